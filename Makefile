@@ -1,0 +1,16 @@
+# The short way to everything; CMake does the work.
+BUILD ?= build
+JOBS  ?= $(shell nproc)
+
+all: $(BUILD)/CMakeCache.txt
+	cmake --build $(BUILD) -j$(JOBS)
+
+$(BUILD)/CMakeCache.txt:
+	cmake -S . -B $(BUILD) -DCMAKE_BUILD_TYPE=Release
+
+demo:  ; tools/demo.sh $(BUILD)
+test:  ; tools/test.sh $(BUILD)
+format: ; clang-format -i $$(git ls-files '*.c' '*.h' '*.cu' '*.cuh')
+clean: ; rm -rf $(BUILD)
+
+.PHONY: all demo test format clean
