@@ -1,0 +1,122 @@
+/* Row bounds and the layout of `saved`: one table of parts, walked once for sizes and once for pointers. */
+#include "problem.h"
+
+int smoe_activation_gated(smoe_activation activation)
+{
+    return activation < SMOE_SILU;
+}
+
+int64_t smoe_type_bytes(smoe_type type)
+{
+    switch (type) {
+    case SMOE_BF16:
+    case SMOE_F16: return 2;
+    case SMOE_F32:
+    case SMOE_I32: return 4;
+    case SMOE_I64: return 8;
+    }
+    return 0;
+}
+
+/* The most rows that a rounding rule can add to T K: per expert less than half a tile (NR_F), less than a
+ * tile (SR_F, NR_S, UP), or half a tile in all (BALANCE_F, whose running total stays within M/2). */
+static int64_t rows_added_at_most(const smoe_layer *layer)
+{
+    const int64_t tile = layer->tile, experts = layer->experts;
+    switch (layer->rounding) {
+    case SMOE_ROUND_NONE:
+    case SMOE_ROUND_DOWN: return 0;
+    case SMOE_ROUND_NR_F: return experts * ((tile - 1) / 2);
+    case SMOE_ROUND_BALANCE_F: return tile / 2;
+    case SMOE_ROUND_SR_F:
+    case SMOE_ROUND_NR_S:
+    case SMOE_ROUND_UP: return experts * (tile - 1);
+    }
+    return 0;
+}
+
+static int64_t rows_at_most(const smoe_layer *layer)
+{
+    const int64_t pairs = layer->tokens * layer->experts;
+    const int64_t rows = layer->tokens * layer->topk + rows_added_at_most(layer);
+    return rows < pairs || layer->entry == SMOE_FROM_ROWS ? rows : pairs;
+}
+
+/* One part of the plan: where its pointer goes, and its elements (4 bytes each) unpadded and as laid out. */
+typedef struct plan_part {
+    void **pointer;
+    int64_t elements;
+    int64_t elements_laid_out;
+} plan_part;
+
+enum { PLAN_PARTS = 11 };
+
+static int list_plan_parts(const smoe_problem *p, smoe_plan *plan, plan_part parts[PLAN_PARTS])
+{
+    const int64_t tokens = p->layer.tokens, experts = p->layer.experts, pairs = tokens * p->layer.topk;
+    const int from_logits = p->layer.entry == SMOE_FROM_LOGITS;
+    const plan_part all[PLAN_PARTS] = {
+        {(void **)&plan->row_token, p->rows, p->padded_rows},
+        {(void **)&plan->row_weight, p->rows, p->padded_rows},
+        {(void **)&plan->token_rows, p->rows, p->rows},
+        {(void **)&plan->token_offsets, tokens + 1, tokens + 1},
+        {(void **)&plan->counts, experts, experts},
+        {(void **)&plan->offsets, experts + 1, experts + 1},
+        {(void **)&plan->block_offsets, experts + 1, experts + 1},
+        {(void **)&plan->order, experts, experts},
+        {(void **)&plan->topk_ids, pairs, pairs},
+        {(void **)&plan->topk_weights, pairs, pairs},
+        {(void **)&plan->topk_counts, experts, experts},
+    };
+    const int count = from_logits ? PLAN_PARTS : PLAN_PARTS - 3;
+    for (int i = 0; i < count; i++) parts[i] = all[i];
+    return count;
+}
+
+static uint64_t h_bytes(const smoe_problem *p, int64_t rows)
+{
+    return (uint64_t)(rows * p->h_width) * (uint64_t)p->element;
+}
+
+void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer)
+{
+    smoe_problem *p = problem;
+    *p = (smoe_problem){.layer = *layer};
+    p->gated = smoe_activation_gated(layer->activation);
+    p->h_width = p->gated ? 2 * layer->intermediate : layer->intermediate;
+    p->element = smoe_type_bytes(layer->dtype);
+    p->rows = rows_at_most(layer);
+    p->padded_rows = p->rows + (SMOE_ROW_BLOCK - 1) * layer->experts;
+    const int64_t per_chunk = (int64_t)SMOE_ROW_BLOCK * layer->chunks;
+    p->chunk_columns = SMOE_ROW_BLOCK * ((layer->hidden + per_chunk - 1) / per_chunk);
+    if (p->chunk_columns > layer->hidden) p->chunk_columns = layer->hidden;
+
+    smoe_plan plan;
+    plan_part parts[PLAN_PARTS];
+    const int count = list_plan_parts(p, &plan, parts);
+    for (int i = 0; i < count; i++) {
+        p->metadata_bytes += 4 * (uint64_t)parts[i].elements;
+        p->plan_bytes += smoe_align_up(4 * (uint64_t)parts[i].elements_laid_out);
+    }
+    p->saved_bytes =
+        (uint64_t)(layer->tokens * layer->hidden * p->element) + h_bytes(p, p->rows) + p->metadata_bytes;
+    p->saved_buffer_bytes = layer->inference ? 0 : smoe_align_up(h_bytes(p, p->padded_rows)) + p->plan_bytes;
+    if (layer->inference) p->saved_bytes = p->metadata_bytes = 0;
+}
+
+smoe_plan smoe_plan_at(const smoe_problem *problem, void *buffer)
+{
+    smoe_plan plan = {0};
+    char *at = buffer;
+    if (!problem->layer.inference) {
+        plan.h = at;
+        at += smoe_align_up(h_bytes(problem, problem->padded_rows));
+    }
+    plan_part parts[PLAN_PARTS];
+    const int count = list_plan_parts(problem, &plan, parts);
+    for (int i = 0; i < count; i++) {
+        *parts[i].pointer = at;
+        at += smoe_align_up(4 * (uint64_t)parts[i].elements_laid_out);
+    }
+    return plan;
+}

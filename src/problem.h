@@ -1,0 +1,64 @@
+/* A checked layer description with everything that follows from it: row bounds, element sizes and the layout
+ * of `saved`. Built on the host at every call; both backends read it. */
+#ifndef SMOE_PROBLEM_H
+#define SMOE_PROBLEM_H
+
+#include <smoe.h>
+
+enum {
+    SMOE_ROW_BLOCK = 64,     /* every expert's rows are padded to a multiple of this */
+    SMOE_BUFFER_ALIGN = 256, /* of saved, of scratch and of every part inside them */
+    SMOE_TENSOR_ALIGN = 16,  /* of every tensor the caller gives */
+    SMOE_MAX_EXPERTS = 4096,
+    SMOE_MAX_TOPK = 64,
+    SMOE_MAX_TILE = 4096,
+    SMOE_MAX_CHUNKS = 64
+};
+
+/* The plan's arrays, in saved (for inference: at the start of scratch). Shapes as in smoe_plan_view. */
+typedef struct smoe_plan {
+    void *h;                /* (padded_rows, h_width) dtype; NULL for inference */
+    int32_t *row_token;     /* (padded_rows) */
+    float *row_weight;      /* (padded_rows) */
+    int32_t *token_rows;    /* (rows) */
+    int32_t *token_offsets; /* (T+1) */
+    int32_t *counts;        /* (E) */
+    int32_t *offsets;       /* (E+1) */
+    int32_t *block_offsets; /* (E+1) */
+    int32_t *order;         /* (E) */
+    int32_t *topk_ids;      /* (T, K); this and the next two: FROM_LOGITS only, else NULL */
+    float *topk_weights;    /* (T, K) */
+    int32_t *topk_counts;   /* (E) */
+} smoe_plan;
+
+typedef struct smoe_problem {
+    smoe_layer layer;            /* with defaults for what the caller's struct_size did not cover */
+    int gated;                   /* the activation has a gate */
+    int64_t h_width;             /* columns of H and rows of W1[e]: 2n gated, n otherwise */
+    int64_t element;             /* bytes of dtype */
+    int64_t rows;                /* bound on R */
+    int64_t padded_rows;         /* rows + 63 E */
+    int64_t chunk_columns;       /* 64 ceil(d / (64 chunks)): columns of a chunk of Y or dX~; the last may be
+                                    narrower */
+    uint64_t metadata_bytes;     /* of the plan, unpadded */
+    uint64_t saved_bytes;        /* X, H and metadata, unpadded */
+    uint64_t plan_bytes;         /* of the plan without H, as laid out */
+    uint64_t saved_buffer_bytes; /* H and plan as laid out; 0 for inference */
+} smoe_problem;
+
+/* The next multiple of SMOE_BUFFER_ALIGN. */
+static inline uint64_t smoe_align_up(uint64_t bytes)
+{
+    return (bytes + SMOE_BUFFER_ALIGN - 1) / SMOE_BUFFER_ALIGN * SMOE_BUFFER_ALIGN;
+}
+
+int smoe_activation_gated(smoe_activation activation);
+int64_t smoe_type_bytes(smoe_type type);
+
+/* Fills *problem from a layer that smoe_check_layer has passed. */
+void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer);
+
+/* The plan's pointers inside a buffer: `saved` (H first), or for inference the start of scratch. */
+smoe_plan smoe_plan_at(const smoe_problem *problem, void *buffer);
+
+#endif
