@@ -18,17 +18,17 @@ typedef struct smoe_backend_table {
                     uint64_t *backward);
     /* The stages. `plan` points into saved or scratch, `scratch` past the plan. */
     smoe_status (*route)(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                         const smoe_plan *plan, void *scratch, void *stream);
+                         const smoe_plan_arrays *plan, void *scratch, void *stream);
     smoe_status (*round)(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                         const smoe_plan *plan, void *scratch, void *stream);
+                         const smoe_plan_arrays *plan, void *scratch, void *stream);
     smoe_status (*plan)(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                        const smoe_plan *plan, void *scratch, void *stream);
+                        const smoe_plan_arrays *plan, void *scratch, void *stream);
     smoe_status (*experts_forward)(smoe_context *context, const smoe_problem *problem,
-                                   const smoe_forward_args *args, const smoe_plan *plan, void *scratch,
+                                   const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
                                    void *stream);
     /* with_router: dlogits, the router's gradients and its term of dx as well */
     smoe_status (*backward)(smoe_context *context, const smoe_problem *problem,
-                            const smoe_backward_args *args, const smoe_plan *plan, int with_router,
+                            const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
                             void *stream);
     smoe_status (*update_selection_bias)(smoe_context *context, const smoe_problem *problem,
                                          const int32_t *counts, float *bias, float gamma, void *stream);

@@ -51,7 +51,7 @@ typedef struct plan_part {
 
 enum { PLAN_PARTS = 11 };
 
-static int list_plan_parts(const smoe_problem *p, smoe_plan *plan, plan_part parts[PLAN_PARTS])
+static int list_plan_parts(const smoe_problem *p, smoe_plan_arrays *plan, plan_part parts[PLAN_PARTS])
 {
     const int64_t tokens = p->layer.tokens, experts = p->layer.experts, pairs = tokens * p->layer.topk;
     const int from_logits = p->layer.entry == SMOE_FROM_LOGITS;
@@ -91,7 +91,7 @@ void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer)
     p->chunk_columns = SMOE_ROW_BLOCK * ((layer->hidden + per_chunk - 1) / per_chunk);
     if (p->chunk_columns > layer->hidden) p->chunk_columns = layer->hidden;
 
-    smoe_plan plan;
+    smoe_plan_arrays plan;
     plan_part parts[PLAN_PARTS];
     const int count = list_plan_parts(p, &plan, parts);
     for (int i = 0; i < count; i++) {
@@ -104,9 +104,9 @@ void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer)
     if (layer->inference) p->saved_bytes = p->metadata_bytes = 0;
 }
 
-smoe_plan smoe_plan_at(const smoe_problem *problem, void *buffer)
+smoe_plan_arrays smoe_plan_at(const smoe_problem *problem, void *buffer)
 {
-    smoe_plan plan = {0};
+    smoe_plan_arrays plan = {0};
     char *at = buffer;
     if (!problem->layer.inference) {
         plan.h = at;

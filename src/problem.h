@@ -16,7 +16,7 @@ enum {
 };
 
 /* The plan's arrays, in saved (for inference: at the start of scratch). Shapes as in smoe_plan_view. */
-typedef struct smoe_plan {
+typedef struct smoe_plan_arrays {
     void *h;                /* (padded_rows, h_width) dtype; NULL for inference */
     int32_t *row_token;     /* (padded_rows) */
     float *row_weight;      /* (padded_rows) */
@@ -29,7 +29,7 @@ typedef struct smoe_plan {
     int32_t *topk_ids;      /* (T, K); this and the next two: FROM_LOGITS only, else NULL */
     float *topk_weights;    /* (T, K) */
     int32_t *topk_counts;   /* (E) */
-} smoe_plan;
+} smoe_plan_arrays;
 
 typedef struct smoe_problem {
     smoe_layer layer;            /* with defaults for what the caller's struct_size did not cover */
@@ -59,6 +59,6 @@ int64_t smoe_type_bytes(smoe_type type);
 void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer);
 
 /* The plan's pointers inside a buffer: `saved` (H first), or for inference the start of scratch. */
-smoe_plan smoe_plan_at(const smoe_problem *problem, void *buffer);
+smoe_plan_arrays smoe_plan_at(const smoe_problem *problem, void *buffer);
 
 #endif

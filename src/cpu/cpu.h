@@ -15,11 +15,11 @@
 uint64_t smoe_cpu_routing_scratch(const smoe_context *context, const smoe_problem *problem);
 
 smoe_status smoe_cpu_route(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                           const smoe_plan *plan, void *scratch, void *stream);
+                           const smoe_plan_arrays *plan, void *scratch, void *stream);
 smoe_status smoe_cpu_round(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                           const smoe_plan *plan, void *scratch, void *stream);
+                           const smoe_plan_arrays *plan, void *scratch, void *stream);
 smoe_status smoe_cpu_plan(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                          const smoe_plan *plan, void *scratch, void *stream);
+                          const smoe_plan_arrays *plan, void *scratch, void *stream);
 smoe_status smoe_cpu_update_selection_bias(smoe_context *context, const smoe_problem *problem,
                                            const int32_t *counts, float *bias, float gamma, void *stream);
 
@@ -31,20 +31,20 @@ uint64_t smoe_cpu_router_backward_scratch(const smoe_context *context, const smo
 /* dlogits (T, E) f32, dense, from dS of the padded rows; then args->dlogits, drouter_weight and drouter_bias.
  */
 void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem,
-                              const smoe_backward_args *args, const smoe_plan *plan, const float *ds,
+                              const smoe_backward_args *args, const smoe_plan_arrays *plan, const float *ds,
                               float *dlogits, void *scratch);
 
 /* ---- experts_forward.c, experts_backward.c ---- */
 
 uint64_t smoe_cpu_experts_forward_scratch(const smoe_context *context, const smoe_problem *problem);
 smoe_status smoe_cpu_experts_forward(smoe_context *context, const smoe_problem *problem,
-                                     const smoe_forward_args *args, const smoe_plan *plan, void *scratch,
-                                     void *stream);
+                                     const smoe_forward_args *args, const smoe_plan_arrays *plan,
+                                     void *scratch, void *stream);
 
 /* With the router: dlogits (T, E) f32 and smoe_cpu_router_backward_scratch included. */
 uint64_t smoe_cpu_backward_scratch(const smoe_context *context, const smoe_problem *problem);
 smoe_status smoe_cpu_backward(smoe_context *context, const smoe_problem *problem,
-                              const smoe_backward_args *args, const smoe_plan *plan, int with_router,
+                              const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
                               void *stream);
 
 #endif
