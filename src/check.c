@@ -1,0 +1,222 @@
+/* Argument checks. Limits stand next to the messages that name them. */
+#include "check.h"
+
+#include <string.h>
+
+/* No struct of ours comes near this size: a larger one is a caller's uninitialised memory. */
+enum { LARGEST_STRUCT = 4096 };
+
+/* The bytes after struct_size that both sides know; 0 when struct_size cannot be right. */
+static size_t common_bytes(const void *caller, size_t size)
+{
+    size_t given;
+    memcpy(&given, caller, sizeof given);
+    if (given <= sizeof given || given > LARGEST_STRUCT) return 0;
+    return (given < size ? given : size) - sizeof given;
+}
+
+int smoe_take_struct(void *to, size_t size, const void *from)
+{
+    const size_t bytes = common_bytes(from, size);
+    memcpy((char *)to + sizeof(size_t), (const char *)from + sizeof(size_t), bytes);
+    return bytes > 0;
+}
+
+int smoe_give_struct(void *to, const void *from, size_t size)
+{
+    const size_t bytes = common_bytes(to, size);
+    memcpy((char *)to + sizeof(size_t), (const char *)from + sizeof(size_t), bytes);
+    return bytes > 0;
+}
+
+/* An integer field and the range it must lie in. */
+typedef struct range_check {
+    const char *name;
+    int64_t value, low, high;
+} range_check;
+
+static smoe_status check_ranges(smoe_context *context, const char *function, smoe_status status,
+                                const range_check *checks, int count)
+{
+    for (int i = 0; i < count; i++) {
+        const range_check *c = &checks[i];
+        if (c->value < c->low || c->value > c->high)
+            return smoe_fail(context, status, "%s: %s is %lld, the range is %lld to %lld", function, c->name,
+                             (long long)c->value, (long long)c->low, (long long)c->high);
+    }
+    return SMOE_OK;
+}
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
+
+static smoe_status check_shape(smoe_context *context, const char *function, const smoe_layer *l)
+{
+    const int64_t most = INT32_MAX;
+    const int64_t topk_limit = l->entry == SMOE_FROM_ROWS   ? 1
+                               : l->experts < SMOE_MAX_TOPK ? l->experts
+                                                            : SMOE_MAX_TOPK;
+    const range_check shape[] = {
+        {"tokens", l->tokens, 1, most},
+        {"hidden", l->hidden, 8, 1 << 20},
+        {"intermediate", l->intermediate, 8, 1 << 20},
+        {"experts", l->experts, 1, SMOE_MAX_EXPERTS},
+        {"topk", l->topk, 1, topk_limit > 0 ? topk_limit : 1},
+        {"tile", l->tile, 1, SMOE_MAX_TILE},
+        {"chunks", l->chunks, 1, SMOE_MAX_CHUNKS},
+    };
+    const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, shape, COUNT(shape));
+    if (status != SMOE_OK) return status;
+    if (l->hidden % 8)
+        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: hidden is %lld, it must be a multiple of 8",
+                         function, (long long)l->hidden);
+    if (l->intermediate % 8)
+        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: intermediate is %lld, it must be a multiple of 8",
+                         function, (long long)l->intermediate);
+    if (l->chunks & (l->chunks - 1))
+        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: chunks is %d, it must be a power of two", function,
+                         (int)l->chunks);
+    return SMOE_OK;
+}
+
+static smoe_status check_one_of(smoe_context *context, const char *function, const char *name, int value,
+                                const int *allowed, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (value == allowed[i]) return SMOE_OK;
+    return smoe_fail(context, SMOE_ERROR_ARGUMENT,
+                     "%s: %s is %d, which is none of the values smoe.h gives it", function, name, value);
+}
+
+static smoe_status check_enums(smoe_context *context, const char *function, const smoe_layer *l)
+{
+    static const int storage[] = {SMOE_F32, SMOE_BF16, SMOE_F16}, logits[] = {SMOE_F32, SMOE_BF16};
+    static const int indices[] = {SMOE_I32, SMOE_I64}, flags[] = {0, 1};
+    static const int activations[] = {SMOE_SWIGLU, SMOE_GEGLU, SMOE_GEGLU_TANH, SMOE_REGLU, SMOE_SWIGLU_OAI,
+                                      SMOE_SILU,   SMOE_GELU,  SMOE_RELU,       SMOE_RELU2};
+    static const int layouts[] = {SMOE_CONCATENATED, SMOE_INTERLEAVED};
+    static const int entries[] = {SMOE_FROM_LOGITS, SMOE_FROM_TOPK, SMOE_FROM_ROWS};
+    static const int scores[] = {SMOE_SOFTMAX_TOPK, SMOE_TOPK_SOFTMAX, SMOE_SIGMOID};
+    static const int roundings[] = {SMOE_ROUND_NONE,      SMOE_ROUND_NR_F, SMOE_ROUND_SR_F, SMOE_ROUND_NR_S,
+                                    SMOE_ROUND_BALANCE_F, SMOE_ROUND_UP,   SMOE_ROUND_DOWN};
+    const int gradients[] = {(int)l->dtype, SMOE_F32};
+    const struct {
+        const char *name;
+        int value;
+        const int *allowed;
+        int count;
+    } checks[] = {
+        {"dtype", (int)l->dtype, storage, COUNT(storage)},
+        {"activation", (int)l->activation, activations, COUNT(activations)},
+        {"layout", (int)l->layout, layouts, COUNT(layouts)},
+        {"entry", (int)l->entry, entries, COUNT(entries)},
+        {"index_type", (int)l->index_type, indices, COUNT(indices)},
+        {"logits_type", (int)l->logits_type, logits, COUNT(logits)},
+        {"gradient_type", (int)l->gradient_type, gradients, COUNT(gradients)},
+        {"accumulate", l->accumulate, flags, COUNT(flags)},
+        {"inference", l->inference, flags, COUNT(flags)},
+        {"reuse_saved", l->reuse_saved, flags, COUNT(flags)},
+        {"score", (int)l->score, scores, COUNT(scores)},
+        {"renormalize", l->renormalize, flags, COUNT(flags)},
+        {"rounding", (int)l->rounding, roundings, COUNT(roundings)},
+    };
+    for (int i = 0; i < COUNT(checks); i++) {
+        const smoe_status status = check_one_of(context, function, checks[i].name, checks[i].value,
+                                                checks[i].allowed, checks[i].count);
+        if (status != SMOE_OK) return status;
+    }
+    return SMOE_OK;
+}
+
+/* Groups: a sigmoid router's, equal, of at least two experts, and the kept ones must hold K experts. */
+static smoe_status check_groups(smoe_context *context, const char *function, const smoe_layer *l)
+{
+    const range_check ranges[] = {{"groups", l->groups, 1, l->experts},
+                                  {"groups_kept", l->groups_kept, 1, l->groups}};
+    const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, ranges, COUNT(ranges));
+    if (status != SMOE_OK || l->groups == 1) return status;
+    if (l->entry != SMOE_FROM_LOGITS || l->score != SMOE_SIGMOID)
+        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
+                         "%s: groups is %d, but groups need SMOE_SIGMOID from logits", function,
+                         (int)l->groups);
+    if (l->experts % l->groups || l->experts / l->groups < 2)
+        return smoe_fail(context, SMOE_ERROR_SHAPE,
+                         "%s: groups is %d, it must divide experts (%lld) into groups of at least 2",
+                         function, (int)l->groups, (long long)l->experts);
+    if (l->experts / l->groups * l->groups_kept < l->topk)
+        return smoe_fail(
+            context, SMOE_ERROR_SHAPE, "%s: topk is %lld, but the %d groups kept hold %lld experts", function,
+            (long long)l->topk, (int)l->groups_kept, (long long)(l->experts / l->groups * l->groups_kept));
+    return SMOE_OK;
+}
+
+static smoe_status check_router(smoe_context *context, const char *function, const smoe_layer *l)
+{
+    if (l->entry != SMOE_FROM_LOGITS && l->rounding != SMOE_ROUND_NONE)
+        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
+                         "%s: rounding is %d, but rounding needs logits (SMOE_FROM_LOGITS)", function,
+                         (int)l->rounding);
+    if (l->score == SMOE_TOPK_SOFTMAX && l->renormalize)
+        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
+                         "%s: renormalize is 1, but the weights of SMOE_TOPK_SOFTMAX sum to one already",
+                         function);
+    if (!(l->route_scale > 0.0f && l->route_scale < 1e30f))
+        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
+                         "%s: route_scale is %g, it must be positive and finite", function,
+                         (double)l->route_scale);
+    return check_groups(context, function, l);
+}
+
+/* Row numbers are int32 in the plan, byte counts 64 bits everywhere. */
+static smoe_status check_rows(smoe_context *context, const char *function, const smoe_layer *l)
+{
+    smoe_problem problem;
+    smoe_problem_init(&problem, l);
+    if (problem.padded_rows > INT32_MAX)
+        return smoe_fail(
+            context, SMOE_ERROR_SHAPE,
+            "%s: tokens x topk with padding is %lld rows, the limit is %d; use fewer tokens a call", function,
+            (long long)problem.padded_rows, INT32_MAX);
+    if (l->tokens * l->experts > (int64_t)1 << 40)
+        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: tokens x experts is %lld, the limit is 2^40",
+                         function, (long long)(l->tokens * l->experts));
+    return SMOE_OK;
+}
+
+smoe_status smoe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer)
+{
+    smoe_status status = check_enums(context, function, layer);
+    if (status == SMOE_OK) status = check_shape(context, function, layer);
+    if (status == SMOE_OK) status = check_router(context, function, layer);
+    if (status == SMOE_OK) status = check_rows(context, function, layer);
+    return status;
+}
+
+smoe_status smoe_check_pointers(smoe_context *context, const char *function, const smoe_pointer_check *checks,
+                                int count)
+{
+    for (int i = 0; i < count; i++) {
+        const smoe_pointer_check *c = &checks[i];
+        if (!c->pointer && c->required)
+            return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, c->name);
+        if ((uintptr_t)c->pointer % SMOE_TENSOR_ALIGN)
+            return smoe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
+                             function, c->name, c->pointer, SMOE_TENSOR_ALIGN);
+    }
+    return SMOE_OK;
+}
+
+smoe_status smoe_check_buffer(smoe_context *context, const char *function, const char *name,
+                              const void *pointer, uint64_t size, uint64_t needed)
+{
+    if (!needed) return SMOE_OK;
+    if (!pointer)
+        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL, %llu bytes are needed", function,
+                         name, (unsigned long long)needed);
+    if ((uintptr_t)pointer % SMOE_BUFFER_ALIGN)
+        return smoe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
+                         function, name, pointer, SMOE_BUFFER_ALIGN);
+    if (size < needed)
+        return smoe_fail(context, SMOE_ERROR_BUFFER, "%s: %s has %llu bytes, smoe_query_sizes asks for %llu",
+                         function, name, (unsigned long long)size, (unsigned long long)needed);
+    return SMOE_OK;
+}

@@ -1,0 +1,84 @@
+/* Contexts: creation through a backend's table, destruction, error text. */
+#include "backend.h"
+#include "check.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+smoe_status smoe_fail(smoe_context *context, smoe_status status, const char *format, ...)
+{
+    va_list list;
+    va_start(list, format);
+    vsnprintf(context->error, sizeof context->error, format, list);
+    va_end(list);
+    return status;
+}
+
+static const smoe_backend_table *find_backend(smoe_backend id)
+{
+    if (id == SMOE_BACKEND_CPU) return &smoe_cpu_backend;
+#ifdef SMOE_HAVE_CUDA
+    if (id == SMOE_BACKEND_CUDA) return &smoe_cuda_backend;
+#endif
+    return NULL;
+}
+
+static smoe_status open_backend(smoe_context *context, const smoe_context_options *options)
+{
+    if (options->backend != SMOE_BACKEND_CPU && options->backend != SMOE_BACKEND_CUDA)
+        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
+                         "smoe_create: backend is %d; it is SMOE_BACKEND_CPU (0) or SMOE_BACKEND_CUDA (10)",
+                         (int)options->backend);
+    if (options->threads < 0)
+        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
+                         "smoe_create: threads is %d, the least is 0 (OpenMP's default)",
+                         (int)options->threads);
+    context->backend = find_backend(options->backend);
+    if (!context->backend)
+        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                         "smoe_create: this library was built without the cuda backend");
+    context->on_stage = options->on_stage;
+    context->on_stage_user = options->on_stage_user;
+    return context->backend->create(context, options);
+}
+
+static void report(const smoe_context_options *options, const char *text)
+{
+    if (options->error_text && options->error_size)
+        snprintf(options->error_text, options->error_size, "%s", text);
+}
+
+smoe_status smoe_create(smoe_context **context, const smoe_context_options *given)
+{
+    if (!context) return SMOE_ERROR_ARGUMENT;
+    *context = NULL;
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    if (given && !smoe_take_struct(&options, sizeof options, given)) return SMOE_ERROR_ARGUMENT;
+    smoe_context *made = calloc(1, sizeof *made);
+    if (!made) {
+        report(&options, "smoe_create: out of host memory");
+        return SMOE_ERROR_MEMORY;
+    }
+    const smoe_status status = open_backend(made, &options);
+    if (status != SMOE_OK) {
+        report(&options, made->error);
+        free(made);
+        return status;
+    }
+    *context = made;
+    return SMOE_OK;
+}
+
+void smoe_destroy(smoe_context *context)
+{
+    if (!context) return;
+    context->backend->destroy(context);
+    free(context);
+}
+
+const char *smoe_last_error(const smoe_context *context)
+{
+    return context ? context->error : "";
+}
