@@ -1,0 +1,39 @@
+#!/bin/sh
+# Installs the build into a prefix of its own and consumes it from outside, by find_package and by pkg-config, with
+# -Werror; checks that the header stands alone as C99 and as C++, and what the shared library exports.
+set -eu
+build=$1
+here=$(cd "$(dirname "$0")" && pwd)
+work=$build/install-test
+rm -rf "$work"
+mkdir -p "$work"
+cmake --install "$build" --prefix "$work/prefix" >/dev/null
+
+cmake -S "$here" -B "$work/cmake" -DCMAKE_PREFIX_PATH="$work/prefix" >/dev/null
+cmake --build "$work/cmake" >/dev/null
+"$work/cmake/consumer_smoe"
+"$work/cmake/consumer_static"
+
+PKG_CONFIG_PATH=$(dirname "$(find "$work/prefix" -name smoe.pc)")
+export PKG_CONFIG_PATH
+libdir=$(pkg-config --variable=libdir smoe)
+# shellcheck disable=SC2046
+cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/consumer.c" -o "$work/consumer" $(pkg-config --cflags --libs smoe)
+LD_LIBRARY_PATH=$libdir "$work/consumer"
+
+header=$work/prefix/include/smoe.h
+cc -std=c99 -pedantic -Wall -Wextra -Werror -fsyntax-only -x c "$header"
+c++ -pedantic -Wall -Wextra -Werror -fsyntax-only -x c++ "$header"
+[ "$(wc -l <"$header")" -lt 500 ]
+
+library=$(readlink -f "$libdir/libsmoe.so")
+readelf -d "$library" | grep -q 'soname: \[libsmoe.so.0.1\]'
+exported=$(nm -D --defined-only "$library" | awk '$2 != "A" { sub(/@.*/, "", $3); print $3 }' | sort)
+declared=$(sed -n 's/^SMOE_API .*[ *]\(smoe_[a-z_]*\)(.*/\1/p' "$header" | sort)
+if [ "$exported" != "$declared" ]; then
+    echo "exported and declared symbols differ:"
+    printf '%s\n' "$exported" >"$work/exported"
+    printf '%s\n' "$declared" | diff "$work/exported" -
+    exit 1
+fi
+echo "$(printf '%s\n' "$exported" | wc -l) symbols exported, as declared"
