@@ -1,0 +1,202 @@
+/* See token_source.h. Text, gzip (through zlib) and llm.c's token files. */
+#include "train/token_source.h"
+
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <zlib.h>
+
+enum {
+    BIN_HEADER = 256 * 4, // bytes: int32[256]
+    BIN_MAGIC = 20240520,
+    BIN_VERSION = 1,
+    COPY_BELOW = 1 << 20 // bytes; smaller files are copied: a process has only some 65000 mappings
+};
+
+static const size_t MAX_INFLATED = (size_t)1 << 36; // bytes from one .gz: a bomb ends in an error
+
+static bool ends_with(const char *text, size_t length, const char *end)
+{
+    size_t tail = strlen(end);
+    return length >= tail && memcmp(text + length - tail, end, tail) == 0;
+}
+
+/* ---- gzip ---- */
+
+typedef struct inflated {
+    unsigned char *bytes;
+    size_t size, room;
+} inflated;
+
+static bool grow(inflated *out, error *err)
+{
+    size_t room = out->room == 0 ? 1 << 16 : 2 * out->room;
+    if (room > MAX_INFLATED)
+        return fail(err, ERROR_RUNTIME, "more than %zu bytes when inflated", MAX_INFLATED);
+    unsigned char *bytes = realloc(out->bytes, room);
+    if (bytes == NULL) return fail(err, ERROR_RUNTIME, "out of memory for %zu inflated bytes", room);
+    out->bytes = bytes;
+    out->room = room;
+    return true;
+}
+
+/* One call of inflate; *status is zlib's answer. */
+static bool inflate_some(z_stream *z, const unsigned char *end, inflated *out, int *status, error *err)
+{
+    if (out->size == out->room && !grow(out, err)) return false;
+    size_t in = (size_t)(end - z->next_in), free_bytes = out->room - out->size;
+    z->avail_in = in < UINT_MAX ? (uInt)in : UINT_MAX; // zlib counts in 32 bits
+    z->avail_out = free_bytes < UINT_MAX ? (uInt)free_bytes : UINT_MAX;
+    z->next_out = out->bytes + out->size;
+    *status = inflate(z, Z_NO_FLUSH);
+    out->size = (size_t)(z->next_out - out->bytes);
+    if (*status == Z_OK || *status == Z_STREAM_END) return true;
+    if (*status == Z_BUF_ERROR)
+        return fail(err, ERROR_RUNTIME, "truncated gzip data after %zu inflated bytes", out->size);
+    return fail(err, ERROR_RUNTIME, "bad gzip data after %zu inflated bytes: %s", out->size,
+                z->msg != NULL ? z->msg : zError(*status));
+}
+
+/* All members of a gzip file, one after the other. */
+static bool inflate_members(z_stream *z, const unsigned char *end, inflated *out, error *err)
+{
+    int status = Z_OK;
+    while (z->next_in < end || status != Z_STREAM_END) {
+        if (status == Z_STREAM_END) inflateReset(z);
+        if (!inflate_some(z, end, out, &status, err)) return false;
+    }
+    return true;
+}
+
+static bool inflate_all(const unsigned char *bytes, size_t size, inflated *out, error *err)
+{
+    z_stream z = {.next_in = (unsigned char *)(uintptr_t)bytes}; // zlib only reads
+    *out = (inflated){0};
+    if (inflateInit2(&z, MAX_WBITS + 16) != Z_OK)
+        return fail(err, ERROR_RUNTIME, "out of memory"); // + 16: gzip only
+    bool ok = inflate_members(&z, bytes + size, out, err);
+    inflateEnd(&z);
+    if (ok) return true;
+    free(out->bytes);
+    return false;
+}
+
+/* ---- tokens ---- */
+
+static int64_t token_at(const token_source *s, int64_t i)
+{
+    return s->width == 1 ? s->bytes[i] : s->bytes[2 * i] | s->bytes[2 * i + 1] << 8;
+}
+
+static bool check_vocab(const token_source *s, int64_t vocab, error *err)
+{
+    if (vocab >= (int64_t)1 << 8 * s->width) return true; // no token can be larger
+    for (int64_t i = 0; i < s->count; i++)
+        if (token_at(s, i) >= vocab)
+            return fail(err, ERROR_RUNTIME, "token %lld is %lld, outside the vocabulary of %lld",
+                        (long long)i, (long long)token_at(s, i), (long long)vocab);
+    return true;
+}
+
+static int32_t header_field(const unsigned char *bytes, int i)
+{
+    const unsigned char *p = bytes + 4 * i;
+    uint32_t value = p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+    int32_t field;
+    memcpy(&field, &value, sizeof field);
+    return field;
+}
+
+static bool parse_bin(token_source *s, const unsigned char *bytes, size_t size, error *err)
+{
+    if (size < BIN_HEADER)
+        return fail(err, ERROR_RUNTIME, "truncated token file: %zu bytes, the header has %d", size,
+                    BIN_HEADER);
+    int32_t magic = header_field(bytes, 0), version = header_field(bytes, 1), count = header_field(bytes, 2);
+    if (magic != BIN_MAGIC)
+        return fail(err, ERROR_RUNTIME, "not a token file: magic %d, expected %d", magic, BIN_MAGIC);
+    if (version != BIN_VERSION)
+        return fail(err, ERROR_RUNTIME, "token file of version %d, expected %d", version, BIN_VERSION);
+    if (count < 1)
+        return fail(err, ERROR_RUNTIME, "the header counts %d tokens, at least 1 is expected", count);
+    size_t expected = BIN_HEADER + 2 * (size_t)count;
+    if (size != expected)
+        return fail(err, ERROR_RUNTIME, "the header counts %d tokens, expected %zu bytes, found %zu", count,
+                    expected, size);
+    s->bytes = bytes + BIN_HEADER;
+    s->count = count;
+    s->width = 2;
+    return true;
+}
+
+/* `length` of the name counts: without .gz it is the name of the contents. */
+static bool parse_contents(token_source *s, const unsigned char *bytes, size_t size, const char *name,
+                           size_t length, int64_t vocab, error *err)
+{
+    if (ends_with(name, length, ".bin")) return parse_bin(s, bytes, size, err) && check_vocab(s, vocab, err);
+    s->bytes = bytes;
+    s->count = (int64_t)size;
+    s->width = 1;
+    return check_vocab(s, vocab, err);
+}
+
+static bool parse_gzip(token_source *s, const unsigned char *bytes, size_t size, const char *name,
+                       size_t length, int64_t vocab, error *err)
+{
+    inflated out;
+    if (!inflate_all(bytes, size, &out, err)) return false;
+    unsigned char *fitting = realloc(out.bytes, out.size + 1); // the half that growing left unused
+    s->copy = fitting != NULL ? fitting : out.bytes;
+    return parse_contents(s, s->copy, out.size, name, length, vocab, err);
+}
+
+bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name, int64_t vocab,
+                        error *err)
+{
+    error reason;
+    size_t length = strlen(name);
+    *source = (token_source){0};
+    bool ok = ends_with(name, length, ".gz")
+                  ? parse_gzip(source, bytes, size, name, length - 3, vocab, &reason)
+                  : parse_contents(source, bytes, size, name, length, vocab, &reason);
+    if (ok) return true;
+    token_source_close(source);
+    return fail(err, ERROR_RUNTIME, "%s: %s", name, reason.text);
+}
+
+/* ---- files ---- */
+
+/* Takes the bytes over from the mapping of a small file. */
+static bool parse_copy(token_source *source, const file_map *map, const char *path, int64_t vocab, error *err)
+{
+    unsigned char *copy = malloc(map->size);
+    if (copy == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
+    memcpy(copy, map->data, map->size);
+    bool ok = token_source_parse(source, copy, map->size, path, vocab, err);
+    bool kept = ok && source->copy == NULL; // inflated text has memory of its own
+    if (kept) source->copy = copy;
+    if (!kept) free(copy);
+    return ok;
+}
+
+bool token_source_open(token_source *source, const char *path, int64_t vocab, error *err)
+{
+    file_map map;
+    *source = (token_source){0};
+    if (!file_map_open(&map, path, err)) return false;
+    bool small = map.size < COPY_BELOW;
+    bool ok = small ? parse_copy(source, &map, path, vocab, err)
+                    : token_source_parse(source, map.data, map.size, path, vocab, err);
+    if (ok && !small && source->copy == NULL)
+        source->map = map;
+    else
+        file_map_close(&map);
+    return ok;
+}
+
+void token_source_close(token_source *source)
+{
+    file_map_close(&source->map);
+    free(source->copy);
+    *source = (token_source){0};
+}

@@ -1,0 +1,27 @@
+/* The tokens of one file, before they are split and sampled (train/tokens.h). */
+#ifndef TRAIN_TOKEN_SOURCE_H
+#define TRAIN_TOKEN_SOURCE_H
+
+#include "train/error.h"
+#include "train/file.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct token_source {
+    const unsigned char *bytes; // count * width, little-endian
+    int64_t count;              // tokens
+    int width;                  // bytes of a token: 1 text, 2 token file
+    file_map map;               // what holds the bytes: a mapping, or
+    unsigned char *copy;        // memory of our own, or neither: the caller's
+} token_source;
+
+/* From memory, which must outlive the source unless `name` ends in .gz; every token is checked against vocab.
+ */
+bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name, int64_t vocab,
+                        error *err);
+bool token_source_open(token_source *source, const char *path, int64_t vocab, error *err);
+void token_source_close(token_source *source);
+
+#endif

@@ -1,0 +1,320 @@
+/* See tokens.h: split of the sources into two streams, batches and windows from them. */
+#include "train/tokens.h"
+
+#include "train/file.h"
+#include "train/token_source.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SPLIT = 20 }; // one token, or one file, in 20 validates
+
+/* A run of tokens of one source. */
+typedef struct span {
+    const unsigned char *bytes; // (count, width)
+    int width;
+    int64_t start, count; // place in the stream, tokens
+} span;
+
+typedef struct stream {
+    span *spans; // sorted by start, none empty
+    size_t span_count;
+    int64_t total; // tokens
+} stream;
+
+struct tokens {
+    token_source *sources;
+    size_t source_count;
+    stream train, validation;
+    int64_t context;
+};
+
+/* ---- streams ---- */
+
+static void stream_add(stream *s, const token_source *source, int64_t from, int64_t to)
+{
+    if (from >= to) return;
+    s->spans[s->span_count++] =
+        (span){source->bytes + from * source->width, source->width, s->total, to - from};
+    s->total += to - from;
+}
+
+static void stream_clear(stream *s)
+{
+    s->span_count = 0;
+    s->total = 0;
+}
+
+/* The last span that starts at or before `position`. */
+static size_t span_at(const stream *s, int64_t position)
+{
+    size_t low = 0, high = s->span_count;
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if (s->spans[middle].start <= position)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void span_copy(const span *s, int64_t from, int64_t count, int32_t *out)
+{
+    const unsigned char *p = s->bytes + from * s->width;
+    if (s->width == 1)
+        for (int64_t i = 0; i < count; i++) out[i] = p[i];
+    else
+        for (int64_t i = 0; i < count; i++) out[i] = p[2 * i] | p[2 * i + 1] << 8;
+}
+
+static void stream_copy(const stream *s, int64_t position, int64_t count, int32_t *out)
+{
+    assert(position >= 0 && count <= s->total - position);
+    for (size_t i = span_at(s, position); count > 0; i++) {
+        int64_t from = position - s->spans[i].start, left = s->spans[i].count - from;
+        int64_t here = left < count ? left : count;
+        span_copy(&s->spans[i], from, here, out);
+        out += here;
+        position += here;
+        count -= here;
+    }
+}
+
+/* ---- split ---- */
+
+static void split_files(tokens *data)
+{
+    for (size_t i = 0; i < data->source_count; i++) {
+        const token_source *source = &data->sources[i];
+        stream_add(i % SPLIT == SPLIT / 2 ? &data->validation : &data->train, source, 0, source->count);
+    }
+}
+
+static void split_tails(tokens *data)
+{
+    for (size_t i = 0; i < data->source_count; i++) {
+        const token_source *source = &data->sources[i];
+        int64_t cut = source->count - source->count / SPLIT;
+        stream_add(&data->train, source, 0, cut);
+        stream_add(&data->validation, source, cut, source->count);
+    }
+}
+
+static void split_train(tokens *data)
+{
+    if (data->source_count >= SPLIT) {
+        split_files(data);
+        double share = (double)data->validation.total / (double)(data->validation.total + data->train.total);
+        if (share >= 0.02 && share <= 0.10) return;
+        stream_clear(&data->train);
+        stream_clear(&data->validation);
+    }
+    split_tails(data);
+}
+
+static bool check_stream(const stream *s, const char *what, int64_t context, const char *name, error *err)
+{
+    if (s->total > context) return true;
+    return fail(err, ERROR_RUNTIME,
+                "%s: %lld tokens %s, context %lld needs %lld: give more data or a shorter context", name,
+                (long long)s->total, what, (long long)context, (long long)context + 1);
+}
+
+/* `name` stands for all the data in messages. */
+static bool make_streams(tokens *data, tokens_split split, const char *name, error *err)
+{
+    data->train.spans = malloc((data->source_count + 1) * sizeof(span));
+    data->validation.spans = malloc((data->source_count + 1) * sizeof(span));
+    if (data->train.spans == NULL || data->validation.spans == NULL)
+        return fail(err, ERROR_RUNTIME, "%s: out of memory", name);
+    for (size_t i = 1; i < data->source_count; i++)
+        if (data->sources[i].width != data->sources[0].width)
+            return fail(err, ERROR_RUNTIME, "%s: text and token files (*.bin) cannot be mixed", name);
+    if (split == TOKENS_TRAIN)
+        split_train(data);
+    else
+        for (size_t i = 0; i < data->source_count; i++)
+            stream_add(&data->validation, &data->sources[i], 0, data->sources[i].count);
+    return (split == TOKENS_EVAL || check_stream(&data->train, "to train on", data->context, name, err)) &&
+           check_stream(&data->validation, "to validate on", data->context, name, err);
+}
+
+/* ---- opening ---- */
+
+static bool tokens_new(tokens **data, size_t sources, int64_t context, const char *name, error *err)
+{
+    *data = NULL;
+    if (context < 1) return fail(err, ERROR_USAGE, "context = %lld is less than 1", (long long)context);
+    tokens *d = calloc(1, sizeof *d);
+    if (d != NULL) d->sources = calloc(sources + 1, sizeof *d->sources);
+    if (d == NULL || d->sources == NULL) {
+        free(d);
+        return fail(err, ERROR_RUNTIME, "%s: out of memory", name);
+    }
+    d->context = context;
+    *data = d;
+    return true;
+}
+
+static bool finish(tokens **data, bool ok)
+{
+    if (ok) return true;
+    tokens_close(*data);
+    *data = NULL;
+    return false;
+}
+
+bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *name, int64_t vocab,
+                  int64_t context, tokens_split split, error *err)
+{
+    if (!tokens_new(data, 1, context, name, err)) return false;
+    (*data)->source_count = 1;
+    return finish(data, token_source_parse(&(*data)->sources[0], bytes, size, name, vocab, err) &&
+                            make_streams(*data, split, name, err));
+}
+
+static bool is_named(const char *path, const char *const *paths, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (strcmp(path, paths[i]) == 0) return true;
+    return false;
+}
+
+/* Opens all files but the empty ones of folders; an empty file that the user named is an error. */
+static bool open_sources(tokens *data, const file_list *list, const char *const *paths, size_t count,
+                         int64_t vocab, error *err)
+{
+    for (size_t i = 0; i < list->count; i++) {
+        const file_entry *entry = &list->entries[i];
+        if (entry->size == 0 && !is_named(entry->path, paths, count)) continue;
+        if (!token_source_open(&data->sources[data->source_count++], entry->path, vocab, err)) return false;
+    }
+    return true;
+}
+
+static bool open_list(tokens **data, const file_list *list, const char *const *paths, size_t count,
+                      int64_t vocab, int64_t context, tokens_split split, error *err)
+{
+    char name[160];
+    snprintf(name, sizeof name, count > 1 ? "%.100s and %zu more" : "%.100s", paths[0], count - 1);
+    if (!tokens_new(data, list->count, context, name, err)) return false;
+    bool ok = open_sources(*data, list, paths, count, vocab, err);
+    if (ok && (*data)->source_count == 0) ok = fail(err, ERROR_RUNTIME, "%s: holds no file with data", name);
+    return finish(data, ok && make_streams(*data, split, name, err));
+}
+
+bool tokens_open(tokens **data, const char *const *paths, size_t count, int64_t vocab, int64_t context,
+                 tokens_split split, error *err)
+{
+    *data = NULL;
+    if (count == 0) return fail(err, ERROR_USAGE, "no data: name text files, folders or token files");
+    file_list list = {0};
+    bool ok = true;
+    for (size_t i = 0; ok && i < count; i++) ok = file_list_add(&list, paths[i], err);
+    ok = ok && open_list(data, &list, paths, count, vocab, context, split, err);
+    file_list_free(&list);
+    return ok;
+}
+
+void tokens_close(tokens *data)
+{
+    if (data == NULL) return;
+    for (size_t i = 0; i < data->source_count; i++) token_source_close(&data->sources[i]);
+    free(data->sources);
+    free(data->train.spans);
+    free(data->validation.spans);
+    free(data);
+}
+
+bool tokens_are_bytes(const tokens *data)
+{
+    return data->sources[0].width == 1;
+}
+
+int64_t tokens_train_count(const tokens *data)
+{
+    return data->train.total;
+}
+
+int64_t tokens_validation_count(const tokens *data)
+{
+    return data->validation.total;
+}
+
+/* ---- batches ---- */
+
+static void copy_window(const stream *s, int64_t position, int64_t context, int32_t *inputs, int32_t *targets)
+{
+    stream_copy(s, position, context, inputs);
+    stream_copy(s, position + 1, context, targets);
+}
+
+/* The finaliser of splitmix64: every bit of the result depends on every bit of x. */
+static uint64_t mix(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+static uint64_t mix_two(uint64_t a, uint64_t b)
+{
+    return mix(mix(a + 0x9e3779b97f4a7c15u) ^ (b + 0x9e3779b97f4a7c15u));
+}
+
+/* A random permutation of 0..count-1, at `index`: a Feistel network over the next power of four, walked until
+ * it lands below count (under four rounds of it on average). */
+static uint64_t permuted(uint64_t index, uint64_t count, uint64_t key)
+{
+    int half = 1;
+    while (half < 31 && (uint64_t)1 << 2 * half < count) half++;
+    uint64_t mask = ((uint64_t)1 << half) - 1;
+    do {
+        uint64_t left = index >> half, right = index & mask;
+        for (uint64_t turn = 0; turn < 6; turn++) {
+            uint64_t next = left ^ (mix_two(key + turn, right) & mask);
+            left = right;
+            right = next;
+        }
+        index = left << half | right;
+    } while (index >= count);
+    return index;
+}
+
+/* Where sample number `sample` starts. An epoch has one window fewer than fit, so that its start can move. */
+static int64_t sample_position(const tokens *data, uint64_t seed, uint64_t sample)
+{
+    uint64_t total = (uint64_t)data->train.total, context = (uint64_t)data->context;
+    uint64_t windows = total / context > 1 ? total / context - 1 : 1;
+    uint64_t slack = total - 1 - windows * context;
+    uint64_t key = mix_two(seed, sample / windows); // of the epoch
+    uint64_t start = mix(key) % (slack + 1);
+    return (int64_t)(start + permuted(sample % windows, windows, key) * context);
+}
+
+void tokens_batch(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int32_t *inputs,
+                  int32_t *targets)
+{
+    assert(data->train.total > data->context);
+    for (int64_t row = 0; row < batch; row++) {
+        int64_t position = sample_position(data, seed, step * (uint64_t)batch + (uint64_t)row);
+        copy_window(&data->train, position, data->context, inputs + row * data->context,
+                    targets + row * data->context);
+    }
+}
+
+int64_t tokens_windows(const tokens *data)
+{
+    return (data->validation.total - 1) / data->context;
+}
+
+void tokens_window(const tokens *data, int64_t first, int64_t count, int32_t *inputs, int32_t *targets)
+{
+    assert(first >= 0 && count >= 0 && count <= tokens_windows(data) - first);
+    for (int64_t i = 0; i < count; i++)
+        copy_window(&data->validation, (first + i) * data->context, data->context, inputs + i * data->context,
+                    targets + i * data->context);
+}

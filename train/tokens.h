@@ -1,0 +1,58 @@
+/* Training data: a stream of tokens to train on, one to validate on, and batches cut from them.
+ *
+ * A source is any file or folder (recursively, sorted; train/file.h). What a file is follows from its name:
+ *   *.bin  llm.c's token file: int32[256] header (magic 20240520, version 1, number of tokens), then uint16
+ * tokens
+ *   *.gz   is inflated, then read by its name without .gz
+ *   else   text: every byte is a token, so the vocabulary has 256 or more
+ * Files of one run are either all text or all token files; empty files inside a folder are skipped.
+ *
+ * Split. With fewer than 20 files the last 5% of each file validate. With 20 or more every 20th file does, so
+ * that no document is in both; should that come to less than 2% or more than 10% of all tokens (files of very
+ * different sizes), the last 5% of each file again. Both streams then are their files one after the other. */
+#ifndef TRAIN_TOKENS_H
+#define TRAIN_TOKENS_H
+
+#include "train/error.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct tokens tokens;
+
+typedef enum tokens_split {
+    TOKENS_TRAIN, // split as above
+    TOKENS_EVAL   // all tokens validate, none train
+} tokens_split;
+
+/* Reads `count` files or folders for a model of `vocab` tokens and `context` tokens a sequence. Small files
+ * are copied, large ones mapped. Errors: missing, empty, malformed or truncated files (expected and found), a
+ * token id past the vocabulary, fewer than context + 1 tokens in a stream that is asked for. */
+bool tokens_open(tokens **data, const char *const *paths, size_t count, int64_t vocab, int64_t context,
+                 tokens_split split, error *err);
+
+/* The same from one file in memory, which must outlive *data; `name` says what it is, as above. */
+bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *name, int64_t vocab,
+                  int64_t context, tokens_split split, error *err);
+
+void tokens_close(tokens *data); // NULL is fine
+
+bool tokens_are_bytes(const tokens *data);      // then loss / ln 2 is bits per byte
+int64_t tokens_train_count(const tokens *data); // tokens
+int64_t tokens_validation_count(const tokens *data);
+
+/* Batch number `step` of the training stream: inputs and targets (batch, context), targets one token later.
+ * A pure function of its arguments: resuming needs the step alone. Sample i = step * batch + row goes through
+ * the stream in epochs: each cuts it into adjoining windows from a random start and visits every window once,
+ * in random order. Opened with TOKENS_TRAIN. */
+void tokens_batch(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int32_t *inputs,
+                  int32_t *targets);
+
+/* Adjoining windows of the validation stream, (count - 1) / context of them: the last targets fewer than a
+ * whole window are left out. _window copies windows first .. first + count - 1 to inputs and targets (count,
+ * context). */
+int64_t tokens_windows(const tokens *data);
+void tokens_window(const tokens *data, int64_t first, int64_t count, int32_t *inputs, int32_t *targets);
+
+#endif
