@@ -1,0 +1,21 @@
+/* Single-threaded, row-major sgemm on top of OpenBLAS: the CPU backend's threads are its own, so that how a
+ * product is cut, and with it every bit of the result, does not depend on how many there are. */
+#ifndef SMOE_CPU_BLAS_H
+#define SMOE_CPU_BLAS_H
+
+#include <stdint.h>
+
+/* Between enter and leave OpenBLAS computes on the calling thread alone. Sections may nest and overlap
+ * (several contexts on several threads): the first one in saves OpenBLAS's thread count, the last one out
+ * restores it. */
+void smoe_blas_enter(void);
+void smoe_blas_leave(void);
+
+/* C = op(A) op(B) + beta C, row-major; op(A) (m, k), op(B) (k, n), C (m, n). With transpose_a A is stored (k,
+ * m), with transpose_b B is stored (n, k); ld* are the stored matrices' row strides in elements. With beta 0,
+ * C is written without being read. Sizes of zero are fine. m, n, k are at most 2^31 - 1, as are the strides:
+ * the callers' panels are far smaller, and strides follow from d and n. */
+void smoe_sgemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, const float *a,
+                int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+
+#endif

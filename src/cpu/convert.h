@@ -1,0 +1,17 @@
+/* Rows between their storage (f32 or bf16) and f32. `first_element` counts elements of the storage type, so
+ * that a row of a big tensor is addressed without arithmetic on void pointers. */
+#ifndef SMOE_CPU_CONVERT_H
+#define SMOE_CPU_CONVERT_H
+
+#include <smoe.h>
+
+/* to[i] = from[first_element + i]; exact. */
+void smoe_load_row(float *to, const void *from, int64_t first_element, int64_t count, smoe_type type);
+
+/* to[first_element + i] = from[i], to the nearest, ties to even; NaN stays NaN. */
+void smoe_store_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type);
+
+/* to[first_element + i] += from[i], added in f32 and rounded once. */
+void smoe_add_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type);
+
+#endif
