@@ -13,5 +13,6 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/smoeConfigVersion.cmake C
 install(FILES ${PROJECT_BINARY_DIR}/smoeConfig.cmake ${PROJECT_BINARY_DIR}/smoeConfigVersion.cmake
   DESTINATION ${smoe_package_dir})
 
+file(RELATIVE_PATH SMOE_PREFIX_FROM_PC /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 configure_file(${PROJECT_SOURCE_DIR}/cmake/smoe.pc.in ${PROJECT_BINARY_DIR}/smoe.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/smoe.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -1,0 +1,519 @@
+/* The API's manners: every bad argument gets its status and a text that names function, argument, value and
+ * limit; growable structs; sizes. No arithmetic of a layer is tested here. */
+#include <smoe.h>
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static smoe_context *open_cpu(void)
+{
+    smoe_context *context = NULL;
+    assert_int_equal(smoe_create(&context, NULL), SMOE_OK);
+    assert_non_null(context);
+    return context;
+}
+
+static smoe_layer small_layer(void)
+{
+    smoe_layer layer = SMOE_LAYER_INIT;
+    layer.tokens = 64;
+    layer.hidden = 32;
+    layer.intermediate = 16;
+    layer.experts = 8;
+    layer.topk = 2;
+    layer.dtype = SMOE_F32;
+    return layer;
+}
+
+static void assert_error(smoe_context *context, smoe_status got, smoe_status expected, const char *a,
+                         const char *b)
+{
+    if (got != expected) print_error("status %d, text: %s\n", (int)got, smoe_last_error(context));
+    assert_int_equal(got, expected);
+    const char *text = smoe_last_error(context);
+    if (!strstr(text, a) || !strstr(text, b))
+        print_error("the text lacks \"%s\" or \"%s\": %s\n", a, b, text);
+    assert_non_null(strstr(text, a));
+    assert_non_null(strstr(text, b));
+}
+
+/* ---- descriptions ---- */
+
+typedef struct bad_layer {
+    void (*spoil)(smoe_layer *layer);
+    smoe_status status;
+    const char *argument, *limit;
+} bad_layer;
+
+#define SPOIL(name, statement)                                                                               \
+    static void name(smoe_layer *layer)                                                                      \
+    {                                                                                                        \
+        statement;                                                                                           \
+    }
+SPOIL(no_tokens, layer->tokens = 0)
+SPOIL(negative_tokens, layer->tokens = -5)
+SPOIL(huge_tokens, layer->tokens = (int64_t)1 << 40)
+SPOIL(no_hidden, layer->hidden = 0)
+SPOIL(odd_hidden, layer->hidden = 36)
+SPOIL(huge_hidden, layer->hidden = (int64_t)1 << 30)
+SPOIL(no_intermediate, layer->intermediate = 0)
+SPOIL(odd_intermediate, layer->intermediate = 17)
+SPOIL(no_experts, layer->experts = 0)
+SPOIL(many_experts, (layer->experts = 4097, layer->topk = 1))
+SPOIL(topk_past_experts, layer->topk = 9)
+SPOIL(topk_past_limit, (layer->experts = 128, layer->topk = 65))
+SPOIL(no_topk, layer->topk = 0)
+SPOIL(rows_topk, (layer->entry = SMOE_FROM_ROWS, layer->topk = 2))
+SPOIL(no_tile, layer->tile = 0)
+SPOIL(no_chunks, layer->chunks = 0)
+SPOIL(odd_chunks, layer->chunks = 3)
+SPOIL(bad_dtype, layer->dtype = SMOE_I32)
+SPOIL(bad_activation, layer->activation = (smoe_activation)7)
+SPOIL(bad_layout, layer->layout = (smoe_layout)2)
+SPOIL(bad_entry, layer->entry = (smoe_entry)3)
+SPOIL(bad_index, layer->index_type = SMOE_F32)
+SPOIL(bad_logits, layer->logits_type = SMOE_F16)
+SPOIL(bad_gradient, layer->gradient_type = SMOE_BF16)
+SPOIL(bad_flag, layer->accumulate = 2)
+SPOIL(bad_score, layer->score = (smoe_score)9)
+SPOIL(bad_rounding, layer->rounding = (smoe_rounding)7)
+SPOIL(rounding_without_logits, (layer->entry = SMOE_FROM_TOPK, layer->rounding = SMOE_ROUND_UP))
+SPOIL(renormalized_softmax, (layer->score = SMOE_TOPK_SOFTMAX, layer->renormalize = 1))
+SPOIL(zero_scale, layer->route_scale = 0)
+SPOIL(nan_scale, layer->route_scale = (float)strtod("nan", NULL))
+SPOIL(softmax_groups, (layer->groups = 2, layer->groups_kept = 1))
+SPOIL(uneven_groups, (layer->score = SMOE_SIGMOID, layer->groups = 3, layer->groups_kept = 2))
+SPOIL(lonely_groups, (layer->score = SMOE_SIGMOID, layer->groups = 8, layer->groups_kept = 4))
+SPOIL(kept_past_groups, (layer->score = SMOE_SIGMOID, layer->groups = 2, layer->groups_kept = 3))
+SPOIL(few_kept, (layer->score = SMOE_SIGMOID, layer->groups = 4, layer->groups_kept = 1, layer->topk = 3))
+SPOIL(half_on_cpu, layer->dtype = SMOE_F16)
+
+static const bad_layer bad_layers[] = {
+    {no_tokens, SMOE_ERROR_SHAPE, "tokens is 0", "1 to"},
+    {negative_tokens, SMOE_ERROR_SHAPE, "tokens is -5", "1 to"},
+    {huge_tokens, SMOE_ERROR_SHAPE, "tokens is 1099511627776", "2147483647"},
+    {no_hidden, SMOE_ERROR_SHAPE, "hidden is 0", "8 to"},
+    {odd_hidden, SMOE_ERROR_SHAPE, "hidden is 36", "multiple of 8"},
+    {huge_hidden, SMOE_ERROR_SHAPE, "hidden is 1073741824", "1048576"},
+    {no_intermediate, SMOE_ERROR_SHAPE, "intermediate is 0", "8 to"},
+    {odd_intermediate, SMOE_ERROR_SHAPE, "intermediate is 17", "multiple of 8"},
+    {no_experts, SMOE_ERROR_SHAPE, "experts is 0", "4096"},
+    {many_experts, SMOE_ERROR_SHAPE, "experts is 4097", "4096"},
+    {topk_past_experts, SMOE_ERROR_SHAPE, "topk is 9", "1 to 8"},
+    {topk_past_limit, SMOE_ERROR_SHAPE, "topk is 65", "1 to 64"},
+    {no_topk, SMOE_ERROR_SHAPE, "topk is 0", "1 to 8"},
+    {rows_topk, SMOE_ERROR_SHAPE, "topk is 2", "1 to 1"},
+    {no_tile, SMOE_ERROR_SHAPE, "tile is 0", "4096"},
+    {no_chunks, SMOE_ERROR_SHAPE, "chunks is 0", "64"},
+    {odd_chunks, SMOE_ERROR_SHAPE, "chunks is 3", "power of two"},
+    {bad_dtype, SMOE_ERROR_ARGUMENT, "dtype is 10", "smoe.h"},
+    {bad_activation, SMOE_ERROR_ARGUMENT, "activation is 7", "smoe.h"},
+    {bad_layout, SMOE_ERROR_ARGUMENT, "layout is 2", "smoe.h"},
+    {bad_entry, SMOE_ERROR_ARGUMENT, "entry is 3", "smoe.h"},
+    {bad_index, SMOE_ERROR_ARGUMENT, "index_type is 0", "smoe.h"},
+    {bad_logits, SMOE_ERROR_ARGUMENT, "logits_type is 2", "smoe.h"},
+    {bad_gradient, SMOE_ERROR_ARGUMENT, "gradient_type is 1", "smoe.h"},
+    {bad_flag, SMOE_ERROR_ARGUMENT, "accumulate is 2", "smoe.h"},
+    {bad_score, SMOE_ERROR_ARGUMENT, "score is 9", "smoe.h"},
+    {bad_rounding, SMOE_ERROR_ARGUMENT, "rounding is 7", "smoe.h"},
+    {rounding_without_logits, SMOE_ERROR_ARGUMENT, "rounding is 5", "SMOE_FROM_LOGITS"},
+    {renormalized_softmax, SMOE_ERROR_ARGUMENT, "renormalize is 1", "SMOE_TOPK_SOFTMAX"},
+    {zero_scale, SMOE_ERROR_ARGUMENT, "route_scale is 0", "positive"},
+    {nan_scale, SMOE_ERROR_ARGUMENT, "route_scale is", "finite"},
+    {softmax_groups, SMOE_ERROR_ARGUMENT, "groups is 2", "SMOE_SIGMOID"},
+    {uneven_groups, SMOE_ERROR_SHAPE, "groups is 3", "divide experts (8)"},
+    {lonely_groups, SMOE_ERROR_SHAPE, "groups is 8", "at least 2"},
+    {kept_past_groups, SMOE_ERROR_SHAPE, "groups_kept is 3", "1 to 2"},
+    {few_kept, SMOE_ERROR_SHAPE, "topk is 3", "2 experts"},
+    {half_on_cpu, SMOE_ERROR_UNSUPPORTED, "F16", "cuda"},
+};
+
+static void test_bad_layers(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    for (size_t i = 0; i < sizeof bad_layers / sizeof *bad_layers; i++) {
+        smoe_layer layer = small_layer();
+        bad_layers[i].spoil(&layer);
+        assert_error(context, smoe_supports(context, &layer), bad_layers[i].status,
+                     "smoe_supports: ", bad_layers[i].argument);
+        assert_non_null(strstr(smoe_last_error(context), bad_layers[i].limit));
+        smoe_sizes sizes = SMOE_SIZES_INIT;
+        assert_int_equal(smoe_query_sizes(context, &layer, &sizes), bad_layers[i].status);
+    }
+    const smoe_layer good = small_layer();
+    assert_int_equal(smoe_supports(context, &good), SMOE_OK);
+    smoe_destroy(context);
+}
+
+static void test_rows_past_int32(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    smoe_layer layer = small_layer();
+    layer.tokens = 1 << 30;
+    layer.experts = 64;
+    layer.topk = 4;
+    assert_error(context, smoe_supports(context, &layer), SMOE_ERROR_SHAPE, "4294971328 rows", "2147483647");
+    smoe_destroy(context);
+}
+
+/* ---- contexts and growable structs ---- */
+
+static void test_contexts(void **state)
+{
+    (void)state;
+    smoe_destroy(NULL);
+    assert_int_equal(smoe_create(NULL, NULL), SMOE_ERROR_ARGUMENT);
+    assert_string_equal(smoe_last_error(NULL), "");
+    assert_int_equal(smoe_supports(NULL, NULL), SMOE_ERROR_ARGUMENT);
+
+    char text[256] = "";
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.error_text = text;
+    options.error_size = sizeof text;
+    smoe_context *context = (smoe_context *)&options;
+    options.backend = (smoe_backend)5;
+    assert_int_equal(smoe_create(&context, &options), SMOE_ERROR_ARGUMENT);
+    assert_null(context);
+    assert_non_null(strstr(text, "backend is 5"));
+    options.backend = SMOE_BACKEND_CPU;
+    options.threads = -1;
+    assert_int_equal(smoe_create(&context, &options), SMOE_ERROR_ARGUMENT);
+    assert_non_null(strstr(text, "threads is -1"));
+    options.threads = 0;
+    options.struct_size = 0;
+    assert_int_equal(smoe_create(&context, &options), SMOE_ERROR_ARGUMENT);
+}
+
+/* Without a driver the CUDA backend says so and nothing else breaks; with one this creates a context. */
+static void test_cuda_context(void **state)
+{
+    (void)state;
+    char text[256] = "";
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.backend = SMOE_BACKEND_CUDA;
+    options.error_text = text;
+    options.error_size = sizeof text;
+    smoe_context *context;
+    const smoe_status status = smoe_create(&context, &options);
+    if (status == SMOE_OK) {
+        smoe_destroy(context);
+        return;
+    }
+    assert_true(status == SMOE_ERROR_UNSUPPORTED || status == SMOE_ERROR_DEVICE);
+    assert_non_null(strstr(text, "smoe_create: "));
+    assert_null(context);
+}
+
+static void test_struct_sizes(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    smoe_layer layer = small_layer();
+    smoe_sizes full = SMOE_SIZES_INIT;
+    assert_int_equal(smoe_query_sizes(context, &layer, &full), SMOE_OK);
+
+    /* a caller from before `chunks`: what lies behind its struct is not read */
+    smoe_layer older = layer;
+    older.struct_size = offsetof(smoe_layer, chunks);
+    older.chunks = -1;
+    older.score = (smoe_score)99;
+    older.tile = -1;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    assert_int_equal(smoe_query_sizes(context, &older, &sizes), SMOE_OK);
+    assert_memory_equal(&sizes, &full, sizeof full);
+
+    /* and what lies behind a smaller result is not written */
+    memset(&sizes, 0xAB, sizeof sizes);
+    sizes.struct_size = offsetof(smoe_sizes, saved_bytes);
+    assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+    assert_int_equal(sizes.padded_rows, full.padded_rows);
+    assert_int_equal(sizes.struct_size, offsetof(smoe_sizes, saved_bytes));
+    assert_int_equal(sizes.saved_bytes, UINT64_C(0xABABABABABABABAB));
+
+    layer.struct_size = 0;
+    assert_error(context, smoe_supports(context, &layer), SMOE_ERROR_ARGUMENT, "struct_size is 0",
+                 "SMOE_LAYER_INIT");
+    layer.struct_size = (size_t)-1;
+    assert_error(context, smoe_supports(context, &layer), SMOE_ERROR_ARGUMENT, "struct_size",
+                 "SMOE_LAYER_INIT");
+    assert_error(context, smoe_supports(context, NULL), SMOE_ERROR_ARGUMENT, "smoe_supports",
+                 "layer is NULL");
+    layer = small_layer();
+    assert_error(context, smoe_query_sizes(context, &layer, NULL), SMOE_ERROR_ARGUMENT, "smoe_query_sizes",
+                 "sizes");
+    smoe_destroy(context);
+}
+
+/* ---- sizes ---- */
+
+static uint64_t metadata(const smoe_layer *l, uint64_t rows)
+{
+    const uint64_t tokens = (uint64_t)l->tokens, experts = (uint64_t)l->experts, topk = (uint64_t)l->topk;
+    const uint64_t plan = 4 * (3 * rows + (tokens + 1) + 2 * experts + 2 * (experts + 1));
+    return l->entry == SMOE_FROM_LOGITS ? plan + 8 * tokens * topk + 4 * experts : plan;
+}
+
+static void test_saved_bytes(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    for (int f32 = 0; f32 < 2; f32++)
+        for (int gated = 0; gated < 2; gated++)
+            for (int entry = SMOE_FROM_LOGITS; entry <= SMOE_FROM_ROWS; entry++) {
+                smoe_layer layer = small_layer();
+                layer.dtype = f32 ? SMOE_F32 : SMOE_BF16;
+                layer.activation = gated ? SMOE_SWIGLU : SMOE_RELU2;
+                layer.entry = (smoe_entry)entry;
+                if (entry == SMOE_FROM_ROWS) layer.topk = 1;
+                const uint64_t rows = (uint64_t)(layer.tokens * layer.topk);
+                smoe_sizes sizes = SMOE_SIZES_INIT;
+                assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+                const uint64_t element = f32 ? 4 : 2, h_width = gated ? 2 * 16 : 16;
+                assert_int_equal(sizes.rows, rows);
+                assert_int_equal(sizes.padded_rows, rows + 63 * 8);
+                assert_int_equal(sizes.metadata_bytes, metadata(&layer, rows));
+                assert_int_equal(sizes.saved_bytes,
+                                 element * (64 * 32 + h_width * rows) + metadata(&layer, rows));
+                assert_true(sizes.saved_buffer_bytes >= element * h_width * (rows + 63 * 8));
+                layer.inference = 1;
+                assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+                assert_int_equal(sizes.saved_bytes + sizes.saved_buffer_bytes + sizes.scratch_backward_bytes,
+                                 0);
+            }
+    smoe_destroy(context);
+}
+
+static void test_rounded_row_bounds(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    const struct {
+        smoe_rounding rounding;
+        int64_t rows;
+    } bounds[] = {{SMOE_ROUND_NONE, 2048},         {SMOE_ROUND_DOWN, 2048},
+                  {SMOE_ROUND_NR_F, 2048 + 8 * 7}, {SMOE_ROUND_BALANCE_F, 2048 + 8},
+                  {SMOE_ROUND_UP, 2048 + 8 * 15},  {SMOE_ROUND_SR_F, 2048 + 8 * 15}};
+    for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++) {
+        smoe_layer layer = small_layer();
+        layer.tokens = 1024;
+        layer.tile = 16;
+        layer.rounding = bounds[i].rounding;
+        smoe_sizes sizes = SMOE_SIZES_INIT;
+        assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+        assert_int_equal(sizes.rows, bounds[i].rows);
+    }
+    smoe_destroy(context);
+}
+
+/* Scratch falls with chunks. */
+static void test_chunks_cut_scratch(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    smoe_layer layer = small_layer();
+    layer.tokens = 4096;
+    layer.hidden = 1024;
+    smoe_sizes one = SMOE_SIZES_INIT, four = SMOE_SIZES_INIT;
+    assert_int_equal(smoe_query_sizes(context, &layer, &one), SMOE_OK);
+    layer.chunks = 4;
+    assert_int_equal(smoe_query_sizes(context, &layer, &four), SMOE_OK);
+    assert_true(four.scratch_forward_bytes < one.scratch_forward_bytes / 2);
+    assert_true(four.scratch_backward_bytes < one.scratch_backward_bytes);
+    assert_int_equal(four.saved_bytes, one.saved_bytes);
+    smoe_destroy(context);
+}
+
+/* ---- pointers and buffers ---- */
+
+typedef struct stage {
+    const char *name;
+    smoe_status (*call)(smoe_context *, const smoe_layer *, const smoe_forward_args *, void *);
+} stage;
+
+static void test_forward_pointers(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    const smoe_layer layer = small_layer();
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+    char *pool = aligned_alloc(256, 1 << 20);
+    assert_non_null(pool);
+    smoe_forward_args good = SMOE_FORWARD_ARGS_INIT;
+    good.x = good.router_weight = good.w1 = good.w2 = pool;
+    good.logits = good.out = pool;
+    good.saved = good.scratch = pool;
+    good.saved_size = sizes.saved_buffer_bytes;
+    good.scratch_size = sizes.scratch_forward_bytes;
+
+    const stage stages[] = {{"smoe_layer_forward", smoe_layer_forward},
+                            {"smoe_experts_forward", smoe_experts_forward}};
+    for (int i = 0; i < 2; i++) {
+        const char *name = stages[i].name;
+        smoe_forward_args args = good;
+        args.x = NULL;
+        assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, name,
+                     "x is NULL");
+        args = good;
+        args.w2 = NULL;
+        assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, name,
+                     "w2 is NULL");
+        args = good;
+        args.w1 = pool + 8;
+        assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_ALIGNMENT, "w1 is",
+                     "16 bytes");
+        args = good;
+        args.b2 = pool + 2;
+        assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_ALIGNMENT, "b2 is",
+                     "16 bytes");
+        args = good;
+        args.saved = pool + 64;
+        assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_ALIGNMENT, "saved",
+                     "256 bytes");
+        args = good;
+        args.saved_size--;
+        assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_BUFFER, "saved has",
+                     "asks for");
+        args = good;
+        args.scratch_size--;
+        assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_BUFFER, "scratch has",
+                     "asks for");
+        args = good;
+        args.scratch = NULL;
+        assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT,
+                     "scratch is NULL", "bytes are needed");
+        assert_error(context, stages[i].call(context, &layer, NULL, NULL), SMOE_ERROR_ARGUMENT, name,
+                     "args is NULL");
+        assert_error(context, stages[i].call(context, NULL, &good, NULL), SMOE_ERROR_ARGUMENT, name,
+                     "layer is NULL");
+        assert_int_equal(stages[i].call(NULL, &layer, &good, NULL), SMOE_ERROR_ARGUMENT);
+    }
+    smoe_forward_args args = good;
+    args.logits = NULL;
+    assert_error(context, smoe_route(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "smoe_route",
+                 "logits is NULL");
+    args = good;
+    args.selection_bias = (const float *)pool;
+    assert_error(context, smoe_route(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "selection_bias",
+                 "SMOE_SIGMOID");
+    args = good;
+    args.router_weight = NULL;
+    args.router_bias = pool;
+    assert_error(context, smoe_route(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "router_bias",
+                 "without router_weight");
+    assert_error(context, smoe_round(context, &layer, &good, NULL), SMOE_ERROR_ARGUMENT, "smoe_round",
+                 "SMOE_ROUND_NONE");
+    smoe_layer given = layer;
+    given.entry = SMOE_FROM_TOPK;
+    assert_error(context, smoe_route(context, &given, &good, NULL), SMOE_ERROR_ARGUMENT,
+                 "smoe_route: entry is 1", "SMOE_FROM_LOGITS");
+    assert_error(context, smoe_plan(context, &given, &good, NULL), SMOE_ERROR_ARGUMENT, "smoe_plan",
+                 "topk_ids is NULL");
+    given.entry = SMOE_FROM_ROWS;
+    given.topk = 1;
+    assert_error(context, smoe_plan(context, &given, &good, NULL), SMOE_ERROR_ARGUMENT, "smoe_plan",
+                 "offsets is NULL");
+    assert_error(context, smoe_view_plan(context, &layer, &good, NULL), SMOE_ERROR_ARGUMENT, "smoe_view_plan",
+                 "view");
+    free(pool);
+    smoe_destroy(context);
+}
+
+static void test_backward_pointers(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    const smoe_layer layer = small_layer();
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+    char *pool = aligned_alloc(256, 1 << 20);
+    assert_non_null(pool);
+    smoe_backward_args good = SMOE_BACKWARD_ARGS_INIT;
+    good.x = good.router_weight = good.logits = good.w1 = good.w2 = good.dout = pool;
+    good.dx = good.dw1 = good.dw2 = good.drouter_weight = pool;
+    good.saved = good.scratch = pool;
+    good.saved_size = sizes.saved_buffer_bytes;
+    good.scratch_size = sizes.scratch_backward_bytes;
+
+    smoe_backward_args args = good;
+    args.dout = NULL;
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT,
+                 "smoe_layer_backward", "dout is NULL");
+    args = good;
+    args.dw1 = NULL;
+    assert_error(context, smoe_experts_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT,
+                 "smoe_experts_backward", "dw1 is NULL");
+    args = good;
+    args.b1 = pool;
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "backward",
+                 "db1 is NULL");
+    args = good;
+    args.db2 = pool;
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "db2",
+                 "without its bias");
+    args = good;
+    args.drouter_weight = NULL;
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "backward",
+                 "drouter_weight is NULL");
+    args = good;
+    args.router_weight = NULL;
+    args.drouter_weight = NULL;
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "backward",
+                 "dlogits is NULL");
+    args = good;
+    args.scratch_size = 0;
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_BUFFER,
+                 "scratch has 0 bytes", "asks for");
+    smoe_layer inference = layer;
+    inference.inference = 1;
+    assert_error(context, smoe_layer_backward(context, &inference, &good, NULL), SMOE_ERROR_ARGUMENT,
+                 "inference is 1", "nothing was saved");
+    free(pool);
+    smoe_destroy(context);
+}
+
+static void test_selection_bias(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    smoe_layer layer = small_layer();
+    layer.experts = 4;
+    _Alignas(16) const int32_t counts[4] = {10, 20, 15, 15};
+    _Alignas(16) float bias[4] = {0, 0, 1, -1};
+    assert_int_equal(smoe_update_selection_bias(context, &layer, counts, bias, 0.5f, NULL), SMOE_OK);
+    const float expected[4] = {0.5f, -0.5f, 1, -1};
+    assert_memory_equal(bias, expected, sizeof bias);
+    assert_error(context, smoe_update_selection_bias(context, &layer, NULL, bias, 0.5f, NULL),
+                 SMOE_ERROR_ARGUMENT, "smoe_update_selection_bias", "counts is NULL");
+    smoe_destroy(context);
+}
+
+static void test_texts(void **state)
+{
+    (void)state;
+    assert_int_equal(smoe_version(), SMOE_VERSION);
+    for (int status = 0; status <= 160; status += 10)
+        assert_true(strlen(smoe_status_string((smoe_status)status)) > 1);
+    assert_string_equal(smoe_status_string((smoe_status)-1), "unknown status");
+    assert_string_equal(smoe_stage_string(SMOE_STAGE_DX_ROWS), "dx_rows");
+    assert_string_equal(smoe_stage_string((smoe_stage)-1), "unknown stage");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_bad_layers),         cmocka_unit_test(test_rows_past_int32),
+        cmocka_unit_test(test_contexts),           cmocka_unit_test(test_cuda_context),
+        cmocka_unit_test(test_struct_sizes),       cmocka_unit_test(test_saved_bytes),
+        cmocka_unit_test(test_rounded_row_bounds), cmocka_unit_test(test_chunks_cut_scratch),
+        cmocka_unit_test(test_forward_pointers),   cmocka_unit_test(test_backward_pointers),
+        cmocka_unit_test(test_selection_bias),     cmocka_unit_test(test_texts),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
