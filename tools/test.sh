@@ -1,0 +1,77 @@
+#!/bin/sh
+# Installs what the tests need, builds and runs every one of them: gcc with all of it (and the CUDA code when nvcc is
+# there), clang's sanitizers (address + undefined, thread), the fuzz targets for FUZZ_SECONDS each (default 20).
+# The last line reads "N passed, N failed, N skipped".
+set -u
+cd "$(dirname "$0")/.." || exit 3
+build=${1:-build}
+jobs=$(nproc)
+tools/install_packages.sh build-essential cmake pkg-config libopenblas-dev libjansson-dev libcmocka-dev zlib1g-dev \
+    gnuplot-nox jargon-text clang libclang-rt-14-dev libomp-dev || exit 3
+
+passed=0 failed=0 skipped=0
+
+# One step that either works or fails as a whole.
+count_step() { # description, exit status
+    if [ "$2" -eq 0 ]; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        echo "FAILED: $1"
+    fi
+}
+
+# Configures, builds and runs ctest; adds what ctest counted.
+run_suite() { # name, then CMake options
+    name=$1
+    shift
+    echo "== $name"
+    dir=$build/$name
+    mkdir -p "$dir"
+    log=$dir/test.log
+    if ! { cmake -S . -B "$dir" "$@" && cmake --build "$dir" -j"$jobs"; } >"$dir/build.log" 2>&1; then
+        tail -n 40 "$dir/build.log"
+        count_step "$name: build" 1
+        return
+    fi
+    ctest --test-dir "$dir" --output-on-failure --timeout 900 2>&1 | tee "$log"
+    total=$(sed -n 's/.* tests failed out of \([0-9]*\)$/\1/p' "$log")
+    bad=$(sed -n 's/.*passed, \([0-9]*\) tests failed out of .*/\1/p' "$log")
+    left=$(grep -c '\*\*\*Skipped' "$log")
+    if [ -z "$total" ]; then
+        count_step "$name: ctest ran nothing" 1
+        return
+    fi
+    passed=$((passed + total - bad - left))
+    failed=$((failed + bad))
+    skipped=$((skipped + left))
+}
+
+run_suite release -DCMAKE_BUILD_TYPE=Release
+OMP_NUM_THREADS=2 run_suite address -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COMPILER=clang -DSMOE_CUDA=OFF \
+    -DSMOE_SANITIZE=address,undefined
+# libarcher tells the thread sanitizer about OpenMP's barriers; OpenBLAS itself is not instrumented.
+export TSAN_OPTIONS="ignore_noninstrumented_modules=1 ${TSAN_OPTIONS:-}"
+OMP_NUM_THREADS=2 run_suite thread -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COMPILER=clang -DSMOE_CUDA=OFF \
+    -DSMOE_SANITIZE=thread
+
+echo "== fuzz"
+mkdir -p "$build/fuzz"
+if { cmake -S . -B "$build/fuzz" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COMPILER=clang -DSMOE_CUDA=OFF \
+    -DSMOE_FUZZ=ON && cmake --build "$build/fuzz" -j"$jobs" --target fuzz; } >"$build/fuzz/build.log" 2>&1; then
+    for target in safetensors config tokens; do
+        mkdir -p "$build/fuzz/corpus_$target"
+        "$build/fuzz/tests/fuzz/fuzz_$target" -max_total_time="${FUZZ_SECONDS:-20}" -rss_limit_mb=2048 \
+            -artifact_prefix="$build/fuzz/" "$build/fuzz/corpus_$target" "tests/fuzz/corpus/$target" \
+            >"$build/fuzz/$target.log" 2>&1
+        status=$?
+        [ $status -eq 0 ] || tail -n 30 "$build/fuzz/$target.log"
+        count_step "fuzz $target" $status
+    done
+else
+    tail -n 40 "$build/fuzz/build.log"
+    count_step "fuzz: build" 1
+fi
+
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]
