@@ -12,8 +12,9 @@ typedef struct error {
     char text[512]; // one line without a newline; a longer message is cut and ends in "..."
 } error;
 
-/* Fills *err (NULL is fine) and returns false, so that a failing function ends in `return fail(err, 3, "...",
- * ...)`. */
-bool fail(error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+/* Fills *err (NULL is fine) and returns false: a failing function ends in `return fail(err, 3, "...", ...)`.
+ * The name stands in parentheses because cmocka has a macro fail(); tests call the function as (fail)(...).
+ */
+bool(fail)(error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 #endif
