@@ -29,6 +29,7 @@ int main(void)
     args.saved = aligned_alloc(256, args.saved_size = sizes.saved_buffer_bytes);
     args.scratch = aligned_alloc(256, args.scratch_size = sizes.scratch_forward_bytes);
     if (smoe_layer_forward(context, &layer, &args, NULL) != SMOE_OK) puts(smoe_last_error(context));
-    printf("O[0][0] = %g, %.1f MiB kept for the backward\n", ((float *)args.out)[0], (double)sizes.saved_bytes / (1 << 20));
+    printf("O[0][0] = %g, %.1f MiB kept for the backward\n", ((float *)args.out)[0],
+           (double)sizes.saved_bytes / (1 << 20));
     smoe_destroy(context);
 }
