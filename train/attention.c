@@ -1,0 +1,116 @@
+/* See attention.h. Backward, with dp[i, j] = <dout[i], v[j]>: ds = p (dp - sum over j of p dp) / sqrt(head
+ * size); dq = ds k, dk = ds^T q, dv = p^T dout. */
+#include "train/attention.h"
+
+#include "train/math.h"
+
+#include <cblas.h>
+#include <math.h>
+#include <omp.h>
+
+int64_t attention_saved(const attention_shape *s)
+{
+    return s->sequences * s->heads * s->length * s->length;
+}
+
+int64_t attention_scratch(const attention_shape *s)
+{
+    return (int64_t)omp_get_max_threads() * ATTENTION_BLOCK * s->length;
+}
+
+/* Row i of a block: softmax over its first `keep` entries, zero after them up to `width`. */
+static void softmax_row(float *restrict row, int64_t keep, int64_t width, float scale)
+{
+    float top = row[0];
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < keep; j++) top = row[j] > top ? row[j] : top;
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < keep; j++) {
+        row[j] = exp_poly((row[j] - top) * scale);
+        sum += row[j];
+    }
+    float inverse = 1.0f / sum;
+    for (int64_t j = 0; j < keep; j++) row[j] *= inverse;
+    for (int64_t j = keep; j < width; j++) row[j] = 0.0f;
+}
+
+/* One head of one sequence: pointers at its first row and column. */
+static void head_forward(float *out, float *p, const float *q, const float *k, const float *v,
+                         const attention_shape *s)
+{
+    int d = (int)(s->heads * s->head_size), size = (int)s->head_size, length = (int)s->length;
+    float scale = 1.0f / sqrtf((float)size);
+    for (int first = 0; first < length; first += ATTENTION_BLOCK) {
+        int end = first + ATTENTION_BLOCK < length ? first + ATTENTION_BLOCK : length, rows = end - first;
+        float *block = p + (int64_t)first * length; // (rows, end) of row stride length
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, end, size, 1.0f, q + (int64_t)first * d, d,
+                    k, d, 0.0f, block, length);
+        for (int i = 0; i < rows; i++) softmax_row(block + (int64_t)i * length, first + i + 1, end, scale);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, size, end, 1.0f, block, length, v,
+                    (int)s->value_stride, 0.0f, out + (int64_t)first * d, d);
+    }
+}
+
+void attention_forward(float *out, float *p, const float *q, const float *k, const float *v,
+                       const attention_shape *s)
+{
+    int64_t d = s->heads * s->head_size;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t b = 0; b < s->sequences; b++)
+        for (int64_t h = 0; h < s->heads; h++) {
+            int64_t at = b * s->length * d + h * s->head_size;
+            head_forward(out + at, p + (b * s->heads + h) * s->length * s->length, q + at, k + at,
+                         v + b * s->length * s->value_stride + h * s->head_size, s);
+        }
+}
+
+/* ds, over dp in place, from one row of p */
+static void softmax_row_backward(float *restrict dp, const float *restrict p, int64_t width, float scale)
+{
+    float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t j = 0; j < width; j++) dot += dp[j] * p[j];
+#pragma omp simd
+    for (int64_t j = 0; j < width; j++) dp[j] = p[j] * (dp[j] - dot) * scale;
+}
+
+static void head_backward(float *dq, float *dk, float *dv, const float *dout, const float *p, const float *q,
+                          const float *k, const float *v, const attention_shape *s, float *ds)
+{
+    int d = (int)(s->heads * s->head_size), size = (int)s->head_size, length = (int)s->length;
+    int stride = (int)s->value_stride;
+    float scale = 1.0f / sqrtf((float)size);
+    // The last block touches every key, so it goes first and writes; the others add to their first rows.
+    int last = (length - 1) / ATTENTION_BLOCK * ATTENTION_BLOCK;
+    for (int first = last; first >= 0; first -= ATTENTION_BLOCK) {
+        int end = first + ATTENTION_BLOCK < length ? first + ATTENTION_BLOCK : length, rows = end - first;
+        float add = first == last ? 0.0f : 1.0f;
+        const float *block = p + (int64_t)first * length;
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, end, size, 1.0f, dout + (int64_t)first * d,
+                    d, v, stride, 0.0f, ds, length);
+        cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, end, size, rows, 1.0f, block, length,
+                    dout + (int64_t)first * d, d, add, dv, stride);
+        for (int i = 0; i < rows; i++)
+            softmax_row_backward(ds + (int64_t)i * length, block + (int64_t)i * length, end, scale);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, size, end, 1.0f, ds, length, k, d, 0.0f,
+                    dq + (int64_t)first * d, d);
+        cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, end, size, rows, 1.0f, ds, length,
+                    q + (int64_t)first * d, d, add, dk, d);
+    }
+}
+
+void attention_backward(float *dq, float *dk, float *dv, const float *dout, const float *p, const float *q,
+                        const float *k, const float *v, const attention_shape *s, float *scratch)
+{
+    int64_t d = s->heads * s->head_size;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t b = 0; b < s->sequences; b++)
+        for (int64_t h = 0; h < s->heads; h++) {
+            int64_t at = b * s->length * d + h * s->head_size;
+            int64_t at_v = b * s->length * s->value_stride + h * s->head_size;
+            head_backward(dq + at, dk + at, dv + at_v, dout + at,
+                          p + (b * s->heads + h) * s->length * s->length, q + at, k + at, v + at_v, s,
+                          scratch + (int64_t)omp_get_thread_num() * ATTENTION_BLOCK * s->length);
+        }
+}

@@ -1,0 +1,17 @@
+/* The token embedding and the loss at the other end. Token ids are int32 in 0..vocab-1. */
+#ifndef TRAIN_EMBEDDING_H
+#define TRAIN_EMBEDDING_H
+
+#include <stdint.h>
+
+/* x (rows, d) = weight (vocab, d) at tokens (rows) */
+void embedding_forward(float *x, const float *weight, const int32_t *tokens, int64_t rows, int64_t d);
+
+/* dweight (vocab, d) += dx (rows, d), row by row in order */
+void embedding_backward(float *dweight, const float *dx, const int32_t *tokens, int64_t rows, int64_t d);
+
+/* Mean over the rows of -log softmax(logits[row])[target[row]], in nats. Overwrites logits (rows, vocab) with
+ * the gradient of that mean. `losses` (rows) receives each row's own. */
+double cross_entropy(float *logits, float *losses, const int32_t *targets, int64_t rows, int64_t vocab);
+
+#endif

@@ -1,0 +1,117 @@
+/* See moe.h: the model's config as a smoe_layer, its buffers as the library's arguments. */
+#include "train/moe.h"
+
+#include <stdlib.h>
+
+static smoe_layer describe(const model_config *config, int64_t tokens, const moe_routing *routing)
+{
+    smoe_layer layer = SMOE_LAYER_INIT;
+    layer.tokens = tokens;
+    layer.hidden = config->hidden;
+    layer.intermediate = config->intermediate;
+    layer.experts = config->experts;
+    layer.topk = config->topk;
+    layer.dtype = SMOE_F32;
+    layer.accumulate = 1;
+    layer.reuse_saved = 1;
+    layer.renormalize = config->norm_topk_prob;
+    layer.rounding = routing->rounding;
+    if (routing->rounding != SMOE_ROUND_NONE) layer.tile = routing->tile;
+    layer.seed = routing->seed;
+    return layer;
+}
+
+static bool check(const moe *m, smoe_status status, error *err)
+{
+    if (status == SMOE_OK) return true;
+    return fail(err, status == SMOE_ERROR_SHAPE ? ERROR_USAGE : ERROR_RUNTIME, "%s",
+                smoe_last_error(m->context));
+}
+
+static uint64_t larger(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
+/* Raises the bytes that m asks for to what `routing` needs. */
+static bool measure(moe *m, int64_t tokens, const moe_routing *routing, error *err)
+{
+    smoe_layer layer = describe(m->config, tokens, routing);
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    if (!check(m, smoe_query_sizes(m->context, &layer, &sizes), err)) return false;
+    m->saved_bytes = larger(m->saved_bytes, sizes.saved_buffer_bytes);
+    m->scratch_bytes =
+        larger(m->scratch_bytes, larger(sizes.scratch_forward_bytes, sizes.scratch_backward_bytes));
+    return true;
+}
+
+bool moe_create(moe *m, const model_config *config, int64_t tokens, const moe_routing *routing, error *err)
+{
+    *m = (moe){.config = config};
+    char text[256] = "";
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.error_text = text;
+    options.error_size = sizeof text;
+    if (smoe_create(&m->context, &options) != SMOE_OK) return fail(err, ERROR_RUNTIME, "%s", text);
+    moe_routing plain = {.rounding = SMOE_ROUND_NONE};
+    if (!measure(m, tokens, &plain, err) || !measure(m, tokens, routing, err)) return false;
+    m->scratch_bytes = (m->scratch_bytes + 255) & ~(uint64_t)255;
+    m->saved_bytes = (m->saved_bytes + 255) & ~(uint64_t)255;
+    m->scratch = aligned_alloc(256, m->scratch_bytes);
+    if (!m->scratch)
+        return fail(err, ERROR_RUNTIME, "out of memory: %llu bytes of scratch for the experts",
+                    (unsigned long long)m->scratch_bytes);
+    return true;
+}
+
+void moe_destroy(moe *m)
+{
+    free(m->scratch);
+    smoe_destroy(m->context);
+    *m = (moe){0};
+}
+
+bool moe_forward(moe *m, float *out, const float *x, const moe_weights *w, int64_t tokens,
+                 const moe_routing *routing, moe_saved *saved, error *err)
+{
+    smoe_layer layer = describe(m->config, tokens, routing);
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.x = x;
+    args.router_weight = w->router;
+    args.logits = saved->logits;
+    args.step = routing->step;
+    args.losses = saved->losses;
+    args.w1 = w->w1;
+    args.w2 = w->w2;
+    args.out = out;
+    args.saved = saved->saved;
+    args.saved_size = m->saved_bytes;
+    args.scratch = m->scratch;
+    args.scratch_size = m->scratch_bytes;
+    return check(m, smoe_layer_forward(m->context, &layer, &args, NULL), err);
+}
+
+bool moe_backward(moe *m, float *dx, const moe_weights *dw, const float *dout, const float *x,
+                  const moe_weights *w, int64_t tokens, const moe_routing *routing, moe_saved *saved,
+                  error *err)
+{
+    smoe_layer layer = describe(m->config, tokens, routing);
+    smoe_backward_args args = SMOE_BACKWARD_ARGS_INIT;
+    args.x = x;
+    args.router_weight = w->router;
+    args.logits = saved->logits;
+    args.w1 = w->w1;
+    args.w2 = w->w2;
+    args.saved = saved->saved;
+    args.saved_size = m->saved_bytes;
+    args.dout = dout;
+    args.balance_coefficient = routing->balance_coefficient;
+    args.z_coefficient = routing->z_coefficient;
+    args.dx = dx;
+    args.dw1 = dw->w1;
+    args.dw2 = dw->w2;
+    args.drouter_weight = dw->router;
+    args.scratch = m->scratch;
+    args.scratch_size = m->scratch_bytes;
+    return check(m, smoe_layer_backward(m->context, &layer, &args, NULL), err);
+}

@@ -1,0 +1,30 @@
+/* Counter-based random numbers: value number `index` of the stream `seed`, whatever came before. */
+#ifndef TRAIN_RANDOM_H
+#define TRAIN_RANDOM_H
+
+#include <math.h>
+#include <stdint.h>
+
+/* SplitMix64's finaliser over the two. */
+static inline uint64_t random_bits(uint64_t seed, uint64_t index)
+{
+    uint64_t z = seed * 0xd1342543de82ef95u + (index + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+/* In [0, 1), 53 bits. */
+static inline double random_uniform(uint64_t seed, uint64_t index)
+{
+    return (double)(random_bits(seed, index) >> 11) * 0x1p-53;
+}
+
+/* Normal with mean 0 and variance 1, by Box and Muller. */
+static inline double random_normal(uint64_t seed, uint64_t index)
+{
+    double u = 1.0 - random_uniform(seed, 2 * index), v = random_uniform(seed, 2 * index + 1);
+    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v);
+}
+
+#endif
