@@ -244,7 +244,7 @@ static bool read_rope(const json_t *root, model_config *config, error *err)
     if (is_absent(rope)) return true;
     if (!json_is_object(rope)) return fail(err, ERROR_RUNTIME, "rope_parameters is not an object");
     if (!expect_string(rope, "rope_type", "default", err)) return false;
-    double theta;
+    double theta = 0;
     if (!read_real(rope, "rope_theta", config->rope_theta, &theta, err)) return false;
     if (!is_absent(json_object_get(root, "rope_theta")) && theta != config->rope_theta)
         return fail(err, ERROR_RUNTIME, "rope_theta = %g, but rope_parameters.rope_theta = %g",
@@ -278,8 +278,8 @@ static bool check_model_type(const json_t *root, const model_config *config, err
 /* Keys that would change the forward pass, at values this model does not have. */
 static bool check_unsupported(const json_t *root, const model_config *config, error *err)
 {
-    bool attention_bias;
-    double dropout;
+    bool attention_bias = false;
+    double dropout = 0;
     if (!read_boolean(root, "attention_bias", false, &attention_bias, err)) return false;
     if (attention_bias) return fail(err, ERROR_RUNTIME, "attention_bias = true is not supported, only false");
     if (!read_real(root, "attention_dropout", 0, &dropout, err)) return false;

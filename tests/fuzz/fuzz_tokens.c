@@ -1,0 +1,55 @@
+/* The first three bytes choose a kind of file, the context and the vocabulary; the rest is the file. Batches
+ * and windows of what is accepted hold tokens of the vocabulary, targets one later than inputs. */
+#include "tests/fuzz/fuzz.h"
+#include "train/tokens.h"
+
+enum { PREFIX = 3, BATCH = 3 };
+
+static void check_window(const int32_t *inputs, const int32_t *targets, int64_t context, int64_t vocab)
+{
+    for (int64_t i = 0; i < context; i++) {
+        PROMISE(inputs[i] >= 0 && inputs[i] < vocab && targets[i] >= 0 && targets[i] < vocab);
+        PROMISE(i == 0 || inputs[i] == targets[i - 1]);
+    }
+}
+
+static void check_batches(const tokens *data, int64_t context, int64_t vocab)
+{
+    size_t bytes = (size_t)(BATCH * context) * sizeof(int32_t);
+    int32_t *inputs = malloc(bytes),
+            *targets = malloc(bytes); // exact: the sanitizer sees a write past the end
+    PROMISE(inputs != NULL && targets != NULL);
+    for (uint64_t step = 0; step < 4 && tokens_train_count(data) > 0; step++) {
+        tokens_batch(data, 7, step * 0x5555555555555555u, BATCH, inputs, targets);
+        for (int64_t row = 0; row < BATCH; row++)
+            check_window(inputs + row * context, targets + row * context, context, vocab);
+    }
+    int64_t windows = tokens_windows(data);
+    PROMISE(windows > 0);
+    tokens_window(data, 0, 1, inputs, targets);
+    check_window(inputs, targets, context, vocab);
+    tokens_window(data, windows - 1, 1, inputs, targets);
+    check_window(inputs, targets, context, vocab);
+    free(inputs);
+    free(targets);
+}
+
+bool fuzz_accepts(const uint8_t *bytes, size_t size)
+{
+    static const char *const names[] = {"fuzz.txt", "fuzz.bin", "fuzz.gz", "fuzz.bin.gz"};
+    if (size < PREFIX) return false;
+    tokens *data;
+    error err = {0};
+    const char *name = names[bytes[0] % 4];
+    tokens_split split = bytes[0] & 4 ? TOKENS_EVAL : TOKENS_TRAIN;
+    int64_t context = bytes[1], vocab = 1 + 257 * bytes[2];
+    uint8_t *rest = malloc(size - PREFIX + 1);
+    PROMISE(rest != NULL);
+    for (size_t i = PREFIX; i < size; i++) rest[i - PREFIX] = bytes[i];
+    bool ok = tokens_parse(&data, rest, size - PREFIX, name, vocab, context, split, &err);
+    PROMISE(ok ? data != NULL : data == NULL && err.code != 0 && err.text[0] != '\0');
+    if (ok) check_batches(data, context, vocab);
+    tokens_close(data);
+    free(rest);
+    return ok;
+}
