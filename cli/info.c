@@ -1,0 +1,228 @@
+/* `smoe info`: what this build is and can do; for a problem, what it costs in FLOPs and bytes. Host only. */
+#include "build_info.h"
+#include "cli/cli.h"
+#include "cli/costs.h"
+#include "cli/problem.h"
+#include "cli/table.h"
+#include "cli/tile_waste.h"
+
+#include <cblas.h>
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct info_options {
+    problem_options problem;
+    table_format format;
+    smoe_backend backend;
+} info_options;
+
+enum { KEY_JSON = 1, KEY_CSV, KEY_DEVICE };
+
+static const struct argp_option options_table[] = {
+    {NULL, 0, NULL, 0, "Output:", 2},
+    {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
+    {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 2},
+    {"device", KEY_DEVICE, "NAME", 0, "Whose scratch to ask for: cpu (default) or cuda", 2},
+    {0}};
+
+static error_t parse(int key, char *text, struct argp_state *state)
+{
+    info_options *options = state->input;
+    switch (key) {
+    case ARGP_KEY_INIT: state->child_inputs[0] = &options->problem; return 0;
+    case KEY_JSON: options->format = TABLE_JSON; return 0;
+    case KEY_CSV: options->format = TABLE_CSV; return 0;
+    case KEY_DEVICE:
+        if (strcmp(text, "cpu") == 0)
+            options->backend = SMOE_BACKEND_CPU;
+        else if (strcmp(text, "cuda") == 0)
+            options->backend = SMOE_BACKEND_CUDA;
+        else
+            argp_error(state, "--device: '%s' is neither cpu nor cuda", text);
+        return 0;
+    case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;
+    default: return ARGP_ERR_UNKNOWN;
+    }
+}
+
+static const struct argp_child children[] = {{&problem_argp, 0, NULL, 0}, {0}};
+static const struct argp info_argp = {
+    .options = options_table,
+    .parser = parse,
+    .children = children,
+    .doc = "What this build is, and which backends it has; with --thiek or --suite: the FLOPs, bytes and "
+           "tile waste "
+           "of a layer, beside the bytes that caching as ScatterMoE does would keep."};
+
+static const table_column build_columns[] = {
+    {"version", COLUMN_TEXT, 0, false, NULL},
+    {"commit", COLUMN_TEXT, 0, false, NULL},
+    {"compiler", COLUMN_TEXT, 0, false, NULL},
+    {"build", COLUMN_TEXT, 0, false, NULL},
+    {"openmp", COLUMN_INTEGER, 0, false, "version; see threads"},
+    {"threads", COLUMN_INTEGER, 0, false, "OpenMP's default"},
+    {"blas", COLUMN_TEXT, 0, false, NULL},
+    {"cpu", COLUMN_TEXT, 0, false, NULL},
+    {"cuda", COLUMN_TEXT, 0, false, NULL},
+};
+
+/* "available", or why a context of this backend cannot be made. */
+static void backend_state(smoe_backend backend, char *text, size_t size)
+{
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.backend = backend;
+    options.error_text = text;
+    options.error_size = size;
+    smoe_context *context;
+    if (smoe_create(&context, &options) == SMOE_OK) snprintf(text, size, "available");
+    smoe_destroy(context);
+}
+
+static bool print_build(const info_options *options, error *err)
+{
+    const table_format format = options->format == TABLE_ALIGNED ? TABLE_VERTICAL : options->format;
+    table *t = table_open(stdout, format, build_columns, sizeof build_columns / sizeof build_columns[0]);
+    if (!t) return fail(err, ERROR_RUNTIME, "info: out of memory");
+    char version[32], state[512];
+    const int number = smoe_version();
+    snprintf(version, sizeof version, "%d.%d.%d", number / 10000, number / 100 % 100, number % 100);
+    table_text(t, version);
+    table_text(t, BUILD_COMMIT);
+    table_text(t, BUILD_COMPILER);
+    table_text(t, BUILD_SANITIZE[0] ? BUILD_TYPE " -fsanitize=" BUILD_SANITIZE : BUILD_TYPE);
+    table_integer(t, _OPENMP);
+    table_integer(t, omp_get_max_threads());
+    table_text(t, openblas_get_config());
+    backend_state(SMOE_BACKEND_CPU, state, sizeof state);
+    table_text(t, state);
+    backend_state(SMOE_BACKEND_CUDA, state, sizeof state);
+    table_text(t, state);
+    table_end_row(t);
+    return table_close(t, err);
+}
+
+static const table_column problem_columns[] = {
+    {"suite", COLUMN_TEXT, 0, false, NULL},
+    {"shape", COLUMN_TEXT, 0, false, NULL},
+    {"T", COLUMN_INTEGER, 0, false, "tokens"},
+    {"d", COLUMN_INTEGER, 0, false, "hidden"},
+    {"n", COLUMN_INTEGER, 0, false, "intermediate"},
+    {"E", COLUMN_INTEGER, 0, false, "experts"},
+    {"K", COLUMN_INTEGER, 0, false, "experts a token"},
+    {"dtype", COLUMN_TEXT, 0, false, NULL},
+    {"activation", COLUMN_TEXT, 0, false, NULL},
+    {"rounding", COLUMN_TEXT, 0, false, NULL},
+    {"tile", COLUMN_INTEGER, 0, false, "rows"},
+    {"chunks", COLUMN_INTEGER, 0, false, NULL},
+    {"flops_forward", COLUMN_INTEGER, 0, false, "6 T K n d with a gate, 4 T K n d without"},
+    {"flops_backward", COLUMN_INTEGER, 0, false, "twice that"},
+    {"arithmetic_intensity", COLUMN_NUMBER, 2, false, "3 / (2/d + 2/n + 3/Te), Te = T K / E"},
+    {"saved_bytes", COLUMN_BYTES, 0, false, "kept from forward to backward, X included"},
+    {"metadata_bytes", COLUMN_BYTES, 0, false, "the plan's part of it"},
+    {"scratch_forward_bytes", COLUMN_BYTES, 0, false, NULL},
+    {"scratch_backward_bytes", COLUMN_BYTES, 0, false, NULL},
+    {"peak_bytes", COLUMN_BYTES, 0, false,
+     "saved as allocated, the larger scratch and all outputs of a whole pass"},
+    {"scatter_saved_bytes", COLUMN_BYTES, 0, false,
+     "what ScatterMoE's caching keeps: X, H, A, Y, ids and gates"},
+    {"tile_waste", COLUMN_NUMBER, 4, false,
+     "padding's share of rows at tile 128, random routing, plain top-K"},
+    {"tile_waste_rounded", COLUMN_NUMBER, 4, false, "the same with --rounding (nr-f when none is given)"},
+};
+
+static void put_problem(table *t, const problem_options *options, const bench_shape *shape,
+                        const smoe_layer *layer, const smoe_sizes *sizes)
+{
+    smoe_layer plain = *layer, rounded = *layer;
+    plain.rounding = SMOE_ROUND_NONE;
+    if (layer->rounding == SMOE_ROUND_NONE) rounded.rounding = SMOE_ROUND_NR_F;
+    const pass_bytes peaks =
+        pass_peaks(layer, true, (double)sizes->saved_buffer_bytes, (double)sizes->scratch_forward_bytes,
+                   (double)sizes->scratch_backward_bytes);
+    table_text(t, shape->suite);
+    table_text(t, shape->name);
+    table_integer(t, layer->tokens);
+    table_integer(t, layer->hidden);
+    table_integer(t, layer->intermediate);
+    table_integer(t, layer->experts);
+    table_integer(t, layer->topk);
+    table_text(t, dtype_name(layer->dtype));
+    table_text(t, activation_name(layer->activation));
+    table_text(t, rounding_name(options->rounding));
+    table_integer(t, layer->tile);
+    table_integer(t, layer->chunks);
+    table_integer(t, (int64_t)flops_forward(layer));
+    table_integer(t, (int64_t)flops_backward(layer));
+    table_number(t, arithmetic_intensity(layer));
+    table_integer(t, (int64_t)sizes->saved_bytes);
+    table_integer(t, (int64_t)sizes->metadata_bytes);
+    table_integer(t, (int64_t)sizes->scratch_forward_bytes);
+    table_integer(t, (int64_t)sizes->scratch_backward_bytes);
+    table_integer(t, (int64_t)peaks.layer);
+    table_integer(t, (int64_t)scatter_bytes(layer));
+    table_number(t, tile_waste(&plain));
+    table_number(t, tile_waste(&rounded));
+    table_end_row(t);
+}
+
+static bool print_problems(const info_options *options, smoe_context *context, error *err)
+{
+    const problem_options *problem = &options->problem;
+    const bool one = problem->shape_count == 1 && options->format == TABLE_ALIGNED;
+    table *t = table_open(stdout, one ? TABLE_VERTICAL : options->format, problem_columns,
+                          sizeof problem_columns / sizeof problem_columns[0]);
+    if (!t) return fail(err, ERROR_RUNTIME, "info: out of memory");
+    bool good = true;
+    for (int i = 0; i < problem->shape_count && good; i++) {
+        const smoe_layer layer = problem_layer(problem, &problem->shapes[i]);
+        smoe_sizes sizes = SMOE_SIZES_INIT;
+        const smoe_status status = smoe_query_sizes(context, &layer, &sizes);
+        if (status == SMOE_OK)
+            put_problem(t, problem, &problem->shapes[i], &layer, &sizes);
+        else
+            good = fail(err, status == SMOE_ERROR_UNSUPPORTED ? ERROR_RUNTIME : ERROR_USAGE, "%s",
+                        smoe_last_error(context));
+    }
+    error close_error = {0};
+    const bool closed = table_close(t, &close_error);
+    if (good && !closed) *err = close_error;
+    return good && closed;
+}
+
+static bool print_info(const info_options *options, error *err)
+{
+    if (options->problem.shape_count == 0) return print_build(options, err);
+    smoe_context_options wanted = SMOE_CONTEXT_OPTIONS_INIT;
+    wanted.backend = options->backend;
+    wanted.error_text = err->text;
+    wanted.error_size = sizeof err->text;
+    smoe_context *context;
+    if (smoe_create(&context, &wanted) != SMOE_OK) {
+        err->code = ERROR_RUNTIME;
+        return false;
+    }
+    const bool good = print_problems(options, context, err);
+    smoe_destroy(context);
+    return good;
+}
+
+int smoe_cli_info(int argc, char **argv)
+{
+    argp_err_exit_status = ERROR_USAGE;
+    info_options *options = calloc(1, sizeof *options);
+    if (!options) {
+        fprintf(stderr, "%s: out of memory\n", argv[0]);
+        return ERROR_RUNTIME;
+    }
+    problem_options_init(&options->problem);
+    error err = {0};
+    if (argp_parse(&info_argp, argc, argv, 0, NULL, options) != 0) {
+        err.code = ERROR_USAGE;
+    } else if (!print_info(options, &err)) {
+        fprintf(stderr, "%s: %s\n", argv[0], err.text);
+    }
+    free(options);
+    return err.code;
+}
