@@ -1,0 +1,27 @@
+/* Where the tensors live: a small table of memory operations, one for each backend, so that verify and bench
+ * are written once. Pointers from alloc are the backend's own (host memory for the cpu) and go into the
+ * library's argument structs; upload and download move bytes between them and host memory. */
+#ifndef SMOE_CLI_DEVICE_H
+#define SMOE_CLI_DEVICE_H
+
+#include <smoe.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+enum { DEVICE_ALIGN = 256 }; /* of every pointer from alloc: what the library asks of saved and scratch */
+
+typedef struct device {
+    const char *name; /* as given to --device */
+    smoe_backend backend;
+    void *(*alloc)(size_t bytes);  /* aligned to DEVICE_ALIGN, NULL when memory is out; 0 bytes are fine */
+    void (*release)(void *memory); /* NULL is fine */
+    bool (*upload)(void *to, const void *from_host, size_t bytes);
+    bool (*download)(void *to_host, const void *from, size_t bytes);
+    bool (*set)(void *to, int byte, size_t bytes);
+    bool (*sync)(void); /* waits for all work; false when some of it failed */
+} device;
+
+/* The table named "cpu" or "cuda"; NULL when this build has no such backend. */
+const device *device_find(const char *name);
+
+#endif
