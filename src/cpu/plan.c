@@ -1,0 +1,225 @@
+/* plan: rows sorted by expert, tokens rising inside an expert, every expert padded to blocks of 64 rows, and
+ * the map back from tokens to rows.
+ *
+ * FROM_LOGITS and FROM_TOPK come as selection bits (routing.h). Two passes over the panels of tokens: the
+ * first counts rows of each (panel, expert) and of each token, sums over the panels place them, the second
+ * writes the rows. FROM_ROWS copies the offsets, made safe: offsets[0] counts as 0, and each of the others as
+ * at least the one before it and at most T, so that no value can lead out of the arrays. */
+#include "convert.h"
+#include "routing.h"
+
+typedef struct plan_call {
+    const smoe_context *context;
+    const smoe_problem *problem;
+    const smoe_forward_args *args;
+    const smoe_plan_arrays *plan;
+    smoe_routing_scratch s;
+} plan_call;
+
+static int64_t index_at(const void *indices, smoe_type type, int64_t at)
+{
+    return type == SMOE_I64 ? ((const int64_t *)indices)[at] : ((const int32_t *)indices)[at];
+}
+
+/* ---- the first pass: counts ---- */
+
+/* FROM_TOPK: the bits of one panel. Ids outside 0..E-1 set none, a repeated id sets the same bit again. */
+static void select_given(const plan_call *c, int64_t panel)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t first = panel * SMOE_TOKEN_PANEL, end = smoe_min(l->tokens, first + SMOE_TOKEN_PANEL);
+    memset(smoe_mask_words(&c->s, panel, 0, l->experts), 0,
+           sizeof(uint64_t) * SMOE_PANEL_WORDS * (size_t)l->experts);
+    for (int64_t t = first; t < end; t++) {
+        for (int64_t k = 0; k < l->topk; k++) {
+            const int64_t e = index_at(c->args->topk_ids, l->index_type, t * l->topk + k);
+            if (e < 0 || e >= l->experts) continue;
+            smoe_mask_words(&c->s, panel, e, l->experts)[(t - first) / 64] |= UINT64_C(1) << (t - first) % 64;
+        }
+    }
+}
+
+/* panel_counts (P, E), panel_rows (P), and in token_offsets[t] the rows of token t. */
+static void count_panel(const plan_call *c, int64_t panel)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t first = panel * SMOE_TOKEN_PANEL, count = smoe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    int32_t token_count[SMOE_TOKEN_PANEL] = {0}, rows = 0;
+    for (int64_t e = 0; e < l->experts; e++) {
+        const uint64_t *words = smoe_mask_words(&c->s, panel, e, l->experts);
+        const int32_t before = rows;
+        for (int w = 0; w < SMOE_PANEL_WORDS; w++) {
+            for (uint64_t word = words[w]; word; rows++) token_count[64 * w + smoe_next_bit(&word)]++;
+        }
+        c->s.panel_counts[panel * l->experts + e] = rows - before;
+    }
+    c->s.panel_rows[panel] = rows;
+    memcpy(c->plan->token_offsets + first, token_count, sizeof *token_count * (size_t)count);
+}
+
+/* ---- between the passes: sums ---- */
+
+/* Replaces values by the sums of those before them; returns the sum of all. */
+static int32_t sum_before(int32_t *values, int64_t count, int64_t stride)
+{
+    int32_t sum = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t value = values[i * stride];
+        values[i * stride] = sum;
+        sum += value;
+    }
+    return sum;
+}
+
+/* offsets and block_offsets from counts. */
+static void place_experts(const smoe_plan_arrays *plan, int64_t experts)
+{
+    plan->offsets[0] = plan->block_offsets[0] = 0;
+    for (int64_t e = 0; e < experts; e++) {
+        const int32_t blocks = (plan->counts[e] + SMOE_ROW_BLOCK - 1) / SMOE_ROW_BLOCK;
+        plan->offsets[e + 1] = plan->offsets[e] + plan->counts[e];
+        plan->block_offsets[e + 1] = plan->block_offsets[e] + blocks;
+    }
+}
+
+/* order: experts by falling count, then rising id. Radix sort by bytes of the complemented count, lowest byte
+ * first; stable, so equal counts stay in the order of their ids. Four passes end where they began. */
+static void order_experts(const smoe_plan_arrays *plan, int32_t *work, int64_t experts)
+{
+    int32_t *from = plan->order, *to = work;
+    for (int64_t e = 0; e < experts; e++) from[e] = (int32_t)e;
+    for (int shift = 0; shift < 32; shift += 8) {
+        int32_t starts[256] = {0};
+        for (int64_t e = 0; e < experts; e++) starts[~(uint32_t)plan->counts[e] >> shift & 255]++;
+        sum_before(starts, 256, 1);
+        for (int64_t i = 0; i < experts; i++) {
+            const int32_t e = from[i];
+            to[starts[~(uint32_t)plan->counts[e] >> shift & 255]++] = e;
+        }
+        int32_t *swap = from;
+        from = to;
+        to = swap;
+    }
+}
+
+/* ---- the second pass: rows ---- */
+
+/* Weight of a (token, expert) pair: the kept one's at its lowest k; an added pair has p or sigma, times the
+ * scale. */
+static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t first = t * l->topk;
+    if (l->entry == SMOE_FROM_TOPK) {
+        for (int64_t k = 0; k < l->topk; k++)
+            if (index_at(c->args->topk_ids, l->index_type, first + k) == expert)
+                return c->args->topk_weights[first + k];
+        return 0.0f; /* not reached: the bit was set by one of the ids */
+    }
+    for (int64_t k = 0; k < l->topk; k++)
+        if (c->plan->topk_ids[first + k] == expert) return c->plan->topk_weights[first + k];
+    float logit;
+    smoe_load_row(&logit, c->args->logits, t * l->experts + expert, 1, l->logits_type);
+    const float score = l->score == SMOE_SIGMOID
+                            ? smoe_sigmoid(logit)
+                            : smoe_div(smoe_softmax_term(logit, c->s.token_max[t]), c->s.token_sum[t]);
+    return smoe_mul(score, l->route_scale);
+}
+
+/* Rows of one panel's tokens, and these tokens' part of the map back; experts rise, so a token's rows do. */
+static void write_panel(const plan_call *c, int64_t panel)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const smoe_plan_arrays *plan = c->plan;
+    const int64_t first = panel * SMOE_TOKEN_PANEL, count = smoe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    int32_t next[SMOE_TOKEN_PANEL];
+    sum_before(plan->token_offsets + first, count, 1);
+    for (int64_t i = 0; i < count; i++) next[i] = plan->token_offsets[first + i] += c->s.panel_rows[panel];
+    for (int64_t e = 0; e < l->experts; e++) {
+        const uint64_t *words = smoe_mask_words(&c->s, panel, e, l->experts);
+        int32_t row = SMOE_ROW_BLOCK * plan->block_offsets[e] + c->s.panel_counts[panel * l->experts + e];
+        for (int w = 0; w < SMOE_PANEL_WORDS; w++) {
+            for (uint64_t word = words[w]; word; row++) {
+                const int64_t i = 64 * w + smoe_next_bit(&word);
+                plan->row_token[row] = (int32_t)(first + i);
+                plan->row_weight[row] = pair_weight(c, first + i, e);
+                plan->token_rows[next[i]++] = row;
+            }
+        }
+    }
+}
+
+static void write_pads(const smoe_plan_arrays *plan, int64_t first, int64_t end)
+{
+    for (int64_t row = first; row < end; row++) {
+        plan->row_token[row] = -1;
+        plan->row_weight[row] = 0.0f;
+    }
+}
+
+static void write_all_pads(const smoe_plan_arrays *plan, int64_t experts, int64_t padded_rows)
+{
+    for (int64_t e = 0; e < experts; e++) {
+        const int64_t first = (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[e];
+        write_pads(plan, first + plan->counts[e], (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[e + 1]);
+    }
+    write_pads(plan, (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[experts], padded_rows);
+}
+
+static void plan_selection(const plan_call *c)
+{
+    const int64_t experts = c->problem->layer.experts, panels = c->s.panels;
+    const int threads = c->context->threads;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        if (c->problem->layer.entry == SMOE_FROM_TOPK) select_given(c, panel);
+        count_panel(c, panel);
+    }
+    for (int64_t e = 0; e < experts; e++)
+        c->plan->counts[e] = sum_before(c->s.panel_counts + e, panels, experts);
+    c->plan->token_offsets[c->problem->layer.tokens] = sum_before(c->s.panel_rows, panels, 1);
+    place_experts(c->plan, experts);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t panel = 0; panel < panels; panel++) write_panel(c, panel);
+}
+
+/* ---- FROM_ROWS ---- */
+
+/* Row r of expert e is token r of the input. */
+static void plan_rows(const plan_call *c)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const smoe_plan_arrays *plan = c->plan;
+    int64_t first = 0;
+    for (int64_t e = 0; e < l->experts; e++) {
+        const int64_t given = index_at(c->args->offsets, l->index_type, e + 1);
+        const int64_t end = given < first ? first : smoe_min(given, l->tokens);
+        plan->counts[e] = (int32_t)(end - first);
+        first = end;
+    }
+    place_experts(plan, l->experts);
+    for (int64_t e = 0; e < l->experts; e++) {
+        const int32_t row = SMOE_ROW_BLOCK * plan->block_offsets[e] - plan->offsets[e];
+        for (int32_t t = plan->offsets[e]; t < plan->offsets[e + 1]; t++) {
+            plan->row_token[row + t] = t;
+            plan->row_weight[row + t] = c->args->row_weights ? c->args->row_weights[t] : 1.0f;
+            plan->token_rows[t] = row + t;
+        }
+    }
+    for (int64_t t = 0; t <= l->tokens; t++) plan->token_offsets[t] = (int32_t)smoe_min(t, first);
+}
+
+smoe_status smoe_cpu_plan(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
+                          const smoe_plan_arrays *plan, void *scratch, void *stream)
+{
+    const plan_call call = {context, problem, args, plan, smoe_routing_scratch_at(context, problem, scratch)};
+    smoe_stage_begin(context, SMOE_STAGE_PLAN, stream);
+    if (problem->layer.entry == SMOE_FROM_ROWS)
+        plan_rows(&call);
+    else
+        plan_selection(&call);
+    order_experts(plan, call.s.targets, problem->layer.experts);
+    write_all_pads(plan, problem->layer.experts, problem->padded_rows);
+    smoe_stage_end(context, SMOE_STAGE_PLAN, stream);
+    return SMOE_OK;
+}

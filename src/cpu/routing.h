@@ -1,0 +1,65 @@
+/* What route, round and plan share: the scratch they hand on, and the scores and weights of one token.
+ *
+ * Tokens go by fixed panels of 256. The selection is a bit for every (token, expert), four 64-bit words for a
+ * panel and an expert: setting bits of one panel touches no other panel's words, duplicates merge, and
+ * walking the bits of an expert gives its tokens in rising order. */
+#ifndef SMOE_CPU_ROUTING_H
+#define SMOE_CPU_ROUTING_H
+
+#include "cpu.h"
+#include "rank.h"
+
+enum { SMOE_TOKEN_PANEL = 256, SMOE_PANEL_WORDS = SMOE_TOKEN_PANEL / 64 };
+
+/* P panels. NULL where a layer needs none of it. */
+typedef struct smoe_routing_scratch {
+    uint64_t *mask;   /* (P, E, 4): bit t % 64 of word t % 256 / 64 is set when token t has expert e */
+    uint32_t *keys;   /* (E, key_stride): smoe_score_key of every token; rounding */
+    float *token_max; /* (T) of the logits, and ... */
+    float *token_sum; /* (T) ... the sum of the softmax's terms; rounding by softmax scores */
+    double *panel_probability; /* (P, E) sums of p; losses */
+    double *panel_z;           /* (P) sums of logsumexp^2; losses */
+    int32_t *panel_counts;     /* (P, E) */
+    int32_t *panel_rows;       /* (P) */
+    int32_t *targets;          /* (E) counts that rounding aims at, then work space of the order */
+    float *router_weight;      /* (E, d) f32; bf16 router */
+    float *thread_x;           /* (threads, 256, d) f32; bf16 router */
+    float *thread_logits;      /* (threads, 256, E) f32; bf16 logits */
+    int64_t panels;
+    int64_t key_stride;
+    int64_t bytes;
+} smoe_routing_scratch;
+
+/* The parts at `scratch`; with NULL only the sizes. */
+smoe_routing_scratch smoe_routing_scratch_at(const smoe_context *context, const smoe_problem *problem,
+                                             void *scratch);
+
+static inline int64_t smoe_min(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline uint64_t *smoe_mask_words(const smoe_routing_scratch *s, int64_t panel, int64_t expert,
+                                        int64_t experts)
+{
+    return s->mask + (panel * experts + expert) * SMOE_PANEL_WORDS;
+}
+
+/* Takes the lowest set bit away and returns its index. */
+static inline int smoe_next_bit(uint64_t *word)
+{
+    const int bit = __builtin_ctzll(*word);
+    *word &= *word - 1;
+    return bit;
+}
+
+/* max (NaN apart; -inf when there is none) and the sum of the terms of one token's logits (E). */
+void smoe_softmax_of(const float *logits, int64_t experts, float *max, float *sum);
+
+/* Weights of the K kept experts before the route scale, from logits (E); max and sum are read for
+ * SOFTMAX_TOPK. All NaN when a kept logit is NaN. Returns what the weights were divided by when they were
+ * renormalised, else 1; should that be 0 (every sigmoid below 1e-38), the weights are 0. */
+float smoe_kept_weights(const smoe_layer *layer, const float *logits, float max, float sum,
+                        const int32_t *ids, float *weights);
+
+#endif
