@@ -2,6 +2,7 @@
 #include "train/tokens.h"
 
 #include "train/file.h"
+#include "train/random.h"
 #include "train/token_source.h"
 
 #include <assert.h>
@@ -252,19 +253,6 @@ static void copy_window(const stream *s, int64_t position, int64_t context, int3
     stream_copy(s, position + 1, context, targets);
 }
 
-/* The finaliser of splitmix64: every bit of the result depends on every bit of x. */
-static uint64_t mix(uint64_t x)
-{
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
-}
-
-static uint64_t mix_two(uint64_t a, uint64_t b)
-{
-    return mix(mix(a + 0x9e3779b97f4a7c15u) ^ (b + 0x9e3779b97f4a7c15u));
-}
-
 /* A random permutation of 0..count-1, at `index`: a Feistel network over the next power of four, walked until
  * it lands below count (under four rounds of it on average). */
 static uint64_t permuted(uint64_t index, uint64_t count, uint64_t key)
@@ -275,7 +263,7 @@ static uint64_t permuted(uint64_t index, uint64_t count, uint64_t key)
     do {
         uint64_t left = index >> half, right = index & mask;
         for (uint64_t turn = 0; turn < 6; turn++) {
-            uint64_t next = left ^ (mix_two(key + turn, right) & mask);
+            uint64_t next = left ^ (random_bits(key + turn, right) & mask);
             left = right;
             right = next;
         }
@@ -290,8 +278,8 @@ static int64_t sample_position(const tokens *data, uint64_t seed, uint64_t sampl
     uint64_t total = (uint64_t)data->train.total, context = (uint64_t)data->context;
     uint64_t windows = total / context > 1 ? total / context - 1 : 1;
     uint64_t slack = total - 1 - windows * context;
-    uint64_t key = mix_two(seed, sample / windows); // of the epoch
-    uint64_t start = mix(key) % (slack + 1);
+    uint64_t key = random_bits(seed, sample / windows); // of the epoch
+    uint64_t start = random_bits(key, 0) % (slack + 1);
     return (int64_t)(start + permuted(sample % windows, windows, key) * context);
 }
 

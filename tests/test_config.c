@@ -1,0 +1,271 @@
+/* train/config.h: config.json is OLMoE's, comes back as it was, and every refusal names key, value and limit.
+ * More malformed files are in tests/fuzz/corpus/config. */
+#define _DEFAULT_SOURCE
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "tests/folder.h"
+#include "train/config.h"
+
+#include <jansson.h>
+#include <math.h>
+
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+static const model_config odd_model = {.vocab = 50304,
+                                       .hidden = 2048,
+                                       .intermediate = 1000,
+                                       .layers = 16,
+                                       .heads = 16,
+                                       .experts = 60,
+                                       .topk = 7,
+                                       .norm_topk_prob = true,
+                                       .shared_intermediate = 320,
+                                       .dense_layers = 3,
+                                       .dense_intermediate = 8192,
+                                       .context = 4096,
+                                       .rope_theta = 500000.25,
+                                       .norm_eps = 1.0 / 3e5,
+                                       .tied = true,
+                                       .router_aux_loss_coef = 0.0123456789012345678,
+                                       .initializer_range = 0.1};
+
+static void assert_text(const error *err, int code, const char *part)
+{
+    assert_int_equal(err->code, code);
+    if (strstr(err->text, part) == NULL) fail_msg("\"%s\" lacks \"%s\"", err->text, part);
+}
+
+static void assert_equal(const model_config *a, const model_config *b)
+{
+    error err = {0};
+    if (!model_config_same(a, b, &err)) fail_msg("%s", err.text);
+    assert_true(a->router_aux_loss_coef == b->router_aux_loss_coef);
+    assert_true(a->initializer_range == b->initializer_range);
+}
+
+static void test_round_trip(void **state)
+{
+    char path[4096];
+    model_config models[2] = {model_config_default(), odd_model}, back;
+    for (int i = 0; i < 2; i++) {
+        error err = {0};
+        assert_true(model_config_check(&models[i], &err));
+        assert_true(model_config_write(&models[i], in_folder(path, state, "config.json"), &err));
+        memset(&back, 0xff, sizeof back);
+        if (!model_config_read(&back, path, &err)) fail_msg("%s", err.text);
+        assert_equal(&back, &models[i]);
+    }
+}
+
+static json_t *written(const model_config *config, void **state)
+{
+    char path[4096];
+    error err;
+    assert_true(model_config_write(config, in_folder(path, state, "config.json"), &err));
+    json_t *root = json_load_file(path, JSON_REJECT_DUPLICATES, NULL);
+    assert_non_null(root);
+    return root;
+}
+
+static void assert_string(const json_t *root, const char *key, const char *want)
+{
+    const char *have = json_string_value(json_object_get(root, key));
+    if (have == NULL || strcmp(have, want) != 0) fail_msg("%s is %s, not %s", key, have, want);
+}
+
+/* The keys by which transformers builds an OlmoeForCausalLM of this shape. */
+static void test_keys_of_olmoe(void **state)
+{
+    static const struct {
+        const char *key;
+        int want;
+    } integers[] = {{"vocab_size", 256},      {"hidden_size", 128},       {"intermediate_size", 128},
+                    {"num_hidden_layers", 4}, {"num_attention_heads", 4}, {"num_key_value_heads", 4},
+                    {"num_experts", 16},      {"num_experts_per_tok", 2}, {"max_position_embeddings", 256}};
+    static const char *const nulls[] = {"clip_qkv", "bos_token_id", "eos_token_id", "pad_token_id"};
+    static const char *const falses[] = {"attention_bias", "norm_topk_prob", "tie_word_embeddings"};
+    model_config config = model_config_default();
+    json_t *root = written(&config, state);
+    assert_string(root, "model_type", "olmoe");
+    assert_string(root, "hidden_act", "silu");
+    assert_string(root, "dtype", "float32");
+    assert_string(root, "torch_dtype", "float32");
+    const json_t *architectures = json_object_get(root, "architectures");
+    assert_int_equal(json_array_size(architectures), 1);
+    assert_string_equal(json_string_value(json_array_get(architectures, 0)), "OlmoeForCausalLM");
+    for (size_t i = 0; i < COUNT(integers); i++)
+        assert_int_equal(json_integer_value(json_object_get(root, integers[i].key)), integers[i].want);
+    for (size_t i = 0; i < COUNT(nulls); i++) assert_true(json_is_null(json_object_get(root, nulls[i])));
+    for (size_t i = 0; i < COUNT(falses); i++) assert_true(json_is_false(json_object_get(root, falses[i])));
+    assert_true(json_real_value(json_object_get(root, "rope_theta")) == 10000);
+    assert_true(json_real_value(json_object_get(root, "rms_norm_eps")) == 1e-5);
+    assert_true(json_real_value(json_object_get(root, "router_aux_loss_coef")) == 0.01);
+    const json_t *rope = json_object_get(root, "rope_parameters");
+    assert_string(rope, "rope_type", "default");
+    assert_true(json_real_value(json_object_get(rope, "rope_theta")) == 10000);
+    assert_null(json_object_get(root, "shared_expert_intermediate_size"));
+    assert_null(json_object_get(root, "first_k_dense_replace"));
+    json_decref(root);
+}
+
+/* A shared expert or dense layers alone already make it another model. */
+static void test_model_type(void **state)
+{
+    model_config shared = model_config_default(), dense = shared;
+    shared.shared_intermediate = 64;
+    dense.dense_layers = 1;
+    dense.dense_intermediate = 512;
+    json_t *root = written(&shared, state);
+    assert_string(root, "model_type", "smoe");
+    assert_int_equal(json_integer_value(json_object_get(root, "shared_expert_intermediate_size")), 64);
+    json_decref(root);
+    root = written(&dense, state);
+    assert_string(root, "model_type", "smoe");
+    assert_int_equal(json_integer_value(json_object_get(root, "dense_intermediate_size")), 512);
+    json_decref(root);
+}
+
+static void assert_refused(const model_config *config, const char *part)
+{
+    error err = {0};
+    assert_false(model_config_check(config, &err));
+    assert_text(&err, ERROR_USAGE, part);
+}
+
+#define REFUSED(field, value, part)                                                                          \
+    do {                                                                                                     \
+        model_config changed = model_config_default();                                                       \
+        changed.field = (value);                                                                             \
+        assert_refused(&changed, part);                                                                      \
+    } while (0)
+
+static void test_limits(void **state)
+{
+    (void)state;
+    REFUSED(vocab, 1, "vocab_size = 1 is outside 2..16777216");
+    REFUSED(hidden, 0, "hidden_size = 0 is outside 2..262144");
+    REFUSED(hidden, 132, "hidden_size = 132 is not a multiple of 2 * num_attention_heads = 8");
+    REFUSED(hidden, 1LL << 40, "hidden_size = 1099511627776 is outside");
+    REFUSED(intermediate, -5, "intermediate_size = -5 is outside 1..");
+    REFUSED(layers, 5000, "num_hidden_layers = 5000 is outside 1..4096");
+    REFUSED(heads, 0, "num_attention_heads = 0 is outside 1..");
+    REFUSED(experts, 0, "num_experts = 0 is outside 1..65536");
+    REFUSED(topk, 17, "num_experts_per_tok = 17 is more than num_experts = 16");
+    REFUSED(topk, 0, "num_experts_per_tok = 0 is outside 1..");
+    REFUSED(shared_intermediate, -1, "shared_expert_intermediate_size = -1 is outside 0..");
+    REFUSED(dense_layers, 5, "first_k_dense_replace = 5 is more than num_hidden_layers = 4");
+    REFUSED(dense_layers, 1, "first_k_dense_replace = 1 and dense_intermediate_size = 0: both or neither");
+    REFUSED(dense_intermediate, 8,
+            "first_k_dense_replace = 0 and dense_intermediate_size = 8: both or neither");
+    REFUSED(context, 0, "max_position_embeddings = 0 is outside 1..");
+    REFUSED(rope_theta, 0.5, "rope_theta = 0.5 is outside 1..1e+12");
+    REFUSED(rope_theta, (double)NAN, "rope_theta = ");
+    REFUSED(norm_eps, 0.0, "rms_norm_eps = 0 is outside 1e-12..0.1");
+    REFUSED(router_aux_loss_coef, -0.1, "router_aux_loss_coef = -0.1 is outside 0..100");
+    REFUSED(initializer_range, (double)INFINITY, "initializer_range = inf is outside 0..10");
+}
+
+static void test_write_refused(void **state)
+{
+    char path[4096];
+    error err;
+    model_config config = model_config_default();
+    config.topk = 17;
+    assert_false(model_config_write(&config, in_folder(path, state, "config.json"), &err));
+    assert_text(&err, ERROR_USAGE, "num_experts_per_tok");
+    assert_int_equal(access(path, F_OK), -1);
+}
+
+/* A text that must be refused for this reason. */
+static void assert_unread(const char *text, const char *part)
+{
+    model_config config;
+    error err = {0};
+    assert_false(model_config_parse(&config, text, strlen(text), "NAME", &err));
+    assert_text(&err, ERROR_RUNTIME, part);
+    assert_text(&err, ERROR_RUNTIME, "NAME: ");
+}
+
+#define SIZES                                                                                                \
+    "\"vocab_size\":256,\"hidden_size\":64,\"intermediate_size\":32,\"num_hidden_layers\":2,"                \
+    "\"num_attention_heads\":4,\"num_experts\":8,\"num_experts_per_tok\":2"
+
+static void test_messages(void **state)
+{
+    (void)state;
+    assert_unread("", "line 1");
+    assert_unread("{\n\n\"a\" 1}", "line 3");
+    assert_unread("[]", "is not a JSON object");
+    assert_unread("{}", "vocab_size is missing");
+    assert_unread("{\"vocab_size\": 2.5}", "vocab_size is not an integer");
+    assert_unread("{" SIZES "}", "model_type is missing");
+    assert_unread("{\"model_type\":\"llama\"," SIZES "}", "model_type = \"llama\" is not supported");
+    assert_unread("{\"model_type\":\"olmoe\",\"rms_norm_eps\":\"x\"," SIZES "}",
+                  "rms_norm_eps is not a number");
+    assert_unread("{\"model_type\":\"olmoe\",\"norm_topk_prob\":1," SIZES "}",
+                  "norm_topk_prob is neither true nor");
+    assert_unread("{\"model_type\":\"olmoe\",\"num_key_value_heads\":2," SIZES "}",
+                  "num_key_value_heads = 2 is not supported, only 4 (num_attention_heads)");
+    assert_unread("{\"model_type\":\"olmoe\",\"hidden_act\":\"gelu\"," SIZES "}",
+                  "hidden_act = \"gelu\" is not");
+    assert_unread("{\"model_type\":\"olmoe\",\"shared_expert_intermediate_size\":8," SIZES "}",
+                  "\"olmoe\" has no shared expert");
+    assert_unread("{\"model_type\":\"olmoe\",\"rope_theta\":5,\"rope_parameters\":{\"rope_theta\":6}," SIZES
+                  "}",
+                  "rope_theta = 5, but rope_parameters.rope_theta = 6");
+    assert_unread("{\"model_type\":\"olmoe\",\"max_position_embeddings\":0," SIZES "}",
+                  "max_position_embeddings = 0 is outside 1..");
+}
+
+static void test_absent_keys(void **state)
+{
+    (void)state;
+    static const char text[] =
+        "{\"model_type\":\"olmoe\",\"rope_parameters\":{\"rope_theta\":500000}," SIZES "}";
+    model_config config;
+    error err = {0};
+    if (!model_config_parse(&config, text, strlen(text), "NAME", &err)) fail_msg("%s", err.text);
+    assert_true(config.rope_theta == 500000);
+    assert_true(config.norm_eps == 1e-5);
+    assert_int_equal(config.context, 4096);
+    assert_int_equal(config.shared_intermediate, 0);
+    assert_false(config.tied);
+}
+
+static void test_same(void **state)
+{
+    (void)state;
+    error err;
+    model_config a = model_config_default(), b = a;
+    b.router_aux_loss_coef = 0;
+    b.initializer_range = 0.5;
+    assert_true(model_config_same(&a, &b, &err));
+    b.experts = 32;
+    assert_false(model_config_same(&a, &b, &err));
+    assert_text(&err, ERROR_RUNTIME, "num_experts is 16, wanted 32");
+    b = a;
+    b.tied = true;
+    assert_false(model_config_same(&a, &b, &err));
+    assert_text(&err, ERROR_RUNTIME, "tie_word_embeddings is 0, wanted 1");
+    b = a;
+    b.norm_eps = 1e-6;
+    assert_false(model_config_same(&a, &b, &err));
+    assert_text(&err, ERROR_RUNTIME, "rms_norm_eps is 1");
+}
+
+#define IN_FOLDER(test) cmocka_unit_test_setup_teardown(test, folder_setup, folder_teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        IN_FOLDER(test_round_trip),         IN_FOLDER(test_keys_of_olmoe), IN_FOLDER(test_model_type),
+        cmocka_unit_test(test_limits),      IN_FOLDER(test_write_refused), cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_absent_keys), cmocka_unit_test(test_same),
+    };
+    return cmocka_run_group_tests_name("config", tests, NULL, NULL);
+}
