@@ -1,0 +1,367 @@
+/* train/tokens.h: split, sampling (pure in its arguments, every window once an epoch), validation windows,
+ * kinds of files, and errors that name the file, expected and found. */
+#define _DEFAULT_SOURCE
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "tests/folder.h"
+#include "train/file.h"
+#include "train/tokens.h"
+
+#include <sys/stat.h>
+#include <zlib.h>
+
+enum { IDS = 10000, HEADER = 1024, CONTEXT = 30 };
+
+/* An llm.c token file of the ids 0, 1, .. IDS-1: a token tells its place. Returns its size. */
+static size_t make_bin(unsigned char bytes[HEADER + 2 * IDS])
+{
+    const int32_t header[3] = {20240520, 1, IDS};
+    memset(bytes, 0, HEADER);
+    memcpy(bytes, header, sizeof header);
+    for (int i = 0; i < IDS; i++) {
+        bytes[HEADER + 2 * i] = (unsigned char)(i & 255);
+        bytes[HEADER + 2 * i + 1] = (unsigned char)(i >> 8);
+    }
+    return HEADER + 2 * IDS;
+}
+
+static tokens *open_ids(unsigned char bytes[HEADER + 2 * IDS], tokens_split split)
+{
+    tokens *data;
+    error err = {0};
+    if (!tokens_parse(&data, bytes, make_bin(bytes), "ids.bin", IDS, CONTEXT, split, &err))
+        fail_msg("%s", err.text);
+    return data;
+}
+
+static tokens *open_paths(size_t count, const char *const *paths, int64_t context, tokens_split split)
+{
+    tokens *data;
+    error err = {0};
+    if (!tokens_open(&data, paths, count, 256, context, split, &err)) fail_msg("%s", err.text);
+    return data;
+}
+
+static void test_split(void **state)
+{
+    (void)state;
+    static unsigned char bytes[HEADER + 2 * IDS];
+    int32_t inputs[CONTEXT], targets[CONTEXT];
+    tokens *data = open_ids(bytes, TOKENS_TRAIN);
+    assert_false(tokens_are_bytes(data));
+    assert_int_equal(tokens_train_count(data), IDS - IDS / 20);
+    assert_int_equal(tokens_validation_count(data), IDS / 20);
+    assert_int_equal(tokens_windows(data), (IDS / 20 - 1) / CONTEXT);
+    tokens_window(data, 0, 1, inputs, targets);
+    assert_int_equal(inputs[0], IDS - IDS / 20); // the last 5%
+    tokens_close(data);
+
+    data = open_ids(bytes, TOKENS_EVAL);
+    assert_int_equal(tokens_train_count(data), 0);
+    assert_int_equal(tokens_validation_count(data), IDS);
+    tokens_window(data, 2, 1, inputs, targets);
+    assert_int_equal(inputs[0], 2 * CONTEXT);
+    tokens_close(data);
+}
+
+/* All windows in order, poisoned before: every token but the rest at the end is a target once. */
+static void test_windows(void **state)
+{
+    (void)state;
+    static unsigned char bytes[HEADER + 2 * IDS];
+    enum { WINDOWS = (IDS - 1) / CONTEXT };
+    static int32_t inputs[WINDOWS * CONTEXT + 1], targets[WINDOWS * CONTEXT + 1];
+    memset(inputs, 0xff, sizeof inputs);
+    memset(targets, 0xff, sizeof targets);
+    tokens *data = open_ids(bytes, TOKENS_EVAL);
+    assert_int_equal(tokens_windows(data), WINDOWS);
+    tokens_window(data, 0, 5, inputs, targets);
+    tokens_window(data, 5, WINDOWS - 5, inputs + 5 * CONTEXT, targets + 5 * CONTEXT);
+    for (int i = 0; i < WINDOWS * CONTEXT; i++) {
+        assert_int_equal(inputs[i], i);
+        assert_int_equal(targets[i], i + 1);
+    }
+    assert_int_equal(inputs[WINDOWS * CONTEXT], -1);
+    assert_int_equal(targets[WINDOWS * CONTEXT], -1);
+    tokens_close(data);
+}
+
+/* One epoch: adjoining windows, each once, all inside the training stream, in another order than the
+ * stream's. */
+static void check_epoch(const tokens *data, uint64_t seed, uint64_t epoch, int32_t *first)
+{
+    enum { WINDOWS = (IDS - IDS / 20) / CONTEXT - 1 };
+    static bool seen[IDS];
+    int32_t inputs[CONTEXT], targets[CONTEXT], sorted = 0, last = -1;
+    memset(seen, 0, sizeof seen);
+    for (uint64_t i = 0; i < WINDOWS; i++) {
+        tokens_batch(data, seed, epoch * WINDOWS + i, 1, inputs, targets);
+        if (i == 0) *first = inputs[0];
+        sorted += inputs[0] > last;
+        last = inputs[0];
+        for (int j = 0; j < CONTEXT; j++) {
+            assert_int_equal(targets[j], inputs[0] + j + 1);
+            assert_int_equal(inputs[j], inputs[0] + j);
+            assert_false(seen[inputs[j]]);
+            seen[inputs[j]] = true;
+        }
+        assert_true(targets[CONTEXT - 1] < IDS - IDS / 20);
+    }
+    int32_t from = 0, to = IDS - 1;
+    while (!seen[from]) from++;
+    while (!seen[to]) to--;
+    assert_int_equal(to - from + 1, WINDOWS * CONTEXT); // adjoining
+    assert_true(sorted > WINDOWS / 3 && sorted < WINDOWS * 2 / 3);
+}
+
+static void test_epochs(void **state)
+{
+    (void)state;
+    static unsigned char bytes[HEADER + 2 * IDS];
+    int32_t first[3];
+    tokens *data = open_ids(bytes, TOKENS_TRAIN);
+    check_epoch(data, 1, 0, &first[0]);
+    check_epoch(data, 1, 1, &first[1]);
+    check_epoch(data, 2, 0, &first[2]);
+    assert_true(first[0] != first[1] && first[0] != first[2] && first[1] != first[2]);
+    tokens_close(data);
+}
+
+/* Resume: a batch depends on its arguments alone, and rows of larger batches are the samples of smaller ones.
+ */
+static void test_resume(void **state)
+{
+    (void)state;
+    static unsigned char bytes[HEADER + 2 * IDS];
+    static const int32_t golden[4] = {7514, 3584, 6074,
+                                      4004}; // a change breaks the resuming of older checkpoints
+    int32_t in[6][4 * CONTEXT], out[6][4 * CONTEXT], one[CONTEXT], one_out[CONTEXT];
+    tokens *data = open_ids(bytes, TOKENS_TRAIN);
+    for (uint64_t step = 0; step < 6; step++) tokens_batch(data, 42, step, 4, in[step], out[step]);
+    tokens_close(data);
+    data = open_ids(bytes, TOKENS_TRAIN);
+    for (uint64_t sample = 24; sample-- > 0;) {
+        tokens_batch(data, 42, sample, 1, one, one_out);
+        assert_memory_equal(one, in[sample / 4] + sample % 4 * CONTEXT, sizeof one);
+        assert_memory_equal(one_out, out[sample / 4] + sample % 4 * CONTEXT, sizeof one);
+    }
+    for (int row = 0; row < 4; row++) assert_int_equal(in[0][row * CONTEXT], golden[row]);
+    tokens_batch(data, 42, UINT64_MAX / 3, 4, in[0], out[0]); // far away is fine too
+    tokens_close(data);
+}
+
+/* The shortest data: one window, in every epoch. */
+static void test_smallest(void **state)
+{
+    (void)state;
+    tokens *data;
+    error err;
+    int32_t inputs[38], targets[38];
+    unsigned char bytes[780];
+    for (int i = 0; i < 780; i++) bytes[i] = (unsigned char)(i % 251);
+    assert_true(tokens_parse(&data, bytes, 780, "x", 256, 38, TOKENS_TRAIN, &err));
+    assert_int_equal(tokens_validation_count(data), 39);
+    assert_int_equal(tokens_windows(data), 1);
+    tokens_window(data, 0, 1, inputs, targets);
+    assert_int_equal(targets[37], bytes[779]);
+    tokens_close(data);
+    assert_false(tokens_parse(&data, bytes, 779, "x", 256, 38, TOKENS_TRAIN, &err));
+    assert_non_null(strstr(err.text, "x: 38 tokens to validate on, context 38 needs 39"));
+    assert_true(tokens_parse(&data, bytes, 39, "x", 256, 38, TOKENS_EVAL, &err));
+    tokens_close(data);
+    assert_false(tokens_parse(&data, bytes, 38, "x", 256, 38, TOKENS_EVAL, &err));
+    assert_null(data);
+}
+
+/* ---- files and folders ---- */
+
+static void put_filled(void **state, const char *name, int byte, size_t size)
+{
+    char path[4096], *bytes = malloc(size + 1);
+    memset(bytes, byte, size);
+    put_file(in_folder(path, state, name), bytes, size);
+    free(bytes);
+}
+
+/* Few files: the end of each validates; windows go on from file to file. */
+static void test_few_files(void **state)
+{
+    int32_t inputs[8], targets[8];
+    put_filled(state, "a", 'a', 100);
+    put_filled(state, "b", 'b', 200);
+    put_filled(state, "empty", 'x', 0);
+    tokens *data = open_paths(1, (const char *const *)state, 8, TOKENS_TRAIN);
+    assert_true(tokens_are_bytes(data));
+    assert_int_equal(tokens_train_count(data), 95 + 190);
+    assert_int_equal(tokens_validation_count(data), 5 + 10);
+    assert_int_equal(tokens_windows(data), 1);
+    tokens_window(data, 0, 1, inputs, targets);
+    for (int i = 0; i < 8; i++) {
+        assert_int_equal(inputs[i], i < 5 ? 'a' : 'b');
+        assert_int_equal(targets[i], i < 4 ? 'a' : 'b');
+    }
+    tokens_close(data);
+}
+
+/* Many files of like sizes: whole files validate; one that outweighs all others is cut instead. */
+static void test_many_files(void **state)
+{
+    char name[32];
+    int32_t inputs[50], targets[50];
+    for (int i = 0; i < 40; i++) {
+        snprintf(name, sizeof name, "%02d", i);
+        put_filled(state, name, i, 100);
+    }
+    tokens *data = open_paths(1, (const char *const *)state, 50, TOKENS_TRAIN);
+    assert_int_equal(tokens_validation_count(data), 200);
+    assert_int_equal(tokens_windows(data), 3);
+    for (int i = 0; i < 3; i++) {
+        tokens_window(data, i, 1, inputs, targets);
+        assert_int_equal(inputs[0], i < 2 ? 10 : 30); // files 10 and 30 of 40
+    }
+    for (uint64_t step = 0; step < 100; step++) {
+        tokens_batch(data, 3, step, 1, inputs, targets);
+        for (int i = 0; i < 50; i++) assert_true(inputs[i] % 20 != 10 && targets[i] % 20 != 10);
+    }
+    tokens_close(data);
+
+    put_filled(state, "10", 10, 4000); // now more than half of everything
+    data = open_paths(1, (const char *const *)state, 50, TOKENS_TRAIN);
+    assert_int_equal(tokens_validation_count(data), 39 * 5 + 200);
+    tokens_close(data);
+}
+
+static void test_gzip(void **state)
+{
+    char path[4096];
+    unsigned char text[5000];
+    for (int i = 0; i < 5000; i++) text[i] = (unsigned char)(i * i % 253);
+    in_folder(path, state, "text.gz");
+    gzFile zip = gzopen(path, "wb");
+    assert_int_equal(gzwrite(zip, text, 5000), 5000);
+    assert_int_equal(gzclose(zip), Z_OK);
+    const char *paths[] = {path};
+    int32_t inputs[4999], targets[4999];
+    tokens *data = open_paths(1, paths, 4999, TOKENS_EVAL);
+    tokens_window(data, 0, 1, inputs, targets);
+    for (int i = 0; i < 4999; i++) {
+        assert_int_equal(inputs[i], text[i]);
+        assert_int_equal(targets[i], text[i + 1]);
+    }
+    tokens_close(data);
+}
+
+/* Past the size up to which files are copied. */
+static void test_large_file(void **state)
+{
+    char path[4096];
+    enum { LARGE = 5 << 20 };
+    unsigned char *bytes = malloc(LARGE);
+    for (int i = 0; i < LARGE; i++) bytes[i] = (unsigned char)(i >> 12);
+    put_file(in_folder(path, state, "large"), bytes, LARGE);
+    const char *paths[] = {path, path};
+    int32_t inputs[4], targets[4];
+    tokens *data = open_paths(2, paths, 4, TOKENS_EVAL);
+    assert_int_equal(tokens_validation_count(data), 2 * LARGE);
+    tokens_window(data, 1 << 18, 1, inputs, targets);
+    assert_int_equal(inputs[3], bytes[(1 << 20) + 3]);
+    tokens_window(data, LARGE / 4 - 1, 1, inputs, targets);
+    assert_int_equal(inputs[3], bytes[LARGE - 1]);
+    assert_int_equal(targets[3], bytes[0]);
+    tokens_close(data);
+    free(bytes);
+}
+
+/* ---- errors ---- */
+
+static void assert_refused(const void *bytes, size_t size, const char *name, int64_t vocab,
+                           const char *reason)
+{
+    tokens *data;
+    error err = {0};
+    assert_false(tokens_parse(&data, bytes, size, name, vocab, 8, TOKENS_TRAIN, &err));
+    assert_null(data);
+    assert_int_equal(err.code, ERROR_RUNTIME);
+    if (strstr(err.text, reason) == NULL || strstr(err.text, name) == NULL)
+        fail_msg("\"%s\" lacks \"%s\"", err.text, reason);
+}
+
+static void test_bin_errors(void **state)
+{
+    (void)state;
+    static unsigned char bytes[HEADER + 2 * IDS + 1];
+    size_t size = make_bin(bytes);
+    assert_refused(bytes, 1023, "x.bin", IDS, "truncated token file: 1023 bytes, the header has 1024");
+    assert_refused(bytes, size - 2, "x.bin", IDS, "counts 10000 tokens, expected 21024 bytes, found 21022");
+    assert_refused(bytes, size + 1, "x.bin", IDS, "expected 21024 bytes, found 21025");
+    assert_refused(bytes, size, "x.bin", IDS - 1, "token 9999 is 9999, outside the vocabulary of 9999");
+    assert_refused(bytes, size, "x.bin.gz", IDS, "bad gzip data after 0 inflated bytes");
+    bytes[8] = 0, bytes[9] = 0;
+    assert_refused(bytes, size, "x.bin", IDS, "counts 0 tokens");
+    bytes[4] = 7;
+    assert_refused(bytes, size, "x.bin", IDS, "version 7, expected 1");
+    bytes[0]++;
+    assert_refused(bytes, size, "x.bin", IDS, "magic 20240521, expected 20240520");
+}
+
+static void test_text_errors(void **state)
+{
+    (void)state;
+    unsigned char text[400];
+    memset(text, 'a', sizeof text);
+    text[399] = 200;
+    assert_refused(text, 0, "x.txt", 256, "0 tokens to train on, context 8 needs 9");
+    assert_refused(text, sizeof text, "x.txt", 200, "token 399 is 200, outside the vocabulary of 200");
+    assert_refused(text, 0, "x.gz", 256, "truncated gzip data");
+}
+
+static void assert_unopened(size_t count, const char *const *paths, const char *reason)
+{
+    tokens *data;
+    error err = {0};
+    assert_false(tokens_open(&data, paths, count, IDS, 8, TOKENS_TRAIN, &err));
+    assert_null(data);
+    if (strstr(err.text, reason) == NULL) fail_msg("\"%s\" lacks \"%s\"", err.text, reason);
+}
+
+static void test_path_errors(void **state)
+{
+    static unsigned char bytes[HEADER + 2 * IDS];
+    char path[4096];
+    const char *paths[] = {path}, *folder[] = {*state};
+    assert_unopened(0, paths, "no data");
+    in_folder(path, state, "missing");
+    assert_unopened(1, paths, "missing: cannot read: No such file");
+    assert_unopened(1, folder, "holds no file with data");
+    put_filled(state, "empty", 'x', 0);
+    assert_unopened(1, folder, "holds no file with data");
+    in_folder(path, state, "empty");
+    assert_unopened(1, paths, "empty: the file is empty");
+    put_filled(state, "text", 'x', 1000);
+    put_file(in_folder(path, state, "ids.bin"), bytes, make_bin(bytes));
+    assert_unopened(1, folder, "cannot be mixed");
+    if (geteuid() == 0) return; // root reads everything
+    in_folder(path, state, "text");
+    chmod(path, 0);
+    assert_unopened(1, paths, "text: cannot open: Permission denied");
+}
+
+#define IN_FOLDER(test) cmocka_unit_test_setup_teardown(test, folder_setup, folder_teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_split),       cmocka_unit_test(test_windows),
+        cmocka_unit_test(test_epochs),      cmocka_unit_test(test_resume),
+        cmocka_unit_test(test_smallest),    IN_FOLDER(test_few_files),
+        IN_FOLDER(test_many_files),         IN_FOLDER(test_gzip),
+        IN_FOLDER(test_large_file),         cmocka_unit_test(test_bin_errors),
+        cmocka_unit_test(test_text_errors), IN_FOLDER(test_path_errors),
+    };
+    return cmocka_run_group_tests_name("tokens", tests, NULL, NULL);
+}
