@@ -1,5 +1,7 @@
 /* train/file.h: mappings, atomic writes (abort, kill, size limit, full disk), folders and their listing. */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE // unshare, to mount a full disk of our own
+#endif
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
