@@ -55,3 +55,9 @@ void smoe_add_row(void *to, int64_t first_element, const float *from, int64_t co
         for (int64_t i = 0; i < count; i++) target[i] += source[i];
     }
 }
+
+void smoe_round_row(float *row, int64_t count, smoe_type type)
+{
+    if (type != SMOE_BF16) return;
+    for (int64_t i = 0; i < count; i++) row[i] = bf16_to_f32(f32_to_bf16(row[i]));
+}

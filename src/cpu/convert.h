@@ -14,4 +14,7 @@ void smoe_store_row(void *to, int64_t first_element, const float *from, int64_t 
 /* to[first_element + i] += from[i], added in f32 and rounded once. */
 void smoe_add_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type);
 
+/* row[i] rounded to what `type` stores, in place. */
+void smoe_round_row(float *row, int64_t count, smoe_type type);
+
 #endif

@@ -1,0 +1,260 @@
+/* Activations, their slopes, and one exp.
+ *
+ * Every curve is a branch-free function of one float that returns value and slope, inlined into one loop a
+ * kind; the loops vectorise. Where the compiler can, they are built for several vector widths and chosen when
+ * the library loads: multiplications and additions are never contracted (-ffp-contract=off), so all of them
+ * give the same bits. */
+#include "activation.h"
+
+#include <assert.h>
+#include <string.h>
+
+static_assert(sizeof(float) == 4, "bit tricks on IEEE single precision");
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+
+/* Sanitizers instrument the resolver that picks a clone, which runs before they are ready. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__GLIBC__) &&                 \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define VECTOR_CLONES
+#endif
+
+typedef struct curve {
+    float value;
+    float slope;
+} curve;
+
+INLINE uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* exp(x + tail) for x <= 0 and a tail of rounding size; 0 where it would be below the normal numbers.
+ * Adding 1.5 2^23 leaves round(x / ln 2) in the low bits of the sum, which shift straight into an exponent.
+ */
+INLINE float exp_negative(float x, float tail)
+{
+    const float magic = 12582912.0f;
+    const float inside = x < -87.0f ? -87.0f : x;
+    const float shifted = inside * 1.44269504f + magic;
+    const float count = shifted - magic;
+    const float r = ((inside - count * 0.693359375f) - count * -2.12194440e-4f) + tail;
+    /* exp(r) = 1 + r + r^2 q(r): q minimax on |r| <= 0.35, relative error of exp 3.3e-9 */
+    float q = 0.0013813161f;
+    q = q * r + 0.0083694104f;
+    q = q * r + 0.041668456f;
+    q = q * r + 0.16666515f;
+    q = q * r + 0.49999994f;
+    const float power = float_of((bits_of(shifted) << 23) + 0x3f800000U);
+    const float result = (1.0f + (r + r * r * q)) * power;
+    return x < -87.0f ? 0.0f : result;
+}
+
+/* sigmoid(x) and sigmoid(-x), each without cancellation. */
+typedef struct sigmoids {
+    float plus;
+    float minus;
+} sigmoids;
+
+INLINE sigmoids sigmoid(float x)
+{
+    const float e = exp_negative(x < 0.0f ? x : -x, 0.0f);
+    const float big = 1.0f / (1.0f + e);
+    const float small = e * big;
+    return (sigmoids){x < 0.0f ? small : big, x < 0.0f ? big : small};
+}
+
+INLINE curve silu(float x)
+{
+    const sigmoids s = sigmoid(x);
+    return (curve){x * s.plus, s.plus * (1.0f + x * s.minus)};
+}
+
+/* x sigmoid(1.702 x) */
+INLINE curve silu_oai(float x)
+{
+    const sigmoids s = sigmoid(1.702f * x);
+    return (curve){x * s.plus, s.plus * (1.0f + 1.702f * x * s.minus)};
+}
+
+/* x Phi(x). The upper tail Phi(-|x|) = exp(-x^2/2) g(|x|), g = erfcx(|x|/sqrt 2)/2 as a polynomial in
+ * t = 1/(1 + 0.3 |x|), minimax on 0..14.5, relative error 3.5e-9. x^2/2 is split into an exact head, from the
+ * upper 12 bits of x, and a tail, or the far tail would lose what the rounding of x^2 loses. */
+INLINE curve gelu(float x)
+{
+    const float size = x < 0.0f ? -x : x;
+    const float z = size > 14.5f ? 14.5f : size;
+    const float head = float_of(bits_of(z) & 0xfffff000U);
+    const float bell = exp_negative(-0.5f * (head * head), -0.5f * ((z - head) * (z + head)));
+    const float t = 1.0f / (1.0f + 0.3f * z);
+    float g = -0.020623494f;
+    g = g * t + 0.11243575f;
+    g = g * t + -0.22822392f;
+    g = g * t + 0.19178496f;
+    g = g * t + -0.079423845f;
+    g = g * t + 0.096157022f;
+    g = g * t + 0.078389585f;
+    g = g * t + 0.11023544f;
+    g = g * t + 0.11957181f;
+    g = g * t + 0.11968669f;
+    const float tail = bell * (g * t);
+    const float phi = x < 0.0f ? tail : 1.0f - tail;
+    const float signed_z = x < 0.0f ? -z : z;
+    return (curve){x * phi, phi + signed_z * (bell * 0.39894228f)};
+}
+
+/* x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), which is gelu's tanh form; past |x| = 16 the sigmoid is 0 or 1.
+ */
+INLINE curve gelu_tanh(float x)
+{
+    const float low = x < -16.0f ? -16.0f : x;
+    const float z = low > 16.0f ? 16.0f : low;
+    const float square = z * z;
+    const sigmoids s = sigmoid(1.5957691f * (z + 0.044715f * square * z));
+    const float inner = 1.5957691f * (1.0f + 0.134145f * square);
+    return (curve){x * s.plus, s.plus * (1.0f + z * s.minus * inner)};
+}
+
+/* The comparisons of these two let NaN through. */
+INLINE curve relu(float x)
+{
+    return (curve){x <= 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};
+}
+
+INLINE curve relu_squared(float x)
+{
+    const float positive = x <= 0.0f ? 0.0f : x;
+    return (curve){positive * positive, 2.0f * positive};
+}
+
+typedef curve (*curve_function)(float);
+
+INLINE void plain_forward(curve_function f, int64_t n, const float *restrict h, float *restrict a)
+{
+    for (int64_t j = 0; j < n; j++) a[j] = f(h[j]).value;
+}
+
+INLINE void gated_forward(curve_function f, int64_t n, const float *restrict h, float *restrict a)
+{
+    const float *restrict up = h + n;
+    for (int64_t j = 0; j < n; j++) a[j] = f(h[j]).value * up[j];
+}
+
+static const float OAI_LIMIT = 7.0f;
+
+INLINE float at_most_limit(float x)
+{
+    return x > OAI_LIMIT ? OAI_LIMIT : x;
+}
+
+INLINE float within_limit(float x)
+{
+    return at_most_limit(x < -OAI_LIMIT ? -OAI_LIMIT : x);
+}
+
+INLINE void oai_forward(int64_t n, const float *restrict h, float *restrict a)
+{
+    const float *restrict up = h + n;
+    for (int64_t j = 0; j < n; j++) a[j] = silu_oai(at_most_limit(h[j])).value * (within_limit(up[j]) + 1.0f);
+}
+
+VECTOR_CLONES void smoe_activate(smoe_activation activation, int64_t n, const float *h, float *a)
+{
+    switch (activation) {
+    case SMOE_SWIGLU: gated_forward(silu, n, h, a); break;
+    case SMOE_GEGLU: gated_forward(gelu, n, h, a); break;
+    case SMOE_GEGLU_TANH: gated_forward(gelu_tanh, n, h, a); break;
+    case SMOE_REGLU: gated_forward(relu, n, h, a); break;
+    case SMOE_SWIGLU_OAI: oai_forward(n, h, a); break;
+    case SMOE_SILU: plain_forward(silu, n, h, a); break;
+    case SMOE_GELU: plain_forward(gelu, n, h, a); break;
+    case SMOE_RELU: plain_forward(relu, n, h, a); break;
+    case SMOE_RELU2: plain_forward(relu_squared, n, h, a); break;
+    }
+}
+
+INLINE void plain_backward(curve_function f, int64_t n, const float *restrict h, const float *restrict da,
+                           float weight, float *restrict a, float *restrict dh)
+{
+    for (int64_t j = 0; j < n; j++) {
+        const curve c = f(h[j]);
+        a[j] = c.value;
+        dh[j] = weight * da[j] * c.slope;
+    }
+}
+
+INLINE void gated_backward(curve_function f, int64_t n, const float *restrict h, const float *restrict da,
+                           float weight, float *restrict a, float *restrict dh)
+{
+    const float *restrict up = h + n;
+    float *restrict dup = dh + n;
+    for (int64_t j = 0; j < n; j++) {
+        const curve c = f(h[j]);
+        const float d = weight * da[j], u = up[j];
+        a[j] = c.value * u;
+        dh[j] = d * u * c.slope;
+        dup[j] = d * c.value;
+    }
+}
+
+/* Outside the limits the clamped argument does not move: slope 0. */
+INLINE void oai_backward(int64_t n, const float *restrict h, const float *restrict da, float weight,
+                         float *restrict a, float *restrict dh)
+{
+    const float *restrict up = h + n;
+    float *restrict dup = dh + n;
+    for (int64_t j = 0; j < n; j++) {
+        const float gate = h[j], u = up[j], d = weight * da[j];
+        const curve c = silu_oai(at_most_limit(gate));
+        const float factor = within_limit(u) + 1.0f;
+        const float dgate = d * factor * c.slope, du = d * c.value;
+        a[j] = c.value * factor;
+        dh[j] = gate > OAI_LIMIT ? 0.0f : dgate;
+        dup[j] = u > OAI_LIMIT || u < -OAI_LIMIT ? 0.0f : du;
+    }
+}
+
+VECTOR_CLONES void smoe_activate_backward(smoe_activation activation, int64_t n, const float *h,
+                                          const float *da, float weight, float *a, float *dh)
+{
+    switch (activation) {
+    case SMOE_SWIGLU: gated_backward(silu, n, h, da, weight, a, dh); break;
+    case SMOE_GEGLU: gated_backward(gelu, n, h, da, weight, a, dh); break;
+    case SMOE_GEGLU_TANH: gated_backward(gelu_tanh, n, h, da, weight, a, dh); break;
+    case SMOE_REGLU: gated_backward(relu, n, h, da, weight, a, dh); break;
+    case SMOE_SWIGLU_OAI: oai_backward(n, h, da, weight, a, dh); break;
+    case SMOE_SILU: plain_backward(silu, n, h, da, weight, a, dh); break;
+    case SMOE_GELU: plain_backward(gelu, n, h, da, weight, a, dh); break;
+    case SMOE_RELU: plain_backward(relu, n, h, da, weight, a, dh); break;
+    case SMOE_RELU2: plain_backward(relu_squared, n, h, da, weight, a, dh); break;
+    }
+}
+
+enum { LANES = 16 };
+
+float smoe_dot(int64_t n, const float *x, const float *y)
+{
+    float sums[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += x[i + lane] * y[i + lane];
+    for (int lane = 0; i + lane < n; lane++) sums[lane] += x[i + lane] * y[i + lane];
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++) sums[lane] += sums[lane + width];
+    return sums[0];
+}

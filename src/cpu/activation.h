@@ -1,0 +1,20 @@
+/* The nine activations on one row, and what else the expert stages do along a row in f32.
+ *
+ * Accurate to a few units in the last place of f32 (gelu by erf in its far tail too), NaN in, NaN out. The
+ * bits do not depend on the processor: wider vectors do the same operations on every element. */
+#ifndef SMOE_CPU_ACTIVATION_H
+#define SMOE_CPU_ACTIVATION_H
+
+#include <smoe.h>
+
+/* a (n) = act(h); h is (2n), gate then up, or (n) without a gate. */
+void smoe_activate(smoe_activation activation, int64_t n, const float *h, float *a);
+
+/* a (n) = act(h); dh (as h) = weight da dact(h)/dh. No two of the rows overlap. */
+void smoe_activate_backward(smoe_activation activation, int64_t n, const float *h, const float *da,
+                            float weight, float *a, float *dh);
+
+/* <x, y> over n elements: 16 partial sums and a tree, so the order is fixed. */
+float smoe_dot(int64_t n, const float *x, const float *y);
+
+#endif

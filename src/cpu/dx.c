@@ -1,0 +1,102 @@
+/* dx_rows: dX~[r] = dH[r] W1[e] for the columns of one chunk, f32 in scratch (padded_rows, chunk_columns);
+ * dx: dX[t] = dlogits[t] Wr (when the router's term is asked for) + sum over the rows r of t of dX~[r], rows
+ *     ascending, in f32, rounded once to dtype. A token without rows gets the router's term, or zeros.
+ *
+ * Both go by fixed panels of 256 rows or tokens and 64 columns. */
+#include "blas.h"
+#include "convert.h"
+#include "experts.h"
+
+#include <string.h>
+
+/* One panel of columns: a sum over H's features, run by run (one for concatenated gate and up rows of W1, two
+ * for interleaved ones). */
+static void multiply(const smoe_cpu_pass *pass, const void *w1, const smoe_row_panel *panel, int64_t column,
+                     int64_t columns, float *dx, const smoe_cpu_panels *at)
+{
+    const smoe_problem *p = pass->problem;
+    const int64_t d = p->layer.hidden, first_row = panel->expert * p->h_width;
+    for (int64_t j = 0, next; j < p->h_width; j = next) {
+        next = smoe_w1_run_end(p, j);
+        int64_t ld;
+        const float *w = smoe_weights_f32(at->weights, w1, (first_row + smoe_w1_row(p, j)) * d + column,
+                                          next - j, smoe_w1_step(p) * d, columns, p->layer.dtype, &ld);
+        smoe_sgemm(0, 0, panel->count, columns, next - j, at->gathered + j, p->h_width, w, ld,
+                   j > 0 ? 1.0f : 0.0f, dx, p->chunk_columns);
+    }
+}
+
+static void dx_rows_panel(const smoe_cpu_pass *pass, const smoe_backward_args *args,
+                          const smoe_row_panel *panel, int64_t first_column)
+{
+    const smoe_problem *p = pass->problem;
+    const int64_t end = smoe_min(first_column + p->chunk_columns, p->layer.hidden);
+    const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
+    smoe_load_row(at.gathered, pass->dh, panel->row * p->h_width, panel->count * p->h_width, p->layer.dtype);
+    for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS) {
+        float *dx = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
+        multiply(pass, args->w1, panel, column, smoe_min(SMOE_PANEL_COLUMNS, end - column), dx, &at);
+    }
+}
+
+void smoe_cpu_dx_rows(const smoe_cpu_pass *pass, const smoe_backward_args *args, int64_t first_column)
+{
+    smoe_stage_begin(pass->context, SMOE_STAGE_DX_ROWS, pass->stream);
+    const int64_t blocks = smoe_block_count(pass);
+#pragma omp parallel for schedule(dynamic) num_threads(pass->context->threads)
+    for (int64_t block = 0; block < blocks; block++) {
+        smoe_row_panel panel;
+        if (smoe_row_panel_at(pass, block, &panel)) dx_rows_panel(pass, args, &panel, first_column);
+    }
+    smoe_stage_end(pass->context, SMOE_STAGE_DX_ROWS, pass->stream);
+}
+
+/* sum (columns) += the token's rows of dX~, `at` columns into the chunk */
+static void add_rows(const smoe_cpu_pass *pass, int64_t token, int64_t at, int64_t columns,
+                     float *restrict sum)
+{
+    const smoe_plan_arrays *plan = pass->plan;
+    for (int64_t i = plan->token_offsets[token]; i < plan->token_offsets[token + 1]; i++) {
+        const float *restrict dx = pass->chunk + plan->token_rows[i] * pass->problem->chunk_columns + at;
+        for (int64_t j = 0; j < columns; j++) sum[j] += dx[j];
+    }
+}
+
+/* Tokens [token, token + count) by columns [column, column + columns) of dX, in the thread's tile. */
+static void dx_panel(const smoe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
+                     int64_t token, int64_t count, int64_t column, int64_t columns, int64_t first_column)
+{
+    const smoe_layer *layer = &pass->problem->layer;
+    const int64_t d = layer->hidden, experts = layer->experts;
+    const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
+    float *sum = at.tile;
+    if (router_term) {
+        int64_t ld;
+        const float *wr =
+            smoe_weights_f32(at.weights, args->router_weight, column, experts, d, columns, layer->dtype, &ld);
+        smoe_sgemm(0, 0, count, columns, experts, pass->dlogits + token * experts, experts, wr, ld, 0.0f, sum,
+                   columns);
+    } else {
+        memset(sum, 0, (size_t)(count * columns) * sizeof *sum);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        add_rows(pass, token + i, column - first_column, columns, sum + i * columns);
+        smoe_store_row(args->dx, (token + i) * d + column, sum + i * columns, columns, layer->dtype);
+    }
+}
+
+void smoe_cpu_dx(const smoe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
+                 int64_t first_column)
+{
+    const smoe_layer *layer = &pass->problem->layer;
+    const int64_t end = smoe_min(first_column + pass->problem->chunk_columns, layer->hidden);
+    smoe_stage_begin(pass->context, SMOE_STAGE_DX, pass->stream);
+#pragma omp parallel for schedule(static, 1) num_threads(pass->context->threads)
+    for (int64_t token = 0; token < layer->tokens; token += SMOE_PANEL_ROWS) {
+        const int64_t count = smoe_min(SMOE_PANEL_ROWS, layer->tokens - token);
+        for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS)
+            dx_panel(pass, args, router_term, token, count, column,
+                     smoe_min(SMOE_PANEL_COLUMNS, end - column), first_column);
+    }
+    smoe_stage_end(pass->context, SMOE_STAGE_DX, pass->stream);
+}

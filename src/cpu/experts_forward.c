@@ -1,0 +1,27 @@
+/* The experts forward: up, then down and combine chunk by chunk.
+ *
+ * Scratch: Y of one chunk, padded_rows chunk_columns 4 bytes; for inference A, padded_rows n in dtype (half
+ * of what H would take); and each thread's panels: 256 (max(d, h_width) + h_width) floats, for bf16 256 d
+ * floats of weights as well. */
+#include "blas.h"
+#include "experts.h"
+
+uint64_t smoe_cpu_experts_forward_scratch(const smoe_context *context, const smoe_problem *problem)
+{
+    return smoe_cpu_forward_pass(context, problem, NULL, NULL, NULL).bytes;
+}
+
+smoe_status smoe_cpu_experts_forward(smoe_context *context, const smoe_problem *problem,
+                                     const smoe_forward_args *args, const smoe_plan_arrays *plan,
+                                     void *scratch, void *stream)
+{
+    const smoe_cpu_pass pass = smoe_cpu_forward_pass(context, problem, plan, scratch, stream);
+    smoe_blas_enter();
+    smoe_cpu_up(&pass, args);
+    for (int64_t column = 0; column < problem->layer.hidden; column += problem->chunk_columns) {
+        smoe_cpu_down(&pass, args, column);
+        smoe_cpu_combine(&pass, args->out, column);
+    }
+    smoe_blas_leave();
+    return SMOE_OK;
+}
