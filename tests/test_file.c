@@ -114,15 +114,16 @@ static void test_write_refused(void **state)
     assert_non_null(strstr(err.text, "No such file"));
 }
 
-/* Writes BIG bytes over path in one call; the caller made that impossible. */
-static bool write_big(const char *path, error *err)
+/* Writes `size` bytes over path in one call; the caller made that impossible. */
+static bool write_zeros(const char *path, size_t size, error *err)
 {
-    char *bytes = calloc(1, BIG);
-    bool ok = file_write(path, bytes, BIG, err);
+    char *bytes = calloc(1, size);
+    bool ok = file_write(path, bytes, size, err);
     free(bytes);
     return ok;
 }
 
+/* Fails while it writes (more than the buffer), then only when it commits (less). */
 static void test_size_limit(void **state)
 {
     char path[4096];
@@ -131,18 +132,20 @@ static void test_size_limit(void **state)
     in_folder(path, state, "a");
     assert_true(file_write(path, "old", 3, &err));
     assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
-    small = limit;
-    small.rlim_cur = BIG / 2;
     signal(SIGXFSZ, SIG_IGN);
-    assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
-    bool ok = write_big(path, &err);
-    assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    for (size_t size = BIG; size > 1000; size /= 1000) {
+        small = limit;
+        small.rlim_cur = size / 2;
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+        bool ok = write_zeros(path, size, &err);
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+        assert_false(ok);
+        assert_int_equal(err.code, ERROR_RUNTIME);
+        assert_non_null(strstr(err.text, strerror(EFBIG)));
+        assert_contents(path, "old", 3);
+        assert_int_equal(files_in(state), 1);
+    }
     signal(SIGXFSZ, SIG_DFL);
-    assert_false(ok);
-    assert_int_equal(err.code, ERROR_RUNTIME);
-    assert_non_null(strstr(err.text, strerror(EFBIG)));
-    assert_contents(path, "old", 3);
-    assert_int_equal(files_in(state), 1);
 }
 
 /* In a child: a disk of 1 MiB on the folder, seen by the child alone. 77: not allowed here. Else 0 or the
@@ -155,7 +158,7 @@ static int fill_disk(void **state)
     if (mount("none", *state, "tmpfs", 0, "size=1m") != 0) return 77;
     in_folder(path, state, "a");
     if (!file_write(path, "old", 3, &err)) return 1;
-    if (write_big(path, &err)) return 2;
+    if (write_zeros(path, BIG, &err)) return 2;
     if (strstr(err.text, strerror(ENOSPC)) == NULL || err.code != ERROR_RUNTIME) return 3;
     if (files_in(state) != 1) return 4;
     assert_contents(path, "old", 3);
