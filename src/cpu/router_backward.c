@@ -1,0 +1,280 @@
+/* router_bwd: from dS to dlogits through the score function, and from there to the router's gradients.
+ *
+ * With c the route scale, g = c dS of a pair (0 for kept pairs that rounding dropped: they stay in the
+ * normaliser), p the softmax over E, w the weights before c, and 1_e over the kept or added experts:
+ *
+ *   SOFTMAX_TOPK, added pairs of both softmax scores, losses   dl_e = p_e (v_e - sum_j v_j p_j),   v_e the
+ * sum of g_e, balance E count_e / T^2 and z 2 logsumexp / T SOFTMAX_TOPK renormalised, TOPK_SOFTMAX dl_e =
+ * w_e (g_e - sum_kept g_j w_j) SIGMOID, added pairs                                       dl_e = g_e sigma_e
+ * (1 - sigma_e) SIGMOID renormalised                                       the same with (g_e - sum_kept g_j
+ * w_j) / sum_kept sigma_j
+ *
+ * A token of which a pair with NaN weight has a row gets NaN in all of its dlogits; nobody else's change.
+ *
+ *   dWr (E, d) = dlogits^T X,  dbr (E) = sum_t dlogits[t]: by fixed columns, each summed over the tokens in
+ * order. */
+#include "blas.h"
+#include "convert.h"
+#include "routing.h"
+
+#include <math.h>
+#include <omp.h>
+
+enum { COLUMNS = 64 }; /* of dWr, and experts of dbr, that one thread sums at a time */
+
+typedef struct gradient_call {
+    const smoe_problem *problem;
+    const smoe_backward_args *args;
+    const smoe_plan_arrays *plan;
+    const float *ds; /* (padded_rows) */
+    float *dlogits;  /* (T, E) */
+    float *thread_x; /* (threads, 256, 64); bf16 */
+    float *thread_w; /* (threads, E, 64) */
+} gradient_call;
+
+/* The token at hand. */
+typedef struct token_work {
+    float logits[SMOE_MAX_EXPERTS];
+    float p[SMOE_MAX_EXPERTS];
+    float v[SMOE_MAX_EXPERTS];    /* dL/dp */
+    float kept[SMOE_MAX_TOPK];    /* c dS by k, 0 for dropped pairs */
+    float weights[SMOE_MAX_TOPK]; /* w by k */
+    int kept_rows;
+    int added_rows;
+} token_work;
+
+/* ---- dlogits ---- */
+
+static int64_t find_k(const int32_t *ids, int64_t topk, int64_t expert)
+{
+    int64_t k = 0;
+    while (k < topk && ids[k] != expert) k++;
+    return k;
+}
+
+/* Sorts the token's rows into w->kept and, by expert, w->v (zero elsewhere). */
+static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, token_work *w)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const smoe_plan_arrays *plan = c->plan;
+    w->kept_rows = w->added_rows = 0;
+    memset(w->kept, 0, sizeof w->kept);
+    memset(w->v, 0, sizeof *w->v * (size_t)l->experts);
+    int64_t expert = 0;
+    for (int32_t i = plan->token_offsets[t]; i < plan->token_offsets[t + 1]; i++) {
+        const int32_t row = plan->token_rows[i];
+        while (row >= SMOE_ROW_BLOCK * plan->block_offsets[expert + 1]) expert++;
+        const float g = smoe_mul(l->route_scale, c->ds[row]);
+        const int64_t k = find_k(ids, l->topk, expert);
+        if (k < l->topk) {
+            w->kept[k] = g;
+            w->kept_rows++;
+        } else {
+            w->v[expert] = g;
+            w->added_rows++;
+        }
+    }
+}
+
+/* Through the softmax over all experts: p (v - sum v p), v from pairs and losses. Like the functions below it
+ * adds to out (E). */
+static void softmax_gradient(const gradient_call *c, const float *logits, float max, float sum, token_work *w,
+                             float *out)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const float tokens = (float)l->tokens;
+    const float balance = c->args->balance_coefficient * (float)l->experts / tokens / tokens;
+    const float z =
+        c->args->z_coefficient == 0.0f ? 0.0f : 2.0f * c->args->z_coefficient * (max + logf(sum)) / tokens;
+    double inner = 0.0;
+    for (int64_t e = 0; e < l->experts; e++) {
+        w->p[e] = smoe_div(smoe_softmax_term(logits[e], max), sum);
+        w->v[e] += balance * (float)c->plan->topk_counts[e];
+    }
+    for (int64_t e = 0; e < l->experts; e++) inner += (double)w->v[e] * (double)w->p[e];
+    for (int64_t e = 0; e < l->experts; e++) out[e] += w->p[e] * (w->v[e] - (float)inner + z);
+}
+
+/* Through the softmax over the kept logits: w (g - sum g w). */
+static void kept_softmax_gradient(const token_work *w, const int32_t *ids, int64_t topk, float *out)
+{
+    float inner = 0.0f;
+    for (int64_t k = 0; k < topk; k++) inner += w->kept[k] * w->weights[k];
+    for (int64_t k = 0; k < topk; k++) out[ids[k]] += w->weights[k] * (w->kept[k] - inner);
+}
+
+static float sigmoid_slope(float logit)
+{
+    const float sigma = smoe_sigmoid(logit);
+    return sigma * (1.0f - sigma);
+}
+
+/* Through the sigmoids: of the kept pairs (their sum was `divisor` when renormalised), ... */
+static void kept_sigmoid_gradient(const token_work *w, const float *logits, const int32_t *ids,
+                                  const smoe_layer *l, float divisor, float *out)
+{
+    float inner = 0.0f;
+    for (int64_t k = 0; k < l->topk && l->renormalize; k++) inner += w->kept[k] * w->weights[k];
+    for (int64_t k = 0; k < l->topk && divisor != 0.0f; k++)
+        out[ids[k]] += (w->kept[k] - inner) / divisor * sigmoid_slope(logits[ids[k]]);
+}
+
+/* ... and of the added ones. */
+static void added_sigmoid_gradient(token_work *w, const float *logits, int64_t experts, float *out)
+{
+    for (int64_t e = 0; e < experts; e++)
+        if (w->v[e] != 0.0f) out[e] += w->v[e] * sigmoid_slope(logits[e]);
+    memset(w->v, 0, sizeof *w->v * (size_t)experts);
+}
+
+static int keeps_nan(const float *logits, const int32_t *ids, int64_t topk)
+{
+    int nan = 0;
+    for (int64_t k = 0; k < topk; k++) nan |= smoe_is_nan(logits[ids[k]]);
+    return nan;
+}
+
+static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, float *out)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t experts = l->experts;
+    const int32_t *ids = c->plan->topk_ids + t * l->topk;
+    const int losses = c->args->balance_coefficient != 0.0f || c->args->z_coefficient != 0.0f;
+    const int sigmoid = l->score == SMOE_SIGMOID,
+              plain_softmax = l->score == SMOE_SOFTMAX_TOPK && !l->renormalize;
+    const float *logits = w->logits;
+    if (l->logits_type == SMOE_F32)
+        logits = (const float *)c->args->logits + t * experts;
+    else
+        smoe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
+
+    gather_rows(c, ids, t, w);
+    memset(out, 0, sizeof *out * (size_t)experts);
+    if (w->added_rows && sigmoid) added_sigmoid_gradient(w, logits, experts, out);
+    const int all_p = losses || (w->added_rows && !sigmoid) || (w->kept_rows && plain_softmax);
+    float max = 0.0f, sum = 1.0f;
+    if (all_p) {
+        for (int64_t k = 0; k < l->topk && plain_softmax; k++) w->v[ids[k]] += w->kept[k];
+        smoe_softmax_of(logits, experts, &max, &sum);
+        softmax_gradient(c, logits, max, sum, w, out);
+    }
+    if (!w->kept_rows) return;
+    if (!plain_softmax) {
+        const float divisor = smoe_kept_weights(l, logits, max, sum, ids, w->weights);
+        if (sigmoid)
+            kept_sigmoid_gradient(w, logits, ids, l, divisor, out);
+        else
+            kept_softmax_gradient(w, ids, l->topk, out);
+    }
+    if (keeps_nan(logits, ids, l->topk))
+        for (int64_t e = 0; e < experts; e++) out[e] = smoe_float_of(0x7fc00000u);
+}
+
+static void panel_dlogits(const gradient_call *c, int64_t panel)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t first = panel * SMOE_TOKEN_PANEL, count = smoe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    float *out = c->dlogits + first * l->experts;
+    token_work work;
+    for (int64_t i = 0; i < count; i++) token_dlogits(c, first + i, &work, out + i * l->experts);
+    if (c->args->dlogits)
+        smoe_store_row(c->args->dlogits, first * l->experts, out, count * l->experts, l->logits_type);
+}
+
+/* ---- dWr, dbr ---- */
+
+static void give_row(const smoe_layer *l, void *gradient, int64_t first, const float *row, int64_t count)
+{
+    if (l->accumulate)
+        smoe_add_row(gradient, first, row, count, l->gradient_type);
+    else
+        smoe_store_row(gradient, first, row, count, l->gradient_type);
+}
+
+/* Columns first..first+count-1 of dWr (E, d). */
+static void weight_columns(const gradient_call *c, int64_t first, int64_t count)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t experts = l->experts, hidden = l->hidden, thread = omp_get_thread_num();
+    float *w = c->thread_w + thread * experts * COLUMNS; /* (E, count) */
+    if (l->dtype == SMOE_F32) {
+        smoe_sgemm(1, 0, experts, count, l->tokens, c->dlogits, experts, (const float *)c->args->x + first,
+                   hidden, 0.0f, w, count);
+    } else {
+        float *x = c->thread_x + thread * SMOE_TOKEN_PANEL * COLUMNS; /* (256, count) */
+        for (int64_t t = 0; t < l->tokens; t += SMOE_TOKEN_PANEL) {
+            const int64_t tokens = smoe_min(SMOE_TOKEN_PANEL, l->tokens - t);
+            for (int64_t i = 0; i < tokens; i++)
+                smoe_load_row(x + i * count, c->args->x, (t + i) * hidden + first, count, l->dtype);
+            smoe_sgemm(1, 0, experts, count, tokens, c->dlogits + t * experts, experts, x, count,
+                       t > 0 ? 1.0f : 0.0f, w, count);
+        }
+    }
+    for (int64_t e = 0; e < experts; e++)
+        give_row(l, c->args->drouter_weight, e * hidden + first, w + e * count, count);
+}
+
+/* Experts first..first+count-1 of dbr. */
+static void bias_columns(const gradient_call *c, int64_t first, int64_t count)
+{
+    const smoe_layer *l = &c->problem->layer;
+    double sums[COLUMNS] = {0};
+    float bias[COLUMNS];
+    for (int64_t t = 0; t < l->tokens; t++)
+        for (int64_t i = 0; i < count; i++) sums[i] += (double)c->dlogits[t * l->experts + first + i];
+    for (int64_t i = 0; i < count; i++) bias[i] = (float)sums[i];
+    give_row(l, c->args->drouter_bias, first, bias, count);
+}
+
+static int64_t cut_columns(int64_t count)
+{
+    return (count + COLUMNS - 1) / COLUMNS;
+}
+
+static gradient_call call_at(const smoe_context *context, const smoe_problem *problem, char *scratch,
+                             uint64_t *bytes)
+{
+    const smoe_layer *l = &problem->layer;
+    const int64_t threads = context->threads;
+    const uint64_t w = smoe_align_up((uint64_t)(4 * threads * l->experts * COLUMNS));
+    const uint64_t x =
+        smoe_align_up((uint64_t)(l->dtype == SMOE_F32 ? 0 : 4 * threads * SMOE_TOKEN_PANEL * COLUMNS));
+    gradient_call c = {.problem = problem};
+    if (scratch) c.thread_w = (float *)(void *)scratch;
+    if (scratch) c.thread_x = (float *)(void *)(scratch + w);
+    *bytes = w + x;
+    return c;
+}
+
+uint64_t smoe_cpu_router_backward_scratch(const smoe_context *context, const smoe_problem *problem)
+{
+    uint64_t bytes;
+    call_at(context, problem, NULL, &bytes);
+    return bytes;
+}
+
+void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem,
+                              const smoe_backward_args *args, const smoe_plan_arrays *plan, const float *ds,
+                              float *dlogits, void *scratch)
+{
+    const smoe_layer *l = &problem->layer;
+    uint64_t bytes;
+    gradient_call call = call_at(context, problem, scratch, &bytes);
+    call.args = args;
+    call.plan = plan;
+    call.ds = ds;
+    call.dlogits = dlogits;
+    smoe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, NULL);
+#pragma omp parallel for schedule(dynamic) num_threads(context->threads)
+    for (int64_t panel = 0; panel < (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL; panel++)
+        panel_dlogits(&call, panel);
+    smoe_blas_enter();
+#pragma omp parallel for schedule(dynamic) num_threads(context->threads)
+    for (int64_t i = 0; i < (args->drouter_weight ? cut_columns(l->hidden) : 0); i++)
+        weight_columns(&call, i * COLUMNS, smoe_min(COLUMNS, l->hidden - i * COLUMNS));
+    smoe_blas_leave();
+#pragma omp parallel for schedule(dynamic) num_threads(context->threads)
+    for (int64_t i = 0; i < (args->drouter_bias ? cut_columns(l->experts) : 0); i++)
+        bias_columns(&call, i * COLUMNS, smoe_min(COLUMNS, l->experts - i * COLUMNS));
+    smoe_stage_end(context, SMOE_STAGE_ROUTER_BWD, NULL);
+}
