@@ -1,0 +1,125 @@
+/* The fp64 oracle: every equation of smoe.h once more in plain loops, for tests and `smoe verify`. It shares
+ * the header's enums and smoe_layer with the library, and no code.
+ *
+ * Inputs are doubles that the caller has rounded to their storage types. With `round_stores` every tensor
+ * that an implementation may keep in memory (logits, weights, H, A, Y, O, dA', A', dH, dX~ and the gradients)
+ * is rounded to its storage type: the error of this against the same call without it is what storage alone
+ * costs.
+ *
+ * Where f32 arithmetic may rightly decide otherwise than fp64 (two scores closer than a few units in the last
+ * place at a place where the order matters), `undecided` counts it: then draw other inputs.
+ *
+ * The stages go in order, each on what the last one left, so that a caller may compare, or replace, what is
+ * between them: oracle_logits, oracle_route, oracle_round, oracle_plan, oracle_experts; oracle_forward does
+ * them all. Free with oracle_forward_free, oracle_backward_free. */
+#ifndef ORACLE_ORACLE_H
+#define ORACLE_ORACLE_H
+
+#include <smoe.h>
+#include <stdbool.h>
+
+/* What a layer is given. w is the width of H: 2n with a gate, n without. */
+typedef struct oracle_input {
+    const double *x;              /* (T, d) */
+    const double *router_weight;  /* (E, d), or NULL: then logits are given */
+    const double *router_bias;    /* (E) or NULL */
+    const double *logits;         /* (T, E); overrides router_weight when both are there */
+    const double *selection_bias; /* (E) or NULL */
+    uint64_t step;
+    const int64_t *topk_ids;    /* (T, K): FROM_TOPK */
+    const double *topk_weights; /* (T, K) */
+    const int64_t *offsets;     /* (E+1): FROM_ROWS */
+    const double *row_weights;  /* (T) or NULL */
+    const double *w1, *b1;      /* (E, w, d) by layout; (E, w) or NULL */
+    const double *w2, *b2;      /* (E, d, n); (E, d) or NULL */
+    const double *dout;         /* (T, d); this and what follows: the backward */
+    double balance_coefficient, z_coefficient;
+    bool round_stores;
+} oracle_input;
+
+enum { ORACLE_OUT = 0, ORACLE_KEPT = 1, ORACLE_ADDED = 2 };
+
+typedef struct oracle_forward {
+    /* route */
+    double *logits;       /* (T, E); NULL but for FROM_LOGITS, as all of route */
+    double *probability;  /* (T, E) softmax over all E; NaN logits have 0 */
+    double *score;        /* (T, E) what ranks a token inside an expert, before it is rounded to its key */
+    int64_t *topk_ids;    /* (T, K) */
+    double *topk_weights; /* (T, K) */
+    int64_t *topk_counts; /* (E) */
+    double losses[2];
+    /* round; for all entries but FROM_ROWS */
+    unsigned char *pair; /* (T, E) ORACLE_OUT, _KEPT or _ADDED */
+    double *pair_weight; /* (T, E) s of the pair, 0 for none */
+    /* plan */
+    int64_t rows;                    /* R */
+    int64_t *counts, *offsets;       /* (E), (E+1) */
+    int64_t *block_offsets;          /* (E+1) in blocks of 64 rows */
+    int64_t *order;                  /* (E) */
+    int64_t *row_token, *row_expert; /* (R) */
+    int64_t *row_padded;             /* (R) where the row stands when every expert is padded to 64 */
+    double *row_weight;              /* (R) */
+    int64_t *token_offsets;          /* (T+1) */
+    int64_t *token_rows;             /* (R) padded rows of each token, ascending */
+    /* experts */
+    double *h;   /* (R, w) gate columns, then up columns, whatever the layout of W1 */
+    double *a;   /* (R, n) */
+    double *out; /* (T, d) */
+    int64_t undecided;
+} oracle_forward;
+
+typedef struct oracle_backward {
+    double *ds;             /* (R) */
+    double *dx;             /* (T, d) */
+    double *dw1, *db1;      /* as w1, b1 */
+    double *dw2, *db2;      /* as w2, b2 */
+    double *dlogits;        /* (T, E): FROM_LOGITS */
+    double *drouter_weight; /* (E, d) */
+    double *drouter_bias;   /* (E) */
+    double *dtopk_weights;  /* (T, K): FROM_TOPK */
+    double *drow_weights;   /* (T): FROM_ROWS */
+} oracle_backward;
+
+void oracle_forward_run(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward);
+void oracle_forward_free(oracle_forward *forward);
+
+/* with_router: dlogits, the router's gradients and its term of dx as well (FROM_LOGITS). */
+void oracle_backward_run(const smoe_layer *layer, const oracle_input *input, const oracle_forward *forward,
+                         bool with_router, oracle_backward *backward);
+void oracle_backward_free(oracle_backward *backward);
+
+/* ---- The stages of oracle_forward_run, on a zeroed *forward ---- */
+
+void oracle_logits(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward);
+void oracle_route(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward);
+void oracle_round(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward);
+void oracle_plan(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward);
+void oracle_experts(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward);
+
+/* ---- Parts ---- */
+
+bool oracle_gated(smoe_activation activation);
+int64_t oracle_h_width(const smoe_layer *layer); /* w */
+
+/* a = act(g, u); without a gate g is h and u is ignored. The gradients of a times da. */
+double oracle_activate(smoe_activation activation, double g, double u);
+void oracle_activate_backward(smoe_activation activation, double g, double u, double da, double *dg,
+                              double *du);
+
+/* Row of W1[e] of the gate (part 0) or up (part 1) of feature j; without a gate part is 0. */
+int64_t oracle_w1_row(const smoe_layer *layer, int part, int64_t j);
+
+/* lo or hi: how many tokens an expert with c tokens under plain top-K gets. For NR_S: added and dropped are
+ * S(hi) - S(c) and S(c) - S(lo); for BALANCE_F: the residual r before this expert. */
+typedef struct oracle_round_facts {
+    uint64_t step, expert;
+    double added, dropped;
+    int64_t residual;
+} oracle_round_facts;
+int64_t oracle_round_count(const smoe_layer *layer, int64_t c, const oracle_round_facts *facts);
+
+/* dlogits (T, E) from dS of the rows and the losses. */
+void oracle_router_backward(const smoe_layer *layer, const oracle_input *input, const oracle_forward *forward,
+                            const double *ds, double *dlogits);
+
+#endif
