@@ -101,7 +101,7 @@ SMOE_HOST_DEVICE uint32_t smoe_score_key(float score, smoe_type logits_type)
 /* ---- exp, softmax, sigmoid ---- */
 
 /* exp(d) for d <= 0, exactly 1 at 0, 0 below -87 (exp(-87) = 1.6e-38 is still normal) and for NaN. Relative
- * error below 1.5e-7. d = i ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, of which the first has 9 bits,
+ * error below 1e-7. d = i ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, of which the first has 9 bits,
  * so that i times it is exact; exp(r) = 1 + r + r^2 q(r), q of degree 4 through the Chebyshev nodes. */
 SMOE_HOST_DEVICE float smoe_exp(float d)
 {
