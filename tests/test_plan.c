@@ -29,11 +29,9 @@ static void free_topk(given_topk *g)
 static int wanted_topk(const void *user, int64_t t, int64_t e, float *weight)
 {
     const given_topk *g = user;
-    for (int64_t k = g->topk - 1, found = 0; k >= 0 || found; k--) {
-        if (k < 0) return 1;
-        if (g->ids[t * g->topk + k] != e) continue;
+    for (int64_t k = 0; k < g->topk; k++) {
         *weight = g->weights[t * g->topk + k];
-        found = 1;
+        if (g->ids[t * g->topk + k] == e) return 1;
     }
     return 0;
 }
