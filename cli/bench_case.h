@@ -1,0 +1,60 @@
+/* One problem of `smoe bench` on a device: its buffers, and the calls of a forward and a backward.
+ *
+ * Scope "layer" goes from tokens and the router's weight through the whole layer. Scope "experts" starts from
+ * a given routing, plan included: the top-K is given (FROM_TOPK); with rounding, which only routing from
+ * logits knows, route and round run before the clock starts. */
+#ifndef CLI_BENCH_CASE_H
+#define CLI_BENCH_CASE_H
+
+#include "cli/bench_data.h"
+#include "cli/stage_clock.h"
+
+typedef enum bench_scope { SCOPE_EXPERTS, SCOPE_LAYER } bench_scope;
+
+typedef struct bench_settings {
+    const device *device;
+    bench_scope scope;
+    bool backward; // the backward is run as well
+    int threads;   // 0: OpenMP's default
+} bench_settings;
+
+typedef struct bench_case {
+    bench_settings settings;
+    smoe_layer layer;
+    smoe_sizes sizes;
+    smoe_context *context;
+    stage_clock clock;
+    int threads;
+    buffer x, router_weight, logits, topk_ids, topk_weights, w1, w2, dout; // inputs
+    buffer out, saved, scratch_forward, scratch_backward, dx, dw1, dw2, drouter_weight;
+    smoe_forward_args forward;
+    smoe_backward_args backward;
+} bench_case;
+
+/* Makes the case, or says why not: 2 for a layer the library refuses by its shape, 3 for one it does not
+ * support, and for too little memory (what is needed and what there is). */
+bool bench_case_make(bench_case *made, const bench_settings *settings, const problem_options *problem,
+                     const bench_shape *shape, error *err);
+void bench_case_free(bench_case *freed);
+
+/* What comes before the clock starts; then a pass. Times since the reset are in the clock. *ms (NULL is fine)
+ * is the time of the pass. */
+bool bench_prepare(bench_case *c, error *err);
+bool bench_forward(bench_case *c, double *ms, error *err);
+bool bench_backward(bench_case *c, double *ms, error *err);
+
+/* counts (E): rows of each expert in the plan of the last forward. */
+bool bench_read_counts(bench_case *c, int32_t *counts, error *err);
+
+/* saved and scratch filled with a pattern that no result has (BENCH_POISON bytes: -1.7e38 as f32 and bf16,
+ * NaN as f16), outputs with NaN. */
+enum { BENCH_POISON = 0xFE };
+bool bench_poison(bench_case *c, error *err);
+
+/* Bytes up to the last one that is no longer poison. */
+bool bench_touched(const buffer *looked_at, uint64_t *bytes, error *err);
+
+/* Are all canaries in place? The error names the buffer of the first that is not. */
+bool bench_canaries(const bench_case *c, error *err);
+
+#endif

@@ -1,0 +1,14 @@
+/* The host: its processor's name, and how much memory it can still give. */
+#ifndef CLI_HOST_H
+#define CLI_HOST_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* The kernel's estimate within the limit of the control group; UINT64_MAX when nobody says. */
+uint64_t host_available_bytes(void);
+
+/* "AMD EPYC 9V74, 2 threads" */
+void host_name(char *text, size_t size, int threads);
+
+#endif
