@@ -167,7 +167,7 @@ static inline void check_plan(const routing_case *c, wanted_row wanted, const vo
         int64_t count = 0;
         assert_int_equal(row, 64 * (int64_t)p->block_offsets[e]);
         for (int64_t t = 0; t < tokens; t++) {
-            float weight;
+            float weight = 0;
             if (!wanted(user, t, e, &weight)) continue;
             assert_int_equal(p->row_token[row], t);
             assert_true(same_float(p->row_weight[row], weight));
