@@ -104,7 +104,7 @@ INLINE curve gelu(float x)
     const float t = 1.0f / (1.0f + 0.3f * z);
     float g = -0.020623494f;
     g = g * t + 0.11243575f;
-    g = g * t + -0.22822392f;
+    g = g * t + -0.22821392f;
     g = g * t + 0.19178496f;
     g = g * t + -0.079423845f;
     g = g * t + 0.096157022f;

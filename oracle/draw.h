@@ -1,0 +1,39 @@
+/* Seeded inputs for a layer: values rounded to their storage types, and routings of every kind. */
+#ifndef ORACLE_DRAW_H
+#define ORACLE_DRAW_H
+
+#include "oracle/oracle.h"
+
+/* Whom the tokens go to. */
+typedef enum oracle_routing {
+    ORACLE_RANDOM = 0,    /* normal logits; distinct random ids; random offsets */
+    ORACLE_ONE_TAKES_ALL, /* expert 0 is every token's first choice */
+    ORACLE_HALF_EMPTY,    /* odd experts get nothing, where K allows it */
+    ORACLE_TIES,          /* all logits equal */
+    ORACLE_COUNTS         /* K = 1 or rows: expert e gets counts[e] tokens, dealt out in turn */
+} oracle_routing;
+
+typedef struct oracle_draw {
+    oracle_routing routing;
+    const int64_t *counts; /* (E), their sum T (FROM_ROWS: at most T); COUNTS only */
+    bool router;           /* Wr and its product instead of given logits */
+    bool router_bias, selection_bias, b1, b2;
+    bool row_weights; /* FROM_ROWS: weights other than one */
+    bool broken_ids;  /* FROM_TOPK: ids out of range and repeated ones among the good */
+    bool integers;    /* small integers: f32 and bf16 arithmetic on them is exact */
+    double balance_coefficient, z_coefficient;
+    uint64_t step;
+} oracle_draw;
+
+/* Owns what its input points to, as doubles that may be changed before they are used. */
+typedef struct oracle_drawn {
+    oracle_input input;
+    double *x, *router_weight, *router_bias, *logits, *selection_bias, *topk_weights, *row_weights;
+    double *w1, *b1, *w2, *b2, *dout;
+    int64_t *topk_ids, *offsets;
+} oracle_drawn;
+
+void oracle_draw_inputs(const smoe_layer *layer, const oracle_draw *draw, uint64_t seed, oracle_drawn *drawn);
+void oracle_drawn_free(oracle_drawn *drawn);
+
+#endif
