@@ -5,13 +5,13 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* `count` values of N(0, scale^2), or integers within +-2, rounded to the type. */
+/* `count` values of N(0, scale^2), or integers within +-1, rounded to the type. */
 static double *draw_values(oracle_random *random, int64_t count, double scale, bool integers, smoe_type type)
 {
     double *values = oracle_alloc((size_t)count, sizeof *values);
     for (int64_t i = 0; i < count; i++) {
         const double value =
-            integers ? (double)oracle_random_integer(random, -2, 2) : scale * oracle_random_normal(random);
+            integers ? (double)oracle_random_integer(random, -1, 1) : scale * oracle_random_normal(random);
         values[i] = oracle_round_to(value, type);
     }
     return values;
@@ -46,7 +46,7 @@ static void shape_logits(const smoe_layer *layer, const oracle_draw *draw, doubl
             if (draw->routing == ORACLE_TIES) *logit = 0.5;
             if (draw->routing == ORACLE_ONE_TAKES_ALL && e == 0) *logit += 6.0;
             if (draw->routing == ORACLE_HALF_EMPTY && e % 2) *logit -= 8.0;
-            if (draw->routing == ORACLE_COUNTS && e == expert_of[t]) *logit += 8.0;
+            if (draw->routing == ORACLE_COUNTS) *logit = *logit / 4.0 + (e == expert_of[t] ? 4.0 : 0.0);
             *logit = oracle_round_to(*logit, layer->logits_type);
         }
     }

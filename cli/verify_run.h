@@ -1,0 +1,30 @@
+/* One run of the library on drawn inputs, forward and backward, on a device: every buffer poisoned and
+ * between canaries, everything it computed brought back. */
+#ifndef CLI_VERIFY_RUN_H
+#define CLI_VERIFY_RUN_H
+
+#include "cli/device.h"
+#include "cli/verify_tensors.h"
+#include "oracle/draw.h"
+
+typedef struct run_options {
+    bool stages;       // route, round, plan, experts one by one, and the experts' backward alone
+    bool forward_only; // for inference
+    int backwards;     // backward calls on one forward, at least 1; with `accumulate` their gradients add up
+} run_options;
+
+typedef enum run_outcome { RUN_OK, RUN_UNSUPPORTED, RUN_FAILED } run_outcome;
+
+enum { RUN_TEXT = 512 };
+
+/* Fills *got (free with tensors_free). Otherwise the reason is in text: what the library said, a canary that
+ * was overwritten, an input that changed. Between forward and backward everything is poisoned but X, the
+ * weights, the logits and saved. */
+run_outcome run_library(const device *on, smoe_context *context, const smoe_layer *layer,
+                        const oracle_drawn *drawn, const run_options *options, tensors *got,
+                        char text[RUN_TEXT]);
+
+/* What gradient buffers hold before a run that accumulates. */
+double run_initial_gradient(int64_t i);
+
+#endif
