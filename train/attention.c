@@ -21,10 +21,7 @@ int64_t attention_scratch(const attention_shape *s)
 /* Row i of a block: softmax over its first `keep` entries, zero after them up to `width`. */
 static void softmax_row(float *restrict row, int64_t keep, int64_t width, float scale)
 {
-    float top = row[0];
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < keep; j++) top = row[j] > top ? row[j] : top;
-    float sum = 0.0f;
+    float top = largest(row, keep), sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < keep; j++) {
         row[j] = exp_poly((row[j] - top) * scale);

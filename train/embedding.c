@@ -29,9 +29,7 @@ void embedding_backward(float *dweight, const float *dx, const int32_t *tokens, 
 
 static float cross_entropy_row(float *restrict row, int32_t target, int64_t vocab, float scale)
 {
-    float top = row[0], sum = 0.0f, wanted = row[target];
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < vocab; i++) top = row[i] > top ? row[i] : top;
+    float top = largest(row, vocab), sum = 0.0f, wanted = row[target];
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < vocab; i++) {
         row[i] = exp_poly(row[i] - top);

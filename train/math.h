@@ -35,4 +35,18 @@ static inline float sigmoid_poly(float x)
     return 1.0f / (1.0f + exp_poly(-x));
 }
 
+/* The largest of count >= 1 values, in lanes: a plain maximum is a chain that compilers leave scalar. */
+static inline float largest(const float *x, int64_t count)
+{
+    enum { LANES = 16 };
+    float lanes[LANES], top = x[0];
+    for (int l = 0; l < LANES; l++) lanes[l] = top;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int l = 0; l < LANES; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
+    for (; i < count; i++) top = x[i] > top ? x[i] : top;
+    for (int l = 0; l < LANES; l++) top = lanes[l] > top ? lanes[l] : top;
+    return top;
+}
+
 #endif
