@@ -23,7 +23,7 @@ typedef struct moe_routing {
 typedef struct moe_saved {
     float *logits; // (T, E)
     void *saved;   // the library's own
-    float losses[2];
+    _Alignas(16) float losses[2]; // load balance, z
 } moe_saved;
 
 /* One a model: the library's context and what all its layers share. Zeroed, then moe_create. */

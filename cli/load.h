@@ -1,0 +1,11 @@
+/* A checkpoint as a model ready to run, for `smoe generate` and `smoe eval`. */
+#ifndef CLI_LOAD_H
+#define CLI_LOAD_H
+
+#include "train/model.h"
+
+/* `path` is a checkpoint, or the folder of a run, whose newest is taken. For passes of up to `sequences`
+ * sequences, without gradients. The caller calls model_destroy. */
+bool load_model(model *m, const char *path, int64_t sequences, error *err);
+
+#endif

@@ -1,0 +1,21 @@
+/* The options of `smoe train`, from one table: name, place in train_settings, limits, text and (from the
+ * settings themselves) the default that --help shows. */
+#ifndef CLI_TRAIN_OPTIONS_H
+#define CLI_TRAIN_OPTIONS_H
+
+#include "train/train.h"
+
+#include <argp.h>
+
+typedef struct train_options {
+    train_settings settings;
+    const char **paths; // settings.paths: pointers into argv
+    bool sizes_given;   // some option of the model's shape was there
+    bool json, quiet;
+} train_options;
+
+/* Fills *options from the command line. argp prints help and usage errors and exits (0, 2); other errors come
+ * back. The caller frees options->paths. */
+bool train_options_parse(train_options *options, int argc, char **argv, error *err);
+
+#endif

@@ -1,0 +1,371 @@
+/* The trainer's model: every parameter's gradient against finite differences of the loss, RMSNorm, RoPE and
+ * attention against plain double loops, AdamW against its formula, and the same bits on every number of
+ * threads. */
+#include "train/adamw.h"
+#include "train/attention.h"
+#include "train/embedding.h"
+#include "train/math.h"
+#include "train/model.h"
+#include "train/norm.h"
+#include "train/random.h"
+#include "train/rope.h"
+
+#include <cblas.h>
+#include <math.h>
+#include <omp.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static float *values(int64_t count, double deviation, uint64_t seed)
+{
+    float *x = malloc((size_t)count * sizeof *x);
+    assert_non_null(x);
+    for (int64_t i = 0; i < count; i++) x[i] = (float)(deviation * random_normal(seed, (uint64_t)i));
+    return x;
+}
+
+static float *poisoned(int64_t count)
+{
+    float *x = malloc((size_t)count * sizeof *x);
+    assert_non_null(x);
+    return memset(x, 0xff, (size_t)count * sizeof *x);
+}
+
+static double relative(const float *have, const double *want, int64_t count)
+{
+    double miss = 0, norm = 0;
+    for (int64_t i = 0; i < count; i++) {
+        miss += (have[i] - want[i]) * (have[i] - want[i]);
+        norm += want[i] * want[i];
+    }
+    return sqrt(miss / norm);
+}
+
+static void exp_is_close(void **state)
+{
+    (void)state;
+    double worst = 0;
+    for (int i = -86999; i <= 87999; i++) {
+        float x = (float)i * 1e-3f;
+        worst = fmax(worst, fabs(exp_poly(x) / exp((double)x) - 1.0));
+    }
+    if (!(worst < 3e-7)) fail_msg("relative error %g", worst);
+    assert_true(exp_poly(0.0f) == 1.0f);
+    assert_true(exp_poly(-INFINITY) < 1e-37f);
+    assert_true(isnan(exp_poly(NAN)));
+}
+
+static void norm_matches_formula(void **state)
+{
+    (void)state;
+    enum { ROWS = 300, SIZE = 24 }; // three panels
+    float *x = values(ROWS * SIZE, 2.0, 1), *w = values(SIZE, 1.0, 2), *y = poisoned(ROWS * SIZE),
+          *rstd = poisoned(ROWS);
+    norm_forward(y, SIZE, rstd, x, SIZE, w, ROWS, SIZE, 1e-5f);
+    double *want = malloc(sizeof(double) * ROWS * SIZE);
+    for (int r = 0; r < ROWS; r++) {
+        double sum = 0;
+        for (int i = 0; i < SIZE; i++) sum += (double)x[r * SIZE + i] * x[r * SIZE + i];
+        for (int i = 0; i < SIZE; i++) want[r * SIZE + i] = x[r * SIZE + i] / sqrt(sum / SIZE + 1e-5) * w[i];
+    }
+    assert_true(relative(y, want, ROWS * SIZE) < 1e-6);
+    free(x), free(w), free(y), free(rstd), free(want);
+}
+
+/* q, k, v at position i against its scores in double; length not a multiple of the block */
+static void attention_matches_formula(void **state)
+{
+    (void)state;
+    enum { B = 2, C = 150, H = 2, S = 8, D = H * S };
+    attention_shape shape = {B, C, H, S, 3 * D};
+    float *q = values(B * C * D, 1.5, 1), *k = values(B * C * D, 1.5, 2), *v = values(B * C * 3 * D, 1.0, 3);
+    float *out = poisoned(B * C * D), *p = poisoned(attention_saved(&shape));
+    attention_forward(out, p, q, k, v, &shape);
+    double *want = calloc(B * C * D, sizeof *want);
+    for (int b = 0; b < B; b++)
+        for (int h = 0; h < H; h++)
+            for (int i = 0; i < C; i++) {
+                double weight[C], sum = 0;
+                for (int j = 0; j <= i; j++) {
+                    double dot = 0;
+                    for (int s = 0; s < S; s++)
+                        dot += (double)q[(b * C + i) * D + h * S + s] * k[(b * C + j) * D + h * S + s];
+                    sum += weight[j] = exp(dot / sqrt(S));
+                }
+                for (int j = 0; j <= i; j++)
+                    for (int s = 0; s < S; s++)
+                        want[(b * C + i) * D + h * S + s] +=
+                            weight[j] / sum * v[(b * C + j) * 3 * D + h * S + s];
+            }
+    assert_true(relative(out, want, B * C * D) < 2e-6);
+    free(q), free(k), free(v), free(out), free(p), free(want);
+}
+
+static void rope_turns_pairs(void **state)
+{
+    (void)state;
+    enum { C = 7, H = 2, S = 6 };
+    float table[C * S], *x = values(2 * C * H * S, 1.0, 5), *y = malloc(sizeof(float) * 2 * C * H * S);
+    memcpy(y, x, sizeof(float) * 2 * C * H * S);
+    rope_table(table, C, S, 100.0);
+    rope_apply(y, table, 2 * C, C, H, S, false);
+    for (int r = 0; r < 2 * C; r++)
+        for (int h = 0; h < H; h++)
+            for (int i = 0; i < S / 2; i++) {
+                double angle = (r % C) * pow(100.0, -2.0 * i / S);
+                float a = x[(r * H + h) * S + i], b = x[(r * H + h) * S + i + S / 2];
+                assert_float_equal(y[(r * H + h) * S + i], a * cos(angle) - b * sin(angle), 1e-6);
+                assert_float_equal(y[(r * H + h) * S + i + S / 2], b * cos(angle) + a * sin(angle), 1e-6);
+            }
+    rope_apply(y, table, 2 * C, C, H, S, true);
+    for (int i = 0; i < 2 * C * H * S; i++) assert_float_equal(y[i], x[i], 2e-6);
+    free(x), free(y);
+}
+
+static void adamw_matches_formula(void **state)
+{
+    (void)state;
+    enum { N = 20000 }; // two panels
+    float *w = values(N, 1.0, 1), *m = values(N, 0.1, 2), *v = values(N, 0.1, 3), *g = values(N, 1.0, 4);
+    for (int i = 0; i < N; i++) v[i] *= v[i];
+    double want[4];
+    int at[4] = {0, 1, N - 2, N - 1};
+    adamw s = {.lr = 0.1,
+               .beta1 = 0.9,
+               .beta2 = 0.95,
+               .eps = 1e-8,
+               .weight_decay = 0.2,
+               .step = 3,
+               .grad_factor = 0.5f};
+    for (int i = 0; i < 4; i++) {
+        double grad = 0.5 * g[at[i]], mean = 0.9 * m[at[i]] + 0.1 * grad,
+               square = 0.95 * v[at[i]] + 0.05 * grad * grad;
+        double step = mean / (1 - pow(0.9, 3)) / (sqrt(square / (1 - pow(0.95, 3))) + 1e-8);
+        want[i] = w[at[i]] - 0.1 * (step + 0.2 * w[at[i]]);
+    }
+    adamw_update(w, g, m, v, N, &s);
+    for (int i = 0; i < 4; i++) assert_float_equal(w[at[i]], want[i], 1e-6);
+    for (int i = 0; i < N; i++) assert_true(g[i] == 0.0f);
+    free(w), free(m), free(v), free(g);
+}
+
+static model_config tiny(void)
+{
+    model_config c = model_config_default();
+    c.vocab = 19;
+    c.hidden = 16;
+    c.heads = 2;
+    c.layers = 2;
+    c.experts = 4;
+    c.topk = 2;
+    c.intermediate = 8;
+    c.context = 70; // two blocks of attention
+    c.dense_layers = 2;
+    c.dense_intermediate = 24;
+    c.initializer_range = 0.3;
+    return c;
+}
+
+static int32_t *tokens_of(int64_t count, int64_t vocab, uint64_t seed)
+{
+    int32_t *tokens = malloc((size_t)count * sizeof *tokens);
+    assert_non_null(tokens);
+    for (int64_t i = 0; i < count; i++)
+        tokens[i] = (int32_t)(random_bits(seed, (uint64_t)i) % (uint64_t)vocab);
+    return tokens;
+}
+
+static void make(model *m, const model_config *c, const moe_routing *routing)
+{
+    error err = {0};
+    if (!model_create(m, c, 2, routing, true, &err)) fail_msg("%s", err.text);
+    param_init(m->weights, &m->layout, 7);
+    // norms away from one, so that their gradients count
+    for (size_t i = m->layout.matrices; i < m->layout.total; i++)
+        m->weights[i] += (float)(0.2 * random_normal(9, i));
+}
+
+static double total_loss(model *m, const model_batch *batch)
+{
+    error err = {0};
+    double loss;
+    if (!model_forward(m, batch, &m->routing, &loss, &err)) fail_msg("%s", err.text);
+    for (int64_t l = m->config.dense_layers; l < m->config.layers; l++)
+        loss += m->routing.balance_coefficient * m->layers[l].moe.losses[0] +
+                m->routing.z_coefficient * m->layers[l].moe.losses[1];
+    return loss;
+}
+
+/* A number that changes when any token of any layer keeps other experts. */
+static uint64_t routes(const model *m, int64_t rows)
+{
+    const model_config *c = &m->config;
+    uint64_t hash = 0;
+    for (int64_t l = c->dense_layers; l < c->layers; l++)
+        for (int64_t t = 0; t < rows; t++) {
+            const float *logits = m->layers[l].moe.logits + t * c->experts;
+            for (int64_t e = 0; e < c->experts; e++) {
+                int above = 0;
+                for (int64_t other = 0; other < c->experts; other++) above += logits[other] > logits[e];
+                hash = random_bits(hash, above < c->topk);
+            }
+        }
+    return hash;
+}
+
+/* The slope of the loss along `direction` of one tensor, by central differences; NAN when a token changes its
+ * experts on the way, for there the loss jumps. */
+static double slope(model *m, const model_batch *batch, const param_tensor *tensor, const float *direction,
+                    double step)
+{
+    float *w = m->weights + tensor->offset, *kept = malloc(tensor->count * sizeof *kept);
+    double loss[2];
+    uint64_t route[2];
+    memcpy(kept, w, tensor->count * sizeof *kept);
+    for (int side = 0; side < 2; side++) {
+        for (size_t i = 0; i < tensor->count; i++)
+            w[i] = kept[i] + (float)((side ? step : -step) * direction[i]);
+        loss[side] = total_loss(m, batch);
+        route[side] = routes(m, batch->sequences * batch->length);
+    }
+    memcpy(w, kept, tensor->count * sizeof *kept);
+    free(kept);
+    return route[0] == route[1] ? (loss[1] - loss[0]) / (2 * step) : NAN;
+}
+
+/* Along the gradient (trial 0) or along it plus as much noise: the slope is the product with the gradient.
+ * False when the routes changed. */
+static bool check_slope(model *m, const model_batch *batch, const param_tensor *tensor, uint64_t trial)
+{
+    const float *grad = m->grads + tensor->offset;
+    int64_t count = (int64_t)tensor->count;
+    double norm = gradient_norm(grad, count), want = 0;
+    float *direction = values(count, trial ? norm / sqrt((double)count) : 0.0, 40 + trial);
+    for (int64_t j = 0; j < count; j++) direction[j] += grad[j];
+    double length = gradient_norm(direction, count);
+    for (int64_t j = 0; j < count; j++) {
+        direction[j] /= (float)(length > 0 ? length : 1);
+        want += (double)direction[j] * grad[j];
+    }
+    double have = slope(m, batch, tensor, direction, 2e-3);
+    free(direction);
+    if (fabs(have - want) > 0.01 * norm + 5e-5)
+        fail_msg("%s, trial %d: slope %.6g, gradient %.6g (norm %.6g)", tensor->name, (int)trial, have, want,
+                 norm);
+    return !isnan(have);
+}
+
+static void check_gradients(const model_config *c, const moe_routing *routing)
+{
+    enum { TRIALS = 3 };
+    model m;
+    make(&m, c, routing);
+    int32_t *tokens = tokens_of(2 * c->context, c->vocab, 1),
+            *targets = tokens_of(2 * c->context, c->vocab, 2);
+    model_batch batch = {tokens, targets, 2, c->context};
+    error err = {0};
+    total_loss(&m, &batch);
+    if (!model_backward(&m, &batch, &err)) fail_msg("%s", err.text);
+    size_t checked = 0, trials = TRIALS * m.layout.tensor_count;
+    for (size_t i = 0; i < trials; i++)
+        checked += check_slope(&m, &batch, &m.layout.tensors[i / TRIALS], i % TRIALS);
+    if (checked < trials * 3 / 4) fail_msg("only %zu of %zu slopes had one routing", checked, trials);
+    free(tokens), free(targets);
+    model_destroy(&m);
+}
+
+static void dense_gradients(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    check_gradients(&c, NULL);
+}
+
+static void tied_gradients(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.tied = true;
+    check_gradients(&c, NULL);
+}
+
+static void sparse_gradients(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.context = 6; // few tokens, so that few change their experts
+    c.dense_layers = 1;
+    c.shared_intermediate = 16;
+    check_gradients(&c, NULL);
+    c.shared_intermediate = 0;
+    c.norm_topk_prob = true;
+    check_gradients(&c, NULL);
+}
+
+static void auxiliary_gradients(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.context = 6;
+    c.dense_layers = 0;
+    c.dense_intermediate = 0;
+    moe_routing routing = {.balance_coefficient = 0.3f, .z_coefficient = 0.1f};
+    check_gradients(&c, &routing);
+}
+
+/* Loss and all gradients, bit for bit, on one to three threads. */
+static void threads_change_nothing(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.dense_layers = 1;
+    c.hidden = 64;
+    c.context = 130;
+    int32_t *tokens = tokens_of(2 * c.context, c.vocab, 1), *targets = tokens_of(2 * c.context, c.vocab, 2);
+    model_batch batch = {tokens, targets, 2, c.context};
+    float *first = NULL;
+    double first_loss = 0;
+    int most = omp_get_max_threads();
+    for (int threads = 1; threads <= 3; threads++) {
+        omp_set_num_threads(threads);
+        model m;
+        error err = {0};
+        make(&m, &c, NULL);
+        double loss = total_loss(&m, &batch);
+        assert_true(model_backward(&m, &batch, &err));
+        size_t bytes = m.layout.total * sizeof(float);
+        if (!first) {
+            first = malloc(bytes);
+            memcpy(first, m.grads, bytes);
+            first_loss = loss;
+        }
+        assert_true(loss == first_loss);
+        assert_memory_equal(first, m.grads, bytes);
+        model_destroy(&m);
+    }
+    omp_set_num_threads(most);
+    free(first), free(tokens), free(targets);
+}
+
+int main(void)
+{
+    openblas_set_num_threads(1);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(exp_is_close),
+        cmocka_unit_test(norm_matches_formula),
+        cmocka_unit_test(attention_matches_formula),
+        cmocka_unit_test(rope_turns_pairs),
+        cmocka_unit_test(adamw_matches_formula),
+        cmocka_unit_test(dense_gradients),
+        cmocka_unit_test(tied_gradients),
+        cmocka_unit_test(sparse_gradients),
+        cmocka_unit_test(auxiliary_gradients),
+        cmocka_unit_test(threads_change_nothing),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

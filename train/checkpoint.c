@@ -1,0 +1,168 @@
+/* See checkpoint.h: what stands in the three files. The folders are checkpoint_folder.c's. */
+#include "train/checkpoint.h"
+
+#include "train/checkpoint_folder.h"
+#include "train/file.h"
+#include "train/safetensors.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+enum { PATH_BYTES = 4096, COUNTERS = 6 };
+
+static bool join(char *path, const char *folder, const char *name, error *err)
+{
+    int length = snprintf(path, PATH_BYTES, "%s/%s", folder, name);
+    if (length < 0 || length >= PATH_BYTES)
+        return fail(err, ERROR_USAGE, "%s/%s: the path is too long", folder, name);
+    return true;
+}
+
+/* ---- writing ---- */
+
+static bool write_weights(const char *folder, const model *m, error *err)
+{
+    const param_layout *layout = &m->layout;
+    char path[PATH_BYTES];
+    if (!join(path, folder, "model.safetensors", err)) return false;
+    tensor *tensors = calloc(layout->tensor_count, sizeof *tensors);
+    if (!tensors) return fail(err, ERROR_RUNTIME, "out of memory: the table of the checkpoint's tensors");
+    for (size_t i = 0; i < layout->tensor_count; i++) {
+        const param_tensor *p = &layout->tensors[i];
+        tensors[i] =
+            (tensor){.name = p->name, .dtype = TENSOR_F32, .rank = p->rank, .data = m->weights + p->offset};
+        memcpy(tensors[i].shape, p->shape, sizeof p->shape);
+    }
+    const safetensors_pair format = {"format", "pt"}; // transformers asks for it
+    bool done = safetensors_write(path, tensors, layout->tensor_count, &format, 1, err);
+    free(tensors);
+    return done;
+}
+
+/* Counters go as text, doubles in hexadecimal: every bit comes back. */
+static bool write_state(const char *folder, const model *m, const train_state *s, error *err)
+{
+    char path[PATH_BYTES], text[COUNTERS][32];
+    if (!join(path, folder, "state.safetensors", err)) return false;
+    snprintf(text[0], sizeof text[0], "%lld", (long long)s->step);
+    snprintf(text[1], sizeof text[1], "%llu", (unsigned long long)s->seed);
+    snprintf(text[2], sizeof text[2], "%lld", (long long)s->batch);
+    snprintf(text[3], sizeof text[3], "%a", s->elapsed);
+    snprintf(text[4], sizeof text[4], "%a", s->loss_sum);
+    snprintf(text[5], sizeof text[5], "%lld", (long long)s->loss_count);
+    const safetensors_pair pairs[COUNTERS] = {{"step", text[0]},     {"seed", text[1]},
+                                              {"batch", text[2]},    {"elapsed", text[3]},
+                                              {"loss_sum", text[4]}, {"loss_count", text[5]}};
+    int64_t total = (int64_t)m->layout.total;
+    const tensor moments[] = {
+        {.name = "adamw.first", .dtype = TENSOR_F32, .rank = 1, .shape = {total}, .data = s->first},
+        {.name = "adamw.second", .dtype = TENSOR_F32, .rank = 1, .shape = {total}, .data = s->second},
+    };
+    return safetensors_write(path, moments, 2, pairs, COUNTERS, err);
+}
+
+bool checkpoint_save(const char *out, const model *m, const train_state *state, int64_t keep, error *err)
+{
+    char folder[PATH_BYTES], path[PATH_BYTES];
+    if (!checkpoint_folder_begin(out, state->step, folder, sizeof folder, err)) return false;
+    return join(path, folder, "config.json", err) && model_config_write(&m->config, path, err) &&
+           write_weights(folder, m, err) && write_state(folder, m, state, err) &&
+           checkpoint_folder_commit(out, state->step, keep, err);
+}
+
+/* ---- reading ---- */
+
+bool checkpoint_find(const char *path, char *name, size_t size, error *err)
+{
+    const char *inside[] = {"", "/latest"};
+    for (int i = 0; i < 2; i++) {
+        char config[PATH_BYTES];
+        struct stat status;
+        int length = snprintf(config, sizeof config, "%s%s/config.json", path, inside[i]);
+        if (length >= (int)sizeof config || length >= (int)size)
+            return fail(err, ERROR_USAGE, "%s: the path is too long", path);
+        if (stat(config, &status) != 0) continue;
+        snprintf(name, size, "%s%s", path, inside[i]);
+        return true;
+    }
+    return fail(err, ERROR_RUNTIME, "%s: no checkpoint there (neither config.json nor latest/config.json)",
+                path);
+}
+
+bool checkpoint_load_config(const char *path, model_config *config, error *err)
+{
+    char file[PATH_BYTES];
+    return join(file, path, "config.json", err) && model_config_read(config, file, err);
+}
+
+static bool read_weights(const safetensors *file, const char *path, model *m, error *err)
+{
+    for (size_t i = 0; i < m->layout.tensor_count; i++) {
+        const param_tensor *p = &m->layout.tensors[i];
+        const tensor *t;
+        error why = {0};
+        if (!safetensors_get(file, p->name, &t, err)) return false;
+        if (!tensor_read_f32(t, p->rank, p->shape, m->weights + p->offset, &why))
+            return fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
+    }
+    return true;
+}
+
+bool checkpoint_load_weights(const char *path, model *m, error *err)
+{
+    char name[PATH_BYTES];
+    safetensors *file;
+    if (!join(name, path, "model.safetensors", err) || !safetensors_open(&file, name, err)) return false;
+    bool done = read_weights(file, name, m, err);
+    safetensors_close(file);
+    return done;
+}
+
+static bool read_counter(const safetensors *file, const char *path, const char *key, double *real,
+                         int64_t *whole, error *err)
+{
+    const char *text = safetensors_metadata(file, key);
+    if (!text) return fail(err, ERROR_RUNTIME, "%s: no \"%s\" among its metadata", path, key);
+    char *end;
+    if (real)
+        *real = strtod(text, &end);
+    else
+        *whole = (int64_t)strtoull(text, &end, 10);
+    if (end == text || *end || (real && !isfinite(*real)) || (whole && text[0] == '-'))
+        return fail(err, ERROR_RUNTIME, "%s: \"%s\" is \"%.40s\", not a number", path, key, text);
+    return true;
+}
+
+static bool read_moments(const safetensors *file, const char *name, float *out, int64_t total, error *err)
+{
+    const tensor *t;
+    return safetensors_get(file, name, &t, err) && tensor_read_f32(t, 1, &total, out, err);
+}
+
+static bool read_state(const safetensors *file, const char *path, const model *m, train_state *s, error *err)
+{
+    int64_t seed = 0, total = (int64_t)m->layout.total;
+    if (!read_counter(file, path, "step", NULL, &s->step, err) ||
+        !read_counter(file, path, "seed", NULL, &seed, err) ||
+        !read_counter(file, path, "batch", NULL, &s->batch, err) ||
+        !read_counter(file, path, "elapsed", &s->elapsed, NULL, err) ||
+        !read_counter(file, path, "loss_sum", &s->loss_sum, NULL, err) ||
+        !read_counter(file, path, "loss_count", NULL, &s->loss_count, err))
+        return false;
+    s->seed = (uint64_t)seed;
+    return read_moments(file, "adamw.first", s->first, total, err) &&
+           read_moments(file, "adamw.second", s->second, total, err);
+}
+
+bool checkpoint_load_state(const char *path, const model *m, train_state *state, error *err)
+{
+    char name[PATH_BYTES];
+    safetensors *file;
+    if (!join(name, path, "state.safetensors", err) || !safetensors_open(&file, name, err)) return false;
+    bool done = read_state(file, name, m, state, err);
+    safetensors_close(file);
+    return done;
+}

@@ -1,0 +1,40 @@
+/* Checkpoints: a folder OUT/step-0000100 a checkpoint, and OUT/latest, a symbolic link to the newest finished
+ * one.
+ *
+ *     config.json, model.safetensors   what Hugging Face transformers opens (train/config.h)
+ *     state.safetensors                what resuming needs besides: the AdamW moments and the loop's counters
+ *
+ * A checkpoint is written as step-0000100.tmp, synced, renamed, and only then does `latest` move to it, by a
+ * rename too: a kill at any moment leaves `latest` at a whole checkpoint. */
+#ifndef TRAIN_CHECKPOINT_H
+#define TRAIN_CHECKPOINT_H
+
+#include "train/model.h"
+
+/* The loop's counters. */
+typedef struct train_state {
+    int64_t step;          // steps done; the sampler's counter too
+    uint64_t seed;         // of the samples
+    int64_t batch;         // sequences of a step
+    double elapsed;        // seconds of training
+    double loss_sum;       // of the steps since the last line of the log
+    int64_t loss_count;    // how many these are
+    float *first, *second; // AdamW's moments (layout.total)
+} train_state;
+
+/* Writes a checkpoint of m and state under `out`, points `latest` to it and removes the oldest beyond `keep`.
+ */
+bool checkpoint_save(const char *out, const model *m, const train_state *state, int64_t keep, error *err);
+
+/* The checkpoint that `path` means: itself if it holds a config.json, else path/latest. `name` (of `size`
+ * bytes) receives its path. */
+bool checkpoint_find(const char *path, char *name, size_t size, error *err);
+
+/* Reads config.json; a model is then made by it and filled by checkpoint_load_weights. */
+bool checkpoint_load_config(const char *path, model_config *config, error *err);
+bool checkpoint_load_weights(const char *path, model *m, error *err);
+
+/* Fills state; first and second must have room for m->layout.total floats. */
+bool checkpoint_load_state(const char *path, const model *m, train_state *state, error *err);
+
+#endif

@@ -1,0 +1,19 @@
+/* The folders of checkpoints (train/checkpoint.h): made under a temporary name, renamed, pointed to, removed.
+ */
+#ifndef TRAIN_CHECKPOINT_FOLDER_H
+#define TRAIN_CHECKPOINT_FOLDER_H
+
+#include "train/error.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Makes OUT and an empty OUT/step-N.tmp, whose path goes to `folder`; what an earlier kill left there is
+ * removed. */
+bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t size, error *err);
+
+/* Syncs and renames it, moves OUT/latest to it, and removes the oldest checkpoints until `keep` are left. */
+bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error *err);
+
+#endif

@@ -1,0 +1,38 @@
+/* The settings of `smoe train` without options: tuned for two to three minutes on two cores and a few
+ * megabytes of text (docs/demo.md). Small steps count most then: many of them, each of about a thousand
+ * tokens. */
+#include "train/train.h"
+
+train_settings train_settings_default(void)
+{
+    train_settings s = {
+        .config = model_config_default(),
+        .out = "smoe-out",
+        .batch = 8,
+        .seconds = 140,
+        .lr = 4e-3,
+        .end_lr = 0.1,
+        .warmup = 0.05,
+        .beta1 = 0.9,
+        .beta2 = 0.95,
+        .adam_eps = 1e-8,
+        .weight_decay = 0.1,
+        .clip = 1.0,
+        .routing = {.rounding = SMOE_ROUND_NONE, .tile = 16, .balance_coefficient = 0.01f},
+        .seed = 1,
+        .logs = 200,
+        .evaluations = 10,
+        .checkpoints = 10,
+        .evaluation_tokens = 16384,
+        .keep = 2,
+    };
+    s.config.layers = 3;
+    s.config.hidden = 96;
+    s.config.heads = 4;
+    s.config.experts = 16;
+    s.config.topk = 2;
+    s.config.intermediate = 128;
+    s.config.context = 128;
+    s.config.initializer_range = 0.1;
+    return s;
+}

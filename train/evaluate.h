@@ -1,0 +1,17 @@
+/* Loss of a model on the validation stream, always with plain top-K. */
+#ifndef TRAIN_EVALUATE_H
+#define TRAIN_EVALUATE_H
+
+#include "train/model.h"
+#include "train/tokens.h"
+
+typedef struct evaluation {
+    double loss;    // mean, nats a token
+    int64_t tokens; // targets it is the mean of
+} evaluation;
+
+/* Over all windows, or over at most `most` of them, evenly spread, when most > 0. The model's context must be
+ * the one that the data was opened with. */
+bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most, error *err);
+
+#endif

@@ -1,0 +1,145 @@
+/* See log.h. */
+#define _POSIX_C_SOURCE 200809L
+#include "train/log.h"
+
+#include "train/file.h"
+
+#include <errno.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+struct train_log {
+    FILE *file;
+    char *path;
+};
+
+/* The length of a line with its newline, 0 when there is no whole line. */
+static size_t line_length(const char *text, size_t size)
+{
+    const char *end = memchr(text, '\n', size);
+    return end ? (size_t)(end - text) + 1 : 0;
+}
+
+static double real_of(const json_t *object, const char *key)
+{
+    const json_t *value = json_object_get(object, key);
+    return json_is_number(value) ? json_number_value(value) : (double)NAN;
+}
+
+static bool parse_line(const char *text, size_t size, log_line *line)
+{
+    json_t *object = json_loadb(text, size, 0, NULL);
+    bool done = json_is_object(object) && json_is_integer(json_object_get(object, "step"));
+    if (done)
+        *line = (log_line){.step = json_integer_value(json_object_get(object, "step")),
+                           .tokens = json_integer_value(json_object_get(object, "tokens")),
+                           .loss = real_of(object, "loss"),
+                           .bits_per_byte = real_of(object, "bits_per_byte"),
+                           .val_loss = real_of(object, "val_loss"),
+                           .tokens_per_s = real_of(object, "tokens_per_s"),
+                           .lr = real_of(object, "lr"),
+                           .grad_norm = real_of(object, "grad_norm")};
+    json_decref(object);
+    return done;
+}
+
+/* Keeps the leading lines up to `step`. */
+static bool truncate_log(const char *path, int64_t step, error *err)
+{
+    struct stat status;
+    if (stat(path, &status) != 0 || status.st_size == 0) return true;
+    file_map map;
+    if (!file_map_open(&map, path, err)) return false;
+    const char *text = (const char *)map.data;
+    size_t kept = 0, length;
+    log_line line;
+    while ((length = line_length(text + kept, map.size - kept)) > 0 &&
+           parse_line(text + kept, length, &line) && line.step <= step)
+        kept += length;
+    bool done = kept == map.size || file_write(path, map.data, kept, err);
+    file_map_close(&map);
+    return done;
+}
+
+bool log_open(train_log **log, const char *path, int64_t step, error *err)
+{
+    *log = NULL;
+    if (!truncate_log(path, step, err)) return false;
+    train_log *made = calloc(1, sizeof *made);
+    if (!made) return fail(err, ERROR_RUNTIME, "out of memory: the log");
+    made->path = strdup(path);
+    made->file = fopen(path, "a");
+    if (!made->path || !made->file) {
+        fail(err, ERROR_RUNTIME, "%s: cannot append: %s", path, strerror(errno));
+        log_close(made);
+        return false;
+    }
+    *log = made;
+    return true;
+}
+
+/* NAN has no place in JSON. */
+static json_t *real_or_null(double value)
+{
+    return isfinite(value) ? json_real(value) : json_null();
+}
+
+bool log_write(train_log *log, const log_line *line, error *err)
+{
+    json_t *object =
+        json_pack("{s:I, s:I, s:o, s:o, s:o, s:o, s:o}", "step", (json_int_t)line->step, "tokens",
+                  (json_int_t)line->tokens, "loss", real_or_null(line->loss), "bits_per_byte",
+                  real_or_null(line->bits_per_byte), "tokens_per_s", real_or_null(line->tokens_per_s), "lr",
+                  real_or_null(line->lr), "grad_norm", real_or_null(line->grad_norm));
+    if (object && isfinite(line->val_loss))
+        json_object_set_new(object, "val_loss", json_real(line->val_loss));
+    bool done = object && json_dumpf(object, log->file, JSON_COMPACT | JSON_REAL_PRECISION(9)) == 0 &&
+                fputc('\n', log->file) != EOF && fflush(log->file) == 0;
+    json_decref(object);
+    return done || fail(err, ERROR_RUNTIME, "%s: cannot write a line: %s", log->path, strerror(errno));
+}
+
+void log_close(train_log *log)
+{
+    if (!log) return;
+    if (log->file) fclose(log->file);
+    free(log->path);
+    free(log);
+}
+
+/* Counts the lines, or fills `lines` when it is there. The number of a malformed line goes to *wrong. */
+static size_t scan(const file_map *map, log_line *lines, size_t *wrong)
+{
+    const char *text = (const char *)map->data;
+    size_t at = 0, count = 0, length;
+    log_line line;
+    *wrong = 0;
+    while ((length = line_length(text + at, map->size - at)) > 0) {
+        if (!parse_line(text + at, length, &line)) {
+            *wrong = count + 1;
+            break;
+        }
+        if (lines) lines[count] = line;
+        count++;
+        at += length;
+    }
+    return count;
+}
+
+bool log_read(const char *path, log_line **lines, size_t *count, error *err)
+{
+    file_map map;
+    if (!file_map_open(&map, path, err)) return false;
+    size_t wrong;
+    *lines = NULL;
+    *count = scan(&map, NULL, &wrong);
+    if (!wrong) *lines = malloc((*count + 1) * sizeof **lines);
+    if (*lines) scan(&map, *lines, &wrong);
+    file_map_close(&map);
+    if (wrong) return fail(err, ERROR_RUNTIME, "%s: line %zu is not a line of a training log", path, wrong);
+    return *lines || fail(err, ERROR_RUNTIME, "%s: out of memory: %zu lines", path, *count);
+}

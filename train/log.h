@@ -1,0 +1,32 @@
+/* The log of a run, OUT/train.jsonl: one JSON object a line, flushed line by line. */
+#ifndef TRAIN_LOG_H
+#define TRAIN_LOG_H
+
+#include "train/error.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct log_line {
+    int64_t step;         // steps done
+    int64_t tokens;       // trained on since the start of the run
+    double loss;          // nats a token, mean of the training batches since the line before
+    double bits_per_byte; // loss / ln 2; NAN (null in the file) when a token is not a byte
+    double val_loss;      // nats a token on the validation stream; NAN (no such key) when not measured
+    double tokens_per_s;  // since the line before
+    double lr, grad_norm; // of the last step; the norm before clipping
+} log_line;
+
+typedef struct train_log train_log;
+
+/* Opens `path` for appending. Lines past `step` (those of a run that went on after the checkpoint now
+ * resumed) and what a kill left of a last line are removed first; the file is replaced in one rename. */
+bool log_open(train_log **log, const char *path, int64_t step, error *err);
+bool log_write(train_log *log, const log_line *line, error *err);
+void log_close(train_log *log); // NULL is fine
+
+/* All lines of a log; the caller frees *lines. Malformed lines are an error that names the line. */
+bool log_read(const char *path, log_line **lines, size_t *count, error *err);
+
+#endif

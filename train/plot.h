@@ -1,0 +1,12 @@
+/* The curves of a log as a PNG, through gnuplot. */
+#ifndef TRAIN_PLOT_H
+#define TRAIN_PLOT_H
+
+#include "train/error.h"
+
+#include <stdbool.h>
+
+/* Draws OUT/curve.png from OUT/train.jsonl; *drawn is false when there is no gnuplot, which is no error. */
+bool plot_curves(const char *out, bool *drawn, error *err);
+
+#endif

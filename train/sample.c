@@ -1,0 +1,70 @@
+/* See sample.h. The whole window runs again for every token: a small model needs no cache of keys and values.
+ */
+#include "train/sample.h"
+
+#include "train/random.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* Sorts `order` by falling logit, then by rising token: a heap keyed on both. */
+static bool before(const float *logits, int32_t a, int32_t b)
+{
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+}
+
+static void sink(const float *logits, int32_t *order, int64_t at, int64_t count)
+{
+    for (int64_t child; (child = 2 * at + 1) < count; at = child) {
+        if (child + 1 < count && before(logits, order[child], order[child + 1])) child++;
+        if (!before(logits, order[at], order[child])) return;
+        int32_t kept = order[at];
+        order[at] = order[child];
+        order[child] = kept;
+    }
+}
+
+static void sort(const float *logits, int32_t *order, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) order[i] = (int32_t)i;
+    for (int64_t i = count / 2; i-- > 0;) sink(logits, order, i, count);
+    for (int64_t i = count; i-- > 1;) { // the last in the wanted order is at the top
+        int32_t kept = order[0];
+        order[0] = order[i];
+        order[i] = kept;
+        sink(logits, order, 0, i);
+    }
+}
+
+int32_t sample_choose(sampler *s, const float *logits, int64_t vocab, int32_t *order)
+{
+    double u = random_uniform(s->seed, s->index++);
+    sort(logits, order, vocab);
+    if (s->temperature <= 0.0) return order[0];
+    double total = 0.0, top = logits[order[0]];
+    for (int64_t i = 0; i < vocab; i++) total += exp((logits[order[i]] - top) / s->temperature);
+    int64_t kept = 0;
+    double mass = 0.0;
+    while (kept < vocab && mass < s->top_p * total)
+        mass += exp((logits[order[kept++]] - top) / s->temperature);
+    double left = u * mass;
+    for (int64_t i = 0; i < kept; i++) {
+        left -= exp((logits[order[i]] - top) / s->temperature);
+        if (left < 0.0) return order[i];
+    }
+    return order[kept > 0 ? kept - 1 : 0];
+}
+
+bool sample_next(sampler *s, model *m, const int32_t *tokens, int64_t count, int32_t *next, error *err)
+{
+    int64_t context = m->config.context, length = count < context ? count : context;
+    model_batch batch = {tokens + count - length, NULL, 1, length};
+    if (!model_forward(m, &batch, NULL, NULL, err)) return false;
+    int32_t *order = malloc((size_t)m->config.vocab * sizeof *order);
+    if (!order)
+        return fail(err, ERROR_RUNTIME, "out of memory: %lld tokens to choose from",
+                    (long long)m->config.vocab);
+    *next = sample_choose(s, m->logits + (length - 1) * m->config.vocab, m->config.vocab, order);
+    free(order);
+    return true;
+}

@@ -1,0 +1,305 @@
+/* See train.h. */
+#define _POSIX_C_SOURCE 200809L
+#include "train/train.h"
+
+#include "train/adamw.h"
+#include "train/checkpoint.h"
+#include "train/log.h"
+#include "train/plot.h"
+#include "train/schedule.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+
+enum { PATH_BYTES = 4096 };
+
+typedef struct run {
+    const train_settings *settings;
+    tokens *data;
+    model model;
+    train_state state;
+    train_log *log;
+    int32_t *inputs, *targets; // (batch, context)
+    double started;            // the clock when state.elapsed was `before`
+    double before;
+    double line_time;     // elapsed at the line of the log before
+    int64_t line_tokens;  // tokens then
+    double val_loss;      // newest
+    double lr, grad_norm; // of the last step
+    log_line line;        // newest
+    double rate;          // tokens a second, smoothed
+} run;
+
+static double clock_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static int64_t tokens_done(const run *r)
+{
+    return r->state.step * r->settings->batch * r->settings->config.context;
+}
+
+/* ---- start ---- */
+
+static bool allocate(run *r, error *err)
+{
+    size_t total = r->model.layout.total, rows = (size_t)(r->settings->batch * r->settings->config.context);
+    r->state.first = calloc(total, sizeof(float));
+    r->state.second = calloc(total, sizeof(float));
+    r->inputs = malloc(2 * rows * sizeof *r->inputs);
+    r->targets = r->inputs + rows;
+    if (r->state.first && r->state.second && r->inputs) return true;
+    return fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %zu weights", total);
+}
+
+/* Loads OUT/latest; its shape, seed and batch must be those asked for. */
+static bool resume(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    char path[PATH_BYTES];
+    model_config have;
+    error why = {0};
+    if (!checkpoint_find(s->out, path, sizeof path, err) || !checkpoint_load_config(path, &have, err))
+        return false;
+    if (!model_config_same(&have, &s->config, &why))
+        return fail(err, ERROR_USAGE, "%.200s holds a checkpoint of another shape: %.250s", path, why.text);
+    if (!checkpoint_load_weights(path, &r->model, err) ||
+        !checkpoint_load_state(path, &r->model, &r->state, err))
+        return false;
+    if (r->state.seed != s->seed || r->state.batch != s->batch)
+        return fail(err, ERROR_USAGE,
+                    "%s was trained with seed %llu and batch %lld, not seed %llu and batch %lld", path,
+                    (unsigned long long)r->state.seed, (long long)r->state.batch, (unsigned long long)s->seed,
+                    (long long)s->batch);
+    return true;
+}
+
+static bool start(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    char path[PATH_BYTES];
+    if (s->resume) return resume(r, err);
+    error none = {0};
+    if (checkpoint_find(s->out, path, sizeof path, &none))
+        return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);
+    param_init(r->model.weights, &r->model.layout, s->seed);
+    r->state.seed = s->seed;
+    r->state.batch = s->batch;
+    // Saved before the first step: there always is a good checkpoint, and a full disk shows at once.
+    return checkpoint_save(s->out, &r->model, &r->state, s->keep, err);
+}
+
+static bool open_run(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    char path[PATH_BYTES];
+    moe_routing routing = s->routing;
+    routing.seed = s->seed;
+    if (!tokens_open(&r->data, s->paths, s->path_count, s->config.vocab, s->config.context, TOKENS_TRAIN,
+                     err) ||
+        !model_create(&r->model, &s->config, s->batch, &routing, true, err) || !allocate(r, err) ||
+        !start(r, err))
+        return false;
+    if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
+        return fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
+    r->started = clock_now();
+    r->before = r->line_time = r->state.elapsed;
+    r->line_tokens = tokens_done(r);
+    return log_open(&r->log, path, r->state.step, err);
+}
+
+static void close_run(run *r)
+{
+    log_close(r->log);
+    free(r->state.first);
+    free(r->state.second);
+    free(r->inputs);
+    model_destroy(&r->model);
+    tokens_close(r->data);
+}
+
+/* ---- one step ---- */
+
+static double progress_of(const run *r)
+{
+    const train_settings *s = r->settings;
+    double progress = s->steps ? (double)r->state.step / (double)s->steps : r->state.elapsed / s->seconds;
+    return progress < 1.0 ? progress : 1.0;
+}
+
+/* Warm-up counts the step at hand, so that the first is not lost at rate 0. */
+static double rate_now(const run *r)
+{
+    const train_settings *s = r->settings;
+    double progress = progress_of(r), one = r->state.step ? progress / (double)r->state.step : 0.0;
+    if (s->steps) one = 1.0 / (double)s->steps;
+    double factor = schedule_factor(progress < s->warmup ? fmin(progress + one, s->warmup) : progress,
+                                    s->warmup, s->end_lr);
+    return s->lr * factor;
+}
+
+static void update(run *r)
+{
+    const train_settings *s = r->settings;
+    const param_layout *layout = &r->model.layout;
+    float *w = r->model.weights, *g = r->model.grads;
+    adamw settings = {.lr = r->lr,
+                      .beta1 = s->beta1,
+                      .beta2 = s->beta2,
+                      .eps = s->adam_eps,
+                      .weight_decay = s->weight_decay,
+                      .step = r->state.step + 1};
+    settings.grad_factor = r->grad_norm > s->clip ? (float)(s->clip / r->grad_norm) : 1.0f;
+    adamw_update(w, g, r->state.first, r->state.second, (int64_t)layout->matrices, &settings);
+    settings.weight_decay = 0.0;
+    adamw_update(w + layout->matrices, g + layout->matrices, r->state.first + layout->matrices,
+                 r->state.second + layout->matrices, (int64_t)(layout->total - layout->matrices), &settings);
+}
+
+/* Not finite: what to say, with the newest checkpoint's name. */
+static bool stop_not_finite(const run *r, const char *what, double value, error *err)
+{
+    return fail(
+        err, ERROR_RUNTIME,
+        "the %s of step %lld is %g: training stopped; the last good checkpoint is %s/latest (a lower --lr?)",
+        what, (long long)r->state.step + 1, value, r->settings->out);
+}
+
+static bool step(run *r, double *loss, error *err)
+{
+    const train_settings *s = r->settings;
+    model *m = &r->model;
+    model_batch batch = {r->inputs, r->targets, s->batch, s->config.context};
+    tokens_batch(r->data, s->seed, (uint64_t)r->state.step, s->batch, r->inputs, r->targets);
+    m->routing.step = (uint64_t)r->state.step;
+    if (!model_forward(m, &batch, &m->routing, loss, err)) return false;
+    if (!isfinite(*loss)) return stop_not_finite(r, "loss", *loss, err);
+    if (!model_backward(m, &batch, err)) return false;
+    r->grad_norm = gradient_norm(m->grads, (int64_t)m->layout.total);
+    if (!isfinite(r->grad_norm)) return stop_not_finite(r, "gradient's norm", r->grad_norm, err);
+    r->lr = rate_now(r);
+    update(r);
+    r->state.step++;
+    r->state.loss_sum += *loss;
+    r->state.loss_count++;
+    r->state.elapsed = r->before + clock_now() - r->started;
+    return true;
+}
+
+/* ---- after a step ---- */
+
+/* Does one of `count` evenly spaced marks lie between two states of progress? */
+static bool passes(double from, double to, int64_t count)
+{
+    return floor(to * (double)count) > floor(from * (double)count);
+}
+
+static bool write_line(run *r, double val_loss, error *err)
+{
+    double seconds = r->state.elapsed - r->line_time, loss = r->state.loss_sum / (double)r->state.loss_count;
+    r->line = (log_line){.step = r->state.step,
+                         .tokens = tokens_done(r),
+                         .loss = loss,
+                         .bits_per_byte = tokens_are_bytes(r->data) ? loss / log(2.0) : (double)NAN,
+                         .val_loss = val_loss,
+                         .tokens_per_s = (double)(tokens_done(r) - r->line_tokens) / seconds,
+                         .lr = r->lr,
+                         .grad_norm = r->grad_norm};
+    r->line_time = r->state.elapsed;
+    r->line_tokens = tokens_done(r);
+    r->state.loss_sum = 0.0;
+    r->state.loss_count = 0;
+    return log_write(r->log, &r->line, err);
+}
+
+static void report(run *r, double loss, double seconds, train_observer observer, void *user)
+{
+    const train_settings *s = r->settings;
+    double progress = progress_of(r), now = (double)(s->batch * s->config.context) / seconds;
+    r->rate = r->rate > 0.0 ? 0.98 * r->rate + 0.02 * now : now;
+    train_report told = {.step = r->state.step,
+                         .tokens = tokens_done(r),
+                         .loss = loss,
+                         .val_loss = r->val_loss,
+                         .tokens_per_s = r->rate,
+                         .progress = progress};
+    told.remaining =
+        s->steps ? (double)(s->steps - r->state.step) * (double)(s->batch * s->config.context) / r->rate
+                 : s->seconds * (1.0 - progress);
+    if (observer) observer(user, &told);
+}
+
+/* Evaluation, log line and checkpoint when their time has come. */
+static bool keep_records(run *r, double from, error *err)
+{
+    const train_settings *s = r->settings;
+    double to = progress_of(r), val_loss = NAN;
+    bool end = to >= 1.0;
+    if (!end && passes(from, to, s->evaluations)) {
+        evaluation part;
+        if (!evaluate(&part, &r->model, r->data, s->evaluation_tokens / s->config.context + 1, err))
+            return false;
+        r->val_loss = val_loss = part.loss;
+    }
+    if (!end && (passes(from, to, s->logs) || isfinite(val_loss)) && !write_line(r, val_loss, err))
+        return false;
+    if (end || !passes(from, to, s->checkpoints)) return true;
+    return checkpoint_save(s->out, &r->model, &r->state, s->keep, err);
+}
+
+static bool loop(run *r, train_observer observer, void *user, train_result *result, error *err)
+{
+    const train_settings *s = r->settings;
+    for (double from = progress_of(r); from < 1.0; from = progress_of(r)) {
+        double loss, before = r->state.elapsed;
+        if (!step(r, &loss, err)) return false;
+        report(r, loss, r->state.elapsed - before, observer, user);
+        if (!keep_records(r, from, err)) return false;
+        if (s->stop && *s->stop) {
+            result->interrupted = true;
+            break;
+        }
+    }
+    return true;
+}
+
+/* The last evaluation, over the whole validation stream, the last line and the last checkpoint. */
+static bool finish(run *r, int64_t first, train_result *result, error *err)
+{
+    const train_settings *s = r->settings;
+    if (!result->interrupted && !evaluate(&result->validation, &r->model, r->data, 0, err)) return false;
+    double val_loss = result->interrupted ? (double)NAN : result->validation.loss;
+    if (!result->interrupted && r->state.loss_count && !write_line(r, val_loss, err)) return false;
+    if (r->state.step > first && !checkpoint_save(s->out, &r->model, &r->state, s->keep, err)) return false;
+    *result = (train_result){.step = r->state.step,
+                             .tokens = tokens_done(r),
+                             .elapsed = r->state.elapsed,
+                             .loss = r->line.loss,
+                             .validation = result->validation,
+                             .bytes = tokens_are_bytes(r->data),
+                             .interrupted = result->interrupted,
+                             .parameters = r->model.layout.total,
+                             .active = model_active_weights(&s->config)};
+    error ignored = {0}; // a curve that cannot be drawn does not undo a run
+    plot_curves(s->out, &result->drawn, &ignored);
+    return true;
+}
+
+bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
+               error *err)
+{
+    run r = {.settings = settings, .val_loss = NAN};
+    *result = (train_result){0};
+    bool done = open_run(&r, err);
+    int64_t first = r.state.step;
+    done = done && loop(&r, observer, user, result, err) && finish(&r, first, result, err);
+    close_run(&r);
+    return done;
+}

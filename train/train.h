@@ -1,0 +1,67 @@
+/* A training run: data, model, optimiser, log, checkpoints.
+ *
+ * A run of `steps` is a pure function of its settings: stopped at any checkpoint and resumed, it gives the
+ * same bits. A run of `seconds` ends by the clock: its learning rate follows the time spent, which a
+ * checkpoint keeps. */
+#ifndef TRAIN_TRAIN_H
+#define TRAIN_TRAIN_H
+
+#include "train/evaluate.h"
+#include "train/model.h"
+
+#include <signal.h>
+
+typedef struct train_settings {
+    model_config config;
+    const char *const *paths; // files and folders of text, or token files
+    size_t path_count;
+    const char *out;   // folder of log, curve and checkpoints
+    bool resume;       // go on from OUT/latest; its config.json must be `config`
+    int64_t batch;     // sequences of a step
+    int64_t steps;     // length of the run in steps, or
+    double seconds;    // in seconds of training when steps is 0
+    double lr, end_lr; // peak, and the fraction of it at the end
+    double warmup;     // fraction of the run
+    double beta1, beta2, adam_eps, weight_decay;
+    double clip;         // largest norm of the gradient
+    moe_routing routing; // rounding, tile, auxiliary losses; its seed and step are set by the run
+    uint64_t seed;       // of the weights, the samples and SR-f
+    int64_t logs, evaluations, checkpoints; // how many of each over the run
+    int64_t evaluation_tokens;              // of the validation stream, at all but the last evaluation
+    int64_t keep;                           // checkpoints that stay
+    const volatile sig_atomic_t *stop;      // not NULL and not 0: finish the step, save, return
+} train_settings;
+
+/* Valid settings of a demo: a small model whose sizes are the tuned ones; paths and out are missing. */
+train_settings train_settings_default(void);
+
+/* What an observer is told after every step. */
+typedef struct train_report {
+    int64_t step, tokens;
+    double loss;         // of this step, nats
+    double val_loss;     // newest, NAN before the first
+    double tokens_per_s; // over the last seconds
+    double progress;     // 0..1
+    double remaining;    // seconds to the end, NAN when not known yet
+} train_report;
+
+typedef void (*train_observer)(void *user, const train_report *report);
+
+typedef struct train_result {
+    int64_t step, tokens;
+    double elapsed;        // seconds of training, those before a resume included
+    double loss;           // of the last log line, nats
+    evaluation validation; // over the whole validation stream
+    bool bytes;            // a token is a byte: loss / ln 2 is bits per byte
+    bool interrupted;      // by *stop
+    bool drawn;            // curve.png is there
+    size_t parameters;
+    int64_t active; // weights a token uses
+} train_result;
+
+/* Runs to the end. A loss or gradient that is not finite ends the run with an error that names the newest
+ * checkpoint, which stays as it is. */
+bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
+               error *err);
+
+#endif
