@@ -4,7 +4,6 @@
 #include "cli/cli.h"
 #include "cli/yardstick.h"
 
-#include <malloc.h>
 #include <math.h>
 #include <omp.h>
 #include <stdlib.h>
@@ -141,12 +140,6 @@ static void rest(void)
     nanosleep(&while_they_spin, NULL);
 }
 
-static size_t heap_in_use(void)
-{
-    const struct mallinfo2 info = mallinfo2();
-    return info.uordblks + info.hblkhd;
-}
-
 /* The first step, on poison: high-water marks, canaries, errors. Also the library's warm-up. */
 static bool measure_memory(bench_case *c, bench_result *result, error *err)
 {
@@ -167,14 +160,11 @@ static bool measure_memory(bench_case *c, bench_result *result, error *err)
 static bool measure_library(bench_case *c, bench_times *times, error *err)
 {
     if (!bench_prepare(c, err)) return false;
-    const size_t before = heap_in_use();
     stage_clock_reset(&c->clock);
     if (!bench_forward(c, &times->forward, err)) return false;
     if (c->settings.backward && !bench_backward(c, &times->backward, err)) return false;
     stage_clock_add(&c->clock, times->stage);
-    const size_t after = heap_in_use();
-    if (after == before) return true;
-    return fail(err, 1, "a step left %zd bytes more on the heap than it found", (ssize_t)(after - before));
+    return true;
 }
 
 static bool measure_once(bench_case *c, const yardstick *y, bench_times *times, error *err)

@@ -1,0 +1,261 @@
+/* `smoe bench` and `smoe info` as programs: JSON with exactly the documented names, exit status, figures. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <jansson.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+
+enum { OUTPUT_BYTES = 1 << 20 };
+
+/* Runs `smoe ARGUMENTS`; standard output, or with errors standard error, in `output`. The exit status. */
+static int run(const char *arguments, bool errors, char *output)
+{
+    char command[4096];
+    snprintf(command, sizeof command, "'%s' %s %s", SMOE_PROGRAM, arguments, errors ? "2>&1 >/dev/null" : "");
+    FILE *pipe = popen(command, "r");
+    assert_non_null(pipe);
+    const size_t length = fread(output, 1, OUTPUT_BYTES - 1, pipe);
+    output[length] = '\0';
+    const int status = pclose(pipe);
+    assert_true(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+static int make_output(void **state)
+{
+    *state = malloc(OUTPUT_BYTES);
+    return *state ? 0 : -1;
+}
+
+static int free_output(void **state)
+{
+    free(*state);
+    return 0;
+}
+
+/* The next line of *at as an object. */
+static json_t *next_object(char **at)
+{
+    char *end = strchr(*at, '\n');
+    if (!end) return NULL;
+    *end = '\0';
+    json_error_t why;
+    json_t *object = json_loads(*at, JSON_REJECT_DUPLICATES, &why);
+    if (!object) fail_msg("not JSON: %s (%s)", *at, why.text);
+    *at = end + 1;
+    return object;
+}
+
+typedef struct field {
+    const char *name;
+    char type; // s: string, i: integer, n: number, 0: number or null
+} field;
+
+/* Exactly these names, in this order. */
+static void check_fields(json_t *object, const field *fields, size_t count)
+{
+    assert_int_equal(json_object_size(object), count);
+    size_t i = 0;
+    const char *name;
+    json_t *value;
+    json_object_foreach(object, name, value)
+    {
+        assert_string_equal(name, fields[i].name);
+        const bool good = fields[i].type == 's'   ? json_is_string(value)
+                          : fields[i].type == 'i' ? json_is_integer(value)
+                          : fields[i].type == 'n' ? json_is_number(value)
+                                                  : json_is_number(value) || json_is_null(value);
+        if (!good) fail_msg("%s has the wrong type", name);
+        i++;
+    }
+}
+
+static const field record[] = {
+    {"commit", 's'},     {"device", 's'},      {"backend", 's'},    {"suite", 's'},
+    {"shape", 's'},      {"T", 'i'},           {"d", 'i'},          {"n", 'i'},
+    {"E", 'i'},          {"K", 'i'},           {"dtype", 's'},      {"routing", 's'},
+    {"rounding", 's'},   {"tile", 'i'},        {"pass", 's'},       {"kernel", 's'},
+    {"scope", 's'},      {"ms_median", 'n'},   {"ms_min", 'n'},     {"ms_p99", 'n'},
+    {"tflops", '0'},     {"gbps", 'n'},        {"bound_ms", '0'},   {"ratio", '0'},
+    {"chunks", 'i'},     {"saved_bytes", 'i'}, {"peak_bytes", 'i'}, {"predicted_bytes", 'i'},
+    {"max_rel_err", '0'}};
+enum { RECORD_FIELDS = sizeof record / sizeof record[0] };
+
+static const char *text_of(json_t *object, const char *name)
+{
+    return json_string_value(json_object_get(object, name));
+}
+
+static double number_of(json_t *object, const char *name)
+{
+    return json_number_value(json_object_get(object, name));
+}
+
+/* Runs a bench in JSON, checks every record, and counts those whose pass and kernel are given. */
+static int bench(const char *arguments, char *output, const char *pass, const char *kernel)
+{
+    char full[1024];
+    snprintf(full, sizeof full, "bench --json --repeats 2 %s", arguments);
+    assert_int_equal(run(full, false, output), 0);
+    int found = 0, records = 0;
+    char *at = output;
+    for (json_t *object; (object = next_object(&at)); records++) {
+        check_fields(object, record, RECORD_FIELDS);
+        assert_true(number_of(object, "ms_min") <= number_of(object, "ms_median"));
+        assert_true(number_of(object, "ms_median") <= number_of(object, "ms_p99"));
+        assert_true(number_of(object, "peak_bytes") <= number_of(object, "predicted_bytes"));
+        if (json_is_number(json_object_get(object, "ratio")))
+            assert_true(fabs(number_of(object, "ratio") * number_of(object, "ms_median") /
+                                 number_of(object, "bound_ms") -
+                             1) < 1e-6);
+        found += strcmp(text_of(object, "pass"), pass) == 0 && strcmp(text_of(object, "kernel"), kernel) == 0;
+        json_decref(object);
+    }
+    assert_true(records > 0);
+    return found;
+}
+
+static void test_bench_records(void **state)
+{
+    char *output = *state;
+    assert_int_equal(bench("--thiek 200,64,32,8,2", output, "layer", "all"), 1);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --thiek 16,32,8,4,1", output, "forward", "topk"), 2);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --pass forward", output, "backward", "all"), 0);
+    assert_int_equal(
+        bench("--thiek 200,64,32,8,2 --scope experts --pass backward", output, "backward", "dw1"), 1);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --threads 1 --chunks 2", output, "layer", "gemms"), 1);
+}
+
+static void test_bench_variants(void **state)
+{
+    static const char *const variants[] = {
+        "--dtype bf16 --routing random --score topk-softmax",
+        "--activation relu2 --routing skewed --score softmax-topk-renorm",
+        "--activation swiglu_oai --layout interleaved --score sigmoid-renorm --routing random",
+        "--rounding nr-f --tile 16 --routing random",
+        "--rounding up --tile 64 --routing skewed --scope experts",
+        "--rounding down --tile 64 --routing skewed --score sigmoid",
+        "--rounding sr-f --tile 32 --routing skewed --score topk-softmax --seed 3",
+        "--dtype bf16 --scope experts --routing uniform",
+    };
+    for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) {
+        char arguments[256];
+        snprintf(arguments, sizeof arguments, "--thiek 300,64,32,8,2 %s", variants[i]);
+        assert_int_equal(bench(arguments, *state, "layer", "all"), 1);
+    }
+}
+
+static void test_bench_table(void **state)
+{
+    char *output = *state;
+    assert_int_equal(run("bench --repeats 1 --thiek 200,64,32,8,2", false, output), 0);
+    assert_non_null(strstr(output, "expert GEMMs together: "));
+    assert_non_null(strstr(output, "of the forward\n"));
+    assert_int_equal(run("bench --csv --repeats 1 --thiek 200,64,32,8,2", false, output), 0);
+    assert_int_equal(strncmp(output, "commit,device,backend,suite,shape,T,d,n,E,K,dtype,", 50), 0);
+    assert_non_null(
+        strstr(output, ",\"200,64,32,8,2\",200,64,32,8,2,f32,uniform,none,128,forward,all,layer,"));
+}
+
+static void test_bad_input(void **state)
+{
+    static const struct {
+        const char *arguments;
+        int status;
+        const char *message;
+    } cases[] = {
+        {"bench --thiek 4096,768,256,32,33", 2, "K = 33 is more than E = 32"},
+        {"bench --thiek 4096,768,256,32", 2, "five numbers"},
+        {"bench --suite nothing", 2, "'nothing' is none of paper"},
+        {"bench --dtype f64", 2, "--dtype: 'f64' is none of f32, bf16, fp16"},
+        {"bench --activation tanh", 2, "'tanh' is none of swiglu"},
+        {"bench --layout both", 2, "'both' is none of concatenated, interleaved"},
+        {"bench --score none", 2, "'none' is none of softmax-topk"},
+        {"bench --rounding nearest", 2, "'nearest' is none of none, nr-f"},
+        {"bench --routing fair", 2, "'fair' is none of uniform, random, skewed"},
+        {"bench --tile 0", 2, "--tile: 0 is outside 1..4096"},
+        {"bench --chunks 3", 2, "--chunks: 3 is not a power of two"},
+        {"bench --repeats 0", 2, "--repeats: 0 is outside 1..1000"},
+        {"bench --seconds -1", 2, "--seconds: '-1' is not"},
+        {"bench --threads many", 2, "'many' is not a whole number"},
+        {"bench --pass sideways", 2, "'sideways' is none of forward"},
+        {"bench --scope all", 2, "'all' is neither layer nor experts"},
+        {"bench --device tpu", 2, "no 'tpu' backend"},
+        {"bench --unknown", 2, "unrecognized option"},
+        {"bench stray", 2, "'stray' is not expected"},
+        {"bench --thiek 64,32,16,64,2", 2, "E <= d"},
+        {"bench --dtype fp16 --thiek 64,32,16,8,2", 3, "needs the cuda backend"},
+        {"bench --thiek 1000000,65536,65536,4096,8", 3, "MiB of memory are free"},
+        {"info --thiek 1,2,3", 2, "five numbers"},
+        {"info --device tpu", 2, "neither cpu nor cuda"},
+        {"info --dtype fp16 --thiek 64,32,16,8,2", 3, "needs the cuda backend"},
+        {"info --json --thiek 64,32,16,8,2 2>&1 >/dev/full #", 3, "could not be written"},
+        {"bench --repeats 1 --thiek 64,32,16,8,2 2>&1 >/dev/full #", 3, "could not be written"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char *output = *state;
+        const int status = run(cases[i].arguments, true, output);
+        if (status != cases[i].status || !strstr(output, cases[i].message))
+            fail_msg("smoe %s: exit status %d, '%s' instead of %d, '%s'", cases[i].arguments, status, output,
+                     cases[i].status, cases[i].message);
+    }
+}
+
+/* The 7B model of the paper, n = 256, by hand: R = 196608, X 75497472, H 201326592 bytes. */
+static void test_info_problem(void **state)
+{
+    static const char *const names[] = {
+        "flops_forward",     "flops_backward",        "arithmetic_intensity",   "saved_bytes",
+        "metadata_bytes",    "scratch_forward_bytes", "scratch_backward_bytes", "tile_waste",
+        "tile_waste_rounded"};
+    char *output = *state, *at = output;
+    assert_int_equal(run("info --json --dtype bf16 --thiek 24576,1536,256,128,8", false, output), 0);
+    json_t *object = next_object(&at);
+    assert_non_null(object);
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        assert_true(json_is_number(json_object_get(object, names[i])));
+    assert_true(number_of(object, "flops_forward") == 463856467968.0);
+    assert_true(number_of(object, "flops_backward") == 927712935936.0);
+    assert_true(number_of(object, "saved_bytes") - number_of(object, "metadata_bytes") == 276824064.0);
+    // 20 bytes of ids, weights and maps for each of 196608 pairs, and a little by expert and token
+    assert_true(number_of(object, "metadata_bytes") < 24 * 196608.0);
+    assert_true(number_of(object, "scatter_saved_bytes") == 983040000.0);
+    assert_true(fabs(number_of(object, "arithmetic_intensity") - 271.0588) < 1e-3);
+    assert_true(fabs(number_of(object, "tile_waste") - 0.0395) < 1e-3);
+    assert_true(number_of(object, "tile_waste_rounded") == 0);
+    json_decref(object);
+    assert_string_equal(at, "");
+}
+
+static void test_info_build(void **state)
+{
+    char *output = *state, *at = output;
+    assert_int_equal(run("info --json", false, output), 0);
+    json_t *object = next_object(&at);
+    assert_non_null(object);
+    assert_non_null(text_of(object, "version"));
+    assert_non_null(text_of(object, "commit"));
+    assert_string_equal(text_of(object, "cpu"), "available");
+    json_decref(object);
+    assert_int_equal(run("info --suite paper", false, output), 0);
+    assert_non_null(strstr(output, "120B-n2048"));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_bench_records), cmocka_unit_test(test_bench_variants),
+        cmocka_unit_test(test_bench_table),   cmocka_unit_test(test_bad_input),
+        cmocka_unit_test(test_info_problem),  cmocka_unit_test(test_info_build),
+    };
+    return cmocka_run_group_tests(tests, make_output, free_output);
+}

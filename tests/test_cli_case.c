@@ -1,0 +1,237 @@
+/* What a bench stands on: routing as named, inputs that lead the library to it, a check that sees a wrong
+ * result, high-water marks, canaries; and no allocation on a step. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "cli/bench_check.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- Allocations of everything linked in, counted ----
+ *
+ * The linker sends the library's calls here (--wrap, tests/CMakeLists.txt). OpenBLAS, a shared library, keeps
+ * its own: its kernels for very small matrices take a block from malloc and give it back. */
+
+static atomic_int allocations;
+
+void *__real_malloc(size_t bytes);
+void *__real_calloc(size_t count, size_t bytes);
+void *__real_realloc(void *memory, size_t bytes);
+void *__real_aligned_alloc(size_t alignment, size_t bytes);
+int __real_posix_memalign(void **memory, size_t alignment, size_t bytes);
+void *__wrap_malloc(size_t bytes);
+void *__wrap_calloc(size_t count, size_t bytes);
+void *__wrap_realloc(void *memory, size_t bytes);
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
+int __wrap_posix_memalign(void **memory, size_t alignment, size_t bytes);
+
+void *__wrap_malloc(size_t bytes)
+{
+    atomic_fetch_add(&allocations, 1);
+    return __real_malloc(bytes);
+}
+
+void *__wrap_calloc(size_t count, size_t bytes)
+{
+    atomic_fetch_add(&allocations, 1);
+    return __real_calloc(count, bytes);
+}
+
+void *__wrap_realloc(void *memory, size_t bytes)
+{
+    atomic_fetch_add(&allocations, 1);
+    return __real_realloc(memory, bytes);
+}
+
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
+{
+    atomic_fetch_add(&allocations, 1);
+    return __real_aligned_alloc(alignment, bytes);
+}
+
+int __wrap_posix_memalign(void **memory, size_t alignment, size_t bytes)
+{
+    atomic_fetch_add(&allocations, 1);
+    return __real_posix_memalign(memory, alignment, bytes);
+}
+
+/* ---- Routing ---- */
+
+enum { T = 96, E = 16, K = 4 };
+
+static void make_ids(routing_kind kind, int32_t *ids, int *counts)
+{
+    memset(ids, 0xFF, T * K * sizeof *ids);
+    memset(counts, 0, E * sizeof *counts);
+    assert_true(make_routing(kind, T, E, K, 5, ids));
+    for (int t = 0; t < T; t++)
+        for (int k = 0; k < K; k++) {
+            const int32_t id = ids[t * K + k];
+            assert_true(id >= 0 && id < E);
+            counts[id]++;
+            for (int other = 0; other < k; other++) assert_int_not_equal(ids[t * K + other], id);
+        }
+}
+
+static void test_routing(void **state)
+{
+    (void)state;
+    int32_t ids[T * K];
+    int counts[E], least, most;
+    make_ids(ROUTING_UNIFORM, ids, counts);
+    for (int e = 0; e < E; e++) assert_int_equal(counts[e], T * K / E);
+    make_ids(ROUTING_SKEWED, ids, counts);
+    least = most = counts[0];
+    for (int e = 1; e < E; e++) {
+        if (counts[e] < least) least = counts[e];
+        if (counts[e] > most) most = counts[e];
+    }
+    assert_true(most > 3 * least);
+    make_ids(ROUTING_RANDOM, ids, counts);
+    for (int e = 0; e < E; e++) assert_in_range(counts[e], 1, T / 2);
+}
+
+/* ---- A case ---- */
+
+static void make_case(bench_case *c, bench_scope scope, smoe_type dtype, smoe_rounding rounding)
+{
+    problem_options options;
+    problem_options_init(&options);
+    options.dtype = dtype;
+    options.rounding = rounding;
+    options.tile = 16;
+    options.routing = ROUTING_SKEWED;
+    const bench_settings settings = {device_find("cpu"), scope, true, 2};
+    const bench_shape shape = {"test", "small", T, 64, 24, E, K};
+    error err = {0};
+    if (!bench_case_make(c, &settings, &options, &shape, &err)) fail_msg("%s", err.text);
+}
+
+static void step(bench_case *c)
+{
+    error err = {0};
+    stage_clock_reset(&c->clock);
+    if (!bench_prepare(c, &err) || !bench_forward(c, NULL, &err) || !bench_backward(c, NULL, &err))
+        fail_msg("%s", err.text);
+}
+
+static int by_value(const void *a, const void *b)
+{
+    return *(const int32_t *)a - *(const int32_t *)b;
+}
+
+/* The library's own router picks the routing that was made. */
+static void test_steered(void **state)
+{
+    (void)state;
+    static const smoe_type dtypes[] = {SMOE_F32, SMOE_BF16};
+    for (int i = 0; i < 2; i++) {
+        bench_case c;
+        make_case(&c, SCOPE_LAYER, dtypes[i], SMOE_ROUND_NONE);
+        step(&c);
+        int32_t want[T * K];
+        assert_true(make_routing(ROUTING_SKEWED, T, E, K, 50, want));
+        smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+        assert_int_equal(smoe_view_plan(c.context, &c.layer, &c.forward, &view), SMOE_OK);
+        for (int t = 0; t < T; t++) {
+            int32_t got[K];
+            memcpy(got, view.topk_ids + t * K, sizeof got);
+            qsort(got, K, sizeof *got, by_value);
+            qsort(want + t * K, K, sizeof *want, by_value);
+            assert_memory_equal(got, want + t * K, sizeof got);
+        }
+        bench_case_free(&c);
+    }
+}
+
+static void test_check_sees_errors(void **state)
+{
+    (void)state;
+    static const smoe_rounding roundings[] = {SMOE_ROUND_NONE, SMOE_ROUND_NR_F, SMOE_ROUND_UP,
+                                              SMOE_ROUND_DOWN};
+    for (int i = 0; i < 8; i++) {
+        bench_case c;
+        make_case(&c, i % 2 ? SCOPE_LAYER : SCOPE_EXPERTS, SMOE_F32, roundings[i / 2]);
+        step(&c);
+        bench_errors errors;
+        assert_true(bench_check(&c, &errors, NULL));
+        assert_true(errors.forward > 0 && errors.forward < bench_tolerance(SMOE_F32));
+        assert_true(errors.backward > 0 && errors.backward < bench_tolerance(SMOE_F32));
+        ((float *)c.out.data)[3] += 0.25f;
+        ((float *)c.dx.data)[5] += 0.25f;
+        assert_true(bench_check(&c, &errors, NULL));
+        assert_true(errors.forward > 1e-3);
+        assert_true(errors.backward > 1e-3);
+        ((float *)c.out.data)[3] = NAN;
+        assert_true(bench_check(&c, &errors, NULL));
+        assert_false(errors.forward <= 1);
+        bench_case_free(&c);
+    }
+}
+
+static void test_touched(void **state)
+{
+    (void)state;
+    bench_case c;
+    make_case(&c, SCOPE_LAYER, SMOE_F32, SMOE_ROUND_NONE);
+    uint64_t bytes = 1;
+    assert_true(bench_poison(&c, NULL));
+    assert_true(bench_touched(&c.saved, &bytes, NULL));
+    assert_int_equal(bytes, 0);
+    ((char *)c.saved.data)[12345] = 0;
+    assert_true(bench_touched(&c.saved, &bytes, NULL));
+    assert_int_equal(bytes, 12346);
+    step(&c);
+    assert_true(bench_touched(&c.saved, &bytes, NULL));
+    assert_true(bytes > c.sizes.saved_buffer_bytes / 2 && bytes <= c.sizes.saved_buffer_bytes);
+    bench_case_free(&c);
+}
+
+static void test_canaries(void **state)
+{
+    (void)state;
+    bench_case c;
+    make_case(&c, SCOPE_LAYER, SMOE_F32, SMOE_ROUND_NONE);
+    step(&c);
+    error err = {0};
+    assert_true(bench_canaries(&c, &err));
+    ((char *)c.scratch_backward.data)[c.scratch_backward.bytes] ^= 1;
+    assert_false(bench_canaries(&c, &err));
+    assert_int_equal(err.code, 1);
+    assert_non_null(strstr(err.text, "scratch of the backward"));
+    bench_case_free(&c);
+}
+
+static void test_no_allocation(void **state)
+{
+    (void)state;
+    static const smoe_type dtypes[] = {SMOE_F32, SMOE_BF16};
+    for (int i = 0; i < 4; i++) {
+        bench_case c;
+        make_case(&c, SCOPE_LAYER, dtypes[i % 2], i < 2 ? SMOE_ROUND_NONE : SMOE_ROUND_NR_S);
+        step(&c);
+        const int before = atomic_load(&allocations);
+        step(&c);
+        step(&c);
+        assert_int_equal(atomic_load(&allocations), before);
+        bench_case_free(&c);
+        assert_true(before > 0); // the case itself was counted
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_routing),           cmocka_unit_test(test_steered),
+        cmocka_unit_test(test_check_sees_errors), cmocka_unit_test(test_touched),
+        cmocka_unit_test(test_canaries),          cmocka_unit_test(test_no_allocation),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,195 @@
+/* What the program knows about problems on paper: parsing, the shapes, costs, expected tile waste, medians.
+ */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "cli/costs.h"
+#include "cli/problem.h"
+#include "cli/samples.h"
+#include "cli/tile_waste.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void test_thiek(void **state)
+{
+    (void)state;
+    bench_shape shape = {0};
+    error err = {0};
+    assert_true(problem_parse_thiek("4096,768,256,32,4", &shape, &err));
+    assert_int_equal(shape.tokens, 4096);
+    assert_int_equal(shape.hidden, 768);
+    assert_int_equal(shape.intermediate, 256);
+    assert_int_equal(shape.experts, 32);
+    assert_int_equal(shape.topk, 4);
+}
+
+static void test_bad_thiek(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text, *message; // the message names value and limit
+    } cases[] = {
+        {"", "five numbers"},
+        {"1,2,3", "five numbers"},
+        {"4096,768,256,32,4,1", "five numbers"},
+        {"4096,768,256,32,4,", "five numbers"},
+        {",768,256,32,4", "five numbers"},
+        {"4096,768,x,32,4", "I: 'x' is not a whole number"},
+        {"4096,768,256.5,32,4", "I: '256.5' is not a whole number"},
+        {"0,768,256,32,4", "T: 0 is outside 1..1073741824"},
+        {"-1,768,256,32,4", "T: -1 is outside"},
+        {"99999999999999999999,768,256,32,4", "is outside 1..1073741824"},
+        {"999999999999999999999999,768,256,32,4", "five numbers"},
+        {"4096,770,256,32,4", "H = 770 is not a multiple of 8"},
+        {"4096,768,4,32,4", "I = 4 is not a multiple of 8"},
+        {"4096,768,256,4097,4", "E: 4097 is outside 1..4096"},
+        {"4096,768,256,128,65", "K: 65 is outside 1..64"},
+        {"4096,768,256,32,33", "K = 33 is more than E = 32"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        bench_shape shape = {0};
+        error err = {0};
+        assert_false(problem_parse_thiek(cases[i].text, &shape, &err));
+        assert_int_equal(err.code, ERROR_USAGE);
+        if (!strstr(err.text, cases[i].message)) fail_msg("'%s' lacks '%s'", err.text, cases[i].message);
+    }
+}
+
+/* docs/shapes.csv, line by line. */
+static void test_shapes(void **state)
+{
+    (void)state;
+    FILE *file = fopen(SOURCE_FOLDER "/docs/shapes.csv", "r");
+    assert_non_null(file);
+    char line[256], want[256];
+    assert_non_null(fgets(line, sizeof line, file));
+    assert_string_equal(line, "suite,name,T,d,n,E,K\n");
+    int count;
+    const bench_shape *all = shapes_all(&count);
+    for (int i = 0; i < count; i++) {
+        const bench_shape *s = &all[i];
+        snprintf(want, sizeof want, "%s,%s,%lld,%lld,%lld,%lld,%lld\n", s->suite, s->name,
+                 (long long)s->tokens, (long long)s->hidden, (long long)s->intermediate,
+                 (long long)s->experts, (long long)s->topk);
+        assert_non_null(fgets(line, sizeof line, file));
+        assert_string_equal(line, want);
+    }
+    assert_null(fgets(line, sizeof line, file));
+    fclose(file);
+    assert_true(count >= 40);
+}
+
+static smoe_layer paper_7b(void)
+{
+    problem_options options;
+    problem_options_init(&options);
+    options.dtype = SMOE_BF16;
+    const bench_shape shape = {"paper", "7B-n256", 24576, 1536, 256, 128, 8};
+    return problem_layer(&options, &shape);
+}
+
+/* By hand: R = 24576 * 8 = 196608 rows. */
+static void test_costs(void **state)
+{
+    (void)state;
+    smoe_layer layer = paper_7b();
+    assert_true(flops_forward(&layer) == 6.0 * 196608 * 256 * 1536);
+    assert_true(flops_backward(&layer) == 12.0 * 196608 * 256 * 1536);
+    assert_true(fabs(arithmetic_intensity(&layer) - 3 / (2.0 / 1536 + 2.0 / 256 + 3.0 / 1536)) < 1e-9);
+    // X 75497472, H 201326592, A 100663296, Y 603979776, ids and gates 1572864
+    assert_true(scatter_bytes(&layer) == 983040000);
+    // saved 1000, scratch 20 and 300; O and dX 75497472 each, dW1 + dW2 of 3 n d E = 301989888 bytes
+    const pass_bytes peaks = pass_peaks(&layer, false, 1000, 20, 300);
+    assert_true(peaks.forward == 1020 + 75497472.0);
+    assert_true(peaks.backward == 1300 + 75497472.0 + 301989888.0);
+    assert_true(peaks.layer == 1300 + 2 * 75497472.0 + 301989888.0);
+    // the router adds logits (T, E) f32 to both, dWr (E, d) to the backward
+    const pass_bytes routed = pass_peaks(&layer, true, 0, 0, 0);
+    assert_true(routed.forward == 75497472.0 + 12582912.0);
+    assert_true(routed.backward == 75497472.0 + 301989888.0 + 12582912.0 + 393216.0);
+    layer.activation = SMOE_RELU;
+    assert_true(flops_forward(&layer) == 4.0 * 196608 * 256 * 1536);
+    assert_true(flops_backward(&layer) == 8.0 * 196608 * 256 * 1536);
+}
+
+/* The six GEMMs of stage_flops make up the model FLOPs. */
+static void test_stage_flops(void **state)
+{
+    (void)state;
+    const smoe_layer layer = paper_7b();
+    double sum = 0;
+    for (int stage = SMOE_STAGE_UP; stage <= SMOE_STAGE_DW1; stage += 10) {
+        const double flops = stage_flops(&layer, (smoe_stage)stage);
+        if (!isnan(flops)) sum += flops;
+    }
+    assert_true(sum == 18.0 * 196608 * 256 * 1536);
+    assert_true(isnan(stage_flops(&layer, SMOE_STAGE_COMBINE)));
+}
+
+/* Small enough to sum by hand: T tokens, E = 2, K = 1, counts Binomial(T, 1/2). */
+static void test_tile_waste_by_hand(void **state)
+{
+    (void)state;
+    smoe_layer layer = SMOE_LAYER_INIT;
+    layer.tokens = 1;
+    layer.experts = 2;
+    layer.topk = 1;
+    // c is 0 or 1, each 1/2: rows 1/2, padded 64: waste 127/128
+    assert_true(fabs(tile_waste(&layer) - 127.0 / 128) < 1e-12);
+    layer.topk = 2; // every expert has every token
+    layer.tokens = 96;
+    assert_true(fabs(tile_waste(&layer) - 32.0 / 128) < 1e-12);
+    layer.tokens = 256;
+    assert_true(tile_waste(&layer) == 0);
+}
+
+static void test_tile_waste_rounded(void **state)
+{
+    (void)state;
+    smoe_layer layer = paper_7b();
+    const double plain = tile_waste(&layer); // about 63.5 rows of padding on 1536 rows
+    assert_true(fabs(plain - 63.5 / (1536 + 63.5)) < 2e-3);
+    for (int rule = SMOE_ROUND_NR_F; rule <= SMOE_ROUND_DOWN; rule++) {
+        layer.rounding = (smoe_rounding)rule;
+        layer.tile = 128;
+        assert_true(fabs(tile_waste(&layer)) < 1e-12);
+        layer.tile = 64;
+        const double half = tile_waste(&layer);
+        assert_true(half > 0.01 && half < plain);
+    }
+}
+
+static void test_samples(void **state)
+{
+    (void)state;
+    double odd[] = {5, 1, 3}, even[] = {4, 1, 3, 2};
+    assert_true(summarize(odd, 3).median == 3);
+    assert_true(summarize(even, 4).median == 2.5);
+    assert_true(summarize(even, 4).least == 1);
+    double many[200];
+    for (int i = 0; i < 200; i++) many[i] = 200 - i;
+    assert_true(summarize(many, 200).p99 == 198);
+    assert_true(isnan(summarize(many, 0).median));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_thiek),
+        cmocka_unit_test(test_bad_thiek),
+        cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_costs),
+        cmocka_unit_test(test_stage_flops),
+        cmocka_unit_test(test_tile_waste_by_hand),
+        cmocka_unit_test(test_tile_waste_rounded),
+        cmocka_unit_test(test_samples),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
