@@ -16,6 +16,8 @@ static const command commands[] = {
     {"train", smoe_cli_train, "train a language model on text files"},
     {"generate", smoe_cli_generate, "sample text from a checkpoint"},
     {"eval", smoe_cli_eval, "loss and bits per byte of a checkpoint on files"},
+    {"bench", smoe_cli_bench, "times and memory of a layer, stage by stage"},
+    {"verify", smoe_cli_verify, "the library against fp64 on this machine"},
     {"info", smoe_cli_info, "version, backends; what a layer costs"},
 };
 
