@@ -117,13 +117,16 @@ SMOE_HOST_DEVICE float smoe_exp(float d)
     q = smoe_add(smoe_mul(q, r), 0.5f);
     const float e = smoe_add(1.0f, smoe_add(r, smoe_mul(smoe_mul(r, r), q)));
     const uint32_t power = (smoe_bits_of(shifted) - 0x4b400000u + 127u) << 23;
-    return d >= -87.0f ? smoe_mul(e, smoe_float_of(power)) : 0.0f;
+    const float scaled =
+        smoe_mul(e, smoe_float_of(power)); /* before the choice, so that loops over it vectorise */
+    return d >= -87.0f ? scaled : 0.0f;
 }
 
 /* exp(logit - max): 1 where the logit is the maximum (infinite ones too), 0 for NaN. */
 SMOE_HOST_DEVICE float smoe_softmax_term(float logit, float max)
 {
-    return smoe_exp(logit == max ? 0.0f : smoe_add(logit, -max));
+    const float below = smoe_add(logit, -max);
+    return smoe_exp(logit == max ? 0.0f : below);
 }
 
 /* A term (0..1) in fixed point; sums of up to 4096 of them are exact, and so free of their order. */

@@ -151,9 +151,8 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
         smoe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
 
     float max = 0.0f, sum = 1.0f;
-    if (all_p || l->score == SMOE_SOFTMAX_TOPK) smoe_softmax_of(logits, experts, &max, &sum);
-    if (all_p)
-        for (int64_t e = 0; e < experts; e++) w->scores[e] = smoe_div(smoe_softmax_term(logits[e], max), sum);
+    if (all_p || l->score == SMOE_SOFTMAX_TOPK) smoe_softmax_of(logits, experts, w->scores, &max, &sum);
+    for (int64_t e = 0; e < experts && all_p; e++) w->scores[e] = smoe_div(w->scores[e], sum);
     if (c->args->losses) add_losses(c, panel, w->scores, max, sum);
     if (sigmoid) selection_scores(w->scores, logits, experts, c->args->selection_bias);
 

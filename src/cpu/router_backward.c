@@ -78,8 +78,7 @@ static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, t
 
 /* Through the softmax over all experts: p (v - sum v p), v from pairs and losses. Like the functions below it
  * adds to out (E). */
-static void softmax_gradient(const gradient_call *c, const float *logits, float max, float sum, token_work *w,
-                             float *out)
+static void softmax_gradient(const gradient_call *c, float max, float sum, token_work *w, float *out)
 {
     const smoe_layer *l = &c->problem->layer;
     const float tokens = (float)l->tokens;
@@ -88,7 +87,7 @@ static void softmax_gradient(const gradient_call *c, const float *logits, float 
         c->args->z_coefficient == 0.0f ? 0.0f : 2.0f * c->args->z_coefficient * (max + logf(sum)) / tokens;
     double inner = 0.0;
     for (int64_t e = 0; e < l->experts; e++) {
-        w->p[e] = smoe_div(smoe_softmax_term(logits[e], max), sum);
+        w->p[e] = smoe_div(w->p[e], sum);
         w->v[e] += balance * (float)c->plan->topk_counts[e];
     }
     for (int64_t e = 0; e < l->experts; e++) inner += (double)w->v[e] * (double)w->p[e];
@@ -155,8 +154,8 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     float max = 0.0f, sum = 1.0f;
     if (all_p) {
         for (int64_t k = 0; k < l->topk && plain_softmax; k++) w->v[ids[k]] += w->kept[k];
-        smoe_softmax_of(logits, experts, &max, &sum);
-        softmax_gradient(c, logits, max, sum, w, out);
+        smoe_softmax_of(logits, experts, w->p, &max, &sum);
+        softmax_gradient(c, max, sum, w, out);
     }
     if (!w->kept_rows) return;
     if (!plain_softmax) {

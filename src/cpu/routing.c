@@ -45,12 +45,13 @@ uint64_t smoe_cpu_routing_scratch(const smoe_context *context, const smoe_proble
     return (uint64_t)smoe_routing_scratch_at(context, problem, NULL).bytes;
 }
 
-void smoe_softmax_of(const float *logits, int64_t experts, float *max, float *sum)
+void smoe_softmax_of(const float *logits, int64_t experts, float *terms, float *max, float *sum)
 {
     float largest = smoe_float_of(0xff800000u); /* -inf */
     for (int64_t e = 0; e < experts; e++) largest = logits[e] > largest ? logits[e] : largest;
     uint64_t fixed = 0;
-    for (int64_t e = 0; e < experts; e++) fixed += smoe_softmax_fixed(smoe_softmax_term(logits[e], largest));
+    for (int64_t e = 0; e < experts; e++) terms[e] = smoe_softmax_term(logits[e], largest);
+    for (int64_t e = 0; e < experts; e++) fixed += smoe_softmax_fixed(terms[e]);
     *max = largest;
     *sum = smoe_softmax_sum(fixed);
 }

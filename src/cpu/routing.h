@@ -53,8 +53,9 @@ static inline int smoe_next_bit(uint64_t *word)
     return bit;
 }
 
-/* max (NaN apart; -inf when there is none) and the sum of the terms of one token's logits (E). */
-void smoe_softmax_of(const float *logits, int64_t experts, float *max, float *sum);
+/* One token's logits (E): their max (NaN apart; -inf when there is none), the terms exp(logit - max) (E),
+ * their sum. */
+void smoe_softmax_of(const float *logits, int64_t experts, float *terms, float *max, float *sum);
 
 /* Weights of the K kept experts before the route scale, from logits (E); max and sum are read for
  * SOFTMAX_TOPK. All NaN when a kept logit is NaN. Returns what the weights were divided by when they were
