@@ -20,7 +20,7 @@ static void set_separate_logits(router_case *r, uint64_t *random)
     const smoe_layer *l = &r->c.layer;
     for (int64_t t = 0; t < l->tokens; t++) {
         float *row = r->logits + t * l->experts;
-        const float shift = t % 3 == 0 && l->score != SMOE_SIGMOID ? 200.0f : 0.0f; /* exp(200) is past f32 */
+        const float shift = t % 3 == 0 && l->score != SMOE_SIGMOID ? -200.0f : 0.0f; /* exp is 0 there */
         for (int64_t e = 0; e < l->experts; e++) row[e] = (float)(e - l->experts / 2) * 0.25f + shift;
         for (int64_t e = l->experts - 1; e > 0; e--) {
             const int64_t other = draw_below(random, e + 1);
