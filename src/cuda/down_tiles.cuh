@@ -1,0 +1,128 @@
+// Down-projection on the cooperative core, any shape: Y[r] = A[r] W2[e]^T + b2[e], 128 x 256 tiles, A and W2 by
+// TMA (zeros past n), Y by TMA (clipped at the chunk's columns), stored by warps 10 and 11.
+#pragma once
+#include "cooperative.cuh"
+#include "launch.h"
+#include "tma.cuh"
+
+namespace smoe {
+namespace down_tiles {
+
+using namespace cooperative;
+
+enum { BARRIERS = STAGING_END, SHARED_BYTES = BARRIERS + BARRIER_BYTES };
+static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+
+SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared, int steps)
+{
+    ring_position<STAGES> ring(1);
+    prefetch_map(&p.a);
+    prefetch_map(&p.w2);
+    prefetch_map(&p.y);
+    smoe_work next = {0, 0};
+    if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_work tile = next;
+        if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
+        const int weight_row =
+            smoe_work_expert(tile) * p.hidden + p.first_column + walk.column(unit) * TILE_COLUMNS;
+        for (int k = 0; k < steps; k++) {
+            barrier_wait(shared.empty(ring.stage), ring.phase);
+            const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
+            barrier_expect(full, STAGE_BYTES);
+            load_box(stage, &p.a, full, k * STEP, tile.row);
+            load_box(stage + A_BYTES, &p.w2, full, k * STEP, weight_row);
+            ring.advance();
+        }
+    }
+}
+
+SMOE_DEVICE void store_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared, int consumer)
+{
+    uint32_t count = 0;
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_work tile = walk.tile(unit);
+        if (consumer >= smoe_work_blocks(tile)) continue;
+        const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
+        for (int half = 0; half < 2; half++) {
+            const uint32_t slot = consumer * 2 + half, panel = shared.slot(slot);
+            const int column = walk.column(unit) * TILE_COLUMNS + half * 128;
+            barrier_wait(shared.slot_full(slot), count & 1);
+            if (column < p.columns) store_box(&p.y, panel, column, row);
+            if (column + 64 < p.columns) store_box(&p.y, panel + SMOE_PANEL_BYTES, column + 64, row);
+            commit_stores();
+            wait_stores_read<0>();
+            barrier_arrive(shared.slot_empty(slot));
+        }
+        count++;
+    }
+    wait_stores_done();
+}
+
+// b2 onto one half of the accumulators, whose first column in the chunk is `column`.
+template <typename T>
+SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_down &p, int expert, int column, int lane)
+{
+    const T *bias = (const T *)p.bias + (int64_t)expert * p.hidden + p.first_column;
+#pragma unroll
+    for (int block = 0; block < 16; block++) {
+        const int at = column + block * 8 + (lane & 3) * 2;
+        if (at < p.columns) {
+            const float left = to_float(bias[at]), right = to_float(bias[at + 1]);
+            acc[4 * block] += left;
+            acc[4 * block + 1] += right;
+            acc[4 * block + 2] += left;
+            acc[4 * block + 3] += right;
+        }
+    }
+}
+
+template <typename T>
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared, int steps,
+                                int consumer, int lane)
+{
+    ring_position<STAGES> ring(0);
+    uint32_t count = 0;
+    float acc[128];
+    smoe_work next = {0, 0};
+    if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_work tile = next;
+        if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
+        if (consumer >= smoe_work_blocks(tile)) {
+            pass_over(ring, shared, steps, lane);
+            continue;
+        }
+        multiply<T, false>(acc, ring, shared, steps, consumer, lane);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int column = walk.column(unit) * TILE_COLUMNS + half * 128;
+            if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), column, lane);
+            stage_half<T, false>(acc + half * 64, shared, consumer, half, count, 0, lane);
+        }
+        count++;
+    }
+}
+
+template <typename T> __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t base = shared_address(memory);
+    const shared_layout shared = {base, base + BARRIERS};
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) init_barriers(shared, 1);
+    __syncthreads();
+    const tile_walk walk(p.lists.tiles, p.lists.counts, (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
+    const int steps = (p.intermediate + STEP - 1) / STEP;
+    if (warp >= 8) {
+        give_registers<40>();
+        if (warp == 8 && lane == 0) load_tiles(p, walk, shared, steps);
+        if (warp >= 10 && lane == 0) store_tiles(p, walk, shared, warp - 10);
+    } else {
+        take_registers<232>();
+        multiply_tiles<T>(p, walk, shared, steps, warp >> 2, lane);
+    }
+}
+
+} // namespace down_tiles
+} // namespace smoe

@@ -1,0 +1,83 @@
+// mbarriers in shared memory, by their 32-bit address, and the ring position that counts through stages.
+#pragma once
+#include "ptx.cuh"
+
+namespace smoe {
+
+SMOE_DEVICE void barrier_init(uint32_t barrier, uint32_t arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// After the last barrier_init, before the CTA's __syncthreads.
+SMOE_DEVICE void barrier_init_done()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+SMOE_DEVICE void barrier_arrive(uint32_t barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// One arrival, and the phase also waits for `bytes` of TMA.
+SMOE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// An arrival that comes when all cp.async of this thread so far have landed; counted in barrier_init.
+SMOE_DEVICE void barrier_arrive_after_copies(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+SMOE_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
+// Waits for the phase of this parity to end. With SMOE_CUDA_TRAP a wait of about a second ends the kernel; the
+// mainloop of 192 accumulators has no registers for that (SAFE = false).
+template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)
+{
+#ifdef SMOE_CUDA_TRAP
+    if (SAFE) {
+        const uint32_t start = clock();
+        while (!barrier_try(barrier, parity))
+            if ((uint32_t)clock() - start > 1500000000u) __trap();
+        return;
+    }
+#endif
+    while (!barrier_try(barrier, parity)) {}
+}
+
+// A position in a ring of STAGES stages. Who reads starts with phase 0, who writes with phase 1: its first
+// round finds every stage free.
+template <int STAGES> struct ring_position {
+    uint32_t stage = 0, phase;
+    SMOE_DEVICE explicit ring_position(uint32_t first_phase) : phase(first_phase)
+    {
+    }
+    SMOE_DEVICE void advance()
+    {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+    SMOE_DEVICE void advance(uint32_t steps)
+    {
+        const uint32_t position = stage + steps;
+        phase ^= (position / STAGES) & 1;
+        stage = position % STAGES;
+    }
+};
+
+} // namespace smoe

@@ -1,0 +1,86 @@
+// Hopper instructions that have no C name: registers, fences, named barriers, stmatrix, 16-byte copies.
+#pragma once
+#include <cstdint>
+
+#define SMOE_DEVICE __device__ __forceinline__
+
+namespace smoe {
+
+SMOE_DEVICE uint32_t shared_address(const void *pointer)
+{
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+// The warp's number, known to the compiler to be the same in all its lanes.
+SMOE_DEVICE int warp_number()
+{
+    return __shfl_sync(~0u, (int)(threadIdx.x >> 5), 0);
+}
+
+// A CTA of 384 threads owns 384 x 168 registers; three warpgroups share them anew. Every warp of the group
+// executes it. 2 consumers + producer <= 504.
+template <int REGISTERS> SMOE_DEVICE void take_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS> SMOE_DEVICE void give_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// What ordinary stores and cp.async wrote to shared memory becomes visible to wgmma and TMA.
+SMOE_DEVICE void fence_async_proxy()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+SMOE_DEVICE void named_barrier_sync(int barrier, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+SMOE_DEVICE void named_barrier_arrive(int barrier, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+SMOE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
+                 "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+SMOE_DEVICE uint4 load_shared16(uint32_t address)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+SMOE_DEVICE void store_shared16(uint32_t address, uint4 v)
+{
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+// 16 bytes from global to shared memory; bytes = 0 writes zeros.
+SMOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
+// 16 bytes to global memory that this kernel will not read again.
+SMOE_DEVICE void store_streaming16(void *to, uint4 v)
+{
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+} // namespace smoe

@@ -1,0 +1,112 @@
+/* How the work of the grouped GEMMs is cut. An expert's rows stand in blocks of 64; a work list has one entry
+ * for every run of at most `limit` blocks of one expert, in row order. The plan writes two lists on the device:
+ * tiles (limit 2: the 128 rows of a CTA) and pieces (a long limit: what streams past resident weights).
+ * A unit of work is an entry and a column tile, the column tile fastest. */
+#ifndef SMOE_CUDA_SCHEDULER_H
+#define SMOE_CUDA_SCHEDULER_H
+
+#include "hd.h"
+
+enum { SMOE_BLOCK_ROWS = 64, SMOE_TILE_BLOCKS = 2 };
+
+typedef struct smoe_work {
+    int32_t row;  /* first padded row */
+    int32_t what; /* expert in the low 12 bits, blocks above them */
+} smoe_work;
+
+SMOE_HD smoe_work smoe_work_make(int32_t row, int32_t expert, int32_t blocks)
+{
+    const smoe_work work = {row, (int32_t)(expert | blocks << 12)};
+    return work;
+}
+
+SMOE_HD int32_t smoe_work_expert(smoe_work work)
+{
+    return work.what & 4095;
+}
+
+SMOE_HD int32_t smoe_work_blocks(smoe_work work)
+{
+    return work.what >> 12;
+}
+
+SMOE_HD int64_t smoe_divide_up(int64_t a, int64_t b)
+{
+    return (a + b - 1) / b;
+}
+
+/* Entry `i` of the `entries` that `blocks` blocks of an expert are cut into: as equal as they can be. */
+SMOE_HD int32_t smoe_cut(int32_t blocks, int32_t entries, int32_t i)
+{
+    return (int32_t)((int64_t)blocks * i / entries);
+}
+
+/* More entries than any routing of `rows` rows can make with this limit. */
+SMOE_HD int64_t smoe_work_bound(int64_t padded_rows, int64_t experts, int32_t limit)
+{
+    return padded_rows / SMOE_BLOCK_ROWS / limit + experts + 1;
+}
+
+/* The limit of the pieces: whole experts under even routing, so that weights are loaded once an expert; what
+ * is a quarter above the mean is cut, so that a skewed routing still spreads over the CTAs. */
+SMOE_HD int32_t smoe_piece_limit(int64_t rows, int64_t experts)
+{
+    const int64_t blocks = smoe_divide_up(rows * 5, experts * 4 * SMOE_BLOCK_ROWS);
+    return (int32_t)(blocks < 16 ? 16 : blocks > 4096 ? 4096 : blocks);
+}
+
+/* ---- Exact division of small numbers by one factor: i / divisor for i < 2^16, divisor 1..64 ---- */
+
+SMOE_HD uint32_t smoe_reciprocal(uint32_t divisor)
+{
+    return ((1u << 24) + divisor - 1) / divisor;
+}
+
+SMOE_HD uint32_t smoe_divide(uint32_t i, uint32_t reciprocal)
+{
+    return (uint32_t)((uint64_t)i * reciprocal >> 24);
+}
+
+/* ---- Shares of the weight-stationary down-projection ----
+ * Whole units go round the CTAs in full waves; the blocks of the units left over are shared out so that all
+ * CTAs end alike: CTA c lacks max(0, target - whole units of c) blocks and gets the rest in that proportion. */
+
+/* Blocks of the rest before the CTA whose predecessors lack `lacking_before` of `lacking` blocks in all. */
+SMOE_HD int64_t smoe_rest_share(int64_t rest, int64_t lacking_before, int64_t lacking, int32_t cta, int32_t ctas)
+{
+    return lacking > 0 ? rest * lacking_before / lacking : rest * cta / ctas;
+}
+
+/* ---- Which kernel multiplies A by W2 ---- */
+
+typedef enum smoe_down_kind {
+    SMOE_DOWN_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
+    SMOE_DOWN_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
+    SMOE_DOWN_STATIONARY = 2, /* 256 columns of weights stay in shared memory, K <= 256 */
+} smoe_down_kind;
+
+/* Relative speed of the three on full tiles (docs/lab-notebook.md) times the share of columns that is real. */
+static inline double smoe_down_merit(smoe_down_kind kind, int64_t intermediate, int64_t columns)
+{
+    const int64_t width = kind == SMOE_DOWN_PING_PONG ? 192 : 256;
+    const double real = (double)columns / (double)(smoe_divide_up(columns, width) * width);
+    switch (kind) {
+    case SMOE_DOWN_TILES: return real;
+    case SMOE_DOWN_PING_PONG: return real * (intermediate <= 512 ? 1.04 : intermediate <= 1024 ? 1.015 : 0.99);
+    case SMOE_DOWN_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.12 : 0.0;
+    }
+    return 0.0;
+}
+
+static inline smoe_down_kind smoe_down_choose(int64_t intermediate, int64_t columns, int bias)
+{
+    smoe_down_kind best = SMOE_DOWN_TILES;
+    if (bias) return best;
+    for (int kind = SMOE_DOWN_PING_PONG; kind <= SMOE_DOWN_STATIONARY; kind++)
+        if (smoe_down_merit((smoe_down_kind)kind, intermediate, columns) >
+            smoe_down_merit(best, intermediate, columns))
+            best = (smoe_down_kind)kind;
+    return best;
+}
+
+#endif

@@ -1,0 +1,232 @@
+// Up-projection: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]).
+//
+// FLOPs 2 R d h (h = 2n gated, n plain); bytes: X gathered once a column tile (L2 serves all but the first),
+// W1 once, H 2 R h and A 2 R n written. Tile 128 x 256 on the cooperative core: the largest that leaves room
+// for staging, and at K = d >= 768 as fast as cuBLAS.
+//
+// X rows are gathered by cp.async straight into the swizzled stage by warps 8 and 9; rows that are padding, and
+// columns past d, are written as zeros, so no expert's tail sees another expert's data. Warps 10 and 11 store H,
+// activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the tensor map.
+#include "activation.cuh"
+#include "cooperative.cuh"
+#include "launch.h"
+#include "tma.cuh"
+
+namespace smoe {
+namespace {
+
+using namespace cooperative;
+
+enum {
+    LOADERS = 64,
+    ROWS_A_LOADER = TILE_ROWS / (LOADERS / 8), // eight threads copy the 128 bytes of a row
+    ACTIVATED = STAGING_END,                   // a panel of A for each store warp
+    BARRIERS = ACTIVATED + 2 * SMOE_PANEL_BYTES,
+    SHARED_BYTES = BARRIERS + BARRIER_BYTES
+};
+static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+
+// A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `chunk` of the
+// eight reads the tokens of rows i = 2 chunk and 2 chunk + 1. Rows of a block that does not exist: none.
+SMOE_DEVICE int2 read_tokens(const smoe_cuda_up &p, smoe_work tile, int row0, int chunk)
+{
+    if (chunk >= 4 && smoe_work_blocks(tile) == 1) return {-1, -1};
+    const int32_t *rows = p.row_token + tile.row + row0 + 16 * chunk;
+    return {__ldg(rows), __ldg(rows + 8)};
+}
+
+SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared, int steps)
+{
+    const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
+    const uint32_t to = smoe_panel_offset(row0, chunk);
+    const uint32_t row_bytes = (uint32_t)p.hidden * 2;
+    ring_position<STAGES> ring(1);
+    int2 next = {-1, -1};
+    smoe_work tile = {0, 0};
+    if (blockIdx.x < walk.units) {
+        tile = walk.tile(blockIdx.x);
+        next = read_tokens(p, tile, row0, chunk);
+    }
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        uint32_t token[ROWS_A_LOADER], real = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS_A_LOADER; i++) {
+            const int row = __shfl_sync(~0u, i & 1 ? next.y : next.x, (thread & 24) | i >> 1);
+            real |= (row >= 0 ? 1u : 0u) << i;
+            token[i] = (uint32_t)max(row, 0);
+        }
+        const smoe_work now = tile;
+        if (unit + gridDim.x < walk.units) {
+            tile = walk.tile(unit + gridDim.x);
+            if (tile.row != now.row) next = read_tokens(p, tile, row0, chunk);
+        }
+        const int group = walk.column(unit) * (p.gated ? 16 : 32); // of eight features
+        const char *from = (const char *)p.x + chunk * 16;
+        for (int k = 0; k < steps; k++) {
+            barrier_wait(shared.empty(ring.stage), ring.phase);
+            const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
+            if (thread == 0) {
+                barrier_expect(full, B_BYTES);
+                load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, smoe_work_expert(now));
+            }
+            const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
+#pragma unroll
+            for (int i = 0; i < ROWS_A_LOADER; i++)
+                copy16_async(stage + to + i * 8 * SMOE_PANEL_ROW_BYTES, from + (uint64_t)token[i] * row_bytes,
+                             wanted >> i & 1 ? 16u : 0u);
+            barrier_arrive_after_copies(full);
+            from += STEP * 2;
+            ring.advance();
+        }
+    }
+    for (int i = 0; i < STAGES; i++) { // the last copies have landed and been read
+        barrier_wait(shared.empty(ring.stage), ring.phase);
+        ring.advance();
+    }
+}
+
+// One panel of H (gated: and its up panel) has been staged at `panel`: activate it and store A.
+template <typename T>
+SMOE_DEVICE void store_activated(const smoe_cuda_up &p, uint32_t panel, uint32_t out, int feature, int row, int lane)
+{
+    activate_panel<T>(p.activation, panel, panel + SMOE_PANEL_BYTES, out, lane);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+        store_box(&p.a, out, feature, row);
+        commit_stores();
+    }
+}
+
+// A store warp carries its consumer's slots away, one after the other.
+template <typename T>
+SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared, int consumer,
+                             int lane)
+{
+    const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_PANEL_BYTES;
+    const int slot_features = p.gated ? 64 : 128;
+    uint32_t count = 0;
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_work tile = walk.tile(unit);
+        if (consumer >= smoe_work_blocks(tile)) continue;
+        const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
+        for (int half = 0; half < 2; half++) {
+            const uint32_t slot = consumer * 2 + half, panel = shared.slot(slot);
+            const int feature = (walk.column(unit) * 2 + half) * slot_features;
+            barrier_wait(shared.slot_full(slot), count & 1);
+            if (p.store_h && lane == 0) {
+                store_box(&p.h, panel, feature, 0, row);
+                if (p.gated)
+                    store_box(&p.h, panel + SMOE_PANEL_BYTES, feature, 1, row);
+                else
+                    store_box(&p.h, panel + SMOE_PANEL_BYTES, feature + 64, 0, row);
+            }
+            if (lane == 0) commit_stores();
+            if (feature < p.intermediate) store_activated<T>(p, panel, out, feature, row, lane);
+            if (!p.gated && feature + 64 < p.intermediate) {
+                if (lane == 0) wait_stores_read<0>(); // the first panel has left `out`
+                __syncwarp();
+                store_activated<T>(p, panel + SMOE_PANEL_BYTES, out, feature + 64, row, lane);
+            }
+            if (lane == 0) {
+                wait_stores_read<0>();
+                barrier_arrive(shared.slot_empty(slot));
+            }
+        }
+        count++;
+    }
+    if (lane == 0) wait_stores_done();
+}
+
+// b1 onto one half of the accumulators.
+template <typename T>
+SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_up &p, int expert, int column_tile, int half, int lane)
+{
+    const int n = p.intermediate, feature_step = p.gated && p.interleaved ? 2 : 1;
+    const int up_step = p.gated ? p.interleaved ? 1 : n : 0;
+    const T *bias = (const T *)p.bias + (int64_t)expert * (p.gated ? 2 * n : n);
+#pragma unroll
+    for (int block = 0; block < 16; block++) {
+        const int feature = smoe_block_feature(column_tile, half, block, p.gated) + (lane & 3) * 2;
+        if (feature < n) {
+            const T *at = bias + feature * feature_step + (block & 1) * up_step;
+            const float left = to_float(at[0]), right = to_float(at[feature_step]);
+            acc[4 * block] += left;
+            acc[4 * block + 1] += right;
+            acc[4 * block + 2] += left;
+            acc[4 * block + 3] += right;
+        }
+    }
+}
+
+template <typename T>
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared, int steps,
+                                int consumer, int lane)
+{
+    ring_position<STAGES> ring(0);
+    uint32_t count = 0;
+    float acc[128];
+    smoe_work next = {0, 0};
+    if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_work tile = next;
+        if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
+        if (consumer >= smoe_work_blocks(tile)) {
+            pass_over(ring, shared, steps, lane);
+            continue;
+        }
+        multiply<T, true>(acc, ring, shared, steps, consumer, lane);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), walk.column(unit), half, lane);
+            stage_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
+        }
+        count++;
+    }
+}
+
+template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ smoe_cuda_up p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t base = shared_address(memory);
+    const shared_layout shared = {base, base + BARRIERS};
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) init_barriers(shared, 1 + LOADERS);
+    __syncthreads();
+    const int slot_features = p.gated ? 128 : 256;
+    const tile_walk walk(p.lists.tiles, p.lists.counts, (p.intermediate + slot_features - 1) / slot_features);
+    const int steps = (p.hidden + STEP - 1) / STEP;
+    if (warp >= 8) {
+        give_registers<72>();
+        if (warp < 10)
+            load_tiles(p, walk, shared, steps);
+        else
+            store_tiles<T>(p, walk, shared, warp - 10, lane);
+    } else {
+        take_registers<216>();
+        multiply_tiles<T>(p, walk, shared, steps, warp >> 2, lane);
+    }
+}
+
+template <typename T> cudaError_t allow_shared()
+{
+    return cudaFuncSetAttribute((const void *)up<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+}
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_up_init(void)
+{
+    const cudaError_t status = smoe::allow_shared<__nv_bfloat16>();
+    return status == cudaSuccess ? smoe::allow_shared<__half>() : status;
+}
+
+extern "C" cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *p, smoe_type dtype, int ctas, cudaStream_t stream)
+{
+    if (dtype == SMOE_BF16)
+        smoe::up<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+    else
+        smoe::up<__half><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+    return cudaGetLastError();
+}
