@@ -1,0 +1,629 @@
+/* The cuda backend's forward on a GPU, against plain loops on the host.
+ *
+ * Exact cases: small integers, an activation that keeps them integers, weights that are powers of two: H and O are
+ * compared bit for bit, the plan array for array. Rounded cases: normal data, relative Frobenius error. Every buffer
+ * is poisoned and stands between canaries. Then: NaN isolation between experts, chunks, repeats beside a second
+ * stream that hammers memory. Exit 0 all right, 1 something wrong, 77 no device. */
+#define _GNU_SOURCE
+#include "gpu.h"
+
+#include <math.h>
+#include <smoe.h>
+
+/* ---- 16-bit types on the host */
+
+static float to_float(smoe_type type, uint16_t v)
+{
+    if (type == SMOE_BF16) {
+        const uint32_t bits = (uint32_t)v << 16;
+        float f;
+        memcpy(&f, &bits, 4);
+        return f;
+    }
+    const int sign = v >> 15, exponent = v >> 10 & 31, mantissa = v & 1023;
+    double f = exponent == 31 ? (mantissa ? NAN : INFINITY)
+               : exponent     ? ldexp(1024 + mantissa, exponent - 25)
+                              : ldexp(mantissa, -24);
+    return (float)(sign ? -f : f);
+}
+
+static uint16_t from_double(smoe_type type, double value)
+{
+    if (isnan(value)) return type == SMOE_BF16 ? 0x7fff : 0x7fff;
+    const int digits = type == SMOE_BF16 ? 8 : 11, low = type == SMOE_BF16 ? -126 : -14;
+    int exponent;
+    frexp(value, &exponent);
+    if (value == 0 || exponent - 1 < low) exponent = low + 1;
+    const double unit = ldexp(1, exponent - digits), rounded = nearbyint(value / unit) * unit;
+    if (type == SMOE_BF16) {
+        const float f = (float)rounded;
+        uint32_t bits;
+        memcpy(&bits, &f, 4);
+        return (uint16_t)(bits >> 16);
+    }
+    const double size = fabs(rounded);
+    const uint16_t sign = signbit(value) ? 0x8000 : 0;
+    if (size > 65504) return sign | 0x7c00;
+    if (size < ldexp(1, -14)) return sign | (uint16_t)(size * ldexp(1, 24));
+    frexp(size, &exponent);
+    return sign | (uint16_t)((exponent + 14) << 10 | ((int)ldexp(size, 11 - exponent) & 1023));
+}
+
+/* ---- Random numbers */
+
+static uint32_t hash(uint64_t i, uint32_t seed)
+{
+    uint64_t z = i * 0x9E3779B97F4A7C15ull + seed * 0xD1B54A32D192ED03ull + 0x2545F4914F6CDD1Dull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return (uint32_t)((z ^ (z >> 31)) >> 16);
+}
+
+static double normal(uint64_t i, uint32_t seed)
+{
+    const double a = (hash(2 * i, seed) + 1.0) / 4294967297.0, b = hash(2 * i + 1, seed) / 4294967296.0;
+    return sqrt(-2 * log(a)) * cos(6.283185307179586 * b);
+}
+
+static uint16_t *fill(smoe_type type, size_t count, uint32_t seed, int integers, double scale)
+{
+    uint16_t *v = malloc(count * 2 + 2);
+#pragma omp parallel for
+    for (size_t i = 0; i < count; i++)
+        v[i] = from_double(type, integers ? (hash(i, seed) % 8 < 3 ? (int)(hash(i, seed + 7) % 3) - 1 : 0)
+                                          : scale * normal(i, seed));
+    return v;
+}
+
+/* ---- Cases */
+
+typedef enum routing { UNIFORM, RANDOM, ONE_EXPERT, HALF_EMPTY, EDGES, INVALID, REPEATED } routing;
+
+typedef struct test_case {
+    const char *name;
+    int64_t tokens, hidden, intermediate, experts, topk;
+    smoe_activation activation;
+    routing routing;
+    smoe_type dtype;
+    smoe_layout layout;
+    int rows, bias, inference, chunks, wide, rounded;
+} test_case;
+
+typedef struct host_plan {
+    int32_t *counts, *offsets, *blocks, *order, *row_token, *token_offsets, *token_rows;
+    float *row_weight;
+    int64_t rows, padded;
+} host_plan;
+
+static void route(const test_case *c, int32_t *ids, float *weights)
+{
+    enum { EDGE_COUNTS = 15 };
+    static const int edges[EDGE_COUNTS] = {0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320};
+    const int64_t T = c->tokens, E = c->experts, K = c->topk;
+    int edge = 0, left = edges[0];
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t k = 0; k < K; k++) {
+            int32_t id = 0;
+            switch (c->routing) {
+            case UNIFORM: id = (int32_t)((t * K + k) % E); break;
+            case ONE_EXPERT: id = (int32_t)((E / 2 + k) % E); break;
+            case EDGES: /* K = 1: counts in this order, the rest to the last */
+                while (left == 0 && edge < EDGE_COUNTS) left = ++edge < EDGE_COUNTS ? edges[edge] : -1;
+                id = edge;
+                left--;
+                break;
+            default: {
+                int again = 1;
+                for (uint32_t turn = 0; again; turn++) {
+                    id = (int32_t)(hash((uint64_t)(t * K + k), 100 + turn) % (uint64_t)E);
+                    if (c->routing == HALF_EMPTY) id = id / 2 * 2;
+                    again = 0;
+                    if (c->routing != REPEATED)
+                        for (int64_t j = 0; j < k; j++) again |= ids[t * K + j] == id;
+                    if (c->routing == INVALID && hash((uint64_t)(t * K + k), 55) % 4 == 0) {
+                        id = hash((uint64_t)t, 56) % 2 ? -1 : (int32_t)E;
+                        again = 0;
+                    }
+                }
+            }
+            }
+            ids[t * K + k] = id;
+            weights[t * K + k] = c->rounded ? (hash((uint64_t)(t * K + k), 9) % 1000 + 1) / 1000.0f
+                                            : ldexpf(1, (int)(hash((uint64_t)(t * K + k), 9) % 4) - 2);
+        }
+}
+
+static host_plan plan_on_host(const test_case *c, const int32_t *ids, const float *weights, int64_t padded)
+{
+    const int64_t T = c->tokens, E = c->experts, K = c->topk;
+    host_plan p = {calloc(E, 4), calloc(E + 1, 4), calloc(E + 1, 4), calloc(E, 4), malloc(padded * 4),
+                   calloc(T + 1, 4), malloc((T * K + 1) * 4), calloc(padded, 4), 0, padded};
+    char *counts_pair = calloc(T * K, 1);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t k = 0; k < K; k++) {
+            const int32_t id = ids[t * K + k];
+            int real = id >= 0 && id < E;
+            for (int64_t j = 0; j < k; j++) real &= ids[t * K + j] != id;
+            counts_pair[t * K + k] = (char)real;
+            if (real) p.counts[id]++;
+        }
+    for (int64_t e = 0; e < E; e++) {
+        p.offsets[e + 1] = p.offsets[e] + p.counts[e];
+        p.blocks[e + 1] = p.blocks[e] + (p.counts[e] + 63) / 64;
+        int place = 0;
+        for (int64_t f = 0; f < E; f++) place += p.counts[f] > p.counts[e] || (p.counts[f] == p.counts[e] && f < e);
+        p.order[place] = (int32_t)e;
+    }
+    memset(p.row_token, 0xFF, padded * 4);
+    int32_t *used = calloc(E, 4);
+    for (int64_t t = 0; t < T; t++) {
+        p.token_offsets[t + 1] = p.token_offsets[t];
+        for (int64_t k = 0; k < K; k++) {
+            if (!counts_pair[t * K + k]) continue;
+            const int32_t e = ids[t * K + k], row = p.blocks[e] * 64 + used[e]++;
+            p.row_token[row] = (int32_t)t;
+            p.row_weight[row] = weights[t * K + k];
+            int32_t at = p.token_offsets[t + 1]++;
+            for (; at > p.token_offsets[t] && p.token_rows[at - 1] > row; at--) p.token_rows[at] = p.token_rows[at - 1];
+            p.token_rows[at] = row;
+        }
+    }
+    p.rows = p.offsets[E];
+    free(used);
+    free(counts_pair);
+    return p;
+}
+
+static double activate(smoe_activation kind, double g, double u)
+{
+    switch (kind) {
+    case SMOE_SWIGLU: return g / (1 + exp(-g)) * u;
+    case SMOE_GEGLU: return 0.5 * g * (1 + erf(g * sqrt(0.5))) * u;
+    case SMOE_GEGLU_TANH: return 0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * u;
+    case SMOE_REGLU: return fmax(g, 0) * u;
+    case SMOE_SWIGLU_OAI: {
+        const double h = fmin(g, 7), v = fmax(-7, fmin(u, 7));
+        return h / (1 + exp(-1.702 * h)) * (v + 1);
+    }
+    case SMOE_SILU: return g / (1 + exp(-g));
+    case SMOE_GELU: return 0.5 * g * (1 + erf(g * sqrt(0.5)));
+    case SMOE_RELU: return fmax(g, 0);
+    default: return fmax(g, 0) * fmax(g, 0);
+    }
+}
+
+/* H and O as they must be: double arithmetic, rounded where the library stores. `pads` too: rows of padding. */
+static void forward_on_host(const test_case *c, const host_plan *p, const uint16_t *x, const uint16_t *w1,
+                            const uint16_t *b1, const uint16_t *w2, const uint16_t *b2, uint16_t *h, double *out)
+{
+    const int64_t d = c->hidden, n = c->intermediate, E = c->experts;
+    const int gated = c->activation < SMOE_SILU;
+    const int64_t width = gated ? 2 * n : n;
+    const smoe_type type = c->dtype;
+    float *xf = malloc(c->tokens * d * 4), *w1f = malloc(E * width * d * 4), *w2f = malloc(E * d * n * 4);
+    double *y = malloc(p->padded * d * 8 + 8);
+#pragma omp parallel for
+    for (int64_t i = 0; i < c->tokens * d; i++) xf[i] = to_float(type, x[i]);
+#pragma omp parallel for
+    for (int64_t i = 0; i < E * width * d; i++) w1f[i] = to_float(type, w1[i]);
+#pragma omp parallel for
+    for (int64_t i = 0; i < E * d * n; i++) w2f[i] = to_float(type, w2[i]);
+#pragma omp parallel for schedule(dynamic, 8)
+    for (int64_t r = 0; r < (int64_t)p->blocks[E] * 64; r++) {
+        int64_t e = 0;
+        while (p->blocks[e + 1] * 64 <= r) e++;
+        const float *row = p->row_token[r] >= 0 ? xf + p->row_token[r] * d : NULL;
+        float *a = malloc(n * 4);
+        for (int64_t j = 0; j < width; j++) { /* column j of H: gate columns, then up columns */
+            const int64_t from = !gated || c->layout == SMOE_CONCATENATED ? j : j < n ? 2 * j : 2 * (j - n) + 1;
+            const float *w = w1f + (e * width + from) * d;
+            double sum = 0;
+            if (row)
+                for (int64_t i = 0; i < d; i++) sum += (double)row[i] * w[i];
+            if (b1) sum += to_float(type, b1[e * width + from]);
+            h[r * width + j] = from_double(type, sum);
+        }
+        for (int64_t j = 0; j < n; j++)
+            a[j] = to_float(type, from_double(type, activate(c->activation, to_float(type, h[r * width + j]),
+                                                             gated ? to_float(type, h[r * width + n + j]) : 0)));
+        for (int64_t j = 0; j < d; j++) {
+            const float *w = w2f + (e * d + j) * n;
+            double sum = b2 ? to_float(type, b2[e * d + j]) : 0;
+            for (int64_t i = 0; i < n; i++) sum += (double)a[i] * w[i];
+            y[r * d + j] = to_float(type, from_double(type, sum));
+        }
+        free(a);
+    }
+#pragma omp parallel for
+    for (int64_t t = 0; t < c->tokens; t++)
+        for (int64_t j = 0; j < d; j++) {
+            double sum = 0;
+            for (int32_t i = p->token_offsets[t]; i < p->token_offsets[t + 1]; i++)
+                sum += (double)p->row_weight[p->token_rows[i]] * y[p->token_rows[i] * d + j];
+            out[t * d + j] = sum;
+        }
+    free(xf), free(w1f), free(w2f), free(y);
+}
+
+static int wrong_total;
+
+static int report(const char *name, const char *what, int64_t wrong, int64_t of, int64_t first)
+{
+    if (!wrong) return 0;
+    printf("WRONG %-28s %-14s %lld of %lld, first at %lld\n", name, what, (long long)wrong, (long long)of,
+           (long long)first);
+    wrong_total++;
+    return 1;
+}
+
+static void compare_words(const char *name, const char *what, const void *device, const void *want, int64_t count)
+{
+    const uint32_t *got = gpu_read(device, count * 4), *expected = want;
+    int64_t wrong = 0, first = -1;
+    for (int64_t i = 0; i < count; i++)
+        if (got[i] != expected[i]) {
+            if (first < 0) first = i;
+            wrong++;
+        }
+    if (report(name, what, wrong, count, first))
+        printf("      got %d want %d\n", (int)got[first], (int)expected[first]);
+    free((void *)got);
+}
+
+static void compare_halves(const char *name, const char *what, smoe_type type, const uint16_t *got,
+                           const uint16_t *want, int64_t rows, int64_t columns)
+{
+    int64_t wrong = 0, first = -1;
+    for (int64_t i = 0; i < rows * columns; i++)
+        if (got[i] != want[i] && !(to_float(type, got[i]) == 0 && to_float(type, want[i]) == 0)) {
+            if (first < 0) first = i;
+            wrong++;
+        }
+    if (report(name, what, wrong, rows * columns, first))
+        printf("      row %lld column %lld: got %g want %g\n", (long long)(first / columns),
+               (long long)(first % columns), to_float(type, got[first]), to_float(type, want[first]));
+}
+
+static void must(smoe_context *context, smoe_status status, const char *what)
+{
+    if (status == SMOE_OK) return;
+    printf("%s: %s: %s\n", what, smoe_status_string(status), smoe_last_error(context));
+    exit(3);
+}
+
+static smoe_layer layer_of(const test_case *c)
+{
+    smoe_layer layer = SMOE_LAYER_INIT;
+    layer.tokens = c->rows ? c->tokens * c->topk : c->tokens;
+    layer.hidden = c->hidden;
+    layer.intermediate = c->intermediate;
+    layer.experts = c->experts;
+    layer.topk = c->rows ? 1 : c->topk;
+    layer.dtype = c->dtype;
+    layer.activation = c->activation;
+    layer.layout = c->layout;
+    layer.entry = c->rows ? SMOE_FROM_ROWS : SMOE_FROM_TOPK;
+    layer.index_type = c->wide ? SMOE_I64 : SMOE_I32;
+    layer.inference = c->inference;
+    layer.chunks = c->chunks ? c->chunks : 1;
+    return layer;
+}
+
+static void *widen(const int32_t *from, int64_t count, int wide)
+{
+    int64_t *to = malloc(count * 8);
+    for (int64_t i = 0; i < count; i++)
+        if (wide)
+            to[i] = from[i];
+        else
+            ((int32_t *)to)[i] = from[i];
+    return to;
+}
+
+static void check_case(smoe_context *context, const test_case *given)
+{
+    /* For FROM_ROWS the case is a way-2 case with K = 1 whose tokens are sorted by expert. */
+    test_case c = *given;
+    if (c.rows) c.tokens *= c.topk, c.topk = 1;
+    const int64_t T = c.tokens, d = c.hidden, n = c.intermediate, E = c.experts, K = c.topk;
+    const int gated = c.activation < SMOE_SILU;
+    const int64_t width = gated ? 2 * n : n;
+    smoe_layer layer = layer_of(given);
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &layer, &sizes), c.name);
+
+    int32_t *ids = malloc(T * K * 4), *offsets = calloc(E + 1, 4);
+    float *weights = malloc(T * K * 4);
+    route(&c, ids, weights);
+    const int64_t live = c.rows ? T - T / 7 : T; /* FROM_ROWS: rows past offsets[E] */
+    if (c.rows) {
+        for (int64_t t = 0; t < live; t++) ids[t] = (int32_t)(t * E / live / 2 * 2 % E); /* sorted, some empty */
+        for (int64_t t = live; t < T; t++) ids[t] = -1;
+        for (int64_t t = 0; t < live; t++) offsets[ids[t] + 1]++;
+        for (int64_t e = 0; e < E; e++) offsets[e + 1] += offsets[e];
+    }
+    const host_plan p = plan_on_host(&c, ids, weights, sizes.padded_rows);
+    const int integers = !c.rounded;
+    uint16_t *x = fill(c.dtype, T * d, 1, integers, 1), *w1 = fill(c.dtype, E * width * d, 2, integers, 1 / sqrt(d));
+    uint16_t *w2 = fill(c.dtype, E * d * n, 3, integers, 1 / sqrt(n));
+    uint16_t *b1 = c.bias ? fill(c.dtype, E * width, 4, integers, 1) : NULL;
+    uint16_t *b2 = c.bias ? fill(c.dtype, E * d, 5, integers, 1) : NULL;
+    uint16_t *h = calloc(p.padded * width + 1, 2), *want = malloc(T * d * 2);
+    double *out = malloc(T * d * 8);
+    forward_on_host(&c, &p, x, w1, b1, w2, b2, h, out);
+    for (int64_t i = 0; i < T * d; i++) want[i] = from_double(c.dtype, out[i]);
+
+    void *given_ids = widen(ids, T * K, c.wide), *given_offsets = widen(offsets, E + 1, c.wide);
+    gpu_buffer buffers[12] = {
+        gpu_copy(x, T * d * 2),
+        gpu_copy(w1, E * width * d * 2),
+        gpu_copy(w2, E * d * n * 2),
+        b1 ? gpu_copy(b1, E * width * 2) : (gpu_buffer){0},
+        b2 ? gpu_copy(b2, E * d * 2) : (gpu_buffer){0},
+        gpu_copy(given_ids, T * K * (c.wide ? 8 : 4)),
+        gpu_copy(weights, T * K * 4),
+        gpu_copy(given_offsets, (E + 1) * (c.wide ? 8 : 4)),
+        gpu_alloc(T * d * 2),
+        gpu_alloc(sizes.saved_buffer_bytes),
+        gpu_alloc(sizes.scratch_forward_bytes),
+    };
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.x = buffers[0].memory, args.w1 = buffers[1].memory, args.w2 = buffers[2].memory;
+    args.b1 = buffers[3].memory, args.b2 = buffers[4].memory;
+    if (c.rows)
+        args.offsets = buffers[7].memory, args.row_weights = (const float *)buffers[6].memory;
+    else
+        args.topk_ids = buffers[5].memory, args.topk_weights = (const float *)buffers[6].memory;
+    args.out = buffers[8].memory;
+    if (!c.inference) args.saved = buffers[9].memory, args.saved_size = sizes.saved_buffer_bytes;
+    args.scratch = buffers[10].memory, args.scratch_size = sizes.scratch_forward_bytes;
+    const int before = wrong_total;
+    must(context, smoe_layer_forward(context, &layer, &args, NULL), c.name);
+    CHECK_CUDA(cudaDeviceSynchronize());
+
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    must(context, smoe_view_plan(context, &layer, &args, &view), c.name);
+    compare_words(c.name, "counts", view.counts, p.counts, E);
+    compare_words(c.name, "offsets", view.offsets, p.offsets, E + 1);
+    compare_words(c.name, "block_offsets", view.block_offsets, p.blocks, E + 1);
+    compare_words(c.name, "order", view.order, p.order, E);
+    compare_words(c.name, "row_token", view.row_token, p.row_token, p.padded);
+    compare_words(c.name, "row_weight", view.row_weight, p.row_weight, p.padded);
+    compare_words(c.name, "token_offsets", view.token_offsets, p.token_offsets, T + 1);
+    compare_words(c.name, "token_rows", view.token_rows, p.token_rows, p.rows);
+
+    uint16_t *got = gpu_read(args.out, T * d * 2);
+    const char *note = "";
+    char text[64];
+    if (integers) {
+        if (!c.inference) {
+            uint16_t *got_h = gpu_read(view.h, p.padded * width * 2);
+            compare_halves(c.name, "h", c.dtype, got_h, h, (int64_t)p.blocks[E] * 64, width);
+            int64_t touched = 0;
+            for (int64_t i = (int64_t)p.blocks[E] * 64 * width; i < p.padded * width; i++) touched += got_h[i] != 0xFFFF;
+            report(c.name, "h past rows", touched, p.padded * width, 0);
+            free(got_h);
+        }
+        compare_halves(c.name, "out", c.dtype, got, want, T, d);
+    } else {
+        double error = 0, size = 0;
+        for (int64_t i = 0; i < T * d; i++) {
+            const double e = to_float(c.dtype, got[i]) - out[i];
+            error += e * e;
+            size += out[i] * out[i];
+        }
+        const double relative = sqrt(error / size), limit = c.dtype == SMOE_BF16 ? 5e-3 : 1e-3;
+        report(c.name, "relative error", !(relative <= limit), 1, 0);
+        snprintf(text, sizeof text, "relative error %.2e", relative);
+        note = text;
+    }
+    int canaries = 0;
+    for (int i = 0; i < 11; i++) canaries += gpu_free(buffers[i]);
+    report(c.name, "canaries", canaries, 11, 0);
+    printf("%-28s %s %s\n", c.name, wrong_total == before ? "ok" : "WRONG", note);
+    fflush(stdout);
+    free(ids), free(offsets), free(weights), free(x), free(w1), free(w2), free(b1), free(b2), free(h), free(want);
+    free(out), free(got), free(given_ids), free(given_offsets);
+    free(p.counts), free(p.offsets), free(p.blocks), free(p.order), free(p.row_token), free(p.token_offsets);
+    free(p.token_rows), free(p.row_weight);
+}
+
+/* Launches again and again beside a stream that copies memory about; every output must repeat the first. */
+static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launches, int chunks)
+{
+    const int64_t T = 2048, E = 16, K = 4;
+    test_case c = {"repeats", T, d, n, E, K, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_CONCATENATED, 0, 0, 0, chunks, 0, 1};
+    smoe_layer layer = layer_of(&c);
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &layer, &sizes), c.name);
+    int32_t *ids = malloc(T * K * 4);
+    float *weights = malloc(T * K * 4);
+    route(&c, ids, weights);
+    uint16_t *x = fill(c.dtype, T * d, 1, 0, 1), *w1 = fill(c.dtype, E * 2 * n * d, 2, 0, 1 / sqrt(d));
+    uint16_t *w2 = fill(c.dtype, E * d * n, 3, 0, 1 / sqrt(n));
+    gpu_buffer b[] = {gpu_copy(x, T * d * 2),
+                      gpu_copy(w1, E * 2 * n * d * 2),
+                      gpu_copy(w2, E * d * n * 2),
+                      gpu_copy(ids, T * K * 4),
+                      gpu_copy(weights, T * K * 4),
+                      gpu_alloc(T * d * 2),
+                      gpu_alloc(sizes.saved_buffer_bytes),
+                      gpu_alloc(sizes.scratch_forward_bytes),
+                      gpu_alloc(256 << 20)};
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.x = b[0].memory, args.w1 = b[1].memory, args.w2 = b[2].memory, args.topk_ids = b[3].memory;
+    args.topk_weights = (const float *)b[4].memory, args.out = b[5].memory;
+    args.saved = b[6].memory, args.saved_size = sizes.saved_buffer_bytes;
+    args.scratch = b[7].memory, args.scratch_size = sizes.scratch_forward_bytes;
+    cudaStream_t work, hammer;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&work, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaStreamCreateWithFlags(&hammer, cudaStreamNonBlocking));
+    uint16_t *first = NULL, *h = NULL;
+    int64_t differing = 0;
+    const size_t h_bytes = (size_t)(sizes.padded_rows * 2 * n * 2);
+    for (int i = 0; i < launches; i++) {
+        if (i % 8 == 0) CHECK_CUDA(cudaMemcpyAsync(b[8].memory, b[8].memory + (128 << 20), 128 << 20, cudaMemcpyDeviceToDevice, hammer));
+        CHECK_CUDA(cudaMemsetAsync(args.out, 0xFF, T * d * 2, work));
+        must(context, smoe_layer_forward(context, &layer, &args, work), c.name);
+        if (i % 20 && i != launches - 1) continue;
+        CHECK_CUDA(cudaStreamSynchronize(work));
+        uint16_t *got = gpu_read(args.out, T * d * 2), *got_h = gpu_read(args.saved, h_bytes);
+        if (!first)
+            first = got, h = got_h;
+        else {
+            differing += memcmp(first, got, T * d * 2) != 0;
+            differing += memcmp(h, got_h, h_bytes) != 0;
+            free(got), free(got_h);
+        }
+    }
+    char name[64];
+    snprintf(name, sizeof name, "repeats d %d n %d", (int)d, (int)n);
+    report(name, "differing", differing, launches / 20, 0);
+    printf("%-28s %d launches, %d compared, %lld differ\n", name, launches, launches / 20, (long long)differing);
+    int canaries = 0;
+    for (size_t i = 0; i < sizeof b / sizeof b[0]; i++) canaries += gpu_free(b[i]);
+    report(name, "canaries", canaries, 9, 0);
+    CHECK_CUDA(cudaStreamDestroy(work));
+    CHECK_CUDA(cudaStreamDestroy(hammer));
+    free(ids), free(weights), free(x), free(w1), free(w2), free(first), free(h);
+}
+
+/* K = 1: NaN in one expert's weights or tokens changes no bit of any other token's output. */
+static void check_isolation(smoe_context *context, int64_t d, int64_t n)
+{
+    const int64_t T = 1000, E = 7, bad = 3;
+    test_case c = {"isolation", T, d, n, E, 1, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_CONCATENATED, 0, 0, 0, 1, 0, 1};
+    smoe_layer layer = layer_of(&c);
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &layer, &sizes), c.name);
+    int32_t *ids = malloc(T * 4);
+    float *weights = malloc(T * 4);
+    route(&c, ids, weights);
+    uint16_t *x = fill(c.dtype, T * d, 1, 0, 1), *w1 = fill(c.dtype, E * 2 * n * d, 2, 0, 1 / sqrt(d));
+    uint16_t *w2 = fill(c.dtype, E * d * n, 3, 0, 1 / sqrt(n));
+    uint16_t *out[2];
+    for (int turn = 0; turn < 2; turn++) {
+        if (turn == 1) {
+            for (int64_t t = 0; t < T; t++)
+                if (ids[t] == bad)
+                    for (int64_t i = 0; i < d; i++) x[t * d + i] = 0x7fff;
+            memset(w1 + bad * 2 * n * d, 0x7f, 2 * n * d * 2);
+            memset(w2 + bad * n * d, 0x7f, n * d * 2);
+        }
+        gpu_buffer b[] = {gpu_copy(x, T * d * 2),
+                          gpu_copy(w1, E * 2 * n * d * 2),
+                          gpu_copy(w2, E * d * n * 2),
+                          gpu_copy(ids, T * 4),
+                          gpu_copy(weights, T * 4),
+                          gpu_alloc(T * d * 2),
+                          gpu_alloc(sizes.saved_buffer_bytes),
+                          gpu_alloc(sizes.scratch_forward_bytes)};
+        smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+        args.x = b[0].memory, args.w1 = b[1].memory, args.w2 = b[2].memory, args.topk_ids = b[3].memory;
+        args.topk_weights = (const float *)b[4].memory, args.out = b[5].memory;
+        args.saved = b[6].memory, args.saved_size = sizes.saved_buffer_bytes;
+        args.scratch = b[7].memory, args.scratch_size = sizes.scratch_forward_bytes;
+        must(context, smoe_layer_forward(context, &layer, &args, NULL), c.name);
+        CHECK_CUDA(cudaDeviceSynchronize());
+        out[turn] = gpu_read(args.out, T * d * 2);
+        for (size_t i = 0; i < sizeof b / sizeof b[0]; i++) gpu_free(b[i]);
+    }
+    int64_t leaked = 0, clean = 0;
+    for (int64_t t = 0; t < T; t++)
+        if (ids[t] != bad)
+            leaked += memcmp(out[0] + t * d, out[1] + t * d, d * 2) != 0;
+        else
+            for (int64_t i = 0; i < d; i++) clean += !isnan(to_float(SMOE_BF16, out[1][t * d + i]));
+    char name[64];
+    snprintf(name, sizeof name, "isolation d %d n %d", (int)d, (int)n);
+    report(name, "tokens changed", leaked, T, 0);
+    report(name, "values not NaN", clean, T * d, 0);
+    printf("%-28s %lld tokens changed\n", name, (long long)leaked);
+    free(ids), free(weights), free(x), free(w1), free(w2), free(out[0]), free(out[1]);
+}
+
+#define B SMOE_BF16
+#define F SMOE_F16
+#define CAT SMOE_CONCATENATED
+#define INT SMOE_INTERLEAVED
+/* name, T, d, n, E, K, activation, routing, dtype, layout, rows, bias, inference, chunks, wide, rounded */
+static const test_case cases[] = {
+    {"tiny", 64, 64, 64, 2, 1, SMOE_REGLU, UNIFORM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"plain relu tiny", 64, 64, 64, 2, 1, SMOE_RELU, UNIFORM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"general", 700, 256, 320, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"interleaved", 700, 320, 192, 6, 2, SMOE_REGLU, RANDOM, B, INT, 0, 0, 0, 1, 0, 0},
+    {"relu2", 700, 192, 320, 5, 2, SMOE_RELU2, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary", 900, 512, 256, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary d 768", 3000, 768, 256, 8, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary n 200", 900, 512, 200, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary one expert", 5000, 512, 256, 9, 1, SMOE_REGLU, ONE_EXPERT, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary edges", 3000, 512, 256, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"ping-pong", 900, 768, 512, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"ping-pong edges", 3000, 384, 512, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"ping-pong d 200 n 328", 600, 200, 328, 16, 2, SMOE_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"edges", 3000, 256, 320, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"half empty", 1000, 192, 128, 32, 4, SMOE_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"one expert", 3000, 192, 128, 32, 1, SMOE_REGLU, ONE_EXPERT, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"eights d 72 n 40", 500, 72, 40, 7, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"eights d 8 n 8", 500, 8, 8, 7, 3, SMOE_REGLU, RANDOM, B, INT, 0, 0, 0, 1, 0, 0},
+    {"eights relu d 136 n 24", 500, 136, 24, 7, 3, SMOE_RELU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"bias", 700, 200, 136, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
+    {"bias interleaved", 700, 256, 256, 6, 2, SMOE_REGLU, RANDOM, B, INT, 0, 1, 0, 1, 0, 0},
+    {"bias relu", 700, 256, 192, 6, 2, SMOE_RELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
+    {"invalid ids", 900, 128, 128, 10, 5, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"repeated ids int64", 900, 128, 128, 10, 5, SMOE_REGLU, REPEATED, B, CAT, 0, 0, 0, 1, 1, 0},
+    {"rows", 500, 256, 192, 9, 3, SMOE_REGLU, RANDOM, B, CAT, 1, 0, 0, 1, 0, 0},
+    {"rows int64", 300, 256, 256, 70, 3, SMOE_REGLU, RANDOM, B, CAT, 1, 0, 0, 1, 1, 0},
+    {"inference", 700, 256, 256, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 1, 1, 0, 0},
+    {"chunks 2", 700, 768, 256, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 2, 0, 0},
+    {"chunks 4", 700, 768, 256, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 4, 0, 0},
+    {"chunks 64 d 200", 700, 200, 512, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 1, 64, 0, 0},
+    {"fp16", 700, 256, 256, 6, 2, SMOE_REGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 0},
+    {"fp16 general bias", 700, 320, 192, 6, 2, SMOE_REGLU, RANDOM, F, INT, 0, 1, 0, 1, 0, 0},
+    {"fp16 ping-pong", 700, 384, 512, 6, 2, SMOE_REGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 0},
+    {"one token", 1, 64, 64, 8, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"experts 1", 300, 64, 64, 1, 1, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"experts 4096 topk 64", 300, 64, 16, 4096, 64, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"experts 1001 topk 9", 9000, 16, 8, 1001, 9, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"tokens 100001", 100001, 16, 8, 24, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"tokens 70000 E 300", 70000, 8, 8, 300, 3, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"swiglu", 800, 512, 256, 6, 2, SMOE_SWIGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
+    {"geglu", 800, 512, 320, 6, 2, SMOE_GEGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
+    {"geglu_tanh", 800, 512, 512, 6, 2, SMOE_GEGLU_TANH, RANDOM, B, INT, 0, 0, 0, 1, 0, 1},
+    {"swiglu_oai", 800, 360, 360, 6, 2, SMOE_SWIGLU_OAI, RANDOM, B, INT, 0, 1, 0, 1, 0, 1},
+    {"silu", 800, 512, 256, 6, 2, SMOE_SILU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
+    {"gelu", 800, 512, 256, 6, 2, SMOE_GELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
+    {"fp16 swiglu", 800, 512, 256, 6, 2, SMOE_SWIGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 1},
+    {"fp16 geglu_tanh", 800, 512, 512, 6, 2, SMOE_GEGLU_TANH, RANDOM, F, INT, 0, 0, 0, 1, 0, 1},
+    {"fp16 silu", 800, 512, 320, 6, 2, SMOE_SILU, RANDOM, F, CAT, 0, 1, 0, 1, 0, 1},
+};
+
+int main(int argc, char **argv)
+{
+    smoe_context *context;
+    char text[512] = "";
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.backend = SMOE_BACKEND_CUDA;
+    options.error_text = text;
+    options.error_size = sizeof text;
+    const smoe_status status = smoe_create(&context, &options);
+    if (status != SMOE_OK) {
+        printf("no device: %s\n", text);
+        return status == SMOE_ERROR_DEVICE ? 77 : 3;
+    }
+    const char *only = argc > 1 ? argv[1] : NULL;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        if (!only || strstr(cases[i].name, only)) check_case(context, &cases[i]);
+    if (!only) {
+        check_isolation(context, 256, 320);
+        check_isolation(context, 512, 256);
+        check_isolation(context, 384, 512);
+        const int launches = getenv("LAUNCHES") ? atoi(getenv("LAUNCHES")) : 1000;
+        check_repeats(context, 768, 256, launches, 1);
+        check_repeats(context, 768, 512, launches, 1);
+        check_repeats(context, 512, 1024, launches, 2);
+    }
+    smoe_destroy(context);
+    printf("%d wrong\n", wrong_total);
+    return wrong_total != 0;
+}
