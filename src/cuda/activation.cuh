@@ -5,7 +5,8 @@
 #include "swizzle.h"
 #include <smoe.h>
 
-namespace smoe {
+namespace smoe
+{
 
 // bf16: half a tanh.approx (2^-11) is below the rounding of A. fp16 needs more.
 template <typename T> SMOE_DEVICE float sigmoid(float x);
@@ -59,7 +60,8 @@ template <typename T, int KIND> SMOE_DEVICE uint32_t activate_pair(uint32_t g, u
 }
 
 // All panels share the swizzle, so 16 bytes at the same offset hold the same features of the same row.
-template <typename T, int KIND> SMOE_DEVICE void activate_panel(uint32_t gate, uint32_t up, uint32_t out, int lane)
+template <typename T, int KIND>
+SMOE_DEVICE void activate_panel(uint32_t gate, uint32_t up, uint32_t out, int lane)
 {
     constexpr bool GATED = KIND < SMOE_SILU;
 #pragma unroll 4
@@ -72,7 +74,8 @@ template <typename T, int KIND> SMOE_DEVICE void activate_panel(uint32_t gate, u
     }
 }
 
-template <typename T> SMOE_DEVICE void activate_panel(int kind, uint32_t gate, uint32_t up, uint32_t out, int lane)
+template <typename T>
+SMOE_DEVICE void activate_panel(int kind, uint32_t gate, uint32_t up, uint32_t out, int lane)
 {
     switch (kind) {
     case SMOE_SWIGLU: return activate_panel<T, SMOE_SWIGLU>(gate, up, out, lane);

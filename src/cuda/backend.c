@@ -1,4 +1,5 @@
-/* The Hopper backend's table: context on a device, what it supports, its scratch, and the stages as launches. */
+/* The Hopper backend's table: context on a device, what it supports, its scratch, and the stages as launches.
+ */
 #include "backend.h"
 #include "launch.h"
 #include "tensor_map.h"
@@ -27,14 +28,16 @@ static forward_scratch lay_out_forward(const smoe_problem *p)
     s.tiles = s.counts + smoe_align_up(2 * sizeof(int32_t));
     s.pieces = s.tiles + smoe_align_up(sizeof(smoe_work) *
                                        (uint64_t)smoe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
-    s.a = s.pieces + smoe_align_up(sizeof(smoe_work) * (uint64_t)smoe_work_bound(p->padded_rows, experts, limit));
+    s.a = s.pieces +
+          smoe_align_up(sizeof(smoe_work) * (uint64_t)smoe_work_bound(p->padded_rows, experts, limit));
     s.plan_work = s.a;
     s.y = s.a + smoe_align_up(rows * (uint64_t)p->layer.intermediate * element);
     const uint64_t experts_end = s.y + smoe_align_up(rows * (uint64_t)p->chunk_columns * element);
     const uint64_t plan_end =
-        s.plan_work + (p->layer.entry == SMOE_FROM_ROWS
-                           ? 0
-                           : smoe_align_up(smoe_cuda_plan_work_bytes(p->layer.tokens, experts, p->layer.topk)));
+        s.plan_work +
+        (p->layer.entry == SMOE_FROM_ROWS
+             ? 0
+             : smoe_align_up(smoe_cuda_plan_work_bytes(p->layer.tokens, experts, p->layer.topk)));
     s.end = experts_end > plan_end ? experts_end : plan_end;
     return s;
 }
@@ -42,7 +45,8 @@ static forward_scratch lay_out_forward(const smoe_problem *p)
 static smoe_cuda_lists lists_at(const smoe_problem *p, const forward_scratch *s, char *scratch)
 {
     const smoe_cuda_lists lists = {(int32_t *)(scratch + s->counts), (smoe_work *)(scratch + s->tiles),
-                                   (smoe_work *)(scratch + s->pieces), smoe_piece_limit(p->rows, p->layer.experts)};
+                                   (smoe_work *)(scratch + s->pieces),
+                                   smoe_piece_limit(p->rows, p->layer.experts)};
     return lists;
 }
 
@@ -83,8 +87,8 @@ static cudaError_t prepare_kernels(device_state *state)
 {
     void *function = NULL;
     enum cudaDriverEntryPointQueryResult found;
-    cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                          cudaEnableDefault, &found);
     if (status == cudaSuccess && (found != cudaDriverEntryPointSuccess || !function))
         status = cudaErrorInsufficientDriver;
     memcpy(&state->encode, &function, sizeof function);
@@ -110,10 +114,11 @@ static smoe_status create(smoe_context *context, const smoe_context_options *opt
     if (status == cudaSuccess) status = open_device(state, &major, &minor);
     smoe_status result = SMOE_OK;
     if (status == cudaSuccess && !(major == 9 && minor == 0))
-        result = smoe_fail(context, SMOE_ERROR_DEVICE,
-                           "smoe_create: device %d has compute capability %d.%d, the kernels are built for 9.0 "
-                           "(Hopper)",
-                           state->device, major, minor);
+        result =
+            smoe_fail(context, SMOE_ERROR_DEVICE,
+                      "smoe_create: device %d has compute capability %d.%d, the kernels are built for 9.0 "
+                      "(Hopper)",
+                      state->device, major, minor);
     else if (status == cudaSuccess)
         status = prepare_kernels(state);
     leave_device(state, before);
@@ -140,12 +145,14 @@ static smoe_status supports(smoe_context *context, const smoe_problem *problem)
                          "FROM_TOPK (1) and FROM_ROWS (2)");
     if (layer->dtype != SMOE_BF16 && layer->dtype != SMOE_F16)
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: dtype %d: the cuda backend stores BF16 (1) or F16 (2)", (int)layer->dtype);
+                         "smoe_supports: dtype %d: the cuda backend stores BF16 (1) or F16 (2)",
+                         (int)layer->dtype);
     if (problem->padded_rows > INT32_MAX - 256 || layer->tokens > INT32_MAX - 256)
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
                          "smoe_supports: %lld padded rows: the plan's indices are int32",
                          (long long)problem->padded_rows);
-    if (layer->hidden * layer->experts > INT32_MAX || layer->intermediate > (1 << 24) || layer->hidden > (1 << 24))
+    if (layer->hidden * layer->experts > INT32_MAX || layer->intermediate > (1 << 24) ||
+        layer->hidden > (1 << 24))
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
                          "smoe_supports: hidden %lld, experts %lld: rows of W2 are counted in int32",
                          (long long)layer->hidden, (long long)layer->experts);
@@ -162,8 +169,9 @@ static void scratch_bytes(const smoe_context *context, const smoe_problem *probl
 
 /* ---- Forward ---- */
 
-static smoe_status plan_stage(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                              const smoe_plan_arrays *plan, void *scratch, void *stream)
+static smoe_status plan_stage(smoe_context *context, const smoe_problem *problem,
+                              const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                              void *stream)
 {
     const device_state *state = context->state;
     const smoe_layer *layer = &problem->layer;
@@ -247,12 +255,14 @@ static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t colum
         .first_column = (int32_t)first_column,
         .columns = (int32_t)columns,
     };
-    smoe_map_matrix(&c->maker, &p.a, c->a, c->rows, layer->intermediate, kind == SMOE_DOWN_STATIONARY ? 64 : 128);
+    smoe_map_matrix(&c->maker, &p.a, c->a, c->rows, layer->intermediate,
+                    kind == SMOE_DOWN_STATIONARY ? 64 : 128);
     smoe_map_matrix(&c->maker, &p.w2, c->args->w2, layer->experts * layer->hidden, layer->intermediate,
                     kind == SMOE_DOWN_PING_PONG ? 192 : 256);
     smoe_map_matrix(&c->maker, &p.y, c->y, c->rows, columns, SMOE_BLOCK_ROWS);
-    return c->maker.status == CUDA_SUCCESS ? smoe_cuda_down_launch(&p, kind, layer->dtype, c->state->ctas, c->stream)
-                                           : cudaErrorInvalidValue;
+    return c->maker.status == CUDA_SUCCESS
+               ? smoe_cuda_down_launch(&p, kind, layer->dtype, c->state->ctas, c->stream)
+               : cudaErrorInvalidValue;
 }
 
 static cudaError_t run_combine(const experts_call *c, int64_t first_column, int64_t columns)
@@ -290,8 +300,9 @@ static cudaError_t run_stages(smoe_context *context, experts_call *c)
     return status;
 }
 
-static smoe_status experts_forward(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                                   const smoe_plan_arrays *plan, void *scratch, void *stream)
+static smoe_status experts_forward(smoe_context *context, const smoe_problem *problem,
+                                   const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                                   void *stream)
 {
     const device_state *state = context->state;
     const forward_scratch s = lay_out_forward(problem);
@@ -321,22 +332,25 @@ static smoe_status experts_forward(smoe_context *context, const smoe_problem *pr
 
 /* ---- What is not there yet; supports has refused FROM_LOGITS before these are reached ---- */
 
-static smoe_status routing_stage(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                                 const smoe_plan_arrays *plan, void *scratch, void *stream)
+static smoe_status routing_stage(smoe_context *context, const smoe_problem *problem,
+                                 const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                                 void *stream)
 {
     (void)problem, (void)args, (void)plan, (void)scratch, (void)stream;
     return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "smoe_route: the cuda backend has no router yet");
 }
 
-static smoe_status backward(smoe_context *context, const smoe_problem *problem, const smoe_backward_args *args,
-                            const smoe_plan_arrays *plan, int with_router, void *stream)
+static smoe_status backward(smoe_context *context, const smoe_problem *problem,
+                            const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
+                            void *stream)
 {
     (void)problem, (void)args, (void)plan, (void)with_router, (void)stream;
-    return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "smoe_experts_backward: the cuda backend has no backward yet");
+    return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                     "smoe_experts_backward: the cuda backend has no backward yet");
 }
 
-static smoe_status update_selection_bias(smoe_context *context, const smoe_problem *problem, const int32_t *counts,
-                                         float *bias, float gamma, void *stream)
+static smoe_status update_selection_bias(smoe_context *context, const smoe_problem *problem,
+                                         const int32_t *counts, float *bias, float gamma, void *stream)
 {
     (void)problem, (void)counts, (void)bias, (void)gamma, (void)stream;
     return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,

@@ -1,13 +1,16 @@
-// Combine: O[t] = sum over the rows r of t of s[r] Y[r], for one chunk of d's columns. Gather and sum in f32, rows
-// ascending, no atomics. Bytes: Y 2 R d read, O 2 T d written; runs at the speed of a copy.
+// Combine: O[t] = sum over the rows r of t of s[r] Y[r], for one chunk of d's columns. Gather and sum in f32,
+// rows ascending, no atomics. Bytes: Y 2 R d read, O 2 T d written; runs at the speed of a copy.
 //
-// A thread owns eight columns of a token. Tokens may have any number of rows (CSR), taken by fours: the indices
-// past the end repeat the last row, so that all loads start before the first is used; its sum leaves them out.
+// A thread owns eight columns of a token. Tokens may have any number of rows (CSR), taken by fours: the
+// indices past the end repeat the last row, so that all loads start before the first is used; its sum leaves
+// them out.
 #include "launch.h"
 #include "storage.cuh"
 
-namespace smoe {
-namespace {
+namespace smoe
+{
+namespace
+{
 
 enum { ROWS_IN_FLIGHT = 4, COLUMNS = 8, MOST_THREADS = 512, FEW_THREADS = 256 };
 
@@ -46,15 +49,16 @@ template <typename T> __global__ void __launch_bounds__(MOST_THREADS) combine(co
             if (i + k < end) add<T>(sum, v[k], weight[k]);
     }
     using S = storage<T>;
-    store_streaming16((char *)p.out + (token * p.hidden + column) * 2,
-                      {S::pack(sum[0], sum[1]), S::pack(sum[2], sum[3]), S::pack(sum[4], sum[5]),
-                       S::pack(sum[6], sum[7])});
+    store_streaming16(
+        (char *)p.out + (token * p.hidden + column) * 2,
+        {S::pack(sum[0], sum[1]), S::pack(sum[2], sum[3]), S::pack(sum[4], sum[5]), S::pack(sum[6], sum[7])});
 }
 
 } // namespace
 } // namespace smoe
 
-extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype, cudaStream_t stream)
+extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype,
+                                                cudaStream_t stream)
 {
     const int64_t pieces = p->columns / smoe::COLUMNS, parts = smoe_divide_up(pieces, smoe::MOST_THREADS);
     const unsigned across = (unsigned)smoe_divide_up(pieces, parts);

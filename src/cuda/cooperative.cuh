@@ -1,8 +1,8 @@
 // The cooperative core: a CTA multiplies tiles of 128 x 256, each of two consumer warpgroups 64 rows of it.
-// A third warpgroup loads and stores: warps 8 and 9 fill a ring of three stages (128 x 64 of A, 256 x 64 of B),
-// warps 10 and 11 carry the finished tiles of consumers 0 and 1 away. A consumer's epilogue is convert, stmatrix
-// into its own staging and one arrival; it starts the next tile while the store warps work. Staging is the whole
-// tile: two slots of 128 columns a consumer, each two panels of 64 x 64.
+// A third warpgroup loads and stores: warps 8 and 9 fill a ring of three stages (128 x 64 of A, 256 x 64 of
+// B), warps 10 and 11 carry the finished tiles of consumers 0 and 1 away. A consumer's epilogue is convert,
+// stmatrix into its own staging and one arrival; it starts the next tile while the store warps work. Staging
+// is the whole tile: two slots of 128 columns a consumer, each two panels of 64 x 64.
 #pragma once
 #include "mbarrier.cuh"
 #include "scheduler.h"
@@ -10,8 +10,10 @@
 #include "swizzle.h"
 #include "wgmma.cuh"
 
-namespace smoe {
-namespace cooperative {
+namespace smoe
+{
+namespace cooperative
+{
 
 enum {
     THREADS = 384,
@@ -99,11 +101,11 @@ SMOE_DEVICE void release(uint32_t barrier, int lane)
     if (lane == 0) barrier_arrive(barrier);
 }
 
-// acc = the consumer's 64 rows times the tile's 256 columns. One group of multiplies stays in flight while the
-// next stage is awaited; the stage before it is then free. COPIED: A was written by cp.async.
+// acc = the consumer's 64 rows times the tile's 256 columns. One group of multiplies stays in flight while
+// the next stage is awaited; the stage before it is then free. COPIED: A was written by cp.async.
 template <typename T, bool COPIED>
-SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const shared_layout &shared, int steps,
-                          int consumer, int lane)
+SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const shared_layout &shared,
+                          int steps, int consumer, int lane)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
@@ -141,8 +143,8 @@ SMOE_DEVICE void pass_over(ring_position<STAGES> &ring, const shared_layout &sha
 // Half `half` (64 accumulators, 16 blocks of 8 columns) of the consumer's `count`-th tile goes to its slot.
 // gated: see smoe_block_panel. Blocks go in fours: 0 and 2 by one stmatrix, 1 and 3 by the next.
 template <typename T, bool GATED_CHOICE>
-SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int consumer, int half, uint32_t count,
-                            int gated, int lane)
+SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int consumer, int half,
+                            uint32_t count, int gated, int lane)
 {
     using S = storage<T>;
     const uint32_t slot = consumer * 2 + half;
@@ -158,8 +160,9 @@ SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int c
             const int paired = GATED_CHOICE ? gated : 0;
             const uint32_t panel = paired ? odd : q >> 3;
             const uint32_t chunk = smoe_block_chunk(block, paired);
-            store_matrices(to + panel * SMOE_PANEL_BYTES + ((chunk ^ (lane & 7)) << 4), S::pack(left[0], left[1]),
-                           S::pack(left[2], left[3]), S::pack(right[0], right[1]), S::pack(right[2], right[3]));
+            store_matrices(to + panel * SMOE_PANEL_BYTES + ((chunk ^ (lane & 7)) << 4),
+                           S::pack(left[0], left[1]), S::pack(left[2], left[3]), S::pack(right[0], right[1]),
+                           S::pack(right[2], right[3]));
         }
     }
     fence_async_proxy();

@@ -1,11 +1,14 @@
-// Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one chunk of d's columns. FLOPs 2 R d n; bytes: A 2 R n (L2
-// serves the column tiles after the first), W2 and Y 2 R d. Three kernels; the host picks by smoe_down_choose.
+// Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one chunk of d's columns. FLOPs 2 R d n; bytes: A 2 R n
+// (L2 serves the column tiles after the first), W2 and Y 2 R d. Three kernels; the host picks by
+// smoe_down_choose.
 #include "down_ping_pong.cuh"
 #include "down_stationary.cuh"
 #include "down_tiles.cuh"
 
-namespace smoe {
-namespace {
+namespace smoe
+{
+namespace
+{
 
 typedef void (*down_kernel)(smoe_cuda_down);
 
@@ -17,7 +20,8 @@ struct variant {
 const variant variants[] = {
     {{down_tiles::kernel<__nv_bfloat16>, down_tiles::kernel<__half>}, down_tiles::SHARED_BYTES},
     {{down_ping_pong::kernel<__nv_bfloat16>, down_ping_pong::kernel<__half>}, down_ping_pong::SHARED_BYTES},
-    {{down_stationary::kernel<__nv_bfloat16>, down_stationary::kernel<__half>}, down_stationary::SHARED_BYTES},
+    {{down_stationary::kernel<__nv_bfloat16>, down_stationary::kernel<__half>},
+     down_stationary::SHARED_BYTES},
 };
 
 } // namespace
@@ -34,8 +38,8 @@ extern "C" cudaError_t smoe_cuda_down_init(void)
     return cudaSuccess;
 }
 
-extern "C" cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *p, smoe_down_kind kind, smoe_type dtype, int ctas,
-                                             cudaStream_t stream)
+extern "C" cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *p, smoe_down_kind kind, smoe_type dtype,
+                                             int ctas, cudaStream_t stream)
 {
     const smoe::variant &v = smoe::variants[kind];
     if (kind == SMOE_DOWN_STATIONARY && ctas > smoe::down_stationary::MAX_CTAS)

@@ -1,5 +1,6 @@
-// Down-projection for short K (n = 512): tiles of 128 x 192, the two consumer warpgroups take turns, so that one
-// converts and stores its tile while the other multiplies. Each holds a whole tile, 192 accumulators a thread.
+// Down-projection for short K (n = 512): tiles of 128 x 192, the two consumer warpgroups take turns, so that
+// one converts and stores its tile while the other multiplies. Each holds a whole tile, 192 accumulators a
+// thread.
 #pragma once
 #include "launch.h"
 #include "mbarrier.cuh"
@@ -8,8 +9,10 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-namespace smoe {
-namespace down_ping_pong {
+namespace smoe
+{
+namespace down_ping_pong
+{
 
 enum {
     THREADS = 384,
@@ -58,7 +61,8 @@ SMOE_DEVICE smoe_work tile_of(const smoe_cuda_down &p, int unit, int column_tile
     return {entry.x, entry.y};
 }
 
-SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const shared_layout &shared, int units, int column_tiles, int steps)
+SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const shared_layout &shared, int units, int column_tiles,
+                            int steps)
 {
     ring_position<STAGES> ring(1);
     prefetch_map(&p.a);
@@ -80,8 +84,8 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const shared_layout &shared
 }
 
 template <typename T>
-SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, const shared_layout &shared, int steps,
-                          int lane)
+SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, const shared_layout &shared,
+                          int steps, int lane)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
@@ -94,7 +98,8 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, cons
 #pragma unroll
         for (int j = 0; j < STEP / 16; j++) {
             matrix_unit<T>::multiply(acc[0], descriptor(a + 2 * j), descriptor(b + 2 * j), (k | j) != 0);
-            matrix_unit<T>::multiply(acc[1], descriptor(a + 512 + 2 * j), descriptor(b + 2 * j), (k | j) != 0);
+            matrix_unit<T>::multiply(acc[1], descriptor(a + 512 + 2 * j), descriptor(b + 2 * j),
+                                     (k | j) != 0);
         }
         wgmma_commit();
         pin(acc[0]);
@@ -123,22 +128,24 @@ SMOE_DEVICE void store_panel(const float (&acc)[2][96], const smoe_cuda_down &p,
         for (int q = 0; q < 4; q++) {
             const float *v = &acc[m][(panel * 8 + q * 2) * 4];
             store_matrices(to + m * SMOE_PANEL_BYTES + (((q * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
-                           S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+                           S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]),
+                           S::pack(v[6], v[7]));
         }
     fence_async_proxy();
     named_barrier_sync(STAGING_BARRIER + consumer, 128);
     if (leader) {
         if (column < p.columns) {
             store_box(&p.y, slot, column, tile.row);
-            if (smoe_work_blocks(tile) > 1) store_box(&p.y, slot + SMOE_PANEL_BYTES, column, tile.row + SMOE_BLOCK_ROWS);
+            if (smoe_work_blocks(tile) > 1)
+                store_box(&p.y, slot + SMOE_PANEL_BYTES, column, tile.row + SMOE_BLOCK_ROWS);
         }
         commit_stores();
     }
 }
 
 template <typename T>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const shared_layout &shared, int units, int column_tiles,
-                                int steps, int consumer, int lane)
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const shared_layout &shared, int units,
+                                int column_tiles, int steps, int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
     float acc[2][96];
@@ -165,7 +172,8 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const shared_layout &sh
     if ((threadIdx.x & 127) == 0) wait_stores_done();
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
 {
     extern __shared__ __align__(1024) char memory[];
     const shared_layout shared = {shared_address(memory)};

@@ -1,11 +1,11 @@
-// Down-projection for K <= 256 (n = 256): 256 columns of an expert's weights stay in shared memory (128 KB, four
-// slices of 64 of K) while blocks of 64 rows of A stream past; a block costs 32 KB of loads where the cooperative
-// core would load 64 KB of A and B for it. The consumer warpgroups take blocks in turn, so that one converts and
-// stores while the other multiplies.
+// Down-projection for K <= 256 (n = 256): 256 columns of an expert's weights stay in shared memory (128 KB,
+// four slices of 64 of K) while blocks of 64 rows of A stream past; a block costs 32 KB of loads where the
+// cooperative core would load 64 KB of A and B for it. The consumer warpgroups take blocks in turn, so that
+// one converts and stores while the other multiplies.
 //
 // A unit is a piece (a run of one expert's blocks) and a column tile. Whole units go round the CTAs in full
-// waves: neighbouring CTAs work on the same rows at the same time and share them in L2. The units left over are
-// cut so that all CTAs end alike (smoe_rest_share).
+// waves: neighbouring CTAs work on the same rows at the same time and share them in L2. The units left over
+// are cut so that all CTAs end alike (smoe_rest_share).
 #pragma once
 #include "launch.h"
 #include "mbarrier.cuh"
@@ -14,8 +14,10 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-namespace smoe {
-namespace down_stationary {
+namespace smoe
+{
+namespace down_stationary
+{
 
 enum {
     THREADS = 384,
@@ -208,7 +210,8 @@ SMOE_DEVICE void load_weights(const smoe_cuda_down &p, item_walk walk, const sha
 }
 
 // `done` counts the blocks of all items so far: consumer (done + block) % 2 has it.
-SMOE_DEVICE void store_blocks(const smoe_cuda_down &p, item_walk walk, const shared_layout &shared, int consumer)
+SMOE_DEVICE void store_blocks(const smoe_cuda_down &p, item_walk walk, const shared_layout &shared,
+                              int consumer)
 {
     uint32_t done = 0, count = 0;
     prefetch_map(&p.y);
@@ -240,7 +243,8 @@ SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<STAGES> ring, c
     for (int j = 0; j < SLICES; j++) {
         if (first) barrier_wait(shared.slice_full(j), weight_phase);
         barrier_wait(shared.full(ring.stage), ring.phase);
-        const uint32_t a = descriptor_address(shared.stage(ring.stage)), b = descriptor_address(shared.slice(j));
+        const uint32_t a = descriptor_address(shared.stage(ring.stage)),
+                       b = descriptor_address(shared.slice(j));
         pin(acc);
         wgmma_fence();
 #pragma unroll
@@ -266,7 +270,8 @@ SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<STAGES> ring, c
 }
 
 template <typename T>
-SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int consumer, uint32_t count, int lane)
+SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int consumer, uint32_t count,
+                            int lane)
 {
     using S = storage<T>;
     barrier_wait(shared.slot_empty(consumer), (count & 1) ^ 1);
@@ -299,14 +304,16 @@ SMOE_DEVICE void multiply_blocks(item_walk walk, const shared_layout &shared, in
         for (int block = own; block < it.blocks; block += 2) {
             ring_position<STAGES> ring(0);
             ring.advance((done + block) * SLICES % (2 * STAGES));
-            multiply_block<T>(acc, ring, shared, consumer, block == own, block + 2 >= it.blocks, weight_phase, lane);
+            multiply_block<T>(acc, ring, shared, consumer, block == own, block + 2 >= it.blocks, weight_phase,
+                              lane);
             stage_half<T>(acc, shared, consumer, count++, lane);
             stage_half<T>(acc + 64, shared, consumer, count++, lane);
         }
     }
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
 {
     extern __shared__ __align__(1024) char memory[];
     const shared_layout shared = {shared_address(memory)};

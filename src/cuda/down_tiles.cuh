@@ -1,19 +1,22 @@
-// Down-projection on the cooperative core, any shape: Y[r] = A[r] W2[e]^T + b2[e], 128 x 256 tiles, A and W2 by
-// TMA (zeros past n), Y by TMA (clipped at the chunk's columns), stored by warps 10 and 11.
+// Down-projection on the cooperative core, any shape: Y[r] = A[r] W2[e]^T + b2[e], 128 x 256 tiles, A and W2
+// by TMA (zeros past n), Y by TMA (clipped at the chunk's columns), stored by warps 10 and 11.
 #pragma once
 #include "cooperative.cuh"
 #include "launch.h"
 #include "tma.cuh"
 
-namespace smoe {
-namespace down_tiles {
+namespace smoe
+{
+namespace down_tiles
+{
 
 using namespace cooperative;
 
 enum { BARRIERS = STAGING_END, SHARED_BYTES = BARRIERS + BARRIER_BYTES };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 
-SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared, int steps)
+SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared,
+                            int steps)
 {
     ring_position<STAGES> ring(1);
     prefetch_map(&p.a);
@@ -37,7 +40,8 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const tile_walk &walk, cons
     }
 }
 
-SMOE_DEVICE void store_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared, int consumer)
+SMOE_DEVICE void store_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared,
+                             int consumer)
 {
     uint32_t count = 0;
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
@@ -78,8 +82,8 @@ SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_down &p, int expert, int c
 }
 
 template <typename T>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared, int steps,
-                                int consumer, int lane)
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared,
+                                int steps, int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
     uint32_t count = 0;
@@ -104,7 +108,8 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const tile_walk &walk, 
     }
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
 {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);

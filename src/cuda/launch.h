@@ -1,5 +1,5 @@
-/* What the host side of the backend knows of its kernels: one launch function a kernel, plain C. Each enqueues
- * on the stream and returns the runtime's status. */
+/* What the host side of the backend knows of its kernels: one launch function a kernel, plain C. Each
+ * enqueues on the stream and returns the runtime's status. */
 #ifndef SMOE_CUDA_LAUNCH_H
 #define SMOE_CUDA_LAUNCH_H
 
@@ -47,11 +47,11 @@ cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *plan, cudaStream_t stream)
 /* ---- up ---- */
 
 typedef struct smoe_cuda_up {
-    CUtensorMap w1;           /* 5-D: K, 8 rows, gate and up (or 1), groups of 8 features, experts; 64 x 256 rows */
-    CUtensorMap h;            /* 3-D: n columns, gate and up (or 1), rows; 64 x 1 x 64 */
-    CUtensorMap a;            /* 2-D: n columns, rows; 64 x 64 */
-    const void *x;            /* (T, hidden) */
-    const void *bias;         /* b1 or NULL */
+    CUtensorMap w1;   /* 5-D: K, 8 rows, gate and up (or 1), groups of 8 features, experts; 64 x 256 rows */
+    CUtensorMap h;    /* 3-D: n columns, gate and up (or 1), rows; 64 x 1 x 64 */
+    CUtensorMap a;    /* 2-D: n columns, rows; 64 x 64 */
+    const void *x;    /* (T, hidden) */
+    const void *bias; /* b1 or NULL */
     const int32_t *row_token; /* (padded_rows) */
     smoe_cuda_lists lists;
     int32_t hidden, intermediate;

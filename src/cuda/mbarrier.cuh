@@ -2,7 +2,8 @@
 #pragma once
 #include "ptx.cuh"
 
-namespace smoe {
+namespace smoe
+{
 
 SMOE_DEVICE void barrier_init(uint32_t barrier, uint32_t arrivals)
 {
@@ -23,7 +24,8 @@ SMOE_DEVICE void barrier_arrive(uint32_t barrier)
 // One arrival, and the phase also waits for `bytes` of TMA.
 SMOE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes)
 {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
 }
 
 // An arrival that comes when all cp.async of this thread so far have landed; counted in barrier_init.
@@ -43,19 +45,18 @@ SMOE_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity)
     return done != 0;
 }
 
-// Waits for the phase of this parity to end. With SMOE_CUDA_TRAP a wait of about a second ends the kernel; the
-// mainloop of 192 accumulators has no registers for that (SAFE = false).
+// Waits for the phase of this parity to end. With SMOE_CUDA_TRAP a wait of about a second ends the kernel;
+// the mainloop of 192 accumulators has no registers for that (SAFE = false).
 template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)
 {
 #ifdef SMOE_CUDA_TRAP
-    if (SAFE) {
-        const uint32_t start = clock();
-        while (!barrier_try(barrier, parity))
-            if ((uint32_t)clock() - start > 1500000000u) __trap();
-        return;
+    const uint32_t start = SAFE ? clock() : 0;
+    while (!barrier_try(barrier, parity))
+        if (SAFE && (uint32_t)clock() - start > 1500000000u) __trap();
+#else
+    while (!barrier_try(barrier, parity)) {
     }
 #endif
-    while (!barrier_try(barrier, parity)) {}
 }
 
 // A position in a ring of STAGES stages. Who reads starts with phase 0, who writes with phase 1: its first

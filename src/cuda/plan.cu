@@ -1,21 +1,25 @@
-// The plan from given top-K ids and weights, without sorts, atomics on global memory or a count read by the host.
+// The plan from given top-K ids and weights, without sorts, atomics on global memory or a count read by the
+// host.
 //
 // Two kernels, a CTA for a chunk of tokens. count: bit masks [32-token group][expert] in shared memory, their
-// populations are the chunk's counts. scatter: masks again; every CTA sums the count matrix itself (it stands in
-// L2) and so knows all offsets and its own share; pairs are sorted by expert in shared memory first and then
-// written in runs, because scattered 4-byte stores would take most of the time. The padded row of a pair follows
-// from offsets and popcounts alone, so the result does not depend on any order of execution.
+// populations are the chunk's counts. scatter: masks again; every CTA sums the count matrix itself (it stands
+// in L2) and so knows all offsets and its own share; pairs are sorted by expert in shared memory first and
+// then written in runs, because scattered 4-byte stores would take most of the time. The padded row of a pair
+// follows from offsets and popcounts alone, so the result does not depend on any order of execution.
 //
 // Bytes: ids twice, weights, 12 bytes a pair written; the count matrix once a CTA.
 #include "plan_shared.cuh"
 #include "plan_size.h"
 
-namespace smoe {
-namespace plan {
-namespace {
+namespace smoe
+{
+namespace plan
+{
+namespace
+{
 
-// Work space: counts uint16 [chunks][padded experts]; for many chunks also their sums before a chunk, uint32 of
-// the same shape, and each expert's total, uint32.
+// Work space: counts uint16 [chunks][padded experts]; for many chunks also their sums before a chunk, uint32
+// of the same shape, and each expert's total, uint32.
 struct work_space {
     uint16_t *counts;
     uint32_t *before, *totals; // NULL for few chunks
@@ -262,8 +266,10 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
         const uint4 *ids = (const uint4 *)(m.ids + token * q.padded_topk);
         for (int i = 0; i < q.padded_topk / 8; i++) {
             const uint4 v = ids[i];
-            own += __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.x)) + __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.y)) +
-                   __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.z)) + __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.w));
+            own += __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.x)) +
+                   __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.y)) +
+                   __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.z)) +
+                   __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.w));
         }
     }
     const uint32_t first = before + scan(own, m.scratch);
@@ -277,8 +283,8 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
 }
 
 // Every pair to its place in the chunk's sorted list, and its padded row to its token's list.
-SMOE_DEVICE void sort_pairs(const problem &q, const scatter_memory &m, int pairs, const float (&early)[IN_FLIGHT],
-                            const float *weights)
+SMOE_DEVICE void sort_pairs(const problem &q, const scatter_memory &m, int pairs,
+                            const float (&early)[IN_FLIGHT], const float *weights)
 {
     for (int i0 = threadIdx.x, round = 0; i0 < pairs; i0 += THREADS * IN_FLIGHT, round++) {
         float weight[IN_FLIGHT];
@@ -317,7 +323,8 @@ __global__ void __launch_bounds__(THREADS) scatter(const __grid_constant__ probl
     const scatter_memory m = memory_at(memory, q.shared);
     const int pairs = pairs_of_chunk(q), tokens = pairs / q.p.topk;
     const int64_t first = (int64_t)blockIdx.x * q.chunk * q.p.topk;
-    for (uint32_t i = threadIdx.x; i < q.shared.rows / 4; i += THREADS) m.masks[i] = 0; // and the sums behind them
+    for (uint32_t i = threadIdx.x; i < q.shared.rows / 4; i += THREADS)
+        m.masks[i] = 0; // and the sums behind them
     for (int i = threadIdx.x; i < q.chunk * q.padded_topk / 2; i += THREADS)
         ((uint32_t *)m.ids)[i] = SMOE_PLAN_NO_ID * 0x00010001u;
     float early[IN_FLIGHT]; // weights, on their way while the counts are summed
@@ -385,9 +392,11 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cud
     __syncthreads();
     const sums total = *totals;
 
-    const int lane = threadIdx.x & 31, warp = blockIdx.x * WARPS + (threadIdx.x >> 5), warps = gridDim.x * WARPS;
+    const int lane = threadIdx.x & 31, warp = blockIdx.x * WARPS + (threadIdx.x >> 5),
+              warps = gridDim.x * WARPS;
     for (uint32_t block = warp; block < total.blocks; block += warps) {
-        int low = 0, high = experts; // the last expert that starts at or before the block, empty ones passed over
+        int low = 0,
+            high = experts; // the last expert that starts at or before the block, empty ones passed over
         while (high - low > 1) {
             const int middle = (low + high) / 2;
             if (t.first_block[middle] <= block)
@@ -431,7 +440,8 @@ work_space work_at(void *work, int64_t chunks, int64_t padded_experts)
 extern "C" uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int64_t topk)
 {
     const int64_t chunks = smoe::plan::chunks_of(tokens, experts, topk);
-    const uint64_t padded = (uint64_t)smoe_plan_padded_experts((int32_t)experts), cells = (uint64_t)chunks * padded;
+    const uint64_t padded = (uint64_t)smoe_plan_padded_experts((int32_t)experts),
+                   cells = (uint64_t)chunks * padded;
     return chunks <= SMOE_PLAN_MOST_SUMMED ? cells * 2 : cells * 6 + padded * 4;
 }
 
@@ -440,8 +450,8 @@ extern "C" cudaError_t smoe_cuda_plan_init(void)
     cudaError_t status = cudaFuncSetAttribute((const void *)smoe::plan::scatter,
                                               cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
     if (status == cudaSuccess)
-        status = cudaFuncSetAttribute((const void *)smoe::plan::count, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      SMOE_PLAN_SHARED);
+        status = cudaFuncSetAttribute((const void *)smoe::plan::count,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
     return status == cudaSuccess ? cudaFuncSetAttribute((const void *)smoe::plan::rows,
                                                         cudaFuncAttributeMaxDynamicSharedMemorySize, 131072)
                                  : status;

@@ -1,11 +1,13 @@
-// What the plan's kernels share: the block-wide sum over experts, the small tables, and what a warp writes for an
-// expert of its own.
+// What the plan's kernels share: the block-wide sum over experts, the small tables, and what a warp writes
+// for an expert of its own.
 #pragma once
 #include "launch.h"
 #include "ptx.cuh"
 
-namespace smoe {
-namespace plan {
+namespace smoe
+{
+namespace plan
+{
 
 enum { THREADS = 512, WARPS = THREADS / 32 };
 

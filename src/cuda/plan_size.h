@@ -1,6 +1,6 @@
-/* Sizes of the plan from given top-K: tokens go by chunks, one a CTA; a chunk's counts are one row of a matrix
- * [chunk][padded experts] of 16 bits. Past MOST_SUMMED chunks another kernel sums its columns; up to there every
- * CTA does that itself, in 16 bits. */
+/* Sizes of the plan from given top-K: tokens go by chunks, one a CTA; a chunk's counts are one row of a
+ * matrix [chunk][padded experts] of 16 bits. Past MOST_SUMMED chunks another kernel sums its columns; up to
+ * there every CTA does that itself, in 16 bits. */
 #ifndef SMOE_CUDA_PLAN_SIZE_H
 #define SMOE_CUDA_PLAN_SIZE_H
 
@@ -29,9 +29,9 @@ SMOE_HD int32_t smoe_plan_padded_topk(int32_t topk)
 
 /* Offsets into the shared memory of the scatter kernel; `end` is its size. */
 typedef struct smoe_plan_shared {
-    uint32_t masks;         /* uint32 [chunk/32][experts]: bit t says that token t of the group chose the expert */
-    uint32_t summed;        /* uint16 [2][experts]: all chunks' counts, those of the chunks before */
-    uint32_t rows;          /* uint32 [experts]; the next four too: tables in plan_shared.cuh */
+    uint32_t masks;  /* uint32 [chunk/32][experts]: bit t says that token t of the group chose the expert */
+    uint32_t summed; /* uint16 [2][experts]: all chunks' counts, those of the chunks before */
+    uint32_t rows;   /* uint32 [experts]; the next four too: tables in plan_shared.cuh */
     uint32_t first_block;
     uint32_t first_tile;
     uint32_t first_piece;
@@ -77,9 +77,9 @@ SMOE_HD int32_t smoe_plan_chunk(int64_t tokens, int32_t experts, int32_t topk)
     return chunk;
 }
 
-/* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095; an
- * entry that does not count has 0x4000 or more. Two entries at a time: bit 15 of (id + 0x7fff) - entry is set
- * exactly when entry < id. ---- */
+/* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095;
+ * an entry that does not count has 0x4000 or more. Two entries at a time: bit 15 of (id + 0x7fff) - entry is
+ * set exactly when entry < id. ---- */
 
 enum { SMOE_PLAN_NO_ID = 0x7fff, SMOE_PLAN_REPEATED = 0x4000 };
 

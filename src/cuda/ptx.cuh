@@ -4,7 +4,8 @@
 
 #define SMOE_DEVICE __device__ __forceinline__
 
-namespace smoe {
+namespace smoe
+{
 
 SMOE_DEVICE uint32_t shared_address(const void *pointer)
 {
@@ -65,7 +66,8 @@ SMOE_DEVICE uint4 load_shared16(uint32_t address)
 
 SMOE_DEVICE void store_shared16(uint32_t address, uint4 v)
 {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
                  : "memory");
 }
 
@@ -79,7 +81,8 @@ SMOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
 // 16 bytes to global memory that this kernel will not read again.
 SMOE_DEVICE void store_streaming16(void *to, uint4 v)
 {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
                  : "memory");
 }
 

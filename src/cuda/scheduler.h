@@ -1,7 +1,7 @@
 /* How the work of the grouped GEMMs is cut. An expert's rows stand in blocks of 64; a work list has one entry
- * for every run of at most `limit` blocks of one expert, in row order. The plan writes two lists on the device:
- * tiles (limit 2: the 128 rows of a CTA) and pieces (a long limit: what streams past resident weights).
- * A unit of work is an entry and a column tile, the column tile fastest. */
+ * for every run of at most `limit` blocks of one expert, in row order. The plan writes two lists on the
+ * device: tiles (limit 2: the 128 rows of a CTA) and pieces (a long limit: what streams past resident
+ * weights). A unit of work is an entry and a column tile, the column tile fastest. */
 #ifndef SMOE_CUDA_SCHEDULER_H
 #define SMOE_CUDA_SCHEDULER_H
 
@@ -69,10 +69,12 @@ SMOE_HD uint32_t smoe_divide(uint32_t i, uint32_t reciprocal)
 
 /* ---- Shares of the weight-stationary down-projection ----
  * Whole units go round the CTAs in full waves; the blocks of the units left over are shared out so that all
- * CTAs end alike: CTA c lacks max(0, target - whole units of c) blocks and gets the rest in that proportion. */
+ * CTAs end alike: CTA c lacks max(0, target - whole units of c) blocks and gets the rest in that proportion.
+ */
 
 /* Blocks of the rest before the CTA whose predecessors lack `lacking_before` of `lacking` blocks in all. */
-SMOE_HD int64_t smoe_rest_share(int64_t rest, int64_t lacking_before, int64_t lacking, int32_t cta, int32_t ctas)
+SMOE_HD int64_t smoe_rest_share(int64_t rest, int64_t lacking_before, int64_t lacking, int32_t cta,
+                                int32_t ctas)
 {
     return lacking > 0 ? rest * lacking_before / lacking : rest * cta / ctas;
 }
@@ -85,14 +87,16 @@ typedef enum smoe_down_kind {
     SMOE_DOWN_STATIONARY = 2, /* 256 columns of weights stay in shared memory, K <= 256 */
 } smoe_down_kind;
 
-/* Relative speed of the three on full tiles (docs/lab-notebook.md) times the share of columns that is real. */
+/* Relative speed of the three on full tiles (docs/lab-notebook.md) times the share of columns that is real.
+ */
 static inline double smoe_down_merit(smoe_down_kind kind, int64_t intermediate, int64_t columns)
 {
     const int64_t width = kind == SMOE_DOWN_PING_PONG ? 192 : 256;
     const double real = (double)columns / (double)(smoe_divide_up(columns, width) * width);
     switch (kind) {
     case SMOE_DOWN_TILES: return real;
-    case SMOE_DOWN_PING_PONG: return real * (intermediate <= 512 ? 1.04 : intermediate <= 1024 ? 1.015 : 0.99);
+    case SMOE_DOWN_PING_PONG:
+        return real * (intermediate <= 512 ? 1.04 : intermediate <= 1024 ? 1.015 : 0.99);
     case SMOE_DOWN_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.12 : 0.0;
     }
     return 0.0;

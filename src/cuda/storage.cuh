@@ -4,7 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-namespace smoe {
+namespace smoe
+{
 
 template <typename T> struct storage;
 

@@ -19,9 +19,9 @@ SMOE_HD uint32_t smoe_panel_offset(uint32_t row, uint32_t chunk)
 }
 
 /* The up-projection's tile has 256 columns. Gated: they stand for 128 features, eight gate columns, then the
- * same features' eight up columns, and so on, so that both halves of a feature land in the same thread. Half h
- * of the tile (128 columns, 16 blocks of 8) fills one staging slot of two panels: gated a gate and an up panel
- * of 64 features, plain two panels of 64 columns. Block b of the half goes to this panel and chunk. */
+ * same features' eight up columns, and so on, so that both halves of a feature land in the same thread. Half
+ * h of the tile (128 columns, 16 blocks of 8) fills one staging slot of two panels: gated a gate and an up
+ * panel of 64 features, plain two panels of 64 columns. Block b of the half goes to this panel and chunk. */
 SMOE_HD uint32_t smoe_block_panel(uint32_t block, int gated)
 {
     return gated ? block & 1 : block >> 3;

@@ -25,10 +25,13 @@ void smoe_map_matrix(smoe_map_maker *maker, CUtensorMap *map, const void *base, 
                      int box_rows);
 
 /* H (rows, halves, columns), halves 2 gated and 1 plain; boxes of 64 columns, one half and 64 rows. */
-void smoe_map_h(smoe_map_maker *maker, CUtensorMap *map, const void *base, int64_t rows, int halves, int64_t columns);
+void smoe_map_h(smoe_map_maker *maker, CUtensorMap *map, const void *base, int64_t rows, int halves,
+                int64_t columns);
 
-/* W1 as the up-projection reads it: boxes of 64 columns and 256 rows of W1[e], gated eight gate rows, the same
- * features' eight up rows, and so on, in either layout; coordinates (column, 0, 0, feature / 8, expert). */
-void smoe_map_w1(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer, int gated);
+/* W1 as the up-projection reads it: boxes of 64 columns and 256 rows of W1[e], gated eight gate rows, the
+ * same features' eight up rows, and so on, in either layout; coordinates (column, 0, 0, feature / 8, expert).
+ */
+void smoe_map_w1(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer,
+                 int gated);
 
 #endif

@@ -3,7 +3,8 @@
 #include "ptx.cuh"
 #include <cuda.h>
 
-namespace smoe {
+namespace smoe
+{
 
 SMOE_DEVICE void prefetch_map(const CUtensorMap *map)
 {
@@ -18,7 +19,8 @@ SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                  : "memory");
 }
 
-SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u, int v)
+SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u,
+                          int v)
 {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
@@ -28,16 +30,18 @@ SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
 
 SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y)
 {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-                 "r"(from), "r"(x), "r"(y)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+        "r"(from), "r"(x), "r"(y)
+        : "memory");
 }
 
 SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z)
 {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(from), "r"(x), "r"(y), "r"(z)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+        "r"(from), "r"(x), "r"(y), "r"(z)
+        : "memory");
 }
 
 SMOE_DEVICE void commit_stores()

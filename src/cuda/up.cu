@@ -4,16 +4,19 @@
 // W1 once, H 2 R h and A 2 R n written. Tile 128 x 256 on the cooperative core: the largest that leaves room
 // for staging, and at K = d >= 768 as fast as cuBLAS.
 //
-// X rows are gathered by cp.async straight into the swizzled stage by warps 8 and 9; rows that are padding, and
-// columns past d, are written as zeros, so no expert's tail sees another expert's data. Warps 10 and 11 store H,
-// activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the tensor map.
+// X rows are gathered by cp.async straight into the swizzled stage by warps 8 and 9; rows that are padding,
+// and columns past d, are written as zeros, so no expert's tail sees another expert's data. Warps 10 and 11
+// store H, activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the
+// tensor map.
 #include "activation.cuh"
 #include "cooperative.cuh"
 #include "launch.h"
 #include "tma.cuh"
 
-namespace smoe {
-namespace {
+namespace smoe
+{
+namespace
+{
 
 using namespace cooperative;
 
@@ -26,8 +29,8 @@ enum {
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 
-// A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `chunk` of the
-// eight reads the tokens of rows i = 2 chunk and 2 chunk + 1. Rows of a block that does not exist: none.
+// A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `chunk` of
+// the eight reads the tokens of rows i = 2 chunk and 2 chunk + 1. Rows of a block that does not exist: none.
 SMOE_DEVICE int2 read_tokens(const smoe_cuda_up &p, smoe_work tile, int row0, int chunk)
 {
     if (chunk >= 4 && smoe_work_blocks(tile) == 1) return {-1, -1};
@@ -35,7 +38,8 @@ SMOE_DEVICE int2 read_tokens(const smoe_cuda_up &p, smoe_work tile, int row0, in
     return {__ldg(rows), __ldg(rows + 8)};
 }
 
-SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared, int steps)
+SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared,
+                            int steps)
 {
     const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
     const uint32_t to = smoe_panel_offset(row0, chunk);
@@ -87,7 +91,8 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const 
 
 // One panel of H (gated: and its up panel) has been staged at `panel`: activate it and store A.
 template <typename T>
-SMOE_DEVICE void store_activated(const smoe_cuda_up &p, uint32_t panel, uint32_t out, int feature, int row, int lane)
+SMOE_DEVICE void store_activated(const smoe_cuda_up &p, uint32_t panel, uint32_t out, int feature, int row,
+                                 int lane)
 {
     activate_panel<T>(p.activation, panel, panel + SMOE_PANEL_BYTES, out, lane);
     fence_async_proxy();
@@ -100,8 +105,8 @@ SMOE_DEVICE void store_activated(const smoe_cuda_up &p, uint32_t panel, uint32_t
 
 // A store warp carries its consumer's slots away, one after the other.
 template <typename T>
-SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared, int consumer,
-                             int lane)
+SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared,
+                             int consumer, int lane)
 {
     const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_PANEL_BYTES;
     const int slot_features = p.gated ? 64 : 128;
@@ -160,8 +165,8 @@ SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_up &p, int expert, int col
 }
 
 template <typename T>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared, int steps,
-                                int consumer, int lane)
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared,
+                                int steps, int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
     uint32_t count = 0;
@@ -178,7 +183,8 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const tile_walk &walk, co
         multiply<T, true>(acc, ring, shared, steps, consumer, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), walk.column(unit), half, lane);
+            if (p.bias)
+                add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), walk.column(unit), half, lane);
             stage_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
         }
         count++;
@@ -210,7 +216,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __g
 
 template <typename T> cudaError_t allow_shared()
 {
-    return cudaFuncSetAttribute((const void *)up<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+    return cudaFuncSetAttribute((const void *)up<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                SHARED_BYTES);
 }
 
 } // namespace
@@ -222,7 +229,8 @@ extern "C" cudaError_t smoe_cuda_up_init(void)
     return status == cudaSuccess ? smoe::allow_shared<__half>() : status;
 }
 
-extern "C" cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *p, smoe_type dtype, int ctas, cudaStream_t stream)
+extern "C" cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *p, smoe_type dtype, int ctas,
+                                           cudaStream_t stream)
 {
     if (dtype == SMOE_BF16)
         smoe::up<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);

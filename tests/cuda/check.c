@@ -1,9 +1,9 @@
 /* The cuda backend's forward on a GPU, against plain loops on the host.
  *
- * Exact cases: small integers, an activation that keeps them integers, weights that are powers of two: H and O are
- * compared bit for bit, the plan array for array. Rounded cases: normal data, relative Frobenius error. Every buffer
- * is poisoned and stands between canaries. Then: NaN isolation between experts, chunks, repeats beside a second
- * stream that hammers memory. Exit 0 all right, 1 something wrong, 77 no device. */
+ * Exact cases: small integers, an activation that keeps them integers, weights that are powers of two: H and
+ * O are compared bit for bit, the plan array for array. Rounded cases: normal data, relative Frobenius error.
+ * Every buffer is poisoned and stands between canaries. Then: NaN isolation between experts, chunks, repeats
+ * beside a second stream that hammers memory. Exit 0 all right, 1 something wrong, 77 no device. */
 #define _GNU_SOURCE
 #include "gpu.h"
 
@@ -98,7 +98,8 @@ typedef struct host_plan {
 static void route(const test_case *c, int32_t *ids, float *weights)
 {
     enum { EDGE_COUNTS = 15 };
-    static const int edges[EDGE_COUNTS] = {0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320};
+    static const int edges[EDGE_COUNTS] = {0,   1,   63,  64,  65,  127, 128, 129,
+                                           191, 192, 193, 255, 256, 257, 320};
     const int64_t T = c->tokens, E = c->experts, K = c->topk;
     int edge = 0, left = edges[0];
     for (int64_t t = 0; t < T; t++)
@@ -136,8 +137,16 @@ static void route(const test_case *c, int32_t *ids, float *weights)
 static host_plan plan_on_host(const test_case *c, const int32_t *ids, const float *weights, int64_t padded)
 {
     const int64_t T = c->tokens, E = c->experts, K = c->topk;
-    host_plan p = {calloc(E, 4), calloc(E + 1, 4), calloc(E + 1, 4), calloc(E, 4), malloc(padded * 4),
-                   calloc(T + 1, 4), malloc((T * K + 1) * 4), calloc(padded, 4), 0, padded};
+    host_plan p = {calloc(E, 4),
+                   calloc(E + 1, 4),
+                   calloc(E + 1, 4),
+                   calloc(E, 4),
+                   malloc(padded * 4),
+                   calloc(T + 1, 4),
+                   malloc((T * K + 1) * 4),
+                   calloc(padded, 4),
+                   0,
+                   padded};
     char *counts_pair = calloc(T * K, 1);
     for (int64_t t = 0; t < T; t++)
         for (int64_t k = 0; k < K; k++) {
@@ -151,7 +160,8 @@ static host_plan plan_on_host(const test_case *c, const int32_t *ids, const floa
         p.offsets[e + 1] = p.offsets[e] + p.counts[e];
         p.blocks[e + 1] = p.blocks[e] + (p.counts[e] + 63) / 64;
         int place = 0;
-        for (int64_t f = 0; f < E; f++) place += p.counts[f] > p.counts[e] || (p.counts[f] == p.counts[e] && f < e);
+        for (int64_t f = 0; f < E; f++)
+            place += p.counts[f] > p.counts[e] || (p.counts[f] == p.counts[e] && f < e);
         p.order[place] = (int32_t)e;
     }
     memset(p.row_token, 0xFF, padded * 4);
@@ -164,7 +174,8 @@ static host_plan plan_on_host(const test_case *c, const int32_t *ids, const floa
             p.row_token[row] = (int32_t)t;
             p.row_weight[row] = weights[t * K + k];
             int32_t at = p.token_offsets[t + 1]++;
-            for (; at > p.token_offsets[t] && p.token_rows[at - 1] > row; at--) p.token_rows[at] = p.token_rows[at - 1];
+            for (; at > p.token_offsets[t] && p.token_rows[at - 1] > row; at--)
+                p.token_rows[at] = p.token_rows[at - 1];
             p.token_rows[at] = row;
         }
     }
@@ -192,9 +203,11 @@ static double activate(smoe_activation kind, double g, double u)
     }
 }
 
-/* H and O as they must be: double arithmetic, rounded where the library stores. `pads` too: rows of padding. */
+/* H and O as they must be: double arithmetic, rounded where the library stores. `pads` too: rows of padding.
+ */
 static void forward_on_host(const test_case *c, const host_plan *p, const uint16_t *x, const uint16_t *w1,
-                            const uint16_t *b1, const uint16_t *w2, const uint16_t *b2, uint16_t *h, double *out)
+                            const uint16_t *b1, const uint16_t *w2, const uint16_t *b2, uint16_t *h,
+                            double *out)
 {
     const int64_t d = c->hidden, n = c->intermediate, E = c->experts;
     const int gated = c->activation < SMOE_SILU;
@@ -215,7 +228,9 @@ static void forward_on_host(const test_case *c, const host_plan *p, const uint16
         const float *row = p->row_token[r] >= 0 ? xf + p->row_token[r] * d : NULL;
         float *a = malloc(n * 4);
         for (int64_t j = 0; j < width; j++) { /* column j of H: gate columns, then up columns */
-            const int64_t from = !gated || c->layout == SMOE_CONCATENATED ? j : j < n ? 2 * j : 2 * (j - n) + 1;
+            const int64_t from = !gated || c->layout == SMOE_CONCATENATED ? j
+                                 : j < n                                  ? 2 * j
+                                                                          : 2 * (j - n) + 1;
             const float *w = w1f + (e * width + from) * d;
             double sum = 0;
             if (row)
@@ -224,8 +239,9 @@ static void forward_on_host(const test_case *c, const host_plan *p, const uint16
             h[r * width + j] = from_double(type, sum);
         }
         for (int64_t j = 0; j < n; j++)
-            a[j] = to_float(type, from_double(type, activate(c->activation, to_float(type, h[r * width + j]),
-                                                             gated ? to_float(type, h[r * width + n + j]) : 0)));
+            a[j] =
+                to_float(type, from_double(type, activate(c->activation, to_float(type, h[r * width + j]),
+                                                          gated ? to_float(type, h[r * width + n + j]) : 0)));
         for (int64_t j = 0; j < d; j++) {
             const float *w = w2f + (e * d + j) * n;
             double sum = b2 ? to_float(type, b2[e * d + j]) : 0;
@@ -256,7 +272,8 @@ static int report(const char *name, const char *what, int64_t wrong, int64_t of,
     return 1;
 }
 
-static void compare_words(const char *name, const char *what, const void *device, const void *want, int64_t count)
+static void compare_words(const char *name, const char *what, const void *device, const void *want,
+                          int64_t count)
 {
     const uint32_t *got = gpu_read(device, count * 4), *expected = want;
     int64_t wrong = 0, first = -1;
@@ -337,14 +354,16 @@ static void check_case(smoe_context *context, const test_case *given)
     route(&c, ids, weights);
     const int64_t live = c.rows ? T - T / 7 : T; /* FROM_ROWS: rows past offsets[E] */
     if (c.rows) {
-        for (int64_t t = 0; t < live; t++) ids[t] = (int32_t)(t * E / live / 2 * 2 % E); /* sorted, some empty */
+        for (int64_t t = 0; t < live; t++)
+            ids[t] = (int32_t)(t * E / live / 2 * 2 % E); /* sorted, some empty */
         for (int64_t t = live; t < T; t++) ids[t] = -1;
         for (int64_t t = 0; t < live; t++) offsets[ids[t] + 1]++;
         for (int64_t e = 0; e < E; e++) offsets[e + 1] += offsets[e];
     }
     const host_plan p = plan_on_host(&c, ids, weights, sizes.padded_rows);
     const int integers = !c.rounded;
-    uint16_t *x = fill(c.dtype, T * d, 1, integers, 1), *w1 = fill(c.dtype, E * width * d, 2, integers, 1 / sqrt(d));
+    uint16_t *x = fill(c.dtype, T * d, 1, integers, 1),
+             *w1 = fill(c.dtype, E * width * d, 2, integers, 1 / sqrt(d));
     uint16_t *w2 = fill(c.dtype, E * d * n, 3, integers, 1 / sqrt(n));
     uint16_t *b1 = c.bias ? fill(c.dtype, E * width, 4, integers, 1) : NULL;
     uint16_t *b2 = c.bias ? fill(c.dtype, E * d, 5, integers, 1) : NULL;
@@ -400,7 +419,8 @@ static void check_case(smoe_context *context, const test_case *given)
             uint16_t *got_h = gpu_read(view.h, p.padded * width * 2);
             compare_halves(c.name, "h", c.dtype, got_h, h, (int64_t)p.blocks[E] * 64, width);
             int64_t touched = 0;
-            for (int64_t i = (int64_t)p.blocks[E] * 64 * width; i < p.padded * width; i++) touched += got_h[i] != 0xFFFF;
+            for (int64_t i = (int64_t)p.blocks[E] * 64 * width; i < p.padded * width; i++)
+                touched += got_h[i] != 0xFFFF;
             report(c.name, "h past rows", touched, p.padded * width, 0);
             free(got_h);
         }
@@ -422,7 +442,8 @@ static void check_case(smoe_context *context, const test_case *given)
     report(c.name, "canaries", canaries, 11, 0);
     printf("%-28s %s %s\n", c.name, wrong_total == before ? "ok" : "WRONG", note);
     fflush(stdout);
-    free(ids), free(offsets), free(weights), free(x), free(w1), free(w2), free(b1), free(b2), free(h), free(want);
+    free(ids), free(offsets), free(weights), free(x), free(w1), free(w2), free(b1), free(b2), free(h),
+        free(want);
     free(out), free(got), free(given_ids), free(given_offsets);
     free(p.counts), free(p.offsets), free(p.blocks), free(p.order), free(p.row_token), free(p.token_offsets);
     free(p.token_rows), free(p.row_weight);
@@ -432,7 +453,8 @@ static void check_case(smoe_context *context, const test_case *given)
 static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launches, int chunks)
 {
     const int64_t T = 2048, E = 16, K = 4;
-    test_case c = {"repeats", T, d, n, E, K, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_CONCATENATED, 0, 0, 0, chunks, 0, 1};
+    test_case c = {"repeats", T, d, n,      E, K, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_CONCATENATED,
+                   0,         0, 0, chunks, 0, 1};
     smoe_layer layer = layer_of(&c);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     must(context, smoe_query_sizes(context, &layer, &sizes), c.name);
@@ -462,7 +484,9 @@ static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launc
     int64_t differing = 0;
     const size_t h_bytes = (size_t)(sizes.padded_rows * 2 * n * 2);
     for (int i = 0; i < launches; i++) {
-        if (i % 8 == 0) CHECK_CUDA(cudaMemcpyAsync(b[8].memory, b[8].memory + (128 << 20), 128 << 20, cudaMemcpyDeviceToDevice, hammer));
+        if (i % 8 == 0)
+            CHECK_CUDA(cudaMemcpyAsync(b[8].memory, b[8].memory + (128 << 20), 128 << 20,
+                                       cudaMemcpyDeviceToDevice, hammer));
         CHECK_CUDA(cudaMemsetAsync(args.out, 0xFF, T * d * 2, work));
         must(context, smoe_layer_forward(context, &layer, &args, work), c.name);
         if (i % 20 && i != launches - 1) continue;
@@ -479,7 +503,8 @@ static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launc
     char name[64];
     snprintf(name, sizeof name, "repeats d %d n %d", (int)d, (int)n);
     report(name, "differing", differing, launches / 20, 0);
-    printf("%-28s %d launches, %d compared, %lld differ\n", name, launches, launches / 20, (long long)differing);
+    printf("%-28s %d launches, %d compared, %lld differ\n", name, launches, launches / 20,
+           (long long)differing);
     int canaries = 0;
     for (size_t i = 0; i < sizeof b / sizeof b[0]; i++) canaries += gpu_free(b[i]);
     report(name, "canaries", canaries, 9, 0);
@@ -492,7 +517,8 @@ static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launc
 static void check_isolation(smoe_context *context, int64_t d, int64_t n)
 {
     const int64_t T = 1000, E = 7, bad = 3;
-    test_case c = {"isolation", T, d, n, E, 1, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_CONCATENATED, 0, 0, 0, 1, 0, 1};
+    test_case c = {"isolation", T, d, n, E, 1, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_CONCATENATED,
+                   0,           0, 0, 1, 0, 1};
     smoe_layer layer = layer_of(&c);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     must(context, smoe_query_sizes(context, &layer, &sizes), c.name);
@@ -542,8 +568,8 @@ static void check_isolation(smoe_context *context, int64_t d, int64_t n)
     free(ids), free(weights), free(x), free(w1), free(w2), free(out[0]), free(out[1]);
 }
 
-#define B SMOE_BF16
-#define F SMOE_F16
+#define B   SMOE_BF16
+#define F   SMOE_F16
 #define CAT SMOE_CONCATENATED
 #define INT SMOE_INTERLEAVED
 /* name, T, d, n, E, K, activation, routing, dtype, layout, rows, bias, inference, chunks, wide, rounded */
