@@ -1,0 +1,248 @@
+/* `smoe verify` sees faults. The linker puts the wrappers below between the tool and the library; each fault
+ * is one thing a broken library might do, and the exit status has to be 1. Runs go in child processes. */
+#include "cli/buffer.h"
+#include "cli/cli.h"
+#include "cli/verify_tensors.h"
+
+#include <smoe.h>
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#define COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
+typedef enum fault {
+    NO_FAULT,
+    ELEMENT_OFF,      /* one element of out is not quite right */
+    LEFT_UNWRITTEN,   /* the last row of out is not written */
+    PAST_THE_END,     /* one byte after out */
+    BEFORE_THE_START, /* one byte before scratch */
+    INPUT_CHANGED,    /* a weight moves */
+    NOT_REPEATABLE,   /* the last bit of an element of dx, every other call */
+    NOT_ACCUMULATED,  /* dw1 is written where it should be added to */
+    NEEDS_SCRATCH,    /* the backward reads what the forward left in its scratch */
+    PLAN_WRONG,       /* two rows of the plan trade places */
+    NAN_SPREADS,      /* a NaN anywhere in x makes out[0] NaN */
+    QUERY_OFF,        /* the query forgets a byte */
+    CALL_FAILS
+} fault;
+
+static fault wanted;
+static const void *forward_scratch;
+
+smoe_status __real_smoe_layer_forward(smoe_context *context, const smoe_layer *layer,
+                                      const smoe_forward_args *args, void *stream);
+smoe_status __wrap_smoe_layer_forward(smoe_context *context, const smoe_layer *layer,
+                                      const smoe_forward_args *args, void *stream);
+smoe_status __real_smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
+                                       const smoe_backward_args *args, void *stream);
+smoe_status __wrap_smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
+                                       const smoe_backward_args *args, void *stream);
+smoe_status __real_smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
+smoe_status __wrap_smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
+
+static bool any_nan(const float *values, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (isnan(values[i])) return true;
+    return false;
+}
+
+static void swap_rows(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args)
+{
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    smoe_view_plan(context, layer, args, &view);
+    int32_t rows[2];
+    memcpy(rows, view.row_token, sizeof rows);
+    const int32_t swapped[] = {rows[1], rows[0]};
+    memcpy((char *)args->saved + ((const char *)view.row_token - (const char *)args->saved), swapped,
+           sizeof swapped);
+}
+
+smoe_status __wrap_smoe_layer_forward(smoe_context *context, const smoe_layer *layer,
+                                      const smoe_forward_args *args, void *stream)
+{
+    if (wanted == CALL_FAILS) return smoe_layer_backward(context, layer, NULL, stream);
+    const smoe_status status = __real_smoe_layer_forward(context, layer, args, stream);
+    const int64_t size = layer->tokens * layer->hidden;
+    forward_scratch = args->scratch;
+    if (layer->dtype != SMOE_F32 || status != SMOE_OK) return status;
+    float *out = args->out;
+    if (wanted == ELEMENT_OFF) out[size / 2] += 0.01f;
+    if (wanted == LEFT_UNWRITTEN) memset(out + size - layer->hidden, 0xff, 4 * (size_t)layer->hidden);
+    if (wanted == PAST_THE_END) ((char *)out)[4 * size] ^= 1;
+    if (wanted == BEFORE_THE_START) ((char *)args->scratch)[-1] ^= 1;
+    if (wanted == INPUT_CHANGED) memset((char *)out + ((const char *)args->w1 - (const char *)out), 0, 4);
+    if (wanted == PLAN_WRONG) swap_rows(context, layer, args);
+    if (wanted == NAN_SPREADS && any_nan(args->x, size)) out[0] = NAN;
+    return status;
+}
+
+smoe_status __wrap_smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
+                                       const smoe_backward_args *args, void *stream)
+{
+    static int calls;
+    const int64_t dw1_size = layer->experts * 2 * layer->intermediate * layer->hidden;
+    if (!args) return __real_smoe_layer_backward(context, layer, args, stream);
+    if (wanted == NOT_ACCUMULATED && layer->accumulate) memset(args->dw1, 0, 4 * (size_t)dw1_size);
+    const smoe_status status = __real_smoe_layer_backward(context, layer, args, stream);
+    if (layer->dtype != SMOE_F32 || status != SMOE_OK) return status;
+    float *dx = args->dx;
+    if (wanted == NOT_REPEATABLE && calls++ % 2) dx[0] = nextafterf(dx[0], 0.0f);
+    if (wanted == NEEDS_SCRATCH) memcpy(dx, forward_scratch, sizeof *dx);
+    return status;
+}
+
+smoe_status __wrap_smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes)
+{
+    const smoe_status status = __real_smoe_query_sizes(context, layer, sizes);
+    if (wanted == QUERY_OFF) sizes->saved_bytes--;
+    return status;
+}
+
+/* The exit status of `smoe verify ...` with a fault. */
+static int verify_with(fault wanted_fault, const char *first, const char *second)
+{
+    fflush(NULL);
+    const pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        char name[] = "smoe verify", one[64] = "", two[64] = "";
+        snprintf(one, sizeof one, "%s", first ? first : "");
+        snprintf(two, sizeof two, "%s", second ? second : "");
+        char *arguments[] = {name, first ? one : NULL, second ? two : NULL, NULL};
+        if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) _exit(99);
+        wanted = wanted_fault;
+        exit(smoe_cli_verify(first ? second ? 3 : 2 : 1, arguments));
+    }
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static void test_faults_are_seen(void **state)
+{
+    (void)state;
+    const struct {
+        const char *only;
+        fault fault;
+    } cases[] = {
+        {"--only=swiglu, biases", ELEMENT_OFF},       {"--only=swiglu, biases", LEFT_UNWRITTEN},
+        {"--only=swiglu, biases", PAST_THE_END},      {"--only=swiglu, biases", BEFORE_THE_START},
+        {"--only=swiglu, biases", INPUT_CHANGED},     {"--only=same bits, given topk", NOT_REPEATABLE},
+        {"--only=accumulate twice", NOT_ACCUMULATED}, {"--only=swiglu, biases", NEEDS_SCRATCH},
+        {"--only=swiglu, biases", PLAN_WRONG},        {"--only=NaN in rows", NAN_SPREADS},
+        {"--only=saved bytes, rows", QUERY_OFF},      {"--only=swiglu, biases", CALL_FAILS},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        assert_int_equal(verify_with(NO_FAULT, cases[i].only, NULL), 0);
+        const int status = verify_with(cases[i].fault, cases[i].only, NULL);
+        if (status != 1)
+            fail_msg("fault %d with %s: exit status %d", (int)cases[i].fault, cases[i].only, status);
+    }
+}
+
+static void test_exit_statuses(void **state)
+{
+    (void)state;
+    assert_int_equal(verify_with(NO_FAULT, "--only=K = 1, E = 1", "--json"), 0);
+    assert_int_equal(verify_with(NO_FAULT, "--only=K = 1, E = 1", "--csv"), 0);
+    assert_int_equal(verify_with(NO_FAULT, "--help", NULL), 0);
+    assert_int_equal(verify_with(NO_FAULT, "--only=no such case", NULL), 2);
+    assert_int_equal(verify_with(NO_FAULT, "--device=abacus", NULL), 2);
+    assert_int_equal(verify_with(NO_FAULT, "--seed=x", NULL), 2);
+    assert_int_equal(verify_with(NO_FAULT, "--no-such-option", NULL), 2);
+    assert_int_equal(verify_with(NO_FAULT, "stray", NULL), 2);
+}
+
+/* One corrupted tensor at a time, against itself. */
+static void test_judging(void **state)
+{
+    (void)state;
+    enum { SIZE = 100 };
+    double want[SIZE], stored[SIZE], got[SIZE];
+    for (int i = 0; i < SIZE; i++) {
+        want[i] = 1.0 + i % 7;
+        stored[i] = want[i] * (1.0 + (i % 2 ? 1e-3 : -1e-3));
+    }
+    const tensor want_tensor = {.values = want, .count = SIZE},
+                 stored_tensor = {.values = stored, .count = SIZE};
+    const tensor got_tensor = {.values = got, .count = SIZE}, fewer = {.values = got, .count = SIZE - 1},
+                 none = {0};
+    const struct {
+        double scale; /* of the error that storage makes */
+        bool ok;
+    } cases[] = {{0.0, true}, {1.0, true}, {1.49, true}, {1.51, false}, {-1.51, false}, {NAN, false}};
+    for (size_t c = 0; c < COUNT(cases); c++) {
+        for (int i = 0; i < SIZE; i++) got[i] = want[i] + cases[c].scale * (stored[i] - want[i]);
+        const verdict v = tensor_judge(TENSOR_OUT, &got_tensor, &want_tensor, &stored_tensor, 5e-3);
+        assert_int_equal(v.ok, cases[c].ok);
+    }
+    for (int i = 0; i < SIZE; i++) got[i] = stored[i];
+    assert_false(
+        tensor_judge(TENSOR_OUT, &got_tensor, &want_tensor, &stored_tensor, 0.9e-3).ok); /* the cap */
+    assert_false(tensor_judge(TENSOR_COUNTS, &got_tensor, &want_tensor, &stored_tensor, 5e-3).ok);
+    memcpy(got, want, sizeof got);
+    assert_true(tensor_judge(TENSOR_COUNTS, &got_tensor, &want_tensor, &want_tensor, 5e-3).ok);
+    got[17] += 1;
+    assert_true(tensor_judge(TENSOR_COUNTS, &got_tensor, &want_tensor, &want_tensor, 5e-3).error == 1.0);
+    assert_false(tensor_judge(TENSOR_OUT, &fewer, &want_tensor, &stored_tensor, 5e-3).ok);
+    assert_false(tensor_judge(TENSOR_OUT, &none, &want_tensor, &stored_tensor, 5e-3).ok);
+}
+
+static void test_bits_are_compared(void **state)
+{
+    (void)state;
+    float zero[] = {0.0f, 1.0f}, minus_zero[] = {-0.0f, 1.0f};
+    const tensor a = {.bits = zero, .count = 2, .type = SMOE_F32},
+                 b = {.bits = minus_zero, .count = 2, .type = SMOE_F32};
+    const tensor none = {0};
+    assert_int_equal(tensor_differing_bits(&a, &a), 0);
+    assert_int_equal(tensor_differing_bits(&a, &b), 1);
+    assert_int_equal(tensor_differing_bits(&a, &none), -1);
+    assert_int_equal(tensor_differing_bits(&none, &none), 0);
+}
+
+static void test_buffers(void **state)
+{
+    (void)state;
+    const size_t sizes[] = {0, 1, 255, 256, 1000};
+    for (size_t i = 0; i < COUNT(sizes); i++) {
+        buffer b;
+        assert_true(buffer_make(&b, device_find("cpu"), sizes[i]));
+        assert_int_equal((uintptr_t)b.data % DEVICE_ALIGN, 0);
+        for (size_t k = 0; k < sizes[i]; k++) assert_int_equal(((unsigned char *)b.data)[k], 0xff);
+        memset(b.data, 0, sizes[i]);
+        assert_true(buffer_intact(&b));
+        char *edges[] = {(char *)b.data - 1, (char *)b.data + sizes[i], (char *)b.data - 512,
+                         (char *)b.data + sizes[i] + 512};
+        for (size_t k = 0; k < COUNT(edges); k++) {
+            *edges[k] ^= 4;
+            assert_false(buffer_intact(&b));
+            *edges[k] ^= 4;
+            assert_true(buffer_intact(&b));
+        }
+        buffer_free(&b);
+        buffer_free(&b);
+    }
+    assert_null(device_find("abacus"));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_judging),         cmocka_unit_test(test_bits_are_compared),
+        cmocka_unit_test(test_buffers),         cmocka_unit_test(test_exit_statuses),
+        cmocka_unit_test(test_faults_are_seen),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
