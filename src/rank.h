@@ -59,6 +59,13 @@ SMOE_HOST_DEVICE float smoe_float_of(uint32_t bits)
     return x;
 }
 
+/* condition ? a : b by masks: compilers make branches of the other form, and such loops do not vectorise. */
+SMOE_HOST_DEVICE float smoe_select(int condition, float a, float b)
+{
+    const uint32_t mask = 0u - (uint32_t)condition;
+    return smoe_float_of((smoe_bits_of(a) & mask) | (smoe_bits_of(b) & ~mask));
+}
+
 SMOE_HOST_DEVICE int smoe_is_nan(float x)
 {
     return (smoe_bits_of(x) & 0x7fffffffu) > 0x7f800000u;
@@ -70,10 +77,9 @@ SMOE_HOST_DEVICE int smoe_is_nan(float x)
  * zeros. */
 SMOE_HOST_DEVICE uint32_t smoe_rank_key(float x)
 {
-    const uint32_t bits = smoe_bits_of(x);
-    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
-    return bits == 0x80000000u ? 0x80000000u : ordered;
+    const uint32_t given = smoe_bits_of(x), bits = given == 0x80000000u ? 0u : given;
+    const uint32_t ordered = bits ^ ((0u - (bits >> 31)) | 0x80000000u);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0u : ordered;
 }
 
 /* The x of a key; NaN for 0. */
@@ -117,16 +123,14 @@ SMOE_HOST_DEVICE float smoe_exp(float d)
     q = smoe_add(smoe_mul(q, r), 0.5f);
     const float e = smoe_add(1.0f, smoe_add(r, smoe_mul(smoe_mul(r, r), q)));
     const uint32_t power = (smoe_bits_of(shifted) - 0x4b400000u + 127u) << 23;
-    const float scaled =
-        smoe_mul(e, smoe_float_of(power)); /* before the choice, so that loops over it vectorise */
-    return d >= -87.0f ? scaled : 0.0f;
+    return smoe_select(d >= -87.0f, smoe_mul(e, smoe_float_of(power)), 0.0f);
 }
 
 /* exp(logit - max): 1 where the logit is the maximum (infinite ones too), 0 for NaN. */
 SMOE_HOST_DEVICE float smoe_softmax_term(float logit, float max)
 {
-    const float below = smoe_add(logit, -max);
-    return smoe_exp(logit == max ? 0.0f : below);
+    const float term = smoe_exp(smoe_add(logit, -max));
+    return smoe_select(logit == max, 1.0f, term);
 }
 
 /* A term (0..1) in fixed point; sums of up to 4096 of them are exact, and so free of their order. */

@@ -2,6 +2,10 @@
  * back. */
 #include "routing.h"
 
+#include <assert.h>
+
+static_assert((int64_t)SMOE_MAX_EXPERTS * 65536 <= INT32_MAX, "halves of a softmax sum stay below 2^31");
+
 /* The next `bytes` of the scratch (none: NULL); with no scratch only counts. */
 static void *take(smoe_routing_scratch *s, char *scratch, int64_t bytes)
 {
@@ -47,13 +51,24 @@ uint64_t smoe_cpu_routing_scratch(const smoe_context *context, const smoe_proble
 
 void smoe_softmax_of(const float *logits, int64_t experts, float *terms, float *max, float *sum)
 {
-    float largest = smoe_float_of(0xff800000u); /* -inf */
-    for (int64_t e = 0; e < experts; e++) largest = logits[e] > largest ? logits[e] : largest;
-    uint64_t fixed = 0;
-    for (int64_t e = 0; e < experts; e++) terms[e] = smoe_softmax_term(logits[e], largest);
-    for (int64_t e = 0; e < experts; e++) fixed += smoe_softmax_fixed(terms[e]);
-    *max = largest;
-    *sum = smoe_softmax_sum(fixed);
+    uint32_t largest = 0x007fffffu; /* the key of -inf */
+    for (int64_t e = 0; e < experts; e++) {
+        const uint32_t key = smoe_rank_key(logits[e]);
+        largest = key > largest ? key : largest;
+    }
+    *max = smoe_rank_value(largest);
+    const float m = *max; /* not reloaded in the loop, which so vectorises */
+    for (int64_t e = 0; e < experts; e++) terms[e] = smoe_softmax_term(logits[e], m);
+    /* The sum of smoe_softmax_fixed by halves of 16 bits, each of which fits 32-bit lanes for up to 4096
+     * terms. */
+    int32_t high = 0, low = 0;
+    for (int64_t e = 0; e < experts; e++) {
+        const float scaled = smoe_mul(terms[e], 65536.0f);
+        const int32_t whole = (int32_t)scaled;
+        high += whole;
+        low += (int32_t)smoe_mul(smoe_add(scaled, -(float)whole), 65536.0f);
+    }
+    *sum = smoe_softmax_sum(((uint64_t)high << 16) + (uint64_t)low);
 }
 
 static float renormalize(float *weights, int64_t topk)
