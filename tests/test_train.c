@@ -1,0 +1,403 @@
+/* Training runs on a small text: resuming gives the bits of an unbroken run, checkpoints survive what a kill
+ * leaves, the log goes on where the checkpoint was, and each kind of bad input has its error. */
+#define _POSIX_C_SOURCE 200809L
+#include "train/train.h"
+
+#include "train/checkpoint.h"
+#include "train/file.h"
+#include "train/log.h"
+#include "train/params.h"
+#include "train/safetensors.h"
+#include "train/sample.h"
+#include "train/schedule.h"
+
+#include <cblas.h>
+#include <dirent.h>
+#include <math.h>
+#include <omp.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+enum { PATH_BYTES = 512 };
+
+/* A folder of its own for every test: text.txt in it, runs beside it. */
+typedef struct place {
+    char folder[64], text[128], out[128];
+    const char *paths[1];
+} place;
+
+static int set_up(void **state)
+{
+    static const char words[] = "the quick brown fox jumps over the lazy dog; ";
+    place *p = calloc(1, sizeof *p);
+    strcpy(p->folder, "/tmp/smoe-test-train-XXXXXX");
+    if (!mkdtemp(p->folder)) return -1;
+    snprintf(p->text, sizeof p->text, "%s/text.txt", p->folder);
+    snprintf(p->out, sizeof p->out, "%s/out", p->folder);
+    FILE *file = fopen(p->text, "w");
+    for (int i = 0; i < 200; i++) fprintf(file, "%s%d\n", words, i * i);
+    fclose(file);
+    p->paths[0] = p->text;
+    *state = p;
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    char command[PATH_BYTES];
+    place *p = *state;
+    snprintf(command, sizeof command, "rm -rf '%s'", p->folder);
+    int status = system(command);
+    free(p);
+    return status;
+}
+
+static train_settings settings_of(const place *p)
+{
+    train_settings s = train_settings_default();
+    s.paths = p->paths;
+    s.path_count = 1;
+    s.out = p->out;
+    s.steps = 20;
+    s.batch = 3;
+    s.checkpoints = 2; // after steps 10 and 20
+    s.logs = 5;
+    s.evaluations = 4;
+    s.config.hidden = 16;
+    s.config.heads = 2;
+    s.config.layers = 2;
+    s.config.experts = 4;
+    s.config.topk = 2;
+    s.config.intermediate = 8;
+    s.config.context = 16;
+    s.routing.rounding = SMOE_ROUND_SR_F; // draws depend on seed and step: resume must restore both
+    s.routing.tile = 4;
+    return s;
+}
+
+static void train_ok(const train_settings *s, train_result *result)
+{
+    error err = {0};
+    if (!train_run(s, NULL, NULL, result, &err)) fail_msg("%s", err.text);
+}
+
+static void train_fails(const train_settings *s, int code, const char *part)
+{
+    error err = {0};
+    train_result result;
+    assert_false(train_run(s, NULL, NULL, &result, &err));
+    if (err.code != code || !strstr(err.text, part))
+        fail_msg("code %d, \"%s\"; wanted %d, ...%s...", err.code, err.text, code, part);
+}
+
+static void assert_same_file(const char *a, const char *b)
+{
+    file_map x, y;
+    error err = {0};
+    if (!file_map_open(&x, a, &err) || !file_map_open(&y, b, &err)) fail_msg("%s", err.text);
+    assert_int_equal(x.size, y.size);
+    assert_memory_equal(x.data, y.data, x.size);
+    file_map_close(&x);
+    file_map_close(&y);
+}
+
+/* The observer that stops a run after a step. */
+typedef struct stopper {
+    volatile sig_atomic_t flag;
+    int64_t at;
+} stopper;
+
+static void stop_at(void *user, const train_report *report)
+{
+    stopper *s = user;
+    if (report->step == s->at) s->flag = 1;
+}
+
+static void assert_same_checkpoints(const char *a, const char *b)
+{
+    char x[PATH_BYTES], y[PATH_BYTES];
+    error err = {0};
+    model m[2];
+    train_state state[2] = {{0}, {0}};
+    snprintf(x, sizeof x, "%s/latest/model.safetensors", a);
+    snprintf(y, sizeof y, "%s/latest/model.safetensors", b);
+    assert_same_file(x, y);
+    for (int i = 0; i < 2; i++) { // the states apart from their seconds
+        model_config config;
+        snprintf(x, sizeof x, "%s/latest", i ? b : a);
+        if (!checkpoint_load_config(x, &config, &err) || !model_create(&m[i], &config, 1, NULL, false, &err))
+            fail_msg("%s", err.text);
+        state[i].first = malloc(m[i].layout.total * sizeof(float));
+        state[i].second = malloc(m[i].layout.total * sizeof(float));
+        if (!checkpoint_load_state(x, &m[i], &state[i], &err)) fail_msg("%s", err.text);
+    }
+    assert_int_equal(state[0].step, state[1].step);
+    assert_true(state[0].loss_sum == state[1].loss_sum);
+    assert_memory_equal(state[0].first, state[1].first, m[0].layout.total * sizeof(float));
+    assert_memory_equal(state[0].second, state[1].second, m[0].layout.total * sizeof(float));
+    for (int i = 0; i < 2; i++) {
+        model_destroy(&m[i]);
+        free(state[i].first);
+        free(state[i].second);
+    }
+}
+
+static void resume_gives_the_same_bits(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result whole, part;
+    char other[128];
+    snprintf(other, sizeof other, "%s/other", p->folder);
+    omp_set_num_threads(1); // the unbroken run on one thread, the other on two: that changes nothing either
+    train_ok(&s, &whole);
+    omp_set_num_threads(2);
+    stopper stop = {.at = 7}; // between two log lines: the running sum must come back too
+    s.out = other;
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &part, &err)) fail_msg("%s", err.text);
+    assert_true(part.interrupted);
+    assert_int_equal(part.step, 7);
+    stop.flag = 0;
+    s.resume = true;
+    train_ok(&s, &part);
+    assert_int_equal(part.step, 20);
+    assert_true(part.validation.loss == whole.validation.loss);
+    assert_true(part.loss == whole.loss);
+    assert_same_checkpoints(p->out, other);
+    assert_true(whole.loss < 5.0); // below ln 256: it learned something
+    train_ok(&s, &part);           // resuming what is finished changes nothing
+    assert_same_checkpoints(p->out, other);
+    omp_set_num_threads(1);
+}
+
+static void log_goes_on_where_the_checkpoint_was(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char path[PATH_BYTES];
+    log_line *lines, *again;
+    size_t count, count_again;
+    error err = {0};
+    train_ok(&s, &result);
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    assert_true(log_read(path, &lines, &count, &err));
+    // what a run that was killed after step 10 leaves: lines past its checkpoint, the last one torn
+    FILE *file = fopen(path, "a");
+    fprintf(file, "{\"step\":21,\"tokens\":1,\"loss\":1.0}\n{\"step\":22,\"tok");
+    fclose(file);
+    char command[2 * PATH_BYTES];
+    snprintf(command, sizeof command, "cd '%s' && rm -rf step-0000020 && ln -sfn step-0000010 latest",
+             p->out);
+    assert_int_equal(system(command), 0);
+    s.resume = true;
+    train_ok(&s, &result);
+    assert_true(log_read(path, &again, &count_again, &err));
+    assert_int_equal(count, count_again);
+    for (size_t i = 0; i < count; i++) {
+        assert_int_equal(lines[i].step, again[i].step);
+        assert_int_equal(lines[i].tokens, again[i].step * 3 * 16);
+        assert_true(lines[i].loss == again[i].loss);
+        assert_true(lines[i].lr == again[i].lr && lines[i].grad_norm == again[i].grad_norm);
+        assert_true(lines[i].val_loss == again[i].val_loss ||
+                    (isnan(lines[i].val_loss) && isnan(again[i].val_loss)));
+        assert_float_equal(lines[i].bits_per_byte, lines[i].loss / log(2), 1e-6);
+    }
+    assert_int_equal(lines[count - 1].step, 20);
+    assert_true(isfinite(lines[count - 1].val_loss));
+    free(lines);
+    free(again);
+}
+
+static int count_folders(const char *out)
+{
+    int count = 0;
+    DIR *entries = opendir(out);
+    for (struct dirent *e; (e = readdir(entries));) count += strncmp(e->d_name, "step-", 5) == 0;
+    closedir(entries);
+    return count;
+}
+
+/* What kills leave: a half-written folder, a finished one that `latest` does not point to yet. */
+static void leftovers_of_a_kill_do_not_matter(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char command[4 * PATH_BYTES];
+    train_ok(&s, &result);
+    assert_int_equal(count_folders(p->out), 2); // keep
+    snprintf(command, sizeof command,
+             "cd '%s' && ln -sfn step-0000010 latest && mkdir step-0000015.tmp && echo x > "
+             "step-0000015.tmp/model.safetensors"
+             " && : > step-0000020/model.safetensors && ln -s nowhere latest.tmp",
+             p->out);
+    assert_int_equal(system(command), 0);
+    s.resume = true;
+    train_ok(&s, &result);
+    assert_int_equal(result.step, 20);
+    assert_int_equal(count_folders(p->out), 2);
+    model m;
+    error err = {0};
+    char latest[PATH_BYTES + 8];
+    snprintf(latest, sizeof latest, "%s/latest", p->out);
+    assert_true(model_create(&m, &s.config, 1, NULL, false, &err));
+    assert_true(checkpoint_load_weights(latest, &m, &err));
+    model_destroy(&m);
+}
+
+static void bad_input_has_its_error(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p), other = s;
+    train_result result;
+    s.resume = true;
+    train_fails(&s, ERROR_RUNTIME, "no checkpoint");
+    s.resume = false;
+    train_ok(&s, &result);
+    train_fails(&s, ERROR_USAGE, "resume");
+    other.resume = true;
+    other.config.hidden = 32;
+    train_fails(&other, ERROR_USAGE, "another shape");
+    other.config.hidden = 16;
+    other.seed = 2;
+    train_fails(&other, ERROR_USAGE, "seed");
+    other = settings_of(p);
+    other.config.heads = 3;
+    other.out = p->text; // a file where a folder should be is not reached
+    train_fails(&other, ERROR_USAGE, "hidden_size");
+    other.config.heads = 2;
+    train_fails(&other, ERROR_RUNTIME, "text.txt");
+    const char *missing = "/nonexistent/text";
+    other.paths = &missing;
+    train_fails(&other, ERROR_RUNTIME, "/nonexistent/text");
+}
+
+static void truncated_checkpoints_are_errors(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    const char *names[] = {"model.safetensors", "state.safetensors", "config.json"};
+    train_ok(&s, &result);
+    s.resume = true;
+    for (int i = 0; i < 3; i++) {
+        char path[PATH_BYTES + 64];
+        snprintf(path, sizeof path, "%s/latest/%s", p->out, names[i]);
+        assert_int_equal(truncate(path, 100), 0);
+        train_fails(&s, ERROR_RUNTIME, names[i]);
+        train_settings fresh = settings_of(p);
+        char command[PATH_BYTES];
+        snprintf(command, sizeof command, "rm -rf '%s'", p->out);
+        assert_int_equal(system(command), 0);
+        train_ok(&fresh, &result);
+    }
+}
+
+/* A learning rate that blows the weights up. */
+static void a_loss_that_is_not_finite_stops_the_run(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    char path[PATH_BYTES], name[PATH_BYTES];
+    error err = {0};
+    s.lr = 1e38;
+    s.warmup = 0.0;
+    train_fails(&s, ERROR_RUNTIME, "last good checkpoint");
+    assert_true(checkpoint_find(p->out, name, sizeof name, &err));
+    model m;
+    assert_true(model_create(&m, &s.config, 1, NULL, false, &err));
+    assert_true(checkpoint_load_weights(name, &m, &err));
+    for (size_t i = 0; i < m.layout.total; i++) assert_true(isfinite(m.weights[i]));
+    model_destroy(&m);
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    assert_int_equal(access(path, R_OK), 0);
+}
+
+static void every_rounding_rule_trains(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char out[PATH_BYTES + 16];
+    s.steps = 4;
+    s.config.shared_intermediate = 8;
+    s.config.dense_layers = 1;
+    s.config.dense_intermediate = 16;
+    for (smoe_rounding rule = SMOE_ROUND_NONE; rule <= SMOE_ROUND_DOWN; rule++) {
+        s.routing.rounding = rule;
+        snprintf(out, sizeof out, "%s/rule%d", p->folder, (int)rule);
+        s.out = out;
+        train_ok(&s, &result);
+        assert_true(isfinite(result.validation.loss));
+    }
+}
+
+static void a_run_by_the_clock_ends_by_it(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    s.steps = 0;
+    s.seconds = 0.2;
+    train_ok(&s, &result);
+    assert_true(result.step > 0 && result.elapsed >= 0.2);
+}
+
+static void schedule_warms_up_and_falls(void **state)
+{
+    (void)state;
+    assert_float_equal(schedule_factor(0.05, 0.1, 0.1), 0.5, 1e-12);
+    assert_float_equal(schedule_factor(0.1, 0.1, 0.1), 1.0, 1e-12);
+    assert_float_equal(schedule_factor(0.55, 0.1, 0.1), 0.55, 1e-12);
+    assert_float_equal(schedule_factor(1.0, 0.1, 0.1), 0.1, 1e-12);
+    assert_float_equal(schedule_factor(0.0, 0.0, 0.1), 1.0, 1e-12);
+}
+
+static void sampling_follows_the_probabilities(void **state)
+{
+    (void)state;
+    enum { VOCAB = 5, DRAWS = 20000 };
+    const float logits[VOCAB] = {logf(0.1f), logf(0.4f), logf(0.2f), logf(0.05f), logf(0.25f)};
+    int32_t order[VOCAB];
+    int counts[VOCAB] = {0};
+    sampler s = {.temperature = 1.0, .top_p = 1.0, .seed = 3};
+    for (int i = 0; i < DRAWS; i++) counts[sample_choose(&s, logits, VOCAB, order)]++;
+    for (int i = 0; i < VOCAB; i++) assert_float_equal(counts[i] / (double)DRAWS, exp(logits[i]), 0.015);
+    s.top_p = 0.6; // 0.4 and 0.25: the least set that reaches it
+    memset(counts, 0, sizeof counts);
+    for (int i = 0; i < DRAWS; i++) counts[sample_choose(&s, logits, VOCAB, order)]++;
+    assert_int_equal(counts[0] + counts[2] + counts[3], 0);
+    assert_float_equal(counts[1] / (double)DRAWS, 0.4 / 0.65, 0.015);
+    s.temperature = 0.0;
+    for (int i = 0; i < 10; i++) assert_int_equal(sample_choose(&s, logits, VOCAB, order), 1);
+}
+
+int main(void)
+{
+    openblas_set_num_threads(1);
+    omp_set_num_threads(1); // tiny models: a second thread has nothing to do but wait
+#define RUN(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
+    const struct CMUnitTest tests[] = {
+        RUN(resume_gives_the_same_bits),
+        RUN(log_goes_on_where_the_checkpoint_was),
+        RUN(leftovers_of_a_kill_do_not_matter),
+        RUN(bad_input_has_its_error),
+        RUN(truncated_checkpoints_are_errors),
+        RUN(a_loss_that_is_not_finite_stops_the_run),
+        RUN(every_rounding_rule_trains),
+        RUN(a_run_by_the_clock_ends_by_it),
+        cmocka_unit_test(schedule_warms_up_and_falls),
+        cmocka_unit_test(sampling_follows_the_probabilities),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
