@@ -1,0 +1,225 @@
+// The plan from the selection mask, for rounded routing, where a token has any number of rows.
+//
+// expert_rows: a CTA an expert. It sums all counts for its place, walks its bits, and writes its rows in
+// order, with the padded row of every word's first token. A kept pair's weight is that of top-K, an added
+// one's its score. token_rows: a CTA 128 tokens. The rows of the tokens before them are, expert by expert,
+// those before the first word's row: no grid-wide step. Tokens' rows leave through shared memory.
+//
+// Bytes: the mask twice, W 4 E for word_rows, 12 a row, and the ids of every row's token.
+#include "plan_shared.cuh"
+#include "routing.h"
+
+#include "logits.cuh"
+
+namespace smoe
+{
+namespace plan
+{
+namespace
+{
+
+enum { STRIP_TOKENS = THREADS * 32, MAP_WORDS = 4, MAP_TOKENS = 32 * MAP_WORDS, MAP_BUFFER = 4096 };
+
+// ---- expert_rows
+
+template <typename L> SMOE_DEVICE float pair_weight(const smoe_cuda_routing &r, int64_t token, int expert)
+{
+    const int topk = (int)r.layer.topk;
+    const int32_t *ids = r.topk_ids + token * topk;
+    for (int k = 0; k < topk; k++)
+        if (__ldg(ids + k) == expert) return __ldg(r.topk_weights + token * topk + k);
+    const float logit = logits_of<L>::value(((const L *)r.logits)[token * r.layer.experts + expert]);
+    float score;
+    if (r.layer.score == SMOE_SIGMOID)
+        score = smoe_sigmoid(logit);
+    else
+        score = smoe_div(smoe_softmax_term(logit, r.softmax[token].max), r.softmax[token].sum);
+    return smoe_mul(score, r.layer.route_scale);
+}
+
+// Every CTA knows all experts' places.
+SMOE_DEVICE sums place_all(const smoe_cuda_plan &p, const tables &t, uint32_t *scratch)
+{
+    const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
+    const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
+    sums own = {0, 0, 0, 0, 0, 0};
+    for (int e = begin; e < end; e++) own = own + sums_of((uint32_t)p.counts[e], 0, 0, p.lists.piece_limit);
+    sums s = scan(own, scratch);
+    for (int e = begin; e < end; e++) {
+        const sums here = sums_of((uint32_t)p.counts[e], 0, 0, p.lists.piece_limit);
+        t.rows[e] = here.rows;
+        t.first_block[e] = s.blocks;
+        t.first_tile[e] = (s.blocks + s.odd) / 2;
+        t.first_piece[e] = s.pieces;
+        if (e == (int)blockIdx.x) {
+            p.row_offsets[e] = (int32_t)s.rows;
+            p.block_offsets[e] = (int32_t)s.blocks;
+        }
+        s = s + here;
+    }
+    sums *total = (sums *)(scratch + 6 * WARPS);
+    if (threadIdx.x == THREADS - 1) *total = s;
+    __syncthreads();
+    return *total;
+}
+
+template <typename L>
+__global__ void __launch_bounds__(THREADS)
+    expert_rows(const __grid_constant__ smoe_cuda_routing r, const __grid_constant__ smoe_cuda_plan p)
+{
+    extern __shared__ __align__(16) uint32_t memory[];
+    __shared__ uint16_t within[STRIP_TOKENS];
+    __shared__ int strip_rows;
+    const int expert = blockIdx.x, experts = p.experts;
+    const tables t = {memory, memory + experts, memory + 2 * experts, memory + 3 * experts};
+    uint32_t *scratch = memory + 4 * experts;
+    const sums total = place_all(p, t, scratch);
+    if (threadIdx.x < 32) write_expert(p, t, expert);
+    if (expert == 0 && threadIdx.x == 0) write_totals(p, total);
+    write_tail(p, total.blocks * SMOE_BLOCK_ROWS);
+
+    const uint32_t *mask = r.mask + (int64_t)expert * r.words;
+    int32_t *word_rows = r.word_rows + (int64_t)expert * r.words;
+    int row = (int)(t.first_block[expert] * SMOE_BLOCK_ROWS);
+    for (int64_t strip = 0; strip < r.words; strip += THREADS) {
+        const int64_t w = strip + threadIdx.x;
+        uint32_t word = w < r.words ? mask[w] : 0;
+        const int rows = __popc(word);
+        int at = (int)scan((uint32_t)rows, scratch);
+        if (w < r.words) word_rows[w] = row + at;
+        if (threadIdx.x == THREADS - 1) strip_rows = at + rows;
+        for (; word; word &= word - 1) within[at++] = (uint16_t)(threadIdx.x * 32 + __ffs(word) - 1);
+        __syncthreads();
+        const int all = strip_rows;
+        for (int i = threadIdx.x; i < all; i += THREADS) {
+            const int64_t token = strip * 32 + within[i];
+            p.row_token[row + i] = (int32_t)token;
+            p.row_weight[row + i] = pair_weight<L>(r, token, expert);
+        }
+        row += all;
+        __syncthreads();
+    }
+}
+
+// ---- token_rows
+
+// Bits and first rows of four words of every expert, [word][experts padded to 16].
+struct map_memory {
+    uint32_t *bits;
+    int32_t *rows;
+    int experts;
+};
+
+// Loads them; returns the rows of all tokens before.
+SMOE_DEVICE int load_words(const smoe_cuda_routing &r, const smoe_cuda_plan &p, const map_memory &m,
+                           int *before)
+{
+    if (threadIdx.x == 0) *before = 0;
+    __syncthreads();
+    int part = 0;
+    for (int e = threadIdx.x; e < m.experts; e += THREADS) {
+        uint4 bits = {0, 0, 0, 0};
+        int4 rows = {0, 0, 0, 0};
+        if (e < p.experts) {
+            const int64_t at = (int64_t)e * r.words + (int64_t)blockIdx.x * MAP_WORDS;
+            bits = *(const uint4 *)(r.mask + at);
+            rows = *(const int4 *)(r.word_rows + at);
+            part += rows.x - p.block_offsets[e] * SMOE_BLOCK_ROWS;
+        }
+        m.bits[e] = bits.x, m.bits[m.experts + e] = bits.y;
+        m.bits[2 * m.experts + e] = bits.z, m.bits[3 * m.experts + e] = bits.w;
+        m.rows[e] = rows.x, m.rows[m.experts + e] = rows.y;
+        m.rows[2 * m.experts + e] = rows.z, m.rows[3 * m.experts + e] = rows.w;
+    }
+    part = __reduce_add_sync(~0u, part);
+    if ((threadIdx.x & 31) == 0 && part) atomicAdd(before, part);
+    __syncthreads();
+    return *before;
+}
+
+// Warp w takes word w % 4 and the quarter w / 4 of the experts; its lanes are the word's tokens.
+__global__ void __launch_bounds__(THREADS)
+    token_rows(const __grid_constant__ smoe_cuda_routing r, const __grid_constant__ smoe_cuda_plan p)
+{
+    extern __shared__ __align__(16) uint32_t memory[];
+    __shared__ uint32_t scratch[WARPS];
+    __shared__ int before_memory, quarter_rows[4][MAP_TOKENS], first_of[MAP_TOKENS], tokens_rows;
+    __shared__ int buffer[MAP_BUFFER];
+    const int experts = (p.experts + 15) / 16 * 16, lane = threadIdx.x & 31, warp = warp_number();
+    const int word = warp % MAP_WORDS, quarter = warp / MAP_WORDS, token = word * 32 + lane;
+    const map_memory m = {memory, (int32_t *)memory + MAP_WORDS * experts, experts};
+    const int before = load_words(r, p, m, &before_memory);
+
+    const int begin = quarter * (experts / 4), end = begin + experts / 4;
+    const uint32_t *bits = m.bits + word * experts;
+    const int32_t *rows = m.rows + word * experts;
+    int own = 0;
+    for (int e = begin; e < end; e += 4) {
+        const uint4 v = *(const uint4 *)(bits + e);
+        own += (v.x >> lane & 1) + (v.y >> lane & 1) + (v.z >> lane & 1) + (v.w >> lane & 1);
+    }
+    quarter_rows[quarter][token] = own;
+    __syncthreads();
+    int all = 0;
+    if (threadIdx.x < MAP_TOKENS)
+        for (int q = 0; q < 4; q++) all += quarter_rows[q][threadIdx.x];
+    const int first = (int)scan((uint32_t)all, scratch);
+    if (threadIdx.x < MAP_TOKENS) { // its quarter is 0, its token threadIdx.x
+        const int64_t t = (int64_t)blockIdx.x * MAP_TOKENS + threadIdx.x;
+        first_of[threadIdx.x] = first;
+        if (t < p.tokens) p.token_offsets[t] = before + first;
+        if (t == p.tokens - 1) p.token_offsets[t + 1] = before + first + all;
+        if (threadIdx.x == MAP_TOKENS - 1) tokens_rows = first + all;
+    }
+    __syncthreads();
+
+    const int count = tokens_rows;
+    const bool fits = count <= MAP_BUFFER;
+    int *to = fits ? buffer : p.token_rows + before;
+    int at = first_of[token];
+    for (int q = 0; q < quarter; q++) at += quarter_rows[q][token];
+    const uint32_t lower = (1u << lane) - 1u;
+    for (int e = begin; e < end; e += 4) {
+        const uint4 v = *(const uint4 *)(bits + e);
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (words[i] >> lane & 1) to[at++] = rows[e + i] + __popc(words[i] & lower);
+    }
+    __syncthreads();
+    if (fits)
+        for (int i = threadIdx.x; i < count; i += THREADS) p.token_rows[before + i] = buffer[i];
+}
+
+} // namespace
+} // namespace plan
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const smoe_cuda_plan *p,
+                                              cudaStream_t stream)
+{
+    using namespace smoe::plan;
+    const size_t tables_bytes = (size_t)p->experts * 16 + 512,
+                 map_bytes = (size_t)(p->experts + 15) / 16 * 16 * 32;
+    const unsigned experts = (unsigned)p->experts,
+                   maps = (unsigned)((r->layer.tokens + MAP_TOKENS - 1) / MAP_TOKENS);
+    if (r->layer.logits_type == SMOE_F32)
+        expert_rows<float><<<experts, THREADS, tables_bytes, stream>>>(*r, *p);
+    else
+        expert_rows<__nv_bfloat16><<<experts, THREADS, tables_bytes, stream>>>(*r, *p);
+    token_rows<<<maps, THREADS, map_bytes, stream>>>(*r, *p);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t smoe_cuda_plan_rounded_init(void)
+{
+    using namespace smoe::plan;
+    const void *kernels[] = {(const void *)expert_rows<float>, (const void *)expert_rows<__nv_bfloat16>,
+                             (const void *)token_rows};
+    for (const void *kernel : kernels) {
+        const cudaError_t status =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 4096 * 32);
+        if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+}

@@ -1,0 +1,301 @@
+// Token rounding: a CTA an expert decides between lo and hi and moves the expert's bits of the mask there.
+//
+// All rules but NR_S follow from the counts. The n tokens to add (or drop) are those of the highest orders
+// (route_math.h), and no two orders are equal, so that one of them, the limit, separates. It is found from
+// the threads' maxima: the n-th largest of them bounds it from below, the few candidates above the bound are
+// ranked by counting. Many equal scores make too many candidates; then the limit is found by bisection over
+// all keys.
+//
+// Bytes: the keys once while a column fits shared memory, the mask once.
+#include "routing.h"
+
+#include "logits.cuh"
+
+namespace smoe
+{
+namespace rounding
+{
+namespace
+{
+
+enum { THREADS = 512, WARPS = THREADS / 32, MOST_CANDIDATES = 1024, COLUMN_BYTES = 163840 };
+
+template <typename L> struct column {
+    const typename logits_of<L>::key *keys; // (T)
+    const uint32_t *words;                  // (W)
+    int64_t tokens;
+};
+
+// What can move one way.
+template <typename L> struct candidates {
+    column<L> c;
+    bool adds;
+
+    // Rank of token 32 word + lane, 0 if it cannot move.
+    SMOE_DEVICE uint32_t rank(int64_t word, int lane) const
+    {
+        const int64_t token = word * 32 + lane;
+        const bool selected = c.words[word] >> lane & 1;
+        if (token >= c.tokens || selected == adds) return 0;
+        return smoe_move_rank(adds, c.keys[token], logits_of<L>::largest_key);
+    }
+
+    SMOE_DEVICE uint64_t order(int64_t word, int lane) const
+    {
+        const uint32_t r = rank(word, lane);
+        return r ? smoe_move_order(adds, r, (uint32_t)(word * 32 + lane)) : 0;
+    }
+};
+
+struct shared_memory {
+    uint64_t *candidates; // [MOST_CANDIDATES]
+    uint32_t *sums;       // [WARPS]
+    int *found;
+    uint64_t *limit;
+};
+
+SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *memory)
+{
+    v = __reduce_add_sync(~0u, v);
+    if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
+    __syncthreads();
+    const int lane = threadIdx.x & 31;
+    const uint32_t sum = __reduce_add_sync(~0u, lane < WARPS ? memory[lane] : 0);
+    __syncthreads();
+    return sum;
+}
+
+// The largest rank that at least n threads' maxima reach; 1 if there is none.
+SMOE_DEVICE uint32_t bound_of_maxima(uint32_t maximum, int n, uint32_t largest)
+{
+    uint32_t low = 0, high = largest;
+    while (low < high) {
+        const uint32_t middle = high - (high - low) / 2;
+        if (__syncthreads_count(maximum >= middle) >= n)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return max(low, 1u);
+}
+
+// By bisection over all orders from `low` on: the largest that at least n orders reach.
+template <typename L>
+SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, uint64_t low,
+                                        const shared_memory &m)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int64_t words = (all.c.tokens + 31) / 32;
+    uint64_t high = ((uint64_t)logits_of<L>::largest_key << 32) + 0xffffffffu;
+    while (low < high) {
+        const uint64_t middle = high - (high - low) / 2;
+        uint32_t reach = 0;
+        for (int64_t w = warp; w < words; w += WARPS) reach += all.order(w, lane) >= middle;
+        if (sum_of_threads(reach, m.sums) >= n)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+// The order that exactly n >= 1 candidates reach; there are at least n.
+template <typename L>
+SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, const shared_memory &m)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int64_t words = (all.c.tokens + 31) / 32;
+    uint32_t maximum = 0;
+#pragma unroll 4
+    for (int64_t w = warp; w < words; w += WARPS) maximum = max(maximum, all.rank(w, lane));
+    if (threadIdx.x == 0) *m.found = 0;
+    const uint32_t bound = bound_of_maxima(maximum, (int)n, logits_of<L>::largest_key);
+
+    __syncthreads();
+    if (__any_sync(~0u, maximum >= bound))
+        for (int64_t w = warp; w < words; w += WARPS) {
+            const uint32_t rank = all.rank(w, lane);
+            const uint32_t reach = __ballot_sync(~0u, rank >= bound);
+            if (reach == 0) continue;
+            int at = 0;
+            if (lane == 0) at = atomicAdd(m.found, __popc(reach));
+            at = __shfl_sync(~0u, at, 0) + __popc(reach & ((1u << lane) - 1u));
+            if (rank >= bound && at < MOST_CANDIDATES)
+                m.candidates[at] = smoe_move_order(all.adds, rank, (uint32_t)(w * 32 + lane));
+        }
+    __syncthreads();
+    const int found = *m.found;
+    if (found > MOST_CANDIDATES) return limit_by_bisection(all, n, (uint64_t)bound << 32, m);
+    for (int i = threadIdx.x; i < found; i += THREADS) {
+        const uint64_t order = m.candidates[i];
+        uint32_t higher = 0;
+        for (int j = 0; j < found; j++) higher += m.candidates[j] > order;
+        if (higher == n - 1) *m.limit = order;
+    }
+    __syncthreads();
+    const uint64_t limit = *m.limit;
+    __syncthreads();
+    return limit;
+}
+
+// The scores of the candidates from `limit` on, in fixed point.
+template <typename L>
+SMOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned long long *memory)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int64_t words = (all.c.tokens + 31) / 32;
+    unsigned long long sum = 0;
+    for (int64_t w = warp; w < words; w += WARPS)
+        if (all.order(w, lane) >= limit)
+            sum += (unsigned long long)smoe_score_fixed(logits_of<L>::widen(all.c.keys[w * 32 + lane]));
+    if (threadIdx.x == 0) *memory = 0;
+    __syncthreads();
+    if (sum) atomicAdd(memory, sum);
+    __syncthreads();
+    const int64_t all_threads = (int64_t)*memory;
+    __syncthreads();
+    return all_threads;
+}
+
+// What balance rounding carries to this expert. An expert whose hi is past T breaks the closed form; then the
+// experts before this one are walked.
+SMOE_DEVICE int64_t residual_before(const smoe_cuda_routing &r, int expert, const shared_memory &m,
+                                    int64_t *walked)
+{
+    const int64_t tile = r.layer.tile, tokens = r.layer.tokens;
+    uint32_t sum = 0;
+    int forced = 0;
+    for (int e = threadIdx.x; e < expert; e += THREADS) {
+        const int64_t count = r.topk_counts[e], lo = smoe_round_lo(count, tile);
+        sum += (uint32_t)(count - lo);
+        forced |= count != lo && lo + tile > tokens;
+    }
+    sum = sum_of_threads(sum, m.sums);
+    if (!__syncthreads_or(forced)) return smoe_balance_residual(sum, tile);
+    if (threadIdx.x == 0) {
+        int64_t residual = 0;
+        for (int e = 0; e < expert; e++) {
+            const int64_t count = r.topk_counts[e], lo = smoe_round_lo(count, tile);
+            const int64_t hi = smoe_round_hi(count, tile, tokens);
+            residual += count - (hi != lo && smoe_balance_f_picks_hi(count, lo, tile, residual) ? hi : lo);
+        }
+        *walked = residual;
+    }
+    __syncthreads();
+    return *walked;
+}
+
+// hi rather than lo, by every rule but NR_S?
+SMOE_DEVICE bool picks_hi(const smoe_cuda_routing &r, int expert, int64_t count, int64_t lo,
+                          const shared_memory &m, int64_t *walked)
+{
+    const int64_t tile = r.layer.tile;
+    switch (r.layer.rounding) {
+    case SMOE_ROUND_NR_F: return smoe_nr_f_picks_hi(count, lo, tile);
+    case SMOE_ROUND_SR_F:
+        return smoe_sr_f_picks_hi(count, lo, tile, smoe_round_draw(r.layer.seed, r.step, expert));
+    case SMOE_ROUND_BALANCE_F:
+        return smoe_balance_f_picks_hi(count, lo, tile, residual_before(r, expert, m, walked));
+    case SMOE_ROUND_UP: return true;
+    default: return false;
+    }
+}
+
+template <typename L> SMOE_DEVICE void move(const candidates<L> &all, uint64_t limit, uint32_t *mask)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int64_t words = (all.c.tokens + 31) / 32;
+    for (int64_t w = warp; w < words; w += WARPS) {
+        const uint32_t moved = __ballot_sync(~0u, all.order(w, lane) >= limit);
+        if (moved && lane == 0) mask[w] ^= moved;
+    }
+}
+
+template <typename V> SMOE_DEVICE void copy16(V *to, const V *from, int64_t bytes)
+{
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < bytes / 16; i += THREADS) ((uint4 *)to)[i] = ((const uint4 *)from)[i];
+}
+
+// RESIDENT: keys and words wait in shared memory.
+template <typename L, bool RESIDENT>
+__global__ void __launch_bounds__(THREADS) round_expert(const __grid_constant__ smoe_cuda_routing r)
+{
+    using key = typename logits_of<L>::key;
+    extern __shared__ __align__(16) char memory[];
+    __shared__ uint64_t found_candidates[MOST_CANDIDATES], limit;
+    __shared__ unsigned long long sum;
+    __shared__ uint32_t sums[WARPS];
+    __shared__ int found;
+    __shared__ int64_t walked;
+    const shared_memory m = {found_candidates, sums, &found, &limit};
+    const int expert = blockIdx.x;
+    const int64_t tokens = r.layer.tokens, tile = r.layer.tile, count = r.topk_counts[expert];
+    const int64_t lo = smoe_round_lo(count, tile), hi = smoe_round_hi(count, tile, tokens);
+    const bool by_score = r.layer.rounding == SMOE_ROUND_NR_S && hi != lo;
+    int64_t target = lo;
+    if (hi != lo && !by_score) target = picks_hi(r, expert, count, lo, m, &walked) ? hi : lo;
+    if (threadIdx.x == 0 && !by_score) r.counts[expert] = (int32_t)target;
+    if (target == count && !by_score) return;
+
+    uint32_t *mask = r.mask + (int64_t)expert * r.words;
+    column<L> c = {(const key *)r.keys + (int64_t)expert * r.panels * SMOE_ROUTE_PANEL, mask, tokens};
+    if (RESIDENT) {
+        key *keys = (key *)memory;
+        uint32_t *words = (uint32_t *)(keys + r.panels * SMOE_ROUTE_PANEL);
+        copy16(keys, c.keys, r.panels * SMOE_ROUTE_PANEL * (int64_t)sizeof(key));
+        copy16(words, mask, r.words * 4);
+        c.keys = keys;
+        c.words = words;
+        __syncthreads();
+    }
+    const candidates<L> adds = {c, true}, drops = {c, false};
+    if (by_score) { // limits of both ways, and the scores between c and each
+        const uint64_t add_limit = find_limit(adds, (uint32_t)(hi - count), m);
+        const uint64_t drop_limit = find_limit(drops, (uint32_t)(count - lo), m);
+        const int64_t added = score_sum(adds, add_limit, &sum), dropped = score_sum(drops, drop_limit, &sum);
+        const bool up = smoe_nr_s_picks_hi(added, dropped);
+        if (threadIdx.x == 0) r.counts[expert] = (int32_t)(up ? hi : lo);
+        if (up)
+            move(adds, add_limit, mask);
+        else
+            move(drops, drop_limit, mask);
+        return;
+    }
+    const bool up = target > count;
+    const candidates<L> all = up ? adds : drops;
+    move(all, find_limit(all, (uint32_t)(up ? target - count : count - target), m), mask);
+}
+
+template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+{
+    const int64_t bytes =
+        r.panels * SMOE_ROUTE_PANEL * (int64_t)sizeof(typename logits_of<L>::key) + r.words * 4;
+    const unsigned ctas = (unsigned)r.layer.experts;
+    if (bytes <= COLUMN_BYTES)
+        round_expert<L, true><<<ctas, THREADS, (size_t)bytes, stream>>>(r);
+    else
+        round_expert<L, false><<<ctas, THREADS, 0, stream>>>(r);
+    return cudaGetLastError();
+}
+
+} // namespace
+} // namespace rounding
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_rounding(const smoe_cuda_routing *r, cudaStream_t stream)
+{
+    return r->layer.logits_type == SMOE_F32 ? smoe::rounding::launch<float>(*r, stream)
+                                            : smoe::rounding::launch<__nv_bfloat16>(*r, stream);
+}
+
+extern "C" cudaError_t smoe_cuda_rounding_init(void)
+{
+    using namespace smoe::rounding;
+    const cudaError_t status = cudaFuncSetAttribute(
+        (const void *)round_expert<float, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, COLUMN_BYTES);
+    return status != cudaSuccess
+               ? status
+               : cudaFuncSetAttribute((const void *)round_expert<__nv_bfloat16, true>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, COLUMN_BYTES);
+}

@@ -1,0 +1,416 @@
+/* Routing on the device against the CPU backend on the same logits: ids, weights, counts, the selection after
+ * rounding and the whole plan must be equal bit for bit; losses to 1e-6. Outputs and scratch are poisoned
+ * before. Then the router's GEMM on small integers, the step of the selection bias, and every call captured
+ * in a graph.
+ *
+ *   cuda_check_route          all of it; exit 0 if all is equal, 1 if not, 3 if CUDA fails, 77 without a GPU
+ *   cuda_check_route few      what a memory checker can run in a minute */
+#include "cuda/routing.h"
+#include "gpu.h"
+#include "route_cases.h"
+
+#include <math.h>
+#include <time.h>
+
+static int failures;
+
+static void must_be_ok(smoe_status status, const smoe_context *context, const char *what)
+{
+    if (status == SMOE_OK) return;
+    fprintf(stderr, "%s: %s\n", what, smoe_last_error(context));
+    exit(3);
+}
+
+/* Frees buffers; complains if a kernel wrote outside of one. */
+static void free_all(const gpu_buffer *buffers, int count, const char *what)
+{
+    for (int i = 0; i < count; i++)
+        if (gpu_free(buffers[i])) {
+            printf("DIFFERS a write outside of a buffer (%s, buffer %d)\n", what, i);
+            failures++;
+        }
+}
+
+static void *host_poisoned(size_t bytes)
+{
+    void *p = aligned_alloc(256, smoe_align_up(bytes ? bytes : 1));
+    if (!p) exit(3);
+    return memset(p, 0xff, bytes);
+}
+
+/* One case: the layer, its inputs and the results of both sides. */
+typedef struct route_case {
+    smoe_layer layer;
+    smoe_problem problem;
+    const char *kind;
+    void *logits; /* (T, E) */
+    float *bias;  /* (E) or NULL */
+    int with_losses;
+    float losses[2], device_losses[2];
+    char *cpu, *device; /* the plan: as laid out, on the host */
+    smoe_plan_arrays cpu_plan, device_plan;
+    int32_t *list_counts; /* the device's work lists */
+    smoe_work *tiles, *pieces;
+} route_case;
+
+static size_t logits_bytes(const smoe_layer *l)
+{
+    return (size_t)(l->tokens * l->experts * smoe_type_bytes(l->logits_type));
+}
+
+static void run_cpu(smoe_context *context, route_case *c)
+{
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must_be_ok(smoe_query_sizes(context, &c->layer, &sizes), context, "smoe_query_sizes");
+    c->cpu = host_poisoned(sizes.scratch_forward_bytes);
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.logits = c->logits;
+    args.selection_bias = c->bias;
+    args.step = 77;
+    args.losses = c->with_losses ? c->losses : NULL;
+    args.scratch = c->cpu;
+    args.scratch_size = sizes.scratch_forward_bytes;
+    must_be_ok(smoe_route(context, &c->layer, &args, NULL), context, "smoe_route");
+    if (c->layer.rounding != SMOE_ROUND_NONE)
+        must_be_ok(smoe_round(context, &c->layer, &args, NULL), context, "smoe_round");
+    must_be_ok(smoe_plan(context, &c->layer, &args, NULL), context, "smoe_plan");
+    c->cpu_plan = smoe_plan_at(&c->problem, c->cpu);
+}
+
+/* Every call of the forward's routing, captured in a graph of its own. */
+static void enqueue(const smoe_problem *problem, const smoe_forward_args *args, const smoe_plan_arrays *plan,
+                    const smoe_cuda_lists *lists, void *scratch, cudaStream_t stream)
+{
+    const smoe_context context = {0};
+    CHECK_CUDA(smoe_cuda_route(&context, problem, args, plan, scratch, stream));
+    if (problem->layer.rounding != SMOE_ROUND_NONE)
+        CHECK_CUDA(smoe_cuda_round(problem, args, plan, scratch, stream));
+    CHECK_CUDA(smoe_cuda_plan_from_logits(problem, args, plan, lists, scratch, stream));
+}
+
+static void run_graph(const smoe_problem *problem, const smoe_forward_args *args,
+                      const smoe_plan_arrays *plan, const smoe_cuda_lists *lists, void *scratch,
+                      cudaStream_t stream)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t run;
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    enqueue(problem, args, plan, lists, scratch, stream);
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&run, graph, 0));
+    CHECK_CUDA(cudaGraphLaunch(run, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    CHECK_CUDA(cudaGraphExecDestroy(run));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+}
+
+static void run_device(route_case *c, cudaStream_t stream)
+{
+    const smoe_problem *p = &c->problem;
+    const int32_t limit = smoe_piece_limit(p->rows, c->layer.experts);
+    const gpu_buffer plan_memory = gpu_alloc(p->plan_bytes),
+                     scratch = gpu_alloc(smoe_cuda_routing_scratch(p));
+    const gpu_buffer losses = gpu_alloc(sizeof c->losses), list_counts = gpu_alloc(8);
+    const gpu_buffer tiles = gpu_alloc(
+        sizeof(smoe_work) * (size_t)smoe_work_bound(p->padded_rows, c->layer.experts, SMOE_TILE_BLOCKS));
+    const gpu_buffer pieces =
+        gpu_alloc(sizeof(smoe_work) * (size_t)smoe_work_bound(p->padded_rows, c->layer.experts, limit));
+    const gpu_buffer logits = gpu_copy(c->logits, logits_bytes(&c->layer));
+    const gpu_buffer bias = c->bias ? gpu_copy(c->bias, 4 * (size_t)c->layer.experts) : (gpu_buffer){0};
+    const smoe_cuda_lists lists = {(int32_t *)list_counts.memory, (smoe_work *)tiles.memory,
+                                   (smoe_work *)pieces.memory, limit};
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.logits = logits.memory;
+    args.selection_bias = (float *)bias.memory;
+    args.step = 77;
+    args.losses = c->with_losses ? (float *)losses.memory : NULL;
+    const smoe_plan_arrays plan = smoe_plan_at(p, plan_memory.memory);
+    run_graph(p, &args, &plan, &lists, scratch.memory, stream);
+
+    c->device = gpu_read(plan_memory.memory, p->plan_bytes);
+    CHECK_CUDA(cudaMemcpy(c->device_losses, losses.memory, sizeof c->losses, cudaMemcpyDeviceToHost));
+    c->device_plan = smoe_plan_at(p, c->device);
+    c->list_counts = gpu_read(list_counts.memory, 8);
+    c->tiles = gpu_read(tiles.memory, tiles.bytes);
+    c->pieces = gpu_read(pieces.memory, pieces.bytes);
+    const gpu_buffer buffers[] = {plan_memory, scratch, losses, list_counts, tiles, pieces, logits, bias};
+    free_all(buffers, sizeof buffers / sizeof *buffers, c->kind);
+}
+
+static void say(const route_case *c, const char *what)
+{
+    const smoe_layer *l = &c->layer;
+    if (failures++ > 40) return;
+    printf("DIFFERS %-13s T %lld E %lld K %lld %s score %d renorm %d groups %d bias %d rounding %d tile %d, "
+           "%s\n",
+           what, (long long)l->tokens, (long long)l->experts, (long long)l->topk,
+           l->logits_type == SMOE_F32 ? "f32" : "bf16", (int)l->score, (int)l->renormalize, (int)l->groups,
+           c->bias != NULL, (int)l->rounding, (int)l->tile, c->kind);
+}
+
+static int is_nan_word(uint32_t word)
+{
+    return (word & 0x7fffffffu) > 0x7f800000u;
+}
+
+/* Words of both sides; with floats any NaN is as good as another. */
+static int same_words(const route_case *c, const char *what, const void *cpu, const void *device,
+                      int64_t count, int floats)
+{
+    const uint32_t *x = cpu, *y = device;
+    for (int64_t i = 0; i < count; i++) {
+        if (x[i] == y[i] || (floats && is_nan_word(x[i]) && is_nan_word(y[i]))) continue;
+        say(c, what);
+        if (failures <= 40) printf("        [%lld] is %08x, expected %08x\n", (long long)i, y[i], x[i]);
+        return 0;
+    }
+    return 1;
+}
+
+/* A work list covers every expert's blocks in order, in pieces of at most `limit`. */
+static void check_list(const route_case *c, const char *what, const smoe_work *list, int32_t count,
+                       int32_t limit)
+{
+    int32_t block = 0, expert = 0;
+    for (int32_t i = 0; i < count; i++) {
+        while (expert < c->layer.experts && block >= c->cpu_plan.block_offsets[expert + 1]) expert++;
+        const int32_t blocks = smoe_work_blocks(list[i]);
+        if (list[i].row != block * SMOE_BLOCK_ROWS || smoe_work_expert(list[i]) != expert || blocks < 1 ||
+            blocks > limit || block + blocks > c->cpu_plan.block_offsets[expert + 1]) {
+            say(c, what);
+            return;
+        }
+        block += blocks;
+    }
+    if (block != c->cpu_plan.block_offsets[c->layer.experts]) say(c, what);
+}
+
+static int near(float a, float b)
+{
+    if (isnan(a) || isnan(b)) return isnan(a) && isnan(b);
+    return a == b || fabs((double)a - (double)b) <= 1e-6 * fabs((double)b);
+}
+
+static void compare(route_case *c)
+{
+    const int64_t tokens = c->layer.tokens, experts = c->layer.experts, pairs = tokens * c->layer.topk;
+    const smoe_plan_arrays *x = &c->cpu_plan, *y = &c->device_plan;
+    int same = same_words(c, "topk_ids", x->topk_ids, y->topk_ids, pairs, 0);
+    same = same && same_words(c, "topk_weights", x->topk_weights, y->topk_weights, pairs, 1);
+    same = same && same_words(c, "topk_counts", x->topk_counts, y->topk_counts, experts, 0);
+    same = same && same_words(c, "counts", x->counts, y->counts, experts, 0);
+    same = same && same_words(c, "offsets", x->offsets, y->offsets, experts + 1, 0);
+    same = same && same_words(c, "block_offsets", x->block_offsets, y->block_offsets, experts + 1, 0);
+    same = same && same_words(c, "order", x->order, y->order, experts, 0);
+    same = same && same_words(c, "row_token", x->row_token, y->row_token, c->problem.padded_rows, 0);
+    same = same && same_words(c, "row_weight", x->row_weight, y->row_weight, c->problem.padded_rows, 1);
+    same = same && same_words(c, "token_offsets", x->token_offsets, y->token_offsets, tokens + 1, 0);
+    same = same && same_words(c, "token_rows", x->token_rows, y->token_rows, x->token_offsets[tokens], 0);
+    if (same) {
+        check_list(c, "tiles", c->tiles, c->list_counts[0], SMOE_TILE_BLOCKS);
+        check_list(c, "pieces", c->pieces, c->list_counts[1],
+                   smoe_piece_limit(c->problem.rows, c->layer.experts));
+    }
+    if (!c->with_losses) return;
+    if (!near(c->device_losses[0], c->losses[0]) || !near(c->device_losses[1], c->losses[1])) {
+        say(c, "losses");
+        printf("        %.9g %.9g, expected %.9g %.9g\n", (double)c->device_losses[0],
+               (double)c->device_losses[1], (double)c->losses[0], (double)c->losses[1]);
+    }
+}
+
+static void fill_inputs(route_case *c, logits_kind kind, int biased)
+{
+    const int64_t experts = c->layer.experts, count = c->layer.tokens * experts;
+    uint64_t random = 1000 * (uint64_t)kind + (uint64_t)count;
+    c->kind = kind_name(kind);
+    c->logits = malloc(logits_bytes(&c->layer));
+    for (int64_t i = 0; i < count; i++) {
+        union {
+            float value;
+            uint32_t bits;
+        } v = {draw_logit(kind, i / experts, i % experts, experts, &random)};
+        if (c->layer.logits_type == SMOE_F32)
+            ((float *)c->logits)[i] = v.value;
+        else
+            ((uint16_t *)c->logits)[i] = (uint16_t)(v.bits >> 16);
+    }
+    if (!biased) return;
+    c->bias = malloc(4 * (size_t)experts);
+    for (int64_t e = 0; e < experts; e++) c->bias[e] = kind == EQUAL ? 0.0f : 0.3f * bell(&random) - 0.2f;
+}
+
+static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind kind, int biased,
+                     cudaStream_t stream)
+{
+    route_case c = {.layer = *layer, .with_losses = kind % 2 == 0};
+    smoe_problem_init(&c.problem, layer);
+    fill_inputs(&c, kind, biased);
+    run_cpu(context, &c);
+    run_device(&c, stream);
+    compare(&c);
+    free(c.logits), free(c.bias), free(c.cpu), free(c.device);
+    free(c.list_counts), free(c.tiles), free(c.pieces);
+}
+
+static int run_shape(smoe_context *context, const route_shape *shape, int few, cudaStream_t stream)
+{
+    int cases = 0;
+    for (int score = 0; score < SCORES; score++)
+        for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++)
+            for (int kind = 0; kind < KINDS; kind++) {
+                const int every = few                                        ? 23
+                                  : shape->small                             ? 2
+                                  : shape->tokens * shape->experts > 1000000 ? 11
+                                                                             : 5;
+                if ((score * 49 + rounding * 7 + kind) % every) continue;
+                smoe_layer layer = SMOE_LAYER_INIT;
+                layer.tokens = shape->tokens;
+                layer.hidden = layer.intermediate = 8;
+                layer.experts = shape->experts;
+                layer.topk = shape->topk;
+                layer.logits_type = shape->logits_type;
+                layer.inference = 1;
+                layer.rounding = (smoe_rounding)rounding;
+                layer.tile = shape->tile;
+                layer.seed = 42;
+                const int biased = set_score(&layer, score);
+                if (biased < 0) continue;
+                run_case(context, &layer, (logits_kind)kind, biased, stream);
+                cases++;
+            }
+    return cases;
+}
+
+/* ---- the router's GEMM: integers small enough that every sum is exact ---- */
+
+static uint16_t small_integer(uint64_t *random, smoe_type type, int *value)
+{
+    static const uint16_t bf16[] = {0xc000, 0xbf80, 0, 0x3f80, 0x4000},
+                          f16[] = {0xc000, 0xbc00, 0, 0x3c00, 0x4000};
+    const uint32_t i = next_random(random) % 5;
+    *value = (int)i - 2;
+    return type == SMOE_BF16 ? bf16[i] : f16[i];
+}
+
+static uint16_t *integer_matrix(int64_t count, smoe_type type, uint64_t *random, int **values)
+{
+    uint16_t *matrix = malloc(2 * (size_t)count);
+    *values = malloc(sizeof(int) * (size_t)count);
+    for (int64_t i = 0; i < count; i++) matrix[i] = small_integer(random, type, *values + i);
+    return matrix;
+}
+
+static void check_gemm(int64_t tokens, int64_t experts, int64_t hidden, smoe_type type, smoe_type logits_type,
+                       int biased)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = tokens, l.experts = experts, l.hidden = hidden, l.dtype = type, l.logits_type = logits_type;
+    uint64_t random = 5;
+    int *x_values, *w_values, *b_values, wrong = 0;
+    uint16_t *x = integer_matrix(tokens * hidden, type, &random, &x_values);
+    uint16_t *w = integer_matrix(experts * hidden, type, &random, &w_values);
+    uint16_t *b = integer_matrix(experts, type, &random, &b_values);
+    const gpu_buffer buffers[] = {gpu_copy(x, 2 * (size_t)(tokens * hidden)),
+                                  gpu_copy(w, 2 * (size_t)(experts * hidden)),
+                                  gpu_copy(b, 2 * (size_t)experts), gpu_alloc(logits_bytes(&l))};
+    CHECK_CUDA(smoe_cuda_router_gemm(&l, buffers[0].memory, buffers[1].memory,
+                                     biased ? buffers[2].memory : NULL, buffers[3].memory, NULL));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    char *out = gpu_read(buffers[3].memory, logits_bytes(&l));
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t e = 0; e < experts; e++) {
+            int sum = biased ? b_values[e] : 0;
+            for (int64_t j = 0; j < hidden; j++) sum += x_values[t * hidden + j] * w_values[e * hidden + j];
+            union {
+                float value;
+                uint32_t bits;
+            } v = {(float)sum};
+            if (logits_type == SMOE_F32)
+                wrong += ((float *)out)[t * experts + e] != v.value;
+            else
+                wrong += ((uint16_t *)out)[t * experts + e] !=
+                         (uint16_t)((v.bits + 0x7fffu + (v.bits >> 16 & 1u)) >> 16);
+        }
+    if (wrong) {
+        failures++;
+        printf("DIFFERS router GEMM T %lld E %lld d %lld dtype %d logits %d: %d wrong\n", (long long)tokens,
+               (long long)experts, (long long)hidden, (int)type, (int)logits_type, wrong);
+    }
+    free(x), free(w), free(b), free(x_values), free(w_values), free(b_values), free(out);
+    free_all(buffers, 4, "router GEMM");
+}
+
+static void check_gemms(void)
+{
+    static const int64_t shapes[][3] = {
+        {300, 128, 200}, {1, 1, 8}, {129, 7, 64}, {200, 130, 72}, {130, 300, 1536}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int variant = 0; variant < 8; variant++)
+            check_gemm(shapes[i][0], shapes[i][1], shapes[i][2], variant & 1 ? SMOE_F16 : SMOE_BF16,
+                       variant & 2 ? SMOE_BF16 : SMOE_F32, variant & 4);
+}
+
+static void check_selection_bias(smoe_context *cpu, int64_t experts)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = 100, l.hidden = l.intermediate = 8, l.experts = experts, l.topk = 1, l.score = SMOE_SIGMOID;
+    uint64_t random = 9;
+    int32_t *counts = malloc(4 * (size_t)experts);
+    float *bias = malloc(4 * (size_t)experts);
+    for (int64_t e = 0; e < experts; e++)
+        counts[e] = (int32_t)(next_random(&random) % 5), bias[e] = bell(&random);
+    const gpu_buffer buffers[] = {gpu_copy(counts, 4 * (size_t)experts), gpu_copy(bias, 4 * (size_t)experts)};
+    CHECK_CUDA(smoe_cuda_selection_bias((int32_t *)buffers[0].memory, (float *)buffers[1].memory, experts,
+                                        1e-3f, NULL));
+    float *out = gpu_read(buffers[1].memory, 4 * (size_t)experts);
+    must_be_ok(smoe_update_selection_bias(cpu, &l, counts, bias, 1e-3f, NULL), cpu,
+               "smoe_update_selection_bias");
+    if (memcmp(out, bias, 4 * (size_t)experts)) {
+        failures++;
+        printf("DIFFERS selection bias, E %lld\n", (long long)experts);
+    }
+    free(counts), free(bias), free(out);
+    free_all(buffers, 2, "selection bias");
+}
+
+static double seconds(void)
+{
+    struct timespec now;
+    timespec_get(&now, TIME_UTC);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+int main(int argc, char **argv)
+{
+    const int few = argc > 1 && !strcmp(argv[1], "few");
+    smoe_context *context;
+    if (smoe_create(&context, NULL) != SMOE_OK) return 3;
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        puts("no GPU: skipped");
+        return 77;
+    }
+    CHECK_CUDA(smoe_cuda_routing_init());
+    CHECK_CUDA(smoe_cuda_plan_init());
+    cudaStream_t stream;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    check_gemms();
+    check_selection_bias(context, 8);
+    check_selection_bias(context, 4096);
+    int cases = 0;
+    for (int i = 0; i < SHAPES; i++) {
+        if (few && route_shapes[i].tokens > 1000) continue;
+        const double start = seconds();
+        const int before = failures, ran = run_shape(context, &route_shapes[i], few, stream);
+        cases += ran;
+        printf("T %6lld E %4lld K %2lld %-4s tile %4d: %4d cases, %d differ, %.1f s\n",
+               (long long)route_shapes[i].tokens, (long long)route_shapes[i].experts,
+               (long long)route_shapes[i].topk, route_shapes[i].logits_type == SMOE_F32 ? "f32" : "bf16",
+               (int)route_shapes[i].tile, ran, failures - before, seconds() - start);
+        fflush(stdout);
+    }
+    printf("%d cases, %d differ\n", cases, failures);
+    smoe_destroy(context);
+    return failures != 0;
+}

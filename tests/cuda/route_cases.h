@@ -1,0 +1,109 @@
+/* The layers and inputs on which the device's routing is compared with the CPU backend's. */
+#ifndef ROUTE_CASES_H
+#define ROUTE_CASES_H
+
+#include <smoe.h>
+
+enum { KINDS = 7 };
+
+/* Inputs: what the logits look like. */
+typedef enum logits_kind {
+    NORMAL = 0,    /* a bell curve */
+    LEVELS = 1,    /* five values: many ties */
+    EQUAL = 2,     /* all the same */
+    DOMINATED = 3, /* expert 0 far above in every token */
+    SKEWED = 4,    /* later experts rarer and rarer */
+    STRANGE = 5,   /* a bell curve with NaN, infinities, both zeros, huge and subnormal values strewn in */
+    LOST = 6       /* most tokens are NaN or -inf altogether */
+} logits_kind;
+
+static inline const char *kind_name(logits_kind kind)
+{
+    static const char *const names[KINDS] = {"normal", "levels",  "equal", "dominated",
+                                             "skewed", "strange", "lost"};
+    return names[kind];
+}
+
+static inline uint32_t next_random(uint64_t *state)
+{
+    uint64_t z = *state += UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ z >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ z >> 27) * UINT64_C(0x94d049bb133111eb);
+    return (uint32_t)(z >> 32);
+}
+
+static inline float bell(uint64_t *random)
+{
+    float sum = 0.0f;
+    for (int i = 0; i < 6; i++) sum += (float)(next_random(random) >> 8) * 0x1p-24f;
+    return (sum - 3.0f) * 1.41f;
+}
+
+static inline float strange_value(uint64_t *random)
+{
+    static const uint32_t values[] = {0x7fc00000u, 0xffc00000u, 0x7f800000u, 0xff800000u, 0x80000000u, 0u,
+                                      0x7f000000u, 0xff000000u, 0x00010000u, 0x80010000u, 0x7f810000u};
+    union {
+        uint32_t bits;
+        float value;
+    } v = {values[next_random(random) % (sizeof values / sizeof *values)]};
+    return v.value;
+}
+
+static inline float draw_logit(logits_kind kind, int64_t token, int64_t expert, int64_t experts,
+                               uint64_t *random)
+{
+    const float x = bell(random);
+    switch (kind) {
+    case NORMAL: return x;
+    case LEVELS: return (float)((int)(next_random(random) % 5) - 2);
+    case EQUAL: return 0.5f;
+    case DOMINATED: return expert == 0 ? x + 20.0f : x;
+    case SKEWED: return x - 4.0f * (float)expert / (float)experts;
+    case STRANGE: return next_random(random) % 50 ? x : strange_value(random);
+    case LOST: return token % 4 == 0 ? x : strange_value(random);
+    }
+    return x;
+}
+
+typedef struct route_shape {
+    int64_t tokens, experts, topk;
+    smoe_type logits_type;
+    int32_t tile;
+    int small; /* runs with half of all scores, rules and kinds; the others with a few */
+} route_shape;
+
+static const route_shape route_shapes[] = {
+    {700, 64, 6, SMOE_BF16, 128, 1},    {700, 64, 6, SMOE_F32, 128, 1},     {513, 128, 8, SMOE_BF16, 64, 1},
+    {300, 8, 2, SMOE_F32, 32, 1},       {300, 100, 5, SMOE_BF16, 7, 1},     {300, 100, 5, SMOE_F32, 100, 1},
+    {1000, 256, 4, SMOE_BF16, 16, 1},   {1000, 256, 16, SMOE_F32, 128, 1},  {257, 24, 24, SMOE_BF16, 128, 1},
+    {1, 16, 3, SMOE_F32, 1, 1},         {40, 16, 1, SMOE_BF16, 4096, 1},    {600, 504, 10, SMOE_BF16, 20, 1},
+    {600, 512, 13, SMOE_F32, 64, 1},    {200, 1000, 33, SMOE_F32, 16, 0},   {150, 4096, 64, SMOE_BF16, 8, 0},
+    {150, 4096, 64, SMOE_F32, 4, 0},    {16384, 256, 4, SMOE_BF16, 128, 0}, {16384, 256, 4, SMOE_F32, 128, 0},
+    {20000, 128, 8, SMOE_BF16, 128, 0}, {20000, 16, 2, SMOE_F32, 1024, 0},  {90000, 16, 2, SMOE_BF16, 128, 0},
+    {90000, 8, 1, SMOE_F32, 4096, 0},   {70001, 24, 3, SMOE_BF16, 3000, 0},
+};
+enum { SHAPES = sizeof route_shapes / sizeof *route_shapes };
+
+enum { SCORES = 9 };
+
+/* Score number `i` of a layer; returns 1 if there is a selection bias. -1: the layer cannot have it. */
+static inline int set_score(smoe_layer *layer, int i)
+{
+    layer->score = i < 2    ? SMOE_SOFTMAX_TOPK
+                   : i == 2 ? SMOE_TOPK_SOFTMAX
+                   : i == 3 ? SMOE_SOFTMAX_TOPK
+                            : SMOE_SIGMOID;
+    layer->renormalize = i == 1 || i == 3 || i == 5 || i == 7;
+    layer->route_scale = i == 3 || i == 7 ? 2.5f : 1.0f;
+    if (i < 7) return i == 6 ? 1 : 0;
+    /* groups: a quarter of eight, or half of as many as there can be */
+    const int64_t groups = i == 7 ? 8 : layer->experts / 2;
+    if (layer->experts % groups || layer->experts / groups < 2) return -1;
+    layer->groups = (int32_t)groups;
+    layer->groups_kept = (int32_t)(i == 7 ? 2 : groups / 2 + 1);
+    if (layer->experts / groups * layer->groups_kept < layer->topk) return -1;
+    return 1;
+}
+
+#endif

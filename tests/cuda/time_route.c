@@ -1,0 +1,207 @@
+/* Microseconds of routing on the device, each figure from a CUDA graph of 20 links, the median of 30 replays;
+ * logits rotate over 256 MB, so that they come from device memory. What is printed is cumulative: top-K, then
+ * with scores, counts, rounding and the plan after it. */
+#include "cuda/routing.h"
+#include "gpu.h"
+#include "route_cases.h"
+
+enum { LINKS = 20, REPLAYS = 30, LOGITS_BYTES = 256 << 20 };
+
+typedef struct route_timing {
+    smoe_problem problem;
+    smoe_plan_arrays plan;
+    smoe_cuda_lists lists;
+    char *scratch, *logits;
+    int sets; /* of logits */
+    gpu_buffer memory[6];
+} route_timing;
+
+static int compare_floats(const void *a, const void *b)
+{
+    const float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+typedef cudaError_t (*link_function)(const route_timing *t, const smoe_forward_args *args,
+                                     cudaStream_t stream);
+
+/* Median microseconds of a link. */
+static float time_links(const route_timing *t, link_function enqueue)
+{
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t run;
+    cudaEvent_t begin, end;
+    float times[REPLAYS];
+    const size_t set = (size_t)(t->problem.layer.tokens * t->problem.layer.experts *
+                                smoe_type_bytes(t->problem.layer.logits_type));
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaEventCreate(&begin));
+    CHECK_CUDA(cudaEventCreate(&end));
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < LINKS; i++) {
+        smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+        args.logits = t->logits + (size_t)(i % t->sets) * set;
+        CHECK_CUDA(enqueue(t, &args, stream));
+    }
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&run, graph, 0));
+    for (int i = 0; i < 3; i++) CHECK_CUDA(cudaGraphLaunch(run, stream));
+    for (int i = 0; i < REPLAYS; i++) {
+        CHECK_CUDA(cudaEventRecord(begin, stream));
+        CHECK_CUDA(cudaGraphLaunch(run, stream));
+        CHECK_CUDA(cudaEventRecord(end, stream));
+        CHECK_CUDA(cudaEventSynchronize(end));
+        CHECK_CUDA(cudaEventElapsedTime(times + i, begin, end));
+    }
+    CHECK_CUDA(cudaGraphExecDestroy(run));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    CHECK_CUDA(cudaEventDestroy(begin));
+    CHECK_CUDA(cudaEventDestroy(end));
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    qsort(times, REPLAYS, sizeof *times, compare_floats);
+    return times[REPLAYS / 2] * 1000.0f / LINKS;
+}
+
+static cudaError_t route_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    const smoe_context context = {0};
+    return smoe_cuda_route(&context, &t->problem, args, &t->plan, t->scratch, stream);
+}
+
+static cudaError_t round_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    const cudaError_t status = route_link(t, args, stream);
+    return status == cudaSuccess ? smoe_cuda_round(&t->problem, args, &t->plan, t->scratch, stream) : status;
+}
+
+static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    const int rounded = t->problem.layer.rounding != SMOE_ROUND_NONE;
+    const cudaError_t status = rounded ? round_link(t, args, stream) : route_link(t, args, stream);
+    if (status != cudaSuccess) return status;
+    return smoe_cuda_plan_from_logits(&t->problem, args, &t->plan, &t->lists, t->scratch, stream);
+}
+
+static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    smoe_cuda_routing r = smoe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
+    return smoe_cuda_topk(&r, stream);
+}
+
+static cudaError_t scores_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    smoe_cuda_routing r = smoe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
+    const cudaError_t status = smoe_cuda_topk(&r, stream);
+    return status == cudaSuccess ? smoe_cuda_scores(&r, stream) : status;
+}
+
+static route_timing set_up(const smoe_layer *layer)
+{
+    route_timing t = {0};
+    smoe_problem_init(&t.problem, layer);
+    const int32_t limit = smoe_piece_limit(t.problem.rows, layer->experts);
+    const int64_t count = layer->tokens * layer->experts;
+    const size_t set = (size_t)(count * smoe_type_bytes(layer->logits_type));
+    const size_t entry = sizeof(smoe_work);
+    t.sets = (int)(LOGITS_BYTES / set) < 2       ? 2
+             : (int)(LOGITS_BYTES / set) > LINKS ? LINKS
+                                                 : (int)(LOGITS_BYTES / set);
+    t.memory[0] = gpu_alloc(t.problem.plan_bytes);
+    t.memory[1] = gpu_alloc(smoe_cuda_routing_scratch(&t.problem));
+    t.memory[2] = gpu_alloc((size_t)t.sets * set);
+    t.memory[3] = gpu_alloc(8);
+    t.memory[4] =
+        gpu_alloc(entry * (size_t)smoe_work_bound(t.problem.padded_rows, layer->experts, SMOE_TILE_BLOCKS));
+    t.memory[5] = gpu_alloc(entry * (size_t)smoe_work_bound(t.problem.padded_rows, layer->experts, limit));
+    t.plan = smoe_plan_at(&t.problem, t.memory[0].memory);
+    t.scratch = t.memory[1].memory;
+    t.logits = t.memory[2].memory;
+    t.lists = (smoe_cuda_lists){(int32_t *)t.memory[3].memory, (smoe_work *)t.memory[4].memory,
+                                (smoe_work *)t.memory[5].memory, limit};
+    uint64_t random = 3;
+    char *host = malloc(set);
+    for (int64_t i = 0; i < count; i++) {
+        const float x = bell(&random);
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        if (layer->logits_type == SMOE_F32)
+            ((uint32_t *)host)[i] = bits;
+        else
+            ((uint16_t *)host)[i] = (uint16_t)(bits >> 16);
+    }
+    for (int i = 0; i < t.sets; i++)
+        CHECK_CUDA(cudaMemcpy(t.logits + (size_t)i * set, host, set, cudaMemcpyHostToDevice));
+    free(host);
+    return t;
+}
+
+static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, smoe_score score,
+                       smoe_rounding rounding)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = tokens, l.experts = experts, l.topk = topk, l.logits_type = type, l.score = score;
+    l.renormalize = 1;
+    l.hidden = l.intermediate = 8, l.inference = 1, l.rounding = rounding;
+    route_timing t = set_up(&l);
+    const float topk_time = time_links(&t, topk_link), route = time_links(&t, route_link);
+    const float scores = rounding ? time_links(&t, scores_link) : topk_time;
+    const float rounded = rounding ? time_links(&t, round_link) : route, plan = time_links(&t, plan_link);
+    printf("T %6lld E %4lld K %2lld %-4s score %d rounding %d | topk %6.2f scores %6.2f route %6.2f round "
+           "%6.2f plan "
+           "%6.2f\n",
+           (long long)tokens, (long long)experts, (long long)topk, type == SMOE_F32 ? "f32" : "bf16",
+           (int)score, (int)rounding, (double)topk_time, (double)scores, (double)route, (double)rounded,
+           (double)plan);
+    fflush(stdout);
+    for (int i = 0; i < 6; i++) gpu_free(t.memory[i]);
+}
+
+static smoe_layer gemm_layer;
+static void *gemm_x, *gemm_weight;
+
+static cudaError_t gemm_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    (void)t;
+    return smoe_cuda_router_gemm(&gemm_layer, gemm_x, gemm_weight, NULL, args->logits, stream);
+}
+
+static void time_gemm(int64_t tokens, int64_t hidden, int64_t experts)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = tokens, l.experts = experts, l.hidden = hidden, l.intermediate = 8, l.topk = 1,
+    l.inference = 1;
+    const gpu_buffer x = gpu_alloc((size_t)(tokens * hidden * 2)),
+                     weight = gpu_alloc((size_t)(experts * hidden * 2));
+    CHECK_CUDA(cudaMemset(x.memory, 0x3c, x.bytes));
+    CHECK_CUDA(cudaMemset(weight.memory, 0x3c, weight.bytes));
+    route_timing t = set_up(&l);
+    gemm_layer = l, gemm_x = x.memory, gemm_weight = weight.memory;
+    const float time = time_links(&t, gemm_link);
+    printf("router GEMM T %6lld d %5lld E %4lld: %7.2f us, %.0f TFLOP/s, X at %.2f TB/s\n", (long long)tokens,
+           (long long)hidden, (long long)experts, (double)time,
+           2e-6 * (double)tokens * (double)hidden * (double)experts / (double)time,
+           2e-6 * (double)tokens * (double)hidden / (double)time);
+    for (int i = 0; i < 6; i++) gpu_free(t.memory[i]);
+    gpu_free(x), gpu_free(weight);
+}
+
+int main(void)
+{
+    CHECK_CUDA(smoe_cuda_routing_init());
+    CHECK_CUDA(smoe_cuda_plan_init());
+    for (int type = SMOE_F32; type <= SMOE_BF16; type++) {
+        time_shape(32768, 128, 8, (smoe_type)type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE);
+        time_shape(32768, 128, 8, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE);
+        time_shape(16384, 512, 10, (smoe_type)type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE);
+        time_shape(512, 128, 8, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE);
+        time_shape(16384, 256, 4, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F);
+        time_shape(32768, 128, 8, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F);
+        time_shape(16384, 256, 4, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_S);
+        time_shape(16384, 256, 8, (smoe_type)type, SMOE_SIGMOID, SMOE_ROUND_NONE);
+    }
+    time_gemm(32768, 2048, 128);
+    time_gemm(16384, 4096, 256);
+    time_gemm(512, 2048, 128);
+    return 0;
+}

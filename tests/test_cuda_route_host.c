@@ -1,0 +1,207 @@
+/* The routing kernels' arithmetic that also compiles for the host (src/cuda/route_math.h), by brute force:
+ * sorting networks by the 0-1 principle, packed keys against rank.h over all bf16 values, the fixed-point
+ * term, 16-bit keys, the order of moves against a sort, balance rounding against the walk over experts. */
+#include "cuda/route_math.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+
+#include <cmocka.h>
+
+static uint32_t next_random(uint64_t *state)
+{
+    *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)(*state >> 32);
+}
+
+static int falls(const int32_t *a, int count)
+{
+    for (int i = 0; i + 1 < count; i++)
+        if (a[i] < a[i + 1]) return 0;
+    return 1;
+}
+
+/* A network that sorts every sequence of zeros and ones sorts everything. */
+static void networks_sort(void **state)
+{
+    (void)state;
+    for (int count = 4; count <= 16; count *= 2)
+        for (uint32_t bits = 0; bits < UINT32_C(1) << count; bits++) {
+            int32_t a[16], ones = 0;
+            for (int i = 0; i < count; i++) ones += a[i] = bits >> i & 1;
+            smoe_sort_falling(a, count);
+            assert_true(falls(a, count));
+            for (int i = 0; i < count; i++) ones -= a[i];
+            assert_int_equal(ones, 0);
+        }
+}
+
+static int compare_falling(const void *a, const void *b)
+{
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x < y) - (x > y);
+}
+
+static void merges_keep_the_best(void **state)
+{
+    (void)state;
+    uint64_t random = 1;
+    for (int count = 4; count <= 16; count *= 2)
+        for (int round = 0; round < 20000; round++) {
+            int32_t best[16], batch[16], all[32], excluded = INT32_MIN;
+            const uint32_t spread = 1 + next_random(&random) % 40;
+            for (int i = 0; i < count; i++) {
+                all[i] = best[i] = (int32_t)(next_random(&random) % spread) - 10;
+                all[count + i] = batch[i] = (int32_t)(next_random(&random) % spread) - 10;
+            }
+            smoe_sort_falling(best, count);
+            smoe_sort_falling(batch, count);
+            smoe_merge_best(best, batch, count, &excluded);
+            qsort(all, (size_t)(2 * count), sizeof *all, compare_falling);
+            for (int i = 0; i < count; i++) assert_int_equal(best[i], all[i]);
+            assert_int_equal(excluded, all[count]);
+        }
+}
+
+static float bf16_value(uint32_t bits)
+{
+    return smoe_float_of(bits << 16);
+}
+
+/* Rank keys and packed keys order every two neighbouring bf16 values alike, and ties go to the lower expert.
+ */
+static void packed_bf16_keys_rank(void **state)
+{
+    (void)state;
+    uint64_t random = 2;
+    for (int i = 0; i < 4000000; i++) {
+        const uint32_t draw = next_random(&random), a = draw & 0xffff, near = a ^ (draw >> 30),
+                       b = i % 2 ? near : draw >> 16;
+        if (smoe_is_nan(bf16_value(a)) || smoe_is_nan(bf16_value(b)) || a == 0x8000 || b == 0x8000) continue;
+        const uint32_t e = next_random(&random) % 512, f = next_random(&random) % 512;
+        if (e == f) continue;
+        const uint32_t x = smoe_rank_key(bf16_value(a)), y = smoe_rank_key(bf16_value(b));
+        const int better = x > y || (x == y && e < f);
+        const int32_t p = smoe_packed_bf16(a << 16, e), q = smoe_packed_bf16(b << 16, f);
+        assert_int_equal(p > q, better);
+        assert_int_equal(0xffffu - ((uint32_t)p & 0xffffu), e);
+    }
+}
+
+/* Where two f32 packed keys do not collide, they rank as the values do. */
+static void packed_f32_keys_rank_or_collide(void **state)
+{
+    (void)state;
+    uint64_t random = 3;
+    const uint32_t mask = smoe_packed_mask(500);
+    assert_int_equal(mask, 511);
+    assert_int_equal(smoe_packed_mask(512), 511);
+    assert_int_equal(smoe_packed_mask(8), 7);
+    int collisions = 0;
+    for (int i = 0; i < 4000000; i++) {
+        const uint32_t a = next_random(&random),
+                       b = i % 2 ? a ^ (next_random(&random) % 2048) : next_random(&random);
+        const float x = smoe_float_of(a), y = smoe_float_of(b);
+        if (smoe_is_nan(x) || smoe_is_nan(y) || a == 0x80000000u || b == 0x80000000u || a == b) continue;
+        const int32_t p = smoe_packed_f32(a, 3, mask), q = smoe_packed_f32(b, 499, mask);
+        collisions += smoe_packed_collide(p, q, mask);
+        if (!smoe_packed_collide(p, q, mask)) assert_int_equal(p > q, smoe_rank_key(x) > smoe_rank_key(y));
+        assert_int_equal(mask - ((uint32_t)p & mask), 3);
+    }
+    assert_true(collisions > 1000);
+}
+
+static void fixed_terms_agree(void **state)
+{
+    (void)state;
+    assert_int_equal(smoe_softmax_fixed_fast(1.0f), smoe_softmax_fixed(1.0f));
+    assert_int_equal(smoe_softmax_fixed_fast(0.0f), 0);
+    for (uint32_t bits = 0; bits < 0x3f800000u; bits += 257)
+        assert_int_equal(smoe_softmax_fixed_fast(smoe_float_of(bits)),
+                         smoe_softmax_fixed(smoe_float_of(bits)));
+}
+
+static void keys_of_16_bits_lose_nothing(void **state)
+{
+    (void)state;
+    for (uint32_t bits = 0; bits < 65536; bits++) {
+        const uint32_t key = smoe_score_key(bf16_value(bits), SMOE_BF16);
+        assert_int_equal(smoe_key_from_16(smoe_key_to_16(key)), key);
+        assert_true(smoe_key_to_16(key) < 0xffffu);
+    }
+}
+
+typedef struct token_key {
+    uint32_t key, token;
+} token_key;
+
+static int adds_before(const void *a, const void *b)
+{
+    const token_key *x = a, *y = b;
+    if (x->key != y->key) return x->key < y->key ? 1 : -1;
+    return x->token < y->token ? -1 : 1;
+}
+
+/* Orders sort tokens as the ranking inside an expert does: added from its best end, dropped from its worst.
+ */
+static void moves_come_in_order(void **state)
+{
+    (void)state;
+    enum { TOKENS = 100 };
+    uint64_t random = 4;
+    for (int round = 0; round < 300; round++) {
+        const int is_16 = round % 2;
+        const uint32_t largest = is_16 ? 0xffffu : 0xffffffffu;
+        token_key tokens[TOKENS];
+        for (uint32_t t = 0; t < TOKENS; t++) {
+            const float score = (float)(next_random(&random) % 7) / 3.0f - 1.0f;
+            const uint32_t key =
+                smoe_score_key(round % 3 ? score : smoe_float_of(next_random(&random)), SMOE_BF16);
+            tokens[t] = (token_key){is_16 ? smoe_key_to_16(key) : key, t};
+        }
+        qsort(tokens, TOKENS, sizeof *tokens, adds_before);
+        for (int i = 0; i + 1 < TOKENS; i++) {
+            const token_key x = tokens[i], y = tokens[i + 1];
+            const uint32_t add_x = smoe_move_rank(1, x.key, largest),
+                           add_y = smoe_move_rank(1, y.key, largest);
+            const uint32_t drop_x = smoe_move_rank(0, x.key, largest),
+                           drop_y = smoe_move_rank(0, y.key, largest);
+            assert_true(add_x > 0 && drop_x > 0);
+            assert_true(smoe_move_order(1, add_x, x.token) > smoe_move_order(1, add_y, y.token));
+            assert_true(smoe_move_order(0, drop_x, x.token) < smoe_move_order(0, drop_y, y.token));
+        }
+    }
+}
+
+static void balance_needs_no_walk(void **state)
+{
+    (void)state;
+    uint64_t random = 5;
+    const int64_t tokens = 1 << 20;
+    for (int round = 0; round < 200; round++) {
+        const int64_t tile = 1 + next_random(&random) % (round % 2 ? 9 : 4096);
+        int64_t residual = 0;
+        uint64_t sum = 0;
+        for (int e = 0; e < 300; e++) {
+            assert_int_equal(smoe_balance_residual(sum, tile), residual);
+            const int64_t count = next_random(&random) % 20000, lo = smoe_round_lo(count, tile);
+            const int64_t hi = smoe_round_hi(count, tile, tokens);
+            residual += count - (hi != lo && smoe_balance_f_picks_hi(count, lo, tile, residual) ? hi : lo);
+            sum += (uint64_t)(count - lo);
+        }
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(networks_sort),         cmocka_unit_test(merges_keep_the_best),
+        cmocka_unit_test(packed_bf16_keys_rank), cmocka_unit_test(packed_f32_keys_rank_or_collide),
+        cmocka_unit_test(fixed_terms_agree),     cmocka_unit_test(keys_of_16_bits_lose_nothing),
+        cmocka_unit_test(moves_come_in_order),   cmocka_unit_test(balance_needs_no_walk),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
