@@ -46,7 +46,8 @@ typedef struct route_case {
     void *logits; /* (T, E) */
     float *bias;  /* (E) or NULL */
     int with_losses;
-    float losses[2], device_losses[2];
+    _Alignas(16) float losses[2];
+    float device_losses[2];
     char *cpu, *device; /* the plan: as laid out, on the host */
     smoe_plan_arrays cpu_plan, device_plan;
     int32_t *list_counts; /* the device's work lists */
