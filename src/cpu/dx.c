@@ -51,37 +51,48 @@ void smoe_cpu_dx_rows(const smoe_cpu_pass *pass, const smoe_backward_args *args,
     smoe_stage_end(pass->context, SMOE_STAGE_DX_ROWS, pass->stream);
 }
 
-/* sum (columns) += the token's rows of dX~, `at` columns into the chunk */
-static void add_rows(const smoe_cpu_pass *pass, int64_t token, int64_t at, int64_t columns,
-                     float *restrict sum)
+/* The router's term of `count` tokens: sums (count, columns) = dlogits Wr, for the chunk's columns. */
+static void multiply_router(const smoe_cpu_pass *pass, const void *router_weight, int64_t token,
+                            int64_t count, int64_t first_column, int64_t columns, const smoe_cpu_panels *at,
+                            float *sums)
+{
+    const smoe_layer *layer = &pass->problem->layer;
+    const int64_t experts = layer->experts;
+    for (int64_t i = 0; i < columns; i += SMOE_PANEL_COLUMNS) {
+        const int64_t width = smoe_min(SMOE_PANEL_COLUMNS, columns - i);
+        int64_t ld;
+        const float *wr = smoe_weights_f32(at->weights, router_weight, first_column + i, experts,
+                                           layer->hidden, width, layer->dtype, &ld);
+        smoe_sgemm(0, 0, count, width, experts, pass->dlogits + token * experts, experts, wr, ld, 0.0f,
+                   sums + i, columns);
+    }
+}
+
+/* sum (columns) += the token's rows of dX~ */
+static void add_rows(const smoe_cpu_pass *pass, int64_t token, int64_t columns, float *restrict sum)
 {
     const smoe_plan_arrays *plan = pass->plan;
     for (int64_t i = plan->token_offsets[token]; i < plan->token_offsets[token + 1]; i++) {
-        const float *restrict dx = pass->chunk + plan->token_rows[i] * pass->problem->chunk_columns + at;
+        const float *restrict dx = pass->chunk + plan->token_rows[i] * pass->problem->chunk_columns;
         for (int64_t j = 0; j < columns; j++) sum[j] += dx[j];
     }
 }
 
-/* Tokens [token, token + count) by columns [column, column + columns) of dX, in the thread's tile. */
+/* The chunk's columns of tokens [token, token + count). */
 static void dx_panel(const smoe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
-                     int64_t token, int64_t count, int64_t column, int64_t columns, int64_t first_column)
+                     int64_t token, int64_t count, int64_t first_column)
 {
     const smoe_layer *layer = &pass->problem->layer;
-    const int64_t d = layer->hidden, experts = layer->experts;
+    const int64_t columns = smoe_min(pass->problem->chunk_columns, layer->hidden - first_column);
     const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
-    float *sum = at.tile;
-    if (router_term) {
-        int64_t ld;
-        const float *wr =
-            smoe_weights_f32(at.weights, args->router_weight, column, experts, d, columns, layer->dtype, &ld);
-        smoe_sgemm(0, 0, count, columns, experts, pass->dlogits + token * experts, experts, wr, ld, 0.0f, sum,
-                   columns);
-    } else {
-        memset(sum, 0, (size_t)(count * columns) * sizeof *sum);
-    }
+    float *sums = at.gathered;
+    if (router_term)
+        multiply_router(pass, args->router_weight, token, count, first_column, columns, &at, sums);
     for (int64_t i = 0; i < count; i++) {
-        add_rows(pass, token + i, column - first_column, columns, sum + i * columns);
-        smoe_store_row(args->dx, (token + i) * d + column, sum + i * columns, columns, layer->dtype);
+        float *sum = router_term ? sums + i * columns : at.row;
+        if (!router_term) memset(sum, 0, (size_t)columns * sizeof *sum);
+        add_rows(pass, token + i, columns, sum);
+        smoe_store_row(args->dx, (token + i) * layer->hidden + first_column, sum, columns, layer->dtype);
     }
 }
 
@@ -89,14 +100,10 @@ void smoe_cpu_dx(const smoe_cpu_pass *pass, const smoe_backward_args *args, int 
                  int64_t first_column)
 {
     const smoe_layer *layer = &pass->problem->layer;
-    const int64_t end = smoe_min(first_column + pass->problem->chunk_columns, layer->hidden);
     smoe_stage_begin(pass->context, SMOE_STAGE_DX, pass->stream);
 #pragma omp parallel for schedule(static, 1) num_threads(pass->context->threads)
-    for (int64_t token = 0; token < layer->tokens; token += SMOE_PANEL_ROWS) {
-        const int64_t count = smoe_min(SMOE_PANEL_ROWS, layer->tokens - token);
-        for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS)
-            dx_panel(pass, args, router_term, token, count, column,
-                     smoe_min(SMOE_PANEL_COLUMNS, end - column), first_column);
-    }
+    for (int64_t token = 0; token < layer->tokens; token += SMOE_PANEL_ROWS)
+        dx_panel(pass, args, router_term, token, smoe_min(SMOE_PANEL_ROWS, layer->tokens - token),
+                 first_column);
     smoe_stage_end(pass->context, SMOE_STAGE_DX, pass->stream);
 }

@@ -37,10 +37,10 @@ typedef struct smoe_cpu_pass {
 
 /* One thread's panels; each stage says what it keeps in them. */
 typedef struct smoe_cpu_panels {
-    float *gathered; /* (256, d or n or h_width) */
+    float *gathered; /* (256, d or n or h_width); in dx the router's term (256, chunk_columns) */
     float *product;  /* (256, h_width) */
     float *weights;  /* a panel of weights in f32; only for bf16 */
-    float *tile;     /* backward: a tile of dW (512, 256), or (256, 64) of dX */
+    float *tile;     /* backward: a tile of dW, (512, 256) */
     float *row;      /* 3 rows of max(h_width, d) */
 } smoe_cpu_panels;
 
