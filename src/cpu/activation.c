@@ -44,13 +44,20 @@ INLINE float float_of(uint32_t bits)
     return value;
 }
 
+/* condition ? yes : no without a branch, which keeps gcc's loops vector loops on plain SSE2 too. */
+INLINE float choose(int condition, float yes, float no)
+{
+    const uint32_t mask = 0U - (uint32_t)condition;
+    return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
+}
+
 /* exp(x + tail) for x <= 0 and a tail of rounding size; 0 where it would be below the normal numbers.
  * Adding 1.5 2^23 leaves round(x / ln 2) in the low bits of the sum, which shift straight into an exponent.
  */
 INLINE float exp_negative(float x, float tail)
 {
     const float magic = 12582912.0f;
-    const float inside = x < -87.0f ? -87.0f : x;
+    const float inside = choose(x < -87.0f, -87.0f, x);
     const float shifted = inside * 1.44269504f + magic;
     const float count = shifted - magic;
     const float r = ((inside - count * 0.693359375f) - count * -2.12194440e-4f) + tail;
@@ -62,7 +69,7 @@ INLINE float exp_negative(float x, float tail)
     q = q * r + 0.49999994f;
     const float power = float_of((bits_of(shifted) << 23) + 0x3f800000U);
     const float result = (1.0f + (r + r * r * q)) * power;
-    return x < -87.0f ? 0.0f : result;
+    return choose(x < -87.0f, 0.0f, result);
 }
 
 /* sigmoid(x) and sigmoid(-x), each without cancellation. */
@@ -73,10 +80,10 @@ typedef struct sigmoids {
 
 INLINE sigmoids sigmoid(float x)
 {
-    const float e = exp_negative(x < 0.0f ? x : -x, 0.0f);
+    const float e = exp_negative(choose(x < 0.0f, x, -x), 0.0f);
     const float big = 1.0f / (1.0f + e);
     const float small = e * big;
-    return (sigmoids){x < 0.0f ? small : big, x < 0.0f ? big : small};
+    return (sigmoids){choose(x < 0.0f, small, big), choose(x < 0.0f, big, small)};
 }
 
 INLINE curve silu(float x)
@@ -97,8 +104,8 @@ INLINE curve silu_oai(float x)
  * upper 12 bits of x, and a tail, or the far tail would lose what the rounding of x^2 loses. */
 INLINE curve gelu(float x)
 {
-    const float size = x < 0.0f ? -x : x;
-    const float z = size > 14.5f ? 14.5f : size;
+    const float size = choose(x < 0.0f, -x, x);
+    const float z = choose(size > 14.5f, 14.5f, size);
     const float head = float_of(bits_of(z) & 0xfffff000U);
     const float bell = exp_negative(-0.5f * (head * head), -0.5f * ((z - head) * (z + head)));
     const float t = 1.0f / (1.0f + 0.3f * z);
@@ -113,8 +120,8 @@ INLINE curve gelu(float x)
     g = g * t + 0.11957181f;
     g = g * t + 0.11968669f;
     const float tail = bell * (g * t);
-    const float phi = x < 0.0f ? tail : 1.0f - tail;
-    const float signed_z = x < 0.0f ? -z : z;
+    const float phi = choose(x < 0.0f, tail, 1.0f - tail);
+    const float signed_z = choose(x < 0.0f, -z, z);
     return (curve){x * phi, phi + signed_z * (bell * 0.39894228f)};
 }
 
@@ -122,8 +129,8 @@ INLINE curve gelu(float x)
  */
 INLINE curve gelu_tanh(float x)
 {
-    const float low = x < -16.0f ? -16.0f : x;
-    const float z = low > 16.0f ? 16.0f : low;
+    const float low = choose(x < -16.0f, -16.0f, x);
+    const float z = choose(low > 16.0f, 16.0f, low);
     const float square = z * z;
     const sigmoids s = sigmoid(1.5957691f * (z + 0.044715f * square * z));
     const float inner = 1.5957691f * (1.0f + 0.134145f * square);
@@ -133,12 +140,12 @@ INLINE curve gelu_tanh(float x)
 /* The comparisons of these two let NaN through. */
 INLINE curve relu(float x)
 {
-    return (curve){x <= 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};
+    return (curve){choose(x <= 0.0f, 0.0f, x), choose(x <= 0.0f, 0.0f, 1.0f)};
 }
 
 INLINE curve relu_squared(float x)
 {
-    const float positive = x <= 0.0f ? 0.0f : x;
+    const float positive = choose(x <= 0.0f, 0.0f, x);
     return (curve){positive * positive, 2.0f * positive};
 }
 
@@ -159,12 +166,12 @@ static const float OAI_LIMIT = 7.0f;
 
 INLINE float at_most_limit(float x)
 {
-    return x > OAI_LIMIT ? OAI_LIMIT : x;
+    return choose(x > OAI_LIMIT, OAI_LIMIT, x);
 }
 
 INLINE float within_limit(float x)
 {
-    return at_most_limit(x < -OAI_LIMIT ? -OAI_LIMIT : x);
+    return at_most_limit(choose(x < -OAI_LIMIT, -OAI_LIMIT, x));
 }
 
 INLINE void oai_forward(int64_t n, const float *restrict h, float *restrict a)
@@ -224,8 +231,8 @@ INLINE void oai_backward(int64_t n, const float *restrict h, const float *restri
         const float factor = within_limit(u) + 1.0f;
         const float dgate = d * factor * c.slope, du = d * c.value;
         a[j] = c.value * factor;
-        dh[j] = gate > OAI_LIMIT ? 0.0f : dgate;
-        dup[j] = u > OAI_LIMIT || u < -OAI_LIMIT ? 0.0f : du;
+        dh[j] = choose(gate > OAI_LIMIT, 0.0f, dgate);
+        dup[j] = choose((u > OAI_LIMIT) | (u < -OAI_LIMIT), 0.0f, du);
     }
 }
 

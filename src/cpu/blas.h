@@ -11,10 +11,10 @@
 void smoe_blas_enter(void);
 void smoe_blas_leave(void);
 
-/* C = op(A) op(B) + beta C, row-major; op(A) (m, k), op(B) (k, n), C (m, n). With transpose_a A is stored (k,
- * m), with transpose_b B is stored (n, k); ld* are the stored matrices' row strides in elements. With beta 0,
- * C is written without being read. Sizes of zero are fine. m, n, k are at most 2^31 - 1, as are the strides:
- * the callers' panels are far smaller, and strides follow from d and n. */
+/* C = op(A) op(B) + beta C, row-major; op(A) (m, k), op(B) (k, n), C (m, n), beta 0 or 1. With transpose_a A
+ * is stored (k, m), with transpose_b B is stored (n, k); ld* are the stored matrices' row strides in
+ * elements. With beta 0, C is written without being read. Sizes of zero are fine; sizes and strides are at
+ * most 2^31 - 1, as panels, d, n and E are. */
 void smoe_sgemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, const float *a,
                 int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
 

@@ -1,0 +1,82 @@
+/* The sgemm wrapper on small integers, so exactly: every transposition, strides wider than the matrices, C
+ * that is poison when beta is 0. And the guard over OpenBLAS's thread count. */
+#include "cpu/blas.h"
+
+#include <math.h>
+#include <omp.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+/* OpenBLAS's own, from cblas.h, which is the library's private dependency. */
+void openblas_set_num_threads(int threads);
+int openblas_get_num_threads(void);
+
+static float *matrix(int64_t rows, int64_t stride, int seed)
+{
+    float *m = malloc((size_t)(rows * stride) * sizeof *m);
+    assert_non_null(m);
+    for (int64_t i = 0; i < rows * stride; i++) m[i] = (float)((i * 7 + seed) % 11 - 5);
+    return m;
+}
+
+/* Strides are 3 past the widths; what lies between stays as it was. */
+static void check_product(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, float beta)
+{
+    const int64_t lda = (transpose_a ? m : k) + 3, ldb = (transpose_b ? k : n) + 3, ldc = n + 3;
+    float *a = matrix(transpose_a ? k : m, lda, 1), *b = matrix(transpose_b ? n : k, ldb, 2);
+    float *c = matrix(m, ldc, 3), *before = matrix(m, ldc, 3);
+    for (int64_t i = 0; i < m && beta == 0.0f; i++)
+        for (int64_t j = 0; j < n; j++) c[i * ldc + j] = NAN;
+    smoe_sgemm(transpose_a, transpose_b, m, n, k, a, lda, b, ldb, beta, c, ldc);
+    for (int64_t i = 0; i < m; i++) {
+        for (int64_t j = 0; j < ldc; j++) {
+            float sum = j < n ? beta * before[i * ldc + j] : before[i * ldc + j];
+            for (int64_t l = 0; l < k && j < n; l++)
+                sum += (transpose_a ? a[l * lda + i] : a[i * lda + l]) *
+                       (transpose_b ? b[j * ldb + l] : b[l * ldb + j]);
+            assert_true(c[i * ldc + j] == sum);
+        }
+    }
+    free(a), free(b), free(c), free(before);
+}
+
+static void test_products(void **state)
+{
+    (void)state;
+    static const int64_t sizes[][3] = {{1, 1, 1},      {5, 8, 3}, {64, 64, 200},
+                                       {130, 72, 130}, {7, 9, 0}, {0, 4, 4}};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
+        for (int kind = 0; kind < 8; kind++)
+            check_product(kind & 1, kind >> 1 & 1, sizes[i][0], sizes[i][1], sizes[i][2], (float)(kind >> 2));
+}
+
+/* Sections on several threads, nested in one another: one thread inside, the old count after the last. */
+static void test_guard(void **state)
+{
+    (void)state;
+    openblas_set_num_threads(3);
+    assert_int_equal(openblas_get_num_threads(), 3);
+    smoe_blas_enter();
+    assert_int_equal(openblas_get_num_threads(), 1);
+    int wrong = 0;
+#pragma omp parallel for num_threads(4) reduction(+ : wrong)
+    for (int i = 0; i < 200; i++) {
+        smoe_blas_enter();
+        wrong += openblas_get_num_threads() != 1;
+        smoe_blas_leave();
+    }
+    assert_int_equal(wrong, 0);
+    assert_int_equal(openblas_get_num_threads(), 1);
+    smoe_blas_leave();
+    assert_int_equal(openblas_get_num_threads(), 3);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_guard)};
+    return cmocka_run_group_tests_name("blas", tests, NULL, NULL);
+}
