@@ -209,10 +209,18 @@ static bool check_token(const bench_case *c, int64_t token, double *router, doub
     return good;
 }
 
+static int64_t tokens_to_check(const smoe_layer *layer)
+{
+    const int64_t affordable = CHECK_PRODUCTS / (3 * layer->topk * layer->intermediate * layer->hidden);
+    int64_t count = affordable < CHECK_TOKENS_MOST ? affordable : CHECK_TOKENS_MOST;
+    if (count < CHECK_TOKENS_LEAST) count = CHECK_TOKENS_LEAST;
+    return count < layer->tokens ? count : layer->tokens;
+}
+
 bool bench_check(const bench_case *c, bench_errors *errors, error *err)
 {
     const smoe_layer *l = &c->layer;
-    const int64_t d = l->hidden, count = l->tokens < CHECK_TOKENS ? l->tokens : CHECK_TOKENS;
+    const int64_t d = l->hidden, count = tokens_to_check(l);
     const size_t values = (size_t)(count * d);
     double *want = oracle_alloc(4 * values, sizeof *want), *router = NULL;
     double *want_dx = want + values, *out = want + 2 * values, *dx = want + 3 * values;

@@ -1,4 +1,4 @@
-/* Correctness beside the time: rows of O and dX of a few tokens against fp64. Each token is computed again by
+/* Correctness beside the time: rows of O and dX of some tokens against fp64. Each token is computed again by
  * the oracle from the inputs, its routing scored anew; only which pairs rounding kept or added is taken from
  * the library's plan. */
 #ifndef CLI_BENCH_CHECK_H
@@ -6,7 +6,8 @@
 
 #include "cli/bench_case.h"
 
-enum { CHECK_TOKENS = 4 };
+/* As many tokens as CHECK_PRODUCTS multiplications pay for (3 K n d a token), within these limits. */
+enum { CHECK_TOKENS_LEAST = 4, CHECK_TOKENS_MOST = 32, CHECK_PRODUCTS = 100 * 1000 * 1000 };
 
 typedef struct bench_errors {
     double forward, backward; // relative Frobenius error over the sampled rows of O and of dX; NaN: not run
