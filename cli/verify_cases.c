@@ -6,7 +6,10 @@
 static const int64_t small_counts[] = {0, 1, 63, 64, 65, 2, 31, 33};
 static const int64_t block_counts[] = {127, 128, 129, 191, 192, 193, 0, 320};
 static const int64_t large_counts[] = {255, 256, 257, 0};
-enum { SMALL_TOKENS = 259, BLOCK_TOKENS = 1280, LARGE_TOKENS = 768 };
+/* With tile 16: halves of a tile, multiples of it, one off; and one that may round up to T exactly. */
+static const int64_t half_counts[] = {0, 8, 24, 16, 7, 9, 40, 25};
+static const int64_t full_counts[] = {60, 0, 4, 0, 0, 0, 0, 0};
+enum { SMALL_TOKENS = 259, BLOCK_TOKENS = 1280, LARGE_TOKENS = 768, HALF_TOKENS = 129, FULL_TOKENS = 64 };
 
 #define BIASES .b1 = true, .b2 = true
 #define ROUTER .router = true, .router_bias = true
@@ -84,6 +87,20 @@ static const verify_case cases[] = {
     {"round nr-s, ties", .layer = {.rounding = SMOE_ROUND_NR_S}, .draw = {.routing = ORACLE_TIES}},
     {"round nr-f, one takes all", .layer = {.rounding = SMOE_ROUND_NR_F},
      .draw = {.routing = ORACLE_ONE_TAKES_ALL}},
+    {"round nr-f, counts at halves", QUICK,
+     .layer = {.rounding = SMOE_ROUND_NR_F, .tokens = HALF_TOKENS, .topk = 1},
+     .draw = {.routing = ORACLE_COUNTS, .counts = half_counts}},
+    {"round balance-f, counts at halves", QUICK,
+     .layer = {.rounding = SMOE_ROUND_BALANCE_F, .tokens = HALF_TOKENS, .topk = 1},
+     .draw = {.routing = ORACLE_COUNTS, .counts = half_counts}},
+    {"round nr-s, counts at halves", .layer = {.rounding = SMOE_ROUND_NR_S, .tokens = HALF_TOKENS, .topk = 1},
+     .draw = {.routing = ORACLE_COUNTS, .counts = half_counts}},
+    {"round sr-f, counts at halves", .layer = {.rounding = SMOE_ROUND_SR_F, .tokens = HALF_TOKENS, .topk = 1},
+     .draw = {.routing = ORACLE_COUNTS, .counts = half_counts}},
+    {"round down, counts at halves", .layer = {.rounding = SMOE_ROUND_DOWN, .tokens = HALF_TOKENS, .topk = 1},
+     .draw = {.routing = ORACLE_COUNTS, .counts = half_counts}},
+    {"round up to T", QUICK, .layer = {.rounding = SMOE_ROUND_UP, .tokens = FULL_TOKENS, .topk = 1},
+     .draw = {.routing = ORACLE_COUNTS, .counts = full_counts}},
 
     /* routings */
     {"one expert takes all", QUICK, .draw = {.routing = ORACLE_ONE_TAKES_ALL, BIASES}},
@@ -105,6 +122,9 @@ static const verify_case cases[] = {
     {"d = 8, n = 8", QUICK, .layer = {.hidden = 8, .intermediate = 8}, .draw = {ROUTER, BIASES}},
     {"d = 200, n = 72", .layer = {.hidden = 200, .intermediate = 72}, .draw = {ROUTER, BIASES}},
     {"d = 72, n = 136", .layer = {.hidden = 72, .intermediate = 136, .topk = 3}, .draw = {ROUTER}},
+    {"d = 584, n = 264: several panels, accumulated",
+     .layer = {.accumulate = 1, .tokens = 300, .hidden = 584, .intermediate = 264, .experts = 2, .topk = 1},
+     .draw = {ROUTER, BIASES}},
 
     /* the other ways in */
     {"given topk", QUICK, .layer = {.entry = SMOE_FROM_TOPK, .topk = 3}, .draw = {BIASES}},

@@ -53,11 +53,13 @@ static void shape_logits(const smoe_layer *layer, const oracle_draw *draw, doubl
     free(expert_of);
 }
 
-/* K distinct ids of every token; broken: the first of every third token is -1 or E, the last of every fifth
- * repeats its first. */
+/* K distinct ids of every token; broken: the first of every third token is -1, E or past 32 bits, the last of
+ * every fifth repeats its first. */
 static int64_t *draw_ids(const smoe_layer *layer, const oracle_draw *draw, oracle_random *random)
 {
     const int64_t topk = layer->topk, experts = layer->experts, tokens = layer->tokens;
+    /* 64 bits: a number whose low 32 bits would be an expert */
+    const int64_t past = layer->index_type == SMOE_I64 ? ((int64_t)1 << 32) + 1 : experts;
     int64_t *ids = oracle_alloc((size_t)(tokens * topk), sizeof *ids);
     int64_t *deck = oracle_alloc((size_t)experts, sizeof *deck);
     int64_t *expert_of = oracle_alloc((size_t)tokens, sizeof *expert_of);
@@ -77,7 +79,7 @@ static int64_t *draw_ids(const smoe_layer *layer, const oracle_draw *draw, oracl
         }
         if (draw->routing == ORACLE_COUNTS) token_ids[0] = expert_of[t];
         if (draw->broken_ids && t % 5 == 0) token_ids[topk - 1] = token_ids[0];
-        if (draw->broken_ids && t % 3 == 0) token_ids[0] = t % 2 ? -1 : experts;
+        if (draw->broken_ids && t % 3 == 0) token_ids[0] = t % 2 ? -1 : past;
     }
     free(deck);
     free(expert_of);
