@@ -106,8 +106,7 @@ static void break_logits(const smoe_layer *layer, oracle_drawn *drawn, bool *bro
     broken[3] = broken[7] = broken[11] = true;
 }
 
-static void judge_broken(verify *v, const smoe_layer *layer, const oracle_drawn *drawn, const tensors *clean,
-                         const tensors *dirty, const bool *broken)
+static void judge_broken(verify *v, const smoe_layer *layer, const oracle_drawn *drawn, const tensors *dirty)
 {
     const run_options options = {.forward_only = true};
     const tensor_id ids[] = {TENSOR_TOPK_IDS, TENSOR_TOPK_WEIGHTS, TENSOR_TOPK_COUNTS, TENSOR_ROW_TOKEN,
@@ -120,16 +119,33 @@ static void judge_broken(verify *v, const smoe_layer *layer, const oracle_drawn 
             tensor_judge(id, &dirty->at[id], &want.at[id], &stored.at[id], verify_cap(layer));
         report_line(&v->report, (verify_line){tensor_names[id], judged.error, judged.limit, judged.ok, NULL});
     }
-    check_zero(v, "out",
-               differing_rows(&clean->at[TENSOR_OUT], &dirty->at[TENSOR_OUT], layer->hidden, broken),
-               "rows that a NaN elsewhere changed");
     tensors_free(&want);
     tensors_free(&stored);
 }
 
+/* The outputs and gradients of broken tokens are NaN, those of the others keep their bits. */
+static void judge_others(verify *v, const smoe_layer *layer, const tensors *clean, const tensors *dirty,
+                         const bool *broken)
+{
+    const struct {
+        tensor_id id;
+        int64_t width;
+    } parts[] = {{TENSOR_OUT, layer->hidden}, {TENSOR_DX, layer->hidden}, {TENSOR_DLOGITS, layer->experts}};
+    bool *poisoned = oracle_alloc((size_t)layer->tokens, sizeof *poisoned);
+    poisoned[3] = poisoned[11] = true;
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+        const tensor *before = &clean->at[parts[i].id], *after = &dirty->at[parts[i].id];
+        check_zero(v, tensor_names[parts[i].id], differing_rows(before, after, parts[i].width, broken),
+                   "rows that a NaN elsewhere changed");
+        check_zero(v, tensor_names[parts[i].id], clean_rows(after, parts[i].width, poisoned),
+                   "rows that should be NaN");
+    }
+    free(poisoned);
+}
+
 void check_nan_logits(verify *v, const verify_case *c, const smoe_layer *layer)
 {
-    const run_options options = {.forward_only = true};
+    const run_options options = {0};
     oracle_drawn drawn;
     tensors clean, dirty;
     oracle_draw_inputs(layer, &c->draw, v->seed, &drawn);
@@ -137,7 +153,8 @@ void check_nan_logits(verify *v, const verify_case *c, const smoe_layer *layer)
         bool *broken = oracle_alloc((size_t)layer->tokens, sizeof *broken);
         break_logits(layer, &drawn, broken);
         if (check_run(v, NULL, layer, &drawn, &options, &dirty)) {
-            judge_broken(v, layer, &drawn, &clean, &dirty, broken);
+            judge_broken(v, layer, &drawn, &dirty);
+            judge_others(v, layer, &clean, &dirty, broken);
             tensors_free(&dirty);
         }
         free(broken);
