@@ -48,6 +48,8 @@ run_suite() { # name, then CMake options
 }
 
 run_suite release -DCMAKE_BUILD_TYPE=Release
+LSAN_OPTIONS="suppressions=$PWD/tests/lsan.supp:print_suppressions=0 ${LSAN_OPTIONS:-}"
+export LSAN_OPTIONS
 OMP_NUM_THREADS=2 run_suite address -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COMPILER=clang -DSMOE_CUDA=OFF \
     -DSMOE_SANITIZE=address,undefined
 # libarcher tells the thread sanitizer about OpenMP's barriers; OpenBLAS itself is not instrumented.
