@@ -8,6 +8,11 @@
 
 #include "backend.h"
 
+static inline int64_t smoe_min(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
 /* ---- router.c, rounding.c, plan.c: scratch holds the selection mask that round leaves to plan, then work
  * space ---- */
 

@@ -69,7 +69,7 @@ int smoe_row_panel_at(const smoe_cpu_pass *pass, int64_t block, smoe_row_panel *
 int smoe_first_row_panel(const smoe_cpu_pass *pass, int64_t expert, smoe_row_panel *panel);
 int smoe_next_row_panel(const smoe_cpu_pass *pass, smoe_row_panel *panel);
 
-/* The expert of a padded row. */
+/* The expert of a 64-row block. */
 int64_t smoe_expert_of_block(const smoe_plan_arrays *plan, int64_t experts, int64_t block);
 
 /* to (count, columns) = columns first.. of the rows' tokens in a (T, d) tensor */
@@ -103,11 +103,6 @@ static inline int64_t smoe_w1_step(const smoe_problem *p)
 static inline int64_t smoe_w1_run_end(const smoe_problem *p, int64_t j)
 {
     return smoe_interleaved(p) && j < p->layer.intermediate ? p->layer.intermediate : p->h_width;
-}
-
-static inline int64_t smoe_min(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
 }
 
 static inline int64_t smoe_max(int64_t a, int64_t b)

@@ -34,11 +34,6 @@ typedef struct smoe_routing_scratch {
 smoe_routing_scratch smoe_routing_scratch_at(const smoe_context *context, const smoe_problem *problem,
                                              void *scratch);
 
-static inline int64_t smoe_min(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
 static inline uint64_t *smoe_mask_words(const smoe_routing_scratch *s, int64_t panel, int64_t expert,
                                         int64_t experts)
 {
