@@ -26,7 +26,7 @@ static void update_panel(float *restrict w, float *restrict grad, float *restric
 
 void adamw_update(float *w, float *grad, float *m, float *v, int64_t count, const adamw *settings)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
     for (int64_t i = 0; i < count; i += ADAMW_PANEL) {
         int64_t size = count - i < ADAMW_PANEL ? count - i : ADAMW_PANEL;
         update_panel(w + i, grad + i, m + i, v + i, size, settings);
@@ -51,7 +51,7 @@ double gradient_norm(const float *grad, int64_t count)
     enum { SUMS = 64 }; // fixed, whatever the number of threads
     double sums[SUMS];
     int64_t share = (count + SUMS - 1) / SUMS;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < SUMS; p++) {
         int64_t first = p * share < count ? p * share : count,
                 end = first + share < count ? first + share : count;

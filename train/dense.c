@@ -6,7 +6,7 @@
 
 static void swiglu_forward(float *a, const float *h, int64_t rows, int64_t width)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic, 64)
     for (int64_t r = 0; r < rows; r++) {
         const float *restrict gate = h + r * 2 * width, *restrict up = gate + width;
         float *restrict out = a + r * width;
@@ -17,7 +17,7 @@ static void swiglu_forward(float *a, const float *h, int64_t rows, int64_t width
 
 static void swiglu_backward(float *h, const float *da, int64_t rows, int64_t width)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic, 64)
     for (int64_t r = 0; r < rows; r++) {
         float *restrict gate = h + r * 2 * width, *restrict up = gate + width;
         const float *restrict in = da + r * width;

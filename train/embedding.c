@@ -8,7 +8,7 @@
 
 void embedding_forward(float *x, const float *weight, const int32_t *tokens, int64_t rows, int64_t d)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic, 64)
     for (int64_t r = 0; r < rows; r++) memcpy(x + r * d, weight + tokens[r] * d, (size_t)d * sizeof *x);
 }
 
@@ -16,7 +16,7 @@ void embedding_backward(float *dweight, const float *dx, const int32_t *tokens, 
 {
     // Threads take columns, not rows: a row of dweight then adds its tokens in order, whoever does it.
     const int64_t panel = 32;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
     for (int64_t first = 0; first < d; first += panel) {
         int64_t width = d - first < panel ? d - first : panel;
         for (int64_t r = 0; r < rows; r++) {
@@ -44,7 +44,7 @@ static float cross_entropy_row(float *restrict row, int32_t target, int64_t voca
 double cross_entropy(float *logits, float *losses, const int32_t *targets, int64_t rows, int64_t vocab)
 {
     float scale = 1.0f / (float)rows;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic, 64)
     for (int64_t r = 0; r < rows; r++)
         losses[r] = cross_entropy_row(logits + r * vocab, targets[r], vocab, scale);
     double sum = 0.0;

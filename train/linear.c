@@ -1,10 +1,11 @@
-/* See linear.h: y = x w^T and its two gradients on fixed panels. */
+/* See linear.h: y = x w^T and its two gradients on fixed panels. Threads take panels as they come, so that
+ * one which the system has put aside holds up nobody; who computes a panel does not change its bits. */
 #include "train/linear.h"
 
 #include <cblas.h>
 
 enum {
-    ROW_PANEL = 256, // rows of x or dy that one call takes
+    ROW_PANEL = 128, // rows of x or dy that one call takes
     OUT_PANEL = 64,  // dw is cut into tiles of 64 x 128: even a 128 x 128 matrix then feeds two threads
     IN_PANEL = 128,
 };
@@ -22,7 +23,7 @@ static int panel_size(int64_t size, int64_t panel, int64_t index)
 
 void linear_forward(float *y, const float *x, const float *w, int64_t rows, int64_t in, int64_t out, bool add)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < panels(rows, ROW_PANEL); p++) {
         int64_t first = p * ROW_PANEL;
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, panel_size(rows, ROW_PANEL, p), (int)out,
@@ -34,7 +35,7 @@ void linear_forward(float *y, const float *x, const float *w, int64_t rows, int6
 void linear_backward_input(float *dx, const float *dy, const float *w, int64_t rows, int64_t in, int64_t out,
                            bool add)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < panels(rows, ROW_PANEL); p++) {
         int64_t first = p * ROW_PANEL;
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, panel_size(rows, ROW_PANEL, p), (int)in,
@@ -45,7 +46,7 @@ void linear_backward_input(float *dx, const float *dy, const float *w, int64_t r
 
 void linear_backward_weight(float *dw, const float *dy, const float *x, int64_t rows, int64_t in, int64_t out)
 {
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t p = 0; p < panels(out, OUT_PANEL); p++)
         for (int64_t q = 0; q < panels(in, IN_PANEL); q++) {
             int64_t i = p * OUT_PANEL, j = q * IN_PANEL;

@@ -8,7 +8,7 @@
 void norm_forward(float *y, int64_t ldy, float *rstd, const float *x, int64_t ldx, const float *w,
                   int64_t rows, int64_t size, float eps)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic, 64)
     for (int64_t r = 0; r < rows; r++) {
         const float *restrict in = x + r * ldx;
         float *restrict out = y + r * ldy;
@@ -51,7 +51,7 @@ void norm_backward(float *dx, int64_t lddx, float *dw, const float *dy, int64_t 
                    int64_t ldx, const float *rstd, const float *w, int64_t rows, int64_t size, bool add,
                    float *scratch)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < norm_panels(rows); p++) {
         int64_t end = (p + 1) * NORM_PANEL < rows ? (p + 1) * NORM_PANEL : rows;
         float *part = scratch + p * size;

@@ -29,7 +29,7 @@ static void turn(float *restrict x, const float *restrict cosine, const float *r
 void rope_apply(float *x, const float *table, int64_t rows, int64_t length, int64_t heads, int64_t head_size,
                 bool inverse)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic, 64)
     for (int64_t r = 0; r < rows; r++) {
         const float *row = table + (r % length) * head_size;
         for (int64_t h = 0; h < heads; h++)
