@@ -39,6 +39,7 @@ static void test_known_bits(void **state)
     assert_int_equal(bits_of(65504.0, SMOE_F16), 0x7bff);
     assert_int_equal(bits_of(65519.9, SMOE_F16), 0x7bff);
     assert_int_equal(bits_of(65520.0, SMOE_F16), 0x7c00);
+    assert_true(isinf(oracle_round_to(65520.0, SMOE_F16)));
     assert_int_equal(bits_of(0x1p-24, SMOE_F16), 0x0001);
     assert_int_equal(bits_of(0x1p-25, SMOE_F16), 0x0000);
     assert_int_equal(bits_of(0x3p-25, SMOE_F16), 0x0002);
@@ -133,6 +134,26 @@ static void test_one_relu_by_hand(void **state)
     oracle_forward_free(&f);
 }
 
+/* x = 1 and rows 1, 2, 3, 4 of W1: H has gate columns first, whichever way they lie. max(g, 0) u times W2 =
+ * (1, 10). */
+static void test_layouts_by_hand(void **state)
+{
+    (void)state;
+    const double x = 1, w1[] = {1, 2, 3, 4}, w2[] = {1, 10}, logit = 0;
+    const double h[2][4] = {{1, 2, 3, 4}, {1, 3, 2, 4}}, out[] = {3 + 80, 2 + 120};
+    for (int layout = 0; layout < 2; layout++) {
+        smoe_layer layer = make_layer(1, 1, 2, 1, 1);
+        layer.activation = SMOE_REGLU;
+        layer.layout = (smoe_layout)layout;
+        const oracle_input input = {.x = &x, .logits = &logit, .w1 = w1, .w2 = w2};
+        oracle_forward f;
+        oracle_forward_run(&layer, &input, &f);
+        assert_memory_equal(f.h, h[layout], sizeof h[layout]);
+        assert_close(f.out[0], out[layout], 1e-15);
+        oracle_forward_free(&f);
+    }
+}
+
 /* Weights of one token with logits 0, ln 2, ln 3, ln 4: p = 0.1, 0.2, 0.3, 0.4. */
 static void test_scores_by_hand(void **state)
 {
@@ -186,6 +207,24 @@ static void test_groups_and_selection_bias(void **state)
     assert_int_equal(f.topk_ids[1], 2);
     assert_close(f.topk_weights[0], 0.6, 1e-15);
     assert_close(f.topk_weights[1], 0.7, 1e-15);
+    oracle_forward_free(&f);
+}
+
+/* All groups tie: the lowest are kept. */
+static void test_tied_groups(void **state)
+{
+    (void)state;
+    const double logits[6] = {0};
+    smoe_layer layer = make_layer(1, 1, 1, 6, 2);
+    layer.score = SMOE_SIGMOID;
+    layer.groups = 3;
+    layer.groups_kept = 1;
+    oracle_forward f = {0};
+    const oracle_input input = {.logits = logits};
+    oracle_logits(&layer, &input, &f);
+    oracle_route(&layer, &input, &f);
+    assert_int_equal(f.topk_ids[0], 0);
+    assert_int_equal(f.topk_ids[1], 1);
     oracle_forward_free(&f);
 }
 
@@ -291,6 +330,28 @@ static void test_rounding_picks_by_rank(void **state)
         for (int k = 0; k < 8; k++) assert_close(f.pair_weight[k], f.pair[k] ? 2 * p[k] : 0, 1e-15);
         oracle_forward_free(&f);
     }
+}
+
+/* Expert 0 has token 0 alone (0.4) and could add token 1 (0.45): that moves more than it drops. */
+static void test_nearest_by_score_goes_down(void **state)
+{
+    (void)state;
+    const double p[] = {0.4, 0.3, 0.3, 0.45, 0.5, 0.05};
+    double logits[6];
+    for (int i = 0; i < 6; i++) logits[i] = log(p[i]);
+    smoe_layer layer = make_layer(2, 1, 1, 3, 1);
+    layer.tile = 2;
+    layer.rounding = SMOE_ROUND_NR_S;
+    oracle_forward f = {0};
+    const oracle_input input = {.logits = logits};
+    oracle_logits(&layer, &input, &f);
+    oracle_route(&layer, &input, &f);
+    oracle_round(&layer, &input, &f);
+    assert_int_equal(f.pair[0], ORACLE_OUT);
+    assert_int_equal(f.pair[3], ORACLE_OUT);
+    assert_int_equal(f.pair[1], ORACLE_ADDED); /* 0.3 against 0.5 */
+    assert_int_equal(f.pair[4], ORACLE_KEPT);
+    oracle_forward_free(&f);
 }
 
 static void test_plan_by_hand(void **state)
@@ -474,6 +535,8 @@ static void test_clamps(void **state)
     oracle_activate_backward(SMOE_SWIGLU_OAI, -9, 9, 1, &dg, &du);
     assert_true(dg != 0);
     assert_close(du, 0, 0);
+    oracle_activate_backward(SMOE_SWIGLU_OAI, 1, -9, 1, &dg, &du);
+    assert_close(du, 0, 0);
     assert_close(oracle_activate(SMOE_SWIGLU, 1, 3), 3 / (1 + exp(-1)), 1e-15);
     assert_close(oracle_activate(SMOE_GELU, 1, 0), 0.8413447460685429, 1e-15);
     assert_close(oracle_activate(SMOE_GEGLU_TANH, 1, 2), 2 * 0.8411919906082768, 1e-15);
@@ -489,6 +552,9 @@ int main(void)
         cmocka_unit_test(test_every_16_bit_value_survives),
         cmocka_unit_test(test_errors_are_seen),
         cmocka_unit_test(test_one_relu_by_hand),
+        cmocka_unit_test(test_layouts_by_hand),
+        cmocka_unit_test(test_tied_groups),
+        cmocka_unit_test(test_nearest_by_score_goes_down),
         cmocka_unit_test(test_scores_by_hand),
         cmocka_unit_test(test_groups_and_selection_bias),
         cmocka_unit_test(test_ties_and_nan),
