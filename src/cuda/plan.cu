@@ -55,7 +55,7 @@ SMOE_DEVICE int pairs_of_chunk(const problem &q)
     return min(q.chunk, q.p.tokens - (int)blockIdx.x * q.chunk) * q.p.topk;
 }
 
-enum { IN_FLIGHT = 8 }; // loads of a thread
+enum { IN_FLIGHT = 4 }; // loads of a thread
 
 // ---- count
 
@@ -87,6 +87,8 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem
         for (int g = 0; g < groups; g++) sum += __popc(masks[g * experts + e]);
         q.work.counts[(int64_t)blockIdx.x * experts + e] = (uint16_t)sum;
     }
+    __syncthreads();
+    let_next_start();
 }
 
 // ---- columns, for many chunks: a warp-wide column of 32 experts, its chunks cut among the CTA's warps
@@ -115,6 +117,7 @@ __global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem 
         q.work.before[at] = before;
         before += q.work.counts[at];
     }
+    let_next_start();
 }
 
 // ---- scatter
@@ -151,21 +154,39 @@ SMOE_DEVICE int slot_of(const problem &q, int i, int token)
     return token * q.padded_topk + i - token * q.p.topk;
 }
 
+// What a thread reads of its first pairs before anything else is known.
+struct early_pairs {
+    int id[IN_FLIGHT];
+    float weight[IN_FLIGHT];
+};
+
+SMOE_DEVICE early_pairs read_early(const problem &q, int pairs, int64_t first)
+{
+    early_pairs early;
+#pragma unroll
+    for (int u = 0; u < IN_FLIGHT; u++) {
+        const int i = threadIdx.x + u * THREADS;
+        early.id[u] = i < pairs ? read_id(q.p, first + i) : -1;
+        early.weight[u] = i < pairs ? __ldg(q.p.weights + first + i) : 0.0f;
+    }
+    return early;
+}
+
 // Ids and masks of the chunk. True (in all threads) if a token names an expert twice.
-SMOE_DEVICE bool read_ids(const problem &q, const scatter_memory &m, int pairs, int64_t first)
+SMOE_DEVICE bool mark_ids(const problem &q, const scatter_memory &m, int pairs, int64_t first, const early_pairs &early)
 {
     bool repeated = false;
-    for (int i0 = threadIdx.x; i0 < pairs; i0 += THREADS * IN_FLIGHT) {
+    for (int i0 = threadIdx.x, round = 0; i0 < pairs; i0 += THREADS * IN_FLIGHT, round++) {
         int id[IN_FLIGHT];
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
             const int i = i0 + u * THREADS;
-            id[u] = i < pairs ? read_id(q.p, first + i) : -1;
+            id[u] = round == 0 ? early.id[u] : i < pairs ? read_id(q.p, first + i) : -1;
         }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
             const int i = i0 + u * THREADS, token = token_of(q, i);
-            if (i >= pairs || id[u] < 0) continue;
+            if (id[u] < 0) continue;
             m.ids[slot_of(q, i, token)] = (uint16_t)id[u];
             const uint32_t bit = 1u << (token & 31);
             repeated |= (atomicOr(&m.masks[(token >> 5) * q.padded_experts + id[u]], bit) & bit) != 0;
@@ -197,7 +218,7 @@ SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
     uint4 all = {0, 0, 0, 0}, before = {0, 0, 0, 0};
 #pragma unroll 4
     for (int c = line; c < q.chunks; c += lines) {
-        const uint4 v = __ldg((const uint4 *)(q.work.counts + (int64_t)c * q.padded_experts) + column);
+        const uint4 v = __ldcg((const uint4 *)(q.work.counts + (int64_t)c * q.padded_experts) + column);
         all = {all.x + v.x, all.y + v.y, all.z + v.z, all.w + v.w};
         if (c < (int)blockIdx.x) before = {before.x + v.x, before.y + v.y, before.z + v.z, before.w + v.w};
     }
@@ -212,23 +233,22 @@ SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
     atomicAdd(to_before + 3, before.w);
 }
 
-// Counts of one expert: in all, in the chunks before this one, in this chunk.
+// Counts of one expert: in all, in this chunk, in the chunks before it.
 SMOE_DEVICE sums sums_of_expert(const problem &q, const scatter_memory &m, int e)
 {
-    uint32_t all, before;
+    uint32_t all, before, local = 0;
     if (q.work.totals) {
-        all = __ldg(q.work.totals + e);
-        before = __ldg(q.work.before + (int64_t)blockIdx.x * q.padded_experts + e);
+        all = __ldcg(q.work.totals + e);
+        before = __ldcg(q.work.before + (int64_t)blockIdx.x * q.padded_experts + e);
     } else {
         const uint16_t *summed = (const uint16_t *)m.summed;
         all = summed[e];
         before = summed[q.padded_experts + e];
     }
-    uint32_t local = 0;
-    for (int g = 0; g < q.chunk / 32; g++) {
-        m.group_before[g * q.padded_experts + e] = (uint16_t)local;
-        local += __popc(m.masks[g * q.padded_experts + e]);
-    }
+    for (int g = 0; g < q.chunk / 32; g++) local += __popc(m.masks[g * q.padded_experts + e]);
+    m.experts.rows[e] = all;
+    m.place[e] = (int32_t)before;
+    m.local[e] = local;
     return sums_of(all, local, before, q.p.lists.piece_limit);
 }
 
@@ -241,13 +261,16 @@ SMOE_DEVICE sums place_experts(const problem &q, const scatter_memory &m)
     for (int e = begin; e < end; e++) own = own + sums_of_expert(q, m, e);
     sums s = scan(own, m.scratch);
     for (int e = begin; e < end; e++) {
-        const sums here = sums_of_expert(q, m, e);
-        m.experts.rows[e] = here.rows;
+        const sums here = sums_of(m.experts.rows[e], m.local[e], (uint32_t)m.place[e], q.p.lists.piece_limit);
         m.experts.first_block[e] = s.blocks;
         m.experts.first_tile[e] = (s.blocks + s.odd) / 2;
         m.experts.first_piece[e] = s.pieces;
-        m.local[e] = s.local;
         m.place[e] = (int32_t)(s.blocks * SMOE_BLOCK_ROWS + here.before - s.local);
+        uint32_t sorted = s.local;
+        for (int g = 0; g < q.chunk / 32; g++) {
+            m.group_before[g * q.padded_experts + e] = (uint16_t)sorted;
+            sorted += __popc(m.masks[g * q.padded_experts + e]);
+        }
         if (blockIdx.x == gridDim.x - 1) write_tables(q.p, e, s, here.rows);
         s = s + here;
     }
@@ -257,21 +280,24 @@ SMOE_DEVICE sums place_experts(const problem &q, const scatter_memory &m)
     return *total;
 }
 
+// How many of a token's entries are below `id`.
+SMOE_DEVICE uint32_t count_lower(const problem &q, const scatter_memory &m, int token, uint32_t id)
+{
+    uint32_t lower = 0;
+    const uint4 *ids = (const uint4 *)(m.ids + token * q.padded_topk);
+    for (int i = 0; i < q.padded_topk / 8; i++) {
+        const uint4 v = ids[i];
+        lower += smoe_plan_lower(id, v.x) + smoe_plan_lower(id, v.y) + smoe_plan_lower(id, v.z) +
+                 smoe_plan_lower(id, v.w);
+    }
+    return smoe_plan_both(lower);
+}
+
 // First entry of token_rows of the chunk's tokens. `before`: pairs of the chunks before.
 SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tokens, uint32_t before)
 {
     const int token = threadIdx.x;
-    uint32_t own = 0;
-    if (token < tokens) {
-        const uint4 *ids = (const uint4 *)(m.ids + token * q.padded_topk);
-        for (int i = 0; i < q.padded_topk / 8; i++) {
-            const uint4 v = ids[i];
-            own += __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.x)) +
-                   __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.y)) +
-                   __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.z)) +
-                   __popc(smoe_plan_lower(SMOE_PLAN_REPEATED, v.w));
-        }
-    }
+    const uint32_t own = token < tokens ? count_lower(q, m, token, SMOE_PLAN_REPEATED) : 0;
     const uint32_t first = before + scan(own, m.scratch);
     const int64_t at = (int64_t)blockIdx.x * q.chunk + token;
     if (token < tokens) {
@@ -283,15 +309,15 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
 }
 
 // Every pair to its place in the chunk's sorted list, and its padded row to its token's list.
-SMOE_DEVICE void sort_pairs(const problem &q, const scatter_memory &m, int pairs,
-                            const float (&early)[IN_FLIGHT], const float *weights)
+SMOE_DEVICE void sort_pairs(const problem &q, const scatter_memory &m, int pairs, int64_t first,
+                            const early_pairs &early)
 {
     for (int i0 = threadIdx.x, round = 0; i0 < pairs; i0 += THREADS * IN_FLIGHT, round++) {
         float weight[IN_FLIGHT];
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
             const int i = i0 + u * THREADS;
-            weight[u] = round == 0 ? early[u] : i < pairs ? __ldg(weights + i) : 0.0f;
+            weight[u] = round == 0 ? early.weight[u] : i < pairs ? __ldg(q.p.weights + first + i) : 0.0f;
         }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
@@ -299,19 +325,11 @@ SMOE_DEVICE void sort_pairs(const problem &q, const scatter_memory &m, int pairs
             if (i >= pairs) continue;
             const uint32_t id = m.ids[slot_of(q, i, token)];
             if (id >= SMOE_PLAN_REPEATED) continue;
-            const int cell = (token >> 5) * q.padded_experts + id;
-            const uint32_t place =
-                m.local[id] + m.group_before[cell] + __popc(m.masks[cell] & ((1u << (token & 31)) - 1u));
+            const int cell = (token >> 5) * q.padded_experts + (int)id;
+            const uint32_t place = m.group_before[cell] + __popc(m.masks[cell] & ((1u << (token & 31)) - 1u));
             m.sorted[place] = id << 16 | (uint32_t)token;
             m.sorted_weight[place] = weight[u];
-            uint32_t lower = 0;
-            const uint4 *ids = (const uint4 *)(m.ids + token * q.padded_topk);
-            for (int j = 0; j < q.padded_topk / 8; j++) {
-                const uint4 v = ids[j];
-                lower += __popc(smoe_plan_lower(id, v.x)) + __popc(smoe_plan_lower(id, v.y)) +
-                         __popc(smoe_plan_lower(id, v.z)) + __popc(smoe_plan_lower(id, v.w));
-            }
-            q.p.token_rows[m.token_first[token] + lower] = m.place[id] + (int32_t)place;
+            q.p.token_rows[m.token_first[token] + count_lower(q, m, token, id)] = m.place[id] + (int32_t)place;
         }
     }
     __syncthreads();
@@ -323,22 +341,20 @@ __global__ void __launch_bounds__(THREADS) scatter(const __grid_constant__ probl
     const scatter_memory m = memory_at(memory, q.shared);
     const int pairs = pairs_of_chunk(q), tokens = pairs / q.p.topk;
     const int64_t first = (int64_t)blockIdx.x * q.chunk * q.p.topk;
-    for (uint32_t i = threadIdx.x; i < q.shared.rows / 4; i += THREADS)
-        m.masks[i] = 0; // and the sums behind them
+    const early_pairs early = read_early(q, pairs, first);
+    for (uint32_t i = threadIdx.x; i < q.shared.rows / 4; i += THREADS) m.masks[i] = 0; // and the sums behind them
     for (int i = threadIdx.x; i < q.chunk * q.padded_topk / 2; i += THREADS)
         ((uint32_t *)m.ids)[i] = SMOE_PLAN_NO_ID * 0x00010001u;
-    float early[IN_FLIGHT]; // weights, on their way while the counts are summed
-#pragma unroll
-    for (int u = 0; u < IN_FLIGHT; u++) {
-        const int i = threadIdx.x + u * THREADS;
-        early[u] = i < pairs ? __ldg(q.p.weights + first + i) : 0.0f;
-    }
     __syncthreads();
-    if (!q.work.totals) sum_counts(q, m);
-    if (read_ids(q, m, pairs, first)) mark_repeated(q, m, pairs);
+    if (mark_ids(q, m, pairs, first, early)) mark_repeated(q, m, pairs);
+    wait_for_previous();
+    if (!q.work.totals) {
+        sum_counts(q, m);
+        __syncthreads();
+    }
     const sums total = place_experts(q, m);
     place_tokens(q, m, tokens, total.before);
-    sort_pairs(q, m, pairs, early, q.p.weights + first);
+    sort_pairs(q, m, pairs, first, early);
     for (int e = blockIdx.x + (threadIdx.x >> 5) * gridDim.x; e < q.p.experts; e += WARPS * gridDim.x)
         write_expert(q.p, m.experts, e);
     for (uint32_t i = threadIdx.x; i < total.local; i += THREADS) {
@@ -425,6 +441,22 @@ int64_t chunks_of(int64_t tokens, int64_t experts, int64_t topk)
     return smoe_divide_up(tokens, smoe_plan_chunk(tokens, (int32_t)experts, (int32_t)topk));
 }
 
+// scatter may start while its predecessor ends: it counts its own chunk meanwhile.
+cudaError_t launch_scatter(const problem &q, cudaStream_t stream)
+{
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)q.chunks);
+    config.blockDim = dim3(THREADS);
+    config.dynamicSmemBytes = q.shared.end;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, scatter, q);
+}
+
 work_space work_at(void *work, int64_t chunks, int64_t padded_experts)
 {
     const int64_t cells = chunks * padded_experts;
@@ -471,8 +503,7 @@ extern "C" cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *p, cudaStream_t
     q.work = work_at(p->work, q.chunks, q.padded_experts);
     count<<<q.chunks, THREADS, q.shared.summed, stream>>>(q); // its masks alone
     if (q.work.totals) columns<<<(q.padded_experts + 31) / 32, dim3(32, 32), 0, stream>>>(q);
-    scatter<<<q.chunks, THREADS, q.shared.end, stream>>>(q);
-    return cudaGetLastError();
+    return launch_scatter(q, stream);
 }
 
 extern "C" cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *p, cudaStream_t stream)
@@ -480,6 +511,6 @@ extern "C" cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *p, cudaStream_t
     using namespace smoe::plan;
     const int64_t wanted = smoe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
     const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > 132 ? 132 : wanted);
-    rows<<<ctas, THREADS, (size_t)p->experts * 20 + 512, stream>>>(*p);
+    rows<<<ctas, THREADS, (size_t)p->experts * 20 + 1024, stream>>>(*p);
     return cudaGetLastError();
 }

@@ -36,13 +36,13 @@ typedef struct smoe_plan_shared {
     uint32_t first_tile;
     uint32_t first_piece;
     uint32_t place;         /* int32 [experts]: padded row of the chunk's first pair, less `local` */
-    uint32_t local;         /* uint32 [experts]: pairs of the chunk with lower experts */
+    uint32_t local;         /* uint32 [experts]: pairs of the chunk with this expert */
     uint32_t token_first;   /* uint32 [chunk]: the token's first entry of token_rows */
     uint32_t sorted;        /* uint32 [chunk * topk]: expert << 16 | token, by expert, then token */
     uint32_t sorted_weight; /* float [chunk * topk] */
     uint32_t ids;           /* uint16 [chunk][padded topk] */
-    uint32_t group_before;  /* uint16 [chunk/32][experts]: pairs of the expert in the groups before */
-    uint32_t scratch;       /* uint32 [128] */
+    uint32_t group_before;  /* uint16 [chunk/32][experts]: pairs of the expert in the groups before, plus `local` */
+    uint32_t scratch;       /* uint32 [256] */
     uint32_t end;
 } smoe_plan_shared;
 
@@ -65,7 +65,7 @@ SMOE_HD smoe_plan_shared smoe_plan_shared_of(int32_t chunk, int32_t experts, int
     s.ids = (s.sorted_weight + pairs * 4 + 15) / 16 * 16;
     s.group_before = s.ids + slots * 2;
     s.scratch = s.group_before + groups * e * 2;
-    s.end = s.scratch + 512;
+    s.end = s.scratch + 1024;
     return s;
 }
 
@@ -77,15 +77,20 @@ SMOE_HD int32_t smoe_plan_chunk(int64_t tokens, int32_t experts, int32_t topk)
     return chunk;
 }
 
-/* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095;
- * an entry that does not count has 0x4000 or more. Two entries at a time: bit 15 of (id + 0x7fff) - entry is
- * set exactly when entry < id. ---- */
+/* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095; an
+ * entry that does not count has 0x4000 or more. Two entries at a time: bit 15 of (id + 0x7fff) - entry is set
+ * exactly when entry < id. The counts of both halves gather in a word. ---- */
 
 enum { SMOE_PLAN_NO_ID = 0x7fff, SMOE_PLAN_REPEATED = 0x4000 };
 
 SMOE_HD uint32_t smoe_plan_lower(uint32_t id, uint32_t two_entries)
 {
-    return (((id + 0x7fff) * 0x00010001u) - two_entries) & 0x80008000u;
+    return ((((id + 0x7fff) * 0x00010001u) - two_entries) >> 15) & 0x00010001u;
+}
+
+SMOE_HD uint32_t smoe_plan_both(uint32_t counts)
+{
+    return (counts & 0xffff) + (counts >> 16);
 }
 
 #endif

@@ -86,4 +86,16 @@ SMOE_DEVICE void store_streaming16(void *to, uint4 v)
                  : "memory");
 }
 
+// Programmatic dependent launch: the next kernel's CTAs may start, and: all of the kernels before are done and
+// what they wrote is there.
+SMOE_DEVICE void let_next_start()
+{
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+SMOE_DEVICE void wait_for_previous()
+{
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 } // namespace smoe
