@@ -33,13 +33,19 @@ static bool host_sync(void)
     return true;
 }
 
-static const device devices[] = {
-    {"cpu", SMOE_BACKEND_CPU, host_alloc, host_release, host_copy, host_copy, host_set, host_sync},
+static const device device_cpu = {"cpu",     SMOE_BACKEND_CPU, host_alloc, host_release,
+                                  host_copy, host_copy,        host_set,   host_sync};
+
+static const device *const devices[] = {
+    &device_cpu,
+#ifdef SMOE_HAVE_CUDA
+    &device_cuda,
+#endif
 };
 
 const device *device_find(const char *name)
 {
     for (size_t i = 0; i < sizeof devices / sizeof devices[0]; i++)
-        if (strcmp(devices[i].name, name) == 0) return &devices[i];
+        if (strcmp(devices[i]->name, name) == 0) return devices[i];
     return NULL;
 }

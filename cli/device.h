@@ -21,6 +21,10 @@ typedef struct device {
     bool (*sync)(void); /* waits for all work; false when some of it failed */
 } device;
 
+#ifdef SMOE_HAVE_CUDA
+extern const device device_cuda; /* device_cuda.c */
+#endif
+
 /* The table named "cpu" or "cuda"; NULL when this build has no such backend. */
 const device *device_find(const char *name);
 

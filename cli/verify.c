@@ -79,7 +79,7 @@ static const table_column columns[] = {
 /* A layer this backend should run; NULL, or why it does not store this type. */
 static const char *refuses_type(verify *v, smoe_type dtype)
 {
-    const verify_case any = {.name = ""};
+    const verify_case any = {.name = "", .layer = {.entry = SMOE_FROM_TOPK}}; /* every backend has it */
     const smoe_layer layer = verify_complete_layer(&any, dtype);
     return smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED ? smoe_last_error(v->context) : NULL;
 }

@@ -71,7 +71,9 @@ static void judge_elements(verify *v, const smoe_layer *layer, const tensors *go
 
 static void check_with(verify *v, const verify_case *c, const smoe_layer *layer, judge_tensors *judge)
 {
-    const run_options options = {.stages = c->stages, .backwards = layer->accumulate ? 2 : 1};
+    const run_options options = {.stages = c->stages,
+                                 .forward_only = !run_has_backward(v->context, layer),
+                                 .backwards = layer->accumulate ? 2 : 1};
     for (int draw = 0; draw < DRAWS; draw++) {
         oracle_drawn drawn;
         tensors got, want, stored;

@@ -187,10 +187,11 @@ static bool make_outputs(run *r)
     const uint64_t td_bytes = (uint64_t)(l->tokens * l->hidden) * oracle_type_bytes(l->dtype);
     const bool logits = l->entry == SMOE_FROM_LOGITS, router = logits && !r->options->stages;
     const uint64_t ds = 4 * (uint64_t)(logits ? r->sizes.padded_rows : l->tokens);
+    const bool forward_only = r->options->forward_only || !r->sizes.scratch_backward_bytes;
     return (!logits || make_slot(r, SLOT_LOSSES, 8)) && make_slot(r, SLOT_OUT, td_bytes) &&
            (!r->sizes.saved_buffer_bytes || make_slot(r, SLOT_SAVED, r->sizes.saved_buffer_bytes)) &&
            make_slot(r, SLOT_SCRATCH_FORWARD, r->sizes.scratch_forward_bytes) &&
-           (r->options->forward_only ||
+           (forward_only ||
             (make_slot(r, SLOT_SCRATCH_BACKWARD, r->sizes.scratch_backward_bytes) &&
              make_slot(r, SLOT_DX, td_bytes) &&
              make_gradient(r, SLOT_DW1, true, l->experts * width * l->hidden) &&
@@ -429,9 +430,15 @@ static bool run_all(run *r)
     if (!make_inputs(r) || !make_outputs(r)) return false;
     fill_forward(r);
     if (!run_forward(r) || !fetch_forward(r)) return false;
-    if (r->options->forward_only) return check_slots(r);
+    if (r->options->forward_only || !r->sizes.scratch_backward_bytes) return check_slots(r);
     fill_backward(r);
     return check_slots(r) && poison_between(r) && run_backward(r) && fetch_backward(r) && check_slots(r);
+}
+
+bool run_has_backward(smoe_context *context, const smoe_layer *layer)
+{
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    return smoe_query_sizes(context, layer, &sizes) == SMOE_OK && sizes.scratch_backward_bytes > 0;
 }
 
 run_outcome run_library(const device *on, smoe_context *context, const smoe_layer *layer,

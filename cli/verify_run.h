@@ -20,6 +20,9 @@ enum { RUN_TEXT = 512 };
 /* Fills *got (free with tensors_free). Otherwise the reason is in text: what the library said, a canary that
  * was overwritten, an input that changed. Between forward and backward everything is poisoned but X, the
  * weights, the logits and saved. */
+/* Does the backend have a backward for this layer? One that has asks for scratch. */
+bool run_has_backward(smoe_context *context, const smoe_layer *layer);
+
 run_outcome run_library(const device *on, smoe_context *context, const smoe_layer *layer,
                         const oracle_drawn *drawn, const run_options *options, tensors *got,
                         char text[RUN_TEXT]);
