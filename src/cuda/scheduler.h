@@ -96,8 +96,8 @@ static inline double smoe_down_merit(smoe_down_kind kind, int64_t intermediate, 
     switch (kind) {
     case SMOE_DOWN_TILES: return real;
     case SMOE_DOWN_PING_PONG:
-        return real * (intermediate <= 512 ? 1.04 : intermediate <= 1024 ? 1.015 : 0.99);
-    case SMOE_DOWN_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.12 : 0.0;
+        return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
+    case SMOE_DOWN_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.13 : 0.0;
     }
     return 0.0;
 }
