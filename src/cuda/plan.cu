@@ -8,6 +8,7 @@
 // follows from offsets and popcounts alone, so the result does not depend on any order of execution.
 //
 // Bytes: ids twice, weights, 12 bytes a pair written; the count matrix once a CTA.
+#define SMOE_PLAN_THREADS 1024
 #include "plan_shared.cuh"
 #include "plan_size.h"
 

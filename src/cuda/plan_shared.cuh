@@ -9,7 +9,7 @@ namespace smoe
 namespace plan
 {
 
-enum { THREADS = 1024, WARPS = THREADS / 32 };
+enum { THREADS = SMOE_PLAN_THREADS, WARPS = THREADS / 32 };
 
 // What is summed over experts. odd: experts with an odd number of blocks, so tiles = (blocks + odd) / 2.
 struct sums {
