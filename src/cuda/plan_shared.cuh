@@ -4,6 +4,10 @@
 #include "launch.h"
 #include "ptx.cuh"
 
+#ifndef SMOE_PLAN_THREADS
+#define SMOE_PLAN_THREADS 512 // of a CTA of the kernels of one source file
+#endif
+
 namespace smoe
 {
 namespace plan
