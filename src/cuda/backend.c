@@ -2,6 +2,7 @@
  */
 #include "backend.h"
 #include "launch.h"
+#include "routing.h"
 #include "tensor_map.h"
 
 #include <stdlib.h>
@@ -16,8 +17,20 @@ typedef struct device_state {
 
 /* Where the parts of the forward's scratch stand, from past the plan on. */
 typedef struct forward_scratch {
-    uint64_t counts, tiles, pieces, a, y, plan_work, end; /* plan_work shares a's place */
+    uint64_t counts, tiles, pieces, a, y, routing, end; /* routing, or the plan's work, shares a's place */
 } forward_scratch;
+
+/* What route, round and plan use besides the work lists. */
+static uint64_t routing_bytes(const smoe_problem *p)
+{
+    const smoe_layer *l = &p->layer;
+    switch (l->entry) {
+    case SMOE_FROM_LOGITS: return smoe_cuda_routing_scratch(p);
+    case SMOE_FROM_TOPK: return smoe_align_up(smoe_cuda_plan_work_bytes(l->tokens, l->experts, l->topk));
+    case SMOE_FROM_ROWS: return 0;
+    }
+    return 0;
+}
 
 static forward_scratch lay_out_forward(const smoe_problem *p)
 {
@@ -30,14 +43,10 @@ static forward_scratch lay_out_forward(const smoe_problem *p)
                                        (uint64_t)smoe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
     s.a = s.pieces +
           smoe_align_up(sizeof(smoe_work) * (uint64_t)smoe_work_bound(p->padded_rows, experts, limit));
-    s.plan_work = s.a;
+    s.routing = s.a;
     s.y = s.a + smoe_align_up(rows * (uint64_t)p->layer.intermediate * element);
     const uint64_t experts_end = s.y + smoe_align_up(rows * (uint64_t)p->chunk_columns * element);
-    const uint64_t plan_end =
-        s.plan_work +
-        (p->layer.entry == SMOE_FROM_ROWS
-             ? 0
-             : smoe_align_up(smoe_cuda_plan_work_bytes(p->layer.tokens, experts, p->layer.topk)));
+    const uint64_t plan_end = s.routing + routing_bytes(p);
     s.end = experts_end > plan_end ? experts_end : plan_end;
     return s;
 }
@@ -93,6 +102,7 @@ static cudaError_t prepare_kernels(device_state *state)
         status = cudaErrorInsufficientDriver;
     memcpy(&state->encode, &function, sizeof function);
     if (status == cudaSuccess) status = smoe_cuda_plan_init();
+    if (status == cudaSuccess) status = smoe_cuda_routing_init();
     if (status == cudaSuccess) status = smoe_cuda_up_init();
     if (status == cudaSuccess) status = smoe_cuda_down_init();
     return status;
@@ -139,10 +149,6 @@ static void destroy(smoe_context *context)
 static smoe_status supports(smoe_context *context, const smoe_problem *problem)
 {
     const smoe_layer *layer = &problem->layer;
-    if (layer->entry == SMOE_FROM_LOGITS)
-        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: entry FROM_LOGITS (0): the cuda backend has no router yet; it takes "
-                         "FROM_TOPK (1) and FROM_ROWS (2)");
     if (layer->dtype != SMOE_BF16 && layer->dtype != SMOE_F16)
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
                          "smoe_supports: dtype %d: the cuda backend stores BF16 (1) or F16 (2)",
@@ -169,14 +175,47 @@ static void scratch_bytes(const smoe_context *context, const smoe_problem *probl
 
 /* ---- Forward ---- */
 
-static smoe_status plan_stage(smoe_context *context, const smoe_problem *problem,
-                              const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
-                              void *stream)
+static smoe_status route_stage(smoe_context *context, const smoe_problem *problem,
+                               const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                               void *stream)
 {
     const device_state *state = context->state;
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, "smoe_route", status);
+    void *routing = (char *)scratch + lay_out_forward(problem).routing;
+    status = smoe_cuda_route(context, problem, args, plan, routing, stream);
+    leave_device(state, before);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_route", status);
+}
+
+static smoe_status round_stage(smoe_context *context, const smoe_problem *problem,
+                               const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                               void *stream)
+{
+    const device_state *state = context->state;
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, "smoe_round", status);
+    void *routing = (char *)scratch + lay_out_forward(problem).routing;
+    smoe_stage_begin(context, SMOE_STAGE_ROUND, stream);
+    status = smoe_cuda_round(problem, args, plan, routing, stream);
+    smoe_stage_end(context, SMOE_STAGE_ROUND, stream);
+    leave_device(state, before);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_round", status);
+}
+
+/* The plan of the layer's entry. */
+static cudaError_t run_plan(const smoe_problem *problem, const smoe_forward_args *args,
+                            const smoe_plan_arrays *plan, void *scratch, cudaStream_t stream)
+{
     const smoe_layer *layer = &problem->layer;
     const forward_scratch s = lay_out_forward(problem);
     const int from_rows = layer->entry == SMOE_FROM_ROWS;
+    const smoe_cuda_lists lists = lists_at(problem, &s, scratch);
+    void *work = (char *)scratch + s.routing;
+    if (layer->entry == SMOE_FROM_LOGITS)
+        return smoe_cuda_plan_from_logits(problem, args, plan, &lists, work, stream);
     const smoe_cuda_plan p = {
         .ids = args->topk_ids,
         .weights = from_rows ? args->row_weights : args->topk_weights,
@@ -194,14 +233,22 @@ static smoe_status plan_stage(smoe_context *context, const smoe_problem *problem
         .token_offsets = plan->token_offsets,
         .token_rows = plan->token_rows,
         .row_weight = plan->row_weight,
-        .lists = lists_at(problem, &s, scratch),
-        .work = (char *)scratch + s.plan_work,
+        .lists = lists,
+        .work = work,
     };
+    return from_rows ? smoe_cuda_plan_rows(&p, stream) : smoe_cuda_plan_topk(&p, stream);
+}
+
+static smoe_status plan_stage(smoe_context *context, const smoe_problem *problem,
+                              const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                              void *stream)
+{
+    const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, "smoe_plan", status);
     smoe_stage_begin(context, SMOE_STAGE_PLAN, stream);
-    status = from_rows ? smoe_cuda_plan_rows(&p, stream) : smoe_cuda_plan_topk(&p, stream);
+    status = run_plan(problem, args, plan, scratch, stream);
     smoe_stage_end(context, SMOE_STAGE_PLAN, stream);
     leave_device(state, before);
     return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_plan", status);
@@ -330,15 +377,19 @@ static smoe_status experts_forward(smoe_context *context, const smoe_problem *pr
     return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_experts_forward", status);
 }
 
-/* ---- What is not there yet; supports has refused FROM_LOGITS before these are reached ---- */
-
-static smoe_status routing_stage(smoe_context *context, const smoe_problem *problem,
-                                 const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
-                                 void *stream)
+static smoe_status update_selection_bias(smoe_context *context, const smoe_problem *problem,
+                                         const int32_t *counts, float *bias, float gamma, void *stream)
 {
-    (void)problem, (void)args, (void)plan, (void)scratch, (void)stream;
-    return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "smoe_route: the cuda backend has no router yet");
+    const device_state *state = context->state;
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, "smoe_update_selection_bias", status);
+    status = smoe_cuda_selection_bias(counts, bias, problem->layer.experts, gamma, stream);
+    leave_device(state, before);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_update_selection_bias", status);
 }
+
+/* ---- What is not there yet ---- */
 
 static smoe_status backward(smoe_context *context, const smoe_problem *problem,
                             const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
@@ -349,14 +400,6 @@ static smoe_status backward(smoe_context *context, const smoe_problem *problem,
                      "smoe_experts_backward: the cuda backend has no backward yet");
 }
 
-static smoe_status update_selection_bias(smoe_context *context, const smoe_problem *problem,
-                                         const int32_t *counts, float *bias, float gamma, void *stream)
-{
-    (void)problem, (void)counts, (void)bias, (void)gamma, (void)stream;
-    return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                     "smoe_update_selection_bias: the cuda backend has no router yet");
-}
-
 const smoe_backend_table smoe_cuda_backend = {
     .id = SMOE_BACKEND_CUDA,
     .name = "cuda",
@@ -364,8 +407,8 @@ const smoe_backend_table smoe_cuda_backend = {
     .destroy = destroy,
     .supports = supports,
     .scratch = scratch_bytes,
-    .route = routing_stage,
-    .round = routing_stage,
+    .route = route_stage,
+    .round = round_stage,
     .plan = plan_stage,
     .experts_forward = experts_forward,
     .backward = backward,
