@@ -124,6 +124,24 @@ static void fixed_terms_agree(void **state)
                          smoe_softmax_fixed(smoe_float_of(bits)));
 }
 
+/* The quotient by way of the reciprocal is IEEE division's: random terms and sums, sums next to powers of two
+ * and with all bits set, the smallest term that counts. */
+static void quotients_are_divisions(void **state)
+{
+    (void)state;
+    uint64_t random = 6;
+    for (int i = 0; i < 20000000; i++) {
+        const uint32_t low = next_random(&random) & 0x7fffffu, exponent = 127 + next_random(&random) % 12;
+        const uint32_t tail = i % 4 == 0 ? 0x7fffffu - low % 16 : i % 4 == 1 ? low % 16 : low;
+        const float d = smoe_float_of(exponent << 23 | tail);
+        const uint32_t smallest = 0x12800000u, span = 0x3f800000u - smallest; /* 2^-90 .. 1 */
+        const float x = smoe_float_of(smallest + next_random(&random) % (span + 1));
+        assert_true(smoe_quotient_is_exact(x));
+        assert_int_equal(smoe_bits_of(smoe_quotient(x, d, 1.0f / d)), smoe_bits_of(x / d));
+    }
+    assert_false(smoe_quotient_is_exact(smoe_float_of(0x127fffffu)));
+}
+
 static void keys_of_16_bits_lose_nothing(void **state)
 {
     (void)state;
@@ -198,10 +216,15 @@ static void balance_needs_no_walk(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(networks_sort),         cmocka_unit_test(merges_keep_the_best),
-        cmocka_unit_test(packed_bf16_keys_rank), cmocka_unit_test(packed_f32_keys_rank_or_collide),
-        cmocka_unit_test(fixed_terms_agree),     cmocka_unit_test(keys_of_16_bits_lose_nothing),
-        cmocka_unit_test(moves_come_in_order),   cmocka_unit_test(balance_needs_no_walk),
+        cmocka_unit_test(networks_sort),
+        cmocka_unit_test(merges_keep_the_best),
+        cmocka_unit_test(packed_bf16_keys_rank),
+        cmocka_unit_test(packed_f32_keys_rank_or_collide),
+        cmocka_unit_test(fixed_terms_agree),
+        cmocka_unit_test(quotients_are_divisions),
+        cmocka_unit_test(keys_of_16_bits_lose_nothing),
+        cmocka_unit_test(moves_come_in_order),
+        cmocka_unit_test(balance_needs_no_walk),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

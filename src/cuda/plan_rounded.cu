@@ -18,16 +18,42 @@ namespace plan
 namespace
 {
 
-enum { STRIP_TOKENS = THREADS * 32, MAP_WORDS = 4, MAP_TOKENS = 32 * MAP_WORDS, MAP_BUFFER = 4096 };
+enum {
+    STRIP_TOKENS = THREADS * 32,
+    MAP_WORDS = 4,
+    MAP_TOKENS = 32 * MAP_WORDS,
+    MAP_BUFFER = 4096,
+    IN_FLIGHT = 4
+};
 
 // ---- expert_rows
 
-template <typename L> SMOE_DEVICE float pair_weight(const smoe_cuda_routing &r, int64_t token, int expert)
+// Where a token's ids name the expert, -1 if nowhere; without branches, so that all loads are on their way at
+// once.
+SMOE_DEVICE int find_expert(const int32_t *ids, int topk, int expert)
 {
-    const int topk = (int)r.layer.topk;
-    const int32_t *ids = r.topk_ids + token * topk;
-    for (int k = 0; k < topk; k++)
-        if (__ldg(ids + k) == expert) return __ldg(r.topk_weights + token * topk + k);
+    int at = -1;
+    if (topk % 4 == 0) {
+#pragma unroll 2
+        for (int k = 0; k < topk; k += 4) {
+            const int4 v = __ldg((const int4 *)(ids + k));
+            at = v.x == expert   ? k
+                 : v.y == expert ? k + 1
+                 : v.z == expert ? k + 2
+                 : v.w == expert ? k + 3
+                                 : at;
+        }
+        return at;
+    }
+#pragma unroll 4
+    for (int k = 0; k < topk; k++) at = __ldg(ids + k) == expert ? k : at;
+    return at;
+}
+
+template <typename L>
+SMOE_DEVICE float pair_weight(const smoe_cuda_routing &r, int64_t token, int expert, int at)
+{
+    if (at >= 0) return __ldg(r.topk_weights + token * (int)r.layer.topk + at);
     const float logit = logits_of<L>::value(((const L *)r.logits)[token * r.layer.experts + expert]);
     float score;
     if (r.layer.score == SMOE_SIGMOID)
@@ -70,7 +96,7 @@ __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(16) uint32_t memory[];
     __shared__ uint16_t within[STRIP_TOKENS];
     __shared__ int strip_rows;
-    const int expert = blockIdx.x, experts = p.experts;
+    const int expert = blockIdx.x, experts = p.experts, topk = (int)r.layer.topk;
     const tables t = {memory, memory + experts, memory + 2 * experts, memory + 3 * experts};
     uint32_t *scratch = memory + 4 * experts;
     const sums total = place_all(p, t, scratch);
@@ -91,10 +117,21 @@ __global__ void __launch_bounds__(THREADS)
         for (; word; word &= word - 1) within[at++] = (uint16_t)(threadIdx.x * 32 + __ffs(word) - 1);
         __syncthreads();
         const int all = strip_rows;
-        for (int i = threadIdx.x; i < all; i += THREADS) {
-            const int64_t token = strip * 32 + within[i];
-            p.row_token[row + i] = (int32_t)token;
-            p.row_weight[row + i] = pair_weight<L>(r, token, expert);
+        for (int i0 = threadIdx.x; i0 < all; i0 += THREADS * IN_FLIGHT) {
+            int at_id[IN_FLIGHT];
+#pragma unroll
+            for (int u = 0; u < IN_FLIGHT; u++) {
+                const int i = min(i0 + u * THREADS, all - 1);
+                at_id[u] = find_expert(r.topk_ids + (strip * 32 + within[i]) * topk, topk, expert);
+            }
+#pragma unroll
+            for (int u = 0; u < IN_FLIGHT; u++) {
+                const int i = i0 + u * THREADS;
+                if (i >= all) continue;
+                const int64_t token = strip * 32 + within[i];
+                p.row_token[row + i] = (int32_t)token;
+                p.row_weight[row + i] = pair_weight<L>(r, token, expert, at_id[u]);
+            }
         }
         row += all;
         __syncthreads();

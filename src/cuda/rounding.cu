@@ -23,7 +23,7 @@ enum { THREADS = 512, WARPS = THREADS / 32, MOST_CANDIDATES = 1024, COLUMN_BYTES
 template <typename L> struct column {
     const typename logits_of<L>::key *keys; // (T)
     const uint32_t *words;                  // (W)
-    int64_t tokens;
+    uint32_t tokens;
 };
 
 // What can move one way.
@@ -31,19 +31,38 @@ template <typename L> struct candidates {
     column<L> c;
     bool adds;
 
-    // Rank of token 32 word + lane, 0 if it cannot move.
-    SMOE_DEVICE uint32_t rank(int64_t word, int lane) const
+    // f(token, rank) for the thread's share of the tokens, rank 0 for those that cannot move. Keys come by 16
+    // bytes.
+    template <typename F> SMOE_DEVICE void each(F f) const
     {
-        const int64_t token = word * 32 + lane;
-        const bool selected = c.words[word] >> lane & 1;
-        if (token >= c.tokens || selected == adds) return 0;
-        return smoe_move_rank(adds, c.keys[token], logits_of<L>::largest_key);
+        constexpr int BYTES = (int)sizeof(typename logits_of<L>::key), PER = 16 / BYTES;
+        const uint32_t pieces = (c.tokens + PER - 1) / PER;
+#pragma unroll 2
+        for (uint32_t i = threadIdx.x; i < pieces; i += THREADS) {
+            const uint4 v = ((const uint4 *)c.keys)[i];
+            const uint32_t quarters[4] = {v.x, v.y, v.z, v.w}, first = i * PER, left = c.tokens - first;
+            uint32_t movable = c.words[first / 32] >> first % 32;
+            if (adds) movable = ~movable;
+            if (left < PER) movable &= (1u << left) - 1u;
+#pragma unroll
+            for (int j = 0; j < PER; j++) {
+                const uint32_t quarter = quarters[j * BYTES / 4];
+                const uint32_t key = BYTES == 4 ? quarter : j % 2 ? quarter >> 16 : quarter & 0xffffu;
+                const uint32_t rank = smoe_move_rank(adds, key, logits_of<L>::largest_key);
+                f(first + j, movable >> j & 1 ? rank : 0);
+            }
+        }
     }
 
-    SMOE_DEVICE uint64_t order(int64_t word, int lane) const
+    // The same with the order, 0 for those that cannot move.
+    template <typename F> SMOE_DEVICE void each_order(F f) const
     {
-        const uint32_t r = rank(word, lane);
-        return r ? smoe_move_order(adds, r, (uint32_t)(word * 32 + lane)) : 0;
+        each([&](uint32_t token, uint32_t rank) { f(token, rank ? smoe_move_order(adds, rank, token) : 0); });
+    }
+
+    SMOE_DEVICE uint32_t token_of(uint64_t order) const
+    {
+        return adds ? ~(uint32_t)order : (uint32_t)order;
     }
 };
 
@@ -79,18 +98,29 @@ SMOE_DEVICE uint32_t bound_of_maxima(uint32_t maximum, int n, uint32_t largest)
     return max(low, 1u);
 }
 
+SMOE_DEVICE void flip(uint32_t *mask, uint32_t token)
+{
+    atomicXor(mask + token / 32, 1u << token % 32);
+}
+
+// Flips the bits of the candidates from `limit` on.
+template <typename L> SMOE_DEVICE void move(const candidates<L> &all, uint64_t limit, uint32_t *mask)
+{
+    all.each_order([&](uint32_t token, uint64_t order) {
+        if (order >= limit) flip(mask, token);
+    });
+}
+
 // By bisection over all orders from `low` on: the largest that at least n orders reach.
 template <typename L>
 SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, uint64_t low,
                                         const shared_memory &m)
 {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int64_t words = (all.c.tokens + 31) / 32;
     uint64_t high = ((uint64_t)logits_of<L>::largest_key << 32) + 0xffffffffu;
     while (low < high) {
         const uint64_t middle = high - (high - low) / 2;
         uint32_t reach = 0;
-        for (int64_t w = warp; w < words; w += WARPS) reach += all.order(w, lane) >= middle;
+        all.each_order([&](uint32_t, uint64_t order) { reach += order >= middle; });
         if (sum_of_threads(reach, m.sums) >= n)
             low = middle;
         else
@@ -99,38 +129,34 @@ SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, ui
     return low;
 }
 
-// The order that exactly n >= 1 candidates reach; there are at least n.
+// The order that exactly n >= 1 candidates reach; there are at least n. With a mask it also moves them.
 template <typename L>
-SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, const shared_memory &m)
+SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *mask, const shared_memory &m)
 {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int64_t words = (all.c.tokens + 31) / 32;
     uint32_t maximum = 0;
-#pragma unroll 4
-    for (int64_t w = warp; w < words; w += WARPS) maximum = max(maximum, all.rank(w, lane));
+    all.each([&](uint32_t, uint32_t rank) { maximum = max(maximum, rank); });
     if (threadIdx.x == 0) *m.found = 0;
     const uint32_t bound = bound_of_maxima(maximum, (int)n, logits_of<L>::largest_key);
-
     __syncthreads();
-    if (__any_sync(~0u, maximum >= bound))
-        for (int64_t w = warp; w < words; w += WARPS) {
-            const uint32_t rank = all.rank(w, lane);
-            const uint32_t reach = __ballot_sync(~0u, rank >= bound);
-            if (reach == 0) continue;
-            int at = 0;
-            if (lane == 0) at = atomicAdd(m.found, __popc(reach));
-            at = __shfl_sync(~0u, at, 0) + __popc(reach & ((1u << lane) - 1u));
-            if (rank >= bound && at < MOST_CANDIDATES)
-                m.candidates[at] = smoe_move_order(all.adds, rank, (uint32_t)(w * 32 + lane));
-        }
+    if (maximum >= bound)
+        all.each([&](uint32_t token, uint32_t rank) {
+            if (rank < bound) return;
+            const int at = atomicAdd(m.found, 1);
+            if (at < MOST_CANDIDATES) m.candidates[at] = smoe_move_order(all.adds, rank, token);
+        });
     __syncthreads();
     const int found = *m.found;
-    if (found > MOST_CANDIDATES) return limit_by_bisection(all, n, (uint64_t)bound << 32, m);
+    if (found > MOST_CANDIDATES) {
+        const uint64_t limit = limit_by_bisection(all, n, (uint64_t)bound << 32, m);
+        if (mask) move(all, limit, mask);
+        return limit;
+    }
     for (int i = threadIdx.x; i < found; i += THREADS) {
         const uint64_t order = m.candidates[i];
         uint32_t higher = 0;
         for (int j = 0; j < found; j++) higher += m.candidates[j] > order;
         if (higher == n - 1) *m.limit = order;
+        if (mask && higher < n) flip(mask, all.token_of(order));
     }
     __syncthreads();
     const uint64_t limit = *m.limit;
@@ -142,12 +168,11 @@ SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, const shar
 template <typename L>
 SMOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned long long *memory)
 {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int64_t words = (all.c.tokens + 31) / 32;
     unsigned long long sum = 0;
-    for (int64_t w = warp; w < words; w += WARPS)
-        if (all.order(w, lane) >= limit)
-            sum += (unsigned long long)smoe_score_fixed(logits_of<L>::widen(all.c.keys[w * 32 + lane]));
+    all.each_order([&](uint32_t token, uint64_t order) {
+        if (order >= limit)
+            sum += (unsigned long long)smoe_score_fixed(logits_of<L>::widen(all.c.keys[token]));
+    });
     if (threadIdx.x == 0) *memory = 0;
     __syncthreads();
     if (sum) atomicAdd(memory, sum);
@@ -201,25 +226,17 @@ SMOE_DEVICE bool picks_hi(const smoe_cuda_routing &r, int expert, int64_t count,
     }
 }
 
-template <typename L> SMOE_DEVICE void move(const candidates<L> &all, uint64_t limit, uint32_t *mask)
+// Starts a copy to shared memory.
+SMOE_DEVICE void copy16(void *to, const void *from, int64_t bytes)
 {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int64_t words = (all.c.tokens + 31) / 32;
-    for (int64_t w = warp; w < words; w += WARPS) {
-        const uint32_t moved = __ballot_sync(~0u, all.order(w, lane) >= limit);
-        if (moved && lane == 0) mask[w] ^= moved;
-    }
-}
-
-template <typename V> SMOE_DEVICE void copy16(V *to, const V *from, int64_t bytes)
-{
-#pragma unroll 4
-    for (int64_t i = threadIdx.x; i < bytes / 16; i += THREADS) ((uint4 *)to)[i] = ((const uint4 *)from)[i];
+    const uint32_t shared = shared_address(to);
+    for (uint32_t at = threadIdx.x * 16; at < bytes; at += THREADS * 16)
+        copy16_async(shared + at, (const char *)from + at, 16);
 }
 
 // RESIDENT: keys and words wait in shared memory.
 template <typename L, bool RESIDENT>
-__global__ void __launch_bounds__(THREADS) round_expert(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant__ smoe_cuda_routing r)
 {
     using key = typename logits_of<L>::key;
     extern __shared__ __align__(16) char memory[];
@@ -230,16 +247,9 @@ __global__ void __launch_bounds__(THREADS) round_expert(const __grid_constant__ 
     __shared__ int64_t walked;
     const shared_memory m = {found_candidates, sums, &found, &limit};
     const int expert = blockIdx.x;
-    const int64_t tokens = r.layer.tokens, tile = r.layer.tile, count = r.topk_counts[expert];
-    const int64_t lo = smoe_round_lo(count, tile), hi = smoe_round_hi(count, tile, tokens);
-    const bool by_score = r.layer.rounding == SMOE_ROUND_NR_S && hi != lo;
-    int64_t target = lo;
-    if (hi != lo && !by_score) target = picks_hi(r, expert, count, lo, m, &walked) ? hi : lo;
-    if (threadIdx.x == 0 && !by_score) r.counts[expert] = (int32_t)target;
-    if (target == count && !by_score) return;
-
     uint32_t *mask = r.mask + (int64_t)expert * r.words;
-    column<L> c = {(const key *)r.keys + (int64_t)expert * r.panels * SMOE_ROUTE_PANEL, mask, tokens};
+    column<L> c = {(const key *)r.keys + (int64_t)expert * r.panels * SMOE_ROUTE_PANEL, mask,
+                   (uint32_t)r.layer.tokens};
     if (RESIDENT) {
         key *keys = (key *)memory;
         uint32_t *words = (uint32_t *)(keys + r.panels * SMOE_ROUTE_PANEL);
@@ -247,12 +257,21 @@ __global__ void __launch_bounds__(THREADS) round_expert(const __grid_constant__ 
         copy16(words, mask, r.words * 4);
         c.keys = keys;
         c.words = words;
-        __syncthreads();
     }
+    const int64_t tokens = r.layer.tokens, tile = r.layer.tile, count = r.topk_counts[expert];
+    const int64_t lo = smoe_round_lo(count, tile), hi = smoe_round_hi(count, tile, tokens);
+    const bool by_score = r.layer.rounding == SMOE_ROUND_NR_S && hi != lo;
+    int64_t target = lo;
+    if (hi != lo && !by_score) target = picks_hi(r, expert, count, lo, m, &walked) ? hi : lo;
+    if (threadIdx.x == 0 && !by_score) r.counts[expert] = (int32_t)target;
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (target == count && !by_score) return;
+    __syncthreads();
+
     const candidates<L> adds = {c, true}, drops = {c, false};
     if (by_score) { // limits of both ways, and the scores between c and each
-        const uint64_t add_limit = find_limit(adds, (uint32_t)(hi - count), m);
-        const uint64_t drop_limit = find_limit(drops, (uint32_t)(count - lo), m);
+        const uint64_t add_limit = find_limit(adds, (uint32_t)(hi - count), nullptr, m);
+        const uint64_t drop_limit = find_limit(drops, (uint32_t)(count - lo), nullptr, m);
         const int64_t added = score_sum(adds, add_limit, &sum), dropped = score_sum(drops, drop_limit, &sum);
         const bool up = smoe_nr_s_picks_hi(added, dropped);
         if (threadIdx.x == 0) r.counts[expert] = (int32_t)(up ? hi : lo);
@@ -263,8 +282,8 @@ __global__ void __launch_bounds__(THREADS) round_expert(const __grid_constant__ 
         return;
     }
     const bool up = target > count;
-    const candidates<L> all = up ? adds : drops;
-    move(all, find_limit(all, (uint32_t)(up ? target - count : count - target), m), mask);
+    const candidates<L> all = {c, up};
+    find_limit(all, (uint32_t)(up ? target - count : count - target), mask, m);
 }
 
 template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)

@@ -7,6 +7,7 @@
 
 #include "hd.h"
 #include "rank.h"
+#include <math.h>
 
 #ifdef __CUDA_ARCH__
 #define SMOE_UNROLL _Pragma("unroll")
@@ -100,15 +101,14 @@ SMOE_HD void smoe_merge_best(int32_t *best, const int32_t *batch, int count, int
 /* f32 bits as a signed integer of the same order; its own inverse. */
 SMOE_HD int32_t smoe_signed_order(uint32_t bits)
 {
-    const int32_t s = (int32_t)bits;
-    return s < 0 ? s ^ 0x7fffffff : s;
+    return (int32_t)(bits ^ ((uint32_t)((int32_t)bits >> 31) & 0x7fffffffu));
 }
 
-/* bf16 in the high half: exact. */
+/* bf16 in the high half: exact. The sign turns the order of the rest round. */
 SMOE_HD int32_t smoe_packed_bf16(uint32_t bits_high, uint32_t expert)
 {
     const uint32_t packed = bits_high | (0xffffu - expert);
-    return (int32_t)(bits_high & 0x80000000u ? packed ^ 0x7fff0000u : packed);
+    return (int32_t)(packed ^ ((uint32_t)((int32_t)packed >> 31) & 0x7fff0000u));
 }
 
 /* f32: the low bits of the order, `mask`, give way to the id. */
@@ -137,6 +137,32 @@ SMOE_HD uint64_t smoe_softmax_fixed_fast(float term)
 {
     if (term >= 1.0f) return UINT64_C(1) << 32;
     return (uint32_t)smoe_mul(term, 4294967296.0f);
+}
+
+/* ---- x / d for many x and one d: the quotient from the reciprocal, corrected twice by the exact remainder,
+ * is the correctly rounded one (Markstein 1990) while nothing on the way is subnormal: x >= 2^-90 and 1 <= d
+ * <= 4096 ---- */
+
+SMOE_HD float smoe_fused(float a, float b, float c)
+{
+#ifdef __CUDA_ARCH__
+    return __fmaf_rn(a, b, c);
+#else
+    return fmaf(a, b, c);
+#endif
+}
+
+SMOE_HD float smoe_quotient(float x, float d, float reciprocal)
+{
+    float q = smoe_mul(x, reciprocal);
+    q = smoe_fused(smoe_fused(-q, d, x), reciprocal, q);
+    q = smoe_fused(smoe_fused(-q, d, x), reciprocal, q);
+    return q;
+}
+
+SMOE_HD int smoe_quotient_is_exact(float x)
+{
+    return x >= 8.0779357e-28f; /* 2^-90 */
 }
 
 /* ---- 16-bit keys: the high half of a key whose score was rounded to bf16 says it all ---- */

@@ -8,6 +8,7 @@
 #include "routing.h"
 
 #include "logits.cuh"
+#include "storage.cuh"
 
 namespace smoe
 {
@@ -76,21 +77,54 @@ SMOE_DEVICE double sum_of_threads(double v, double *memory)
     return sum;
 }
 
-template <typename L>
+// A token's softmax with the reciprocal of its sum.
+struct token_scale {
+    float max, sum, reciprocal;
+};
+
+SMOE_DEVICE float probability(float logit, const token_scale &s)
+{
+    const float term = smoe_softmax_term(logit, s.max);
+    return smoe_quotient_is_exact(term) ? smoe_quotient(term, s.sum, s.reciprocal) : smoe_div(term, s.sum);
+}
+
+// The keys of probabilities: neither negative nor -0, and NaN only where the token has no number at all.
+SMOE_DEVICE void probability_keys(uint32_t (&keys)[GROUP], const float (&p)[GROUP], __nv_bfloat16)
+{
+#pragma unroll
+    for (int i = 0; i < GROUP; i += 2) {
+        const uint32_t pair = storage<__nv_bfloat16>::pack(p[i], p[i + 1]) | 0x80008000u;
+        keys[i] = smoe_is_nan(p[i]) ? 0 : pair & 0xffffu;
+        keys[i + 1] = smoe_is_nan(p[i + 1]) ? 0 : pair >> 16;
+    }
+}
+
+SMOE_DEVICE void probability_keys(uint32_t (&keys)[GROUP], const float (&p)[GROUP], float)
+{
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) keys[i] = smoe_is_nan(p[i]) ? 0 : __float_as_uint(p[i]) | 0x80000000u;
+}
+
+// Everything but keys from softmax scores alone, which is what rounding usually needs.
+template <typename L, bool PLAIN>
 __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cuda_routing r)
 {
-    __shared__ smoe_token_softmax softmax[SMOE_ROUTE_PANEL];
+    __shared__ token_scale scales[SMOE_ROUTE_PANEL];
     __shared__ __align__(16) uint32_t tile[32 * tile_of<L>::PITCH];
     __shared__ double part[WARPS][32];
     const int warp = warp_number(), lane = threadIdx.x & 31;
     const int64_t first = (int64_t)blockIdx.x * SMOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
     const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
-    const bool sigmoid = r.layer.score == SMOE_SIGMOID, real = expert < r.layer.experts;
-    if (r.softmax && (int)threadIdx.x < tokens) softmax[threadIdx.x] = r.softmax[first + threadIdx.x];
+    const int experts = (int)r.layer.experts;
+    const bool sigmoid = r.layer.score == SMOE_SIGMOID, real = expert < experts;
+    if (r.softmax && (int)threadIdx.x < tokens) {
+        const smoe_token_softmax s = r.softmax[first + threadIdx.x];
+        scales[threadIdx.x] = {s.max, s.sum, __frcp_rn(s.sum)};
+    }
     if (warp == WARPS - 1 && real) add_counts(r, expert);
     __syncthreads();
 
-    const L *logits = (const L *)r.logits + (first + warp * STRIP) * r.layer.experts + expert;
+    const L *logits = (const L *)r.logits + (first + warp * STRIP) * experts + expert;
     const float bias = r.selection_bias && real ? r.selection_bias[expert] : 0.0f;
     double sum = 0.0;
 #pragma unroll 1
@@ -100,21 +134,28 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
             const bool there = real && warp * STRIP + group + i < tokens;
-            logit[i] = there ? logits_of<L>::value(logits[(group + i) * r.layer.experts]) : 0.0f;
+            logit[i] = there ? logits_of<L>::value(logits[(group + i) * experts]) : 0.0f;
         }
+        if (PLAIN) {
+            float p[GROUP];
 #pragma unroll
-        for (int i = 0; i < GROUP; i++) {
-            const int token = warp * STRIP + group + i;
-            float score = 0.0f;
-            if (r.softmax && token < tokens) {
-                score = smoe_div(smoe_softmax_term(logit[i], softmax[token].max), softmax[token].sum);
-                sum += (double)score;
+            for (int i = 0; i < GROUP; i++) p[i] = probability(logit[i], scales[warp * STRIP + group + i]);
+            probability_keys(keys, p, L());
+        } else {
+#pragma unroll
+            for (int i = 0; i < GROUP; i++) {
+                const int token = warp * STRIP + group + i;
+                float score = 0.0f;
+                if (r.softmax && token < tokens) {
+                    score = smoe_div(smoe_softmax_term(logit[i], scales[token].max), scales[token].sum);
+                    sum += (double)score;
+                }
+                if (sigmoid) {
+                    const float sigma = smoe_sigmoid(logit[i]);
+                    score = r.selection_bias ? smoe_add(sigma, bias) : sigma;
+                }
+                keys[i] = logits_of<L>::key_of(score);
             }
-            if (sigmoid) {
-                const float sigma = smoe_sigmoid(logit[i]);
-                score = r.selection_bias ? smoe_add(sigma, bias) : sigma;
-            }
-            keys[i] = logits_of<L>::key_of(score);
         }
         constexpr int PER = tile_of<L>::WORD_KEYS;
         store_keys(tile + lane * tile_of<L>::PITCH + (warp * STRIP + group) / PER, keys,
@@ -123,20 +164,28 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
     part[warp][lane] = sum;
     __syncthreads();
     if (r.keys) write_tile<L>(r, tile);
-    if (!r.losses) return;
+    if (PLAIN || !r.losses) return;
 
     if (warp == 0 && real) {
         double total = 0.0;
         for (int w = 0; w < WARPS; w++) total += part[w][lane];
-        r.panel_probability[(int64_t)blockIdx.x * r.layer.experts + expert] = total;
+        r.panel_probability[(int64_t)blockIdx.x * experts + expert] = total;
     }
     if (blockIdx.y != 0) return;
     double z = 0.0;
-    if ((int)threadIdx.x < tokens)
-        z = (double)softmax[threadIdx.x].max + log((double)softmax[threadIdx.x].sum);
+    if ((int)threadIdx.x < tokens) z = (double)scales[threadIdx.x].max + log((double)scales[threadIdx.x].sum);
     __syncthreads();
     const double squares = sum_of_threads(z * z, &part[0][0]);
     if (threadIdx.x == 0) r.panel_z[blockIdx.x] = squares;
+}
+
+template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
+{
+    const dim3 ctas((unsigned)r.panels, (unsigned)((r.layer.experts + 31) / 32));
+    if (r.losses || r.layer.score == SMOE_SIGMOID)
+        panel<L, false><<<ctas, THREADS, 0, stream>>>(r);
+    else
+        panel<L, true><<<ctas, THREADS, 0, stream>>>(r);
 }
 
 } // namespace
@@ -146,10 +195,9 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
 extern "C" cudaError_t smoe_cuda_scores(const smoe_cuda_routing *r, cudaStream_t stream)
 {
     using namespace smoe::scores;
-    const dim3 ctas((unsigned)r->panels, (unsigned)((r->layer.experts + 31) / 32));
     if (r->layer.logits_type == SMOE_F32)
-        panel<float><<<ctas, THREADS, 0, stream>>>(*r);
+        launch<float>(*r, stream);
     else
-        panel<__nv_bfloat16><<<ctas, THREADS, 0, stream>>>(*r);
+        launch<__nv_bfloat16>(*r, stream);
     return cudaGetLastError();
 }

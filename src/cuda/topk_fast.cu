@@ -1,11 +1,11 @@
 // Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids, weights, selection
 // mask, and the tokens' softmax when it is wanted.
 //
-// Two threads a token. A warp's 16 rows come to shared memory by one bulk copy. Each thread keeps its P = 4,
-// 8 or 16 best packed keys in falling order and merges sorted batches of P into them by networks, no
-// branches; the two lists of a token merge last. bf16 keys are exact. f32 keys lose low bits to the expert's
-// id: where neighbours among the K + 1 best agree in what is left, and where a row holds a NaN, the warp
-// redoes the token exactly.
+// Two threads a token, four where rows are long. A warp's rows come to shared memory by one bulk copy. Each
+// thread keeps its P = 4, 8 or 16 best packed keys in falling order and merges sorted batches of P into them
+// by networks, no branches; the lists of a token merge last, and then its threads share out the K weights.
+// bf16 keys are exact. f32 keys lose low bits to the expert's id: where neighbours among the K + 1 best agree
+// in what is left, and where a row holds a NaN, the warp redoes the token exactly.
 //
 // Bytes: the logits once, 8 K a token, E / 8 of mask.
 #include "mbarrier.cuh"
@@ -22,7 +22,7 @@ namespace
 
 enum {
     THREADS = 512,
-    TOKENS_OF_WARP = 16,
+    LONG_ROW = 512,
     MOST_TOPK = 16,
     MOST_EXPERTS = 512,
     ROWS_BYTES = 65536,
@@ -44,10 +44,16 @@ SMOE_DEVICE void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32
         : "memory");
 }
 
-// Packed keys of the 16 bytes of logits that start at expert `first`; what is not there ranks last.
+// Packed keys of the 16 bytes of logits that start at expert `first`. What is not there is -inf with an id
+// that ranks below all others (f32: at worst one that collides, so that the token is redone).
 struct f32_unit {
     enum { SIZE = 4 };
-    static SMOE_DEVICE bool pack(int32_t *keys, uint4 v, bool there, uint32_t first, uint32_t mask)
+    static constexpr uint32_t lowest = 0xff800000u;
+    static SMOE_DEVICE uint32_t nobody(uint32_t mask)
+    {
+        return mask - (SIZE - 1);
+    }
+    static SMOE_DEVICE bool pack(int32_t *keys, uint4 v, uint32_t first, uint32_t mask)
     {
         const uint32_t bits[4] = {v.x, v.y, v.z, v.w};
         bool nan = false;
@@ -55,7 +61,7 @@ struct f32_unit {
         for (int i = 0; i < 4; i++) {
             const float logit = __fadd_rn(__uint_as_float(bits[i]), 0.0f); // -0 becomes 0
             nan |= logit != logit;
-            keys[i] = there ? smoe_packed_f32(__float_as_uint(logit), first + i, mask) : INT32_MIN;
+            keys[i] = smoe_packed_f32(__float_as_uint(logit), first + i, mask);
         }
         return nan;
     }
@@ -63,7 +69,12 @@ struct f32_unit {
 
 struct bf16_unit {
     enum { SIZE = 8 };
-    static SMOE_DEVICE bool pack(int32_t *keys, uint4 v, bool there, uint32_t first, uint32_t)
+    static constexpr uint32_t lowest = 0xff80ff80u;
+    static SMOE_DEVICE uint32_t nobody(uint32_t mask)
+    {
+        return mask - (SIZE - 1);
+    }
+    static SMOE_DEVICE bool pack(int32_t *keys, uint4 v, uint32_t first, uint32_t)
     {
         const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
         uint32_t largest = 0; // NaN is 0x7fff after the sum, above every other as a signed number
@@ -72,10 +83,8 @@ struct bf16_unit {
             uint32_t pair;
             asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(pairs[i]), "r"(0u)); // -0 becomes 0
             largest = __vmaxs2(largest, pair);
-            const int32_t low = smoe_packed_bf16(pair << 16, first + 2 * i);
-            const int32_t high = smoe_packed_bf16(pair & 0xffff0000u, first + 2 * i + 1);
-            keys[2 * i] = there ? low : INT32_MIN;
-            keys[2 * i + 1] = there ? high : INT32_MIN;
+            keys[2 * i] = smoe_packed_bf16(pair << 16, first + 2 * i);
+            keys[2 * i + 1] = smoe_packed_bf16(pair & 0xffff0000u, first + 2 * i + 1);
         }
         return (largest & 0xffffu) == 0x7fffu || largest >> 16 == 0x7fffu;
     }
@@ -89,17 +98,16 @@ template <> struct unit_of<__nv_bfloat16> {
     using type = bf16_unit;
 };
 
-// One half of a token's row: the P best of it, in `best`. Lanes start at different batches, so that they read
-// different banks. True if it met a NaN.
-template <typename L, int P>
-SMOE_DEVICE bool best_of_half(int32_t (&best)[P], int32_t &excluded, const L *row, int experts, int half,
+// Part `part` of SHARE of a token's row: the P best of it, in `best`. Lanes start at different batches, so
+// that they read different banks. True if it met a NaN.
+template <typename L, int P, int SHARE>
+SMOE_DEVICE bool best_of_part(int32_t (&best)[P], int32_t &excluded, const L *row, int experts, int part,
                               int lane, uint32_t mask)
 {
     using unit = typename unit_of<L>::type;
     constexpr int UNITS = P > unit::SIZE ? P / unit::SIZE : 1; // of a batch
     constexpr int KEYS = UNITS * unit::SIZE;
-    const int units = experts / unit::SIZE, batches = (units + UNITS - 1) / UNITS, rounds = (batches + 1) / 2;
-    const int own = half ? batches / 2 : rounds, first = half ? rounds : 0;
+    const int units = experts / unit::SIZE, rounds = (units + UNITS * SHARE - 1) / (UNITS * SHARE);
     bool nan = false;
     int at = lane % rounds;
     for (int i = 0; i < rounds; i++) {
@@ -107,51 +115,67 @@ SMOE_DEVICE bool best_of_half(int32_t (&best)[P], int32_t &excluded, const L *ro
 #pragma unroll
         for (int q = 0; q < UNITS; q++) {
             const int turned = UNITS == 1 ? 0 : (q + lane / (8 / UNITS)) & (UNITS - 1);
-            const int u = (first + at) * UNITS + turned;
-            const bool there = at < own && u < units;
-            uint4 v = {0, 0, 0, 0};
-            if (there) v = *(const uint4 *)(row + u * unit::SIZE);
-            nan |= unit::pack(keys + q * unit::SIZE, v, there, (uint32_t)(u * unit::SIZE), mask);
+            const int u = (part * rounds + at) * UNITS + turned;
+            uint4 v = {unit::lowest, unit::lowest, unit::lowest, unit::lowest};
+            uint32_t first = unit::nobody(mask);
+            if (u < units) {
+                v = *(const uint4 *)(row + u * unit::SIZE);
+                first = (uint32_t)(u * unit::SIZE);
+            }
+            nan |= unit::pack(keys + q * unit::SIZE, v, first, mask);
         }
 #pragma unroll
-        for (int part = 0; part < KEYS / P; part++) {
-            smoe_sort_falling(keys + part * P, P);
-            smoe_merge_best(best, keys + part * P, P, &excluded);
+        for (int set = 0; set < KEYS / P; set++) {
+            smoe_sort_falling(keys + set * P, P);
+            smoe_merge_best(best, keys + set * P, P, &excluded);
         }
         at = at + 1 == rounds ? 0 : at + 1;
     }
     return nan;
 }
 
-// The fixed-point sum of the softmax's terms over one half of a row.
-template <typename L>
-SMOE_DEVICE uint64_t sum_of_half(const L *row, int experts, int half, int lane, float max)
+// The lists of a token's threads become one, in all of them.
+template <int P, int SHARE> SMOE_DEVICE void merge_parts(int32_t (&best)[P], int32_t &excluded)
+{
+#pragma unroll
+    for (int other = 1; other < SHARE; other *= 2) {
+        int32_t theirs[P];
+        excluded = max(excluded, __shfl_xor_sync(~0u, excluded, other));
+#pragma unroll
+        for (int k = 0; k < P; k++) theirs[k] = __shfl_xor_sync(~0u, best[k], other);
+        smoe_merge_best(best, theirs, P, &excluded);
+    }
+}
+
+// The sum of the softmax's terms over a token's row, by its threads.
+template <typename L, int SHARE>
+SMOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, float max)
 {
     constexpr int SIZE = unit_of<L>::type::SIZE;
-    const int units = experts / SIZE, rounds = (units + 1) / 2;
-    const int own = half ? units / 2 : rounds, first = half ? rounds : 0;
-    uint64_t sum = 0;
+    const int units = experts / SIZE, rounds = (units + SHARE - 1) / SHARE;
+    unsigned long long sum = 0;
     int at = lane % rounds;
     for (int i = 0; i < rounds; i++) {
-        if (at < own) {
-            const uint4 v = *(const uint4 *)(row + (first + at) * SIZE);
+        const int u = part * rounds + at;
+        if (u < units) {
+            const uint4 v = *(const uint4 *)(row + u * SIZE);
             const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                if (SIZE == 8) {
+                const float high = __uint_as_float(SIZE == 8 ? words[j] & 0xffff0000u : words[j]);
+                sum += smoe_softmax_fixed_fast(smoe_softmax_term(high, max));
+                if (SIZE == 8)
                     sum += smoe_softmax_fixed_fast(smoe_softmax_term(__uint_as_float(words[j] << 16), max));
-                    sum += smoe_softmax_fixed_fast(
-                        smoe_softmax_term(__uint_as_float(words[j] & 0xffff0000u), max));
-                } else
-                    sum += smoe_softmax_fixed_fast(smoe_softmax_term(__uint_as_float(words[j]), max));
             }
         }
         at = at + 1 == rounds ? 0 : at + 1;
     }
-    return sum;
+#pragma unroll
+    for (int other = 1; other < SHARE; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    return smoe_softmax_sum(sum);
 }
 
-// The exact top-K of one token by the whole warp; the two threads `owner` names take the ids.
+// The exact top-K of one token by the whole warp; the token's own threads take the ids.
 template <typename L, int P>
 SMOE_DEVICE void redo(int (&ids)[P], const L *row, int experts, int topk, bool owner, int lane)
 {
@@ -177,34 +201,86 @@ SMOE_DEVICE void redo(int (&ids)[P], const L *row, int experts, int topk, bool o
     }
 }
 
-template <typename V, int P> SMOE_DEVICE void store_row(V *to, const V (&values)[P], int topk)
+// `COUNT` values for ranks first..first+COUNT-1 of a token's row.
+template <typename V, int COUNT>
+SMOE_DEVICE void store_ranks(V *row, const V (&values)[COUNT], int first, int topk)
 {
-    if (topk % 4 == 0) {
+    constexpr int TOGETHER = COUNT < 4 ? COUNT : 4;
+    struct alignas(sizeof(V) * TOGETHER) together {
+        V v[TOGETHER];
+    };
 #pragma unroll
-        for (int k = 0; k < P; k += 4) {
-            const struct alignas(16) {
-                V v[4];
-            } four = {values[k], values[k + 1], values[k + 2], values[k + 3]};
-            if (k < topk) *(uint4 *)(to + k) = *(const uint4 *)&four;
-        }
-        return;
+    for (int k = 0; k < COUNT; k += TOGETHER) {
+        if (topk % TOGETHER == 0) {
+            together t;
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) t.v[i] = values[k + i];
+            if (first + k < topk) *(together *)(row + first + k) = t;
+        } else
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++)
+                if (first + k + i < topk) row[first + k + i] = values[k + i];
     }
-#pragma unroll
-    for (int k = 0; k < P; k++)
-        if (k < topk) to[k] = values[k];
 }
 
-template <typename L, int P>
+// What the threads of one token write: each the ids, weights and mask bits of P / SHARE ranks.
+template <typename L, int P, int SHARE>
+SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
+                              bool there, uint32_t *mask_words, uint32_t bit, int lane)
+{
+    constexpr int OWN = P / SHARE;
+    const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
+    const float first_logit = logits_of<L>::value(row[ids[0]]);
+    smoe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
+    if (r.layer.score == SMOE_SOFTMAX_TOPK || r.softmax)
+        softmax.sum = sum_of_row<L, SHARE>(row, (int)r.layer.experts, part, lane, softmax.max);
+
+    int own_ids[OWN];
+    float weights[OWN], sum = 0.0f;
+    int nan = 0;
+#pragma unroll
+    for (int k = 0; k < P; k++)
+        if (k / OWN == part) own_ids[k % OWN] = ids[k];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        weights[i] = 0.0f;
+        if (first + i >= topk) continue;
+        const float logit = logits_of<L>::value(row[own_ids[i]]);
+        nan |= smoe_is_nan(logit);
+        weights[i] = raw_weight(r.layer, logit, first_logit, softmax);
+    }
+#pragma unroll
+    for (int other = 1; other < SHARE; other *= 2) nan |= __shfl_xor_sync(~0u, nan, other);
+    const bool divided = weights_are_divided(r.layer);
+    if (divided)
+#pragma unroll
+        for (int k = 0; k < P; k++) {
+            const float weight = __shfl_sync(~0u, weights[k % OWN], lane - part + k / OWN);
+            if (k < topk) sum = smoe_add(sum, weight);
+        }
+#pragma unroll
+    for (int i = 0; i < OWN; i++) weights[i] = finish_weight(r.layer, weights[i], sum, divided, nan);
+    if (!there) return;
+    store_ranks<int, OWN>(r.topk_ids + token * topk, own_ids, first, topk);
+    store_ranks<float, OWN>(r.topk_weights + token * topk, weights, first, topk);
+    if (r.softmax && part == 0) r.softmax[token] = softmax;
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+        if (first + i < topk) atomicOr(mask_words + own_ids[i], bit);
+}
+
+template <typename L, int P, int SHARE>
 __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cuda_routing r)
 {
+    constexpr int TOKENS = 32 / SHARE; // of a warp
     extern __shared__ __align__(128) char memory[];
     const int experts = (int)r.layer.experts, topk = (int)r.layer.topk, pitch = mask_pitch(experts);
-    const int chunk = blockDim.x / 2, warp = warp_number(), lane = threadIdx.x & 31, half = lane & 1;
-    L *rows = (L *)memory + (size_t)warp * TOKENS_OF_WARP * experts;
+    const int chunk = blockDim.x / SHARE, warp = warp_number(), lane = threadIdx.x & 31;
+    L *rows = (L *)memory + warp * TOKENS * experts;
     uint32_t *masks = (uint32_t *)(memory + (size_t)chunk * experts * sizeof(L));
     const uint32_t barrier = shared_address(masks + chunk / 32 * pitch) + 8 * warp;
-    const int64_t first = (int64_t)blockIdx.x * chunk + warp * TOKENS_OF_WARP;
-    const int tokens = (int)max(min(r.layer.tokens - first, (int64_t)TOKENS_OF_WARP), (int64_t)0);
+    const int64_t first = (int64_t)blockIdx.x * chunk + warp * TOKENS;
+    const int tokens = (int)max(min(r.layer.tokens - first, (int64_t)TOKENS), (int64_t)0);
     if (lane == 0) {
         barrier_init(barrier, 1);
         barrier_init_done();
@@ -218,70 +294,27 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
     barrier_wait(barrier, 0);
 
     if (tokens > 0) {
-        const int within = min(lane / 2, tokens - 1);
+        const int within = min(lane / SHARE, tokens - 1), in_chunk = warp * TOKENS + within;
         const L *row = rows + within * experts;
         const uint32_t mask = sizeof(L) == 4 ? smoe_packed_mask(experts) : 0xffffu;
-        int32_t best[P], other[P], excluded = INT32_MIN;
+        int32_t best[P], excluded = INT32_MIN;
 #pragma unroll
         for (int k = 0; k < P; k++) best[k] = INT32_MIN;
-        const bool nan_here = best_of_half<L, P>(best, excluded, row, experts, half, lane, mask);
-        excluded = max(excluded, __shfl_xor_sync(~0u, excluded, 1));
-#pragma unroll
-        for (int k = 0; k < P; k++) other[k] = __shfl_xor_sync(~0u, best[k], 1);
-        smoe_merge_best(best, other, P, &excluded);
-
+        bool again = best_of_part<L, P, SHARE>(best, excluded, row, experts, lane % SHARE, lane, mask);
+        merge_parts<P, SHARE>(best, excluded);
         int ids[P];
-        bool again = nan_here;
 #pragma unroll
         for (int k = 0; k < P; k++) {
             ids[k] = (int)(mask - ((uint32_t)best[k] & mask));
-            if (sizeof(L) == 4)
-                again |= k < topk && smoe_packed_collide(
-                                         best[k], k + 1 < P ? best[k + 1 < P ? k + 1 : k] : excluded, mask);
+            const int32_t next = k + 1 < P ? best[k + 1 < P ? k + 1 : k] : excluded;
+            if (sizeof(L) == 4) again |= k < topk && smoe_packed_collide(best[k], next, mask);
         }
-        uint32_t redone = __ballot_sync(~0u, again);
-        redone = (redone | redone >> 1) & 0x55555555u & (uint32_t)((1ull << (2 * tokens)) - 1);
-        for (; redone; redone &= redone - 1) {
-            const int token = (__ffs(redone) - 1) / 2;
-            redo<L, P>(ids, rows + token * experts, experts, topk, lane / 2 == token, lane);
-        }
-
-        const bool whole_softmax = r.layer.score == SMOE_SOFTMAX_TOPK || r.softmax;
-        const float first_logit = logits_of<L>::value(row[ids[0]]);
-        smoe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
-        if (whole_softmax) {
-            uint64_t sum = sum_of_half(row, experts, half, lane, softmax.max);
-            sum += __shfl_xor_sync(~0u, (unsigned long long)sum, 1);
-            softmax.sum = smoe_softmax_sum(sum);
-        }
-        const bool divided = weights_are_divided(r.layer);
-        float weights[P], sum = 0.0f;
-        bool nan = false;
-#pragma unroll
-        for (int k = 0; k < P; k++) {
-            weights[k] = 0.0f;
-            if (k >= topk) continue;
-            const float logit = logits_of<L>::value(row[ids[k]]);
-            nan |= smoe_is_nan(logit);
-            weights[k] = raw_weight(r.layer, logit, first_logit, softmax);
-            sum = smoe_add(sum, weights[k]);
-        }
-#pragma unroll
-        for (int k = 0; k < P; k++) weights[k] = finish_weight(r.layer, weights[k], sum, divided, nan);
-
-        if (lane / 2 < tokens) {
-            const int64_t token = first + within;
-            const int in_chunk = warp * TOKENS_OF_WARP + within;
-            if (half == 0) {
-                store_row<int, P>(r.topk_ids + token * topk, ids, topk);
-                if (r.softmax) r.softmax[token] = softmax;
-            } else
-                store_row<float, P>(r.topk_weights + token * topk, weights, topk);
-#pragma unroll
-            for (int k = 0; k < P; k++)
-                if (k < topk && (k & 1) == half)
-                    atomicOr(masks + (in_chunk >> 5) * pitch + ids[k], 1u << (in_chunk & 31));
-        }
+        const uint32_t redone = __ballot_sync(~0u, again && lane / SHARE < tokens);
+        for (int token = 0; redone && token < TOKENS; token++)
+            if (redone >> (token * SHARE) & ((1u << SHARE) - 1u))
+                redo<L, P>(ids, rows + token * experts, experts, topk, lane / SHARE == token, lane);
+        finish_token<L, P, SHARE>(r, ids, row, first + within, lane / SHARE < tokens,
+                                  masks + (in_chunk >> 5) * pitch, 1u << (in_chunk & 31), lane);
     }
     __syncthreads();
     const int words = chunk / 32, shift = __ffs(words) - 1;
@@ -291,36 +324,56 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
     }
 }
 
+int64_t row_bytes(const smoe_layer &layer)
+{
+    return layer.experts * (layer.logits_type == SMOE_F32 ? 4 : 2);
+}
+
 // Tokens of a CTA: their rows take at most ROWS_BYTES, so that two CTAs or more share an SM, and few tokens
 // spread over many SMs.
-int chunk_of(const smoe_layer &layer)
+int chunk_of(const smoe_layer &layer, int share)
 {
-    const int64_t row = layer.experts * (layer.logits_type == SMOE_F32 ? 4 : 2);
-    int chunk = SMOE_ROUTE_PANEL;
-    while (chunk > 32 && (chunk * row > ROWS_BYTES || layer.tokens < (int64_t)chunk * MANY_CTAS)) chunk /= 2;
+    int chunk = THREADS / share;
+    while (chunk > 32 && (chunk * row_bytes(layer) > ROWS_BYTES || layer.tokens < (int64_t)chunk * MANY_CTAS))
+        chunk /= 2;
     return chunk;
 }
 
-template <typename L, int P> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L, int P, int SHARE> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
 {
-    const int chunk = chunk_of(r.layer);
+    const int chunk = chunk_of(r.layer, SHARE);
     const size_t memory =
         (size_t)chunk * r.layer.experts * sizeof(L) + chunk / 32 * (r.layer.experts + 4) * 4 + 128;
     const unsigned ctas = (unsigned)(r.panels * SMOE_ROUTE_PANEL / chunk);
-    fast<L, P><<<ctas, 2 * chunk, memory, stream>>>(r);
-    return cudaGetLastError();
+    fast<L, P, SHARE><<<ctas, SHARE * chunk, memory, stream>>>(r);
 }
 
-template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L, int P> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
 {
-    if (r.layer.topk <= 4) return launch<L, 4>(r, stream);
-    return r.layer.topk <= 8 ? launch<L, 8>(r, stream) : launch<L, 16>(r, stream);
+    if (row_bytes(r.layer) >= LONG_ROW)
+        launch<L, P, 4>(r, stream);
+    else
+        launch<L, P, 2>(r, stream);
 }
 
-template <typename L, int P> cudaError_t raise_limit()
+template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
 {
-    return cudaFuncSetAttribute((const void *)fast<L, P>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                ROWS_BYTES + 32768);
+    if (r.layer.topk <= 4)
+        launch<L, 4>(r, stream);
+    else if (r.layer.topk <= 8)
+        launch<L, 8>(r, stream);
+    else
+        launch<L, 16>(r, stream);
+}
+
+template <typename L, int P> cudaError_t raise_limits()
+{
+    enum { BYTES = ROWS_BYTES + 32768 };
+    const cudaError_t status =
+        cudaFuncSetAttribute((const void *)fast<L, P, 2>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
+    return status != cudaSuccess ? status
+                                 : cudaFuncSetAttribute((const void *)fast<L, P, 4>,
+                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
 }
 
 } // namespace
@@ -336,17 +389,22 @@ extern "C" int smoe_cuda_topk_is_fast(const smoe_layer *layer)
 extern "C" cudaError_t smoe_cuda_topk(const smoe_cuda_routing *r, cudaStream_t stream)
 {
     if (!smoe_cuda_topk_is_fast(&r->layer)) return smoe_cuda_topk_general(r, stream);
-    return r->layer.logits_type == SMOE_F32 ? smoe::topk::launch<float>(*r, stream)
-                                            : smoe::topk::launch<__nv_bfloat16>(*r, stream);
+    if (r->layer.logits_type == SMOE_F32)
+        smoe::topk::launch<float>(*r, stream);
+    else
+        smoe::topk::launch<__nv_bfloat16>(*r, stream);
+    return cudaGetLastError();
 }
 
 extern "C" cudaError_t smoe_cuda_topk_fast_init(void)
 {
     using namespace smoe::topk;
-    cudaError_t status[] = {raise_limit<float, 4>(),         raise_limit<float, 8>(),
-                            raise_limit<float, 16>(),        raise_limit<__nv_bfloat16, 4>(),
-                            raise_limit<__nv_bfloat16, 8>(), raise_limit<__nv_bfloat16, 16>()};
-    for (cudaError_t s : status)
-        if (s != cudaSuccess) return s;
+    cudaError_t (*const raises[])() = {raise_limits<float, 4>,         raise_limits<float, 8>,
+                                       raise_limits<float, 16>,        raise_limits<__nv_bfloat16, 4>,
+                                       raise_limits<__nv_bfloat16, 8>, raise_limits<__nv_bfloat16, 16>};
+    for (const auto raise : raises) {
+        const cudaError_t status = raise();
+        if (status != cudaSuccess) return status;
+    }
     return cudaSuccess;
 }

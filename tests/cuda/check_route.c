@@ -344,8 +344,8 @@ static void check_gemm(int64_t tokens, int64_t experts, int64_t hidden, smoe_typ
 
 static void check_gemms(void)
 {
-    static const int64_t shapes[][3] = {
-        {300, 128, 200}, {1, 1, 8}, {129, 7, 64}, {200, 130, 72}, {130, 300, 1536}};
+    static const int64_t shapes[][3] = {{300, 128, 200},  {1, 1, 8},       {129, 7, 64},    {200, 130, 72},
+                                        {130, 300, 1536}, {12300, 50, 72}, {2000, 900, 200}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int variant = 0; variant < 8; variant++)
             check_gemm(shapes[i][0], shapes[i][1], shapes[i][2], variant & 1 ? SMOE_F16 : SMOE_BF16,
