@@ -260,11 +260,7 @@ static int run_shape(smoe_context *context, const route_shape *shape, int few, c
     for (int score = 0; score < SCORES; score++)
         for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++)
             for (int kind = 0; kind < KINDS; kind++) {
-                const int every = few                                        ? 23
-                                  : shape->small                             ? 2
-                                  : shape->tokens * shape->experts > 1000000 ? 11
-                                                                             : 5;
-                if ((score * 49 + rounding * 7 + kind) % every) continue;
+                if ((score * 49 + rounding * 7 + kind) % (few ? 23 : shape->every)) continue;
                 smoe_layer layer = SMOE_LAYER_INIT;
                 layer.tokens = shape->tokens;
                 layer.hidden = layer.intermediate = 8;

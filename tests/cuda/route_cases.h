@@ -70,18 +70,23 @@ typedef struct route_shape {
     int64_t tokens, experts, topk;
     smoe_type logits_type;
     int32_t tile;
-    int small; /* runs with half of all scores, rules and kinds; the others with a few */
+    int every; /* of the scores, rules and kinds one in this many is run */
 } route_shape;
 
 static const route_shape route_shapes[] = {
-    {700, 64, 6, SMOE_BF16, 128, 1},    {700, 64, 6, SMOE_F32, 128, 1},     {513, 128, 8, SMOE_BF16, 64, 1},
-    {300, 8, 2, SMOE_F32, 32, 1},       {300, 100, 5, SMOE_BF16, 7, 1},     {300, 100, 5, SMOE_F32, 100, 1},
-    {1000, 256, 4, SMOE_BF16, 16, 1},   {1000, 256, 16, SMOE_F32, 128, 1},  {257, 24, 24, SMOE_BF16, 128, 1},
-    {1, 16, 3, SMOE_F32, 1, 1},         {40, 16, 1, SMOE_BF16, 4096, 1},    {600, 504, 10, SMOE_BF16, 20, 1},
-    {600, 512, 13, SMOE_F32, 64, 1},    {200, 1000, 33, SMOE_F32, 16, 0},   {150, 4096, 64, SMOE_BF16, 8, 0},
-    {150, 4096, 64, SMOE_F32, 4, 0},    {16384, 256, 4, SMOE_BF16, 128, 0}, {16384, 256, 4, SMOE_F32, 128, 0},
-    {20000, 128, 8, SMOE_BF16, 128, 0}, {20000, 16, 2, SMOE_F32, 1024, 0},  {90000, 16, 2, SMOE_BF16, 128, 0},
-    {90000, 8, 1, SMOE_F32, 4096, 0},   {70001, 24, 3, SMOE_BF16, 3000, 0},
+    {700, 64, 6, SMOE_BF16, 128, 2},     {700, 64, 6, SMOE_F32, 128, 2},
+    {513, 128, 8, SMOE_BF16, 64, 2},     {300, 8, 2, SMOE_F32, 32, 2},
+    {300, 100, 5, SMOE_BF16, 7, 2},      {300, 100, 5, SMOE_F32, 100, 2},
+    {1000, 256, 4, SMOE_BF16, 16, 2},    {1000, 256, 16, SMOE_F32, 128, 2},
+    {257, 24, 24, SMOE_BF16, 128, 2},    {257, 24, 11, SMOE_F32, 128, 2},
+    {1, 16, 3, SMOE_F32, 1, 2},          {40, 16, 1, SMOE_BF16, 4096, 2},
+    {600, 504, 10, SMOE_BF16, 20, 2},    {600, 512, 13, SMOE_F32, 64, 2},
+    {400, 72, 3, SMOE_F32, 50, 2},       {200, 1000, 33, SMOE_F32, 16, 5},
+    {150, 4096, 64, SMOE_BF16, 8, 25},   {150, 4096, 64, SMOE_F32, 4, 25},
+    {16384, 256, 4, SMOE_BF16, 128, 11}, {16384, 256, 4, SMOE_F32, 128, 11},
+    {20000, 128, 8, SMOE_BF16, 128, 11}, {20000, 16, 2, SMOE_F32, 1024, 5},
+    {90000, 16, 2, SMOE_BF16, 128, 11},  {90000, 8, 1, SMOE_F32, 4096, 5},
+    {70001, 24, 3, SMOE_BF16, 3000, 11},
 };
 enum { SHAPES = sizeof route_shapes / sizeof *route_shapes };
 

@@ -1,0 +1,178 @@
+/* The whole forward from logits through the public API: router, rounding, plan and experts of the cuda
+ * backend against the CPU backend. X and the router's weight are small integers, so that both sides have the
+ * same logits and must decide alike: ids, counts, rows and tokens' rows equal, outputs close. The call runs
+ * from a CUDA graph. Exit 0 if all agree, 1 if not, 3 if CUDA fails, 77 without a GPU. */
+#include "gpu.h"
+#include "route_cases.h"
+
+#include <math.h>
+
+static void must_be_ok(smoe_status status, const smoe_context *context, const char *what)
+{
+    if (status == SMOE_OK) return;
+    printf("%s: %s\n", what, context ? smoe_last_error(context) : smoe_status_string(status));
+    exit(3);
+}
+
+static uint16_t bf16_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+static float value_of(uint16_t bf16)
+{
+    const uint32_t bits = (uint32_t)bf16 << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+typedef struct tensor {
+    uint16_t *host;
+    size_t bytes;
+    gpu_buffer device;
+} tensor;
+
+static tensor random_tensor(int64_t count, float scale, int integers, uint64_t *random)
+{
+    tensor t = {aligned_alloc(256, (size_t)(count * 2 + 255) / 256 * 256), (size_t)count * 2, {0}};
+    for (int64_t i = 0; i < count; i++)
+        t.host[i] = bf16_of(integers ? (float)((int)(next_random(random) % 5) - 2) : scale * bell(random));
+    t.device = gpu_copy(t.host, t.bytes);
+    return t;
+}
+
+static int64_t differing(const int32_t *a, const void *device, int64_t count)
+{
+    int32_t *b = gpu_read(device, (size_t)count * 4);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < count; i++) wrong += a[i] != b[i];
+    free(b);
+    return wrong;
+}
+
+static double relative_error(const uint16_t *expected, const void *device, int64_t count)
+{
+    uint16_t *got = gpu_read(device, (size_t)count * 2);
+    double error = 0.0, norm = 0.0;
+    for (int64_t i = 0; i < count; i++) {
+        const double x = (double)value_of(expected[i]), d = (double)value_of(got[i]) - x;
+        error += d * d;
+        norm += x * x;
+    }
+    free(got);
+    return sqrt(error / norm);
+}
+
+static void forward_in_graph(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args)
+{
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t run;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    must_be_ok(smoe_layer_forward(context, layer, args, stream), context, "smoe_layer_forward, cuda");
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&run, graph, 0));
+    for (int i = 0; i < 2; i++) CHECK_CUDA(cudaGraphLaunch(run, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    CHECK_CUDA(cudaGraphExecDestroy(run));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    CHECK_CUDA(cudaStreamDestroy(stream));
+}
+
+static int compare_layers(const smoe_layer *l, smoe_context *cpu, const smoe_forward_args *cpu_args,
+                          smoe_context *cuda, const smoe_forward_args *cuda_args)
+{
+    smoe_plan_view x = SMOE_PLAN_VIEW_INIT, y = SMOE_PLAN_VIEW_INIT;
+    must_be_ok(smoe_view_plan(cpu, l, cpu_args, &x), cpu, "smoe_view_plan, cpu");
+    must_be_ok(smoe_view_plan(cuda, l, cuda_args, &y), cuda, "smoe_view_plan, cuda");
+    const int64_t padded = 64 * (int64_t)x.block_offsets[l->experts], pairs = l->tokens * l->topk;
+    const int64_t wrong =
+        differing(x.topk_ids, y.topk_ids, pairs) + differing(x.counts, y.counts, l->experts) +
+        differing(x.topk_counts, y.topk_counts, l->experts) + differing(x.row_token, y.row_token, padded) +
+        differing((const int32_t *)x.row_weight, y.row_weight, padded) +
+        differing(x.token_rows, y.token_rows, x.offsets[l->experts]);
+    const double error = relative_error(cpu_args->out, cuda_args->out, l->tokens * l->hidden);
+    const int good = wrong == 0 && error < 0.02;
+    printf("%s score %d rounding %d logits %s inference %d: %lld rows, %lld entries of the plan differ, out "
+           "%.2e\n",
+           good ? "equal  " : "DIFFERS", (int)l->score, (int)l->rounding,
+           l->logits_type == SMOE_F32 ? "f32" : "bf16", (int)l->inference, (long long)x.offsets[l->experts],
+           (long long)wrong, error);
+    return !good;
+}
+
+static int check_layer(smoe_context *cpu, smoe_context *cuda, const smoe_layer *l)
+{
+    uint64_t random = 11;
+    const tensor x = random_tensor(l->tokens * l->hidden, 1.0f, 1, &random);
+    const tensor router = random_tensor(l->experts * l->hidden, 1.0f, 1, &random);
+    const tensor w1 = random_tensor(l->experts * 2 * l->intermediate * l->hidden, 0.1f, 0, &random);
+    const tensor w2 = random_tensor(l->experts * l->hidden * l->intermediate, 0.1f, 0, &random);
+    smoe_sizes sizes[2] = {SMOE_SIZES_INIT, SMOE_SIZES_INIT};
+    must_be_ok(smoe_query_sizes(cpu, l, &sizes[0]), cpu, "smoe_query_sizes, cpu");
+    must_be_ok(smoe_query_sizes(cuda, l, &sizes[1]), cuda, "smoe_query_sizes, cuda");
+    const size_t out_bytes = (size_t)(l->tokens * l->hidden) * 2,
+                 logits_bytes = (size_t)(l->tokens * l->experts) * 4;
+    const size_t host_bytes = (size_t)sizes[0].saved_buffer_bytes + (size_t)sizes[0].scratch_forward_bytes +
+                              out_bytes + logits_bytes + 2048;
+    char *host = aligned_alloc(256, (host_bytes + 255) / 256 * 256);
+    smoe_forward_args a = SMOE_FORWARD_ARGS_INIT, b = SMOE_FORWARD_ARGS_INIT;
+    a.x = x.host, a.router_weight = router.host, a.w1 = w1.host, a.w2 = w2.host, a.step = b.step = 3;
+    a.saved_size = sizes[0].saved_buffer_bytes, a.scratch_size = sizes[0].scratch_forward_bytes;
+    a.scratch = host;
+    a.saved = l->inference ? NULL : host + (a.scratch_size + 255) / 256 * 256;
+    a.out = host + ((a.scratch_size + 255) / 256 + (a.saved_size + 255) / 256) * 256;
+    a.logits = (char *)a.out + (out_bytes + 255) / 256 * 256;
+    const gpu_buffer saved = gpu_alloc((size_t)sizes[1].saved_buffer_bytes);
+    const gpu_buffer scratch = gpu_alloc((size_t)sizes[1].scratch_forward_bytes);
+    const gpu_buffer out = gpu_alloc(out_bytes), logits = gpu_alloc(logits_bytes);
+    b.x = x.device.memory, b.router_weight = router.device.memory, b.w1 = w1.device.memory,
+    b.w2 = w2.device.memory;
+    b.saved_size = sizes[1].saved_buffer_bytes, b.scratch_size = sizes[1].scratch_forward_bytes;
+    b.saved = l->inference ? NULL : saved.memory, b.scratch = scratch.memory;
+    b.out = out.memory, b.logits = logits.memory;
+
+    must_be_ok(smoe_layer_forward(cpu, l, &a, NULL), cpu, "smoe_layer_forward, cpu");
+    forward_in_graph(cuda, l, &b);
+    int failed = compare_layers(l, cpu, &a, cuda, &b);
+    const gpu_buffer buffers[] = {saved, scratch, out, logits, x.device, router.device, w1.device, w2.device};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
+        if (gpu_free(buffers[i])) {
+            printf("DIFFERS a write outside of buffer %zu\n", i);
+            failed = 1;
+        }
+    free(host), free(x.host), free(router.host), free(w1.host), free(w2.host);
+    return failed;
+}
+
+int main(void)
+{
+    int devices = 0, failures = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        puts("no GPU: skipped");
+        return 77;
+    }
+    smoe_context *cpu, *cuda;
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    must_be_ok(smoe_create(&cpu, &options), NULL, "smoe_create, cpu");
+    options.backend = SMOE_BACKEND_CUDA;
+    must_be_ok(smoe_create(&cuda, &options), NULL, "smoe_create, cuda");
+    for (int score = SMOE_SOFTMAX_TOPK; score <= SMOE_SIGMOID; score++)
+        for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++) {
+            smoe_layer l = SMOE_LAYER_INIT;
+            l.tokens = 500, l.hidden = 128, l.intermediate = 64, l.experts = 16, l.topk = 4;
+            l.score = (smoe_score)score, l.rounding = (smoe_rounding)rounding, l.tile = 32;
+            l.renormalize = score != SMOE_TOPK_SOFTMAX && rounding % 2;
+            l.logits_type = (score + rounding) % 2 ? SMOE_BF16 : SMOE_F32;
+            l.inference = rounding % 3 == 0;
+            failures += check_layer(cpu, cuda, &l);
+        }
+    smoe_destroy(cpu);
+    smoe_destroy(cuda);
+    printf("%d layers differ\n", failures);
+    return failures != 0;
+}
