@@ -41,7 +41,11 @@ static void print_help(FILE *to)
 static void sleep_while_waiting(char **argv)
 {
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
-    if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);
+    char program[4096];
+    ssize_t length = readlink("/proc/self/exe", program, sizeof program);
+    if (length <= 0 || length >= (ssize_t)sizeof program || setenv("GOMP_SPINCOUNT", "1000", 1) != 0) return;
+    program[length] = 0;
+    execv(program, argv);
 }
 
 int main(int argc, char **argv)
