@@ -1,9 +1,9 @@
 // Combine: O[t] = sum over the rows r of t of s[r] Y[r], for one chunk of d's columns. Gather and sum in f32,
 // rows ascending, no atomics. Bytes: Y 2 R d read, O 2 T d written; runs at the speed of a copy.
 //
-// A thread owns eight columns of a token, or twice eight. Tokens may have any number of rows (CSR), taken by fours:
-// the indices past the end repeat the last row, so that all loads start before the first is used; its sum leaves
-// them out.
+// A thread owns eight columns of a token, or twice eight. Tokens may have any number of rows (CSR), taken by
+// fours: the indices past the end repeat the last row, so that all loads start before the first is used; its
+// sum leaves them out.
 #include "launch.h"
 #include "storage.cuh"
 
@@ -12,9 +12,6 @@ namespace smoe
 namespace
 {
 
-#ifndef TWO_VECTORS
-#define TWO_VECTORS 1
-#endif
 enum { ROWS_IN_FLIGHT = 4, COLUMNS = 8, MOST_THREADS = 512, FEW_THREADS = 256 };
 
 template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
@@ -27,8 +24,8 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float
     }
 }
 
-// blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns. A thread's VECTORS groups of
-// eight columns stand blockDim.x groups apart.
+// blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns. A thread's VECTORS
+// groups of eight columns stand blockDim.x groups apart.
 template <typename T, int VECTORS>
 __global__ void __launch_bounds__(MOST_THREADS) combine(const __grid_constant__ smoe_cuda_combine p)
 {
@@ -49,7 +46,8 @@ __global__ void __launch_bounds__(MOST_THREADS) combine(const __grid_constant__ 
 #pragma unroll
         for (int k = 0; k < ROWS_IN_FLIGHT; k++)
 #pragma unroll
-            for (int j = 0; j < VECTORS; j++) v[k][j] = __ldg((const uint4 *)(y + row[k] * row_bytes + j * step * 2));
+            for (int j = 0; j < VECTORS; j++)
+                v[k][j] = __ldg((const uint4 *)(y + row[k] * row_bytes + j * step * 2));
 #pragma unroll
         for (int k = 0; k < ROWS_IN_FLIGHT; k++) weight[k] = __ldg(p.row_weight + row[k]);
 #pragma unroll
@@ -71,14 +69,15 @@ template <typename T, int VECTORS> void launch(const smoe_cuda_combine &p, cudaS
     const int64_t pieces = p.columns / COLUMNS / VECTORS;
     int64_t parts = smoe_divide_up(pieces, MOST_THREADS);
     while (pieces % parts) parts++;
-    const unsigned across = (unsigned)(pieces / parts), tokens = across >= FEW_THREADS ? 1 : FEW_THREADS / across;
+    const unsigned across = (unsigned)(pieces / parts),
+                   tokens = across >= FEW_THREADS ? 1 : FEW_THREADS / across;
     const dim3 block(across, tokens), grid((unsigned)smoe_divide_up(p.tokens, tokens), (unsigned)parts);
     combine<T, VECTORS><<<grid, block, 0, stream>>>(p);
 }
 
 template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t stream)
 {
-    if (p.columns % (2 * COLUMNS) == 0 && TWO_VECTORS)
+    if (p.columns % (2 * COLUMNS) == 0)
         launch<T, 2>(p, stream);
     else
         launch<T, 1>(p, stream);
@@ -87,7 +86,8 @@ template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t strea
 } // namespace
 } // namespace smoe
 
-extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype, cudaStream_t stream)
+extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype,
+                                                cudaStream_t stream)
 {
     if (dtype == SMOE_BF16)
         smoe::launch<__nv_bfloat16>(*p, stream);

@@ -60,11 +60,12 @@ enum { IN_FLIGHT = 4 }; // loads of a thread
 
 // ---- count
 
-__global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem q)
+__global__ void __launch_bounds__(THREADS, 1) count(const __grid_constant__ problem q)
 {
     extern __shared__ __align__(16) char memory[];
     uint32_t *masks = (uint32_t *)memory;
     const int experts = q.padded_experts, groups = q.chunk / 32;
+#pragma unroll 1
     for (int i = threadIdx.x; i < groups * experts; i += THREADS) masks[i] = 0;
     __syncthreads();
     const int pairs = pairs_of_chunk(q);
@@ -83,8 +84,10 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem
         }
     }
     __syncthreads();
+#pragma unroll 1
     for (int e = threadIdx.x; e < experts; e += THREADS) {
         uint32_t sum = 0;
+#pragma unroll 4
         for (int g = 0; g < groups; g++) sum += __popc(masks[g * experts + e]);
         q.work.counts[(int64_t)blockIdx.x * experts + e] = (uint16_t)sum;
     }
@@ -155,10 +158,10 @@ SMOE_DEVICE int slot_of(const problem &q, int i, int token)
     return token * q.padded_topk + i - token * q.p.topk;
 }
 
-// What a thread reads of its first pairs before anything else is known.
+// What a thread reads of its first pairs before anything else is known; the chunk's weights are called to L2.
 struct early_pairs {
     int id[IN_FLIGHT];
-    float weight[IN_FLIGHT];
+    float weight; // of the first
 };
 
 SMOE_DEVICE early_pairs read_early(const problem &q, int pairs, int64_t first)
@@ -168,42 +171,45 @@ SMOE_DEVICE early_pairs read_early(const problem &q, int pairs, int64_t first)
     for (int u = 0; u < IN_FLIGHT; u++) {
         const int i = threadIdx.x + u * THREADS;
         early.id[u] = i < pairs ? read_id(q.p, first + i) : -1;
-        early.weight[u] = i < pairs ? __ldg(q.p.weights + first + i) : 0.0f;
     }
+    early.weight = (int)threadIdx.x < pairs ? __ldg(q.p.weights + first + threadIdx.x) : 0.0f;
+    if ((int)threadIdx.x * 32 < pairs) prefetch_l2(q.p.weights + first + threadIdx.x * 32);
     return early;
 }
 
+// Pair i names expert id: into the token's ids and the mask. Was it there already?
+SMOE_DEVICE bool mark_id(const problem &q, const scatter_memory &m, int i, int id)
+{
+    if (id < 0) return false;
+    const int token = token_of(q, i);
+    const uint32_t bit = 1u << (token & 31);
+    m.ids[slot_of(q, i, token)] = (uint16_t)id;
+    return (atomicOr(&m.masks[(token >> 5) * q.padded_experts + id], bit) & bit) != 0;
+}
+
 // Ids and masks of the chunk. True (in all threads) if a token names an expert twice.
-SMOE_DEVICE bool mark_ids(const problem &q, const scatter_memory &m, int pairs, int64_t first, const early_pairs &early)
+SMOE_DEVICE bool mark_ids(const problem &q, const scatter_memory &m, int pairs, int64_t first,
+                          const early_pairs &early)
 {
     bool repeated = false;
-    for (int i0 = threadIdx.x, round = 0; i0 < pairs; i0 += THREADS * IN_FLIGHT, round++) {
-        int id[IN_FLIGHT];
 #pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            const int i = i0 + u * THREADS;
-            id[u] = round == 0 ? early.id[u] : i < pairs ? read_id(q.p, first + i) : -1;
-        }
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            const int i = i0 + u * THREADS, token = token_of(q, i);
-            if (id[u] < 0) continue;
-            m.ids[slot_of(q, i, token)] = (uint16_t)id[u];
-            const uint32_t bit = 1u << (token & 31);
-            repeated |= (atomicOr(&m.masks[(token >> 5) * q.padded_experts + id[u]], bit) & bit) != 0;
-        }
-    }
+    for (int u = 0; u < IN_FLIGHT; u++) repeated |= mark_id(q, m, threadIdx.x + u * THREADS, early.id[u]);
+#pragma unroll 1
+    for (int i = threadIdx.x + IN_FLIGHT * THREADS; i < pairs; i += THREADS)
+        repeated |= mark_id(q, m, i, read_id(q.p, first + i));
     return __syncthreads_or(repeated) != 0;
 }
 
 // Of several pairs of a token with one expert the lowest k counts; the others are marked.
 SMOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int pairs)
 {
+#pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += THREADS) {
         const int token = token_of(q, i), k = i - token * q.p.topk;
         uint16_t *ids = m.ids + token * q.padded_topk;
         const uint16_t id = ids[k];
         bool again = false;
+#pragma unroll 1
         for (int j = 0; j < k; j++) again |= (ids[j] & ~SMOE_PLAN_REPEATED) == id;
         if (again) ids[k] = id | SMOE_PLAN_REPEATED;
     }
@@ -246,6 +252,7 @@ SMOE_DEVICE sums sums_of_expert(const problem &q, const scatter_memory &m, int e
         all = summed[e];
         before = summed[q.padded_experts + e];
     }
+#pragma unroll 4
     for (int g = 0; g < q.chunk / 32; g++) local += __popc(m.masks[g * q.padded_experts + e]);
     m.experts.rows[e] = all;
     m.place[e] = (int32_t)before;
@@ -259,8 +266,10 @@ SMOE_DEVICE sums place_experts(const problem &q, const scatter_memory &m)
     const int experts = q.p.experts, each = (experts + THREADS - 1) / THREADS;
     const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
     sums own = {0, 0, 0, 0, 0, 0};
+#pragma unroll 1
     for (int e = begin; e < end; e++) own = own + sums_of_expert(q, m, e);
     sums s = scan(own, m.scratch);
+#pragma unroll 1
     for (int e = begin; e < end; e++) {
         const sums here = sums_of(m.experts.rows[e], m.local[e], (uint32_t)m.place[e], q.p.lists.piece_limit);
         m.experts.first_block[e] = s.blocks;
@@ -268,6 +277,7 @@ SMOE_DEVICE sums place_experts(const problem &q, const scatter_memory &m)
         m.experts.first_piece[e] = s.pieces;
         m.place[e] = (int32_t)(s.blocks * SMOE_BLOCK_ROWS + here.before - s.local);
         uint32_t sorted = s.local;
+#pragma unroll 4
         for (int g = 0; g < q.chunk / 32; g++) {
             m.group_before[g * q.padded_experts + e] = (uint16_t)sorted;
             sorted += __popc(m.masks[g * q.padded_experts + e]);
@@ -286,6 +296,7 @@ SMOE_DEVICE uint32_t count_lower(const problem &q, const scatter_memory &m, int 
 {
     uint32_t lower = 0;
     const uint4 *ids = (const uint4 *)(m.ids + token * q.padded_topk);
+#pragma unroll 1
     for (int i = 0; i < q.padded_topk / 8; i++) {
         const uint4 v = ids[i];
         lower += smoe_plan_lower(id, v.x) + smoe_plan_lower(id, v.y) + smoe_plan_lower(id, v.z) +
@@ -309,41 +320,38 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
     __syncthreads();
 }
 
-// Every pair to its place in the chunk's sorted list, and its padded row to its token's list.
-SMOE_DEVICE void sort_pairs(const problem &q, const scatter_memory &m, int pairs, int64_t first,
-                            const early_pairs &early)
+// Every pair to its place in the chunk's sorted list, and its padded row to its token's list. Weights are
+// read a round ahead; `next` is the first.
+SMOE_DEVICE void sort_pairs(const problem &q, const scatter_memory &m, int pairs, const float *weights,
+                            float next)
 {
-    for (int i0 = threadIdx.x, round = 0; i0 < pairs; i0 += THREADS * IN_FLIGHT, round++) {
-        float weight[IN_FLIGHT];
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            const int i = i0 + u * THREADS;
-            weight[u] = round == 0 ? early.weight[u] : i < pairs ? __ldg(q.p.weights + first + i) : 0.0f;
-        }
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            const int i = i0 + u * THREADS, token = token_of(q, i);
-            if (i >= pairs) continue;
-            const uint32_t id = m.ids[slot_of(q, i, token)];
-            if (id >= SMOE_PLAN_REPEATED) continue;
-            const int cell = (token >> 5) * q.padded_experts + (int)id;
-            const uint32_t place = m.group_before[cell] + __popc(m.masks[cell] & ((1u << (token & 31)) - 1u));
-            m.sorted[place] = id << 16 | (uint32_t)token;
-            m.sorted_weight[place] = weight[u];
-            q.p.token_rows[m.token_first[token] + count_lower(q, m, token, id)] = m.place[id] + (int32_t)place;
-        }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pairs; i += THREADS) {
+        const float weight = next;
+        if (i + THREADS < pairs) next = __ldg(weights + i + THREADS);
+        const int token = token_of(q, i);
+        const uint32_t id = m.ids[slot_of(q, i, token)];
+        if (id >= SMOE_PLAN_REPEATED) continue;
+        const int cell = (token >> 5) * q.padded_experts + (int)id;
+        const uint32_t place = m.group_before[cell] + __popc(m.masks[cell] & ((1u << (token & 31)) - 1u));
+        q.p.token_rows[m.token_first[token] + count_lower(q, m, token, id)] = m.place[id] + (int32_t)place;
+        m.sorted[place] = id << 16 | (uint32_t)token;
+        m.sorted_weight[place] = weight;
     }
     __syncthreads();
 }
 
-__global__ void __launch_bounds__(THREADS) scatter(const __grid_constant__ problem q)
+__global__ void __launch_bounds__(THREADS, 1) scatter(const __grid_constant__ problem q)
 {
     extern __shared__ __align__(16) char memory[];
     const scatter_memory m = memory_at(memory, q.shared);
     const int pairs = pairs_of_chunk(q), tokens = pairs / q.p.topk;
     const int64_t first = (int64_t)blockIdx.x * q.chunk * q.p.topk;
     const early_pairs early = read_early(q, pairs, first);
-    for (uint32_t i = threadIdx.x; i < q.shared.rows / 4; i += THREADS) m.masks[i] = 0; // and the sums behind them
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < q.shared.rows / 4; i += THREADS)
+        m.masks[i] = 0; // and the sums behind them
+#pragma unroll 1
     for (int i = threadIdx.x; i < q.chunk * q.padded_topk / 2; i += THREADS)
         ((uint32_t *)m.ids)[i] = SMOE_PLAN_NO_ID * 0x00010001u;
     __syncthreads();
@@ -355,9 +363,11 @@ __global__ void __launch_bounds__(THREADS) scatter(const __grid_constant__ probl
     }
     const sums total = place_experts(q, m);
     place_tokens(q, m, tokens, total.before);
-    sort_pairs(q, m, pairs, first, early);
+    sort_pairs(q, m, pairs, q.p.weights + first, early.weight);
+#pragma unroll 1
     for (int e = blockIdx.x + (threadIdx.x >> 5) * gridDim.x; e < q.p.experts; e += WARPS * gridDim.x)
         write_expert(q.p, m.experts, e);
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < total.local; i += THREADS) {
         const uint32_t pair = m.sorted[i];
         const int row = m.place[pair >> 16] + (int)i;
@@ -383,7 +393,7 @@ SMOE_DEVICE sums sums_of_segment(const smoe_cuda_plan &p, int e)
 }
 
 // Every CTA knows all offsets; a warp writes blocks of 64 rows, their expert found by bisection.
-__global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cuda_plan p)
+__global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ smoe_cuda_plan p)
 {
     extern __shared__ __align__(16) char memory[];
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
@@ -392,8 +402,10 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cud
     uint32_t *row_first = at + 4 * experts, *scratch = row_first + experts;
     const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
     sums own = {0, 0, 0, 0, 0, 0};
+#pragma unroll 1
     for (int e = begin; e < end; e++) own = own + sums_of_segment(p, e);
     sums s = scan(own, scratch);
+#pragma unroll 1
     for (int e = begin; e < end; e++) {
         const sums here = sums_of_segment(p, e);
         t.rows[e] = here.rows;
@@ -411,6 +423,7 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cud
 
     const int lane = threadIdx.x & 31, warp = blockIdx.x * WARPS + (threadIdx.x >> 5),
               warps = gridDim.x * WARPS;
+#pragma unroll 1
     for (uint32_t block = warp; block < total.blocks; block += warps) {
         int low = 0,
             high = experts; // the last expert that starts at or before the block, empty ones passed over
@@ -430,7 +443,9 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cud
             p.token_rows[source] = row;
         }
     }
+#pragma unroll 1
     for (int e = warp; e < experts; e += warps) write_expert(p, t, e);
+#pragma unroll 1
     for (int64_t token = blockIdx.x * THREADS + threadIdx.x; token <= p.tokens; token += gridDim.x * THREADS)
         p.token_offsets[token] = (int32_t)min(token, (int64_t)total.rows);
     write_tail(p, total.blocks * SMOE_BLOCK_ROWS);

@@ -55,7 +55,7 @@ SMOE_DEVICE sums scan(sums v, uint32_t *memory)
     uint32_t value[6] = {v.blocks, v.odd, v.pieces, v.rows, v.local, v.before}, sum[6];
 #pragma unroll
     for (int i = 0; i < 6; i++) sum[i] = value[i];
-#pragma unroll
+#pragma unroll 1
     for (int step = 1; step < 32; step *= 2)
 #pragma unroll
         for (int i = 0; i < 6; i++) {
@@ -102,6 +102,7 @@ SMOE_DEVICE void write_expert(const smoe_cuda_plan &p, const tables &t, int expe
     const int lane = threadIdx.x & 31;
     const uint32_t rows = t.rows[expert];
     uint32_t place = 0;
+#pragma unroll 1
     for (int other = lane; other < p.experts; other += 32)
         place += t.rows[other] > rows || (t.rows[other] == rows && other < expert);
     place = __reduce_add_sync(~0u, place);
@@ -109,14 +110,17 @@ SMOE_DEVICE void write_expert(const smoe_cuda_plan &p, const tables &t, int expe
 
     const int blocks = (int)((rows + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS);
     const uint32_t first = t.first_block[expert] * SMOE_BLOCK_ROWS;
+#pragma unroll 1
     for (uint32_t row = first + rows + lane; row < first + blocks * SMOE_BLOCK_ROWS; row += 32) {
         p.row_token[row] = -1;
         p.row_weight[row] = 0.0f;
     }
+#pragma unroll 1
     for (int i = lane; i < (blocks + 1) / 2; i += 32)
         p.lists.tiles[t.first_tile[expert] + i] =
             smoe_work_make((int32_t)(first + i * 2 * SMOE_BLOCK_ROWS), expert, min(2, blocks - 2 * i));
     const int pieces = (blocks + p.lists.piece_limit - 1) / p.lists.piece_limit;
+#pragma unroll 1
     for (int i = lane; i < pieces; i += 32) {
         const int begin = smoe_cut(blocks, pieces, i), end = smoe_cut(blocks, pieces, i + 1);
         p.lists.pieces[t.first_piece[expert] + i] =
@@ -127,6 +131,7 @@ SMOE_DEVICE void write_expert(const smoe_cuda_plan &p, const tables &t, int expe
 // All padded rows from `first` on belong to nobody. By the whole grid.
 SMOE_DEVICE void write_tail(const smoe_cuda_plan &p, uint32_t first)
 {
+#pragma unroll 1
     for (uint32_t row = first + blockIdx.x * THREADS + threadIdx.x; row < (uint32_t)p.padded_rows;
          row += gridDim.x * THREADS) {
         p.row_token[row] = -1;

@@ -41,8 +41,9 @@ typedef struct smoe_plan_shared {
     uint32_t sorted;        /* uint32 [chunk * topk]: expert << 16 | token, by expert, then token */
     uint32_t sorted_weight; /* float [chunk * topk] */
     uint32_t ids;           /* uint16 [chunk][padded topk] */
-    uint32_t group_before;  /* uint16 [chunk/32][experts]: pairs of the expert in the groups before, plus `local` */
-    uint32_t scratch;       /* uint32 [256] */
+    uint32_t
+        group_before; /* uint16 [chunk/32][experts]: pairs of the expert in the groups before, plus `local` */
+    uint32_t scratch; /* uint32 [256] */
     uint32_t end;
 } smoe_plan_shared;
 
@@ -77,9 +78,9 @@ SMOE_HD int32_t smoe_plan_chunk(int64_t tokens, int32_t experts, int32_t topk)
     return chunk;
 }
 
-/* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095; an
- * entry that does not count has 0x4000 or more. Two entries at a time: bit 15 of (id + 0x7fff) - entry is set
- * exactly when entry < id. The counts of both halves gather in a word. ---- */
+/* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095;
+ * an entry that does not count has 0x4000 or more. Two entries at a time: bit 15 of (id + 0x7fff) - entry is
+ * set exactly when entry < id. The counts of both halves gather in a word. ---- */
 
 enum { SMOE_PLAN_NO_ID = 0x7fff, SMOE_PLAN_REPEATED = 0x4000 };
 

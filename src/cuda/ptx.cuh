@@ -86,8 +86,13 @@ SMOE_DEVICE void store_streaming16(void *to, uint4 v)
                  : "memory");
 }
 
-// Programmatic dependent launch: the next kernel's CTAs may start, and: all of the kernels before are done and
-// what they wrote is there.
+SMOE_DEVICE void prefetch_l2(const void *address)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// Programmatic dependent launch: the next kernel's CTAs may start, and: all of the kernels before are done
+// and what they wrote is there.
 SMOE_DEVICE void let_next_start()
 {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -35,10 +35,12 @@ SMOE_HD int64_t smoe_divide_up(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Entry `i` of the `entries` that `blocks` blocks of an expert are cut into: as equal as they can be. */
+/* Where entry `i` of the `entries` that `blocks` blocks of an expert are cut into begins: as equal as they
+ * can be, the longer ones first. */
 SMOE_HD int32_t smoe_cut(int32_t blocks, int32_t entries, int32_t i)
 {
-    return (int32_t)((int64_t)blocks * i / entries);
+    const int32_t each = blocks / entries, longer = blocks % entries;
+    return i * each + (i < longer ? i : longer);
 }
 
 /* More entries than any routing of `rows` rows can make with this limit. */
@@ -95,8 +97,7 @@ static inline double smoe_down_merit(smoe_down_kind kind, int64_t intermediate, 
     const double real = (double)columns / (double)(smoe_divide_up(columns, width) * width);
     switch (kind) {
     case SMOE_DOWN_TILES: return real;
-    case SMOE_DOWN_PING_PONG:
-        return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
+    case SMOE_DOWN_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
     case SMOE_DOWN_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.13 : 0.0;
     }
     return 0.0;
