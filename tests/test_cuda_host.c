@@ -1,0 +1,301 @@
+/* The index arithmetic of the Hopper kernels, on the host by brute force: where elements stand in shared
+ * memory, how work is cut, the plan's arithmetic. No CUDA is needed. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "cuda/plan_size.h"
+#include "cuda/scheduler.h"
+#include "cuda/swizzle.h"
+
+static uint32_t random_state = 1;
+
+static uint32_t draw(uint32_t below)
+{
+    random_state = random_state * 1664525u + 1013904223u;
+    return (random_state >> 8) % below;
+}
+
+/* ---- Shared memory ---- */
+
+/* The 128-byte swizzle as the hardware does it on addresses: bits 4 to 6 are exchanged by bits 7 to 9. */
+static uint32_t hardware_swizzle(uint32_t address)
+{
+    return address ^ ((address >> 7 & 7) << 4);
+}
+
+static void panels_are_swizzled(void **state)
+{
+    (void)state;
+    for (uint32_t row = 0; row < 256; row++)
+        for (uint32_t chunk = 0; chunk < 8; chunk++)
+            assert_int_equal(smoe_panel_offset(row, chunk), hardware_swizzle(row * 128 + chunk * 16));
+}
+
+/* What the 64 gathering threads of the up-projection write is where wgmma looks for row m, element k. */
+static void gather_fills_the_tile(void **state)
+{
+    (void)state;
+    static int row_at[16384 / 16];
+    memset(row_at, 0xFF, sizeof row_at);
+    for (uint32_t thread = 0; thread < 64; thread++)
+        for (uint32_t i = 0; i < 16; i++) {
+            const uint32_t chunk = thread & 7, row = (thread >> 3) + 8 * i;
+            const uint32_t to = smoe_panel_offset(thread >> 3, chunk) + i * 8 * SMOE_PANEL_ROW_BYTES;
+            assert_int_equal(row_at[to / 16], -1);
+            row_at[to / 16] = (int)(row * 8 + chunk);
+        }
+    for (uint32_t m = 0; m < 128; m++)
+        for (uint32_t k = 0; k < 64; k++) {
+            /* consumer m / 64 starts at its panel, step k / 16 adds 32 bytes, groups of eight rows 1024 */
+            const uint32_t start = m / 64 * SMOE_PANEL_BYTES + k / 16 * 32;
+            const uint32_t in_step = m % 64 % 8 * 128 + m % 64 / 8 * 1024 + k % 16 * 2;
+            const uint32_t address = hardware_swizzle(start + in_step);
+            assert_int_equal(row_at[address / 16], m * 8 + k / 8);
+        }
+}
+
+/* The accumulators of a thread, stored as stage_half of cooperative.cuh does: every element of the half once,
+ * at the panel and chunk of its block. */
+static void staging_is_complete(void **state)
+{
+    (void)state;
+    for (int gated = 0; gated < 2; gated++) {
+        static int found[2 * SMOE_PANEL_BYTES / 16];
+        memset(found, 0xFF, sizeof found);
+        for (uint32_t warp = 0; warp < 4; warp++)
+            for (uint32_t q = 0; q < 16; q += 4)
+                for (uint32_t odd = 0; odd < 2; odd++)
+                    for (uint32_t lane = 0; lane < 32; lane++) {
+                        const uint32_t row = warp * 16 + (lane & 15), block = q + odd + (lane >> 4) * 2;
+                        const uint32_t panel = gated ? odd : q >> 3, chunk = smoe_block_chunk(block, gated);
+                        const uint32_t to = row * SMOE_PANEL_ROW_BYTES + panel * SMOE_PANEL_BYTES +
+                                            ((chunk ^ (lane & 7)) << 4);
+                        assert_int_equal(panel, smoe_block_panel(block, gated));
+                        assert_int_equal(to, panel * SMOE_PANEL_BYTES + smoe_panel_offset(row, chunk));
+                        assert_int_equal(found[to / 16], -1);
+                        found[to / 16] = (int)block;
+                    }
+        for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) assert_true(found[i] >= 0);
+    }
+}
+
+/* The box of W1 holds, gated, eight gate rows, the same features' eight up rows, and so on; a block of eight
+ * columns of the tile must stand for the features the box has there, and a panel for 64 neighbouring ones. */
+static void blocks_stand_for_their_features(void **state)
+{
+    (void)state;
+    for (uint32_t tile = 0; tile < 3; tile++)
+        for (uint32_t half = 0; half < 2; half++)
+            for (uint32_t block = 0; block < 16; block++) {
+                const uint32_t box_row = (half * 16 + block) * 8;
+                const uint32_t group = box_row / 16, first = smoe_block_feature(tile, half, block, 1);
+                assert_int_equal(first, (tile * 16 + group) * 8);
+                assert_int_equal(smoe_block_panel(block, 1), box_row / 8 % 2);
+                assert_int_equal(smoe_block_chunk(block, 1) * 8, first - (tile * 2 + half) * 64);
+                const uint32_t plain = smoe_block_feature(tile, half, block, 0);
+                assert_int_equal(plain, tile * 256 + box_row);
+                assert_int_equal(smoe_block_panel(block, 0) * 64 + smoe_block_chunk(block, 0) * 8,
+                                 plain - (tile * 2 + half) * 128);
+            }
+}
+
+/* ---- Work ---- */
+
+static void work_entries_keep_what_they_hold(void **state)
+{
+    (void)state;
+    for (int expert = 0; expert < 4096; expert += 91)
+        for (int blocks = 1; blocks < 1 << 18; blocks = blocks * 3 + 1) {
+            const smoe_work work = smoe_work_make(64 * blocks, expert, blocks);
+            assert_int_equal(work.row, 64 * blocks);
+            assert_int_equal(smoe_work_expert(work), expert);
+            assert_int_equal(smoe_work_blocks(work), blocks);
+        }
+}
+
+static void cuts_cover_everything_once(void **state)
+{
+    (void)state;
+    for (int32_t blocks = 1; blocks < 200; blocks++)
+        for (int32_t entries = 1; entries <= blocks; entries++) {
+            assert_int_equal(smoe_cut(blocks, entries, 0), 0);
+            assert_int_equal(smoe_cut(blocks, entries, entries), blocks);
+            for (int32_t i = 0; i < entries; i++) {
+                const int32_t length = smoe_cut(blocks, entries, i + 1) - smoe_cut(blocks, entries, i);
+                assert_true(length == blocks / entries || length == blocks / entries + 1);
+            }
+        }
+    for (int32_t total = 0; total < 50; total++) /* more CTAs than blocks */
+        assert_int_equal(smoe_cut(total, 132, 132), total);
+}
+
+/* Random routings: the bounds hold, and tiles counted as (blocks + odd experts) / 2 are right. */
+static void lists_fit_their_bounds(void **state)
+{
+    (void)state;
+    for (int turn = 0; turn < 2000; turn++) {
+        const int64_t experts = 1 + draw(40);
+        int64_t rows = 0, blocks = 0, odd = 0, tiles = 0, pieces = 0, capacity = 1 + draw(9000);
+        const int32_t limit = smoe_piece_limit(capacity, experts);
+        assert_true(limit >= 16 && limit <= 4096);
+        for (int64_t e = 0; e < experts; e++) {
+            int64_t count = draw(3) == 0 ? 0 : draw(700);
+            if (turn % 3 == 0 && e == experts / 2) count = capacity - rows;
+            if (count > capacity - rows) count = capacity - rows;
+            const int64_t own = smoe_divide_up(count, SMOE_BLOCK_ROWS);
+            assert_int_equal(tiles, (blocks + odd) / 2);
+            rows += count;
+            blocks += own;
+            odd += own & 1;
+            tiles += smoe_divide_up(own, SMOE_TILE_BLOCKS);
+            pieces += smoe_divide_up(own, limit);
+        }
+        assert_int_equal(tiles, (blocks + odd) / 2);
+        const int64_t padded = capacity + 63 * experts;
+        assert_true(blocks * SMOE_BLOCK_ROWS <= padded);
+        assert_true(tiles < smoe_work_bound(padded, experts, SMOE_TILE_BLOCKS));
+        assert_true(pieces < smoe_work_bound(padded, experts, limit));
+    }
+}
+
+/* The weight-stationary down-projection: whole units in waves, the rest in shares. Every block of every unit
+ * is done exactly once, and no CTA has more than its even part when the whole units leave room. */
+static void shares_cover_every_block_once(void **state)
+{
+    (void)state;
+    enum { MOST = 600, CTAS = 132 };
+    for (int turn = 0; turn < 300; turn++) {
+        const int units = 1 + (int)draw(MOST), ctas = 1 + (int)draw(CTAS), waves = units / ctas;
+        const int first = waves * ctas;
+        static int blocks[MOST + 1], done[MOST + 1];
+        int64_t total = 0, rest = 0, lacking[CTAS], all = 0, before = 0;
+        for (int u = 0; u < units; u++) {
+            blocks[u] = turn % 2 ? 1 + (int)draw(30) : 24 + (int)draw(3);
+            done[u] = u < first ? blocks[u] : 0;
+            total += blocks[u];
+            if (u >= first) rest += blocks[u];
+        }
+        for (int c = 0; c < ctas; c++) {
+            int64_t whole = 0;
+            for (int wave = 0; wave < waves; wave++) whole += blocks[wave * ctas + c];
+            const int64_t target = smoe_cut((int32_t)total, ctas, c + 1) - smoe_cut((int32_t)total, ctas, c);
+            lacking[c] = target > whole ? target - whole : 0;
+            all += lacking[c];
+        }
+        int64_t previous_end = 0;
+        for (int c = 0; c < ctas; c++) {
+            const int64_t begin = smoe_rest_share(rest, before, all, c, ctas);
+            before += lacking[c];
+            const int64_t end = smoe_rest_share(rest, before, all, c + 1, ctas);
+            assert_int_equal(begin, previous_end);
+            assert_true(end >= begin && end - begin <= lacking[c] + 1);
+            previous_end = end;
+            int64_t at = 0;
+            for (int u = first; u < units; u++) {
+                const int64_t low = begin > at ? begin : at,
+                              high = end < at + blocks[u] ? end : at + blocks[u];
+                if (high > low) done[u] += (int)(high - low);
+                at += blocks[u];
+            }
+        }
+        assert_int_equal(previous_end, rest);
+        for (int u = 0; u < units; u++) assert_int_equal(done[u], blocks[u]);
+    }
+}
+
+static void the_down_kernel_fits_its_shape(void **state)
+{
+    (void)state;
+    for (int64_t n = 8; n <= 4096; n += 8)
+        for (int64_t columns = 8; columns <= 4096; columns += 56) {
+            assert_int_equal(smoe_down_choose(n, columns, 1), SMOE_DOWN_TILES);
+            const smoe_down_kind kind = smoe_down_choose(n, columns, 0);
+            if (kind == SMOE_DOWN_STATIONARY) assert_true(n > 192 && n <= 256);
+        }
+    assert_int_equal(smoe_down_choose(256, 768, 0), SMOE_DOWN_STATIONARY);
+    assert_int_equal(smoe_down_choose(256, 384, 0), SMOE_DOWN_PING_PONG); /* 1.5 tiles of 256 */
+    assert_int_equal(smoe_down_choose(512, 4096, 0), SMOE_DOWN_PING_PONG);
+    assert_int_equal(smoe_down_choose(2048, 4096, 0), SMOE_DOWN_TILES);
+}
+
+/* ---- Plan ---- */
+
+static void division_is_exact(void **state)
+{
+    (void)state;
+    for (uint32_t divisor = 1; divisor <= 64; divisor++) {
+        const uint32_t reciprocal = smoe_reciprocal(divisor);
+        for (uint32_t i = 0; i < 65536; i++) assert_int_equal(smoe_divide(i, reciprocal), i / divisor);
+    }
+}
+
+static void lower_entries_are_counted(void **state)
+{
+    (void)state;
+    const uint32_t others[] = {SMOE_PLAN_NO_ID, SMOE_PLAN_REPEATED, SMOE_PLAN_REPEATED | 4095, 0, 1, 4095};
+    for (uint32_t id = 0; id < 4096; id += id < 70 || id > 4000 ? 1 : 37)
+        for (uint32_t entry = 0; entry < 4096; entry++)
+            for (size_t j = 0; j < sizeof others / sizeof others[0]; j++) {
+                const uint32_t want = (entry < id) + (others[j] < id);
+                assert_int_equal(smoe_plan_both(smoe_plan_lower(id, entry | others[j] << 16)), want);
+                assert_int_equal(smoe_plan_both(smoe_plan_lower(id, others[j] | entry << 16)), want);
+            }
+    /* every entry that counts is below the mark of those that do not */
+    assert_int_equal(smoe_plan_both(smoe_plan_lower(SMOE_PLAN_REPEATED, 4095 | SMOE_PLAN_NO_ID << 16)), 1);
+    assert_int_equal(smoe_plan_both(smoe_plan_lower(SMOE_PLAN_REPEATED, SMOE_PLAN_REPEATED << 16)), 1);
+}
+
+/* 64 entries that all count make 32 in each half of the word: nothing overflows into the other. */
+static void counts_of_both_halves_add_up(void **state)
+{
+    (void)state;
+    uint32_t sum = 0;
+    for (int i = 0; i < 32; i++) sum += smoe_plan_lower(4095, 7 | 8 << 16);
+    assert_int_equal(smoe_plan_both(sum), 64);
+}
+
+static void shared_memory_of_the_plan_fits(void **state)
+{
+    (void)state;
+    const int64_t tokens[] = {1, 100, 8192, 8193, 1000000};
+    for (int32_t experts = 1; experts <= 4096; experts += experts < 40 ? 1 : 169)
+        for (int32_t topk = 1; topk <= 64 && topk <= experts; topk++)
+            for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
+                const int32_t chunk = smoe_plan_chunk(tokens[i], experts, topk);
+                const smoe_plan_shared s = smoe_plan_shared_of(chunk, experts, topk);
+                assert_true(chunk >= 32 && chunk % 32 == 0 && chunk * topk <= 16384);
+                assert_true(s.end <= SMOE_PLAN_SHARED);
+                assert_int_equal(s.ids % 16, 0);
+                assert_int_equal(s.group_before % 2, 0);
+                assert_int_equal(s.scratch % 4, 0);
+                assert_true((int64_t)SMOE_PLAN_MOST_SUMMED * chunk < 65536);
+            }
+    const smoe_plan_shared largest = smoe_plan_shared_of(smoe_plan_chunk(1000000, 4096, 64), 4096, 64);
+    assert_true(largest.end <= SMOE_PLAN_SHARED);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(panels_are_swizzled),
+        cmocka_unit_test(gather_fills_the_tile),
+        cmocka_unit_test(staging_is_complete),
+        cmocka_unit_test(blocks_stand_for_their_features),
+        cmocka_unit_test(work_entries_keep_what_they_hold),
+        cmocka_unit_test(cuts_cover_everything_once),
+        cmocka_unit_test(lists_fit_their_bounds),
+        cmocka_unit_test(shares_cover_every_block_once),
+        cmocka_unit_test(the_down_kernel_fits_its_shape),
+        cmocka_unit_test(division_is_exact),
+        cmocka_unit_test(lower_entries_are_counted),
+        cmocka_unit_test(counts_of_both_halves_add_up),
+        cmocka_unit_test(shared_memory_of_the_plan_fits),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
