@@ -78,8 +78,10 @@ static bool parse_option(bench_options *options, int key, const char *text, erro
     switch (key) {
     case KEY_DEVICE:
         options->settings.device = device_find(text);
-        if (options->settings.device) return true;
-        return fail(err, ERROR_USAGE, "--device: this build has no '%s' backend", text);
+        if (!options->settings.device)
+            return fail(err, ERROR_USAGE, "--device: this build has no '%s' backend", text);
+        if (options->settings.device->backend == SMOE_BACKEND_CPU) return true;
+        return fail(err, ERROR_USAGE, "--device: bench has no clock and no yardstick for '%s' yet", text);
     case KEY_THREADS:
         if (!parse_integer("--threads", text, 1, MOST_THREADS, &number, err)) return false;
         options->settings.threads = (int)number;
