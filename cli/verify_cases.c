@@ -124,7 +124,7 @@ static const verify_case cases[] = {
     {"d = 72, n = 136", .layer = {.hidden = 72, .intermediate = 136, .topk = 3}, .draw = {ROUTER}},
     {"d = 584, n = 264: several panels, accumulated",
      .layer = {.accumulate = 1, .tokens = 300, .hidden = 584, .intermediate = 264, .experts = 2, .topk = 1},
-     .draw = {ROUTER, BIASES}},
+     .draw = {.router = true, BIASES}},
 
     /* the other ways in */
     {"given topk", QUICK, .layer = {.entry = SMOE_FROM_TOPK, .topk = 3}, .draw = {BIASES}},

@@ -11,10 +11,6 @@
 /* What f32 arithmetic may cost where storage costs less. */
 static const double f32_floor = 5e-6;
 
-/* drouter_bias is E sums over all tokens of terms of both signs: what is left of the sum may be small beside
- * the error that storage leaves in it, so its cap is this much wider. */
-static const double cancelling = 4.0;
-
 const char *const tensor_names[TENSORS] = {"logits",       "topk_ids",
                                            "topk_weights", "topk_counts",
                                            "losses",       "counts",
@@ -61,6 +57,13 @@ double verify_cap(const smoe_layer *layer)
     return layer->dtype == SMOE_F16 ? 1e-3 : f32_floor;
 }
 
+/* drouter_bias is E sums over all tokens of terms of both signs: what is left of the sum may be small beside
+ * the error that storage leaves in it, so its cap is wider. */
+static double own_cap(tensor_id id, double cap)
+{
+    return id == TENSOR_DROUTER_BIAS ? 4.0 * cap : cap;
+}
+
 verdict tensor_judge(tensor_id id, const tensor *got, const tensor *want, const tensor *stored, double cap)
 {
     if (got->count != want->count || !got->values != !want->values) return (verdict){INFINITY, 0.0, false};
@@ -71,9 +74,19 @@ verdict tensor_judge(tensor_id id, const tensor *got, const tensor *want, const 
     }
     const double storage = oracle_relative_error(stored->values, want->values, count);
     const double error = oracle_relative_error(got->values, want->values, count);
-    const double own_cap = id == TENSOR_DROUTER_BIAS ? cancelling * cap : cap;
-    const double limit = fmin(own_cap, fmax(1.5 * storage, f32_floor));
+    const double limit = fmin(own_cap(id, cap), fmax(1.5 * storage, f32_floor));
     return (verdict){error, limit, error <= limit};
+}
+
+bool tensors_conditioned(const tensors *want, const tensors *stored, double cap)
+{
+    for (int i = 0; i < TENSORS; i++) {
+        const tensor *w = &want->at[i], *s = &stored->at[i];
+        if (!w->values || tensor_exact((tensor_id)i)) continue;
+        if (oracle_relative_error(s->values, w->values, (size_t)w->count) > 0.85 * own_cap((tensor_id)i, cap))
+            return false;
+    }
+    return true;
 }
 
 int64_t tensor_differing_bits(const tensor *a, const tensor *b)

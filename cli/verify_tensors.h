@@ -60,12 +60,16 @@ typedef struct verdict {
 } verdict;
 
 /* got against want. `stored` is want with every stored tensor rounded: what storage alone costs bounds the
- * relative Frobenius error at 1.5 times, and `cap` (4 times that for drouter_bias, whose sums cancel) bounds
- * it in any case. */
+ * relative Frobenius error at 1.5 times, and `cap` (for
+ * drouter_bias, whose sums cancel, 4 times that) bounds it in any case. */
 verdict tensor_judge(tensor_id id, const tensor *got, const tensor *want, const tensor *stored, double cap);
 
 /* 5e-3 where bf16 is stored, 1e-3 for f16, 5e-6 for f32 alone. */
 double verify_cap(const smoe_layer *layer);
+
+/* Does storage alone leave room under the cap everywhere? Where sums cancel (a few values of drouter_bias,
+ * the one row of a single token) it may not: then draw other inputs. */
+bool tensors_conditioned(const tensors *want, const tensors *stored, double cap);
 
 /* Elements whose bits differ between two runs; -1 when only one run has the tensor. */
 int64_t tensor_differing_bits(const tensor *a, const tensor *b);
