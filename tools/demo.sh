@@ -16,9 +16,15 @@ if ! { cmake -S . -B "$native" -DCMAKE_BUILD_TYPE=Release -DSMOE_NATIVE=ON -DSMO
     exit 3
 fi
 
+text=/usr/share/doc/jargon-text/jargon.txt.gz
+if [ ! -e $text ]; then # an image whose packages come without documentation
+    (cd "$build" && apt-get download -qq jargon-text && dpkg-deb -x jargon-text_*.deb jargon)
+    text=$build/jargon$text
+fi
+
 demo=$build/demo
 rm -rf "$demo"
-"$native/smoe" train --out "$demo" --seconds "${DEMO_SECONDS:-150}" "$@" /usr/share/doc/jargon-text/jargon.txt.gz
+"$native/smoe" train --out "$demo" --seconds "${DEMO_SECONDS:-150}" "$@" "$text"
 
 echo
 echo "validation loss, bits per byte, over millions of tokens:"

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.." || exit 3
 build=${1:-build}
 jobs=$(nproc)
 tools/install_packages.sh build-essential cmake pkg-config libopenblas-dev libjansson-dev libcmocka-dev zlib1g-dev \
-    gnuplot-nox jargon-text clang libclang-rt-14-dev libomp-dev || exit 3
+    gnuplot-nox clang libclang-rt-14-dev libomp-dev || exit 3
 
 passed=0 failed=0 skipped=0
 
