@@ -7,32 +7,34 @@
  * r is one (token, expert) pair; rows are sorted by expert, tokens ascending inside an expert. Matrices are
  * row-major, the last dimension contiguous.
  *
- *   route       logits = X Wr^T + br (T, E); top-K ids and weights of every token               smoe_route
- *   round       keep, drop or add pairs so that experts' counts are multiples of a tile          smoe_round
- *   plan        rows sorted by expert, their weights s, the map back from tokens to rows          smoe_plan
- *   up          H[r] = X[t(r)] W1[e]^T + b1[e],  A[r] = act(H[r]) smoe_experts_forward down        Y[r] =
- * A[r] W2[e]^T + b2[e] combine     O[t] = sum over the rows r of t of s[r] Y[r]
+ *   route       logits = X Wr^T + br (T, E); top-K ids and weights of every token      smoe_route
+ *   round       keep, drop or add pairs so that experts' counts are multiples of a tilesmoe_round
+ *   plan        rows sorted by expert, their weights s, the map from tokens to rows    smoe_plan
+ *   up          H[r] = X[t(r)] W1[e]^T + b1[e],  A[r] = act(H[r])                      smoe_experts_forward
+ *   down        Y[r] = A[r] W2[e]^T + b2[e]
+ *   combine     O[t] = sum over the rows r of t of s[r] Y[r]
  *
- *   dh          dA'[r] = dO[t(r)] W2[e];  dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>; smoe_experts_backward
+ *   dh          dA'[r] = dO[t(r)] W2[e];  dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>   smoe_experts_backward
  *               dH[r] = dact(H[r], s[r] dA'[r]);  A'[r] = s[r] A[r]
  *   dw2         dW2[e] = sum_r dO[t(r)]^T A'[r];  db2[e] = sum_r s[r] dO[t(r)]
  *   dx_rows     dX~[r] = dH[r] W1[e]
  *   dw1         dW1[e] = sum_r dH[r]^T X[t(r)];   db1[e] = sum_r dH[r]
  *   dx          dX[t] = sum over the rows r of t of dX~[r]  (+ the router's term dlogits Wr)
- *   router_bwd  dlogits from dS through the score function; dWr = dlogits^T X; dbr = sum_t dlogits
+ *   router_bwd  dlogits from dS through the score function; dWr = dlogits^T X;         smoe_layer_backward
+ *               dbr = sum_t dlogits
  *
  * Rules of every call.
  *  - It returns a status. Anything but SMOE_OK leaves the reason in smoe_last_error(context).
  *  - Calls that take a `stream` enqueue their work there and return: they allocate nothing, block on nothing,
- * read no count back to the host and may be captured in a CUDA graph. The CPU backend ignores the stream and
- * is done on return.
+ *    read no count back to the host and may be captured in a CUDA graph. The CPU backend ignores the stream
+ *    and is done on return.
  *  - The caller owns all memory. With the cuda backend every pointer inside an argument struct is a device
- * pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 256.
+ *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 256.
  *  - Same inputs, same bits, whatever the number of threads.
  *  - Values are never an error: a NaN logit sorts below -inf, and a token that keeps one gets NaN weights and
- * a NaN output row; no other token changes.
+ *    a NaN output row; no other token changes.
  *  - Every struct starts with struct_size and is made with its _INIT macro. Fields are only ever appended;
- * the library reads the bytes that struct_size covers and takes the default for the rest.
+ *    the library reads the bytes that struct_size covers and takes the default for the rest.
  */
 #ifndef SMOE_H
 #define SMOE_H
@@ -50,8 +52,7 @@
 extern "C" {
 #endif
 
-/* ---- Version
- * ------------------------------------------------------------------------------------------------- */
+/* ---- Version ------------------------------------------------------------------------------------------- */
 
 #define SMOE_VERSION_MAJOR 0
 #define SMOE_VERSION_MINOR 1
@@ -60,8 +61,7 @@ extern "C" {
 
 SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked */
 
-/* ---- Status
- * -------------------------------------------------------------------------------------------------- */
+/* ---- Status -------------------------------------------------------------------------------------------- */
 
 /* Values are pinned. */
 typedef enum smoe_status {
@@ -77,8 +77,7 @@ typedef enum smoe_status {
 
 SMOE_API const char *smoe_status_string(smoe_status status); /* static text, never NULL */
 
-/* ---- Context
- * ------------------------------------------------------------------------------------------------- */
+/* ---- Context ------------------------------------------------------------------------------------------- */
 
 typedef enum smoe_backend { SMOE_BACKEND_CPU = 0, SMOE_BACKEND_CUDA = 10 } smoe_backend;
 
@@ -134,8 +133,7 @@ SMOE_API void smoe_destroy(smoe_context *context);
  * the next failing call. */
 SMOE_API const char *smoe_last_error(const smoe_context *context);
 
-/* ---- The description of a layer
- * ------------------------------------------------------------------------------ */
+/* ---- The description of a layer ------------------------------------------------------------------------ */
 
 typedef enum smoe_type {
     SMOE_F32 = 0,
@@ -169,20 +167,20 @@ typedef enum smoe_layout {
 typedef enum smoe_entry {
     SMOE_FROM_LOGITS = 0, /* tokens with router logits, or with the router's weight */
     SMOE_FROM_TOPK = 1,   /* tokens with given ids and weights (T, K); ids outside 0..E-1 are skipped, and a
-                             repeated id   of one token counts once, at its lowest k */
-    SMOE_FROM_ROWS =
-        2 /* rows already sorted by expert, with offsets [E+1]: T rows in, T rows out in the same order */
+                             repeated id of one token counts once, at its lowest k */
+    SMOE_FROM_ROWS = 2    /* rows already sorted by expert, with offsets [E+1]: T rows in, T rows out in the
+                             same order */
 } smoe_entry;
 
 /* Weights from logits l; p is the softmax of l over all E, sigma the sigmoid. Ties go to the lower expert.
- * dlogits has K nonzeros a token where marked sparse, unless rounding or a loss coefficient makes it dense.
- */
+ * dlogits has K nonzeros a token where marked sparse, unless rounding or a loss coefficient makes it
+ * dense. */
 typedef enum smoe_score {
-    SMOE_SOFTMAX_TOPK =
-        0, /* top-K of l, weights p (dense); with renormalize p over the sum of the K kept (sparse) */
+    SMOE_SOFTMAX_TOPK = 0, /* top-K of l, weights p (dense); with renormalize p over the sum of the K kept
+                              (sparse) */
     SMOE_TOPK_SOFTMAX = 1, /* top-K of l, weights their softmax (sparse) */
-    SMOE_SIGMOID =
-        2 /* top-K of sigma(l) + selection_bias, weights sigma(l), with renormalize over their sum (sparse) */
+    SMOE_SIGMOID = 2 /* top-K of sigma(l) + selection_bias, weights sigma(l), with renormalize over their
+                        sum (sparse) */
 } smoe_score;
 
 /* Token rounding: c = an expert's count under plain top-K, M the tile, lo = M floor(c/M), hi = M ceil(c/M);
@@ -193,21 +191,21 @@ typedef enum smoe_score {
 typedef enum smoe_rounding {
     SMOE_ROUND_NONE = 0,
     SMOE_ROUND_NR_F = 1, /* nearest: hi when c - lo > M/2 */
-    SMOE_ROUND_SR_F =
-        2, /* stochastic: hi when u < (c - lo)/M, u from Philox4x32-10(key seed, counter (step, expert)) */
+    SMOE_ROUND_SR_F = 2, /* stochastic: hi when u < (c - lo)/M, u from Philox4x32-10(key seed, counter (step,
+                            expert)) */
     SMOE_ROUND_NR_S = 3, /* nearest by score: hi when S(hi) - S(c) < S(c) - S(lo), S(m) the sum of the first m
                             scores in 64-bit fixed point */
-    SMOE_ROUND_BALANCE_F =
-        4, /* experts in order with a residual r = 0: hi when c + r - lo > M/2; then r += c - picked */
-    SMOE_ROUND_UP = 5,  /* always hi */
-    SMOE_ROUND_DOWN = 6 /* always lo */
+    SMOE_ROUND_BALANCE_F = 4, /* experts in order with a residual r = 0: hi when c + r - lo > M/2; then
+                                 r += c - picked */
+    SMOE_ROUND_UP = 5,        /* always hi */
+    SMOE_ROUND_DOWN = 6       /* always lo */
 } smoe_rounding;
 
 typedef struct smoe_layer {
     size_t struct_size;
-    int64_t tokens;       /* T >= 1; for FROM_ROWS the capacity in rows */
-    int64_t hidden;       /* d, a multiple of 8 */
-    int64_t intermediate; /* n, a multiple of 8 */
+    int64_t tokens;       /* T >= 1; for FROM_ROWS the capacity in rows. padded_rows < 2^31, T E <= 2^40 */
+    int64_t hidden;       /* d, a multiple of 8, at most 2^20 */
+    int64_t intermediate; /* n, a multiple of 8, at most 2^20 */
     int64_t experts;      /* E, 1..4096 */
     int64_t topk;         /* K, 1..64, at most E; for FROM_ROWS 1 */
     smoe_type dtype;      /* storage of X, W, b, H, O and their gradients; arithmetic is f32 */
@@ -220,8 +218,8 @@ typedef struct smoe_layer {
     int32_t accumulate;  /* 1: weight and bias gradients are added to what is there, 0: they are written */
     int32_t inference;   /* 1: nothing is saved (the plan lives in scratch), no backward follows */
     int32_t reuse_saved; /* 1: the backward may destroy the saved H (dH takes its place) */
-    int32_t chunks;      /* 1, 2, 4, ..., 64: down + combine and dx_rows + dx go by chunks of 64 ceil(d / (64
-                            chunks))      columns; scratch falls, the bits of the results stay the same */
+    int32_t chunks;      /* 1, 2, 4, ..., 64: down + combine and dx_rows + dx go by chunks of
+                            64 ceil(d / (64 chunks)) columns; scratch falls, the bits of the results stay */
     /* FROM_LOGITS: the router */
     smoe_score score;
     int32_t renormalize;
@@ -244,15 +242,14 @@ typedef struct smoe_layer {
  * Host only. */
 SMOE_API smoe_status smoe_supports(smoe_context *context, const smoe_layer *layer);
 
-/* ---- Sizes
- * --------------------------------------------------------------------------------------------------- */
+/* ---- Sizes --------------------------------------------------------------------------------------------- */
 
 typedef struct smoe_sizes {
     size_t struct_size;
     int64_t rows;            /* bound on R: T K, plus what rounding can add */
     int64_t padded_rows;     /* bound on the rows with every expert padded to a multiple of 64: rows + 63 E */
     uint64_t saved_bytes;    /* kept from forward to backward, X included, unpadded: 2 T d + 4 n R +
-                                metadata_bytes    (bf16, gated; 2 n R without a gate; f32 doubles both) */
+                                metadata_bytes (bf16, gated; 2 n R without a gate; f32 doubles both) */
     uint64_t metadata_bytes; /* the plan's part of it */
     uint64_t saved_buffer_bytes; /* what to allocate as `saved`: H at padded_rows and the plan; X stays the
                                     caller's */
@@ -264,12 +261,11 @@ typedef struct smoe_sizes {
         sizeof(smoe_sizes), 0, 0, 0, 0, 0, 0, 0                                                              \
     }
 
-/* What a layer needs in this context. Host only; the same for the same description. Errors as smoe_supports.
- */
+/* What a layer needs in this context. Host only; the same for the same description. Errors as smoe_supports,
+ * and ARGUMENT for sizes. */
 SMOE_API smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
 
-/* ---- Forward
- * ------------------------------------------------------------------------------------------------- */
+/* ---- Forward ------------------------------------------------------------------------------------------- */
 
 typedef struct smoe_forward_args {
     size_t struct_size;
@@ -333,9 +329,8 @@ typedef struct smoe_plan_view {
     const int32_t *offsets;       /* (E+1) their sums: R = offsets[E] */
     const int32_t *block_offsets; /* (E+1) first 64-row block of each expert among the padded rows */
     const int32_t *order;         /* (E) experts by falling count, then by rising id */
-    const int32_t
-        *row_token; /* (padded_rows) t(r), -1 in every pad row, those past the last expert included */
-    const float *row_weight;      /* (padded_rows) s(r), 0 in pad rows */
+    const int32_t *row_token; /* (padded_rows) t(r), -1 in every pad row, those past the last expert too */
+    const float *row_weight;  /* (padded_rows) s(r), 0 in pad rows */
     const int32_t *token_offsets; /* (T+1) into token_rows */
     const int32_t *token_rows;    /* (rows) padded rows of each token, ascending */
     const void *h; /* (padded_rows, 2n or n) dtype: gate columns, then up columns; NULL for inference */
@@ -354,8 +349,7 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
                                                 const int32_t *counts, float *bias, float gamma,
                                                 void *stream);
 
-/* ---- Backward
- * ------------------------------------------------------------------------------------------------ */
+/* ---- Backward ------------------------------------------------------------------------------------------ */
 
 typedef struct smoe_backward_args {
     size_t struct_size;

@@ -50,8 +50,8 @@ struct smoe_context {
     char error[SMOE_ERROR_TEXT];
 };
 
-/* Writes the error text and returns the status: `return smoe_fail(context, SMOE_ERROR_SHAPE, "smoe_route:
- * ...")`. */
+/* Writes the error text and returns the status:
+ *     return smoe_fail(context, SMOE_ERROR_SHAPE, "smoe_route: ..."); */
 smoe_status smoe_fail(smoe_context *context, smoe_status status, const char *format, ...)
 #ifdef __GNUC__
     __attribute__((format(printf, 3, 4)))

@@ -1,7 +1,7 @@
 /* Causal softmax attention over whole sequences.
  *
- *     p[i, j] = softmax over j <= i of <q[i], k[j]> / sqrt(head size);   out[i] = sum over j <= i of p[i, j]
- * v[j]
+ *     p[i, j] = softmax over j <= i of <q[i], k[j]> / sqrt(head size);
+ *     out[i] = sum over j <= i of p[i, j] v[j]
  *
  * One (sequence, head) pair is one thread's work; queries go in blocks of ATTENTION_BLOCK rows, so that only
  * keys up to the block's end are touched. */

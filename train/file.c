@@ -254,8 +254,7 @@ static bool list_visit(file_list *list, FTS *walk, FTSENT *entry, error *err)
     case FTS_ERR:
     case FTS_NS:
         return fail(err, ERROR_RUNTIME, "%s: cannot read: %s", entry->fts_path, strerror(entry->fts_errno));
-    case FTS_DEFAULT: // a device, pipe or socket: named by the user it is an error, found in a folder it is
-                      // skipped
+    case FTS_DEFAULT: // a device, pipe or socket: named by the user an error, found in a folder skipped
         if (entry->fts_level > 0) return true;
         return fail(err, ERROR_RUNTIME, "%s: is neither a file nor a folder", entry->fts_path);
     default: return true;

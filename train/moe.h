@@ -21,8 +21,8 @@ typedef struct moe_routing {
 
 /* What one layer keeps from forward to backward. */
 typedef struct moe_saved {
-    float *logits; // (T, E)
-    void *saved;   // the library's own
+    float *logits;                // (T, E)
+    void *saved;                  // the library's own
     _Alignas(16) float losses[2]; // load balance, z
 } moe_saved;
 

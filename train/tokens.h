@@ -1,8 +1,8 @@
 /* Training data: a stream of tokens to train on, one to validate on, and batches cut from them.
  *
  * A source is any file or folder (recursively, sorted; train/file.h). What a file is follows from its name:
- *   *.bin  llm.c's token file: int32[256] header (magic 20240520, version 1, number of tokens), then uint16
- * tokens
+ *   *.bin  llm.c's token file: int32[256] header (magic 20240520, version 1, number of tokens), then
+ *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz
  *   else   text: every byte is a token, so the vocabulary has 256 or more
  * Files of one run are either all text or all token files; empty files inside a folder are skipped.

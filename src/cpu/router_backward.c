@@ -3,11 +3,14 @@
  * With c the route scale, g = c dS of a pair (0 for kept pairs that rounding dropped: they stay in the
  * normaliser), p the softmax over E, w the weights before c, and 1_e over the kept or added experts:
  *
- *   SOFTMAX_TOPK, added pairs of both softmax scores, losses   dl_e = p_e (v_e - sum_j v_j p_j),   v_e the
- * sum of g_e, balance E count_e / T^2 and z 2 logsumexp / T SOFTMAX_TOPK renormalised, TOPK_SOFTMAX dl_e =
- * w_e (g_e - sum_kept g_j w_j) SIGMOID, added pairs                                       dl_e = g_e sigma_e
- * (1 - sigma_e) SIGMOID renormalised                                       the same with (g_e - sum_kept g_j
- * w_j) / sum_kept sigma_j
+ *   SOFTMAX_TOPK, added pairs of both softmax scores, losses:
+ *       dl_e = p_e (v_e - sum_j v_j p_j),  v_e the sum of g_e, balance E count_e / T^2 and z 2 logsumexp / T
+ *   SOFTMAX_TOPK renormalised, TOPK_SOFTMAX:
+ *       dl_e = w_e (g_e - sum_kept g_j w_j)
+ *   SIGMOID, added pairs:
+ *       dl_e = g_e sigma_e (1 - sigma_e)
+ *   SIGMOID renormalised:
+ *       the same with (g_e - sum_kept g_j w_j) / sum_kept sigma_j in the place of g_e
  *
  * A token of which a pair with NaN weight has a row gets NaN in all of its dlogits; nobody else's change.
  *

@@ -35,10 +35,10 @@ typedef struct smoe_cuda_routing {
     int32_t *topk_counts; /* (E) */
     int32_t *counts;      /* (E) */
     /* scratch */
-    uint32_t *mask;     /* (E, W): bit t % 32 of word t / 32 is set when token t has expert e */
-    int32_t *word_rows; /* (E, W): padded row of the word's first token; rounding */
-    void *keys;         /* (E, 256 P) smoe_score_key, uint16 (its high half) with bf16 logits, else uint32;
-                           rounding */
+    uint32_t *mask;              /* (E, W): bit t % 32 of word t / 32 is set when token t has expert e */
+    int32_t *word_rows;          /* (E, W): padded row of the word's first token; rounding */
+    void *keys;                  /* (E, 256 P) smoe_score_key, uint16 (its high half) with bf16 logits,
+                                    else uint32; rounding */
     smoe_token_softmax *softmax; /* (T); rounding by softmax scores, or losses */
     double *panel_probability;   /* (P, E) sums of p; losses */
     double *panel_z;             /* (P) sums of logsumexp^2; losses */

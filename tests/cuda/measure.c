@@ -2,8 +2,7 @@
  * cublasGemmStridedBatchedEx (uniform counts) plus the combine's bytes, (R d + T d) 2, at the speed of a
  * copy.
  *
- *   measure [uniform|random|skewed] [chunks] shape...       shapes as T,d,n,E,K or a name of the paper's
- * suite
+ *   measure [uniform|random|skewed] [chunks] shape...       shapes as T,d,n,E,K or of the paper's suite
  *
  * Sustained: every job runs 50 ms untimed, then 60 ms launch by launch between events, jobs in turn, three
  * rounds; medians of all launches. The pass is a CUDA graph of plan, up, down, combine; its stages are timed
