@@ -7,20 +7,20 @@
  * r is one (token, expert) pair; rows are sorted by expert, tokens ascending inside an expert. Matrices are
  * row-major, the last dimension contiguous.
  *
- *   route       logits = X Wr^T + br (T, E); top-K ids and weights of every token      smoe_route
- *   round       keep, drop or add pairs so that experts' counts are multiples of a tilesmoe_round
- *   plan        rows sorted by expert, their weights s, the map from tokens to rows    smoe_plan
- *   up          H[r] = X[t(r)] W1[e]^T + b1[e],  A[r] = act(H[r])                      smoe_experts_forward
+ *   route       logits = X Wr^T + br (T, E); top-K ids and weights of every token       smoe_route
+ *   round       keep, drop or add pairs so that experts' counts are multiples of a tile smoe_round
+ *   plan        rows sorted by expert, their weights s, the map from tokens to rows     smoe_plan
+ *   up          H[r] = X[t(r)] W1[e]^T + b1[e],  A[r] = act(H[r])                       smoe_experts_forward
  *   down        Y[r] = A[r] W2[e]^T + b2[e]
  *   combine     O[t] = sum over the rows r of t of s[r] Y[r]
  *
- *   dh          dA'[r] = dO[t(r)] W2[e];  dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>   smoe_experts_backward
+ *   dh          dA'[r] = dO[t(r)] W2[e];  dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>    smoe_experts_backward
  *               dH[r] = dact(H[r], s[r] dA'[r]);  A'[r] = s[r] A[r]
  *   dw2         dW2[e] = sum_r dO[t(r)]^T A'[r];  db2[e] = sum_r s[r] dO[t(r)]
  *   dx_rows     dX~[r] = dH[r] W1[e]
  *   dw1         dW1[e] = sum_r dH[r]^T X[t(r)];   db1[e] = sum_r dH[r]
  *   dx          dX[t] = sum over the rows r of t of dX~[r]  (+ the router's term dlogits Wr)
- *   router_bwd  dlogits from dS through the score function; dWr = dlogits^T X;         smoe_layer_backward
+ *   router_bwd  dlogits from dS through the score function; dWr = dlogits^T X;          smoe_layer_backward
  *               dbr = sum_t dlogits
  *
  * Rules of every call.
