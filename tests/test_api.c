@@ -298,7 +298,8 @@ static void test_rounded_row_bounds(void **state)
         int64_t rows;
     } bounds[] = {{SMOE_ROUND_NONE, 2048},         {SMOE_ROUND_DOWN, 2048},
                   {SMOE_ROUND_NR_F, 2048 + 8 * 7}, {SMOE_ROUND_BALANCE_F, 2048 + 8},
-                  {SMOE_ROUND_UP, 2048 + 8 * 15},  {SMOE_ROUND_SR_F, 2048 + 8 * 15}};
+                  {SMOE_ROUND_UP, 2048 + 8 * 15},  {SMOE_ROUND_SR_F, 2048 + 8 * 15},
+                  {SMOE_ROUND_NR_S, 2048 + 8 * 15}};
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++) {
         smoe_layer layer = small_layer();
         layer.tokens = 1024;
