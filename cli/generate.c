@@ -5,6 +5,7 @@
 
 #include <argp.h>
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,16 +37,23 @@ static double number(struct argp_state *state, const char *name, const char *tex
     return value;
 }
 
+static int64_t whole(struct argp_state *state, const char *name, const char *text, double high)
+{
+    double value = number(state, name, text, 0, high);
+    if (value != floor(value)) argp_error(state, "--%s: '%s' is no whole number", name, text);
+    return (int64_t)value;
+}
+
 static error_t parse(int key, char *text, struct argp_state *state)
 {
     generate_options *o = state->input;
     switch (key) {
     case 'c': o->checkpoint = text; return 0;
     case 'p': o->prompt = text; return 0;
-    case 'n': o->tokens = (int64_t)number(state, "tokens", text, 0, 1e9); return 0;
+    case 'n': o->tokens = whole(state, "tokens", text, 1e9); return 0;
     case KEY_TEMPERATURE: o->sampler.temperature = number(state, "temperature", text, 0, 100); return 0;
     case KEY_TOP_P: o->sampler.top_p = number(state, "top-p", text, 1e-6, 1); return 0;
-    case KEY_SEED: o->sampler.seed = (uint64_t)number(state, "seed", text, 0, 9e15); return 0;
+    case KEY_SEED: o->sampler.seed = (uint64_t)whole(state, "seed", text, 9e15); return 0;
     case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;
     default: return ARGP_ERR_UNKNOWN;
     }
@@ -65,7 +73,7 @@ static bool generate(generate_options *o, model *m, int32_t *text, int64_t count
         if (fflush(stdout) != 0) return fail(err, ERROR_RUNTIME, "cannot write: %s", strerror(errno));
     }
     putchar('\n');
-    return true;
+    return fflush(stdout) == 0 || fail(err, ERROR_RUNTIME, "cannot write: %s", strerror(errno));
 }
 
 static bool run(generate_options *o, error *err)

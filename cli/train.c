@@ -21,8 +21,8 @@ static void ask_to_stop(int number)
     stop_asked = 1;
 }
 
-/* The first interrupt finishes the step and saves; a second one ends the program: that loses no
- * checkpoint. */
+/* The first interrupt finishes the step and saves; a second one ends the program: that
+ * loses no checkpoint. */
 static void catch_signals(void)
 {
     struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = (int)SA_RESETHAND};

@@ -1,5 +1,5 @@
-/* smoe: Mixture-of-Experts layers, forward and backward, lean in memory and deterministic (SonicMoE, arXiv
- * 2512.14080).
+/* smoe: Mixture-of-Experts layers, forward and backward, lean in memory and deterministic
+ * (SonicMoE, arXiv 2512.14080).
  *
  * This header is the manual; what it does not say is not API.
  *
@@ -172,9 +172,9 @@ typedef enum smoe_entry {
                              same order */
 } smoe_entry;
 
-/* Weights from logits l; p is the softmax of l over all E, sigma the sigmoid. Ties go to the lower expert.
- * dlogits has K nonzeros a token where marked sparse, unless rounding or a loss coefficient makes it
- * dense. */
+/* Weights from logits l; p is the softmax of l over all E, sigma the sigmoid. Ties go to the lower
+ * expert. dlogits has K nonzeros a token where marked sparse, unless rounding or a loss coefficient
+ * makes it dense. */
 typedef enum smoe_score {
     SMOE_SOFTMAX_TOPK = 0, /* top-K of l, weights p (dense); with renormalize p over the sum of the K kept
                               (sparse) */

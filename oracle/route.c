@@ -5,8 +5,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* Two scores closer than this (relative, and absolute for sums with a bias) may come out equal or reversed in
- * f32. */
+/* Two scores closer than this (relative, and absolute for sums with a bias) may come out equal or
+ * reversed in f32. */
 static const double close = 1e-6;
 
 void oracle_logits(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward)

@@ -1,5 +1,5 @@
-/* Every check of what a caller hands in; each error text names the function, the argument, the value and the
- * limit. */
+/* Every check of what a caller hands in; each error text names the function, the argument, the value
+ * and the limit. */
 #ifndef SMOE_CHECK_H
 #define SMOE_CHECK_H
 

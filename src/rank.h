@@ -73,8 +73,8 @@ SMOE_HOST_DEVICE int smoe_is_nan(float x)
 
 /* ---- Keys ---- */
 
-/* x as an unsigned integer of the same order: 0 for NaN, which so ranks below -inf, and one value for both
- * zeros. */
+/* x as an unsigned integer of the same order: 0 for NaN, which so ranks below -inf, and one value
+ * for both zeros. */
 SMOE_HOST_DEVICE uint32_t smoe_rank_key(float x)
 {
     const uint32_t given = smoe_bits_of(x), bits = given == 0x80000000u ? 0u : given;
@@ -96,9 +96,9 @@ SMOE_HOST_DEVICE float smoe_round_to_bf16(float x)
     return smoe_is_nan(x) ? smoe_float_of(0x7fc00000u) : smoe_float_of(rounded);
 }
 
-/* The key that ranks a token inside an expert. With bf16 logits the score is rounded to bf16 first: the key's
- * low 16 bits are then the same for all scores of one sign (0 for positive ones), and its high 16 bits
- * suffice. */
+/* The key that ranks a token inside an expert. With bf16 logits the score is rounded to bf16 first:
+ * the key's low 16 bits are then the same for all scores of one sign (0 for positive ones), and its
+ * high 16 bits suffice. */
 SMOE_HOST_DEVICE uint32_t smoe_score_key(float score, smoe_type logits_type)
 {
     return smoe_rank_key(logits_type == SMOE_BF16 ? smoe_round_to_bf16(score) : score);

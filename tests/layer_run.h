@@ -1,5 +1,5 @@
-/* One layer on random inputs, run by the library and by the fp64 oracle: what the tests of the expert stages
- * share.
+/* One layer on random inputs, run by the library and by the fp64 oracle: what the tests of the
+ * expert stages share.
  *
  * Every tensor stands between canaries; outputs, saved and scratch start as 0xff bytes, which are NaN in
  * every float type; inputs must come back unchanged. After the forward, its scratch and output are poisoned

@@ -175,8 +175,8 @@ static double sum_of_squares(double x, double y)
     return x + y * y;
 }
 
-/* |x| up to 13 in steps of 2^-10, where the tails come close to the smallest normal number; ups and da vary
- * along. */
+/* |x| up to 13 in steps of 2^-10, where the tails come close to the smallest normal number; ups and
+ * da vary along. */
 static void test_accuracy(void **state)
 {
     (void)state;

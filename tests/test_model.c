@@ -1,6 +1,6 @@
-/* The trainer's model: every parameter's gradient against finite differences of the loss, RMSNorm, RoPE and
- * attention against plain double loops, AdamW against its formula, and the same bits on every number of
- * threads. */
+/* The trainer's model: every parameter's gradient against finite differences of the loss, RMSNorm, RoPE
+ * and attention against plain double loops, AdamW against its formula, and the same bits on every
+ * number of threads. */
 #include "train/adamw.h"
 #include "train/attention.h"
 #include "train/embedding.h"

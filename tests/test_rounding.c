@@ -286,8 +286,8 @@ static int is_kept(const rounding_case *r, int64_t t, int64_t e)
     return 0;
 }
 
-/* Nobody is added while a selected token is dropped, and whoever is in scores at least as high as whoever is
- * out. */
+/* Nobody is added while a selected token is dropped, and whoever is in scores at least as high as
+ * whoever is out. */
 static void check_ranks(const rounding_case *r)
 {
     const smoe_layer *l = &r->c.layer;

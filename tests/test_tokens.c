@@ -91,8 +91,8 @@ static void test_windows(void **state)
     tokens_close(data);
 }
 
-/* One epoch: adjoining windows, each once, all inside the training stream, in another order than the
- * stream's. */
+/* One epoch: adjoining windows, each once, all inside the training stream, in another order
+ * than the stream's. */
 static void check_epoch(const tokens *data, uint64_t seed, uint64_t epoch, int32_t *first)
 {
     enum { WINDOWS = (IDS - IDS / 20) / CONTEXT - 1 };

@@ -1,5 +1,5 @@
-/* Checkpoints: a folder OUT/step-0000100 a checkpoint, and OUT/latest, a symbolic link to the newest finished
- * one.
+/* Checkpoints: a folder OUT/step-0000100 a checkpoint, and OUT/latest, a symbolic link to the
+ * newest finished one.
  *
  *     config.json, model.safetensors   what Hugging Face transformers opens (train/config.h)
  *     state.safetensors                what resuming needs besides: the AdamW moments and the loop's counters

@@ -9,8 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Makes OUT and an empty OUT/step-N.tmp, whose path goes to `folder`; what an earlier kill left there is
- * removed. */
+/* Makes OUT and an empty OUT/step-N.tmp, whose path goes to `folder`; what an earlier kill left
+ * there is removed. */
 bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t size, error *err);
 
 /* Syncs and renames it, moves OUT/latest to it, and removes the oldest checkpoints until `keep` are left. */

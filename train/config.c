@@ -1,5 +1,5 @@
-/* See config.h. Two tables say everything about the numeric keys: one row a key with field, limits and
- * default. */
+/* See config.h. Two tables say everything about the numeric keys: one row a key with field,
+ * limits and default. */
 #include "train/config.h"
 
 #include "train/file.h"
@@ -33,8 +33,8 @@ typedef struct boolean_key {
 
 #define FIELD(name) offsetof(model_config, name)
 
-/* The limits keep a tensor under 2^16 experts * 2^21 rows * 2^18 columns = 2^55 weights: bytes fit into 63
- * bits. */
+/* The limits keep a tensor under 2^16 experts * 2^21 rows * 2^18 columns = 2^55 weights: bytes fit
+ * into 63 bits. */
 static const integer_key integer_keys[] = {
     {"vocab_size", FIELD(vocab), 2, 1 << 24, REQUIRED},
     {"hidden_size", FIELD(hidden), 2, 1 << 18, REQUIRED},

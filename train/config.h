@@ -41,11 +41,11 @@ bool model_config_check(const model_config *config, error *err);
  * else err names the first key that differs and both values. Used before weights are loaded. */
 bool model_config_same(const model_config *have, const model_config *want, error *err);
 
-/* Reads the text of a config.json; `name` stands for the file in messages. Keys that are absent take OLMoE's
- * own defaults where transformers has one that is plain (see config.c), sizes must be there. Unknown keys are
- * ignored; a known key that asks for what this model does not do (attention_bias true, clip_qkv, another
- * activation, grouped key/value heads, scaled RoPE, another model_type) is an error. The result has passed
- * model_config_check. */
+/* Reads the text of a config.json; `name` stands for the file in messages. Keys that are absent take
+ * OLMoE's own defaults where transformers has one that is plain (see config.c), sizes must be there.
+ * Unknown keys are ignored; a known key that asks for what this model does not do (attention_bias true,
+ * clip_qkv, another activation, grouped key/value heads, scaled RoPE, another model_type) is an error. The
+ * result has passed model_config_check. */
 bool model_config_parse(model_config *config, const void *text, size_t size, const char *name, error *err);
 bool model_config_read(model_config *config, const char *path, error *err);
 

@@ -149,8 +149,8 @@ static char *folder_of(const char *path)
     return slash == path ? strdup("/") : strndup(path, (size_t)(slash - path));
 }
 
-/* Makes a rename inside the folder durable. Folders of some file systems know no fsync (EINVAL): nothing to
- * do. */
+/* Makes a rename inside the folder durable. Folders of some file systems know no fsync (EINVAL):
+ * nothing to do. */
 static bool sync_folder(const char *path, error *err)
 {
     char *folder = folder_of(path);

@@ -1,5 +1,5 @@
-/* See norm.h. With g = dy w and xhat = x rstd: dx = rstd (g - xhat mean(g xhat)), dw = sum over rows of dy
- * xhat. */
+/* See norm.h. With g = dy w and xhat = x rstd: dx = rstd (g - xhat mean(g xhat)), dw = sum over rows
+ * of dy xhat. */
 #include "train/norm.h"
 
 #include <math.h>

@@ -115,8 +115,8 @@ static int by_place(const void *a, const void *b)
     return (x->end > y->end) - (x->end < y->end);
 }
 
-/* Sorts the entries of one shard by place; each must begin where the one before ends, the last at the file's
- * end. */
+/* Sorts the entries of one shard by place; each must begin where the one before ends, the last at
+ * the file's end. */
 static bool check_tiling(entry *entries, size_t count, size_t data_size, error *err)
 {
     int64_t at = 0;

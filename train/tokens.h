@@ -49,9 +49,9 @@ int64_t tokens_validation_count(const tokens *data);
 void tokens_batch(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int32_t *inputs,
                   int32_t *targets);
 
-/* Adjoining windows of the validation stream, (count - 1) / context of them: the last targets fewer than a
- * whole window are left out. _window copies windows first .. first + count - 1 to inputs and targets (count,
- * context). */
+/* Adjoining windows of the validation stream, (count - 1) / context of them: the last targets fewer
+ * than a whole window are left out. _window copies windows first .. first + count - 1 to inputs and
+ * targets (count, context). */
 int64_t tokens_windows(const tokens *data);
 void tokens_window(const tokens *data, int64_t first, int64_t count, int32_t *inputs, int32_t *targets);
 

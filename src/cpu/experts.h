@@ -1,5 +1,5 @@
-/* What the expert stages share: the pass they work on, the cut of the rows into work items, and each thread's
- * panels.
+/* What the expert stages share: the pass they work on, the cut of the rows into work items, and
+ * each thread's panels.
  *
  * Work is cut by the plan alone. A row panel is up to 256 rows of one expert; columns go in fixed panels as
  * well, and those of Y and dX~ are 64 wide from column 0 on, so that a chunk (a multiple of 64 columns) is
@@ -28,8 +28,8 @@ typedef struct smoe_cpu_pass {
     float *chunk;   /* Y or dX~, (padded_rows, chunk_columns) */
     float *ds;      /* backward: (padded_rows), 0 in pad rows */
     float *dlogits; /* backward from logits: (T, E) */
-    void *router;   /* backward from logits: the router's work space; over before `chunk` is used, and shares
-                       its   place */
+    void *router;   /* backward from logits: the router's work space; over before, and in the place of,
+                       `chunk` */
     char *panels;
     uint64_t panel_bytes; /* of one thread */
     uint64_t bytes;       /* of all */

@@ -104,8 +104,8 @@ static void order_experts(const smoe_plan_arrays *plan, int32_t *work, int64_t e
 
 /* ---- the second pass: rows ---- */
 
-/* Weight of a (token, expert) pair: the kept one's at its lowest k; an added pair has p or sigma, times the
- * scale. */
+/* Weight of a (token, expert) pair: the kept one's at its lowest k; an added pair has p or sigma,
+ * times the scale. */
 static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
 {
     const smoe_layer *l = &c->problem->layer;

@@ -2,9 +2,9 @@
  * selected tokens rank first, then the higher key, then the lower token: rounding down drops the last
  * selected tokens, rounding up adds the first unselected ones.
  *
- * The n best of an expert's candidates are found without sorting: three counting passes over 11, 11 and 10
- * bits of the key give the n-th largest key and how many tokens with exactly that key are in. O(T) for each
- * expert. */
+ * The n best of an expert's candidates are found without sorting: three counting passes over 11, 11 and
+ * 10 bits of the key give the n-th largest key and how many tokens with exactly that key are in. O(T)
+ * for each expert. */
 #include "routing.h"
 
 typedef struct round_call {

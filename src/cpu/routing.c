@@ -1,5 +1,5 @@
-/* The scratch that route, round and plan share, and the softmax and kept weights of one token, forward and
- * back. */
+/* The scratch that route, round and plan share, and the softmax and kept weights of one token,
+ * forward and back. */
 #include "routing.h"
 
 #include <assert.h>
@@ -20,8 +20,8 @@ smoe_routing_scratch smoe_routing_scratch_at(const smoe_context *context, const 
     const smoe_layer *l = &problem->layer;
     smoe_routing_scratch s = {0};
     s.panels = (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL;
-    /* Columns start a cache line apart modulo 4 KiB, so that writing one token's keys does not hit one cache
-     * set. */
+    /* Columns start a cache line apart modulo 4 KiB, so that writing one token's keys does not hit
+     * one cache set. */
     s.key_stride = (l->tokens + 15) / 16 * 16 + 16;
     const int64_t cells = s.panels * l->experts;
     s.targets = take(&s, scratch, 4 * l->experts);
@@ -59,8 +59,8 @@ void smoe_softmax_of(const float *logits, int64_t experts, float *terms, float *
     *max = smoe_rank_value(largest);
     const float m = *max; /* not reloaded in the loop, which so vectorises */
     for (int64_t e = 0; e < experts; e++) terms[e] = smoe_softmax_term(logits[e], m);
-    /* The sum of smoe_softmax_fixed by halves of 16 bits, each of which fits 32-bit lanes for up to 4096
-     * terms. */
+    /* The sum of smoe_softmax_fixed by halves of 16 bits, each of which fits 32-bit lanes for up
+     * to 4096 terms. */
     int32_t high = 0, low = 0;
     for (int64_t e = 0; e < experts; e++) {
         const float scaled = smoe_mul(terms[e], 65536.0f);

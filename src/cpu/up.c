@@ -1,6 +1,6 @@
-/* up: H[r] = X[t(r)] W1[e]^T + b1[e], rows by expert, to dtype in saved; for inference A[r] = act(H[r]) to
- * dtype in scratch instead, from the H that would have been stored, so that both ways give the same output
- * bits.
+/* up: H[r] = X[t(r)] W1[e]^T + b1[e], rows by expert, to dtype in saved; for inference A[r] =
+ * act(H[r]) to dtype in scratch instead, from the H that would have been stored, so that both ways
+ * give the same output bits.
  *
  * A work item is a row panel: X's rows gathered (256, d), times W1's rows by panels of 256 features. */
 #include "activation.h"
