@@ -1,0 +1,128 @@
+/* `smoe train`, `generate` and `eval` as programs: what each says to bad input, with which exit status, and
+ * that a run killed at any moment leaves a checkpoint that evaluates and resumes. */
+#define _DEFAULT_SOURCE
+#include "tests/folder.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+
+enum { OUTPUT_BYTES = 1 << 16 };
+
+#define TINY "--hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 16 --batch 2 -q "
+
+/* Runs PREFIX `smoe ARGUMENTS` inside the test's folder; its standard error in `output`. The exit status. */
+static int run(void **state, const char *prefix, const char *arguments, char *output)
+{
+    char command[8192];
+    snprintf(command, sizeof command, "cd '%s' && OMP_NUM_THREADS=1 %s '%s' %s 2>&1 >/dev/null",
+             (const char *)*state, prefix, SMOE_PROGRAM, arguments);
+    FILE *pipe = popen(command, "r");
+    assert_non_null(pipe);
+    const size_t length = fread(output, 1, OUTPUT_BYTES - 1, pipe);
+    output[length] = '\0';
+    const int status = pclose(pipe);
+    assert_true(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+static void expect(void **state, const char *arguments, int status, const char *message)
+{
+    static char output[OUTPUT_BYTES];
+    const int got = run(state, "", arguments, output);
+    if (got != status || !strstr(output, message))
+        fail_msg("smoe %s: exit status %d, '%s' instead of %d, '%s'", arguments, got, output, status,
+                 message);
+}
+
+/* text.txt, empty.txt and the folder `nothing`, which holds an empty file. */
+static void put_texts(void **state)
+{
+    enum { BYTES = 8192 };
+    char path[4096], text[BYTES];
+    for (int i = 0; i < BYTES; i++) text[i] = (char)('a' + i * i % 23);
+    put_file(in_folder(path, state, "text.txt"), text, BYTES);
+    put_file(in_folder(path, state, "empty.txt"), text, 0);
+    snprintf(path, sizeof path, "mkdir '%s/nothing' && : >'%s/nothing/empty'", (const char *)*state,
+             (const char *)*state);
+    assert_int_equal(system(path), 0);
+}
+
+static void test_bad_input(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    static const struct {
+        const char *arguments;
+        int status;
+        const char *message;
+    } cases[] = {
+        {"", 2, "Usage: smoe COMMAND"},
+        {"nothing", 2, "'nothing' is no command"},
+        {"train", 2, "no FILE"},
+        {"train --unknown text.txt", 2, "unrecognized option"},
+        {"train --steps 1.5 text.txt", 2, "--steps: '1.5' is no whole number"},
+        {"train --lr nan text.txt", 2, "--lr: 'nan' is no number in 0..1000"},
+        {"train --tile 0 text.txt", 2, "--tile: '0' is no number in 1..4096"},
+        {"train --rounding nearest text.txt", 2, "'nearest' is none of none, nr-f"},
+        {"train --experts 4 --topk 9 text.txt", 2, "num_experts_per_tok = 9 is more than num_experts = 4"},
+        {"train --heads 2 --hidden 20 --steps 1 text.txt", 2, "hidden is 20, it must be a multiple of 8"},
+        {"train " TINY "missing.txt", 3, "missing.txt: cannot read"},
+        {"train " TINY "empty.txt", 3, "empty.txt: the file is empty"},
+        {"train " TINY "nothing", 3, "nothing: holds no file with data"},
+        {"train " TINY "--out text.txt text.txt", 3, "text.txt: cannot make the folder"},
+        {"train " TINY "--out /proc/run text.txt", 3, "/proc/run: cannot make the folder"},
+        {"train " TINY "--steps 2 --out run text.txt", 2, "is there already"},
+        {"train " TINY "--hidden 32 --resume --steps 4 --out run text.txt", 2,
+         "hidden_size is 16, wanted 32"},
+        {"train " TINY "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --out wild text.txt", 3,
+         "the last good checkpoint is wild/latest"},
+        {"train " TINY "--steps 2 --out full text.txt 2>&1 >/dev/full #", 3, "could not be written"},
+        {"generate stray", 2, "'stray' is not expected"},
+        {"generate -c missing", 3, "missing: no checkpoint there"},
+        {"generate -c run -n 1.5", 2, "--tokens: '1.5' is no whole number"},
+        {"generate -c run --top-p 2", 2, "--top-p: '2' is no number in 1e-06..1"},
+        {"generate -c run -n 0 2>&1 >/dev/full #", 3, "cannot write"},
+        {"eval -c run", 2, "no FILE"},
+        {"eval -c run missing.txt", 3, "missing.txt: cannot read"},
+        {"eval -c missing text.txt", 3, "missing: no checkpoint there"},
+        {"eval -c run text.txt 2>&1 >/dev/full #", 3, "could not be written"},
+        {"eval -c wild text.txt", 0, ""},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        expect(state, cases[i].arguments, cases[i].status, cases[i].message);
+}
+
+/* A checkpoint after every step, so that most kills fall into one. */
+static void test_killed_at_any_moment(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    put_texts(state);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    for (int i = 0; i < 8; i++) {
+        char prefix[64];
+        snprintf(prefix, sizeof prefix, "timeout -s KILL %.3f", 0.15 + 0.037 * i);
+        const int status =
+            run(state, prefix,
+                "train " TINY "--resume --steps 1000000 --checkpoints 1000000 --out run text.txt", output);
+        if (status != 128 + 9) fail_msg("exit status %d, '%s': not killed", status, output);
+        expect(state, "eval -c run text.txt", 0, "");
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
