@@ -3,8 +3,9 @@
  *     x = embedding[tokens]
  *     every layer:  h1 = norm(x);  q = rope(norm_q(h1 Wq^T)), k = rope(norm_k(h1 Wk^T)), v = h1 Wv^T
  *                   x += attention(q, k, v) Wo^T
- *                   h2 = norm(x);  x += experts(h2) [+ shared expert(h2)], or dense MLP(h2) in the first
- * layers logits = norm(x) head^T;  loss = mean cross-entropy in nats
+ *                   h2 = norm(x);  x += experts(h2) [+ shared expert(h2)],
+ *                                  or dense MLP(h2) in the first layers
+ *     logits = norm(x) head^T;  loss = mean cross-entropy in nats
  *
  * The q and k norms go over the whole projection, before it is split into heads. All in f32; the bits do not
  * depend on the number of threads. */

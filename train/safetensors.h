@@ -1,8 +1,8 @@
 /* Tensors in files: the safetensors format, read through a mapping and written atomically.
  *
  *     file   = u64 little-endian length L | header, L bytes of JSON | data
- *     header = {"name": {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}, ..., "__metadata__":
- * {str: str}}
+ *     header = {"name": {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}, ...,
+ *               "__metadata__": {str: str}}
  *
  * Offsets count from the end of the header. A file is accepted when L <= 100,000,000 and the header starts
  * with '{', has no key twice, every shape times its dtype is its byte range, and the ranges tile the data

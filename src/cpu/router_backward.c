@@ -14,8 +14,9 @@
  *
  * A token of which a pair with NaN weight has a row gets NaN in all of its dlogits; nobody else's change.
  *
- *   dWr (E, d) = dlogits^T X,  dbr (E) = sum_t dlogits[t]: by fixed columns, each summed over the tokens in
- * order. */
+ *   dWr (E, d) = dlogits^T X,  dbr (E) = sum_t dlogits[t]
+ *
+ * by fixed columns, each summed over the tokens in order. */
 #include "blas.h"
 #include "convert.h"
 #include "routing.h"
