@@ -374,7 +374,7 @@ typedef struct smoe_backward_args {
     void *dw1, *dw2;      /* as w1, w2, gradient_type; experts without rows get zeros (accumulate: stay) */
     void *db1, *db2;      /* as b1, b2; given exactly when b1, b2 are */
     void *drouter_weight; /* (E, d) gradient_type; smoe_layer_backward: given exactly when router_weight is */
-    void *drouter_bias;   /* (E) gradient_type, or NULL */
+    void *drouter_bias;   /* (E) gradient_type, or NULL; with router_weight only */
     void *dlogits;        /* (T, E) logits_type, written; required when router_weight is NULL, or NULL */
     float *dtopk_weights; /* FROM_TOPK: (T, K), written, 0 for skipped ids; or NULL */
     float *drow_weights;  /* FROM_ROWS: (T), rows past offsets[E] 0; FROM_LOGITS: dS (padded_rows), pads 0; or

@@ -287,6 +287,9 @@ static smoe_status check_backward_pointers(smoe_context *context, const char *fu
     if ((a->db1 && !a->b1) || (a->db2 && !a->b2))
         return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without its bias", function,
                          a->db1 && !a->b1 ? "db1" : "db2");
+    if (with_router && !a->router_weight && (a->drouter_weight || a->drouter_bias))
+        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without router_weight", function,
+                         a->drouter_weight ? "drouter_weight" : "drouter_bias");
     return SMOE_OK;
 }
 

@@ -467,6 +467,14 @@ static void test_backward_pointers(void **state)
     args.drouter_weight = NULL;
     assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "backward",
                  "dlogits is NULL");
+    args.dlogits = pool;
+    args.drouter_weight = pool;
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT,
+                 "drouter_weight", "without router_weight");
+    args.drouter_weight = NULL;
+    args.drouter_bias = pool;
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT,
+                 "drouter_bias", "without router_weight");
     args = good;
     args.scratch_size = 0;
     assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_BUFFER,
