@@ -1,5 +1,6 @@
 /* `smoe bench`: times of a layer and its stages beside a yardstick measured between them, memory beside what
  * the query predicted, and errors against fp64. docs/benchmarks.md says how. */
+#include "cli/bench_cuda.h"
 #include "cli/bench_report.h"
 #include "cli/cli.h"
 #include "cli/yardstick.h"
@@ -28,9 +29,9 @@ enum { KEY_DEVICE = 1, KEY_THREADS, KEY_REPEATS, KEY_SECONDS, KEY_PASS, KEY_SCOP
 
 static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The measurement:", 2},
-    {"device", KEY_DEVICE, "NAME", 0, "cpu (default)", 2},
+    {"device", KEY_DEVICE, "NAME", 0, "cpu (default), or cuda: there --dtype is bf16 unless given", 2},
     {"threads", KEY_THREADS, "N", 0, "Threads of library and yardstick (default: OpenMP's)", 2},
-    {"repeats", KEY_REPEATS, "N", 0, "How often each pass is timed", 2},
+    {"repeats", KEY_REPEATS, "N", 0, "How often each pass is timed (cuda: in three rounds, rounded up)", 2},
     {"seconds", KEY_SECONDS, "S", 0, "Repeat for so long, 5 times at least (default 10)", 2},
     {"pass", KEY_PASS, "NAME", 0, "forward, backward, layer (both together) or all (default)", 2},
     {"scope", KEY_SCOPE, "NAME", 0,
@@ -78,10 +79,8 @@ static bool parse_option(bench_options *options, int key, const char *text, erro
     switch (key) {
     case KEY_DEVICE:
         options->settings.device = device_find(text);
-        if (!options->settings.device)
-            return fail(err, ERROR_USAGE, "--device: this build has no '%s' backend", text);
-        if (options->settings.device->backend == SMOE_BACKEND_CPU) return true;
-        return fail(err, ERROR_USAGE, "--device: bench has no clock and no yardstick for '%s' yet", text);
+        if (options->settings.device) return true;
+        return fail(err, ERROR_USAGE, "--device: this build has no '%s' backend", text);
     case KEY_THREADS:
         if (!parse_integer("--threads", text, 1, MOST_THREADS, &number, err)) return false;
         options->settings.threads = (int)number;
@@ -188,7 +187,7 @@ static bool enough(const bench_options *options, size_t repeats, double started)
     return repeats >= LEAST_REPEATS && omp_get_wtime() - started >= options->seconds;
 }
 
-static bool measure_times(const bench_options *options, bench_case *c, const yardstick *y,
+static bool measure_turns(const bench_options *options, bench_case *c, const yardstick *y,
                           bench_result *result, error *err)
 {
     const size_t most = options->repeats > 0 ? (size_t)options->repeats : MOST_REPEATS;
@@ -202,20 +201,42 @@ static bool measure_times(const bench_options *options, bench_case *c, const yar
         if (!measure_once(c, y, &result->times[result->repeats], err)) return false;
         result->repeats++;
     }
-    return bench_canaries(c, err);
+    return true;
+}
+
+/* On the host, library and yardstick step by step in turn; counts (E) are the plan's. */
+static bool measure_on_host(const bench_options *options, bench_case *c, const int32_t *counts,
+                            bench_result *result, error *err)
+{
+    yardstick y = {0};
+    if (!yardstick_make(&y, &c->layer, counts, c->threads))
+        return fail(err, ERROR_RUNTIME, "out of memory for the yardstick");
+    const bool good = measure_turns(options, c, &y, result, err);
+    yardstick_free(&y);
+    return good;
+}
+
+static bool measure_times(const bench_options *options, bench_case *c, const int32_t *counts,
+                          bench_result *result, error *err)
+{
+#ifdef SMOE_HAVE_CUDA
+    if (c->settings.device->backend == SMOE_BACKEND_CUDA) {
+        int64_t rows = 0;
+        for (int64_t e = 0; e < c->layer.experts; e++) rows += counts[e];
+        progress(result->shape->name, "measuring", 0);
+        return bench_cuda_times(c, rows, options->repeats, options->seconds, result, err);
+    }
+#endif
+    return measure_on_host(options, c, counts, result, err);
 }
 
 static bool measure(const bench_options *options, bench_case *c, bench_result *result, error *err)
 {
     int32_t *counts = malloc((size_t)c->layer.experts * sizeof *counts);
-    yardstick y = {0};
     bool good = counts != NULL;
     if (!good) fail(err, ERROR_RUNTIME, "out of memory for the counts");
-    good = good && measure_memory(c, result, err) && bench_read_counts(c, counts, err);
-    if (good && !yardstick_make(&y, &c->layer, counts, c->threads))
-        good = fail(err, ERROR_RUNTIME, "out of memory for the yardstick");
-    good = good && measure_times(options, c, &y, result, err);
-    yardstick_free(&y);
+    good = good && measure_memory(c, result, err) && bench_read_counts(c, counts, err) &&
+           measure_times(options, c, counts, result, err) && bench_canaries(c, err);
     free(counts);
     return good;
 }
@@ -229,6 +250,18 @@ static bool check_errors(const bench_result *result, error *err)
                 result->errors.forward, result->errors.backward, dtype_name(result->c->layer.dtype), limit);
 }
 
+/* The passes that can run: without a backward the forward alone, and the reason once on stderr. */
+static bool choose_passes(const bench_case *c, const bench_shape *shape, int *passes, error *err)
+{
+    if (!c->no_backward) return true;
+    if (!(*passes & PASS_FORWARD))
+        return fail(err, ERROR_RUNTIME, "%s: %s", c->settings.device->name, c->no_backward);
+    *passes = PASS_FORWARD;
+    fprintf(stderr, "smoe bench: %s %s: backward and layer skipped: %s\n", shape->suite, shape->name,
+            c->no_backward);
+    return true;
+}
+
 /* One problem, its rows included. */
 static bool bench_problem(const bench_options *options, const bench_shape *shape, table *t, error *err)
 {
@@ -239,8 +272,10 @@ static bool bench_problem(const bench_options *options, const bench_shape *shape
     if (good) {
         bench_result result = {
             .c = c, .problem = &options->problem, .shape = shape, .passes = options->passes};
+        progress_end();
+        good = choose_passes(c, shape, &result.passes, err);
         progress(shape->name, "first step", 0);
-        good = measure(options, c, &result, err);
+        good = good && measure(options, c, &result, err);
         progress_end();
         if (good) {
             bench_report(t, options->format, &result);
@@ -254,14 +289,17 @@ static bool bench_problem(const bench_options *options, const bench_shape *shape
     return good;
 }
 
-/* Every problem; one that fails is named on stderr and the next one goes on. The first failure's status. */
-static int bench_all(const char *program, const bench_options *options)
+/* Every problem with every number of chunks; one that fails is named on stderr and the next one goes on. The
+ * first failure's status. */
+static int bench_all(const char *program, bench_options *options)
 {
     table *t = bench_table(options->format);
     error err = {0};
     int status = 0;
-    for (int i = 0; t && i < options->problem.shape_count; i++) {
-        const bench_shape *shape = &options->problem.shapes[i];
+    const int each = options->problem.chunk_count;
+    for (int i = 0; t && i < each * options->problem.shape_count; i++) {
+        const bench_shape *shape = &options->problem.shapes[i / each];
+        options->problem.chunks = options->problem.chunk_list[i % each];
         if (bench_problem(options, shape, t, &err)) continue;
         fprintf(stderr, "%s: %s %s: %s\n", program, shape->suite, shape->name, err.text);
         if (status == 0) status = err.code;
@@ -289,12 +327,15 @@ int smoe_cli_bench(int argc, char **argv)
         return ERROR_RUNTIME;
     }
     problem_options_init(&options->problem);
+    options->problem.chunk_most = sizeof options->problem.chunk_list / sizeof options->problem.chunk_list[0];
     options->settings = (bench_settings){.device = device_find("cpu"), .scope = SCOPE_LAYER};
     options->passes = PASS_FORWARD | PASS_BACKWARD | PASS_LAYER;
     options->seconds = DEFAULT_SECONDS;
     int status = ERROR_USAGE;
     if (argp_parse(&bench_argp, argc, argv, 0, NULL, options) == 0) {
         add_default_problem(&options->problem);
+        if (options->settings.device->backend == SMOE_BACKEND_CUDA && !options->problem.dtype_given)
+            options->problem.dtype = SMOE_BF16;
         options->settings.backward = options->passes != PASS_FORWARD;
         status = bench_all(argv[0], options);
     }

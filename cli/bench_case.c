@@ -2,8 +2,8 @@
 #include "cli/bench_case.h"
 
 #include "cli/costs.h"
-#include "cli/host.h"
 #include "cli/yardstick.h"
+#include "cli/yardstick_cuda.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -79,7 +79,19 @@ static bool open_context(bench_case *c, error *err)
     options.error_size = sizeof text;
     if (smoe_create(&c->context, &options) != SMOE_OK) return fail(err, ERROR_RUNTIME, "%s", text);
     const smoe_status status = smoe_query_sizes(c->context, &c->layer, &c->sizes);
-    return status == SMOE_OK || library_failed(c, status, err);
+    if (status != SMOE_OK) return library_failed(c, status, err);
+    if (!c->settings.device->open_stream(&c->stream) ||
+        !stage_clock_open(&c->clock, c->settings.device->clock))
+        return fail(err, ERROR_RUNTIME, "no stream or clock on the device");
+    return true;
+}
+
+/* A backend says that it has no backward by asking for no scratch. */
+static void check_backward(bench_case *c)
+{
+    if (!c->settings.backward || c->sizes.scratch_backward_bytes > 0) return;
+    c->settings.backward = false;
+    c->no_backward = "the backend has no backward for this layer";
 }
 
 static bool check_memory(bench_case *c, error *err)
@@ -88,8 +100,11 @@ static bool check_memory(bench_case *c, error *err)
     list_parts(c, parts);
     uint64_t needed = 0;
     for (int i = 0; i < PARTS; i++) needed += parts[i].bytes;
-    if (c->settings.device->backend == SMOE_BACKEND_CPU) needed += yardstick_bytes(&c->layer, c->sizes.rows);
-    const uint64_t available = host_available_bytes();
+    if (c->settings.device->backend == SMOE_BACKEND_CPU)
+        needed += yardstick_bytes(&c->layer, c->sizes.rows);
+    else
+        needed += cuda_yardstick_bytes(&c->layer, c->sizes.rows, c->settings.backward);
+    const uint64_t available = c->settings.device->available();
     const double mib = 1024.0 * 1024.0;
     if (needed <= available) return true;
     return fail(err, ERROR_RUNTIME,
@@ -133,8 +148,10 @@ static bool fill_inputs(const bench_case *c, const problem_options *problem, con
     if (!from_logits(c))
         good = good && buffer_write(&c->topk_ids, ids, c->topk_ids.bytes) &&
                fill_weights(&c->topk_weights, l, seed + SEED_WEIGHTS);
-    good = good && fill_normal(&c->w1, l->dtype, w1_count, 1 / sqrt((double)l->hidden), seed + SEED_W1) &&
-           fill_normal(&c->w2, l->dtype, w2_count, 1 / sqrt((double)l->intermediate), seed + SEED_W2);
+    const bool cpu = c->settings.device->backend == SMOE_BACKEND_CPU;
+    fill_function *fill = cpu ? fill_normal : fill_tiled; // a GPU's memory holds more than a host soon makes
+    good = good && fill(&c->w1, l->dtype, w1_count, 1 / sqrt((double)l->hidden), seed + SEED_W1) &&
+           fill(&c->w2, l->dtype, w2_count, 1 / sqrt((double)l->intermediate), seed + SEED_W2);
     if (c->settings.backward)
         good = good && fill_normal(&c->dout, l->dtype, l->tokens * l->hidden, 1, seed + SEED_DOUT);
     return good;
@@ -204,8 +221,9 @@ bool bench_case_make(bench_case *made, const bench_settings *settings, const pro
     made->threads = settings->threads > 0 ? settings->threads : omp_get_max_threads();
     if (settings->scope == SCOPE_EXPERTS && problem->rounding == SMOE_ROUND_NONE)
         made->layer.entry = SMOE_FROM_TOPK;
-    if (!check_scope(made, err) || !open_context(made, err) || !check_memory(made, err) ||
-        !make_buffers(made, err) || !make_inputs(made, problem, err)) {
+    bool good = check_scope(made, err) && open_context(made, err);
+    if (good) check_backward(made);
+    if (!good || !check_memory(made, err) || !make_buffers(made, err) || !make_inputs(made, problem, err)) {
         bench_case_free(made);
         return false;
     }
@@ -218,13 +236,16 @@ void bench_case_free(bench_case *freed)
     part parts[PARTS];
     list_parts(freed, parts);
     for (int i = 0; i < PARTS; i++) buffer_free(parts[i].buffer);
+    stage_clock_close(&freed->clock);
+    freed->settings.device->close_stream(freed->stream);
+    freed->stream = NULL;
     smoe_destroy(freed->context);
     freed->context = NULL;
 }
 
 /* ---- The calls ---- */
 
-static bool prepared_apart(const bench_case *c)
+bool bench_prepared_apart(const bench_case *c)
 {
     return from_logits(c) && !with_router(c);
 }
@@ -234,45 +255,62 @@ static bool synchronize(const bench_case *c, error *err)
     return c->settings.device->sync() || fail(err, ERROR_RUNTIME, "the device reported an error");
 }
 
-bool bench_prepare(bench_case *c, error *err)
+bool bench_enqueue_prepare(bench_case *c, error *err)
 {
-    if (!prepared_apart(c)) return true;
-    smoe_status status = smoe_route(c->context, &c->layer, &c->forward, NULL);
-    if (status == SMOE_OK) status = smoe_round(c->context, &c->layer, &c->forward, NULL);
-    stage_clock_reset(&c->clock);
-    return status == SMOE_OK ? synchronize(c, err) : library_failed(c, status, err);
+    if (!bench_prepared_apart(c)) return true;
+    smoe_status status = smoe_route(c->context, &c->layer, &c->forward, c->stream);
+    if (status == SMOE_OK) status = smoe_round(c->context, &c->layer, &c->forward, c->stream);
+    return status == SMOE_OK || library_failed(c, status, err);
 }
 
-static bool timed(bench_case *c, smoe_status status, int from, double *ms, error *err)
+bool bench_enqueue_forward(bench_case *c, error *err)
 {
-    const int to = stage_clock_mark(&c->clock);
-    if (status != SMOE_OK) return library_failed(c, status, err);
-    if (!synchronize(c, err)) return false;
+    smoe_status status;
+    if (bench_prepared_apart(c)) {
+        status = smoe_plan(c->context, &c->layer, &c->forward, c->stream);
+        if (status == SMOE_OK) status = smoe_experts_forward(c->context, &c->layer, &c->forward, c->stream);
+    } else {
+        status = smoe_layer_forward(c->context, &c->layer, &c->forward, c->stream);
+    }
+    return status == SMOE_OK || library_failed(c, status, err);
+}
+
+bool bench_enqueue_backward(bench_case *c, error *err)
+{
+    const smoe_status status = with_router(c)
+                                   ? smoe_layer_backward(c->context, &c->layer, &c->backward, c->stream)
+                                   : smoe_experts_backward(c->context, &c->layer, &c->backward, c->stream);
+    return status == SMOE_OK || library_failed(c, status, err);
+}
+
+bool bench_prepare(bench_case *c, error *err)
+{
+    if (!bench_prepared_apart(c)) return true;
+    const bool good = bench_enqueue_prepare(c, err);
+    stage_clock_reset(&c->clock);
+    return good && synchronize(c, err);
+}
+
+static bool timed(bench_case *c, bool (*enqueue)(bench_case *, error *), double *ms, error *err)
+{
+    const int from = stage_clock_mark(&c->clock, c->stream);
+    const bool good = enqueue(c, err);
+    const int to = stage_clock_mark(&c->clock, c->stream);
+    if (!good || !synchronize(c, err)) return false;
     if (c->clock.full) return fail(err, ERROR_RUNTIME, "more than %d stages in a step", CLOCK_SPANS);
+    if (c->clock.failed) return fail(err, ERROR_RUNTIME, "the device could not set a mark of time");
     if (ms) *ms = stage_clock_ms(&c->clock, from, to);
     return true;
 }
 
 bool bench_forward(bench_case *c, double *ms, error *err)
 {
-    const int from = stage_clock_mark(&c->clock);
-    smoe_status status;
-    if (prepared_apart(c)) {
-        status = smoe_plan(c->context, &c->layer, &c->forward, NULL);
-        if (status == SMOE_OK) status = smoe_experts_forward(c->context, &c->layer, &c->forward, NULL);
-    } else {
-        status = smoe_layer_forward(c->context, &c->layer, &c->forward, NULL);
-    }
-    return timed(c, status, from, ms, err);
+    return timed(c, bench_enqueue_forward, ms, err);
 }
 
 bool bench_backward(bench_case *c, double *ms, error *err)
 {
-    const int from = stage_clock_mark(&c->clock);
-    const smoe_status status = with_router(c)
-                                   ? smoe_layer_backward(c->context, &c->layer, &c->backward, NULL)
-                                   : smoe_experts_backward(c->context, &c->layer, &c->backward, NULL);
-    return timed(c, status, from, ms, err);
+    return timed(c, bench_enqueue_backward, ms, err);
 }
 
 bool bench_read_counts(bench_case *c, int32_t *counts, error *err)

@@ -23,7 +23,9 @@ typedef struct bench_case {
     smoe_layer layer;
     smoe_sizes sizes;
     smoe_context *context;
+    void *stream; // that everything is enqueued on
     stage_clock clock;
+    const char *no_backward; // why settings.backward was taken back, or NULL
     int threads;
     buffer x, router_weight, logits, topk_ids, topk_weights, w1, w2, dout; // inputs
     buffer out, saved, scratch_forward, scratch_backward, dx, dw1, dw2, drouter_weight;
@@ -32,14 +34,22 @@ typedef struct bench_case {
 } bench_case;
 
 /* Makes the case, or says why not: 2 for a layer the library refuses by its shape, 3 for one it does not
- * support, and for too little memory (what is needed and what there is). */
+ * support, and for too little memory (what is needed and what there is). Where the backend has no backward,
+ * settings.backward is taken back. */
 bool bench_case_make(bench_case *made, const bench_settings *settings, const problem_options *problem,
                      const bench_shape *shape, error *err);
 void bench_case_free(bench_case *freed);
 
-/* What comes before the clock starts; then a pass. Times since the reset are in the clock. *ms (NULL is fine)
- * is the time of the pass. */
+/* What comes before the clock starts, and the passes, put on the stream; their stages set marks unless the
+ * clock is paused. */
+bool bench_enqueue_prepare(bench_case *c, error *err);
+bool bench_enqueue_forward(bench_case *c, error *err);
+bool bench_enqueue_backward(bench_case *c, error *err);
+
+/* The same, waited for. Times since the reset are in the clock. *ms (NULL is fine) is the time of the pass.
+ */
 bool bench_prepare(bench_case *c, error *err);
+bool bench_prepared_apart(const bench_case *c); // does anything come before the clock starts?
 bool bench_forward(bench_case *c, double *ms, error *err);
 bool bench_backward(bench_case *c, double *ms, error *err);
 

@@ -72,6 +72,28 @@ bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, 
     return fill_rows(&end, type, 1, rest, make_normal, &tail);
 }
 
+/* From one start to the next, modulo the block: the golden section of it, so that starts lie far apart, and
+ * an odd multiple of 128, so that all multiples of 128 come before one comes again. */
+enum { TILED_STEP = 81007 * 128 };
+
+bool fill_tiled(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed)
+{
+    const int64_t element = (int64_t)oracle_type_bytes(type);
+    const int64_t length = count < TILED_VALUES ? count : TILED_VALUES;
+    buffer block;
+    if (!buffer_make(&block, device_find("cpu"), (size_t)(length * element))) return false;
+    bool good = fill_normal(&block, type, length, scale, seed);
+    int64_t from = 0;
+    for (int64_t done = 0, piece; good && done < count; done += piece) {
+        piece = length - from < count - done ? length - from : count - done;
+        good = to->device->upload((char *)to->data + done * element, (char *)block.data + from * element,
+                                  (size_t)(piece * element));
+        from = (from + TILED_STEP) % TILED_VALUES;
+    }
+    buffer_free(&block);
+    return good;
+}
+
 /* ---- Routing ---- */
 
 static bool among(const int32_t *ids, int64_t count, int32_t id)

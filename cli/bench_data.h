@@ -9,6 +9,14 @@
 /* Fills with N(0, scale^2) rounded to the type (F32, BF16 or F16). The same numbers whatever the threads. */
 bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
 
+/* The same from one block of TILED_VALUES such numbers, laid down again and again, each time from another
+ * place in the block: for tensors of billions of values, where no two experts' weights may be the same but
+ * nothing else hangs on their randomness. */
+enum { TILED_VALUES = 1 << 24 };
+bool fill_tiled(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
+
+typedef bool fill_function(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
+
 /* ids (T, K): distinct experts of every token.
  *   uniform  every expert gets T K / E tokens (within one)
  *   random   K distinct experts at random

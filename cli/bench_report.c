@@ -2,7 +2,6 @@
 #include "cli/bench_report.h"
 
 #include "build_info.h"
-#include "cli/host.h"
 #include "cli/samples.h"
 
 #include <inttypes.h>
@@ -155,7 +154,7 @@ static void put_problem(table *t, const bench_result *result)
 {
     const smoe_layer *l = &result->c->layer;
     char device_text[96];
-    host_name(device_text, sizeof device_text, result->c->threads);
+    result->c->settings.device->describe(device_text, sizeof device_text, result->c->threads);
     table_text(t, BUILD_COMMIT);
     table_text(t, device_text);
     table_text(t, result->c->settings.device->name);
@@ -217,13 +216,14 @@ static void put_caption(const bench_result *result)
 {
     const smoe_layer *l = &result->c->layer;
     char device_text[96];
-    host_name(device_text, sizeof device_text, result->c->threads);
+    result->c->settings.device->describe(device_text, sizeof device_text, result->c->threads);
     printf("%s %s: T %" PRId64 ", d %" PRId64 ", n %" PRId64 ", E %" PRId64 ", K %" PRId64
            "; %s, %s, %s routing, rounding %s",
            result->shape->suite, result->shape->name, l->tokens, l->hidden, l->intermediate, l->experts,
            l->topk, dtype_name(l->dtype), activation_name(l->activation),
            routing_name(result->problem->routing), rounding_name(l->rounding));
     if (l->rounding != SMOE_ROUND_NONE) printf(" (tile %" PRId32 ")", l->tile);
+    if (l->chunks > 1) printf(", %" PRId32 " chunks", l->chunks);
     printf("\n%s on %s, %zu repeats, commit %s\n", result->c->settings.device->name, device_text,
            result->repeats, BUILD_COMMIT);
 }
@@ -248,8 +248,11 @@ static void put_verdict(const bench_result *result)
     put_memory(result, PASS_FORWARD);
     put_memory(result, PASS_BACKWARD);
     put_memory(result, PASS_LAYER);
-    printf("expert GEMMs together: %.3f of dense OpenBLAS\n",
-           row_summary(result, &gemms, true).median / row_summary(result, &gemms, false).median);
+    const bool cpu = result->c->settings.device->backend == SMOE_BACKEND_CPU;
+    const double ratio = row_summary(result, &gemms, true).median / row_summary(result, &gemms, false).median;
+    if (!isnan(ratio))
+        printf("expert GEMMs together: %.3f of %s\n", ratio,
+               cpu ? "dense OpenBLAS" : "cuBLAS's batched GEMMs of equal counts");
     if (result->passes & ~PASS_BACKWARD)
         printf("routing (route + round + plan): %.2f %% of the forward\n",
                100 * row_summary(result, &routing, false).median /

@@ -1,5 +1,6 @@
-/* The host's memory behind the device table. */
-#include "cli/device.h"
+/* The host behind the device table. */
+#include "cli/host.h"
+#include "cli/stage_clock.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -33,8 +34,20 @@ static bool host_sync(void)
     return true;
 }
 
-static const device device_cpu = {"cpu",     SMOE_BACKEND_CPU, host_alloc, host_release,
-                                  host_copy, host_copy,        host_set,   host_sync};
+static bool host_open_stream(void **stream)
+{
+    *stream = NULL;
+    return true;
+}
+
+static void host_close_stream(void *stream)
+{
+    (void)stream;
+}
+
+static const device device_cpu = {
+    "cpu",     SMOE_BACKEND_CPU,     host_alloc, host_release,     host_copy,         host_copy, host_set,
+    host_sync, host_available_bytes, host_name,  host_open_stream, host_close_stream, &clock_cpu};
 
 static const device *const devices[] = {
     &device_cpu,

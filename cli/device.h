@@ -1,14 +1,17 @@
-/* Where the tensors live: a small table of memory operations, one for each backend, so that verify and bench
- * are written once. Pointers from alloc are the backend's own (host memory for the cpu) and go into the
- * library's argument structs; upload and download move bytes between them and host memory. */
+/* Where the tensors live: a small table of operations on memory and streams, one for each backend, so that
+ * verify and bench are written once. Pointers from alloc are the backend's own (host memory for the cpu) and
+ * go into the library's argument structs; upload and download move bytes between them and host memory. */
 #ifndef SMOE_CLI_DEVICE_H
 #define SMOE_CLI_DEVICE_H
 
 #include <smoe.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 enum { DEVICE_ALIGN = 256 }; /* of every pointer from alloc: what the library asks of saved and scratch */
+
+struct clock_kind; /* stage_clock.h */
 
 typedef struct device {
     const char *name; /* as given to --device */
@@ -18,7 +21,12 @@ typedef struct device {
     bool (*upload)(void *to, const void *from_host, size_t bytes);
     bool (*download)(void *to_host, const void *from, size_t bytes);
     bool (*set)(void *to, int byte, size_t bytes);
-    bool (*sync)(void); /* waits for all work; false when some of it failed */
+    bool (*sync)(void);          /* waits for all work; false when some of it failed */
+    uint64_t (*available)(void); /* bytes that alloc can still give, about; 0 when the device does not say */
+    void (*describe)(char *text, size_t size, int threads); /* "NVIDIA H200"; the CPU with its threads */
+    bool (*open_stream)(void **stream); /* in order with the operations above; the cpu's is NULL */
+    void (*close_stream)(void *stream);
+    const struct clock_kind *clock; /* how time is measured there */
 } device;
 
 #ifdef SMOE_HAVE_CUDA

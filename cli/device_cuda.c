@@ -1,8 +1,9 @@
-/* The GPU's memory behind the device table. */
-#include "cli/device.h"
+/* The GPU behind the device table. */
+#include "cli/stage_clock.h"
 
 #ifdef SMOE_HAVE_CUDA
 #include <cuda_runtime_api.h>
+#include <stdio.h>
 
 static void *cuda_alloc(size_t bytes)
 {
@@ -35,6 +36,38 @@ static bool cuda_sync(void)
     return cudaDeviceSynchronize() == cudaSuccess;
 }
 
-const device device_cuda = {"cuda",      SMOE_BACKEND_CUDA, cuda_alloc, cuda_release,
-                            cuda_upload, cuda_download,     cuda_set,   cuda_sync};
+static uint64_t cuda_available(void)
+{
+    size_t free_bytes = 0, total = 0;
+    return cudaMemGetInfo(&free_bytes, &total) == cudaSuccess ? free_bytes : 0;
+}
+
+static void cuda_describe(char *text, size_t size, int threads)
+{
+    struct cudaDeviceProp properties;
+    int which = 0;
+    (void)threads;
+    const bool good =
+        cudaGetDevice(&which) == cudaSuccess && cudaGetDeviceProperties(&properties, which) == cudaSuccess;
+    snprintf(text, size, "%s", good ? properties.name : "unknown device");
+}
+
+/* A stream of the default kind: what is copied and filled above, on the default stream, is done before its
+ * work starts and starts when its work is done. */
+static bool cuda_open_stream(void **stream)
+{
+    cudaStream_t made = NULL;
+    if (cudaStreamCreate(&made) != cudaSuccess) return false;
+    *stream = made;
+    return true;
+}
+
+static void cuda_close_stream(void *stream)
+{
+    if (stream) (void)cudaStreamDestroy(stream);
+}
+
+const device device_cuda = {"cuda",           SMOE_BACKEND_CUDA, cuda_alloc, cuda_release,   cuda_upload,
+                            cuda_download,    cuda_set,          cuda_sync,  cuda_available, cuda_describe,
+                            cuda_open_stream, cuda_close_stream, &clock_cuda};
 #endif

@@ -178,7 +178,8 @@ static bool add_suite(problem_options *options, const char *suite, error *err)
 
 void problem_options_init(problem_options *options)
 {
-    *options = (problem_options){.dtype = SMOE_F32, .tile = 128, .chunks = 1};
+    *options = (problem_options){
+        .dtype = SMOE_F32, .tile = 128, .chunks = 1, .chunk_list = {1}, .chunk_count = 1, .chunk_most = 1};
 }
 
 smoe_layer problem_layer(const problem_options *options, const bench_shape *shape)
@@ -231,16 +232,36 @@ static const struct argp_option problem_argp_options[] = {
     {"tile", KEY_TILE, "M", 0, "Row tile of the rounding rules, 1..4096 (default 128)", 1},
     {"routing", KEY_ROUTING, "NAME", 0,
      "uniform (equal counts, default), random (K distinct experts a token) or skewed (Zipf, s = 1)", 1},
-    {"chunks", KEY_CHUNKS, "N", 0, "Column chunks of Y and dX~: 1 (default), 2, 4, ..., 64", 1},
+    {"chunks", KEY_CHUNKS, "N", 0,
+     "Column chunks of Y and dX~: 1 (default), 2, 4, ..., 64; bench takes several: 1,2,4", 1},
     {"seed", KEY_SEED, "N", 0, "Seed of data and routing (default 0)", 1},
     {0}};
 
-static bool parse_chunks(const char *text, int32_t *chunks, error *err)
+static bool parse_chunk_number(const char *text, int32_t *chunks, error *err)
 {
     int64_t value;
     if (!parse_integer("--chunks", text, 1, 64, &value, err)) return false;
     if ((value & (value - 1)) != 0) return fail(err, ERROR_USAGE, "--chunks: %s is not a power of two", text);
     *chunks = (int32_t)value;
+    return true;
+}
+
+/* "4", or "1,2,4" for who measures several. */
+static bool parse_chunks(const char *text, problem_options *options, error *err)
+{
+    int count = 0;
+    for (const char *at = text; at; count++) {
+        char number[24];
+        const size_t length = options->chunk_most > 1 ? strcspn(at, ",") : strlen(at);
+        if (count == options->chunk_most)
+            return fail(err, ERROR_USAGE, "--chunks: '%s' has more than %d numbers", text,
+                        options->chunk_most);
+        snprintf(number, sizeof number, "%.*s", (int)length, at);
+        if (!parse_chunk_number(number, &options->chunk_list[count], err)) return false;
+        at = at[length] == ',' ? at + length + 1 : NULL;
+    }
+    options->chunk_count = count;
+    options->chunks = options->chunk_list[0];
     return true;
 }
 
@@ -255,6 +276,7 @@ static bool parse_option(problem_options *options, int key, const char *text, er
     case KEY_DTYPE:
         good = parse_choice("--dtype", dtypes, text, &value, err);
         options->dtype = (smoe_type)value;
+        options->dtype_given = good;
         return good;
     case KEY_ACTIVATION:
         good = parse_choice("--activation", activations, text, &value, err);
@@ -285,7 +307,7 @@ static bool parse_option(problem_options *options, int key, const char *text, er
         good = parse_integer("--seed", text, 0, INT64_MAX, &number, err);
         options->seed = (uint64_t)number;
         return good;
-    default: return parse_chunks(text, &options->chunks, err);
+    default: return parse_chunks(text, options, err);
     }
 }
 

@@ -19,18 +19,23 @@ typedef struct problem_options {
     char names[PROBLEM_MAX_SHAPES][96];
     int shape_count;
     smoe_type dtype;
+    bool dtype_given; // not the default
     smoe_activation activation;
     smoe_layout layout;
     smoe_score score;
     int32_t renormalize;
     smoe_rounding rounding;
     int32_t tile;
-    int32_t chunks;
+    int32_t chunks;        // the first of:
+    int32_t chunk_list[7]; // several only for who sets chunk_most
+    int chunk_count, chunk_most;
     routing_kind routing;
     uint64_t seed;
 } problem_options;
 
-/* f32, swiglu, concatenated, softmax-topk, no rounding, tile 128, uniform routing, 1 chunk; no shapes. */
+/* f32, swiglu, concatenated, softmax-topk, no rounding, tile 128, uniform routing, 1 chunk (one number of
+ * chunks only); no shapes.
+ */
 void problem_options_init(problem_options *options);
 
 /* Put it among the children of a subcommand's argp and set state->child_inputs[i] on ARGP_KEY_INIT. */

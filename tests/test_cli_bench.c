@@ -133,6 +133,7 @@ static void test_bench_records(void **state)
     assert_int_equal(
         bench("--thiek 200,64,32,8,2 --scope experts --pass backward", output, "backward", "dw1"), 1);
     assert_int_equal(bench("--thiek 200,64,32,8,2 --threads 1 --chunks 2", output, "layer", "gemms"), 1);
+    assert_int_equal(bench("--thiek 200,128,32,8,2 --chunks 1,2", output, "layer", "all"), 2);
 }
 
 static void test_bench_variants(void **state)
@@ -184,6 +185,10 @@ static void test_bad_input(void **state)
         {"bench --routing fair", 2, "'fair' is none of uniform, random, skewed"},
         {"bench --tile 0", 2, "--tile: 0 is outside 1..4096"},
         {"bench --chunks 3", 2, "--chunks: 3 is not a power of two"},
+        {"bench --chunks 1,2,", 2, "'' is not a whole number"},
+        {"bench --chunks 1,3", 2, "--chunks: 3 is not a power of two"},
+        {"bench --chunks 1,1,1,1,1,1,1,1", 2, "has more than 7 numbers"},
+        {"info --chunks 1,2 --thiek 64,32,16,8,2", 2, "'1,2' is not a whole number"},
         {"bench --repeats 0", 2, "--repeats: 0 is outside 1..1000"},
         {"bench --seconds -1", 2, "--seconds: '-1' is not"},
         {"bench --threads many", 2, "'many' is not a whole number"},

@@ -1,0 +1,58 @@
+/* See sustained.h. */
+#include "cli/sustained.h"
+
+#include <math.h>
+
+static bool launch_once(const sustained_job *job, error *err)
+{
+    return (!job->before || job->before(job->user, err)) && job->launch(job->user, err);
+}
+
+/* A number of launches between marks, into ms[launches]. */
+static bool time_launches(const sustained *how, const sustained_job *job, int launches, double *ms,
+                          error *err)
+{
+    stage_clock_reset(how->clock);
+    for (int i = 0; i < launches; i++) {
+        if (job->before && !job->before(job->user, err)) return false;
+        stage_clock_mark(how->clock, how->stream);
+        if (!job->launch(job->user, err)) return false;
+        stage_clock_mark(how->clock, how->stream);
+    }
+    if (!how->on->sync()) return fail(err, ERROR_RUNTIME, "the device reported an error");
+    if (how->clock->full || how->clock->failed)
+        return fail(err, ERROR_RUNTIME, "the device could not set a mark of time");
+    for (int i = 0; i < launches; i++) {
+        ms[i] = stage_clock_ms(how->clock, 2 * i, 2 * i + 1);
+        if (isnan(ms[i])) return fail(err, ERROR_RUNTIME, "the device could not tell a time");
+    }
+    return true;
+}
+
+/* The first launch warms up; the second says how many it takes to settle. */
+static bool settle(const sustained *how, const sustained_job *job, error *err)
+{
+    double guess[2] = {0};
+    if (!time_launches(how, job, 2, guess, err)) return false;
+    const double count = guess[1] > 0 ? ceil(how->settle_ms / guess[1]) : SUSTAINED_SETTLE_MOST;
+    for (int i = 0; i < SUSTAINED_SETTLE_MOST && i < count; i++)
+        if (!launch_once(job, err)) return false;
+    return true;
+}
+
+bool sustained_time(const sustained *how, const sustained_job *job, int launches, double *ms, error *err)
+{
+    const bool before = how->clock->paused;
+    how->clock->paused = true;
+    const bool good = settle(how, job, err) && time_launches(how, job, launches, ms, err);
+    how->clock->paused = before;
+    return good;
+}
+
+int sustained_launches(double seconds, double step_ms, int64_t repeats, int rounds, int most)
+{
+    enum { LEAST = 2 };
+    const double wanted =
+        repeats > 0 ? ceil((double)repeats / rounds) : floor(1e3 * seconds / (step_ms * rounds));
+    return wanted <= LEAST ? LEAST : wanted >= most ? most : (int)wanted;
+}
