@@ -14,5 +14,9 @@ install(FILES ${PROJECT_BINARY_DIR}/smoeConfig.cmake ${PROJECT_BINARY_DIR}/smoeC
   DESTINATION ${smoe_package_dir})
 
 file(RELATIVE_PATH SMOE_PREFIX_FROM_PC /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
+set(SMOE_PRIVATE_LIBS "${OpenMP_C_FLAGS} -lm") # what libsmoe.a needs besides OpenBLAS
+if(SMOE_HAVE_CUDA)
+  string(APPEND SMOE_PRIVATE_LIBS " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lrt -ldl -lpthread")
+endif()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/smoe.pc.in ${PROJECT_BINARY_DIR}/smoe.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/smoe.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -20,6 +20,10 @@ libdir=$(pkg-config --variable=libdir smoe)
 # shellcheck disable=SC2046
 cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/consumer.c" -o "$work/consumer" $(pkg-config --cflags --libs smoe)
 LD_LIBRARY_PATH=$libdir "$work/consumer"
+# shellcheck disable=SC2046
+cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/consumer.c" -o "$work/consumer_static" "$libdir/libsmoe.a" \
+    -Wl,--as-needed $(pkg-config --static --cflags --libs smoe)
+"$work/consumer_static"
 
 header=$work/prefix/include/smoe.h
 cc -std=c99 -pedantic -Wall -Wextra -Werror -fsyntax-only -x c "$header"
