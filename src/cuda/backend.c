@@ -1,19 +1,11 @@
 /* The Hopper backend's table: context on a device, what it supports, its scratch, and the stages as launches.
  */
-#include "backend.h"
+#include "device.h"
 #include "launch.h"
 #include "routing.h"
-#include "tensor_map.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-/* context->state */
-typedef struct device_state {
-    int device;
-    int ctas; /* multiprocessors: one CTA of the GEMMs each */
-    smoe_encode_map encode;
-} device_state;
 
 /* Where the parts of the forward's scratch stand, from past the plan on. */
 typedef struct forward_scratch {
@@ -59,25 +51,6 @@ static smoe_cuda_lists lists_at(const smoe_problem *p, const forward_scratch *s,
     return lists;
 }
 
-/* The caller's device comes back when a call is done. */
-static cudaError_t enter_device(const device_state *state, int *before)
-{
-    cudaError_t status = cudaGetDevice(before);
-    if (status == cudaSuccess && *before != state->device) status = cudaSetDevice(state->device);
-    return status;
-}
-
-static void leave_device(const device_state *state, int before)
-{
-    if (before != state->device) cudaSetDevice(before);
-}
-
-static smoe_status device_error(smoe_context *context, const char *what, cudaError_t status)
-{
-    return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: CUDA error %d (%s): %s", what, (int)status,
-                     cudaGetErrorName(status), cudaGetErrorString(status));
-}
-
 /* ---- Context ---- */
 
 static cudaError_t open_device(device_state *state, int *major, int *minor)
@@ -105,6 +78,7 @@ static cudaError_t prepare_kernels(device_state *state)
     if (status == cudaSuccess) status = smoe_cuda_routing_init();
     if (status == cudaSuccess) status = smoe_cuda_up_init();
     if (status == cudaSuccess) status = smoe_cuda_down_init();
+    if (status == cudaSuccess) status = smoe_cuda_backward_init();
     return status;
 }
 
@@ -168,9 +142,8 @@ static smoe_status supports(smoe_context *context, const smoe_problem *problem)
 static void scratch_bytes(const smoe_context *context, const smoe_problem *problem, uint64_t *forward,
                           uint64_t *backward)
 {
-    (void)context;
     *forward = (problem->layer.inference ? problem->plan_bytes : 0) + lay_out_forward(problem).end;
-    *backward = 0;
+    *backward = smoe_cuda_backward_scratch(context->state, problem);
 }
 
 /* ---- Forward ---- */
@@ -284,7 +257,8 @@ static cudaError_t run_up(experts_call *c)
     };
     smoe_map_w1(&c->maker, &p.w1, c->args->w1, layer, c->problem->gated);
     if (p.store_h)
-        smoe_map_h(&c->maker, &p.h, c->plan->h, c->rows, c->problem->gated ? 2 : 1, layer->intermediate);
+        smoe_map_h(&c->maker, &p.h, c->plan->h, c->rows, c->problem->gated ? 2 : 1, layer->intermediate,
+                   SMOE_BLOCK_ROWS);
     smoe_map_matrix(&c->maker, &p.a, c->a, c->rows, layer->intermediate, SMOE_BLOCK_ROWS);
     return c->maker.status == CUDA_SUCCESS ? smoe_cuda_up_launch(&p, layer->dtype, c->state->ctas, c->stream)
                                            : cudaErrorInvalidValue;
@@ -389,17 +363,6 @@ static smoe_status update_selection_bias(smoe_context *context, const smoe_probl
     return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_update_selection_bias", status);
 }
 
-/* ---- What is not there yet ---- */
-
-static smoe_status backward(smoe_context *context, const smoe_problem *problem,
-                            const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
-                            void *stream)
-{
-    (void)problem, (void)args, (void)plan, (void)with_router, (void)stream;
-    return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                     "smoe_experts_backward: the cuda backend has no backward yet");
-}
-
 const smoe_backend_table smoe_cuda_backend = {
     .id = SMOE_BACKEND_CUDA,
     .name = "cuda",
@@ -411,6 +374,6 @@ const smoe_backend_table smoe_cuda_backend = {
     .round = round_stage,
     .plan = plan_stage,
     .experts_forward = experts_forward,
-    .backward = backward,
+    .backward = smoe_cuda_backward,
     .update_selection_bias = update_selection_bias,
 };

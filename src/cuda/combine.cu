@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(MOST_THREADS) combine(const __grid_constant__ 
             for (int j = 0; j < VECTORS; j++)
                 v[k][j] = __ldg((const uint4 *)(y + row[k] * row_bytes + j * step * 2));
 #pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; k++) weight[k] = __ldg(p.row_weight + row[k]);
+        for (int k = 0; k < ROWS_IN_FLIGHT; k++)
+            weight[k] = p.row_weight ? __ldg(p.row_weight + row[k]) : 1.0f;
 #pragma unroll
         for (int k = 0; k < ROWS_IN_FLIGHT; k++)
             if (i + k < end)

@@ -102,8 +102,8 @@ SMOE_DEVICE void release(uint32_t barrier, int lane)
 }
 
 // acc = the consumer's 64 rows times the tile's 256 columns. One group of multiplies stays in flight while
-// the next stage is awaited; the stage before it is then free. COPIED: A was written by cp.async.
-template <typename T, bool COPIED>
+// the next stage is awaited; the stage before it is then free. COPIED: A was written by cp.async. steps >= 1.
+template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR>
 SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const shared_layout &shared,
                           int steps, int consumer, int lane)
 {
@@ -117,7 +117,9 @@ SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const 
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < STEP / 16; j++)
-            matrix_unit<T>::multiply(acc, descriptor(a + 2 * j), descriptor(b + 2 * j), (k | j) != 0);
+            matrix_unit<T>::template multiply<A, B>(acc, descriptor<A>(a + descriptor_step<A>() * j),
+                                                    descriptor<B>(b + descriptor_step<B>() * j),
+                                                    (k | j) != 0);
         wgmma_commit();
         pin(acc);
         wgmma_wait<1>();

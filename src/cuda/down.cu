@@ -18,8 +18,10 @@ struct variant {
 };
 
 const variant variants[] = {
-    {{down_tiles::kernel<__nv_bfloat16>, down_tiles::kernel<__half>}, down_tiles::SHARED_BYTES},
-    {{down_ping_pong::kernel<__nv_bfloat16>, down_ping_pong::kernel<__half>}, down_ping_pong::SHARED_BYTES},
+    {{down_tiles::kernel<__nv_bfloat16, smoe_cuda_down>, down_tiles::kernel<__half, smoe_cuda_down>},
+     down_tiles::SHARED_BYTES},
+    {{down_ping_pong::kernel<__nv_bfloat16, smoe_cuda_down>, down_ping_pong::kernel<__half, smoe_cuda_down>},
+     down_ping_pong::SHARED_BYTES},
     {{down_stationary::kernel<__nv_bfloat16>, down_stationary::kernel<__half>},
      down_stationary::SHARED_BYTES},
 };

@@ -1,12 +1,11 @@
-// Down-projection for short K (n = 512): tiles of 128 x 192, the two consumer warpgroups take turns, so that
-// one converts and stores its tile while the other multiplies. Each holds a whole tile, 192 accumulators a
-// thread.
+// As down_tiles.cuh, for short K (512), no bias: tiles of 128 x 192, the two consumer warpgroups take turns,
+// so that one converts and stores its tile while the other multiplies. Each holds a whole tile, 192
+// accumulators a thread.
 #pragma once
-#include "launch.h"
+#include "down_operands.cuh"
 #include "mbarrier.cuh"
 #include "storage.cuh"
 #include "swizzle.h"
-#include "tma.cuh"
 #include "wgmma.cuh"
 
 namespace smoe
@@ -55,35 +54,32 @@ struct shared_layout {
     }
 };
 
-SMOE_DEVICE smoe_work tile_of(const smoe_cuda_down &p, int unit, int column_tiles)
+template <class P> SMOE_DEVICE smoe_work tile_of(const P &p, int unit, int column_tiles)
 {
     const int2 entry = __ldg((const int2 *)(p.lists.tiles + unit / column_tiles));
     return {entry.x, entry.y};
 }
 
-SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const shared_layout &shared, int units, int column_tiles,
-                            int steps)
+template <class P>
+SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, int units, int column_tiles, int steps)
 {
     ring_position<STAGES> ring(1);
-    prefetch_map(&p.a);
-    prefetch_map(&p.w2);
-    prefetch_map(&p.y);
+    operands<P>::prefetch(p);
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
         const smoe_work tile = tile_of(p, unit, column_tiles);
-        const int weight_row =
-            smoe_work_expert(tile) * p.hidden + p.first_column + unit % column_tiles * TILE_COLUMNS;
+        const int column = unit % column_tiles * TILE_COLUMNS;
         for (int k = 0; k < steps; k++) {
             barrier_wait(shared.empty(ring.stage), ring.phase);
             const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
             barrier_expect(full, STAGE_BYTES);
-            load_box(stage, &p.a, full, k * STEP, tile.row);
-            load_box(stage + A_BYTES, &p.w2, full, k * STEP, weight_row);
+            operands<P>::load_rows(p, stage, full, k, tile);
+            operands<P>::template load_weights<TILE_COLUMNS>(p, stage + A_BYTES, full, k, tile, column);
             ring.advance();
         }
     }
 }
 
-template <typename T>
+template <typename T, operand_order WEIGHTS>
 SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, const shared_layout &shared,
                           int steps, int lane)
 {
@@ -97,9 +93,11 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, cons
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < STEP / 16; j++) {
-            matrix_unit<T>::multiply(acc[0], descriptor(a + 2 * j), descriptor(b + 2 * j), (k | j) != 0);
-            matrix_unit<T>::multiply(acc[1], descriptor(a + 512 + 2 * j), descriptor(b + 2 * j),
-                                     (k | j) != 0);
+            const uint64_t weights = descriptor<WEIGHTS>(b + descriptor_step<WEIGHTS>() * j);
+            matrix_unit<T>::template multiply<K_MAJOR, WEIGHTS>(acc[0], descriptor(a + 2 * j), weights,
+                                                                (k | j) != 0);
+            matrix_unit<T>::template multiply<K_MAJOR, WEIGHTS>(acc[1], descriptor(a + 512 + 2 * j), weights,
+                                                                (k | j) != 0);
         }
         wgmma_commit();
         pin(acc[0]);
@@ -112,9 +110,9 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, cons
 }
 
 // One panel of 64 columns of both row blocks into slot `panel % SLOTS`, then out by the leader's TMA.
-template <typename T>
-SMOE_DEVICE void store_panel(const float (&acc)[2][96], const smoe_cuda_down &p, uint32_t staging, int panel,
-                             int consumer, smoe_work tile, int column, int lane)
+template <typename T, class P>
+SMOE_DEVICE void store_panel(const float (&acc)[2][96], const P &p, uint32_t staging, int panel, int consumer,
+                             smoe_work tile, int column, int lane)
 {
     using S = storage<T>;
     const bool leader = (threadIdx.x & 127) == 0;
@@ -143,9 +141,9 @@ SMOE_DEVICE void store_panel(const float (&acc)[2][96], const smoe_cuda_down &p,
     }
 }
 
-template <typename T>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const shared_layout &shared, int units,
-                                int column_tiles, int steps, int consumer, int lane)
+template <typename T, class P>
+SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int units, int column_tiles,
+                                int steps, int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
     float acc[2][96];
@@ -155,7 +153,7 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const shared_layout &sh
     }
     for (int unit = blockIdx.x + consumer * gridDim.x; unit < units; unit += 2 * gridDim.x) {
         named_barrier_sync(TURN_BARRIER + consumer, 256);
-        multiply<T>(acc, ring, shared, steps, lane);
+        multiply<T, operands<P>::WEIGHTS>(acc, ring, shared, steps, lane);
         named_barrier_arrive(TURN_BARRIER + (consumer ^ 1), 256);
         wgmma_wait<0>();
         pin(acc[0]);
@@ -172,8 +170,8 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const shared_layout &sh
     if ((threadIdx.x & 127) == 0) wait_stores_done();
 }
 
-template <typename T>
-__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
+template <typename T, class P>
+__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p)
 {
     extern __shared__ __align__(1024) char memory[];
     const shared_layout shared = {shared_address(memory)};
@@ -187,7 +185,7 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smo
     }
     __syncthreads();
     const int column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const int units = __ldg(p.lists.counts) * column_tiles, steps = (p.intermediate + STEP - 1) / STEP;
+    const int units = __ldg(p.lists.counts) * column_tiles, steps = operands<P>::steps(p);
     if (warp >= 8) {
         give_registers<24>();
         if (warp == 8 && lane == 0) load_tiles(p, shared, units, column_tiles, steps);

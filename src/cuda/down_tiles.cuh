@@ -1,9 +1,9 @@
-// Down-projection on the cooperative core, any shape: Y[r] = A[r] W2[e]^T + b2[e], 128 x 256 tiles, A and W2
-// by TMA (zeros past n), Y by TMA (clipped at the chunk's columns), stored by warps 10 and 11.
+// Rows times an expert's weights on the cooperative core, any shape: Y[r] = A[r] W2[e]^T + b2[e], and the
+// backward's dX~[r] = dH[r] W1[e]. 128 x 256 tiles, both operands by TMA (zeros past the end of K), the
+// result by TMA (clipped at the chunk's columns), stored by warps 10 and 11.
 #pragma once
 #include "cooperative.cuh"
-#include "launch.h"
-#include "tma.cuh"
+#include "down_operands.cuh"
 
 namespace smoe
 {
@@ -15,33 +15,30 @@ using namespace cooperative;
 enum { BARRIERS = STAGING_END, SHARED_BYTES = BARRIERS + BARRIER_BYTES };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 
-SMOE_DEVICE void load_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared,
-                            int steps)
+template <class P>
+SMOE_DEVICE void load_tiles(const P &p, const tile_walk &walk, const shared_layout &shared, int steps)
 {
     ring_position<STAGES> ring(1);
-    prefetch_map(&p.a);
-    prefetch_map(&p.w2);
-    prefetch_map(&p.y);
+    operands<P>::prefetch(p);
     smoe_work next = {0, 0};
     if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const smoe_work tile = next;
         if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
-        const int weight_row =
-            smoe_work_expert(tile) * p.hidden + p.first_column + walk.column(unit) * TILE_COLUMNS;
+        const int column = walk.column(unit) * TILE_COLUMNS;
         for (int k = 0; k < steps; k++) {
             barrier_wait(shared.empty(ring.stage), ring.phase);
             const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
             barrier_expect(full, STAGE_BYTES);
-            load_box(stage, &p.a, full, k * STEP, tile.row);
-            load_box(stage + A_BYTES, &p.w2, full, k * STEP, weight_row);
+            operands<P>::load_rows(p, stage, full, k, tile);
+            operands<P>::template load_weights<TILE_COLUMNS>(p, stage + A_BYTES, full, k, tile, column);
             ring.advance();
         }
     }
 }
 
-SMOE_DEVICE void store_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared,
-                             int consumer)
+template <class P>
+SMOE_DEVICE void store_tiles(const P &p, const tile_walk &walk, const shared_layout &shared, int consumer)
 {
     uint32_t count = 0;
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
@@ -81,9 +78,9 @@ SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_down &p, int expert, int c
     }
 }
 
-template <typename T>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const tile_walk &walk, const shared_layout &shared,
-                                int steps, int consumer, int lane)
+template <typename T, class P>
+SMOE_DEVICE void multiply_tiles(const P &p, const tile_walk &walk, const shared_layout &shared, int steps,
+                                int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
     uint32_t count = 0;
@@ -97,19 +94,20 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_down &p, const tile_walk &walk, 
             pass_over(ring, shared, steps, lane);
             continue;
         }
-        multiply<T, false>(acc, ring, shared, steps, consumer, lane);
+        multiply<T, false, K_MAJOR, operands<P>::WEIGHTS>(acc, ring, shared, steps, consumer, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int column = walk.column(unit) * TILE_COLUMNS + half * 128;
-            if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), column, lane);
+            [[maybe_unused]] const int column = walk.column(unit) * TILE_COLUMNS + half * 128;
+            if constexpr (operands<P>::HAS_BIAS)
+                if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), column, lane);
             stage_half<T, false>(acc + half * 64, shared, consumer, half, count, 0, lane);
         }
         count++;
     }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
+template <typename T, class P>
+__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p)
 {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
@@ -118,7 +116,7 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smo
     if (threadIdx.x == 0) init_barriers(shared, 1);
     __syncthreads();
     const tile_walk walk(p.lists.tiles, p.lists.counts, (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
-    const int steps = (p.intermediate + STEP - 1) / STEP;
+    const int steps = operands<P>::steps(p);
     if (warp >= 8) {
         give_registers<40>();
         if (warp == 8 && lane == 0) load_tiles(p, walk, shared, steps);

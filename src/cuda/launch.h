@@ -84,7 +84,7 @@ typedef struct smoe_cuda_combine {
     const void *y; /* (padded_rows, columns) */
     void *out;     /* (T, hidden), at the chunk's first column */
     const int32_t *token_offsets, *token_rows;
-    const float *row_weight;
+    const float *row_weight; /* NULL: ones */
     int64_t tokens, hidden, columns;
 } smoe_cuda_combine;
 

@@ -54,6 +54,14 @@ SMOE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32
                  : "memory");
 }
 
+// The same, each matrix transposed on its way.
+SMOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
 SMOE_DEVICE uint4 load_shared16(uint32_t address)
 {
     uint4 v;
@@ -75,6 +83,46 @@ SMOE_DEVICE void store_shared16(uint32_t address, uint4 v)
 SMOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
 {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
+// The same without the hint that a neighbour will be wanted.
+SMOE_DEVICE void copy16_async_once(uint32_t to, const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+SMOE_DEVICE void commit_copies()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// All but the newest PENDING groups of this thread's copies have landed.
+template <int PENDING> SMOE_DEVICE void wait_copies()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+SMOE_DEVICE float load_shared_float(uint32_t address)
+{
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+}
+
+SMOE_DEVICE void store_shared_float(uint32_t address, float v)
+{
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
+SMOE_DEVICE void store_shared_floats(uint32_t address, float a, float b)
+{
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+SMOE_DEVICE void store_global16(void *to, uint4 v)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
 

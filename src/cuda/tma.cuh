@@ -19,6 +19,22 @@ SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                  : "memory");
 }
 
+SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u)
+                 : "memory");
+}
+
 SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u,
                           int v)
 {
@@ -42,6 +58,23 @@ SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, 
         "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
         "r"(from), "r"(x), "r"(y), "r"(z)
         : "memory");
+}
+
+SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(from), "r"(x), "r"(y), "r"(z), "r"(u)
+        : "memory");
+}
+
+// Adds the box to what is there.
+SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
+{
+    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, "
+                 "%5}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(u)
+                 : "memory");
 }
 
 SMOE_DEVICE void commit_stores()

@@ -1,5 +1,7 @@
 // wgmma: a 64 x N tile of f32 accumulators plus 64 x 16 times 16 x N of 16-bit elements, both operands in
-// shared memory, K contiguous, in panels with the 128-byte swizzle.
+// shared memory in panels with the 128-byte swizzle. An operand is K-major (a panel has a row of A or B in
+// 128 bytes, 64 elements of K) or MN-major (128 bytes hold 64 rows of A or columns of B, the panel's rows go
+// along K).
 #pragma once
 #include "ptx.cuh"
 #include <cuda_bf16.h>
@@ -34,9 +36,22 @@ template <int COUNT> SMOE_DEVICE void pin(float (&c)[COUNT])
 // swizzle. `where` is address / 16; a step of 16 elements along K adds 2, of 64 rows 512.
 constexpr uint64_t DESCRIPTOR = (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 
-SMOE_DEVICE uint64_t descriptor(uint32_t where)
+// Of an MN-major operand: 8192 bytes from one panel of 64 to the next, 1024 from eight rows of K to the next.
+// A step of 16 elements along K adds 128.
+constexpr uint64_t MN_DESCRIPTOR =
+    (uint64_t)(8192 >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+
+enum operand_order { K_MAJOR = 0, MN_MAJOR = 1 };
+
+template <operand_order ORDER = K_MAJOR> SMOE_DEVICE uint64_t descriptor(uint32_t where)
 {
-    return DESCRIPTOR | where;
+    return (ORDER == MN_MAJOR ? MN_DESCRIPTOR : DESCRIPTOR) | where;
+}
+
+// What a step of 16 elements along K adds to a descriptor.
+template <operand_order ORDER> SMOE_DEVICE constexpr uint32_t descriptor_step()
+{
+    return ORDER == MN_MAJOR ? 128 : 2;
 }
 
 SMOE_DEVICE uint32_t descriptor_address(uint32_t shared)
@@ -69,23 +84,25 @@ SMOE_DEVICE uint32_t descriptor_address(uint32_t shared)
 #define SMOE_WGMMA192(TYPE)                                                                                  \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                \
                  "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" SMOE_NAMES96              \
-                 "}, %96, %97, p, 1, 1, 0, 0;\n}"                                                            \
+                 "}, %96, %97, p, 1, 1, %99, %100;\n}"                                                       \
                  : SMOE_ACC32(c, 0), SMOE_ACC32(c, 32), SMOE_ACC32(c, 64)                                    \
-                 : "l"(a), "l"(b), "r"(keep))
+                 : "l"(a), "l"(b), "r"(keep), "n"((int)A), "n"((int)B))
 #define SMOE_WGMMA256(TYPE)                                                                                  \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                               \
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" SMOE_NAMES128             \
-                 "}, %128, %129, p, 1, 1, 0, 0;\n}"                                                          \
+                 "}, %128, %129, p, 1, 1, %131, %132;\n}"                                                    \
                  : SMOE_ACC32(c, 0), SMOE_ACC32(c, 32), SMOE_ACC32(c, 64), SMOE_ACC32(c, 96)                 \
-                 : "l"(a), "l"(b), "r"(keep))
+                 : "l"(a), "l"(b), "r"(keep), "n"((int)A), "n"((int)B))
 
 template <typename T> struct matrix_unit;
 
 template <> struct matrix_unit<__nv_bfloat16> {
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static SMOE_DEVICE void multiply(float (&c)[96], uint64_t a, uint64_t b, int keep)
     {
         SMOE_WGMMA192("bf16");
     }
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static SMOE_DEVICE void multiply(float (&c)[128], uint64_t a, uint64_t b, int keep)
     {
         SMOE_WGMMA256("bf16");
@@ -93,10 +110,12 @@ template <> struct matrix_unit<__nv_bfloat16> {
 };
 
 template <> struct matrix_unit<__half> {
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static SMOE_DEVICE void multiply(float (&c)[96], uint64_t a, uint64_t b, int keep)
     {
         SMOE_WGMMA192("f16");
     }
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static SMOE_DEVICE void multiply(float (&c)[128], uint64_t a, uint64_t b, int keep)
     {
         SMOE_WGMMA256("f16");

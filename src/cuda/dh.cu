@@ -1,0 +1,436 @@
+// dA'[r] = dO[t(r)] W2[e], and from H what follows of it: dS[r] = <dA'[r], A[r]>, dH[r] = dact(H[r], s[r]
+// dA'[r]), A'[r] = s[r] A[r].
+//
+// FLOPs 2 R d n; bytes: dO gathered once a column tile, W2, H 2 R h read, dH 2 R h and A' 2 R n written. Tile
+// 128 x 256 on the cooperative core, W2 MN-major as it stands in memory.
+//
+// The consumers dump dA' as fp16, each row scaled by a power of two so that its largest element is in [2^14,
+// 2^15): one rounding of 2^-12, no element costs more than its conversion. All four warps of the third group
+// both gather dO and work the dump off: they read H straight from global memory through a ring of copies of
+// their own (every lane its own 16 bytes, four items ahead), and write dH and A' from registers. Between two
+// items they look whether a stage is free and gather into it. Nothing of H, dH or A' is staged, so dH may lie
+// in H's place: a lane reads its 16 bytes long before it writes them. dS of a row goes by column tiles into
+// partial sums, no atomics.
+#include "activation_gradient.cuh"
+#include "cooperative.cuh"
+#include "launch_backward.h"
+#include "tma.cuh"
+
+namespace smoe
+{
+namespace
+{
+
+using namespace cooperative;
+
+enum {
+    WORKERS = 128,
+    ROWS_A_WORKER = TILE_ROWS / (WORKERS / 8), // eight threads copy the 128 bytes of a row
+    BLOCK_ROWS = 16,                           // a consumer warp's rows: the unit of the dump
+    BLOCKS = CONSUMER_WARPS,
+    PANELS = TILE_COLUMNS / SMOE_PANEL_COLUMNS,
+    PANEL_BYTES = BLOCK_ROWS * SMOE_PANEL_ROW_BYTES, // of a block: 16 rows x 64 columns
+    BLOCK_BYTES = PANELS * PANEL_BYTES,
+    ITEM_ROWS = 4,                         // an item: 4 rows x 64 columns, 8 columns a lane
+    RING = STAGING + BLOCKS * BLOCK_BYTES, // a worker warp: 4 items x (gate 512 bytes, up 512 bytes)
+    RING_HALF = 512,
+    RING_ITEM = 2 * RING_HALF,
+    RING_WARP = PANELS * RING_ITEM,
+    BARRIERS = RING + 4 * RING_WARP,
+    SCALES = BARRIERS + 8 * (2 * STAGES + 2 * BLOCKS), // (BLOCKS, BLOCK_ROWS) float
+    SHARED_BYTES = SCALES + BLOCKS * BLOCK_ROWS * 4
+};
+static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+
+struct dh_layout : shared_layout {
+    SMOE_DEVICE explicit dh_layout(uint32_t start)
+    {
+        base = start;
+        barriers = start + BARRIERS;
+    }
+    SMOE_DEVICE uint32_t block(uint32_t b) const
+    {
+        return base + STAGING + b * BLOCK_BYTES;
+    }
+    SMOE_DEVICE uint32_t scale(uint32_t b, uint32_t row) const
+    {
+        return base + SCALES + (b * BLOCK_ROWS + row) * 4;
+    }
+    SMOE_DEVICE uint32_t block_full(uint32_t b) const
+    {
+        return barriers + 8 * (2 * STAGES + b);
+    }
+    SMOE_DEVICE uint32_t block_empty(uint32_t b) const
+    {
+        return barriers + 8 * (2 * STAGES + BLOCKS + b);
+    }
+};
+
+// ---- Gathering, a stage at a time, by all workers
+
+struct gatherer {
+    const smoe_cuda_dh &p;
+    const tile_walk &walk;
+    const dh_layout &shared;
+    ring_position<STAGES> ring;
+    int unit, k, steps, chunk, row0;
+    int next; // token of row row0 + 16 chunk of the tile after the current one
+    smoe_work tile, next_tile;
+    uint32_t real; // bit i: row row0 + 16 i exists
+    uint32_t token[ROWS_A_WORKER];
+
+    SMOE_DEVICE gatherer(const smoe_cuda_dh &params, const tile_walk &work, const dh_layout &layout)
+        : p(params), walk(work), shared(layout), ring(1), unit(blockIdx.x), k(0),
+          steps((params.hidden + STEP - 1) / STEP), chunk(threadIdx.x & 7), row0((threadIdx.x - 256) >> 3),
+          next(-1), tile({0, 0}), next_tile({0, 0}), real(0)
+    {
+        if (unit < walk.units) {
+            next_tile = walk.tile(unit);
+            read_token();
+            begin_tile();
+        }
+    }
+
+    SMOE_DEVICE bool done() const
+    {
+        return unit >= walk.units;
+    }
+
+    SMOE_DEVICE void read_token()
+    {
+        const bool exists = chunk < ROWS_A_WORKER / 2 || smoe_work_blocks(next_tile) > 1;
+        next = exists ? __ldg(p.row_token + next_tile.row + row0 + 16 * chunk) : -1;
+    }
+
+    // The next tile becomes the current one, and the tokens of the one after it are asked for.
+    SMOE_DEVICE void begin_tile()
+    {
+        real = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS_A_WORKER; i++) {
+            const int row = __shfl_sync(~0u, next, (threadIdx.x & 24) | i);
+            real |= (row >= 0 ? 1u : 0u) << i;
+            token[i] = (uint32_t)max(row, 0);
+        }
+        tile = next_tile;
+        k = 0;
+        if (unit + gridDim.x < walk.units) {
+            next_tile = walk.tile(unit + gridDim.x);
+            if (next_tile.row != tile.row) read_token();
+        }
+    }
+
+    SMOE_DEVICE void load_weights(uint32_t to, uint32_t full) const
+    {
+        barrier_expect(full, B_BYTES);
+        const int column = walk.column(unit) * TILE_COLUMNS, expert = smoe_work_expert(tile);
+        if (!p.panels_apart)
+            return load_box(to, &p.w2, full, 0, k * STEP, column / SMOE_PANEL_COLUMNS, expert);
+        for (int i = 0; i < PANELS; i++)
+            load_box(to + i * SMOE_PANEL_BYTES, &p.w2, full, column + i * SMOE_PANEL_COLUMNS, k * STEP, 0,
+                     expert);
+    }
+
+    // Fills a stage if one is free. The warp stays together.
+    SMOE_DEVICE void step()
+    {
+        if (done()) return;
+        if (!__all_sync(~0u, barrier_test(shared.empty(ring.stage), ring.phase))) return;
+        const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
+        if (threadIdx.x == 256) load_weights(stage + A_BYTES, full);
+        const int column = k * STEP + chunk * 8;
+        const uint32_t wanted = column < p.hidden ? real : 0, to = stage + smoe_panel_offset(row0, chunk);
+        const char *from = (const char *)p.dout + column * 2;
+        const uint32_t row_bytes = (uint32_t)p.hidden * 2;
+#pragma unroll
+        for (int i = 0; i < ROWS_A_WORKER; i++)
+            copy16_async(to + i * 16 * SMOE_PANEL_ROW_BYTES,
+                         wanted >> i & 1 ? from + (uint64_t)token[i] * row_bytes : (const char *)p.dout,
+                         wanted >> i & 1 ? 16u : 0u);
+        barrier_arrive_after_copies(full);
+        ring.advance();
+        if (++k == steps) {
+            unit += gridDim.x;
+            if (!done()) begin_tile();
+        }
+    }
+};
+
+// ---- Working off the dump: worker warp `worker` takes the blocks of warp `worker` of both consumers
+
+// A block in global memory: its first row (of this lane's items: + lane / 8) and this lane's first column.
+struct place {
+    int row, column;
+};
+
+template <typename T, bool GATED> struct h_ring {
+    const smoe_cuda_dh &p;
+    uint32_t slots; // of this lane
+
+    // Item `panel` of the row starts on its way into slot `panel`.
+    SMOE_DEVICE void fetch(int row, int column, int panel) const
+    {
+        const int n = p.intermediate, at = column + panel * SMOE_PANEL_COLUMNS;
+        const uint32_t bytes = at < n ? 16u : 0u;
+        const T *from = (const T *)p.h + (at < n ? (int64_t)row * (GATED ? 2 * n : n) + at : 0);
+        copy16_async_once(slots + panel * RING_ITEM, from, bytes);
+        if (GATED) copy16_async_once(slots + panel * RING_ITEM + RING_HALF, from + (at < n ? n : 0), bytes);
+        commit_copies();
+    }
+    SMOE_DEVICE uint4 gate(int panel) const
+    {
+        return load_shared16(slots + panel * RING_ITEM);
+    }
+    SMOE_DEVICE uint4 up(int panel) const
+    {
+        return GATED ? load_shared16(slots + panel * RING_ITEM + RING_HALF) : make_uint4(0, 0, 0, 0);
+    }
+};
+
+template <typename T, int KIND>
+SMOE_DEVICE void write_item(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, int row, int column,
+                            float weight, float y_weight, float &ds)
+{
+    constexpr bool GATED = KIND < SMOE_SILU;
+    uint4 gate, up, scaled;
+    differentiate_pair<T, KIND>(g.x, u.x, x.x, weight, y_weight, ds, gate.x, up.x, scaled.x);
+    differentiate_pair<T, KIND>(g.y, u.y, x.y, weight, y_weight, ds, gate.y, up.y, scaled.y);
+    differentiate_pair<T, KIND>(g.z, u.z, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
+    differentiate_pair<T, KIND>(g.w, u.w, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
+    const int n = p.intermediate;
+    if (column >= n) return;
+    T *dh = (T *)p.dh + (int64_t)row * (GATED ? 2 * n : n) + column;
+    store_global16(dh, gate);
+    if (GATED) store_global16(dh + n, up);
+    store_global16((T *)p.a + (int64_t)row * n + column, scaled);
+}
+
+// One block: 4 row groups x 4 panels, each item's H fetched a row group ahead. `next`: the block after it.
+template <typename T, int KIND>
+SMOE_DEVICE void work_block(const smoe_cuda_dh &p, gatherer &gather,
+                            const h_ring<T, (KIND < SMOE_SILU)> &ring, const dh_layout &shared,
+                            uint32_t block, place at, place next, float weights, float *ds_out, int lane)
+{
+    const int lane_row = lane >> 3, chunk = lane & 7;
+    const uint32_t dump = shared.block(block);
+    wait_copies<PANELS - 1>();
+    uint4 x = load_shared16(dump + smoe_panel_offset(lane_row, chunk)), g = ring.gate(0), u = ring.up(0);
+#pragma unroll 1
+    for (int group = 0; group < BLOCK_ROWS / ITEM_ROWS; group++) {
+        const bool last = group == BLOCK_ROWS / ITEM_ROWS - 1;
+        const int row = group * ITEM_ROWS + lane_row;
+        const int ahead_row = last ? next.row + lane_row : at.row + row + ITEM_ROWS;
+        const int ahead_column = last ? next.column : at.column;
+        const uint32_t here = dump + smoe_panel_offset(row, chunk),
+                       below = dump + smoe_panel_offset(row + ITEM_ROWS, chunk);
+        const float weight = __shfl_sync(~0u, weights, row),
+                    unit = load_shared_float(shared.scale(block, row));
+        const float y_weight = weight * unit;
+        float ds = 0.0f;
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel++) {
+            uint4 x_next = x, g_next = g, u_next = u;
+            ring.fetch(ahead_row, ahead_column,
+                       panel); // this slot's item is in registers since the last turn
+            wait_copies<PANELS - 1>();
+            if (panel + 1 < PANELS) {
+                x_next = load_shared16(here + (panel + 1) * PANEL_BYTES);
+                g_next = ring.gate(panel + 1), u_next = ring.up(panel + 1);
+            } else if (!last) {
+                x_next = load_shared16(below);
+                g_next = ring.gate(0), u_next = ring.up(0);
+            }
+            write_item<T, KIND>(p, x, g, u, at.row + row, at.column + panel * SMOE_PANEL_COLUMNS, weight,
+                                y_weight, ds);
+            x = x_next, g = g_next, u = u_next;
+            gather.step();
+        }
+        ds += __shfl_xor_sync(~0u, ds, 1);
+        ds += __shfl_xor_sync(~0u, ds, 2);
+        ds += __shfl_xor_sync(~0u, ds, 4);
+        if (chunk == 0) ds_out[row] = ds * unit;
+    }
+}
+
+template <typename T, int KIND>
+SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared, int worker,
+                            int lane)
+{
+    gatherer gather(p, walk, shared);
+    if (blockIdx.x >= walk.units) return;
+    const h_ring<T, (KIND < SMOE_SILU)> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
+    const int lane_row = lane >> 3, chunk = lane & 7;
+    uint32_t count[2] = {0, 0};
+    smoe_work tile = walk.tile(blockIdx.x);
+    place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + chunk * 8};
+    float weights = __ldg(p.row_weight + at.row + (lane & 15));
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) ring.fetch(at.row + lane_row, at.column, panel);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const int blocks = smoe_work_blocks(tile);
+        const int column_tile = walk.column(unit);
+        smoe_work after = tile;
+        place first = at; // of the next tile; after the last one the fetch repeats itself
+        if (unit + gridDim.x < walk.units) {
+            after = walk.tile(unit + gridDim.x);
+            first = {after.row + worker * BLOCK_ROWS,
+                     walk.column(unit + gridDim.x) * TILE_COLUMNS + chunk * 8};
+        }
+        for (int consumer = 0; consumer < blocks; consumer++) {
+            const uint32_t block = consumer * 4 + worker, parity = (consumer ? count[1] : count[0]) & 1;
+            const place next = consumer + 1 < blocks ? place{at.row + SMOE_BLOCK_ROWS, at.column} : first;
+            const float next_weights = __ldg(p.row_weight + next.row + (lane & 15));
+            while (!__all_sync(~0u, barrier_test(shared.block_full(block), parity))) gather.step();
+            work_block<T, KIND>(p, gather, ring, shared, block, at, next, weights,
+                                p.ds + column_tile * p.padded_rows + at.row, lane);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared.block_empty(block));
+            at = next;
+            weights = next_weights;
+            if (consumer)
+                count[1]++;
+            else
+                count[0]++;
+        }
+        tile = after;
+    }
+    while (!gather.done()) gather.step();
+    wait_copies<0>();
+}
+
+template <typename T>
+SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared, int worker,
+                            int lane)
+{
+    switch (p.activation) {
+    case SMOE_SWIGLU: return work_tiles<T, SMOE_SWIGLU>(p, walk, shared, worker, lane);
+    case SMOE_GEGLU: return work_tiles<T, SMOE_GEGLU>(p, walk, shared, worker, lane);
+    case SMOE_GEGLU_TANH: return work_tiles<T, SMOE_GEGLU_TANH>(p, walk, shared, worker, lane);
+    case SMOE_REGLU: return work_tiles<T, SMOE_REGLU>(p, walk, shared, worker, lane);
+    case SMOE_SWIGLU_OAI: return work_tiles<T, SMOE_SWIGLU_OAI>(p, walk, shared, worker, lane);
+    case SMOE_SILU: return work_tiles<T, SMOE_SILU>(p, walk, shared, worker, lane);
+    case SMOE_GELU: return work_tiles<T, SMOE_GELU>(p, walk, shared, worker, lane);
+    case SMOE_RELU: return work_tiles<T, SMOE_RELU>(p, walk, shared, worker, lane);
+    default: return work_tiles<T, SMOE_RELU2>(p, walk, shared, worker, lane);
+    }
+}
+
+// ---- Consumers
+
+// Exponent (as stored in a float) of the largest of the row's elements, which four neighbouring lanes share;
+// at least 20, so that its inverse is a normal number.
+SMOE_DEVICE uint32_t row_exponent(float most)
+{
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    return max(__float_as_uint(most) >> 23, 20u);
+}
+
+// The warp's 16 x 256 accumulators to its block: x 2^(141 - e) in fp16, 2^(e - 141) beside it.
+SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t block, uint32_t parity,
+                      int lane)
+{
+    using H = storage<__half>;
+    float most_upper = 0.0f, most_lower = 0.0f; // rows lane / 4 and lane / 4 + 8
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) {
+        most_upper = fmaxf(most_upper, fmaxf(fabsf(acc[i]), fabsf(acc[i + 1])));
+        most_lower = fmaxf(most_lower, fmaxf(fabsf(acc[i + 2]), fabsf(acc[i + 3])));
+    }
+    const uint32_t upper = row_exponent(most_upper), lower = row_exponent(most_lower);
+    const float by_upper = __uint_as_float((268 - upper) << 23),
+                by_lower = __uint_as_float((268 - lower) << 23);
+    barrier_wait(shared.block_empty(block), parity);
+    if ((lane & 3) == 0) {
+        store_shared_float(shared.scale(block, lane >> 2), __uint_as_float((upper - 14) << 23));
+        store_shared_float(shared.scale(block, (lane >> 2) + 8), __uint_as_float((lower - 14) << 23));
+    }
+    const uint32_t to = shared.block(block) + (lane & 15) * SMOE_PANEL_ROW_BYTES;
+#pragma unroll
+    for (int q = 0; q < 16; q++) {
+        const float *v = acc + q * 8;
+        store_matrices(to + (q >> 2) * PANEL_BYTES + ((((q & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
+                       H::pack(v[0] * by_upper, v[1] * by_upper), H::pack(v[2] * by_lower, v[3] * by_lower),
+                       H::pack(v[4] * by_upper, v[5] * by_upper), H::pack(v[6] * by_lower, v[7] * by_lower));
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.block_full(block));
+}
+
+template <typename T>
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared,
+                                int warp, int lane)
+{
+    ring_position<STAGES> ring(0);
+    const int consumer = warp >> 2, steps = (p.hidden + STEP - 1) / STEP;
+    uint32_t count = 0;
+    float acc[128];
+    smoe_work next = {0, 0};
+    if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_work tile = next;
+        if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
+        if (consumer >= smoe_work_blocks(tile)) {
+            pass_over(ring, shared, steps, lane);
+            continue;
+        }
+        multiply<T, true, K_MAJOR, MN_MAJOR>(acc, ring, shared, steps, consumer, lane);
+        dump(acc, shared, warp, (count & 1) ^ 1, lane);
+        count++;
+    }
+}
+
+SMOE_DEVICE void init_barriers(const dh_layout &shared)
+{
+    for (int i = 0; i < STAGES; i++) {
+        barrier_init(shared.full(i), 1 + WORKERS);
+        barrier_init(shared.empty(i), CONSUMER_WARPS);
+    }
+    for (int i = 0; i < BLOCKS; i++) {
+        barrier_init(shared.block_full(i), 1);
+        barrier_init(shared.block_empty(i), 1);
+    }
+    barrier_init_done();
+}
+
+template <typename T> __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ smoe_cuda_dh p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    const dh_layout shared(shared_address(memory));
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();
+    const tile_walk walk(p.lists.tiles, p.lists.counts, (p.intermediate + TILE_COLUMNS - 1) / TILE_COLUMNS);
+    if (warp >= 8) {
+        give_registers<136>();
+        work_tiles<T>(p, walk, shared, warp - 8, lane);
+    } else {
+        take_registers<184>();
+        multiply_tiles<T>(p, walk, shared, warp, lane);
+    }
+}
+
+template <typename T> cudaError_t allow_shared()
+{
+    return cudaFuncSetAttribute((const void *)dh<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                SHARED_BYTES);
+}
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_dh_init(void)
+{
+    const cudaError_t status = smoe::allow_shared<__nv_bfloat16>();
+    return status == cudaSuccess ? smoe::allow_shared<__half>() : status;
+}
+
+extern "C" cudaError_t smoe_cuda_dh_launch(const smoe_cuda_dh *p, smoe_type dtype, int ctas,
+                                           cudaStream_t stream)
+{
+    if (dtype == SMOE_BF16)
+        smoe::dh<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+    else
+        smoe::dh<__half><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+    return cudaGetLastError();
+}
