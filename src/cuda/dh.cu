@@ -345,11 +345,11 @@ SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t
         store_shared_float(shared.scale(block, lane >> 2), __uint_as_float((upper - 14) << 23));
         store_shared_float(shared.scale(block, (lane >> 2) + 8), __uint_as_float((lower - 14) << 23));
     }
-    const uint32_t to = shared.block(block) + (lane & 15) * SMOE_PANEL_ROW_BYTES;
+    const uint32_t to = shared.block(block);
 #pragma unroll
     for (int q = 0; q < 16; q++) {
         const float *v = acc + q * 8;
-        store_matrices(to + (q >> 2) * PANEL_BYTES + ((((q & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
+        store_matrices(to + (q >> 2) * PANEL_BYTES + smoe_panel_offset(lane & 15, (q & 3) * 2 + (lane >> 4)),
                        H::pack(v[0] * by_upper, v[1] * by_upper), H::pack(v[2] * by_lower, v[3] * by_lower),
                        H::pack(v[4] * by_upper, v[5] * by_upper), H::pack(v[6] * by_lower, v[7] * by_lower));
     }

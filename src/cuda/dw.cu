@@ -154,49 +154,35 @@ template <typename T>
 SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane, bool transposed, T)
 {
     using S = storage<T>;
-    if (transposed) { // 128 features x 64 of d
-        const uint32_t to =
-            slot + smoe_panel_offset((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
 #pragma unroll
-        for (int q = 0; q < 8; q++) {
-            const float *v = acc + q * 8;
-            store_matrices_transposed(to + q * 16 * SMOE_PANEL_ROW_BYTES, S::pack(v[0], v[1]),
+    for (int q = 0; q < 8; q++) {
+        const float *v = acc + q * 8;
+        if (transposed)
+            store_matrices_transposed(slot + smoe_part_transposed(warp, lane, q), S::pack(v[0], v[1]),
                                       S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
-        }
-    } else { // two panels of 64 of d x 64 features
-        const uint32_t to = slot + (warp * 16 + (lane & 15)) * SMOE_PANEL_ROW_BYTES;
-#pragma unroll
-        for (int q = 0; q < 8; q++) {
-            const float *v = acc + q * 8;
-            store_matrices(
-                to + (q >> 2) * SMOE_PANEL_BYTES + ((((q & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
-                S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
-        }
+        else
+            store_matrices(slot + smoe_part_plain(warp, lane, q), S::pack(v[0], v[1]), S::pack(v[2], v[3]),
+                           S::pack(v[4], v[5]), S::pack(v[6], v[7]));
     }
 }
 
 SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane, bool transposed, float)
 {
     const uint32_t row = warp * 16 + (lane >> 2), pair = (lane & 3) * 2;
-    if (transposed) {   // two panels of 64 features x 32 of d
-        uint32_t to[4]; // of the first block: element i of a thread's four
+    uint32_t to[4]; // of the first block
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t d = row + (i >> 1) * 8;
-            to[i] = slot + (d >> 5) * SMOE_PANEL_BYTES + smoe_panel_offset(pair + (i & 1), (d & 31) >> 2) +
-                    (d & 3) * 4;
-        }
+    for (int i = 0; i < 4; i++) {
+        const uint32_t d = row + (i >> 1) * 8, feature = pair + (i & 1);
+        to[i] = slot + (transposed ? smoe_part_f32(feature, d) : smoe_part_f32(d, feature));
+    }
 #pragma unroll
-        for (int i = 0; i < 32; i++)
-            store_shared_float(to[i & 3] + (i >> 2) * 8 * SMOE_PANEL_ROW_BYTES, acc[i]);
-    } else { // two panels of 64 of d x 32 features
-#pragma unroll
-        for (int i = 0; i < 32; i += 2) {
-            const uint32_t feature = (i >> 2) * 8 + pair, d = row + (i >> 1 & 1) * 8;
-            store_shared_floats(slot + (feature >> 5) * SMOE_PANEL_BYTES +
-                                    smoe_panel_offset(d, (feature & 31) >> 2) + (feature & 3) * 4,
-                                acc[i], acc[i + 1]);
-        }
+    for (int i = 0; i < 32; i++) {
+        const int block = i >> 2;
+        if (transposed)
+            store_shared_float(to[i & 3] + block * 8 * SMOE_PANEL_ROW_BYTES, acc[i]);
+        else if (i % 2 == 0)
+            store_shared_floats(slot + smoe_part_f32(row + (i >> 1 & 1) * 8, block * 8 + pair), acc[i],
+                                acc[i + 1]);
     }
 }
 

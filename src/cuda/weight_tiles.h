@@ -9,6 +9,7 @@
 #define SMOE_CUDA_WEIGHT_TILES_H
 
 #include "scheduler.h"
+#include "swizzle.h"
 
 enum {
     SMOE_WEIGHT_TILE_HIDDEN = 128,
@@ -77,6 +78,30 @@ static inline int64_t smoe_split_bound(int64_t blocks, int32_t tiles, int32_t ct
     const int64_t by_most = 2 * blocks / SMOE_MOST_SPLIT;
     const int64_t most = by_share > by_most ? by_share : by_most;
     return most < by_least ? most : by_least;
+}
+
+/* ---- Where a part of a tile stands in its staging slot: two panels of rows of 128 bytes ----
+ * dW2: rows of d, columns are features. dW1: rows are features, columns of d. */
+
+/* Element of an f32 part; panels of 64 rows and 32 columns. */
+SMOE_HD uint32_t smoe_part_f32(uint32_t row, uint32_t column)
+{
+    return (column >> 5) * SMOE_PANEL_BYTES + smoe_panel_offset(row, (column & 31) >> 2) + (column & 3) * 4;
+}
+
+/* Address that a lane of a warp gives to the q-th transposing stmatrix of a 16-bit part of 128 features by 64
+ * of d (one panel of 128 rows): blocks 2q and 2q + 1 of 8 features, the warp's 16 of d. */
+SMOE_HD uint32_t smoe_part_transposed(uint32_t warp, uint32_t lane, uint32_t q)
+{
+    return q * 16 * SMOE_PANEL_ROW_BYTES +
+           smoe_panel_offset((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
+}
+
+/* The same of a 16-bit part of 64 of d by 128 features, not transposed. */
+SMOE_HD uint32_t smoe_part_plain(uint32_t warp, uint32_t lane, uint32_t q)
+{
+    return (q >> 2) * SMOE_PANEL_BYTES +
+           smoe_panel_offset(warp * 16 + (lane & 15), (q & 3) * 2 + (lane >> 4));
 }
 
 #endif

@@ -1,0 +1,179 @@
+/* The index arithmetic of the Hopper backward, on the host and by brute force: tiles of the weight gradients,
+ * the cut of experts into pieces, and where a tile's elements stand in staging. */
+#include "cuda/weight_tiles.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+/* ---- Tiles: every feature of every half belongs to exactly one slot, no slot crosses halves ---- */
+
+static void test_slots(void **state)
+{
+    (void)state;
+    for (int n = 8; n <= 1040; n += 8)
+        for (int halves = 1; halves <= 2; halves++) {
+            const int tiles = smoe_feature_tiles(n, halves), each = smoe_slots_of_half(n);
+            char *seen = calloc((size_t)(n * halves), 1);
+            assert_non_null(seen);
+            for (int slot = 0; slot < 2 * tiles; slot++) {
+                const smoe_slot s = smoe_slot_of(slot, each);
+                if (s.half >= halves) continue; /* the other slot of an odd last tile */
+                for (int f = s.feature; f < s.feature + SMOE_WEIGHT_SLOT && f < n; f++)
+                    seen[s.half * n + f]++;
+            }
+            for (int i = 0; i < n * halves; i++) assert_int_equal(seen[i], 1);
+            assert_true((2 * tiles - 2) / each < halves); /* at most one slot is idle */
+            free(seen);
+        }
+}
+
+/* ---- Pieces ---- */
+
+static uint32_t next(uint32_t *seed)
+{
+    *seed = *seed * 1664525u + 1013904223u;
+    return *seed >> 8;
+}
+
+static void check_split(const int32_t *blocks, int experts, int tiles, int ctas)
+{
+    int64_t all = 0, split = 0;
+    for (int e = 0; e < experts; e++) all += blocks[e];
+    const int32_t limit = smoe_split_limit(all, tiles, ctas);
+    for (int e = 0; e < experts; e++) {
+        const int pieces = blocks[e] > limit ? (blocks[e] + limit - 1) / limit : 1;
+        int32_t end = 0;
+        for (int i = 0; i < pieces; i++) {
+            assert_int_equal(smoe_cut(blocks[e], pieces, i), end);
+            end = smoe_cut(blocks[e], pieces, i + 1);
+            assert_true(end - smoe_cut(blocks[e], pieces, i) <= limit);
+        }
+        assert_int_equal(end, blocks[e]);
+        if (pieces > 1) split += pieces;
+    }
+    assert_true(split <= smoe_split_bound(all, tiles, ctas));
+    assert_true(split <= smoe_split_bound(all + 1000, tiles, ctas)); /* the bound is taken for more rows */
+    assert_true(split < 1 << 16);                                    /* lists.cu packs it */
+}
+
+static void test_split(void **state)
+{
+    (void)state;
+    enum { MOST = 64 };
+    uint32_t seed = 1;
+    for (int turn = 0; turn < 20000; turn++) {
+        int32_t blocks[MOST];
+        const int experts = 1 + (int)(next(&seed) % MOST), tiles = 1 + (int)(next(&seed) % 300);
+        const int ctas = 1 + (int)(next(&seed) % 200), scale = 1 << next(&seed) % 14;
+        for (int e = 0; e < experts; e++) blocks[e] = (int32_t)(next(&seed) % (uint32_t)scale);
+        if (turn % 3 == 0) blocks[next(&seed) % (uint32_t)experts] = (int32_t)(next(&seed) % 100000);
+        check_split(blocks, experts, tiles, ctas);
+    }
+    const int32_t huge[2] = {33000000, 5};
+    check_split(huge, 2, 100, 132);
+}
+
+/* Even routing of the paper's shapes is never split; a single expert keeps all CTAs busy. */
+static void test_split_chooses(void **state)
+{
+    (void)state;
+    const int32_t tiles = smoe_weight_tiles(1536, 256, 1);
+    assert_int_equal(tiles, 12);
+    assert_true(smoe_split_limit(24576 * 8 / 64, tiles, 132) > 24576 * 8 / 128 / 64);
+    const int64_t blocks = 3072, pieces = smoe_divide_up(blocks, smoe_split_limit(blocks, tiles, 132));
+    assert_true(pieces * tiles >= 132 - tiles && pieces * tiles <= 132 + tiles);
+}
+
+/* ---- Staging: what TMA finds at (row, column) of a panel is the element that belongs there ---- */
+
+enum { SLOT_BYTES = 2 * SMOE_PANEL_BYTES };
+
+/* Element i of a thread's accumulators: feature and row of d, counted from the part and the consumer's 64
+ * rows. */
+static int feature_of(int lane, int i)
+{
+    return (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
+}
+
+static int d_of(int warp, int lane, int i)
+{
+    return warp * 16 + (lane >> 2) + (i >> 1 & 1) * 8;
+}
+
+static void put(int32_t *slot, uint32_t at, uint32_t size, int value)
+{
+    assert_true(at + size <= SLOT_BYTES);
+    assert_int_equal(slot[at / size], -1);
+    slot[at / size] = value;
+}
+
+static void test_f32_staging(void **state)
+{
+    (void)state;
+    for (int transposed = 0; transposed < 2; transposed++) {
+        int32_t slot[SLOT_BYTES / 4];
+        memset(slot, 0xff, sizeof slot);
+        for (int thread = 0; thread < 128; thread++)
+            for (int i = 0; i < 32; i++) {
+                const int f = feature_of(thread & 31, i), d = d_of(thread >> 5, thread & 31, i);
+                const int row = transposed ? f : d, column = transposed ? d : f;
+                put(slot, smoe_part_f32((uint32_t)row, (uint32_t)column), 4, row * 64 + column);
+            }
+        for (int row = 0; row < 64; row++)
+            for (int column = 0; column < 64; column++) {
+                const uint32_t at = (uint32_t)(column / 32) * SMOE_PANEL_BYTES +
+                                    smoe_panel_offset((uint32_t)row, (uint32_t)(column % 32) / 4) +
+                                    (uint32_t)(column % 4) * 4;
+                assert_int_equal(slot[at / 4], row * 64 + column);
+            }
+    }
+}
+
+/* stmatrix: lane 8 j + i names row i of matrix j; thread t holds elements 2 (t % 4) and the next of row t /
+ * 4, or transposed of column t / 4. */
+static void test_16_bit_staging(void **state)
+{
+    (void)state;
+    for (int transposed = 0; transposed < 2; transposed++) {
+        int32_t slot[SLOT_BYTES / 2];
+        memset(slot, 0xff, sizeof slot);
+        for (uint32_t warp = 0; warp < 4; warp++)
+            for (uint32_t q = 0; q < 8; q++)
+                for (uint32_t j = 0; j < 4; j++)
+                    for (uint32_t t = 0; t < 32; t++)
+                        for (uint32_t z = 0; z < 2; z++) {
+                            const int i = (int)(q * 8 + j * 2 + z), f = feature_of((int)t, i);
+                            const int d = d_of((int)warp, (int)t, i);
+                            const uint32_t matrix_row = transposed ? 2 * (t % 4) + z : t / 4;
+                            const uint32_t matrix_column = transposed ? t / 4 : 2 * (t % 4) + z;
+                            const uint32_t lane = j * 8 + matrix_row;
+                            const uint32_t at = transposed ? smoe_part_transposed(warp, lane, q)
+                                                           : smoe_part_plain(warp, lane, q);
+                            put(slot, at + matrix_column * 2, 2, f * 64 + d);
+                        }
+        for (int f = 0; f < 128; f++)
+            for (int d = 0; d < 64; d++) {
+                const uint32_t row = (uint32_t)(transposed ? f : d),
+                               column = (uint32_t)(transposed ? d : f % 64);
+                const uint32_t panel = transposed ? 0 : (uint32_t)f / 64;
+                const uint32_t at =
+                    panel * SMOE_PANEL_BYTES + smoe_panel_offset(row, column / 8) + column % 8 * 2;
+                assert_int_equal(slot[at / 2], f * 64 + d);
+            }
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_slots),          cmocka_unit_test(test_split),
+        cmocka_unit_test(test_split_chooses),  cmocka_unit_test(test_f32_staging),
+        cmocka_unit_test(test_16_bit_staging),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
