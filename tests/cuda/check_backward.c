@@ -455,7 +455,7 @@ static const test_case cases[] = {
     {"interleaved f32", 300, 192, 320, 3, 2, SMOE_REGLU, RANDOM, B, F, INT, 0, 1, 0, 0, 0, 0},
     {"relu2", 300, 192, 320, 3, 2, SMOE_RELU2, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
     {"accumulate", 300, 192, 192, 3, 2, SMOE_REGLU, RANDOM, B, F, CAT, 1, 1, 1, 0, 0, 0},
-    {"accumulate bf16", 200, 192, 192, 5, 1, SMOE_REGLU, HALF_EMPTY, B, B, INT, 1, 1, 1, 0, 0, 0},
+    {"accumulate bf16", 120, 192, 192, 5, 1, SMOE_REGLU, HALF_EMPTY, B, B, INT, 1, 1, 1, 0, 0, 0},
     {"reuse", 300, 192, 256, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 1, 0, 0},
     {"edges", 2241, 128, 64, 16, 1, SMOE_REGLU, EDGES, B, B, CAT, 0, 1, 0, 0, 0, 0},
     {"edges n 320", 2241, 192, 320, 16, 1, SMOE_RELU, EDGES, B, F, CAT, 0, 1, 0, 0, 0, 0},
