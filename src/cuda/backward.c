@@ -51,9 +51,15 @@ static backward_scratch lay_out(const device_state *state, const smoe_problem *p
     return s;
 }
 
+/* From logits the router's backward is missing. */
+static int has_backward(const smoe_layer *layer)
+{
+    return !layer->inference && layer->entry != SMOE_FROM_LOGITS;
+}
+
 uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_problem *problem)
 {
-    return problem->layer.inference ? 0 : lay_out(state, problem).end;
+    return has_backward(&problem->layer) ? lay_out(state, problem).end : 0;
 }
 
 cudaError_t smoe_cuda_backward_init(void)
@@ -304,9 +310,12 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
                                void *stream)
 {
     const device_state *state = context->state;
-    if (with_router && problem->layer.entry == SMOE_FROM_LOGITS)
-        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_layer_backward: the cuda backend has no router backward yet");
+    (void)with_router; /* the other entries have no router */
+    if (!has_backward(&problem->layer))
+        return smoe_fail(
+            context, SMOE_ERROR_UNSUPPORTED,
+            "smoe_experts_backward: entry FROM_LOGITS (0): the cuda backend has no router backward "
+            "yet; it goes back from FROM_TOPK (1) and FROM_ROWS (2)");
     const backward_scratch at = lay_out(state, problem);
     char *scratch = args->scratch;
     backward_call call = {
