@@ -73,14 +73,14 @@ struct gatherer {
     const tile_walk &walk;
     const dh_layout &shared;
     ring_position<STAGES> ring;
-    int unit, k, steps, chunk, row0;
-    int next; // token of row row0 + 16 chunk of the tile after the current one
+    int unit, column, k, steps, chunk, row0; // column: first of the tile
+    int next;                                // token of row row0 + 16 chunk of the tile after the current one
     smoe_work tile, next_tile;
     uint32_t real; // bit i: row row0 + 16 i exists
     uint32_t token[ROWS_A_WORKER];
 
     SMOE_DEVICE gatherer(const smoe_cuda_dh &params, const tile_walk &work, const dh_layout &layout)
-        : p(params), walk(work), shared(layout), ring(1), unit(blockIdx.x), k(0),
+        : p(params), walk(work), shared(layout), ring(1), unit(blockIdx.x), column(0), k(0),
           steps((params.hidden + STEP - 1) / STEP), chunk(threadIdx.x & 7), row0((threadIdx.x - 256) >> 3),
           next(-1), tile({0, 0}), next_tile({0, 0}), real(0)
     {
@@ -113,6 +113,7 @@ struct gatherer {
             token[i] = (uint32_t)max(row, 0);
         }
         tile = next_tile;
+        column = walk.column(unit) * TILE_COLUMNS;
         k = 0;
         if (unit + gridDim.x < walk.units) {
             next_tile = walk.tile(unit + gridDim.x);
@@ -123,7 +124,7 @@ struct gatherer {
     SMOE_DEVICE void load_weights(uint32_t to, uint32_t full) const
     {
         barrier_expect(full, B_BYTES);
-        const int column = walk.column(unit) * TILE_COLUMNS, expert = smoe_work_expert(tile);
+        const int expert = smoe_work_expert(tile);
         if (!p.panels_apart)
             return load_box(to, &p.w2, full, 0, k * STEP, column / SMOE_PANEL_COLUMNS, expert);
         for (int i = 0; i < PANELS; i++)
@@ -138,9 +139,10 @@ struct gatherer {
         if (!__all_sync(~0u, barrier_test(shared.empty(ring.stage), ring.phase))) return;
         const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
         if (threadIdx.x == 256) load_weights(stage + A_BYTES, full);
-        const int column = k * STEP + chunk * 8;
-        const uint32_t wanted = column < p.hidden ? real : 0, to = stage + smoe_panel_offset(row0, chunk);
-        const char *from = (const char *)p.dout + column * 2;
+        const int from_column = k * STEP + chunk * 8;
+        const uint32_t wanted = from_column < p.hidden ? real : 0,
+                       to = stage + smoe_panel_offset(row0, chunk);
+        const char *from = (const char *)p.dout + from_column * 2;
         const uint32_t row_bytes = (uint32_t)p.hidden * 2;
 #pragma unroll
         for (int i = 0; i < ROWS_A_WORKER; i++)

@@ -68,21 +68,19 @@ struct weight_walk {
 
 // ---- Loads
 
-SMOE_DEVICE void load_features(const smoe_cuda_dw &p, const weight_walk &walk, int unit, int row, uint32_t to,
-                               uint32_t full)
+SMOE_DEVICE void load_slot(const smoe_cuda_dw &p, smoe_slot slot, int row, uint32_t to, uint32_t full)
 {
-    barrier_expect(full, B_BYTES);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const smoe_slot slot = walk.slot(unit, i);
-        const uint32_t at = to + i * SLOT_BYTES;
-        if (p.panels_apart) {
-            load_box(at, &p.features, full, slot.feature, row, 0, slot.half);
-            load_box(at + SMOE_PANEL_BYTES, &p.features, full, slot.feature + SMOE_PANEL_COLUMNS, row, 0,
-                     slot.half);
-        } else
-            load_box(at, &p.features, full, 0, row, slot.feature / SMOE_PANEL_COLUMNS, slot.half);
-    }
+    if (p.panels_apart) {
+        load_box(to, &p.features, full, slot.feature, row, 0, slot.half);
+        load_box(to + SMOE_PANEL_BYTES, &p.features, full, slot.feature + SMOE_PANEL_COLUMNS, row, 0,
+                 slot.half);
+    } else
+        load_box(to, &p.features, full, 0, row, slot.feature / SMOE_PANEL_COLUMNS, slot.half);
+}
+
+SMOE_DEVICE int first_token(const int32_t *row_token, const smoe_piece &piece)
+{
+    return piece.blocks ? __ldg(row_token + piece.row) : -1;
 }
 
 SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, const shared_layout &shared)
@@ -92,25 +90,35 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, cons
     const uint32_t even = panel + smoe_panel_offset(row0, chunk & 7),
                    odd = panel + smoe_panel_offset(row0 + 4, chunk & 7);
     const uint32_t row_bytes = (uint32_t)p.hidden * 2;
+    const int32_t *row_token = p.row_token + row0 + 4 * chunk; // the lanes of a row share its reading
     ring_position<STAGES> ring(1);
+    smoe_piece next_piece = {0, 0, 0, -1};
+    if (blockIdx.x < walk.units) next_piece = walk.piece(blockIdx.x);
+    int next = first_token(row_token, next_piece);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_piece piece = walk.piece(unit);
-        if (walk.skips(piece)) continue;
-        const bool empty = piece.blocks == 0;
+        const smoe_piece piece = next_piece;
+        if (unit + gridDim.x < walk.units) next_piece = walk.piece(unit + gridDim.x);
+        if (walk.skips(piece)) {
+            next = first_token(row_token, next_piece);
+            continue;
+        }
         const int column = walk.hidden(unit) + chunk * 8;
         const bool inside = column < p.hidden;
         const char *from = (const char *)p.tokens + (inside ? column * 2 : 0);
-        const int32_t *row_token =
-            p.row_token + piece.row + row0 + 4 * chunk; // the lanes of a row share its reading
-        int next = empty ? -1 : __ldg(row_token);
         const int steps = weight_walk::steps(piece);
+        const smoe_slot left = walk.slot(unit, 0), right = walk.slot(unit, 1);
         for (int k = 0; k < steps; k++) {
             const int now = next;
-            if (k + 1 < steps) next = __ldg(row_token + (k + 1) * STEP);
+            next = k + 1 < steps ? __ldg(row_token + piece.row + (k + 1) * STEP)
+                                 : first_token(row_token, next_piece);
             barrier_wait(shared.empty(ring.stage), ring.phase);
             const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
-            if (thread == 0) // a row below 0 reads as zeros
-                load_features(p, walk, unit, empty ? -STEP : piece.row + k * STEP, stage + A_BYTES, full);
+            if (thread == 0) {
+                const int row = piece.blocks ? piece.row + k * STEP : -STEP; // a row below 0 reads as zeros
+                barrier_expect(full, B_BYTES);
+                load_slot(p, left, row, stage + A_BYTES, full);
+                load_slot(p, right, row, stage + A_BYTES + SLOT_BYTES, full);
+            }
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++) {
                 const int token = __shfl_sync(~0u, now, (thread & 16) | i);
@@ -256,8 +264,11 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_dw &p, const weight_walk &walk, 
     ring_position<STAGES> ring(0);
     uint32_t count = 0;
     float acc[128];
+    smoe_piece next = {0, 0, 0, -1};
+    if (blockIdx.x < walk.units) next = walk.piece(blockIdx.x);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_piece piece = walk.piece(unit);
+        const smoe_piece piece = next;
+        if (unit + gridDim.x < walk.units) next = walk.piece(unit + gridDim.x);
         if (walk.skips(piece)) continue;
         multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, weight_walk::steps(piece), consumer, lane);
         if (piece.part >= 0) {

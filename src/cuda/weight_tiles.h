@@ -77,7 +77,8 @@ static inline int64_t smoe_split_bound(int64_t blocks, int32_t tiles, int32_t ct
     const int64_t by_share = 2 * (int64_t)ctas / tiles, by_least = 2 * blocks / SMOE_LEAST_SPLIT;
     const int64_t by_most = 2 * blocks / SMOE_MOST_SPLIT;
     const int64_t most = by_share > by_most ? by_share : by_most;
-    return most < by_least ? most : by_least;
+    const int64_t bound = most < by_least ? most : by_least;
+    return bound < 2 ? 0 : bound; /* one piece is no split */
 }
 
 /* ---- Where a part of a tile stands in its staging slot: two panels of rows of 128 bytes ----
