@@ -6,7 +6,7 @@
  * repeated and has to give the same bits. Then NaN isolation between experts, and repeats beside a second
  * stream that copies memory.
  *
- *   check_backward [NAME]          cases whose name contains NAME
+ *   check_backward [NAME]          cases whose name contains NAME, or isolation
  *   check_backward --shard I N     every N-th case from I on
  *
  * Exit 0 all right, 1 something wrong, 77 no device. */
@@ -31,6 +31,7 @@ typedef struct test_case {
 } test_case;
 
 static int wrong_total;
+static int repeats = 3; /* of every case; REPEATS in the environment */
 
 static void wrong(const char *name, const char *what, double amount)
 {
@@ -320,7 +321,7 @@ static void check_case(smoe_context *context, const test_case *c)
     run_both(context, &r, c->name);
     void *first[GRADIENTS];
     for (int i = 0; i < GRADIENTS; i++) first[i] = read_gradient(&r, i);
-    for (int again = 0; again < 3; again++) {
+    for (int again = 0; again < repeats; again++) {
         run_both(context, &r, c->name);
         for (int i = 0; i < GRADIENTS; i++) {
             void *bits = read_gradient(&r, i);
@@ -514,12 +515,15 @@ int main(int argc, char **argv)
     const int sharded = argc == 4 && strcmp(argv[1], "--shard") == 0;
     const size_t shard = sharded ? (size_t)atoi(argv[2]) : 0, shards = sharded ? (size_t)atoi(argv[3]) : 1;
     const char *only = argc == 2 ? argv[1] : NULL;
+    if (getenv("REPEATS")) repeats = atoi(getenv("REPEATS"));
     for (size_t i = shard; i < sizeof cases / sizeof cases[0]; i += shards)
         if (!only || strstr(cases[i].name, only)) check_case(context, &cases[i]);
-    if (!only && shard == 0) {
+    if (shard == 0 && (!only || strcmp(only, "isolation") == 0)) {
         check_isolation(context, 256, 320);
         check_isolation(context, 192, 256);
         check_isolation(context, 72, 40);
+    }
+    if (shard == 0 && !only) {
         const int launches = getenv("LAUNCHES") ? atoi(getenv("LAUNCHES")) : 1000;
         check_repeats(context, 768, 256, launches);
         check_repeats(context, 512, 1024, launches);

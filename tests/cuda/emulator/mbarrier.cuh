@@ -1,0 +1,52 @@
+// Stands in for src/cuda/mbarrier.cuh.
+#pragma once
+#include "ring.cuh"
+
+namespace smoe
+{
+
+SMOE_DEVICE void barrier_init(uint32_t barrier, uint32_t arrivals)
+{
+    emulator::barrier_at(barrier) = {(int)arrivals, (int)arrivals, 0, 0};
+}
+
+SMOE_DEVICE void barrier_init_done()
+{
+}
+
+SMOE_DEVICE void barrier_arrive(uint32_t barrier)
+{
+    emulator::barrier &b = emulator::barrier_at(barrier);
+    if (--b.pending < 0) {
+        printf("barrier at %u: an arrival too many\n", barrier);
+        abort();
+    }
+    emulator::settle(b);
+}
+
+SMOE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes)
+{
+    emulator::barrier_at(barrier).bytes += bytes;
+    barrier_arrive(barrier);
+}
+
+SMOE_DEVICE void barrier_arrive_after_copies(uint32_t barrier)
+{
+    emulator::land_copies(0, true);
+    barrier_arrive(barrier);
+}
+
+SMOE_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity)
+{
+    const bool done = (emulator::barrier_at(barrier).phase & 1) != parity;
+    if (!done) emulator::yield();
+    return done;
+}
+
+template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)
+{
+    while (!barrier_test(barrier, parity)) {
+    }
+}
+
+} // namespace smoe

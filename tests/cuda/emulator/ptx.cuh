@@ -1,0 +1,135 @@
+// Stands in for src/cuda/ptx.cuh.
+#pragma once
+#include "emulator.h"
+
+#define SMOE_DEVICE inline
+
+namespace smoe
+{
+
+SMOE_DEVICE uint32_t shared_address(const void *pointer)
+{
+    return (uint32_t)((const char *)pointer - emulator::shared);
+}
+
+SMOE_DEVICE int warp_number()
+{
+    return emulator::current->warp;
+}
+
+template <int REGISTERS> SMOE_DEVICE void take_registers()
+{
+    __syncwarp();
+}
+
+template <int REGISTERS> SMOE_DEVICE void give_registers()
+{
+    __syncwarp();
+}
+
+SMOE_DEVICE void fence_async_proxy()
+{
+}
+
+SMOE_DEVICE void named_barrier_sync(int barrier, int threads)
+{
+    emulator::named_arrive(barrier, threads, true);
+}
+
+SMOE_DEVICE void named_barrier_arrive(int barrier, int threads)
+{
+    emulator::named_arrive(barrier, threads, false);
+}
+
+// stmatrix: lane 8 j + i names row i of matrix j; lane t holds elements 2 (t % 4) and the next of row t / 4.
+SMOE_DEVICE void store_four(uint32_t address, const uint32_t (&pairs)[4], bool transposed)
+{
+    const std::vector<uint32_t> rows = emulator::gather(address);
+    const int row = emulator::current->lane / 4, column = emulator::current->lane % 4 * 2;
+    for (int j = 0; j < 4; j++)
+        for (int z = 0; z < 2; z++) {
+            const uint32_t at =
+                transposed ? rows[j * 8 + column + z] + row * 2 : rows[j * 8 + row] + (column + z) * 2;
+            emulator::write_shared(at, (uint16_t)(pairs[j] >> (16 * z)));
+        }
+    __syncwarp();
+}
+
+SMOE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+    store_four(address, {a, b, c, d}, false);
+}
+
+SMOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+    store_four(address, {a, b, c, d}, true);
+}
+
+SMOE_DEVICE uint4 load_shared16(uint32_t address)
+{
+    if (address % 16) abort();
+    return emulator::read_shared<uint4>(address);
+}
+
+SMOE_DEVICE void store_shared16(uint32_t address, uint4 v)
+{
+    emulator::write_shared(address, v);
+}
+
+SMOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
+{
+    if ((bytes != 0 && bytes != 16) || to % 16 || (uintptr_t)from % 16) abort();
+    emulator::start_copy({to, bytes ? from : nullptr});
+}
+
+SMOE_DEVICE void copy16_async_once(uint32_t to, const void *from, uint32_t bytes)
+{
+    copy16_async(to, from, bytes);
+}
+
+SMOE_DEVICE void commit_copies()
+{
+    emulator::current->groups.push_back(emulator::current->open);
+    emulator::current->open.clear();
+}
+
+template <int PENDING> SMOE_DEVICE void wait_copies()
+{
+    emulator::land_copies(PENDING, false);
+}
+
+SMOE_DEVICE float load_shared_float(uint32_t address)
+{
+    return emulator::read_shared<float>(address);
+}
+
+SMOE_DEVICE void store_shared_float(uint32_t address, float v)
+{
+    emulator::write_shared(address, v);
+}
+
+SMOE_DEVICE void store_shared_floats(uint32_t address, float a, float b)
+{
+    emulator::write_shared(address, float2{a, b});
+}
+
+SMOE_DEVICE void store_global16(void *to, uint4 v)
+{
+    if ((uintptr_t)to % 16) abort();
+    memcpy(to, &v, 16);
+}
+
+SMOE_DEVICE void store_streaming16(void *to, uint4 v)
+{
+    store_global16(to, v);
+}
+
+SMOE_DEVICE void let_next_start()
+{
+}
+
+SMOE_DEVICE void wait_for_previous()
+{
+}
+
+} // namespace smoe

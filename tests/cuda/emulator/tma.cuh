@@ -1,0 +1,47 @@
+// Stands in for src/cuda/tma.cuh. Loads and stores are done when they are asked for.
+#pragma once
+#include "mbarrier.cuh"
+
+namespace smoe
+{
+
+SMOE_DEVICE void prefetch_map(const CUtensorMap *)
+{
+}
+
+template <class... Coordinates>
+SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, Coordinates... x)
+{
+    const int coordinates[] = {x...};
+    emulator::barrier &b = emulator::barrier_at(barrier);
+    b.bytes -= emulator::move_box(map, to, coordinates, emulator::LOAD);
+    emulator::settle(b);
+}
+
+template <class... Coordinates>
+SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
+{
+    const int coordinates[] = {x...};
+    emulator::move_box(map, from, coordinates, emulator::STORE);
+}
+
+template <class... Coordinates>
+SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
+{
+    const int coordinates[] = {x...};
+    emulator::move_box(map, from, coordinates, emulator::ADD);
+}
+
+SMOE_DEVICE void commit_stores()
+{
+}
+
+template <int PENDING> SMOE_DEVICE void wait_stores_read()
+{
+}
+
+SMOE_DEVICE void wait_stores_done()
+{
+}
+
+} // namespace smoe
