@@ -124,6 +124,10 @@ SMOE_DEVICE void store_streaming16(void *to, uint4 v)
     store_global16(to, v);
 }
 
+SMOE_DEVICE void prefetch_l2(const void *)
+{
+}
+
 SMOE_DEVICE void let_next_start()
 {
 }
