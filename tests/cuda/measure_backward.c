@@ -1,13 +1,14 @@
 /* Times of the cuda backend's backward of the experts against the bound measured in the same run: the same
  * FLOPs through four cublasGemmStridedBatchedEx (uniform counts, gathered rows) plus the combine's bytes, (R
- * d + T d) 2, at the speed of a copy. Before it is timed, dW2 and dW1 of uniform routing are compared with
- * cuBLAS's.
+ * d + T d) 2, at the speed of a copy.
  *
- *   measure_backward [uniform|random|skewed] [chunks] [bf16|f32] [reuse] shape...
+ *   measure_backward [uniform|random|skewed] [chunks] [bf16|f32] [keep|reuse] shape...
  *
  * Shapes as T,d,n,E,K or a name of the paper's suite. Sustained: every job runs 50 ms untimed, then 60 ms,
  * jobs in turn, three rounds; medians. The pass is a CUDA graph; its stages are timed apart, between events.
- */
+ *
+ * keep or reuse: dH in a place of its own, or in H's. With reuse dW1 is compared with cuBLAS's (uniform
+ * routing), but the times mean little, as every pass reads the dH that the one before left for H. */
 #define _GNU_SOURCE
 #include "gpu.h"
 
