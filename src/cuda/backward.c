@@ -51,15 +51,24 @@ static backward_scratch lay_out(const device_state *state, const smoe_problem *p
     return s;
 }
 
-/* From logits the router's backward is missing. */
-static int has_backward(const smoe_layer *layer)
+/* Why a layer has no backward here, or NULL. No GPU has run the backward yet, only the emulator in
+ * tests/cuda: until one has, a build must ask for it. */
+static const char *why_no_backward(const smoe_layer *layer)
 {
-    return !layer->inference && layer->entry != SMOE_FROM_LOGITS;
+#ifndef SMOE_CUDA_BACKWARD
+    (void)layer;
+    return "the cuda backend has no backward yet (SMOE_CUDA_BACKWARD builds the one no GPU has run)";
+#else
+    return layer->inference || layer->entry == SMOE_FROM_LOGITS
+               ? "entry FROM_LOGITS (0): the cuda backend has no router backward yet; it goes back from "
+                 "FROM_TOPK (1) and FROM_ROWS (2)"
+               : NULL;
+#endif
 }
 
 uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_problem *problem)
 {
-    return has_backward(&problem->layer) ? lay_out(state, problem).end : 0;
+    return why_no_backward(&problem->layer) ? 0 : lay_out(state, problem).end;
 }
 
 cudaError_t smoe_cuda_backward_init(void)
@@ -311,11 +320,8 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
 {
     const device_state *state = context->state;
     (void)with_router; /* the other entries have no router */
-    if (!has_backward(&problem->layer))
-        return smoe_fail(
-            context, SMOE_ERROR_UNSUPPORTED,
-            "smoe_experts_backward: entry FROM_LOGITS (0): the cuda backend has no router backward "
-            "yet; it goes back from FROM_TOPK (1) and FROM_ROWS (2)");
+    const char *missing = why_no_backward(&problem->layer);
+    if (missing) return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "smoe_experts_backward: %s", missing);
     const backward_scratch at = lay_out(state, problem);
     char *scratch = args->scratch;
     backward_call call = {
