@@ -4,9 +4,9 @@
 #include "cli/bench_report.h"
 #include "cli/cli.h"
 #include "cli/yardstick.h"
+#include "train/clock.h"
 
 #include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -184,7 +184,7 @@ static bool enough(const bench_options *options, size_t repeats, double started)
 {
     if (options->repeats > 0) return repeats >= (size_t)options->repeats;
     if (repeats >= MOST_REPEATS) return true;
-    return repeats >= LEAST_REPEATS && omp_get_wtime() - started >= options->seconds;
+    return repeats >= LEAST_REPEATS && clock_seconds() - started >= options->seconds;
 }
 
 static bool measure_turns(const bench_options *options, bench_case *c, const yardstick *y,
@@ -195,7 +195,7 @@ static bool measure_turns(const bench_options *options, bench_case *c, const yar
     result->times = calloc(most, sizeof *result->times);
     if (!result->times) return fail(err, ERROR_RUNTIME, "out of memory for the times");
     if (!measure_once(c, y, &warm_up, err)) return false;
-    const double started = omp_get_wtime();
+    const double started = clock_seconds();
     while (!enough(options, result->repeats, started)) {
         progress(result->shape->name, "repeat", result->repeats + 1);
         if (!measure_once(c, y, &result->times[result->repeats], err)) return false;

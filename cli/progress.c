@@ -1,17 +1,11 @@
 /* See progress.h. */
 #include "cli/progress.h"
 
+#include "train/clock.h"
+
 #include <math.h>
 #include <stdio.h>
-#include <time.h>
 #include <unistd.h>
-
-static double clock_now(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 progress progress_start(bool bits)
 {
@@ -37,7 +31,7 @@ void progress_show(void *user, const train_report *report)
 {
     progress *p = user;
     p->loss = isfinite(p->loss) ? 0.98 * p->loss + 0.02 * report->loss : report->loss;
-    double now = clock_now();
+    double now = clock_seconds();
     if (!p->terminal || (now - p->drawn < 0.2 && report->progress < 1.0)) return;
     p->drawn = now;
     draw(p, report);

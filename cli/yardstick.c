@@ -2,6 +2,7 @@
 #include "cli/yardstick.h"
 
 #include "cli/costs.h"
+#include "train/clock.h"
 
 #include <cblas.h>
 #include <omp.h>
@@ -109,10 +110,10 @@ static void one_expert(const yardstick *y, smoe_stage stage, int64_t e, int64_t 
 
 static double stage_ms(const yardstick *y, smoe_stage stage)
 {
-    const double start = omp_get_wtime();
+    const double start = clock_seconds();
     int64_t first = 0;
     for (int64_t e = 0; e < y->experts; first += y->counts[e++]) one_expert(y, stage, e, first);
-    return 1e3 * (omp_get_wtime() - start);
+    return 1e3 * (clock_seconds() - start);
 }
 
 void yardstick_gemms(const yardstick *y, bool forward, bool backward, double *ms)
@@ -131,9 +132,9 @@ void yardstick_gemms(const yardstick *y, bool forward, bool backward, double *ms
 double yardstick_copy(const yardstick *y)
 {
     enum { PIECE = 1 << 20 };
-    const double start = omp_get_wtime();
+    const double start = clock_seconds();
 #pragma omp parallel for schedule(static) num_threads(y->threads)
     for (int i = 0; i < COPY_BYTES / PIECE; i++)
         memcpy(y->copy_to + (size_t)i * PIECE, y->copy_from + (size_t)i * PIECE, PIECE);
-    return 1e3 * (omp_get_wtime() - start) / (2.0 * COPY_BYTES);
+    return 1e3 * (clock_seconds() - start) / (2.0 * COPY_BYTES);
 }

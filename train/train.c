@@ -4,6 +4,7 @@
 
 #include "train/adamw.h"
 #include "train/checkpoint.h"
+#include "train/clock.h"
 #include "train/log.h"
 #include "train/plot.h"
 #include "train/schedule.h"
@@ -13,7 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 
 enum { PATH_BYTES = 4096 };
 
@@ -33,13 +33,6 @@ typedef struct run {
     log_line line;        // newest
     double rate;          // tokens a second, smoothed
 } run;
-
-static double clock_now(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 static int64_t tokens_done(const run *r)
 {
@@ -109,7 +102,7 @@ static bool open_run(run *r, error *err)
         return false;
     if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
         return fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
-    r->started = clock_now();
+    r->started = clock_seconds();
     r->before = r->line_time = r->state.elapsed;
     r->line_tokens = tokens_done(r);
     return log_open(&r->log, path, r->state.step, err);
@@ -189,7 +182,7 @@ static bool step(run *r, double *loss, error *err)
     r->state.step++;
     r->state.loss_sum += *loss;
     r->state.loss_count++;
-    r->state.elapsed = r->before + clock_now() - r->started;
+    r->state.elapsed = r->before + clock_seconds() - r->started;
     return true;
 }
 
