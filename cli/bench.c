@@ -1,7 +1,7 @@
 /* `smoe bench`: times of a layer and its stages beside a yardstick measured between them, memory beside what
  * the query predicted, and errors against fp64. docs/benchmarks.md says how. */
 #include "cli/bench_cuda.h"
-#include "cli/bench_report.h"
+#include "cli/bench_options.h"
 #include "cli/cli.h"
 #include "cli/yardstick.h"
 #include "train/clock.h"
@@ -12,109 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
-typedef struct bench_options {
-    problem_options problem;
-    bench_settings settings;
-    table_format format;
-    int passes;
-    int64_t repeats; // 0: as many as fit in `seconds`
-    double seconds;
-} bench_options;
-
-enum { DEFAULT_SECONDS = 10, LEAST_REPEATS = 5, MOST_REPEATS = 1000, MOST_THREADS = 1024 };
-
-/* ---- Arguments ---- */
-
-enum { KEY_DEVICE = 1, KEY_THREADS, KEY_REPEATS, KEY_SECONDS, KEY_PASS, KEY_SCOPE, KEY_JSON, KEY_CSV };
-
-static const struct argp_option options_table[] = {
-    {NULL, 0, NULL, 0, "The measurement:", 2},
-    {"device", KEY_DEVICE, "NAME", 0, "cpu (default), or cuda: there --dtype is bf16 unless given", 2},
-    {"threads", KEY_THREADS, "N", 0, "Threads of library and yardstick (default: OpenMP's)", 2},
-    {"repeats", KEY_REPEATS, "N", 0, "How often each pass is timed (cuda: in three rounds, rounded up)", 2},
-    {"seconds", KEY_SECONDS, "S", 0, "Repeat for so long, 5 times at least (default 10)", 2},
-    {"pass", KEY_PASS, "NAME", 0, "forward, backward, layer (both together) or all (default)", 2},
-    {"scope", KEY_SCOPE, "NAME", 0,
-     "layer (default): from tokens, router included; experts: from given routing, plan included", 2},
-    {NULL, 0, NULL, 0, "Output:", 3},
-    {"json", KEY_JSON, NULL, 0, "One JSON object a line", 3},
-    {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 3},
-    {0}};
-
-static bool parse_pass(const char *text, int *passes, error *err)
-{
-    static const struct {
-        const char *name;
-        int passes;
-    } all[] = {{"forward", PASS_FORWARD},
-               {"backward", PASS_BACKWARD},
-               {"layer", PASS_LAYER},
-               {"all", PASS_FORWARD | PASS_BACKWARD | PASS_LAYER}};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
-        if (strcmp(text, all[i].name) == 0) {
-            *passes = all[i].passes;
-            return true;
-        }
-    return fail(err, ERROR_USAGE, "--pass: '%s' is none of forward, backward, layer, all", text);
-}
-
-static bool parse_scope(const char *text, bench_scope *scope, error *err)
-{
-    *scope = strcmp(text, "layer") == 0 ? SCOPE_LAYER : SCOPE_EXPERTS;
-    if (*scope == SCOPE_LAYER || strcmp(text, "experts") == 0) return true;
-    return fail(err, ERROR_USAGE, "--scope: '%s' is neither layer nor experts", text);
-}
-
-static bool parse_seconds(const char *text, double *seconds, error *err)
-{
-    char *end;
-    *seconds = strtod(text, &end);
-    if (end != text && *end == '\0' && *seconds > 0 && *seconds <= 86400) return true;
-    return fail(err, ERROR_USAGE, "--seconds: '%s' is not a number of seconds above 0, 86400 at most", text);
-}
-
-static bool parse_option(bench_options *options, int key, const char *text, error *err)
-{
-    int64_t number = 0;
-    switch (key) {
-    case KEY_DEVICE:
-        options->settings.device = device_find(text);
-        if (options->settings.device) return true;
-        return fail(err, ERROR_USAGE, "--device: this build has no '%s' backend", text);
-    case KEY_THREADS:
-        if (!parse_integer("--threads", text, 1, MOST_THREADS, &number, err)) return false;
-        options->settings.threads = (int)number;
-        return true;
-    case KEY_REPEATS: return parse_integer("--repeats", text, 1, MOST_REPEATS, &options->repeats, err);
-    case KEY_SECONDS: return parse_seconds(text, &options->seconds, err);
-    case KEY_PASS: return parse_pass(text, &options->passes, err);
-    default: return parse_scope(text, &options->settings.scope, err);
-    }
-}
-
-static error_t parse(int key, char *text, struct argp_state *state)
-{
-    bench_options *options = state->input;
-    error err = {0};
-    switch (key) {
-    case ARGP_KEY_INIT: state->child_inputs[0] = &options->problem; return 0;
-    case KEY_JSON: options->format = TABLE_JSON; return 0;
-    case KEY_CSV: options->format = TABLE_CSV; return 0;
-    case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;
-    default:
-        if (key < KEY_DEVICE || key > KEY_SCOPE) return ARGP_ERR_UNKNOWN;
-        if (!parse_option(options, key, text, &err)) argp_error(state, "%s", err.text);
-        return 0;
-    }
-}
-
-static const struct argp_child children[] = {{&problem_argp, 0, NULL, 0}, {0}};
-static const struct argp bench_argp = {
-    .options = options_table,
-    .parser = parse,
-    .children = children,
-    .doc = "Measures a layer, stage by stage, beside dense GEMMs of the same sizes; without a problem: "
-           "--thiek 4096,768,256,32,4."};
+enum { LEAST_REPEATS = 5 };
 
 /* ---- Progress ---- */
 
@@ -164,6 +62,7 @@ static bool measure_library(bench_case *c, bench_times *times, error *err)
     stage_clock_reset(&c->clock);
     if (!bench_forward(c, &times->forward, err)) return false;
     if (c->settings.backward && !bench_backward(c, &times->backward, err)) return false;
+    times->layer = times->forward + times->backward;
     stage_clock_add(&c->clock, times->stage);
     return true;
 }
@@ -173,6 +72,11 @@ static bool measure_once(bench_case *c, const yardstick *y, bench_times *times, 
     memset(times, 0, sizeof *times);
     rest();
     if (!measure_library(c, times, err)) return false;
+    if (!y) {
+        for (int i = 0; i < STAGE_COUNT; i++) times->dense[i] = NAN;
+        times->copy = NAN;
+        return true;
+    }
     rest();
     yardstick_gemms(y, true, c->settings.backward, times->dense);
     rest();
@@ -209,6 +113,7 @@ static bool measure_on_host(const bench_options *options, bench_case *c, const i
                             bench_result *result, error *err)
 {
     yardstick y = {0};
+    if (c->settings.no_bound) return measure_turns(options, c, NULL, result, err);
     if (!yardstick_make(&y, &c->layer, counts, c->threads))
         return fail(err, ERROR_RUNTIME, "out of memory for the yardstick");
     const bool good = measure_turns(options, c, &y, result, err);
@@ -230,13 +135,16 @@ static bool measure_times(const bench_options *options, bench_case *c, const int
     return measure_on_host(options, c, counts, result, err);
 }
 
-static bool measure(const bench_options *options, bench_case *c, bench_result *result, error *err)
+/* *checked: the clock when the first step and its check are done. */
+static bool measure(const bench_options *options, bench_case *c, bench_result *result, double *checked,
+                    error *err)
 {
     int32_t *counts = malloc((size_t)c->layer.experts * sizeof *counts);
     bool good = counts != NULL;
     if (!good) fail(err, ERROR_RUNTIME, "out of memory for the counts");
-    good = good && measure_memory(c, result, err) && bench_read_counts(c, counts, err) &&
-           measure_times(options, c, counts, result, err) && bench_canaries(c, err);
+    good = good && measure_memory(c, result, err) && bench_read_counts(c, counts, err);
+    *checked = clock_seconds();
+    good = good && measure_times(options, c, counts, result, err) && bench_canaries(c, err);
     free(counts);
     return good;
 }
@@ -262,26 +170,47 @@ static bool choose_passes(const bench_case *c, const bench_shape *shape, int *pa
     return true;
 }
 
+/* Where a problem's seconds went: a line for logs, where no terminal shows progress. */
+static void log_seconds(const bench_options *options, const bench_shape *shape, const double at[4])
+{
+    const problem_options *p = &options->problem;
+    if (options->format == TABLE_ALIGNED || isatty(STDERR_FILENO)) return;
+    fprintf(stderr, "%s %s %s %s chunks %d: %.1f s for inputs, %.1f for step and check, %.1f for times\n",
+            shape->suite, shape->name, routing_name(p->routing), rounding_name(p->rounding), (int)p->chunks,
+            at[1] - at[0], at[2] - at[1], at[3] - at[2]);
+}
+
+/* A case that was made: what it takes, its rows included. */
+static bool bench_made_case(const bench_options *options, bench_case *c, const bench_shape *shape,
+                            double started, table *t, error *err)
+{
+    bench_result result = {.c = c, .problem = &options->problem, .shape = shape, .passes = options->passes};
+    double at[4] = {started, clock_seconds()};
+    progress_end();
+    bool good = choose_passes(c, shape, &result.passes, err);
+    progress(shape->name, "first step", 0);
+    good = good && measure(options, c, &result, &at[2], err);
+    at[3] = clock_seconds();
+    progress_end();
+    if (good) {
+        log_seconds(options, shape, at);
+        bench_report(t, options->format, &result);
+        good = check_errors(&result, err);
+    }
+    free(result.times);
+    return good;
+}
+
 /* One problem, its rows included. */
 static bool bench_problem(const bench_options *options, const bench_shape *shape, table *t, error *err)
 {
+    const double started = clock_seconds();
     bench_case *c = calloc(1, sizeof *c);
     if (!c) return fail(err, ERROR_RUNTIME, "out of memory");
     progress(shape->name, "making inputs", 0);
     bool good = bench_case_make(c, &options->settings, &options->problem, shape, err);
     if (good) {
-        bench_result result = {
-            .c = c, .problem = &options->problem, .shape = shape, .passes = options->passes};
-        progress_end();
-        good = choose_passes(c, shape, &result.passes, err);
-        progress(shape->name, "first step", 0);
-        good = good && measure(options, c, &result, err);
-        progress_end();
-        if (good) {
-            bench_report(t, options->format, &result);
-            good = check_errors(&result, err);
-        }
-        free(result.times);
+        good = bench_made_case(options, c, shape, started, t, err);
         bench_case_free(c);
     }
     progress_end();
@@ -289,20 +218,34 @@ static bool bench_problem(const bench_options *options, const bench_shape *shape
     return good;
 }
 
-/* Every problem with every number of chunks; one that fails is named on stderr and the next one goes on. The
- * first failure's status. */
+/* One problem with every routing, rounding and number of chunks; one that fails is named on stderr and the
+ * next one goes on. The first failure's status. */
+static int bench_variants(const char *program, bench_options *options, const bench_shape *shape, table *t)
+{
+    problem_options *p = &options->problem;
+    const int count = p->routings.count * p->roundings.count * p->chunk_counts.count;
+    int status = 0;
+    for (int i = 0; i < count; i++) {
+        error err = {0};
+        const int others = i / p->chunk_counts.count;
+        p->chunks = p->chunk_counts.values[i % p->chunk_counts.count];
+        p->rounding = (smoe_rounding)p->roundings.values[others % p->roundings.count];
+        p->routing = (routing_kind)p->routings.values[others / p->roundings.count];
+        if (bench_problem(options, shape, t, &err)) continue;
+        fprintf(stderr, "%s: %s %s: %s\n", program, shape->suite, shape->name, err.text);
+        if (status == 0) status = err.code;
+    }
+    return status;
+}
+
 static int bench_all(const char *program, bench_options *options)
 {
     table *t = bench_table(options->format);
     error err = {0};
     int status = 0;
-    const int each = options->problem.chunk_count;
-    for (int i = 0; t && i < each * options->problem.shape_count; i++) {
-        const bench_shape *shape = &options->problem.shapes[i / each];
-        options->problem.chunks = options->problem.chunk_list[i % each];
-        if (bench_problem(options, shape, t, &err)) continue;
-        fprintf(stderr, "%s: %s %s: %s\n", program, shape->suite, shape->name, err.text);
-        if (status == 0) status = err.code;
+    for (int i = 0; t && i < options->problem.shape_count; i++) {
+        const int failed = bench_variants(program, options, &options->problem.shapes[i], t);
+        if (status == 0) status = failed;
     }
     if (!table_close(t, &err)) {
         fprintf(stderr, "%s: %s\n", program, err.text);
@@ -311,34 +254,14 @@ static int bench_all(const char *program, bench_options *options)
     return status;
 }
 
-static void add_default_problem(problem_options *problem)
-{
-    if (problem->shape_count > 0) return;
-    problem->shapes[0] = (bench_shape){"default", "4096,768,256,32,4", 4096, 768, 256, 32, 4};
-    problem->shape_count = 1;
-}
-
 int smoe_cli_bench(int argc, char **argv)
 {
-    argp_err_exit_status = ERROR_USAGE;
     bench_options *options = calloc(1, sizeof *options);
     if (!options) {
         fprintf(stderr, "%s: out of memory\n", argv[0]);
         return ERROR_RUNTIME;
     }
-    problem_options_init(&options->problem);
-    options->problem.chunk_most = sizeof options->problem.chunk_list / sizeof options->problem.chunk_list[0];
-    options->settings = (bench_settings){.device = device_find("cpu"), .scope = SCOPE_LAYER};
-    options->passes = PASS_FORWARD | PASS_BACKWARD | PASS_LAYER;
-    options->seconds = DEFAULT_SECONDS;
-    int status = ERROR_USAGE;
-    if (argp_parse(&bench_argp, argc, argv, 0, NULL, options) == 0) {
-        add_default_problem(&options->problem);
-        if (options->settings.device->backend == SMOE_BACKEND_CUDA && !options->problem.dtype_given)
-            options->problem.dtype = SMOE_BF16;
-        options->settings.backward = options->passes != PASS_FORWARD;
-        status = bench_all(argv[0], options);
-    }
+    const int status = bench_parse(options, argc, argv) ? bench_all(argv[0], options) : ERROR_USAGE;
     free(options);
     return status;
 }

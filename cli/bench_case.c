@@ -18,7 +18,7 @@ typedef struct part {
     uint64_t bytes;
 } part;
 
-enum { PARTS = 16 };
+enum { PARTS = 18 };
 
 static bool from_logits(const bench_case *c)
 {
@@ -39,12 +39,13 @@ static void list_parts(bench_case *c, part parts[PARTS])
     const uint64_t x = element * tokens * d, w2 = element * experts * d * n;
     const uint64_t w1 = activation_gated(l->activation) ? 2 * w2 : w2;
     const uint64_t router = with_router(c) ? element * experts * d : 0;
+    const uint64_t logits = from_logits(c) ? (uint64_t)dtype_bytes(l->logits_type) * tokens * experts : 0;
     const uint64_t given = from_logits(c) ? 0 : 4 * pairs;
     const uint64_t back = c->settings.backward;
     const part all[PARTS] = {
         {"x", &c->x, x},
         {"router_weight", &c->router_weight, router},
-        {"logits", &c->logits, from_logits(c) ? 4 * tokens * experts : 0},
+        {"logits", &c->logits, logits},
         {"topk_ids", &c->topk_ids, given},
         {"topk_weights", &c->topk_weights, given},
         {"w1", &c->w1, w1},
@@ -57,7 +58,9 @@ static void list_parts(bench_case *c, part parts[PARTS])
         {"dx", &c->dx, back * x},
         {"dw1", &c->dw1, back * w1},
         {"dw2", &c->dw2, back * w2},
-        {"drouter_weight", &c->drouter_weight, back * router}};
+        {"drouter_weight", &c->drouter_weight, back * router},
+        {"dlogits", &c->dlogits, with_router(c) ? 0 : back * logits},
+        {"dtopk_weights", &c->dtopk_weights, back * given}};
     memcpy(parts, all, sizeof all);
 }
 
@@ -94,16 +97,20 @@ static void check_backward(bench_case *c)
     c->no_backward = "the backend has no backward for this layer";
 }
 
+static uint64_t yardstick_needs(const bench_case *c)
+{
+    if (c->settings.no_bound) return 0;
+    if (c->settings.device->backend == SMOE_BACKEND_CPU) return yardstick_bytes(&c->layer, c->sizes.rows);
+    return cuda_yardstick_bytes(&c->layer, c->sizes.rows, c->settings.backward);
+}
+
 static bool check_memory(bench_case *c, error *err)
 {
     part parts[PARTS];
     list_parts(c, parts);
     uint64_t needed = 0;
     for (int i = 0; i < PARTS; i++) needed += parts[i].bytes;
-    if (c->settings.device->backend == SMOE_BACKEND_CPU)
-        needed += yardstick_bytes(&c->layer, c->sizes.rows);
-    else
-        needed += cuda_yardstick_bytes(&c->layer, c->sizes.rows, c->settings.backward);
+    needed += yardstick_needs(c);
     const uint64_t available = c->settings.device->available();
     const double mib = 1024.0 * 1024.0;
     if (needed <= available) return true;
@@ -140,20 +147,20 @@ static bool fill_inputs(const bench_case *c, const problem_options *problem, con
     const uint64_t seed = problem->seed * SEED_STEP;
     const int64_t w2_count = l->experts * l->hidden * l->intermediate;
     const int64_t w1_count = activation_gated(l->activation) ? 2 * w2_count : w2_count;
+    const bool cpu = c->settings.device->backend == SMOE_BACKEND_CPU;
+    fill_function *fill = cpu ? fill_normal : fill_tiled; // a GPU's memory holds more than a host soon makes
     bool good = with_router(c)
                     ? fill_steered(&c->x, l, ids, seed + SEED_X) && fill_router(&c->router_weight, l)
-                    : fill_normal(&c->x, l->dtype, l->tokens * l->hidden, 1, seed + SEED_X);
+                    : fill(&c->x, l->dtype, l->tokens * l->hidden, 1, seed + SEED_X);
     if (from_logits(c) && !with_router(c))
         good = good && fill_logits(&c->logits, l, ids, seed + SEED_WEIGHTS);
     if (!from_logits(c))
         good = good && buffer_write(&c->topk_ids, ids, c->topk_ids.bytes) &&
                fill_weights(&c->topk_weights, l, seed + SEED_WEIGHTS);
-    const bool cpu = c->settings.device->backend == SMOE_BACKEND_CPU;
-    fill_function *fill = cpu ? fill_normal : fill_tiled; // a GPU's memory holds more than a host soon makes
     good = good && fill(&c->w1, l->dtype, w1_count, 1 / sqrt((double)l->hidden), seed + SEED_W1) &&
            fill(&c->w2, l->dtype, w2_count, 1 / sqrt((double)l->intermediate), seed + SEED_W2);
     if (c->settings.backward)
-        good = good && fill_normal(&c->dout, l->dtype, l->tokens * l->hidden, 1, seed + SEED_DOUT);
+        good = good && fill(&c->dout, l->dtype, l->tokens * l->hidden, 1, seed + SEED_DOUT);
     return good;
 }
 
@@ -200,6 +207,8 @@ static void set_args(bench_case *c)
     c->backward.dw1 = c->dw1.data;
     c->backward.dw2 = c->dw2.data;
     c->backward.drouter_weight = c->drouter_weight.data;
+    c->backward.dlogits = c->dlogits.data;
+    c->backward.dtopk_weights = c->dtopk_weights.data;
     c->backward.scratch = c->scratch_backward.data;
     c->backward.scratch_size = c->scratch_backward.bytes;
 }
@@ -220,7 +229,7 @@ bool bench_case_make(bench_case *made, const bench_settings *settings, const pro
     made->sizes = (smoe_sizes)SMOE_SIZES_INIT;
     made->threads = settings->threads > 0 ? settings->threads : omp_get_max_threads();
     if (settings->scope == SCOPE_EXPERTS && problem->rounding == SMOE_ROUND_NONE)
-        made->layer.entry = SMOE_FROM_TOPK;
+        made->layer.entry = settings->entry;
     bool good = check_scope(made, err) && open_context(made, err);
     if (good) check_backward(made);
     if (!good || !check_memory(made, err) || !make_buffers(made, err) || !make_inputs(made, problem, err)) {
@@ -259,7 +268,8 @@ bool bench_enqueue_prepare(bench_case *c, error *err)
 {
     if (!bench_prepared_apart(c)) return true;
     smoe_status status = smoe_route(c->context, &c->layer, &c->forward, c->stream);
-    if (status == SMOE_OK) status = smoe_round(c->context, &c->layer, &c->forward, c->stream);
+    if (status == SMOE_OK && c->layer.rounding != SMOE_ROUND_NONE)
+        status = smoe_round(c->context, &c->layer, &c->forward, c->stream);
     return status == SMOE_OK || library_failed(c, status, err);
 }
 
@@ -277,9 +287,7 @@ bool bench_enqueue_forward(bench_case *c, error *err)
 
 bool bench_enqueue_backward(bench_case *c, error *err)
 {
-    const smoe_status status = with_router(c)
-                                   ? smoe_layer_backward(c->context, &c->layer, &c->backward, c->stream)
-                                   : smoe_experts_backward(c->context, &c->layer, &c->backward, c->stream);
+    const smoe_status status = smoe_layer_backward(c->context, &c->layer, &c->backward, c->stream);
     return status == SMOE_OK || library_failed(c, status, err);
 }
 
@@ -329,8 +337,14 @@ bool bench_poison(bench_case *c, error *err)
 {
     const buffer *working[] = {&c->saved, &c->scratch_forward, &c->scratch_backward};
     const buffer none = {0};
-    const buffer *outputs[] = {
-        &c->out, &c->dx, &c->dw1, &c->dw2, &c->drouter_weight, with_router(c) ? &c->logits : &none};
+    const buffer *outputs[] = {&c->out,
+                               &c->dx,
+                               &c->dw1,
+                               &c->dw2,
+                               &c->drouter_weight,
+                               &c->dlogits,
+                               &c->dtopk_weights,
+                               with_router(c) ? &c->logits : &none};
     bool good = true;
     for (size_t i = 0; i < sizeof working / sizeof working[0]; i++)
         if (working[i]->data)

@@ -1,8 +1,9 @@
 /* One problem of `smoe bench` on a device: its buffers, and the calls of a forward and a backward.
  *
- * Scope "layer" goes from tokens and the router's weight through the whole layer. Scope "experts" starts from
- * a given routing, plan included: the top-K is given (FROM_TOPK); with rounding, which only routing from
- * logits knows, route and round run before the clock starts. */
+ * Scope "layer" goes from tokens and the router's weight through the whole layer, and back to the router's
+ * gradient. Scope "experts" starts from a given routing, plan included, and goes back to its gradient: that
+ * is a given top-K and dS, or (entry FROM_LOGITS, and always with rounding) given logits, with route and
+ * round before the clock starts, and dlogits. */
 #ifndef CLI_BENCH_CASE_H
 #define CLI_BENCH_CASE_H
 
@@ -14,8 +15,11 @@ typedef enum bench_scope { SCOPE_EXPERTS, SCOPE_LAYER } bench_scope;
 typedef struct bench_settings {
     const device *device;
     bench_scope scope;
-    bool backward; // the backward is run as well
-    int threads;   // 0: OpenMP's default
+    smoe_entry entry; // of scope experts: FROM_TOPK or FROM_LOGITS
+    bool backward;    // the backward is run as well
+    int threads;      // 0: OpenMP's default
+    bool no_bound;    // the yardstick is left out
+    bool alone;       // cuda: every kernel of a pass is timed by itself, too
 } bench_settings;
 
 typedef struct bench_case {
@@ -28,7 +32,8 @@ typedef struct bench_case {
     const char *no_backward; // why settings.backward was taken back, or NULL
     int threads;
     buffer x, router_weight, logits, topk_ids, topk_weights, w1, w2, dout; // inputs
-    buffer out, saved, scratch_forward, scratch_backward, dx, dw1, dw2, drouter_weight;
+    buffer out, saved, scratch_forward, scratch_backward;
+    buffer dx, dw1, dw2, drouter_weight, dlogits, dtopk_weights; // of the last two one at most
     smoe_forward_args forward;
     smoe_backward_args backward;
 } bench_case;

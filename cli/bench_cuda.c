@@ -2,43 +2,58 @@
 #include "cli/bench_cuda.h"
 
 #ifdef SMOE_HAVE_CUDA
-#include "cli/cuda_graph.h"
+#include "cli/bench_alone.h"
 #include "cli/sustained.h"
 #include "cli/yardstick_cuda.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 
-enum { ROUNDS = 3, MOST_IN_ROUND = 334, SETTLE_MS = 50 };
+enum { ROUNDS = 3, MOST_IN_ROUND = 334, SETTLE_MS = 50, AHEAD_MS = 1 };
 _Static_assert((int)MOST_IN_ROUND <= (int)SUSTAINED_MOST, "a round's launches fit between the clock's marks");
 
 typedef struct meter {
     bench_case *c;
+    int passes; // bench_pass values together
     cuda_yardstick yardstick;
     sustained how;
-    void *prepare, *forward, *backward; // graphs; NULL where there is nothing to run
-    smoe_stage stage;                   // whose GEMMs job_gemm runs
-    double *samples;                    // (MOST_IN_ROUND)
+    cuda_graph *prepare, *forward, *backward, *layer; // NULL where there is nothing to run
+    smoe_stage stage;                                 // whose GEMMs job_gemm runs
+    int ahead;                                        // steps ahead of one that is timed by stages
+    double *samples;                                  // (MOST_IN_ROUND)
 } meter;
 
 /* ---- Graphs ---- */
 
-/* Records what `enqueue` puts on the stream; marks of stages would be recorded too, so the clock is paused.
- */
-static void *record(bench_case *c, bool (*enqueue)(bench_case *, error *), error *err)
+static void note_stage(void *user, int stage)
 {
-    if (!cuda_graph_begin(c->stream)) {
+    cuda_graph_mark(user, stage);
+}
+
+/* Records what `enqueue` puts on the stream; marks of time would be recorded too, so the clock is paused. */
+static cuda_graph *record(bench_case *c, bool (*enqueue)(bench_case *, error *), error *err)
+{
+    cuda_graph *graph = cuda_graph_begin(c->stream);
+    if (!graph) {
         fail(err, ERROR_RUNTIME, "the stream does not record a graph");
         return NULL;
     }
     c->clock.paused = true;
+    c->clock.on_end = note_stage;
+    c->clock.on_end_user = graph;
     const bool good = enqueue(c, err);
+    c->clock.on_end = NULL;
     c->clock.paused = false;
-    void *graph = cuda_graph_end(c->stream);
-    if (graph && good) return graph;
+    if (cuda_graph_end(graph, c->stream) && good) return graph;
     cuda_graph_free(graph);
     if (good) fail(err, ERROR_RUNTIME, "the pass could not be recorded as a graph");
     return NULL;
+}
+
+static bool enqueue_layer(bench_case *c, error *err)
+{
+    return bench_enqueue_forward(c, err) && bench_enqueue_backward(c, err);
 }
 
 static bool record_all(meter *m, error *err)
@@ -46,10 +61,11 @@ static bool record_all(meter *m, error *err)
     bench_case *c = m->c;
     if (bench_prepared_apart(c) && !(m->prepare = record(c, bench_enqueue_prepare, err))) return false;
     if (!(m->forward = record(c, bench_enqueue_forward, err))) return false;
-    return !c->settings.backward || (m->backward = record(c, bench_enqueue_backward, err));
+    if (c->settings.backward && !(m->backward = record(c, bench_enqueue_backward, err))) return false;
+    return !(m->passes & PASS_LAYER) || (m->layer = record(c, enqueue_layer, err));
 }
 
-static bool launch(const meter *m, void *graph, error *err)
+static bool launch(const meter *m, const cuda_graph *graph, error *err)
 {
     if (!graph || cuda_graph_launch(graph, m->c->stream)) return true;
     return fail(err, ERROR_RUNTIME, "a graph could not be launched");
@@ -57,7 +73,7 @@ static bool launch(const meter *m, void *graph, error *err)
 
 /* ---- Jobs ---- */
 
-static bool before_forward(void *user, error *err)
+static bool job_prepare(void *user, error *err)
 {
     const meter *m = user;
     return launch(m, m->prepare, err);
@@ -69,10 +85,28 @@ static bool job_forward(void *user, error *err)
     return launch(m, m->forward, err);
 }
 
+/* A backward that may destroy H needs a new one every time. */
+static bool before_backward(void *user, error *err)
+{
+    const meter *m = user;
+    return !m->c->layer.reuse_saved || (launch(m, m->prepare, err) && launch(m, m->forward, err));
+}
+
 static bool job_backward(void *user, error *err)
 {
     const meter *m = user;
     return launch(m, m->backward, err);
+}
+
+static bool job_layer(void *user, error *err)
+{
+    const meter *m = user;
+    return launch(m, m->layer, err);
+}
+
+static bool job_step(void *user, error *err)
+{
+    return job_prepare(user, err) && job_forward(user, err) && job_backward(user, err);
 }
 
 static bool job_gemm(void *user, error *err)
@@ -98,22 +132,30 @@ static bool time_job(meter *m, bool (*before)(void *, error *), bool (*work)(voi
 
 static bool time_passes(meter *m, int launches, bench_times *times, error *err)
 {
-    if (!time_job(m, before_forward, job_forward, launches, err)) return false;
-    for (int i = 0; i < launches; i++) times[i].forward = m->samples[i];
-    if (!m->backward) return true;
-    if (!time_job(m, NULL, job_backward, launches, err)) return false;
-    for (int i = 0; i < launches; i++) times[i].backward = m->samples[i];
+    if (m->passes & PASS_FORWARD) {
+        if (!time_job(m, job_prepare, job_forward, launches, err)) return false;
+        for (int i = 0; i < launches; i++) times[i].forward = m->samples[i];
+    }
+    if (m->passes & PASS_BACKWARD) {
+        if (!time_job(m, before_backward, job_backward, launches, err)) return false;
+        for (int i = 0; i < launches; i++) times[i].backward = m->samples[i];
+    }
+    if (m->passes & PASS_LAYER) {
+        if (!time_job(m, job_prepare, job_layer, launches, err)) return false;
+        for (int i = 0; i < launches; i++) times[i].layer = m->samples[i];
+    }
     return true;
 }
 
-/* One step on the plain stream. A whole pass goes ahead of it, untimed: while the GPU works on that, the host
- * gets all of the step's launches and events into the queue. */
+/* One step on the plain stream. Whole steps go ahead of it, untimed: while the GPU works on those, the host
+ * gets all of this one's launches and events into the queue. */
 static bool time_one_step(meter *m, double *stage, error *err)
 {
     bench_case *c = m->c;
+    bool good = true;
     c->clock.paused = true;
-    bool good =
-        before_forward(m, err) && job_forward(m, err) && job_backward(m, err) && before_forward(m, err);
+    for (int i = 0; good && i < m->ahead; i++) good = job_step(m, err);
+    good = good && job_prepare(m, err);
     stage_clock_reset(&c->clock);
     c->clock.paused = false;
     good = good && bench_enqueue_forward(c, err) && (!m->backward || bench_enqueue_backward(c, err));
@@ -133,6 +175,12 @@ static bool time_stages(meter *m, int launches, bench_times *times, error *err)
     return true;
 }
 
+/* Is this one of the passes' GEMMs? */
+static bool wants_gemms(const meter *m, smoe_stage stage)
+{
+    return m->passes & (stage < SMOE_STAGE_DH ? ~PASS_BACKWARD : ~PASS_FORWARD);
+}
+
 static bool time_gemms(meter *m, int launches, bench_times *times, error *err)
 {
     static const smoe_stage stages[] = {SMOE_STAGE_UP,  SMOE_STAGE_DOWN,    SMOE_STAGE_DH,
@@ -140,7 +188,7 @@ static bool time_gemms(meter *m, int launches, bench_times *times, error *err)
     const double scale = cuda_yardstick_scale(&m->c->layer, m->yardstick.rows);
     for (size_t s = 0; s < sizeof stages / sizeof stages[0]; s++) {
         const int index = stage_index(stages[s]);
-        if (stages[s] >= SMOE_STAGE_DH && !m->backward) continue;
+        if (!wants_gemms(m, stages[s])) continue;
         m->stage = stages[s];
         if (m->yardstick.gemms && !time_job(m, NULL, job_gemm, launches, err)) return false;
         for (int i = 0; i < launches; i++)
@@ -156,33 +204,88 @@ static bool time_copy(meter *m, int launches, bench_times *times, error *err)
     return true;
 }
 
+static void no_bound(int launches, bench_times *times)
+{
+    for (int i = 0; i < launches; i++) {
+        times[i].copy = NAN;
+        for (int s = 0; s < STAGE_COUNT; s++) times[i].dense[s] = NAN;
+    }
+}
+
 /* Library and yardstick in turn. */
 static bool time_round(meter *m, int launches, bench_times *times, error *err)
 {
-    return time_gemms(m, launches, times, err) && time_passes(m, launches, times, err) &&
-           time_copy(m, launches, times, err) && time_stages(m, launches, times, err);
+    const bool bound = !m->c->settings.no_bound;
+    if (!bound) no_bound(launches, times);
+    return (!bound || time_gemms(m, launches, times, err)) && time_passes(m, launches, times, err) &&
+           (!bound || time_copy(m, launches, times, err)) && time_stages(m, launches, times, err);
 }
 
-/* About how long one launch of every job takes: a step, its stages behind another, and the GEMMs. */
-static bool guess_step(meter *m, double *ms, error *err)
+/* ---- How many launches fit ---- */
+
+/* About how long one launch of every job takes, from that of a step; and how many steps go ahead of one that
+ * is timed by stages. */
+static bool guess_step(meter *m, double *all_ms, error *err)
 {
-    enum { STEPS = 4 };
-    bench_times one[2] = {{0}};
-    if (!time_passes(m, 2, one, err)) return false;
-    *ms = STEPS * (one[1].forward + one[1].backward);
+    double ms[2];
+    const sustained_job job = {NULL, job_step, m};
+    const sustained at_once = {&m->c->clock, m->c->settings.device, m->c->stream, 0};
+    if (!sustained_time(&at_once, &job, 2, ms, err)) return false;
+    const double step = fmin(ms[0], ms[1]),
+                 apart = !!(m->passes & PASS_FORWARD) + !!(m->passes & PASS_BACKWARD);
+    m->ahead = step > 0 ? (int)fmin(ceil(AHEAD_MS / step), 100) : 1;
+    *all_ms = step * (m->ahead + 1 + apart / 2 + !!(m->passes & PASS_LAYER) + !m->c->settings.no_bound);
     return true;
+}
+
+/* What settling takes of the time that was given. */
+static double settling_seconds(const meter *m)
+{
+    int jobs = !!(m->passes & PASS_FORWARD) + !!(m->passes & PASS_BACKWARD) + !!(m->passes & PASS_LAYER);
+    if (!m->c->settings.no_bound)
+        jobs += 1 + 2 * !!(m->passes & ~PASS_BACKWARD) + 4 * !!(m->passes & ~PASS_FORWARD);
+    return 1e-3 * SETTLE_MS * ROUNDS * jobs;
 }
 
 static bool measure(meter *m, int64_t repeats, double seconds, bench_result *result, error *err)
 {
     double step_ms;
     if (!record_all(m, err) || !guess_step(m, &step_ms, err)) return false;
-    const int launches = sustained_launches(seconds, step_ms, repeats, ROUNDS, MOST_IN_ROUND);
+    const int launches =
+        sustained_launches(seconds - settling_seconds(m), step_ms, repeats, ROUNDS, MOST_IN_ROUND);
     result->times = calloc((size_t)launches * ROUNDS, sizeof *result->times);
     if (!result->times) return fail(err, ERROR_RUNTIME, "out of memory for the times");
     for (int round = 0; round < ROUNDS; round++, result->repeats += (size_t)launches)
         if (!time_round(m, launches, result->times + result->repeats, err)) return false;
+    bench_count_launches(m->forward, result);
+    if (m->backward) bench_count_launches(m->backward, result);
+    // Scores and rounding add to what they find, which is another thing the second time.
+    if (!m->c->settings.alone || m->c->layer.rounding != SMOE_ROUND_NONE) return true;
+    const sustained_job restore = {NULL, job_step, m};
+    return bench_time_alone(m->forward, &m->how, &restore, result, err) &&
+           (!m->backward || bench_time_alone(m->backward, &m->how, &restore, result, err));
+}
+
+/* ---- A case ---- */
+
+static bool make_yardstick(meter *m, int64_t rows, error *err)
+{
+    bench_case *c = m->c;
+    if (c->settings.no_bound) return true;
+    if (!cuda_yardstick_make(&m->yardstick, c->settings.device, &c->layer, rows, c->w1.data, c->w2.data,
+                             c->dw1.data, c->stream, err))
+        return false;
+    if (!m->yardstick.gemms) fprintf(stderr, "smoe bench: no cuBLAS was found: the bound is without GEMMs\n");
     return true;
+}
+
+static void free_meter(meter *m)
+{
+    cuda_graph *graphs[] = {m->prepare, m->forward, m->backward, m->layer};
+    for (size_t i = 0; i < sizeof graphs / sizeof graphs[0]; i++) cuda_graph_free(graphs[i]);
+    cuda_yardstick_free(&m->yardstick);
+    free(m->samples);
+    free(m);
 }
 
 bool bench_cuda_times(bench_case *c, int64_t rows, int64_t repeats, double seconds, bench_result *result,
@@ -190,22 +293,17 @@ bool bench_cuda_times(bench_case *c, int64_t rows, int64_t repeats, double secon
 {
     meter *m = calloc(1, sizeof *m);
     double *samples = malloc(MOST_IN_ROUND * sizeof *samples);
-    bool good = m && samples;
-    if (good) {
-        *m =
-            (meter){.c = c, .how = {&c->clock, c->settings.device, c->stream, SETTLE_MS}, .samples = samples};
-        good = cuda_yardstick_make(&m->yardstick, c->settings.device, &c->layer, rows, c->settings.backward,
-                                   c->w1.data, c->w2.data, c->stream, err) &&
-               measure(m, repeats, seconds, result, err);
-        cuda_graph_free(m->prepare);
-        cuda_graph_free(m->forward);
-        cuda_graph_free(m->backward);
-        cuda_yardstick_free(&m->yardstick);
-    } else {
-        fail(err, ERROR_RUNTIME, "out of memory for the times");
+    if (!m || !samples) {
+        free(samples);
+        free(m);
+        return fail(err, ERROR_RUNTIME, "out of memory for the times");
     }
-    free(samples);
-    free(m);
+    *m = (meter){.c = c,
+                 .passes = result->passes,
+                 .how = {&c->clock, c->settings.device, c->stream, SETTLE_MS},
+                 .samples = samples};
+    const bool good = make_yardstick(m, rows, err) && measure(m, repeats, seconds, result, err);
+    free_meter(m);
     return good;
 }
 #endif

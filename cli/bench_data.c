@@ -74,23 +74,21 @@ bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, 
 
 /* From one start to the next, modulo the block: the golden section of it, so that starts lie far apart, and
  * an odd multiple of 128, so that all multiples of 128 come before one comes again. */
-enum { TILED_STEP = 81007 * 128 };
+enum { TILED_STEP = 20251 * 128 };
 
 bool fill_tiled(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed)
 {
-    const int64_t element = (int64_t)oracle_type_bytes(type);
-    const int64_t length = count < TILED_VALUES ? count : TILED_VALUES;
-    buffer block;
-    if (!buffer_make(&block, device_find("cpu"), (size_t)(length * element))) return false;
-    bool good = fill_normal(&block, type, length, scale, seed);
-    int64_t from = 0;
-    for (int64_t done = 0, piece; good && done < count; done += piece) {
-        piece = length - from < count - done ? length - from : count - done;
-        good = to->device->upload((char *)to->data + done * element, (char *)block.data + from * element,
-                                  (size_t)(piece * element));
+    const size_t element = oracle_type_bytes(type);
+    char *values = to->data;
+    if (!fill_normal(to, type, count < TILED_VALUES ? count : TILED_VALUES, scale, seed)) return false;
+    int64_t from = TILED_STEP;
+    bool good = true;
+    for (int64_t done = TILED_VALUES, piece; good && done < count; done += piece) {
+        piece = TILED_VALUES - from < count - done ? TILED_VALUES - from : count - done;
+        good = to->device->copy(values + (size_t)done * element, values + (size_t)from * element,
+                                (size_t)piece * element);
         from = (from + TILED_STEP) % TILED_VALUES;
     }
-    buffer_free(&block);
     return good;
 }
 
@@ -244,8 +242,8 @@ bool fill_steered(const buffer *x, const smoe_layer *layer, const int32_t *ids, 
 
 bool fill_logits(const buffer *logits, const smoe_layer *layer, const int32_t *ids, uint64_t seed)
 {
-    const steer_user user = {layer, ids, seed, SMOE_F32, layer->experts, 1};
-    return fill_rows(logits, SMOE_F32, layer->tokens, layer->experts, make_steered, &user);
+    const steer_user user = {layer, ids, seed, layer->logits_type, layer->experts, 1};
+    return fill_rows(logits, layer->logits_type, layer->tokens, layer->experts, make_steered, &user);
 }
 
 static void make_router(const void *given, int64_t row, double *values)

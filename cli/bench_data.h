@@ -9,10 +9,10 @@
 /* Fills with N(0, scale^2) rounded to the type (F32, BF16 or F16). The same numbers whatever the threads. */
 bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
 
-/* The same from one block of TILED_VALUES such numbers, laid down again and again, each time from another
- * place in the block: for tensors of billions of values, where no two experts' weights may be the same but
- * nothing else hangs on their randomness. */
-enum { TILED_VALUES = 1 << 24 };
+/* The same from one block of TILED_VALUES such numbers, laid down again and again on the device, each time
+ * from another place in the block: for tensors of billions of values, where no two experts' weights may be
+ * the same but nothing else hangs on their randomness. */
+enum { TILED_VALUES = 1 << 22 };
 bool fill_tiled(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
 
 typedef bool fill_function(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
@@ -31,7 +31,7 @@ bool fill_steered(const buffer *x, const smoe_layer *layer, const int32_t *ids, 
 /* Wr (E, d): row e has one 1, in the column that carries expert e's logit. */
 bool fill_router(const buffer *router_weight, const smoe_layer *layer);
 
-/* logits (T, E) f32, normal, whose top K are the given ids. */
+/* logits (T, E), normal, whose top K are the given ids. */
 bool fill_logits(const buffer *logits, const smoe_layer *layer, const int32_t *ids, uint64_t seed);
 
 /* weights (T, K) f32, positive, summing to one over a token. */

@@ -17,13 +17,14 @@ static const table_column columns[] = {
     {"dtype", COLUMN_TEXT, 0, true, NULL},         {"routing", COLUMN_TEXT, 0, true, NULL},
     {"rounding", COLUMN_TEXT, 0, true, NULL},      {"tile", COLUMN_INTEGER, 0, true, NULL},
     {"pass", COLUMN_TEXT, 0, false, NULL},         {"kernel", COLUMN_TEXT, 0, false, NULL},
-    {"scope", COLUMN_TEXT, 0, true, NULL},         {"ms_median", COLUMN_NUMBER, 3, false, NULL},
-    {"ms_min", COLUMN_NUMBER, 3, false, NULL},     {"ms_p99", COLUMN_NUMBER, 3, false, NULL},
+    {"scope", COLUMN_TEXT, 0, true, NULL},         {"ms_median", COLUMN_NUMBER, 4, false, NULL},
+    {"ms_min", COLUMN_NUMBER, 4, false, NULL},     {"ms_p99", COLUMN_NUMBER, 4, false, NULL},
     {"tflops", COLUMN_NUMBER, 4, false, NULL},     {"gbps", COLUMN_NUMBER, 1, false, NULL},
-    {"bound_ms", COLUMN_NUMBER, 3, false, NULL},   {"ratio", COLUMN_NUMBER, 3, false, NULL},
+    {"bound_ms", COLUMN_NUMBER, 4, false, NULL},   {"ratio", COLUMN_NUMBER, 3, false, NULL},
     {"chunks", COLUMN_INTEGER, 0, true, NULL},     {"saved_bytes", COLUMN_BYTES, 0, true, NULL},
     {"peak_bytes", COLUMN_BYTES, 0, true, NULL},   {"predicted_bytes", COLUMN_BYTES, 0, true, NULL},
-    {"max_rel_err", COLUMN_NUMBER, 2, true, NULL},
+    {"max_rel_err", COLUMN_NUMBER, 2, true, NULL}, {"reuse_saved", COLUMN_INTEGER, 0, true, NULL},
+    {"launches", COLUMN_NUMBER, 0, true, NULL},    {"alone_ms", COLUMN_NUMBER, 4, true, NULL},
 };
 
 table *bench_table(table_format format)
@@ -68,8 +69,9 @@ static stage_set stages_of(bench_pass pass)
 static double row_ms(const row *r, const bench_times *times)
 {
     if (!r->whole) return sum_stages(times->stage, r->stages);
-    return (r->pass & (PASS_FORWARD | PASS_LAYER) ? times->forward : 0) +
-           (r->pass & (PASS_BACKWARD | PASS_LAYER) ? times->backward : 0);
+    return r->pass == PASS_FORWARD    ? times->forward
+           : r->pass == PASS_BACKWARD ? times->backward
+                                      : times->layer;
 }
 
 static double combine_bytes(const smoe_layer *layer, stage_set stages)
@@ -105,13 +107,28 @@ static summary row_summary(const bench_result *result, const row *r, bool bound)
     return s;
 }
 
+/* In scope experts the router's backward ends at dlogits: no matrix work, and dlogits to be written. */
+static double flops_of_stage(const bench_result *result, smoe_stage stage)
+{
+    const bool ends = stage == SMOE_STAGE_ROUTER_BWD && result->c->settings.scope == SCOPE_EXPERTS;
+    return ends ? NAN : stage_flops(&result->c->layer, stage);
+}
+
+static double bytes_of_stage(const bench_result *result, smoe_stage stage)
+{
+    const smoe_layer *l = &result->c->layer;
+    if (stage == SMOE_STAGE_ROUTER_BWD && result->c->settings.scope == SCOPE_EXPERTS)
+        return (double)dtype_bytes(l->logits_type) * (double)l->tokens * (double)l->experts;
+    return stage_bytes(l, stage);
+}
+
 /* Model FLOPs of a whole pass; those of the stages otherwise. NaN where there is no matrix work. */
-static double row_flops(const smoe_layer *layer, const row *r)
+static double row_flops(const bench_result *result, const row *r)
 {
     double sum = 0;
     const stage_set counted = r->whole ? r->stages & (forward_gemms | backward_gemms) : r->stages;
     for (int i = 0; i < STAGE_COUNT; i++) {
-        const double flops = counted >> i & 1 ? stage_flops(layer, stage_at(i)) : NAN;
+        const double flops = counted >> i & 1 ? flops_of_stage(result, stage_at(i)) : NAN;
         if (!isnan(flops)) sum += flops;
     }
     return sum > 0 ? sum : NAN;
@@ -127,8 +144,21 @@ static double row_bytes(const bench_result *result, const row *r)
 {
     double bytes = 0;
     for (int i = 0; i < STAGE_COUNT; i++)
-        if (r->stages >> i & 1 && stage_ran(result, i)) bytes += stage_bytes(&result->c->layer, stage_at(i));
+        if (r->stages >> i & 1 && stage_ran(result, i)) bytes += bytes_of_stage(result, stage_at(i));
     return bytes;
+}
+
+static double row_launches(const bench_result *result, const row *r)
+{
+    double count = 0;
+    for (int i = 0; i < STAGE_COUNT; i++)
+        if (r->stages >> i & 1) count += result->launches[i];
+    return result->counted ? count : NAN;
+}
+
+static double row_alone(const bench_result *result, const row *r)
+{
+    return result->timed_alone ? sum_stages(result->alone, r->stages) : NAN;
 }
 
 /* ---- Rows ---- */
@@ -183,7 +213,7 @@ static void put_row(table *t, const bench_result *result, const row *r)
     table_number(t, time.median);
     table_number(t, time.least);
     table_number(t, time.p99);
-    table_number(t, row_flops(l, r) / time.median * 1e-9);
+    table_number(t, row_flops(result, r) / time.median * 1e-9);
     table_number(t, row_bytes(result, r) / time.median * 1e-6);
     table_number(t, bound);
     table_number(t, bound / time.median);
@@ -192,6 +222,9 @@ static void put_row(table *t, const bench_result *result, const row *r)
     table_integer(t, (int64_t)of_pass(&result->peak, r->pass));
     table_integer(t, (int64_t)of_pass(&result->predicted, r->pass));
     table_number(t, r->whole ? error_of_pass(&result->errors, r->pass) : NAN);
+    table_integer(t, l->reuse_saved);
+    table_number(t, row_launches(result, r));
+    table_number(t, row_alone(result, r));
     table_end_row(t);
 }
 
@@ -224,6 +257,8 @@ static void put_caption(const bench_result *result)
            routing_name(result->problem->routing), rounding_name(l->rounding));
     if (l->rounding != SMOE_ROUND_NONE) printf(" (tile %" PRId32 ")", l->tile);
     if (l->chunks > 1) printf(", %" PRId32 " chunks", l->chunks);
+    if (l->reuse_saved) printf(", dH in H's place");
+    if (result->c->settings.scope == SCOPE_EXPERTS) printf(", from given routing");
     printf("\n%s on %s, %zu repeats, commit %s\n", result->c->settings.device->name, device_text,
            result->repeats, BUILD_COMMIT);
 }
@@ -237,6 +272,19 @@ static void put_memory(const bench_result *result, bench_pass pass)
            error_of_pass(&result->errors, pass));
 }
 
+/* How much of the pass is gaps between its kernels. */
+static void put_launches(const bench_result *result, bench_pass pass)
+{
+    const row whole = {pass, "", true, stages_of(pass)};
+    if (!(result->passes & (int)pass) || !result->counted) return;
+    printf("  %-8s  %.0f launches", pass_name(pass), row_launches(result, &whole));
+    if (result->timed_alone) {
+        const double ms = row_summary(result, &whole, false).median, alone = row_alone(result, &whole);
+        printf(", %.4f ms in one graph, %.4f ms each by itself: %.3f", ms, alone, ms / alone);
+    }
+    printf("\n");
+}
+
 static void put_verdict(const bench_result *result)
 {
     const row gemms = {PASS_LAYER, "", false,
@@ -248,12 +296,15 @@ static void put_verdict(const bench_result *result)
     put_memory(result, PASS_FORWARD);
     put_memory(result, PASS_BACKWARD);
     put_memory(result, PASS_LAYER);
+    put_launches(result, PASS_FORWARD);
+    put_launches(result, PASS_BACKWARD);
+    put_launches(result, PASS_LAYER);
     const bool cpu = result->c->settings.device->backend == SMOE_BACKEND_CPU;
     const double ratio = row_summary(result, &gemms, true).median / row_summary(result, &gemms, false).median;
     if (!isnan(ratio))
         printf("expert GEMMs together: %.3f of %s\n", ratio,
                cpu ? "dense OpenBLAS" : "cuBLAS's batched GEMMs of equal counts");
-    if (result->passes & ~PASS_BACKWARD)
+    if (result->passes & PASS_FORWARD)
         printf("routing (route + round + plan): %.2f %% of the forward\n",
                100 * row_summary(result, &routing, false).median /
                    row_summary(result, &forward, false).median);

@@ -10,7 +10,7 @@
 
 /* One repeat: milliseconds. */
 typedef struct bench_times {
-    double forward, backward;
+    double forward, backward, layer;
     double stage[STAGE_COUNT];
     double dense[STAGE_COUNT]; // the yardstick's GEMMs
     double copy;               // a byte of traffic
@@ -28,6 +28,9 @@ typedef struct bench_result {
     size_t repeats;
     pass_bytes peak, predicted;
     bench_errors errors;
+    bool counted, timed_alone; // are the next two known?
+    int launches[STAGE_COUNT]; // kernels of each stage in the pass's graph
+    double alone[STAGE_COUNT]; // ms of those kernels, each by itself
 } bench_result;
 
 table *bench_table(table_format format);

@@ -50,7 +50,8 @@ double stage_bytes(const smoe_layer *layer, smoe_stage stage)
 {
     const sizes s = sizes_of(layer);
     const double w1 = s.experts * s.w * s.d, w2 = s.experts * s.n * s.d, router = s.experts * s.d;
-    const double f32 = 4, logits = f32 * s.tokens * s.experts, pair = 8;
+    const double f32 = 4, pair = 8;
+    const double logits = (double)dtype_bytes(layer->logits_type) * s.tokens * s.experts;
     switch (stage) {
     case SMOE_STAGE_ROUTER_GEMM: return s.element * (s.tokens * s.d + router) + logits;
     case SMOE_STAGE_TOPK: return logits + pair * s.rows;
@@ -97,11 +98,14 @@ pass_bytes pass_peaks(const smoe_layer *layer, bool with_router, double saved, d
                       double scratch_backward)
 {
     const sizes s = sizes_of(layer);
-    const double logits = with_router ? 4 * s.tokens * s.experts : 0;
+    const double logits = (double)dtype_bytes(layer->logits_type) * s.tokens * s.experts, f32 = 4;
+    const double held = with_router ? logits : 0;
     const double out = s.element * s.tokens * s.d;
-    const double router = with_router ? logits + s.element * s.experts * s.d : 0;
-    const double gradients = out + s.element * s.experts * s.d * (s.w + s.n) + router;
-    return (pass_bytes){.forward = saved + scratch_forward + out + logits,
-                        .backward = saved + scratch_backward + gradients,
-                        .layer = saved + fmax(scratch_forward, scratch_backward) + out + logits + gradients};
+    const double routing = with_router                        ? s.element * s.experts * s.d
+                           : layer->entry == SMOE_FROM_LOGITS ? logits
+                                                              : f32 * s.rows;
+    const double gradients = out + s.element * s.experts * s.d * (s.w + s.n) + routing;
+    const double forward = saved + scratch_forward + held + out;
+    const double backward = saved + scratch_backward + held + gradients;
+    return (pass_bytes){.forward = forward, .backward = backward, .layer = fmax(forward, backward + out)};
 }

@@ -31,15 +31,16 @@ double arithmetic_intensity(const smoe_layer *layer);
  * (4 bytes each) of every row: e (T d + R w + R n + R d) + 8 R. */
 double scatter_bytes(const smoe_layer *layer);
 
-/* Of `saved`, scratch and outputs, what the library's query predicts for a pass (see docs/benchmarks.md). */
+/* What a pass holds at once of `saved`, scratch, logits and outputs (see docs/benchmarks.md). */
 typedef struct pass_bytes {
     double forward;  // saved, scratch, O
     double backward; // saved, scratch, dX, dW1, dW2
-    double layer;    // saved, the larger scratch, O, dX, dW1, dW2
+    double layer; // the larger of the forward, and of the backward with O: gradients and the scratch of the
+                  // backward need not be there while the forward runs
 } pass_bytes;
 
-/* saved, scratch_forward, scratch_backward: predicted or measured. with_router: logits and, backward, dWr and
- * dlogits (T, E) f32 are outputs too. */
+/* saved, scratch_forward, scratch_backward: predicted or measured. with_router: the logits (T, E), and dWr
+ * among the gradients; without it dlogits (T, E), or for given top-K the weights' gradient (T, K). */
 pass_bytes pass_peaks(const smoe_layer *layer, bool with_router, double saved, double scratch_forward,
                       double scratch_backward);
 

@@ -29,11 +29,22 @@ static bool find(const cublas *in, const char *name, void *function)
     return found != NULL;
 }
 
-/* The version of the header it is called by: as the system finds it, or where the build found it. */
+/* By name as the system finds it, the version of the header first; where the build found it; where the
+ * toolkit is by habit. These five functions are the same since version 11. Once loaded it stays: half a
+ * gigabyte that the next problem would load again. */
+static void *open_library(void)
+{
+    static const char *const names[] = {LIBRARY(CUBLAS_VER_MAJOR), "libcublas.so.13", "libcublas.so.12",
+                                        SMOE_CUBLAS_PATH, "/usr/local/cuda/lib64/libcublas.so"};
+    void *opened = NULL;
+    for (size_t i = 0; !opened && i < sizeof names / sizeof names[0]; i++)
+        opened = dlopen(names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    return opened;
+}
+
 static bool load(cublas *made)
 {
-    made->library = dlopen(LIBRARY(CUBLAS_VER_MAJOR), RTLD_NOW | RTLD_LOCAL);
-    if (!made->library) made->library = dlopen(SMOE_CUBLAS_PATH, RTLD_NOW | RTLD_LOCAL);
+    made->library = open_library();
     return made->library && find(made, "cublasCreate_v2", &made->create) &&
            find(made, "cublasDestroy_v2", &made->destroy) &&
            find(made, "cublasSetStream_v2", &made->set_stream) &&
@@ -41,22 +52,27 @@ static bool load(cublas *made)
            find(made, "cublasGemmStridedBatchedEx", &made->multiply);
 }
 
+static bool start(cublas *with, void *stream, void *workspace, size_t workspace_bytes)
+{
+    return with->create(&with->handle) == CUBLAS_STATUS_SUCCESS &&
+           with->set_stream(with->handle, stream) == CUBLAS_STATUS_SUCCESS && // takes a workspace away
+           with->set_workspace(with->handle, workspace, workspace_bytes) == CUBLAS_STATUS_SUCCESS;
+}
+
 bool cublas_open(cublas **made, void *stream, void *workspace, size_t workspace_bytes, error *err)
 {
-    cublas *new = calloc(1, sizeof *new);
+    cublas *opened = calloc(1, sizeof *opened);
     *made = NULL;
-    if (!new) return fail(err, ERROR_RUNTIME, "out of memory for cuBLAS");
-    if (!load(new)) {
-        cublas_close(new);
+    if (!opened) return fail(err, ERROR_RUNTIME, "out of memory for cuBLAS");
+    if (!load(opened)) {
+        cublas_close(opened);
         return true;
     }
-    if (new->create(&new->handle) == CUBLAS_STATUS_SUCCESS &&new->set_stream(new->handle, stream) ==
-        CUBLAS_STATUS_SUCCESS &&new->set_workspace(new->handle, workspace, workspace_bytes) ==
-        CUBLAS_STATUS_SUCCESS) {
-        *made = new;
+    if (start(opened, stream, workspace, workspace_bytes)) {
+        *made = opened;
         return true;
     }
-    cublas_close(new);
+    cublas_close(opened);
     return fail(err, ERROR_RUNTIME, "cuBLAS is there but did not start");
 }
 

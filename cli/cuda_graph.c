@@ -1,33 +1,128 @@
 /* See cuda_graph.h. */
 #include "cli/cuda_graph.h"
 
-#include <stddef.h>
-
 #ifdef SMOE_HAVE_CUDA
 #include <cuda_runtime_api.h>
+#include <stdlib.h>
 
-bool cuda_graph_begin(void *stream)
+enum { MOST_LAUNCHES = 1024 }; // of a pass in 64 chunks: some 300
+
+struct cuda_graph {
+    cudaGraph_t recorded;
+    cudaGraphExec_t ready;
+    int count;
+    struct {
+        cudaGraphNode_t node;
+        int stage;
+    } launches[MOST_LAUNCHES];
+};
+
+cuda_graph *cuda_graph_begin(void *stream)
 {
-    return cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess;
+    cuda_graph *made = calloc(1, sizeof *made);
+    if (!made) return NULL;
+    if (cudaGraphCreate(&made->recorded, 0) == cudaSuccess &&
+        cudaStreamBeginCaptureToGraph(stream, made->recorded, NULL, NULL, 0,
+                                      cudaStreamCaptureModeThreadLocal) == cudaSuccess)
+        return made;
+    cuda_graph_free(made);
+    return NULL;
 }
 
-void *cuda_graph_end(void *stream)
+static bool listed(const cuda_graph *graph, cudaGraphNode_t node)
 {
-    cudaGraph_t recorded = NULL;
-    cudaGraphExec_t made = NULL;
-    if (cudaStreamEndCapture(stream, &recorded) != cudaSuccess || !recorded) return NULL;
-    const bool good = cudaGraphInstantiate(&made, recorded, 0) == cudaSuccess;
-    (void)cudaGraphDestroy(recorded);
-    return good ? made : NULL;
+    for (int i = 0; i < graph->count; i++)
+        if (graph->launches[i].node == node) return true;
+    return false;
 }
 
-bool cuda_graph_launch(void *graph, void *stream)
+/* The runtime does not say in which order it lists nodes: new are those that are not in our list. */
+void cuda_graph_mark(cuda_graph *recording, int stage)
 {
-    return cudaGraphLaunch(graph, stream) == cudaSuccess;
+    cudaGraphNode_t nodes[MOST_LAUNCHES];
+    size_t count = MOST_LAUNCHES;
+    if (cudaGraphGetNodes(recording->recorded, nodes, &count) != cudaSuccess) return;
+    for (size_t i = 0; i < count && recording->count < MOST_LAUNCHES; i++) {
+        enum cudaGraphNodeType type;
+        if (listed(recording, nodes[i]) || cudaGraphNodeGetType(nodes[i], &type) != cudaSuccess ||
+            type == cudaGraphNodeTypeEmpty)
+            continue;
+        recording->launches[recording->count].node = nodes[i];
+        recording->launches[recording->count++].stage = stage;
+    }
 }
 
-void cuda_graph_free(void *graph)
+static bool make_ready(cuda_graph *graph)
 {
-    if (graph) (void)cudaGraphExecDestroy(graph);
+    return cudaGraphInstantiate(&graph->ready, graph->recorded, 0) == cudaSuccess;
+}
+
+bool cuda_graph_end(cuda_graph *recorded, void *stream)
+{
+    cudaGraph_t same = NULL;
+    if (cudaStreamEndCapture(stream, &same) != cudaSuccess || !same) return false;
+    cuda_graph_mark(recorded, -1);
+    return make_ready(recorded);
+}
+
+bool cuda_graph_launch(const cuda_graph *graph, void *stream)
+{
+    return cudaGraphLaunch(graph->ready, stream) == cudaSuccess;
+}
+
+void cuda_graph_free(cuda_graph *freed)
+{
+    if (!freed) return;
+    if (freed->ready) (void)cudaGraphExecDestroy(freed->ready);
+    if (freed->recorded) (void)cudaGraphDestroy(freed->recorded);
+    free(freed);
+}
+
+int cuda_graph_launches(const cuda_graph *recorded)
+{
+    return recorded->count;
+}
+
+int cuda_graph_stage(const cuda_graph *recorded, int launch)
+{
+    return recorded->launches[launch].stage;
+}
+
+/* A copy of the graph in which all launches but one are missing. */
+static cudaGraph_t copy_of_one(const cuda_graph *recorded, int launch)
+{
+    cudaGraph_t copy = NULL;
+    if (cudaGraphClone(&copy, recorded->recorded) != cudaSuccess) return NULL;
+    for (int i = 0; i < recorded->count; i++) {
+        cudaGraphNode_t node;
+        if (i == launch) continue;
+        if (cudaGraphNodeFindInClone(&node, recorded->launches[i].node, copy) == cudaSuccess &&
+            cudaGraphDestroyNode(node) == cudaSuccess)
+            continue;
+        (void)cudaGraphDestroy(copy);
+        return NULL;
+    }
+    return copy;
+}
+
+static bool add_times(cudaGraph_t to, cudaGraph_t child, int times)
+{
+    cudaGraphNode_t last = NULL, added;
+    for (int i = 0; i < times; i++, last = added)
+        if (cudaGraphAddChildGraphNode(&added, to, last ? &last : NULL, last != NULL, child) != cudaSuccess)
+            return false;
+    return true;
+}
+
+cuda_graph *cuda_graph_alone(const cuda_graph *recorded, int launch, int times)
+{
+    cuda_graph *made = calloc(1, sizeof *made);
+    cudaGraph_t one = made ? copy_of_one(recorded, launch) : NULL;
+    const bool good = one && cudaGraphCreate(&made->recorded, 0) == cudaSuccess &&
+                      add_times(made->recorded, one, times) && make_ready(made);
+    if (one) (void)cudaGraphDestroy(one);
+    if (good) return made;
+    cuda_graph_free(made);
+    return NULL;
 }
 #endif

@@ -1,16 +1,30 @@
-/* Work recorded once and launched as one: CUDA graphs. */
+/* Work recorded once and launched as one: CUDA graphs. What was recorded can be counted, and each piece of it
+ * (a kernel; a fill or copy if there were any) launched by itself. */
 #ifndef CLI_CUDA_GRAPH_H
 #define CLI_CUDA_GRAPH_H
 
 #ifdef SMOE_HAVE_CUDA
 #include <stdbool.h>
 
-/* Between begin and end what is put on the stream is recorded, not run. */
-bool cuda_graph_begin(void *stream);
-void *cuda_graph_end(void *stream); // NULL when it could not be recorded
+typedef struct cuda_graph cuda_graph;
 
-bool cuda_graph_launch(void *graph, void *stream);
-void cuda_graph_free(void *graph); // NULL is fine
+/* Between begin and end what is put on the stream is recorded, not run. NULL when recording does not start; a
+ * graph whose end is false is good for cuda_graph_free alone. */
+cuda_graph *cuda_graph_begin(void *stream);
+bool cuda_graph_end(cuda_graph *recorded, void *stream);
+
+/* While recording: the launches since the last mark belong to `stage`, a number of the caller's. */
+void cuda_graph_mark(cuda_graph *recording, int stage);
+
+bool cuda_graph_launch(const cuda_graph *graph, void *stream);
+void cuda_graph_free(cuda_graph *freed); // NULL is fine
+
+/* Kernels and other launches in a recorded graph, and the stage each was marked with (-1: none). */
+int cuda_graph_launches(const cuda_graph *recorded);
+int cuda_graph_stage(const cuda_graph *recorded, int launch);
+
+/* A graph of one launch of a recorded one, `times` times one after the other; NULL when it cannot be made. */
+cuda_graph *cuda_graph_alone(const cuda_graph *recorded, int launch, int times);
 
 #endif
 #endif

@@ -46,8 +46,9 @@ static void host_close_stream(void *stream)
 }
 
 static const device device_cpu = {
-    "cpu",     SMOE_BACKEND_CPU,     host_alloc, host_release,     host_copy,         host_copy, host_set,
-    host_sync, host_available_bytes, host_name,  host_open_stream, host_close_stream, &clock_cpu};
+    "cpu",     SMOE_BACKEND_CPU, host_alloc,        host_release, host_copy,
+    host_copy, host_copy,        host_set,          host_sync,    host_available_bytes,
+    host_name, host_open_stream, host_close_stream, &clock_cpu};
 
 static const device *const devices[] = {
     &device_cpu,

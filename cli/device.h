@@ -20,6 +20,7 @@ typedef struct device {
     void (*release)(void *memory); /* NULL is fine */
     bool (*upload)(void *to, const void *from_host, size_t bytes);
     bool (*download)(void *to_host, const void *from, size_t bytes);
+    bool (*copy)(void *to, const void *from, size_t bytes); /* both from alloc */
     bool (*set)(void *to, int byte, size_t bytes);
     bool (*sync)(void);          /* waits for all work; false when some of it failed */
     uint64_t (*available)(void); /* bytes that alloc can still give, about; 0 when the device does not say */

@@ -26,6 +26,11 @@ static bool cuda_download(void *to_host, const void *from, size_t bytes)
     return cudaMemcpy(to_host, from, bytes, cudaMemcpyDeviceToHost) == cudaSuccess;
 }
 
+static bool cuda_copy(void *to, const void *from, size_t bytes)
+{
+    return cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice) == cudaSuccess;
+}
+
 static bool cuda_set(void *to, int byte, size_t bytes)
 {
     return cudaMemset(to, byte, bytes) == cudaSuccess;
@@ -67,7 +72,7 @@ static void cuda_close_stream(void *stream)
     if (stream) (void)cudaStreamDestroy(stream);
 }
 
-const device device_cuda = {"cuda",           SMOE_BACKEND_CUDA, cuda_alloc, cuda_release,   cuda_upload,
-                            cuda_download,    cuda_set,          cuda_sync,  cuda_available, cuda_describe,
-                            cuda_open_stream, cuda_close_stream, &clock_cuda};
+const device device_cuda = {"cuda",        SMOE_BACKEND_CUDA, cuda_alloc,        cuda_release, cuda_upload,
+                            cuda_download, cuda_copy,         cuda_set,          cuda_sync,    cuda_available,
+                            cuda_describe, cuda_open_stream,  cuda_close_stream, &clock_cuda};
 #endif

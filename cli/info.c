@@ -124,7 +124,7 @@ static const table_column problem_columns[] = {
     {"scratch_forward_bytes", COLUMN_BYTES, 0, false, NULL},
     {"scratch_backward_bytes", COLUMN_BYTES, 0, false, NULL},
     {"peak_bytes", COLUMN_BYTES, 0, false,
-     "saved as allocated, the larger scratch and all outputs of a whole pass"},
+     "saved as allocated, scratch and outputs of forward and backward, the most at once"},
     {"scatter_saved_bytes", COLUMN_BYTES, 0, false,
      "what ScatterMoE's caching keeps: X, H, A, Y, ids and gates"},
     {"tile_waste", COLUMN_NUMBER, 4, false,

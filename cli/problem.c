@@ -36,6 +36,7 @@ static const choice roundings[] = {{"none", SMOE_ROUND_NONE},           {"nr-f",
                                    {"sr-f", SMOE_ROUND_SR_F},           {"nr-s", SMOE_ROUND_NR_S},
                                    {"balance-f", SMOE_ROUND_BALANCE_F}, {"up", SMOE_ROUND_UP},
                                    {"down", SMOE_ROUND_DOWN},           {NULL, 0}};
+static const choice logits_types[] = {{"f32", SMOE_F32}, {"bf16", SMOE_BF16}, {NULL, 0}};
 static const choice routings[] = {
     {"uniform", ROUTING_UNIFORM}, {"random", ROUTING_RANDOM}, {"skewed", ROUTING_SKEWED}, {NULL, 0}};
 
@@ -176,10 +177,26 @@ static bool add_suite(problem_options *options, const char *suite, error *err)
     return fail(err, ERROR_USAGE, "--suite: '%s' is none of paper, models, rounding, granularity", suite);
 }
 
+static bool add_named(problem_options *options, const char *name, error *err)
+{
+    int count;
+    const bench_shape *all = shapes_all(&count);
+    const int before = options->shape_count;
+    for (int i = 0; i < count; i++)
+        if (strcmp(all[i].name, name) == 0 && !add_shape(options, &all[i], err)) return false;
+    if (options->shape_count > before) return true;
+    return fail(err, ERROR_USAGE, "--shape: no suite has a shape '%s'", name);
+}
+
 void problem_options_init(problem_options *options)
 {
-    *options = (problem_options){
-        .dtype = SMOE_F32, .tile = 128, .chunks = 1, .chunk_list = {1}, .chunk_count = 1, .chunk_most = 1};
+    *options = (problem_options){.dtype = SMOE_F32,
+                                 .logits_type = SMOE_F32,
+                                 .tile = 128,
+                                 .chunks = 1,
+                                 .roundings = {{SMOE_ROUND_NONE}, 1},
+                                 .chunk_counts = {{1}, 1},
+                                 .routings = {{ROUTING_UNIFORM}, 1}};
 }
 
 smoe_layer problem_layer(const problem_options *options, const bench_shape *shape)
@@ -199,6 +216,8 @@ smoe_layer problem_layer(const problem_options *options, const bench_shape *shap
     layer.rounding = options->rounding;
     layer.tile = options->tile;
     layer.chunks = options->chunks;
+    layer.reuse_saved = options->reuse_saved;
+    layer.logits_type = options->logits_type;
     layer.seed = options->seed;
     return layer;
 }
@@ -206,14 +225,17 @@ smoe_layer problem_layer(const problem_options *options, const bench_shape *shap
 enum {
     KEY_THIEK = 0x100,
     KEY_SUITE,
+    KEY_SHAPE,
     KEY_DTYPE,
     KEY_ACTIVATION,
     KEY_LAYOUT,
     KEY_SCORE,
+    KEY_LOGITS,
     KEY_ROUNDING,
     KEY_TILE,
     KEY_ROUTING,
     KEY_CHUNKS,
+    KEY_REUSE,
     KEY_SEED
 };
 
@@ -222,46 +244,60 @@ static const struct argp_option problem_argp_options[] = {
     {"thiek", KEY_THIEK, "T,H,I,E,K", 0,
      "Tokens, hidden (d), intermediate (n), experts, experts a token (K); may come several times", 1},
     {"suite", KEY_SUITE, "NAME", 0, "The shapes of a suite: paper, models, rounding or granularity", 1},
+    {"shape", KEY_SHAPE, "NAME", 0, "The shapes of this name in any suite, such as 7B-n256", 1},
     {"dtype", KEY_DTYPE, "TYPE", 0, "f32 (default), bf16 or fp16 (cuda only)", 1},
     {"activation", KEY_ACTIVATION, "NAME", 0,
      "swiglu (default), geglu, geglu_tanh, reglu, swiglu_oai; without a gate: silu, gelu, relu, relu2", 1},
     {"layout", KEY_LAYOUT, "NAME", 0, "Gate and up rows of W1: concatenated (default) or interleaved", 1},
     {"score", KEY_SCORE, "NAME", 0,
      "softmax-topk (default), softmax-topk-renorm, topk-softmax, sigmoid, sigmoid-renorm", 1},
-    {"rounding", KEY_ROUNDING, "RULE", 0, "none (default), nr-f, sr-f, nr-s, balance-f, up or down", 1},
+    {"logits", KEY_LOGITS, "TYPE", 0, "Storage of logits and dlogits: f32 (default) or bf16", 1},
+    {"rounding", KEY_ROUNDING, "RULE", 0,
+     "none (default), nr-f, sr-f, nr-s, balance-f, up or down; bench takes several: none,nr-f", 1},
     {"tile", KEY_TILE, "M", 0, "Row tile of the rounding rules, 1..4096 (default 128)", 1},
     {"routing", KEY_ROUTING, "NAME", 0,
-     "uniform (equal counts, default), random (K distinct experts a token) or skewed (Zipf, s = 1)", 1},
+     "uniform (equal counts, default), random (K distinct experts a token) or skewed (Zipf, s = 1); bench "
+     "takes several",
+     1},
     {"chunks", KEY_CHUNKS, "N", 0,
      "Column chunks of Y and dX~: 1 (default), 2, 4, ..., 64; bench takes several: 1,2,4", 1},
+    {"reuse", KEY_REUSE, NULL, 0, "The backward may destroy the saved H: dH takes its place", 1},
     {"seed", KEY_SEED, "N", 0, "Seed of data and routing (default 0)", 1},
     {0}};
 
-static bool parse_chunk_number(const char *text, int32_t *chunks, error *err)
+static bool parse_chunks(const char *text, int *chunks, error *err)
 {
     int64_t value;
     if (!parse_integer("--chunks", text, 1, 64, &value, err)) return false;
     if ((value & (value - 1)) != 0) return fail(err, ERROR_USAGE, "--chunks: %s is not a power of two", text);
-    *chunks = (int32_t)value;
+    *chunks = (int)value;
     return true;
 }
 
-/* "4", or "1,2,4" for who measures several. */
-static bool parse_chunks(const char *text, problem_options *options, error *err)
+static bool parse_rounding(const char *text, int *value, error *err)
 {
-    int count = 0;
-    for (const char *at = text; at; count++) {
-        char number[24];
-        const size_t length = options->chunk_most > 1 ? strcspn(at, ",") : strlen(at);
-        if (count == options->chunk_most)
-            return fail(err, ERROR_USAGE, "--chunks: '%s' has more than %d numbers", text,
-                        options->chunk_most);
-        snprintf(number, sizeof number, "%.*s", (int)length, at);
-        if (!parse_chunk_number(number, &options->chunk_list[count], err)) return false;
+    return parse_choice("--rounding", roundings, text, value, err);
+}
+
+static bool parse_routing(const char *text, int *value, error *err)
+{
+    return parse_choice("--routing", routings, text, value, err);
+}
+
+/* "4", or "1,2,4" where several may be given. */
+static bool parse_list(const char *option, const char *text, bool several,
+                       bool (*parse_one)(const char *, int *, error *), option_list *list, error *err)
+{
+    list->count = 0;
+    for (const char *at = text; at;) {
+        char one[24];
+        const size_t length = several ? strcspn(at, ",") : strlen(at);
+        if (list->count == PROBLEM_MAX_LIST)
+            return fail(err, ERROR_USAGE, "%s: '%s' has more than %d values", option, text, PROBLEM_MAX_LIST);
+        snprintf(one, sizeof one, "%.*s", (int)length, at);
+        if (!parse_one(one, &list->values[list->count++], err)) return false;
         at = at[length] == ',' ? at + length + 1 : NULL;
     }
-    options->chunk_count = count;
-    options->chunks = options->chunk_list[0];
     return true;
 }
 
@@ -273,6 +309,7 @@ static bool parse_option(problem_options *options, int key, const char *text, er
     switch (key) {
     case KEY_THIEK: return add_thiek(options, text, err);
     case KEY_SUITE: return add_suite(options, text, err);
+    case KEY_SHAPE: return add_named(options, text, err);
     case KEY_DTYPE:
         good = parse_choice("--dtype", dtypes, text, &value, err);
         options->dtype = (smoe_type)value;
@@ -291,23 +328,31 @@ static bool parse_option(problem_options *options, int key, const char *text, er
         options->score = (smoe_score)(value % SCORE_RENORMALIZE);
         options->renormalize = value >= SCORE_RENORMALIZE;
         return good;
+    case KEY_LOGITS:
+        good = parse_choice("--logits", logits_types, text, &value, err);
+        options->logits_type = (smoe_type)value;
+        return good;
     case KEY_ROUNDING:
-        good = parse_choice("--rounding", roundings, text, &value, err);
-        options->rounding = (smoe_rounding)value;
+        good = parse_list("--rounding", text, options->several, parse_rounding, &options->roundings, err);
+        options->rounding = (smoe_rounding)options->roundings.values[0];
         return good;
     case KEY_TILE:
         good = parse_integer("--tile", text, 1, MAX_TILE, &number, err);
         options->tile = (int32_t)number;
         return good;
     case KEY_ROUTING:
-        good = parse_choice("--routing", routings, text, &value, err);
-        options->routing = (routing_kind)value;
+        good = parse_list("--routing", text, options->several, parse_routing, &options->routings, err);
+        options->routing = (routing_kind)options->routings.values[0];
         return good;
+    case KEY_REUSE: options->reuse_saved = 1; return true;
     case KEY_SEED:
         good = parse_integer("--seed", text, 0, INT64_MAX, &number, err);
         options->seed = (uint64_t)number;
         return good;
-    default: return parse_chunks(text, options, err);
+    default:
+        good = parse_list("--chunks", text, options->several, parse_chunks, &options->chunk_counts, err);
+        options->chunks = options->chunk_counts.values[0];
+        return good;
     }
 }
 

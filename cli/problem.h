@@ -1,5 +1,5 @@
-/* The problem a user describes: --thiek, --suite and the options of the layer, shared by bench, info and
- * verify. An argp parser to be used as a child; its input is a problem_options. */
+/* The problem a user describes: --thiek, --suite, --shape and the options of the layer, shared by bench, info
+ * and verify. An argp parser to be used as a child; its input is a problem_options. */
 #ifndef CLI_PROBLEM_H
 #define CLI_PROBLEM_H
 
@@ -12,10 +12,16 @@
 
 typedef enum routing_kind { ROUTING_UNIFORM, ROUTING_RANDOM, ROUTING_SKEWED } routing_kind;
 
-enum { PROBLEM_MAX_SHAPES = 256 };
+enum { PROBLEM_MAX_SHAPES = 256, PROBLEM_MAX_LIST = 7 };
+
+/* The values of an option that may have several, in the order given. */
+typedef struct option_list {
+    int values[PROBLEM_MAX_LIST];
+    int count;
+} option_list;
 
 typedef struct problem_options {
-    bench_shape shapes[PROBLEM_MAX_SHAPES]; // from --thiek and --suite, in the order given
+    bench_shape shapes[PROBLEM_MAX_SHAPES]; // from --thiek, --suite, --shape, in the order given
     char names[PROBLEM_MAX_SHAPES][96];
     int shape_count;
     smoe_type dtype;
@@ -24,18 +30,19 @@ typedef struct problem_options {
     smoe_layout layout;
     smoe_score score;
     int32_t renormalize;
+    smoe_type logits_type;
     smoe_rounding rounding;
     int32_t tile;
-    int32_t chunks;        // the first of:
-    int32_t chunk_list[7]; // several only for who sets chunk_most
-    int chunk_count, chunk_most;
+    int32_t chunks;
+    int32_t reuse_saved;
     routing_kind routing;
     uint64_t seed;
+    bool several; // who takes lists sets it; rounding, chunks and routing are then the first of these
+    option_list roundings, chunk_counts, routings;
 } problem_options;
 
-/* f32, swiglu, concatenated, softmax-topk, no rounding, tile 128, uniform routing, 1 chunk (one number of
- * chunks only); no shapes.
- */
+/* f32, swiglu, concatenated, softmax-topk, f32 logits, no rounding, tile 128, uniform routing, 1 chunk; no
+ * lists; no shapes. */
 void problem_options_init(problem_options *options);
 
 /* Put it among the children of a subcommand's argp and set state->child_inputs[i] on ARGP_KEY_INIT. */

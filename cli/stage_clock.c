@@ -82,6 +82,7 @@ int stage_clock_mark(stage_clock *clock, void *stream)
 void stage_clock_on_stage(void *user, smoe_stage stage, int end, void *stream)
 {
     stage_clock *clock = user;
+    if (end && clock->on_end) clock->on_end(clock->on_end_user, stage_index(stage));
     if (clock->paused) return;
     const int mark = stage_clock_mark(clock, stream);
     if (!end) {

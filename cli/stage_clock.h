@@ -29,6 +29,8 @@ typedef struct stage_clock {
     const clock_kind *kind;
     void *state;
     bool paused; // stages set no marks: their calls are recorded into a graph, or not asked for
+    void (*on_end)(void *user, int stage); // told of every stage's end, marks or not; or NULL
+    void *on_end_user;
     int marks;
     struct {
         int stage, from, to; // marks

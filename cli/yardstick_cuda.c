@@ -18,7 +18,7 @@ double cuda_yardstick_scale(const smoe_layer *layer, int64_t rows)
 
 /* Bytes of the buffers. */
 typedef struct lengths {
-    uint64_t wide, h, a, a_grad, dw;
+    uint64_t wide, h, a, a_grad;
 } lengths;
 
 static lengths lengths_of(const smoe_layer *layer, int64_t rows, bool backward)
@@ -30,14 +30,13 @@ static lengths lengths_of(const smoe_layer *layer, int64_t rows, bool backward)
     return (lengths){.wide = wide > CUDA_COPY_BYTES ? wide : CUDA_COPY_BYTES,
                      .h = element * held * width,
                      .a = element * held * n,
-                     .a_grad = backward ? element * held * n : 0,
-                     .dw = backward ? element * experts * width * d : 0};
+                     .a_grad = backward ? element * held * n : 0};
 }
 
 uint64_t cuda_yardstick_bytes(const smoe_layer *layer, int64_t rows, bool backward)
 {
     const lengths l = lengths_of(layer, rows, backward);
-    return 2 * l.wide + l.h + l.a + l.a_grad + l.dw + CUBLAS_WORKSPACE_BYTES + CUBLAS_OWN_BYTES;
+    return 2 * l.wide + l.h + l.a + l.a_grad + CUBLAS_WORKSPACE_BYTES + CUBLAS_OWN_BYTES;
 }
 
 #ifdef SMOE_HAVE_CUDA
@@ -60,9 +59,9 @@ bool cuda_yardstick_gemm(const cuda_yardstick *y, smoe_stage stage, error *err)
     case SMOE_STAGE_UP: return multiply(y, false, true, m, w, d, wide, w1, y->h.data, err);
     case SMOE_STAGE_DOWN: return multiply(y, false, true, m, d, n, y->a.data, w2, y->result.data, err);
     case SMOE_STAGE_DH: return multiply(y, false, false, m, n, d, wide, w2, y->a_grad.data, err);
-    case SMOE_STAGE_DW2: return multiply(y, true, false, d, n, m, wide, y->a.data, y->dw.data, err);
+    case SMOE_STAGE_DW2: return multiply(y, true, false, d, n, m, wide, y->a.data, y->dw1, err);
     case SMOE_STAGE_DX_ROWS: return multiply(y, false, false, m, d, w, y->h.data, w1, y->result.data, err);
-    case SMOE_STAGE_DW1: return multiply(y, true, false, w, d, m, y->h.data, wide, y->dw.data, err);
+    case SMOE_STAGE_DW1: return multiply(y, true, false, w, d, m, y->h.data, wide, y->dw1, err);
     default: return fail(err, ERROR_RUNTIME, "stage %d has no GEMMs", (int)stage);
     }
 }
@@ -84,7 +83,7 @@ static bool make_buffers(cuda_yardstick *y, const device *on, const lengths *l)
     return buffer_make(&y->wide, on, l->wide) && buffer_make(&y->result, on, l->wide) &&
            buffer_make(&y->h, on, l->h) && buffer_make(&y->a, on, l->a) &&
            buffer_make(&y->workspace, on, CUBLAS_WORKSPACE_BYTES) &&
-           (!l->a_grad || (buffer_make(&y->a_grad, on, l->a_grad) && buffer_make(&y->dw, on, l->dw)));
+           (!l->a_grad || buffer_make(&y->a_grad, on, l->a_grad));
 }
 
 static bool fill_rows(const cuda_yardstick *y)
@@ -97,9 +96,9 @@ static bool fill_rows(const cuda_yardstick *y)
 }
 
 bool cuda_yardstick_make(cuda_yardstick *made, const device *on, const smoe_layer *layer, int64_t rows,
-                         bool backward, const void *w1, const void *w2, void *stream, error *err)
+                         const void *w1, const void *w2, void *dw1, void *stream, error *err)
 {
-    const lengths l = lengths_of(layer, rows, backward);
+    const lengths l = lengths_of(layer, rows, dw1 != NULL);
     const int64_t n = layer->intermediate;
     *made = (cuda_yardstick){.layer = *layer,
                              .rows = rows,
@@ -107,7 +106,8 @@ bool cuda_yardstick_make(cuda_yardstick *made, const device *on, const smoe_laye
                              .width = activation_gated(layer->activation) ? 2 * n : n,
                              .stream = stream,
                              .w1 = w1,
-                             .w2 = w2};
+                             .w2 = w2,
+                             .dw1 = dw1};
     if (!make_buffers(made, on, &l))
         fail(err, ERROR_RUNTIME, "out of memory for the yardstick");
     else if (!fill_rows(made))
@@ -120,8 +120,7 @@ bool cuda_yardstick_make(cuda_yardstick *made, const device *on, const smoe_laye
 
 void cuda_yardstick_free(cuda_yardstick *freed)
 {
-    buffer *all[] = {&freed->wide,   &freed->result, &freed->h,        &freed->a,
-                     &freed->a_grad, &freed->dw,     &freed->workspace};
+    buffer *all[] = {&freed->wide, &freed->result, &freed->h, &freed->a, &freed->a_grad, &freed->workspace};
     cublas_close(freed->gemms);
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) buffer_free(all[i]);
     *freed = (cuda_yardstick){0};

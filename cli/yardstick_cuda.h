@@ -36,14 +36,15 @@ typedef struct cuda_yardstick {
     buffer h;      // (R, w): what up made
     buffer a;      // (R, n)
     buffer a_grad; // (R, n)
-    buffer dw;     // (E, w, d)
     buffer workspace;
     const void *w1, *w2; // the case's own
+    void *dw1;           // (E, w, d); the case's own, too: where the GEMMs of dw1 and dw2 write
 } cuda_yardstick;
 
-/* rows: R. w1 (E, w, d) and w2 (E, d, n) are borrowed. */
+/* rows: R. w1 (E, w, d), w2 (E, d, n) and dw1 (E, w, d) are borrowed; dw1 is written to. Without dw1 the
+ * forward's GEMMs are all there is. */
 bool cuda_yardstick_make(cuda_yardstick *made, const device *on, const smoe_layer *layer, int64_t rows,
-                         bool backward, const void *w1, const void *w2, void *stream, error *err);
+                         const void *w1, const void *w2, void *dw1, void *stream, error *err);
 void cuda_yardstick_free(cuda_yardstick *freed);
 
 /* Put on the stream: one stage's GEMMs, and a copy of CUDA_COPY_BYTES. */

@@ -80,14 +80,14 @@ static void check_fields(json_t *object, const field *fields, size_t count)
 }
 
 static const field record[] = {
-    {"commit", 's'},     {"device", 's'},      {"backend", 's'},    {"suite", 's'},
-    {"shape", 's'},      {"T", 'i'},           {"d", 'i'},          {"n", 'i'},
-    {"E", 'i'},          {"K", 'i'},           {"dtype", 's'},      {"routing", 's'},
-    {"rounding", 's'},   {"tile", 'i'},        {"pass", 's'},       {"kernel", 's'},
-    {"scope", 's'},      {"ms_median", 'n'},   {"ms_min", 'n'},     {"ms_p99", 'n'},
-    {"tflops", '0'},     {"gbps", 'n'},        {"bound_ms", '0'},   {"ratio", '0'},
-    {"chunks", 'i'},     {"saved_bytes", 'i'}, {"peak_bytes", 'i'}, {"predicted_bytes", 'i'},
-    {"max_rel_err", '0'}};
+    {"commit", 's'},      {"device", 's'},      {"backend", 's'},    {"suite", 's'},
+    {"shape", 's'},       {"T", 'i'},           {"d", 'i'},          {"n", 'i'},
+    {"E", 'i'},           {"K", 'i'},           {"dtype", 's'},      {"routing", 's'},
+    {"rounding", 's'},    {"tile", 'i'},        {"pass", 's'},       {"kernel", 's'},
+    {"scope", 's'},       {"ms_median", 'n'},   {"ms_min", 'n'},     {"ms_p99", 'n'},
+    {"tflops", '0'},      {"gbps", 'n'},        {"bound_ms", '0'},   {"ratio", '0'},
+    {"chunks", 'i'},      {"saved_bytes", 'i'}, {"peak_bytes", 'i'}, {"predicted_bytes", 'i'},
+    {"max_rel_err", '0'}, {"reuse_saved", 'i'}, {"launches", '0'},   {"alone_ms", '0'}};
 enum { RECORD_FIELDS = sizeof record / sizeof record[0] };
 
 static const char *text_of(json_t *object, const char *name)
@@ -134,6 +134,75 @@ static void test_bench_records(void **state)
         bench("--thiek 200,64,32,8,2 --scope experts --pass backward", output, "backward", "dw1"), 1);
     assert_int_equal(bench("--thiek 200,64,32,8,2 --threads 1 --chunks 2", output, "layer", "gemms"), 1);
     assert_int_equal(bench("--thiek 200,128,32,8,2 --chunks 1,2", output, "layer", "all"), 2);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --pass forward,backward", output, "layer", "all"), 0);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --pass layer,backward", output, "layer", "all"), 1);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --scope experts", output, "backward", "router_bwd"), 0);
+    assert_int_equal(
+        bench("--thiek 200,64,32,8,2 --scope experts --entry logits", output, "backward", "router_bwd"), 1);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --no-bound --reuse", output, "layer", "all"), 1);
+}
+
+/* The records' fields of the first whole layer of each variant, in order. */
+static void test_bench_lists(void **state)
+{
+    static const char *const want[] = {"uniform none 1", "uniform none 2", "uniform nr-f 1", "uniform nr-f 2",
+                                       "skewed none 1",  "skewed none 2",  "skewed nr-f 1",  "skewed nr-f 2"};
+    char *output = *state;
+    assert_int_equal(
+        run("bench --json --repeats 1 --no-bound --thiek 200,128,32,8,2 --routing uniform,skewed "
+            "--rounding none,nr-f --tile 16 --chunks 1,2 --reuse --pass layer --logits bf16",
+            false, output),
+        0);
+    size_t found = 0;
+    char *at = output, got[64];
+    for (json_t *object; (object = next_object(&at)); json_decref(object)) {
+        check_fields(object, record, RECORD_FIELDS);
+        assert_true(json_is_null(json_object_get(object, "bound_ms")));
+        assert_true(json_is_null(json_object_get(object, "launches"))); // the CPU has none
+        assert_int_equal(json_integer_value(json_object_get(object, "reuse_saved")), 1);
+        if (strcmp(text_of(object, "kernel"), "all") != 0) continue;
+        snprintf(got, sizeof got, "%s %s %d", text_of(object, "routing"), text_of(object, "rounding"),
+                 (int)number_of(object, "chunks"));
+        assert_true(found < 8);
+        assert_string_equal(got, want[found++]);
+    }
+    assert_int_equal(found, 8);
+}
+
+/* reuse: dH needs no place of its own, and chunks shrink what Y and dX~ take; both show in what is measured.
+ */
+static void test_bench_peaks(void **state)
+{
+    static const char *const variants[] = {"", "--reuse", "--reuse --chunks 4"};
+    double last = INFINITY;
+    for (int i = 0; i < 3; i++) {
+        char *output = *state, *at = output, arguments[256];
+        snprintf(
+            arguments, sizeof arguments,
+            "bench --json --repeats 1 --no-bound --thiek 2000,256,64,8,4 --scope experts --pass layer %s",
+            variants[i]);
+        assert_int_equal(run(arguments, false, output), 0);
+        json_t *object = next_object(&at);
+        const double peak = number_of(object, "peak_bytes");
+        assert_true(peak < last && peak > number_of(object, "saved_bytes"));
+        // R rows of 2n f32 is what reuse spares, three quarters of R rows of d what four chunks do, or more
+        if (i == 1) assert_true(last - peak >= 8000 * 128 * 4);
+        last = peak;
+        json_decref(object);
+    }
+}
+
+static void test_shape_by_name(void **state)
+{
+    char *output = *state, *at = output;
+    assert_int_equal(run("info --json --shape 7B-n256 --shape Qwen3-Next-80B-A3B", false, output), 0);
+    static const char *const suites[] = {"paper", "models", "rounding"};
+    for (int i = 0; i < 3; i++) {
+        json_t *object = next_object(&at);
+        assert_string_equal(text_of(object, "suite"), suites[i]);
+        json_decref(object);
+    }
+    assert_string_equal(at, "");
 }
 
 static void test_bench_variants(void **state)
@@ -187,7 +256,7 @@ static void test_bad_input(void **state)
         {"bench --chunks 3", 2, "--chunks: 3 is not a power of two"},
         {"bench --chunks 1,2,", 2, "'' is not a whole number"},
         {"bench --chunks 1,3", 2, "--chunks: 3 is not a power of two"},
-        {"bench --chunks 1,1,1,1,1,1,1,1", 2, "has more than 7 numbers"},
+        {"bench --chunks 1,1,1,1,1,1,1,1", 2, "has more than 7 values"},
         {"info --chunks 1,2 --thiek 64,32,16,8,2", 2, "'1,2' is not a whole number"},
         {"bench --repeats 0", 2, "--repeats: 0 is outside 1..1000"},
         {"bench --seconds -1", 2, "--seconds: '-1' is not"},
@@ -195,6 +264,13 @@ static void test_bad_input(void **state)
         {"bench --pass sideways", 2, "'sideways' is none of forward"},
         {"bench --scope all", 2, "'all' is neither layer nor experts"},
         {"bench --device tpu", 2, "no 'tpu' backend"},
+        {"bench --pass forward,", 2, "'' is none of forward"},
+        {"bench --entry rows", 2, "'rows' is neither topk nor logits"},
+        {"bench --logits fp16", 2, "'fp16' is none of f32, bf16"},
+        {"bench --routing uniform,fair", 2, "'fair' is none of uniform"},
+        {"bench --rounding none,", 2, "'' is none of none, nr-f"},
+        {"bench --shape 8B", 2, "no suite has a shape '8B'"},
+        {"info --routing uniform,random --thiek 64,32,16,8,2", 2, "'uniform,random' is none of uniform"},
         {"bench --unknown", 2, "unrecognized option"},
         {"bench stray", 2, "'stray' is not expected"},
         {"bench --thiek 64,32,16,64,2", 2, "E <= d"},
@@ -258,9 +334,11 @@ static void test_info_build(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bench_records), cmocka_unit_test(test_bench_variants),
-        cmocka_unit_test(test_bench_table),   cmocka_unit_test(test_bad_input),
-        cmocka_unit_test(test_info_problem),  cmocka_unit_test(test_info_build),
+        cmocka_unit_test(test_bench_records),  cmocka_unit_test(test_bench_lists),
+        cmocka_unit_test(test_bench_peaks),    cmocka_unit_test(test_shape_by_name),
+        cmocka_unit_test(test_bench_variants), cmocka_unit_test(test_bench_table),
+        cmocka_unit_test(test_bad_input),      cmocka_unit_test(test_info_problem),
+        cmocka_unit_test(test_info_build),
     };
     return cmocka_run_group_tests(tests, make_output, free_output);
 }

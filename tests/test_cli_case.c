@@ -100,7 +100,8 @@ static void test_routing(void **state)
 
 /* ---- A case ---- */
 
-static void make_case(bench_case *c, bench_scope scope, smoe_type dtype, smoe_rounding rounding)
+static void make_case_of(bench_case *c, bench_scope scope, smoe_entry entry, smoe_type dtype,
+                         smoe_rounding rounding)
 {
     problem_options options;
     problem_options_init(&options);
@@ -108,10 +109,16 @@ static void make_case(bench_case *c, bench_scope scope, smoe_type dtype, smoe_ro
     options.rounding = rounding;
     options.tile = 16;
     options.routing = ROUTING_SKEWED;
-    const bench_settings settings = {device_find("cpu"), scope, true, 2};
+    const bench_settings settings = {
+        .device = device_find("cpu"), .scope = scope, .entry = entry, .backward = true, .threads = 2};
     const bench_shape shape = {"test", "small", T, 64, 24, E, K};
     error err = {0};
     if (!bench_case_make(c, &settings, &options, &shape, &err)) fail_msg("%s", err.text);
+}
+
+static void make_case(bench_case *c, bench_scope scope, smoe_type dtype, smoe_rounding rounding)
+{
+    make_case_of(c, scope, SMOE_FROM_TOPK, dtype, rounding);
 }
 
 static void step(bench_case *c)
@@ -176,6 +183,32 @@ static void test_check_sees_errors(void **state)
     }
 }
 
+/* Every way in at both types; what comes back beside dX is written too. */
+static void test_entries(void **state)
+{
+    (void)state;
+    static const smoe_type dtypes[] = {SMOE_F32, SMOE_BF16};
+    static const smoe_entry entries[] = {SMOE_FROM_TOPK, SMOE_FROM_LOGITS};
+    for (int i = 0; i < 4; i++) {
+        bench_case c;
+        bench_errors errors;
+        make_case_of(&c, SCOPE_EXPERTS, entries[i / 2], dtypes[i % 2], SMOE_ROUND_NONE);
+        assert_int_equal(c.layer.entry, entries[i / 2]);
+        assert_int_equal(bench_prepared_apart(&c), i / 2);
+        assert_true(bench_poison(&c, NULL));
+        step(&c);
+        assert_true(bench_check(&c, &errors, NULL));
+        assert_true(errors.forward > 0 && errors.forward < bench_tolerance(dtypes[i % 2]));
+        assert_true(errors.backward > 0 && errors.backward < bench_tolerance(dtypes[i % 2]));
+        const buffer *back = i / 2 ? &c.dlogits : &c.dtopk_weights,
+                     *other = i / 2 ? &c.dtopk_weights : &c.dlogits;
+        assert_null(other->data);
+        assert_int_equal(back->bytes, 4 * T * (i / 2 ? E : K));
+        for (size_t j = 0; j < back->bytes / 4; j++) assert_false(isnan(((float *)back->data)[j]));
+        bench_case_free(&c);
+    }
+}
+
 static void test_touched(void **state)
 {
     (void)state;
@@ -230,8 +263,9 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_routing),           cmocka_unit_test(test_steered),
-        cmocka_unit_test(test_check_sees_errors), cmocka_unit_test(test_touched),
-        cmocka_unit_test(test_canaries),          cmocka_unit_test(test_no_allocation),
+        cmocka_unit_test(test_check_sees_errors), cmocka_unit_test(test_entries),
+        cmocka_unit_test(test_touched),           cmocka_unit_test(test_canaries),
+        cmocka_unit_test(test_no_allocation),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

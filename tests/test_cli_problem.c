@@ -105,15 +105,23 @@ static void test_costs(void **state)
     assert_true(fabs(arithmetic_intensity(&layer) - 3 / (2.0 / 1536 + 2.0 / 256 + 3.0 / 1536)) < 1e-9);
     // X 75497472, H 201326592, A 100663296, Y 603979776, ids and gates 1572864
     assert_true(scatter_bytes(&layer) == 983040000);
-    // saved 1000, scratch 20 and 300; O and dX 75497472 each, dW1 + dW2 of 3 n d E = 301989888 bytes
+    // saved 1000, scratch 20 and 300; O and dX 75497472 each, dW1 + dW2 of 3 n d E = 301989888 bytes, the
+    // gradient of the weights (T, K) 786432; the forward alone has more only with a large scratch
+    layer.entry = SMOE_FROM_TOPK;
     const pass_bytes peaks = pass_peaks(&layer, false, 1000, 20, 300);
     assert_true(peaks.forward == 1020 + 75497472.0);
-    assert_true(peaks.backward == 1300 + 75497472.0 + 301989888.0);
-    assert_true(peaks.layer == 1300 + 2 * 75497472.0 + 301989888.0);
-    // the router adds logits (T, E) f32 to both, dWr (E, d) to the backward
+    assert_true(peaks.backward == 1300 + 75497472.0 + 301989888.0 + 786432.0);
+    assert_true(peaks.layer == 1300 + 2 * 75497472.0 + 301989888.0 + 786432.0);
+    assert_true(pass_peaks(&layer, false, 1000, 1e9, 300).layer == 1e9 + 1000 + 75497472.0);
+    // given logits: dlogits (T, E)
+    layer.entry = SMOE_FROM_LOGITS;
+    assert_true(pass_peaks(&layer, false, 0, 0, 0).backward == 75497472.0 + 301989888.0 + 12582912.0);
+    // the router adds logits (T, E) to both, dWr (E, d) to the backward
     const pass_bytes routed = pass_peaks(&layer, true, 0, 0, 0);
     assert_true(routed.forward == 75497472.0 + 12582912.0);
     assert_true(routed.backward == 75497472.0 + 301989888.0 + 12582912.0 + 393216.0);
+    layer.logits_type = SMOE_BF16;
+    assert_true(pass_peaks(&layer, true, 0, 0, 0).forward == 75497472.0 + 12582912.0 / 2);
     layer.activation = SMOE_RELU;
     assert_true(flops_forward(&layer) == 4.0 * 196608 * 256 * 1536);
     assert_true(flops_backward(&layer) == 8.0 * 196608 * 256 * 1536);

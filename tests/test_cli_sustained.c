@@ -200,7 +200,7 @@ static void test_yardstick(void **state)
     assert_true(cuda_yardstick_bytes(&layer, (int64_t)rows, false) ==
                 2 * rows * (2 * 4096 + 512 + 256) + fixed);
     assert_true(cuda_yardstick_bytes(&layer, (int64_t)rows, true) ==
-                2 * rows * (2 * 4096 + 512 + 256 + 256) + 2 * 256 * 512 * UINT64_C(4096) + fixed);
+                2 * rows * (2 * 4096 + 512 + 256 + 256) + fixed);
     assert_true(cuda_yardstick_scale(&layer, 300) == 300.0 / 256);
     assert_true(cuda_yardstick_scale(&layer, 10) == 10.0 / 256); // one row an expert is the least
     layer.activation = SMOE_RELU; // no gate: H is n wide; the copy's size is the least

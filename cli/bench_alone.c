@@ -1,0 +1,70 @@
+/* See bench_alone.h. */
+#include "cli/bench_alone.h"
+
+#ifdef SMOE_HAVE_CUDA
+#include "cli/samples.h"
+
+#include <math.h>
+
+enum { SAMPLES = 7, MOST_TIMES = 20 };
+static const double ENOUGH_MS = 0.5; // of one graph, whose own launch then is below 1 %
+
+typedef struct alone {
+    const cuda_graph *graph;
+    void *stream;
+} alone;
+
+static bool job_alone(void *user, error *err)
+{
+    const alone *a = user;
+    return cuda_graph_launch(a->graph, a->stream) ||
+           fail(err, ERROR_RUNTIME, "a graph could not be launched");
+}
+
+/* *ms: one of `times` runs of a launch in a row. */
+static bool time_times(const cuda_graph *pass, int which, int times, const sustained *how, double *ms,
+                       error *err)
+{
+    double samples[SAMPLES];
+    cuda_graph *graph = cuda_graph_alone(pass, which, times);
+    if (!graph) return fail(err, ERROR_RUNTIME, "launch %d of the pass cannot be run by itself", which);
+    alone user = {graph, how->stream};
+    const sustained brief = {how->clock, how->on, how->stream, 0};
+    const sustained_job job = {NULL, job_alone, &user};
+    const bool good = sustained_time(&brief, &job, SAMPLES, samples, err);
+    cuda_graph_free(graph);
+    if (good) *ms = summarize(samples, SAMPLES).median / times;
+    return good;
+}
+
+static bool time_launch(const cuda_graph *pass, int which, const sustained *how, const sustained_job *restore,
+                        double *ms, error *err)
+{
+    if (!restore->launch(restore->user, err) || !time_times(pass, which, 1, how, ms, err)) return false;
+    const int times = *ms > 0 ? (int)fmin(ceil(ENOUGH_MS / *ms), MOST_TIMES) : MOST_TIMES;
+    if (times == 1) return true;
+    return restore->launch(restore->user, err) && time_times(pass, which, times, how, ms, err);
+}
+
+void bench_count_launches(const cuda_graph *pass, bench_result *result)
+{
+    result->counted = true;
+    for (int i = 0; i < cuda_graph_launches(pass); i++) {
+        const int stage = cuda_graph_stage(pass, i);
+        if (stage >= 0) result->launches[stage]++;
+    }
+}
+
+bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *restore,
+                      bench_result *result, error *err)
+{
+    result->timed_alone = true;
+    for (int i = 0; i < cuda_graph_launches(pass); i++) {
+        const int stage = cuda_graph_stage(pass, i);
+        double ms = 0;
+        if (!time_launch(pass, i, how, restore, &ms, err)) return false;
+        if (stage >= 0) result->alone[stage] += ms;
+    }
+    return restore->launch(restore->user, err);
+}
+#endif
