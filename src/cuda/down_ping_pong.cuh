@@ -30,6 +30,7 @@ enum {
     SHARED_BYTES = BARRIERS + 8 * 2 * STAGES
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert(SLOTS == 2 && PANELS % 2 == 1, "store_panel: which store a slot waits for");
 
 // Named barriers: 1 and 2 for the staging of consumers 0 and 1, 4 and 5 for their turns at the matrix units.
 enum { STAGING_BARRIER = 1, TURN_BARRIER = 4 };
@@ -117,7 +118,12 @@ SMOE_DEVICE void store_panel(const float (&acc)[2][96], const P &p, uint32_t sta
     using S = storage<T>;
     const bool leader = (threadIdx.x & 127) == 0;
     const uint32_t slot = staging + panel % SLOTS * SLOT_BYTES;
-    if (leader) wait_stores_read<SLOTS - 1>();
+    if (leader) {
+        if (panel == 0) // PANELS is odd: the tile before ended with this slot
+            wait_stores_read<0>();
+        else
+            wait_stores_read<SLOTS - 1>();
+    }
     named_barrier_sync(STAGING_BARRIER + consumer, 128);
     const uint32_t to = slot + (((threadIdx.x >> 5) & 3) * 16 + (lane & 15)) * SMOE_PANEL_ROW_BYTES;
 #pragma unroll
