@@ -48,7 +48,7 @@ static bool time_launch(const cuda_graph *pass, int which, const sustained *how,
 
 void bench_count_launches(const cuda_graph *pass, bench_result *result)
 {
-    result->counted = true;
+    result->counted = cuda_graph_launches(pass) > 0;
     for (int i = 0; i < cuda_graph_launches(pass); i++) {
         const int stage = cuda_graph_stage(pass, i);
         if (stage >= 0) result->launches[stage]++;
@@ -58,7 +58,7 @@ void bench_count_launches(const cuda_graph *pass, bench_result *result)
 bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *restore,
                       bench_result *result, error *err)
 {
-    result->timed_alone = true;
+    result->timed_alone = cuda_graph_launches(pass) > 0;
     for (int i = 0; i < cuda_graph_launches(pass); i++) {
         const int stage = cuda_graph_stage(pass, i);
         double ms = 0;

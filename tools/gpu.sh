@@ -1,69 +1,200 @@
 #!/bin/sh
 # The GPU programs on a machine that has a GPU and little else.
 #
-#   tools/gpu.sh pack BUILD DIR       on the build machine: programs and the libraries they need, into DIR
-#   DIR/gpu.sh run DIR PART...        on the GPU machine: the parts in order, each under its own time limit;
-#                                     logs under $OUT (default DIR/out). Parts: check, check:NAME,
-#                                     measure:ROUTING:CHUNKS:SHAPE[:SHAPE...], smoe:ARGUMENTS (words joined by +),
-#                                     check_backward (14 processes), backward:WORD[:WORD...] (measure_backward.c)
+#   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check
+#                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_time_route) and the
+#                                   libraries they need, compressed, into DIR
+#   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each under its own time limit and all
+#                                   within BUDGET seconds (default 560); logs and records under $OUT (default
+#                                   DIR/out). Exit 0: all well, 1: a part failed or found something, 77: no GPU
+#
+# Everything that issues ask for, in three calls of less than ten minutes each:
+#   correct    check check_route check_layer check_backward time_route verify memcheck synccheck
+#   paper      the paper's shapes, both passes, uniform and random routing; memory by chunks
+#   rest       token rounding over E, the models' layers, gaps between kernels at T = 512, skewed routing
+#
+# Parts: check[:NAME], check_route[:few], check_layer, check_backward (14 processes; :NAME in one), verify,
+# memcheck, synccheck (compute-sanitizer, small shapes), time_route, measure:ARGUMENTS, backward:ARGUMENTS,
+# smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table of report.sh.
+# ARGUMENTS are words joined by +.
 set -u
 
+programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_time_route cuda_measure cuda_measure_backward"
+
 pack() {
-    mkdir -p "$2/lib"
-    cp "$0" "$2/gpu.sh"
-    for program in tests/cuda/cuda_check tests/cuda/cuda_measure tests/cuda/cuda_check_backward \
-        tests/cuda/cuda_measure_backward smoe; do
-        [ -x "$1/$program" ] && cp "$1/$program" "$2/"
+    folder=$(mktemp -d)
+    mkdir -p "$folder/lib" "$2"
+    for program in $programs; do
+        [ -x "$1/tests/cuda/$program" ] && cp "$1/tests/cuda/$program" "$folder/"
     done
-    for program in "$2"/cuda_* "$2"/smoe; do
+    cp "$1/smoe" "$(dirname "$0")/report.sh" "$folder/" || exit 3
+    for program in "$folder"/cuda_* "$folder"/smoe; do
         [ -x "$program" ] && ldd "$program"
     done | awk '$3 ~ /openblas|gomp|gfortran|quadmath|jansson|libz/ { print $3 }' | sort -u | while read -r library; do
-        cp -L "$library" "$2/lib/"
+        cp -L "$library" "$folder/lib/"
     done
+    cp "$0" "$2/gpu.sh"
+    tar -C "$folder" -czf "$2/pack.tar.gz" . || exit 3
+    (cd "$folder" && ls)
     du -sh "$2"
+    rm -r "$folder"
+}
+
+# ---- One part ----
+
+# A command within its own seconds and what is left of all.
+within() { # seconds, command...
+    seconds=$1
+    left=$((end - $(date +%s)))
+    shift
+    if [ "$left" -lt 5 ]; then
+        echo "no time left for $*"
+        return 1
+    fi
+    [ "$seconds" -lt "$left" ] || seconds=$left
+    timeout -k 5 "$seconds" "$@"
+    ended=$?
+    [ $ended -ne 124 ] || echo "stopped after $seconds s: $*"
+    return $ended
+}
+
+words() {
+    echo "$1" | tr '+' ' '
 }
 
 # The cases of check_backward, most of whose time the reference on the CPU takes, in 14 processes.
 check_backward() {
     for shard in 0 1 2 3 4 5 6 7 8 9 10 11 12 13; do
-        OMP_NUM_THREADS=1 LAUNCHES="${LAUNCHES:-300}" timeout 100 ./cuda_check_backward --shard $shard 14 \
+        OMP_NUM_THREADS=1 LAUNCHES="${LAUNCHES:-300}" within 120 ./cuda_check_backward --shard $shard 14 \
             >"$out/shard.$shard" 2>&1 &
     done
     wait
     cat "$out"/shard.*
-    grep -c '^0 wrong' "$out"/shard.* | grep -c ':1$' | sed 's/$/ of 14 processes found nothing wrong/'
+    good=$(grep -l '^0 wrong' "$out"/shard.* | wc -l)
+    missing=$(grep -l '^no device' "$out"/shard.* | wc -l)
     rm "$out"/shard.*
+    echo "$good of 14 processes found nothing wrong"
+    [ "$missing" -eq 14 ] && return 77
+    [ "$good" -eq 14 ]
 }
+
+sanitize() { # tool
+    sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+    within 30 ./cuda_check_backward "one token" || return
+    for case in "eights d 8 n 8" "one token" "edges n 320"; do
+        REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_backward "$case" || return
+    done
+    within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check "eights" || return
+    [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_route few
+}
+
+bench() { # TABLE, NAME, ARGUMENTS
+    # shellcheck disable=SC2046
+    within 400 ./smoe bench --device cuda --json $(words "$3") >"$out/$2.jsonl"
+    ended=$?
+    if [ -s "$out/$2.jsonl" ]; then
+        { echo; echo "$2"; ./report.sh "$1" "$out/$2.jsonl"; } >>"$out/summary.txt"
+    else
+        rm "$out/$2.jsonl"
+    fi
+    return $ended
+}
+
+one_part() {
+    argument=${1#*:}
+    # shellcheck disable=SC2046
+    case $1 in
+    check) within 150 ./cuda_check ;;
+    check:*) within 60 ./cuda_check "$argument" ;;
+    check_route) within 150 ./cuda_check_route ;;
+    check_route:*) within 60 ./cuda_check_route "$argument" ;;
+    check_layer) within 150 ./cuda_check_layer ;;
+    check_backward) check_backward ;;
+    check_backward:*) within 60 ./cuda_check_backward "$argument" ;;
+    verify) within 250 ./smoe verify --device cuda ;;
+    memcheck | synccheck) sanitize "$1" ;;
+    time_route) within 60 ./cuda_time_route ;;
+    measure:*) within 200 ./cuda_measure $(words "$argument") ;;
+    backward:*) within 250 ./cuda_measure_backward $(words "$argument") ;;
+    smoe:*) within 250 ./smoe $(words "$argument") ;;
+    bench:*)
+        named=${argument#*:}
+        bench "${argument%%:*}" "${named%%:*}" "${named#*:}"
+        ;;
+    *)
+        echo "unknown part $1"
+        return 2
+        ;;
+    esac
+}
+
+# Is a failure the lack of a GPU?
+no_gpu() { # exit status
+    [ "$1" -eq 77 ] || { [ "$1" -ne 0 ] && grep -q 'no usable CUDA device\|CUDA driver version is insufficient' "$out/part.txt"; }
+}
+
+run_part() {
+    start=$(date +%s)
+    title=${1%%:--*}
+    one_part "$1" >"$out/part.txt" 2>&1
+    ended=$?
+    { echo "== $1"; cat "$out/part.txt"; } >>"$out/log.txt"
+    took=$(($(date +%s) - start))
+    lines=3
+    if [ $ended -eq 0 ]; then
+        verdict=ok
+    elif no_gpu $ended; then
+        verdict="no GPU"
+        [ $worst -ne 0 ] || worst=77
+    else
+        verdict="FAILED (exit $ended)"
+        worst=1
+        lines=25
+    fi
+    [ "$1" != time_route ] || cat "$out/part.txt" >>"$out/summary.txt"
+    tail -n $lines "$out/part.txt" | cut -c1-220
+    echo "== $title: $verdict, $took s"
+    echo "$title: $verdict, $took s" >>"$out/parts.txt"
+}
+
+# ---- Parts together ----
+
+correct="check check_route check_layer check_backward time_route verify memcheck synccheck"
+
+both="--scope+experts+--pass+forward,backward"
+paper="bench:passes:paper:--suite+paper+--routing+uniform,random+$both+--seconds+4
+bench:peaks:peaks:--shape+7B-n256+--shape+30B-n256+--scope+experts+--chunks+1,2,4+--reuse+--no-bound+--seconds+2
+bench:peaks:peaks-keep:--shape+7B-n256+--scope+experts+--chunks+1,2,4+--no-bound+--seconds+2"
+
+rest="bench:rounding:rounding:--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1
+bench:launches:small:--thiek+512,2048,768,128,8+--alone+--no-bound+--seconds+1
+bench:passes:models:--suite+models+--routing+random+$both+--seconds+3
+bench:passes:skewed:--suite+paper+--routing+skewed+$both+--seconds+2"
 
 run() {
     cd "$1" || exit 3
     shift
     out=${OUT:-$PWD/out}
+    end=$(($(date +%s) + ${BUDGET:-560}))
+    worst=0
     mkdir -p "$out"
+    : >"$out/summary.txt"
+    : >"$out/parts.txt"
+    tar -xzf pack.tar.gz || exit 3
     export LD_LIBRARY_PATH="$PWD/lib:/usr/local/cuda/lib64:${LD_LIBRARY_PATH:-}"
     for part; do
-        start=$(date +%s)
+        # shellcheck disable=SC2086
         case $part in
-        check) timeout 150 ./cuda_check ;;
-        check:*) timeout 60 ./cuda_check "${part#check:}" ;;
-        check_backward) check_backward ;;
-        backward:*)
-            # shellcheck disable=SC2046
-            timeout 250 ./cuda_measure_backward $(echo "${part#backward:}" | tr ':' ' ') ;;
-        measure:*)
-            # shellcheck disable=SC2046
-            timeout 200 ./cuda_measure $(echo "${part#measure:}" | tr ':' ' ') ;;
-        smoe:*)
-            # shellcheck disable=SC2046
-            timeout 250 ./smoe $(echo "${part#smoe:}" | tr '+' ' ') ;;
-        *) echo "unknown part $part" ;;
-        esac >"$out/part.txt" 2>&1
-        status=$?
-        cat "$out/part.txt" >>"$out/log.txt"
-        tail -c 9000 "$out/part.txt"
-        echo "== $part: exit $status, $(($(date +%s) - start)) s"
+        correct) set -- $correct ;;
+        paper) set -- $paper ;;
+        rest) set -- $rest ;;
+        *) set -- "$part" ;;
+        esac
+        for each; do run_part "$each"; done
     done
     rm -f "$out/part.txt"
+    cat "$out/summary.txt" "$out/parts.txt"
+    exit $worst
 }
 
 command=${1:-}
@@ -71,5 +202,8 @@ command=${1:-}
 case $command in
 pack) pack "$@" ;;
 run) run "$@" ;;
-*) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
+*)
+    sed -n '2,20s/^# \{0,1\}//p' "$0"
+    exit 2
+    ;;
 esac

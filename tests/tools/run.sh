@@ -1,0 +1,104 @@
+#!/bin/sh
+# tools/report.sh on records made up for it, and tools/gpu.sh with programs that only play their part.
+set -u
+tools=$(cd "$(dirname "$0")/../../tools" && pwd)
+here=$(cd "$(dirname "$0")" && pwd)
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+wrong=0
+
+expect() { # what, file, a line of it
+    grep -qxF -- "$3" "$2" && return
+    echo "$1: no line '$3' in:"
+    cat "$2"
+    wrong=1
+}
+
+expect_status() { # what, status, wanted
+    [ "$2" -eq "$3" ] && return
+    echo "$1: exit status $2 instead of $3"
+    wrong=1
+}
+
+# ---- report.sh ----
+
+table() { # command, extra arguments
+    name=$1
+    shift
+    "$tools/report.sh" "$name" "$here/records.jsonl" "$@" >"$folder/$name.md"
+    expect_status "report.sh $name" $? 0
+}
+
+table passes
+expect passes "$folder/passes.md" "| shape | routing | ms | TFLOP/s | ratio | up | plan |"
+expect passes "$folder/passes.md" "| a | uniform | 2.0000 | 100.5 | 1.100 | 1.2500 (0.500) | 0.0100 |"
+expect passes "$folder/passes.md" "| 64,32,8,4,2 | uniform | 4.0000 | 100.5 | 0.400 |  |  |"
+expect passes "$folder/passes.md" "forward, uniform: geometric mean 0.663, least 0.400 (2 shapes)"
+table peaks
+expect peaks "$folder/peaks.md" "| a | uniform | 1.0 | 3.0 (4.0) |  |  | 2.0000 |  |"
+expect peaks "$folder/peaks.md" "| a | random, nr-f, 4 chunks, reuse, layer | 2.0 |  |  | 2.5 (3.0) |  |  |"
+table launches
+expect launches "$folder/launches.md" "| a | uniform | forward | all | 4 | 2.0000 | 1600.0 | 1.250 |"
+expect launches "$folder/launches.md" "| a | uniform | forward | plan | 3 | 0.0100 |  |  |"
+[ "$(wc -l <"$folder/launches.md")" -eq 6 ] || { echo "launches: sums and records without launches are no rows"; wrong=1; }
+table rounding
+expect rounding "$folder/rounding.md" \
+    "| 64 | 32 | 2 | 8 | 10.000 | 12.500 | 10.250 | nr-f | 40 32 39 | 1.220 | 1.025 |"
+if command -v gnuplot >/dev/null; then
+    sed 's/"E":8/"E":16/' "$here/records.jsonl" >"$folder/more.jsonl"
+    "$tools/report.sh" rounding "$here/records.jsonl" "$folder/more.jsonl" "$folder/sweep.png" >/dev/null
+    expect_status "report.sh with a picture" $? 0
+    [ "$(head -c 4 "$folder/sweep.png" | tail -c 3)" = PNG ] || { echo "no picture was drawn"; wrong=1; }
+fi
+"$tools/report.sh" passes >/dev/null 2>&1
+expect_status "report.sh without files" $? 2
+
+# ---- gpu.sh ----
+
+mkdir -p "$folder/build/tests/cuda"
+program() { # path, script
+    printf '#!/bin/sh\n%s\n' "$2" >"$folder/build/$1"
+    chmod +x "$folder/build/$1"
+}
+program smoe "case \"\$*\" in *--suite*paper*) cat '$here/records.jsonl' ;; *) exit 3 ;; esac"
+program tests/cuda/cuda_check 'echo checked "$@"'
+program tests/cuda/cuda_check_route 'sleep 60'
+program tests/cuda/cuda_check_layer 'echo no GPU: skipped; exit 77'
+# shellcheck disable=SC2016 # its own argument
+program tests/cuda/cuda_check_backward 'echo "$((${2:-0} == 3)) wrong"'
+"$tools/gpu.sh" pack "$folder/build" "$folder/gpu" >/dev/null 2>&1
+expect_status "gpu.sh pack" $? 0
+
+run() { # wanted status, parts
+    wanted=$1
+    shift
+    OUT=$folder/out BUDGET=8 "$folder/gpu/gpu.sh" run "$folder/gpu" "$@" >"$folder/run.txt" 2>&1
+    expect_status "gpu.sh run $*" $? "$wanted"
+}
+untimed() { # as expect, without the seconds at a line's end
+    sed 's/, [0-9]* s$//' "$folder/run.txt" >"$folder/untimed.txt"
+    expect "$1" "$folder/untimed.txt" "$1"
+}
+run 0 check:eights "bench:passes:paper:--suite+paper"
+untimed "checked eights"
+untimed "== check:eights: ok"
+untimed "== bench:passes:paper: ok"
+untimed "forward, uniform: geometric mean 0.663, least 0.400 (2 shapes)"
+cmp -s "$here/records.jsonl" "$folder/out/paper.jsonl" || { echo "the records did not come back"; wrong=1; }
+run 77 check check_layer
+untimed "== check: ok"
+untimed "== check_layer: no GPU"
+run 1 check_layer check_backward nonsense
+untimed "13 of 14 processes found nothing wrong"
+untimed "== check_backward: FAILED (exit 1)"
+untimed "== nonsense: FAILED (exit 2)"
+run 1 "bench:passes:models:--suite+models" check
+untimed "== bench:passes:models: FAILED (exit 3)"
+untimed "== check: ok"
+[ ! -e "$folder/out/models.jsonl" ] || { echo "a file without records came back"; wrong=1; }
+run 1 check_route check
+untimed "== check_route: FAILED (exit 124)"
+untimed "no time left for ./cuda_check"
+
+[ $wrong -eq 0 ] && echo "report.sh and gpu.sh do what they say"
+exit $wrong
