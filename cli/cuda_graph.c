@@ -1,6 +1,8 @@
 /* See cuda_graph.h. */
 #include "cli/cuda_graph.h"
 
+#include <stddef.h> // something, where there is no CUDA
+
 #ifdef SMOE_HAVE_CUDA
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
