@@ -1,4 +1,5 @@
-// Hopper instructions that have no C name: registers, fences, named barriers, stmatrix, 16-byte copies.
+// Hopper instructions that have no C name: registers, fences, named barriers, stmatrix and ldmatrix, 16-byte
+// copies, the sum of bf16 pairs.
 #pragma once
 #include <cstdint>
 
@@ -62,6 +63,15 @@ SMOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_
                  : "memory");
 }
 
+// The way back: the lane's elements of the four matrices.
+SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 SMOE_DEVICE uint4 load_shared16(uint32_t address)
 {
     uint4 v;
@@ -103,6 +113,11 @@ template <int PENDING> SMOE_DEVICE void wait_copies()
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+SMOE_DEVICE void wait_all_copies()
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 SMOE_DEVICE float load_shared_float(uint32_t address)
 {
     float v;
@@ -137,6 +152,14 @@ SMOE_DEVICE void store_streaming16(void *to, uint4 v)
 SMOE_DEVICE void prefetch_l2(const void *address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// Two bf16 sums, each rounded; NaN is 0x7fff.
+SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
+{
+    uint32_t sum;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
 }
 
 // Programmatic dependent launch: the next kernel's CTAs may start, and: all of the kernels before are done

@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     int64_t target = lo;
     if (hi != lo && !by_score) target = picks_hi(r, expert, count, lo, m, &walked) ? hi : lo;
     if (threadIdx.x == 0 && !by_score) r.counts[expert] = (int32_t)target;
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_all_copies();
     if (target == count && !by_score) return;
     __syncthreads();
 

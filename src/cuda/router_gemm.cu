@@ -7,6 +7,7 @@
 // find it in L2.
 #include "routing.h"
 
+#include "mma.cuh"
 #include "storage.cuh"
 
 namespace smoe
@@ -50,32 +51,6 @@ SMOE_DEVICE uint32_t chunk_address(uint32_t panel, int row, int chunk)
     return panel + row * (STEP * 2) + ((chunk ^ (row & 7)) << 4);
 }
 
-SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
-{
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-SMOE_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16)
-{
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-SMOE_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half)
-{
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // ROWS rows x 64 columns of a row-major matrix; rows past its `rows` and columns past `hidden` become zeros.
 // A thread copies chunk tid % 8 of every 32nd row.
 template <int ROWS>
@@ -101,7 +76,7 @@ template <class C> SMOE_DEVICE void load_stage(const problem &q, uint32_t stage,
         load_panel<COLUMNS>(stage + C::X_BYTES, q.weight, (int64_t)blockIdx.x * COLUMNS, q.experts, q.hidden,
                             step * STEP);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
 }
 
 // One stage: 4 steps of 16. acc[i][j]: rows 16 i, columns 8 j of the warp's part.
@@ -172,7 +147,7 @@ __global__ void __launch_bounds__(THREADS, C::ROWS == 128 ? 2 : 1) gemm(const __
     for (int s = 0; s < C::STAGES - 1; s++) load_stage<C>(q, base + s * C::STAGE_BYTES, s);
     int stage = 0, ahead = C::STAGES - 1;
     for (int step = 0; step < steps; step++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(C::STAGES - 2) : "memory");
+        wait_copies<C::STAGES - 2>();
         __syncthreads(); // the stage has landed, and all warps have left the one that is loaded next
         load_stage<C>(q, base + ahead * C::STAGE_BYTES, step + C::STAGES - 1);
         multiply_stage<T, C>(acc, base + stage * C::STAGE_BYTES, warp_row, warp_column, lane);

@@ -1,4 +1,5 @@
-// TMA: boxes of a tensor map to shared memory (completing on an mbarrier) and back (in bulk groups).
+// TMA: boxes of a tensor map to shared memory (completing on an mbarrier) and back (in bulk groups); plain
+// bytes to shared memory.
 #pragma once
 #include "ptx.cuh"
 #include <cuda.h>
@@ -75,6 +76,15 @@ SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, int x, int y, in
                  "%5}], [%1];" ::"l"(map),
                  "r"(from), "r"(x), "r"(y), "r"(z), "r"(u)
                  : "memory");
+}
+
+// Addresses and bytes: multiples of 16.
+SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 SMOE_DEVICE void commit_stores()

@@ -12,6 +12,7 @@
 #include "routing.h"
 
 #include "logits.cuh"
+#include "tma.cuh"
 
 namespace smoe
 {
@@ -34,14 +35,6 @@ enum {
 SMOE_DEVICE int mask_pitch(int experts)
 {
     return experts + 4;
-}
-
-SMOE_DEVICE void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
-{
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
 }
 
 // Packed keys of the 16 bytes of logits that start at expert `first`. What is not there is -inf with an id
@@ -80,8 +73,7 @@ struct bf16_unit {
         uint32_t largest = 0; // NaN is 0x7fff after the sum, above every other as a signed number
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            uint32_t pair;
-            asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(pairs[i]), "r"(0u)); // -0 becomes 0
+            const uint32_t pair = add_bf16_pairs(pairs[i], 0u); // -0 becomes 0
             largest = __vmaxs2(largest, pair);
             keys[2 * i] = smoe_packed_bf16(pair << 16, first + 2 * i);
             keys[2 * i + 1] = smoe_packed_bf16(pair & 0xffff0000u, first + 2 * i + 1);
@@ -286,7 +278,7 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
         barrier_init_done();
         const uint32_t bytes = (uint32_t)(tokens * experts * sizeof(L));
         barrier_expect(barrier, bytes);
-        if (bytes) bulk_load(shared_address(rows), (const L *)r.logits + first * experts, bytes, barrier);
+        if (bytes) load_bytes(shared_address(rows), (const L *)r.logits + first * experts, bytes, barrier);
     }
     for (int i = threadIdx.x; i < chunk / 32 * pitch; i += blockDim.x) masks[i] = 0;
     clear_counts(r);

@@ -27,7 +27,7 @@ def arguments(text):
 
 
 def launch(text):
-    """The first kernel<<<grid, block, ...>>>(arguments) as a call of emulator::launch."""
+    """The first kernel<<<grid, block, bytes, stream>>>(arguments) as a call of emulator::launch."""
     middle = start = text.index("<<<")
     if text[start - 1] == ">":  # template arguments
         depth = 0
@@ -43,9 +43,9 @@ def launch(text):
     close = text.index(">>>", middle)
     opening = text.index("(", close)
     end = end_of(text, opening, "(", ")")
-    grid, block = arguments(text[middle + 3 : close])[:2]
-    call = text[start:middle] + text[opening:end]
-    return f"{text[:start]}emulator::launch(dim3({grid}), dim3({block}), [&] {{ {call}; }}){text[end:]}"
+    grid, block, _, stream = arguments(text[middle + 3 : close])
+    call = f"emulator::launch(dim3({grid}), dim3({block}), {stream}, {text[start:middle]}, {text[opening + 1 : end]}"
+    return text[:start] + call + text[end:]
 
 
 with open(sys.argv[1], encoding="utf-8") as source:

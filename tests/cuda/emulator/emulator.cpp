@@ -1,6 +1,10 @@
-// Fibers, barriers and TMA of emulator.h, and as much of the CUDA runtime as the backend and its checks call.
+// Fibers, barriers and copies of emulator.h.
 #include "emulator.h"
 
+#include <algorithm>
+#include <csetjmp>
+#include <deque>
+#include <map>
 #include <memory>
 #include <ucontext.h>
 
@@ -17,25 +21,29 @@ bool early = getenv("EMULATOR_EARLY") != nullptr;
 namespace
 {
 
-enum { STACK_BYTES = 128 << 10, MOST_IDLE_ROUNDS = 1000 };
+enum { STACK_BYTES = 128 << 10, MOST_IDLE_ROUNDS = 1000, MOST_WARPS = 32, NAMED_BARRIERS = 16 };
 
+// Entered once by makecontext and from then on, CTA after CTA, by longjmp: swapcontext calls the system.
 struct running {
     fiber state;
-    ucontext_t context;
+    bool entered = false;
+    ucontext_t first;
+    jmp_buf context;
     std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
 };
 
 struct meeting {
     int arrived;
-    uint64_t held;
+    uint32_t held;
 };
 
-ucontext_t scheduler;
+jmp_buf scheduler;
 std::vector<std::unique_ptr<running>> fibers; // kept from CTA to CTA
 std::function<void()> body;
 bool progress; // since the round of all fibers began
-std::map<int, meeting> meetings, named;
+meeting warps[MOST_WARPS], block, named[NAMED_BARRIERS];
 std::map<uint32_t, barrier> barriers;
+std::deque<std::function<void()>> landings;
 
 running *runner()
 {
@@ -44,25 +52,48 @@ running *runner()
 
 void enter()
 {
-    body();
-    current->done = progress = true;
-    swapcontext(&runner()->context, &scheduler);
+    for (;;) {
+        body();
+        current->done = progress = true;
+        yield();
+    }
+}
+
+void make_fiber()
+{
+    fibers.emplace_back(new running);
+    running &r = *fibers.back();
+    getcontext(&r.first);
+    r.first.uc_stack.ss_sp = r.stack.get();
+    r.first.uc_stack.ss_size = STACK_BYTES;
+    r.first.uc_link = nullptr;
+    makecontext(&r.first, enter, 0);
 }
 
 void prepare(int i)
 {
-    if ((int)fibers.size() == i) fibers.emplace_back(new running);
-    running &r = *fibers[i];
+    if ((int)fibers.size() == i) make_fiber();
+    fiber &f = fibers[i]->state;
     const unsigned x = block_size.x, y = block_size.y;
-    r.state = {};
-    r.state.index = {i % x, i / x % y, i / (x * y)};
-    r.state.warp = i / WARP;
-    r.state.lane = i % WARP;
-    getcontext(&r.context);
-    r.context.uc_stack.ss_sp = r.stack.get();
-    r.context.uc_stack.ss_size = STACK_BYTES;
-    r.context.uc_link = nullptr;
-    makecontext(&r.context, enter, 0);
+    f = {};
+    f.index = {i % x, i / x % y, i / (x * y)};
+    f.warp = i / WARP;
+    f.lane = i % WARP;
+}
+
+// Until it yields or ends.
+__attribute__((noinline)) void run(running &r)
+{
+    current = &r.state;
+    if (_setjmp(scheduler)) return;
+    if (r.entered) _longjmp(r.context, 1);
+    r.entered = true;
+    setcontext(&r.first);
+}
+
+bool waits(const fiber &f)
+{
+    return f.done || (f.watched && *f.watched == f.seen);
 }
 
 void stuck(int left)
@@ -74,11 +105,19 @@ void stuck(int left)
     exit(1);
 }
 
+void land_oldest()
+{
+    const std::function<void()> landing = std::move(landings.front());
+    landings.pop_front();
+    landing();
+}
+
 void run_block()
 {
     const int count = (int)(block_size.x * block_size.y * block_size.z);
-    meetings.clear();
-    named.clear();
+    std::fill(std::begin(warps), std::end(warps), meeting{});
+    std::fill(std::begin(named), std::end(named), meeting{});
+    block = {};
     barriers.clear();
     memset(shared, 0xFF, SHARED_BYTES);
     for (int i = 0; i < count; i++) prepare(i);
@@ -86,19 +125,22 @@ void run_block()
         progress = false;
         left = 0;
         for (int i = 0; i < count; i++) {
-            current = &fibers[i]->state;
-            if (current->done) continue;
-            swapcontext(&scheduler, &fibers[i]->context);
-            left += !current->done;
+            running &r = *fibers[i];
+            if (!waits(r.state)) run(r);
+            left += !r.state.done;
         }
+        if (!progress && !landings.empty()) land_oldest();
         idle = progress ? 0 : idle + 1;
         if (idle > MOST_IDLE_ROUNDS) stuck(left);
     }
+    if (landings.empty()) return;
+    printf("CTA %u ended before %zu of its loads\n", block_index.x, landings.size());
+    exit(1);
 }
 
 } // namespace
 
-void launch(dim3 grid, dim3 block, const std::function<void()> &kernel)
+void run_grid(dim3 grid, dim3 block, const std::function<void()> &kernel)
 {
     grid_size = grid;
     block_size = block;
@@ -110,11 +152,18 @@ void launch(dim3 grid, dim3 block, const std::function<void()> &kernel)
         }
 }
 
-void yield()
+__attribute__((noinline)) void yield()
+{
+    if (!_setjmp(runner()->context)) _longjmp(scheduler, 1);
+}
+
+void wait_for_change(const uint32_t &word)
 {
     fiber *self = current;
-    swapcontext(&runner()->context, &scheduler);
-    current = self;
+    self->watched = &word;
+    self->seen = word;
+    while (word == self->seen) yield();
+    self->watched = nullptr;
 }
 
 int lanes()
@@ -125,23 +174,33 @@ int lanes()
 
 static void arrive(meeting &m, int count, bool wait)
 {
-    const uint64_t before = m.held;
     if (++m.arrived == count) {
         m.arrived = 0;
         m.held++;
         progress = true;
-    } else
-        while (wait && m.held == before) yield();
+    } else if (wait)
+        wait_for_change(m.held);
 }
 
-void meet(int key, int count)
+void meet_warp()
 {
-    arrive(meetings[key], count, true);
+    arrive(warps[current->warp], lanes(), true);
+}
+
+void meet_block()
+{
+    arrive(block, (int)(block_size.x * block_size.y * block_size.z), true);
 }
 
 void named_arrive(int number, int count, bool wait)
 {
     arrive(named[number], count, wait);
+}
+
+char *exchange()
+{
+    alignas(16) static char places[MOST_WARPS][2][WARP * EXCHANGE_BYTES];
+    return places[current->warp][current->exchanges++ % 2];
 }
 
 barrier &barrier_at(uint32_t address)
@@ -155,6 +214,14 @@ void settle(barrier &b)
     b.pending = b.arrivals;
     b.phase++;
     progress = true;
+}
+
+void later(std::function<void()> landing)
+{
+    if (early)
+        landing();
+    else
+        landings.push_back(std::move(landing));
 }
 
 static void land(const copy &c)
@@ -186,218 +253,4 @@ void land_copies(size_t groups_left, bool open_too)
     current->open.clear();
 }
 
-// ---- TMA
-
-struct box_map {
-    cuuint32_t rank, box[5];
-    CUtensorMapDataType type;
-    char *base;
-    int64_t size[5], stride[5]; // stride[0]: bytes of an element
-};
-static_assert(sizeof(box_map) <= sizeof(CUtensorMap), "the map is stored in place of the real one");
-
-static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
-                       const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
-                       const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill)
-{
-    box_map m = {rank, {}, type, (char *)base, {}, {}};
-    const int element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
-    if ((uintptr_t)base % 16 || box[0] * element != 128 || swizzle != CU_TENSOR_MAP_SWIZZLE_128B)
-        return CUDA_ERROR_INVALID_VALUE;
-    for (cuuint32_t i = 0; i < rank; i++) {
-        if (!sizes[i] || !box[i] || box[i] > 256 || (i && strides[i - 1] % 16))
-            return CUDA_ERROR_INVALID_VALUE;
-        m.size[i] = (int64_t)sizes[i];
-        m.box[i] = box[i];
-        m.stride[i] = i ? (int64_t)strides[i - 1] : element;
-    }
-    memcpy((void *)map, &m, sizeof m);
-    return CUDA_SUCCESS;
-}
-
-template <class T> static float widen(T v);
-template <> float widen(float v)
-{
-    return v;
-}
-template <> float widen(__nv_bfloat16 v)
-{
-    return __bfloat162float(v);
-}
-template <> float widen(__half v)
-{
-    return __half2float(v);
-}
-
-static void narrow(float v, float &to)
-{
-    to = v;
-}
-static void narrow(float v, __nv_bfloat16 &to)
-{
-    to = __float2bfloat16_rn(v);
-}
-static void narrow(float v, __half &to)
-{
-    to = __float2half_rn(v);
-}
-
-template <class T> static void add(char *to, const char *value)
-{
-    T a, b;
-    memcpy(&a, to, sizeof a);
-    memcpy(&b, value, sizeof b);
-    narrow(widen(a) + widen(b), a);
-    memcpy(to, &a, sizeof a);
-}
-
-static void add(CUtensorMapDataType type, char *to, const char *value)
-{
-    if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32) return add<float>(to, value);
-    if (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) return add<__nv_bfloat16>(to, value);
-    add<__half>(to, value);
-}
-
-uint32_t move_box(const CUtensorMap *map, uint32_t address, const int *coordinates, transfer how)
-{
-    box_map m;
-    memcpy(&m, (const void *)map, sizeof m);
-    const uint32_t element = (uint32_t)m.stride[0];
-    uint32_t count = 1;
-    for (cuuint32_t i = 0; i < m.rank; i++) count *= m.box[i];
-    if (address % 1024 || address + count * element > SHARED_BYTES) abort();
-    for (uint32_t i = 0; i < count; i++) {
-        char *there = m.base, *here = shared + swizzled(address + i * element);
-        bool inside = true;
-        uint32_t rest = i;
-        for (cuuint32_t j = 0; j < m.rank; j++) {
-            const int64_t x = (int64_t)coordinates[j] + rest % m.box[j];
-            rest /= m.box[j];
-            inside = inside && x >= 0 && x < m.size[j];
-            there += x * m.stride[j];
-        }
-        if (how == LOAD && inside) memcpy(here, there, element);
-        if (how == LOAD && !inside) memset(here, 0, element);
-        if (how == STORE && inside) memcpy(there, here, element);
-        if (how == ADD && inside) add(m.type, there, here);
-    }
-    return count * element;
-}
-
 } // namespace emulator
-
-// ---- The CUDA runtime: device memory is the host's, streams do everything at once
-
-extern "C" {
-
-cudaError_t cudaGetDeviceCount(int *count)
-{
-    *count = 1;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGetDevice(int *device)
-{
-    *device = 0;
-    return cudaSuccess;
-}
-
-cudaError_t cudaSetDevice(int)
-{
-    return cudaSuccess;
-}
-
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int)
-{
-    const char *ctas = getenv("EMULATOR_CTAS");
-    *value = attribute == cudaDevAttrComputeCapabilityMajor   ? 9
-             : attribute == cudaDevAttrComputeCapabilityMinor ? 0
-             : ctas                                           ? atoi(ctas)
-                                                              : 3;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long,
-                                             cudaDriverEntryPointQueryResult *found)
-{
-    *function = (void *)emulator::encode;
-    *found = cudaDriverEntryPointSuccess;
-    return cudaSuccess;
-}
-
-cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int bytes)
-{
-    return bytes <= emulator::SHARED_BYTES ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-cudaError_t cudaGetLastError(void)
-{
-    return cudaSuccess;
-}
-
-const char *cudaGetErrorName(cudaError_t error)
-{
-    return error == cudaSuccess ? "cudaSuccess" : "an error of the emulator";
-}
-
-const char *cudaGetErrorString(cudaError_t error)
-{
-    return cudaGetErrorName(error);
-}
-
-cudaError_t cudaMalloc(void **memory, size_t bytes)
-{
-    *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    return *memory ? cudaSuccess : cudaErrorMemoryAllocation;
-}
-
-cudaError_t cudaFree(void *memory)
-{
-    free(memory);
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemset(void *memory, int value, size_t bytes)
-{
-    memset(memory, value, bytes);
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind)
-{
-    memmove(to, from, bytes);
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t)
-{
-    return cudaMemcpy(to, from, bytes, kind);
-}
-
-cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t)
-{
-    return cudaMemset(memory, value, bytes);
-}
-
-cudaError_t cudaDeviceSynchronize(void)
-{
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t)
-{
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
-{
-    *stream = nullptr;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t)
-{
-    return cudaSuccess;
-}
-}

@@ -1,10 +1,11 @@
 // The kernels of src/cuda on the CPU: every CUDA thread is a fiber, all of them on one thread of the host.
 //
-// What is emulated: CTAs one after the other; warp shuffles, votes and stmatrix (all lanes meet); named
-// barriers and mbarriers with their transaction bytes; cp.async that lands as late as it may (EMULATOR_EARLY
-// in the environment: at once); TMA boxes with swizzle, out-of-bounds rule and reduction; wgmma through its
-// descriptors. What is not: memory ordering and proxies, registers, time. convert.py makes C++ of the
-// sources; the headers beside this one stand in for those of the same name that hold instructions.
+// What is emulated: CTAs one after the other; warp shuffles, votes, stmatrix, ldmatrix and mma.sync (all
+// lanes meet); named barriers and mbarriers with their transaction bytes; cp.async and TMA loads that land as
+// late as they may (EMULATOR_EARLY in the environment: at once); TMA boxes with swizzle, out-of-bounds rule
+// and reduction; wgmma through its descriptors; streams that run at once, or record for a graph. What is not:
+// memory ordering and proxies, registers, time. convert.py makes C++ of the sources; the headers beside this
+// one stand in for those of the same name that hold instructions.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -16,7 +17,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 #include <functional>
-#include <map>
+#include <tuple>
 #include <vector>
 
 #undef __align__
@@ -27,7 +28,7 @@
 #undef __host__
 #undef __launch_bounds__
 #undef __shared__
-#define __align__(bytes)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __device__
 #define __forceinline__ inline
 #define __global__
@@ -50,6 +51,9 @@ struct fiber {
     uint3 index;
     int warp, lane;
     bool done;
+    const uint32_t *watched; // runs again when this is no longer `seen`; nullptr: any time
+    uint32_t seen;
+    uint32_t exchanges;                    // of the warp
     std::vector<std::vector<copy>> groups; // of cp.async, oldest first
     std::vector<copy> open;                // not committed
 };
@@ -66,11 +70,12 @@ extern dim3 block_size, grid_size;
 extern char *const shared; // SHARED_BYTES
 extern bool early;
 
-void launch(dim3 grid, dim3 block, const std::function<void()> &kernel);
+void run_grid(dim3 grid, dim3 block, const std::function<void()> &kernel);
 void yield();
-// `count` fibers wait here for each other.
-void meet(int key, int count);
+void wait_for_change(const uint32_t &word);
 int lanes(); // of the current warp
+void meet_warp();
+void meet_block();
 
 barrier &barrier_at(uint32_t address);
 void settle(barrier &b); // the next phase, if nothing is pending
@@ -78,6 +83,9 @@ void named_arrive(int number, int count, bool wait);
 
 void start_copy(copy c);
 void land_copies(size_t groups_left, bool open_too);
+
+// Done when no thread can go on without it, in the order of the calls.
+void later(std::function<void()> landing);
 
 enum transfer { LOAD, STORE, ADD };
 uint32_t move_box(const CUtensorMap *map, uint32_t address, const int *coordinates, transfer how); // bytes
@@ -100,17 +108,50 @@ template <class T> void write_shared(uint32_t address, T value)
     memcpy(shared + address, &value, sizeof value);
 }
 
-// All lanes' values, as a vector that lane l reads at will.
-template <class T> std::vector<T> gather(T value)
+// Where a warp's lanes show each other their values: two places in turn, since a lane may be at the next
+// exchange before another has read this one.
+enum { EXCHANGE_BYTES = 32 };
+char *exchange();
+
+// All lanes' values, until the next exchange but one.
+template <class T> const T *gather(const T &value)
 {
-    static std::map<int, std::vector<T>> by_warp;
-    std::vector<T> &all = by_warp[current->warp];
-    all.resize(WARP);
-    all[current->lane] = value;
-    meet(1000 + current->warp, lanes());
-    const std::vector<T> result(all.begin(), all.begin() + lanes());
-    meet(1000 + current->warp, lanes());
+    static_assert(sizeof(T) <= EXCHANGE_BYTES, "a lane's place");
+    T *all = (T *)exchange();
+    memcpy((void *)(all + current->lane), (const void *)&value, sizeof value);
+    meet_warp();
+    return all;
+}
+
+template <class T, class F> T fold(T value, F f)
+{
+    const T *all = gather(value);
+    T result = all[0];
+    for (int i = 1; i < lanes(); i++) result = f(result, all[i]);
     return result;
+}
+
+// The sum over the CTA's threads.
+inline int block_sum(int value)
+{
+    static int sum;
+    meet_block();
+    sum = 0;
+    meet_block();
+    sum += value;
+    meet_block();
+    return sum;
+}
+
+// Runs at once; on a stream that records, when its graph is launched.
+void enqueue(cudaStream_t stream, std::function<void()> work);
+
+// kernel<<<grid, block, ..., stream>>>(actual...)
+template <class... Formal, class... Actual>
+void launch(dim3 grid, dim3 block, cudaStream_t stream, void (*kernel)(Formal...), const Actual &...actual)
+{
+    const std::tuple<std::decay_t<Formal>...> arguments(actual...);
+    enqueue(stream, [=] { run_grid(grid, block, [&] { std::apply(kernel, arguments); }); });
 }
 
 } // namespace emulator
@@ -122,23 +163,22 @@ inline dim3 &gridDim = emulator::grid_size;
 
 inline void __syncwarp()
 {
-    emulator::meet(1000 + emulator::current->warp, emulator::lanes());
+    emulator::meet_warp();
 }
 
 inline void __syncthreads()
 {
-    emulator::meet(1, (int)(blockDim.x * blockDim.y * blockDim.z));
+    emulator::meet_block();
 }
 
 inline int __syncthreads_or(int value)
 {
-    static int any;
-    __syncthreads();
-    any = 0;
-    __syncthreads();
-    any |= value != 0;
-    __syncthreads();
-    return any;
+    return emulator::block_sum(value != 0) != 0;
+}
+
+inline int __syncthreads_count(int value)
+{
+    return emulator::block_sum(value != 0);
 }
 
 template <class T> T __shfl_sync(unsigned, T value, int lane)
@@ -159,22 +199,39 @@ template <class T> T __shfl_up_sync(unsigned, T value, int by)
 
 inline uint32_t __reduce_add_sync(unsigned, uint32_t value)
 {
-    uint32_t sum = 0;
-    for (const uint32_t v : emulator::gather(value)) sum += v;
-    return sum;
+    return emulator::fold(value, [](uint32_t a, uint32_t b) { return a + b; });
 }
 
-inline bool __all_sync(unsigned, bool value)
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value)
 {
-    for (const int v : emulator::gather((int)value))
-        if (!v) return false;
-    return true;
+    return emulator::fold(value, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
 }
 
-inline uint32_t atomicAdd(uint32_t *to, uint32_t value)
+inline uint32_t __reduce_min_sync(unsigned, uint32_t value)
 {
-    const uint32_t before = *to;
-    *to += value;
+    return emulator::fold(value, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
+}
+
+inline uint32_t __ballot_sync(unsigned, bool value)
+{
+    return emulator::fold(value ? 1u << emulator::current->lane : 0u,
+                          [](uint32_t a, uint32_t b) { return a | b; });
+}
+
+inline bool __any_sync(unsigned mask, bool value)
+{
+    return __ballot_sync(mask, value) != 0;
+}
+
+inline bool __all_sync(unsigned mask, bool value)
+{
+    return __ballot_sync(mask, !value) == 0;
+}
+
+template <class T, class V> T atomicAdd(T *to, V value)
+{
+    const T before = *to;
+    *to += (T)value;
     return before;
 }
 
@@ -182,6 +239,13 @@ inline uint32_t atomicOr(uint32_t *to, uint32_t value)
 {
     const uint32_t before = *to;
     *to |= value;
+    return before;
+}
+
+inline uint32_t atomicXor(uint32_t *to, uint32_t value)
+{
+    const uint32_t before = *to;
+    *to ^= value;
     return before;
 }
 
@@ -198,6 +262,32 @@ template <class T> T __ldcg(const T *p)
 inline int __popc(uint32_t v)
 {
     return __builtin_popcount(v);
+}
+
+inline int __ffs(int v)
+{
+    return __builtin_ffs(v);
+}
+
+// The larger of each two signed halves.
+inline uint32_t __vmaxs2(uint32_t a, uint32_t b)
+{
+    uint32_t result = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const int16_t x = (int16_t)(a >> shift), y = (int16_t)(b >> shift);
+        result |= (uint32_t)(uint16_t)(x > y ? x : y) << shift;
+    }
+    return result;
+}
+
+inline float __fadd_rn(float a, float b)
+{
+    return a + b;
+}
+
+inline float __frcp_rn(float a)
+{
+    return 1.0f / a;
 }
 
 inline uint32_t __float_as_uint(float v)
@@ -233,8 +323,8 @@ template <class A, class B> auto min(A a, B b)
 
 template <class... Formal, class... Actual>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Formal...),
-                               Actual &&...arguments)
+                               const Actual &...actual)
 {
-    emulator::launch(config->gridDim, config->blockDim, [&] { kernel(arguments...); });
+    emulator::launch(config->gridDim, config->blockDim, config->stream, kernel, actual...);
     return cudaSuccess;
 }

@@ -45,8 +45,8 @@ SMOE_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity)
 
 template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)
 {
-    while (!barrier_test(barrier, parity)) {
-    }
+    const emulator::barrier &b = emulator::barrier_at(barrier);
+    while ((b.phase & 1) == parity) emulator::wait_for_change(b.phase);
 }
 
 } // namespace smoe

@@ -44,7 +44,7 @@ SMOE_DEVICE void named_barrier_arrive(int barrier, int threads)
 // stmatrix: lane 8 j + i names row i of matrix j; lane t holds elements 2 (t % 4) and the next of row t / 4.
 SMOE_DEVICE void store_four(uint32_t address, const uint32_t (&pairs)[4], bool transposed)
 {
-    const std::vector<uint32_t> rows = emulator::gather(address);
+    const uint32_t *rows = emulator::gather(address);
     const int row = emulator::current->lane / 4, column = emulator::current->lane % 4 * 2;
     for (int j = 0; j < 4; j++)
         for (int z = 0; z < 2; z++) {
@@ -63,6 +63,17 @@ SMOE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32
 SMOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
     store_four(address, {a, b, c, d}, true);
+}
+
+// ldmatrix: the way back.
+SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
+{
+    const uint32_t *rows = emulator::gather(address);
+    const int row = emulator::current->lane / 4, pair = emulator::current->lane % 4;
+    for (int j = 0; j < 4; j++) {
+        if (rows[j * 8 + row] % 16) abort();
+        m[j] = emulator::read_shared<uint32_t>(rows[j * 8 + row] + pair * 4);
+    }
 }
 
 SMOE_DEVICE uint4 load_shared16(uint32_t address)
@@ -98,6 +109,11 @@ template <int PENDING> SMOE_DEVICE void wait_copies()
     emulator::land_copies(PENDING, false);
 }
 
+SMOE_DEVICE void wait_all_copies()
+{
+    emulator::land_copies(0, true);
+}
+
 SMOE_DEVICE float load_shared_float(uint32_t address)
 {
     return emulator::read_shared<float>(address);
@@ -126,6 +142,17 @@ SMOE_DEVICE void store_streaming16(void *to, uint4 v)
 
 SMOE_DEVICE void prefetch_l2(const void *)
 {
+}
+
+SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
+{
+    uint32_t sums = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const uint32_t x = a >> shift << 16, y = b >> shift << 16;
+        const float sum = __uint_as_float(x) + __uint_as_float(y);
+        sums |= (sum != sum ? 0x7fffu : (uint32_t)__bfloat16_as_ushort(__float2bfloat16_rn(sum))) << shift;
+    }
+    return sums;
 }
 
 SMOE_DEVICE void let_next_start()

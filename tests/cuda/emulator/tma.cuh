@@ -1,4 +1,4 @@
-// Stands in for src/cuda/tma.cuh. Loads and stores are done when they are asked for.
+// Stands in for src/cuda/tma.cuh. Stores are done when they are asked for.
 #pragma once
 #include "mbarrier.cuh"
 
@@ -12,10 +12,23 @@ SMOE_DEVICE void prefetch_map(const CUtensorMap *)
 template <class... Coordinates>
 SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, Coordinates... x)
 {
-    const int coordinates[] = {x...};
-    emulator::barrier &b = emulator::barrier_at(barrier);
-    b.bytes -= emulator::move_box(map, to, coordinates, emulator::LOAD);
-    emulator::settle(b);
+    emulator::later([=] {
+        const int coordinates[] = {x...};
+        emulator::barrier &b = emulator::barrier_at(barrier);
+        b.bytes -= emulator::move_box(map, to, coordinates, emulator::LOAD);
+        emulator::settle(b);
+    });
+}
+
+SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{
+    if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || to + bytes > emulator::SHARED_BYTES) abort();
+    emulator::later([=] {
+        memcpy(emulator::shared + to, from, bytes);
+        emulator::barrier &b = emulator::barrier_at(barrier);
+        b.bytes -= bytes;
+        emulator::settle(b);
+    });
 }
 
 template <class... Coordinates>
