@@ -37,13 +37,23 @@ static bool time_times(const cuda_graph *pass, int which, int times, const susta
     return good;
 }
 
-static bool time_launch(const cuda_graph *pass, int which, const sustained *how, const sustained_job *restore,
+static bool run_before(const cuda_graph *pass, int which, const sustained *how, const sustained_job *before,
+                       error *err)
+{
+    if (!before->launch(before->user, err)) return false;
+    if (which == 0) return true;
+    cuda_graph *graph = cuda_graph_before(pass, which);
+    const bool good = graph && cuda_graph_launch(graph, how->stream) && how->on->sync();
+    cuda_graph_free(graph);
+    return good || fail(err, ERROR_RUNTIME, "the pass cannot be run as far as its launch %d", which);
+}
+
+static bool time_launch(const cuda_graph *pass, int which, const sustained *how, const sustained_job *before,
                         double *ms, error *err)
 {
-    if (!restore->launch(restore->user, err) || !time_times(pass, which, 1, how, ms, err)) return false;
+    if (!run_before(pass, which, how, before, err) || !time_times(pass, which, 1, how, ms, err)) return false;
     const int times = *ms > 0 ? (int)fmin(ceil(ENOUGH_MS / *ms), MOST_TIMES) : MOST_TIMES;
-    if (times == 1) return true;
-    return restore->launch(restore->user, err) && time_times(pass, which, times, how, ms, err);
+    return times == 1 || time_times(pass, which, times, how, ms, err);
 }
 
 void bench_count_launches(const cuda_graph *pass, bench_result *result)
@@ -55,16 +65,16 @@ void bench_count_launches(const cuda_graph *pass, bench_result *result)
     }
 }
 
-bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *restore,
+bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *before,
                       bench_result *result, error *err)
 {
     result->timed_alone = cuda_graph_launches(pass) > 0;
     for (int i = 0; i < cuda_graph_launches(pass); i++) {
         const int stage = cuda_graph_stage(pass, i);
         double ms = 0;
-        if (!time_launch(pass, i, how, restore, &ms, err)) return false;
+        if (!time_launch(pass, i, how, before, &ms, err)) return false;
         if (stage >= 0) result->alone[stage] += ms;
     }
-    return restore->launch(restore->user, err);
+    return true;
 }
 #endif

@@ -12,9 +12,10 @@
 /* Adds the launches of a recorded pass to result->launches. */
 void bench_count_launches(const cuda_graph *pass, bench_result *result);
 
-/* Adds the milliseconds of its kernels to result->alone. `restore` (its launch) is run ahead of every kernel:
- * a kernel that changes what it reads would find something else the second time in later ones. */
-bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *restore,
+/* Adds the milliseconds of its kernels to result->alone. Ahead of every kernel `before` (its launch) and the
+ * pass as far as that kernel are run: scratch is used over and over, so what a kernel reads is there only
+ * then. */
+bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *before,
                       bench_result *result, error *err);
 
 #endif

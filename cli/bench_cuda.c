@@ -85,11 +85,16 @@ static bool job_forward(void *user, error *err)
     return launch(m, m->forward, err);
 }
 
+static bool prepare_and_forward(void *user, error *err)
+{
+    return job_prepare(user, err) && job_forward(user, err);
+}
+
 /* A backward that may destroy H needs a new one every time. */
 static bool before_backward(void *user, error *err)
 {
     const meter *m = user;
-    return !m->c->layer.reuse_saved || (launch(m, m->prepare, err) && launch(m, m->forward, err));
+    return !m->c->layer.reuse_saved || prepare_and_forward(user, err);
 }
 
 static bool job_backward(void *user, error *err)
@@ -106,7 +111,7 @@ static bool job_layer(void *user, error *err)
 
 static bool job_step(void *user, error *err)
 {
-    return job_prepare(user, err) && job_forward(user, err) && job_backward(user, err);
+    return prepare_and_forward(user, err) && job_backward(user, err);
 }
 
 static bool job_gemm(void *user, error *err)
@@ -261,9 +266,9 @@ static bool measure(meter *m, int64_t repeats, double seconds, bench_result *res
     if (m->backward) bench_count_launches(m->backward, result);
     // Scores and rounding add to what they find, which is another thing the second time.
     if (!m->c->settings.alone || m->c->layer.rounding != SMOE_ROUND_NONE) return true;
-    const sustained_job restore = {NULL, job_step, m};
-    return bench_time_alone(m->forward, &m->how, &restore, result, err) &&
-           (!m->backward || bench_time_alone(m->backward, &m->how, &restore, result, err));
+    const sustained_job before_one = {NULL, job_prepare, m}, before_other = {NULL, prepare_and_forward, m};
+    return bench_time_alone(m->forward, &m->how, &before_one, result, err) &&
+           (!m->backward || bench_time_alone(m->backward, &m->how, &before_other, result, err));
 }
 
 /* ---- A case ---- */
@@ -275,7 +280,8 @@ static bool make_yardstick(meter *m, int64_t rows, error *err)
     if (!cuda_yardstick_make(&m->yardstick, c->settings.device, &c->layer, rows, c->w1.data, c->w2.data,
                              c->dw1.data, c->stream, err))
         return false;
-    if (!m->yardstick.gemms) fprintf(stderr, "smoe bench: no cuBLAS was found: the bound is without GEMMs\n");
+    if (!m->yardstick.gemms)
+        fprintf(stderr, "smoe bench: no cuBLAS that starts: there is no bound of the GEMMs\n");
     return true;
 }
 

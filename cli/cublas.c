@@ -59,21 +59,12 @@ static bool start(cublas *with, void *stream, void *workspace, size_t workspace_
            with->set_workspace(with->handle, workspace, workspace_bytes) == CUBLAS_STATUS_SUCCESS;
 }
 
-bool cublas_open(cublas **made, void *stream, void *workspace, size_t workspace_bytes, error *err)
+cublas *cublas_open(void *stream, void *workspace, size_t workspace_bytes)
 {
     cublas *opened = calloc(1, sizeof *opened);
-    *made = NULL;
-    if (!opened) return fail(err, ERROR_RUNTIME, "out of memory for cuBLAS");
-    if (!load(opened)) {
-        cublas_close(opened);
-        return true;
-    }
-    if (start(opened, stream, workspace, workspace_bytes)) {
-        *made = opened;
-        return true;
-    }
+    if (opened && load(opened) && start(opened, stream, workspace, workspace_bytes)) return opened;
     cublas_close(opened);
-    return fail(err, ERROR_RUNTIME, "cuBLAS is there but did not start");
+    return NULL;
 }
 
 void cublas_close(cublas *closed)
@@ -101,11 +92,10 @@ bool cublas_multiply(const cublas *with, smoe_type type, bool transpose_a, bool 
 
 #else
 
-bool cublas_open(cublas **made, void *stream, void *workspace, size_t workspace_bytes, error *err)
+cublas *cublas_open(void *stream, void *workspace, size_t workspace_bytes)
 {
-    (void)stream, (void)workspace, (void)workspace_bytes, (void)err;
-    *made = NULL;
-    return true;
+    (void)stream, (void)workspace, (void)workspace_bytes;
+    return NULL;
 }
 
 void cublas_close(cublas *closed)

@@ -11,9 +11,8 @@
 
 typedef struct cublas cublas;
 
-/* stream and workspace are borrowed. False when something failed; *made is NULL and the answer true where
- * there is no cuBLAS, or this build does not know it. */
-bool cublas_open(cublas **made, void *stream, void *workspace, size_t workspace_bytes, error *err);
+/* stream and workspace are borrowed. NULL where there is no cuBLAS, none that starts, or memory is out. */
+cublas *cublas_open(void *stream, void *workspace, size_t workspace_bytes);
 void cublas_close(cublas *closed); // NULL is fine
 
 /* For each of `count` experts the row-major C (m, n) = A B, with A (m, k), or (k, m) when transposed, and B

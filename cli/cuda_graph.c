@@ -6,17 +6,20 @@
 #ifdef SMOE_HAVE_CUDA
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { MOST_LAUNCHES = 1024 }; // of a pass in 64 chunks: some 300
+
+typedef struct graph_launch {
+    cudaGraphNode_t node;
+    int stage;
+} graph_launch;
 
 struct cuda_graph {
     cudaGraph_t recorded;
     cudaGraphExec_t ready;
     int count;
-    struct {
-        cudaGraphNode_t node;
-        int stage;
-    } launches[MOST_LAUNCHES];
+    graph_launch launches[MOST_LAUNCHES];
 };
 
 cuda_graph *cuda_graph_begin(void *stream)
@@ -59,11 +62,57 @@ static bool make_ready(cuda_graph *graph)
     return cudaGraphInstantiate(&graph->ready, graph->recorded, 0) == cudaSuccess;
 }
 
+/* Which launch comes after which: edges from one to the next, of which a stream leaves a single chain. */
+typedef struct chain {
+    cudaGraphNode_t from[MOST_LAUNCHES], to[MOST_LAUNCHES];
+    cudaGraphEdgeData how[MOST_LAUNCHES]; // some start before the other has ended
+    size_t count;
+} chain;
+
+static bool read_chain(const cuda_graph *graph, chain *c)
+{
+    c->count = MOST_LAUNCHES;
+#if CUDART_VERSION >= 13000
+    const cudaError_t status = cudaGraphGetEdges(graph->recorded, c->from, c->to, c->how, &c->count);
+#else
+    const cudaError_t status = cudaGraphGetEdges_v2(graph->recorded, c->from, c->to, c->how, &c->count);
+#endif
+    return status == cudaSuccess && graph->count > 0 && c->count == (size_t)graph->count - 1;
+}
+
+/* The launch that follows a node; that which follows none for NULL. -1: there is none. */
+static int next_launch(const cuda_graph *graph, const chain *c, cudaGraphNode_t after)
+{
+    for (int i = 0; i < graph->count; i++) {
+        cudaGraphNode_t before = NULL;
+        for (size_t e = 0; e < c->count; e++)
+            if (c->to[e] == graph->launches[i].node) before = c->from[e];
+        if (before == after) return i;
+    }
+    return -1;
+}
+
+static bool put_in_order(cuda_graph *graph)
+{
+    graph_launch ordered[MOST_LAUNCHES];
+    chain c;
+    if (!read_chain(graph, &c)) return false;
+    cudaGraphNode_t last = NULL;
+    for (int i = 0; i < graph->count; i++, last = ordered[i - 1].node) {
+        const int next = next_launch(graph, &c, last);
+        if (next < 0) return false;
+        ordered[i] = graph->launches[next];
+    }
+    memcpy(graph->launches, ordered, (size_t)graph->count * sizeof ordered[0]);
+    return true;
+}
+
 bool cuda_graph_end(cuda_graph *recorded, void *stream)
 {
     cudaGraph_t same = NULL;
     if (cudaStreamEndCapture(stream, &same) != cudaSuccess || !same) return false;
     cuda_graph_mark(recorded, -1);
+    if (!put_in_order(recorded)) recorded->count = 0;
     return make_ready(recorded);
 }
 
@@ -90,14 +139,14 @@ int cuda_graph_stage(const cuda_graph *recorded, int launch)
     return recorded->launches[launch].stage;
 }
 
-/* A copy of the graph in which all launches but one are missing. */
-static cudaGraph_t copy_of_one(const cuda_graph *recorded, int launch)
+/* A copy of the graph with the launches [first, end) and no others. */
+static cudaGraph_t copy_of(const cuda_graph *recorded, int first, int end)
 {
     cudaGraph_t copy = NULL;
-    if (cudaGraphClone(&copy, recorded->recorded) != cudaSuccess) return NULL;
+    if (recorded->count == 0 || cudaGraphClone(&copy, recorded->recorded) != cudaSuccess) return NULL;
     for (int i = 0; i < recorded->count; i++) {
         cudaGraphNode_t node;
-        if (i == launch) continue;
+        if (i >= first && i < end) continue;
         if (cudaGraphNodeFindInClone(&node, recorded->launches[i].node, copy) == cudaSuccess &&
             cudaGraphDestroyNode(node) == cudaSuccess)
             continue;
@@ -105,6 +154,14 @@ static cudaGraph_t copy_of_one(const cuda_graph *recorded, int launch)
         return NULL;
     }
     return copy;
+}
+
+cuda_graph *cuda_graph_before(const cuda_graph *recorded, int launch)
+{
+    cuda_graph *made = calloc(1, sizeof *made);
+    if (made && (made->recorded = copy_of(recorded, 0, launch)) && make_ready(made)) return made;
+    cuda_graph_free(made);
+    return NULL;
 }
 
 static bool add_times(cudaGraph_t to, cudaGraph_t child, int times)
@@ -119,7 +176,7 @@ static bool add_times(cudaGraph_t to, cudaGraph_t child, int times)
 cuda_graph *cuda_graph_alone(const cuda_graph *recorded, int launch, int times)
 {
     cuda_graph *made = calloc(1, sizeof *made);
-    cudaGraph_t one = made ? copy_of_one(recorded, launch) : NULL;
+    cudaGraph_t one = made ? copy_of(recorded, launch, launch + 1) : NULL;
     const bool good = one && cudaGraphCreate(&made->recorded, 0) == cudaSuccess &&
                       add_times(made->recorded, one, times) && make_ready(made);
     if (one) (void)cudaGraphDestroy(one);

@@ -19,11 +19,14 @@ void cuda_graph_mark(cuda_graph *recording, int stage);
 bool cuda_graph_launch(const cuda_graph *graph, void *stream);
 void cuda_graph_free(cuda_graph *freed); // NULL is fine
 
-/* Kernels and other launches in a recorded graph, and the stage each was marked with (-1: none). */
+/* Kernels and other launches in a recorded graph, in their order, and the stage each was marked with (-1:
+ * none). 0 when they are not known: more than one stream took part, say. */
 int cuda_graph_launches(const cuda_graph *recorded);
 int cuda_graph_stage(const cuda_graph *recorded, int launch);
 
-/* A graph of one launch of a recorded one, `times` times one after the other; NULL when it cannot be made. */
+/* Graphs of a part of a recorded one: what comes before a launch, and the launch alone, `times` times one
+ * after the other. NULL when they cannot be made. */
+cuda_graph *cuda_graph_before(const cuda_graph *recorded, int launch);
 cuda_graph *cuda_graph_alone(const cuda_graph *recorded, int launch, int times);
 
 #endif

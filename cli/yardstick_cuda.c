@@ -112,8 +112,10 @@ bool cuda_yardstick_make(cuda_yardstick *made, const device *on, const smoe_laye
         fail(err, ERROR_RUNTIME, "out of memory for the yardstick");
     else if (!fill_rows(made))
         fail(err, ERROR_RUNTIME, "the yardstick's inputs could not be made");
-    else if (cublas_open(&made->gemms, stream, made->workspace.data, made->workspace.bytes, err))
+    else {
+        made->gemms = cublas_open(stream, made->workspace.data, made->workspace.bytes);
         return true;
+    }
     cuda_yardstick_free(made);
     return false;
 }
