@@ -6,9 +6,8 @@
 #ifdef SMOE_HAVE_CUDA
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
-#include <string.h>
 
-enum { MOST_LAUNCHES = 1024 }; // of a pass in 64 chunks: some 300
+enum { MOST_LAUNCHES = 1024, MOST_EDGES = 2 * MOST_LAUNCHES }; // of a pass in 64 chunks: some 300
 
 typedef struct graph_launch {
     cudaGraphNode_t node;
@@ -62,48 +61,45 @@ static bool make_ready(cuda_graph *graph)
     return cudaGraphInstantiate(&graph->ready, graph->recorded, 0) == cudaSuccess;
 }
 
-/* Which launch comes after which: edges from one to the next, of which a stream leaves a single chain. */
-typedef struct chain {
-    cudaGraphNode_t from[MOST_LAUNCHES], to[MOST_LAUNCHES];
-    cudaGraphEdgeData how[MOST_LAUNCHES]; // some start before the other has ended
+/* Which launch waits for which. */
+typedef struct edges {
+    cudaGraphNode_t from[MOST_EDGES], to[MOST_EDGES];
+    cudaGraphEdgeData how[MOST_EDGES]; // some start before the other has ended
     size_t count;
-} chain;
+} edges;
 
-static bool read_chain(const cuda_graph *graph, chain *c)
+static bool read_edges(const cuda_graph *graph, edges *e)
 {
-    c->count = MOST_LAUNCHES;
+    e->count = MOST_EDGES;
 #if CUDART_VERSION >= 13000
-    const cudaError_t status = cudaGraphGetEdges(graph->recorded, c->from, c->to, c->how, &c->count);
+    return cudaGraphGetEdges(graph->recorded, e->from, e->to, e->how, &e->count) == cudaSuccess;
 #else
-    const cudaError_t status = cudaGraphGetEdges_v2(graph->recorded, c->from, c->to, c->how, &c->count);
+    return cudaGraphGetEdges_v2(graph->recorded, e->from, e->to, e->how, &e->count) == cudaSuccess;
 #endif
-    return status == cudaSuccess && graph->count > 0 && c->count == (size_t)graph->count - 1;
 }
 
-/* The launch that follows a node; that which follows none for NULL. -1: there is none. */
-static int next_launch(const cuda_graph *graph, const chain *c, cudaGraphNode_t after)
+/* Does launch `which` wait for none of [first, count)? */
+static bool is_free(const cuda_graph *graph, const edges *e, int first, int which)
 {
-    for (int i = 0; i < graph->count; i++) {
-        cudaGraphNode_t before = NULL;
-        for (size_t e = 0; e < c->count; e++)
-            if (c->to[e] == graph->launches[i].node) before = c->from[e];
-        if (before == after) return i;
-    }
-    return -1;
+    for (size_t i = 0; i < e->count; i++)
+        for (int other = first; e->to[i] == graph->launches[which].node && other < graph->count; other++)
+            if (e->from[i] == graph->launches[other].node) return false;
+    return true;
 }
 
+/* Every launch after those it waits for; one stream leaves no choice. */
 static bool put_in_order(cuda_graph *graph)
 {
-    graph_launch ordered[MOST_LAUNCHES];
-    chain c;
-    if (!read_chain(graph, &c)) return false;
-    cudaGraphNode_t last = NULL;
-    for (int i = 0; i < graph->count; i++, last = ordered[i - 1].node) {
-        const int next = next_launch(graph, &c, last);
-        if (next < 0) return false;
-        ordered[i] = graph->launches[next];
+    edges e;
+    if (!read_edges(graph, &e)) return false;
+    for (int i = 0; i < graph->count; i++) {
+        int next = i;
+        while (next < graph->count && !is_free(graph, &e, i, next)) next++;
+        if (next == graph->count) return false;
+        const graph_launch moved = graph->launches[next];
+        graph->launches[next] = graph->launches[i];
+        graph->launches[i] = moved;
     }
-    memcpy(graph->launches, ordered, (size_t)graph->count * sizeof ordered[0]);
     return true;
 }
 

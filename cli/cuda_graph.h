@@ -20,7 +20,7 @@ bool cuda_graph_launch(const cuda_graph *graph, void *stream);
 void cuda_graph_free(cuda_graph *freed); // NULL is fine
 
 /* Kernels and other launches in a recorded graph, in their order, and the stage each was marked with (-1:
- * none). 0 when they are not known: more than one stream took part, say. */
+ * none). 0 when they are not known. */
 int cuda_graph_launches(const cuda_graph *recorded);
 int cuda_graph_stage(const cuda_graph *recorded, int launch);
 

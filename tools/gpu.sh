@@ -10,8 +10,9 @@
 #
 # Everything that issues ask for, in three calls of less than ten minutes each:
 #   correct    check check_route check_layer check_backward time_route verify memcheck synccheck
-#   paper      the paper's shapes, both passes, uniform and random routing; memory by chunks
-#   rest       token rounding over E, the models' layers, gaps between kernels at T = 512, skewed routing
+#   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
+#              (paper_topk: back to dS, for a backward that has no router's)
+#   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers, skewed routing
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward (14 processes; :NAME in one), verify,
 # memcheck, synccheck (compute-sanitizer, small shapes), time_route, measure:ARGUMENTS, backward:ARGUMENTS,
@@ -161,15 +162,17 @@ run_part() {
 
 correct="check check_route check_layer check_backward time_route verify memcheck synccheck"
 
-both="--scope+experts+--pass+forward,backward"
-paper="bench:passes:paper:--suite+paper+--routing+uniform,random+$both+--seconds+4
-bench:peaks:peaks:--shape+7B-n256+--shape+30B-n256+--scope+experts+--chunks+1,2,4+--reuse+--no-bound+--seconds+2
-bench:peaks:peaks-keep:--shape+7B-n256+--scope+experts+--chunks+1,2,4+--no-bound+--seconds+2"
+shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+4"
+memory="--scope+experts+--chunks+1,2,4+--no-bound+--seconds+2"
+peaks="bench:peaks:peaks:--shape+7B-n256+--shape+30B-n256+--reuse+$memory bench:peaks:peaks_keep:--shape+7B-n256+$memory"
+paper="bench:passes:paper:$shapes+--entry+logits+--score+softmax-topk-renorm $peaks"
+paper_topk="bench:passes:paper:$shapes $peaks"
 
-rest="bench:rounding:rounding:--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1
-bench:launches:small:--thiek+512,2048,768,128,8+--alone+--no-bound+--seconds+1
-bench:passes:models:--suite+models+--routing+random+$both+--seconds+3
-bench:passes:skewed:--suite+paper+--routing+skewed+$both+--seconds+2"
+sweep="--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1"
+alone="--thiek+512,2048,768,128,8+--shape+7B-n256+--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
+rest="bench:rounding:rounding:$sweep bench:launches:alone:$alone
+bench:passes:models:--suite+models+--routing+random+--scope+experts+--pass+forward,backward+--seconds+3
+bench:passes:skewed:--suite+paper+--routing+skewed+--scope+experts+--pass+forward,backward+--seconds+2"
 
 run() {
     cd "$1" || exit 3
@@ -187,6 +190,7 @@ run() {
         case $part in
         correct) set -- $correct ;;
         paper) set -- $paper ;;
+        paper_topk) set -- $paper_topk ;;
         rest) set -- $rest ;;
         *) set -- "$part" ;;
         esac
@@ -203,7 +207,7 @@ case $command in
 pack) pack "$@" ;;
 run) run "$@" ;;
 *)
-    sed -n '2,20s/^# \{0,1\}//p' "$0"
+    sed -n '2,21s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac
