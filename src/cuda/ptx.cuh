@@ -96,7 +96,16 @@ SMOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
                  : "memory");
 }
 
-// The same without the hint that a neighbour will be wanted.
+// 16 bytes, or zeros when `real` is 0: the test goes straight into the copy's predicate.
+SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n"
+                 "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, p;\n}" ::"r"(to),
+                 "l"(from), "r"(real)
+                 : "memory");
+}
+
+// copy16_async without the hint that a neighbour will be wanted.
 SMOE_DEVICE void copy16_async_once(uint32_t to, const void *from, uint32_t bytes)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");

@@ -93,6 +93,11 @@ SMOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
     emulator::start_copy({to, bytes ? from : nullptr});
 }
 
+SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
+{
+    copy16_async(to, from, real ? 16 : 0);
+}
+
 SMOE_DEVICE void copy16_async_once(uint32_t to, const void *from, uint32_t bytes)
 {
     copy16_async(to, from, bytes);
