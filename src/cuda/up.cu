@@ -44,10 +44,13 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const 
     const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
     const uint32_t to = smoe_panel_offset(row0, chunk);
     ring_position<STAGES> ring(1);
+    // Entries are read two tiles ahead and their tokens one, so that nobody waits for either.
+    const int second = blockIdx.x + gridDim.x;
+    smoe_work tile = {0, 0}, after = {0, 0};
     int2 next = {-1, -1};
-    smoe_work tile = {0, 0};
     if (blockIdx.x < walk.units) {
         tile = walk.tile(blockIdx.x);
+        if (second < walk.units) after = walk.tile(second);
         next = read_tokens(p, tile, row0, chunk);
     }
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
@@ -59,10 +62,9 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const 
             piece[i] = (uint32_t)max(row, 0) * (uint32_t)(p.hidden / 8) + chunk;
         }
         const smoe_work now = tile;
-        if (unit + gridDim.x < walk.units) {
-            tile = walk.tile(unit + gridDim.x);
-            if (tile.row != now.row) next = read_tokens(p, tile, row0, chunk);
-        }
+        tile = after;
+        if (unit + gridDim.x < walk.units && tile.row != now.row) next = read_tokens(p, tile, row0, chunk);
+        if (unit + 2 * gridDim.x < walk.units) after = walk.tile(unit + 2 * gridDim.x);
         const int group = walk.column(unit) * (p.gated ? 16 : 32); // of eight features
         const char *from = (const char *)p.x;
         for (int k = 0; k < steps; k++) {
