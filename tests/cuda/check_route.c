@@ -4,7 +4,8 @@
  * in a graph.
  *
  *   cuda_check_route          all of it; exit 0 if all is equal, 1 if not, 3 if CUDA fails, 77 without a GPU
- *   cuda_check_route few      what a memory checker can run in a minute */
+ *   cuda_check_route few      what a memory checker can run in a minute
+ *   cuda_check_route fewest   what the emulator can run in seconds */
 #include "cuda/routing.h"
 #include "gpu.h"
 #include "route_cases.h"
@@ -254,13 +255,31 @@ static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind
     free(c.list_counts), free(c.tiles), free(c.pieces);
 }
 
-static int run_shape(smoe_context *context, const route_shape *shape, int few, cudaStream_t stream)
+/* How much of it all is run. */
+typedef struct extent {
+    const char *name;
+    int64_t most_tokens, most_rounded_cells; /* a shape's, and its tokens times experts where it is rounded */
+    int every, gemm_every;                   /* of the cases and GEMMs; 0: as the shape says */
+} extent;
+
+static const extent extents[] = {
+    {"all", INT64_MAX, INT64_MAX, 0, 1}, {"few", 1000, INT64_MAX, 23, 1}, {"fewest", 1000, 45000, 61, 3}};
+
+static int is_left_out(const extent *how, const route_shape *shape, int score, int rounding, int kind)
+{
+    const int every = how->every ? how->every : shape->every;
+    const int shift = how->every ? 11 * (int)(shape - route_shapes) : 0;
+    return (rounding != SMOE_ROUND_NONE && shape->tokens * shape->experts > how->most_rounded_cells) ||
+           (score * 49 + rounding * 7 + kind + shift) % every;
+}
+
+static int run_shape(smoe_context *context, const route_shape *shape, const extent *how, cudaStream_t stream)
 {
     int cases = 0;
     for (int score = 0; score < SCORES; score++)
         for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++)
             for (int kind = 0; kind < KINDS; kind++) {
-                if ((score * 49 + rounding * 7 + kind) % (few ? 23 : shape->every)) continue;
+                if (is_left_out(how, shape, score, rounding, kind)) continue;
                 smoe_layer layer = SMOE_LAYER_INIT;
                 layer.tokens = shape->tokens;
                 layer.hidden = layer.intermediate = 8;
@@ -338,12 +357,12 @@ static void check_gemm(int64_t tokens, int64_t experts, int64_t hidden, smoe_typ
     free_all(buffers, 4, "router GEMM");
 }
 
-static void check_gemms(void)
+static void check_gemms(const extent *how)
 {
     static const int64_t shapes[][3] = {{300, 128, 200},  {1, 1, 8},       {129, 7, 64},    {200, 130, 72},
                                         {130, 300, 1536}, {12300, 50, 72}, {2000, 900, 200}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-        for (int variant = 0; variant < 8; variant++)
+        for (int variant = 0; variant < 8; variant += how->gemm_every)
             check_gemm(shapes[i][0], shapes[i][1], shapes[i][2], variant & 1 ? SMOE_F16 : SMOE_BF16,
                        variant & 2 ? SMOE_BF16 : SMOE_F32, variant & 4);
 }
@@ -380,7 +399,9 @@ static double seconds(void)
 
 int main(int argc, char **argv)
 {
-    const int few = argc > 1 && !strcmp(argv[1], "few");
+    const extent *how = extents;
+    for (size_t i = 0; i < sizeof extents / sizeof *extents; i++)
+        if (argc > 1 && !strcmp(argv[1], extents[i].name)) how = &extents[i];
     smoe_context *context;
     if (smoe_create(&context, NULL) != SMOE_OK) return 3;
     int devices = 0;
@@ -392,14 +413,14 @@ int main(int argc, char **argv)
     CHECK_CUDA(smoe_cuda_plan_init());
     cudaStream_t stream;
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    check_gemms();
+    check_gemms(how);
     check_selection_bias(context, 8);
     check_selection_bias(context, 4096);
     int cases = 0;
     for (int i = 0; i < SHAPES; i++) {
-        if (few && route_shapes[i].tokens > 1000) continue;
+        if (route_shapes[i].tokens > how->most_tokens) continue;
         const double start = seconds();
-        const int before = failures, ran = run_shape(context, &route_shapes[i], few, stream);
+        const int before = failures, ran = run_shape(context, &route_shapes[i], how, stream);
         cases += ran;
         printf("T %6lld E %4lld K %2lld %-4s tile %4d: %4d cases, %d differ, %.1f s\n",
                (long long)route_shapes[i].tokens, (long long)route_shapes[i].experts,

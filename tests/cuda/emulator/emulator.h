@@ -110,7 +110,7 @@ template <class T> void write_shared(uint32_t address, T value)
 
 // Where a warp's lanes show each other their values: two places in turn, since a lane may be at the next
 // exchange before another has read this one.
-enum { EXCHANGE_BYTES = 32 };
+enum { EXCHANGE_BYTES = 48 };
 char *exchange();
 
 // All lanes' values, until the next exchange but one.

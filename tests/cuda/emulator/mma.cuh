@@ -10,17 +10,19 @@ template <class T>
 SMOE_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T)
 {
     struct fragment {
-        uint32_t a[4], b[2];
-    };
-    const fragment *all = emulator::gather(fragment{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+        float a[4][2], b[2][2];
+    } own;
+    for (int z = 0; z < 2; z++) {
+        for (int i = 0; i < 4; i++) own.a[i][z] = storage<T>::part(a[i], z);
+        own.b[0][z] = storage<T>::part(b0, z);
+        own.b[1][z] = storage<T>::part(b1, z);
+    }
+    const fragment *all = emulator::gather(own);
     const int lane = emulator::current->lane;
     for (int i = 0; i < 4; i++) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; k++) {
-            const uint32_t left = all[row % 8 * 4 + k / 2 % 4].a[row / 8 + k / 8 * 2];
-            const uint32_t right = all[column * 4 + k / 2 % 4].b[k / 8];
-            c[i] += storage<T>::part(left, k % 2) * storage<T>::part(right, k % 2);
-        }
+        const fragment *row = all + lane / 4 * 4, *column = all + (lane % 4 * 2 + i % 2) * 4;
+        for (int k = 0; k < 16; k++)
+            c[i] += row[k / 2 % 4].a[i / 2 + k / 8 * 2][k % 2] * column[k / 2 % 4].b[k / 8][k % 2];
     }
 }
 
