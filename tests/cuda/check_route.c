@@ -259,11 +259,13 @@ static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind
 typedef struct extent {
     const char *name;
     int64_t most_tokens, most_rounded_cells; /* a shape's, and its tokens times experts where it is rounded */
+    int64_t most_products;                   /* of a GEMM */
     int every, gemm_every;                   /* of the cases and GEMMs; 0: as the shape says */
 } extent;
 
-static const extent extents[] = {
-    {"all", INT64_MAX, INT64_MAX, 0, 1}, {"few", 1000, INT64_MAX, 23, 1}, {"fewest", 1000, 45000, 61, 3}};
+static const extent extents[] = {{"all", INT64_MAX, INT64_MAX, INT64_MAX, 0, 1},
+                                 {"few", 1000, INT64_MAX, INT64_MAX, 23, 1},
+                                 {"fewest", 1000, 45000, 100000000, 97, 3}};
 
 static int is_left_out(const extent *how, const route_shape *shape, int score, int rounding, int kind)
 {
@@ -361,10 +363,12 @@ static void check_gemms(const extent *how)
 {
     static const int64_t shapes[][3] = {{300, 128, 200},  {1, 1, 8},       {129, 7, 64},    {200, 130, 72},
                                         {130, 300, 1536}, {12300, 50, 72}, {2000, 900, 200}};
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        if (shapes[i][0] * shapes[i][1] * shapes[i][2] > how->most_products) continue;
         for (int variant = 0; variant < 8; variant += how->gemm_every)
             check_gemm(shapes[i][0], shapes[i][1], shapes[i][2], variant & 1 ? SMOE_F16 : SMOE_BF16,
                        variant & 2 ? SMOE_BF16 : SMOE_F32, variant & 4);
+    }
 }
 
 static void check_selection_bias(smoe_context *cpu, int64_t experts)

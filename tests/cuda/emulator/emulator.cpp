@@ -45,6 +45,11 @@ meeting warps[MOST_WARPS], block, named[NAMED_BARRIERS];
 std::map<uint32_t, barrier> barriers;
 std::deque<std::function<void()>> landings;
 
+int threads()
+{
+    return (int)(block_size.x * block_size.y * block_size.z);
+}
+
 running *runner()
 {
     return fibers[current->warp * WARP + current->lane].get();
@@ -70,7 +75,7 @@ void make_fiber()
     makecontext(&r.first, enter, 0);
 }
 
-void prepare(int i)
+void prepare(int i, int count)
 {
     if ((int)fibers.size() == i) make_fiber();
     fiber &f = fibers[i]->state;
@@ -79,6 +84,7 @@ void prepare(int i)
     f.index = {i % x, i / x % y, i / (x * y)};
     f.warp = i / WARP;
     f.lane = i % WARP;
+    f.lanes = std::min<int>(WARP, count - f.warp * WARP);
 }
 
 // Until it yields or ends.
@@ -114,13 +120,13 @@ void land_oldest()
 
 void run_block()
 {
-    const int count = (int)(block_size.x * block_size.y * block_size.z);
+    const int count = threads();
     std::fill(std::begin(warps), std::end(warps), meeting{});
     std::fill(std::begin(named), std::end(named), meeting{});
     block = {};
     barriers.clear();
     memset(shared, 0xFF, SHARED_BYTES);
-    for (int i = 0; i < count; i++) prepare(i);
+    for (int i = 0; i < count; i++) prepare(i, count);
     for (int left = count, idle = 0; left;) {
         progress = false;
         left = 0;
@@ -166,12 +172,6 @@ void wait_for_change(const uint32_t &word)
     self->watched = nullptr;
 }
 
-int lanes()
-{
-    const int all = (int)(block_size.x * block_size.y * block_size.z);
-    return std::min<int>(WARP, all - WARP * current->warp);
-}
-
 static void arrive(meeting &m, int count, bool wait)
 {
     if (++m.arrived == count) {
@@ -184,12 +184,12 @@ static void arrive(meeting &m, int count, bool wait)
 
 void meet_warp()
 {
-    arrive(warps[current->warp], lanes(), true);
+    arrive(warps[current->warp], current->lanes, true);
 }
 
 void meet_block()
 {
-    arrive(block, (int)(block_size.x * block_size.y * block_size.z), true);
+    arrive(block, threads(), true);
 }
 
 void named_arrive(int number, int count, bool wait)

@@ -49,7 +49,7 @@ struct copy {
 
 struct fiber {
     uint3 index;
-    int warp, lane;
+    int warp, lane, lanes; // lanes: of the warp
     bool done;
     const uint32_t *watched; // runs again when this is no longer `seen`; nullptr: any time
     uint32_t seen;
@@ -73,7 +73,6 @@ extern bool early;
 void run_grid(dim3 grid, dim3 block, const std::function<void()> &kernel);
 void yield();
 void wait_for_change(const uint32_t &word);
-int lanes(); // of the current warp
 void meet_warp();
 void meet_block();
 
@@ -127,7 +126,7 @@ template <class T, class F> T fold(T value, F f)
 {
     const T *all = gather(value);
     T result = all[0];
-    for (int i = 1; i < lanes(); i++) result = f(result, all[i]);
+    for (int i = 1; i < current->lanes; i++) result = f(result, all[i]);
     return result;
 }
 
