@@ -267,7 +267,7 @@ static const struct argp_option problem_argp_options[] = {
 
 static bool parse_chunks(const char *text, int *chunks, error *err)
 {
-    int64_t value;
+    int64_t value = 0;
     if (!parse_integer("--chunks", text, 1, 64, &value, err)) return false;
     if ((value & (value - 1)) != 0) return fail(err, ERROR_USAGE, "--chunks: %s is not a power of two", text);
     *chunks = (int)value;

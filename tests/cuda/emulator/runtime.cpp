@@ -1,20 +1,6 @@
 // As much of the CUDA runtime as the backend, its checks and the program call. Device memory is the host's.
 #include "emulator.h"
 
-// A stream runs its work at once, or keeps it while it is captured. The default stream is nullptr.
-struct CUstream_st {
-    bool captured;
-    std::vector<std::function<void()>> work;
-};
-
-struct CUgraph_st {
-    std::vector<std::function<void()>> work;
-};
-
-struct CUgraphExec_st {
-    std::vector<std::function<void()>> work;
-};
-
 namespace emulator
 {
 
@@ -22,14 +8,6 @@ CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, voi
                 const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *,
                 CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                 CUtensorMapFloatOOBfill);
-
-void enqueue(cudaStream_t stream, std::function<void()> work)
-{
-    if (stream && stream->captured)
-        stream->work.push_back(std::move(work));
-    else
-        work();
-}
 
 } // namespace emulator
 
@@ -59,6 +37,19 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int)
              : attribute == cudaDevAttrComputeCapabilityMinor ? 0
              : ctas                                           ? atoi(ctas)
                                                               : 3;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int)
+{
+    *properties = {};
+    strcpy(properties->name, "emulator");
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *free, size_t *total)
+{
+    *free = *total = (size_t)8 << 30; // said, not held to
     return cudaSuccess;
 }
 
@@ -128,62 +119,6 @@ cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t 
 
 cudaError_t cudaDeviceSynchronize(void)
 {
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
-{
-    *stream = new CUstream_st{};
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t stream)
-{
-    delete stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t stream)
-{
-    return stream && stream->captured ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
-}
-
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode)
-{
-    if (!stream || stream->captured) return cudaErrorStreamCaptureUnsupported;
-    stream->captured = true;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
-{
-    if (!stream || !stream->captured) return cudaErrorIllegalState;
-    *graph = new CUgraph_st{std::move(stream->work)};
-    *stream = {};
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t *run, cudaGraph_t graph, unsigned long long)
-{
-    *run = new CUgraphExec_st{graph->work};
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t run, cudaStream_t stream)
-{
-    for (const auto &work : run->work) emulator::enqueue(stream, work);
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphDestroy(cudaGraph_t graph)
-{
-    delete graph;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t run)
-{
-    delete run;
     return cudaSuccess;
 }
 }
