@@ -140,14 +140,13 @@ struct gatherer {
         const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
         if (threadIdx.x == 256) load_weights(stage + A_BYTES, full);
         const int from_column = k * STEP + chunk * 8;
-        const uint32_t wanted = from_column < p.hidden ? real : 0,
-                       to = stage + smoe_panel_offset(row0, chunk);
-        const char *from = (const char *)p.dout + from_column * 2;
+        const bool inside = from_column < p.hidden;
+        const uint32_t wanted = inside ? real : 0, to = stage + smoe_panel_offset(row0, chunk);
+        const char *from = (const char *)p.dout + (inside ? from_column * 2 : 0);
         const uint32_t row_bytes = (uint32_t)p.hidden * 2;
 #pragma unroll
         for (int i = 0; i < ROWS_A_WORKER; i++)
-            copy16_async(to + i * 16 * SMOE_PANEL_ROW_BYTES,
-                         wanted >> i & 1 ? from + (uint64_t)token[i] * row_bytes : (const char *)p.dout,
+            copy16_async(to + i * 16 * SMOE_PANEL_ROW_BYTES, from + (uint64_t)token[i] * row_bytes,
                          wanted >> i & 1 ? 16u : 0u);
         barrier_arrive_after_copies(full);
         ring.advance();
