@@ -75,14 +75,29 @@ static void add(CUtensorMapDataType type, char *to, const char *value)
     add<__half>(to, value);
 }
 
+static uint32_t bytes_of(const box_map &m)
+{
+    uint32_t bytes = (uint32_t)m.stride[0];
+    for (cuuint32_t i = 0; i < m.rank; i++) bytes *= m.box[i];
+    return bytes;
+}
+
+void check_box(const CUtensorMap *map, uint32_t address)
+{
+    box_map m;
+    memcpy(&m, (const void *)map, sizeof m);
+    for (uint32_t i = 0; i < bytes_of(m); i += GRANULE)
+        check_fenced(address + i, current->fenced, "a TMA store");
+}
+
 uint32_t move_box(const CUtensorMap *map, uint32_t address, const int *coordinates, transfer how)
 {
     box_map m;
     memcpy(&m, (const void *)map, sizeof m);
-    const uint32_t element = (uint32_t)m.stride[0];
-    uint32_t count = 1;
-    for (cuuint32_t i = 0; i < m.rank; i++) count *= m.box[i];
+    const uint32_t element = (uint32_t)m.stride[0], count = bytes_of(m) / element;
     if (address % 1024 || address + count * element > SHARED_BYTES) abort();
+    for (uint32_t i = 0; how == LOAD && i < count * element; i += GRANULE)
+        note_write(address + i, nullptr, false);
     for (uint32_t i = 0; i < count; i++) {
         char *there = m.base, *here = shared + swizzled(address + i * element);
         bool inside = true;

@@ -59,6 +59,11 @@ void enter()
 {
     for (;;) {
         body();
+        if (!current->stores.empty() || !current->multiplies.empty()) {
+            fprintf(stderr, "thread %u ended before its %s\n", current->index.x,
+                    current->stores.empty() ? "multiplies" : "stores");
+            abort();
+        }
         current->done = progress = true;
         yield();
     }
@@ -126,6 +131,7 @@ void run_block()
     block = {};
     barriers.clear();
     memset(shared, 0xFF, SHARED_BYTES);
+    generic_writes.assign(SHARED_BYTES / GRANULE, {});
     for (int i = 0; i < count; i++) prepare(i, count);
     for (int left = count, idle = 0; left;) {
         progress = false;
@@ -226,6 +232,7 @@ void later(std::function<void()> landing)
 
 static void land(const copy &c)
 {
+    note_write(c.to, nullptr, true);
     if (c.from)
         memcpy(shared + c.to, c.from, 16);
     else

@@ -1,12 +1,15 @@
 // The kernels of src/cuda on the CPU: every CUDA thread is a fiber, all of them on one thread of the host.
 //
 // What is emulated: CTAs one after the other; warp shuffles, votes, stmatrix, ldmatrix and mma.sync (all
-// lanes meet); named barriers and mbarriers with their transaction bytes; cp.async and TMA loads that land as
-// late as they may (EMULATOR_EARLY in the environment: at once); TMA boxes with swizzle, out-of-bounds rule
-// and reduction; wgmma through its descriptors; streams that run at once, or record for a graph. What is not:
-// memory ordering and proxies, registers, time. convert.py makes C++ of the sources; the headers beside this
-// one stand in for those of the same name that hold instructions.
+// lanes meet); named barriers and mbarriers with their transaction bytes; TMA boxes with swizzle,
+// out-of-bounds rule and reduction; wgmma through its descriptors; streams that run at once, or record for a
+// graph. cp.async and TMA loads land, TMA stores and wgmma read shared memory as late as they may
+// (EMULATOR_EARLY in the environment: at once), and a generic write to shared memory that TMA or wgmma reads
+// without a fence ends the program. What is not: the rest of memory ordering, registers, time. convert.py
+// makes C++ of the sources; the headers beside this one stand in for those of the same name that hold
+// instructions.
 #pragma once
+#include "hazards.h"
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -54,6 +57,8 @@ struct fiber {
     const uint32_t *watched; // runs again when this is no longer `seen`; nullptr: any time
     uint32_t seen;
     uint32_t exchanges;                    // of the warp
+    uint64_t fenced;                       // when it last fenced its writes from TMA and wgmma
+    late_groups stores, multiplies;        // TMA's, wgmma's
     std::vector<std::vector<copy>> groups; // of cp.async, oldest first
     std::vector<copy> open;                // not committed
 };
@@ -68,7 +73,6 @@ extern fiber *current;
 extern uint3 block_index;
 extern dim3 block_size, grid_size;
 extern char *const shared; // SHARED_BYTES
-extern bool early;
 
 void run_grid(dim3 grid, dim3 block, const std::function<void()> &kernel);
 void yield();
@@ -87,6 +91,7 @@ void land_copies(size_t groups_left, bool open_too);
 void later(std::function<void()> landing);
 
 enum transfer { LOAD, STORE, ADD };
+void check_box(const CUtensorMap *map, uint32_t address); // before it is stored: fenced?
 uint32_t move_box(const CUtensorMap *map, uint32_t address, const int *coordinates, transfer how); // bytes
 
 inline uint32_t swizzled(uint32_t address)
@@ -104,6 +109,7 @@ template <class T> T read_shared(uint32_t address)
 template <class T> void write_shared(uint32_t address, T value)
 {
     if (address % sizeof value != 0 || address + sizeof value > SHARED_BYTES) abort();
+    note_write(address, &current->fenced, true);
     memcpy(shared + address, &value, sizeof value);
 }
 

@@ -29,6 +29,7 @@ template <int REGISTERS> SMOE_DEVICE void give_registers()
 
 SMOE_DEVICE void fence_async_proxy()
 {
+    emulator::current->fenced = ++emulator::hazard_time;
 }
 
 SMOE_DEVICE void named_barrier_sync(int barrier, int threads)

@@ -1,4 +1,4 @@
-// Stands in for src/cuda/tma.cuh. Stores are done when they are asked for.
+// Stands in for src/cuda/tma.cuh.
 #pragma once
 #include "mbarrier.cuh"
 
@@ -24,6 +24,7 @@ SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint3
 {
     if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || to + bytes > emulator::SHARED_BYTES) abort();
     emulator::later([=] {
+        for (uint32_t i = 0; i < bytes; i += emulator::GRANULE) emulator::note_write(to + i, nullptr, false);
         memcpy(emulator::shared + to, from, bytes);
         emulator::barrier &b = emulator::barrier_at(barrier);
         b.bytes -= bytes;
@@ -34,27 +35,36 @@ SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint3
 template <class... Coordinates>
 SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
 {
-    const int coordinates[] = {x...};
-    emulator::move_box(map, from, coordinates, emulator::STORE);
+    emulator::check_box(map, from);
+    emulator::current->stores.add([=] {
+        const int coordinates[] = {x...};
+        emulator::move_box(map, from, coordinates, emulator::STORE);
+    });
 }
 
 template <class... Coordinates>
 SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
 {
-    const int coordinates[] = {x...};
-    emulator::move_box(map, from, coordinates, emulator::ADD);
+    emulator::check_box(map, from);
+    emulator::current->stores.add([=] {
+        const int coordinates[] = {x...};
+        emulator::move_box(map, from, coordinates, emulator::ADD);
+    });
 }
 
 SMOE_DEVICE void commit_stores()
 {
+    emulator::current->stores.commit();
 }
 
 template <int PENDING> SMOE_DEVICE void wait_stores_read()
 {
+    emulator::current->stores.wait(PENDING);
 }
 
 SMOE_DEVICE void wait_stores_done()
 {
+    emulator::current->stores.wait(0);
 }
 
 } // namespace smoe

@@ -1,4 +1,4 @@
-// Stands in for src/cuda/wgmma.cuh: each lane computes its own accumulators when the multiply is issued.
+// Stands in for src/cuda/wgmma.cuh: each lane computes its own accumulators, as late as their group allows.
 #pragma once
 #include "descriptor.cuh"
 #include "storage.cuh"
@@ -13,10 +13,12 @@ SMOE_DEVICE void wgmma_fence()
 
 SMOE_DEVICE void wgmma_commit()
 {
+    emulator::current->multiplies.commit();
 }
 
 template <int PENDING> SMOE_DEVICE void wgmma_wait()
 {
+    emulator::current->multiplies.wait(PENDING);
     __syncwarp();
 }
 
@@ -45,6 +47,25 @@ template <typename T> struct matrix_unit {
 
     template <operand_order A = K_MAJOR, operand_order B = K_MAJOR, int COUNT>
     static void multiply(float (&c)[COUNT], uint64_t a, uint64_t b, int keep)
+    {
+        check(a, A, 64);
+        check(b, B, COUNT * 2);
+        emulator::current->multiplies.add([=, &c] { multiply_now<A, B>(c, a, b, keep); });
+    }
+
+    // The 16 bytes of an operand of `count` rows or columns that fall to this lane, and so on.
+    static void check(uint64_t descriptor, operand_order order, int count)
+    {
+        for (int i = emulator::current->lane; i < count * STEP / 8; i += emulator::WARP) {
+            const int mn = order == MN_MAJOR ? i % (count / 8) * 8 : i / 2,
+                      k = order == MN_MAJOR ? i / (count / 8) : i % 2 * 8;
+            emulator::check_fenced(element_address(descriptor, order, mn, k), emulator::current->fenced,
+                                   "wgmma");
+        }
+    }
+
+    template <operand_order A, operand_order B, int COUNT>
+    static void multiply_now(float (&c)[COUNT], uint64_t a, uint64_t b, int keep)
     {
         const int lane = emulator::current->lane, first = emulator::current->warp % 4 * 16 + lane / 4;
         float rows[2][STEP];
