@@ -71,7 +71,7 @@ static void add_dx(const smoe_layer *layer, const oracle_input *input, const ora
     }
 }
 
-/* dWr = dlogits^T X, dbr = sum dlogits, dX += dlogits Wr */
+/* dWr = dlogits^T X, dX += dlogits Wr, where dlogits may be kept in dtype on the way; dbr = sum dlogits */
 static void router_gradients(const smoe_layer *layer, const oracle_input *input, oracle_backward *b)
 {
     const int64_t hidden = layer->hidden, experts = layer->experts;
@@ -79,8 +79,8 @@ static void router_gradients(const smoe_layer *layer, const oracle_input *input,
     b->drouter_bias = oracle_alloc((size_t)experts, sizeof(double));
     for (int64_t t = 0; t < layer->tokens; t++) {
         for (int64_t e = 0; e < experts; e++) {
-            const double dlogit = b->dlogits[t * experts + e];
-            b->drouter_bias[e] += dlogit;
+            const double dlogit = stored(layer, input, b->dlogits[t * experts + e]);
+            b->drouter_bias[e] += b->dlogits[t * experts + e];
             for (int64_t i = 0; i < hidden; i++) {
                 b->drouter_weight[e * hidden + i] += dlogit * input->x[t * hidden + i];
                 if (input->router_weight)

@@ -2,8 +2,8 @@
  * the header's enums and smoe_layer with the library, and no code.
  *
  * Inputs are doubles that the caller has rounded to their storage types. With `round_stores` every tensor
- * that an implementation may keep in memory (logits, weights, H, A, Y, O, dA', A', dH, dX~ and the
- * gradients) is rounded to its storage type: the error of this against the same call without it is what
+ * that an implementation may keep in memory (logits, weights, H, A, Y, O, dA', A', dH, dX~, dlogits
+ * on its way to dWr and dX, and the gradients) is rounded to its storage type: the error of this against the same call without it is what
  * storage alone costs.
  *
  * Where f32 arithmetic may rightly decide otherwise than fp64 (two scores closer than a few units in the last

@@ -1,20 +1,11 @@
-/* The backward of the experts as launches: lists, dh and dS, dw2, dw1, then dx_rows and dx chunk by chunk.
+/* The backward as launches: lists, dh and dS, dw2, dw1, the router's, then dx_rows and dx chunk by chunk.
  *
- * Scratch: the work lists; dS's parts; dH unless it takes H's place; then one place for what is never there
- * at the same time: A' and the tiles of split experts of dw2, those of dw1, dX~ of one chunk. */
-#include "device.h"
-#include "launch_backward.h"
+ * Scratch: the work lists; dS's parts; dH unless it takes H's place; the nonzeros of sparse dlogits; then one
+ * place for what is never there at the same time: A' and the tiles of split experts of dw2, those of dw1,
+ * dense dlogits and dWr's tiles, dX~ of one chunk. */
+#include "backward.h"
 
 enum { DH_COLUMNS = 256 }; /* of a column tile: a part of dS each */
-
-/* Offsets from the start of scratch. */
-typedef struct backward_scratch {
-    uint64_t counts, tiles, pieces, splits, block_expert, ds, dh, a, parts2, end;
-    int64_t parts;          /* bound on pieces of split experts */
-    uint64_t shared;        /* a, and later dw1's tiles of split experts, and later dX~ */
-    int32_t tiles2, tiles1; /* of an expert's dW2 and dW1 */
-    int32_t ds_parts;       /* without b2's */
-} backward_scratch;
 
 static uint64_t larger(uint64_t a, uint64_t b)
 {
@@ -42,12 +33,16 @@ static backward_scratch lay_out(const device_state *state, const smoe_problem *p
     s.ds = s.block_expert + smoe_align_up(sizeof(int32_t) * (uint64_t)(blocks + 1));
     s.dh = s.ds + smoe_align_up(sizeof(float) * rows * (uint64_t)(s.ds_parts + 1));
     s.shared = s.dh + (layer->reuse_saved ? 0 : smoe_align_up(rows * (uint64_t)(p->h_width * p->element)));
+    if (layer->entry == SMOE_FROM_LOGITS) {
+        s.router = smoe_cuda_router_scratch(state, p, s.shared);
+        s.shared = s.router.end;
+    }
     s.a = s.shared;
     s.parts2 = s.a + smoe_align_up(rows * (uint64_t)(layer->intermediate * p->element));
     const uint64_t dw2_end = s.parts2 + parts * (uint64_t)s.tiles2 * tile;
     const uint64_t dw1_end = s.shared + parts * (uint64_t)s.tiles1 * tile;
     const uint64_t dx_end = s.shared + smoe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
-    s.end = larger(larger(dw2_end, dw1_end), dx_end);
+    s.end = larger(larger(dw2_end, dw1_end), larger(dx_end, s.router.passing_end));
     return s;
 }
 
@@ -59,10 +54,7 @@ static const char *why_no_backward(const smoe_layer *layer)
     (void)layer;
     return "the cuda backend has no backward yet (SMOE_CUDA_BACKWARD builds the one no GPU has run)";
 #else
-    return layer->inference || layer->entry == SMOE_FROM_LOGITS
-               ? "entry FROM_LOGITS (0): the cuda backend has no router backward yet; it goes back from "
-                 "FROM_TOPK (1) and FROM_ROWS (2)"
-               : NULL;
+    return layer->inference ? "inference is 1: nothing was saved for a backward" : NULL;
 #endif
 }
 
@@ -78,24 +70,9 @@ cudaError_t smoe_cuda_backward_init(void)
     return status == cudaSuccess ? smoe_cuda_dx_rows_init() : status;
 }
 
-/* What the stages share. */
-typedef struct backward_call {
-    const smoe_problem *problem;
-    const smoe_backward_args *args;
-    const smoe_plan_arrays *plan;
-    const device_state *state;
-    backward_scratch at;
-    smoe_cuda_backward_lists lists;
-    char *scratch, *dh, *a;
-    int64_t rows; /* whole blocks of the padded rows */
-    int halves;
-    smoe_map_maker maker;
-    cudaStream_t stream;
-} backward_call;
-
 static cudaError_t make_lists(const backward_call *c)
 {
-    const smoe_cuda_make_lists p = {
+    const smoe_cuda_make_lists experts = {
         .block_offsets = c->plan->block_offsets,
         .order = c->plan->order,
         .lists = c->lists,
@@ -104,7 +81,9 @@ static cudaError_t make_lists(const backward_call *c)
         .weight_tiles = c->at.tiles2,
         .ctas = c->state->ctas,
     };
-    return smoe_cuda_lists_launch(&p, c->stream);
+    if (!smoe_cuda_router_has_lists(c)) return smoe_cuda_lists_launch(&experts, NULL, c->stream);
+    const smoe_cuda_make_lists router = smoe_cuda_router_lists(c);
+    return smoe_cuda_lists_launch(&experts, &router, c->stream);
 }
 
 static cudaError_t run_dh(backward_call *c)
@@ -157,7 +136,7 @@ static cudaError_t run_ds(const backward_call *c)
         .topk = (int32_t)layer->topk,
         .wide_index = layer->index_type == SMOE_I64,
     };
-    return p.topk_gradient || p.token_gradient || p.row_gradient
+    return p.topk_gradient || p.token_gradient || p.row_gradient || c->with_router
                ? smoe_cuda_ds_launch(&p, layer->dtype, c->stream)
                : cudaSuccess;
 }
@@ -267,7 +246,7 @@ static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t c
 static cudaError_t run_dx(const backward_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
-    const smoe_cuda_combine p = {
+    smoe_cuda_combine p = {
         .y = c->scratch + c->at.shared,
         .out = (char *)c->args->dx + first_column * c->problem->element,
         .token_offsets = c->plan->token_offsets,
@@ -276,6 +255,7 @@ static cudaError_t run_dx(const backward_call *c, int64_t first_column, int64_t 
         .hidden = layer->hidden,
         .columns = columns,
     };
+    if (c->with_router && c->args->router_weight) smoe_cuda_router_term(c, first_column, &p);
     return smoe_cuda_combine_launch(&p, layer->dtype, c->stream);
 }
 
@@ -311,6 +291,11 @@ static cudaError_t run_stages(smoe_context *context, backward_call *c)
     smoe_stage_begin(context, SMOE_STAGE_DW1, c->stream);
     status = run_dw1(c);
     smoe_stage_end(context, SMOE_STAGE_DW1, c->stream);
+    if (status == cudaSuccess && c->with_router) {
+        smoe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, c->stream);
+        status = smoe_cuda_router_backward(c);
+        smoe_stage_end(context, SMOE_STAGE_ROUTER_BWD, c->stream);
+    }
     return status == cudaSuccess ? run_chunks(context, c) : status;
 }
 
@@ -319,9 +304,9 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
                                void *stream)
 {
     const device_state *state = context->state;
-    (void)with_router; /* the other entries have no router */
+    const char *const function = with_router ? "smoe_layer_backward" : "smoe_experts_backward";
     const char *missing = why_no_backward(&problem->layer);
-    if (missing) return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "smoe_experts_backward: %s", missing);
+    if (missing) return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "%s: %s", function, missing);
     const backward_scratch at = lay_out(state, problem);
     char *scratch = args->scratch;
     backward_call call = {
@@ -338,17 +323,17 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
         .a = scratch + at.a,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
         .halves = problem->gated ? 2 : 1,
+        .with_router = with_router,
         .maker = {state->encode, problem->layer.dtype, CUDA_SUCCESS},
         .stream = stream,
     };
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_experts_backward", status);
+    if (status != cudaSuccess) return device_error(context, function, status);
     status = run_stages(context, &call);
     leave_device(state, before);
     if (call.maker.status != CUDA_SUCCESS)
-        return smoe_fail(context, SMOE_ERROR_DEVICE,
-                         "smoe_experts_backward: cuTensorMapEncodeTiled failed with driver error %d",
-                         (int)call.maker.status);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_experts_backward", status);
+        return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: cuTensorMapEncodeTiled failed with driver error %d",
+                         function, (int)call.maker.status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, function, status);
 }

@@ -1,7 +1,7 @@
 // Bias gradients: db2[e] = sum_r s[r] dO[t(r)], db1[e] = sum_r dH[r]. Column sums over an expert's rows in
 // f32, a CTA an expert and 64 columns, always in the same order.
+#include "backward_shared.cuh"
 #include "launch_backward.h"
-#include "storage.cuh"
 
 namespace smoe
 {
@@ -9,21 +9,6 @@ namespace
 {
 
 enum { COLUMNS = 64, LANES = COLUMNS / 8, ROWS = 32, THREADS = LANES * ROWS };
-
-template <typename G> SMOE_DEVICE void give(G *to, float sum, bool accumulate);
-
-template <> SMOE_DEVICE void give(float *to, float sum, bool accumulate)
-{
-    *to = accumulate ? *to + sum : sum;
-}
-template <> SMOE_DEVICE void give(__nv_bfloat16 *to, float sum, bool accumulate)
-{
-    *to = __float2bfloat16_rn(accumulate ? __bfloat162float(*to) + sum : sum);
-}
-template <> SMOE_DEVICE void give(__half *to, float sum, bool accumulate)
-{
-    *to = __float2half_rn(accumulate ? __half2float(*to) + sum : sum);
-}
 
 template <typename T> SMOE_DEVICE void add(float (&sum)[8], uint4 v, float weight)
 {

@@ -1,7 +1,7 @@
 // dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>: the sum of the column tiles' parts in order, given back as the
-// gradient of what the caller gave as weights.
+// gradient of what the caller gave as weights. dlogits.cu sums them for itself.
+#include "backward_shared.cuh"
 #include "launch_backward.h"
-#include "storage.cuh"
 
 namespace smoe
 {
@@ -10,11 +10,9 @@ namespace
 
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
-SMOE_DEVICE float sum_of_parts(const smoe_cuda_ds &p, int64_t row)
+SMOE_DEVICE float ds_of(const smoe_cuda_ds &p, int64_t row)
 {
-    float sum = 0.0f;
-    for (int i = 0; i < p.parts; i++) sum += p.partial[i * p.padded_rows + row];
-    return sum;
+    return sum_of_parts(p.partial, p.parts, p.padded_rows, row);
 }
 
 template <typename T> SMOE_DEVICE float dot8(uint4 a, uint4 b, float sum)
@@ -61,7 +59,7 @@ template <typename I> __global__ void __launch_bounds__(THREADS) give_topk(const
     if (counts)
         for (int i = __ldg(p.token_offsets + token); i < __ldg(p.token_offsets + token + 1); i++) {
             const int row = __ldg(p.token_rows + i);
-            if (p.block_expert[row / SMOE_BLOCK_ROWS] == id) sum = sum_of_parts(p, row);
+            if (p.block_expert[row / SMOE_BLOCK_ROWS] == id) sum = ds_of(p, row);
         }
     p.topk_gradient[index] = sum;
 }
@@ -72,13 +70,13 @@ __global__ void __launch_bounds__(THREADS) give_tokens(const smoe_cuda_ds p)
     const int64_t token = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (token >= p.tokens) return;
     const int i = p.token_offsets[token];
-    p.token_gradient[token] = i < p.token_offsets[token + 1] ? sum_of_parts(p, p.token_rows[i]) : 0.0f;
+    p.token_gradient[token] = i < p.token_offsets[token + 1] ? ds_of(p, p.token_rows[i]) : 0.0f;
 }
 
 __global__ void __launch_bounds__(THREADS) give_rows(const smoe_cuda_ds p)
 {
     const int64_t row = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (row < p.padded_rows) p.row_gradient[row] = p.row_token[row] >= 0 ? sum_of_parts(p, row) : 0.0f;
+    if (row < p.padded_rows) p.row_gradient[row] = p.row_token[row] >= 0 ? ds_of(p, row) : 0.0f;
 }
 
 unsigned blocks_of(int64_t items, int64_t each)

@@ -7,6 +7,7 @@
 //
 // An expert without rows gives zeros, or with accumulate nothing. A split expert's pieces leave their tiles
 // in f32; add_parts sums them in order.
+#include "backward_shared.cuh"
 #include "cooperative.cuh"
 #include "launch_backward.h"
 #include "tma.cuh"
@@ -23,7 +24,8 @@ enum {
     ROWS_A_LOADER = STEP / (LOADERS / 16), // sixteen threads copy the 256 bytes of a row
     BARRIERS = STAGING_END,
     SHARED_BYTES = BARRIERS + BARRIER_BYTES,
-    CONSUMER_THREADS = 256
+    CONSUMER_THREADS = 256,
+    SLICES = SMOE_WEIGHT_TILE / (4 * CONSUMER_THREADS) // of a tile: four floats a thread
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_TILE_HIDDEN &&
@@ -78,9 +80,15 @@ SMOE_DEVICE void load_slot(const smoe_cuda_dw &p, smoe_slot slot, int row, uint3
         load_box(to, &p.features, full, 0, row, slot.feature / SMOE_PANEL_COLUMNS, slot.half);
 }
 
-SMOE_DEVICE int first_token(const int32_t *row_token, const smoe_piece &piece)
+// Without row_token rows are tokens.
+SMOE_DEVICE int token_of(const smoe_cuda_dw &p, int row)
 {
-    return piece.blocks ? __ldg(row_token + piece.row) : -1;
+    return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
+}
+
+SMOE_DEVICE int first_token(const smoe_cuda_dw &p, const smoe_piece &piece, int row)
+{
+    return piece.blocks ? token_of(p, piece.row + row) : -1;
 }
 
 SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, const shared_layout &shared)
@@ -90,16 +98,16 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, cons
     const uint32_t even = panel + smoe_panel_offset(row0, chunk & 7),
                    odd = panel + smoe_panel_offset(row0 + 4, chunk & 7);
     const uint32_t row_bytes = (uint32_t)p.hidden * 2;
-    const int32_t *row_token = p.row_token + row0 + 4 * chunk; // the lanes of a row share its reading
+    const int row = row0 + 4 * chunk; // of a step: the lanes of a row share its reading
     ring_position<STAGES> ring(1);
     smoe_piece next_piece = {0, 0, 0, -1};
     if (blockIdx.x < walk.units) next_piece = walk.piece(blockIdx.x);
-    int next = first_token(row_token, next_piece);
+    int next = first_token(p, next_piece, row);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const smoe_piece piece = next_piece;
         if (unit + gridDim.x < walk.units) next_piece = walk.piece(unit + gridDim.x);
         if (walk.skips(piece)) {
-            next = first_token(row_token, next_piece);
+            next = first_token(p, next_piece, row);
             continue;
         }
         const int column = walk.hidden(unit) + chunk * 8;
@@ -109,15 +117,15 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, cons
         const smoe_slot left = walk.slot(unit, 0), right = walk.slot(unit, 1);
         for (int k = 0; k < steps; k++) {
             const int now = next;
-            next = k + 1 < steps ? __ldg(row_token + piece.row + (k + 1) * STEP)
-                                 : first_token(row_token, next_piece);
+            next = k + 1 < steps ? token_of(p, piece.row + row + (k + 1) * STEP)
+                                 : first_token(p, next_piece, row);
             barrier_wait(shared.empty(ring.stage), ring.phase);
             const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
             if (thread == 0) {
-                const int row = piece.blocks ? piece.row + k * STEP : -STEP; // a row below 0 reads as zeros
+                const int first = piece.blocks ? piece.row + k * STEP : -STEP; // below 0 reads as zeros
                 barrier_expect(full, B_BYTES);
-                load_slot(p, left, row, stage + A_BYTES, full);
-                load_slot(p, right, row, stage + A_BYTES + SLOT_BYTES, full);
+                load_slot(p, left, first, stage + A_BYTES, full);
+                load_slot(p, right, first, stage + A_BYTES + SLOT_BYTES, full);
             }
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++) {
@@ -274,7 +282,7 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_dw &p, const weight_walk &walk, 
         if (piece.part >= 0) {
             float4 *to = (float4 *)part_of(p, piece.part, walk.tiles, unit % walk.tiles, threadIdx.x);
 #pragma unroll
-            for (int i = 0; i < 32; i++)
+            for (int i = 0; i < SLICES; i++)
                 to[i * CONSUMER_THREADS] =
                     make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
             continue;
@@ -308,33 +316,6 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ smoe_cu
 
 // ---- The second pass over split experts
 
-SMOE_DEVICE float stored(float v)
-{
-    return v;
-}
-
-template <typename G> SMOE_DEVICE G to_stored(float v);
-template <> SMOE_DEVICE float to_stored<float>(float v)
-{
-    return v;
-}
-template <> SMOE_DEVICE __nv_bfloat16 to_stored<__nv_bfloat16>(float v)
-{
-    return __float2bfloat16_rn(v);
-}
-template <> SMOE_DEVICE __half to_stored<__half>(float v)
-{
-    return __float2half_rn(v);
-}
-SMOE_DEVICE float stored(__nv_bfloat16 v)
-{
-    return __bfloat162float(v);
-}
-SMOE_DEVICE float stored(__half v)
-{
-    return __half2float(v);
-}
-
 // Element (d, feature of half) of the expert's gradient.
 template <bool TRANSPOSED>
 SMOE_DEVICE int64_t gradient_element(const smoe_cuda_dw &p, int expert, int half, int feature, int d)
@@ -344,35 +325,34 @@ SMOE_DEVICE int64_t gradient_element(const smoe_cuda_dw &p, int expert, int half
     return ((int64_t)expert * p.halves * p.intermediate + row) * p.hidden + d;
 }
 
+// A CTA's work: 16 bytes a thread of a tile, so that few tiles keep many CTAs busy.
 template <typename G, bool TRANSPOSED>
 __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ smoe_cuda_dw p)
 {
     const weight_walk walk(p);
-    const int units = __ldg(p.lists.counts + 2) * walk.tiles, lane = threadIdx.x & 31;
+    const int slices = __ldg(p.lists.counts + 2) * walk.tiles * SLICES, lane = threadIdx.x & 31;
     const int row = (threadIdx.x >> 5) * 16 + (lane >> 2);
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
+        const int unit = slice / SLICES, i = slice % SLICES, column = i * 8 + (lane & 3) * 2;
+        const smoe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
+        const int feature = slot.feature + column % SMOE_WEIGHT_SLOT;
+        if (slot.half >= p.halves || feature >= p.intermediate) continue;
         const smoe_split split = p.lists.splits[unit / walk.tiles];
-        for (int i = 0; i < 32; i++) {
-            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            for (int part = 0; part < split.parts; part++) {
-                const float4 v =
-                    ((const float4 *)part_of(p, split.first_part + part, walk.tiles, unit % walk.tiles,
-                                             threadIdx.x))[i * CONSUMER_THREADS];
-                sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-            }
-            const int column = i * 8 + (lane & 3) * 2;
-            const smoe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
-            const int feature = slot.feature + column % SMOE_WEIGHT_SLOT;
-            if (slot.half >= p.halves || feature >= p.intermediate) continue;
-            const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int part = 0; part < split.parts; part++) {
+            const float4 v = ((const float4 *)part_of(p, split.first_part + part, walk.tiles,
+                                                      unit % walk.tiles, threadIdx.x))[i * CONSUMER_THREADS];
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int d = walk.hidden(unit) + row + (j >> 1) * 8;
-                if (d >= p.hidden) continue;
-                G *to = (G *)p.weight_gradient +
-                        gradient_element<TRANSPOSED>(p, split.expert, slot.half, feature + (j & 1), d);
-                *to = to_stored<G>(p.accumulate ? stored(*to) + values[j] : values[j]);
-            }
+        for (int j = 0; j < 4; j++) {
+            const int d = walk.hidden(unit) + row + (j >> 1) * 8;
+            if (d >= p.hidden || feature + (j & 1) >= p.intermediate) continue;
+            G *to = (G *)p.weight_gradient +
+                    gradient_element<TRANSPOSED>(p, split.expert, slot.half, feature + (j & 1), d);
+            give(to, values[j], p.accumulate);
         }
     }
 }

@@ -80,11 +80,21 @@ cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *down, smoe_down_kind kin
 
 /* ---- combine ---- */
 
+/* A nonzero of dlogits. */
+typedef struct smoe_cuda_term {
+    int32_t expert;
+    float dlogit;
+} smoe_cuda_term;
+
 typedef struct smoe_cuda_combine {
     const void *y; /* (padded_rows, columns) */
     void *out;     /* (T, hidden), at the chunk's first column */
     const int32_t *token_offsets, *token_rows;
     const float *row_weight; /* NULL: ones */
+    /* the router's term: the sum starts from what is in `out`; or every row comes with dlogit Wr[expert] */
+    int32_t onto;
+    const smoe_cuda_term *terms; /* as token_rows, or NULL */
+    const void *router_weight;   /* Wr (E, hidden), at the chunk's first column; with terms */
     int64_t tokens, hidden, columns;
 } smoe_cuda_combine;
 

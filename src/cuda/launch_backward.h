@@ -20,13 +20,15 @@ typedef struct smoe_cuda_backward_lists {
 } smoe_cuda_backward_lists;
 
 typedef struct smoe_cuda_make_lists {
-    const int32_t *block_offsets, *order; /* of the plan */
+    const int32_t *block_offsets, *order; /* of the plan; NULL: one expert of padded_blocks blocks */
     smoe_cuda_backward_lists lists;
     int32_t experts, padded_blocks;
     int32_t weight_tiles, ctas; /* smoe_split_limit */
 } smoe_cuda_make_lists;
 
-cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *lists, cudaStream_t stream);
+/* router: the lists of a second problem, or NULL. */
+cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *experts, const smoe_cuda_make_lists *router,
+                                   cudaStream_t stream);
 
 /* ---- dh ---- */
 
@@ -75,13 +77,13 @@ typedef struct smoe_cuda_dw {
     void *weight_gradient; /* (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by
                               layout */
     float *parts;          /* (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts */
-    const int32_t *row_token;
+    const int32_t *row_token; /* NULL: row r is token r, below `rows` */
     smoe_cuda_backward_lists lists;
-    int32_t hidden, intermediate, halves;
+    int32_t hidden, intermediate, halves, rows;
     int32_t panels_apart, interleaved, accumulate;
 } smoe_cuda_dw;
 
-/* transposed: 0 gives dW2 (hidden rows), 1 gives dW1 (features are rows). */
+/* transposed: 0 gives dW2 (hidden rows), 1 gives dW1 (features are rows) and dWr. */
 cudaError_t smoe_cuda_dw_init(void);
 cudaError_t smoe_cuda_dw_launch(const smoe_cuda_dw *dw, smoe_type dtype, smoe_type gradient_type,
                                 int transposed, int ctas, cudaStream_t stream);
@@ -101,6 +103,37 @@ typedef struct smoe_cuda_db {
 
 cudaError_t smoe_cuda_db_launch(const smoe_cuda_db *db, smoe_type dtype, smoe_type gradient_type,
                                 cudaStream_t stream);
+
+/* ---- dlogits ---- */
+
+/* Every token's nonzeros of dlogits stand at its K rows: with scores of the kept experts alone, no rounding
+ * and no loss. */
+static inline int smoe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
+{
+    return layer->rounding == SMOE_ROUND_NONE && (layer->score != SMOE_SOFTMAX_TOPK || layer->renormalize) &&
+           balance == 0.0f && z == 0.0f;
+}
+
+typedef struct smoe_cuda_dlogits {
+    smoe_layer layer;
+    const void *logits; /* (T, E) logits_type */
+    const float *ds;    /* (ds_parts, padded_rows) */
+    int64_t padded_rows;
+    const int32_t *token_offsets, *token_rows, *block_expert, *topk_ids, *topk_counts;
+    const float *topk_weights;
+    float balance, z; /* coefficients of the losses */
+    int32_t ds_parts;
+    int32_t stride;        /* E to the next multiple of 8 */
+    void *dense;           /* (T, stride) dtype, zeros past E; or NULL */
+    void *dlogits;         /* (T, E) logits_type, or NULL */
+    smoe_cuda_term *terms; /* (T, K) in the order of token_rows; sparse only, or NULL */
+    float *bias_sums;      /* (smoe_cuda_dlogits_ctas, stride), or NULL */
+    void *bias_gradient;   /* dbr (E), with bias_sums */
+} smoe_cuda_dlogits;
+
+/* CTAs, each with so many tokens; at most this many for any coefficients. */
+int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer);
+cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *dlogits, cudaStream_t stream);
 
 /* ---- dx_rows ---- */
 

@@ -1,5 +1,6 @@
 // The work lists of the backward, from the plan's block_offsets and order: tiles of 128 rows (dh, dx_rows),
-// pieces of experts (dw2, dw1), split experts, and the expert of every block. One CTA; E <= 4096.
+// pieces of experts (dw2, dw1), split experts, and the expert of every block. One CTA; E <= 4096. A second
+// CTA makes those of the router, whose rows are the tokens and belong to one expert.
 #include "launch_backward.h"
 #include "ptx.cuh"
 
@@ -45,19 +46,35 @@ struct expert_work {
     int32_t first_block, blocks, pieces;
 };
 
+// The blocks before an expert.
+SMOE_DEVICE int blocks_before(const smoe_cuda_make_lists &p, int expert)
+{
+    return p.block_offsets ? p.block_offsets[expert] : expert * p.padded_blocks;
+}
+
+SMOE_DEVICE int expert_at(const smoe_cuda_make_lists &p, int place)
+{
+    return p.order ? p.order[place] : place;
+}
+
 SMOE_DEVICE expert_work work_of(const smoe_cuda_make_lists &p, int expert, int limit)
 {
-    const int first = p.block_offsets[expert], blocks = p.block_offsets[expert + 1] - first;
+    const int first = blocks_before(p, expert), blocks = blocks_before(p, expert + 1) - first;
     return {first, blocks, max(1, (blocks + limit - 1) / limit)};
 }
 
-__global__ void __launch_bounds__(THREADS) make_lists(const smoe_cuda_make_lists p)
+struct both_lists {
+    smoe_cuda_make_lists of[2];
+};
+
+__global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ both_lists lists)
 {
+    const smoe_cuda_make_lists &p = lists.of[blockIdx.x];
     __shared__ uint32_t memory[4][WARPS];
     __shared__ uint32_t first_tile[MOST_EXPERTS]; // by expert
     __shared__ uint32_t
         first_part[MOST_EXPERTS]; // by place in the order; parts in the upper half, splits below
-    const int all_blocks = p.block_offsets[p.experts];
+    const int all_blocks = blocks_before(p, p.experts);
     const int limit = smoe_split_limit(all_blocks, p.weight_tiles, p.ctas);
     sums own[EACH], sum = {0, 0, 0, 0};
 #pragma unroll
@@ -65,7 +82,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const smoe_cuda_make_lists
         const int at = threadIdx.x * EACH + i;
         own[i] = {0, 0, 0, 0};
         if (at < p.experts) {
-            const expert_work by_id = work_of(p, at, limit), by_size = work_of(p, p.order[at], limit);
+            const expert_work by_id = work_of(p, at, limit), by_size = work_of(p, expert_at(p, at), limit);
             own[i].tiles = (by_id.blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS;
             own[i].pieces = by_size.pieces;
             own[i].splits = by_size.pieces > 1;
@@ -98,7 +115,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const smoe_cuda_make_lists
                 (by_id.first_block + i) * SMOE_BLOCK_ROWS, at, min(SMOE_TILE_BLOCKS, by_id.blocks - i));
         for (int i = lane; i < by_id.blocks; i += 32) p.lists.block_expert[by_id.first_block + i] = at;
 
-        const int expert = p.order[at];
+        const int expert = expert_at(p, at);
         const expert_work w = work_of(p, expert, limit);
         const int part = first_part[at] >> 16, split = first_part[at] & 0xffff;
         const int piece = at + part - split; // experts that are not split have one
@@ -115,8 +132,10 @@ __global__ void __launch_bounds__(THREADS) make_lists(const smoe_cuda_make_lists
 } // namespace
 } // namespace smoe
 
-extern "C" cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *p, cudaStream_t stream)
+extern "C" cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *experts,
+                                              const smoe_cuda_make_lists *router, cudaStream_t stream)
 {
-    smoe::make_lists<<<1, smoe::THREADS, 0, stream>>>(*p);
+    const smoe::both_lists lists = {{*experts, router ? *router : *experts}};
+    smoe::make_lists<<<router ? 2 : 1, smoe::THREADS, 0, stream>>>(lists);
     return cudaGetLastError();
 }

@@ -1,0 +1,419 @@
+// dlogits[t] from dS of the token's rows through the score function, and from the losses.
+//
+// With c the route scale, s = c w the weight of a pair, g = dS of its row (0 for a kept pair that rounding
+// dropped: it stays in the normaliser), p the softmax over E:
+//
+//   SOFTMAX_TOPK, added pairs of both softmax scores, losses:
+//       dl_e = p_e (v_e - sum_j v_j p_j + z),  v_e the sum of c g_e and E balance count_e / T^2,
+//       z = 2 z_coefficient logsumexp / T
+//   SOFTMAX_TOPK renormalised, TOPK_SOFTMAX:  dl_e = s_e (g_e - sum_kept g_j w_j)
+//   SIGMOID, added pairs:                     dl_e = c g_e sigma_e (1 - sigma_e)
+//   SIGMOID renormalised:                     the same with (g_e - sum_kept g_j w_j) / sum_kept sigma_j
+//
+// A token of which a pair with NaN weight has a row gets NaN in all of its dlogits; nobody else's change.
+//
+// Two kernels. `sparse`, where a token has exactly its K rows and no other nonzero: a power of two of lanes a
+// token, K of them with a pair. Rows ascend as experts do, so the row of an id is the one of its rank among
+// the token's ids: nothing but dS is gathered. `general`: a warp a token, any number of rows.
+//
+// Both put a CTA's tokens as f32 rows into shared memory and write them from there: dense for dWr = dlogits^T
+// X (and dX += dlogits Wr) in the storage type, which the tensor cores ask for and which costs dWr less than
+// the stored H has cost dS already; to the caller in the logits' type; and sums over the CTA's tokens for
+// dbr, from f32.
+//
+// Bytes: 12 T K read (4 T K more each part of dS), 2 T E written, 8 T K for the terms; general: the logits
+// too.
+#include "backward_shared.cuh"
+#include "launch_backward.h"
+#include "logits.cuh"
+
+namespace smoe
+{
+namespace dlogits
+{
+namespace
+{
+
+enum {
+    THREADS = 256,
+    WARPS = THREADS / 32,
+    MOST_TOKENS = 32,         // of a CTA
+    STAGE_BYTES = 40 << 10,   // of its rows
+    EACH = SMOE_MAX_TOPK / 32 // pairs a lane
+};
+static_assert(STAGE_BYTES >= SMOE_MAX_EXPERTS * 4, "a token's row");
+static_assert(STAGE_BYTES + WARPS * SMOE_MAX_TOPK * 8 <= 48 << 10, "shared memory without asking for more");
+
+// ---- From shared to global memory
+
+// Eight floats as 16 bytes.
+template <typename T> SMOE_DEVICE uint4 pack8(const float *v)
+{
+    using S = storage<T>;
+    return make_uint4(S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+}
+
+SMOE_DEVICE void write8(float *to, const float *v)
+{
+    *(float4 *)to = *(const float4 *)v;
+    *(float4 *)(to + 4) = *(const float4 *)(v + 4);
+}
+SMOE_DEVICE void write8(__nv_bfloat16 *to, const float *v)
+{
+    *(uint4 *)to = pack8<__nv_bfloat16>(v);
+}
+SMOE_DEVICE void write1(float *to, float v)
+{
+    *to = v;
+}
+SMOE_DEVICE void write1(__nv_bfloat16 *to, float v)
+{
+    *to = __float2bfloat16_rn(v);
+}
+
+// The CTA's rows of `tokens` tokens from `first` on: stage (tokens, stride).
+template <typename L, typename T>
+SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int64_t first, int tokens)
+{
+    const int elements = tokens * p.stride, experts = (int)p.layer.experts;
+    if (p.dense) {
+        T *to = (T *)p.dense + first * p.stride;
+        for (int i = threadIdx.x * 8; i < elements; i += blockDim.x * 8)
+            store_global16(to + i, pack8<T>(stage + i));
+    }
+    if (p.dlogits) {
+        L *to = (L *)p.dlogits + first * experts;
+        if (experts == p.stride)
+            for (int i = threadIdx.x * 8; i < elements; i += blockDim.x * 8) write8(to + i, stage + i);
+        else
+            for (int i = threadIdx.x; i < tokens * experts; i += blockDim.x)
+                write1(to + i, stage[i / experts * p.stride + i % experts]);
+    }
+    if (!p.bias_sums) return;
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        float sum = 0.0f;
+        for (int t = 0; t < tokens; t++) sum += stage[t * p.stride + e];
+        p.bias_sums[(int64_t)blockIdx.x * p.stride + e] = sum;
+    }
+}
+
+// ---- Scores
+
+// sigma and sigma (1 - sigma), neither of which overflows or cancels.
+struct sigmoid_at {
+    float value, slope;
+    SMOE_DEVICE explicit sigmoid_at(float logit)
+    {
+        const float e = __expf(-fabsf(logit)), divisor = 1.0f / (1.0f + e);
+        value = (logit < 0.0f ? e : 1.0f) * divisor;
+        slope = e * divisor * divisor;
+    }
+};
+
+SMOE_DEVICE float softmax_term(float logit, float max)
+{
+    return logit == max ? 1.0f : logit < max ? __expf(logit - max) : 0.0f; // 0 for NaN
+}
+
+// Over groups of `lanes` lanes, a power of two; all of them have it.
+SMOE_DEVICE float sum_of_lanes(float v, int lanes)
+{
+    for (int step = lanes / 2; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
+    return v;
+}
+
+// ---- The kernel of sparse dlogits
+
+// lanes: of a token. tokens: of a CTA, tokens * lanes <= THREADS; the other threads help to write.
+template <typename L, typename T>
+__global__ void __launch_bounds__(THREADS)
+    sparse(const __grid_constant__ smoe_cuda_dlogits p, const int lanes, const int tokens)
+{
+    extern __shared__ __align__(16) float memory[];
+    float *const stage = memory; // (tokens, stride)
+    const int slot = threadIdx.x / lanes, lane = threadIdx.x & (lanes - 1), topk = (int)p.layer.topk;
+    const int64_t first = (int64_t)blockIdx.x * tokens, token = first + slot;
+    const int64_t experts = p.layer.experts;
+    const bool there = slot < tokens && token < p.layer.tokens;
+    const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
+    for (int i = threadIdx.x * 4; i < tokens * p.stride; i += THREADS * 4)
+        *(float4 *)(stage + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+    int id[EACH], rank[EACH];
+    float weight[EACH], gradient[EACH]; // w, dS
+    bool pair[EACH];
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        const int k = lane + 32 * m;
+        pair[m] = there && k < topk;
+        id[m] = pair[m] ? __ldg(p.topk_ids + token * topk + k) : 0;
+        weight[m] = pair[m] ? __ldg(p.topk_weights + token * topk + k) / p.layer.route_scale : 0.0f;
+        rank[m] = 0;
+    }
+    const int leader = threadIdx.x & 31 & ~(lanes - 1);
+    for (int k = 0; k < topk; k++) {
+        const int other = __shfl_sync(~0u, k < 32 ? id[0] : id[EACH - 1], leader + (k & 31));
+#pragma unroll
+        for (int m = 0; m < EACH; m++) rank[m] += other < id[m];
+    }
+    float inner = 0.0f, divisor = 0.0f, slope[EACH];
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        const int row = pair[m] ? __ldg(p.token_rows + token * topk + rank[m]) : 0;
+        gradient[m] = pair[m] ? sum_of_parts(p.ds, p.ds_parts, p.padded_rows, row) : 0.0f;
+        slope[m] = 0.0f;
+        if (sigmoid && pair[m]) {
+            const sigmoid_at sigma(logits_of<L>::value(((const L *)p.logits)[token * experts + id[m]]));
+            divisor += sigma.value;
+            slope[m] = sigma.slope;
+        }
+        inner += gradient[m] * weight[m];
+    }
+    inner = divided ? sum_of_lanes(inner, lanes) : 0.0f;
+    divisor = sigmoid && divided ? sum_of_lanes(divisor, lanes) : 1.0f;
+    const bool nan = smoe_is_nan(__shfl_sync(~0u, weight[0], leader));
+    __syncthreads(); // the zeros
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        if (!pair[m]) continue;
+        const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
+        float value = p.layer.route_scale * ((gradient[m] - inner) * factor);
+        if (nan) value = __uint_as_float(0x7fc00000u);
+        stage[slot * p.stride + id[m]] = value;
+        if (p.terms)
+            *(int2 *)(p.terms + token * topk + rank[m]) = make_int2(id[m], (int)__float_as_uint(value));
+    }
+    if (nan && there)
+        for (int e = lane; e < experts; e += lanes) stage[slot * p.stride + e] = __uint_as_float(0x7fc00000u);
+    __syncthreads();
+    write_rows<L, T>(p, stage, first, (int)min((int64_t)tokens, p.layer.tokens - first));
+}
+
+// ---- The kernel of any dlogits: a warp a token
+
+struct token_work {
+    int id[SMOE_MAX_TOPK];
+    float kept[SMOE_MAX_TOPK]; // c dS by k, 0 for dropped pairs
+};
+
+struct row_counts {
+    bool kept, added;
+};
+
+// Sorts the token's rows into w.kept and, those that rounding added, row[e]: c dS, or for SIGMOID what is
+// added to dlogits.
+template <typename L>
+SMOE_DEVICE row_counts gather_rows(const smoe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
+                                   token_work &w, int lane)
+{
+    const int topk = (int)p.layer.topk, end = __ldg(p.token_offsets + token + 1);
+    uint32_t kept = 0, added = 0;
+    for (int i = __ldg(p.token_offsets + token) + lane; i < end; i += 32) {
+        const int at = __ldg(p.token_rows + i), expert = __ldg(p.block_expert + at / SMOE_BLOCK_ROWS);
+        float g = p.layer.route_scale * sum_of_parts(p.ds, p.ds_parts, p.padded_rows, at);
+        int k = 0;
+        while (k < topk && w.id[k] != expert) k++;
+        if (k < topk) {
+            w.kept[k] = g;
+            kept = 1;
+        } else {
+            if (p.layer.score == SMOE_SIGMOID) g *= sigmoid_at(logits_of<L>::value(logits[expert])).slope;
+            row[expert] = g;
+            added = 1;
+        }
+    }
+    kept = __reduce_add_sync(~0u, kept);
+    added = __reduce_add_sync(~0u, added);
+    return {kept > 0, added > 0};
+}
+
+// row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses; for SIGMOID row[e] is kept and added.
+template <typename L>
+SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, float *row, int lane)
+{
+    const int experts = (int)p.layer.experts;
+    const bool sigmoid = p.layer.score == SMOE_SIGMOID;
+    const float tokens = (float)p.layer.tokens;
+    const float balance = p.balance * (float)experts / tokens / tokens;
+    float max = __uint_as_float(0xff800000u), sum = 0.0f, inner = 0.0f;
+    for (int e = lane; e < experts; e += 32) {
+        const float logit = logits_of<L>::value(logits[e]);
+        max = logit > max ? logit : max;
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    for (int e = lane; e < experts; e += 32) {
+        const float term = softmax_term(logits_of<L>::value(logits[e]), max);
+        const float v = (sigmoid ? 0.0f : row[e]) + balance * (float)__ldg(p.topk_counts + e);
+        sum += term;
+        inner += term * v;
+    }
+    sum = sum_of_lanes(sum, 32);
+    const float reciprocal = 1.0f / sum;
+    inner = sum_of_lanes(inner, 32) * reciprocal;
+    const float z = p.z == 0.0f ? 0.0f : 2.0f * p.z * (max + logf(sum)) / tokens;
+    for (int e = lane; e < experts; e += 32) {
+        const float term = softmax_term(logits_of<L>::value(logits[e]), max);
+        const float v = (sigmoid ? 0.0f : row[e]) + balance * (float)__ldg(p.topk_counts + e);
+        row[e] = (sigmoid ? row[e] : 0.0f) + term * reciprocal * (v - inner + z);
+    }
+}
+
+// Adds what comes through the weights of the kept pairs, where they are not p itself. weight: w by k.
+template <typename L>
+SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const float (&weight)[EACH],
+                              float *row, const token_work &w, int lane)
+{
+    const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
+    float inner = 0.0f, divisor = 0.0f, slope[EACH];
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        const int k = lane + 32 * m;
+        slope[m] = 0.0f;
+        if (k >= p.layer.topk) continue;
+        inner += w.kept[k] * weight[m];
+        if (!sigmoid) continue;
+        const sigmoid_at sigma(logits_of<L>::value(logits[w.id[k]]));
+        divisor += sigma.value;
+        slope[m] = sigma.slope;
+    }
+    inner = divided ? sum_of_lanes(inner, 32) : 0.0f;
+    divisor = sigmoid && divided ? sum_of_lanes(divisor, 32) : 1.0f;
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        const int k = lane + 32 * m;
+        if (k >= p.layer.topk) continue;
+        const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
+        row[w.id[k]] += (w.kept[k] - inner) * factor;
+    }
+}
+
+template <typename L>
+SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float *row, token_work &w, int lane)
+{
+    const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
+    const L *logits = (const L *)p.logits + token * experts;
+    const bool plain = p.layer.score == SMOE_SOFTMAX_TOPK && !p.layer.renormalize;
+    float weight[EACH];
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        const int k = lane + 32 * m;
+        weight[m] = 0.0f;
+        if (k >= topk) continue;
+        w.id[k] = __ldg(p.topk_ids + token * topk + k);
+        w.kept[k] = 0.0f;
+        weight[m] = __ldg(p.topk_weights + token * topk + k) / p.layer.route_scale;
+    }
+    for (int e = lane; e < p.stride; e += 32) row[e] = 0.0f;
+    __syncwarp();
+    const row_counts rows = gather_rows(p, logits, token, row, w, lane);
+    __syncwarp();
+    if (plain)
+        for (int k = lane; k < topk; k += 32) row[w.id[k]] = w.kept[k];
+    __syncwarp();
+    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && p.layer.score != SMOE_SIGMOID) ||
+        (rows.kept && plain))
+        through_softmax(p, logits, row, lane);
+    __syncwarp();
+    if (!rows.kept) return;
+    if (!plain) through_kept(p, logits, weight, row, w, lane);
+    __syncwarp();
+    if (smoe_is_nan(__shfl_sync(~0u, weight[0], 0)))
+        for (int e = lane; e < experts; e += 32) row[e] = __uint_as_float(0x7fc00000u);
+}
+
+template <typename L, typename T>
+__global__ void __launch_bounds__(THREADS) general(const __grid_constant__ smoe_cuda_dlogits p)
+{
+    extern __shared__ __align__(16) float memory[];
+    __shared__ token_work work[WARPS];
+    float *const stage = memory; // (tokens, stride)
+    const int warp = warp_number(), tokens = (int)blockDim.x / 32;
+    const int64_t first = (int64_t)blockIdx.x * tokens;
+    if (first + warp < p.layer.tokens)
+        token_dlogits<L>(p, first + warp, stage + warp * p.stride, work[warp], threadIdx.x & 31);
+    __syncthreads();
+    write_rows<L, T>(p, stage, first, (int)min((int64_t)tokens, p.layer.tokens - first));
+}
+
+// ---- dbr: the sums of the CTAs in a fixed order. A CTA: 32 experts, as many threads each.
+
+template <typename G>
+__global__ void __launch_bounds__(1024)
+    add_bias_sums(const __grid_constant__ smoe_cuda_dlogits p, int64_t ctas)
+{
+    __shared__ float sums[32][33];
+    const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, expert = blockIdx.x * 32 + lane;
+    float sum = 0.0f;
+    if (expert < p.layer.experts)
+#pragma unroll 8
+        for (int64_t i = part; i < ctas; i += 32) sum += p.bias_sums[i * p.stride + expert];
+    sums[part][lane] = sum;
+    __syncthreads();
+    sum = sum_of_lanes(sums[lane][part], 32);
+    const int column = blockIdx.x * 32 + part;
+    if (lane == 0 && column < p.layer.experts) give((G *)p.bias_gradient + column, sum, p.layer.accumulate);
+}
+
+// ---- Launches
+
+// Tokens of which a CTA has the rows in shared memory, a power of two.
+int tokens_that_fit(int stride, int most)
+{
+    int tokens = most;
+    while (tokens * stride * 4 > STAGE_BYTES) tokens /= 2;
+    return tokens;
+}
+
+template <typename L, typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
+{
+    const int64_t all = p.layer.tokens;
+    if (!smoe_dlogits_are_sparse(&p.layer, p.balance, p.z)) {
+        const int tokens = tokens_that_fit(p.stride, WARPS);
+        const int64_t ctas = smoe_divide_up(all, tokens);
+        general<L, T><<<(unsigned)ctas, 32 * tokens, tokens * p.stride * 4, stream>>>(p);
+        return ctas;
+    }
+    int lanes = 1;
+    while (lanes < p.layer.topk && lanes < 32) lanes *= 2;
+    const int most = THREADS / lanes < MOST_TOKENS ? THREADS / lanes : MOST_TOKENS;
+    const int tokens = tokens_that_fit(p.stride, most);
+    const int64_t ctas = smoe_divide_up(all, tokens);
+    sparse<L, T><<<(unsigned)ctas, THREADS, tokens * p.stride * 4, stream>>>(p, lanes, tokens);
+    return ctas;
+}
+
+template <typename G> void launch_bias(const smoe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
+{
+    add_bias_sums<G><<<(unsigned)smoe_divide_up(p.layer.experts, 32), 1024, 0, stream>>>(p, ctas);
+}
+
+} // namespace
+} // namespace dlogits
+} // namespace smoe
+
+extern "C" int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer)
+{
+    using namespace smoe::dlogits;
+    const int stride = (int)smoe_divide_up(layer->experts, 8) * 8;
+    return smoe_divide_up(layer->tokens, tokens_that_fit(stride, WARPS));
+}
+
+extern "C" cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *p, cudaStream_t stream)
+{
+    using namespace smoe::dlogits;
+    const bool wide = p->layer.logits_type == SMOE_F32, half = p->layer.dtype == SMOE_F16;
+    const int64_t ctas = wide && half ? launch<float, __half>(*p, stream)
+                         : wide       ? launch<float, __nv_bfloat16>(*p, stream)
+                         : half       ? launch<__nv_bfloat16, __half>(*p, stream)
+                                      : launch<__nv_bfloat16, __nv_bfloat16>(*p, stream);
+    if (p->bias_sums) {
+        if (p->layer.gradient_type == SMOE_F32)
+            launch_bias<float>(*p, ctas, stream);
+        else if (half)
+            launch_bias<__half>(*p, ctas, stream);
+        else
+            launch_bias<__nv_bfloat16>(*p, ctas, stream);
+    }
+    return cudaGetLastError();
+}
