@@ -2,25 +2,27 @@
 # The GPU programs on a machine that has a GPU and little else.
 #
 #   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check
-#                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_time_route) and the
-#                                   libraries they need, compressed, into DIR
+#                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward
+#                                   cuda_time_route cuda_time_dlogits) and the libraries they need, compressed, into DIR
 #   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each under its own time limit and all
 #                                   within BUDGET seconds (default 560); logs and records under $OUT (default
 #                                   DIR/out). Exit 0: all well, 1: a part failed or found something, 77: no GPU
 #
 # Everything that issues ask for, in three calls of less than ten minutes each:
-#   correct    check check_route check_layer check_backward time_route verify memcheck synccheck
+#   correct    check check_route check_layer check_backward check_layer_backward time_route time_dlogits verify
+#              memcheck synccheck
 #   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
 #              (paper_topk: back to dS, for a backward that has no router's)
 #   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers, skewed routing
 #
-# Parts: check[:NAME], check_route[:few], check_layer, check_backward (14 processes; :NAME in one), verify,
-# memcheck, synccheck (compute-sanitizer, small shapes), time_route, measure:ARGUMENTS, backward:ARGUMENTS,
-# smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table of report.sh.
+# Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
+# one), verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits, measure:ARGUMENTS,
+# backward:ARGUMENTS, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table of report.sh.
 # ARGUMENTS are words joined by +.
 set -u
 
-programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_time_route cuda_measure cuda_measure_backward"
+programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward cuda_time_route
+cuda_time_dlogits cuda_measure cuda_measure_backward"
 
 pack() {
     folder=$(mktemp -d)
@@ -63,16 +65,16 @@ words() {
     echo "$1" | tr '+' ' '
 }
 
-# The cases of check_backward, most of whose time the reference on the CPU takes, in 14 processes.
-check_backward() {
+# The cases of a check, most of whose time the reference on the CPU takes, in 14 processes.
+in_shards() { # program
     for shard in 0 1 2 3 4 5 6 7 8 9 10 11 12 13; do
-        OMP_NUM_THREADS=1 LAUNCHES="${LAUNCHES:-300}" within 120 ./cuda_check_backward --shard $shard 14 \
+        OMP_NUM_THREADS=1 LAUNCHES="${LAUNCHES:-300}" within 120 "./$1" --shard $shard 14 \
             >"$out/shard.$shard" 2>&1 &
     done
     wait
     cat "$out"/shard.*
     good=$(grep -l '^0 wrong' "$out"/shard.* | wc -l)
-    missing=$(grep -l '^no device' "$out"/shard.* | wc -l)
+    missing=$(grep -l '^no device\|^this build has no' "$out"/shard.* | wc -l)
     rm "$out"/shard.*
     echo "$good of 14 processes found nothing wrong"
     [ "$missing" -eq 14 ] && return 77
@@ -85,6 +87,7 @@ sanitize() { # tool
     for case in "eights d 8 n 8" "one token" "edges n 320"; do
         REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_backward "$case" || return
     done
+    REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_layer_backward "E 13" || return
     within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check "eights" || return
     [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_route few
 }
@@ -110,11 +113,12 @@ one_part() {
     check_route) within 150 ./cuda_check_route ;;
     check_route:*) within 60 ./cuda_check_route "$argument" ;;
     check_layer) within 150 ./cuda_check_layer ;;
-    check_backward) check_backward ;;
+    check_backward | check_layer_backward) in_shards "cuda_$1" ;;
     check_backward:*) within 60 ./cuda_check_backward "$argument" ;;
+    check_layer_backward:*) within 60 ./cuda_check_layer_backward "$argument" ;;
     verify) within 250 ./smoe verify --device cuda ;;
     memcheck | synccheck) sanitize "$1" ;;
-    time_route) within 60 ./cuda_time_route ;;
+    time_route | time_dlogits) within 60 "./cuda_$1" ;;
     measure:*) within 200 ./cuda_measure $(words "$argument") ;;
     backward:*) within 250 ./cuda_measure_backward $(words "$argument") ;;
     smoe:*) within 250 ./smoe $(words "$argument") ;;
@@ -152,7 +156,7 @@ run_part() {
         worst=1
         lines=25
     fi
-    [ "$1" != time_route ] || cat "$out/part.txt" >>"$out/summary.txt"
+    [ "${1#time_}" = "$1" ] || cat "$out/part.txt" >>"$out/summary.txt"
     tail -n $lines "$out/part.txt" | cut -c1-220
     echo "== $title: $verdict, $took s"
     echo "$title: $verdict, $took s" >>"$out/parts.txt"
@@ -160,7 +164,8 @@ run_part() {
 
 # ---- Parts together ----
 
-correct="check check_route check_layer check_backward time_route verify memcheck synccheck"
+correct="check check_route check_layer check_backward check_layer_backward time_route time_dlogits verify memcheck
+synccheck"
 
 shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+4"
 memory="--scope+experts+--chunks+1,2,4+--no-bound+--seconds+2"

@@ -1,8 +1,9 @@
 /* The whole forward from logits through the public API: router, rounding, plan and experts of the cuda
  * backend against the CPU backend. X and the router's weight are small integers, so that both sides have the
  * same logits and must decide alike: ids, counts, rows and tokens' rows equal, outputs close. The call runs
- * from a CUDA graph. Exit 0 if all agree, 1 if not, 3 if CUDA fails, 77 without a GPU. With the argument
- * `few` the scores share out the rounding rules, one layer each. */
+ * from a CUDA graph; forward and backward in one graph give the same bits as without one (where the build has
+ * a backward; what it computes is check_layer_backward.c's matter). Exit 0 if all agree, 1 if not, 3 if CUDA
+ * fails, 77 without a GPU. With the argument `few` the scores share out the rounding rules, one layer each. */
 #include "gpu.h"
 #include "route_cases.h"
 
@@ -67,7 +68,9 @@ static double relative_error(const uint16_t *expected, const void *device, int64
     return sqrt(error / norm);
 }
 
-static void forward_in_graph(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args)
+/* Twice from one graph; the backward too unless it is NULL. */
+static void run_in_graph(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
+                         const smoe_backward_args *back)
 {
     cudaStream_t stream;
     cudaGraph_t graph;
@@ -75,6 +78,8 @@ static void forward_in_graph(smoe_context *context, const smoe_layer *layer, con
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     must_be_ok(smoe_layer_forward(context, layer, args, stream), context, "smoe_layer_forward, cuda");
+    if (back)
+        must_be_ok(smoe_layer_backward(context, layer, back, stream), context, "smoe_layer_backward, cuda");
     CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
     CHECK_CUDA(cudaGraphInstantiate(&run, graph, 0));
     for (int i = 0; i < 2; i++) CHECK_CUDA(cudaGraphLaunch(run, stream));
@@ -104,6 +109,56 @@ static int compare_layers(const smoe_layer *l, smoe_context *cpu, const smoe_for
            l->logits_type == SMOE_F32 ? "f32" : "bf16", (int)l->inference, (long long)x.offsets[l->experts],
            (long long)wrong, error);
     return !good;
+}
+
+static size_t take(size_t *used, size_t bytes)
+{
+    const size_t at = *used;
+    *used += (bytes + 255) / 256 * 256;
+    return at;
+}
+
+/* Forward and backward enqueued one by one, then from a graph: the same bits. */
+static int compare_with_graph(smoe_context *context, const smoe_layer *l, const smoe_forward_args *f,
+                              uint64_t scratch_bytes)
+{
+    uint64_t random = 12;
+    const size_t td = (size_t)(l->tokens * l->hidden) * 2, ed = (size_t)(l->experts * l->hidden) * 4;
+    const size_t edn = (size_t)(l->experts * l->hidden * l->intermediate) * 4;
+    const tensor dout = random_tensor(l->tokens * l->hidden, 1.0f, 0, &random);
+    size_t used = 0;
+    const size_t dx = take(&used, td), dw1 = take(&used, 2 * edn), dw2 = take(&used, edn);
+    const size_t dwr = take(&used, ed), dlogits = take(&used, (size_t)(l->tokens * l->experts) * 4);
+    const gpu_buffer results = gpu_alloc(used), scratch = gpu_alloc((size_t)scratch_bytes);
+    smoe_backward_args b = SMOE_BACKWARD_ARGS_INIT;
+    b.x = f->x, b.router_weight = f->router_weight, b.logits = f->logits, b.w1 = f->w1, b.w2 = f->w2;
+    b.saved = f->saved, b.saved_size = f->saved_size, b.dout = dout.device.memory;
+    b.dx = results.memory + dx, b.dw1 = results.memory + dw1, b.dw2 = results.memory + dw2;
+    b.drouter_weight = results.memory + dwr;
+    b.dlogits = l->score == SMOE_SIGMOID ? NULL : results.memory + dlogits;
+    b.z_coefficient = l->rounding == SMOE_ROUND_BALANCE_F ? 0.125f : 0.0f;
+    b.scratch = scratch.memory, b.scratch_size = scratch_bytes;
+    void *bits[2];
+    for (int graph = 0; graph < 2; graph++) {
+        CHECK_CUDA(cudaMemset(results.memory, 0xFF, results.bytes));
+        CHECK_CUDA(cudaMemset(scratch.memory, 0xFF, scratch.bytes));
+        CHECK_CUDA(cudaMemset(f->saved, 0xFF, (size_t)f->saved_size));
+        CHECK_CUDA(cudaDeviceSynchronize());
+        if (graph) {
+            run_in_graph(context, l, f, &b);
+        } else {
+            must_be_ok(smoe_layer_forward(context, l, f, NULL), context, "smoe_layer_forward, cuda");
+            must_be_ok(smoe_layer_backward(context, l, &b, NULL), context, "smoe_layer_backward, cuda");
+            CHECK_CUDA(cudaDeviceSynchronize());
+        }
+        bits[graph] = gpu_read(results.memory, results.bytes);
+    }
+    const int same = memcmp(bits[0], bits[1], results.bytes) == 0;
+    const int intact = !gpu_free(results) & !gpu_free(scratch) & !gpu_free(dout.device);
+    printf("%s forward and backward in a graph%s\n", same && intact ? "equal  " : "DIFFERS",
+           intact ? "" : ": a write outside of a buffer");
+    free(bits[0]), free(bits[1]), free(dout.host);
+    return !(same && intact);
 }
 
 static int check_layer(smoe_context *cpu, smoe_context *cuda, const smoe_layer *l)
@@ -138,8 +193,10 @@ static int check_layer(smoe_context *cpu, smoe_context *cuda, const smoe_layer *
     b.out = out.memory, b.logits = logits.memory;
 
     must_be_ok(smoe_layer_forward(cpu, l, &a, NULL), cpu, "smoe_layer_forward, cpu");
-    forward_in_graph(cuda, l, &b);
+    run_in_graph(cuda, l, &b, NULL);
     int failed = compare_layers(l, cpu, &a, cuda, &b);
+    if (sizes[1].scratch_backward_bytes)
+        failed |= compare_with_graph(cuda, l, &b, sizes[1].scratch_backward_bytes);
     const gpu_buffer buffers[] = {saved, scratch, out, logits, x.device, router.device, w1.device, w2.device};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
         if (gpu_free(buffers[i])) {
@@ -171,7 +228,7 @@ int main(int argc, char **argv)
             l.score = (smoe_score)score, l.rounding = (smoe_rounding)rounding, l.tile = 32;
             l.renormalize = score != SMOE_TOPK_SOFTMAX && rounding % 2;
             l.logits_type = (score + rounding) % 2 ? SMOE_BF16 : SMOE_F32;
-            l.inference = rounding % 3 == 0;
+            l.inference = (score + rounding) % 3 == 0;
             failures += check_layer(cpu, cuda, &l);
         }
     smoe_destroy(cpu);
