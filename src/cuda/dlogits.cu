@@ -37,9 +37,9 @@ namespace
 enum {
     THREADS = 256,
     WARPS = THREADS / 32,
-    MOST_TOKENS = 32,         // of a CTA
-    STAGE_BYTES = 40 << 10,   // of its rows
-    EACH = SMOE_MAX_TOPK / 32 // pairs a lane
+    MOST_TOKENS = 32,              // of a CTA
+    STAGE_BYTES = 40 << 10,        // of its rows
+    MOST_EACH = SMOE_MAX_TOPK / 32 // pairs a lane
 };
 static_assert(STAGE_BYTES >= SMOE_MAX_EXPERTS * 4, "a token's row");
 static_assert(STAGE_BYTES + WARPS * SMOE_MAX_TOPK * 8 <= 48 << 10, "shared memory without asking for more");
@@ -78,18 +78,22 @@ SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int6
     const int elements = tokens * p.stride, experts = (int)p.layer.experts;
     if (p.dense) {
         T *to = (T *)p.dense + first * p.stride;
+#pragma unroll 1
         for (int i = threadIdx.x * 8; i < elements; i += blockDim.x * 8)
             store_global16(to + i, pack8<T>(stage + i));
     }
     if (p.dlogits) {
         L *to = (L *)p.dlogits + first * experts;
         if (experts == p.stride)
+#pragma unroll 1
             for (int i = threadIdx.x * 8; i < elements; i += blockDim.x * 8) write8(to + i, stage + i);
         else
+#pragma unroll 1
             for (int i = threadIdx.x; i < tokens * experts; i += blockDim.x)
                 write1(to + i, stage[i / experts * p.stride + i % experts]);
     }
     if (!p.bias_sums) return;
+#pragma unroll 1
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         float sum = 0.0f;
         for (int t = 0; t < tokens; t++) sum += stage[t * p.stride + e];
@@ -110,6 +114,12 @@ struct sigmoid_at {
     }
 };
 
+// w of a pair from s = c w; exactly 1 where w was.
+SMOE_DEVICE float unscaled(float weight, float scale)
+{
+    return scale == 1.0f ? weight : weight / scale;
+}
+
 SMOE_DEVICE float softmax_term(float logit, float max)
 {
     return logit == max ? 1.0f : logit < max ? __expf(logit - max) : 0.0f; // 0 for NaN
@@ -124,18 +134,20 @@ SMOE_DEVICE float sum_of_lanes(float v, int lanes)
 
 // ---- The kernel of sparse dlogits
 
-// lanes: of a token. tokens: of a CTA, tokens * lanes <= THREADS; the other threads help to write.
-template <typename L, typename T>
+// 2^lane_bits lanes a token, each with EACH pairs; tokens: of a CTA, of whose threads more help to write.
+template <typename L, typename T, int EACH>
 __global__ void __launch_bounds__(THREADS)
-    sparse(const __grid_constant__ smoe_cuda_dlogits p, const int lanes, const int tokens)
+    sparse(const __grid_constant__ smoe_cuda_dlogits p, const int lane_bits, const int tokens)
 {
     extern __shared__ __align__(16) float memory[];
     float *const stage = memory; // (tokens, stride)
-    const int slot = threadIdx.x / lanes, lane = threadIdx.x & (lanes - 1), topk = (int)p.layer.topk;
+    const int lanes = 1 << lane_bits, slot = threadIdx.x >> lane_bits, lane = threadIdx.x & (lanes - 1);
+    const int topk = (int)p.layer.topk;
     const int64_t first = (int64_t)blockIdx.x * tokens, token = first + slot;
     const int64_t experts = p.layer.experts;
     const bool there = slot < tokens && token < p.layer.tokens;
     const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
+#pragma unroll 1
     for (int i = threadIdx.x * 4; i < tokens * p.stride; i += THREADS * 4)
         *(float4 *)(stage + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
@@ -147,12 +159,13 @@ __global__ void __launch_bounds__(THREADS)
         const int k = lane + 32 * m;
         pair[m] = there && k < topk;
         id[m] = pair[m] ? __ldg(p.topk_ids + token * topk + k) : 0;
-        weight[m] = pair[m] ? __ldg(p.topk_weights + token * topk + k) / p.layer.route_scale : 0.0f;
+        weight[m] = pair[m] ? unscaled(__ldg(p.topk_weights + token * topk + k), p.layer.route_scale) : 0.0f;
         rank[m] = 0;
     }
     const int leader = threadIdx.x & 31 & ~(lanes - 1);
+#pragma unroll 4
     for (int k = 0; k < topk; k++) {
-        const int other = __shfl_sync(~0u, k < 32 ? id[0] : id[EACH - 1], leader + (k & 31));
+        const int other = __shfl_sync(~0u, k < 32 ? id[0] : id[EACH - 1], leader + k % 32);
 #pragma unroll
         for (int m = 0; m < EACH; m++) rank[m] += other < id[m];
     }
@@ -184,6 +197,7 @@ __global__ void __launch_bounds__(THREADS)
             *(int2 *)(p.terms + token * topk + rank[m]) = make_int2(id[m], (int)__float_as_uint(value));
     }
     if (nan && there)
+#pragma unroll 1
         for (int e = lane; e < experts; e += lanes) stage[slot * p.stride + e] = __uint_as_float(0x7fc00000u);
     __syncthreads();
     write_rows<L, T>(p, stage, first, (int)min((int64_t)tokens, p.layer.tokens - first));
@@ -227,6 +241,11 @@ SMOE_DEVICE row_counts gather_rows(const smoe_cuda_dlogits &p, const L *logits, 
     return {kept > 0, added > 0};
 }
 
+SMOE_DEVICE float balance_of(const smoe_cuda_dlogits &p, float balance, int expert)
+{
+    return balance == 0.0f ? 0.0f : balance * (float)__ldg(p.topk_counts + expert);
+}
+
 // row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses; for SIGMOID row[e] is kept and added.
 template <typename L>
 SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, float *row, int lane)
@@ -244,7 +263,7 @@ SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, fl
     for (int step = 16; step; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
     for (int e = lane; e < experts; e += 32) {
         const float term = softmax_term(logits_of<L>::value(logits[e]), max);
-        const float v = (sigmoid ? 0.0f : row[e]) + balance * (float)__ldg(p.topk_counts + e);
+        const float v = (sigmoid ? 0.0f : row[e]) + balance_of(p, balance, e);
         sum += term;
         inner += term * v;
     }
@@ -254,20 +273,20 @@ SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, fl
     const float z = p.z == 0.0f ? 0.0f : 2.0f * p.z * (max + logf(sum)) / tokens;
     for (int e = lane; e < experts; e += 32) {
         const float term = softmax_term(logits_of<L>::value(logits[e]), max);
-        const float v = (sigmoid ? 0.0f : row[e]) + balance * (float)__ldg(p.topk_counts + e);
+        const float v = (sigmoid ? 0.0f : row[e]) + balance_of(p, balance, e);
         row[e] = (sigmoid ? row[e] : 0.0f) + term * reciprocal * (v - inner + z);
     }
 }
 
 // Adds what comes through the weights of the kept pairs, where they are not p itself. weight: w by k.
 template <typename L>
-SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const float (&weight)[EACH],
+SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
                               float *row, const token_work &w, int lane)
 {
     const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
-    float inner = 0.0f, divisor = 0.0f, slope[EACH];
+    float inner = 0.0f, divisor = 0.0f, slope[MOST_EACH];
 #pragma unroll
-    for (int m = 0; m < EACH; m++) {
+    for (int m = 0; m < MOST_EACH; m++) {
         const int k = lane + 32 * m;
         slope[m] = 0.0f;
         if (k >= p.layer.topk) continue;
@@ -280,7 +299,7 @@ SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const
     inner = divided ? sum_of_lanes(inner, 32) : 0.0f;
     divisor = sigmoid && divided ? sum_of_lanes(divisor, 32) : 1.0f;
 #pragma unroll
-    for (int m = 0; m < EACH; m++) {
+    for (int m = 0; m < MOST_EACH; m++) {
         const int k = lane + 32 * m;
         if (k >= p.layer.topk) continue;
         const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
@@ -294,15 +313,15 @@ SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float 
     const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const L *logits = (const L *)p.logits + token * experts;
     const bool plain = p.layer.score == SMOE_SOFTMAX_TOPK && !p.layer.renormalize;
-    float weight[EACH];
+    float weight[MOST_EACH];
 #pragma unroll
-    for (int m = 0; m < EACH; m++) {
+    for (int m = 0; m < MOST_EACH; m++) {
         const int k = lane + 32 * m;
         weight[m] = 0.0f;
         if (k >= topk) continue;
         w.id[k] = __ldg(p.topk_ids + token * topk + k);
         w.kept[k] = 0.0f;
-        weight[m] = __ldg(p.topk_weights + token * topk + k) / p.layer.route_scale;
+        weight[m] = unscaled(__ldg(p.topk_weights + token * topk + k), p.layer.route_scale);
     }
     for (int e = lane; e < p.stride; e += 32) row[e] = 0.0f;
     __syncwarp();
@@ -319,6 +338,7 @@ SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float 
     if (!plain) through_kept(p, logits, weight, row, w, lane);
     __syncwarp();
     if (smoe_is_nan(__shfl_sync(~0u, weight[0], 0)))
+#pragma unroll 1
         for (int e = lane; e < experts; e += 32) row[e] = __uint_as_float(0x7fc00000u);
 }
 
@@ -374,12 +394,15 @@ template <typename L, typename T> int64_t launch(const smoe_cuda_dlogits &p, cud
         general<L, T><<<(unsigned)ctas, 32 * tokens, tokens * p.stride * 4, stream>>>(p);
         return ctas;
     }
-    int lanes = 1;
-    while (lanes < p.layer.topk && lanes < 32) lanes *= 2;
-    const int most = THREADS / lanes < MOST_TOKENS ? THREADS / lanes : MOST_TOKENS;
-    const int tokens = tokens_that_fit(p.stride, most);
+    int lane_bits = 0;
+    while (1 << lane_bits < p.layer.topk && lane_bits < 5) lane_bits++;
+    const int most = THREADS >> lane_bits < MOST_TOKENS ? THREADS >> lane_bits : MOST_TOKENS;
+    const int tokens = tokens_that_fit(p.stride, most), bytes = tokens * p.stride * 4;
     const int64_t ctas = smoe_divide_up(all, tokens);
-    sparse<L, T><<<(unsigned)ctas, THREADS, tokens * p.stride * 4, stream>>>(p, lanes, tokens);
+    if (p.layer.topk <= 32)
+        sparse<L, T, 1><<<(unsigned)ctas, THREADS, bytes, stream>>>(p, lane_bits, tokens);
+    else
+        sparse<L, T, MOST_EACH><<<(unsigned)ctas, THREADS, bytes, stream>>>(p, lane_bits, tokens);
     return ctas;
 }
 

@@ -154,7 +154,7 @@ static int compare_with_graph(smoe_context *context, const smoe_layer *l, const 
         bits[graph] = gpu_read(results.memory, results.bytes);
     }
     const int same = memcmp(bits[0], bits[1], results.bytes) == 0;
-    const int intact = !gpu_free(results) & !gpu_free(scratch) & !gpu_free(dout.device);
+    const int intact = gpu_free(results) + gpu_free(scratch) + gpu_free(dout.device) == 0;
     printf("%s forward and backward in a graph%s\n", same && intact ? "equal  " : "DIFFERS",
            intact ? "" : ": a write outside of a buffer");
     free(bits[0]), free(bits[1]), free(dout.host);
