@@ -3,7 +3,8 @@
  * same logits and must decide alike: ids, counts, rows and tokens' rows equal, outputs close. The call runs
  * from a CUDA graph; forward and backward in one graph give the same bits as without one (where the build has
  * a backward; what it computes is check_layer_backward.c's matter). Exit 0 if all agree, 1 if not, 3 if CUDA
- * fails, 77 without a GPU. With the argument `few` the scores share out the rounding rules, one layer each. */
+ * fails, 77 without a GPU. With the argument `few` the scores share out the rounding rules, one layer each.
+ */
 #include "gpu.h"
 #include "route_cases.h"
 
