@@ -138,6 +138,7 @@ SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const tile_walk &walk, const
                 wait_stores_read<0>();
                 barrier_arrive(shared.slot_empty(slot));
             }
+            __syncwarp(); // no lane writes to `out` before its store has been read
         }
         count++;
     }
