@@ -17,8 +17,8 @@
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
 # one), verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits, measure:ARGUMENTS,
-# backward:ARGUMENTS, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table of report.sh.
-# ARGUMENTS are words joined by +.
+# backward:ARGUMENTS, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
+# of report.sh. ARGUMENTS are words joined by +.
 set -u
 
 programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward cuda_time_route
@@ -174,8 +174,9 @@ paper="bench:passes:paper:$shapes+--entry+logits+--score+softmax-topk-renorm $pe
 paper_topk="bench:passes:paper:$shapes $peaks"
 
 sweep="--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1"
-alone="--thiek+512,2048,768,128,8+--shape+7B-n256+--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
-rest="bench:rounding:rounding:$sweep bench:launches:alone:$alone
+alone="--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
+rest="bench:rounding:rounding:$sweep bench:launches:small:--thiek+512,2048,768,128,8+$alone
+bench:launches:alone:--shape+7B-n256+--scope+experts+--entry+logits+$alone
 bench:passes:models:--suite+models+--routing+random+--scope+experts+--pass+forward,backward+--seconds+3
 bench:passes:skewed:--suite+paper+--routing+skewed+--scope+experts+--pass+forward,backward+--seconds+2"
 

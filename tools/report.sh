@@ -41,7 +41,8 @@ passes() {
         if (kernel == "routing" || kernel == "gemms") next
         seen("pass", pass); seen(pass, shape SUBSEP variant())
         if (kernel != "all") seen("stages of " pass, kernel)
-        cell[pass, shape, variant(), kernel] = kernel == "all" ? sprintf("%.4f | %.1f | %.3f", ms, tflops, ratio) : with_ratio(ms, ratio)
+        cell[pass, shape, variant(), kernel] = with_ratio(ms, ratio)
+        if (kernel == "all") cell[pass, shape, variant(), kernel] = sprintf("%.4f | %.1f | %s", ms, tflops, ratio == "" ? "" : sprintf("%.3f", ratio))
         if (kernel == "all" && ratio != "") value[pass, shape, variant()] = ratio
     }
     END {
