@@ -177,13 +177,21 @@ static bool add_suite(problem_options *options, const char *suite, error *err)
     return fail(err, ERROR_USAGE, "--suite: '%s' is none of paper, models, rounding, granularity", suite);
 }
 
+/* NAME, or SUITE/NAME. */
+static bool is_named(const bench_shape *shape, const char *name)
+{
+    const size_t length = strlen(shape->suite);
+    const bool of_suite = strncmp(name, shape->suite, length) == 0 && name[length] == '/';
+    return strcmp(of_suite ? name + length + 1 : name, shape->name) == 0;
+}
+
 static bool add_named(problem_options *options, const char *name, error *err)
 {
     int count;
     const bench_shape *all = shapes_all(&count);
     const int before = options->shape_count;
     for (int i = 0; i < count; i++)
-        if (strcmp(all[i].name, name) == 0 && !add_shape(options, &all[i], err)) return false;
+        if (is_named(&all[i], name) && !add_shape(options, &all[i], err)) return false;
     if (options->shape_count > before) return true;
     return fail(err, ERROR_USAGE, "--shape: no suite has a shape '%s'", name);
 }
@@ -244,7 +252,7 @@ static const struct argp_option problem_argp_options[] = {
     {"thiek", KEY_THIEK, "T,H,I,E,K", 0,
      "Tokens, hidden (d), intermediate (n), experts, experts a token (K); may come several times", 1},
     {"suite", KEY_SUITE, "NAME", 0, "The shapes of a suite: paper, models, rounding or granularity", 1},
-    {"shape", KEY_SHAPE, "NAME", 0, "The shapes of this name in any suite, such as 7B-n256", 1},
+    {"shape", KEY_SHAPE, "NAME", 0, "The shapes of this name: 7B-n256 in any suite, or paper/7B-n256", 1},
     {"dtype", KEY_DTYPE, "TYPE", 0, "f32 (default), bf16 or fp16 (cuda only)", 1},
     {"activation", KEY_ACTIVATION, "NAME", 0,
      "swiglu (default), geglu, geglu_tanh, reglu, swiglu_oai; without a gate: silu, gelu, relu, relu2", 1},

@@ -195,9 +195,12 @@ static void test_bench_peaks(void **state)
 static void test_shape_by_name(void **state)
 {
     char *output = *state, *at = output;
-    assert_int_equal(run("info --json --shape 7B-n256 --shape Qwen3-Next-80B-A3B", false, output), 0);
-    static const char *const suites[] = {"paper", "models", "rounding"};
-    for (int i = 0; i < 3; i++) {
+    assert_int_equal(run("info --json --shape 7B-n256 --shape Qwen3-Next-80B-A3B "
+                         "--shape rounding/Qwen3-Next-80B-A3B",
+                         false, output),
+                     0);
+    static const char *const suites[] = {"paper", "models", "rounding", "rounding"};
+    for (int i = 0; i < 4; i++) {
         json_t *object = next_object(&at);
         assert_string_equal(text_of(object, "suite"), suites[i]);
         json_decref(object);
@@ -270,6 +273,7 @@ static void test_bad_input(void **state)
         {"bench --routing uniform,fair", 2, "'fair' is none of uniform"},
         {"bench --rounding none,", 2, "'' is none of none, nr-f"},
         {"bench --shape 8B", 2, "no suite has a shape '8B'"},
+        {"bench --shape models/7B-n256", 2, "no suite has a shape 'models/7B-n256'"},
         {"info --routing uniform,random --thiek 64,32,16,8,2", 2, "'uniform,random' is none of uniform"},
         {"bench --unknown", 2, "unrecognized option"},
         {"bench stray", 2, "'stray' is not expected"},

@@ -51,13 +51,13 @@ within() { # seconds, command...
     left=$((end - $(date +%s)))
     shift
     if [ "$left" -lt 5 ]; then
-        echo "no time left for $*"
+        echo "no time left for $*" >&2
         return 1
     fi
     [ "$seconds" -lt "$left" ] || seconds=$left
     timeout -k 5 "$seconds" "$@"
     ended=$?
-    [ $ended -ne 124 ] || echo "stopped after $seconds s: $*"
+    [ $ended -ne 124 ] || echo "stopped after $seconds s: $*" >&2
     return $ended
 }
 
@@ -92,9 +92,24 @@ sanitize() { # tool
     [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_route few
 }
 
+# A suite's shapes run in a process each: one that crashes or hangs costs its own figures and a minute.
+bench_shapes() { # words with --suite NAME among them
+    suite=$(echo "$*" | sed 's/.*--suite \([a-z]*\).*/\1/')
+    others=$(echo "$*" | sed 's/--suite [a-z]*//')
+    failed=0
+    for shape in $(./smoe info --json --suite "$suite" | sed -n 's/.*"shape":"\([^"]*\)".*/\1/p'); do
+        # shellcheck disable=SC2086
+        within 60 ./smoe bench --device cuda --json --shape "$suite/$shape" $others || failed=$?
+    done
+    return $failed
+}
+
 bench() { # TABLE, NAME, ARGUMENTS
     # shellcheck disable=SC2046
-    within 400 ./smoe bench --device cuda --json $(words "$3") >"$out/$2.jsonl"
+    case $3 in
+    *--suite*) bench_shapes $(words "$3") >"$out/$2.jsonl" ;;
+    *) within 60 ./smoe bench --device cuda --json $(words "$3") >"$out/$2.jsonl" ;;
+    esac
     ended=$?
     if [ -s "$out/$2.jsonl" ]; then
         { echo; echo "$2"; ./report.sh "$1" "$out/$2.jsonl"; } >>"$out/summary.txt"

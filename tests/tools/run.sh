@@ -60,7 +60,13 @@ program() { # path, script
     printf '#!/bin/sh\n%s\n' "$2" >"$folder/build/$1"
     chmod +x "$folder/build/$1"
 }
-program smoe "case \"\$*\" in *--suite*paper*) cat '$here/records.jsonl' ;; *) exit 3 ;; esac"
+program smoe "case \"\$*\" in
+'info --json --suite'*) cat '$here/shapes.jsonl' ;;
+*'--json --shape paper/'*) sed \"s,\\\"a\\\",\\\"\${6#paper/}\\\",\" '$here/records.jsonl' ;;
+'bench --device cuda --json --shape lone') cat '$here/records.jsonl' ;;
+*'models/one'*) sleep 60 ;;
+*) exit 3 ;;
+esac"
 program tests/cuda/cuda_check 'echo checked "$@"'
 program tests/cuda/cuda_check_route 'sleep 60'
 program tests/cuda/cuda_check_layer 'echo no GPU: skipped; exit 77'
@@ -76,15 +82,18 @@ run() { # wanted status, parts
     expect_status "gpu.sh run $*" $? "$wanted"
 }
 untimed() { # as expect, without the seconds at a line's end
-    sed 's/, [0-9]* s$//' "$folder/run.txt" >"$folder/untimed.txt"
+    sed 's/, [0-9]* s$//; s/after [0-9]* s/after N s/' "$folder/run.txt" >"$folder/untimed.txt"
     expect "$1" "$folder/untimed.txt" "$1"
 }
 run 0 check:eights "bench:passes:paper:--suite+paper"
 untimed "checked eights"
 untimed "== check:eights: ok"
 untimed "== bench:passes:paper: ok"
-untimed "forward, uniform: geometric mean 0.663, least 0.400 (2 shapes)"
-cmp -s "$here/records.jsonl" "$folder/out/paper.jsonl" || { echo "the records did not come back"; wrong=1; }
+untimed "| one | uniform | 2.0000 | 100.5 | 1.100 | 1.2500 (0.500) | 0.0100 |"
+untimed "forward, uniform: geometric mean 0.785, least 0.400 (3 shapes)"
+[ "$(wc -l <"$folder/out/paper.jsonl")" -eq 20 ] || { echo "not all records came back"; wrong=1; }
+run 0 "bench:passes:lone:--shape+lone"
+cmp -s "$here/records.jsonl" "$folder/out/lone.jsonl" || { echo "the records did not come back"; wrong=1; }
 run 77 check check_layer
 untimed "== check: ok"
 untimed "== check_layer: no GPU"
@@ -92,9 +101,10 @@ run 1 check_layer check_backward nonsense
 untimed "13 of 14 processes found nothing wrong"
 untimed "== check_backward: FAILED (exit 1)"
 untimed "== nonsense: FAILED (exit 2)"
-run 1 "bench:passes:models:--suite+models" check
-untimed "== bench:passes:models: FAILED (exit 3)"
-untimed "== check: ok"
+run 1 "bench:passes:models:--suite+models+--pass+forward"
+untimed "stopped after N s: ./smoe bench --device cuda --json --shape models/one --pass forward"
+untimed "no time left for ./smoe bench --device cuda --json --shape models/two --pass forward"
+untimed "== bench:passes:models: FAILED (exit 1)"
 [ ! -e "$folder/out/models.jsonl" ] || { echo "a file without records came back"; wrong=1; }
 run 1 check_route check
 untimed "== check_route: FAILED (exit 124)"
