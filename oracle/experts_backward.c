@@ -2,11 +2,21 @@
 #include "oracle/number.h"
 #include "oracle/oracle.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 static double stored(const smoe_layer *layer, const oracle_input *input, double value)
 {
     return input->round_stores ? oracle_round_to(value, layer->dtype) : value;
+}
+
+/* dA' has no storage type of its own: with 16-bit storage it may be kept with 11 significant bits. */
+static double stored_da(const smoe_layer *layer, const oracle_input *input, double value)
+{
+    if (!input->round_stores || layer->dtype == SMOE_F32) return value;
+    int exponent;
+    const double fraction = frexp(value, &exponent);
+    return ldexp(nearbyint(ldexp(fraction, 11)), exponent - 11);
 }
 
 /* One row: da (n) is dA' = dO W2, unweighted; dh (w) comes out. */
@@ -27,6 +37,7 @@ static void through_activation(const smoe_layer *layer, const oracle_input *inpu
     for (int64_t j = 0; j < n; j++) {
         g->da[j] = 0.0;
         for (int64_t i = 0; i < hidden; i++) g->da[j] += dout[i] * input->w2[(e * hidden + i) * n + j];
+        g->da[j] = stored_da(layer, input, g->da[j]);
         const double up = gated ? h[n + j] : 0.0, a = oracle_activate(layer->activation, h[j], up);
         *ds += g->da[j] * a;
         g->weighted_a[j] = stored(layer, input, s * a);
