@@ -44,7 +44,7 @@ def launch(text):
     opening = text.index("(", close)
     end = end_of(text, opening, "(", ")")
     grid, block, _, stream = arguments(text[middle + 3 : close])
-    call = f"emulator::launch(dim3({grid}), dim3({block}), {stream}, {text[start:middle]}, {text[opening + 1 : end]}"
+    call = f"emulator::launch(dim3({grid}), dim3({block}), {stream}, false, {text[start:middle]}, {text[opening + 1 : end]}"
     return text[:start] + call + text[end:]
 
 

@@ -148,15 +148,22 @@ inline int block_sum(int value)
     return sum;
 }
 
-// Runs at once; on a stream that records, when its graph is launched.
-void enqueue(cudaStream_t stream, std::function<void()> work);
+// Runs at once; on a stream that is captured, when its graph is launched. `early`: may start before what the
+// stream has before it ends.
+void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early = false);
+bool is_capturing();
+
+bool is_allocated(const void *memory, size_t bytes); // by cudaMalloc, in one piece
 
 // kernel<<<grid, block, ..., stream>>>(actual...)
 template <class... Formal, class... Actual>
-void launch(dim3 grid, dim3 block, cudaStream_t stream, void (*kernel)(Formal...), const Actual &...actual)
+void launch(dim3 grid, dim3 block, cudaStream_t stream, bool early, void (*kernel)(Formal...),
+            const Actual &...actual)
 {
     const std::tuple<std::decay_t<Formal>...> arguments(actual...);
-    enqueue(stream, [=] { run_grid(grid, block, [&] { std::apply(kernel, arguments); }); });
+    enqueue(
+        stream, cudaGraphNodeTypeKernel,
+        [=] { run_grid(grid, block, [&] { std::apply(kernel, arguments); }); }, early);
 }
 
 } // namespace emulator
@@ -330,6 +337,7 @@ template <class... Formal, class... Actual>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Formal...),
                                const Actual &...actual)
 {
-    emulator::launch(config->gridDim, config->blockDim, config->stream, kernel, actual...);
+    emulator::launch(config->gridDim, config->blockDim, config->stream, config->numAttrs > 0, kernel,
+                     actual...);
     return cudaSuccess;
 }

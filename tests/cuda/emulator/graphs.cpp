@@ -1,73 +1,107 @@
-// Streams, graphs and events of the CUDA runtime. Work on a stream is done at once, or becomes a node of the
-// graph that is recorded from it: each after the one before.
+// Streams, graphs and events. A stream runs its work at once, or adds it to a graph while it is captured; the
+// default stream is nullptr. Graphs are as unhelpful as the runtime may be: they list the newest node first,
+// and run first what was added last among the nodes that wait for nothing. Time is not measured: every piece
+// of work takes WORK_MS.
 #include "emulator.h"
 
-#include <chrono>
+#include <algorithm>
+#include <map>
 #include <memory>
+
+static const double WORK_MS = 60.0;
 
 struct CUgraphNode_st {
     std::function<void()> work;
-    const CUgraphNode_st *original; // of a node in a clone
+    cudaGraphNodeType type;
+    bool early; // its edges
+    std::vector<cudaGraphNode_t> after;
+    cudaGraphNode_t original; // in the graph this one was cloned from
+    cudaGraph_t graph;
 };
 
 struct CUgraph_st {
     std::vector<std::unique_ptr<CUgraphNode_st>> nodes;
-
-    CUgraphNode_st *add(std::function<void()> work, const CUgraphNode_st *original = nullptr)
-    {
-        nodes.emplace_back(new CUgraphNode_st{std::move(work), original});
-        return nodes.back().get();
-    }
-
-    std::function<void()> whole() const // stays when the graph is gone
-    {
-        std::vector<std::function<void()>> all;
-        for (const auto &node : nodes) all.push_back(node->work);
-        return [all] {
-            for (const auto &work : all)
-                if (work) work();
-        };
-    }
 };
 
 struct CUgraphExec_st {
-    std::function<void()> work;
+    std::vector<std::function<void()>> work; // in order
 };
 
 struct CUstream_st {
-    CUgraph_st *recorded; // NULL: work is done at once
+    cudaGraph_t graph; // while it is captured
+    cudaGraphNode_t last;
 };
 
 struct CUevent_st {
-    std::chrono::steady_clock::time_point passed;
+    double ms; // < 0: never passed
 };
+
+static int captures;
+static double now_ms;
+
+static cudaGraphNode_t add_node(cudaGraph_t graph, const CUgraphNode_st &node)
+{
+    graph->nodes.emplace_back(new CUgraphNode_st(node));
+    graph->nodes.back()->graph = graph;
+    return graph->nodes.back().get();
+}
+
+static void run(const std::function<void()> &work)
+{
+    work();
+    now_ms += WORK_MS;
+}
+
+static std::vector<std::function<void()>> in_order(const CUgraph_st &graph)
+{
+    std::vector<std::function<void()>> order;
+    std::vector<cudaGraphNode_t> left;
+    for (const auto &node : graph.nodes) left.insert(left.begin(), node.get());
+    const auto is_free = [&](cudaGraphNode_t node) {
+        return std::none_of(node->after.begin(), node->after.end(), [&](cudaGraphNode_t before) {
+            return std::find(left.begin(), left.end(), before) != left.end();
+        });
+    };
+    while (!left.empty()) {
+        const auto next = std::find_if(left.begin(), left.end(), is_free);
+        if (next == left.end()) abort(); // a circle
+        order.push_back((*next)->work);
+        left.erase(next);
+    }
+    return order;
+}
 
 namespace emulator
 {
 
-void enqueue(cudaStream_t stream, std::function<void()> work)
+void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early)
 {
-    if (stream && stream->recorded)
-        stream->recorded->add(std::move(work));
-    else
-        work();
+    if (!stream || !stream->graph) return run(work);
+    CUgraphNode_st node = {std::move(work), type, early && stream->last, {}, nullptr};
+    if (stream->last) node.after = {stream->last};
+    stream->last = add_node(stream->graph, node);
+}
+
+bool is_capturing()
+{
+    return captures > 0;
 }
 
 } // namespace emulator
 
 extern "C" {
 
-// ---- Streams and events ----
+// ---- Streams
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
+cudaError_t cudaStreamCreate(cudaStream_t *stream)
 {
     *stream = new CUstream_st{};
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamCreate(cudaStream_t *stream)
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
 {
-    return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
+    return cudaStreamCreate(stream);
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
@@ -76,41 +110,40 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream)
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+cudaError_t cudaStreamSynchronize(cudaStream_t)
 {
-    return stream && stream->recorded ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+    return captures ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
 }
 
-cudaError_t cudaEventCreate(cudaEvent_t *event)
+cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph, const cudaGraphNode_t *,
+                                          const cudaGraphEdgeData *, size_t dependencies,
+                                          cudaStreamCaptureMode)
 {
-    *event = new CUevent_st{};
+    if (!stream || stream->graph || dependencies) return cudaErrorStreamCaptureUnsupported;
+    *stream = {graph, nullptr};
+    captures++;
     return cudaSuccess;
 }
 
-cudaError_t cudaEventDestroy(cudaEvent_t event)
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode)
 {
-    delete event;
+    return cudaStreamBeginCaptureToGraph(stream, new CUgraph_st, nullptr, nullptr, 0, mode);
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
+{
+    if (!stream || !stream->graph) return cudaErrorIllegalState;
+    *graph = stream->graph;
+    *stream = {};
+    captures--;
     return cudaSuccess;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
-{
-    if (stream && stream->recorded) return cudaErrorStreamCaptureUnsupported; // nothing here records events
-    event->passed = std::chrono::steady_clock::now();
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to)
-{
-    *ms = std::chrono::duration<float, std::milli>(to->passed - from->passed).count();
-    return cudaSuccess;
-}
-
-// ---- Recording ----
+// ---- Graphs
 
 cudaError_t cudaGraphCreate(cudaGraph_t *graph, unsigned)
 {
-    *graph = new CUgraph_st{};
+    *graph = new CUgraph_st;
     return cudaSuccess;
 }
 
@@ -120,82 +153,15 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph)
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph, const cudaGraphNode_t *,
-                                          const cudaGraphEdgeData *, size_t, cudaStreamCaptureMode)
-{
-    if (!stream || stream->recorded) return cudaErrorStreamCaptureUnsupported;
-    stream->recorded = graph;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode)
-{
-    if (!stream || stream->recorded) return cudaErrorStreamCaptureUnsupported;
-    return cudaStreamBeginCaptureToGraph(stream, new CUgraph_st{}, nullptr, nullptr, 0, mode);
-}
-
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
-{
-    if (!stream || !stream->recorded) return cudaErrorIllegalState;
-    *graph = stream->recorded;
-    stream->recorded = nullptr;
-    return cudaSuccess;
-}
-
-// ---- Running ----
-
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t *run, cudaGraph_t graph, unsigned long long)
-{
-    *run = new CUgraphExec_st{graph->whole()};
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t run, cudaStream_t stream)
-{
-    emulator::enqueue(stream, run->work);
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t run)
-{
-    delete run;
-    return cudaSuccess;
-}
-
-// ---- Looking into a graph and taking it apart ----
-
-// The runtime promises no order: the last come first.
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count)
-{
-    size_t found = 0;
-    for (size_t i = graph->nodes.size(); i-- > 0 && found < *count;) nodes[found++] = graph->nodes[i].get();
-    *count = found;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphGetEdges(cudaGraph_t graph, cudaGraphNode_t *from, cudaGraphNode_t *to,
-                              cudaGraphEdgeData *how, size_t *count)
-{
-    size_t found = 0;
-    for (size_t i = 1; i < graph->nodes.size() && found < *count; i++, found++) {
-        from[found] = graph->nodes[i - 1].get();
-        to[found] = graph->nodes[i].get();
-        how[found] = {};
-    }
-    *count = found;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphNodeGetType(cudaGraphNode_t, cudaGraphNodeType *type)
-{
-    *type = cudaGraphNodeTypeKernel;
-    return cudaSuccess;
-}
-
 cudaError_t cudaGraphClone(cudaGraph_t *clone, cudaGraph_t graph)
 {
-    *clone = new CUgraph_st{};
-    for (const auto &node : graph->nodes) (*clone)->add(node->work, node.get());
+    std::map<cudaGraphNode_t, cudaGraphNode_t> copies;
+    *clone = new CUgraph_st;
+    for (const auto &node : graph->nodes) {
+        const cudaGraphNode_t copy = copies[node.get()] = add_node(*clone, *node);
+        copy->original = node.get();
+        for (cudaGraphNode_t &before : copy->after) before = copies.at(before);
+    }
     return cudaSuccess;
 }
 
@@ -209,17 +175,111 @@ cudaError_t cudaGraphNodeFindInClone(cudaGraphNode_t *found, cudaGraphNode_t ori
     return cudaErrorInvalidValue;
 }
 
-// A destroyed node stays as one without work.
-cudaError_t cudaGraphDestroyNode(cudaGraphNode_t node)
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count)
 {
-    node->work = nullptr;
+    const size_t room = nodes ? *count : 0, all = graph->nodes.size();
+    for (size_t i = 0; i < room; i++) nodes[i] = i < all ? graph->nodes[all - 1 - i].get() : nullptr;
+    *count = nodes ? std::min(room, all) : all;
     return cudaSuccess;
 }
 
-cudaError_t cudaGraphAddChildGraphNode(cudaGraphNode_t *added, cudaGraph_t graph, const cudaGraphNode_t *,
-                                       size_t, cudaGraph_t child)
+cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType *type)
 {
-    *added = graph->add(child->whole());
+    *type = node->type;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphGetEdges(cudaGraph_t graph, cudaGraphNode_t *from, cudaGraphNode_t *to,
+                              cudaGraphEdgeData *data, size_t *count)
+{
+    size_t found = 0;
+    for (auto node = graph->nodes.rbegin(); node != graph->nodes.rend(); ++node)
+        for (const cudaGraphNode_t before : (*node)->after) {
+            if ((*node)->early && from && !data) return cudaErrorLossyQuery;
+            if (from && found < *count) {
+                from[found] = before;
+                to[found] = node->get();
+                if (data) data[found] = {};
+                if (data && (*node)->early) data[found].type = cudaGraphDependencyTypeProgrammatic;
+            }
+            found++;
+        }
+    *count = from ? std::min(found, *count) : found;
+    return cudaSuccess;
+}
+
+// What waited for it no longer does.
+cudaError_t cudaGraphDestroyNode(cudaGraphNode_t node)
+{
+    auto &nodes = node->graph->nodes;
+    for (const auto &other : nodes)
+        other->after.erase(std::remove(other->after.begin(), other->after.end(), node), other->after.end());
+    nodes.erase(
+        std::find_if(nodes.begin(), nodes.end(), [&](const auto &other) { return other.get() == node; }));
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphAddChildGraphNode(cudaGraphNode_t *added, cudaGraph_t graph,
+                                       const cudaGraphNode_t *before, size_t count, cudaGraph_t child)
+{
+    const auto work = in_order(*child);
+    const auto all = [=] {
+        for (const auto &one : work) run(one);
+        now_ms -= WORK_MS; // it takes no time but its work's
+    };
+    *added = add_node(graph, {all, cudaGraphNodeTypeGraph, false, {before, before + count}, nullptr});
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *ready, cudaGraph_t graph, unsigned long long)
+{
+    *ready = new CUgraphExec_st{in_order(*graph)};
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t ready, cudaStream_t stream)
+{
+    if (stream && stream->graph) return cudaErrorStreamCaptureUnsupported;
+    for (const auto &work : ready->work) run(work);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t ready)
+{
+    delete ready;
+    return cudaSuccess;
+}
+
+// ---- Events
+
+cudaError_t cudaEventCreate(cudaEvent_t *event)
+{
+    *event = new CUevent_st{-1.0};
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+    delete event;
+    return cudaSuccess;
+}
+
+// Captured, it tells no time.
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+    event->ms = stream && stream->graph ? -1.0 : now_ms;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t)
+{
+    return captures ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to)
+{
+    if (from->ms < 0.0 || to->ms < 0.0) return cudaErrorInvalidResourceHandle;
+    *ms = (float)(to->ms - from->ms);
     return cudaSuccess;
 }
 }

@@ -1,5 +1,8 @@
-// As much of the CUDA runtime as the backend, its checks and the program call. Device memory is the host's.
+// As much of the CUDA runtime as the backend, its checks and the program call; graphs.cpp has streams,
+// graphs and events. Device memory is the host's.
 #include "emulator.h"
+
+#include <map>
 
 namespace emulator
 {
@@ -10,6 +13,19 @@ CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, voi
                 CUtensorMapFloatOOBfill);
 
 } // namespace emulator
+
+static const size_t MEMORY_BYTES = (size_t)8 << 30;
+static size_t held;
+static std::map<const char *, size_t> sizes;
+
+bool emulator::is_allocated(const void *memory, size_t bytes)
+{
+    const char *first = (const char *)memory;
+    const auto after = sizes.upper_bound(first);
+    if (after == sizes.begin()) return false;
+    const auto found = std::prev(after);
+    return first + bytes <= found->first + found->second;
+}
 
 extern "C" {
 
@@ -37,19 +53,6 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int)
              : attribute == cudaDevAttrComputeCapabilityMinor ? 0
              : ctas                                           ? atoi(ctas)
                                                               : 3;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int)
-{
-    *properties = {};
-    strcpy(properties->name, "emulator");
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemGetInfo(size_t *free, size_t *total)
-{
-    *free = *total = (size_t)8 << 30; // said, not held to
     return cudaSuccess;
 }
 
@@ -81,44 +84,73 @@ const char *cudaGetErrorString(cudaError_t error)
     return cudaGetErrorName(error);
 }
 
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int)
+{
+    *properties = {};
+    snprintf(properties->name, sizeof properties->name, "emulator");
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
+{
+    *total = MEMORY_BYTES;
+    *free_bytes = MEMORY_BYTES - held;
+    return cudaSuccess;
+}
+
+// None of what follows while a stream is captured: the runtime refuses it, and so does the emulator.
+
 cudaError_t cudaMalloc(void **memory, size_t bytes)
 {
+    if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
+    if (bytes > MEMORY_BYTES - held) return cudaErrorMemoryAllocation;
     *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    return *memory ? cudaSuccess : cudaErrorMemoryAllocation;
+    if (!*memory) return cudaErrorMemoryAllocation;
+    sizes[(const char *)*memory] = bytes;
+    held += bytes;
+    return cudaSuccess;
 }
 
 cudaError_t cudaFree(void *memory)
 {
+    if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
+    if (!memory) return cudaSuccess;
+    const auto found = sizes.find((const char *)memory);
+    if (found == sizes.end()) return cudaErrorInvalidValue;
+    held -= found->second;
+    sizes.erase(found);
     free(memory);
     return cudaSuccess;
 }
 
 cudaError_t cudaMemset(void *memory, int value, size_t bytes)
 {
+    if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
     memset(memory, value, bytes);
     return cudaSuccess;
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind)
 {
+    if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
     memmove(to, from, bytes);
     return cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream)
 {
-    emulator::enqueue(stream, [=] { memmove(to, from, bytes); });
+    emulator::enqueue(stream, cudaGraphNodeTypeMemcpy, [=] { memmove(to, from, bytes); });
     return cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t stream)
 {
-    emulator::enqueue(stream, [=] { memset(memory, value, bytes); });
+    emulator::enqueue(stream, cudaGraphNodeTypeMemset, [=] { memset(memory, value, bytes); });
     return cudaSuccess;
 }
 
 cudaError_t cudaDeviceSynchronize(void)
 {
-    return cudaSuccess;
+    return emulator::is_capturing() ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
 }
 }
