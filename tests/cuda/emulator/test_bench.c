@@ -1,0 +1,149 @@
+/* `smoe bench --device cuda` on the emulator, where every launch takes 60 ms: all of its times are known. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_RECORDS = 64, LINE_BYTES = 4096, LAUNCH_MS = 60 };
+
+typedef struct records {
+    json_t *all[MOST_RECORDS];
+    int count;
+} records;
+
+static records bench(const char *arguments)
+{
+    char command[1024], *line = malloc(LINE_BYTES);
+    records r = {.count = 0};
+    snprintf(command, sizeof command, "'%s' bench --device cuda --thiek 96,128,32,4,2 --repeats 1 --json %s",
+             SMOE_PROGRAM, arguments);
+    FILE *pipe = popen(command, "r");
+    assert_non_null(pipe);
+    assert_non_null(line);
+    while (fgets(line, LINE_BYTES, pipe)) {
+        assert_true(r.count < MOST_RECORDS);
+        assert_non_null(r.all[r.count++] = json_loads(line, JSON_REJECT_DUPLICATES, NULL));
+    }
+    assert_int_equal(pclose(pipe), 0);
+    free(line);
+    return r;
+}
+
+static void free_records(records *r)
+{
+    for (int i = 0; i < r->count; i++) json_decref(r->all[i]);
+}
+
+static double number_of(const json_t *record, const char *name)
+{
+    const json_t *value = json_object_get(record, name);
+    return json_is_number(value) ? json_number_value(value) : NAN;
+}
+
+static int is(const json_t *record, const char *pass, const char *kernel)
+{
+    return strcmp(json_string_value(json_object_get(record, "pass")), pass) == 0 &&
+           strcmp(json_string_value(json_object_get(record, "kernel")), kernel) == 0;
+}
+
+/* The one record of this pass and kernel. */
+static const json_t *record_of(const records *r, const char *pass, const char *kernel)
+{
+    const json_t *found = NULL;
+    for (int i = 0; i < r->count; i++) {
+        if (!is(r->all[i], pass, kernel)) continue;
+        assert_null(found);
+        found = r->all[i];
+    }
+    if (!found) fail_msg("no record of %s %s", pass, kernel);
+    return found;
+}
+
+/* A record's times are those of its launches. */
+static void check_launches(const json_t *record, int launches, int alone)
+{
+    const double ms = launches * LAUNCH_MS;
+    assert_true(number_of(record, "launches") == launches);
+    assert_true(number_of(record, "ms_min") == ms && number_of(record, "ms_median") == ms &&
+                number_of(record, "ms_p99") == ms);
+    if (alone) assert_true(number_of(record, "alone_ms") == ms);
+}
+
+static void check_memory(const json_t *all)
+{
+    assert_true(number_of(all, "peak_bytes") > 0);
+    assert_true(number_of(all, "peak_bytes") <= number_of(all, "predicted_bytes"));
+    assert_true(number_of(all, "max_rel_err") < 5e-3);
+}
+
+/* Forward and backward of the experts: stages, passes and launches alone. */
+static void test_experts(void **state)
+{
+    static const struct {
+        const char *pass, *kernel;
+        int launches;
+    } expected[] = {{"forward", "plan", 2},    {"forward", "up", 1},       {"forward", "down", 1},
+                    {"forward", "combine", 1}, {"forward", "all", 5},      {"backward", "dh", 3},
+                    {"backward", "dw2", 1},    {"backward", "dx_rows", 1}, {"backward", "dw1", 1},
+                    {"backward", "dx", 1},     {"backward", "all", 7},     {"layer", "all", 12}};
+    (void)state;
+    records r = bench("--scope experts --no-bound --alone");
+    for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++)
+        check_launches(record_of(&r, expected[i].pass, expected[i].kernel), expected[i].launches, 1);
+    check_memory(record_of(&r, "forward", "all"));
+    check_memory(record_of(&r, "backward", "all"));
+    assert_true(isnan(number_of(record_of(&r, "forward", "up"), "bound_ms")));
+    free_records(&r);
+}
+
+/* Two column chunks have down and combine twice, and hold less. */
+static void test_chunks(void **state)
+{
+    (void)state;
+    records r = bench("--pass forward --scope experts --dtype fp16 --no-bound --chunks 1,2");
+    const json_t *whole = NULL, *half = NULL;
+    for (int i = 0; i < r.count; i++) {
+        if (!is(r.all[i], "forward", "all")) continue;
+        if (number_of(r.all[i], "chunks") == 1) whole = r.all[i];
+        if (number_of(r.all[i], "chunks") == 2) half = r.all[i];
+    }
+    assert_non_null(whole);
+    assert_non_null(half);
+    check_launches(whole, 5, 0);
+    check_launches(half, 7, 0);
+    assert_true(number_of(half, "peak_bytes") < number_of(whole, "peak_bytes"));
+    free_records(&r);
+}
+
+/* The whole layer with rounding, and the bound: one GEMM a stage and a copy. */
+static void test_layer(void **state)
+{
+    (void)state;
+    records r = bench("--pass forward --rounding nr-f --tile 32 --logits bf16");
+    check_launches(record_of(&r, "forward", "router_gemm"), 1, 0);
+    check_launches(record_of(&r, "forward", "round"), 1, 0);
+    check_launches(record_of(&r, "forward", "all"), 9, 0);
+    check_memory(record_of(&r, "forward", "all"));
+    /* cuBLAS takes the rows an expert has on average: what rounding adds is scaled up */
+    const double bound = number_of(record_of(&r, "forward", "up"), "bound_ms");
+    assert_true(bound >= LAUNCH_MS && bound < 2 * LAUNCH_MS);
+    free_records(&r);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_experts),
+        cmocka_unit_test(test_chunks),
+        cmocka_unit_test(test_layer),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
