@@ -2,10 +2,10 @@
 # Which of several variants of the forward is faster? Each is a patch on top of HEAD; all of them are measured in one
 # call on the GPU machine, in turn, each against cuBLAS of its own process.
 #
-#   tools/variants.sh build DIR PATCH...             here: DIR/pack gets measure.NAME and check.NAME of HEAD (`base`) and
+#   tools/variants.sh build DIR PATCH...             here: into DIR/carry measure.NAME and check.NAME of HEAD (`base`) and
 #                                                    of every PATCH (NAME.patch; several joined by + are applied in turn)
-#   DIR/pack/variants.sh run PACK ROUNDS ROUTING:SHAPE...   there: every check, then ROUNDS rounds of all variants on
-#                                                    every shape, then a table; lines under $OUT (default PACK/out)
+#   CARRY/variants.sh run CARRY ROUNDS ROUTING:SHAPE...   there: every check, then ROUNDS rounds of all variants on
+#                                                    every shape, then a table; lines under $OUT (default CARRY/out)
 #   tools/variants.sh table FILE                     the table of such lines
 set -u
 
@@ -15,7 +15,6 @@ build() {
     shift
     mkdir -p "$directory/pack"
     [ -d "$directory/source" ] || git worktree add -q --detach "$directory/source" HEAD || exit 3
-    cp "$0" "$directory/pack/variants.sh"
     commit=$(git rev-parse HEAD)
     for variant in base "$@"; do
         name=$(echo "$variant" | tr '+' '\n' | sed 's|.*/||; s|\.patch$||' | paste -sd+)
@@ -39,7 +38,9 @@ build() {
     mkdir -p "$directory/pack/lib"
     ldd "$directory"/pack/check.* | awk '$3 ~ /openblas|gomp|gfortran|quadmath/ { print $3 }' | sort -u |
         while read -r library; do cp -L "$library" "$directory/pack/lib/"; done
-    du -sh "$directory/pack"
+    mkdir -p "$directory/carry"
+    tar -czf "$directory/carry/pack.tgz" -C "$directory/pack" . && cp "$0" "$directory/carry/variants.sh"
+    du -sh "$directory/carry"
 }
 
 # Of every shape and variant: the mean over the rounds of the pass's ratio to the bound, of up's ratio to cuBLAS, of up,
@@ -73,6 +74,7 @@ table() {
 
 run() {
     cd "$1" || exit 3
+    [ -f pack.tgz ] && { tar -xzf pack.tgz || exit 3; }
     rounds=$2
     shift 2
     out=${OUT:-$PWD/out}
