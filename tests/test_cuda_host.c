@@ -268,16 +268,28 @@ static void shared_memory_of_the_plan_fits(void **state)
         for (int32_t topk = 1; topk <= 64 && topk <= experts; topk++)
             for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
                 const int32_t chunk = smoe_plan_chunk(tokens[i], experts, topk);
-                const smoe_plan_shared s = smoe_plan_shared_of(chunk, experts, topk);
-                assert_true(chunk >= 32 && chunk % 32 == 0 && chunk * topk <= 16384);
-                assert_true(s.end <= SMOE_PLAN_SHARED);
-                assert_int_equal(s.ids % 16, 0);
-                assert_int_equal(s.group_before % 2, 0);
-                assert_int_equal(s.scratch % 4, 0);
-                assert_true((int64_t)SMOE_PLAN_MOST_SUMMED * chunk < 65536);
+                const smoe_plan_shared p = smoe_plan_shared_of(chunk, experts, topk);
+                assert_true(smoe_plan_chunk_fits(chunk, experts, topk));
+                assert_true(chunk >= 32 && chunk % 32 == 0 && chunk < SMOE_PLAN_THREADS);
+                assert_true(p.end <= SMOE_PLAN_SHARED);
+                assert_int_equal(p.rows % 16, 0); /* cleared by 16 bytes up to there */
+                assert_int_equal(p.place % 8 + p.sorted % 8 + p.ids % 8, 0);
+                assert_int_equal(p.token_rows % 4 + p.group_before % 2 + p.token_first % 4, 0);
+                assert_true(p.scratch >= p.token_first + 4 * (uint32_t)(chunk + 1));
             }
-    const smoe_plan_shared largest = smoe_plan_shared_of(smoe_plan_chunk(1000000, 4096, 64), 4096, 64);
-    assert_true(largest.end <= SMOE_PLAN_SHARED);
+}
+
+/* Counts that every CTA sums fit 16 bits, and a column's thread is found without a division. */
+static void summed_counts_fit(void **state)
+{
+    (void)state;
+    assert_true(smoe_plan_is_summed(65535, 128, 256));
+    assert_false(smoe_plan_is_summed(65536, 8, 256));
+    assert_true(smoe_plan_is_summed(32768, 256, 128));
+    assert_false(smoe_plan_is_summed(32769, 256, 128));
+    for (uint32_t columns = 1; columns <= 512; columns++)
+        for (uint32_t i = 0; i <= SMOE_PLAN_THREADS; i++)
+            assert_int_equal(smoe_divide(i, smoe_reciprocal(columns)), i / columns);
 }
 
 int main(void)
@@ -296,6 +308,7 @@ int main(void)
         cmocka_unit_test(lower_entries_are_counted),
         cmocka_unit_test(counts_of_both_halves_add_up),
         cmocka_unit_test(shared_memory_of_the_plan_fits),
+        cmocka_unit_test(summed_counts_fit),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -2,6 +2,7 @@
  */
 #include "device.h"
 #include "launch.h"
+#include "plan_size.h"
 #include "routing.h"
 
 #include <stdlib.h>
@@ -18,7 +19,9 @@ static uint64_t routing_bytes(const smoe_problem *p)
     const smoe_layer *l = &p->layer;
     switch (l->entry) {
     case SMOE_FROM_LOGITS: return smoe_cuda_routing_scratch(p);
-    case SMOE_FROM_TOPK: return smoe_align_up(smoe_cuda_plan_work_bytes(l->tokens, l->experts, l->topk));
+    case SMOE_FROM_TOPK:
+        return smoe_align_up(smoe_cuda_plan_work_bytes(
+            l->tokens, l->experts, smoe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk)));
     case SMOE_FROM_ROWS: return 0;
     }
     return 0;
@@ -75,6 +78,7 @@ static cudaError_t prepare_kernels(device_state *state)
         status = cudaErrorInsufficientDriver;
     memcpy(&state->encode, &function, sizeof function);
     if (status == cudaSuccess) status = smoe_cuda_plan_init();
+    if (status == cudaSuccess) status = smoe_cuda_plan_rows_init();
     if (status == cudaSuccess) status = smoe_cuda_routing_init();
     if (status == cudaSuccess) status = smoe_cuda_up_init();
     if (status == cudaSuccess) status = smoe_cuda_down_init();
@@ -202,6 +206,7 @@ static cudaError_t run_plan(const smoe_problem *problem, const smoe_forward_args
         .experts = (int32_t)layer->experts,
         .topk = (int32_t)layer->topk,
         .padded_rows = (int32_t)problem->padded_rows,
+        .chunk = smoe_plan_chunk(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk),
         .counts = plan->counts,
         .row_offsets = plan->offsets,
         .block_offsets = plan->block_offsets,

@@ -31,16 +31,20 @@ typedef struct smoe_cuda_plan {
     int32_t wide_index;  /* int64 */
     int32_t tokens, experts, topk;
     int32_t padded_rows; /* of the arrays */
+    int32_t chunk;       /* way 2, of plan_size.h */
+    int32_t counted;     /* the kernel before left the chunks' counts in `work`, and wrote ids and weights */
     /* out, as in smoe_plan_view */
     int32_t *counts, *row_offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
     float *row_weight;
+    int32_t *topk_counts; /* `counts` once more, or NULL */
     smoe_cuda_lists lists;
     /* work space: smoe_cuda_plan_work_bytes */
     void *work;
 } smoe_cuda_plan;
 
-uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int64_t topk);
+uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk);
 cudaError_t smoe_cuda_plan_init(void);
+cudaError_t smoe_cuda_plan_rows_init(void);
 cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *plan, cudaStream_t stream);
 cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *plan, cudaStream_t stream);
 

@@ -1,16 +1,19 @@
-// The plan from given top-K ids and weights, without sorts, atomics on global memory or a count read by the
-// host.
+// The plan from top-K ids and weights, without sorts, atomics on global memory or a count read by the host.
 //
 // Two kernels, a CTA for a chunk of tokens. count: bit masks [32-token group][expert] in shared memory, their
-// populations are the chunk's counts. scatter: masks again; every CTA sums the count matrix itself (it stands
-// in L2) and so knows all offsets and its own share; pairs are sorted by expert in shared memory first and
-// then written in runs, because scattered 4-byte stores would take most of the time. The padded row of a pair
-// follows from offsets and popcounts alone, so the result does not depend on any order of execution.
+// populations are the chunk's counts; top-K hands them over itself where its chunks are the plan's. scatter:
+// masks again; every CTA sums the count matrix itself (it stands in L2) and so knows all offsets and its own
+// share; pairs are sorted by expert in shared memory first and then written in runs, because scattered 4-byte
+// stores would take most of the time. The padded row of a pair follows from offsets and popcounts alone, so
+// the result does not depend on any order of execution.
+//
+// What a chunk costs is instructions (docs/lab-notebook.md): a thread works on quads of a token's pairs,
+// which share loads, the division and the mask's row; what is written once a plan is written by warps that
+// have no experts to place.
 //
 // Bytes: ids twice, weights, 12 bytes a pair written; the count matrix once a CTA.
-#define SMOE_PLAN_THREADS 1024
+#include "early_launch.cuh"
 #include "plan_shared.cuh"
-#include "plan_size.h"
 
 namespace smoe
 {
@@ -19,70 +22,142 @@ namespace plan
 namespace
 {
 
-// Work space: counts uint16 [chunks][padded experts]; for many chunks also their sums before a chunk, uint32
-// of the same shape, and each expert's total, uint32.
+// Work space: counts uint16 [chunks][padded experts]; where CTAs do not sum them also the sums before a
+// chunk, uint32 of the same shape, and each expert's total, uint32.
 struct work_space {
     uint16_t *counts;
-    uint32_t *before, *totals; // NULL for few chunks
+    uint32_t *before, *totals; // or NULL
 };
 
 struct problem {
     smoe_cuda_plan p;
     work_space work;
     smoe_plan_shared shared;
-    int32_t chunk, chunks, padded_experts, padded_topk;
-    uint32_t topk_reciprocal;
+    int32_t chunks, padded_experts, quads; // of a token
+    uint32_t quads_reciprocal, columns_reciprocal;
+    bool by_fours; // four ids of a row are one load
 };
 
-// Expert of pair i, -1 if it is none.
-SMOE_DEVICE int read_id(const smoe_cuda_plan &p, int64_t i)
+// Four neighbouring pairs of a token of the chunk.
+struct quad {
+    int token, k; // k of the first
+};
+
+SMOE_DEVICE quad quad_at(const problem &q, int i)
 {
-    if (p.wide_index) {
-        const long long id = __ldg((const long long *)p.ids + i);
-        return id >= 0 && id < p.experts ? (int)id : -1;
+    const int token = (int)smoe_divide(i, q.quads_reciprocal);
+    return {token, 4 * (i - token * q.quads)};
+}
+
+SMOE_DEVICE int tokens_of_chunk(const problem &q)
+{
+    return min(q.p.chunk, q.p.tokens - (int)blockIdx.x * q.p.chunk);
+}
+
+// The pair's place in ids and weights.
+SMOE_DEVICE int64_t pair_at(const problem &q, int token, int k)
+{
+    return ((int64_t)blockIdx.x * q.p.chunk + token) * q.p.topk + k;
+}
+
+// Expert of pair i, 16 bits; NO_ID if it names none.
+SMOE_DEVICE uint32_t read_id(const smoe_cuda_plan &p, int64_t i)
+{
+    const long long id = p.wide_index ? __ldcg((const long long *)p.ids + i) : __ldcg((const int *)p.ids + i);
+    return id >= 0 && id < p.experts ? (uint32_t)id : SMOE_PLAN_NO_ID;
+}
+
+// The chunk's ids come to shared memory. True if a pair names no expert.
+SMOE_DEVICE bool load_ids(const problem &q, uint2 *to, int quads)
+{
+    const uint32_t experts = (uint32_t)q.p.experts;
+    bool none = false;
+    if (q.by_fours) {
+        const uint4 *from = (const uint4 *)((const int *)q.p.ids + pair_at(q, 0, 0));
+        uint4 v[SMOE_PLAN_EACH];
+#pragma unroll
+        for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+            const int i = threadIdx.x + j * THREADS;
+            if (i < quads) v[j] = __ldcg(from + i);
+        }
+#pragma unroll
+        for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+            const int i = threadIdx.x + j * THREADS;
+            if (i >= quads) continue;
+            uint32_t id[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+            for (int u = 0; u < 4; u++) {
+                none |= id[u] >= experts;
+                id[u] = id[u] < experts ? id[u] : SMOE_PLAN_NO_ID;
+            }
+            to[i] = {id[0] | id[1] << 16, id[2] | id[3] << 16};
+        }
+    } else
+#pragma unroll 4
+        for (int i = threadIdx.x; i < quads * 4; i += THREADS) {
+            const quad t = quad_at(q, i / 4);
+            const int k = t.k + i % 4;
+            const uint32_t id = k < q.p.topk ? read_id(q.p, pair_at(q, t.token, k)) : SMOE_PLAN_NO_ID;
+            none |= id == SMOE_PLAN_NO_ID && k < q.p.topk;
+            ((uint16_t *)to)[i] = (uint16_t)id;
+        }
+    return none;
+}
+
+SMOE_DEVICE float4 read_weights(const problem &q, quad t)
+{
+    const float *from = q.p.weights + pair_at(q, t.token, t.k);
+    if (q.p.topk % 4 == 0) return __ldcg((const float4 *)from);
+    const int left = q.p.topk - t.k;
+    return {__ldcg(from), left > 1 ? __ldcg(from + 1) : 0.0f, left > 2 ? __ldcg(from + 2) : 0.0f,
+            left > 3 ? __ldcg(from + 3) : 0.0f};
+}
+
+SMOE_DEVICE uint32_t id_of(uint2 ids, int u)
+{
+    const uint32_t two = u < 2 ? ids.x : ids.y;
+    return u % 2 ? two >> 16 : two & 0xffffu;
+}
+
+// Sets the pairs' bits. True if one was set already: a token names an expert twice.
+SMOE_DEVICE bool mark(const problem &q, uint32_t *masks, const uint2 *ids, int quads)
+{
+    bool repeated = false;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < quads; i += THREADS) {
+        const int token = quad_at(q, i).token;
+        const uint32_t bit = 1u << (token & 31);
+        uint32_t *row = masks + (token >> 5) * q.padded_experts;
+        const uint2 v = ids[i];
+        uint32_t before = 0;
+#pragma unroll
+        for (int u = 0; u < 4; u++)
+            if (id_of(v, u) != SMOE_PLAN_NO_ID) before |= atomicOr(row + id_of(v, u), bit);
+        repeated |= (before & bit) != 0;
     }
-    const int id = __ldg((const int *)p.ids + i);
-    return id >= 0 && id < p.experts ? id : -1;
+    return repeated;
 }
 
-// Token (of the chunk) of its pair i.
-SMOE_DEVICE int token_of(const problem &q, int i)
+SMOE_DEVICE void clear(uint32_t *words, int count)
 {
-    return (int)smoe_divide(i, q.topk_reciprocal);
+    const uint4 zeros = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count / 4; i += THREADS) ((uint4 *)words)[i] = zeros;
 }
-
-SMOE_DEVICE int pairs_of_chunk(const problem &q)
-{
-    return min(q.chunk, q.p.tokens - (int)blockIdx.x * q.chunk) * q.p.topk;
-}
-
-enum { IN_FLIGHT = 4 }; // loads of a thread
 
 // ---- count
 
-__global__ void __launch_bounds__(THREADS, 1) count(const __grid_constant__ problem q)
+__global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem q)
 {
     extern __shared__ __align__(16) char memory[];
-    uint32_t *masks = (uint32_t *)memory;
-    const int experts = q.padded_experts, groups = q.chunk / 32;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < groups * experts; i += THREADS) masks[i] = 0;
+    uint32_t *masks = (uint32_t *)(memory + q.shared.masks);
+    uint2 *ids = (uint2 *)(memory + q.shared.ids);
+    const int experts = q.padded_experts, groups = q.p.chunk / 32, quads = tokens_of_chunk(q) * q.quads;
+    clear(masks, groups * experts);
+    wait_for_previous();
+    load_ids(q, ids, quads);
     __syncthreads();
-    const int pairs = pairs_of_chunk(q);
-    const int64_t first = (int64_t)blockIdx.x * q.chunk * q.p.topk;
-    for (int i0 = threadIdx.x; i0 < pairs; i0 += THREADS * IN_FLIGHT) {
-        int id[IN_FLIGHT];
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            const int i = i0 + u * THREADS;
-            id[u] = i < pairs ? read_id(q.p, first + i) : -1;
-        }
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            const int token = token_of(q, i0 + u * THREADS);
-            if (id[u] >= 0) atomicOr(&masks[(token >> 5) * experts + id[u]], 1u << (token & 31));
-        }
-    }
+    mark(q, masks, ids, quads);
     __syncthreads();
 #pragma unroll 1
     for (int e = threadIdx.x; e < experts; e += THREADS) {
@@ -91,11 +166,10 @@ __global__ void __launch_bounds__(THREADS, 1) count(const __grid_constant__ prob
         for (int g = 0; g < groups; g++) sum += __popc(masks[g * experts + e]);
         q.work.counts[(int64_t)blockIdx.x * experts + e] = (uint16_t)sum;
     }
-    __syncthreads();
     let_next_start();
 }
 
-// ---- columns, for many chunks: a warp-wide column of 32 experts, its chunks cut among the CTA's warps
+// ---- columns, for a large matrix: a warp-wide column of 32 experts, its chunks cut among the CTA's warps
 
 __global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem q)
 {
@@ -103,9 +177,11 @@ __global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem 
     const int lane = threadIdx.x, warp = threadIdx.y, expert = blockIdx.x * 32 + lane;
     const bool real = expert < q.padded_experts;
     const int begin = smoe_cut(q.chunks, 32, warp), end = smoe_cut(q.chunks, 32, warp + 1);
+    wait_for_previous();
     uint32_t sum = 0;
 #pragma unroll 8
-    for (int c = begin; c < end; c++) sum += real ? q.work.counts[(int64_t)c * q.padded_experts + expert] : 0;
+    for (int c = begin; c < end; c++)
+        sum += real ? __ldcg(q.work.counts + (int64_t)c * q.padded_experts + expert) : 0;
     part[warp][lane] = sum;
     __syncthreads();
     uint32_t before = 0, total = 0;
@@ -113,13 +189,14 @@ __global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem 
         before += w < warp ? part[w][lane] : 0;
         total += part[w][lane];
     }
-    if (!real) return;
-    if (warp == 0) q.work.totals[expert] = total;
+    if (real) {
+        if (warp == 0) q.work.totals[expert] = total;
 #pragma unroll 8
-    for (int c = begin; c < end; c++) {
-        const int64_t at = (int64_t)c * q.padded_experts + expert;
-        q.work.before[at] = before;
-        before += q.work.counts[at];
+        for (int c = begin; c < end; c++) {
+            const int64_t at = (int64_t)c * q.padded_experts + expert;
+            q.work.before[at] = before;
+            before += __ldcg(q.work.counts + at);
+        }
     }
     let_next_start();
 }
@@ -127,12 +204,14 @@ __global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem 
 // ---- scatter
 
 struct scatter_memory {
-    uint32_t *masks, *summed;
-    tables experts;
-    int32_t *place;
-    uint32_t *local, *token_first, *sorted;
-    float *sorted_weight;
-    uint16_t *ids, *group_before;
+    uint32_t *masks, *summed, *rows, *before;
+    int2 *place;
+    uint32_t *local, *token_first;
+    uint2 *sorted;
+    int32_t *token_rows;
+    uint2 *ids;
+    uint16_t *group_before;
+    uint32_t *pairs_before, *blocks; // of all chunks before; of all experts
     uint32_t *scratch;
 };
 
@@ -140,344 +219,246 @@ SMOE_DEVICE scatter_memory memory_at(char *at, const smoe_plan_shared &s)
 {
     return {(uint32_t *)(at + s.masks),
             (uint32_t *)(at + s.summed),
-            {(uint32_t *)(at + s.rows), (uint32_t *)(at + s.first_block), (uint32_t *)(at + s.first_tile),
-             (uint32_t *)(at + s.first_piece)},
-            (int32_t *)(at + s.place),
+            (uint32_t *)(at + s.rows),
+            (uint32_t *)(at + s.before),
+            (int2 *)(at + s.place),
             (uint32_t *)(at + s.local),
             (uint32_t *)(at + s.token_first),
-            (uint32_t *)(at + s.sorted),
-            (float *)(at + s.sorted_weight),
-            (uint16_t *)(at + s.ids),
+            (uint2 *)(at + s.sorted),
+            (int32_t *)(at + s.token_rows),
+            (uint2 *)(at + s.ids),
             (uint16_t *)(at + s.group_before),
+            (uint32_t *)(at + s.totals),
+            (uint32_t *)(at + s.totals) + 1,
             (uint32_t *)(at + s.scratch)};
 }
 
-// Where pair i of the chunk stands in `ids`.
-SMOE_DEVICE int slot_of(const problem &q, int i, int token)
+// Ranks inside the chunk: what the groups before hold, and the chunk's counts.
+SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m)
 {
-    return token * q.padded_topk + i - token * q.p.topk;
-}
-
-// What a thread reads of its first pairs before anything else is known; the chunk's weights are called to L2.
-struct early_pairs {
-    int id[IN_FLIGHT];
-    float weight; // of the first
-};
-
-SMOE_DEVICE early_pairs read_early(const problem &q, int pairs, int64_t first)
-{
-    early_pairs early;
-#pragma unroll
-    for (int u = 0; u < IN_FLIGHT; u++) {
-        const int i = threadIdx.x + u * THREADS;
-        early.id[u] = i < pairs ? read_id(q.p, first + i) : -1;
-    }
-    early.weight = (int)threadIdx.x < pairs ? __ldg(q.p.weights + first + threadIdx.x) : 0.0f;
-    if ((int)threadIdx.x * 32 < pairs) prefetch_l2(q.p.weights + first + threadIdx.x * 32);
-    return early;
-}
-
-// Pair i names expert id: into the token's ids and the mask. Was it there already?
-SMOE_DEVICE bool mark_id(const problem &q, const scatter_memory &m, int i, int id)
-{
-    if (id < 0) return false;
-    const int token = token_of(q, i);
-    const uint32_t bit = 1u << (token & 31);
-    m.ids[slot_of(q, i, token)] = (uint16_t)id;
-    return (atomicOr(&m.masks[(token >> 5) * q.padded_experts + id], bit) & bit) != 0;
-}
-
-// Ids and masks of the chunk. True (in all threads) if a token names an expert twice.
-SMOE_DEVICE bool mark_ids(const problem &q, const scatter_memory &m, int pairs, int64_t first,
-                          const early_pairs &early)
-{
-    bool repeated = false;
-#pragma unroll
-    for (int u = 0; u < IN_FLIGHT; u++) repeated |= mark_id(q, m, threadIdx.x + u * THREADS, early.id[u]);
+    const int experts = q.padded_experts, groups = q.p.chunk / 32;
 #pragma unroll 1
-    for (int i = threadIdx.x + IN_FLIGHT * THREADS; i < pairs; i += THREADS)
-        repeated |= mark_id(q, m, i, read_id(q.p, first + i));
-    return __syncthreads_or(repeated) != 0;
+    for (int e = threadIdx.x; e < experts; e += THREADS) {
+        uint32_t sum = 0;
+#pragma unroll 4
+        for (int g = 0; g < groups; g++) {
+            m.group_before[g * experts + e] = (uint16_t)sum;
+            sum += __popc(m.masks[g * experts + e]);
+        }
+        m.local[e] = sum;
+    }
 }
 
 // Of several pairs of a token with one expert the lowest k counts; the others are marked.
-SMOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int pairs)
+SMOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int quads)
 {
+    uint16_t *ids = (uint16_t *)m.ids;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < pairs; i += THREADS) {
-        const int token = token_of(q, i), k = i - token * q.p.topk;
-        uint16_t *ids = m.ids + token * q.padded_topk;
-        const uint16_t id = ids[k];
+    for (int i = threadIdx.x; i < quads * 4; i += THREADS) {
+        const int first = quad_at(q, i / 4).token * q.quads * 4;
+        const uint16_t id = ids[i];
         bool again = false;
 #pragma unroll 1
-        for (int j = 0; j < k; j++) again |= (ids[j] & ~SMOE_PLAN_REPEATED) == id;
-        if (again) ids[k] = id | SMOE_PLAN_REPEATED;
+        for (int j = first; j < i; j++) again |= (ids[j] & ~SMOE_PLAN_REPEATED) == id;
+        if (again && id != SMOE_PLAN_NO_ID) ids[i] = id | SMOE_PLAN_REPEATED;
     }
     __syncthreads();
 }
 
-// Counts of all chunks and of those before this one, two experts a word, eight a thread.
+// How many of a token's pairs are with lower experts, for four ids.
+SMOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int token, const uint32_t (&id)[4],
+                             uint32_t (&lower)[4])
+{
+    const uint2 *ids = m.ids + token * q.quads;
+    uint32_t both[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int j = 0; j < q.quads; j++) {
+        const uint2 v = ids[j];
+#pragma unroll
+        for (int u = 0; u < 4; u++) both[u] += smoe_plan_lower(id[u], v.x) + smoe_plan_lower(id[u], v.y);
+    }
+#pragma unroll
+    for (int u = 0; u < 4; u++) lower[u] = smoe_plan_both(both[u]);
+}
+
+// Pairs of the tokens before each. Every token has K of them, unless the chunk is irregular.
+SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tokens, bool irregular)
+{
+    const int token = threadIdx.x;
+    uint32_t first = (uint32_t)(token * q.p.topk);
+    if (irregular) {
+        const uint32_t id[4] = {SMOE_PLAN_REPEATED, 0, 0, 0};
+        uint32_t own[4] = {0, 0, 0, 0};
+        if (token < tokens) count_lower(q, m, token, id, own);
+        first = scan(own[0], m.scratch);
+    }
+    if (token <= tokens) m.token_first[token] = first;
+}
+
+// Counts of all chunks and of those before this one, two experts a word, eight a thread; a thread takes
+// neighbouring chunks.
 SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
 {
-    const int columns = q.padded_experts / 8, column = threadIdx.x % columns, lines = THREADS / columns;
-    const int line = threadIdx.x / columns;
+    const int columns = q.padded_experts / 8, lines = (int)smoe_divide(THREADS, q.columns_reciprocal);
+    const int line = (int)smoe_divide(threadIdx.x, q.columns_reciprocal),
+              column = threadIdx.x - line * columns;
     if (line >= lines) return;
+    const int begin = smoe_cut(q.chunks, lines, line), end = smoe_cut(q.chunks, lines, line + 1);
+    const uint4 *from = (const uint4 *)(q.work.counts + (int64_t)begin * q.padded_experts) + column;
     uint4 all = {0, 0, 0, 0}, before = {0, 0, 0, 0};
-#pragma unroll 4
-    for (int c = line; c < q.chunks; c += lines) {
-        const uint4 v = __ldcg((const uint4 *)(q.work.counts + (int64_t)c * q.padded_experts) + column);
+#pragma unroll 8
+    for (int c = begin; c < end; c++, from += columns) {
+        const uint4 v = __ldcg(from);
         all = {all.x + v.x, all.y + v.y, all.z + v.z, all.w + v.w};
         if (c < (int)blockIdx.x) before = {before.x + v.x, before.y + v.y, before.z + v.z, before.w + v.w};
     }
-    uint32_t *to = m.summed + column * 4, *to_before = to + q.padded_experts / 2;
+    uint32_t *to = m.summed + column, *to_before = to + 4 * columns;
     atomicAdd(to, all.x);
-    atomicAdd(to + 1, all.y);
-    atomicAdd(to + 2, all.z);
-    atomicAdd(to + 3, all.w);
+    atomicAdd(to + columns, all.y);
+    atomicAdd(to + 2 * columns, all.z);
+    atomicAdd(to + 3 * columns, all.w);
+    if (begin >= (int)blockIdx.x) return;
     atomicAdd(to_before, before.x);
-    atomicAdd(to_before + 1, before.y);
-    atomicAdd(to_before + 2, before.z);
-    atomicAdd(to_before + 3, before.w);
+    atomicAdd(to_before + columns, before.y);
+    atomicAdd(to_before + 2 * columns, before.z);
+    atomicAdd(to_before + 3 * columns, before.w);
 }
 
-// Counts of one expert: in all, in this chunk, in the chunks before it.
-SMOE_DEVICE sums sums_of_expert(const problem &q, const scatter_memory &m, int e)
+// Every expert's rows, and those of the chunks before.
+SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, int lane)
 {
-    uint32_t all, before, local = 0;
-    if (q.work.totals) {
-        all = __ldcg(q.work.totals + e);
-        before = __ldcg(q.work.before + (int64_t)blockIdx.x * q.padded_experts + e);
-    } else {
-        const uint16_t *summed = (const uint16_t *)m.summed;
-        all = summed[e];
-        before = summed[q.padded_experts + e];
-    }
-#pragma unroll 4
-    for (int g = 0; g < q.chunk / 32; g++) local += __popc(m.masks[g * q.padded_experts + e]);
-    m.experts.rows[e] = all;
-    m.place[e] = (int32_t)before;
-    m.local[e] = local;
-    return sums_of(all, local, before, q.p.lists.piece_limit);
-}
-
-// Offsets of every expert; the sums over all of them. A thread owns neighbouring experts.
-SMOE_DEVICE sums place_experts(const problem &q, const scatter_memory &m)
-{
-    const int experts = q.p.experts, each = (experts + THREADS - 1) / THREADS;
-    const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
-    sums own = {0, 0, 0, 0, 0, 0};
+    const int columns = q.padded_experts / 8;
 #pragma unroll 1
-    for (int e = begin; e < end; e++) own = own + sums_of_expert(q, m, e);
-    sums s = scan(own, m.scratch);
-#pragma unroll 1
-    for (int e = begin; e < end; e++) {
-        const sums here = sums_of(m.experts.rows[e], m.local[e], (uint32_t)m.place[e], q.p.lists.piece_limit);
-        m.experts.first_block[e] = s.blocks;
-        m.experts.first_tile[e] = (s.blocks + s.odd) / 2;
-        m.experts.first_piece[e] = s.pieces;
-        m.place[e] = (int32_t)(s.blocks * SMOE_BLOCK_ROWS + here.before - s.local);
-        uint32_t sorted = s.local;
-#pragma unroll 4
-        for (int g = 0; g < q.chunk / 32; g++) {
-            m.group_before[g * q.padded_experts + e] = (uint16_t)sorted;
-            sorted += __popc(m.masks[g * q.padded_experts + e]);
+    for (int first = warp * 32; first < q.padded_experts; first += THREADS) {
+        const int e = first + lane;
+        uint32_t rows = 0, before = 0;
+        if (e >= q.padded_experts) {
+        } else if (q.work.totals) {
+            rows = __ldcg(q.work.totals + e);
+            before = __ldcg(q.work.before + (int64_t)blockIdx.x * q.padded_experts + e);
+        } else {
+            const uint16_t *summed = (const uint16_t *)(m.summed + (e / 2 % 4) * columns + e / 8) + e % 2;
+            rows = summed[0];
+            before = summed[q.padded_experts]; // halves of as many words later
         }
-        if (blockIdx.x == gridDim.x - 1) write_tables(q.p, e, s, here.rows);
-        s = s + here;
+        const uint32_t pairs = __reduce_add_sync(~0u, before);
+        if (lane == 0) atomicAdd(m.pairs_before, pairs);
+        if (e >= q.padded_experts) continue;
+        m.rows[e] = rows;
+        m.before[e] = before;
     }
-    sums *total = (sums *)(m.scratch + 6 * WARPS);
-    if (threadIdx.x == THREADS - 1) *total = s; // experts past the last are nobody's
-    __syncthreads();
-    return *total;
 }
 
-// How many of a token's entries are below `id`.
-SMOE_DEVICE uint32_t count_lower(const problem &q, const scatter_memory &m, int token, uint32_t id)
+// Where the chunk's pairs of every expert go. A warp takes 32 experts at a time and itself sums those before
+// them, so that no other warp is waited for.
+SMOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int warp, int lane)
 {
-    uint32_t lower = 0;
-    const uint4 *ids = (const uint4 *)(m.ids + token * q.padded_topk);
+    uint32_t blocks = 0, local = 0; // of the experts before, this lane's part
+    int summed = 0;
 #pragma unroll 1
-    for (int i = 0; i < q.padded_topk / 8; i++) {
-        const uint4 v = ids[i];
-        lower += smoe_plan_lower(id, v.x) + smoe_plan_lower(id, v.y) + smoe_plan_lower(id, v.z) +
-                 smoe_plan_lower(id, v.w);
+    for (int first = warp * 32; first < q.padded_experts; first += THREADS) {
+#pragma unroll 4
+        for (; summed < first; summed += 32) {
+            blocks += blocks_of(m.rows[summed + lane]);
+            local += m.local[summed + lane];
+        }
+        const int e = first + lane;
+        const bool real = e < q.padded_experts;
+        const uint32_t own_blocks = real ? blocks_of(m.rows[e]) : 0, own_local = real ? m.local[e] : 0;
+        const uint32_t blocks_end = __reduce_add_sync(~0u, blocks) + sum_up_to_lane(own_blocks, lane);
+        const uint32_t local_end = __reduce_add_sync(~0u, local) + sum_up_to_lane(own_local, lane);
+        const uint32_t sorted = local_end - own_local;
+        if (!real) continue;
+        const uint32_t row = (blocks_end - own_blocks) * SMOE_BLOCK_ROWS + m.before[e];
+        m.place[e] = {(int)(row - sorted), (int)sorted};
+        if (e == q.padded_experts - 1) *m.blocks = blocks_end;
     }
-    return smoe_plan_both(lower);
 }
 
-// First entry of token_rows of the chunk's tokens. `before`: pairs of the chunks before.
-SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tokens, uint32_t before)
+// Every pair of the quad to its place in the sorted list, and its padded row to its token's.
+SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i)
 {
-    const int token = threadIdx.x;
-    const uint32_t own = token < tokens ? count_lower(q, m, token, SMOE_PLAN_REPEATED) : 0;
-    const uint32_t first = before + scan(own, m.scratch);
-    const int64_t at = (int64_t)blockIdx.x * q.chunk + token;
-    if (token < tokens) {
-        m.token_first[token] = first;
-        q.p.token_offsets[at] = (int32_t)first;
-        if (at == q.p.tokens - 1) q.p.token_offsets[at + 1] = (int32_t)(first + own);
+    const quad t = quad_at(q, i);
+    const float4 weights = read_weights(q, t); // on its way while lower ids are counted
+    const uint2 ids = m.ids[i];
+    const uint32_t id[4] = {id_of(ids, 0), id_of(ids, 1), id_of(ids, 2), id_of(ids, 3)};
+    const float weight[4] = {weights.x, weights.y, weights.z, weights.w};
+    uint32_t lower[4];
+    count_lower(q, m, t.token, id, lower);
+    int32_t *token_rows = m.token_rows + m.token_first[t.token];
+    const uint32_t tokens_before = (1u << (t.token & 31)) - 1u;
+    const int group = (t.token >> 5) * q.padded_experts;
+#pragma unroll
+    for (int u = 0; u < 4; u++) {
+        if (id[u] >= SMOE_PLAN_REPEATED) continue;
+        const int cell = group + (int)id[u];
+        const int2 place = m.place[id[u]];
+        const int at = place.y + m.group_before[cell] + __popc(m.masks[cell] & tokens_before);
+        m.sorted[at] = {id[u] << 16 | (uint32_t)t.token, __float_as_uint(weight[u])};
+        token_rows[lower[u]] = place.x + at;
     }
-    __syncthreads();
 }
 
-// Every pair to its place in the chunk's sorted list, and its padded row to its token's list. Weights are
-// read a round ahead; `next` is the first.
-SMOE_DEVICE void sort_pairs(const problem &q, const scatter_memory &m, int pairs, const float *weights,
-                            float next)
+// The chunk's rows, in runs of an expert, and its tokens' rows.
+SMOE_DEVICE void write_pairs(const problem &q, const scatter_memory &m, int tokens)
 {
-#pragma unroll 1
+    const int pairs = (int)m.token_first[tokens], first_token = (int)blockIdx.x * q.p.chunk;
+    int32_t *token_rows = q.p.token_rows + *m.pairs_before;
+#pragma unroll 2
     for (int i = threadIdx.x; i < pairs; i += THREADS) {
-        const float weight = next;
-        if (i + THREADS < pairs) next = __ldg(weights + i + THREADS);
-        const int token = token_of(q, i);
-        const uint32_t id = m.ids[slot_of(q, i, token)];
-        if (id >= SMOE_PLAN_REPEATED) continue;
-        const int cell = (token >> 5) * q.padded_experts + (int)id;
-        const uint32_t place = m.group_before[cell] + __popc(m.masks[cell] & ((1u << (token & 31)) - 1u));
-        q.p.token_rows[m.token_first[token] + count_lower(q, m, token, id)] = m.place[id] + (int32_t)place;
-        m.sorted[place] = id << 16 | (uint32_t)token;
-        m.sorted_weight[place] = weight;
+        const uint2 pair = m.sorted[i];
+        const int row = m.place[pair.x >> 16].x + i;
+        q.p.row_token[row] = first_token + (int)(pair.x & 0xffffu);
+        q.p.row_weight[row] = __uint_as_float(pair.y);
+        token_rows[i] = m.token_rows[i];
     }
-    __syncthreads();
+    const int token = threadIdx.x, at = first_token + token;
+    if (token < tokens || at == q.p.tokens)
+        if (token <= tokens) q.p.token_offsets[at] = (int32_t)(*m.pairs_before + m.token_first[token]);
 }
 
-__global__ void __launch_bounds__(THREADS, 1) scatter(const __grid_constant__ problem q)
+__global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ problem q)
 {
     extern __shared__ __align__(16) char memory[];
     const scatter_memory m = memory_at(memory, q.shared);
-    const int pairs = pairs_of_chunk(q), tokens = pairs / q.p.topk;
-    const int64_t first = (int64_t)blockIdx.x * q.chunk * q.p.topk;
-    const early_pairs early = read_early(q, pairs, first);
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < q.shared.rows / 4; i += THREADS)
-        m.masks[i] = 0; // and the sums behind them
-#pragma unroll 1
-    for (int i = threadIdx.x; i < q.chunk * q.padded_topk / 2; i += THREADS)
-        ((uint32_t *)m.ids)[i] = SMOE_PLAN_NO_ID * 0x00010001u;
+    const int lane = threadIdx.x & 31, warp = warp_number();
+    const int tokens = tokens_of_chunk(q), quads = tokens * q.quads;
+    if (q.p.counted) wait_for_previous();     // it is top-K; else ids and weights are the caller's
+    clear(m.masks, (int)(q.shared.rows / 4)); // and the sums and totals behind them
+    const bool none = load_ids(q, m.ids, quads);
+    if ((int)threadIdx.x * 32 < tokens * q.p.topk)
+        prefetch_l2(q.p.weights + pair_at(q, 0, (int)threadIdx.x * 32));
     __syncthreads();
-    if (mark_ids(q, m, pairs, first, early)) mark_repeated(q, m, pairs);
-    wait_for_previous();
+    const bool repeated = mark(q, m.masks, m.ids, quads);
+    const bool irregular = __syncthreads_or(none || repeated) != 0;
+    rank_groups(q, m);
+    if (irregular) mark_repeated(q, m, quads);
+    place_tokens(q, m, tokens, irregular);
+    if (!q.p.counted) wait_for_previous();
     if (!q.work.totals) {
         sum_counts(q, m);
         __syncthreads();
     }
-    const sums total = place_experts(q, m);
-    place_tokens(q, m, tokens, total.before);
-    sort_pairs(q, m, pairs, q.p.weights + first, early.weight);
-#pragma unroll 1
-    for (int e = blockIdx.x + (threadIdx.x >> 5) * gridDim.x; e < q.p.experts; e += WARPS * gridDim.x)
-        write_expert(q.p, m.experts, e);
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < total.local; i += THREADS) {
-        const uint32_t pair = m.sorted[i];
-        const int row = m.place[pair >> 16] + (int)i;
-        q.p.row_token[row] = (int32_t)(blockIdx.x * q.chunk + (pair & 0xffff));
-        q.p.row_weight[row] = m.sorted_weight[i];
-    }
-    write_tail(q.p, total.blocks * SMOE_BLOCK_ROWS);
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) write_totals(q.p, total);
-}
-
-// ---- rows: the plan from rows that are already sorted by expert
-
-SMOE_DEVICE int read_offset(const smoe_cuda_plan &p, int i)
-{
-    const long long at =
-        p.wide_index ? __ldg((const long long *)p.offsets + i) : (long long)__ldg((const int *)p.offsets + i);
-    return (int)min(max(at, 0ll), (long long)p.tokens);
-}
-
-SMOE_DEVICE sums sums_of_segment(const smoe_cuda_plan &p, int e)
-{
-    return sums_of((uint32_t)max(0, read_offset(p, e + 1) - read_offset(p, e)), 0, 0, p.lists.piece_limit);
-}
-
-// Every CTA knows all offsets; a warp writes blocks of 64 rows, their expert found by bisection.
-__global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ smoe_cuda_plan p)
-{
-    extern __shared__ __align__(16) char memory[];
-    const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
-    uint32_t *at = (uint32_t *)memory;
-    const tables t = {at, at + experts, at + 2 * experts, at + 3 * experts};
-    uint32_t *row_first = at + 4 * experts, *scratch = row_first + experts;
-    const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
-    sums own = {0, 0, 0, 0, 0, 0};
-#pragma unroll 1
-    for (int e = begin; e < end; e++) own = own + sums_of_segment(p, e);
-    sums s = scan(own, scratch);
-#pragma unroll 1
-    for (int e = begin; e < end; e++) {
-        const sums here = sums_of_segment(p, e);
-        t.rows[e] = here.rows;
-        t.first_block[e] = s.blocks;
-        t.first_tile[e] = (s.blocks + s.odd) / 2;
-        t.first_piece[e] = s.pieces;
-        row_first[e] = s.rows;
-        if (blockIdx.x == 0) write_tables(p, e, s, here.rows);
-        s = s + here;
-    }
-    sums *totals = (sums *)(scratch + 6 * WARPS);
-    if (threadIdx.x == THREADS - 1) *totals = s;
+    take_sums(q, m, warp, lane);
     __syncthreads();
-    const sums total = *totals;
-
-    const int lane = threadIdx.x & 31, warp = blockIdx.x * WARPS + (threadIdx.x >> 5),
-              warps = gridDim.x * WARPS;
+    place_experts(q, m, warp, lane);
 #pragma unroll 1
-    for (uint32_t block = warp; block < total.blocks; block += warps) {
-        int low = 0,
-            high = experts; // the last expert that starts at or before the block, empty ones passed over
-        while (high - low > 1) {
-            const int middle = (low + high) / 2;
-            if (t.first_block[middle] <= block)
-                low = middle;
-            else
-                high = middle;
-        }
-        for (int i = lane; i < SMOE_BLOCK_ROWS; i += 32) {
-            const uint32_t within = (block - t.first_block[low]) * SMOE_BLOCK_ROWS + i;
-            if (within >= t.rows[low]) continue;
-            const int row = (int)(block * SMOE_BLOCK_ROWS + i), source = (int)(row_first[low] + within);
-            p.row_token[row] = source;
-            p.row_weight[row] = p.weights ? __ldg(p.weights + source) : 1.0f;
-            p.token_rows[source] = row;
-        }
-    }
+    for (int e = blockIdx.x + (WARPS - 1 - warp) * gridDim.x; e < q.p.experts; e += WARPS * gridDim.x)
+        write_expert(q.p, m.rows, e);
+    __syncthreads();
 #pragma unroll 1
-    for (int e = warp; e < experts; e += warps) write_expert(p, t, e);
-#pragma unroll 1
-    for (int64_t token = blockIdx.x * THREADS + threadIdx.x; token <= p.tokens; token += gridDim.x * THREADS)
-        p.token_offsets[token] = (int32_t)min(token, (int64_t)total.rows);
-    write_tail(p, total.blocks * SMOE_BLOCK_ROWS);
-    if (blockIdx.x == 0 && threadIdx.x == 0) write_totals(p, total);
+    for (int i = threadIdx.x; i < quads; i += THREADS) sort_quad(q, m, i);
+    __syncthreads();
+    write_pairs(q, m, tokens);
+    write_tail(q.p, *m.blocks * SMOE_BLOCK_ROWS);
+    let_next_start();
 }
 
-int64_t chunks_of(int64_t tokens, int64_t experts, int64_t topk)
-{
-    return smoe_divide_up(tokens, smoe_plan_chunk(tokens, (int32_t)experts, (int32_t)topk));
-}
-
-// scatter may start while its predecessor ends: it counts its own chunk meanwhile.
-cudaError_t launch_scatter(const problem &q, cudaStream_t stream)
-{
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)q.chunks);
-    config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = q.shared.end;
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, scatter, q);
-}
-
-work_space work_at(void *work, int64_t chunks, int64_t padded_experts)
+work_space work_at(const smoe_cuda_plan &p, int64_t chunks, int64_t padded_experts)
 {
     const int64_t cells = chunks * padded_experts;
-    if (chunks <= SMOE_PLAN_MOST_SUMMED) return {(uint16_t *)work, nullptr, nullptr};
-    uint32_t *totals = (uint32_t *)work, *before = totals + padded_experts;
+    uint32_t *totals = (uint32_t *)p.work, *before = totals + padded_experts;
+    if (smoe_plan_is_summed(p.tokens, p.experts, p.chunk)) return {(uint16_t *)p.work, nullptr, nullptr};
     return {(uint16_t *)(before + cells), before, totals};
 }
 
@@ -485,24 +466,23 @@ work_space work_at(void *work, int64_t chunks, int64_t padded_experts)
 } // namespace plan
 } // namespace smoe
 
-extern "C" uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int64_t topk)
+extern "C" uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk)
 {
-    const int64_t chunks = smoe::plan::chunks_of(tokens, experts, topk);
+    const int64_t chunks = smoe_divide_up(tokens, chunk);
     const uint64_t padded = (uint64_t)smoe_plan_padded_experts((int32_t)experts),
                    cells = (uint64_t)chunks * padded;
-    return chunks <= SMOE_PLAN_MOST_SUMMED ? cells * 2 : cells * 6 + padded * 4;
+    return smoe_plan_is_summed(tokens, (int32_t)experts, chunk) ? cells * 2 : cells * 6 + padded * 4;
 }
 
 extern "C" cudaError_t smoe_cuda_plan_init(void)
 {
-    cudaError_t status = cudaFuncSetAttribute((const void *)smoe::plan::scatter,
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
-    if (status == cudaSuccess)
-        status = cudaFuncSetAttribute((const void *)smoe::plan::count,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
-    return status == cudaSuccess ? cudaFuncSetAttribute((const void *)smoe::plan::rows,
-                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, 131072)
-                                 : status;
+    using namespace smoe::plan;
+    const cudaError_t status = cudaFuncSetAttribute(
+        (const void *)scatter, cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
+    return status == cudaSuccess
+               ? cudaFuncSetAttribute((const void *)count, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      SMOE_PLAN_SHARED)
+               : status;
 }
 
 extern "C" cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *p, cudaStream_t stream)
@@ -510,23 +490,20 @@ extern "C" cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *p, cudaStream_t
     using namespace smoe::plan;
     problem q = {};
     q.p = *p;
-    q.chunk = smoe_plan_chunk(p->tokens, p->experts, p->topk);
-    q.chunks = (int32_t)smoe_divide_up(p->tokens, q.chunk);
+    q.chunks = (int32_t)smoe_divide_up(p->tokens, p->chunk);
     q.padded_experts = smoe_plan_padded_experts(p->experts);
-    q.padded_topk = smoe_plan_padded_topk(p->topk);
-    q.topk_reciprocal = smoe_reciprocal(p->topk);
-    q.shared = smoe_plan_shared_of(q.chunk, p->experts, p->topk);
-    q.work = work_at(p->work, q.chunks, q.padded_experts);
-    count<<<q.chunks, THREADS, q.shared.summed, stream>>>(q); // its masks alone
-    if (q.work.totals) columns<<<(q.padded_experts + 31) / 32, dim3(32, 32), 0, stream>>>(q);
-    return launch_scatter(q, stream);
-}
-
-extern "C" cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *p, cudaStream_t stream)
-{
-    using namespace smoe::plan;
-    const int64_t wanted = smoe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
-    const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > 132 ? 132 : wanted);
-    rows<<<ctas, THREADS, (size_t)p->experts * 20 + 1024, stream>>>(*p);
-    return cudaGetLastError();
+    q.quads = smoe_plan_quads(p->topk);
+    q.quads_reciprocal = smoe_reciprocal((uint32_t)q.quads);
+    q.columns_reciprocal = smoe_reciprocal((uint32_t)q.padded_experts / 8);
+    q.by_fours = p->topk % 4 == 0 && !p->wide_index;
+    q.shared = smoe_plan_shared_of(p->chunk, p->experts, p->topk);
+    q.work = work_at(*p, q.chunks, q.padded_experts);
+    const dim3 ctas((unsigned)q.chunks);
+    cudaError_t status = cudaSuccess;
+    if (!p->counted) status = smoe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
+    if (status == cudaSuccess && q.work.totals)
+        status = smoe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0,
+                                    stream, q);
+    return status == cudaSuccess ? smoe::launch_early(scatter, ctas, dim3(THREADS), q.shared.end, stream, q)
+                                 : status;
 }

@@ -6,6 +6,7 @@
 // those before the first word's row: no grid-wide step. Tokens' rows leave through shared memory.
 //
 // Bytes: the mask twice, W 4 E for word_rows, 12 a row, and the ids of every row's token.
+#include "early_launch.cuh"
 #include "plan_shared.cuh"
 #include "routing.h"
 
@@ -63,50 +64,49 @@ SMOE_DEVICE float pair_weight(const smoe_cuda_routing &r, int64_t token, int exp
     return smoe_mul(score, r.layer.route_scale);
 }
 
-// Every CTA knows all experts' places.
-SMOE_DEVICE sums place_all(const smoe_cuda_plan &p, const tables &t, uint32_t *scratch)
+// Padded rows: where the CTA's expert begins, and where all of them end.
+struct row_range {
+    uint32_t first, end;
+};
+
+// Every CTA sums all counts; `rows` gets them.
+SMOE_DEVICE row_range place_expert(const smoe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
 {
+    __shared__ row_range place;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
     const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
-    sums own = {0, 0, 0, 0, 0, 0};
-    for (int e = begin; e < end; e++) own = own + sums_of((uint32_t)p.counts[e], 0, 0, p.lists.piece_limit);
-    sums s = scan(own, scratch);
+    uint32_t own = 0;
     for (int e = begin; e < end; e++) {
-        const sums here = sums_of((uint32_t)p.counts[e], 0, 0, p.lists.piece_limit);
-        t.rows[e] = here.rows;
-        t.first_block[e] = s.blocks;
-        t.first_tile[e] = (s.blocks + s.odd) / 2;
-        t.first_piece[e] = s.pieces;
-        if (e == (int)blockIdx.x) {
-            p.row_offsets[e] = (int32_t)s.rows;
-            p.block_offsets[e] = (int32_t)s.blocks;
-        }
-        s = s + here;
+        rows[e] = (uint32_t)__ldcg(p.counts + e);
+        own += blocks_of(rows[e]);
     }
-    sums *total = (sums *)(scratch + 6 * WARPS);
-    if (threadIdx.x == THREADS - 1) *total = s;
+    uint32_t block = scan(own, scratch);
+    for (int e = begin; e < end; e++) {
+        if (e == (int)blockIdx.x) place.first = block * SMOE_BLOCK_ROWS;
+        block += blocks_of(rows[e]);
+    }
+    if (threadIdx.x == THREADS - 1) place.end = block * SMOE_BLOCK_ROWS;
     __syncthreads();
-    return *total;
+    return place;
 }
 
 template <typename L>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 2)
     expert_rows(const __grid_constant__ smoe_cuda_routing r, const __grid_constant__ smoe_cuda_plan p)
 {
     extern __shared__ __align__(16) uint32_t memory[];
     __shared__ uint16_t within[STRIP_TOKENS];
     __shared__ int strip_rows;
     const int expert = blockIdx.x, experts = p.experts, topk = (int)r.layer.topk;
-    const tables t = {memory, memory + experts, memory + 2 * experts, memory + 3 * experts};
-    uint32_t *scratch = memory + 4 * experts;
-    const sums total = place_all(p, t, scratch);
-    if (threadIdx.x < 32) write_expert(p, t, expert);
-    if (expert == 0 && threadIdx.x == 0) write_totals(p, total);
-    write_tail(p, total.blocks * SMOE_BLOCK_ROWS);
+    uint32_t *scratch = memory + experts;
+    wait_for_previous();
+    const row_range place = place_expert(p, memory, scratch);
+    if (threadIdx.x < 32) write_expert(p, memory, expert);
+    write_tail(p, place.end);
 
     const uint32_t *mask = r.mask + (int64_t)expert * r.words;
     int32_t *word_rows = r.word_rows + (int64_t)expert * r.words;
-    int row = (int)(t.first_block[expert] * SMOE_BLOCK_ROWS);
+    int row = (int)place.first;
     for (int64_t strip = 0; strip < r.words; strip += THREADS) {
         const int64_t w = strip + threadIdx.x;
         uint32_t word = w < r.words ? mask[w] : 0;
@@ -136,6 +136,7 @@ __global__ void __launch_bounds__(THREADS)
         row += all;
         __syncthreads();
     }
+    let_next_start();
 }
 
 // ---- token_rows
@@ -185,6 +186,7 @@ __global__ void __launch_bounds__(THREADS)
     const int experts = (p.experts + 15) / 16 * 16, lane = threadIdx.x & 31, warp = warp_number();
     const int word = warp % MAP_WORDS, quarter = warp / MAP_WORDS, token = word * 32 + lane;
     const map_memory m = {memory, (int32_t *)memory + MAP_WORDS * experts, experts};
+    wait_for_previous();
     const int before = load_words(r, p, m, &before_memory);
 
     const int begin = quarter * (experts / 4), end = begin + experts / 4;
@@ -236,27 +238,20 @@ extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const 
                                               cudaStream_t stream)
 {
     using namespace smoe::plan;
-    const size_t tables_bytes = (size_t)p->experts * 16 + 512,
+    const size_t counts_bytes = (size_t)p->experts * 4 + 128,
                  map_bytes = (size_t)(p->experts + 15) / 16 * 16 * 32;
-    const unsigned experts = (unsigned)p->experts,
-                   maps = (unsigned)((r->layer.tokens + MAP_TOKENS - 1) / MAP_TOKENS);
-    if (r->layer.logits_type == SMOE_F32)
-        expert_rows<float><<<experts, THREADS, tables_bytes, stream>>>(*r, *p);
-    else
-        expert_rows<__nv_bfloat16><<<experts, THREADS, tables_bytes, stream>>>(*r, *p);
-    token_rows<<<maps, THREADS, map_bytes, stream>>>(*r, *p);
-    return cudaGetLastError();
+    const dim3 experts((unsigned)p->experts), threads(THREADS),
+        maps((unsigned)smoe_divide_up(r->layer.tokens, MAP_TOKENS));
+    const auto write_rows =
+        r->layer.logits_type == SMOE_F32 ? expert_rows<float> : expert_rows<__nv_bfloat16>;
+    const cudaError_t status = smoe::launch_early(write_rows, experts, threads, counts_bytes, stream, *r, *p);
+    return status == cudaSuccess ? smoe::launch_early(token_rows, maps, threads, map_bytes, stream, *r, *p)
+                                 : status;
 }
 
 extern "C" cudaError_t smoe_cuda_plan_rounded_init(void)
 {
     using namespace smoe::plan;
-    const void *kernels[] = {(const void *)expert_rows<float>, (const void *)expert_rows<__nv_bfloat16>,
-                             (const void *)token_rows};
-    for (const void *kernel : kernels) {
-        const cudaError_t status =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 4096 * 32);
-        if (status != cudaSuccess) return status;
-    }
-    return cudaSuccess;
+    return cudaFuncSetAttribute((const void *)token_rows, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                4096 * 32);
 }

@@ -1,4 +1,5 @@
 /* route, round and plan of layers from logits: where everything stands in scratch, and which kernels run. */
+#include "plan_size.h"
 #include "routing.h"
 
 /* The next `bytes` of the scratch (none: NULL); with no scratch only counts. */
@@ -26,8 +27,9 @@ static smoe_cuda_routing routing_at(const smoe_problem *problem, void *scratch)
     r.panel_probability = take(&r, scratch, 8 * cells);
     r.panel_z = take(&r, scratch, 8 * r.panels);
     r.expert_balance = take(&r, scratch, 8 * l->experts);
-    r.plan_work =
-        take(&r, scratch, rounded ? 0 : (int64_t)smoe_cuda_plan_work_bytes(l->tokens, l->experts, l->topk));
+    r.plan_chunk = smoe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk);
+    r.plan_work = take(&r, scratch,
+                       rounded ? 0 : (int64_t)smoe_cuda_plan_work_bytes(l->tokens, l->experts, r.plan_chunk));
     return r;
 }
 
@@ -104,6 +106,7 @@ cudaError_t smoe_cuda_plan_from_logits(const smoe_problem *problem, const smoe_f
                               .experts = (int32_t)l->experts,
                               .topk = (int32_t)l->topk,
                               .padded_rows = (int32_t)problem->padded_rows,
+                              .chunk = r.plan_chunk,
                               .counts = plan->counts,
                               .row_offsets = plan->offsets,
                               .block_offsets = plan->block_offsets,

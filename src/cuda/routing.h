@@ -44,6 +44,7 @@ typedef struct smoe_cuda_routing {
     double *panel_z;             /* (P) sums of logsumexp^2; losses */
     double *expert_balance;      /* (E) count[e] sum_t p[t,e]; losses */
     void *plan_work;             /* of the plan from top-K; no rounding */
+    int32_t plan_chunk;          /* tokens of its chunks */
     int64_t panels, words;
     uint64_t bytes;
 } smoe_cuda_routing;

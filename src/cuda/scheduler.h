@@ -57,7 +57,7 @@ SMOE_HD int32_t smoe_piece_limit(int64_t rows, int64_t experts)
     return (int32_t)(blocks < 16 ? 16 : blocks > 4096 ? 4096 : blocks);
 }
 
-/* ---- Exact division of small numbers by one factor: i / divisor for i < 2^16, divisor 1..64 ---- */
+/* ---- Exact division of small numbers by one factor: i / divisor for i divisor < 2^24 ---- */
 
 SMOE_HD uint32_t smoe_reciprocal(uint32_t divisor)
 {
