@@ -213,6 +213,37 @@ static void balance_needs_no_walk(void **state)
     }
 }
 
+/* The bounds hold the exact score with the hardware's exp2 anywhere within its error, and are close enough to
+ * decide nearly every key. */
+static void bounds_hold_the_score(void **state)
+{
+    (void)state;
+    uint64_t random = 11;
+    int undecided = 0;
+    const int rounds = 2000000;
+    for (int i = 0; i < rounds; i++) {
+        const float max = ((float)(next_random(&random) % 4001) - 2000.0f) / 100.0f;
+        const float below = (float)(next_random(&random) >> 8) * 0x1p-24f;
+        const float range = i % 3 == 0 ? 100.0f : i % 3 == 1 ? 12.0f : 1.0f;
+        const float logit = bf16_value(smoe_bits_of(max - range * below) >> 16);
+        const float top = logit > max ? logit : max;
+        const float sum = 1.0f + (float)(next_random(&random) >> 8) * 0x1p-15f;
+        const float score = smoe_div(smoe_softmax_term(logit, top), sum);
+        for (int side = -1; side <= 1; side++) {
+            const float exp2_error = (float)side * 0x1p-22f;
+            const smoe_score_bounds b = smoe_bound_score(logit, top, smoe_mul(1.0f / sum, 1.0f + exp2_error));
+            if (!b.known) continue;
+            assert_true(b.low <= score && score <= b.high);
+            undecided += side == 0 &&
+                         smoe_bits_of(smoe_round_to_bf16(b.low)) != smoe_bits_of(smoe_round_to_bf16(b.high));
+        }
+    }
+    assert_true(undecided > 0 && undecided < rounds / 300);
+    assert_false(smoe_bound_score(0.0f, 200.0f, 1.0f).known);
+    assert_false(smoe_bound_score(smoe_float_of(0x7fc00000u), 1.0f, 1.0f).known);
+    assert_false(smoe_bound_score(smoe_float_of(0xff800000u), smoe_float_of(0xff800000u), 1.0f).known);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -225,6 +256,7 @@ int main(void)
         cmocka_unit_test(keys_of_16_bits_lose_nothing),
         cmocka_unit_test(moves_come_in_order),
         cmocka_unit_test(balance_needs_no_walk),
+        cmocka_unit_test(bounds_hold_the_score),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

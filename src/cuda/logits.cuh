@@ -46,13 +46,6 @@ template <> struct logits_of<__nv_bfloat16> {
     }
 };
 
-// Before the kernel that adds up the counts: topk_counts become zeros.
-SMOE_DEVICE void clear_counts(const smoe_cuda_routing &r)
-{
-    if (blockIdx.x != 0) return;
-    for (int e = threadIdx.x; e < r.layer.experts; e += blockDim.x) r.topk_counts[e] = 0;
-}
-
 // A kept pair's weight before it is divided; first: the logit of the token's best expert.
 SMOE_DEVICE float raw_weight(const smoe_layer &layer, float logit, float first, smoe_token_softmax softmax)
 {

@@ -1,4 +1,4 @@
-// What route ends with: counts of plain top-K from the mask, and the losses from the panels' sums; and the
+// What route may end with: counts of plain top-K from the mask, and the losses from the panels' sums; and the
 // step of the selection bias. Sums in fixed trees, so the same bits every time.
 #include "routing.h"
 

@@ -7,6 +7,7 @@
 // all keys.
 //
 // Bytes: the keys once while a column fits shared memory, the mask once.
+#include "early_launch.cuh"
 #include "routing.h"
 
 #include "logits.cuh"
@@ -182,6 +183,18 @@ SMOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned
     return all_threads;
 }
 
+// An expert's tokens under plain top-K.
+SMOE_DEVICE uint32_t count_tokens(const uint32_t *mask, int64_t words, uint32_t *memory)
+{
+    uint32_t tokens = 0;
+#pragma unroll 2
+    for (int64_t i = threadIdx.x; i < words / 4; i += THREADS) {
+        const uint4 v = __ldcg((const uint4 *)mask + i);
+        tokens += __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w);
+    }
+    return sum_of_threads(tokens, memory);
+}
+
 // What balance rounding carries to this expert. An expert whose hi is past T breaks the closed form; then the
 // experts before this one are walked.
 SMOE_DEVICE int64_t residual_before(const smoe_cuda_routing &r, int expert, const shared_memory &m,
@@ -248,6 +261,7 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     const shared_memory m = {found_candidates, sums, &found, &limit};
     const int expert = blockIdx.x;
     uint32_t *mask = r.mask + (int64_t)expert * r.words;
+    wait_for_previous();
     column<L> c = {(const key *)r.keys + (int64_t)expert * r.panels * SMOE_ROUTE_PANEL, mask,
                    (uint32_t)r.layer.tokens};
     if (RESIDENT) {
@@ -258,7 +272,8 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
         c.keys = keys;
         c.words = words;
     }
-    const int64_t tokens = r.layer.tokens, tile = r.layer.tile, count = r.topk_counts[expert];
+    const int64_t tokens = r.layer.tokens, tile = r.layer.tile, count = count_tokens(mask, r.words, sums);
+    if (threadIdx.x == 0) r.topk_counts[expert] = (int32_t)count;
     const int64_t lo = smoe_round_lo(count, tile), hi = smoe_round_hi(count, tile, tokens);
     const bool by_score = r.layer.rounding == SMOE_ROUND_NR_S && hi != lo;
     int64_t target = lo;
@@ -290,12 +305,10 @@ template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_
 {
     const int64_t bytes =
         r.panels * SMOE_ROUTE_PANEL * (int64_t)sizeof(typename logits_of<L>::key) + r.words * 4;
-    const unsigned ctas = (unsigned)r.layer.experts;
-    if (bytes <= COLUMN_BYTES)
-        round_expert<L, true><<<ctas, THREADS, (size_t)bytes, stream>>>(r);
-    else
-        round_expert<L, false><<<ctas, THREADS, 0, stream>>>(r);
-    return cudaGetLastError();
+    const bool resident = bytes <= COLUMN_BYTES;
+    return launch_early(resident ? round_expert<L, true> : round_expert<L, false>,
+                        dim3((unsigned)r.layer.experts), dim3(THREADS), resident ? (size_t)bytes : 0, stream,
+                        r);
 }
 
 } // namespace

@@ -1,6 +1,6 @@
 /* route, round and plan of layers from logits: where everything stands in scratch, and which kernels run. */
-#include "plan_size.h"
 #include "routing.h"
+#include "plan_size.h"
 
 /* The next `bytes` of the scratch (none: NULL); with no scratch only counts. */
 static void *take(smoe_cuda_routing *r, char *scratch, int64_t bytes)
@@ -8,6 +8,14 @@ static void *take(smoe_cuda_routing *r, char *scratch, int64_t bytes)
     const uint64_t at = r->bytes;
     r->bytes += smoe_align_up((uint64_t)bytes);
     return scratch && bytes ? scratch + at : NULL;
+}
+
+/* Can the plan's chunks be top-K's, which then counts them? */
+static int topk_counts_chunks(const smoe_layer *l)
+{
+    const int32_t chunk = smoe_cuda_topk_chunk(l), experts = (int32_t)l->experts;
+    return chunk && smoe_plan_chunk_fits(chunk, experts, (int32_t)l->topk) &&
+           smoe_plan_is_summed(l->tokens, experts, chunk);
 }
 
 /* Sizes never depend on the call's arguments. */
@@ -28,8 +36,11 @@ static smoe_cuda_routing routing_at(const smoe_problem *problem, void *scratch)
     r.panel_z = take(&r, scratch, 8 * r.panels);
     r.expert_balance = take(&r, scratch, 8 * l->experts);
     r.plan_chunk = smoe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk);
+    const int handed_over = !rounded && topk_counts_chunks(l);
+    if (handed_over) r.plan_chunk = smoe_cuda_topk_chunk(l);
     r.plan_work = take(&r, scratch,
                        rounded ? 0 : (int64_t)smoe_cuda_plan_work_bytes(l->tokens, l->experts, r.plan_chunk));
+    if (handed_over) r.chunk_counts = r.plan_work;
     return r;
 }
 
@@ -46,6 +57,7 @@ smoe_cuda_routing smoe_cuda_routing_of(const smoe_problem *problem, const smoe_f
     r.topk_counts = plan->topk_counts;
     r.counts = plan->counts;
     if (!smoe_routing_needs_softmax(&r)) r.softmax = NULL;
+    if (!smoe_routing_rounded(&r) && !r.losses) r.mask = NULL;
     return r;
 }
 
@@ -70,7 +82,7 @@ cudaError_t smoe_cuda_route(const smoe_context *context, const smoe_problem *pro
                             const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
                             cudaStream_t stream)
 {
-    const smoe_cuda_routing r = smoe_cuda_routing_of(problem, args, plan, scratch);
+    smoe_cuda_routing r = smoe_cuda_routing_of(problem, args, plan, scratch);
     cudaError_t status = cudaSuccess;
     if (args->router_weight) {
         smoe_stage_begin(context, SMOE_STAGE_ROUTER_GEMM, stream);
@@ -80,8 +92,10 @@ cudaError_t smoe_cuda_route(const smoe_context *context, const smoe_problem *pro
     }
     smoe_stage_begin(context, SMOE_STAGE_TOPK, stream);
     if (status == cudaSuccess) status = smoe_cuda_topk(&r, stream);
-    if (status == cudaSuccess)
-        status = r.losses || r.keys ? smoe_cuda_scores(&r, stream) : smoe_cuda_count(&r, stream);
+    if (smoe_cuda_topk_chunk(&problem->layer)) r.keys = NULL; /* they are there */
+    if (status == cudaSuccess && (r.losses || r.layer.rounding == SMOE_ROUND_BALANCE_F))
+        status = smoe_cuda_count(&r, stream);
+    if (status == cudaSuccess && (r.losses || r.keys)) status = smoe_cuda_scores(&r, stream);
     if (status == cudaSuccess && r.losses) status = smoe_cuda_losses(&r, stream);
     smoe_stage_end(context, SMOE_STAGE_TOPK, stream);
     return status;
@@ -107,6 +121,7 @@ cudaError_t smoe_cuda_plan_from_logits(const smoe_problem *problem, const smoe_f
                               .topk = (int32_t)l->topk,
                               .padded_rows = (int32_t)problem->padded_rows,
                               .chunk = r.plan_chunk,
+                              .counted = r.chunk_counts != NULL,
                               .counts = plan->counts,
                               .row_offsets = plan->offsets,
                               .block_offsets = plan->block_offsets,
@@ -115,6 +130,7 @@ cudaError_t smoe_cuda_plan_from_logits(const smoe_problem *problem, const smoe_f
                               .token_offsets = plan->token_offsets,
                               .token_rows = plan->token_rows,
                               .row_weight = plan->row_weight,
+                              .topk_counts = smoe_routing_rounded(&r) ? NULL : plan->topk_counts,
                               .lists = *lists,
                               .work = r.plan_work};
     return smoe_routing_rounded(&r) ? smoe_cuda_plan_rounded(&r, &p, stream)

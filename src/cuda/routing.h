@@ -35,15 +35,17 @@ typedef struct smoe_cuda_routing {
     int32_t *topk_counts; /* (E) */
     int32_t *counts;      /* (E) */
     /* scratch */
-    uint32_t *mask;              /* (E, W): bit t % 32 of word t / 32 is set when token t has expert e */
-    int32_t *word_rows;          /* (E, W): padded row of the word's first token; rounding */
-    void *keys;                  /* (E, 256 P) smoe_score_key, uint16 (its high half) with bf16 logits,
-                                    else uint32; rounding */
+    uint32_t *mask;     /* (E, W): bit t % 32 of word t / 32 is set when token t has expert e; rounding
+                           or losses */
+    int32_t *word_rows; /* (E, W): padded row of the word's first token; rounding */
+    void *keys;         /* (E, 256 P) smoe_score_key, uint16 (its high half) with bf16 logits,
+                           else uint32; rounding */
     smoe_token_softmax *softmax; /* (T); rounding by softmax scores, or losses */
     double *panel_probability;   /* (P, E) sums of p; losses */
     double *panel_z;             /* (P) sums of logsumexp^2; losses */
     double *expert_balance;      /* (E) count[e] sum_t p[t,e]; losses */
     void *plan_work;             /* of the plan from top-K; no rounding */
+    uint16_t *chunk_counts;      /* its start, (chunks, E) counts, where top-K makes them */
     int32_t plan_chunk;          /* tokens of its chunks */
     int64_t panels, words;
     uint64_t bytes;
@@ -72,24 +74,25 @@ cudaError_t smoe_cuda_router_gemm_init(void);
 cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
                                   const void *bias, void *logits, cudaStream_t stream);
 
-/* topk_ids, topk_weights, mask, and softmax where it is needed; topk_counts become zeros. */
+/* topk_ids, topk_weights, mask and softmax where they are needed; the fast kernel also keys and chunk_counts.
+ */
 cudaError_t smoe_cuda_topk(const smoe_cuda_routing *routing, cudaStream_t stream);
 
 /* Every layer runs by the general kernel; the fast one is for SOFTMAX_TOPK and TOPK_SOFTMAX with E a multiple
- * of 8 up to 512 and K <= 16. */
-int smoe_cuda_topk_is_fast(const smoe_layer *layer);
+ * of 8 up to 512 and K <= 16. Tokens of its CTAs, 0 for the other layers. */
+int32_t smoe_cuda_topk_chunk(const smoe_layer *layer);
 cudaError_t smoe_cuda_topk_general(const smoe_cuda_routing *routing, cudaStream_t stream);
 
-/* keys where they are wanted, the panels' sums for losses, and topk_counts. */
+/* keys where they are wanted, and the panels' sums for losses. */
 cudaError_t smoe_cuda_scores(const smoe_cuda_routing *routing, cudaStream_t stream);
 
-/* topk_counts from the mask, for routing without scores. */
+/* topk_counts from the mask, for who needs all of them before round or plan: losses and balance rounding. */
 cudaError_t smoe_cuda_count(const smoe_cuda_routing *routing, cudaStream_t stream);
 
 /* losses, from scores' sums. */
 cudaError_t smoe_cuda_losses(const smoe_cuda_routing *routing, cudaStream_t stream);
 
-/* Moves the mask to the rule's counts, which go to `counts`. */
+/* Moves the mask to the rule's counts, which go to `counts`; topk_counts. */
 cudaError_t smoe_cuda_rounding(const smoe_cuda_routing *routing, cudaStream_t stream);
 
 /* The plan from the mask. `plan`: the outputs, tokens, experts, padded_rows and lists. */

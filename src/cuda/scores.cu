@@ -1,5 +1,5 @@
-// The scores of all pairs: ranking keys for rounding, turned to (E, T) on the way, and a panel's sums of p
-// and of logsumexp^2 for the losses.
+// The scores of all pairs: ranking keys for rounding where top-K has not made them, turned to (E, T) on the
+// way, and a panel's sums of p and of logsumexp^2 for the losses.
 //
 // A CTA takes a panel of 256 tokens and 32 experts. Lanes are experts, so that logits come in whole sectors;
 // the keys of 32 tokens wait in shared memory and leave as rows of 512 bytes (1 KB with f32 logits).
@@ -8,7 +8,6 @@
 #include "routing.h"
 
 #include "logits.cuh"
-#include "storage.cuh"
 
 namespace smoe
 {
@@ -51,20 +50,6 @@ template <typename L> SMOE_DEVICE void write_tile(const smoe_cuda_routing &r, co
     }
 }
 
-// One warp: a lane an expert.
-SMOE_DEVICE void add_counts(const smoe_cuda_routing &r, int64_t expert)
-{
-    const uint4 *words =
-        (const uint4 *)(r.mask + expert * r.words + (int64_t)blockIdx.x * SMOE_ROUTE_PANEL_WORDS);
-    int tokens = 0;
-#pragma unroll
-    for (int i = 0; i < SMOE_ROUTE_PANEL_WORDS / 4; i++) {
-        const uint4 v = words[i];
-        tokens += __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w);
-    }
-    if (tokens) atomicAdd(r.topk_counts + expert, tokens);
-}
-
 // Sum over the CTA's threads in a fixed order; thread 0 has it.
 SMOE_DEVICE double sum_of_threads(double v, double *memory)
 {
@@ -77,39 +62,10 @@ SMOE_DEVICE double sum_of_threads(double v, double *memory)
     return sum;
 }
 
-// A token's softmax with the reciprocal of its sum.
-struct token_scale {
-    float max, sum, reciprocal;
-};
-
-SMOE_DEVICE float probability(float logit, const token_scale &s)
-{
-    const float term = smoe_softmax_term(logit, s.max);
-    return smoe_quotient_is_exact(term) ? smoe_quotient(term, s.sum, s.reciprocal) : smoe_div(term, s.sum);
-}
-
-// The keys of probabilities: neither negative nor -0, and NaN only where the token has no number at all.
-SMOE_DEVICE void probability_keys(uint32_t (&keys)[GROUP], const float (&p)[GROUP], __nv_bfloat16)
-{
-#pragma unroll
-    for (int i = 0; i < GROUP; i += 2) {
-        const uint32_t pair = storage<__nv_bfloat16>::pack(p[i], p[i + 1]) | 0x80008000u;
-        keys[i] = smoe_is_nan(p[i]) ? 0 : pair & 0xffffu;
-        keys[i + 1] = smoe_is_nan(p[i + 1]) ? 0 : pair >> 16;
-    }
-}
-
-SMOE_DEVICE void probability_keys(uint32_t (&keys)[GROUP], const float (&p)[GROUP], float)
-{
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) keys[i] = smoe_is_nan(p[i]) ? 0 : __float_as_uint(p[i]) | 0x80000000u;
-}
-
-// Everything but keys from softmax scores alone, which is what rounding usually needs.
-template <typename L, bool PLAIN>
+template <typename L>
 __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cuda_routing r)
 {
-    __shared__ token_scale scales[SMOE_ROUTE_PANEL];
+    __shared__ smoe_token_softmax scales[SMOE_ROUTE_PANEL];
     __shared__ __align__(16) uint32_t tile[32 * tile_of<L>::PITCH];
     __shared__ double part[WARPS][32];
     const int warp = warp_number(), lane = threadIdx.x & 31;
@@ -117,11 +73,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
     const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
     const int experts = (int)r.layer.experts;
     const bool sigmoid = r.layer.score == SMOE_SIGMOID, real = expert < experts;
-    if (r.softmax && (int)threadIdx.x < tokens) {
-        const smoe_token_softmax s = r.softmax[first + threadIdx.x];
-        scales[threadIdx.x] = {s.max, s.sum, __frcp_rn(s.sum)};
-    }
-    if (warp == WARPS - 1 && real) add_counts(r, expert);
+    if (r.softmax && (int)threadIdx.x < tokens) scales[threadIdx.x] = r.softmax[first + threadIdx.x];
     __syncthreads();
 
     const L *logits = (const L *)r.logits + (first + warp * STRIP) * experts + expert;
@@ -136,26 +88,19 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
             const bool there = real && warp * STRIP + group + i < tokens;
             logit[i] = there ? logits_of<L>::value(logits[(group + i) * experts]) : 0.0f;
         }
-        if (PLAIN) {
-            float p[GROUP];
 #pragma unroll
-            for (int i = 0; i < GROUP; i++) p[i] = probability(logit[i], scales[warp * STRIP + group + i]);
-            probability_keys(keys, p, L());
-        } else {
-#pragma unroll
-            for (int i = 0; i < GROUP; i++) {
-                const int token = warp * STRIP + group + i;
-                float score = 0.0f;
-                if (r.softmax && token < tokens) {
-                    score = smoe_div(smoe_softmax_term(logit[i], scales[token].max), scales[token].sum);
-                    sum += (double)score;
-                }
-                if (sigmoid) {
-                    const float sigma = smoe_sigmoid(logit[i]);
-                    score = r.selection_bias ? smoe_add(sigma, bias) : sigma;
-                }
-                keys[i] = logits_of<L>::key_of(score);
+        for (int i = 0; i < GROUP; i++) {
+            const int token = warp * STRIP + group + i;
+            float score = 0.0f;
+            if (r.softmax && token < tokens) {
+                score = smoe_div(smoe_softmax_term(logit[i], scales[token].max), scales[token].sum);
+                sum += (double)score;
             }
+            if (sigmoid) {
+                const float sigma = smoe_sigmoid(logit[i]);
+                score = r.selection_bias ? smoe_add(sigma, bias) : sigma;
+            }
+            keys[i] = logits_of<L>::key_of(score);
         }
         constexpr int PER = tile_of<L>::WORD_KEYS;
         store_keys(tile + lane * tile_of<L>::PITCH + (warp * STRIP + group) / PER, keys,
@@ -164,7 +109,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
     part[warp][lane] = sum;
     __syncthreads();
     if (r.keys) write_tile<L>(r, tile);
-    if (PLAIN || !r.losses) return;
+    if (!r.losses) return;
 
     if (warp == 0 && real) {
         double total = 0.0;
@@ -182,10 +127,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
 template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
 {
     const dim3 ctas((unsigned)r.panels, (unsigned)((r.layer.experts + 31) / 32));
-    if (r.losses || r.layer.score == SMOE_SIGMOID)
-        panel<L, false><<<ctas, THREADS, 0, stream>>>(r);
-    else
-        panel<L, true><<<ctas, THREADS, 0, stream>>>(r);
+    panel<L><<<ctas, THREADS, 0, stream>>>(r);
 }
 
 } // namespace

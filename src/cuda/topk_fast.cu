@@ -1,5 +1,5 @@
-// Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids, weights, selection
-// mask, and the tokens' softmax when it is wanted.
+// Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids, weights, and the
+// tokens' softmax when it is wanted.
 //
 // Two threads a token, four where rows are long. A warp's rows come to shared memory by one bulk copy. Each
 // thread keeps its P = 4, 8 or 16 best packed keys in falling order and merges sorted batches of P into them
@@ -7,11 +7,14 @@
 // bf16 keys are exact. f32 keys lose low bits to the expert's id: where neighbours among the K + 1 best agree
 // in what is left, and where a row holds a NaN, the warp redoes the token exactly.
 //
-// Bytes: the logits once, 8 K a token, E / 8 of mask.
+// What comes next gets what is at hand: the plan the chunk's counts, rounding the mask and the keys.
+//
+// Bytes: the logits once, 8 K a token; 2 E a chunk of counts, or E / 8 of mask and as many of keys as of
+// logits.
+#include "early_launch.cuh"
 #include "mbarrier.cuh"
 #include "routing.h"
-
-#include "logits.cuh"
+#include "score_keys.cuh"
 #include "tma.cuh"
 
 namespace smoe
@@ -26,13 +29,16 @@ enum {
     LONG_ROW = 512,
     MOST_TOPK = 16,
     MOST_EXPERTS = 512,
-    ROWS_BYTES = 65536,
-    MANY_CTAS = 128
+    ROWS_BYTES = 131072,
+    LONGEST_ROW = 1024, // past it chunks get small: several CTAs an SM
+    LONGEST_ROWS_BYTES = 65536,
+    MANY_CTAS = 128,
+    MOST_BYTES = ROWS_BYTES + 81920
 };
 
 // The mask in shared memory is [32 tokens][expert], a little wider, so that reading it by words hits all
 // banks.
-SMOE_DEVICE int mask_pitch(int experts)
+__host__ SMOE_DEVICE int mask_pitch(int experts)
 {
     return experts + 4;
 }
@@ -172,9 +178,8 @@ template <typename L, int P>
 SMOE_DEVICE void redo(int (&ids)[P], const L *row, int experts, int topk, bool owner, int lane)
 {
     uint32_t used = 0;
-#pragma unroll
-    for (int k = 0; k < P; k++) {
-        if (k >= topk) break;
+#pragma unroll 1
+    for (int k = 0; k < topk; k++) {
         uint32_t best = 0;
         int best_expert = MOST_EXPERTS;
         for (int i = 0; i < (experts + 31) / 32; i++) {
@@ -189,7 +194,9 @@ SMOE_DEVICE void redo(int (&ids)[P], const L *row, int experts, int topk, bool o
         const uint32_t top = __reduce_max_sync(~0u, best);
         const int expert = (int)__reduce_min_sync(~0u, (uint32_t)(best == top ? best_expert : MOST_EXPERTS));
         if (expert % 32 == lane) used |= 1u << (expert / 32);
-        if (owner) ids[k] = expert;
+#pragma unroll
+        for (int j = 0; j < P; j++)
+            if (owner && j == k) ids[j] = expert;
     }
 }
 
@@ -218,7 +225,7 @@ SMOE_DEVICE void store_ranks(V *row, const V (&values)[COUNT], int first, int to
 // What the threads of one token write: each the ids, weights and mask bits of P / SHARE ranks.
 template <typename L, int P, int SHARE>
 SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
-                              bool there, uint32_t *mask_words, uint32_t bit, int lane)
+                              bool there, uint32_t *mask_words, uint32_t bit, token_scale *scale, int lane)
 {
     constexpr int OWN = P / SHARE;
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
@@ -256,9 +263,45 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
     store_ranks<int, OWN>(r.topk_ids + token * topk, own_ids, first, topk);
     store_ranks<float, OWN>(r.topk_weights + token * topk, weights, first, topk);
     if (r.softmax && part == 0) r.softmax[token] = softmax;
+    if (r.keys && part == 0) *scale = {softmax.max, softmax.sum, __frcp_rn(softmax.sum)};
 #pragma unroll
     for (int i = 0; i < OWN; i++)
         if (first + i < topk) atomicOr(mask_words + own_ids[i], bit);
+}
+
+// Where things stand in shared memory: the rows first, one barrier a warp last.
+struct layout {
+    uint32_t masks, scales, stages, barriers, end;
+};
+
+template <typename L> __host__ SMOE_DEVICE layout layout_of(const smoe_cuda_routing &r, int chunk, int warps)
+{
+    layout at;
+    at.masks = (uint32_t)(chunk * (int)r.layer.experts * (int)sizeof(L));
+    at.scales = at.masks + (uint32_t)(chunk / 32 * mask_pitch((int)r.layer.experts) * 4);
+    at.stages = at.scales + (r.keys ? (uint32_t)chunk * (uint32_t)sizeof(token_scale) : 0);
+    at.barriers = at.stages + (r.keys ? (uint32_t)(warps * STAGE_BYTES) : 0);
+    at.end = at.barriers + 8 * (uint32_t)warps;
+    return at;
+}
+
+// What the chunk's masks tell the kernels that follow.
+SMOE_DEVICE void write_masks(const smoe_cuda_routing &r, const uint32_t *masks, int words)
+{
+    const int experts = (int)r.layer.experts, pitch = mask_pitch(experts), shift = __ffs(words) - 1;
+    if (r.chunk_counts &&
+        (int64_t)blockIdx.x * words * 32 < r.layer.tokens) // the mask's panels reach further
+        for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+            int tokens = 0;
+            for (int word = 0; word < words; word++) tokens += __popc(masks[word * pitch + e]);
+            r.chunk_counts[(int64_t)blockIdx.x * experts + e] = (uint16_t)tokens;
+        }
+    if (r.mask)
+        for (int i = threadIdx.x; i < experts * words; i += blockDim.x) {
+            const int expert = i >> shift, word = i & (words - 1);
+            r.mask[(int64_t)expert * r.words + (int64_t)blockIdx.x * words + word] =
+                masks[word * pitch + expert];
+        }
 }
 
 template <typename L, int P, int SHARE>
@@ -268,11 +311,14 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
     extern __shared__ __align__(128) char memory[];
     const int experts = (int)r.layer.experts, topk = (int)r.layer.topk, pitch = mask_pitch(experts);
     const int chunk = blockDim.x / SHARE, warp = warp_number(), lane = threadIdx.x & 31;
+    const layout at = layout_of<L>(r, chunk, blockDim.x / 32);
     L *rows = (L *)memory + warp * TOKENS * experts;
-    uint32_t *masks = (uint32_t *)(memory + (size_t)chunk * experts * sizeof(L));
-    const uint32_t barrier = shared_address(masks + chunk / 32 * pitch) + 8 * warp;
+    uint32_t *masks = (uint32_t *)(memory + at.masks);
+    token_scale *scales = (token_scale *)(memory + at.scales);
+    const uint32_t barrier = shared_address(memory + at.barriers) + 8 * warp;
     const int64_t first = (int64_t)blockIdx.x * chunk + warp * TOKENS;
     const int tokens = (int)max(min(r.layer.tokens - first, (int64_t)TOKENS), (int64_t)0);
+    wait_for_previous();
     if (lane == 0) {
         barrier_init(barrier, 1);
         barrier_init_done();
@@ -281,7 +327,6 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
         if (bytes) load_bytes(shared_address(rows), (const L *)r.logits + first * experts, bytes, barrier);
     }
     for (int i = threadIdx.x; i < chunk / 32 * pitch; i += blockDim.x) masks[i] = 0;
-    clear_counts(r);
     __syncthreads();
     barrier_wait(barrier, 0);
 
@@ -306,14 +351,13 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
             if (redone >> (token * SHARE) & ((1u << SHARE) - 1u))
                 redo<L, P>(ids, rows + token * experts, experts, topk, lane / SHARE == token, lane);
         finish_token<L, P, SHARE>(r, ids, row, first + within, lane / SHARE < tokens,
-                                  masks + (in_chunk >> 5) * pitch, 1u << (in_chunk & 31), lane);
+                                  masks + (in_chunk >> 5) * pitch, 1u << (in_chunk & 31), scales + in_chunk,
+                                  lane);
     }
     __syncthreads();
-    const int words = chunk / 32, shift = __ffs(words) - 1;
-    for (int i = threadIdx.x; i < experts * words; i += blockDim.x) {
-        const int expert = i >> shift, word = i & (words - 1);
-        r.mask[(int64_t)expert * r.words + (int64_t)blockIdx.x * words + word] = masks[word * pitch + expert];
-    }
+    write_masks(r, masks, chunk / 32);
+    if (r.keys) write_keys<L>(r, (const L *)memory, scales, memory + at.stages, chunk);
+    let_next_start();
 }
 
 int64_t row_bytes(const smoe_layer &layer)
@@ -321,71 +365,67 @@ int64_t row_bytes(const smoe_layer &layer)
     return layer.experts * (layer.logits_type == SMOE_F32 ? 4 : 2);
 }
 
-// Tokens of a CTA: their rows take at most ROWS_BYTES, so that two CTAs or more share an SM, and few tokens
-// spread over many SMs.
-int chunk_of(const smoe_layer &layer, int share)
+int share_of(const smoe_layer &layer)
 {
-    int chunk = THREADS / share;
-    while (chunk > 32 && (chunk * row_bytes(layer) > ROWS_BYTES || layer.tokens < (int64_t)chunk * MANY_CTAS))
-        chunk /= 2;
+    return row_bytes(layer) >= LONG_ROW ? 4 : 2;
+}
+
+// Tokens of a CTA: few tokens spread over many SMs.
+int chunk_of(const smoe_layer &layer)
+{
+    const int64_t bytes = row_bytes(layer), most = bytes > LONGEST_ROW ? LONGEST_ROWS_BYTES : ROWS_BYTES;
+    int chunk = THREADS / share_of(layer);
+    while (chunk > 32 && (chunk * bytes > most || layer.tokens < (int64_t)chunk * MANY_CTAS)) chunk /= 2;
     return chunk;
 }
 
-template <typename L, int P, int SHARE> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L, int P, int SHARE> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
 {
-    const int chunk = chunk_of(r.layer, SHARE);
-    const size_t memory =
-        (size_t)chunk * r.layer.experts * sizeof(L) + chunk / 32 * (r.layer.experts + 4) * 4 + 128;
-    const unsigned ctas = (unsigned)(r.panels * SMOE_ROUTE_PANEL / chunk);
-    fast<L, P, SHARE><<<ctas, SHARE * chunk, memory, stream>>>(r);
+    const int chunk = chunk_of(r.layer), threads = SHARE * chunk;
+    const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
+    const unsigned ctas = (unsigned)smoe_divide_up(tokens, chunk);
+    return launch_early(fast<L, P, SHARE>, dim3(ctas), dim3((unsigned)threads),
+                        layout_of<L>(r, chunk, threads / 32).end, stream, r);
 }
 
-template <typename L, int P> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L, int P> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
 {
-    if (row_bytes(r.layer) >= LONG_ROW)
-        launch<L, P, 4>(r, stream);
-    else
-        launch<L, P, 2>(r, stream);
+    return share_of(r.layer) == 4 ? launch<L, P, 4>(r, stream) : launch<L, P, 2>(r, stream);
 }
 
-template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
 {
-    if (r.layer.topk <= 4)
-        launch<L, 4>(r, stream);
-    else if (r.layer.topk <= 8)
-        launch<L, 8>(r, stream);
-    else
-        launch<L, 16>(r, stream);
+    return r.layer.topk <= 4   ? launch<L, 4>(r, stream)
+           : r.layer.topk <= 8 ? launch<L, 8>(r, stream)
+                               : launch<L, 16>(r, stream);
 }
 
 template <typename L, int P> cudaError_t raise_limits()
 {
-    enum { BYTES = ROWS_BYTES + 32768 };
-    const cudaError_t status =
-        cudaFuncSetAttribute((const void *)fast<L, P, 2>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
-    return status != cudaSuccess ? status
-                                 : cudaFuncSetAttribute((const void *)fast<L, P, 4>,
-                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
+    const cudaError_t status = cudaFuncSetAttribute((const void *)fast<L, P, 2>,
+                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES);
+    return status != cudaSuccess
+               ? status
+               : cudaFuncSetAttribute((const void *)fast<L, P, 4>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES);
 }
 
 } // namespace
 } // namespace topk
 } // namespace smoe
 
-extern "C" int smoe_cuda_topk_is_fast(const smoe_layer *layer)
+extern "C" int32_t smoe_cuda_topk_chunk(const smoe_layer *layer)
 {
-    return layer->score != SMOE_SIGMOID && layer->experts % 8 == 0 &&
-           layer->experts <= smoe::topk::MOST_EXPERTS && layer->topk <= smoe::topk::MOST_TOPK;
+    const bool fast = layer->score != SMOE_SIGMOID && layer->experts % 8 == 0 &&
+                      layer->experts <= smoe::topk::MOST_EXPERTS && layer->topk <= smoe::topk::MOST_TOPK;
+    return fast ? smoe::topk::chunk_of(*layer) : 0;
 }
 
 extern "C" cudaError_t smoe_cuda_topk(const smoe_cuda_routing *r, cudaStream_t stream)
 {
-    if (!smoe_cuda_topk_is_fast(&r->layer)) return smoe_cuda_topk_general(r, stream);
-    if (r->layer.logits_type == SMOE_F32)
-        smoe::topk::launch<float>(*r, stream);
-    else
-        smoe::topk::launch<__nv_bfloat16>(*r, stream);
-    return cudaGetLastError();
+    if (!smoe_cuda_topk_chunk(&r->layer)) return smoe_cuda_topk_general(r, stream);
+    return r->layer.logits_type == SMOE_F32 ? smoe::topk::launch<float>(*r, stream)
+                                            : smoe::topk::launch<__nv_bfloat16>(*r, stream);
 }
 
 extern "C" cudaError_t smoe_cuda_topk_fast_init(void)

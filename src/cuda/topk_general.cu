@@ -166,7 +166,6 @@ __global__ void __launch_bounds__(GENERAL_THREADS) general(const __grid_constant
     uint32_t *mask = words, *keys = words + padded;
     const warp_memory m = {keys + warp * padded, keys + GENERAL_WARPS * padded + warp * r.layer.groups};
     for (int e = threadIdx.x; e < experts; e += GENERAL_THREADS) mask[e] = 0;
-    clear_counts(r);
     __syncthreads();
     for (int i = warp; i < GENERAL_TOKENS; i += GENERAL_WARPS) {
         const int64_t token = (int64_t)blockIdx.x * GENERAL_TOKENS + i;
@@ -174,6 +173,7 @@ __global__ void __launch_bounds__(GENERAL_THREADS) general(const __grid_constant
         __syncwarp();
     }
     __syncthreads();
+    if (!r.mask) return;
     for (int e = threadIdx.x; e < experts; e += GENERAL_THREADS)
         r.mask[(int64_t)e * r.words + blockIdx.x] = mask[e];
 }
