@@ -322,11 +322,11 @@ SMOE_API smoe_status smoe_experts_forward(smoe_context *context, const smoe_laye
 /* Where the stages' results stand inside saved (for inference: scratch). */
 typedef struct smoe_plan_view {
     size_t struct_size;
-    const int32_t *topk_ids;      /* (T, K) by falling score; FROM_LOGITS, from smoe_route */
-    const float *topk_weights;    /* (T, K); FROM_LOGITS */
-    const int32_t *topk_counts;   /* (E) tokens of each expert under plain top-K; FROM_LOGITS */
-    const int32_t *counts;        /* (E) rows of each expert */
-    const int32_t *offsets;       /* (E+1) their sums: R = offsets[E] */
+    const int32_t *topk_ids;    /* (T, K) by falling score; FROM_LOGITS, from smoe_route */
+    const float *topk_weights;  /* (T, K); FROM_LOGITS */
+    const int32_t *topk_counts; /* (E) tokens of each expert under plain top-K; FROM_LOGITS, from smoe_plan */
+    const int32_t *counts;      /* (E) rows of each expert */
+    const int32_t *offsets;     /* (E+1) their sums: R = offsets[E] */
     const int32_t *block_offsets; /* (E+1) first 64-row block of each expert among the padded rows */
     const int32_t *order;         /* (E) experts by falling count, then by rising id */
     const int32_t *row_token; /* (padded_rows) t(r), -1 in every pad row, those past the last expert too */

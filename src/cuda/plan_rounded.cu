@@ -24,37 +24,48 @@ enum {
     MAP_WORDS = 4,
     MAP_TOKENS = 32 * MAP_WORDS,
     MAP_BUFFER = 4096,
-    IN_FLIGHT = 4
+    IN_FLIGHT = 2
 };
 
 // ---- expert_rows
 
-// Where a token's ids name the expert, -1 if nowhere; without branches, so that all loads are on their way at
-// once.
-SMOE_DEVICE int find_expert(const int32_t *ids, int topk, int expert)
+// A token's weight for the expert, if top-K chose it.
+struct kept_pair {
+    bool kept;
+    float weight;
+};
+
+// Ids and weights without branches, so that all loads are on their way at once.
+SMOE_DEVICE kept_pair find_pair(const int32_t *ids, const float *weights, int topk, int expert)
 {
-    int at = -1;
+    kept_pair pair = {false, 0.0f};
     if (topk % 4 == 0) {
 #pragma unroll 2
         for (int k = 0; k < topk; k += 4) {
-            const int4 v = __ldg((const int4 *)(ids + k));
-            at = v.x == expert   ? k
-                 : v.y == expert ? k + 1
-                 : v.z == expert ? k + 2
-                 : v.w == expert ? k + 3
-                                 : at;
+            const int4 v = __ldcg((const int4 *)(ids + k));
+            const float4 w = __ldcg((const float4 *)(weights + k));
+            pair.kept |= v.x == expert || v.y == expert || v.z == expert || v.w == expert;
+            pair.weight = v.x == expert   ? w.x
+                          : v.y == expert ? w.y
+                          : v.z == expert ? w.z
+                          : v.w == expert ? w.w
+                                          : pair.weight;
         }
-        return at;
+        return pair;
     }
 #pragma unroll 4
-    for (int k = 0; k < topk; k++) at = __ldg(ids + k) == expert ? k : at;
-    return at;
+    for (int k = 0; k < topk; k++) {
+        const bool here = __ldcg(ids + k) == expert;
+        const float weight = __ldcg(weights + k);
+        pair.kept |= here;
+        pair.weight = here ? weight : pair.weight;
+    }
+    return pair;
 }
 
-template <typename L>
-SMOE_DEVICE float pair_weight(const smoe_cuda_routing &r, int64_t token, int expert, int at)
+// What a pair that rounding added weighs.
+template <typename L> SMOE_DEVICE float added_weight(const smoe_cuda_routing &r, int64_t token, int expert)
 {
-    if (at >= 0) return __ldg(r.topk_weights + token * (int)r.layer.topk + at);
     const float logit = logits_of<L>::value(((const L *)r.logits)[token * r.layer.experts + expert]);
     float score;
     if (r.layer.score == SMOE_SIGMOID)
@@ -100,16 +111,17 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int expert = blockIdx.x, experts = p.experts, topk = (int)r.layer.topk;
     uint32_t *scratch = memory + experts;
     wait_for_previous();
+    const uint32_t *mask = r.mask + (int64_t)expert * r.words;
+    uint32_t next = threadIdx.x < r.words ? mask[threadIdx.x] : 0; // a strip ahead
     const row_range place = place_expert(p, memory, scratch);
-    if (threadIdx.x < 32) write_expert(p, memory, expert);
     write_tail(p, place.end);
 
-    const uint32_t *mask = r.mask + (int64_t)expert * r.words;
     int32_t *word_rows = r.word_rows + (int64_t)expert * r.words;
     int row = (int)place.first;
     for (int64_t strip = 0; strip < r.words; strip += THREADS) {
         const int64_t w = strip + threadIdx.x;
-        uint32_t word = w < r.words ? mask[w] : 0;
+        uint32_t word = next;
+        next = w + THREADS < r.words ? mask[w + THREADS] : 0;
         const int rows = __popc(word);
         int at = (int)scan((uint32_t)rows, scratch);
         if (w < r.words) word_rows[w] = row + at;
@@ -117,12 +129,13 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (; word; word &= word - 1) within[at++] = (uint16_t)(threadIdx.x * 32 + __ffs(word) - 1);
         __syncthreads();
         const int all = strip_rows;
+        if (strip == 0 && threadIdx.x >= THREADS - 32) write_expert(p, memory, expert);
         for (int i0 = threadIdx.x; i0 < all; i0 += THREADS * IN_FLIGHT) {
-            int at_id[IN_FLIGHT];
+            kept_pair pairs[IN_FLIGHT];
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; u++) {
-                const int i = min(i0 + u * THREADS, all - 1);
-                at_id[u] = find_expert(r.topk_ids + (strip * 32 + within[i]) * topk, topk, expert);
+                const int64_t first = (strip * 32 + within[min(i0 + u * THREADS, all - 1)]) * topk;
+                pairs[u] = find_pair(r.topk_ids + first, r.topk_weights + first, topk, expert);
             }
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; u++) {
@@ -130,7 +143,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                 if (i >= all) continue;
                 const int64_t token = strip * 32 + within[i];
                 p.row_token[row + i] = (int32_t)token;
-                p.row_weight[row + i] = pair_weight<L>(r, token, expert, at_id[u]);
+                p.row_weight[row + i] = pairs[u].kept ? pairs[u].weight : added_weight<L>(r, token, expert);
             }
         }
         row += all;

@@ -1,6 +1,8 @@
 /* Microseconds of routing on the device, each figure from a CUDA graph of 20 links, the median of 30 replays;
- * logits rotate over 256 MB, so that they come from device memory. What is printed is cumulative: top-K, then
- * with scores, counts, rounding and the plan after it. */
+ * logits rotate over 256 MB, so that they come from device memory. From logits what is printed is cumulative:
+ * top-K, then with what else route does, rounding, and the plan after it, which is the whole. From given
+ * top-K: the whole plan, and its second kernel alone. Last in a line: the target, if there is one. */
+#include "cuda/plan_size.h"
 #include "cuda/routing.h"
 #include "gpu.h"
 #include "route_cases.h"
@@ -13,7 +15,8 @@ typedef struct route_timing {
     smoe_cuda_lists lists;
     char *scratch, *logits;
     int sets; /* of logits */
-    gpu_buffer memory[6];
+    smoe_cuda_plan given;
+    gpu_buffer memory[7];
 } route_timing;
 
 static int compare_floats(const void *a, const void *b)
@@ -89,11 +92,19 @@ static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *arg
     return smoe_cuda_topk(&r, stream);
 }
 
-static cudaError_t scores_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+/* From given top-K: what route left in the plan's arrays. */
+static cudaError_t given_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
-    smoe_cuda_routing r = smoe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
-    const cudaError_t status = smoe_cuda_topk(&r, stream);
-    return status == cudaSuccess ? smoe_cuda_scores(&r, stream) : status;
+    (void)args;
+    return smoe_cuda_plan_topk(&t->given, stream);
+}
+
+static cudaError_t scatter_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    (void)args;
+    smoe_cuda_plan p = t->given;
+    p.counted = 1;
+    return smoe_cuda_plan_topk(&p, stream);
 }
 
 static route_timing set_up(const smoe_layer *layer)
@@ -119,6 +130,26 @@ static route_timing set_up(const smoe_layer *layer)
     t.logits = t.memory[2].memory;
     t.lists = (smoe_cuda_lists){(int32_t *)t.memory[3].memory, (smoe_work *)t.memory[4].memory,
                                 (smoe_work *)t.memory[5].memory, limit};
+    const int32_t experts = (int32_t)layer->experts, topk = (int32_t)layer->topk;
+    const int32_t chunk = smoe_plan_chunk(layer->tokens, experts, topk);
+    t.memory[6] = gpu_alloc(smoe_cuda_plan_work_bytes(layer->tokens, experts, chunk));
+    t.given = (smoe_cuda_plan){.ids = t.plan.topk_ids,
+                               .weights = t.plan.topk_weights,
+                               .tokens = (int32_t)layer->tokens,
+                               .experts = experts,
+                               .topk = topk,
+                               .padded_rows = (int32_t)t.problem.padded_rows,
+                               .chunk = chunk,
+                               .counts = t.plan.counts,
+                               .row_offsets = t.plan.offsets,
+                               .block_offsets = t.plan.block_offsets,
+                               .order = t.plan.order,
+                               .row_token = t.plan.row_token,
+                               .token_offsets = t.plan.token_offsets,
+                               .token_rows = t.plan.token_rows,
+                               .row_weight = t.plan.row_weight,
+                               .lists = t.lists,
+                               .work = t.memory[6].memory};
     uint64_t random = 3;
     char *host = malloc(set);
     for (int64_t i = 0; i < count; i++) {
@@ -136,25 +167,54 @@ static route_timing set_up(const smoe_layer *layer)
     return t;
 }
 
+static void tear_down(const route_timing *t)
+{
+    for (size_t i = 0; i < sizeof t->memory / sizeof t->memory[0]; i++) gpu_free(t->memory[i]);
+}
+
+static void end_line(double target)
+{
+    if (target > 0.0) printf(", target %.0f", target);
+    printf("\n");
+    fflush(stdout);
+}
+
+/* target: microseconds of the whole; with rounding of what it adds to top-K. 0: none. */
 static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, smoe_score score,
-                       smoe_rounding rounding)
+                       smoe_rounding rounding, double target)
 {
     smoe_layer l = SMOE_LAYER_INIT;
     l.tokens = tokens, l.experts = experts, l.topk = topk, l.logits_type = type, l.score = score;
     l.renormalize = 1;
     l.hidden = l.intermediate = 8, l.inference = 1, l.rounding = rounding;
     route_timing t = set_up(&l);
-    const float topk_time = time_links(&t, topk_link), route = time_links(&t, route_link);
-    const float scores = rounding ? time_links(&t, scores_link) : topk_time;
-    const float rounded = rounding ? time_links(&t, round_link) : route, plan = time_links(&t, plan_link);
-    printf("T %6lld E %4lld K %2lld %-4s score %d rounding %d | topk %6.2f scores %6.2f route %6.2f round "
-           "%6.2f plan "
-           "%6.2f\n",
-           (long long)tokens, (long long)experts, (long long)topk, type == SMOE_F32 ? "f32" : "bf16",
-           (int)score, (int)rounding, (double)topk_time, (double)scores, (double)route, (double)rounded,
-           (double)plan);
-    fflush(stdout);
-    for (int i = 0; i < 6; i++) gpu_free(t.memory[i]);
+    const double topk_time = time_links(&t, topk_link), route = time_links(&t, route_link);
+    const double rounded = rounding ? time_links(&t, round_link) : route, plan = time_links(&t, plan_link);
+    printf(
+        "T %6lld E %4lld K %2lld %-4s score %d rounding %d | topk %6.2f route %6.2f round %6.2f plan %6.2f | "
+        "%s %6.2f",
+        (long long)tokens, (long long)experts, (long long)topk, type == SMOE_F32 ? "f32" : "bf16", (int)score,
+        (int)rounding, topk_time, route, rounded, plan, rounding ? "adds" : "in all",
+        rounding ? plan - topk_time : plan);
+    end_line(target);
+    tear_down(&t);
+}
+
+static void time_given(int64_t tokens, int64_t experts, int64_t topk, double target)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = tokens, l.experts = experts, l.topk = topk, l.logits_type = SMOE_BF16;
+    l.hidden = l.intermediate = 8, l.inference = 1;
+    route_timing t = set_up(&l);
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.logits = t.logits;
+    CHECK_CUDA(route_link(&t, &args, NULL));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const double plan = time_links(&t, given_link), scatter = time_links(&t, scatter_link);
+    printf("T %6lld E %4lld K %2lld given top-K | scatter %6.2f | in all %6.2f", (long long)tokens,
+           (long long)experts, (long long)topk, scatter, plan);
+    end_line(target);
+    tear_down(&t);
 }
 
 static smoe_layer gemm_layer;
@@ -182,7 +242,7 @@ static void time_gemm(int64_t tokens, int64_t hidden, int64_t experts)
            (long long)hidden, (long long)experts, (double)time,
            2e-6 * (double)tokens * (double)hidden * (double)experts / (double)time,
            2e-6 * (double)tokens * (double)hidden / (double)time);
-    for (int i = 0; i < 6; i++) gpu_free(t.memory[i]);
+    tear_down(&t);
     gpu_free(x), gpu_free(weight);
 }
 
@@ -190,15 +250,22 @@ int main(void)
 {
     CHECK_CUDA(smoe_cuda_routing_init());
     CHECK_CUDA(smoe_cuda_plan_init());
-    for (int type = SMOE_F32; type <= SMOE_BF16; type++) {
-        time_shape(32768, 128, 8, (smoe_type)type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE);
-        time_shape(32768, 128, 8, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE);
-        time_shape(16384, 512, 10, (smoe_type)type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE);
-        time_shape(512, 128, 8, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE);
-        time_shape(16384, 256, 4, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F);
-        time_shape(32768, 128, 8, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F);
-        time_shape(16384, 256, 4, (smoe_type)type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_S);
-        time_shape(16384, 256, 8, (smoe_type)type, SMOE_SIGMOID, SMOE_ROUND_NONE);
+    time_given(32768, 256, 16, 12);
+    time_given(24576, 128, 8, 0);
+    time_given(40960, 128, 8, 0);
+    time_given(16384, 512, 10, 0);
+    time_given(512, 128, 8, 0);
+    for (int i = 0; i < 2; i++) {
+        const smoe_type type = i ? SMOE_F32 : SMOE_BF16;
+        time_shape(32768, 128, 8, type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE, i ? 0 : 14);
+        time_shape(32768, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE, 0);
+        time_shape(16384, 512, 10, type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE, i ? 0 : 24);
+        time_shape(512, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE, 0);
+        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F, i ? 0 : 22);
+        time_shape(32768, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F, 0);
+        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_S, 0);
+        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_BALANCE_F, 0);
+        time_shape(16384, 256, 8, type, SMOE_SIGMOID, SMOE_ROUND_NONE, 0);
     }
     time_gemm(32768, 2048, 128);
     time_gemm(16384, 4096, 256);
