@@ -89,6 +89,7 @@ static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *arg
 static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     smoe_cuda_routing r = smoe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
+    r.keys = NULL, r.mask = NULL, r.chunk_counts = NULL; /* nothing for who comes next */
     return smoe_cuda_topk(&r, stream);
 }
 
