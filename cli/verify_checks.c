@@ -73,6 +73,7 @@ static void check_with(verify *v, const verify_case *c, const smoe_layer *layer,
 {
     const run_options options = {.stages = c->stages,
                                  .forward_only = !run_has_backward(v->context, layer),
+                                 .inside_16 = v->on->backend == SMOE_BACKEND_CUDA,
                                  .backwards = layer->accumulate ? 2 : 1};
     for (int draw = 0; draw < DRAWS; draw++) {
         oracle_drawn drawn;

@@ -91,6 +91,7 @@ static int64_t expect_once(const smoe_layer *layer, const oracle_drawn *drawn, c
     const int64_t padded_rows = got->at[TENSOR_ROW_TOKEN].count, pairs = layer->tokens * layer->experts;
     oracle_input input = drawn->input;
     input.round_stores = round_stores;
+    input.round_inside = options->inside_16;
     if (layer->entry == SMOE_FROM_LOGITS) {
         oracle_forward logits = {0};
         oracle_logits(layer, &input, &logits);

@@ -10,6 +10,7 @@
 typedef struct run_options {
     bool stages;       // route, round, plan, experts one by one, and the experts' backward alone
     bool forward_only; // for inference
+    bool inside_16;    // the backend keeps in 16 bits what oracle.h's round_inside says
     int backwards;     // backward calls on one forward, at least 1; with `accumulate` their gradients add up
 } run_options;
 

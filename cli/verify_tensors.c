@@ -64,13 +64,6 @@ static double own_cap(tensor_id id, double cap)
     return id == TENSOR_DROUTER_BIAS ? 4.0 * cap : cap;
 }
 
-/* How far an error may exceed the one that storage makes. Both are norms of `count` draws, more or less
- * independent, so their ratio scatters by about 1 / sqrt(count): two of that on top of half as much again. */
-static double allowance(int64_t count)
-{
-    return 1.5 * (1.0 + 2.0 / sqrt((double)count));
-}
-
 verdict tensor_judge(tensor_id id, const tensor *got, const tensor *want, const tensor *stored, double cap)
 {
     if (got->count != want->count || !got->values != !want->values) return (verdict){INFINITY, 0.0, false};
@@ -81,7 +74,7 @@ verdict tensor_judge(tensor_id id, const tensor *got, const tensor *want, const 
     }
     const double storage = oracle_relative_error(stored->values, want->values, count);
     const double error = oracle_relative_error(got->values, want->values, count);
-    const double limit = fmin(own_cap(id, cap), fmax(allowance(want->count) * storage, f32_floor));
+    const double limit = fmin(own_cap(id, cap), fmax(1.5 * storage, f32_floor));
     return (verdict){error, limit, error <= limit};
 }
 

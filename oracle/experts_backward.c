@@ -10,10 +10,15 @@ static double stored(const smoe_layer *layer, const oracle_input *input, double 
     return input->round_stores ? oracle_round_to(value, layer->dtype) : value;
 }
 
-/* dA' has no storage type of its own: with 16-bit storage it may be kept with 11 significant bits. */
-static double stored_da(const smoe_layer *layer, const oracle_input *input, double value)
+static bool rounds_inside(const smoe_layer *layer, const oracle_input *input)
 {
-    if (!input->round_stores || layer->dtype == SMOE_F32) return value;
+    return input->round_stores && input->round_inside && layer->dtype != SMOE_F32;
+}
+
+/* dA' to 11 significant bits. */
+static double kept_da(const smoe_layer *layer, const oracle_input *input, double value)
+{
+    if (!rounds_inside(layer, input)) return value;
     int exponent;
     const double fraction = frexp(value, &exponent);
     return ldexp(nearbyint(ldexp(fraction, 11)), exponent - 11);
@@ -37,7 +42,7 @@ static void through_activation(const smoe_layer *layer, const oracle_input *inpu
     for (int64_t j = 0; j < n; j++) {
         g->da[j] = 0.0;
         for (int64_t i = 0; i < hidden; i++) g->da[j] += dout[i] * input->w2[(e * hidden + i) * n + j];
-        g->da[j] = stored_da(layer, input, g->da[j]);
+        g->da[j] = kept_da(layer, input, g->da[j]);
         const double up = gated ? h[n + j] : 0.0, a = oracle_activate(layer->activation, h[j], up);
         *ds += g->da[j] * a;
         g->weighted_a[j] = stored(layer, input, s * a);
@@ -82,16 +87,18 @@ static void add_dx(const smoe_layer *layer, const oracle_input *input, const ora
     }
 }
 
-/* dWr = dlogits^T X, dX += dlogits Wr, where dlogits may be kept in dtype on the way; dbr = sum dlogits */
+/* dWr = dlogits^T X, dX += dlogits Wr; dbr = sum dlogits, not rounded inside */
 static void router_gradients(const smoe_layer *layer, const oracle_input *input, oracle_backward *b)
 {
     const int64_t hidden = layer->hidden, experts = layer->experts;
     b->drouter_weight = oracle_alloc((size_t)(experts * hidden), sizeof(double));
     b->drouter_bias = oracle_alloc((size_t)experts, sizeof(double));
+    const bool inside = rounds_inside(layer, input);
     for (int64_t t = 0; t < layer->tokens; t++) {
         for (int64_t e = 0; e < experts; e++) {
-            const double dlogit = stored(layer, input, b->dlogits[t * experts + e]);
-            b->drouter_bias[e] += b->dlogits[t * experts + e];
+            const double exact = b->dlogits[t * experts + e];
+            const double dlogit = inside ? oracle_round_to(exact, layer->dtype) : exact;
+            b->drouter_bias[e] += exact;
             for (int64_t i = 0; i < hidden; i++) {
                 b->drouter_weight[e * hidden + i] += dlogit * input->x[t * hidden + i];
                 if (input->router_weight)

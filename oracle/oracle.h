@@ -2,9 +2,10 @@
  * the header's enums and smoe_layer with the library, and no code.
  *
  * Inputs are doubles that the caller has rounded to their storage types. With `round_stores` every tensor
- * that an implementation may keep in memory (logits, weights, H, A, Y, O, dA', A', dH, dX~, dlogits
- * on its way to dWr and dX, and the gradients) is rounded to its storage type: the error of this against the same call without it is what
- * storage alone costs.
+ * that an implementation keeps in memory (logits, weights, H, A, Y, O, A', dH, dX~ and the gradients) is
+ * rounded to its storage type: the error of this against the same call without it is what storage alone
+ * costs. The cuda backend keeps two more in 16 bits, which `round_inside` adds: dA' with 11 significant bits,
+ * and dlogits on their way to dWr and dX.
  *
  * Where f32 arithmetic may rightly decide otherwise than fp64 (two scores closer than a few units in the last
  * place at a place where the order matters), `undecided` counts it: then draw other inputs.
@@ -34,7 +35,7 @@ typedef struct oracle_input {
     const double *w2, *b2;      /* (E, d, n); (E, d) or NULL */
     const double *dout;         /* (T, d); this and what follows: the backward */
     double balance_coefficient, z_coefficient;
-    bool round_stores;
+    bool round_stores, round_inside; // the second counts with the first, and not for F32
 } oracle_input;
 
 enum { ORACLE_OUT = 0, ORACLE_KEPT = 1, ORACLE_ADDED = 2 };

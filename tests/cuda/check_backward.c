@@ -340,7 +340,8 @@ static void check_case(smoe_context *context, const test_case *c)
                                 .w2 = in.w2,
                                 .b2 = in.b2,
                                 .dout = in.dout,
-                                .round_stores = !c->rounded};
+                                .round_stores = !c->rounded,
+                                .round_inside = true};
     oracle_forward f;
     oracle_backward b;
     oracle_forward_run(&r.layer, &input, &f);
