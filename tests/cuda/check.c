@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include "forward_host.h"
 #include "gpu.h"
+#include "open_cuda.h"
 
 #include <math.h>
 #include <smoe.h>
@@ -376,17 +377,7 @@ static const test_case cases[] = {
 
 int main(int argc, char **argv)
 {
-    smoe_context *context;
-    char text[512] = "";
-    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
-    options.backend = SMOE_BACKEND_CUDA;
-    options.error_text = text;
-    options.error_size = sizeof text;
-    const smoe_status status = smoe_create(&context, &options);
-    if (status != SMOE_OK) {
-        printf("no device: %s\n", text);
-        return status == SMOE_ERROR_DEVICE ? 77 : 3;
-    }
+    smoe_context *context = open_cuda();
     const char *only = argc > 1 ? argv[1] : NULL;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         if (!only || strstr(cases[i].name, only)) check_case(context, &cases[i]);

@@ -12,6 +12,7 @@
  * Exit 0 all right, 1 something wrong, 77 no device. */
 #define _GNU_SOURCE
 #include "gpu.h"
+#include "open_cuda.h"
 #include "oracle/compare.h"
 #include "oracle/number.h"
 #include "oracle/oracle.h"
@@ -502,17 +503,7 @@ static const test_case cases[] = {
 
 int main(int argc, char **argv)
 {
-    smoe_context *context;
-    char text[512] = "";
-    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
-    options.backend = SMOE_BACKEND_CUDA;
-    options.error_text = text;
-    options.error_size = sizeof text;
-    const smoe_status status = smoe_create(&context, &options);
-    if (status != SMOE_OK) {
-        printf("no device: %s\n", text);
-        return status == SMOE_ERROR_DEVICE ? 77 : 3;
-    }
+    smoe_context *context = open_cuda();
     const int sharded = argc == 4 && strcmp(argv[1], "--shard") == 0;
     const size_t shard = sharded ? (size_t)atoi(argv[2]) : 0, shards = sharded ? (size_t)atoi(argv[3]) : 1;
     const char *only = argc == 2 ? argv[1] : NULL;

@@ -9,6 +9,7 @@
  *
  * Exit 0 all right, 1 something wrong, 77 no device or no backward in this build. */
 #include "gpu.h"
+#include "open_cuda.h"
 #include "oracle/compare.h"
 #include "oracle/draw.h"
 #include "oracle/number.h"
@@ -366,23 +367,13 @@ static void check_case(smoe_context *context, const test_case *c)
 
 int main(int argc, char **argv)
 {
-    smoe_context *context;
-    char text[512] = "";
-    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
-    options.backend = SMOE_BACKEND_CUDA;
-    options.error_text = text;
-    options.error_size = sizeof text;
-    const smoe_status status = smoe_create(&context, &options);
-    if (status != SMOE_OK) {
-        printf("no device: %s\n", text);
-        return status == SMOE_ERROR_DEVICE ? 77 : 3;
-    }
+    smoe_context *context = open_cuda();
     const smoe_layer any = complete(&cases[0]);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     must(context, smoe_query_sizes(context, &any, &sizes), "smoe_query_sizes");
     if (!sizes.scratch_backward_bytes) {
         puts("this build has no backward (SMOE_CUDA_BACKWARD)");
-        return 77;
+        return EXIT_NO_DEVICE;
     }
     const int sharded = argc == 4 && strcmp(argv[1], "--shard") == 0;
     const size_t shard = sharded ? (size_t)atoi(argv[2]) : 0, shards = sharded ? (size_t)atoi(argv[3]) : 1;

@@ -6,10 +6,11 @@
  * What is computed is checked by check_layer_backward.c. */
 #include "cuda/launch_backward.h"
 #include "gpu.h"
+#include "link_time.h"
 #include "problem.h"
 #include "route_cases.h"
 
-enum { LINKS = 20, REPLAYS = 30, SETS = 4 };
+enum { SETS = 4 };
 
 typedef struct inputs {
     smoe_problem problem;
@@ -17,46 +18,25 @@ typedef struct inputs {
     gpu_buffer ds, memory[10];
 } inputs;
 
-static int compare_floats(const void *a, const void *b)
+/* What is timed: the call on one of SETS sets of dS after the other. */
+typedef struct dlogits_links {
+    const smoe_cuda_dlogits *call;
+    int64_t padded_rows;
+} dlogits_links;
+
+static cudaError_t enqueue_dlogits(const void *work, int i, cudaStream_t stream)
 {
-    const float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
+    const dlogits_links *links = work;
+    smoe_cuda_dlogits p = *links->call;
+    p.ds += i % SETS * p.ds_parts * links->padded_rows;
+    return smoe_cuda_dlogits_launch(&p, stream);
 }
 
 /* Median microseconds of a launch. */
 static float time_launches(const inputs *in, const smoe_cuda_dlogits *call)
 {
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t run;
-    cudaEvent_t begin, end;
-    float times[REPLAYS];
-    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CHECK_CUDA(cudaEventCreate(&begin));
-    CHECK_CUDA(cudaEventCreate(&end));
-    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < LINKS; i++) {
-        smoe_cuda_dlogits p = *call;
-        p.ds += i % SETS * call->ds_parts * in->problem.padded_rows;
-        CHECK_CUDA(smoe_cuda_dlogits_launch(&p, stream));
-    }
-    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-    CHECK_CUDA(cudaGraphInstantiate(&run, graph, 0));
-    for (int i = 0; i < 3; i++) CHECK_CUDA(cudaGraphLaunch(run, stream));
-    for (int i = 0; i < REPLAYS; i++) {
-        CHECK_CUDA(cudaEventRecord(begin, stream));
-        CHECK_CUDA(cudaGraphLaunch(run, stream));
-        CHECK_CUDA(cudaEventRecord(end, stream));
-        CHECK_CUDA(cudaEventSynchronize(end));
-        CHECK_CUDA(cudaEventElapsedTime(times + i, begin, end));
-    }
-    CHECK_CUDA(cudaGraphExecDestroy(run));
-    CHECK_CUDA(cudaGraphDestroy(graph));
-    CHECK_CUDA(cudaEventDestroy(begin));
-    CHECK_CUDA(cudaEventDestroy(end));
-    CHECK_CUDA(cudaStreamDestroy(stream));
-    qsort(times, REPLAYS, sizeof *times, compare_floats);
-    return times[REPLAYS / 2] * 1000.0f / LINKS;
+    const dlogits_links links = {call, in->problem.padded_rows};
+    return link_time(&links, enqueue_dlogits);
 }
 
 /* K distinct experts of every token, and the plan's arrays that follow. */

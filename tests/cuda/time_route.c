@@ -5,9 +5,10 @@
 #include "cuda/plan_size.h"
 #include "cuda/routing.h"
 #include "gpu.h"
+#include "link_time.h"
 #include "route_cases.h"
 
-enum { LINKS = 20, REPLAYS = 30, LOGITS_BYTES = 256 << 20 };
+enum { LOGITS_BYTES = 256 << 20 };
 
 typedef struct route_timing {
     smoe_problem problem;
@@ -19,51 +20,31 @@ typedef struct route_timing {
     gpu_buffer memory[7];
 } route_timing;
 
-static int compare_floats(const void *a, const void *b)
-{
-    const float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
-}
-
 typedef cudaError_t (*link_function)(const route_timing *t, const smoe_forward_args *args,
                                      cudaStream_t stream);
+
+/* What is timed: `enqueue` on one set of logits after the other. */
+typedef struct route_links {
+    const route_timing *t;
+    link_function enqueue;
+} route_links;
+
+static cudaError_t enqueue_route(const void *work, int i, cudaStream_t stream)
+{
+    const route_links *links = work;
+    const route_timing *t = links->t;
+    const size_t set = (size_t)(t->problem.layer.tokens * t->problem.layer.experts *
+                                smoe_type_bytes(t->problem.layer.logits_type));
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.logits = t->logits + (size_t)(i % t->sets) * set;
+    return links->enqueue(t, &args, stream);
+}
 
 /* Median microseconds of a link. */
 static float time_links(const route_timing *t, link_function enqueue)
 {
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t run;
-    cudaEvent_t begin, end;
-    float times[REPLAYS];
-    const size_t set = (size_t)(t->problem.layer.tokens * t->problem.layer.experts *
-                                smoe_type_bytes(t->problem.layer.logits_type));
-    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CHECK_CUDA(cudaEventCreate(&begin));
-    CHECK_CUDA(cudaEventCreate(&end));
-    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < LINKS; i++) {
-        smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
-        args.logits = t->logits + (size_t)(i % t->sets) * set;
-        CHECK_CUDA(enqueue(t, &args, stream));
-    }
-    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-    CHECK_CUDA(cudaGraphInstantiate(&run, graph, 0));
-    for (int i = 0; i < 3; i++) CHECK_CUDA(cudaGraphLaunch(run, stream));
-    for (int i = 0; i < REPLAYS; i++) {
-        CHECK_CUDA(cudaEventRecord(begin, stream));
-        CHECK_CUDA(cudaGraphLaunch(run, stream));
-        CHECK_CUDA(cudaEventRecord(end, stream));
-        CHECK_CUDA(cudaEventSynchronize(end));
-        CHECK_CUDA(cudaEventElapsedTime(times + i, begin, end));
-    }
-    CHECK_CUDA(cudaGraphExecDestroy(run));
-    CHECK_CUDA(cudaGraphDestroy(graph));
-    CHECK_CUDA(cudaEventDestroy(begin));
-    CHECK_CUDA(cudaEventDestroy(end));
-    CHECK_CUDA(cudaStreamDestroy(stream));
-    qsort(times, REPLAYS, sizeof *times, compare_floats);
-    return times[REPLAYS / 2] * 1000.0f / LINKS;
+    const route_links links = {t, enqueue};
+    return link_time(&links, enqueue_route);
 }
 
 static cudaError_t route_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)

@@ -1,0 +1,26 @@
+/* A context of the cuda backend for the checks of this folder. */
+#ifndef SMOE_TESTS_CUDA_OPEN_CUDA_H
+#define SMOE_TESTS_CUDA_OPEN_CUDA_H
+
+#include <smoe.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { EXIT_NO_DEVICE = 77, EXIT_BROKEN = 3 };
+
+/* Ends the program when there is none: with 77, which ctest counts as skipped, where no device is usable. */
+static inline smoe_context *open_cuda(void)
+{
+    smoe_context *context;
+    char text[512] = "";
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.backend = SMOE_BACKEND_CUDA;
+    options.error_text = text;
+    options.error_size = sizeof text;
+    const smoe_status status = smoe_create(&context, &options);
+    if (status == SMOE_OK) return context;
+    printf("no device: %s\n", text);
+    exit(status == SMOE_ERROR_DEVICE ? EXIT_NO_DEVICE : EXIT_BROKEN);
+}
+
+#endif
