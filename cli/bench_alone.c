@@ -6,8 +6,9 @@
 
 #include <math.h>
 
-enum { SAMPLES = 7, MOST_TIMES = 20 };
+enum { MOST_SAMPLES = 200, LEAST_SAMPLES = 5, MOST_TIMES = 20 };
 static const double ENOUGH_MS = 0.5; // of one graph, whose own launch then is below 1 %
+static const double SAMPLED_MS = 60; // of one kernel, after it has settled
 
 typedef struct alone {
     const cuda_graph *graph;
@@ -21,19 +22,18 @@ static bool job_alone(void *user, error *err)
            fail(err, ERROR_RUNTIME, "a graph could not be launched");
 }
 
-/* *ms: one of `times` runs of a launch in a row. */
-static bool time_times(const cuda_graph *pass, int which, int times, const sustained *how, double *ms,
-                       error *err)
+/* *ms: one of `times` runs of a launch in a row, the median of `count` graphs of them. */
+static bool time_times(const cuda_graph *pass, int which, int times, const sustained *how, int count,
+                       double *ms, error *err)
 {
-    double samples[SAMPLES];
+    double samples[MOST_SAMPLES];
     cuda_graph *graph = cuda_graph_alone(pass, which, times);
     if (!graph) return fail(err, ERROR_RUNTIME, "launch %d of the pass cannot be run by itself", which);
     alone user = {graph, how->stream};
-    const sustained brief = {how->clock, how->on, how->stream, 0};
     const sustained_job job = {NULL, job_alone, &user};
-    const bool good = sustained_time(&brief, &job, SAMPLES, samples, err);
+    const bool good = sustained_time(how, &job, count, samples, err);
     cuda_graph_free(graph);
-    if (good) *ms = summarize(samples, SAMPLES).median / times;
+    if (good) *ms = summarize(samples, (size_t)count).median / times;
     return good;
 }
 
@@ -51,9 +51,14 @@ static bool run_before(const cuda_graph *pass, int which, const sustained *how, 
 static bool time_launch(const cuda_graph *pass, int which, const sustained *how, const sustained_job *before,
                         double *ms, error *err)
 {
-    if (!run_before(pass, which, how, before, err) || !time_times(pass, which, 1, how, ms, err)) return false;
+    const sustained at_once = {how->clock, how->on, how->stream, 0};
+    if (!run_before(pass, which, how, before, err) ||
+        !time_times(pass, which, 1, &at_once, LEAST_SAMPLES, ms, err))
+        return false;
     const int times = *ms > 0 ? (int)fmin(ceil(ENOUGH_MS / *ms), MOST_TIMES) : MOST_TIMES;
-    return times == 1 || time_times(pass, which, times, how, ms, err);
+    const double wanted = *ms > 0 ? SAMPLED_MS / (*ms * times) : MOST_SAMPLES;
+    const int count = (int)fmax(fmin(wanted, MOST_SAMPLES), LEAST_SAMPLES);
+    return time_times(pass, which, times, how, count, ms, err);
 }
 
 void bench_count_launches(const cuda_graph *pass, bench_result *result)

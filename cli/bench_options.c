@@ -24,7 +24,7 @@ static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The measurement:", 2},
     {"device", KEY_DEVICE, "NAME", 0, "cpu (default), or cuda: there --dtype is bf16 unless given", 2},
     {"threads", KEY_THREADS, "N", 0, "Threads of library and yardstick (default: OpenMP's)", 2},
-    {"repeats", KEY_REPEATS, "N", 0, "How often each pass is timed (cuda: in three rounds, rounded up)", 2},
+    {"repeats", KEY_REPEATS, "N", 0, "How often each pass is timed (cuda: in four rounds, rounded up)", 2},
     {"seconds", KEY_SECONDS, "S", 0, "Repeat for so long, 5 times at least (default 10)", 2},
     {"pass", KEY_PASS, "NAME", 0,
      "forward, backward, layer (both together), several of them (forward,backward) or all (default)", 2},

@@ -76,8 +76,8 @@ struct gatherer {
     int unit, column, k, steps, chunk, row0; // column: first of the tile
     int next;                                // token of row row0 + 16 chunk of the tile after the current one
     smoe_work tile, next_tile;
-    uint32_t real; // bit i: row row0 + 16 i exists
-    uint32_t token[ROWS_A_WORKER];
+    uint32_t real;                   // bit i: row row0 + 16 i exists
+    const char *from[ROWS_A_WORKER]; // this lane's 16 bytes of the step
 
     SMOE_DEVICE gatherer(const smoe_cuda_dh &params, const tile_walk &work, const dh_layout &layout)
         : p(params), walk(work), shared(layout), ring(1), unit(blockIdx.x), column(0), k(0),
@@ -110,7 +110,8 @@ struct gatherer {
         for (int i = 0; i < ROWS_A_WORKER; i++) {
             const int row = __shfl_sync(~0u, next, (threadIdx.x & 24) | i);
             real |= (row >= 0 ? 1u : 0u) << i;
-            token[i] = (uint32_t)max(row, 0);
+            from[i] = (const char *)p.dout + (uint64_t)(uint32_t)max(row, 0) * ((uint32_t)p.hidden * 2) +
+                      chunk * 16;
         }
         tile = next_tile;
         column = walk.column(unit) * TILE_COLUMNS;
@@ -139,16 +140,14 @@ struct gatherer {
         if (!__all_sync(~0u, barrier_test(shared.empty(ring.stage), ring.phase))) return;
         const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
         if (threadIdx.x == 256) load_weights(stage + A_BYTES, full);
-        const int from_column = k * STEP + chunk * 8;
-        const bool inside = from_column < p.hidden;
-        const uint32_t wanted = inside ? real : 0, to = stage + smoe_panel_offset(row0, chunk);
-        const char *from = (const char *)p.dout + (inside ? from_column * 2 : 0);
-        const uint32_t row_bytes = (uint32_t)p.hidden * 2;
+        const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
+        const uint32_t to = stage + smoe_panel_offset(row0, chunk);
 #pragma unroll
         for (int i = 0; i < ROWS_A_WORKER; i++)
-            copy16_async(to + i * 16 * SMOE_PANEL_ROW_BYTES, from + (uint64_t)token[i] * row_bytes,
-                         wanted >> i & 1 ? 16u : 0u);
+            copy16_async_if(wanted & 1u << i, to + i * 16 * SMOE_PANEL_ROW_BYTES, from[i]);
         barrier_arrive_after_copies(full);
+#pragma unroll
+        for (int i = 0; i < ROWS_A_WORKER; i++) from[i] = advance_by_adds(from[i], STEP * 2);
         ring.advance();
         if (++k == steps) {
             unit += gridDim.x;
@@ -164,18 +163,29 @@ struct place {
     int row, column;
 };
 
+// From a feature of the gate half of a row to the up half's.
+SMOE_DEVICE const char *up_half(const char *gate, const smoe_cuda_dh &p)
+{
+    return advance_by_adds(gate, (uint32_t)p.intermediate * 2);
+}
+
 template <typename T, bool GATED> struct h_ring {
     const smoe_cuda_dh &p;
     uint32_t slots; // of this lane
 
-    // Item `panel` of the row starts on its way into slot `panel`.
-    SMOE_DEVICE void fetch(int row, int column, int panel) const
+    // The lane's first piece of H of a row; past the last feature nothing is read.
+    SMOE_DEVICE const T *at(int row, int column) const
     {
-        const int n = p.intermediate, at = column + panel * SMOE_PANEL_COLUMNS;
-        const uint32_t bytes = at < n ? 16u : 0u;
-        const T *from = (const T *)p.h + (at < n ? (int64_t)row * (GATED ? 2 * n : n) + at : 0);
+        return (const T *)p.h + (int64_t)row * (GATED ? 2 * p.intermediate : p.intermediate) + column;
+    }
+    // Item `panel` of that row starts on its way into slot `panel`.
+    SMOE_DEVICE void fetch(const T *row, int column, int panel) const
+    {
+        const T *from = row + panel * SMOE_PANEL_COLUMNS;
+        const uint32_t bytes = column + panel * SMOE_PANEL_COLUMNS < p.intermediate ? 16u : 0u;
         copy16_async_once(slots + panel * RING_ITEM, from, bytes);
-        if (GATED) copy16_async_once(slots + panel * RING_ITEM + RING_HALF, from + (at < n ? n : 0), bytes);
+        if (GATED)
+            copy16_async_once(slots + panel * RING_ITEM + RING_HALF, up_half((const char *)from, p), bytes);
         commit_copies();
     }
     SMOE_DEVICE uint4 gate(int panel) const
@@ -188,22 +198,31 @@ template <typename T, bool GATED> struct h_ring {
     }
 };
 
+// Where a lane writes of a row: its first features of dH and of A'.
+template <typename T> struct out_row {
+    T *dh, *a;
+    template <bool GATED> static SMOE_DEVICE out_row at(const smoe_cuda_dh &p, int row, int column)
+    {
+        const int n = p.intermediate;
+        return {(T *)p.dh + (int64_t)row * (GATED ? 2 * n : n) + column,
+                (T *)p.a + (int64_t)row * n + column};
+    }
+};
+
 template <typename T, int KIND>
-SMOE_DEVICE void write_item(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, int row, int column,
-                            float weight, float y_weight, float &ds)
+SMOE_DEVICE void write_item(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, out_row<T> to, int column,
+                            int panel, float weight, float y_weight, float &ds)
 {
-    constexpr bool GATED = KIND < SMOE_SILU;
     uint4 gate, up, scaled;
     differentiate_pair<T, KIND>(g.x, u.x, x.x, weight, y_weight, ds, gate.x, up.x, scaled.x);
     differentiate_pair<T, KIND>(g.y, u.y, x.y, weight, y_weight, ds, gate.y, up.y, scaled.y);
     differentiate_pair<T, KIND>(g.z, u.z, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
     differentiate_pair<T, KIND>(g.w, u.w, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
-    const int n = p.intermediate;
-    if (column >= n) return;
-    T *dh = (T *)p.dh + (int64_t)row * (GATED ? 2 * n : n) + column;
-    store_global16(dh, gate);
-    if (GATED) store_global16(dh + n, up);
-    store_global16((T *)p.a + (int64_t)row * n + column, scaled);
+    if (column + panel * SMOE_PANEL_COLUMNS >= p.intermediate) return;
+    store_global16(to.dh + panel * SMOE_PANEL_COLUMNS, gate);
+    if (KIND < SMOE_SILU)
+        store_global16((void *)up_half((const char *)(to.dh + panel * SMOE_PANEL_COLUMNS), p), up);
+    store_global16(to.a + panel * SMOE_PANEL_COLUMNS, scaled);
 }
 
 // One block: 4 row groups x 4 panels, each item's H fetched a row group ahead. `next`: the block after it.
@@ -227,12 +246,13 @@ SMOE_DEVICE void work_block(const smoe_cuda_dh &p, gatherer &gather,
         const float weight = __shfl_sync(~0u, weights, row),
                     unit = load_shared_float(shared.scale(block, row));
         const float y_weight = weight * unit;
+        const T *ahead = ring.at(ahead_row, ahead_column);
+        const out_row<T> to = out_row<T>::template at<(KIND < SMOE_SILU)>(p, at.row + row, at.column);
         float ds = 0.0f;
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++) {
             uint4 x_next = x, g_next = g, u_next = u;
-            ring.fetch(ahead_row, ahead_column,
-                       panel); // this slot's item is in registers since the last turn
+            ring.fetch(ahead, ahead_column, panel); // this slot's item is in registers since the last turn
             wait_copies<PANELS - 1>();
             if (panel + 1 < PANELS) {
                 x_next = load_shared16(here + (panel + 1) * PANEL_BYTES);
@@ -241,8 +261,7 @@ SMOE_DEVICE void work_block(const smoe_cuda_dh &p, gatherer &gather,
                 x_next = load_shared16(below);
                 g_next = ring.gate(0), u_next = ring.up(0);
             }
-            write_item<T, KIND>(p, x, g, u, at.row + row, at.column + panel * SMOE_PANEL_COLUMNS, weight,
-                                y_weight, ds);
+            write_item<T, KIND>(p, x, g, u, to, at.column, panel, weight, y_weight, ds);
             x = x_next, g = g_next, u = u_next;
             gather.step();
         }
@@ -266,7 +285,8 @@ SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const 
     place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + chunk * 8};
     float weights = __ldg(p.row_weight + at.row + (lane & 15));
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++) ring.fetch(at.row + lane_row, at.column, panel);
+    for (int panel = 0; panel < PANELS; panel++)
+        ring.fetch(ring.at(at.row + lane_row, at.column), at.column, panel);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const int blocks = smoe_work_blocks(tile);
         const int column_tile = walk.column(unit);

@@ -110,13 +110,18 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, cons
             next = first_token(p, next_piece, row);
             continue;
         }
-        const int column = walk.hidden(unit) + chunk * 8;
-        const bool inside = column < p.hidden;
-        const char *from = (const char *)p.tokens + (inside ? column * 2 : 0);
+        const bool inside = walk.hidden(unit) + chunk * 8 < p.hidden;
+        const char *from = (const char *)p.tokens + walk.hidden(unit) * 2;
         const int steps = weight_walk::steps(piece);
         const smoe_slot left = walk.slot(unit, 0), right = walk.slot(unit, 1);
         for (int k = 0; k < steps; k++) {
-            const int now = next;
+            // The lane that has a row's token has its address too. All shuffles come before the wait, behind
+            // which the compiler no longer knows that the warp is together.
+            const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
+            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 16), real = inside ? some : 0;
+#pragma unroll
+            for (int i = 0; i < ROWS_A_LOADER; i++)
+                rows[i] = advance_by_adds(lane_address(mine, (thread & 16) | i), chunk * 16);
             next = k + 1 < steps ? token_of(p, piece.row + row + (k + 1) * STEP)
                                  : first_token(p, next_piece, row);
             barrier_wait(shared.empty(ring.stage), ring.phase);
@@ -128,12 +133,9 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, cons
                 load_slot(p, right, first, stage + A_BYTES + SLOT_BYTES, full);
             }
 #pragma unroll
-            for (int i = 0; i < ROWS_A_LOADER; i++) {
-                const int token = __shfl_sync(~0u, now, (thread & 16) | i);
-                copy16_async(stage + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_PANEL_ROW_BYTES,
-                             from + (uint64_t)(uint32_t)max(token, 0) * row_bytes,
-                             inside && token >= 0 ? 16u : 0u);
-            }
+            for (int i = 0; i < ROWS_A_LOADER; i++)
+                copy16_async_if(real & 1u << i,
+                                stage + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_PANEL_ROW_BYTES, rows[i]);
             barrier_arrive_after_copies(full);
             ring.advance();
         }
@@ -303,13 +305,13 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ smoe_cu
     __syncthreads();
     const weight_walk walk(p);
     if (warp >= 8) {
-        give_registers<72>();
+        give_registers<88>();
         if (warp < 10)
             load_tiles(p, walk, shared);
         else if (lane == 0)
             store_tiles<G, TRANSPOSED>(p, walk, shared, warp - 10);
     } else {
-        take_registers<216>();
+        take_registers<208>();
         multiply_tiles<T, G, TRANSPOSED>(p, walk, shared, warp >> 2, lane);
     }
 }

@@ -24,6 +24,7 @@ enum {
     MAP_WORDS = 4,
     MAP_TOKENS = 32 * MAP_WORDS,
     MAP_BUFFER = 4096,
+    MOST_EXPERTS = 4096,
     IN_FLIGHT = 2
 };
 
@@ -243,6 +244,12 @@ __global__ void __launch_bounds__(THREADS)
         for (int i = threadIdx.x; i < count; i += THREADS) p.token_rows[before + i] = buffer[i];
 }
 
+// Dynamic shared memory of expert_rows.
+size_t expert_rows_bytes(int64_t experts)
+{
+    return (size_t)experts * 4 + 128;
+}
+
 } // namespace
 } // namespace plan
 } // namespace smoe
@@ -251,7 +258,7 @@ extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const 
                                               cudaStream_t stream)
 {
     using namespace smoe::plan;
-    const size_t counts_bytes = (size_t)p->experts * 4 + 128,
+    const size_t counts_bytes = expert_rows_bytes(p->experts),
                  map_bytes = (size_t)(p->experts + 15) / 16 * 16 * 32;
     const dim3 experts((unsigned)p->experts), threads(THREADS),
         maps((unsigned)smoe_divide_up(r->layer.tokens, MAP_TOKENS));
@@ -265,6 +272,13 @@ extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const 
 extern "C" cudaError_t smoe_cuda_plan_rounded_init(void)
 {
     using namespace smoe::plan;
-    return cudaFuncSetAttribute((const void *)token_rows, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                4096 * 32);
+    // With the kernels' static memory more than the 48 KB that need no leave.
+    const void *kernels[] = {(const void *)token_rows, (const void *)expert_rows<__nv_bfloat16>,
+                             (const void *)expert_rows<float>};
+    const int bytes[] = {MOST_EXPERTS * 32, (int)expert_rows_bytes(MOST_EXPERTS),
+                         (int)expert_rows_bytes(MOST_EXPERTS)};
+    cudaError_t status = cudaSuccess;
+    for (int i = 0; i < 3 && status == cudaSuccess; i++)
+        status = cudaFuncSetAttribute(kernels[i], cudaFuncAttributeMaxDynamicSharedMemorySize, bytes[i]);
+    return status;
 }

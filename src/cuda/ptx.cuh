@@ -105,6 +105,24 @@ SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
                  : "memory");
 }
 
+// Addresses of copies beside a running wgmma, by additions of 32 bits: ptxas would take IMAD.WIDE, which
+// waits some 30 clocks for its turn at the register file there (docs/lab-notebook.md).
+SMOE_DEVICE const char *advance_by_adds(const char *from, uint32_t bytes)
+{
+    uint64_t to;
+    asm("{\n.reg .u32 low, high;\nmov.b64 {low, high}, %1;\nadd.cc.u32 low, low, %2;\n"
+        "addc.u32 high, high, 0;\nmov.b64 %0, {low, high};\n}"
+        : "=l"(to)
+        : "l"(from), "r"(bytes));
+    return (const char *)to;
+}
+
+// The address that another lane has.
+SMOE_DEVICE const char *lane_address(const char *address, int lane)
+{
+    return (const char *)__shfl_sync(~0u, (unsigned long long)address, lane);
+}
+
 // copy16_async without the hint that a neighbour will be wanted.
 SMOE_DEVICE void copy16_async_once(uint32_t to, const void *from, uint32_t bytes)
 {

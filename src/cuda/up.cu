@@ -42,7 +42,7 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const 
                             int steps)
 {
     const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
-    const uint32_t to = smoe_panel_offset(row0, chunk);
+    const uint32_t to = smoe_panel_offset(row0, chunk), row_bytes = (uint32_t)p.hidden * 2;
     ring_position<STAGES> ring(1);
     // Entries are read two tiles ahead and their tokens one, so that nobody waits for either.
     const int second = blockIdx.x + gridDim.x;
@@ -54,19 +54,19 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const 
         next = read_tokens(p, tile, row0, chunk);
     }
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        uint32_t piece[ROWS_A_LOADER], real = 0; // first of the row's 16-byte pieces of X that is this lane's
+        const char *from[ROWS_A_LOADER]; // this lane's 16 bytes of the step
+        uint32_t real = 0;
 #pragma unroll
         for (int i = 0; i < ROWS_A_LOADER; i++) {
             const int row = __shfl_sync(~0u, i & 1 ? next.y : next.x, (thread & 24) | i >> 1);
             real |= (row >= 0 ? 1u : 0u) << i;
-            piece[i] = (uint32_t)max(row, 0) * (uint32_t)(p.hidden / 8) + chunk;
+            from[i] = (const char *)p.x + (uint64_t)(uint32_t)max(row, 0) * row_bytes + chunk * 16;
         }
         const smoe_work now = tile;
         tile = after;
         if (unit + gridDim.x < walk.units && tile.row != now.row) next = read_tokens(p, tile, row0, chunk);
         if (unit + 2 * gridDim.x < walk.units) after = walk.tile(unit + 2 * gridDim.x);
         const int group = walk.column(unit) * (p.gated ? 16 : 32); // of eight features
-        const char *from = (const char *)p.x;
         for (int k = 0; k < steps; k++) {
             barrier_wait(shared.empty(ring.stage), ring.phase);
             const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
@@ -77,10 +77,10 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const 
             const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
-                copy16_async_if(wanted & 1u << i, stage + to + i * 8 * SMOE_PANEL_ROW_BYTES,
-                                from + (uint64_t)piece[i] * 16);
+                copy16_async_if(wanted & 1u << i, stage + to + i * 8 * SMOE_PANEL_ROW_BYTES, from[i]);
             barrier_arrive_after_copies(full);
-            from += STEP * 2;
+#pragma unroll
+            for (int i = 0; i < ROWS_A_LOADER; i++) from[i] = advance_by_adds(from[i], STEP * 2);
             ring.advance();
         }
     }
