@@ -189,6 +189,21 @@ SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
     return sum;
 }
 
+// The larger of two values, of each two halves; NaN if one of them is.
+SMOE_DEVICE float larger_or_nan(float a, float b)
+{
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
+SMOE_DEVICE uint32_t larger_bf16_pairs(uint32_t a, uint32_t b)
+{
+    uint32_t larger; // NaN is 0x7fff
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
 // Programmatic dependent launch: the next kernel's CTAs may start, and: all of the kernels before are done
 // and what they wrote is there.
 SMOE_DEVICE void let_next_start()

@@ -1,11 +1,19 @@
 // Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids, weights, and the
 // tokens' softmax when it is wanted.
 //
-// Two threads a token, four where rows are long. A warp's rows come to shared memory by one bulk copy. Each
-// thread keeps its P = 4, 8 or 16 best packed keys in falling order and merges sorted batches of P into them
-// by networks, no branches; the lists of a token merge last, and then its threads share out the K weights.
-// bf16 keys are exact. f32 keys lose low bits to the expert's id: where neighbours among the K + 1 best agree
-// in what is left, and where a row holds a NaN, the warp redoes the token exactly.
+// Two threads a token, four where rows are long. A warp's rows come to shared memory by one bulk copy; where
+// a CTA's do not fit at once, by two, one after the other.
+//
+// Most logits are never sorted. A row is units of 16 bytes, and no expert outside of the P units with the
+// best largest logits (P = 4, 8 or 16, at least K; ties to the lower expert) is among the K best: K units
+// before its own each hold a better one. So a thread sorts the largest logits of its units, the threads merge
+// their lists and take P / SHARE of the P best units each, and sort the logits of these. Everything is sorted
+// as packed keys by networks of P, no branches; the lists of a token merge last, and then its threads share
+// out the K weights.
+//
+// bf16 keys are exact. f32 keys lose low bits to the expert's id: neighbours that agree in what is left are
+// put in order by their logits. Where the K-th best agrees with one that was left out, and where a row holds
+// a NaN, the warp redoes the token exactly.
 //
 // What comes next gets what is at hand: the plan the chunk's counts, rounding the mask and the keys.
 //
@@ -30,8 +38,9 @@ enum {
     MOST_TOPK = 16,
     MOST_EXPERTS = 512,
     ROWS_BYTES = 131072,
-    LONGEST_ROW = 1024, // past it chunks get small: several CTAs an SM
+    LONGEST_ROW = 1024, // with rounding past it chunks get small: several CTAs an SM
     LONGEST_ROWS_BYTES = 65536,
+    MOST_STEPS = 2,
     MANY_CTAS = 128,
     MOST_BYTES = ROWS_BYTES + 81920
 };
@@ -43,48 +52,57 @@ __host__ SMOE_DEVICE int mask_pitch(int experts)
     return experts + 4;
 }
 
-// Packed keys of the 16 bytes of logits that start at expert `first`. What is not there is -inf with an id
-// that ranks below all others (f32: at worst one that collides, so that the token is redone).
+// 16 bytes of logits: a unit. `best` is the key of its largest logit with the unit's first expert, in the
+// place of all of them; `largest` goes along to find NaN. `pack` gives the keys of all of them.
 struct f32_unit {
     enum { SIZE = 4 };
-    static constexpr uint32_t lowest = 0xff800000u;
-    static SMOE_DEVICE uint32_t nobody(uint32_t mask)
+    using largest = float;
+    static constexpr uint32_t lowest = 0xff800000u; // -inf
+    static SMOE_DEVICE bool is_nan(float largest)
     {
-        return mask - (SIZE - 1);
+        return largest != largest;
     }
-    static SMOE_DEVICE bool pack(int32_t *keys, uint4 v, uint32_t first, uint32_t mask)
+    static SMOE_DEVICE int32_t best(uint4 v, uint32_t first, uint32_t mask, float &largest)
+    {
+        const float most = larger_or_nan(larger_or_nan(__uint_as_float(v.x), __uint_as_float(v.y)),
+                                         larger_or_nan(__uint_as_float(v.z), __uint_as_float(v.w)));
+        largest = larger_or_nan(largest, most);
+        return smoe_packed_f32(__float_as_uint(__fadd_rn(most, 0.0f)), first, mask); // -0 becomes 0
+    }
+    static SMOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t mask)
     {
         const uint32_t bits[4] = {v.x, v.y, v.z, v.w};
-        bool nan = false;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float logit = __fadd_rn(__uint_as_float(bits[i]), 0.0f); // -0 becomes 0
-            nan |= logit != logit;
-            keys[i] = smoe_packed_f32(__float_as_uint(logit), first + i, mask);
-        }
-        return nan;
+        for (int i = 0; i < 4; i++)
+            keys[i] =
+                smoe_packed_f32(__float_as_uint(__fadd_rn(__uint_as_float(bits[i]), 0.0f)), first + i, mask);
     }
 };
 
 struct bf16_unit {
     enum { SIZE = 8 };
+    using largest = uint32_t; // a pair; NaN is 0x7fff
     static constexpr uint32_t lowest = 0xff80ff80u;
-    static SMOE_DEVICE uint32_t nobody(uint32_t mask)
+    static SMOE_DEVICE bool is_nan(uint32_t largest)
     {
-        return mask - (SIZE - 1);
+        return (largest & 0xffffu) == 0x7fffu || largest >> 16 == 0x7fffu;
     }
-    static SMOE_DEVICE bool pack(int32_t *keys, uint4 v, uint32_t first, uint32_t)
+    static SMOE_DEVICE int32_t best(uint4 v, uint32_t first, uint32_t, uint32_t &largest)
+    {
+        const uint32_t most = larger_bf16_pairs(larger_bf16_pairs(v.x, v.y), larger_bf16_pairs(v.z, v.w));
+        largest = larger_bf16_pairs(largest, most);
+        const uint32_t pair = add_bf16_pairs(larger_bf16_pairs(most, most >> 16 | most << 16), 0u);
+        return smoe_packed_bf16(pair & 0xffff0000u, first);
+    }
+    static SMOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t)
     {
         const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-        uint32_t largest = 0; // NaN is 0x7fff after the sum, above every other as a signed number
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint32_t pair = add_bf16_pairs(pairs[i], 0u); // -0 becomes 0
-            largest = __vmaxs2(largest, pair);
             keys[2 * i] = smoe_packed_bf16(pair << 16, first + 2 * i);
             keys[2 * i + 1] = smoe_packed_bf16(pair & 0xffff0000u, first + 2 * i + 1);
         }
-        return (largest & 0xffffu) == 0x7fffu || largest >> 16 == 0x7fffu;
     }
 };
 
@@ -96,40 +114,96 @@ template <> struct unit_of<__nv_bfloat16> {
     using type = bf16_unit;
 };
 
-// Part `part` of SHARE of a token's row: the P best of it, in `best`. Lanes start at different batches, so
-// that they read different banks. True if it met a NaN.
+enum : int32_t { NOBODY = INT32_MIN }; // below every key
+
+// The keys of P units of a token's row, those of batch `batch` of the thread's; every SHARE-th unit is the
+// thread's. Tokens start at different units, so that lanes read different banks.
 template <typename L, int P, int SHARE>
-SMOE_DEVICE bool best_of_part(int32_t (&best)[P], int32_t &excluded, const L *row, int experts, int part,
-                              int lane, uint32_t mask)
+SMOE_DEVICE void keys_of_units(int32_t (&keys)[P], typename unit_of<L>::type::largest &largest, const L *row,
+                               int experts, int batch, int lane, uint32_t mask)
+{
+    using unit = typename unit_of<L>::type;
+#pragma unroll
+    for (int j = 0; j < P; j++) {
+        const int u = (batch * P + ((j + lane / SHARE) & (P - 1))) * SHARE + lane % SHARE;
+        const int first = min(u * unit::SIZE, experts - unit::SIZE);
+        const int32_t key = unit::best(*(const uint4 *)(row + first), (uint32_t)first, mask, largest);
+        keys[j] = first == u * unit::SIZE ? key : NOBODY;
+    }
+}
+
+// The P best units of a token, P / SHARE of them in each of its threads. True if the thread met a NaN.
+template <typename L, int P, int SHARE>
+SMOE_DEVICE bool best_units(int32_t (&own)[P / SHARE], int32_t &excluded, const L *row, int experts, int lane,
+                            uint32_t mask)
+{
+    using unit = typename unit_of<L>::type;
+    constexpr int OWN = P / SHARE;
+    typename unit::largest largest = 0; // any that is no NaN
+    int32_t best[P];
+    keys_of_units<L, P, SHARE>(best, largest, row, experts, 0, lane, mask);
+    smoe_sort_falling(best, P);
+#pragma unroll 1
+    for (int batch = 1; batch * P * SHARE * unit::SIZE < experts; batch++) {
+        int32_t keys[P];
+        keys_of_units<L, P, SHARE>(keys, largest, row, experts, batch, lane, mask);
+        smoe_sort_falling(keys, P);
+        smoe_merge_best(best, keys, P, &excluded);
+    }
+#pragma unroll
+    for (int other = 1; other < SHARE / 2; other *= 2) {
+        int32_t theirs[P];
+#pragma unroll
+        for (int k = 0; k < P; k++) theirs[k] = __shfl_xor_sync(~0u, best[k], other);
+        smoe_merge_best(best, theirs, P, &excluded);
+    }
+    // Both halves of the token's threads have a falling list each: the k-th of one against the k-th last of
+    // the other, the larger is one of the P best. A thread compares only those that it keeps.
+    const bool second = SHARE == 4 && (lane & 1);
+#pragma unroll
+    for (int k = 0; k < OWN; k++) {
+        const int32_t mine = second ? best[(OWN + k) % P] : best[k];
+        const int32_t for_other = second ? best[(2 * P - 1 - OWN - k) % P] : best[P - 1 - k];
+        const int32_t theirs = __shfl_xor_sync(~0u, for_other, SHARE / 2);
+        own[k] = smoe_larger(mine, theirs);
+        excluded = smoe_larger(excluded, smoe_smaller(mine, theirs));
+    }
+    return unit::is_nan(largest);
+}
+
+// The P best logits of the thread's units. A unit that is not there is -inf with ids that rank below all
+// others (f32: at worst some that collide, so that the token is redone).
+template <typename L, int P, int SHARE>
+SMOE_DEVICE void best_of_units(int32_t (&best)[P], int32_t &excluded, const int32_t (&own)[P / SHARE],
+                               const L *row, uint32_t mask)
 {
     using unit = typename unit_of<L>::type;
     constexpr int UNITS = P > unit::SIZE ? P / unit::SIZE : 1; // of a batch
-    constexpr int KEYS = UNITS * unit::SIZE;
-    const int units = experts / unit::SIZE, rounds = (units + UNITS * SHARE - 1) / (UNITS * SHARE);
-    bool nan = false;
-    int at = lane % rounds;
-    for (int i = 0; i < rounds; i++) {
+    constexpr int KEYS = UNITS * unit::SIZE, SETS = KEYS / P, BATCHES = P / SHARE / UNITS;
+    static_assert(BATCHES >= 1 && BATCHES * UNITS * SHARE == P, "units of a thread are whole batches");
+#pragma unroll
+    for (int i = 0; i < BATCHES; i++) {
         int32_t keys[KEYS];
 #pragma unroll
         for (int q = 0; q < UNITS; q++) {
-            const int turned = UNITS == 1 ? 0 : (q + lane / (8 / UNITS)) & (UNITS - 1);
-            const int u = (part * rounds + at) * UNITS + turned;
             uint4 v = {unit::lowest, unit::lowest, unit::lowest, unit::lowest};
-            uint32_t first = unit::nobody(mask);
-            if (u < units) {
-                v = *(const uint4 *)(row + u * unit::SIZE);
-                first = (uint32_t)(u * unit::SIZE);
+            uint32_t first = mask - (unit::SIZE - 1);
+            if (own[i * UNITS + q] != NOBODY) {
+                first = mask - ((uint32_t)own[i * UNITS + q] & mask);
+                v = *(const uint4 *)(row + first);
             }
-            nan |= unit::pack(keys + q * unit::SIZE, v, first, mask);
+            unit::pack(keys + q * unit::SIZE, v, first, mask);
         }
 #pragma unroll
-        for (int set = 0; set < KEYS / P; set++) {
+        for (int set = 0; set < SETS; set++) {
             smoe_sort_falling(keys + set * P, P);
-            smoe_merge_best(best, keys + set * P, P, &excluded);
+            if (i == 0 && set == 0)
+#pragma unroll
+                for (int k = 0; k < P; k++) best[k] = keys[k];
+            else
+                smoe_merge_best(best, keys + set * P, P, &excluded);
         }
-        at = at + 1 == rounds ? 0 : at + 1;
     }
-    return nan;
 }
 
 // The lists of a token's threads become one, in all of them.
@@ -143,6 +217,54 @@ template <int P, int SHARE> SMOE_DEVICE void merge_parts(int32_t (&best)[P], int
         for (int k = 0; k < P; k++) theirs[k] = __shfl_xor_sync(~0u, best[k], other);
         smoe_merge_best(best, theirs, P, &excluded);
     }
+}
+
+// Neighbours whose f32 keys agree but for the id change places where their logits say so. By the whole warp.
+template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row, int experts)
+{
+    int32_t value[P];
+#pragma unroll
+    for (int k = 0; k < P; k++)
+        value[k] =
+            ids[k] < experts ? smoe_signed_order(__float_as_uint(__fadd_rn(row[ids[k]], 0.0f))) : NOBODY;
+    bool moved = true;
+#pragma unroll 1
+    while (__any_sync(~0u, moved)) {
+        moved = false;
+#pragma unroll
+        for (int k = 0; k + 1 < P; k++) {
+            const int32_t v = value[k], next = value[k + 1];
+            const int id = ids[k], next_id = ids[k + 1];
+            value[k] = max(v, next), value[k + 1] = min(v, next);
+            ids[k] = v < next ? next_id : id, ids[k + 1] = v < next ? id : next_id;
+            moved |= v < next;
+        }
+    }
+}
+
+// A token's P best experts by falling rank. True if they are not certain: a NaN, or f32 keys that do not tell
+// the K-th best from one that was left out.
+template <typename L, int P, int SHARE>
+SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk, int lane)
+{
+    const uint32_t mask = sizeof(L) == 4 ? smoe_packed_mask(experts) : 0xffffu;
+    int32_t own[P / SHARE], best[P], excluded = NOBODY;
+    bool again = best_units<L, P, SHARE>(own, excluded, row, experts, lane, mask);
+    best_of_units<L, P, SHARE>(best, excluded, own, row, mask);
+    merge_parts<P, SHARE>(best, excluded);
+    bool close = false;
+    int32_t last = INT32_MAX;
+#pragma unroll
+    for (int k = 0; k < P; k++) {
+        ids[k] = (int)(mask - ((uint32_t)best[k] & mask));
+        if (k < topk) last = smoe_smaller(last, best[k]);
+        if (sizeof(L) == 4 && k + 1 < P)
+            close |= k < topk && smoe_packed_collide(best[k], best[k + 1 < P ? k + 1 : k], mask);
+    }
+    if (sizeof(L) == 4) again |= smoe_packed_collide(last, excluded, mask);
+    if constexpr (sizeof(L) == 4)
+        if (__any_sync(~0u, close)) order_exactly<P>(ids, row, experts);
+    return again;
 }
 
 // The sum of the softmax's terms over a token's row, by its threads.
@@ -274,10 +396,12 @@ struct layout {
     uint32_t masks, scales, stages, barriers, end;
 };
 
-template <typename L> __host__ SMOE_DEVICE layout layout_of(const smoe_cuda_routing &r, int chunk, int warps)
+template <typename L>
+__host__ SMOE_DEVICE layout layout_of(const smoe_cuda_routing &r, int of_step, int steps, int warps)
 {
+    const int chunk = of_step * steps;
     layout at;
-    at.masks = (uint32_t)(chunk * (int)r.layer.experts * (int)sizeof(L));
+    at.masks = (uint32_t)(of_step * (int)r.layer.experts * (int)sizeof(L));
     at.scales = at.masks + (uint32_t)(chunk / 32 * mask_pitch((int)r.layer.experts) * 4);
     at.stages = at.scales + (r.keys ? (uint32_t)chunk * (uint32_t)sizeof(token_scale) : 0);
     at.barriers = at.stages + (r.keys ? (uint32_t)(warps * STAGE_BYTES) : 0);
@@ -304,48 +428,55 @@ SMOE_DEVICE void write_masks(const smoe_cuda_routing &r, const uint32_t *masks, 
         }
 }
 
-template <typename L, int P, int SHARE>
-__global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cuda_routing r)
+// Starts the copy of a warp's rows.
+template <typename L>
+SMOE_DEVICE void load_rows(L *rows, const smoe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier)
 {
-    constexpr int TOKENS = 32 / SHARE; // of a warp
+    const uint32_t bytes = (uint32_t)(tokens * (int)r.layer.experts * (int)sizeof(L));
+    barrier_expect(barrier, bytes);
+    if (bytes)
+        load_bytes(shared_address(rows), (const L *)r.logits + first * r.layer.experts, bytes, barrier);
+}
+
+// A chunk goes by `steps`, a warp's rows of one after those of the one before in the same memory.
+template <typename L, int P, int SHARE>
+__global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cuda_routing r, int most_steps)
+{
+    constexpr int TOKENS = 32 / SHARE;                               // of a warp
+    const int steps = sizeof(L) == 4 && SHARE == 4 ? most_steps : 1; // shorter rows need no loop
     extern __shared__ __align__(128) char memory[];
     const int experts = (int)r.layer.experts, topk = (int)r.layer.topk, pitch = mask_pitch(experts);
-    const int chunk = blockDim.x / SHARE, warp = warp_number(), lane = threadIdx.x & 31;
-    const layout at = layout_of<L>(r, chunk, blockDim.x / 32);
+    const int of_step = blockDim.x / SHARE, chunk = steps * of_step;
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    const layout at = layout_of<L>(r, of_step, steps, blockDim.x / 32);
     L *rows = (L *)memory + warp * TOKENS * experts;
     uint32_t *masks = (uint32_t *)(memory + at.masks);
     token_scale *scales = (token_scale *)(memory + at.scales);
     const uint32_t barrier = shared_address(memory + at.barriers) + 8 * warp;
-    const int64_t first = (int64_t)blockIdx.x * chunk + warp * TOKENS;
-    const int tokens = (int)max(min(r.layer.tokens - first, (int64_t)TOKENS), (int64_t)0);
-    wait_for_previous();
+    for (int i = threadIdx.x; i < chunk / 32 * pitch; i += blockDim.x) masks[i] = 0;
     if (lane == 0) {
         barrier_init(barrier, 1);
         barrier_init_done();
-        const uint32_t bytes = (uint32_t)(tokens * experts * sizeof(L));
-        barrier_expect(barrier, bytes);
-        if (bytes) load_bytes(shared_address(rows), (const L *)r.logits + first * experts, bytes, barrier);
     }
-    for (int i = threadIdx.x; i < chunk / 32 * pitch; i += blockDim.x) masks[i] = 0;
+    wait_for_previous();
     __syncthreads();
-    barrier_wait(barrier, 0);
 
-    if (tokens > 0) {
-        const int within = min(lane / SHARE, tokens - 1), in_chunk = warp * TOKENS + within;
-        const L *row = rows + within * experts;
-        const uint32_t mask = sizeof(L) == 4 ? smoe_packed_mask(experts) : 0xffffu;
-        int32_t best[P], excluded = INT32_MIN;
-#pragma unroll
-        for (int k = 0; k < P; k++) best[k] = INT32_MIN;
-        bool again = best_of_part<L, P, SHARE>(best, excluded, row, experts, lane % SHARE, lane, mask);
-        merge_parts<P, SHARE>(best, excluded);
-        int ids[P];
-#pragma unroll
-        for (int k = 0; k < P; k++) {
-            ids[k] = (int)(mask - ((uint32_t)best[k] & mask));
-            const int32_t next = k + 1 < P ? best[k + 1 < P ? k + 1 : k] : excluded;
-            if (sizeof(L) == 4) again |= k < topk && smoe_packed_collide(best[k], next, mask);
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        const int begin = step * of_step + warp * TOKENS; // of the warp's tokens in the chunk
+        const int64_t first = (int64_t)blockIdx.x * chunk + begin;
+        const int tokens = (int)min(r.layer.tokens - first, (int64_t)TOKENS);
+        if (tokens <= 0) break;
+        __syncwarp();
+        if (lane == 0) {
+            if (step) fence_async_proxy();
+            load_rows<L>(rows, r, first, tokens, barrier);
         }
+        barrier_wait(barrier, step & 1);
+        const int within = min(lane / SHARE, tokens - 1), in_chunk = begin + within;
+        const L *row = rows + within * experts;
+        int ids[P];
+        const bool again = best_experts<L, P, SHARE>(ids, row, experts, topk, lane);
         const uint32_t redone = __ballot_sync(~0u, again && lane / SHARE < tokens);
         for (int token = 0; redone && token < TOKENS; token++)
             if (redone >> (token * SHARE) & ((1u << SHARE) - 1u))
@@ -370,10 +501,13 @@ int share_of(const smoe_layer &layer)
     return row_bytes(layer) >= LONG_ROW ? 4 : 2;
 }
 
-// Tokens of a CTA: few tokens spread over many SMs.
+// Tokens of a CTA: few tokens spread over many SMs. The keys of rounding need all rows of a chunk at once.
 int chunk_of(const smoe_layer &layer)
 {
-    const int64_t bytes = row_bytes(layer), most = bytes > LONGEST_ROW ? LONGEST_ROWS_BYTES : ROWS_BYTES;
+    const int64_t bytes = row_bytes(layer);
+    const int64_t most = layer.rounding == SMOE_ROUND_NONE ? MOST_STEPS * ROWS_BYTES
+                         : bytes > LONGEST_ROW             ? LONGEST_ROWS_BYTES
+                                                           : ROWS_BYTES;
     int chunk = THREADS / share_of(layer);
     while (chunk > 32 && (chunk * bytes > most || layer.tokens < (int64_t)chunk * MANY_CTAS)) chunk /= 2;
     return chunk;
@@ -381,11 +515,12 @@ int chunk_of(const smoe_layer &layer)
 
 template <typename L, int P, int SHARE> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
 {
-    const int chunk = chunk_of(r.layer), threads = SHARE * chunk;
+    const int chunk = chunk_of(r.layer), steps = chunk * row_bytes(r.layer) > ROWS_BYTES ? MOST_STEPS : 1;
+    const int of_step = chunk / steps, threads = SHARE * of_step;
     const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
     const unsigned ctas = (unsigned)smoe_divide_up(tokens, chunk);
     return launch_early(fast<L, P, SHARE>, dim3(ctas), dim3((unsigned)threads),
-                        layout_of<L>(r, chunk, threads / 32).end, stream, r);
+                        layout_of<L>(r, of_step, steps, threads / 32).end, stream, r, steps);
 }
 
 template <typename L, int P> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)

@@ -86,7 +86,7 @@ static const route_shape route_shapes[] = {
     {16384, 256, 4, SMOE_BF16, 128, 11}, {16384, 256, 4, SMOE_F32, 128, 11},
     {20000, 128, 8, SMOE_BF16, 128, 11}, {20000, 16, 2, SMOE_F32, 1024, 5},
     {90000, 16, 2, SMOE_BF16, 128, 11},  {90000, 8, 1, SMOE_F32, 4096, 5},
-    {70001, 24, 3, SMOE_BF16, 3000, 11},
+    {70001, 24, 3, SMOE_BF16, 3000, 11}, {16401, 512, 10, SMOE_F32, 128, 11},
 };
 enum { SHAPES = sizeof route_shapes / sizeof *route_shapes };
 

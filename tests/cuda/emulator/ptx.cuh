@@ -171,6 +171,22 @@ SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
     return sums;
 }
 
+SMOE_DEVICE float larger_or_nan(float a, float b)
+{
+    return a != a || b != b ? __uint_as_float(0x7fffffffu) : a > b || (a == b && !std::signbit(a)) ? a : b;
+}
+
+SMOE_DEVICE uint32_t larger_bf16_pairs(uint32_t a, uint32_t b)
+{
+    uint32_t pairs = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const float larger =
+            larger_or_nan(__uint_as_float(a >> shift << 16), __uint_as_float(b >> shift << 16));
+        pairs |= __float_as_uint(larger) >> 16 << shift;
+    }
+    return pairs;
+}
+
 SMOE_DEVICE void let_next_start()
 {
 }
