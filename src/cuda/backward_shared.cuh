@@ -5,11 +5,21 @@
 namespace smoe
 {
 
-// dS of a row: its parts (parts, padded_rows) in order.
+// dS of a row: its parts (parts, padded_rows) in order, four of them in flight.
 SMOE_DEVICE float sum_of_parts(const float *partial, int parts, int64_t padded_rows, int64_t row)
 {
-    float sum = 0.0f;
-    for (int i = 0; i < parts; i++) sum += partial[i * padded_rows + row];
+    const float *at = partial + row;
+    float sum = *at;
+#pragma unroll 1
+    for (int i = 1; i < parts; i += 3) {
+        float part[3];
+#pragma unroll
+        for (int j = 0; j < 3; j++) {
+            at += padded_rows;
+            part[j] = i + j < parts ? *at : 0.0f;
+        }
+        sum = sum + part[0] + part[1] + part[2];
+    }
     return sum;
 }
 

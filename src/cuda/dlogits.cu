@@ -12,18 +12,20 @@
 //
 // A token of which a pair with NaN weight has a row gets NaN in all of its dlogits; nobody else's change.
 //
-// Two kernels. `sparse`, where a token has exactly its K rows and no other nonzero: a power of two of lanes a
+// Two kernels. `sparse`, where a token has exactly its K rows and no other nonzero: 8, 16 or 32 lanes a
 // token, K of them with a pair. Rows ascend as experts do, so the row of an id is the one of its rank among
 // the token's ids: nothing but dS is gathered. `general`: a warp a token, any number of rows.
 //
-// Both put a CTA's tokens as f32 rows into shared memory and write them from there: dense for dWr = dlogits^T
-// X (and dX += dlogits Wr) in the storage type, which the tensor cores ask for and which costs dWr less than
+// Both put a CTA's tokens as rows into shared memory and write them from there: dense for dWr = dlogits^T X
+// (and dX += dlogits Wr) in the storage type, which the tensor cores ask for and which costs dWr less than
 // the stored H has cost dS already; to the caller in the logits' type; and sums over the CTA's tokens for
-// dbr, from f32.
+// dbr, from f32. The rows are f32, but of the storage type where dense is all that is asked for: `sparse` is
+// bound by instructions and by accesses to shared memory, not by bytes.
 //
 // Bytes: 12 T K read (4 T K more each part of dS), 2 T E written, 8 T K for the terms; general: the logits
 // too.
 #include "backward_shared.cuh"
+#include "early_launch.cuh"
 #include "launch_backward.h"
 #include "logits.cuh"
 
@@ -37,8 +39,7 @@ namespace
 enum {
     THREADS = 256,
     WARPS = THREADS / 32,
-    MOST_TOKENS = 32,              // of a CTA
-    STAGE_BYTES = 40 << 10,        // of its rows
+    STAGE_BYTES = 40 << 10,        // of a CTA's rows
     MOST_EACH = SMOE_MAX_TOPK / 32 // pairs a lane
 };
 static_assert(STAGE_BYTES >= SMOE_MAX_EXPERTS * 4, "a token's row");
@@ -46,21 +47,14 @@ static_assert(STAGE_BYTES + WARPS * SMOE_MAX_TOPK * 8 <= 48 << 10, "shared memor
 
 // ---- From shared to global memory
 
-// Eight floats as 16 bytes.
-template <typename T> SMOE_DEVICE uint4 pack8(const float *v)
+SMOE_DEVICE void write4(float *to, float4 v)
 {
-    using S = storage<T>;
-    return make_uint4(S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+    *(float4 *)to = v;
 }
-
-SMOE_DEVICE void write8(float *to, const float *v)
+template <typename T> SMOE_DEVICE void write4(T *to, float4 v)
 {
-    *(float4 *)to = *(const float4 *)v;
-    *(float4 *)(to + 4) = *(const float4 *)(v + 4);
-}
-SMOE_DEVICE void write8(__nv_bfloat16 *to, const float *v)
-{
-    *(uint4 *)to = pack8<__nv_bfloat16>(v);
+    using H = storage<T>;
+    *(uint2 *)to = make_uint2(H::pack(v.x, v.y), H::pack(v.z, v.w));
 }
 SMOE_DEVICE void write1(float *to, float v)
 {
@@ -70,35 +64,53 @@ SMOE_DEVICE void write1(__nv_bfloat16 *to, float v)
 {
     *to = __float2bfloat16_rn(v);
 }
+SMOE_DEVICE void write1(__half *to, float v)
+{
+    *to = __float2half_rn(v);
+}
+
+// f32 rows of `stride` elements as rows of `columns` of them.
+template <typename O>
+SMOE_DEVICE void write_as(O *to, const float *stage, int tokens, int stride, int columns)
+{
+    if (columns == stride)
+#pragma unroll 1
+        for (int i = threadIdx.x * 4; i < tokens * stride; i += blockDim.x * 4)
+            write4(to + i, *(const float4 *)(stage + i));
+    else
+#pragma unroll 1
+        for (int i = threadIdx.x; i < tokens * columns; i += blockDim.x)
+            write1(to + i, stage[i / columns * stride + i % columns]);
+}
 
 // The CTA's rows of `tokens` tokens from `first` on: stage (tokens, stride).
-template <typename L, typename T>
-SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int64_t first, int tokens)
+template <typename T>
+SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int first, int tokens)
 {
-    const int elements = tokens * p.stride, experts = (int)p.layer.experts;
-    if (p.dense) {
-        T *to = (T *)p.dense + first * p.stride;
-#pragma unroll 1
-        for (int i = threadIdx.x * 8; i < elements; i += blockDim.x * 8)
-            store_global16(to + i, pack8<T>(stage + i));
-    }
-    if (p.dlogits) {
-        L *to = (L *)p.dlogits + first * experts;
-        if (experts == p.stride)
-#pragma unroll 1
-            for (int i = threadIdx.x * 8; i < elements; i += blockDim.x * 8) write8(to + i, stage + i);
-        else
-#pragma unroll 1
-            for (int i = threadIdx.x; i < tokens * experts; i += blockDim.x)
-                write1(to + i, stage[i / experts * p.stride + i % experts]);
-    }
+    const int stride = p.stride, experts = (int)p.layer.experts;
+    if (p.dense) write_as((T *)p.dense + (int64_t)first * stride, stage, tokens, stride, stride);
+    const int64_t given = (int64_t)first * experts;
+    if (p.dlogits && p.layer.logits_type == SMOE_F32)
+        write_as((float *)p.dlogits + given, stage, tokens, stride, experts);
+    else if (p.dlogits)
+        write_as((__nv_bfloat16 *)p.dlogits + given, stage, tokens, stride, experts);
     if (!p.bias_sums) return;
 #pragma unroll 1
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         float sum = 0.0f;
-        for (int t = 0; t < tokens; t++) sum += stage[t * p.stride + e];
-        p.bias_sums[(int64_t)blockIdx.x * p.stride + e] = sum;
+        for (int t = 0; t < tokens; t++) sum += stage[t * stride + e];
+        p.bias_sums[(int64_t)blockIdx.x * stride + e] = sum;
     }
+}
+
+// Rows of the storage type are dense as it is.
+template <typename T>
+SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const T *stage, int first, int tokens)
+{
+    char *to = (char *)p.dense + (int64_t)first * (p.stride * 2);
+#pragma unroll 1
+    for (int i = threadIdx.x * 16; i < tokens * p.stride * 2; i += THREADS * 16)
+        store_global16(to + i, *(const uint4 *)((const char *)stage + i));
 }
 
 // ---- Scores
@@ -134,73 +146,111 @@ SMOE_DEVICE float sum_of_lanes(float v, int lanes)
 
 // ---- The kernel of sparse dlogits
 
-// 2^lane_bits lanes a token, each with EACH pairs; tokens: of a CTA, of whose threads more help to write.
-template <typename L, typename T, int EACH>
-__global__ void __launch_bounds__(THREADS)
-    sparse(const __grid_constant__ smoe_cuda_dlogits p, const int lane_bits, const int tokens)
-{
-    extern __shared__ __align__(16) float memory[];
-    float *const stage = memory; // (tokens, stride)
-    const int lanes = 1 << lane_bits, slot = threadIdx.x >> lane_bits, lane = threadIdx.x & (lanes - 1);
-    const int topk = (int)p.layer.topk;
-    const int64_t first = (int64_t)blockIdx.x * tokens, token = first + slot;
-    const int64_t experts = p.layer.experts;
-    const bool there = slot < tokens && token < p.layer.tokens;
-    const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
-#pragma unroll 1
-    for (int i = threadIdx.x * 4; i < tokens * p.stride; i += THREADS * 4)
-        *(float4 *)(stage + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+// The ids of a token's pairs, by k, as 16 bits: NO_ID from K on. Rank of an id: how many are below it.
+constexpr int NO_ID = 0x7fff;
+static_assert(SMOE_MAX_EXPERTS <= NO_ID, "a bit free for the comparisons, two at a time");
 
-    int id[EACH], rank[EACH];
-    float weight[EACH], gradient[EACH]; // w, dS
-    bool pair[EACH];
+// Bit 15 and bit 31: is that half of `ids` at most `id`?
+SMOE_DEVICE uint32_t at_most(uint32_t ids, uint32_t id)
+{
+    return (id * 0x10001u + 0x80008000u - ids) & 0x80008000u;
+}
+
+template <int PLACES> SMOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
+{
+    uint32_t below = ~0u; // it is at most itself
+#pragma unroll
+    for (int i = 0; i < PLACES / 8; i++) {
+        const uint4 v = ids[i];
+        below +=
+            __popc(at_most(v.x, id) | at_most(v.y, id) >> 1 | at_most(v.z, id) >> 2 | at_most(v.w, id) >> 3);
+    }
+    return below;
+}
+
+SMOE_DEVICE float logit_at(const smoe_cuda_dlogits &p, int64_t i)
+{
+    return p.layer.logits_type == SMOE_F32
+               ? ((const float *)p.logits)[i]
+               : logits_of<__nv_bfloat16>::value(((const __nv_bfloat16 *)p.logits)[i]);
+}
+
+// PLACES: of a token's pairs, 8, 16, 32 or 64, as few as hold K. tokens: of a CTA. S: of the rows in shared
+// memory, T where dense is all that is written. A lane loads dS of the row with its rank, not of its pair: so
+// it need not wait for ids.
+template <typename T, typename S, int PLACES>
+__global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
+    sparse(const __grid_constant__ smoe_cuda_dlogits p, const int tokens)
+{
+    constexpr int LANES = PLACES < 32 ? PLACES : 32, EACH = PLACES / LANES;
+    extern __shared__ __align__(16) float memory[];
+    __shared__ uint4 lists[THREADS / LANES][PLACES / 8];
+    S *const stage = (S *)memory; // (tokens, stride)
+    const int slot = threadIdx.x / LANES, lane = threadIdx.x % LANES,
+              leader = threadIdx.x & 31 & ~(LANES - 1);
+    const int first = blockIdx.x * tokens, topk = (int)p.layer.topk, experts = (int)p.layer.experts;
+    const uint32_t token = first + slot, pair = token * topk; // the token's first
+    const int count = min(tokens, (int)p.layer.tokens - first), pairs = slot < count ? topk : 0;
+    const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
+    wait_for_previous();
+
+    int id[EACH];
+    uint32_t row[EACH], rank[EACH];
+    float weight[EACH], of_rank[EACH]; // w, dS
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
-        const int k = lane + 32 * m;
-        pair[m] = there && k < topk;
-        id[m] = pair[m] ? __ldg(p.topk_ids + token * topk + k) : 0;
-        weight[m] = pair[m] ? unscaled(__ldg(p.topk_weights + token * topk + k), p.layer.route_scale) : 0.0f;
-        rank[m] = 0;
+        const int k = lane + LANES * m;
+        row[m] = k < pairs ? (uint32_t)p.token_rows[pair + k] : 0;
+        id[m] = k < pairs ? p.topk_ids[pair + k] : NO_ID;
+        weight[m] = k < pairs ? p.topk_weights[pair + k] : 0.0f;
     }
-    const int leader = threadIdx.x & 31 & ~(lanes - 1);
-#pragma unroll 4
-    for (int k = 0; k < topk; k++) {
-        const int other = __shfl_sync(~0u, k < 32 ? id[0] : id[EACH - 1], leader + k % 32);
-#pragma unroll
-        for (int m = 0; m < EACH; m++) rank[m] += other < id[m];
-    }
-    float inner = 0.0f, divisor = 0.0f, slope[EACH];
+#pragma unroll 1
+    for (int i = threadIdx.x * 16; i < tokens * p.stride * (int)sizeof(S); i += THREADS * 16)
+        *(uint4 *)((char *)stage + i) = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
-        const int row = pair[m] ? __ldg(p.token_rows + token * topk + rank[m]) : 0;
-        gradient[m] = pair[m] ? sum_of_parts(p.ds, p.ds_parts, p.padded_rows, row) : 0.0f;
+        const int k = lane + LANES * m;
+        of_rank[m] = k < pairs ? sum_of_parts(p.ds, p.ds_parts, p.padded_rows, row[m]) : 0.0f;
+        ((uint16_t *)lists[slot])[k] = (uint16_t)id[m];
+    }
+    __syncthreads(); // the zeros and the lists
+    float inner = 0.0f, divisor = 0.0f, gradient[EACH], slope[EACH];
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        rank[m] = rank_of<PLACES>(lists[slot], id[m]);
+        gradient[m] = __shfl_sync(~0u, of_rank[0], leader + rank[m] % LANES);
+        if (EACH > 1) {
+            const float upper = __shfl_sync(~0u, of_rank[EACH - 1], leader + rank[m] % LANES);
+            if (rank[m] >= LANES) gradient[m] = upper;
+        }
+        weight[m] = unscaled(weight[m], p.layer.route_scale);
         slope[m] = 0.0f;
-        if (sigmoid && pair[m]) {
-            const sigmoid_at sigma(logits_of<L>::value(((const L *)p.logits)[token * experts + id[m]]));
+        if (sigmoid && lane + LANES * m < pairs) {
+            const sigmoid_at sigma(logit_at(p, (int64_t)token * experts + id[m]));
             divisor += sigma.value;
             slope[m] = sigma.slope;
         }
         inner += gradient[m] * weight[m];
     }
-    inner = divided ? sum_of_lanes(inner, lanes) : 0.0f;
-    divisor = sigmoid && divided ? sum_of_lanes(divisor, lanes) : 1.0f;
-    const bool nan = smoe_is_nan(__shfl_sync(~0u, weight[0], leader));
-    __syncthreads(); // the zeros
+    inner = divided ? sum_of_lanes(inner, LANES) : 0.0f;
+    divisor = sigmoid && divided ? sum_of_lanes(divisor, LANES) : 1.0f;
+    const bool nan = __ballot_sync(~0u, smoe_is_nan(weight[0])) >> leader & 1;
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
-        if (!pair[m]) continue;
+        if (lane + LANES * m >= pairs) continue;
         const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
         float value = p.layer.route_scale * ((gradient[m] - inner) * factor);
         if (nan) value = __uint_as_float(0x7fc00000u);
-        stage[slot * p.stride + id[m]] = value;
-        if (p.terms)
-            *(int2 *)(p.terms + token * topk + rank[m]) = make_int2(id[m], (int)__float_as_uint(value));
+        write1(stage + slot * p.stride + id[m], value);
+        if (p.terms) *(int2 *)(p.terms + (pair + rank[m])) = make_int2(id[m], (int)__float_as_uint(value));
     }
-    if (nan && there)
+    if (nan && pairs)
 #pragma unroll 1
-        for (int e = lane; e < experts; e += lanes) stage[slot * p.stride + e] = __uint_as_float(0x7fc00000u);
+        for (int e = lane; e < experts; e += LANES)
+            write1(stage + slot * p.stride + e, __uint_as_float(0x7fc00000u));
     __syncthreads();
-    write_rows<L, T>(p, stage, first, (int)min((int64_t)tokens, p.layer.tokens - first));
+    write_rows<T>(p, stage, first, count);
+    let_next_start();
 }
 
 // ---- The kernel of any dlogits: a warp a token
@@ -349,11 +399,11 @@ __global__ void __launch_bounds__(THREADS) general(const __grid_constant__ smoe_
     __shared__ token_work work[WARPS];
     float *const stage = memory; // (tokens, stride)
     const int warp = warp_number(), tokens = (int)blockDim.x / 32;
-    const int64_t first = (int64_t)blockIdx.x * tokens;
-    if (first + warp < p.layer.tokens)
+    const int first = blockIdx.x * tokens, count = min(tokens, (int)p.layer.tokens - first);
+    if (warp < count)
         token_dlogits<L>(p, first + warp, stage + warp * p.stride, work[warp], threadIdx.x & 31);
     __syncthreads();
-    write_rows<L, T>(p, stage, first, (int)min((int64_t)tokens, p.layer.tokens - first));
+    write_rows<T>(p, stage, first, count);
 }
 
 // ---- dbr: the sums of the CTAs in a fixed order. A CTA: 32 experts, as many threads each.
@@ -385,25 +435,39 @@ int tokens_that_fit(int stride, int most)
     return tokens;
 }
 
-template <typename L, typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
+template <typename L, typename T> int64_t launch_general(const smoe_cuda_dlogits &p, cudaStream_t stream)
 {
-    const int64_t all = p.layer.tokens;
-    if (!smoe_dlogits_are_sparse(&p.layer, p.balance, p.z)) {
-        const int tokens = tokens_that_fit(p.stride, WARPS);
-        const int64_t ctas = smoe_divide_up(all, tokens);
-        general<L, T><<<(unsigned)ctas, 32 * tokens, tokens * p.stride * 4, stream>>>(p);
-        return ctas;
-    }
-    int lane_bits = 0;
-    while (1 << lane_bits < p.layer.topk && lane_bits < 5) lane_bits++;
-    const int most = THREADS >> lane_bits < MOST_TOKENS ? THREADS >> lane_bits : MOST_TOKENS;
-    const int tokens = tokens_that_fit(p.stride, most), bytes = tokens * p.stride * 4;
-    const int64_t ctas = smoe_divide_up(all, tokens);
-    if (p.layer.topk <= 32)
-        sparse<L, T, 1><<<(unsigned)ctas, THREADS, bytes, stream>>>(p, lane_bits, tokens);
-    else
-        sparse<L, T, MOST_EACH><<<(unsigned)ctas, THREADS, bytes, stream>>>(p, lane_bits, tokens);
+    const int tokens = tokens_that_fit(p.stride, WARPS);
+    const int64_t ctas = smoe_divide_up(p.layer.tokens, tokens);
+    general<L, T><<<(unsigned)ctas, 32 * tokens, tokens * p.stride * 4, stream>>>(p);
     return ctas;
+}
+
+template <typename T, typename S, int PLACES>
+int64_t launch_places(const smoe_cuda_dlogits &p, cudaStream_t stream)
+{
+    const int tokens = tokens_that_fit(p.stride, THREADS / (PLACES < 32 ? PLACES : 32));
+    const int64_t ctas = smoe_divide_up(p.layer.tokens, tokens);
+    launch_early(sparse<T, S, PLACES>, dim3((unsigned)ctas), dim3(THREADS),
+                 (size_t)(tokens * p.stride) * sizeof(S), stream, p, tokens);
+    return ctas;
+}
+
+template <typename T, typename S> int64_t launch_sparse(const smoe_cuda_dlogits &p, cudaStream_t stream)
+{
+    return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, stream)
+           : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, stream)
+           : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, stream)
+                                : launch_places<T, S, SMOE_MAX_TOPK>(p, stream);
+}
+
+template <typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
+{
+    if (smoe_dlogits_are_sparse(&p.layer, p.balance, p.z))
+        return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
+                                                     : launch_sparse<T, float>(p, stream);
+    return p.layer.logits_type == SMOE_F32 ? launch_general<float, T>(p, stream)
+                                           : launch_general<__nv_bfloat16, T>(p, stream);
 }
 
 template <typename G> void launch_bias(const smoe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
@@ -425,11 +489,8 @@ extern "C" int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer)
 extern "C" cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *p, cudaStream_t stream)
 {
     using namespace smoe::dlogits;
-    const bool wide = p->layer.logits_type == SMOE_F32, half = p->layer.dtype == SMOE_F16;
-    const int64_t ctas = wide && half ? launch<float, __half>(*p, stream)
-                         : wide       ? launch<float, __nv_bfloat16>(*p, stream)
-                         : half       ? launch<__nv_bfloat16, __half>(*p, stream)
-                                      : launch<__nv_bfloat16, __nv_bfloat16>(*p, stream);
+    const bool half = p->layer.dtype == SMOE_F16;
+    const int64_t ctas = half ? launch<__half>(*p, stream) : launch<__nv_bfloat16>(*p, stream);
     if (p->bias_sums) {
         if (p->layer.gradient_type == SMOE_F32)
             launch_bias<float>(*p, ctas, stream);
