@@ -377,6 +377,43 @@ static void check_case(smoe_context *context, const test_case *c)
     wrong(c->name, "undecided", 40);
 }
 
+#define NAN_CASE "NaN logits, E 13"
+
+/* A token that keeps a NaN logit has NaN in all of its dlogits, one that does not keep it and the others in
+ * none. */
+static void check_nan(smoe_context *context, smoe_score score, int renormalize, int topk)
+{
+    enum { E = 13, KEEPS = 7, NEED_NOT = 9 };
+    const test_case c = {
+        NAN_CASE, {.score = score, .renormalize = renormalize, .experts = E, .topk = topk}, {0}};
+    const smoe_layer layer = complete(&c);
+    oracle_drawn drawn;
+    oracle_draw_inputs(&layer, &c.draw, 11, &drawn);
+    for (int e = topk - 1; e < E; e++) drawn.logits[KEEPS * E + e] = (double)NAN;
+    drawn.logits[NEED_NOT * E + 3] = (double)NAN;
+    device_run r = make_run(context, c.name, &layer, &drawn);
+    run_both(context, &r, c.name);
+    float *got = read_result(&r, DLOGITS);
+    int differ = 0;
+    for (int64_t i = 0; i < layer.tokens * E; i++) differ += (isnan(got[i]) != 0) != (i / E == KEEPS);
+    if (differ) wrong(c.name, "dlogits", differ);
+    printf("%-40s %s score %d K %d\n", c.name, differ ? "WRONG" : "ok", (int)score, topk);
+    free(got);
+    free_run(&r, c.name);
+    oracle_drawn_free(&drawn);
+}
+
+static void check_nans(smoe_context *context)
+{
+    for (int topk = 3; topk < 12; topk += 7) {
+        check_nan(context, SMOE_TOPK_SOFTMAX, 0, topk);
+        for (int renormalize = 0; renormalize < 2; renormalize++) {
+            check_nan(context, SMOE_SOFTMAX_TOPK, renormalize, topk);
+            check_nan(context, SMOE_SIGMOID, renormalize, topk);
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     smoe_context *context = open_cuda();
@@ -393,6 +430,7 @@ int main(int argc, char **argv)
     if (getenv("REPEATS")) repeats = atoi(getenv("REPEATS"));
     for (size_t i = shard; i < sizeof cases / sizeof cases[0]; i += shards)
         if (!only || strstr(cases[i].name, only)) check_case(context, &cases[i]);
+    if (shard == 0 && (!only || strstr(NAN_CASE, only))) check_nans(context);
     smoe_destroy(context);
     printf("%d wrong\n", wrong_total);
     return wrong_total != 0;
