@@ -7,9 +7,9 @@
 // stores would take most of the time. The padded row of a pair follows from offsets and popcounts alone, so
 // the result does not depend on any order of execution.
 //
-// What a chunk costs is instructions (docs/lab-notebook.md): a thread works on quads of a token's pairs,
-// which share loads, the division and the mask's row; what is written once a plan is written by warps that
-// have no experts to place.
+// What a chunk costs is instructions and trips to L2 (docs/lab-notebook.md): a thread works on quads of a
+// token's pairs, which share loads, the division and the mask's row; what is written once a plan is written
+// by warps that have no experts to place; all that a CTA reads after top-K is on its way at once.
 //
 // Bytes: ids twice, weights, 12 bytes a pair written; the count matrix once a CTA.
 #include "early_launch.cuh"
@@ -35,7 +35,6 @@ struct problem {
     smoe_plan_shared shared;
     int32_t chunks, padded_experts, quads; // of a token
     uint32_t quads_reciprocal, columns_reciprocal;
-    bool by_fours; // four ids of a row are one load
 };
 
 // Four neighbouring pairs of a token of the chunk.
@@ -60,57 +59,73 @@ SMOE_DEVICE int64_t pair_at(const problem &q, int token, int k)
     return ((int64_t)blockIdx.x * q.p.chunk + token) * q.p.topk + k;
 }
 
-// Expert of pair i, 16 bits; NO_ID if it names none.
-SMOE_DEVICE uint32_t read_id(const smoe_cuda_plan &p, int64_t i)
+// Four neighbouring values of a row of K, of which `left` are there, by the widest loads that fit.
+SMOE_DEVICE uint4 load_four(const uint32_t *from, int topk, int left)
 {
-    const long long id = p.wide_index ? __ldcg((const long long *)p.ids + i) : __ldcg((const int *)p.ids + i);
-    return id >= 0 && id < p.experts ? (uint32_t)id : SMOE_PLAN_NO_ID;
+    if (topk % 4 == 0) return __ldcg((const uint4 *)from);
+    if (topk % 2 == 0) {
+        const uint2 low = __ldcg((const uint2 *)from), none = {0, 0};
+        const uint2 high = left > 2 ? __ldcg((const uint2 *)from + 1) : none;
+        return {low.x, low.y, high.x, high.y};
+    }
+    return {__ldcg(from), left > 1 ? __ldcg(from + 1) : 0, left > 2 ? __ldcg(from + 2) : 0,
+            left > 3 ? __ldcg(from + 3) : 0};
 }
 
-// The chunk's ids come to shared memory. True if a pair names no expert.
-SMOE_DEVICE bool load_ids(const problem &q, uint2 *to, int quads)
+// Ids of 64 bits; those that do not fit 32 are none.
+SMOE_DEVICE uint4 load_four_wide(const long long *from, int left)
 {
-    const uint32_t experts = (uint32_t)q.p.experts;
-    bool none = false;
-    if (q.by_fours) {
-        const uint4 *from = (const uint4 *)((const int *)q.p.ids + pair_at(q, 0, 0));
-        uint4 v[SMOE_PLAN_EACH];
+    uint32_t id[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int j = 0; j < SMOE_PLAN_EACH; j++) {
-            const int i = threadIdx.x + j * THREADS;
-            if (i < quads) v[j] = __ldcg(from + i);
-        }
-#pragma unroll
-        for (int j = 0; j < SMOE_PLAN_EACH; j++) {
-            const int i = threadIdx.x + j * THREADS;
-            if (i >= quads) continue;
-            uint32_t id[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-#pragma unroll
-            for (int u = 0; u < 4; u++) {
-                none |= id[u] >= experts;
-                id[u] = id[u] < experts ? id[u] : SMOE_PLAN_NO_ID;
-            }
-            to[i] = {id[0] | id[1] << 16, id[2] | id[3] << 16};
-        }
-    } else
-#pragma unroll 4
-        for (int i = threadIdx.x; i < quads * 4; i += THREADS) {
-            const quad t = quad_at(q, i / 4);
-            const int k = t.k + i % 4;
-            const uint32_t id = k < q.p.topk ? read_id(q.p, pair_at(q, t.token, k)) : SMOE_PLAN_NO_ID;
-            none |= id == SMOE_PLAN_NO_ID && k < q.p.topk;
-            ((uint16_t *)to)[i] = (uint16_t)id;
-        }
-    return none;
+    for (int u = 0; u < 4; u++) {
+        const long long wide = u < left ? __ldcg(from + u) : 0;
+        id[u] = wide == (long long)(uint32_t)wide ? (uint32_t)wide : ~0u;
+    }
+    return {id[0], id[1], id[2], id[3]};
 }
 
-SMOE_DEVICE float4 read_weights(const problem &q, quad t)
+// The thread's quads of ids, as they are.
+SMOE_DEVICE void load_ids(const problem &q, uint4 (&ids)[SMOE_PLAN_EACH], int quads)
 {
-    const float *from = q.p.weights + pair_at(q, t.token, t.k);
-    if (q.p.topk % 4 == 0) return __ldcg((const float4 *)from);
-    const int left = q.p.topk - t.k;
-    return {__ldcg(from), left > 1 ? __ldcg(from + 1) : 0.0f, left > 2 ? __ldcg(from + 2) : 0.0f,
-            left > 3 ? __ldcg(from + 3) : 0.0f};
+#pragma unroll
+    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i >= quads) continue;
+        const quad t = quad_at(q, i);
+        const int64_t pair = pair_at(q, t.token, t.k);
+        ids[j] = q.p.wide_index ? load_four_wide((const long long *)q.p.ids + pair, q.p.topk - t.k)
+                                : load_four((const uint32_t *)q.p.ids + pair, q.p.topk, q.p.topk - t.k);
+    }
+}
+
+// They go to shared memory by 16 bits.
+SMOE_DEVICE void store_ids(const problem &q, uint2 *to, const uint4 (&ids)[SMOE_PLAN_EACH], int quads)
+{
+#pragma unroll
+    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i >= quads) continue;
+        const int left = q.p.topk - quad_at(q, i).k;
+        uint32_t id[4] = {ids[j].x, ids[j].y, ids[j].z, ids[j].w};
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const bool real = id[u] < (uint32_t)q.p.experts && u < left;
+            id[u] = real ? id[u] : SMOE_PLAN_NO_ID;
+        }
+        to[i] = {id[0] | id[1] << 16, id[2] | id[3] << 16};
+    }
+}
+
+SMOE_DEVICE void load_weights(const problem &q, uint4 (&weights)[SMOE_PLAN_EACH], int quads)
+{
+#pragma unroll
+    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i >= quads) continue;
+        const quad t = quad_at(q, i);
+        weights[j] =
+            load_four((const uint32_t *)q.p.weights + pair_at(q, t.token, t.k), q.p.topk, q.p.topk - t.k);
+    }
 }
 
 SMOE_DEVICE uint32_t id_of(uint2 ids, int u)
@@ -119,23 +134,21 @@ SMOE_DEVICE uint32_t id_of(uint2 ids, int u)
     return u % 2 ? two >> 16 : two & 0xffffu;
 }
 
-// Sets the pairs' bits. True if one was set already: a token names an expert twice.
-SMOE_DEVICE bool mark(const problem &q, uint32_t *masks, const uint2 *ids, int quads)
+// Sets the pairs' bits.
+SMOE_DEVICE void mark(const problem &q, uint32_t *masks, const uint2 *ids, int quads)
 {
-    bool repeated = false;
 #pragma unroll 1
     for (int i = threadIdx.x; i < quads; i += THREADS) {
         const int token = quad_at(q, i).token;
         const uint32_t bit = 1u << (token & 31);
         uint32_t *row = masks + (token >> 5) * q.padded_experts;
         const uint2 v = ids[i];
-        uint32_t before = 0;
 #pragma unroll
-        for (int u = 0; u < 4; u++)
-            if (id_of(v, u) != SMOE_PLAN_NO_ID) before |= atomicOr(row + id_of(v, u), bit);
-        repeated |= (before & bit) != 0;
+        for (int u = 0; u < 4; u++) { // without branches, so that no one waits for the one before
+            const bool real = id_of(v, u) != SMOE_PLAN_NO_ID;
+            atomicOr(row + (real ? id_of(v, u) : 0), real ? bit : 0);
+        }
     }
-    return repeated;
 }
 
 SMOE_DEVICE void clear(uint32_t *words, int count)
@@ -155,7 +168,9 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem
     const int experts = q.padded_experts, groups = q.p.chunk / 32, quads = tokens_of_chunk(q) * q.quads;
     clear(masks, groups * experts);
     wait_for_previous();
-    load_ids(q, ids, quads);
+    uint4 loaded[SMOE_PLAN_EACH];
+    load_ids(q, loaded, quads);
+    store_ids(q, ids, loaded, quads);
     __syncthreads();
     mark(q, masks, ids, quads);
     __syncthreads();
@@ -211,7 +226,7 @@ struct scatter_memory {
     int32_t *token_rows;
     uint2 *ids;
     uint16_t *group_before;
-    uint32_t *pairs_before, *blocks; // of all chunks before; of all experts
+    uint32_t *pairs_before, *blocks, *pairs; // of all chunks before; of all experts; of the chunk
     uint32_t *scratch;
 };
 
@@ -230,22 +245,28 @@ SMOE_DEVICE scatter_memory memory_at(char *at, const smoe_plan_shared &s)
             (uint16_t *)(at + s.group_before),
             (uint32_t *)(at + s.totals),
             (uint32_t *)(at + s.totals) + 1,
+            (uint32_t *)(at + s.totals) + 2,
             (uint32_t *)(at + s.scratch)};
 }
 
 // Ranks inside the chunk: what the groups before hold, and the chunk's counts.
-SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m)
+SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m, int warp, int lane)
 {
     const int experts = q.padded_experts, groups = q.p.chunk / 32;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < experts; e += THREADS) {
+    for (int first = warp * 32; first < experts; first += THREADS) {
+        const int e = first + lane;
         uint32_t sum = 0;
+        if (e < experts) {
 #pragma unroll 4
-        for (int g = 0; g < groups; g++) {
-            m.group_before[g * experts + e] = (uint16_t)sum;
-            sum += __popc(m.masks[g * experts + e]);
+            for (int g = 0; g < groups; g++) {
+                m.group_before[g * experts + e] = (uint16_t)sum;
+                sum += __popc(m.masks[g * experts + e]);
+            }
+            m.local[e] = sum;
         }
-        m.local[e] = sum;
+        const uint32_t pairs = __reduce_add_sync(~0u, sum);
+        if (lane == 0) atomicAdd(m.pairs, pairs);
     }
 }
 
@@ -305,12 +326,20 @@ SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
     if (line >= lines) return;
     const int begin = smoe_cut(q.chunks, lines, line), end = smoe_cut(q.chunks, lines, line + 1);
     const uint4 *from = (const uint4 *)(q.work.counts + (int64_t)begin * q.padded_experts) + column;
-    uint4 all = {0, 0, 0, 0}, before = {0, 0, 0, 0};
-#pragma unroll 8
-    for (int c = begin; c < end; c++, from += columns) {
-        const uint4 v = __ldcg(from);
-        all = {all.x + v.x, all.y + v.y, all.z + v.z, all.w + v.w};
-        if (c < (int)blockIdx.x) before = {before.x + v.x, before.y + v.y, before.z + v.z, before.w + v.w};
+    constexpr int TOGETHER = 8; // loads on their way
+    const uint4 none = {0, 0, 0, 0};
+    uint4 all = none, before = none;
+#pragma unroll 1
+    for (int c0 = begin; c0 < end; c0 += TOGETHER, from += TOGETHER * columns) {
+        uint4 v[TOGETHER];
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++) v[j] = c0 + j < end ? __ldcg(from + j * columns) : none;
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++) {
+            all = {all.x + v[j].x, all.y + v[j].y, all.z + v[j].z, all.w + v[j].w};
+            if (c0 + j < (int)blockIdx.x)
+                before = {before.x + v[j].x, before.y + v[j].y, before.z + v[j].z, before.w + v[j].w};
+        }
     }
     uint32_t *to = m.summed + column, *to_before = to + 4 * columns;
     atomicAdd(to, all.x);
@@ -376,13 +405,12 @@ SMOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int wa
 }
 
 // Every pair of the quad to its place in the sorted list, and its padded row to its token's.
-SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i)
+SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uint4 weights)
 {
     const quad t = quad_at(q, i);
-    const float4 weights = read_weights(q, t); // on its way while lower ids are counted
     const uint2 ids = m.ids[i];
     const uint32_t id[4] = {id_of(ids, 0), id_of(ids, 1), id_of(ids, 2), id_of(ids, 3)};
-    const float weight[4] = {weights.x, weights.y, weights.z, weights.w};
+    const uint32_t weight[4] = {weights.x, weights.y, weights.z, weights.w};
     uint32_t lower[4];
     count_lower(q, m, t.token, id, lower);
     int32_t *token_rows = m.token_rows + m.token_first[t.token];
@@ -394,7 +422,7 @@ SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i)
         const int cell = group + (int)id[u];
         const int2 place = m.place[id[u]];
         const int at = place.y + m.group_before[cell] + __popc(m.masks[cell] & tokens_before);
-        m.sorted[at] = {id[u] << 16 | (uint32_t)t.token, __float_as_uint(weight[u])};
+        m.sorted[at] = {id[u] << 16 | (uint32_t)t.token, weight[u]};
         token_rows[lower[u]] = place.x + at;
     }
 }
@@ -420,34 +448,42 @@ SMOE_DEVICE void write_pairs(const problem &q, const scatter_memory &m, int toke
 __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ problem q)
 {
     extern __shared__ __align__(16) char memory[];
+    static_assert(SMOE_PLAN_EACH == 2, "the quads of a thread are named");
     const scatter_memory m = memory_at(memory, q.shared);
     const int lane = threadIdx.x & 31, warp = warp_number();
     const int tokens = tokens_of_chunk(q), quads = tokens * q.quads;
-    if (q.p.counted) wait_for_previous();     // it is top-K; else ids and weights are the caller's
-    clear(m.masks, (int)(q.shared.rows / 4)); // and the sums and totals behind them
-    const bool none = load_ids(q, m.ids, quads);
-    if ((int)threadIdx.x * 32 < tokens * q.p.topk)
-        prefetch_l2(q.p.weights + pair_at(q, 0, (int)threadIdx.x * 32));
+    clear(m.masks, (int)(q.shared.rows / 4));           // and the sums and totals behind them
+    if (q.p.counted) wait_for_previous();               // it is top-K; else ids and weights are the caller's
+    uint4 ids[SMOE_PLAN_EACH], weights[SMOE_PLAN_EACH]; // on their way, as the counts, all at once
+    load_ids(q, ids, quads);
+    load_weights(q, weights, quads);
     __syncthreads();
-    const bool repeated = mark(q, m.masks, m.ids, quads);
-    const bool irregular = __syncthreads_or(none || repeated) != 0;
-    rank_groups(q, m);
-    if (irregular) mark_repeated(q, m, quads);
-    place_tokens(q, m, tokens, irregular);
-    if (!q.p.counted) wait_for_previous();
-    if (!q.work.totals) {
-        sum_counts(q, m);
+    if (q.p.counted && !q.work.totals) sum_counts(q, m);
+    store_ids(q, m.ids, ids, quads);
+    __syncthreads();
+    mark(q, m.masks, m.ids, quads);
+    __syncthreads();
+    rank_groups(q, m, warp, lane);
+    if (!q.p.counted) {
+        wait_for_previous();
+        if (!q.work.totals) sum_counts(q, m);
         __syncthreads();
     }
     take_sums(q, m, warp, lane);
     __syncthreads();
+    const bool irregular = *m.pairs != (uint32_t)(tokens * q.p.topk); // repeated ids, or some that are none
+    if (irregular) mark_repeated(q, m, quads);
+    place_tokens(q, m, tokens, irregular);
     place_experts(q, m, warp, lane);
 #pragma unroll 1
     for (int e = blockIdx.x + (WARPS - 1 - warp) * gridDim.x; e < q.p.experts; e += WARPS * gridDim.x)
         write_expert(q.p, m.rows, e);
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < quads; i += THREADS) sort_quad(q, m, i);
+    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i < quads) sort_quad(q, m, i, j ? weights[1] : weights[0]);
+    }
     __syncthreads();
     write_pairs(q, m, tokens);
     write_tail(q.p, *m.blocks * SMOE_BLOCK_ROWS);
@@ -495,7 +531,6 @@ extern "C" cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *p, cudaStream_t
     q.quads = smoe_plan_quads(p->topk);
     q.quads_reciprocal = smoe_reciprocal((uint32_t)q.quads);
     q.columns_reciprocal = smoe_reciprocal((uint32_t)q.padded_experts / 8);
-    q.by_fours = p->topk % 4 == 0 && !p->wide_index;
     q.shared = smoe_plan_shared_of(p->chunk, p->experts, p->topk);
     q.work = work_at(*p, q.chunks, q.padded_experts);
     const dim3 ctas((unsigned)q.chunks);

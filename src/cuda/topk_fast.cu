@@ -417,6 +417,7 @@ SMOE_DEVICE void write_masks(const smoe_cuda_routing &r, const uint32_t *masks, 
         (int64_t)blockIdx.x * words * 32 < r.layer.tokens) // the mask's panels reach further
         for (int e = threadIdx.x; e < experts; e += blockDim.x) {
             int tokens = 0;
+#pragma unroll 4
             for (int word = 0; word < words; word++) tokens += __popc(masks[word * pitch + e]);
             r.chunk_counts[(int64_t)blockIdx.x * experts + e] = (uint16_t)tokens;
         }
