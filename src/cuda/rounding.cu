@@ -2,9 +2,9 @@
 //
 // All rules but NR_S follow from the counts. The n tokens to add (or drop) are those of the highest orders
 // (route_math.h), and no two orders are equal, so that one of them, the limit, separates. It is found from
-// the threads' maxima: the n-th largest of them bounds it from below, the few candidates above the bound are
-// ranked by counting. Many equal scores make too many candidates; then the limit is found by bisection over
-// all keys.
+// the threads' maxima: the n-th largest of them, or one a little below, bounds it from below; the few
+// candidates above the bound stand in few threads' pieces, which all threads share, and are ranked by
+// counting. Many equal scores make too many candidates; then the limit is found by bisection over all keys.
 //
 // Bytes: the keys once while a column fits shared memory, the mask once.
 #include "early_launch.cuh"
@@ -19,7 +19,14 @@ namespace rounding
 namespace
 {
 
-enum { THREADS = 512, WARPS = THREADS / 32, MOST_CANDIDATES = 1024, COLUMN_BYTES = 163840 };
+enum {
+    THREADS = 512,
+    WARPS = THREADS / 32,
+    MOST_CANDIDATES = 1024,
+    FEW_MORE = 32, // candidates cost less than steps of a search
+    SHARE = 8,     // threads that rank a candidate
+    COLUMN_BYTES = 163840
+};
 
 template <typename L> struct column {
     const typename logits_of<L>::key *keys; // (T)
@@ -27,38 +34,149 @@ template <typename L> struct column {
     uint32_t tokens;
 };
 
+// Ranks as the keys stand in a word, one of 32 bits or two of 16.
+template <typename K> struct ranks_of;
+
+template <> struct ranks_of<uint32_t> {
+    static SMOE_DEVICE uint32_t of_keys(uint32_t keys, bool adds)
+    {
+        return adds ? keys + 1u : ~keys;
+    }
+    static SMOE_DEVICE uint32_t larger(uint32_t a, uint32_t b)
+    {
+        return max(a, b);
+    }
+    static SMOE_DEVICE uint32_t largest(uint32_t ranks)
+    {
+        return ranks;
+    }
+    static SMOE_DEVICE uint32_t all(uint32_t rank)
+    {
+        return rank;
+    }
+    // Keeps the ranks of the words whose bits are set.
+    static SMOE_DEVICE uint4 keep(uint4 v, uint32_t bits)
+    {
+        return {bits & 1 ? v.x : 0, bits & 2 ? v.y : 0, bits & 4 ? v.z : 0, bits & 8 ? v.w : 0};
+    }
+};
+
+template <> struct ranks_of<uint16_t> {
+    static SMOE_DEVICE uint32_t of_keys(uint32_t keys, bool adds)
+    {
+        return adds ? keys + 0x00010001u : ~keys; // a carry comes only from a key past the last token
+    }
+    static SMOE_DEVICE uint32_t larger(uint32_t a, uint32_t b)
+    {
+        return __vmaxu2(a, b);
+    }
+    static SMOE_DEVICE uint32_t largest(uint32_t ranks)
+    {
+        return max(ranks >> 16, ranks & 0xffffu);
+    }
+    static SMOE_DEVICE uint32_t all(uint32_t rank)
+    {
+        return rank * 0x00010001u;
+    }
+    // Bits 0 to 3 become bytes of ones.
+    static SMOE_DEVICE uint32_t bytes_of(uint32_t bits)
+    {
+        return ((bits & 15u) * 0x00204081u & 0x01010101u) * 255u;
+    }
+    static SMOE_DEVICE uint4 keep(uint4 v, uint32_t bits)
+    {
+        const uint32_t low = bytes_of(bits), high = bytes_of(bits >> 4);
+        return {v.x & __byte_perm(low, 0, 0x1100), v.y & __byte_perm(low, 0, 0x3322),
+                v.z & __byte_perm(high, 0, 0x1100), v.w & __byte_perm(high, 0, 0x3322)};
+    }
+};
+
 // What can move one way.
 template <typename L> struct candidates {
+    using key = typename logits_of<L>::key;
     column<L> c;
     bool adds;
+    enum { BYTES = (int)sizeof(key), PER = 16 / BYTES };
 
-    // f(token, rank) for the thread's share of the tokens, rank 0 for those that cannot move. Keys come by 16
-    // bytes.
-    template <typename F> SMOE_DEVICE void each(F f) const
+    SMOE_DEVICE uint32_t pieces() const
     {
-        constexpr int BYTES = (int)sizeof(typename logits_of<L>::key), PER = 16 / BYTES;
-        const uint32_t pieces = (c.tokens + PER - 1) / PER;
+        return (c.tokens + PER - 1) / PER;
+    }
+
+    // Ranks of piece i, 16 bytes of keys; 0 for those that cannot move.
+    SMOE_DEVICE uint4 ranks_at(uint32_t i) const
+    {
+        using ranks = ranks_of<key>;
+        const uint4 v = ((const uint4 *)c.keys)[i];
+        const uint32_t first = i * PER, left = c.tokens - first;
+        uint32_t movable = c.words[first / 32] >> first % 32;
+        if (adds) movable = ~movable;
+        if (left < PER) movable &= (1u << left) - 1u;
+        const uint4 all = {ranks::of_keys(v.x, adds), ranks::of_keys(v.y, adds), ranks::of_keys(v.z, adds),
+                           ranks::of_keys(v.w, adds)};
+        return ranks::keep(all, movable);
+    }
+
+    // f(first token, ranks) for the thread's pieces.
+    template <typename F> SMOE_DEVICE void each_piece(F f) const
+    {
 #pragma unroll 2
-        for (uint32_t i = threadIdx.x; i < pieces; i += THREADS) {
-            const uint4 v = ((const uint4 *)c.keys)[i];
-            const uint32_t quarters[4] = {v.x, v.y, v.z, v.w}, first = i * PER, left = c.tokens - first;
-            uint32_t movable = c.words[first / 32] >> first % 32;
-            if (adds) movable = ~movable;
-            if (left < PER) movable &= (1u << left) - 1u;
+        for (uint32_t i = threadIdx.x; i < pieces(); i += THREADS) f(i * PER, ranks_at(i));
+    }
+
+    // f(token, rank) for every token of a piece.
+    template <typename F> static SMOE_DEVICE void each_of_piece(uint32_t first, uint4 v, F f)
+    {
+        const uint32_t quarters[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int j = 0; j < PER; j++) {
-                const uint32_t quarter = quarters[j * BYTES / 4];
-                const uint32_t key = BYTES == 4 ? quarter : j % 2 ? quarter >> 16 : quarter & 0xffffu;
-                const uint32_t rank = smoe_move_rank(adds, key, logits_of<L>::largest_key);
-                f(first + j, movable >> j & 1 ? rank : 0);
-            }
+        for (int j = 0; j < PER; j++) {
+            const uint32_t quarter = quarters[j * BYTES / 4];
+            f(first + j, BYTES == 4 ? quarter : j % 2 ? quarter >> 16 : quarter & 0xffffu);
         }
     }
 
-    // The same with the order, 0 for those that cannot move.
+    // Of the thread's tokens.
+    SMOE_DEVICE uint32_t largest_rank() const
+    {
+        using ranks = ranks_of<key>;
+        uint32_t largest = 0;
+        each_piece([&](uint32_t, uint4 v) {
+            largest = ranks::larger(largest, ranks::larger(ranks::larger(v.x, v.y), ranks::larger(v.z, v.w)));
+        });
+        return ranks::largest(largest);
+    }
+
+    // f(token, rank) where the rank is at least `bound`, which is not 0. Such tokens are only in the pieces
+    // of `count` threads, the holders; these pieces are dealt out to all threads.
+    template <typename F>
+    SMOE_DEVICE void each_from(uint32_t bound, const uint16_t *holders, uint32_t count, F f) const
+    {
+        using ranks = ranks_of<key>;
+        const uint32_t below = ranks::all(bound - 1), shift = count > 1 ? 32 - __clz((int)count - 1) : 0;
+        const uint32_t items = (pieces() + THREADS - 1) / THREADS << shift;
+#pragma unroll 1
+        for (uint32_t item = threadIdx.x; item < items; item += THREADS) {
+            const uint32_t holder = item & ((1u << shift) - 1u);
+            if (holder >= count) continue;
+            const uint32_t i = holders[holder] + (item >> shift) * THREADS;
+            if (i >= pieces()) continue;
+            const uint4 v = ranks_at(i);
+            const uint32_t most = ranks::larger(ranks::larger(v.x, v.y), ranks::larger(v.z, v.w));
+            if (ranks::larger(most, below) != below)
+                each_of_piece(i * PER, v, [&](uint32_t token, uint32_t rank) {
+                    if (rank >= bound) f(token, rank);
+                });
+        }
+    }
+
+    // f(token, order) for the thread's share of the tokens, order 0 for those that cannot move.
     template <typename F> SMOE_DEVICE void each_order(F f) const
     {
-        each([&](uint32_t token, uint32_t rank) { f(token, rank ? smoe_move_order(adds, rank, token) : 0); });
+        each_piece([&](uint32_t first, uint4 v) {
+            each_of_piece(first, v, [&](uint32_t token, uint32_t rank) {
+                f(token, rank ? smoe_move_order(adds, rank, token) : 0);
+            });
+        });
     }
 
     SMOE_DEVICE uint32_t token_of(uint64_t order) const
@@ -70,7 +188,8 @@ template <typename L> struct candidates {
 struct shared_memory {
     uint64_t *candidates; // [MOST_CANDIDATES]
     uint32_t *sums;       // [WARPS]
-    int *found;
+    uint16_t *holders;    // [THREADS]
+    int *found, *holding;
     uint64_t *limit;
 };
 
@@ -85,16 +204,16 @@ SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *memory)
     return sum;
 }
 
-// The largest rank that at least n threads' maxima reach; 1 if there is none.
+// A rank that at least n threads' maxima reach, and few more; 1 if there is none.
 SMOE_DEVICE uint32_t bound_of_maxima(uint32_t maximum, int n, uint32_t largest)
 {
     uint32_t low = 0, high = largest;
     while (low < high) {
         const uint32_t middle = high - (high - low) / 2;
-        if (__syncthreads_count(maximum >= middle) >= n)
-            low = middle;
-        else
-            high = middle - 1;
+        const int reach = __syncthreads_count(maximum >= middle);
+        if (reach >= n) low = middle;
+        if (reach >= n && reach <= n + FEW_MORE) break;
+        if (reach < n) high = middle - 1;
     }
     return max(low, 1u);
 }
@@ -134,17 +253,16 @@ SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, ui
 template <typename L>
 SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *mask, const shared_memory &m)
 {
-    uint32_t maximum = 0;
-    all.each([&](uint32_t, uint32_t rank) { maximum = max(maximum, rank); });
-    if (threadIdx.x == 0) *m.found = 0;
+    const uint32_t maximum = all.largest_rank();
+    if (threadIdx.x == 0) *m.found = *m.holding = 0;
     const uint32_t bound = bound_of_maxima(maximum, (int)n, logits_of<L>::largest_key);
     __syncthreads();
-    if (maximum >= bound)
-        all.each([&](uint32_t token, uint32_t rank) {
-            if (rank < bound) return;
-            const int at = atomicAdd(m.found, 1);
-            if (at < MOST_CANDIDATES) m.candidates[at] = smoe_move_order(all.adds, rank, token);
-        });
+    if (maximum >= bound) m.holders[atomicAdd(m.holding, 1)] = (uint16_t)threadIdx.x;
+    __syncthreads();
+    all.each_from(bound, m.holders, (uint32_t)*m.holding, [&](uint32_t token, uint32_t rank) {
+        const int at = atomicAdd(m.found, 1);
+        if (at < MOST_CANDIDATES) m.candidates[at] = smoe_move_order(all.adds, rank, token);
+    });
     __syncthreads();
     const int found = *m.found;
     if (found > MOST_CANDIDATES) {
@@ -152,10 +270,16 @@ SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *
         if (mask) move(all, limit, mask);
         return limit;
     }
-    for (int i = threadIdx.x; i < found; i += THREADS) {
-        const uint64_t order = m.candidates[i];
+#pragma unroll 1
+    for (int first = 0; first < found; first += THREADS / SHARE) {
+        const int i = first + (int)threadIdx.x / SHARE;
+        const uint64_t order = m.candidates[min(i, found - 1)];
         uint32_t higher = 0;
-        for (int j = 0; j < found; j++) higher += m.candidates[j] > order;
+#pragma unroll 4
+        for (int j = threadIdx.x % SHARE; j < found; j += SHARE) higher += m.candidates[j] > order;
+#pragma unroll
+        for (int other = 1; other < SHARE; other *= 2) higher += __shfl_xor_sync(~0u, higher, other);
+        if (i >= found || threadIdx.x % SHARE) continue;
         if (higher == n - 1) *m.limit = order;
         if (mask && higher < n) flip(mask, all.token_of(order));
     }
@@ -256,9 +380,10 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     __shared__ uint64_t found_candidates[MOST_CANDIDATES], limit;
     __shared__ unsigned long long sum;
     __shared__ uint32_t sums[WARPS];
-    __shared__ int found;
+    __shared__ uint16_t holders[THREADS];
+    __shared__ int found, holding;
     __shared__ int64_t walked;
-    const shared_memory m = {found_candidates, sums, &found, &limit};
+    const shared_memory m = {found_candidates, sums, holders, &found, &holding, &limit};
     const int expert = blockIdx.x;
     uint32_t *mask = r.mask + (int64_t)expert * r.words;
     wait_for_previous();

@@ -276,19 +276,29 @@ inline int __popc(uint32_t v)
     return __builtin_popcount(v);
 }
 
+inline int __clz(int v)
+{
+    return v ? __builtin_clz((unsigned)v) : 32;
+}
+
 inline int __ffs(int v)
 {
     return __builtin_ffs(v);
 }
 
-// The larger of each two signed halves.
-inline uint32_t __vmaxs2(uint32_t a, uint32_t b)
+// The larger of each two unsigned halves.
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b)
 {
+    const uint32_t low = (uint16_t)a > (uint16_t)b ? (uint16_t)a : (uint16_t)b;
+    return (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16 | low;
+}
+
+// The bytes of b and a that the selector's digits name.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector)
+{
+    const uint64_t bytes = (uint64_t)b << 32 | a;
     uint32_t result = 0;
-    for (int shift = 0; shift < 32; shift += 16) {
-        const int16_t x = (int16_t)(a >> shift), y = (int16_t)(b >> shift);
-        result |= (uint32_t)(uint16_t)(x > y ? x : y) << shift;
-    }
+    for (int i = 0; i < 4; i++) result |= (uint32_t)(uint8_t)(bytes >> (selector >> 4 * i & 7) * 8) << 8 * i;
     return result;
 }
 
