@@ -209,6 +209,27 @@ static void shares_cover_every_block_once(void **state)
     }
 }
 
+static void places_cover_an_expert_once(void **state)
+{
+    (void)state;
+    for (int32_t rows = 1; rows <= 40; rows++)
+        for (int32_t columns = 1; columns <= 20; columns++) {
+            char seen[40][20] = {{0}};
+            smoe_place before = {0, 0};
+            for (int32_t unit = 0; unit < rows * columns; unit++) {
+                const smoe_place at = smoe_place_of(unit, rows, columns);
+                assert_true(at.row_tile >= 0 && at.row_tile < rows && at.column_tile >= 0 &&
+                            at.column_tile < columns);
+                assert_int_equal(seen[at.row_tile][at.column_tile]++, 0);
+                if (columns <= SMOE_MOST_COLUMNS_FIRST)
+                    assert_true(at.row_tile >= before.row_tile);
+                else
+                    assert_true(at.column_tile >= before.column_tile);
+                before = at;
+            }
+        }
+}
+
 static void the_down_kernel_fits_its_shape(void **state)
 {
     (void)state;
@@ -303,6 +324,7 @@ int main(void)
         cmocka_unit_test(cuts_cover_everything_once),
         cmocka_unit_test(lists_fit_their_bounds),
         cmocka_unit_test(shares_cover_every_block_once),
+        cmocka_unit_test(places_cover_an_expert_once),
         cmocka_unit_test(the_down_kernel_fits_its_shape),
         cmocka_unit_test(division_is_exact),
         cmocka_unit_test(lower_entries_are_counted),

@@ -33,7 +33,7 @@ static forward_scratch lay_out_forward(const smoe_problem *p)
     const int64_t experts = p->layer.experts;
     const int32_t limit = smoe_piece_limit(p->rows, experts);
     forward_scratch s = {0};
-    s.tiles = s.counts + smoe_align_up(2 * sizeof(int32_t));
+    s.tiles = s.counts + smoe_align_up(4 * sizeof(int32_t));
     s.pieces = s.tiles + smoe_align_up(sizeof(smoe_work) *
                                        (uint64_t)smoe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
     s.a = s.pieces +
@@ -50,7 +50,8 @@ static smoe_cuda_lists lists_at(const smoe_problem *p, const forward_scratch *s,
 {
     const smoe_cuda_lists lists = {(int32_t *)(scratch + s->counts), (smoe_work *)(scratch + s->tiles),
                                    (smoe_work *)(scratch + s->pieces),
-                                   smoe_piece_limit(p->rows, p->layer.experts)};
+                                   smoe_piece_limit(p->rows, p->layer.experts),
+                                   (int32_t *)(scratch + s->counts) + 2};
     return lists;
 }
 
@@ -256,6 +257,7 @@ static cudaError_t run_up(experts_call *c)
         .x = c->args->x,
         .bias = c->args->b1,
         .row_token = c->plan->row_token,
+        .block_offsets = c->plan->block_offsets,
         .lists = c->lists,
         .hidden = (int32_t)layer->hidden,
         .intermediate = (int32_t)layer->intermediate,
@@ -279,6 +281,7 @@ static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t colum
     const smoe_down_kind kind = smoe_down_choose(layer->intermediate, columns, c->args->b2 != NULL);
     smoe_cuda_down p = {
         .bias = c->args->b2,
+        .block_offsets = c->plan->block_offsets,
         .lists = c->lists,
         .hidden = (int32_t)layer->hidden,
         .intermediate = (int32_t)layer->intermediate,

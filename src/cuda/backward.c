@@ -24,7 +24,7 @@ static backward_scratch lay_out(const device_state *state, const smoe_problem *p
     s.parts = smoe_split_bound(blocks, s.tiles2, state->ctas);
     s.ds_parts = (n + DH_COLUMNS - 1) / DH_COLUMNS;
     const uint64_t parts = (uint64_t)s.parts, tile = SMOE_WEIGHT_TILE * sizeof(float);
-    s.tiles = s.counts + smoe_align_up(3 * sizeof(int32_t));
+    s.tiles = s.counts + smoe_align_up(6 * sizeof(int32_t));
     s.pieces =
         s.tiles + smoe_align_up(sizeof(smoe_work) *
                                 (uint64_t)smoe_work_bound(p->padded_rows, layer->experts, SMOE_TILE_BLOCKS));
@@ -227,6 +227,7 @@ static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t c
     const smoe_layer *layer = &c->problem->layer;
     const smoe_down_kind kind = choose_dx_rows(c->problem, columns);
     smoe_cuda_dx_rows p = {
+        .block_offsets = c->plan->block_offsets,
         .lists = c->lists,
         .hidden = (int32_t)layer->hidden,
         .intermediate = (int32_t)layer->intermediate,
@@ -317,7 +318,7 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
         .at = at,
         .lists = {(int32_t *)(scratch + at.counts), (smoe_work *)(scratch + at.tiles),
                   (smoe_piece *)(scratch + at.pieces), (smoe_split *)(scratch + at.splits),
-                  (int32_t *)(scratch + at.block_expert)},
+                  (int32_t *)(scratch + at.block_expert), (int32_t *)(scratch + at.counts) + 4},
         .scratch = scratch,
         .dh = problem->layer.reuse_saved ? plan->h : scratch + at.dh,
         .a = scratch + at.a,

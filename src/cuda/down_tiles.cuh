@@ -2,8 +2,8 @@
 // backward's dX~[r] = dH[r] W1[e]. 128 x 256 tiles, both operands by TMA (zeros past the end of K), the
 // result by TMA (clipped at the chunk's columns), stored by warps 10 and 11.
 #pragma once
-#include "cooperative.cuh"
 #include "down_operands.cuh"
+#include "feed.cuh"
 
 namespace smoe
 {
@@ -12,20 +12,19 @@ namespace down_tiles
 
 using namespace cooperative;
 
-enum { BARRIERS = STAGING_END, SHARED_BYTES = BARRIERS + BARRIER_BYTES };
+enum { BARRIERS = STAGING_END, FEED = BARRIERS + BARRIER_BYTES, SHARED_BYTES = FEED + FEED_BYTES };
+static_assert(FEED % 16 == 0, "items are 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 
-template <class P>
-SMOE_DEVICE void load_tiles(const P &p, const tile_walk &walk, const shared_layout &shared, int steps)
+template <class P> SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, feed items, int steps)
 {
     ring_position<STAGES> ring(1);
     operands<P>::prefetch(p);
-    smoe_work next = {0, 0};
-    if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_work tile = next;
-        if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
-        const int column = walk.column(unit) * TILE_COLUMNS;
+    for (int t = 0;; t++) {
+        const work_item item = items.read(t);
+        if (!item.exists()) break;
+        const smoe_work tile = item.tile;
+        const int column = item.column * TILE_COLUMNS;
         for (int k = 0; k < steps; k++) {
             barrier_wait(shared.empty(ring.stage), ring.phase);
             const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
@@ -38,16 +37,22 @@ SMOE_DEVICE void load_tiles(const P &p, const tile_walk &walk, const shared_layo
 }
 
 template <class P>
-SMOE_DEVICE void store_tiles(const P &p, const tile_walk &walk, const shared_layout &shared, int consumer)
+SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_layout &shared, feed items,
+                             int consumer)
 {
     uint32_t count = 0;
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_work tile = walk.tile(unit);
+    if (consumer == 0) items.begin(queue);
+    for (int t = 0;; t++) {
+        const work_item item = items.read(t);
+        if (consumer == 1) barrier_arrive(items.free(t));
+        if (!item.exists()) break;
+        const smoe_work tile = item.tile;
         if (consumer >= smoe_work_blocks(tile)) continue;
+        if (consumer == 0) items.claim(t, queue);
         const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
         for (int half = 0; half < 2; half++) {
             const uint32_t slot = consumer * 2 + half, panel = shared.slot(slot);
-            const int column = walk.column(unit) * TILE_COLUMNS + half * 128;
+            const int column = item.column * TILE_COLUMNS + half * 128;
             barrier_wait(shared.slot_full(slot), count & 1);
             if (column < p.columns) store_box(&p.y, panel, column, row);
             if (column + 64 < p.columns) store_box(&p.y, panel + SMOE_PANEL_BYTES, column + 64, row);
@@ -57,6 +62,7 @@ SMOE_DEVICE void store_tiles(const P &p, const tile_walk &walk, const shared_lay
         }
         count++;
     }
+    if (consumer == 0) items.end(queue);
     wait_stores_done();
 }
 
@@ -79,17 +85,16 @@ SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_down &p, int expert, int c
 }
 
 template <typename T, class P>
-SMOE_DEVICE void multiply_tiles(const P &p, const tile_walk &walk, const shared_layout &shared, int steps,
-                                int consumer, int lane)
+SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed items, int steps, int consumer,
+                                int lane)
 {
     ring_position<STAGES> ring(0);
     uint32_t count = 0;
     float acc[128];
-    smoe_work next = {0, 0};
-    if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_work tile = next;
-        if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
+    for (int t = 0;; t++) {
+        const work_item item = items.read(t);
+        if (!item.exists()) break;
+        const smoe_work tile = item.tile;
         if (consumer >= smoe_work_blocks(tile)) {
             pass_over(ring, shared, steps, lane);
             continue;
@@ -97,7 +102,7 @@ SMOE_DEVICE void multiply_tiles(const P &p, const tile_walk &walk, const shared_
         multiply<T, false, K_MAJOR, operands<P>::WEIGHTS>(acc, ring, shared, steps, consumer, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            [[maybe_unused]] const int column = walk.column(unit) * TILE_COLUMNS + half * 128;
+            [[maybe_unused]] const int column = item.column * TILE_COLUMNS + half * 128;
             if constexpr (operands<P>::HAS_BIAS)
                 if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), column, lane);
             stage_half<T, false>(acc + half * 64, shared, consumer, half, count, 0, lane);
@@ -113,17 +118,21 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     const uint32_t base = shared_address(memory);
     const shared_layout shared = {base, base + BARRIERS};
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) init_barriers(shared, 1);
+    const feed items = {base + FEED};
+    if (threadIdx.x == 0) {
+        items.init();
+        init_barriers(shared, 1);
+    }
     __syncthreads();
-    const tile_walk walk(p.lists.tiles, p.lists.counts, (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
+    const work_queue queue(p, (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
     const int steps = operands<P>::steps(p);
     if (warp >= 8) {
         give_registers<40>();
-        if (warp == 8 && lane == 0) load_tiles(p, walk, shared, steps);
-        if (warp >= 10 && lane == 0) store_tiles(p, walk, shared, warp - 10);
+        if (warp == 8 && lane == 0) load_tiles(p, shared, items, steps);
+        if (warp >= 10 && lane == 0) store_tiles(p, queue, shared, items, warp - 10);
     } else {
         take_registers<232>();
-        multiply_tiles<T>(p, walk, shared, steps, warp >> 2, lane);
+        multiply_tiles<T>(p, shared, items, steps, warp >> 2, lane);
     }
 }
 

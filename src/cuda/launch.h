@@ -18,6 +18,7 @@ typedef struct smoe_cuda_lists {
     smoe_work *tiles;  /* limit SMOE_TILE_BLOCKS */
     smoe_work *pieces; /* limit piece_limit */
     int32_t piece_limit;
+    int32_t *turn; /* (2) zero between launches: feed.cuh */
 } smoe_cuda_lists;
 
 /* ---- plan ---- */
@@ -56,7 +57,8 @@ typedef struct smoe_cuda_up {
     CUtensorMap a;    /* 2-D: n columns, rows; 64 x 64 */
     const void *x;    /* (T, hidden) */
     const void *bias; /* b1 or NULL */
-    const int32_t *row_token; /* (padded_rows) */
+    const int32_t *row_token;     /* (padded_rows) */
+    const int32_t *block_offsets; /* (E+1) */
     smoe_cuda_lists lists;
     int32_t hidden, intermediate;
     int32_t gated, interleaved, store_h;
@@ -73,6 +75,7 @@ typedef struct smoe_cuda_down {
     CUtensorMap w2;   /* 2-D: n columns, E d rows; 64 x 256, or 64 x 192 for SMOE_DOWN_PING_PONG */
     CUtensorMap y;    /* 2-D: the chunk's columns, rows; 64 x 64 */
     const void *bias; /* b2 or NULL; SMOE_DOWN_TILES only */
+    const int32_t *block_offsets; /* (E+1) */
     smoe_cuda_lists lists;
     int32_t hidden, intermediate;
     int32_t first_column, columns; /* the chunk */

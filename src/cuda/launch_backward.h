@@ -17,6 +17,7 @@ typedef struct smoe_cuda_backward_lists {
     smoe_piece *pieces;    /* (experts + bound of the split ones) */
     smoe_split *splits;    /* (experts) */
     int32_t *block_expert; /* (padded blocks) the expert of each block of rows, -1 past the last */
+    int32_t *turn;         /* (2) as in smoe_cuda_lists */
 } smoe_cuda_backward_lists;
 
 typedef struct smoe_cuda_make_lists {
@@ -138,9 +139,10 @@ cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *dlogits, cudaStrea
 /* ---- dx_rows ---- */
 
 typedef struct smoe_cuda_dx_rows {
-    CUtensorMap a;  /* dH, smoe_map_h with boxes of 128 rows */
-    CUtensorMap w1; /* smoe_map_w1_panels: 64 features, 4 panels or for SMOE_DOWN_PING_PONG 3 */
-    CUtensorMap y;  /* 2-D: the chunk's columns, rows; 64 x 64 */
+    CUtensorMap a;                /* dH, smoe_map_h with boxes of 128 rows */
+    CUtensorMap w1;               /* smoe_map_w1_panels: 64 features, 4 panels or for SMOE_DOWN_PING_PONG 3 */
+    CUtensorMap y;                /* 2-D: the chunk's columns, rows; 64 x 64 */
+    const int32_t *block_offsets; /* (E+1), or NULL: one expert */
     smoe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves;
     int32_t panels_apart;

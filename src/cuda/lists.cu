@@ -104,6 +104,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
         p.lists.counts[0] = before.tiles;
         p.lists.counts[1] = before.pieces;
         p.lists.counts[2] = before.splits;
+        p.lists.turn[0] = p.lists.turn[1] = 0;
     }
     __syncthreads();
 

@@ -94,6 +94,7 @@ SMOE_DEVICE void write_expert(const smoe_cuda_plan &p, const uint32_t *rows, int
             p.block_offsets[p.experts] = (int32_t)after.blocks;
             p.lists.counts[0] = (int32_t)tiles_of(after);
             p.lists.counts[1] = (int32_t)after.pieces;
+            p.lists.turn[0] = p.lists.turn[1] = 0;
         }
     }
     const uint32_t first = before.blocks * SMOE_BLOCK_ROWS, end = after.blocks * SMOE_BLOCK_ROWS;

@@ -36,7 +36,7 @@ router_scratch smoe_cuda_router_scratch(const device_state *state, const smoe_pr
     s.pieces_at_once = tiles < state->ctas ? state->ctas / tiles : 1;
     const int64_t pieces = smoe_divide_up(blocks, smoe_split_limit(blocks, ONE_TILE, s.pieces_at_once));
     s.parts_count = pieces > 1 ? (int32_t)pieces : 0;
-    s.tiles = s.counts + smoe_align_up(3 * sizeof(int32_t));
+    s.tiles = s.counts + smoe_align_up(6 * sizeof(int32_t));
     s.pieces = s.tiles + smoe_align_up(sizeof(smoe_work) *
                                        (uint64_t)smoe_work_bound(layer->tokens, 1, SMOE_TILE_BLOCKS));
     s.splits = s.pieces + smoe_align_up(sizeof(smoe_piece) * (uint64_t)pieces);
@@ -62,9 +62,9 @@ static smoe_cuda_backward_lists lists_at(const backward_call *c)
 {
     const router_scratch *at = &c->at.router;
     const smoe_cuda_backward_lists lists = {
-        (int32_t *)(c->scratch + at->counts), (smoe_work *)(c->scratch + at->tiles),
-        (smoe_piece *)(c->scratch + at->pieces), (smoe_split *)(c->scratch + at->splits),
-        (int32_t *)(c->scratch + at->block_expert)};
+        (int32_t *)(c->scratch + at->counts),       (smoe_work *)(c->scratch + at->tiles),
+        (smoe_piece *)(c->scratch + at->pieces),    (smoe_split *)(c->scratch + at->splits),
+        (int32_t *)(c->scratch + at->block_expert), (int32_t *)(c->scratch + at->counts) + 4};
     return lists;
 }
 

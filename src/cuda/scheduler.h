@@ -81,6 +81,26 @@ SMOE_HD int64_t smoe_rest_share(int64_t rest, int64_t lacking_before, int64_t la
     return lacking > 0 ? rest * lacking_before / lacking : rest * cta / ctas;
 }
 
+/* ---- The order of an expert's tiles ----
+ * Column tiles fastest, so that a row tile is fetched once. The weights of an expert with many column tiles
+ * do not stay in L2 beside its rows: then row tiles are fastest, and a column tile's weights are done with
+ * before the next. */
+
+enum { SMOE_MOST_COLUMNS_FIRST = 8 };
+
+typedef struct smoe_place {
+    int32_t row_tile, column_tile;
+} smoe_place;
+
+SMOE_HD smoe_place smoe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+{
+    const int columns_first = column_tiles <= SMOE_MOST_COLUMNS_FIRST;
+    const int32_t fast = columns_first ? column_tiles : row_tiles, slow = unit / fast,
+                  rest = unit - slow * fast;
+    const smoe_place place = {columns_first ? slow : rest, columns_first ? rest : slow};
+    return place;
+}
+
 /* ---- Which kernel multiplies A by W2 ---- */
 
 typedef enum smoe_down_kind {

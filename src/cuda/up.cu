@@ -9,7 +9,7 @@
 // store H, activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the
 // tensor map.
 #include "activation.cuh"
-#include "cooperative.cuh"
+#include "feed.cuh"
 #include "launch.h"
 #include "tma.cuh"
 
@@ -25,9 +25,11 @@ enum {
     ROWS_A_LOADER = TILE_ROWS / (LOADERS / 8), // eight threads copy the 128 bytes of a row
     ACTIVATED = STAGING_END,                   // a panel of A for each store warp
     BARRIERS = ACTIVATED + 2 * SMOE_PANEL_BYTES,
-    SHARED_BYTES = BARRIERS + BARRIER_BYTES
+    FEED = BARRIERS + BARRIER_BYTES,
+    SHARED_BYTES = FEED + FEED_BYTES
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert(FEED % 16 == 0, "items are 16 bytes");
 
 // A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `chunk` of
 // the eight reads the tokens of rows i = 2 chunk and 2 chunk + 1. Rows of a block that does not exist: none.
@@ -38,22 +40,14 @@ SMOE_DEVICE int2 read_tokens(const smoe_cuda_up &p, smoe_work tile, int row0, in
     return {__ldg(rows), __ldg(rows + 8)};
 }
 
-SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared,
-                            int steps)
+SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const shared_layout &shared, feed items, int steps)
 {
     const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
     const uint32_t to = smoe_panel_offset(row0, chunk), row_bytes = (uint32_t)p.hidden * 2;
     ring_position<STAGES> ring(1);
-    // Entries are read two tiles ahead and their tokens one, so that nobody waits for either.
-    const int second = blockIdx.x + gridDim.x;
-    smoe_work tile = {0, 0}, after = {0, 0};
-    int2 next = {-1, -1};
-    if (blockIdx.x < walk.units) {
-        tile = walk.tile(blockIdx.x);
-        if (second < walk.units) after = walk.tile(second);
-        next = read_tokens(p, tile, row0, chunk);
-    }
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+    work_item item = items.read(0);
+    int2 next = item.exists() ? read_tokens(p, item.tile, row0, chunk) : int2{-1, -1};
+    for (int t = 0; item.exists(); t++) {
         const char *from[ROWS_A_LOADER]; // this lane's 16 bytes of the step
         uint32_t real = 0;
 #pragma unroll
@@ -62,17 +56,16 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const tile_walk &walk, const 
             real |= (row >= 0 ? 1u : 0u) << i;
             from[i] = (const char *)p.x + (uint64_t)(uint32_t)max(row, 0) * row_bytes + chunk * 16;
         }
-        const smoe_work now = tile;
-        tile = after;
-        if (unit + gridDim.x < walk.units && tile.row != now.row) next = read_tokens(p, tile, row0, chunk);
-        if (unit + 2 * gridDim.x < walk.units) after = walk.tile(unit + 2 * gridDim.x);
-        const int group = walk.column(unit) * (p.gated ? 16 : 32); // of eight features
+        const work_item now = item;
+        item = items.read(t + 1);
+        if (item.exists() && item.tile.row != now.tile.row) next = read_tokens(p, item.tile, row0, chunk);
+        const int group = now.column * (p.gated ? 16 : 32); // of eight features
         for (int k = 0; k < steps; k++) {
             barrier_wait(shared.empty(ring.stage), ring.phase);
             const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
             if (thread == 0) {
                 barrier_expect(full, B_BYTES);
-                load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, smoe_work_expert(now));
+                load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, smoe_work_expert(now.tile));
             }
             const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
 #pragma unroll
@@ -106,19 +99,26 @@ SMOE_DEVICE void store_activated(const smoe_cuda_up &p, uint32_t panel, uint32_t
 
 // A store warp carries its consumer's slots away, one after the other.
 template <typename T>
-SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared,
-                             int consumer, int lane)
+SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const work_queue &queue, const shared_layout &shared,
+                             feed items, int consumer, int lane)
 {
     const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_PANEL_BYTES;
     const int slot_features = p.gated ? 64 : 128;
     uint32_t count = 0;
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_work tile = walk.tile(unit);
+    const bool claims = consumer == 0 && lane == 0;
+    if (claims) items.begin(queue);
+    for (int t = 0;; t++) {
+        const work_item item = items.read(t);
+        __syncwarp();
+        if (consumer == 1 && lane == 0) barrier_arrive(items.free(t));
+        if (!item.exists()) break;
+        const smoe_work tile = item.tile;
         if (consumer >= smoe_work_blocks(tile)) continue;
+        if (claims) items.claim(t, queue);
         const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
         for (int half = 0; half < 2; half++) {
             const uint32_t slot = consumer * 2 + half, panel = shared.slot(slot);
-            const int feature = (walk.column(unit) * 2 + half) * slot_features;
+            const int feature = (item.column * 2 + half) * slot_features;
             barrier_wait(shared.slot_full(slot), count & 1);
             if (p.store_h && lane == 0) {
                 store_box(&p.h, panel, feature, 0, row);
@@ -142,6 +142,7 @@ SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const tile_walk &walk, const
         }
         count++;
     }
+    if (claims) items.end(queue);
     if (lane == 0) wait_stores_done();
 }
 
@@ -167,17 +168,16 @@ SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_up &p, int expert, int col
 }
 
 template <typename T>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const tile_walk &walk, const shared_layout &shared,
-                                int steps, int consumer, int lane)
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const shared_layout &shared, feed items, int steps,
+                                int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
     uint32_t count = 0;
     float acc[128];
-    smoe_work next = {0, 0};
-    if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_work tile = next;
-        if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
+    for (int t = 0;; t++) {
+        const work_item item = items.read(t);
+        if (!item.exists()) break;
+        const smoe_work tile = item.tile;
         if (consumer >= smoe_work_blocks(tile)) {
             pass_over(ring, shared, steps, lane);
             continue;
@@ -185,8 +185,7 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const tile_walk &walk, co
         multiply<T, true>(acc, ring, shared, steps, consumer, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (p.bias)
-                add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), walk.column(unit), half, lane);
+            if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), item.column, half, lane);
             stage_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
         }
         count++;
@@ -199,20 +198,24 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __g
     const uint32_t base = shared_address(memory);
     const shared_layout shared = {base, base + BARRIERS};
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) init_barriers(shared, 1 + LOADERS);
+    const feed items = {base + FEED};
+    if (threadIdx.x == 0) {
+        items.init();
+        init_barriers(shared, 1 + LOADERS);
+    }
     __syncthreads();
     const int slot_features = p.gated ? 128 : 256;
-    const tile_walk walk(p.lists.tiles, p.lists.counts, (p.intermediate + slot_features - 1) / slot_features);
+    const work_queue queue(p, (p.intermediate + slot_features - 1) / slot_features);
     const int steps = (p.hidden + STEP - 1) / STEP;
     if (warp >= 8) {
         give_registers<72>();
         if (warp < 10)
-            load_tiles(p, walk, shared, steps);
+            load_tiles(p, shared, items, steps);
         else
-            store_tiles<T>(p, walk, shared, warp - 10, lane);
+            store_tiles<T>(p, queue, shared, items, warp - 10, lane);
     } else {
         take_registers<216>();
-        multiply_tiles<T>(p, walk, shared, steps, warp >> 2, lane);
+        multiply_tiles<T>(p, shared, items, steps, warp >> 2, lane);
     }
 }
 

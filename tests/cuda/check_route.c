@@ -112,7 +112,7 @@ static void run_device(route_case *c, cudaStream_t stream)
     const int32_t limit = smoe_piece_limit(p->rows, c->layer.experts);
     const gpu_buffer plan_memory = gpu_alloc(p->plan_bytes),
                      scratch = gpu_alloc(smoe_cuda_routing_scratch(p));
-    const gpu_buffer losses = gpu_alloc(sizeof c->losses), list_counts = gpu_alloc(8);
+    const gpu_buffer losses = gpu_alloc(sizeof c->losses), list_counts = gpu_alloc(16);
     const gpu_buffer tiles = gpu_alloc(
         sizeof(smoe_work) * (size_t)smoe_work_bound(p->padded_rows, c->layer.experts, SMOE_TILE_BLOCKS));
     const gpu_buffer pieces =
@@ -120,7 +120,7 @@ static void run_device(route_case *c, cudaStream_t stream)
     const gpu_buffer logits = gpu_copy(c->logits, logits_bytes(&c->layer));
     const gpu_buffer bias = c->bias ? gpu_copy(c->bias, 4 * (size_t)c->layer.experts) : (gpu_buffer){0};
     const smoe_cuda_lists lists = {(int32_t *)list_counts.memory, (smoe_work *)tiles.memory,
-                                   (smoe_work *)pieces.memory, limit};
+                                   (smoe_work *)pieces.memory, limit, (int32_t *)list_counts.memory + 2};
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.logits = logits.memory;
     args.selection_bias = (float *)bias.memory;

@@ -103,7 +103,7 @@ static route_timing set_up(const smoe_layer *layer)
     t.memory[0] = gpu_alloc(t.problem.plan_bytes);
     t.memory[1] = gpu_alloc(smoe_cuda_routing_scratch(&t.problem));
     t.memory[2] = gpu_alloc((size_t)t.sets * set);
-    t.memory[3] = gpu_alloc(8);
+    t.memory[3] = gpu_alloc(16);
     t.memory[4] =
         gpu_alloc(entry * (size_t)smoe_work_bound(t.problem.padded_rows, layer->experts, SMOE_TILE_BLOCKS));
     t.memory[5] = gpu_alloc(entry * (size_t)smoe_work_bound(t.problem.padded_rows, layer->experts, limit));
@@ -111,7 +111,7 @@ static route_timing set_up(const smoe_layer *layer)
     t.scratch = t.memory[1].memory;
     t.logits = t.memory[2].memory;
     t.lists = (smoe_cuda_lists){(int32_t *)t.memory[3].memory, (smoe_work *)t.memory[4].memory,
-                                (smoe_work *)t.memory[5].memory, limit};
+                                (smoe_work *)t.memory[5].memory, limit, (int32_t *)t.memory[3].memory + 2};
     const int32_t experts = (int32_t)layer->experts, topk = (int32_t)layer->topk;
     const int32_t chunk = smoe_plan_chunk(layer->tokens, experts, topk);
     t.memory[6] = gpu_alloc(smoe_cuda_plan_work_bytes(layer->tokens, experts, chunk));

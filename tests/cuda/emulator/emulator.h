@@ -178,6 +178,10 @@ inline void __syncwarp()
     emulator::meet_warp();
 }
 
+inline void __threadfence()
+{
+}
+
 inline void __syncthreads()
 {
     emulator::meet_block();
