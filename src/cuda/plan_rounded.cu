@@ -30,50 +30,64 @@ enum {
 
 // ---- expert_rows
 
-// A token's weight for the expert, if top-K chose it.
-struct kept_pair {
-    bool kept;
+// One of the rows that a thread works on at once.
+struct row_in_flight {
+    bool there;
+    int64_t token;
+    bool kept; // top-K chose the expert, with this weight
     float weight;
 };
 
-// Ids and weights without branches, so that all loads are on their way at once.
-SMOE_DEVICE kept_pair find_pair(const int32_t *ids, const float *weights, int topk, int expert)
+SMOE_DEVICE void look_for(row_in_flight &row, int expert, int id, float weight)
 {
-    kept_pair pair = {false, 0.0f};
-    if (topk % 4 == 0) {
-#pragma unroll 2
-        for (int k = 0; k < topk; k += 4) {
-            const int4 v = __ldcg((const int4 *)(ids + k));
-            const float4 w = __ldcg((const float4 *)(weights + k));
-            pair.kept |= v.x == expert || v.y == expert || v.z == expert || v.w == expert;
-            pair.weight = v.x == expert   ? w.x
-                          : v.y == expert ? w.y
-                          : v.z == expert ? w.z
-                          : v.w == expert ? w.w
-                                          : pair.weight;
-        }
-        return pair;
-    }
-#pragma unroll 4
-    for (int k = 0; k < topk; k++) {
-        const bool here = __ldcg(ids + k) == expert;
-        const float weight = __ldcg(weights + k);
-        pair.kept |= here;
-        pair.weight = here ? weight : pair.weight;
-    }
-    return pair;
+    row.kept |= id == expert;
+    row.weight = id == expert ? weight : row.weight;
 }
 
-// What a pair that rounding added weighs.
-template <typename L> SMOE_DEVICE float added_weight(const smoe_cuda_routing &r, int64_t token, int expert)
+SMOE_DEVICE void look_for(row_in_flight &row, int expert, int4 id, float4 weight)
 {
-    const float logit = logits_of<L>::value(((const L *)r.logits)[token * r.layer.experts + expert]);
-    float score;
-    if (r.layer.score == SMOE_SIGMOID)
-        score = smoe_sigmoid(logit);
-    else
-        score = smoe_div(smoe_softmax_term(logit, r.softmax[token].max), r.softmax[token].sum);
-    return smoe_mul(score, r.layer.route_scale);
+    look_for(row, expert, id.x, weight.x);
+    look_for(row, expert, id.y, weight.y);
+    look_for(row, expert, id.z, weight.z);
+    look_for(row, expert, id.w, weight.w);
+}
+
+// Looks for the expert among the tokens' ids, one or four at a time; all rows' loads are on their way at
+// once.
+template <typename I, typename W>
+SMOE_DEVICE void find_pairs(const smoe_cuda_routing &r, row_in_flight (&rows)[IN_FLIGHT], int expert)
+{
+    constexpr int TOGETHER = (int)sizeof(I) / 4;
+    const int topk = (int)r.layer.topk;
+#pragma unroll 2
+    for (int k = 0; k < topk; k += TOGETHER) {
+        I ids[IN_FLIGHT] = {};
+        W weights[IN_FLIGHT] = {};
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++)
+            if (rows[u].there) {
+                ids[u] = __ldcg((const I *)(r.topk_ids + rows[u].token * topk + k));
+                weights[u] = __ldcg((const W *)(r.topk_weights + rows[u].token * topk + k));
+            }
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) look_for(rows[u], expert, ids[u], weights[u]);
+    }
+}
+
+// A pair's logit, as it is stored, and its token's softmax: all that an added pair's weight needs.
+template <typename L> struct pair_score {
+    L logit;
+    smoe_token_softmax softmax;
+};
+
+// What a pair that rounding added weighs.
+template <typename L> SMOE_DEVICE float added_weight(const smoe_layer &layer, const pair_score<L> &pair)
+{
+    const float logit = logits_of<L>::value(pair.logit);
+    const float score = layer.score == SMOE_SIGMOID
+                            ? smoe_sigmoid(logit)
+                            : smoe_div(smoe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
+    return smoe_mul(score, layer.route_scale);
 }
 
 // Padded rows: where the CTA's expert begins, and where all of them end.
@@ -132,19 +146,28 @@ __global__ void __launch_bounds__(THREADS, 2)
         const int all = strip_rows;
         if (strip == 0 && threadIdx.x >= THREADS - 32) write_expert(p, memory, expert);
         for (int i0 = threadIdx.x; i0 < all; i0 += THREADS * IN_FLIGHT) {
-            kept_pair pairs[IN_FLIGHT];
-#pragma unroll
-            for (int u = 0; u < IN_FLIGHT; u++) {
-                const int64_t first = (strip * 32 + within[min(i0 + u * THREADS, all - 1)]) * topk;
-                pairs[u] = find_pair(r.topk_ids + first, r.topk_weights + first, topk, expert);
-            }
+            row_in_flight rows_here[IN_FLIGHT];
+            pair_score<L>
+                scores[IN_FLIGHT]; // read before it is known who needs them: one trip to L2, not two
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; u++) {
                 const int i = i0 + u * THREADS;
+                rows_here[u] = {i < all, strip * 32 + within[min(i, all - 1)], false, 0.0f};
                 if (i >= all) continue;
-                const int64_t token = strip * 32 + within[i];
-                p.row_token[row + i] = (int32_t)token;
-                p.row_weight[row + i] = pairs[u].kept ? pairs[u].weight : added_weight<L>(r, token, expert);
+                scores[u].logit = ((const L *)r.logits)[rows_here[u].token * r.layer.experts + expert];
+                if (r.softmax) scores[u].softmax = r.softmax[rows_here[u].token];
+            }
+            if (topk % 4 == 0)
+                find_pairs<int4, float4>(r, rows_here, expert);
+            else
+                find_pairs<int, float>(r, rows_here, expert);
+#pragma unroll
+            for (int u = 0; u < IN_FLIGHT; u++) {
+                const row_in_flight &here = rows_here[u];
+                if (!here.there) continue;
+                p.row_token[row + i0 + u * THREADS] = (int32_t)here.token;
+                p.row_weight[row + i0 + u * THREADS] =
+                    here.kept ? here.weight : added_weight(r.layer, scores[u]);
             }
         }
         row += all;
@@ -155,19 +178,22 @@ __global__ void __launch_bounds__(THREADS, 2)
 
 // ---- token_rows
 
-// Bits and first rows of four words of every expert, [word][experts padded to 16].
+__host__ SMOE_DEVICE int map_experts(int64_t experts)
+{
+    return (int)(experts + 127) / 128 * 128; // quarters of whole warps
+}
+
+// Bits and first rows of four words of every expert, [word][padded experts].
 struct map_memory {
     uint32_t *bits;
     int32_t *rows;
     int experts;
 };
 
-// Loads them; returns the rows of all tokens before.
+// Loads them; returns the rows of all tokens before. *before is 0.
 SMOE_DEVICE int load_words(const smoe_cuda_routing &r, const smoe_cuda_plan &p, const map_memory &m,
                            int *before)
 {
-    if (threadIdx.x == 0) *before = 0;
-    __syncthreads();
     int part = 0;
     for (int e = threadIdx.x; e < m.experts; e += THREADS) {
         uint4 bits = {0, 0, 0, 0};
@@ -189,7 +215,22 @@ SMOE_DEVICE int load_words(const smoe_cuda_routing &r, const smoe_cuda_plan &p, 
     return *before;
 }
 
-// Warp w takes word w % 4 and the quarter w / 4 of the experts; its lanes are the word's tokens.
+// Bit i of lane j becomes bit j of lane i.
+SMOE_DEVICE uint32_t transpose(uint32_t bits, int lane)
+{
+    const uint32_t kept[5] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu, 0x00ff00ffu, 0x0000ffffu};
+#pragma unroll
+    for (int i = 4; i >= 0; i--) {
+        const uint32_t other = __shfl_xor_sync(~0u, bits, 1 << i);
+        bits = lane >> i & 1 ? (bits & ~kept[i]) | (other >> (1 << i) & kept[i])
+                             : (bits & kept[i]) | (other & kept[i]) << (1 << i);
+    }
+    return bits;
+}
+
+// Warp w takes word w % 4 and the quarter w / 4 of the experts; its lanes are the word's tokens, or 32
+// experts where bits are read: few tokens have an expert, so that bits are turned about and only those set
+// are visited.
 __global__ void __launch_bounds__(THREADS)
     token_rows(const __grid_constant__ smoe_cuda_routing r, const __grid_constant__ smoe_cuda_plan p)
 {
@@ -197,9 +238,11 @@ __global__ void __launch_bounds__(THREADS)
     __shared__ uint32_t scratch[WARPS];
     __shared__ int before_memory, quarter_rows[4][MAP_TOKENS], first_of[MAP_TOKENS], tokens_rows;
     __shared__ int buffer[MAP_BUFFER];
-    const int experts = (p.experts + 15) / 16 * 16, lane = threadIdx.x & 31, warp = warp_number();
+    const int experts = map_experts(p.experts), lane = threadIdx.x & 31, warp = warp_number();
     const int word = warp % MAP_WORDS, quarter = warp / MAP_WORDS, token = word * 32 + lane;
     const map_memory m = {memory, (int32_t *)memory + MAP_WORDS * experts, experts};
+    if (threadIdx.x == 0) before_memory = 0;
+    __syncthreads();
     wait_for_previous();
     const int before = load_words(r, p, m, &before_memory);
 
@@ -207,10 +250,8 @@ __global__ void __launch_bounds__(THREADS)
     const uint32_t *bits = m.bits + word * experts;
     const int32_t *rows = m.rows + word * experts;
     int own = 0;
-    for (int e = begin; e < end; e += 4) {
-        const uint4 v = *(const uint4 *)(bits + e);
-        own += (v.x >> lane & 1) + (v.y >> lane & 1) + (v.z >> lane & 1) + (v.w >> lane & 1);
-    }
+#pragma unroll 2
+    for (int e = begin; e < end; e += 32) own += __popc(transpose(bits[e + lane], lane));
     quarter_rows[quarter][token] = own;
     __syncthreads();
     int all = 0;
@@ -232,13 +273,12 @@ __global__ void __launch_bounds__(THREADS)
     int at = first_of[token];
     for (int q = 0; q < quarter; q++) at += quarter_rows[q][token];
     const uint32_t lower = (1u << lane) - 1u;
-    for (int e = begin; e < end; e += 4) {
-        const uint4 v = *(const uint4 *)(bits + e);
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (words[i] >> lane & 1) to[at++] = rows[e + i] + __popc(words[i] & lower);
-    }
+#pragma unroll 1
+    for (int first = begin; first < end; first += 32)
+        for (uint32_t chosen = transpose(bits[first + lane], lane); chosen; chosen &= chosen - 1) {
+            const int e = first + __ffs((int)chosen) - 1;
+            to[at++] = rows[e] + __popc(bits[e] & lower);
+        }
     __syncthreads();
     if (fits)
         for (int i = threadIdx.x; i < count; i += THREADS) p.token_rows[before + i] = buffer[i];
@@ -259,7 +299,7 @@ extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const 
 {
     using namespace smoe::plan;
     const size_t counts_bytes = expert_rows_bytes(p->experts),
-                 map_bytes = (size_t)(p->experts + 15) / 16 * 16 * 32;
+                 map_bytes = (size_t)map_experts(p->experts) * 32;
     const dim3 experts((unsigned)p->experts), threads(THREADS),
         maps((unsigned)smoe_divide_up(r->layer.tokens, MAP_TOKENS));
     const auto write_rows =
