@@ -344,6 +344,21 @@ SMOE_DEVICE void store_ranks(V *row, const V (&values)[COUNT], int first, int to
     }
 }
 
+// Terms or weights, none above 1, over their sum: mostly by one reciprocal.
+template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
+{
+    float least = x[0];
+#pragma unroll
+    for (int i = 1; i < COUNT; i++) least = fminf(least, x[i]);
+    if (sum >= 1.0f && sum <= 4096.0f && smoe_quotient_is_exact(least)) {
+        const float reciprocal = __frcp_rn(sum);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) x[i] = smoe_quotient(x[i], sum, reciprocal);
+    } else
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) x[i] = smoe_div(x[i], sum);
+}
+
 // What the threads of one token write: each the ids, weights and mask bits of P / SHARE ranks.
 template <typename L, int P, int SHARE>
 SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
@@ -362,25 +377,30 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
 #pragma unroll
     for (int k = 0; k < P; k++)
         if (k / OWN == part) own_ids[k % OWN] = ids[k];
+    const bool of_all = r.layer.score == SMOE_SOFTMAX_TOPK, divided = weights_are_divided(r.layer);
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        weights[i] = 0.0f;
-        if (first + i >= topk) continue;
-        const float logit = logits_of<L>::value(row[own_ids[i]]);
-        nan |= smoe_is_nan(logit);
-        weights[i] = raw_weight(r.layer, logit, first_logit, softmax);
+    for (int i = 0; i < OWN; i++) { // as raw_weight, the ranks beside each other
+        const float logit = logits_of<L>::value(row[min(own_ids[i], (int)r.layer.experts - 1)]);
+        nan |= first + i < topk && smoe_is_nan(logit);
+        weights[i] = smoe_softmax_term(logit, of_all ? softmax.max : first_logit);
+        if (first + i >= topk) weights[i] = 1.0f; // nobody's
     }
+    if (of_all) divide<OWN>(weights, softmax.sum);
 #pragma unroll
     for (int other = 1; other < SHARE; other *= 2) nan |= __shfl_xor_sync(~0u, nan, other);
-    const bool divided = weights_are_divided(r.layer);
-    if (divided)
+    if (divided) {
 #pragma unroll
         for (int k = 0; k < P; k++) {
             const float weight = __shfl_sync(~0u, weights[k % OWN], lane - part + k / OWN);
             if (k < topk) sum = smoe_add(sum, weight);
         }
+        divide<OWN>(weights, sum);
+    }
 #pragma unroll
-    for (int i = 0; i < OWN; i++) weights[i] = finish_weight(r.layer, weights[i], sum, divided, nan);
+    for (int i = 0; i < OWN; i++) {
+        const float weight = divided && sum == 0.0f ? 0.0f : weights[i];
+        weights[i] = nan ? smoe_float_of(0x7fc00000u) : smoe_mul(weight, r.layer.route_scale);
+    }
     if (!there) return;
     store_ranks<int, OWN>(r.topk_ids + token * topk, own_ids, first, topk);
     store_ranks<float, OWN>(r.topk_weights + token * topk, weights, first, topk);
