@@ -7,7 +7,9 @@
 //
 // A thread owns eight columns of a token, or twice eight. Tokens may have any number of rows (CSR), taken by
 // fours: the indices past the end repeat the last row, so that all loads start before the first is used; its
-// sum leaves them out.
+// sum leaves them out. Few bytes a token leave latency bare: where K <= 2 and a token has K rows unless some
+// were lost, they are taken by twos, and their indices are read from where they then are, together with the
+// offsets that tell whether they are.
 #include "launch.h"
 #include "storage.cuh"
 
@@ -16,7 +18,7 @@ namespace smoe
 namespace
 {
 
-enum { ROWS_IN_FLIGHT = 4, COLUMNS = 8, MOST_THREADS = 512, FEW_THREADS = 256 };
+enum { COLUMNS = 8, MOST_THREADS = 512, FEW_THREADS = 256 };
 
 template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
 {
@@ -28,12 +30,18 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float
     }
 }
 
+// Entries of token_rows from `at` on; past the end the last one again. at < end.
+template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const smoe_cuda_combine &p, int at, int end)
+{
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) row[k] = __ldg(p.token_rows + min(at + k, end - 1));
+}
+
 // blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns. A thread's VECTORS
 // groups of eight columns stand blockDim.x groups apart.
-// blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns. A thread's VECTORS
-// groups of eight columns stand blockDim.x groups apart.
-template <typename T, int VECTORS, bool ROUTER>
-__global__ void __launch_bounds__(MOST_THREADS) combine(const __grid_constant__ smoe_cuda_combine p)
+// GUESS: 1 <= topk <= ROWS.
+template <typename T, int ROWS, int VECTORS, bool GUESS, bool ROUTER>
+__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ smoe_cuda_combine p)
 {
     const int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     const int64_t column = ((int64_t)blockIdx.y * VECTORS * blockDim.x + threadIdx.x) * COLUMNS;
@@ -42,23 +50,30 @@ __global__ void __launch_bounds__(MOST_THREADS) combine(const __grid_constant__ 
     const char *y = (const char *)p.y + column * 2, *weights = (const char *)p.router_weight + column * 2;
     char *out = (char *)p.out + (token * p.hidden + column) * 2;
     const int64_t row_bytes = p.columns * 2;
-    const int end = __ldg(p.token_offsets + token + 1);
+    const int guess = (int)token * p.topk;
+    int guessed_row[ROWS];
+    if (GUESS) read_rows(guessed_row, p, guess, guess + p.topk);
+    const int first = __ldg(p.token_offsets + token), end = __ldg(p.token_offsets + token + 1);
+    const bool guessed = GUESS && first == guess && end - first == p.topk;
     float sum[VECTORS][COLUMNS] = {};
     if (p.onto)
 #pragma unroll
         for (int j = 0; j < VECTORS; j++) add<T>(sum[j], *(const uint4 *)(out + j * step * 2), 1.0f);
-    for (int i = __ldg(p.token_offsets + token); i < end; i += ROWS_IN_FLIGHT) {
-        int row[ROWS_IN_FLIGHT];
-        int2 term[ROWS_IN_FLIGHT];
-        uint4 v[ROWS_IN_FLIGHT][VECTORS], w[ROWS_IN_FLIGHT][VECTORS];
-        float weight[ROWS_IN_FLIGHT];
+    for (int i = first; i < end; i += ROWS) {
+        int row[ROWS];
+        int2 term[ROWS];
+        uint4 v[ROWS][VECTORS], w[ROWS][VECTORS];
+        float weight[ROWS];
+        if (guessed)
 #pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; k++) {
-            row[k] = __ldg(p.token_rows + min(i + k, end - 1));
-            if (ROUTER) term[k] = __ldg((const int2 *)p.terms + min(i + k, end - 1));
-        }
+            for (int k = 0; k < ROWS; k++) row[k] = guessed_row[k];
+        else
+            read_rows(row, p, i, end);
+        if (ROUTER)
 #pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; k++)
+            for (int k = 0; k < ROWS; k++) term[k] = __ldg((const int2 *)p.terms + min(i + k, end - 1));
+#pragma unroll
+        for (int k = 0; k < ROWS; k++)
 #pragma unroll
             for (int j = 0; j < VECTORS; j++) {
                 v[k][j] = __ldg((const uint4 *)(y + row[k] * row_bytes + j * step * 2));
@@ -66,10 +81,9 @@ __global__ void __launch_bounds__(MOST_THREADS) combine(const __grid_constant__ 
                     w[k][j] = __ldg((const uint4 *)(weights + term[k].x * (p.hidden * 2) + j * step * 2));
             }
 #pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; k++)
-            weight[k] = p.row_weight ? __ldg(p.row_weight + row[k]) : 1.0f;
+        for (int k = 0; k < ROWS; k++) weight[k] = p.row_weight ? __ldg(p.row_weight + row[k]) : 1.0f;
 #pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; k++)
+        for (int k = 0; k < ROWS; k++)
             if (i + k < end)
 #pragma unroll
                 for (int j = 0; j < VECTORS; j++) {
@@ -84,7 +98,8 @@ __global__ void __launch_bounds__(MOST_THREADS) combine(const __grid_constant__ 
                                                S::pack(sum[j][4], sum[j][5]), S::pack(sum[j][6], sum[j][7])});
 }
 
-template <typename T, int VECTORS, bool ROUTER> void launch(const smoe_cuda_combine &p, cudaStream_t stream)
+template <typename T, int ROWS, int VECTORS, bool GUESS, bool ROUTER>
+void launch(const smoe_cuda_combine &p, cudaStream_t stream)
 {
     const int64_t pieces = p.columns / COLUMNS / VECTORS;
     int64_t parts = smoe_divide_up(pieces, MOST_THREADS);
@@ -92,17 +107,20 @@ template <typename T, int VECTORS, bool ROUTER> void launch(const smoe_cuda_comb
     const unsigned across = (unsigned)(pieces / parts),
                    tokens = across >= FEW_THREADS ? 1 : FEW_THREADS / across;
     const dim3 block(across, tokens), grid((unsigned)smoe_divide_up(p.tokens, tokens), (unsigned)parts);
-    combine<T, VECTORS, ROUTER><<<grid, block, 0, stream>>>(p);
+    combine<T, ROWS, VECTORS, GUESS, ROUTER><<<grid, block, 0, stream>>>(p);
 }
 
 template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t stream)
 {
+    const bool few = p.topk == 1 || p.topk == 2, twice = p.columns % (2 * COLUMNS) == 0;
     if (p.terms)
-        launch<T, 1, true>(p, stream); // rows of Wr are in flight too
-    else if (p.columns % (2 * COLUMNS) == 0)
-        launch<T, 2, false>(p, stream);
+        launch<T, 4, 1, false, true>(p, stream); // rows of Wr are in flight too
+    else if (few && twice)
+        launch<T, 2, 2, true, false>(p, stream);
+    else if (twice)
+        launch<T, 4, 2, false, false>(p, stream);
     else
-        launch<T, 1, false>(p, stream);
+        launch<T, 4, 1, false, false>(p, stream);
 }
 
 } // namespace

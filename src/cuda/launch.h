@@ -93,11 +93,18 @@ typedef struct smoe_cuda_term {
     float dlogit;
 } smoe_cuda_term;
 
+/* Rows that every token has unless some were lost; 0: any number. */
+static inline int32_t smoe_rows_of_a_token(const smoe_layer *layer)
+{
+    return layer->entry == SMOE_FROM_ROWS || layer->rounding != SMOE_ROUND_NONE ? 0 : (int32_t)layer->topk;
+}
+
 typedef struct smoe_cuda_combine {
     const void *y; /* (padded_rows, columns) */
     void *out;     /* (T, hidden), at the chunk's first column */
     const int32_t *token_offsets, *token_rows;
     const float *row_weight; /* NULL: ones */
+    int32_t topk;            /* smoe_rows_of_a_token */
     /* the router's term: the sum starts from what is in `out`; or every row comes with dlogit Wr[expert] */
     int32_t onto;
     const smoe_cuda_term *terms; /* as token_rows, or NULL */
