@@ -389,7 +389,7 @@ typedef struct smoe_backward_args {
     }
 
 /* The whole layer back: dout to dx, the experts' gradients and, from logits, dlogits and the router's
- * gradients. The cuda backend has no backward yet: UNSUPPORTED. */
+ * gradients. */
 SMOE_API smoe_status smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
                                          const smoe_backward_args *args, void *stream);
 

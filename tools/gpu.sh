@@ -16,13 +16,13 @@
 #   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers, skewed routing
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
-# one), verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits, measure:ARGUMENTS,
-# backward:ARGUMENTS, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
+# one), verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits,
+# smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
 # of report.sh. ARGUMENTS are words joined by +.
 set -u
 
 programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward cuda_time_route
-cuda_time_dlogits cuda_measure cuda_measure_backward"
+cuda_time_dlogits"
 
 pack() {
     folder=$(mktemp -d)
@@ -68,7 +68,7 @@ words() {
 # The cases of a check, most of whose time the reference on the CPU takes, in 14 processes.
 in_shards() { # program
     for shard in 0 1 2 3 4 5 6 7 8 9 10 11 12 13; do
-        OMP_NUM_THREADS=1 LAUNCHES="${LAUNCHES:-300}" within 120 "./$1" --shard $shard 14 \
+        OMP_NUM_THREADS=1 LAUNCHES="${LAUNCHES:-1000}" within 120 "./$1" --shard $shard 14 \
             >"$out/shard.$shard" 2>&1 &
     done
     wait
@@ -134,8 +134,6 @@ one_part() {
     verify) within 250 ./smoe verify --device cuda ;;
     memcheck | synccheck) sanitize "$1" ;;
     time_route | time_dlogits) within 60 "./cuda_$1" ;;
-    measure:*) within 200 ./cuda_measure $(words "$argument") ;;
-    backward:*) within 250 ./cuda_measure_backward $(words "$argument") ;;
     smoe:*) within 250 ./smoe $(words "$argument") ;;
     bench:*)
         named=${argument#*:}

@@ -46,16 +46,10 @@ static backward_scratch lay_out(const device_state *state, const smoe_problem *p
     return s;
 }
 
-/* Why a layer has no backward here, or NULL. No GPU has run the backward yet, only the emulator in
- * tests/cuda: until one has, a build must ask for it. */
+/* Why a layer has no backward, or NULL. */
 static const char *why_no_backward(const smoe_layer *layer)
 {
-#ifndef SMOE_CUDA_BACKWARD
-    (void)layer;
-    return "the cuda backend has no backward yet (SMOE_CUDA_BACKWARD builds the one no GPU has run)";
-#else
     return layer->inference ? "inference is 1: nothing was saved for a backward" : NULL;
-#endif
 }
 
 uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_problem *problem)
