@@ -86,7 +86,7 @@ bench() { # variant, shape
 
 run() {
     cd "$1" || exit 3
-    tar -xzf pack.tgz || exit 3
+    [ ! -f pack.tgz ] || tar -xzf pack.tgz || exit 3
     rounds=$2
     shift 2
     out=${OUT:-$PWD/out}

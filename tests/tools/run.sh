@@ -114,22 +114,23 @@ untimed "no time left for ./cuda_check"
 
 pack=$folder/variants
 mkdir -p "$pack"
-variant() { # name, status of its check, ms of its pass and of up
-    printf '#!/bin/sh\nexit %s\n' "$2" >"$pack/check.$1"
+variant() { # name, status of its check, ms of its passes
+    for check in check check_backward; do printf '#!/bin/sh\nexit %s\n' "$2" >"$pack/$check.$1"; done
     # shellcheck disable=SC2016
-    printf '#!/bin/sh\necho "$3 $1 c$2 pass %s ms 500.0 TF ratio 1.%s | plan 0.1 up %s (x0.9%s) down 1.0 (x1.1) | %s"\n' \
-        "$3" "$4" "$4" "$4" "cublas up 3.0 down 2.0 copy 4.2 TB/s" >"$pack/measure.$1"
-    chmod +x "$pack/check.$1" "$pack/measure.$1"
+    printf '#!/bin/sh\nfor kernel in all up; do\n%s %s\ndone\n' \
+        'printf "{\"shape\":\"%s\",\"routing\":\"random\",\"pass\":\"forward\",\"kernel\":\"%s\",\"ms_median\":%s}\n"' \
+        "\"\${6#paper/}\" \$kernel $3" >"$pack/smoe.$1"
+    chmod +x "$pack/check.$1" "$pack/check_backward.$1" "$pack/smoe.$1"
 }
-variant base 0 6 4
-variant broken 1 5 3
-variant faster 0 5 3
-"$tools/variants.sh" run "$pack" 2 random:30B-n256 uniform:7B-n256 | tr -s ' ' >"$folder/variants.txt"
-expect variants.sh "$folder/variants.txt" "broken: eights FAILED, not measured"
-expect variants.sh "$folder/variants.txt" "30B-n256 random base 2 1.400 0.940 4.0000 3.0000 6.0000"
-expect variants.sh "$folder/variants.txt" "30B-n256 random faster 2 1.300 0.930 3.0000 3.0000 5.0000"
-expect variants.sh "$folder/variants.txt" "7B-n256 uniform faster 2 1.300 0.930 3.0000 3.0000 5.0000"
-grep -q ' broken ' "$folder/variants.txt" && { echo "variants.sh: a variant that fails its check is measured"; wrong=1; }
+variant base 0 6
+variant broken 1 5
+variant faster 0 4.5
+"$tools/variants.sh" run "$pack" 2 30B-n256 7B-n256 | tr -s ' ' >"$folder/variants.txt"
+expect variants.sh "$folder/variants.txt" "broken: FAILED, not measured"
+expect variants.sh "$folder/variants.txt" "shape, routing, pass base faster"
+expect variants.sh "$folder/variants.txt" "30B-n256 random forward 6.0000 (1.000) 4.5000 (0.750)"
+expect variants.sh "$folder/variants.txt" "7B-n256 random forward 6.0000 (1.000) 4.5000 (0.750)"
+expect_status "variants.sh: measurements" "$(wc -l <"$pack/out/lines.txt")" 16 # two lines a variant, shape and round
 
 [ $wrong -eq 0 ] && echo "report.sh, gpu.sh and variants.sh do what they say"
 exit $wrong
