@@ -136,10 +136,6 @@ static smoe_status supports(smoe_context *context, const smoe_problem *problem)
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
                          "smoe_supports: %lld padded rows: the plan's indices are int32",
                          (long long)problem->padded_rows);
-    if (layer->tokens * (layer->hidden / 8) > UINT32_MAX)
-        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: tokens %lld, hidden %lld: 16-byte pieces of X are counted in uint32",
-                         (long long)layer->tokens, (long long)layer->hidden);
     if (layer->hidden * layer->experts > INT32_MAX || layer->intermediate > (1 << 24) ||
         layer->hidden > (1 << 24))
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
