@@ -102,10 +102,11 @@ SMOE_DEVICE void release(uint32_t barrier, int lane)
 }
 
 // acc = the consumer's 64 rows times the tile's 256 columns. One group of multiplies stays in flight while
-// the next stage is awaited; the stage before it is then free. COPIED: A was written by cp.async. steps >= 1.
-template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR>
+// the next stage is awaited; the warp is then done with the stage before it: done(stage). COPIED: A was
+// written by cp.async. steps >= 1.
+template <typename T, bool COPIED, operand_order A, operand_order B, class Done>
 SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const shared_layout &shared,
-                          int steps, int consumer, int lane)
+                          int steps, int consumer, Done &&done)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
@@ -123,13 +124,22 @@ SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const 
         wgmma_commit();
         pin(acc);
         wgmma_wait<1>();
-        if (k) release(shared.empty(ring.stage == 0 ? STAGES - 1 : ring.stage - 1), lane);
+        if (k) done(ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
         previous = ring.stage;
         ring.advance();
     }
     wgmma_wait<0>();
     pin(acc);
-    release(shared.empty(previous), lane);
+    done(previous);
+}
+
+// The same; whoever loads is told of the stages that are free.
+template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR>
+SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const shared_layout &shared,
+                          int steps, int consumer, int lane)
+{
+    multiply<T, COPIED, A, B>(acc, ring, shared, steps, consumer,
+                              [&](uint32_t stage) { release(shared.empty(stage), lane); });
 }
 
 // A tile this consumer has no rows of: the ring turns on.

@@ -4,13 +4,13 @@
 // FLOPs 2 R d n; bytes: dO gathered once a column tile, W2, H 2 R h read, dH 2 R h and A' 2 R n written. Tile
 // 128 x 256 on the cooperative core, W2 MN-major as it stands in memory.
 //
-// The consumers dump dA' as fp16, each row scaled by a power of two so that its largest element is in [2^14,
-// 2^15): one rounding of 2^-12, no element costs more than its conversion. All four warps of the third group
-// both gather dO and work the dump off: they read H straight from global memory through a ring of copies of
-// their own (every lane its own 16 bytes, four items ahead), and write dH and A' from registers. Between two
-// items they look whether a stage is free and gather into it. Nothing of H, dH or A' is staged, so dH may lie
-// in H's place: a lane reads its 16 bytes long before it writes them. dS of a row goes by column tiles into
-// partial sums, no atomics.
+// The consumers gather themselves: a stage is filled anew by those who are done with it, at once, while the
+// third group has its hands full. They dump dA' as fp16, each row scaled by a power of two so that its
+// largest element is in [2^14, 2^15): one rounding of 2^-12, no element costs more than its conversion. The
+// four warps of the third group work the dump off: they read H straight from global memory through a ring of
+// copies of their own (every lane its own 16 bytes, four items ahead), and write dH and A' from registers.
+// Nothing of H, dH or A' is staged, so dH may lie in H's place: a lane reads its 16 bytes long before it
+// writes them. dS of a row goes by column tiles into partial sums, no atomics.
 #include "activation_gradient.cuh"
 #include "cooperative.cuh"
 #include "launch_backward.h"
@@ -24,9 +24,10 @@ namespace
 using namespace cooperative;
 
 enum {
-    WORKERS = 128,
-    ROWS_A_WORKER = TILE_ROWS / (WORKERS / 8), // eight threads copy the 128 bytes of a row
-    BLOCK_ROWS = 16,                           // a consumer warp's rows: the unit of the dump
+    CONSUMER_THREADS = 128,
+    COPIES = SMOE_BLOCK_ROWS / (CONSUMER_THREADS / 8), // a thread's: eight copy the 128 bytes of a row
+    CONSUMER_BARRIER = 1,                              // named, one a consumer
+    BLOCK_ROWS = 16,                                   // a consumer warp's rows: the unit of the dump
     BLOCKS = CONSUMER_WARPS,
     PANELS = TILE_COLUMNS / SMOE_PANEL_COLUMNS,
     PANEL_BYTES = BLOCK_ROWS * SMOE_PANEL_ROW_BYTES, // of a block: 16 rows x 64 columns
@@ -38,7 +39,8 @@ enum {
     RING_WARP = PANELS * RING_ITEM,
     BARRIERS = RING + 4 * RING_WARP,
     SCALES = BARRIERS + 8 * (2 * STAGES + 2 * BLOCKS), // (BLOCKS, BLOCK_ROWS) float
-    SHARED_BYTES = SCALES + BLOCKS * BLOCK_ROWS * 4
+    DONE = SCALES + BLOCKS * BLOCK_ROWS * 4,           // a word a stage: consumers that are done with it
+    SHARED_BYTES = DONE + STAGES * 4
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 
@@ -56,6 +58,10 @@ struct dh_layout : shared_layout {
     {
         return base + SCALES + (b * BLOCK_ROWS + row) * 4;
     }
+    SMOE_DEVICE uint32_t done(uint32_t stage) const
+    {
+        return base + DONE + stage * 4;
+    }
     SMOE_DEVICE uint32_t block_full(uint32_t b) const
     {
         return barriers + 8 * (2 * STAGES + b);
@@ -66,60 +72,62 @@ struct dh_layout : shared_layout {
     }
 };
 
-// ---- Gathering, a stage at a time, by all workers
+// ---- Gathering: a consumer fills the stages it is done with, its own 64 rows of dO by all its threads; W2's
+// box comes from the consumer that is done with a stage last.
 
 struct gatherer {
     const smoe_cuda_dh &p;
     const tile_walk &walk;
     const dh_layout &shared;
-    ring_position<STAGES> ring;
-    int unit, column, k, steps, chunk, row0; // column: first of the tile
-    int next;                                // token of row row0 + 16 chunk of the tile after the current one
-    smoe_work tile, next_tile;
-    uint32_t real;                   // bit i: row row0 + 16 i exists
-    const char *from[ROWS_A_WORKER]; // this lane's 16 bytes of the step
+    int unit, column, k; // of the step to load next; column: first of the tile
+    int next;            // token of row row0 + 16 (chunk % 4) of the tile after this one
+    smoe_work tile;
+    uint32_t real;            // bit i: row row0 + 16 i exists
+    const char *from[COPIES]; // this thread's 16 bytes of the step
 
     SMOE_DEVICE gatherer(const smoe_cuda_dh &params, const tile_walk &work, const dh_layout &layout)
-        : p(params), walk(work), shared(layout), ring(1), unit(blockIdx.x), column(0), k(0),
-          steps((params.hidden + STEP - 1) / STEP), chunk(threadIdx.x & 7), row0((threadIdx.x - 256) >> 3),
-          next(-1), tile({0, 0}), next_tile({0, 0}), real(0)
+        : p(params), walk(work), shared(layout), unit(blockIdx.x), column(0), k(0), next(-1), tile({0, 0}),
+          real(0)
     {
-        if (unit < walk.units) {
-            next_tile = walk.tile(unit);
-            read_token();
-            begin_tile();
-        }
+        if (unit >= walk.units) return;
+        read_token(walk.tile(unit));
+        begin_tile();
     }
 
-    SMOE_DEVICE bool done() const
+    static SMOE_DEVICE int consumer()
     {
-        return unit >= walk.units;
+        return threadIdx.x / CONSUMER_THREADS;
+    }
+    static SMOE_DEVICE int row0()
+    {
+        return threadIdx.x % CONSUMER_THREADS >> 3;
+    }
+    static SMOE_DEVICE int chunk()
+    {
+        return threadIdx.x & 7;
     }
 
-    SMOE_DEVICE void read_token()
+    SMOE_DEVICE void read_token(smoe_work of)
     {
-        const bool exists = chunk < ROWS_A_WORKER / 2 || smoe_work_blocks(next_tile) > 1;
-        next = exists ? __ldg(p.row_token + next_tile.row + row0 + 16 * chunk) : -1;
+        const int row = of.row + consumer() * SMOE_BLOCK_ROWS + row0() + 16 * (chunk() % COPIES);
+        next = consumer() < smoe_work_blocks(of) ? __ldg(p.row_token + row) : -1;
     }
 
-    // The next tile becomes the current one, and the tokens of the one after it are asked for.
+    // The unit's tile becomes the current one, and the tokens of the one after it are asked for.
     SMOE_DEVICE void begin_tile()
     {
         real = 0;
 #pragma unroll
-        for (int i = 0; i < ROWS_A_WORKER; i++) {
+        for (int i = 0; i < COPIES; i++) {
             const int row = __shfl_sync(~0u, next, (threadIdx.x & 24) | i);
             real |= (row >= 0 ? 1u : 0u) << i;
             from[i] = (const char *)p.dout + (uint64_t)(uint32_t)max(row, 0) * ((uint32_t)p.hidden * 2) +
-                      chunk * 16;
+                      chunk() * 16;
         }
-        tile = next_tile;
+        tile = walk.tile(unit);
         column = walk.column(unit) * TILE_COLUMNS;
         k = 0;
-        if (unit + gridDim.x < walk.units) {
-            next_tile = walk.tile(unit + gridDim.x);
-            if (next_tile.row != tile.row) read_token();
-        }
+        if (unit + gridDim.x < walk.units) read_token(walk.tile(unit + gridDim.x));
     }
 
     SMOE_DEVICE void load_weights(uint32_t to, uint32_t full) const
@@ -133,26 +141,24 @@ struct gatherer {
                      expert);
     }
 
-    // Fills a stage if one is free. The warp stays together.
-    SMOE_DEVICE void step()
+    // Fills a stage that all of the consumer's warps are done with.
+    SMOE_DEVICE void fill(uint32_t number)
     {
-        if (done()) return;
-        if (!__all_sync(~0u, barrier_test(shared.empty(ring.stage), ring.phase))) return;
-        const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
-        if (threadIdx.x == 256) load_weights(stage + A_BYTES, full);
-        const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
-        const uint32_t to = stage + smoe_panel_offset(row0, chunk);
+        if (unit >= walk.units) return;
+        const uint32_t stage = shared.stage(number), full = shared.full(number);
+        const uint32_t wanted = k * STEP + chunk() * 8 < p.hidden ? real : 0;
+        const uint32_t to = stage + consumer() * SMOE_PANEL_BYTES + smoe_panel_offset(row0(), chunk());
 #pragma unroll
-        for (int i = 0; i < ROWS_A_WORKER; i++)
+        for (int i = 0; i < COPIES; i++)
             copy16_async_if(wanted & 1u << i, to + i * 16 * SMOE_PANEL_ROW_BYTES, from[i]);
         barrier_arrive_after_copies(full);
+        if (threadIdx.x % CONSUMER_THREADS == 0 && second_of_two(shared.done(number)))
+            load_weights(stage + A_BYTES, full);
 #pragma unroll
-        for (int i = 0; i < ROWS_A_WORKER; i++) from[i] = advance_by_adds(from[i], STEP * 2);
-        ring.advance();
-        if (++k == steps) {
-            unit += gridDim.x;
-            if (!done()) begin_tile();
-        }
+        for (int i = 0; i < COPIES; i++) from[i] = advance_by_adds(from[i], STEP * 2);
+        if (++k < (p.hidden + STEP - 1) / STEP) return;
+        unit += gridDim.x;
+        if (unit < walk.units) begin_tile();
     }
 };
 
@@ -227,9 +233,9 @@ SMOE_DEVICE void write_item(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, ou
 
 // One block: 4 row groups x 4 panels, each item's H fetched a row group ahead. `next`: the block after it.
 template <typename T, int KIND>
-SMOE_DEVICE void work_block(const smoe_cuda_dh &p, gatherer &gather,
-                            const h_ring<T, (KIND < SMOE_SILU)> &ring, const dh_layout &shared,
-                            uint32_t block, place at, place next, float weights, float *ds_out, int lane)
+SMOE_DEVICE void work_block(const smoe_cuda_dh &p, const h_ring<T, (KIND < SMOE_SILU)> &ring,
+                            const dh_layout &shared, uint32_t block, place at, place next, float weights,
+                            float *ds_out, int lane)
 {
     const int lane_row = lane >> 3, chunk = lane & 7;
     const uint32_t dump = shared.block(block);
@@ -263,7 +269,6 @@ SMOE_DEVICE void work_block(const smoe_cuda_dh &p, gatherer &gather,
             }
             write_item<T, KIND>(p, x, g, u, to, at.column, panel, weight, y_weight, ds);
             x = x_next, g = g_next, u = u_next;
-            gather.step();
         }
         ds += __shfl_xor_sync(~0u, ds, 1);
         ds += __shfl_xor_sync(~0u, ds, 2);
@@ -276,11 +281,10 @@ template <typename T, int KIND>
 SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared, int worker,
                             int lane)
 {
-    gatherer gather(p, walk, shared);
     if (blockIdx.x >= walk.units) return;
     const h_ring<T, (KIND < SMOE_SILU)> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
     const int lane_row = lane >> 3, chunk = lane & 7;
-    uint32_t count[2] = {0, 0};
+    uint32_t phases = 0; // bit c: parity of consumer c's next block
     smoe_work tile = walk.tile(blockIdx.x);
     place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + chunk * 8};
     float weights = __ldg(p.row_weight + at.row + (lane & 15));
@@ -298,24 +302,20 @@ SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const 
                      walk.column(unit + gridDim.x) * TILE_COLUMNS + chunk * 8};
         }
         for (int consumer = 0; consumer < blocks; consumer++) {
-            const uint32_t block = consumer * 4 + worker, parity = (consumer ? count[1] : count[0]) & 1;
+            const uint32_t block = consumer * 4 + worker, parity = phases >> consumer & 1;
             const place next = consumer + 1 < blocks ? place{at.row + SMOE_BLOCK_ROWS, at.column} : first;
             const float next_weights = __ldg(p.row_weight + next.row + (lane & 15));
-            while (!__all_sync(~0u, barrier_test(shared.block_full(block), parity))) gather.step();
-            work_block<T, KIND>(p, gather, ring, shared, block, at, next, weights,
+            barrier_wait(shared.block_full(block), parity);
+            work_block<T, KIND>(p, ring, shared, block, at, next, weights,
                                 p.ds + column_tile * p.padded_rows + at.row, lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared.block_empty(block));
             at = next;
             weights = next_weights;
-            if (consumer)
-                count[1]++;
-            else
-                count[0]++;
+            phases ^= 1 << consumer;
         }
         tile = after;
     }
-    while (!gather.done()) gather.step();
     wait_copies<0>();
 }
 
@@ -386,16 +386,23 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_dh &p, const tile_walk &walk, co
     const int consumer = warp >> 2, steps = (p.hidden + STEP - 1) / STEP;
     uint32_t count = 0;
     float acc[128];
-    smoe_work next = {0, 0};
-    if (blockIdx.x < walk.units) next = walk.tile(blockIdx.x);
+    gatherer gather(p, walk, shared);
+    const auto refill = [&](uint32_t stage) {
+        named_barrier_sync(CONSUMER_BARRIER + consumer, CONSUMER_THREADS);
+        gather.fill(stage);
+    };
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) gather.fill(i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_work tile = next;
-        if (unit + gridDim.x < walk.units) next = walk.tile(unit + gridDim.x);
+        const smoe_work tile = walk.tile(unit); // the gatherer has read it before
         if (consumer >= smoe_work_blocks(tile)) {
-            pass_over(ring, shared, steps, lane);
+            for (int k = 0; k < steps; k++, ring.advance()) {
+                barrier_wait(shared.full(ring.stage), ring.phase);
+                refill(ring.stage);
+            }
             continue;
         }
-        multiply<T, true, K_MAJOR, MN_MAJOR>(acc, ring, shared, steps, consumer, lane);
+        multiply<T, true, K_MAJOR, MN_MAJOR>(acc, ring, shared, steps, consumer, refill);
         dump(acc, shared, warp, (count & 1) ^ 1, lane);
         count++;
     }
@@ -404,8 +411,8 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_dh &p, const tile_walk &walk, co
 SMOE_DEVICE void init_barriers(const dh_layout &shared)
 {
     for (int i = 0; i < STAGES; i++) {
-        barrier_init(shared.full(i), 1 + WORKERS);
-        barrier_init(shared.empty(i), CONSUMER_WARPS);
+        barrier_init(shared.full(i), 1 + 2 * CONSUMER_THREADS);
+        store_shared_word(shared.done(i), 0);
     }
     for (int i = 0; i < BLOCKS; i++) {
         barrier_init(shared.block_full(i), 1);

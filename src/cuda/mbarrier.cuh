@@ -45,18 +45,6 @@ SMOE_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity)
     return done != 0;
 }
 
-// Has the phase of this parity ended? Never suspends the thread.
-SMOE_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity)
-{
-    uint32_t done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    return done != 0;
-}
-
 // Waits for the phase of this parity to end. With SMOE_CUDA_TRAP a wait of about a second ends the kernel;
 // the mainloop of 192 accumulators has no registers for that (SAFE = false).
 template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)

@@ -145,6 +145,23 @@ SMOE_DEVICE void wait_all_copies()
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+SMOE_DEVICE void store_shared_word(uint32_t address, uint32_t v)
+{
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+// Of the two that come to a word, which is zero before and after: is this the second? It sees what the first
+// had done.
+SMOE_DEVICE bool second_of_two(uint32_t address)
+{
+    uint32_t before;
+    asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "r"(address)
+                 : "memory");
+    return before == 1;
+}
+
 SMOE_DEVICE float load_shared_float(uint32_t address)
 {
     float v;

@@ -36,13 +36,6 @@ SMOE_DEVICE void barrier_arrive_after_copies(uint32_t barrier)
     barrier_arrive(barrier);
 }
 
-SMOE_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity)
-{
-    const bool done = (emulator::barrier_at(barrier).phase & 1) != parity;
-    if (!done) emulator::yield();
-    return done;
-}
-
 template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)
 {
     const emulator::barrier &b = emulator::barrier_at(barrier);

@@ -135,6 +135,18 @@ SMOE_DEVICE float load_shared_float(uint32_t address)
     return emulator::read_shared<float>(address);
 }
 
+SMOE_DEVICE void store_shared_word(uint32_t address, uint32_t v)
+{
+    emulator::write_shared(address, v);
+}
+
+SMOE_DEVICE bool second_of_two(uint32_t address)
+{
+    const uint32_t before = emulator::read_shared<uint32_t>(address);
+    emulator::write_shared(address, before ^ 1);
+    return before == 1;
+}
+
 SMOE_DEVICE void store_shared_float(uint32_t address, float v)
 {
     emulator::write_shared(address, v);
