@@ -1,6 +1,7 @@
 #!/bin/sh
 # Which of several variants is faster? Each is a patch on top of HEAD; all of them are measured in one call on the GPU
-# machine, in turn, every second round the other way round.
+# machine, in turn, every second round the other way round. A process each: what differs by less than 3 % stays undecided
+# (docs/lab-notebook.md, "How to compare").
 #
 #   tools/variants.sh build DIR PATCH...            here: into DIR/carry smoe.NAME and check.NAME of HEAD (`base`) and of
 #                                                   every PATCH (NAME.patch; several joined by + are applied in turn)
@@ -120,5 +121,5 @@ case $command in
 build) build "$@" ;;
 run) run "$@" ;;
 table) table "$@" ;;
-*) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
+*) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
