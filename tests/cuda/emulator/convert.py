@@ -43,8 +43,8 @@ def launch(text):
     close = text.index(">>>", middle)
     opening = text.index("(", close)
     end = end_of(text, opening, "(", ")")
-    grid, block, _, stream = arguments(text[middle + 3 : close])
-    call = f"emulator::launch(dim3({grid}), dim3({block}), {stream}, false, {text[start:middle]}, {text[opening + 1 : end]}"
+    grid, block, shared, stream = arguments(text[middle + 3 : close])
+    call = f"emulator::launch(dim3({grid}), dim3({block}), {shared}, {stream}, false, {text[start:middle]}, {text[opening + 1 : end]}"
     return text[:start] + call + text[end:]
 
 

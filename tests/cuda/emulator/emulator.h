@@ -155,11 +155,16 @@ bool is_capturing();
 
 bool is_allocated(const void *memory, size_t bytes); // by cudaMalloc, in one piece
 
-// kernel<<<grid, block, ..., stream>>>(actual...)
+// Ends the program where a kernel is to have more dynamic shared memory than it has leave for. What it
+// declares itself counts too on a GPU and is not known here.
+void check_shared(const void *kernel, size_t bytes);
+
+// kernel<<<grid, block, shared_bytes, stream>>>(actual...)
 template <class... Formal, class... Actual>
-void launch(dim3 grid, dim3 block, cudaStream_t stream, bool early, void (*kernel)(Formal...),
-            const Actual &...actual)
+void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, bool early,
+            void (*kernel)(Formal...), const Actual &...actual)
 {
+    check_shared((const void *)kernel, shared_bytes);
     const std::tuple<std::decay_t<Formal>...> arguments(actual...);
     enqueue(
         stream, cudaGraphNodeTypeKernel,
@@ -351,7 +356,7 @@ template <class... Formal, class... Actual>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Formal...),
                                const Actual &...actual)
 {
-    emulator::launch(config->gridDim, config->blockDim, config->stream, config->numAttrs > 0, kernel,
-                     actual...);
+    emulator::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream,
+                     config->numAttrs > 0, kernel, actual...);
     return cudaSuccess;
 }

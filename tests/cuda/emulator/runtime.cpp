@@ -17,6 +17,7 @@ CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, voi
 static const size_t MEMORY_BYTES = (size_t)8 << 30;
 static size_t held;
 static std::map<const char *, size_t> sizes;
+static std::map<const void *, size_t> shared_limits; // of kernels that may have more than 48 KB
 
 bool emulator::is_allocated(const void *memory, size_t bytes)
 {
@@ -25,6 +26,15 @@ bool emulator::is_allocated(const void *memory, size_t bytes)
     if (after == sizes.begin()) return false;
     const auto found = std::prev(after);
     return first + bytes <= found->first + found->second;
+}
+
+void emulator::check_shared(const void *kernel, size_t bytes)
+{
+    const auto found = shared_limits.find(kernel);
+    const size_t limit = found == shared_limits.end() ? 48 * 1024 : found->second;
+    if (bytes <= limit) return;
+    printf("a kernel is launched with %zu bytes of shared memory and has leave for %zu\n", bytes, limit);
+    exit(1);
 }
 
 extern "C" {
@@ -64,9 +74,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsi
     return cudaSuccess;
 }
 
-cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int bytes)
+cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute, int bytes)
 {
-    return bytes <= emulator::SHARED_BYTES ? cudaSuccess : cudaErrorInvalidValue;
+    if (bytes > emulator::SHARED_BYTES) return cudaErrorInvalidValue;
+    shared_limits[kernel] = (size_t)bytes;
+    return cudaSuccess;
 }
 
 cudaError_t cudaGetLastError(void)
