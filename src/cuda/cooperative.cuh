@@ -96,17 +96,22 @@ struct tile_walk {
 
 // ---- Consumers
 
-SMOE_DEVICE void release(uint32_t barrier, int lane)
-{
-    if (lane == 0) barrier_arrive(barrier);
-}
+// Done with a stage: who fills it is told.
+struct release_stage {
+    const shared_layout &shared;
+    int lane;
+    SMOE_DEVICE void operator()(uint32_t stage) const
+    {
+        if (lane == 0) barrier_arrive(shared.empty(stage));
+    }
+};
 
 // acc = the consumer's 64 rows times the tile's 256 columns. One group of multiplies stays in flight while
 // the next stage is awaited; the warp is then done with the stage before it: done(stage). COPIED: A was
 // written by cp.async. steps >= 1.
-template <typename T, bool COPIED, operand_order A, operand_order B, class Done>
+template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, class Done>
 SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const shared_layout &shared,
-                          int steps, int consumer, Done &&done)
+                          int steps, int consumer, const Done &done)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
@@ -133,21 +138,14 @@ SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const 
     done(previous);
 }
 
-// The same; whoever loads is told of the stages that are free.
-template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR>
-SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const shared_layout &shared,
-                          int steps, int consumer, int lane)
-{
-    multiply<T, COPIED, A, B>(acc, ring, shared, steps, consumer,
-                              [&](uint32_t stage) { release(shared.empty(stage), lane); });
-}
-
 // A tile this consumer has no rows of: the ring turns on.
-SMOE_DEVICE void pass_over(ring_position<STAGES> &ring, const shared_layout &shared, int steps, int lane)
+template <class Done>
+SMOE_DEVICE void pass_over(ring_position<STAGES> &ring, const shared_layout &shared, int steps,
+                           const Done &done)
 {
     for (int k = 0; k < steps; k++) {
         barrier_wait(shared.full(ring.stage), ring.phase);
-        release(shared.empty(ring.stage), lane);
+        done(ring.stage);
         ring.advance();
     }
 }

@@ -75,6 +75,11 @@ struct dh_layout : shared_layout {
 // ---- Gathering: a consumer fills the stages it is done with, its own 64 rows of dO by all its threads; W2's
 // box comes from the consumer that is done with a stage last.
 
+SMOE_DEVICE int steps_of(const smoe_cuda_dh &p)
+{
+    return (p.hidden + STEP - 1) / STEP;
+}
+
 struct gatherer {
     const smoe_cuda_dh &p;
     const tile_walk &walk;
@@ -156,7 +161,7 @@ struct gatherer {
             load_weights(stage + A_BYTES, full);
 #pragma unroll
         for (int i = 0; i < COPIES; i++) from[i] = advance_by_adds(from[i], STEP * 2);
-        if (++k < (p.hidden + STEP - 1) / STEP) return;
+        if (++k < steps_of(p)) return;
         unit += gridDim.x;
         if (unit < walk.units) begin_tile();
     }
@@ -383,7 +388,7 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_dh &p, const tile_walk &walk, co
                                 int warp, int lane)
 {
     ring_position<STAGES> ring(0);
-    const int consumer = warp >> 2, steps = (p.hidden + STEP - 1) / STEP;
+    const int consumer = warp >> 2, steps = steps_of(p);
     uint32_t count = 0;
     float acc[128];
     gatherer gather(p, walk, shared);
@@ -396,10 +401,7 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_dh &p, const tile_walk &walk, co
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const smoe_work tile = walk.tile(unit); // the gatherer has read it before
         if (consumer >= smoe_work_blocks(tile)) {
-            for (int k = 0; k < steps; k++, ring.advance()) {
-                barrier_wait(shared.full(ring.stage), ring.phase);
-                refill(ring.stage);
-            }
+            pass_over(ring, shared, steps, refill);
             continue;
         }
         multiply<T, true, K_MAJOR, MN_MAJOR>(acc, ring, shared, steps, consumer, refill);

@@ -89,6 +89,7 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed it
                                 int lane)
 {
     ring_position<STAGES> ring(0);
+    const release_stage done = {shared, lane};
     uint32_t count = 0;
     float acc[128];
     for (int t = 0;; t++) {
@@ -96,10 +97,10 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed it
         if (!item.exists()) break;
         const smoe_work tile = item.tile;
         if (consumer >= smoe_work_blocks(tile)) {
-            pass_over(ring, shared, steps, lane);
+            pass_over(ring, shared, steps, done);
             continue;
         }
-        multiply<T, false, K_MAJOR, operands<P>::WEIGHTS>(acc, ring, shared, steps, consumer, lane);
+        multiply<T, false, K_MAJOR, operands<P>::WEIGHTS>(acc, ring, shared, steps, consumer, done);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             [[maybe_unused]] const int column = item.column * TILE_COLUMNS + half * 128;

@@ -280,7 +280,8 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_dw &p, const weight_walk &walk, 
         const smoe_piece piece = next;
         if (unit + gridDim.x < walk.units) next = walk.piece(unit + gridDim.x);
         if (walk.skips(piece)) continue;
-        multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, weight_walk::steps(piece), consumer, lane);
+        multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, weight_walk::steps(piece), consumer,
+                                              release_stage{shared, lane});
         if (piece.part >= 0) {
             float4 *to = (float4 *)part_of(p, piece.part, walk.tiles, unit % walk.tiles, threadIdx.x);
 #pragma unroll

@@ -172,6 +172,7 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const shared_layout &shar
                                 int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
+    const release_stage done = {shared, lane};
     uint32_t count = 0;
     float acc[128];
     for (int t = 0;; t++) {
@@ -179,10 +180,10 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const shared_layout &shar
         if (!item.exists()) break;
         const smoe_work tile = item.tile;
         if (consumer >= smoe_work_blocks(tile)) {
-            pass_over(ring, shared, steps, lane);
+            pass_over(ring, shared, steps, done);
             continue;
         }
-        multiply<T, true>(acc, ring, shared, steps, consumer, lane);
+        multiply<T, true>(acc, ring, shared, steps, consumer, done);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), item.column, half, lane);
