@@ -32,6 +32,42 @@ static void test_slots(void **state)
         }
 }
 
+/* Operand bytes, in tiles of 128, that the units from `first` on read again when others before them in the
+ * expert were in an earlier wave. */
+static int read_again(int first, int hidden_tiles, int feature_tiles)
+{
+    char hidden[64] = {0}, feature[64] = {0};
+    int sum = 0;
+    for (int tile = first; tile < hidden_tiles * feature_tiles; tile++) {
+        const smoe_weight_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
+        if (!hidden[at.hidden_tile]++) sum += SMOE_WEIGHT_TILE_HIDDEN;
+        if (!feature[at.feature_tile]++) sum += SMOE_WEIGHT_TILE_FEATURES;
+    }
+    return sum;
+}
+
+static void test_weight_places(void **state)
+{
+    (void)state;
+    for (int hidden_tiles = 1; hidden_tiles <= 40; hidden_tiles++)
+        for (int feature_tiles = 1; feature_tiles <= 40; feature_tiles++) {
+            char *seen = calloc((size_t)(hidden_tiles * feature_tiles), 1);
+            assert_non_null(seen);
+            for (int tile = 0; tile < hidden_tiles * feature_tiles; tile++) {
+                const smoe_weight_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
+                assert_in_range(at.hidden_tile, 0, hidden_tiles - 1);
+                assert_in_range(at.feature_tile, 0, feature_tiles - 1);
+                seen[at.hidden_tile * feature_tiles + at.feature_tile]++;
+            }
+            for (int i = 0; i < hidden_tiles * feature_tiles; i++) assert_int_equal(seen[i], 1);
+            free(seen);
+        }
+    /* d = 768, 2n = 2048: of the last quarter all of d and two of eight tiles of features */
+    assert_int_equal(read_again(36, 6, 8), 768 + 2 * 256);
+    /* d = 1536, 2n = 512: all features and three of twelve tiles of d */
+    assert_int_equal(read_again(18, 12, 2), 512 + 3 * 128);
+}
+
 /* ---- Pieces ---- */
 
 static uint32_t next(uint32_t *seed)
@@ -171,9 +207,9 @@ static void test_16_bit_staging(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_slots),          cmocka_unit_test(test_split),
-        cmocka_unit_test(test_split_chooses),  cmocka_unit_test(test_f32_staging),
-        cmocka_unit_test(test_16_bit_staging),
+        cmocka_unit_test(test_slots),       cmocka_unit_test(test_weight_places),
+        cmocka_unit_test(test_split),       cmocka_unit_test(test_split_chooses),
+        cmocka_unit_test(test_f32_staging), cmocka_unit_test(test_16_bit_staging),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -32,13 +32,14 @@ static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_TILE_HIDDEN &&
                   (int)TILE_COLUMNS == (int)SMOE_WEIGHT_TILE_FEATURES,
               "weight_tiles.h");
 
-// The CTA's units: (piece, tile of d, tile of features), features fastest.
+// The CTA's units: (piece, tile), see smoe_weight_place_of.
 struct weight_walk {
     const smoe_piece *pieces;
-    int units, tiles, feature_tiles, slots_of_half;
+    int units, tiles, hidden_tiles, feature_tiles, slots_of_half;
     bool skip_empty;
     SMOE_DEVICE explicit weight_walk(const smoe_cuda_dw &p)
         : pieces(p.lists.pieces), tiles(smoe_weight_tiles(p.hidden, p.intermediate, p.halves)),
+          hidden_tiles((p.hidden + TILE_ROWS - 1) / TILE_ROWS),
           feature_tiles(smoe_feature_tiles(p.intermediate, p.halves)),
           slots_of_half(smoe_slots_of_half(p.intermediate)), skip_empty(p.accumulate)
     {
@@ -58,13 +59,17 @@ struct weight_walk {
     {
         return max(piece.blocks, 1);
     }
+    SMOE_DEVICE smoe_weight_place place(int unit) const
+    {
+        return smoe_weight_place_of(unit % tiles, hidden_tiles, feature_tiles);
+    }
     SMOE_DEVICE int hidden(int unit) const
     {
-        return unit % tiles / feature_tiles * TILE_ROWS;
+        return place(unit).hidden_tile * TILE_ROWS;
     }
     SMOE_DEVICE smoe_slot slot(int unit, int i) const
     {
-        return smoe_slot_of(unit % tiles % feature_tiles * 2 + i, slots_of_half);
+        return smoe_slot_of(place(unit).feature_tile * 2 + i, slots_of_half);
     }
 };
 

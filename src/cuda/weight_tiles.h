@@ -3,8 +3,8 @@
  * one an expert, unless the expert holds more than a CTA's share of all the work; then its pieces leave their
  * tiles in f32 and a second kernel adds them in order.
  *
- * A unit of work is a piece and a tile, the features' tile fastest. Pieces come in the plan's order, experts
- * by falling count. */
+ * A unit of work is a piece and a tile, in the order of smoe_weight_place_of. Pieces come in the plan's
+ * order, experts by falling count. */
 #ifndef SMOE_CUDA_WEIGHT_TILES_H
 #define SMOE_CUDA_WEIGHT_TILES_H
 
@@ -48,6 +48,23 @@ SMOE_HD int32_t smoe_weight_tiles(int32_t hidden, int32_t intermediate, int32_t 
 {
     return (hidden + SMOE_WEIGHT_TILE_HIDDEN - 1) / SMOE_WEIGHT_TILE_HIDDEN *
            smoe_feature_tiles(intermediate, halves);
+}
+
+/* Where tile `tile` of an expert's matrix stands. The shorter side is walked fastest: of an expert that one
+ * wave of CTAs begins and the next one ends, the next one then reads the shorter operand once more and only a
+ * part of the longer. */
+typedef struct smoe_weight_place {
+    int32_t hidden_tile, feature_tile;
+} smoe_weight_place;
+
+SMOE_HD smoe_weight_place smoe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
+{
+    const int hidden_first =
+        hidden_tiles * SMOE_WEIGHT_TILE_HIDDEN < feature_tiles * SMOE_WEIGHT_TILE_FEATURES;
+    const int32_t fast = hidden_first ? hidden_tiles : feature_tiles, slow = tile / fast,
+                  rest = tile - slow * fast;
+    const smoe_weight_place place = {hidden_first ? rest : slow, hidden_first ? slow : rest};
+    return place;
 }
 
 /* Slot `slot` of all: its half and first feature there. Past the last slot the half does not exist. */
