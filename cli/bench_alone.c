@@ -22,19 +22,37 @@ static bool job_alone(void *user, error *err)
            fail(err, ERROR_RUNTIME, "a graph could not be launched");
 }
 
-/* *ms: one of `times` runs of a launch in a row, the median of `count` graphs of them. */
-static bool time_times(const cuda_graph *pass, int which, int times, const sustained *how, int count,
-                       double *ms, error *err)
+/* *ms: one of `times` runs in a row that the graph is made of, the median of `count` graphs. Frees it. */
+static bool time_graph(cuda_graph *graph, int times, const sustained *how, int count, double *ms, error *err)
 {
     double samples[MOST_SAMPLES];
-    cuda_graph *graph = cuda_graph_alone(pass, which, times);
-    if (!graph) return fail(err, ERROR_RUNTIME, "launch %d of the pass cannot be run by itself", which);
     alone user = {graph, how->stream};
     const sustained_job job = {NULL, job_alone, &user};
     const bool good = sustained_time(how, &job, count, samples, err);
     cuda_graph_free(graph);
     if (good) *ms = summarize(samples, (size_t)count).median / times;
     return good;
+}
+
+/* The same of a launch of the pass. */
+static bool time_times(const cuda_graph *pass, int which, int times, const sustained *how, int count,
+                       double *ms, error *err)
+{
+    cuda_graph *graph = cuda_graph_alone(pass, which, times);
+    if (!graph) return fail(err, ERROR_RUNTIME, "launch %d of the pass cannot be run by itself", which);
+    return time_graph(graph, times, how, count, ms, err);
+}
+
+/* How many runs in a row make up ENOUGH_MS, and how many such graphs SAMPLED_MS. */
+static int times_of(double ms)
+{
+    return ms > 0 ? (int)fmin(ceil(ENOUGH_MS / ms), MOST_TIMES) : MOST_TIMES;
+}
+
+static int count_of(double graph_ms)
+{
+    const double wanted = graph_ms > 0 ? SAMPLED_MS / graph_ms : MOST_SAMPLES;
+    return (int)fmax(fmin(wanted, MOST_SAMPLES), LEAST_SAMPLES);
 }
 
 static bool run_before(const cuda_graph *pass, int which, const sustained *how, const sustained_job *before,
@@ -55,10 +73,8 @@ static bool time_launch(const cuda_graph *pass, int which, const sustained *how,
     if (!run_before(pass, which, how, before, err) ||
         !time_times(pass, which, 1, &at_once, LEAST_SAMPLES, ms, err))
         return false;
-    const int times = *ms > 0 ? (int)fmin(ceil(ENOUGH_MS / *ms), MOST_TIMES) : MOST_TIMES;
-    const double wanted = *ms > 0 ? SAMPLED_MS / (*ms * times) : MOST_SAMPLES;
-    const int count = (int)fmax(fmin(wanted, MOST_SAMPLES), LEAST_SAMPLES);
-    return time_times(pass, which, times, how, count, ms, err);
+    const int times = times_of(*ms);
+    return time_times(pass, which, times, how, count_of(*ms * times), ms, err);
 }
 
 void bench_count_launches(const cuda_graph *pass, bench_result *result)
@@ -81,5 +97,22 @@ bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustai
         if (stage >= 0) result->alone[stage] += ms;
     }
     return true;
+}
+
+bool bench_time_copy_alone(const cuda_yardstick *yardstick, smoe_stage stage, const sustained *how,
+                           bench_result *result, error *err)
+{
+    const int index = stage_index(stage), times = times_of(result->alone[index]);
+    const uint64_t bytes = (uint64_t)(stage_bytes(&yardstick->layer, stage) / 2);
+    if (bytes > CUDA_COPY_BYTES) return true;
+    cuda_graph *graph = cuda_graph_begin(how->stream);
+    if (!graph) return fail(err, ERROR_RUNTIME, "the stream does not record a graph");
+    bool good = true;
+    for (int i = 0; good && i < times; i++) good = cuda_yardstick_copy(yardstick, bytes, err);
+    if (cuda_graph_end(graph, how->stream) && good)
+        return time_graph(graph, times, how, count_of(result->alone[index] * times),
+                          &result->alone_copy[index], err);
+    cuda_graph_free(graph);
+    return good ? fail(err, ERROR_RUNTIME, "the copy could not be recorded as a graph") : false;
 }
 #endif

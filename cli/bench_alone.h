@@ -6,6 +6,7 @@
 #include "cli/bench_report.h"
 #include "cli/cuda_graph.h"
 #include "cli/sustained.h"
+#include "cli/yardstick_cuda.h"
 
 #ifdef SMOE_HAVE_CUDA
 
@@ -17,6 +18,11 @@ void bench_count_launches(const cuda_graph *pass, bench_result *result);
  * then. */
 bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *before,
                       bench_result *result, error *err);
+
+/* result->alone_copy of a stage: a copy that moves as many bytes, timed in the same way. A large copy hides
+ * its own start and end; a short kernel cannot. */
+bool bench_time_copy_alone(const cuda_yardstick *yardstick, smoe_stage stage, const sustained *how,
+                           bench_result *result, error *err);
 
 #endif
 #endif

@@ -123,7 +123,7 @@ static bool job_gemm(void *user, error *err)
 static bool job_copy(void *user, error *err)
 {
     const meter *m = user;
-    return cuda_yardstick_copy(&m->yardstick, err);
+    return cuda_yardstick_copy(&m->yardstick, CUDA_COPY_BYTES, err);
 }
 
 static bool time_job(meter *m, bool (*before)(void *, error *), bool (*work)(void *, error *), int launches,
@@ -277,6 +277,21 @@ static double settling_seconds(const meter *m)
     return 1e-3 * (SETTLE_MS * ROUNDS * jobs + HEAT_MS);
 }
 
+/* Every kernel by itself, and beside the combines a copy of as many bytes. */
+static bool time_alone(meter *m, bench_result *result, error *err)
+{
+    const sustained_job before_one = {NULL, job_prepare, m}, before_other = {NULL, prepare_and_forward, m};
+    const smoe_stage combines[] = {SMOE_STAGE_COMBINE, SMOE_STAGE_DX};
+    if (!bench_time_alone(m->forward, &m->how, &before_one, result, err) ||
+        (m->backward && !bench_time_alone(m->backward, &m->how, &before_other, result, err)))
+        return false;
+    for (int i = 0; i < 2 && !m->c->settings.no_bound; i++)
+        if (result->alone[stage_index(combines[i])] > 0 &&
+            !bench_time_copy_alone(&m->yardstick, combines[i], &m->how, result, err))
+            return false;
+    return true;
+}
+
 static bool measure(meter *m, int64_t repeats, double seconds, bench_result *result, error *err)
 {
     double step_ms;
@@ -290,10 +305,7 @@ static bool measure(meter *m, int64_t repeats, double seconds, bench_result *res
     bench_count_launches(m->forward, result);
     if (m->backward) bench_count_launches(m->backward, result);
     // Scores and rounding add to what they find, which is another thing the second time.
-    if (!m->c->settings.alone || m->c->layer.rounding != SMOE_ROUND_NONE) return true;
-    const sustained_job before_one = {NULL, job_prepare, m}, before_other = {NULL, prepare_and_forward, m};
-    return bench_time_alone(m->forward, &m->how, &before_one, result, err) &&
-           (!m->backward || bench_time_alone(m->backward, &m->how, &before_other, result, err));
+    return !m->c->settings.alone || m->c->layer.rounding != SMOE_ROUND_NONE || time_alone(m, result, err);
 }
 
 /* ---- A case ---- */

@@ -9,22 +9,39 @@
 #include <stdlib.h>
 
 static const table_column columns[] = {
-    {"commit", COLUMN_TEXT, 0, true, NULL},        {"device", COLUMN_TEXT, 0, true, NULL},
-    {"backend", COLUMN_TEXT, 0, true, NULL},       {"suite", COLUMN_TEXT, 0, true, NULL},
-    {"shape", COLUMN_TEXT, 0, true, NULL},         {"T", COLUMN_INTEGER, 0, true, NULL},
-    {"d", COLUMN_INTEGER, 0, true, NULL},          {"n", COLUMN_INTEGER, 0, true, NULL},
-    {"E", COLUMN_INTEGER, 0, true, NULL},          {"K", COLUMN_INTEGER, 0, true, NULL},
-    {"dtype", COLUMN_TEXT, 0, true, NULL},         {"routing", COLUMN_TEXT, 0, true, NULL},
-    {"rounding", COLUMN_TEXT, 0, true, NULL},      {"tile", COLUMN_INTEGER, 0, true, NULL},
-    {"pass", COLUMN_TEXT, 0, false, NULL},         {"kernel", COLUMN_TEXT, 0, false, NULL},
-    {"scope", COLUMN_TEXT, 0, true, NULL},         {"ms_median", COLUMN_NUMBER, 4, false, NULL},
-    {"ms_min", COLUMN_NUMBER, 4, false, NULL},     {"ms_p99", COLUMN_NUMBER, 4, false, NULL},
-    {"tflops", COLUMN_NUMBER, 4, false, NULL},     {"gbps", COLUMN_NUMBER, 1, false, NULL},
-    {"bound_ms", COLUMN_NUMBER, 4, false, NULL},   {"ratio", COLUMN_NUMBER, 3, false, NULL},
-    {"chunks", COLUMN_INTEGER, 0, true, NULL},     {"saved_bytes", COLUMN_BYTES, 0, true, NULL},
-    {"peak_bytes", COLUMN_BYTES, 0, true, NULL},   {"predicted_bytes", COLUMN_BYTES, 0, true, NULL},
-    {"max_rel_err", COLUMN_NUMBER, 2, true, NULL}, {"reuse_saved", COLUMN_INTEGER, 0, true, NULL},
-    {"launches", COLUMN_NUMBER, 0, true, NULL},    {"alone_ms", COLUMN_NUMBER, 4, true, NULL},
+    {"commit", COLUMN_TEXT, 0, true, NULL},
+    {"device", COLUMN_TEXT, 0, true, NULL},
+    {"backend", COLUMN_TEXT, 0, true, NULL},
+    {"suite", COLUMN_TEXT, 0, true, NULL},
+    {"shape", COLUMN_TEXT, 0, true, NULL},
+    {"T", COLUMN_INTEGER, 0, true, NULL},
+    {"d", COLUMN_INTEGER, 0, true, NULL},
+    {"n", COLUMN_INTEGER, 0, true, NULL},
+    {"E", COLUMN_INTEGER, 0, true, NULL},
+    {"K", COLUMN_INTEGER, 0, true, NULL},
+    {"dtype", COLUMN_TEXT, 0, true, NULL},
+    {"routing", COLUMN_TEXT, 0, true, NULL},
+    {"rounding", COLUMN_TEXT, 0, true, NULL},
+    {"tile", COLUMN_INTEGER, 0, true, NULL},
+    {"pass", COLUMN_TEXT, 0, false, NULL},
+    {"kernel", COLUMN_TEXT, 0, false, NULL},
+    {"scope", COLUMN_TEXT, 0, true, NULL},
+    {"ms_median", COLUMN_NUMBER, 4, false, NULL},
+    {"ms_min", COLUMN_NUMBER, 4, false, NULL},
+    {"ms_p99", COLUMN_NUMBER, 4, false, NULL},
+    {"tflops", COLUMN_NUMBER, 4, false, NULL},
+    {"gbps", COLUMN_NUMBER, 1, false, NULL},
+    {"bound_ms", COLUMN_NUMBER, 4, false, NULL},
+    {"ratio", COLUMN_NUMBER, 3, false, NULL},
+    {"chunks", COLUMN_INTEGER, 0, true, NULL},
+    {"saved_bytes", COLUMN_BYTES, 0, true, NULL},
+    {"peak_bytes", COLUMN_BYTES, 0, true, NULL},
+    {"predicted_bytes", COLUMN_BYTES, 0, true, NULL},
+    {"max_rel_err", COLUMN_NUMBER, 2, true, NULL},
+    {"reuse_saved", COLUMN_INTEGER, 0, true, NULL},
+    {"launches", COLUMN_NUMBER, 0, true, NULL},
+    {"alone_ms", COLUMN_NUMBER, 4, true, NULL},
+    {"alone_copy_ms", COLUMN_NUMBER, 4, true, NULL},
 };
 
 table *bench_table(table_format format)
@@ -161,6 +178,12 @@ static double row_alone(const bench_result *result, const row *r)
     return result->timed_alone ? sum_stages(result->alone, r->stages) : NAN;
 }
 
+static double row_alone_copy(const bench_result *result, const row *r)
+{
+    const double ms = r->whole ? 0 : sum_stages(result->alone_copy, r->stages);
+    return ms > 0 ? ms : NAN;
+}
+
 /* ---- Rows ---- */
 
 static const char *pass_name(bench_pass pass)
@@ -225,6 +248,7 @@ static void put_row(table *t, const bench_result *result, const row *r)
     table_integer(t, l->reuse_saved);
     table_number(t, row_launches(result, r));
     table_number(t, row_alone(result, r));
+    table_number(t, row_alone_copy(result, r));
     table_end_row(t);
 }
 

@@ -28,9 +28,10 @@ typedef struct bench_result {
     size_t repeats;
     pass_bytes peak, predicted;
     bench_errors errors;
-    bool counted, timed_alone; // are the next two known?
-    int launches[STAGE_COUNT]; // kernels of each stage in the pass's graph
-    double alone[STAGE_COUNT]; // ms of those kernels, each by itself
+    bool counted, timed_alone;      // are the next two known?
+    int launches[STAGE_COUNT];      // kernels of each stage in the pass's graph
+    double alone[STAGE_COUNT];      // ms of those kernels, each by itself
+    double alone_copy[STAGE_COUNT]; // ms of a copy of as many bytes, by itself; 0: not timed
 } bench_result;
 
 table *bench_table(table_format format);

@@ -66,9 +66,9 @@ bool cuda_yardstick_gemm(const cuda_yardstick *y, smoe_stage stage, error *err)
     }
 }
 
-bool cuda_yardstick_copy(const cuda_yardstick *y, error *err)
+bool cuda_yardstick_copy(const cuda_yardstick *y, uint64_t bytes, error *err)
 {
-    if (cudaMemcpyAsync(y->result.data, y->wide.data, CUDA_COPY_BYTES, cudaMemcpyDeviceToDevice, y->stream) ==
+    if (cudaMemcpyAsync(y->result.data, y->wide.data, bytes, cudaMemcpyDeviceToDevice, y->stream) ==
         cudaSuccess)
         return true;
     return fail(err, ERROR_RUNTIME, "the copy that the bound is measured with could not be started");

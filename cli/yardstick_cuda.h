@@ -47,9 +47,9 @@ bool cuda_yardstick_make(cuda_yardstick *made, const device *on, const smoe_laye
                          const void *w1, const void *w2, void *dw1, void *stream, error *err);
 void cuda_yardstick_free(cuda_yardstick *freed);
 
-/* Put on the stream: one stage's GEMMs, and a copy of CUDA_COPY_BYTES. */
+/* Put on the stream: one stage's GEMMs, and a copy of at most CUDA_COPY_BYTES. */
 bool cuda_yardstick_gemm(const cuda_yardstick *y, smoe_stage stage, error *err);
-bool cuda_yardstick_copy(const cuda_yardstick *y, error *err);
+bool cuda_yardstick_copy(const cuda_yardstick *y, uint64_t bytes, error *err);
 
 #endif
 #endif

@@ -95,11 +95,12 @@ peaks() {
 launches() {
     awk "$reader"'
     {
-        take(); alone = field("alone_ms"); number = field("launches")
+        take(); alone = field("alone_ms"); copy = field("alone_copy_ms"); number = field("launches")
         if (number == "" || number == 0 || kernel == "routing" || kernel == "gemms") next
-        if (!head++) print "\n| shape | routing | pass | kernel | launches | ms | alone, us | ms / alone |\n|---|---|---|---|---|---|---|---|"
-        printf "| %s | %s | %s | %s | %d | %.4f | %s | %s |\n", shape, variant(), pass, kernel, number, ms,
-            (alone == "" ? "" : sprintf("%.1f", 1000 * alone)), (alone == "" ? "" : sprintf("%.3f", ms / alone))
+        if (!head++) print "\n| shape | routing | pass | kernel | launches | ms | alone, us | ms / alone | copy / alone |\n|---|---|---|---|---|---|---|---|---|"
+        printf "| %s | %s | %s | %s | %d | %.4f | %s | %s | %s |\n", shape, variant(), pass, kernel, number, ms,
+            (alone == "" ? "" : sprintf("%.1f", 1000 * alone)), (alone == "" ? "" : sprintf("%.3f", ms / alone)),
+            (copy == "" ? "" : sprintf("%.3f", copy / alone))
     }' "$@"
 }
 

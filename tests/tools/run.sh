@@ -38,8 +38,8 @@ table peaks
 expect peaks "$folder/peaks.md" "| a | uniform | 1.0 | 3.0 (4.0) |  |  | 2.0000 |  |"
 expect peaks "$folder/peaks.md" "| a | random, nr-f, 4 chunks, reuse, layer | 2.0 |  |  | 2.5 (3.0) |  |  |"
 table launches
-expect launches "$folder/launches.md" "| a | uniform | forward | all | 4 | 2.0000 | 1600.0 | 1.250 |"
-expect launches "$folder/launches.md" "| a | uniform | forward | plan | 3 | 0.0100 |  |  |"
+expect launches "$folder/launches.md" "| a | uniform | forward | all | 4 | 2.0000 | 1600.0 | 1.250 |  |"
+expect launches "$folder/launches.md" "| a | uniform | forward | plan | 3 | 0.0100 |  |  |  |"
 [ "$(wc -l <"$folder/launches.md")" -eq 6 ] || { echo "launches: sums and records without launches are no rows"; wrong=1; }
 table rounding
 expect rounding "$folder/rounding.md" \

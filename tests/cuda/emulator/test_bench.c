@@ -138,12 +138,24 @@ static void test_layer(void **state)
     free_records(&r);
 }
 
+/* Beside the combine a copy of as many bytes, each run of it as long as any launch; nowhere else. */
+static void test_copy(void **state)
+{
+    (void)state;
+    records r = bench("--pass forward --scope experts --alone");
+    assert_true(number_of(record_of(&r, "forward", "combine"), "alone_copy_ms") == LAUNCH_MS);
+    assert_true(isnan(number_of(record_of(&r, "forward", "up"), "alone_copy_ms")));
+    assert_true(isnan(number_of(record_of(&r, "forward", "all"), "alone_copy_ms")));
+    free_records(&r);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_experts),
         cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_layer),
+        cmocka_unit_test(test_copy),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
