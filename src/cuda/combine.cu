@@ -9,7 +9,8 @@
 // fours: the indices past the end repeat the last row, so that all loads start before the first is used; its
 // sum leaves them out. Few bytes a token leave latency bare: where every token has K rows unless some were
 // lost, and K <= 4, their indices are read from where they then are, together with the offsets that tell
-// whether they are; K <= 2 takes rows by twos.
+// whether they are; K <= 2 takes rows by twos. CTAs are small, so that an SM always has some at every point
+// of the chain from index to row to sum.
 #include "launch.h"
 #include "storage.cuh"
 
@@ -18,7 +19,7 @@ namespace smoe
 namespace
 {
 
-enum { COLUMNS = 8, SHORT_COLUMNS = 2048, MOST_THREADS = 512, FEW_THREADS = 256 };
+enum { COLUMNS = 8, SHORT_COLUMNS = 1024, MOST_THREADS = 512, FEW_THREADS = 128 };
 
 template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
 {
@@ -113,13 +114,16 @@ void launch(const smoe_cuda_combine &p, cudaStream_t stream)
 template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t stream)
 {
     const bool even = p.topk > 0, twice = p.columns % (2 * COLUMNS) == 0;
+    const bool wide = twice && p.columns > SHORT_COLUMNS;
     if (p.terms)
         launch<T, 4, 1, false, true>(p, stream); // rows of Wr are in flight too
     else if (even && p.topk <= 2 && twice)
         launch<T, 2, 2, true, false>(p, stream);
-    else if (even && p.topk <= 4 && p.columns <= SHORT_COLUMNS)
+    else if (even && p.topk <= 4 && wide)
+        launch<T, 4, 2, true, false>(p, stream);
+    else if (even && p.topk <= 4)
         launch<T, 4, 1, true, false>(p, stream);
-    else if (twice)
+    else if (wide)
         launch<T, 4, 2, false, false>(p, stream);
     else
         launch<T, 4, 1, false, false>(p, stream);
