@@ -19,8 +19,8 @@ void bench_count_launches(const cuda_graph *pass, bench_result *result);
 bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *before,
                       bench_result *result, error *err);
 
-/* result->alone_copy of a stage: a copy that moves as many bytes, timed in the same way. A large copy hides
- * its own start and end; a short kernel cannot. */
+/* result->alone_copy of a stage: a copy that moves as many bytes, as often in a row and as sustained. A large
+ * copy hides its own start and end; a short kernel cannot. */
 bool bench_time_copy_alone(const cuda_yardstick *yardstick, smoe_stage stage, const sustained *how,
                            bench_result *result, error *err);
 
