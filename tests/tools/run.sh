@@ -114,23 +114,31 @@ untimed "no time left for ./cuda_check"
 
 pack=$folder/variants
 mkdir -p "$pack"
-variant() { # name, status of its check, ms of its passes
-    for check in check check_backward; do printf '#!/bin/sh\nexit %s\n' "$2" >"$pack/$check.$1"; done
-    # shellcheck disable=SC2016
-    printf '#!/bin/sh\nfor kernel in all up; do\n%s %s\ndone\n' \
-        'printf "{\"shape\":\"%s\",\"routing\":\"random\",\"pass\":\"forward\",\"kernel\":\"%s\",\"ms_median\":%s}\n"' \
-        "\"\${6#paper/}\" \$kernel $3" >"$pack/smoe.$1"
-    chmod +x "$pack/check.$1" "$pack/check_backward.$1" "$pack/smoe.$1"
+cp "$here/../../docs/shapes.csv" "$pack/"
+# shellcheck disable=SC2016 # its own arguments
+printf '#!/bin/sh\n[ "$3" != 40960,768,256,128,8 ] || exit 3\necho "timed $*"\n' >"$pack/time_variants"
+chmod +x "$pack/time_variants"
+variant() { # name, status of its check
+    for check in check check_backward; do
+        printf '#!/bin/sh\nexit %s\n' "$2" >"$pack/$check.$1"
+        chmod +x "$pack/$check.$1"
+    done
+    : >"$pack/$1.so"
 }
-variant base 0 6
-variant broken 1 5
-variant faster 0 4.5
-"$tools/variants.sh" run "$pack" 2 30B-n256 7B-n256 | tr -s ' ' >"$folder/variants.txt"
+variant base 0
+variant broken 1
+variant another 0
+"$tools/variants.sh" run "$pack" 2 30B-n256 7B-n256:uniform >"$folder/variants.txt"
+expect_status "variants.sh run" $? 0
 expect variants.sh "$folder/variants.txt" "broken: FAILED, not measured"
-expect variants.sh "$folder/variants.txt" "shape, routing, pass base faster"
-expect variants.sh "$folder/variants.txt" "30B-n256 random forward 6.0000 (1.000) 4.5000 (0.750)"
-expect variants.sh "$folder/variants.txt" "7B-n256 random forward 6.0000 (1.000) 4.5000 (0.750)"
-expect_status "variants.sh: measurements" "$(wc -l <"$pack/out/lines.txt")" 16 # two lines a variant, shape and round
+expect variants.sh "$folder/variants.txt" "30B-n256, random"
+expect variants.sh "$folder/variants.txt" "timed 2 random 32768,4096,256,256,16 ./base.so ./another.so"
+expect variants.sh "$folder/variants.txt" "timed 2 uniform 24576,1536,256,128,8 ./base.so ./another.so"
+"$tools/variants.sh" run "$pack" 2 1.4B-n256 >"$folder/variants.txt"
+expect_status "variants.sh with a shape that fails" $? 3
+variant base 1
+"$tools/variants.sh" run "$pack" 2 30B-n256 >"$folder/variants.txt"
+expect_status "variants.sh without a base" $? 1
 
 [ $wrong -eq 0 ] && echo "report.sh, gpu.sh and variants.sh do what they say"
 exit $wrong
