@@ -18,6 +18,20 @@ alignas(1024) static char shared_memory[SHARED_BYTES];
 char *const shared = shared_memory;
 bool early = getenv("EMULATOR_EARLY") != nullptr;
 
+// EMULATOR_SLOW: warps of a CTA that get on only when no other thread can, "4-7".
+static struct slow_warps {
+    int first = 1, last = 0;
+    slow_warps()
+    {
+        const char *text = getenv("EMULATOR_SLOW");
+        if (text && sscanf(text, "%d-%d", &first, &last) != 2) abort();
+    }
+    bool has(int warp) const
+    {
+        return first <= warp && warp <= last;
+    }
+} slow;
+
 namespace
 {
 
@@ -123,6 +137,15 @@ void land_oldest()
     landing();
 }
 
+// One turn of all threads, or of those that are slow.
+void run_turn(int count, bool slow_ones)
+{
+    for (int i = 0; i < count; i++) {
+        running &r = *fibers[i];
+        if (slow.has(r.state.warp) == slow_ones && !waits(r.state)) run(r);
+    }
+}
+
 void run_block()
 {
     const int count = threads();
@@ -135,12 +158,10 @@ void run_block()
     for (int i = 0; i < count; i++) prepare(i, count);
     for (int left = count, idle = 0; left;) {
         progress = false;
-        left = 0;
-        for (int i = 0; i < count; i++) {
-            running &r = *fibers[i];
-            if (!waits(r.state)) run(r);
-            left += !r.state.done;
-        }
+        run_turn(count, false);
+        if (!progress) run_turn(count, true);
+        left = (int)std::count_if(fibers.begin(), fibers.begin() + count,
+                                  [](const std::unique_ptr<running> &r) { return !r->state.done; });
         if (!progress && !landings.empty()) land_oldest();
         idle = progress ? 0 : idle + 1;
         if (idle > MOST_IDLE_ROUNDS) stuck(left);

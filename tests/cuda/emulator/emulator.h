@@ -5,7 +5,8 @@
 // out-of-bounds rule and reduction; wgmma through its descriptors; streams that run at once, or record for a
 // graph. cp.async and TMA loads land, TMA stores and wgmma read shared memory as late as they may
 // (EMULATOR_EARLY in the environment: at once), and a generic write to shared memory that TMA or wgmma reads
-// without a fence ends the program. What is not: the rest of memory ordering, registers, time. convert.py
+// without a fence ends the program. Threads take turns in their order; those of the warps of EMULATOR_SLOW
+// ("4-7") only when no other gets on. What is not: the rest of memory ordering, registers, time. convert.py
 // makes C++ of the sources; the headers beside this one stand in for those of the same name that hold
 // instructions.
 #pragma once
