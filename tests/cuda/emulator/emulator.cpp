@@ -16,7 +16,7 @@ uint3 block_index;
 dim3 block_size, grid_size;
 alignas(1024) static char shared_memory[SHARED_BYTES];
 char *const shared = shared_memory;
-bool early = getenv("EMULATOR_EARLY") != nullptr;
+static const bool early_loads = getenv("EMULATOR_EARLY") != nullptr;
 
 // EMULATOR_SLOW: warps of a CTA that get on only when no other thread can, "4-7".
 static struct slow_warps {
@@ -245,7 +245,7 @@ void settle(barrier &b)
 
 void later(std::function<void()> landing)
 {
-    if (early)
+    if (early_loads)
         landing();
     else
         landings.push_back(std::move(landing));
@@ -262,7 +262,7 @@ static void land(const copy &c)
 
 void start_copy(copy c)
 {
-    if (early)
+    if (early_loads)
         land(c);
     else
         current->open.push_back(c);

@@ -3,12 +3,12 @@
 // What is emulated: CTAs one after the other; warp shuffles, votes, stmatrix, ldmatrix and mma.sync (all
 // lanes meet); named barriers and mbarriers with their transaction bytes; TMA boxes with swizzle,
 // out-of-bounds rule and reduction; wgmma through its descriptors; streams that run at once, or record for a
-// graph. cp.async and TMA loads land, TMA stores and wgmma read shared memory as late as they may
-// (EMULATOR_EARLY in the environment: at once), and a generic write to shared memory that TMA or wgmma reads
-// without a fence ends the program. Threads take turns in their order; those of the warps of EMULATOR_SLOW
-// ("4-7") only when no other gets on. What is not: the rest of memory ordering, registers, time. convert.py
-// makes C++ of the sources; the headers beside this one stand in for those of the same name that hold
-// instructions.
+// graph. TMA stores and wgmma read shared memory as late as they may; cp.async and TMA loads land so late,
+// too, or with EMULATOR_EARLY in the environment at once: what is filled too soon is seen then. A generic
+// write to shared memory that TMA or wgmma reads without a fence ends the program. Threads take turns in
+// their order; those of the warps of EMULATOR_SLOW ("4-7") only when no other gets on. What is not: the rest
+// of memory ordering, registers, time. convert.py makes C++ of the sources; the headers beside this one stand
+// in for those of the same name that hold instructions.
 #pragma once
 #include "hazards.h"
 #include <cmath>

@@ -11,8 +11,6 @@
 namespace emulator
 {
 
-extern bool early; // EMULATOR_EARLY in the environment: everything is done when it is asked for
-
 // A thread's TMA stores or multiplies, in groups: done in order when a wait asks for them.
 class late_groups
 {
@@ -22,10 +20,7 @@ class late_groups
   public:
     void add(std::function<void()> work)
     {
-        if (early)
-            work();
-        else
-            open.push_back(std::move(work));
+        open.push_back(std::move(work));
     }
     void commit()
     {
