@@ -337,7 +337,7 @@ static const test_case cases[] = {
     {"stationary edges", 3000, 512, 256, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
     {"ping-pong", 900, 768, 512, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
     {"ping-pong edges", 3000, 384, 512, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"ping-pong d 200 n 328", 600, 200, 328, 16, 2, SMOE_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"half empty d 200 n 328", 600, 200, 328, 16, 2, SMOE_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0, 0},
     {"edges", 3000, 256, 320, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
     {"half empty", 1000, 192, 128, 32, 4, SMOE_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0, 0},
     {"one expert", 3000, 192, 128, 32, 1, SMOE_REGLU, ONE_EXPERT, B, CAT, 0, 0, 0, 1, 0, 0},
