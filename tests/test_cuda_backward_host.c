@@ -32,16 +32,16 @@ static void test_slots(void **state)
         }
 }
 
-/* Operand bytes, in tiles of 128, that the units from `first` on read again when others before them in the
- * expert were in an earlier wave. */
+/* Columns of both operands that the tiles from `first` on read, when those before them in the expert were in
+ * an earlier wave. */
 static int read_again(int first, int hidden_tiles, int feature_tiles)
 {
     char hidden[64] = {0}, feature[64] = {0};
     int sum = 0;
     for (int tile = first; tile < hidden_tiles * feature_tiles; tile++) {
-        const smoe_weight_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
-        if (!hidden[at.hidden_tile]++) sum += SMOE_WEIGHT_TILE_HIDDEN;
-        if (!feature[at.feature_tile]++) sum += SMOE_WEIGHT_TILE_FEATURES;
+        const smoe_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
+        if (!hidden[at.row_tile]++) sum += SMOE_WEIGHT_TILE_HIDDEN;
+        if (!feature[at.column_tile]++) sum += SMOE_WEIGHT_TILE_FEATURES;
     }
     return sum;
 }
@@ -54,10 +54,10 @@ static void test_weight_places(void **state)
             char *seen = calloc((size_t)(hidden_tiles * feature_tiles), 1);
             assert_non_null(seen);
             for (int tile = 0; tile < hidden_tiles * feature_tiles; tile++) {
-                const smoe_weight_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
-                assert_in_range(at.hidden_tile, 0, hidden_tiles - 1);
-                assert_in_range(at.feature_tile, 0, feature_tiles - 1);
-                seen[at.hidden_tile * feature_tiles + at.feature_tile]++;
+                const smoe_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
+                assert_in_range(at.row_tile, 0, hidden_tiles - 1);
+                assert_in_range(at.column_tile, 0, feature_tiles - 1);
+                seen[at.row_tile * feature_tiles + at.column_tile]++;
             }
             for (int i = 0; i < hidden_tiles * feature_tiles; i++) assert_int_equal(seen[i], 1);
             free(seen);

@@ -43,7 +43,8 @@ build() {
     strip -o "$directory/pack/time_variants" "$directory/build/tests/cuda/cuda_time_variants" || exit 3
     cp "$directory/source/docs/shapes.csv" "$directory/pack/" || exit 3
     git worktree remove --force "$directory/source"
-    ldd "$directory"/pack/*.so "$directory"/pack/check* | awk '$3 ~ /openblas|gomp|gfortran|quadmath|jansson|libz/ { print $3 }' | sort -u |
+    ldd "$directory"/pack/*.so "$directory"/pack/check* |
+        awk '$3 ~ /openblas|gomp|gfortran|quadmath/ { print $3 }' | sort -u |
         while read -r library; do cp -L "$library" "$directory/pack/lib/"; done
     tar -czf "$directory/carry/pack.tgz" -C "$directory/pack" . && cp "$0" "$directory/carry/variants.sh"
     du -sh "$directory/carry"

@@ -39,7 +39,7 @@ struct weight_walk {
     bool skip_empty;
     SMOE_DEVICE explicit weight_walk(const smoe_cuda_dw &p)
         : pieces(p.lists.pieces), tiles(smoe_weight_tiles(p.hidden, p.intermediate, p.halves)),
-          hidden_tiles((p.hidden + TILE_ROWS - 1) / TILE_ROWS),
+          hidden_tiles(smoe_hidden_tiles(p.hidden)),
           feature_tiles(smoe_feature_tiles(p.intermediate, p.halves)),
           slots_of_half(smoe_slots_of_half(p.intermediate)), skip_empty(p.accumulate)
     {
@@ -59,17 +59,17 @@ struct weight_walk {
     {
         return max(piece.blocks, 1);
     }
-    SMOE_DEVICE smoe_weight_place place(int unit) const
+    SMOE_DEVICE smoe_place place(int unit) const
     {
         return smoe_weight_place_of(unit % tiles, hidden_tiles, feature_tiles);
     }
     SMOE_DEVICE int hidden(int unit) const
     {
-        return place(unit).hidden_tile * TILE_ROWS;
+        return place(unit).row_tile * TILE_ROWS;
     }
     SMOE_DEVICE smoe_slot slot(int unit, int i) const
     {
-        return smoe_slot_of(place(unit).feature_tile * 2 + i, slots_of_half);
+        return smoe_slot_of(place(unit).column_tile * 2 + i, slots_of_half);
     }
 };
 

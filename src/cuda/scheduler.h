@@ -92,13 +92,18 @@ typedef struct smoe_place {
     int32_t row_tile, column_tile;
 } smoe_place;
 
-SMOE_HD smoe_place smoe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+/* Place `unit` of so many tiles, either columns or rows fastest. */
+SMOE_HD smoe_place smoe_place_in(int32_t unit, int32_t row_tiles, int32_t column_tiles, int columns_first)
 {
-    const int columns_first = column_tiles <= SMOE_MOST_COLUMNS_FIRST;
     const int32_t fast = columns_first ? column_tiles : row_tiles, slow = unit / fast,
                   rest = unit - slow * fast;
     const smoe_place place = {columns_first ? slow : rest, columns_first ? rest : slow};
     return place;
+}
+
+SMOE_HD smoe_place smoe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+{
+    return smoe_place_in(unit, row_tiles, column_tiles, column_tiles <= SMOE_MOST_COLUMNS_FIRST);
 }
 
 /* ---- Which kernel multiplies A by W2 ---- */

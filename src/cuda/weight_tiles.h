@@ -38,7 +38,12 @@ SMOE_HD int32_t smoe_slots_of_half(int32_t intermediate)
     return (intermediate + SMOE_WEIGHT_SLOT - 1) / SMOE_WEIGHT_SLOT;
 }
 
-/* Tiles over the features of `halves` halves, and tiles of one expert's matrix. */
+/* Tiles over d, over the features of `halves` halves, and of one expert's matrix. */
+SMOE_HD int32_t smoe_hidden_tiles(int32_t hidden)
+{
+    return (hidden + SMOE_WEIGHT_TILE_HIDDEN - 1) / SMOE_WEIGHT_TILE_HIDDEN;
+}
+
 SMOE_HD int32_t smoe_feature_tiles(int32_t intermediate, int32_t halves)
 {
     return (smoe_slots_of_half(intermediate) * halves + 1) / 2;
@@ -46,25 +51,17 @@ SMOE_HD int32_t smoe_feature_tiles(int32_t intermediate, int32_t halves)
 
 SMOE_HD int32_t smoe_weight_tiles(int32_t hidden, int32_t intermediate, int32_t halves)
 {
-    return (hidden + SMOE_WEIGHT_TILE_HIDDEN - 1) / SMOE_WEIGHT_TILE_HIDDEN *
-           smoe_feature_tiles(intermediate, halves);
+    return smoe_hidden_tiles(hidden) * smoe_feature_tiles(intermediate, halves);
 }
 
-/* Where tile `tile` of an expert's matrix stands. The shorter side is walked fastest: of an expert that one
- * wave of CTAs begins and the next one ends, the next one then reads the shorter operand once more and only a
- * part of the longer. */
-typedef struct smoe_weight_place {
-    int32_t hidden_tile, feature_tile;
-} smoe_weight_place;
-
-SMOE_HD smoe_weight_place smoe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
+/* Where tile `tile` of an expert's matrix stands: rows of d, columns of features. The shorter side is walked
+ * fastest: of an expert that one wave of CTAs begins and the next one ends, the next one then reads the
+ * shorter operand once more and only a part of the longer. */
+SMOE_HD smoe_place smoe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
 {
     const int hidden_first =
         hidden_tiles * SMOE_WEIGHT_TILE_HIDDEN < feature_tiles * SMOE_WEIGHT_TILE_FEATURES;
-    const int32_t fast = hidden_first ? hidden_tiles : feature_tiles, slow = tile / fast,
-                  rest = tile - slow * fast;
-    const smoe_weight_place place = {hidden_first ? rest : slow, hidden_first ? slow : rest};
-    return place;
+    return smoe_place_in(tile, hidden_tiles, feature_tiles, !hidden_first);
 }
 
 /* Slot `slot` of all: its half and first feature there. Past the last slot the half does not exist. */

@@ -7,6 +7,7 @@
  * mean over the rounds with its standard error. `bits`: do all results equal the first library's? */
 #define _GNU_SOURCE
 #include "gpu.h"
+#include "link_time.h"
 #include "route_cases.h"
 
 #include <dlfcn.h>
@@ -252,12 +253,6 @@ static void run_once(const problem *p, variant *v)
 
 /* ---- Times ---- */
 
-static int by_value(const void *a, const void *b)
-{
-    const float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
-}
-
 /* Median ms of launches [skipped, count). */
 static double time_launches(const problem *p, cudaGraphExec_t pass, int count, int skipped)
 {
@@ -279,7 +274,7 @@ static double time_launches(const problem *p, cudaGraphExec_t pass, int count, i
         CHECK_CUDA(cudaEventDestroy(marks[i][1]));
     }
     const int used = count - skipped;
-    qsort(ms + skipped, (size_t)used, sizeof *ms, by_value);
+    qsort(ms + skipped, (size_t)used, sizeof *ms, compare_floats);
     return 0.5 * (ms[skipped + (used - 1) / 2] + ms[skipped + used / 2]);
 }
 
