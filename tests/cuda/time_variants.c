@@ -22,6 +22,7 @@ enum {
     IDLE_US = 20000,
     IDLE_LAUNCHES = 4, /* the first is not counted */
     SETTLE_MS = 15,
+    WARM_ROUNDS = 2, /* before the sustained ones */
     LAUNCHES = 16,
     BLOCK = 1 << 22, /* normal numbers, laid down again and again */
     NO_DEVICE = 77
@@ -190,6 +191,7 @@ static void make_problem(problem *p, int drawn, const variant *variants, int cou
     p->ds = gpu_alloc((size_t)pairs * sizeof(float));
     p->scratch_forward = gpu_alloc(forward);
     p->scratch_backward = gpu_alloc(backward);
+    CHECK_CUDA(cudaDeviceSynchronize()); // poison is laid down by another stream
 }
 
 /* ---- Passes ---- */
@@ -278,25 +280,33 @@ static double time_launches(const problem *p, cudaGraphExec_t pass, int count, i
     return 0.5 * (ms[skipped + (used - 1) / 2] + ms[skipped + used / 2]);
 }
 
-static void time_round(const problem *p, variant *v, int pass, int round)
+static double time_after_idling(const problem *p, const variant *v, int pass)
 {
     usleep(IDLE_US);
-    const double idle = time_launches(p, v->pass[pass], IDLE_LAUNCHES, 1);
-    for (double spent = 0; spent < SETTLE_MS; spent += idle)
-        CHECK_CUDA(cudaGraphLaunch(v->pass[pass], p->stream));
-    v->ms[pass][0][round] = idle;
-    v->ms[pass][1][round] = time_launches(p, v->pass[pass], LAUNCHES, 0);
+    return time_launches(p, v->pass[pass], IDLE_LAUNCHES, 1);
 }
 
-/* Every round begins with another variant, and every second one goes the other way round. */
+static double time_sustained(const problem *p, const variant *v, int pass)
+{
+    const double expected = v->ms[pass][0][0];
+    for (double spent = 0; spent < SETTLE_MS; spent += expected)
+        CHECK_CUDA(cudaGraphLaunch(v->pass[pass], p->stream));
+    return time_launches(p, v->pass[pass], LAUNCHES, 0);
+}
+
+/* Every round begins with another variant, and every second one goes the other way round. All rounds of one
+ * way come before those of the other, or none would see the card idle, nor at its power limit. */
 static void time_all(const problem *p, variant *variants, int count, int rounds)
 {
-    for (int round = 0; round < rounds; round++)
+    for (int way = 0; way < WAYS; way++)
         for (int pass = 0; pass < PASSES; pass++)
-            for (int i = 0; i < count; i++) {
-                const int turn = (i + round / 2) % count;
-                time_round(p, variants + (round % 2 ? count - 1 - turn : turn), pass, round);
-            }
+            for (int round = way == 0 ? 0 : -WARM_ROUNDS; round < rounds; round++)
+                for (int i = 0; i < count; i++) {
+                    const int turn = (i + abs(round) / 2) % count;
+                    variant *v = variants + (round % 2 ? count - 1 - turn : turn);
+                    const double ms = way == 0 ? time_after_idling(p, v, pass) : time_sustained(p, v, pass);
+                    if (round >= 0) v->ms[pass][way][round] = ms;
+                }
 }
 
 /* ---- The table ---- */
