@@ -7,10 +7,12 @@
 // The consumers gather themselves: a stage is filled anew by those who are done with it, at once, while the
 // third group has its hands full. They dump dA' as fp16, each row scaled by a power of two so that its
 // largest element is in [2^14, 2^15): one rounding of 2^-12, no element costs more than its conversion. The
-// four warps of the third group work the dump off: they read H straight from global memory through a ring of
-// copies of their own (every lane its own 16 bytes, four items ahead), and write dH and A' from registers.
-// Nothing of H, dH or A' is staged, so dH may lie in H's place: a lane reads its 16 bytes long before it
-// writes them. dS of a row goes by column tiles into partial sums, no atomics.
+// four warps of the third group work the dump off, row by row: 512 bytes of H's gate half and of its up half
+// come straight from global memory through a ring of copies (every lane its own 16 bytes, four rows ahead),
+// and dH and A' go back from registers in pieces as long. Whole rows, not squares of 64 columns: DRAM likes
+// long pieces, and what it likes costs less of the card's power. Nothing of H, dH or A' is staged, so dH may
+// lie in H's place: a lane reads its 16 bytes long before it writes them. dS of a row goes by column tiles
+// into partial sums, no atomics.
 #include "activation_gradient.cuh"
 #include "cooperative.cuh"
 #include "launch_backward.h"
@@ -32,17 +34,19 @@ enum {
     PANELS = TILE_COLUMNS / SMOE_PANEL_COLUMNS,
     PANEL_BYTES = BLOCK_ROWS * SMOE_PANEL_ROW_BYTES, // of a block: 16 rows x 64 columns
     BLOCK_BYTES = PANELS * PANEL_BYTES,
-    ITEM_ROWS = 4,                         // an item: 4 rows x 64 columns, 8 columns a lane
-    RING = STAGING + BLOCKS * BLOCK_BYTES, // a worker warp: 4 items x (gate 512 bytes, up 512 bytes)
-    RING_HALF = 512,
-    RING_ITEM = 2 * RING_HALF,
-    RING_WARP = PANELS * RING_ITEM,
+    AHEAD = 4,                             // rows of H under way, 8 columns a lane
+    RING = STAGING + BLOCKS * BLOCK_BYTES, // a worker warp: 4 rows x (gate 512 bytes, up 512 bytes)
+    RING_HALF = TILE_COLUMNS * 2,
+    RING_ROW = 2 * RING_HALF,
+    RING_WARP = AHEAD * RING_ROW,
     BARRIERS = RING + 4 * RING_WARP,
     SCALES = BARRIERS + 8 * (2 * STAGES + 2 * BLOCKS), // (BLOCKS, BLOCK_ROWS) float
     DONE = SCALES + BLOCKS * BLOCK_ROWS * 4,           // a word a stage: consumers that are done with it
     SHARED_BYTES = DONE + STAGES * 4
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert(TILE_COLUMNS == 32 * 8, "a warp's lanes have a row of the tile, 16 bytes each");
+static_assert(BLOCK_ROWS % (2 * AHEAD) == 0, "the ring's slots, and the rows' places in a panel, repeat");
 
 struct dh_layout : shared_layout {
     SMOE_DEVICE explicit dh_layout(uint32_t start)
@@ -167,119 +171,129 @@ struct gatherer {
     }
 };
 
-// ---- Working off the dump: worker warp `worker` takes the blocks of warp `worker` of both consumers
+// ---- Working off the dump: worker warp `worker` takes the blocks of warp `worker` of both consumers.
+// Addresses move on by additions, from row to row.
 
-// A block in global memory: its first row (of this lane's items: + lane / 8) and this lane's first column.
+// A block in global memory: its first row and this lane's first column.
 struct place {
     int row, column;
 };
 
-// From a feature of the gate half of a row to the up half's.
+// This lane's 16 bytes of a row, in H's or dH's gate half, or in A'.
+SMOE_DEVICE const char *piece_of(const void *matrix, int row, int width, int column)
+{
+    return (const char *)matrix + ((int64_t)row * width + column) * 2;
+}
+
+// From a piece of a row's gate half to the up half's.
 SMOE_DEVICE const char *up_half(const char *gate, const smoe_cuda_dh &p)
 {
     return advance_by_adds(gate, (uint32_t)p.intermediate * 2);
 }
 
-template <typename T, bool GATED> struct h_ring {
+template <bool GATED> struct h_ring {
     const smoe_cuda_dh &p;
     uint32_t slots; // of this lane
 
-    // The lane's first piece of H of a row; past the last feature nothing is read.
-    SMOE_DEVICE const T *at(int row, int column) const
+    // A row starts on its way into a slot; of columns that do not exist nothing is read.
+    SMOE_DEVICE void fetch(const char *gate, int column, int slot) const
     {
-        return (const T *)p.h + (int64_t)row * (GATED ? 2 * p.intermediate : p.intermediate) + column;
-    }
-    // Item `panel` of that row starts on its way into slot `panel`.
-    SMOE_DEVICE void fetch(const T *row, int column, int panel) const
-    {
-        const T *from = row + panel * SMOE_PANEL_COLUMNS;
-        const uint32_t bytes = column + panel * SMOE_PANEL_COLUMNS < p.intermediate ? 16u : 0u;
-        copy16_async_once(slots + panel * RING_ITEM, from, bytes);
-        if (GATED)
-            copy16_async_once(slots + panel * RING_ITEM + RING_HALF, up_half((const char *)from, p), bytes);
+        const uint32_t bytes = column < p.intermediate ? 16u : 0u;
+        copy16_async_once(slots + slot * RING_ROW, gate, bytes);
+        if (GATED) copy16_async_once(slots + slot * RING_ROW + RING_HALF, up_half(gate, p), bytes);
         commit_copies();
     }
-    SMOE_DEVICE uint4 gate(int panel) const
+    SMOE_DEVICE uint4 gate(int slot) const
     {
-        return load_shared16(slots + panel * RING_ITEM);
+        return load_shared16(slots + slot * RING_ROW);
     }
-    SMOE_DEVICE uint4 up(int panel) const
+    SMOE_DEVICE uint4 up(int slot) const
     {
-        return GATED ? load_shared16(slots + panel * RING_ITEM + RING_HALF) : make_uint4(0, 0, 0, 0);
-    }
-};
-
-// Where a lane writes of a row: its first features of dH and of A'.
-template <typename T> struct out_row {
-    T *dh, *a;
-    template <bool GATED> static SMOE_DEVICE out_row at(const smoe_cuda_dh &p, int row, int column)
-    {
-        const int n = p.intermediate;
-        return {(T *)p.dh + (int64_t)row * (GATED ? 2 * n : n) + column,
-                (T *)p.a + (int64_t)row * n + column};
+        return GATED ? load_shared16(slots + slot * RING_ROW + RING_HALF) : make_uint4(0, 0, 0, 0);
     }
 };
 
+// A row's pieces of dH and A'; returns the lane's part of <dA', A>.
 template <typename T, int KIND>
-SMOE_DEVICE void write_item(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, out_row<T> to, int column,
-                            int panel, float weight, float y_weight, float &ds)
+SMOE_DEVICE float write_row(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
+                            const char *to_a, bool exists, float weight, float y_weight)
 {
     uint4 gate, up, scaled;
+    float ds = 0.0f;
     differentiate_pair<T, KIND>(g.x, u.x, x.x, weight, y_weight, ds, gate.x, up.x, scaled.x);
     differentiate_pair<T, KIND>(g.y, u.y, x.y, weight, y_weight, ds, gate.y, up.y, scaled.y);
     differentiate_pair<T, KIND>(g.z, u.z, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
     differentiate_pair<T, KIND>(g.w, u.w, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
-    if (column + panel * SMOE_PANEL_COLUMNS >= p.intermediate) return;
-    store_global16(to.dh + panel * SMOE_PANEL_COLUMNS, gate);
-    if (KIND < SMOE_SILU)
-        store_global16((void *)up_half((const char *)(to.dh + panel * SMOE_PANEL_COLUMNS), p), up);
-    store_global16(to.a + panel * SMOE_PANEL_COLUMNS, scaled);
+    store_streaming16_if(exists, (void *)to_dh, gate);
+    if (KIND < SMOE_SILU) store_streaming16_if(exists, (void *)up_half(to_dh, p), up);
+    store_streaming16_if(exists, (void *)to_a, scaled);
+    return ds;
 }
 
-// One block: 4 row groups x 4 panels, each item's H fetched a row group ahead. `next`: the block after it.
+// All lanes have a part of the sums of 4 rows; lanes 8 i to 8 i + 7 get row i's.
+SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
+{
+    const bool high = lane & 16, odd = lane & 8;
+    float first = high ? v[2] : v[0], second = high ? v[3] : v[1];
+    first += __shfl_xor_sync(~0u, high ? v[0] : v[2], 16);
+    second += __shfl_xor_sync(~0u, high ? v[1] : v[3], 16);
+    float sum = odd ? second : first;
+    sum += __shfl_xor_sync(~0u, odd ? first : second, 8);
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return sum + __shfl_xor_sync(~0u, sum, 1);
+}
+
+// dS of rows `row` to `row` + 3 of a block; a row below 0: there are none yet.
+SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float units, int lane)
+{
+    const float sum = sum_of_lanes(ds, lane), unit = __shfl_sync(~0u, units, row + (lane >> 3));
+    if (row >= 0 && (lane & 7) == 0) ds_out[row + (lane >> 3)] = sum * unit;
+}
+
+// One block, each row's H fetched four rows ahead. `next`: the block after it.
 template <typename T, int KIND>
-SMOE_DEVICE void work_block(const smoe_cuda_dh &p, const h_ring<T, (KIND < SMOE_SILU)> &ring,
+SMOE_DEVICE void work_block(const smoe_cuda_dh &p, const h_ring<(KIND < SMOE_SILU)> &ring,
                             const dh_layout &shared, uint32_t block, place at, place next, float weights,
                             float *ds_out, int lane)
 {
-    const int lane_row = lane >> 3, chunk = lane & 7;
-    const uint32_t dump = shared.block(block);
-    wait_copies<PANELS - 1>();
-    uint4 x = load_shared16(dump + smoe_panel_offset(lane_row, chunk)), g = ring.gate(0), u = ring.up(0);
+    const int a_width = p.intermediate, h_width = KIND < SMOE_SILU ? 2 * a_width : a_width;
+    const float units = load_shared_float(shared.scale(block, lane & 15)), y_weights = weights * units;
+    const bool exists = at.column < p.intermediate;
+    const char *to_dh = piece_of(p.dh, at.row, h_width, at.column),
+               *to_a = piece_of(p.a, at.row, a_width, at.column),
+               *ahead = piece_of(p.h, at.row + AHEAD - 1, h_width, at.column);
+    const char *const behind = piece_of(p.h, next.row, h_width, next.column);
+    uint32_t here = shared.block(block) + (lane >> 3) * PANEL_BYTES + smoe_panel_offset(0, lane & 7);
+    float ds[AHEAD] = {};
+    wait_copies<AHEAD - 1>();
+    uint4 x = load_shared16(here), g = ring.gate(0), u = ring.up(0);
 #pragma unroll 1
-    for (int group = 0; group < BLOCK_ROWS / ITEM_ROWS; group++) {
-        const bool last = group == BLOCK_ROWS / ITEM_ROWS - 1;
-        const int row = group * ITEM_ROWS + lane_row;
-        const int ahead_row = last ? next.row + lane_row : at.row + row + ITEM_ROWS;
+    for (int row = 0; row < BLOCK_ROWS; row += AHEAD) {
+        const bool last = row == BLOCK_ROWS - AHEAD;
         const int ahead_column = last ? next.column : at.column;
-        const uint32_t here = dump + smoe_panel_offset(row, chunk),
-                       below = dump + smoe_panel_offset(row + ITEM_ROWS, chunk);
-        const float weight = __shfl_sync(~0u, weights, row),
-                    unit = load_shared_float(shared.scale(block, row));
-        const float y_weight = weight * unit;
-        const T *ahead = ring.at(ahead_row, ahead_column);
-        const out_row<T> to = out_row<T>::template at<(KIND < SMOE_SILU)>(p, at.row + row, at.column);
-        float ds = 0.0f;
+        write_sums(ds_out, row - AHEAD, ds, units,
+                   lane); // beside these rows' work, which does not wait for it
 #pragma unroll
-        for (int panel = 0; panel < PANELS; panel++) {
+        for (int i = 0; i < AHEAD; i++) {
             uint4 x_next = x, g_next = g, u_next = u;
-            ring.fetch(ahead, ahead_column, panel); // this slot's item is in registers since the last turn
-            wait_copies<PANELS - 1>();
-            if (panel + 1 < PANELS) {
-                x_next = load_shared16(here + (panel + 1) * PANEL_BYTES);
-                g_next = ring.gate(panel + 1), u_next = ring.up(panel + 1);
-            } else if (!last) {
+            ahead = last && i == 0 ? behind : advance_by_adds(ahead, h_width * 2);
+            ring.fetch(ahead, ahead_column, i); // this slot's row is in registers since the last turn
+            wait_copies<AHEAD - 1>();
+            if (i + 1 < AHEAD || !last) {
+                // Rows i + 1 to 3 of these, then row 0 of the next four, whose chunks are exchanged by fours.
+                const uint32_t below = (here ^ (i + 1) << 4) + (i + 1) * SMOE_PANEL_ROW_BYTES;
+                if (i + 1 == AHEAD) here = below;
                 x_next = load_shared16(below);
-                g_next = ring.gate(0), u_next = ring.up(0);
+                g_next = ring.gate((i + 1) % AHEAD), u_next = ring.up((i + 1) % AHEAD);
             }
-            write_item<T, KIND>(p, x, g, u, to, at.column, panel, weight, y_weight, ds);
+            ds[i] = write_row<T, KIND>(p, x, g, u, to_dh, to_a, exists, __shfl_sync(~0u, weights, row + i),
+                                       __shfl_sync(~0u, y_weights, row + i));
+            to_dh = advance_by_adds(to_dh, h_width * 2), to_a = advance_by_adds(to_a, a_width * 2);
             x = x_next, g = g_next, u = u_next;
         }
-        ds += __shfl_xor_sync(~0u, ds, 1);
-        ds += __shfl_xor_sync(~0u, ds, 2);
-        ds += __shfl_xor_sync(~0u, ds, 4);
-        if (chunk == 0) ds_out[row] = ds * unit;
     }
+    write_sums(ds_out, BLOCK_ROWS - AHEAD, ds, units, lane);
 }
 
 template <typename T, int KIND>
@@ -287,15 +301,13 @@ SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const 
                             int lane)
 {
     if (blockIdx.x >= walk.units) return;
-    const h_ring<T, (KIND < SMOE_SILU)> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
-    const int lane_row = lane >> 3, chunk = lane & 7;
+    const h_ring<(KIND < SMOE_SILU)> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
     uint32_t phases = 0; // bit c: parity of consumer c's next block
     smoe_work tile = walk.tile(blockIdx.x);
-    place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + chunk * 8};
+    place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + lane * 8};
     float weights = __ldg(p.row_weight + at.row + (lane & 15));
-#pragma unroll
-    for (int panel = 0; panel < PANELS; panel++)
-        ring.fetch(ring.at(at.row + lane_row, at.column), at.column, panel);
+    const int h_width = KIND < SMOE_SILU ? 2 * p.intermediate : p.intermediate;
+    for (int i = 0; i < AHEAD; i++) ring.fetch(piece_of(p.h, at.row + i, h_width, at.column), at.column, i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const int blocks = smoe_work_blocks(tile);
         const int column_tile = walk.column(unit);
@@ -304,7 +316,7 @@ SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const 
         if (unit + gridDim.x < walk.units) {
             after = walk.tile(unit + gridDim.x);
             first = {after.row + worker * BLOCK_ROWS,
-                     walk.column(unit + gridDim.x) * TILE_COLUMNS + chunk * 8};
+                     walk.column(unit + gridDim.x) * TILE_COLUMNS + lane * 8};
         }
         for (int consumer = 0; consumer < blocks; consumer++) {
             const uint32_t block = consumer * 4 + worker, parity = phases >> consumer & 1;
@@ -432,10 +444,10 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) dh(const __g
     __syncthreads();
     const tile_walk walk(p.lists.tiles, p.lists.counts, (p.intermediate + TILE_COLUMNS - 1) / TILE_COLUMNS);
     if (warp >= 8) {
-        give_registers<136>();
+        give_registers<120>();
         work_tiles<T>(p, walk, shared, warp - 8, lane);
     } else {
-        take_registers<184>();
+        take_registers<192>();
         multiply_tiles<T>(p, walk, shared, warp, lane);
     }
 }

@@ -193,6 +193,14 @@ SMOE_DEVICE void store_streaming16(void *to, uint4 v)
                  : "memory");
 }
 
+SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+                 "@p st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((uint32_t)wanted)
+                 : "memory");
+}
+
 SMOE_DEVICE void prefetch_l2(const void *address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
