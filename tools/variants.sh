@@ -5,8 +5,8 @@
 #   tools/variants.sh build DIR PATCH...            here: into DIR/carry the library, check and check_backward of HEAD
 #                                                   (`base`) and of every PATCH (NAME.patch; several joined by + are
 #                                                   applied in turn)
-#   CARRY/variants.sh run CARRY ROUNDS SHAPE...     there: every check, then a table of all variants for every shape of
-#                                                   the paper's suite (NAME: random routing; or NAME:uniform)
+#   CARRY/variants.sh run CARRY ROUNDS SHAPE...     there: every check, then a table of all variants for every shape
+#                                                   of docs/shapes.csv (NAME: random routing; or NAME:uniform)
 #
 # A patch named bound-* leaves work out to see what it costs: it is measured though its results are wrong.
 set -u
@@ -54,7 +54,7 @@ build() {
 
 # T,d,n,E,K of a shape.
 shape() {
-    awk -F, -v name="$1" '$1 == "paper" && $2 == name { print $3 "," $4 "," $5 "," $6 "," $7 }' shapes.csv
+    awk -F, -v name="$1" '$2 == name { print $3 "," $4 "," $5 "," $6 "," $7; exit }' shapes.csv
 }
 
 time_shapes() { # rounds, libraries joined by blanks, shapes
