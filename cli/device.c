@@ -34,6 +34,11 @@ static bool host_sync(void)
     return true;
 }
 
+static void *host_open_traffic(void)
+{
+    return NULL;
+}
+
 static bool host_open_stream(void **stream)
 {
     *stream = NULL;
@@ -46,9 +51,10 @@ static void host_close_stream(void *stream)
 }
 
 static const device device_cpu = {
-    "cpu",     SMOE_BACKEND_CPU, host_alloc,        host_release, host_copy,
-    host_copy, host_copy,        host_set,          host_sync,    host_available_bytes,
-    host_name, host_open_stream, host_close_stream, &clock_cpu};
+    "cpu",     SMOE_BACKEND_CPU, host_alloc,        host_release,      host_copy,
+    host_copy, host_copy,        host_set,          host_sync,         host_available_bytes,
+    host_name, host_open_stream, host_close_stream, host_open_traffic, NULL,
+    NULL,      &clock_cpu};
 
 static const device *const devices[] = {
     &device_cpu,

@@ -27,7 +27,10 @@ typedef struct device {
     void (*describe)(char *text, size_t size, int threads); /* "NVIDIA H200"; the CPU with its threads */
     bool (*open_stream)(void **stream); /* in order with the operations above; the cpu's is NULL */
     void (*close_stream)(void *stream);
-    const struct clock_kind *clock; /* how time is measured there */
+    void *(*open_traffic)(void); /* copies beside all other work; NULL: there are none here, or no memory */
+    bool (*drive_traffic)(void *traffic); /* some milliseconds more of them get under way */
+    void (*close_traffic)(void *traffic); /* waits for them; NULL is fine */
+    const struct clock_kind *clock;       /* how time is measured there */
 } device;
 
 #ifdef SMOE_HAVE_CUDA

@@ -4,6 +4,7 @@
 #ifdef SMOE_HAVE_CUDA
 #include <cuda_runtime_api.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 static void *cuda_alloc(size_t bytes)
 {
@@ -72,7 +73,60 @@ static void cuda_close_stream(void *stream)
     if (stream) (void)cudaStreamDestroy(stream);
 }
 
-const device device_cuda = {"cuda",        SMOE_BACKEND_CUDA, cuda_alloc,        cuda_release, cuda_upload,
-                            cuda_download, cuda_copy,         cuda_set,          cuda_sync,    cuda_available,
-                            cuda_describe, cuda_open_stream,  cuda_close_stream, &clock_cuda};
+/* Copies that go through L2 and do not fit into it, on a stream that waits for no other. */
+enum { TRAFFIC_BYTES = 64 << 20, TRAFFIC_COPIES = 64 };
+
+typedef struct traffic {
+    cudaStream_t stream;
+    void *memory[2];
+} traffic;
+
+static void cuda_close_traffic(void *closed)
+{
+    traffic *t = closed;
+    if (!t) return;
+    if (t->stream) (void)cudaStreamDestroy(t->stream);
+    for (int i = 0; i < 2; i++) (void)cudaFree(t->memory[i]); // waits for the copies
+    free(t);
+}
+
+static void *cuda_open_traffic(void)
+{
+    traffic *t = calloc(1, sizeof *t);
+    if (t && cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking) == cudaSuccess &&
+        cudaMalloc(&t->memory[0], TRAFFIC_BYTES) == cudaSuccess &&
+        cudaMalloc(&t->memory[1], TRAFFIC_BYTES) == cudaSuccess &&
+        cudaMemset(t->memory[0], 0x5A, TRAFFIC_BYTES) == cudaSuccess)
+        return t;
+    cuda_close_traffic(t);
+    return NULL;
+}
+
+static bool cuda_drive_traffic(void *driven)
+{
+    const traffic *t = driven;
+    bool good = true;
+    for (int i = 0; good && i < TRAFFIC_COPIES; i++)
+        good = cudaMemcpyAsync(t->memory[(i + 1) % 2], t->memory[i % 2], TRAFFIC_BYTES,
+                               cudaMemcpyDeviceToDevice, t->stream) == cudaSuccess;
+    return good;
+}
+
+const device device_cuda = {"cuda",
+                            SMOE_BACKEND_CUDA,
+                            cuda_alloc,
+                            cuda_release,
+                            cuda_upload,
+                            cuda_download,
+                            cuda_copy,
+                            cuda_set,
+                            cuda_sync,
+                            cuda_available,
+                            cuda_describe,
+                            cuda_open_stream,
+                            cuda_close_stream,
+                            cuda_open_traffic,
+                            cuda_drive_traffic,
+                            cuda_close_traffic,
+                            &clock_cuda};
 #endif

@@ -14,11 +14,11 @@ typedef struct verify_options {
     const device *on;
     table_format format;
     bool quick, every_tensor;
-    int64_t seed, threads;
+    int64_t seed, threads, repeats;
     const char *only; /* run the cases with this in their name, or NULL */
 } verify_options;
 
-enum { KEY_DEVICE = 1, KEY_QUICK, KEY_JSON, KEY_CSV, KEY_SEED, KEY_THREADS, KEY_ONLY };
+enum { KEY_DEVICE = 1, KEY_QUICK, KEY_JSON, KEY_CSV, KEY_SEED, KEY_THREADS, KEY_REPEATS, KEY_ONLY };
 
 static const struct argp_option options_table[] = {
     {"device", KEY_DEVICE, "NAME", 0, "Backend: cpu (default) or cuda", 1},
@@ -26,6 +26,7 @@ static const struct argp_option options_table[] = {
     {"only", KEY_ONLY, "TEXT", 0, "Only the cases with TEXT in their name", 1},
     {"seed", KEY_SEED, "N", 0, "Seed of the inputs (default 1)", 1},
     {"threads", KEY_THREADS, "N", 0, "Threads of the cpu backend (default: OpenMP's)", 1},
+    {"repeats", KEY_REPEATS, "N", 0, "Runs of the cases that repeat beside copies (default 1000)", 1},
     {"verbose", 'v', NULL, 0, "A line for every tensor, not only the worst of each case", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line, every tensor", 2},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values, every tensor", 2},
@@ -53,6 +54,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_CSV: options->format = TABLE_CSV; return 0;
     case KEY_SEED: parse_number(state, "--seed", text, INT64_MAX, &options->seed); return 0;
     case KEY_THREADS: parse_number(state, "--threads", text, 4096, &options->threads); return 0;
+    case KEY_REPEATS: parse_number(state, "--repeats", text, 1000000000, &options->repeats); return 0;
     case KEY_ONLY: options->only = text; return 0;
     case 'v': options->every_tensor = true; return 0;
     case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;
@@ -145,10 +147,13 @@ static int finish(verify *v, const verify_options *options)
 
 int smoe_cli_verify(int argc, char **argv)
 {
-    verify_options options = {.on = device_find("cpu"), .format = TABLE_ALIGNED, .seed = 1};
+    verify_options options = {.on = device_find("cpu"), .format = TABLE_ALIGNED, .seed = 1, .repeats = 1000};
     argp_err_exit_status = 2;
     if (argp_parse(&verify_argp, argc, argv, 0, NULL, &options) != 0) return 2;
-    verify v = {.on = options.on, .threads = (int32_t)options.threads, .seed = (uint64_t)options.seed};
+    verify v = {.on = options.on,
+                .threads = (int32_t)options.threads,
+                .seed = (uint64_t)options.seed,
+                .repeats = options.repeats};
     char text[512] = "";
     smoe_context_options context = SMOE_CONTEXT_OPTIONS_INIT;
     context.backend = v.on->backend;

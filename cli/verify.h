@@ -29,6 +29,7 @@ typedef struct verify {
     smoe_context *context;
     int32_t threads;
     uint64_t seed;
+    int64_t repeats; // of the cases that repeat
     verify_report report;
 } verify;
 
@@ -58,6 +59,7 @@ smoe_layer verify_complete_layer(const verify_case *c, smoe_type dtype);
 verify_check check_against_oracle; /* every tensor, forward and backward */
 verify_check check_exact;          /* small integers: every element the same */
 verify_check check_same_bits;   /* repeats, stages, threads, chunks, reuse_saved, inference: the same bits */
+verify_check check_repeats;     /* again and again beside a stream that copies memory about: the same bits */
 verify_check check_isolation;   /* a NaN reaches nobody else */
 verify_check check_nan_logits;  /* a token that keeps a NaN logit, and no other, is NaN */
 verify_check check_bias_update; /* smoe_update_selection_bias */

@@ -1,8 +1,9 @@
 /* The same bits, however the same thing is asked for: again, with other threads, in chunks, stage by stage,
- * over the saved H, or for inference. */
+ * over the saved H, for inference, or a thousand times while something else uses the memory. */
 #include "cli/verify_checks.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 
 /* Which tensors two runs have in common. */
 typedef enum common { ALL_TENSORS, FORWARD_TENSORS, EXPERT_TENSORS } common;
@@ -84,4 +85,48 @@ void check_same_bits(verify *v, const verify_case *c, const smoe_layer *layer)
         tensors_free(&base);
     }
     oracle_drawn_free(&drawn);
+}
+
+/* Adds up the bits that differ; false when a run failed. */
+static bool repeat(verify *v, void *traffic, const smoe_layer *layer, const oracle_drawn *drawn,
+                   const tensors *base, int64_t differing[TENSORS])
+{
+    const run_options plain = {0};
+    tensors other;
+    if (!v->on->drive_traffic(traffic) || !check_run(v, NULL, layer, drawn, &plain, &other)) return false;
+    for (int i = 0; i < TENSORS; i++)
+        if (base->at[i].bits) differing[i] += llabs(tensor_differing_bits(&base->at[i], &other.at[i]));
+    tensors_free(&other);
+    return true;
+}
+
+static void repeat_all(verify *v, void *traffic, const smoe_layer *layer, const oracle_drawn *drawn,
+                       const tensors *base)
+{
+    int64_t differing[TENSORS] = {0}, done = 0;
+    char note[64];
+    while (done < v->repeats && repeat(v, traffic, layer, drawn, base, differing)) done++;
+    snprintf(note, sizeof note, "differing bits, %lld runs beside copies", (long long)done);
+    check_zero(v, "runs", v->repeats - done, "runs that failed, and those not tried after it");
+    for (int i = 0; i < TENSORS; i++)
+        if (base->at[i].bits) check_zero(v, tensor_names[i], differing[i], note);
+}
+
+void check_repeats(verify *v, const verify_case *c, const smoe_layer *layer)
+{
+    const run_options plain = {0};
+    void *traffic = v->on->open_traffic();
+    oracle_drawn drawn;
+    tensors base;
+    if (!traffic) {
+        report_skip(&v->report, "nothing can copy memory beside it here");
+        return;
+    }
+    oracle_draw_inputs(layer, &c->draw, v->seed, &drawn);
+    if (check_run(v, NULL, layer, &drawn, &plain, &base)) {
+        repeat_all(v, traffic, layer, &drawn, &base);
+        tensors_free(&base);
+    }
+    oracle_drawn_free(&drawn);
+    v->on->close_traffic(traffic);
 }

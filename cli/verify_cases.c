@@ -188,6 +188,13 @@ static const verify_case cases[] = {
      .draw = {BIASES}},
     {"same bits, rows", check_same_bits, QUICK, .layer = {.hidden = 200, .entry = SMOE_FROM_ROWS},
      .draw = {.row_weights = true, BIASES}},
+    {"repeats beside copies", check_repeats,
+     .layer = {.tokens = 700, .hidden = 256, .intermediate = 72, .topk = 4},
+     .draw = {ROUTER, LOSSES, BIASES}},
+    {"repeats beside copies, n = 256", check_repeats,
+     .layer = {.tokens = 300, .hidden = 384, .intermediate = 256, .experts = 4, .entry = SMOE_FROM_TOPK}},
+    {"repeats beside copies, n = 512", check_repeats,
+     .layer = {.tokens = 300, .hidden = 192, .intermediate = 512, .experts = 4, .entry = SMOE_FROM_TOPK}},
 
     /* values that are not numbers */
     {"NaN in an expert and its tokens", check_isolation, QUICK,
