@@ -28,7 +28,7 @@ typedef struct device {
     bool (*open_stream)(void **stream); /* in order with the operations above; the cpu's is NULL */
     void (*close_stream)(void *stream);
     void *(*open_traffic)(void); /* copies beside all other work; NULL: there are none here, or no memory */
-    bool (*drive_traffic)(void *traffic); /* some milliseconds more of them get under way */
+    bool (*drive_traffic)(void *traffic); /* about a millisecond of them gets under way */
     void (*close_traffic)(void *traffic); /* waits for them; NULL is fine */
     const struct clock_kind *clock;       /* how time is measured there */
 } device;

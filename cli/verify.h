@@ -21,6 +21,7 @@ typedef struct verify_report {
     int64_t passed, failed, skipped; /* lines that passed and failed, cases that were skipped */
     const char *name, *dtype;        /* of the case that runs */
     verify_line worst;               /* of those that passed: the nearest to its limit */
+    char worst_note[96];             /* its note: the line's own does not live until the case ends */
     bool any, any_failed;            /* of this case */
 } verify_report;
 

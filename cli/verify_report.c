@@ -2,6 +2,7 @@
 #include "cli/verify.h"
 
 #include <math.h>
+#include <stdio.h>
 
 static void write_row(verify_report *report, const verify_line *line, const char *ok)
 {
@@ -39,6 +40,8 @@ void report_line(verify_report *report, verify_line line)
     if (report->every_tensor || !line.ok) write_row(report, &line, line.ok ? "yes" : "NO");
     if (line.ok && (!report->any || share(&line) > share(&report->worst))) {
         report->worst = line;
+        snprintf(report->worst_note, sizeof report->worst_note, "%s", line.note ? line.note : "");
+        if (line.note) report->worst.note = report->worst_note;
         report->any = true;
     }
 }

@@ -283,11 +283,19 @@ static bool call(run *r, const char *name, smoe_status status)
     return r->on->sync() || refuse(r, "%s: the work on the device failed", name);
 }
 
+/* The passes wait for all work on the device, copies too, so each needs its own. */
+static bool disturb(run *r)
+{
+    void *traffic = r->options->traffic;
+    return !traffic || r->on->drive_traffic(traffic) || refuse(r, "no copies could be put beside it");
+}
+
 static bool run_forward(run *r)
 {
     smoe_context *c = r->context;
     const smoe_layer *l = r->layer;
     const smoe_forward_args *f = &r->forward;
+    if (!disturb(r)) return false;
     if (!r->options->stages) return call(r, "smoe_layer_forward", smoe_layer_forward(c, l, f, NULL));
     return (l->entry != SMOE_FROM_LOGITS || call(r, "smoe_route", smoe_route(c, l, f, NULL))) &&
            (l->entry != SMOE_FROM_LOGITS || l->rounding == SMOE_ROUND_NONE ||
@@ -300,6 +308,7 @@ static bool run_backward(run *r)
 {
     for (int i = 0; i < r->options->backwards || i == 0; i++) {
         if (!buffer_poison(&r->slots[SLOT_SCRATCH_BACKWARD].memory)) return refuse(r, "poison failed");
+        if (!disturb(r)) return false;
         const smoe_status status = r->options->stages
                                        ? smoe_experts_backward(r->context, r->layer, &r->backward, NULL)
                                        : smoe_layer_backward(r->context, r->layer, &r->backward, NULL);

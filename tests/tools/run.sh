@@ -128,12 +128,13 @@ variant() { # name, status of its check
 variant base 0
 variant broken 1
 variant another 0
+variant bound-nothing 1 # wrong results are what it is for
 "$tools/variants.sh" run "$pack" 2 30B-n256 7B-n256:uniform >"$folder/variants.txt"
 expect_status "variants.sh run" $? 0
 expect variants.sh "$folder/variants.txt" "broken: FAILED, not measured"
 expect variants.sh "$folder/variants.txt" "30B-n256, random"
-expect variants.sh "$folder/variants.txt" "timed 2 random 32768,4096,256,256,16 ./base.so ./another.so"
-expect variants.sh "$folder/variants.txt" "timed 2 uniform 24576,1536,256,128,8 ./base.so ./another.so"
+expect variants.sh "$folder/variants.txt" "timed 2 random 32768,4096,256,256,16 ./base.so ./another.so ./bound-nothing.so"
+expect variants.sh "$folder/variants.txt" "timed 2 uniform 24576,1536,256,128,8 ./base.so ./another.so ./bound-nothing.so"
 "$tools/variants.sh" run "$pack" 2 1.4B-n256 >"$folder/variants.txt"
 expect_status "variants.sh with a shape that fails" $? 3
 variant base 1
