@@ -3,7 +3,6 @@
 #include "cli/verify_checks.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 
 /* Which tensors two runs have in common. */
 typedef enum common { ALL_TENSORS, FORWARD_TENSORS, EXPERT_TENSORS } common;
@@ -87,38 +86,25 @@ void check_same_bits(verify *v, const verify_case *c, const smoe_layer *layer)
     oracle_drawn_free(&drawn);
 }
 
-static void repeat(verify *v, const smoe_layer *layer, const oracle_drawn *drawn, void *traffic,
-                   const tensors *base)
-{
-    const run_options beside_copies = {.traffic = traffic};
-    int64_t differing[TENSORS] = {0}, done = 0;
-    char note[64];
-    for (tensors other; done < v->repeats && check_run(v, NULL, layer, drawn, &beside_copies, &other);
-         done++) {
-        for (int i = 0; i < TENSORS; i++)
-            if (base->at[i].bits) differing[i] += llabs(tensor_differing_bits(&base->at[i], &other.at[i]));
-        tensors_free(&other);
-    }
-    snprintf(note, sizeof note, "differing bits, %lld runs beside copies", (long long)done);
-    for (int i = 0; i < TENSORS; i++)
-        if (base->at[i].bits) check_zero(v, tensor_names[i], differing[i], note);
-}
-
 void check_repeats(verify *v, const verify_case *c, const smoe_layer *layer)
 {
-    const run_options plain = {0};
-    void *traffic = v->on->open_traffic();
+    int64_t differing[TENSORS] = {0};
+    const run_options beside_copies = {
+        .traffic = v->on->open_traffic(), .repeats = v->repeats, .differing = differing};
     oracle_drawn drawn;
-    tensors base;
-    if (!traffic) {
+    tensors got;
+    char note[64];
+    if (!beside_copies.traffic) {
         report_skip(&v->report, "nothing can copy memory beside it here");
         return;
     }
     oracle_draw_inputs(layer, &c->draw, v->seed, &drawn);
-    if (check_run(v, NULL, layer, &drawn, &plain, &base)) {
-        repeat(v, layer, &drawn, traffic, &base);
-        tensors_free(&base);
+    if (check_run(v, NULL, layer, &drawn, &beside_copies, &got)) {
+        snprintf(note, sizeof note, "differing bits, %lld runs beside copies", (long long)v->repeats);
+        for (int i = 0; i < TENSORS; i++)
+            if (got.at[i].bits) check_zero(v, tensor_names[i], differing[i], note);
+        tensors_free(&got);
     }
     oracle_drawn_free(&drawn);
-    v->on->close_traffic(traffic);
+    v->on->close_traffic(beside_copies.traffic);
 }

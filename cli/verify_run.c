@@ -1,5 +1,5 @@
-/* Runs the library between canaries. The slots are the buffers of one run; what is an input is remembered, to
- * see that it stays as it was. */
+/* Runs the library between canaries. The slots are the buffers of one run; what they hold when it begins is
+ * remembered, to see that inputs stay as they were and to begin again. */
 #include "cli/verify_run.h"
 
 #include "cli/buffer.h"
@@ -75,7 +75,8 @@ static const char *const slot_names[SLOTS] = {"x",
 
 typedef struct slot {
     buffer memory;
-    void *input; // what was uploaded: must still be there at the end
+    void *start; // what it holds when a run begins; NULL: poison
+    bool input;  // and must still hold at the end
 } slot;
 
 typedef struct run {
@@ -121,7 +122,8 @@ static bool upload_values(run *r, slot_id id, const double *values, int64_t coun
     void *stored = oracle_alloc(bytes, 1);
     oracle_store(stored, type, values, (size_t)count);
     const bool done = make_slot(r, id, bytes) && buffer_write(&r->slots[id].memory, stored, bytes);
-    r->slots[id].input = stored;
+    r->slots[id].start = stored;
+    r->slots[id].input = true;
     return done;
 }
 
@@ -174,8 +176,7 @@ static bool make_gradient(run *r, slot_id id, bool wanted, int64_t count)
     for (int64_t i = 0; i < count; i++) initial[i] = run_initial_gradient(i);
     const bool done = upload_values(r, id, initial, count, r->layer->gradient_type);
     free(initial);
-    free(r->slots[id].input);
-    r->slots[id].input = NULL;
+    r->slots[id].input = false;
     return done;
 }
 
@@ -324,8 +325,19 @@ static bool poison_between(run *r)
     for (size_t i = 0; i < sizeof gone / sizeof gone[0]; i++) {
         slot *s = &r->slots[gone[i]];
         if (s->memory.device && !buffer_poison(&s->memory)) return refuse(r, "poison failed");
-        free(s->input);
-        s->input = NULL;
+        s->input = false;
+    }
+    return true;
+}
+
+/* Everything but inputs, which stayed, as before the first pass. */
+static bool begin_again(run *r)
+{
+    for (int i = 0; i < SLOTS; i++) {
+        const slot *s = &r->slots[i];
+        if (!s->memory.device || s->input) continue;
+        if (!(s->start ? buffer_write(&s->memory, s->start, s->memory.bytes) : buffer_poison(&s->memory)))
+            return refuse(r, "%s could not be filled again", slot_names[i]);
     }
     return true;
 }
@@ -337,10 +349,13 @@ static bool fetch(run *r, tensor_id id, const void *from, int64_t count, smoe_ty
     if (!from) return true;
     tensor *t = &r->got->at[id];
     const size_t bytes = (size_t)count * oracle_type_bytes(type);
-    *t = (tensor){oracle_alloc((size_t)count, sizeof(double)), oracle_alloc(bytes, 1), count, type};
-    if (!r->on->download(t->bits, from, bytes)) return refuse(r, "download of %s failed", tensor_names[id]);
-    oracle_load(t->values, type, t->bits, (size_t)count);
-    return true;
+    *t = (tensor){.bits = oracle_alloc(bytes, 1), .count = count, .type = type};
+    return r->on->download(t->bits, from, bytes) || refuse(r, "download of %s failed", tensor_names[id]);
+}
+
+static const int32_t *fetched_integers(const run *r, tensor_id id)
+{
+    return r->got->at[id].bits;
 }
 
 /* H without its pad rows. */
@@ -348,33 +363,33 @@ static bool fetch_h(run *r, const smoe_plan_view *view)
 {
     const int64_t width = oracle_h_width(r->layer), experts = r->layer->experts;
     tensor *t = &r->got->at[TENSOR_H];
-    const tensor *offsets = &r->got->at[TENSOR_OFFSETS], *blocks = &r->got->at[TENSOR_BLOCK_OFFSETS];
+    const int32_t *offsets = fetched_integers(r, TENSOR_OFFSETS);
+    const int32_t *blocks = fetched_integers(r, TENSOR_BLOCK_OFFSETS);
     if (!view->h) return true;
     if (!fetch(r, TENSOR_H, view->h, r->sizes.padded_rows * width, r->layer->dtype)) return false;
     const size_t row_bytes = (size_t)width * oracle_type_bytes(t->type);
     for (int64_t e = 0; e < experts; e++) {
-        for (int64_t row = (int64_t)offsets->values[e]; row < (int64_t)offsets->values[e + 1]; row++) {
-            const int64_t padded = (int64_t)blocks->values[e] * 64 + row - (int64_t)offsets->values[e];
+        for (int64_t row = offsets[e]; row < offsets[e + 1]; row++) {
+            const int64_t padded = (int64_t)blocks[e] * 64 + row - offsets[e];
             memmove((char *)t->bits + (size_t)row * row_bytes, (char *)t->bits + (size_t)padded * row_bytes,
                     row_bytes);
         }
     }
-    t->count = (int64_t)offsets->values[experts] * width;
-    oracle_load(t->values, t->type, t->bits, (size_t)t->count);
+    t->count = offsets[experts] * width;
     return true;
 }
 
 /* Do the offsets make sense, so that rows may be looked up by them? */
 static bool check_offsets(run *r)
 {
-    const tensor *offsets = &r->got->at[TENSOR_OFFSETS], *blocks = &r->got->at[TENSOR_BLOCK_OFFSETS];
+    const int32_t *offsets = fetched_integers(r, TENSOR_OFFSETS);
+    const int32_t *blocks = fetched_integers(r, TENSOR_BLOCK_OFFSETS);
     for (int64_t e = 0; e < r->layer->experts; e++) {
-        const double rows = offsets->values[e + 1] - offsets->values[e];
-        if (rows < 0 || blocks->values[e] < 0 || blocks->values[e] * 64 + rows > (double)r->sizes.padded_rows)
+        const int64_t rows = (int64_t)offsets[e + 1] - offsets[e];
+        if (rows < 0 || blocks[e] < 0 || (int64_t)blocks[e] * 64 + rows > r->sizes.padded_rows)
             return refuse(r, "the plan's offsets are broken at expert %lld", (long long)e);
     }
-    return offsets->values[r->layer->experts] <= (double)r->sizes.rows ||
-           refuse(r, "more rows than the bound");
+    return offsets[r->layer->experts] <= r->sizes.rows || refuse(r, "more rows than the bound");
 }
 
 static bool fetch_forward(run *r)
@@ -386,7 +401,7 @@ static bool fetch_forward(run *r)
     if (!fetch(r, TENSOR_OFFSETS, view.offsets, l->experts + 1, SMOE_I32) ||
         !fetch(r, TENSOR_BLOCK_OFFSETS, view.block_offsets, l->experts + 1, SMOE_I32) || !check_offsets(r))
         return false;
-    const int64_t rows = (int64_t)r->got->at[TENSOR_OFFSETS].values[l->experts];
+    const int64_t rows = fetched_integers(r, TENSOR_OFFSETS)[l->experts];
     return fetch(r, TENSOR_LOGITS, at(r, SLOT_LOGITS), l->tokens * l->experts, l->logits_type) &&
            fetch(r, TENSOR_TOPK_IDS, view.topk_ids, tk, SMOE_I32) &&
            fetch(r, TENSOR_TOPK_WEIGHTS, view.topk_weights, tk, SMOE_F32) &&
@@ -427,21 +442,43 @@ static bool check_slots(run *r)
         if (!s->input) continue;
         void *now = oracle_alloc(s->memory.bytes, 1);
         const bool same =
-            buffer_read(now, &s->memory, s->memory.bytes) && memcmp(now, s->input, s->memory.bytes) == 0;
+            buffer_read(now, &s->memory, s->memory.bytes) && memcmp(now, s->start, s->memory.bytes) == 0;
         free(now);
         if (!same) return refuse(r, "the library changed its input %s", slot_names[i]);
     }
     return true;
 }
 
+static bool run_passes(run *r)
+{
+    if (!run_forward(r) || !fetch_forward(r)) return false;
+    if (r->options->forward_only || !r->sizes.scratch_backward_bytes) return true;
+    return check_slots(r) && poison_between(r) && run_backward(r) && fetch_backward(r);
+}
+
+/* Both passes once more, with the same buffers; differing: elements of each tensor. */
+static bool repeat(run *r, int64_t *differing)
+{
+    tensors *const first = r->got, again = {0};
+    r->got = &again;
+    const bool done = begin_again(r) && run_passes(r);
+    for (int i = 0; done && i < TENSORS; i++)
+        differing[i] += llabs(tensor_differing_bits(&first->at[i], &again.at[i]));
+    tensors_free(&again);
+    r->got = first;
+    return done;
+}
+
 static bool run_all(run *r)
 {
     if (!make_inputs(r) || !make_outputs(r)) return false;
     fill_forward(r);
-    if (!run_forward(r) || !fetch_forward(r)) return false;
-    if (r->options->forward_only || !r->sizes.scratch_backward_bytes) return check_slots(r);
     fill_backward(r);
-    return check_slots(r) && poison_between(r) && run_backward(r) && fetch_backward(r) && check_slots(r);
+    if (!run_passes(r)) return false;
+    for (int64_t i = 0; i < r->options->repeats; i++)
+        if (!repeat(r, r->options->differing)) return false;
+    tensors_load_values(r->got);
+    return check_slots(r);
 }
 
 bool run_has_backward(smoe_context *context, const smoe_layer *layer)
@@ -472,7 +509,7 @@ run_outcome run_library(const device *on, smoe_context *context, const smoe_laye
     }
     for (int i = 0; i < SLOTS; i++) {
         buffer_free(&r.slots[i].memory);
-        free(r.slots[i].input);
+        free(r.slots[i].start);
     }
     if (done) return RUN_OK;
     tensors_free(got);

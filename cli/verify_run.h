@@ -8,11 +8,13 @@
 #include "oracle/draw.h"
 
 typedef struct run_options {
-    bool stages;       // route, round, plan, experts one by one, and the experts' backward alone
-    bool forward_only; // for inference
-    bool inside_16;    // the backend keeps in 16 bits what oracle.h's round_inside says
-    int backwards;     // backward calls on one forward, at least 1; with `accumulate` their gradients add up
-    void *traffic;     // device.h: copies get under way right before every pass; or NULL
+    bool stages;        // route, round, plan, experts one by one, and the experts' backward alone
+    bool forward_only;  // for inference
+    bool inside_16;     // the backend keeps in 16 bits what oracle.h's round_inside says
+    int backwards;      // backward calls on one forward, at least 1; with `accumulate` their gradients add up
+    void *traffic;      // device.h: copies get under way right before every pass; or NULL
+    int64_t repeats;    // of both passes after the first time, with the same buffers, outputs poisoned anew
+    int64_t *differing; // (TENSORS), added to: elements of each tensor whose bits a repeat had otherwise
 } run_options;
 
 typedef enum run_outcome { RUN_OK, RUN_UNSUPPORTED, RUN_FAILED } run_outcome;

@@ -51,6 +51,9 @@ typedef struct tensors {
 
 void tensors_free(tensors *freed);
 
+/* The values of every tensor that has bits. */
+void tensors_load_values(tensors *loaded);
+
 /* Is this tensor compared element by element? Then its error is the number of elements that differ. */
 bool tensor_exact(tensor_id id);
 
