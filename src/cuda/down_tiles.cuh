@@ -19,6 +19,7 @@ static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 template <class P> SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, feed items, int steps)
 {
     ring_position<STAGES> ring(1);
+    const int ask_at = items.asks_at();
     operands<P>::prefetch(p);
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
@@ -31,6 +32,7 @@ template <class P> SMOE_DEVICE void load_tiles(const P &p, const shared_layout &
             barrier_expect(full, STAGE_BYTES);
             operands<P>::load_rows(p, stage, full, k, tile);
             operands<P>::template load_weights<TILE_COLUMNS>(p, stage + A_BYTES, full, k, tile, column);
+            if (k == ask_at) barrier_arrive(items.asked());
             ring.advance();
         }
     }
@@ -119,14 +121,14 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     const uint32_t base = shared_address(memory);
     const shared_layout shared = {base, base + BARRIERS};
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    const feed items = {base + FEED};
+    const int steps = operands<P>::steps(p);
+    const feed items = {base + FEED, steps};
     if (threadIdx.x == 0) {
         items.init();
         init_barriers(shared, 1);
     }
     __syncthreads();
     const work_queue queue(p, (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
-    const int steps = operands<P>::steps(p);
     if (warp >= 8) {
         give_registers<40>();
         if (warp == 8 && lane == 0) load_tiles(p, shared, items, steps);

@@ -1,7 +1,11 @@
 // Work for a persistent CTA from a counter in global memory: whoever is free takes the next unit of the list,
 // so that the tiles under way at one time stay neighbours in it and an expert's weights are read while they
-// are in L2. The store warp of consumer 0 claims, three tiles ahead of the one it stores: it has the time to
-// wait for the counter and the list. Everybody in the CTA reads.
+// are in L2. The store warp of consumer 0 claims: it has the time to wait for the counter and the list.
+// Everybody in the CTA reads.
+//
+// What is claimed early is begun late where tiles take unlike times, and its neighbours are gone from L2 by
+// then. So a tile of many steps is claimed shortly before the loaders need it, when they ask for it; one of
+// few steps, which would come too late, three tiles ahead of the one that is stored.
 #pragma once
 #include "cooperative.cuh"
 
@@ -48,13 +52,30 @@ struct work_queue {
     }
 };
 
-enum { ITEMS = 8, LEAD = 3, FEED_BYTES = ITEMS * (16 + 8 + 8) };
+enum {
+    ITEMS = 8,
+    FEW_LEAD = 3,    // tiles of few steps
+    MANY_STEPS = 24, // and of many:
+    ASK_BEFORE = 12, // steps before a tile's last the loaders ask for the next
+    READ_BEFORE = 4, // and read it, to know its tokens in time
+    FEED_BYTES = ITEMS * (16 + 8 + 8) + 16
+};
+static_assert((int)READ_BEFORE < (int)ASK_BEFORE && (int)ASK_BEFORE < (int)MANY_STEPS, "asked, then read");
 
 // Item i stands in slot i % ITEMS. When the claiming warp comes to tile i, loaders and consumers have read
 // all items up to i - 4: the ring of stages binds them to it. The other store warp may be later and says what
 // it has read.
 struct feed {
     uint32_t at;
+    int steps; // of a tile
+    SMOE_DEVICE bool asks() const
+    {
+        return steps >= MANY_STEPS;
+    }
+    SMOE_DEVICE int lead() const
+    {
+        return asks() ? 1 : FEW_LEAD;
+    }
     SMOE_DEVICE uint32_t slot(int i) const
     {
         return at + i % ITEMS * 16;
@@ -67,8 +88,13 @@ struct feed {
     {
         return at + ITEMS * 24 + i % ITEMS * 8;
     }
+    SMOE_DEVICE uint32_t asked() const
+    {
+        return at + ITEMS * 32;
+    }
     SMOE_DEVICE void init() const
     {
+        barrier_init(asked(), 1);
         for (int i = 0; i < ITEMS; i++) {
             barrier_init(known(i), 1);
             barrier_init(free(i), 1);
@@ -87,14 +113,20 @@ struct feed {
                        {(uint32_t)item.tile.row, (uint32_t)item.tile.what, (uint32_t)item.column, 0});
         barrier_arrive(known(i));
     }
+    // The step of a tile at which a loader arrives at asked(), or -1.
+    SMOE_DEVICE int asks_at() const
+    {
+        return asks() ? steps - ASK_BEFORE : -1;
+    }
     // The claiming thread before its first tile, and when it comes to tile i.
     SMOE_DEVICE void begin(const work_queue &queue) const
     {
-        for (int i = 0; i < LEAD; i++) publish(i, queue.item(blockIdx.x + i * gridDim.x));
+        for (int i = 0; i < lead(); i++) publish(i, queue.item(blockIdx.x + i * gridDim.x));
     }
     SMOE_DEVICE void claim(int i, const work_queue &queue) const
     {
-        publish(i + LEAD, queue.item(atomicAdd(queue.turn, 1) + LEAD * (int)gridDim.x));
+        if (asks()) barrier_wait(asked(), i & 1);
+        publish(i + lead(), queue.item(atomicAdd(queue.turn, 1) + lead() * (int)gridDim.x));
     }
     // After its last claim. The last CTA to come here leaves both words as it found them.
     SMOE_DEVICE void end(const work_queue &queue) const

@@ -57,25 +57,38 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const shared_layout &shared, 
             from[i] = (const char *)p.x + (uint64_t)(uint32_t)max(row, 0) * row_bytes + chunk * 16;
         }
         const work_item now = item;
-        item = items.read(t + 1);
-        if (item.exists() && item.tile.row != now.tile.row) next = read_tokens(p, item.tile, row0, chunk);
+        const auto follow = [&] {
+            item = items.read(t + 1);
+            if (item.exists() && item.tile.row != now.tile.row) next = read_tokens(p, item.tile, row0, chunk);
+        };
         const int group = now.column * (p.gated ? 16 : 32); // of eight features
-        for (int k = 0; k < steps; k++) {
-            barrier_wait(shared.empty(ring.stage), ring.phase);
-            const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
-            if (thread == 0) {
-                barrier_expect(full, B_BYTES);
-                load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, smoe_work_expert(now.tile));
+        const auto load = [&](int first, int end) {
+            for (int k = first; k < end; k++) {
+                barrier_wait(shared.empty(ring.stage), ring.phase);
+                const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
+                if (thread == 0) {
+                    barrier_expect(full, B_BYTES);
+                    load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, smoe_work_expert(now.tile));
+                }
+                const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
+#pragma unroll
+                for (int i = 0; i < ROWS_A_LOADER; i++)
+                    copy16_async_if(wanted & 1u << i, stage + to + i * 8 * SMOE_PANEL_ROW_BYTES, from[i]);
+                barrier_arrive_after_copies(full);
+#pragma unroll
+                for (int i = 0; i < ROWS_A_LOADER; i++) from[i] = advance_by_adds(from[i], STEP * 2);
+                ring.advance();
             }
-            const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
-#pragma unroll
-            for (int i = 0; i < ROWS_A_LOADER; i++)
-                copy16_async_if(wanted & 1u << i, stage + to + i * 8 * SMOE_PANEL_ROW_BYTES, from[i]);
-            barrier_arrive_after_copies(full);
-#pragma unroll
-            for (int i = 0; i < ROWS_A_LOADER; i++) from[i] = advance_by_adds(from[i], STEP * 2);
-            ring.advance();
+        };
+        int done = 0;
+        if (items.asks()) {
+            load(0, steps - ASK_BEFORE);
+            if (thread == 0) barrier_arrive(items.asked());
+            load(steps - ASK_BEFORE, steps - READ_BEFORE);
+            done = steps - READ_BEFORE;
         }
+        follow();
+        load(done, steps);
     }
     for (int i = 0; i < STAGES; i++) { // the last copies have landed and been read
         barrier_wait(shared.empty(ring.stage), ring.phase);
@@ -199,7 +212,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __g
     const uint32_t base = shared_address(memory);
     const shared_layout shared = {base, base + BARRIERS};
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    const feed items = {base + FEED};
+    const int steps = (p.hidden + STEP - 1) / STEP;
+    const feed items = {base + FEED, steps};
     if (threadIdx.x == 0) {
         items.init();
         init_barriers(shared, 1 + LOADERS);
@@ -207,7 +221,6 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __g
     __syncthreads();
     const int slot_features = p.gated ? 128 : 256;
     const work_queue queue(p, (p.intermediate + slot_features - 1) / slot_features);
-    const int steps = (p.hidden + STEP - 1) / STEP;
     if (warp >= 8) {
         give_registers<72>();
         if (warp < 10)

@@ -349,6 +349,8 @@ static const test_case cases[] = {
     {"wide d 1040 topk 5", 150, 1040, 16, 7, 5, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
     {"wide d 1032 topk 3", 150, 1032, 16, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
     {"wide d 8224 topk 4", 40, 8224, 8, 5, 4, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"many steps up", 700, 1608, 320, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"many steps down", 500, 256, 1608, 3, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
     {"bias", 700, 200, 136, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
     {"bias interleaved", 700, 256, 256, 6, 2, SMOE_REGLU, RANDOM, B, INT, 0, 1, 0, 1, 0, 0},
     {"bias relu", 700, 256, 192, 6, 2, SMOE_RELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
