@@ -212,22 +212,28 @@ static void shares_cover_every_block_once(void **state)
 static void places_cover_an_expert_once(void **state)
 {
     (void)state;
-    for (int32_t rows = 1; rows <= 40; rows++)
-        for (int32_t columns = 1; columns <= 20; columns++) {
-            char seen[40][20] = {{0}};
+    enum { ROWS = 500, COLUMNS = 20 };
+    for (int32_t rows = 1; rows <= ROWS; rows++) {
+        const int32_t height = smoe_band_height(rows);
+        assert_true(height >= 1 && height < 1.5 * SMOE_BAND);
+        for (int32_t columns = 1; columns <= COLUMNS; columns++) {
+            char seen[ROWS][COLUMNS] = {{0}};
             smoe_place before = {0, 0};
             for (int32_t unit = 0; unit < rows * columns; unit++) {
                 const smoe_place at = smoe_place_of(unit, rows, columns);
                 assert_true(at.row_tile >= 0 && at.row_tile < rows && at.column_tile >= 0 &&
                             at.column_tile < columns);
                 assert_int_equal(seen[at.row_tile][at.column_tile]++, 0);
+                const int32_t band = at.row_tile / height, band_before = before.row_tile / height;
                 if (columns <= SMOE_MOST_COLUMNS_FIRST)
                     assert_true(at.row_tile >= before.row_tile);
                 else
-                    assert_true(at.column_tile >= before.column_tile);
+                    assert_true(band > band_before ||
+                                (band == band_before && at.column_tile >= before.column_tile));
                 before = at;
             }
         }
+    }
 }
 
 static void the_down_kernel_fits_its_shape(void **state)

@@ -84,9 +84,9 @@ SMOE_HD int64_t smoe_rest_share(int64_t rest, int64_t lacking_before, int64_t la
 /* ---- The order of an expert's tiles ----
  * Column tiles fastest, so that a row tile is fetched once. The weights of an expert with many column tiles
  * do not stay in L2 beside its rows: then row tiles are fastest, and a column tile's weights are done with
- * before the next. */
+ * before the next; of an expert with many of those too, in bands whose rows stay in L2. */
 
-enum { SMOE_MOST_COLUMNS_FIRST = 8 };
+enum { SMOE_MOST_COLUMNS_FIRST = 8, SMOE_BAND = 16 };
 
 typedef struct smoe_place {
     int32_t row_tile, column_tile;
@@ -101,9 +101,22 @@ SMOE_HD smoe_place smoe_place_in(int32_t unit, int32_t row_tiles, int32_t column
     return place;
 }
 
+/* Row tiles of a band: about SMOE_BAND, all bands alike but the last. */
+SMOE_HD int32_t smoe_band_height(int32_t row_tiles)
+{
+    const int32_t bands = (row_tiles + SMOE_BAND / 2) / SMOE_BAND;
+    return bands > 1 ? (row_tiles + bands - 1) / bands : row_tiles;
+}
+
 SMOE_HD smoe_place smoe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
-    return smoe_place_in(unit, row_tiles, column_tiles, column_tiles <= SMOE_MOST_COLUMNS_FIRST);
+    if (column_tiles <= SMOE_MOST_COLUMNS_FIRST) return smoe_place_in(unit, row_tiles, column_tiles, 1);
+    const int32_t height = smoe_band_height(row_tiles), first = unit / (height * column_tiles) * height;
+    const int32_t left = row_tiles - first;
+    smoe_place place =
+        smoe_place_in(unit - first * column_tiles, left < height ? left : height, column_tiles, 0);
+    place.row_tile += first;
+    return place;
 }
 
 /* ---- Which kernel multiplies A by W2 ---- */

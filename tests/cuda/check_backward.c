@@ -473,6 +473,7 @@ static const test_case cases[] = {
     {"ping-pong inter edges", 1400, 192, 256, 16, 1, SMOE_REGLU, EDGES, B, B, INT, 0, 1, 0, 0, 0, 0},
     {"long K", 300, 320, 640, 2, 1, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
     {"many steps", 300, 256, 792, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"bands", 3300, 2312, 24, 1, 1, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
     {"chunks 2", 300, 384, 192, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 2, 0, 0, 0, 0},
     {"chunks 4", 300, 768, 128, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 4, 0, 0, 0, 0},
     {"chunks 64 d 200", 300, 200, 256, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 64, 0, 1, 0, 0},
