@@ -174,7 +174,7 @@ static bool add_suite(problem_options *options, const char *suite, error *err)
     for (int i = 0; i < count; i++)
         if (strcmp(all[i].suite, suite) == 0 && !add_shape(options, &all[i], err)) return false;
     if (options->shape_count > before) return true;
-    return fail(err, ERROR_USAGE, "--suite: '%s' is none of paper, models, rounding, granularity", suite);
+    return fail(err, ERROR_USAGE, "--suite: '%s' is none of paper, models, ep, rounding, granularity", suite);
 }
 
 /* NAME, or SUITE/NAME. */
@@ -251,7 +251,7 @@ static const struct argp_option problem_argp_options[] = {
     {NULL, 0, NULL, 0, "The problem:", 1},
     {"thiek", KEY_THIEK, "T,H,I,E,K", 0,
      "Tokens, hidden (d), intermediate (n), experts, experts a token (K); may come several times", 1},
-    {"suite", KEY_SUITE, "NAME", 0, "The shapes of a suite: paper, models, rounding or granularity", 1},
+    {"suite", KEY_SUITE, "NAME", 0, "The shapes of a suite: paper, models, ep, rounding or granularity", 1},
     {"shape", KEY_SHAPE, "NAME", 0, "The shapes of this name: 7B-n256 in any suite, or paper/7B-n256", 1},
     {"dtype", KEY_DTYPE, "TYPE", 0, "f32 (default), bf16 or fp16 (cuda only)", 1},
     {"activation", KEY_ACTIVATION, "NAME", 0,

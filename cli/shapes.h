@@ -5,8 +5,8 @@
 #include <stdint.h>
 
 typedef struct bench_shape {
-    const char
-        *suite; // "paper", "models", "rounding", "granularity"; "thiek" for shapes from the command line
+    const char *
+        suite; // "paper", "models", "ep", "rounding", "granularity"; "thiek" for shapes from the command line
     const char *name;
     int64_t tokens, hidden, intermediate, experts, topk;
 } bench_shape;
