@@ -5,12 +5,12 @@
 // more), or where dlogits is nonzero at the token's rows alone each comes with dlogit[r] Wr[e(r)] (Wr, 2 E d
 // bytes, stays in L2).
 //
-// A thread owns eight columns of a token, or twice eight. Tokens may have any number of rows (CSR), taken by
-// fours: the indices past the end repeat the last row, so that all loads start before the first is used; its
-// sum leaves them out. Few bytes a token leave latency bare: where every token has K rows unless some were
-// lost, and K <= 4, their indices are read from where they then are, together with the offsets that tell
-// whether they are; K <= 2 takes rows by twos. CTAs are small, so that an SM always has some at every point
-// of the chain from index to row to sum.
+// A thread owns eight columns of a token, or twice or four times eight. Tokens may have any number of rows
+// (CSR), taken by fours: the indices past the end repeat the last row, so that all loads start before the
+// first is used; its sum leaves them out. Few bytes a token leave latency bare: where every token has K rows
+// unless some were lost, and K <= 4, their indices are read from where they then are, together with the
+// offsets that tell whether they are; K = 2 takes rows by twos, K = 1 one of four pieces at once. CTAs are
+// small, so that an SM always has some at every point of the chain from index to row to sum.
 #include "launch.h"
 #include "storage.cuh"
 
@@ -117,6 +117,8 @@ template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t strea
     const bool wide = twice && p.columns > SHORT_COLUMNS;
     if (p.terms)
         launch<T, 4, 1, false, true>(p, stream); // rows of Wr are in flight too
+    else if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0)
+        launch<T, 1, 4, true, false>(p, stream);
     else if (even && p.topk <= 2 && twice)
         launch<T, 2, 2, true, false>(p, stream);
     else if (even && p.topk <= 4 && wide)
