@@ -9,8 +9,8 @@
 // (CSR), taken by fours: the indices past the end repeat the last row, so that all loads start before the
 // first is used; its sum leaves them out. Few bytes a token leave latency bare: where every token has K rows
 // unless some were lost, and K <= 4, their indices are read from where they then are, together with the
-// offsets that tell whether they are; K = 2 takes rows by twos, K = 1 one of four pieces at once. CTAs are
-// small, so that an SM always has some at every point of the chain from index to row to sum.
+// offsets that tell whether they are; K = 2 takes rows by twos, K = 1 one row in four pieces. CTAs are small,
+// so that an SM always has some at every point of the chain from index to row to sum.
 #include "launch.h"
 #include "storage.cuh"
 
