@@ -13,7 +13,8 @@
 #              memcheck synccheck
 #   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
 #              (paper_topk: back to dS, for a backward that has no router's)
-#   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers, skewed routing
+#   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers and what one GPU
+#              holds of them under expert parallelism, skewed routing
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
 # one), verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits,
@@ -191,6 +192,7 @@ alone="--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
 rest="bench:rounding:rounding:$sweep bench:launches:small:--thiek+512,2048,768,128,8+$alone
 bench:launches:alone:--shape+7B-n256+--scope+experts+--entry+logits+$alone
 bench:passes:models:--suite+models+--routing+random+--scope+experts+--pass+forward,backward+--seconds+3
+bench:passes:ep:--suite+ep+--routing+random+--scope+experts+--pass+forward,backward+--seconds+3
 bench:passes:skewed:--suite+paper+--routing+skewed+--scope+experts+--pass+forward,backward+--seconds+2"
 
 run() {
