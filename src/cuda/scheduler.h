@@ -86,7 +86,7 @@ SMOE_HD int64_t smoe_rest_share(int64_t rest, int64_t lacking_before, int64_t la
  * do not stay in L2 beside its rows: then row tiles are fastest, and a column tile's weights are done with
  * before the next; of an expert with many of those too, in bands whose rows stay in L2. */
 
-enum { SMOE_MOST_COLUMNS_FIRST = 7, SMOE_BAND = 16 };
+enum { SMOE_MOST_COLUMNS_FIRST = 8, SMOE_BAND = 16 };
 
 typedef struct smoe_place {
     int32_t row_tile, column_tile;
