@@ -57,11 +57,14 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const shared_layout &shared, 
             from[i] = (const char *)p.x + (uint64_t)(uint32_t)max(row, 0) * row_bytes + chunk * 16;
         }
         const work_item now = item;
+        // The tile after this one, and its tokens if they are others.
         const auto follow = [&] {
             item = items.read(t + 1);
             if (item.exists() && item.tile.row != now.tile.row) next = read_tokens(p, item.tile, row0, chunk);
         };
         const int group = now.column * (p.gated ? 16 : 32); // of eight features
+        // A tile of many steps is loaded in three loops, the third as for few: with a test for what is due
+        // inside one loop its counters would leave the uniform registers, and every step would take longer.
         const auto load = [&](int first, int end) {
             for (int k = first; k < end; k++) {
                 barrier_wait(shared.empty(ring.stage), ring.phase);

@@ -1,0 +1,146 @@
+/* What the order of an expert's tiles costs in DRAM, by a model of L2: 132 CTAs take the tiles in their
+ * order, each step reads a slice of the row tile's rows and one of the column tile's weights, and what L2
+ * does not hold (least recently used first out) comes from DRAM. The model gave 37 GB for an up-projection of
+ * DeepSeek-V3.2 where an H200 read 37 (docs/lab-notebook.md); here with experts of equal tiles. */
+#include "cuda/scheduler.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum {
+    CTAS = 132,
+    L2_KB = 38000,
+    SLICE = 8, /* steps of 64 that are read at once: 128 rows are 128 KB, 256 columns 256 KB */
+    ROW_KB = 16 * SLICE,
+    COLUMN_KB = 32 * SLICE,
+};
+
+/* When every slice was last used, 0: it is not in L2; and in which order they came, to find the oldest. */
+typedef struct cache {
+    int64_t *last;
+    int32_t *queue_slice;
+    int64_t *queue_time;
+    int64_t head, tail, now, kb, dram_kb;
+    int32_t row_slices; /* slices below are of rows, the others of weights */
+} cache;
+
+static int slice_kb(const cache *c, int32_t slice)
+{
+    return slice < c->row_slices ? ROW_KB : COLUMN_KB;
+}
+
+static void drop_oldest(cache *c)
+{
+    const int32_t slice = c->queue_slice[c->head];
+    const int64_t time = c->queue_time[c->head++];
+    if (c->last[slice] != time) return; /* used again since */
+    c->last[slice] = 0;
+    c->kb -= slice_kb(c, slice);
+}
+
+static void use(cache *c, int32_t slice)
+{
+    if (!c->last[slice]) {
+        c->dram_kb += slice_kb(c, slice);
+        c->kb += slice_kb(c, slice);
+    }
+    c->last[slice] = ++c->now;
+    c->queue_slice[c->tail] = slice;
+    c->queue_time[c->tail++] = c->now;
+    while (c->kb > L2_KB) drop_oldest(c);
+}
+
+typedef smoe_place order(int32_t unit, int32_t row_tiles, int32_t column_tiles);
+
+static smoe_place columns_first(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+{
+    return smoe_place_in(unit, row_tiles, column_tiles, 1);
+}
+
+static smoe_place rows_first(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+{
+    return smoe_place_in(unit, row_tiles, column_tiles, 0);
+}
+
+/* DRAM over what has to come once, for one expert of so many tiles and K / 64 steps. CTA i begins i / CTAS of
+ * a tile's time after CTA 0, as they stand when each takes the next tile as it becomes free. */
+static double traffic(order *place, int32_t row_tiles, int32_t column_tiles, int32_t steps)
+{
+    const int32_t slices = steps / SLICE, units = row_tiles * column_tiles;
+    const size_t all = (size_t)(row_tiles + column_tiles) * (size_t)slices;
+    const size_t uses = 2 * (size_t)units * (size_t)slices;
+    cache c = {.last = calloc(all, sizeof *c.last),
+               .queue_slice = malloc(uses * sizeof *c.queue_slice),
+               .queue_time = malloc(uses * sizeof *c.queue_time),
+               .row_slices = row_tiles * slices};
+    assert_true(c.last && c.queue_slice && c.queue_time);
+    for (int64_t tick = 0; tick < (int64_t)(units + CTAS) * slices; tick++) {
+        /* Tick t: CTA t % CTAS is at its own step; unit u begins at tick u * slices, in time u / CTAS tiles.
+         */
+        const int64_t cta = tick % CTAS, time = tick / CTAS;
+        const int64_t local =
+            time * CTAS - cta * slices; /* CTAS ticks a slice; late by its share of a tile */
+        if (local < 0) continue;
+        const int64_t done = local / CTAS, unit = done / slices * CTAS + cta;
+        if (unit >= units) continue;
+        const smoe_place at = place((int32_t)unit, row_tiles, column_tiles);
+        const int32_t k = (int32_t)(done % slices);
+        use(&c, at.row_tile * slices + k);
+        use(&c, c.row_slices + at.column_tile * slices + k);
+    }
+    const double once = (double)slices * (row_tiles * (double)ROW_KB + column_tiles * (double)COLUMN_KB);
+    const double result = (double)c.dram_kb / once;
+    free(c.last);
+    free(c.queue_slice);
+    free(c.queue_time);
+    return result;
+}
+
+static void every_order_reads_all_of_it(void **state)
+{
+    (void)state;
+    assert_true(traffic(columns_first, 4, 4, 16) == 1.0); /* fits */
+    assert_true(traffic(rows_first, 8, 16, 112) >= 1.0);
+    assert_true(traffic(smoe_place_of, 8, 16, 112) >= 1.0);
+}
+
+static void many_rows_and_columns_go_in_bands(void **state)
+{
+    (void)state;
+    const struct {
+        int32_t rows, columns, steps;
+    } shapes[] = {{32, 128, 96}, {128, 16, 112}, {128, 12, 64}, {64, 23, 48}}; /* up of the suite `ep` */
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+        const double bands = traffic(smoe_place_of, shapes[i].rows, shapes[i].columns, shapes[i].steps);
+        const double rows = traffic(rows_first, shapes[i].rows, shapes[i].columns, shapes[i].steps);
+        print_message("%d x %d tiles, %d steps: bands %.2f, rows first %.2f, columns first %.2f\n",
+                      (int)shapes[i].rows, (int)shapes[i].columns, (int)shapes[i].steps, bands, rows,
+                      traffic(columns_first, shapes[i].rows, shapes[i].columns, shapes[i].steps));
+        assert_true(bands < 0.5 * rows);
+    }
+}
+
+static void many_columns_and_few_rows_do_not_go_columns_first(void **state)
+{
+    (void)state;
+    const double chosen = traffic(smoe_place_of, 16, 128, 96);
+    const double columns = traffic(columns_first, 16, 128, 96);
+    print_message("16 x 128 tiles: %.2f, columns first %.2f\n", chosen, columns);
+    assert_true(chosen < 0.5 * columns);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_order_reads_all_of_it),
+        cmocka_unit_test(many_rows_and_columns_go_in_bands),
+        cmocka_unit_test(many_columns_and_few_rows_do_not_go_columns_first),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
