@@ -32,11 +32,11 @@ static const struct argp_option options_table[] = {
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values, every tensor", 2},
     {0}};
 
-static void parse_number(struct argp_state *state, const char *option, const char *text, int64_t most,
-                         int64_t *value)
+static void parse_number(struct argp_state *state, const char *option, const char *text, int64_t least,
+                         int64_t most, int64_t *value)
 {
     error err;
-    if (!parse_integer(option, text, 0, most, value, &err)) argp_error(state, "%s", err.text);
+    if (!parse_integer(option, text, least, most, value, &err)) argp_error(state, "%s", err.text);
 }
 
 static error_t parse(int key, char *text, struct argp_state *state)
@@ -52,9 +52,9 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_QUICK: options->quick = true; return 0;
     case KEY_JSON: options->format = TABLE_JSON; return 0;
     case KEY_CSV: options->format = TABLE_CSV; return 0;
-    case KEY_SEED: parse_number(state, "--seed", text, INT64_MAX, &options->seed); return 0;
-    case KEY_THREADS: parse_number(state, "--threads", text, 4096, &options->threads); return 0;
-    case KEY_REPEATS: parse_number(state, "--repeats", text, 1000000000, &options->repeats); return 0;
+    case KEY_SEED: parse_number(state, "--seed", text, 0, INT64_MAX, &options->seed); return 0;
+    case KEY_THREADS: parse_number(state, "--threads", text, 0, 4096, &options->threads); return 0;
+    case KEY_REPEATS: parse_number(state, "--repeats", text, 1, 1000000000, &options->repeats); return 0;
     case KEY_ONLY: options->only = text; return 0;
     case 'v': options->every_tensor = true; return 0;
     case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;

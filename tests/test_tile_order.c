@@ -1,7 +1,8 @@
 /* What the order of an expert's tiles costs in DRAM, by a model of L2: 132 CTAs take the tiles in their
  * order, each step reads a slice of the row tile's rows and one of the column tile's weights, and what L2
- * does not hold (least recently used first out) comes from DRAM. The model gave 37 GB for an up-projection of
- * DeepSeek-V3.2 where an H200 read 37 (docs/lab-notebook.md); here with experts of equal tiles. */
+ * does not hold (least recently used first out) comes from DRAM. The simple form of a model that also has
+ * tiles of one block and claims ahead of time (docs/lab-notebook.md: 37 GB for an up-projection for which an
+ * H200 read 37). */
 #include "cuda/scheduler.h"
 
 #include <setjmp.h>

@@ -85,9 +85,9 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const shared_layout &shared, 
         };
         int done = 0;
         if (items.asks()) {
-            load(0, steps - ASK_BEFORE);
+            load(0, items.asks_at());
             if (thread == 0) barrier_arrive(items.asked());
-            load(steps - ASK_BEFORE, steps - READ_BEFORE);
+            load(items.asks_at(), steps - READ_BEFORE);
             done = steps - READ_BEFORE;
         }
         follow();
