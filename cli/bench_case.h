@@ -20,6 +20,7 @@ typedef struct bench_settings {
     int threads;      // 0: OpenMP's default
     bool no_bound;    // the yardstick is left out
     bool alone;       // cuda: every kernel of a pass is timed by itself, too
+    double settle;    // cuda: seconds that each job runs before it is timed
 } bench_settings;
 
 typedef struct bench_case {

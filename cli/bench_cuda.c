@@ -7,10 +7,11 @@
 #include "cli/yardstick_cuda.h"
 
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { ROUNDS = 4, MOST_IN_ROUND = 250, SETTLE_MS = 50, HEAT_MS = 1000, AHEAD_MS = 1 };
+enum { MOST_IN_ROUND = 250, ALONE_SETTLE_MS = 50, HEAT_MS = 1000, AHEAD_MS = 1, MOST_TURNS = 9 };
 _Static_assert((int)MOST_IN_ROUND <= (int)SUSTAINED_MOST, "a round's launches fit between the clock's marks");
 
 typedef struct meter {
@@ -135,19 +136,59 @@ static bool time_job(meter *m, bool (*before)(void *, error *), bool (*work)(voi
 
 /* ---- Rounds: one job after the other, the same number of launches each ---- */
 
-static bool time_passes(meter *m, int launches, bench_times *times, error *err)
+/* A job whose turn comes once a round. */
+typedef struct turn {
+    bool (*before)(void *, error *), (*work)(void *, error *);
+    smoe_stage stage; // of a GEMM
+    double scale;     // of its times
+    size_t member;    // of bench_times: its offset
+} turn;
+
+/* Is this one of the passes' GEMMs? */
+static bool wants_gemm(const meter *m, smoe_stage stage)
 {
-    if (m->passes & PASS_FORWARD) {
-        if (!time_job(m, job_prepare, job_forward, launches, err)) return false;
-        for (int i = 0; i < launches; i++) times[i].forward = m->samples[i];
-    }
-    if (m->passes & PASS_BACKWARD) {
-        if (!time_job(m, before_backward, job_backward, launches, err)) return false;
-        for (int i = 0; i < launches; i++) times[i].backward = m->samples[i];
-    }
-    if (m->passes & PASS_LAYER) {
-        if (!time_job(m, job_prepare, job_layer, launches, err)) return false;
-        for (int i = 0; i < launches; i++) times[i].layer = m->samples[i];
+    return m->passes & (stage < SMOE_STAGE_DH ? ~PASS_BACKWARD : ~PASS_FORWARD);
+}
+
+/* The yardstick's GEMMs and the library's passes. */
+static int list_turns(const meter *m, turn turns[MOST_TURNS])
+{
+    static const smoe_stage stages[] = {SMOE_STAGE_UP,  SMOE_STAGE_DOWN,    SMOE_STAGE_DH,
+                                        SMOE_STAGE_DW2, SMOE_STAGE_DX_ROWS, SMOE_STAGE_DW1};
+    const double scale = cuda_yardstick_scale(&m->c->layer, m->yardstick.rows);
+    int count = 0;
+    for (size_t s = 0; m->yardstick.gemms && s < sizeof stages / sizeof stages[0]; s++)
+        if (wants_gemm(m, stages[s]))
+            turns[count++] =
+                (turn){NULL, job_gemm, stages[s], scale,
+                       offsetof(bench_times, dense) + (size_t)stage_index(stages[s]) * sizeof(double)};
+    const turn forward = {job_prepare, job_forward, 0, 1.0, offsetof(bench_times, forward)},
+               backward = {before_backward, job_backward, 0, 1.0, offsetof(bench_times, backward)},
+               layer = {job_prepare, job_layer, 0, 1.0, offsetof(bench_times, layer)};
+    if (m->passes & PASS_FORWARD) turns[count++] = forward;
+    if (m->passes & PASS_BACKWARD) turns[count++] = backward;
+    if (m->passes & PASS_LAYER) turns[count++] = layer;
+    return count;
+}
+
+static bool take_turn(meter *m, const turn *job, int launches, bench_times *times, error *err)
+{
+    m->stage = job->stage;
+    if (!time_job(m, job->before, job->work, launches, err)) return false;
+    for (int i = 0; i < launches; i++)
+        *(double *)((char *)&times[i] + job->member) = job->scale * m->samples[i];
+    return true;
+}
+
+/* Every round begins with the next job, and every second one goes backwards: none is always at the same point
+ * of what the card's power does, nor always behind the same other. */
+static bool time_round(meter *m, int round, int launches, bench_times *times, error *err)
+{
+    turn turns[MOST_TURNS];
+    const int count = list_turns(m, turns);
+    for (int i = 0; i < count; i++) {
+        const int which = (round + i) % count;
+        if (!take_turn(m, &turns[round % 2 ? count - 1 - which : which], launches, times, err)) return false;
     }
     return true;
 }
@@ -180,32 +221,13 @@ static bool time_stages(meter *m, int launches, bench_times *times, error *err)
     return true;
 }
 
-/* Is this one of the passes' GEMMs? */
-static bool wants_gemms(const meter *m, smoe_stage stage)
-{
-    return m->passes & (stage < SMOE_STAGE_DH ? ~PASS_BACKWARD : ~PASS_FORWARD);
-}
-
-static bool time_gemms(meter *m, int launches, bench_times *times, error *err)
-{
-    static const smoe_stage stages[] = {SMOE_STAGE_UP,  SMOE_STAGE_DOWN,    SMOE_STAGE_DH,
-                                        SMOE_STAGE_DW2, SMOE_STAGE_DX_ROWS, SMOE_STAGE_DW1};
-    const double scale = cuda_yardstick_scale(&m->c->layer, m->yardstick.rows);
-    for (size_t s = 0; s < sizeof stages / sizeof stages[0]; s++) {
-        const int index = stage_index(stages[s]);
-        if (!wants_gemms(m, stages[s])) continue;
-        m->stage = stages[s];
-        if (m->yardstick.gemms && !time_job(m, NULL, job_gemm, launches, err)) return false;
-        for (int i = 0; i < launches; i++)
-            times[i].dense[index] = m->yardstick.gemms ? scale * m->samples[i] : NAN;
-    }
-    return true;
-}
-
+/* The copy, which draws the least power, comes before all else. Of more launches than fit, again the first.
+ */
 static bool time_copy(meter *m, int launches, bench_times *times, error *err)
 {
-    if (!time_job(m, NULL, job_copy, launches, err)) return false;
-    for (int i = 0; i < launches; i++) times[i].copy = m->samples[i] / (2.0 * CUDA_COPY_BYTES);
+    const int copies = launches < MOST_IN_ROUND ? launches : MOST_IN_ROUND;
+    if (!time_job(m, NULL, job_copy, copies, err)) return false;
+    for (int i = 0; i < launches; i++) times[i].copy = m->samples[i % copies] / (2.0 * CUDA_COPY_BYTES);
     return true;
 }
 
@@ -226,29 +248,16 @@ static bool heat_up(meter *m, error *err)
     return sustained_time(&until_hot, &job, 1, ms, err);
 }
 
-/* The yardstick's GEMMs and the library's passes; the other way round in every second round, so that neither
- * always has the warmer card. */
-static bool time_round(meter *m, int round, int launches, bench_times *times, error *err)
+/* The copy; then, every round, library and yardstick in turn and the stages with their gaps. */
+static bool time_rounds(meter *m, sustained_turns turns, bench_times *times, error *err)
 {
-    const bool bound = !m->c->settings.no_bound;
-    if (round % 2 == 0)
-        return (!bound || time_gemms(m, launches, times, err)) && time_passes(m, launches, times, err);
-    return time_passes(m, launches, times, err) && (!bound || time_gemms(m, launches, times, err));
-}
-
-/* The copy, which draws the least power, then library and yardstick in turn, then the stages with their gaps.
- */
-static bool time_rounds(meter *m, int launches, bench_times *times, error *err)
-{
-    const bool bound = !m->c->settings.no_bound;
-    const int all = launches * ROUNDS;
-    if (!bound) no_bound(all, times);
-    for (int first = 0; bound && first < all; first += launches)
-        if (!time_copy(m, launches, times + first, err)) return false;
+    no_bound(turns.launches * turns.rounds, times);
+    if (!m->c->settings.no_bound && !time_copy(m, turns.launches * turns.rounds, times, err)) return false;
     if (!heat_up(m, err)) return false;
-    for (int round = 0; round < ROUNDS; round++)
-        if (!time_round(m, round, launches, times + round * launches, err)) return false;
-    return time_stages(m, all, times, err);
+    for (int round = 0; round < turns.rounds; round++, times += turns.launches)
+        if (!time_round(m, round, turns.launches, times, err) || !time_stages(m, turns.launches, times, err))
+            return false;
+    return true;
 }
 
 /* ---- How many launches fit ---- */
@@ -268,26 +277,18 @@ static bool guess_step(meter *m, double *all_ms, error *err)
     return true;
 }
 
-/* What settling takes of the time that was given. */
-static double settling_seconds(const meter *m)
-{
-    int jobs = !!(m->passes & PASS_FORWARD) + !!(m->passes & PASS_BACKWARD) + !!(m->passes & PASS_LAYER);
-    if (!m->c->settings.no_bound)
-        jobs += 1 + 2 * !!(m->passes & ~PASS_BACKWARD) + 4 * !!(m->passes & ~PASS_FORWARD);
-    return 1e-3 * (SETTLE_MS * ROUNDS * jobs + HEAT_MS);
-}
-
 /* Every kernel by itself, and beside the combines a copy of as many bytes. */
 static bool time_alone(meter *m, bench_result *result, error *err)
 {
     const sustained_job before_one = {NULL, job_prepare, m}, before_other = {NULL, prepare_and_forward, m};
     const smoe_stage combines[] = {SMOE_STAGE_COMBINE, SMOE_STAGE_DX};
-    if (!bench_time_alone(m->forward, &m->how, &before_one, result, err) ||
-        (m->backward && !bench_time_alone(m->backward, &m->how, &before_other, result, err)))
+    const sustained how = {&m->c->clock, m->c->settings.device, m->c->stream, ALONE_SETTLE_MS};
+    if (!bench_time_alone(m->forward, &how, &before_one, result, err) ||
+        (m->backward && !bench_time_alone(m->backward, &how, &before_other, result, err)))
         return false;
     for (int i = 0; i < 2 && !m->c->settings.no_bound; i++)
         if (result->alone[stage_index(combines[i])] > 0 &&
-            !bench_time_copy_alone(&m->yardstick, combines[i], &m->how, result, err))
+            !bench_time_copy_alone(&m->yardstick, combines[i], &how, result, err))
             return false;
     return true;
 }
@@ -296,12 +297,14 @@ static bool measure(meter *m, int64_t repeats, double seconds, bench_result *res
 {
     double step_ms;
     if (!record_all(m, err) || !guess_step(m, &step_ms, err)) return false;
-    const int launches =
-        sustained_launches(seconds - settling_seconds(m), step_ms, repeats, ROUNDS, MOST_IN_ROUND);
-    result->times = calloc((size_t)launches * ROUNDS, sizeof *result->times);
+    turn list[MOST_TURNS];
+    const double settle_ms = m->how.settle_ms * list_turns(m, list) + SUSTAINED_GUESSES * step_ms;
+    const sustained_turns turns =
+        sustained_take_turns(seconds - 1e-3 * HEAT_MS, step_ms, settle_ms, repeats, MOST_IN_ROUND);
+    result->repeats = (size_t)(turns.rounds * turns.launches);
+    result->times = calloc(result->repeats, sizeof *result->times);
     if (!result->times) return fail(err, ERROR_RUNTIME, "out of memory for the times");
-    result->repeats = (size_t)launches * ROUNDS;
-    if (!time_rounds(m, launches, result->times, err)) return false;
+    if (!time_rounds(m, turns, result->times, err)) return false;
     bench_count_launches(m->forward, result);
     if (m->backward) bench_count_launches(m->backward, result);
     // Scores and rounding add to what they find, which is another thing the second time.
@@ -343,7 +346,7 @@ bool bench_cuda_times(bench_case *c, int64_t rows, int64_t repeats, double secon
     }
     *m = (meter){.c = c,
                  .passes = result->passes,
-                 .how = {&c->clock, c->settings.device, c->stream, SETTLE_MS},
+                 .how = {&c->clock, c->settings.device, c->stream, 1e3 * c->settings.settle},
                  .samples = samples};
     const bool good = make_yardstick(m, rows, err) && measure(m, repeats, seconds, result, err);
     free_meter(m);

@@ -5,12 +5,14 @@
 #include <string.h>
 
 enum { DEFAULT_SECONDS = 10, MOST_THREADS = 1024 };
+static const double DEFAULT_SETTLE = 0.02;
 
 enum {
     KEY_DEVICE = 1,
     KEY_THREADS,
     KEY_REPEATS,
     KEY_SECONDS,
+    KEY_SETTLE,
     KEY_PASS,
     KEY_SCOPE,
     KEY_ENTRY,
@@ -24,8 +26,10 @@ static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The measurement:", 2},
     {"device", KEY_DEVICE, "NAME", 0, "cpu (default), or cuda: there --dtype is bf16 unless given", 2},
     {"threads", KEY_THREADS, "N", 0, "Threads of library and yardstick (default: OpenMP's)", 2},
-    {"repeats", KEY_REPEATS, "N", 0, "How often each pass is timed (cuda: in four rounds, rounded up)", 2},
+    {"repeats", KEY_REPEATS, "N", 0, "How often each pass is timed (cuda: in two rounds, rounded up)", 2},
     {"seconds", KEY_SECONDS, "S", 0, "Repeat for so long, 5 times at least (default 10)", 2},
+    {"settle", KEY_SETTLE, "S", 0, "cuda: run each job untimed for so long before it is timed (default 0.02)",
+     2},
     {"pass", KEY_PASS, "NAME", 0,
      "forward, backward, layer (both together), several of them (forward,backward) or all (default)", 2},
     {"scope", KEY_SCOPE, "NAME", 0,
@@ -85,12 +89,12 @@ static bool parse_entry(const char *text, smoe_entry *entry, error *err)
     return fail(err, ERROR_USAGE, "--entry: '%s' is neither topk nor logits", text);
 }
 
-static bool parse_seconds(const char *text, double *seconds, error *err)
+static bool parse_seconds(const char *option, const char *text, double *seconds, error *err)
 {
     char *end;
     *seconds = strtod(text, &end);
     if (end != text && *end == '\0' && *seconds > 0 && *seconds <= 86400) return true;
-    return fail(err, ERROR_USAGE, "--seconds: '%s' is not a number of seconds above 0, 86400 at most", text);
+    return fail(err, ERROR_USAGE, "%s: '%s' is not a number of seconds above 0, 86400 at most", option, text);
 }
 
 static bool parse_option(bench_options *options, int key, const char *text, error *err)
@@ -106,7 +110,8 @@ static bool parse_option(bench_options *options, int key, const char *text, erro
         options->settings.threads = (int)number;
         return true;
     case KEY_REPEATS: return parse_integer("--repeats", text, 1, MOST_REPEATS, &options->repeats, err);
-    case KEY_SECONDS: return parse_seconds(text, &options->seconds, err);
+    case KEY_SECONDS: return parse_seconds("--seconds", text, &options->seconds, err);
+    case KEY_SETTLE: return parse_seconds("--settle", text, &options->settings.settle, err);
     case KEY_PASS: return parse_pass(text, &options->passes, err);
     case KEY_SCOPE: return parse_scope(text, &options->settings.scope, err);
     case KEY_ENTRY: return parse_entry(text, &options->settings.entry, err);
@@ -151,8 +156,10 @@ bool bench_parse(bench_options *options, int argc, char **argv)
     argp_err_exit_status = ERROR_USAGE;
     problem_options_init(&options->problem);
     options->problem.several = true;
-    options->settings =
-        (bench_settings){.device = device_find("cpu"), .scope = SCOPE_LAYER, .entry = SMOE_FROM_TOPK};
+    options->settings = (bench_settings){.device = device_find("cpu"),
+                                         .scope = SCOPE_LAYER,
+                                         .entry = SMOE_FROM_TOPK,
+                                         .settle = DEFAULT_SETTLE};
     options->passes = PASS_FORWARD | PASS_BACKWARD | PASS_LAYER;
     options->seconds = DEFAULT_SECONDS;
     if (argp_parse(&bench_argp, argc, argv, 0, NULL, options) != 0) return false;

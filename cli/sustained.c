@@ -32,9 +32,10 @@ static bool time_launches(const sustained *how, const sustained_job *job, int la
 /* The first launch warms up; the second says how many it takes to settle. */
 static bool settle(const sustained *how, const sustained_job *job, error *err)
 {
-    double guess[2] = {0};
-    if (!time_launches(how, job, 2, guess, err)) return false;
-    const double count = guess[1] > 0 ? ceil(how->settle_ms / guess[1]) : SUSTAINED_SETTLE_MOST;
+    double guess[SUSTAINED_GUESSES] = {0};
+    if (!time_launches(how, job, SUSTAINED_GUESSES, guess, err)) return false;
+    const double last = guess[SUSTAINED_GUESSES - 1],
+                 count = last > 0 ? ceil(how->settle_ms / last) : SUSTAINED_SETTLE_MOST;
     for (int i = 0; i < SUSTAINED_SETTLE_MOST && i < count; i++)
         if (!launch_once(job, err)) return false;
     return true;
@@ -49,10 +50,22 @@ bool sustained_time(const sustained *how, const sustained_job *job, int launches
     return good;
 }
 
-int sustained_launches(double seconds, double step_ms, int64_t repeats, int rounds, int most)
+static int within(double value, int least, int most)
 {
-    enum { LEAST = 2 };
-    const double wanted =
-        repeats > 0 ? ceil((double)repeats / rounds) : floor(1e3 * seconds / (step_ms * rounds));
-    return wanted <= LEAST ? LEAST : wanted >= most ? most : (int)wanted;
+    return value <= least ? least : value >= most ? most : (int)value;
+}
+
+sustained_turns sustained_take_turns(double seconds, double step_ms, double settle_ms, int64_t repeats,
+                                     int most)
+{
+    sustained_turns turns = {.rounds = SUSTAINED_LEAST_ROUNDS};
+    if (repeats > 0) {
+        turns.launches =
+            within(ceil((double)repeats / SUSTAINED_LEAST_ROUNDS), SUSTAINED_LEAST_LAUNCHES, most);
+        return turns;
+    }
+    turns.launches = within(settle_ms / step_ms, SUSTAINED_LEAST_LAUNCHES, most);
+    turns.rounds = within(1e3 * seconds / (settle_ms + turns.launches * step_ms), SUSTAINED_LEAST_ROUNDS,
+                          SUSTAINED_MOST_ROUNDS);
+    return turns;
 }

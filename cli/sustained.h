@@ -27,8 +27,23 @@ enum { SUSTAINED_MOST = CLOCK_MARKS / 2, SUSTAINED_SETTLE_MOST = 20000 };
  */
 bool sustained_time(const sustained *how, const sustained_job *job, int launches, double *ms, error *err);
 
-/* Launches in each of `rounds` rounds so that all of them take about `seconds` when one of everything takes
- * `step_ms`; `repeats` (0: as time allows) in all, rounded up to whole rounds. At least 2, at most `most`. */
-int sustained_launches(double seconds, double step_ms, int64_t repeats, int rounds, int most);
+/* Jobs take turns: `rounds` rounds with `launches` timed launches of every job in each. */
+typedef struct sustained_turns {
+    int rounds, launches;
+} sustained_turns;
+
+enum {
+    SUSTAINED_GUESSES = 2,
+    SUSTAINED_LEAST_ROUNDS = 2,
+    SUSTAINED_MOST_ROUNDS = 64,
+    SUSTAINED_LEAST_LAUNCHES = 2
+};
+
+/* So that all of it takes about `seconds` when one launch of everything takes `step_ms` and what settles in a
+ * round `settle_ms`, which is half of the round. Short rounds are many: a card at its power limit swings
+ * about it within a second, and jobs that are to be compared must see the same of the swing. `repeats` (0: as
+ * time allows) launches in all instead, rounded up to the least number of rounds. At most `most` a round. */
+sustained_turns sustained_take_turns(double seconds, double step_ms, double settle_ms, int64_t repeats,
+                                     int most);
 
 #endif

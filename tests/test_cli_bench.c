@@ -264,6 +264,7 @@ static void test_bad_input(void **state)
         {"info --chunks 1,2 --thiek 64,32,16,8,2", 2, "'1,2' is not a whole number"},
         {"bench --repeats 0", 2, "--repeats: 0 is outside 1..1000"},
         {"bench --seconds -1", 2, "--seconds: '-1' is not"},
+        {"bench --settle 0", 2, "--settle: '0' is not"},
         {"bench --threads many", 2, "'many' is not a whole number"},
         {"bench --pass sideways", 2, "'sideways' is none of forward"},
         {"bench --scope all", 2, "'all' is neither layer nor experts"},

@@ -131,16 +131,25 @@ static void test_failures(void **state)
     assert_non_null(strstr(err.text, "reported an error"));
 }
 
-static void test_launches(void **state)
+static void expect_turns(sustained_turns turns, int rounds, int launches)
+{
+    assert_int_equal(turns.rounds, rounds);
+    assert_int_equal(turns.launches, launches);
+}
+
+/* As many rounds as fit, half of each settling; a number of repeats; the least and the most of both. */
+static void test_turns(void **state)
 {
     (void)state;
-    assert_int_equal(sustained_launches(10, 40, 0, 3, 334), 83);
-    assert_int_equal(sustained_launches(10, 40, 7, 3, 334), 3);
-    assert_int_equal(sustained_launches(10, 40, 1, 3, 334), 2);
-    assert_int_equal(sustained_launches(10, 40, 1000, 3, 334), 334);
-    assert_int_equal(sustained_launches(10, 0.01, 0, 3, 334), 334);
-    assert_int_equal(sustained_launches(10, 0, 0, 3, 334), 334);
-    assert_int_equal(sustained_launches(0.1, 1000, 0, 3, 334), 2);
+    expect_turns(sustained_take_turns(7, 20, 100, 0, 250), 35, 5);
+    expect_turns(sustained_take_turns(7, 200, 100, 0, 250), 14, 2);
+    expect_turns(sustained_take_turns(0.1, 200, 100, 0, 250), 2, 2);
+    expect_turns(sustained_take_turns(-1, 20, 100, 0, 250), 2, 5);
+    expect_turns(sustained_take_turns(1000, 0.01, 100, 0, 250), 64, 250);
+    expect_turns(sustained_take_turns(7, 0, 100, 0, 250), 64, 250);
+    expect_turns(sustained_take_turns(7, 20, 100, 7, 250), 2, 4);
+    expect_turns(sustained_take_turns(7, 20, 100, 1, 250), 2, 2);
+    expect_turns(sustained_take_turns(7, 20, 100, 2000, 250), 2, 250);
 }
 
 /* Stages on that stream: spans of one stage add up, marks past the room are told. */
@@ -236,7 +245,7 @@ static void test_tiled(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sustained), cmocka_unit_test(test_failures), cmocka_unit_test(test_launches),
+        cmocka_unit_test(test_sustained), cmocka_unit_test(test_failures), cmocka_unit_test(test_turns),
         cmocka_unit_test(test_stages),    cmocka_unit_test(test_summary),  cmocka_unit_test(test_yardstick),
         cmocka_unit_test(test_tiled),
     };

@@ -13,6 +13,7 @@
 #              memcheck synccheck
 #   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
 #              (paper_topk: back to dS, for a backward that has no router's)
+#   settled    the paper's forward, library and yardstick each at the clock that it settles at by itself
 #   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers and what one GPU
 #              holds of them under expert parallelism, skewed routing
 #
@@ -181,11 +182,12 @@ run_part() {
 correct="check check_route check_layer check_backward check_layer_backward time_route time_dlogits verify memcheck
 synccheck"
 
-shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+4"
+shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+5"
 memory="--scope+experts+--chunks+1,2,4+--no-bound+--seconds+2"
 peaks="bench:peaks:peaks:--shape+7B-n256+--shape+30B-n256+--reuse+$memory bench:peaks:peaks_keep:--shape+7B-n256+$memory"
 paper="bench:passes:paper:$shapes+--entry+logits+--score+softmax-topk-renorm $peaks"
 paper_topk="bench:passes:paper:$shapes $peaks"
+settled="bench:passes:paper_settled:--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward+--settle+0.4+--seconds+3"
 
 sweep="--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1"
 alone="--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
@@ -212,6 +214,7 @@ run() {
         correct) set -- $correct ;;
         paper) set -- $paper ;;
         paper_topk) set -- $paper_topk ;;
+        settled) set -- $settled ;;
         rest) set -- $rest ;;
         *) set -- "$part" ;;
         esac
