@@ -5,12 +5,13 @@
 // more), or where dlogits is nonzero at the token's rows alone each comes with dlogit[r] Wr[e(r)] (Wr, 2 E d
 // bytes, stays in L2).
 //
-// A thread owns eight columns of a token, or twice or four times eight. Tokens may have any number of rows
+// A thread owns eight columns of a token, or two to four times eight. Tokens may have any number of rows
 // (CSR), taken by fours: the indices past the end repeat the last row, so that all loads start before the
 // first is used; its sum leaves them out. Few bytes a token leave latency bare: where every token has K rows
-// unless some were lost, and K <= 4, their indices are read from where they then are, together with the
-// offsets that tell whether they are; K = 2 takes rows by twos, K = 1 one row in four pieces. CTAs are small,
-// so that an SM always has some at every point of the chain from index to row to sum.
+// unless some were lost, and K <= 4, what stands where its rows then are is fetched before the offsets tell
+// whether they are; K = 2 takes rows by twos, in three pieces where they divide a row, K = 1 one row in four.
+// CTAs are small, so that an SM always has some at every point of the chain from index to row to sum. O is
+// written by plain stores: marked as streaming it took 0.2 % longer.
 #include "launch.h"
 #include "storage.cuh"
 
@@ -19,7 +20,7 @@ namespace smoe
 namespace
 {
 
-enum { COLUMNS = 8, SHORT_COLUMNS = 1024, MOST_THREADS = 512, FEW_THREADS = 128 };
+enum { COLUMNS = 8, SHORT_COLUMNS = 1024, MOST_THREADS = 512, FEW_THREADS = 128, FEWEST_THREADS = 64 };
 
 template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
 {
@@ -38,24 +39,66 @@ template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const smoe_cuda
     for (int k = 0; k < ROWS; k++) row[k] = __ldg(p.token_rows + min(at + k, end - 1));
 }
 
-// blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns. A thread's VECTORS
-// groups of eight columns stand blockDim.x groups apart.
-// GUESS: 1 <= topk <= ROWS.
-template <typename T, int ROWS, int VECTORS, bool GUESS, bool ROUTER>
-__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ smoe_cuda_combine p)
+// What a thread sums: its groups of eight columns, blockDim.x groups apart, of some rows; and their weights.
+template <int ROWS, int VECTORS> struct pieces {
+    uint4 v[ROWS][VECTORS];
+    float weight[ROWS];
+    SMOE_DEVICE void fetch(const smoe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
+    {
+        const char *y = (const char *)p.y + column * 2;
+        const int64_t row_bytes = p.columns * 2;
+#pragma unroll
+        for (int k = 0; k < ROWS; k++)
+#pragma unroll
+            for (int j = 0; j < VECTORS; j++)
+                v[k][j] = __ldg((const uint4 *)(y + row[k] * row_bytes + j * (int)blockDim.x * COLUMNS * 2));
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) weight[k] = p.row_weight ? __ldg(p.row_weight + row[k]) : 1.0f;
+    }
+};
+
+template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUMNS])
 {
-    const int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
-    const int64_t column = ((int64_t)blockIdx.y * VECTORS * blockDim.x + threadIdx.x) * COLUMNS;
-    const int step = (int)blockDim.x * COLUMNS;
-    if (token >= p.tokens || column + (VECTORS - 1) * step >= p.columns) return;
-    const char *y = (const char *)p.y + column * 2, *weights = (const char *)p.router_weight + column * 2;
-    char *out = (char *)p.out + (token * p.hidden + column) * 2;
-    const int64_t row_bytes = p.columns * 2;
+    using S = storage<T>;
+    *(uint4 *)out = make_uint4(S::pack(sum[0], sum[1]), S::pack(sum[2], sum[3]), S::pack(sum[4], sum[5]),
+                               S::pack(sum[6], sum[7]));
+}
+
+// Every token has `topk` rows unless some were lost, 1 <= topk <= ROWS, and what stands where its rows would
+// then be is fetched before its offsets are there to tell; of what stands there no more is known than that it
+// can be read. False: they were not its rows, and nothing has been stored.
+template <typename T, int ROWS, int VECTORS>
+SMOE_DEVICE bool combine_guessed(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+{
     const int guess = (int)token * p.topk;
-    int guessed_row[ROWS];
-    if (GUESS) read_rows(guessed_row, p, guess, guess + p.topk);
+    int row[ROWS];
+    read_rows(row, p, guess, guess + p.topk);
     const int first = __ldg(p.token_offsets + token), end = __ldg(p.token_offsets + token + 1);
-    const bool guessed = GUESS && first == guess && end - first == p.topk;
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) row[k] = (int)min((uint32_t)row[k], (uint32_t)p.rows - 1);
+    pieces<ROWS, VECTORS> some;
+    some.fetch(p, row, column);
+    if (first != guess || end - first != p.topk) return false;
+#pragma unroll
+    for (int j = 0; j < VECTORS; j++) {
+        float sum[COLUMNS] = {};
+        char *to = out + j * (int)blockDim.x * COLUMNS * 2;
+        if (p.onto) add<T>(sum, *(const uint4 *)to, 1.0f);
+#pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            if (k < p.topk) add<T>(sum, some.v[k][j], some.weight[k]);
+        store<T>(to, sum);
+    }
+    return true;
+}
+
+// Any number of rows, by ROWS.
+template <typename T, int ROWS, int VECTORS, bool ROUTER>
+SMOE_DEVICE void combine_rows(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+{
+    const char *weights = (const char *)p.router_weight + column * 2;
+    const int step = (int)blockDim.x * COLUMNS;
+    const int first = __ldg(p.token_offsets + token), end = __ldg(p.token_offsets + token + 1);
     float sum[VECTORS][COLUMNS] = {};
     if (p.onto)
 #pragma unroll
@@ -63,50 +106,56 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant
     for (int i = first; i < end; i += ROWS) {
         int row[ROWS];
         int2 term[ROWS];
-        uint4 v[ROWS][VECTORS], w[ROWS][VECTORS];
-        float weight[ROWS];
-        if (guessed)
-#pragma unroll
-            for (int k = 0; k < ROWS; k++) row[k] = guessed_row[k];
-        else
-            read_rows(row, p, i, end);
+        uint4 w[ROWS][VECTORS];
+        pieces<ROWS, VECTORS> some;
+        read_rows(row, p, i, end);
         if (ROUTER)
 #pragma unroll
             for (int k = 0; k < ROWS; k++) term[k] = __ldg((const int2 *)p.terms + min(i + k, end - 1));
+        some.fetch(p, row, column);
+        if (ROUTER)
 #pragma unroll
-        for (int k = 0; k < ROWS; k++)
+            for (int k = 0; k < ROWS; k++)
 #pragma unroll
-            for (int j = 0; j < VECTORS; j++) {
-                v[k][j] = __ldg((const uint4 *)(y + row[k] * row_bytes + j * step * 2));
-                if (ROUTER)
+                for (int j = 0; j < VECTORS; j++)
                     w[k][j] = __ldg((const uint4 *)(weights + term[k].x * (p.hidden * 2) + j * step * 2));
-            }
-#pragma unroll
-        for (int k = 0; k < ROWS; k++) weight[k] = p.row_weight ? __ldg(p.row_weight + row[k]) : 1.0f;
 #pragma unroll
         for (int k = 0; k < ROWS; k++)
             if (i + k < end)
 #pragma unroll
                 for (int j = 0; j < VECTORS; j++) {
-                    add<T>(sum[j], v[k][j], weight[k]);
+                    add<T>(sum[j], some.v[k][j], some.weight[k]);
                     if (ROUTER) add<T>(sum[j], w[k][j], __uint_as_float((uint32_t)term[k].y));
                 }
     }
-    using S = storage<T>;
 #pragma unroll
-    for (int j = 0; j < VECTORS; j++)
-        store_streaming16(out + j * step * 2, {S::pack(sum[j][0], sum[j][1]), S::pack(sum[j][2], sum[j][3]),
-                                               S::pack(sum[j][4], sum[j][5]), S::pack(sum[j][6], sum[j][7])});
+    for (int j = 0; j < VECTORS; j++) store<T>(out + j * step * 2, sum[j]);
 }
 
+// blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns.
 template <typename T, int ROWS, int VECTORS, bool GUESS, bool ROUTER>
-void launch(const smoe_cuda_combine &p, cudaStream_t stream)
+__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ smoe_cuda_combine p)
+{
+    const int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    const int64_t column = ((int64_t)blockIdx.y * VECTORS * blockDim.x + threadIdx.x) * COLUMNS;
+    const int step = (int)blockDim.x * COLUMNS;
+    if (token >= p.tokens || column + (VECTORS - 1) * step >= p.columns) return;
+    char *out = (char *)p.out + (token * p.hidden + column) * 2;
+    if (!GUESS)
+        combine_rows<T, ROWS, VECTORS, ROUTER>(p, token, column, out);
+    else if (!combine_guessed<T, ROWS, VECTORS>(p, token, column, out))
+        for (int j = 0; j < VECTORS; j++) // seldom: the registers are for what is fetched at once
+            combine_rows<T, ROWS, 1, false>(p, token, column + j * step, out + j * step * 2);
+}
+
+// CTAs of about `threads`.
+template <typename T, int ROWS, int VECTORS, bool GUESS, bool ROUTER>
+void launch(const smoe_cuda_combine &p, unsigned threads, cudaStream_t stream)
 {
     const int64_t pieces = p.columns / COLUMNS / VECTORS;
     int64_t parts = smoe_divide_up(pieces, MOST_THREADS);
     while (pieces % parts) parts++;
-    const unsigned across = (unsigned)(pieces / parts),
-                   tokens = across >= FEW_THREADS ? 1 : FEW_THREADS / across;
+    const unsigned across = (unsigned)(pieces / parts), tokens = across >= threads ? 1 : threads / across;
     const dim3 block(across, tokens), grid((unsigned)smoe_divide_up(p.tokens, tokens), (unsigned)parts);
     combine<T, ROWS, VECTORS, GUESS, ROUTER><<<grid, block, 0, stream>>>(p);
 }
@@ -116,19 +165,21 @@ template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t strea
     const bool even = p.topk > 0, twice = p.columns % (2 * COLUMNS) == 0;
     const bool wide = twice && p.columns > SHORT_COLUMNS;
     if (p.terms)
-        launch<T, 4, 1, false, true>(p, stream); // rows of Wr are in flight too
+        launch<T, 4, 1, false, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
     else if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0)
-        launch<T, 1, 4, true, false>(p, stream);
+        launch<T, 1, 4, true, false>(p, FEW_THREADS, stream);
+    else if (even && p.topk <= 2 && p.columns % (3 * COLUMNS) == 0)
+        launch<T, 2, 3, true, false>(p, FEWEST_THREADS, stream);
     else if (even && p.topk <= 2 && twice)
-        launch<T, 2, 2, true, false>(p, stream);
+        launch<T, 2, 2, true, false>(p, FEW_THREADS, stream);
     else if (even && p.topk <= 4 && wide)
-        launch<T, 4, 2, true, false>(p, stream);
+        launch<T, 4, 2, true, false>(p, FEW_THREADS, stream);
     else if (even && p.topk <= 4)
-        launch<T, 4, 1, true, false>(p, stream);
+        launch<T, 4, 1, true, false>(p, FEW_THREADS, stream);
     else if (wide)
-        launch<T, 4, 2, false, false>(p, stream);
+        launch<T, 4, 2, false, false>(p, FEW_THREADS, stream);
     else
-        launch<T, 4, 1, false, false>(p, stream);
+        launch<T, 4, 1, false, false>(p, FEW_THREADS, stream);
 }
 
 } // namespace

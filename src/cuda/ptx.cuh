@@ -186,13 +186,6 @@ SMOE_DEVICE void store_global16(void *to, uint4 v)
 }
 
 // 16 bytes to global memory that this kernel will not read again.
-SMOE_DEVICE void store_streaming16(void *to, uint4 v)
-{
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
-                 "r"(v.w)
-                 : "memory");
-}
-
 SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
 {
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"

@@ -352,6 +352,8 @@ static const test_case cases[] = {
     {"many steps up", 700, 1608, 320, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
     {"many steps down", 500, 256, 1608, 3, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
     {"bands", 3300, 64, 1160, 1, 1, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"topk 2 d 72", 500, 72, 24, 5, 2, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"topk 2 d 12312", 20, 12312, 8, 5, 2, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
     {"topk 1 d 136", 500, 136, 24, 5, 1, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
     {"topk 1 d 7168", 70, 7168, 8, 5, 1, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
     {"bias", 700, 200, 136, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},

@@ -163,11 +163,6 @@ SMOE_DEVICE void store_global16(void *to, uint4 v)
     memcpy(to, &v, 16);
 }
 
-SMOE_DEVICE void store_streaming16(void *to, uint4 v)
-{
-    store_global16(to, v);
-}
-
 SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
 {
     if (wanted) store_global16(to, v);
