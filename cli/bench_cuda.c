@@ -180,8 +180,8 @@ static bool take_turn(meter *m, const turn *job, int launches, bench_times *time
     return true;
 }
 
-/* Every round begins with the next job, and every second one goes backwards: none is always at the same point
- * of what the card's power does, nor always behind the same other. */
+/* Every round starts one job further on, and every second one goes backwards: none is always at the same
+ * point of what the card's power does, nor always behind the same other. */
 static bool time_round(meter *m, int round, int launches, bench_times *times, error *err)
 {
     turn turns[MOST_TURNS];
