@@ -180,16 +180,12 @@ static bool take_turn(meter *m, const turn *job, int launches, bench_times *time
     return true;
 }
 
-/* Every round starts one job further on, and every second one goes backwards: none is always at the same
- * point of what the card's power does, nor always behind the same other. */
 static bool time_round(meter *m, int round, int launches, bench_times *times, error *err)
 {
     turn turns[MOST_TURNS];
     const int count = list_turns(m, turns);
-    for (int i = 0; i < count; i++) {
-        const int which = (round + i) % count;
-        if (!take_turn(m, &turns[round % 2 ? count - 1 - which : which], launches, times, err)) return false;
-    }
+    for (int i = 0; i < count; i++)
+        if (!take_turn(m, &turns[sustained_turn(round, i, count)], launches, times, err)) return false;
     return true;
 }
 
@@ -298,7 +294,7 @@ static bool measure(meter *m, int64_t repeats, double seconds, bench_result *res
     double step_ms;
     if (!record_all(m, err) || !guess_step(m, &step_ms, err)) return false;
     turn list[MOST_TURNS];
-    const double settle_ms = m->how.settle_ms * list_turns(m, list) + SUSTAINED_GUESSES * step_ms;
+    const double settle_ms = m->how.settle_ms * list_turns(m, list);
     const sustained_turns turns =
         sustained_take_turns(seconds - 1e-3 * HEAT_MS, step_ms, settle_ms, repeats, MOST_IN_ROUND);
     result->repeats = (size_t)(turns.rounds * turns.launches);

@@ -1,6 +1,7 @@
 /* See sustained.h. */
 #include "cli/sustained.h"
 
+#include <limits.h>
 #include <math.h>
 
 static bool launch_once(const sustained_job *job, error *err)
@@ -29,14 +30,17 @@ static bool time_launches(const sustained *how, const sustained_job *job, int la
     return true;
 }
 
-/* The first launch warms up; the second says how many it takes to settle. */
+/* The first launch warms up; the second says how many it takes to settle. They count, but were waited for:
+ * one more at least. */
 static bool settle(const sustained *how, const sustained_job *job, error *err)
 {
-    double guess[SUSTAINED_GUESSES] = {0};
-    if (!time_launches(how, job, SUSTAINED_GUESSES, guess, err)) return false;
-    const double last = guess[SUSTAINED_GUESSES - 1],
-                 count = last > 0 ? ceil(how->settle_ms / last) : SUSTAINED_SETTLE_MOST;
-    for (int i = 0; i < SUSTAINED_SETTLE_MOST && i < count; i++)
+    enum { GUESSES = 2 };
+    double guess[GUESSES] = {0};
+    if (!time_launches(how, job, GUESSES, guess, err)) return false;
+    const double last = guess[GUESSES - 1],
+                 wanted = last > 0 ? ceil(how->settle_ms / last) : SUSTAINED_SETTLE_MOST,
+                 more = wanted > 0 ? fmax(wanted - GUESSES, 1) : 0;
+    for (int i = 0; i < SUSTAINED_SETTLE_MOST && i < more; i++)
         if (!launch_once(job, err)) return false;
     return true;
 }
@@ -58,14 +62,20 @@ static int within(double value, int least, int most)
 sustained_turns sustained_take_turns(double seconds, double step_ms, double settle_ms, int64_t repeats,
                                      int most)
 {
-    sustained_turns turns = {.rounds = SUSTAINED_LEAST_ROUNDS};
+    sustained_turns turns;
     if (repeats > 0) {
-        turns.launches =
-            within(ceil((double)repeats / SUSTAINED_LEAST_ROUNDS), SUSTAINED_LEAST_LAUNCHES, most);
+        turns.rounds = within(ceil((double)repeats / most), SUSTAINED_LEAST_ROUNDS, INT_MAX);
+        turns.launches = within(ceil((double)repeats / turns.rounds), 1, most);
         return turns;
     }
-    turns.launches = within(settle_ms / step_ms, SUSTAINED_LEAST_LAUNCHES, most);
+    turns.launches = within(settle_ms / step_ms, 1, most);
     turns.rounds = within(1e3 * seconds / (settle_ms + turns.launches * step_ms), SUSTAINED_LEAST_ROUNDS,
                           SUSTAINED_MOST_ROUNDS);
     return turns;
+}
+
+int sustained_turn(int round, int i, int count)
+{
+    const int which = (round / 2 + i) % count;
+    return round % 2 ? count - 1 - which : which;
 }

@@ -27,23 +27,25 @@ enum { SUSTAINED_MOST = CLOCK_MARKS / 2, SUSTAINED_SETTLE_MOST = 20000 };
  */
 bool sustained_time(const sustained *how, const sustained_job *job, int launches, double *ms, error *err);
 
-/* Jobs take turns: `rounds` rounds with `launches` timed launches of every job in each. */
+/* ---- Jobs that take turns ---- */
+
+/* `rounds` rounds with `launches` timed launches of every job in each. */
 typedef struct sustained_turns {
     int rounds, launches;
 } sustained_turns;
 
-enum {
-    SUSTAINED_GUESSES = 2,
-    SUSTAINED_LEAST_ROUNDS = 2,
-    SUSTAINED_MOST_ROUNDS = 64,
-    SUSTAINED_LEAST_LAUNCHES = 2
-};
+enum { SUSTAINED_LEAST_ROUNDS = 2, SUSTAINED_MOST_ROUNDS = 64 };
 
 /* So that all of it takes about `seconds` when one launch of everything takes `step_ms` and what settles in a
- * round `settle_ms`, which is half of the round. Short rounds are many: a card at its power limit swings
- * about it within a second, and jobs that are to be compared must see the same of the swing. `repeats` (0: as
- * time allows) launches in all instead, rounded up to the least number of rounds. At most `most` a round. */
+ * round `settle_ms`; a round is to be half of each, for short rounds are many: a card at its power limit
+ * swings about it within a second, and jobs that are to be compared must see the same of the swing. `repeats`
+ * (0: as time allows) launches in all instead, rounded up to whole rounds. At least 1, at most `most` a
+ * round. */
 sustained_turns sustained_take_turns(double seconds, double step_ms, double settle_ms, int64_t repeats,
                                      int most);
+
+/* Which of `count` jobs has turn i of a round: every second round starts one job further on, the others go
+ * through it backwards. In 2 count rounds every job has had every place twice. */
+int sustained_turn(int round, int i, int count);
 
 #endif

@@ -93,7 +93,7 @@ static bool measure(bool with_before, double *ms, error *err)
     return good;
 }
 
-/* Two launches to learn that one takes 2 ms, four to settle for 7 ms, then those that count. */
+/* Two launches to learn that one takes 2 ms, two more to settle for 7 ms, then those that count. */
 static void test_sustained(void **state)
 {
     (void)state;
@@ -102,10 +102,10 @@ static void test_sustained(void **state)
         error err = {0};
         stream = (fake){0};
         assert_true(measure(with_before, ms, &err));
-        for (int i = 0; i < 5; i++) assert_true(ms[i] == 2 + 4 + i + 1);
+        for (int i = 0; i < 5; i++) assert_true(ms[i] == 2 + 2 + i + 1);
         assert_true(ms[5] == -1);
-        assert_int_equal(stream.launches, 2 + 4 + 5);
-        assert_int_equal(stream.befores, with_before ? 2 + 4 + 5 : 0);
+        assert_int_equal(stream.launches, 2 + 2 + 5);
+        assert_int_equal(stream.befores, with_before ? 2 + 2 + 5 : 0);
     }
 }
 
@@ -113,7 +113,7 @@ static void test_failures(void **state)
 {
     (void)state;
     double ms[5];
-    for (int at = 1; at <= 11; at++) { // in the warm-up, while it settles, while it counts
+    for (int at = 1; at <= 9; at++) { // in the warm-up, while it settles, while it counts
         error err = {0};
         char want[32];
         stream = (fake){.fails_at = at};
@@ -142,14 +142,40 @@ static void test_turns(void **state)
 {
     (void)state;
     expect_turns(sustained_take_turns(7, 20, 100, 0, 250), 35, 5);
-    expect_turns(sustained_take_turns(7, 200, 100, 0, 250), 14, 2);
-    expect_turns(sustained_take_turns(0.1, 200, 100, 0, 250), 2, 2);
+    expect_turns(sustained_take_turns(7, 200, 100, 0, 250), 23, 1);
+    expect_turns(sustained_take_turns(0.1, 200, 100, 0, 250), 2, 1);
     expect_turns(sustained_take_turns(-1, 20, 100, 0, 250), 2, 5);
     expect_turns(sustained_take_turns(1000, 0.01, 100, 0, 250), 64, 250);
     expect_turns(sustained_take_turns(7, 0, 100, 0, 250), 64, 250);
+    expect_turns(sustained_take_turns(7, 20, 100, 1, 250), 2, 1);
     expect_turns(sustained_take_turns(7, 20, 100, 7, 250), 2, 4);
-    expect_turns(sustained_take_turns(7, 20, 100, 1, 250), 2, 2);
-    expect_turns(sustained_take_turns(7, 20, 100, 2000, 250), 2, 250);
+    expect_turns(sustained_take_turns(7, 20, 100, 1000, 250), 4, 250);
+    expect_turns(sustained_take_turns(7, 20, 100, 1001, 250), 5, 201);
+}
+
+/* Every round has every job once, in 2 count rounds every job every place twice; two jobs begin as A B B A.
+ */
+static void test_order(void **state)
+{
+    enum { MOST = 9 };
+    (void)state;
+    for (int count = 1; count <= MOST; count++) {
+        int places[MOST][MOST] = {{0}};
+        for (int round = 0; round < 2 * count; round++) {
+            int seen[MOST] = {0};
+            for (int i = 0; i < count; i++) {
+                const int which = sustained_turn(round, i, count);
+                assert_in_range(which, 0, count - 1);
+                seen[which]++;
+                places[which][i]++;
+            }
+            for (int which = 0; which < count; which++) assert_int_equal(seen[which], 1);
+        }
+        for (int which = 0; which < count; which++)
+            for (int i = 0; i < count; i++) assert_int_equal(places[which][i], 2);
+    }
+    const int first[] = {0, 1, 1, 0};
+    for (int round = 0; round < 8; round++) assert_int_equal(sustained_turn(round, 0, 2), first[round % 4]);
 }
 
 /* Stages on that stream: spans of one stage add up, marks past the room are told. */
@@ -246,8 +272,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sustained), cmocka_unit_test(test_failures), cmocka_unit_test(test_turns),
-        cmocka_unit_test(test_stages),    cmocka_unit_test(test_summary),  cmocka_unit_test(test_yardstick),
-        cmocka_unit_test(test_tiled),
+        cmocka_unit_test(test_order),     cmocka_unit_test(test_stages),   cmocka_unit_test(test_summary),
+        cmocka_unit_test(test_yardstick), cmocka_unit_test(test_tiled),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -182,7 +182,7 @@ run_part() {
 correct="check check_route check_layer check_backward check_layer_backward time_route time_dlogits verify memcheck
 synccheck"
 
-shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+5"
+shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+6"
 memory="--scope+experts+--chunks+1,2,4+--no-bound+--seconds+2"
 peaks="bench:peaks:peaks:--shape+7B-n256+--shape+30B-n256+--reuse+$memory bench:peaks:peaks_keep:--shape+7B-n256+$memory"
 routed="--entry+logits+--score+softmax-topk-renorm"

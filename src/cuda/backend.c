@@ -303,7 +303,6 @@ static cudaError_t run_combine(const experts_call *c, int64_t first_column, int6
         .token_offsets = c->plan->token_offsets,
         .token_rows = c->plan->token_rows,
         .row_weight = c->plan->row_weight,
-        .rows = c->rows,
         .topk = smoe_rows_of_a_token(layer),
         .tokens = layer->tokens,
         .hidden = layer->hidden,

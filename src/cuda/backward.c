@@ -246,7 +246,6 @@ static cudaError_t run_dx(const backward_call *c, int64_t first_column, int64_t 
         .out = (char *)c->args->dx + first_column * c->problem->element,
         .token_offsets = c->plan->token_offsets,
         .token_rows = c->plan->token_rows,
-        .rows = c->rows,
         .topk = smoe_rows_of_a_token(layer),
         .tokens = layer->tokens,
         .hidden = layer->hidden,

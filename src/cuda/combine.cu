@@ -8,10 +8,10 @@
 // A thread owns eight columns of a token, or two to four times eight. Tokens may have any number of rows
 // (CSR), taken by fours: the indices past the end repeat the last row, so that all loads start before the
 // first is used; its sum leaves them out. Few bytes a token leave latency bare: where every token has K rows
-// unless some were lost, and K <= 4, what stands where its rows then are is fetched before the offsets tell
-// whether they are; K = 2 takes rows by twos, in three pieces where they divide a row, K = 1 one row in four.
-// CTAs are small, so that an SM always has some at every point of the chain from index to row to sum. O is
-// written by plain stores: marked as streaming it took 0.2 % longer.
+// unless some were lost, and K <= 4, their indices are read from where they then are, together with the
+// number of all rows that tells whether they are; K = 2 takes rows by twos, in three pieces where they divide
+// a row, K = 1 one row in four. CTAs are small, so that an SM always has some at every point of the chain
+// from index to row to sum. O is written by plain stores: marked as streaming it took 0.2 % longer.
 #include "launch.h"
 #include "storage.cuh"
 
@@ -64,21 +64,22 @@ template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUM
                                S::pack(sum[6], sum[7]));
 }
 
-// Every token has `topk` rows unless some were lost, 1 <= topk <= ROWS, and what stands where its rows would
-// then be is fetched before its offsets are there to tell; of what stands there no more is known than that it
-// can be read. False: they were not its rows, and nothing has been stored.
+// Where as many rows are there as T tokens have by topk, 1 <= topk <= ROWS, none was lost and each token has
+// its own at its place; the indices are asked for before that is known. False: some were lost, and nothing
+// has been stored. The branch stands behind the loads, of row 0 then, because the compiler moves loads that
+// no branch follows to where each is used, one after the other.
 template <typename T, int ROWS, int VECTORS>
-SMOE_DEVICE bool combine_guessed(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+SMOE_DEVICE bool combine_topk(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
-    const int guess = (int)token * p.topk;
+    const int first = (int)token * p.topk;
     int row[ROWS];
-    read_rows(row, p, guess, guess + p.topk);
-    const int first = __ldg(p.token_offsets + token), end = __ldg(p.token_offsets + token + 1);
+    read_rows(row, p, first, first + p.topk);
+    const bool all = __ldg(p.token_offsets + p.tokens) == p.tokens * p.topk;
 #pragma unroll
-    for (int k = 0; k < ROWS; k++) row[k] = (int)min((uint32_t)row[k], (uint32_t)p.rows - 1);
+    for (int k = 0; k < ROWS; k++) row[k] = all ? row[k] : 0;
     pieces<ROWS, VECTORS> some;
     some.fetch(p, row, column);
-    if (first != guess || end - first != p.topk) return false;
+    if (!all) return false;
 #pragma unroll
     for (int j = 0; j < VECTORS; j++) {
         float sum[COLUMNS] = {};
@@ -133,23 +134,23 @@ SMOE_DEVICE void combine_rows(const smoe_cuda_combine &p, int64_t token, int64_t
 }
 
 // blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns.
-template <typename T, int ROWS, int VECTORS, bool GUESS, bool ROUTER>
+// FEW: 1 <= topk <= ROWS.
+template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
 __global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ smoe_cuda_combine p)
 {
+    enum { AT_ONCE = FEW && VECTORS > 2 ? 1 : VECTORS }; // of the general path: registers
     const int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     const int64_t column = ((int64_t)blockIdx.y * VECTORS * blockDim.x + threadIdx.x) * COLUMNS;
     const int step = (int)blockDim.x * COLUMNS;
     if (token >= p.tokens || column + (VECTORS - 1) * step >= p.columns) return;
     char *out = (char *)p.out + (token * p.hidden + column) * 2;
-    if (!GUESS)
-        combine_rows<T, ROWS, VECTORS, ROUTER>(p, token, column, out);
-    else if (!combine_guessed<T, ROWS, VECTORS>(p, token, column, out))
-        for (int j = 0; j < VECTORS; j++) // seldom: the registers are for what is fetched at once
-            combine_rows<T, ROWS, 1, false>(p, token, column + j * step, out + j * step * 2);
+    if (FEW && combine_topk<T, ROWS, VECTORS>(p, token, column, out)) return;
+    for (int j = 0; j < VECTORS; j += AT_ONCE)
+        combine_rows<T, ROWS, AT_ONCE, ROUTER>(p, token, column + j * step, out + j * step * 2);
 }
 
 // CTAs of about `threads`.
-template <typename T, int ROWS, int VECTORS, bool GUESS, bool ROUTER>
+template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
 void launch(const smoe_cuda_combine &p, unsigned threads, cudaStream_t stream)
 {
     const int64_t pieces = p.columns / COLUMNS / VECTORS;
@@ -157,7 +158,7 @@ void launch(const smoe_cuda_combine &p, unsigned threads, cudaStream_t stream)
     while (pieces % parts) parts++;
     const unsigned across = (unsigned)(pieces / parts), tokens = across >= threads ? 1 : threads / across;
     const dim3 block(across, tokens), grid((unsigned)smoe_divide_up(p.tokens, tokens), (unsigned)parts);
-    combine<T, ROWS, VECTORS, GUESS, ROUTER><<<grid, block, 0, stream>>>(p);
+    combine<T, ROWS, VECTORS, FEW, ROUTER><<<grid, block, 0, stream>>>(p);
 }
 
 template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t stream)

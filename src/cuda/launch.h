@@ -104,7 +104,6 @@ typedef struct smoe_cuda_combine {
     void *out;     /* (T, hidden), at the chunk's first column */
     const int32_t *token_offsets, *token_rows;
     const float *row_weight; /* NULL: ones */
-    int64_t rows;            /* padded_rows */
     int32_t topk;            /* smoe_rows_of_a_token */
     /* the router's term: the sum starts from what is in `out`; or every row comes with dlogit Wr[expert] */
     int32_t onto;
