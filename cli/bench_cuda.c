@@ -14,6 +14,14 @@
 enum { MOST_IN_ROUND = 250, ALONE_SETTLE_MS = 50, HEAT_MS = 1000, AHEAD_MS = 1, MOST_TURNS = 9 };
 _Static_assert((int)MOST_IN_ROUND <= (int)SUSTAINED_MOST, "a round's launches fit between the clock's marks");
 
+/* A job whose turn comes once a round. */
+typedef struct turn {
+    bool (*before)(void *, error *), (*work)(void *, error *);
+    smoe_stage stage; // of a GEMM
+    double scale;     // of its times
+    size_t member;    // of bench_times: its offset
+} turn;
+
 typedef struct meter {
     bench_case *c;
     int passes; // bench_pass values together
@@ -22,7 +30,9 @@ typedef struct meter {
     cuda_graph *prepare, *forward, *backward, *layer; // NULL where there is nothing to run
     smoe_stage stage;                                 // whose GEMMs job_gemm runs
     int ahead;                                        // steps ahead of one that is timed by stages
-    double *samples;                                  // (MOST_IN_ROUND)
+    turn turns[MOST_TURNS];                           // of a round
+    int turn_count;
+    double *samples; // (MOST_IN_ROUND)
 } meter;
 
 /* ---- Graphs ---- */
@@ -136,39 +146,34 @@ static bool time_job(meter *m, bool (*before)(void *, error *), bool (*work)(voi
 
 /* ---- Rounds: one job after the other, the same number of launches each ---- */
 
-/* A job whose turn comes once a round. */
-typedef struct turn {
-    bool (*before)(void *, error *), (*work)(void *, error *);
-    smoe_stage stage; // of a GEMM
-    double scale;     // of its times
-    size_t member;    // of bench_times: its offset
-} turn;
-
 /* Is this one of the passes' GEMMs? */
 static bool wants_gemm(const meter *m, smoe_stage stage)
 {
     return m->passes & (stage < SMOE_STAGE_DH ? ~PASS_BACKWARD : ~PASS_FORWARD);
 }
 
+static void add_turn(meter *m, turn job)
+{
+    m->turns[m->turn_count++] = job;
+}
+
 /* The yardstick's GEMMs and the library's passes. */
-static int list_turns(const meter *m, turn turns[MOST_TURNS])
+static void list_turns(meter *m)
 {
     static const smoe_stage stages[] = {SMOE_STAGE_UP,  SMOE_STAGE_DOWN,    SMOE_STAGE_DH,
                                         SMOE_STAGE_DW2, SMOE_STAGE_DX_ROWS, SMOE_STAGE_DW1};
     const double scale = cuda_yardstick_scale(&m->c->layer, m->yardstick.rows);
-    int count = 0;
     for (size_t s = 0; m->yardstick.gemms && s < sizeof stages / sizeof stages[0]; s++)
         if (wants_gemm(m, stages[s]))
-            turns[count++] =
-                (turn){NULL, job_gemm, stages[s], scale,
-                       offsetof(bench_times, dense) + (size_t)stage_index(stages[s]) * sizeof(double)};
-    const turn forward = {job_prepare, job_forward, 0, 1.0, offsetof(bench_times, forward)},
-               backward = {before_backward, job_backward, 0, 1.0, offsetof(bench_times, backward)},
-               layer = {job_prepare, job_layer, 0, 1.0, offsetof(bench_times, layer)};
-    if (m->passes & PASS_FORWARD) turns[count++] = forward;
-    if (m->passes & PASS_BACKWARD) turns[count++] = backward;
-    if (m->passes & PASS_LAYER) turns[count++] = layer;
-    return count;
+            add_turn(m,
+                     (turn){NULL, job_gemm, stages[s], scale,
+                            offsetof(bench_times, dense) + (size_t)stage_index(stages[s]) * sizeof(double)});
+    if (m->passes & PASS_FORWARD)
+        add_turn(m, (turn){job_prepare, job_forward, 0, 1.0, offsetof(bench_times, forward)});
+    if (m->passes & PASS_BACKWARD)
+        add_turn(m, (turn){before_backward, job_backward, 0, 1.0, offsetof(bench_times, backward)});
+    if (m->passes & PASS_LAYER)
+        add_turn(m, (turn){job_prepare, job_layer, 0, 1.0, offsetof(bench_times, layer)});
 }
 
 static bool take_turn(meter *m, const turn *job, int launches, bench_times *times, error *err)
@@ -182,10 +187,9 @@ static bool take_turn(meter *m, const turn *job, int launches, bench_times *time
 
 static bool time_round(meter *m, int round, int launches, bench_times *times, error *err)
 {
-    turn turns[MOST_TURNS];
-    const int count = list_turns(m, turns);
-    for (int i = 0; i < count; i++)
-        if (!take_turn(m, &turns[sustained_turn(round, i, count)], launches, times, err)) return false;
+    for (int i = 0; i < m->turn_count; i++)
+        if (!take_turn(m, &m->turns[sustained_turn(round, i, m->turn_count)], launches, times, err))
+            return false;
     return true;
 }
 
@@ -258,9 +262,9 @@ static bool time_rounds(meter *m, sustained_turns turns, bench_times *times, err
 
 /* ---- How many launches fit ---- */
 
-/* About how long one launch of every job takes, from that of a step; and how many steps go ahead of one that
- * is timed by stages. */
-static bool guess_step(meter *m, double *all_ms, error *err)
+/* About how long one launch of every job takes that has its turn, and of the stages too, from that of a step;
+ * and how many steps go ahead of one that is timed by stages. */
+static bool guess_step(meter *m, double *turns_ms, double *all_ms, error *err)
 {
     double ms[2];
     const sustained_job job = {NULL, job_step, m};
@@ -269,7 +273,8 @@ static bool guess_step(meter *m, double *all_ms, error *err)
     const double step = fmin(ms[0], ms[1]),
                  apart = !!(m->passes & PASS_FORWARD) + !!(m->passes & PASS_BACKWARD);
     m->ahead = step > 0 ? (int)fmin(ceil(AHEAD_MS / step), 100) : 1;
-    *all_ms = step * (m->ahead + 1 + apart / 2 + !!(m->passes & PASS_LAYER) + !m->c->settings.no_bound);
+    *turns_ms = step * (apart / 2 + !!(m->passes & PASS_LAYER) + !m->c->settings.no_bound);
+    *all_ms = *turns_ms + step * (m->ahead + 1);
     return true;
 }
 
@@ -291,12 +296,12 @@ static bool time_alone(meter *m, bench_result *result, error *err)
 
 static bool measure(meter *m, int64_t repeats, double seconds, bench_result *result, error *err)
 {
-    double step_ms;
-    if (!record_all(m, err) || !guess_step(m, &step_ms, err)) return false;
-    turn list[MOST_TURNS];
-    const double settle_ms = m->how.settle_ms * list_turns(m, list);
+    double turns_ms, all_ms;
+    if (!record_all(m, err) || !guess_step(m, &turns_ms, &all_ms, err)) return false;
+    list_turns(m);
+    const double settle_ms = m->how.settle_ms * m->turn_count + turns_ms; // the last launch goes beyond it
     const sustained_turns turns =
-        sustained_take_turns(seconds - 1e-3 * HEAT_MS, step_ms, settle_ms, repeats, MOST_IN_ROUND);
+        sustained_take_turns(seconds - 1e-3 * HEAT_MS, all_ms, settle_ms, repeats, MOST_IN_ROUND);
     result->repeats = (size_t)(turns.rounds * turns.launches);
     result->times = calloc(result->repeats, sizeof *result->times);
     if (!result->times) return fail(err, ERROR_RUNTIME, "out of memory for the times");

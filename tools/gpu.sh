@@ -8,12 +8,13 @@
 #                                   within BUDGET seconds (default 560); logs and records under $OUT (default
 #                                   DIR/out). Exit 0: all well, 1: a part failed or found something, 77: no GPU
 #
-# Everything that issues ask for, in three calls of less than ten minutes each:
+# Everything that issues ask for, in four calls of less than ten minutes each:
 #   correct    check check_route check_layer check_backward check_layer_backward time_route time_dlogits verify
 #              memcheck synccheck
 #   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
 #              (paper_topk: back to dS, for a backward that has no router's)
 #   settled    the paper's forward, library and yardstick each at the clock that it settles at by itself
+#   alone      kernels by themselves, the combines beside copies of their sizes, K = 2 and 4
 #   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers and what one GPU
 #              holds of them under expert parallelism, skewed routing
 #
@@ -191,9 +192,11 @@ paper_topk="bench:passes:paper:$shapes $peaks"
 settled="bench:passes:paper_settled:--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward+$routed+--settle+0.4+--seconds+3"
 
 sweep="--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1"
-alone="--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
-rest="bench:rounding:rounding:$sweep bench:launches:small:--thiek+512,2048,768,128,8+$alone
-bench:launches:alone:--shape+7B-n256+--scope+experts+--entry+logits+$alone
+combines="--shape+1.4B-n1024+--shape+7B-n1024+--shape+1.4B-n512+--shape+7B-n512+--shape+30B-n1024"
+alone="bench:launches:alone:$combines+--scope+experts+--pass+forward,backward+$routed+--alone+--seconds+1"
+gaps="--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
+rest="bench:rounding:rounding:$sweep bench:launches:launches_512:--thiek+512,2048,768,128,8+$gaps
+bench:launches:launches_7B:--shape+7B-n256+--scope+experts+--entry+logits+$gaps
 bench:passes:models:--suite+models+--routing+random+--scope+experts+--pass+forward,backward+--seconds+3
 bench:passes:ep:--suite+ep+--routing+random+--scope+experts+--pass+forward,backward+--seconds+3
 bench:passes:skewed:--suite+paper+--routing+skewed+--scope+experts+--pass+forward,backward+--seconds+2"
@@ -216,6 +219,7 @@ run() {
         paper) set -- $paper ;;
         paper_topk) set -- $paper_topk ;;
         settled) set -- $settled ;;
+        alone) set -- $alone ;;
         rest) set -- $rest ;;
         *) set -- "$part" ;;
         esac
