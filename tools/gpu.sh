@@ -14,7 +14,7 @@
 #   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
 #              (paper_topk: back to dS, for a backward that has no router's)
 #   settled    the paper's forward, library and yardstick each at the clock that it settles at by itself
-#   alone      kernels by themselves, the combines beside copies of their sizes, K = 2 and 4
+#   alone      the paper's kernels by themselves, the combines beside copies of their sizes
 #   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers and what one GPU
 #              holds of them under expert parallelism, skewed routing
 #
@@ -192,13 +192,12 @@ paper_topk="bench:passes:paper:$shapes $peaks"
 settled="bench:passes:paper_settled:--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward+$routed+--settle+0.4+--seconds+3"
 
 sweep="--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1"
-combines="--shape+1.4B-n1024+--shape+7B-n1024+--shape+1.4B-n512+--shape+7B-n512+--shape+30B-n1024"
-alone="bench:launches:alone:$combines+--scope+experts+--pass+forward,backward+$routed+--alone+--seconds+1"
+alone="bench:launches:alone:--suite+paper+--scope+experts+--pass+forward,backward+$routed+--alone+--seconds+1"
 gaps="--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
 rest="bench:rounding:rounding:$sweep bench:launches:launches_512:--thiek+512,2048,768,128,8+$gaps
 bench:launches:launches_7B:--shape+7B-n256+--scope+experts+--entry+logits+$gaps
-bench:passes:models:--suite+models+--routing+random+--scope+experts+--pass+forward,backward+--seconds+3
-bench:passes:ep:--suite+ep+--routing+random+--scope+experts+--pass+forward,backward+--seconds+3
+bench:passes:models:--suite+models+--routing+random+--scope+experts+--pass+forward,backward+--seconds+8
+bench:passes:ep:--suite+ep+--routing+random+--scope+experts+--pass+forward,backward+--seconds+8
 bench:passes:skewed:--suite+paper+--routing+skewed+--scope+experts+--pass+forward,backward+--seconds+2"
 
 run() {
