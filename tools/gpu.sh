@@ -13,7 +13,8 @@
 #              memcheck synccheck
 #   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
 #              (paper_topk: back to dS, for a backward that has no router's)
-#   settled    the paper's forward, library and yardstick each at the clock that it settles at by itself
+#   settled    the paper's forward with 50 ms of settling, and library and yardstick each at the clock that it
+#              settles at by itself
 #   alone      the paper's kernels by themselves, the combines beside copies of their sizes
 #   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers and what one GPU
 #              holds of them under expert parallelism, skewed routing
@@ -189,7 +190,8 @@ peaks="bench:peaks:peaks:--shape+7B-n256+--shape+30B-n256+--reuse+$memory bench:
 routed="--entry+logits+--score+softmax-topk-renorm"
 paper="bench:passes:paper:$shapes+$routed $peaks"
 paper_topk="bench:passes:paper:$shapes $peaks"
-settled="bench:passes:paper_settled:--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward+$routed+--settle+0.4+--seconds+3"
+forward="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward+$routed+--seconds+3"
+settled="bench:passes:paper_50ms:$forward+--settle+0.05 bench:passes:paper_settled:$forward+--settle+0.4"
 
 sweep="--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1"
 alone="bench:launches:alone:--suite+paper+--scope+experts+--pass+forward,backward+$routed+--alone+--seconds+1"
@@ -235,7 +237,7 @@ case $command in
 pack) pack "$@" ;;
 run) run "$@" ;;
 *)
-    sed -n '2,21s/^# \{0,1\}//p' "$0"
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac
