@@ -162,6 +162,8 @@ static void list_turns(meter *m)
 {
     static const smoe_stage stages[] = {SMOE_STAGE_UP,  SMOE_STAGE_DOWN,    SMOE_STAGE_DH,
                                         SMOE_STAGE_DW2, SMOE_STAGE_DX_ROWS, SMOE_STAGE_DW1};
+    _Static_assert(sizeof stages / sizeof stages[0] + 3 <= MOST_TURNS,
+                   "every GEMM and every pass has a turn");
     const double scale = cuda_yardstick_scale(&m->c->layer, m->yardstick.rows);
     for (size_t s = 0; m->yardstick.gemms && s < sizeof stages / sizeof stages[0]; s++)
         if (wants_gemm(m, stages[s]))

@@ -16,8 +16,8 @@
 #   settled    the paper's forward with 50 ms of settling, and library and yardstick each at the clock that it
 #              settles at by itself
 #   alone      the paper's kernels by themselves, the combines beside copies of their sizes
-#   rest       token rounding over E, kernels by themselves (T = 512 and 7B), the models' layers and what one GPU
-#              holds of them under expert parallelism, skewed routing
+#   rest       token rounding over E, kernels by themselves at T = 512, the models' layers and what one GPU holds
+#              of them under expert parallelism, skewed routing
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
 # one), verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits,
@@ -195,9 +195,8 @@ settled="bench:passes:paper_50ms:$forward+--settle+0.05 bench:passes:paper_settl
 
 sweep="--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1"
 alone="bench:launches:alone:--suite+paper+--scope+experts+--pass+forward,backward+$routed+--alone+--seconds+1"
-gaps="--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
-rest="bench:rounding:rounding:$sweep bench:launches:launches_512:--thiek+512,2048,768,128,8+$gaps
-bench:launches:launches_7B:--shape+7B-n256+--scope+experts+--entry+logits+$gaps
+gaps="--thiek+512,2048,768,128,8+--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
+rest="bench:rounding:rounding:$sweep bench:launches:launches:$gaps
 bench:passes:models:--suite+models+--routing+random+--scope+experts+--pass+forward,backward+--seconds+8
 bench:passes:ep:--suite+ep+--routing+random+--scope+experts+--pass+forward,backward+--seconds+8
 bench:passes:skewed:--suite+paper+--routing+skewed+--scope+experts+--pass+forward,backward+--seconds+2"
