@@ -1,10 +1,10 @@
 /* `smoe info`: what this build is and can do; for a problem, what it costs in FLOPs and bytes. Host only. */
 #include "build_info.h"
-#include "cli/cli.h"
-#include "cli/costs.h"
-#include "cli/problem.h"
-#include "cli/table.h"
-#include "cli/tile_waste.h"
+#include "cli/common/cli.h"
+#include "cli/common/costs.h"
+#include "cli/common/problem.h"
+#include "cli/common/table.h"
+#include "cli/common/tile_waste.h"
 
 #include <cblas.h>
 #include <math.h>

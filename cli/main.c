@@ -1,5 +1,5 @@
 /* The `smoe` program: finds the subcommand and hands over. */
-#include "cli/cli.h"
+#include "cli/common/cli.h"
 #include "smoe.h"
 
 #include <cblas.h>

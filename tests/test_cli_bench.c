@@ -79,16 +79,39 @@ static void check_fields(json_t *object, const field *fields, size_t count)
     }
 }
 
-static const field record[] = {
-    {"commit", 's'},      {"device", 's'},      {"backend", 's'},    {"suite", 's'},
-    {"shape", 's'},       {"T", 'i'},           {"d", 'i'},          {"n", 'i'},
-    {"E", 'i'},           {"K", 'i'},           {"dtype", 's'},      {"routing", 's'},
-    {"rounding", 's'},    {"tile", 'i'},        {"pass", 's'},       {"kernel", 's'},
-    {"scope", 's'},       {"ms_median", 'n'},   {"ms_min", 'n'},     {"ms_p99", 'n'},
-    {"tflops", '0'},      {"gbps", 'n'},        {"bound_ms", '0'},   {"ratio", '0'},
-    {"chunks", 'i'},      {"saved_bytes", 'i'}, {"peak_bytes", 'i'}, {"predicted_bytes", 'i'},
-    {"max_rel_err", '0'}, {"reuse_saved", 'i'}, {"launches", '0'},   {"alone_ms", '0'},
-    {"alone_copy_ms", '0'}};
+static const field record[] = {{"commit", 's'},
+                               {"device", 's'},
+                               {"backend", 's'},
+                               {"suite", 's'},
+                               {"shape", 's'},
+                               {"T", 'i'},
+                               {"d", 'i'},
+                               {"n", 'i'},
+                               {"E", 'i'},
+                               {"K", 'i'},
+                               {"dtype", 's'},
+                               {"routing", 's'},
+                               {"rounding", 's'},
+                               {"tile", 'i'},
+                               {"pass", 's'},
+                               {"kernel", 's'},
+                               {"scope", 's'},
+                               {"ms_median", 'n'},
+                               {"ms_min", 'n'},
+                               {"ms_p99", 'n'},
+                               {"tflops", '0'},
+                               {"gbps", 'n'},
+                               {"bound_ms", '0'},
+                               {"ratio", '0'},
+                               {"chunks", 'i'},
+                               {"saved_bytes", 'i'},
+                               {"peak_bytes", 'i'},
+                               {"predicted_bytes", 'i'},
+                               {"max_rel_err", '0'},
+                               {"reuse_saved", 'i'},
+                               {"launches", '0'},
+                               {"alone_ms", '0'},
+                               {"alone_copy_ms", '0'}};
 enum { RECORD_FIELDS = sizeof record / sizeof record[0] };
 
 static const char *text_of(json_t *object, const char *name)

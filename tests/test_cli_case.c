@@ -7,7 +7,7 @@
 
 #include <cmocka.h>
 
-#include "cli/bench_check.h"
+#include "cli/bench/check.h"
 
 #include <math.h>
 #include <stdatomic.h>

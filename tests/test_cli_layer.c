@@ -2,8 +2,8 @@
  * score, rounding rule, storage type and way in. run_library poisons outputs, saved and scratch before the
  * forward, and before the backward everything but X, the weights, the logits and saved; all of it lies
  * between canaries. */
-#include "cli/verify_expect.h"
-#include "cli/verify_run.h"
+#include "cli/verify/expect.h"
+#include "cli/verify/run.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

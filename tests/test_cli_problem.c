@@ -7,10 +7,10 @@
 
 #include <cmocka.h>
 
-#include "cli/costs.h"
-#include "cli/problem.h"
-#include "cli/samples.h"
-#include "cli/tile_waste.h"
+#include "cli/bench/samples.h"
+#include "cli/common/costs.h"
+#include "cli/common/problem.h"
+#include "cli/common/tile_waste.h"
 
 #include <math.h>
 #include <stdio.h>

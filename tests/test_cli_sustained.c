@@ -8,11 +8,11 @@
 #include <cmocka.h>
 #undef fail // the program's own
 
-#include "cli/bench_data.h"
-#include "cli/costs.h"
-#include "cli/samples.h"
-#include "cli/sustained.h"
-#include "cli/yardstick_cuda.h"
+#include "cli/bench/data.h"
+#include "cli/bench/samples.h"
+#include "cli/bench/sustained.h"
+#include "cli/bench/yardstick_cuda.h"
+#include "cli/common/costs.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -6,7 +6,7 @@
 
 #include <cmocka.h>
 
-#include "cli/table.h"
+#include "cli/common/table.h"
 
 #include <math.h>
 #include <stdlib.h>

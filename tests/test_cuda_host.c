@@ -9,9 +9,9 @@
 
 #include <cmocka.h>
 
-#include "cuda/plan_size.h"
-#include "cuda/scheduler.h"
-#include "cuda/swizzle.h"
+#include "cuda/host/plan_size.h"
+#include "cuda/host/scheduler.h"
+#include "cuda/sm90/swizzle.h"
 
 static uint32_t random_state = 1;
 
@@ -60,8 +60,8 @@ static void gather_fills_the_tile(void **state)
         }
 }
 
-/* The accumulators of a thread, stored as stage_half of cooperative.cuh does: every element of the half once,
- * at the panel and chunk of its block. */
+/* The accumulators of a thread, stored as stage_half of gemm_cooperative.cuh does: every element of the half
+ * once, at the panel and chunk of its block. */
 static void staging_is_complete(void **state)
 {
     (void)state;

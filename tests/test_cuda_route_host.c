@@ -1,7 +1,8 @@
-/* The routing kernels' arithmetic that also compiles for the host (src/cuda/route_math.h), by brute force:
- * sorting networks by the 0-1 principle, packed keys against rank.h over all bf16 values, the fixed-point
- * term, 16-bit keys, the order of moves against a sort, balance rounding against the walk over experts. */
-#include "cuda/route_math.h"
+/* The routing kernels' arithmetic that also compiles for the host (src/cuda/routing/route_math.h), by brute
+ * force: sorting networks by the 0-1 principle, packed keys against rank.h over all bf16 values, the
+ * fixed-point term, 16-bit keys, the order of moves against a sort, balance rounding against the walk over
+ * experts. */
+#include "cuda/routing/route_math.h"
 
 #include <math.h>
 #include <setjmp.h>

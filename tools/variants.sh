@@ -1,6 +1,6 @@
 #!/bin/sh
 # Which of several variants is faster? Each is a patch on top of HEAD; all of them are measured in one process on the GPU
-# machine, in turn (tests/cuda/time_variants.c says what can be told apart).
+# machine, in turn (bench/time_variants.c says what can be told apart).
 #
 #   tools/variants.sh build DIR PATCH...            here: into DIR/carry the library, check and check_backward of HEAD
 #                                                   (`base`) and of every PATCH (NAME.patch; several joined by + are
@@ -42,7 +42,7 @@ build() {
         done
         echo "$name"
     done
-    strip -o "$directory/pack/time_variants" "$directory/build/tests/cuda/cuda_time_variants" || exit 3
+    strip -o "$directory/pack/time_variants" "$directory/build/bench/cuda_time_variants" || exit 3
     cp "$directory/source/docs/shapes.csv" "$directory/pack/" || exit 3
     git worktree remove --force "$directory/source"
     ldd "$directory"/pack/*.so "$directory"/pack/check* |

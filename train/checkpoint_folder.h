@@ -3,7 +3,7 @@
 #ifndef TRAIN_CHECKPOINT_FOLDER_H
 #define TRAIN_CHECKPOINT_FOLDER_H
 
-#include "train/error.h"
+#include "common/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

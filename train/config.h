@@ -5,7 +5,7 @@
 #ifndef TRAIN_CONFIG_H
 #define TRAIN_CONFIG_H
 
-#include "train/error.h"
+#include "common/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

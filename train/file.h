@@ -2,7 +2,7 @@
 #ifndef TRAIN_FILE_H
 #define TRAIN_FILE_H
 
-#include "train/error.h"
+#include "common/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -2,7 +2,7 @@
 #ifndef TRAIN_LOG_H
 #define TRAIN_LOG_H
 
-#include "train/error.h"
+#include "common/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -4,9 +4,9 @@
 #ifndef TRAIN_MOE_H
 #define TRAIN_MOE_H
 
+#include "common/error.h"
 #include "smoe.h"
 #include "train/config.h"
-#include "train/error.h"
 
 #include <stdbool.h>
 #include <stdint.h>

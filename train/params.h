@@ -5,8 +5,8 @@
 #ifndef TRAIN_PARAMS_H
 #define TRAIN_PARAMS_H
 
+#include "common/error.h"
 #include "train/config.h"
-#include "train/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

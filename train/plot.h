@@ -2,7 +2,7 @@
 #ifndef TRAIN_PLOT_H
 #define TRAIN_PLOT_H
 
-#include "train/error.h"
+#include "common/error.h"
 
 #include <stdbool.h>
 

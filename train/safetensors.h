@@ -10,7 +10,7 @@
 #ifndef TRAIN_SAFETENSORS_H
 #define TRAIN_SAFETENSORS_H
 
-#include "train/error.h"
+#include "common/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -2,7 +2,7 @@
 #ifndef TRAIN_TOKEN_SOURCE_H
 #define TRAIN_TOKEN_SOURCE_H
 
-#include "train/error.h"
+#include "common/error.h"
 #include "train/file.h"
 
 #include <stdbool.h>

@@ -13,7 +13,7 @@
 #ifndef TRAIN_TOKENS_H
 #define TRAIN_TOKENS_H
 
-#include "train/error.h"
+#include "common/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -2,9 +2,9 @@
 #define _POSIX_C_SOURCE 200809L
 #include "train/train.h"
 
+#include "common/clock.h"
 #include "train/adamw.h"
 #include "train/checkpoint.h"
-#include "train/clock.h"
 #include "train/log.h"
 #include "train/plot.h"
 #include "train/schedule.h"

@@ -6,7 +6,7 @@
  *   cuda_check_route          all of it; exit 0 if all is equal, 1 if not, 3 if CUDA fails, 77 without a GPU
  *   cuda_check_route few      what a memory checker can run in a minute
  *   cuda_check_route fewest   what the emulator can run in seconds */
-#include "cuda/routing.h"
+#include "cuda/host/routing.h"
 #include "gpu.h"
 #include "route_cases.h"
 

@@ -3,7 +3,8 @@
 # C75xx line (wgmma serialised, setmaxnreg ignored), and when there is nothing to read.
 set -eu
 cd "$1"
-kernels=$(cat ./*.cu.o.log | grep -c 'bytes spill stores') || { echo "no output of ptxas -v in $1"; exit 1; }
-bad=$(cat ./*.cu.o.log | grep -E 'C75[0-9][0-9]|spill stores' | grep -v '^    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads$' || true)
+logs=$(find . -name '*.cu.o.log')
+kernels=$(cat $logs | grep -c 'bytes spill stores') || { echo "no output of ptxas -v in $1"; exit 1; }
+bad=$(cat $logs | grep -E 'C75[0-9][0-9]|spill stores' | grep -v '^    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads$' || true)
 [ -z "$bad" ] || { echo "$bad"; exit 1; }
 echo "$kernels kernels, no spills"

@@ -1,0 +1,256 @@
+/* Microseconds of routing on the device, each figure from a CUDA graph of 20 links, the median of 30 replays;
+ * logits rotate over 256 MB, so that they come from device memory. From logits what is printed is cumulative:
+ * top-K, then with what else route does, rounding, and the plan after it, which is the whole. From given
+ * top-K: the whole plan, and its second kernel alone. Last in a line: the target, if there is one. */
+#include "bench/link_time.h"
+#include "cuda/host/plan_size.h"
+#include "cuda/host/routing.h"
+#include "tests/cuda/gpu.h"
+#include "tests/cuda/route_cases.h"
+
+enum { LOGITS_BYTES = 256 << 20 };
+
+typedef struct route_timing {
+    smoe_problem problem;
+    smoe_plan_arrays plan;
+    smoe_cuda_lists lists;
+    char *scratch, *logits;
+    int sets; /* of logits */
+    smoe_cuda_plan given;
+    gpu_buffer memory[7];
+} route_timing;
+
+typedef cudaError_t (*link_function)(const route_timing *t, const smoe_forward_args *args,
+                                     cudaStream_t stream);
+
+/* What is timed: `enqueue` on one set of logits after the other. */
+typedef struct route_links {
+    const route_timing *t;
+    link_function enqueue;
+} route_links;
+
+static cudaError_t enqueue_route(const void *work, int i, cudaStream_t stream)
+{
+    const route_links *links = work;
+    const route_timing *t = links->t;
+    const size_t set = (size_t)(t->problem.layer.tokens * t->problem.layer.experts *
+                                smoe_type_bytes(t->problem.layer.logits_type));
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.logits = t->logits + (size_t)(i % t->sets) * set;
+    return links->enqueue(t, &args, stream);
+}
+
+/* Median microseconds of a link. */
+static float time_links(const route_timing *t, link_function enqueue)
+{
+    const route_links links = {t, enqueue};
+    return link_time(&links, enqueue_route);
+}
+
+static cudaError_t route_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    const smoe_context context = {0};
+    return smoe_cuda_route(&context, &t->problem, args, &t->plan, t->scratch, stream);
+}
+
+static cudaError_t round_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    const cudaError_t status = route_link(t, args, stream);
+    return status == cudaSuccess ? smoe_cuda_round(&t->problem, args, &t->plan, t->scratch, stream) : status;
+}
+
+static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    const int rounded = t->problem.layer.rounding != SMOE_ROUND_NONE;
+    const cudaError_t status = rounded ? round_link(t, args, stream) : route_link(t, args, stream);
+    if (status != cudaSuccess) return status;
+    return smoe_cuda_plan_from_logits(&t->problem, args, &t->plan, &t->lists, t->scratch, stream);
+}
+
+static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    smoe_cuda_routing r = smoe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
+    r.keys = NULL, r.mask = NULL, r.chunk_counts = NULL; /* nothing for who comes next */
+    return smoe_cuda_topk(&r, stream);
+}
+
+/* From given top-K: what route left in the plan's arrays. */
+static cudaError_t given_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    (void)args;
+    return smoe_cuda_plan_topk(&t->given, stream);
+}
+
+static cudaError_t scatter_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    (void)args;
+    smoe_cuda_plan p = t->given;
+    p.counted = 1;
+    return smoe_cuda_plan_topk(&p, stream);
+}
+
+static route_timing set_up(const smoe_layer *layer)
+{
+    route_timing t = {0};
+    smoe_problem_init(&t.problem, layer);
+    const int32_t limit = smoe_piece_limit(t.problem.rows, layer->experts);
+    const int64_t count = layer->tokens * layer->experts;
+    const size_t set = (size_t)(count * smoe_type_bytes(layer->logits_type));
+    const size_t entry = sizeof(smoe_work);
+    t.sets = (int)(LOGITS_BYTES / set) < 2       ? 2
+             : (int)(LOGITS_BYTES / set) > LINKS ? LINKS
+                                                 : (int)(LOGITS_BYTES / set);
+    t.memory[0] = gpu_alloc(t.problem.plan_bytes);
+    t.memory[1] = gpu_alloc(smoe_cuda_routing_scratch(&t.problem));
+    t.memory[2] = gpu_alloc((size_t)t.sets * set);
+    t.memory[3] = gpu_alloc(16);
+    t.memory[4] =
+        gpu_alloc(entry * (size_t)smoe_work_bound(t.problem.padded_rows, layer->experts, SMOE_TILE_BLOCKS));
+    t.memory[5] = gpu_alloc(entry * (size_t)smoe_work_bound(t.problem.padded_rows, layer->experts, limit));
+    t.plan = smoe_plan_at(&t.problem, t.memory[0].memory);
+    t.scratch = t.memory[1].memory;
+    t.logits = t.memory[2].memory;
+    t.lists = (smoe_cuda_lists){(int32_t *)t.memory[3].memory, (smoe_work *)t.memory[4].memory,
+                                (smoe_work *)t.memory[5].memory, limit, (int32_t *)t.memory[3].memory + 2};
+    const int32_t experts = (int32_t)layer->experts, topk = (int32_t)layer->topk;
+    const int32_t chunk = smoe_plan_chunk(layer->tokens, experts, topk);
+    t.memory[6] = gpu_alloc(smoe_cuda_plan_work_bytes(layer->tokens, experts, chunk));
+    t.given = (smoe_cuda_plan){.ids = t.plan.topk_ids,
+                               .weights = t.plan.topk_weights,
+                               .tokens = (int32_t)layer->tokens,
+                               .experts = experts,
+                               .topk = topk,
+                               .padded_rows = (int32_t)t.problem.padded_rows,
+                               .chunk = chunk,
+                               .counts = t.plan.counts,
+                               .row_offsets = t.plan.offsets,
+                               .block_offsets = t.plan.block_offsets,
+                               .order = t.plan.order,
+                               .row_token = t.plan.row_token,
+                               .token_offsets = t.plan.token_offsets,
+                               .token_rows = t.plan.token_rows,
+                               .row_weight = t.plan.row_weight,
+                               .lists = t.lists,
+                               .work = t.memory[6].memory};
+    uint64_t random = 3;
+    char *host = malloc(set);
+    for (int64_t i = 0; i < count; i++) {
+        const float x = bell(&random);
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        if (layer->logits_type == SMOE_F32)
+            ((uint32_t *)host)[i] = bits;
+        else
+            ((uint16_t *)host)[i] = (uint16_t)(bits >> 16);
+    }
+    for (int i = 0; i < t.sets; i++)
+        CHECK_CUDA(cudaMemcpy(t.logits + (size_t)i * set, host, set, cudaMemcpyHostToDevice));
+    free(host);
+    return t;
+}
+
+static void tear_down(const route_timing *t)
+{
+    for (size_t i = 0; i < sizeof t->memory / sizeof t->memory[0]; i++) gpu_free(t->memory[i]);
+}
+
+static void end_line(double target)
+{
+    if (target > 0.0) printf(", target %.0f", target);
+    printf("\n");
+    fflush(stdout);
+}
+
+/* target: microseconds of the whole; with rounding of what it adds to top-K. 0: none. */
+static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, smoe_score score,
+                       smoe_rounding rounding, double target)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = tokens, l.experts = experts, l.topk = topk, l.logits_type = type, l.score = score;
+    l.renormalize = 1;
+    l.hidden = l.intermediate = 8, l.inference = 1, l.rounding = rounding;
+    route_timing t = set_up(&l);
+    const double topk_time = time_links(&t, topk_link), route = time_links(&t, route_link);
+    const double rounded = rounding ? time_links(&t, round_link) : route, plan = time_links(&t, plan_link);
+    printf(
+        "T %6lld E %4lld K %2lld %-4s score %d rounding %d | topk %6.2f route %6.2f round %6.2f plan %6.2f | "
+        "%s %6.2f",
+        (long long)tokens, (long long)experts, (long long)topk, type == SMOE_F32 ? "f32" : "bf16", (int)score,
+        (int)rounding, topk_time, route, rounded, plan, rounding ? "adds" : "in all",
+        rounding ? plan - topk_time : plan);
+    end_line(target);
+    tear_down(&t);
+}
+
+static void time_given(int64_t tokens, int64_t experts, int64_t topk, double target)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = tokens, l.experts = experts, l.topk = topk, l.logits_type = SMOE_BF16;
+    l.hidden = l.intermediate = 8, l.inference = 1;
+    route_timing t = set_up(&l);
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.logits = t.logits;
+    CHECK_CUDA(route_link(&t, &args, NULL));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const double plan = time_links(&t, given_link), scatter = time_links(&t, scatter_link);
+    printf("T %6lld E %4lld K %2lld given top-K | scatter %6.2f | in all %6.2f", (long long)tokens,
+           (long long)experts, (long long)topk, scatter, plan);
+    end_line(target);
+    tear_down(&t);
+}
+
+static smoe_layer gemm_layer;
+static void *gemm_x, *gemm_weight;
+
+static cudaError_t gemm_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+{
+    (void)t;
+    return smoe_cuda_router_gemm(&gemm_layer, gemm_x, gemm_weight, NULL, args->logits, stream);
+}
+
+static void time_gemm(int64_t tokens, int64_t hidden, int64_t experts)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = tokens, l.experts = experts, l.hidden = hidden, l.intermediate = 8, l.topk = 1,
+    l.inference = 1;
+    const gpu_buffer x = gpu_alloc((size_t)(tokens * hidden * 2)),
+                     weight = gpu_alloc((size_t)(experts * hidden * 2));
+    CHECK_CUDA(cudaMemset(x.memory, 0x3c, x.bytes));
+    CHECK_CUDA(cudaMemset(weight.memory, 0x3c, weight.bytes));
+    route_timing t = set_up(&l);
+    gemm_layer = l, gemm_x = x.memory, gemm_weight = weight.memory;
+    const float time = time_links(&t, gemm_link);
+    printf("router GEMM T %6lld d %5lld E %4lld: %7.2f us, %.0f TFLOP/s, X at %.2f TB/s\n", (long long)tokens,
+           (long long)hidden, (long long)experts, (double)time,
+           2e-6 * (double)tokens * (double)hidden * (double)experts / (double)time,
+           2e-6 * (double)tokens * (double)hidden / (double)time);
+    tear_down(&t);
+    gpu_free(x), gpu_free(weight);
+}
+
+int main(void)
+{
+    CHECK_CUDA(smoe_cuda_routing_init());
+    CHECK_CUDA(smoe_cuda_plan_init());
+    time_given(32768, 256, 16, 12);
+    time_given(24576, 128, 8, 0);
+    time_given(40960, 128, 8, 0);
+    time_given(16384, 512, 10, 0);
+    time_given(512, 128, 8, 0);
+    for (int i = 0; i < 2; i++) {
+        const smoe_type type = i ? SMOE_F32 : SMOE_BF16;
+        time_shape(32768, 128, 8, type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE, i ? 0 : 14);
+        time_shape(32768, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE, 0);
+        time_shape(16384, 512, 10, type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE, i ? 0 : 24);
+        time_shape(512, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE, 0);
+        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F, i ? 0 : 22);
+        time_shape(32768, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F, 0);
+        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_S, 0);
+        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_BALANCE_F, 0);
+        time_shape(16384, 256, 8, type, SMOE_SIGMOID, SMOE_ROUND_NONE, 0);
+    }
+    time_gemm(32768, 2048, 128);
+    time_gemm(16384, 4096, 256);
+    time_gemm(512, 2048, 128);
+    return 0;
+}

@@ -1,0 +1,380 @@
+/* Which of several builds of the library is faster? All of them in one process, on the same inputs, in turn:
+ *
+ *   time_variants ROUNDS uniform|random T,d,n,E,K LIBRARY...     libsmoe.so of each; "self" is this program's
+ *
+ * For every pass two times: after 20 ms of idling, before the card's power limit has set in, where 0.1 % can
+ * be told apart; and sustained, what users get, where it takes 1 %. Differences are to the first library, the
+ * mean over the rounds with its standard error. `bits`: do all results equal the first library's? */
+#define _GNU_SOURCE
+#include "bench/link_time.h"
+#include "tests/cuda/gpu.h"
+#include "tests/cuda/route_cases.h"
+
+#include <dlfcn.h>
+#include <math.h>
+#include <unistd.h>
+
+enum {
+    MOST_VARIANTS = 16,
+    MOST_ROUNDS = 100,
+    PASSES = 2, /* forward, backward */
+    WAYS = 2,   /* after idling, sustained */
+    IDLE_US = 20000,
+    IDLE_LAUNCHES = 4, /* the first is not counted */
+    SETTLE_MS = 15,
+    WARM_ROUNDS = 2, /* before the sustained ones */
+    LAUNCHES = 16,
+    BLOCK = 1 << 22, /* normal numbers, laid down again and again */
+    NO_DEVICE = 77
+};
+
+/* ---- A build of the library ---- */
+
+typedef struct api {
+    smoe_status (*create)(smoe_context **, const smoe_context_options *);
+    smoe_status (*query_sizes)(smoe_context *, const smoe_layer *, smoe_sizes *);
+    smoe_status (*forward)(smoe_context *, const smoe_layer *, const smoe_forward_args *, void *);
+    smoe_status (*backward)(smoe_context *, const smoe_layer *, const smoe_backward_args *, void *);
+    const char *(*last_error)(const smoe_context *);
+} api;
+
+typedef struct variant {
+    const char *name;
+    api call;
+    smoe_context *context;
+    smoe_sizes sizes;
+    gpu_buffer saved;
+    cudaGraphExec_t pass[PASSES];
+    uint64_t bits;
+    double ms[PASSES][WAYS][MOST_ROUNDS];
+} variant;
+
+/* Copies the address of a function to `member`: dlsym has it as an object's, a conversion C leaves to POSIX.
+ */
+static void find(void *member, void *library, const char *variant_name, const char *name)
+{
+    void *found = dlsym(library, name);
+    if (!found) {
+        fprintf(stderr, "%s has no %s\n", variant_name, name);
+        exit(3);
+    }
+    memcpy(member, &found, sizeof found);
+}
+
+static void open_variant(variant *v, const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    v->name = slash ? slash + 1 : path;
+    void *library = dlopen(strcmp(path, "self") == 0 ? NULL : path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        fprintf(stderr, "%s\n", dlerror());
+        exit(3);
+    }
+    find(&v->call.create, library, v->name, "smoe_create");
+    find(&v->call.query_sizes, library, v->name, "smoe_query_sizes");
+    find(&v->call.forward, library, v->name, "smoe_layer_forward");
+    find(&v->call.backward, library, v->name, "smoe_layer_backward");
+    find(&v->call.last_error, library, v->name, "smoe_last_error");
+}
+
+static void check(const variant *v, smoe_status status)
+{
+    if (status == SMOE_OK) return;
+    fprintf(stderr, "%s: %s\n", v->name, v->context ? v->call.last_error(v->context) : "no context");
+    exit(3);
+}
+
+static void make_context(variant *v, const smoe_layer *layer)
+{
+    char text[400] = "";
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.backend = SMOE_BACKEND_CUDA;
+    options.error_text = text;
+    options.error_size = sizeof text;
+    const smoe_status status = v->call.create(&v->context, &options);
+    if (status != SMOE_OK) {
+        printf("no device: %s\n", text);
+        exit(status == SMOE_ERROR_DEVICE ? NO_DEVICE : 3);
+    }
+    v->sizes = (smoe_sizes)SMOE_SIZES_INIT;
+    check(v, v->call.query_sizes(v->context, layer, &v->sizes));
+    v->saved = gpu_alloc(v->sizes.saved_buffer_bytes);
+}
+
+/* ---- The problem: inputs, outputs and scratch that all variants share ---- */
+
+typedef struct problem {
+    smoe_layer layer;
+    cudaStream_t stream;
+    gpu_buffer x, w1, w2, dout, ids, weights; /* in */
+    gpu_buffer out, dx, dw1, dw2, ds;         /* out */
+    gpu_buffer scratch_forward, scratch_backward;
+} problem;
+
+static uint16_t to_bf16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x8000) >> 16);
+}
+
+/* (count) normal numbers times `scale`: pieces of one block, each from another place on. */
+static gpu_buffer normal(int64_t count, float scale, uint64_t seed)
+{
+    uint16_t *host = malloc(sizeof *host * BLOCK);
+    for (int i = 0; i < BLOCK; i++) host[i] = to_bf16(scale * bell(&seed));
+    const gpu_buffer block = gpu_copy(host, sizeof *host * BLOCK), made = gpu_alloc((size_t)count * 2);
+    for (int64_t done = 0, piece = 0; done < count; piece++) {
+        const int64_t from = piece * 8200 % (BLOCK / 2), rest = count - done;
+        const int64_t length = rest < BLOCK - from ? rest : BLOCK - from;
+        CHECK_CUDA(cudaMemcpy(made.memory + done * 2, block.memory + from * 2, (size_t)length * 2,
+                              cudaMemcpyDeviceToDevice));
+        done += length;
+    }
+    (void)gpu_free(block);
+    free(host);
+    return made;
+}
+
+/* K distinct experts a token: in turn, so that all experts have the same, or drawn. */
+static gpu_buffer route(const smoe_layer *l, int drawn)
+{
+    const int64_t T = l->tokens, E = l->experts, K = l->topk;
+    int32_t *ids = malloc((size_t)(T * K) * sizeof *ids);
+    uint64_t random = 3;
+    for (int64_t i = 0; i < T * K; i++) {
+        const int64_t first = i - i % K;
+        int again = 1;
+        while (again) {
+            ids[i] = (int32_t)(drawn ? next_random(&random) % (uint32_t)E : (uint32_t)(i % E));
+            again = 0;
+            for (int64_t j = first; j < i; j++) again |= ids[j] == ids[i];
+        }
+    }
+    const gpu_buffer made = gpu_copy(ids, (size_t)(T * K) * sizeof *ids);
+    free(ids);
+    return made;
+}
+
+static gpu_buffer weights(int64_t count, float mean)
+{
+    float *host = malloc((size_t)count * sizeof *host);
+    uint64_t random = 4;
+    for (int64_t i = 0; i < count; i++)
+        host[i] = mean * (0.5f + (float)(next_random(&random) >> 8) * 0x1p-24f);
+    const gpu_buffer made = gpu_copy(host, (size_t)count * sizeof *host);
+    free(host);
+    return made;
+}
+
+static void make_problem(problem *p, int drawn, const variant *variants, int count)
+{
+    const smoe_layer *l = &p->layer;
+    const int64_t T = l->tokens, d = l->hidden, n = l->intermediate, E = l->experts, pairs = T * l->topk;
+    uint64_t forward = 0, backward = 0;
+    for (int i = 0; i < count; i++) {
+        const smoe_sizes *s = &variants[i].sizes;
+        forward = s->scratch_forward_bytes > forward ? s->scratch_forward_bytes : forward;
+        backward = s->scratch_backward_bytes > backward ? s->scratch_backward_bytes : backward;
+    }
+    CHECK_CUDA(cudaStreamCreateWithFlags(&p->stream, cudaStreamNonBlocking));
+    p->x = normal(T * d, 1.0f, 11);
+    p->w1 = normal(E * 2 * n * d, 1.0f / sqrtf((float)d), 12);
+    p->w2 = normal(E * d * n, 1.0f / sqrtf((float)n), 13);
+    p->dout = normal(T * d, 1.0f, 14);
+    p->ids = route(l, drawn);
+    p->weights = weights(pairs, 1.0f / (float)l->topk);
+    p->out = gpu_alloc((size_t)(T * d) * 2);
+    p->dx = gpu_alloc((size_t)(T * d) * 2);
+    p->dw1 = gpu_alloc((size_t)(E * 2 * n * d) * 2);
+    p->dw2 = gpu_alloc((size_t)(E * d * n) * 2);
+    p->ds = gpu_alloc((size_t)pairs * sizeof(float));
+    p->scratch_forward = gpu_alloc(forward);
+    p->scratch_backward = gpu_alloc(backward);
+    CHECK_CUDA(cudaDeviceSynchronize()); // poison is laid down by another stream
+}
+
+/* ---- Passes ---- */
+
+static smoe_status enqueue_forward(const problem *p, const variant *v)
+{
+    smoe_forward_args a = SMOE_FORWARD_ARGS_INIT;
+    a.x = p->x.memory, a.w1 = p->w1.memory, a.w2 = p->w2.memory, a.out = p->out.memory;
+    a.topk_ids = p->ids.memory, a.topk_weights = (const float *)(const void *)p->weights.memory;
+    a.saved = v->saved.memory, a.saved_size = v->saved.bytes;
+    a.scratch = p->scratch_forward.memory, a.scratch_size = p->scratch_forward.bytes;
+    return v->call.forward(v->context, &p->layer, &a, p->stream);
+}
+
+static smoe_status enqueue_backward(const problem *p, const variant *v)
+{
+    smoe_backward_args a = SMOE_BACKWARD_ARGS_INIT;
+    a.x = p->x.memory, a.w1 = p->w1.memory, a.w2 = p->w2.memory, a.dout = p->dout.memory;
+    a.topk_ids = p->ids.memory, a.topk_weights = (const float *)(const void *)p->weights.memory;
+    a.saved = v->saved.memory, a.saved_size = v->saved.bytes;
+    a.dx = p->dx.memory, a.dw1 = p->dw1.memory, a.dw2 = p->dw2.memory;
+    a.dtopk_weights = (float *)(void *)p->ds.memory;
+    a.scratch = p->scratch_backward.memory, a.scratch_size = p->scratch_backward.bytes;
+    return v->call.backward(v->context, &p->layer, &a, p->stream);
+}
+
+static void record(const problem *p, variant *v)
+{
+    for (int pass = 0; pass < PASSES; pass++) {
+        cudaGraph_t graph;
+        CHECK_CUDA(cudaStreamBeginCapture(p->stream, cudaStreamCaptureModeThreadLocal));
+        check(v, pass == 0 ? enqueue_forward(p, v) : enqueue_backward(p, v));
+        CHECK_CUDA(cudaStreamEndCapture(p->stream, &graph));
+        CHECK_CUDA(cudaGraphInstantiate(&v->pass[pass], graph, 0));
+        CHECK_CUDA(cudaGraphDestroy(graph));
+    }
+}
+
+/* FNV-1a of what the passes left in the outputs, eight bytes at a time. */
+static uint64_t hash(uint64_t sum, gpu_buffer b)
+{
+    enum { PIECE = 1 << 26 };
+    for (size_t done = 0; done < b.bytes; done += PIECE) {
+        const size_t length = b.bytes - done < PIECE ? b.bytes - done : PIECE;
+        uint64_t *host = gpu_read(b.memory + done, length);
+        for (size_t i = 0; i < length / 8; i++) sum = (sum ^ host[i]) * UINT64_C(0x100000001b3);
+        free(host);
+    }
+    return sum;
+}
+
+static void run_once(const problem *p, variant *v)
+{
+    const gpu_buffer results[] = {p->out, p->dx, p->dw1, p->dw2, p->ds};
+    check(v, enqueue_forward(p, v));
+    check(v, enqueue_backward(p, v));
+    CHECK_CUDA(cudaStreamSynchronize(p->stream));
+    v->bits = UINT64_C(0xcbf29ce484222325);
+    for (size_t i = 0; i < sizeof results / sizeof *results; i++) v->bits = hash(v->bits, results[i]);
+}
+
+/* ---- Times ---- */
+
+/* Median ms of launches [skipped, count). */
+static double time_launches(const problem *p, cudaGraphExec_t pass, int count, int skipped)
+{
+    cudaEvent_t marks[LAUNCHES][2];
+    float ms[LAUNCHES];
+    for (int i = 0; i < count; i++) {
+        CHECK_CUDA(cudaEventCreate(&marks[i][0]));
+        CHECK_CUDA(cudaEventCreate(&marks[i][1]));
+    }
+    for (int i = 0; i < count; i++) {
+        CHECK_CUDA(cudaEventRecord(marks[i][0], p->stream));
+        CHECK_CUDA(cudaGraphLaunch(pass, p->stream));
+        CHECK_CUDA(cudaEventRecord(marks[i][1], p->stream));
+    }
+    CHECK_CUDA(cudaStreamSynchronize(p->stream));
+    for (int i = 0; i < count; i++) {
+        CHECK_CUDA(cudaEventElapsedTime(ms + i, marks[i][0], marks[i][1]));
+        CHECK_CUDA(cudaEventDestroy(marks[i][0]));
+        CHECK_CUDA(cudaEventDestroy(marks[i][1]));
+    }
+    const int used = count - skipped;
+    qsort(ms + skipped, (size_t)used, sizeof *ms, compare_floats);
+    return 0.5 * (ms[skipped + (used - 1) / 2] + ms[skipped + used / 2]);
+}
+
+static double time_after_idling(const problem *p, const variant *v, int pass)
+{
+    usleep(IDLE_US);
+    return time_launches(p, v->pass[pass], IDLE_LAUNCHES, 1);
+}
+
+static double time_sustained(const problem *p, const variant *v, int pass)
+{
+    const double expected = v->ms[pass][0][0];
+    for (double spent = 0; spent < SETTLE_MS; spent += expected)
+        CHECK_CUDA(cudaGraphLaunch(v->pass[pass], p->stream));
+    return time_launches(p, v->pass[pass], LAUNCHES, 0);
+}
+
+/* Every round begins with another variant, and every second one goes the other way round. All rounds of one
+ * way come before those of the other, or none would see the card idle, nor at its power limit. */
+static void time_all(const problem *p, variant *variants, int count, int rounds)
+{
+    for (int way = 0; way < WAYS; way++)
+        for (int pass = 0; pass < PASSES; pass++)
+            for (int round = way == 0 ? 0 : -WARM_ROUNDS; round < rounds; round++)
+                for (int i = 0; i < count; i++) {
+                    const int turn = (i + abs(round) / 2) % count;
+                    variant *v = variants + (round % 2 ? count - 1 - turn : turn);
+                    const double ms = way == 0 ? time_after_idling(p, v, pass) : time_sustained(p, v, pass);
+                    if (round >= 0) v->ms[pass][way][round] = ms;
+                }
+}
+
+/* ---- The table ---- */
+
+typedef struct difference {
+    double ms, percent, error;
+} difference;
+
+static difference compare(const double *ms, const double *first, int rounds)
+{
+    double sum = 0, logs = 0, squares = 0;
+    for (int i = 0; i < rounds; i++) {
+        const double change = log(ms[i] / first[i]);
+        sum += ms[i], logs += change, squares += change * change;
+    }
+    const double mean = logs / rounds, spread = fmax(squares / rounds - mean * mean, 0.0);
+    return (difference){sum / rounds, 100.0 * mean, rounds > 1 ? 100.0 * sqrt(spread / (rounds - 1)) : 0.0};
+}
+
+static void print_table(const variant *variants, int count, int rounds)
+{
+    printf("%-24s %-8s %10s %16s %10s %16s  %s\n", "library", "pass", "idle, ms", "%", "sustained", "%",
+           "bits");
+    for (int pass = 0; pass < PASSES; pass++)
+        for (int i = 0; i < count; i++) {
+            printf("%-24s %-8s", variants[i].name, pass == 0 ? "forward" : "backward");
+            for (int way = 0; way < WAYS; way++) {
+                const difference d = compare(variants[i].ms[pass][way], variants[0].ms[pass][way], rounds);
+                printf(" %10.4f %+8.2f +- %4.2f", d.ms, d.percent, d.error);
+            }
+            printf("  %s\n", variants[i].bits == variants[0].bits ? "same" : "DIFFER");
+        }
+}
+
+static int usage(void)
+{
+    fprintf(
+        stderr,
+        "time_variants ROUNDS uniform|random T,d,n,E,K LIBRARY...   (rounds 1 to %d, libraries 1 to %d)\n",
+        (int)MOST_ROUNDS, (int)MOST_VARIANTS);
+    return 2;
+}
+
+int main(int argc, char **argv)
+{
+    static variant variants[MOST_VARIANTS];
+    problem p = {.layer = SMOE_LAYER_INIT};
+    smoe_layer *l = &p.layer;
+    long long shape[5];
+    const int count = argc - 4, rounds = argc > 1 ? atoi(argv[1]) : 0;
+    if (count < 1 || count > MOST_VARIANTS || rounds < 1 || rounds > MOST_ROUNDS ||
+        (strcmp(argv[2], "uniform") != 0 && strcmp(argv[2], "random") != 0) ||
+        sscanf(argv[3], "%lld,%lld,%lld,%lld,%lld", shape, shape + 1, shape + 2, shape + 3, shape + 4) != 5)
+        return usage();
+    l->tokens = shape[0], l->hidden = shape[1], l->intermediate = shape[2], l->experts = shape[3];
+    l->topk = shape[4];
+    l->entry = SMOE_FROM_TOPK;
+    l->gradient_type = l->dtype;
+    for (int i = 0; i < count; i++) {
+        open_variant(variants + i, argv[4 + i]);
+        make_context(variants + i, l);
+    }
+    make_problem(&p, strcmp(argv[2], "random") == 0, variants, count);
+    for (int i = 0; i < count; i++) {
+        run_once(&p, variants + i); // loads the kernels, which a recording must not
+        record(&p, variants + i);
+    }
+    time_all(&p, variants, count, rounds);
+    print_table(variants, count, rounds);
+    return 0;
+}

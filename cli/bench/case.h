@@ -1,0 +1,76 @@
+/* One problem of `smoe bench` on a device: its buffers, and the calls of a forward and a backward.
+ *
+ * Scope "layer" goes from tokens and the router's weight through the whole layer, and back to the router's
+ * gradient. Scope "experts" starts from a given routing, plan included, and goes back to its gradient: that
+ * is a given top-K and dS, or (entry FROM_LOGITS, and always with rounding) given logits, with route and
+ * round before the clock starts, and dlogits. */
+#ifndef CLI_BENCH_CASE_H
+#define CLI_BENCH_CASE_H
+
+#include "cli/bench/data.h"
+#include "cli/common/stage_clock.h"
+
+typedef enum bench_scope { SCOPE_EXPERTS, SCOPE_LAYER } bench_scope;
+
+typedef struct bench_settings {
+    const device *device;
+    bench_scope scope;
+    smoe_entry entry; // of scope experts: FROM_TOPK or FROM_LOGITS
+    bool backward;    // the backward is run as well
+    int threads;      // 0: OpenMP's default
+    bool no_bound;    // the yardstick is left out
+    bool alone;       // cuda: every kernel of a pass is timed by itself, too
+    double settle;    // cuda: seconds that each job runs before it is timed
+} bench_settings;
+
+typedef struct bench_case {
+    bench_settings settings;
+    smoe_layer layer;
+    smoe_sizes sizes;
+    smoe_context *context;
+    void *stream; // that everything is enqueued on
+    stage_clock clock;
+    const char *no_backward; // why settings.backward was taken back, or NULL
+    int threads;
+    buffer x, router_weight, logits, topk_ids, topk_weights, w1, w2, dout; // inputs
+    buffer out, saved, scratch_forward, scratch_backward;
+    buffer dx, dw1, dw2, drouter_weight, dlogits, dtopk_weights; // of the last two one at most
+    smoe_forward_args forward;
+    smoe_backward_args backward;
+} bench_case;
+
+/* Makes the case, or says why not: 2 for a layer the library refuses by its shape, 3 for one it does not
+ * support, and for too little memory (what is needed and what there is). Where the backend has no backward,
+ * settings.backward is taken back. */
+bool bench_case_make(bench_case *made, const bench_settings *settings, const problem_options *problem,
+                     const bench_shape *shape, error *err);
+void bench_case_free(bench_case *freed);
+
+/* What comes before the clock starts, and the passes, put on the stream; their stages set marks unless the
+ * clock is paused. */
+bool bench_enqueue_prepare(bench_case *c, error *err);
+bool bench_enqueue_forward(bench_case *c, error *err);
+bool bench_enqueue_backward(bench_case *c, error *err);
+
+/* The same, waited for. Times since the reset are in the clock. *ms (NULL is fine) is the time of the pass.
+ */
+bool bench_prepare(bench_case *c, error *err);
+bool bench_prepared_apart(const bench_case *c); // does anything come before the clock starts?
+bool bench_forward(bench_case *c, double *ms, error *err);
+bool bench_backward(bench_case *c, double *ms, error *err);
+
+/* counts (E): rows of each expert in the plan of the last forward. */
+bool bench_read_counts(bench_case *c, int32_t *counts, error *err);
+
+/* saved and scratch filled with a pattern that no result has (BENCH_POISON bytes: -1.7e38 as f32 and bf16,
+ * NaN as f16), outputs with NaN. */
+enum { BENCH_POISON = 0xFE };
+bool bench_poison(bench_case *c, error *err);
+
+/* Bytes up to the last one that is no longer poison. */
+bool bench_touched(const buffer *looked_at, uint64_t *bytes, error *err);
+
+/* Are all canaries in place? The error names the buffer of the first that is not. */
+bool bench_canaries(const bench_case *c, error *err);
+
+#endif

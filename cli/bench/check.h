@@ -1,0 +1,22 @@
+/* Correctness beside the time: rows of O and dX of some tokens against fp64. Each token is computed again by
+ * the oracle from the inputs, its routing scored anew; only which pairs rounding kept or added is taken from
+ * the library's plan. */
+#ifndef CLI_BENCH_CHECK_H
+#define CLI_BENCH_CHECK_H
+
+#include "cli/bench/case.h"
+
+/* As many tokens as CHECK_PRODUCTS multiplications pay for (3 K n d a token), within these limits. */
+enum { CHECK_TOKENS_LEAST = 4, CHECK_TOKENS_MOST = 32, CHECK_PRODUCTS = 100 * 1000 * 1000 };
+
+typedef struct bench_errors {
+    double forward, backward; // relative Frobenius error over the sampled rows of O and of dX; NaN: not run
+} bench_errors;
+
+/* After a forward and, when the settings have one, a backward. */
+bool bench_check(const bench_case *c, bench_errors *errors, error *err);
+
+/* What rounding to the stored type explains: 5e-6 for f32, 1e-3 for f16, 5e-3 for bf16. */
+double bench_tolerance(smoe_type dtype);
+
+#endif

@@ -1,0 +1,28 @@
+/* Buffers on a device with a canary on either side: what the library writes past the end, or before the
+ * start, shows. Filled with 0xFF bytes at first: NaN as f32, bf16 and f16, -1 as an integer. */
+#ifndef SMOE_CLI_BUFFER_H
+#define SMOE_CLI_BUFFER_H
+
+#include "cli/common/device.h"
+
+typedef struct buffer {
+    const device *device;
+    char *base; /* canary, data, canary */
+    void *data; /* aligned to DEVICE_ALIGN; what the library is given */
+    size_t bytes;
+} buffer;
+
+/* False when memory is out; *made is then all zero. A buffer that is all zero may be freed. */
+bool buffer_make(buffer *made, const device *on, size_t bytes);
+void buffer_free(buffer *freed);
+
+/* All of it 0xFF again. */
+bool buffer_poison(const buffer *poisoned);
+
+bool buffer_write(const buffer *to, const void *from_host, size_t bytes);
+bool buffer_read(void *to_host, const buffer *from, size_t bytes);
+
+/* Are both canaries as they were left? */
+bool buffer_intact(const buffer *checked);
+
+#endif

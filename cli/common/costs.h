@@ -1,0 +1,47 @@
+/* What a problem costs on paper: model FLOPs, compulsory traffic, arithmetic intensity, what others keep.
+ * T tokens, d hidden, n intermediate, E experts, K top-k; R = T K; w = 2n columns of H with a gate, n
+ * without; e bytes an element. */
+#ifndef CLI_COSTS_H
+#define CLI_COSTS_H
+
+#include "cli/common/shapes.h"
+
+#include <smoe.h>
+#include <stdbool.h>
+
+bool activation_gated(smoe_activation activation);
+int64_t dtype_bytes(smoe_type dtype);
+
+/* up 2Rwd, down 2Rnd, dh 2Rnd, dw2 2Rnd, dx_rows 2Rwd, dw1 2Rwd, router_gemm 2TEd, router_bwd 2 x 2TEd;
+ * NaN for stages without matrix work. */
+double stage_flops(const smoe_layer *layer, smoe_stage stage);
+
+/* Bytes of every tensor the stage must read or write, each once: the weights whole, X and dO at R gathered
+ * rows for the GEMMs. */
+double stage_bytes(const smoe_layer *layer, smoe_stage stage);
+
+/* 6 T K n d forward and 12 T K n d backward with a gate; 4 and 8 without. */
+double flops_forward(const smoe_layer *layer);
+double flops_backward(const smoe_layer *layer);
+
+/* 3 / (2/d + 2/n + 3/Te) FLOPs an element moved, Te = T K / E (SonicMoE, section 3). */
+double arithmetic_intensity(const smoe_layer *layer);
+
+/* What a layer that caches as ScatterMoE does keeps from forward to backward: X, H, A and Y, and id and gate
+ * (4 bytes each) of every row: e (T d + R w + R n + R d) + 8 R. */
+double scatter_bytes(const smoe_layer *layer);
+
+/* What a pass holds at once of `saved`, scratch, logits and outputs (see docs/benchmarks.md). */
+typedef struct pass_bytes {
+    double forward;  // saved, scratch, O
+    double backward; // saved, scratch, dX, dW1, dW2
+    double layer; // the larger of the forward, and of the backward with O: gradients and the scratch of the
+                  // backward need not be there while the forward runs
+} pass_bytes;
+
+/* saved, scratch_forward, scratch_backward: predicted or measured. with_router: the logits (T, E), and dWr
+ * among the gradients; without it dlogits (T, E), or for given top-K the weights' gradient (T, K). */
+pass_bytes pass_peaks(const smoe_layer *layer, bool with_router, double saved, double scratch_forward,
+                      double scratch_backward);
+
+#endif

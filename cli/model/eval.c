@@ -1,0 +1,94 @@
+/* `smoe eval`: loss and bits per byte of a checkpoint on files, with plain top-K. */
+#include "cli/common/cli.h"
+#include "cli/common/table.h"
+#include "cli/model/load.h"
+#include "train/evaluate.h"
+
+#include <argp.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { SEQUENCES = 16, KEY_JSON = 1, KEY_CSV };
+
+typedef struct eval_options {
+    const char *checkpoint;
+    const char **paths;
+    size_t path_count;
+    table_format format;
+} eval_options;
+
+static const struct argp_option options_table[] = {
+    {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
+    {"json", KEY_JSON, NULL, 0, "One JSON object", 0},
+    {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 0},
+    {0}};
+
+static error_t parse(int key, char *text, struct argp_state *state)
+{
+    eval_options *o = state->input;
+    switch (key) {
+    case 'c': o->checkpoint = text; return 0;
+    case KEY_JSON: o->format = TABLE_JSON; return 0;
+    case KEY_CSV: o->format = TABLE_CSV; return 0;
+    case ARGP_KEY_ARG: o->paths[o->path_count++] = text; return 0;
+    case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to evaluate on"); return 0;
+    default: return ARGP_ERR_UNKNOWN;
+    }
+}
+
+static const struct argp eval_argp = {
+    .options = options_table,
+    .parser = parse,
+    .args_doc = "FILE...",
+    .doc = "Loss of a checkpoint on text files, folders of them, or token files, in windows of its context."};
+
+static const table_column columns[] = {
+    {"tokens", COLUMN_INTEGER, 0, false, NULL},
+    {"loss", COLUMN_NUMBER, 4, false, "nats a token"},
+    {"bits_per_byte", COLUMN_NUMBER, 4, false, NULL},
+    {"perplexity", COLUMN_NUMBER, 3, false, "e to the loss"},
+};
+
+static bool print_result(const eval_options *o, const evaluation *e, bool bytes, error *err)
+{
+    table *t = table_open(stdout, o->format, columns, sizeof columns / sizeof columns[0]);
+    if (!t) return fail(err, ERROR_RUNTIME, "out of memory");
+    table_integer(t, e->tokens);
+    table_number(t, e->loss);
+    table_number(t, bytes ? e->loss / log(2.0) : (double)NAN);
+    table_number(t, exp(e->loss));
+    table_end_row(t);
+    return table_close(t, err);
+}
+
+static bool run(const eval_options *o, error *err)
+{
+    model m;
+    tokens *data = NULL;
+    evaluation result;
+    if (!load_model(&m, o->checkpoint, SEQUENCES, err)) return false;
+    bool done =
+        tokens_open(&data, o->paths, o->path_count, m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
+        evaluate(&result, &m, data, 0, err) && print_result(o, &result, tokens_are_bytes(data), err);
+    tokens_close(data);
+    model_destroy(&m);
+    return done;
+}
+
+int smoe_cli_eval(int argc, char **argv)
+{
+    eval_options options = {.checkpoint = "smoe-out", .format = TABLE_ALIGNED};
+    error err = {0};
+    argp_err_exit_status = ERROR_USAGE;
+    options.paths = calloc((size_t)argc, sizeof *options.paths);
+    if (!options.paths)
+        fail(&err, ERROR_RUNTIME, "out of memory");
+    else if (argp_parse(&eval_argp, argc, argv, 0, NULL, &options) != 0)
+        fail(&err, ERROR_USAGE, "the arguments cannot be read");
+    else
+        run(&options, &err);
+    if (err.code) fprintf(stderr, "%s: %s\n", argv[0], err.text);
+    free(options.paths);
+    return err.code;
+}

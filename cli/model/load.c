@@ -1,0 +1,17 @@
+/* See load.h. */
+#include "cli/model/load.h"
+
+#include "train/checkpoint.h"
+
+bool load_model(model *m, const char *path, int64_t sequences, error *err)
+{
+    char name[4096];
+    model_config config;
+    *m = (model){0};
+    if (!checkpoint_find(path, name, sizeof name, err) || !checkpoint_load_config(name, &config, err) ||
+        !model_create(m, &config, sequences, NULL, false, err))
+        return false;
+    if (checkpoint_load_weights(name, m, err)) return true;
+    model_destroy(m);
+    return false;
+}

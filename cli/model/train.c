@@ -1,0 +1,101 @@
+/* `smoe train`: trains, then prints what came out. The run itself is train/train.h's. */
+#include "cli/common/cli.h"
+#include "cli/common/table.h"
+#include "cli/model/progress.h"
+#include "cli/model/train_options.h"
+#include "train/checkpoint.h"
+
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { PATH_BYTES = 4096 };
+
+/* A signal handler has nowhere else to say so. */
+static volatile sig_atomic_t stop_asked;
+
+static void ask_to_stop(int number)
+{
+    (void)number;
+    stop_asked = 1;
+}
+
+/* The first interrupt finishes the step and saves; a second one ends the program: that
+ * loses no checkpoint. */
+static void catch_signals(void)
+{
+    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = (int)SA_RESETHAND};
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    signal(SIGXFSZ, SIG_IGN); // a file past its limit is then an error of the write
+}
+
+static const table_column columns[] = {
+    {"step", COLUMN_INTEGER, 0, false, NULL},
+    {"tokens", COLUMN_INTEGER, 0, false, NULL},
+    {"seconds", COLUMN_NUMBER, 1, false, "of training"},
+    {"tokens_per_s", COLUMN_NUMBER, 0, false, NULL},
+    {"parameters", COLUMN_INTEGER, 0, false, NULL},
+    {"active", COLUMN_INTEGER, 0, false, "weights that a token uses"},
+    {"loss", COLUMN_NUMBER, 4, false, "training, nats a token"},
+    {"val_loss", COLUMN_NUMBER, 4, false, "whole validation stream, plain top-K"},
+    {"val_bits_per_byte", COLUMN_NUMBER, 4, false, NULL},
+    {"val_tokens", COLUMN_INTEGER, 0, false, NULL},
+};
+
+static bool print_result(const train_options *options, const train_result *r, error *err)
+{
+    table *t = table_open(stdout, options->json ? TABLE_JSON : TABLE_VERTICAL, columns,
+                          sizeof columns / sizeof columns[0]);
+    if (!t) return fail(err, ERROR_RUNTIME, "out of memory");
+    double val_loss = r->interrupted ? (double)NAN : r->validation.loss;
+    table_integer(t, r->step);
+    table_integer(t, r->tokens);
+    table_number(t, r->elapsed);
+    table_number(t, (double)r->tokens / r->elapsed);
+    table_integer(t, (int64_t)r->parameters);
+    table_integer(t, r->active);
+    table_number(t, r->loss);
+    table_number(t, val_loss);
+    table_number(t, r->bytes ? val_loss / log(2.0) : (double)NAN);
+    table_integer(t, r->validation.tokens);
+    table_end_row(t);
+    return table_close(t, err);
+}
+
+/* A resumed run takes its shape from the checkpoint, unless the command line insists. */
+static bool adopt_shape(train_options *options, error *err)
+{
+    train_settings *s = &options->settings;
+    char path[PATH_BYTES];
+    if (!s->resume || options->sizes_given) return true;
+    return checkpoint_find(s->out, path, sizeof path, err) && checkpoint_load_config(path, &s->config, err);
+}
+
+static bool train(train_options *options, error *err)
+{
+    train_settings *s = &options->settings;
+    train_result result;
+    progress shown = progress_start(s->config.vocab == 256);
+    catch_signals();
+    s->stop = &stop_asked;
+    if (!adopt_shape(options, err)) return false;
+    bool done = train_run(s, options->quiet ? NULL : progress_show, &shown, &result, err);
+    progress_end(&shown);
+    if (!done || !print_result(options, &result, err)) return false;
+    const char *curve = result.drawn ? ", curve.png" : "";
+    fprintf(stderr, "%s: %s/{train.jsonl%s, latest}\n",
+            result.interrupted ? "interrupted, go on with --resume" : "done", s->out, curve);
+    return true;
+}
+
+int smoe_cli_train(int argc, char **argv)
+{
+    train_options options;
+    error err = {0};
+    if (!train_options_parse(&options, argc, argv, &err) || !train(&options, &err))
+        fprintf(stderr, "%s: %s\n", argv[0], err.text);
+    free(options.paths);
+    return err.code;
+}

@@ -1,0 +1,233 @@
+/* See train_options.h. */
+#include "cli/model/train_options.h"
+
+#include "cli/common/problem.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { GROUP_RUN = 1, GROUP_MODEL, GROUP_ROUTING, GROUP_OPTIMISER };
+
+/* A number of the settings. */
+typedef struct number_option {
+    const char *name, *argument;
+    size_t offset; // in train_settings
+    enum { INT64, INT32, REAL, SINGLE } type;
+    double low, high;
+    int group;
+    const char *text;
+} number_option;
+
+#define AT(field)     offsetof(train_settings, field)
+#define CONFIG(field) offsetof(train_settings, config.field)
+
+static const number_option numbers[] = {
+    {"steps", "N", AT(steps), INT64, 0, 1e15, GROUP_RUN,
+     "Train for N steps and not by the clock: then a resumed run has the bits of an unbroken one"},
+    {"seconds", "X", AT(seconds), REAL, 0.001, 1e9, GROUP_RUN, "Train for X seconds"},
+    {"seed", "N", AT(seed), INT64, 0, 9e15, GROUP_RUN, "Of the weights, the samples and SR-f"},
+    {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Lines of the log over the run"},
+    {"evaluations", "N", AT(evaluations), INT64, 1, 1e9, GROUP_RUN, "Validations over the run"},
+    {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
+     "Tokens of each but the last, which takes all"},
+    {"checkpoints", "N", AT(checkpoints), INT64, 1, 1e9, GROUP_RUN, "Checkpoints over the run"},
+    {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Newest checkpoints that stay"},
+
+    {"layers", "L", CONFIG(layers), INT64, 1, 4096, GROUP_MODEL, "Layers"},
+    {"hidden", "D", CONFIG(hidden), INT64, 8, 1 << 18, GROUP_MODEL, "Hidden size, a multiple of 8"},
+    {"heads", "N", CONFIG(heads), INT64, 1, 4096, GROUP_MODEL, "Attention heads"},
+    {"intermediate", "N", CONFIG(intermediate), INT64, 8, 1 << 20, GROUP_MODEL,
+     "Intermediate size of an expert, a multiple of 8"},
+    {"experts", "E", CONFIG(experts), INT64, 1, 4096, GROUP_MODEL, "Experts of a layer"},
+    {"topk", "K", CONFIG(topk), INT64, 1, 64, GROUP_MODEL, "Experts of a token"},
+    {"shared", "N", CONFIG(shared_intermediate), INT64, 0, 1 << 20, GROUP_MODEL,
+     "Intermediate size of a shared expert, 0: none"},
+    {"dense-layers", "N", CONFIG(dense_layers), INT64, 0, 4096, GROUP_MODEL,
+     "The first N layers have a dense MLP"},
+    {"dense-intermediate", "N", CONFIG(dense_intermediate), INT64, 0, 1 << 20, GROUP_MODEL,
+     "Its intermediate size, 0: K times an expert's"},
+    {"context", "TOKENS", CONFIG(context), INT64, 1, 1 << 24, GROUP_MODEL, "Tokens of a sequence"},
+    {"vocab", "N", CONFIG(vocab), INT64, 2, 1 << 24, GROUP_MODEL, "Vocabulary; text needs 256"},
+    {"init", "X", CONFIG(initializer_range), REAL, 0, 10, GROUP_MODEL,
+     "Standard deviation of the first weights"},
+
+    {"tile", "M", AT(routing.tile), INT32, 1, 4096, GROUP_ROUTING, "Tile of the rounding rules"},
+    {"balance", "X", AT(routing.balance_coefficient), SINGLE, 0, 100, GROUP_ROUTING,
+     "Coefficient of the load-balance loss"},
+    {"z-loss", "X", AT(routing.z_coefficient), SINGLE, 0, 100, GROUP_ROUTING,
+     "Coefficient of the router's z-loss"},
+
+    {"batch", "N", AT(batch), INT64, 1, 1 << 20, GROUP_OPTIMISER, "Sequences of a step"},
+    {"lr", "X", AT(lr), REAL, 0, 1e3, GROUP_OPTIMISER, "Peak learning rate"},
+    {"end-lr", "X", AT(end_lr), REAL, 0, 1, GROUP_OPTIMISER, "Its fraction at the end of the cosine"},
+    {"warmup", "X", AT(warmup), REAL, 0, 1, GROUP_OPTIMISER, "Fraction of the run for the linear warm-up"},
+    {"beta1", "X", AT(beta1), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay of the first moment"},
+    {"beta2", "X", AT(beta2), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay of the second moment"},
+    {"weight-decay", "X", AT(weight_decay), REAL, 0, 1e3, GROUP_OPTIMISER, "Decay of the matrices"},
+    {"clip", "X", AT(clip), REAL, 1e-9, 1e9, GROUP_OPTIMISER, "Largest norm of the gradient"},
+};
+
+enum {
+    NUMBERS = sizeof numbers / sizeof numbers[0],
+    KEY_NUMBER = 0x1000, // + index
+    KEY_MINUTES = 0x2000,
+    KEY_RESUME,
+    KEY_RENORMALIZE,
+    KEY_TIED,
+    KEY_ROUNDING,
+    KEY_JSON
+};
+
+static const struct argp_option others[] = {
+    {NULL, 0, NULL, 0, "Run:", GROUP_RUN},
+    {"out", 'o', "DIR", 0, "Folder of the log, the curve and the checkpoints", GROUP_RUN},
+    {"minutes", KEY_MINUTES, "X", 0, "Train for X minutes", GROUP_RUN},
+    {"resume", KEY_RESUME, NULL, 0, "Go on from the newest checkpoint in DIR; its sizes are the model's",
+     GROUP_RUN},
+    {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
+    {"quiet", 'q', NULL, 0, "No progress on the terminal", GROUP_RUN},
+    {NULL, 0, NULL, 0, "Model:", GROUP_MODEL},
+    {"renormalize", KEY_RENORMALIZE, NULL, 0, "Divide the weights of a token's experts by their sum",
+     GROUP_MODEL},
+    {"tied", KEY_TIED, NULL, 0, "The output head is the embedding", GROUP_MODEL},
+    {NULL, 0, NULL, 0, "Routing while training (validation is always plain top-K):", GROUP_ROUTING},
+    {"rounding", KEY_ROUNDING, "RULE", 0, "Token rounding: none, nr-f, sr-f, nr-s, balance-f, up or down",
+     GROUP_ROUTING},
+    {NULL, 0, NULL, 0, "Optimiser, AdamW:", GROUP_OPTIMISER},
+};
+enum { OTHERS = sizeof others / sizeof others[0] };
+
+static double number_get(const train_settings *s, const number_option *o)
+{
+    const char *at = (const char *)s + o->offset;
+    switch (o->type) {
+    case INT64: return (double)*(const int64_t *)at;
+    case INT32: return *(const int32_t *)at;
+    case REAL: return *(const double *)at;
+    default: return (double)*(const float *)at;
+    }
+}
+
+static void number_set(train_settings *s, const number_option *o, double value)
+{
+    char *at = (char *)s + o->offset;
+    switch (o->type) {
+    case INT64: *(int64_t *)at = (int64_t)value; break;
+    case INT32: *(int32_t *)at = (int32_t)value; break;
+    case REAL: *(double *)at = value; break;
+    default: *(float *)at = (float)value;
+    }
+}
+
+static double parse_real(struct argp_state *state, const char *name, const char *text, double low,
+                         double high)
+{
+    char *end;
+    double value = strtod(text, &end);
+    if (end == text || *end || !(value >= low && value <= high))
+        argp_error(state, "--%s: '%s' is no number in %.9g..%.9g", name, text, low, high);
+    return value;
+}
+
+static void parse_number(train_options *options, int index, const char *text, struct argp_state *state)
+{
+    const number_option *o = &numbers[index];
+    double value = parse_real(state, o->name, text, o->low, o->high);
+    if ((o->type == INT64 || o->type == INT32) && value != floor(value))
+        argp_error(state, "--%s: '%s' is no whole number", o->name, text);
+    number_set(&options->settings, o, value);
+    options->sizes_given |= o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range);
+    if (o->offset == AT(seconds)) options->settings.steps = 0;
+}
+
+static void parse_rounding(train_options *options, const char *text, struct argp_state *state)
+{
+    for (smoe_rounding rule = SMOE_ROUND_NONE; rule <= SMOE_ROUND_DOWN; rule++)
+        if (strcmp(text, rounding_name(rule)) == 0) {
+            options->settings.routing.rounding = rule;
+            return;
+        }
+    argp_error(state, "--rounding: '%s' is none of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
+}
+
+static error_t parse(int key, char *text, struct argp_state *state)
+{
+    train_options *options = state->input;
+    train_settings *s = &options->settings;
+    if (key >= KEY_NUMBER && key < KEY_NUMBER + NUMBERS) {
+        parse_number(options, key - KEY_NUMBER, text, state);
+        return 0;
+    }
+    switch (key) {
+    case 'o': s->out = text; return 0;
+    case 'q': options->quiet = true; return 0;
+    case KEY_JSON: options->json = true; return 0;
+    case KEY_RESUME: s->resume = true; return 0;
+    case KEY_MINUTES:
+        s->seconds = 60.0 * parse_real(state, "minutes", text, 1e-4, 1e7);
+        s->steps = 0;
+        return 0;
+    case KEY_RENORMALIZE:
+    case KEY_TIED:
+        *(key == KEY_TIED ? &s->config.tied : &s->config.norm_topk_prob) = true;
+        options->sizes_given = true;
+        return 0;
+    case KEY_ROUNDING: parse_rounding(options, text, state); return 0;
+    case ARGP_KEY_ARG: options->paths[s->path_count++] = text; return 0;
+    case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to train on"); return 0;
+    default: return ARGP_ERR_UNKNOWN;
+    }
+}
+
+/* Adds the default to the text of an option that has one. */
+static char *add_default(int key, const char *text, void *input)
+{
+    (void)input;
+    train_settings s = train_settings_default();
+    char value[64] = "", *made;
+    if (key >= KEY_NUMBER && key < KEY_NUMBER + NUMBERS)
+        snprintf(value, sizeof value, "%.7g", number_get(&s, &numbers[key - KEY_NUMBER]));
+    if (key == 'o') snprintf(value, sizeof value, "%s", s.out);
+    if (key == KEY_ROUNDING) snprintf(value, sizeof value, "%s", rounding_name(s.routing.rounding));
+    if (!*value || !text || asprintf(&made, "%s (default %s)", text, value) < 0) return (char *)text;
+    return made;
+}
+
+/* Sizes that follow from others. */
+static void complete(train_settings *s)
+{
+    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    if (s->config.dense_layers && !s->config.dense_intermediate)
+        s->config.dense_intermediate = s->config.topk * s->config.intermediate;
+}
+
+bool train_options_parse(train_options *options, int argc, char **argv, error *err)
+{
+    struct argp_option table[NUMBERS + OTHERS + 1] = {{0}};
+    memcpy(table, others, sizeof others);
+    for (int i = 0; i < NUMBERS; i++)
+        table[OTHERS + i] = (struct argp_option){numbers[i].name, KEY_NUMBER + i,  numbers[i].argument, 0,
+                                                 numbers[i].text, numbers[i].group};
+    const struct argp argp = {
+        .options = table,
+        .parser = parse,
+        .args_doc = "FILE...",
+        .doc = "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
+               "them, or token "
+               "files (*.bin).\vDIR receives train.jsonl (a JSON object a line), curve.png when gnuplot is "
+               "there, and "
+               "checkpoints that Hugging Face transformers opens (DIR/latest is the newest).",
+        .help_filter = add_default,
+    };
+    argp_err_exit_status = ERROR_USAGE;
+    *options = (train_options){.settings = train_settings_default()};
+    options->paths = calloc((size_t)argc, sizeof *options->paths);
+    if (!options->paths) return fail(err, ERROR_RUNTIME, "out of memory");
+    options->settings.paths = options->paths;
+    error_t status = argp_parse(&argp, argc, argv, 0, NULL, options);
+    if (status != 0) return fail(err, ERROR_USAGE, "%s", strerror(status));
+    complete(&options->settings);
+    return true;
+}

@@ -1,0 +1,18 @@
+/* What the checks share. */
+#ifndef CLI_VERIFY_CHECKS_H
+#define CLI_VERIFY_CHECKS_H
+
+#include "cli/verify/run.h"
+#include "cli/verify/verify.h"
+
+/* Runs the library and reports a failure or a skip; false then. context: NULL for the verify's own. */
+bool check_run(verify *v, smoe_context *context, const smoe_layer *layer, const oracle_drawn *drawn,
+               const run_options *options, tensors *got);
+
+/* Another context of this device. NULL when it cannot be made (reported). */
+smoe_context *check_context(verify *v, int32_t threads);
+
+/* A line whose error is a count that has to be 0. */
+void check_zero(verify *v, const char *name, int64_t count, const char *note);
+
+#endif

@@ -1,0 +1,175 @@
+/* NaN stays where it belongs: with its expert and tokens, or with the token whose logit it is. */
+#include "cli/verify/checks.h"
+
+#include "cli/verify/expect.h"
+#include "oracle/compare.h"
+#include "oracle/number.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { VICTIM = 2 }; /* the expert that gets NaN */
+
+/* The same bits, or within the limit; 0: nothing but bits. */
+static bool same_row(const tensor *a, const tensor *b, int64_t row, int64_t width, double limit)
+{
+    const size_t bytes = (size_t)width * oracle_type_bytes(a->type), at = (size_t)row * bytes;
+    if (memcmp((const char *)a->bits + at, (const char *)b->bits + at, bytes) == 0) return true;
+    return limit > 0.0 &&
+           oracle_relative_error(a->values + row * width, b->values + row * width, (size_t)width) <= limit;
+}
+
+/* Rows of `width` elements that differ, among those with skip[row] false. */
+static int64_t differing_rows(const tensor *a, const tensor *b, int64_t width, const bool *skip, double limit)
+{
+    if (!a->bits || !b->bits || a->count != b->count) return -1;
+    int64_t differing = 0;
+    for (int64_t row = 0; row < a->count / width; row++)
+        differing += !skip[row] && !same_row(a, b, row, width, limit);
+    return differing;
+}
+
+/* Rows among those with marked[row] true that hold no NaN. */
+static int64_t clean_rows(const tensor *t, int64_t width, const bool *marked)
+{
+    int64_t clean = 0;
+    for (int64_t row = 0; row < t->count / width; row++) {
+        bool any = false;
+        for (int64_t i = 0; i < width; i++) any = any || isnan(t->values[row * width + i]);
+        if (marked[row] && !any) clean++;
+    }
+    return clean;
+}
+
+/* One expert a token: its own in offsets, or given. */
+static bool on_victim(const smoe_layer *layer, const oracle_drawn *drawn, int64_t token)
+{
+    if (layer->entry == SMOE_FROM_ROWS)
+        return token >= drawn->offsets[VICTIM] && token < drawn->offsets[VICTIM + 1];
+    return drawn->topk_ids[token] == VICTIM;
+}
+
+static void compare_others(verify *v, const smoe_layer *layer, const oracle_drawn *drawn,
+                           const tensors *clean, const tensors *dirty)
+{
+    const int64_t hidden = layer->hidden, n = layer->intermediate, width = oracle_h_width(layer);
+    bool *tokens = oracle_alloc((size_t)layer->tokens, sizeof *tokens);
+    bool *experts = oracle_alloc((size_t)layer->experts, sizeof *experts);
+    for (int64_t t = 0; t < layer->tokens; t++) tokens[t] = on_victim(layer, drawn, t);
+    experts[VICTIM] = true;
+    const struct {
+        tensor_id id;
+        int64_t width;
+        const bool *skip;
+    } parts[] = {
+        {TENSOR_OUT, hidden, tokens},          {TENSOR_DX, hidden, tokens},
+        {TENSOR_DW1, width * hidden, experts}, {TENSOR_DW2, hidden * n, experts},
+        {TENSOR_DB1, width, experts},          {TENSOR_DB2, hidden, experts},
+    };
+    const bool backward = run_has_backward(v->context, layer);
+    for (size_t i = 0; i < (backward ? sizeof parts / sizeof parts[0] : 1); i++)
+        check_zero(v, tensor_names[parts[i].id],
+                   differing_rows(&clean->at[parts[i].id], &dirty->at[parts[i].id], parts[i].width,
+                                  parts[i].skip, 0.0),
+                   "rows that a NaN elsewhere changed");
+    check_zero(v, "out", clean_rows(&dirty->at[TENSOR_OUT], hidden, tokens), "rows that should be NaN");
+    if (backward)
+        check_zero(v, "dw1", clean_rows(&dirty->at[TENSOR_DW1], width * hidden, experts),
+                   "experts that should be NaN");
+    free(tokens);
+    free(experts);
+}
+
+/* NaN in the tokens of one expert, infinity in its weights. */
+void check_isolation(verify *v, const verify_case *c, const smoe_layer *layer)
+{
+    const run_options options = {0};
+    const int64_t w1_size = oracle_h_width(layer) * layer->hidden;
+    oracle_drawn drawn;
+    tensors clean, dirty;
+    oracle_draw_inputs(layer, &c->draw, v->seed, &drawn);
+    if (check_run(v, NULL, layer, &drawn, &options, &clean)) {
+        for (int64_t i = 0; i < layer->tokens * layer->hidden; i++)
+            if (on_victim(layer, &drawn, i / layer->hidden)) drawn.x[i] = NAN;
+        drawn.w1[VICTIM * w1_size] = INFINITY;
+        if (check_run(v, NULL, layer, &drawn, &options, &dirty)) {
+            compare_others(v, layer, &drawn, &clean, &dirty);
+            tensors_free(&dirty);
+        }
+        tensors_free(&clean);
+    }
+    oracle_drawn_free(&drawn);
+}
+
+/* Token 3: no number at all. Token 7: one NaN, never kept. Token 11: too few numbers to fill the top-K. */
+static void break_logits(const smoe_layer *layer, oracle_drawn *drawn, bool *broken)
+{
+    const int64_t experts = layer->experts;
+    double *logits = drawn->logits;
+    for (int64_t e = 0; e < experts; e++) logits[3 * experts + e] = NAN;
+    logits[7 * experts + 1] = NAN;
+    for (int64_t e = 0; e < experts - layer->topk + 1; e++) logits[11 * experts + e] = NAN;
+    broken[3] = broken[7] = broken[11] = true;
+}
+
+static void judge_broken(verify *v, const smoe_layer *layer, const oracle_drawn *drawn, const tensors *dirty)
+{
+    const run_options options = {.forward_only = true};
+    const tensor_id ids[] = {TENSOR_TOPK_IDS, TENSOR_TOPK_WEIGHTS, TENSOR_TOPK_COUNTS, TENSOR_ROW_TOKEN,
+                             TENSOR_OUT};
+    tensors want, stored;
+    expect_tensors(layer, drawn, &options, dirty, &want, &stored);
+    for (size_t i = 0; i < sizeof ids / sizeof ids[0]; i++) {
+        const tensor_id id = ids[i];
+        const verdict judged =
+            tensor_judge(id, &dirty->at[id], &want.at[id], &stored.at[id], verify_cap(layer));
+        report_line(&v->report, (verify_line){tensor_names[id], judged.error, judged.limit, judged.ok, NULL});
+    }
+    tensors_free(&want);
+    tensors_free(&stored);
+}
+
+/* The outputs and gradients of broken tokens are NaN, those of the others stay. Rows that a broken token no
+ * longer takes make others stand elsewhere in their expert: on the GPU they keep their bits even so, but what
+ * order a BLAS sums a row in may depend on where it stands (OpenBLAS on Haswell, Zen and Prescott). */
+static void judge_others(verify *v, const smoe_layer *layer, const tensors *clean, const tensors *dirty,
+                         const bool *broken)
+{
+    const struct {
+        tensor_id id;
+        int64_t width;
+    } parts[] = {{TENSOR_OUT, layer->hidden}, {TENSOR_DX, layer->hidden}, {TENSOR_DLOGITS, layer->experts}};
+    const double limit = v->on->backend == SMOE_BACKEND_CPU ? verify_cap(layer) : 0.0;
+    bool *poisoned = oracle_alloc((size_t)layer->tokens, sizeof *poisoned);
+    poisoned[3] = poisoned[11] = true;
+    const size_t count = run_has_backward(v->context, layer) ? sizeof parts / sizeof parts[0] : 1;
+    for (size_t i = 0; i < count; i++) {
+        const tensor *before = &clean->at[parts[i].id], *after = &dirty->at[parts[i].id];
+        check_zero(v, tensor_names[parts[i].id], differing_rows(before, after, parts[i].width, broken, limit),
+                   "rows that a NaN elsewhere changed");
+        check_zero(v, tensor_names[parts[i].id], clean_rows(after, parts[i].width, poisoned),
+                   "rows that should be NaN");
+    }
+    free(poisoned);
+}
+
+void check_nan_logits(verify *v, const verify_case *c, const smoe_layer *layer)
+{
+    const run_options options = {0};
+    oracle_drawn drawn;
+    tensors clean, dirty;
+    oracle_draw_inputs(layer, &c->draw, v->seed, &drawn);
+    if (check_run(v, NULL, layer, &drawn, &options, &clean)) {
+        bool *broken = oracle_alloc((size_t)layer->tokens, sizeof *broken);
+        break_logits(layer, &drawn, broken);
+        if (check_run(v, NULL, layer, &drawn, &options, &dirty)) {
+            judge_broken(v, layer, &drawn, &dirty);
+            judge_others(v, layer, &clean, &dirty, broken);
+            tensors_free(&dirty);
+        }
+        free(broken);
+        tensors_free(&clean);
+    }
+    oracle_drawn_free(&drawn);
+}

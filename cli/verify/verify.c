@@ -1,0 +1,178 @@
+/* `smoe verify`: the library against the fp64 oracle on this machine. */
+#include "cli/verify/verify.h"
+
+#include "cli/common/cli.h"
+#include "cli/common/problem.h"
+
+#include <argp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef struct verify_options {
+    const device *on;
+    table_format format;
+    bool quick, every_tensor;
+    int64_t seed, threads, repeats;
+    const char *only; /* run the cases with this in their name, or NULL */
+} verify_options;
+
+enum { KEY_DEVICE = 1, KEY_QUICK, KEY_JSON, KEY_CSV, KEY_SEED, KEY_THREADS, KEY_REPEATS, KEY_ONLY };
+
+static const struct argp_option options_table[] = {
+    {"device", KEY_DEVICE, "NAME", 0, "Backend: cpu (default) or cuda", 1},
+    {"quick", KEY_QUICK, NULL, 0, "The short list of cases", 1},
+    {"only", KEY_ONLY, "TEXT", 0, "Only the cases with TEXT in their name", 1},
+    {"seed", KEY_SEED, "N", 0, "Seed of the inputs (default 1)", 1},
+    {"threads", KEY_THREADS, "N", 0, "Threads of the cpu backend (default: OpenMP's)", 1},
+    {"repeats", KEY_REPEATS, "N", 0, "Runs of the cases that repeat beside copies (default 1000)", 1},
+    {"verbose", 'v', NULL, 0, "A line for every tensor, not only the worst of each case", 2},
+    {"json", KEY_JSON, NULL, 0, "One JSON object a line, every tensor", 2},
+    {"csv", KEY_CSV, NULL, 0, "Comma-separated values, every tensor", 2},
+    {0}};
+
+static void parse_number(struct argp_state *state, const char *option, const char *text, int64_t least,
+                         int64_t most, int64_t *value)
+{
+    error err;
+    if (!parse_integer(option, text, least, most, value, &err)) argp_error(state, "%s", err.text);
+}
+
+static error_t parse(int key, char *text, struct argp_state *state)
+{
+    verify_options *options = state->input;
+    switch (key) {
+    case KEY_DEVICE:
+        if (strcmp(text, "cpu") != 0 && strcmp(text, "cuda") != 0)
+            argp_error(state, "--device: '%s' is neither cpu nor cuda", text);
+        options->on = device_find(text);
+        if (!options->on) argp_failure(state, 3, 0, "--device: this build has no %s backend", text);
+        return 0;
+    case KEY_QUICK: options->quick = true; return 0;
+    case KEY_JSON: options->format = TABLE_JSON; return 0;
+    case KEY_CSV: options->format = TABLE_CSV; return 0;
+    case KEY_SEED: parse_number(state, "--seed", text, 0, INT64_MAX, &options->seed); return 0;
+    case KEY_THREADS: parse_number(state, "--threads", text, 0, 4096, &options->threads); return 0;
+    case KEY_REPEATS: parse_number(state, "--repeats", text, 1, 1000000000, &options->repeats); return 0;
+    case KEY_ONLY: options->only = text; return 0;
+    case 'v': options->every_tensor = true; return 0;
+    case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;
+    default: return ARGP_ERR_UNKNOWN;
+    }
+}
+
+static const struct argp verify_argp = {.options = options_table,
+                                        .parser = parse,
+                                        .doc = "Checks the library against an fp64 reference on this "
+                                               "machine: every stage, activation, score, rounding "
+                                               "rule and way in, edge cases, and that the same thing asked "
+                                               "for in other ways gives the same bits. An "
+                                               "error is the relative Frobenius error of a tensor, or a "
+                                               "number of elements that has to be 0. The exit "
+                                               "status is 1 when a check failed."};
+
+static const table_column columns[] = {
+    {"case", COLUMN_TEXT, 0, false, NULL},    {"dtype", COLUMN_TEXT, 0, false, NULL},
+    {"tensor", COLUMN_TEXT, 0, false, NULL},  {"error", COLUMN_NUMBER, 8, false, NULL},
+    {"limit", COLUMN_NUMBER, 8, false, NULL}, {"ok", COLUMN_TEXT, 0, false, NULL},
+    {"note", COLUMN_TEXT, 0, false, NULL}};
+
+/* A layer this backend should run; NULL, or why it does not store this type. */
+static const char *refuses_type(verify *v, smoe_type dtype)
+{
+    const verify_case any = {.name = "", .layer = {.entry = SMOE_FROM_TOPK}}; /* every backend has it */
+    const smoe_layer layer = verify_complete_layer(&any, dtype);
+    return smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED ? smoe_last_error(v->context) : NULL;
+}
+
+static void run_case(verify *v, const verify_case *c, smoe_type dtype)
+{
+    const smoe_layer layer = verify_complete_layer(c, dtype);
+    report_begin(&v->report, c->name, dtype_name(dtype));
+    if (smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED) {
+        report_skip(&v->report, smoe_last_error(v->context));
+    } else {
+        (c->check ? c->check : check_against_oracle)(v, c, &layer);
+    }
+    report_end(&v->report);
+}
+
+static bool chosen(const verify_options *options, const verify_case *c, smoe_type dtype)
+{
+    return (c->quick || !options->quick) && (dtype == SMOE_F32 || !c->f32_only) &&
+           (!options->only || strstr(c->name, options->only));
+}
+
+static void run_cases(verify *v, const verify_options *options)
+{
+    const smoe_type types[] = {SMOE_F32, SMOE_BF16, SMOE_F16};
+    const bool terminal = isatty(STDERR_FILENO);
+    size_t count;
+    const verify_case *cases = verify_cases(&count);
+    for (size_t t = 0; t < sizeof types / sizeof types[0]; t++) {
+        const char *refusal = refuses_type(v, types[t]);
+        if (refusal) {
+            report_begin(&v->report, "every case", dtype_name(types[t]));
+            report_skip(&v->report, refusal);
+            continue;
+        }
+        for (size_t i = 0; i < count; i++) {
+            if (!chosen(options, &cases[i], types[t])) continue;
+            if (terminal)
+                fprintf(stderr, "\r\033[K%s %zu/%zu %s", dtype_name(types[t]), i + 1, count, cases[i].name);
+            run_case(v, &cases[i], types[t]);
+        }
+    }
+    if (terminal) fprintf(stderr, "\r\033[K");
+}
+
+static int finish(verify *v, const verify_options *options)
+{
+    error err;
+    if (!table_close(v->report.table, &err)) {
+        fprintf(stderr, "smoe verify: %s\n", err.text);
+        return 3;
+    }
+    FILE *summary = options->format == TABLE_ALIGNED ? stdout : stderr;
+    fprintf(summary, "%lld passed, %lld failed", (long long)v->report.passed, (long long)v->report.failed);
+    if (v->report.skipped) fprintf(summary, ", %lld skipped", (long long)v->report.skipped);
+    fprintf(summary, "\n");
+    if (v->report.passed + v->report.failed == 0) {
+        fprintf(stderr, "smoe verify: no case was run\n");
+        return 2;
+    }
+    return v->report.failed ? 1 : 0;
+}
+
+int smoe_cli_verify(int argc, char **argv)
+{
+    verify_options options = {.on = device_find("cpu"), .format = TABLE_ALIGNED, .seed = 1, .repeats = 1000};
+    argp_err_exit_status = 2;
+    if (argp_parse(&verify_argp, argc, argv, 0, NULL, &options) != 0) return 2;
+    verify v = {.on = options.on,
+                .threads = (int32_t)options.threads,
+                .seed = (uint64_t)options.seed,
+                .repeats = options.repeats};
+    char text[512] = "";
+    smoe_context_options context = SMOE_CONTEXT_OPTIONS_INIT;
+    context.backend = v.on->backend;
+    context.threads = v.threads;
+    context.error_text = text;
+    context.error_size = sizeof text;
+    if (smoe_create(&v.context, &context) != SMOE_OK) {
+        fprintf(stderr, "smoe verify: %s\n", text);
+        return 3;
+    }
+    v.report.every_tensor = options.every_tensor || options.format != TABLE_ALIGNED;
+    v.report.table = table_open(stdout, options.format, columns, sizeof columns / sizeof columns[0]);
+    int status = 3;
+    if (v.report.table) {
+        run_cases(&v, &options);
+        status = finish(&v, &options);
+    } else {
+        fprintf(stderr, "smoe verify: out of memory\n");
+    }
+    smoe_destroy(v.context);
+    return status;
+}

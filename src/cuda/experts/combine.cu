@@ -1,0 +1,197 @@
+// Combine: O[t] = sum over the rows r of t of s[r] Y[r], for one chunk of d's columns. Gather and sum in f32,
+// rows ascending, no atomics. Bytes: Y 2 R d read, O 2 T d written; runs at the speed of a copy.
+//
+// The backward's dX[t] = sum of dX~[r] may have the router's term: dlogits Wr lies in O already (2 T d bytes
+// more), or where dlogits is nonzero at the token's rows alone each comes with dlogit[r] Wr[e(r)] (Wr, 2 E d
+// bytes, stays in L2).
+//
+// A thread owns eight columns of a token, or two to four times eight. Tokens may have any number of rows
+// (CSR), taken by fours: the indices past the end repeat the last row, so that all loads start before the
+// first is used; its sum leaves them out. Few bytes a token leave latency bare: where every token has K rows
+// unless some were lost, and K <= 4, their indices are read from where they then are, together with the
+// number of all rows that tells whether they are; K = 2 takes rows by twos, in three pieces where they divide
+// a row, K = 1 one row in four. CTAs are small, so that an SM always has some at every point of the chain
+// from index to row to sum. O is written by plain stores: marked as streaming it took 0.2 % longer.
+#include "common/storage.cuh"
+#include "host/launch.h"
+
+namespace smoe
+{
+namespace
+{
+
+enum { COLUMNS = 8, SHORT_COLUMNS = 1024, MOST_THREADS = 512, FEW_THREADS = 128, FEWEST_THREADS = 64 };
+
+template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
+{
+    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum[2 * i] = fmaf(weight, storage<T>::low(pairs[i]), sum[2 * i]);
+        sum[2 * i + 1] = fmaf(weight, storage<T>::high(pairs[i]), sum[2 * i + 1]);
+    }
+}
+
+// Entries of token_rows from `at` on; past the end the last one again. at < end.
+template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const smoe_cuda_combine &p, int at, int end)
+{
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) row[k] = __ldg(p.token_rows + min(at + k, end - 1));
+}
+
+// What a thread sums: its groups of eight columns, blockDim.x groups apart, of some rows; and their weights.
+template <int ROWS, int VECTORS> struct pieces {
+    uint4 v[ROWS][VECTORS];
+    float weight[ROWS];
+    SMOE_DEVICE void fetch(const smoe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
+    {
+        const char *y = (const char *)p.y + column * 2;
+        const int64_t row_bytes = p.columns * 2;
+#pragma unroll
+        for (int k = 0; k < ROWS; k++)
+#pragma unroll
+            for (int j = 0; j < VECTORS; j++)
+                v[k][j] = __ldg((const uint4 *)(y + row[k] * row_bytes + j * (int)blockDim.x * COLUMNS * 2));
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) weight[k] = p.row_weight ? __ldg(p.row_weight + row[k]) : 1.0f;
+    }
+};
+
+template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUMNS])
+{
+    using S = storage<T>;
+    *(uint4 *)out = make_uint4(S::pack(sum[0], sum[1]), S::pack(sum[2], sum[3]), S::pack(sum[4], sum[5]),
+                               S::pack(sum[6], sum[7]));
+}
+
+// Where as many rows are there as T tokens have by topk, 1 <= topk <= ROWS, none was lost and each token has
+// its own at its place; the indices are asked for before that is known. False: some were lost, and nothing
+// has been stored. The branch stands behind the loads, of row 0 then, because the compiler moves loads that
+// no branch follows to where each is used, one after the other.
+template <typename T, int ROWS, int VECTORS>
+SMOE_DEVICE bool combine_topk(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+{
+    const int first = (int)token * p.topk;
+    int row[ROWS];
+    read_rows(row, p, first, first + p.topk);
+    const bool all = __ldg(p.token_offsets + p.tokens) == p.tokens * p.topk;
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) row[k] = all ? row[k] : 0;
+    pieces<ROWS, VECTORS> some;
+    some.fetch(p, row, column);
+    if (!all) return false;
+#pragma unroll
+    for (int j = 0; j < VECTORS; j++) {
+        float sum[COLUMNS] = {};
+        char *to = out + j * (int)blockDim.x * COLUMNS * 2;
+        if (p.onto) add<T>(sum, *(const uint4 *)to, 1.0f);
+#pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            if (k < p.topk) add<T>(sum, some.v[k][j], some.weight[k]);
+        store<T>(to, sum);
+    }
+    return true;
+}
+
+// Any number of rows, by ROWS.
+template <typename T, int ROWS, int VECTORS, bool ROUTER>
+SMOE_DEVICE void combine_rows(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+{
+    const char *weights = (const char *)p.router_weight + column * 2;
+    const int step = (int)blockDim.x * COLUMNS;
+    const int first = __ldg(p.token_offsets + token), end = __ldg(p.token_offsets + token + 1);
+    float sum[VECTORS][COLUMNS] = {};
+    if (p.onto)
+#pragma unroll
+        for (int j = 0; j < VECTORS; j++) add<T>(sum[j], *(const uint4 *)(out + j * step * 2), 1.0f);
+    for (int i = first; i < end; i += ROWS) {
+        int row[ROWS];
+        int2 term[ROWS];
+        uint4 w[ROWS][VECTORS];
+        pieces<ROWS, VECTORS> some;
+        read_rows(row, p, i, end);
+        if (ROUTER)
+#pragma unroll
+            for (int k = 0; k < ROWS; k++) term[k] = __ldg((const int2 *)p.terms + min(i + k, end - 1));
+        some.fetch(p, row, column);
+        if (ROUTER)
+#pragma unroll
+            for (int k = 0; k < ROWS; k++)
+#pragma unroll
+                for (int j = 0; j < VECTORS; j++)
+                    w[k][j] = __ldg((const uint4 *)(weights + term[k].x * (p.hidden * 2) + j * step * 2));
+#pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            if (i + k < end)
+#pragma unroll
+                for (int j = 0; j < VECTORS; j++) {
+                    add<T>(sum[j], some.v[k][j], some.weight[k]);
+                    if (ROUTER) add<T>(sum[j], w[k][j], __uint_as_float((uint32_t)term[k].y));
+                }
+    }
+#pragma unroll
+    for (int j = 0; j < VECTORS; j++) store<T>(out + j * step * 2, sum[j]);
+}
+
+// blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns.
+// FEW: 1 <= topk <= ROWS.
+template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
+__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ smoe_cuda_combine p)
+{
+    enum { AT_ONCE = FEW && VECTORS > 2 ? 1 : VECTORS }; // of the general path: registers
+    const int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    const int64_t column = ((int64_t)blockIdx.y * VECTORS * blockDim.x + threadIdx.x) * COLUMNS;
+    const int step = (int)blockDim.x * COLUMNS;
+    if (token >= p.tokens || column + (VECTORS - 1) * step >= p.columns) return;
+    char *out = (char *)p.out + (token * p.hidden + column) * 2;
+    if (FEW && combine_topk<T, ROWS, VECTORS>(p, token, column, out)) return;
+    for (int j = 0; j < VECTORS; j += AT_ONCE)
+        combine_rows<T, ROWS, AT_ONCE, ROUTER>(p, token, column + j * step, out + j * step * 2);
+}
+
+// CTAs of about `threads`.
+template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
+void launch(const smoe_cuda_combine &p, unsigned threads, cudaStream_t stream)
+{
+    const int64_t pieces = p.columns / COLUMNS / VECTORS;
+    int64_t parts = smoe_divide_up(pieces, MOST_THREADS);
+    while (pieces % parts) parts++;
+    const unsigned across = (unsigned)(pieces / parts), tokens = across >= threads ? 1 : threads / across;
+    const dim3 block(across, tokens), grid((unsigned)smoe_divide_up(p.tokens, tokens), (unsigned)parts);
+    combine<T, ROWS, VECTORS, FEW, ROUTER><<<grid, block, 0, stream>>>(p);
+}
+
+template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t stream)
+{
+    const bool even = p.topk > 0, twice = p.columns % (2 * COLUMNS) == 0;
+    const bool wide = twice && p.columns > SHORT_COLUMNS;
+    if (p.terms)
+        launch<T, 4, 1, false, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
+    else if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0)
+        launch<T, 1, 4, true, false>(p, FEW_THREADS, stream);
+    else if (even && p.topk <= 2 && p.columns % (3 * COLUMNS) == 0)
+        launch<T, 2, 3, true, false>(p, FEWEST_THREADS, stream);
+    else if (even && p.topk <= 2 && twice)
+        launch<T, 2, 2, true, false>(p, FEW_THREADS, stream);
+    else if (even && p.topk <= 4 && wide)
+        launch<T, 4, 2, true, false>(p, FEW_THREADS, stream);
+    else if (even && p.topk <= 4)
+        launch<T, 4, 1, true, false>(p, FEW_THREADS, stream);
+    else if (wide)
+        launch<T, 4, 2, false, false>(p, FEW_THREADS, stream);
+    else
+        launch<T, 4, 1, false, false>(p, FEW_THREADS, stream);
+}
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype,
+                                                cudaStream_t stream)
+{
+    if (dtype == SMOE_BF16)
+        smoe::launch<__nv_bfloat16>(*p, stream);
+    else
+        smoe::launch<__half>(*p, stream);
+    return cudaGetLastError();
+}

@@ -1,0 +1,75 @@
+// Bias gradients: db2[e] = sum_r s[r] dO[t(r)], db1[e] = sum_r dH[r]. Column sums over an expert's rows in
+// f32, a CTA an expert and 64 columns, always in the same order.
+#include "common/backward_shared.cuh"
+#include "host/launch_backward.h"
+
+namespace smoe
+{
+namespace
+{
+
+enum { COLUMNS = 64, LANES = COLUMNS / 8, ROWS = 32, THREADS = LANES * ROWS };
+
+template <typename T> SMOE_DEVICE void add(float (&sum)[8], uint4 v, float weight)
+{
+    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum[2 * i] = fmaf(weight, storage<T>::low(pairs[i]), sum[2 * i]);
+        sum[2 * i + 1] = fmaf(weight, storage<T>::high(pairs[i]), sum[2 * i + 1]);
+    }
+}
+
+template <typename T, typename G> __global__ void __launch_bounds__(THREADS) column_sums(const smoe_cuda_db p)
+{
+    __shared__ float sums[ROWS][COLUMNS + 1];
+    const int expert = p.order[blockIdx.y], count = p.counts[expert];
+    if (p.accumulate && count == 0) return;
+    const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES;
+    const int column = blockIdx.x * COLUMNS + lane * 8;
+    const int64_t first = (int64_t)p.block_offsets[expert] * SMOE_BLOCK_ROWS;
+    float sum[8] = {};
+    if (column < p.columns)
+#pragma unroll 4
+        for (int i = row; i < count; i += ROWS) {
+            const int64_t from = p.row_token ? (int64_t)__ldg(p.row_token + first + i) : first + i;
+            const float weight = p.row_weight ? __ldg(p.row_weight + first + i) : 1.0f;
+            add<T>(sum, __ldg((const uint4 *)((const T *)p.values + from * p.columns + column)), weight);
+        }
+#pragma unroll
+    for (int i = 0; i < 8; i++) sums[row][lane * 8 + i] = sum[i];
+    for (int half = ROWS / 2; half; half /= 2) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < half * COLUMNS; i += THREADS)
+            sums[i / COLUMNS][i % COLUMNS] += sums[i / COLUMNS + half][i % COLUMNS];
+    }
+    __syncthreads();
+    const int j = blockIdx.x * COLUMNS + threadIdx.x;
+    if (threadIdx.x >= COLUMNS || j >= p.columns) return;
+    const int element = !p.interleaved ? j : j < p.half ? 2 * j : 2 * (j - p.half) + 1;
+    give((G *)p.gradient + (int64_t)expert * p.columns + element, sums[0][threadIdx.x], p.accumulate);
+}
+
+template <typename T, typename G> void launch(const smoe_cuda_db &p, cudaStream_t stream)
+{
+    const dim3 grid((unsigned)smoe_divide_up(p.columns, COLUMNS), (unsigned)p.experts);
+    column_sums<T, G><<<grid, THREADS, 0, stream>>>(p);
+}
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_db_launch(const smoe_cuda_db *p, smoe_type dtype, smoe_type gradient_type,
+                                           cudaStream_t stream)
+{
+    const bool wide = gradient_type == SMOE_F32;
+    if (dtype == SMOE_BF16 && wide)
+        smoe::launch<__nv_bfloat16, float>(*p, stream);
+    else if (dtype == SMOE_BF16)
+        smoe::launch<__nv_bfloat16, __nv_bfloat16>(*p, stream);
+    else if (wide)
+        smoe::launch<__half, float>(*p, stream);
+    else
+        smoe::launch<__half, __half>(*p, stream);
+    return cudaGetLastError();
+}

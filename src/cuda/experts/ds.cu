@@ -1,0 +1,109 @@
+// dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>: the sum of the column tiles' parts in order, given back as the
+// gradient of what the caller gave as weights. dlogits.cu sums them for itself.
+#include "common/backward_shared.cuh"
+#include "host/launch_backward.h"
+
+namespace smoe
+{
+namespace
+{
+
+enum { THREADS = 256, WARPS = THREADS / 32 };
+
+SMOE_DEVICE float ds_of(const smoe_cuda_ds &p, int64_t row)
+{
+    return sum_of_parts(p.partial, p.parts, p.padded_rows, row);
+}
+
+template <typename T> SMOE_DEVICE float dot8(uint4 a, uint4 b, float sum)
+{
+    using S = storage<T>;
+    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum = fmaf(S::low(x[i]), S::low(y[i]), sum);
+        sum = fmaf(S::high(x[i]), S::high(y[i]), sum);
+    }
+    return sum;
+}
+
+// The bias's part, a warp a row.
+template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const smoe_cuda_ds p)
+{
+    const int64_t row = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5);
+    if (row >= p.padded_rows) return;
+    const int token = __ldg(p.row_token + row), lane = threadIdx.x & 31;
+    float sum = 0.0f;
+    if (token >= 0) {
+        const int expert = __ldg(p.block_expert + row / SMOE_BLOCK_ROWS);
+        const uint4 *dout = (const uint4 *)((const T *)p.dout + (int64_t)token * p.hidden);
+        const uint4 *bias = (const uint4 *)((const T *)p.bias + (int64_t)expert * p.hidden);
+        for (int i = lane; i < p.hidden / 8; i += 32) sum = dot8<T>(__ldg(dout + i), __ldg(bias + i), sum);
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) p.partial[(p.parts - 1) * p.padded_rows + row] = sum;
+}
+
+// (t, k) of the given top-K: the row of a token's id is the one whose block belongs to that expert; 0 for an
+// id that does not count.
+template <typename I> __global__ void __launch_bounds__(THREADS) give_topk(const smoe_cuda_ds p)
+{
+    const int64_t index = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (index >= p.tokens * p.topk) return;
+    const int64_t token = index / p.topk;
+    const I *ids = (const I *)p.ids + token * p.topk, id = ids[index - token * p.topk];
+    bool counts = true;
+    for (int64_t k = 0; k < index - token * p.topk; k++) counts = counts && ids[k] != id;
+    float sum = 0.0f;
+    if (counts)
+        for (int i = __ldg(p.token_offsets + token); i < __ldg(p.token_offsets + token + 1); i++) {
+            const int row = __ldg(p.token_rows + i);
+            if (p.block_expert[row / SMOE_BLOCK_ROWS] == id) sum = ds_of(p, row);
+        }
+    p.topk_gradient[index] = sum;
+}
+
+// Way 3: a token is a row, or past the last one.
+__global__ void __launch_bounds__(THREADS) give_tokens(const smoe_cuda_ds p)
+{
+    const int64_t token = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (token >= p.tokens) return;
+    const int i = p.token_offsets[token];
+    p.token_gradient[token] = i < p.token_offsets[token + 1] ? ds_of(p, p.token_rows[i]) : 0.0f;
+}
+
+__global__ void __launch_bounds__(THREADS) give_rows(const smoe_cuda_ds p)
+{
+    const int64_t row = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (row < p.padded_rows) p.row_gradient[row] = p.row_token[row] >= 0 ? ds_of(p, row) : 0.0f;
+}
+
+unsigned blocks_of(int64_t items, int64_t each)
+{
+    return (unsigned)smoe_divide_up(items, each);
+}
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_ds_launch(const smoe_cuda_ds *p, smoe_type dtype, cudaStream_t stream)
+{
+    using namespace smoe;
+    if (p->bias) {
+        if (dtype == SMOE_BF16)
+            bias_part<__nv_bfloat16><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);
+        else
+            bias_part<__half><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);
+    }
+    if (p->topk_gradient) {
+        const unsigned blocks = blocks_of(p->tokens * p->topk, THREADS);
+        if (p->wide_index)
+            give_topk<int64_t><<<blocks, THREADS, 0, stream>>>(*p);
+        else
+            give_topk<int32_t><<<blocks, THREADS, 0, stream>>>(*p);
+    }
+    if (p->token_gradient) give_tokens<<<blocks_of(p->tokens, THREADS), THREADS, 0, stream>>>(*p);
+    if (p->row_gradient) give_rows<<<blocks_of(p->padded_rows, THREADS), THREADS, 0, stream>>>(*p);
+    return cudaGetLastError();
+}

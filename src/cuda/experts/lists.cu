@@ -1,0 +1,142 @@
+// The work lists of the backward, from the plan's block_offsets and order: tiles of 128 rows (dh, dx_rows),
+// pieces of experts (dw2, dw1), split experts, and the expert of every block. One CTA; E <= 4096. A second
+// CTA makes those of the router, whose rows are the tokens and belong to one expert.
+#include "common/ptx.cuh"
+#include "host/launch_backward.h"
+
+namespace smoe
+{
+namespace
+{
+
+enum { THREADS = 1024, WARPS = THREADS / 32, EACH = 4, MOST_EXPERTS = THREADS * EACH };
+
+struct sums {
+    uint32_t tiles, pieces, parts, splits;
+};
+
+SMOE_DEVICE sums operator+(sums a, sums b)
+{
+    return {a.tiles + b.tiles, a.pieces + b.pieces, a.parts + b.parts, a.splits + b.splits};
+}
+
+// Sum over the threads before this one.
+SMOE_DEVICE sums sums_before(sums own, uint32_t (&memory)[4][WARPS])
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    uint32_t value[4] = {own.tiles, own.pieces, own.parts, own.splits}, sum[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum[i] = value[i];
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const uint32_t left = __shfl_up_sync(~0u, sum[i], step);
+            if (lane >= step) sum[i] += left;
+        }
+        if (lane == 31) memory[i][warp] = sum[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        sum[i] += __reduce_add_sync(~0u, lane < warp ? memory[i][lane] : 0) - value[i];
+    return {sum[0], sum[1], sum[2], sum[3]};
+}
+
+struct expert_work {
+    int32_t first_block, blocks, pieces;
+};
+
+// The blocks before an expert.
+SMOE_DEVICE int blocks_before(const smoe_cuda_make_lists &p, int expert)
+{
+    return p.block_offsets ? p.block_offsets[expert] : expert * p.padded_blocks;
+}
+
+SMOE_DEVICE int expert_at(const smoe_cuda_make_lists &p, int place)
+{
+    return p.order ? p.order[place] : place;
+}
+
+SMOE_DEVICE expert_work work_of(const smoe_cuda_make_lists &p, int expert, int limit)
+{
+    const int first = blocks_before(p, expert), blocks = blocks_before(p, expert + 1) - first;
+    return {first, blocks, max(1, (blocks + limit - 1) / limit)};
+}
+
+struct both_lists {
+    smoe_cuda_make_lists of[2];
+};
+
+__global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ both_lists lists)
+{
+    const smoe_cuda_make_lists &p = lists.of[blockIdx.x];
+    __shared__ uint32_t memory[4][WARPS];
+    __shared__ uint32_t first_tile[MOST_EXPERTS]; // by expert
+    __shared__ uint32_t
+        first_part[MOST_EXPERTS]; // by place in the order; parts in the upper half, splits below
+    const int all_blocks = blocks_before(p, p.experts);
+    const int limit = smoe_split_limit(all_blocks, p.weight_tiles, p.ctas);
+    sums own[EACH], sum = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int at = threadIdx.x * EACH + i;
+        own[i] = {0, 0, 0, 0};
+        if (at < p.experts) {
+            const expert_work by_id = work_of(p, at, limit), by_size = work_of(p, expert_at(p, at), limit);
+            own[i].tiles = (by_id.blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS;
+            own[i].pieces = by_size.pieces;
+            own[i].splits = by_size.pieces > 1;
+            own[i].parts = by_size.pieces > 1 ? by_size.pieces : 0;
+        }
+        sum = sum + own[i];
+    }
+    sums before = sums_before(sum, memory);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int at = threadIdx.x * EACH + i;
+        if (at < p.experts) {
+            first_tile[at] = before.tiles;
+            first_part[at] = before.parts << 16 | before.splits;
+        }
+        before = before + own[i];
+    }
+    if (threadIdx.x == THREADS - 1) {
+        p.lists.counts[0] = before.tiles;
+        p.lists.counts[1] = before.pieces;
+        p.lists.counts[2] = before.splits;
+        p.lists.turn[0] = p.lists.turn[1] = 0;
+    }
+    __syncthreads();
+
+    const int lane = threadIdx.x & 31;
+    for (int at = threadIdx.x >> 5; at < p.experts; at += WARPS) {
+        const expert_work by_id = work_of(p, at, limit);
+        for (int i = lane * SMOE_TILE_BLOCKS; i < by_id.blocks; i += 32 * SMOE_TILE_BLOCKS)
+            p.lists.tiles[first_tile[at] + i / SMOE_TILE_BLOCKS] = smoe_work_make(
+                (by_id.first_block + i) * SMOE_BLOCK_ROWS, at, min(SMOE_TILE_BLOCKS, by_id.blocks - i));
+        for (int i = lane; i < by_id.blocks; i += 32) p.lists.block_expert[by_id.first_block + i] = at;
+
+        const int expert = expert_at(p, at);
+        const expert_work w = work_of(p, expert, limit);
+        const int part = first_part[at] >> 16, split = first_part[at] & 0xffff;
+        const int piece = at + part - split; // experts that are not split have one
+        for (int i = lane; i < w.pieces; i += 32) {
+            const int begin = smoe_cut(w.blocks, w.pieces, i), end = smoe_cut(w.blocks, w.pieces, i + 1);
+            p.lists.pieces[piece + i] = {(w.first_block + begin) * SMOE_BLOCK_ROWS, expert, end - begin,
+                                         w.pieces > 1 ? part + i : -1};
+        }
+        if (lane == 0 && w.pieces > 1) p.lists.splits[split] = {expert, part, w.pieces};
+    }
+    for (int i = all_blocks + threadIdx.x; i < p.padded_blocks; i += THREADS) p.lists.block_expert[i] = -1;
+}
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *experts,
+                                              const smoe_cuda_make_lists *router, cudaStream_t stream)
+{
+    const smoe::both_lists lists = {{*experts, router ? *router : *experts}};
+    smoe::make_lists<<<router ? 2 : 1, smoe::THREADS, 0, stream>>>(lists);
+    return cudaGetLastError();
+}

@@ -1,0 +1,388 @@
+/* The Hopper backend's table: context on a device, what it supports, its scratch, and the stages as launches.
+ */
+#include "host/device.h"
+#include "host/launch.h"
+#include "host/plan_size.h"
+#include "host/routing.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Where the parts of the forward's scratch stand, from past the plan on. */
+typedef struct forward_scratch {
+    uint64_t counts, tiles, pieces, a, y, routing, end; /* routing, or the plan's work, shares a's place */
+} forward_scratch;
+
+/* What route, round and plan use besides the work lists. */
+static uint64_t routing_bytes(const smoe_problem *p)
+{
+    const smoe_layer *l = &p->layer;
+    switch (l->entry) {
+    case SMOE_FROM_LOGITS: return smoe_cuda_routing_scratch(p);
+    case SMOE_FROM_TOPK:
+        return smoe_align_up(smoe_cuda_plan_work_bytes(
+            l->tokens, l->experts, smoe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk)));
+    case SMOE_FROM_ROWS: return 0;
+    }
+    return 0;
+}
+
+static forward_scratch lay_out_forward(const smoe_problem *p)
+{
+    const uint64_t element = (uint64_t)p->element, rows = (uint64_t)p->padded_rows;
+    const int64_t experts = p->layer.experts;
+    const int32_t limit = smoe_piece_limit(p->rows, experts);
+    forward_scratch s = {0};
+    s.tiles = s.counts + smoe_align_up(4 * sizeof(int32_t));
+    s.pieces = s.tiles + smoe_align_up(sizeof(smoe_work) *
+                                       (uint64_t)smoe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
+    s.a = s.pieces +
+          smoe_align_up(sizeof(smoe_work) * (uint64_t)smoe_work_bound(p->padded_rows, experts, limit));
+    s.routing = s.a;
+    s.y = s.a + smoe_align_up(rows * (uint64_t)p->layer.intermediate * element);
+    const uint64_t experts_end = s.y + smoe_align_up(rows * (uint64_t)p->chunk_columns * element);
+    const uint64_t plan_end = s.routing + routing_bytes(p);
+    s.end = experts_end > plan_end ? experts_end : plan_end;
+    return s;
+}
+
+static smoe_cuda_lists lists_at(const smoe_problem *p, const forward_scratch *s, char *scratch)
+{
+    const smoe_cuda_lists lists = {(int32_t *)(scratch + s->counts), (smoe_work *)(scratch + s->tiles),
+                                   (smoe_work *)(scratch + s->pieces),
+                                   smoe_piece_limit(p->rows, p->layer.experts),
+                                   (int32_t *)(scratch + s->counts) + 2};
+    return lists;
+}
+
+/* ---- Context ---- */
+
+static cudaError_t open_device(device_state *state, int *major, int *minor)
+{
+    cudaError_t status = cudaSetDevice(state->device);
+    if (status == cudaSuccess)
+        status = cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, state->device);
+    if (status == cudaSuccess)
+        status = cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, state->device);
+    if (status == cudaSuccess)
+        status = cudaDeviceGetAttribute(&state->ctas, cudaDevAttrMultiProcessorCount, state->device);
+    return status;
+}
+
+static cudaError_t prepare_kernels(device_state *state)
+{
+    void *function = NULL;
+    enum cudaDriverEntryPointQueryResult found;
+    cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                          cudaEnableDefault, &found);
+    if (status == cudaSuccess && (found != cudaDriverEntryPointSuccess || !function))
+        status = cudaErrorInsufficientDriver;
+    memcpy(&state->encode, &function, sizeof function);
+    if (status == cudaSuccess) status = smoe_cuda_plan_init();
+    if (status == cudaSuccess) status = smoe_cuda_plan_rows_init();
+    if (status == cudaSuccess) status = smoe_cuda_routing_init();
+    if (status == cudaSuccess) status = smoe_cuda_up_init();
+    if (status == cudaSuccess) status = smoe_cuda_down_init();
+    if (status == cudaSuccess) status = smoe_cuda_backward_init();
+    return status;
+}
+
+static smoe_status create(smoe_context *context, const smoe_context_options *options)
+{
+    int devices = 0, before = 0, major = 0, minor = 0;
+    cudaError_t status = cudaGetDeviceCount(&devices);
+    if (status != cudaSuccess) return device_error(context, "smoe_create: no usable CUDA device", status);
+    if (options->device < 0 || options->device >= devices)
+        return smoe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: device is %d, %d CUDA devices are there",
+                         (int)options->device, devices);
+    device_state *state = malloc(sizeof *state);
+    if (!state)
+        return smoe_fail(context, SMOE_ERROR_MEMORY, "smoe_create: no memory for %zu bytes", sizeof *state);
+    *state = (device_state){.device = options->device};
+    status = cudaGetDevice(&before);
+    if (status == cudaSuccess) status = open_device(state, &major, &minor);
+    smoe_status result = SMOE_OK;
+    if (status == cudaSuccess && !(major == 9 && minor == 0))
+        result =
+            smoe_fail(context, SMOE_ERROR_DEVICE,
+                      "smoe_create: device %d has compute capability %d.%d, the kernels are built for 9.0 "
+                      "(Hopper)",
+                      state->device, major, minor);
+    else if (status == cudaSuccess)
+        status = prepare_kernels(state);
+    leave_device(state, before);
+    if (status != cudaSuccess) result = device_error(context, "smoe_create", status);
+    if (result != SMOE_OK) {
+        free(state);
+        return result;
+    }
+    context->state = state;
+    return SMOE_OK;
+}
+
+static void destroy(smoe_context *context)
+{
+    free(context->state);
+}
+
+static smoe_status supports(smoe_context *context, const smoe_problem *problem)
+{
+    const smoe_layer *layer = &problem->layer;
+    if (layer->dtype != SMOE_BF16 && layer->dtype != SMOE_F16)
+        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                         "smoe_supports: dtype %d: the cuda backend stores BF16 (1) or F16 (2)",
+                         (int)layer->dtype);
+    if (problem->padded_rows > INT32_MAX - 256 || layer->tokens > INT32_MAX - 256)
+        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                         "smoe_supports: %lld padded rows: the plan's indices are int32",
+                         (long long)problem->padded_rows);
+    if (layer->hidden * layer->experts > INT32_MAX || layer->intermediate > (1 << 24) ||
+        layer->hidden > (1 << 24))
+        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                         "smoe_supports: hidden %lld, experts %lld: rows of W2 are counted in int32",
+                         (long long)layer->hidden, (long long)layer->experts);
+    return SMOE_OK;
+}
+
+static void scratch_bytes(const smoe_context *context, const smoe_problem *problem, uint64_t *forward,
+                          uint64_t *backward)
+{
+    *forward = (problem->layer.inference ? problem->plan_bytes : 0) + lay_out_forward(problem).end;
+    *backward = smoe_cuda_backward_scratch(context->state, problem);
+}
+
+/* ---- Forward ---- */
+
+static smoe_status route_stage(smoe_context *context, const smoe_problem *problem,
+                               const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                               void *stream)
+{
+    const device_state *state = context->state;
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, "smoe_route", status);
+    void *routing = (char *)scratch + lay_out_forward(problem).routing;
+    status = smoe_cuda_route(context, problem, args, plan, routing, stream);
+    leave_device(state, before);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_route", status);
+}
+
+static smoe_status round_stage(smoe_context *context, const smoe_problem *problem,
+                               const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                               void *stream)
+{
+    const device_state *state = context->state;
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, "smoe_round", status);
+    void *routing = (char *)scratch + lay_out_forward(problem).routing;
+    smoe_stage_begin(context, SMOE_STAGE_ROUND, stream);
+    status = smoe_cuda_round(problem, args, plan, routing, stream);
+    smoe_stage_end(context, SMOE_STAGE_ROUND, stream);
+    leave_device(state, before);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_round", status);
+}
+
+/* The plan of the layer's entry. */
+static cudaError_t run_plan(const smoe_problem *problem, const smoe_forward_args *args,
+                            const smoe_plan_arrays *plan, void *scratch, cudaStream_t stream)
+{
+    const smoe_layer *layer = &problem->layer;
+    const forward_scratch s = lay_out_forward(problem);
+    const int from_rows = layer->entry == SMOE_FROM_ROWS;
+    const smoe_cuda_lists lists = lists_at(problem, &s, scratch);
+    void *work = (char *)scratch + s.routing;
+    if (layer->entry == SMOE_FROM_LOGITS)
+        return smoe_cuda_plan_from_logits(problem, args, plan, &lists, work, stream);
+    const smoe_cuda_plan p = {
+        .ids = args->topk_ids,
+        .weights = from_rows ? args->row_weights : args->topk_weights,
+        .offsets = args->offsets,
+        .wide_index = layer->index_type == SMOE_I64,
+        .tokens = (int32_t)layer->tokens,
+        .experts = (int32_t)layer->experts,
+        .topk = (int32_t)layer->topk,
+        .padded_rows = (int32_t)problem->padded_rows,
+        .chunk = smoe_plan_chunk(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk),
+        .counts = plan->counts,
+        .row_offsets = plan->offsets,
+        .block_offsets = plan->block_offsets,
+        .order = plan->order,
+        .row_token = plan->row_token,
+        .token_offsets = plan->token_offsets,
+        .token_rows = plan->token_rows,
+        .row_weight = plan->row_weight,
+        .lists = lists,
+        .work = work,
+    };
+    return from_rows ? smoe_cuda_plan_rows(&p, stream) : smoe_cuda_plan_topk(&p, stream);
+}
+
+static smoe_status plan_stage(smoe_context *context, const smoe_problem *problem,
+                              const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                              void *stream)
+{
+    const device_state *state = context->state;
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, "smoe_plan", status);
+    smoe_stage_begin(context, SMOE_STAGE_PLAN, stream);
+    status = run_plan(problem, args, plan, scratch, stream);
+    smoe_stage_end(context, SMOE_STAGE_PLAN, stream);
+    leave_device(state, before);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_plan", status);
+}
+
+/* What up, down and combine share. */
+typedef struct experts_call {
+    const smoe_problem *problem;
+    const smoe_forward_args *args;
+    const smoe_plan_arrays *plan;
+    const device_state *state;
+    smoe_cuda_lists lists;
+    char *a, *y;
+    int64_t rows; /* whole blocks of the padded rows */
+    smoe_map_maker maker;
+    cudaStream_t stream;
+} experts_call;
+
+static cudaError_t run_up(experts_call *c)
+{
+    const smoe_layer *layer = &c->problem->layer;
+    smoe_cuda_up p = {
+        .x = c->args->x,
+        .bias = c->args->b1,
+        .row_token = c->plan->row_token,
+        .block_offsets = c->plan->block_offsets,
+        .lists = c->lists,
+        .hidden = (int32_t)layer->hidden,
+        .intermediate = (int32_t)layer->intermediate,
+        .gated = c->problem->gated,
+        .interleaved = layer->layout == SMOE_INTERLEAVED,
+        .store_h = c->plan->h != NULL,
+        .activation = layer->activation,
+    };
+    smoe_map_w1(&c->maker, &p.w1, c->args->w1, layer, c->problem->gated);
+    if (p.store_h)
+        smoe_map_h(&c->maker, &p.h, c->plan->h, c->rows, c->problem->gated ? 2 : 1, layer->intermediate,
+                   SMOE_BLOCK_ROWS);
+    smoe_map_matrix(&c->maker, &p.a, c->a, c->rows, layer->intermediate, SMOE_BLOCK_ROWS);
+    return c->maker.status == CUDA_SUCCESS ? smoe_cuda_up_launch(&p, layer->dtype, c->state->ctas, c->stream)
+                                           : cudaErrorInvalidValue;
+}
+
+static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t columns)
+{
+    const smoe_layer *layer = &c->problem->layer;
+    const smoe_down_kind kind = smoe_down_choose(layer->intermediate, columns, c->args->b2 != NULL);
+    smoe_cuda_down p = {
+        .bias = c->args->b2,
+        .block_offsets = c->plan->block_offsets,
+        .lists = c->lists,
+        .hidden = (int32_t)layer->hidden,
+        .intermediate = (int32_t)layer->intermediate,
+        .first_column = (int32_t)first_column,
+        .columns = (int32_t)columns,
+    };
+    smoe_map_matrix(&c->maker, &p.a, c->a, c->rows, layer->intermediate,
+                    kind == SMOE_DOWN_STATIONARY ? 64 : 128);
+    smoe_map_matrix(&c->maker, &p.w2, c->args->w2, layer->experts * layer->hidden, layer->intermediate,
+                    kind == SMOE_DOWN_PING_PONG ? 192 : 256);
+    smoe_map_matrix(&c->maker, &p.y, c->y, c->rows, columns, SMOE_BLOCK_ROWS);
+    return c->maker.status == CUDA_SUCCESS
+               ? smoe_cuda_down_launch(&p, kind, layer->dtype, c->state->ctas, c->stream)
+               : cudaErrorInvalidValue;
+}
+
+static cudaError_t run_combine(const experts_call *c, int64_t first_column, int64_t columns)
+{
+    const smoe_layer *layer = &c->problem->layer;
+    const smoe_cuda_combine p = {
+        .y = c->y,
+        .out = (char *)c->args->out + first_column * c->problem->element,
+        .token_offsets = c->plan->token_offsets,
+        .token_rows = c->plan->token_rows,
+        .row_weight = c->plan->row_weight,
+        .topk = smoe_rows_of_a_token(layer),
+        .tokens = layer->tokens,
+        .hidden = layer->hidden,
+        .columns = columns,
+    };
+    return smoe_cuda_combine_launch(&p, layer->dtype, c->stream);
+}
+
+static cudaError_t run_stages(smoe_context *context, experts_call *c)
+{
+    const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
+    smoe_stage_begin(context, SMOE_STAGE_UP, c->stream);
+    cudaError_t status = run_up(c);
+    smoe_stage_end(context, SMOE_STAGE_UP, c->stream);
+    for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
+        const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
+        smoe_stage_begin(context, SMOE_STAGE_DOWN, c->stream);
+        status = run_down(c, first, columns);
+        smoe_stage_end(context, SMOE_STAGE_DOWN, c->stream);
+        if (status != cudaSuccess) return status;
+        smoe_stage_begin(context, SMOE_STAGE_COMBINE, c->stream);
+        status = run_combine(c, first, columns);
+        smoe_stage_end(context, SMOE_STAGE_COMBINE, c->stream);
+    }
+    return status;
+}
+
+static smoe_status experts_forward(smoe_context *context, const smoe_problem *problem,
+                                   const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+                                   void *stream)
+{
+    const device_state *state = context->state;
+    const forward_scratch s = lay_out_forward(problem);
+    experts_call call = {
+        .problem = problem,
+        .args = args,
+        .plan = plan,
+        .state = state,
+        .lists = lists_at(problem, &s, scratch),
+        .a = (char *)scratch + s.a,
+        .y = (char *)scratch + s.y,
+        .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
+        .maker = {state->encode, problem->layer.dtype, CUDA_SUCCESS},
+        .stream = stream,
+    };
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, "smoe_experts_forward", status);
+    status = run_stages(context, &call);
+    leave_device(state, before);
+    if (call.maker.status != CUDA_SUCCESS)
+        return smoe_fail(context, SMOE_ERROR_DEVICE,
+                         "smoe_experts_forward: cuTensorMapEncodeTiled failed with driver error %d",
+                         (int)call.maker.status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_experts_forward", status);
+}
+
+static smoe_status update_selection_bias(smoe_context *context, const smoe_problem *problem,
+                                         const int32_t *counts, float *bias, float gamma, void *stream)
+{
+    const device_state *state = context->state;
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, "smoe_update_selection_bias", status);
+    status = smoe_cuda_selection_bias(counts, bias, problem->layer.experts, gamma, stream);
+    leave_device(state, before);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_update_selection_bias", status);
+}
+
+const smoe_backend_table smoe_cuda_backend = {
+    .id = SMOE_BACKEND_CUDA,
+    .name = "cuda",
+    .create = create,
+    .destroy = destroy,
+    .supports = supports,
+    .scratch = scratch_bytes,
+    .route = route_stage,
+    .round = round_stage,
+    .plan = plan_stage,
+    .experts_forward = experts_forward,
+    .backward = smoe_cuda_backward,
+    .update_selection_bias = update_selection_bias,
+};

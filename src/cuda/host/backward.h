@@ -1,0 +1,62 @@
+/* What the host side of the backward shares: backward.c (the experts) and router_backward.c. */
+#ifndef SMOE_CUDA_BACKWARD_H
+#define SMOE_CUDA_BACKWARD_H
+
+#include "host/device.h"
+#include "host/launch_backward.h"
+
+/* The router's parts of scratch, offsets from its start. */
+typedef struct router_scratch {
+    uint64_t counts, tiles, pieces, splits, block_expert; /* work lists: the tokens are one expert's rows */
+    uint64_t terms;                                       /* (T, K), layers that may be sparse */
+    uint64_t end;                                         /* of what lives until dx */
+    uint64_t dense;                                       /* dlogits (T, stride) dtype */
+    uint64_t bias_sums;                                   /* (smoe_cuda_dlogits_ctas, stride) */
+    uint64_t parts;                                       /* tiles of dWr by pieces of the tokens */
+    uint64_t passing_end;                                 /* of what lives in router_bwd alone */
+    int32_t stride;                                       /* E to the next multiple of 8 */
+    int32_t pieces_at_once; /* of the tokens, so that all of dWr's tiles are one wave */
+    int32_t parts_count;    /* 0: the tokens are one piece */
+} router_scratch;
+
+/* Offsets from the start of scratch. */
+typedef struct backward_scratch {
+    uint64_t counts, tiles, pieces, splits, block_expert, ds, dh, a, parts2, end;
+    int64_t parts;          /* bound on pieces of split experts */
+    uint64_t shared;        /* a, and later dw1's tiles of split experts, the router's, and dX~ */
+    int32_t tiles2, tiles1; /* of an expert's dW2 and dW1 */
+    int32_t ds_parts;       /* without b2's */
+    router_scratch router;  /* FROM_LOGITS */
+} backward_scratch;
+
+/* What the stages share. */
+typedef struct backward_call {
+    const smoe_problem *problem;
+    const smoe_backward_args *args;
+    const smoe_plan_arrays *plan;
+    const device_state *state;
+    backward_scratch at;
+    smoe_cuda_backward_lists lists;
+    char *scratch, *dh, *a;
+    int64_t rows; /* whole blocks of the padded rows */
+    int halves, with_router;
+    smoe_map_maker maker;
+    cudaStream_t stream;
+} backward_call;
+
+/* ---- router_backward.c ---- */
+
+/* The parts from `at` on; those of router_bwd alone from `end` on, where other stages have theirs. */
+router_scratch smoe_cuda_router_scratch(const device_state *state, const smoe_problem *problem, uint64_t at);
+
+/* Its work lists are wanted: dWr and a dense dX are to be computed. */
+int smoe_cuda_router_has_lists(const backward_call *call);
+smoe_cuda_make_lists smoe_cuda_router_lists(const backward_call *call);
+
+/* dlogits, dbr, dWr, and where dlogits is dense its term of dX, which goes to dx. */
+cudaError_t smoe_cuda_router_backward(backward_call *call);
+
+/* What dx adds to its sums of rows, for the chunk from first_column on. */
+void smoe_cuda_router_term(const backward_call *call, int64_t first_column, smoe_cuda_combine *combine);
+
+#endif

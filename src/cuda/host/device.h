@@ -1,0 +1,42 @@
+/* The Hopper backend's context: a device, and what the host side needs of it. */
+#ifndef SMOE_CUDA_DEVICE_H
+#define SMOE_CUDA_DEVICE_H
+
+#include "backend.h"
+#include "sm90/tensor_map.h"
+#include <cuda_runtime_api.h>
+
+/* context->state */
+typedef struct device_state {
+    int device;
+    int ctas; /* multiprocessors: one CTA of the GEMMs each */
+    smoe_encode_map encode;
+} device_state;
+
+/* The caller's device comes back when a call is done. */
+static inline cudaError_t enter_device(const device_state *state, int *before)
+{
+    cudaError_t status = cudaGetDevice(before);
+    if (status == cudaSuccess && *before != state->device) status = cudaSetDevice(state->device);
+    return status;
+}
+
+static inline void leave_device(const device_state *state, int before)
+{
+    if (before != state->device) cudaSetDevice(before);
+}
+
+static inline smoe_status device_error(smoe_context *context, const char *what, cudaError_t status)
+{
+    return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: CUDA error %d (%s): %s", what, (int)status,
+                     cudaGetErrorName(status), cudaGetErrorString(status));
+}
+
+/* backward.c */
+uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_problem *problem);
+cudaError_t smoe_cuda_backward_init(void);
+smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *problem,
+                               const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
+                               void *stream);
+
+#endif

@@ -1,0 +1,120 @@
+/* What the host side of the backend knows of its kernels: one launch function a kernel, plain C. Each
+ * enqueues on the stream and returns the runtime's status. */
+#ifndef SMOE_CUDA_LAUNCH_H
+#define SMOE_CUDA_LAUNCH_H
+
+#include "host/scheduler.h"
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <smoe.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Work lists of one plan: device memory, in scratch. */
+typedef struct smoe_cuda_lists {
+    int32_t *counts;   /* (2) entries of tiles and of pieces */
+    smoe_work *tiles;  /* limit SMOE_TILE_BLOCKS */
+    smoe_work *pieces; /* limit piece_limit */
+    int32_t piece_limit;
+    int32_t *turn; /* (2) zero between launches: feed.cuh */
+} smoe_cuda_lists;
+
+/* ---- plan ---- */
+
+typedef struct smoe_cuda_plan {
+    /* in: way 2 */
+    const void *ids;      /* (T, K) int32 or int64 */
+    const float *weights; /* (T, K); way 3: (T) or NULL for ones */
+    /* in: way 3 */
+    const void *offsets; /* (E+1) int32 or int64 */
+    int32_t wide_index;  /* int64 */
+    int32_t tokens, experts, topk;
+    int32_t padded_rows; /* of the arrays */
+    int32_t chunk;       /* way 2, of plan_size.h */
+    int32_t counted;     /* the kernel before left the chunks' counts in `work`, and wrote ids and weights */
+    /* out, as in smoe_plan_view */
+    int32_t *counts, *row_offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
+    float *row_weight;
+    int32_t *topk_counts; /* `counts` once more, or NULL */
+    smoe_cuda_lists lists;
+    /* work space: smoe_cuda_plan_work_bytes */
+    void *work;
+} smoe_cuda_plan;
+
+uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk);
+cudaError_t smoe_cuda_plan_init(void);
+cudaError_t smoe_cuda_plan_rows_init(void);
+cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *plan, cudaStream_t stream);
+cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *plan, cudaStream_t stream);
+
+/* ---- up ---- */
+
+typedef struct smoe_cuda_up {
+    CUtensorMap w1;   /* 5-D: K, 8 rows, gate and up (or 1), groups of 8 features, experts; 64 x 256 rows */
+    CUtensorMap h;    /* 3-D: n columns, gate and up (or 1), rows; 64 x 1 x 64 */
+    CUtensorMap a;    /* 2-D: n columns, rows; 64 x 64 */
+    const void *x;    /* (T, hidden) */
+    const void *bias; /* b1 or NULL */
+    const int32_t *row_token;     /* (padded_rows) */
+    const int32_t *block_offsets; /* (E+1) */
+    smoe_cuda_lists lists;
+    int32_t hidden, intermediate;
+    int32_t gated, interleaved, store_h;
+    smoe_activation activation;
+} smoe_cuda_up;
+
+cudaError_t smoe_cuda_up_init(void);
+cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *up, smoe_type dtype, int ctas, cudaStream_t stream);
+
+/* ---- down ---- */
+
+typedef struct smoe_cuda_down {
+    CUtensorMap a;    /* 2-D: n columns, rows; 64 x 128, or 64 x 64 for SMOE_DOWN_STATIONARY */
+    CUtensorMap w2;   /* 2-D: n columns, E d rows; 64 x 256, or 64 x 192 for SMOE_DOWN_PING_PONG */
+    CUtensorMap y;    /* 2-D: the chunk's columns, rows; 64 x 64 */
+    const void *bias; /* b2 or NULL; SMOE_DOWN_TILES only */
+    const int32_t *block_offsets; /* (E+1) */
+    smoe_cuda_lists lists;
+    int32_t hidden, intermediate;
+    int32_t first_column, columns; /* the chunk */
+} smoe_cuda_down;
+
+cudaError_t smoe_cuda_down_init(void);
+cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *down, smoe_down_kind kind, smoe_type dtype, int ctas,
+                                  cudaStream_t stream);
+
+/* ---- combine ---- */
+
+/* A nonzero of dlogits. */
+typedef struct smoe_cuda_term {
+    int32_t expert;
+    float dlogit;
+} smoe_cuda_term;
+
+/* Rows that every token has unless some were lost; 0: any number. */
+static inline int32_t smoe_rows_of_a_token(const smoe_layer *layer)
+{
+    return layer->entry == SMOE_FROM_ROWS || layer->rounding != SMOE_ROUND_NONE ? 0 : (int32_t)layer->topk;
+}
+
+typedef struct smoe_cuda_combine {
+    const void *y; /* (padded_rows, columns) */
+    void *out;     /* (T, hidden), at the chunk's first column */
+    const int32_t *token_offsets, *token_rows;
+    const float *row_weight; /* NULL: ones */
+    int32_t topk;            /* smoe_rows_of_a_token */
+    /* the router's term: the sum starts from what is in `out`; or every row comes with dlogit Wr[expert] */
+    int32_t onto;
+    const smoe_cuda_term *terms; /* as token_rows, or NULL */
+    const void *router_weight;   /* Wr (E, hidden), at the chunk's first column; with terms */
+    int64_t tokens, hidden, columns;
+} smoe_cuda_combine;
+
+cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *combine, smoe_type dtype, cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

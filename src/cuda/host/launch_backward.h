@@ -1,0 +1,159 @@
+/* What the host side of the backward knows of its kernels; see launch.h. */
+#ifndef SMOE_CUDA_LAUNCH_BACKWARD_H
+#define SMOE_CUDA_LAUNCH_BACKWARD_H
+
+#include "host/launch.h"
+#include "host/weight_tiles.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- lists: the work of a plan once more (the forward's lists stood in scratch) ---- */
+
+typedef struct smoe_cuda_backward_lists {
+    int32_t *counts;       /* (3) entries of tiles, pieces and splits */
+    smoe_work *tiles;      /* limit SMOE_TILE_BLOCKS */
+    smoe_piece *pieces;    /* (experts + bound of the split ones) */
+    smoe_split *splits;    /* (experts) */
+    int32_t *block_expert; /* (padded blocks) the expert of each block of rows, -1 past the last */
+    int32_t *turn;         /* (2) as in smoe_cuda_lists */
+} smoe_cuda_backward_lists;
+
+typedef struct smoe_cuda_make_lists {
+    const int32_t *block_offsets, *order; /* of the plan; NULL: one expert of padded_blocks blocks */
+    smoe_cuda_backward_lists lists;
+    int32_t experts, padded_blocks;
+    int32_t weight_tiles, ctas; /* smoe_split_limit */
+} smoe_cuda_make_lists;
+
+/* router: the lists of a second problem, or NULL. */
+cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *experts, const smoe_cuda_make_lists *router,
+                                   cudaStream_t stream);
+
+/* ---- dh ---- */
+
+typedef struct smoe_cuda_dh {
+    CUtensorMap w2;   /* smoe_map_panels of (E, hidden, intermediate): 64 rows, 4 panels */
+    const void *dout; /* (T, hidden) */
+    const void *h;    /* (padded_rows, h_width) */
+    void *dh;         /* the same shape; may be h */
+    void *a;          /* A' (padded_rows, intermediate) */
+    float *ds;        /* (column tiles of 256, padded_rows) partial sums of dS */
+    const int32_t *row_token;
+    const float *row_weight;
+    smoe_cuda_backward_lists lists;
+    int64_t padded_rows;
+    int32_t hidden, intermediate;
+    int32_t gated, panels_apart; /* smoe_map_panels */
+    smoe_activation activation;
+} smoe_cuda_dh;
+
+cudaError_t smoe_cuda_dh_init(void);
+cudaError_t smoe_cuda_dh_launch(const smoe_cuda_dh *dh, smoe_type dtype, int ctas, cudaStream_t stream);
+
+/* ---- ds ---- */
+
+typedef struct smoe_cuda_ds {
+    float *partial; /* (parts, padded_rows); with bias the last part is written here first */
+    int32_t parts;
+    const void *dout, *bias; /* (T, hidden), b2 (E, hidden) or NULL */
+    const int32_t *row_token, *block_expert, *token_offsets, *token_rows;
+    const void *ids;       /* FROM_TOPK: (T, topk) */
+    float *topk_gradient;  /* (T, topk) or NULL */
+    float *token_gradient; /* FROM_ROWS: (T) or NULL */
+    float *row_gradient;   /* FROM_LOGITS: (padded_rows) or NULL */
+    int64_t padded_rows, tokens;
+    int32_t hidden, topk, wide_index;
+} smoe_cuda_ds;
+
+cudaError_t smoe_cuda_ds_launch(const smoe_cuda_ds *ds, smoe_type dtype, cudaStream_t stream);
+
+/* ---- dw2 and dw1 ---- */
+
+typedef struct smoe_cuda_dw {
+    CUtensorMap features;  /* A' or dH, smoe_map_panels of (halves, rows, intermediate): 64 rows, 2 panels */
+    CUtensorMap gradient;  /* smoe_map_gradient */
+    const void *tokens;    /* dO or X (T, hidden) */
+    void *weight_gradient; /* (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by
+                              layout */
+    float *parts;          /* (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts */
+    const int32_t *row_token; /* NULL: row r is token r, below `rows` */
+    smoe_cuda_backward_lists lists;
+    int32_t hidden, intermediate, halves, rows;
+    int32_t panels_apart, interleaved, accumulate;
+} smoe_cuda_dw;
+
+/* transposed: 0 gives dW2 (hidden rows), 1 gives dW1 (features are rows) and dWr. */
+cudaError_t smoe_cuda_dw_init(void);
+cudaError_t smoe_cuda_dw_launch(const smoe_cuda_dw *dw, smoe_type dtype, smoe_type gradient_type,
+                                int transposed, int ctas, cudaStream_t stream);
+
+/* ---- db2 and db1 ---- */
+
+typedef struct smoe_cuda_db {
+    const void *values;       /* (rows or tokens, columns): dH, or dO with row_token */
+    const int32_t *row_token; /* NULL: the values are rows */
+    const float *row_weight;  /* NULL: ones */
+    const int32_t *counts, *block_offsets, *order;
+    void *gradient; /* (E, columns) */
+    int32_t columns, experts;
+    int32_t half, interleaved; /* interleaved: column j is element 2j or, from `half` on, 2 (j - half) + 1 */
+    int32_t accumulate;
+} smoe_cuda_db;
+
+cudaError_t smoe_cuda_db_launch(const smoe_cuda_db *db, smoe_type dtype, smoe_type gradient_type,
+                                cudaStream_t stream);
+
+/* ---- dlogits ---- */
+
+/* Every token's nonzeros of dlogits stand at its K rows: with scores of the kept experts alone, no rounding
+ * and no loss. */
+static inline int smoe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
+{
+    return layer->rounding == SMOE_ROUND_NONE && (layer->score != SMOE_SOFTMAX_TOPK || layer->renormalize) &&
+           balance == 0.0f && z == 0.0f;
+}
+
+typedef struct smoe_cuda_dlogits {
+    smoe_layer layer;
+    const void *logits; /* (T, E) logits_type */
+    const float *ds;    /* (ds_parts, padded_rows) */
+    int64_t padded_rows;
+    const int32_t *token_offsets, *token_rows, *block_expert, *topk_ids, *topk_counts;
+    const float *topk_weights;
+    float balance, z; /* coefficients of the losses */
+    int32_t ds_parts;
+    int32_t stride;        /* E to the next multiple of 8 */
+    void *dense;           /* (T, stride) dtype, zeros past E; or NULL */
+    void *dlogits;         /* (T, E) logits_type, or NULL */
+    smoe_cuda_term *terms; /* (T, K) in the order of token_rows; sparse only, or NULL */
+    float *bias_sums;      /* (smoe_cuda_dlogits_ctas, stride), or NULL */
+    void *bias_gradient;   /* dbr (E), with bias_sums */
+} smoe_cuda_dlogits;
+
+/* CTAs, each with so many tokens; at most this many for any coefficients. */
+int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer);
+cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *dlogits, cudaStream_t stream);
+
+/* ---- dx_rows ---- */
+
+typedef struct smoe_cuda_dx_rows {
+    CUtensorMap a;                /* dH, smoe_map_h with boxes of 128 rows */
+    CUtensorMap w1;               /* smoe_map_w1_panels: 64 features, 4 panels or for SMOE_DOWN_PING_PONG 3 */
+    CUtensorMap y;                /* 2-D: the chunk's columns, rows; 64 x 64 */
+    const int32_t *block_offsets; /* (E+1), or NULL: one expert */
+    smoe_cuda_backward_lists lists;
+    int32_t hidden, intermediate, halves;
+    int32_t panels_apart;
+    int32_t first_column, columns; /* the chunk */
+} smoe_cuda_dx_rows;
+
+cudaError_t smoe_cuda_dx_rows_init(void);
+cudaError_t smoe_cuda_dx_rows_launch(const smoe_cuda_dx_rows *dx, smoe_down_kind kind, smoe_type dtype,
+                                     int ctas, cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

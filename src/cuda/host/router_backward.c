@@ -1,0 +1,179 @@
+/* router_bwd: dlogits, dbr, dWr = dlogits^T X, and dX += dlogits Wr where dlogits is dense.
+ *
+ * Both products are the experts' own kernels: the tokens are the rows of one expert, E is its width. dWr is a
+ * dW1 of dense dlogits in the place of dH, its tokens cut into so many pieces that all tiles are one wave.
+ * The dense term of dX is a dX~ of Wr in the place of W1, one row a token, written to dx, where the combine
+ * of dX starts from it; a sparse one comes with the rows (combine.cu), and dlogits' nonzeros live until
+ * then. */
+#include "host/backward.h"
+
+/* The tokens' list of work is cut by smoe_split_limit with these: one tile, so many CTAs as pieces. */
+enum { ONE_TILE = 1 };
+
+static int32_t token_blocks(const smoe_layer *layer)
+{
+    return (int32_t)smoe_divide_up(layer->tokens, SMOE_BLOCK_ROWS);
+}
+
+/* One expert whose W1 is Wr. */
+static smoe_layer as_expert(const smoe_layer *layer)
+{
+    smoe_layer one = *layer;
+    one.intermediate = layer->experts;
+    one.experts = 1;
+    one.layout = SMOE_CONCATENATED;
+    return one;
+}
+
+router_scratch smoe_cuda_router_scratch(const device_state *state, const smoe_problem *p, uint64_t at)
+{
+    const smoe_layer *layer = &p->layer;
+    const int32_t tiles = smoe_weight_tiles((int32_t)layer->hidden, (int32_t)layer->experts, 1);
+    const int32_t blocks = token_blocks(layer);
+    const uint64_t tokens = (uint64_t)layer->tokens, tile = SMOE_WEIGHT_TILE * sizeof(float);
+    router_scratch s = {.counts = at};
+    s.stride = (int32_t)(smoe_divide_up(layer->experts, 8) * 8);
+    s.pieces_at_once = tiles < state->ctas ? state->ctas / tiles : 1;
+    const int64_t pieces = smoe_divide_up(blocks, smoe_split_limit(blocks, ONE_TILE, s.pieces_at_once));
+    s.parts_count = pieces > 1 ? (int32_t)pieces : 0;
+    s.tiles = s.counts + smoe_align_up(6 * sizeof(int32_t));
+    s.pieces = s.tiles + smoe_align_up(sizeof(smoe_work) *
+                                       (uint64_t)smoe_work_bound(layer->tokens, 1, SMOE_TILE_BLOCKS));
+    s.splits = s.pieces + smoe_align_up(sizeof(smoe_piece) * (uint64_t)pieces);
+    s.block_expert = s.splits + smoe_align_up(sizeof(smoe_split));
+    s.terms = s.block_expert + smoe_align_up(sizeof(int32_t) * (uint64_t)blocks);
+    s.end = s.terms + (smoe_dlogits_are_sparse(layer, 0.0f, 0.0f)
+                           ? smoe_align_up(tokens * (uint64_t)layer->topk * sizeof(smoe_cuda_term))
+                           : 0);
+    s.dense = s.end;
+    s.bias_sums = s.dense + smoe_align_up(tokens * (uint64_t)(s.stride * p->element));
+    s.parts =
+        s.bias_sums + smoe_align_up((uint64_t)(smoe_cuda_dlogits_ctas(layer) * s.stride) * sizeof(float));
+    s.passing_end = s.parts + (uint64_t)s.parts_count * (uint64_t)tiles * tile;
+    return s;
+}
+
+int smoe_cuda_router_has_lists(const backward_call *c)
+{
+    return c->with_router && c->args->router_weight;
+}
+
+static smoe_cuda_backward_lists lists_at(const backward_call *c)
+{
+    const router_scratch *at = &c->at.router;
+    const smoe_cuda_backward_lists lists = {
+        (int32_t *)(c->scratch + at->counts),       (smoe_work *)(c->scratch + at->tiles),
+        (smoe_piece *)(c->scratch + at->pieces),    (smoe_split *)(c->scratch + at->splits),
+        (int32_t *)(c->scratch + at->block_expert), (int32_t *)(c->scratch + at->counts) + 4};
+    return lists;
+}
+
+smoe_cuda_make_lists smoe_cuda_router_lists(const backward_call *c)
+{
+    const smoe_cuda_make_lists p = {
+        .lists = lists_at(c),
+        .experts = 1,
+        .padded_blocks = token_blocks(&c->problem->layer),
+        .weight_tiles = ONE_TILE,
+        .ctas = c->at.router.pieces_at_once,
+    };
+    return p;
+}
+
+static int is_sparse(const backward_call *c)
+{
+    return smoe_dlogits_are_sparse(&c->problem->layer, c->args->balance_coefficient, c->args->z_coefficient);
+}
+
+static cudaError_t run_dlogits(const backward_call *c)
+{
+    const smoe_backward_args *args = c->args;
+    const int weight = args->router_weight != NULL;
+    const smoe_cuda_dlogits p = {
+        .layer = c->problem->layer,
+        .logits = args->logits,
+        .ds = (const float *)(c->scratch + c->at.ds),
+        .padded_rows = c->problem->padded_rows,
+        .token_offsets = c->plan->token_offsets,
+        .token_rows = c->plan->token_rows,
+        .block_expert = c->lists.block_expert,
+        .topk_ids = c->plan->topk_ids,
+        .topk_counts = c->plan->topk_counts,
+        .topk_weights = c->plan->topk_weights,
+        .balance = args->balance_coefficient,
+        .z = args->z_coefficient,
+        .ds_parts = c->at.ds_parts + (args->b2 ? 1 : 0),
+        .stride = c->at.router.stride,
+        .dense = weight ? c->scratch + c->at.router.dense : NULL,
+        .dlogits = args->dlogits,
+        .terms = weight && is_sparse(c) ? (smoe_cuda_term *)(c->scratch + c->at.router.terms) : NULL,
+        .bias_sums = args->drouter_bias ? (float *)(c->scratch + c->at.router.bias_sums) : NULL,
+        .bias_gradient = args->drouter_bias,
+    };
+    return smoe_cuda_dlogits_launch(&p, c->stream);
+}
+
+static cudaError_t run_dwr(backward_call *c)
+{
+    const smoe_layer *layer = &c->problem->layer, one = as_expert(layer);
+    const smoe_panels dlogits = {layer->experts, layer->tokens, c->at.router.stride * c->problem->element, 1,
+                                 layer->tokens * c->at.router.stride * c->problem->element};
+    smoe_cuda_dw p = {
+        .tokens = c->args->x,
+        .weight_gradient = c->args->drouter_weight,
+        .parts = c->at.router.parts_count ? (float *)(c->scratch + c->at.router.parts) : NULL,
+        .lists = lists_at(c),
+        .hidden = (int32_t)layer->hidden,
+        .intermediate = (int32_t)layer->experts,
+        .halves = 1,
+        .rows = (int32_t)layer->tokens,
+        .panels_apart = smoe_panels_apart(layer->experts),
+        .accumulate = layer->accumulate,
+    };
+    smoe_map_panels(&c->maker, &p.features, c->scratch + c->at.router.dense, &dlogits, 2);
+    smoe_map_dw1(&c->maker, &p.gradient, c->args->drouter_weight, &one, 0);
+    if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    return smoe_cuda_dw_launch(&p, layer->dtype, layer->gradient_type, 1, c->state->ctas, c->stream);
+}
+
+/* dx = dlogits Wr */
+static cudaError_t run_dense_dx(backward_call *c)
+{
+    const smoe_layer *layer = &c->problem->layer, one = as_expert(layer);
+    const int64_t d = layer->hidden, stride = c->at.router.stride;
+    const smoe_down_kind kind =
+        smoe_down_merit(SMOE_DOWN_PING_PONG, stride, d) > smoe_down_merit(SMOE_DOWN_TILES, stride, d)
+            ? SMOE_DOWN_PING_PONG
+            : SMOE_DOWN_TILES;
+    smoe_cuda_dx_rows p = {
+        .lists = lists_at(c),
+        .hidden = (int32_t)d,
+        .intermediate = (int32_t)stride,
+        .halves = 1,
+        .panels_apart = smoe_panels_apart(d),
+        .columns = (int32_t)d,
+    };
+    smoe_map_h(&c->maker, &p.a, c->scratch + c->at.router.dense, layer->tokens, 1, stride,
+               2 * SMOE_BLOCK_ROWS);
+    smoe_map_w1_panels(&c->maker, &p.w1, c->args->router_weight, &one, 0,
+                       kind == SMOE_DOWN_PING_PONG ? 3 : 4);
+    smoe_map_matrix(&c->maker, &p.y, c->args->dx, layer->tokens, d, SMOE_BLOCK_ROWS);
+    if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    return smoe_cuda_dx_rows_launch(&p, kind, layer->dtype, c->state->ctas, c->stream);
+}
+
+cudaError_t smoe_cuda_router_backward(backward_call *c)
+{
+    cudaError_t status = run_dlogits(c);
+    if (!c->args->router_weight) return status;
+    if (status == cudaSuccess) status = run_dwr(c);
+    return status == cudaSuccess && !is_sparse(c) ? run_dense_dx(c) : status;
+}
+
+void smoe_cuda_router_term(const backward_call *c, int64_t first_column, smoe_cuda_combine *combine)
+{
+    combine->onto = !is_sparse(c);
+    if (combine->onto) return;
+    combine->terms = (const smoe_cuda_term *)(c->scratch + c->at.router.terms);
+    combine->router_weight = (const char *)c->args->router_weight + first_column * c->problem->element;
+}

@@ -1,0 +1,122 @@
+/* How the weight gradients are cut. A tile is 128 of d by 256 features: two slots of 128 features, a slot
+ * never crosses from the gate half of H to the up half. K runs over an expert's blocks of rows, in pieces:
+ * one an expert, unless the expert holds more than a CTA's share of all the work; then its pieces leave their
+ * tiles in f32 and a second kernel adds them in order.
+ *
+ * A unit of work is a piece and a tile, in the order of smoe_weight_place_of. Pieces come in the plan's
+ * order, experts by falling count. */
+#ifndef SMOE_CUDA_WEIGHT_TILES_H
+#define SMOE_CUDA_WEIGHT_TILES_H
+
+#include "host/scheduler.h"
+#include "sm90/swizzle.h"
+
+enum {
+    SMOE_WEIGHT_TILE_HIDDEN = 128,
+    SMOE_WEIGHT_TILE_FEATURES = 256,
+    SMOE_WEIGHT_SLOT = 128,
+    SMOE_WEIGHT_TILE = SMOE_WEIGHT_TILE_HIDDEN * SMOE_WEIGHT_TILE_FEATURES,
+    SMOE_LEAST_SPLIT = 16,     /* blocks: shorter pieces are not worth a second pass */
+    SMOE_MOST_SPLIT = 1 << 18, /* blocks that a piece may have */
+};
+
+/* Some blocks of an expert, ready for the device: 16 bytes. */
+typedef struct smoe_piece {
+    int32_t row; /* first padded row */
+    int32_t expert;
+    int32_t blocks; /* 0: an expert without rows */
+    int32_t part;   /* -1: the expert's only piece; else its number among the pieces of split experts */
+} smoe_piece;
+
+/* A split expert. */
+typedef struct smoe_split {
+    int32_t expert, first_part, parts;
+} smoe_split;
+
+SMOE_HD int32_t smoe_slots_of_half(int32_t intermediate)
+{
+    return (intermediate + SMOE_WEIGHT_SLOT - 1) / SMOE_WEIGHT_SLOT;
+}
+
+/* Tiles over d, over the features of `halves` halves, and of one expert's matrix. */
+SMOE_HD int32_t smoe_hidden_tiles(int32_t hidden)
+{
+    return (hidden + SMOE_WEIGHT_TILE_HIDDEN - 1) / SMOE_WEIGHT_TILE_HIDDEN;
+}
+
+SMOE_HD int32_t smoe_feature_tiles(int32_t intermediate, int32_t halves)
+{
+    return (smoe_slots_of_half(intermediate) * halves + 1) / 2;
+}
+
+SMOE_HD int32_t smoe_weight_tiles(int32_t hidden, int32_t intermediate, int32_t halves)
+{
+    return smoe_hidden_tiles(hidden) * smoe_feature_tiles(intermediate, halves);
+}
+
+/* Where tile `tile` of an expert's matrix stands: rows of d, columns of features. The shorter side is walked
+ * fastest: of an expert that one wave of CTAs begins and the next one ends, the next one then reads the
+ * shorter operand once more and only a part of the longer. */
+SMOE_HD smoe_place smoe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
+{
+    const int hidden_first =
+        hidden_tiles * SMOE_WEIGHT_TILE_HIDDEN < feature_tiles * SMOE_WEIGHT_TILE_FEATURES;
+    return smoe_place_in(tile, hidden_tiles, feature_tiles, !hidden_first);
+}
+
+/* Slot `slot` of all: its half and first feature there. Past the last slot the half does not exist. */
+typedef struct smoe_slot {
+    int32_t half, feature;
+} smoe_slot;
+
+SMOE_HD smoe_slot smoe_slot_of(int32_t slot, int32_t slots_of_half)
+{
+    const smoe_slot s = {slot / slots_of_half, slot % slots_of_half * SMOE_WEIGHT_SLOT};
+    return s;
+}
+
+/* Blocks a piece may have: a CTA's share of `blocks` blocks times `tiles` tiles. */
+SMOE_HD int32_t smoe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
+{
+    const int64_t share = smoe_divide_up(blocks * tiles, ctas);
+    return (int32_t)(share < SMOE_LEAST_SPLIT  ? SMOE_LEAST_SPLIT
+                     : share > SMOE_MOST_SPLIT ? SMOE_MOST_SPLIT
+                                               : share);
+}
+
+/* More pieces of split experts than any routing of at most `blocks` blocks can make: such an expert has more
+ * than limit blocks, so fewer than 2 blocks / limit pieces. */
+static inline int64_t smoe_split_bound(int64_t blocks, int32_t tiles, int32_t ctas)
+{
+    const int64_t by_share = 2 * (int64_t)ctas / tiles, by_least = 2 * blocks / SMOE_LEAST_SPLIT;
+    const int64_t by_most = 2 * blocks / SMOE_MOST_SPLIT;
+    const int64_t most = by_share > by_most ? by_share : by_most;
+    const int64_t bound = most < by_least ? most : by_least;
+    return bound < 2 ? 0 : bound; /* one piece is no split */
+}
+
+/* ---- Where a part of a tile stands in its staging slot: two panels of rows of 128 bytes ----
+ * dW2: rows of d, columns are features. dW1: rows are features, columns of d. */
+
+/* Element of an f32 part; panels of 64 rows and 32 columns. */
+SMOE_HD uint32_t smoe_part_f32(uint32_t row, uint32_t column)
+{
+    return (column >> 5) * SMOE_PANEL_BYTES + smoe_panel_offset(row, (column & 31) >> 2) + (column & 3) * 4;
+}
+
+/* Address that a lane of a warp gives to the q-th transposing stmatrix of a 16-bit part of 128 features by 64
+ * of d (one panel of 128 rows): blocks 2q and 2q + 1 of 8 features, the warp's 16 of d. */
+SMOE_HD uint32_t smoe_part_transposed(uint32_t warp, uint32_t lane, uint32_t q)
+{
+    return q * 16 * SMOE_PANEL_ROW_BYTES +
+           smoe_panel_offset((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
+}
+
+/* The same of a 16-bit part of 64 of d by 128 features, not transposed. */
+SMOE_HD uint32_t smoe_part_plain(uint32_t warp, uint32_t lane, uint32_t q)
+{
+    return (q >> 2) * SMOE_PANEL_BYTES +
+           smoe_panel_offset(warp * 16 + (lane & 15), (q & 3) * 2 + (lane >> 4));
+}
+
+#endif

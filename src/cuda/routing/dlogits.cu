@@ -1,0 +1,503 @@
+// dlogits[t] from dS of the token's rows through the score function, and from the losses.
+//
+// With c the route scale, s = c w the weight of a pair, g = dS of its row (0 for a kept pair that rounding
+// dropped: it stays in the normaliser), p the softmax over E:
+//
+//   SOFTMAX_TOPK, added pairs of both softmax scores, losses:
+//       dl_e = p_e (v_e - sum_j v_j p_j + z),  v_e the sum of c g_e and E balance count_e / T^2,
+//       z = 2 z_coefficient logsumexp / T
+//   SOFTMAX_TOPK renormalised, TOPK_SOFTMAX:  dl_e = s_e (g_e - sum_kept g_j w_j)
+//   SIGMOID, added pairs:                     dl_e = c g_e sigma_e (1 - sigma_e)
+//   SIGMOID renormalised:                     the same with (g_e - sum_kept g_j w_j) / sum_kept sigma_j
+//
+// A token of which a pair with NaN weight has a row gets NaN in all of its dlogits; nobody else's change.
+//
+// Two kernels. `sparse`, where a token has exactly its K rows and no other nonzero: 8, 16 or 32 lanes a
+// token, K of them with a pair. Rows ascend as experts do, so the row of an id is the one of its rank among
+// the token's ids: nothing but dS is gathered. `general`: a warp a token, any number of rows.
+//
+// Both put a CTA's tokens as rows into shared memory and write them from there: dense for dWr = dlogits^T X
+// (and dX += dlogits Wr) in the storage type, which the tensor cores ask for and which costs dWr less than
+// the stored H has cost dS already; to the caller in the logits' type; and sums over the CTA's tokens for
+// dbr, from f32. The rows are f32, but of the storage type where dense is all that is asked for: `sparse` is
+// bound by instructions and by accesses to shared memory, not by bytes.
+//
+// Bytes: 12 T K read (4 T K more each part of dS), 2 T E written, 8 T K for the terms; general: the logits
+// too.
+#include "common/backward_shared.cuh"
+#include "common/early_launch.cuh"
+#include "host/launch_backward.h"
+#include "routing/logits.cuh"
+
+namespace smoe
+{
+namespace dlogits
+{
+namespace
+{
+
+enum {
+    THREADS = 256,
+    WARPS = THREADS / 32,
+    STAGE_BYTES = 40 << 10,        // of a CTA's rows
+    MOST_EACH = SMOE_MAX_TOPK / 32 // pairs a lane
+};
+static_assert(STAGE_BYTES >= SMOE_MAX_EXPERTS * 4, "a token's row");
+static_assert(STAGE_BYTES + WARPS * SMOE_MAX_TOPK * 8 <= 48 << 10, "shared memory without asking for more");
+
+// ---- From shared to global memory
+
+SMOE_DEVICE void write4(float *to, float4 v)
+{
+    *(float4 *)to = v;
+}
+template <typename T> SMOE_DEVICE void write4(T *to, float4 v)
+{
+    using H = storage<T>;
+    *(uint2 *)to = make_uint2(H::pack(v.x, v.y), H::pack(v.z, v.w));
+}
+SMOE_DEVICE void write1(float *to, float v)
+{
+    *to = v;
+}
+SMOE_DEVICE void write1(__nv_bfloat16 *to, float v)
+{
+    *to = __float2bfloat16_rn(v);
+}
+SMOE_DEVICE void write1(__half *to, float v)
+{
+    *to = __float2half_rn(v);
+}
+
+// f32 rows of `stride` elements as rows of `columns` of them.
+template <typename O>
+SMOE_DEVICE void write_as(O *to, const float *stage, int tokens, int stride, int columns)
+{
+    if (columns == stride)
+#pragma unroll 1
+        for (int i = threadIdx.x * 4; i < tokens * stride; i += blockDim.x * 4)
+            write4(to + i, *(const float4 *)(stage + i));
+    else
+#pragma unroll 1
+        for (int i = threadIdx.x; i < tokens * columns; i += blockDim.x)
+            write1(to + i, stage[i / columns * stride + i % columns]);
+}
+
+// The CTA's rows of `tokens` tokens from `first` on: stage (tokens, stride).
+template <typename T>
+SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int first, int tokens)
+{
+    const int stride = p.stride, experts = (int)p.layer.experts;
+    if (p.dense) write_as((T *)p.dense + (int64_t)first * stride, stage, tokens, stride, stride);
+    const int64_t given = (int64_t)first * experts;
+    if (p.dlogits && p.layer.logits_type == SMOE_F32)
+        write_as((float *)p.dlogits + given, stage, tokens, stride, experts);
+    else if (p.dlogits)
+        write_as((__nv_bfloat16 *)p.dlogits + given, stage, tokens, stride, experts);
+    if (!p.bias_sums) return;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        float sum = 0.0f;
+        for (int t = 0; t < tokens; t++) sum += stage[t * stride + e];
+        p.bias_sums[(int64_t)blockIdx.x * stride + e] = sum;
+    }
+}
+
+// Rows of the storage type are dense as it is.
+template <typename T>
+SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const T *stage, int first, int tokens)
+{
+    char *to = (char *)p.dense + (int64_t)first * (p.stride * 2);
+#pragma unroll 1
+    for (int i = threadIdx.x * 16; i < tokens * p.stride * 2; i += THREADS * 16)
+        store_global16(to + i, *(const uint4 *)((const char *)stage + i));
+}
+
+// ---- Scores
+
+// sigma and sigma (1 - sigma), neither of which overflows or cancels.
+struct sigmoid_at {
+    float value, slope;
+    SMOE_DEVICE explicit sigmoid_at(float logit)
+    {
+        const float e = __expf(-fabsf(logit)), divisor = 1.0f / (1.0f + e);
+        value = (logit < 0.0f ? e : 1.0f) * divisor;
+        slope = e * divisor * divisor;
+    }
+};
+
+// w of a pair from s = c w; exactly 1 where w was.
+SMOE_DEVICE float unscaled(float weight, float scale)
+{
+    return scale == 1.0f ? weight : weight / scale;
+}
+
+SMOE_DEVICE float softmax_term(float logit, float max)
+{
+    return logit == max ? 1.0f : logit < max ? __expf(logit - max) : 0.0f; // 0 for NaN
+}
+
+// Over groups of `lanes` lanes, a power of two; all of them have it.
+SMOE_DEVICE float sum_of_lanes(float v, int lanes)
+{
+    for (int step = lanes / 2; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
+    return v;
+}
+
+// ---- The kernel of sparse dlogits
+
+// The ids of a token's pairs, by k, as 16 bits: NO_ID from K on. Rank of an id: how many are below it.
+constexpr int NO_ID = 0x7fff;
+static_assert(SMOE_MAX_EXPERTS <= NO_ID, "a bit free for the comparisons, two at a time");
+
+// Bit 15 and bit 31: is that half of `ids` at most `id`?
+SMOE_DEVICE uint32_t at_most(uint32_t ids, uint32_t id)
+{
+    return (id * 0x10001u + 0x80008000u - ids) & 0x80008000u;
+}
+
+template <int PLACES> SMOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
+{
+    uint32_t below = ~0u; // it is at most itself
+#pragma unroll
+    for (int i = 0; i < PLACES / 8; i++) {
+        const uint4 v = ids[i];
+        below +=
+            __popc(at_most(v.x, id) | at_most(v.y, id) >> 1 | at_most(v.z, id) >> 2 | at_most(v.w, id) >> 3);
+    }
+    return below;
+}
+
+SMOE_DEVICE float logit_at(const smoe_cuda_dlogits &p, int64_t i)
+{
+    return p.layer.logits_type == SMOE_F32
+               ? ((const float *)p.logits)[i]
+               : logits_of<__nv_bfloat16>::value(((const __nv_bfloat16 *)p.logits)[i]);
+}
+
+// PLACES: of a token's pairs, 8, 16, 32 or 64, as few as hold K. tokens: of a CTA. S: of the rows in shared
+// memory, T where dense is all that is written. A lane loads dS of the row with its rank, not of its pair: so
+// it need not wait for ids.
+template <typename T, typename S, int PLACES>
+__global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
+    sparse(const __grid_constant__ smoe_cuda_dlogits p, const int tokens)
+{
+    constexpr int LANES = PLACES < 32 ? PLACES : 32, EACH = PLACES / LANES;
+    extern __shared__ __align__(16) float memory[];
+    __shared__ uint4 lists[THREADS / LANES][PLACES / 8];
+    S *const stage = (S *)memory; // (tokens, stride)
+    const int slot = threadIdx.x / LANES, lane = threadIdx.x % LANES,
+              leader = threadIdx.x & 31 & ~(LANES - 1);
+    const int first = blockIdx.x * tokens, topk = (int)p.layer.topk, experts = (int)p.layer.experts;
+    const uint32_t token = first + slot, pair = token * topk; // the token's first
+    const int count = min(tokens, (int)p.layer.tokens - first), pairs = slot < count ? topk : 0;
+    const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
+    wait_for_previous();
+
+    int id[EACH];
+    uint32_t row[EACH], rank[EACH];
+    float weight[EACH], of_rank[EACH]; // w, dS
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        const int k = lane + LANES * m;
+        row[m] = k < pairs ? (uint32_t)p.token_rows[pair + k] : 0;
+        id[m] = k < pairs ? p.topk_ids[pair + k] : NO_ID;
+        weight[m] = k < pairs ? p.topk_weights[pair + k] : 0.0f;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x * 16; i < tokens * p.stride * (int)sizeof(S); i += THREADS * 16)
+        *(uint4 *)((char *)stage + i) = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        const int k = lane + LANES * m;
+        of_rank[m] = k < pairs ? sum_of_parts(p.ds, p.ds_parts, p.padded_rows, row[m]) : 0.0f;
+        ((uint16_t *)lists[slot])[k] = (uint16_t)id[m];
+    }
+    __syncthreads(); // the zeros and the lists
+    float inner = 0.0f, divisor = 0.0f, gradient[EACH], slope[EACH];
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        rank[m] = rank_of<PLACES>(lists[slot], id[m]);
+        gradient[m] = __shfl_sync(~0u, of_rank[0], leader + rank[m] % LANES);
+        if (EACH > 1) {
+            const float upper = __shfl_sync(~0u, of_rank[EACH - 1], leader + rank[m] % LANES);
+            if (rank[m] >= LANES) gradient[m] = upper;
+        }
+        weight[m] = unscaled(weight[m], p.layer.route_scale);
+        slope[m] = 0.0f;
+        if (sigmoid && lane + LANES * m < pairs) {
+            const sigmoid_at sigma(logit_at(p, (int64_t)token * experts + id[m]));
+            divisor += sigma.value;
+            slope[m] = sigma.slope;
+        }
+        inner += gradient[m] * weight[m];
+    }
+    inner = divided ? sum_of_lanes(inner, LANES) : 0.0f;
+    divisor = sigmoid && divided ? sum_of_lanes(divisor, LANES) : 1.0f;
+    const bool nan = __ballot_sync(~0u, smoe_is_nan(weight[0])) >> leader & 1;
+#pragma unroll
+    for (int m = 0; m < EACH; m++) {
+        if (lane + LANES * m >= pairs) continue;
+        const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
+        float value = p.layer.route_scale * ((gradient[m] - inner) * factor);
+        if (nan) value = __uint_as_float(0x7fc00000u);
+        write1(stage + slot * p.stride + id[m], value);
+        if (p.terms) *(int2 *)(p.terms + (pair + rank[m])) = make_int2(id[m], (int)__float_as_uint(value));
+    }
+    if (nan && pairs)
+#pragma unroll 1
+        for (int e = lane; e < experts; e += LANES)
+            write1(stage + slot * p.stride + e, __uint_as_float(0x7fc00000u));
+    __syncthreads();
+    write_rows<T>(p, stage, first, count);
+    let_next_start();
+}
+
+// ---- The kernel of any dlogits: a warp a token
+
+struct token_work {
+    int id[SMOE_MAX_TOPK];
+    float kept[SMOE_MAX_TOPK]; // c dS by k, 0 for dropped pairs
+};
+
+struct row_counts {
+    bool kept, added;
+};
+
+// Sorts the token's rows into w.kept and, those that rounding added, row[e]: c dS, or for SIGMOID what is
+// added to dlogits.
+template <typename L>
+SMOE_DEVICE row_counts gather_rows(const smoe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
+                                   token_work &w, int lane)
+{
+    const int topk = (int)p.layer.topk, end = __ldg(p.token_offsets + token + 1);
+    uint32_t kept = 0, added = 0;
+    for (int i = __ldg(p.token_offsets + token) + lane; i < end; i += 32) {
+        const int at = __ldg(p.token_rows + i), expert = __ldg(p.block_expert + at / SMOE_BLOCK_ROWS);
+        float g = p.layer.route_scale * sum_of_parts(p.ds, p.ds_parts, p.padded_rows, at);
+        int k = 0;
+        while (k < topk && w.id[k] != expert) k++;
+        if (k < topk) {
+            w.kept[k] = g;
+            kept = 1;
+        } else {
+            if (p.layer.score == SMOE_SIGMOID) g *= sigmoid_at(logits_of<L>::value(logits[expert])).slope;
+            row[expert] = g;
+            added = 1;
+        }
+    }
+    kept = __reduce_add_sync(~0u, kept);
+    added = __reduce_add_sync(~0u, added);
+    return {kept > 0, added > 0};
+}
+
+SMOE_DEVICE float balance_of(const smoe_cuda_dlogits &p, float balance, int expert)
+{
+    return balance == 0.0f ? 0.0f : balance * (float)__ldg(p.topk_counts + expert);
+}
+
+// row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses; for SIGMOID row[e] is kept and added.
+template <typename L>
+SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, float *row, int lane)
+{
+    const int experts = (int)p.layer.experts;
+    const bool sigmoid = p.layer.score == SMOE_SIGMOID;
+    const float tokens = (float)p.layer.tokens;
+    const float balance = p.balance * (float)experts / tokens / tokens;
+    float max = __uint_as_float(0xff800000u), sum = 0.0f, inner = 0.0f;
+    for (int e = lane; e < experts; e += 32) {
+        const float logit = logits_of<L>::value(logits[e]);
+        max = logit > max ? logit : max;
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    for (int e = lane; e < experts; e += 32) {
+        const float term = softmax_term(logits_of<L>::value(logits[e]), max);
+        const float v = (sigmoid ? 0.0f : row[e]) + balance_of(p, balance, e);
+        sum += term;
+        inner += term * v;
+    }
+    sum = sum_of_lanes(sum, 32);
+    const float reciprocal = 1.0f / sum;
+    inner = sum_of_lanes(inner, 32) * reciprocal;
+    const float z = p.z == 0.0f ? 0.0f : 2.0f * p.z * (max + logf(sum)) / tokens;
+    for (int e = lane; e < experts; e += 32) {
+        const float term = softmax_term(logits_of<L>::value(logits[e]), max);
+        const float v = (sigmoid ? 0.0f : row[e]) + balance_of(p, balance, e);
+        row[e] = (sigmoid ? row[e] : 0.0f) + term * reciprocal * (v - inner + z);
+    }
+}
+
+// Adds what comes through the weights of the kept pairs, where they are not p itself. weight: w by k.
+template <typename L>
+SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
+                              float *row, const token_work &w, int lane)
+{
+    const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
+    float inner = 0.0f, divisor = 0.0f, slope[MOST_EACH];
+#pragma unroll
+    for (int m = 0; m < MOST_EACH; m++) {
+        const int k = lane + 32 * m;
+        slope[m] = 0.0f;
+        if (k >= p.layer.topk) continue;
+        inner += w.kept[k] * weight[m];
+        if (!sigmoid) continue;
+        const sigmoid_at sigma(logits_of<L>::value(logits[w.id[k]]));
+        divisor += sigma.value;
+        slope[m] = sigma.slope;
+    }
+    inner = divided ? sum_of_lanes(inner, 32) : 0.0f;
+    divisor = sigmoid && divided ? sum_of_lanes(divisor, 32) : 1.0f;
+#pragma unroll
+    for (int m = 0; m < MOST_EACH; m++) {
+        const int k = lane + 32 * m;
+        if (k >= p.layer.topk) continue;
+        const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
+        row[w.id[k]] += (w.kept[k] - inner) * factor;
+    }
+}
+
+template <typename L>
+SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float *row, token_work &w, int lane)
+{
+    const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
+    const L *logits = (const L *)p.logits + token * experts;
+    const bool plain = p.layer.score == SMOE_SOFTMAX_TOPK && !p.layer.renormalize;
+    float weight[MOST_EACH];
+#pragma unroll
+    for (int m = 0; m < MOST_EACH; m++) {
+        const int k = lane + 32 * m;
+        weight[m] = 0.0f;
+        if (k >= topk) continue;
+        w.id[k] = __ldg(p.topk_ids + token * topk + k);
+        w.kept[k] = 0.0f;
+        weight[m] = unscaled(__ldg(p.topk_weights + token * topk + k), p.layer.route_scale);
+    }
+    for (int e = lane; e < p.stride; e += 32) row[e] = 0.0f;
+    __syncwarp();
+    const row_counts rows = gather_rows(p, logits, token, row, w, lane);
+    __syncwarp();
+    if (plain)
+        for (int k = lane; k < topk; k += 32) row[w.id[k]] = w.kept[k];
+    __syncwarp();
+    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && p.layer.score != SMOE_SIGMOID) ||
+        (rows.kept && plain))
+        through_softmax(p, logits, row, lane);
+    __syncwarp();
+    if (!rows.kept) return;
+    if (!plain) through_kept(p, logits, weight, row, w, lane);
+    __syncwarp();
+    if (smoe_is_nan(__shfl_sync(~0u, weight[0], 0)))
+#pragma unroll 1
+        for (int e = lane; e < experts; e += 32) row[e] = __uint_as_float(0x7fc00000u);
+}
+
+template <typename L, typename T>
+__global__ void __launch_bounds__(THREADS) general(const __grid_constant__ smoe_cuda_dlogits p)
+{
+    extern __shared__ __align__(16) float memory[];
+    __shared__ token_work work[WARPS];
+    float *const stage = memory; // (tokens, stride)
+    const int warp = warp_number(), tokens = (int)blockDim.x / 32;
+    const int first = blockIdx.x * tokens, count = min(tokens, (int)p.layer.tokens - first);
+    if (warp < count)
+        token_dlogits<L>(p, first + warp, stage + warp * p.stride, work[warp], threadIdx.x & 31);
+    __syncthreads();
+    write_rows<T>(p, stage, first, count);
+}
+
+// ---- dbr: the sums of the CTAs in a fixed order. A CTA: 32 experts, as many threads each.
+
+template <typename G>
+__global__ void __launch_bounds__(1024)
+    add_bias_sums(const __grid_constant__ smoe_cuda_dlogits p, int64_t ctas)
+{
+    __shared__ float sums[32][33];
+    const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, expert = blockIdx.x * 32 + lane;
+    float sum = 0.0f;
+    if (expert < p.layer.experts)
+#pragma unroll 8
+        for (int64_t i = part; i < ctas; i += 32) sum += p.bias_sums[i * p.stride + expert];
+    sums[part][lane] = sum;
+    __syncthreads();
+    sum = sum_of_lanes(sums[lane][part], 32);
+    const int column = blockIdx.x * 32 + part;
+    if (lane == 0 && column < p.layer.experts) give((G *)p.bias_gradient + column, sum, p.layer.accumulate);
+}
+
+// ---- Launches
+
+// Tokens of which a CTA has the rows in shared memory, a power of two.
+int tokens_that_fit(int stride, int most)
+{
+    int tokens = most;
+    while (tokens * stride * 4 > STAGE_BYTES) tokens /= 2;
+    return tokens;
+}
+
+template <typename L, typename T> int64_t launch_general(const smoe_cuda_dlogits &p, cudaStream_t stream)
+{
+    const int tokens = tokens_that_fit(p.stride, WARPS);
+    const int64_t ctas = smoe_divide_up(p.layer.tokens, tokens);
+    general<L, T><<<(unsigned)ctas, 32 * tokens, tokens * p.stride * 4, stream>>>(p);
+    return ctas;
+}
+
+template <typename T, typename S, int PLACES>
+int64_t launch_places(const smoe_cuda_dlogits &p, cudaStream_t stream)
+{
+    const int tokens = tokens_that_fit(p.stride, THREADS / (PLACES < 32 ? PLACES : 32));
+    const int64_t ctas = smoe_divide_up(p.layer.tokens, tokens);
+    launch_early(sparse<T, S, PLACES>, dim3((unsigned)ctas), dim3(THREADS),
+                 (size_t)(tokens * p.stride) * sizeof(S), stream, p, tokens);
+    return ctas;
+}
+
+template <typename T, typename S> int64_t launch_sparse(const smoe_cuda_dlogits &p, cudaStream_t stream)
+{
+    return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, stream)
+           : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, stream)
+           : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, stream)
+                                : launch_places<T, S, SMOE_MAX_TOPK>(p, stream);
+}
+
+template <typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
+{
+    if (smoe_dlogits_are_sparse(&p.layer, p.balance, p.z))
+        return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
+                                                     : launch_sparse<T, float>(p, stream);
+    return p.layer.logits_type == SMOE_F32 ? launch_general<float, T>(p, stream)
+                                           : launch_general<__nv_bfloat16, T>(p, stream);
+}
+
+template <typename G> void launch_bias(const smoe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
+{
+    add_bias_sums<G><<<(unsigned)smoe_divide_up(p.layer.experts, 32), 1024, 0, stream>>>(p, ctas);
+}
+
+} // namespace
+} // namespace dlogits
+} // namespace smoe
+
+extern "C" int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer)
+{
+    using namespace smoe::dlogits;
+    const int stride = (int)smoe_divide_up(layer->experts, 8) * 8;
+    return smoe_divide_up(layer->tokens, tokens_that_fit(stride, WARPS));
+}
+
+extern "C" cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *p, cudaStream_t stream)
+{
+    using namespace smoe::dlogits;
+    const bool half = p->layer.dtype == SMOE_F16;
+    const int64_t ctas = half ? launch<__half>(*p, stream) : launch<__nv_bfloat16>(*p, stream);
+    if (p->bias_sums) {
+        if (p->layer.gradient_type == SMOE_F32)
+            launch_bias<float>(*p, ctas, stream);
+        else if (half)
+            launch_bias<__half>(*p, ctas, stream);
+        else
+            launch_bias<__nv_bfloat16>(*p, ctas, stream);
+    }
+    return cudaGetLastError();
+}

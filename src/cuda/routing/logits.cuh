@@ -1,0 +1,77 @@
+// Logits as the routing kernels read them, and the weights' last steps that all of them share.
+#pragma once
+#include "common/ptx.cuh"
+#include "host/routing.h"
+#include "routing/route_math.h"
+#include <cuda_bf16.h>
+
+namespace smoe
+{
+
+template <typename L> struct logits_of;
+
+template <> struct logits_of<float> {
+    using key = uint32_t;
+    static constexpr smoe_type type = SMOE_F32;
+    static constexpr uint32_t largest_key = 0xffffffffu;
+    static SMOE_DEVICE float value(float logit)
+    {
+        return logit;
+    }
+    static SMOE_DEVICE uint32_t key_of(float score)
+    {
+        return smoe_score_key(score, type);
+    }
+    static SMOE_DEVICE uint32_t widen(uint32_t key)
+    {
+        return key;
+    }
+};
+
+template <> struct logits_of<__nv_bfloat16> {
+    using key = uint16_t;
+    static constexpr smoe_type type = SMOE_BF16;
+    static constexpr uint32_t largest_key = 0xffffu;
+    static SMOE_DEVICE float value(__nv_bfloat16 logit)
+    {
+        return __uint_as_float((uint32_t)__bfloat16_as_ushort(logit) << 16);
+    }
+    static SMOE_DEVICE uint32_t key_of(float score)
+    {
+        return smoe_key_to_16(smoe_score_key(score, type));
+    }
+    static SMOE_DEVICE uint32_t widen(uint32_t key)
+    {
+        return smoe_key_from_16(key);
+    }
+};
+
+// A kept pair's weight before it is divided; first: the logit of the token's best expert.
+SMOE_DEVICE float raw_weight(const smoe_layer &layer, float logit, float first, smoe_token_softmax softmax)
+{
+    switch (layer.score) {
+    case SMOE_SOFTMAX_TOPK: return smoe_div(smoe_softmax_term(logit, softmax.max), softmax.sum);
+    case SMOE_TOPK_SOFTMAX: return smoe_softmax_term(logit, first);
+    default: return smoe_sigmoid(logit);
+    }
+}
+
+SMOE_DEVICE bool weights_are_divided(const smoe_layer &layer)
+{
+    return layer.score == SMOE_TOPK_SOFTMAX || layer.renormalize;
+}
+
+// The weight itself. sum: of the raw weights in rank order, when they are divided by it.
+SMOE_DEVICE float finish_weight(const smoe_layer &layer, float raw, float sum, bool divided, bool nan)
+{
+    const float weight = !divided ? raw : sum == 0.0f ? 0.0f : smoe_div(raw, sum);
+    return nan ? smoe_float_of(0x7fc00000u) : smoe_mul(weight, layer.route_scale);
+}
+
+// The largest logit is -inf for a token of NaNs.
+SMOE_DEVICE float softmax_max(float best_logit)
+{
+    return smoe_is_nan(best_logit) ? smoe_float_of(0xff800000u) : best_logit;
+}
+
+} // namespace smoe

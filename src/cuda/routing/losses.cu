@@ -1,0 +1,116 @@
+// What route may end with: counts of plain top-K from the mask, and the losses from the panels' sums; and the
+// step of the selection bias. Sums in fixed trees, so the same bits every time.
+#include "host/routing.h"
+
+#include "common/ptx.cuh"
+
+namespace smoe
+{
+namespace losses
+{
+namespace
+{
+
+enum { THREADS = 256, WARPS = THREADS / 32 };
+
+template <typename V> SMOE_DEVICE V sum_of_warp(V v)
+{
+    for (int step = 16; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
+    return v;
+}
+
+// Thread 0 has the sum; `memory`: a V a warp.
+template <typename V> SMOE_DEVICE V sum_of_threads(V v, V *memory)
+{
+    v = sum_of_warp(v);
+    if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
+    __syncthreads();
+    V sum = 0;
+    for (int w = 0; w < WARPS; w++) sum += memory[w];
+    __syncthreads();
+    return sum;
+}
+
+// A warp an expert.
+__global__ void __launch_bounds__(THREADS) count(const __grid_constant__ smoe_cuda_routing r)
+{
+    const int64_t expert = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x & 31;
+    if (expert >= r.layer.experts) return;
+    const uint4 *words = (const uint4 *)(r.mask + expert * r.words);
+    int tokens = 0;
+#pragma unroll 4
+    for (int64_t i = lane; i < r.words / 4; i += 32) {
+        const uint4 v = words[i];
+        tokens += __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w);
+    }
+    tokens = __reduce_add_sync(~0u, tokens);
+    if (lane == 0) r.topk_counts[expert] = tokens;
+}
+
+// expert_balance; a warp an expert.
+__global__ void __launch_bounds__(THREADS) balance_experts(const __grid_constant__ smoe_cuda_routing r)
+{
+    const int64_t expert = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x & 31;
+    if (expert >= r.layer.experts) return;
+    double sum = 0.0;
+    for (int64_t panel = lane; panel < r.panels; panel += 32)
+        sum += r.panel_probability[panel * r.layer.experts + expert];
+    sum = sum_of_warp(sum);
+    const double all = (double)r.layer.tokens;
+    if (lane == 0) r.expert_balance[expert] = (double)r.topk_counts[expert] / all * (sum / all);
+}
+
+__global__ void __launch_bounds__(THREADS) sum_losses(const __grid_constant__ smoe_cuda_routing r)
+{
+    __shared__ double memory[WARPS];
+    double balance = 0.0, z = 0.0;
+    for (int64_t e = threadIdx.x; e < r.layer.experts; e += THREADS) balance += r.expert_balance[e];
+    for (int64_t panel = threadIdx.x; panel < r.panels; panel += THREADS) z += r.panel_z[panel];
+    balance = sum_of_threads(balance, memory);
+    z = sum_of_threads(z, memory);
+    if (threadIdx.x != 0) return;
+    r.losses[0] = (float)((double)r.layer.experts * balance);
+    r.losses[1] = (float)(z / (double)r.layer.tokens);
+}
+
+__global__ void __launch_bounds__(THREADS)
+    move_bias(const int32_t *counts, float *bias, int64_t experts, float gamma)
+{
+    __shared__ long long memory[WARPS];
+    long long total = 0;
+    for (int64_t e = threadIdx.x; e < experts; e += THREADS) total += counts[e];
+    total = sum_of_threads(total, memory);
+    for (int64_t e = threadIdx.x; e < experts; e += THREADS) {
+        const long long excess = counts[e] * experts - total; // E (count - mean)
+        bias[e] = __fadd_rn(bias[e], excess < 0 ? gamma : excess > 0 ? -gamma : 0.0f);
+    }
+}
+
+} // namespace
+} // namespace losses
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_count(const smoe_cuda_routing *r, cudaStream_t stream)
+{
+    using namespace smoe::losses;
+    count<<<(unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream>>>(*r);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t smoe_cuda_losses(const smoe_cuda_routing *r, cudaStream_t stream)
+{
+    using namespace smoe::losses;
+    balance_experts<<<(unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream>>>(*r);
+    sum_losses<<<1, THREADS, 0, stream>>>(*r);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t smoe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts,
+                                                float gamma, cudaStream_t stream)
+{
+    using namespace smoe::losses;
+    move_bias<<<1, THREADS, 0, stream>>>(counts, bias, experts, gamma);
+    return cudaGetLastError();
+}

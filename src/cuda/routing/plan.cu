@@ -1,0 +1,544 @@
+// The plan from top-K ids and weights, without sorts, atomics on global memory or a count read by the host.
+//
+// Two kernels, a CTA for a chunk of tokens. count: bit masks [32-token group][expert] in shared memory, their
+// populations are the chunk's counts; top-K hands them over itself where its chunks are the plan's. scatter:
+// masks again; every CTA sums the count matrix itself (it stands in L2) and so knows all offsets and its own
+// share; pairs are sorted by expert in shared memory first and then written in runs, because scattered 4-byte
+// stores would take most of the time. The padded row of a pair follows from offsets and popcounts alone, so
+// the result does not depend on any order of execution.
+//
+// What a chunk costs is instructions and trips to L2 (docs/lab-notebook.md): a thread works on quads of a
+// token's pairs, which share loads, the division and the mask's row; what is written once a plan is written
+// by warps that have no experts to place; all that a CTA reads after top-K is on its way at once.
+//
+// Bytes: ids twice, weights, 12 bytes a pair written; the count matrix once a CTA.
+#include "common/early_launch.cuh"
+#include "routing/plan_shared.cuh"
+
+namespace smoe
+{
+namespace plan
+{
+namespace
+{
+
+// Work space: counts uint16 [chunks][padded experts]; where CTAs do not sum them also the sums before a
+// chunk, uint32 of the same shape, and each expert's total, uint32.
+struct work_space {
+    uint16_t *counts;
+    uint32_t *before, *totals; // or NULL
+};
+
+struct problem {
+    smoe_cuda_plan p;
+    work_space work;
+    smoe_plan_shared shared;
+    int32_t chunks, padded_experts, quads; // of a token
+    uint32_t quads_reciprocal, columns_reciprocal;
+};
+
+// Four neighbouring pairs of a token of the chunk.
+struct quad {
+    int token, k; // k of the first
+};
+
+SMOE_DEVICE quad quad_at(const problem &q, int i)
+{
+    const int token = (int)smoe_divide(i, q.quads_reciprocal);
+    return {token, 4 * (i - token * q.quads)};
+}
+
+SMOE_DEVICE int tokens_of_chunk(const problem &q)
+{
+    return min(q.p.chunk, q.p.tokens - (int)blockIdx.x * q.p.chunk);
+}
+
+// The pair's place in ids and weights.
+SMOE_DEVICE int64_t pair_at(const problem &q, int token, int k)
+{
+    return ((int64_t)blockIdx.x * q.p.chunk + token) * q.p.topk + k;
+}
+
+// Four neighbouring values of a row of K, of which `left` are there, by the widest loads that fit.
+SMOE_DEVICE uint4 load_four(const uint32_t *from, int topk, int left)
+{
+    if (topk % 4 == 0) return __ldcg((const uint4 *)from);
+    if (topk % 2 == 0) {
+        const uint2 low = __ldcg((const uint2 *)from), none = {0, 0};
+        const uint2 high = left > 2 ? __ldcg((const uint2 *)from + 1) : none;
+        return {low.x, low.y, high.x, high.y};
+    }
+    return {__ldcg(from), left > 1 ? __ldcg(from + 1) : 0, left > 2 ? __ldcg(from + 2) : 0,
+            left > 3 ? __ldcg(from + 3) : 0};
+}
+
+// Ids of 64 bits; those that do not fit 32 are none.
+SMOE_DEVICE uint4 load_four_wide(const long long *from, int left)
+{
+    uint32_t id[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int u = 0; u < 4; u++) {
+        const long long wide = u < left ? __ldcg(from + u) : 0;
+        id[u] = wide == (long long)(uint32_t)wide ? (uint32_t)wide : ~0u;
+    }
+    return {id[0], id[1], id[2], id[3]};
+}
+
+// The thread's quads of ids, as they are.
+SMOE_DEVICE void load_ids(const problem &q, uint4 (&ids)[SMOE_PLAN_EACH], int quads)
+{
+#pragma unroll
+    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i >= quads) continue;
+        const quad t = quad_at(q, i);
+        const int64_t pair = pair_at(q, t.token, t.k);
+        ids[j] = q.p.wide_index ? load_four_wide((const long long *)q.p.ids + pair, q.p.topk - t.k)
+                                : load_four((const uint32_t *)q.p.ids + pair, q.p.topk, q.p.topk - t.k);
+    }
+}
+
+// They go to shared memory by 16 bits.
+SMOE_DEVICE void store_ids(const problem &q, uint2 *to, const uint4 (&ids)[SMOE_PLAN_EACH], int quads)
+{
+#pragma unroll
+    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i >= quads) continue;
+        const int left = q.p.topk - quad_at(q, i).k;
+        uint32_t id[4] = {ids[j].x, ids[j].y, ids[j].z, ids[j].w};
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const bool real = id[u] < (uint32_t)q.p.experts && u < left;
+            id[u] = real ? id[u] : SMOE_PLAN_NO_ID;
+        }
+        to[i] = {id[0] | id[1] << 16, id[2] | id[3] << 16};
+    }
+}
+
+SMOE_DEVICE void load_weights(const problem &q, uint4 (&weights)[SMOE_PLAN_EACH], int quads)
+{
+#pragma unroll
+    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i >= quads) continue;
+        const quad t = quad_at(q, i);
+        weights[j] =
+            load_four((const uint32_t *)q.p.weights + pair_at(q, t.token, t.k), q.p.topk, q.p.topk - t.k);
+    }
+}
+
+SMOE_DEVICE uint32_t id_of(uint2 ids, int u)
+{
+    const uint32_t two = u < 2 ? ids.x : ids.y;
+    return u % 2 ? two >> 16 : two & 0xffffu;
+}
+
+// Sets the pairs' bits.
+SMOE_DEVICE void mark(const problem &q, uint32_t *masks, const uint2 *ids, int quads)
+{
+#pragma unroll 1
+    for (int i = threadIdx.x; i < quads; i += THREADS) {
+        const int token = quad_at(q, i).token;
+        const uint32_t bit = 1u << (token & 31);
+        uint32_t *row = masks + (token >> 5) * q.padded_experts;
+        const uint2 v = ids[i];
+#pragma unroll
+        for (int u = 0; u < 4; u++) { // without branches, so that no one waits for the one before
+            const bool real = id_of(v, u) != SMOE_PLAN_NO_ID;
+            atomicOr(row + (real ? id_of(v, u) : 0), real ? bit : 0);
+        }
+    }
+}
+
+SMOE_DEVICE void clear(uint32_t *words, int count)
+{
+    const uint4 zeros = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count / 4; i += THREADS) ((uint4 *)words)[i] = zeros;
+}
+
+// ---- count
+
+__global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem q)
+{
+    extern __shared__ __align__(16) char memory[];
+    uint32_t *masks = (uint32_t *)(memory + q.shared.masks);
+    uint2 *ids = (uint2 *)(memory + q.shared.ids);
+    const int experts = q.padded_experts, groups = q.p.chunk / 32, quads = tokens_of_chunk(q) * q.quads;
+    clear(masks, groups * experts);
+    wait_for_previous();
+    uint4 loaded[SMOE_PLAN_EACH];
+    load_ids(q, loaded, quads);
+    store_ids(q, ids, loaded, quads);
+    __syncthreads();
+    mark(q, masks, ids, quads);
+    __syncthreads();
+#pragma unroll 1
+    for (int e = threadIdx.x; e < experts; e += THREADS) {
+        uint32_t sum = 0;
+#pragma unroll 4
+        for (int g = 0; g < groups; g++) sum += __popc(masks[g * experts + e]);
+        q.work.counts[(int64_t)blockIdx.x * experts + e] = (uint16_t)sum;
+    }
+    let_next_start();
+}
+
+// ---- columns, for a large matrix: a warp-wide column of 32 experts, its chunks cut among the CTA's warps
+
+__global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem q)
+{
+    __shared__ uint32_t part[32][33];
+    const int lane = threadIdx.x, warp = threadIdx.y, expert = blockIdx.x * 32 + lane;
+    const bool real = expert < q.padded_experts;
+    const int begin = smoe_cut(q.chunks, 32, warp), end = smoe_cut(q.chunks, 32, warp + 1);
+    wait_for_previous();
+    uint32_t sum = 0;
+#pragma unroll 8
+    for (int c = begin; c < end; c++)
+        sum += real ? __ldcg(q.work.counts + (int64_t)c * q.padded_experts + expert) : 0;
+    part[warp][lane] = sum;
+    __syncthreads();
+    uint32_t before = 0, total = 0;
+    for (int w = 0; w < 32; w++) {
+        before += w < warp ? part[w][lane] : 0;
+        total += part[w][lane];
+    }
+    if (real) {
+        if (warp == 0) q.work.totals[expert] = total;
+#pragma unroll 8
+        for (int c = begin; c < end; c++) {
+            const int64_t at = (int64_t)c * q.padded_experts + expert;
+            q.work.before[at] = before;
+            before += __ldcg(q.work.counts + at);
+        }
+    }
+    let_next_start();
+}
+
+// ---- scatter
+
+struct scatter_memory {
+    uint32_t *masks, *summed, *rows, *before;
+    int2 *place;
+    uint32_t *local, *token_first;
+    uint2 *sorted;
+    int32_t *token_rows;
+    uint2 *ids;
+    uint16_t *group_before;
+    uint32_t *pairs_before, *blocks, *pairs; // of all chunks before; of all experts; of the chunk
+    uint32_t *scratch;
+};
+
+SMOE_DEVICE scatter_memory memory_at(char *at, const smoe_plan_shared &s)
+{
+    return {(uint32_t *)(at + s.masks),
+            (uint32_t *)(at + s.summed),
+            (uint32_t *)(at + s.rows),
+            (uint32_t *)(at + s.before),
+            (int2 *)(at + s.place),
+            (uint32_t *)(at + s.local),
+            (uint32_t *)(at + s.token_first),
+            (uint2 *)(at + s.sorted),
+            (int32_t *)(at + s.token_rows),
+            (uint2 *)(at + s.ids),
+            (uint16_t *)(at + s.group_before),
+            (uint32_t *)(at + s.totals),
+            (uint32_t *)(at + s.totals) + 1,
+            (uint32_t *)(at + s.totals) + 2,
+            (uint32_t *)(at + s.scratch)};
+}
+
+// Ranks inside the chunk: what the groups before hold, and the chunk's counts.
+SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m, int warp, int lane)
+{
+    const int experts = q.padded_experts, groups = q.p.chunk / 32;
+#pragma unroll 1
+    for (int first = warp * 32; first < experts; first += THREADS) {
+        const int e = first + lane;
+        uint32_t sum = 0;
+        if (e < experts) {
+#pragma unroll 4
+            for (int g = 0; g < groups; g++) {
+                m.group_before[g * experts + e] = (uint16_t)sum;
+                sum += __popc(m.masks[g * experts + e]);
+            }
+            m.local[e] = sum;
+        }
+        const uint32_t pairs = __reduce_add_sync(~0u, sum);
+        if (lane == 0) atomicAdd(m.pairs, pairs);
+    }
+}
+
+// Of several pairs of a token with one expert the lowest k counts; the others are marked.
+SMOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int quads)
+{
+    uint16_t *ids = (uint16_t *)m.ids;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < quads * 4; i += THREADS) {
+        const int first = quad_at(q, i / 4).token * q.quads * 4;
+        const uint16_t id = ids[i];
+        bool again = false;
+#pragma unroll 1
+        for (int j = first; j < i; j++) again |= (ids[j] & ~SMOE_PLAN_REPEATED) == id;
+        if (again && id != SMOE_PLAN_NO_ID) ids[i] = id | SMOE_PLAN_REPEATED;
+    }
+    __syncthreads();
+}
+
+// How many of a token's pairs are with lower experts, for four ids.
+SMOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int token, const uint32_t (&id)[4],
+                             uint32_t (&lower)[4])
+{
+    const uint2 *ids = m.ids + token * q.quads;
+    uint32_t both[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int j = 0; j < q.quads; j++) {
+        const uint2 v = ids[j];
+#pragma unroll
+        for (int u = 0; u < 4; u++) both[u] += smoe_plan_lower(id[u], v.x) + smoe_plan_lower(id[u], v.y);
+    }
+#pragma unroll
+    for (int u = 0; u < 4; u++) lower[u] = smoe_plan_both(both[u]);
+}
+
+// Pairs of the tokens before each. Every token has K of them, unless the chunk is irregular.
+SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tokens, bool irregular)
+{
+    const int token = threadIdx.x;
+    uint32_t first = (uint32_t)(token * q.p.topk);
+    if (irregular) {
+        const uint32_t id[4] = {SMOE_PLAN_REPEATED, 0, 0, 0};
+        uint32_t own[4] = {0, 0, 0, 0};
+        if (token < tokens) count_lower(q, m, token, id, own);
+        first = scan(own[0], m.scratch);
+    }
+    if (token <= tokens) m.token_first[token] = first;
+}
+
+// Counts of all chunks and of those before this one, two experts a word, eight a thread; a thread takes
+// neighbouring chunks.
+SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
+{
+    const int columns = q.padded_experts / 8, lines = (int)smoe_divide(THREADS, q.columns_reciprocal);
+    const int line = (int)smoe_divide(threadIdx.x, q.columns_reciprocal),
+              column = threadIdx.x - line * columns;
+    if (line >= lines) return;
+    const int begin = smoe_cut(q.chunks, lines, line), end = smoe_cut(q.chunks, lines, line + 1);
+    const uint4 *from = (const uint4 *)(q.work.counts + (int64_t)begin * q.padded_experts) + column;
+    constexpr int TOGETHER = 8; // loads on their way
+    const uint4 none = {0, 0, 0, 0};
+    uint4 all = none, before = none;
+#pragma unroll 1
+    for (int c0 = begin; c0 < end; c0 += TOGETHER, from += TOGETHER * columns) {
+        uint4 v[TOGETHER];
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++) v[j] = c0 + j < end ? __ldcg(from + j * columns) : none;
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++) {
+            all = {all.x + v[j].x, all.y + v[j].y, all.z + v[j].z, all.w + v[j].w};
+            if (c0 + j < (int)blockIdx.x)
+                before = {before.x + v[j].x, before.y + v[j].y, before.z + v[j].z, before.w + v[j].w};
+        }
+    }
+    uint32_t *to = m.summed + column, *to_before = to + 4 * columns;
+    atomicAdd(to, all.x);
+    atomicAdd(to + columns, all.y);
+    atomicAdd(to + 2 * columns, all.z);
+    atomicAdd(to + 3 * columns, all.w);
+    if (begin >= (int)blockIdx.x) return;
+    atomicAdd(to_before, before.x);
+    atomicAdd(to_before + columns, before.y);
+    atomicAdd(to_before + 2 * columns, before.z);
+    atomicAdd(to_before + 3 * columns, before.w);
+}
+
+// Every expert's rows, and those of the chunks before.
+SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, int lane)
+{
+    const int columns = q.padded_experts / 8;
+#pragma unroll 1
+    for (int first = warp * 32; first < q.padded_experts; first += THREADS) {
+        const int e = first + lane;
+        uint32_t rows = 0, before = 0;
+        if (e >= q.padded_experts) {
+        } else if (q.work.totals) {
+            rows = __ldcg(q.work.totals + e);
+            before = __ldcg(q.work.before + (int64_t)blockIdx.x * q.padded_experts + e);
+        } else {
+            const uint16_t *summed = (const uint16_t *)(m.summed + (e / 2 % 4) * columns + e / 8) + e % 2;
+            rows = summed[0];
+            before = summed[q.padded_experts]; // halves of as many words later
+        }
+        const uint32_t pairs = __reduce_add_sync(~0u, before);
+        if (lane == 0) atomicAdd(m.pairs_before, pairs);
+        if (e >= q.padded_experts) continue;
+        m.rows[e] = rows;
+        m.before[e] = before;
+    }
+}
+
+// Where the chunk's pairs of every expert go. A warp takes 32 experts at a time and itself sums those before
+// them, so that no other warp is waited for.
+SMOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int warp, int lane)
+{
+    uint32_t blocks = 0, local = 0; // of the experts before, this lane's part
+    int summed = 0;
+#pragma unroll 1
+    for (int first = warp * 32; first < q.padded_experts; first += THREADS) {
+#pragma unroll 4
+        for (; summed < first; summed += 32) {
+            blocks += blocks_of(m.rows[summed + lane]);
+            local += m.local[summed + lane];
+        }
+        const int e = first + lane;
+        const bool real = e < q.padded_experts;
+        const uint32_t own_blocks = real ? blocks_of(m.rows[e]) : 0, own_local = real ? m.local[e] : 0;
+        const uint32_t blocks_end = __reduce_add_sync(~0u, blocks) + sum_up_to_lane(own_blocks, lane);
+        const uint32_t local_end = __reduce_add_sync(~0u, local) + sum_up_to_lane(own_local, lane);
+        const uint32_t sorted = local_end - own_local;
+        if (!real) continue;
+        const uint32_t row = (blocks_end - own_blocks) * SMOE_BLOCK_ROWS + m.before[e];
+        m.place[e] = {(int)(row - sorted), (int)sorted};
+        if (e == q.padded_experts - 1) *m.blocks = blocks_end;
+    }
+}
+
+// Every pair of the quad to its place in the sorted list, and its padded row to its token's.
+SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uint4 weights)
+{
+    const quad t = quad_at(q, i);
+    const uint2 ids = m.ids[i];
+    const uint32_t id[4] = {id_of(ids, 0), id_of(ids, 1), id_of(ids, 2), id_of(ids, 3)};
+    const uint32_t weight[4] = {weights.x, weights.y, weights.z, weights.w};
+    uint32_t lower[4];
+    count_lower(q, m, t.token, id, lower);
+    int32_t *token_rows = m.token_rows + m.token_first[t.token];
+    const uint32_t tokens_before = (1u << (t.token & 31)) - 1u;
+    const int group = (t.token >> 5) * q.padded_experts;
+#pragma unroll
+    for (int u = 0; u < 4; u++) {
+        if (id[u] >= SMOE_PLAN_REPEATED) continue;
+        const int cell = group + (int)id[u];
+        const int2 place = m.place[id[u]];
+        const int at = place.y + m.group_before[cell] + __popc(m.masks[cell] & tokens_before);
+        m.sorted[at] = {id[u] << 16 | (uint32_t)t.token, weight[u]};
+        token_rows[lower[u]] = place.x + at;
+    }
+}
+
+// The chunk's rows, in runs of an expert, and its tokens' rows.
+SMOE_DEVICE void write_pairs(const problem &q, const scatter_memory &m, int tokens)
+{
+    const int pairs = (int)m.token_first[tokens], first_token = (int)blockIdx.x * q.p.chunk;
+    int32_t *token_rows = q.p.token_rows + *m.pairs_before;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < pairs; i += THREADS) {
+        const uint2 pair = m.sorted[i];
+        const int row = m.place[pair.x >> 16].x + i;
+        q.p.row_token[row] = first_token + (int)(pair.x & 0xffffu);
+        q.p.row_weight[row] = __uint_as_float(pair.y);
+        token_rows[i] = m.token_rows[i];
+    }
+    const int token = threadIdx.x, at = first_token + token;
+    if (token < tokens || at == q.p.tokens)
+        if (token <= tokens) q.p.token_offsets[at] = (int32_t)(*m.pairs_before + m.token_first[token]);
+}
+
+__global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ problem q)
+{
+    extern __shared__ __align__(16) char memory[];
+    static_assert(SMOE_PLAN_EACH == 2, "the quads of a thread are named");
+    const scatter_memory m = memory_at(memory, q.shared);
+    const int lane = threadIdx.x & 31, warp = warp_number();
+    const int tokens = tokens_of_chunk(q), quads = tokens * q.quads;
+    clear(m.masks, (int)(q.shared.rows / 4));           // and the sums and totals behind them
+    if (q.p.counted) wait_for_previous();               // it is top-K; else ids and weights are the caller's
+    uint4 ids[SMOE_PLAN_EACH], weights[SMOE_PLAN_EACH]; // on their way, as the counts, all at once
+    load_ids(q, ids, quads);
+    load_weights(q, weights, quads);
+    __syncthreads();
+    if (q.p.counted && !q.work.totals) sum_counts(q, m);
+    store_ids(q, m.ids, ids, quads);
+    __syncthreads();
+    mark(q, m.masks, m.ids, quads);
+    __syncthreads();
+    rank_groups(q, m, warp, lane);
+    if (!q.p.counted) {
+        wait_for_previous();
+        if (!q.work.totals) sum_counts(q, m);
+        __syncthreads();
+    }
+    take_sums(q, m, warp, lane);
+    __syncthreads();
+    const bool irregular = *m.pairs != (uint32_t)(tokens * q.p.topk); // repeated ids, or some that are none
+    if (irregular) mark_repeated(q, m, quads);
+    place_tokens(q, m, tokens, irregular);
+    place_experts(q, m, warp, lane);
+#pragma unroll 1
+    for (int e = blockIdx.x + (WARPS - 1 - warp) * gridDim.x; e < q.p.experts; e += WARPS * gridDim.x)
+        write_expert(q.p, m.rows, e);
+    __syncthreads();
+#pragma unroll 1
+    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        if (i < quads) sort_quad(q, m, i, j ? weights[1] : weights[0]);
+    }
+    __syncthreads();
+    write_pairs(q, m, tokens);
+    write_tail(q.p, *m.blocks * SMOE_BLOCK_ROWS);
+    let_next_start();
+}
+
+work_space work_at(const smoe_cuda_plan &p, int64_t chunks, int64_t padded_experts)
+{
+    const int64_t cells = chunks * padded_experts;
+    uint32_t *totals = (uint32_t *)p.work, *before = totals + padded_experts;
+    if (smoe_plan_is_summed(p.tokens, p.experts, p.chunk)) return {(uint16_t *)p.work, nullptr, nullptr};
+    return {(uint16_t *)(before + cells), before, totals};
+}
+
+} // namespace
+} // namespace plan
+} // namespace smoe
+
+extern "C" uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk)
+{
+    const int64_t chunks = smoe_divide_up(tokens, chunk);
+    const uint64_t padded = (uint64_t)smoe_plan_padded_experts((int32_t)experts),
+                   cells = (uint64_t)chunks * padded;
+    return smoe_plan_is_summed(tokens, (int32_t)experts, chunk) ? cells * 2 : cells * 6 + padded * 4;
+}
+
+extern "C" cudaError_t smoe_cuda_plan_init(void)
+{
+    using namespace smoe::plan;
+    const cudaError_t status = cudaFuncSetAttribute(
+        (const void *)scatter, cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
+    return status == cudaSuccess
+               ? cudaFuncSetAttribute((const void *)count, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      SMOE_PLAN_SHARED)
+               : status;
+}
+
+extern "C" cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *p, cudaStream_t stream)
+{
+    using namespace smoe::plan;
+    problem q = {};
+    q.p = *p;
+    q.chunks = (int32_t)smoe_divide_up(p->tokens, p->chunk);
+    q.padded_experts = smoe_plan_padded_experts(p->experts);
+    q.quads = smoe_plan_quads(p->topk);
+    q.quads_reciprocal = smoe_reciprocal((uint32_t)q.quads);
+    q.columns_reciprocal = smoe_reciprocal((uint32_t)q.padded_experts / 8);
+    q.shared = smoe_plan_shared_of(p->chunk, p->experts, p->topk);
+    q.work = work_at(*p, q.chunks, q.padded_experts);
+    const dim3 ctas((unsigned)q.chunks);
+    cudaError_t status = cudaSuccess;
+    if (!p->counted) status = smoe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
+    if (status == cudaSuccess && q.work.totals)
+        status = smoe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0,
+                                    stream, q);
+    return status == cudaSuccess ? smoe::launch_early(scatter, ctas, dim3(THREADS), q.shared.end, stream, q)
+                                 : status;
+}

@@ -1,0 +1,132 @@
+// What the plan's kernels share: sums over the threads of a CTA, and what a warp writes for an expert of its
+// own.
+#pragma once
+#include "common/ptx.cuh"
+#include "host/launch.h"
+#include "host/plan_size.h"
+
+namespace smoe
+{
+namespace plan
+{
+
+enum { THREADS = SMOE_PLAN_THREADS, WARPS = THREADS / 32 };
+
+SMOE_DEVICE uint32_t blocks_of(uint32_t rows)
+{
+    return (rows + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
+}
+
+// Sum over the lanes up to this one.
+SMOE_DEVICE uint32_t sum_up_to_lane(uint32_t value, int lane)
+{
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const uint32_t left = __shfl_up_sync(~0u, value, step);
+        if (lane >= step) value += left;
+    }
+    return value;
+}
+
+// Exclusive sum over the threads of the CTA; `memory`: a word a warp.
+SMOE_DEVICE uint32_t scan(uint32_t value, uint32_t *memory)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const uint32_t sum = sum_up_to_lane(value, lane);
+    if (lane == 31) memory[warp] = sum;
+    __syncthreads();
+    const uint32_t others = __reduce_add_sync(~0u, lane < warp ? memory[lane] : 0);
+    __syncthreads();
+    return sum - value + others;
+}
+
+// Sums over the experts before one, and its place in the order.
+struct expert_sums {
+    uint32_t place, rows, blocks, odd, pieces; // odd: experts with an odd number of blocks
+};
+
+SMOE_DEVICE uint32_t tiles_of(const expert_sums &s)
+{
+    return (s.blocks + s.odd) / 2;
+}
+
+SMOE_DEVICE void add_expert(expert_sums &s, uint32_t rows, uint32_t piece_limit)
+{
+    const uint32_t blocks = blocks_of(rows);
+    s.rows += rows;
+    s.blocks += blocks;
+    s.odd += blocks & 1;
+    s.pieces += (blocks + piece_limit - 1) / piece_limit;
+}
+
+// By a warp. `rows`: of all experts, in shared memory.
+SMOE_DEVICE expert_sums sum_experts(const smoe_cuda_plan &p, const uint32_t *rows, int expert, int lane)
+{
+    const uint32_t own = rows[expert];
+    expert_sums s = {0, 0, 0, 0, 0};
+#pragma unroll 2
+    for (int other = lane; other < expert; other += 32) {
+        s.place += rows[other] >= own;
+        add_expert(s, rows[other], (uint32_t)p.lists.piece_limit);
+    }
+#pragma unroll 2
+    for (int other = expert + 1 + lane; other < p.experts; other += 32) s.place += rows[other] > own;
+    return {__reduce_add_sync(~0u, s.place), __reduce_add_sync(~0u, s.rows), __reduce_add_sync(~0u, s.blocks),
+            __reduce_add_sync(~0u, s.odd), __reduce_add_sync(~0u, s.pieces)};
+}
+
+// A warp writes an expert's part of the tables, its padding rows and its work.
+SMOE_DEVICE void write_expert(const smoe_cuda_plan &p, const uint32_t *rows, int expert)
+{
+    const int lane = threadIdx.x & 31;
+    const uint32_t own = rows[expert];
+    const expert_sums before = sum_experts(p, rows, expert, lane);
+    expert_sums after = before;
+    add_expert(after, own, (uint32_t)p.lists.piece_limit);
+    if (lane == 0) {
+        p.order[before.place] = expert;
+        p.counts[expert] = (int32_t)own;
+        if (p.topk_counts) p.topk_counts[expert] = (int32_t)own;
+        p.row_offsets[expert] = (int32_t)before.rows;
+        p.block_offsets[expert] = (int32_t)before.blocks;
+        if (expert == p.experts - 1) {
+            p.row_offsets[p.experts] = (int32_t)after.rows;
+            p.block_offsets[p.experts] = (int32_t)after.blocks;
+            p.lists.counts[0] = (int32_t)tiles_of(after);
+            p.lists.counts[1] = (int32_t)after.pieces;
+            p.lists.turn[0] = p.lists.turn[1] = 0;
+        }
+    }
+    const uint32_t first = before.blocks * SMOE_BLOCK_ROWS, end = after.blocks * SMOE_BLOCK_ROWS;
+    const int blocks = (int)(after.blocks - before.blocks);
+#pragma unroll 1
+    for (uint32_t row = first + own + lane; row < end; row += 32) {
+        p.row_token[row] = -1;
+        p.row_weight[row] = 0.0f;
+    }
+#pragma unroll 1
+    for (int i = lane; i < (blocks + 1) / 2; i += 32)
+        p.lists.tiles[tiles_of(before) + i] =
+            smoe_work_make((int32_t)(first + i * 2 * SMOE_BLOCK_ROWS), expert, min(2, blocks - 2 * i));
+    const int pieces = (int)(after.pieces - before.pieces);
+#pragma unroll 1
+    for (int i = lane; i < pieces; i += 32) {
+        const int begin = smoe_cut(blocks, pieces, i), end_block = smoe_cut(blocks, pieces, i + 1);
+        p.lists.pieces[before.pieces + i] =
+            smoe_work_make((int32_t)(first + begin * SMOE_BLOCK_ROWS), expert, end_block - begin);
+    }
+}
+
+// All padded rows from `first` on belong to nobody. By the whole grid.
+SMOE_DEVICE void write_tail(const smoe_cuda_plan &p, uint32_t first)
+{
+#pragma unroll 1
+    for (uint32_t row = first + blockIdx.x * THREADS + threadIdx.x; row < (uint32_t)p.padded_rows;
+         row += gridDim.x * THREADS) {
+        p.row_token[row] = -1;
+        p.row_weight[row] = 0.0f;
+    }
+}
+
+} // namespace plan
+} // namespace smoe

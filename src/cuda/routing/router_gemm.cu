@@ -1,0 +1,228 @@
+// logits = X Wr^T + br: tiles of 128 tokens x 128 experts (32 x 128 for few tokens, with more stages
+// instead), mma.sync m16n8k16 with f32 accumulators, stages of 64 columns by cp.async, rows in shared memory
+// swizzled by 16-byte chunks. One CTA makes the whole sum of a tile, in one order: the same bits every time,
+// whatever the tile.
+//
+// The router is bound by reading X (T d 2 bytes); with E > 128 the CTAs of one tile of X run side by side and
+// find it in L2.
+#include "host/routing.h"
+
+#include "common/mma.cuh"
+#include "common/storage.cuh"
+
+namespace smoe
+{
+namespace router
+{
+namespace
+{
+
+enum { THREADS = 256, COLUMNS = 128, STEP = 64 /* of d, a stage: 128 bytes a row */ };
+
+// ROWS x 128 tiles: 8 warps, each WARP_ROWS x WARP_COLUMNS.
+template <int ROWS_, int STAGES_> struct tile {
+    enum {
+        ROWS = ROWS_,
+        STAGES = STAGES_,
+        X_BYTES = ROWS * STEP * 2,
+        STAGE_BYTES = X_BYTES + COLUMNS * STEP * 2,
+        BYTES = STAGES * STAGE_BYTES,
+        WARP_ROWS = ROWS < 64 ? ROWS : 64,
+        WARPS_DOWN = ROWS / WARP_ROWS,
+        WARP_COLUMNS = COLUMNS / (8 / WARPS_DOWN),
+        DOWN = WARP_ROWS / 16, // products of a warp
+        ACROSS = WARP_COLUMNS / 8
+    };
+};
+
+typedef tile<128, 3> large_tile;
+typedef tile<32, 8> small_tile;
+
+struct problem {
+    const void *x, *weight, *bias;
+    void *logits;
+    int64_t tokens;
+    int32_t hidden, experts, logits_bf16;
+};
+
+// Address of 16-byte chunk `chunk` of row `row` of a panel.
+SMOE_DEVICE uint32_t chunk_address(uint32_t panel, int row, int chunk)
+{
+    return panel + row * (STEP * 2) + ((chunk ^ (row & 7)) << 4);
+}
+
+// ROWS rows x 64 columns of a row-major matrix; rows past its `rows` and columns past `hidden` become zeros.
+// A thread copies chunk tid % 8 of every 32nd row.
+template <int ROWS>
+SMOE_DEVICE void load_panel(uint32_t panel, const void *matrix, int64_t first, int64_t rows, int hidden,
+                            int column)
+{
+    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+    const int left = (int)min(rows - first, (int64_t)ROWS), here = column + chunk * 8;
+    const char *from = (const char *)matrix + ((first + row) * hidden + here) * 2;
+    const uint32_t to = chunk_address(panel, row, chunk); // 32 rows on the swizzle is the same
+#pragma unroll
+    for (int i = 0; i < ROWS / 32; i++) {
+        const bool there = row + 32 * i < left && here < hidden;
+        copy16_async(to + 32 * i * STEP * 2, there ? from + (int64_t)i * 64 * hidden : matrix,
+                     there ? 16 : 0);
+    }
+}
+
+template <class C> SMOE_DEVICE void load_stage(const problem &q, uint32_t stage, int step)
+{
+    if (step * STEP < q.hidden) {
+        load_panel<C::ROWS>(stage, q.x, (int64_t)blockIdx.y * C::ROWS, q.tokens, q.hidden, step * STEP);
+        load_panel<COLUMNS>(stage + C::X_BYTES, q.weight, (int64_t)blockIdx.x * COLUMNS, q.experts, q.hidden,
+                            step * STEP);
+    }
+    commit_copies();
+}
+
+// One stage: 4 steps of 16. acc[i][j]: rows 16 i, columns 8 j of the warp's part.
+template <typename T, class C>
+SMOE_DEVICE void multiply_stage(float (&acc)[C::DOWN][C::ACROSS][4], uint32_t stage, int warp_row,
+                                int warp_column, int lane)
+{
+    const int a_row = warp_row + (lane & 15), b_row = warp_column + (lane & 7) + (lane >> 4) * 8;
+#pragma unroll
+    for (int k = 0; k < STEP / 16; k++) {
+        uint32_t a[C::DOWN][4], b[C::ACROSS / 2][4];
+#pragma unroll
+        for (int i = 0; i < C::DOWN; i++)
+            load_matrices(a[i], chunk_address(stage, a_row + 16 * i, 2 * k + (lane >> 4)));
+#pragma unroll
+        for (int j = 0; j < C::ACROSS / 2; j++)
+            load_matrices(b[j], chunk_address(stage + C::X_BYTES, b_row + 16 * j, 2 * k + (lane >> 3 & 1)));
+#pragma unroll
+        for (int i = 0; i < C::DOWN; i++)
+#pragma unroll
+            for (int j = 0; j < C::ACROSS; j++)
+                multiply(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], T());
+    }
+}
+
+template <typename T>
+SMOE_DEVICE void store(const problem &q, int64_t token, int expert, float low, float high)
+{
+    const T *bias = (const T *)q.bias;
+    const bool second = expert + 1 < q.experts;
+    if (token >= q.tokens || expert >= q.experts) return;
+    if (bias) {
+        low += to_float(bias[expert]);
+        if (second) high += to_float(bias[expert + 1]);
+    }
+    const int64_t at = token * q.experts + expert;
+    const bool paired = second && q.experts % 2 == 0;
+    if (q.logits_bf16) {
+        __nv_bfloat16 *to = (__nv_bfloat16 *)q.logits + at;
+        if (paired) {
+            *(uint32_t *)to = storage<__nv_bfloat16>::pack(low, high);
+            return;
+        }
+        to[0] = __float2bfloat16_rn(low);
+        if (second) to[1] = __float2bfloat16_rn(high);
+        return;
+    }
+    float *to = (float *)q.logits + at;
+    if (paired) {
+        *(float2 *)to = make_float2(low, high);
+        return;
+    }
+    to[0] = low;
+    if (second) to[1] = high;
+}
+
+template <typename T, class C>
+__global__ void __launch_bounds__(THREADS, C::ROWS == 128 ? 2 : 1) gemm(const __grid_constant__ problem q)
+{
+    extern __shared__ __align__(128) char memory[];
+    const uint32_t base = shared_address(memory);
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    const int warp_row = warp % C::WARPS_DOWN * C::WARP_ROWS;
+    const int warp_column = warp / C::WARPS_DOWN * C::WARP_COLUMNS;
+    const int steps = (q.hidden + STEP - 1) / STEP;
+    float acc[C::DOWN][C::ACROSS][4] = {};
+#pragma unroll
+    for (int s = 0; s < C::STAGES - 1; s++) load_stage<C>(q, base + s * C::STAGE_BYTES, s);
+    int stage = 0, ahead = C::STAGES - 1;
+    for (int step = 0; step < steps; step++) {
+        wait_copies<C::STAGES - 2>();
+        __syncthreads(); // the stage has landed, and all warps have left the one that is loaded next
+        load_stage<C>(q, base + ahead * C::STAGE_BYTES, step + C::STAGES - 1);
+        multiply_stage<T, C>(acc, base + stage * C::STAGE_BYTES, warp_row, warp_column, lane);
+        stage = stage + 1 == C::STAGES ? 0 : stage + 1;
+        ahead = ahead + 1 == C::STAGES ? 0 : ahead + 1;
+    }
+#pragma unroll
+    for (int i = 0; i < C::DOWN; i++)
+#pragma unroll
+        for (int j = 0; j < C::ACROSS; j++) {
+            const int64_t token = (int64_t)blockIdx.y * C::ROWS + warp_row + 16 * i + lane / 4;
+            const int expert = (int)blockIdx.x * COLUMNS + warp_column + 8 * j + lane % 4 * 2;
+            store<T>(q, token, expert, acc[i][j][0], acc[i][j][1]);
+            store<T>(q, token + 8, expert, acc[i][j][2], acc[i][j][3]);
+        }
+}
+
+template <class C> void launch(const problem &q, bool f16, cudaStream_t stream)
+{
+    const dim3 ctas((unsigned)((q.experts + COLUMNS - 1) / COLUMNS),
+                    (unsigned)((q.tokens + C::ROWS - 1) / C::ROWS));
+    if (f16)
+        gemm<__half, C><<<ctas, THREADS, C::BYTES, stream>>>(q);
+    else
+        gemm<__nv_bfloat16, C><<<ctas, THREADS, C::BYTES, stream>>>(q);
+}
+
+template <class C> cudaError_t raise_limits()
+{
+    const cudaError_t status = cudaFuncSetAttribute((const void *)gemm<__half, C>,
+                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, C::BYTES);
+    return status != cudaSuccess
+               ? status
+               : cudaFuncSetAttribute((const void *)gemm<__nv_bfloat16, C>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, C::BYTES);
+}
+
+// Tiles enough for most SMs, or small ones.
+bool prefers_large(int64_t tokens, int64_t experts)
+{
+    return (tokens + 127) / 128 * ((experts + 127) / 128) >= 96;
+}
+
+} // namespace
+} // namespace router
+} // namespace smoe
+
+// The grid's y has 65535 tiles: longer inputs go in several launches.
+extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void *x,
+                                             const void *router_weight, const void *bias, void *logits,
+                                             cudaStream_t stream)
+{
+    using namespace smoe::router;
+    const int64_t most = 65535ll * 32, logit = layer->logits_type == SMOE_BF16 ? 2 : 4;
+    for (int64_t first = 0; first < layer->tokens; first += most) {
+        const int64_t tokens = layer->tokens - first < most ? layer->tokens - first : most;
+        const problem q = {(const char *)x + first * layer->hidden * 2,
+                           router_weight,
+                           bias,
+                           (char *)logits + first * layer->experts * logit,
+                           tokens,
+                           (int32_t)layer->hidden,
+                           (int32_t)layer->experts,
+                           layer->logits_type == SMOE_BF16};
+        if (prefers_large(tokens, layer->experts))
+            launch<large_tile>(q, layer->dtype == SMOE_F16, stream);
+        else
+            launch<small_tile>(q, layer->dtype == SMOE_F16, stream);
+    }
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t smoe_cuda_router_gemm_init(void)
+{
+    using namespace smoe::router;
+    const cudaError_t status = raise_limits<large_tile>();
+    return status != cudaSuccess ? status : raise_limits<small_tile>();
+}

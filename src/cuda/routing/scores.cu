@@ -1,0 +1,145 @@
+// The scores of all pairs: ranking keys for rounding where top-K has not made them, turned to (E, T) on the
+// way, and a panel's sums of p and of logsumexp^2 for the losses.
+//
+// A CTA takes a panel of 256 tokens and 32 experts. Lanes are experts, so that logits come in whole sectors;
+// the keys of 32 tokens wait in shared memory and leave as rows of 512 bytes (1 KB with f32 logits).
+//
+// Bytes: the logits once (L2 holds them still), as many of keys.
+#include "host/routing.h"
+
+#include "routing/logits.cuh"
+
+namespace smoe
+{
+namespace scores
+{
+namespace
+{
+
+enum { WARPS = 8, THREADS = 32 * WARPS, STRIP = SMOE_ROUTE_PANEL / WARPS, GROUP = 8 };
+
+template <typename L> struct tile_of {
+    static constexpr int WORD_KEYS = 4 / (int)sizeof(typename logits_of<L>::key); // keys in 32 bits
+    static constexpr int WORDS = SMOE_ROUTE_PANEL / WORD_KEYS, PITCH = WORDS + 4; // of an expert
+};
+
+// Keys of 8 tokens to the tile, as 16-byte pieces.
+SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint16_t)
+{
+    *(uint4 *)to = make_uint4(keys[0] | keys[1] << 16, keys[2] | keys[3] << 16, keys[4] | keys[5] << 16,
+                              keys[6] | keys[7] << 16);
+}
+
+SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint32_t)
+{
+    *(uint4 *)to = make_uint4(keys[0], keys[1], keys[2], keys[3]);
+    *(uint4 *)(to + 4) = make_uint4(keys[4], keys[5], keys[6], keys[7]);
+}
+
+// A block's keys go to global memory, a row of the panel an expert.
+template <typename L> SMOE_DEVICE void write_tile(const smoe_cuda_routing &r, const uint32_t *tile)
+{
+    using key = typename logits_of<L>::key;
+    constexpr int PIECES = tile_of<L>::WORDS / 4;
+    for (int i = threadIdx.x; i < 32 * PIECES; i += THREADS) {
+        const int row = i / PIECES, piece = i % PIECES;
+        const int64_t expert = (int64_t)blockIdx.y * 32 + row;
+        if (expert >= r.layer.experts) return;
+        key *to = (key *)r.keys + (expert * r.panels + blockIdx.x) * SMOE_ROUTE_PANEL;
+        ((uint4 *)to)[piece] = *(const uint4 *)(tile + row * tile_of<L>::PITCH + piece * 4);
+    }
+}
+
+// Sum over the CTA's threads in a fixed order; thread 0 has it.
+SMOE_DEVICE double sum_of_threads(double v, double *memory)
+{
+    for (int step = 16; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
+    if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
+    __syncthreads();
+    double sum = 0.0;
+    for (int w = 0; w < WARPS; w++) sum += memory[w];
+    __syncthreads();
+    return sum;
+}
+
+template <typename L>
+__global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cuda_routing r)
+{
+    __shared__ smoe_token_softmax scales[SMOE_ROUTE_PANEL];
+    __shared__ __align__(16) uint32_t tile[32 * tile_of<L>::PITCH];
+    __shared__ double part[WARPS][32];
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    const int64_t first = (int64_t)blockIdx.x * SMOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
+    const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
+    const int experts = (int)r.layer.experts;
+    const bool sigmoid = r.layer.score == SMOE_SIGMOID, real = expert < experts;
+    if (r.softmax && (int)threadIdx.x < tokens) scales[threadIdx.x] = r.softmax[first + threadIdx.x];
+    __syncthreads();
+
+    const L *logits = (const L *)r.logits + (first + warp * STRIP) * experts + expert;
+    const float bias = r.selection_bias && real ? r.selection_bias[expert] : 0.0f;
+    double sum = 0.0;
+#pragma unroll 1
+    for (int group = 0; group < STRIP; group += GROUP) {
+        float logit[GROUP];
+        uint32_t keys[GROUP];
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            const bool there = real && warp * STRIP + group + i < tokens;
+            logit[i] = there ? logits_of<L>::value(logits[(group + i) * experts]) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            const int token = warp * STRIP + group + i;
+            float score = 0.0f;
+            if (r.softmax && token < tokens) {
+                score = smoe_div(smoe_softmax_term(logit[i], scales[token].max), scales[token].sum);
+                sum += (double)score;
+            }
+            if (sigmoid) {
+                const float sigma = smoe_sigmoid(logit[i]);
+                score = r.selection_bias ? smoe_add(sigma, bias) : sigma;
+            }
+            keys[i] = logits_of<L>::key_of(score);
+        }
+        constexpr int PER = tile_of<L>::WORD_KEYS;
+        store_keys(tile + lane * tile_of<L>::PITCH + (warp * STRIP + group) / PER, keys,
+                   (typename logits_of<L>::key)0);
+    }
+    part[warp][lane] = sum;
+    __syncthreads();
+    if (r.keys) write_tile<L>(r, tile);
+    if (!r.losses) return;
+
+    if (warp == 0 && real) {
+        double total = 0.0;
+        for (int w = 0; w < WARPS; w++) total += part[w][lane];
+        r.panel_probability[(int64_t)blockIdx.x * experts + expert] = total;
+    }
+    if (blockIdx.y != 0) return;
+    double z = 0.0;
+    if ((int)threadIdx.x < tokens) z = (double)scales[threadIdx.x].max + log((double)scales[threadIdx.x].sum);
+    __syncthreads();
+    const double squares = sum_of_threads(z * z, &part[0][0]);
+    if (threadIdx.x == 0) r.panel_z[blockIdx.x] = squares;
+}
+
+template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
+{
+    const dim3 ctas((unsigned)r.panels, (unsigned)((r.layer.experts + 31) / 32));
+    panel<L><<<ctas, THREADS, 0, stream>>>(r);
+}
+
+} // namespace
+} // namespace scores
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_scores(const smoe_cuda_routing *r, cudaStream_t stream)
+{
+    using namespace smoe::scores;
+    if (r->layer.logits_type == SMOE_F32)
+        launch<float>(*r, stream);
+    else
+        launch<__nv_bfloat16>(*r, stream);
+    return cudaGetLastError();
+}

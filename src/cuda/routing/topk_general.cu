@@ -1,0 +1,211 @@
+// Top-K of every layer the header describes: E up to 4096, K up to 64, every score, selection bias, groups. A
+// warp takes a token, a CTA 32 of them (one word of the mask).
+//
+// The warp keeps a ranking key for every expert in shared memory (0: cannot be chosen, else key + 1) and the
+// largest key of every 32 experts in registers. A round takes the largest of those, finds the expert by a
+// ballot over its 32, and renews the one maximum: K rounds of a few dozen instructions, whatever E is.
+#include "host/routing.h"
+
+#include "routing/logits.cuh"
+
+namespace smoe
+{
+namespace topk
+{
+namespace
+{
+
+enum { GENERAL_THREADS = 256, GENERAL_WARPS = GENERAL_THREADS / 32, GENERAL_TOKENS = 32, MOST_BLOCKS = 128 };
+
+struct warp_memory {
+    uint32_t *keys;       // [experts, padded to 32]
+    uint32_t *group_keys; // [groups]
+};
+
+// Keys of all experts, and the largest logit.
+template <typename L>
+SMOE_DEVICE float rank_experts(const smoe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
+{
+    const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
+    const bool sigmoid = r.layer.score == SMOE_SIGMOID;
+    uint32_t largest = 0;
+    for (int e = lane; e < padded; e += 32) {
+        uint32_t key = 0;
+        if (e < experts) {
+            const float logit = logits_of<L>::value(logits[e]);
+            const uint32_t logit_key = smoe_rank_key(logit);
+            largest = max(largest, logit_key);
+            key = logit_key + 1;
+            if (sigmoid) {
+                const float sigma = smoe_sigmoid(logit);
+                key = smoe_rank_key(r.selection_bias ? smoe_add(sigma, r.selection_bias[e]) : sigma) + 1;
+            }
+        }
+        m.keys[e] = key;
+    }
+    return softmax_max(smoe_rank_value(__reduce_max_sync(~0u, largest)));
+}
+
+template <typename L> SMOE_DEVICE float sum_terms(const L *logits, int experts, float max, int lane)
+{
+    unsigned long long sum = 0;
+    for (int e = lane; e < experts; e += 32)
+        sum += smoe_softmax_fixed_fast(smoe_softmax_term(logits_of<L>::value(logits[e]), max));
+#pragma unroll
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return smoe_softmax_sum(sum);
+}
+
+// Experts outside the groups_kept best groups get the key 0.
+SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int lane)
+{
+    const int groups = layer.groups, size = (int)(layer.experts / groups);
+    for (int g = lane; g < groups; g += 32) {
+        uint32_t first = 0, second = 0;
+        for (int i = 0; i < size; i++) {
+            const uint32_t key = m.keys[g * size + i] - 1;
+            second = max(second, min(key, first));
+            first = max(first, key);
+        }
+        m.group_keys[g] = smoe_rank_key(smoe_add(smoe_rank_value(first), smoe_rank_value(second)));
+    }
+    __syncwarp();
+    for (int g = lane; g < groups; g += 32) {
+        const uint32_t key = m.group_keys[g];
+        int better = 0;
+        for (int h = 0; h < groups; h++) better += m.group_keys[h] > key || (m.group_keys[h] == key && h < g);
+        if (better < layer.groups_kept) continue;
+        for (int i = 0; i < size; i++) m.keys[g * size + i] = 0;
+    }
+    __syncwarp();
+}
+
+// Lane k % 32 gets the expert of rank k, in ids[0] for k < 32 and ids[1] above.
+SMOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int topk, int lane)
+{
+    const int blocks = (experts + 31) / 32;
+    uint32_t block_max[MOST_BLOCKS / 32]; // of block lane + 32 j
+#pragma unroll
+    for (int j = 0; j < MOST_BLOCKS / 32; j++) {
+        block_max[j] = 0;
+        for (int i = 0; i < 32 && j * 32 + i < blocks; i++) {
+            const uint32_t largest = __reduce_max_sync(~0u, m.keys[(j * 32 + i) * 32 + lane]);
+            if (i == lane) block_max[j] = largest;
+        }
+    }
+    for (int k = 0; k < topk; k++) {
+        uint32_t own = 0;
+        int own_block = MOST_BLOCKS;
+#pragma unroll
+        for (int j = 0; j < MOST_BLOCKS / 32; j++)
+            if (block_max[j] > own) {
+                own = block_max[j];
+                own_block = j * 32 + lane;
+            }
+        const uint32_t top = __reduce_max_sync(~0u, own);
+        const int block = (int)__reduce_min_sync(~0u, (uint32_t)(own == top ? own_block : MOST_BLOCKS));
+        uint32_t key = m.keys[block * 32 + lane];
+        const int at = __ffs(__ballot_sync(~0u, key == top)) - 1;
+        if (lane == at) m.keys[block * 32 + lane] = key = 0;
+        const uint32_t rest = __reduce_max_sync(~0u, key);
+#pragma unroll
+        for (int j = 0; j < MOST_BLOCKS / 32; j++)
+            if (block == j * 32 + lane) block_max[j] = rest;
+        if (lane == k % 32 && k < 32) ids[0] = block * 32 + at;
+        if (lane == k % 32 && k >= 32) ids[1] = block * 32 + at;
+        __syncwarp();
+    }
+}
+
+template <typename L>
+SMOE_DEVICE void route_token(const smoe_cuda_routing &r, const warp_memory &m, uint32_t *mask, int64_t token,
+                             int lane)
+{
+    const int experts = (int)r.layer.experts, topk = (int)r.layer.topk;
+    const L *logits = (const L *)r.logits + token * experts;
+    smoe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
+    __syncwarp();
+    if (r.softmax || r.layer.score == SMOE_SOFTMAX_TOPK)
+        softmax.sum = sum_terms(logits, experts, softmax.max, lane);
+    if (r.softmax && lane == 0) r.softmax[token] = softmax;
+    if (r.layer.groups > 1) keep_groups(r.layer, m, lane);
+    int ids[2] = {0, 0};
+    choose(ids, m, experts, topk, lane);
+
+    const float first_logit = logits_of<L>::value(logits[__shfl_sync(~0u, ids[0], 0)]);
+    float weights[2] = {0.0f, 0.0f}, sum = 0.0f;
+    bool nan = false;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        if (j * 32 + lane < topk) {
+            const float logit = logits_of<L>::value(logits[ids[j]]);
+            nan |= smoe_is_nan(logit);
+            weights[j] = raw_weight(r.layer, logit, first_logit, softmax);
+        }
+        for (int k = j * 32; k < min(topk, j * 32 + 32); k++)
+            sum = smoe_add(sum, __shfl_sync(~0u, weights[j], k % 32));
+    }
+    nan = __any_sync(~0u, nan);
+    const bool divided = weights_are_divided(r.layer);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int k = j * 32 + lane;
+        if (k >= topk) continue;
+        r.topk_ids[token * topk + k] = ids[j];
+        r.topk_weights[token * topk + k] = finish_weight(r.layer, weights[j], sum, divided, nan);
+        atomicOr(mask + ids[j], 1u << (token & 31));
+    }
+}
+
+template <typename L>
+__global__ void __launch_bounds__(GENERAL_THREADS) general(const __grid_constant__ smoe_cuda_routing r)
+{
+    extern __shared__ __align__(16) uint32_t words[];
+    const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    uint32_t *mask = words, *keys = words + padded;
+    const warp_memory m = {keys + warp * padded, keys + GENERAL_WARPS * padded + warp * r.layer.groups};
+    for (int e = threadIdx.x; e < experts; e += GENERAL_THREADS) mask[e] = 0;
+    __syncthreads();
+    for (int i = warp; i < GENERAL_TOKENS; i += GENERAL_WARPS) {
+        const int64_t token = (int64_t)blockIdx.x * GENERAL_TOKENS + i;
+        if (token < r.layer.tokens) route_token<L>(r, m, mask, token, lane);
+        __syncwarp();
+    }
+    __syncthreads();
+    if (!r.mask) return;
+    for (int e = threadIdx.x; e < experts; e += GENERAL_THREADS)
+        r.mask[(int64_t)e * r.words + blockIdx.x] = mask[e];
+}
+
+size_t general_memory(const smoe_layer &layer)
+{
+    const size_t padded = (size_t)(layer.experts + 31) / 32 * 32;
+    return 4 * (padded * (1 + GENERAL_WARPS) + (size_t)layer.groups * GENERAL_WARPS);
+}
+
+} // namespace
+} // namespace topk
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_topk_general(const smoe_cuda_routing *r, cudaStream_t stream)
+{
+    using namespace smoe::topk;
+    const size_t memory = general_memory(r->layer);
+    if (r->layer.logits_type == SMOE_F32)
+        general<float><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
+    else
+        general<__nv_bfloat16><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t smoe_cuda_topk_general_init(void)
+{
+    using namespace smoe::topk;
+    enum { MOST = 4 * (4096 * (1 + GENERAL_WARPS) + 2048 * GENERAL_WARPS) };
+    const cudaError_t status =
+        cudaFuncSetAttribute((const void *)general<float>, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST);
+    return status != cudaSuccess ? status
+                                 : cudaFuncSetAttribute((const void *)general<__nv_bfloat16>,
+                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, MOST);
+}

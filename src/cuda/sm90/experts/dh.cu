@@ -1,0 +1,481 @@
+// dA'[r] = dO[t(r)] W2[e], and from H what follows of it: dS[r] = <dA'[r], A[r]>, dH[r] = dact(H[r], s[r]
+// dA'[r]), A'[r] = s[r] A[r].
+//
+// FLOPs 2 R d n; bytes: dO gathered once a column tile, W2, H 2 R h read, dH 2 R h and A' 2 R n written. Tile
+// 128 x 256 on the cooperative core, W2 MN-major as it stands in memory.
+//
+// The consumers gather themselves: a stage is filled anew by those who are done with it, at once, while the
+// third group has its hands full. They dump dA' as fp16, each row scaled by a power of two so that its
+// largest element is in [2^14, 2^15): one rounding of 2^-12, no element costs more than its conversion. The
+// four warps of the third group work the dump off, row by row: 512 bytes of H's gate half and of its up half
+// come straight from global memory through a ring of copies (every lane its own 16 bytes, four rows ahead),
+// and dH and A' go back from registers in pieces as long (squares of 4 rows by 64 columns took the pass 0.2
+// to 0.5 % longer). Nothing of H, dH or A' is staged, so dH may lie in H's place: a lane reads its 16 bytes
+// long before it writes them. dS of a row goes by column tiles into partial sums, no atomics.
+#include "common/activation_gradient.cuh"
+#include "host/launch_backward.h"
+#include "sm90/gemm_cooperative.cuh"
+#include "sm90/tma.cuh"
+
+namespace smoe
+{
+namespace
+{
+
+using namespace cooperative;
+
+enum {
+    CONSUMER_THREADS = 128,
+    COPIES = SMOE_BLOCK_ROWS / (CONSUMER_THREADS / 8), // a thread's: eight copy the 128 bytes of a row
+    CONSUMER_BARRIER = 1,                              // named, one a consumer
+    BLOCK_ROWS = 16,                                   // a consumer warp's rows: the unit of the dump
+    BLOCKS = CONSUMER_WARPS,
+    PANELS = TILE_COLUMNS / SMOE_PANEL_COLUMNS,
+    PANEL_BYTES = BLOCK_ROWS * SMOE_PANEL_ROW_BYTES, // of a block: 16 rows x 64 columns
+    BLOCK_BYTES = PANELS * PANEL_BYTES,
+    AHEAD = 4,                             // rows of H under way, 8 columns a lane
+    RING = STAGING + BLOCKS * BLOCK_BYTES, // a worker warp: 4 rows x (gate 512 bytes, up 512 bytes)
+    RING_HALF = TILE_COLUMNS * 2,
+    RING_ROW = 2 * RING_HALF,
+    RING_WARP = AHEAD * RING_ROW,
+    BARRIERS = RING + 4 * RING_WARP,
+    SCALES = BARRIERS + 8 * (2 * STAGES + 2 * BLOCKS), // (BLOCKS, BLOCK_ROWS) float
+    DONE = SCALES + BLOCKS * BLOCK_ROWS * 4,           // a word a stage: consumers that are done with it
+    SHARED_BYTES = DONE + STAGES * 4
+};
+static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert(TILE_COLUMNS == 32 * 8, "a warp's lanes have a row of the tile, 16 bytes each");
+static_assert(BLOCK_ROWS % (2 * AHEAD) == 0, "the ring's slots, and the rows' places in a panel, repeat");
+
+struct dh_layout : shared_layout {
+    SMOE_DEVICE explicit dh_layout(uint32_t start)
+    {
+        base = start;
+        barriers = start + BARRIERS;
+    }
+    SMOE_DEVICE uint32_t block(uint32_t b) const
+    {
+        return base + STAGING + b * BLOCK_BYTES;
+    }
+    SMOE_DEVICE uint32_t scale(uint32_t b, uint32_t row) const
+    {
+        return base + SCALES + (b * BLOCK_ROWS + row) * 4;
+    }
+    SMOE_DEVICE uint32_t done(uint32_t stage) const
+    {
+        return base + DONE + stage * 4;
+    }
+    SMOE_DEVICE uint32_t block_full(uint32_t b) const
+    {
+        return barriers + 8 * (2 * STAGES + b);
+    }
+    SMOE_DEVICE uint32_t block_empty(uint32_t b) const
+    {
+        return barriers + 8 * (2 * STAGES + BLOCKS + b);
+    }
+};
+
+// ---- Gathering: a consumer fills the stages it is done with, its own 64 rows of dO by all its threads; W2's
+// box comes from the consumer that is done with a stage last.
+
+SMOE_DEVICE int steps_of(const smoe_cuda_dh &p)
+{
+    return (p.hidden + STEP - 1) / STEP;
+}
+
+struct gatherer {
+    const smoe_cuda_dh &p;
+    const tile_walk &walk;
+    const dh_layout &shared;
+    int unit, column, k; // of the step to load next; column: first of the tile
+    int next;            // token of row row0 + 16 (chunk % 4) of the tile after this one
+    smoe_work tile;
+    uint32_t real;            // bit i: row row0 + 16 i exists
+    const char *from[COPIES]; // this thread's 16 bytes of the step
+
+    SMOE_DEVICE gatherer(const smoe_cuda_dh &params, const tile_walk &work, const dh_layout &layout)
+        : p(params), walk(work), shared(layout), unit(blockIdx.x), column(0), k(0), next(-1), tile({0, 0}),
+          real(0)
+    {
+        if (unit >= walk.units) return;
+        read_token(walk.tile(unit));
+        begin_tile();
+    }
+
+    static SMOE_DEVICE int consumer()
+    {
+        return threadIdx.x / CONSUMER_THREADS;
+    }
+    static SMOE_DEVICE int row0()
+    {
+        return threadIdx.x % CONSUMER_THREADS >> 3;
+    }
+    static SMOE_DEVICE int chunk()
+    {
+        return threadIdx.x & 7;
+    }
+
+    SMOE_DEVICE void read_token(smoe_work of)
+    {
+        const int row = of.row + consumer() * SMOE_BLOCK_ROWS + row0() + 16 * (chunk() % COPIES);
+        next = consumer() < smoe_work_blocks(of) ? __ldg(p.row_token + row) : -1;
+    }
+
+    // The unit's tile becomes the current one, and the tokens of the one after it are asked for.
+    SMOE_DEVICE void begin_tile()
+    {
+        real = 0;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            const int row = __shfl_sync(~0u, next, (threadIdx.x & 24) | i);
+            real |= (row >= 0 ? 1u : 0u) << i;
+            from[i] = (const char *)p.dout + (uint64_t)(uint32_t)max(row, 0) * ((uint32_t)p.hidden * 2) +
+                      chunk() * 16;
+        }
+        tile = walk.tile(unit);
+        column = walk.column(unit) * TILE_COLUMNS;
+        k = 0;
+        if (unit + gridDim.x < walk.units) read_token(walk.tile(unit + gridDim.x));
+    }
+
+    SMOE_DEVICE void load_weights(uint32_t to, uint32_t full) const
+    {
+        barrier_expect(full, B_BYTES);
+        const int expert = smoe_work_expert(tile);
+        if (!p.panels_apart)
+            return load_box(to, &p.w2, full, 0, k * STEP, column / SMOE_PANEL_COLUMNS, expert);
+        for (int i = 0; i < PANELS; i++)
+            load_box(to + i * SMOE_PANEL_BYTES, &p.w2, full, column + i * SMOE_PANEL_COLUMNS, k * STEP, 0,
+                     expert);
+    }
+
+    // Fills a stage that all of the consumer's warps are done with.
+    SMOE_DEVICE void fill(uint32_t number)
+    {
+        if (unit >= walk.units) return;
+        const uint32_t stage = shared.stage(number), full = shared.full(number);
+        const uint32_t wanted = k * STEP + chunk() * 8 < p.hidden ? real : 0;
+        const uint32_t to = stage + consumer() * SMOE_PANEL_BYTES + smoe_panel_offset(row0(), chunk());
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            copy16_async_if(wanted & 1u << i, to + i * 16 * SMOE_PANEL_ROW_BYTES, from[i]);
+        barrier_arrive_after_copies(full);
+        if (threadIdx.x % CONSUMER_THREADS == 0 && second_of_two(shared.done(number)))
+            load_weights(stage + A_BYTES, full);
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) from[i] = advance_by_adds(from[i], STEP * 2);
+        if (++k < steps_of(p)) return;
+        unit += gridDim.x;
+        if (unit < walk.units) begin_tile();
+    }
+};
+
+// ---- Working off the dump: worker warp `worker` takes the blocks of warp `worker` of both consumers.
+// Addresses move on by additions, from row to row.
+
+// A block in global memory: its first row and this lane's first column.
+struct place {
+    int row, column;
+};
+
+// This lane's 16 bytes of a row, in H's or dH's gate half, or in A'.
+SMOE_DEVICE const char *piece_of(const void *matrix, int row, int width, int column)
+{
+    return (const char *)matrix + ((int64_t)row * width + column) * 2;
+}
+
+template <int KIND> SMOE_DEVICE int h_width_of(const smoe_cuda_dh &p)
+{
+    return KIND < SMOE_SILU ? 2 * p.intermediate : p.intermediate;
+}
+
+// From a piece of a row's gate half to the up half's.
+SMOE_DEVICE const char *up_half(const char *gate, const smoe_cuda_dh &p)
+{
+    return advance_by_adds(gate, (uint32_t)p.intermediate * 2);
+}
+
+template <bool GATED> struct h_ring {
+    const smoe_cuda_dh &p;
+    uint32_t slots; // of this lane
+
+    // A row starts on its way into a slot; of columns that do not exist nothing is read.
+    SMOE_DEVICE void fetch(const char *gate, int column, int slot) const
+    {
+        const uint32_t bytes = column < p.intermediate ? 16u : 0u;
+        copy16_async_once(slots + slot * RING_ROW, gate, bytes);
+        if (GATED) copy16_async_once(slots + slot * RING_ROW + RING_HALF, up_half(gate, p), bytes);
+        commit_copies();
+    }
+    SMOE_DEVICE uint4 gate(int slot) const
+    {
+        return load_shared16(slots + slot * RING_ROW);
+    }
+    SMOE_DEVICE uint4 up(int slot) const
+    {
+        return GATED ? load_shared16(slots + slot * RING_ROW + RING_HALF) : make_uint4(0, 0, 0, 0);
+    }
+};
+
+// A row's pieces of dH and A'; returns the lane's part of <dA', A>.
+template <typename T, int KIND>
+SMOE_DEVICE float write_row(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
+                            const char *to_a, bool exists, float weight, float y_weight)
+{
+    uint4 gate, up, scaled;
+    float ds = 0.0f;
+    differentiate_pair<T, KIND>(g.x, u.x, x.x, weight, y_weight, ds, gate.x, up.x, scaled.x);
+    differentiate_pair<T, KIND>(g.y, u.y, x.y, weight, y_weight, ds, gate.y, up.y, scaled.y);
+    differentiate_pair<T, KIND>(g.z, u.z, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
+    differentiate_pair<T, KIND>(g.w, u.w, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
+    store_streaming16_if(exists, (void *)to_dh, gate);
+    if (KIND < SMOE_SILU) store_streaming16_if(exists, (void *)up_half(to_dh, p), up);
+    store_streaming16_if(exists, (void *)to_a, scaled);
+    return ds;
+}
+
+// All lanes have a part of the sums of 4 rows; lanes 8 i to 8 i + 7 get row i's.
+SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
+{
+    const bool high = lane & 16, odd = lane & 8;
+    float first = high ? v[2] : v[0], second = high ? v[3] : v[1];
+    first += __shfl_xor_sync(~0u, high ? v[0] : v[2], 16);
+    second += __shfl_xor_sync(~0u, high ? v[1] : v[3], 16);
+    float sum = odd ? second : first;
+    sum += __shfl_xor_sync(~0u, odd ? first : second, 8);
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return sum + __shfl_xor_sync(~0u, sum, 1);
+}
+
+// dS of rows `row` to `row` + 3 of a block; a row below 0: there are none yet.
+SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float units, int lane)
+{
+    const float sum = sum_of_lanes(ds, lane), unit = __shfl_sync(~0u, units, row + (lane >> 3));
+    if (row >= 0 && (lane & 7) == 0) ds_out[row + (lane >> 3)] = sum * unit;
+}
+
+// One block, each row's H fetched four rows ahead. `next`: the block after it.
+template <typename T, int KIND>
+SMOE_DEVICE void work_block(const smoe_cuda_dh &p, const h_ring<(KIND < SMOE_SILU)> &ring,
+                            const dh_layout &shared, uint32_t block, place at, place next, float weights,
+                            float *ds_out, int lane)
+{
+    const int a_width = p.intermediate, h_width = h_width_of<KIND>(p);
+    const float units = load_shared_float(shared.scale(block, lane & 15)), y_weights = weights * units;
+    const bool exists = at.column < p.intermediate;
+    const char *to_dh = piece_of(p.dh, at.row, h_width, at.column),
+               *to_a = piece_of(p.a, at.row, a_width, at.column),
+               *ahead = piece_of(p.h, at.row + AHEAD - 1, h_width, at.column);
+    const char *const behind = piece_of(p.h, next.row, h_width, next.column);
+    uint32_t here = shared.block(block) + (lane >> 3) * PANEL_BYTES + smoe_panel_offset(0, lane & 7);
+    float ds[AHEAD] = {};
+    wait_copies<AHEAD - 1>();
+    uint4 x = load_shared16(here), g = ring.gate(0), u = ring.up(0);
+#pragma unroll 1
+    for (int row = 0; row < BLOCK_ROWS; row += AHEAD) {
+        const bool last = row == BLOCK_ROWS - AHEAD;
+        const int ahead_column = last ? next.column : at.column;
+        write_sums(ds_out, row - AHEAD, ds, units, lane); // nothing here waits for it
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            uint4 x_next = x, g_next = g, u_next = u;
+            ahead = last && i == 0 ? behind : advance_by_adds(ahead, h_width * 2);
+            ring.fetch(ahead, ahead_column, i); // this slot's row is in registers since the last turn
+            wait_copies<AHEAD - 1>();
+            if (i + 1 < AHEAD || !last) {
+                // Rows i + 1 to 3 of these, then row 0 of the next four, whose chunks are exchanged by fours.
+                const uint32_t below = (here ^ (i + 1) << 4) + (i + 1) * SMOE_PANEL_ROW_BYTES;
+                if (i + 1 == AHEAD) here = below;
+                x_next = load_shared16(below);
+                g_next = ring.gate((i + 1) % AHEAD), u_next = ring.up((i + 1) % AHEAD);
+            }
+            ds[i] = write_row<T, KIND>(p, x, g, u, to_dh, to_a, exists, __shfl_sync(~0u, weights, row + i),
+                                       __shfl_sync(~0u, y_weights, row + i));
+            to_dh = advance_by_adds(to_dh, h_width * 2), to_a = advance_by_adds(to_a, a_width * 2);
+            x = x_next, g = g_next, u = u_next;
+        }
+    }
+    write_sums(ds_out, BLOCK_ROWS - AHEAD, ds, units, lane);
+}
+
+template <typename T, int KIND>
+SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared, int worker,
+                            int lane)
+{
+    if (blockIdx.x >= walk.units) return;
+    const h_ring<(KIND < SMOE_SILU)> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
+    uint32_t phases = 0; // bit c: parity of consumer c's next block
+    smoe_work tile = walk.tile(blockIdx.x);
+    place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + lane * 8};
+    float weights = __ldg(p.row_weight + at.row + (lane & 15));
+    const int h_width = h_width_of<KIND>(p);
+    for (int i = 0; i < AHEAD; i++) ring.fetch(piece_of(p.h, at.row + i, h_width, at.column), at.column, i);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const int blocks = smoe_work_blocks(tile);
+        const int column_tile = walk.column(unit);
+        smoe_work after = tile;
+        place first = at; // of the next tile; after the last one the fetch repeats itself
+        if (unit + gridDim.x < walk.units) {
+            after = walk.tile(unit + gridDim.x);
+            first = {after.row + worker * BLOCK_ROWS,
+                     walk.column(unit + gridDim.x) * TILE_COLUMNS + lane * 8};
+        }
+        for (int consumer = 0; consumer < blocks; consumer++) {
+            const uint32_t block = consumer * 4 + worker, parity = phases >> consumer & 1;
+            const place next = consumer + 1 < blocks ? place{at.row + SMOE_BLOCK_ROWS, at.column} : first;
+            const float next_weights = __ldg(p.row_weight + next.row + (lane & 15));
+            barrier_wait(shared.block_full(block), parity);
+            work_block<T, KIND>(p, ring, shared, block, at, next, weights,
+                                p.ds + column_tile * p.padded_rows + at.row, lane);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared.block_empty(block));
+            at = next;
+            weights = next_weights;
+            phases ^= 1 << consumer;
+        }
+        tile = after;
+    }
+    wait_copies<0>();
+}
+
+template <typename T>
+SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared, int worker,
+                            int lane)
+{
+    switch (p.activation) {
+    case SMOE_SWIGLU: return work_tiles<T, SMOE_SWIGLU>(p, walk, shared, worker, lane);
+    case SMOE_GEGLU: return work_tiles<T, SMOE_GEGLU>(p, walk, shared, worker, lane);
+    case SMOE_GEGLU_TANH: return work_tiles<T, SMOE_GEGLU_TANH>(p, walk, shared, worker, lane);
+    case SMOE_REGLU: return work_tiles<T, SMOE_REGLU>(p, walk, shared, worker, lane);
+    case SMOE_SWIGLU_OAI: return work_tiles<T, SMOE_SWIGLU_OAI>(p, walk, shared, worker, lane);
+    case SMOE_SILU: return work_tiles<T, SMOE_SILU>(p, walk, shared, worker, lane);
+    case SMOE_GELU: return work_tiles<T, SMOE_GELU>(p, walk, shared, worker, lane);
+    case SMOE_RELU: return work_tiles<T, SMOE_RELU>(p, walk, shared, worker, lane);
+    default: return work_tiles<T, SMOE_RELU2>(p, walk, shared, worker, lane);
+    }
+}
+
+// ---- Consumers
+
+// Exponent (as stored in a float) of the largest of the row's elements, which four neighbouring lanes share;
+// at least 20, so that its inverse is a normal number.
+SMOE_DEVICE uint32_t row_exponent(float most)
+{
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    return max(__float_as_uint(most) >> 23, 20u);
+}
+
+// The warp's 16 x 256 accumulators to its block: x 2^(141 - e) in fp16, 2^(e - 141) beside it.
+SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t block, uint32_t parity,
+                      int lane)
+{
+    using H = storage<__half>;
+    float most_upper = 0.0f, most_lower = 0.0f; // rows lane / 4 and lane / 4 + 8
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) {
+        most_upper = fmaxf(most_upper, fmaxf(fabsf(acc[i]), fabsf(acc[i + 1])));
+        most_lower = fmaxf(most_lower, fmaxf(fabsf(acc[i + 2]), fabsf(acc[i + 3])));
+    }
+    const uint32_t upper = row_exponent(most_upper), lower = row_exponent(most_lower);
+    const float by_upper = __uint_as_float((268 - upper) << 23),
+                by_lower = __uint_as_float((268 - lower) << 23);
+    barrier_wait(shared.block_empty(block), parity);
+    if ((lane & 3) == 0) {
+        store_shared_float(shared.scale(block, lane >> 2), __uint_as_float((upper - 14) << 23));
+        store_shared_float(shared.scale(block, (lane >> 2) + 8), __uint_as_float((lower - 14) << 23));
+    }
+    const uint32_t to = shared.block(block);
+#pragma unroll
+    for (int q = 0; q < 16; q++) {
+        const float *v = acc + q * 8;
+        store_matrices(to + (q >> 2) * PANEL_BYTES + smoe_panel_offset(lane & 15, (q & 3) * 2 + (lane >> 4)),
+                       H::pack(v[0] * by_upper, v[1] * by_upper), H::pack(v[2] * by_lower, v[3] * by_lower),
+                       H::pack(v[4] * by_upper, v[5] * by_upper), H::pack(v[6] * by_lower, v[7] * by_lower));
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.block_full(block));
+}
+
+template <typename T>
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared,
+                                int warp, int lane)
+{
+    ring_position<STAGES> ring(0);
+    const int consumer = warp >> 2, steps = steps_of(p);
+    uint32_t count = 0;
+    float acc[128];
+    gatherer gather(p, walk, shared);
+    const auto refill = [&](uint32_t stage) {
+        named_barrier_sync(CONSUMER_BARRIER + consumer, CONSUMER_THREADS);
+        gather.fill(stage);
+    };
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) gather.fill(i);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_work tile = walk.tile(unit); // the gatherer has read it before
+        if (consumer >= smoe_work_blocks(tile)) {
+            pass_over(ring, shared, steps, refill);
+            continue;
+        }
+        multiply<T, true, K_MAJOR, MN_MAJOR>(acc, ring, shared, steps, consumer, refill);
+        dump(acc, shared, warp, (count & 1) ^ 1, lane);
+        count++;
+    }
+}
+
+SMOE_DEVICE void init_barriers(const dh_layout &shared)
+{
+    for (int i = 0; i < STAGES; i++) {
+        barrier_init(shared.full(i), 1 + 2 * CONSUMER_THREADS);
+        store_shared_word(shared.done(i), 0);
+    }
+    for (int i = 0; i < BLOCKS; i++) {
+        barrier_init(shared.block_full(i), 1);
+        barrier_init(shared.block_empty(i), 1);
+    }
+    barrier_init_done();
+}
+
+template <typename T> __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ smoe_cuda_dh p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    const dh_layout shared(shared_address(memory));
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();
+    const tile_walk walk(p.lists.tiles, p.lists.counts, (p.intermediate + TILE_COLUMNS - 1) / TILE_COLUMNS);
+    if (warp >= 8) {
+        give_registers<120>();
+        work_tiles<T>(p, walk, shared, warp - 8, lane);
+    } else {
+        take_registers<192>();
+        multiply_tiles<T>(p, walk, shared, warp, lane);
+    }
+}
+
+template <typename T> cudaError_t allow_shared()
+{
+    return cudaFuncSetAttribute((const void *)dh<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                SHARED_BYTES);
+}
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_dh_init(void)
+{
+    const cudaError_t status = smoe::allow_shared<__nv_bfloat16>();
+    return status == cudaSuccess ? smoe::allow_shared<__half>() : status;
+}
+
+extern "C" cudaError_t smoe_cuda_dh_launch(const smoe_cuda_dh *p, smoe_type dtype, int ctas,
+                                           cudaStream_t stream)
+{
+    if (dtype == SMOE_BF16)
+        smoe::dh<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+    else
+        smoe::dh<__half><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+    return cudaGetLastError();
+}

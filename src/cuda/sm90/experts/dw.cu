@@ -1,0 +1,419 @@
+// Weight gradients: dW2[e] = sum_r dO[t(r)]^T A'[r], and transposed dW1[e] = sum_r dH[r]^T X[t(r)].
+//
+// FLOPs 2 R d h. Both operands are MN-major as they stand in memory: K runs over an expert's rows, 64 a
+// stage. Tile 128 of d, gathered by cp.async (a stage: 64 rows of 256 bytes), by 256 features, by TMA. Rows
+// that are padding and columns past d are zeros. dW1's accumulators turn over by stmatrix.trans on their way
+// to staging.
+//
+// An expert without rows gives zeros, or with accumulate nothing. A split expert's pieces leave their tiles
+// in f32; add_parts sums them in order.
+#include "common/backward_shared.cuh"
+#include "host/launch_backward.h"
+#include "sm90/gemm_cooperative.cuh"
+#include "sm90/tma.cuh"
+
+namespace smoe
+{
+namespace
+{
+
+using namespace cooperative;
+
+enum {
+    LOADERS = 64,
+    ROWS_A_LOADER = STEP / (LOADERS / 16), // sixteen threads copy the 256 bytes of a row
+    BARRIERS = STAGING_END,
+    SHARED_BYTES = BARRIERS + BARRIER_BYTES,
+    CONSUMER_THREADS = 256,
+    SLICES = SMOE_WEIGHT_TILE / (4 * CONSUMER_THREADS) // of a tile: four floats a thread
+};
+static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_TILE_HIDDEN &&
+                  (int)TILE_COLUMNS == (int)SMOE_WEIGHT_TILE_FEATURES,
+              "weight_tiles.h");
+
+// The CTA's units: (piece, tile), see smoe_weight_place_of.
+struct weight_walk {
+    const smoe_piece *pieces;
+    int units, tiles, hidden_tiles, feature_tiles, slots_of_half;
+    bool skip_empty;
+    SMOE_DEVICE explicit weight_walk(const smoe_cuda_dw &p)
+        : pieces(p.lists.pieces), tiles(smoe_weight_tiles(p.hidden, p.intermediate, p.halves)),
+          hidden_tiles(smoe_hidden_tiles(p.hidden)),
+          feature_tiles(smoe_feature_tiles(p.intermediate, p.halves)),
+          slots_of_half(smoe_slots_of_half(p.intermediate)), skip_empty(p.accumulate)
+    {
+        units = __ldg(p.lists.counts + 1) * tiles;
+    }
+    SMOE_DEVICE smoe_piece piece(int unit) const
+    {
+        const int4 v = __ldg((const int4 *)(pieces + unit / tiles));
+        return {v.x, v.y, v.z, v.w};
+    }
+    SMOE_DEVICE bool skips(const smoe_piece &piece) const
+    {
+        return skip_empty && piece.blocks == 0;
+    }
+    // An expert without rows is multiplied too: one step of zeros.
+    static SMOE_DEVICE int steps(const smoe_piece &piece)
+    {
+        return max(piece.blocks, 1);
+    }
+    SMOE_DEVICE smoe_place place(int unit) const
+    {
+        return smoe_weight_place_of(unit % tiles, hidden_tiles, feature_tiles);
+    }
+    SMOE_DEVICE int hidden(int unit) const
+    {
+        return place(unit).row_tile * TILE_ROWS;
+    }
+    SMOE_DEVICE smoe_slot slot(int unit, int i) const
+    {
+        return smoe_slot_of(place(unit).column_tile * 2 + i, slots_of_half);
+    }
+};
+
+// ---- Loads
+
+SMOE_DEVICE void load_slot(const smoe_cuda_dw &p, smoe_slot slot, int row, uint32_t to, uint32_t full)
+{
+    if (p.panels_apart) {
+        load_box(to, &p.features, full, slot.feature, row, 0, slot.half);
+        load_box(to + SMOE_PANEL_BYTES, &p.features, full, slot.feature + SMOE_PANEL_COLUMNS, row, 0,
+                 slot.half);
+    } else
+        load_box(to, &p.features, full, 0, row, slot.feature / SMOE_PANEL_COLUMNS, slot.half);
+}
+
+// Without row_token rows are tokens.
+SMOE_DEVICE int token_of(const smoe_cuda_dw &p, int row)
+{
+    return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
+}
+
+SMOE_DEVICE int first_token(const smoe_cuda_dw &p, const smoe_piece &piece, int row)
+{
+    return piece.blocks ? token_of(p, piece.row + row) : -1;
+}
+
+SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, const shared_layout &shared)
+{
+    const int thread = threadIdx.x - 256, chunk = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
+    const uint32_t panel = (chunk >> 3) * SMOE_PANEL_BYTES;
+    const uint32_t even = panel + smoe_panel_offset(row0, chunk & 7),
+                   odd = panel + smoe_panel_offset(row0 + 4, chunk & 7);
+    const uint32_t row_bytes = (uint32_t)p.hidden * 2;
+    const int row = row0 + 4 * chunk; // of a step: the lanes of a row share its reading
+    ring_position<STAGES> ring(1);
+    smoe_piece next_piece = {0, 0, 0, -1};
+    if (blockIdx.x < walk.units) next_piece = walk.piece(blockIdx.x);
+    int next = first_token(p, next_piece, row);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_piece piece = next_piece;
+        if (unit + gridDim.x < walk.units) next_piece = walk.piece(unit + gridDim.x);
+        if (walk.skips(piece)) {
+            next = first_token(p, next_piece, row);
+            continue;
+        }
+        const bool inside = walk.hidden(unit) + chunk * 8 < p.hidden;
+        const char *from = (const char *)p.tokens + walk.hidden(unit) * 2;
+        const int steps = weight_walk::steps(piece);
+        const smoe_slot left = walk.slot(unit, 0), right = walk.slot(unit, 1);
+        for (int k = 0; k < steps; k++) {
+            // The lane that has a row's token has its address too. All shuffles come before the wait, behind
+            // which the compiler no longer knows that the warp is together.
+            const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
+            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 16), real = inside ? some : 0;
+#pragma unroll
+            for (int i = 0; i < ROWS_A_LOADER; i++)
+                rows[i] = advance_by_adds(lane_address(mine, (thread & 16) | i), chunk * 16);
+            next = k + 1 < steps ? token_of(p, piece.row + row + (k + 1) * STEP)
+                                 : first_token(p, next_piece, row);
+            barrier_wait(shared.empty(ring.stage), ring.phase);
+            const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
+            if (thread == 0) {
+                const int first = piece.blocks ? piece.row + k * STEP : -STEP; // below 0 reads as zeros
+                barrier_expect(full, B_BYTES);
+                load_slot(p, left, first, stage + A_BYTES, full);
+                load_slot(p, right, first, stage + A_BYTES + SLOT_BYTES, full);
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS_A_LOADER; i++)
+                copy16_async_if(real & 1u << i,
+                                stage + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_PANEL_ROW_BYTES, rows[i]);
+            barrier_arrive_after_copies(full);
+            ring.advance();
+        }
+    }
+    for (int i = 0; i < STAGES; i++) { // the last copies have landed and been read
+        barrier_wait(shared.empty(ring.stage), ring.phase);
+        ring.advance();
+    }
+}
+
+// ---- From accumulators to global memory. A tile leaves in PARTS parts of 64 rows of d by PART_FEATURES, a
+// part in one staging slot of two panels.
+
+template <typename G> struct output {
+    enum {
+        ROUNDS = sizeof(G) / 2, // a slot is filled this often a tile
+        PARTS = 2 * ROUNDS,
+        PART_FEATURES = TILE_COLUMNS / PARTS,
+        PANEL_ELEMENTS = SMOE_PANEL_ROW_BYTES / sizeof(G)
+    };
+    static SMOE_DEVICE uint32_t slot(int consumer, int part)
+    {
+        return consumer * 2 + (part & 1);
+    }
+    // Parity of a slot's phase at the consumer's `count`-th tile.
+    static SMOE_DEVICE uint32_t parity(uint32_t count, int part)
+    {
+        return (count * ROUNDS + (part >> 1)) & 1;
+    }
+};
+
+// acc: the part's accumulators, blocks of 8 features.
+template <typename T>
+SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane, bool transposed, T)
+{
+    using S = storage<T>;
+#pragma unroll
+    for (int q = 0; q < 8; q++) {
+        const float *v = acc + q * 8;
+        if (transposed)
+            store_matrices_transposed(slot + smoe_part_transposed(warp, lane, q), S::pack(v[0], v[1]),
+                                      S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+        else
+            store_matrices(slot + smoe_part_plain(warp, lane, q), S::pack(v[0], v[1]), S::pack(v[2], v[3]),
+                           S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+    }
+}
+
+SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane, bool transposed, float)
+{
+    const uint32_t row = warp * 16 + (lane >> 2), pair = (lane & 3) * 2;
+    uint32_t to[4]; // of the first block
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t d = row + (i >> 1) * 8, feature = pair + (i & 1);
+        to[i] = slot + (transposed ? smoe_part_f32(feature, d) : smoe_part_f32(d, feature));
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        const int block = i >> 2;
+        if (transposed)
+            store_shared_float(to[i & 3] + block * 8 * SMOE_PANEL_ROW_BYTES, acc[i]);
+        else if (i % 2 == 0)
+            store_shared_floats(slot + smoe_part_f32(row + (i >> 1 & 1) * 8, block * 8 + pair), acc[i],
+                                acc[i + 1]);
+    }
+}
+
+template <typename G>
+SMOE_DEVICE void stage_tile(const float (&acc)[128], const shared_layout &shared, int consumer,
+                            uint32_t count, int lane, bool transposed)
+{
+    using O = output<G>;
+#pragma unroll
+    for (int part = 0; part < O::PARTS; part++) {
+        const uint32_t slot = O::slot(consumer, part);
+        barrier_wait(shared.slot_empty(slot), O::parity(count, part) ^ 1);
+        stage_part(acc + part * (128 / O::PARTS), shared.slot(slot), (threadIdx.x >> 5) & 3, lane, transposed,
+                   G());
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared.slot_full(slot));
+    }
+}
+
+// A store warp's lane carries its consumer's parts away.
+template <typename G, bool TRANSPOSED>
+SMOE_DEVICE void store_tiles(const smoe_cuda_dw &p, const weight_walk &walk, const shared_layout &shared,
+                             int consumer)
+{
+    using O = output<G>;
+    uint32_t count = 0;
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_piece piece = walk.piece(unit);
+        if (piece.part >= 0 || walk.skips(piece)) continue;
+        const int hidden = walk.hidden(unit) + consumer * 64;
+        for (int part = 0; part < O::PARTS; part++) {
+            const uint32_t number = O::slot(consumer, part), from = shared.slot(number);
+            const int column = part * O::PART_FEATURES; // in the tile
+            const smoe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
+            const int feature = slot.feature + column % SMOE_WEIGHT_SLOT;
+            barrier_wait(shared.slot_full(number), O::parity(count, part));
+            if (slot.half < p.halves && feature < p.intermediate && hidden < p.hidden) {
+                const int boxes = TRANSPOSED && sizeof(G) == 2 ? 1 : 2;
+                for (int i = 0; i < boxes; i++) {
+                    const int x = (TRANSPOSED ? hidden : feature) + i * O::PANEL_ELEMENTS,
+                              y = TRANSPOSED ? feature : hidden;
+                    const uint32_t panel = from + i * SMOE_PANEL_BYTES;
+                    if (p.accumulate)
+                        add_box(&p.gradient, panel, x, y, slot.half, piece.expert);
+                    else
+                        store_box(&p.gradient, panel, x, y, slot.half, piece.expert);
+                }
+            }
+            commit_stores();
+            wait_stores_read<0>();
+            barrier_arrive(shared.slot_empty(number));
+        }
+        count++;
+    }
+    wait_stores_done();
+}
+
+// ---- Consumers
+
+// A tile of a split expert as the threads hold it: 16 bytes a thread, then the next 16 bytes.
+SMOE_DEVICE float *part_of(const smoe_cuda_dw &p, int part, int tiles, int tile, int thread)
+{
+    return p.parts + ((int64_t)part * tiles + tile) * SMOE_WEIGHT_TILE + thread * 4;
+}
+
+template <typename T, typename G, bool TRANSPOSED>
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_dw &p, const weight_walk &walk, const shared_layout &shared,
+                                int consumer, int lane)
+{
+    ring_position<STAGES> ring(0);
+    uint32_t count = 0;
+    float acc[128];
+    smoe_piece next = {0, 0, 0, -1};
+    if (blockIdx.x < walk.units) next = walk.piece(blockIdx.x);
+    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
+        const smoe_piece piece = next;
+        if (unit + gridDim.x < walk.units) next = walk.piece(unit + gridDim.x);
+        if (walk.skips(piece)) continue;
+        multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, weight_walk::steps(piece), consumer,
+                                              release_stage{shared, lane});
+        if (piece.part >= 0) {
+            float4 *to = (float4 *)part_of(p, piece.part, walk.tiles, unit % walk.tiles, threadIdx.x);
+#pragma unroll
+            for (int i = 0; i < SLICES; i++)
+                to[i * CONSUMER_THREADS] =
+                    make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+            continue;
+        }
+        stage_tile<G>(acc, shared, consumer, count, lane, TRANSPOSED);
+        count++;
+    }
+}
+
+template <typename T, typename G, bool TRANSPOSED>
+__global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ smoe_cuda_dw p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t base = shared_address(memory);
+    const shared_layout shared = {base, base + BARRIERS};
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) init_barriers(shared, 1 + LOADERS);
+    __syncthreads();
+    const weight_walk walk(p);
+    if (warp >= 8) {
+        give_registers<88>();
+        if (warp < 10)
+            load_tiles(p, walk, shared);
+        else if (lane == 0)
+            store_tiles<G, TRANSPOSED>(p, walk, shared, warp - 10);
+    } else {
+        take_registers<208>();
+        multiply_tiles<T, G, TRANSPOSED>(p, walk, shared, warp >> 2, lane);
+    }
+}
+
+// ---- The second pass over split experts
+
+// Element (d, feature of half) of the expert's gradient.
+template <bool TRANSPOSED>
+SMOE_DEVICE int64_t gradient_element(const smoe_cuda_dw &p, int expert, int half, int feature, int d)
+{
+    if (!TRANSPOSED) return ((int64_t)expert * p.hidden + d) * p.intermediate + feature;
+    const int row = p.interleaved ? feature * 2 + half : half * p.intermediate + feature;
+    return ((int64_t)expert * p.halves * p.intermediate + row) * p.hidden + d;
+}
+
+// A CTA's work: 16 bytes a thread of a tile, so that few tiles keep many CTAs busy.
+template <typename G, bool TRANSPOSED>
+__global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ smoe_cuda_dw p)
+{
+    const weight_walk walk(p);
+    const int slices = __ldg(p.lists.counts + 2) * walk.tiles * SLICES, lane = threadIdx.x & 31;
+    const int row = (threadIdx.x >> 5) * 16 + (lane >> 2);
+    for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
+        const int unit = slice / SLICES, i = slice % SLICES, column = i * 8 + (lane & 3) * 2;
+        const smoe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
+        const int feature = slot.feature + column % SMOE_WEIGHT_SLOT;
+        if (slot.half >= p.halves || feature >= p.intermediate) continue;
+        const smoe_split split = p.lists.splits[unit / walk.tiles];
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int part = 0; part < split.parts; part++) {
+            const float4 v = ((const float4 *)part_of(p, split.first_part + part, walk.tiles,
+                                                      unit % walk.tiles, threadIdx.x))[i * CONSUMER_THREADS];
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int d = walk.hidden(unit) + row + (j >> 1) * 8;
+            if (d >= p.hidden || feature + (j & 1) >= p.intermediate) continue;
+            G *to = (G *)p.weight_gradient +
+                    gradient_element<TRANSPOSED>(p, split.expert, slot.half, feature + (j & 1), d);
+            give(to, values[j], p.accumulate);
+        }
+    }
+}
+
+// ---- Instances
+
+template <typename T, typename G, bool TRANSPOSED> struct instance {
+    static cudaError_t init()
+    {
+        return cudaFuncSetAttribute((const void *)dw<T, G, TRANSPOSED>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+    }
+    static cudaError_t launch(const smoe_cuda_dw &p, int ctas, cudaStream_t stream)
+    {
+        dw<T, G, TRANSPOSED><<<ctas, THREADS, SHARED_BYTES, stream>>>(p);
+        if (p.parts) add_parts<G, TRANSPOSED><<<ctas, CONSUMER_THREADS, 0, stream>>>(p);
+        return cudaGetLastError();
+    }
+};
+
+struct variant {
+    cudaError_t (*init)();
+    cudaError_t (*launch)(const smoe_cuda_dw &p, int ctas, cudaStream_t stream);
+};
+
+template <typename T, typename G, bool TRANSPOSED> constexpr variant variant_of()
+{
+    return {instance<T, G, TRANSPOSED>::init, instance<T, G, TRANSPOSED>::launch};
+}
+
+const variant variants[2][2][2] = {
+    // fp16, f32 gradients, transposed
+    {{variant_of<__nv_bfloat16, __nv_bfloat16, false>(), variant_of<__nv_bfloat16, __nv_bfloat16, true>()},
+     {variant_of<__nv_bfloat16, float, false>(), variant_of<__nv_bfloat16, float, true>()}},
+    {{variant_of<__half, __half, false>(), variant_of<__half, __half, true>()},
+     {variant_of<__half, float, false>(), variant_of<__half, float, true>()}},
+};
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_dw_init(void)
+{
+    for (int i = 0; i < 8; i++) {
+        const cudaError_t status = smoe::variants[i >> 2][i >> 1 & 1][i & 1].init();
+        if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+}
+
+extern "C" cudaError_t smoe_cuda_dw_launch(const smoe_cuda_dw *p, smoe_type dtype, smoe_type gradient_type,
+                                           int transposed, int ctas, cudaStream_t stream)
+{
+    return smoe::variants[dtype == SMOE_F16][gradient_type == SMOE_F32][transposed != 0].launch(*p, ctas,
+                                                                                                stream);
+}

@@ -1,0 +1,262 @@
+// Up-projection: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]).
+//
+// FLOPs 2 R d h (h = 2n gated, n plain); bytes: X gathered once a column tile (L2 serves all but the first),
+// W1 once, H 2 R h and A 2 R n written. Tile 128 x 256 on the cooperative core: the largest that leaves room
+// for staging, and at K = d >= 768 as fast as cuBLAS.
+//
+// X rows are gathered by cp.async straight into the swizzled stage by warps 8 and 9; rows that are padding,
+// and columns past d, are written as zeros, so no expert's tail sees another expert's data. Warps 10 and 11
+// store H, activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the
+// tensor map.
+#include "common/activation.cuh"
+#include "host/launch.h"
+#include "sm90/feed.cuh"
+#include "sm90/tma.cuh"
+
+namespace smoe
+{
+namespace
+{
+
+using namespace cooperative;
+
+enum {
+    LOADERS = 64,
+    ROWS_A_LOADER = TILE_ROWS / (LOADERS / 8), // eight threads copy the 128 bytes of a row
+    ACTIVATED = STAGING_END,                   // a panel of A for each store warp
+    BARRIERS = ACTIVATED + 2 * SMOE_PANEL_BYTES,
+    FEED = BARRIERS + BARRIER_BYTES,
+    SHARED_BYTES = FEED + FEED_BYTES
+};
+static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert(FEED % 16 == 0, "items are 16 bytes");
+
+// A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `chunk` of
+// the eight reads the tokens of rows i = 2 chunk and 2 chunk + 1. Rows of a block that does not exist: none.
+SMOE_DEVICE int2 read_tokens(const smoe_cuda_up &p, smoe_work tile, int row0, int chunk)
+{
+    if (chunk >= 4 && smoe_work_blocks(tile) == 1) return {-1, -1};
+    const int32_t *rows = p.row_token + tile.row + row0 + 16 * chunk;
+    return {__ldg(rows), __ldg(rows + 8)};
+}
+
+SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const shared_layout &shared, feed items, int steps)
+{
+    const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
+    const uint32_t to = smoe_panel_offset(row0, chunk), row_bytes = (uint32_t)p.hidden * 2;
+    ring_position<STAGES> ring(1);
+    work_item item = items.read(0);
+    int2 next = item.exists() ? read_tokens(p, item.tile, row0, chunk) : int2{-1, -1};
+    for (int t = 0; item.exists(); t++) {
+        const char *from[ROWS_A_LOADER]; // this lane's 16 bytes of the step
+        uint32_t real = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS_A_LOADER; i++) {
+            const int row = __shfl_sync(~0u, i & 1 ? next.y : next.x, (thread & 24) | i >> 1);
+            real |= (row >= 0 ? 1u : 0u) << i;
+            from[i] = (const char *)p.x + (uint64_t)(uint32_t)max(row, 0) * row_bytes + chunk * 16;
+        }
+        const work_item now = item;
+        // The tile after this one, and its tokens if they are others.
+        const auto follow = [&] {
+            item = items.read(t + 1);
+            if (item.exists() && item.tile.row != now.tile.row) next = read_tokens(p, item.tile, row0, chunk);
+        };
+        const int group = now.column * (p.gated ? 16 : 32); // of eight features
+        // A tile of many steps is loaded in three loops, the third as for few: with a test for what is due
+        // inside one loop its counters would leave the uniform registers, and every step would take longer.
+        const auto load = [&](int first, int end) {
+            for (int k = first; k < end; k++) {
+                barrier_wait(shared.empty(ring.stage), ring.phase);
+                const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
+                if (thread == 0) {
+                    barrier_expect(full, B_BYTES);
+                    load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, smoe_work_expert(now.tile));
+                }
+                const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
+#pragma unroll
+                for (int i = 0; i < ROWS_A_LOADER; i++)
+                    copy16_async_if(wanted & 1u << i, stage + to + i * 8 * SMOE_PANEL_ROW_BYTES, from[i]);
+                barrier_arrive_after_copies(full);
+#pragma unroll
+                for (int i = 0; i < ROWS_A_LOADER; i++) from[i] = advance_by_adds(from[i], STEP * 2);
+                ring.advance();
+            }
+        };
+        int done = 0;
+        if (items.asks()) {
+            load(0, items.asks_at());
+            if (thread == 0) barrier_arrive(items.asked());
+            load(items.asks_at(), steps - READ_BEFORE);
+            done = steps - READ_BEFORE;
+        }
+        follow();
+        load(done, steps);
+    }
+    for (int i = 0; i < STAGES; i++) { // the last copies have landed and been read
+        barrier_wait(shared.empty(ring.stage), ring.phase);
+        ring.advance();
+    }
+}
+
+// One panel of H (gated: and its up panel) has been staged at `panel`: activate it and store A.
+template <typename T>
+SMOE_DEVICE void store_activated(const smoe_cuda_up &p, uint32_t panel, uint32_t out, int feature, int row,
+                                 int lane)
+{
+    activate_panel<T>(p.activation, panel, panel + SMOE_PANEL_BYTES, out, lane);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+        store_box(&p.a, out, feature, row);
+        commit_stores();
+    }
+}
+
+// A store warp carries its consumer's slots away, one after the other.
+template <typename T>
+SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const work_queue &queue, const shared_layout &shared,
+                             feed items, int consumer, int lane)
+{
+    const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_PANEL_BYTES;
+    const int slot_features = p.gated ? 64 : 128;
+    uint32_t count = 0;
+    const bool claims = consumer == 0 && lane == 0;
+    if (claims) items.begin(queue);
+    for (int t = 0;; t++) {
+        const work_item item = items.read(t);
+        __syncwarp();
+        if (consumer == 1 && lane == 0) barrier_arrive(items.free(t));
+        if (!item.exists()) break;
+        const smoe_work tile = item.tile;
+        if (consumer >= smoe_work_blocks(tile)) continue;
+        if (claims) items.claim(t, queue);
+        const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
+        for (int half = 0; half < 2; half++) {
+            const uint32_t slot = consumer * 2 + half, panel = shared.slot(slot);
+            const int feature = (item.column * 2 + half) * slot_features;
+            barrier_wait(shared.slot_full(slot), count & 1);
+            if (p.store_h && lane == 0) {
+                store_box(&p.h, panel, feature, 0, row);
+                if (p.gated)
+                    store_box(&p.h, panel + SMOE_PANEL_BYTES, feature, 1, row);
+                else
+                    store_box(&p.h, panel + SMOE_PANEL_BYTES, feature + 64, 0, row);
+            }
+            if (lane == 0) commit_stores();
+            if (feature < p.intermediate) store_activated<T>(p, panel, out, feature, row, lane);
+            if (!p.gated && feature + 64 < p.intermediate) {
+                if (lane == 0) wait_stores_read<0>(); // the first panel has left `out`
+                __syncwarp();
+                store_activated<T>(p, panel + SMOE_PANEL_BYTES, out, feature + 64, row, lane);
+            }
+            if (lane == 0) {
+                wait_stores_read<0>();
+                barrier_arrive(shared.slot_empty(slot));
+            }
+            __syncwarp(); // no lane writes to `out` before its store has been read
+        }
+        count++;
+    }
+    if (claims) items.end(queue);
+    if (lane == 0) wait_stores_done();
+}
+
+// b1 onto one half of the accumulators.
+template <typename T>
+SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_up &p, int expert, int column_tile, int half, int lane)
+{
+    const int n = p.intermediate, feature_step = p.gated && p.interleaved ? 2 : 1;
+    const int up_step = p.gated ? p.interleaved ? 1 : n : 0;
+    const T *bias = (const T *)p.bias + (int64_t)expert * (p.gated ? 2 * n : n);
+#pragma unroll
+    for (int block = 0; block < 16; block++) {
+        const int feature = smoe_block_feature(column_tile, half, block, p.gated) + (lane & 3) * 2;
+        if (feature < n) {
+            const T *at = bias + feature * feature_step + (block & 1) * up_step;
+            const float left = to_float(at[0]), right = to_float(at[feature_step]);
+            acc[4 * block] += left;
+            acc[4 * block + 1] += right;
+            acc[4 * block + 2] += left;
+            acc[4 * block + 3] += right;
+        }
+    }
+}
+
+template <typename T>
+SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const shared_layout &shared, feed items, int steps,
+                                int consumer, int lane)
+{
+    ring_position<STAGES> ring(0);
+    const release_stage done = {shared, lane};
+    uint32_t count = 0;
+    float acc[128];
+    for (int t = 0;; t++) {
+        const work_item item = items.read(t);
+        if (!item.exists()) break;
+        const smoe_work tile = item.tile;
+        if (consumer >= smoe_work_blocks(tile)) {
+            pass_over(ring, shared, steps, done);
+            continue;
+        }
+        multiply<T, true>(acc, ring, shared, steps, consumer, done);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), item.column, half, lane);
+            stage_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
+        }
+        count++;
+    }
+}
+
+template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ smoe_cuda_up p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t base = shared_address(memory);
+    const shared_layout shared = {base, base + BARRIERS};
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    const int steps = (p.hidden + STEP - 1) / STEP;
+    const feed items = {base + FEED, steps};
+    if (threadIdx.x == 0) {
+        items.init();
+        init_barriers(shared, 1 + LOADERS);
+    }
+    __syncthreads();
+    const int slot_features = p.gated ? 128 : 256;
+    const work_queue queue(p, (p.intermediate + slot_features - 1) / slot_features);
+    if (warp >= 8) {
+        give_registers<72>();
+        if (warp < 10)
+            load_tiles(p, shared, items, steps);
+        else
+            store_tiles<T>(p, queue, shared, items, warp - 10, lane);
+    } else {
+        take_registers<216>();
+        multiply_tiles<T>(p, shared, items, steps, warp >> 2, lane);
+    }
+}
+
+template <typename T> cudaError_t allow_shared()
+{
+    return cudaFuncSetAttribute((const void *)up<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                SHARED_BYTES);
+}
+
+} // namespace
+} // namespace smoe
+
+extern "C" cudaError_t smoe_cuda_up_init(void)
+{
+    const cudaError_t status = smoe::allow_shared<__nv_bfloat16>();
+    return status == cudaSuccess ? smoe::allow_shared<__half>() : status;
+}
+
+extern "C" cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *p, smoe_type dtype, int ctas,
+                                           cudaStream_t stream)
+{
+    if (dtype == SMOE_BF16)
+        smoe::up<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+    else
+        smoe::up<__half><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+    return cudaGetLastError();
+}

@@ -1,0 +1,140 @@
+// Work for a persistent CTA from a counter in global memory: whoever is free takes the next unit of the list,
+// so that the tiles under way at one time stay neighbours in it and an expert's weights are read while they
+// are in L2. The store warp of consumer 0 claims: it has the time to wait for the counter and the list.
+// Everybody in the CTA reads.
+//
+// What is claimed early is begun late where tiles take unlike times, and its neighbours are gone from L2 by
+// then. So a tile of many steps is claimed shortly before the loaders need it, when they ask for it; one of
+// few steps, which would come too late, three tiles ahead of the one that is stored.
+#pragma once
+#include "sm90/gemm_cooperative.cuh"
+
+namespace smoe
+{
+namespace cooperative
+{
+
+struct work_item {
+    smoe_work tile; // no blocks: there is no more
+    int column;     // tile
+    SMOE_DEVICE bool exists() const
+    {
+        return smoe_work_blocks(tile) != 0;
+    }
+};
+
+// The list, and whose turn it is.
+struct work_queue {
+    tile_walk walk;
+    const int32_t *block_offsets; // (E + 1), or NULL: entries as they come, columns first
+    int *turn;                    // (2) the next unit, CTAs that are through; zero before and after
+    template <class P>
+    SMOE_DEVICE work_queue(const P &p, int column_tiles)
+        : walk(p.lists.tiles, p.lists.counts, column_tiles), block_offsets(p.block_offsets),
+          turn(p.lists.turn)
+    {
+    }
+    SMOE_DEVICE work_item item(int unit) const
+    {
+        if (unit >= walk.units) return {{0, 0}, 0};
+        const smoe_work tile = walk.tile(unit);
+        if (walk.column_tiles <= SMOE_MOST_COLUMNS_FIRST || !block_offsets) return {tile, walk.column(unit)};
+        const int expert = smoe_work_expert(tile), first = __ldg(block_offsets + expert);
+        const int blocks = __ldg(block_offsets + expert + 1) - first;
+        const int before = (tile.row / SMOE_BLOCK_ROWS - first) / SMOE_TILE_BLOCKS; // row tiles of the expert
+        const smoe_place place =
+            smoe_place_of(before * walk.column_tiles + walk.column(unit),
+                          (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS, walk.column_tiles);
+        const int block = place.row_tile * SMOE_TILE_BLOCKS;
+        return {smoe_work_make((first + block) * SMOE_BLOCK_ROWS, expert,
+                               min((int)SMOE_TILE_BLOCKS, blocks - block)),
+                place.column_tile};
+    }
+};
+
+enum {
+    ITEMS = 8,
+    FEW_LEAD = 3,    // tiles of few steps
+    MANY_STEPS = 24, // and of many:
+    ASK_BEFORE = 12, // steps before a tile's last the loaders ask for the next
+    READ_BEFORE = 4, // and read it, to know its tokens in time
+    FEED_BYTES = ITEMS * (16 + 8 + 8) + 16
+};
+static_assert((int)READ_BEFORE < (int)ASK_BEFORE && (int)ASK_BEFORE < (int)MANY_STEPS, "asked, then read");
+
+// Item i stands in slot i % ITEMS. When the claiming warp comes to tile i, loaders and consumers have read
+// all items up to i - 4: the ring of stages binds them to it. The other store warp may be later and says what
+// it has read.
+struct feed {
+    uint32_t at;
+    int steps; // of a tile
+    SMOE_DEVICE bool asks() const
+    {
+        return steps >= MANY_STEPS;
+    }
+    SMOE_DEVICE int lead() const
+    {
+        return asks() ? 1 : FEW_LEAD;
+    }
+    SMOE_DEVICE uint32_t slot(int i) const
+    {
+        return at + i % ITEMS * 16;
+    }
+    SMOE_DEVICE uint32_t known(int i) const
+    {
+        return at + ITEMS * 16 + i % ITEMS * 8;
+    }
+    SMOE_DEVICE uint32_t free(int i) const
+    {
+        return at + ITEMS * 24 + i % ITEMS * 8;
+    }
+    SMOE_DEVICE uint32_t asked() const
+    {
+        return at + ITEMS * 32;
+    }
+    SMOE_DEVICE void init() const
+    {
+        barrier_init(asked(), 1);
+        for (int i = 0; i < ITEMS; i++) {
+            barrier_init(known(i), 1);
+            barrier_init(free(i), 1);
+        }
+    }
+    SMOE_DEVICE work_item read(int i) const
+    {
+        barrier_wait(known(i), i / ITEMS & 1);
+        const uint4 v = load_shared16(slot(i));
+        return {{(int)v.x, (int)v.y}, (int)v.z};
+    }
+    SMOE_DEVICE void publish(int i, work_item item) const
+    {
+        barrier_wait(free(i), (i / ITEMS & 1) ^ 1);
+        store_shared16(slot(i),
+                       {(uint32_t)item.tile.row, (uint32_t)item.tile.what, (uint32_t)item.column, 0});
+        barrier_arrive(known(i));
+    }
+    // The step of a tile at which a loader arrives at asked(), or -1.
+    SMOE_DEVICE int asks_at() const
+    {
+        return asks() ? steps - ASK_BEFORE : -1;
+    }
+    // The claiming thread before its first tile, and when it comes to tile i.
+    SMOE_DEVICE void begin(const work_queue &queue) const
+    {
+        for (int i = 0; i < lead(); i++) publish(i, queue.item(blockIdx.x + i * gridDim.x));
+    }
+    SMOE_DEVICE void claim(int i, const work_queue &queue) const
+    {
+        if (asks()) barrier_wait(asked(), i & 1);
+        publish(i + lead(), queue.item(atomicAdd(queue.turn, 1) + lead() * (int)gridDim.x));
+    }
+    // After its last claim. The last CTA to come here leaves both words as it found them.
+    SMOE_DEVICE void end(const work_queue &queue) const
+    {
+        __threadfence();
+        if (atomicAdd(queue.turn + 1, 1) == (int)gridDim.x - 1) queue.turn[0] = queue.turn[1] = 0;
+    }
+};
+
+} // namespace cooperative
+} // namespace smoe

@@ -1,0 +1,357 @@
+// Down-projection for K <= 256 (n = 256): 256 columns of an expert's weights stay in shared memory (128 KB,
+// four slices of 64 of K) while blocks of 64 rows of A stream past; a block costs 32 KB of loads where the
+// cooperative core would load 64 KB of A and B for it. The consumer warpgroups take blocks in turn, so that
+// one converts and stores while the other multiplies.
+//
+// A unit is a piece (a run of one expert's blocks) and a column tile. Whole units go round the CTAs in full
+// waves: neighbouring CTAs work on the same rows at the same time and share them in L2. The units left over
+// are cut so that all CTAs end alike (smoe_rest_share).
+#pragma once
+#include "common/storage.cuh"
+#include "host/launch.h"
+#include "sm90/mbarrier.cuh"
+#include "sm90/swizzle.h"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace smoe
+{
+namespace down_stationary
+{
+
+enum {
+    THREADS = 384,
+    TILE_COLUMNS = 256,
+    STEP = 64,
+    SLICES = 4, // of weights
+    SLICE_BYTES = TILE_COLUMNS * STEP * 2,
+    STAGES = 8, // of A: 64 rows x 64
+    STAGE_BYTES = SMOE_PANEL_BYTES,
+    SLOT_BYTES = 2 * SMOE_PANEL_BYTES, // staging of a consumer: 64 rows x 128 columns
+    RING = SLICES * SLICE_BYTES,
+    STAGING = RING + STAGES * STAGE_BYTES,
+    BARRIERS = STAGING + 2 * SLOT_BYTES,
+    SHARES = BARRIERS + 8 * (2 * STAGES + 2 * SLICES + 4), // ints: first unit, block and length of the rest
+    MAX_CTAS = 256,
+    SUMS = SHARES + 16, // int2 [MAX_CTAS]
+    SHARED_BYTES = SUMS + 8 * MAX_CTAS
+};
+static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert(MAX_CTAS <= THREADS, "one thread for each CTA's share");
+
+struct shared_layout {
+    uint32_t base;
+    SMOE_DEVICE uint32_t slice(int j) const
+    {
+        return base + j * SLICE_BYTES;
+    }
+    SMOE_DEVICE uint32_t stage(uint32_t s) const
+    {
+        return base + RING + s * STAGE_BYTES;
+    }
+    SMOE_DEVICE uint32_t slot(int consumer) const
+    {
+        return base + STAGING + consumer * SLOT_BYTES;
+    }
+    SMOE_DEVICE uint32_t full(uint32_t s) const
+    {
+        return base + BARRIERS + 8 * s;
+    }
+    SMOE_DEVICE uint32_t empty(uint32_t s) const
+    {
+        return base + BARRIERS + 8 * (STAGES + s);
+    }
+    SMOE_DEVICE uint32_t slice_full(int j) const
+    {
+        return base + BARRIERS + 8 * (2 * STAGES + j);
+    }
+    SMOE_DEVICE uint32_t slice_empty(int j) const
+    {
+        return base + BARRIERS + 8 * (2 * STAGES + SLICES + j);
+    }
+    SMOE_DEVICE uint32_t slot_full(int consumer) const
+    {
+        return base + BARRIERS + 8 * (2 * STAGES + 2 * SLICES + consumer);
+    }
+    SMOE_DEVICE uint32_t slot_empty(int consumer) const
+    {
+        return base + BARRIERS + 8 * (2 * STAGES + 2 * SLICES + 2 + consumer);
+    }
+};
+
+struct unit_list {
+    const smoe_work *pieces;
+    int units, waves, column_tiles; // waves: whole units of every CTA
+    SMOE_DEVICE unit_list(const smoe_cuda_down &p)
+        : pieces(p.lists.pieces), column_tiles((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS)
+    {
+        units = __ldg(p.lists.counts + 1) * column_tiles;
+        waves = units / (int)gridDim.x;
+    }
+    SMOE_DEVICE smoe_work piece(int unit) const
+    {
+        const int2 entry = __ldg((const int2 *)(pieces + unit / column_tiles));
+        return {entry.x, entry.y};
+    }
+    SMOE_DEVICE int blocks(int unit) const
+    {
+        return smoe_work_blocks(piece(unit));
+    }
+};
+
+// A CTA's part of the rest: from block `block` of unit `unit` on, `length` blocks.
+struct rest_share {
+    int unit, block, length;
+};
+
+// Inclusive sums over the first MAX_CTAS threads, by all threads of the CTA; `sums` holds them afterwards.
+SMOE_DEVICE void scan(int2 value, int2 *sums)
+{
+    const int c = threadIdx.x;
+    if (c < MAX_CTAS) sums[c] = value;
+    for (int step = 1; step < MAX_CTAS; step *= 2) {
+        __syncthreads();
+        const int2 left = c >= step && c < MAX_CTAS ? sums[c - step] : int2{0, 0};
+        __syncthreads();
+        value = {value.x + left.x, value.y + left.y};
+        if (c < MAX_CTAS) sums[c] = value;
+    }
+    __syncthreads();
+}
+
+// By all threads of the CTA: thread c works out what CTA c lacks and how long unit c of the rest is; the one
+// whose unit holds this CTA's first block writes the share down.
+SMOE_DEVICE void share_rest(const unit_list &list, rest_share *share, int2 *sums)
+{
+    const int ctas = gridDim.x, c = threadIdx.x, first = list.waves * ctas;
+    int whole = 0, length = 0;
+    if (c < ctas) {
+        for (int wave = 0; wave < list.waves; wave++) whole += list.blocks(wave * ctas + c);
+        if (first + c < list.units) length = list.blocks(first + c);
+    }
+    if (c == 0) *share = {0, 0, 0};
+    scan({whole, length}, sums);
+    const int rest = sums[MAX_CTAS - 1].y, total = sums[MAX_CTAS - 1].x + rest;
+    __syncthreads();
+    const int target = smoe_cut(total, ctas, c + 1) - smoe_cut(total, ctas, c);
+    scan({c < ctas ? max(0, target - whole) : 0, length}, sums);
+    const int own = blockIdx.x, all = sums[MAX_CTAS - 1].x;
+    const int begin = (int)smoe_rest_share(rest, own > 0 ? sums[own - 1].x : 0, all, own, ctas);
+    const int end = (int)smoe_rest_share(rest, sums[own].x, all, own + 1, ctas);
+    if (c < ctas && begin < end) {
+        const int before = sums[c].y - length;
+        if (before <= begin && begin < before + length) *share = {first + c, begin - before, end - begin};
+    }
+    __syncthreads();
+}
+
+// What the CTA works through, in order; every role walks the same items.
+struct item {
+    int row, blocks, column, expert;
+};
+
+struct item_walk {
+    const unit_list &list;
+    rest_share rest;
+    int wave = 0;
+    SMOE_DEVICE item_walk(const unit_list &l, const rest_share &r) : list(l), rest(r)
+    {
+    }
+    SMOE_DEVICE bool next(item &it)
+    {
+        const bool whole = wave < list.waves;
+        if (!whole && rest.length == 0) return false;
+        const int unit = whole ? wave * (int)gridDim.x + (int)blockIdx.x : rest.unit;
+        const smoe_work piece = list.piece(unit);
+        int first = 0, blocks = smoe_work_blocks(piece);
+        if (whole) {
+            wave++;
+        } else {
+            first = rest.block;
+            blocks = min(blocks - first, rest.length);
+            rest = {rest.unit + 1, 0, rest.length - blocks};
+        }
+        it = {piece.row + first * SMOE_BLOCK_ROWS, blocks, unit % list.column_tiles * TILE_COLUMNS,
+              smoe_work_expert(piece)};
+        return true;
+    }
+};
+
+// ---- Producers, one thread each
+
+SMOE_DEVICE void load_rows(const smoe_cuda_down &p, item_walk walk, const shared_layout &shared)
+{
+    ring_position<STAGES> ring(1);
+    prefetch_map(&p.a);
+    for (item it; walk.next(it);)
+        for (int block = 0; block < it.blocks; block++)
+#pragma unroll 1
+            for (int j = 0; j < SLICES; j++) {
+                barrier_wait(shared.empty(ring.stage), ring.phase);
+                barrier_expect(shared.full(ring.stage), STAGE_BYTES);
+                load_box(shared.stage(ring.stage), &p.a, shared.full(ring.stage), j * STEP,
+                         it.row + block * SMOE_BLOCK_ROWS);
+                ring.advance();
+            }
+}
+
+// Slice by slice, as the last readers leave it.
+SMOE_DEVICE void load_weights(const smoe_cuda_down &p, item_walk walk, const shared_layout &shared)
+{
+    uint32_t phase = 1;
+    prefetch_map(&p.w2);
+    for (item it; walk.next(it); phase ^= 1)
+        for (int j = 0; j < SLICES; j++) {
+            barrier_wait(shared.slice_empty(j), phase);
+            barrier_expect(shared.slice_full(j), SLICE_BYTES);
+            load_box(shared.slice(j), &p.w2, shared.slice_full(j), j * STEP,
+                     it.expert * p.hidden + p.first_column + it.column);
+        }
+}
+
+// `done` counts the blocks of all items so far: consumer (done + block) % 2 has it.
+SMOE_DEVICE void store_blocks(const smoe_cuda_down &p, item_walk walk, const shared_layout &shared,
+                              int consumer)
+{
+    uint32_t done = 0, count = 0;
+    prefetch_map(&p.y);
+    for (item it; walk.next(it); done += it.blocks)
+        for (int block = (consumer - done) & 1; block < it.blocks; block += 2)
+            for (int half = 0; half < 2; half++, count++) {
+                const uint32_t panel = shared.slot(consumer);
+                const int column = it.column + half * 128, row = it.row + block * SMOE_BLOCK_ROWS;
+                barrier_wait(shared.slot_full(consumer), count & 1);
+                if (column < p.columns) store_box(&p.y, panel, column, row);
+                if (column + 64 < p.columns) store_box(&p.y, panel + SMOE_PANEL_BYTES, column + 64, row);
+                commit_stores();
+                wait_stores_read<0>();
+                barrier_arrive(shared.slot_empty(consumer));
+            }
+    wait_stores_done();
+}
+
+// ---- Consumers. Named barriers 4 and 5: the turns of consumers 0 and 1 at the matrix units.
+enum { TURN_BARRIER = 4 };
+
+template <typename T>
+SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<STAGES> ring, const shared_layout &shared,
+                                int consumer, bool first, bool last, uint32_t weight_phase, int lane)
+{
+    uint32_t previous = 0;
+    named_barrier_sync(TURN_BARRIER + consumer, 256);
+#pragma unroll
+    for (int j = 0; j < SLICES; j++) {
+        if (first) barrier_wait(shared.slice_full(j), weight_phase);
+        barrier_wait(shared.full(ring.stage), ring.phase);
+        const uint32_t a = descriptor_address(shared.stage(ring.stage)),
+                       b = descriptor_address(shared.slice(j));
+        pin(acc);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < STEP / 16; i++)
+            matrix_unit<T>::multiply(acc, descriptor(a + 2 * i), descriptor(b + 2 * i), (j | i) != 0);
+        wgmma_commit();
+        pin(acc);
+        if (j == SLICES - 1) named_barrier_arrive(TURN_BARRIER + (consumer ^ 1), 256);
+        wgmma_wait<1>();
+        if (j > 0 && lane == 0) {
+            barrier_arrive(shared.empty(previous));
+            if (last) barrier_arrive(shared.slice_empty(j - 1));
+        }
+        previous = ring.stage;
+        ring.advance();
+    }
+    wgmma_wait<0>();
+    pin(acc);
+    if (lane == 0) {
+        barrier_arrive(shared.empty(previous));
+        if (last) barrier_arrive(shared.slice_empty(SLICES - 1));
+    }
+}
+
+template <typename T>
+SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int consumer, uint32_t count,
+                            int lane)
+{
+    using S = storage<T>;
+    barrier_wait(shared.slot_empty(consumer), (count & 1) ^ 1);
+    const int row = ((threadIdx.x >> 5) & 3) * 16 + (lane & 15);
+    const uint32_t to = shared.slot(consumer) + row * SMOE_PANEL_ROW_BYTES;
+#pragma unroll
+    for (int q = 0; q < 8; q++) {
+        const float *v = acc + q * 8;
+        store_matrices(to + (q >> 2) * SMOE_PANEL_BYTES + ((((q & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
+                       S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.slot_full(consumer));
+}
+
+template <typename T>
+SMOE_DEVICE void multiply_blocks(item_walk walk, const shared_layout &shared, int consumer, int lane)
+{
+    float acc[128];
+    uint32_t done = 0, count = 0, weight_phase = 0;
+    if (consumer == 1) named_barrier_arrive(TURN_BARRIER, 256); // consumer 0 begins
+    for (item it; walk.next(it); done += it.blocks, weight_phase ^= 1) {
+        const int own = (consumer - done) & 1;
+        if (own >= it.blocks) // no block of this item is ours: only hand the slices back
+            for (int j = 0; j < SLICES; j++) {
+                barrier_wait(shared.slice_full(j), weight_phase);
+                if (lane == 0) barrier_arrive(shared.slice_empty(j));
+            }
+        for (int block = own; block < it.blocks; block += 2) {
+            ring_position<STAGES> ring(0);
+            ring.advance((done + block) * SLICES % (2 * STAGES));
+            multiply_block<T>(acc, ring, shared, consumer, block == own, block + 2 >= it.blocks, weight_phase,
+                              lane);
+            stage_half<T>(acc, shared, consumer, count++, lane);
+            stage_half<T>(acc + 64, shared, consumer, count++, lane);
+        }
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    const shared_layout shared = {shared_address(memory)};
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(shared.full(i), 1);
+            barrier_init(shared.empty(i), 4); // the warps of the consumer whose block it is
+        }
+        for (int i = 0; i < SLICES; i++) {
+            barrier_init(shared.slice_full(i), 1);
+            barrier_init(shared.slice_empty(i), 8);
+        }
+        for (int i = 0; i < 2; i++) {
+            barrier_init(shared.slot_full(i), 4);
+            barrier_init(shared.slot_empty(i), 1);
+        }
+        barrier_init_done();
+    }
+    const unit_list list(p);
+    rest_share *share = (rest_share *)(memory + SHARES);
+    share_rest(list, share, (int2 *)(memory + SUMS));
+    const item_walk walk(list, *share);
+    if (warp >= 8) {
+        give_registers<40>();
+        if (lane == 0) {
+            if (warp == 8)
+                load_rows(p, walk, shared);
+            else if (warp == 9)
+                load_weights(p, walk, shared);
+            else
+                store_blocks(p, walk, shared, warp - 10);
+        }
+    } else {
+        take_registers<232>();
+        multiply_blocks<T>(walk, shared, warp >> 2, lane);
+    }
+}
+
+} // namespace down_stationary
+} // namespace smoe

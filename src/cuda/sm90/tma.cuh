@@ -1,0 +1,107 @@
+// TMA: boxes of a tensor map to shared memory (completing on an mbarrier) and back (in bulk groups); plain
+// bytes to shared memory.
+#pragma once
+#include "common/ptx.cuh"
+#include <cuda.h>
+
+namespace smoe
+{
+
+SMOE_DEVICE void prefetch_map(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y)
+                 : "memory");
+}
+
+SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u)
+                 : "memory");
+}
+
+SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u,
+                          int v)
+{
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
+                 : "memory");
+}
+
+SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+        "r"(from), "r"(x), "r"(y)
+        : "memory");
+}
+
+SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+        "r"(from), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(from), "r"(x), "r"(y), "r"(z), "r"(u)
+        : "memory");
+}
+
+// Adds the box to what is there.
+SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
+{
+    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, "
+                 "%5}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(u)
+                 : "memory");
+}
+
+// Addresses and bytes: multiples of 16.
+SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+SMOE_DEVICE void commit_stores()
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// All but the newest PENDING groups have been read out of shared memory.
+template <int PENDING> SMOE_DEVICE void wait_stores_read()
+{
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// Before the thread ends: all its stores are in global memory.
+SMOE_DEVICE void wait_stores_done()
+{
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+} // namespace smoe
