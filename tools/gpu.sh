@@ -32,7 +32,9 @@ pack() {
     folder=$(mktemp -d)
     mkdir -p "$folder/lib" "$2"
     for program in $programs; do
-        [ -x "$1/tests/cuda/$program" ] && cp "$1/tests/cuda/$program" "$folder/"
+        for place in tests/cuda bench; do
+            [ -x "$1/$place/$program" ] && cp "$1/$place/$program" "$folder/"
+        done
     done
     cp "$1/smoe" "$(dirname "$0")/report.sh" "$folder/" || exit 3
     for program in "$folder"/cuda_* "$folder"/smoe; do
