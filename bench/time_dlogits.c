@@ -133,12 +133,12 @@ static void time_shape(int64_t tokens, int64_t experts, int64_t topk, int parts)
 {
     smoe_layer l = SMOE_LAYER_INIT;
     l.tokens = tokens, l.experts = experts, l.topk = topk, l.hidden = l.intermediate = 8;
-    l.score = SMOE_TOPK_SOFTMAX;
+    l.score = SMOE_SCORE_TOPK_SOFTMAX;
     inputs in = make_inputs(&l, parts);
     const float sparse = time_launches(&in, &in.call);
     in.call.dlogits = in.memory[9].memory;
     const float given = time_launches(&in, &in.call);
-    in.call.dlogits = NULL, in.call.terms = NULL, in.call.layer.score = SMOE_SOFTMAX_TOPK;
+    in.call.dlogits = NULL, in.call.terms = NULL, in.call.layer.score = SMOE_SCORE_SOFTMAX_TOPK;
     const float dense = time_launches(&in, &in.call);
     printf("T %6lld E %4lld K %2lld, %d parts of dS: sparse %6.2f us, with dlogits %6.2f, dense %6.2f\n",
            (long long)tokens, (long long)experts, (long long)topk, parts, (double)sparse, (double)given,

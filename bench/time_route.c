@@ -61,7 +61,7 @@ static cudaError_t round_link(const route_timing *t, const smoe_forward_args *ar
 
 static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
-    const int rounded = t->problem.layer.rounding != SMOE_ROUND_NONE;
+    const int rounded = t->problem.layer.rounding != SMOE_ROUNDING_NONE;
     const cudaError_t status = rounded ? round_link(t, args, stream) : route_link(t, args, stream);
     if (status != cudaSuccess) return status;
     return smoe_cuda_plan_from_logits(&t->problem, args, &t->plan, &t->lists, t->scratch, stream);
@@ -138,7 +138,7 @@ static route_timing set_up(const smoe_layer *layer)
         const float x = bell(&random);
         uint32_t bits;
         memcpy(&bits, &x, sizeof bits);
-        if (layer->logits_type == SMOE_F32)
+        if (layer->logits_type == SMOE_TYPE_F32)
             ((uint32_t *)host)[i] = bits;
         else
             ((uint16_t *)host)[i] = (uint16_t)(bits >> 16);
@@ -175,8 +175,8 @@ static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type 
     printf(
         "T %6lld E %4lld K %2lld %-4s score %d rounding %d | topk %6.2f route %6.2f round %6.2f plan %6.2f | "
         "%s %6.2f",
-        (long long)tokens, (long long)experts, (long long)topk, type == SMOE_F32 ? "f32" : "bf16", (int)score,
-        (int)rounding, topk_time, route, rounded, plan, rounding ? "adds" : "in all",
+        (long long)tokens, (long long)experts, (long long)topk, type == SMOE_TYPE_F32 ? "f32" : "bf16",
+        (int)score, (int)rounding, topk_time, route, rounded, plan, rounding ? "adds" : "in all",
         rounding ? plan - topk_time : plan);
     end_line(target);
     tear_down(&t);
@@ -185,7 +185,7 @@ static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type 
 static void time_given(int64_t tokens, int64_t experts, int64_t topk, double target)
 {
     smoe_layer l = SMOE_LAYER_INIT;
-    l.tokens = tokens, l.experts = experts, l.topk = topk, l.logits_type = SMOE_BF16;
+    l.tokens = tokens, l.experts = experts, l.topk = topk, l.logits_type = SMOE_TYPE_BF16;
     l.hidden = l.intermediate = 8, l.inference = 1;
     route_timing t = set_up(&l);
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
@@ -238,16 +238,16 @@ int main(void)
     time_given(16384, 512, 10, 0);
     time_given(512, 128, 8, 0);
     for (int i = 0; i < 2; i++) {
-        const smoe_type type = i ? SMOE_F32 : SMOE_BF16;
-        time_shape(32768, 128, 8, type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE, i ? 0 : 14);
-        time_shape(32768, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE, 0);
-        time_shape(16384, 512, 10, type, SMOE_TOPK_SOFTMAX, SMOE_ROUND_NONE, i ? 0 : 24);
-        time_shape(512, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NONE, 0);
-        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F, i ? 0 : 22);
-        time_shape(32768, 128, 8, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_F, 0);
-        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_NR_S, 0);
-        time_shape(16384, 256, 4, type, SMOE_SOFTMAX_TOPK, SMOE_ROUND_BALANCE_F, 0);
-        time_shape(16384, 256, 8, type, SMOE_SIGMOID, SMOE_ROUND_NONE, 0);
+        const smoe_type type = i ? SMOE_TYPE_F32 : SMOE_TYPE_BF16;
+        time_shape(32768, 128, 8, type, SMOE_SCORE_TOPK_SOFTMAX, SMOE_ROUNDING_NONE, i ? 0 : 14);
+        time_shape(32768, 128, 8, type, SMOE_SCORE_SOFTMAX_TOPK, SMOE_ROUNDING_NONE, 0);
+        time_shape(16384, 512, 10, type, SMOE_SCORE_TOPK_SOFTMAX, SMOE_ROUNDING_NONE, i ? 0 : 24);
+        time_shape(512, 128, 8, type, SMOE_SCORE_SOFTMAX_TOPK, SMOE_ROUNDING_NONE, 0);
+        time_shape(16384, 256, 4, type, SMOE_SCORE_SOFTMAX_TOPK, SMOE_ROUNDING_NR_F, i ? 0 : 22);
+        time_shape(32768, 128, 8, type, SMOE_SCORE_SOFTMAX_TOPK, SMOE_ROUNDING_NR_F, 0);
+        time_shape(16384, 256, 4, type, SMOE_SCORE_SOFTMAX_TOPK, SMOE_ROUNDING_NR_S, 0);
+        time_shape(16384, 256, 4, type, SMOE_SCORE_SOFTMAX_TOPK, SMOE_ROUNDING_BALANCE_F, 0);
+        time_shape(16384, 256, 8, type, SMOE_SCORE_SIGMOID, SMOE_ROUNDING_NONE, 0);
     }
     time_gemm(32768, 2048, 128);
     time_gemm(16384, 4096, 256);

@@ -363,7 +363,7 @@ int main(int argc, char **argv)
         return usage();
     l->tokens = shape[0], l->hidden = shape[1], l->intermediate = shape[2], l->experts = shape[3];
     l->topk = shape[4];
-    l->entry = SMOE_FROM_TOPK;
+    l->entry = SMOE_ENTRY_FROM_TOPK;
     l->gradient_type = l->dtype;
     for (int i = 0; i < count; i++) {
         open_variant(variants + i, argv[4 + i]);

@@ -136,8 +136,8 @@ static void put_problem(table *t, const problem_options *options, const bench_sh
                         const smoe_layer *layer, const smoe_sizes *sizes)
 {
     smoe_layer plain = *layer, rounded = *layer;
-    plain.rounding = SMOE_ROUND_NONE;
-    if (layer->rounding == SMOE_ROUND_NONE) rounded.rounding = SMOE_ROUND_NR_F;
+    plain.rounding = SMOE_ROUNDING_NONE;
+    if (layer->rounding == SMOE_ROUNDING_NONE) rounded.rounding = SMOE_ROUNDING_NR_F;
     const pass_bytes peaks =
         pass_peaks(layer, true, (double)sizes->saved_buffer_bytes, (double)sizes->scratch_forward_bytes,
                    (double)sizes->scratch_backward_bytes);

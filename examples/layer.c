@@ -16,7 +16,7 @@ int main(void)
     if (smoe_create(&context, NULL) != SMOE_OK) return 1;
     smoe_layer layer = SMOE_LAYER_INIT;
     layer.tokens = 1024, layer.hidden = 256, layer.intermediate = 64, layer.experts = 32, layer.topk = 4;
-    layer.dtype = SMOE_F32;
+    layer.dtype = SMOE_TYPE_F32;
     smoe_sizes sizes = SMOE_SIZES_INIT;
     if (smoe_query_sizes(context, &layer, &sizes) != SMOE_OK) return 1;
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;

@@ -136,51 +136,51 @@ SMOE_API const char *smoe_last_error(const smoe_context *context);
 /* ---- The description of a layer ------------------------------------------------------------------------ */
 
 typedef enum smoe_type {
-    SMOE_F32 = 0,
-    SMOE_BF16 = 1,
-    SMOE_F16 = 2, /* cuda only */
-    SMOE_I32 = 10,
-    SMOE_I64 = 11
+    SMOE_TYPE_F32 = 0,
+    SMOE_TYPE_BF16 = 1,
+    SMOE_TYPE_F16 = 2, /* cuda only */
+    SMOE_TYPE_I32 = 10,
+    SMOE_TYPE_I64 = 11
 } smoe_type;
 
 /* g and u are the gate and up halves of H. Those without a gate have W1 [E, n, d], b1 [E, n] and H (R, n). */
 typedef enum smoe_activation {
-    SMOE_SWIGLU = 0,     /* silu(g) u */
-    SMOE_GEGLU = 1,      /* gelu(g) u, gelu by erf */
-    SMOE_GEGLU_TANH = 2, /* gelu(g) u, gelu by its tanh approximation */
-    SMOE_REGLU = 3,      /* max(g, 0) u */
-    SMOE_SWIGLU_OAI = 4, /* g = min(g, 7), u = clamp(u, -7, 7): g sigmoid(1.702 g) (u + 1) */
-    SMOE_SILU = 10,      /* h sigmoid(h) */
-    SMOE_GELU = 11,      /* by erf */
-    SMOE_RELU = 12,
-    SMOE_RELU2 = 13 /* max(h, 0)^2 */
+    SMOE_ACTIVATION_SWIGLU = 0,     /* silu(g) u */
+    SMOE_ACTIVATION_GEGLU = 1,      /* gelu(g) u, gelu by erf */
+    SMOE_ACTIVATION_GEGLU_TANH = 2, /* gelu(g) u, gelu by its tanh approximation */
+    SMOE_ACTIVATION_REGLU = 3,      /* max(g, 0) u */
+    SMOE_ACTIVATION_SWIGLU_OAI = 4, /* g = min(g, 7), u = clamp(u, -7, 7): g sigmoid(1.702 g) (u + 1) */
+    SMOE_ACTIVATION_SILU = 10,      /* h sigmoid(h) */
+    SMOE_ACTIVATION_GELU = 11,      /* by erf */
+    SMOE_ACTIVATION_RELU = 12,
+    SMOE_ACTIVATION_RELU2 = 13 /* max(h, 0)^2 */
 } smoe_activation;
 
 /* Where the gate and up rows of feature j stand among the 2n rows of W1[e] (and of b1, dW1, db1). No copy is
  * ever made. */
 typedef enum smoe_layout {
-    SMOE_CONCATENATED = 0, /* gate row j, up row n + j */
-    SMOE_INTERLEAVED = 1   /* gate row 2j, up row 2j + 1 */
+    SMOE_LAYOUT_CONCATENATED = 0, /* gate row j, up row n + j */
+    SMOE_LAYOUT_INTERLEAVED = 1   /* gate row 2j, up row 2j + 1 */
 } smoe_layout;
 
 /* The three ways in. */
 typedef enum smoe_entry {
-    SMOE_FROM_LOGITS = 0, /* tokens with router logits, or with the router's weight */
-    SMOE_FROM_TOPK = 1,   /* tokens with given ids and weights (T, K); ids outside 0..E-1 are skipped, and a
-                             repeated id of one token counts once, at its lowest k */
-    SMOE_FROM_ROWS = 2    /* rows already sorted by expert, with offsets [E+1]: T rows in, T rows out in the
-                             same order */
+    SMOE_ENTRY_FROM_LOGITS = 0, /* tokens with router logits, or with the router's weight */
+    SMOE_ENTRY_FROM_TOPK = 1,   /* tokens with given ids and weights (T, K); ids outside 0..E-1 are skipped,
+                                   and a repeated id of one token counts once, at its lowest k */
+    SMOE_ENTRY_FROM_ROWS = 2    /* rows already sorted by expert, with offsets [E+1]: T rows in, T rows out in
+                                   the same order */
 } smoe_entry;
 
 /* Weights from logits l; p is the softmax of l over all E, sigma the sigmoid. Ties go to the lower
  * expert. dlogits has K nonzeros a token where marked sparse, unless rounding or a loss coefficient
  * makes it dense. */
 typedef enum smoe_score {
-    SMOE_SOFTMAX_TOPK = 0, /* top-K of l, weights p (dense); with renormalize p over the sum of the K kept
-                              (sparse) */
-    SMOE_TOPK_SOFTMAX = 1, /* top-K of l, weights their softmax (sparse) */
-    SMOE_SIGMOID = 2 /* top-K of sigma(l) + selection_bias, weights sigma(l), with renormalize over their
-                        sum (sparse) */
+    SMOE_SCORE_SOFTMAX_TOPK = 0, /* top-K of l, weights p (dense); with renormalize p over the sum of the K
+                                    kept (sparse) */
+    SMOE_SCORE_TOPK_SOFTMAX = 1, /* top-K of l, weights their softmax (sparse) */
+    SMOE_SCORE_SIGMOID = 2 /* top-K of sigma(l) + selection_bias, weights sigma(l), with renormalize over
+                              their sum (sparse) */
 } smoe_score;
 
 /* Token rounding: c = an expert's count under plain top-K, M the tile, lo = M floor(c/M), hi = M ceil(c/M);
@@ -189,16 +189,16 @@ typedef enum smoe_score {
  * compared as f32, or rounded to bf16 when the logits are bf16. A kept pair has the weight that plain top-K
  * gives it; an added pair has p (SIGMOID: sigma), times route_scale. Both are differentiated. */
 typedef enum smoe_rounding {
-    SMOE_ROUND_NONE = 0,
-    SMOE_ROUND_NR_F = 1, /* nearest: hi when c - lo > M/2 */
-    SMOE_ROUND_SR_F = 2, /* stochastic: hi when u < (c - lo)/M, u from Philox4x32-10(key seed, counter (step,
-                            expert)) */
-    SMOE_ROUND_NR_S = 3, /* nearest by score: hi when S(hi) - S(c) < S(c) - S(lo), S(m) the sum of the first m
-                            scores in 64-bit fixed point */
-    SMOE_ROUND_BALANCE_F = 4, /* experts in order with a residual r = 0: hi when c + r - lo > M/2; then
-                                 r += c - picked */
-    SMOE_ROUND_UP = 5,        /* always hi */
-    SMOE_ROUND_DOWN = 6       /* always lo */
+    SMOE_ROUNDING_NONE = 0,
+    SMOE_ROUNDING_NR_F = 1,      /* nearest: hi when c - lo > M/2 */
+    SMOE_ROUNDING_SR_F = 2,      /* stochastic: hi when u < (c - lo)/M, u from Philox4x32-10(key seed, counter
+                                    (step, expert)) */
+    SMOE_ROUNDING_NR_S = 3,      /* nearest by score: hi when S(hi) - S(c) < S(c) - S(lo), S(m) the sum of the
+                                    first m scores in 64-bit fixed point */
+    SMOE_ROUNDING_BALANCE_F = 4, /* experts in order with a residual r = 0: hi when c + r - lo > M/2; then
+                                    r += c - picked */
+    SMOE_ROUNDING_UP = 5,        /* always hi */
+    SMOE_ROUNDING_DOWN = 6       /* always lo */
 } smoe_rounding;
 
 typedef struct smoe_layer {
@@ -212,9 +212,9 @@ typedef struct smoe_layer {
     smoe_activation activation;
     smoe_layout layout;
     smoe_entry entry;
-    smoe_type index_type;    /* given ids and offsets: SMOE_I32 or SMOE_I64 */
-    smoe_type logits_type;   /* logits and dlogits: SMOE_F32 or SMOE_BF16 */
-    smoe_type gradient_type; /* weight and bias gradients: dtype, or SMOE_F32 for a main-grad */
+    smoe_type index_type;    /* given ids and offsets: SMOE_TYPE_I32 or SMOE_TYPE_I64 */
+    smoe_type logits_type;   /* logits and dlogits: SMOE_TYPE_F32 or SMOE_TYPE_BF16 */
+    smoe_type gradient_type; /* weight and bias gradients: dtype, or SMOE_TYPE_F32 for a main-grad */
     int32_t accumulate;  /* 1: weight and bias gradients are added to what is there, 0: they are written */
     int32_t inference;   /* 1: nothing is saved (the plan lives in scratch), no backward follows */
     int32_t reuse_saved; /* 1: the backward may destroy the saved H (dH takes its place) */
@@ -233,9 +233,9 @@ typedef struct smoe_layer {
 } smoe_layer;
 #define SMOE_LAYER_INIT                                                                                      \
     {                                                                                                        \
-        sizeof(smoe_layer), 0, 0, 0, 0, 1, SMOE_BF16, SMOE_SWIGLU, SMOE_CONCATENATED, SMOE_FROM_LOGITS,      \
-            SMOE_I32, SMOE_F32, SMOE_F32, 0, 0, 0, 1, SMOE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUND_NONE,     \
-            128, 0                                                                                           \
+        sizeof(smoe_layer), 0, 0, 0, 0, 1, SMOE_TYPE_BF16, SMOE_ACTIVATION_SWIGLU, SMOE_LAYOUT_CONCATENATED, \
+            SMOE_ENTRY_FROM_LOGITS, SMOE_TYPE_I32, SMOE_TYPE_F32, SMOE_TYPE_F32, 0, 0, 0, 1,                 \
+            SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUNDING_NONE, 128, 0                               \
     }
 
 /* Does this context run this layer? OK, or ARGUMENT, SHAPE, UNSUPPORTED with the reason in smoe_last_error.

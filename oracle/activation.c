@@ -6,15 +6,15 @@
 bool oracle_gated(smoe_activation activation)
 {
     switch (activation) {
-    case SMOE_SWIGLU:
-    case SMOE_GEGLU:
-    case SMOE_GEGLU_TANH:
-    case SMOE_REGLU:
-    case SMOE_SWIGLU_OAI: return true;
-    case SMOE_SILU:
-    case SMOE_GELU:
-    case SMOE_RELU:
-    case SMOE_RELU2: return false;
+    case SMOE_ACTIVATION_SWIGLU:
+    case SMOE_ACTIVATION_GEGLU:
+    case SMOE_ACTIVATION_GEGLU_TANH:
+    case SMOE_ACTIVATION_REGLU:
+    case SMOE_ACTIVATION_SWIGLU_OAI: return true;
+    case SMOE_ACTIVATION_SILU:
+    case SMOE_ACTIVATION_GELU:
+    case SMOE_ACTIVATION_RELU:
+    case SMOE_ACTIVATION_RELU2: return false;
     }
     return false;
 }
@@ -60,18 +60,18 @@ static curve relu(double x)
 static curve gate_curve(smoe_activation activation, double g)
 {
     switch (activation) {
-    case SMOE_SWIGLU:
-    case SMOE_SILU: return swish(g, 1.0);
-    case SMOE_GEGLU:
-    case SMOE_GELU: return gelu(g);
-    case SMOE_GEGLU_TANH: return gelu_tanh(g);
-    case SMOE_REGLU:
-    case SMOE_RELU: return relu(g);
-    case SMOE_RELU2: {
+    case SMOE_ACTIVATION_SWIGLU:
+    case SMOE_ACTIVATION_SILU: return swish(g, 1.0);
+    case SMOE_ACTIVATION_GEGLU:
+    case SMOE_ACTIVATION_GELU: return gelu(g);
+    case SMOE_ACTIVATION_GEGLU_TANH: return gelu_tanh(g);
+    case SMOE_ACTIVATION_REGLU:
+    case SMOE_ACTIVATION_RELU: return relu(g);
+    case SMOE_ACTIVATION_RELU2: {
         const curve r = relu(g);
         return (curve){r.value * r.value, 2.0 * r.value};
     }
-    case SMOE_SWIGLU_OAI: {
+    case SMOE_ACTIVATION_SWIGLU_OAI: {
         if (!(g > 7.0)) return swish(g, 1.702);
         return (curve){swish(7.0, 1.702).value, 0.0};
     }
@@ -83,7 +83,7 @@ static curve gate_curve(smoe_activation activation, double g)
 static curve up_curve(smoe_activation activation, double u)
 {
     if (!oracle_gated(activation)) return (curve){1.0, 0.0};
-    if (activation != SMOE_SWIGLU_OAI) return (curve){u, 1.0};
+    if (activation != SMOE_ACTIVATION_SWIGLU_OAI) return (curve){u, 1.0};
     if (u > 7.0) return (curve){8.0, 0.0};
     if (u < -7.0) return (curve){-6.0, 0.0};
     return (curve){u + 1.0, 1.0};

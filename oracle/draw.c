@@ -59,7 +59,7 @@ static int64_t *draw_ids(const smoe_layer *layer, const oracle_draw *draw, oracl
 {
     const int64_t topk = layer->topk, experts = layer->experts, tokens = layer->tokens;
     /* 64 bits: a number whose low 32 bits would be an expert */
-    const int64_t past = layer->index_type == SMOE_I64 ? ((int64_t)1 << 32) + 1 : experts;
+    const int64_t past = layer->index_type == SMOE_TYPE_I64 ? ((int64_t)1 << 32) + 1 : experts;
     int64_t *ids = oracle_alloc((size_t)(tokens * topk), sizeof *ids);
     int64_t *deck = oracle_alloc((size_t)experts, sizeof *deck);
     int64_t *expert_of = oracle_alloc((size_t)tokens, sizeof *expert_of);
@@ -113,12 +113,13 @@ static void draw_routing(const smoe_layer *layer, const oracle_draw *draw, oracl
 {
     const int64_t tokens = layer->tokens, experts = layer->experts, hidden = layer->hidden;
     const smoe_type dtype = layer->dtype;
-    if (layer->entry == SMOE_FROM_ROWS) {
+    if (layer->entry == SMOE_ENTRY_FROM_ROWS) {
         d->offsets = draw_offsets(layer, draw, random);
-        if (draw->row_weights) d->row_weights = draw_values(random, tokens, 1.0, draw->integers, SMOE_F32);
-    } else if (layer->entry == SMOE_FROM_TOPK) {
+        if (draw->row_weights)
+            d->row_weights = draw_values(random, tokens, 1.0, draw->integers, SMOE_TYPE_F32);
+    } else if (layer->entry == SMOE_ENTRY_FROM_TOPK) {
         d->topk_ids = draw_ids(layer, draw, random);
-        d->topk_weights = draw_values(random, tokens * layer->topk, 1.0, draw->integers, SMOE_F32);
+        d->topk_weights = draw_values(random, tokens * layer->topk, 1.0, draw->integers, SMOE_TYPE_F32);
     } else if (draw->router) {
         const double scale = 1.0 / sqrt((double)hidden);
         d->router_weight = draw_values(random, experts * hidden, scale, draw->integers, dtype);
@@ -127,8 +128,8 @@ static void draw_routing(const smoe_layer *layer, const oracle_draw *draw, oracl
         d->logits = draw_values(random, tokens * experts, 1.0, false, layer->logits_type);
         shape_logits(layer, draw, d->logits);
     }
-    if (layer->entry == SMOE_FROM_LOGITS && draw->selection_bias)
-        d->selection_bias = draw_values(random, experts, 0.1, false, SMOE_F32);
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS && draw->selection_bias)
+        d->selection_bias = draw_values(random, experts, 0.1, false, SMOE_TYPE_F32);
 }
 
 void oracle_draw_inputs(const smoe_layer *layer, const oracle_draw *draw, uint64_t seed, oracle_drawn *d)

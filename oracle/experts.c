@@ -12,7 +12,7 @@ int64_t oracle_h_width(const smoe_layer *layer)
 int64_t oracle_w1_row(const smoe_layer *layer, int part, int64_t j)
 {
     if (!oracle_gated(layer->activation)) return j;
-    return layer->layout == SMOE_INTERLEAVED ? 2 * j + part : part * layer->intermediate + j;
+    return layer->layout == SMOE_LAYOUT_INTERLEAVED ? 2 * j + part : part * layer->intermediate + j;
 }
 
 static double stored(const smoe_layer *layer, const oracle_input *input, double value)
@@ -60,11 +60,11 @@ void oracle_experts(const smoe_layer *layer, const oracle_input *input, oracle_f
 void oracle_forward_run(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward)
 {
     *forward = (oracle_forward){0};
-    if (layer->entry == SMOE_FROM_LOGITS) {
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         oracle_logits(layer, input, forward);
         oracle_route(layer, input, forward);
     }
-    if (layer->entry != SMOE_FROM_ROWS) oracle_round(layer, input, forward);
+    if (layer->entry != SMOE_ENTRY_FROM_ROWS) oracle_round(layer, input, forward);
     oracle_plan(layer, input, forward);
     oracle_experts(layer, input, forward);
 }

@@ -12,7 +12,7 @@ static double stored(const smoe_layer *layer, const oracle_input *input, double 
 
 static bool rounds_inside(const smoe_layer *layer, const oracle_input *input)
 {
-    return input->round_stores && input->round_inside && layer->dtype != SMOE_F32;
+    return input->round_stores && input->round_inside && layer->dtype != SMOE_TYPE_F32;
 }
 
 /* dA' to 11 significant bits. */
@@ -113,11 +113,11 @@ static void weight_gradients(const smoe_layer *layer, const oracle_input *input,
                              oracle_backward *b)
 {
     const int64_t topk = layer->topk;
-    if (layer->entry == SMOE_FROM_ROWS) {
+    if (layer->entry == SMOE_ENTRY_FROM_ROWS) {
         b->drow_weights = oracle_alloc((size_t)layer->tokens, sizeof(double));
         for (int64_t r = 0; r < f->rows; r++) b->drow_weights[f->row_token[r]] = b->ds[r];
     }
-    if (layer->entry != SMOE_FROM_TOPK) return;
+    if (layer->entry != SMOE_ENTRY_FROM_TOPK) return;
     b->dtopk_weights = oracle_alloc((size_t)(layer->tokens * topk), sizeof(double));
     for (int64_t r = 0; r < f->rows; r++) {
         const int64_t *ids = input->topk_ids + f->row_token[r] * topk;
@@ -173,7 +173,7 @@ void oracle_backward_run(const smoe_layer *layer, const oracle_input *input, con
     free(g.dh);
     free(g.weighted_a);
     weight_gradients(layer, input, f, b);
-    if (with_router && layer->entry == SMOE_FROM_LOGITS) {
+    if (with_router && layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         b->dlogits = oracle_alloc((size_t)layer->tokens * experts, sizeof(double));
         oracle_router_backward(layer, input, f, b->ds, b->dlogits);
         router_gradients(layer, input, b);

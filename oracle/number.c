@@ -17,11 +17,11 @@ static const format f32 = {24, -126, 127, 32}, bf16 = {8, -126, 127, 16}, f16 = 
 static const format *format_of(smoe_type type)
 {
     switch (type) {
-    case SMOE_F32: return &f32;
-    case SMOE_BF16: return &bf16;
-    case SMOE_F16: return &f16;
-    case SMOE_I32:
-    case SMOE_I64: return NULL;
+    case SMOE_TYPE_F32: return &f32;
+    case SMOE_TYPE_BF16: return &bf16;
+    case SMOE_TYPE_F16: return &f16;
+    case SMOE_TYPE_I32:
+    case SMOE_TYPE_I64: return NULL;
     }
     return NULL;
 }
@@ -29,7 +29,7 @@ static const format *format_of(smoe_type type)
 size_t oracle_type_bytes(smoe_type type)
 {
     const format *f = format_of(type);
-    return f ? (size_t)f->storage_bits / 8 : type == SMOE_I32 ? 4 : 8;
+    return f ? (size_t)f->storage_bits / 8 : type == SMOE_TYPE_I32 ? 4 : 8;
 }
 
 double oracle_round_to(double x, smoe_type type)
@@ -77,9 +77,9 @@ void oracle_store(void *to, smoe_type type, const double *from, size_t count)
 {
     const format *f = format_of(type);
     for (size_t i = 0; i < count; i++) {
-        if (type == SMOE_I64) {
+        if (type == SMOE_TYPE_I64) {
             ((int64_t *)to)[i] = (int64_t)from[i];
-        } else if (type == SMOE_I32) {
+        } else if (type == SMOE_TYPE_I32) {
             ((int32_t *)to)[i] = (int32_t)from[i];
         } else if (f->storage_bits == 16) {
             ((uint16_t *)to)[i] = (uint16_t)encode(from[i], f, type);
@@ -93,9 +93,9 @@ void oracle_load(double *to, smoe_type type, const void *from, size_t count)
 {
     const format *f = format_of(type);
     for (size_t i = 0; i < count; i++) {
-        if (type == SMOE_I64) {
+        if (type == SMOE_TYPE_I64) {
             to[i] = (double)((const int64_t *)from)[i];
-        } else if (type == SMOE_I32) {
+        } else if (type == SMOE_TYPE_I32) {
             to[i] = (double)((const int32_t *)from)[i];
         } else if (f->storage_bits == 16) {
             to[i] = decode(((const uint16_t *)from)[i], f);

@@ -8,7 +8,7 @@ static const int64_t row_block = 64; /* every expert's rows are padded to a mult
 static void count_rows(const smoe_layer *layer, const oracle_input *input, oracle_forward *f)
 {
     for (int64_t e = 0; e < layer->experts; e++) {
-        if (layer->entry == SMOE_FROM_ROWS) {
+        if (layer->entry == SMOE_ENTRY_FROM_ROWS) {
             f->counts[e] = input->offsets[e + 1] - input->offsets[e];
             continue;
         }
@@ -44,7 +44,7 @@ static void fill_rows(const smoe_layer *layer, const oracle_input *input, oracle
 {
     int64_t next = 0;
     for (int64_t e = 0; e < layer->experts; e++) {
-        if (layer->entry == SMOE_FROM_ROWS) {
+        if (layer->entry == SMOE_ENTRY_FROM_ROWS) {
             for (int64_t r = input->offsets[e]; r < input->offsets[e + 1]; r++)
                 add_row(f, &next, e, r, input->row_weights ? input->row_weights[r] : 1.0);
             continue;

@@ -28,18 +28,18 @@ int64_t oracle_round_count(const smoe_layer *layer, int64_t c, const oracle_roun
 {
     const int64_t tile = layer->tile, lo = c - c % tile;
     const double past = (double)(c - lo), half = (double)tile / 2.0;
-    if (c == lo || lo + tile > layer->tokens) return layer->rounding == SMOE_ROUND_NONE ? c : lo;
+    if (c == lo || lo + tile > layer->tokens) return layer->rounding == SMOE_ROUNDING_NONE ? c : lo;
     bool up = false;
     switch (layer->rounding) {
-    case SMOE_ROUND_NONE: return c;
-    case SMOE_ROUND_NR_F: up = past > half; break;
-    case SMOE_ROUND_SR_F:
+    case SMOE_ROUNDING_NONE: return c;
+    case SMOE_ROUNDING_NR_F: up = past > half; break;
+    case SMOE_ROUNDING_SR_F:
         up = ldexp((double)philox(layer->seed, facts->step, facts->expert), -32) < past / (double)tile;
         break;
-    case SMOE_ROUND_NR_S: up = facts->added < facts->dropped; break;
-    case SMOE_ROUND_BALANCE_F: up = past + (double)facts->residual > half; break;
-    case SMOE_ROUND_UP: up = true; break;
-    case SMOE_ROUND_DOWN: up = false; break;
+    case SMOE_ROUNDING_NR_S: up = facts->added < facts->dropped; break;
+    case SMOE_ROUNDING_BALANCE_F: up = past + (double)facts->residual > half; break;
+    case SMOE_ROUNDING_UP: up = true; break;
+    case SMOE_ROUNDING_DOWN: up = false; break;
     }
     return up ? lo + tile : lo;
 }
@@ -56,13 +56,13 @@ typedef struct candidate {
 
 static double key_of(const smoe_layer *layer, double score)
 {
-    const double f32 = oracle_round_to(score, SMOE_F32);
-    return layer->logits_type == SMOE_BF16 ? oracle_round_to(f32, SMOE_BF16) : f32;
+    const double f32 = oracle_round_to(score, SMOE_TYPE_F32);
+    return layer->logits_type == SMOE_TYPE_BF16 ? oracle_round_to(f32, SMOE_TYPE_BF16) : f32;
 }
 
 static candidate make_candidate(const smoe_layer *layer, int64_t token, bool selected, double score)
 {
-    const double slack = 1e-6 * fabs(score) + (layer->score == SMOE_SIGMOID ? 3e-7 : 0.0);
+    const double slack = 1e-6 * fabs(score) + (layer->score == SMOE_SCORE_SIGMOID ? 3e-7 : 0.0);
     return (candidate){token,
                        selected,
                        score,
@@ -115,7 +115,7 @@ static int64_t take(const smoe_layer *layer, const oracle_input *input, const ca
 {
     oracle_round_facts facts = {.step = input->step, .expert = (uint64_t)expert, .residual = *residual};
     const int64_t lo = c - c % layer->tile, hi = lo + layer->tile;
-    if (layer->rounding == SMOE_ROUND_NR_S && c != lo && hi <= layer->tokens) {
+    if (layer->rounding == SMOE_ROUNDING_NR_S && c != lo && hi <= layer->tokens) {
         facts.added = fixed_sum(ranked, c, hi);
         facts.dropped = fixed_sum(ranked, lo, c);
         const double apart = fabs(facts.added - facts.dropped);
@@ -129,9 +129,9 @@ static int64_t take(const smoe_layer *layer, const oracle_input *input, const ca
 static double added_weight(const smoe_layer *layer, const oracle_forward *forward, int64_t pair)
 {
     const double logit = forward->logits[pair];
-    const double raw = layer->score == SMOE_SIGMOID ? 1.0 / (1.0 + exp(-logit))
-                       : isnan(logit)               ? NAN
-                                                    : forward->probability[pair];
+    const double raw = layer->score == SMOE_SCORE_SIGMOID ? 1.0 / (1.0 + exp(-logit))
+                       : isnan(logit)                     ? NAN
+                                                          : forward->probability[pair];
     return raw * (double)layer->route_scale;
 }
 
@@ -139,7 +139,7 @@ static double added_weight(const smoe_layer *layer, const oracle_forward *forwar
  * are skipped and the first of a token's repeated ids counts. */
 static void keep_topk(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward)
 {
-    const bool given = layer->entry == SMOE_FROM_TOPK;
+    const bool given = layer->entry == SMOE_ENTRY_FROM_TOPK;
     const int64_t *ids = given ? input->topk_ids : forward->topk_ids;
     const double *weights = given ? input->topk_weights : forward->topk_weights;
     for (int64_t t = 0; t < layer->tokens; t++) {
@@ -175,7 +175,7 @@ static void round_expert(const smoe_layer *layer, const oracle_input *input, ora
             forward->pair[pair] = ORACLE_ADDED;
             forward->pair_weight[pair] = added_weight(layer, forward, pair);
             if (input->round_stores)
-                forward->pair_weight[pair] = oracle_round_to(forward->pair_weight[pair], SMOE_F32);
+                forward->pair_weight[pair] = oracle_round_to(forward->pair_weight[pair], SMOE_TYPE_F32);
         }
     }
 }
@@ -186,7 +186,7 @@ void oracle_round(const smoe_layer *layer, const oracle_input *input, oracle_for
     forward->pair = oracle_alloc(pairs, 1);
     forward->pair_weight = oracle_alloc(pairs, sizeof(double));
     keep_topk(layer, input, forward);
-    if (layer->entry != SMOE_FROM_LOGITS || layer->rounding == SMOE_ROUND_NONE) return;
+    if (layer->entry != SMOE_ENTRY_FROM_LOGITS || layer->rounding == SMOE_ROUNDING_NONE) return;
     candidate *ranked = oracle_alloc((size_t)layer->tokens, sizeof *ranked);
     int64_t residual = 0;
     for (int64_t e = 0; e < layer->experts; e++) round_expert(layer, input, forward, ranked, e, &residual);

@@ -54,7 +54,7 @@ static void allow_groups(const smoe_layer *layer, const double *selection, unsig
                          int64_t *undecided)
 {
     const int64_t experts = layer->experts, groups = layer->groups, size = experts / groups;
-    if (layer->score != SMOE_SIGMOID || layer->groups_kept == layer->groups) {
+    if (layer->score != SMOE_SCORE_SIGMOID || layer->groups_kept == layer->groups) {
         for (int64_t e = 0; e < experts; e++) allowed[e] = 1;
         return;
     }
@@ -100,7 +100,7 @@ static void choose(const smoe_layer *layer, const double *selection, unsigned ch
 static int64_t count_close(const smoe_layer *layer, const double *selection, const unsigned char *left,
                            const int64_t *ids)
 {
-    if (layer->score != SMOE_SIGMOID) return 0;
+    if (layer->score != SMOE_SCORE_SIGMOID) return 0;
     int64_t undecided = 0;
     for (int64_t k = 0; k < layer->topk; k++) {
         const double s = selection[ids[k]];
@@ -122,7 +122,7 @@ static void weigh(const smoe_layer *layer, const double *logits, const double *r
     const int64_t topk = layer->topk;
     double sum = 0.0;
     bool poisoned = false;
-    const bool over_kept = layer->renormalize || layer->score == SMOE_TOPK_SOFTMAX;
+    const bool over_kept = layer->renormalize || layer->score == SMOE_SCORE_TOPK_SOFTMAX;
     double max = -INFINITY;
     for (int64_t k = 0; k < topk; k++)
         if (logits[ids[k]] > max) max = logits[ids[k]];
@@ -130,7 +130,7 @@ static void weigh(const smoe_layer *layer, const double *logits, const double *r
         const double l = logits[ids[k]];
         if (isnan(l)) poisoned = true;
         weights[k] = raw[ids[k]];
-        if (over_kept && layer->score != SMOE_SIGMOID) weights[k] = l == max ? 1.0 : exp(l - max);
+        if (over_kept && layer->score != SMOE_SCORE_SIGMOID) weights[k] = l == max ? 1.0 : exp(l - max);
         sum += weights[k];
     }
     for (int64_t k = 0; k < topk; k++) {
@@ -158,7 +158,7 @@ void oracle_route(const smoe_layer *layer, const oracle_input *input, oracle_for
         double *p = forward->probability + t * experts;
         const double logsumexp = softmax(logits, experts, p);
         z += logsumexp * logsumexp;
-        const bool sigmoid = layer->score == SMOE_SIGMOID;
+        const bool sigmoid = layer->score == SMOE_SCORE_SIGMOID;
         for (int64_t e = 0; e < experts; e++) {
             sigma[e] = 1.0 / (1.0 + exp(-logits[e]));
             const double bias = input->selection_bias ? input->selection_bias[e] : 0.0;
@@ -174,7 +174,7 @@ void oracle_route(const smoe_layer *layer, const oracle_input *input, oracle_for
     }
     if (input->round_stores)
         for (int64_t i = 0; i < tokens * topk; i++)
-            forward->topk_weights[i] = oracle_round_to(forward->topk_weights[i], SMOE_F32);
+            forward->topk_weights[i] = oracle_round_to(forward->topk_weights[i], SMOE_TYPE_F32);
 
     double balance = 0.0;
     for (int64_t e = 0; e < experts; e++) {

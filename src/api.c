@@ -62,7 +62,7 @@ smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smo
 static smoe_status check_forward_pointers(smoe_context *context, const char *function,
                                           const smoe_layer *layer, const smoe_forward_args *a, int reads)
 {
-    const int router = reads & READS_ROUTER && layer->entry == SMOE_FROM_LOGITS;
+    const int router = reads & READS_ROUTER && layer->entry == SMOE_ENTRY_FROM_LOGITS;
     const int routing = reads & READS_ROUTING, experts = reads & READS_EXPERTS;
     const smoe_pointer_check checks[] = {
         {"x", a->x, experts || (router && a->router_weight)},
@@ -71,9 +71,9 @@ static smoe_status check_forward_pointers(smoe_context *context, const char *fun
         {"logits", a->logits, router},
         {"selection_bias", a->selection_bias, 0},
         {"losses", a->losses, 0},
-        {"topk_ids", a->topk_ids, routing && layer->entry == SMOE_FROM_TOPK},
-        {"topk_weights", a->topk_weights, routing && layer->entry == SMOE_FROM_TOPK},
-        {"offsets", a->offsets, routing && layer->entry == SMOE_FROM_ROWS},
+        {"topk_ids", a->topk_ids, routing && layer->entry == SMOE_ENTRY_FROM_TOPK},
+        {"topk_weights", a->topk_weights, routing && layer->entry == SMOE_ENTRY_FROM_TOPK},
+        {"offsets", a->offsets, routing && layer->entry == SMOE_ENTRY_FROM_ROWS},
         {"row_weights", a->row_weights, 0},
         {"w1", a->w1, experts},
         {"b1", a->b1, 0},
@@ -83,9 +83,9 @@ static smoe_status check_forward_pointers(smoe_context *context, const char *fun
     };
     smoe_status status = smoe_check_pointers(context, function, checks, COUNT(checks));
     if (status != SMOE_OK) return status;
-    if (router && a->selection_bias && layer->score != SMOE_SIGMOID)
+    if (router && a->selection_bias && layer->score != SMOE_SCORE_SIGMOID)
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: selection_bias is given, but only SMOE_SIGMOID has one", function);
+                         "%s: selection_bias is given, but only SMOE_SCORE_SIGMOID has one", function);
     if (router && a->router_bias && !a->router_weight)
         return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: router_bias is given without router_weight",
                          function);
@@ -148,9 +148,9 @@ smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smo
     forward_call call;
     const smoe_status status = begin_forward(context, "smoe_route", layer, args, READS_ROUTER, &call);
     if (status != SMOE_OK) return status;
-    if (call.problem.layer.entry != SMOE_FROM_LOGITS)
+    if (call.problem.layer.entry != SMOE_ENTRY_FROM_LOGITS)
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_route: entry is %d, routing needs SMOE_FROM_LOGITS (0)",
+                         "smoe_route: entry is %d, routing needs SMOE_ENTRY_FROM_LOGITS (0)",
                          (int)call.problem.layer.entry);
     return run_route(context, &call, stream);
 }
@@ -162,9 +162,9 @@ smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smo
     forward_call call;
     const smoe_status status = begin_forward(context, "smoe_round", layer, args, READS_ROUTER, &call);
     if (status != SMOE_OK) return status;
-    if (call.problem.layer.rounding == SMOE_ROUND_NONE)
+    if (call.problem.layer.rounding == SMOE_ROUNDING_NONE)
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_round: rounding is SMOE_ROUND_NONE, there is nothing to do");
+                         "smoe_round: rounding is SMOE_ROUNDING_NONE, there is nothing to do");
     return run_round(context, &call, stream);
 }
 
@@ -195,9 +195,9 @@ smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer *layer, c
     forward_call call;
     smoe_status status = begin_forward(context, "smoe_layer_forward", layer, args,
                                        READS_ROUTER | READS_ROUTING | READS_EXPERTS, &call);
-    if (status == SMOE_OK && call.problem.layer.entry == SMOE_FROM_LOGITS) {
+    if (status == SMOE_OK && call.problem.layer.entry == SMOE_ENTRY_FROM_LOGITS) {
         status = run_route(context, &call, stream);
-        if (status == SMOE_OK && call.problem.layer.rounding != SMOE_ROUND_NONE)
+        if (status == SMOE_OK && call.problem.layer.rounding != SMOE_ROUNDING_NONE)
             status = run_round(context, &call, stream);
     }
     if (status == SMOE_OK) status = run_plan(context, &call, stream);
@@ -259,9 +259,9 @@ static smoe_status check_backward_pointers(smoe_context *context, const char *fu
         {"router_weight", a->router_weight, 0},
         {"logits", a->logits, with_router},
         {"selection_bias", a->selection_bias, 0},
-        {"topk_ids", a->topk_ids, layer->entry == SMOE_FROM_TOPK},
+        {"topk_ids", a->topk_ids, layer->entry == SMOE_ENTRY_FROM_TOPK},
         {"topk_weights", a->topk_weights, 0},
-        {"offsets", a->offsets, layer->entry == SMOE_FROM_ROWS},
+        {"offsets", a->offsets, layer->entry == SMOE_ENTRY_FROM_ROWS},
         {"row_weights", a->row_weights, 0},
         {"w1", a->w1, 1},
         {"b1", a->b1, 0},
@@ -305,7 +305,7 @@ static smoe_status run_backward(smoe_context *context, const char *function, con
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
                          "%s: args is NULL or its struct_size is wrong; start from SMOE_BACKWARD_ARGS_INIT",
                          function);
-    with_router = with_router && problem.layer.entry == SMOE_FROM_LOGITS;
+    with_router = with_router && problem.layer.entry == SMOE_ENTRY_FROM_LOGITS;
     status = check_backward_pointers(context, function, &problem.layer, &args, with_router);
     if (status != SMOE_OK) return status;
     uint64_t forward, backward;

@@ -52,9 +52,9 @@ static smoe_status check_ranges(smoe_context *context, const char *function, smo
 static smoe_status check_shape(smoe_context *context, const char *function, const smoe_layer *l)
 {
     const int64_t most = INT32_MAX;
-    const int64_t topk_limit = l->entry == SMOE_FROM_ROWS   ? 1
-                               : l->experts < SMOE_MAX_TOPK ? l->experts
-                                                            : SMOE_MAX_TOPK;
+    const int64_t topk_limit = l->entry == SMOE_ENTRY_FROM_ROWS ? 1
+                               : l->experts < SMOE_MAX_TOPK     ? l->experts
+                                                                : SMOE_MAX_TOPK;
     const range_check shape[] = {
         {"tokens", l->tokens, 1, most},
         {"hidden", l->hidden, 8, 1 << 20},
@@ -89,16 +89,20 @@ static smoe_status check_one_of(smoe_context *context, const char *function, con
 
 static smoe_status check_enums(smoe_context *context, const char *function, const smoe_layer *l)
 {
-    static const int storage[] = {SMOE_F32, SMOE_BF16, SMOE_F16}, logits[] = {SMOE_F32, SMOE_BF16};
-    static const int indices[] = {SMOE_I32, SMOE_I64}, flags[] = {0, 1};
-    static const int activations[] = {SMOE_SWIGLU, SMOE_GEGLU, SMOE_GEGLU_TANH, SMOE_REGLU, SMOE_SWIGLU_OAI,
-                                      SMOE_SILU,   SMOE_GELU,  SMOE_RELU,       SMOE_RELU2};
-    static const int layouts[] = {SMOE_CONCATENATED, SMOE_INTERLEAVED};
-    static const int entries[] = {SMOE_FROM_LOGITS, SMOE_FROM_TOPK, SMOE_FROM_ROWS};
-    static const int scores[] = {SMOE_SOFTMAX_TOPK, SMOE_TOPK_SOFTMAX, SMOE_SIGMOID};
-    static const int roundings[] = {SMOE_ROUND_NONE,      SMOE_ROUND_NR_F, SMOE_ROUND_SR_F, SMOE_ROUND_NR_S,
-                                    SMOE_ROUND_BALANCE_F, SMOE_ROUND_UP,   SMOE_ROUND_DOWN};
-    const int gradients[] = {(int)l->dtype, SMOE_F32};
+    static const int storage[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16, SMOE_TYPE_F16},
+                     logits[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
+    static const int indices[] = {SMOE_TYPE_I32, SMOE_TYPE_I64}, flags[] = {0, 1};
+    static const int activations[] = {
+        SMOE_ACTIVATION_SWIGLU, SMOE_ACTIVATION_GEGLU,      SMOE_ACTIVATION_GEGLU_TANH,
+        SMOE_ACTIVATION_REGLU,  SMOE_ACTIVATION_SWIGLU_OAI, SMOE_ACTIVATION_SILU,
+        SMOE_ACTIVATION_GELU,   SMOE_ACTIVATION_RELU,       SMOE_ACTIVATION_RELU2};
+    static const int layouts[] = {SMOE_LAYOUT_CONCATENATED, SMOE_LAYOUT_INTERLEAVED};
+    static const int entries[] = {SMOE_ENTRY_FROM_LOGITS, SMOE_ENTRY_FROM_TOPK, SMOE_ENTRY_FROM_ROWS};
+    static const int scores[] = {SMOE_SCORE_SOFTMAX_TOPK, SMOE_SCORE_TOPK_SOFTMAX, SMOE_SCORE_SIGMOID};
+    static const int roundings[] = {SMOE_ROUNDING_NONE, SMOE_ROUNDING_NR_F,      SMOE_ROUNDING_SR_F,
+                                    SMOE_ROUNDING_NR_S, SMOE_ROUNDING_BALANCE_F, SMOE_ROUNDING_UP,
+                                    SMOE_ROUNDING_DOWN};
+    const int gradients[] = {(int)l->dtype, SMOE_TYPE_F32};
     const struct {
         const char *name;
         int value;
@@ -134,9 +138,9 @@ static smoe_status check_groups(smoe_context *context, const char *function, con
                                   {"groups_kept", l->groups_kept, 1, l->groups}};
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, ranges, COUNT(ranges));
     if (status != SMOE_OK || l->groups == 1) return status;
-    if (l->entry != SMOE_FROM_LOGITS || l->score != SMOE_SIGMOID)
+    if (l->entry != SMOE_ENTRY_FROM_LOGITS || l->score != SMOE_SCORE_SIGMOID)
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: groups is %d, but groups need SMOE_SIGMOID from logits", function,
+                         "%s: groups is %d, but groups need SMOE_SCORE_SIGMOID from logits", function,
                          (int)l->groups);
     if (l->experts % l->groups || l->experts / l->groups < 2)
         return smoe_fail(context, SMOE_ERROR_SHAPE,
@@ -151,14 +155,14 @@ static smoe_status check_groups(smoe_context *context, const char *function, con
 
 static smoe_status check_router(smoe_context *context, const char *function, const smoe_layer *l)
 {
-    if (l->entry != SMOE_FROM_LOGITS && l->rounding != SMOE_ROUND_NONE)
+    if (l->entry != SMOE_ENTRY_FROM_LOGITS && l->rounding != SMOE_ROUNDING_NONE)
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: rounding is %d, but rounding needs logits (SMOE_FROM_LOGITS)", function,
+                         "%s: rounding is %d, but rounding needs logits (SMOE_ENTRY_FROM_LOGITS)", function,
                          (int)l->rounding);
-    if (l->score == SMOE_TOPK_SOFTMAX && l->renormalize)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: renormalize is 1, but the weights of SMOE_TOPK_SOFTMAX sum to one already",
-                         function);
+    if (l->score == SMOE_SCORE_TOPK_SOFTMAX && l->renormalize)
+        return smoe_fail(
+            context, SMOE_ERROR_ARGUMENT,
+            "%s: renormalize is 1, but the weights of SMOE_SCORE_TOPK_SOFTMAX sum to one already", function);
     if (!(l->route_scale > 0.0f && l->route_scale < 1e30f))
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
                          "%s: route_scale is %g, it must be positive and finite", function,

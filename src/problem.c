@@ -3,17 +3,17 @@
 
 int smoe_activation_gated(smoe_activation activation)
 {
-    return activation < SMOE_SILU;
+    return activation < SMOE_ACTIVATION_SILU;
 }
 
 int64_t smoe_type_bytes(smoe_type type)
 {
     switch (type) {
-    case SMOE_BF16:
-    case SMOE_F16: return 2;
-    case SMOE_F32:
-    case SMOE_I32: return 4;
-    case SMOE_I64: return 8;
+    case SMOE_TYPE_BF16:
+    case SMOE_TYPE_F16: return 2;
+    case SMOE_TYPE_F32:
+    case SMOE_TYPE_I32: return 4;
+    case SMOE_TYPE_I64: return 8;
     }
     return 0;
 }
@@ -24,13 +24,13 @@ static int64_t rows_added_at_most(const smoe_layer *layer)
 {
     const int64_t tile = layer->tile, experts = layer->experts;
     switch (layer->rounding) {
-    case SMOE_ROUND_NONE:
-    case SMOE_ROUND_DOWN: return 0;
-    case SMOE_ROUND_NR_F: return experts * ((tile - 1) / 2);
-    case SMOE_ROUND_BALANCE_F: return tile / 2;
-    case SMOE_ROUND_SR_F:
-    case SMOE_ROUND_NR_S:
-    case SMOE_ROUND_UP: return experts * (tile - 1);
+    case SMOE_ROUNDING_NONE:
+    case SMOE_ROUNDING_DOWN: return 0;
+    case SMOE_ROUNDING_NR_F: return experts * ((tile - 1) / 2);
+    case SMOE_ROUNDING_BALANCE_F: return tile / 2;
+    case SMOE_ROUNDING_SR_F:
+    case SMOE_ROUNDING_NR_S:
+    case SMOE_ROUNDING_UP: return experts * (tile - 1);
     }
     return 0;
 }
@@ -39,7 +39,7 @@ static int64_t rows_at_most(const smoe_layer *layer)
 {
     const int64_t pairs = layer->tokens * layer->experts;
     const int64_t rows = layer->tokens * layer->topk + rows_added_at_most(layer);
-    return rows < pairs || layer->entry == SMOE_FROM_ROWS ? rows : pairs;
+    return rows < pairs || layer->entry == SMOE_ENTRY_FROM_ROWS ? rows : pairs;
 }
 
 /* One part of the plan: where its pointer goes, and its elements (4 bytes each) unpadded and as laid out. */
@@ -54,7 +54,7 @@ enum { PLAN_PARTS = 11 };
 static int list_plan_parts(const smoe_problem *p, smoe_plan_arrays *plan, plan_part parts[PLAN_PARTS])
 {
     const int64_t tokens = p->layer.tokens, experts = p->layer.experts, pairs = tokens * p->layer.topk;
-    const int from_logits = p->layer.entry == SMOE_FROM_LOGITS;
+    const int from_logits = p->layer.entry == SMOE_ENTRY_FROM_LOGITS;
     const plan_part all[PLAN_PARTS] = {
         {(void **)&plan->row_token, p->rows, p->padded_rows},
         {(void **)&plan->row_weight, p->rows, p->padded_rows},

@@ -101,7 +101,7 @@ SMOE_HOST_DEVICE float smoe_round_to_bf16(float x)
  * high 16 bits suffice. */
 SMOE_HOST_DEVICE uint32_t smoe_score_key(float score, smoe_type logits_type)
 {
-    return smoe_rank_key(logits_type == SMOE_BF16 ? smoe_round_to_bf16(score) : score);
+    return smoe_rank_key(logits_type == SMOE_TYPE_BF16 ? smoe_round_to_bf16(score) : score);
 }
 
 /* ---- exp, softmax, sigmoid ---- */

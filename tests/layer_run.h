@@ -147,9 +147,9 @@ static inline int64_t draw_expert(oracle_random *random, const layer_run *run)
 
 static inline buffer index_input(const int64_t *values_, int64_t count, smoe_type type)
 {
-    buffer b = buffer_make((size_t)count * (type == SMOE_I64 ? 8 : 4));
+    buffer b = buffer_make((size_t)count * (type == SMOE_TYPE_I64 ? 8 : 4));
     for (int64_t i = 0; i < count; i++) {
-        if (type == SMOE_I64)
+        if (type == SMOE_TYPE_I64)
             ((int64_t *)b.data)[i] = values_[i];
         else
             ((int32_t *)b.data)[i] = (int32_t)values_[i];
@@ -172,7 +172,7 @@ static inline void make_topk(layer_run *run, oracle_random *random)
         run->topk_weights[i] = draw_weight(random, run->options.values);
     }
     run->in.topk_ids = index_input(run->topk_ids, pairs, run->layer.index_type);
-    run->in.topk_weights = buffer_input(run->topk_weights, (size_t)pairs, SMOE_F32);
+    run->in.topk_weights = buffer_input(run->topk_weights, (size_t)pairs, SMOE_TYPE_F32);
 }
 
 /* Given rows: a tenth of the capacity stays unused. */
@@ -187,7 +187,7 @@ static inline void make_rows(layer_run *run, oracle_random *random)
     run->row_weights = oracle_alloc((size_t)run->layer.tokens, sizeof *run->row_weights);
     for (int64_t r = 0; r < run->layer.tokens; r++)
         run->row_weights[r] = draw_weight(random, run->options.values);
-    run->in.row_weights = buffer_input(run->row_weights, (size_t)run->layer.tokens, SMOE_F32);
+    run->in.row_weights = buffer_input(run->row_weights, (size_t)run->layer.tokens, SMOE_TYPE_F32);
 }
 
 static inline void make_logits(layer_run *run, oracle_random *random)
@@ -225,9 +225,9 @@ static inline void make_inputs(layer_run *run)
         run->in.b1 = buffer_input(run->b1, (size_t)(l->experts * run->width), l->dtype);
         run->in.b2 = buffer_input(run->b2, (size_t)(l->experts * l->hidden), l->dtype);
     }
-    if (l->entry == SMOE_FROM_TOPK) make_topk(run, &random);
-    if (l->entry == SMOE_FROM_ROWS) make_rows(run, &random);
-    if (l->entry == SMOE_FROM_LOGITS) make_logits(run, &random);
+    if (l->entry == SMOE_ENTRY_FROM_TOPK) make_topk(run, &random);
+    if (l->entry == SMOE_ENTRY_FROM_ROWS) make_rows(run, &random);
+    if (l->entry == SMOE_ENTRY_FROM_LOGITS) make_logits(run, &random);
 }
 
 static inline void make_results(layer_run *run)
@@ -245,12 +245,12 @@ static inline void make_results(layer_run *run)
         run->result.db2 = buffer_make(experts * d * gradient);
     }
     if (run->router_weight) run->result.drouter_weight = buffer_make(experts * d * gradient);
-    if (l->entry == SMOE_FROM_TOPK)
+    if (l->entry == SMOE_ENTRY_FROM_TOPK)
         run->result.dtopk_weights = buffer_make((size_t)(l->tokens * l->topk) * sizeof(float));
     else
         run->result.drow_weights = buffer_make(
-            (size_t)(l->entry == SMOE_FROM_ROWS ? l->tokens : run->sizes.padded_rows) * sizeof(float));
-    if (l->entry == SMOE_FROM_LOGITS)
+            (size_t)(l->entry == SMOE_ENTRY_FROM_ROWS ? l->tokens : run->sizes.padded_rows) * sizeof(float));
+    if (l->entry == SMOE_ENTRY_FROM_LOGITS)
         run->result.dlogits = buffer_make((size_t)l->tokens * experts * oracle_type_bytes(l->logits_type));
     run->saved = buffer_make(run->sizes.saved_buffer_bytes);
     run->scratch_forward = buffer_make(run->sizes.scratch_forward_bytes);
@@ -426,7 +426,7 @@ static inline references run_oracle(const layer_run *run, bool round_stores)
                           .b2 = run->b2,
                           .dout = run->dout,
                           .round_stores = round_stores};
-    if (run->layer.entry == SMOE_FROM_LOGITS) {
+    if (run->layer.entry == SMOE_ENTRY_FROM_LOGITS) {
         r.logits = oracle_alloc(pairs, sizeof *r.logits);
         oracle_load(r.logits, run->layer.logits_type, run->in.logits.data, pairs);
         input.logits = r.logits;
@@ -466,9 +466,9 @@ static inline void run_tensors(const layer_run *run, const references *r, tensor
         {"dw2", &run->result.dw2, l->gradient_type, r->backward.dw2, experts * d * n},
         {"db1", &run->result.db1, l->gradient_type, r->backward.db1, experts * width},
         {"db2", &run->result.db2, l->gradient_type, r->backward.db2, experts * d},
-        {"dtopk_weights", &run->result.dtopk_weights, SMOE_F32, r->backward.dtopk_weights,
+        {"dtopk_weights", &run->result.dtopk_weights, SMOE_TYPE_F32, r->backward.dtopk_weights,
          tokens * (size_t)l->topk},
-        {"drow_weights", &run->result.drow_weights, SMOE_F32, r->backward.drow_weights, tokens},
+        {"drow_weights", &run->result.drow_weights, SMOE_TYPE_F32, r->backward.drow_weights, tokens},
     };
     memcpy(all, list, sizeof list);
     for (int i = 0; i < RUN_TENSORS; i++)

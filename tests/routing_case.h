@@ -31,7 +31,7 @@ static inline smoe_layer routing_layer(int64_t tokens, int64_t experts, int64_t 
     layer.intermediate = 8;
     layer.experts = experts;
     layer.topk = topk;
-    layer.dtype = SMOE_F32;
+    layer.dtype = SMOE_TYPE_F32;
     return layer;
 }
 
@@ -70,8 +70,8 @@ static inline routing_case open_case(const smoe_layer *layer, int threads)
 static inline void run_case(routing_case *c)
 {
     smoe_status status = SMOE_OK;
-    if (c->layer.entry == SMOE_FROM_LOGITS) status = smoe_route(c->context, &c->layer, &c->args, NULL);
-    if (status == SMOE_OK && c->layer.rounding != SMOE_ROUND_NONE)
+    if (c->layer.entry == SMOE_ENTRY_FROM_LOGITS) status = smoe_route(c->context, &c->layer, &c->args, NULL);
+    if (status == SMOE_OK && c->layer.rounding != SMOE_ROUNDING_NONE)
         status = smoe_round(c->context, &c->layer, &c->args, NULL);
     if (status == SMOE_OK) status = smoe_plan(c->context, &c->layer, &c->args, NULL);
     if (status == SMOE_OK) status = smoe_view_plan(c->context, &c->layer, &c->args, &c->plan);

@@ -96,15 +96,15 @@ static double relu2_slope(double x)
 /* The last two columns' bounds are looser where the sigmoid's argument is itself rounded: that costs
  * |argument| units in the last place, far out where the value is next to nothing. */
 static const activation_case cases[] = {
-    {SMOE_SWIGLU, 1, silu, silu_slope, 6e-7},
-    {SMOE_GEGLU, 1, gelu, gelu_slope, 8e-7},
-    {SMOE_GEGLU_TANH, 1, gelu_tanh, gelu_tanh_slope, 3e-5},
-    {SMOE_REGLU, 1, relu, relu_slope, 1e-7},
-    {SMOE_SWIGLU_OAI, 1, oai, oai_slope, 1e-5},
-    {SMOE_SILU, 0, silu, silu_slope, 6e-7},
-    {SMOE_GELU, 0, gelu, gelu_slope, 8e-7},
-    {SMOE_RELU, 0, relu, relu_slope, 1e-7},
-    {SMOE_RELU2, 0, relu2, relu2_slope, 2e-7},
+    {SMOE_ACTIVATION_SWIGLU, 1, silu, silu_slope, 6e-7},
+    {SMOE_ACTIVATION_GEGLU, 1, gelu, gelu_slope, 8e-7},
+    {SMOE_ACTIVATION_GEGLU_TANH, 1, gelu_tanh, gelu_tanh_slope, 3e-5},
+    {SMOE_ACTIVATION_REGLU, 1, relu, relu_slope, 1e-7},
+    {SMOE_ACTIVATION_SWIGLU_OAI, 1, oai, oai_slope, 1e-5},
+    {SMOE_ACTIVATION_SILU, 0, silu, silu_slope, 6e-7},
+    {SMOE_ACTIVATION_GELU, 0, gelu, gelu_slope, 8e-7},
+    {SMOE_ACTIVATION_RELU, 0, relu, relu_slope, 1e-7},
+    {SMOE_ACTIVATION_RELU2, 0, relu2, relu2_slope, 2e-7},
 };
 enum { CASES = sizeof cases / sizeof cases[0] };
 
@@ -121,7 +121,7 @@ typedef struct reference {
 static reference refer(const activation_case *c, double gate, double up, double da)
 {
     if (!c->gated) return (reference){c->curve(gate), da * c->slope(gate), 0.0};
-    if (c->activation != SMOE_SWIGLU_OAI)
+    if (c->activation != SMOE_ACTIVATION_SWIGLU_OAI)
         return (reference){c->curve(gate) * up, da * up * c->slope(gate), da * c->curve(gate)};
     const double g = clamp(gate, -INFINITY, 7.0), factor = clamp(up, -7.0, 7.0) + 1.0;
     return (reference){c->curve(g) * factor, gate > 7.0 ? 0.0 : da * factor * c->slope(g),
@@ -256,7 +256,7 @@ static void test_nan_and_infinity(void **state)
             for (int64_t j = 0; j < N; j++) assert_int_equal(isnan(r.a[j]), j == spoiled);
             r.h[spoiled] = INFINITY;
             run_rows(&cases[k], N, &r, 1.0f);
-            const int limited = cases[k].activation == SMOE_SWIGLU_OAI;
+            const int limited = cases[k].activation == SMOE_ACTIVATION_SWIGLU_OAI;
             assert_true(limited ? r.a[spoiled] > 13.99f && r.a[spoiled] < 14.0f : isinf(r.a[spoiled]));
             if (cases[k].gated) {
                 r.h[spoiled] = 1.0f;
@@ -343,9 +343,9 @@ static void test_bf16(void **state)
     uint16_t stored[65536], again[65536];
     float *values = row_of(65536);
     for (int i = 0; i < 65536; i++) stored[i] = (uint16_t)i;
-    smoe_load_row(values, stored, 0, 65536, SMOE_BF16);
+    smoe_load_row(values, stored, 0, 65536, SMOE_TYPE_BF16);
     memset(again, 0xff, sizeof again);
-    smoe_store_row(again, 0, values, 65536, SMOE_BF16);
+    smoe_store_row(again, 0, values, 65536, SMOE_TYPE_BF16);
     for (int i = 0; i < 65536; i++) {
         const int is_nan = (i & 0x7fff) > 0x7f80;
         assert_int_equal(isnan(values[i]) != 0, is_nan);
@@ -356,10 +356,10 @@ static void test_bf16(void **state)
                                  0x7f7fffffU, 0x7f800001U, 0xff80ffffU, 0x80000001U};
     const uint16_t wanted[] = {0x3f80U, 0x3f82U, 0x3f81U, 0x3f81U, 0x7f80U, 0x7fc0U, 0xffc0U, 0x8000U};
     memcpy(values, patterns, sizeof patterns);
-    smoe_store_row(again, 3, values, 8, SMOE_BF16);
+    smoe_store_row(again, 3, values, 8, SMOE_TYPE_BF16);
     assert_memory_equal(again + 3, wanted, sizeof wanted);
-    smoe_round_row(values, 8, SMOE_BF16);
-    smoe_store_row(again, 100, values, 8, SMOE_BF16);
+    smoe_round_row(values, 8, SMOE_TYPE_BF16);
+    smoe_store_row(again, 100, values, 8, SMOE_TYPE_BF16);
     assert_memory_equal(again + 100, wanted, sizeof wanted);
     free(values);
 }
@@ -370,11 +370,11 @@ static void test_add_row(void **state)
     (void)state;
     float f32[4] = {1.0f, 2.0f, 3.0f, 4.0f};
     const float more[2] = {0.5f, -5.0f};
-    smoe_add_row(f32, 1, more, 2, SMOE_F32);
+    smoe_add_row(f32, 1, more, 2, SMOE_TYPE_F32);
     assert_true(f32[0] == 1.0f && f32[1] == 2.5f && f32[2] == -2.0f && f32[3] == 4.0f);
     uint16_t bf16[4] = {0x3f80, 0x4380, 0x4040, 0x4080}; /* 1, 256, 3, 4 */
     const float odd[2] = {1.0f, 3.0f};                   /* 257 is halfway, to even: 256 */
-    smoe_add_row(bf16, 1, odd, 2, SMOE_BF16);
+    smoe_add_row(bf16, 1, odd, 2, SMOE_TYPE_BF16);
     const uint16_t wanted[4] = {0x3f80, 0x4380, 0x40c0, 0x4080};
     assert_memory_equal(bf16, wanted, sizeof wanted);
 }

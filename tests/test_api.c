@@ -25,7 +25,7 @@ static smoe_layer small_layer(void)
     layer.intermediate = 16;
     layer.experts = 8;
     layer.topk = 2;
-    layer.dtype = SMOE_F32;
+    layer.dtype = SMOE_TYPE_F32;
     return layer;
 }
 
@@ -67,30 +67,31 @@ SPOIL(many_experts, (layer->experts = 4097, layer->topk = 1))
 SPOIL(topk_past_experts, layer->topk = 9)
 SPOIL(topk_past_limit, (layer->experts = 128, layer->topk = 65))
 SPOIL(no_topk, layer->topk = 0)
-SPOIL(rows_topk, (layer->entry = SMOE_FROM_ROWS, layer->topk = 2))
+SPOIL(rows_topk, (layer->entry = SMOE_ENTRY_FROM_ROWS, layer->topk = 2))
 SPOIL(no_tile, layer->tile = 0)
 SPOIL(no_chunks, layer->chunks = 0)
 SPOIL(odd_chunks, layer->chunks = 3)
-SPOIL(bad_dtype, layer->dtype = SMOE_I32)
+SPOIL(bad_dtype, layer->dtype = SMOE_TYPE_I32)
 SPOIL(bad_activation, layer->activation = (smoe_activation)7)
 SPOIL(bad_layout, layer->layout = (smoe_layout)2)
 SPOIL(bad_entry, layer->entry = (smoe_entry)3)
-SPOIL(bad_index, layer->index_type = SMOE_F32)
-SPOIL(bad_logits, layer->logits_type = SMOE_F16)
-SPOIL(bad_gradient, layer->gradient_type = SMOE_BF16)
+SPOIL(bad_index, layer->index_type = SMOE_TYPE_F32)
+SPOIL(bad_logits, layer->logits_type = SMOE_TYPE_F16)
+SPOIL(bad_gradient, layer->gradient_type = SMOE_TYPE_BF16)
 SPOIL(bad_flag, layer->accumulate = 2)
 SPOIL(bad_score, layer->score = (smoe_score)9)
 SPOIL(bad_rounding, layer->rounding = (smoe_rounding)7)
-SPOIL(rounding_without_logits, (layer->entry = SMOE_FROM_TOPK, layer->rounding = SMOE_ROUND_UP))
-SPOIL(renormalized_softmax, (layer->score = SMOE_TOPK_SOFTMAX, layer->renormalize = 1))
+SPOIL(rounding_without_logits, (layer->entry = SMOE_ENTRY_FROM_TOPK, layer->rounding = SMOE_ROUNDING_UP))
+SPOIL(renormalized_softmax, (layer->score = SMOE_SCORE_TOPK_SOFTMAX, layer->renormalize = 1))
 SPOIL(zero_scale, layer->route_scale = 0)
 SPOIL(nan_scale, layer->route_scale = (float)strtod("nan", NULL))
 SPOIL(softmax_groups, (layer->groups = 2, layer->groups_kept = 1))
-SPOIL(uneven_groups, (layer->score = SMOE_SIGMOID, layer->groups = 3, layer->groups_kept = 2))
-SPOIL(lonely_groups, (layer->score = SMOE_SIGMOID, layer->groups = 8, layer->groups_kept = 4))
-SPOIL(kept_past_groups, (layer->score = SMOE_SIGMOID, layer->groups = 2, layer->groups_kept = 3))
-SPOIL(few_kept, (layer->score = SMOE_SIGMOID, layer->groups = 4, layer->groups_kept = 1, layer->topk = 3))
-SPOIL(half_on_cpu, layer->dtype = SMOE_F16)
+SPOIL(uneven_groups, (layer->score = SMOE_SCORE_SIGMOID, layer->groups = 3, layer->groups_kept = 2))
+SPOIL(lonely_groups, (layer->score = SMOE_SCORE_SIGMOID, layer->groups = 8, layer->groups_kept = 4))
+SPOIL(kept_past_groups, (layer->score = SMOE_SCORE_SIGMOID, layer->groups = 2, layer->groups_kept = 3))
+SPOIL(few_kept,
+      (layer->score = SMOE_SCORE_SIGMOID, layer->groups = 4, layer->groups_kept = 1, layer->topk = 3))
+SPOIL(half_on_cpu, layer->dtype = SMOE_TYPE_F16)
 
 static const bad_layer bad_layers[] = {
     {no_tokens, SMOE_ERROR_SHAPE, "tokens is 0", "1 to"},
@@ -120,11 +121,11 @@ static const bad_layer bad_layers[] = {
     {bad_flag, SMOE_ERROR_ARGUMENT, "accumulate is 2", "smoe.h"},
     {bad_score, SMOE_ERROR_ARGUMENT, "score is 9", "smoe.h"},
     {bad_rounding, SMOE_ERROR_ARGUMENT, "rounding is 7", "smoe.h"},
-    {rounding_without_logits, SMOE_ERROR_ARGUMENT, "rounding is 5", "SMOE_FROM_LOGITS"},
-    {renormalized_softmax, SMOE_ERROR_ARGUMENT, "renormalize is 1", "SMOE_TOPK_SOFTMAX"},
+    {rounding_without_logits, SMOE_ERROR_ARGUMENT, "rounding is 5", "SMOE_ENTRY_FROM_LOGITS"},
+    {renormalized_softmax, SMOE_ERROR_ARGUMENT, "renormalize is 1", "SMOE_SCORE_TOPK_SOFTMAX"},
     {zero_scale, SMOE_ERROR_ARGUMENT, "route_scale is 0", "positive"},
     {nan_scale, SMOE_ERROR_ARGUMENT, "route_scale is", "finite"},
-    {softmax_groups, SMOE_ERROR_ARGUMENT, "groups is 2", "SMOE_SIGMOID"},
+    {softmax_groups, SMOE_ERROR_ARGUMENT, "groups is 2", "SMOE_SCORE_SIGMOID"},
     {uneven_groups, SMOE_ERROR_SHAPE, "groups is 3", "divide experts (8)"},
     {lonely_groups, SMOE_ERROR_SHAPE, "groups is 8", "at least 2"},
     {kept_past_groups, SMOE_ERROR_SHAPE, "groups_kept is 3", "1 to 2"},
@@ -256,7 +257,7 @@ static uint64_t metadata(const smoe_layer *l, uint64_t rows)
 {
     const uint64_t tokens = (uint64_t)l->tokens, experts = (uint64_t)l->experts, topk = (uint64_t)l->topk;
     const uint64_t plan = 4 * (3 * rows + (tokens + 1) + 2 * experts + 2 * (experts + 1));
-    return l->entry == SMOE_FROM_LOGITS ? plan + 8 * tokens * topk + 4 * experts : plan;
+    return l->entry == SMOE_ENTRY_FROM_LOGITS ? plan + 8 * tokens * topk + 4 * experts : plan;
 }
 
 static void test_saved_bytes(void **state)
@@ -265,12 +266,12 @@ static void test_saved_bytes(void **state)
     smoe_context *context = open_cpu();
     for (int f32 = 0; f32 < 2; f32++)
         for (int gated = 0; gated < 2; gated++)
-            for (int entry = SMOE_FROM_LOGITS; entry <= SMOE_FROM_ROWS; entry++) {
+            for (int entry = SMOE_ENTRY_FROM_LOGITS; entry <= SMOE_ENTRY_FROM_ROWS; entry++) {
                 smoe_layer layer = small_layer();
-                layer.dtype = f32 ? SMOE_F32 : SMOE_BF16;
-                layer.activation = gated ? SMOE_SWIGLU : SMOE_RELU2;
+                layer.dtype = f32 ? SMOE_TYPE_F32 : SMOE_TYPE_BF16;
+                layer.activation = gated ? SMOE_ACTIVATION_SWIGLU : SMOE_ACTIVATION_RELU2;
                 layer.entry = (smoe_entry)entry;
-                if (entry == SMOE_FROM_ROWS) layer.topk = 1;
+                if (entry == SMOE_ENTRY_FROM_ROWS) layer.topk = 1;
                 const uint64_t rows = (uint64_t)(layer.tokens * layer.topk);
                 smoe_sizes sizes = SMOE_SIZES_INIT;
                 assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
@@ -296,10 +297,10 @@ static void test_rounded_row_bounds(void **state)
     const struct {
         smoe_rounding rounding;
         int64_t rows;
-    } bounds[] = {{SMOE_ROUND_NONE, 2048},         {SMOE_ROUND_DOWN, 2048},
-                  {SMOE_ROUND_NR_F, 2048 + 8 * 7}, {SMOE_ROUND_BALANCE_F, 2048 + 8},
-                  {SMOE_ROUND_UP, 2048 + 8 * 15},  {SMOE_ROUND_SR_F, 2048 + 8 * 15},
-                  {SMOE_ROUND_NR_S, 2048 + 8 * 15}};
+    } bounds[] = {{SMOE_ROUNDING_NONE, 2048},         {SMOE_ROUNDING_DOWN, 2048},
+                  {SMOE_ROUNDING_NR_F, 2048 + 8 * 7}, {SMOE_ROUNDING_BALANCE_F, 2048 + 8},
+                  {SMOE_ROUNDING_UP, 2048 + 8 * 15},  {SMOE_ROUNDING_SR_F, 2048 + 8 * 15},
+                  {SMOE_ROUNDING_NR_S, 2048 + 8 * 15}};
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++) {
         smoe_layer layer = small_layer();
         layer.tokens = 1024;
@@ -402,21 +403,21 @@ static void test_forward_pointers(void **state)
     args = good;
     args.selection_bias = (const float *)pool;
     assert_error(context, smoe_route(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "selection_bias",
-                 "SMOE_SIGMOID");
+                 "SMOE_SCORE_SIGMOID");
     args = good;
     args.router_weight = NULL;
     args.router_bias = pool;
     assert_error(context, smoe_route(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "router_bias",
                  "without router_weight");
     assert_error(context, smoe_round(context, &layer, &good, NULL), SMOE_ERROR_ARGUMENT, "smoe_round",
-                 "SMOE_ROUND_NONE");
+                 "SMOE_ROUNDING_NONE");
     smoe_layer given = layer;
-    given.entry = SMOE_FROM_TOPK;
+    given.entry = SMOE_ENTRY_FROM_TOPK;
     assert_error(context, smoe_route(context, &given, &good, NULL), SMOE_ERROR_ARGUMENT,
-                 "smoe_route: entry is 1", "SMOE_FROM_LOGITS");
+                 "smoe_route: entry is 1", "SMOE_ENTRY_FROM_LOGITS");
     assert_error(context, smoe_plan(context, &given, &good, NULL), SMOE_ERROR_ARGUMENT, "smoe_plan",
                  "topk_ids is NULL");
-    given.entry = SMOE_FROM_ROWS;
+    given.entry = SMOE_ENTRY_FROM_ROWS;
     given.topk = 1;
     assert_error(context, smoe_plan(context, &given, &good, NULL), SMOE_ERROR_ARGUMENT, "smoe_plan",
                  "offsets is NULL");

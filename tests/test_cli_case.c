@@ -118,7 +118,7 @@ static void make_case_of(bench_case *c, bench_scope scope, smoe_entry entry, smo
 
 static void make_case(bench_case *c, bench_scope scope, smoe_type dtype, smoe_rounding rounding)
 {
-    make_case_of(c, scope, SMOE_FROM_TOPK, dtype, rounding);
+    make_case_of(c, scope, SMOE_ENTRY_FROM_TOPK, dtype, rounding);
 }
 
 static void step(bench_case *c)
@@ -138,10 +138,10 @@ static int by_value(const void *a, const void *b)
 static void test_steered(void **state)
 {
     (void)state;
-    static const smoe_type dtypes[] = {SMOE_F32, SMOE_BF16};
+    static const smoe_type dtypes[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
     for (int i = 0; i < 2; i++) {
         bench_case c;
-        make_case(&c, SCOPE_LAYER, dtypes[i], SMOE_ROUND_NONE);
+        make_case(&c, SCOPE_LAYER, dtypes[i], SMOE_ROUNDING_NONE);
         step(&c);
         int32_t want[T * K];
         assert_true(make_routing(ROUTING_SKEWED, T, E, K, 50, want));
@@ -161,16 +161,16 @@ static void test_steered(void **state)
 static void test_check_sees_errors(void **state)
 {
     (void)state;
-    static const smoe_rounding roundings[] = {SMOE_ROUND_NONE, SMOE_ROUND_NR_F, SMOE_ROUND_UP,
-                                              SMOE_ROUND_DOWN};
+    static const smoe_rounding roundings[] = {SMOE_ROUNDING_NONE, SMOE_ROUNDING_NR_F, SMOE_ROUNDING_UP,
+                                              SMOE_ROUNDING_DOWN};
     for (int i = 0; i < 8; i++) {
         bench_case c;
-        make_case(&c, i % 2 ? SCOPE_LAYER : SCOPE_EXPERTS, SMOE_F32, roundings[i / 2]);
+        make_case(&c, i % 2 ? SCOPE_LAYER : SCOPE_EXPERTS, SMOE_TYPE_F32, roundings[i / 2]);
         step(&c);
         bench_errors errors;
         assert_true(bench_check(&c, &errors, NULL));
-        assert_true(errors.forward > 0 && errors.forward < bench_tolerance(SMOE_F32));
-        assert_true(errors.backward > 0 && errors.backward < bench_tolerance(SMOE_F32));
+        assert_true(errors.forward > 0 && errors.forward < bench_tolerance(SMOE_TYPE_F32));
+        assert_true(errors.backward > 0 && errors.backward < bench_tolerance(SMOE_TYPE_F32));
         ((float *)c.out.data)[3] += 0.25f;
         ((float *)c.dx.data)[5] += 0.25f;
         assert_true(bench_check(&c, &errors, NULL));
@@ -187,12 +187,12 @@ static void test_check_sees_errors(void **state)
 static void test_entries(void **state)
 {
     (void)state;
-    static const smoe_type dtypes[] = {SMOE_F32, SMOE_BF16};
-    static const smoe_entry entries[] = {SMOE_FROM_TOPK, SMOE_FROM_LOGITS};
+    static const smoe_type dtypes[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
+    static const smoe_entry entries[] = {SMOE_ENTRY_FROM_TOPK, SMOE_ENTRY_FROM_LOGITS};
     for (int i = 0; i < 4; i++) {
         bench_case c;
         bench_errors errors;
-        make_case_of(&c, SCOPE_EXPERTS, entries[i / 2], dtypes[i % 2], SMOE_ROUND_NONE);
+        make_case_of(&c, SCOPE_EXPERTS, entries[i / 2], dtypes[i % 2], SMOE_ROUNDING_NONE);
         assert_int_equal(c.layer.entry, entries[i / 2]);
         assert_int_equal(bench_prepared_apart(&c), i / 2);
         assert_true(bench_poison(&c, NULL));
@@ -213,7 +213,7 @@ static void test_touched(void **state)
 {
     (void)state;
     bench_case c;
-    make_case(&c, SCOPE_LAYER, SMOE_F32, SMOE_ROUND_NONE);
+    make_case(&c, SCOPE_LAYER, SMOE_TYPE_F32, SMOE_ROUNDING_NONE);
     uint64_t bytes = 1;
     assert_true(bench_poison(&c, NULL));
     assert_true(bench_touched(&c.saved, &bytes, NULL));
@@ -231,7 +231,7 @@ static void test_canaries(void **state)
 {
     (void)state;
     bench_case c;
-    make_case(&c, SCOPE_LAYER, SMOE_F32, SMOE_ROUND_NONE);
+    make_case(&c, SCOPE_LAYER, SMOE_TYPE_F32, SMOE_ROUNDING_NONE);
     step(&c);
     error err = {0};
     assert_true(bench_canaries(&c, &err));
@@ -245,10 +245,10 @@ static void test_canaries(void **state)
 static void test_no_allocation(void **state)
 {
     (void)state;
-    static const smoe_type dtypes[] = {SMOE_F32, SMOE_BF16};
+    static const smoe_type dtypes[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
     for (int i = 0; i < 4; i++) {
         bench_case c;
-        make_case(&c, SCOPE_LAYER, dtypes[i % 2], i < 2 ? SMOE_ROUND_NONE : SMOE_ROUND_NR_S);
+        make_case(&c, SCOPE_LAYER, dtypes[i % 2], i < 2 ? SMOE_ROUNDING_NONE : SMOE_ROUNDING_NR_S);
         step(&c);
         const int before = atomic_load(&allocations);
         step(&c);

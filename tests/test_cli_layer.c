@@ -17,16 +17,18 @@
 
 enum { DRAWS = 40 }; /* of inputs, until no decision is too close to call */
 
-static const smoe_activation activations[] = {SMOE_SWIGLU, SMOE_GEGLU,      SMOE_GEGLU_TANH,
-                                              SMOE_REGLU,  SMOE_SWIGLU_OAI, SMOE_SILU,
-                                              SMOE_GELU,   SMOE_RELU,       SMOE_RELU2};
+static const smoe_activation activations[] = {
+    SMOE_ACTIVATION_SWIGLU, SMOE_ACTIVATION_GEGLU,      SMOE_ACTIVATION_GEGLU_TANH,
+    SMOE_ACTIVATION_REGLU,  SMOE_ACTIVATION_SWIGLU_OAI, SMOE_ACTIVATION_SILU,
+    SMOE_ACTIVATION_GELU,   SMOE_ACTIVATION_RELU,       SMOE_ACTIVATION_RELU2};
 
 static const struct {
     smoe_score score;
     int32_t renormalize, groups, groups_kept;
 } scores[] = {
-    {SMOE_SOFTMAX_TOPK, 0, 1, 1}, {SMOE_SOFTMAX_TOPK, 1, 1, 1}, {SMOE_TOPK_SOFTMAX, 0, 1, 1},
-    {SMOE_SIGMOID, 0, 1, 1},      {SMOE_SIGMOID, 1, 3, 2},
+    {SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1}, {SMOE_SCORE_SOFTMAX_TOPK, 1, 1, 1},
+    {SMOE_SCORE_TOPK_SOFTMAX, 0, 1, 1}, {SMOE_SCORE_SIGMOID, 0, 1, 1},
+    {SMOE_SCORE_SIGMOID, 1, 3, 2},
 };
 
 static int setup(void **state)
@@ -123,7 +125,7 @@ static void check_scores(smoe_context *context, smoe_layer layer, uint64_t *seed
 {
     enum { STRIDE = 4 };
     for (size_t s = 0; s < COUNT(scores); s++) {
-        for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++) {
+        for (int rounding = SMOE_ROUNDING_NONE; rounding <= SMOE_ROUNDING_DOWN; rounding++) {
             if (++*seed % STRIDE) continue;
             layer.score = scores[s].score;
             layer.renormalize = scores[s].renormalize;
@@ -131,11 +133,11 @@ static void check_scores(smoe_context *context, smoe_layer layer, uint64_t *seed
             layer.groups_kept = scores[s].groups_kept;
             layer.rounding = (smoe_rounding)rounding;
             const uint64_t turn = *seed / STRIDE;
-            layer.logits_type = turn % 3 == 0 ? SMOE_BF16 : SMOE_F32;
+            layer.logits_type = turn % 3 == 0 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
             const bool losses = turn % 2;
             const oracle_draw draw = {.router = turn % 4 != 0,
                                       .router_bias = turn % 5 != 0,
-                                      .selection_bias = layer.score == SMOE_SIGMOID,
+                                      .selection_bias = layer.score == SMOE_SCORE_SIGMOID,
                                       .b1 = turn % 3 != 1,
                                       .b2 = turn % 3 != 2,
                                       .balance_coefficient = losses ? 0.25 : 0.0,
@@ -162,12 +164,12 @@ static void every_combination(smoe_context *context, smoe_type dtype)
 
 static void test_every_combination_f32(void **state)
 {
-    every_combination(*state, SMOE_F32);
+    every_combination(*state, SMOE_TYPE_F32);
 }
 
 static void test_every_combination_bf16(void **state)
 {
-    every_combination(*state, SMOE_BF16);
+    every_combination(*state, SMOE_TYPE_BF16);
 }
 
 static void test_given_routing(void **state)
@@ -177,14 +179,14 @@ static void test_given_routing(void **state)
             smoe_layer layer = small_layer();
             layer.route_scale = 1.0f;
             layer.activation = activations[a];
-            layer.layout = bits & 1 ? SMOE_INTERLEAVED : SMOE_CONCATENATED;
-            layer.dtype = bits & 2 ? SMOE_BF16 : SMOE_F32;
-            layer.entry = bits & 4 ? SMOE_FROM_ROWS : SMOE_FROM_TOPK;
+            layer.layout = bits & 1 ? SMOE_LAYOUT_INTERLEAVED : SMOE_LAYOUT_CONCATENATED;
+            layer.dtype = bits & 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
+            layer.entry = bits & 4 ? SMOE_ENTRY_FROM_ROWS : SMOE_ENTRY_FROM_TOPK;
             layer.topk = bits & 4 ? 1 : 3;
-            layer.index_type = bits & 8 ? SMOE_I64 : SMOE_I32;
+            layer.index_type = bits & 8 ? SMOE_TYPE_I64 : SMOE_TYPE_I32;
             layer.accumulate = bits >> 4 & 1;
-            layer.gradient_type = bits & 16 ? layer.dtype : SMOE_F32;
-            if (layer.accumulate) layer.gradient_type = SMOE_F32;
+            layer.gradient_type = bits & 16 ? layer.dtype : SMOE_TYPE_F32;
+            if (layer.accumulate) layer.gradient_type = SMOE_TYPE_F32;
             const oracle_draw draw = {
                 .b1 = true, .b2 = true, .row_weights = bits & 8, .broken_ids = bits >> 4 & 1};
             check(*state, &layer, &draw, 100 * a + bits);
@@ -194,7 +196,7 @@ static void test_given_routing(void **state)
 
 static void test_the_same_bits_again(void **state)
 {
-    for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++) {
+    for (int rounding = SMOE_ROUNDING_NONE; rounding <= SMOE_ROUNDING_DOWN; rounding++) {
         smoe_layer layer = small_layer();
         layer.tokens = 300;
         layer.rounding = (smoe_rounding)rounding;
@@ -227,10 +229,13 @@ static void test_saved_bytes(void **state)
         smoe_entry entry;
         int64_t saved, metadata;
     } cases[] = {
-        {SMOE_BF16, SMOE_SWIGLU, SMOE_FROM_LOGITS, 2 * 100 * 64 + 4 * 32 * 200, plan + router},
-        {SMOE_F32, SMOE_SWIGLU, SMOE_FROM_LOGITS, 4 * 100 * 64 + 8 * 32 * 200, plan + router},
-        {SMOE_BF16, SMOE_GELU, SMOE_FROM_LOGITS, 2 * 100 * 64 + 2 * 32 * 200, plan + router},
-        {SMOE_BF16, SMOE_SWIGLU, SMOE_FROM_TOPK, 2 * 100 * 64 + 4 * 32 * 200, plan},
+        {SMOE_TYPE_BF16, SMOE_ACTIVATION_SWIGLU, SMOE_ENTRY_FROM_LOGITS, 2 * 100 * 64 + 4 * 32 * 200,
+         plan + router},
+        {SMOE_TYPE_F32, SMOE_ACTIVATION_SWIGLU, SMOE_ENTRY_FROM_LOGITS, 4 * 100 * 64 + 8 * 32 * 200,
+         plan + router},
+        {SMOE_TYPE_BF16, SMOE_ACTIVATION_GELU, SMOE_ENTRY_FROM_LOGITS, 2 * 100 * 64 + 2 * 32 * 200,
+         plan + router},
+        {SMOE_TYPE_BF16, SMOE_ACTIVATION_SWIGLU, SMOE_ENTRY_FROM_TOPK, 2 * 100 * 64 + 4 * 32 * 200, plan},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
         smoe_layer layer = small_layer();

@@ -90,7 +90,7 @@ static smoe_layer paper_7b(void)
 {
     problem_options options;
     problem_options_init(&options);
-    options.dtype = SMOE_BF16;
+    options.dtype = SMOE_TYPE_BF16;
     const bench_shape shape = {"paper", "7B-n256", 24576, 1536, 256, 128, 8};
     return problem_layer(&options, &shape);
 }
@@ -107,22 +107,22 @@ static void test_costs(void **state)
     assert_true(scatter_bytes(&layer) == 983040000);
     // saved 1000, scratch 20 and 300; O and dX 75497472 each, dW1 + dW2 of 3 n d E = 301989888 bytes, the
     // gradient of the weights (T, K) 786432; the forward alone has more only with a large scratch
-    layer.entry = SMOE_FROM_TOPK;
+    layer.entry = SMOE_ENTRY_FROM_TOPK;
     const pass_bytes peaks = pass_peaks(&layer, false, 1000, 20, 300);
     assert_true(peaks.forward == 1020 + 75497472.0);
     assert_true(peaks.backward == 1300 + 75497472.0 + 301989888.0 + 786432.0);
     assert_true(peaks.layer == 1300 + 2 * 75497472.0 + 301989888.0 + 786432.0);
     assert_true(pass_peaks(&layer, false, 1000, 1e9, 300).layer == 1e9 + 1000 + 75497472.0);
     // given logits: dlogits (T, E)
-    layer.entry = SMOE_FROM_LOGITS;
+    layer.entry = SMOE_ENTRY_FROM_LOGITS;
     assert_true(pass_peaks(&layer, false, 0, 0, 0).backward == 75497472.0 + 301989888.0 + 12582912.0);
     // the router adds logits (T, E) to both, dWr (E, d) to the backward
     const pass_bytes routed = pass_peaks(&layer, true, 0, 0, 0);
     assert_true(routed.forward == 75497472.0 + 12582912.0);
     assert_true(routed.backward == 75497472.0 + 301989888.0 + 12582912.0 + 393216.0);
-    layer.logits_type = SMOE_BF16;
+    layer.logits_type = SMOE_TYPE_BF16;
     assert_true(pass_peaks(&layer, true, 0, 0, 0).forward == 75497472.0 + 12582912.0 / 2);
-    layer.activation = SMOE_RELU;
+    layer.activation = SMOE_ACTIVATION_RELU;
     assert_true(flops_forward(&layer) == 4.0 * 196608 * 256 * 1536);
     assert_true(flops_backward(&layer) == 8.0 * 196608 * 256 * 1536);
 }
@@ -164,7 +164,7 @@ static void test_tile_waste_rounded(void **state)
     smoe_layer layer = paper_7b();
     const double plain = tile_waste(&layer); // about 63.5 rows of padding on 1536 rows
     assert_true(fabs(plain - 63.5 / (1536 + 63.5)) < 2e-3);
-    for (int rule = SMOE_ROUND_NR_F; rule <= SMOE_ROUND_DOWN; rule++) {
+    for (int rule = SMOE_ROUNDING_NR_F; rule <= SMOE_ROUNDING_DOWN; rule++) {
         layer.rounding = (smoe_rounding)rule;
         layer.tile = 128;
         assert_true(fabs(tile_waste(&layer)) < 1e-12);

@@ -238,7 +238,7 @@ static void test_yardstick(void **state)
                 2 * rows * (2 * 4096 + 512 + 256 + 256) + fixed);
     assert_true(cuda_yardstick_scale(&layer, 300) == 300.0 / 256);
     assert_true(cuda_yardstick_scale(&layer, 10) == 10.0 / 256); // one row an expert is the least
-    layer.activation = SMOE_RELU; // no gate: H is n wide; the copy's size is the least
+    layer.activation = SMOE_ACTIVATION_RELU; // no gate: H is n wide; the copy's size is the least
     assert_true(cuda_yardstick_bytes(&layer, 256, false) ==
                 2 * UINT64_C(1) * CUDA_COPY_BYTES + 2 * 256 * (256 + 256) + fixed);
 }
@@ -250,7 +250,7 @@ static void test_tiled(void **state)
     enum { COUNT = 3 * TILED_VALUES + 1000, EXPERT = 1 << 16 };
     buffer whole, small, plain;
     assert_true(buffer_make(&whole, device_find("cpu"), 2 * (size_t)COUNT));
-    assert_true(fill_tiled(&whole, SMOE_BF16, COUNT, 1, 9));
+    assert_true(fill_tiled(&whole, SMOE_TYPE_BF16, COUNT, 1, 9));
     const uint16_t *values = whole.data;
     for (int64_t a = 0; a + EXPERT <= COUNT; a += 16 * EXPERT)
         for (int64_t b = a + EXPERT; b + EXPERT <= COUNT; b += EXPERT)
@@ -262,7 +262,8 @@ static void test_tiled(void **state)
 
     assert_true(buffer_make(&small, device_find("cpu"), 4 * 5000)); // up to a block: fill_normal's numbers
     assert_true(buffer_make(&plain, device_find("cpu"), 4 * 5000));
-    assert_true(fill_tiled(&small, SMOE_F32, 5000, 0.5, 3) && fill_normal(&plain, SMOE_F32, 5000, 0.5, 3));
+    assert_true(fill_tiled(&small, SMOE_TYPE_F32, 5000, 0.5, 3) &&
+                fill_normal(&plain, SMOE_TYPE_F32, 5000, 0.5, 3));
     assert_memory_equal(small.data, plain.data, 4 * 5000);
     buffer_free(&small);
     buffer_free(&plain);

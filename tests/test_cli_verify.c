@@ -75,7 +75,7 @@ smoe_status __wrap_smoe_layer_forward(smoe_context *context, const smoe_layer *l
     const smoe_status status = __real_smoe_layer_forward(context, layer, args, stream);
     const int64_t size = layer->tokens * layer->hidden;
     forward_scratch = args->scratch;
-    if (layer->dtype != SMOE_F32 || status != SMOE_OK) return status;
+    if (layer->dtype != SMOE_TYPE_F32 || status != SMOE_OK) return status;
     float *out = args->out;
     if (wanted == ELEMENT_OFF) out[size / 2] += 0.01f;
     if (wanted == LEFT_UNWRITTEN) memset(out + size - layer->hidden, 0xff, 4 * (size_t)layer->hidden);
@@ -95,7 +95,7 @@ smoe_status __wrap_smoe_layer_backward(smoe_context *context, const smoe_layer *
     if (!args) return __real_smoe_layer_backward(context, layer, args, stream);
     if (wanted == NOT_ACCUMULATED && layer->accumulate) memset(args->dw1, 0, 4 * (size_t)dw1_size);
     const smoe_status status = __real_smoe_layer_backward(context, layer, args, stream);
-    if (layer->dtype != SMOE_F32 || status != SMOE_OK) return status;
+    if (layer->dtype != SMOE_TYPE_F32 || status != SMOE_OK) return status;
     float *dx = args->dx;
     if (wanted == NOT_REPEATABLE && calls++ % 2) dx[0] = nextafterf(dx[0], 0.0f);
     if (wanted == NEEDS_SCRATCH) memcpy(dx, forward_scratch, sizeof *dx);
@@ -203,8 +203,8 @@ static void test_bits_are_compared(void **state)
 {
     (void)state;
     float zero[] = {0.0f, 1.0f}, minus_zero[] = {-0.0f, 1.0f};
-    const tensor a = {.bits = zero, .count = 2, .type = SMOE_F32},
-                 b = {.bits = minus_zero, .count = 2, .type = SMOE_F32};
+    const tensor a = {.bits = zero, .count = 2, .type = SMOE_TYPE_F32},
+                 b = {.bits = minus_zero, .count = 2, .type = SMOE_TYPE_F32};
     const tensor none = {0};
     assert_int_equal(tensor_differing_bits(&a, &a), 0);
     assert_int_equal(tensor_differing_bits(&a, &b), 1);

@@ -147,7 +147,7 @@ static void keys_of_16_bits_lose_nothing(void **state)
 {
     (void)state;
     for (uint32_t bits = 0; bits < 65536; bits++) {
-        const uint32_t key = smoe_score_key(bf16_value(bits), SMOE_BF16);
+        const uint32_t key = smoe_score_key(bf16_value(bits), SMOE_TYPE_BF16);
         assert_int_equal(smoe_key_from_16(smoe_key_to_16(key)), key);
         assert_true(smoe_key_to_16(key) < 0xffffu);
     }
@@ -178,7 +178,7 @@ static void moves_come_in_order(void **state)
         for (uint32_t t = 0; t < TOKENS; t++) {
             const float score = (float)(next_random(&random) % 7) / 3.0f - 1.0f;
             const uint32_t key =
-                smoe_score_key(round % 3 ? score : smoe_float_of(next_random(&random)), SMOE_BF16);
+                smoe_score_key(round % 3 ? score : smoe_float_of(next_random(&random)), SMOE_TYPE_BF16);
             tokens[t] = (token_key){is_16 ? smoe_key_to_16(key) : key, t};
         }
         qsort(tokens, TOKENS, sizeof *tokens, adds_before);

@@ -11,7 +11,7 @@ static smoe_layer make_layer(smoe_entry entry, smoe_type dtype, smoe_activation 
     layer.hidden = hidden;
     layer.intermediate = intermediate;
     layer.experts = experts;
-    layer.topk = entry == SMOE_FROM_ROWS ? 1 : topk;
+    layer.topk = entry == SMOE_ENTRY_FROM_ROWS ? 1 : topk;
     layer.dtype = dtype;
     layer.gradient_type = dtype;
     layer.activation = activation;
@@ -26,7 +26,7 @@ static smoe_layer make_layer(smoe_entry entry, smoe_type dtype, smoe_activation 
  */
 static void compare(const layer_run *run, const references *exact, const references *rounded)
 {
-    const double limit = run->layer.dtype == SMOE_BF16 ? 5e-3 : 5e-6;
+    const double limit = run->layer.dtype == SMOE_TYPE_BF16 ? 5e-3 : 5e-6;
     tensor tensors[RUN_TENSORS], stored[RUN_TENSORS];
     run_tensors(run, exact, tensors);
     run_tensors(run, rounded, stored);
@@ -48,13 +48,14 @@ static void compare(const layer_run *run, const references *exact, const referen
 /* dS in the padded rows, pads 0; only from logits */
 static void compare_ds(const layer_run *run, const references *r)
 {
-    if (run->layer.entry != SMOE_FROM_LOGITS) return;
+    if (run->layer.entry != SMOE_ENTRY_FROM_LOGITS) return;
     const float *got = run->result.drow_weights.data;
     const size_t padded = (size_t)run->sizes.padded_rows;
     double *want = oracle_alloc(padded, sizeof *want), *values_ = oracle_alloc(padded, sizeof *values_);
     for (int64_t i = 0; i < r->forward.rows; i++) want[r->forward.row_padded[i]] = r->backward.ds[i];
     for (size_t i = 0; i < padded; i++) values_[i] = got[i];
-    assert_true(oracle_relative_error(values_, want, padded) < (run->layer.dtype == SMOE_BF16 ? 5e-3 : 5e-6));
+    assert_true(oracle_relative_error(values_, want, padded) <
+                (run->layer.dtype == SMOE_TYPE_BF16 ? 5e-3 : 5e-6));
     for (size_t i = 0; i < padded; i++) assert_true(want[i] != 0.0 || got[i] == 0.0f);
     free(want), free(values_);
 }
@@ -74,9 +75,10 @@ static void check_against_oracle(const smoe_layer *layer, run_options options)
     run_free(&run);
 }
 
-static const smoe_activation activations[] = {SMOE_SWIGLU, SMOE_GEGLU,      SMOE_GEGLU_TANH,
-                                              SMOE_REGLU,  SMOE_SWIGLU_OAI, SMOE_SILU,
-                                              SMOE_GELU,   SMOE_RELU,       SMOE_RELU2};
+static const smoe_activation activations[] = {
+    SMOE_ACTIVATION_SWIGLU, SMOE_ACTIVATION_GEGLU,      SMOE_ACTIVATION_GEGLU_TANH,
+    SMOE_ACTIVATION_REGLU,  SMOE_ACTIVATION_SWIGLU_OAI, SMOE_ACTIVATION_SILU,
+    SMOE_ACTIVATION_GELU,   SMOE_ACTIVATION_RELU,       SMOE_ACTIVATION_RELU2};
 enum { ACTIVATIONS = sizeof activations / sizeof activations[0] };
 
 /* Every activation, type and layout; entries, biases, gradient types, index types and chunks take turns. */
@@ -85,13 +87,13 @@ static void test_all_kinds(void **state)
     (void)state;
     int turn = 0;
     for (int a = 0; a < ACTIVATIONS; a++) {
-        for (int dtype = SMOE_F32; dtype <= SMOE_BF16; dtype++) {
+        for (int dtype = SMOE_TYPE_F32; dtype <= SMOE_TYPE_BF16; dtype++) {
             for (int layout = 0; layout < 2; layout++, turn++) {
                 smoe_layer layer =
                     make_layer((smoe_entry)(turn % 3), (smoe_type)dtype, activations[a], 90, 136, 24, 5, 2);
                 layer.layout = (smoe_layout)layout;
-                layer.gradient_type = turn / 2 % 2 ? SMOE_F32 : (smoe_type)dtype;
-                layer.index_type = turn % 2 ? SMOE_I64 : SMOE_I32;
+                layer.gradient_type = turn / 2 % 2 ? SMOE_TYPE_F32 : (smoe_type)dtype;
+                layer.index_type = turn % 2 ? SMOE_TYPE_I64 : SMOE_TYPE_I32;
                 layer.chunks = 1 << turn % 4;
                 const run_options options = {.biases = turn % 2 == 0,
                                              .router_weight = 1,
@@ -107,13 +109,15 @@ static void test_all_kinds(void **state)
 static void test_many_panels(void **state)
 {
     (void)state;
-    smoe_layer layer = make_layer(SMOE_FROM_TOPK, SMOE_F32, SMOE_SWIGLU, 600, 72, 40, 3, 2);
+    smoe_layer layer =
+        make_layer(SMOE_ENTRY_FROM_TOPK, SMOE_TYPE_F32, SMOE_ACTIVATION_SWIGLU, 600, 72, 40, 3, 2);
     check_against_oracle(&layer, (run_options){.spread = SPREAD_ONE_EXPERT, .biases = 1, .seed = 100});
-    layer = make_layer(SMOE_FROM_LOGITS, SMOE_BF16, SMOE_GEGLU, 500, 72, 40, 2, 2);
+    layer = make_layer(SMOE_ENTRY_FROM_LOGITS, SMOE_TYPE_BF16, SMOE_ACTIVATION_GEGLU, 500, 72, 40, 2, 2);
     check_against_oracle(&layer, (run_options){.router_weight = 1, .seed = 101});
     for (int layout = 0; layout < 2; layout++) {
-        layer = make_layer(SMOE_FROM_ROWS, layout ? SMOE_BF16 : SMOE_F32, SMOE_SWIGLU, 40, 584, 328, 2, 1);
-        layer.layout = layout ? SMOE_INTERLEAVED : SMOE_CONCATENATED;
+        layer = make_layer(SMOE_ENTRY_FROM_ROWS, layout ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+                           SMOE_ACTIVATION_SWIGLU, 40, 584, 328, 2, 1);
+        layer.layout = layout ? SMOE_LAYOUT_INTERLEAVED : SMOE_LAYOUT_CONCATENATED;
         check_against_oracle(&layer, (run_options){.biases = 1, .seed = 102});
     }
 }
@@ -122,7 +126,8 @@ static void test_smallest(void **state)
 {
     (void)state;
     for (int entry = 0; entry < 3; entry++) {
-        const smoe_layer layer = make_layer((smoe_entry)entry, SMOE_F32, SMOE_SWIGLU, 1, 8, 8, 1, 1);
+        const smoe_layer layer =
+            make_layer((smoe_entry)entry, SMOE_TYPE_F32, SMOE_ACTIVATION_SWIGLU, 1, 8, 8, 1, 1);
         check_against_oracle(&layer, (run_options){.biases = 1, .router_weight = 1, .seed = 11});
     }
 }
@@ -153,18 +158,19 @@ static void check_exact(const smoe_layer *layer, run_options options)
 static void test_exact_integers(void **state)
 {
     (void)state;
-    static const smoe_activation exact[] = {SMOE_REGLU, SMOE_RELU, SMOE_RELU2};
+    static const smoe_activation exact[] = {SMOE_ACTIVATION_REGLU, SMOE_ACTIVATION_RELU,
+                                            SMOE_ACTIVATION_RELU2};
     for (int turn = 0; turn < 24; turn++) {
-        const smoe_type dtype = turn % 2 ? SMOE_BF16 : SMOE_F32;
-        const smoe_entry entry = turn / 2 % 2 ? SMOE_FROM_TOPK : SMOE_FROM_ROWS;
-        const int64_t hidden = dtype == SMOE_BF16 ? 32 : 200, n = dtype == SMOE_BF16 ? 8 : 56;
+        const smoe_type dtype = turn % 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
+        const smoe_entry entry = turn / 2 % 2 ? SMOE_ENTRY_FROM_TOPK : SMOE_ENTRY_FROM_ROWS;
+        const int64_t hidden = dtype == SMOE_TYPE_BF16 ? 32 : 200, n = dtype == SMOE_TYPE_BF16 ? 8 : 56;
         smoe_layer layer = make_layer(entry, dtype, exact[turn / 4 % 3], 150, hidden, n, 4, 2);
-        layer.gradient_type = SMOE_F32;
-        layer.layout = turn / 12 ? SMOE_INTERLEAVED : SMOE_CONCATENATED;
+        layer.gradient_type = SMOE_TYPE_F32;
+        layer.layout = turn / 12 ? SMOE_LAYOUT_INTERLEAVED : SMOE_LAYOUT_CONCATENATED;
         layer.chunks = 1 << turn % 3;
         check_exact(&layer,
-                    (run_options){.values = dtype == SMOE_BF16 ? VALUES_SPARSE_INTEGER : VALUES_INTEGER,
-                                  .biases = dtype == SMOE_F32,
+                    (run_options){.values = dtype == SMOE_TYPE_BF16 ? VALUES_SPARSE_INTEGER : VALUES_INTEGER,
+                                  .biases = dtype == SMOE_TYPE_F32,
                                   .spread = turn % 5 == 0 ? SPREAD_EMPTY_EXPERTS : SPREAD_EVEN,
                                   .seed = (uint64_t)turn});
     }
@@ -234,11 +240,11 @@ static void test_bits_by_threads_and_chunks(void **state)
         int64_t tokens, hidden, intermediate, experts;
     } sizes[] = {{40, 136, 8, 4}, {300, 328, 48, 3}, {400, 200, 264, 2}};
     for (int i = 0; i < 3; i++) {
-        for (int dtype = SMOE_F32; dtype <= SMOE_BF16; dtype++) {
-            smoe_layer layer =
-                make_layer(dtype ? SMOE_FROM_LOGITS : SMOE_FROM_TOPK, (smoe_type)dtype, SMOE_SWIGLU,
-                           sizes[i].tokens, sizes[i].hidden, sizes[i].intermediate, sizes[i].experts, 2);
-            layer.layout = i % 2 ? SMOE_INTERLEAVED : SMOE_CONCATENATED;
+        for (int dtype = SMOE_TYPE_F32; dtype <= SMOE_TYPE_BF16; dtype++) {
+            smoe_layer layer = make_layer(dtype ? SMOE_ENTRY_FROM_LOGITS : SMOE_ENTRY_FROM_TOPK,
+                                          (smoe_type)dtype, SMOE_ACTIVATION_SWIGLU, sizes[i].tokens,
+                                          sizes[i].hidden, sizes[i].intermediate, sizes[i].experts, 2);
+            layer.layout = i % 2 ? SMOE_LAYOUT_INTERLEAVED : SMOE_LAYOUT_CONCATENATED;
             check_same_bits(&layer, (run_options){.biases = 1, .router_weight = 1, .seed = 7});
         }
     }
@@ -249,9 +255,10 @@ static void test_inference(void **state)
 {
     (void)state;
     for (int turn = 0; turn < 8; turn++) {
-        smoe_layer layer = make_layer((smoe_entry)(turn % 3), turn % 2 ? SMOE_BF16 : SMOE_F32,
-                                      turn / 4 ? SMOE_GELU : SMOE_SWIGLU, 300, 136, 40, 3, 2);
-        layer.layout = turn % 4 / 2 ? SMOE_INTERLEAVED : SMOE_CONCATENATED;
+        smoe_layer layer =
+            make_layer((smoe_entry)(turn % 3), turn % 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+                       turn / 4 ? SMOE_ACTIVATION_GELU : SMOE_ACTIVATION_SWIGLU, 300, 136, 40, 3, 2);
+        layer.layout = turn % 4 / 2 ? SMOE_LAYOUT_INTERLEAVED : SMOE_LAYOUT_CONCATENATED;
         const run_options options = {.biases = 1, .router_weight = 1, .seed = 31};
         layer_run training = run_make(&layer, options);
         layer.inference = 1;
@@ -268,7 +275,8 @@ static void test_inference(void **state)
 static void test_saved_is_kept(void **state)
 {
     (void)state;
-    const smoe_layer layer = make_layer(SMOE_FROM_TOPK, SMOE_BF16, SMOE_SWIGLU, 100, 64, 32, 4, 2);
+    const smoe_layer layer =
+        make_layer(SMOE_ENTRY_FROM_TOPK, SMOE_TYPE_BF16, SMOE_ACTIVATION_SWIGLU, 100, 64, 32, 4, 2);
     layer_run run = run_make(&layer, (run_options){.biases = 1, .seed = 5});
     run_forward(&run);
     unsigned char *before = malloc(run.saved.bytes);
@@ -289,10 +297,10 @@ static void test_accumulate(void **state)
     (void)state;
     for (int turn = 0; turn < 4; turn++) {
         const int64_t hidden = turn ? 72 : 520, n = turn ? 40 : 264; /* several tiles of dW, one bias */
-        smoe_layer layer =
-            make_layer(SMOE_FROM_TOPK, turn % 2 ? SMOE_BF16 : SMOE_F32, SMOE_SWIGLU, 100, hidden, n, 6, 2);
-        layer.gradient_type = turn / 2 ? SMOE_F32 : layer.dtype;
-        layer.layout = turn / 2 ? SMOE_INTERLEAVED : SMOE_CONCATENATED;
+        smoe_layer layer = make_layer(SMOE_ENTRY_FROM_TOPK, turn % 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+                                      SMOE_ACTIVATION_SWIGLU, 100, hidden, n, 6, 2);
+        layer.gradient_type = turn / 2 ? SMOE_TYPE_F32 : layer.dtype;
+        layer.layout = turn / 2 ? SMOE_LAYOUT_INTERLEAVED : SMOE_LAYOUT_CONCATENATED;
         const run_options options = {.biases = 1, .spread = SPREAD_EMPTY_EXPERTS, .seed = 77};
         layer_run once = run_both(&layer, options);
         layer.accumulate = 1;
@@ -337,7 +345,8 @@ static void test_empty_experts(void **state)
 {
     (void)state;
     for (int accumulate = 0; accumulate < 2; accumulate++) {
-        smoe_layer layer = make_layer(SMOE_FROM_TOPK, SMOE_F32, SMOE_SWIGLU, 100, 72, 24, 7, 2);
+        smoe_layer layer =
+            make_layer(SMOE_ENTRY_FROM_TOPK, SMOE_TYPE_F32, SMOE_ACTIVATION_SWIGLU, 100, 72, 24, 7, 2);
         layer.accumulate = accumulate;
         layer_run run =
             run_make(&layer, (run_options){.biases = 1, .spread = SPREAD_EMPTY_EXPERTS, .seed = 3});
@@ -351,7 +360,8 @@ static void test_empty_experts(void **state)
         }
         run_free(&run);
     }
-    const smoe_layer layer = make_layer(SMOE_FROM_ROWS, SMOE_BF16, SMOE_SILU, 100, 72, 24, 7, 1);
+    const smoe_layer layer =
+        make_layer(SMOE_ENTRY_FROM_ROWS, SMOE_TYPE_BF16, SMOE_ACTIVATION_SILU, 100, 72, 24, 7, 1);
     check_against_oracle(&layer, (run_options){.spread = SPREAD_ONE_EXPERT, .seed = 4});
 }
 
@@ -359,14 +369,15 @@ static void test_empty_experts(void **state)
 static void test_no_rows_at_all(void **state)
 {
     (void)state;
-    for (int entry = SMOE_FROM_TOPK; entry <= SMOE_FROM_ROWS; entry++) {
-        const smoe_layer layer = make_layer((smoe_entry)entry, SMOE_F32, SMOE_SWIGLU, 20, 16, 8, 3, 2);
+    for (int entry = SMOE_ENTRY_FROM_TOPK; entry <= SMOE_ENTRY_FROM_ROWS; entry++) {
+        const smoe_layer layer =
+            make_layer((smoe_entry)entry, SMOE_TYPE_F32, SMOE_ACTIVATION_SWIGLU, 20, 16, 8, 3, 2);
         layer_run run = run_make(&layer, (run_options){.biases = 1, .seed = 1});
-        if (entry == SMOE_FROM_TOPK)
+        if (entry == SMOE_ENTRY_FROM_TOPK)
             memset(run.in.topk_ids.data, 0xff, run.in.topk_ids.bytes);
         else
             memset(run.in.offsets.data, 0, run.in.offsets.bytes);
-        buffer *indices = entry == SMOE_FROM_TOPK ? &run.in.topk_ids : &run.in.offsets;
+        buffer *indices = entry == SMOE_ENTRY_FROM_TOPK ? &run.in.topk_ids : &run.in.offsets;
         memcpy(indices->copy, indices->data, indices->bytes);
         run_forward(&run);
         run_backward(&run);
@@ -425,7 +436,8 @@ typedef enum spoiled_input { SPOILED_X, SPOILED_DOUT, SPOILED_WEIGHT, SPOILED_W1
  * dX (for weights: those of the expert's tokens), and only that expert's gradients, may change. */
 static void check_nan(spoiled_input input)
 {
-    const smoe_layer layer = make_layer(SMOE_FROM_TOPK, SMOE_F32, SMOE_SWIGLU, 300, 72, 40, 4, 1);
+    const smoe_layer layer =
+        make_layer(SMOE_ENTRY_FROM_TOPK, SMOE_TYPE_F32, SMOE_ACTIVATION_SWIGLU, 300, 72, 40, 4, 1);
     const run_options options = {.biases = 1, .seed = 21};
     layer_run clean = run_both(&layer, options), run = run_make(&layer, options);
     int64_t token = 17;

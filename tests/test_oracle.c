@@ -31,21 +31,21 @@ static uint64_t bits_of(double value, smoe_type type)
 static void test_known_bits(void **state)
 {
     (void)state;
-    assert_int_equal(bits_of(1.0, SMOE_BF16), 0x3f80);
-    assert_int_equal(bits_of(-2.5, SMOE_BF16), 0xc020);
-    assert_int_equal(bits_of(1.0 + 0x1p-8, SMOE_BF16), 0x3f80);           /* a tie goes to even */
-    assert_int_equal(bits_of(1.0 + 0x3p-8, SMOE_BF16), 0x3f82);           /* here upwards */
-    assert_int_equal(bits_of(1.0 + 0x1p-8 + 0x1p-30, SMOE_BF16), 0x3f81); /* past the tie */
-    assert_int_equal(bits_of(65504.0, SMOE_F16), 0x7bff);
-    assert_int_equal(bits_of(65519.9, SMOE_F16), 0x7bff);
-    assert_int_equal(bits_of(65520.0, SMOE_F16), 0x7c00);
-    assert_true(isinf(oracle_round_to(65520.0, SMOE_F16)));
-    assert_int_equal(bits_of(0x1p-24, SMOE_F16), 0x0001);
-    assert_int_equal(bits_of(0x1p-25, SMOE_F16), 0x0000);
-    assert_int_equal(bits_of(0x3p-25, SMOE_F16), 0x0002);
-    assert_int_equal(bits_of(-0.0, SMOE_F16), 0x8000);
-    assert_int_equal(bits_of(NAN, SMOE_BF16) & 0x7fff, 0x7fc0);
-    assert_int_equal(bits_of(-INFINITY, SMOE_BF16), 0xff80);
+    assert_int_equal(bits_of(1.0, SMOE_TYPE_BF16), 0x3f80);
+    assert_int_equal(bits_of(-2.5, SMOE_TYPE_BF16), 0xc020);
+    assert_int_equal(bits_of(1.0 + 0x1p-8, SMOE_TYPE_BF16), 0x3f80);           /* a tie goes to even */
+    assert_int_equal(bits_of(1.0 + 0x3p-8, SMOE_TYPE_BF16), 0x3f82);           /* here upwards */
+    assert_int_equal(bits_of(1.0 + 0x1p-8 + 0x1p-30, SMOE_TYPE_BF16), 0x3f81); /* past the tie */
+    assert_int_equal(bits_of(65504.0, SMOE_TYPE_F16), 0x7bff);
+    assert_int_equal(bits_of(65519.9, SMOE_TYPE_F16), 0x7bff);
+    assert_int_equal(bits_of(65520.0, SMOE_TYPE_F16), 0x7c00);
+    assert_true(isinf(oracle_round_to(65520.0, SMOE_TYPE_F16)));
+    assert_int_equal(bits_of(0x1p-24, SMOE_TYPE_F16), 0x0001);
+    assert_int_equal(bits_of(0x1p-25, SMOE_TYPE_F16), 0x0000);
+    assert_int_equal(bits_of(0x3p-25, SMOE_TYPE_F16), 0x0002);
+    assert_int_equal(bits_of(-0.0, SMOE_TYPE_F16), 0x8000);
+    assert_int_equal(bits_of(NAN, SMOE_TYPE_BF16) & 0x7fff, 0x7fc0);
+    assert_int_equal(bits_of(-INFINITY, SMOE_TYPE_BF16), 0xff80);
 }
 
 static void test_f32_is_the_compilers(void **state)
@@ -58,15 +58,15 @@ static void test_f32_is_the_compilers(void **state)
         const float cast = (float)value;
         uint32_t bits;
         memcpy(&bits, &cast, sizeof bits);
-        assert_int_equal(bits_of(value, SMOE_F32), bits);
-        assert_true(oracle_round_to(value, SMOE_F32) == (double)cast);
+        assert_int_equal(bits_of(value, SMOE_TYPE_F32), bits);
+        assert_true(oracle_round_to(value, SMOE_TYPE_F32) == (double)cast);
     }
 }
 
 static void test_every_16_bit_value_survives(void **state)
 {
     (void)state;
-    const smoe_type types[] = {SMOE_BF16, SMOE_F16};
+    const smoe_type types[] = {SMOE_TYPE_BF16, SMOE_TYPE_F16};
     for (size_t i = 0; i < COUNT(types); i++) {
         for (unsigned bits = 0; bits < 65536; bits++) {
             const uint16_t stored = (uint16_t)bits;
@@ -102,7 +102,7 @@ static smoe_layer make_layer(int64_t tokens, int64_t hidden, int64_t intermediat
     layer.intermediate = intermediate;
     layer.experts = experts;
     layer.topk = topk;
-    layer.dtype = SMOE_F32;
+    layer.dtype = SMOE_TYPE_F32;
     return layer;
 }
 
@@ -111,7 +111,7 @@ static void test_one_relu_by_hand(void **state)
 {
     (void)state;
     smoe_layer layer = make_layer(1, 1, 1, 1, 1);
-    layer.activation = SMOE_RELU;
+    layer.activation = SMOE_ACTIVATION_RELU;
     const double x = 2, w1 = 3, b1 = 1, w2 = 0.5, b2 = 0.25, logit = 0.3, dout = 2;
     const oracle_input input = {
         .x = &x, .logits = &logit, .w1 = &w1, .b1 = &b1, .w2 = &w2, .b2 = &b2, .dout = &dout};
@@ -143,7 +143,7 @@ static void test_layouts_by_hand(void **state)
     const double h[2][4] = {{1, 2, 3, 4}, {1, 3, 2, 4}}, out[] = {3 + 80, 2 + 120};
     for (int layout = 0; layout < 2; layout++) {
         smoe_layer layer = make_layer(1, 1, 2, 1, 1);
-        layer.activation = SMOE_REGLU;
+        layer.activation = SMOE_ACTIVATION_REGLU;
         layer.layout = (smoe_layout)layout;
         const oracle_input input = {.x = &x, .logits = &logit, .w1 = w1, .w2 = w2};
         oracle_forward f;
@@ -164,9 +164,9 @@ static void test_scores_by_hand(void **state)
         int renormalize;
         double first, second;
     } cases[] = {
-        {SMOE_SOFTMAX_TOPK, 0, 0.4, 0.3},           {SMOE_SOFTMAX_TOPK, 1, 4.0 / 7, 3.0 / 7},
-        {SMOE_TOPK_SOFTMAX, 0, 4.0 / 7, 3.0 / 7},   {SMOE_SIGMOID, 0, 0.8, 0.75},
-        {SMOE_SIGMOID, 1, 0.8 / 1.55, 0.75 / 1.55},
+        {SMOE_SCORE_SOFTMAX_TOPK, 0, 0.4, 0.3},           {SMOE_SCORE_SOFTMAX_TOPK, 1, 4.0 / 7, 3.0 / 7},
+        {SMOE_SCORE_TOPK_SOFTMAX, 0, 4.0 / 7, 3.0 / 7},   {SMOE_SCORE_SIGMOID, 0, 0.8, 0.75},
+        {SMOE_SCORE_SIGMOID, 1, 0.8 / 1.55, 0.75 / 1.55},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
         smoe_layer layer = make_layer(1, 1, 1, 4, 2);
@@ -196,7 +196,7 @@ static void test_groups_and_selection_bias(void **state)
     double logits[6];
     for (int e = 0; e < 6; e++) logits[e] = log(sigma[e] / (1 - sigma[e]));
     smoe_layer layer = make_layer(1, 1, 1, 6, 2);
-    layer.score = SMOE_SIGMOID;
+    layer.score = SMOE_SCORE_SIGMOID;
     layer.groups = 3;
     layer.groups_kept = 1;
     oracle_forward f = {0};
@@ -216,7 +216,7 @@ static void test_tied_groups(void **state)
     (void)state;
     const double logits[6] = {0};
     smoe_layer layer = make_layer(1, 1, 1, 6, 2);
-    layer.score = SMOE_SIGMOID;
+    layer.score = SMOE_SCORE_SIGMOID;
     layer.groups = 3;
     layer.groups_kept = 1;
     oracle_forward f = {0};
@@ -257,19 +257,19 @@ static int64_t rounded(smoe_rounding rule, int64_t c, int64_t residual, double a
 static void test_rounding_counts(void **state)
 {
     (void)state;
-    assert_int_equal(rounded(SMOE_ROUND_NONE, 13, 0, 0, 0), 13);
-    assert_int_equal(rounded(SMOE_ROUND_NR_F, 12, 0, 0, 0), 8); /* a tie goes down */
-    assert_int_equal(rounded(SMOE_ROUND_NR_F, 13, 0, 0, 0), 16);
-    assert_int_equal(rounded(SMOE_ROUND_NR_F, 16, 0, 0, 0), 16);
-    assert_int_equal(rounded(SMOE_ROUND_NR_F, 0, 0, 0, 0), 0);
-    assert_int_equal(rounded(SMOE_ROUND_UP, 1, 0, 0, 0), 8);
-    assert_int_equal(rounded(SMOE_ROUND_UP, 97, 0, 0, 0), 96); /* 104 is past T */
-    assert_int_equal(rounded(SMOE_ROUND_DOWN, 15, 0, 0, 0), 8);
-    assert_int_equal(rounded(SMOE_ROUND_NR_S, 9, 0, 1.0, 1.5), 16);
-    assert_int_equal(rounded(SMOE_ROUND_NR_S, 9, 0, 1.5, 1.5), 8);
-    assert_int_equal(rounded(SMOE_ROUND_BALANCE_F, 11, 1, 0, 0), 8);
-    assert_int_equal(rounded(SMOE_ROUND_BALANCE_F, 11, 2, 0, 0), 16);
-    assert_int_equal(rounded(SMOE_ROUND_BALANCE_F, 15, -4, 0, 0), 8);
+    assert_int_equal(rounded(SMOE_ROUNDING_NONE, 13, 0, 0, 0), 13);
+    assert_int_equal(rounded(SMOE_ROUNDING_NR_F, 12, 0, 0, 0), 8); /* a tie goes down */
+    assert_int_equal(rounded(SMOE_ROUNDING_NR_F, 13, 0, 0, 0), 16);
+    assert_int_equal(rounded(SMOE_ROUNDING_NR_F, 16, 0, 0, 0), 16);
+    assert_int_equal(rounded(SMOE_ROUNDING_NR_F, 0, 0, 0, 0), 0);
+    assert_int_equal(rounded(SMOE_ROUNDING_UP, 1, 0, 0, 0), 8);
+    assert_int_equal(rounded(SMOE_ROUNDING_UP, 97, 0, 0, 0), 96); /* 104 is past T */
+    assert_int_equal(rounded(SMOE_ROUNDING_DOWN, 15, 0, 0, 0), 8);
+    assert_int_equal(rounded(SMOE_ROUNDING_NR_S, 9, 0, 1.0, 1.5), 16);
+    assert_int_equal(rounded(SMOE_ROUNDING_NR_S, 9, 0, 1.5, 1.5), 8);
+    assert_int_equal(rounded(SMOE_ROUNDING_BALANCE_F, 11, 1, 0, 0), 8);
+    assert_int_equal(rounded(SMOE_ROUNDING_BALANCE_F, 11, 2, 0, 0), 16);
+    assert_int_equal(rounded(SMOE_ROUNDING_BALANCE_F, 15, -4, 0, 0), 8);
 }
 
 /* The known answers of Philox4x32-10 (Random123's kat_vectors), first word, met at (c - lo) / M with M =
@@ -287,7 +287,7 @@ static void test_stochastic_rounding_draws_philox(void **state)
     };
     for (size_t i = 0; i < COUNT(known); i++) {
         smoe_layer layer = make_layer(1 << 22, 1, 1, 1, 1);
-        layer.rounding = SMOE_ROUND_SR_F;
+        layer.rounding = SMOE_ROUNDING_SR_F;
         layer.tile = 1 << 20;
         layer.seed = known[i].seed;
         const oracle_round_facts facts = {.step = known[i].step, .expert = known[i].expert};
@@ -312,12 +312,12 @@ static void test_rounding_picks_by_rank(void **state)
         smoe_rounding rule;
         unsigned char pair[8];
     } cases[] = {
-        {SMOE_ROUND_DOWN, {1, 0, 0, 0, 1, 0, 0, 0}},
-        {SMOE_ROUND_UP, {1, 0, 1, 2, 1, 0, 2, 1}},
+        {SMOE_ROUNDING_DOWN, {1, 0, 0, 0, 1, 0, 0, 0}},
+        {SMOE_ROUNDING_UP, {1, 0, 1, 2, 1, 0, 2, 1}},
         /* added 0.2 against dropped 0.6: up; 0.4 against 0.8: up */
-        {SMOE_ROUND_NR_S, {1, 0, 1, 2, 1, 0, 2, 1}},
+        {SMOE_ROUNDING_NR_S, {1, 0, 1, 2, 1, 0, 2, 1}},
         /* 3 - 2 = M/2 goes down, residual 1; 1 + 1 - 0 > 1 goes up */
-        {SMOE_ROUND_BALANCE_F, {1, 0, 0, 2, 1, 0, 0, 1}},
+        {SMOE_ROUNDING_BALANCE_F, {1, 0, 0, 2, 1, 0, 0, 1}},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
         layer.rounding = cases[i].rule;
@@ -341,7 +341,7 @@ static void test_nearest_by_score_goes_down(void **state)
     for (int i = 0; i < 6; i++) logits[i] = log(p[i]);
     smoe_layer layer = make_layer(2, 1, 1, 3, 1);
     layer.tile = 2;
-    layer.rounding = SMOE_ROUND_NR_S;
+    layer.rounding = SMOE_ROUNDING_NR_S;
     oracle_forward f = {0};
     const oracle_input input = {.logits = logits};
     oracle_logits(&layer, &input, &f);
@@ -358,7 +358,7 @@ static void test_plan_by_hand(void **state)
 {
     (void)state;
     smoe_layer layer = make_layer(3, 1, 1, 3, 2);
-    layer.entry = SMOE_FROM_TOPK;
+    layer.entry = SMOE_ENTRY_FROM_TOPK;
     const int64_t ids[] = {2, 0, 2, 2, 3, -1}; /* a repeated id, and two out of range */
     const double weights[] = {1, 2, 3, 4, 5, 6}, zeros[8] = {0};
     const oracle_input input = {
@@ -473,8 +473,8 @@ static void check_all_gradients(const smoe_layer *layer, const oracle_draw *draw
 static void test_gradients_of_every_score_and_rounding(void **state)
 {
     (void)state;
-    for (int score = SMOE_SOFTMAX_TOPK; score <= SMOE_SIGMOID; score++) {
-        for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++) {
+    for (int score = SMOE_SCORE_SOFTMAX_TOPK; score <= SMOE_SCORE_SIGMOID; score++) {
+        for (int rounding = SMOE_ROUNDING_NONE; rounding <= SMOE_ROUNDING_DOWN; rounding++) {
             for (int variant = 0; variant < 4; variant++) {
                 smoe_layer layer = make_layer(13, 6, 4, 8, 3);
                 layer.score = (smoe_score)score;
@@ -483,13 +483,13 @@ static void test_gradients_of_every_score_and_rounding(void **state)
                 layer.tile = 4;
                 layer.seed = 7;
                 layer.route_scale = 1.5f;
-                if (score == SMOE_SIGMOID && variant >= 2) {
+                if (score == SMOE_SCORE_SIGMOID && variant >= 2) {
                     layer.groups = 4;
                     layer.groups_kept = 2;
                 }
                 const oracle_draw draw = {.router = variant < 2,
                                           .router_bias = true,
-                                          .selection_bias = score == SMOE_SIGMOID,
+                                          .selection_bias = score == SMOE_SCORE_SIGMOID,
                                           .b1 = true,
                                           .b2 = true,
                                           .balance_coefficient = variant == 1 ? 0.0 : 0.3,
@@ -503,13 +503,14 @@ static void test_gradients_of_every_score_and_rounding(void **state)
 static void test_gradients_of_every_activation_and_entry(void **state)
 {
     (void)state;
-    const smoe_activation activations[] = {SMOE_SWIGLU, SMOE_GEGLU,      SMOE_GEGLU_TANH,
-                                           SMOE_REGLU,  SMOE_SWIGLU_OAI, SMOE_SILU,
-                                           SMOE_GELU,   SMOE_RELU,       SMOE_RELU2};
+    const smoe_activation activations[] = {
+        SMOE_ACTIVATION_SWIGLU, SMOE_ACTIVATION_GEGLU,      SMOE_ACTIVATION_GEGLU_TANH,
+        SMOE_ACTIVATION_REGLU,  SMOE_ACTIVATION_SWIGLU_OAI, SMOE_ACTIVATION_SILU,
+        SMOE_ACTIVATION_GELU,   SMOE_ACTIVATION_RELU,       SMOE_ACTIVATION_RELU2};
     for (size_t a = 0; a < COUNT(activations); a++) {
         for (int layout = 0; layout < 2; layout++) {
-            for (int entry = SMOE_FROM_LOGITS; entry <= SMOE_FROM_ROWS; entry++) {
-                smoe_layer layer = make_layer(11, 6, 5, 4, entry == SMOE_FROM_ROWS ? 1 : 2);
+            for (int entry = SMOE_ENTRY_FROM_LOGITS; entry <= SMOE_ENTRY_FROM_ROWS; entry++) {
+                smoe_layer layer = make_layer(11, 6, 5, 4, entry == SMOE_ENTRY_FROM_ROWS ? 1 : 2);
                 layer.activation = activations[a];
                 layer.layout = (smoe_layout)layout;
                 layer.entry = (smoe_entry)entry;
@@ -527,21 +528,21 @@ static void test_clamps(void **state)
     (void)state;
     const double edge = 7 / (1 + exp(-1.702 * 7));
     double dg, du;
-    assert_close(oracle_activate(SMOE_SWIGLU_OAI, 9, 9), edge * 8, 1e-13);
-    assert_close(oracle_activate(SMOE_SWIGLU_OAI, 9, -9), edge * -6, 1e-13);
-    oracle_activate_backward(SMOE_SWIGLU_OAI, 9, 1, 1, &dg, &du);
+    assert_close(oracle_activate(SMOE_ACTIVATION_SWIGLU_OAI, 9, 9), edge * 8, 1e-13);
+    assert_close(oracle_activate(SMOE_ACTIVATION_SWIGLU_OAI, 9, -9), edge * -6, 1e-13);
+    oracle_activate_backward(SMOE_ACTIVATION_SWIGLU_OAI, 9, 1, 1, &dg, &du);
     assert_close(dg, 0, 0);
     assert_close(du, edge, 1e-13);
-    oracle_activate_backward(SMOE_SWIGLU_OAI, -9, 9, 1, &dg, &du);
+    oracle_activate_backward(SMOE_ACTIVATION_SWIGLU_OAI, -9, 9, 1, &dg, &du);
     assert_true(dg != 0);
     assert_close(du, 0, 0);
-    oracle_activate_backward(SMOE_SWIGLU_OAI, 1, -9, 1, &dg, &du);
+    oracle_activate_backward(SMOE_ACTIVATION_SWIGLU_OAI, 1, -9, 1, &dg, &du);
     assert_close(du, 0, 0);
-    assert_close(oracle_activate(SMOE_SWIGLU, 1, 3), 3 / (1 + exp(-1)), 1e-15);
-    assert_close(oracle_activate(SMOE_GELU, 1, 0), 0.8413447460685429, 1e-15);
-    assert_close(oracle_activate(SMOE_GEGLU_TANH, 1, 2), 2 * 0.8411919906082768, 1e-15);
-    assert_close(oracle_activate(SMOE_RELU2, -3, 0), 0, 0);
-    assert_close(oracle_activate(SMOE_RELU2, 3, 0), 9, 0);
+    assert_close(oracle_activate(SMOE_ACTIVATION_SWIGLU, 1, 3), 3 / (1 + exp(-1)), 1e-15);
+    assert_close(oracle_activate(SMOE_ACTIVATION_GELU, 1, 0), 0.8413447460685429, 1e-15);
+    assert_close(oracle_activate(SMOE_ACTIVATION_GEGLU_TANH, 1, 2), 2 * 0.8411919906082768, 1e-15);
+    assert_close(oracle_activate(SMOE_ACTIVATION_RELU2, -3, 0), 0, 0);
+    assert_close(oracle_activate(SMOE_ACTIVATION_RELU2, 3, 0), 9, 0);
 }
 
 int main(void)

@@ -41,11 +41,11 @@ static int wanted_topk(const void *user, int64_t t, int64_t e, float *weight)
 static void check_topk(given_topk *g, int64_t experts)
 {
     smoe_layer layer = routing_layer(g->tokens, experts, g->topk);
-    layer.entry = SMOE_FROM_TOPK;
+    layer.entry = SMOE_ENTRY_FROM_TOPK;
     for (int64_t i = 0; i < g->tokens * g->topk; i++) g->narrow[i] = (int32_t)g->ids[i];
     unsigned char *first = NULL;
     for (int run = 0; run < 4; run++) {
-        layer.index_type = run == 3 ? SMOE_I32 : SMOE_I64;
+        layer.index_type = run == 3 ? SMOE_TYPE_I32 : SMOE_TYPE_I64;
         routing_case c = open_case(&layer, run == 3 ? 2 : run + 1);
         c.args.topk_ids = run == 3 ? (const void *)g->narrow : g->ids;
         c.args.topk_weights = g->weights;
@@ -94,8 +94,8 @@ static void far_ids_are_skipped(void **state)
 
     /* An int64 id whose low half is a valid id is out of range all the same. */
     smoe_layer layer = routing_layer(1, 3, 1);
-    layer.entry = SMOE_FROM_TOPK;
-    layer.index_type = SMOE_I64;
+    layer.entry = SMOE_ENTRY_FROM_TOPK;
+    layer.index_type = SMOE_TYPE_I64;
     _Alignas(16) int64_t id[] = {(INT64_C(1) << 32) + 1};
     _Alignas(16) float weight[] = {1.0f};
     routing_case c = open_case(&layer, 1);
@@ -174,7 +174,7 @@ static int wanted_rows(const void *user, int64_t t, int64_t e, float *weight)
 static void check_rows(int64_t tokens, int64_t experts, const int64_t *given, const int64_t *taken)
 {
     smoe_layer layer = routing_layer(tokens, experts, 1);
-    layer.entry = SMOE_FROM_ROWS;
+    layer.entry = SMOE_ENTRY_FROM_ROWS;
     int64_t *wide = poisoned(8 * (uint64_t)(experts + 1));
     int32_t *narrow = poisoned(4 * (uint64_t)(experts + 1));
     float *weights = poisoned(4 * (uint64_t)tokens);
@@ -182,7 +182,7 @@ static void check_rows(int64_t tokens, int64_t experts, const int64_t *given, co
     for (int64_t e = 0; e <= experts; e++) narrow[e] = (int32_t)given[e];
     for (int64_t t = 0; t < tokens; t++) weights[t] = (float)t * 0.25f;
     for (int run = 0; run < 4; run++) {
-        layer.index_type = run % 2 ? SMOE_I32 : SMOE_I64;
+        layer.index_type = run % 2 ? SMOE_TYPE_I32 : SMOE_TYPE_I64;
         routing_case c = open_case(&layer, run + 1);
         c.args.offsets = run % 2 ? (const void *)narrow : wide;
         c.args.row_weights = run < 2 ? weights : NULL;

@@ -116,9 +116,9 @@ static void bf16_rounds_to_nearest_even(void **state)
     assert_true(isnan(smoe_round_to_bf16(smoe_float_of(0x7f800001u))));
     assert_true(isnan(smoe_round_to_bf16(smoe_float_of(0xffffffffu))));
     assert_true(smoe_round_to_bf16(INFINITY) == INFINITY);
-    assert_int_equal(smoe_score_key(0.30000001f, SMOE_BF16) & 0xffffu, 0);
-    assert_int_equal(smoe_score_key(0.30000001f, SMOE_BF16), smoe_score_key(0.2999f, SMOE_BF16));
-    assert_true(smoe_score_key(0.30000001f, SMOE_F32) > smoe_score_key(0.2999f, SMOE_F32));
+    assert_int_equal(smoe_score_key(0.30000001f, SMOE_TYPE_BF16) & 0xffffu, 0);
+    assert_int_equal(smoe_score_key(0.30000001f, SMOE_TYPE_BF16), smoe_score_key(0.2999f, SMOE_TYPE_BF16));
+    assert_true(smoe_score_key(0.30000001f, SMOE_TYPE_F32) > smoe_score_key(0.2999f, SMOE_TYPE_F32));
 }
 
 static void philox_gives_the_known_answers(void **state)

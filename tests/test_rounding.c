@@ -46,8 +46,8 @@ static float pair_score(const rounding_case *r, int64_t t, int64_t e)
 {
     const smoe_layer *l = &r->c.layer;
     float score = pair_probability(r, t, e);
-    if (l->score == SMOE_SIGMOID) score = smoe_sigmoid(r->logits[t * l->experts + e]) + r->bias[e];
-    return l->logits_type == SMOE_BF16 ? smoe_round_to_bf16(score) : score;
+    if (l->score == SMOE_SCORE_SIGMOID) score = smoe_sigmoid(r->logits[t * l->experts + e]) + r->bias[e];
+    return l->logits_type == SMOE_TYPE_BF16 ? smoe_round_to_bf16(score) : score;
 }
 
 static int64_t fixed_score(float score)
@@ -78,7 +78,7 @@ static int64_t wanted_count(const rounding_case *r, const ranked *rank, int64_t 
     const smoe_layer *l = &r->c.layer;
     const int64_t tile = l->tile;
     int64_t lo = 0;
-    if (l->rounding == SMOE_ROUND_NONE) return c;
+    if (l->rounding == SMOE_ROUNDING_NONE) return c;
     while (lo + tile <= c) lo += tile;
     if (c == lo || lo + tile > l->tokens) return lo;
     const int64_t hi = lo + tile;
@@ -86,15 +86,15 @@ static int64_t wanted_count(const rounding_case *r, const ranked *rank, int64_t 
     for (int64_t i = lo; i < c; i++) dropped += fixed_score(rank[i].score);
     for (int64_t i = c; i < hi; i++) added += fixed_score(rank[i].score);
     switch (l->rounding) {
-    case SMOE_ROUND_NONE: break;
-    case SMOE_ROUND_NR_F: return hi - c < c - lo ? hi : lo;
-    case SMOE_ROUND_SR_F:
+    case SMOE_ROUNDING_NONE: break;
+    case SMOE_ROUNDING_NR_F: return hi - c < c - lo ? hi : lo;
+    case SMOE_ROUNDING_SR_F:
         return uniform_draw(l->seed, r->c.args.step, (uint32_t)expert) < (double)(c - lo) / (double)tile ? hi
                                                                                                          : lo;
-    case SMOE_ROUND_NR_S: return added < dropped ? hi : lo;
-    case SMOE_ROUND_BALANCE_F: return (double)(c + residual - lo) > (double)tile / 2.0 ? hi : lo;
-    case SMOE_ROUND_UP: return hi;
-    case SMOE_ROUND_DOWN: return lo;
+    case SMOE_ROUNDING_NR_S: return added < dropped ? hi : lo;
+    case SMOE_ROUNDING_BALANCE_F: return (double)(c + residual - lo) > (double)tile / 2.0 ? hi : lo;
+    case SMOE_ROUNDING_UP: return hi;
+    case SMOE_ROUNDING_DOWN: return lo;
     }
     return -1;
 }
@@ -161,7 +161,7 @@ static void set_logits(rounding_case *r, shape_of_logits shape, uint64_t *random
     for (int64_t i = 0; i < l->tokens * l->experts; i++) {
         r->logits[i] = make_logit(shape, random, i % l->experts, l);
         r->bf16[i] = bf16_of_float(r->logits[i]);
-        if (l->logits_type == SMOE_BF16) r->logits[i] = float_of_bf16(r->bf16[i]);
+        if (l->logits_type == SMOE_TYPE_BF16) r->logits[i] = float_of_bf16(r->bf16[i]);
     }
     for (int64_t e = 0; e < l->experts; e++) r->bias[e] = draw_float(random);
 }
@@ -172,9 +172,9 @@ static rounding_case open_rounding(const smoe_layer *layer, shape_of_logits shap
     rounding_case r = {open_case(layer, threads), poisoned(4 * cells), poisoned(2 * cells),
                        poisoned(4 * (uint64_t)layer->experts)};
     set_logits(&r, shape, &seed);
-    r.c.args.logits = layer->logits_type == SMOE_BF16 ? (void *)r.bf16 : r.logits;
+    r.c.args.logits = layer->logits_type == SMOE_TYPE_BF16 ? (void *)r.bf16 : r.logits;
     r.c.args.step = seed >> 7;
-    if (layer->score == SMOE_SIGMOID) r.c.args.selection_bias = r.bias;
+    if (layer->score == SMOE_SCORE_SIGMOID) r.c.args.selection_bias = r.bias;
     run_case(&r.c);
     return r;
 }
@@ -202,7 +202,8 @@ static int wanted_rounded(const void *user, int64_t t, int64_t e, float *weight)
             if (u->r->c.plan.topk_ids[t * l->topk + k] == e)
                 *weight = u->r->c.plan.topk_weights[t * l->topk + k];
     if (kind == 2)
-        *weight = l->route_scale * (l->score == SMOE_SIGMOID ? smoe_sigmoid(u->r->logits[t * l->experts + e])
+        *weight =
+            l->route_scale * (l->score == SMOE_SCORE_SIGMOID ? smoe_sigmoid(u->r->logits[t * l->experts + e])
                                                              : pair_probability(u->r, t, e));
     return kind;
 }
@@ -227,8 +228,8 @@ static smoe_layer random_layer(uint64_t *random, smoe_rounding rule)
     l.rounding = rule;
     l.tile = tiles[draw_below(random, 9)];
     l.score = (smoe_score)draw_below(random, 3);
-    l.renormalize = l.score != SMOE_TOPK_SOFTMAX && draw_below(random, 2);
-    l.logits_type = draw_below(random, 2) ? SMOE_BF16 : SMOE_F32;
+    l.renormalize = l.score != SMOE_SCORE_TOPK_SOFTMAX && draw_below(random, 2);
+    l.logits_type = draw_below(random, 2) ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
     l.route_scale = draw_below(random, 2) ? 1.0f : 2.5f;
     l.seed = ((uint64_t)draw_bits(random) << 32) + draw_bits(random);
     return l;
@@ -251,13 +252,13 @@ static void equals_brute_force(smoe_rounding rule)
         (void)state;                                                                                         \
         equals_brute_force(rule);                                                                            \
     }
-RULE_TEST(none_equals_brute_force, SMOE_ROUND_NONE)
-RULE_TEST(nr_f_equals_brute_force, SMOE_ROUND_NR_F)
-RULE_TEST(sr_f_equals_brute_force, SMOE_ROUND_SR_F)
-RULE_TEST(nr_s_equals_brute_force, SMOE_ROUND_NR_S)
-RULE_TEST(balance_f_equals_brute_force, SMOE_ROUND_BALANCE_F)
-RULE_TEST(up_equals_brute_force, SMOE_ROUND_UP)
-RULE_TEST(down_equals_brute_force, SMOE_ROUND_DOWN)
+RULE_TEST(none_equals_brute_force, SMOE_ROUNDING_NONE)
+RULE_TEST(nr_f_equals_brute_force, SMOE_ROUNDING_NR_F)
+RULE_TEST(sr_f_equals_brute_force, SMOE_ROUNDING_SR_F)
+RULE_TEST(nr_s_equals_brute_force, SMOE_ROUNDING_NR_S)
+RULE_TEST(balance_f_equals_brute_force, SMOE_ROUNDING_BALANCE_F)
+RULE_TEST(up_equals_brute_force, SMOE_ROUNDING_UP)
+RULE_TEST(down_equals_brute_force, SMOE_ROUNDING_DOWN)
 
 /* ---- properties, without the brute force ---- */
 
@@ -269,13 +270,13 @@ static void check_counts(const rounding_case *r)
         const int64_t count = r->c.plan.counts[e], c = r->c.plan.topk_counts[e];
         assert_int_equal(count % l->tile, 0);
         assert_true(llabs(count - c) < l->tile);
-        if (l->rounding == SMOE_ROUND_DOWN) assert_true(count <= c);
-        if (l->rounding == SMOE_ROUND_UP)
+        if (l->rounding == SMOE_ROUNDING_DOWN) assert_true(count <= c);
+        if (l->rounding == SMOE_ROUNDING_UP)
             assert_true(count >= c || c / l->tile * l->tile + l->tile > l->tokens);
-        if (l->rounding == SMOE_ROUND_NR_F) assert_true(count <= c || 2 * (count - c) < l->tile);
+        if (l->rounding == SMOE_ROUNDING_NR_F) assert_true(count <= c || 2 * (count - c) < l->tile);
         total += count;
         plain += c;
-        if (l->rounding == SMOE_ROUND_BALANCE_F) assert_true(total - plain <= l->tile / 2);
+        if (l->rounding == SMOE_ROUNDING_BALANCE_F) assert_true(total - plain <= l->tile / 2);
     }
 }
 
@@ -349,7 +350,7 @@ static void stochastic_rounding_moves_with_step_and_seed(void **state)
 {
     (void)state;
     smoe_layer layer = routing_layer(512, 16, 2);
-    layer.rounding = SMOE_ROUND_SR_F;
+    layer.rounding = SMOE_ROUNDING_SR_F;
     rounding_case r = open_rounding(&layer, RANDOM, 5, 1);
     unsigned char *before = malloc(r.c.args.saved_size);
     memcpy(before, r.c.args.saved, r.c.args.saved_size);

@@ -20,7 +20,8 @@ static void set_separate_logits(router_case *r, uint64_t *random)
     const smoe_layer *l = &r->c.layer;
     for (int64_t t = 0; t < l->tokens; t++) {
         float *row = r->logits + t * l->experts;
-        const float shift = t % 3 == 0 && l->score != SMOE_SIGMOID ? -200.0f : 0.0f; /* exp is 0 there */
+        const float shift =
+            t % 3 == 0 && l->score != SMOE_SCORE_SIGMOID ? -200.0f : 0.0f; /* exp is 0 there */
         for (int64_t e = 0; e < l->experts; e++) row[e] = (float)(e - l->experts / 2) * 0.25f + shift;
         for (int64_t e = l->experts - 1; e > 0; e--) {
             const int64_t other = draw_below(random, e + 1);
@@ -40,14 +41,14 @@ static router_case open_router(const smoe_layer *layer, int threads)
     uint64_t random = 3;
     set_separate_logits(&r, &random);
     r.c.args.losses = r.losses;
-    if (layer->score == SMOE_SIGMOID) r.c.args.selection_bias = r.bias;
+    if (layer->score == SMOE_SCORE_SIGMOID) r.c.args.selection_bias = r.bias;
     return r;
 }
 
 static void run_router(router_case *r)
 {
     const smoe_layer *l = &r->c.layer;
-    const int bf16 = l->logits_type == SMOE_BF16;
+    const int bf16 = l->logits_type == SMOE_TYPE_BF16;
     for (int64_t i = 0; i < l->tokens * l->experts; i++) {
         r->bf16[i] = bf16_of_float(r->logits[i]);
         if (bf16) r->logits[i] = float_of_bf16(r->bf16[i]);
@@ -75,7 +76,7 @@ static double sigmoid_of(double x)
 
 static double selection_score(const router_case *r, const float *logits, int64_t e)
 {
-    if (r->c.layer.score != SMOE_SIGMOID) return (double)logits[e];
+    if (r->c.layer.score != SMOE_SCORE_SIGMOID) return (double)logits[e];
     return sigmoid_of((double)logits[e]) + (r->c.args.selection_bias ? (double)r->bias[e] : 0.0);
 }
 
@@ -130,10 +131,10 @@ static void wanted_weights(const smoe_layer *l, const float *logits, const int32
     double kept = 0.0, max, sum = softmax_sum(logits, l->experts, &max);
     for (int64_t k = 0; k < l->topk; k++) {
         const double logit = (double)logits[ids[k]], p = logit == max ? 1.0 / sum : exp(logit - max) / sum;
-        weights[k] = l->score == SMOE_SIGMOID ? sigmoid_of(logit) : p;
+        weights[k] = l->score == SMOE_SCORE_SIGMOID ? sigmoid_of(logit) : p;
         kept += weights[k];
     }
-    const int divide = l->renormalize || l->score == SMOE_TOPK_SOFTMAX;
+    const int divide = l->renormalize || l->score == SMOE_SCORE_TOPK_SOFTMAX;
     for (int64_t k = 0; k < l->topk; k++) weights[k] *= (double)l->route_scale / (divide ? kept : 1.0);
 }
 
@@ -191,11 +192,11 @@ static void scores_and_losses(void **state)
     static const struct {
         smoe_score score;
         int renormalize;
-    } functions[] = {{SMOE_SOFTMAX_TOPK, 0},
-                     {SMOE_SOFTMAX_TOPK, 1},
-                     {SMOE_TOPK_SOFTMAX, 0},
-                     {SMOE_SIGMOID, 0},
-                     {SMOE_SIGMOID, 1}};
+    } functions[] = {{SMOE_SCORE_SOFTMAX_TOPK, 0},
+                     {SMOE_SCORE_SOFTMAX_TOPK, 1},
+                     {SMOE_SCORE_TOPK_SOFTMAX, 0},
+                     {SMOE_SCORE_SIGMOID, 0},
+                     {SMOE_SCORE_SIGMOID, 1}};
     static const int64_t shapes[][3] = {{1, 1, 1},    {7, 2, 1},     {300, 8, 8},
                                         {257, 24, 5}, {600, 64, 16}, {31, 3, 2}};
     for (int f = 0; f < 5; f++) {
@@ -203,7 +204,7 @@ static void scores_and_losses(void **state)
             for (int bf16 = 0; bf16 < 2; bf16++) {
                 smoe_layer layer = scored_layer(shapes[s][0], shapes[s][1], shapes[s][2], functions[f].score,
                                                 functions[f].renormalize);
-                layer.logits_type = bf16 ? SMOE_BF16 : SMOE_F32;
+                layer.logits_type = bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
                 router_case r = open_router(&layer, 2);
                 run_router(&r);
                 check_routing(&r);
@@ -223,7 +224,7 @@ static void groups_of_experts(void **state)
     (void)state;
     static const int32_t groups[][3] = {{2, 1, 4}, {4, 2, 3}, {8, 3, 6}, {8, 8, 12}, {12, 2, 4}, {1, 1, 24}};
     for (int i = 0; i < 6; i++) {
-        smoe_layer layer = scored_layer(300, 24, groups[i][2], SMOE_SIGMOID, 1);
+        smoe_layer layer = scored_layer(300, 24, groups[i][2], SMOE_SCORE_SIGMOID, 1);
         layer.groups = groups[i][0];
         layer.groups_kept = groups[i][1];
         router_case r = open_router(&layer, 2);
@@ -239,7 +240,7 @@ static void ties_go_to_the_lower(void **state)
     for (int score = 0; score < 3; score++) {
         smoe_layer layer = scored_layer(70, 8, 3, (smoe_score)score, 0);
         layer.route_scale = 1.0f;
-        if (score == SMOE_SIGMOID) {
+        if (score == SMOE_SCORE_SIGMOID) {
             layer.groups = 4;
             layer.groups_kept = 2;
         }
@@ -247,7 +248,9 @@ static void ties_go_to_the_lower(void **state)
         r.c.args.selection_bias = NULL;
         for (int64_t i = 0; i < 70 * 8; i++) r.logits[i] = i % 3 ? 0.0f : -0.0f; /* the zeros tie as well */
         run_router(&r);
-        const float weight = score == SMOE_SOFTMAX_TOPK ? 0.125f : score == SMOE_SIGMOID ? 0.5f : 1.0f / 3.0f;
+        const float weight = score == SMOE_SCORE_SOFTMAX_TOPK ? 0.125f
+                             : score == SMOE_SCORE_SIGMOID    ? 0.5f
+                                                              : 1.0f / 3.0f;
         for (int64_t i = 0; i < 70 * 3; i++) {
             assert_int_equal(r.c.plan.topk_ids[i], i % 3);
             assert_true(r.c.plan.topk_weights[i] == weight);
@@ -262,7 +265,7 @@ static void strange_logits_stay_at_home(void **state)
 {
     (void)state;
     for (int score = 0; score < 3; score++) {
-        const smoe_layer layer = scored_layer(20, 4, 3, (smoe_score)score, score == SMOE_SIGMOID);
+        const smoe_layer layer = scored_layer(20, 4, 3, (smoe_score)score, score == SMOE_SCORE_SIGMOID);
         router_case plain = open_router(&layer, 1), r = open_router(&layer, 1);
         const float strange[5][4] = {{NAN, 1.0f, NAN, 2.0f},
                                      {2.0f, NAN, 3.0f, 1.0f},
@@ -289,9 +292,9 @@ static void strange_logits_stay_at_home(void **state)
             }
         }
         const float *infinite = weights + 6 * 3, *uniform = weights + 8 * 3;
-        if (score != SMOE_SIGMOID) assert_true(infinite[0] == layer.route_scale && infinite[1] == 0.0f);
-        if (score == SMOE_SOFTMAX_TOPK) assert_true(uniform[0] == 0.25f * layer.route_scale);
-        if (score == SMOE_SIGMOID) assert_true(uniform[0] == 0.0f); /* 0 / 0 would be NaN */
+        if (score != SMOE_SCORE_SIGMOID) assert_true(infinite[0] == layer.route_scale && infinite[1] == 0.0f);
+        if (score == SMOE_SCORE_SOFTMAX_TOPK) assert_true(uniform[0] == 0.25f * layer.route_scale);
+        if (score == SMOE_SCORE_SIGMOID) assert_true(uniform[0] == 0.0f); /* 0 / 0 would be NaN */
         close_router(&plain);
         close_router(&r);
     }
@@ -313,26 +316,26 @@ static void check_logits(int64_t tokens, int64_t hidden, int64_t experts, smoe_t
     uint64_t random = 17;
     for (int i = 0; i < 3; i++) {
         values[i] = poisoned(4 * (uint64_t)sizes[i]);
-        given[i] = dtype == SMOE_F32 ? values[i] : poisoned(2 * (uint64_t)sizes[i]);
+        given[i] = dtype == SMOE_TYPE_F32 ? values[i] : poisoned(2 * (uint64_t)sizes[i]);
         for (int64_t j = 0; j < sizes[i]; j++) {
             values[i][j] = (float)(draw_below(&random, 5) - 2);
-            if (dtype == SMOE_BF16) ((uint16_t *)given[i])[j] = bf16_of_float(values[i][j]);
+            if (dtype == SMOE_TYPE_BF16) ((uint16_t *)given[i])[j] = bf16_of_float(values[i][j]);
         }
     }
     const int64_t cells = tokens * experts;
-    void *logits = poisoned((uint64_t)(logits_type == SMOE_F32 ? 4 : 2) * (uint64_t)cells);
+    void *logits = poisoned((uint64_t)(logits_type == SMOE_TYPE_F32 ? 4 : 2) * (uint64_t)cells);
     r.c.args.x = given[0];
     r.c.args.router_weight = given[1];
     r.c.args.router_bias = with_bias ? given[2] : NULL;
     r.c.args.logits = logits;
     run_case(&r.c);
-    check_canary(logits, (uint64_t)(logits_type == SMOE_F32 ? 4 : 2) * (uint64_t)cells);
+    check_canary(logits, (uint64_t)(logits_type == SMOE_TYPE_F32 ? 4 : 2) * (uint64_t)cells);
     for (int64_t i = 0; i < cells; i++) {
         const int64_t t = i / experts, e = i % experts;
         float want = with_bias ? values[2][e] : 0.0f;
         for (int64_t j = 0; j < hidden; j++) want += values[0][t * hidden + j] * values[1][e * hidden + j];
         const float got =
-            logits_type == SMOE_F32 ? ((float *)logits)[i] : float_of_bf16(((uint16_t *)logits)[i]);
+            logits_type == SMOE_TYPE_F32 ? ((float *)logits)[i] : float_of_bf16(((uint16_t *)logits)[i]);
         assert_true(got == want);
     }
     free(logits);
@@ -347,7 +350,8 @@ static void logits_are_exact_on_integers(void **state)
 {
     (void)state;
     for (int i = 0; i < 8; i++) {
-        const smoe_type dtype = i & 1 ? SMOE_BF16 : SMOE_F32, logits_type = i & 2 ? SMOE_BF16 : SMOE_F32;
+        const smoe_type dtype = i & 1 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+                        logits_type = i & 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
         check_logits(300, 24, 5, dtype, logits_type, i & 4);
         check_logits(1, 8, 1, dtype, logits_type, i & 4);
         check_logits(513, 16, 33, dtype, logits_type, i & 4);
@@ -395,7 +399,7 @@ static void selection_bias_follows_the_counts(void **state)
     _Alignas(16) const int32_t counts[] = {3, 4, 5, 4, 0, 8};
     _Alignas(16) float bias[] = {1.0f, 1.0f, 1.0f, 1.0f, -0.5f, 0.0f};
     const float wanted[] = {1.25f, 1.0f, 0.75f, 1.0f, -0.25f, -0.25f};
-    const smoe_layer layer = scored_layer(12, 6, 2, SMOE_SIGMOID, 0);
+    const smoe_layer layer = scored_layer(12, 6, 2, SMOE_SCORE_SIGMOID, 0);
     smoe_context *context;
     assert_int_equal(smoe_create(&context, NULL), SMOE_OK);
     assert_int_equal(smoe_update_selection_bias(context, &layer, counts, bias, 0.25f, NULL), SMOE_OK);

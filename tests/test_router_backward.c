@@ -31,7 +31,7 @@ static void *make_tensor(backward_case *b, int64_t count, smoe_type type, float 
                          float **values)
 {
     float *wide = own(b, 4 * (uint64_t)count);
-    uint16_t *narrow = type == SMOE_BF16 ? own(b, 2 * (uint64_t)count) : NULL;
+    uint16_t *narrow = type == SMOE_TYPE_BF16 ? own(b, 2 * (uint64_t)count) : NULL;
     for (int64_t i = 0; i < count; i++) {
         wide[i] = scale * draw_float(random);
         if (narrow) narrow[i] = bf16_of_float(wide[i]);
@@ -45,7 +45,7 @@ static backward_case open_backward(smoe_layer layer, int threads)
 {
     layer.hidden = HIDDEN;
     layer.intermediate = INTERMEDIATE;
-    layer.gradient_type = SMOE_F32;
+    layer.gradient_type = SMOE_TYPE_F32;
     backward_case b = {.c = open_case(&layer, threads), .args = SMOE_BACKWARD_ARGS_INIT};
     const int64_t tokens = layer.tokens, experts = layer.experts;
     const int64_t w1 = experts * 2 * INTERMEDIATE * HIDDEN, w2 = experts * INTERMEDIATE * HIDDEN;
@@ -91,8 +91,8 @@ static void run_backward(backward_case *b)
     const int64_t cells = l->tokens * l->experts;
     check_canary(a->dlogits, (uint64_t)cells * 4);
     for (int64_t i = 0; i < cells; i++)
-        b->dlogits[i] = l->logits_type == SMOE_BF16 ? float_of_bf16(((uint16_t *)a->dlogits)[i])
-                                                    : ((float *)a->dlogits)[i];
+        b->dlogits[i] = l->logits_type == SMOE_TYPE_BF16 ? float_of_bf16(((uint16_t *)a->dlogits)[i])
+                                                         : ((float *)a->dlogits)[i];
 }
 
 static void close_backward(backward_case *b)
@@ -133,13 +133,13 @@ static token_rows rows_of(const backward_case *b, int64_t t)
 static double token_loss(const backward_case *b, const token_rows *rows, const double *l)
 {
     const smoe_layer *layer = &b->c.layer;
-    const int sigmoid = layer->score == SMOE_SIGMOID;
+    const int sigmoid = layer->score == SMOE_SCORE_SIGMOID;
     double sum = 0.0, kept = 0.0, p[MAX_EXPERTS], s[MAX_EXPERTS], weighted = 0.0, balance = 0.0;
     for (int64_t e = 0; e < rows->experts; e++) sum += exp(l[e]);
     for (int64_t e = 0; e < rows->experts; e++) p[e] = exp(l[e]) / sum;
     for (int64_t e = 0; e < rows->experts; e++) s[e] = sigmoid ? 1.0 / (1.0 + exp(-l[e])) : p[e];
     for (int64_t k = 0; k < rows->topk; k++) kept += s[rows->ids[k]];
-    if (!layer->renormalize && layer->score != SMOE_TOPK_SOFTMAX) kept = 1.0;
+    if (!layer->renormalize && layer->score != SMOE_SCORE_TOPK_SOFTMAX) kept = 1.0;
     for (int64_t k = 0; k < rows->topk; k++) weighted += rows->kept[k] * s[rows->ids[k]] / kept;
     for (int64_t e = 0; e < rows->experts; e++) weighted += rows->added[e] * s[e];
     const double tokens = (double)layer->tokens;
@@ -187,17 +187,17 @@ static smoe_layer layer_with(smoe_score score, int renormalize, smoe_rounding ro
 static const struct {
     smoe_score score;
     int renormalize;
-} functions[] = {{SMOE_SOFTMAX_TOPK, 0},
-                 {SMOE_SOFTMAX_TOPK, 1},
-                 {SMOE_TOPK_SOFTMAX, 0},
-                 {SMOE_SIGMOID, 0},
-                 {SMOE_SIGMOID, 1}};
+} functions[] = {{SMOE_SCORE_SOFTMAX_TOPK, 0},
+                 {SMOE_SCORE_SOFTMAX_TOPK, 1},
+                 {SMOE_SCORE_TOPK_SOFTMAX, 0},
+                 {SMOE_SCORE_SIGMOID, 0},
+                 {SMOE_SCORE_SIGMOID, 1}};
 
 static void gradients_match_differences(void **state)
 {
     (void)state;
-    static const smoe_rounding roundings[] = {SMOE_ROUND_NONE, SMOE_ROUND_NR_F, SMOE_ROUND_UP,
-                                              SMOE_ROUND_DOWN};
+    static const smoe_rounding roundings[] = {SMOE_ROUNDING_NONE, SMOE_ROUNDING_NR_F, SMOE_ROUNDING_UP,
+                                              SMOE_ROUNDING_DOWN};
     double worst = 0.0;
     for (int f = 0; f < 5; f++) {
         for (int rounding = 0; rounding < 4; rounding++) {
@@ -220,8 +220,8 @@ static void bf16_logits_round_once(void **state)
 {
     (void)state;
     for (int f = 0; f < 5; f++) {
-        smoe_layer layer = layer_with(functions[f].score, functions[f].renormalize, SMOE_ROUND_NR_F);
-        layer.dtype = layer.logits_type = SMOE_BF16;
+        smoe_layer layer = layer_with(functions[f].score, functions[f].renormalize, SMOE_ROUNDING_NR_F);
+        layer.dtype = layer.logits_type = SMOE_TYPE_BF16;
         backward_case b = open_backward(layer, 2);
         run_backward(&b);
         assert_true(dlogits_error(&b) < 4e-3);
@@ -233,7 +233,7 @@ static void bf16_logits_round_once(void **state)
 static void sparse_is_sparse(void **state)
 {
     (void)state;
-    backward_case b = open_backward(layer_with(SMOE_TOPK_SOFTMAX, 0, SMOE_ROUND_NONE), 1);
+    backward_case b = open_backward(layer_with(SMOE_SCORE_TOPK_SOFTMAX, 0, SMOE_ROUNDING_NONE), 1);
     run_backward(&b);
     for (int64_t t = 0; t < 300; t++) {
         int nonzero = 0;
@@ -248,7 +248,7 @@ static void nan_stays_in_its_token(void **state)
     (void)state;
     for (int f = 0; f < 5; f++) {
         for (int losses = 0; losses < 2; losses++) {
-            smoe_layer layer = layer_with(functions[f].score, functions[f].renormalize, SMOE_ROUND_NONE);
+            smoe_layer layer = layer_with(functions[f].score, functions[f].renormalize, SMOE_ROUNDING_NONE);
             backward_case b = open_backward(layer, 2);
             b.args.balance_coefficient = (float)losses;
             for (int64_t e = 0; e < 5; e++) b.logits[7 * 6 + e] = NAN; /* keeps one */
@@ -296,9 +296,9 @@ static void router_gradients(void **state)
 {
     (void)state;
     for (int i = 0; i < 4; i++) {
-        smoe_layer layer = layer_with(SMOE_SOFTMAX_TOPK, 0, SMOE_ROUND_NR_F);
+        smoe_layer layer = layer_with(SMOE_SCORE_SOFTMAX_TOPK, 0, SMOE_ROUNDING_NR_F);
         layer.tokens = 600;
-        layer.dtype = i & 1 ? SMOE_BF16 : SMOE_F32;
+        layer.dtype = i & 1 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
         layer.accumulate = i >> 1;
         backward_case b = open_backward(layer, 2);
         give_router(&b);
@@ -322,9 +322,9 @@ static void threads_do_not_matter(void **state)
     for (int dtype = 0; dtype < 2; dtype++) {
         backward_case b[3];
         for (int i = 0; i < 3; i++) {
-            smoe_layer layer = layer_with(SMOE_SOFTMAX_TOPK, 0, SMOE_ROUND_NR_F);
+            smoe_layer layer = layer_with(SMOE_SCORE_SOFTMAX_TOPK, 0, SMOE_ROUNDING_NR_F);
             layer.tokens = 900;
-            layer.dtype = dtype ? SMOE_BF16 : SMOE_F32;
+            layer.dtype = dtype ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
             b[i] = open_backward(layer, i + 1);
             give_router(&b[i]);
             b[i].args.balance_coefficient = 0.5f;

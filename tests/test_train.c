@@ -77,7 +77,7 @@ static train_settings settings_of(const place *p)
     s.config.topk = 2;
     s.config.intermediate = 8;
     s.config.context = 16;
-    s.routing.rounding = SMOE_ROUND_SR_F; // draws depend on seed and step: resume must restore both
+    s.routing.rounding = SMOE_ROUNDING_SR_F; // draws depend on seed and step: resume must restore both
     s.routing.tile = 4;
     return s;
 }
@@ -338,7 +338,7 @@ static void every_rounding_rule_trains(void **state)
     s.config.shared_intermediate = 8;
     s.config.dense_layers = 1;
     s.config.dense_intermediate = 16;
-    for (smoe_rounding rule = SMOE_ROUND_NONE; rule <= SMOE_ROUND_DOWN; rule++) {
+    for (smoe_rounding rule = SMOE_ROUNDING_NONE; rule <= SMOE_ROUNDING_DOWN; rule++) {
         s.routing.rounding = rule;
         snprintf(out, sizeof out, "%s/rule%d", p->folder, (int)rule);
         s.out = out;

@@ -19,7 +19,7 @@ train_settings train_settings_default(void)
         .adam_eps = 1e-8,
         .weight_decay = 0.1,
         .clip = 1.0,
-        .routing = {.rounding = SMOE_ROUND_NONE, .tile = 16, .balance_coefficient = 0.01f},
+        .routing = {.rounding = SMOE_ROUNDING_NONE, .tile = 16, .balance_coefficient = 0.01f},
         .seed = 1,
         .logs = 200,
         .evaluations = 10,

@@ -187,7 +187,7 @@ static bool mlp_half(model *m, float *x_next, model_layer *layer, int64_t l, int
 
 bool model_forward(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err)
 {
-    static const moe_routing plain = {.rounding = SMOE_ROUND_NONE};
+    static const moe_routing plain = {.rounding = SMOE_ROUNDING_NONE};
     const model_config *c = &m->config;
     const param_layout *layout = &m->layout;
     int64_t rows = batch->sequences * batch->length, d = c->hidden;

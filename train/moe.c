@@ -11,12 +11,12 @@ static smoe_layer describe(const model_config *config, int64_t tokens, const moe
     layer.intermediate = config->intermediate;
     layer.experts = config->experts;
     layer.topk = config->topk;
-    layer.dtype = SMOE_F32;
+    layer.dtype = SMOE_TYPE_F32;
     layer.accumulate = 1;
     layer.reuse_saved = 1;
     layer.renormalize = config->norm_topk_prob;
     layer.rounding = routing->rounding;
-    if (routing->rounding != SMOE_ROUND_NONE) layer.tile = routing->tile;
+    if (routing->rounding != SMOE_ROUNDING_NONE) layer.tile = routing->tile;
     layer.seed = routing->seed;
     return layer;
 }
@@ -53,7 +53,7 @@ bool moe_create(moe *m, const model_config *config, int64_t tokens, const moe_ro
     options.error_text = text;
     options.error_size = sizeof text;
     if (smoe_create(&m->context, &options) != SMOE_OK) return fail(err, ERROR_RUNTIME, "%s", text);
-    moe_routing plain = {.rounding = SMOE_ROUND_NONE};
+    moe_routing plain = {.rounding = SMOE_ROUNDING_NONE};
     if (!measure(m, tokens, &plain, err) || !measure(m, tokens, routing, err)) return false;
     m->scratch_bytes = (m->scratch_bytes + 255) & ~(uint64_t)255;
     m->saved_bytes = (m->saved_bytes + 255) & ~(uint64_t)255;

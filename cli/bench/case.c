@@ -22,7 +22,7 @@ enum { PARTS = 18 };
 
 static bool from_logits(const bench_case *c)
 {
-    return c->layer.entry == SMOE_FROM_LOGITS;
+    return c->layer.entry == SMOE_ENTRY_FROM_LOGITS;
 }
 
 static bool with_router(const bench_case *c)
@@ -228,7 +228,7 @@ bool bench_case_make(bench_case *made, const bench_settings *settings, const pro
     *made = (bench_case){.settings = *settings, .layer = problem_layer(problem, shape)};
     made->sizes = (smoe_sizes)SMOE_SIZES_INIT;
     made->threads = settings->threads > 0 ? settings->threads : omp_get_max_threads();
-    if (settings->scope == SCOPE_EXPERTS && problem->rounding == SMOE_ROUND_NONE)
+    if (settings->scope == SCOPE_EXPERTS && problem->rounding == SMOE_ROUNDING_NONE)
         made->layer.entry = settings->entry;
     bool good = check_scope(made, err) && open_context(made, err);
     if (good) check_backward(made);
@@ -268,7 +268,7 @@ bool bench_enqueue_prepare(bench_case *c, error *err)
 {
     if (!bench_prepared_apart(c)) return true;
     smoe_status status = smoe_route(c->context, &c->layer, &c->forward, c->stream);
-    if (status == SMOE_OK && c->layer.rounding != SMOE_ROUND_NONE)
+    if (status == SMOE_OK && c->layer.rounding != SMOE_ROUNDING_NONE)
         status = smoe_round(c->context, &c->layer, &c->forward, c->stream);
     return status == SMOE_OK || library_failed(c, status, err);
 }

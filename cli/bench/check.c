@@ -13,7 +13,7 @@
 
 double bench_tolerance(smoe_type dtype)
 {
-    return dtype == SMOE_F32 ? 5e-6 : dtype == SMOE_F16 ? 1e-3 : 5e-3;
+    return dtype == SMOE_TYPE_F32 ? 5e-6 : dtype == SMOE_TYPE_F16 ? 1e-3 : 5e-3;
 }
 
 /* `count` elements from element `first` of a buffer, as doubles. */
@@ -77,7 +77,8 @@ static bool apply_rounding(token_case *t)
     const bool good = read_pairs(t, kept);
     for (int64_t e = 0; good && e < one->experts; e++) {
         if (kept[e] && f->pair[e] == ORACLE_OUT) {
-            const double p = one->score == SMOE_SIGMOID ? 1 / (1 + exp(-f->logits[e])) : f->probability[e];
+            const double p =
+                one->score == SMOE_SCORE_SIGMOID ? 1 / (1 + exp(-f->logits[e])) : f->probability[e];
             f->pair[e] = ORACLE_ADDED;
             f->pair_weight[e] = p * (double)one->route_scale;
         }
@@ -96,15 +97,15 @@ static bool route_token(token_case *t)
     const bench_case *c = t->c;
     const int64_t topk = t->one.topk;
     smoe_layer plain = t->one;
-    plain.rounding = SMOE_ROUND_NONE;
+    plain.rounding = SMOE_ROUNDING_NONE;
     bool good = true;
-    if (c->layer.entry == SMOE_FROM_TOPK) {
+    if (c->layer.entry == SMOE_ENTRY_FROM_TOPK) {
         int64_t *ids = oracle_alloc((size_t)topk, sizeof *ids);
         double *weights = oracle_alloc((size_t)topk, sizeof *weights);
         int32_t given[64];
         good = c->settings.device->download(given, (const int32_t *)c->topk_ids.data + t->token * topk,
                                             (size_t)topk * sizeof *given) &&
-               read_values(&c->topk_weights, SMOE_F32, t->token * topk, topk, weights);
+               read_values(&c->topk_weights, SMOE_TYPE_F32, t->token * topk, topk, weights);
         for (int64_t k = 0; good && k < topk; k++) ids[k] = given[k];
         oracle_input input = {.topk_ids = ids, .topk_weights = weights};
         if (good) oracle_round(&plain, &input, &t->routing);
@@ -116,7 +117,7 @@ static bool route_token(token_case *t)
             t->routing.logits[e] = oracle_round_to(t->routing.logits[e], plain.logits_type);
         oracle_route(&plain, &t->input, &t->routing);
         oracle_round(&plain, &t->input, &t->routing);
-        if (t->one.rounding != SMOE_ROUND_NONE) good = apply_rounding(t);
+        if (t->one.rounding != SMOE_ROUNDING_NONE) good = apply_rounding(t);
     }
     if (good) oracle_plan(&t->one, &t->input, &t->routing);
     return good;

@@ -80,7 +80,7 @@ bool cublas_multiply(const cublas *with, smoe_type type, bool transpose_a, bool 
                      int64_t m, int64_t n, int64_t k, const void *a, const void *b, void *c, error *err)
 {
     const float one = 1, zero = 0;
-    const cudaDataType_t stored = type == SMOE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+    const cudaDataType_t stored = type == SMOE_TYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
     const cublasStatus_t status =
         with->multiply(with->handle, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
                        transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)n, (int)m, (int)k, &one, b, stored,

@@ -311,7 +311,7 @@ static bool measure(meter *m, int64_t repeats, double seconds, bench_result *res
     bench_count_launches(m->forward, result);
     if (m->backward) bench_count_launches(m->backward, result);
     // Scores and rounding add to what they find, which is another thing the second time.
-    return !m->c->settings.alone || m->c->layer.rounding != SMOE_ROUND_NONE || time_alone(m, result, err);
+    return !m->c->settings.alone || m->c->layer.rounding != SMOE_ROUNDING_NONE || time_alone(m, result, err);
 }
 
 /* ---- A case ---- */

@@ -270,5 +270,5 @@ static void make_weights(const void *given, int64_t row, double *values)
 bool fill_weights(const buffer *weights, const smoe_layer *layer, uint64_t seed)
 {
     const steer_user user = {.seed = seed, .width = layer->topk};
-    return fill_rows(weights, SMOE_F32, layer->tokens, layer->topk, make_weights, &user);
+    return fill_rows(weights, SMOE_TYPE_F32, layer->tokens, layer->topk, make_weights, &user);
 }

@@ -85,8 +85,8 @@ static bool parse_scope(const char *text, bench_scope *scope, error *err)
 
 static bool parse_entry(const char *text, smoe_entry *entry, error *err)
 {
-    *entry = strcmp(text, "logits") == 0 ? SMOE_FROM_LOGITS : SMOE_FROM_TOPK;
-    if (*entry == SMOE_FROM_LOGITS || strcmp(text, "topk") == 0) return true;
+    *entry = strcmp(text, "logits") == 0 ? SMOE_ENTRY_FROM_LOGITS : SMOE_ENTRY_FROM_TOPK;
+    if (*entry == SMOE_ENTRY_FROM_LOGITS || strcmp(text, "topk") == 0) return true;
     return fail(err, ERROR_USAGE, "--entry: '%s' is neither topk nor logits", text);
 }
 
@@ -159,14 +159,14 @@ bool bench_parse(bench_options *options, int argc, char **argv)
     options->problem.several = true;
     options->settings = (bench_settings){.device = device_find("cpu"),
                                          .scope = SCOPE_LAYER,
-                                         .entry = SMOE_FROM_TOPK,
+                                         .entry = SMOE_ENTRY_FROM_TOPK,
                                          .settle = DEFAULT_SETTLE};
     options->passes = PASS_FORWARD | PASS_BACKWARD | PASS_LAYER;
     options->seconds = DEFAULT_SECONDS;
     if (argp_parse(&bench_argp, argc, argv, 0, NULL, options) != 0) return false;
     add_default_problem(&options->problem);
     if (options->settings.device->backend == SMOE_BACKEND_CUDA && !options->problem.dtype_given)
-        options->problem.dtype = SMOE_BF16;
+        options->problem.dtype = SMOE_TYPE_BF16;
     options->settings.backward = options->passes != PASS_FORWARD;
     return true;
 }

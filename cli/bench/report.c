@@ -279,7 +279,7 @@ static void put_caption(const bench_result *result)
            result->shape->suite, result->shape->name, l->tokens, l->hidden, l->intermediate, l->experts,
            l->topk, dtype_name(l->dtype), activation_name(l->activation),
            routing_name(result->problem->routing), rounding_name(l->rounding));
-    if (l->rounding != SMOE_ROUND_NONE) printf(" (tile %" PRId32 ")", l->tile);
+    if (l->rounding != SMOE_ROUNDING_NONE) printf(" (tile %" PRId32 ")", l->tile);
     if (l->chunks > 1) printf(", %" PRId32 " chunks", l->chunks);
     if (l->reuse_saved) printf(", dH in H's place");
     if (result->c->settings.scope == SCOPE_EXPERTS) printf(", from given routing");

@@ -5,12 +5,12 @@
 
 bool activation_gated(smoe_activation activation)
 {
-    return activation < SMOE_SILU;
+    return activation < SMOE_ACTIVATION_SILU;
 }
 
 int64_t dtype_bytes(smoe_type dtype)
 {
-    return dtype == SMOE_F32 ? 4 : 2;
+    return dtype == SMOE_TYPE_F32 ? 4 : 2;
 }
 
 /* The sizes of a layer as doubles, under the names of the equations. */
@@ -101,9 +101,9 @@ pass_bytes pass_peaks(const smoe_layer *layer, bool with_router, double saved, d
     const double logits = (double)dtype_bytes(layer->logits_type) * s.tokens * s.experts, f32 = 4;
     const double held = with_router ? logits : 0;
     const double out = s.element * s.tokens * s.d;
-    const double routing = with_router                        ? s.element * s.experts * s.d
-                           : layer->entry == SMOE_FROM_LOGITS ? logits
-                                                              : f32 * s.rows;
+    const double routing = with_router                              ? s.element * s.experts * s.d
+                           : layer->entry == SMOE_ENTRY_FROM_LOGITS ? logits
+                                                                    : f32 * s.rows;
     const double gradients = out + s.element * s.experts * s.d * (s.w + s.n) + routing;
     const double forward = saved + scratch_forward + held + out;
     const double backward = saved + scratch_backward + held + gradients;

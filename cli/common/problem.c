@@ -12,31 +12,32 @@ typedef struct choice {
     int value;
 } choice;
 
-static const choice dtypes[] = {{"f32", SMOE_F32}, {"bf16", SMOE_BF16}, {"fp16", SMOE_F16}, {NULL, 0}};
-static const choice activations[] = {{"swiglu", SMOE_SWIGLU},
-                                     {"geglu", SMOE_GEGLU},
-                                     {"geglu_tanh", SMOE_GEGLU_TANH},
-                                     {"reglu", SMOE_REGLU},
-                                     {"swiglu_oai", SMOE_SWIGLU_OAI},
-                                     {"silu", SMOE_SILU},
-                                     {"gelu", SMOE_GELU},
-                                     {"relu", SMOE_RELU},
-                                     {"relu2", SMOE_RELU2},
+static const choice dtypes[] = {
+    {"f32", SMOE_TYPE_F32}, {"bf16", SMOE_TYPE_BF16}, {"fp16", SMOE_TYPE_F16}, {NULL, 0}};
+static const choice activations[] = {{"swiglu", SMOE_ACTIVATION_SWIGLU},
+                                     {"geglu", SMOE_ACTIVATION_GEGLU},
+                                     {"geglu_tanh", SMOE_ACTIVATION_GEGLU_TANH},
+                                     {"reglu", SMOE_ACTIVATION_REGLU},
+                                     {"swiglu_oai", SMOE_ACTIVATION_SWIGLU_OAI},
+                                     {"silu", SMOE_ACTIVATION_SILU},
+                                     {"gelu", SMOE_ACTIVATION_GELU},
+                                     {"relu", SMOE_ACTIVATION_RELU},
+                                     {"relu2", SMOE_ACTIVATION_RELU2},
                                      {NULL, 0}};
 static const choice layouts[] = {
-    {"concatenated", SMOE_CONCATENATED}, {"interleaved", SMOE_INTERLEAVED}, {NULL, 0}};
+    {"concatenated", SMOE_LAYOUT_CONCATENATED}, {"interleaved", SMOE_LAYOUT_INTERLEAVED}, {NULL, 0}};
 enum { SCORE_RENORMALIZE = 100 }; // added to the value of a score whose weights are renormalised
-static const choice scores[] = {{"softmax-topk", SMOE_SOFTMAX_TOPK},
-                                {"softmax-topk-renorm", SMOE_SOFTMAX_TOPK + SCORE_RENORMALIZE},
-                                {"topk-softmax", SMOE_TOPK_SOFTMAX},
-                                {"sigmoid", SMOE_SIGMOID},
-                                {"sigmoid-renorm", SMOE_SIGMOID + SCORE_RENORMALIZE},
+static const choice scores[] = {{"softmax-topk", SMOE_SCORE_SOFTMAX_TOPK},
+                                {"softmax-topk-renorm", SMOE_SCORE_SOFTMAX_TOPK + SCORE_RENORMALIZE},
+                                {"topk-softmax", SMOE_SCORE_TOPK_SOFTMAX},
+                                {"sigmoid", SMOE_SCORE_SIGMOID},
+                                {"sigmoid-renorm", SMOE_SCORE_SIGMOID + SCORE_RENORMALIZE},
                                 {NULL, 0}};
-static const choice roundings[] = {{"none", SMOE_ROUND_NONE},           {"nr-f", SMOE_ROUND_NR_F},
-                                   {"sr-f", SMOE_ROUND_SR_F},           {"nr-s", SMOE_ROUND_NR_S},
-                                   {"balance-f", SMOE_ROUND_BALANCE_F}, {"up", SMOE_ROUND_UP},
-                                   {"down", SMOE_ROUND_DOWN},           {NULL, 0}};
-static const choice logits_types[] = {{"f32", SMOE_F32}, {"bf16", SMOE_BF16}, {NULL, 0}};
+static const choice roundings[] = {{"none", SMOE_ROUNDING_NONE},           {"nr-f", SMOE_ROUNDING_NR_F},
+                                   {"sr-f", SMOE_ROUNDING_SR_F},           {"nr-s", SMOE_ROUNDING_NR_S},
+                                   {"balance-f", SMOE_ROUNDING_BALANCE_F}, {"up", SMOE_ROUNDING_UP},
+                                   {"down", SMOE_ROUNDING_DOWN},           {NULL, 0}};
+static const choice logits_types[] = {{"f32", SMOE_TYPE_F32}, {"bf16", SMOE_TYPE_BF16}, {NULL, 0}};
 static const choice routings[] = {
     {"uniform", ROUTING_UNIFORM}, {"random", ROUTING_RANDOM}, {"skewed", ROUTING_SKEWED}, {NULL, 0}};
 
@@ -198,11 +199,11 @@ static bool add_named(problem_options *options, const char *name, error *err)
 
 void problem_options_init(problem_options *options)
 {
-    *options = (problem_options){.dtype = SMOE_F32,
-                                 .logits_type = SMOE_F32,
+    *options = (problem_options){.dtype = SMOE_TYPE_F32,
+                                 .logits_type = SMOE_TYPE_F32,
                                  .tile = 128,
                                  .chunks = 1,
-                                 .roundings = {{SMOE_ROUND_NONE}, 1},
+                                 .roundings = {{SMOE_ROUNDING_NONE}, 1},
                                  .chunk_counts = {{1}, 1},
                                  .routings = {{ROUTING_UNIFORM}, 1}};
 }

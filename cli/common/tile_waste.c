@@ -13,13 +13,13 @@ static double picks_hi(const smoe_layer *layer, int64_t above, int64_t hi)
 {
     if (above == 0 || hi > layer->tokens) return 0;
     switch (layer->rounding) {
-    case SMOE_ROUND_NR_F:
-    case SMOE_ROUND_NR_S: return 2 * above > layer->tile;
-    case SMOE_ROUND_SR_F:
-    case SMOE_ROUND_BALANCE_F: return (double)above / layer->tile;
-    case SMOE_ROUND_UP: return 1;
-    case SMOE_ROUND_NONE:
-    case SMOE_ROUND_DOWN: return 0;
+    case SMOE_ROUNDING_NR_F:
+    case SMOE_ROUNDING_NR_S: return 2 * above > layer->tile;
+    case SMOE_ROUNDING_SR_F:
+    case SMOE_ROUNDING_BALANCE_F: return (double)above / layer->tile;
+    case SMOE_ROUNDING_UP: return 1;
+    case SMOE_ROUNDING_NONE:
+    case SMOE_ROUNDING_DOWN: return 0;
     }
     return 0;
 }
@@ -27,7 +27,7 @@ static double picks_hi(const smoe_layer *layer, int64_t above, int64_t hi)
 /* Expected rows and expected padded rows of an expert that plain top-K gives c tokens. */
 static void add_count(const smoe_layer *layer, int64_t c, double probability, double *rows, double *with_pad)
 {
-    if (layer->rounding == SMOE_ROUND_NONE) {
+    if (layer->rounding == SMOE_ROUNDING_NONE) {
         *rows += probability * (double)c;
         *with_pad += probability * (double)padded(c);
         return;

@@ -144,7 +144,7 @@ static void parse_number(train_options *options, int index, const char *text, st
 
 static void parse_rounding(train_options *options, const char *text, struct argp_state *state)
 {
-    for (smoe_rounding rule = SMOE_ROUND_NONE; rule <= SMOE_ROUND_DOWN; rule++)
+    for (smoe_rounding rule = SMOE_ROUNDING_NONE; rule <= SMOE_ROUNDING_DOWN; rule++)
         if (strcmp(text, rounding_name(rule)) == 0) {
             options->settings.routing.rounding = rule;
             return;

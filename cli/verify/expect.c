@@ -48,7 +48,7 @@ static void put_forward(const smoe_layer *layer, const oracle_forward *f, int64_
     put_integers(want, TENSOR_TOPK_IDS, f->topk_ids, tk);
     put(want, TENSOR_TOPK_WEIGHTS, f->topk_weights, tk);
     put_integers(want, TENSOR_TOPK_COUNTS, f->topk_counts, experts);
-    if (layer->entry == SMOE_FROM_LOGITS) put(want, TENSOR_LOSSES, f->losses, 2);
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS) put(want, TENSOR_LOSSES, f->losses, 2);
     put_integers(want, TENSOR_COUNTS, f->counts, experts);
     put_integers(want, TENSOR_OFFSETS, f->offsets, experts + 1);
     put_integers(want, TENSOR_BLOCK_OFFSETS, f->block_offsets, experts + 1);
@@ -81,7 +81,8 @@ static void put_backward(const smoe_layer *layer, const oracle_drawn *drawn, con
         put_gradient(want, TENSOR_DROUTER_BIAS, layer, options, b->drouter_bias, layer->experts);
     put(want, TENSOR_DTOPK_WEIGHTS, b->dtopk_weights, layer->tokens * layer->topk);
     put(want, TENSOR_DROW_WEIGHTS, b->drow_weights, layer->tokens);
-    if (layer->entry == SMOE_FROM_LOGITS) put_padded(want, TENSOR_DROW_WEIGHTS, f, b->ds, 0.0, padded_rows);
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS)
+        put_padded(want, TENSOR_DROW_WEIGHTS, f, b->ds, 0.0, padded_rows);
 }
 
 static int64_t expect_once(const smoe_layer *layer, const oracle_drawn *drawn, const run_options *options,
@@ -92,7 +93,7 @@ static int64_t expect_once(const smoe_layer *layer, const oracle_drawn *drawn, c
     oracle_input input = drawn->input;
     input.round_stores = round_stores;
     input.round_inside = options->inside_16;
-    if (layer->entry == SMOE_FROM_LOGITS) {
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         oracle_forward logits = {0};
         oracle_logits(layer, &input, &logits);
         put(want, TENSOR_LOGITS, logits.logits, pairs);

@@ -45,7 +45,7 @@ static int64_t clean_rows(const tensor *t, int64_t width, const bool *marked)
 /* One expert a token: its own in offsets, or given. */
 static bool on_victim(const smoe_layer *layer, const oracle_drawn *drawn, int64_t token)
 {
-    if (layer->entry == SMOE_FROM_ROWS)
+    if (layer->entry == SMOE_ENTRY_FROM_ROWS)
         return token >= drawn->offsets[VICTIM] && token < drawn->offsets[VICTIM + 1];
     return drawn->topk_ids[token] == VICTIM;
 }

@@ -148,17 +148,17 @@ static bool make_inputs(run *r)
     const smoe_layer *l = r->layer;
     const oracle_drawn *d = r->drawn;
     const int64_t width = oracle_h_width(l), td = l->tokens * l->hidden, te = l->tokens * l->experts;
-    const bool computed = l->entry == SMOE_FROM_LOGITS && d->router_weight;
+    const bool computed = l->entry == SMOE_ENTRY_FROM_LOGITS && d->router_weight;
     return make_input(r, SLOT_X, d->x, td, l->dtype) &&
            make_input(r, SLOT_ROUTER_WEIGHT, d->router_weight, l->experts * l->hidden, l->dtype) &&
            make_input(r, SLOT_ROUTER_BIAS, d->router_bias, l->experts, l->dtype) &&
            make_input(r, SLOT_LOGITS, d->logits, te, l->logits_type) &&
            (!computed || make_slot(r, SLOT_LOGITS, (uint64_t)te * oracle_type_bytes(l->logits_type))) &&
-           make_input(r, SLOT_SELECTION_BIAS, d->selection_bias, l->experts, SMOE_F32) &&
+           make_input(r, SLOT_SELECTION_BIAS, d->selection_bias, l->experts, SMOE_TYPE_F32) &&
            make_integers(r, SLOT_TOPK_IDS, d->topk_ids, l->tokens * l->topk) &&
-           make_input(r, SLOT_TOPK_WEIGHTS, d->topk_weights, l->tokens * l->topk, SMOE_F32) &&
+           make_input(r, SLOT_TOPK_WEIGHTS, d->topk_weights, l->tokens * l->topk, SMOE_TYPE_F32) &&
            make_integers(r, SLOT_OFFSETS, d->offsets, l->experts + 1) &&
-           make_input(r, SLOT_ROW_WEIGHTS, d->row_weights, l->tokens, SMOE_F32) &&
+           make_input(r, SLOT_ROW_WEIGHTS, d->row_weights, l->tokens, SMOE_TYPE_F32) &&
            make_input(r, SLOT_W1, d->w1, l->experts * width * l->hidden, l->dtype) &&
            make_input(r, SLOT_B1, d->b1, l->experts * width, l->dtype) &&
            make_input(r, SLOT_W2, d->w2, l->experts * l->hidden * l->intermediate, l->dtype) &&
@@ -186,7 +186,7 @@ static bool make_outputs(run *r)
     const oracle_drawn *d = r->drawn;
     const int64_t width = oracle_h_width(l);
     const uint64_t td_bytes = (uint64_t)(l->tokens * l->hidden) * oracle_type_bytes(l->dtype);
-    const bool logits = l->entry == SMOE_FROM_LOGITS, router = logits && !r->options->stages;
+    const bool logits = l->entry == SMOE_ENTRY_FROM_LOGITS, router = logits && !r->options->stages;
     const uint64_t ds = 4 * (uint64_t)(logits ? r->sizes.padded_rows : l->tokens);
     const bool forward_only = r->options->forward_only || !r->sizes.scratch_backward_bytes;
     return (!logits || make_slot(r, SLOT_LOSSES, 8)) && make_slot(r, SLOT_OUT, td_bytes) &&
@@ -203,9 +203,9 @@ static bool make_outputs(run *r)
              make_gradient(r, SLOT_DROUTER_BIAS, router && d->router_bias, l->experts) &&
              (!router || make_slot(r, SLOT_DLOGITS,
                                    (uint64_t)(l->tokens * l->experts) * oracle_type_bytes(l->logits_type))) &&
-             (l->entry != SMOE_FROM_TOPK ||
+             (l->entry != SMOE_ENTRY_FROM_TOPK ||
               make_slot(r, SLOT_DTOPK_WEIGHTS, 4 * (uint64_t)(l->tokens * l->topk))) &&
-             (l->entry == SMOE_FROM_TOPK || make_slot(r, SLOT_DROW_WEIGHTS, ds))));
+             (l->entry == SMOE_ENTRY_FROM_TOPK || make_slot(r, SLOT_DROW_WEIGHTS, ds))));
 }
 
 static void *at(const run *r, slot_id id)
@@ -241,7 +241,7 @@ static void fill_forward(run *r)
 static void fill_backward(run *r)
 {
     const oracle_input *input = &r->drawn->input;
-    const bool router = r->layer->entry == SMOE_FROM_LOGITS && !r->options->stages;
+    const bool router = r->layer->entry == SMOE_ENTRY_FROM_LOGITS && !r->options->stages;
     r->backward =
         (smoe_backward_args){.struct_size = sizeof(smoe_backward_args),
                              .x = at(r, SLOT_X),
@@ -298,8 +298,8 @@ static bool run_forward(run *r)
     const smoe_forward_args *f = &r->forward;
     if (!disturb(r)) return false;
     if (!r->options->stages) return call(r, "smoe_layer_forward", smoe_layer_forward(c, l, f, NULL));
-    return (l->entry != SMOE_FROM_LOGITS || call(r, "smoe_route", smoe_route(c, l, f, NULL))) &&
-           (l->entry != SMOE_FROM_LOGITS || l->rounding == SMOE_ROUND_NONE ||
+    return (l->entry != SMOE_ENTRY_FROM_LOGITS || call(r, "smoe_route", smoe_route(c, l, f, NULL))) &&
+           (l->entry != SMOE_ENTRY_FROM_LOGITS || l->rounding == SMOE_ROUNDING_NONE ||
             call(r, "smoe_round", smoe_round(c, l, f, NULL))) &&
            call(r, "smoe_plan", smoe_plan(c, l, f, NULL)) &&
            call(r, "smoe_experts_forward", smoe_experts_forward(c, l, f, NULL));
@@ -398,21 +398,22 @@ static bool fetch_forward(run *r)
     const int64_t tk = l->tokens * l->topk, padded = r->sizes.padded_rows;
     smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
     if (!call(r, "smoe_view_plan", smoe_view_plan(r->context, l, &r->forward, &view))) return false;
-    if (!fetch(r, TENSOR_OFFSETS, view.offsets, l->experts + 1, SMOE_I32) ||
-        !fetch(r, TENSOR_BLOCK_OFFSETS, view.block_offsets, l->experts + 1, SMOE_I32) || !check_offsets(r))
+    if (!fetch(r, TENSOR_OFFSETS, view.offsets, l->experts + 1, SMOE_TYPE_I32) ||
+        !fetch(r, TENSOR_BLOCK_OFFSETS, view.block_offsets, l->experts + 1, SMOE_TYPE_I32) ||
+        !check_offsets(r))
         return false;
     const int64_t rows = fetched_integers(r, TENSOR_OFFSETS)[l->experts];
     return fetch(r, TENSOR_LOGITS, at(r, SLOT_LOGITS), l->tokens * l->experts, l->logits_type) &&
-           fetch(r, TENSOR_TOPK_IDS, view.topk_ids, tk, SMOE_I32) &&
-           fetch(r, TENSOR_TOPK_WEIGHTS, view.topk_weights, tk, SMOE_F32) &&
-           fetch(r, TENSOR_TOPK_COUNTS, view.topk_counts, l->experts, SMOE_I32) &&
-           fetch(r, TENSOR_LOSSES, at(r, SLOT_LOSSES), 2, SMOE_F32) &&
-           fetch(r, TENSOR_COUNTS, view.counts, l->experts, SMOE_I32) &&
-           fetch(r, TENSOR_ORDER, view.order, l->experts, SMOE_I32) &&
-           fetch(r, TENSOR_ROW_TOKEN, view.row_token, padded, SMOE_I32) &&
-           fetch(r, TENSOR_ROW_WEIGHT, view.row_weight, padded, SMOE_F32) &&
-           fetch(r, TENSOR_TOKEN_OFFSETS, view.token_offsets, l->tokens + 1, SMOE_I32) &&
-           fetch(r, TENSOR_TOKEN_ROWS, view.token_rows, rows, SMOE_I32) && fetch_h(r, &view) &&
+           fetch(r, TENSOR_TOPK_IDS, view.topk_ids, tk, SMOE_TYPE_I32) &&
+           fetch(r, TENSOR_TOPK_WEIGHTS, view.topk_weights, tk, SMOE_TYPE_F32) &&
+           fetch(r, TENSOR_TOPK_COUNTS, view.topk_counts, l->experts, SMOE_TYPE_I32) &&
+           fetch(r, TENSOR_LOSSES, at(r, SLOT_LOSSES), 2, SMOE_TYPE_F32) &&
+           fetch(r, TENSOR_COUNTS, view.counts, l->experts, SMOE_TYPE_I32) &&
+           fetch(r, TENSOR_ORDER, view.order, l->experts, SMOE_TYPE_I32) &&
+           fetch(r, TENSOR_ROW_TOKEN, view.row_token, padded, SMOE_TYPE_I32) &&
+           fetch(r, TENSOR_ROW_WEIGHT, view.row_weight, padded, SMOE_TYPE_F32) &&
+           fetch(r, TENSOR_TOKEN_OFFSETS, view.token_offsets, l->tokens + 1, SMOE_TYPE_I32) &&
+           fetch(r, TENSOR_TOKEN_ROWS, view.token_rows, rows, SMOE_TYPE_I32) && fetch_h(r, &view) &&
            fetch(r, TENSOR_OUT, at(r, SLOT_OUT), l->tokens * l->hidden, l->dtype);
 }
 
@@ -420,7 +421,7 @@ static bool fetch_backward(run *r)
 {
     const smoe_layer *l = r->layer;
     const int64_t width = oracle_h_width(l), ed = l->experts * l->hidden;
-    const int64_t ds = l->entry == SMOE_FROM_LOGITS ? r->sizes.padded_rows : l->tokens;
+    const int64_t ds = l->entry == SMOE_ENTRY_FROM_LOGITS ? r->sizes.padded_rows : l->tokens;
     const smoe_type gradient = l->gradient_type;
     return fetch(r, TENSOR_DX, at(r, SLOT_DX), l->tokens * l->hidden, l->dtype) &&
            fetch(r, TENSOR_DW1, at(r, SLOT_DW1), ed * width, gradient) &&
@@ -430,8 +431,8 @@ static bool fetch_backward(run *r)
            fetch(r, TENSOR_DLOGITS, at(r, SLOT_DLOGITS), l->tokens * l->experts, l->logits_type) &&
            fetch(r, TENSOR_DROUTER_WEIGHT, at(r, SLOT_DROUTER_WEIGHT), ed, gradient) &&
            fetch(r, TENSOR_DROUTER_BIAS, at(r, SLOT_DROUTER_BIAS), l->experts, gradient) &&
-           fetch(r, TENSOR_DTOPK_WEIGHTS, at(r, SLOT_DTOPK_WEIGHTS), l->tokens * l->topk, SMOE_F32) &&
-           fetch(r, TENSOR_DROW_WEIGHTS, at(r, SLOT_DROW_WEIGHTS), ds, SMOE_F32);
+           fetch(r, TENSOR_DTOPK_WEIGHTS, at(r, SLOT_DTOPK_WEIGHTS), l->tokens * l->topk, SMOE_TYPE_F32) &&
+           fetch(r, TENSOR_DROW_WEIGHTS, at(r, SLOT_DROW_WEIGHTS), ds, SMOE_TYPE_F32);
 }
 
 static bool check_slots(run *r)

@@ -27,7 +27,7 @@ void check_bias_update(verify *v, const verify_case *c, const smoe_layer *given)
 {
     (void)c;
     smoe_layer layer = *given;
-    layer.score = SMOE_SIGMOID;
+    layer.score = SMOE_SCORE_SIGMOID;
     const int32_t counts[] = {10, 12, 12, 12, 14, 0, 24, 12}; /* mean 12 */
     const double sign[] = {1, 0, 0, 0, -1, 1, -1, 0};
     float bias[8];
@@ -51,8 +51,8 @@ void check_saved_bytes(verify *v, const verify_case *c, const smoe_layer *layer)
     }
     const int64_t tokens = layer->tokens, experts = layer->experts,
                   element = (int64_t)oracle_type_bytes(layer->dtype);
-    const bool router = layer->entry == SMOE_FROM_LOGITS;
-    const int64_t rounded = layer->rounding == SMOE_ROUND_UP ? experts * (layer->tile - 1) : 0;
+    const bool router = layer->entry == SMOE_ENTRY_FROM_LOGITS;
+    const int64_t rounded = layer->rounding == SMOE_ROUNDING_UP ? experts * (layer->tile - 1) : 0;
     const int64_t rows = tokens * layer->topk + rounded;
     const int64_t metadata = 4 * (3 * rows + (tokens + 1) + 2 * experts + 2 * (experts + 1) +
                                   (router ? 2 * tokens * layer->topk + experts : 0));

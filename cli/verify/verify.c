@@ -81,7 +81,7 @@ static const table_column columns[] = {
 /* A layer this backend should run; NULL, or why it does not store this type. */
 static const char *refuses_type(verify *v, smoe_type dtype)
 {
-    const verify_case any = {.name = "", .layer = {.entry = SMOE_FROM_TOPK}}; /* every backend has it */
+    const verify_case any = {.name = "", .layer = {.entry = SMOE_ENTRY_FROM_TOPK}}; /* every backend has it */
     const smoe_layer layer = verify_complete_layer(&any, dtype);
     return smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED ? smoe_last_error(v->context) : NULL;
 }
@@ -100,13 +100,13 @@ static void run_case(verify *v, const verify_case *c, smoe_type dtype)
 
 static bool chosen(const verify_options *options, const verify_case *c, smoe_type dtype)
 {
-    return (c->quick || !options->quick) && (dtype == SMOE_F32 || !c->f32_only) &&
+    return (c->quick || !options->quick) && (dtype == SMOE_TYPE_F32 || !c->f32_only) &&
            (!options->only || strstr(c->name, options->only));
 }
 
 static void run_cases(verify *v, const verify_options *options)
 {
-    const smoe_type types[] = {SMOE_F32, SMOE_BF16, SMOE_F16};
+    const smoe_type types[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16, SMOE_TYPE_F16};
     const bool terminal = isatty(STDERR_FILENO);
     size_t count;
     const verify_case *cases = verify_cases(&count);

@@ -183,15 +183,15 @@ INLINE void oai_forward(int64_t n, const float *restrict h, float *restrict a)
 VECTOR_CLONES void smoe_activate(smoe_activation activation, int64_t n, const float *h, float *a)
 {
     switch (activation) {
-    case SMOE_SWIGLU: gated_forward(silu, n, h, a); break;
-    case SMOE_GEGLU: gated_forward(gelu, n, h, a); break;
-    case SMOE_GEGLU_TANH: gated_forward(gelu_tanh, n, h, a); break;
-    case SMOE_REGLU: gated_forward(relu, n, h, a); break;
-    case SMOE_SWIGLU_OAI: oai_forward(n, h, a); break;
-    case SMOE_SILU: plain_forward(silu, n, h, a); break;
-    case SMOE_GELU: plain_forward(gelu, n, h, a); break;
-    case SMOE_RELU: plain_forward(relu, n, h, a); break;
-    case SMOE_RELU2: plain_forward(relu_squared, n, h, a); break;
+    case SMOE_ACTIVATION_SWIGLU: gated_forward(silu, n, h, a); break;
+    case SMOE_ACTIVATION_GEGLU: gated_forward(gelu, n, h, a); break;
+    case SMOE_ACTIVATION_GEGLU_TANH: gated_forward(gelu_tanh, n, h, a); break;
+    case SMOE_ACTIVATION_REGLU: gated_forward(relu, n, h, a); break;
+    case SMOE_ACTIVATION_SWIGLU_OAI: oai_forward(n, h, a); break;
+    case SMOE_ACTIVATION_SILU: plain_forward(silu, n, h, a); break;
+    case SMOE_ACTIVATION_GELU: plain_forward(gelu, n, h, a); break;
+    case SMOE_ACTIVATION_RELU: plain_forward(relu, n, h, a); break;
+    case SMOE_ACTIVATION_RELU2: plain_forward(relu_squared, n, h, a); break;
     }
 }
 
@@ -240,15 +240,15 @@ VECTOR_CLONES void smoe_activate_backward(smoe_activation activation, int64_t n,
                                           const float *da, float weight, float *a, float *dh)
 {
     switch (activation) {
-    case SMOE_SWIGLU: gated_backward(silu, n, h, da, weight, a, dh); break;
-    case SMOE_GEGLU: gated_backward(gelu, n, h, da, weight, a, dh); break;
-    case SMOE_GEGLU_TANH: gated_backward(gelu_tanh, n, h, da, weight, a, dh); break;
-    case SMOE_REGLU: gated_backward(relu, n, h, da, weight, a, dh); break;
-    case SMOE_SWIGLU_OAI: oai_backward(n, h, da, weight, a, dh); break;
-    case SMOE_SILU: plain_backward(silu, n, h, da, weight, a, dh); break;
-    case SMOE_GELU: plain_backward(gelu, n, h, da, weight, a, dh); break;
-    case SMOE_RELU: plain_backward(relu, n, h, da, weight, a, dh); break;
-    case SMOE_RELU2: plain_backward(relu_squared, n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_SWIGLU: gated_backward(silu, n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_GEGLU: gated_backward(gelu, n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_GEGLU_TANH: gated_backward(gelu_tanh, n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_REGLU: gated_backward(relu, n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_SWIGLU_OAI: oai_backward(n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_SILU: plain_backward(silu, n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_GELU: plain_backward(gelu, n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_RELU: plain_backward(relu, n, h, da, weight, a, dh); break;
+    case SMOE_ACTIVATION_RELU2: plain_backward(relu_squared, n, h, da, weight, a, dh); break;
     }
 }
 

@@ -16,7 +16,7 @@ static void destroy(smoe_context *context)
 
 static smoe_status supports(smoe_context *context, const smoe_problem *problem)
 {
-    if (problem->layer.dtype == SMOE_F16)
+    if (problem->layer.dtype == SMOE_TYPE_F16)
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
                          "smoe_supports: dtype F16 needs the cuda backend; the cpu "
                          "backend stores F32 or BF16");

@@ -24,7 +24,7 @@ static inline uint16_t f32_to_bf16(float value)
 
 void smoe_load_row(float *to, const void *from, int64_t first_element, int64_t count, smoe_type type)
 {
-    if (type == SMOE_BF16) {
+    if (type == SMOE_TYPE_BF16) {
         const uint16_t *restrict source = (const uint16_t *)from + first_element;
         float *restrict target = to;
         for (int64_t i = 0; i < count; i++) target[i] = bf16_to_f32(source[i]);
@@ -35,7 +35,7 @@ void smoe_load_row(float *to, const void *from, int64_t first_element, int64_t c
 
 void smoe_store_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type)
 {
-    if (type == SMOE_BF16) {
+    if (type == SMOE_TYPE_BF16) {
         uint16_t *restrict target = (uint16_t *)to + first_element;
         const float *restrict source = from;
         for (int64_t i = 0; i < count; i++) target[i] = f32_to_bf16(source[i]);
@@ -47,7 +47,7 @@ void smoe_store_row(void *to, int64_t first_element, const float *from, int64_t 
 void smoe_add_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type)
 {
     const float *restrict source = from;
-    if (type == SMOE_BF16) {
+    if (type == SMOE_TYPE_BF16) {
         uint16_t *restrict target = (uint16_t *)to + first_element;
         for (int64_t i = 0; i < count; i++) target[i] = f32_to_bf16(bf16_to_f32(target[i]) + source[i]);
     } else {
@@ -58,6 +58,6 @@ void smoe_add_row(void *to, int64_t first_element, const float *from, int64_t co
 
 void smoe_round_row(float *row, int64_t count, smoe_type type)
 {
-    if (type != SMOE_BF16) return;
+    if (type != SMOE_TYPE_BF16) return;
     for (int64_t i = 0; i < count; i++) row[i] = bf16_to_f32(f32_to_bf16(row[i]));
 }

@@ -39,7 +39,7 @@ static int64_t panel_rows(const smoe_problem *p)
  * columns, or of Wr by 64 columns. */
 static int64_t weight_floats(const smoe_problem *p)
 {
-    if (p->layer.dtype == SMOE_F32) return 0;
+    if (p->layer.dtype == SMOE_TYPE_F32) return 0;
     const int64_t by_features = smoe_min(SMOE_PANEL_FEATURES, p->h_width) * p->layer.hidden;
     const int64_t by_columns = SMOE_PANEL_COLUMNS * smoe_max(p->h_width, p->layer.experts);
     return smoe_max(by_features, by_columns);
@@ -91,7 +91,7 @@ smoe_cpu_pass smoe_cpu_backward_pass(const smoe_context *context, const smoe_pro
         pass.dh = carve(&at, (uint64_t)(p->padded_rows * p->h_width * p->element));
     pass.ds = carve_floats(&at, p->padded_rows);
     uint64_t shared = 4 * (uint64_t)(p->padded_rows * p->chunk_columns);
-    if (p->layer.entry == SMOE_FROM_LOGITS) {
+    if (p->layer.entry == SMOE_ENTRY_FROM_LOGITS) {
         const uint64_t router = smoe_cpu_router_backward_scratch(context, problem);
         pass.dlogits = carve_floats(&at, p->layer.tokens * p->layer.experts);
         shared = router > shared ? router : shared;
@@ -168,7 +168,7 @@ void smoe_gather_tokens(const smoe_cpu_pass *pass, const smoe_row_panel *panel, 
 const float *smoe_weights_f32(float *panel, const void *weights, int64_t first_element, int64_t rows,
                               int64_t row_step, int64_t columns, smoe_type type, int64_t *ld)
 {
-    if (type == SMOE_F32) {
+    if (type == SMOE_TYPE_F32) {
         *ld = row_step;
         return (const float *)weights + first_element;
     }

@@ -85,7 +85,7 @@ const float *smoe_weights_f32(float *panel, const void *weights, int64_t first_e
  * Runs with one step end at smoe_w1_run_end. */
 static inline int smoe_interleaved(const smoe_problem *p)
 {
-    return p->gated && p->layer.layout == SMOE_INTERLEAVED;
+    return p->gated && p->layer.layout == SMOE_LAYOUT_INTERLEAVED;
 }
 
 static inline int64_t smoe_w1_row(const smoe_problem *p, int64_t j)

@@ -17,7 +17,7 @@ uint64_t smoe_cpu_backward_scratch(const smoe_context *context, const smoe_probl
 
 static int64_t given_id(const smoe_layer *layer, const void *ids, int64_t index)
 {
-    return layer->index_type == SMOE_I64 ? ((const int64_t *)ids)[index] : ((const int32_t *)ids)[index];
+    return layer->index_type == SMOE_TYPE_I64 ? ((const int64_t *)ids)[index] : ((const int32_t *)ids)[index];
 }
 
 /* dtopk_weights[t, k] = dS of the row of (t, ids[t, k]): the lowest k of a repeated id, 0 for all else. */
@@ -43,7 +43,7 @@ static void give_row_gradients(const smoe_cpu_pass *pass, const smoe_backward_ar
 {
     const smoe_layer *layer = &pass->problem->layer;
     const smoe_plan_arrays *plan = pass->plan;
-    if (layer->entry == SMOE_FROM_LOGITS) {
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         memcpy(args->drow_weights, pass->ds, (size_t)pass->problem->padded_rows * sizeof *pass->ds);
         return;
     }
@@ -57,8 +57,8 @@ static void give_row_gradients(const smoe_cpu_pass *pass, const smoe_backward_ar
 static void give_weight_gradients(const smoe_cpu_pass *pass, const smoe_backward_args *args)
 {
     const smoe_entry entry = pass->problem->layer.entry;
-    if (args->dtopk_weights && entry == SMOE_FROM_TOPK) give_topk_gradients(pass, args);
-    if (args->drow_weights && entry != SMOE_FROM_TOPK) give_row_gradients(pass, args);
+    if (args->dtopk_weights && entry == SMOE_ENTRY_FROM_TOPK) give_topk_gradients(pass, args);
+    if (args->drow_weights && entry != SMOE_ENTRY_FROM_TOPK) give_row_gradients(pass, args);
 }
 
 smoe_status smoe_cpu_backward(smoe_context *context, const smoe_problem *problem,

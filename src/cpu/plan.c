@@ -18,7 +18,7 @@ typedef struct plan_call {
 
 static int64_t index_at(const void *indices, smoe_type type, int64_t at)
 {
-    return type == SMOE_I64 ? ((const int64_t *)indices)[at] : ((const int32_t *)indices)[at];
+    return type == SMOE_TYPE_I64 ? ((const int64_t *)indices)[at] : ((const int32_t *)indices)[at];
 }
 
 /* ---- the first pass: counts ---- */
@@ -110,7 +110,7 @@ static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
 {
     const smoe_layer *l = &c->problem->layer;
     const int64_t first = t * l->topk;
-    if (l->entry == SMOE_FROM_TOPK) {
+    if (l->entry == SMOE_ENTRY_FROM_TOPK) {
         for (int64_t k = 0; k < l->topk; k++)
             if (index_at(c->args->topk_ids, l->index_type, first + k) == expert)
                 return c->args->topk_weights[first + k];
@@ -120,7 +120,7 @@ static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
         if (c->plan->topk_ids[first + k] == expert) return c->plan->topk_weights[first + k];
     float logit;
     smoe_load_row(&logit, c->args->logits, t * l->experts + expert, 1, l->logits_type);
-    const float score = l->score == SMOE_SIGMOID
+    const float score = l->score == SMOE_SCORE_SIGMOID
                             ? smoe_sigmoid(logit)
                             : smoe_div(smoe_softmax_term(logit, c->s.token_max[t]), c->s.token_sum[t]);
     return smoe_mul(score, l->route_scale);
@@ -172,7 +172,7 @@ static void plan_selection(const plan_call *c)
     const int threads = c->context->threads;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t panel = 0; panel < panels; panel++) {
-        if (c->problem->layer.entry == SMOE_FROM_TOPK) select_given(c, panel);
+        if (c->problem->layer.entry == SMOE_ENTRY_FROM_TOPK) select_given(c, panel);
         count_panel(c, panel);
     }
     for (int64_t e = 0; e < experts; e++)
@@ -214,7 +214,7 @@ smoe_status smoe_cpu_plan(smoe_context *context, const smoe_problem *problem, co
 {
     const plan_call call = {context, problem, args, plan, smoe_routing_scratch_at(context, problem, scratch)};
     smoe_stage_begin(context, SMOE_STAGE_PLAN, stream);
-    if (problem->layer.entry == SMOE_FROM_ROWS)
+    if (problem->layer.entry == SMOE_ENTRY_FROM_ROWS)
         plan_rows(&call);
     else
         plan_selection(&call);

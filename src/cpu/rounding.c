@@ -135,15 +135,15 @@ static int64_t target_of(const round_call *c, int64_t expert, int64_t residual)
     int picks_hi = 0;
     if (hi == lo) return lo;
     switch (l->rounding) {
-    case SMOE_ROUND_NONE: return count;
-    case SMOE_ROUND_NR_F: picks_hi = smoe_nr_f_picks_hi(count, lo, tile); break;
-    case SMOE_ROUND_SR_F:
+    case SMOE_ROUNDING_NONE: return count;
+    case SMOE_ROUNDING_NR_F: picks_hi = smoe_nr_f_picks_hi(count, lo, tile); break;
+    case SMOE_ROUNDING_SR_F:
         picks_hi = smoe_sr_f_picks_hi(count, lo, tile, smoe_round_draw(l->seed, c->step, expert));
         break;
-    case SMOE_ROUND_NR_S: picks_hi = nr_s_picks_hi(c, expert, count, lo, hi); break;
-    case SMOE_ROUND_BALANCE_F: picks_hi = smoe_balance_f_picks_hi(count, lo, tile, residual); break;
-    case SMOE_ROUND_UP: picks_hi = 1; break;
-    case SMOE_ROUND_DOWN: break;
+    case SMOE_ROUNDING_NR_S: picks_hi = nr_s_picks_hi(c, expert, count, lo, hi); break;
+    case SMOE_ROUNDING_BALANCE_F: picks_hi = smoe_balance_f_picks_hi(count, lo, tile, residual); break;
+    case SMOE_ROUNDING_UP: picks_hi = 1; break;
+    case SMOE_ROUNDING_DOWN: break;
     }
     return picks_hi ? hi : lo;
 }
@@ -164,7 +164,7 @@ smoe_status smoe_cpu_round(smoe_context *context, const smoe_problem *problem, c
 {
     const round_call call = {problem, smoe_routing_scratch_at(context, problem, scratch), plan->topk_counts,
                              args->step};
-    const int balance = problem->layer.rounding == SMOE_ROUND_BALANCE_F;
+    const int balance = problem->layer.rounding == SMOE_ROUNDING_BALANCE_F;
     smoe_stage_begin(context, SMOE_STAGE_ROUND, stream);
     if (balance) balance_targets(&call);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)

@@ -24,12 +24,12 @@ static void panel_logits(const smoe_problem *problem, const smoe_forward_args *a
     const int64_t first = panel * SMOE_TOKEN_PANEL, count = smoe_min(SMOE_TOKEN_PANEL, l->tokens - first);
     const int thread = omp_get_thread_num();
     const float *x = (const float *)args->x + first * l->hidden;
-    if (l->dtype != SMOE_F32) {
+    if (l->dtype != SMOE_TYPE_F32) {
         float *converted = s->thread_x + thread * SMOE_TOKEN_PANEL * l->hidden;
         smoe_load_row(converted, args->x, first * l->hidden, count * l->hidden, l->dtype);
         x = converted;
     }
-    const int direct = l->logits_type == SMOE_F32;
+    const int direct = l->logits_type == SMOE_TYPE_F32;
     float *logits = direct ? (float *)args->logits + first * l->experts
                            : s->thread_logits + thread * SMOE_TOKEN_PANEL * l->experts;
     smoe_sgemm(0, 1, count, l->experts, l->hidden, x, l->hidden, weight, l->hidden, 0.0f, logits, l->experts);
@@ -44,7 +44,7 @@ static void compute_logits(const smoe_context *context, const smoe_problem *prob
     float bias[SMOE_MAX_EXPERTS];
     if (args->router_bias) smoe_load_row(bias, args->router_bias, 0, l->experts, l->dtype);
     const float *weight = args->router_weight;
-    if (l->dtype != SMOE_F32) {
+    if (l->dtype != SMOE_TYPE_F32) {
         smoe_load_row(s->router_weight, args->router_weight, 0, l->experts * l->hidden, l->dtype);
         weight = s->router_weight;
     }
@@ -142,16 +142,16 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
 {
     const smoe_layer *l = &c->problem->layer;
     const int64_t experts = l->experts;
-    const int rounded = l->rounding != SMOE_ROUND_NONE, sigmoid = l->score == SMOE_SIGMOID;
+    const int rounded = l->rounding != SMOE_ROUNDING_NONE, sigmoid = l->score == SMOE_SCORE_SIGMOID;
     const int all_p = c->args->losses || (rounded && !sigmoid);
     const float *logits = w->logits;
-    if (l->logits_type == SMOE_F32)
+    if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;
     else
         smoe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
 
     float max = 0.0f, sum = 1.0f;
-    if (all_p || l->score == SMOE_SOFTMAX_TOPK) smoe_softmax_of(logits, experts, w->scores, &max, &sum);
+    if (all_p || l->score == SMOE_SCORE_SOFTMAX_TOPK) smoe_softmax_of(logits, experts, w->scores, &max, &sum);
     for (int64_t e = 0; e < experts && all_p; e++) w->scores[e] = smoe_div(w->scores[e], sum);
     if (c->args->losses) add_losses(c, panel, w->scores, max, sum);
     if (sigmoid) selection_scores(w->scores, logits, experts, c->args->selection_bias);

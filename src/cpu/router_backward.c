@@ -143,10 +143,10 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     const int64_t experts = l->experts;
     const int32_t *ids = c->plan->topk_ids + t * l->topk;
     const int losses = c->args->balance_coefficient != 0.0f || c->args->z_coefficient != 0.0f;
-    const int sigmoid = l->score == SMOE_SIGMOID,
-              plain_softmax = l->score == SMOE_SOFTMAX_TOPK && !l->renormalize;
+    const int sigmoid = l->score == SMOE_SCORE_SIGMOID,
+              plain_softmax = l->score == SMOE_SCORE_SOFTMAX_TOPK && !l->renormalize;
     const float *logits = w->logits;
-    if (l->logits_type == SMOE_F32)
+    if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;
     else
         smoe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
@@ -200,7 +200,7 @@ static void weight_columns(const gradient_call *c, int64_t first, int64_t count)
     const smoe_layer *l = &c->problem->layer;
     const int64_t experts = l->experts, hidden = l->hidden, thread = omp_get_thread_num();
     float *w = c->thread_w + thread * experts * COLUMNS; /* (E, count) */
-    if (l->dtype == SMOE_F32) {
+    if (l->dtype == SMOE_TYPE_F32) {
         smoe_sgemm(1, 0, experts, count, l->tokens, c->dlogits, experts, (const float *)c->args->x + first,
                    hidden, 0.0f, w, count);
     } else {
@@ -241,7 +241,7 @@ static gradient_call call_at(const smoe_context *context, const smoe_problem *pr
     const int64_t threads = context->threads;
     const uint64_t w = smoe_align_up((uint64_t)(4 * threads * l->experts * COLUMNS));
     const uint64_t x =
-        smoe_align_up((uint64_t)(l->dtype == SMOE_F32 ? 0 : 4 * threads * SMOE_TOKEN_PANEL * COLUMNS));
+        smoe_align_up((uint64_t)(l->dtype == SMOE_TYPE_F32 ? 0 : 4 * threads * SMOE_TOKEN_PANEL * COLUMNS));
     gradient_call c = {.problem = problem};
     if (scratch) c.thread_w = (float *)(void *)scratch;
     if (scratch) c.thread_x = (float *)(void *)(scratch + w);

@@ -25,22 +25,22 @@ smoe_routing_scratch smoe_routing_scratch_at(const smoe_context *context, const 
     s.key_stride = (l->tokens + 15) / 16 * 16 + 16;
     const int64_t cells = s.panels * l->experts;
     s.targets = take(&s, scratch, 4 * l->experts);
-    if (l->entry == SMOE_FROM_ROWS) return s;
+    if (l->entry == SMOE_ENTRY_FROM_ROWS) return s;
     s.mask = take(&s, scratch, 8 * SMOE_PANEL_WORDS * cells);
     s.panel_counts = take(&s, scratch, 4 * cells);
     s.panel_rows = take(&s, scratch, 4 * s.panels);
-    if (l->entry == SMOE_FROM_TOPK) return s;
-    const int rounded = l->rounding != SMOE_ROUND_NONE;
+    if (l->entry == SMOE_ENTRY_FROM_TOPK) return s;
+    const int rounded = l->rounding != SMOE_ROUNDING_NONE;
     s.keys = take(&s, scratch, rounded ? 4 * l->experts * s.key_stride : 0);
     s.token_max = take(&s, scratch, rounded ? 4 * l->tokens : 0);
     s.token_sum = take(&s, scratch, rounded ? 4 * l->tokens : 0);
     s.panel_probability = take(&s, scratch, 8 * cells);
     s.panel_z = take(&s, scratch, 8 * s.panels);
     const int64_t panels_at_once = 4 * SMOE_TOKEN_PANEL * context->threads;
-    const int f32_router = l->dtype == SMOE_F32;
+    const int f32_router = l->dtype == SMOE_TYPE_F32;
     s.router_weight = take(&s, scratch, f32_router ? 0 : 4 * l->experts * l->hidden);
     s.thread_x = take(&s, scratch, f32_router ? 0 : panels_at_once * l->hidden);
-    s.thread_logits = take(&s, scratch, l->logits_type == SMOE_F32 ? 0 : panels_at_once * l->experts);
+    s.thread_logits = take(&s, scratch, l->logits_type == SMOE_TYPE_F32 ? 0 : panels_at_once * l->experts);
     return s;
 }
 
@@ -88,12 +88,12 @@ float smoe_kept_weights(const smoe_layer *layer, const float *logits, float max,
         const float logit = logits[ids[k]];
         nan |= smoe_is_nan(logit);
         switch (layer->score) {
-        case SMOE_SOFTMAX_TOPK: weights[k] = smoe_div(smoe_softmax_term(logit, max), sum); break;
-        case SMOE_TOPK_SOFTMAX: weights[k] = smoe_softmax_term(logit, logits[ids[0]]); break;
-        case SMOE_SIGMOID: weights[k] = smoe_sigmoid(logit); break;
+        case SMOE_SCORE_SOFTMAX_TOPK: weights[k] = smoe_div(smoe_softmax_term(logit, max), sum); break;
+        case SMOE_SCORE_TOPK_SOFTMAX: weights[k] = smoe_softmax_term(logit, logits[ids[0]]); break;
+        case SMOE_SCORE_SIGMOID: weights[k] = smoe_sigmoid(logit); break;
         }
     }
-    const int divided = layer->score == SMOE_TOPK_SOFTMAX || layer->renormalize;
+    const int divided = layer->score == SMOE_SCORE_TOPK_SOFTMAX || layer->renormalize;
     const float divisor = divided ? renormalize(weights, topk) : 1.0f;
     for (int64_t k = 0; k < topk && nan; k++) weights[k] = smoe_float_of(0x7fc00000u);
     return divisor;

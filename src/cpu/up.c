@@ -23,7 +23,7 @@ static void spread_bias(const smoe_cpu_pass *pass, const smoe_row_panel *panel, 
     const int64_t width = pass->problem->h_width;
     load_bias(pass->problem, b1, panel->expert, at->row);
     for (int64_t i = 0; i < panel->count; i++)
-        smoe_load_row(at->product + i * width, at->row, 0, width, SMOE_F32);
+        smoe_load_row(at->product + i * width, at->row, 0, width, SMOE_TYPE_F32);
 }
 
 static void multiply(const smoe_cpu_pass *pass, const smoe_forward_args *args, const smoe_row_panel *panel,

@@ -70,8 +70,8 @@ static smoe_layer layer_of(const test_case *c)
     layer.dtype = c->dtype;
     layer.activation = c->activation;
     layer.layout = c->layout;
-    layer.entry = c->rows ? SMOE_FROM_ROWS : SMOE_FROM_TOPK;
-    layer.index_type = c->wide ? SMOE_I64 : SMOE_I32;
+    layer.entry = c->rows ? SMOE_ENTRY_FROM_ROWS : SMOE_ENTRY_FROM_TOPK;
+    layer.index_type = c->wide ? SMOE_TYPE_I64 : SMOE_TYPE_I32;
     layer.inference = c->inference;
     layer.chunks = c->chunks ? c->chunks : 1;
     return layer;
@@ -94,7 +94,7 @@ static void check_case(smoe_context *context, const test_case *given)
     test_case c = *given;
     if (c.rows) c.tokens *= c.topk, c.topk = 1;
     const int64_t T = c.tokens, d = c.hidden, n = c.intermediate, E = c.experts, K = c.topk;
-    const int gated = c.activation < SMOE_SILU;
+    const int gated = c.activation < SMOE_ACTIVATION_SILU;
     const int64_t width = gated ? 2 * n : n;
     smoe_layer layer = layer_of(given);
     smoe_sizes sizes = SMOE_SIZES_INIT;
@@ -183,7 +183,7 @@ static void check_case(smoe_context *context, const test_case *given)
             error += e * e;
             size += out[i] * out[i];
         }
-        const double relative = sqrt(error / size), limit = c.dtype == SMOE_BF16 ? 5e-3 : 1e-3;
+        const double relative = sqrt(error / size), limit = c.dtype == SMOE_TYPE_BF16 ? 5e-3 : 1e-3;
         report(c.name, "relative error", !(relative <= limit), 1, 0);
         snprintf(text, sizeof text, "relative error %.2e", relative);
         note = text;
@@ -204,8 +204,22 @@ static void check_case(smoe_context *context, const test_case *given)
 static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launches, int chunks)
 {
     const int64_t T = 2048, E = 16, K = 4;
-    test_case c = {"repeats", T, d, n,      E, K, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_CONCATENATED,
-                   0,         0, 0, chunks, 0, 1};
+    test_case c = {"repeats",
+                   T,
+                   d,
+                   n,
+                   E,
+                   K,
+                   SMOE_ACTIVATION_SWIGLU,
+                   RANDOM,
+                   SMOE_TYPE_BF16,
+                   SMOE_LAYOUT_CONCATENATED,
+                   0,
+                   0,
+                   0,
+                   chunks,
+                   0,
+                   1};
     smoe_layer layer = layer_of(&c);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     must(context, smoe_query_sizes(context, &layer, &sizes), c.name);
@@ -268,8 +282,9 @@ static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launc
 static void check_isolation(smoe_context *context, int64_t d, int64_t n)
 {
     const int64_t T = 1000, E = 7, bad = 3;
-    test_case c = {"isolation", T, d, n, E, 1, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_CONCATENATED,
-                   0,           0, 0, 1, 0, 1};
+    test_case c = {
+        "isolation", T, d, n, E, 1, SMOE_ACTIVATION_SWIGLU, RANDOM, SMOE_TYPE_BF16, SMOE_LAYOUT_CONCATENATED,
+        0,           0, 0, 1, 0, 1};
     smoe_layer layer = layer_of(&c);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     must(context, smoe_query_sizes(context, &layer, &sizes), c.name);
@@ -310,7 +325,7 @@ static void check_isolation(smoe_context *context, int64_t d, int64_t n)
         if (ids[t] != bad)
             leaked += memcmp(out[0] + t * d, out[1] + t * d, d * 2) != 0;
         else
-            for (int64_t i = 0; i < d; i++) clean += !isnan(to_float(SMOE_BF16, out[1][t * d + i]));
+            for (int64_t i = 0; i < d; i++) clean += !isnan(to_float(SMOE_TYPE_BF16, out[1][t * d + i]));
     char name[64];
     snprintf(name, sizeof name, "isolation d %d n %d", (int)d, (int)n);
     report(name, "tokens changed", leaked, T, 0);
@@ -319,73 +334,75 @@ static void check_isolation(smoe_context *context, int64_t d, int64_t n)
     free(ids), free(weights), free(x), free(w1), free(w2), free(out[0]), free(out[1]);
 }
 
-#define B   SMOE_BF16
-#define F   SMOE_F16
-#define CAT SMOE_CONCATENATED
-#define INT SMOE_INTERLEAVED
+#define B   SMOE_TYPE_BF16
+#define F   SMOE_TYPE_F16
+#define CAT SMOE_LAYOUT_CONCATENATED
+#define INT SMOE_LAYOUT_INTERLEAVED
 /* name, T, d, n, E, K, activation, routing, dtype, layout, rows, bias, inference, chunks, wide, rounded */
 static const test_case cases[] = {
-    {"tiny", 64, 64, 64, 2, 1, SMOE_REGLU, UNIFORM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"plain relu tiny", 64, 64, 64, 2, 1, SMOE_RELU, UNIFORM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"general", 700, 256, 320, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"interleaved", 700, 320, 192, 6, 2, SMOE_REGLU, RANDOM, B, INT, 0, 0, 0, 1, 0, 0},
-    {"relu2", 700, 192, 320, 5, 2, SMOE_RELU2, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"stationary", 900, 512, 256, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"stationary d 768", 3000, 768, 256, 8, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"stationary n 200", 900, 512, 200, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"stationary one expert", 5000, 512, 256, 9, 1, SMOE_REGLU, ONE_EXPERT, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"stationary edges", 3000, 512, 256, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"ping-pong", 900, 768, 512, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"ping-pong edges", 3000, 384, 512, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"half empty d 200 n 328", 600, 200, 328, 16, 2, SMOE_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"edges", 3000, 256, 320, 16, 1, SMOE_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"half empty", 1000, 192, 128, 32, 4, SMOE_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"one expert", 3000, 192, 128, 32, 1, SMOE_REGLU, ONE_EXPERT, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"eights d 72 n 40", 500, 72, 40, 7, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"eights d 8 n 8", 500, 8, 8, 7, 3, SMOE_REGLU, RANDOM, B, INT, 0, 0, 0, 1, 0, 0},
-    {"eights relu d 136 n 24", 500, 136, 24, 7, 3, SMOE_RELU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"wide d 1040 topk 2", 150, 1040, 16, 5, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"wide d 1040 topk 3", 150, 1040, 16, 5, 3, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"wide d 1040 topk 5", 150, 1040, 16, 7, 5, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"wide d 1032 topk 3", 150, 1032, 16, 5, 3, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"wide d 8224 topk 4", 40, 8224, 8, 5, 4, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"many steps up", 700, 1608, 320, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"many steps down", 500, 256, 1608, 3, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"bands", 3300, 64, 1160, 1, 1, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"topk 2 d 72 lost", 500, 72, 24, 5, 2, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"topk 2 d 12312 lost", 20, 12312, 8, 5, 2, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"topk 2 d 12312", 20, 12312, 8, 5, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"topk 1 d 136", 500, 136, 24, 5, 1, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"topk 1 d 7168", 70, 7168, 8, 5, 1, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"bias", 700, 200, 136, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
-    {"bias interleaved", 700, 256, 256, 6, 2, SMOE_REGLU, RANDOM, B, INT, 0, 1, 0, 1, 0, 0},
-    {"bias relu", 700, 256, 192, 6, 2, SMOE_RELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
-    {"invalid ids", 900, 128, 128, 10, 5, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"repeated ids int64", 900, 128, 128, 10, 5, SMOE_REGLU, REPEATED, B, CAT, 0, 0, 0, 1, 1, 0},
-    {"rows", 500, 256, 192, 9, 3, SMOE_REGLU, RANDOM, B, CAT, 1, 0, 0, 1, 0, 0},
-    {"rows int64", 300, 256, 256, 70, 3, SMOE_REGLU, RANDOM, B, CAT, 1, 0, 0, 1, 1, 0},
-    {"inference", 700, 256, 256, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 1, 1, 0, 0},
-    {"chunks 2", 700, 768, 256, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 2, 0, 0},
-    {"chunks 4", 700, 768, 256, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 4, 0, 0},
-    {"chunks 64 d 200", 700, 200, 512, 6, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 1, 64, 0, 0},
-    {"fp16", 700, 256, 256, 6, 2, SMOE_REGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 0},
-    {"fp16 general bias", 700, 320, 192, 6, 2, SMOE_REGLU, RANDOM, F, INT, 0, 1, 0, 1, 0, 0},
-    {"fp16 ping-pong", 700, 384, 512, 6, 2, SMOE_REGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 0},
-    {"one token", 1, 64, 64, 8, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"experts 1", 300, 64, 64, 1, 1, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"experts 4096 topk 64", 300, 64, 16, 4096, 64, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"experts 1001 topk 9", 9000, 16, 8, 1001, 9, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"tokens 100001", 100001, 16, 8, 24, 2, SMOE_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"tokens 70000 E 300", 70000, 8, 8, 300, 3, SMOE_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"swiglu", 800, 512, 256, 6, 2, SMOE_SWIGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
-    {"geglu", 800, 512, 320, 6, 2, SMOE_GEGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
-    {"geglu_tanh", 800, 512, 512, 6, 2, SMOE_GEGLU_TANH, RANDOM, B, INT, 0, 0, 0, 1, 0, 1},
-    {"swiglu_oai", 800, 360, 360, 6, 2, SMOE_SWIGLU_OAI, RANDOM, B, INT, 0, 1, 0, 1, 0, 1},
-    {"silu", 800, 512, 256, 6, 2, SMOE_SILU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
-    {"gelu", 800, 512, 256, 6, 2, SMOE_GELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
-    {"fp16 swiglu", 800, 512, 256, 6, 2, SMOE_SWIGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 1},
-    {"fp16 geglu_tanh", 800, 512, 512, 6, 2, SMOE_GEGLU_TANH, RANDOM, F, INT, 0, 0, 0, 1, 0, 1},
-    {"fp16 silu", 800, 512, 320, 6, 2, SMOE_SILU, RANDOM, F, CAT, 0, 1, 0, 1, 0, 1},
+    {"tiny", 64, 64, 64, 2, 1, SMOE_ACTIVATION_REGLU, UNIFORM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"plain relu tiny", 64, 64, 64, 2, 1, SMOE_ACTIVATION_RELU, UNIFORM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"general", 700, 256, 320, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"interleaved", 700, 320, 192, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, INT, 0, 0, 0, 1, 0, 0},
+    {"relu2", 700, 192, 320, 5, 2, SMOE_ACTIVATION_RELU2, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary", 900, 512, 256, 5, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary d 768", 3000, 768, 256, 8, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary n 200", 900, 512, 200, 5, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary one expert", 5000, 512, 256, 9, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, CAT, 0, 0, 0, 1, 0,
+     0},
+    {"stationary edges", 3000, 512, 256, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"ping-pong", 900, 768, 512, 5, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"ping-pong edges", 3000, 384, 512, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"half empty d 200 n 328", 600, 200, 328, 16, 2, SMOE_ACTIVATION_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0,
+     0},
+    {"edges", 3000, 256, 320, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"half empty", 1000, 192, 128, 32, 4, SMOE_ACTIVATION_REGLU, HALF_EMPTY, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"one expert", 3000, 192, 128, 32, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"eights d 72 n 40", 500, 72, 40, 7, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"eights d 8 n 8", 500, 8, 8, 7, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, INT, 0, 0, 0, 1, 0, 0},
+    {"eights relu d 136 n 24", 500, 136, 24, 7, 3, SMOE_ACTIVATION_RELU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"wide d 1040 topk 2", 150, 1040, 16, 5, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"wide d 1040 topk 3", 150, 1040, 16, 5, 3, SMOE_ACTIVATION_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"wide d 1040 topk 5", 150, 1040, 16, 7, 5, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"wide d 1032 topk 3", 150, 1032, 16, 5, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"wide d 8224 topk 4", 40, 8224, 8, 5, 4, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"many steps up", 700, 1608, 320, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"many steps down", 500, 256, 1608, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"bands", 3300, 64, 1160, 1, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"topk 2 d 72 lost", 500, 72, 24, 5, 2, SMOE_ACTIVATION_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"topk 2 d 12312 lost", 20, 12312, 8, 5, 2, SMOE_ACTIVATION_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"topk 2 d 12312", 20, 12312, 8, 5, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"topk 1 d 136", 500, 136, 24, 5, 1, SMOE_ACTIVATION_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"topk 1 d 7168", 70, 7168, 8, 5, 1, SMOE_ACTIVATION_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"bias", 700, 200, 136, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
+    {"bias interleaved", 700, 256, 256, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, INT, 0, 1, 0, 1, 0, 0},
+    {"bias relu", 700, 256, 192, 6, 2, SMOE_ACTIVATION_RELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
+    {"invalid ids", 900, 128, 128, 10, 5, SMOE_ACTIVATION_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"repeated ids int64", 900, 128, 128, 10, 5, SMOE_ACTIVATION_REGLU, REPEATED, B, CAT, 0, 0, 0, 1, 1, 0},
+    {"rows", 500, 256, 192, 9, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 1, 0, 0, 1, 0, 0},
+    {"rows int64", 300, 256, 256, 70, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 1, 0, 0, 1, 1, 0},
+    {"inference", 700, 256, 256, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 1, 1, 0, 0},
+    {"chunks 2", 700, 768, 256, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 2, 0, 0},
+    {"chunks 4", 700, 768, 256, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 4, 0, 0},
+    {"chunks 64 d 200", 700, 200, 512, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 1, 64, 0, 0},
+    {"fp16", 700, 256, 256, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 0},
+    {"fp16 general bias", 700, 320, 192, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, F, INT, 0, 1, 0, 1, 0, 0},
+    {"fp16 ping-pong", 700, 384, 512, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 0},
+    {"one token", 1, 64, 64, 8, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"experts 1", 300, 64, 64, 1, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"experts 4096 topk 64", 300, 64, 16, 4096, 64, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"experts 1001 topk 9", 9000, 16, 8, 1001, 9, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"tokens 100001", 100001, 16, 8, 24, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"tokens 70000 E 300", 70000, 8, 8, 300, 3, SMOE_ACTIVATION_REGLU, INVALID, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"swiglu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
+    {"geglu", 800, 512, 320, 6, 2, SMOE_ACTIVATION_GEGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
+    {"geglu_tanh", 800, 512, 512, 6, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, B, INT, 0, 0, 0, 1, 0, 1},
+    {"swiglu_oai", 800, 360, 360, 6, 2, SMOE_ACTIVATION_SWIGLU_OAI, RANDOM, B, INT, 0, 1, 0, 1, 0, 1},
+    {"silu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_SILU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
+    {"gelu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_GELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
+    {"fp16 swiglu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 1},
+    {"fp16 geglu_tanh", 800, 512, 512, 6, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, F, INT, 0, 0, 0, 1, 0, 1},
+    {"fp16 silu", 800, 512, 320, 6, 2, SMOE_ACTIVATION_SILU, RANDOM, F, CAT, 0, 1, 0, 1, 0, 1},
 };
 
 int main(int argc, char **argv)

@@ -180,8 +180,8 @@ static smoe_layer layer_of(const test_case *c)
     layer.gradient_type = c->gradient_type;
     layer.activation = c->activation;
     layer.layout = c->layout;
-    layer.entry = c->routing == ROWS ? SMOE_FROM_ROWS : SMOE_FROM_TOPK;
-    layer.index_type = c->wide ? SMOE_I64 : SMOE_I32;
+    layer.entry = c->routing == ROWS ? SMOE_ENTRY_FROM_ROWS : SMOE_ENTRY_FROM_TOPK;
+    layer.index_type = c->wide ? SMOE_TYPE_I64 : SMOE_TYPE_I32;
     layer.chunks = c->chunks ? c->chunks : 1;
     layer.accumulate = c->accumulate;
     layer.reuse_saved = c->reuse_saved;
@@ -202,13 +202,13 @@ static device_run make_run(smoe_context *context, const test_case *c, const inpu
     r.in[IN_W2] = upload(in->w2, E * d * n, c->dtype);
     r.in[IN_B2] = upload(in->b2, E * d, c->dtype);
     r.in[IN_DOUT] = upload(in->dout, T * d, c->dtype);
-    r.in[IN_WEIGHTS] = upload(rows ? in->row_weights : in->topk_weights, T * K, SMOE_F32);
+    r.in[IN_WEIGHTS] = upload(rows ? in->row_weights : in->topk_weights, T * K, SMOE_TYPE_F32);
     r.in[IN_INDICES] =
         rows ? upload_indices(in->offsets, E + 1, c->wide) : upload_indices(in->topk_ids, T * K, c->wide);
     const int64_t counts[GRADIENTS] = {
         T * d, E * width * d, E * d * n, in->b1 ? E * width : 0, in->b2 ? E * d : 0, T * K};
     for (int i = 0; i < GRADIENTS; i++) {
-        r.type[i] = i == DX ? c->dtype : i == DWEIGHTS ? SMOE_F32 : c->gradient_type;
+        r.type[i] = i == DX ? c->dtype : i == DWEIGHTS ? SMOE_TYPE_F32 : c->gradient_type;
         r.count[i] = (size_t)counts[i];
         if (counts[i]) r.gradient[i] = gpu_alloc(r.count[i] * oracle_type_bytes(r.type[i]));
     }
@@ -294,7 +294,8 @@ static void compare(const test_case *c, const device_run *r, int which, void *bi
     if (c->rounded) {
         const double error = oracle_relative_error(got, twice, count);
         sprintf(note + strlen(note), " %s %.1e", gradient_names[which], error);
-        if (!(error <= (c->dtype == SMOE_BF16 ? 6e-3 : 1.2e-3))) wrong(c->name, gradient_names[which], error);
+        if (!(error <= (c->dtype == SMOE_TYPE_BF16 ? 6e-3 : 1.2e-3)))
+            wrong(c->name, gradient_names[which], error);
     } else {
         const size_t differing = oracle_differing(got, twice, count);
         if (differing) {
@@ -362,9 +363,23 @@ static void check_case(smoe_context *context, const test_case *c)
 
 static void check_isolation(smoe_context *context, int64_t d, int64_t n)
 {
-    const test_case c = {
-        "isolation", 700, d, n, 6, 1, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_BF16, SMOE_CONCATENATED,
-        1,           1,   0, 0, 0, 1};
+    const test_case c = {"isolation",
+                         700,
+                         d,
+                         n,
+                         6,
+                         1,
+                         SMOE_ACTIVATION_SWIGLU,
+                         RANDOM,
+                         SMOE_TYPE_BF16,
+                         SMOE_TYPE_BF16,
+                         SMOE_LAYOUT_CONCATENATED,
+                         1,
+                         1,
+                         0,
+                         0,
+                         0,
+                         1};
     const int64_t sick = 2, each[GRADIENTS] = {d, 2 * n * d, d * n, 2 * n, d, 1};
     const int before = wrong_total;
     inputs in = draw_inputs(&c, 5);
@@ -405,9 +420,23 @@ static void check_isolation(smoe_context *context, int64_t d, int64_t n)
 
 static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launches)
 {
-    const test_case c = {
-        "repeats", 2048, d, n, 16, 4, SMOE_SWIGLU, RANDOM, SMOE_BF16, SMOE_BF16, SMOE_CONCATENATED,
-        0,         1,    0, 0, 0,  1};
+    const test_case c = {"repeats",
+                         2048,
+                         d,
+                         n,
+                         16,
+                         4,
+                         SMOE_ACTIVATION_SWIGLU,
+                         RANDOM,
+                         SMOE_TYPE_BF16,
+                         SMOE_TYPE_BF16,
+                         SMOE_LAYOUT_CONCATENATED,
+                         0,
+                         1,
+                         0,
+                         0,
+                         0,
+                         1};
     const int before = wrong_total;
     inputs in = draw_inputs(&c, 9);
     device_run r = make_run(context, &c, &in);
@@ -442,65 +471,70 @@ static void check_repeats(smoe_context *context, int64_t d, int64_t n, int launc
            wrong_total == before ? "ok" : "WRONG");
 }
 
-#define B   SMOE_BF16
-#define H   SMOE_F16
-#define F   SMOE_F32
-#define CAT SMOE_CONCATENATED
-#define INT SMOE_INTERLEAVED
+#define B   SMOE_TYPE_BF16
+#define H   SMOE_TYPE_F16
+#define F   SMOE_TYPE_F32
+#define CAT SMOE_LAYOUT_CONCATENATED
+#define INT SMOE_LAYOUT_INTERLEAVED
 
 /* name, T, d, n, E, K, activation, routing, dtype, gradients, layout, bias, chunks, accumulate, reuse, wide,
  * rounded */
 static const test_case cases[] = {
-    {"plain relu", 200, 128, 128, 2, 1, SMOE_RELU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"gated", 300, 128, 256, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"f32 gradients", 300, 256, 128, 3, 2, SMOE_REGLU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
-    {"interleaved", 300, 320, 192, 3, 2, SMOE_REGLU, RANDOM, B, B, INT, 0, 1, 0, 0, 0, 0},
-    {"interleaved f32", 300, 192, 320, 3, 2, SMOE_REGLU, RANDOM, B, F, INT, 0, 1, 0, 0, 0, 0},
-    {"relu2", 300, 192, 320, 3, 2, SMOE_RELU2, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
-    {"accumulate", 300, 192, 192, 3, 2, SMOE_REGLU, RANDOM, B, F, CAT, 1, 1, 1, 0, 0, 0},
-    {"accumulate bf16", 120, 192, 192, 5, 1, SMOE_REGLU, HALF_EMPTY, B, B, INT, 1, 1, 1, 0, 0, 0},
-    {"reuse", 300, 192, 256, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 1, 0, 0},
-    {"edges", 2241, 128, 64, 16, 1, SMOE_REGLU, EDGES, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"edges n 320", 2241, 192, 320, 16, 1, SMOE_RELU, EDGES, B, F, CAT, 0, 1, 0, 0, 0, 0},
-    {"half empty", 600, 192, 128, 12, 3, SMOE_REGLU, HALF_EMPTY, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"one expert", 2400, 128, 64, 4, 1, SMOE_REGLU, ONE_EXPERT, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"one expert f32 inter", 2400, 192, 136, 4, 1, SMOE_REGLU, ONE_EXPERT, B, F, INT, 0, 1, 1, 0, 0, 0},
-    {"broken ids", 500, 128, 128, 7, 4, SMOE_REGLU, BROKEN, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"broken ids int64", 500, 128, 128, 7, 4, SMOE_REGLU, BROKEN, B, B, CAT, 1, 1, 0, 0, 1, 0},
-    {"rows", 700, 256, 192, 9, 1, SMOE_REGLU, ROWS, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"rows int64 bias", 700, 192, 128, 9, 1, SMOE_REGLU, ROWS, B, F, INT, 1, 1, 0, 1, 1, 0},
-    {"ping-pong", 400, 384, 256, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"ping-pong inter edges", 1400, 192, 256, 16, 1, SMOE_REGLU, EDGES, B, B, INT, 0, 1, 0, 0, 0, 0},
-    {"long K", 300, 320, 640, 2, 1, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"many steps", 300, 256, 792, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"bands", 3300, 2312, 24, 1, 1, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"chunks 2", 300, 384, 192, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 2, 0, 0, 0, 0},
-    {"chunks 4", 300, 768, 128, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 4, 0, 0, 0, 0},
-    {"chunks 64 d 200", 300, 200, 256, 3, 2, SMOE_REGLU, RANDOM, B, B, CAT, 0, 64, 0, 1, 0, 0},
-    {"eights d 72 n 40", 500, 72, 40, 7, 3, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"eights d 8 n 8", 500, 8, 8, 7, 3, SMOE_REGLU, RANDOM, B, B, INT, 1, 1, 0, 0, 0, 0},
-    {"eights d 136 n 24 f32", 500, 136, 24, 7, 3, SMOE_RELU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
-    {"eights d 200 n 328", 300, 200, 328, 5, 2, SMOE_REGLU, RANDOM, B, B, INT, 1, 1, 0, 0, 0, 0},
-    {"bias", 400, 200, 136, 6, 2, SMOE_REGLU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0, 0},
-    {"bias relu", 400, 256, 192, 6, 2, SMOE_RELU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0, 0},
-    {"fp16", 400, 256, 256, 4, 2, SMOE_REGLU, RANDOM, H, H, CAT, 0, 1, 0, 0, 0, 0},
-    {"fp16 f32 inter bias", 400, 320, 192, 4, 2, SMOE_REGLU, RANDOM, H, F, INT, 1, 1, 0, 0, 0, 0},
-    {"fp16 accumulate ping-pong", 300, 384, 256, 3, 2, SMOE_REGLU, RANDOM, H, H, CAT, 0, 1, 1, 0, 0, 0},
-    {"one token", 1, 64, 64, 8, 2, SMOE_REGLU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0, 0},
-    {"experts 1", 300, 64, 64, 1, 1, SMOE_REGLU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
-    {"experts 4096 topk 64", 100, 16, 8, 4096, 64, SMOE_REGLU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0, 0},
-    {"experts 1001 topk 9", 3000, 16, 8, 1001, 9, SMOE_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
-    {"swiglu", 500, 256, 256, 4, 2, SMOE_SWIGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 1},
-    {"swiglu bias inter", 500, 256, 320, 4, 2, SMOE_SWIGLU, RANDOM, B, F, INT, 1, 1, 1, 1, 0, 1},
-    {"geglu", 400, 256, 192, 4, 2, SMOE_GEGLU, RANDOM, B, F, CAT, 1, 1, 0, 0, 0, 1},
-    {"geglu_tanh", 400, 256, 256, 4, 2, SMOE_GEGLU_TANH, RANDOM, B, F, INT, 0, 1, 0, 0, 0, 1},
-    {"swiglu_oai", 400, 200, 200, 4, 2, SMOE_SWIGLU_OAI, RANDOM, B, F, INT, 1, 1, 0, 0, 0, 1},
-    {"silu", 400, 256, 256, 4, 2, SMOE_SILU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 1},
-    {"gelu", 400, 256, 256, 4, 2, SMOE_GELU, RANDOM, B, F, CAT, 1, 1, 0, 0, 0, 1},
-    {"fp16 swiglu", 400, 256, 256, 4, 2, SMOE_SWIGLU, RANDOM, H, F, CAT, 0, 1, 0, 0, 0, 1},
-    {"fp16 geglu_tanh", 400, 256, 192, 4, 2, SMOE_GEGLU_TANH, RANDOM, H, F, INT, 0, 1, 0, 0, 0, 1},
-    {"fp16 swiglu_oai", 400, 200, 136, 4, 2, SMOE_SWIGLU_OAI, RANDOM, H, H, CAT, 1, 1, 0, 0, 0, 1},
-    {"fp16 gelu one expert", 2000, 192, 128, 4, 1, SMOE_GELU, ONE_EXPERT, H, F, CAT, 0, 1, 0, 0, 0, 1},
+    {"plain relu", 200, 128, 128, 2, 1, SMOE_ACTIVATION_RELU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"gated", 300, 128, 256, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"f32 gradients", 300, 256, 128, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
+    {"interleaved", 300, 320, 192, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, INT, 0, 1, 0, 0, 0, 0},
+    {"interleaved f32", 300, 192, 320, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, F, INT, 0, 1, 0, 0, 0, 0},
+    {"relu2", 300, 192, 320, 3, 2, SMOE_ACTIVATION_RELU2, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
+    {"accumulate", 300, 192, 192, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, F, CAT, 1, 1, 1, 0, 0, 0},
+    {"accumulate bf16", 120, 192, 192, 5, 1, SMOE_ACTIVATION_REGLU, HALF_EMPTY, B, B, INT, 1, 1, 1, 0, 0, 0},
+    {"reuse", 300, 192, 256, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 1, 0, 0},
+    {"edges", 2241, 128, 64, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"edges n 320", 2241, 192, 320, 16, 1, SMOE_ACTIVATION_RELU, EDGES, B, F, CAT, 0, 1, 0, 0, 0, 0},
+    {"half empty", 600, 192, 128, 12, 3, SMOE_ACTIVATION_REGLU, HALF_EMPTY, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"one expert", 2400, 128, 64, 4, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"one expert f32 inter", 2400, 192, 136, 4, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, F, INT, 0, 1, 1, 0,
+     0, 0},
+    {"broken ids", 500, 128, 128, 7, 4, SMOE_ACTIVATION_REGLU, BROKEN, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"broken ids int64", 500, 128, 128, 7, 4, SMOE_ACTIVATION_REGLU, BROKEN, B, B, CAT, 1, 1, 0, 0, 1, 0},
+    {"rows", 700, 256, 192, 9, 1, SMOE_ACTIVATION_REGLU, ROWS, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"rows int64 bias", 700, 192, 128, 9, 1, SMOE_ACTIVATION_REGLU, ROWS, B, F, INT, 1, 1, 0, 1, 1, 0},
+    {"ping-pong", 400, 384, 256, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"ping-pong inter edges", 1400, 192, 256, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, B, INT, 0, 1, 0, 0, 0,
+     0},
+    {"long K", 300, 320, 640, 2, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"many steps", 300, 256, 792, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"bands", 3300, 2312, 24, 1, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"chunks 2", 300, 384, 192, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 2, 0, 0, 0, 0},
+    {"chunks 4", 300, 768, 128, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 4, 0, 0, 0, 0},
+    {"chunks 64 d 200", 300, 200, 256, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 64, 0, 1, 0, 0},
+    {"eights d 72 n 40", 500, 72, 40, 7, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"eights d 8 n 8", 500, 8, 8, 7, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, B, INT, 1, 1, 0, 0, 0, 0},
+    {"eights d 136 n 24 f32", 500, 136, 24, 7, 3, SMOE_ACTIVATION_RELU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
+    {"eights d 200 n 328", 300, 200, 328, 5, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, INT, 1, 1, 0, 0, 0, 0},
+    {"bias", 400, 200, 136, 6, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0, 0},
+    {"bias relu", 400, 256, 192, 6, 2, SMOE_ACTIVATION_RELU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0, 0},
+    {"fp16", 400, 256, 256, 4, 2, SMOE_ACTIVATION_REGLU, RANDOM, H, H, CAT, 0, 1, 0, 0, 0, 0},
+    {"fp16 f32 inter bias", 400, 320, 192, 4, 2, SMOE_ACTIVATION_REGLU, RANDOM, H, F, INT, 1, 1, 0, 0, 0, 0},
+    {"fp16 accumulate ping-pong", 300, 384, 256, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, H, H, CAT, 0, 1, 1, 0,
+     0, 0},
+    {"one token", 1, 64, 64, 8, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0, 0},
+    {"experts 1", 300, 64, 64, 1, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
+    {"experts 4096 topk 64", 100, 16, 8, 4096, 64, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0,
+     0},
+    {"experts 1001 topk 9", 3000, 16, 8, 1001, 9, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
+    {"swiglu", 500, 256, 256, 4, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 1},
+    {"swiglu bias inter", 500, 256, 320, 4, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, B, F, INT, 1, 1, 1, 1, 0, 1},
+    {"geglu", 400, 256, 192, 4, 2, SMOE_ACTIVATION_GEGLU, RANDOM, B, F, CAT, 1, 1, 0, 0, 0, 1},
+    {"geglu_tanh", 400, 256, 256, 4, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, B, F, INT, 0, 1, 0, 0, 0, 1},
+    {"swiglu_oai", 400, 200, 200, 4, 2, SMOE_ACTIVATION_SWIGLU_OAI, RANDOM, B, F, INT, 1, 1, 0, 0, 0, 1},
+    {"silu", 400, 256, 256, 4, 2, SMOE_ACTIVATION_SILU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 1},
+    {"gelu", 400, 256, 256, 4, 2, SMOE_ACTIVATION_GELU, RANDOM, B, F, CAT, 1, 1, 0, 0, 0, 1},
+    {"fp16 swiglu", 400, 256, 256, 4, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, H, F, CAT, 0, 1, 0, 0, 0, 1},
+    {"fp16 geglu_tanh", 400, 256, 192, 4, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, H, F, INT, 0, 1, 0, 0, 0, 1},
+    {"fp16 swiglu_oai", 400, 200, 136, 4, 2, SMOE_ACTIVATION_SWIGLU_OAI, RANDOM, H, H, CAT, 1, 1, 0, 0, 0, 1},
+    {"fp16 gelu one expert", 2000, 192, 128, 4, 1, SMOE_ACTIVATION_GELU, ONE_EXPERT, H, F, CAT, 0, 1, 0, 0, 0,
+     1},
 };
 
 int main(int argc, char **argv)

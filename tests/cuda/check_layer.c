@@ -107,8 +107,8 @@ static int compare_layers(const smoe_layer *l, smoe_context *cpu, const smoe_for
     printf("%s score %d rounding %d logits %s inference %d: %lld rows, %lld entries of the plan differ, out "
            "%.2e\n",
            good ? "equal  " : "DIFFERS", (int)l->score, (int)l->rounding,
-           l->logits_type == SMOE_F32 ? "f32" : "bf16", (int)l->inference, (long long)x.offsets[l->experts],
-           (long long)wrong, error);
+           l->logits_type == SMOE_TYPE_F32 ? "f32" : "bf16", (int)l->inference,
+           (long long)x.offsets[l->experts], (long long)wrong, error);
     return !good;
 }
 
@@ -136,8 +136,8 @@ static int compare_with_graph(smoe_context *context, const smoe_layer *l, const 
     b.saved = f->saved, b.saved_size = f->saved_size, b.dout = dout.device.memory;
     b.dx = results.memory + dx, b.dw1 = results.memory + dw1, b.dw2 = results.memory + dw2;
     b.drouter_weight = results.memory + dwr;
-    b.dlogits = l->score == SMOE_SIGMOID ? NULL : results.memory + dlogits;
-    b.z_coefficient = l->rounding == SMOE_ROUND_BALANCE_F ? 0.125f : 0.0f;
+    b.dlogits = l->score == SMOE_SCORE_SIGMOID ? NULL : results.memory + dlogits;
+    b.z_coefficient = l->rounding == SMOE_ROUNDING_BALANCE_F ? 0.125f : 0.0f;
     b.scratch = scratch.memory, b.scratch_size = scratch_bytes;
     void *bits[2];
     for (int graph = 0; graph < 2; graph++) {
@@ -221,14 +221,14 @@ int main(int argc, char **argv)
     must_be_ok(smoe_create(&cpu, &options), NULL, "smoe_create, cpu");
     options.backend = SMOE_BACKEND_CUDA;
     must_be_ok(smoe_create(&cuda, &options), NULL, "smoe_create, cuda");
-    for (int score = SMOE_SOFTMAX_TOPK; score <= SMOE_SIGMOID; score++)
-        for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++) {
+    for (int score = SMOE_SCORE_SOFTMAX_TOPK; score <= SMOE_SCORE_SIGMOID; score++)
+        for (int rounding = SMOE_ROUNDING_NONE; rounding <= SMOE_ROUNDING_DOWN; rounding++) {
             if (few && rounding % 3 != score) continue;
             smoe_layer l = SMOE_LAYER_INIT;
             l.tokens = few ? 150 : 500, l.hidden = 128, l.intermediate = 64, l.experts = 16, l.topk = 4;
             l.score = (smoe_score)score, l.rounding = (smoe_rounding)rounding, l.tile = 32;
-            l.renormalize = score != SMOE_TOPK_SOFTMAX && rounding % 2;
-            l.logits_type = (score + rounding) % 2 ? SMOE_BF16 : SMOE_F32;
+            l.renormalize = score != SMOE_SCORE_TOPK_SOFTMAX && rounding % 2;
+            l.logits_type = (score + rounding) % 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
             l.inference = (score + rounding) % 3 == 0;
             failures += check_layer(cpu, cuda, &l);
         }

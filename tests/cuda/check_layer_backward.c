@@ -29,33 +29,37 @@ typedef struct test_case {
 
 static const test_case cases[] = {
     /* sparse dlogits: the router's term comes with dX's rows */
-    {"topk-softmax", {.score = SMOE_TOPK_SOFTMAX}, {ROUTER}},
+    {"topk-softmax", {.score = SMOE_SCORE_TOPK_SOFTMAX}, {ROUTER}},
     {"renormalised, scaled, biases", {.renormalize = 1, .route_scale = 2.5f}, {ROUTER, BIASES}},
-    {"sigmoid", {.score = SMOE_SIGMOID}, {ROUTER, .selection_bias = true}},
+    {"sigmoid", {.score = SMOE_SCORE_SIGMOID}, {ROUTER, .selection_bias = true}},
     {"sigmoid groups",
-     {.score = SMOE_SIGMOID, .renormalize = 1, .experts = 16, .topk = 4, .groups = 4, .groups_kept = 2},
+     {.score = SMOE_SCORE_SIGMOID, .renormalize = 1, .experts = 16, .topk = 4, .groups = 4, .groups_kept = 2},
      {ROUTER, BIASES, .selection_bias = true}},
     {"sparse E 13 K 7 f16",
-     {.score = SMOE_TOPK_SOFTMAX, .experts = 13, .topk = 7, .dtype = SMOE_F16},
+     {.score = SMOE_SCORE_TOPK_SOFTMAX, .experts = 13, .topk = 7, .dtype = SMOE_TYPE_F16},
      {ROUTER}},
     {"sparse E 7 K 5 bf16 gradients",
-     {.renormalize = 1, .experts = 7, .topk = 5, .gradient_type = SMOE_BF16, .logits_type = SMOE_BF16},
+     {.renormalize = 1,
+      .experts = 7,
+      .topk = 5,
+      .gradient_type = SMOE_TYPE_BF16,
+      .logits_type = SMOE_TYPE_BF16},
      {ROUTER, BIASES}},
     {"sparse d 200 chunks accumulated",
-     {.score = SMOE_TOPK_SOFTMAX, .hidden = 200, .chunks = 4, .accumulate = 1},
+     {.score = SMOE_SCORE_TOPK_SOFTMAX, .hidden = 200, .chunks = 4, .accumulate = 1},
      {ROUTER, BIASES}},
     {"sparse, 6 parts of dS",
-     {.score = SMOE_TOPK_SOFTMAX, .tokens = 40, .hidden = 16, .intermediate = 1032},
+     {.score = SMOE_SCORE_TOPK_SOFTMAX, .tokens = 40, .hidden = 16, .intermediate = 1032},
      {ROUTER, BIASES}},
-    {"sparse K 1", {.score = SMOE_SIGMOID, .topk = 1, .tokens = 301}, {ROUTER}},
+    {"sparse K 1", {.score = SMOE_SCORE_SIGMOID, .topk = 1, .tokens = 301}, {ROUTER}},
     {"sparse K 40 E 100", {.renormalize = 1, .topk = 40, .experts = 100, .tokens = 37}, {ROUTER, BIASES}},
     {"sparse given logits", {.renormalize = 1, .experts = 9, .topk = 3}, {.selection_bias = false}},
     /* dense */
     {"softmax", {.topk = 3}, {ROUTER, BIASES}},
-    {"softmax losses f16", {.dtype = SMOE_F16, .route_scale = 1.5f}, {ROUTER, BIASES, LOSSES}},
-    {"sigmoid losses", {.score = SMOE_SIGMOID, .renormalize = 1}, {ROUTER, LOSSES}},
+    {"softmax losses f16", {.dtype = SMOE_TYPE_F16, .route_scale = 1.5f}, {ROUTER, BIASES, LOSSES}},
+    {"sigmoid losses", {.score = SMOE_SCORE_SIGMOID, .renormalize = 1}, {ROUTER, LOSSES}},
     {"dense E 13 K 5 bf16 logits",
-     {.experts = 13, .topk = 5, .logits_type = SMOE_BF16, .gradient_type = SMOE_BF16},
+     {.experts = 13, .topk = 5, .logits_type = SMOE_TYPE_BF16, .gradient_type = SMOE_TYPE_BF16},
      {ROUTER, BIASES, LOSSES}},
     {"dense d 200 chunks accumulated, reuse",
      {.hidden = 200, .chunks = 2, .accumulate = 1, .reuse_saved = 1, .topk = 3},
@@ -73,27 +77,31 @@ static const test_case cases[] = {
      {.tokens = 2500, .experts = 13, .hidden = 72, .intermediate = 16},
      {ROUTER, BIASES}},
     /* rounding */
-    {"nr-f", {.rounding = SMOE_ROUND_NR_F}, {ROUTER, BIASES}},
+    {"nr-f", {.rounding = SMOE_ROUNDING_NR_F}, {ROUTER, BIASES}},
     {"up, renormalised",
-     {.rounding = SMOE_ROUND_UP, .renormalize = 1, .route_scale = 2.0f},
+     {.rounding = SMOE_ROUNDING_UP, .renormalize = 1, .route_scale = 2.0f},
      {ROUTER, LOSSES}},
-    {"down, topk-softmax", {.rounding = SMOE_ROUND_DOWN, .score = SMOE_TOPK_SOFTMAX, .topk = 3}, {ROUTER}},
-    {"nr-s, sigmoid", {.rounding = SMOE_ROUND_NR_S, .score = SMOE_SIGMOID}, {ROUTER, .selection_bias = true}},
+    {"down, topk-softmax",
+     {.rounding = SMOE_ROUNDING_DOWN, .score = SMOE_SCORE_TOPK_SOFTMAX, .topk = 3},
+     {ROUTER}},
+    {"nr-s, sigmoid",
+     {.rounding = SMOE_ROUNDING_NR_S, .score = SMOE_SCORE_SIGMOID},
+     {ROUTER, .selection_bias = true}},
     {"up, sigmoid renormalised, losses f16",
-     {.rounding = SMOE_ROUND_UP, .score = SMOE_SIGMOID, .renormalize = 1, .dtype = SMOE_F16},
+     {.rounding = SMOE_ROUNDING_UP, .score = SMOE_SCORE_SIGMOID, .renormalize = 1, .dtype = SMOE_TYPE_F16},
      {ROUTER, LOSSES, .selection_bias = true}},
     {"balance-f E 13 bf16 logits",
-     {.rounding = SMOE_ROUND_BALANCE_F, .experts = 13, .topk = 3, .logits_type = SMOE_BF16},
+     {.rounding = SMOE_ROUNDING_BALANCE_F, .experts = 13, .topk = 3, .logits_type = SMOE_TYPE_BF16},
      {ROUTER, LOSSES}},
-    {"sr-f given logits", {.rounding = SMOE_ROUND_SR_F, .seed = 99}, {LOSSES, .step = 5}},
+    {"sr-f given logits", {.rounding = SMOE_ROUNDING_SR_F, .seed = 99}, {LOSSES, .step = 5}},
 };
 
 static smoe_layer complete(const test_case *c)
 {
     smoe_layer l = c->layer;
     l.struct_size = sizeof l;
-    if (l.dtype == SMOE_F32) l.dtype = SMOE_BF16;
-    if (l.gradient_type == SMOE_BF16) l.gradient_type = l.dtype;
+    if (l.dtype == SMOE_TYPE_F32) l.dtype = SMOE_TYPE_BF16;
+    if (l.gradient_type == SMOE_TYPE_BF16) l.gradient_type = l.dtype;
     if (!l.tokens) l.tokens = 157;
     if (!l.hidden) l.hidden = 64;
     if (!l.intermediate) l.intermediate = 32;
@@ -103,7 +111,7 @@ static smoe_layer complete(const test_case *c)
     if (!l.groups) l.groups = l.groups_kept = 1;
     if (l.route_scale == 0.0f) l.route_scale = 1.0f;
     if (!l.tile) l.tile = 16;
-    l.index_type = SMOE_I32;
+    l.index_type = SMOE_TYPE_I32;
     return l;
 }
 
@@ -185,7 +193,7 @@ static device_run make_run(smoe_context *context, const char *name, const smoe_l
     r.buffer[BR] = upload(d->router_bias, E, l->dtype);
     r.buffer[LOGITS] = d->logits ? upload(d->logits, T * E, l->logits_type)
                                  : gpu_alloc((size_t)(T * E) * oracle_type_bytes(l->logits_type));
-    r.buffer[SELECTION] = upload(d->selection_bias, E, SMOE_F32);
+    r.buffer[SELECTION] = upload(d->selection_bias, E, SMOE_TYPE_F32);
     r.buffer[W1] = upload(d->w1, E * w * h, l->dtype);
     r.buffer[B1] = upload(d->b1, E * w, l->dtype);
     r.buffer[W2] = upload(d->w2, E * h * n, l->dtype);
@@ -207,7 +215,7 @@ static device_run make_run(smoe_context *context, const char *name, const smoe_l
     for (int i = 0; i < RESULTS; i++) {
         r.type[i] = i == DX        ? l->dtype
                     : i == DLOGITS ? l->logits_type
-                    : i == DS      ? SMOE_F32
+                    : i == DS      ? SMOE_TYPE_F32
                                    : l->gradient_type;
         r.count[i] = (size_t)counts[i];
         if (counts[i]) r.result[i] = gpu_alloc(r.count[i] * oracle_type_bytes(r.type[i]));
@@ -294,7 +302,8 @@ static expected expect(const device_run *r, const oracle_drawn *d, const double 
 static void compare(const test_case *c, const device_run *r, void *const bits[RESULTS], const expected *want,
                     const expected *stored, char *note)
 {
-    const double cap = r->layer.dtype == SMOE_BF16 || r->layer.logits_type == SMOE_BF16 ? 5e-3 : 1e-3;
+    const double cap =
+        r->layer.dtype == SMOE_TYPE_BF16 || r->layer.logits_type == SMOE_TYPE_BF16 ? 5e-3 : 1e-3;
     for (int i = 0; i < RESULTS; i++) {
         if (!r->count[i]) continue;
         double *got = oracle_alloc(r->count[i], sizeof *got);
@@ -406,10 +415,10 @@ static void check_nan(smoe_context *context, smoe_score score, int renormalize, 
 static void check_nans(smoe_context *context)
 {
     for (int topk = 3; topk < 12; topk += 7) {
-        check_nan(context, SMOE_TOPK_SOFTMAX, 0, topk);
+        check_nan(context, SMOE_SCORE_TOPK_SOFTMAX, 0, topk);
         for (int renormalize = 0; renormalize < 2; renormalize++) {
-            check_nan(context, SMOE_SOFTMAX_TOPK, renormalize, topk);
-            check_nan(context, SMOE_SIGMOID, renormalize, topk);
+            check_nan(context, SMOE_SCORE_SOFTMAX_TOPK, renormalize, topk);
+            check_nan(context, SMOE_SCORE_SIGMOID, renormalize, topk);
         }
     }
 }

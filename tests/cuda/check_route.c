@@ -73,7 +73,7 @@ static void run_cpu(smoe_context *context, route_case *c)
     args.scratch = c->cpu;
     args.scratch_size = sizes.scratch_forward_bytes;
     must_be_ok(smoe_route(context, &c->layer, &args, NULL), context, "smoe_route");
-    if (c->layer.rounding != SMOE_ROUND_NONE)
+    if (c->layer.rounding != SMOE_ROUNDING_NONE)
         must_be_ok(smoe_round(context, &c->layer, &args, NULL), context, "smoe_round");
     must_be_ok(smoe_plan(context, &c->layer, &args, NULL), context, "smoe_plan");
     c->cpu_plan = smoe_plan_at(&c->problem, c->cpu);
@@ -85,7 +85,7 @@ static void enqueue(const smoe_problem *problem, const smoe_forward_args *args, 
 {
     const smoe_context context = {0};
     CHECK_CUDA(smoe_cuda_route(&context, problem, args, plan, scratch, stream));
-    if (problem->layer.rounding != SMOE_ROUND_NONE)
+    if (problem->layer.rounding != SMOE_ROUNDING_NONE)
         CHECK_CUDA(smoe_cuda_round(problem, args, plan, scratch, stream));
     CHECK_CUDA(smoe_cuda_plan_from_logits(problem, args, plan, lists, scratch, stream));
 }
@@ -146,8 +146,8 @@ static void say(const route_case *c, const char *what)
     printf("DIFFERS %-13s T %lld E %lld K %lld %s score %d renorm %d groups %d bias %d rounding %d tile %d, "
            "%s\n",
            what, (long long)l->tokens, (long long)l->experts, (long long)l->topk,
-           l->logits_type == SMOE_F32 ? "f32" : "bf16", (int)l->score, (int)l->renormalize, (int)l->groups,
-           c->bias != NULL, (int)l->rounding, (int)l->tile, c->kind);
+           l->logits_type == SMOE_TYPE_F32 ? "f32" : "bf16", (int)l->score, (int)l->renormalize,
+           (int)l->groups, c->bias != NULL, (int)l->rounding, (int)l->tile, c->kind);
 }
 
 static int is_nan_word(uint32_t word)
@@ -232,7 +232,7 @@ static void fill_inputs(route_case *c, logits_kind kind, int biased)
             float value;
             uint32_t bits;
         } v = {draw_logit(kind, i / experts, i % experts, experts, &random)};
-        if (c->layer.logits_type == SMOE_F32)
+        if (c->layer.logits_type == SMOE_TYPE_F32)
             ((float *)c->logits)[i] = v.value;
         else
             ((uint16_t *)c->logits)[i] = (uint16_t)(v.bits >> 16);
@@ -271,7 +271,7 @@ static int is_left_out(const extent *how, const route_shape *shape, int score, i
 {
     const int every = how->every ? how->every : shape->every;
     const int shift = how->every ? 5 * (int)(shape - route_shapes) : 0;
-    return (rounding != SMOE_ROUND_NONE && shape->tokens * shape->experts > how->most_rounded_cells) ||
+    return (rounding != SMOE_ROUNDING_NONE && shape->tokens * shape->experts > how->most_rounded_cells) ||
            (score * 49 + rounding * 7 + kind + shift) % every;
 }
 
@@ -279,7 +279,7 @@ static int run_shape(smoe_context *context, const route_shape *shape, const exte
 {
     int cases = 0;
     for (int score = 0; score < SCORES; score++)
-        for (int rounding = SMOE_ROUND_NONE; rounding <= SMOE_ROUND_DOWN; rounding++)
+        for (int rounding = SMOE_ROUNDING_NONE; rounding <= SMOE_ROUNDING_DOWN; rounding++)
             for (int kind = 0; kind < KINDS; kind++) {
                 if (is_left_out(how, shape, score, rounding, kind)) continue;
                 smoe_layer layer = SMOE_LAYER_INIT;
@@ -308,7 +308,7 @@ static uint16_t small_integer(uint64_t *random, smoe_type type, int *value)
                           f16[] = {0xc000, 0xbc00, 0, 0x3c00, 0x4000};
     const uint32_t i = next_random(random) % 5;
     *value = (int)i - 2;
-    return type == SMOE_BF16 ? bf16[i] : f16[i];
+    return type == SMOE_TYPE_BF16 ? bf16[i] : f16[i];
 }
 
 static uint16_t *integer_matrix(int64_t count, smoe_type type, uint64_t *random, int **values)
@@ -344,7 +344,7 @@ static void check_gemm(int64_t tokens, int64_t experts, int64_t hidden, smoe_typ
                 float value;
                 uint32_t bits;
             } v = {(float)sum};
-            if (logits_type == SMOE_F32)
+            if (logits_type == SMOE_TYPE_F32)
                 wrong += ((float *)out)[t * experts + e] != v.value;
             else
                 wrong += ((uint16_t *)out)[t * experts + e] !=
@@ -366,15 +366,16 @@ static void check_gemms(const extent *how)
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         if (shapes[i][0] * shapes[i][1] * shapes[i][2] > how->most_products) continue;
         for (int variant = 0; variant < 8; variant += how->gemm_every)
-            check_gemm(shapes[i][0], shapes[i][1], shapes[i][2], variant & 1 ? SMOE_F16 : SMOE_BF16,
-                       variant & 2 ? SMOE_BF16 : SMOE_F32, variant & 4);
+            check_gemm(shapes[i][0], shapes[i][1], shapes[i][2], variant & 1 ? SMOE_TYPE_F16 : SMOE_TYPE_BF16,
+                       variant & 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32, variant & 4);
     }
 }
 
 static void check_selection_bias(smoe_context *cpu, int64_t experts)
 {
     smoe_layer l = SMOE_LAYER_INIT;
-    l.tokens = 100, l.hidden = l.intermediate = 8, l.experts = experts, l.topk = 1, l.score = SMOE_SIGMOID;
+    l.tokens = 100, l.hidden = l.intermediate = 8, l.experts = experts, l.topk = 1,
+    l.score = SMOE_SCORE_SIGMOID;
     uint64_t random = 9;
     int32_t *counts = malloc(4 * (size_t)experts);
     float *bias = malloc(4 * (size_t)experts);
@@ -431,7 +432,7 @@ int main(int argc, char **argv)
         cases += ran;
         printf("T %6lld E %4lld K %2lld %-4s tile %4d: %4d cases, %d differ, %.1f s\n",
                (long long)route_shapes[i].tokens, (long long)route_shapes[i].experts,
-               (long long)route_shapes[i].topk, route_shapes[i].logits_type == SMOE_F32 ? "f32" : "bf16",
+               (long long)route_shapes[i].topk, route_shapes[i].logits_type == SMOE_TYPE_F32 ? "f32" : "bf16",
                (int)route_shapes[i].tile, ran, failures - before, seconds() - start);
         fflush(stdout);
     }

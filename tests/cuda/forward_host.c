@@ -10,7 +10,7 @@
 
 float to_float(smoe_type type, uint16_t v)
 {
-    if (type == SMOE_BF16) {
+    if (type == SMOE_TYPE_BF16) {
         const uint32_t bits = (uint32_t)v << 16;
         float f;
         memcpy(&f, &bits, 4);
@@ -26,12 +26,12 @@ float to_float(smoe_type type, uint16_t v)
 uint16_t from_double(smoe_type type, double value)
 {
     if (isnan(value)) return 0x7fff; /* a NaN of either type */
-    const int digits = type == SMOE_BF16 ? 8 : 11, low = type == SMOE_BF16 ? -126 : -14;
+    const int digits = type == SMOE_TYPE_BF16 ? 8 : 11, low = type == SMOE_TYPE_BF16 ? -126 : -14;
     int exponent;
     frexp(value, &exponent);
     if (value == 0 || exponent - 1 < low) exponent = low + 1;
     const double unit = ldexp(1, exponent - digits), rounded = nearbyint(value / unit) * unit;
-    if (type == SMOE_BF16) {
+    if (type == SMOE_TYPE_BF16) {
         const float f = (float)rounded;
         uint32_t bits;
         memcpy(&bits, &f, 4);
@@ -166,17 +166,18 @@ host_plan plan_on_host(const test_case *c, const int32_t *ids, const float *weig
 static double activate(smoe_activation kind, double g, double u)
 {
     switch (kind) {
-    case SMOE_SWIGLU: return g / (1 + exp(-g)) * u;
-    case SMOE_GEGLU: return 0.5 * g * (1 + erf(g * sqrt(0.5))) * u;
-    case SMOE_GEGLU_TANH: return 0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * u;
-    case SMOE_REGLU: return fmax(g, 0) * u;
-    case SMOE_SWIGLU_OAI: {
+    case SMOE_ACTIVATION_SWIGLU: return g / (1 + exp(-g)) * u;
+    case SMOE_ACTIVATION_GEGLU: return 0.5 * g * (1 + erf(g * sqrt(0.5))) * u;
+    case SMOE_ACTIVATION_GEGLU_TANH:
+        return 0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * u;
+    case SMOE_ACTIVATION_REGLU: return fmax(g, 0) * u;
+    case SMOE_ACTIVATION_SWIGLU_OAI: {
         const double h = fmin(g, 7), v = fmax(-7, fmin(u, 7));
         return h / (1 + exp(-1.702 * h)) * (v + 1);
     }
-    case SMOE_SILU: return g / (1 + exp(-g));
-    case SMOE_GELU: return 0.5 * g * (1 + erf(g * sqrt(0.5)));
-    case SMOE_RELU: return fmax(g, 0);
+    case SMOE_ACTIVATION_SILU: return g / (1 + exp(-g));
+    case SMOE_ACTIVATION_GELU: return 0.5 * g * (1 + erf(g * sqrt(0.5)));
+    case SMOE_ACTIVATION_RELU: return fmax(g, 0);
     default: return fmax(g, 0) * fmax(g, 0);
     }
 }
@@ -185,7 +186,7 @@ void forward_on_host(const test_case *c, const host_plan *p, const uint16_t *x, 
                      const uint16_t *b1, const uint16_t *w2, const uint16_t *b2, uint16_t *h, double *out)
 {
     const int64_t d = c->hidden, n = c->intermediate, E = c->experts;
-    const int gated = c->activation < SMOE_SILU;
+    const int gated = c->activation < SMOE_ACTIVATION_SILU;
     const int64_t width = gated ? 2 * n : n;
     const smoe_type type = c->dtype;
     float *xf = malloc(c->tokens * d * 4), *w1f = malloc(E * width * d * 4), *w2f = malloc(E * d * n * 4);
@@ -203,9 +204,9 @@ void forward_on_host(const test_case *c, const host_plan *p, const uint16_t *x, 
         const float *row = p->row_token[r] >= 0 ? xf + p->row_token[r] * d : NULL;
         float *a = malloc(n * 4);
         for (int64_t j = 0; j < width; j++) { /* column j of H: gate columns, then up columns */
-            const int64_t from = !gated || c->layout == SMOE_CONCATENATED ? j
-                                 : j < n                                  ? 2 * j
-                                                                          : 2 * (j - n) + 1;
+            const int64_t from = !gated || c->layout == SMOE_LAYOUT_CONCATENATED ? j
+                                 : j < n                                         ? 2 * j
+                                                                                 : 2 * (j - n) + 1;
             const float *w = w1f + (e * width + from) * d;
             double sum = 0;
             if (row)

@@ -74,19 +74,19 @@ typedef struct route_shape {
 } route_shape;
 
 static const route_shape route_shapes[] = {
-    {700, 64, 6, SMOE_BF16, 128, 2},     {700, 64, 6, SMOE_F32, 128, 2},
-    {513, 128, 8, SMOE_BF16, 64, 2},     {300, 8, 2, SMOE_F32, 32, 2},
-    {300, 100, 5, SMOE_BF16, 7, 2},      {300, 100, 5, SMOE_F32, 100, 2},
-    {1000, 256, 4, SMOE_BF16, 16, 2},    {1000, 256, 16, SMOE_F32, 128, 2},
-    {257, 24, 24, SMOE_BF16, 128, 2},    {257, 24, 11, SMOE_F32, 128, 2},
-    {1, 16, 3, SMOE_F32, 1, 2},          {40, 16, 1, SMOE_BF16, 4096, 2},
-    {600, 504, 10, SMOE_BF16, 20, 2},    {600, 512, 13, SMOE_F32, 64, 2},
-    {400, 72, 3, SMOE_F32, 50, 2},       {200, 1000, 33, SMOE_F32, 16, 5},
-    {150, 4096, 64, SMOE_BF16, 8, 25},   {150, 4096, 64, SMOE_F32, 4, 25},
-    {16384, 256, 4, SMOE_BF16, 128, 11}, {16384, 256, 4, SMOE_F32, 128, 11},
-    {20000, 128, 8, SMOE_BF16, 128, 11}, {20000, 16, 2, SMOE_F32, 1024, 5},
-    {90000, 16, 2, SMOE_BF16, 128, 11},  {90000, 8, 1, SMOE_F32, 4096, 5},
-    {70001, 24, 3, SMOE_BF16, 3000, 11}, {16401, 512, 10, SMOE_F32, 128, 11},
+    {700, 64, 6, SMOE_TYPE_BF16, 128, 2},     {700, 64, 6, SMOE_TYPE_F32, 128, 2},
+    {513, 128, 8, SMOE_TYPE_BF16, 64, 2},     {300, 8, 2, SMOE_TYPE_F32, 32, 2},
+    {300, 100, 5, SMOE_TYPE_BF16, 7, 2},      {300, 100, 5, SMOE_TYPE_F32, 100, 2},
+    {1000, 256, 4, SMOE_TYPE_BF16, 16, 2},    {1000, 256, 16, SMOE_TYPE_F32, 128, 2},
+    {257, 24, 24, SMOE_TYPE_BF16, 128, 2},    {257, 24, 11, SMOE_TYPE_F32, 128, 2},
+    {1, 16, 3, SMOE_TYPE_F32, 1, 2},          {40, 16, 1, SMOE_TYPE_BF16, 4096, 2},
+    {600, 504, 10, SMOE_TYPE_BF16, 20, 2},    {600, 512, 13, SMOE_TYPE_F32, 64, 2},
+    {400, 72, 3, SMOE_TYPE_F32, 50, 2},       {200, 1000, 33, SMOE_TYPE_F32, 16, 5},
+    {150, 4096, 64, SMOE_TYPE_BF16, 8, 25},   {150, 4096, 64, SMOE_TYPE_F32, 4, 25},
+    {16384, 256, 4, SMOE_TYPE_BF16, 128, 11}, {16384, 256, 4, SMOE_TYPE_F32, 128, 11},
+    {20000, 128, 8, SMOE_TYPE_BF16, 128, 11}, {20000, 16, 2, SMOE_TYPE_F32, 1024, 5},
+    {90000, 16, 2, SMOE_TYPE_BF16, 128, 11},  {90000, 8, 1, SMOE_TYPE_F32, 4096, 5},
+    {70001, 24, 3, SMOE_TYPE_BF16, 3000, 11}, {16401, 512, 10, SMOE_TYPE_F32, 128, 11},
 };
 enum { SHAPES = sizeof route_shapes / sizeof *route_shapes };
 
@@ -95,10 +95,10 @@ enum { SCORES = 9 };
 /* Score number `i` of a layer; returns 1 if there is a selection bias. -1: the layer cannot have it. */
 static inline int set_score(smoe_layer *layer, int i)
 {
-    layer->score = i < 2    ? SMOE_SOFTMAX_TOPK
-                   : i == 2 ? SMOE_TOPK_SOFTMAX
-                   : i == 3 ? SMOE_SOFTMAX_TOPK
-                            : SMOE_SIGMOID;
+    layer->score = i < 2    ? SMOE_SCORE_SOFTMAX_TOPK
+                   : i == 2 ? SMOE_SCORE_TOPK_SOFTMAX
+                   : i == 3 ? SMOE_SCORE_SOFTMAX_TOPK
+                            : SMOE_SCORE_SIGMOID;
     layer->renormalize = i == 1 || i == 3 || i == 5 || i == 7;
     layer->route_scale = i == 3 || i == 7 ? 2.5f : 1.0f;
     if (i < 7) return i == 6 ? 1 : 0;

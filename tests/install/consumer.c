@@ -29,7 +29,7 @@ int main(void)
     layer.intermediate = 16;
     layer.experts = 4;
     layer.topk = 2;
-    layer.dtype = SMOE_F32;
+    layer.dtype = SMOE_TYPE_F32;
     if (smoe_query_sizes(context, &layer, &sizes) != SMOE_OK) return 1;
     args.x = aligned(32 * 64 * 4);
     args.router_weight = aligned(4 * 64 * 4);

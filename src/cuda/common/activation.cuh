@@ -52,18 +52,18 @@ template <typename T> SMOE_DEVICE float gelu_tanh(float x)
 template <typename T, int KIND> SMOE_DEVICE float activate(float g, float u)
 {
     switch (KIND) {
-    case SMOE_SWIGLU: return silu<T>(g) * u;
-    case SMOE_GEGLU: return gelu_erf(g) * u;
-    case SMOE_GEGLU_TANH: return gelu_tanh<T>(g) * u;
-    case SMOE_REGLU: return (g < 0.0f ? 0.0f : g) * u;
-    case SMOE_SWIGLU_OAI:
+    case SMOE_ACTIVATION_SWIGLU: return silu<T>(g) * u;
+    case SMOE_ACTIVATION_GEGLU: return gelu_erf(g) * u;
+    case SMOE_ACTIVATION_GEGLU_TANH: return gelu_tanh<T>(g) * u;
+    case SMOE_ACTIVATION_REGLU: return (g < 0.0f ? 0.0f : g) * u;
+    case SMOE_ACTIVATION_SWIGLU_OAI:
         g = g > 7.0f ? 7.0f : g;
         u = u > 7.0f ? 7.0f : u < -7.0f ? -7.0f : u;
         return g * sigmoid<T>(1.702f * g) * (u + 1.0f);
-    case SMOE_SILU: return silu<T>(g);
-    case SMOE_GELU: return gelu_erf(g);
-    case SMOE_RELU: return g < 0.0f ? 0.0f : g;
-    default: return g < 0.0f ? 0.0f : g * g; // SMOE_RELU2
+    case SMOE_ACTIVATION_SILU: return silu<T>(g);
+    case SMOE_ACTIVATION_GELU: return gelu_erf(g);
+    case SMOE_ACTIVATION_RELU: return g < 0.0f ? 0.0f : g;
+    default: return g < 0.0f ? 0.0f : g * g; // SMOE_ACTIVATION_RELU2
     }
 }
 
@@ -77,7 +77,7 @@ template <typename T, int KIND> SMOE_DEVICE uint32_t activate_pair(uint32_t g, u
 template <typename T, int KIND>
 SMOE_DEVICE void activate_panel(uint32_t gate, uint32_t up, uint32_t out, int lane)
 {
-    constexpr bool GATED = KIND < SMOE_SILU;
+    constexpr bool GATED = KIND < SMOE_ACTIVATION_SILU;
 #pragma unroll 4
     for (int i = lane; i < SMOE_PANEL_BYTES / 16; i += 32) {
         const uint4 g = load_shared16(gate + i * 16);
@@ -92,15 +92,17 @@ template <typename T>
 SMOE_DEVICE void activate_panel(int kind, uint32_t gate, uint32_t up, uint32_t out, int lane)
 {
     switch (kind) {
-    case SMOE_SWIGLU: return activate_panel<T, SMOE_SWIGLU>(gate, up, out, lane);
-    case SMOE_GEGLU: return activate_panel<T, SMOE_GEGLU>(gate, up, out, lane);
-    case SMOE_GEGLU_TANH: return activate_panel<T, SMOE_GEGLU_TANH>(gate, up, out, lane);
-    case SMOE_REGLU: return activate_panel<T, SMOE_REGLU>(gate, up, out, lane);
-    case SMOE_SWIGLU_OAI: return activate_panel<T, SMOE_SWIGLU_OAI>(gate, up, out, lane);
-    case SMOE_SILU: return activate_panel<T, SMOE_SILU>(gate, up, out, lane);
-    case SMOE_GELU: return activate_panel<T, SMOE_GELU>(gate, up, out, lane);
-    case SMOE_RELU: return activate_panel<T, SMOE_RELU>(gate, up, out, lane);
-    default: return activate_panel<T, SMOE_RELU2>(gate, up, out, lane);
+    case SMOE_ACTIVATION_SWIGLU: return activate_panel<T, SMOE_ACTIVATION_SWIGLU>(gate, up, out, lane);
+    case SMOE_ACTIVATION_GEGLU: return activate_panel<T, SMOE_ACTIVATION_GEGLU>(gate, up, out, lane);
+    case SMOE_ACTIVATION_GEGLU_TANH:
+        return activate_panel<T, SMOE_ACTIVATION_GEGLU_TANH>(gate, up, out, lane);
+    case SMOE_ACTIVATION_REGLU: return activate_panel<T, SMOE_ACTIVATION_REGLU>(gate, up, out, lane);
+    case SMOE_ACTIVATION_SWIGLU_OAI:
+        return activate_panel<T, SMOE_ACTIVATION_SWIGLU_OAI>(gate, up, out, lane);
+    case SMOE_ACTIVATION_SILU: return activate_panel<T, SMOE_ACTIVATION_SILU>(gate, up, out, lane);
+    case SMOE_ACTIVATION_GELU: return activate_panel<T, SMOE_ACTIVATION_GELU>(gate, up, out, lane);
+    case SMOE_ACTIVATION_RELU: return activate_panel<T, SMOE_ACTIVATION_RELU>(gate, up, out, lane);
+    default: return activate_panel<T, SMOE_ACTIVATION_RELU2>(gate, up, out, lane);
     }
 }
 

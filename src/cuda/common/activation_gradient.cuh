@@ -48,17 +48,18 @@ template <typename T> SMOE_DEVICE curve gelu_tanh_curve(float g)
 template <typename T, int KIND> SMOE_DEVICE curve gate_curve(float g)
 {
     switch (KIND) {
-    case SMOE_SWIGLU:
-    case SMOE_SILU: return sigmoid_curve<T>(g, 1.0f);
-    case SMOE_GEGLU:
-    case SMOE_GELU: return gelu_erf_curve(g);
-    case SMOE_GEGLU_TANH: return gelu_tanh_curve<T>(g);
-    case SMOE_SWIGLU_OAI: return sigmoid_curve<T>(g > 7.0f ? 7.0f : g, 1.702f);
-    case SMOE_RELU2: {
+    case SMOE_ACTIVATION_SWIGLU:
+    case SMOE_ACTIVATION_SILU: return sigmoid_curve<T>(g, 1.0f);
+    case SMOE_ACTIVATION_GEGLU:
+    case SMOE_ACTIVATION_GELU: return gelu_erf_curve(g);
+    case SMOE_ACTIVATION_GEGLU_TANH: return gelu_tanh_curve<T>(g);
+    case SMOE_ACTIVATION_SWIGLU_OAI: return sigmoid_curve<T>(g > 7.0f ? 7.0f : g, 1.702f);
+    case SMOE_ACTIVATION_RELU2: {
         const float positive = g <= 0.0f ? 0.0f : g;
         return {positive * positive, 2.0f * positive};
     }
-    default: return {g <= 0.0f ? 0.0f : g, g <= 0.0f ? 0.0f : 1.0f}; // SMOE_REGLU, SMOE_RELU
+    default:
+        return {g <= 0.0f ? 0.0f : g, g <= 0.0f ? 0.0f : 1.0f}; // SMOE_ACTIVATION_REGLU, SMOE_ACTIVATION_RELU
     }
 }
 
@@ -73,13 +74,13 @@ SMOE_DEVICE gradient differentiate(float g, float u, float x, float weight, floa
     const curve c = gate_curve<T, KIND>(g);
     const float y = x * y_weight;
     float factor = u, up = y * c.value;
-    if (KIND == SMOE_SWIGLU_OAI) {
+    if (KIND == SMOE_ACTIVATION_SWIGLU_OAI) {
         factor = (u > 7.0f ? 7.0f : u < -7.0f ? -7.0f : u) + 1.0f;
         up = u > 7.0f || u < -7.0f ? 0.0f : up;
     }
-    const float a = KIND < SMOE_SILU ? c.value * factor : c.value;
-    float gate = KIND < SMOE_SILU ? y * factor * c.slope : y * c.slope;
-    if (KIND == SMOE_SWIGLU_OAI) gate = g > 7.0f ? 0.0f : gate;
+    const float a = KIND < SMOE_ACTIVATION_SILU ? c.value * factor : c.value;
+    float gate = KIND < SMOE_ACTIVATION_SILU ? y * factor * c.slope : y * c.slope;
+    if (KIND == SMOE_ACTIVATION_SWIGLU_OAI) gate = g > 7.0f ? 0.0f : gate;
     ds = fmaf(x, a, ds);
     return {gate, up, weight * a};
 }

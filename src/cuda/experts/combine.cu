@@ -189,7 +189,7 @@ template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t strea
 extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype,
                                                 cudaStream_t stream)
 {
-    if (dtype == SMOE_BF16)
+    if (dtype == SMOE_TYPE_BF16)
         smoe::launch<__nv_bfloat16>(*p, stream);
     else
         smoe::launch<__half>(*p, stream);

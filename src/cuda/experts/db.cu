@@ -62,10 +62,10 @@ template <typename T, typename G> void launch(const smoe_cuda_db &p, cudaStream_
 extern "C" cudaError_t smoe_cuda_db_launch(const smoe_cuda_db *p, smoe_type dtype, smoe_type gradient_type,
                                            cudaStream_t stream)
 {
-    const bool wide = gradient_type == SMOE_F32;
-    if (dtype == SMOE_BF16 && wide)
+    const bool wide = gradient_type == SMOE_TYPE_F32;
+    if (dtype == SMOE_TYPE_BF16 && wide)
         smoe::launch<__nv_bfloat16, float>(*p, stream);
-    else if (dtype == SMOE_BF16)
+    else if (dtype == SMOE_TYPE_BF16)
         smoe::launch<__nv_bfloat16, __nv_bfloat16>(*p, stream);
     else if (wide)
         smoe::launch<__half, float>(*p, stream);

@@ -91,7 +91,7 @@ extern "C" cudaError_t smoe_cuda_ds_launch(const smoe_cuda_ds *p, smoe_type dtyp
 {
     using namespace smoe;
     if (p->bias) {
-        if (dtype == SMOE_BF16)
+        if (dtype == SMOE_TYPE_BF16)
             bias_part<__nv_bfloat16><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);
         else
             bias_part<__half><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);

@@ -18,11 +18,11 @@ static uint64_t routing_bytes(const smoe_problem *p)
 {
     const smoe_layer *l = &p->layer;
     switch (l->entry) {
-    case SMOE_FROM_LOGITS: return smoe_cuda_routing_scratch(p);
-    case SMOE_FROM_TOPK:
+    case SMOE_ENTRY_FROM_LOGITS: return smoe_cuda_routing_scratch(p);
+    case SMOE_ENTRY_FROM_TOPK:
         return smoe_align_up(smoe_cuda_plan_work_bytes(
             l->tokens, l->experts, smoe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk)));
-    case SMOE_FROM_ROWS: return 0;
+    case SMOE_ENTRY_FROM_ROWS: return 0;
     }
     return 0;
 }
@@ -128,7 +128,7 @@ static void destroy(smoe_context *context)
 static smoe_status supports(smoe_context *context, const smoe_problem *problem)
 {
     const smoe_layer *layer = &problem->layer;
-    if (layer->dtype != SMOE_BF16 && layer->dtype != SMOE_F16)
+    if (layer->dtype != SMOE_TYPE_BF16 && layer->dtype != SMOE_TYPE_F16)
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
                          "smoe_supports: dtype %d: the cuda backend stores BF16 (1) or F16 (2)",
                          (int)layer->dtype);
@@ -189,16 +189,16 @@ static cudaError_t run_plan(const smoe_problem *problem, const smoe_forward_args
 {
     const smoe_layer *layer = &problem->layer;
     const forward_scratch s = lay_out_forward(problem);
-    const int from_rows = layer->entry == SMOE_FROM_ROWS;
+    const int from_rows = layer->entry == SMOE_ENTRY_FROM_ROWS;
     const smoe_cuda_lists lists = lists_at(problem, &s, scratch);
     void *work = (char *)scratch + s.routing;
-    if (layer->entry == SMOE_FROM_LOGITS)
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS)
         return smoe_cuda_plan_from_logits(problem, args, plan, &lists, work, stream);
     const smoe_cuda_plan p = {
         .ids = args->topk_ids,
         .weights = from_rows ? args->row_weights : args->topk_weights,
         .offsets = args->offsets,
-        .wide_index = layer->index_type == SMOE_I64,
+        .wide_index = layer->index_type == SMOE_TYPE_I64,
         .tokens = (int32_t)layer->tokens,
         .experts = (int32_t)layer->experts,
         .topk = (int32_t)layer->topk,
@@ -258,7 +258,7 @@ static cudaError_t run_up(experts_call *c)
         .hidden = (int32_t)layer->hidden,
         .intermediate = (int32_t)layer->intermediate,
         .gated = c->problem->gated,
-        .interleaved = layer->layout == SMOE_INTERLEAVED,
+        .interleaved = layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .store_h = c->plan->h != NULL,
         .activation = layer->activation,
     };

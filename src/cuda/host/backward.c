@@ -33,7 +33,7 @@ static backward_scratch lay_out(const device_state *state, const smoe_problem *p
     s.ds = s.block_expert + smoe_align_up(sizeof(int32_t) * (uint64_t)(blocks + 1));
     s.dh = s.ds + smoe_align_up(sizeof(float) * rows * (uint64_t)(s.ds_parts + 1));
     s.shared = s.dh + (layer->reuse_saved ? 0 : smoe_align_up(rows * (uint64_t)(p->h_width * p->element)));
-    if (layer->entry == SMOE_FROM_LOGITS) {
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         s.router = smoe_cuda_router_scratch(state, p, s.shared);
         s.shared = s.router.end;
     }
@@ -121,14 +121,14 @@ static cudaError_t run_ds(const backward_call *c)
         .token_offsets = c->plan->token_offsets,
         .token_rows = c->plan->token_rows,
         .ids = args->topk_ids,
-        .topk_gradient = entry == SMOE_FROM_TOPK ? args->dtopk_weights : NULL,
-        .token_gradient = entry == SMOE_FROM_ROWS ? args->drow_weights : NULL,
-        .row_gradient = entry == SMOE_FROM_LOGITS ? args->drow_weights : NULL,
+        .topk_gradient = entry == SMOE_ENTRY_FROM_TOPK ? args->dtopk_weights : NULL,
+        .token_gradient = entry == SMOE_ENTRY_FROM_ROWS ? args->drow_weights : NULL,
+        .row_gradient = entry == SMOE_ENTRY_FROM_LOGITS ? args->drow_weights : NULL,
         .padded_rows = c->problem->padded_rows,
         .tokens = layer->tokens,
         .hidden = (int32_t)layer->hidden,
         .topk = (int32_t)layer->topk,
-        .wide_index = layer->index_type == SMOE_I64,
+        .wide_index = layer->index_type == SMOE_TYPE_I64,
     };
     return p.topk_gradient || p.token_gradient || p.row_gradient || c->with_router
                ? smoe_cuda_ds_launch(&p, layer->dtype, c->stream)
@@ -148,7 +148,7 @@ static smoe_cuda_dw weight_gradient(backward_call *c, const void *features, int 
         .intermediate = (int32_t)n,
         .halves = halves,
         .panels_apart = smoe_panels_apart(n),
-        .interleaved = halves == 2 && layer->layout == SMOE_INTERLEAVED,
+        .interleaved = halves == 2 && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .accumulate = layer->accumulate,
     };
     smoe_map_panels(&c->maker, &p.features, features, &tensor, 2);

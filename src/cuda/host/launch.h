@@ -96,7 +96,9 @@ typedef struct smoe_cuda_term {
 /* Rows that every token has unless some were lost; 0: any number. */
 static inline int32_t smoe_rows_of_a_token(const smoe_layer *layer)
 {
-    return layer->entry == SMOE_FROM_ROWS || layer->rounding != SMOE_ROUND_NONE ? 0 : (int32_t)layer->topk;
+    return layer->entry == SMOE_ENTRY_FROM_ROWS || layer->rounding != SMOE_ROUNDING_NONE
+               ? 0
+               : (int32_t)layer->topk;
 }
 
 typedef struct smoe_cuda_combine {

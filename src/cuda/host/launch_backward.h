@@ -111,8 +111,8 @@ cudaError_t smoe_cuda_db_launch(const smoe_cuda_db *db, smoe_type dtype, smoe_ty
  * and no loss. */
 static inline int smoe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
 {
-    return layer->rounding == SMOE_ROUND_NONE && (layer->score != SMOE_SOFTMAX_TOPK || layer->renormalize) &&
-           balance == 0.0f && z == 0.0f;
+    return layer->rounding == SMOE_ROUNDING_NONE &&
+           (layer->score != SMOE_SCORE_SOFTMAX_TOPK || layer->renormalize) && balance == 0.0f && z == 0.0f;
 }
 
 typedef struct smoe_cuda_dlogits {

@@ -21,7 +21,7 @@ static smoe_layer as_expert(const smoe_layer *layer)
     smoe_layer one = *layer;
     one.intermediate = layer->experts;
     one.experts = 1;
-    one.layout = SMOE_CONCATENATED;
+    one.layout = SMOE_LAYOUT_CONCATENATED;
     return one;
 }
 

@@ -22,12 +22,12 @@ static int topk_counts_chunks(const smoe_layer *l)
 static smoe_cuda_routing routing_at(const smoe_problem *problem, void *scratch)
 {
     const smoe_layer *l = &problem->layer;
-    const int rounded = l->rounding != SMOE_ROUND_NONE;
+    const int rounded = l->rounding != SMOE_ROUNDING_NONE;
     smoe_cuda_routing r = {.layer = *l};
     r.panels = (l->tokens + SMOE_ROUTE_PANEL - 1) / SMOE_ROUTE_PANEL;
     r.words = r.panels * SMOE_ROUTE_PANEL_WORDS;
     const int64_t cells = r.panels * l->experts;
-    const int64_t key = l->logits_type == SMOE_BF16 ? 2 : 4;
+    const int64_t key = l->logits_type == SMOE_TYPE_BF16 ? 2 : 4;
     r.mask = take(&r, scratch, 4 * l->experts * r.words);
     r.word_rows = take(&r, scratch, rounded ? 4 * l->experts * r.words : 0);
     r.keys = take(&r, scratch, rounded ? key * cells * SMOE_ROUTE_PANEL : 0);
@@ -93,7 +93,7 @@ cudaError_t smoe_cuda_route(const smoe_context *context, const smoe_problem *pro
     smoe_stage_begin(context, SMOE_STAGE_TOPK, stream);
     if (status == cudaSuccess) status = smoe_cuda_topk(&r, stream);
     if (smoe_cuda_topk_chunk(&problem->layer)) r.keys = NULL; /* they are there */
-    if (status == cudaSuccess && (r.losses || r.layer.rounding == SMOE_ROUND_BALANCE_F))
+    if (status == cudaSuccess && (r.losses || r.layer.rounding == SMOE_ROUNDING_BALANCE_F))
         status = smoe_cuda_count(&r, stream);
     if (status == cudaSuccess && (r.losses || r.keys)) status = smoe_cuda_scores(&r, stream);
     if (status == cudaSuccess && r.losses) status = smoe_cuda_losses(&r, stream);

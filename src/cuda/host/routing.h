@@ -53,13 +53,13 @@ typedef struct smoe_cuda_routing {
 
 static inline int smoe_routing_rounded(const smoe_cuda_routing *r)
 {
-    return r->layer.rounding != SMOE_ROUND_NONE;
+    return r->layer.rounding != SMOE_ROUNDING_NONE;
 }
 
 /* Every token's softmax is read later on. */
 static inline int smoe_routing_needs_softmax(const smoe_cuda_routing *r)
 {
-    return r->losses || (smoe_routing_rounded(r) && r->layer.score != SMOE_SIGMOID);
+    return r->losses || (smoe_routing_rounded(r) && r->layer.score != SMOE_SCORE_SIGMOID);
 }
 
 /* Once a device: raises the limits of shared memory. */

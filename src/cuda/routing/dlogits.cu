@@ -90,7 +90,7 @@ SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int 
     const int stride = p.stride, experts = (int)p.layer.experts;
     if (p.dense) write_as((T *)p.dense + (int64_t)first * stride, stage, tokens, stride, stride);
     const int64_t given = (int64_t)first * experts;
-    if (p.dlogits && p.layer.logits_type == SMOE_F32)
+    if (p.dlogits && p.layer.logits_type == SMOE_TYPE_F32)
         write_as((float *)p.dlogits + given, stage, tokens, stride, experts);
     else if (p.dlogits)
         write_as((__nv_bfloat16 *)p.dlogits + given, stage, tokens, stride, experts);
@@ -170,7 +170,7 @@ template <int PLACES> SMOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
 
 SMOE_DEVICE float logit_at(const smoe_cuda_dlogits &p, int64_t i)
 {
-    return p.layer.logits_type == SMOE_F32
+    return p.layer.logits_type == SMOE_TYPE_F32
                ? ((const float *)p.logits)[i]
                : logits_of<__nv_bfloat16>::value(((const __nv_bfloat16 *)p.logits)[i]);
 }
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
     const int first = blockIdx.x * tokens, topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const uint32_t token = first + slot, pair = token * topk; // the token's first
     const int count = min(tokens, (int)p.layer.tokens - first), pairs = slot < count ? topk : 0;
-    const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
+    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
     wait_for_previous();
 
     int id[EACH];
@@ -281,7 +281,8 @@ SMOE_DEVICE row_counts gather_rows(const smoe_cuda_dlogits &p, const L *logits, 
             w.kept[k] = g;
             kept = 1;
         } else {
-            if (p.layer.score == SMOE_SIGMOID) g *= sigmoid_at(logits_of<L>::value(logits[expert])).slope;
+            if (p.layer.score == SMOE_SCORE_SIGMOID)
+                g *= sigmoid_at(logits_of<L>::value(logits[expert])).slope;
             row[expert] = g;
             added = 1;
         }
@@ -301,7 +302,7 @@ template <typename L>
 SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
-    const bool sigmoid = p.layer.score == SMOE_SIGMOID;
+    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID;
     const float tokens = (float)p.layer.tokens;
     const float balance = p.balance * (float)experts / tokens / tokens;
     float max = __uint_as_float(0xff800000u), sum = 0.0f, inner = 0.0f;
@@ -333,7 +334,7 @@ template <typename L>
 SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
                               float *row, const token_work &w, int lane)
 {
-    const bool sigmoid = p.layer.score == SMOE_SIGMOID, divided = weights_are_divided(p.layer);
+    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
     float inner = 0.0f, divisor = 0.0f, slope[MOST_EACH];
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
@@ -362,7 +363,7 @@ SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float 
 {
     const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const L *logits = (const L *)p.logits + token * experts;
-    const bool plain = p.layer.score == SMOE_SOFTMAX_TOPK && !p.layer.renormalize;
+    const bool plain = p.layer.score == SMOE_SCORE_SOFTMAX_TOPK && !p.layer.renormalize;
     float weight[MOST_EACH];
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
@@ -380,7 +381,7 @@ SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float 
     if (plain)
         for (int k = lane; k < topk; k += 32) row[w.id[k]] = w.kept[k];
     __syncwarp();
-    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && p.layer.score != SMOE_SIGMOID) ||
+    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && p.layer.score != SMOE_SCORE_SIGMOID) ||
         (rows.kept && plain))
         through_softmax(p, logits, row, lane);
     __syncwarp();
@@ -466,8 +467,8 @@ template <typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t st
     if (smoe_dlogits_are_sparse(&p.layer, p.balance, p.z))
         return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
                                                      : launch_sparse<T, float>(p, stream);
-    return p.layer.logits_type == SMOE_F32 ? launch_general<float, T>(p, stream)
-                                           : launch_general<__nv_bfloat16, T>(p, stream);
+    return p.layer.logits_type == SMOE_TYPE_F32 ? launch_general<float, T>(p, stream)
+                                                : launch_general<__nv_bfloat16, T>(p, stream);
 }
 
 template <typename G> void launch_bias(const smoe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
@@ -489,10 +490,10 @@ extern "C" int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer)
 extern "C" cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *p, cudaStream_t stream)
 {
     using namespace smoe::dlogits;
-    const bool half = p->layer.dtype == SMOE_F16;
+    const bool half = p->layer.dtype == SMOE_TYPE_F16;
     const int64_t ctas = half ? launch<__half>(*p, stream) : launch<__nv_bfloat16>(*p, stream);
     if (p->bias_sums) {
-        if (p->layer.gradient_type == SMOE_F32)
+        if (p->layer.gradient_type == SMOE_TYPE_F32)
             launch_bias<float>(*p, ctas, stream);
         else if (half)
             launch_bias<__half>(*p, ctas, stream);

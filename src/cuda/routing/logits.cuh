@@ -12,7 +12,7 @@ template <typename L> struct logits_of;
 
 template <> struct logits_of<float> {
     using key = uint32_t;
-    static constexpr smoe_type type = SMOE_F32;
+    static constexpr smoe_type type = SMOE_TYPE_F32;
     static constexpr uint32_t largest_key = 0xffffffffu;
     static SMOE_DEVICE float value(float logit)
     {
@@ -30,7 +30,7 @@ template <> struct logits_of<float> {
 
 template <> struct logits_of<__nv_bfloat16> {
     using key = uint16_t;
-    static constexpr smoe_type type = SMOE_BF16;
+    static constexpr smoe_type type = SMOE_TYPE_BF16;
     static constexpr uint32_t largest_key = 0xffffu;
     static SMOE_DEVICE float value(__nv_bfloat16 logit)
     {
@@ -50,15 +50,15 @@ template <> struct logits_of<__nv_bfloat16> {
 SMOE_DEVICE float raw_weight(const smoe_layer &layer, float logit, float first, smoe_token_softmax softmax)
 {
     switch (layer.score) {
-    case SMOE_SOFTMAX_TOPK: return smoe_div(smoe_softmax_term(logit, softmax.max), softmax.sum);
-    case SMOE_TOPK_SOFTMAX: return smoe_softmax_term(logit, first);
+    case SMOE_SCORE_SOFTMAX_TOPK: return smoe_div(smoe_softmax_term(logit, softmax.max), softmax.sum);
+    case SMOE_SCORE_TOPK_SOFTMAX: return smoe_softmax_term(logit, first);
     default: return smoe_sigmoid(logit);
     }
 }
 
 SMOE_DEVICE bool weights_are_divided(const smoe_layer &layer)
 {
-    return layer.score == SMOE_TOPK_SOFTMAX || layer.renormalize;
+    return layer.score == SMOE_SCORE_TOPK_SOFTMAX || layer.renormalize;
 }
 
 // The weight itself. sum: of the raw weights in rank order, when they are divided by it.

@@ -84,7 +84,7 @@ template <typename L> struct pair_score {
 template <typename L> SMOE_DEVICE float added_weight(const smoe_layer &layer, const pair_score<L> &pair)
 {
     const float logit = logits_of<L>::value(pair.logit);
-    const float score = layer.score == SMOE_SIGMOID
+    const float score = layer.score == SMOE_SCORE_SIGMOID
                             ? smoe_sigmoid(logit)
                             : smoe_div(smoe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
     return smoe_mul(score, layer.route_scale);
@@ -303,7 +303,7 @@ extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const 
     const dim3 experts((unsigned)p->experts), threads(THREADS),
         maps((unsigned)smoe_divide_up(r->layer.tokens, MAP_TOKENS));
     const auto write_rows =
-        r->layer.logits_type == SMOE_F32 ? expert_rows<float> : expert_rows<__nv_bfloat16>;
+        r->layer.logits_type == SMOE_TYPE_F32 ? expert_rows<float> : expert_rows<__nv_bfloat16>;
     const cudaError_t status = smoe::launch_early(write_rows, experts, threads, counts_bytes, stream, *r, *p);
     return status == cudaSuccess ? smoe::launch_early(token_rows, maps, threads, map_bytes, stream, *r, *p)
                                  : status;

@@ -353,12 +353,12 @@ SMOE_DEVICE bool picks_hi(const smoe_cuda_routing &r, int expert, int64_t count,
 {
     const int64_t tile = r.layer.tile;
     switch (r.layer.rounding) {
-    case SMOE_ROUND_NR_F: return smoe_nr_f_picks_hi(count, lo, tile);
-    case SMOE_ROUND_SR_F:
+    case SMOE_ROUNDING_NR_F: return smoe_nr_f_picks_hi(count, lo, tile);
+    case SMOE_ROUNDING_SR_F:
         return smoe_sr_f_picks_hi(count, lo, tile, smoe_round_draw(r.layer.seed, r.step, expert));
-    case SMOE_ROUND_BALANCE_F:
+    case SMOE_ROUNDING_BALANCE_F:
         return smoe_balance_f_picks_hi(count, lo, tile, residual_before(r, expert, m, walked));
-    case SMOE_ROUND_UP: return true;
+    case SMOE_ROUNDING_UP: return true;
     default: return false;
     }
 }
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     const int64_t tokens = r.layer.tokens, tile = r.layer.tile, count = count_tokens(mask, r.words, sums);
     if (threadIdx.x == 0) r.topk_counts[expert] = (int32_t)count;
     const int64_t lo = smoe_round_lo(count, tile), hi = smoe_round_hi(count, tile, tokens);
-    const bool by_score = r.layer.rounding == SMOE_ROUND_NR_S && hi != lo;
+    const bool by_score = r.layer.rounding == SMOE_ROUNDING_NR_S && hi != lo;
     int64_t target = lo;
     if (hi != lo && !by_score) target = picks_hi(r, expert, count, lo, m, &walked) ? hi : lo;
     if (threadIdx.x == 0 && !by_score) r.counts[expert] = (int32_t)target;
@@ -442,8 +442,8 @@ template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_
 
 extern "C" cudaError_t smoe_cuda_rounding(const smoe_cuda_routing *r, cudaStream_t stream)
 {
-    return r->layer.logits_type == SMOE_F32 ? smoe::rounding::launch<float>(*r, stream)
-                                            : smoe::rounding::launch<__nv_bfloat16>(*r, stream);
+    return r->layer.logits_type == SMOE_TYPE_F32 ? smoe::rounding::launch<float>(*r, stream)
+                                                 : smoe::rounding::launch<__nv_bfloat16>(*r, stream);
 }
 
 extern "C" cudaError_t smoe_cuda_rounding_init(void)

@@ -201,7 +201,7 @@ extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void
                                              cudaStream_t stream)
 {
     using namespace smoe::router;
-    const int64_t most = 65535ll * 32, logit = layer->logits_type == SMOE_BF16 ? 2 : 4;
+    const int64_t most = 65535ll * 32, logit = layer->logits_type == SMOE_TYPE_BF16 ? 2 : 4;
     for (int64_t first = 0; first < layer->tokens; first += most) {
         const int64_t tokens = layer->tokens - first < most ? layer->tokens - first : most;
         const problem q = {(const char *)x + first * layer->hidden * 2,
@@ -211,11 +211,11 @@ extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void
                            tokens,
                            (int32_t)layer->hidden,
                            (int32_t)layer->experts,
-                           layer->logits_type == SMOE_BF16};
+                           layer->logits_type == SMOE_TYPE_BF16};
         if (prefers_large(tokens, layer->experts))
-            launch<large_tile>(q, layer->dtype == SMOE_F16, stream);
+            launch<large_tile>(q, layer->dtype == SMOE_TYPE_F16, stream);
         else
-            launch<small_tile>(q, layer->dtype == SMOE_F16, stream);
+            launch<small_tile>(q, layer->dtype == SMOE_TYPE_F16, stream);
     }
     return cudaGetLastError();
 }

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
     const int64_t first = (int64_t)blockIdx.x * SMOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
     const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
     const int experts = (int)r.layer.experts;
-    const bool sigmoid = r.layer.score == SMOE_SIGMOID, real = expert < experts;
+    const bool sigmoid = r.layer.score == SMOE_SCORE_SIGMOID, real = expert < experts;
     if (r.softmax && (int)threadIdx.x < tokens) scales[threadIdx.x] = r.softmax[first + threadIdx.x];
     __syncthreads();
 
@@ -137,7 +137,7 @@ template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t strea
 extern "C" cudaError_t smoe_cuda_scores(const smoe_cuda_routing *r, cudaStream_t stream)
 {
     using namespace smoe::scores;
-    if (r->layer.logits_type == SMOE_F32)
+    if (r->layer.logits_type == SMOE_TYPE_F32)
         launch<float>(*r, stream);
     else
         launch<__nv_bfloat16>(*r, stream);

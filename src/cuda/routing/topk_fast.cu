@@ -368,7 +368,7 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
     const float first_logit = logits_of<L>::value(row[ids[0]]);
     smoe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
-    if (r.layer.score == SMOE_SOFTMAX_TOPK || r.softmax)
+    if (r.layer.score == SMOE_SCORE_SOFTMAX_TOPK || r.softmax)
         softmax.sum = sum_of_row<L, SHARE>(row, (int)r.layer.experts, part, lane, softmax.max);
 
     int own_ids[OWN];
@@ -377,7 +377,7 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
 #pragma unroll
     for (int k = 0; k < P; k++)
         if (k / OWN == part) own_ids[k % OWN] = ids[k];
-    const bool of_all = r.layer.score == SMOE_SOFTMAX_TOPK, divided = weights_are_divided(r.layer);
+    const bool of_all = r.layer.score == SMOE_SCORE_SOFTMAX_TOPK, divided = weights_are_divided(r.layer);
 #pragma unroll
     for (int i = 0; i < OWN; i++) { // as raw_weight, the ranks beside each other
         const float logit = logits_of<L>::value(row[min(own_ids[i], (int)r.layer.experts - 1)]);
@@ -514,7 +514,7 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
 
 int64_t row_bytes(const smoe_layer &layer)
 {
-    return layer.experts * (layer.logits_type == SMOE_F32 ? 4 : 2);
+    return layer.experts * (layer.logits_type == SMOE_TYPE_F32 ? 4 : 2);
 }
 
 int share_of(const smoe_layer &layer)
@@ -526,9 +526,9 @@ int share_of(const smoe_layer &layer)
 int chunk_of(const smoe_layer &layer)
 {
     const int64_t bytes = row_bytes(layer);
-    const int64_t most = layer.rounding == SMOE_ROUND_NONE ? MOST_STEPS * ROWS_BYTES
-                         : bytes > LONGEST_ROW             ? LONGEST_ROWS_BYTES
-                                                           : ROWS_BYTES;
+    const int64_t most = layer.rounding == SMOE_ROUNDING_NONE ? MOST_STEPS * ROWS_BYTES
+                         : bytes > LONGEST_ROW                ? LONGEST_ROWS_BYTES
+                                                              : ROWS_BYTES;
     int chunk = THREADS / share_of(layer);
     while (chunk > 32 && (chunk * bytes > most || layer.tokens < (int64_t)chunk * MANY_CTAS)) chunk /= 2;
     return chunk;
@@ -572,7 +572,7 @@ template <typename L, int P> cudaError_t raise_limits()
 
 extern "C" int32_t smoe_cuda_topk_chunk(const smoe_layer *layer)
 {
-    const bool fast = layer->score != SMOE_SIGMOID && layer->experts % 8 == 0 &&
+    const bool fast = layer->score != SMOE_SCORE_SIGMOID && layer->experts % 8 == 0 &&
                       layer->experts <= smoe::topk::MOST_EXPERTS && layer->topk <= smoe::topk::MOST_TOPK;
     return fast ? smoe::topk::chunk_of(*layer) : 0;
 }
@@ -580,8 +580,8 @@ extern "C" int32_t smoe_cuda_topk_chunk(const smoe_layer *layer)
 extern "C" cudaError_t smoe_cuda_topk(const smoe_cuda_routing *r, cudaStream_t stream)
 {
     if (!smoe_cuda_topk_chunk(&r->layer)) return smoe_cuda_topk_general(r, stream);
-    return r->layer.logits_type == SMOE_F32 ? smoe::topk::launch<float>(*r, stream)
-                                            : smoe::topk::launch<__nv_bfloat16>(*r, stream);
+    return r->layer.logits_type == SMOE_TYPE_F32 ? smoe::topk::launch<float>(*r, stream)
+                                                 : smoe::topk::launch<__nv_bfloat16>(*r, stream);
 }
 
 extern "C" cudaError_t smoe_cuda_topk_fast_init(void)

@@ -27,7 +27,7 @@ template <typename L>
 SMOE_DEVICE float rank_experts(const smoe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
 {
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
-    const bool sigmoid = r.layer.score == SMOE_SIGMOID;
+    const bool sigmoid = r.layer.score == SMOE_SCORE_SIGMOID;
     uint32_t largest = 0;
     for (int e = lane; e < padded; e += 32) {
         uint32_t key = 0;
@@ -125,7 +125,7 @@ SMOE_DEVICE void route_token(const smoe_cuda_routing &r, const warp_memory &m, u
     const L *logits = (const L *)r.logits + token * experts;
     smoe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
     __syncwarp();
-    if (r.softmax || r.layer.score == SMOE_SOFTMAX_TOPK)
+    if (r.softmax || r.layer.score == SMOE_SCORE_SOFTMAX_TOPK)
         softmax.sum = sum_terms(logits, experts, softmax.max, lane);
     if (r.softmax && lane == 0) r.softmax[token] = softmax;
     if (r.layer.groups > 1) keep_groups(r.layer, m, lane);
@@ -192,7 +192,7 @@ extern "C" cudaError_t smoe_cuda_topk_general(const smoe_cuda_routing *r, cudaSt
 {
     using namespace smoe::topk;
     const size_t memory = general_memory(r->layer);
-    if (r->layer.logits_type == SMOE_F32)
+    if (r->layer.logits_type == SMOE_TYPE_F32)
         general<float><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
     else
         general<__nv_bfloat16><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);

@@ -5,9 +5,9 @@ enum { MOST_DIMENSIONS = 5, ELEMENT = 2, BOX_COLUMNS = 64 };
 
 static CUtensorMapDataType type_of(smoe_type type)
 {
-    return type == SMOE_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-           : type == SMOE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    return type == SMOE_TYPE_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+           : type == SMOE_TYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
 /* strides: bytes from one index of dimension i + 1 to the next. */
@@ -52,7 +52,7 @@ void smoe_map_w1(smoe_map_maker *maker, CUtensorMap *map, const void *base, cons
                  int gated)
 {
     const cuuint64_t d = (cuuint64_t)layer->hidden, n = (cuuint64_t)layer->intermediate, row = d * ELEMENT;
-    const int interleaved = gated && layer->layout == SMOE_INTERLEAVED;
+    const int interleaved = gated && layer->layout == SMOE_LAYOUT_INTERLEAVED;
     const cuuint64_t feature = interleaved ? 2 * row : row;
     const cuuint64_t sizes[] = {d, 8, gated ? 2 : 1, n / 8, (cuuint64_t)layer->experts};
     const cuuint64_t strides[] = {feature, interleaved ? row : n * row, 8 * feature,
@@ -81,7 +81,7 @@ typedef struct w1_strides {
 static w1_strides strides_of_w1(const smoe_layer *layer, int gated, cuuint64_t element)
 {
     const cuuint64_t row = (cuuint64_t)layer->hidden * element, n = (cuuint64_t)layer->intermediate;
-    const int interleaved = gated && layer->layout == SMOE_INTERLEAVED;
+    const int interleaved = gated && layer->layout == SMOE_LAYOUT_INTERLEAVED;
     const w1_strides s = {interleaved ? 2 * row : row, interleaved ? row : n * row,
                           (gated ? 2 * n : n) * row};
     return s;
@@ -104,7 +104,7 @@ enum { BOX_BYTES = BOX_COLUMNS * ELEMENT };
 
 void smoe_map_dw2(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer)
 {
-    const cuuint64_t element = layer->gradient_type == SMOE_F32 ? 4 : ELEMENT;
+    const cuuint64_t element = layer->gradient_type == SMOE_TYPE_F32 ? 4 : ELEMENT;
     const cuuint64_t d = (cuuint64_t)layer->hidden, n = (cuuint64_t)layer->intermediate, row = n * element;
     const cuuint64_t sizes[] = {n, d, 1, (cuuint64_t)layer->experts}, strides[] = {row, row, d * row};
     const cuuint32_t box[] = {BOX_BYTES / (cuuint32_t)element, 64, 1, 1};
@@ -114,7 +114,7 @@ void smoe_map_dw2(smoe_map_maker *maker, CUtensorMap *map, const void *base, con
 void smoe_map_dw1(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer,
                   int gated)
 {
-    const cuuint64_t element = layer->gradient_type == SMOE_F32 ? 4 : ELEMENT;
+    const cuuint64_t element = layer->gradient_type == SMOE_TYPE_F32 ? 4 : ELEMENT;
     const w1_strides s = strides_of_w1(layer, gated, element);
     const cuuint64_t sizes[] = {(cuuint64_t)layer->hidden, (cuuint64_t)layer->intermediate, gated ? 2 : 1,
                                 (cuuint64_t)layer->experts};

@@ -186,7 +186,7 @@ SMOE_DEVICE const char *piece_of(const void *matrix, int row, int width, int col
 
 template <int KIND> SMOE_DEVICE int h_width_of(const smoe_cuda_dh &p)
 {
-    return KIND < SMOE_SILU ? 2 * p.intermediate : p.intermediate;
+    return KIND < SMOE_ACTIVATION_SILU ? 2 * p.intermediate : p.intermediate;
 }
 
 // From a piece of a row's gate half to the up half's.
@@ -229,7 +229,7 @@ SMOE_DEVICE float write_row(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, co
     differentiate_pair<T, KIND>(g.z, u.z, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
     differentiate_pair<T, KIND>(g.w, u.w, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
     store_streaming16_if(exists, (void *)to_dh, gate);
-    if (KIND < SMOE_SILU) store_streaming16_if(exists, (void *)up_half(to_dh, p), up);
+    if (KIND < SMOE_ACTIVATION_SILU) store_streaming16_if(exists, (void *)up_half(to_dh, p), up);
     store_streaming16_if(exists, (void *)to_a, scaled);
     return ds;
 }
@@ -257,7 +257,7 @@ SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], fl
 
 // One block, each row's H fetched four rows ahead. `next`: the block after it.
 template <typename T, int KIND>
-SMOE_DEVICE void work_block(const smoe_cuda_dh &p, const h_ring<(KIND < SMOE_SILU)> &ring,
+SMOE_DEVICE void work_block(const smoe_cuda_dh &p, const h_ring<(KIND < SMOE_ACTIVATION_SILU)> &ring,
                             const dh_layout &shared, uint32_t block, place at, place next, float weights,
                             float *ds_out, int lane)
 {
@@ -304,7 +304,8 @@ SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const 
                             int lane)
 {
     if (blockIdx.x >= walk.units) return;
-    const h_ring<(KIND < SMOE_SILU)> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
+    const h_ring<(KIND < SMOE_ACTIVATION_SILU)> ring = {p,
+                                                        shared.base + RING + worker * RING_WARP + lane * 16};
     uint32_t phases = 0; // bit c: parity of consumer c's next block
     smoe_work tile = walk.tile(blockIdx.x);
     place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + lane * 8};
@@ -344,15 +345,17 @@ SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const 
                             int lane)
 {
     switch (p.activation) {
-    case SMOE_SWIGLU: return work_tiles<T, SMOE_SWIGLU>(p, walk, shared, worker, lane);
-    case SMOE_GEGLU: return work_tiles<T, SMOE_GEGLU>(p, walk, shared, worker, lane);
-    case SMOE_GEGLU_TANH: return work_tiles<T, SMOE_GEGLU_TANH>(p, walk, shared, worker, lane);
-    case SMOE_REGLU: return work_tiles<T, SMOE_REGLU>(p, walk, shared, worker, lane);
-    case SMOE_SWIGLU_OAI: return work_tiles<T, SMOE_SWIGLU_OAI>(p, walk, shared, worker, lane);
-    case SMOE_SILU: return work_tiles<T, SMOE_SILU>(p, walk, shared, worker, lane);
-    case SMOE_GELU: return work_tiles<T, SMOE_GELU>(p, walk, shared, worker, lane);
-    case SMOE_RELU: return work_tiles<T, SMOE_RELU>(p, walk, shared, worker, lane);
-    default: return work_tiles<T, SMOE_RELU2>(p, walk, shared, worker, lane);
+    case SMOE_ACTIVATION_SWIGLU: return work_tiles<T, SMOE_ACTIVATION_SWIGLU>(p, walk, shared, worker, lane);
+    case SMOE_ACTIVATION_GEGLU: return work_tiles<T, SMOE_ACTIVATION_GEGLU>(p, walk, shared, worker, lane);
+    case SMOE_ACTIVATION_GEGLU_TANH:
+        return work_tiles<T, SMOE_ACTIVATION_GEGLU_TANH>(p, walk, shared, worker, lane);
+    case SMOE_ACTIVATION_REGLU: return work_tiles<T, SMOE_ACTIVATION_REGLU>(p, walk, shared, worker, lane);
+    case SMOE_ACTIVATION_SWIGLU_OAI:
+        return work_tiles<T, SMOE_ACTIVATION_SWIGLU_OAI>(p, walk, shared, worker, lane);
+    case SMOE_ACTIVATION_SILU: return work_tiles<T, SMOE_ACTIVATION_SILU>(p, walk, shared, worker, lane);
+    case SMOE_ACTIVATION_GELU: return work_tiles<T, SMOE_ACTIVATION_GELU>(p, walk, shared, worker, lane);
+    case SMOE_ACTIVATION_RELU: return work_tiles<T, SMOE_ACTIVATION_RELU>(p, walk, shared, worker, lane);
+    default: return work_tiles<T, SMOE_ACTIVATION_RELU2>(p, walk, shared, worker, lane);
     }
 }
 
@@ -473,7 +476,7 @@ extern "C" cudaError_t smoe_cuda_dh_init(void)
 extern "C" cudaError_t smoe_cuda_dh_launch(const smoe_cuda_dh *p, smoe_type dtype, int ctas,
                                            cudaStream_t stream)
 {
-    if (dtype == SMOE_BF16)
+    if (dtype == SMOE_TYPE_BF16)
         smoe::dh<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
     else
         smoe::dh<__half><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);

@@ -46,6 +46,6 @@ extern "C" cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *p, smoe_down_
     const smoe::variant &v = smoe::variants[kind];
     if (kind == SMOE_DOWN_STATIONARY && ctas > smoe::down_stationary::MAX_CTAS)
         ctas = smoe::down_stationary::MAX_CTAS;
-    v.kernel[dtype == SMOE_F16]<<<ctas, smoe::cooperative::THREADS, v.shared_bytes, stream>>>(*p);
+    v.kernel[dtype == SMOE_TYPE_F16]<<<ctas, smoe::cooperative::THREADS, v.shared_bytes, stream>>>(*p);
     return cudaGetLastError();
 }

@@ -414,6 +414,6 @@ extern "C" cudaError_t smoe_cuda_dw_init(void)
 extern "C" cudaError_t smoe_cuda_dw_launch(const smoe_cuda_dw *p, smoe_type dtype, smoe_type gradient_type,
                                            int transposed, int ctas, cudaStream_t stream)
 {
-    return smoe::variants[dtype == SMOE_F16][gradient_type == SMOE_F32][transposed != 0].launch(*p, ctas,
-                                                                                                stream);
+    return smoe::variants[dtype == SMOE_TYPE_F16][gradient_type == SMOE_TYPE_F32][transposed != 0].launch(
+        *p, ctas, stream);
 }

@@ -83,6 +83,6 @@ extern "C" cudaError_t smoe_cuda_dx_rows_launch(const smoe_cuda_dx_rows *p, smoe
                                                 smoe_type dtype, int ctas, cudaStream_t stream)
 {
     const smoe::variant &v = smoe::variants[kind];
-    v.kernel[dtype == SMOE_F16]<<<ctas, smoe::cooperative::THREADS, v.shared_bytes, stream>>>(*p);
+    v.kernel[dtype == SMOE_TYPE_F16]<<<ctas, smoe::cooperative::THREADS, v.shared_bytes, stream>>>(*p);
     return cudaGetLastError();
 }

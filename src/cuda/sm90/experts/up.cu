@@ -254,7 +254,7 @@ extern "C" cudaError_t smoe_cuda_up_init(void)
 extern "C" cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *p, smoe_type dtype, int ctas,
                                            cudaStream_t stream)
 {
-    if (dtype == SMOE_BF16)
+    if (dtype == SMOE_TYPE_BF16)
         smoe::up<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
     else
         smoe::up<__half><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);

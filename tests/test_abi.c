@@ -1,0 +1,281 @@
+/* The binary interface, pinned: offset and size of every field, size of every struct, value of every
+ * enumerator, what the _INIT macros give. Bindings in other languages write these numbers down by hand, so
+ * none may ever change: a field may only be appended to a struct (then its size here grows), an enumerator
+ * only be added. The numbers hold on 64-bit machines. */
+#include <smoe.h>
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+typedef struct pinned {
+    const char *name;
+    long long got, expected;
+} pinned;
+
+static void check_all(const pinned *rows, size_t count)
+{
+    int wrong = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (rows[i].got == rows[i].expected) continue;
+        print_error("%s is %lld, pinned at %lld\n", rows[i].name, rows[i].got, rows[i].expected);
+        wrong++;
+    }
+    assert_int_equal(wrong, 0);
+}
+
+#define COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
+/* A struct's size, and offset and size of a field. */
+#define SIZE(type, size)                                                                                     \
+    {                                                                                                        \
+        "sizeof(" #type ")", (long long)sizeof(type), size                                                   \
+    }
+#define FIELD(type, field, offset, size)                                                                     \
+    {"offset of " #type "." #field, (long long)offsetof(type, field), offset},                               \
+    {                                                                                                        \
+        "size of " #type "." #field, (long long)sizeof(((type *)NULL)->field), size                          \
+    }
+#define VALUE(name, value)                                                                                   \
+    {                                                                                                        \
+        "" #name, (long long)(name), value                                                                   \
+    }
+
+static void structs_keep_their_layout(void **state)
+{
+    (void)state;
+    static const pinned rows[] = {
+        SIZE(smoe_context_options, 56),
+        FIELD(smoe_context_options, struct_size, 0, 8),
+        FIELD(smoe_context_options, backend, 8, 4),
+        FIELD(smoe_context_options, device, 12, 4),
+        FIELD(smoe_context_options, threads, 16, 4),
+        FIELD(smoe_context_options, on_stage, 24, 8),
+        FIELD(smoe_context_options, on_stage_user, 32, 8),
+        FIELD(smoe_context_options, error_text, 40, 8),
+        FIELD(smoe_context_options, error_size, 48, 8),
+        SIZE(smoe_layer, 128),
+        FIELD(smoe_layer, struct_size, 0, 8),
+        FIELD(smoe_layer, tokens, 8, 8),
+        FIELD(smoe_layer, hidden, 16, 8),
+        FIELD(smoe_layer, intermediate, 24, 8),
+        FIELD(smoe_layer, experts, 32, 8),
+        FIELD(smoe_layer, topk, 40, 8),
+        FIELD(smoe_layer, dtype, 48, 4),
+        FIELD(smoe_layer, activation, 52, 4),
+        FIELD(smoe_layer, layout, 56, 4),
+        FIELD(smoe_layer, entry, 60, 4),
+        FIELD(smoe_layer, index_type, 64, 4),
+        FIELD(smoe_layer, logits_type, 68, 4),
+        FIELD(smoe_layer, gradient_type, 72, 4),
+        FIELD(smoe_layer, accumulate, 76, 4),
+        FIELD(smoe_layer, inference, 80, 4),
+        FIELD(smoe_layer, reuse_saved, 84, 4),
+        FIELD(smoe_layer, chunks, 88, 4),
+        FIELD(smoe_layer, score, 92, 4),
+        FIELD(smoe_layer, renormalize, 96, 4),
+        FIELD(smoe_layer, groups, 100, 4),
+        FIELD(smoe_layer, groups_kept, 104, 4),
+        FIELD(smoe_layer, route_scale, 108, 4),
+        FIELD(smoe_layer, rounding, 112, 4),
+        FIELD(smoe_layer, tile, 116, 4),
+        FIELD(smoe_layer, seed, 120, 8),
+        SIZE(smoe_sizes, 64),
+        FIELD(smoe_sizes, struct_size, 0, 8),
+        FIELD(smoe_sizes, rows, 8, 8),
+        FIELD(smoe_sizes, padded_rows, 16, 8),
+        FIELD(smoe_sizes, saved_bytes, 24, 8),
+        FIELD(smoe_sizes, metadata_bytes, 32, 8),
+        FIELD(smoe_sizes, saved_buffer_bytes, 40, 8),
+        FIELD(smoe_sizes, scratch_forward_bytes, 48, 8),
+        FIELD(smoe_sizes, scratch_backward_bytes, 56, 8),
+        SIZE(smoe_forward_args, 168),
+        FIELD(smoe_forward_args, struct_size, 0, 8),
+        FIELD(smoe_forward_args, x, 8, 8),
+        FIELD(smoe_forward_args, router_weight, 16, 8),
+        FIELD(smoe_forward_args, router_bias, 24, 8),
+        FIELD(smoe_forward_args, logits, 32, 8),
+        FIELD(smoe_forward_args, selection_bias, 40, 8),
+        FIELD(smoe_forward_args, step, 48, 8),
+        FIELD(smoe_forward_args, losses, 56, 8),
+        FIELD(smoe_forward_args, topk_ids, 64, 8),
+        FIELD(smoe_forward_args, topk_weights, 72, 8),
+        FIELD(smoe_forward_args, offsets, 80, 8),
+        FIELD(smoe_forward_args, row_weights, 88, 8),
+        FIELD(smoe_forward_args, w1, 96, 8),
+        FIELD(smoe_forward_args, b1, 104, 8),
+        FIELD(smoe_forward_args, w2, 112, 8),
+        FIELD(smoe_forward_args, b2, 120, 8),
+        FIELD(smoe_forward_args, out, 128, 8),
+        FIELD(smoe_forward_args, saved, 136, 8),
+        FIELD(smoe_forward_args, saved_size, 144, 8),
+        FIELD(smoe_forward_args, scratch, 152, 8),
+        FIELD(smoe_forward_args, scratch_size, 160, 8),
+        SIZE(smoe_plan_view, 104),
+        FIELD(smoe_plan_view, struct_size, 0, 8),
+        FIELD(smoe_plan_view, topk_ids, 8, 8),
+        FIELD(smoe_plan_view, topk_weights, 16, 8),
+        FIELD(smoe_plan_view, topk_counts, 24, 8),
+        FIELD(smoe_plan_view, counts, 32, 8),
+        FIELD(smoe_plan_view, offsets, 40, 8),
+        FIELD(smoe_plan_view, block_offsets, 48, 8),
+        FIELD(smoe_plan_view, order, 56, 8),
+        FIELD(smoe_plan_view, row_token, 64, 8),
+        FIELD(smoe_plan_view, row_weight, 72, 8),
+        FIELD(smoe_plan_view, token_offsets, 80, 8),
+        FIELD(smoe_plan_view, token_rows, 88, 8),
+        FIELD(smoe_plan_view, h, 96, 8),
+        SIZE(smoe_backward_args, 232),
+        FIELD(smoe_backward_args, struct_size, 0, 8),
+        FIELD(smoe_backward_args, x, 8, 8),
+        FIELD(smoe_backward_args, router_weight, 16, 8),
+        FIELD(smoe_backward_args, logits, 24, 8),
+        FIELD(smoe_backward_args, selection_bias, 32, 8),
+        FIELD(smoe_backward_args, topk_ids, 40, 8),
+        FIELD(smoe_backward_args, topk_weights, 48, 8),
+        FIELD(smoe_backward_args, offsets, 56, 8),
+        FIELD(smoe_backward_args, row_weights, 64, 8),
+        FIELD(smoe_backward_args, w1, 72, 8),
+        FIELD(smoe_backward_args, b1, 80, 8),
+        FIELD(smoe_backward_args, w2, 88, 8),
+        FIELD(smoe_backward_args, b2, 96, 8),
+        FIELD(smoe_backward_args, saved, 104, 8),
+        FIELD(smoe_backward_args, saved_size, 112, 8),
+        FIELD(smoe_backward_args, dout, 120, 8),
+        FIELD(smoe_backward_args, balance_coefficient, 128, 4),
+        FIELD(smoe_backward_args, z_coefficient, 132, 4),
+        FIELD(smoe_backward_args, dx, 136, 8),
+        FIELD(smoe_backward_args, dw1, 144, 8),
+        FIELD(smoe_backward_args, dw2, 152, 8),
+        FIELD(smoe_backward_args, db1, 160, 8),
+        FIELD(smoe_backward_args, db2, 168, 8),
+        FIELD(smoe_backward_args, drouter_weight, 176, 8),
+        FIELD(smoe_backward_args, drouter_bias, 184, 8),
+        FIELD(smoe_backward_args, dlogits, 192, 8),
+        FIELD(smoe_backward_args, dtopk_weights, 200, 8),
+        FIELD(smoe_backward_args, drow_weights, 208, 8),
+        FIELD(smoe_backward_args, scratch, 216, 8),
+        FIELD(smoe_backward_args, scratch_size, 224, 8),
+    };
+    check_all(rows, COUNT(rows));
+}
+
+static void enumerators_keep_their_values(void **state)
+{
+    (void)state;
+    static const pinned rows[] = {
+        SIZE(smoe_status, 4),
+        VALUE(SMOE_OK, 0),
+        VALUE(SMOE_ERROR_ARGUMENT, 100),
+        VALUE(SMOE_ERROR_SHAPE, 110),
+        VALUE(SMOE_ERROR_ALIGNMENT, 120),
+        VALUE(SMOE_ERROR_BUFFER, 130),
+        VALUE(SMOE_ERROR_UNSUPPORTED, 140),
+        VALUE(SMOE_ERROR_MEMORY, 150),
+        VALUE(SMOE_ERROR_DEVICE, 160),
+        SIZE(smoe_backend, 4),
+        VALUE(SMOE_BACKEND_CPU, 0),
+        VALUE(SMOE_BACKEND_CUDA, 10),
+        SIZE(smoe_stage, 4),
+        VALUE(SMOE_STAGE_ROUTER_GEMM, 0),
+        VALUE(SMOE_STAGE_TOPK, 10),
+        VALUE(SMOE_STAGE_ROUND, 20),
+        VALUE(SMOE_STAGE_PLAN, 30),
+        VALUE(SMOE_STAGE_UP, 40),
+        VALUE(SMOE_STAGE_DOWN, 50),
+        VALUE(SMOE_STAGE_COMBINE, 60),
+        VALUE(SMOE_STAGE_DH, 70),
+        VALUE(SMOE_STAGE_DW2, 80),
+        VALUE(SMOE_STAGE_DX_ROWS, 90),
+        VALUE(SMOE_STAGE_DW1, 100),
+        VALUE(SMOE_STAGE_DX, 110),
+        VALUE(SMOE_STAGE_ROUTER_BWD, 120),
+        SIZE(smoe_type, 4),
+        VALUE(SMOE_TYPE_F32, 0),
+        VALUE(SMOE_TYPE_BF16, 1),
+        VALUE(SMOE_TYPE_F16, 2),
+        VALUE(SMOE_TYPE_I32, 10),
+        VALUE(SMOE_TYPE_I64, 11),
+        SIZE(smoe_activation, 4),
+        VALUE(SMOE_ACTIVATION_SWIGLU, 0),
+        VALUE(SMOE_ACTIVATION_GEGLU, 1),
+        VALUE(SMOE_ACTIVATION_GEGLU_TANH, 2),
+        VALUE(SMOE_ACTIVATION_REGLU, 3),
+        VALUE(SMOE_ACTIVATION_SWIGLU_OAI, 4),
+        VALUE(SMOE_ACTIVATION_SILU, 10),
+        VALUE(SMOE_ACTIVATION_GELU, 11),
+        VALUE(SMOE_ACTIVATION_RELU, 12),
+        VALUE(SMOE_ACTIVATION_RELU2, 13),
+        SIZE(smoe_layout, 4),
+        VALUE(SMOE_LAYOUT_CONCATENATED, 0),
+        VALUE(SMOE_LAYOUT_INTERLEAVED, 1),
+        SIZE(smoe_entry, 4),
+        VALUE(SMOE_ENTRY_FROM_LOGITS, 0),
+        VALUE(SMOE_ENTRY_FROM_TOPK, 1),
+        VALUE(SMOE_ENTRY_FROM_ROWS, 2),
+        SIZE(smoe_score, 4),
+        VALUE(SMOE_SCORE_SOFTMAX_TOPK, 0),
+        VALUE(SMOE_SCORE_TOPK_SOFTMAX, 1),
+        VALUE(SMOE_SCORE_SIGMOID, 2),
+        SIZE(smoe_rounding, 4),
+        VALUE(SMOE_ROUNDING_NONE, 0),
+        VALUE(SMOE_ROUNDING_NR_F, 1),
+        VALUE(SMOE_ROUNDING_SR_F, 2),
+        VALUE(SMOE_ROUNDING_NR_S, 3),
+        VALUE(SMOE_ROUNDING_BALANCE_F, 4),
+        VALUE(SMOE_ROUNDING_UP, 5),
+        VALUE(SMOE_ROUNDING_DOWN, 6),
+    };
+    check_all(rows, COUNT(rows));
+}
+
+/* Every byte of an _INIT is zero but for these. */
+static void defaults_stay(void **state)
+{
+    (void)state;
+    smoe_layer layer = SMOE_LAYER_INIT;
+    const pinned rows[] = {
+        VALUE(layer.struct_size, 128), VALUE(layer.topk, 1),
+        VALUE(layer.dtype, 1),         VALUE(layer.index_type, 10),
+        VALUE(layer.chunks, 1),        VALUE(layer.groups, 1),
+        VALUE(layer.groups_kept, 1),   VALUE(layer.route_scale == 1.0f, 1),
+        VALUE(layer.tile, 128),
+    };
+    check_all(rows, COUNT(rows));
+    layer.struct_size = 0, layer.topk = 0, layer.dtype = (smoe_type)0, layer.index_type = (smoe_type)0;
+    layer.chunks = layer.groups = layer.groups_kept = layer.tile = 0, layer.route_scale = 0.0f;
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    smoe_forward_args forward = SMOE_FORWARD_ARGS_INIT;
+    smoe_backward_args backward = SMOE_BACKWARD_ARGS_INIT;
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    size_t *const struct_sizes[] = {&options.struct_size, &sizes.struct_size, &forward.struct_size,
+                                    &backward.struct_size, &view.struct_size};
+    const size_t expected[] = {sizeof options, sizeof sizes, sizeof forward, sizeof backward, sizeof view};
+    for (size_t i = 0; i < COUNT(expected); i++) {
+        assert_int_equal(*struct_sizes[i], expected[i]);
+        *struct_sizes[i] = 0;
+    }
+    static const char zeros[512];
+    assert_memory_equal(&layer, zeros, sizeof layer);
+    assert_memory_equal(&options, zeros, offsetof(smoe_context_options, on_stage) - sizeof(int32_t));
+    assert_memory_equal(&options.on_stage, zeros, sizeof options - offsetof(smoe_context_options, on_stage));
+    assert_memory_equal(&sizes, zeros, sizeof sizes);
+    assert_memory_equal(&forward, zeros, sizeof forward);
+    assert_memory_equal(&backward, zeros, sizeof backward);
+    assert_memory_equal(&view, zeros, sizeof view);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(structs_keep_their_layout),
+        cmocka_unit_test(enumerators_keep_their_values),
+        cmocka_unit_test(defaults_stay),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
