@@ -1,14 +1,15 @@
 /* The trainer's model: every parameter's gradient against finite differences of the loss, RMSNorm, RoPE
  * and attention against plain double loops, AdamW against its formula, and the same bits on every
  * number of threads. */
-#include "train/adamw.h"
-#include "train/attention.h"
-#include "train/embedding.h"
-#include "train/math.h"
+#include "train/cpu/adamw.h"
+#include "train/cpu/attention.h"
+#include "train/cpu/embedding.h"
+#include "train/cpu/math.h"
+#include "train/cpu/norm.h"
+#include "train/cpu/rope.h"
 #include "train/model.h"
-#include "train/norm.h"
 #include "train/random.h"
-#include "train/rope.h"
+#include "train/rope_table.h"
 
 #include <cblas.h>
 #include <math.h>
@@ -82,7 +83,7 @@ static void attention_matches_formula(void **state)
 {
     (void)state;
     enum { B = 2, C = 150, H = 2, S = 8, D = H * S };
-    attention_shape shape = {B, C, H, S, 3 * D};
+    pass_shape shape = {B, C, H, S, 0};
     float *q = values(B * C * D, 1.5, 1), *k = values(B * C * D, 1.5, 2), *v = values(B * C * 3 * D, 1.0, 3);
     float *out = poisoned(B * C * D), *p = poisoned(attention_saved(&shape));
     attention_forward(out, p, q, k, v, &shape);
@@ -112,8 +113,9 @@ static void rope_turns_pairs(void **state)
     enum { C = 7, H = 2, S = 6 };
     float table[C * S], *x = values(2 * C * H * S, 1.0, 5), *y = malloc(sizeof(float) * 2 * C * H * S);
     memcpy(y, x, sizeof(float) * 2 * C * H * S);
+    pass_shape shape = {2, C, H, S, 0};
     rope_table(table, C, S, 100.0);
-    rope_apply(y, table, 2 * C, C, H, S, false);
+    rope_apply(y, table, 2 * C, &shape, false);
     for (int r = 0; r < 2 * C; r++)
         for (int h = 0; h < H; h++)
             for (int i = 0; i < S / 2; i++) {
@@ -122,7 +124,7 @@ static void rope_turns_pairs(void **state)
                 assert_float_equal(y[(r * H + h) * S + i], a * cos(angle) - b * sin(angle), 1e-6);
                 assert_float_equal(y[(r * H + h) * S + i + S / 2], b * cos(angle) + a * sin(angle), 1e-6);
             }
-    rope_apply(y, table, 2 * C, C, H, S, true);
+    rope_apply(y, table, 2 * C, &shape, true);
     for (int i = 0; i < 2 * C * H * S; i++) assert_float_equal(y[i], x[i], 2e-6);
     free(x), free(y);
 }
@@ -135,20 +137,14 @@ static void adamw_matches_formula(void **state)
     for (int i = 0; i < N; i++) v[i] *= v[i];
     double want[4];
     int at[4] = {0, 1, N - 2, N - 1};
-    adamw s = {.lr = 0.1,
-               .beta1 = 0.9,
-               .beta2 = 0.95,
-               .eps = 1e-8,
-               .weight_decay = 0.2,
-               .step = 3,
-               .grad_factor = 0.5f};
+    adamw_step s = {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.2, .step = 3};
     for (int i = 0; i < 4; i++) {
         double grad = 0.5 * g[at[i]], mean = 0.9 * m[at[i]] + 0.1 * grad,
                square = 0.95 * v[at[i]] + 0.05 * grad * grad;
         double step = mean / (1 - pow(0.9, 3)) / (sqrt(square / (1 - pow(0.95, 3))) + 1e-8);
         want[i] = w[at[i]] - 0.1 * (step + 0.2 * w[at[i]]);
     }
-    adamw_update(w, g, m, v, N, &s);
+    adamw_update(w, g, m, v, N, &s, 0.5f);
     for (int i = 0; i < 4; i++) assert_float_equal(w[at[i]], want[i], 1e-6);
     for (int i = 0; i < N; i++) assert_true(g[i] == 0.0f);
     free(w), free(m), free(v), free(g);
@@ -183,7 +179,8 @@ static int32_t *tokens_of(int64_t count, int64_t vocab, uint64_t seed)
 static void make(model *m, const model_config *c, const moe_routing *routing)
 {
     error err = {0};
-    if (!model_create(m, c, 2, routing, true, &err)) fail_msg("%s", err.text);
+    model_options options = {.sequences = 2, .routing = routing, .use = MODEL_TRAIN};
+    if (!model_create(m, NULL, c, &options, &err)) fail_msg("%s", err.text);
     param_init(m->weights, &m->layout, 7);
     // norms away from one, so that their gradients count
     for (size_t i = m->layout.matrices; i < m->layout.total; i++)
@@ -194,7 +191,7 @@ static double total_loss(model *m, const model_batch *batch)
 {
     error err = {0};
     double loss;
-    if (!model_forward(m, batch, &m->routing, &loss, &err)) fail_msg("%s", err.text);
+    if (!model_loss(m, batch, &m->routing, &loss, &err)) fail_msg("%s", err.text);
     for (int64_t l = m->config.dense_layers; l < m->config.layers; l++)
         loss += m->routing.balance_coefficient * m->layers[l].moe.losses[0] +
                 m->routing.z_coefficient * m->layers[l].moe.losses[1];
@@ -242,7 +239,7 @@ static double slope(model *m, const model_batch *batch, const param_tensor *tens
  * False when the routes changed. */
 static bool check_slope(model *m, const model_batch *batch, const param_tensor *tensor, uint64_t trial)
 {
-    const float *grad = m->grads + tensor->offset;
+    const float *grad = (const float *)m->grads + tensor->offset;
     int64_t count = (int64_t)tensor->count;
     double norm = gradient_norm(grad, count), want = 0;
     float *direction = values(count, trial ? norm / sqrt((double)count) : 0.0, 40 + trial);
@@ -269,8 +266,8 @@ static void check_gradients(const model_config *c, const moe_routing *routing)
             *targets = tokens_of(2 * c->context, c->vocab, 2);
     model_batch batch = {tokens, targets, 2, c->context};
     error err = {0};
-    total_loss(&m, &batch);
-    if (!model_backward(&m, &batch, &err)) fail_msg("%s", err.text);
+    double loss;
+    if (!model_gradients(&m, &batch, &loss, &err)) fail_msg("%s", err.text);
     size_t checked = 0, trials = TRIALS * m.layout.tensor_count;
     for (size_t i = 0; i < trials; i++)
         checked += check_slope(&m, &batch, &m.layout.tensors[i / TRIALS], i % TRIALS);
@@ -336,8 +333,8 @@ static void threads_change_nothing(void **state)
         model m;
         error err = {0};
         make(&m, &c, NULL);
-        double loss = total_loss(&m, &batch);
-        assert_true(model_backward(&m, &batch, &err));
+        double loss;
+        assert_true(model_gradients(&m, &batch, &loss, &err));
         size_t bytes = m.layout.total * sizeof(float);
         if (!first) {
             first = malloc(bytes);

@@ -132,7 +132,8 @@ static void assert_same_checkpoints(const char *a, const char *b)
     for (int i = 0; i < 2; i++) { // the states apart from their seconds
         model_config config;
         snprintf(x, sizeof x, "%s/latest", i ? b : a);
-        if (!checkpoint_load_config(x, &config, &err) || !model_create(&m[i], &config, 1, NULL, false, &err))
+        if (!checkpoint_load_config(x, &config, &err) ||
+            !model_create(&m[i], NULL, &config, &(model_options){.sequences = 1}, &err))
             fail_msg("%s", err.text);
         state[i].first = malloc(m[i].layout.total * sizeof(float));
         state[i].second = malloc(m[i].layout.total * sizeof(float));
@@ -250,7 +251,7 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     error err = {0};
     char latest[PATH_BYTES + 8];
     snprintf(latest, sizeof latest, "%s/latest", p->out);
-    assert_true(model_create(&m, &s.config, 1, NULL, false, &err));
+    assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
     assert_true(checkpoint_load_weights(latest, &m, &err));
     model_destroy(&m);
 }
@@ -320,7 +321,7 @@ static void a_loss_that_is_not_finite_stops_the_run(void **state)
     err = (error){0};
     assert_true(checkpoint_find(p->out, name, sizeof name, &err));
     model m;
-    assert_true(model_create(&m, &s.config, 1, NULL, false, &err));
+    assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
     assert_true(checkpoint_load_weights(name, &m, &err));
     for (size_t i = 0; i < m.layout.total; i++) assert_true(isfinite(m.weights[i]));
     model_destroy(&m);

@@ -16,7 +16,7 @@ static bool run(evaluation *result, model *m, const tokens *data, int64_t count,
                           targets + i * context);
         model_batch batch = {inputs, targets, sequences, context};
         double loss;
-        if (!model_forward(m, &batch, NULL, &loss, err)) return false;
+        if (!model_loss(m, &batch, NULL, &loss, err)) return false;
         sum += loss * (double)(sequences * context);
     }
     result->tokens = count * context;

@@ -1,32 +1,20 @@
-/* See model.h: memory and the forward pass. */
+/* See model.h: the passes. Memory is model_memory.c's, the way back model_backward.c's. */
 #include "train/model.h"
 
-#include "train/attention.h"
-#include "train/dense.h"
-#include "train/embedding.h"
-#include "train/linear.h"
-#include "train/norm.h"
-#include "train/rope.h"
-
-#include <stdlib.h>
-#include <string.h>
-
-/* Hands out aligned pieces; with a NULL base it only counts. */
-typedef struct arena {
-    char *base;
-    size_t used;
-} arena;
-
-static void *take(arena *a, size_t bytes)
+void *model_past(const model *m, const void *base, int64_t count)
 {
-    void *piece = a->base ? a->base + a->used : NULL;
-    a->used += (bytes + 255) / 256 * 256;
-    return piece;
+    return (char *)base + (size_t)count * type_size(m->device->type);
 }
 
-static float *take_floats(arena *a, int64_t count)
+pass_shape model_shape(const model *m, int64_t sequences, int64_t length)
 {
-    return take(a, (size_t)count * sizeof(float));
+    const model_config *c = &m->config;
+    return (pass_shape){sequences, length, c->heads, c->hidden / c->heads, 0};
+}
+
+static void *param(const model *m, size_t offset)
+{
+    return model_past(m, m->params, (int64_t)offset);
 }
 
 static int64_t dense_width(const model_config *c, int64_t layer)
@@ -34,173 +22,160 @@ static int64_t dense_width(const model_config *c, int64_t layer)
     return layer < c->dense_layers ? c->dense_intermediate : c->shared_intermediate;
 }
 
-static attention_shape attention_of(const model_config *c, int64_t sequences, int64_t length)
+/* From layer->h1 to x_mid and h2. In generation the rows before shape->first are in k and qkv. */
+void model_attention_half(model *m, model_layer *layer, const param_layer *at, const pass_shape *shape)
 {
-    return (attention_shape){sequences, length, c->heads, c->hidden / c->heads, 3 * c->hidden};
+    train_device *dv = m->device;
+    const train_ops *ops = dv->ops;
+    int64_t rows = shape->sequences * shape->length, d = m->config.hidden;
+    void *qkv = model_past(m, layer->qkv, shape->first * 3 * d),
+         *k = model_past(m, layer->k, shape->first * d);
+    ops->linear(dv, qkv, layer->h1, param(m, at->qkv), NULL, rows, d, 3 * d);
+    ops->qk_norm_rope(dv, layer->q, k, layer->rstd_qk, qkv, param(m, at->q_norm), param(m, at->k_norm),
+                      m->rope, shape, m->config.norm_eps);
+    ops->attention(dv, layer->mixed, layer->p, layer->q, layer->k, model_past(m, layer->qkv, 2 * d), shape);
+    ops->linear(dv, layer->x_mid, layer->mixed, param(m, at->output), layer->x, rows, d, d);
+    ops->norm(dv, layer->h2, layer->rstd2, layer->x_mid, NULL, param(m, at->mlp_norm), rows, d,
+              m->config.norm_eps);
 }
 
-static void place_layer(model *m, arena *a, model_layer *layer, int64_t l, int64_t rows)
-{
-    const model_config *c = &m->config;
-    int64_t d = c->hidden, width = dense_width(c, l);
-    attention_shape shape = attention_of(c, m->sequences, c->context);
-    layer->x = take_floats(a, rows * d);
-    layer->h1 = take_floats(a, rows * d);
-    layer->rstd1 = take_floats(a, rows);
-    layer->qkv = take_floats(a, rows * 3 * d);
-    layer->rstd_q = take_floats(a, rows);
-    layer->rstd_k = take_floats(a, rows);
-    layer->q = take_floats(a, rows * d);
-    layer->k = take_floats(a, rows * d);
-    layer->p = take_floats(a, attention_saved(&shape));
-    layer->mixed = take_floats(a, rows * d);
-    layer->x_mid = take_floats(a, rows * d);
-    layer->h2 = take_floats(a, rows * d);
-    layer->rstd2 = take_floats(a, rows);
-    layer->dense_h = take_floats(a, rows * 2 * width);
-    layer->dense_a = take_floats(a, rows * width);
-    if (l < c->dense_layers) return;
-    layer->moe.logits = take_floats(a, rows * c->experts);
-    layer->moe.saved = take(a, m->moe.saved_bytes);
-}
-
-static void place(model *m, arena *a, bool training)
-{
-    const model_config *c = &m->config;
-    int64_t rows = m->sequences * c->context, d = c->hidden;
-    attention_shape shape = attention_of(c, m->sequences, c->context);
-    int64_t widest =
-        c->dense_intermediate > c->shared_intermediate ? c->dense_intermediate : c->shared_intermediate;
-    m->weights = take_floats(a, (int64_t)m->layout.total);
-    m->grads = training ? take_floats(a, (int64_t)m->layout.total) : NULL;
-    for (int64_t l = 0; l < c->layers; l++) place_layer(m, a, &m->layers[l], l, rows);
-    m->x_last = take_floats(a, rows * d);
-    m->hidden = take_floats(a, rows * d);
-    m->rstd = take_floats(a, rows);
-    m->logits = take_floats(a, rows * c->vocab);
-    m->losses = take_floats(a, rows);
-    m->rope = take_floats(a, c->context * (d / c->heads));
-    if (!training) return;
-    m->dx = take_floats(a, rows * d);
-    m->dh = take_floats(a, rows * d);
-    m->dq = take_floats(a, rows * d);
-    m->dk = take_floats(a, rows * d);
-    m->dqkv = take_floats(a, rows * 3 * d);
-    m->da = take_floats(a, rows * widest);
-    m->norm_scratch = take_floats(a, norm_scratch(rows, d));
-    m->attention_scratch = take_floats(a, attention_scratch(&shape));
-}
-
-static bool allocate(model *m, bool training, error *err)
-{
-    const model_config *c = &m->config;
-    m->layers = calloc((size_t)c->layers, sizeof *m->layers);
-    if (!m->layers) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
-    arena a = {NULL, 0};
-    place(m, &a, training);
-    m->memory_bytes = a.used;
-    m->memory = aligned_alloc(256, a.used);
-    if (!m->memory)
-        return fail(err, ERROR_RUNTIME,
-                    "out of memory: the model asks for %.1f MB (fewer sequences, a smaller model?)",
-                    (double)a.used / 1e6);
-    a = (arena){m->memory, 0};
-    place(m, &a, training);
-    memset(m->weights, 0, m->layout.total * sizeof(float));
-    if (training) memset(m->grads, 0, m->layout.total * sizeof(float));
-    rope_table(m->rope, c->context, c->hidden / c->heads, c->rope_theta);
-    return true;
-}
-
-static bool create(model *m, bool training, error *err)
-{
-    const model_config *c = &m->config;
-    if (!model_config_check(c, err) || !param_layout_create(&m->layout, c, err)) return false;
-    if (c->dense_layers < c->layers && !moe_create(&m->moe, c, m->sequences * c->context, &m->routing, err))
-        return false;
-    return allocate(m, training, err);
-}
-
-bool model_create(model *m, const model_config *config, int64_t sequences, const moe_routing *routing,
-                  bool training, error *err)
-{
-    *m = (model){.config = *config, .sequences = sequences};
-    if (routing) m->routing = *routing;
-    if (create(m, training, err)) return true;
-    model_destroy(m);
-    return false;
-}
-
-void model_destroy(model *m)
-{
-    moe_destroy(&m->moe);
-    param_layout_destroy(&m->layout);
-    free(m->layers);
-    free(m->memory);
-    *m = (model){0};
-}
-
-static void attention_half(model *m, model_layer *layer, const param_layer *at, const model_batch *batch)
-{
-    const model_config *c = &m->config;
-    const float *w = m->weights;
-    int64_t rows = batch->sequences * batch->length, d = c->hidden, size = d / c->heads;
-    float eps = (float)c->norm_eps;
-    attention_shape shape = attention_of(c, batch->sequences, batch->length);
-    norm_forward(layer->h1, d, layer->rstd1, layer->x, d, w + at->input_norm, rows, d, eps);
-    linear_forward(layer->qkv, layer->h1, w + at->qkv, rows, d, 3 * d, false);
-    norm_forward(layer->q, d, layer->rstd_q, layer->qkv, 3 * d, w + at->q_norm, rows, d, eps);
-    norm_forward(layer->k, d, layer->rstd_k, layer->qkv + d, 3 * d, w + at->k_norm, rows, d, eps);
-    rope_apply(layer->q, m->rope, rows, batch->length, c->heads, size, false);
-    rope_apply(layer->k, m->rope, rows, batch->length, c->heads, size, false);
-    attention_forward(layer->mixed, layer->p, layer->q, layer->k, layer->qkv + 2 * d, &shape);
-    memcpy(layer->x_mid, layer->x, (size_t)(rows * d) * sizeof(float));
-    linear_forward(layer->x_mid, layer->mixed, w + at->output, rows, d, d, true);
-}
-
-static void add_rows(float *restrict to, const float *restrict from, int64_t count)
-{
-#pragma omp parallel for simd schedule(static)
-    for (int64_t i = 0; i < count; i++) to[i] += from[i];
-}
-
-/* x_next = x_mid + MLP(norm(x_mid)) */
-static bool mlp_half(model *m, float *x_next, model_layer *layer, int64_t l, int64_t rows,
-                     const moe_routing *routing, error *err)
+/* out = MLP(h2) */
+bool model_mlp(model *m, void *out, model_layer *layer, int64_t l, int64_t rows, const moe_routing *routing,
+               error *err)
 {
     const model_config *c = &m->config;
     const param_layer *at = &m->layout.layers[l];
-    float *w = m->weights;
+    train_device *dv = m->device;
     int64_t d = c->hidden, width = dense_width(c, l);
-    norm_forward(layer->h2, d, layer->rstd2, layer->x_mid, d, w + at->mlp_norm, rows, d, (float)c->norm_eps);
     bool dense = l < c->dense_layers;
     if (!dense) {
-        moe_weights experts = {w + at->router, w + at->w1, w + at->w2};
-        if (!moe_forward(&m->moe, x_next, layer->h2, &experts, rows, routing, &layer->moe, err)) return false;
+        moe_weights experts = {param(m, at->router), param(m, at->w1), param(m, at->w2)};
+        if (!moe_forward(&m->moe, out, layer->h2, &experts, rows, routing, &layer->moe, err)) return false;
     }
-    if (width)
-        dense_forward(x_next, layer->dense_h, layer->dense_a, layer->h2, w + at->dense_w1, w + at->dense_w2,
-                      rows, d, width, !dense);
-    add_rows(x_next, layer->x_mid, rows * d);
+    if (width) {
+        dv->ops->linear(dv, layer->dense_h, layer->h2, param(m, at->dense_w1), NULL, rows, d, 2 * width);
+        dv->ops->swiglu(dv, layer->dense_a, layer->dense_h, rows, width);
+        dv->ops->linear(dv, out, layer->dense_a, param(m, at->dense_w2), dense ? NULL : out, rows, width, d);
+    }
     return true;
 }
 
-bool model_forward(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err)
+/* From m->batch.tokens to m->hidden. The sum of a layer's input and its MLP's output is formed where the next
+ * norm reads it. */
+static bool decoder(model *m, const pass_shape *shape, const moe_routing *routing, error *err)
 {
     static const moe_routing plain = {.rounding = SMOE_ROUNDING_NONE};
     const model_config *c = &m->config;
     const param_layout *layout = &m->layout;
-    int64_t rows = batch->sequences * batch->length, d = c->hidden;
-    embedding_forward(m->layers[0].x, m->weights + layout->embedding, batch->tokens, rows, d);
-    for (int64_t l = 0; l < c->layers; l++) {
-        float *next = l + 1 < c->layers ? m->layers[l + 1].x : m->x_last;
-        attention_half(m, &m->layers[l], &layout->layers[l], batch);
-        if (!mlp_half(m, next, &m->layers[l], l, rows, routing ? routing : &plain, err)) return false;
+    train_device *dv = m->device;
+    int64_t rows = shape->sequences * shape->length, d = c->hidden;
+    model_layer *layer = &m->layers[0];
+    dv->ops->embed(dv, layer->x, param(m, layout->embedding), m->batch.tokens, rows, d);
+    dv->ops->norm(dv, layer->h1, layer->rstd1, layer->x, NULL, param(m, layout->layers[0].input_norm), rows,
+                  d, c->norm_eps);
+    for (int64_t l = 0; l < c->layers; l++, layer++) {
+        bool last = l + 1 == c->layers;
+        void *next = last ? m->x_last : layer[1].x;
+        model_attention_half(m, layer, &layout->layers[l], shape);
+        if (!model_mlp(m, next, layer, l, rows, routing ? routing : &plain, err)) return false;
+        dv->ops->norm(dv, last ? m->hidden : layer[1].h1, last ? m->rstd : layer[1].rstd1, next, layer->x_mid,
+                      param(m, last ? layout->norm : layout->layers[l + 1].input_norm), rows, d, c->norm_eps);
     }
-    norm_forward(m->hidden, d, m->rstd, m->x_last, d, m->weights + layout->norm, rows, d, (float)c->norm_eps);
-    linear_forward(m->logits, m->hidden, m->weights + layout->head, rows, d, c->vocab, false);
-    if (batch->targets) *loss = cross_entropy(m->logits, m->losses, batch->targets, rows, c->vocab);
     return true;
+}
+
+/* The losses of all rows, some rows' logits at a time; with `train`, their gradients at once: of the head's
+ * weights, and of the hidden states in m->dh. */
+static void head(model *m, int64_t rows, bool train, bool add)
+{
+    const model_config *c = &m->config;
+    train_device *dv = m->device;
+    const train_ops *ops = dv->ops;
+    int64_t d = c->hidden, vocab = c->vocab;
+    const void *w = param(m, m->layout.head);
+    void *dw =
+        m->head_grads ? (void *)m->head_grads : (char *)m->grads + m->layout.head * type_size(dv->grad_type);
+    for (int64_t first = 0; first < rows; first += m->loss_rows) {
+        int64_t count = rows - first < m->loss_rows ? rows - first : m->loss_rows;
+        const void *hidden = model_past(m, m->hidden, first * d);
+        ops->linear(dv, m->logits, hidden, w, NULL, count, d, vocab);
+        ops->cross_entropy(dv, m->logits, m->losses + first, m->batch.targets + first, 1.0f / (float)rows,
+                           count, vocab);
+        if (!train) continue;
+        ops->linear_dx(dv, model_past(m, m->dh, first * d), m->logits, w, count, d, vocab, false);
+        ops->linear_dw(dv, dw, m->head_grads ? SMOE_TYPE_F32 : dv->grad_type, m->logits, hidden, count, d,
+                       vocab, first > 0 || (add && !m->head_grads));
+    }
+    ops->mean(dv, &m->scalars[SCALAR_LOSS], m->losses, rows);
+    if (train && m->head_grads)
+        ops->narrow(dv, (char *)m->grads + m->layout.head * type_size(dv->grad_type), m->head_grads,
+                    vocab * d, add);
+}
+
+void model_load_batch(model *m, const model_batch *batch)
+{
+    m->device->ops->load_batch(m->device, &m->batch, batch->tokens, batch->targets,
+                               batch->sequences * batch->length, m->sequences * m->config.context,
+                               m->config.vocab);
+}
+
+static bool read_loss(model *m, double *loss, error *err)
+{
+    m->device->ops->download(m->device, loss, &m->scalars[SCALAR_LOSS], sizeof *loss);
+    return m->device->ops->finish(m->device, err);
+}
+
+bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err)
+{
+    pass_shape shape = model_shape(m, batch->sequences, batch->length);
+    model_load_batch(m, batch);
+    if (!decoder(m, &shape, routing, err)) return false;
+    head(m, shape.sequences * shape.length, false, false);
+    return read_loss(m, loss, err);
+}
+
+bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t count, float *logits, error *err)
+{
+    const model_config *c = &m->config;
+    train_device *dv = m->device;
+    pass_shape shape = model_shape(m, 1, count);
+    shape.first = first;
+    model_load_batch(m, &(model_batch){tokens + first, NULL, 1, count});
+    if (!decoder(m, &shape, NULL, err)) return false;
+    dv->ops->linear(dv, m->logits, model_past(m, m->hidden, (count - 1) * c->hidden),
+                    param(m, m->layout.head), NULL, 1, c->hidden, c->vocab);
+    dv->ops->load(dv, logits, m->logits, dv->type, c->vocab);
+    return dv->ops->finish(dv, err);
+}
+
+bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err)
+{
+    pass_shape shape = model_shape(m, sequences, length);
+    if (!decoder(m, &shape, &m->routing, err)) return false;
+    head(m, sequences * length, true, add);
+    return model_backward(m, &shape, add, err);
+}
+
+bool model_gradients(model *m, const model_batch *batch, double *loss, error *err)
+{
+    model_load_batch(m, batch);
+    return model_enqueue_gradients(m, batch->sequences, batch->length, m->device->adds_gradients, err) &&
+           read_loss(m, loss, err);
+}
+
+void model_upload(model *m, float *master)
+{
+    train_device *dv = m->device;
+    int64_t total = (int64_t)m->layout.total;
+    dv->ops->store(dv, m->params, dv->type, m->weights, total);
+    if (master) dv->ops->store(dv, master, SMOE_TYPE_F32, m->weights, total);
+}
+
+void model_download(model *m, const float *master)
+{
+    train_device *dv = m->device;
+    dv->ops->load(dv, m->weights, master ? master : m->params, master ? SMOE_TYPE_F32 : dv->type,
+                  (int64_t)m->layout.total);
 }
 
 int64_t model_active_weights(const model_config *c)

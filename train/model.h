@@ -7,71 +7,135 @@
  *                                  or dense MLP(h2) in the first layers
  *     logits = norm(x) head^T;  loss = mean cross-entropy in nats
  *
- * The q and k norms go over the whole projection, before it is split into heads. All in f32; the bits do not
- * depend on the number of threads. */
+ * The q and k norms go over the whole projection, before it is split into heads. Everything is computed by
+ * the operations of a device (train/ops.h) in the device's types; on the CPU the bits do not depend on the
+ * number of threads. */
 #ifndef TRAIN_MODEL_H
 #define TRAIN_MODEL_H
 
 #include "train/moe.h"
+#include "train/ops.h"
 #include "train/params.h"
 
-/* What one layer keeps for its backward; rows = sequences * length. */
+/* What one layer keeps for its backward; rows = sequences * length. Values are of the device's type. */
 typedef struct model_layer {
-    float *x;                 // (rows, d) into the layer
-    float *h1, *rstd1;        // (rows, d), (rows)
-    float *qkv;               // (rows, 3d) as projected
-    float *rstd_q, *rstd_k;   // (rows)
-    float *q, *k;             // (rows, d) after norm and RoPE
-    float *p;                 // attention_saved
-    float *mixed;             // (rows, d) attention's output
-    float *x_mid;             // (rows, d) after attention
-    float *h2, *rstd2;        // (rows, d), (rows)
-    float *dense_h, *dense_a; // (rows, 2f), (rows, f) of the dense MLP or shared expert
+    void *x;                 // (rows, d) into the layer
+    void *h1;                // (rows, d)
+    float *rstd1;            // (rows)
+    void *qkv;               // (rows, 3d) as projected
+    float *rstd_qk;          // (2, rows)
+    void *q, *k;             // (rows, d) after norm and RoPE
+    void *p;                 // attention_saved bytes
+    void *mixed;             // (rows, d) attention's output
+    void *x_mid;             // (rows, d) after attention
+    void *h2;                // (rows, d)
+    float *rstd2;            // (rows)
+    void *dense_h, *dense_a; // (rows, 2f), (rows, f) of the dense MLP or shared expert
     moe_saved moe;
 } model_layer;
 
+typedef enum model_use {
+    MODEL_EVALUATE, // passes keep nothing: the layers share their buffers
+    MODEL_TRAIN,    // every layer keeps what its backward needs
+    MODEL_GENERATE  // every layer keeps its keys and values
+} model_use;
+
+/* What the backward computes again and the forward therefore need not keep. */
+typedef enum model_recompute {
+    RECOMPUTE_NONE,
+    RECOMPUTE_NORMS, // both norms' outputs, q and k after norm and RoPE
+    RECOMPUTE_LAYERS // all but the layer's input
+} model_recompute;
+
+typedef struct model_options {
+    int64_t sequences;          // most of a pass, each of up to config.context tokens
+    const moe_routing *routing; // of the training passes (its step may change before each); NULL: plain top-K
+    model_use use;
+    model_recompute recompute;
+} model_options;
+
+enum { SCALAR_LOSS, SCALAR_NORM, SCALARS };
+
 typedef struct model {
+    train_device *device;
+    bool owns_device;
     model_config config;
     param_layout layout;
-    float *weights; // (layout.total)
-    float *grads;   // as weights; NULL when the model was made without training
+    float *weights; // (layout.total) on the host, as checkpoints have them. On the CPU: `params`
+    void *params;   // (layout.total) on the device: what passes read
+    void *grads;    // (layout.total) on the device, grad_type; NULL when the model was made without training
     moe moe;
     moe_routing routing; // of training passes
-    int64_t sequences;   // most of a pass, each of up to config.context tokens
+    int64_t sequences;
+    model_use use;
+    model_recompute recompute;
     model_layer *layers;
-    float *x_last, *hidden, *rstd; // (rows, d), (rows, d), (rows): the final norm's input, output
-    float *logits;                 // (rows, vocab); after a pass with targets: their gradient
-    float *losses;                 // (rows)
-    float *rope;                   // rope_table
-    float *dx, *dh, *dq, *dk;      // (rows, d) gradients in flight
-    float *dqkv, *da;              // (rows, 3d), (rows, widest f)
-    float *norm_scratch, *attention_scratch;
-    void *memory; // what all of these lie in
+    device_batch batch;
+    void *x_last, *hidden;   // (rows, d): the final norm's input, output
+    float *rstd;             // (rows)
+    int64_t loss_rows;       // rows of logits that exist at a time
+    void *logits;            // (loss_rows, vocab)
+    float *losses;           // (rows)
+    double *scalars;         // (SCALARS) on the device
+    float *rope;             // rope_table
+    void *dx, *dh, *dq, *dk; // (rows, d) gradients in flight
+    void *dqkv, *da;         // (rows, 3d), (rows, widest f)
+    float *head_grads;       // (vocab, d): their sum over parts of the rows, where grad_type would round it
+    float *norm_scratch;
+    void *attention_scratch;
+    void *memory; // on the device: what all of these lie in
     size_t memory_bytes;
 } model;
 
-/* One batch: sequences * length tokens, row-major; targets NULL when no loss is wanted. */
+/* One batch on the host: sequences * length tokens, row-major; targets NULL when no loss is wanted. */
 typedef struct model_batch {
     const int32_t *tokens, *targets; // in 0..vocab-1
     int64_t sequences, length;
 } model_batch;
 
-/* Makes a model with zero weights for passes of up to `sequences` sequences; `routing` is that of the
- * training passes (its step may change before each). `training` adds the gradients. */
-bool model_create(model *m, const model_config *config, int64_t sequences, const moe_routing *routing,
-                  bool training, error *err);
+/* Makes a model with zero weights on a device that outlives it; NULL: on a CPU device of its own. */
+bool model_create(model *m, train_device *device, const model_config *config, const model_options *options,
+                  error *err);
 void model_destroy(model *m); // a zeroed model is fine
 
-/* Runs a batch. `routing` NULL: plain top-K, as validation and generation use it. *loss (may be NULL without
- * targets) is the mean in nats, auxiliary losses not included. */
-bool model_forward(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err);
+/* m->weights to the device (after they were read or drawn) and back (before they are written); nothing moves
+ * on the CPU. `master`: the f32 weights of the optimiser on the device, or NULL: m->params. */
+void model_upload(model *m, float *master);
+void model_download(model *m, const float *master);
 
-/* After model_forward of the same batch with targets and m->routing: adds the gradients of the loss and of
- * the auxiliary losses to m->grads. */
-bool model_backward(model *m, const model_batch *batch, error *err);
+/* Loss of a batch, the mean in nats without auxiliary losses; gradients stay as they are. `routing` NULL:
+ * plain top-K, as validation uses it. */
+bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err);
+
+/* Runs tokens [first, first + count) of one sequence, after the passes that ran those before; logits (vocab)
+ * on the host receive what follows the last. MODEL_GENERATE. */
+bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t count, float *logits, error *err);
+
+/* A training pass in two parts. model_enqueue_gradients: forward with m->routing and backward of the batch
+ * that was loaded last, adding the gradients of `share` times the loss and of the auxiliary losses to
+ * m->grads
+ * (`add` false: on a device without adds_gradients they are written). The loss goes to
+ * scalars[SCALAR_LOSS]. */
+void model_load_batch(model *m, const model_batch *batch);
+bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err);
+
+/* Both, and the loss. */
+bool model_gradients(model *m, const model_batch *batch, double *loss, error *err);
 
 /* Weights that one token uses in its pass, embedding not included (6 times that: FLOPs of training,
  * attention's scores apart). */
 int64_t model_active_weights(const model_config *config);
+
+/* ---- between model.c and model_backward.c ---- */
+
+/* `count` elements of the device's type past `base`. */
+void *model_past(const model *m, const void *base, int64_t count);
+pass_shape model_shape(const model *m, int64_t sequences, int64_t length);
+/* The parts of a layer's forward that its backward may run again. */
+void model_attention_half(model *m, model_layer *layer, const param_layer *at, const pass_shape *shape);
+bool model_mlp(model *m, void *out, model_layer *layer, int64_t l, int64_t rows, const moe_routing *routing,
+               error *err);
+/* From the gradient of the final norm's output in m->dh to all weights but the head's. */
+bool model_backward(model *m, const pass_shape *shape, bool add, error *err);
 
 #endif

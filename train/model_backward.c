@@ -1,73 +1,109 @@
-/* The model's backward pass, the stages of model_forward in reverse. m->dx carries the gradient of the
- * residual stream; every branch adds its own to it. */
-#include "train/attention.h"
-#include "train/dense.h"
-#include "train/embedding.h"
-#include "train/linear.h"
+/* The model's backward pass, the stages of the forward in reverse. m->dx carries the gradient of the residual
+ * stream; every branch adds its own to it. */
 #include "train/model.h"
-#include "train/norm.h"
-#include "train/rope.h"
+
+/* A group of weights and its gradients. */
+static void *param(const model *m, size_t offset)
+{
+    return model_past(m, m->params, (int64_t)offset);
+}
+
+static void *grad(const model *m, size_t offset)
+{
+    return (char *)m->grads + offset * type_size(m->device->grad_type);
+}
+
+static void dense_backward(model *m, model_layer *layer, const param_layer *at, int64_t rows, int64_t width,
+                           bool add_dh, bool add)
+{
+    train_device *dv = m->device;
+    const train_ops *ops = dv->ops;
+    int64_t d = m->config.hidden;
+    smoe_type type = dv->grad_type;
+    ops->linear_dx(dv, m->da, m->dx, param(m, at->dense_w2), rows, width, d, false);
+    ops->linear_dw(dv, grad(m, at->dense_w2), type, m->dx, layer->dense_a, rows, width, d, add);
+    ops->swiglu_backward(dv, layer->dense_h, m->da, rows, width);
+    ops->linear_dx(dv, m->dh, layer->dense_h, param(m, at->dense_w1), rows, d, 2 * width, add_dh);
+    ops->linear_dw(dv, grad(m, at->dense_w1), type, layer->dense_h, layer->h2, rows, d, 2 * width, add);
+}
 
 /* Gradient of the MLP branch from m->dx = d(x_next); leaves d(x_mid) there. */
-static bool mlp_half(model *m, model_layer *layer, int64_t l, int64_t rows, error *err)
+static bool mlp_half(model *m, model_layer *layer, int64_t l, int64_t rows, bool add, error *err)
 {
     const model_config *c = &m->config;
     const param_layer *at = &m->layout.layers[l];
-    float *w = m->weights, *g = m->grads;
+    train_device *dv = m->device;
     bool dense = l < c->dense_layers;
-    int64_t d = c->hidden, width = dense ? c->dense_intermediate : c->shared_intermediate;
+    int64_t width = dense ? c->dense_intermediate : c->shared_intermediate;
     if (!dense) {
-        moe_weights weights = {w + at->router, w + at->w1, w + at->w2};
-        moe_weights grads = {g + at->router, g + at->w1, g + at->w2};
+        moe_weights weights = {param(m, at->router), param(m, at->w1), param(m, at->w2)};
+        moe_weights grads = {grad(m, at->router), grad(m, at->w1), grad(m, at->w2)};
         if (!moe_backward(&m->moe, m->dh, &grads, m->dx, layer->h2, &weights, rows, &m->routing, &layer->moe,
-                          err))
+                          add, err))
             return false;
     }
-    if (width)
-        dense_backward(m->dh, g + at->dense_w1, g + at->dense_w2, m->dx, layer->dense_h, layer->dense_a,
-                       layer->h2, w + at->dense_w1, w + at->dense_w2, rows, d, width, !dense, m->da);
-    norm_backward(m->dx, d, g + at->mlp_norm, m->dh, d, layer->x_mid, d, layer->rstd2, w + at->mlp_norm, rows,
-                  d, true, m->norm_scratch);
+    if (width) dense_backward(m, layer, at, rows, width, !dense, add);
+    dv->ops->norm_backward(dv, m->dx, grad(m, at->mlp_norm), m->dh, layer->x_mid, layer->rstd2,
+                           param(m, at->mlp_norm), rows, c->hidden, true, add, m->norm_scratch);
     return true;
 }
 
 /* Gradient of the attention branch from m->dx = d(x_mid); leaves d(x) there. */
-static void attention_half(model *m, model_layer *layer, const param_layer *at, const model_batch *batch)
+static void attention_half(model *m, model_layer *layer, const param_layer *at, const pass_shape *shape,
+                           bool add)
 {
-    const model_config *c = &m->config;
-    const float *w = m->weights;
-    float *g = m->grads;
-    int64_t rows = batch->sequences * batch->length, d = c->hidden, size = d / c->heads;
-    attention_shape shape = {batch->sequences, batch->length, c->heads, size, 3 * d};
-    linear_backward_input(m->dh, m->dx, w + at->output, rows, d, d, false);
-    linear_backward_weight(g + at->output, m->dx, layer->mixed, rows, d, d);
-    attention_backward(m->dq, m->dk, m->dqkv + 2 * d, m->dh, layer->p, layer->q, layer->k, layer->qkv + 2 * d,
-                       &shape, m->attention_scratch);
-    rope_apply(m->dq, m->rope, rows, batch->length, c->heads, size, true);
-    rope_apply(m->dk, m->rope, rows, batch->length, c->heads, size, true);
-    norm_backward(m->dqkv, 3 * d, g + at->q_norm, m->dq, d, layer->qkv, 3 * d, layer->rstd_q, w + at->q_norm,
-                  rows, d, false, m->norm_scratch);
-    norm_backward(m->dqkv + d, 3 * d, g + at->k_norm, m->dk, d, layer->qkv + d, 3 * d, layer->rstd_k,
-                  w + at->k_norm, rows, d, false, m->norm_scratch);
-    linear_backward_input(m->dh, m->dqkv, w + at->qkv, rows, d, 3 * d, false);
-    linear_backward_weight(g + at->qkv, m->dqkv, layer->h1, rows, d, 3 * d);
-    norm_backward(m->dx, d, g + at->input_norm, m->dh, d, layer->x, d, layer->rstd1, w + at->input_norm, rows,
-                  d, true, m->norm_scratch);
+    train_device *dv = m->device;
+    const train_ops *ops = dv->ops;
+    smoe_type type = dv->grad_type;
+    int64_t rows = shape->sequences * shape->length, d = m->config.hidden;
+    ops->linear_dx(dv, m->dh, m->dx, param(m, at->output), rows, d, d, false);
+    ops->linear_dw(dv, grad(m, at->output), type, m->dx, layer->mixed, rows, d, d, add);
+    ops->attention_backward(dv, m->dq, m->dk, model_past(m, m->dqkv, 2 * d), m->dh, layer->mixed, layer->p,
+                            layer->q, layer->k, model_past(m, layer->qkv, 2 * d), shape,
+                            m->attention_scratch);
+    ops->qk_norm_rope_backward(dv, m->dqkv, grad(m, at->q_norm), grad(m, at->k_norm), m->dq, m->dk,
+                               layer->qkv, layer->rstd_qk, param(m, at->q_norm), param(m, at->k_norm),
+                               m->rope, shape, add, m->norm_scratch);
+    ops->linear_dx(dv, m->dh, m->dqkv, param(m, at->qkv), rows, d, 3 * d, false);
+    ops->linear_dw(dv, grad(m, at->qkv), type, m->dqkv, layer->h1, rows, d, 3 * d, add);
+    ops->norm_backward(dv, m->dx, grad(m, at->input_norm), m->dh, layer->x, layer->rstd1,
+                       param(m, at->input_norm), rows, d, true, add, m->norm_scratch);
 }
 
-bool model_backward(model *m, const model_batch *batch, error *err)
+/* What the forward did not keep of a layer. */
+static bool recompute(model *m, model_layer *layer, int64_t l, const pass_shape *shape, error *err)
+{
+    const param_layer *at = &m->layout.layers[l];
+    train_device *dv = m->device;
+    const train_ops *ops = dv->ops;
+    int64_t rows = shape->sequences * shape->length, d = m->config.hidden;
+    double eps = m->config.norm_eps;
+    if (m->recompute == RECOMPUTE_NONE) return true;
+    ops->norm(dv, layer->h1, layer->rstd1, layer->x, NULL, param(m, at->input_norm), rows, d, eps);
+    if (m->recompute == RECOMPUTE_LAYERS) {
+        model_attention_half(m, layer, at, shape);
+        return model_mlp(m, m->dh, layer, l, rows, &m->routing, err); // its output is not used
+    }
+    ops->qk_norm_rope(dv, layer->q, layer->k, layer->rstd_qk, layer->qkv, param(m, at->q_norm),
+                      param(m, at->k_norm), m->rope, shape, eps);
+    ops->norm(dv, layer->h2, layer->rstd2, layer->x_mid, NULL, param(m, at->mlp_norm), rows, d, eps);
+    return true;
+}
+
+bool model_backward(model *m, const pass_shape *shape, bool add, error *err)
 {
     const model_config *c = &m->config;
     const param_layout *layout = &m->layout;
-    int64_t rows = batch->sequences * batch->length, d = c->hidden;
-    linear_backward_input(m->dh, m->logits, m->weights + layout->head, rows, d, c->vocab, false);
-    linear_backward_weight(m->grads + layout->head, m->logits, m->hidden, rows, d, c->vocab);
-    norm_backward(m->dx, d, m->grads + layout->norm, m->dh, d, m->x_last, d, m->rstd,
-                  m->weights + layout->norm, rows, d, false, m->norm_scratch);
+    train_device *dv = m->device;
+    int64_t rows = shape->sequences * shape->length, d = c->hidden;
+    dv->ops->norm_backward(dv, m->dx, grad(m, layout->norm), m->dh, m->x_last, m->rstd,
+                           param(m, layout->norm), rows, d, false, add, m->norm_scratch);
     for (int64_t l = c->layers - 1; l >= 0; l--) {
-        if (!mlp_half(m, &m->layers[l], l, rows, err)) return false;
-        attention_half(m, &m->layers[l], &layout->layers[l], batch);
+        if (!recompute(m, &m->layers[l], l, shape, err)) return false;
+        if (!mlp_half(m, &m->layers[l], l, rows, add, err)) return false;
+        attention_half(m, &m->layers[l], &layout->layers[l], shape, add);
     }
-    embedding_backward(m->grads + layout->embedding, m->dx, batch->tokens, rows, d);
+    dv->ops->embed_backward(dv, grad(m, layout->embedding), m->dx, &m->batch, rows, c->vocab, d,
+                            add || c->tied);
     return true;
 }

@@ -1,18 +1,19 @@
 /* See moe.h: the model's config as a smoe_layer, its buffers as the library's arguments. */
 #include "train/moe.h"
 
-#include <stdlib.h>
-
-static smoe_layer describe(const model_config *config, int64_t tokens, const moe_routing *routing)
+static smoe_layer describe(const moe *m, int64_t tokens, const moe_routing *routing)
 {
+    const model_config *config = m->config;
     smoe_layer layer = SMOE_LAYER_INIT;
     layer.tokens = tokens;
     layer.hidden = config->hidden;
     layer.intermediate = config->intermediate;
     layer.experts = config->experts;
     layer.topk = config->topk;
-    layer.dtype = SMOE_TYPE_F32;
+    layer.dtype = m->device->type;
+    layer.gradient_type = m->device->grad_type;
     layer.accumulate = 1;
+    layer.inference = !m->train;
     layer.reuse_saved = 1;
     layer.renormalize = config->norm_topk_prob;
     layer.rounding = routing->rounding;
@@ -36,7 +37,7 @@ static uint64_t larger(uint64_t a, uint64_t b)
 /* Raises the bytes that m asks for to what `routing` needs. */
 static bool measure(moe *m, int64_t tokens, const moe_routing *routing, error *err)
 {
-    smoe_layer layer = describe(m->config, tokens, routing);
+    smoe_layer layer = describe(m, tokens, routing);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     if (!check(m, smoe_query_sizes(m->context, &layer, &sizes), err)) return false;
     m->saved_bytes = larger(m->saved_bytes, sizes.saved_buffer_bytes);
@@ -45,36 +46,30 @@ static bool measure(moe *m, int64_t tokens, const moe_routing *routing, error *e
     return true;
 }
 
-bool moe_create(moe *m, const model_config *config, int64_t tokens, const moe_routing *routing, error *err)
+bool moe_create(moe *m, train_device *device, const model_config *config, int64_t tokens, bool train,
+                const moe_routing *routing, error *err)
 {
-    *m = (moe){.config = config};
+    *m = (moe){.device = device, .config = config, .train = train};
     char text[256] = "";
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.backend = device->backend;
     options.error_text = text;
     options.error_size = sizeof text;
     if (smoe_create(&m->context, &options) != SMOE_OK) return fail(err, ERROR_RUNTIME, "%s", text);
     moe_routing plain = {.rounding = SMOE_ROUNDING_NONE};
-    if (!measure(m, tokens, &plain, err) || !measure(m, tokens, routing, err)) return false;
-    m->scratch_bytes = (m->scratch_bytes + 255) & ~(uint64_t)255;
-    m->saved_bytes = (m->saved_bytes + 255) & ~(uint64_t)255;
-    m->scratch = aligned_alloc(256, m->scratch_bytes);
-    if (!m->scratch)
-        return fail(err, ERROR_RUNTIME, "out of memory: %llu bytes of scratch for the experts",
-                    (unsigned long long)m->scratch_bytes);
-    return true;
+    return measure(m, tokens, &plain, err) && (!train || measure(m, tokens, routing, err));
 }
 
 void moe_destroy(moe *m)
 {
-    free(m->scratch);
     smoe_destroy(m->context);
     *m = (moe){0};
 }
 
-bool moe_forward(moe *m, float *out, const float *x, const moe_weights *w, int64_t tokens,
+bool moe_forward(moe *m, void *out, const void *x, const moe_weights *w, int64_t tokens,
                  const moe_routing *routing, moe_saved *saved, error *err)
 {
-    smoe_layer layer = describe(m->config, tokens, routing);
+    smoe_layer layer = describe(m, tokens, routing);
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.x = x;
     args.router_weight = w->router;
@@ -84,18 +79,19 @@ bool moe_forward(moe *m, float *out, const float *x, const moe_weights *w, int64
     args.w1 = w->w1;
     args.w2 = w->w2;
     args.out = out;
-    args.saved = saved->saved;
-    args.saved_size = m->saved_bytes;
+    args.saved = m->train ? saved->saved : NULL;
+    args.saved_size = m->train ? m->saved_bytes : 0;
     args.scratch = m->scratch;
     args.scratch_size = m->scratch_bytes;
-    return check(m, smoe_layer_forward(m->context, &layer, &args, NULL), err);
+    return check(m, smoe_layer_forward(m->context, &layer, &args, m->device->stream), err);
 }
 
-bool moe_backward(moe *m, float *dx, const moe_weights *dw, const float *dout, const float *x,
+bool moe_backward(moe *m, void *dx, const moe_weights *dw, const void *dout, const void *x,
                   const moe_weights *w, int64_t tokens, const moe_routing *routing, moe_saved *saved,
-                  error *err)
+                  bool add, error *err)
 {
-    smoe_layer layer = describe(m->config, tokens, routing);
+    smoe_layer layer = describe(m, tokens, routing);
+    layer.accumulate = add;
     smoe_backward_args args = SMOE_BACKWARD_ARGS_INIT;
     args.x = x;
     args.router_weight = w->router;
@@ -113,5 +109,5 @@ bool moe_backward(moe *m, float *dx, const moe_weights *dw, const float *dout, c
     args.drouter_weight = dw->router;
     args.scratch = m->scratch;
     args.scratch_size = m->scratch_bytes;
-    return check(m, smoe_layer_backward(m->context, &layer, &args, NULL), err);
+    return check(m, smoe_layer_backward(m->context, &layer, &args, m->device->stream), err);
 }

@@ -1,4 +1,4 @@
-/* The Mixture-of-Experts layer of the model: softmax over all experts, top-K, SwiGLU experts, in f32. This is
+/* The Mixture-of-Experts layer of the model: softmax over all experts, top-K, SwiGLU experts. This is
  * the one file of the trainer that calls the library (include/smoe.h), and it does so through the public
  * header alone. */
 #ifndef TRAIN_MOE_H
@@ -7,6 +7,7 @@
 #include "common/error.h"
 #include "smoe.h"
 #include "train/config.h"
+#include "train/ops.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -21,38 +22,41 @@ typedef struct moe_routing {
 
 /* What one layer keeps from forward to backward. */
 typedef struct moe_saved {
-    float *logits;                // (T, E)
-    void *saved;                  // the library's own
-    _Alignas(16) float losses[2]; // load balance, z
+    float *logits; // (T, E)
+    void *saved;   // saved_bytes: the library's own; NULL when nothing is kept
+    float *losses; // (2): load balance, z
 } moe_saved;
 
 /* One a model: the library's context and what all its layers share. Zeroed, then moe_create. */
 typedef struct moe {
     smoe_context *context;
+    train_device *device;
     const model_config *config;
-    uint64_t saved_bytes, scratch_bytes;
-    void *scratch;
+    bool train;
+    uint64_t saved_bytes, scratch_bytes; // of one layer, of all
+    void *scratch;                       // the caller's
 } moe;
 
 /* The weights of one layer, or their gradients. */
 typedef struct moe_weights {
-    float *router; // (E, d)
-    float *w1;     // (E, 2n, d)
-    float *w2;     // (E, d, n)
+    void *router; // (E, d)
+    void *w1;     // (E, 2n, d)
+    void *w2;     // (E, d, n)
 } moe_weights;
 
-/* Buffers for passes of up to `tokens` tokens, under plain top-K or under `routing`. config must outlive m.
- */
-bool moe_create(moe *m, const model_config *config, int64_t tokens, const moe_routing *routing, error *err);
+/* For passes of up to `tokens` tokens, under plain top-K or, with `train`, under `routing`; says how much
+ * memory they want. config must outlive m. */
+bool moe_create(moe *m, train_device *device, const model_config *config, int64_t tokens, bool train,
+                const moe_routing *routing, error *err);
 void moe_destroy(moe *m);
 
 /* out, x (tokens, d) */
-bool moe_forward(moe *m, float *out, const float *x, const moe_weights *w, int64_t tokens,
+bool moe_forward(moe *m, void *out, const void *x, const moe_weights *w, int64_t tokens,
                  const moe_routing *routing, moe_saved *saved, error *err);
 
-/* dx (tokens, d) written; the weights' gradients are added to */
-bool moe_backward(moe *m, float *dx, const moe_weights *dw, const float *dout, const float *x,
+/* dx (tokens, d) written; the weights' gradients are added to, or with `add` false written */
+bool moe_backward(moe *m, void *dx, const moe_weights *dw, const void *dout, const void *x,
                   const moe_weights *w, int64_t tokens, const moe_routing *routing, moe_saved *saved,
-                  error *err);
+                  bool add, error *err);
 
 #endif

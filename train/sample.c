@@ -1,5 +1,4 @@
-/* See sample.h. The whole window runs again for every token: a small model needs no cache of keys and values.
- */
+/* See sample.h. */
 #include "train/sample.h"
 
 #include "train/random.h"
@@ -55,16 +54,28 @@ int32_t sample_choose(sampler *s, const float *logits, int64_t vocab, int32_t *o
     return order[kept > 0 ? kept - 1 : 0];
 }
 
+/* Runs the tokens that the model has not seen yet. */
+static bool run(sampler *s, model *m, const int32_t *tokens, int64_t count, float *logits, error *err)
+{
+    int64_t context = m->config.context;
+    if (count - s->start > context) {
+        s->start = count - (context + 1) / 2;
+        s->cached = 0;
+    }
+    int64_t length = count - s->start;
+    if (!model_continue(m, tokens + s->start, s->cached, length - s->cached, logits, err)) return false;
+    s->cached = length;
+    return true;
+}
+
 bool sample_next(sampler *s, model *m, const int32_t *tokens, int64_t count, int32_t *next, error *err)
 {
-    int64_t context = m->config.context, length = count < context ? count : context;
-    model_batch batch = {tokens + count - length, NULL, 1, length};
-    if (!model_forward(m, &batch, NULL, NULL, err)) return false;
-    int32_t *order = malloc((size_t)m->config.vocab * sizeof *order);
-    if (!order)
-        return fail(err, ERROR_RUNTIME, "out of memory: %lld tokens to choose from",
-                    (long long)m->config.vocab);
-    *next = sample_choose(s, m->logits + (length - 1) * m->config.vocab, m->config.vocab, order);
-    free(order);
-    return true;
+    int64_t vocab = m->config.vocab;
+    float *logits = malloc((size_t)vocab * (sizeof *logits + sizeof(int32_t)));
+    if (!logits)
+        return fail(err, ERROR_RUNTIME, "out of memory: %lld tokens to choose from", (long long)vocab);
+    bool done = run(s, m, tokens, count, logits, err);
+    if (done) *next = sample_choose(s, logits, vocab, (int32_t *)(logits + vocab));
+    free(logits);
+    return done;
 }

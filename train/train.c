@@ -3,9 +3,9 @@
 #include "train/train.h"
 
 #include "common/clock.h"
-#include "train/adamw.h"
 #include "train/checkpoint.h"
 #include "train/log.h"
+#include "train/optimizer.h"
 #include "train/plot.h"
 #include "train/schedule.h"
 
@@ -21,6 +21,7 @@ typedef struct run {
     const train_settings *settings;
     tokens *data;
     model model;
+    optimizer optimizer;
     train_state state;
     train_log *log;
     int32_t *inputs, *targets; // (batch, context)
@@ -43,13 +44,13 @@ static int64_t tokens_done(const run *r)
 
 static bool allocate(run *r, error *err)
 {
-    size_t total = r->model.layout.total, rows = (size_t)(r->settings->batch * r->settings->config.context);
-    r->state.first = calloc(total, sizeof(float));
-    r->state.second = calloc(total, sizeof(float));
+    size_t rows = (size_t)(r->settings->batch * r->settings->config.context);
+    if (!optimizer_create(&r->optimizer, &r->model, err)) return false;
+    r->state.first = r->optimizer.first;
+    r->state.second = r->optimizer.second;
     r->inputs = malloc(2 * rows * sizeof *r->inputs);
     r->targets = r->inputs + rows;
-    if (r->state.first && r->state.second && r->inputs) return true;
-    return fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %zu weights", total);
+    return r->inputs || fail(err, ERROR_RUNTIME, "out of memory: a batch of %zu tokens", rows);
 }
 
 /* Loads OUT/latest; its shape, seed and batch must be those asked for. */
@@ -74,17 +75,28 @@ static bool resume(run *r, error *err)
     return true;
 }
 
+static bool save(run *r, error *err)
+{
+    return optimizer_download(&r->optimizer, err) &&
+           checkpoint_save(r->settings->out, &r->model, &r->state, r->settings->keep, err);
+}
+
 static bool start(run *r, error *err)
 {
     const train_settings *s = r->settings;
     char path[PATH_BYTES];
-    if (s->resume) return resume(r, err);
+    if (s->resume) {
+        if (!resume(r, err)) return false;
+        optimizer_upload(&r->optimizer);
+        return true;
+    }
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
         return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);
     param_init(r->model.weights, &r->model.layout, s->seed);
     r->state.seed = s->seed;
     r->state.batch = s->batch;
+    optimizer_upload(&r->optimizer);
     // Saved before the first step: there always is a good checkpoint, and a full disk shows at once.
     return checkpoint_save(s->out, &r->model, &r->state, s->keep, err);
 }
@@ -95,10 +107,10 @@ static bool open_run(run *r, error *err)
     char path[PATH_BYTES];
     moe_routing routing = s->routing;
     routing.seed = s->seed;
+    model_options options = {.sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN};
     if (!tokens_open(&r->data, s->paths, s->path_count, s->config.vocab, s->config.context, TOKENS_TRAIN,
                      err) ||
-        !model_create(&r->model, &s->config, s->batch, &routing, true, err) || !allocate(r, err) ||
-        !start(r, err))
+        !model_create(&r->model, NULL, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
     if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
         return fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
@@ -111,8 +123,7 @@ static bool open_run(run *r, error *err)
 static void close_run(run *r)
 {
     log_close(r->log);
-    free(r->state.first);
-    free(r->state.second);
+    optimizer_destroy(&r->optimizer);
     free(r->inputs);
     model_destroy(&r->model);
     tokens_close(r->data);
@@ -138,22 +149,16 @@ static double rate_now(const run *r)
     return s->lr * factor;
 }
 
-static void update(run *r)
+static adamw_step update_of(const run *r)
 {
     const train_settings *s = r->settings;
-    const param_layout *layout = &r->model.layout;
-    float *w = r->model.weights, *g = r->model.grads;
-    adamw settings = {.lr = r->lr,
-                      .beta1 = s->beta1,
-                      .beta2 = s->beta2,
-                      .eps = s->adam_eps,
-                      .weight_decay = s->weight_decay,
-                      .step = r->state.step + 1};
-    settings.grad_factor = r->grad_norm > s->clip ? (float)(s->clip / r->grad_norm) : 1.0f;
-    adamw_update(w, g, r->state.first, r->state.second, (int64_t)layout->matrices, &settings);
-    settings.weight_decay = 0.0;
-    adamw_update(w + layout->matrices, g + layout->matrices, r->state.first + layout->matrices,
-                 r->state.second + layout->matrices, (int64_t)(layout->total - layout->matrices), &settings);
+    return (adamw_step){.lr = r->lr,
+                        .beta1 = s->beta1,
+                        .beta2 = s->beta2,
+                        .eps = s->adam_eps,
+                        .weight_decay = s->weight_decay,
+                        .clip = s->clip,
+                        .step = r->state.step + 1};
 }
 
 /* Not finite: what to say, with the newest checkpoint's name. */
@@ -172,13 +177,15 @@ static bool step(run *r, double *loss, error *err)
     model_batch batch = {r->inputs, r->targets, s->batch, s->config.context};
     tokens_batch(r->data, s->seed, (uint64_t)r->state.step, s->batch, r->inputs, r->targets);
     m->routing.step = (uint64_t)r->state.step;
-    if (!model_forward(m, &batch, &m->routing, loss, err)) return false;
-    if (!isfinite(*loss)) return stop_not_finite(r, "loss", *loss, err);
-    if (!model_backward(m, &batch, err)) return false;
-    r->grad_norm = gradient_norm(m->grads, (int64_t)m->layout.total);
-    if (!isfinite(r->grad_norm)) return stop_not_finite(r, "gradient's norm", r->grad_norm, err);
     r->lr = rate_now(r);
-    update(r);
+    adamw_step update = update_of(r);
+    step_result found;
+    if (!optimizer_step(&r->optimizer, &batch, &update, err) || !optimizer_finish(&r->optimizer, &found, err))
+        return false;
+    *loss = found.loss;
+    r->grad_norm = found.norm;
+    if (!isfinite(*loss)) return stop_not_finite(r, "loss", *loss, err);
+    if (!isfinite(r->grad_norm)) return stop_not_finite(r, "gradient's norm", r->grad_norm, err);
     r->state.step++;
     r->state.loss_sum += *loss;
     r->state.loss_count++;
@@ -244,7 +251,7 @@ static bool keep_records(run *r, double from, error *err)
     if (!end && (passes(from, to, s->logs) || isfinite(val_loss)) && !write_line(r, val_loss, err))
         return false;
     if (end || !passes(from, to, s->checkpoints)) return true;
-    return checkpoint_save(s->out, &r->model, &r->state, s->keep, err);
+    return save(r, err);
 }
 
 static bool loop(run *r, train_observer observer, void *user, train_result *result, error *err)
@@ -270,7 +277,7 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
     if (!result->interrupted && !evaluate(&result->validation, &r->model, r->data, 0, err)) return false;
     double val_loss = result->interrupted ? (double)NAN : result->validation.loss;
     if (!result->interrupted && r->state.loss_count && !write_line(r, val_loss, err)) return false;
-    if (r->state.step > first && !checkpoint_save(s->out, &r->model, &r->state, s->keep, err)) return false;
+    if (r->state.step > first && !save(r, err)) return false;
     *result = (train_result){.step = r->state.step,
                              .tokens = tokens_done(r),
                              .elapsed = r->state.elapsed,

@@ -1,14 +1,14 @@
 /* See adamw.h. */
-#include "train/adamw.h"
+#include "train/cpu/adamw.h"
 
 #include <math.h>
 
 enum { ADAMW_PANEL = 16384, NORM_GROUP = 1024 };
 
 static void update_panel(float *restrict w, float *restrict grad, float *restrict m, float *restrict v,
-                         int64_t count, const adamw *s)
+                         int64_t count, const adamw_step *s, float factor)
 {
-    float b1 = (float)s->beta1, b2 = (float)s->beta2, factor = s->grad_factor;
+    float b1 = (float)s->beta1, b2 = (float)s->beta2;
     float c1 = (float)(1.0 - s->beta1), c2 = (float)(1.0 - s->beta2);
     float rate = (float)(s->lr / (1.0 - pow(s->beta1, (double)s->step)));
     float root = (float)(1.0 / sqrt(1.0 - pow(s->beta2, (double)s->step)));
@@ -24,12 +24,12 @@ static void update_panel(float *restrict w, float *restrict grad, float *restric
     }
 }
 
-void adamw_update(float *w, float *grad, float *m, float *v, int64_t count, const adamw *settings)
+void adamw_update(float *w, float *grad, float *m, float *v, int64_t count, const adamw_step *s, float factor)
 {
 #pragma omp parallel for schedule(dynamic)
     for (int64_t i = 0; i < count; i += ADAMW_PANEL) {
         int64_t size = count - i < ADAMW_PANEL ? count - i : ADAMW_PANEL;
-        update_panel(w + i, grad + i, m + i, v + i, size, settings);
+        update_panel(w + i, grad + i, m + i, v + i, size, s, factor);
     }
 }
 

@@ -1,6 +1,6 @@
 /* See norm.h. With g = dy w and xhat = x rstd: dx = rstd (g - xhat mean(g xhat)), dw = sum over rows
  * of dy xhat. */
-#include "train/norm.h"
+#include "train/cpu/norm.h"
 
 #include <math.h>
 #include <string.h>

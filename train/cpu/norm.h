@@ -1,7 +1,7 @@
 /* RMSNorm: y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps), one row at a time. Rows may be slices of wider
  * rows: the strides count floats. */
-#ifndef TRAIN_NORM_H
-#define TRAIN_NORM_H
+#ifndef TRAIN_CPU_NORM_H
+#define TRAIN_CPU_NORM_H
 
 #include <stdbool.h>
 #include <stdint.h>

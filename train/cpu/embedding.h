@@ -1,6 +1,6 @@
 /* The token embedding and the loss at the other end. Token ids are int32 in 0..vocab-1. */
-#ifndef TRAIN_EMBEDDING_H
-#define TRAIN_EMBEDDING_H
+#ifndef TRAIN_CPU_EMBEDDING_H
+#define TRAIN_CPU_EMBEDDING_H
 
 #include <stdint.h>
 
@@ -10,8 +10,9 @@ void embedding_forward(float *x, const float *weight, const int32_t *tokens, int
 /* dweight (vocab, d) += dx (rows, d), row by row in order */
 void embedding_backward(float *dweight, const float *dx, const int32_t *tokens, int64_t rows, int64_t d);
 
-/* Mean over the rows of -log softmax(logits[row])[target[row]], in nats. Overwrites logits (rows, vocab) with
- * the gradient of that mean. `losses` (rows) receives each row's own. */
-double cross_entropy(float *logits, float *losses, const int32_t *targets, int64_t rows, int64_t vocab);
+/* losses (rows) = -log softmax(logits[row])[target[row]], in nats. Overwrites logits (rows, vocab) with
+ * `scale` times the gradient of their sum. */
+void cross_entropy(float *logits, float *losses, const int32_t *targets, float scale, int64_t rows,
+                   int64_t vocab);
 
 #endif

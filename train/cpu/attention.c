@@ -1,19 +1,19 @@
 /* See attention.h. Backward, with dp[i, j] = <dout[i], v[j]>: ds = p (dp - sum over j of p dp) / sqrt(head
  * size); dq = ds k, dk = ds^T q, dv = p^T dout. */
-#include "train/attention.h"
+#include "train/cpu/attention.h"
 
-#include "train/math.h"
+#include "train/cpu/math.h"
 
 #include <cblas.h>
 #include <math.h>
 #include <omp.h>
 
-int64_t attention_saved(const attention_shape *s)
+int64_t attention_saved(const pass_shape *s)
 {
     return s->sequences * s->heads * s->length * s->length;
 }
 
-int64_t attention_scratch(const attention_shape *s)
+int64_t attention_scratch(const pass_shape *s)
 {
     return (int64_t)omp_get_max_threads() * ATTENTION_BLOCK * s->length;
 }
@@ -34,7 +34,7 @@ static void softmax_row(float *restrict row, int64_t keep, int64_t width, float 
 
 /* One head of one sequence: pointers at its first row and column. */
 static void head_forward(float *out, float *p, const float *q, const float *k, const float *v,
-                         const attention_shape *s)
+                         const pass_shape *s)
 {
     int d = (int)(s->heads * s->head_size), size = (int)s->head_size, length = (int)s->length;
     float scale = 1.0f / sqrtf((float)size);
@@ -44,13 +44,13 @@ static void head_forward(float *out, float *p, const float *q, const float *k, c
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, end, size, 1.0f, q + (int64_t)first * d, d,
                     k, d, 0.0f, block, length);
         for (int i = 0; i < rows; i++) softmax_row(block + (int64_t)i * length, first + i + 1, end, scale);
-        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, size, end, 1.0f, block, length, v,
-                    (int)s->value_stride, 0.0f, out + (int64_t)first * d, d);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, size, end, 1.0f, block, length, v, 3 * d,
+                    0.0f, out + (int64_t)first * d, d);
     }
 }
 
 void attention_forward(float *out, float *p, const float *q, const float *k, const float *v,
-                       const attention_shape *s)
+                       const pass_shape *s)
 {
     int64_t d = s->heads * s->head_size;
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -58,8 +58,38 @@ void attention_forward(float *out, float *p, const float *q, const float *k, con
         for (int64_t h = 0; h < s->heads; h++) {
             int64_t at = b * s->length * d + h * s->head_size;
             head_forward(out + at, p + (b * s->heads + h) * s->length * s->length, q + at, k + at,
-                         v + b * s->length * s->value_stride + h * s->head_size, s);
+                         v + b * s->length * 3 * d + h * s->head_size, s);
         }
+}
+
+/* One query of one head: `keep` keys; the weights are summed without being kept. */
+static void query_forward(float *restrict out, const float *q, const float *k, const float *v, int64_t keep,
+                          int64_t d, int64_t size)
+{
+    float scale = 1.0f / sqrtf((float)size), top = -INFINITY, sum = 0.0f;
+    for (int64_t s = 0; s < size; s++) out[s] = 0.0f;
+    for (int64_t j = 0; j < keep; j++) {
+        float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+        for (int64_t s = 0; s < size; s++) dot += q[s] * k[j * d + s];
+        float now = dot > top ? dot : top, old = exp_poly((top - now) * scale),
+              weight = exp_poly((dot - now) * scale);
+        sum = sum * old + weight;
+#pragma omp simd
+        for (int64_t s = 0; s < size; s++) out[s] = out[s] * old + weight * v[j * 3 * d + s];
+        top = now;
+    }
+    for (int64_t s = 0; s < size; s++) out[s] /= sum;
+}
+
+void attention_continue(float *out, const float *q, const float *k, const float *v, const pass_shape *s)
+{
+    int64_t size = s->head_size, d = s->heads * size;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t i = 0; i < s->length; i++)
+        for (int64_t h = 0; h < s->heads; h++)
+            query_forward(out + i * d + h * size, q + i * d + h * size, k + h * size, v + h * size,
+                          s->first + i + 1, d, size);
 }
 
 /* ds, over dp in place, from one row of p */
@@ -73,10 +103,10 @@ static void softmax_row_backward(float *restrict dp, const float *restrict p, in
 }
 
 static void head_backward(float *dq, float *dk, float *dv, const float *dout, const float *p, const float *q,
-                          const float *k, const float *v, const attention_shape *s, float *ds)
+                          const float *k, const float *v, const pass_shape *s, float *ds)
 {
     int d = (int)(s->heads * s->head_size), size = (int)s->head_size, length = (int)s->length;
-    int stride = (int)s->value_stride;
+    int stride = 3 * d;
     float scale = 1.0f / sqrtf((float)size);
     // The last block touches every key, so it goes first and writes; the others add to their first rows.
     int last = (length - 1) / ATTENTION_BLOCK * ATTENTION_BLOCK;
@@ -98,14 +128,14 @@ static void head_backward(float *dq, float *dk, float *dv, const float *dout, co
 }
 
 void attention_backward(float *dq, float *dk, float *dv, const float *dout, const float *p, const float *q,
-                        const float *k, const float *v, const attention_shape *s, float *scratch)
+                        const float *k, const float *v, const pass_shape *s, float *scratch)
 {
     int64_t d = s->heads * s->head_size;
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t b = 0; b < s->sequences; b++)
         for (int64_t h = 0; h < s->heads; h++) {
             int64_t at = b * s->length * d + h * s->head_size;
-            int64_t at_v = b * s->length * s->value_stride + h * s->head_size;
+            int64_t at_v = b * s->length * 3 * d + h * s->head_size;
             head_backward(dq + at, dk + at, dv + at_v, dout + at,
                           p + (b * s->heads + h) * s->length * s->length, q + at, k + at, v + at_v, s,
                           scratch + (int64_t)omp_get_thread_num() * ATTENTION_BLOCK * s->length);

@@ -1,7 +1,7 @@
 /* See embedding.h. */
-#include "train/embedding.h"
+#include "train/cpu/embedding.h"
 
-#include "train/math.h"
+#include "train/cpu/math.h"
 
 #include <math.h>
 #include <string.h>
@@ -41,13 +41,10 @@ static float cross_entropy_row(float *restrict row, int32_t target, int64_t voca
     return logf(sum) + top - wanted;
 }
 
-double cross_entropy(float *logits, float *losses, const int32_t *targets, int64_t rows, int64_t vocab)
+void cross_entropy(float *logits, float *losses, const int32_t *targets, float scale, int64_t rows,
+                   int64_t vocab)
 {
-    float scale = 1.0f / (float)rows;
 #pragma omp parallel for schedule(dynamic, 64)
     for (int64_t r = 0; r < rows; r++)
         losses[r] = cross_entropy_row(logits + r * vocab, targets[r], vocab, scale);
-    double sum = 0.0;
-    for (int64_t r = 0; r < rows; r++) sum += losses[r];
-    return sum / (double)rows;
 }

@@ -1,8 +1,8 @@
 /* Elementary functions that the compiler turns into vector code: the same bits on every call, no table,
  * no branch. exp_poly is within 2 units in the last place of expf on [-87, 88]; outside it saturates,
  * NaN stays NaN. */
-#ifndef TRAIN_MATH_H
-#define TRAIN_MATH_H
+#ifndef TRAIN_CPU_MATH_H
+#define TRAIN_CPU_MATH_H
 
 #include <stdint.h>
 #include <string.h>

@@ -2,8 +2,8 @@
  *
  * Single-threaded OpenBLAS calls on fixed panels inside OpenMP: the bits do not depend on the number of
  * threads. The program must have called openblas_set_num_threads(1). */
-#ifndef TRAIN_LINEAR_H
-#define TRAIN_LINEAR_H
+#ifndef TRAIN_CPU_LINEAR_H
+#define TRAIN_CPU_LINEAR_H
 
 #include <stdbool.h>
 #include <stdint.h>

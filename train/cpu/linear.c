@@ -1,6 +1,6 @@
 /* See linear.h: y = x w^T and its two gradients on fixed panels. Threads take panels as they come, so that
  * one which the system has put aside holds up nobody; who computes a panel does not change its bits. */
-#include "train/linear.h"
+#include "train/cpu/linear.h"
 
 #include <cblas.h>
 

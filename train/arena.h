@@ -1,0 +1,33 @@
+/* Hands out aligned pieces of one block of memory; with a NULL base it only counts. */
+#ifndef TRAIN_ARENA_H
+#define TRAIN_ARENA_H
+
+#include "train/ops.h"
+
+enum { ARENA_ALIGN = 256 };
+
+typedef struct arena {
+    char *base;
+    size_t used,
+        most; // most: the largest `used` has been; pieces may be handed out again from an earlier one
+} arena;
+
+static inline void *arena_take(arena *a, size_t bytes)
+{
+    void *piece = a->base ? a->base + a->used : NULL;
+    a->used += (bytes + ARENA_ALIGN - 1) / ARENA_ALIGN * ARENA_ALIGN;
+    if (a->used > a->most) a->most = a->used;
+    return piece;
+}
+
+static inline void *arena_values(arena *a, smoe_type type, int64_t count)
+{
+    return arena_take(a, (size_t)count * type_size(type));
+}
+
+static inline float *arena_floats(arena *a, int64_t count)
+{
+    return arena_values(a, SMOE_TYPE_F32, count);
+}
+
+#endif

@@ -1,0 +1,16 @@
+/* AdamW and the norm of the whole gradient. Weight decay is decoupled; the caller says for which
+ * range it counts. */
+#ifndef TRAIN_CPU_ADAMW_H
+#define TRAIN_CPU_ADAMW_H
+
+#include "train/ops.h"
+
+/* One step on `count` weights: g = factor grad, m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
+ * w -= lr (mhat / (sqrt(vhat) + eps) + weight_decay w). Clears the gradients; s->clip is the caller's. */
+void adamw_update(float *w, float *grad, float *m, float *v, int64_t count, const adamw_step *s,
+                  float factor);
+
+/* The Euclidean norm of count gradients, summed in double over fixed panels. */
+double gradient_norm(const float *grad, int64_t count);
+
+#endif

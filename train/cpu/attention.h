@@ -1,0 +1,33 @@
+/* Causal softmax attention over whole sequences.
+ *
+ *     p[i, j] = softmax over j <= i of <q[i], k[j]> / sqrt(head size);
+ *     out[i] = sum over j <= i of p[i, j] v[j]
+ *
+ * One (sequence, head) pair is one thread's work; queries go in blocks of ATTENTION_BLOCK rows, so that only
+ * keys up to the block's end are touched. */
+#ifndef TRAIN_CPU_ATTENTION_H
+#define TRAIN_CPU_ATTENTION_H
+
+#include "train/ops.h"
+
+enum { ATTENTION_BLOCK = 64 };
+
+/* Floats of p, kept from forward to backward: every block's rows are `length` wide. */
+int64_t attention_saved(const pass_shape *shape);
+
+/* Floats of scratch that attention_backward wants, for omp_get_max_threads() threads. */
+int64_t attention_scratch(const pass_shape *shape);
+
+/* out, q, k (rows, d); v (rows, d) with row stride 3 d; p: attention_saved floats */
+void attention_forward(float *out, float *p, const float *q, const float *k, const float *v,
+                       const pass_shape *shape);
+
+/* shape->length rows of q and out that begin at position shape->first of one sequence, against all of k and v
+ * up to them. */
+void attention_continue(float *out, const float *q, const float *k, const float *v, const pass_shape *shape);
+
+/* Writes dq, dk (rows, d) and dv (row stride 3 d) from dout (rows, d). */
+void attention_backward(float *dq, float *dk, float *dv, const float *dout, const float *p, const float *q,
+                        const float *k, const float *v, const pass_shape *shape, float *scratch);
+
+#endif

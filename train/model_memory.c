@@ -1,0 +1,191 @@
+/* See model.h: making a model. Everything on the device lies in one block, whose size `place` counts first.
+ */
+#include "train/arena.h"
+#include "train/cpu/cpu.h"
+#include "train/model.h"
+#include "train/rope_table.h"
+
+#include <stdlib.h>
+
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+static int64_t dense_width(const model_config *c, int64_t layer)
+{
+    return layer < c->dense_layers ? c->dense_intermediate : c->shared_intermediate;
+}
+
+static void place_norms(model *m, arena *a, model_layer *layer, int64_t rows)
+{
+    smoe_type type = m->device->type;
+    int64_t d = m->config.hidden;
+    layer->h1 = arena_values(a, type, rows * d);
+    layer->rstd1 = arena_floats(a, rows);
+    layer->rstd_qk = arena_floats(a, 2 * rows);
+    layer->q = arena_values(a, type, rows * d);
+    if (m->use != MODEL_GENERATE) layer->k = arena_values(a, type, rows * d);
+    layer->h2 = arena_values(a, type, rows * d);
+    layer->rstd2 = arena_floats(a, rows);
+}
+
+static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_t rows)
+{
+    const model_config *c = &m->config;
+    smoe_type type = m->device->type;
+    int64_t d = c->hidden, width = dense_width(c, l);
+    pass_shape shape = model_shape(m, m->sequences, c->context);
+    if (m->use != MODEL_GENERATE) layer->qkv = arena_values(a, type, rows * 3 * d);
+    layer->p = arena_take(a, m->device->ops->attention_saved(m->device, &shape));
+    layer->mixed = arena_values(a, type, rows * d);
+    layer->x_mid = arena_values(a, type, rows * d);
+    layer->dense_h = arena_values(a, type, rows * 2 * width);
+    layer->dense_a = arena_values(a, type, rows * width);
+    if (l < c->dense_layers) return;
+    layer->moe.logits = arena_floats(a, rows * c->experts);
+    layer->moe.losses = arena_floats(a, 4);
+    layer->moe.saved = arena_take(a, m->moe.saved_bytes);
+}
+
+/* Which parts of the layers share their memory follows from what passes keep. */
+static void place_layers(model *m, arena *a, int64_t rows)
+{
+    const model_config *c = &m->config;
+    smoe_type type = m->device->type;
+    bool train = m->use == MODEL_TRAIN;
+    bool share_norms = !train || m->recompute != RECOMPUTE_NONE;
+    bool share_rest = !train || m->recompute == RECOMPUTE_LAYERS;
+    void *x = train ? NULL : arena_values(a, type, rows * c->hidden);
+    for (int64_t l = 0; l < c->layers; l++) {
+        m->layers[l].x = train ? arena_values(a, type, rows * c->hidden) : x;
+        if (m->use != MODEL_GENERATE) continue;
+        m->layers[l].k = arena_values(a, type, rows * c->hidden);
+        m->layers[l].qkv = arena_values(a, type, rows * 3 * c->hidden);
+    }
+    size_t start = a->used;
+    for (int64_t l = 0; l < c->layers; l++) {
+        if (share_norms) a->used = start;
+        place_norms(m, a, &m->layers[l], rows);
+    }
+    start = a->used;
+    for (int64_t l = 0; l < c->layers; l++) {
+        if (share_rest) a->used = start;
+        place_rest(m, a, &m->layers[l], l, rows);
+    }
+    a->used = a->most;
+}
+
+static void place_gradients(model *m, arena *a, int64_t rows)
+{
+    const model_config *c = &m->config;
+    train_device *dv = m->device;
+    int64_t d = c->hidden, widest = larger(c->dense_intermediate, c->shared_intermediate);
+    pass_shape shape = model_shape(m, m->sequences, c->context);
+    m->grads = arena_values(a, dv->grad_type, (int64_t)m->layout.total);
+    m->dx = arena_values(a, dv->type, rows * d);
+    m->dh = arena_values(a, dv->type, rows * d);
+    m->dq = arena_values(a, dv->type, rows * d);
+    m->dk = arena_values(a, dv->type, rows * d);
+    m->dqkv = arena_values(a, dv->type, rows * 3 * d);
+    m->da = arena_values(a, dv->type, rows * widest);
+    if (dv->grad_type != SMOE_TYPE_F32 && m->loss_rows < rows) m->head_grads = arena_floats(a, c->vocab * d);
+    m->norm_scratch = arena_floats(a, dv->ops->norm_scratch(dv, rows, d));
+    m->attention_scratch = arena_take(a, dv->ops->attention_scratch(dv, &shape));
+}
+
+static void place(model *m, arena *a)
+{
+    const model_config *c = &m->config;
+    train_device *dv = m->device;
+    int64_t rows = m->sequences * c->context, d = c->hidden;
+    m->params = arena_values(a, dv->type, (int64_t)m->layout.total);
+    place_layers(m, a, rows);
+    m->x_last = arena_values(a, dv->type, rows * d);
+    m->hidden = arena_values(a, dv->type, rows * d);
+    m->rstd = arena_floats(a, rows);
+    m->logits = arena_values(a, dv->type, (m->use == MODEL_GENERATE ? 1 : m->loss_rows) * c->vocab);
+    m->losses = arena_floats(a, rows);
+    m->scalars = arena_take(a, SCALARS * sizeof *m->scalars);
+    m->rope = arena_floats(a, c->context * (d / c->heads));
+    m->moe.scratch = arena_take(a, m->moe.scratch_bytes);
+    if (m->use == MODEL_TRAIN) place_gradients(m, a, rows);
+}
+
+static bool fill_rope(model *m, error *err)
+{
+    const model_config *c = &m->config;
+    int64_t count = c->context * (c->hidden / c->heads);
+    float *table = malloc((size_t)count * sizeof *table);
+    if (!table) return fail(err, ERROR_RUNTIME, "out of memory: RoPE's %lld angles", (long long)count);
+    rope_table(table, c->context, c->hidden / c->heads, c->rope_theta);
+    m->device->ops->store(m->device, m->rope, SMOE_TYPE_F32, table, count);
+    free(table);
+    return true;
+}
+
+static bool allocate(model *m, error *err)
+{
+    train_device *dv = m->device;
+    m->layers = calloc((size_t)m->config.layers, sizeof *m->layers);
+    if (!m->layers) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
+    arena a = {0};
+    place(m, &a);
+    m->memory_bytes = a.most;
+    size_t available = dv->ops->available(dv);
+    m->memory = dv->ops->allocate(dv, a.most);
+    if (!m->memory && available)
+        return fail(err, ERROR_RUNTIME,
+                    "out of memory: the model asks for %.2f GB, the device has %.2f GB (a smaller --batch?)",
+                    (double)a.most / 1e9, (double)available / 1e9);
+    if (!m->memory)
+        return fail(err, ERROR_RUNTIME,
+                    "out of memory: the model asks for %.1f MB (fewer sequences, a smaller model?)",
+                    (double)a.most / 1e6);
+    a = (arena){.base = m->memory};
+    place(m, &a);
+    m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : calloc(m->layout.total, sizeof *m->weights);
+    if (!m->weights)
+        return fail(err, ERROR_RUNTIME, "out of memory: %zu weights on the host", m->layout.total);
+    dv->ops->clear(dv, m->params, m->layout.total * type_size(dv->type));
+    if (m->grads) dv->ops->clear(dv, m->grads, m->layout.total * type_size(dv->grad_type));
+    return fill_rope(m, err);
+}
+
+static bool create(model *m, error *err)
+{
+    const model_config *c = &m->config;
+    if (!m->device && !(m->owns_device = (m->device = cpu_open(err)) != NULL)) return false;
+    int64_t rows = m->sequences * c->context;
+    m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
+    if (!model_config_check(c, err) || !param_layout_create(&m->layout, c, err)) return false;
+    if (c->dense_layers < c->layers &&
+        !moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN, &m->routing, err))
+        return false;
+    return allocate(m, err);
+}
+
+bool model_create(model *m, train_device *device, const model_config *config, const model_options *options,
+                  error *err)
+{
+    *m = (model){.device = device,
+                 .config = *config,
+                 .sequences = options->sequences,
+                 .use = options->use,
+                 .recompute = options->recompute};
+    if (options->routing) m->routing = *options->routing;
+    if (create(m, err)) return true;
+    model_destroy(m);
+    return false;
+}
+
+void model_destroy(model *m)
+{
+    moe_destroy(&m->moe);
+    param_layout_destroy(&m->layout);
+    free(m->layers);
+    if (m->weights != m->params) free(m->weights);
+    if (m->memory) m->device->ops->release(m->device, m->memory);
+    if (m->owns_device) m->device->ops->close(m->device);
+    *m = (model){0};
+}

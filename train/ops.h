@@ -1,0 +1,155 @@
+/* What a model is made of: one table of operations, filled by each kind of device (train/cpu, train/cuda).
+ *
+ * Activations, weights and what flows back have the device's `type`; weights' gradients `grad_type`; sums
+ * over rows, statistics and losses are f32. Matrices are row-major. Pointers are the device's own
+ * (`allocate`). Operations follow one another on the device and may return before they are done. One that
+ * fails is noted in `failure`: `finish`, which waits for all of them, says so. Same inputs, same bits, on
+ * every call.
+ *
+ * T rows of a pass (sequences * length), d hidden. With `add`, results are added to what is there. */
+#ifndef TRAIN_OPS_H
+#define TRAIN_OPS_H
+
+#include "common/error.h"
+#include "smoe.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct train_ops train_ops;
+
+/* The part of a device that the model knows; the backend's own state follows it. */
+typedef struct train_device {
+    const train_ops *ops;
+    const char *name; // "cpu", "cuda"
+    smoe_backend backend;
+    smoe_type type, grad_type;
+    smoe_type state_type; // of AdamW's moments
+    bool master;          // the optimiser keeps the weights in f32 beside those of `type`
+    void *stream;         // what the library's calls are enqueued on
+    bool adds_gradients;  // a step begins with gradients of zero (else its first pass writes them)
+    int64_t loss_rows;    // rows whose logits exist at a time, 0: all of a pass
+    error failure;        // of the first operation that failed
+} train_device;
+
+/* Sequences of a pass, as attention and RoPE see them. d = heads * head_size; rows of q and k have d
+ * elements, those of v 3 d: it is a part of the projection. */
+typedef struct pass_shape {
+    int64_t sequences, length, heads, head_size;
+    int64_t
+        first; // position of a sequence's first row. Not 0: one sequence whose earlier rows are in k and v
+} pass_shape;
+
+/* One batch on the device. */
+typedef struct device_batch {
+    const int32_t *tokens, *targets; // (T), targets of a pass with a loss
+    const int32_t *order; // (T) rows by token, those of one token ascending; what a device does not
+    const int32_t *runs;  // ask for is NULL: (T + 1) where each token's rows begin in `order`, then -1
+} device_batch;
+
+/* AdamW's part that changes from step to step, in device memory. */
+typedef struct adamw_step {
+    double lr, beta1, beta2, eps, weight_decay, clip; // clip: largest norm of the gradient
+    int64_t step;                                     // counts from 1
+} adamw_step;
+
+/* One optimiser's arrays, all in the layout of the weights: [0, matrices) decays, [matrices, total) does not.
+ */
+typedef struct adamw_arrays {
+    void *weights; // type: what passes read
+    float *master; // the weights in f32, or NULL: `weights` is all there is
+    void *grads;   // grad_type
+    void *first, *second;
+    smoe_type state_type; // of the moments
+    int64_t matrices, total;
+} adamw_arrays;
+
+struct train_ops {
+    /* ---- the device ---- */
+    void (*close)(train_device *dv);
+    void *(*allocate)(train_device *dv, size_t bytes); // aligned to 256; NULL: no memory
+    void (*release)(train_device *dv, void *memory);
+    size_t (*available)(train_device *dv); // bytes that allocate can still give, 0: not known
+    void (*upload)(train_device *dv, void *to, const void *host, size_t bytes); // done with host on return
+    void (*download)(train_device *dv, void *host, const void *from, size_t bytes); // done on return
+    /* f32 on the host to `type` on the device and back */
+    void (*store)(train_device *dv, void *to, smoe_type type, const float *host, int64_t count);
+    void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
+    void (*clear)(train_device *dv, void *memory, size_t bytes);
+    /* Brings one batch of `rows` tokens to the device; targets may be NULL. The first call gives the most
+     * rows that will ever come, and the places stay. The host's arrays must stay as they are until `finish`.
+     */
+    void (*load_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
+                       int64_t rows, int64_t most, int64_t vocab);
+    bool (*finish)(train_device *dv, error *err);
+
+    /* ---- forward ---- */
+    void (*embed)(train_device *dv, void *x, const void *weight, const int32_t *tokens, int64_t rows,
+                  int64_t d);
+    /* x += residual (unless NULL); y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps); all (rows, d), rstd (rows)
+     */
+    void (*norm)(train_device *dv, void *y, float *rstd, void *x, const void *residual, const void *w,
+                 int64_t rows, int64_t d, double eps);
+    /* y (rows, out) = x (rows, in) w (out, in)^T + residual (rows, out), which may be y itself or NULL */
+    void (*linear)(train_device *dv, void *y, const void *x, const void *w, const void *residual,
+                   int64_t rows, int64_t in, int64_t out);
+    /* q and k (T, d): the first and second third of qkv (T, 3 d), each normalised over d and turned by RoPE;
+     * rstd (2, T); rope: rope_table */
+    void (*qk_norm_rope)(train_device *dv, void *q, void *k, float *rstd, const void *qkv, const void *wq,
+                         const void *wk, const float *rope, const pass_shape *shape, double eps);
+    /* Causal: out[i] = sum over j <= i of softmax(<q[i], k[j]> / sqrt(head_size)) v[j]. With shape->first, q
+     * and out begin at that position, k and v at 0. `saved` (attention_saved bytes) goes to the backward. */
+    void (*attention)(train_device *dv, void *out, void *saved, const void *q, const void *k, const void *v,
+                      const pass_shape *shape);
+    size_t (*attention_saved)(train_device *dv, const pass_shape *shape);
+    size_t (*attention_scratch)(train_device *dv, const pass_shape *shape);
+    /* a (rows, width) = silu(gate) up, h (rows, 2 width) = gate | up */
+    void (*swiglu)(train_device *dv, void *a, const void *h, int64_t rows, int64_t width);
+    /* losses (rows) = -log softmax(logits[row])[target]; logits (rows, vocab) become scale times the gradient
+     * of the sum of the losses */
+    void (*cross_entropy)(train_device *dv, void *logits, float *losses, const int32_t *targets, float scale,
+                          int64_t rows, int64_t vocab);
+    void (*mean)(train_device *dv, double *mean, const float *values, int64_t count);
+
+    /* ---- backward ---- */
+    void (*embed_backward)(train_device *dv, void *dweight, const void *dx, const device_batch *batch,
+                           int64_t rows, int64_t vocab, int64_t d, bool add);
+    /* dx = (with add_dx, +=) the gradient of x, dw = (with add_dw, +=) that of w; scratch: norm_scratch
+     * floats */
+    void (*norm_backward)(train_device *dv, void *dx, void *dw, const void *dy, const void *x,
+                          const float *rstd, const void *w, int64_t rows, int64_t d, bool add_dx, bool add_dw,
+                          float *scratch);
+    int64_t (*norm_scratch)(train_device *dv, int64_t rows, int64_t d);
+    void (*linear_dx)(train_device *dv, void *dx, const void *dy, const void *w, int64_t rows, int64_t in,
+                      int64_t out, bool add); // dx = dy w
+    void (*linear_dw)(train_device *dv, void *dw, smoe_type dw_type, const void *dy, const void *x,
+                      int64_t rows, int64_t in, int64_t out, bool add); // dw = dy^T x
+    /* to (grad_type) = (with add, +=) f32 values, as the sum of several linear_dw is kept; asked only of
+     * devices whose grad_type is not f32 */
+    void (*narrow)(train_device *dv, void *to, const float *from, int64_t count, bool add);
+    /* The q and k thirds of dqkv from dq and dk, which it may overwrite; dwq, dwk (d) */
+    void (*qk_norm_rope_backward)(train_device *dv, void *dqkv, void *dwq, void *dwk, void *dq, void *dk,
+                                  const void *qkv, const float *rstd, const void *wq, const void *wk,
+                                  const float *rope, const pass_shape *shape, bool add, float *scratch);
+    /* dq, dk (T, d); dv rows have 3 d elements. Only for shape->first = 0. */
+    void (*attention_backward)(train_device *dv, void *dq, void *dk, void *dvalue, const void *dout,
+                               const void *out, const void *saved, const void *q, const void *k,
+                               const void *v, const pass_shape *shape, void *scratch);
+    /* h becomes its gradient, from da (rows, width) */
+    void (*swiglu_backward)(train_device *dv, void *h, const void *da, int64_t rows, int64_t width);
+
+    /* ---- the optimiser ---- */
+    void (*gradient_norm)(train_device *dv, double *norm, const void *grads, int64_t count);
+    /* One step; the gradient is scaled to norm `clip` where `norm` is larger. Clears the gradients of a
+     * device that adds them. */
+    void (*adamw)(train_device *dv, const adamw_arrays *arrays, const adamw_step *step, const double *norm);
+};
+
+/* Bytes of an element. */
+static inline size_t type_size(smoe_type type)
+{
+    return type == SMOE_TYPE_F32 ? 4 : 2;
+}
+
+#endif

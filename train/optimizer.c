@@ -1,0 +1,103 @@
+/* See optimizer.h. */
+#include "train/optimizer.h"
+
+#include "train/arena.h"
+
+#include <stdlib.h>
+
+static void place(optimizer *o, arena *a)
+{
+    const train_device *dv = o->model->device;
+    int64_t total = o->arrays.total;
+    o->step = arena_take(a, sizeof *o->step);
+    o->arrays.first = arena_values(a, o->arrays.state_type, total);
+    o->arrays.second = arena_values(a, o->arrays.state_type, total);
+    if (dv->master) o->arrays.master = arena_floats(a, total);
+}
+
+static bool allocate(optimizer *o, error *err)
+{
+    train_device *dv = o->model->device;
+    int64_t total = o->arrays.total;
+    arena a = {0};
+    place(o, &a);
+    size_t available = dv->ops->available(dv);
+    o->memory = dv->ops->allocate(dv, a.most);
+    if (!o->memory && available)
+        return fail(err, ERROR_RUNTIME,
+                    "out of memory: AdamW's states ask for %.2f GB, the device has %.2f GB left (a smaller "
+                    "--batch, --precision bf16?)",
+                    (double)a.most / 1e9, (double)available / 1e9);
+    if (!o->memory)
+        return fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %lld weights", (long long)total);
+    a = (arena){.base = o->memory};
+    place(o, &a);
+    dv->ops->clear(dv, o->memory, a.most);
+    bool host = dv->backend == SMOE_BACKEND_CPU;
+    o->first = host ? o->arrays.first : calloc((size_t)total, sizeof *o->first);
+    o->second = host ? o->arrays.second : calloc((size_t)total, sizeof *o->second);
+    return (o->first && o->second) ||
+           fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %lld weights on the host",
+                (long long)total);
+}
+
+bool optimizer_create(optimizer *o, model *m, error *err)
+{
+    *o = (optimizer){.model = m,
+                     .arrays = {.weights = m->params,
+                                .grads = m->grads,
+                                .state_type = m->device->state_type,
+                                .matrices = (int64_t)m->layout.matrices,
+                                .total = (int64_t)m->layout.total}};
+    if (allocate(o, err)) return true;
+    optimizer_destroy(o);
+    return false;
+}
+
+void optimizer_destroy(optimizer *o)
+{
+    if (o->first != o->arrays.first) free(o->first);
+    if (o->second != o->arrays.second) free(o->second);
+    if (o->memory) o->model->device->ops->release(o->model->device, o->memory);
+    *o = (optimizer){0};
+}
+
+void optimizer_upload(optimizer *o)
+{
+    train_device *dv = o->model->device;
+    const adamw_arrays *a = &o->arrays;
+    model_upload(o->model, a->master);
+    dv->ops->store(dv, a->first, a->state_type, o->first, a->total);
+    dv->ops->store(dv, a->second, a->state_type, o->second, a->total);
+}
+
+bool optimizer_download(optimizer *o, error *err)
+{
+    train_device *dv = o->model->device;
+    const adamw_arrays *a = &o->arrays;
+    model_download(o->model, a->master);
+    dv->ops->load(dv, o->first, a->first, a->state_type, a->total);
+    dv->ops->load(dv, o->second, a->second, a->state_type, a->total);
+    return dv->ops->finish(dv, err);
+}
+
+bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *step, error *err)
+{
+    model *m = o->model;
+    train_device *dv = m->device;
+    model_load_batch(m, batch);
+    dv->ops->upload(dv, o->step, step, sizeof *step);
+    if (!model_enqueue_gradients(m, batch->sequences, batch->length, dv->adds_gradients, err)) return false;
+    dv->ops->gradient_norm(dv, &m->scalars[SCALAR_NORM], m->grads, o->arrays.total);
+    dv->ops->adamw(dv, &o->arrays, o->step, &m->scalars[SCALAR_NORM]);
+    return true;
+}
+
+bool optimizer_finish(optimizer *o, step_result *result, error *err)
+{
+    model *m = o->model;
+    double scalars[SCALARS];
+    m->device->ops->download(m->device, scalars, m->scalars, sizeof scalars);
+    *result = (step_result){scalars[SCALAR_LOSS], scalars[SCALAR_NORM]};
+    return m->device->ops->finish(m->device, err);
+}

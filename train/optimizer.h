@@ -1,0 +1,36 @@
+/* The optimiser of a model: AdamW's arrays on the model's device, and one step of training from a batch to
+ * new weights. */
+#ifndef TRAIN_OPTIMIZER_H
+#define TRAIN_OPTIMIZER_H
+
+#include "train/model.h"
+
+typedef struct optimizer {
+    model *model;
+    adamw_arrays arrays;
+    adamw_step *step; // on the device
+    float *first,
+        *second;  // the moments on the host, as checkpoints have them. On the CPU: arrays.first, .second
+    void *memory; // on the device
+} optimizer;
+
+/* What a step found. */
+typedef struct step_result {
+    double loss, norm; // nats; the gradient's norm before clipping
+} step_result;
+
+/* Moments of zero. `model` was made for training and outlives o. */
+bool optimizer_create(optimizer *o, model *model, error *err);
+void optimizer_destroy(optimizer *o); // a zeroed one is fine
+
+/* Weights and moments from the host's arrays (model->weights, first, second) to the device and back. */
+void optimizer_upload(optimizer *o);
+bool optimizer_download(optimizer *o, error *err);
+
+/* Enqueues forward, backward and the update for a batch of model->sequences whole sequences, and returns
+ * while the device works; optimizer_finish waits. With a loss or norm that is not finite the weights are
+ * worthless. */
+bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *step, error *err);
+bool optimizer_finish(optimizer *o, step_result *result, error *err);
+
+#endif
