@@ -241,14 +241,14 @@ static void the_down_kernel_fits_its_shape(void **state)
     (void)state;
     for (int64_t n = 8; n <= 4096; n += 8)
         for (int64_t columns = 8; columns <= 4096; columns += 56) {
-            assert_int_equal(smoe_down_choose(n, columns, 1), SMOE_DOWN_TILES);
-            const smoe_down_kind kind = smoe_down_choose(n, columns, 0);
-            if (kind == SMOE_DOWN_STATIONARY) assert_true(n > 192 && n <= 256);
+            assert_int_equal(smoe_gemm_choose(n, columns, 1), SMOE_GEMM_TILES);
+            const smoe_gemm kind = smoe_gemm_choose(n, columns, 0);
+            if (kind == SMOE_GEMM_STATIONARY) assert_true(n > 192 && n <= 256);
         }
-    assert_int_equal(smoe_down_choose(256, 768, 0), SMOE_DOWN_STATIONARY);
-    assert_int_equal(smoe_down_choose(256, 384, 0), SMOE_DOWN_PING_PONG); /* 1.5 tiles of 256 */
-    assert_int_equal(smoe_down_choose(512, 4096, 0), SMOE_DOWN_PING_PONG);
-    assert_int_equal(smoe_down_choose(2048, 4096, 0), SMOE_DOWN_TILES);
+    assert_int_equal(smoe_gemm_choose(256, 768, 0), SMOE_GEMM_STATIONARY);
+    assert_int_equal(smoe_gemm_choose(256, 384, 0), SMOE_GEMM_PING_PONG); /* 1.5 tiles of 256 */
+    assert_int_equal(smoe_gemm_choose(512, 4096, 0), SMOE_GEMM_PING_PONG);
+    assert_int_equal(smoe_gemm_choose(2048, 4096, 0), SMOE_GEMM_TILES);
 }
 
 /* ---- Plan ---- */

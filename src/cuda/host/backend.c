@@ -274,7 +274,7 @@ static cudaError_t run_up(experts_call *c)
 static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
-    const smoe_down_kind kind = smoe_down_choose(layer->intermediate, columns, c->args->b2 != NULL);
+    const smoe_gemm kind = smoe_gemm_choose(layer->intermediate, columns, c->args->b2 != NULL);
     smoe_cuda_down p = {
         .bias = c->args->b2,
         .block_offsets = c->plan->block_offsets,
@@ -285,9 +285,9 @@ static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t colum
         .columns = (int32_t)columns,
     };
     smoe_map_matrix(&c->maker, &p.a, c->a, c->rows, layer->intermediate,
-                    kind == SMOE_DOWN_STATIONARY ? 64 : 128);
+                    kind == SMOE_GEMM_STATIONARY ? 64 : 128);
     smoe_map_matrix(&c->maker, &p.w2, c->args->w2, layer->experts * layer->hidden, layer->intermediate,
-                    kind == SMOE_DOWN_PING_PONG ? 192 : 256);
+                    kind == SMOE_GEMM_PING_PONG ? 192 : 256);
     smoe_map_matrix(&c->maker, &p.y, c->y, c->rows, columns, SMOE_BLOCK_ROWS);
     return c->maker.status == CUDA_SUCCESS
                ? smoe_cuda_down_launch(&p, kind, layer->dtype, c->state->ctas, c->stream)

@@ -209,17 +209,17 @@ static cudaError_t run_dw1(backward_call *c)
     return smoe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
 }
 
-static smoe_down_kind choose_dx_rows(const smoe_problem *p, int64_t columns)
+static smoe_gemm choose_dx_rows(const smoe_problem *p, int64_t columns)
 {
-    const double tiles = smoe_down_merit(SMOE_DOWN_TILES, p->h_width, columns);
-    const double ping_pong = smoe_down_merit(SMOE_DOWN_PING_PONG, p->h_width, columns);
-    return ping_pong > tiles ? SMOE_DOWN_PING_PONG : SMOE_DOWN_TILES;
+    const double tiles = smoe_gemm_merit(SMOE_GEMM_TILES, p->h_width, columns);
+    const double ping_pong = smoe_gemm_merit(SMOE_GEMM_PING_PONG, p->h_width, columns);
+    return ping_pong > tiles ? SMOE_GEMM_PING_PONG : SMOE_GEMM_TILES;
 }
 
 static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
-    const smoe_down_kind kind = choose_dx_rows(c->problem, columns);
+    const smoe_gemm kind = choose_dx_rows(c->problem, columns);
     smoe_cuda_dx_rows p = {
         .block_offsets = c->plan->block_offsets,
         .lists = c->lists,
@@ -232,7 +232,7 @@ static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t c
     };
     smoe_map_h(&c->maker, &p.a, c->dh, c->rows, c->halves, layer->intermediate, 2 * SMOE_BLOCK_ROWS);
     smoe_map_w1_panels(&c->maker, &p.w1, c->args->w1, layer, c->problem->gated,
-                       kind == SMOE_DOWN_PING_PONG ? 3 : 4);
+                       kind == SMOE_GEMM_PING_PONG ? 3 : 4);
     smoe_map_matrix(&c->maker, &p.y, c->scratch + c->at.shared, c->rows, columns, SMOE_BLOCK_ROWS);
     if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return smoe_cuda_dx_rows_launch(&p, kind, layer->dtype, c->state->ctas, c->stream);

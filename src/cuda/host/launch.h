@@ -71,10 +71,10 @@ cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *up, smoe_type dtype, int cta
 /* ---- down ---- */
 
 typedef struct smoe_cuda_down {
-    CUtensorMap a;    /* 2-D: n columns, rows; 64 x 128, or 64 x 64 for SMOE_DOWN_STATIONARY */
-    CUtensorMap w2;   /* 2-D: n columns, E d rows; 64 x 256, or 64 x 192 for SMOE_DOWN_PING_PONG */
+    CUtensorMap a;    /* 2-D: n columns, rows; 64 x 128, or 64 x 64 for SMOE_GEMM_STATIONARY */
+    CUtensorMap w2;   /* 2-D: n columns, E d rows; 64 x 256, or 64 x 192 for SMOE_GEMM_PING_PONG */
     CUtensorMap y;    /* 2-D: the chunk's columns, rows; 64 x 64 */
-    const void *bias; /* b2 or NULL; SMOE_DOWN_TILES only */
+    const void *bias; /* b2 or NULL; SMOE_GEMM_TILES only */
     const int32_t *block_offsets; /* (E+1) */
     smoe_cuda_lists lists;
     int32_t hidden, intermediate;
@@ -82,7 +82,7 @@ typedef struct smoe_cuda_down {
 } smoe_cuda_down;
 
 cudaError_t smoe_cuda_down_init(void);
-cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *down, smoe_down_kind kind, smoe_type dtype, int ctas,
+cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *down, smoe_gemm kind, smoe_type dtype, int ctas,
                                   cudaStream_t stream);
 
 /* ---- combine ---- */

@@ -140,7 +140,7 @@ cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *dlogits, cudaStrea
 
 typedef struct smoe_cuda_dx_rows {
     CUtensorMap a;                /* dH, smoe_map_h with boxes of 128 rows */
-    CUtensorMap w1;               /* smoe_map_w1_panels: 64 features, 4 panels or for SMOE_DOWN_PING_PONG 3 */
+    CUtensorMap w1;               /* smoe_map_w1_panels: 64 features, 4 panels or for SMOE_GEMM_PING_PONG 3 */
     CUtensorMap y;                /* 2-D: the chunk's columns, rows; 64 x 64 */
     const int32_t *block_offsets; /* (E+1), or NULL: one expert */
     smoe_cuda_backward_lists lists;
@@ -150,8 +150,8 @@ typedef struct smoe_cuda_dx_rows {
 } smoe_cuda_dx_rows;
 
 cudaError_t smoe_cuda_dx_rows_init(void);
-cudaError_t smoe_cuda_dx_rows_launch(const smoe_cuda_dx_rows *dx, smoe_down_kind kind, smoe_type dtype,
-                                     int ctas, cudaStream_t stream);
+cudaError_t smoe_cuda_dx_rows_launch(const smoe_cuda_dx_rows *dx, smoe_gemm kind, smoe_type dtype, int ctas,
+                                     cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -141,10 +141,10 @@ static cudaError_t run_dense_dx(backward_call *c)
 {
     const smoe_layer *layer = &c->problem->layer, one = as_expert(layer);
     const int64_t d = layer->hidden, stride = c->at.router.stride;
-    const smoe_down_kind kind =
-        smoe_down_merit(SMOE_DOWN_PING_PONG, stride, d) > smoe_down_merit(SMOE_DOWN_TILES, stride, d)
-            ? SMOE_DOWN_PING_PONG
-            : SMOE_DOWN_TILES;
+    const smoe_gemm kind =
+        smoe_gemm_merit(SMOE_GEMM_PING_PONG, stride, d) > smoe_gemm_merit(SMOE_GEMM_TILES, stride, d)
+            ? SMOE_GEMM_PING_PONG
+            : SMOE_GEMM_TILES;
     smoe_cuda_dx_rows p = {
         .lists = lists_at(c),
         .hidden = (int32_t)d,
@@ -156,7 +156,7 @@ static cudaError_t run_dense_dx(backward_call *c)
     smoe_map_h(&c->maker, &p.a, c->scratch + c->at.router.dense, layer->tokens, 1, stride,
                2 * SMOE_BLOCK_ROWS);
     smoe_map_w1_panels(&c->maker, &p.w1, c->args->router_weight, &one, 0,
-                       kind == SMOE_DOWN_PING_PONG ? 3 : 4);
+                       kind == SMOE_GEMM_PING_PONG ? 3 : 4);
     smoe_map_matrix(&c->maker, &p.y, c->args->dx, layer->tokens, d, SMOE_BLOCK_ROWS);
     if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return smoe_cuda_dx_rows_launch(&p, kind, layer->dtype, c->state->ctas, c->stream);

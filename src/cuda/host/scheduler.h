@@ -121,34 +121,34 @@ SMOE_HD smoe_place smoe_place_of(int32_t unit, int32_t row_tiles, int32_t column
 
 /* ---- Which kernel multiplies A by W2 ---- */
 
-typedef enum smoe_down_kind {
-    SMOE_DOWN_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
-    SMOE_DOWN_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
-    SMOE_DOWN_STATIONARY = 2, /* 256 columns of weights stay in shared memory, K <= 256 */
-} smoe_down_kind;
+typedef enum smoe_gemm {
+    SMOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
+    SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
+    SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory, K <= 256 */
+} smoe_gemm;
 
 /* Relative speed of the three on full tiles (docs/lab-notebook.md) times the share of columns that is real.
  */
-static inline double smoe_down_merit(smoe_down_kind kind, int64_t intermediate, int64_t columns)
+static inline double smoe_gemm_merit(smoe_gemm kind, int64_t intermediate, int64_t columns)
 {
-    const int64_t width = kind == SMOE_DOWN_PING_PONG ? 192 : 256;
+    const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;
     const double real = (double)columns / (double)(smoe_divide_up(columns, width) * width);
     switch (kind) {
-    case SMOE_DOWN_TILES: return real;
-    case SMOE_DOWN_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
-    case SMOE_DOWN_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.13 : 0.0;
+    case SMOE_GEMM_TILES: return real;
+    case SMOE_GEMM_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
+    case SMOE_GEMM_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.13 : 0.0;
     }
     return 0.0;
 }
 
-static inline smoe_down_kind smoe_down_choose(int64_t intermediate, int64_t columns, int bias)
+static inline smoe_gemm smoe_gemm_choose(int64_t intermediate, int64_t columns, int bias)
 {
-    smoe_down_kind best = SMOE_DOWN_TILES;
+    smoe_gemm best = SMOE_GEMM_TILES;
     if (bias) return best;
-    for (int kind = SMOE_DOWN_PING_PONG; kind <= SMOE_DOWN_STATIONARY; kind++)
-        if (smoe_down_merit((smoe_down_kind)kind, intermediate, columns) >
-            smoe_down_merit(best, intermediate, columns))
-            best = (smoe_down_kind)kind;
+    for (int kind = SMOE_GEMM_PING_PONG; kind <= SMOE_GEMM_STATIONARY; kind++)
+        if (smoe_gemm_merit((smoe_gemm)kind, intermediate, columns) >
+            smoe_gemm_merit(best, intermediate, columns))
+            best = (smoe_gemm)kind;
     return best;
 }
 

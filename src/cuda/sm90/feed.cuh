@@ -11,7 +11,7 @@
 
 namespace smoe
 {
-namespace cooperative
+namespace gemm_cooperative
 {
 
 struct work_item {
@@ -136,5 +136,5 @@ struct feed {
     }
 };
 
-} // namespace cooperative
+} // namespace gemm_cooperative
 } // namespace smoe

@@ -12,7 +12,7 @@
 
 namespace smoe
 {
-namespace cooperative
+namespace gemm_cooperative
 {
 
 enum {
@@ -180,5 +180,5 @@ SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int c
     if (lane == 0) barrier_arrive(shared.slot_full(slot));
 }
 
-} // namespace cooperative
+} // namespace gemm_cooperative
 } // namespace smoe

@@ -10,7 +10,7 @@
 
 namespace smoe
 {
-namespace down_ping_pong
+namespace gemm_ping_pong
 {
 
 enum {
@@ -201,5 +201,5 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     }
 }
 
-} // namespace down_ping_pong
+} // namespace gemm_ping_pong
 } // namespace smoe

@@ -16,7 +16,7 @@
 
 namespace smoe
 {
-namespace down_stationary
+namespace gemm_stationary
 {
 
 enum {
@@ -353,5 +353,5 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smo
     }
 }
 
-} // namespace down_stationary
+} // namespace gemm_stationary
 } // namespace smoe

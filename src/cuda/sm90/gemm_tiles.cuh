@@ -7,10 +7,10 @@
 
 namespace smoe
 {
-namespace down_tiles
+namespace gemm_tiles
 {
 
-using namespace cooperative;
+using namespace gemm_cooperative;
 
 enum { BARRIERS = STAGING_END, FEED = BARRIERS + BARRIER_BYTES, SHARED_BYTES = FEED + FEED_BYTES };
 static_assert(FEED % 16 == 0, "items are 16 bytes");
@@ -139,5 +139,5 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     }
 }
 
-} // namespace down_tiles
+} // namespace gemm_tiles
 } // namespace smoe

@@ -22,7 +22,7 @@ namespace smoe
 namespace
 {
 
-using namespace cooperative;
+using namespace gemm_cooperative;
 
 enum {
     CONSUMER_THREADS = 128,
@@ -477,8 +477,8 @@ extern "C" cudaError_t smoe_cuda_dh_launch(const smoe_cuda_dh *p, smoe_type dtyp
                                            cudaStream_t stream)
 {
     if (dtype == SMOE_TYPE_BF16)
-        smoe::dh<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+        smoe::dh<__nv_bfloat16><<<ctas, smoe::gemm_cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
     else
-        smoe::dh<__half><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+        smoe::dh<__half><<<ctas, smoe::gemm_cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
     return cudaGetLastError();
 }

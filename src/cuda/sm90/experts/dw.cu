@@ -17,7 +17,7 @@ namespace smoe
 namespace
 {
 
-using namespace cooperative;
+using namespace gemm_cooperative;
 
 enum {
     LOADERS = 64,

@@ -58,11 +58,11 @@ struct variant {
 };
 
 const variant variants[] = {
-    {{down_tiles::kernel<__nv_bfloat16, smoe_cuda_dx_rows>, down_tiles::kernel<__half, smoe_cuda_dx_rows>},
-     down_tiles::SHARED_BYTES},
-    {{down_ping_pong::kernel<__nv_bfloat16, smoe_cuda_dx_rows>,
-      down_ping_pong::kernel<__half, smoe_cuda_dx_rows>},
-     down_ping_pong::SHARED_BYTES},
+    {{gemm_tiles::kernel<__nv_bfloat16, smoe_cuda_dx_rows>, gemm_tiles::kernel<__half, smoe_cuda_dx_rows>},
+     gemm_tiles::SHARED_BYTES},
+    {{gemm_ping_pong::kernel<__nv_bfloat16, smoe_cuda_dx_rows>,
+      gemm_ping_pong::kernel<__half, smoe_cuda_dx_rows>},
+     gemm_ping_pong::SHARED_BYTES},
 };
 
 } // namespace
@@ -79,10 +79,10 @@ extern "C" cudaError_t smoe_cuda_dx_rows_init(void)
     return cudaSuccess;
 }
 
-extern "C" cudaError_t smoe_cuda_dx_rows_launch(const smoe_cuda_dx_rows *p, smoe_down_kind kind,
-                                                smoe_type dtype, int ctas, cudaStream_t stream)
+extern "C" cudaError_t smoe_cuda_dx_rows_launch(const smoe_cuda_dx_rows *p, smoe_gemm kind, smoe_type dtype,
+                                                int ctas, cudaStream_t stream)
 {
     const smoe::variant &v = smoe::variants[kind];
-    v.kernel[dtype == SMOE_TYPE_F16]<<<ctas, smoe::cooperative::THREADS, v.shared_bytes, stream>>>(*p);
+    v.kernel[dtype == SMOE_TYPE_F16]<<<ctas, smoe::gemm_cooperative::THREADS, v.shared_bytes, stream>>>(*p);
     return cudaGetLastError();
 }

@@ -18,7 +18,7 @@ namespace smoe
 namespace
 {
 
-using namespace cooperative;
+using namespace gemm_cooperative;
 
 enum {
     LOADERS = 64,
@@ -255,8 +255,8 @@ extern "C" cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *p, smoe_type dtyp
                                            cudaStream_t stream)
 {
     if (dtype == SMOE_TYPE_BF16)
-        smoe::up<__nv_bfloat16><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+        smoe::up<__nv_bfloat16><<<ctas, smoe::gemm_cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
     else
-        smoe::up<__half><<<ctas, smoe::cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
+        smoe::up<__half><<<ctas, smoe::gemm_cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
     return cudaGetLastError();
 }
