@@ -47,9 +47,11 @@ static bool allocate(run *r, error *err)
     r->state.first = calloc(total, sizeof(float));
     r->state.second = calloc(total, sizeof(float));
     r->inputs = malloc(2 * rows * sizeof *r->inputs);
+    if (!r->state.first || !r->state.second || !r->inputs)
+        return fail(err, ERROR_RUNTIME,
+                    "out of memory: AdamW's moments of %zu weights, a batch of %zu tokens", total, rows);
     r->targets = r->inputs + rows;
-    if (r->state.first && r->state.second && r->inputs) return true;
-    return fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %zu weights", total);
+    return true;
 }
 
 /* Loads OUT/latest; its shape, seed and batch must be those asked for. */
