@@ -153,8 +153,8 @@ static void put_problem(table *t, const problem_options *options, const bench_sh
     table_text(t, rounding_name(options->rounding));
     table_integer(t, layer->tile);
     table_integer(t, layer->chunks);
-    table_integer(t, (int64_t)flops_forward(layer));
-    table_integer(t, (int64_t)flops_backward(layer));
+    table_count(t, flops_forward(layer));
+    table_count(t, flops_backward(layer));
     table_number(t, arithmetic_intensity(layer));
     table_integer(t, (int64_t)sizes->saved_bytes);
     table_integer(t, (int64_t)sizes->metadata_bytes);

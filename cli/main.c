@@ -1,8 +1,10 @@
 /* The `smoe` program: finds the subcommand and hands over. */
 #include "cli/common/cli.h"
+#include "common/error.h"
 #include "smoe.h"
 
 #include <cblas.h>
+#include <errno.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,8 +50,22 @@ static void sleep_while_waiting(char **argv)
     execv(program, argv);
 }
 
+/* Last at every exit: a success whose output did not arrive (--help and --version on a full disk, argp's exit
+ * included) is a run-time failure. Who failed has said why. */
+static void check_output(int status, void *unused)
+{
+    (void)unused;
+    errno = 0;
+    const bool flushed = fflush(stdout) == 0;
+    if (status != 0 || (flushed && !ferror(stdout))) return;
+    fprintf(stderr, "smoe: cannot write to standard output: %s\n",
+            errno != 0 ? strerror(errno) : "an earlier write failed");
+    _exit(ERROR_RUNTIME);
+}
+
 int main(int argc, char **argv)
 {
+    on_exit(check_output, NULL);
     openblas_set_num_threads(1); // OpenMP's threads are ours; each calls BLAS for itself
     const char *name = argc > 1 ? argv[1] : "";
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++) {

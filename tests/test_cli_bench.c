@@ -308,8 +308,20 @@ static void test_bad_input(void **state)
         {"info --thiek 1,2,3", 2, "five numbers"},
         {"info --device tpu", 2, "neither cpu nor cuda"},
         {"info --dtype fp16 --thiek 64,32,16,8,2", 3, "needs the cuda backend"},
-        {"info --json --thiek 64,32,16,8,2 2>&1 >/dev/full #", 3, "could not be written"},
-        {"bench --repeats 1 --thiek 64,32,16,8,2 2>&1 >/dev/full #", 3, "could not be written"},
+        {"info --json --thiek 64,32,16,8,2 2>&1 >/dev/full #", 3,
+         "could not be written: No space left on device"},
+        {"bench --repeats 1 --thiek 64,32,16,8,2 2>&1 >/dev/full #", 3,
+         "could not be written: No space left on device"},
+        {"bench --json --repeats 1 --thiek 64,32,16,8,2 2>&1 >/dev/full #", 3,
+         "could not be written: No space left on device"},
+        {"--help 2>&1 >/dev/full #", 3, "smoe: cannot write to standard output: No space left on device"},
+        {"--version 2>&1 >/dev/full #", 3, "No space left on device"},
+        {"train --help 2>&1 >/dev/full #", 3, "No space left on device"},
+        {"bench --help 2>&1 >/dev/full #", 3, "No space left on device"},
+        {"info --usage 2>&1 >/dev/full #", 3, "No space left on device"},
+        {"verify --quick --only nothing 2>&1 >/dev/full #", 3, "No space left on device"},
+        {"--help 2>&1 >&- #", 3, "Bad file descriptor"},
+        {"--help", 0, ""},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char *output = *state;
@@ -346,6 +358,18 @@ static void test_info_problem(void **state)
     assert_string_equal(at, "");
 }
 
+/* 6 T K n d = 1.3e22 has no place in 63 bits. */
+static void test_info_of_many_flops(void **state)
+{
+    char *output = *state, *at = output;
+    assert_int_equal(run("info --json --thiek 1000000000,1048576,1048576,64,2", false, output), 0);
+    json_t *object = next_object(&at);
+    assert_non_null(object);
+    assert_true(fabs(number_of(object, "flops_forward") / 1.3194139533312e22 - 1) < 1e-8);
+    assert_true(fabs(number_of(object, "flops_backward") / 2.6388279066624e22 - 1) < 1e-8);
+    json_decref(object);
+}
+
 static void test_info_build(void **state)
 {
     char *output = *state, *at = output;
@@ -363,11 +387,11 @@ static void test_info_build(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bench_records),  cmocka_unit_test(test_bench_lists),
-        cmocka_unit_test(test_bench_peaks),    cmocka_unit_test(test_shape_by_name),
-        cmocka_unit_test(test_bench_variants), cmocka_unit_test(test_bench_table),
-        cmocka_unit_test(test_bad_input),      cmocka_unit_test(test_info_problem),
-        cmocka_unit_test(test_info_build),
+        cmocka_unit_test(test_bench_records),      cmocka_unit_test(test_bench_lists),
+        cmocka_unit_test(test_bench_peaks),        cmocka_unit_test(test_shape_by_name),
+        cmocka_unit_test(test_bench_variants),     cmocka_unit_test(test_bench_table),
+        cmocka_unit_test(test_bad_input),          cmocka_unit_test(test_info_problem),
+        cmocka_unit_test(test_info_of_many_flops), cmocka_unit_test(test_info_build),
     };
     return cmocka_run_group_tests(tests, make_output, free_output);
 }

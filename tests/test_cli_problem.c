@@ -30,6 +30,45 @@ static void test_thiek(void **state)
     assert_int_equal(shape.topk, 4);
 }
 
+/* Numbers as --steps of smoe train takes them. */
+static void test_whole_numbers(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text;
+        int64_t value;
+    } good[] = {{"1e9", 1000000000},
+                {"4.096e3", 4096},
+                {"2.50E+2", 250},
+                {"-1e3", -1000},
+                {"12.0", 12},
+                {"+7", 7},
+                {"9e18", 9000000000000000000},
+                {"9223372036854775807", INT64_MAX}};
+    static const struct {
+        const char *text, *message;
+    } bad[] = {{"1e", "'1e' is not a whole number"},    {"1.5", "'1.5' is not a whole number"},
+               {"1e-3", "is not a whole number"},       {"0x10", "'0x10' is not a whole number"},
+               {"inf", "is not a whole number"},        {"nan", "is not a whole number"},
+               {"", "'' is not a whole number"},        {"1e3x", "is not a whole number"},
+               {"9223372036854775808", "is outside -"}, {"9.223372036854775808e18", "is outside -"},
+               {"1e400", "1e400 is outside -"},         {"-1e19", "is outside -"}};
+    error err = {0};
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        int64_t value = 0;
+        if (!parse_integer("--n", good[i].text, INT64_MIN, INT64_MAX, &value, &err)) fail_msg("%s", err.text);
+        assert_true(value == good[i].value);
+    }
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        int64_t value = 0;
+        assert_false(parse_integer("--n", bad[i].text, INT64_MIN, INT64_MAX, &value, &err));
+        if (!strstr(err.text, bad[i].message)) fail_msg("'%s' lacks '%s'", err.text, bad[i].message);
+    }
+    bench_shape shape = {0};
+    assert_true(problem_parse_thiek("1e9,1.024e3,256,1e2,4", &shape, &err));
+    assert_true(shape.tokens == 1000000000 && shape.hidden == 1024 && shape.experts == 100);
+}
+
 static void test_bad_thiek(void **state)
 {
     (void)state;
@@ -42,6 +81,7 @@ static void test_bad_thiek(void **state)
         {"4096,768,256,32,4,", "five numbers"},
         {",768,256,32,4", "five numbers"},
         {"4096,768,x,32,4", "I: 'x' is not a whole number"},
+        {"2e9,768,256,32,4", "T: 2e9 is outside 1..1073741824"},
         {"4096,768,256.5,32,4", "I: '256.5' is not a whole number"},
         {"0,768,256,32,4", "T: 0 is outside 1..1073741824"},
         {"-1,768,256,32,4", "T: -1 is outside"},
@@ -191,6 +231,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_thiek),
+        cmocka_unit_test(test_whole_numbers),
         cmocka_unit_test(test_bad_thiek),
         cmocka_unit_test(test_shapes),
         cmocka_unit_test(test_costs),

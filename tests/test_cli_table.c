@@ -8,6 +8,7 @@
 
 #include "cli/common/table.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -111,11 +112,65 @@ static void test_full_disk(void **state)
     }
 }
 
+/* The reason is the failed write's, whatever failed between it and the end. */
+static void test_reason_of_a_full_disk(void **state)
+{
+    (void)state;
+    static const table_format formats[] = {TABLE_ALIGNED, TABLE_VERTICAL, TABLE_JSON, TABLE_CSV};
+    static char wide[1 << 16]; // longer than stdio's buffer: the cell itself is written
+    memset(wide, 'x', sizeof wide - 1);
+    for (size_t i = 0; i < 2 * sizeof formats / sizeof formats[0]; i++) {
+        FILE *full = fopen("/dev/full", "w");
+        assert_non_null(full);
+        table *t = table_open(full, formats[i / 2], columns, 5);
+        errno = EDOM;
+        put_row(t, i % 2 ? wide : "a", 1, 2, 3);
+        errno = ENOTTY;
+        error err = {0};
+        assert_false(table_close(t, &err));
+        if (!strstr(err.text, "No space left")) fail_msg("%zu: %s", i, err.text);
+        fclose(full);
+    }
+}
+
+/* A whole number that int64_t does not hold, and one that it does. */
+static void test_counts(void **state)
+{
+    (void)state;
+    static const struct {
+        double value;
+        const char *text, *json;
+    } cases[] = {
+        {6e18, "6000000000000000000", "6000000000000000000"},
+        {9007199254740992, "9007199254740992", "9007199254740992"},
+        {9223372036854775808.0, "9223372036854775808", "9.22337204e18"},
+        {0x1p73, "9444732965739290427392", "9.44473297e21"},
+    };
+    static const table_column column[] = {{"flops", COLUMN_INTEGER, 0, false, NULL}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        for (int json = 0; json < 2; json++) {
+            char *text = NULL, want[64];
+            size_t size = 0;
+            FILE *file = open_memstream(&text, &size);
+            table *t = table_open(file, json ? TABLE_JSON : TABLE_CSV, column, 1);
+            table_count(t, cases[i].value);
+            table_end_row(t);
+            assert_true(table_close(t, NULL));
+            fclose(file);
+            snprintf(want, sizeof want, json ? "{\"flops\":%s}\n" : "flops\n%s\n",
+                     json ? cases[i].json : cases[i].text);
+            assert_string_equal(text, want);
+            free(text);
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_aligned), cmocka_unit_test(test_vertical),  cmocka_unit_test(test_json),
-        cmocka_unit_test(test_csv),     cmocka_unit_test(test_full_disk),
+        cmocka_unit_test(test_aligned),   cmocka_unit_test(test_vertical),
+        cmocka_unit_test(test_json),      cmocka_unit_test(test_csv),
+        cmocka_unit_test(test_full_disk), cmocka_unit_test(test_reason_of_a_full_disk),
+        cmocka_unit_test(test_counts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

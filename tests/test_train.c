@@ -304,6 +304,27 @@ static void truncated_checkpoints_are_errors(void **state)
     }
 }
 
+/* The allocation of exactly this size fails, 0: none does. */
+static size_t failing_size;
+
+void *__real_malloc(size_t size);
+void *__wrap_malloc(size_t size);
+void *__wrap_malloc(size_t size)
+{
+    return size > 0 && size == failing_size ? NULL : __real_malloc(size);
+}
+
+/* The undefined-behaviour sanitizer sees arithmetic on the missing batch. */
+static void a_batch_without_memory_is_an_error(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    s.batch = 37;
+    failing_size = 2 * 37 * 16 * sizeof(int32_t); // inputs and targets
+    train_fails(&s, ERROR_RUNTIME, "a batch of 592 tokens");
+    failing_size = 0;
+}
+
 /* A learning rate that blows the weights up. */
 static void a_loss_that_is_not_finite_stops_the_run(void **state)
 {
@@ -399,6 +420,7 @@ int main(void)
         RUN(leftovers_of_a_kill_do_not_matter),
         RUN(bad_input_has_its_error),
         RUN(truncated_checkpoints_are_errors),
+        RUN(a_batch_without_memory_is_an_error),
         RUN(a_loss_that_is_not_finite_stops_the_run),
         RUN(every_rounding_rule_trains),
         RUN(a_run_by_the_clock_ends_by_it),

@@ -49,8 +49,9 @@ static bool allocate(run *r, error *err)
     r->state.first = r->optimizer.first;
     r->state.second = r->optimizer.second;
     r->inputs = malloc(2 * rows * sizeof *r->inputs);
+    if (!r->inputs) return fail(err, ERROR_RUNTIME, "out of memory: a batch of %zu tokens", rows);
     r->targets = r->inputs + rows;
-    return r->inputs || fail(err, ERROR_RUNTIME, "out of memory: a batch of %zu tokens", rows);
+    return true;
 }
 
 /* Loads OUT/latest; its shape, seed and batch must be those asked for. */

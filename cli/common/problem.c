@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -87,15 +88,31 @@ static bool parse_choice(const char *option, const choice *choices, const char *
     return fail(err, ERROR_USAGE, "%s: '%s' is none of %s", option, text, names);
 }
 
-bool parse_integer(const char *option, const char *text, int64_t least, int64_t most, int64_t *value,
-                   error *err)
+/* A decimal number, also as 1e9 or 4.096e3, that is whole; *wide: 64 bits do not hold it. */
+static bool read_whole(const char *text, int64_t *value, bool *wide)
 {
     char *end;
     errno = 0;
     const long long parsed = strtoll(text, &end, 10);
-    if (end == text || *end != '\0')
+    *wide = errno == ERANGE;
+    *value = parsed;
+    if (end != text && *end == '\0') return true;
+    if (text[strspn(text, "0123456789+-.eE")] != '\0') return false; // no 0x10, inf or nan
+    const double real = strtod(text, &end);
+    if (end == text || *end != '\0' || real != floor(real)) return false;
+    *wide = real < -0x1p63 || real >= 0x1p63;
+    *value = *wide ? 0 : (int64_t)real;
+    return true;
+}
+
+bool parse_integer(const char *option, const char *text, int64_t least, int64_t most, int64_t *value,
+                   error *err)
+{
+    int64_t parsed = 0;
+    bool wide = false;
+    if (!read_whole(text, &parsed, &wide))
         return fail(err, ERROR_USAGE, "%s: '%s' is not a whole number", option, text);
-    if (errno == ERANGE || parsed < least || parsed > most)
+    if (wide || parsed < least || parsed > most)
         return fail(err, ERROR_USAGE, "%s: %s is outside %" PRId64 "..%" PRId64, option, text, least, most);
     *value = parsed;
     return true;

@@ -61,7 +61,8 @@ const char *score_name(smoe_score score, int32_t renormalize);
 const char *rounding_name(smoe_rounding rounding);
 const char *routing_name(routing_kind routing);
 
-/* A whole number of `text` within [least, most], or an error naming option, value and limit. */
+/* A whole number of `text` (4096, 1e9, 4.096e3) within [least, most], or an error naming option, value and
+ * limit. */
 bool parse_integer(const char *option, const char *text, int64_t least, int64_t most, int64_t *value,
                    error *err);
 

@@ -16,7 +16,7 @@ struct table {
     int count;
     int next;       // column of the next cell
     bool headed;    // CSV: the names are written
-    bool failed;    // out of memory, or a write failed
+    int reason;     // errno of the first write or allocation that failed, 0: none did
     json_t *object; // JSON: the row under construction
     char **cells;   // ALIGNED: (rows, count) texts
     size_t filled, capacity;
@@ -32,6 +32,17 @@ table *table_open(FILE *file, table_format format, const table_column *columns, 
     t->count = count;
     if (format == TABLE_JSON) t->object = json_object();
     return t;
+}
+
+/* The first failure counts: what comes later may follow from it, or fail for reasons of its own. */
+static void note_failure(table *t, int reason)
+{
+    if (t->reason == 0) t->reason = reason;
+}
+
+static void flush_file(table *t)
+{
+    if (fflush(t->file) != 0) note_failure(t, errno);
 }
 
 static void put_csv(FILE *file, const char *text)
@@ -64,7 +75,7 @@ static void keep_cell(table *t, const char *text)
         const size_t capacity = t->capacity ? 2 * t->capacity : 256;
         char **cells = realloc(t->cells, capacity * sizeof *cells);
         if (!cells) {
-            t->failed = true;
+            note_failure(t, ENOMEM);
             return;
         }
         t->cells = cells;
@@ -72,7 +83,7 @@ static void keep_cell(table *t, const char *text)
     }
     char *copy = strdup(text);
     if (!copy) {
-        t->failed = true;
+        note_failure(t, ENOMEM);
         return;
     }
     t->cells[t->filled++] = copy;
@@ -91,9 +102,10 @@ static void put_cell(table *t, const char *text, json_t *value)
 {
     assert(t->next < t->count);
     const table_column *column = &t->columns[t->next];
+    const bool sound = !ferror(t->file);
     switch (t->format) {
     case TABLE_JSON:
-        if (json_object_set(t->object, column->name, value) != 0) t->failed = true;
+        if (json_object_set(t->object, column->name, value) != 0) note_failure(t, ENOMEM);
         break;
     case TABLE_CSV:
         if (!t->headed) csv_head(t);
@@ -105,6 +117,7 @@ static void put_cell(table *t, const char *text, json_t *value)
         break;
     case TABLE_ALIGNED: keep_cell(t, *text ? text : "-"); break;
     }
+    if (sound && ferror(t->file)) note_failure(t, errno);
     json_decref(value);
     t->next++;
 }
@@ -146,6 +159,18 @@ void table_integer(table *t, int64_t value)
     put_cell(t, text, json_only(t, json_integer(value)));
 }
 
+void table_count(table *t, double value)
+{
+    assert(t->columns[t->next].type == COLUMN_INTEGER && value == floor(value));
+    if (fabs(value) < 0x1p63) {
+        table_integer(t, (int64_t)value);
+        return;
+    }
+    char text[512]; // the longest double has 310 characters
+    snprintf(text, sizeof text, "%.0f", value);
+    put_cell(t, text, json_only(t, json_real(value)));
+}
+
 void table_number(table *t, double value)
 {
     const table_column *column = &t->columns[t->next];
@@ -168,11 +193,11 @@ void table_end_row(table *t)
     assert(t->next == t->count);
     if (t->format == TABLE_JSON) {
         if (json_dumpf(t->object, t->file, JSON_COMPACT | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(9)) != 0)
-            t->failed = true;
+            note_failure(t, errno);
         json_object_clear(t->object);
     }
     if (t->format != TABLE_ALIGNED) fputc('\n', t->file);
-    if (t->format != TABLE_ALIGNED && fflush(t->file) != 0) t->failed = true;
+    if (t->format != TABLE_ALIGNED) flush_file(t);
     t->next = 0;
 }
 
@@ -210,22 +235,25 @@ static void print_aligned(table *t, size_t rows)
 
 void table_flush(table *t)
 {
-    const size_t rows = t->failed ? 0 : t->filled / (size_t)t->count;
+    const size_t rows = t->reason ? 0 : t->filled / (size_t)t->count;
+    const bool sound = !ferror(t->file);
     if (rows > 0) print_aligned(t, rows);
+    if (sound && ferror(t->file)) note_failure(t, errno);
     for (size_t i = 0; i < t->filled; i++) free(t->cells[i]);
     t->filled = 0;
-    if (fflush(t->file) != 0) t->failed = true;
+    flush_file(t);
 }
 
 bool table_close(table *t, error *err)
 {
     if (!t) return fail(err, ERROR_RUNTIME, "results: out of memory");
     table_flush(t);
-    const bool failed = t->failed || ferror(t->file);
-    const int reason = errno;
+    const bool failed = t->reason != 0 || ferror(t->file);
+    const int reason = t->reason;
     free(t->cells);
     json_decref(t->object);
     free(t);
-    if (failed) return fail(err, ERROR_RUNTIME, "results could not be written: %s", strerror(reason));
-    return true;
+    if (!failed) return true;
+    return fail(err, ERROR_RUNTIME, "results could not be written: %s",
+                reason != 0 ? strerror(reason) : "a write to the output failed");
 }

@@ -35,6 +35,10 @@ table *table_open(FILE *file, table_format format, const table_column *columns, 
  * fill BYTES, which people read in KiB, MiB or GiB and programs as they are. */
 void table_text(table *t, const char *value);
 void table_integer(table *t, int64_t value);
+
+/* A whole number that may pass 63 bits, in an INTEGER column. JSON then has a real number in its place. */
+void table_count(table *t, double value);
+
 void table_number(table *t, double value);
 
 /* Ends the row: all cells must be there. JSON and CSV write it at once. */
