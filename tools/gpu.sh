@@ -5,6 +5,7 @@
 #                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward
 #                                   cuda_time_route cuda_time_dlogits cuda_time_host) and the libraries they need,
 #                                   compressed, into DIR
+#   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each under its own time limit and all
 #                                   within BUDGET seconds (default 560); logs and records under $OUT (default
 #                                   DIR/out). Exit 0: all well, 1: a part failed or found something, 77: no GPU
 #
