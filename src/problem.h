@@ -5,6 +5,10 @@
 
 #include <smoe.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 enum {
     SMOE_ROW_BLOCK = 64,     /* every expert's rows are padded to a multiple of this */
     SMOE_BUFFER_ALIGN = 256, /* of saved, of scratch and of every part inside them */
@@ -61,4 +65,7 @@ void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer);
 /* The plan's pointers inside a buffer: `saved` (H first), or for inference the start of scratch. */
 smoe_plan_arrays smoe_plan_at(const smoe_problem *problem, void *buffer);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

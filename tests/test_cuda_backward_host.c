@@ -1,6 +1,6 @@
 /* The index arithmetic of the Hopper backward, on the host and by brute force: tiles of the weight gradients,
  * the cut of experts into pieces, and where a tile's elements stand in staging. */
-#include "cuda/host/weight_tiles.h"
+#include "cuda/sm90/weight_tiles.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

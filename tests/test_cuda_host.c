@@ -11,7 +11,9 @@
 
 #include "cuda/host/plan_size.h"
 #include "cuda/host/scheduler.h"
+#include "cuda/sm90/gemm_choice.h"
 #include "cuda/sm90/swizzle.h"
+#include "cuda/sm90/work_order.h"
 
 static uint32_t random_state = 1;
 

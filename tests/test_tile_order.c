@@ -3,7 +3,7 @@
  * does not hold (least recently used first out) comes from DRAM. The simple form of a model that also has
  * tiles of one block and claims ahead of time (docs/lab-notebook.md: 37 GB for an up-projection for which an
  * H200 read 37). */
-#include "cuda/host/scheduler.h"
+#include "cuda/sm90/work_order.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,4 +1,5 @@
-// The two 16-bit storage types: pairs packed in 32 bits, the lower element in the low half.
+// The storage types as the kernels know them: the two of 16 bits, pairs packed in 32 bits, the lower element
+// in the low half. instances.cuh has the list of them.
 #pragma once
 #include "common/ptx.cuh"
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-/* The Hopper backend's table: context on a device, what it supports, its scratch, and the stages as launches.
+/* The CUDA backend's table: context on a device, what it supports, its scratch, and the stages as launches.
  */
 #include "host/device.h"
 #include "host/launch.h"
@@ -57,6 +57,14 @@ static smoe_cuda_lists lists_at(const smoe_problem *p, const forward_scratch *s,
 
 /* ---- Context ---- */
 
+static const moe_kernels *kernels_for(int major, int minor)
+{
+    static const moe_kernels *const generations[] = {&moe_sm90_kernels};
+    for (size_t i = 0; i < sizeof generations / sizeof *generations; i++)
+        if (generations[i]->major == major && generations[i]->minor == minor) return generations[i];
+    return NULL;
+}
+
 static cudaError_t open_device(device_state *state, int *major, int *minor)
 {
     cudaError_t status = cudaSetDevice(state->device);
@@ -81,10 +89,7 @@ static cudaError_t prepare_kernels(device_state *state)
     if (status == cudaSuccess) status = smoe_cuda_plan_init();
     if (status == cudaSuccess) status = smoe_cuda_plan_rows_init();
     if (status == cudaSuccess) status = smoe_cuda_routing_init();
-    if (status == cudaSuccess) status = smoe_cuda_up_init();
-    if (status == cudaSuccess) status = smoe_cuda_down_init();
-    if (status == cudaSuccess) status = smoe_cuda_backward_init();
-    return status;
+    return status == cudaSuccess ? state->kernels->init() : status;
 }
 
 static smoe_status create(smoe_context *context, const smoe_context_options *options)
@@ -101,8 +106,9 @@ static smoe_status create(smoe_context *context, const smoe_context_options *opt
     *state = (device_state){.device = options->device};
     status = cudaGetDevice(&before);
     if (status == cudaSuccess) status = open_device(state, &major, &minor);
+    state->kernels = kernels_for(major, minor);
     smoe_status result = SMOE_OK;
-    if (status == cudaSuccess && !(major == 9 && minor == 0))
+    if (status == cudaSuccess && !state->kernels)
         result =
             smoe_fail(context, SMOE_ERROR_DEVICE,
                       "smoe_create: device %d has compute capability %d.%d, the kernels are built for 9.0 "
@@ -242,56 +248,51 @@ typedef struct experts_call {
     smoe_cuda_lists lists;
     char *a, *y;
     int64_t rows; /* whole blocks of the padded rows */
-    smoe_map_maker maker;
+    moe_launch on;
     cudaStream_t stream;
 } experts_call;
 
 static cudaError_t run_up(experts_call *c)
 {
     const smoe_layer *layer = &c->problem->layer;
-    smoe_cuda_up p = {
+    const moe_up up = {
         .x = c->args->x,
-        .bias = c->args->b1,
+        .w1 = c->args->w1,
+        .b1 = c->args->b1,
+        .h = c->plan->h,
+        .a = c->a,
         .row_token = c->plan->row_token,
         .block_offsets = c->plan->block_offsets,
         .lists = c->lists,
-        .hidden = (int32_t)layer->hidden,
-        .intermediate = (int32_t)layer->intermediate,
+        .rows = c->rows,
+        .hidden = layer->hidden,
+        .intermediate = layer->intermediate,
+        .experts = layer->experts,
         .gated = c->problem->gated,
-        .interleaved = layer->layout == SMOE_LAYOUT_INTERLEAVED,
-        .store_h = c->plan->h != NULL,
+        .interleaved = c->problem->gated && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .activation = layer->activation,
     };
-    smoe_map_w1(&c->maker, &p.w1, c->args->w1, layer, c->problem->gated);
-    if (p.store_h)
-        smoe_map_h(&c->maker, &p.h, c->plan->h, c->rows, c->problem->gated ? 2 : 1, layer->intermediate,
-                   SMOE_BLOCK_ROWS);
-    smoe_map_matrix(&c->maker, &p.a, c->a, c->rows, layer->intermediate, SMOE_BLOCK_ROWS);
-    return c->maker.status == CUDA_SUCCESS ? smoe_cuda_up_launch(&p, layer->dtype, c->state->ctas, c->stream)
-                                           : cudaErrorInvalidValue;
+    return c->state->kernels->up(&c->on, &up);
 }
 
 static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
-    const smoe_gemm kind = smoe_gemm_choose(layer->intermediate, columns, c->args->b2 != NULL);
-    smoe_cuda_down p = {
-        .bias = c->args->b2,
+    const moe_down down = {
+        .a = c->a,
+        .w2 = c->args->w2,
+        .b2 = c->args->b2,
+        .y = c->y,
         .block_offsets = c->plan->block_offsets,
         .lists = c->lists,
-        .hidden = (int32_t)layer->hidden,
-        .intermediate = (int32_t)layer->intermediate,
-        .first_column = (int32_t)first_column,
-        .columns = (int32_t)columns,
+        .rows = c->rows,
+        .hidden = layer->hidden,
+        .intermediate = layer->intermediate,
+        .experts = layer->experts,
+        .first_column = first_column,
+        .columns = columns,
     };
-    smoe_map_matrix(&c->maker, &p.a, c->a, c->rows, layer->intermediate,
-                    kind == SMOE_GEMM_STATIONARY ? 64 : 128);
-    smoe_map_matrix(&c->maker, &p.w2, c->args->w2, layer->experts * layer->hidden, layer->intermediate,
-                    kind == SMOE_GEMM_PING_PONG ? 192 : 256);
-    smoe_map_matrix(&c->maker, &p.y, c->y, c->rows, columns, SMOE_BLOCK_ROWS);
-    return c->maker.status == CUDA_SUCCESS
-               ? smoe_cuda_down_launch(&p, kind, layer->dtype, c->state->ctas, c->stream)
-               : cudaErrorInvalidValue;
+    return c->state->kernels->down(&c->on, &down);
 }
 
 static cudaError_t run_combine(const experts_call *c, int64_t first_column, int64_t columns)
@@ -345,7 +346,7 @@ static smoe_status experts_forward(smoe_context *context, const smoe_problem *pr
         .a = (char *)scratch + s.a,
         .y = (char *)scratch + s.y,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
-        .maker = {state->encode, problem->layer.dtype, CUDA_SUCCESS},
+        .on = launch_on(state, problem->layer.dtype, stream),
         .stream = stream,
     };
     int before;
@@ -353,11 +354,7 @@ static smoe_status experts_forward(smoe_context *context, const smoe_problem *pr
     if (status != cudaSuccess) return device_error(context, "smoe_experts_forward", status);
     status = run_stages(context, &call);
     leave_device(state, before);
-    if (call.maker.status != CUDA_SUCCESS)
-        return smoe_fail(context, SMOE_ERROR_DEVICE,
-                         "smoe_experts_forward: cuTensorMapEncodeTiled failed with driver error %d",
-                         (int)call.maker.status);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_experts_forward", status);
+    return launch_result(context, "smoe_experts_forward", &call.on, status);
 }
 
 static smoe_status update_selection_bias(smoe_context *context, const smoe_problem *problem,

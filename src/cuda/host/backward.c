@@ -5,8 +5,6 @@
  * dense dlogits and dWr's tiles, dX~ of one chunk. */
 #include "host/backward.h"
 
-enum { DH_COLUMNS = 256 }; /* of a column tile: a part of dS each */
-
 static uint64_t larger(uint64_t a, uint64_t b)
 {
     return a > b ? a : b;
@@ -18,12 +16,13 @@ static backward_scratch lay_out(const device_state *state, const smoe_problem *p
     const uint64_t rows = (uint64_t)p->padded_rows, experts = (uint64_t)layer->experts;
     const int64_t blocks = p->padded_rows / SMOE_BLOCK_ROWS;
     const int32_t d = (int32_t)layer->hidden, n = (int32_t)layer->intermediate;
+    const moe_kernels *kernels = state->kernels;
     backward_scratch s = {0};
-    s.tiles2 = smoe_weight_tiles(d, n, 1);
-    s.tiles1 = smoe_weight_tiles(d, n, p->gated ? 2 : 1);
+    s.tiles2 = kernels->weight_tiles(d, n, 1);
+    s.tiles1 = kernels->weight_tiles(d, n, p->gated ? 2 : 1);
     s.parts = smoe_split_bound(blocks, s.tiles2, state->ctas);
-    s.ds_parts = (n + DH_COLUMNS - 1) / DH_COLUMNS;
-    const uint64_t parts = (uint64_t)s.parts, tile = SMOE_WEIGHT_TILE * sizeof(float);
+    s.ds_parts = (n + kernels->ds_columns - 1) / kernels->ds_columns;
+    const uint64_t parts = (uint64_t)s.parts, tile = kernels->weight_tile_bytes;
     s.tiles = s.counts + smoe_align_up(6 * sizeof(int32_t));
     s.pieces =
         s.tiles + smoe_align_up(sizeof(smoe_work) *
@@ -57,13 +56,6 @@ uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_proble
     return why_no_backward(&problem->layer) ? 0 : lay_out(state, problem).end;
 }
 
-cudaError_t smoe_cuda_backward_init(void)
-{
-    cudaError_t status = smoe_cuda_dh_init();
-    if (status == cudaSuccess) status = smoe_cuda_dw_init();
-    return status == cudaSuccess ? smoe_cuda_dx_rows_init() : status;
-}
-
 static cudaError_t make_lists(const backward_call *c)
 {
     const smoe_cuda_make_lists experts = {
@@ -83,10 +75,9 @@ static cudaError_t make_lists(const backward_call *c)
 static cudaError_t run_dh(backward_call *c)
 {
     const smoe_layer *layer = &c->problem->layer;
-    const int64_t d = layer->hidden, n = layer->intermediate, row_bytes = n * c->problem->element;
-    const smoe_panels w2 = {n, d, row_bytes, layer->experts, d * row_bytes};
-    smoe_cuda_dh p = {
+    const moe_dh dh = {
         .dout = c->args->dout,
+        .w2 = c->args->w2,
         .h = c->plan->h,
         .dh = c->dh,
         .a = c->a,
@@ -95,15 +86,13 @@ static cudaError_t run_dh(backward_call *c)
         .row_weight = c->plan->row_weight,
         .lists = c->lists,
         .padded_rows = c->problem->padded_rows,
-        .hidden = (int32_t)d,
-        .intermediate = (int32_t)n,
+        .hidden = layer->hidden,
+        .intermediate = layer->intermediate,
+        .experts = layer->experts,
         .gated = c->problem->gated,
-        .panels_apart = smoe_panels_apart(n),
         .activation = layer->activation,
     };
-    smoe_map_panels(&c->maker, &p.w2, c->args->w2, &w2, 4);
-    if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    return smoe_cuda_dh_launch(&p, layer->dtype, c->state->ctas, c->stream);
+    return c->state->kernels->dh(&c->on, &dh);
 }
 
 static cudaError_t run_ds(const backward_call *c)
@@ -136,36 +125,34 @@ static cudaError_t run_ds(const backward_call *c)
 }
 
 /* What dW2 and dW1 share; `features` is A' or dH. */
-static smoe_cuda_dw weight_gradient(backward_call *c, const void *features, int halves)
+static moe_dw weight_gradient(const backward_call *c, const void *features, int halves)
 {
     const smoe_layer *layer = &c->problem->layer;
-    const int64_t n = layer->intermediate, half_bytes = n * c->problem->element;
-    const smoe_panels tensor = {n, c->rows, halves * half_bytes, halves, half_bytes};
-    smoe_cuda_dw p = {
+    const moe_dw dw = {
+        .features = features,
         .row_token = c->plan->row_token,
         .lists = c->lists,
-        .hidden = (int32_t)layer->hidden,
-        .intermediate = (int32_t)n,
+        .rows = c->rows,
+        .hidden = layer->hidden,
+        .intermediate = layer->intermediate,
+        .row_width = layer->intermediate,
+        .experts = layer->experts,
         .halves = halves,
-        .panels_apart = smoe_panels_apart(n),
         .interleaved = halves == 2 && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .accumulate = layer->accumulate,
+        .gradient_type = layer->gradient_type,
     };
-    smoe_map_panels(&c->maker, &p.features, features, &tensor, 2);
-    return p;
+    return dw;
 }
 
 static cudaError_t run_dw2(backward_call *c)
 {
     const smoe_layer *layer = &c->problem->layer;
-    smoe_cuda_dw p = weight_gradient(c, c->a, 1);
-    p.tokens = c->args->dout;
-    p.weight_gradient = c->args->dw2;
-    p.parts = c->at.parts ? (float *)(c->scratch + c->at.parts2) : NULL;
-    smoe_map_dw2(&c->maker, &p.gradient, c->args->dw2, layer);
-    if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    const cudaError_t status =
-        smoe_cuda_dw_launch(&p, layer->dtype, layer->gradient_type, 0, c->state->ctas, c->stream);
+    moe_dw dw = weight_gradient(c, c->a, 1);
+    dw.tokens = c->args->dout;
+    dw.gradient = c->args->dw2;
+    dw.parts = c->at.parts ? (float *)(c->scratch + c->at.parts2) : NULL;
+    const cudaError_t status = c->state->kernels->dw(&c->on, &dw);
     if (status != cudaSuccess || !c->args->db2) return status;
     const smoe_cuda_db bias = {
         .values = c->args->dout,
@@ -185,14 +172,12 @@ static cudaError_t run_dw2(backward_call *c)
 static cudaError_t run_dw1(backward_call *c)
 {
     const smoe_layer *layer = &c->problem->layer;
-    smoe_cuda_dw p = weight_gradient(c, c->dh, c->halves);
-    p.tokens = c->args->x;
-    p.weight_gradient = c->args->dw1;
-    p.parts = c->at.parts ? (float *)(c->scratch + c->at.shared) : NULL;
-    smoe_map_dw1(&c->maker, &p.gradient, c->args->dw1, layer, c->problem->gated);
-    if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    const cudaError_t status =
-        smoe_cuda_dw_launch(&p, layer->dtype, layer->gradient_type, 1, c->state->ctas, c->stream);
+    moe_dw dw = weight_gradient(c, c->dh, c->halves);
+    dw.tokens = c->args->x;
+    dw.gradient = c->args->dw1;
+    dw.parts = c->at.parts ? (float *)(c->scratch + c->at.shared) : NULL;
+    dw.transposed = 1;
+    const cudaError_t status = c->state->kernels->dw(&c->on, &dw);
     if (status != cudaSuccess || !c->args->db1) return status;
     const smoe_cuda_db bias = {
         .values = c->dh,
@@ -203,39 +188,32 @@ static cudaError_t run_dw1(backward_call *c)
         .columns = (int32_t)c->problem->h_width,
         .experts = (int32_t)layer->experts,
         .half = (int32_t)layer->intermediate,
-        .interleaved = p.interleaved,
+        .interleaved = dw.interleaved,
         .accumulate = layer->accumulate,
     };
     return smoe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
 }
 
-static smoe_gemm choose_dx_rows(const smoe_problem *p, int64_t columns)
-{
-    const double tiles = smoe_gemm_merit(SMOE_GEMM_TILES, p->h_width, columns);
-    const double ping_pong = smoe_gemm_merit(SMOE_GEMM_PING_PONG, p->h_width, columns);
-    return ping_pong > tiles ? SMOE_GEMM_PING_PONG : SMOE_GEMM_TILES;
-}
-
 static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
-    const smoe_gemm kind = choose_dx_rows(c->problem, columns);
-    smoe_cuda_dx_rows p = {
+    const moe_dx_rows dx = {
+        .dh = c->dh,
+        .w1 = c->args->w1,
+        .dx = c->scratch + c->at.shared,
         .block_offsets = c->plan->block_offsets,
         .lists = c->lists,
-        .hidden = (int32_t)layer->hidden,
-        .intermediate = (int32_t)layer->intermediate,
+        .rows = c->rows,
+        .hidden = layer->hidden,
+        .intermediate = layer->intermediate,
+        .row_width = layer->intermediate,
+        .experts = layer->experts,
         .halves = c->halves,
-        .panels_apart = smoe_panels_apart(layer->hidden),
-        .first_column = (int32_t)first_column,
-        .columns = (int32_t)columns,
+        .interleaved = c->halves == 2 && layer->layout == SMOE_LAYOUT_INTERLEAVED,
+        .first_column = first_column,
+        .columns = columns,
     };
-    smoe_map_h(&c->maker, &p.a, c->dh, c->rows, c->halves, layer->intermediate, 2 * SMOE_BLOCK_ROWS);
-    smoe_map_w1_panels(&c->maker, &p.w1, c->args->w1, layer, c->problem->gated,
-                       kind == SMOE_GEMM_PING_PONG ? 3 : 4);
-    smoe_map_matrix(&c->maker, &p.y, c->scratch + c->at.shared, c->rows, columns, SMOE_BLOCK_ROWS);
-    if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    return smoe_cuda_dx_rows_launch(&p, kind, layer->dtype, c->state->ctas, c->stream);
+    return c->state->kernels->dx_rows(&c->on, &dx);
 }
 
 static cudaError_t run_dx(const backward_call *c, int64_t first_column, int64_t columns)
@@ -320,7 +298,7 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
         .halves = problem->gated ? 2 : 1,
         .with_router = with_router,
-        .maker = {state->encode, problem->layer.dtype, CUDA_SUCCESS},
+        .on = launch_on(state, problem->layer.dtype, stream),
         .stream = stream,
     };
     int before;
@@ -328,8 +306,5 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
     if (status != cudaSuccess) return device_error(context, function, status);
     status = run_stages(context, &call);
     leave_device(state, before);
-    if (call.maker.status != CUDA_SUCCESS)
-        return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: cuTensorMapEncodeTiled failed with driver error %d",
-                         function, (int)call.maker.status);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, function, status);
+    return launch_result(context, function, &call.on, status);
 }

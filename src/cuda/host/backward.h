@@ -40,7 +40,7 @@ typedef struct backward_call {
     char *scratch, *dh, *a;
     int64_t rows; /* whole blocks of the padded rows */
     int halves, with_router;
-    smoe_map_maker maker;
+    moe_launch on;
     cudaStream_t stream;
 } backward_call;
 

@@ -1,17 +1,23 @@
-/* The Hopper backend's context: a device, and what the host side needs of it. */
+/* The CUDA backend's context: a device, and what the host side needs of it. */
 #ifndef SMOE_CUDA_DEVICE_H
 #define SMOE_CUDA_DEVICE_H
 
 #include "backend.h"
-#include "sm90/tensor_map.h"
-#include <cuda_runtime_api.h>
+#include "host/kernels.h"
 
 /* context->state */
 typedef struct device_state {
     int device;
     int ctas; /* multiprocessors: one CTA of the GEMMs each */
-    smoe_encode_map encode;
+    moe_encode_map encode;
+    const moe_kernels *kernels; /* of the device's generation */
 } device_state;
+
+static inline moe_launch launch_on(const device_state *state, smoe_type dtype, cudaStream_t stream)
+{
+    const moe_launch on = {state->encode, dtype, state->ctas, stream, CUDA_SUCCESS};
+    return on;
+}
 
 /* The caller's device comes back when a call is done. */
 static inline cudaError_t enter_device(const device_state *state, int *before)
@@ -32,9 +38,18 @@ static inline smoe_status device_error(smoe_context *context, const char *what, 
                      cudaGetErrorName(status), cudaGetErrorString(status));
 }
 
+/* The status of a call whose launches returned `status`. */
+static inline smoe_status launch_result(smoe_context *context, const char *function, const moe_launch *on,
+                                        cudaError_t status)
+{
+    if (on->map_status != CUDA_SUCCESS)
+        return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: cuTensorMapEncodeTiled failed with driver error %d",
+                         function, (int)on->map_status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, function, status);
+}
+
 /* backward.c */
 uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_problem *problem);
-cudaError_t smoe_cuda_backward_init(void);
 smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *problem,
                                const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
                                void *stream);

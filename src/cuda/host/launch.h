@@ -1,10 +1,9 @@
-/* What the host side of the backend knows of its kernels: one launch function a kernel, plain C. Each
- * enqueues on the stream and returns the runtime's status. */
+/* What the host side of the backend knows of the kernels that run on any GPU: one launch function a kernel,
+ * plain C. Each enqueues on the stream and returns the runtime's status. The others are in kernels.h. */
 #ifndef SMOE_CUDA_LAUNCH_H
 #define SMOE_CUDA_LAUNCH_H
 
 #include "host/scheduler.h"
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <smoe.h>
 
@@ -48,42 +47,6 @@ cudaError_t smoe_cuda_plan_init(void);
 cudaError_t smoe_cuda_plan_rows_init(void);
 cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *plan, cudaStream_t stream);
 cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *plan, cudaStream_t stream);
-
-/* ---- up ---- */
-
-typedef struct smoe_cuda_up {
-    CUtensorMap w1;   /* 5-D: K, 8 rows, gate and up (or 1), groups of 8 features, experts; 64 x 256 rows */
-    CUtensorMap h;    /* 3-D: n columns, gate and up (or 1), rows; 64 x 1 x 64 */
-    CUtensorMap a;    /* 2-D: n columns, rows; 64 x 64 */
-    const void *x;    /* (T, hidden) */
-    const void *bias; /* b1 or NULL */
-    const int32_t *row_token;     /* (padded_rows) */
-    const int32_t *block_offsets; /* (E+1) */
-    smoe_cuda_lists lists;
-    int32_t hidden, intermediate;
-    int32_t gated, interleaved, store_h;
-    smoe_activation activation;
-} smoe_cuda_up;
-
-cudaError_t smoe_cuda_up_init(void);
-cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *up, smoe_type dtype, int ctas, cudaStream_t stream);
-
-/* ---- down ---- */
-
-typedef struct smoe_cuda_down {
-    CUtensorMap a;    /* 2-D: n columns, rows; 64 x 128, or 64 x 64 for SMOE_GEMM_STATIONARY */
-    CUtensorMap w2;   /* 2-D: n columns, E d rows; 64 x 256, or 64 x 192 for SMOE_GEMM_PING_PONG */
-    CUtensorMap y;    /* 2-D: the chunk's columns, rows; 64 x 64 */
-    const void *bias; /* b2 or NULL; SMOE_GEMM_TILES only */
-    const int32_t *block_offsets; /* (E+1) */
-    smoe_cuda_lists lists;
-    int32_t hidden, intermediate;
-    int32_t first_column, columns; /* the chunk */
-} smoe_cuda_down;
-
-cudaError_t smoe_cuda_down_init(void);
-cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *down, smoe_gemm kind, smoe_type dtype, int ctas,
-                                  cudaStream_t stream);
 
 /* ---- combine ---- */
 

@@ -3,7 +3,6 @@
 #define SMOE_CUDA_LAUNCH_BACKWARD_H
 
 #include "host/launch.h"
-#include "host/weight_tiles.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -31,27 +30,6 @@ typedef struct smoe_cuda_make_lists {
 cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *experts, const smoe_cuda_make_lists *router,
                                    cudaStream_t stream);
 
-/* ---- dh ---- */
-
-typedef struct smoe_cuda_dh {
-    CUtensorMap w2;   /* smoe_map_panels of (E, hidden, intermediate): 64 rows, 4 panels */
-    const void *dout; /* (T, hidden) */
-    const void *h;    /* (padded_rows, h_width) */
-    void *dh;         /* the same shape; may be h */
-    void *a;          /* A' (padded_rows, intermediate) */
-    float *ds;        /* (column tiles of 256, padded_rows) partial sums of dS */
-    const int32_t *row_token;
-    const float *row_weight;
-    smoe_cuda_backward_lists lists;
-    int64_t padded_rows;
-    int32_t hidden, intermediate;
-    int32_t gated, panels_apart; /* smoe_map_panels */
-    smoe_activation activation;
-} smoe_cuda_dh;
-
-cudaError_t smoe_cuda_dh_init(void);
-cudaError_t smoe_cuda_dh_launch(const smoe_cuda_dh *dh, smoe_type dtype, int ctas, cudaStream_t stream);
-
 /* ---- ds ---- */
 
 typedef struct smoe_cuda_ds {
@@ -68,26 +46,6 @@ typedef struct smoe_cuda_ds {
 } smoe_cuda_ds;
 
 cudaError_t smoe_cuda_ds_launch(const smoe_cuda_ds *ds, smoe_type dtype, cudaStream_t stream);
-
-/* ---- dw2 and dw1 ---- */
-
-typedef struct smoe_cuda_dw {
-    CUtensorMap features;  /* A' or dH, smoe_map_panels of (halves, rows, intermediate): 64 rows, 2 panels */
-    CUtensorMap gradient;  /* smoe_map_gradient */
-    const void *tokens;    /* dO or X (T, hidden) */
-    void *weight_gradient; /* (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by
-                              layout */
-    float *parts;          /* (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts */
-    const int32_t *row_token; /* NULL: row r is token r, below `rows` */
-    smoe_cuda_backward_lists lists;
-    int32_t hidden, intermediate, halves, rows;
-    int32_t panels_apart, interleaved, accumulate;
-} smoe_cuda_dw;
-
-/* transposed: 0 gives dW2 (hidden rows), 1 gives dW1 (features are rows) and dWr. */
-cudaError_t smoe_cuda_dw_init(void);
-cudaError_t smoe_cuda_dw_launch(const smoe_cuda_dw *dw, smoe_type dtype, smoe_type gradient_type,
-                                int transposed, int ctas, cudaStream_t stream);
 
 /* ---- db2 and db1 ---- */
 
@@ -135,23 +93,6 @@ typedef struct smoe_cuda_dlogits {
 /* CTAs, each with so many tokens; at most this many for any coefficients. */
 int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer);
 cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *dlogits, cudaStream_t stream);
-
-/* ---- dx_rows ---- */
-
-typedef struct smoe_cuda_dx_rows {
-    CUtensorMap a;                /* dH, smoe_map_h with boxes of 128 rows */
-    CUtensorMap w1;               /* smoe_map_w1_panels: 64 features, 4 panels or for SMOE_GEMM_PING_PONG 3 */
-    CUtensorMap y;                /* 2-D: the chunk's columns, rows; 64 x 64 */
-    const int32_t *block_offsets; /* (E+1), or NULL: one expert */
-    smoe_cuda_backward_lists lists;
-    int32_t hidden, intermediate, halves;
-    int32_t panels_apart;
-    int32_t first_column, columns; /* the chunk */
-} smoe_cuda_dx_rows;
-
-cudaError_t smoe_cuda_dx_rows_init(void);
-cudaError_t smoe_cuda_dx_rows_launch(const smoe_cuda_dx_rows *dx, smoe_gemm kind, smoe_type dtype, int ctas,
-                                     cudaStream_t stream);
 
 #ifdef __cplusplus
 }

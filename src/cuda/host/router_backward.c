@@ -15,22 +15,12 @@ static int32_t token_blocks(const smoe_layer *layer)
     return (int32_t)smoe_divide_up(layer->tokens, SMOE_BLOCK_ROWS);
 }
 
-/* One expert whose W1 is Wr. */
-static smoe_layer as_expert(const smoe_layer *layer)
-{
-    smoe_layer one = *layer;
-    one.intermediate = layer->experts;
-    one.experts = 1;
-    one.layout = SMOE_LAYOUT_CONCATENATED;
-    return one;
-}
-
 router_scratch smoe_cuda_router_scratch(const device_state *state, const smoe_problem *p, uint64_t at)
 {
     const smoe_layer *layer = &p->layer;
-    const int32_t tiles = smoe_weight_tiles((int32_t)layer->hidden, (int32_t)layer->experts, 1);
+    const int32_t tiles = state->kernels->weight_tiles((int32_t)layer->hidden, (int32_t)layer->experts, 1);
     const int32_t blocks = token_blocks(layer);
-    const uint64_t tokens = (uint64_t)layer->tokens, tile = SMOE_WEIGHT_TILE * sizeof(float);
+    const uint64_t tokens = (uint64_t)layer->tokens, tile = state->kernels->weight_tile_bytes;
     router_scratch s = {.counts = at};
     s.stride = (int32_t)(smoe_divide_up(layer->experts, 8) * 8);
     s.pieces_at_once = tiles < state->ctas ? state->ctas / tiles : 1;
@@ -115,51 +105,44 @@ static cudaError_t run_dlogits(const backward_call *c)
 
 static cudaError_t run_dwr(backward_call *c)
 {
-    const smoe_layer *layer = &c->problem->layer, one = as_expert(layer);
-    const smoe_panels dlogits = {layer->experts, layer->tokens, c->at.router.stride * c->problem->element, 1,
-                                 layer->tokens * c->at.router.stride * c->problem->element};
-    smoe_cuda_dw p = {
+    const smoe_layer *layer = &c->problem->layer;
+    const moe_dw dw = {
+        .features = c->scratch + c->at.router.dense,
         .tokens = c->args->x,
-        .weight_gradient = c->args->drouter_weight,
+        .gradient = c->args->drouter_weight,
         .parts = c->at.router.parts_count ? (float *)(c->scratch + c->at.router.parts) : NULL,
         .lists = lists_at(c),
-        .hidden = (int32_t)layer->hidden,
-        .intermediate = (int32_t)layer->experts,
+        .rows = layer->tokens,
+        .hidden = layer->hidden,
+        .intermediate = layer->experts,
+        .row_width = c->at.router.stride,
+        .experts = 1,
         .halves = 1,
-        .rows = (int32_t)layer->tokens,
-        .panels_apart = smoe_panels_apart(layer->experts),
         .accumulate = layer->accumulate,
+        .transposed = 1,
+        .gradient_type = layer->gradient_type,
     };
-    smoe_map_panels(&c->maker, &p.features, c->scratch + c->at.router.dense, &dlogits, 2);
-    smoe_map_dw1(&c->maker, &p.gradient, c->args->drouter_weight, &one, 0);
-    if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    return smoe_cuda_dw_launch(&p, layer->dtype, layer->gradient_type, 1, c->state->ctas, c->stream);
+    return c->state->kernels->dw(&c->on, &dw);
 }
 
 /* dx = dlogits Wr */
 static cudaError_t run_dense_dx(backward_call *c)
 {
-    const smoe_layer *layer = &c->problem->layer, one = as_expert(layer);
-    const int64_t d = layer->hidden, stride = c->at.router.stride;
-    const smoe_gemm kind =
-        smoe_gemm_merit(SMOE_GEMM_PING_PONG, stride, d) > smoe_gemm_merit(SMOE_GEMM_TILES, stride, d)
-            ? SMOE_GEMM_PING_PONG
-            : SMOE_GEMM_TILES;
-    smoe_cuda_dx_rows p = {
+    const smoe_layer *layer = &c->problem->layer;
+    const moe_dx_rows dx = {
+        .dh = c->scratch + c->at.router.dense,
+        .w1 = c->args->router_weight,
+        .dx = c->args->dx,
         .lists = lists_at(c),
-        .hidden = (int32_t)d,
-        .intermediate = (int32_t)stride,
+        .rows = layer->tokens,
+        .hidden = layer->hidden,
+        .intermediate = layer->experts,
+        .row_width = c->at.router.stride,
+        .experts = 1,
         .halves = 1,
-        .panels_apart = smoe_panels_apart(d),
-        .columns = (int32_t)d,
+        .columns = layer->hidden,
     };
-    smoe_map_h(&c->maker, &p.a, c->scratch + c->at.router.dense, layer->tokens, 1, stride,
-               2 * SMOE_BLOCK_ROWS);
-    smoe_map_w1_panels(&c->maker, &p.w1, c->args->router_weight, &one, 0,
-                       kind == SMOE_GEMM_PING_PONG ? 3 : 4);
-    smoe_map_matrix(&c->maker, &p.y, c->args->dx, layer->tokens, d, SMOE_BLOCK_ROWS);
-    if (c->maker.status != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    return smoe_cuda_dx_rows_launch(&p, kind, layer->dtype, c->state->ctas, c->stream);
+    return c->state->kernels->dx_rows(&c->on, &dx);
 }
 
 cudaError_t smoe_cuda_router_backward(backward_call *c)

@@ -69,87 +69,46 @@ SMOE_HD uint32_t smoe_divide(uint32_t i, uint32_t reciprocal)
     return (uint32_t)((uint64_t)i * reciprocal >> 24);
 }
 
-/* ---- Shares of the weight-stationary down-projection ----
- * Whole units go round the CTAs in full waves; the blocks of the units left over are shared out so that all
- * CTAs end alike: CTA c lacks max(0, target - whole units of c) blocks and gets the rest in that proportion.
- */
+/* ---- Pieces of experts for the weight gradients: one an expert, unless it holds more than a CTA's share of
+ * all the work; then its pieces leave their tiles in f32 and a second kernel adds them in order. Pieces come
+ * in the plan's order, experts by falling count. ---- */
 
-/* Blocks of the rest before the CTA whose predecessors lack `lacking_before` of `lacking` blocks in all. */
-SMOE_HD int64_t smoe_rest_share(int64_t rest, int64_t lacking_before, int64_t lacking, int32_t cta,
-                                int32_t ctas)
+enum {
+    SMOE_LEAST_SPLIT = 16,     /* blocks: shorter pieces are not worth a second pass */
+    SMOE_MOST_SPLIT = 1 << 18, /* blocks that a piece may have */
+};
+
+/* Some blocks of an expert, ready for the device: 16 bytes. */
+typedef struct smoe_piece {
+    int32_t row; /* first padded row */
+    int32_t expert;
+    int32_t blocks; /* 0: an expert without rows */
+    int32_t part;   /* -1: the expert's only piece; else its number among the pieces of split experts */
+} smoe_piece;
+
+/* A split expert. */
+typedef struct smoe_split {
+    int32_t expert, first_part, parts;
+} smoe_split;
+
+/* Blocks a piece may have: a CTA's share of `blocks` blocks times `tiles` tiles. */
+SMOE_HD int32_t smoe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
 {
-    return lacking > 0 ? rest * lacking_before / lacking : rest * cta / ctas;
+    const int64_t share = smoe_divide_up(blocks * tiles, ctas);
+    return (int32_t)(share < SMOE_LEAST_SPLIT  ? SMOE_LEAST_SPLIT
+                     : share > SMOE_MOST_SPLIT ? SMOE_MOST_SPLIT
+                                               : share);
 }
 
-/* ---- The order of an expert's tiles ----
- * Column tiles fastest, so that a row tile is fetched once. The weights of an expert with many column tiles
- * do not stay in L2 beside its rows: then row tiles are fastest, and a column tile's weights are done with
- * before the next; of an expert with many of those too, in bands whose rows stay in L2. */
-
-enum { SMOE_MOST_COLUMNS_FIRST = 8, SMOE_BAND = 16 };
-
-typedef struct smoe_place {
-    int32_t row_tile, column_tile;
-} smoe_place;
-
-/* Place `unit` of so many tiles, either columns or rows fastest. */
-SMOE_HD smoe_place smoe_place_in(int32_t unit, int32_t row_tiles, int32_t column_tiles, int columns_first)
+/* More pieces of split experts than any routing of at most `blocks` blocks can make: such an expert has more
+ * than limit blocks, so fewer than 2 blocks / limit pieces. */
+static inline int64_t smoe_split_bound(int64_t blocks, int32_t tiles, int32_t ctas)
 {
-    const int32_t fast = columns_first ? column_tiles : row_tiles, slow = unit / fast,
-                  rest = unit - slow * fast;
-    const smoe_place place = {columns_first ? slow : rest, columns_first ? rest : slow};
-    return place;
-}
-
-/* Row tiles of a band: about SMOE_BAND, all bands alike but the last. */
-SMOE_HD int32_t smoe_band_height(int32_t row_tiles)
-{
-    const int32_t bands = (row_tiles + SMOE_BAND / 2) / SMOE_BAND;
-    return bands > 1 ? (row_tiles + bands - 1) / bands : row_tiles;
-}
-
-SMOE_HD smoe_place smoe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
-{
-    if (column_tiles <= SMOE_MOST_COLUMNS_FIRST) return smoe_place_in(unit, row_tiles, column_tiles, 1);
-    const int32_t height = smoe_band_height(row_tiles), first = unit / (height * column_tiles) * height;
-    const int32_t left = row_tiles - first;
-    smoe_place place =
-        smoe_place_in(unit - first * column_tiles, left < height ? left : height, column_tiles, 0);
-    place.row_tile += first;
-    return place;
-}
-
-/* ---- Which kernel multiplies A by W2 ---- */
-
-typedef enum smoe_gemm {
-    SMOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
-    SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
-    SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory, K <= 256 */
-} smoe_gemm;
-
-/* Relative speed of the three on full tiles (docs/lab-notebook.md) times the share of columns that is real.
- */
-static inline double smoe_gemm_merit(smoe_gemm kind, int64_t intermediate, int64_t columns)
-{
-    const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;
-    const double real = (double)columns / (double)(smoe_divide_up(columns, width) * width);
-    switch (kind) {
-    case SMOE_GEMM_TILES: return real;
-    case SMOE_GEMM_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
-    case SMOE_GEMM_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.13 : 0.0;
-    }
-    return 0.0;
-}
-
-static inline smoe_gemm smoe_gemm_choose(int64_t intermediate, int64_t columns, int bias)
-{
-    smoe_gemm best = SMOE_GEMM_TILES;
-    if (bias) return best;
-    for (int kind = SMOE_GEMM_PING_PONG; kind <= SMOE_GEMM_STATIONARY; kind++)
-        if (smoe_gemm_merit((smoe_gemm)kind, intermediate, columns) >
-            smoe_gemm_merit(best, intermediate, columns))
-            best = (smoe_gemm)kind;
-    return best;
+    const int64_t by_share = 2 * (int64_t)ctas / tiles, by_least = 2 * blocks / SMOE_LEAST_SPLIT;
+    const int64_t by_most = 2 * blocks / SMOE_MOST_SPLIT;
+    const int64_t most = by_share > by_most ? by_share : by_most;
+    const int64_t bound = most < by_least ? most : by_least;
+    return bound < 2 ? 0 : bound; /* one piece is no split */
 }
 
 #endif

@@ -8,6 +8,7 @@
 // few steps, which would come too late, three tiles ahead of the one that is stored.
 #pragma once
 #include "sm90/gemm_cooperative.cuh"
+#include "sm90/work_order.h"
 
 namespace smoe
 {

@@ -6,13 +6,17 @@
 // A unit is a piece (a run of one expert's blocks) and a column tile. Whole units go round the CTAs in full
 // waves: neighbouring CTAs work on the same rows at the same time and share them in L2. The units left over
 // are cut so that all CTAs end alike (smoe_rest_share).
+//
+// P, the kernel's parameters, has the maps a (boxes of 64 rows), w2 (256 rows) and y (64 rows), lists,
+// hidden, first_column and columns.
 #pragma once
 #include "common/storage.cuh"
-#include "host/launch.h"
+#include "host/scheduler.h"
 #include "sm90/mbarrier.cuh"
 #include "sm90/swizzle.h"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
+#include "sm90/work_order.h"
 
 namespace smoe
 {
@@ -82,7 +86,8 @@ struct shared_layout {
 struct unit_list {
     const smoe_work *pieces;
     int units, waves, column_tiles; // waves: whole units of every CTA
-    SMOE_DEVICE unit_list(const smoe_cuda_down &p)
+    template <class P>
+    SMOE_DEVICE explicit unit_list(const P &p)
         : pieces(p.lists.pieces), column_tiles((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS)
     {
         units = __ldg(p.lists.counts + 1) * column_tiles;
@@ -179,7 +184,7 @@ struct item_walk {
 
 // ---- Producers, one thread each
 
-SMOE_DEVICE void load_rows(const smoe_cuda_down &p, item_walk walk, const shared_layout &shared)
+template <class P> SMOE_DEVICE void load_rows(const P &p, item_walk walk, const shared_layout &shared)
 {
     ring_position<STAGES> ring(1);
     prefetch_map(&p.a);
@@ -196,7 +201,7 @@ SMOE_DEVICE void load_rows(const smoe_cuda_down &p, item_walk walk, const shared
 }
 
 // Slice by slice, as the last readers leave it.
-SMOE_DEVICE void load_weights(const smoe_cuda_down &p, item_walk walk, const shared_layout &shared)
+template <class P> SMOE_DEVICE void load_weights(const P &p, item_walk walk, const shared_layout &shared)
 {
     uint32_t phase = 1;
     prefetch_map(&p.w2);
@@ -210,8 +215,8 @@ SMOE_DEVICE void load_weights(const smoe_cuda_down &p, item_walk walk, const sha
 }
 
 // `done` counts the blocks of all items so far: consumer (done + block) % 2 has it.
-SMOE_DEVICE void store_blocks(const smoe_cuda_down &p, item_walk walk, const shared_layout &shared,
-                              int consumer)
+template <class P>
+SMOE_DEVICE void store_blocks(const P &p, item_walk walk, const shared_layout &shared, int consumer)
 {
     uint32_t done = 0, count = 0;
     prefetch_map(&p.y);
@@ -312,8 +317,8 @@ SMOE_DEVICE void multiply_blocks(item_walk walk, const shared_layout &shared, in
     }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ smoe_cuda_down p)
+template <typename T, class P>
+__global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p)
 {
     extern __shared__ __align__(1024) char memory[];
     const shared_layout shared = {shared_address(memory)};

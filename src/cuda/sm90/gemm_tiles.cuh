@@ -69,8 +69,8 @@ SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_l
 }
 
 // b2 onto one half of the accumulators, whose first column in the chunk is `column`.
-template <typename T>
-SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_down &p, int expert, int column, int lane)
+template <typename T, class P>
+SMOE_DEVICE void add_bias(float *acc, const P &p, int expert, int column, int lane)
 {
     const T *bias = (const T *)p.bias + (int64_t)expert * p.hidden + p.first_column;
 #pragma unroll

@@ -1,124 +1,121 @@
-/* Tensor maps: how TMA finds the boxes of a tensor in global memory. */
 #include "sm90/tensor_map.h"
+#include "problem.h"
 
-enum { MOST_DIMENSIONS = 5, ELEMENT = 2, BOX_COLUMNS = 64 };
+enum { BOX_BYTES = 128, PANEL_ROWS = 64 };
 
-static CUtensorMapDataType type_of(smoe_type type)
+/* False for a type that no map has. */
+static int type_of(smoe_type type, CUtensorMapDataType *of)
 {
-    return type == SMOE_TYPE_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-           : type == SMOE_TYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    switch (type) {
+    case SMOE_TYPE_F32: *of = CU_TENSOR_MAP_DATA_TYPE_FLOAT32; return 1;
+    case SMOE_TYPE_BF16: *of = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16; return 1;
+    case SMOE_TYPE_F16: *of = CU_TENSOR_MAP_DATA_TYPE_FLOAT16; return 1;
+    case SMOE_TYPE_I32:
+    case SMOE_TYPE_I64: break;
+    }
+    return 0;
 }
 
-/* strides: bytes from one index of dimension i + 1 to the next. */
-static void make_of(smoe_map_maker *maker, CUtensorMap *map, smoe_type type, const void *base,
-                    cuuint32_t rank, const cuuint64_t *sizes, const cuuint64_t *strides,
-                    const cuuint32_t *box)
+void moe_map_boxes(moe_launch *on, CUtensorMap *map, smoe_type type, const moe_boxes *b)
 {
-    static const cuuint32_t every[MOST_DIMENSIONS] = {1, 1, 1, 1, 1};
+    static const cuuint32_t every[] = {1, 1, 1, 1, 1};
+    CUtensorMapDataType of;
     const CUresult status =
-        maker->encode(map, type_of(type), rank, (void *)(uintptr_t)base, sizes, strides, box, every,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (maker->status == CUDA_SUCCESS) maker->status = status;
+        type_of(type, &of)
+            ? on->encode(map, of, b->rank, (void *)(uintptr_t)b->base, b->sizes, b->strides, b->box, every,
+                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+            : CUDA_ERROR_INVALID_VALUE;
+    if (on->map_status == CUDA_SUCCESS) on->map_status = status;
 }
 
-static void make(smoe_map_maker *maker, CUtensorMap *map, const void *base, cuuint32_t rank,
-                 const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box)
+static cuuint64_t element_of(const moe_launch *on)
 {
-    make_of(maker, map, maker->dtype, base, rank, sizes, strides, box);
+    return (cuuint64_t)smoe_type_bytes(on->dtype);
 }
 
-void smoe_map_matrix(smoe_map_maker *maker, CUtensorMap *map, const void *base, int64_t rows, int64_t columns,
-                     int box_rows)
+static cuuint32_t box_columns(const moe_launch *on)
 {
-    const cuuint64_t sizes[] = {(cuuint64_t)columns, (cuuint64_t)rows};
-    const cuuint64_t strides[] = {(cuuint64_t)columns * ELEMENT};
-    const cuuint32_t box[] = {BOX_COLUMNS, (cuuint32_t)box_rows};
-    make(maker, map, base, 2, sizes, strides, box);
+    return (cuuint32_t)(BOX_BYTES / element_of(on));
 }
 
-void smoe_map_h(smoe_map_maker *maker, CUtensorMap *map, const void *base, int64_t rows, int halves,
-                int64_t columns, int box_rows)
+void moe_map_matrix(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int64_t columns,
+                    int box_rows)
 {
-    const cuuint64_t half = (cuuint64_t)columns * ELEMENT;
-    const cuuint64_t sizes[] = {(cuuint64_t)columns, (cuuint64_t)halves, (cuuint64_t)rows};
-    const cuuint64_t strides[] = {half, half * (cuuint64_t)halves};
-    const cuuint32_t box[] = {BOX_COLUMNS, 1, (cuuint32_t)box_rows};
-    make(maker, map, base, 3, sizes, strides, box);
+    const moe_boxes boxes = {
+        .base = base,
+        .rank = 2,
+        .sizes = {(cuuint64_t)columns, (cuuint64_t)rows},
+        .strides = {(cuuint64_t)columns * element_of(on)},
+        .box = {box_columns(on), (cuuint32_t)box_rows},
+    };
+    moe_map_boxes(on, map, on->dtype, &boxes);
 }
 
-void smoe_map_w1(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer,
-                 int gated)
+void moe_map_halves(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int halves,
+                    int64_t columns, int box_rows)
 {
-    const cuuint64_t d = (cuuint64_t)layer->hidden, n = (cuuint64_t)layer->intermediate, row = d * ELEMENT;
-    const int interleaved = gated && layer->layout == SMOE_LAYOUT_INTERLEAVED;
-    const cuuint64_t feature = interleaved ? 2 * row : row;
-    const cuuint64_t sizes[] = {d, 8, gated ? 2 : 1, n / 8, (cuuint64_t)layer->experts};
-    const cuuint64_t strides[] = {feature, interleaved ? row : n * row, 8 * feature,
-                                  (gated ? 2 * n : n) * row};
-    const cuuint32_t box[] = {BOX_COLUMNS, 8, gated ? 2 : 1, gated ? 16 : 32, 1};
-    make(maker, map, base, 5, sizes, strides, box);
+    const cuuint64_t half = (cuuint64_t)columns * element_of(on);
+    const moe_boxes boxes = {
+        .base = base,
+        .rank = 3,
+        .sizes = {(cuuint64_t)columns, (cuuint64_t)halves, (cuuint64_t)rows},
+        .strides = {half, half * (cuuint64_t)halves},
+        .box = {box_columns(on), 1, (cuuint32_t)box_rows},
+    };
+    moe_map_boxes(on, map, on->dtype, &boxes);
 }
 
-void smoe_map_panels(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_panels *t,
-                     int panels)
+moe_w1_strides moe_strides_of_w1(const moe_w1 *w1, int64_t element)
 {
-    const int apart = t->columns % BOX_COLUMNS != 0;
-    const cuuint64_t row = (cuuint64_t)t->row_bytes, group = (cuuint64_t)t->group_bytes;
-    const cuuint64_t sizes[] = {apart ? (cuuint64_t)t->columns : BOX_COLUMNS, (cuuint64_t)t->rows,
-                                apart ? 1 : (cuuint64_t)t->columns / BOX_COLUMNS, (cuuint64_t)t->groups};
-    const cuuint64_t strides[] = {row, apart ? row : BOX_COLUMNS * ELEMENT, group};
-    const cuuint32_t box[] = {BOX_COLUMNS, 64, apart ? 1 : (cuuint32_t)panels, 1};
-    make(maker, map, base, 4, sizes, strides, box);
-}
-
-/* Bytes from a feature of W1[e] to the next, from the gate half to the up half, and of W1[e]. */
-typedef struct w1_strides {
-    cuuint64_t feature, half, expert;
-} w1_strides;
-
-static w1_strides strides_of_w1(const smoe_layer *layer, int gated, cuuint64_t element)
-{
-    const cuuint64_t row = (cuuint64_t)layer->hidden * element, n = (cuuint64_t)layer->intermediate;
-    const int interleaved = gated && layer->layout == SMOE_LAYOUT_INTERLEAVED;
-    const w1_strides s = {interleaved ? 2 * row : row, interleaved ? row : n * row,
-                          (gated ? 2 * n : n) * row};
+    const cuuint64_t row = (cuuint64_t)(w1->hidden * element), n = (cuuint64_t)w1->intermediate;
+    const moe_w1_strides s = {w1->interleaved ? 2 * row : row, w1->interleaved ? row : n * row,
+                              (cuuint64_t)w1->halves * n * row};
     return s;
 }
 
-void smoe_map_w1_panels(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer,
-                        int gated, int panels)
+void moe_map_w1(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int box_rows)
 {
-    const cuuint64_t d = (cuuint64_t)layer->hidden;
-    const w1_strides s = strides_of_w1(layer, gated, ELEMENT);
-    const int apart = d % BOX_COLUMNS != 0;
-    const cuuint64_t sizes[] = {apart ? d : BOX_COLUMNS, (cuuint64_t)layer->intermediate,
-                                apart ? 1 : d / BOX_COLUMNS, gated ? 2 : 1, (cuuint64_t)layer->experts};
-    const cuuint64_t strides[] = {s.feature, apart ? s.feature : BOX_COLUMNS * ELEMENT, s.half, s.expert};
-    const cuuint32_t box[] = {BOX_COLUMNS, 64, apart ? 1 : (cuuint32_t)panels, 1, 1};
-    make(maker, map, base, 5, sizes, strides, box);
+    const moe_w1_strides s = moe_strides_of_w1(w1, smoe_type_bytes(on->dtype));
+    const cuuint32_t halves = (cuuint32_t)w1->halves;
+    const moe_boxes boxes = {
+        .base = w1->base,
+        .rank = 5,
+        .sizes = {(cuuint64_t)w1->hidden, 8, halves, (cuuint64_t)w1->intermediate / 8,
+                  (cuuint64_t)w1->experts},
+        .strides = {s.feature, s.half, 8 * s.feature, s.expert},
+        .box = {box_columns(on), 8, halves, (cuuint32_t)box_rows / (8 * halves), 1},
+    };
+    moe_map_boxes(on, map, on->dtype, &boxes);
 }
 
-enum { BOX_BYTES = BOX_COLUMNS * ELEMENT };
-
-void smoe_map_dw2(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer)
+void moe_map_panels(moe_launch *on, CUtensorMap *map, const moe_panels *t, int panels)
 {
-    const cuuint64_t element = layer->gradient_type == SMOE_TYPE_F32 ? 4 : ELEMENT;
-    const cuuint64_t d = (cuuint64_t)layer->hidden, n = (cuuint64_t)layer->intermediate, row = n * element;
-    const cuuint64_t sizes[] = {n, d, 1, (cuuint64_t)layer->experts}, strides[] = {row, row, d * row};
-    const cuuint32_t box[] = {BOX_BYTES / (cuuint32_t)element, 64, 1, 1};
-    make_of(maker, map, layer->gradient_type, base, 4, sizes, strides, box);
+    const int apart = moe_panels_apart(t->columns);
+    const cuuint64_t row = (cuuint64_t)t->row_bytes, wide = box_columns(on);
+    const moe_boxes boxes = {
+        .base = t->base,
+        .rank = 4,
+        .sizes = {apart ? (cuuint64_t)t->columns : wide, (cuuint64_t)t->rows,
+                  apart ? 1 : (cuuint64_t)t->columns / wide, (cuuint64_t)t->groups},
+        .strides = {row, apart ? row : BOX_BYTES, (cuuint64_t)t->group_bytes},
+        .box = {(cuuint32_t)wide, PANEL_ROWS, apart ? 1 : (cuuint32_t)panels, 1},
+    };
+    moe_map_boxes(on, map, on->dtype, &boxes);
 }
 
-void smoe_map_dw1(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer,
-                  int gated)
+void moe_map_w1_panels(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int panels)
 {
-    const cuuint64_t element = layer->gradient_type == SMOE_TYPE_F32 ? 4 : ELEMENT;
-    const w1_strides s = strides_of_w1(layer, gated, element);
-    const cuuint64_t sizes[] = {(cuuint64_t)layer->hidden, (cuuint64_t)layer->intermediate, gated ? 2 : 1,
-                                (cuuint64_t)layer->experts};
-    const cuuint64_t strides[] = {s.feature, s.half, s.expert};
-    const cuuint32_t box[] = {BOX_BYTES / (cuuint32_t)element, element == ELEMENT ? 128 : 64, 1, 1};
-    make_of(maker, map, layer->gradient_type, base, 4, sizes, strides, box);
+    const cuuint64_t d = (cuuint64_t)w1->hidden, wide = box_columns(on);
+    const moe_w1_strides s = moe_strides_of_w1(w1, smoe_type_bytes(on->dtype));
+    const int apart = moe_panels_apart(w1->hidden);
+    const moe_boxes boxes = {
+        .base = w1->base,
+        .rank = 5,
+        .sizes = {apart ? d : wide, (cuuint64_t)w1->intermediate, apart ? 1 : d / wide,
+                  (cuuint64_t)w1->halves, (cuuint64_t)w1->experts},
+        .strides = {s.feature, apart ? s.feature : BOX_BYTES, s.half, s.expert},
+        .box = {(cuuint32_t)wide, PANEL_ROWS, apart ? 1 : (cuuint32_t)panels, 1, 1},
+    };
+    moe_map_boxes(on, map, on->dtype, &boxes);
 }

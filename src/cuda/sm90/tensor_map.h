@@ -1,65 +1,72 @@
-/* Tensor maps: how TMA finds the boxes of a tensor in global memory. All with the 128-byte
- * swizzle; what lies outside reads as zero and is not written. */
+/* Tensor maps: how TMA finds the boxes of a tensor in global memory. All with the 128-byte swizzle: a box is
+ * 128 bytes wide; what lies outside reads as zero and is not written. The kernels say how high a box is. The
+ * driver's refusal stays in on->map_status. Elements are on->dtype. */
 #ifndef SMOE_CUDA_TENSOR_MAP_H
 #define SMOE_CUDA_TENSOR_MAP_H
 
-#include <cuda.h>
-#include <smoe.h>
+#include "host/kernels.h"
 
-/* cuTensorMapEncodeTiled, found at run time so that the library loads where no driver is. */
-typedef CUresult (*smoe_encode_map)(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
-                                    const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
-                                    const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
-                                    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
-                                    CUtensorMapFloatOOBfill fill);
+#ifdef __cplusplus
+extern "C" {
+#endif
 
-/* A map under construction; the first error stays. */
-typedef struct smoe_map_maker {
-    smoe_encode_map encode;
-    smoe_type dtype;
-    CUresult status;
-} smoe_map_maker;
+/* What a map is made of. strides: bytes from one index of dimension i + 1 to the next. */
+typedef struct moe_boxes {
+    const void *base;
+    cuuint32_t rank; /* up to 5 */
+    cuuint64_t sizes[5], strides[4];
+    cuuint32_t box[5];
+} moe_boxes;
 
-/* (rows, columns), columns contiguous; boxes of 64 columns and box_rows rows. */
-void smoe_map_matrix(smoe_map_maker *maker, CUtensorMap *map, const void *base, int64_t rows, int64_t columns,
-                     int box_rows);
+void moe_map_boxes(moe_launch *on, CUtensorMap *map, smoe_type type, const moe_boxes *boxes);
 
-/* H (rows, halves, columns), halves 2 gated and 1 plain; boxes of 64 columns, one half and
- * box_rows rows. */
-void smoe_map_h(smoe_map_maker *maker, CUtensorMap *map, const void *base, int64_t rows, int halves,
-                int64_t columns, int box_rows);
+/* (rows, columns), columns contiguous; boxes of box_rows rows. */
+void moe_map_matrix(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int64_t columns,
+                    int box_rows);
 
-/* W1 as the up-projection reads it: boxes of 64 columns and 256 rows of W1[e], gated eight gate rows, the
- * same features' eight up rows, and so on, in either layout; coordinates (column, 0, 0, feature / 8, expert).
- */
-void smoe_map_w1(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer,
-                 int gated);
+/* H (rows, halves, columns), halves 2 gated and 1 plain; boxes of one half and box_rows rows. */
+void moe_map_halves(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int halves,
+                    int64_t columns, int box_rows);
+
+/* W1 (experts, halves x intermediate, hidden). */
+typedef struct moe_w1 {
+    const void *base;
+    int64_t experts, hidden, intermediate;
+    int halves, interleaved;
+} moe_w1;
+
+/* Bytes from a feature of W1[e] to the next, from the gate half to the up half, and of W1[e]. */
+typedef struct moe_w1_strides {
+    cuuint64_t feature, half, expert;
+} moe_w1_strides;
+
+moe_w1_strides moe_strides_of_w1(const moe_w1 *w1, int64_t element);
+
+/* W1 as the up-projection reads it: boxes of box_rows rows of W1[e], gated eight gate rows, the same
+ * features' eight up rows, and so on, in either layout; coordinates (column, 0, 0, feature / 8, expert). */
+void moe_map_w1(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int box_rows);
 
 /* A tensor (groups, rows, columns) whose boxes are MN-major operands: panels of 64 columns by 64 rows of one
  * group, side by side. When columns is a multiple of 64 a box is `panels` panels, at coordinates (0, row,
  * column / 64, group); else panels come apart, a box each, at (column, row, 0, group). */
-typedef struct smoe_panels {
+typedef struct moe_panels {
+    const void *base;
     int64_t columns, rows, row_bytes; /* from a row to the next */
     int64_t groups, group_bytes;
-} smoe_panels;
+} moe_panels;
 
-static inline int smoe_panels_apart(int64_t columns)
+static inline int moe_panels_apart(int64_t columns)
 {
     return columns % 64 != 0;
 }
 
-void smoe_map_panels(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_panels *tensor,
-                     int panels);
+void moe_map_panels(moe_launch *on, CUtensorMap *map, const moe_panels *tensor, int panels);
 
 /* W1 the same way, (experts, halves, features, d) in either layout; coordinates (0, feature, column / 64,
  * half, expert), apart (column, feature, 0, half, expert). */
-void smoe_map_w1_panels(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer,
-                        int gated, int panels);
+void moe_map_w1_panels(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int panels);
 
-/* dW2: boxes of 128 bytes of n by 64 of d; coordinates (feature, d, 0, expert). dW1: 128 bytes of d by 128
- * features of 16 bits or 64 of 32; coordinates (d, feature, half, expert). In the layer's gradient type. */
-void smoe_map_dw2(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer);
-void smoe_map_dw1(smoe_map_maker *maker, CUtensorMap *map, const void *base, const smoe_layer *layer,
-                  int gated);
-
+#ifdef __cplusplus
+}
+#endif
 #endif

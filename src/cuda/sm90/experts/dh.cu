@@ -13,8 +13,11 @@
 // to 0.5 % longer). Nothing of H, dH or A' is staged, so dH may lie in H's place: a lane reads its 16 bytes
 // long before it writes them. dS of a row goes by column tiles into partial sums, no atomics.
 #include "common/activation_gradient.cuh"
-#include "host/launch_backward.h"
+#include "common/instances.cuh"
+#include "problem.h"
 #include "sm90/gemm_cooperative.cuh"
+#include "sm90/kernels.h"
+#include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 
 namespace smoe
@@ -23,6 +26,22 @@ namespace
 {
 
 using namespace gemm_cooperative;
+
+struct dh_params {
+    CUtensorMap w2;   // moe_map_panels of (E, hidden, intermediate): a tile's columns
+    const void *dout; // (T, hidden)
+    const void *h;    // (padded_rows, h_width)
+    void *dh;         // the same shape; may be h
+    void *a;          // A' (padded_rows, intermediate)
+    float *ds;        // (column tiles, padded_rows) partial sums of dS
+    const int32_t *row_token;
+    const float *row_weight;
+    smoe_cuda_backward_lists lists;
+    int64_t padded_rows;
+    int32_t hidden, intermediate;
+    int32_t gated, panels_apart;
+    smoe_activation activation;
+};
 
 enum {
     CONSUMER_THREADS = 128,
@@ -78,13 +97,13 @@ struct dh_layout : shared_layout {
 // ---- Gathering: a consumer fills the stages it is done with, its own 64 rows of dO by all its threads; W2's
 // box comes from the consumer that is done with a stage last.
 
-SMOE_DEVICE int steps_of(const smoe_cuda_dh &p)
+SMOE_DEVICE int steps_of(const dh_params &p)
 {
     return (p.hidden + STEP - 1) / STEP;
 }
 
 struct gatherer {
-    const smoe_cuda_dh &p;
+    const dh_params &p;
     const tile_walk &walk;
     const dh_layout &shared;
     int unit, column, k; // of the step to load next; column: first of the tile
@@ -93,7 +112,7 @@ struct gatherer {
     uint32_t real;            // bit i: row row0 + 16 i exists
     const char *from[COPIES]; // this thread's 16 bytes of the step
 
-    SMOE_DEVICE gatherer(const smoe_cuda_dh &params, const tile_walk &work, const dh_layout &layout)
+    SMOE_DEVICE gatherer(const dh_params &params, const tile_walk &work, const dh_layout &layout)
         : p(params), walk(work), shared(layout), unit(blockIdx.x), column(0), k(0), next(-1), tile({0, 0}),
           real(0)
     {
@@ -184,19 +203,19 @@ SMOE_DEVICE const char *piece_of(const void *matrix, int row, int width, int col
     return (const char *)matrix + ((int64_t)row * width + column) * 2;
 }
 
-template <int KIND> SMOE_DEVICE int h_width_of(const smoe_cuda_dh &p)
+template <int KIND> SMOE_DEVICE int h_width_of(const dh_params &p)
 {
     return KIND < SMOE_ACTIVATION_SILU ? 2 * p.intermediate : p.intermediate;
 }
 
 // From a piece of a row's gate half to the up half's.
-SMOE_DEVICE const char *up_half(const char *gate, const smoe_cuda_dh &p)
+SMOE_DEVICE const char *up_half(const char *gate, const dh_params &p)
 {
     return advance_by_adds(gate, (uint32_t)p.intermediate * 2);
 }
 
 template <bool GATED> struct h_ring {
-    const smoe_cuda_dh &p;
+    const dh_params &p;
     uint32_t slots; // of this lane
 
     // A row starts on its way into a slot; of columns that do not exist nothing is read.
@@ -219,7 +238,7 @@ template <bool GATED> struct h_ring {
 
 // A row's pieces of dH and A'; returns the lane's part of <dA', A>.
 template <typename T, int KIND>
-SMOE_DEVICE float write_row(const smoe_cuda_dh &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
+SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
                             const char *to_a, bool exists, float weight, float y_weight)
 {
     uint4 gate, up, scaled;
@@ -257,7 +276,7 @@ SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], fl
 
 // One block, each row's H fetched four rows ahead. `next`: the block after it.
 template <typename T, int KIND>
-SMOE_DEVICE void work_block(const smoe_cuda_dh &p, const h_ring<(KIND < SMOE_ACTIVATION_SILU)> &ring,
+SMOE_DEVICE void work_block(const dh_params &p, const h_ring<(KIND < SMOE_ACTIVATION_SILU)> &ring,
                             const dh_layout &shared, uint32_t block, place at, place next, float weights,
                             float *ds_out, int lane)
 {
@@ -300,7 +319,7 @@ SMOE_DEVICE void work_block(const smoe_cuda_dh &p, const h_ring<(KIND < SMOE_ACT
 }
 
 template <typename T, int KIND>
-SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared, int worker,
+SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int worker,
                             int lane)
 {
     if (blockIdx.x >= walk.units) return;
@@ -341,7 +360,7 @@ SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const 
 }
 
 template <typename T>
-SMOE_DEVICE void work_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared, int worker,
+SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int worker,
                             int lane)
 {
     switch (p.activation) {
@@ -402,8 +421,8 @@ SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t
 }
 
 template <typename T>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_dh &p, const tile_walk &walk, const dh_layout &shared,
-                                int warp, int lane)
+SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int warp,
+                                int lane)
 {
     ring_position<STAGES> ring(0);
     const int consumer = warp >> 2, steps = steps_of(p);
@@ -441,7 +460,7 @@ SMOE_DEVICE void init_barriers(const dh_layout &shared)
     barrier_init_done();
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ smoe_cuda_dh p)
+template <typename T> __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_params p)
 {
     extern __shared__ __align__(1024) char memory[];
     const dh_layout shared(shared_address(memory));
@@ -458,27 +477,46 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) dh(const __g
     }
 }
 
-template <typename T> cudaError_t allow_shared()
+dh_params prepare(moe_launch *on, const moe_dh &d)
 {
-    return cudaFuncSetAttribute((const void *)dh<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                SHARED_BYTES);
+    const int64_t row_bytes = d.intermediate * smoe_type_bytes(on->dtype);
+    const moe_panels w2 = {d.w2, d.intermediate, d.hidden, row_bytes, d.experts, d.hidden * row_bytes};
+    dh_params p = {};
+    moe_map_panels(on, &p.w2, &w2, PANELS);
+    p.dout = d.dout;
+    p.h = d.h;
+    p.dh = d.dh;
+    p.a = d.a;
+    p.ds = d.ds;
+    p.row_token = d.row_token;
+    p.row_weight = d.row_weight;
+    p.lists = d.lists;
+    p.padded_rows = d.padded_rows;
+    p.hidden = (int32_t)d.hidden;
+    p.intermediate = (int32_t)d.intermediate;
+    p.gated = d.gated;
+    p.panels_apart = moe_panels_apart(d.intermediate);
+    p.activation = d.activation;
+    return p;
 }
 
 } // namespace
 } // namespace smoe
 
-extern "C" cudaError_t smoe_cuda_dh_init(void)
+extern "C" cudaError_t moe_sm90_dh_init(void)
 {
-    const cudaError_t status = smoe::allow_shared<__nv_bfloat16>();
-    return status == cudaSuccess ? smoe::allow_shared<__half>() : status;
+    using namespace smoe;
+    return for_every_type(storage_types(),
+                          [](auto t) { return allow_shared(dh<typename decltype(t)::type>, SHARED_BYTES); });
 }
 
-extern "C" cudaError_t smoe_cuda_dh_launch(const smoe_cuda_dh *p, smoe_type dtype, int ctas,
-                                           cudaStream_t stream)
+extern "C" cudaError_t moe_sm90_dh(moe_launch *on, const moe_dh *d)
 {
-    if (dtype == SMOE_TYPE_BF16)
-        smoe::dh<__nv_bfloat16><<<ctas, smoe::gemm_cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
-    else
-        smoe::dh<__half><<<ctas, smoe::gemm_cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
-    return cudaGetLastError();
+    using namespace smoe;
+    const dh_params p = prepare(on, *d);
+    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        dh<typename decltype(t)::type><<<on->ctas, THREADS, SHARED_BYTES, on->stream>>>(p);
+        return cudaGetLastError();
+    });
 }

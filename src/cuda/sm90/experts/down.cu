@@ -1,51 +1,133 @@
 // Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one chunk of d's columns. FLOPs 2 R d n; bytes: A 2 R n
-// (L2 serves the column tiles after the first), W2 and Y 2 R d. Three kernels; the host picks by
-// smoe_gemm_choose.
+// (L2 serves the column tiles after the first), W2 and Y 2 R d. Three cores; smoe_gemm_choose picks.
+#include "common/instances.cuh"
+#include "sm90/gemm_choice.h"
 #include "sm90/gemm_ping_pong.cuh"
 #include "sm90/gemm_stationary.cuh"
 #include "sm90/gemm_tiles.cuh"
+#include "sm90/kernels.h"
+#include "sm90/tensor_map.h"
 
 namespace smoe
 {
+
+struct down_params {
+    CUtensorMap a;                // 2-D: n columns, rows
+    CUtensorMap w2;               // 2-D: n columns, E d rows
+    CUtensorMap y;                // 2-D: the chunk's columns, rows
+    const void *bias;             // b2 or NULL; gemm_tiles only
+    const int32_t *block_offsets; // (E+1)
+    smoe_cuda_lists lists;
+    int32_t hidden, intermediate;
+    int32_t first_column, columns; // the chunk
+};
+
+// K = n, the weights K-major
+template <> struct operands<down_params> {
+    static constexpr operand_order WEIGHTS = K_MAJOR;
+    static constexpr bool HAS_BIAS = true;
+    enum { STEP = 64 };
+
+    static SMOE_DEVICE int steps(const down_params &p)
+    {
+        return (p.intermediate + STEP - 1) / STEP;
+    }
+    static SMOE_DEVICE void prefetch(const down_params &p)
+    {
+        prefetch_map(&p.a);
+        prefetch_map(&p.w2);
+        prefetch_map(&p.y);
+    }
+    static SMOE_DEVICE void load_rows(const down_params &p, uint32_t to, uint32_t full, int k, smoe_work tile)
+    {
+        load_box(to, &p.a, full, k * STEP, tile.row);
+    }
+    template <int COLUMNS>
+    static SMOE_DEVICE void load_weights(const down_params &p, uint32_t to, uint32_t full, int k,
+                                         smoe_work tile, int column)
+    {
+        load_box(to, &p.w2, full, k * STEP, smoe_work_expert(tile) * p.hidden + p.first_column + column);
+    }
+};
+
 namespace
 {
 
-typedef void (*down_kernel)(smoe_cuda_down);
-
-struct variant {
-    down_kernel kernel[2]; // bf16, fp16
-    int shared_bytes;
+// What the host has to know of a core.
+struct core {
+    int shared_bytes, most_ctas;
+    int rows, weights; // rows of a box of A, of W2
 };
 
-const variant variants[] = {
-    {{gemm_tiles::kernel<__nv_bfloat16, smoe_cuda_down>, gemm_tiles::kernel<__half, smoe_cuda_down>},
-     gemm_tiles::SHARED_BYTES},
-    {{gemm_ping_pong::kernel<__nv_bfloat16, smoe_cuda_down>, gemm_ping_pong::kernel<__half, smoe_cuda_down>},
-     gemm_ping_pong::SHARED_BYTES},
-    {{gemm_stationary::kernel<__nv_bfloat16>, gemm_stationary::kernel<__half>},
-     gemm_stationary::SHARED_BYTES},
-};
+constexpr int ANY = 1 << 30;
+
+core core_of(smoe_gemm kind)
+{
+    switch (kind) {
+    case SMOE_GEMM_TILES:
+        return {gemm_tiles::SHARED_BYTES, ANY, gemm_tiles::TILE_ROWS, gemm_tiles::TILE_COLUMNS};
+    case SMOE_GEMM_PING_PONG:
+        return {gemm_ping_pong::SHARED_BYTES, ANY, gemm_ping_pong::TILE_ROWS, gemm_ping_pong::TILE_COLUMNS};
+    case SMOE_GEMM_STATIONARY: break;
+    }
+    return {gemm_stationary::SHARED_BYTES, gemm_stationary::MAX_CTAS, SMOE_BLOCK_ROWS,
+            gemm_stationary::TILE_COLUMNS};
+}
+
+typedef void (*down_kernel)(down_params);
+
+template <typename T> down_kernel kernel_of(smoe_gemm kind)
+{
+    switch (kind) {
+    case SMOE_GEMM_TILES: return gemm_tiles::kernel<T, down_params>;
+    case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, down_params>;
+    case SMOE_GEMM_STATIONARY: break;
+    }
+    return gemm_stationary::kernel<T, down_params>;
+}
+
+down_params prepare(moe_launch *on, const moe_down &d, const core &with)
+{
+    down_params p = {};
+    moe_map_matrix(on, &p.a, d.a, d.rows, d.intermediate, with.rows);
+    moe_map_matrix(on, &p.w2, d.w2, d.experts * d.hidden, d.intermediate, with.weights);
+    moe_map_matrix(on, &p.y, d.y, d.rows, d.columns, SMOE_BLOCK_ROWS);
+    p.bias = d.b2;
+    p.block_offsets = d.block_offsets;
+    p.lists = d.lists;
+    p.hidden = (int32_t)d.hidden;
+    p.intermediate = (int32_t)d.intermediate;
+    p.first_column = (int32_t)d.first_column;
+    p.columns = (int32_t)d.columns;
+    return p;
+}
 
 } // namespace
 } // namespace smoe
 
-extern "C" cudaError_t smoe_cuda_down_init(void)
+extern "C" cudaError_t moe_sm90_down_init(void)
 {
-    for (const smoe::variant &v : smoe::variants)
-        for (smoe::down_kernel kernel : v.kernel) {
-            const cudaError_t status = cudaFuncSetAttribute(
-                (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.shared_bytes);
-            if (status != cudaSuccess) return status;
-        }
-    return cudaSuccess;
+    using namespace smoe;
+    return for_every_type(storage_types(), [](auto t) {
+        cudaError_t status = cudaSuccess;
+        for (int kind = SMOE_GEMM_TILES; kind <= SMOE_GEMM_STATIONARY && status == cudaSuccess; kind++)
+            status = allow_shared(kernel_of<typename decltype(t)::type>((smoe_gemm)kind),
+                                  core_of((smoe_gemm)kind).shared_bytes);
+        return status;
+    });
 }
 
-extern "C" cudaError_t smoe_cuda_down_launch(const smoe_cuda_down *p, smoe_gemm kind, smoe_type dtype,
-                                             int ctas, cudaStream_t stream)
+extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
 {
-    const smoe::variant &v = smoe::variants[kind];
-    if (kind == SMOE_GEMM_STATIONARY && ctas > smoe::gemm_stationary::MAX_CTAS)
-        ctas = smoe::gemm_stationary::MAX_CTAS;
-    v.kernel[dtype == SMOE_TYPE_F16]<<<ctas, smoe::gemm_cooperative::THREADS, v.shared_bytes, stream>>>(*p);
-    return cudaGetLastError();
+    using namespace smoe;
+    const smoe_gemm kind = smoe_gemm_choose(d->intermediate, d->columns, d->b2 != NULL);
+    const core with = core_of(kind);
+    const down_params p = prepare(on, *d, with);
+    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    const int ctas = on->ctas < with.most_ctas ? on->ctas : with.most_ctas;
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        const down_kernel kernel = kernel_of<typename decltype(t)::type>(kind);
+        kernel<<<ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream>>>(p);
+        return cudaGetLastError();
+    });
 }

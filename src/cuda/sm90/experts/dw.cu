@@ -8,9 +8,13 @@
 // An expert without rows gives zeros, or with accumulate nothing. A split expert's pieces leave their tiles
 // in f32; add_parts sums them in order.
 #include "common/backward_shared.cuh"
-#include "host/launch_backward.h"
+#include "common/instances.cuh"
+#include "problem.h"
 #include "sm90/gemm_cooperative.cuh"
+#include "sm90/kernels.h"
+#include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
+#include "sm90/weight_tiles.h"
 
 namespace smoe
 {
@@ -18,6 +22,19 @@ namespace
 {
 
 using namespace gemm_cooperative;
+
+struct dw_params {
+    CUtensorMap features; // A' or dH, moe_map_panels of (halves, rows, intermediate): a slot's features
+    CUtensorMap gradient; // map_gradient
+    const void *tokens;   // dO or X (T, hidden)
+    void *
+        weight_gradient; // (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by layout
+    float *parts;        // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
+    const int32_t *row_token; // NULL: row r is token r, below `rows`
+    smoe_cuda_backward_lists lists;
+    int32_t hidden, intermediate, halves, rows;
+    int32_t panels_apart, interleaved, accumulate;
+};
 
 enum {
     LOADERS = 64,
@@ -37,7 +54,7 @@ struct weight_walk {
     const smoe_piece *pieces;
     int units, tiles, hidden_tiles, feature_tiles, slots_of_half;
     bool skip_empty;
-    SMOE_DEVICE explicit weight_walk(const smoe_cuda_dw &p)
+    SMOE_DEVICE explicit weight_walk(const dw_params &p)
         : pieces(p.lists.pieces), tiles(smoe_weight_tiles(p.hidden, p.intermediate, p.halves)),
           hidden_tiles(smoe_hidden_tiles(p.hidden)),
           feature_tiles(smoe_feature_tiles(p.intermediate, p.halves)),
@@ -75,7 +92,7 @@ struct weight_walk {
 
 // ---- Loads
 
-SMOE_DEVICE void load_slot(const smoe_cuda_dw &p, smoe_slot slot, int row, uint32_t to, uint32_t full)
+SMOE_DEVICE void load_slot(const dw_params &p, smoe_slot slot, int row, uint32_t to, uint32_t full)
 {
     if (p.panels_apart) {
         load_box(to, &p.features, full, slot.feature, row, 0, slot.half);
@@ -86,17 +103,17 @@ SMOE_DEVICE void load_slot(const smoe_cuda_dw &p, smoe_slot slot, int row, uint3
 }
 
 // Without row_token rows are tokens.
-SMOE_DEVICE int token_of(const smoe_cuda_dw &p, int row)
+SMOE_DEVICE int token_of(const dw_params &p, int row)
 {
     return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
 }
 
-SMOE_DEVICE int first_token(const smoe_cuda_dw &p, const smoe_piece &piece, int row)
+SMOE_DEVICE int first_token(const dw_params &p, const smoe_piece &piece, int row)
 {
     return piece.blocks ? token_of(p, piece.row + row) : -1;
 }
 
-SMOE_DEVICE void load_tiles(const smoe_cuda_dw &p, const weight_walk &walk, const shared_layout &shared)
+SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared)
 {
     const int thread = threadIdx.x - 256, chunk = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
     const uint32_t panel = (chunk >> 3) * SMOE_PANEL_BYTES;
@@ -228,7 +245,7 @@ SMOE_DEVICE void stage_tile(const float (&acc)[128], const shared_layout &shared
 
 // A store warp's lane carries its consumer's parts away.
 template <typename G, bool TRANSPOSED>
-SMOE_DEVICE void store_tiles(const smoe_cuda_dw &p, const weight_walk &walk, const shared_layout &shared,
+SMOE_DEVICE void store_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared,
                              int consumer)
 {
     using O = output<G>;
@@ -267,13 +284,13 @@ SMOE_DEVICE void store_tiles(const smoe_cuda_dw &p, const weight_walk &walk, con
 // ---- Consumers
 
 // A tile of a split expert as the threads hold it: 16 bytes a thread, then the next 16 bytes.
-SMOE_DEVICE float *part_of(const smoe_cuda_dw &p, int part, int tiles, int tile, int thread)
+SMOE_DEVICE float *part_of(const dw_params &p, int part, int tiles, int tile, int thread)
 {
     return p.parts + ((int64_t)part * tiles + tile) * SMOE_WEIGHT_TILE + thread * 4;
 }
 
 template <typename T, typename G, bool TRANSPOSED>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_dw &p, const weight_walk &walk, const shared_layout &shared,
+SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared,
                                 int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
@@ -301,7 +318,7 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_dw &p, const weight_walk &walk, 
 }
 
 template <typename T, typename G, bool TRANSPOSED>
-__global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ smoe_cuda_dw p)
+__global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_params p)
 {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
@@ -326,7 +343,7 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ smoe_cu
 
 // Element (d, feature of half) of the expert's gradient.
 template <bool TRANSPOSED>
-SMOE_DEVICE int64_t gradient_element(const smoe_cuda_dw &p, int expert, int half, int feature, int d)
+SMOE_DEVICE int64_t gradient_element(const dw_params &p, int expert, int half, int feature, int d)
 {
     if (!TRANSPOSED) return ((int64_t)expert * p.hidden + d) * p.intermediate + feature;
     const int row = p.interleaved ? feature * 2 + half : half * p.intermediate + feature;
@@ -335,7 +352,7 @@ SMOE_DEVICE int64_t gradient_element(const smoe_cuda_dw &p, int expert, int half
 
 // A CTA's work: 16 bytes a thread of a tile, so that few tiles keep many CTAs busy.
 template <typename G, bool TRANSPOSED>
-__global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ smoe_cuda_dw p)
+__global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ dw_params p)
 {
     const weight_walk walk(p);
     const int slices = __ldg(p.lists.counts + 2) * walk.tiles * SLICES, lane = threadIdx.x & 31;
@@ -365,55 +382,91 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
     }
 }
 
-// ---- Instances
+// ---- Launches
 
-template <typename T, typename G, bool TRANSPOSED> struct instance {
-    static cudaError_t init()
-    {
-        return cudaFuncSetAttribute((const void *)dw<T, G, TRANSPOSED>,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
-    }
-    static cudaError_t launch(const smoe_cuda_dw &p, int ctas, cudaStream_t stream)
-    {
-        dw<T, G, TRANSPOSED><<<ctas, THREADS, SHARED_BYTES, stream>>>(p);
-        if (p.parts) add_parts<G, TRANSPOSED><<<ctas, CONSUMER_THREADS, 0, stream>>>(p);
-        return cudaGetLastError();
-    }
-};
-
-struct variant {
-    cudaError_t (*init)();
-    cudaError_t (*launch)(const smoe_cuda_dw &p, int ctas, cudaStream_t stream);
-};
-
-template <typename T, typename G, bool TRANSPOSED> constexpr variant variant_of()
+// The gradient (experts, hidden, intermediate): boxes of 128 bytes of n by 64 of d, at (feature, d, 0,
+// expert). Transposed (experts, halves, intermediate, hidden) in either layout: 128 bytes of d by a part's
+// features (64 for f32, two boxes), at (d, feature, half, expert).
+void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
 {
-    return {instance<T, G, TRANSPOSED>::init, instance<T, G, TRANSPOSED>::launch};
+    const int64_t element = smoe_type_bytes(d.gradient_type);
+    const cuuint64_t hidden = (cuuint64_t)d.hidden, n = (cuuint64_t)d.intermediate,
+                     experts = (cuuint64_t)d.experts, row = n * (cuuint64_t)element;
+    const cuuint32_t wide = (cuuint32_t)(SMOE_PANEL_ROW_BYTES / element);
+    if (d.transposed) {
+        const moe_w1 w1 = {d.gradient, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
+        const moe_w1_strides s = moe_strides_of_w1(&w1, element);
+        const moe_boxes boxes = {d.gradient,
+                                 4,
+                                 {hidden, n, (cuuint64_t)d.halves, experts},
+                                 {s.feature, s.half, s.expert},
+                                 {wide, element == 2 ? 128u : 64u, 1, 1}};
+        moe_map_boxes(on, map, d.gradient_type, &boxes);
+    } else {
+        const moe_boxes boxes = {
+            d.gradient, 4, {n, hidden, 1, experts}, {row, row, hidden * row}, {wide, 64, 1, 1}};
+        moe_map_boxes(on, map, d.gradient_type, &boxes);
+    }
 }
 
-const variant variants[2][2][2] = {
-    // fp16, f32 gradients, transposed
-    {{variant_of<__nv_bfloat16, __nv_bfloat16, false>(), variant_of<__nv_bfloat16, __nv_bfloat16, true>()},
-     {variant_of<__nv_bfloat16, float, false>(), variant_of<__nv_bfloat16, float, true>()}},
-    {{variant_of<__half, __half, false>(), variant_of<__half, __half, true>()},
-     {variant_of<__half, float, false>(), variant_of<__half, float, true>()}},
-};
+dw_params prepare(moe_launch *on, const moe_dw &d)
+{
+    const int64_t half_bytes = d.row_width * smoe_type_bytes(on->dtype);
+    const moe_panels features = {d.features, d.intermediate, d.rows, d.halves * half_bytes,
+                                 d.halves,   half_bytes};
+    dw_params p = {};
+    moe_map_panels(on, &p.features, &features, SMOE_WEIGHT_SLOT / SMOE_PANEL_COLUMNS);
+    map_gradient(on, &p.gradient, d);
+    p.tokens = d.tokens;
+    p.weight_gradient = d.gradient;
+    p.parts = d.parts;
+    p.row_token = d.row_token;
+    p.lists = d.lists;
+    p.hidden = (int32_t)d.hidden;
+    p.intermediate = (int32_t)d.intermediate;
+    p.halves = d.halves;
+    p.rows = (int32_t)d.rows;
+    p.panels_apart = moe_panels_apart(d.intermediate);
+    p.interleaved = d.interleaved;
+    p.accumulate = d.accumulate;
+    return p;
+}
+
+template <typename T, typename G, bool TRANSPOSED>
+cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
+{
+    dw<T, G, TRANSPOSED><<<ctas, THREADS, SHARED_BYTES, stream>>>(p);
+    if (p.parts) add_parts<G, TRANSPOSED><<<ctas, CONSUMER_THREADS, 0, stream>>>(p);
+    return cudaGetLastError();
+}
 
 } // namespace
 } // namespace smoe
 
-extern "C" cudaError_t smoe_cuda_dw_init(void)
+extern "C" cudaError_t moe_sm90_dw_init(void)
 {
-    for (int i = 0; i < 8; i++) {
-        const cudaError_t status = smoe::variants[i >> 2][i >> 1 & 1][i & 1].init();
-        if (status != cudaSuccess) return status;
-    }
-    return cudaSuccess;
+    using namespace smoe;
+    return for_every_type(storage_types(), [](auto t) {
+        using T = typename decltype(t)::type;
+        return for_every_type(gradient_types<T>(), [](auto g) {
+            using G = typename decltype(g)::type;
+            const cudaError_t status = allow_shared(dw<T, G, false>, SHARED_BYTES);
+            return status == cudaSuccess ? allow_shared(dw<T, G, true>, SHARED_BYTES) : status;
+        });
+    });
 }
 
-extern "C" cudaError_t smoe_cuda_dw_launch(const smoe_cuda_dw *p, smoe_type dtype, smoe_type gradient_type,
-                                           int transposed, int ctas, cudaStream_t stream)
+extern "C" cudaError_t moe_sm90_dw(moe_launch *on, const moe_dw *d)
 {
-    return smoe::variants[dtype == SMOE_TYPE_F16][gradient_type == SMOE_TYPE_F32][transposed != 0].launch(
-        *p, ctas, stream);
+    using namespace smoe;
+    const dw_params p = prepare(on, *d);
+    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        using T = typename decltype(t)::type;
+        return for_type(gradient_types<T>(), d->gradient_type, [&](auto g) {
+            using G = typename decltype(g)::type;
+            return d->transposed ? launch<T, G, true>(p, on->ctas, on->stream)
+                                 : launch<T, G, false>(p, on->ctas, on->stream);
+        });
+    });
 }

@@ -1,40 +1,54 @@
 // dX~[r] = dH[r] W1[e], for one chunk of d's columns. FLOPs 2 R d h; bytes: dH 2 R h (L2 serves the column
 // tiles after the first), W1 and dX~ 2 R d. The cores of the down-projection with W1 MN-major as it stands in
 // memory: K runs through the gate rows of W1 and then through the up rows, whatever their layout.
-#include "host/launch_backward.h"
+#include "common/instances.cuh"
+#include "sm90/gemm_choice.h"
 #include "sm90/gemm_ping_pong.cuh"
 #include "sm90/gemm_tiles.cuh"
+#include "sm90/kernels.h"
+#include "sm90/tensor_map.h"
 
 namespace smoe
 {
 
-template <> struct operands<smoe_cuda_dx_rows> {
+struct dx_rows_params {
+    CUtensorMap a;                // dH, moe_map_halves
+    CUtensorMap w1;               // moe_map_w1_panels: a tile's columns
+    CUtensorMap y;                // 2-D: the chunk's columns, rows
+    const int32_t *block_offsets; // (E+1), or NULL: one expert
+    smoe_cuda_backward_lists lists;
+    int32_t hidden, intermediate, halves; // intermediate: columns of a half of dH
+    int32_t panels_apart;
+    int32_t first_column, columns; // the chunk
+};
+
+template <> struct operands<dx_rows_params> {
     static constexpr operand_order WEIGHTS = MN_MAJOR;
     static constexpr bool HAS_BIAS = false;
     enum { STEP = 64 };
 
-    static SMOE_DEVICE int steps_of_half(const smoe_cuda_dx_rows &p)
+    static SMOE_DEVICE int steps_of_half(const dx_rows_params &p)
     {
         return (p.intermediate + STEP - 1) / STEP;
     }
-    static SMOE_DEVICE int steps(const smoe_cuda_dx_rows &p)
+    static SMOE_DEVICE int steps(const dx_rows_params &p)
     {
         return steps_of_half(p) * p.halves;
     }
-    static SMOE_DEVICE void prefetch(const smoe_cuda_dx_rows &p)
+    static SMOE_DEVICE void prefetch(const dx_rows_params &p)
     {
         prefetch_map(&p.a);
         prefetch_map(&p.w1);
         prefetch_map(&p.y);
     }
-    static SMOE_DEVICE void load_rows(const smoe_cuda_dx_rows &p, uint32_t to, uint32_t full, int k,
+    static SMOE_DEVICE void load_rows(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
                                       smoe_work tile)
     {
         const int half = k >= steps_of_half(p);
         load_box(to, &p.a, full, (k - half * steps_of_half(p)) * STEP, half, tile.row);
     }
     template <int COLUMNS>
-    static SMOE_DEVICE void load_weights(const smoe_cuda_dx_rows &p, uint32_t to, uint32_t full, int k,
+    static SMOE_DEVICE void load_weights(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
                                          smoe_work tile, int column)
     {
         const int half = k >= steps_of_half(p), feature = (k - half * steps_of_half(p)) * STEP;
@@ -50,39 +64,76 @@ template <> struct operands<smoe_cuda_dx_rows> {
 namespace
 {
 
-typedef void (*dx_kernel)(smoe_cuda_dx_rows);
+// The faster of the two cores on so many columns.
+smoe_gemm choose(const moe_dx_rows &d)
+{
+    const int64_t k = d.halves * d.row_width;
+    return smoe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) > smoe_gemm_merit(SMOE_GEMM_TILES, k, d.columns)
+               ? SMOE_GEMM_PING_PONG
+               : SMOE_GEMM_TILES;
+}
 
-struct variant {
-    dx_kernel kernel[2]; // bf16, fp16
-    int shared_bytes;
-};
+typedef void (*dx_rows_kernel)(dx_rows_params);
 
-const variant variants[] = {
-    {{gemm_tiles::kernel<__nv_bfloat16, smoe_cuda_dx_rows>, gemm_tiles::kernel<__half, smoe_cuda_dx_rows>},
-     gemm_tiles::SHARED_BYTES},
-    {{gemm_ping_pong::kernel<__nv_bfloat16, smoe_cuda_dx_rows>,
-      gemm_ping_pong::kernel<__half, smoe_cuda_dx_rows>},
-     gemm_ping_pong::SHARED_BYTES},
-};
+template <typename T> dx_rows_kernel kernel_of(smoe_gemm kind)
+{
+    return kind == SMOE_GEMM_PING_PONG ? gemm_ping_pong::kernel<T, dx_rows_params>
+                                       : gemm_tiles::kernel<T, dx_rows_params>;
+}
+
+int shared_bytes_of(smoe_gemm kind)
+{
+    return kind == SMOE_GEMM_PING_PONG ? (int)gemm_ping_pong::SHARED_BYTES : (int)gemm_tiles::SHARED_BYTES;
+}
+
+int columns_of(smoe_gemm kind)
+{
+    return kind == SMOE_GEMM_PING_PONG ? (int)gemm_ping_pong::TILE_COLUMNS : (int)gemm_tiles::TILE_COLUMNS;
+}
+static_assert((int)gemm_ping_pong::TILE_ROWS == (int)gemm_tiles::TILE_ROWS, "boxes of dH");
+
+dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, smoe_gemm kind)
+{
+    const moe_w1 w1 = {d.w1, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
+    dx_rows_params p = {};
+    moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, gemm_tiles::TILE_ROWS);
+    moe_map_w1_panels(on, &p.w1, &w1, columns_of(kind) / SMOE_PANEL_COLUMNS);
+    moe_map_matrix(on, &p.y, d.dx, d.rows, d.columns, SMOE_BLOCK_ROWS);
+    p.block_offsets = d.block_offsets;
+    p.lists = d.lists;
+    p.hidden = (int32_t)d.hidden;
+    p.intermediate = (int32_t)d.row_width;
+    p.halves = d.halves;
+    p.panels_apart = moe_panels_apart(d.hidden);
+    p.first_column = (int32_t)d.first_column;
+    p.columns = (int32_t)d.columns;
+    return p;
+}
 
 } // namespace
 } // namespace smoe
 
-extern "C" cudaError_t smoe_cuda_dx_rows_init(void)
+extern "C" cudaError_t moe_sm90_dx_rows_init(void)
 {
-    for (const smoe::variant &v : smoe::variants)
-        for (smoe::dx_kernel kernel : v.kernel) {
-            const cudaError_t status = cudaFuncSetAttribute(
-                (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.shared_bytes);
-            if (status != cudaSuccess) return status;
-        }
-    return cudaSuccess;
+    using namespace smoe;
+    return for_every_type(storage_types(), [](auto t) {
+        cudaError_t status = cudaSuccess;
+        for (const smoe_gemm kind : {SMOE_GEMM_TILES, SMOE_GEMM_PING_PONG})
+            if (status == cudaSuccess)
+                status = allow_shared(kernel_of<typename decltype(t)::type>(kind), shared_bytes_of(kind));
+        return status;
+    });
 }
 
-extern "C" cudaError_t smoe_cuda_dx_rows_launch(const smoe_cuda_dx_rows *p, smoe_gemm kind, smoe_type dtype,
-                                                int ctas, cudaStream_t stream)
+extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
 {
-    const smoe::variant &v = smoe::variants[kind];
-    v.kernel[dtype == SMOE_TYPE_F16]<<<ctas, smoe::gemm_cooperative::THREADS, v.shared_bytes, stream>>>(*p);
-    return cudaGetLastError();
+    using namespace smoe;
+    const smoe_gemm kind = choose(*d);
+    const dx_rows_params p = prepare(on, *d, kind);
+    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        const dx_rows_kernel kernel = kernel_of<typename decltype(t)::type>(kind);
+        kernel<<<on->ctas, gemm_cooperative::THREADS, shared_bytes_of(kind), on->stream>>>(p);
+        return cudaGetLastError();
+    });
 }

@@ -9,8 +9,10 @@
 // store H, activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the
 // tensor map.
 #include "common/activation.cuh"
-#include "host/launch.h"
+#include "common/instances.cuh"
 #include "sm90/feed.cuh"
+#include "sm90/kernels.h"
+#include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 
 namespace smoe
@@ -19,6 +21,20 @@ namespace
 {
 
 using namespace gemm_cooperative;
+
+struct up_params {
+    CUtensorMap w1;               // 5-D: K, 8 rows, gate and up (or 1), groups of 8 features, experts
+    CUtensorMap h;                // 3-D: n columns, gate and up (or 1), rows
+    CUtensorMap a;                // 2-D: n columns, rows
+    const void *x;                // (T, hidden)
+    const void *bias;             // b1 or NULL
+    const int32_t *row_token;     // (padded_rows)
+    const int32_t *block_offsets; // (E+1)
+    smoe_cuda_lists lists;
+    int32_t hidden, intermediate;
+    int32_t gated, interleaved, store_h;
+    smoe_activation activation;
+};
 
 enum {
     LOADERS = 64,
@@ -33,14 +49,14 @@ static_assert(FEED % 16 == 0, "items are 16 bytes");
 
 // A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `chunk` of
 // the eight reads the tokens of rows i = 2 chunk and 2 chunk + 1. Rows of a block that does not exist: none.
-SMOE_DEVICE int2 read_tokens(const smoe_cuda_up &p, smoe_work tile, int row0, int chunk)
+SMOE_DEVICE int2 read_tokens(const up_params &p, smoe_work tile, int row0, int chunk)
 {
     if (chunk >= 4 && smoe_work_blocks(tile) == 1) return {-1, -1};
     const int32_t *rows = p.row_token + tile.row + row0 + 16 * chunk;
     return {__ldg(rows), __ldg(rows + 8)};
 }
 
-SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const shared_layout &shared, feed items, int steps)
+SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, feed items, int steps)
 {
     const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
     const uint32_t to = smoe_panel_offset(row0, chunk), row_bytes = (uint32_t)p.hidden * 2;
@@ -101,7 +117,7 @@ SMOE_DEVICE void load_tiles(const smoe_cuda_up &p, const shared_layout &shared, 
 
 // One panel of H (gated: and its up panel) has been staged at `panel`: activate it and store A.
 template <typename T>
-SMOE_DEVICE void store_activated(const smoe_cuda_up &p, uint32_t panel, uint32_t out, int feature, int row,
+SMOE_DEVICE void store_activated(const up_params &p, uint32_t panel, uint32_t out, int feature, int row,
                                  int lane)
 {
     activate_panel<T>(p.activation, panel, panel + SMOE_PANEL_BYTES, out, lane);
@@ -115,7 +131,7 @@ SMOE_DEVICE void store_activated(const smoe_cuda_up &p, uint32_t panel, uint32_t
 
 // A store warp carries its consumer's slots away, one after the other.
 template <typename T>
-SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const work_queue &queue, const shared_layout &shared,
+SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const shared_layout &shared,
                              feed items, int consumer, int lane)
 {
     const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_PANEL_BYTES;
@@ -164,7 +180,7 @@ SMOE_DEVICE void store_tiles(const smoe_cuda_up &p, const work_queue &queue, con
 
 // b1 onto one half of the accumulators.
 template <typename T>
-SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_up &p, int expert, int column_tile, int half, int lane)
+SMOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column_tile, int half, int lane)
 {
     const int n = p.intermediate, feature_step = p.gated && p.interleaved ? 2 : 1;
     const int up_step = p.gated ? p.interleaved ? 1 : n : 0;
@@ -184,7 +200,7 @@ SMOE_DEVICE void add_bias(float *acc, const smoe_cuda_up &p, int expert, int col
 }
 
 template <typename T>
-SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const shared_layout &shared, feed items, int steps,
+SMOE_DEVICE void multiply_tiles(const up_params &p, const shared_layout &shared, feed items, int steps,
                                 int consumer, int lane)
 {
     ring_position<STAGES> ring(0);
@@ -209,7 +225,7 @@ SMOE_DEVICE void multiply_tiles(const smoe_cuda_up &p, const shared_layout &shar
     }
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ smoe_cuda_up p)
+template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ up_params p)
 {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
@@ -236,27 +252,45 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __g
     }
 }
 
-template <typename T> cudaError_t allow_shared()
+up_params prepare(moe_launch *on, const moe_up &u)
 {
-    return cudaFuncSetAttribute((const void *)up<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                SHARED_BYTES);
+    const int halves = u.gated ? 2 : 1;
+    const moe_w1 w1 = {u.w1, u.experts, u.hidden, u.intermediate, halves, u.interleaved};
+    up_params p = {};
+    moe_map_w1(on, &p.w1, &w1, TILE_COLUMNS);
+    if (u.h) moe_map_halves(on, &p.h, u.h, u.rows, halves, u.intermediate, SMOE_BLOCK_ROWS);
+    moe_map_matrix(on, &p.a, u.a, u.rows, u.intermediate, SMOE_BLOCK_ROWS);
+    p.x = u.x;
+    p.bias = u.b1;
+    p.row_token = u.row_token;
+    p.block_offsets = u.block_offsets;
+    p.lists = u.lists;
+    p.hidden = (int32_t)u.hidden;
+    p.intermediate = (int32_t)u.intermediate;
+    p.gated = u.gated;
+    p.interleaved = u.interleaved;
+    p.store_h = u.h != NULL;
+    p.activation = u.activation;
+    return p;
 }
 
 } // namespace
 } // namespace smoe
 
-extern "C" cudaError_t smoe_cuda_up_init(void)
+extern "C" cudaError_t moe_sm90_up_init(void)
 {
-    const cudaError_t status = smoe::allow_shared<__nv_bfloat16>();
-    return status == cudaSuccess ? smoe::allow_shared<__half>() : status;
+    using namespace smoe;
+    return for_every_type(storage_types(),
+                          [](auto t) { return allow_shared(up<typename decltype(t)::type>, SHARED_BYTES); });
 }
 
-extern "C" cudaError_t smoe_cuda_up_launch(const smoe_cuda_up *p, smoe_type dtype, int ctas,
-                                           cudaStream_t stream)
+extern "C" cudaError_t moe_sm90_up(moe_launch *on, const moe_up *u)
 {
-    if (dtype == SMOE_TYPE_BF16)
-        smoe::up<__nv_bfloat16><<<ctas, smoe::gemm_cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
-    else
-        smoe::up<__half><<<ctas, smoe::gemm_cooperative::THREADS, smoe::SHARED_BYTES, stream>>>(*p);
-    return cudaGetLastError();
+    using namespace smoe;
+    const up_params p = prepare(on, *u);
+    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        up<typename decltype(t)::type><<<on->ctas, THREADS, SHARED_BYTES, on->stream>>>(p);
+        return cudaGetLastError();
+    });
 }

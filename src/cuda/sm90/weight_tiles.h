@@ -1,37 +1,19 @@
-/* How the weight gradients are cut. A tile is 128 of d by 256 features: two slots of 128 features, a slot
- * never crosses from the gate half of H to the up half. K runs over an expert's blocks of rows, in pieces:
- * one an expert, unless the expert holds more than a CTA's share of all the work; then its pieces leave their
- * tiles in f32 and a second kernel adds them in order.
- *
- * A unit of work is a piece and a tile, in the order of smoe_weight_place_of. Pieces come in the plan's
- * order, experts by falling count. */
+/* How the Hopper kernel cuts the weight gradients. A tile is 128 of d by 256 features: two slots of 128
+ * features, a slot never crosses from the gate half of H to the up half. K runs over a piece's blocks of rows
+ * (scheduler.h). A unit of work is a piece and a tile, in the order of smoe_weight_place_of. */
 #ifndef SMOE_CUDA_WEIGHT_TILES_H
 #define SMOE_CUDA_WEIGHT_TILES_H
 
 #include "host/scheduler.h"
 #include "sm90/swizzle.h"
+#include "sm90/work_order.h"
 
 enum {
     SMOE_WEIGHT_TILE_HIDDEN = 128,
     SMOE_WEIGHT_TILE_FEATURES = 256,
     SMOE_WEIGHT_SLOT = 128,
     SMOE_WEIGHT_TILE = SMOE_WEIGHT_TILE_HIDDEN * SMOE_WEIGHT_TILE_FEATURES,
-    SMOE_LEAST_SPLIT = 16,     /* blocks: shorter pieces are not worth a second pass */
-    SMOE_MOST_SPLIT = 1 << 18, /* blocks that a piece may have */
 };
-
-/* Some blocks of an expert, ready for the device: 16 bytes. */
-typedef struct smoe_piece {
-    int32_t row; /* first padded row */
-    int32_t expert;
-    int32_t blocks; /* 0: an expert without rows */
-    int32_t part;   /* -1: the expert's only piece; else its number among the pieces of split experts */
-} smoe_piece;
-
-/* A split expert. */
-typedef struct smoe_split {
-    int32_t expert, first_part, parts;
-} smoe_split;
 
 SMOE_HD int32_t smoe_slots_of_half(int32_t intermediate)
 {
@@ -73,26 +55,6 @@ SMOE_HD smoe_slot smoe_slot_of(int32_t slot, int32_t slots_of_half)
 {
     const smoe_slot s = {slot / slots_of_half, slot % slots_of_half * SMOE_WEIGHT_SLOT};
     return s;
-}
-
-/* Blocks a piece may have: a CTA's share of `blocks` blocks times `tiles` tiles. */
-SMOE_HD int32_t smoe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
-{
-    const int64_t share = smoe_divide_up(blocks * tiles, ctas);
-    return (int32_t)(share < SMOE_LEAST_SPLIT  ? SMOE_LEAST_SPLIT
-                     : share > SMOE_MOST_SPLIT ? SMOE_MOST_SPLIT
-                                               : share);
-}
-
-/* More pieces of split experts than any routing of at most `blocks` blocks can make: such an expert has more
- * than limit blocks, so fewer than 2 blocks / limit pieces. */
-static inline int64_t smoe_split_bound(int64_t blocks, int32_t tiles, int32_t ctas)
-{
-    const int64_t by_share = 2 * (int64_t)ctas / tiles, by_least = 2 * blocks / SMOE_LEAST_SPLIT;
-    const int64_t by_most = 2 * blocks / SMOE_MOST_SPLIT;
-    const int64_t most = by_share > by_most ? by_share : by_most;
-    const int64_t bound = most < by_least ? most : by_least;
-    return bound < 2 ? 0 : bound; /* one piece is no split */
 }
 
 /* ---- Where a part of a tile stands in its staging slot: two panels of rows of 128 bytes ----

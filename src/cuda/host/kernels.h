@@ -1,0 +1,122 @@
+/* The kernels that are written anew for every generation of GPUs, behind one table; a context picks its table
+ * by the compute capability of its device. The host side describes what is to be computed, in pointers and
+ * sizes; tile shapes, shared memory and tensor maps are known to the kernel alone. What runs on any GPU is
+ * launched by the functions of launch.h and launch_backward.h. */
+#ifndef SMOE_CUDA_KERNELS_H
+#define SMOE_CUDA_KERNELS_H
+
+#include "host/launch_backward.h"
+#include <cuda.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* cuTensorMapEncodeTiled, found at run time so that the library loads where no driver is. */
+typedef CUresult (*moe_encode_map)(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
+                                   const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                                   const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
+                                   CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                   CUtensorMapFloatOOBfill fill);
+
+/* What every launch of a call needs. */
+typedef struct moe_launch {
+    moe_encode_map encode;
+    smoe_type dtype;
+    int ctas; /* multiprocessors of the device */
+    cudaStream_t stream;
+    CUresult map_status; /* out: the driver's error when it refused a tensor map; the first one stays */
+} moe_launch;
+
+/* H = X W1^T + b1, A = act(H); rows of one expert follow each other, blocks of 64 rows. */
+typedef struct moe_up {
+    const void *x;                /* (T, hidden) */
+    const void *w1;               /* (experts, 2 or 1 times intermediate, hidden) */
+    const void *b1;               /* (experts, 2 or 1 times intermediate) or NULL */
+    void *h;                      /* (rows, 2 or 1 times intermediate), or NULL: not stored */
+    void *a;                      /* (rows, intermediate) */
+    const int32_t *row_token;     /* (rows) */
+    const int32_t *block_offsets; /* (experts + 1) */
+    smoe_cuda_lists lists;
+    int64_t rows, hidden, intermediate, experts;
+    int gated, interleaved; /* interleaved: gate and up rows of W1 alternate */
+    smoe_activation activation;
+} moe_up;
+
+/* Y = A W2^T + b2 for columns first_column to first_column + columns - 1 of d. */
+typedef struct moe_down {
+    const void *a;                /* (rows, intermediate) */
+    const void *w2;               /* (experts, hidden, intermediate) */
+    const void *b2;               /* (experts, hidden) or NULL */
+    void *y;                      /* (rows, columns) */
+    const int32_t *block_offsets; /* (experts + 1) */
+    smoe_cuda_lists lists;
+    int64_t rows, hidden, intermediate, experts;
+    int64_t first_column, columns;
+} moe_down;
+
+/* dA' = dO W2, and from H what follows of it: dS, dH, A'. */
+typedef struct moe_dh {
+    const void *dout; /* (T, hidden) */
+    const void *w2;   /* (experts, hidden, intermediate) */
+    const void *h;    /* (padded_rows, 2 or 1 times intermediate) */
+    void *dh;         /* the same shape; may be h */
+    void *a;          /* A' (padded_rows, intermediate) */
+    float *ds;        /* (parts, padded_rows): parts of dS, one for every ds_columns columns of dA' */
+    const int32_t *row_token;
+    const float *row_weight;
+    smoe_cuda_backward_lists lists;
+    int64_t padded_rows, hidden, intermediate, experts;
+    int gated;
+    smoe_activation activation;
+} moe_dh;
+
+/* dW2[e] = sum_r tokens[t(r)]^T features[r], or transposed dW1[e] and dWr = sum_r features[r]^T tokens[t(r)].
+ */
+typedef struct moe_dw {
+    const void *features; /* A', dH or dlogits (rows, halves, row_width), of which `intermediate` are read */
+    const void *tokens;   /* dO or X (T, hidden) */
+    void *gradient;       /* (experts, hidden, intermediate), transposed (experts, halves x intermediate,
+                             hidden) */
+    float *parts;         /* (bound on parts, weight tiles) tiles of split experts; NULL: none is split */
+    const int32_t *row_token; /* NULL: row r is token r */
+    smoe_cuda_backward_lists lists;
+    int64_t rows, hidden, intermediate, row_width, experts;
+    int halves, interleaved, accumulate, transposed;
+    smoe_type gradient_type; /* F32 or dtype */
+} moe_dw;
+
+/* dX~ = dH W1 for columns first_column to first_column + columns - 1 of d; also dlogits Wr, E the width of
+ * the only expert. */
+typedef struct moe_dx_rows {
+    const void *dh;               /* (rows, halves, row_width) */
+    const void *w1;               /* (experts, halves x intermediate, hidden); intermediate <= row_width */
+    void *dx;                     /* (rows, columns) */
+    const int32_t *block_offsets; /* (experts + 1), or NULL: one expert */
+    smoe_cuda_backward_lists lists;
+    int64_t rows, hidden, intermediate, row_width, experts;
+    int halves, interleaved;
+    int64_t first_column, columns;
+} moe_dx_rows;
+
+typedef struct moe_kernels {
+    int major, minor;          /* compute capability */
+    cudaError_t (*init)(void); /* once a device */
+    /* What they want in scratch. */
+    int32_t ds_columns;         /* of dA' to a part of dS */
+    uint64_t weight_tile_bytes; /* of a tile of a weight gradient, as a split expert leaves it */
+    int32_t (*weight_tiles)(int32_t hidden, int32_t intermediate, int32_t halves); /* of one expert */
+    /* Each enqueues on the stream and returns the runtime's status. */
+    cudaError_t (*up)(moe_launch *on, const moe_up *up);
+    cudaError_t (*down)(moe_launch *on, const moe_down *down);
+    cudaError_t (*dh)(moe_launch *on, const moe_dh *dh);
+    cudaError_t (*dw)(moe_launch *on, const moe_dw *dw);
+    cudaError_t (*dx_rows)(moe_launch *on, const moe_dx_rows *dx);
+} moe_kernels;
+
+extern const moe_kernels moe_sm90_kernels;
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,38 @@
+/* Which of the GEMM cores multiplies rows by an expert's weights (gemm_*.cuh). */
+#ifndef SMOE_CUDA_GEMM_CHOICE_H
+#define SMOE_CUDA_GEMM_CHOICE_H
+
+#include "host/scheduler.h"
+
+typedef enum smoe_gemm {
+    SMOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
+    SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
+    SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory, K <= 256 */
+} smoe_gemm;
+
+/* Relative speed of the three on full tiles (docs/lab-notebook.md) times the share of columns that is real.
+ */
+static inline double smoe_gemm_merit(smoe_gemm kind, int64_t intermediate, int64_t columns)
+{
+    const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;
+    const double real = (double)columns / (double)(smoe_divide_up(columns, width) * width);
+    switch (kind) {
+    case SMOE_GEMM_TILES: return real;
+    case SMOE_GEMM_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
+    case SMOE_GEMM_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.13 : 0.0;
+    }
+    return 0.0;
+}
+
+static inline smoe_gemm smoe_gemm_choose(int64_t intermediate, int64_t columns, int bias)
+{
+    smoe_gemm best = SMOE_GEMM_TILES;
+    if (bias) return best;
+    for (int kind = SMOE_GEMM_PING_PONG; kind <= SMOE_GEMM_STATIONARY; kind++)
+        if (smoe_gemm_merit((smoe_gemm)kind, intermediate, columns) >
+            smoe_gemm_merit(best, intermediate, columns))
+            best = (smoe_gemm)kind;
+    return best;
+}
+
+#endif

@@ -1,0 +1,27 @@
+/* The launch functions of the Hopper kernels, for the table of kernels.c. Each makes the tensor maps that its
+ * kernel wants of what it is given. The init functions raise limits of shared memory, once a device. */
+#ifndef SMOE_CUDA_SM90_KERNELS_H
+#define SMOE_CUDA_SM90_KERNELS_H
+
+#include "host/kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+cudaError_t moe_sm90_up_init(void);
+cudaError_t moe_sm90_down_init(void);
+cudaError_t moe_sm90_dh_init(void);
+cudaError_t moe_sm90_dw_init(void);
+cudaError_t moe_sm90_dx_rows_init(void);
+
+cudaError_t moe_sm90_up(moe_launch *on, const moe_up *up);
+cudaError_t moe_sm90_down(moe_launch *on, const moe_down *down);
+cudaError_t moe_sm90_dh(moe_launch *on, const moe_dh *dh);
+cudaError_t moe_sm90_dw(moe_launch *on, const moe_dw *dw);
+cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *dx);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
