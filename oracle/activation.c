@@ -1,4 +1,5 @@
-/* The nine activations and their derivatives. */
+/* The activations and their derivatives. The switches have no default, so that an enumerator that one of them
+ * lacks does not compile. */
 #include "oracle/oracle.h"
 
 #include <math.h>

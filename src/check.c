@@ -1,5 +1,6 @@
 /* Argument checks. Limits stand next to the messages that name them. */
 #include "check.h"
+#include "activations.h"
 
 #include <string.h>
 
@@ -92,10 +93,9 @@ static smoe_status check_enums(smoe_context *context, const char *function, cons
     static const int storage[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16, SMOE_TYPE_F16},
                      logits[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
     static const int indices[] = {SMOE_TYPE_I32, SMOE_TYPE_I64}, flags[] = {0, 1};
-    static const int activations[] = {
-        SMOE_ACTIVATION_SWIGLU, SMOE_ACTIVATION_GEGLU,      SMOE_ACTIVATION_GEGLU_TANH,
-        SMOE_ACTIVATION_REGLU,  SMOE_ACTIVATION_SWIGLU_OAI, SMOE_ACTIVATION_SILU,
-        SMOE_ACTIVATION_GELU,   SMOE_ACTIVATION_RELU,       SMOE_ACTIVATION_RELU2};
+#define VALUE(enumerator, name, shape, curve) enumerator,
+    static const int activations[] = {MOE_ACTIVATIONS(VALUE)};
+#undef VALUE
     static const int layouts[] = {SMOE_LAYOUT_CONCATENATED, SMOE_LAYOUT_INTERLEAVED};
     static const int entries[] = {SMOE_ENTRY_FROM_LOGITS, SMOE_ENTRY_FROM_TOPK, SMOE_ENTRY_FROM_ROWS};
     static const int scores[] = {SMOE_SCORE_SOFTMAX_TOPK, SMOE_SCORE_TOPK_SOFTMAX, SMOE_SCORE_SIGMOID};

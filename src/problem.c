@@ -1,10 +1,6 @@
 /* Row bounds and the layout of `saved`: one table of parts, walked once for sizes and once for pointers. */
 #include "problem.h"
-
-int smoe_activation_gated(smoe_activation activation)
-{
-    return activation < SMOE_ACTIVATION_SILU;
-}
+#include "activations.h"
 
 int64_t smoe_type_bytes(smoe_type type)
 {
@@ -82,8 +78,8 @@ void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer)
 {
     smoe_problem *p = problem;
     *p = (smoe_problem){.layer = *layer};
-    p->gated = smoe_activation_gated(layer->activation);
-    p->h_width = p->gated ? 2 * layer->intermediate : layer->intermediate;
+    p->gated = moe_activation_halves(layer->activation) == 2;
+    p->h_width = moe_h_width(layer);
     p->element = smoe_type_bytes(layer->dtype);
     p->rows = rows_at_most(layer);
     p->padded_rows = p->rows + (SMOE_ROW_BLOCK - 1) * layer->experts;

@@ -56,7 +56,6 @@ static inline uint64_t smoe_align_up(uint64_t bytes)
     return (bytes + SMOE_BUFFER_ALIGN - 1) / SMOE_BUFFER_ALIGN * SMOE_BUFFER_ALIGN;
 }
 
-int smoe_activation_gated(smoe_activation activation);
 int64_t smoe_type_bytes(smoe_type type);
 
 /* Fills *problem from a layer that smoe_check_layer has passed. */

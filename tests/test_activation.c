@@ -1,9 +1,11 @@
-/* The nine activations and their slopes against libm in fp64: every argument of a fine grid for accuracy,
+/* The activations and their slopes against libm in fp64: every argument of a fine grid for accuracy,
  * then the special values, the limits of swiglu_oai, and rows of every length. Also the dot product of a row,
  * and the conversions of rows, on all bf16 values. */
+#include "activations.h"
 #include "cpu/activation.h"
 #include "cpu/convert.h"
 
+#include <assert.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -107,6 +109,7 @@ static const activation_case cases[] = {
     {SMOE_ACTIVATION_RELU2, 0, relu2, relu2_slope, 2e-7},
 };
 enum { CASES = sizeof cases / sizeof cases[0] };
+static_assert((int)CASES == (int)MOE_ACTIVATION_COUNT, "an activation of the list has no reference here");
 
 static double clamp(double x, double low, double high)
 {

@@ -5,6 +5,8 @@
 #include "cli/verify/expect.h"
 #include "cli/verify/run.h"
 
+#include "src/activations.h"
+
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -17,10 +19,9 @@
 
 enum { DRAWS = 40 }; /* of inputs, until no decision is too close to call */
 
-static const smoe_activation activations[] = {
-    SMOE_ACTIVATION_SWIGLU, SMOE_ACTIVATION_GEGLU,      SMOE_ACTIVATION_GEGLU_TANH,
-    SMOE_ACTIVATION_REGLU,  SMOE_ACTIVATION_SWIGLU_OAI, SMOE_ACTIVATION_SILU,
-    SMOE_ACTIVATION_GELU,   SMOE_ACTIVATION_RELU,       SMOE_ACTIVATION_RELU2};
+#define VALUE(enumerator, name, shape, curve) enumerator,
+static const smoe_activation activations[] = {MOE_ACTIVATIONS(VALUE)};
+#undef VALUE
 
 static const struct {
     smoe_score score;

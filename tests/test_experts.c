@@ -3,6 +3,8 @@
  * experts without rows, NaN that stays where the mathematics puts it, buffers' limits. */
 #include "layer_run.h"
 
+#include "src/activations.h"
+
 static smoe_layer make_layer(smoe_entry entry, smoe_type dtype, smoe_activation activation, int64_t tokens,
                              int64_t hidden, int64_t intermediate, int64_t experts, int64_t topk)
 {
@@ -75,18 +77,16 @@ static void check_against_oracle(const smoe_layer *layer, run_options options)
     run_free(&run);
 }
 
-static const smoe_activation activations[] = {
-    SMOE_ACTIVATION_SWIGLU, SMOE_ACTIVATION_GEGLU,      SMOE_ACTIVATION_GEGLU_TANH,
-    SMOE_ACTIVATION_REGLU,  SMOE_ACTIVATION_SWIGLU_OAI, SMOE_ACTIVATION_SILU,
-    SMOE_ACTIVATION_GELU,   SMOE_ACTIVATION_RELU,       SMOE_ACTIVATION_RELU2};
-enum { ACTIVATIONS = sizeof activations / sizeof activations[0] };
+#define VALUE(enumerator, name, shape, curve) enumerator,
+static const smoe_activation activations[] = {MOE_ACTIVATIONS(VALUE)};
+#undef VALUE
 
 /* Every activation, type and layout; entries, biases, gradient types, index types and chunks take turns. */
 static void test_all_kinds(void **state)
 {
     (void)state;
     int turn = 0;
-    for (int a = 0; a < ACTIVATIONS; a++) {
+    for (int a = 0; a < MOE_ACTIVATION_COUNT; a++) {
         for (int dtype = SMOE_TYPE_F32; dtype <= SMOE_TYPE_BF16; dtype++) {
             for (int layout = 0; layout < 2; layout++, turn++) {
                 smoe_layer layer =

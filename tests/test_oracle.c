@@ -4,6 +4,8 @@
 #include "oracle/draw.h"
 #include "oracle/number.h"
 
+#include "src/activations.h"
+
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -503,10 +505,9 @@ static void test_gradients_of_every_score_and_rounding(void **state)
 static void test_gradients_of_every_activation_and_entry(void **state)
 {
     (void)state;
-    const smoe_activation activations[] = {
-        SMOE_ACTIVATION_SWIGLU, SMOE_ACTIVATION_GEGLU,      SMOE_ACTIVATION_GEGLU_TANH,
-        SMOE_ACTIVATION_REGLU,  SMOE_ACTIVATION_SWIGLU_OAI, SMOE_ACTIVATION_SILU,
-        SMOE_ACTIVATION_GELU,   SMOE_ACTIVATION_RELU,       SMOE_ACTIVATION_RELU2};
+#define VALUE(enumerator, name, shape, curve) enumerator,
+    const smoe_activation activations[] = {MOE_ACTIVATIONS(VALUE)};
+#undef VALUE
     for (size_t a = 0; a < COUNT(activations); a++) {
         for (int layout = 0; layout < 2; layout++) {
             for (int entry = SMOE_ENTRY_FROM_LOGITS; entry <= SMOE_ENTRY_FROM_ROWS; entry++) {

@@ -5,6 +5,8 @@
 #include "cli/bench/yardstick_cuda.h"
 #include "cli/common/costs.h"
 
+#include "src/activations.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <omp.h>
@@ -37,7 +39,7 @@ static void list_parts(bench_case *c, part parts[PARTS])
     const uint64_t tokens = (uint64_t)l->tokens, d = (uint64_t)l->hidden, experts = (uint64_t)l->experts;
     const uint64_t n = (uint64_t)l->intermediate, pairs = tokens * (uint64_t)l->topk;
     const uint64_t x = element * tokens * d, w2 = element * experts * d * n;
-    const uint64_t w1 = activation_gated(l->activation) ? 2 * w2 : w2;
+    const uint64_t w1 = element * experts * (uint64_t)moe_h_width(l) * d;
     const uint64_t router = with_router(c) ? element * experts * d : 0;
     const uint64_t logits = from_logits(c) ? (uint64_t)dtype_bytes(l->logits_type) * tokens * experts : 0;
     const uint64_t given = from_logits(c) ? 0 : 4 * pairs;
@@ -146,7 +148,7 @@ static bool fill_inputs(const bench_case *c, const problem_options *problem, con
     const smoe_layer *l = &c->layer;
     const uint64_t seed = problem->seed * SEED_STEP;
     const int64_t w2_count = l->experts * l->hidden * l->intermediate;
-    const int64_t w1_count = activation_gated(l->activation) ? 2 * w2_count : w2_count;
+    const int64_t w1_count = l->experts * moe_h_width(l) * l->hidden;
     const bool cpu = c->settings.device->backend == SMOE_BACKEND_CPU;
     fill_function *fill = cpu ? fill_normal : fill_tiled; // a GPU's memory holds more than a host soon makes
     bool good = with_router(c)

@@ -4,6 +4,8 @@
 #include "cli/common/costs.h"
 #include "common/clock.h"
 
+#include "src/activations.h"
+
 #include <cblas.h>
 #include <omp.h>
 #include <stdlib.h>
@@ -16,7 +18,7 @@ typedef struct lengths {
 static lengths lengths_of(const smoe_layer *layer, int64_t rows)
 {
     const int64_t n = layer->intermediate, d = layer->hidden;
-    const int64_t width = activation_gated(layer->activation) ? 2 * n : n;
+    const int64_t width = moe_h_width(layer);
     return (lengths){.wide = (uint64_t)(rows * d),
                      .h = (uint64_t)(rows * width),
                      .a = (uint64_t)(rows * n),
@@ -53,7 +55,7 @@ bool yardstick_make(yardstick *made, const smoe_layer *layer, const int32_t *cou
     const int64_t n = layer->intermediate;
     *made = (yardstick){.hidden = layer->hidden,
                         .intermediate = n,
-                        .h_width = activation_gated(layer->activation) ? 2 * n : n,
+                        .h_width = moe_h_width(layer),
                         .experts = layer->experts,
                         .counts = counts,
                         .threads = threads,

@@ -4,6 +4,8 @@
 #include "cli/bench/data.h"
 #include "cli/common/costs.h"
 
+#include "src/activations.h"
+
 #include <math.h>
 
 static int64_t rows_each(const smoe_layer *layer, int64_t rows)
@@ -25,7 +27,7 @@ static lengths lengths_of(const smoe_layer *layer, int64_t rows, bool backward)
 {
     const uint64_t element = (uint64_t)dtype_bytes(layer->dtype), n = (uint64_t)layer->intermediate;
     const uint64_t d = (uint64_t)layer->hidden, experts = (uint64_t)layer->experts;
-    const uint64_t width = activation_gated(layer->activation) ? 2 * n : n;
+    const uint64_t width = (uint64_t)moe_h_width(layer);
     const uint64_t held = (uint64_t)rows_each(layer, rows) * experts, wide = element * held * d;
     return (lengths){.wide = wide > CUDA_COPY_BYTES ? wide : CUDA_COPY_BYTES,
                      .h = element * held * width,
@@ -99,11 +101,10 @@ bool cuda_yardstick_make(cuda_yardstick *made, const device *on, const smoe_laye
                          const void *w1, const void *w2, void *dw1, void *stream, error *err)
 {
     const lengths l = lengths_of(layer, rows, dw1 != NULL);
-    const int64_t n = layer->intermediate;
     *made = (cuda_yardstick){.layer = *layer,
                              .rows = rows,
                              .each = rows_each(layer, rows),
-                             .width = activation_gated(layer->activation) ? 2 * n : n,
+                             .width = moe_h_width(layer),
                              .stream = stream,
                              .w1 = w1,
                              .w2 = w2,

@@ -1,12 +1,9 @@
 /* See costs.h. */
 #include "cli/common/costs.h"
 
-#include <math.h>
+#include "src/activations.h"
 
-bool activation_gated(smoe_activation activation)
-{
-    return activation < SMOE_ACTIVATION_SILU;
-}
+#include <math.h>
 
 int64_t dtype_bytes(smoe_type dtype)
 {
@@ -26,7 +23,7 @@ static sizes sizes_of(const smoe_layer *l)
                    .n = n,
                    .experts = (double)l->experts,
                    .rows = (double)l->tokens * (double)l->topk,
-                   .w = activation_gated(l->activation) ? 2 * n : n,
+                   .w = (double)moe_h_width(l),
                    .element = (double)dtype_bytes(l->dtype)};
 }
 

@@ -9,7 +9,6 @@
 #include <smoe.h>
 #include <stdbool.h>
 
-bool activation_gated(smoe_activation activation);
 int64_t dtype_bytes(smoe_type dtype);
 
 /* up 2Rwd, down 2Rnd, dh 2Rnd, dw2 2Rnd, dx_rows 2Rwd, dw1 2Rwd, router_gemm 2TEd, router_bwd 2 x 2TEd;

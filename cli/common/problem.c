@@ -1,6 +1,8 @@
 /* See problem.h. Every choice is a table of names and values, from which parsing, messages and names come. */
 #include "cli/common/problem.h"
 
+#include "src/activations.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
@@ -15,16 +17,9 @@ typedef struct choice {
 
 static const choice dtypes[] = {
     {"f32", SMOE_TYPE_F32}, {"bf16", SMOE_TYPE_BF16}, {"fp16", SMOE_TYPE_F16}, {NULL, 0}};
-static const choice activations[] = {{"swiglu", SMOE_ACTIVATION_SWIGLU},
-                                     {"geglu", SMOE_ACTIVATION_GEGLU},
-                                     {"geglu_tanh", SMOE_ACTIVATION_GEGLU_TANH},
-                                     {"reglu", SMOE_ACTIVATION_REGLU},
-                                     {"swiglu_oai", SMOE_ACTIVATION_SWIGLU_OAI},
-                                     {"silu", SMOE_ACTIVATION_SILU},
-                                     {"gelu", SMOE_ACTIVATION_GELU},
-                                     {"relu", SMOE_ACTIVATION_RELU},
-                                     {"relu2", SMOE_ACTIVATION_RELU2},
-                                     {NULL, 0}};
+#define ACTIVATION(enumerator, name, shape, curve) {name, enumerator},
+static const choice activations[] = {MOE_ACTIVATIONS(ACTIVATION){NULL, 0}};
+#undef ACTIVATION
 static const choice layouts[] = {
     {"concatenated", SMOE_LAYOUT_CONCATENATED}, {"interleaved", SMOE_LAYOUT_INTERLEAVED}, {NULL, 0}};
 enum { SCORE_RENORMALIZE = 100 }; // added to the value of a score whose weights are renormalised

@@ -5,6 +5,7 @@
  * the library loads: multiplications and additions are never contracted (-ffp-contract=off), so all of them
  * give the same bits. */
 #include "activation.h"
+#include "activations.h"
 
 #include <assert.h>
 #include <string.h>
@@ -162,36 +163,31 @@ INLINE void gated_forward(curve_function f, int64_t n, const float *restrict h, 
     for (int64_t j = 0; j < n; j++) a[j] = f(h[j]).value * up[j];
 }
 
-static const float OAI_LIMIT = 7.0f;
+static const float LIMIT = 7.0f;
 
 INLINE float at_most_limit(float x)
 {
-    return choose(x > OAI_LIMIT, OAI_LIMIT, x);
+    return choose(x > LIMIT, LIMIT, x);
 }
 
 INLINE float within_limit(float x)
 {
-    return at_most_limit(choose(x < -OAI_LIMIT, -OAI_LIMIT, x));
+    return at_most_limit(choose(x < -LIMIT, -LIMIT, x));
 }
 
-INLINE void oai_forward(int64_t n, const float *restrict h, float *restrict a)
+INLINE void limited_forward(curve_function f, int64_t n, const float *restrict h, float *restrict a)
 {
     const float *restrict up = h + n;
-    for (int64_t j = 0; j < n; j++) a[j] = silu_oai(at_most_limit(h[j])).value * (within_limit(up[j]) + 1.0f);
+    for (int64_t j = 0; j < n; j++) a[j] = f(at_most_limit(h[j])).value * (within_limit(up[j]) + 1.0f);
 }
 
 VECTOR_CLONES void smoe_activate(smoe_activation activation, int64_t n, const float *h, float *a)
 {
     switch (activation) {
-    case SMOE_ACTIVATION_SWIGLU: gated_forward(silu, n, h, a); break;
-    case SMOE_ACTIVATION_GEGLU: gated_forward(gelu, n, h, a); break;
-    case SMOE_ACTIVATION_GEGLU_TANH: gated_forward(gelu_tanh, n, h, a); break;
-    case SMOE_ACTIVATION_REGLU: gated_forward(relu, n, h, a); break;
-    case SMOE_ACTIVATION_SWIGLU_OAI: oai_forward(n, h, a); break;
-    case SMOE_ACTIVATION_SILU: plain_forward(silu, n, h, a); break;
-    case SMOE_ACTIVATION_GELU: plain_forward(gelu, n, h, a); break;
-    case SMOE_ACTIVATION_RELU: plain_forward(relu, n, h, a); break;
-    case SMOE_ACTIVATION_RELU2: plain_forward(relu_squared, n, h, a); break;
+#define FORWARD(enumerator, name, shape, curve)                                                              \
+    case enumerator: shape##_forward(curve, n, h, a); break;
+        MOE_ACTIVATIONS(FORWARD)
+#undef FORWARD
     }
 }
 
@@ -220,19 +216,19 @@ INLINE void gated_backward(curve_function f, int64_t n, const float *restrict h,
 }
 
 /* Outside the limits the clamped argument does not move: slope 0. */
-INLINE void oai_backward(int64_t n, const float *restrict h, const float *restrict da, float weight,
-                         float *restrict a, float *restrict dh)
+INLINE void limited_backward(curve_function f, int64_t n, const float *restrict h, const float *restrict da,
+                             float weight, float *restrict a, float *restrict dh)
 {
     const float *restrict up = h + n;
     float *restrict dup = dh + n;
     for (int64_t j = 0; j < n; j++) {
         const float gate = h[j], u = up[j], d = weight * da[j];
-        const curve c = silu_oai(at_most_limit(gate));
+        const curve c = f(at_most_limit(gate));
         const float factor = within_limit(u) + 1.0f;
         const float dgate = d * factor * c.slope, du = d * c.value;
         a[j] = c.value * factor;
-        dh[j] = choose(gate > OAI_LIMIT, 0.0f, dgate);
-        dup[j] = choose((u > OAI_LIMIT) | (u < -OAI_LIMIT), 0.0f, du);
+        dh[j] = choose(gate > LIMIT, 0.0f, dgate);
+        dup[j] = choose((u > LIMIT) | (u < -LIMIT), 0.0f, du);
     }
 }
 
@@ -240,15 +236,10 @@ VECTOR_CLONES void smoe_activate_backward(smoe_activation activation, int64_t n,
                                           const float *da, float weight, float *a, float *dh)
 {
     switch (activation) {
-    case SMOE_ACTIVATION_SWIGLU: gated_backward(silu, n, h, da, weight, a, dh); break;
-    case SMOE_ACTIVATION_GEGLU: gated_backward(gelu, n, h, da, weight, a, dh); break;
-    case SMOE_ACTIVATION_GEGLU_TANH: gated_backward(gelu_tanh, n, h, da, weight, a, dh); break;
-    case SMOE_ACTIVATION_REGLU: gated_backward(relu, n, h, da, weight, a, dh); break;
-    case SMOE_ACTIVATION_SWIGLU_OAI: oai_backward(n, h, da, weight, a, dh); break;
-    case SMOE_ACTIVATION_SILU: plain_backward(silu, n, h, da, weight, a, dh); break;
-    case SMOE_ACTIVATION_GELU: plain_backward(gelu, n, h, da, weight, a, dh); break;
-    case SMOE_ACTIVATION_RELU: plain_backward(relu, n, h, da, weight, a, dh); break;
-    case SMOE_ACTIVATION_RELU2: plain_backward(relu_squared, n, h, da, weight, a, dh); break;
+#define BACKWARD(enumerator, name, shape, curve)                                                             \
+    case enumerator: shape##_backward(curve, n, h, da, weight, a, dh); break;
+        MOE_ACTIVATIONS(BACKWARD)
+#undef BACKWARD
     }
 }
 

@@ -1,12 +1,18 @@
-// The nine activations on a panel of 64 rows x 64 features in shared memory, by one warp: H is read as it was
+// The activations of activations.h. Each of its curves is here twice: NAME(x) is the value, for the forward,
+// and NAME_curve(x) value and slope, for the backward. Comparisons are written so that a NaN stays one.
+//
+// Then the forward on a panel of 64 rows x 64 features in shared memory, by one warp: H is read as it was
 // rounded for storage, so that A is what the backward will recompute from the saved H.
 #pragma once
+#include "activations.h"
 #include "common/storage.cuh"
 #include "sm90/swizzle.h"
 #include <smoe.h>
 
 namespace smoe
 {
+
+// ---- Values
 
 // bf16: half a tanh.approx (2^-11) is below the rounding of A. fp16 needs more.
 template <typename T> SMOE_DEVICE float sigmoid(float x);
@@ -37,7 +43,7 @@ template <> SMOE_DEVICE float silu<__nv_bfloat16>(float x)
     return fmaf(h, t, h);
 }
 
-SMOE_DEVICE float gelu_erf(float x)
+template <typename T> SMOE_DEVICE float gelu(float x)
 {
     return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
 }
@@ -48,24 +54,169 @@ template <typename T> SMOE_DEVICE float gelu_tanh(float x)
     return x * sigmoid<T>(1.5957691216057308f * fmaf(0.044715f * x * x, x, x));
 }
 
-// Comparisons are written so that a NaN stays one.
+template <typename T> SMOE_DEVICE float silu_oai(float x)
+{
+    return x * sigmoid<T>(1.702f * x);
+}
+
+template <typename T> SMOE_DEVICE float relu(float x)
+{
+    return x < 0.0f ? 0.0f : x;
+}
+
+template <typename T> SMOE_DEVICE float relu_squared(float x)
+{
+    return x < 0.0f ? 0.0f : x * x;
+}
+
+// ---- Values with slopes
+
+struct curve {
+    float value, slope;
+};
+
+// s = sigmoid(k g): value g s, slope s + k g s (1 - s)
+template <typename T> SMOE_DEVICE curve sigmoid_curve(float g, float k);
+
+template <> SMOE_DEVICE curve sigmoid_curve<__nv_bfloat16>(float g, float k)
+{
+    const float half = 0.5f * g;
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(half * k));
+    const float s = fmaf(0.5f, t, 0.5f), rest = fmaf(-0.5f, t, 0.5f), value = fmaf(half, t, half);
+    return {value, fmaf(k * value, rest, s)};
+}
+
+template <> SMOE_DEVICE curve sigmoid_curve<__half>(float g, float k)
+{
+    const float s = __fdividef(1.0f, 1.0f + __expf(-k * g)), value = g * s;
+    return {value, fmaf(k * value, 1.0f - s, s)};
+}
+
+template <typename T> SMOE_DEVICE curve silu_curve(float g)
+{
+    return sigmoid_curve<T>(g, 1.0f);
+}
+
+template <typename T> SMOE_DEVICE curve silu_oai_curve(float g)
+{
+    return sigmoid_curve<T>(g, 1.702f);
+}
+
+template <typename T> SMOE_DEVICE curve gelu_curve(float g)
+{
+    const float phi = 0.5f * (1.0f + erff(g * 0.70710678118654752f));
+    const float bell = fabsf(g) > 20.0f ? 0.0f : g * 0.39894228040143268f * __expf(-0.5f * g * g);
+    return {g * phi, phi + bell};
+}
+
+// x sigmoid(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3); past 16 the sigmoid is 0 or 1
+template <typename T> SMOE_DEVICE curve gelu_tanh_curve(float g)
+{
+    const float z = g > 16.0f ? 16.0f : g < -16.0f ? -16.0f : g, square = z * z;
+    const float s = sigmoid<T>(1.5957691216057308f * fmaf(0.044715f * square, z, z));
+    const float inner = 1.5957691216057308f * fmaf(0.134145f, square, 1.0f);
+    return {g * s, s * fmaf(z * inner, 1.0f - s, 1.0f)};
+}
+
+template <typename T> SMOE_DEVICE curve relu_curve(float g)
+{
+    return {g <= 0.0f ? 0.0f : g, g <= 0.0f ? 0.0f : 1.0f};
+}
+
+template <typename T> SMOE_DEVICE curve relu_squared_curve(float g)
+{
+    const float positive = g <= 0.0f ? 0.0f : g;
+    return {positive * positive, 2.0f * positive};
+}
+
+// ---- Shapes: a = join(f(gate(g)), u); *_moves is false where a clamp makes the derivative 0
+
+struct plain_shape {
+    static constexpr bool GATED = false;
+    static SMOE_DEVICE float gate(float g)
+    {
+        return g;
+    }
+    static SMOE_DEVICE float join(float value, float)
+    {
+        return value;
+    }
+    static SMOE_DEVICE bool gate_moves(float)
+    {
+        return true;
+    }
+    static SMOE_DEVICE bool up_moves(float)
+    {
+        return true;
+    }
+};
+
+struct gated_shape {
+    static constexpr bool GATED = true;
+    static SMOE_DEVICE float gate(float g)
+    {
+        return g;
+    }
+    static SMOE_DEVICE float join(float value, float u)
+    {
+        return value * u;
+    }
+    static SMOE_DEVICE bool gate_moves(float)
+    {
+        return true;
+    }
+    static SMOE_DEVICE bool up_moves(float)
+    {
+        return true;
+    }
+};
+
+struct limited_shape {
+    static constexpr bool GATED = true;
+    static SMOE_DEVICE float gate(float g)
+    {
+        return g > 7.0f ? 7.0f : g;
+    }
+    static SMOE_DEVICE float join(float value, float u)
+    {
+        return value * ((u > 7.0f ? 7.0f : u < -7.0f ? -7.0f : u) + 1.0f);
+    }
+    static SMOE_DEVICE bool gate_moves(float g)
+    {
+        return !(g > 7.0f);
+    }
+    static SMOE_DEVICE bool up_moves(float u)
+    {
+        return !(u > 7.0f || u < -7.0f);
+    }
+};
+
+// ---- The list
+
+template <typename T, int KIND> struct activation;
+
+#define SMOE_DEFINE(enumerator, name, shape, function)                                                       \
+    template <typename T> struct activation<T, enumerator> : shape##_shape {                                 \
+        static SMOE_DEVICE float value(float g)                                                              \
+        {                                                                                                    \
+            return function<T>(g);                                                                           \
+        }                                                                                                    \
+        static SMOE_DEVICE curve value_and_slope(float g)                                                    \
+        {                                                                                                    \
+            return function##_curve<T>(g);                                                                   \
+        }                                                                                                    \
+    };
+MOE_ACTIVATIONS(SMOE_DEFINE)
+#undef SMOE_DEFINE
+
 template <typename T, int KIND> SMOE_DEVICE float activate(float g, float u)
 {
-    switch (KIND) {
-    case SMOE_ACTIVATION_SWIGLU: return silu<T>(g) * u;
-    case SMOE_ACTIVATION_GEGLU: return gelu_erf(g) * u;
-    case SMOE_ACTIVATION_GEGLU_TANH: return gelu_tanh<T>(g) * u;
-    case SMOE_ACTIVATION_REGLU: return (g < 0.0f ? 0.0f : g) * u;
-    case SMOE_ACTIVATION_SWIGLU_OAI:
-        g = g > 7.0f ? 7.0f : g;
-        u = u > 7.0f ? 7.0f : u < -7.0f ? -7.0f : u;
-        return g * sigmoid<T>(1.702f * g) * (u + 1.0f);
-    case SMOE_ACTIVATION_SILU: return silu<T>(g);
-    case SMOE_ACTIVATION_GELU: return gelu_erf(g);
-    case SMOE_ACTIVATION_RELU: return g < 0.0f ? 0.0f : g;
-    default: return g < 0.0f ? 0.0f : g * g; // SMOE_ACTIVATION_RELU2
-    }
+    using A = activation<T, KIND>;
+    return A::join(A::value(A::gate(g)), u);
 }
+
+// ---- The forward on a panel
 
 template <typename T, int KIND> SMOE_DEVICE uint32_t activate_pair(uint32_t g, uint32_t u)
 {
@@ -77,7 +228,7 @@ template <typename T, int KIND> SMOE_DEVICE uint32_t activate_pair(uint32_t g, u
 template <typename T, int KIND>
 SMOE_DEVICE void activate_panel(uint32_t gate, uint32_t up, uint32_t out, int lane)
 {
-    constexpr bool GATED = KIND < SMOE_ACTIVATION_SILU;
+    constexpr bool GATED = activation<T, KIND>::GATED;
 #pragma unroll 4
     for (int i = lane; i < SMOE_PANEL_BYTES / 16; i += 32) {
         const uint4 g = load_shared16(gate + i * 16);
@@ -89,21 +240,15 @@ SMOE_DEVICE void activate_panel(uint32_t gate, uint32_t up, uint32_t out, int la
 }
 
 template <typename T>
-SMOE_DEVICE void activate_panel(int kind, uint32_t gate, uint32_t up, uint32_t out, int lane)
+SMOE_DEVICE void activate_panel(smoe_activation kind, uint32_t gate, uint32_t up, uint32_t out, int lane)
 {
     switch (kind) {
-    case SMOE_ACTIVATION_SWIGLU: return activate_panel<T, SMOE_ACTIVATION_SWIGLU>(gate, up, out, lane);
-    case SMOE_ACTIVATION_GEGLU: return activate_panel<T, SMOE_ACTIVATION_GEGLU>(gate, up, out, lane);
-    case SMOE_ACTIVATION_GEGLU_TANH:
-        return activate_panel<T, SMOE_ACTIVATION_GEGLU_TANH>(gate, up, out, lane);
-    case SMOE_ACTIVATION_REGLU: return activate_panel<T, SMOE_ACTIVATION_REGLU>(gate, up, out, lane);
-    case SMOE_ACTIVATION_SWIGLU_OAI:
-        return activate_panel<T, SMOE_ACTIVATION_SWIGLU_OAI>(gate, up, out, lane);
-    case SMOE_ACTIVATION_SILU: return activate_panel<T, SMOE_ACTIVATION_SILU>(gate, up, out, lane);
-    case SMOE_ACTIVATION_GELU: return activate_panel<T, SMOE_ACTIVATION_GELU>(gate, up, out, lane);
-    case SMOE_ACTIVATION_RELU: return activate_panel<T, SMOE_ACTIVATION_RELU>(gate, up, out, lane);
-    default: return activate_panel<T, SMOE_ACTIVATION_RELU2>(gate, up, out, lane);
+#define SMOE_PANEL(enumerator, name, shape, curve)                                                           \
+    case enumerator: return activate_panel<T, enumerator>(gate, up, out, lane);
+        MOE_ACTIVATIONS(SMOE_PANEL)
+#undef SMOE_PANEL
     }
+    __builtin_unreachable(); // the host refuses other values
 }
 
 } // namespace smoe

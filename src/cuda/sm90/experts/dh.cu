@@ -203,9 +203,9 @@ SMOE_DEVICE const char *piece_of(const void *matrix, int row, int width, int col
     return (const char *)matrix + ((int64_t)row * width + column) * 2;
 }
 
-template <int KIND> SMOE_DEVICE int h_width_of(const dh_params &p)
+template <typename T, int KIND> SMOE_DEVICE int h_width_of(const dh_params &p)
 {
-    return KIND < SMOE_ACTIVATION_SILU ? 2 * p.intermediate : p.intermediate;
+    return activation<T, KIND>::GATED ? 2 * p.intermediate : p.intermediate;
 }
 
 // From a piece of a row's gate half to the up half's.
@@ -248,7 +248,7 @@ SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const
     differentiate_pair<T, KIND>(g.z, u.z, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
     differentiate_pair<T, KIND>(g.w, u.w, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
     store_streaming16_if(exists, (void *)to_dh, gate);
-    if (KIND < SMOE_ACTIVATION_SILU) store_streaming16_if(exists, (void *)up_half(to_dh, p), up);
+    if (activation<T, KIND>::GATED) store_streaming16_if(exists, (void *)up_half(to_dh, p), up);
     store_streaming16_if(exists, (void *)to_a, scaled);
     return ds;
 }
@@ -276,11 +276,11 @@ SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], fl
 
 // One block, each row's H fetched four rows ahead. `next`: the block after it.
 template <typename T, int KIND>
-SMOE_DEVICE void work_block(const dh_params &p, const h_ring<(KIND < SMOE_ACTIVATION_SILU)> &ring,
+SMOE_DEVICE void work_block(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
                             const dh_layout &shared, uint32_t block, place at, place next, float weights,
                             float *ds_out, int lane)
 {
-    const int a_width = p.intermediate, h_width = h_width_of<KIND>(p);
+    const int a_width = p.intermediate, h_width = h_width_of<T, KIND>(p);
     const float units = load_shared_float(shared.scale(block, lane & 15)), y_weights = weights * units;
     const bool exists = at.column < p.intermediate;
     const char *to_dh = piece_of(p.dh, at.row, h_width, at.column),
@@ -323,13 +323,12 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
                             int lane)
 {
     if (blockIdx.x >= walk.units) return;
-    const h_ring<(KIND < SMOE_ACTIVATION_SILU)> ring = {p,
-                                                        shared.base + RING + worker * RING_WARP + lane * 16};
+    const h_ring<activation<T, KIND>::GATED> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
     uint32_t phases = 0; // bit c: parity of consumer c's next block
     smoe_work tile = walk.tile(blockIdx.x);
     place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + lane * 8};
     float weights = __ldg(p.row_weight + at.row + (lane & 15));
-    const int h_width = h_width_of<KIND>(p);
+    const int h_width = h_width_of<T, KIND>(p);
     for (int i = 0; i < AHEAD; i++) ring.fetch(piece_of(p.h, at.row + i, h_width, at.column), at.column, i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const int blocks = smoe_work_blocks(tile);
@@ -364,18 +363,12 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
                             int lane)
 {
     switch (p.activation) {
-    case SMOE_ACTIVATION_SWIGLU: return work_tiles<T, SMOE_ACTIVATION_SWIGLU>(p, walk, shared, worker, lane);
-    case SMOE_ACTIVATION_GEGLU: return work_tiles<T, SMOE_ACTIVATION_GEGLU>(p, walk, shared, worker, lane);
-    case SMOE_ACTIVATION_GEGLU_TANH:
-        return work_tiles<T, SMOE_ACTIVATION_GEGLU_TANH>(p, walk, shared, worker, lane);
-    case SMOE_ACTIVATION_REGLU: return work_tiles<T, SMOE_ACTIVATION_REGLU>(p, walk, shared, worker, lane);
-    case SMOE_ACTIVATION_SWIGLU_OAI:
-        return work_tiles<T, SMOE_ACTIVATION_SWIGLU_OAI>(p, walk, shared, worker, lane);
-    case SMOE_ACTIVATION_SILU: return work_tiles<T, SMOE_ACTIVATION_SILU>(p, walk, shared, worker, lane);
-    case SMOE_ACTIVATION_GELU: return work_tiles<T, SMOE_ACTIVATION_GELU>(p, walk, shared, worker, lane);
-    case SMOE_ACTIVATION_RELU: return work_tiles<T, SMOE_ACTIVATION_RELU>(p, walk, shared, worker, lane);
-    default: return work_tiles<T, SMOE_ACTIVATION_RELU2>(p, walk, shared, worker, lane);
+#define SMOE_WORK(enumerator, name, shape, curve)                                                            \
+    case enumerator: return work_tiles<T, enumerator>(p, walk, shared, worker, lane);
+        MOE_ACTIVATIONS(SMOE_WORK)
+#undef SMOE_WORK
     }
+    __builtin_unreachable(); // the host refuses other values
 }
 
 // ---- Consumers

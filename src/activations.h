@@ -1,0 +1,63 @@
+/* Every activation, once. The checks, names and dispatch of the library, the tool and the tests are made from
+ * this list; it holds no code of the library.
+ *
+ *   X(enumerator, name, shape, curve)
+ *
+ *   enumerator  as in smoe.h
+ *   name        as `smoe --activation` takes it
+ *   shape       plain     a = f(h), no gate
+ *               gated     a = f(g) u
+ *               limited   a = f(min(g, 7)) (clamp(u, -7, 7) + 1)
+ *   curve       f. The CPU backend defines it, with its slope, in src/cpu/activation.c, the CUDA backend in
+ *               src/cuda/common/activation.cuh; a missing one does not compile.
+ *
+ * The oracle takes nothing from here: its switches name every enumerator again. */
+#ifndef MOE_ACTIVATIONS_H
+#define MOE_ACTIVATIONS_H
+
+#include <smoe.h>
+
+#define MOE_ACTIVATIONS(X)                                                                                   \
+    X(SMOE_ACTIVATION_SWIGLU, "swiglu", gated, silu)                                                         \
+    X(SMOE_ACTIVATION_GEGLU, "geglu", gated, gelu)                                                           \
+    X(SMOE_ACTIVATION_GEGLU_TANH, "geglu_tanh", gated, gelu_tanh)                                            \
+    X(SMOE_ACTIVATION_REGLU, "reglu", gated, relu)                                                           \
+    X(SMOE_ACTIVATION_SWIGLU_OAI, "swiglu_oai", limited, silu_oai)                                           \
+    X(SMOE_ACTIVATION_SILU, "silu", plain, silu)                                                             \
+    X(SMOE_ACTIVATION_GELU, "gelu", plain, gelu)                                                             \
+    X(SMOE_ACTIVATION_RELU, "relu", plain, relu)                                                             \
+    X(SMOE_ACTIVATION_RELU2, "relu2", plain, relu_squared)
+
+enum { MOE_HALVES_plain = 1, MOE_HALVES_gated = 2, MOE_HALVES_limited = 2 };
+
+#define MOE_COUNT_ACTIVATION(enumerator, name, shape, curve) +1
+enum { MOE_ACTIVATION_COUNT = 0 MOE_ACTIVATIONS(MOE_COUNT_ACTIVATION) };
+#undef MOE_COUNT_ACTIVATION
+
+/* An enumerator of smoe.h that the list lacks is an error in every file that includes this. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wswitch"
+
+/* 2 for an activation with a gate: H has gate and up columns, W1 their rows; 1 without. 0: not a listed
+ * value.
+ */
+static inline int moe_activation_halves(smoe_activation activation)
+{
+    switch (activation) {
+#define MOE_CASE(enumerator, name, shape, curve)                                                             \
+    case enumerator: return MOE_HALVES_##shape;
+        MOE_ACTIVATIONS(MOE_CASE)
+#undef MOE_CASE
+    }
+    return 0;
+}
+
+#pragma GCC diagnostic pop
+
+/* Columns of H, and rows of W1 of one expert. */
+static inline int64_t moe_h_width(const smoe_layer *layer)
+{
+    return moe_activation_halves(layer->activation) * layer->intermediate;
+}
+
+#endif

@@ -1,0 +1,54 @@
+#!/bin/sh
+# An activation that is forgotten in one place does not compile, and the message names it.
+#
+#   forgotten_activation.sh SOURCE_FOLDER CC                    CPU backend, oracle and tests
+#   forgotten_activation.sh SOURCE_FOLDER CXX CONVERTED TOOLKIT CUDA backend, as the folder CONVERTED has it for the
+#                                                               emulator; TOOLKIT: the toolkit's headers
+#
+# A trial activation is put into copies of smoe.h and of the list; the sources themselves stay as they are.
+set -eu
+source=$1 compiler=$2
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+mkdir "$folder/enum" "$folder/list"
+
+sed 's/^} smoe_activation;/, SMOE_TRIAL = 99 } smoe_activation;/' "$source/include/smoe.h" > "$folder/enum/smoe.h"
+sed 's/^#define MOE_ACTIVATIONS(X) .*/#define MOE_ACTIVATIONS(X) X(SMOE_TRIAL, "trial", gated, trial_curve) \\/' \
+    "$source/src/activations.h" > "$folder/list/activations.h"
+grep -q SMOE_TRIAL "$folder/enum/smoe.h"
+grep -q SMOE_TRIAL "$folder/list/activations.h"
+
+# accepted FLAG... FILE: compiles. refused WORD FLAG... FILE: does not, and the message has the word.
+accepted() {
+    "$@" 2> "$folder/messages" || { cat "$folder/messages"; echo "does not compile: $*"; exit 1; }
+}
+refused() {
+    word=$1
+    shift
+    if "$@" 2> "$folder/messages"; then echo "compiles without $word: $*"; exit 1; fi
+    grep -q -- "$word" "$folder/messages" || { cat "$folder/messages"; echo "does not name $word: $*"; exit 1; }
+}
+
+if [ $# -gt 2 ]; then
+    converted=$3 toolkit=$4
+    compile() { # FLAG... FILE
+        "$compiler" -std=c++17 -w -fsyntax-only "$@" -I"$source/tests/cuda/emulator" -I"$converted" -I"$source/src/cuda" \
+            -I"$source/src" -I"$source/include" -isystem "$toolkit"
+    }
+    for kernel in up dh; do
+        file=$converted/sm90/experts/$kernel.cpp
+        accepted compile "$file"
+        refused trial_curve compile -I"$folder/enum" -I"$folder/list" "$file"
+    done
+else
+    compile() {
+        "$compiler" -std=c11 -Wall -Werror -fsyntax-only "$@" -I"$source/include" -I"$source/src" -I"$source"
+    }
+    for file in src/cpu/activation.c oracle/activation.c tests/test_activation.c; do
+        accepted compile "$source/$file"
+        refused SMOE_TRIAL compile -I"$folder/enum" "$source/$file" # in the enum alone
+    done
+    refused trial_curve compile -I"$folder/enum" -I"$folder/list" "$source/src/cpu/activation.c"
+    refused "has no reference" compile -I"$folder/enum" -I"$folder/list" "$source/tests/test_activation.c"
+fi
+echo "a forgotten activation does not compile"
