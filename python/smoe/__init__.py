@@ -1,0 +1,37 @@
+"""smoe: Mixture-of-Experts layers, forward and backward, lean in memory and deterministic.
+
+`import smoe` needs no torch: it loads the C library and gives `__version__`, `build_info()` and the ctypes layer
+(`smoe.native`). The PyTorch functions and the module below are imported when they are first used.
+"""
+
+from typing import Any
+
+from . import native
+from .native import build_info
+
+__version__ = native.version()
+
+_TORCH_NAMES = {
+    "moe": "functional",
+    "experts": "functional",
+    "experts_rows": "functional",
+    "update_selection_bias": "functional",
+    "MoEOutput": "functional",
+    "MoE": "module",
+}
+
+__all__ = ["__version__", "build_info", "native", *_TORCH_NAMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TORCH_NAMES:
+        raise AttributeError(f"module 'smoe' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_TORCH_NAMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

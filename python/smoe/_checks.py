@@ -1,0 +1,183 @@
+"""What the functions say about bad input: TypeError for a wrong type, dtype or device, ValueError for the rest. Each
+message names the function, the argument, its value and what was expected."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+
+DTYPES = {
+    "cpu": (torch.bfloat16, torch.float32),
+    "cuda": (torch.bfloat16, torch.float16),
+    "meta": (torch.bfloat16, torch.float16, torch.float32),
+}
+INDEX_DTYPES = (torch.int32, torch.int64)
+MAX_EXPERTS, MAX_TOPK, MAX_CHUNKS, MAX_TILE = 4096, 64, 64, 4096  # of include/smoe.h
+
+
+def name_of(values: Collection[torch.dtype]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+def tensor(function: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{function}: {name} is a {type(value).__name__}; expected a torch.Tensor")
+
+
+def dtype(function: str, name: str, value: Tensor, expected: Collection[torch.dtype], why: str = "") -> None:
+    if value.dtype not in expected:
+        raise TypeError(f"{function}: {name} has dtype {value.dtype}; expected {name_of(expected)}{why}")
+
+
+def device(function: str, name: str, value: Tensor, x: Tensor) -> None:
+    if value.device != x.device:
+        raise ValueError(f"{function}: {name} is on {value.device}; expected {x.device}, where x is")
+
+
+def shape(function: str, name: str, value: Tensor, expected: tuple, meaning: str) -> None:
+    if tuple(value.shape) != expected:
+        raise ValueError(f"{function}: {name} has shape {tuple(value.shape)}; expected {meaning} = {expected}")
+
+
+def dimensions(function: str, name: str, value: Tensor, meaning: str, count: int) -> None:
+    if value.dim() != count:
+        raise ValueError(f"{function}: {name} has shape {tuple(value.shape)}; expected {meaning}")
+
+
+def contiguous(function: str, name: str, value: Tensor) -> None:
+    if not value.is_contiguous():
+        raise ValueError(
+            f"{function}: {name} of shape {tuple(value.shape)} has strides {value.stride()}; expected a contiguous "
+            "tensor, since a copy at every call would be hidden"
+        )
+
+
+def choice(function: str, name: str, value: Any, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{function}: {name} is {value!r}; expected one of {', '.join(allowed)}")
+
+
+def between(function: str, name: str, value: int, low: int, high: int, meaning: str = "") -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{function}: {name} is {value}; expected {low}..{high}{meaning}")
+
+
+def experts_dtype(function: str, name: str, x: Tensor) -> None:
+    """x's device and dtype decide the backend."""
+    kind = x.device.type
+    if kind not in DTYPES:
+        raise TypeError(f"{function}: {name} is on {x.device}; expected a tensor on the CPU or a CUDA device")
+    dtype(function, name, x, DTYPES[kind], f" on {kind}")
+
+
+def experts(
+    function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str, layout: str, chunks: int,
+    gradient_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    """Everything that all three entries share; `name` is what the function calls x."""
+    biases = [(label, bias) for label, bias in (("b1", b1), ("b2", b2)) if bias is not None]
+    for label, value in ((name, x), ("w1", w1), ("w2", w2), *biases):
+        tensor(function, label, value)
+    experts_dtype(function, name, x)
+    choice(function, "activation", activation, native.ACTIVATIONS)
+    choice(function, "layout", layout, native.LAYOUTS)
+    dimensions(function, name, x, "(T, H)", 2)
+    dimensions(function, "w2", w2, "(E, H, I)", 3)
+    (count, hidden, intermediate), tokens = w2.shape, x.shape[0]
+    gated = activation in native.GATED_ACTIVATIONS
+    width, meaning = (2 * intermediate, "2I") if gated else (intermediate, "I")
+    shape(function, name, x, (tokens, hidden), "(T, H)")
+    shape(function, "w1", w1, (count, width, hidden), f"(E, {meaning}, H)")
+    expected = {"b1": ((count, width), f"(E, {meaning})"), "b2": ((count, hidden), "(E, H)")}
+    for label, bias in biases:
+        shape(function, label, bias, *expected[label])
+    for label, value in (("w1", w1), ("w2", w2), *biases):
+        device(function, label, value, x)
+        dtype(function, label, value, (x.dtype,), f", the dtype of {name}")
+        contiguous(function, label, value)
+    between(function, "the number of experts", count, 1, MAX_EXPERTS)
+    for label, size in (("H", hidden), ("I", intermediate)):
+        if size < 8 or size % 8:
+            raise ValueError(f"{function}: {label} is {size}; expected a multiple of 8")
+    if chunks not in (1, 2, 4, 8, 16, 32, MAX_CHUNKS):
+        raise ValueError(f"{function}: chunks is {chunks}; expected a power of two from 1 to {MAX_CHUNKS}")
+    if gradient_dtype not in (None, x.dtype, torch.float32):
+        raise TypeError(f"{function}: gradient_dtype is {gradient_dtype}; expected None, {x.dtype} or torch.float32")
+
+
+def ids(function: str, value: Any, x: Tensor, count: int) -> None:
+    tensor(function, "ids", value)
+    dtype(function, "ids", value, INDEX_DTYPES)
+    device(function, "ids", value, x)
+    dimensions(function, "ids", value, "(T, K)", 2)
+    shape(function, "ids", value, (x.shape[0], value.shape[1]), "(T, K)")
+    between(function, "K, the second dimension of ids,", value.shape[1], 1, min(count, MAX_TOPK), ", E at most")
+
+
+def weights(function: str, name: str, value: Any, x: Tensor, expected: tuple, meaning: str) -> None:
+    """Weights of rows or of (token, expert) pairs: any floating type but f64, they are converted to f32."""
+    tensor(function, name, value)
+    dtype(function, name, value, (torch.float32, torch.bfloat16, torch.float16))
+    device(function, name, value, x)
+    shape(function, name, value, expected, meaning)
+
+
+def offsets(function: str, value: Any, x: Tensor, count: int) -> None:
+    tensor(function, "offsets", value)
+    dtype(function, "offsets", value, INDEX_DTYPES)
+    device(function, "offsets", value, x)
+    shape(function, "offsets", value, (count + 1,), "(E + 1)")
+
+
+def router(
+    function: str, x: Tensor, count: int, router_weight: Any, logits: Any, router_bias: Any, selection_bias: Any,
+    score: str,
+) -> None:  # fmt: skip
+    if (router_weight is None) == (logits is None):
+        given = "both were given" if logits is not None else "neither was given"
+        raise ValueError(f"{function}: expected either router_weight or logits; {given}")
+    if router_bias is not None and router_weight is None:
+        raise ValueError(f"{function}: router_bias is given without router_weight")
+    hidden = x.shape[1]
+    same = ", the dtype of x (or compute the logits and pass logits=)"
+    if router_weight is not None:
+        _router_tensor(function, "router_weight", router_weight, x, (count, hidden), "(E, H)", (x.dtype,), same)
+    if router_bias is not None:
+        _router_tensor(function, "router_bias", router_bias, x, (count,), "(E)", (x.dtype,), same)
+    if logits is not None:
+        both = (torch.float32, torch.bfloat16)
+        _router_tensor(function, "logits", logits, x, (x.shape[0], count), "(T, E)", both, "")
+    if selection_bias is not None:
+        if score != "sigmoid":
+            raise ValueError(f"{function}: selection_bias is given with score {score!r}; only 'sigmoid' has one")
+        floats = (torch.float32, torch.bfloat16, torch.float16)
+        _router_tensor(function, "selection_bias", selection_bias, x, (count,), "(E)", floats, "")
+
+
+def _router_tensor(
+    function: str, name: str, value: Any, x: Tensor, expected: tuple, meaning: str,
+    dtypes: Collection[torch.dtype], why: str,
+) -> None:  # fmt: skip
+    tensor(function, name, value)
+    device(function, name, value, x)
+    dtype(function, name, value, dtypes, why)
+    shape(function, name, value, expected, meaning)
+
+
+def routing(
+    function: str, count: int, top_k: int, score: str, n_group: int, topk_group: int, rounding: str, tile: int,
+    seed: int, step: int, logits_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    between(function, "top_k", top_k, 1, min(count, MAX_TOPK), ", the number of experts at most")
+    choice(function, "score", score, native.SCORES)
+    choice(function, "rounding", rounding, native.ROUNDINGS)
+    between(function, "tile", tile, 1, MAX_TILE)
+    between(function, "seed", seed, 0, 2**64 - 1)
+    between(function, "step", step, 0, 2**64 - 1)
+    between(function, "n_group", n_group, 1, count)
+    between(function, "topk_group", topk_group, 1, n_group, ", n_group at most")
+    if logits_dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"{function}: logits_dtype is {logits_dtype}; expected torch.float32 or torch.bfloat16")

@@ -1,0 +1,348 @@
+"""Mixture-of-Experts layers as differentiable functions of PyTorch tensors.
+
+T tokens, H hidden, I intermediate, E experts, K experts of a token. A gated activation (swiglu, geglu, geglu_tanh, reglu,
+swiglu_oai) has w1 (E, 2I, H), one without a gate (silu, gelu, relu, relu2) has w1 (E, I, H); w2 is (E, H, I). CPU tensors
+are float32 or bfloat16, CUDA tensors bfloat16 or float16. Under autocast the matrices and x are cast as for a matmul.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _checks, native
+from . import _ops as ops
+
+_call = torch.ops.smoe
+
+
+class MoEOutput(NamedTuple):
+    """What smoe.moe returns. Only `out` is differentiable."""
+
+    out: Tensor  # (T, H)
+    logits: Tensor  # (T, E), the router's
+    losses: Tensor | None  # (2) float32: load balance and z
+    counts: Tensor | None  # (E) int32: tokens of each expert under plain top-K
+
+
+# ---- what every entry does with its arguments ----
+
+
+def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    kind = "cuda" if x.is_cuda else x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, *others
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in (x, *others))
+
+
+def _differentiates(*tensors: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def _matches(value: Tensor | None, x: Tensor, shape: tuple) -> bool:
+    return value is None or (
+        value.shape == shape and value.dtype is x.dtype and value.device == x.device and value.is_contiguous()
+    )
+
+
+def _fits(x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype) -> bool:
+    """The quick form of _checks.experts: what passes here passes there. (There each rule has its message.)"""
+    if not (isinstance(x, Tensor) and isinstance(w1, Tensor) and isinstance(w2, Tensor)):
+        return False
+    if x.dim() != 2 or w2.dim() != 3 or x.dtype not in _checks.DTYPES.get(x.device.type, ()):
+        return False
+    count, hidden, intermediate = w2.shape
+    width = 2 * intermediate if activation in native.GATED_ACTIVATIONS else intermediate
+    return (
+        activation in native.ACTIVATIONS
+        and layout in native.LAYOUTS
+        and x.shape[1] == hidden
+        and _matches(w1, x, (count, width, hidden))
+        and _matches(w2, x, w2.shape)
+        and _matches(b1, x, (count, width))
+        and _matches(b2, x, (count, hidden))
+        and chunks == 1
+        and gradient_dtype is None
+        and hidden % 8 == 0
+        and intermediate % 8 == 0
+        and 0 < count <= _checks.MAX_EXPERTS
+        and 0 < hidden
+        and 0 < intermediate
+    )
+
+
+def _check_experts(function, name, x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype) -> None:
+    if not _fits(x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype):
+        _checks.experts(function, name, x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+
+
+def _float32(function: str, name: str, value: Tensor, x: Tensor, shape: tuple, meaning: str) -> Tensor:
+    _checks.weights(function, name, value, x, shape, meaning)
+    return value.float()
+
+
+def _needs(x: bool, w1: bool, b1: bool, w2: bool, b2: bool, routing: bool) -> int:
+    return (
+        ops.NEEDS_X * x
+        + ops.NEEDS_W1 * w1
+        + ops.NEEDS_B1 * b1
+        + ops.NEEDS_W2 * w2
+        + ops.NEEDS_B2 * b2
+        + ops.NEEDS_ROUTING * routing
+    )
+
+
+# ---- given ids and weights ----
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, ids, weights, w1, b1, w2, b2, options):
+        out, saved = _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, True)
+        ctx.save_for_backward(x, ids, weights, w1, b1, w2, b2, saved)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        x, _, weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
+        needs = _needs(x, w1, b1, w2, b2, weights)
+        found = _call.experts_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
+        dx, dw1, db1, dw2, db2, dweights = _spread(found, needs)
+        return dx, None, dweights, dw1, db1, dw2, db2, None
+
+
+def _spread(found: list[Tensor], needs: int) -> tuple[Tensor | None, ...]:
+    """The gradients in the order of the bits, None for those not wanted."""
+    spread, position = [], 0
+    for bit in _SHARED_BITS:
+        spread.append(found[position] if needs & bit else None)
+        position += 1 if needs & bit else 0
+    return tuple(spread)
+
+
+_SHARED_BITS = (ops.NEEDS_X, ops.NEEDS_W1, ops.NEEDS_B1, ops.NEEDS_W2, ops.NEEDS_B2, ops.NEEDS_ROUTING)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "swiglu",
+    layout: str = "concatenated",
+    chunks: int = 1,
+    gradient_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The experts on given routing: out[t] = sum over k of weights[t, k] expert[ids[t, k]](x[t]), (T, H).
+
+    x (T, H); ids (T, K) int32 or int64: pairs outside 0..E-1 are skipped, of a token's equal ids the first counts;
+    weights (T, K); w1, w2 and the biases b1 (E, 2I or I), b2 (E, H) contiguous and in x's dtype.
+    layout: where w1's gate rows stand, "concatenated" (first) or "interleaved" (every other row).
+    chunks: 1, 2, 4, ... 64 column chunks; scratch memory falls, the bits of the results stay.
+    gradient_dtype: torch.float32 makes the kernels write the weights' gradients in float32.
+    """
+    x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2) if isinstance(x, Tensor) else (x, w1, b1, w2, b2)
+    _check_experts("smoe.experts", "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+    _checks.ids("smoe.experts", ids, x, w2.shape[0])
+    weights = _float32("smoe.experts", "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
+    options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
+    if _differentiates(x, weights, w1, b1, w2, b2):
+        return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options)
+    return _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, False)[0]
+
+
+# ---- rows sorted by expert ----
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, offsets, row_weights, w1, b1, w2, b2, options):
+        out, saved = _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, True)
+        ctx.save_for_backward(rows, offsets, row_weights, w1, b1, w2, b2, saved)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        rows, _, row_weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
+        needs = _needs(rows, w1, b1, w2, b2, row_weights)
+        found = _call.rows_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
+        drows, dw1, db1, dw2, db2, dweights = _spread(found, needs)
+        return drows, None, dweights, dw1, db1, dw2, db2, None
+
+
+def experts_rows(
+    rows: Tensor,
+    offsets: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    row_weights: Tensor | None = None,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "swiglu",
+    layout: str = "concatenated",
+    chunks: int = 1,
+    gradient_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The experts on rows that a dispatcher has sorted by expert: expert e has rows offsets[e] to offsets[e + 1] - 1.
+
+    rows (R, H); offsets (E + 1) int32 or int64, on the rows' device, from 0 and never falling; row_weights (R), or None
+    for ones. Returns (R, H) in the rows' order. Rows past offsets[E] may hold anything, NaN too: their outputs and
+    gradients are zero. The other arguments are those of smoe.experts.
+    """
+    rows, w1, b1, w2, b2 = _autocast(rows, w1, b1, w2, b2) if isinstance(rows, Tensor) else (rows, w1, b1, w2, b2)
+    function = "smoe.experts_rows"
+    _check_experts(function, "rows", rows, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+    _checks.offsets(function, offsets, rows, w2.shape[0])
+    if row_weights is not None:
+        row_weights = _float32(function, "row_weights", row_weights, rows, (rows.shape[0],), "(R)")
+    options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
+    if _differentiates(rows, row_weights, w1, b1, w2, b2):
+        return _Rows.apply(rows, offsets, row_weights, w1, b1, w2, b2, options)
+    return _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, False)[0]
+
+
+# ---- the whole layer ----
+
+
+def _unpack(found: list[Tensor], save: bool, router: bool, losses: bool, counts: bool) -> tuple[Tensor | None, ...]:
+    """saved, logits, losses, counts of moe_forward's list after out."""
+    unpacked, position = [], 1
+    for there in (save, router, losses, counts):
+        unpacked.append(found[position] if there else None)
+        position += 1 if there else 0
+    return tuple(unpacked)
+
+
+class _Moe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2, top_k, options, step,
+        wants_losses, wants_counts,
+    ):  # fmt: skip
+        found = _call.moe_forward.default(
+            x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2, top_k, options, step, True
+        )
+        saved, logits, losses, counts = _unpack(found, True, router_weight is not None, wants_losses, wants_counts)
+        kept = given_logits if logits is None else logits
+        ctx.save_for_backward(x, router_weight, router_bias, kept, selection_bias, w1, b1, w2, b2, saved)
+        ctx.top_k, ctx.options = top_k, options
+        ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])
+        return found[0], logits, losses, counts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, *_):
+        x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
+        needs = _needs(x, w1, b1, w2, b2, logits)
+        router = ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
+        found = _call.moe_backward.default(
+            dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs + router
+        )
+        dx, dw1, db1, dw2, db2, dlogits = _spread(found, needs)
+        dbias = found[-1] if router_bias else None
+        dweight = found[-2 if router_bias else -1] if router_weight else None
+        return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None
+
+
+def moe(
+    x: Tensor,
+    router_weight: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    top_k: int,
+    logits: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "swiglu",
+    layout: str = "concatenated",
+    score: str = "softmax_topk",
+    norm_topk_prob: bool = False,
+    n_group: int = 1,
+    topk_group: int = 1,
+    routed_scaling_factor: float = 1.0,
+    rounding: str = "none",
+    tile: int = 128,
+    seed: int = 0,
+    step: int = 0,
+    balance_coefficient: float = 0.0,
+    z_coefficient: float = 0.0,
+    losses: bool = False,
+    counts: bool = False,
+    chunks: int = 1,
+    logits_dtype: torch.dtype = torch.float32,
+    gradient_dtype: torch.dtype | None = None,
+) -> MoEOutput:
+    """Router and experts in one call; see MoEOutput for what comes back.
+
+    x (T, H); either router_weight (E, H) and optionally router_bias (E), in x's dtype, or logits (T, E) in float32 or
+    bfloat16; the experts' arguments as in smoe.experts.
+    score: "softmax_topk" (softmax over all E, then top-K; norm_topk_prob divides by the sum of the K),
+    "topk_softmax" (softmax of the K best logits), or "sigmoid" (with selection_bias (E), which moves the selection and
+    not the weights, norm_topk_prob, n_group and topk_group). routed_scaling_factor multiplies every weight.
+    rounding: token rounding with tiles of `tile` rows: "none", "nr_f", "sr_f" (drawn from `seed` and `step`), "nr_s",
+    "balance_f", "up", "down".
+    The gradient of balance_coefficient losses[0] + z_coefficient losses[1] is added in the backward, with weight 1: the
+    returned losses are values to log. For a loss of your own on the logits compute them outside and pass `logits`.
+    """
+    cast = _autocast(x, router_weight, router_bias, w1, b1, w2, b2) if isinstance(x, Tensor) else None
+    if cast is not None:
+        x, router_weight, router_bias, w1, b1, w2, b2 = cast
+    _check_experts("smoe.moe", "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+    count = w2.shape[0]
+    _checks.router("smoe.moe", x, count, router_weight, logits, router_bias, selection_bias, score)
+    _checks.routing("smoe.moe", count, top_k, score, n_group, topk_group, rounding, tile, seed, step, logits_dtype)
+    if logits is not None:
+        logits_dtype = logits.dtype
+    options = (
+        f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)} {score} {int(norm_topk_prob)} "
+        f"{n_group} {topk_group} {float(routed_scaling_factor)} {rounding} {tile} {seed} "
+        f"{int(logits_dtype is torch.bfloat16)} {float(balance_coefficient)} {float(z_coefficient)} {int(losses)} "
+        f"{int(counts)}"
+    )
+    if selection_bias is not None:
+        selection_bias = selection_bias.detach().float()
+    arguments = (x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2, top_k, options, step)
+    if _differentiates(x, router_weight, router_bias, logits, w1, b1, w2, b2):
+        out, made, losses_, counts_ = _Moe.apply(*arguments, losses, counts)
+    else:
+        found = _call.moe_forward.default(*arguments, False)
+        out, (_, made, losses_, counts_) = found[0], _unpack(found, False, logits is None, losses, counts)
+    return MoEOutput(out, logits if made is None else made, losses_, counts_)
+
+
+def update_selection_bias(bias: Tensor, counts: Tensor, gamma: float) -> None:
+    """The aux-free balancing step, in place: bias[e] += gamma sign(mean(counts) - counts[e]).
+
+    bias (E) float32, counts (E) int32 as smoe.moe(..., counts=True) returns them."""
+    function = "smoe.update_selection_bias"
+    _checks.tensor(function, "bias", bias)
+    _checks.tensor(function, "counts", counts)
+    _checks.dtype(function, "bias", bias, (torch.float32,))
+    _checks.dtype(function, "counts", counts, (torch.int32,))
+    _checks.dimensions(function, "bias", bias, "(E)", 1)
+    _checks.shape(function, "counts", counts, tuple(bias.shape), "(E), the shape of bias,")
+    if counts.device != bias.device:
+        raise ValueError(f"{function}: counts is on {counts.device}; expected {bias.device}, where bias is")
+    for name, value in (("bias", bias), ("counts", counts)):
+        _checks.contiguous(function, name, value)
+    with torch.no_grad():
+        _call.update_selection_bias.default(bias, counts, gamma)

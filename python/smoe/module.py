@@ -1,0 +1,107 @@
+"""smoe.MoE: the layer as an nn.Module, with Hugging Face's weight names and layouts."""
+
+import torch
+from torch import Tensor, nn
+
+from . import functional, native
+
+
+class _Router(nn.Module):
+    """`gate.weight` (E, H), and where asked for `gate.bias` (E) and `gate.e_score_correction_bias` (E) float32."""
+
+    def __init__(self, experts: int, hidden: int, bias: bool, selection_bias: bool, **kind) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden, **kind))
+        self.bias = nn.Parameter(torch.empty(experts, **kind)) if bias else None
+        shift = torch.zeros(experts, dtype=torch.float32, device=kind["device"]) if selection_bias else None
+        self.register_buffer("e_score_correction_bias", shift)
+
+
+class _Experts(nn.Module):
+    """`gate_up_proj` (E, 2I, H) (without a gate `up_proj` (E, I, H)), `down_proj` (E, H, I), and their biases."""
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, gated: bool, bias: bool, **kind) -> None:
+        super().__init__()
+        width = 2 * intermediate if gated else intermediate
+        self.up_name = "gate_up_proj" if gated else "up_proj"
+        self.register_parameter(self.up_name, nn.Parameter(torch.empty(experts, width, hidden, **kind)))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, **kind))
+        up_bias = nn.Parameter(torch.empty(experts, width, **kind)) if bias else None
+        self.register_parameter(self.up_name + "_bias", up_bias)
+        self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden, **kind)) if bias else None
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer with its router.
+
+    The state dict has Hugging Face's names: gate.weight (E, H), experts.gate_up_proj (E, 2I, H), experts.down_proj
+    (E, H, I), and with the options gate.bias, gate.e_score_correction_bias, experts.gate_up_proj_bias,
+    experts.down_proj_bias. Shard the module as a whole (`fully_shard(moe)`): its forward reads all of them at once.
+
+    `options` are those of smoe.moe that do not change from call to call: activation, layout, score, norm_topk_prob, n_group,
+    topk_group, routed_scaling_factor, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype,
+    gradient_dtype. bias, router_bias and selection_bias give the experts, the router and the selection a bias.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        bias: bool = False,
+        router_bias: bool = False,
+        selection_bias: bool = False,
+        initializer_range: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.options, self.initializer_range = top_k, options, initializer_range
+        gated = options.get("activation", "swiglu") not in native.PLAIN_ACTIVATIONS
+        kind = dict(device=device, dtype=dtype)
+        self.gate = _Router(num_experts, hidden_size, router_bias, selection_bias, **kind)
+        self.experts = _Experts(num_experts, hidden_size, intermediate_size, gated, bias, **kind)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Matrices normal with deviation initializer_range, biases zero."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=self.initializer_range)
+
+    def forward(self, x: Tensor, *, step: int = 0, losses: bool = False, counts: bool = False):
+        """x (..., H) to out (..., H); with `losses` or `counts` the smoe.MoEOutput (logits (T, E) of the flattened
+        tokens). `step` is for stochastic token rounding."""
+        gate, experts = self.gate, self.experts
+        found = functional.moe(
+            x.reshape(-1, x.shape[-1]),
+            gate.weight,
+            getattr(experts, experts.up_name),
+            experts.down_proj,
+            top_k=self.top_k,
+            router_bias=gate.bias,
+            selection_bias=gate.e_score_correction_bias,
+            b1=getattr(experts, experts.up_name + "_bias"),
+            b2=experts.down_proj_bias,
+            step=step,
+            losses=losses,
+            counts=counts,
+            **self.options,
+        )
+        out = found.out.view(x.shape)
+        return found._replace(out=out) if losses or counts else out
+
+    def update_selection_bias(self, counts: Tensor, gamma: float = 1e-3) -> None:
+        """The aux-free balancing step after an optimizer step; `counts` as forward(counts=True) gave them, or their sum
+        over micro-batches and ranks."""
+        functional.update_selection_bias(self.gate.e_score_correction_bias, counts, gamma)
+
+    def extra_repr(self) -> str:
+        experts, hidden = self.gate.weight.shape
+        size = f"hidden_size={hidden}, intermediate_size={self.experts.down_proj.shape[2]}, num_experts={experts}"
+        return ", ".join([size, f"top_k={self.top_k}", *(f"{key}={value!r}" for key, value in self.options.items())])

@@ -1,0 +1,112 @@
+"""Bad input: an exception of the fitting type that names argument, value and what was expected. Nothing prints."""
+
+import pytest
+import torch
+
+import smoe
+
+T, H, I, E, K = 6, 16, 8, 4, 2
+
+
+def good():
+    return dict(
+        x=torch.randn(T, H), ids=torch.zeros(T, K, dtype=torch.int64), weights=torch.rand(T, K),
+        w1=torch.randn(E, 2 * I, H), w2=torch.randn(E, H, I),
+    )  # fmt: skip
+
+
+def good_rows():
+    given = good()
+    return dict(rows=given["x"], offsets=torch.zeros(E + 1, dtype=torch.int32), w1=given["w1"], w2=given["w2"])
+
+
+def good_moe():
+    given = good()
+    return dict(x=given["x"], router_weight=torch.randn(E, H), w1=given["w1"], w2=given["w2"], top_k=K)
+
+
+def meta(*shape):
+    return torch.empty(*shape, device="meta")
+
+
+EXPERTS = [
+    (dict(x=[1, 2]), TypeError, "x is a list; expected a torch.Tensor"),
+    (dict(x=torch.randn(T, H, dtype=torch.float64)), TypeError, "x has dtype torch.float64; expected torch.bfloat16"),
+    (dict(x=torch.randn(T, H, dtype=torch.float16)), TypeError, "x has dtype torch.float16; .* on cpu"),
+    (dict(x=torch.randn(H)), ValueError, r"x has shape \(16,\); expected \(T, H\)"),
+    (dict(x=torch.randn(T, 24)), ValueError, r"x has shape \(6, 24\); expected \(T, H\) = \(6, 16\)"),
+    (dict(w1=None), TypeError, "w1 is a NoneType"),
+    (dict(w1=torch.randn(E, I, H)), ValueError, r"w1 has shape \(4, 8, 16\); expected \(E, 2I, H\) = \(4, 16, 16\)"),
+    (dict(w1=torch.randn(E, 2 * I, H, dtype=torch.bfloat16)), TypeError, "w1 has dtype torch.bfloat16; expected torch.float32"),
+    (dict(w1=torch.randn(E, H, 2 * I).transpose(1, 2)), ValueError, "w1 of shape .* has strides .*contiguous"),
+    (dict(w1=meta(E, 2 * I, H)), ValueError, "w1 is on meta; expected cpu, where x is"),
+    (dict(w2=torch.randn(H, I)), ValueError, r"w2 has shape \(16, 8\); expected \(E, H, I\)"),
+    (dict(w1=torch.randn(E, 24, H), w2=torch.randn(E, H, 12)), ValueError, "I is 12; expected a multiple of 8"),
+    (dict(b1=torch.randn(E, I)), ValueError, r"b1 has shape \(4, 8\); expected \(E, 2I\) = \(4, 16\)"),
+    (dict(b2=torch.randn(E)), ValueError, r"b2 has shape \(4,\); expected \(E, H\)"),
+    (dict(ids=torch.zeros(T, K)), TypeError, "ids has dtype torch.float32; expected torch.int32 or torch.int64"),
+    (dict(ids=torch.zeros(T, dtype=torch.int32)), ValueError, r"ids has shape \(6,\); expected \(T, K\)"),
+    (dict(ids=torch.zeros(T + 1, K, dtype=torch.int32)), ValueError, r"ids has shape \(7, 2\); expected"),
+    (dict(ids=torch.zeros(T, 5, dtype=torch.int32), weights=torch.rand(T, 5)), ValueError, "K, .* is 5; expected 1..4, E"),
+    (dict(ids=torch.zeros(T, K, dtype=torch.int32, device="meta")), ValueError, "ids is on meta; expected cpu"),
+    (dict(weights=torch.rand(T, 1)), ValueError, r"weights has shape \(6, 1\); expected .* = \(6, 2\)"),
+    (dict(weights=torch.rand(T, K).double()), TypeError, "weights has dtype torch.float64"),
+    (dict(activation="tanh"), ValueError, "activation is 'tanh'; expected one of swiglu, geglu"),
+    (dict(layout="transposed"), ValueError, "layout is 'transposed'; expected one of concatenated, interleaved"),
+    (dict(chunks=3), ValueError, "chunks is 3; expected a power of two"),
+    (dict(gradient_dtype=torch.float64), TypeError, "gradient_dtype is torch.float64"),
+]  # fmt: skip
+
+ROWS = [
+    (dict(rows=torch.randn(T, H).double()), TypeError, "rows has dtype torch.float64"),
+    (dict(offsets=torch.zeros(E, dtype=torch.int32)), ValueError, r"offsets has shape \(4,\); expected \(E \+ 1\) = \(5,\)"),
+    (dict(offsets=torch.zeros(E + 1)), TypeError, "offsets has dtype torch.float32"),
+    (dict(row_weights=torch.rand(T + 1)), ValueError, r"row_weights has shape \(7,\); expected \(R\) = \(6,\)"),
+]  # fmt: skip
+
+MOE = [
+    (dict(top_k=5), ValueError, "top_k is 5; expected 1..4"),
+    (dict(top_k=0), ValueError, "top_k is 0"),
+    (dict(router_weight=None), ValueError, "either router_weight or logits; neither was given"),
+    (dict(logits=torch.randn(T, E)), ValueError, "either router_weight or logits; both were given"),
+    (dict(router_weight=None, logits=torch.randn(T, E).double()), TypeError, "logits has dtype torch.float64"),
+    (dict(router_weight=None, logits=torch.randn(T, 3)), ValueError, r"logits has shape \(6, 3\); expected \(T, E\)"),
+    (dict(router_weight=torch.randn(E, H).bfloat16()), TypeError, "router_weight has dtype torch.bfloat16; .*the dtype of x"),
+    (dict(router_bias=torch.randn(3)), ValueError, r"router_bias has shape \(3,\)"),
+    (dict(selection_bias=torch.zeros(E)), ValueError, "selection_bias is given with score 'softmax_topk'; only 'sigmoid'"),
+    (dict(score="softmax"), ValueError, "score is 'softmax'; expected one of softmax_topk, topk_softmax, sigmoid"),
+    (dict(rounding="nearest"), ValueError, "rounding is 'nearest'"),
+    (dict(tile=0), ValueError, "tile is 0; expected 1..4096"),
+    (dict(step=-1), ValueError, "step is -1"),
+    (dict(n_group=2, topk_group=3, score="sigmoid"), ValueError, "topk_group is 3; expected 1..2"),
+    (dict(n_group=3, score="sigmoid"), ValueError, "n_group|groups"),
+    (dict(logits_dtype=torch.float16), TypeError, "logits_dtype is torch.float16"),
+]  # fmt: skip
+
+CASES = [(smoe.experts, good, *case) for case in EXPERTS]
+CASES += [(smoe.experts_rows, good_rows, *case) for case in ROWS] + [(smoe.moe, good_moe, *case) for case in MOE]
+
+
+@pytest.mark.parametrize("function, given, change, kind, text", CASES, ids=lambda value: value if type(value) is str else "")
+def test_bad_input(function, given, change, kind, text, capfd):
+    arguments = given()
+    function(**arguments)
+    with pytest.raises(kind, match=text) as caught:
+        function(**(arguments | change))
+    assert type(caught.value) is kind
+    assert capfd.readouterr() == ("", "")
+
+
+def test_update_selection_bias_input():
+    bias, counts = torch.zeros(E), torch.zeros(E, dtype=torch.int32)
+    with pytest.raises(TypeError, match="counts has dtype torch.int64"):
+        smoe.update_selection_bias(bias, counts.long(), 0.1)
+    with pytest.raises(ValueError, match="counts has shape"):
+        smoe.update_selection_bias(bias, counts[1:], 0.1)
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="no attribute 'expert'"):
+        smoe.expert
+    with pytest.raises(TypeError, match="no_such_option"):
+        smoe.MoE(16, 8, 4, 2, no_such_option=1)(torch.randn(2, 16))

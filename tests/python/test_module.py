@@ -1,0 +1,60 @@
+"""smoe.MoE: names and layouts of its state dict, its output, the aux-free bias, nothing printed."""
+
+import pytest
+import reference
+import torch
+
+import smoe
+
+
+def test_state_dict_has_hugging_faces_names():
+    plain = smoe.MoE(32, 16, 8, 2)
+    assert {name: tuple(value.shape) for name, value in plain.state_dict().items()} == {
+        "gate.weight": (8, 32),
+        "experts.gate_up_proj": (8, 32, 32),
+        "experts.down_proj": (8, 32, 16),
+    }
+    full = smoe.MoE(32, 16, 8, 2, activation="relu2", score="sigmoid", bias=True, router_bias=True, selection_bias=True)
+    assert {name: tuple(value.shape) for name, value in full.state_dict().items()} == {
+        "gate.weight": (8, 32),
+        "gate.bias": (8,),
+        "gate.e_score_correction_bias": (8,),
+        "experts.up_proj": (8, 16, 32),
+        "experts.up_proj_bias": (8, 16),
+        "experts.down_proj": (8, 32, 16),
+        "experts.down_proj_bias": (8, 32),
+    }
+    for name, value in full.state_dict().items():
+        assert torch.all(value == 0) == name.endswith("bias"), name
+
+
+@pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 7, 32)])
+def test_output_is_the_layers(shape):
+    torch.manual_seed(0)
+    moe, x = smoe.MoE(32, 16, 8, 2, norm_topk_prob=True, initializer_range=0.3), torch.randn(shape)
+    weights = (moe.gate.weight, moe.experts.gate_up_proj, moe.experts.down_proj)
+    wanted, losses, counts = reference.moe(
+        x.reshape(-1, 32).double(), *[w.double() for w in weights], top_k=2, norm_topk_prob=True
+    )
+    assert torch.allclose(moe(x).double(), wanted.view(shape), atol=1e-5)
+    found = moe(x, losses=True, counts=True)
+    assert torch.equal(found.out, moe(x)) and torch.equal(found.counts, counts.int())
+    assert torch.allclose(found.losses.double(), losses, rtol=1e-5)
+
+
+def test_aux_free_bias_balances():
+    """The bias moves tokens from a favoured expert to the others."""
+    torch.manual_seed(0)
+    moe = smoe.MoE(32, 16, 8, 2, score="sigmoid", selection_bias=True, router_bias=True, initializer_range=0.1)
+    with torch.no_grad():
+        moe.gate.bias[3] = 2.0
+    x = torch.randn(400, 32)
+    before = moe(x, counts=True).counts
+    for _ in range(200):
+        moe.update_selection_bias(moe(x, counts=True).counts, 0.01)
+    after = moe(x, counts=True).counts
+    assert before.max() > 390 and after.max() < 130 and after.sum() == 800
+
+
+def test_repr():
+    assert "hidden_size=32, intermediate_size=16, num_experts=8, top_k=2, tile=64" in repr(smoe.MoE(32, 16, 8, 2, tile=64))

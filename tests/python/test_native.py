@@ -1,0 +1,121 @@
+"""The ctypes layer against include/smoe.h: layouts by a C program, enumerators by their values; no torch needed."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smoe import native
+
+ROOT = Path(__file__).parents[2]
+HEADER = (ROOT / "include" / "smoe.h").read_text()
+
+# The header's enums and the dictionary that has their values; an enumerator ends in the upper-case key.
+ENUMS = {
+    "smoe_backend": native.BACKENDS,
+    "smoe_type": native.TYPES,
+    "smoe_activation": native.ACTIVATIONS,
+    "smoe_layout": native.LAYOUTS,
+    "smoe_entry": native.ENTRIES,
+    "smoe_score": native.SCORES,
+    "smoe_rounding": native.ROUNDINGS,
+}
+
+
+def layout_of(program: str, folder: Path) -> dict[str, str]:
+    """Runs a C program and returns its lines "key value"."""
+    source, binary = folder / "layout.c", folder / "layout"
+    source.write_text(program)
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run([compiler, "-I", ROOT / "include", source, "-o", binary], check=True)
+    lines = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.splitlines()
+    return dict(line.split() for line in lines)
+
+
+def test_structs_have_the_headers_layout(tmp_path):
+    expected, prints = {}, []
+    for name, struct in native.STRUCTS.items():
+        expected[name] = str(ctypes.sizeof(struct))
+        prints.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        for field, _ in struct._fields_:
+            at = getattr(struct, field)
+            key = f"{name}.{field}"
+            expected[key] = f"{at.offset}/{at.size}"
+            prints.append(
+                f'printf("{key} %zu/%zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));'
+            )
+    program = "#include <smoe.h>\n#include <stdio.h>\nint main(void) {\n" + "\n".join(prints) + "\n}\n"
+    assert layout_of(program, tmp_path) == expected
+
+
+def test_every_field_of_the_header_is_there():
+    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+    for name, struct in native.STRUCTS.items():
+        body = re.search(r"typedef struct " + name + r" \{(.*?)\n\} ", plain, re.S).group(1)
+        fields = [field for line in body.split(";") for field in re.findall(r"\*?(\w+)\s*(?=,|$)", line.strip())]
+        assert fields == [field for field, _ in struct._fields_], name
+    structs = set(re.findall(r"typedef struct (smoe_\w+) \{", plain))
+    assert structs == set(native.STRUCTS)
+
+
+def enumerators(name: str) -> dict[str, int]:
+    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+    body = re.search(r"typedef enum " + name + r" \{(.*?)\}", plain, re.S).group(1)
+    return {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)", body)}
+
+
+@pytest.mark.parametrize("enum", ENUMS)
+def test_enumerators_have_the_headers_values(enum):
+    header, ours = enumerators(enum), ENUMS[enum]
+    assert sorted(header.values()) == sorted(ours.values())
+    for key, value in ours.items():
+        matching = [name for name, number in header.items() if number == value]
+        assert len(matching) == 1 and matching[0].endswith("_" + key.upper()), (key, matching)
+
+
+def test_status_codes_have_the_headers_values():
+    header = enumerators("smoe_status")
+    ours = {name: value for name, value in vars(native).items() if name == "OK" or name.startswith("ERROR_")}
+    for name, value in ours.items():
+        matching = [key for key, number in header.items() if number == value]
+        assert len(matching) == 1 and matching[0].endswith("_" + name), (name, matching)
+    assert len(ours) == len(header)
+
+
+def test_version_is_cmakes():
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    assert native.version() == re.search(r"project\(smoe VERSION ([\d.]+)", cmake).group(1)
+
+
+def test_import_needs_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import smoe; assert smoe.__version__ and smoe.build_info()['version'] == smoe.__version__\n"
+        "assert smoe.native.Layer().tokens == 0\n"
+        "try: smoe.experts\n"
+        "except ImportError: print('no torch')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ))
+    assert (done.stdout, done.returncode) == ("no torch\n", 0), done.stderr
+
+
+def test_a_library_that_does_not_load_is_named(tmp_path):
+    missing = tmp_path / "libsmoe.so"
+    done = subprocess.run(
+        [sys.executable, "-c", "import smoe"], capture_output=True, text=True,
+        env=dict(os.environ, SMOE_LIBRARY=str(missing)),
+    )  # fmt: skip
+    assert done.returncode != 0 and "ImportError" in done.stderr and str(missing) in done.stderr
+
+
+def test_status_becomes_the_fitting_exception():
+    assert isinstance(native.error(native.ERROR_SHAPE, "a shape"), ValueError)
+    assert isinstance(native.error(native.ERROR_UNSUPPORTED, ""), NotImplementedError)
+    assert isinstance(native.error(native.ERROR_DEVICE, ""), RuntimeError)
+    assert str(native.error(native.ERROR_MEMORY, "")) != ""
+    with pytest.raises((RuntimeError, NotImplementedError), match="smoe_create"):
+        native.create_context("cuda", device=10**6)
