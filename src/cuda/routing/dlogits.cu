@@ -26,6 +26,7 @@
 // too.
 #include "common/backward_shared.cuh"
 #include "common/early_launch.cuh"
+#include "common/instances.cuh"
 #include "host/launch_backward.h"
 #include "routing/logits.cuh"
 
@@ -82,6 +83,8 @@ SMOE_DEVICE void write_as(O *to, const float *stage, int tokens, int stride, int
         for (int i = threadIdx.x; i < tokens * columns; i += blockDim.x)
             write1(to + i, stage[i / columns * stride + i % columns]);
 }
+
+static_assert(length_of(logits_types()) == 2, "write_rows and logit_at know f32 and bf16");
 
 // The CTA's rows of `tokens` tokens from `first` on: stage (tokens, stride).
 template <typename T>
@@ -462,13 +465,11 @@ template <typename T, typename S> int64_t launch_sparse(const smoe_cuda_dlogits 
                                 : launch_places<T, S, SMOE_MAX_TOPK>(p, stream);
 }
 
-template <typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
+template <typename L, typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
 {
-    if (smoe_dlogits_are_sparse(&p.layer, p.balance, p.z))
-        return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
-                                                     : launch_sparse<T, float>(p, stream);
-    return p.layer.logits_type == SMOE_TYPE_F32 ? launch_general<float, T>(p, stream)
-                                                : launch_general<__nv_bfloat16, T>(p, stream);
+    if (!smoe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream);
+    return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
+                                                 : launch_sparse<T, float>(p, stream);
 }
 
 template <typename G> void launch_bias(const smoe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
@@ -490,15 +491,18 @@ extern "C" int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer)
 extern "C" cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *p, cudaStream_t stream)
 {
     using namespace smoe::dlogits;
-    const bool half = p->layer.dtype == SMOE_TYPE_F16;
-    const int64_t ctas = half ? launch<__half>(*p, stream) : launch<__nv_bfloat16>(*p, stream);
-    if (p->bias_sums) {
-        if (p->layer.gradient_type == SMOE_TYPE_F32)
-            launch_bias<float>(*p, ctas, stream);
-        else if (half)
-            launch_bias<__half>(*p, ctas, stream);
-        else
-            launch_bias<__nv_bfloat16>(*p, ctas, stream);
-    }
-    return cudaGetLastError();
+    const smoe_layer &layer = p->layer;
+    return smoe::for_type(smoe::storage_types(), layer.dtype, [&](auto t) {
+        using T = typename decltype(t)::type;
+        int64_t ctas = 0;
+        const cudaError_t status = smoe::for_type(smoe::logits_types(), layer.logits_type, [&](auto l) {
+            ctas = launch<typename decltype(l)::type, T>(*p, stream);
+            return cudaGetLastError();
+        });
+        if (status != cudaSuccess || !p->bias_sums) return status;
+        return smoe::for_type(smoe::gradient_types<T>(), layer.gradient_type, [&](auto g) {
+            launch_bias<typename decltype(g)::type>(*p, ctas, stream);
+            return cudaGetLastError();
+        });
+    });
 }

@@ -8,6 +8,7 @@
 //
 // Bytes: the keys once while a column fits shared memory, the mask once.
 #include "common/early_launch.cuh"
+#include "common/instances.cuh"
 #include "host/routing.h"
 
 #include "routing/logits.cuh"
@@ -442,17 +443,15 @@ template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_
 
 extern "C" cudaError_t smoe_cuda_rounding(const smoe_cuda_routing *r, cudaStream_t stream)
 {
-    return r->layer.logits_type == SMOE_TYPE_F32 ? smoe::rounding::launch<float>(*r, stream)
-                                                 : smoe::rounding::launch<__nv_bfloat16>(*r, stream);
+    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
+        return smoe::rounding::launch<typename decltype(l)::type>(*r, stream);
+    });
 }
 
 extern "C" cudaError_t smoe_cuda_rounding_init(void)
 {
     using namespace smoe::rounding;
-    const cudaError_t status = cudaFuncSetAttribute(
-        (const void *)round_expert<float, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, COLUMN_BYTES);
-    return status != cudaSuccess
-               ? status
-               : cudaFuncSetAttribute((const void *)round_expert<__nv_bfloat16, true>,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, COLUMN_BYTES);
+    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
+        return smoe::allow_shared(round_expert<typename decltype(l)::type, true>, COLUMN_BYTES);
+    });
 }

@@ -7,6 +7,7 @@
 // Bytes: the logits once (L2 holds them still), as many of keys.
 #include "host/routing.h"
 
+#include "common/instances.cuh"
 #include "routing/logits.cuh"
 
 namespace smoe
@@ -137,9 +138,8 @@ template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t strea
 extern "C" cudaError_t smoe_cuda_scores(const smoe_cuda_routing *r, cudaStream_t stream)
 {
     using namespace smoe::scores;
-    if (r->layer.logits_type == SMOE_TYPE_F32)
-        launch<float>(*r, stream);
-    else
-        launch<__nv_bfloat16>(*r, stream);
-    return cudaGetLastError();
+    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
+        launch<typename decltype(l)::type>(*r, stream);
+        return cudaGetLastError();
+    });
 }
