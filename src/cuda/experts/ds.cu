@@ -2,6 +2,7 @@
 // gradient of what the caller gave as weights. dlogits.cu sums them for itself.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
+#include "common/reduce.cuh"
 #include "host/launch_backward.h"
 
 namespace smoe
@@ -41,8 +42,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const
         const uint4 *bias = (const uint4 *)((const T *)p.bias + (int64_t)expert * p.hidden);
         for (int i = lane; i < p.hidden / 8; i += 32) sum = dot8<T>(__ldg(dout + i), __ldg(bias + i), sum);
     }
-#pragma unroll
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    sum = sum_of_lanes(sum);
     if (lane == 0) p.partial[(p.parts - 1) * p.padded_rows + row] = sum;
 }
 

@@ -27,6 +27,7 @@
 #include "common/backward_shared.cuh"
 #include "common/early_launch.cuh"
 #include "common/instances.cuh"
+#include "common/reduce.cuh"
 #include "host/launch_backward.h"
 #include "routing/logits.cuh"
 
@@ -138,13 +139,6 @@ SMOE_DEVICE float unscaled(float weight, float scale)
 SMOE_DEVICE float softmax_term(float logit, float max)
 {
     return logit == max ? 1.0f : logit < max ? __expf(logit - max) : 0.0f; // 0 for NaN
-}
-
-// Over groups of `lanes` lanes, a power of two; all of them have it.
-SMOE_DEVICE float sum_of_lanes(float v, int lanes)
-{
-    for (int step = lanes / 2; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
-    return v;
 }
 
 // ---- The kernel of sparse dlogits
@@ -321,9 +315,9 @@ SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, fl
         sum += term;
         inner += term * v;
     }
-    sum = sum_of_lanes(sum, 32);
+    sum = sum_of_lanes(sum);
     const float reciprocal = 1.0f / sum;
-    inner = sum_of_lanes(inner, 32) * reciprocal;
+    inner = sum_of_lanes(inner) * reciprocal;
     const float z = p.z == 0.0f ? 0.0f : 2.0f * p.z * (max + logf(sum)) / tokens;
     for (int e = lane; e < experts; e += 32) {
         const float term = softmax_term(logits_of<L>::value(logits[e]), max);
@@ -350,8 +344,8 @@ SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const
         divisor += sigma.value;
         slope[m] = sigma.slope;
     }
-    inner = divided ? sum_of_lanes(inner, 32) : 0.0f;
-    divisor = sigmoid && divided ? sum_of_lanes(divisor, 32) : 1.0f;
+    inner = divided ? sum_of_lanes(inner) : 0.0f;
+    divisor = sigmoid && divided ? sum_of_lanes(divisor) : 1.0f;
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
         const int k = lane + 32 * m;
@@ -424,7 +418,7 @@ __global__ void __launch_bounds__(1024)
         for (int64_t i = part; i < ctas; i += 32) sum += p.bias_sums[i * p.stride + expert];
     sums[part][lane] = sum;
     __syncthreads();
-    sum = sum_of_lanes(sums[lane][part], 32);
+    sum = sum_of_lanes(sums[lane][part]);
     const int column = blockIdx.x * 32 + part;
     if (lane == 0 && column < p.layer.experts) give((G *)p.bias_gradient + column, sum, p.layer.accumulate);
 }

@@ -7,6 +7,7 @@
 #include "host/routing.h"
 
 #include "common/instances.cuh"
+#include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
 namespace smoe
@@ -52,9 +53,7 @@ template <typename L> SMOE_DEVICE float sum_terms(const L *logits, int experts, 
     unsigned long long sum = 0;
     for (int e = lane; e < experts; e += 32)
         sum += smoe_softmax_fixed_fast(smoe_softmax_term(logits_of<L>::value(logits[e]), max));
-#pragma unroll
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    return smoe_softmax_sum(sum);
+    return smoe_softmax_sum(sum_of_lanes(sum));
 }
 
 // Experts outside the groups_kept best groups get the key 0.
