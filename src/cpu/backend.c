@@ -1,4 +1,5 @@
 /* The CPU backend's table: what it supports, and its scratch as the sum of what its stages ask for. */
+#include "convert.h"
 #include "cpu.h"
 
 #include <omp.h>
@@ -16,7 +17,7 @@ static void destroy(smoe_context *context)
 
 static smoe_status supports(smoe_context *context, const smoe_problem *problem)
 {
-    if (problem->layer.dtype == SMOE_TYPE_F16)
+    if (!moe_cpu_stores(problem->layer.dtype))
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
                          "smoe_supports: dtype F16 needs the cuda backend; the cpu "
                          "backend stores F32 or BF16");

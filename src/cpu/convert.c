@@ -1,9 +1,15 @@
-/* Conversions of rows, and the bf16 rounding itself. The loops are branch-free, so they vectorise. */
+/* Conversions of rows, and the bf16 rounding itself. A storage type is one line of storage_of and its two
+ * conversions. The loops are branch-free, so they vectorise. */
 #include "convert.h"
 
 #include <string.h>
 
-static inline float bf16_to_f32(uint16_t value)
+static inline float f32_of_f32(float value)
+{
+    return value;
+}
+
+static inline float f32_of_bf16(uint16_t value)
 {
     const uint32_t bits = (uint32_t)value << 16;
     float result;
@@ -13,7 +19,7 @@ static inline float bf16_to_f32(uint16_t value)
 
 /* Adding 0x7fff plus the lowest kept bit carries into the upper half exactly when the lower half rounds up.
  * A NaN could carry over into an infinity, or lose its payload, so it is cut and made quiet instead. */
-static inline uint16_t f32_to_bf16(float value)
+static inline uint16_t bf16_of_f32(float value)
 {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -22,42 +28,74 @@ static inline uint16_t f32_to_bf16(float value)
     return (uint16_t)(value != value ? quiet : rounded);
 }
 
+/* What a storage type can do; element counts as in convert.h. */
+typedef struct storage {
+    void (*load)(float *to, const void *from, int64_t first_element, int64_t count);
+    void (*store)(void *to, int64_t first_element, const float *from, int64_t count);
+    void (*add)(void *to, int64_t first_element, const float *from, int64_t count);
+    void (*round)(float *row, int64_t count);
+} storage;
+
+/* The four loops of a type of elements `element` with conversions f32_of_NAME and NAME_of_f32. */
+#define STORAGE(name, element)                                                                               \
+    static void load_##name(float *restrict to, const void *from, int64_t first_element, int64_t count)      \
+    {                                                                                                        \
+        const element *restrict source = (const element *)from + first_element;                              \
+        for (int64_t i = 0; i < count; i++) to[i] = f32_of_##name(source[i]);                                \
+    }                                                                                                        \
+    static void store_##name(void *to, int64_t first_element, const float *restrict from, int64_t count)     \
+    {                                                                                                        \
+        element *restrict target = (element *)to + first_element;                                            \
+        for (int64_t i = 0; i < count; i++) target[i] = name##_of_f32(from[i]);                              \
+    }                                                                                                        \
+    static void add_##name(void *to, int64_t first_element, const float *restrict from, int64_t count)       \
+    {                                                                                                        \
+        element *restrict target = (element *)to + first_element;                                            \
+        for (int64_t i = 0; i < count; i++) target[i] = name##_of_f32(f32_of_##name(target[i]) + from[i]);   \
+    }                                                                                                        \
+    static void round_##name(float *row, int64_t count)                                                      \
+    {                                                                                                        \
+        for (int64_t i = 0; i < count; i++) row[i] = f32_of_##name(name##_of_f32(row[i]));                   \
+    }                                                                                                        \
+    static const storage name##_storage = {load_##name, store_##name, add_##name, round_##name};
+
+STORAGE(f32, float)
+STORAGE(bf16, uint16_t)
+
+/* NULL for a type that this backend does not store. */
+static const storage *storage_of(smoe_type type)
+{
+    switch (type) {
+    case SMOE_TYPE_F32: return &f32_storage;
+    case SMOE_TYPE_BF16: return &bf16_storage;
+    case SMOE_TYPE_F16:
+    case SMOE_TYPE_I32:
+    case SMOE_TYPE_I64: break;
+    }
+    return NULL;
+}
+
+int moe_cpu_stores(smoe_type type)
+{
+    return storage_of(type) != NULL;
+}
+
 void smoe_load_row(float *to, const void *from, int64_t first_element, int64_t count, smoe_type type)
 {
-    if (type == SMOE_TYPE_BF16) {
-        const uint16_t *restrict source = (const uint16_t *)from + first_element;
-        float *restrict target = to;
-        for (int64_t i = 0; i < count; i++) target[i] = bf16_to_f32(source[i]);
-    } else {
-        memcpy(to, (const float *)from + first_element, (size_t)count * sizeof *to);
-    }
+    storage_of(type)->load(to, from, first_element, count);
 }
 
 void smoe_store_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type)
 {
-    if (type == SMOE_TYPE_BF16) {
-        uint16_t *restrict target = (uint16_t *)to + first_element;
-        const float *restrict source = from;
-        for (int64_t i = 0; i < count; i++) target[i] = f32_to_bf16(source[i]);
-    } else {
-        memcpy((float *)to + first_element, from, (size_t)count * sizeof *from);
-    }
+    storage_of(type)->store(to, first_element, from, count);
 }
 
 void smoe_add_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type)
 {
-    const float *restrict source = from;
-    if (type == SMOE_TYPE_BF16) {
-        uint16_t *restrict target = (uint16_t *)to + first_element;
-        for (int64_t i = 0; i < count; i++) target[i] = f32_to_bf16(bf16_to_f32(target[i]) + source[i]);
-    } else {
-        float *restrict target = (float *)to + first_element;
-        for (int64_t i = 0; i < count; i++) target[i] += source[i];
-    }
+    storage_of(type)->add(to, first_element, from, count);
 }
 
 void smoe_round_row(float *row, int64_t count, smoe_type type)
 {
-    if (type != SMOE_TYPE_BF16) return;
-    for (int64_t i = 0; i < count; i++) row[i] = bf16_to_f32(f32_to_bf16(row[i]));
+    storage_of(type)->round(row, count);
 }

@@ -1,9 +1,13 @@
-/* Rows between their storage (f32 or bf16) and f32. `first_element` counts elements of the storage type, so
- * that a row of a big tensor is addressed without arithmetic on void pointers. */
+/* Rows between their storage (f32 or bf16) and f32, for types that moe_cpu_stores. `first_element` counts
+ * elements of the storage type, so that a row of a big tensor is addressed without arithmetic on void
+ * pointers. */
 #ifndef SMOE_CPU_CONVERT_H
 #define SMOE_CPU_CONVERT_H
 
 #include <smoe.h>
+
+/* Does this backend store `type`? */
+int moe_cpu_stores(smoe_type type);
 
 /* to[i] = from[first_element + i]; exact. */
 void smoe_load_row(float *to, const void *from, int64_t first_element, int64_t count, smoe_type type);

@@ -32,6 +32,10 @@ template <typename... T> struct type_list {
 template <typename T> struct type_of {
     using type = T;
 };
+template <typename... T> constexpr int length_of(type_list<T...>)
+{
+    return sizeof...(T);
+}
 
 using storage_types = type_list<__nv_bfloat16, __half>; // smoe_layer.dtype; each has a storage<T>
 using logits_types = type_list<float, __nv_bfloat16>;   // smoe_layer.logits_type; each has a logits_of<L>

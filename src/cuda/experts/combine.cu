@@ -12,6 +12,7 @@
 // number of all rows that tells whether they are; K = 2 takes rows by twos, in three pieces where they divide
 // a row, K = 1 one row in four. CTAs are small, so that an SM always has some at every point of the chain
 // from index to row to sum. O is written by plain stores: marked as streaming it took 0.2 % longer.
+#include "common/instances.cuh"
 #include "common/storage.cuh"
 #include "host/launch.h"
 
@@ -189,9 +190,9 @@ template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t strea
 extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype,
                                                 cudaStream_t stream)
 {
-    if (dtype == SMOE_TYPE_BF16)
-        smoe::launch<__nv_bfloat16>(*p, stream);
-    else
-        smoe::launch<__half>(*p, stream);
-    return cudaGetLastError();
+    using namespace smoe;
+    return for_type(storage_types(), dtype, [&](auto t) {
+        launch<typename decltype(t)::type>(*p, stream);
+        return cudaGetLastError();
+    });
 }

@@ -1,6 +1,7 @@
 // Bias gradients: db2[e] = sum_r s[r] dO[t(r)], db1[e] = sum_r dH[r]. Column sums over an expert's rows in
 // f32, a CTA an expert and 64 columns, always in the same order.
 #include "common/backward_shared.cuh"
+#include "common/instances.cuh"
 #include "host/launch_backward.h"
 
 namespace smoe
@@ -62,14 +63,12 @@ template <typename T, typename G> void launch(const smoe_cuda_db &p, cudaStream_
 extern "C" cudaError_t smoe_cuda_db_launch(const smoe_cuda_db *p, smoe_type dtype, smoe_type gradient_type,
                                            cudaStream_t stream)
 {
-    const bool wide = gradient_type == SMOE_TYPE_F32;
-    if (dtype == SMOE_TYPE_BF16 && wide)
-        smoe::launch<__nv_bfloat16, float>(*p, stream);
-    else if (dtype == SMOE_TYPE_BF16)
-        smoe::launch<__nv_bfloat16, __nv_bfloat16>(*p, stream);
-    else if (wide)
-        smoe::launch<__half, float>(*p, stream);
-    else
-        smoe::launch<__half, __half>(*p, stream);
-    return cudaGetLastError();
+    using namespace smoe;
+    return for_type(storage_types(), dtype, [&](auto t) {
+        using T = typename decltype(t)::type;
+        return for_type(gradient_types<T>(), gradient_type, [&](auto g) {
+            launch<T, typename decltype(g)::type>(*p, stream);
+            return cudaGetLastError();
+        });
+    });
 }

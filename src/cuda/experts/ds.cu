@@ -1,6 +1,8 @@
 // dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>: the sum of the column tiles' parts in order, given back as the
 // gradient of what the caller gave as weights. dlogits.cu sums them for itself.
 #include "common/backward_shared.cuh"
+#include "common/instances.cuh"
+#include "common/reduce.cuh"
 #include "host/launch_backward.h"
 
 namespace smoe
@@ -40,8 +42,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const
         const uint4 *bias = (const uint4 *)((const T *)p.bias + (int64_t)expert * p.hidden);
         for (int i = lane; i < p.hidden / 8; i += 32) sum = dot8<T>(__ldg(dout + i), __ldg(bias + i), sum);
     }
-#pragma unroll
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    sum = sum_of_lanes(sum);
     if (lane == 0) p.partial[(p.parts - 1) * p.padded_rows + row] = sum;
 }
 
@@ -91,10 +92,12 @@ extern "C" cudaError_t smoe_cuda_ds_launch(const smoe_cuda_ds *p, smoe_type dtyp
 {
     using namespace smoe;
     if (p->bias) {
-        if (dtype == SMOE_TYPE_BF16)
-            bias_part<__nv_bfloat16><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);
-        else
-            bias_part<__half><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);
+        const cudaError_t status = for_type(storage_types(), dtype, [&](auto t) {
+            using T = typename decltype(t)::type;
+            bias_part<T><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);
+            return cudaGetLastError();
+        });
+        if (status != cudaSuccess) return status;
     }
     if (p->topk_gradient) {
         const unsigned blocks = blocks_of(p->tokens * p->topk, THREADS);

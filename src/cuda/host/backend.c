@@ -134,7 +134,8 @@ static void destroy(smoe_context *context)
 static smoe_status supports(smoe_context *context, const smoe_problem *problem)
 {
     const smoe_layer *layer = &problem->layer;
-    if (layer->dtype != SMOE_TYPE_BF16 && layer->dtype != SMOE_TYPE_F16)
+    const device_state *state = context->state;
+    if (!state->kernels->stores(layer->dtype))
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
                          "smoe_supports: dtype %d: the cuda backend stores BF16 (1) or F16 (2)",
                          (int)layer->dtype);

@@ -102,6 +102,7 @@ typedef struct moe_dx_rows {
 typedef struct moe_kernels {
     int major, minor;          /* compute capability */
     cudaError_t (*init)(void); /* once a device */
+    int (*stores)(smoe_type dtype);
     /* What they want in scratch. */
     int32_t ds_columns;         /* of dA' to a part of dS */
     uint64_t weight_tile_bytes; /* of a tile of a weight gradient, as a split expert leaves it */

@@ -27,7 +27,7 @@ static smoe_cuda_routing routing_at(const smoe_problem *problem, void *scratch)
     r.panels = (l->tokens + SMOE_ROUTE_PANEL - 1) / SMOE_ROUTE_PANEL;
     r.words = r.panels * SMOE_ROUTE_PANEL_WORDS;
     const int64_t cells = r.panels * l->experts;
-    const int64_t key = l->logits_type == SMOE_TYPE_BF16 ? 2 : 4;
+    const int64_t key = smoe_type_bytes(l->logits_type); /* 16 bits of it say it all for bf16 logits */
     r.mask = take(&r, scratch, 4 * l->experts * r.words);
     r.word_rows = take(&r, scratch, rounded ? 4 * l->experts * r.words : 0);
     r.keys = take(&r, scratch, rounded ? key * cells * SMOE_ROUTE_PANEL : 0);

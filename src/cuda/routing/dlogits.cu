@@ -26,6 +26,8 @@
 // too.
 #include "common/backward_shared.cuh"
 #include "common/early_launch.cuh"
+#include "common/instances.cuh"
+#include "common/reduce.cuh"
 #include "host/launch_backward.h"
 #include "routing/logits.cuh"
 
@@ -83,6 +85,8 @@ SMOE_DEVICE void write_as(O *to, const float *stage, int tokens, int stride, int
             write1(to + i, stage[i / columns * stride + i % columns]);
 }
 
+static_assert(length_of(logits_types()) == 2, "write_rows and logit_at know f32 and bf16");
+
 // The CTA's rows of `tokens` tokens from `first` on: stage (tokens, stride).
 template <typename T>
 SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int first, int tokens)
@@ -135,13 +139,6 @@ SMOE_DEVICE float unscaled(float weight, float scale)
 SMOE_DEVICE float softmax_term(float logit, float max)
 {
     return logit == max ? 1.0f : logit < max ? __expf(logit - max) : 0.0f; // 0 for NaN
-}
-
-// Over groups of `lanes` lanes, a power of two; all of them have it.
-SMOE_DEVICE float sum_of_lanes(float v, int lanes)
-{
-    for (int step = lanes / 2; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
-    return v;
 }
 
 // ---- The kernel of sparse dlogits
@@ -318,9 +315,9 @@ SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, fl
         sum += term;
         inner += term * v;
     }
-    sum = sum_of_lanes(sum, 32);
+    sum = sum_of_lanes(sum);
     const float reciprocal = 1.0f / sum;
-    inner = sum_of_lanes(inner, 32) * reciprocal;
+    inner = sum_of_lanes(inner) * reciprocal;
     const float z = p.z == 0.0f ? 0.0f : 2.0f * p.z * (max + logf(sum)) / tokens;
     for (int e = lane; e < experts; e += 32) {
         const float term = softmax_term(logits_of<L>::value(logits[e]), max);
@@ -347,8 +344,8 @@ SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const
         divisor += sigma.value;
         slope[m] = sigma.slope;
     }
-    inner = divided ? sum_of_lanes(inner, 32) : 0.0f;
-    divisor = sigmoid && divided ? sum_of_lanes(divisor, 32) : 1.0f;
+    inner = divided ? sum_of_lanes(inner) : 0.0f;
+    divisor = sigmoid && divided ? sum_of_lanes(divisor) : 1.0f;
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
         const int k = lane + 32 * m;
@@ -421,7 +418,7 @@ __global__ void __launch_bounds__(1024)
         for (int64_t i = part; i < ctas; i += 32) sum += p.bias_sums[i * p.stride + expert];
     sums[part][lane] = sum;
     __syncthreads();
-    sum = sum_of_lanes(sums[lane][part], 32);
+    sum = sum_of_lanes(sums[lane][part]);
     const int column = blockIdx.x * 32 + part;
     if (lane == 0 && column < p.layer.experts) give((G *)p.bias_gradient + column, sum, p.layer.accumulate);
 }
@@ -462,13 +459,11 @@ template <typename T, typename S> int64_t launch_sparse(const smoe_cuda_dlogits 
                                 : launch_places<T, S, SMOE_MAX_TOPK>(p, stream);
 }
 
-template <typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
+template <typename L, typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
 {
-    if (smoe_dlogits_are_sparse(&p.layer, p.balance, p.z))
-        return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
-                                                     : launch_sparse<T, float>(p, stream);
-    return p.layer.logits_type == SMOE_TYPE_F32 ? launch_general<float, T>(p, stream)
-                                                : launch_general<__nv_bfloat16, T>(p, stream);
+    if (!smoe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream);
+    return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
+                                                 : launch_sparse<T, float>(p, stream);
 }
 
 template <typename G> void launch_bias(const smoe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
@@ -490,15 +485,18 @@ extern "C" int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer)
 extern "C" cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *p, cudaStream_t stream)
 {
     using namespace smoe::dlogits;
-    const bool half = p->layer.dtype == SMOE_TYPE_F16;
-    const int64_t ctas = half ? launch<__half>(*p, stream) : launch<__nv_bfloat16>(*p, stream);
-    if (p->bias_sums) {
-        if (p->layer.gradient_type == SMOE_TYPE_F32)
-            launch_bias<float>(*p, ctas, stream);
-        else if (half)
-            launch_bias<__half>(*p, ctas, stream);
-        else
-            launch_bias<__nv_bfloat16>(*p, ctas, stream);
-    }
-    return cudaGetLastError();
+    const smoe_layer &layer = p->layer;
+    return smoe::for_type(smoe::storage_types(), layer.dtype, [&](auto t) {
+        using T = typename decltype(t)::type;
+        int64_t ctas = 0;
+        const cudaError_t status = smoe::for_type(smoe::logits_types(), layer.logits_type, [&](auto l) {
+            ctas = launch<typename decltype(l)::type, T>(*p, stream);
+            return cudaGetLastError();
+        });
+        if (status != cudaSuccess || !p->bias_sums) return status;
+        return smoe::for_type(smoe::gradient_types<T>(), layer.gradient_type, [&](auto g) {
+            launch_bias<typename decltype(g)::type>(*p, ctas, stream);
+            return cudaGetLastError();
+        });
+    });
 }

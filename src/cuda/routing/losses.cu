@@ -2,7 +2,7 @@
 // step of the selection bias. Sums in fixed trees, so the same bits every time.
 #include "host/routing.h"
 
-#include "common/ptx.cuh"
+#include "common/reduce.cuh"
 
 namespace smoe
 {
@@ -12,24 +12,6 @@ namespace
 {
 
 enum { THREADS = 256, WARPS = THREADS / 32 };
-
-template <typename V> SMOE_DEVICE V sum_of_warp(V v)
-{
-    for (int step = 16; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
-    return v;
-}
-
-// Thread 0 has the sum; `memory`: a V a warp.
-template <typename V> SMOE_DEVICE V sum_of_threads(V v, V *memory)
-{
-    v = sum_of_warp(v);
-    if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
-    __syncthreads();
-    V sum = 0;
-    for (int w = 0; w < WARPS; w++) sum += memory[w];
-    __syncthreads();
-    return sum;
-}
 
 // A warp an expert.
 __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ smoe_cuda_routing r)
@@ -57,7 +39,7 @@ __global__ void __launch_bounds__(THREADS) balance_experts(const __grid_constant
     double sum = 0.0;
     for (int64_t panel = lane; panel < r.panels; panel += 32)
         sum += r.panel_probability[panel * r.layer.experts + expert];
-    sum = sum_of_warp(sum);
+    sum = sum_of_lanes(sum);
     const double all = (double)r.layer.tokens;
     if (lane == 0) r.expert_balance[expert] = (double)r.topk_counts[expert] / all * (sum / all);
 }
@@ -68,8 +50,8 @@ __global__ void __launch_bounds__(THREADS) sum_losses(const __grid_constant__ sm
     double balance = 0.0, z = 0.0;
     for (int64_t e = threadIdx.x; e < r.layer.experts; e += THREADS) balance += r.expert_balance[e];
     for (int64_t panel = threadIdx.x; panel < r.panels; panel += THREADS) z += r.panel_z[panel];
-    balance = sum_of_threads(balance, memory);
-    z = sum_of_threads(z, memory);
+    balance = sum_of_threads<WARPS>(balance, memory);
+    z = sum_of_threads<WARPS>(z, memory);
     if (threadIdx.x != 0) return;
     r.losses[0] = (float)((double)r.layer.experts * balance);
     r.losses[1] = (float)(z / (double)r.layer.tokens);
@@ -81,7 +63,7 @@ __global__ void __launch_bounds__(THREADS)
     __shared__ long long memory[WARPS];
     long long total = 0;
     for (int64_t e = threadIdx.x; e < experts; e += THREADS) total += counts[e];
-    total = sum_of_threads(total, memory);
+    total = sum_of_threads<WARPS>(total, memory);
     for (int64_t e = threadIdx.x; e < experts; e += THREADS) {
         const long long excess = counts[e] * experts - total; // E (count - mean)
         bias[e] = __fadd_rn(bias[e], excess < 0 ? gamma : excess > 0 ? -gamma : 0.0f);

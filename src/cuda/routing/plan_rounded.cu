@@ -7,6 +7,7 @@
 //
 // Bytes: the mask twice, W 4 E for word_rows, 12 a row, and the ids of every row's token.
 #include "common/early_launch.cuh"
+#include "common/instances.cuh"
 #include "host/routing.h"
 #include "routing/plan_shared.cuh"
 
@@ -302,9 +303,10 @@ extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const 
                  map_bytes = (size_t)map_experts(p->experts) * 32;
     const dim3 experts((unsigned)p->experts), threads(THREADS),
         maps((unsigned)smoe_divide_up(r->layer.tokens, MAP_TOKENS));
-    const auto write_rows =
-        r->layer.logits_type == SMOE_TYPE_F32 ? expert_rows<float> : expert_rows<__nv_bfloat16>;
-    const cudaError_t status = smoe::launch_early(write_rows, experts, threads, counts_bytes, stream, *r, *p);
+    const cudaError_t status = smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
+        return smoe::launch_early(expert_rows<typename decltype(l)::type>, experts, threads, counts_bytes,
+                                  stream, *r, *p);
+    });
     return status == cudaSuccess ? smoe::launch_early(token_rows, maps, threads, map_bytes, stream, *r, *p)
                                  : status;
 }
@@ -313,12 +315,10 @@ extern "C" cudaError_t smoe_cuda_plan_rounded_init(void)
 {
     using namespace smoe::plan;
     // With the kernels' static memory more than the 48 KB that need no leave.
-    const void *kernels[] = {(const void *)token_rows, (const void *)expert_rows<__nv_bfloat16>,
-                             (const void *)expert_rows<float>};
-    const int bytes[] = {MOST_EXPERTS * 32, (int)expert_rows_bytes(MOST_EXPERTS),
-                         (int)expert_rows_bytes(MOST_EXPERTS)};
-    cudaError_t status = cudaSuccess;
-    for (int i = 0; i < 3 && status == cudaSuccess; i++)
-        status = cudaFuncSetAttribute(kernels[i], cudaFuncAttributeMaxDynamicSharedMemorySize, bytes[i]);
-    return status;
+    const cudaError_t status = smoe::allow_shared(token_rows, MOST_EXPERTS * 32);
+    if (status != cudaSuccess) return status;
+    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
+        return smoe::allow_shared(expert_rows<typename decltype(l)::type>,
+                                  (int)expert_rows_bytes(MOST_EXPERTS));
+    });
 }

@@ -8,6 +8,8 @@
 //
 // Bytes: the keys once while a column fits shared memory, the mask once.
 #include "common/early_launch.cuh"
+#include "common/instances.cuh"
+#include "common/reduce.cuh"
 #include "host/routing.h"
 
 #include "routing/logits.cuh"
@@ -193,17 +195,6 @@ struct shared_memory {
     uint64_t *limit;
 };
 
-SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *memory)
-{
-    v = __reduce_add_sync(~0u, v);
-    if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
-    __syncthreads();
-    const int lane = threadIdx.x & 31;
-    const uint32_t sum = __reduce_add_sync(~0u, lane < WARPS ? memory[lane] : 0);
-    __syncthreads();
-    return sum;
-}
-
 // A rank that at least n threads' maxima reach, and few more; 1 if there is none.
 SMOE_DEVICE uint32_t bound_of_maxima(uint32_t maximum, int n, uint32_t largest)
 {
@@ -241,7 +232,7 @@ SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, ui
         const uint64_t middle = high - (high - low) / 2;
         uint32_t reach = 0;
         all.each_order([&](uint32_t, uint64_t order) { reach += order >= middle; });
-        if (sum_of_threads(reach, m.sums) >= n)
+        if (sum_of_threads<WARPS>(reach, m.sums) >= n)
             low = middle;
         else
             high = middle - 1;
@@ -316,7 +307,7 @@ SMOE_DEVICE uint32_t count_tokens(const uint32_t *mask, int64_t words, uint32_t 
         const uint4 v = __ldcg((const uint4 *)mask + i);
         tokens += __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w);
     }
-    return sum_of_threads(tokens, memory);
+    return sum_of_threads<WARPS>(tokens, memory);
 }
 
 // What balance rounding carries to this expert. An expert whose hi is past T breaks the closed form; then the
@@ -332,7 +323,7 @@ SMOE_DEVICE int64_t residual_before(const smoe_cuda_routing &r, int expert, cons
         sum += (uint32_t)(count - lo);
         forced |= count != lo && lo + tile > tokens;
     }
-    sum = sum_of_threads(sum, m.sums);
+    sum = sum_of_threads<WARPS>(sum, m.sums);
     if (!__syncthreads_or(forced)) return smoe_balance_residual(sum, tile);
     if (threadIdx.x == 0) {
         int64_t residual = 0;
@@ -442,17 +433,15 @@ template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_
 
 extern "C" cudaError_t smoe_cuda_rounding(const smoe_cuda_routing *r, cudaStream_t stream)
 {
-    return r->layer.logits_type == SMOE_TYPE_F32 ? smoe::rounding::launch<float>(*r, stream)
-                                                 : smoe::rounding::launch<__nv_bfloat16>(*r, stream);
+    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
+        return smoe::rounding::launch<typename decltype(l)::type>(*r, stream);
+    });
 }
 
 extern "C" cudaError_t smoe_cuda_rounding_init(void)
 {
     using namespace smoe::rounding;
-    const cudaError_t status = cudaFuncSetAttribute(
-        (const void *)round_expert<float, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, COLUMN_BYTES);
-    return status != cudaSuccess
-               ? status
-               : cudaFuncSetAttribute((const void *)round_expert<__nv_bfloat16, true>,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, COLUMN_BYTES);
+    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
+        return smoe::allow_shared(round_expert<typename decltype(l)::type, true>, COLUMN_BYTES);
+    });
 }

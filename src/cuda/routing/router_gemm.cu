@@ -7,6 +7,7 @@
 // find it in L2.
 #include "host/routing.h"
 
+#include "common/instances.cuh"
 #include "common/mma.cuh"
 #include "common/storage.cuh"
 
@@ -165,25 +166,23 @@ __global__ void __launch_bounds__(THREADS, C::ROWS == 128 ? 2 : 1) gemm(const __
         }
 }
 
-template <class C> void launch(const problem &q, bool f16, cudaStream_t stream)
+template <class C> cudaError_t launch(const problem &q, smoe_type dtype, cudaStream_t stream)
 {
     const dim3 ctas((unsigned)((q.experts + COLUMNS - 1) / COLUMNS),
                     (unsigned)((q.tokens + C::ROWS - 1) / C::ROWS));
-    if (f16)
-        gemm<__half, C><<<ctas, THREADS, C::BYTES, stream>>>(q);
-    else
-        gemm<__nv_bfloat16, C><<<ctas, THREADS, C::BYTES, stream>>>(q);
+    return for_type(storage_types(), dtype, [&](auto t) {
+        gemm<typename decltype(t)::type, C><<<ctas, THREADS, C::BYTES, stream>>>(q);
+        return cudaGetLastError();
+    });
 }
 
 template <class C> cudaError_t raise_limits()
 {
-    const cudaError_t status = cudaFuncSetAttribute((const void *)gemm<__half, C>,
-                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, C::BYTES);
-    return status != cudaSuccess
-               ? status
-               : cudaFuncSetAttribute((const void *)gemm<__nv_bfloat16, C>,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, C::BYTES);
+    return for_every_type(storage_types(),
+                          [](auto t) { return allow_shared(gemm<typename decltype(t)::type, C>, C::BYTES); });
 }
+
+static_assert(length_of(logits_types()) == 2, "problem.logits_bf16");
 
 // Tiles enough for most SMs, or small ones.
 bool prefers_large(int64_t tokens, int64_t experts)
@@ -201,8 +200,9 @@ extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void
                                              cudaStream_t stream)
 {
     using namespace smoe::router;
-    const int64_t most = 65535ll * 32, logit = layer->logits_type == SMOE_TYPE_BF16 ? 2 : 4;
-    for (int64_t first = 0; first < layer->tokens; first += most) {
+    const int64_t most = 65535ll * 32, logit = smoe_type_bytes(layer->logits_type);
+    cudaError_t status = cudaSuccess;
+    for (int64_t first = 0; first < layer->tokens && status == cudaSuccess; first += most) {
         const int64_t tokens = layer->tokens - first < most ? layer->tokens - first : most;
         const problem q = {(const char *)x + first * layer->hidden * 2,
                            router_weight,
@@ -212,12 +212,10 @@ extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void
                            (int32_t)layer->hidden,
                            (int32_t)layer->experts,
                            layer->logits_type == SMOE_TYPE_BF16};
-        if (prefers_large(tokens, layer->experts))
-            launch<large_tile>(q, layer->dtype == SMOE_TYPE_F16, stream);
-        else
-            launch<small_tile>(q, layer->dtype == SMOE_TYPE_F16, stream);
+        status = prefers_large(tokens, layer->experts) ? launch<large_tile>(q, layer->dtype, stream)
+                                                       : launch<small_tile>(q, layer->dtype, stream);
     }
-    return cudaGetLastError();
+    return status;
 }
 
 extern "C" cudaError_t smoe_cuda_router_gemm_init(void)

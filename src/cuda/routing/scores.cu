@@ -7,6 +7,8 @@
 // Bytes: the logits once (L2 holds them still), as many of keys.
 #include "host/routing.h"
 
+#include "common/instances.cuh"
+#include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
 namespace smoe
@@ -48,18 +50,6 @@ template <typename L> SMOE_DEVICE void write_tile(const smoe_cuda_routing &r, co
         key *to = (key *)r.keys + (expert * r.panels + blockIdx.x) * SMOE_ROUTE_PANEL;
         ((uint4 *)to)[piece] = *(const uint4 *)(tile + row * tile_of<L>::PITCH + piece * 4);
     }
-}
-
-// Sum over the CTA's threads in a fixed order; thread 0 has it.
-SMOE_DEVICE double sum_of_threads(double v, double *memory)
-{
-    for (int step = 16; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
-    if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
-    __syncthreads();
-    double sum = 0.0;
-    for (int w = 0; w < WARPS; w++) sum += memory[w];
-    __syncthreads();
-    return sum;
 }
 
 template <typename L>
@@ -120,7 +110,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
     double z = 0.0;
     if ((int)threadIdx.x < tokens) z = (double)scales[threadIdx.x].max + log((double)scales[threadIdx.x].sum);
     __syncthreads();
-    const double squares = sum_of_threads(z * z, &part[0][0]);
+    const double squares = sum_of_threads<WARPS>(z * z, &part[0][0]);
     if (threadIdx.x == 0) r.panel_z[blockIdx.x] = squares;
 }
 
@@ -137,9 +127,8 @@ template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t strea
 extern "C" cudaError_t smoe_cuda_scores(const smoe_cuda_routing *r, cudaStream_t stream)
 {
     using namespace smoe::scores;
-    if (r->layer.logits_type == SMOE_TYPE_F32)
-        launch<float>(*r, stream);
-    else
-        launch<__nv_bfloat16>(*r, stream);
-    return cudaGetLastError();
+    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
+        launch<typename decltype(l)::type>(*r, stream);
+        return cudaGetLastError();
+    });
 }

@@ -20,6 +20,7 @@
 // Bytes: the logits once, 8 K a token; 2 E a chunk of counts, or E / 8 of mask and as many of keys as of
 // logits.
 #include "common/early_launch.cuh"
+#include "common/instances.cuh"
 #include "host/routing.h"
 #include "routing/score_keys.cuh"
 #include "sm90/mbarrier.cuh"
@@ -514,7 +515,7 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
 
 int64_t row_bytes(const smoe_layer &layer)
 {
-    return layer.experts * (layer.logits_type == SMOE_TYPE_F32 ? 4 : 2);
+    return layer.experts * smoe_type_bytes(layer.logits_type);
 }
 
 int share_of(const smoe_layer &layer)
@@ -558,12 +559,8 @@ template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_
 
 template <typename L, int P> cudaError_t raise_limits()
 {
-    const cudaError_t status = cudaFuncSetAttribute((const void *)fast<L, P, 2>,
-                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES);
-    return status != cudaSuccess
-               ? status
-               : cudaFuncSetAttribute((const void *)fast<L, P, 4>,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES);
+    const cudaError_t status = allow_shared(fast<L, P, 2>, MOST_BYTES);
+    return status == cudaSuccess ? allow_shared(fast<L, P, 4>, MOST_BYTES) : status;
 }
 
 } // namespace
@@ -580,19 +577,17 @@ extern "C" int32_t smoe_cuda_topk_chunk(const smoe_layer *layer)
 extern "C" cudaError_t smoe_cuda_topk(const smoe_cuda_routing *r, cudaStream_t stream)
 {
     if (!smoe_cuda_topk_chunk(&r->layer)) return smoe_cuda_topk_general(r, stream);
-    return r->layer.logits_type == SMOE_TYPE_F32 ? smoe::topk::launch<float>(*r, stream)
-                                                 : smoe::topk::launch<__nv_bfloat16>(*r, stream);
+    return smoe::for_type(smoe::logits_types(), r->layer.logits_type,
+                          [&](auto l) { return smoe::topk::launch<typename decltype(l)::type>(*r, stream); });
 }
 
 extern "C" cudaError_t smoe_cuda_topk_fast_init(void)
 {
     using namespace smoe::topk;
-    cudaError_t (*const raises[])() = {raise_limits<float, 4>,         raise_limits<float, 8>,
-                                       raise_limits<float, 16>,        raise_limits<__nv_bfloat16, 4>,
-                                       raise_limits<__nv_bfloat16, 8>, raise_limits<__nv_bfloat16, 16>};
-    for (const auto raise : raises) {
-        const cudaError_t status = raise();
-        if (status != cudaSuccess) return status;
-    }
-    return cudaSuccess;
+    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
+        using L = typename decltype(l)::type;
+        cudaError_t status = raise_limits<L, 4>();
+        if (status == cudaSuccess) status = raise_limits<L, 8>();
+        return status == cudaSuccess ? raise_limits<L, 16>() : status;
+    });
 }

@@ -6,6 +6,8 @@
 // ballot over its 32, and renews the one maximum: K rounds of a few dozen instructions, whatever E is.
 #include "host/routing.h"
 
+#include "common/instances.cuh"
+#include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
 namespace smoe
@@ -51,9 +53,7 @@ template <typename L> SMOE_DEVICE float sum_terms(const L *logits, int experts, 
     unsigned long long sum = 0;
     for (int e = lane; e < experts; e += 32)
         sum += smoe_softmax_fixed_fast(smoe_softmax_term(logits_of<L>::value(logits[e]), max));
-#pragma unroll
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    return smoe_softmax_sum(sum);
+    return smoe_softmax_sum(sum_of_lanes(sum));
 }
 
 // Experts outside the groups_kept best groups get the key 0.
@@ -192,20 +192,17 @@ extern "C" cudaError_t smoe_cuda_topk_general(const smoe_cuda_routing *r, cudaSt
 {
     using namespace smoe::topk;
     const size_t memory = general_memory(r->layer);
-    if (r->layer.logits_type == SMOE_TYPE_F32)
-        general<float><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
-    else
-        general<__nv_bfloat16><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
-    return cudaGetLastError();
+    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
+        general<typename decltype(l)::type><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
+        return cudaGetLastError();
+    });
 }
 
 extern "C" cudaError_t smoe_cuda_topk_general_init(void)
 {
     using namespace smoe::topk;
     enum { MOST = 4 * (4096 * (1 + GENERAL_WARPS) + 2048 * GENERAL_WARPS) };
-    const cudaError_t status =
-        cudaFuncSetAttribute((const void *)general<float>, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST);
-    return status != cudaSuccess ? status
-                                 : cudaFuncSetAttribute((const void *)general<__nv_bfloat16>,
-                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, MOST);
+    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
+        return smoe::allow_shared(general<typename decltype(l)::type>, MOST);
+    });
 }

@@ -9,11 +9,15 @@
 extern "C" {
 #endif
 
+enum { MOE_SM90_DS_COLUMNS = 256 }; /* of a tile of dh.cu */
+
 cudaError_t moe_sm90_up_init(void);
 cudaError_t moe_sm90_down_init(void);
 cudaError_t moe_sm90_dh_init(void);
 cudaError_t moe_sm90_dw_init(void);
 cudaError_t moe_sm90_dx_rows_init(void);
+
+int moe_sm90_stores(smoe_type dtype);
 
 cudaError_t moe_sm90_up(moe_launch *on, const moe_up *up);
 cudaError_t moe_sm90_down(moe_launch *on, const moe_down *down);

@@ -63,6 +63,8 @@ enum {
     SHARED_BYTES = DONE + STAGES * 4
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert((int)TILE_COLUMNS == (int)MOE_SM90_DS_COLUMNS,
+              "the host has room for a part of dS a column tile");
 static_assert(TILE_COLUMNS == 32 * 8, "a warp's lanes have a row of the tile, 16 bytes each");
 static_assert(BLOCK_ROWS % (2 * AHEAD) == 0, "the ring's slots, and the rows' places in a panel, repeat");
 

@@ -27,9 +27,9 @@ struct dw_params {
     CUtensorMap features; // A' or dH, moe_map_panels of (halves, rows, intermediate): a slot's features
     CUtensorMap gradient; // map_gradient
     const void *tokens;   // dO or X (T, hidden)
-    void *
-        weight_gradient; // (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by layout
-    float *parts;        // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
+    // (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by layout
+    void *weight_gradient;
+    float *parts;             // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
     const int32_t *row_token; // NULL: row r is token r, below `rows`
     smoe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves, rows;

@@ -284,6 +284,12 @@ extern "C" cudaError_t moe_sm90_up_init(void)
                           [](auto t) { return allow_shared(up<typename decltype(t)::type>, SHARED_BYTES); });
 }
 
+extern "C" int moe_sm90_stores(smoe_type dtype)
+{
+    using namespace smoe;
+    return for_type(storage_types(), dtype, [](auto) { return cudaSuccess; }) == cudaSuccess;
+}
+
 extern "C" cudaError_t moe_sm90_up(moe_launch *on, const moe_up *u)
 {
     using namespace smoe;

@@ -1,0 +1,39 @@
+// Sums over the lanes of a warp and over the threads of a CTA, in fixed trees: the same bits every time.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace smoe
+{
+
+// Over groups of `lanes` lanes, a power of two; all of them have the sum.
+template <typename V> SMOE_DEVICE V sum_of_lanes(V v, int lanes = 32)
+{
+    for (int step = lanes / 2; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
+    return v;
+}
+
+// Over the CTA's WARPS warps; all threads have the sum. `memory`: a V a warp, free again afterwards.
+template <int WARPS, typename V> SMOE_DEVICE V sum_of_threads(V v, V *memory)
+{
+    v = sum_of_lanes(v);
+    if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
+    __syncthreads();
+    V sum = 0;
+    for (int w = 0; w < WARPS; w++) sum += memory[w];
+    __syncthreads();
+    return sum;
+}
+
+// The same for words, whose sum has no order: a warp adds them in one instruction.
+template <int WARPS> SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *memory)
+{
+    v = __reduce_add_sync(~0u, v);
+    if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
+    __syncthreads();
+    const int lane = threadIdx.x & 31;
+    const uint32_t sum = __reduce_add_sync(~0u, lane < WARPS ? memory[lane] : 0);
+    __syncthreads();
+    return sum;
+}
+
+} // namespace smoe
