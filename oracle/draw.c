@@ -5,16 +5,25 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* `count` values of N(0, scale^2), or integers within +-1, rounded to the type. */
-static double *draw_values(oracle_random *random, int64_t count, double scale, bool integers, smoe_type type)
+/* `count` values of N(0, scale^2) rounded to the type, or integers as oracle_draw says. */
+static double *draw_values(oracle_random *random, int64_t count, double scale, int integers, smoe_type type)
 {
     double *values = oracle_alloc((size_t)count, sizeof *values);
     for (int64_t i = 0; i < count; i++) {
-        const double value =
-            integers ? (double)oracle_random_integer(random, -1, 1) : scale * oracle_random_normal(random);
-        values[i] = oracle_round_to(value, type);
+        if (!integers)
+            values[i] = oracle_round_to(scale * oracle_random_normal(random), type);
+        else if (integers == 1 || oracle_random_integer(random, 1, integers) == 1)
+            values[i] = (double)oracle_random_integer(random, -1, 1);
     }
     return values;
+}
+
+/* The weight of a row: normal, or 1 or 2, whatever the other integers are like. */
+static double *draw_weights(oracle_random *random, int64_t count, int integers)
+{
+    double *weights = draw_values(random, count, 1.0, 0, SMOE_TYPE_F32);
+    for (int64_t i = 0; integers && i < count; i++) weights[i] = weights[i] < 0.0 ? 1.0 : 2.0;
+    return weights;
 }
 
 /* The expert of each token under COUNTS: the experts in turn, as long as they want more. */
@@ -115,11 +124,10 @@ static void draw_routing(const smoe_layer *layer, const oracle_draw *draw, oracl
     const smoe_type dtype = layer->dtype;
     if (layer->entry == SMOE_ENTRY_FROM_ROWS) {
         d->offsets = draw_offsets(layer, draw, random);
-        if (draw->row_weights)
-            d->row_weights = draw_values(random, tokens, 1.0, draw->integers, SMOE_TYPE_F32);
+        if (draw->row_weights) d->row_weights = draw_weights(random, tokens, draw->integers);
     } else if (layer->entry == SMOE_ENTRY_FROM_TOPK) {
         d->topk_ids = draw_ids(layer, draw, random);
-        d->topk_weights = draw_values(random, tokens * layer->topk, 1.0, draw->integers, SMOE_TYPE_F32);
+        d->topk_weights = draw_weights(random, tokens * layer->topk, draw->integers);
     } else if (draw->router) {
         const double scale = 1.0 / sqrt((double)hidden);
         d->router_weight = draw_values(random, experts * hidden, scale, draw->integers, dtype);
@@ -138,7 +146,7 @@ void oracle_draw_inputs(const smoe_layer *layer, const oracle_draw *draw, uint64
     const int64_t tokens = layer->tokens, experts = layer->experts, hidden = layer->hidden;
     const int64_t n = layer->intermediate, width = oracle_h_width(layer);
     const smoe_type dtype = layer->dtype;
-    const bool integers = draw->integers;
+    const int integers = draw->integers;
     *d = (oracle_drawn){0};
     draw_routing(layer, draw, &random, d);
     d->x = draw_values(&random, tokens * hidden, 1.0, integers, dtype);

@@ -20,7 +20,8 @@ typedef struct oracle_draw {
     bool router_bias, selection_bias, b1, b2;
     bool row_weights; /* FROM_ROWS: weights other than one */
     bool broken_ids;  /* FROM_TOPK: ids out of range and repeated ones among the good */
-    bool integers;    /* small integers: f32 and bf16 arithmetic on them is exact */
+    int integers; /* small integers, on which f32 and bf16 arithmetic is exact: one value in this many is -1,
+                     0 or 1, the others are 0. 0: normal numbers */
     double balance_coefficient, z_coefficient;
     uint64_t step;
 } oracle_draw;

@@ -40,6 +40,8 @@ void oracle_experts(const smoe_layer *layer, const oracle_input *input, oracle_f
     f->h = oracle_alloc((size_t)(f->rows * width), sizeof(double));
     f->a = oracle_alloc((size_t)(f->rows * n), sizeof(double));
     f->out = oracle_alloc((size_t)(layer->tokens * hidden), sizeof(double));
+    double *y = oracle_alloc((size_t)(f->rows * hidden), sizeof *y);
+#pragma omp parallel for schedule(dynamic, 8)
     for (int64_t r = 0; r < f->rows; r++) {
         const int64_t e = f->row_expert[r];
         up(layer, input, f, r);
@@ -49,11 +51,15 @@ void oracle_experts(const smoe_layer *layer, const oracle_input *input, oracle_f
             a[j] = stored(layer, input, oracle_activate(layer->activation, h[j], gated ? h[n + j] : 0.0));
         for (int64_t i = 0; i < hidden; i++) {
             const double *w2 = input->w2 + (e * hidden + i) * n;
-            double y = input->b2 ? input->b2[e * hidden + i] : 0.0;
-            for (int64_t j = 0; j < n; j++) y += a[j] * w2[j];
-            f->out[f->row_token[r] * hidden + i] += f->row_weight[r] * stored(layer, input, y);
+            double sum = input->b2 ? input->b2[e * hidden + i] : 0.0;
+            for (int64_t j = 0; j < n; j++) sum += a[j] * w2[j];
+            y[r * hidden + i] = stored(layer, input, sum);
         }
     }
+    for (int64_t r = 0; r < f->rows; r++)
+        for (int64_t i = 0; i < hidden; i++)
+            f->out[f->row_token[r] * hidden + i] += f->row_weight[r] * y[r * hidden + i];
+    free(y);
     for (int64_t i = 0; i < layer->tokens * hidden; i++) f->out[i] = stored(layer, input, f->out[i]);
 }
 

@@ -2,8 +2,7 @@
  * score, rounding rule, storage type and way in. run_library poisons outputs, saved and scratch before the
  * forward, and before the backward everything but X, the weights, the logits and saved; all of it lies
  * between canaries. */
-#include "cli/verify/expect.h"
-#include "cli/verify/run.h"
+#include "harness/check.h"
 
 #include "src/activations.h"
 
@@ -16,8 +15,6 @@
 #include <cmocka.h>
 
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
-
-enum { DRAWS = 40 }; /* of inputs, until no decision is too close to call */
 
 #define VALUE(enumerator, name, shape, curve) enumerator,
 static const smoe_activation activations[] = {MOE_ACTIVATIONS(VALUE)};
@@ -69,27 +66,6 @@ static void describe(const smoe_layer *l, char text[256])
              (int)l->renormalize, (int)l->rounding);
 }
 
-/* Twice the cap for bf16: in shapes this small a tensor may consist of a few terms, and what storage costs
- * does not average out. The bound of 1.5 times storage stays. */
-static double cap_of(const smoe_layer *layer)
-{
-    const double cap = verify_cap(layer);
-    return cap > 1e-3 ? 2.0 * cap : cap;
-}
-
-static void judge(const smoe_layer *layer, const tensors *got, const tensors *want, const tensors *stored)
-{
-    char what[256];
-    for (int i = 0; i < TENSORS; i++) {
-        if (!got->at[i].values && !want->at[i].values) continue;
-        const verdict judged =
-            tensor_judge((tensor_id)i, &got->at[i], &want->at[i], &stored->at[i], cap_of(layer));
-        if (judged.ok) continue;
-        describe(layer, what);
-        fail_msg("%s: %s is off by %g, the limit is %g", what, tensor_names[i], judged.error, judged.limit);
-    }
-}
-
 static void run_or_fail(smoe_context *context, const smoe_layer *layer, const oracle_drawn *drawn,
                         const run_options *options, tensors *got)
 {
@@ -99,25 +75,28 @@ static void run_or_fail(smoe_context *context, const smoe_layer *layer, const or
     fail_msg("%s: %s", what, text);
 }
 
-/* Draws until no decision is too close to call, then compares every tensor. */
+static void assert_ok(void *user, tensor_id id, const verdict *judged)
+{
+    char what[256];
+    if (judged->ok) return;
+    describe(user, what);
+    fail_msg("%s: %s is off by %g, the limit is %g", what, tensor_names[id], judged->error, judged->limit);
+}
+
+/* Twice the cap for bf16: in shapes this small a tensor may consist of a few terms, and what storage costs
+ * does not average out. The bound of 1.5 times storage stays. */
 static void check(smoe_context *context, const smoe_layer *layer, const oracle_draw *draw, uint64_t seed)
 {
-    const run_options options = {.backwards = layer->accumulate ? 2 : 1};
-    bool redraw = true;
-    for (uint64_t attempt = 0; redraw && attempt < DRAWS; attempt++) {
-        oracle_drawn drawn;
-        tensors got, want, stored;
-        oracle_draw_inputs(layer, draw, seed + 104729 * attempt, &drawn);
-        run_or_fail(context, layer, &drawn, &options, &got);
-        redraw = expect_tensors(layer, &drawn, &options, &got, &want, &stored) > 0 ||
-                 !tensors_conditioned(&want, &stored, cap_of(layer));
-        if (!redraw) judge(layer, &got, &want, &stored);
-        tensors_free(&got);
-        tensors_free(&want);
-        tensors_free(&stored);
-        oracle_drawn_free(&drawn);
-    }
-    assert_false(redraw);
+    const check_options options = {.run.backwards = layer->accumulate ? 2 : 1,
+                                   .looser = check_cap(layer) > 1e-3 ? 2.0 : 1.0,
+                                   .seed = seed};
+    smoe_layer described = *layer;
+    char text[RUN_TEXT] = "", what[256];
+    if (check_layer(device_find("cpu"), context, layer, draw, &options, assert_ok, &described, text) ==
+        RUN_OK)
+        return;
+    describe(layer, what);
+    fail_msg("%s: %s", what, text);
 }
 
 /* Of the product of scores and rounding rules every STRIDE-th, another one for each activation and layout:

@@ -1,8 +1,8 @@
 /* `smoe verify` sees faults. The linker puts the wrappers below between the tool and the library; each fault
  * is one thing a broken library might do, and the exit status has to be 1. Runs go in child processes. */
-#include "cli/common/buffer.h"
+#include "harness/buffer.h"
 #include "cli/common/cli.h"
-#include "cli/verify/tensors.h"
+#include "harness/tensors.h"
 
 #include <smoe.h>
 

@@ -86,7 +86,7 @@ static bool open_context(bench_case *c, error *err)
     const smoe_status status = smoe_query_sizes(c->context, &c->layer, &c->sizes);
     if (status != SMOE_OK) return library_failed(c, status, err);
     if (!c->settings.device->open_stream(&c->stream) ||
-        !stage_clock_open(&c->clock, c->settings.device->clock))
+        !stage_clock_open(&c->clock, clock_of(c->settings.device)))
         return fail(err, ERROR_RUNTIME, "no stream or clock on the device");
     return true;
 }

@@ -9,7 +9,7 @@
 #define CLI_YARDSTICK_CUDA_H
 
 #include "cli/bench/cublas.h"
-#include "cli/common/buffer.h"
+#include "harness/buffer.h"
 #include "common/error.h"
 
 #include <stdint.h>

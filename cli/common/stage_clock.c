@@ -51,6 +51,15 @@ const clock_kind clock_cpu = {cpu_open, cpu_close, cpu_mark, cpu_ms};
 
 /* ---- Marks and spans ---- */
 
+const clock_kind *clock_of(const device *on)
+{
+#ifdef SMOE_HAVE_CUDA
+    if (on->backend == SMOE_BACKEND_CUDA) return &clock_cuda;
+#endif
+    (void)on;
+    return &clock_cpu;
+}
+
 bool stage_clock_open(stage_clock *clock, const clock_kind *kind)
 {
     *clock = (stage_clock){.kind = kind, .state = kind->open(CLOCK_MARKS)};

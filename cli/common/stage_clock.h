@@ -4,7 +4,7 @@
 #ifndef CLI_STAGE_CLOCK_H
 #define CLI_STAGE_CLOCK_H
 
-#include "cli/common/device.h"
+#include "harness/device.h"
 
 enum { STAGE_COUNT = 13, CLOCK_MARKS = 4096, CLOCK_SPANS = CLOCK_MARKS / 2 };
 
@@ -24,6 +24,9 @@ extern const clock_kind clock_cpu;
 #ifdef SMOE_HAVE_CUDA
 extern const clock_kind clock_cuda; // clock_cuda.c
 #endif
+
+/* How time is measured on a device. */
+const clock_kind *clock_of(const device *on);
 
 typedef struct stage_clock {
     const clock_kind *kind;

@@ -2,8 +2,8 @@
 #ifndef CLI_VERIFY_CHECKS_H
 #define CLI_VERIFY_CHECKS_H
 
-#include "cli/verify/run.h"
 #include "cli/verify/verify.h"
+#include "harness/run.h"
 
 /* Runs the library and reports a failure or a skip; false then. context: NULL for the verify's own. */
 bool check_run(verify *v, smoe_context *context, const smoe_layer *layer, const oracle_drawn *drawn,

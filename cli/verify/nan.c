@@ -1,7 +1,8 @@
 /* NaN stays where it belongs: with its expert and tokens, or with the token whose logit it is. */
 #include "cli/verify/checks.h"
 
-#include "cli/verify/expect.h"
+#include "harness/check.h"
+#include "harness/expect.h"
 #include "oracle/compare.h"
 #include "oracle/number.h"
 
@@ -67,16 +68,14 @@ static void compare_others(verify *v, const smoe_layer *layer, const oracle_draw
         {TENSOR_DW1, width * hidden, experts}, {TENSOR_DW2, hidden * n, experts},
         {TENSOR_DB1, width, experts},          {TENSOR_DB2, hidden, experts},
     };
-    const bool backward = run_has_backward(v->context, layer);
-    for (size_t i = 0; i < (backward ? sizeof parts / sizeof parts[0] : 1); i++)
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
         check_zero(v, tensor_names[parts[i].id],
                    differing_rows(&clean->at[parts[i].id], &dirty->at[parts[i].id], parts[i].width,
                                   parts[i].skip, 0.0),
                    "rows that a NaN elsewhere changed");
     check_zero(v, "out", clean_rows(&dirty->at[TENSOR_OUT], hidden, tokens), "rows that should be NaN");
-    if (backward)
-        check_zero(v, "dw1", clean_rows(&dirty->at[TENSOR_DW1], width * hidden, experts),
-                   "experts that should be NaN");
+    check_zero(v, "dw1", clean_rows(&dirty->at[TENSOR_DW1], width * hidden, experts),
+               "experts that should be NaN");
     free(tokens);
     free(experts);
 }
@@ -119,11 +118,11 @@ static void judge_broken(verify *v, const smoe_layer *layer, const oracle_drawn 
     const tensor_id ids[] = {TENSOR_TOPK_IDS, TENSOR_TOPK_WEIGHTS, TENSOR_TOPK_COUNTS, TENSOR_ROW_TOKEN,
                              TENSOR_OUT};
     tensors want, stored;
-    expect_tensors(layer, drawn, &options, dirty, &want, &stored);
+    expect_tensors(v->on, layer, drawn, &options, dirty, &want, &stored);
     for (size_t i = 0; i < sizeof ids / sizeof ids[0]; i++) {
         const tensor_id id = ids[i];
         const verdict judged =
-            tensor_judge(id, &dirty->at[id], &want.at[id], &stored.at[id], verify_cap(layer));
+            tensor_judge(id, &dirty->at[id], &want.at[id], &stored.at[id], check_cap(layer));
         report_line(&v->report, (verify_line){tensor_names[id], judged.error, judged.limit, judged.ok, NULL});
     }
     tensors_free(&want);
@@ -140,11 +139,10 @@ static void judge_others(verify *v, const smoe_layer *layer, const tensors *clea
         tensor_id id;
         int64_t width;
     } parts[] = {{TENSOR_OUT, layer->hidden}, {TENSOR_DX, layer->hidden}, {TENSOR_DLOGITS, layer->experts}};
-    const double limit = v->on->backend == SMOE_BACKEND_CPU ? verify_cap(layer) : 0.0;
+    const double limit = v->on->backend == SMOE_BACKEND_CPU ? check_cap(layer) : 0.0;
     bool *poisoned = oracle_alloc((size_t)layer->tokens, sizeof *poisoned);
     poisoned[3] = poisoned[11] = true;
-    const size_t count = run_has_backward(v->context, layer) ? sizeof parts / sizeof parts[0] : 1;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         const tensor *before = &clean->at[parts[i].id], *after = &dirty->at[parts[i].id];
         check_zero(v, tensor_names[parts[i].id], differing_rows(before, after, parts[i].width, broken, limit),
                    "rows that a NaN elsewhere changed");

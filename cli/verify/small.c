@@ -1,7 +1,7 @@
 /* The aux-free bias update, and the memory claim. */
 #include "cli/verify/checks.h"
 
-#include "cli/common/buffer.h"
+#include "harness/buffer.h"
 #include "oracle/number.h"
 
 #include <math.h>

@@ -3,8 +3,8 @@
 #ifndef CLI_VERIFY_H
 #define CLI_VERIFY_H
 
-#include "cli/common/device.h"
 #include "cli/common/table.h"
+#include "harness/device.h"
 #include "oracle/draw.h"
 
 /* Where results go: a line for each tensor, or the worst of each case. */

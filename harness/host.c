@@ -1,5 +1,5 @@
 /* See host.h. */
-#include "cli/common/host.h"
+#include "harness/host.h"
 
 #include <inttypes.h>
 #include <stdbool.h>

@@ -1,5 +1,5 @@
 /* The GPU behind the device table. */
-#include "cli/common/stage_clock.h"
+#include "harness/device.h"
 
 #ifdef SMOE_HAVE_CUDA
 #include <cuda_runtime_api.h>
@@ -126,6 +126,5 @@ const device device_cuda = {"cuda",
                             cuda_close_stream,
                             cuda_open_traffic,
                             cuda_drive_traffic,
-                            cuda_close_traffic,
-                            &clock_cuda};
+                            cuda_close_traffic};
 #endif

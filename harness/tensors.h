@@ -1,7 +1,7 @@
 /* Everything a layer computes, tensor by tensor, on the host: what the library gave (with its bits) or what
  * the oracle expects; and how the two are judged. */
-#ifndef CLI_VERIFY_TENSORS_H
-#define CLI_VERIFY_TENSORS_H
+#ifndef HARNESS_TENSORS_H
+#define HARNESS_TENSORS_H
 
 #include <smoe.h>
 #include <stdbool.h>
@@ -66,9 +66,6 @@ typedef struct verdict {
  * relative Frobenius error at 1.5 times, and `cap` (for
  * drouter_bias, whose sums cancel, 4 times that) bounds it in any case. */
 verdict tensor_judge(tensor_id id, const tensor *got, const tensor *want, const tensor *stored, double cap);
-
-/* 5e-3 where bf16 is stored, 1e-3 for f16, 5e-6 for f32 alone. */
-double verify_cap(const smoe_layer *layer);
 
 /* Does storage alone leave room under the cap everywhere? Where sums cancel (a few values of drouter_bias,
  * the one row of a single token) it may not: then draw other inputs. */

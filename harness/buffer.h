@@ -1,9 +1,9 @@
 /* Buffers on a device with a canary on either side: what the library writes past the end, or before the
  * start, shows. Filled with 0xFF bytes at first: NaN as f32, bf16 and f16, -1 as an integer. */
-#ifndef SMOE_CLI_BUFFER_H
-#define SMOE_CLI_BUFFER_H
+#ifndef HARNESS_BUFFER_H
+#define HARNESS_BUFFER_H
 
-#include "cli/common/device.h"
+#include "harness/device.h"
 
 typedef struct buffer {
     const device *device;

@@ -1,5 +1,5 @@
 /* From the oracle's structs to tensors. */
-#include "cli/verify/expect.h"
+#include "harness/expect.h"
 
 #include "oracle/number.h"
 #include "oracle/oracle.h"
@@ -85,14 +85,14 @@ static void put_backward(const smoe_layer *layer, const oracle_drawn *drawn, con
         put_padded(want, TENSOR_DROW_WEIGHTS, f, b->ds, 0.0, padded_rows);
 }
 
-static int64_t expect_once(const smoe_layer *layer, const oracle_drawn *drawn, const run_options *options,
-                           const tensors *got, bool round_stores, tensors *want)
+static int64_t expect_once(const device *on, const smoe_layer *layer, const oracle_drawn *drawn,
+                           const run_options *options, const tensors *got, bool round_stores, tensors *want)
 {
     *want = (tensors){0};
     const int64_t padded_rows = got->at[TENSOR_ROW_TOKEN].count, pairs = layer->tokens * layer->experts;
     oracle_input input = drawn->input;
     input.round_stores = round_stores;
-    input.round_inside = options->inside_16;
+    input.round_inside = on->backend == SMOE_BACKEND_CUDA; // oracle.h says what that backend keeps in 16 bits
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         oracle_forward logits = {0};
         oracle_logits(layer, &input, &logits);
@@ -114,9 +114,9 @@ static int64_t expect_once(const smoe_layer *layer, const oracle_drawn *drawn, c
     return undecided;
 }
 
-int64_t expect_tensors(const smoe_layer *layer, const oracle_drawn *drawn, const run_options *options,
-                       const tensors *got, tensors *want, tensors *stored)
+int64_t expect_tensors(const device *on, const smoe_layer *layer, const oracle_drawn *drawn,
+                       const run_options *options, const tensors *got, tensors *want, tensors *stored)
 {
-    const int64_t undecided = expect_once(layer, drawn, options, got, false, want);
-    return undecided + expect_once(layer, drawn, options, got, true, stored);
+    const int64_t undecided = expect_once(on, layer, drawn, options, got, false, want);
+    return undecided + expect_once(on, layer, drawn, options, got, true, stored);
 }

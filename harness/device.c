@@ -1,6 +1,6 @@
 /* The host behind the device table. */
-#include "cli/common/host.h"
-#include "cli/common/stage_clock.h"
+#include "harness/device.h"
+#include "harness/host.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -54,7 +54,7 @@ static const device device_cpu = {
     "cpu",     SMOE_BACKEND_CPU, host_alloc,        host_release,      host_copy,
     host_copy, host_copy,        host_set,          host_sync,         host_available_bytes,
     host_name, host_open_stream, host_close_stream, host_open_traffic, NULL,
-    NULL,      &clock_cpu};
+    NULL};
 
 static const device *const devices[] = {
     &device_cpu,

@@ -1,5 +1,5 @@
 /* Judging tensors. */
-#include "cli/verify/tensors.h"
+#include "harness/tensors.h"
 
 #include "oracle/compare.h"
 #include "oracle/number.h"
@@ -58,13 +58,6 @@ bool tensor_exact(tensor_id id)
     case TENSOR_TOKEN_ROWS: return true;
     default: return false;
     }
-}
-
-double verify_cap(const smoe_layer *layer)
-{
-    const bool logits_bf16 = layer->entry == SMOE_ENTRY_FROM_LOGITS && layer->logits_type == SMOE_TYPE_BF16;
-    if (layer->dtype == SMOE_TYPE_BF16 || logits_bf16) return 5e-3;
-    return layer->dtype == SMOE_TYPE_F16 ? 1e-3 : f32_floor;
 }
 
 /* drouter_bias is E sums over all tokens of terms of both signs: what is left of the sum may be small beside

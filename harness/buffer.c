@@ -1,5 +1,5 @@
 /* Buffers with canaries. */
-#include "cli/common/buffer.h"
+#include "harness/buffer.h"
 
 #include <string.h>
 

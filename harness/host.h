@@ -1,6 +1,6 @@
 /* The host: its processor's name, and how much memory it can still give. */
-#ifndef CLI_HOST_H
-#define CLI_HOST_H
+#ifndef HARNESS_HOST_H
+#define HARNESS_HOST_H
 
 #include <stddef.h>
 #include <stdint.h>

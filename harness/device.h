@@ -1,8 +1,8 @@
 /* Where the tensors live: a small table of operations on memory and streams, one for each backend, so that
- * verify and bench are written once. Pointers from alloc are the backend's own (host memory for the cpu) and
- * go into the library's argument structs; upload and download move bytes between them and host memory. */
-#ifndef SMOE_CLI_DEVICE_H
-#define SMOE_CLI_DEVICE_H
+ * a check or a benchmark is written once. Pointers from alloc are the backend's own (host memory for the cpu)
+ * and go into the library's argument structs; upload and download move bytes between them and host memory. */
+#ifndef HARNESS_DEVICE_H
+#define HARNESS_DEVICE_H
 
 #include <smoe.h>
 #include <stdbool.h>
@@ -10,8 +10,6 @@
 #include <stdint.h>
 
 enum { DEVICE_ALIGN = 256 }; /* of every pointer from alloc: what the library asks of saved and scratch */
-
-struct clock_kind; /* stage_clock.h */
 
 typedef struct device {
     const char *name; /* as given to --device */
@@ -30,7 +28,6 @@ typedef struct device {
     void *(*open_traffic)(void); /* copies beside all other work; NULL: there are none here, or no memory */
     bool (*drive_traffic)(void *traffic); /* about a millisecond of them gets under way */
     void (*close_traffic)(void *traffic); /* waits for them; NULL is fine */
-    const struct clock_kind *clock;       /* how time is measured there */
 } device;
 
 #ifdef SMOE_HAVE_CUDA

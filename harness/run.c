@@ -1,0 +1,568 @@
+/* Runs the library between canaries. What every slot holds when a run begins is remembered, to see that
+ * inputs stay as they were and to begin again. */
+#include "harness/run.h"
+
+#include "oracle/number.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const char *slot_name(slot_id id)
+{
+    static const char *const names[SLOTS] = {"x",
+                                             "router_weight",
+                                             "router_bias",
+                                             "logits",
+                                             "selection_bias",
+                                             "losses",
+                                             "topk_ids",
+                                             "topk_weights",
+                                             "offsets",
+                                             "row_weights",
+                                             "w1",
+                                             "b1",
+                                             "w2",
+                                             "b2",
+                                             "out",
+                                             "saved",
+                                             "scratch (forward)",
+                                             "scratch (backward)",
+                                             "dout",
+                                             "dx",
+                                             "dw1",
+                                             "dw2",
+                                             "db1",
+                                             "db2",
+                                             "drouter_weight",
+                                             "drouter_bias",
+                                             "dlogits",
+                                             "dtopk_weights",
+                                             "drow_weights"};
+    return names[id];
+}
+
+double run_initial_gradient(int64_t i)
+{
+    return (double)(i % 7 - 3) / 4.0;
+}
+
+static bool refuse(run *r, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static bool refuse(run *r, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(r->text, RUN_TEXT, format, arguments);
+    va_end(arguments);
+    return false;
+}
+
+/* ---- Slots ---- */
+
+/* A tensor's elements and their type; bytes: `type` is that of nothing. */
+typedef struct extent {
+    int64_t count;
+    smoe_type type;
+    bool bytes;
+} extent;
+
+static extent extent_of(const run *r, slot_id id)
+{
+    const smoe_layer *l = &r->layer;
+    const int64_t td = l->tokens * l->hidden, te = l->tokens * l->experts, tk = l->tokens * l->topk;
+    const int64_t e = l->experts, ed = e * l->hidden, width = oracle_h_width(l);
+    const int64_t rows = l->entry == SMOE_ENTRY_FROM_LOGITS ? r->sizes.padded_rows : l->tokens;
+    switch (id) {
+    case SLOT_X:
+    case SLOT_OUT:
+    case SLOT_DOUT:
+    case SLOT_DX: return (extent){td, l->dtype, false};
+    case SLOT_ROUTER_WEIGHT: return (extent){ed, l->dtype, false};
+    case SLOT_ROUTER_BIAS: return (extent){e, l->dtype, false};
+    case SLOT_LOGITS:
+    case SLOT_DLOGITS: return (extent){te, l->logits_type, false};
+    case SLOT_SELECTION_BIAS: return (extent){e, SMOE_TYPE_F32, false};
+    case SLOT_LOSSES: return (extent){2, SMOE_TYPE_F32, false};
+    case SLOT_TOPK_IDS: return (extent){tk, l->index_type, false};
+    case SLOT_TOPK_WEIGHTS:
+    case SLOT_DTOPK_WEIGHTS: return (extent){tk, SMOE_TYPE_F32, false};
+    case SLOT_OFFSETS: return (extent){e + 1, l->index_type, false};
+    case SLOT_ROW_WEIGHTS: return (extent){l->tokens, SMOE_TYPE_F32, false};
+    case SLOT_DROW_WEIGHTS: return (extent){rows, SMOE_TYPE_F32, false};
+    case SLOT_W1: return (extent){ed * width, l->dtype, false};
+    case SLOT_B1: return (extent){e * width, l->dtype, false};
+    case SLOT_W2: return (extent){ed * l->intermediate, l->dtype, false};
+    case SLOT_B2: return (extent){ed, l->dtype, false};
+    case SLOT_DW1: return (extent){ed * width, l->gradient_type, false};
+    case SLOT_DB1: return (extent){e * width, l->gradient_type, false};
+    case SLOT_DW2: return (extent){ed * l->intermediate, l->gradient_type, false};
+    case SLOT_DB2:
+    case SLOT_DROUTER_WEIGHT: return (extent){ed, l->gradient_type, false};
+    case SLOT_DROUTER_BIAS: return (extent){e, l->gradient_type, false};
+    case SLOT_SAVED: return (extent){(int64_t)r->sizes.saved_buffer_bytes, SMOE_TYPE_F32, true};
+    case SLOT_SCRATCH_FORWARD: return (extent){(int64_t)r->sizes.scratch_forward_bytes, SMOE_TYPE_F32, true};
+    case SLOT_SCRATCH_BACKWARD:
+        return (extent){(int64_t)r->sizes.scratch_backward_bytes, SMOE_TYPE_F32, true};
+    case SLOTS: break;
+    }
+    return (extent){0, SMOE_TYPE_F32, true};
+}
+
+uint64_t slot_bytes(const run *r, slot_id id)
+{
+    const extent x = extent_of(r, id);
+    return r->wanted[id] ? (uint64_t)x.count * (x.bytes ? 1 : oracle_type_bytes(x.type)) : 0;
+}
+
+void *slot_read(const run *r, slot_id id)
+{
+    const buffer *from = &r->slots[id].memory;
+    void *to = oracle_alloc(from->bytes, 1);
+    if (from->device && !buffer_read(to, from, from->bytes)) memset(to, 0xff, from->bytes);
+    return to;
+}
+
+bool slot_keep(run *r, slot_id id)
+{
+    free(r->slots[id].start);
+    r->slots[id].start = slot_read(r, id);
+    r->slots[id].input = true;
+    return true;
+}
+
+/* `values` rounded to the slot's type and put there. */
+static bool give(run *r, slot_id id, const double *values, bool input)
+{
+    slot *s = &r->slots[id];
+    const extent x = extent_of(r, id);
+    s->start = oracle_alloc(s->memory.bytes, 1);
+    s->input = input;
+    oracle_store(s->start, x.type, values, (size_t)x.count);
+    return buffer_write(&s->memory, s->start, s->memory.bytes) ||
+           refuse(r, "%s could not be filled", slot_name(id));
+}
+
+static bool give_integers(run *r, slot_id id, const int64_t *values)
+{
+    const int64_t count = extent_of(r, id).count;
+    double *as_double = oracle_alloc((size_t)count, sizeof *as_double);
+    for (int64_t i = 0; i < count; i++) as_double[i] = (double)values[i];
+    const bool done = give(r, id, as_double, true);
+    free(as_double);
+    return done;
+}
+
+static bool is_weight_gradient(slot_id id)
+{
+    return id >= SLOT_DW1 && id <= SLOT_DROUTER_BIAS;
+}
+
+/* Something to add to. */
+static bool give_initial_gradient(run *r, slot_id id)
+{
+    const int64_t count = extent_of(r, id).count;
+    double *initial = oracle_alloc((size_t)count, sizeof *initial);
+    for (int64_t i = 0; i < count; i++) initial[i] = run_initial_gradient(i);
+    const bool done = give(r, id, initial, false);
+    free(initial);
+    return done;
+}
+
+bool run_inputs(run *r, const oracle_drawn *d)
+{
+    const struct {
+        slot_id id;
+        const double *values;
+    } inputs[] = {{SLOT_X, d->x},
+                  {SLOT_ROUTER_WEIGHT, d->router_weight},
+                  {SLOT_ROUTER_BIAS, d->router_bias},
+                  {SLOT_LOGITS, d->logits},
+                  {SLOT_SELECTION_BIAS, d->selection_bias},
+                  {SLOT_TOPK_WEIGHTS, d->topk_weights},
+                  {SLOT_ROW_WEIGHTS, d->row_weights},
+                  {SLOT_W1, d->w1},
+                  {SLOT_B1, d->b1},
+                  {SLOT_W2, d->w2},
+                  {SLOT_B2, d->b2},
+                  {SLOT_DOUT, d->dout}};
+    for (size_t i = 0; i < sizeof inputs / sizeof inputs[0]; i++)
+        if (r->wanted[inputs[i].id] && inputs[i].values && !give(r, inputs[i].id, inputs[i].values, true))
+            return false;
+    if (d->topk_ids && !give_integers(r, SLOT_TOPK_IDS, d->topk_ids)) return false;
+    if (d->offsets && !give_integers(r, SLOT_OFFSETS, d->offsets)) return false;
+    for (int i = 0; r->layer.accumulate && i < SLOTS; i++)
+        if (r->wanted[i] && is_weight_gradient((slot_id)i) && !give_initial_gradient(r, (slot_id)i))
+            return false;
+    const bool router = r->wanted[SLOT_DLOGITS];
+    r->forward.step = d->input.step;
+    r->backward.balance_coefficient = router ? (float)d->input.balance_coefficient : 0.0f;
+    r->backward.z_coefficient = router ? (float)d->input.z_coefficient : 0.0f;
+    return true;
+}
+
+void run_wanted(const smoe_layer *l, const oracle_drawn *d, const run_options *options, bool wanted[SLOTS])
+{
+    const bool logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK;
+    const bool backward = !options->forward_only, router = backward && logits && !options->stages;
+    const bool all[SLOTS] = {[SLOT_X] = true,
+                             [SLOT_ROUTER_WEIGHT] = d->router_weight,
+                             [SLOT_ROUTER_BIAS] = d->router_bias,
+                             [SLOT_LOGITS] = logits,
+                             [SLOT_SELECTION_BIAS] = d->selection_bias,
+                             [SLOT_LOSSES] = logits,
+                             [SLOT_TOPK_IDS] = topk,
+                             [SLOT_TOPK_WEIGHTS] = topk,
+                             [SLOT_OFFSETS] = d->offsets,
+                             [SLOT_ROW_WEIGHTS] = d->row_weights,
+                             [SLOT_W1] = true,
+                             [SLOT_B1] = d->b1,
+                             [SLOT_W2] = true,
+                             [SLOT_B2] = d->b2,
+                             [SLOT_OUT] = true,
+                             [SLOT_SAVED] = true,
+                             [SLOT_SCRATCH_FORWARD] = true,
+                             [SLOT_SCRATCH_BACKWARD] = backward,
+                             [SLOT_DOUT] = backward,
+                             [SLOT_DX] = backward,
+                             [SLOT_DW1] = backward,
+                             [SLOT_DW2] = backward,
+                             [SLOT_DB1] = backward && d->b1,
+                             [SLOT_DB2] = backward && d->b2,
+                             [SLOT_DROUTER_WEIGHT] = router && d->router_weight,
+                             [SLOT_DROUTER_BIAS] = router && d->router_bias,
+                             [SLOT_DLOGITS] = router,
+                             [SLOT_DTOPK_WEIGHTS] = backward && topk,
+                             [SLOT_DROW_WEIGHTS] = backward && !topk};
+    memcpy(wanted, all, sizeof all);
+}
+
+bool run_open(run *r, const device *on, smoe_context *context, const smoe_layer *layer,
+              const bool wanted[SLOTS])
+{
+    *r = (run){.on = on, .context = context, .layer = *layer, .sizes = SMOE_SIZES_INIT};
+    memcpy(r->wanted, wanted, sizeof r->wanted);
+    r->status = smoe_query_sizes(context, layer, &r->sizes);
+    return r->status == SMOE_OK ||
+           refuse(r, "%s: %s", smoe_status_string(r->status), smoe_last_error(context));
+}
+
+static void fill_forward(run *r)
+{
+    r->forward = (smoe_forward_args){.struct_size = sizeof(smoe_forward_args),
+                                     .x = slot_data(r, SLOT_X),
+                                     .router_weight = slot_data(r, SLOT_ROUTER_WEIGHT),
+                                     .router_bias = slot_data(r, SLOT_ROUTER_BIAS),
+                                     .logits = slot_data(r, SLOT_LOGITS),
+                                     .selection_bias = slot_data(r, SLOT_SELECTION_BIAS),
+                                     .losses = slot_data(r, SLOT_LOSSES),
+                                     .topk_ids = slot_data(r, SLOT_TOPK_IDS),
+                                     .topk_weights = slot_data(r, SLOT_TOPK_WEIGHTS),
+                                     .offsets = slot_data(r, SLOT_OFFSETS),
+                                     .row_weights = slot_data(r, SLOT_ROW_WEIGHTS),
+                                     .w1 = slot_data(r, SLOT_W1),
+                                     .b1 = slot_data(r, SLOT_B1),
+                                     .w2 = slot_data(r, SLOT_W2),
+                                     .b2 = slot_data(r, SLOT_B2),
+                                     .out = slot_data(r, SLOT_OUT),
+                                     .saved = slot_data(r, SLOT_SAVED),
+                                     .saved_size = r->slots[SLOT_SAVED].memory.bytes,
+                                     .scratch = slot_data(r, SLOT_SCRATCH_FORWARD),
+                                     .scratch_size = r->slots[SLOT_SCRATCH_FORWARD].memory.bytes};
+}
+
+static void fill_backward(run *r)
+{
+    r->backward = (smoe_backward_args){.struct_size = sizeof(smoe_backward_args),
+                                       .x = slot_data(r, SLOT_X),
+                                       .router_weight = slot_data(r, SLOT_ROUTER_WEIGHT),
+                                       .logits = slot_data(r, SLOT_LOGITS),
+                                       .selection_bias = slot_data(r, SLOT_SELECTION_BIAS),
+                                       .topk_ids = slot_data(r, SLOT_TOPK_IDS),
+                                       .topk_weights = slot_data(r, SLOT_TOPK_WEIGHTS),
+                                       .offsets = slot_data(r, SLOT_OFFSETS),
+                                       .row_weights = slot_data(r, SLOT_ROW_WEIGHTS),
+                                       .w1 = slot_data(r, SLOT_W1),
+                                       .b1 = slot_data(r, SLOT_B1),
+                                       .w2 = slot_data(r, SLOT_W2),
+                                       .b2 = slot_data(r, SLOT_B2),
+                                       .saved = slot_data(r, SLOT_SAVED),
+                                       .saved_size = r->slots[SLOT_SAVED].memory.bytes,
+                                       .dout = slot_data(r, SLOT_DOUT),
+                                       .dx = slot_data(r, SLOT_DX),
+                                       .dw1 = slot_data(r, SLOT_DW1),
+                                       .dw2 = slot_data(r, SLOT_DW2),
+                                       .db1 = slot_data(r, SLOT_DB1),
+                                       .db2 = slot_data(r, SLOT_DB2),
+                                       .drouter_weight = slot_data(r, SLOT_DROUTER_WEIGHT),
+                                       .drouter_bias = slot_data(r, SLOT_DROUTER_BIAS),
+                                       .dlogits = slot_data(r, SLOT_DLOGITS),
+                                       .dtopk_weights = slot_data(r, SLOT_DTOPK_WEIGHTS),
+                                       .drow_weights = slot_data(r, SLOT_DROW_WEIGHTS),
+                                       .scratch = slot_data(r, SLOT_SCRATCH_BACKWARD),
+                                       .scratch_size = r->slots[SLOT_SCRATCH_BACKWARD].memory.bytes};
+}
+
+bool run_make(run *r)
+{
+    for (int i = 0; i < SLOTS; i++) {
+        const uint64_t bytes = slot_bytes(r, (slot_id)i);
+        if (bytes && !buffer_make(&r->slots[i].memory, r->on, bytes))
+            return refuse(r, "out of memory for %s (%llu bytes)", slot_name((slot_id)i),
+                          (unsigned long long)bytes);
+    }
+    fill_forward(r);
+    fill_backward(r);
+    return true;
+}
+
+void run_close(run *r)
+{
+    for (int i = 0; i < SLOTS; i++) {
+        buffer_free(&r->slots[i].memory);
+        free(r->slots[i].start);
+        r->slots[i] = (slot){0};
+    }
+}
+
+/* ---- Calls ---- */
+
+static bool call(run *r, const char *name, smoe_status status)
+{
+    r->status = status;
+    if (status != SMOE_OK)
+        return refuse(r, "%s: %s", smoe_status_string(status), smoe_last_error(r->context));
+    return r->on->sync() || refuse(r, "%s: the work on the device failed", name);
+}
+
+/* The passes wait for all work on the device, copies too, so each needs its own. */
+static bool disturb(run *r, const run_options *options)
+{
+    return !options->traffic || r->on->drive_traffic(options->traffic) ||
+           refuse(r, "no copies could be put beside it");
+}
+
+static bool poison(run *r, slot_id id)
+{
+    const buffer *memory = &r->slots[id].memory;
+    return !memory->device || buffer_poison(memory) || refuse(r, "%s could not be poisoned", slot_name(id));
+}
+
+bool run_forward(run *r, const run_options *options)
+{
+    smoe_context *c = r->context;
+    const smoe_layer *l = &r->layer;
+    const smoe_forward_args *f = &r->forward;
+    if (!poison(r, SLOT_SCRATCH_FORWARD) || !disturb(r, options)) return false;
+    if (!options->stages) return call(r, "smoe_layer_forward", smoe_layer_forward(c, l, f, NULL));
+    const bool logits = l->entry == SMOE_ENTRY_FROM_LOGITS;
+    return (!logits || call(r, "smoe_route", smoe_route(c, l, f, NULL))) &&
+           (!logits || l->rounding == SMOE_ROUNDING_NONE ||
+            call(r, "smoe_round", smoe_round(c, l, f, NULL))) &&
+           call(r, "smoe_plan", smoe_plan(c, l, f, NULL)) &&
+           call(r, "smoe_experts_forward", smoe_experts_forward(c, l, f, NULL));
+}
+
+bool run_backward(run *r, const run_options *options)
+{
+    if (!poison(r, SLOT_SCRATCH_BACKWARD) || !disturb(r, options)) return false;
+    if (options->stages)
+        return call(r, "smoe_experts_backward",
+                    smoe_experts_backward(r->context, &r->layer, &r->backward, NULL));
+    return call(r, "smoe_layer_backward", smoe_layer_backward(r->context, &r->layer, &r->backward, NULL));
+}
+
+bool run_check(run *r)
+{
+    for (int i = 0; i < SLOTS; i++) {
+        const slot *s = &r->slots[i];
+        if (!buffer_intact(&s->memory))
+            return refuse(r, "the library wrote outside %s", slot_name((slot_id)i));
+        if (!s->input) continue;
+        void *now = slot_read(r, (slot_id)i);
+        const bool same = memcmp(now, s->start, s->memory.bytes) == 0;
+        free(now);
+        if (!same) return refuse(r, "the library changed its input %s", slot_name((slot_id)i));
+    }
+    return true;
+}
+
+/* ---- Results ---- */
+
+static bool fetch(run *r, tensors *got, tensor_id id, const void *from, int64_t count, smoe_type type)
+{
+    if (!from) return true;
+    tensor *t = &got->at[id];
+    const size_t bytes = (size_t)count * oracle_type_bytes(type);
+    *t = (tensor){.bits = oracle_alloc(bytes, 1), .count = count, .type = type};
+    return r->on->download(t->bits, from, bytes) || refuse(r, "download of %s failed", tensor_names[id]);
+}
+
+static bool fetch_slot(run *r, tensors *got, tensor_id id, slot_id from)
+{
+    const extent x = extent_of(r, from);
+    return fetch(r, got, id, slot_data(r, from), x.count, x.type);
+}
+
+/* H without its pad rows. */
+static bool fetch_h(run *r, tensors *got, const smoe_plan_view *view)
+{
+    const int64_t width = oracle_h_width(&r->layer), experts = r->layer.experts;
+    tensor *t = &got->at[TENSOR_H];
+    const int32_t *offsets = got->at[TENSOR_OFFSETS].bits, *blocks = got->at[TENSOR_BLOCK_OFFSETS].bits;
+    if (!view->h) return true;
+    if (!fetch(r, got, TENSOR_H, view->h, r->sizes.padded_rows * width, r->layer.dtype)) return false;
+    const size_t row_bytes = (size_t)width * oracle_type_bytes(t->type);
+    for (int64_t e = 0; e < experts; e++) {
+        for (int64_t row = offsets[e]; row < offsets[e + 1]; row++) {
+            const int64_t padded = (int64_t)blocks[e] * 64 + row - offsets[e];
+            memmove((char *)t->bits + (size_t)row * row_bytes, (char *)t->bits + (size_t)padded * row_bytes,
+                    row_bytes);
+        }
+    }
+    t->count = offsets[experts] * width;
+    return true;
+}
+
+/* Do the offsets make sense, so that rows may be looked up by them? */
+static bool check_offsets(run *r, const tensors *got)
+{
+    const int32_t *offsets = got->at[TENSOR_OFFSETS].bits, *blocks = got->at[TENSOR_BLOCK_OFFSETS].bits;
+    for (int64_t e = 0; e < r->layer.experts; e++) {
+        const int64_t rows = (int64_t)offsets[e + 1] - offsets[e];
+        if (rows < 0 || blocks[e] < 0 || (int64_t)blocks[e] * 64 + rows > r->sizes.padded_rows)
+            return refuse(r, "the plan's offsets are broken at expert %lld", (long long)e);
+    }
+    return offsets[r->layer.experts] <= r->sizes.rows || refuse(r, "more rows than the bound");
+}
+
+static bool fetch_plan(run *r, tensors *got, const smoe_plan_view *view)
+{
+    const smoe_layer *l = &r->layer;
+    const int64_t tk = l->tokens * l->topk, padded = r->sizes.padded_rows, e = l->experts;
+    if (!fetch(r, got, TENSOR_OFFSETS, view->offsets, e + 1, SMOE_TYPE_I32) ||
+        !fetch(r, got, TENSOR_BLOCK_OFFSETS, view->block_offsets, e + 1, SMOE_TYPE_I32) ||
+        !check_offsets(r, got))
+        return false;
+    const int64_t rows = ((const int32_t *)got->at[TENSOR_OFFSETS].bits)[e];
+    return fetch(r, got, TENSOR_TOPK_IDS, view->topk_ids, tk, SMOE_TYPE_I32) &&
+           fetch(r, got, TENSOR_TOPK_WEIGHTS, view->topk_weights, tk, SMOE_TYPE_F32) &&
+           fetch(r, got, TENSOR_TOPK_COUNTS, view->topk_counts, e, SMOE_TYPE_I32) &&
+           fetch(r, got, TENSOR_COUNTS, view->counts, e, SMOE_TYPE_I32) &&
+           fetch(r, got, TENSOR_ORDER, view->order, e, SMOE_TYPE_I32) &&
+           fetch(r, got, TENSOR_ROW_TOKEN, view->row_token, padded, SMOE_TYPE_I32) &&
+           fetch(r, got, TENSOR_ROW_WEIGHT, view->row_weight, padded, SMOE_TYPE_F32) &&
+           fetch(r, got, TENSOR_TOKEN_OFFSETS, view->token_offsets, l->tokens + 1, SMOE_TYPE_I32) &&
+           fetch(r, got, TENSOR_TOKEN_ROWS, view->token_rows, rows, SMOE_TYPE_I32) && fetch_h(r, got, view);
+}
+
+static bool fetch_forward(run *r, tensors *got)
+{
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    return call(r, "smoe_view_plan", smoe_view_plan(r->context, &r->layer, &r->forward, &view)) &&
+           fetch_plan(r, got, &view) && fetch_slot(r, got, TENSOR_LOGITS, SLOT_LOGITS) &&
+           fetch_slot(r, got, TENSOR_LOSSES, SLOT_LOSSES) && fetch_slot(r, got, TENSOR_OUT, SLOT_OUT);
+}
+
+static bool fetch_backward(run *r, tensors *got)
+{
+    const struct {
+        tensor_id id;
+        slot_id from;
+    } all[] = {{TENSOR_DX, SLOT_DX},
+               {TENSOR_DW1, SLOT_DW1},
+               {TENSOR_DB1, SLOT_DB1},
+               {TENSOR_DW2, SLOT_DW2},
+               {TENSOR_DB2, SLOT_DB2},
+               {TENSOR_DLOGITS, SLOT_DLOGITS},
+               {TENSOR_DROUTER_WEIGHT, SLOT_DROUTER_WEIGHT},
+               {TENSOR_DROUTER_BIAS, SLOT_DROUTER_BIAS},
+               {TENSOR_DTOPK_WEIGHTS, SLOT_DTOPK_WEIGHTS},
+               {TENSOR_DROW_WEIGHTS, SLOT_DROW_WEIGHTS}};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        if (!fetch_slot(r, got, all[i].id, all[i].from)) return false;
+    return true;
+}
+
+/* ---- Whole runs ---- */
+
+/* Nothing may live on here but X, the weights, the logits and saved. */
+static bool poison_between(run *r)
+{
+    const slot_id gone[] = {SLOT_OUT, SLOT_LOSSES, SLOT_SCRATCH_FORWARD, SLOT_ROUTER_BIAS};
+    for (size_t i = 0; i < sizeof gone / sizeof gone[0]; i++) {
+        if (!poison(r, gone[i])) return false;
+        r->slots[gone[i]].input = false;
+    }
+    return true;
+}
+
+/* Everything but inputs, which stayed, as before the first pass. */
+static bool begin_again(run *r)
+{
+    for (int i = 0; i < SLOTS; i++) {
+        const slot *s = &r->slots[i];
+        if (!s->memory.device || s->input) continue;
+        if (!(s->start ? buffer_write(&s->memory, s->start, s->memory.bytes) : buffer_poison(&s->memory)))
+            return refuse(r, "%s could not be filled again", slot_name((slot_id)i));
+    }
+    return true;
+}
+
+/* For another backward on the same forward, where the first destroyed the saved H. The router's bias,
+ * poisoned since, is needed again. */
+static bool run_forward_again(run *r, const run_options *options)
+{
+    const slot *bias = &r->slots[SLOT_ROUTER_BIAS];
+    return (!bias->start || buffer_write(&bias->memory, bias->start, bias->memory.bytes)) &&
+           run_forward(r, options) && poison_between(r);
+}
+
+static bool run_passes(run *r, const run_options *options, tensors *got)
+{
+    if (!run_forward(r, options) || !fetch_forward(r, got)) return false;
+    if (options->forward_only) return true;
+    if (!run_check(r) || !poison_between(r)) return false;
+    for (int i = 0; i < options->backwards || i == 0; i++) {
+        /* a backward that may destroy the saved H needs another forward before the next */
+        if (i && r->layer.reuse_saved && !run_forward_again(r, options)) return false;
+        if (!run_backward(r, options)) return false;
+    }
+    return fetch_backward(r, got);
+}
+
+/* Both passes once more, with the same buffers; differing: elements of each tensor. */
+static bool repeat(run *r, const run_options *options, const tensors *first, int64_t *differing)
+{
+    tensors again = {0};
+    const bool done = begin_again(r) && run_passes(r, options, &again);
+    for (int i = 0; done && i < TENSORS; i++)
+        differing[i] += llabs(tensor_differing_bits(&first->at[i], &again.at[i]));
+    tensors_free(&again);
+    return done;
+}
+
+static bool run_all(run *r, const oracle_drawn *drawn, const run_options *options, tensors *got)
+{
+    if (!run_make(r) || !run_inputs(r, drawn) || !run_passes(r, options, got)) return false;
+    for (int64_t i = 0; i < options->repeats; i++)
+        if (!repeat(r, options, got, options->differing)) return false;
+    tensors_load_values(got);
+    return run_check(r);
+}
+
+run_outcome run_library(const device *on, smoe_context *context, const smoe_layer *layer,
+                        const oracle_drawn *drawn, const run_options *options, tensors *got,
+                        char text[RUN_TEXT])
+{
+    bool wanted[SLOTS];
+    run r;
+    *got = (tensors){0};
+    run_wanted(layer, drawn, options, wanted);
+    const bool done = run_open(&r, on, context, layer, wanted) && run_all(&r, drawn, options, got);
+    run_close(&r);
+    memcpy(text, r.text, RUN_TEXT);
+    if (done) return RUN_OK;
+    tensors_free(got);
+    return r.status == SMOE_ERROR_UNSUPPORTED ? RUN_UNSUPPORTED : RUN_FAILED;
+}
