@@ -16,10 +16,12 @@
 #include <math.h>
 #include <omp.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -228,6 +230,13 @@ static int count_folders(const char *out)
     return count;
 }
 
+static int access_in(const char *out, const char *name)
+{
+    char path[PATH_BYTES];
+    snprintf(path, sizeof path, "%s/%s", out, name);
+    return access(path, F_OK);
+}
+
 /* What kills leave: a half-written folder, a finished one that `latest` does not point to yet. */
 static void leftovers_of_a_kill_do_not_matter(void **state)
 {
@@ -254,6 +263,53 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
     assert_true(checkpoint_load_weights(latest, &m, &err));
     model_destroy(&m);
+}
+
+/* No file may pass `bytes`; 0: any may. A write past it fails with EFBIG, as one on a full disk with ENOSPC.
+ */
+static void limit_files(rlim_t bytes)
+{
+    struct rlimit limit;
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+    limit.rlim_cur = bytes ? bytes : limit.rlim_max;
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
+
+/* Whichever file of the checkpoint does not fit: config.json, the weights (59 KB) or the moments (112 KB). */
+static void a_full_disk_leaves_no_half_checkpoint(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    static const struct {
+        rlim_t bytes;
+        const char *part;
+    } cases[] = {{100, "config.json: cannot write"},
+                 {10000, "model.safetensors: cannot write"},
+                 {80000, "state.safetensors: cannot write"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) { // the first checkpoint
+        limit_files(cases[i].bytes);
+        train_fails(&s, ERROR_RUNTIME, cases[i].part);
+        limit_files(0);
+        assert_int_equal(count_folders(p->out), 0);
+    }
+    stopper stop = {.at = 7};
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
+    stop.flag = 0;
+    s.resume = true;
+    for (size_t i = 1; i < sizeof cases / sizeof cases[0]; i++) { // a later one: those before it stay
+        limit_files(cases[i].bytes);
+        train_fails(&s, ERROR_RUNTIME, cases[i].part);
+        limit_files(0);
+        assert_int_equal(count_folders(p->out), 2);
+        assert_int_equal(access_in(p->out, "step-0000010.tmp"), -1);
+        assert_int_equal(access_in(p->out, "latest/model.safetensors"), 0);
+    }
+    train_ok(&s, &result);
+    assert_int_equal(result.step, 20);
 }
 
 static void bad_input_has_its_error(void **state)
@@ -418,6 +474,7 @@ int main(void)
         RUN(resume_gives_the_same_bits),
         RUN(log_goes_on_where_the_checkpoint_was),
         RUN(leftovers_of_a_kill_do_not_matter),
+        RUN(a_full_disk_leaves_no_half_checkpoint),
         RUN(bad_input_has_its_error),
         RUN(truncated_checkpoints_are_errors),
         RUN(a_batch_without_memory_is_an_error),
