@@ -118,10 +118,45 @@ static void test_killed_at_any_moment(void **state)
     }
 }
 
+/* INT and TERM in the middle of training, and in a last validation that would take minutes: a checkpoint, the
+ * signal's exit status, and a run that resumes. */
+static void test_signals(void **state)
+{
+    enum { BYTES = 64 << 20 };
+    static char output[OUTPUT_BYTES];
+    char path[4096], *text = malloc(BYTES);
+    put_texts(state);
+    for (int i = 0; i < BYTES; i++) text[i] = (char)('a' + i % 23);
+    put_file(in_folder(path, state, "long.txt"), text, BYTES);
+    free(text);
+    static const struct {
+        const char *signal, *arguments;
+        int status;
+    } cases[] = {
+        {"INT", "--steps 100000000 --out a text.txt", 130},
+        {"TERM", "--steps 100000000 --out b text.txt", 143},
+        {"INT", "--steps 1 --last-evaluation-tokens 1e9 --out c long.txt", 130},
+        {"TERM", "--steps 1 --last-evaluation-tokens 1e9 --out d long.txt", 143},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char prefix[96], arguments[256];
+        // --foreground: one signal and not another to the group, which would end the program at once
+        snprintf(prefix, sizeof prefix, "timeout --foreground -k 60 --preserve-status -s %s 2", cases[i].signal);
+        snprintf(arguments, sizeof arguments, "train " TINY "%s", cases[i].arguments);
+        const int status = run(state, prefix, arguments, output);
+        if (status != cases[i].status || !strstr(output, "interrupted, go on with --resume"))
+            fail_msg("%s: exit status %d, '%s' instead of %d", arguments, status, output, cases[i].status);
+    }
+    assert_int_equal(access(in_folder(path, state, "c/step-0000001/state.safetensors"), F_OK), 0);
+    expect(state, "eval -c a text.txt", 0, "");
+    expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -70,7 +70,7 @@ static bool run(const eval_options *o, error *err)
     if (!load_model(&m, o->checkpoint, SEQUENCES, MODEL_EVALUATE, err)) return false;
     bool done =
         tokens_open(&data, o->paths, o->path_count, m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
-        evaluate(&result, &m, data, 0, err) && print_result(o, &result, tokens_are_bytes(data), err);
+        evaluate(&result, &m, data, 0, NULL, err) && print_result(o, &result, tokens_are_bytes(data), err);
     tokens_close(data);
     model_destroy(&m);
     return done;
