@@ -141,7 +141,8 @@ static void test_signals(void **state)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char prefix[96], arguments[256];
         // --foreground: one signal and not another to the group, which would end the program at once
-        snprintf(prefix, sizeof prefix, "timeout --foreground -k 60 --preserve-status -s %s 2", cases[i].signal);
+        snprintf(prefix, sizeof prefix, "timeout --foreground -k 60 --preserve-status -s %s 2",
+                 cases[i].signal);
         snprintf(arguments, sizeof arguments, "train " TINY "%s", cases[i].arguments);
         const int status = run(state, prefix, arguments, output);
         if (status != cases[i].status || !strstr(output, "interrupted, go on with --resume"))
