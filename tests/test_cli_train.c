@@ -106,6 +106,21 @@ static void test_bad_input(void **state)
         expect(state, cases[i].arguments, cases[i].status, cases[i].message);
 }
 
+/* A resumed run says what of its length is left. */
+static void test_resumed(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--steps 3 --out run text.txt", 0, "done");
+    expect(state, "train " TINY "--resume --steps 5 --out run text.txt", 0, "resumed at step 3 of 5\n");
+    expect(state, "train " TINY "--resume --steps 5 --out run text.txt", 0,
+           "resumed at step 5 of 5: nothing is left\n");
+    expect(state, "train " TINY "--seconds 0.3 --out clock text.txt", 0, "done");
+    expect(state, "train " TINY "--resume --seconds 0.2 --out clock text.txt", 0,
+           " s of training; of the 0.2 s, which count them, nothing is left\n");
+    expect(state, "train " TINY "--resume --seconds 0.4 --out clock text.txt", 0,
+           " s of training; of the 0.4 s, which count them, 0.");
+}
+
 /* A checkpoint after every step, so that most kills fall into one. */
 static void test_killed_at_any_moment(void **state)
 {
@@ -163,6 +178,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

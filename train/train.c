@@ -304,6 +304,13 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
     return true;
 }
 
+static void tell_start(const run *r)
+{
+    const train_settings *s = r->settings;
+    const train_start start = {.resumed = s->resume, .step = r->state.step, .elapsed = r->state.elapsed};
+    if (s->on_start) s->on_start(s, &start);
+}
+
 bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
                error *err)
 {
@@ -311,6 +318,7 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
     *result = (train_result){0};
     bool done = open_run(&r, err);
     int64_t first = r.state.step;
+    if (done) tell_start(&r);
     done = done && loop(&r, observer, user, result, err) && finish(&r, first, result, err);
     close_run(&r);
     return done;

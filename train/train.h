@@ -11,7 +11,16 @@
 
 #include <signal.h>
 
-typedef struct train_settings {
+/* What is known before the first step. */
+typedef struct train_start {
+    bool resumed;
+    int64_t step;   // steps done before this run
+    double elapsed; // seconds of training before this run
+} train_start;
+
+typedef struct train_settings train_settings;
+
+struct train_settings {
     model_config config;
     const char *const *paths; // files and folders of text, or token files
     size_t path_count;
@@ -32,7 +41,8 @@ typedef struct train_settings {
     int64_t keep;                           // checkpoints that stay
     const volatile sig_atomic_t
         *stop; // not NULL and not 0: finish the step, leave a validation, save, return
-} train_settings;
+    void (*on_start)(const train_settings *settings, const train_start *start); // NULL: nobody is told
+};
 
 /* Valid settings of a demo: a small model whose sizes are the tuned ones; paths and out are missing. */
 train_settings train_settings_default(void);

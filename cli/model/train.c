@@ -72,6 +72,23 @@ static bool adopt_shape(train_options *options, error *err)
     return checkpoint_find(s->out, path, sizeof path, err) && checkpoint_load_config(path, &s->config, err);
 }
 
+/* What is left of a resumed run: its steps or seconds count those before. */
+static void show_start(const train_settings *s, const train_start *start)
+{
+    const double left = s->seconds - start->elapsed;
+    if (!start->resumed) return;
+    fprintf(stderr, "resumed at step %lld", (long long)start->step);
+    if (s->steps)
+        fprintf(stderr, " of %lld%s\n", (long long)s->steps,
+                start->step < s->steps ? "" : ": nothing is left");
+    else if (left > 0)
+        fprintf(stderr, " after %.1f s of training; of the %g s, which count them, %.1f s are left\n",
+                start->elapsed, s->seconds, left);
+    else
+        fprintf(stderr, " after %.1f s of training; of the %g s, which count them, nothing is left\n",
+                start->elapsed, s->seconds);
+}
+
 static bool train(train_options *options, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
@@ -79,6 +96,7 @@ static bool train(train_options *options, bool *interrupted, error *err)
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();
     s->stop = &stop_asked;
+    s->on_start = show_start;
     if (!adopt_shape(options, err)) return false;
     bool done = train_run(s, options->quiet ? NULL : progress_show, &shown, &result, err);
     progress_end(&shown);
