@@ -19,12 +19,14 @@ enum { OUTPUT_BYTES = 1 << 16 };
 
 #define TINY "--hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 16 --batch 2 -q "
 
-/* Runs PREFIX `smoe ARGUMENTS` inside the test's folder; its standard error in `output`. The exit status. */
-static int run(void **state, const char *prefix, const char *arguments, char *output)
+enum stream { OUTPUT, ERRORS };
+
+/* Runs PREFIX `smoe ARGUMENTS` inside the test's folder; one of its streams in `output`. The exit status. */
+static int run_for(void **state, const char *prefix, const char *arguments, enum stream stream, char *output)
 {
     char command[8192];
-    snprintf(command, sizeof command, "cd '%s' && OMP_NUM_THREADS=1 %s '%s' %s 2>&1 >/dev/null",
-             (const char *)*state, prefix, SMOE_PROGRAM, arguments);
+    snprintf(command, sizeof command, "cd '%s' && OMP_NUM_THREADS=1 %s '%s' %s %s", (const char *)*state,
+             prefix, SMOE_PROGRAM, stream == OUTPUT ? "2>/dev/null" : "2>&1 >/dev/null", arguments);
     FILE *pipe = popen(command, "r");
     assert_non_null(pipe);
     const size_t length = fread(output, 1, OUTPUT_BYTES - 1, pipe);
@@ -32,6 +34,11 @@ static int run(void **state, const char *prefix, const char *arguments, char *ou
     const int status = pclose(pipe);
     assert_true(WIFEXITED(status));
     return WEXITSTATUS(status);
+}
+
+static int run(void **state, const char *prefix, const char *arguments, char *output)
+{
+    return run_for(state, prefix, arguments, ERRORS, output);
 }
 
 static void expect(void **state, const char *arguments, int status, const char *message)
@@ -90,17 +97,19 @@ static void test_bad_input(void **state)
          "hidden_size is 16, wanted 32"},
         {"train " TINY "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --out wild text.txt", 3,
          "the last good checkpoint is wild/latest"},
-        {"train " TINY "--steps 2 --out full text.txt 2>&1 >/dev/full #", 3, "could not be written"},
+        {"train " TINY "--steps 2 --out full text.txt >/dev/full", 3, "could not be written"},
         {"generate stray", 2, "'stray' is not expected"},
         {"generate -c missing", 3, "missing: no checkpoint there"},
         {"generate -c run -n 1.5", 2, "--tokens: '1.5' is no whole number"},
         {"generate -c run --top-p 2", 2, "--top-p: '2' is no number in 1e-06..1"},
-        {"generate -c run -n 0 2>&1 >/dev/full #", 3, "cannot write"},
+        {"generate -c run -n 0 >/dev/full", 3, "cannot write"},
         {"eval -c run", 2, "no FILE"},
         {"eval -c run missing.txt", 3, "missing.txt: cannot read"},
         {"eval -c missing text.txt", 3, "missing: no checkpoint there"},
-        {"eval -c run text.txt 2>&1 >/dev/full #", 3, "could not be written"},
+        {"eval -c run text.txt >/dev/full", 3, "could not be written"},
         {"eval -c wild text.txt", 0, ""},
+        {"eval -c run --context 0 text.txt", 2, "--context: 0 is outside 1..16777216"},
+        {"eval -c run --context x text.txt", 2, "--context: 'x' is not a whole number"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         expect(state, cases[i].arguments, cases[i].status, cases[i].message);
@@ -119,6 +128,40 @@ static void test_resumed(void **state)
            " s of training; of the 0.2 s, which count them, nothing is left\n");
     expect(state, "train " TINY "--resume --seconds 0.4 --out clock text.txt", 0,
            " s of training; of the 0.4 s, which count them, 0.");
+}
+
+/* A figure of `smoe ARGUMENTS --json`; `redirect` says where its standard input comes from. */
+static double figure(void **state, const char *arguments, const char *key, const char *redirect)
+{
+    static char output[OUTPUT_BYTES];
+    char whole[1024], quoted[64];
+    snprintf(whole, sizeof whole, "%s --json %s", arguments, redirect);
+    const int status = run_for(state, "", whole, OUTPUT, output);
+    if (status != 0) fail_msg("smoe %s: exit status %d", arguments, status);
+    snprintf(quoted, sizeof quoted, "\"%s\":", key);
+    const char *at = strstr(output, quoted);
+    if (!at) fail_msg("smoe %s: '%s' lacks %s", arguments, output, key);
+    return strtod(at + strlen(quoted), NULL);
+}
+
+/* Every token but the first is a target: with a rest, of a text shorter than the context, at any context. */
+static void test_eval_counts_every_token(void **state)
+{
+    char path[4096];
+    put_texts(state);
+    put_file(in_folder(path, state, "nine.txt"), "abcdefghi", 9);
+    put_file(in_folder(path, state, "one.txt"), "a", 1);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    assert_true(figure(state, "eval -c run text.txt", "tokens", "") == 8191);
+    assert_true(figure(state, "eval -c run nine.txt", "tokens", "") == 8);
+    assert_true(figure(state, "eval -c run --context 3 text.txt", "tokens", "") == 8191);
+    assert_true(figure(state, "eval -c run --context 1e2 text.txt", "tokens", "") == 8191);
+    const double whole = figure(state, "eval -c run --context 8 nine.txt", "loss", "");
+    const double same = figure(state, "eval -c run nine.txt", "loss", "");
+    const double cut = figure(state, "eval -c run --context 3 nine.txt", "loss", "");
+    assert_true(whole == same); // 8 tokens in one window, whole or partial
+    assert_true(whole != cut);
+    expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
 }
 
 /* A checkpoint after every step, so that most kills fall into one. */
@@ -178,6 +221,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };

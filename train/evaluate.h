@@ -13,8 +13,9 @@ typedef struct evaluation {
     bool stopped;   // by *stop, before the end: then loss is NAN
 } evaluation;
 
-/* Over all windows, or over at most `most` of them, evenly spread, when most > 0. The model's context must be
- * the one that the data was opened with. Ends early, without an error, when *stop is not 0; stop may be NULL.
+/* Over every token but the first, or over at most `most` windows, evenly spread, when most > 0. The model's
+ * context must be the one that the data was opened with. Ends early, without an error, when *stop is not 0;
+ * stop may be NULL.
  */
 bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most,
               const volatile sig_atomic_t *stop, error *err);

@@ -116,6 +116,14 @@ static void split_train(tokens *data)
     split_tails(data);
 }
 
+/* Any target will do: evaluation has a window for the rest. */
+static bool check_evaluated(const stream *s, const char *name, error *err)
+{
+    if (s->total >= 2) return true;
+    return fail(err, ERROR_RUNTIME, "%s: %lld tokens to evaluate, at least 2 are needed", name,
+                (long long)s->total);
+}
+
 static bool check_stream(const stream *s, const char *what, int64_t context, const char *name, error *err)
 {
     if (s->total > context) return true;
@@ -134,12 +142,13 @@ static bool make_streams(tokens *data, tokens_split split, const char *name, err
     for (size_t i = 1; i < data->source_count; i++)
         if (data->sources[i].width != data->sources[0].width)
             return fail(err, ERROR_RUNTIME, "%s: text and token files (*.bin) cannot be mixed", name);
-    if (split == TOKENS_TRAIN)
-        split_train(data);
-    else
+    if (split == TOKENS_EVAL) {
         for (size_t i = 0; i < data->source_count; i++)
             stream_add(&data->validation, &data->sources[i], 0, data->sources[i].count);
-    return (split == TOKENS_EVAL || check_stream(&data->train, "to train on", data->context, name, err)) &&
+        return check_evaluated(&data->validation, name, err);
+    }
+    split_train(data);
+    return check_stream(&data->train, "to train on", data->context, name, err) &&
            check_stream(&data->validation, "to validate on", data->context, name, err);
 }
 
@@ -247,10 +256,10 @@ int64_t tokens_validation_count(const tokens *data)
 
 /* ---- batches ---- */
 
-static void copy_window(const stream *s, int64_t position, int64_t context, int32_t *inputs, int32_t *targets)
+static void copy_window(const stream *s, int64_t position, int64_t count, int32_t *inputs, int32_t *targets)
 {
-    stream_copy(s, position, context, inputs);
-    stream_copy(s, position + 1, context, targets);
+    stream_copy(s, position, count, inputs);
+    stream_copy(s, position + 1, count, targets);
 }
 
 /* A random permutation of 0..count-1, at `index`: a Feistel network over the next power of four, walked until
@@ -299,10 +308,20 @@ int64_t tokens_windows(const tokens *data)
     return (data->validation.total - 1) / data->context;
 }
 
+int64_t tokens_rest(const tokens *data)
+{
+    return (data->validation.total - 1) % data->context;
+}
+
 void tokens_window(const tokens *data, int64_t first, int64_t count, int32_t *inputs, int32_t *targets)
 {
     assert(first >= 0 && count >= 0 && count <= tokens_windows(data) - first);
     for (int64_t i = 0; i < count; i++)
         copy_window(&data->validation, (first + i) * data->context, data->context, inputs + i * data->context,
                     targets + i * data->context);
+}
+
+void tokens_rest_window(const tokens *data, int32_t *inputs, int32_t *targets)
+{
+    copy_window(&data->validation, tokens_windows(data) * data->context, tokens_rest(data), inputs, targets);
 }

@@ -1,5 +1,6 @@
 /* `smoe eval`: loss and bits per byte of a checkpoint on files, with plain top-K. */
 #include "cli/common/cli.h"
+#include "cli/common/problem.h"
 #include "cli/common/table.h"
 #include "cli/model/load.h"
 #include "train/evaluate.h"
@@ -9,17 +10,23 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { SEQUENCES = 16, KEY_JSON = 1, KEY_CSV };
+enum { SEQUENCES = 16, MOST_CONTEXT = 1 << 24, KEY_JSON = 1, KEY_CSV, KEY_CONTEXT };
 
 typedef struct eval_options {
     const char *checkpoint;
     const char **paths;
     size_t path_count;
+    int64_t context; // 0: the checkpoint's
     table_format format;
 } eval_options;
 
 static const struct argp_option options_table[] = {
     {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
+    {"context", KEY_CONTEXT, "N", 0,
+     "Tokens of a window (default: the checkpoint's context); the last window is shorter, so that every "
+     "token but "
+     "the first counts",
+     0},
     {"json", KEY_JSON, NULL, 0, "One JSON object", 0},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 0},
     {0}};
@@ -27,8 +34,13 @@ static const struct argp_option options_table[] = {
 static error_t parse(int key, char *text, struct argp_state *state)
 {
     eval_options *o = state->input;
+    error err = {0};
     switch (key) {
     case 'c': o->checkpoint = text; return 0;
+    case KEY_CONTEXT:
+        if (!parse_integer("--context", text, 1, MOST_CONTEXT, &o->context, &err))
+            argp_error(state, "%s", err.text);
+        return 0;
     case KEY_JSON: o->format = TABLE_JSON; return 0;
     case KEY_CSV: o->format = TABLE_CSV; return 0;
     case ARGP_KEY_ARG: o->paths[o->path_count++] = text; return 0;
@@ -67,7 +79,7 @@ static bool run(const eval_options *o, error *err)
     model m;
     tokens *data = NULL;
     evaluation result;
-    if (!load_model(&m, o->checkpoint, SEQUENCES, MODEL_EVALUATE, err)) return false;
+    if (!load_model(&m, o->checkpoint, SEQUENCES, o->context, MODEL_EVALUATE, err)) return false;
     bool done =
         tokens_open(&data, o->paths, o->path_count, m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
         evaluate(&result, &m, data, 0, NULL, err) && print_result(o, &result, tokens_are_bytes(data), err);
