@@ -164,6 +164,21 @@ static void test_eval_counts_every_token(void **state)
     expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
 }
 
+/* - is standard input. */
+static void test_standard_input(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    const double file = figure(state, "eval -c run text.txt", "loss", "");
+    assert_true(figure(state, "eval -c run -", "loss", "<text.txt") == file);
+    assert_true(figure(state, "eval -c run - text.txt", "tokens", "<text.txt") == 2 * 8192 - 1);
+    expect(state, "eval -c run - </dev/null", 3, "standard input: holds no text");
+    expect(state, "eval -c run - - <text.txt", 3, "standard input: holds no text");
+    expect(state, "eval -c run - <nothing", 3, "standard input: cannot read: Is a directory");
+    expect(state, "train " TINY "--steps 2 --out piped - <text.txt", 0, "done");
+    assert_true(figure(state, "eval -c piped text.txt", "loss", "") == file);
+}
+
 /* A checkpoint after every step, so that most kills fall into one. */
 static void test_killed_at_any_moment(void **state)
 {
@@ -222,6 +237,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };

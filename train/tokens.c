@@ -193,6 +193,18 @@ static bool is_named(const char *path, const char *const *paths, size_t count)
     return false;
 }
 
+/* "-" is the text on standard input. */
+static bool is_input(const char *path)
+{
+    return strcmp(path, "-") == 0;
+}
+
+static bool open_source(token_source *source, const char *path, int64_t vocab, error *err)
+{
+    if (is_input(path)) return token_source_read(source, stdin, "standard input", vocab, err);
+    return token_source_open(source, path, vocab, err);
+}
+
 /* Opens all files but the empty ones of folders; an empty file that the user named is an error. */
 static bool open_sources(tokens *data, const file_list *list, const char *const *paths, size_t count,
                          int64_t vocab, error *err)
@@ -200,7 +212,7 @@ static bool open_sources(tokens *data, const file_list *list, const char *const 
     for (size_t i = 0; i < list->count; i++) {
         const file_entry *entry = &list->entries[i];
         if (entry->size == 0 && !is_named(entry->path, paths, count)) continue;
-        if (!token_source_open(&data->sources[data->source_count++], entry->path, vocab, err)) return false;
+        if (!open_source(&data->sources[data->source_count++], entry->path, vocab, err)) return false;
     }
     return true;
 }
@@ -223,7 +235,9 @@ bool tokens_open(tokens **data, const char *const *paths, size_t count, int64_t 
     if (count == 0) return fail(err, ERROR_USAGE, "no data: name text files, folders or token files");
     file_list list = {0};
     bool ok = true;
-    for (size_t i = 0; ok && i < count; i++) ok = file_list_add(&list, paths[i], err);
+    for (size_t i = 0; ok && i < count; i++)
+        ok = is_input(paths[i]) ? file_list_append(&list, paths[i], 0, err)
+                                : file_list_add(&list, paths[i], err);
     ok = ok && open_list(data, &list, paths, count, vocab, context, split, err);
     file_list_free(&list);
     return ok;

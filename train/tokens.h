@@ -1,6 +1,7 @@
 /* Training data: a stream of tokens to train on, one to validate on, and batches cut from them.
  *
- * A source is any file or folder (recursively, sorted; train/file.h). What a file is follows from its name:
+ * A source is any file or folder (recursively, sorted; train/file.h), or "-", the text on standard input.
+ * What a file is follows from its name:
  *   *.bin  llm.c's token file: int32[256] header (magic 20240520, version 1, number of tokens), then
  *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz

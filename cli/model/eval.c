@@ -49,11 +49,12 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-static const struct argp eval_argp = {
-    .options = options_table,
-    .parser = parse,
-    .args_doc = "FILE...",
-    .doc = "Loss of a checkpoint on text files, folders of them, or token files, in windows of its context."};
+static const struct argp eval_argp = {.options = options_table,
+                                      .parser = parse,
+                                      .args_doc = "FILE...",
+                                      .doc = "Loss of a checkpoint on text files, folders of them, or token "
+                                             "files, in windows of its context; - is "
+                                             "the text on standard input."};
 
 static const table_column columns[] = {
     {"tokens", COLUMN_INTEGER, 0, false, NULL},

@@ -236,7 +236,8 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
         .args_doc = "FILE...",
         .doc = "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
                "them, or token "
-               "files (*.bin).\vDIR receives train.jsonl (a JSON object a line), curve.png when gnuplot is "
+               "files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a JSON object a "
+               "line), curve.png when gnuplot is "
                "there, and "
                "checkpoints that Hugging Face transformers opens (DIR/latest is the newest).",
         .help_filter = add_default,
