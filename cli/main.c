@@ -33,7 +33,8 @@ static void print_help(FILE *to)
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
         fprintf(to, "  %-10s %s\n", commands[i].name, commands[i].does);
     fprintf(to, "\n`smoe COMMAND --help` lists a command's options; `smoe --version` prints the version.\n"
-                "Exit status: 0 ok, 1 a check failed, 2 usage, 3 run-time failure.\n");
+                "Exit status: 0 ok, 1 a check failed, 2 usage, 3 run-time failure; 130 and 143: train was\n"
+                "interrupted by INT or TERM and saved a checkpoint.\n");
 }
 
 /* OpenMP's threads spin for milliseconds at every barrier. On a machine that does other work too, they take

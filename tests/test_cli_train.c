@@ -19,12 +19,14 @@ enum { OUTPUT_BYTES = 1 << 16 };
 
 #define TINY "--hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 16 --batch 2 -q "
 
-/* Runs PREFIX `smoe ARGUMENTS` inside the test's folder; its standard error in `output`. The exit status. */
-static int run(void **state, const char *prefix, const char *arguments, char *output)
+enum stream { OUTPUT, ERRORS };
+
+/* Runs PREFIX `smoe ARGUMENTS` inside the test's folder; one of its streams in `output`. The exit status. */
+static int run_for(void **state, const char *prefix, const char *arguments, enum stream stream, char *output)
 {
     char command[8192];
-    snprintf(command, sizeof command, "cd '%s' && OMP_NUM_THREADS=1 %s '%s' %s 2>&1 >/dev/null",
-             (const char *)*state, prefix, SMOE_PROGRAM, arguments);
+    snprintf(command, sizeof command, "cd '%s' && OMP_NUM_THREADS=1 %s '%s' %s %s", (const char *)*state,
+             prefix, SMOE_PROGRAM, stream == OUTPUT ? "2>/dev/null" : "2>&1 >/dev/null", arguments);
     FILE *pipe = popen(command, "r");
     assert_non_null(pipe);
     const size_t length = fread(output, 1, OUTPUT_BYTES - 1, pipe);
@@ -32,6 +34,11 @@ static int run(void **state, const char *prefix, const char *arguments, char *ou
     const int status = pclose(pipe);
     assert_true(WIFEXITED(status));
     return WEXITSTATUS(status);
+}
+
+static int run(void **state, const char *prefix, const char *arguments, char *output)
+{
+    return run_for(state, prefix, arguments, ERRORS, output);
 }
 
 static void expect(void **state, const char *arguments, int status, const char *message)
@@ -70,6 +77,11 @@ static void test_bad_input(void **state)
         {"train", 2, "no FILE"},
         {"train --unknown text.txt", 2, "unrecognized option"},
         {"train --steps 1.5 text.txt", 2, "--steps: '1.5' is no whole number"},
+        {"train --steps 0 text.txt", 2, "--steps: '0' is no number in 1.."},
+        {"train --steps 5 --seconds 1 text.txt", 2, "--seconds beside --steps: a run ends by one of them"},
+        {"train --minutes 1 --steps 5 text.txt", 2, "--steps beside --minutes: a run ends by one of them"},
+        {"train --seconds 9 --minutes 1 text.txt", 2, "--minutes beside --seconds"},
+        {"train " TINY "--steps 900 --steps 2 --out last text.txt", 0, "done"},
         {"train --lr nan text.txt", 2, "--lr: 'nan' is no number in 0..1000"},
         {"train --tile 0 text.txt", 2, "--tile: '0' is no number in 1..4096"},
         {"train --rounding nearest text.txt", 2, "'nearest' is none of none, nr-f"},
@@ -85,20 +97,86 @@ static void test_bad_input(void **state)
          "hidden_size is 16, wanted 32"},
         {"train " TINY "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --out wild text.txt", 3,
          "the last good checkpoint is wild/latest"},
-        {"train " TINY "--steps 2 --out full text.txt 2>&1 >/dev/full #", 3, "could not be written"},
+        {"train " TINY "--steps 2 --out full text.txt >/dev/full", 3, "could not be written"},
         {"generate stray", 2, "'stray' is not expected"},
         {"generate -c missing", 3, "missing: no checkpoint there"},
         {"generate -c run -n 1.5", 2, "--tokens: '1.5' is no whole number"},
         {"generate -c run --top-p 2", 2, "--top-p: '2' is no number in 1e-06..1"},
-        {"generate -c run -n 0 2>&1 >/dev/full #", 3, "cannot write"},
+        {"generate -c run -n 0 >/dev/full", 3, "cannot write"},
         {"eval -c run", 2, "no FILE"},
         {"eval -c run missing.txt", 3, "missing.txt: cannot read"},
         {"eval -c missing text.txt", 3, "missing: no checkpoint there"},
-        {"eval -c run text.txt 2>&1 >/dev/full #", 3, "could not be written"},
+        {"eval -c run text.txt >/dev/full", 3, "could not be written"},
         {"eval -c wild text.txt", 0, ""},
+        {"eval -c run --context 0 text.txt", 2, "--context: 0 is outside 1..16777216"},
+        {"eval -c run --context x text.txt", 2, "--context: 'x' is not a whole number"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         expect(state, cases[i].arguments, cases[i].status, cases[i].message);
+}
+
+/* A resumed run says what of its length is left. */
+static void test_resumed(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--steps 3 --out run text.txt", 0, "done");
+    expect(state, "train " TINY "--resume --steps 5 --out run text.txt", 0, "resumed at step 3 of 5\n");
+    expect(state, "train " TINY "--resume --steps 5 --out run text.txt", 0,
+           "resumed at step 5 of 5: nothing is left\n");
+    expect(state, "train " TINY "--seconds 0.3 --out clock text.txt", 0, "done");
+    expect(state, "train " TINY "--resume --seconds 0.2 --out clock text.txt", 0,
+           " s of training; of the 0.2 s, which count them, nothing is left\n");
+    expect(state, "train " TINY "--resume --seconds 0.4 --out clock text.txt", 0,
+           " s of training; of the 0.4 s, which count them, 0.");
+}
+
+/* A figure of `smoe ARGUMENTS --json`; `redirect` says where its standard input comes from. */
+static double figure(void **state, const char *arguments, const char *key, const char *redirect)
+{
+    static char output[OUTPUT_BYTES];
+    char whole[1024], quoted[64];
+    snprintf(whole, sizeof whole, "%s --json %s", arguments, redirect);
+    const int status = run_for(state, "", whole, OUTPUT, output);
+    if (status != 0) fail_msg("smoe %s: exit status %d", arguments, status);
+    snprintf(quoted, sizeof quoted, "\"%s\":", key);
+    const char *at = strstr(output, quoted);
+    if (!at) fail_msg("smoe %s: '%s' lacks %s", arguments, output, key);
+    return strtod(at + strlen(quoted), NULL);
+}
+
+/* Every token but the first is a target: with a rest, of a text shorter than the context, at any context. */
+static void test_eval_counts_every_token(void **state)
+{
+    char path[4096];
+    put_texts(state);
+    put_file(in_folder(path, state, "nine.txt"), "abcdefghi", 9);
+    put_file(in_folder(path, state, "one.txt"), "a", 1);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    assert_true(figure(state, "eval -c run text.txt", "tokens", "") == 8191);
+    assert_true(figure(state, "eval -c run nine.txt", "tokens", "") == 8);
+    assert_true(figure(state, "eval -c run --context 3 text.txt", "tokens", "") == 8191);
+    assert_true(figure(state, "eval -c run --context 1e2 text.txt", "tokens", "") == 8191);
+    const double whole = figure(state, "eval -c run --context 8 nine.txt", "loss", "");
+    const double same = figure(state, "eval -c run nine.txt", "loss", "");
+    const double cut = figure(state, "eval -c run --context 3 nine.txt", "loss", "");
+    assert_true(whole == same); // 8 tokens in one window, whole or partial
+    assert_true(whole != cut);
+    expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
+}
+
+/* - is standard input. */
+static void test_standard_input(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    const double file = figure(state, "eval -c run text.txt", "loss", "");
+    assert_true(figure(state, "eval -c run -", "loss", "<text.txt") == file);
+    assert_true(figure(state, "eval -c run - text.txt", "tokens", "<text.txt") == 2 * 8192 - 1);
+    expect(state, "eval -c run - </dev/null", 3, "standard input: holds no text");
+    expect(state, "eval -c run - - <text.txt", 3, "standard input: holds no text");
+    expect(state, "eval -c run - <nothing", 3, "standard input: cannot read: Is a directory");
+    expect(state, "train " TINY "--steps 2 --out piped - <text.txt", 0, "done");
+    assert_true(figure(state, "eval -c piped text.txt", "loss", "") == file);
 }
 
 /* A checkpoint after every step, so that most kills fall into one. */
@@ -118,10 +196,49 @@ static void test_killed_at_any_moment(void **state)
     }
 }
 
+/* INT and TERM in the middle of training, and in a last validation that would take minutes: a checkpoint, the
+ * signal's exit status, and a run that resumes. */
+static void test_signals(void **state)
+{
+    enum { BYTES = 64 << 20 };
+    static char output[OUTPUT_BYTES];
+    char path[4096], *text = malloc(BYTES);
+    put_texts(state);
+    for (int i = 0; i < BYTES; i++) text[i] = (char)('a' + i % 23);
+    put_file(in_folder(path, state, "long.txt"), text, BYTES);
+    free(text);
+    static const struct {
+        const char *signal, *arguments;
+        int status;
+    } cases[] = {
+        {"INT", "--steps 100000000 --out a text.txt", 130},
+        {"TERM", "--steps 100000000 --out b text.txt", 143},
+        {"INT", "--steps 1 --last-evaluation-tokens 1e9 --out c long.txt", 130},
+        {"TERM", "--steps 1 --last-evaluation-tokens 1e9 --out d long.txt", 143},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char prefix[96], arguments[256];
+        // --foreground: one signal and not another to the group, which would end the program at once
+        snprintf(prefix, sizeof prefix, "timeout --foreground -k 60 --preserve-status -s %s 2",
+                 cases[i].signal);
+        snprintf(arguments, sizeof arguments, "train " TINY "%s", cases[i].arguments);
+        const int status = run(state, prefix, arguments, output);
+        if (status != cases[i].status || !strstr(output, "interrupted, go on with --resume"))
+            fail_msg("%s: exit status %d, '%s' instead of %d", arguments, status, output, cases[i].status);
+    }
+    assert_int_equal(access(in_folder(path, state, "c/step-0000001/state.safetensors"), F_OK), 0);
+    expect(state, "eval -c a text.txt", 0, "");
+    expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -69,25 +69,29 @@ static void test_split(void **state)
     tokens_close(data);
 }
 
-/* All windows in order, poisoned before: every token but the rest at the end is a target once. */
+/* All windows and the rest in order, poisoned before: every token but the first is a target once. */
 static void test_windows(void **state)
 {
     (void)state;
     static unsigned char bytes[HEADER + 2 * IDS];
     enum { WINDOWS = (IDS - 1) / CONTEXT };
-    static int32_t inputs[WINDOWS * CONTEXT + 1], targets[WINDOWS * CONTEXT + 1];
+    static int32_t inputs[IDS], targets[IDS];
     memset(inputs, 0xff, sizeof inputs);
     memset(targets, 0xff, sizeof targets);
     tokens *data = open_ids(bytes, TOKENS_EVAL);
     assert_int_equal(tokens_windows(data), WINDOWS);
     tokens_window(data, 0, 5, inputs, targets);
     tokens_window(data, 5, WINDOWS - 5, inputs + 5 * CONTEXT, targets + 5 * CONTEXT);
-    for (int i = 0; i < WINDOWS * CONTEXT; i++) {
+    assert_int_equal(inputs[WINDOWS * CONTEXT], -1);
+    assert_int_equal(targets[WINDOWS * CONTEXT], -1);
+    assert_int_equal(tokens_rest(data), IDS - 1 - WINDOWS * CONTEXT);
+    tokens_rest_window(data, inputs + WINDOWS * CONTEXT, targets + WINDOWS * CONTEXT);
+    for (int i = 0; i < IDS - 1; i++) {
         assert_int_equal(inputs[i], i);
         assert_int_equal(targets[i], i + 1);
     }
-    assert_int_equal(inputs[WINDOWS * CONTEXT], -1);
-    assert_int_equal(targets[WINDOWS * CONTEXT], -1);
+    assert_int_equal(inputs[IDS - 1], -1);
+    assert_int_equal(targets[IDS - 1], -1);
     tokens_close(data);
 }
 
@@ -173,9 +177,18 @@ static void test_smallest(void **state)
     assert_false(tokens_parse(&data, bytes, 779, "x", 256, 38, TOKENS_TRAIN, &err));
     assert_non_null(strstr(err.text, "x: 38 tokens to validate on, context 38 needs 39"));
     assert_true(tokens_parse(&data, bytes, 39, "x", 256, 38, TOKENS_EVAL, &err));
+    assert_int_equal(tokens_windows(data), 1);
+    assert_int_equal(tokens_rest(data), 0);
     tokens_close(data);
-    assert_false(tokens_parse(&data, bytes, 38, "x", 256, 38, TOKENS_EVAL, &err));
+    assert_true(tokens_parse(&data, bytes, 2, "x", 256, 38, TOKENS_EVAL, &err));
+    assert_int_equal(tokens_windows(data), 0);
+    assert_int_equal(tokens_rest(data), 1);
+    tokens_rest_window(data, inputs, targets);
+    assert_true(inputs[0] == bytes[0] && targets[0] == bytes[1]);
+    tokens_close(data);
+    assert_false(tokens_parse(&data, bytes, 1, "x", 256, 38, TOKENS_EVAL, &err));
     assert_null(data);
+    assert_non_null(strstr(err.text, "x: 1 tokens to evaluate, at least 2 are needed"));
 }
 
 /* ---- files and folders ---- */

@@ -16,10 +16,12 @@
 #include <math.h>
 #include <omp.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -219,6 +221,66 @@ static void log_goes_on_where_the_checkpoint_was(void **state)
     free(again);
 }
 
+static int access_in(const char *out, const char *name)
+{
+    char path[PATH_BYTES];
+    snprintf(path, sizeof path, "%s/%s", out, name);
+    return access(path, F_OK);
+}
+
+static size_t count_lines(const place *p, int64_t step)
+{
+    char path[PATH_BYTES];
+    log_line *lines;
+    size_t count, found = 0;
+    error err = {0};
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    for (size_t i = 0; i < count; i++) found += lines[i].step == step;
+    free(lines);
+    return found;
+}
+
+/* A stop after the last step, and so before or in the last validation: the checkpoint is there, the loss and
+ * its line are the resumed run's, once however often it is resumed. */
+static void a_stop_before_the_last_validation(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    s.logs = 3; // no line at the last step but the end's
+    stopper stop = {.at = 20};
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
+    assert_true(result.interrupted);
+    assert_int_equal(result.step, 20);
+    assert_int_equal(access_in(p->out, "step-0000020/state.safetensors"), 0);
+    assert_int_equal(count_lines(p, 20), 0);
+    s.resume = true; // *stop is still set: no step is left, the validation is interrupted
+    if (!train_run(&s, NULL, NULL, &result, &err)) fail_msg("%s", err.text);
+    assert_true(result.interrupted && result.validation.stopped);
+    assert_int_equal(count_lines(p, 20), 0);
+    stop.flag = 0;
+    for (int i = 0; i < 2; i++) {
+        train_ok(&s, &result);
+        assert_true(!result.interrupted && isfinite(result.validation.loss));
+        assert_int_equal(count_lines(p, 20), 1);
+    }
+}
+
+static void the_last_validation_is_bounded(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    s.steps = 1;
+    s.last_evaluation_tokens = 100; // of some 500: 7 windows of 16
+    train_ok(&s, &result);
+    assert_int_equal(result.validation.tokens, 112);
+    assert_true(isfinite(result.validation.loss));
+}
+
 static int count_folders(const char *out)
 {
     int count = 0;
@@ -254,6 +316,53 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
     assert_true(checkpoint_load_weights(latest, &m, &err));
     model_destroy(&m);
+}
+
+/* No file may pass `bytes`; 0: any may. A write past it fails with EFBIG, as one on a full disk with ENOSPC.
+ */
+static void limit_files(rlim_t bytes)
+{
+    struct rlimit limit;
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+    limit.rlim_cur = bytes ? bytes : limit.rlim_max;
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
+
+/* Whichever file of the checkpoint does not fit: config.json, the weights (59 KB) or the moments (112 KB). */
+static void a_full_disk_leaves_no_half_checkpoint(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    static const struct {
+        rlim_t bytes;
+        const char *part;
+    } cases[] = {{100, "config.json: cannot write"},
+                 {10000, "model.safetensors: cannot write"},
+                 {80000, "state.safetensors: cannot write"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) { // the first checkpoint
+        limit_files(cases[i].bytes);
+        train_fails(&s, ERROR_RUNTIME, cases[i].part);
+        limit_files(0);
+        assert_int_equal(count_folders(p->out), 0);
+    }
+    stopper stop = {.at = 7};
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
+    stop.flag = 0;
+    s.resume = true;
+    for (size_t i = 1; i < sizeof cases / sizeof cases[0]; i++) { // a later one: those before it stay
+        limit_files(cases[i].bytes);
+        train_fails(&s, ERROR_RUNTIME, cases[i].part);
+        limit_files(0);
+        assert_int_equal(count_folders(p->out), 2);
+        assert_int_equal(access_in(p->out, "step-0000010.tmp"), -1);
+        assert_int_equal(access_in(p->out, "latest/model.safetensors"), 0);
+    }
+    train_ok(&s, &result);
+    assert_int_equal(result.step, 20);
 }
 
 static void bad_input_has_its_error(void **state)
@@ -417,7 +526,10 @@ int main(void)
     const struct CMUnitTest tests[] = {
         RUN(resume_gives_the_same_bits),
         RUN(log_goes_on_where_the_checkpoint_was),
+        RUN(a_stop_before_the_last_validation),
+        RUN(the_last_validation_is_bounded),
         RUN(leftovers_of_a_kill_do_not_matter),
+        RUN(a_full_disk_leaves_no_half_checkpoint),
         RUN(bad_input_has_its_error),
         RUN(truncated_checkpoints_are_errors),
         RUN(a_batch_without_memory_is_an_error),

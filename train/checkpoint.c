@@ -64,13 +64,21 @@ static bool write_state(const char *folder, const model *m, const train_state *s
     return safetensors_write(path, moments, 2, pairs, COUNTERS, err);
 }
 
+static bool write_files(const char *folder, const model *m, const train_state *state, error *err)
+{
+    char path[PATH_BYTES];
+    return join(path, folder, "config.json", err) && model_config_write(&m->config, path, err) &&
+           write_weights(folder, m, err) && write_state(folder, m, state, err);
+}
+
 bool checkpoint_save(const char *out, const model *m, const train_state *state, int64_t keep, error *err)
 {
-    char folder[PATH_BYTES], path[PATH_BYTES];
+    char folder[PATH_BYTES];
     if (!checkpoint_folder_begin(out, state->step, folder, sizeof folder, err)) return false;
-    return join(path, folder, "config.json", err) && model_config_write(&m->config, path, err) &&
-           write_weights(folder, m, err) && write_state(folder, m, state, err) &&
-           checkpoint_folder_commit(out, state->step, keep, err);
+    if (write_files(folder, m, state, err) && checkpoint_folder_commit(out, state->step, keep, err))
+        return true;
+    checkpoint_folder_abort(out, state->step);
+    return false;
 }
 
 /* ---- reading ---- */

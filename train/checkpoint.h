@@ -5,7 +5,8 @@
  *     state.safetensors                what resuming needs besides: the AdamW moments and the loop's counters
  *
  * A checkpoint is written as step-0000100.tmp, synced, renamed, and only then does `latest` move to it, by a
- * rename too: a kill at any moment leaves `latest` at a whole checkpoint. */
+ * rename too: a kill at any moment leaves `latest` at a whole checkpoint. One that cannot be written (a full
+ * disk) leaves nothing behind. */
 #ifndef TRAIN_CHECKPOINT_H
 #define TRAIN_CHECKPOINT_H
 

@@ -142,3 +142,13 @@ bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error
     close(root);
     return done;
 }
+
+void checkpoint_folder_abort(const char *out, int64_t step)
+{
+    char name[NAME_BYTES];
+    name_of(name, step, ".tmp");
+    int root = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (root < 0) return;
+    remove_folder(root, name);
+    close(root);
+}

@@ -16,4 +16,8 @@ bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t
 /* Syncs and renames it, moves OUT/latest to it, and removes the oldest checkpoints until `keep` are left. */
 bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error *err);
 
+/* Removes OUT/step-N.tmp and what is in it: a checkpoint that could not be written takes no room on a full
+ * disk. */
+void checkpoint_folder_abort(const char *out, int64_t step);
+
 #endif

@@ -25,6 +25,7 @@ train_settings train_settings_default(void)
         .evaluations = 10,
         .checkpoints = 10,
         .evaluation_tokens = 16384,
+        .last_evaluation_tokens = 1 << 20,
         .keep = 2,
     };
     s.config.layers = 3;

@@ -5,13 +5,19 @@
 #include "train/model.h"
 #include "train/tokens.h"
 
+#include <signal.h>
+
 typedef struct evaluation {
     double loss;    // mean, nats a token
     int64_t tokens; // targets it is the mean of
+    bool stopped;   // by *stop, before the end: then loss is NAN
 } evaluation;
 
-/* Over all windows, or over at most `most` of them, evenly spread, when most > 0. The model's context must be
- * the one that the data was opened with. */
-bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most, error *err);
+/* Over every token but the first, or over at most `most` windows, evenly spread, when most > 0. The model's
+ * context must be the one that the data was opened with. Ends early, without an error, when *stop is not 0;
+ * stop may be NULL.
+ */
+bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most,
+              const volatile sig_atomic_t *stop, error *err);
 
 #endif

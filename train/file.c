@@ -218,7 +218,7 @@ bool file_make_folder(const char *path, error *err)
     return ok;
 }
 
-static bool list_append(file_list *list, const char *path, uint64_t size, error *err)
+bool file_list_append(file_list *list, const char *path, uint64_t size, error *err)
 {
     char *copy = strdup(path);
     file_entry *entries = NULL;
@@ -246,10 +246,10 @@ static bool list_visit(file_list *list, FTS *walk, FTSENT *entry, error *err)
         return true;
     }
     switch (entry->fts_info) {
-    case FTS_F: return list_append(list, entry->fts_path, (uint64_t)entry->fts_statp->st_size, err);
+    case FTS_F: return file_list_append(list, entry->fts_path, (uint64_t)entry->fts_statp->st_size, err);
     case FTS_SL: // a link: the file behind it counts
         if (stat(entry->fts_accpath, &target) != 0 || !S_ISREG(target.st_mode)) return true;
-        return list_append(list, entry->fts_path, (uint64_t)target.st_size, err);
+        return file_list_append(list, entry->fts_path, (uint64_t)target.st_size, err);
     case FTS_DNR:
     case FTS_ERR:
     case FTS_NS:

@@ -51,6 +51,9 @@ typedef struct file_list {
  * each level; `path` itself if it is a file. Names that start with a dot are skipped; links to files are
  * followed, links to folders only when they are `path` itself. On failure the list keeps what it had. */
 bool file_list_add(file_list *list, const char *path, error *err);
+
+/* Appends `path` as it is. */
+bool file_list_append(file_list *list, const char *path, uint64_t size, error *err);
 void file_list_free(file_list *list);
 
 #endif

@@ -1,6 +1,7 @@
 /* See token_source.h. Text, gzip (through zlib) and llm.c's token files. */
 #include "train/token_source.h"
 
+#include <errno.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +14,7 @@ enum {
     COPY_BELOW = 1 << 20 // bytes; smaller files are copied: a process has only some 65000 mappings
 };
 
-static const size_t MAX_INFLATED = (size_t)1 << 36; // bytes from one .gz: a bomb ends in an error
+static const size_t MOST_BYTES = (size_t)1 << 36; // from one .gz or a pipe: a bomb ends in an error
 
 static bool ends_with(const char *text, size_t length, const char *end)
 {
@@ -21,27 +22,35 @@ static bool ends_with(const char *text, size_t length, const char *end)
     return length >= tail && memcmp(text + length - tail, end, tail) == 0;
 }
 
-/* ---- gzip ---- */
+/* ---- bytes of a length that is not known before ---- */
 
-typedef struct inflated {
+typedef struct growing {
     unsigned char *bytes;
     size_t size, room;
-} inflated;
+} growing;
 
-static bool grow(inflated *out, error *err)
+static bool grow(growing *out, error *err)
 {
     size_t room = out->room == 0 ? 1 << 16 : 2 * out->room;
-    if (room > MAX_INFLATED)
-        return fail(err, ERROR_RUNTIME, "more than %zu bytes when inflated", MAX_INFLATED);
+    if (room > MOST_BYTES) return fail(err, ERROR_RUNTIME, "more than %zu bytes", MOST_BYTES);
     unsigned char *bytes = realloc(out->bytes, room);
-    if (bytes == NULL) return fail(err, ERROR_RUNTIME, "out of memory for %zu inflated bytes", room);
+    if (bytes == NULL) return fail(err, ERROR_RUNTIME, "out of memory for %zu bytes", room);
     out->bytes = bytes;
     out->room = room;
     return true;
 }
 
+/* Gives back what growing left unused; the caller frees the result. */
+static unsigned char *grown(const growing *out)
+{
+    unsigned char *fitting = realloc(out->bytes, out->size + 1);
+    return fitting != NULL ? fitting : out->bytes;
+}
+
+/* ---- gzip ---- */
+
 /* One call of inflate; *status is zlib's answer. */
-static bool inflate_some(z_stream *z, const unsigned char *end, inflated *out, int *status, error *err)
+static bool inflate_some(z_stream *z, const unsigned char *end, growing *out, int *status, error *err)
 {
     if (out->size == out->room && !grow(out, err)) return false;
     size_t in = (size_t)(end - z->next_in), free_bytes = out->room - out->size;
@@ -58,7 +67,7 @@ static bool inflate_some(z_stream *z, const unsigned char *end, inflated *out, i
 }
 
 /* All members of a gzip file, one after the other. */
-static bool inflate_members(z_stream *z, const unsigned char *end, inflated *out, error *err)
+static bool inflate_members(z_stream *z, const unsigned char *end, growing *out, error *err)
 {
     int status = Z_OK;
     while (z->next_in < end || status != Z_STREAM_END) {
@@ -68,10 +77,10 @@ static bool inflate_members(z_stream *z, const unsigned char *end, inflated *out
     return true;
 }
 
-static bool inflate_all(const unsigned char *bytes, size_t size, inflated *out, error *err)
+static bool inflate_all(const unsigned char *bytes, size_t size, growing *out, error *err)
 {
     z_stream z = {.next_in = (unsigned char *)(uintptr_t)bytes}; // zlib only reads
-    *out = (inflated){0};
+    *out = (growing){0};
     if (inflateInit2(&z, MAX_WBITS + 16) != Z_OK)
         return fail(err, ERROR_RUNTIME, "out of memory"); // + 16: gzip only
     bool ok = inflate_members(&z, bytes + size, out, err);
@@ -143,10 +152,9 @@ static bool parse_contents(token_source *s, const unsigned char *bytes, size_t s
 static bool parse_gzip(token_source *s, const unsigned char *bytes, size_t size, const char *name,
                        size_t length, int64_t vocab, error *err)
 {
-    inflated out;
+    growing out;
     if (!inflate_all(bytes, size, &out, err)) return false;
-    unsigned char *fitting = realloc(out.bytes, out.size + 1); // the half that growing left unused
-    s->copy = fitting != NULL ? fitting : out.bytes;
+    s->copy = grown(&out);
     return parse_contents(s, s->copy, out.size, name, length, vocab, err);
 }
 
@@ -162,6 +170,36 @@ bool token_source_parse(token_source *source, const void *bytes, size_t size, co
     if (ok) return true;
     token_source_close(source);
     return fail(err, ERROR_RUNTIME, "%s: %s", name, reason.text);
+}
+
+/* ---- standard input ---- */
+
+static bool read_all(growing *out, FILE *file, error *err)
+{
+    while (!feof(file)) {
+        if (out->size == out->room && !grow(out, err)) return false;
+        out->size += fread(out->bytes + out->size, 1, out->room - out->size, file);
+        if (ferror(file)) return fail(err, ERROR_RUNTIME, "cannot read: %s", strerror(errno));
+    }
+    return out->size > 0 || fail(err, ERROR_RUNTIME, "holds no text");
+}
+
+bool token_source_read(token_source *source, FILE *file, const char *name, int64_t vocab, error *err)
+{
+    error reason;
+    growing out = {0};
+    *source = (token_source){0};
+    if (!read_all(&out, file, &reason)) {
+        free(out.bytes);
+        return fail(err, ERROR_RUNTIME, "%s: %s", name, reason.text);
+    }
+    unsigned char *text = grown(&out);
+    if (!token_source_parse(source, text, out.size, name, vocab, err)) {
+        free(text);
+        return false;
+    }
+    source->copy = text;
+    return true;
 }
 
 /* ---- files ---- */

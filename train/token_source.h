@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
 typedef struct token_source {
     const unsigned char *bytes; // count * width, little-endian
@@ -21,6 +22,7 @@ typedef struct token_source {
  */
 bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name, int64_t vocab,
                         error *err);
+bool token_source_read(token_source *source, FILE *file, const char *name, int64_t vocab, error *err); // text
 bool token_source_open(token_source *source, const char *path, int64_t vocab, error *err);
 void token_source_close(token_source *source);
 

@@ -116,6 +116,14 @@ static void split_train(tokens *data)
     split_tails(data);
 }
 
+/* Any target will do: evaluation has a window for the rest. */
+static bool check_evaluated(const stream *s, const char *name, error *err)
+{
+    if (s->total >= 2) return true;
+    return fail(err, ERROR_RUNTIME, "%s: %lld tokens to evaluate, at least 2 are needed", name,
+                (long long)s->total);
+}
+
 static bool check_stream(const stream *s, const char *what, int64_t context, const char *name, error *err)
 {
     if (s->total > context) return true;
@@ -134,12 +142,13 @@ static bool make_streams(tokens *data, tokens_split split, const char *name, err
     for (size_t i = 1; i < data->source_count; i++)
         if (data->sources[i].width != data->sources[0].width)
             return fail(err, ERROR_RUNTIME, "%s: text and token files (*.bin) cannot be mixed", name);
-    if (split == TOKENS_TRAIN)
-        split_train(data);
-    else
+    if (split == TOKENS_EVAL) {
         for (size_t i = 0; i < data->source_count; i++)
             stream_add(&data->validation, &data->sources[i], 0, data->sources[i].count);
-    return (split == TOKENS_EVAL || check_stream(&data->train, "to train on", data->context, name, err)) &&
+        return check_evaluated(&data->validation, name, err);
+    }
+    split_train(data);
+    return check_stream(&data->train, "to train on", data->context, name, err) &&
            check_stream(&data->validation, "to validate on", data->context, name, err);
 }
 
@@ -184,6 +193,18 @@ static bool is_named(const char *path, const char *const *paths, size_t count)
     return false;
 }
 
+/* "-" is the text on standard input. */
+static bool is_input(const char *path)
+{
+    return strcmp(path, "-") == 0;
+}
+
+static bool open_source(token_source *source, const char *path, int64_t vocab, error *err)
+{
+    if (is_input(path)) return token_source_read(source, stdin, "standard input", vocab, err);
+    return token_source_open(source, path, vocab, err);
+}
+
 /* Opens all files but the empty ones of folders; an empty file that the user named is an error. */
 static bool open_sources(tokens *data, const file_list *list, const char *const *paths, size_t count,
                          int64_t vocab, error *err)
@@ -191,7 +212,7 @@ static bool open_sources(tokens *data, const file_list *list, const char *const 
     for (size_t i = 0; i < list->count; i++) {
         const file_entry *entry = &list->entries[i];
         if (entry->size == 0 && !is_named(entry->path, paths, count)) continue;
-        if (!token_source_open(&data->sources[data->source_count++], entry->path, vocab, err)) return false;
+        if (!open_source(&data->sources[data->source_count++], entry->path, vocab, err)) return false;
     }
     return true;
 }
@@ -214,7 +235,9 @@ bool tokens_open(tokens **data, const char *const *paths, size_t count, int64_t 
     if (count == 0) return fail(err, ERROR_USAGE, "no data: name text files, folders or token files");
     file_list list = {0};
     bool ok = true;
-    for (size_t i = 0; ok && i < count; i++) ok = file_list_add(&list, paths[i], err);
+    for (size_t i = 0; ok && i < count; i++)
+        ok = is_input(paths[i]) ? file_list_append(&list, paths[i], 0, err)
+                                : file_list_add(&list, paths[i], err);
     ok = ok && open_list(data, &list, paths, count, vocab, context, split, err);
     file_list_free(&list);
     return ok;
@@ -247,10 +270,10 @@ int64_t tokens_validation_count(const tokens *data)
 
 /* ---- batches ---- */
 
-static void copy_window(const stream *s, int64_t position, int64_t context, int32_t *inputs, int32_t *targets)
+static void copy_window(const stream *s, int64_t position, int64_t count, int32_t *inputs, int32_t *targets)
 {
-    stream_copy(s, position, context, inputs);
-    stream_copy(s, position + 1, context, targets);
+    stream_copy(s, position, count, inputs);
+    stream_copy(s, position + 1, count, targets);
 }
 
 /* A random permutation of 0..count-1, at `index`: a Feistel network over the next power of four, walked until
@@ -299,10 +322,20 @@ int64_t tokens_windows(const tokens *data)
     return (data->validation.total - 1) / data->context;
 }
 
+int64_t tokens_rest(const tokens *data)
+{
+    return (data->validation.total - 1) % data->context;
+}
+
 void tokens_window(const tokens *data, int64_t first, int64_t count, int32_t *inputs, int32_t *targets)
 {
     assert(first >= 0 && count >= 0 && count <= tokens_windows(data) - first);
     for (int64_t i = 0; i < count; i++)
         copy_window(&data->validation, (first + i) * data->context, data->context, inputs + i * data->context,
                     targets + i * data->context);
+}
+
+void tokens_rest_window(const tokens *data, int32_t *inputs, int32_t *targets)
+{
+    copy_window(&data->validation, tokens_windows(data) * data->context, tokens_rest(data), inputs, targets);
 }

@@ -1,6 +1,7 @@
 /* Training data: a stream of tokens to train on, one to validate on, and batches cut from them.
  *
- * A source is any file or folder (recursively, sorted; train/file.h). What a file is follows from its name:
+ * A source is any file or folder (recursively, sorted; train/file.h), or "-", the text on standard input.
+ * What a file is follows from its name:
  *   *.bin  llm.c's token file: int32[256] header (magic 20240520, version 1, number of tokens), then
  *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz
@@ -28,7 +29,8 @@ typedef enum tokens_split {
 
 /* Reads `count` files or folders for a model of `vocab` tokens and `context` tokens a sequence. Small files
  * are copied, large ones mapped. Errors: missing, empty, malformed or truncated files (expected and found), a
- * token id past the vocabulary, fewer than context + 1 tokens in a stream that is asked for. */
+ * token id past the vocabulary, fewer than context + 1 tokens in a stream of TOKENS_TRAIN, than 2 in
+ * TOKENS_EVAL's. */
 bool tokens_open(tokens **data, const char *const *paths, size_t count, int64_t vocab, int64_t context,
                  tokens_split split, error *err);
 
@@ -49,10 +51,13 @@ int64_t tokens_validation_count(const tokens *data);
 void tokens_batch(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int32_t *inputs,
                   int32_t *targets);
 
-/* Adjoining windows of the validation stream, (count - 1) / context of them: the last targets fewer
- * than a whole window are left out. _window copies windows first .. first + count - 1 to inputs and
- * targets (count, context). */
+/* Adjoining windows of the validation stream, (count - 1) / context of them, and the rest, 0..context - 1
+ * targets after the last: together every token but the first is a target once. _window copies windows first
+ * .. first + count - 1 to inputs and targets (count, context), _rest_window the rest to inputs and targets
+ * (rest). */
 int64_t tokens_windows(const tokens *data);
+int64_t tokens_rest(const tokens *data);
 void tokens_window(const tokens *data, int64_t first, int64_t count, int32_t *inputs, int32_t *targets);
+void tokens_rest_window(const tokens *data, int32_t *inputs, int32_t *targets);
 
 #endif

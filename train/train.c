@@ -118,7 +118,8 @@ static bool open_run(run *r, error *err)
     r->started = clock_seconds();
     r->before = r->line_time = r->state.elapsed;
     r->line_tokens = tokens_done(r);
-    return log_open(&r->log, path, r->state.step, err);
+    // With losses that no line has yet, a line of this step is a later run's: it is written again.
+    return log_open(&r->log, path, r->state.loss_count ? r->state.step - 1 : r->state.step, err);
 }
 
 static void close_run(run *r)
@@ -237,7 +238,14 @@ static void report(run *r, double loss, double seconds, train_observer observer,
     if (observer) observer(user, &told);
 }
 
-/* Evaluation, log line and checkpoint when their time has come. */
+/* Validates on `count` tokens, in whole windows. */
+static bool validate(run *r, int64_t count, evaluation *result, error *err)
+{
+    int64_t context = r->settings->config.context, windows = (count + context - 1) / context;
+    return evaluate(result, &r->model, r->data, windows, r->settings->stop, err);
+}
+
+/* Evaluation, log line and checkpoint when their time has come; a stop leaves them to finish(). */
 static bool keep_records(run *r, double from, error *err)
 {
     const train_settings *s = r->settings;
@@ -245,8 +253,8 @@ static bool keep_records(run *r, double from, error *err)
     bool end = to >= 1.0;
     if (!end && passes(from, to, s->evaluations)) {
         evaluation part;
-        if (!evaluate(&part, &r->model, r->data, s->evaluation_tokens / s->config.context + 1, err))
-            return false;
+        if (!validate(r, s->evaluation_tokens, &part, err)) return false;
+        if (part.stopped) return true;
         r->val_loss = val_loss = part.loss;
     }
     if (!end && (passes(from, to, s->logs) || isfinite(val_loss)) && !write_line(r, val_loss, err))
@@ -271,11 +279,14 @@ static bool loop(run *r, train_observer observer, void *user, train_result *resu
     return true;
 }
 
-/* The last evaluation, over the whole validation stream, the last line and the last checkpoint. */
+/* The last evaluation, the last line and the last checkpoint; of an interrupted run the checkpoint alone. Its
+ * losses since the line before are in the checkpoint: the resumed run writes the line. */
 static bool finish(run *r, int64_t first, train_result *result, error *err)
 {
     const train_settings *s = r->settings;
-    if (!result->interrupted && !evaluate(&result->validation, &r->model, r->data, 0, err)) return false;
+    if (!result->interrupted && !validate(r, s->last_evaluation_tokens, &result->validation, err))
+        return false;
+    result->interrupted |= result->validation.stopped;
     double val_loss = result->interrupted ? (double)NAN : result->validation.loss;
     if (!result->interrupted && r->state.loss_count && !write_line(r, val_loss, err)) return false;
     if (r->state.step > first && !save(r, err)) return false;
@@ -293,6 +304,13 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
     return true;
 }
 
+static void tell_start(const run *r)
+{
+    const train_settings *s = r->settings;
+    const train_start start = {.resumed = s->resume, .step = r->state.step, .elapsed = r->state.elapsed};
+    if (s->on_start) s->on_start(s, &start);
+}
+
 bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
                error *err)
 {
@@ -300,6 +318,7 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
     *result = (train_result){0};
     bool done = open_run(&r, err);
     int64_t first = r.state.step;
+    if (done) tell_start(&r);
     done = done && loop(&r, observer, user, result, err) && finish(&r, first, result, err);
     close_run(&r);
     return done;

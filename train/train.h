@@ -11,7 +11,16 @@
 
 #include <signal.h>
 
-typedef struct train_settings {
+/* What is known before the first step. */
+typedef struct train_start {
+    bool resumed;
+    int64_t step;   // steps done before this run
+    double elapsed; // seconds of training before this run
+} train_start;
+
+typedef struct train_settings train_settings;
+
+struct train_settings {
     model_config config;
     const char *const *paths; // files and folders of text, or token files
     size_t path_count;
@@ -27,10 +36,13 @@ typedef struct train_settings {
     moe_routing routing; // rounding, tile, auxiliary losses; its seed and step are set by the run
     uint64_t seed;       // of the weights, the samples and SR-f
     int64_t logs, evaluations, checkpoints; // how many of each over the run
-    int64_t evaluation_tokens;              // of the validation stream, at all but the last evaluation
+    int64_t evaluation_tokens;              // of the validation stream, at all evaluations but the last
+    int64_t last_evaluation_tokens;         // at the last: it bounds the time after the last step
     int64_t keep;                           // checkpoints that stay
-    const volatile sig_atomic_t *stop;      // not NULL and not 0: finish the step, save, return
-} train_settings;
+    const volatile sig_atomic_t
+        *stop; // not NULL and not 0: finish the step, leave a validation, save, return
+    void (*on_start)(const train_settings *settings, const train_start *start); // NULL: nobody is told
+};
 
 /* Valid settings of a demo: a small model whose sizes are the tuned ones; paths and out are missing. */
 train_settings train_settings_default(void);
@@ -51,9 +63,9 @@ typedef struct train_result {
     int64_t step, tokens;
     double elapsed;        // seconds of training, those before a resume included
     double loss;           // of the last log line, nats
-    evaluation validation; // over the whole validation stream
+    evaluation validation; // the last, over last_evaluation_tokens
     bool bytes;            // a token is a byte: loss / ln 2 is bits per byte
-    bool interrupted;      // by *stop
+    bool interrupted;      // by *stop, while training or in the last validation, which then has no loss
     bool drawn;            // curve.png is there
     size_t parameters;
     int64_t active; // weights a token uses

@@ -1,5 +1,6 @@
 /* `smoe eval`: loss and bits per byte of a checkpoint on files, with plain top-K. */
 #include "cli/common/cli.h"
+#include "cli/common/problem.h"
 #include "cli/common/table.h"
 #include "cli/model/load.h"
 #include "train/evaluate.h"
@@ -9,17 +10,23 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { SEQUENCES = 16, KEY_JSON = 1, KEY_CSV };
+enum { SEQUENCES = 16, MOST_CONTEXT = 1 << 24, KEY_JSON = 1, KEY_CSV, KEY_CONTEXT };
 
 typedef struct eval_options {
     const char *checkpoint;
     const char **paths;
     size_t path_count;
+    int64_t context; // 0: the checkpoint's
     table_format format;
 } eval_options;
 
 static const struct argp_option options_table[] = {
     {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
+    {"context", KEY_CONTEXT, "N", 0,
+     "Tokens of a window (default: the checkpoint's context); the last window is shorter, so that every "
+     "token but "
+     "the first counts",
+     0},
     {"json", KEY_JSON, NULL, 0, "One JSON object", 0},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 0},
     {0}};
@@ -27,8 +34,13 @@ static const struct argp_option options_table[] = {
 static error_t parse(int key, char *text, struct argp_state *state)
 {
     eval_options *o = state->input;
+    error err = {0};
     switch (key) {
     case 'c': o->checkpoint = text; return 0;
+    case KEY_CONTEXT:
+        if (!parse_integer("--context", text, 1, MOST_CONTEXT, &o->context, &err))
+            argp_error(state, "%s", err.text);
+        return 0;
     case KEY_JSON: o->format = TABLE_JSON; return 0;
     case KEY_CSV: o->format = TABLE_CSV; return 0;
     case ARGP_KEY_ARG: o->paths[o->path_count++] = text; return 0;
@@ -37,11 +49,12 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-static const struct argp eval_argp = {
-    .options = options_table,
-    .parser = parse,
-    .args_doc = "FILE...",
-    .doc = "Loss of a checkpoint on text files, folders of them, or token files, in windows of its context."};
+static const struct argp eval_argp = {.options = options_table,
+                                      .parser = parse,
+                                      .args_doc = "FILE...",
+                                      .doc = "Loss of a checkpoint on text files, folders of them, or token "
+                                             "files, in windows of its context; - is "
+                                             "the text on standard input."};
 
 static const table_column columns[] = {
     {"tokens", COLUMN_INTEGER, 0, false, NULL},
@@ -67,10 +80,10 @@ static bool run(const eval_options *o, error *err)
     model m;
     tokens *data = NULL;
     evaluation result;
-    if (!load_model(&m, o->checkpoint, SEQUENCES, MODEL_EVALUATE, err)) return false;
+    if (!load_model(&m, o->checkpoint, SEQUENCES, o->context, MODEL_EVALUATE, err)) return false;
     bool done =
         tokens_open(&data, o->paths, o->path_count, m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
-        evaluate(&result, &m, data, 0, err) && print_result(o, &result, tokens_are_bytes(data), err);
+        evaluate(&result, &m, data, 0, NULL, err) && print_result(o, &result, tokens_are_bytes(data), err);
     tokens_close(data);
     model_destroy(&m);
     return done;

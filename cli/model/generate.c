@@ -79,7 +79,7 @@ static bool generate(generate_options *o, model *m, int32_t *text, int64_t count
 static bool run(generate_options *o, error *err)
 {
     model m;
-    if (!load_model(&m, o->checkpoint, 1, MODEL_GENERATE, err)) return false;
+    if (!load_model(&m, o->checkpoint, 1, 0, MODEL_GENERATE, err)) return false;
     bool done =
         m.config.vocab == 256 || fail(err, ERROR_USAGE, "%s: a vocabulary of %lld; text is bytes, 256",
                                       o->checkpoint, (long long)m.config.vocab);

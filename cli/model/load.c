@@ -3,13 +3,17 @@
 
 #include "train/checkpoint.h"
 
-bool load_model(model *m, const char *path, int64_t sequences, model_use use, error *err)
+bool load_model(model *m, const char *path, int64_t sequences, int64_t context, model_use use, error *err)
 {
     char name[4096];
     model_config config;
     *m = (model){0};
-    if (!checkpoint_find(path, name, sizeof name, err) || !checkpoint_load_config(name, &config, err) ||
-        !model_create(m, NULL, &config, &(model_options){.sequences = sequences, .use = use}, err))
+    if (!checkpoint_find(path, name, sizeof name, err) || !checkpoint_load_config(name, &config, err))
+        return false;
+    if (context > config.context) sequences = sequences * config.context / context;
+    if (sequences < 1) sequences = 1;
+    if (context > 0) config.context = context; // no weight depends on it
+    if (!model_create(m, NULL, &config, &(model_options){.sequences = sequences, .use = use}, err))
         return false;
     if (checkpoint_load_weights(name, m, err)) {
         model_upload(m, NULL);

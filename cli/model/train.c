@@ -12,20 +12,19 @@
 
 enum { PATH_BYTES = 4096 };
 
-/* A signal handler has nowhere else to say so. */
+/* The signal that came, 0: none. A signal handler has nowhere else to say so. */
 static volatile sig_atomic_t stop_asked;
 
 static void ask_to_stop(int number)
 {
-    (void)number;
-    stop_asked = 1;
+    stop_asked = number;
 }
 
-/* The first interrupt finishes the step and saves; a second one ends the program: that
- * loses no checkpoint. */
+/* The first interrupt finishes the step, or leaves the validation, and saves; a second one ends the program:
+ * that loses no checkpoint. */
 static void catch_signals(void)
 {
-    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = (int)SA_RESETHAND};
+    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = (int)(SA_RESETHAND | SA_RESTART)};
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     signal(SIGXFSZ, SIG_IGN); // a file past its limit is then an error of the write
@@ -39,7 +38,7 @@ static const table_column columns[] = {
     {"parameters", COLUMN_INTEGER, 0, false, NULL},
     {"active", COLUMN_INTEGER, 0, false, "weights that a token uses"},
     {"loss", COLUMN_NUMBER, 4, false, "training, nats a token"},
-    {"val_loss", COLUMN_NUMBER, 4, false, "whole validation stream, plain top-K"},
+    {"val_loss", COLUMN_NUMBER, 4, false, "over val_tokens, plain top-K"},
     {"val_bits_per_byte", COLUMN_NUMBER, 4, false, NULL},
     {"val_tokens", COLUMN_INTEGER, 0, false, NULL},
 };
@@ -49,7 +48,7 @@ static bool print_result(const train_options *options, const train_result *r, er
     table *t = table_open(stdout, options->json ? TABLE_JSON : TABLE_VERTICAL, columns,
                           sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "out of memory");
-    double val_loss = r->interrupted ? (double)NAN : r->validation.loss;
+    const double val_loss = r->interrupted ? (double)NAN : r->validation.loss;
     table_integer(t, r->step);
     table_integer(t, r->tokens);
     table_number(t, r->elapsed);
@@ -73,17 +72,36 @@ static bool adopt_shape(train_options *options, error *err)
     return checkpoint_find(s->out, path, sizeof path, err) && checkpoint_load_config(path, &s->config, err);
 }
 
-static bool train(train_options *options, error *err)
+/* What is left of a resumed run: its steps or seconds count those before. */
+static void show_start(const train_settings *s, const train_start *start)
+{
+    const double left = s->seconds - start->elapsed;
+    if (!start->resumed) return;
+    fprintf(stderr, "resumed at step %lld", (long long)start->step);
+    if (s->steps)
+        fprintf(stderr, " of %lld%s\n", (long long)s->steps,
+                start->step < s->steps ? "" : ": nothing is left");
+    else if (left > 0)
+        fprintf(stderr, " after %.1f s of training; of the %g s, which count them, %.1f s are left\n",
+                start->elapsed, s->seconds, left);
+    else
+        fprintf(stderr, " after %.1f s of training; of the %g s, which count them, nothing is left\n",
+                start->elapsed, s->seconds);
+}
+
+static bool train(train_options *options, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
     train_result result;
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();
     s->stop = &stop_asked;
+    s->on_start = show_start;
     if (!adopt_shape(options, err)) return false;
     bool done = train_run(s, options->quiet ? NULL : progress_show, &shown, &result, err);
     progress_end(&shown);
     if (!done || !print_result(options, &result, err)) return false;
+    *interrupted = result.interrupted;
     const char *curve = result.drawn ? ", curve.png" : "";
     fprintf(stderr, "%s: %s/{train.jsonl%s, latest}\n",
             result.interrupted ? "interrupted, go on with --resume" : "done", s->out, curve);
@@ -92,10 +110,12 @@ static bool train(train_options *options, error *err)
 
 int smoe_cli_train(int argc, char **argv)
 {
+    enum { BY_SIGNAL = 128 }; // a shell's status of what the signal of this number ended
     train_options options;
     error err = {0};
-    if (!train_options_parse(&options, argc, argv, &err) || !train(&options, &err))
+    bool interrupted = false;
+    if (!train_options_parse(&options, argc, argv, &err) || !train(&options, &interrupted, &err))
         fprintf(stderr, "%s: %s\n", argv[0], err.text);
     free(options.paths);
-    return err.code;
+    return interrupted ? BY_SIGNAL + stop_asked : err.code;
 }

@@ -24,14 +24,19 @@ typedef struct number_option {
 #define CONFIG(field) offsetof(train_settings, config.field)
 
 static const number_option numbers[] = {
-    {"steps", "N", AT(steps), INT64, 0, 1e15, GROUP_RUN,
-     "Train for N steps and not by the clock: then a resumed run has the bits of an unbroken one"},
-    {"seconds", "X", AT(seconds), REAL, 0.001, 1e9, GROUP_RUN, "Train for X seconds"},
+    {"steps", "N", AT(steps), INT64, 1, 1e15, GROUP_RUN,
+     "Train for N steps, those before a --resume included, and not by the clock: then a resumed run has the "
+     "bits of an unbroken one"},
+    {"seconds", "X", AT(seconds), REAL, 0.001, 1e9, GROUP_RUN,
+     "Train for X seconds, those before a --resume included; not with --steps"},
     {"seed", "N", AT(seed), INT64, 0, 9e15, GROUP_RUN, "Of the weights, the samples and SR-f"},
     {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Lines of the log over the run"},
-    {"evaluations", "N", AT(evaluations), INT64, 1, 1e9, GROUP_RUN, "Validations over the run"},
+    {"evaluations", "N", AT(evaluations), INT64, 1, 1e9, GROUP_RUN,
+     "Validations over the run, each on windows evenly spread over the validation stream"},
     {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
-     "Tokens of each but the last, which takes all"},
+     "Tokens of each validation but the last"},
+    {"last-evaluation-tokens", "N", AT(last_evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
+     "Tokens of the last validation"},
     {"checkpoints", "N", AT(checkpoints), INT64, 1, 1e9, GROUP_RUN, "Checkpoints over the run"},
     {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Newest checkpoints that stay"},
 
@@ -83,7 +88,7 @@ enum {
 static const struct argp_option others[] = {
     {NULL, 0, NULL, 0, "Run:", GROUP_RUN},
     {"out", 'o', "DIR", 0, "Folder of the log, the curve and the checkpoints", GROUP_RUN},
-    {"minutes", KEY_MINUTES, "X", 0, "Train for X minutes", GROUP_RUN},
+    {"minutes", KEY_MINUTES, "X", 0, "The same in minutes", GROUP_RUN},
     {"resume", KEY_RESUME, NULL, 0, "Go on from the newest checkpoint in DIR; its sizes are the model's",
      GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
@@ -131,6 +136,14 @@ static double parse_real(struct argp_state *state, const char *name, const char 
     return value;
 }
 
+/* A run ends by its steps or by the clock: of the options that say which, one may be there. */
+static void note_length(train_options *options, const char *name, struct argp_state *state)
+{
+    if (options->length && strcmp(options->length, name) != 0)
+        argp_error(state, "--%s beside --%s: a run ends by one of them", name, options->length);
+    options->length = name;
+}
+
 static void parse_number(train_options *options, int index, const char *text, struct argp_state *state)
 {
     const number_option *o = &numbers[index];
@@ -139,7 +152,7 @@ static void parse_number(train_options *options, int index, const char *text, st
         argp_error(state, "--%s: '%s' is no whole number", o->name, text);
     number_set(&options->settings, o, value);
     options->sizes_given |= o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range);
-    if (o->offset == AT(seconds)) options->settings.steps = 0;
+    if (o->offset == AT(steps) || o->offset == AT(seconds)) note_length(options, o->name, state);
 }
 
 static void parse_rounding(train_options *options, const char *text, struct argp_state *state)
@@ -167,7 +180,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_RESUME: s->resume = true; return 0;
     case KEY_MINUTES:
         s->seconds = 60.0 * parse_real(state, "minutes", text, 1e-4, 1e7);
-        s->steps = 0;
+        note_length(options, "minutes", state);
         return 0;
     case KEY_RENORMALIZE:
     case KEY_TIED:
@@ -181,6 +194,13 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
+/* "" for a default that the option itself would refuse: no steps mean "by the clock". */
+static void number_text(char *text, size_t size, const train_settings *s, const number_option *o)
+{
+    const double value = number_get(s, o);
+    snprintf(text, size, value < o->low ? "" : "%.7g", value);
+}
+
 /* Adds the default to the text of an option that has one. */
 static char *add_default(int key, const char *text, void *input)
 {
@@ -188,7 +208,7 @@ static char *add_default(int key, const char *text, void *input)
     train_settings s = train_settings_default();
     char value[64] = "", *made;
     if (key >= KEY_NUMBER && key < KEY_NUMBER + NUMBERS)
-        snprintf(value, sizeof value, "%.7g", number_get(&s, &numbers[key - KEY_NUMBER]));
+        number_text(value, sizeof value, &s, &numbers[key - KEY_NUMBER]);
     if (key == 'o') snprintf(value, sizeof value, "%s", s.out);
     if (key == KEY_ROUNDING) snprintf(value, sizeof value, "%s", rounding_name(s.routing.rounding));
     if (!*value || !text || asprintf(&made, "%s (default %s)", text, value) < 0) return (char *)text;
@@ -216,7 +236,8 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
         .args_doc = "FILE...",
         .doc = "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
                "them, or token "
-               "files (*.bin).\vDIR receives train.jsonl (a JSON object a line), curve.png when gnuplot is "
+               "files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a JSON object a "
+               "line), curve.png when gnuplot is "
                "there, and "
                "checkpoints that Hugging Face transformers opens (DIR/latest is the newest).",
         .help_filter = add_default,

@@ -24,12 +24,15 @@ static void check_batches(const tokens *data, int64_t context, int64_t vocab)
         for (int64_t row = 0; row < BATCH; row++)
             check_window(inputs + row * context, targets + row * context, context, vocab);
     }
-    int64_t windows = tokens_windows(data);
-    PROMISE(windows > 0);
-    tokens_window(data, 0, 1, inputs, targets);
-    check_window(inputs, targets, context, vocab);
-    tokens_window(data, windows - 1, 1, inputs, targets);
-    check_window(inputs, targets, context, vocab);
+    int64_t windows = tokens_windows(data), rest = tokens_rest(data);
+    PROMISE(windows > 0 || (rest > 0 && tokens_train_count(data) == 0));
+    PROMISE(rest < context && windows * context + rest == tokens_validation_count(data) - 1);
+    tokens_rest_window(data, inputs, targets);
+    check_window(inputs, targets, rest, vocab);
+    for (int64_t i = 0; i < 2 && windows > 0; i++) { // the first and the last
+        tokens_window(data, i * (windows - 1), 1, inputs, targets);
+        check_window(inputs, targets, context, vocab);
+    }
     free(inputs);
     free(targets);
 }
