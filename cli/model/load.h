@@ -6,6 +6,7 @@
 
 /* `path` is a checkpoint, or the folder of a run, whose newest is taken. For passes of up to `sequences`
  * sequences, without gradients. The caller calls model_destroy. */
-bool load_model(model *m, const char *path, int64_t sequences, model_use use, error *err);
+bool load_model(model *m, const char *path, int64_t sequences, model_use use, train_device *device,
+                error *err);
 
 #endif
