@@ -5,6 +5,7 @@
 #include "host/plan_size.h"
 #include "host/routing.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -57,12 +58,26 @@ static smoe_cuda_lists lists_at(const smoe_problem *p, const forward_scratch *s,
 
 /* ---- Context ---- */
 
+static const moe_kernels *const generations[] = {&moe_sm90_kernels};
+enum { GENERATIONS = sizeof generations / sizeof *generations };
+
+/* NULL: there are none for this compute capability. */
 static const moe_kernels *kernels_for(int major, int minor)
 {
-    static const moe_kernels *const generations[] = {&moe_sm90_kernels};
-    for (size_t i = 0; i < sizeof generations / sizeof *generations; i++)
+    for (int i = 0; i < GENERATIONS; i++)
         if (generations[i]->major == major && generations[i]->minor == minor) return generations[i];
     return NULL;
+}
+
+static smoe_status refuse_generation(smoe_context *context, int device, int major, int minor)
+{
+    char built_for[8 * GENERATIONS] = "";
+    for (int i = 0; i < GENERATIONS; i++)
+        snprintf(built_for + strlen(built_for), sizeof built_for - strlen(built_for), " %d.%d",
+                 generations[i]->major, generations[i]->minor);
+    return smoe_fail(context, SMOE_ERROR_DEVICE,
+                     "smoe_create: device %d has compute capability %d.%d, the kernels are built for%s",
+                     device, major, minor, built_for);
 }
 
 static cudaError_t open_device(device_state *state, int *major, int *minor)
@@ -109,11 +124,7 @@ static smoe_status create(smoe_context *context, const smoe_context_options *opt
     state->kernels = kernels_for(major, minor);
     smoe_status result = SMOE_OK;
     if (status == cudaSuccess && !state->kernels)
-        result =
-            smoe_fail(context, SMOE_ERROR_DEVICE,
-                      "smoe_create: device %d has compute capability %d.%d, the kernels are built for 9.0 "
-                      "(Hopper)",
-                      state->device, major, minor);
+        result = refuse_generation(context, state->device, major, minor);
     else if (status == cudaSuccess)
         status = prepare_kernels(state);
     leave_device(state, before);

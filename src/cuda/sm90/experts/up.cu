@@ -8,8 +8,8 @@
 // and columns past d, are written as zeros, so no expert's tail sees another expert's data. Warps 10 and 11
 // store H, activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the
 // tensor map.
-#include "common/activation.cuh"
 #include "common/instances.cuh"
+#include "sm90/activate_panel.cuh"
 #include "sm90/feed.cuh"
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
