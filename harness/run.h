@@ -72,6 +72,7 @@ typedef struct run {
 typedef struct run_options {
     bool stages;        // route, round, plan, experts one by one, and the experts' backward alone
     bool forward_only;  // for inference
+    bool less_router;   // dlogits and drouter_bias are not asked for
     int backwards;      // backward calls on one forward, at least 1; with `accumulate` their gradients add up
     void *traffic;      // device.h: copies get under way right before every pass; or NULL
     int64_t repeats;    // of both passes after the first time, with the same buffers, outputs poisoned anew
