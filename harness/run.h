@@ -93,6 +93,11 @@ const char *slot_name(slot_id id);
 /* Bytes of a wanted slot's tensor; 0 when it is not wanted. */
 uint64_t slot_bytes(const run *r, slot_id id);
 
+static inline const buffer *slot_memory(const run *r, slot_id id)
+{
+    return &r->slots[id].memory;
+}
+
 static inline void *slot_data(const run *r, slot_id id)
 {
     return r->slots[id].memory.data;
@@ -111,6 +116,7 @@ bool run_inputs(run *r, const oracle_drawn *drawn);
 bool run_forward(run *r, const run_options *options);
 bool run_backward(run *r, const run_options *options);
 
+bool run_intact(run *r); // the canaries alone
 bool run_check(run *r);
 
 /* What gradient buffers hold before a run that accumulates. */
