@@ -3,8 +3,8 @@
 #ifndef CLI_BENCH_DATA_H
 #define CLI_BENCH_DATA_H
 
-#include "harness/buffer.h"
 #include "cli/common/problem.h"
+#include "harness/buffer.h"
 
 /* Fills with N(0, scale^2) rounded to the type (F32, BF16 or F16). The same numbers whatever the threads. */
 bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
