@@ -183,6 +183,30 @@ static void test_binary_files(void **state)
     assert_true(figure(state, "eval -c run mixed/zeros", "tokens", "") == 8999);
 }
 
+/* The help promises no more of transformers than config.json's model type keeps. */
+static void test_help_about_transformers(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    char path[4096];
+    assert_int_equal(run_for(state, "", "train --help", OUTPUT, output), 0);
+    assert_non_null(strstr(output, "smoe.transformers"));
+    put_texts(state);
+    static const struct {
+        const char *options, *type;
+    } cases[] = {{"", "olmoe"}, {"--shared 8", "smoe"}, {"--layers 2 --dense-layers 1", "smoe"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char arguments[512];
+        snprintf(arguments, sizeof arguments, "train " TINY "%s --steps 1 --out run%zu text.txt",
+                 cases[i].options, i);
+        expect(state, arguments, 0, "done");
+        snprintf(arguments, sizeof arguments,
+                 "grep -q '\"model_type\": \"%s\"' '%s/run%zu/latest/config.json'", cases[i].type,
+                 (const char *)*state, i);
+        if (system(arguments) != 0)
+            fail_msg("%s: not %s", in_folder(path, state, "config.json"), cases[i].type);
+    }
+}
+
 /* - is standard input. */
 static void test_standard_input(void **state)
 {
@@ -256,6 +280,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
