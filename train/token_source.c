@@ -11,6 +11,7 @@ enum {
     BIN_HEADER = 256 * 4, // bytes: int32[256]
     BIN_MAGIC = 20240520,
     BIN_VERSION = 1,
+    LOOKED_AT = 8192,    // bytes of a text that show whether it is one
     COPY_BELOW = 1 << 20 // bytes; smaller files are copied: a process has only some 65000 mappings
 };
 
@@ -116,8 +117,14 @@ static int32_t header_field(const unsigned char *bytes, int i)
     return field;
 }
 
+static bool has_magic(const unsigned char *bytes, size_t size)
+{
+    return size >= sizeof(int32_t) && header_field(bytes, 0) == BIN_MAGIC;
+}
+
 static bool parse_bin(token_source *s, const unsigned char *bytes, size_t size, error *err)
 {
+    s->binary = !has_magic(bytes, size);
     if (size < BIN_HEADER)
         return fail(err, ERROR_RUNTIME, "truncated token file: %zu bytes, the header has %d", size,
                     BIN_HEADER);
@@ -146,6 +153,7 @@ static bool parse_contents(token_source *s, const unsigned char *bytes, size_t s
     s->bytes = bytes;
     s->count = (int64_t)size;
     s->width = 1;
+    s->binary = size > 0 && memchr(bytes, 0, size < LOOKED_AT ? size : LOOKED_AT) != NULL;
     return check_vocab(s, vocab, err);
 }
 
@@ -168,7 +176,9 @@ bool token_source_parse(token_source *source, const void *bytes, size_t size, co
                   ? parse_gzip(source, bytes, size, name, length - 3, vocab, &reason)
                   : parse_contents(source, bytes, size, name, length, vocab, &reason);
     if (ok) return true;
+    const bool binary = source->binary;
     token_source_close(source);
+    source->binary = binary;
     return fail(err, ERROR_RUNTIME, "%s: %s", name, reason.text);
 }
 

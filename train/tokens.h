@@ -6,7 +6,8 @@
  *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz
  *   else   text: every byte is a token, so the vocabulary has 256 or more
- * Files of one run are either all text or all token files; empty files inside a folder are skipped.
+ * Files of one run are either all text or all token files; empty files inside a folder are skipped, and so
+ * are binary ones: texts with a byte of zero among their first 8192, *.bin that are no token files.
  *
  * Split. With fewer than 20 files the last 5% of each file validate. With 20 or more every 20th file does, so
  * that no document is in both; should that come to less than 2% or more than 10% of all tokens (files of very
@@ -39,6 +40,10 @@ bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *nam
                   int64_t context, tokens_split split, error *err);
 
 void tokens_close(tokens *data); // NULL is fine
+
+/* Binary files of folders that were left out, and the path of the first (NULL: none), which lives as long as
+ * data. */
+size_t tokens_skipped(const tokens *data, const char **first);
 
 bool tokens_are_bytes(const tokens *data);      // then loss / ln 2 is bits per byte
 int64_t tokens_train_count(const tokens *data); // tokens

@@ -311,7 +311,8 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
 static void tell_start(const run *r)
 {
     const train_settings *s = r->settings;
-    const train_start start = {.resumed = s->resume, .step = r->state.step, .elapsed = r->state.elapsed};
+    const train_start start = {
+        .resumed = s->resume, .step = r->state.step, .elapsed = r->state.elapsed, .data = r->data};
     if (s->on_start) s->on_start(s, &start);
 }
 

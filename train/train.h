@@ -17,6 +17,7 @@ typedef struct train_start {
     bool resumed;
     int64_t step;   // steps done before this run
     double elapsed; // seconds of training before this run
+    const tokens *data;
 } train_start;
 
 typedef struct train_settings train_settings;

@@ -3,6 +3,7 @@
 #include "cli/common/problem.h"
 #include "cli/common/table.h"
 #include "cli/model/load.h"
+#include "cli/model/skipped.h"
 #include "train/device.h"
 #include "train/evaluate.h"
 
@@ -78,15 +79,21 @@ static bool print_result(const eval_options *o, const evaluation *e, bool bytes,
     return table_close(t, err);
 }
 
+static bool measure(const eval_options *o, model *m, const tokens *data, error *err)
+{
+    evaluation result;
+    show_skipped(data);
+    return evaluate(&result, m, data, 0, NULL, err) && print_result(o, &result, tokens_are_bytes(data), err);
+}
+
 static bool run_on(train_device *device, const eval_options *o, error *err)
 {
     model m;
     tokens *data = NULL;
-    evaluation result;
     if (!load_model(&m, o->checkpoint, SEQUENCES, o->context, MODEL_EVALUATE, device, err)) return false;
     bool done =
         tokens_open(&data, o->paths, o->path_count, m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
-        evaluate(&result, &m, data, 0, NULL, err) && print_result(o, &result, tokens_are_bytes(data), err);
+        measure(o, &m, data, err);
     tokens_close(data);
     model_destroy(&m);
     return done;

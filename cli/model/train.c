@@ -2,6 +2,7 @@
 #include "cli/common/cli.h"
 #include "cli/common/table.h"
 #include "cli/model/progress.h"
+#include "cli/model/skipped.h"
 #include "cli/model/train_options.h"
 #include "train/checkpoint.h"
 
@@ -72,10 +73,11 @@ static bool adopt_shape(train_options *options, error *err)
     return checkpoint_find(s->out, path, sizeof path, err) && checkpoint_load_config(path, &s->config, err);
 }
 
-/* What is left of a resumed run: its steps or seconds count those before. */
+/* The files left out, and what is left of a resumed run: its steps or seconds count those before. */
 static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
+    show_skipped(start->data);
     if (!start->resumed) return;
     fprintf(stderr, "resumed at step %lld", (long long)start->step);
     if (s->steps)

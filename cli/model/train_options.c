@@ -277,11 +277,13 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
         .parser = parse,
         .args_doc = "FILE...",
         .doc = "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
-               "them, or token "
-               "files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a JSON object a "
-               "line), curve.png when gnuplot is "
-               "there, and "
-               "checkpoints that Hugging Face transformers opens (DIR/latest is the newest).",
+               "them, or token files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a "
+               "JSON "
+               "object a line), curve.png when gnuplot is there, and checkpoints (DIR/latest is the newest). "
+               "Hugging Face transformers opens those of models without --shared and --dense-layers as they "
+               "are; "
+               "the others have the model type smoe, which the Python package registers: import "
+               "smoe.transformers.",
         .help_filter = add_default,
     };
     argp_err_exit_status = ERROR_USAGE;
