@@ -30,22 +30,23 @@ typedef struct train_device {
     void *stream;         // what the library's calls are enqueued on
     bool adds_gradients;  // a step begins with gradients of zero (else its first pass writes them)
     int64_t loss_rows;    // rows whose logits exist at a time, 0: all of a pass
-    error failure;        // of the first operation that failed
+    int64_t most_hidden;  // limits of the hidden size and of a head's; 0: none
+    int64_t most_head;
+    error failure; // of the first operation that failed
 } train_device;
 
 /* Sequences of a pass, as attention and RoPE see them. d = heads * head_size; rows of q and k have d
  * elements, those of v 3 d: it is a part of the projection. */
 typedef struct pass_shape {
     int64_t sequences, length, heads, head_size;
-    int64_t
-        first; // position of a sequence's first row. Not 0: one sequence whose earlier rows are in k and v
+    int64_t first; // position of a sequence's first row; not 0: one sequence, earlier rows are in k and v
 } pass_shape;
 
 /* One batch on the device. */
 typedef struct device_batch {
     const int32_t *tokens, *targets; // (T), targets of a pass with a loss
-    const int32_t *order; // (T) rows by token, those of one token ascending; what a device does not
-    const int32_t *runs;  // ask for is NULL: (T + 1) where each token's rows begin in `order`, then -1
+    const int32_t *order;            // (T) rows by token, those of one token ascending, and
+    const int32_t *runs;             // (T + 2) where each token's rows begin in `order`, T, then -1; or NULL
 } device_batch;
 
 /* AdamW's part that changes from step to step, in device memory. */
@@ -83,6 +84,14 @@ struct train_ops {
     void (*load_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
                        int64_t rows, int64_t most, int64_t vocab);
     bool (*finish)(train_device *dv, error *err);
+    /* Builds what passes of a shape need besides the caller's memory, before the first of them. */
+    void (*prepare)(train_device *dv, const pass_shape *shape, bool backward);
+    /* Recording: between record and recorded operations are noted instead of done; replay does them, any
+     * number of times, on the same memory. All NULL where a device cannot. recorded: NULL when it failed. */
+    void (*record)(train_device *dv);
+    void *(*recorded)(train_device *dv);
+    void (*replay)(train_device *dv, void *recording);
+    void (*forget)(train_device *dv, void *recording);
 
     /* ---- forward ---- */
     void (*embed)(train_device *dv, void *x, const void *weight, const int32_t *tokens, int64_t rows,

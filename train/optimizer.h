@@ -12,6 +12,9 @@ typedef struct optimizer {
     float *first,
         *second;  // the moments on the host, as checkpoints have them. On the CPU: arrays.first, .second
     void *memory; // on the device
+    size_t memory_bytes;
+    void *recording; // a step as the device noted it; NULL: not yet, or it cannot
+    int64_t steps;   // enqueued so far
 } optimizer;
 
 /* What a step found. */

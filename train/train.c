@@ -20,6 +20,7 @@ enum { PATH_BYTES = 4096 };
 typedef struct run {
     const train_settings *settings;
     tokens *data;
+    train_device *device;
     model model;
     optimizer optimizer;
     train_state state;
@@ -108,10 +109,12 @@ static bool open_run(run *r, error *err)
     char path[PATH_BYTES];
     moe_routing routing = s->routing;
     routing.seed = s->seed;
-    model_options options = {.sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN};
+    model_options options = {
+        .sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN, .recompute = s->recompute};
     if (!tokens_open(&r->data, s->paths, s->path_count, s->config.vocab, s->config.context, TOKENS_TRAIN,
                      err) ||
-        !model_create(&r->model, NULL, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
+        !(r->device = device_open(&s->device, err)) ||
+        !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
     if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
         return fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
@@ -128,6 +131,7 @@ static void close_run(run *r)
     optimizer_destroy(&r->optimizer);
     free(r->inputs);
     model_destroy(&r->model);
+    if (r->device) r->device->ops->close(r->device);
     tokens_close(r->data);
 }
 

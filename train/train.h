@@ -6,6 +6,7 @@
 #ifndef TRAIN_TRAIN_H
 #define TRAIN_TRAIN_H
 
+#include "train/device.h"
 #include "train/evaluate.h"
 #include "train/model.h"
 
@@ -22,6 +23,8 @@ typedef struct train_settings train_settings;
 
 struct train_settings {
     model_config config;
+    device_options device;
+    model_recompute recompute;
     const char *const *paths; // files and folders of text, or token files
     size_t path_count;
     const char *out;   // folder of log, curve and checkpoints

@@ -82,7 +82,11 @@ enum {
     KEY_RENORMALIZE,
     KEY_TIED,
     KEY_ROUNDING,
-    KEY_JSON
+    KEY_JSON,
+    KEY_DEVICE,
+    KEY_PRECISION,
+    KEY_FASTEST,
+    KEY_RECOMPUTE
 };
 
 static const struct argp_option others[] = {
@@ -91,6 +95,14 @@ static const struct argp_option others[] = {
     {"minutes", KEY_MINUTES, "X", 0, "The same in minutes", GROUP_RUN},
     {"resume", KEY_RESUME, NULL, 0, "Go on from the newest checkpoint in DIR; its sizes are the model's",
      GROUP_RUN},
+    {"device", KEY_DEVICE, "NAME", 0,
+     "cpu, cuda, auto (the GPU where there is one) or cuda-plain (without libraries, slow)", GROUP_RUN},
+    {"precision", KEY_PRECISION, "TYPE", 0,
+     "cuda: f32 weights and AdamW states beside bf16 arithmetic, or bf16 alone (f32 or bf16)", GROUP_RUN},
+    {"fastest", KEY_FASTEST, NULL, 0,
+     "cuda: attention's backward may sum in any order: two runs then differ in their last bits", GROUP_RUN},
+    {"recompute", KEY_RECOMPUTE, "WHAT", 0,
+     "What the backward computes again instead of the forward keeping it: none, norms or layers", GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
     {"quiet", 'q', NULL, 0, "No progress on the terminal", GROUP_RUN},
     {NULL, 0, NULL, 0, "Model:", GROUP_MODEL},
@@ -165,6 +177,33 @@ static void parse_rounding(train_options *options, const char *text, struct argp
     argp_error(state, "--rounding: '%s' is none of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
 }
 
+/* The place of `text` among the count choices. */
+static int parse_choice(struct argp_state *state, const char *name, const char *text,
+                        const char *const *choices, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (strcmp(text, choices[i]) == 0) return i;
+    argp_error(state, "--%s: '%s' is none of its choices (--help lists them)", name, text);
+    return 0;
+}
+
+static error_t parse_device(int key, const char *text, struct argp_state *state)
+{
+    static const char *const names[] = {"auto", "cpu", "cuda", "cuda-plain"},
+                             *const precisions[] = {"f32", "bf16"},
+                             *const recomputed[] = {"none", "norms", "layers"};
+    train_settings *s = &((train_options *)state->input)->settings;
+    switch (key) {
+    case KEY_DEVICE: s->device.name = names[parse_choice(state, "device", text, names, 4)]; return 0;
+    case KEY_PRECISION: s->device.bf16 = parse_choice(state, "precision", text, precisions, 2); return 0;
+    case KEY_FASTEST: s->device.fastest = true; return 0;
+    case KEY_RECOMPUTE:
+        s->recompute = (model_recompute)parse_choice(state, "recompute", text, recomputed, 3);
+        return 0;
+    default: return ARGP_ERR_UNKNOWN;
+    }
+}
+
 static error_t parse(int key, char *text, struct argp_state *state)
 {
     train_options *options = state->input;
@@ -190,7 +229,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_ROUNDING: parse_rounding(options, text, state); return 0;
     case ARGP_KEY_ARG: options->paths[s->path_count++] = text; return 0;
     case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to train on"); return 0;
-    default: return ARGP_ERR_UNKNOWN;
+    default: return parse_device(key, text, state);
     }
 }
 
@@ -210,6 +249,9 @@ static char *add_default(int key, const char *text, void *input)
     if (key >= KEY_NUMBER && key < KEY_NUMBER + NUMBERS)
         number_text(value, sizeof value, &s, &numbers[key - KEY_NUMBER]);
     if (key == 'o') snprintf(value, sizeof value, "%s", s.out);
+    if (key == KEY_DEVICE) snprintf(value, sizeof value, "%s", s.device.name);
+    if (key == KEY_PRECISION) snprintf(value, sizeof value, "f32");
+    if (key == KEY_RECOMPUTE) snprintf(value, sizeof value, "none");
     if (key == KEY_ROUNDING) snprintf(value, sizeof value, "%s", rounding_name(s.routing.rounding));
     if (!*value || !text || asprintf(&made, "%s (default %s)", text, value) < 0) return (char *)text;
     return made;

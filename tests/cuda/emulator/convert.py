@@ -29,6 +29,8 @@ def arguments(text):
 def launch(text):
     """The first kernel<<<grid, block, bytes, stream>>>(arguments) as a call of emulator::launch."""
     middle = start = text.index("<<<")
+    while text[start - 1].isspace():
+        start -= 1
     if text[start - 1] == ">":  # template arguments
         depth = 0
         while True:

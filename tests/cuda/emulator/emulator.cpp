@@ -178,11 +178,12 @@ void run_grid(dim3 grid, dim3 block, const std::function<void()> &kernel)
     grid_size = grid;
     block_size = block;
     body = kernel;
-    for (unsigned y = 0; y < grid.y; y++)
-        for (unsigned x = 0; x < grid.x; x++) {
-            block_index = {x, y, 0};
-            run_block();
-        }
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) {
+                block_index = {x, y, z};
+                run_block();
+            }
 }
 
 __attribute__((noinline)) void yield()

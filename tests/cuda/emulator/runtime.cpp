@@ -135,6 +135,19 @@ cudaError_t cudaFree(void *memory)
     return cudaSuccess;
 }
 
+cudaError_t cudaMallocHost(void **memory, size_t bytes)
+{
+    if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
+    *memory = malloc(bytes);
+    return *memory ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+cudaError_t cudaFreeHost(void *memory)
+{
+    free(memory);
+    return cudaSuccess;
+}
+
 cudaError_t cudaMemset(void *memory, int value, size_t bytes)
 {
     if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
