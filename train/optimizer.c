@@ -114,7 +114,7 @@ static bool enqueue(optimizer *o, int64_t sequences, int64_t length, error *err)
  * recorded: libraries load kernels then. */
 static bool records(const optimizer *o)
 {
-    return o->model->device->ops->record && o->steps > 0 && o->model->routing.rounding != SMOE_ROUND_SR_F;
+    return o->model->device->ops->record && o->steps > 0 && o->model->routing.rounding != SMOE_ROUNDING_SR_F;
 }
 
 bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *step, error *err)
