@@ -72,12 +72,17 @@ struct train_ops {
     void *(*allocate)(train_device *dv, size_t bytes); // aligned to 256; NULL: no memory
     void (*release)(train_device *dv, void *memory);
     size_t (*available)(train_device *dv); // bytes that allocate can still give, 0: not known
+    size_t (*used)(train_device *dv);      // bytes in use by the driver's count, 0: not known
     void (*upload)(train_device *dv, void *to, const void *host, size_t bytes); // done with host on return
     void (*download)(train_device *dv, void *host, const void *from, size_t bytes); // done on return
     /* f32 on the host to `type` on the device and back */
     void (*store)(train_device *dv, void *to, smoe_type type, const float *host, int64_t count);
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
+    /* count normal values of a stream (train/random.h) times deviation, or ones where that is 0, to `to`
+     * (type) and, rounded to it last, to master. NULL: the host draws. */
+    void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
+                 uint64_t stream);
     /* Brings one batch of `rows` tokens to the device; targets may be NULL. The first call gives the most
      * rows that will ever come, and the places stay. The host's arrays must stay as they are until `finish`.
      */

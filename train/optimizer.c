@@ -64,6 +64,23 @@ void optimizer_destroy(optimizer *o)
     *o = (optimizer){0};
 }
 
+void optimizer_draw(optimizer *o, uint64_t seed)
+{
+    model *m = o->model;
+    train_device *dv = m->device;
+    if (!dv->ops->draw) {
+        param_init(m->weights, &m->layout, seed);
+        optimizer_upload(o);
+        return;
+    }
+    for (size_t i = 0; i < m->layout.tensor_count; i++) {
+        const param_tensor *t = &m->layout.tensors[i];
+        dv->ops->draw(dv, model_past(m, m->params, (int64_t)t->offset), dv->type,
+                      o->arrays.master ? o->arrays.master + t->offset : NULL, (int64_t)t->count, t->deviation,
+                      param_stream(seed, i));
+    }
+}
+
 void optimizer_upload(optimizer *o)
 {
     train_device *dv = o->model->device;

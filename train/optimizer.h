@@ -26,6 +26,9 @@ typedef struct step_result {
 bool optimizer_create(optimizer *o, model *model, error *err);
 void optimizer_destroy(optimizer *o); // a zeroed one is fine
 
+/* First weights, drawn where the device can. */
+void optimizer_draw(optimizer *o, uint64_t seed);
+
 /* Weights and moments from the host's arrays (model->weights, first, second) to the device and back. */
 void optimizer_upload(optimizer *o);
 bool optimizer_download(optimizer *o, error *err);

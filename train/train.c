@@ -4,6 +4,7 @@
 
 #include "common/clock.h"
 #include "train/checkpoint.h"
+#include "train/file.h"
 #include "train/log.h"
 #include "train/optimizer.h"
 #include "train/plot.h"
@@ -79,6 +80,7 @@ static bool resume(run *r, error *err)
 
 static bool save(run *r, error *err)
 {
+    if (r->settings->checkpoints == 0) return file_make_folder(r->settings->out, err);
     return optimizer_download(&r->optimizer, err) &&
            checkpoint_save(r->settings->out, &r->model, &r->state, r->settings->keep, err);
 }
@@ -95,12 +97,11 @@ static bool start(run *r, error *err)
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
         return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);
-    param_init(r->model.weights, &r->model.layout, s->seed);
+    optimizer_draw(&r->optimizer, s->seed);
     r->state.seed = s->seed;
     r->state.batch = s->batch;
-    optimizer_upload(&r->optimizer);
     // Saved before the first step: there always is a good checkpoint, and a full disk shows at once.
-    return checkpoint_save(s->out, &r->model, &r->state, s->keep, err);
+    return save(r, err);
 }
 
 static bool open_run(run *r, error *err)
@@ -288,10 +289,10 @@ static bool loop(run *r, train_observer observer, void *user, train_result *resu
 static bool finish(run *r, int64_t first, train_result *result, error *err)
 {
     const train_settings *s = r->settings;
-    if (!result->interrupted && !validate(r, s->last_evaluation_tokens, &result->validation, err))
-        return false;
+    bool evaluates = !result->interrupted && s->evaluations > 0;
+    if (evaluates && !validate(r, s->last_evaluation_tokens, &result->validation, err)) return false;
     result->interrupted |= result->validation.stopped;
-    double val_loss = result->interrupted ? (double)NAN : result->validation.loss;
+    double val_loss = !evaluates || result->interrupted ? (double)NAN : result->validation.loss;
     if (!result->interrupted && r->state.loss_count && !write_line(r, val_loss, err)) return false;
     if (r->state.step > first && !save(r, err)) return false;
     *result = (train_result){.step = r->state.step,
@@ -302,7 +303,8 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
                              .bytes = tokens_are_bytes(r->data),
                              .interrupted = result->interrupted,
                              .parameters = r->model.layout.total,
-                             .active = model_active_weights(&s->config)};
+                             .active = model_active_weights(&s->config),
+                             .device_bytes = r->device->ops->used(r->device)};
     error ignored = {0}; // a curve that cannot be drawn does not undo a run
     plot_curves(s->out, &result->drawn, &ignored);
     return true;

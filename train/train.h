@@ -39,7 +39,7 @@ struct train_settings {
     double clip;         // largest norm of the gradient
     moe_routing routing; // rounding, tile, auxiliary losses; its seed and step are set by the run
     uint64_t seed;       // of the weights, the samples and SR-f
-    int64_t logs, evaluations, checkpoints; // how many of each over the run
+    int64_t logs, evaluations, checkpoints; // how many of each over the run; 0 of the last two: none
     int64_t evaluation_tokens;              // of the validation stream, at all evaluations but the last
     int64_t last_evaluation_tokens;         // at the last: it bounds the time after the last step
     int64_t keep;                           // checkpoints that stay
@@ -72,7 +72,8 @@ typedef struct train_result {
     bool interrupted;      // by *stop, while training or in the last validation, which then has no loss
     bool drawn;            // curve.png is there
     size_t parameters;
-    int64_t active; // weights a token uses
+    int64_t active;      // weights a token uses
+    size_t device_bytes; // in use on the device at the end, by its driver's count; 0: not known
 } train_result;
 
 /* Runs to the end. A loss or gradient that is not finite ends the run with an error that names the newest

@@ -42,6 +42,7 @@ static const table_column columns[] = {
     {"val_loss", COLUMN_NUMBER, 4, false, "over val_tokens, plain top-K"},
     {"val_bits_per_byte", COLUMN_NUMBER, 4, false, NULL},
     {"val_tokens", COLUMN_INTEGER, 0, false, NULL},
+    {"device_gb", COLUMN_NUMBER, 2, false, "in use on the GPU, by its driver's count"},
 };
 
 static bool print_result(const train_options *options, const train_result *r, error *err)
@@ -49,7 +50,7 @@ static bool print_result(const train_options *options, const train_result *r, er
     table *t = table_open(stdout, options->json ? TABLE_JSON : TABLE_VERTICAL, columns,
                           sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "out of memory");
-    const double val_loss = r->interrupted ? (double)NAN : r->validation.loss;
+    const double val_loss = r->interrupted || !r->validation.tokens ? (double)NAN : r->validation.loss;
     table_integer(t, r->step);
     table_integer(t, r->tokens);
     table_number(t, r->elapsed);
@@ -60,6 +61,7 @@ static bool print_result(const train_options *options, const train_result *r, er
     table_number(t, val_loss);
     table_number(t, r->bytes ? val_loss / log(2.0) : (double)NAN);
     table_integer(t, r->validation.tokens);
+    table_number(t, r->device_bytes ? (double)r->device_bytes / 1e9 : (double)NAN);
     table_end_row(t);
     return table_close(t, err);
 }

@@ -31,13 +31,13 @@ static const number_option numbers[] = {
      "Train for X seconds, those before a --resume included; not with --steps"},
     {"seed", "N", AT(seed), INT64, 0, 9e15, GROUP_RUN, "Of the weights, the samples and SR-f"},
     {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Lines of the log over the run"},
-    {"evaluations", "N", AT(evaluations), INT64, 1, 1e9, GROUP_RUN,
-     "Validations over the run, each on windows evenly spread over the validation stream"},
+    {"evaluations", "N", AT(evaluations), INT64, 0, 1e9, GROUP_RUN,
+     "Validations over the run, each on windows evenly spread over the validation stream; 0: none"},
     {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
      "Tokens of each validation but the last"},
     {"last-evaluation-tokens", "N", AT(last_evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
      "Tokens of the last validation"},
-    {"checkpoints", "N", AT(checkpoints), INT64, 1, 1e9, GROUP_RUN, "Checkpoints over the run"},
+    {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN, "Checkpoints over the run, 0: none"},
     {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Newest checkpoints that stay"},
 
     {"layers", "L", CONFIG(layers), INT64, 1, 4096, GROUP_MODEL, "Layers"},
@@ -71,7 +71,7 @@ static const number_option numbers[] = {
     {"beta1", "X", AT(beta1), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay of the first moment"},
     {"beta2", "X", AT(beta2), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay of the second moment"},
     {"weight-decay", "X", AT(weight_decay), REAL, 0, 1e3, GROUP_OPTIMISER, "Decay of the matrices"},
-    {"clip", "X", AT(clip), REAL, 1e-9, 1e9, GROUP_OPTIMISER, "Largest norm of the gradient"},
+    {"clip", "X", AT(clip), REAL, 0, 1e9, GROUP_OPTIMISER, "Largest norm of the gradient, 0: any"},
 };
 
 enum {

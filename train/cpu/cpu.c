@@ -258,6 +258,7 @@ static const train_ops cpu_ops = {
     .allocate = cpu_allocate,
     .release = cpu_release,
     .available = cpu_available,
+    .used = cpu_available,
     .upload = cpu_copy,
     .download = cpu_copy,
     .store = cpu_store,

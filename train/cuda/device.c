@@ -43,6 +43,13 @@ static size_t cuda_available(train_device *dv)
     return cudaMemGetInfo(&available, &total) == cudaSuccess ? available : 0;
 }
 
+static size_t cuda_used(train_device *dv)
+{
+    size_t available = 0, total = 0;
+    (void)dv;
+    return cudaMemGetInfo(&available, &total) == cudaSuccess ? total - available : 0;
+}
+
 static void cuda_upload(train_device *dv, void *to, const void *host, size_t bytes)
 {
     cuda_note(dv, cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, dv->stream), "upload");
@@ -100,6 +107,13 @@ static bool cuda_finish(train_device *dv, error *err)
     if (!dv->failure.code) return true;
     if (err) *err = dv->failure;
     return false;
+}
+
+static void cuda_draw(train_device *dv, void *to, smoe_type type, float *master, int64_t count,
+                      double deviation, uint64_t stream)
+{
+    (void)type; // bf16
+    cuda_note(dv, kernel_draw(to, master, count, deviation, stream, dv->stream), "first weights");
 }
 
 /* ---- batches ---- */
@@ -212,6 +226,8 @@ static const train_ops device_part = {
     .allocate = cuda_allocate,
     .release = cuda_release,
     .available = cuda_available,
+    .used = cuda_used,
+    .draw = cuda_draw,
     .upload = cuda_upload,
     .download = cuda_download,
     .store = cuda_store,

@@ -53,6 +53,12 @@ cudaError_t kernel_cross_entropy(void *logits, float *losses, const int32_t *tar
                                  int64_t rows, int64_t vocab, cudaStream_t stream);
 cudaError_t kernel_mean(double *mean, const float *values, int64_t count, cudaStream_t stream);
 
+/* ---- draw.cu ---- */
+
+/* to (bf16) and, unless NULL, master: count normal values times deviation, ones where that is 0 */
+cudaError_t kernel_draw(void *to, float *master, int64_t count, double deviation, uint64_t key,
+                        cudaStream_t stream);
+
 /* ---- swiglu.cu ---- */
 
 cudaError_t kernel_swiglu(void *a, const void *h, int64_t rows, int64_t width, cudaStream_t stream);
