@@ -16,6 +16,8 @@ typedef struct smoe_backend_table {
      * (problem->plan_bytes). */
     void (*scratch)(const smoe_context *context, const smoe_problem *problem, uint64_t *forward,
                     uint64_t *backward);
+    /* Before the stages of a call: can the calling thread run them? */
+    smoe_status (*begin)(smoe_context *context);
     /* The stages. `plan` points into saved or scratch, `scratch` past the plan. */
     smoe_status (*route)(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
                          const smoe_plan_arrays *plan, void *scratch, void *stream);
@@ -26,7 +28,8 @@ typedef struct smoe_backend_table {
     smoe_status (*experts_forward)(smoe_context *context, const smoe_problem *problem,
                                    const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
                                    void *stream);
-    /* with_router: dlogits, the router's gradients and its term of dx as well */
+    /* with_router: dlogits, the router's gradients or its term of dx are asked for as well. Gradients that
+     * are NULL are not wanted: wanted.h. */
     smoe_status (*backward)(smoe_context *context, const smoe_problem *problem,
                             const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
                             void *stream);
@@ -43,15 +46,16 @@ enum { SMOE_ERROR_TEXT = 512 };
 
 struct smoe_context {
     const smoe_backend_table *backend;
-    void *state; /* the backend's own */
+    void *state;          /* the backend's own */
+    const char *function; /* that was called last, for error texts */
     int32_t threads;
     smoe_stage_callback on_stage;
     void *on_stage_user;
     char error[SMOE_ERROR_TEXT];
 };
 
-/* Writes the error text and returns the status:
- *     return smoe_fail(context, SMOE_ERROR_SHAPE, "smoe_route: ..."); */
+/* Writes the error text and returns the status; a backend names the function that was called:
+ *     return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: ...", context->function, ...); */
 smoe_status smoe_fail(smoe_context *context, smoe_status status, const char *format, ...)
 #ifdef __GNUC__
     __attribute__((format(printf, 3, 4)))

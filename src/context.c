@@ -31,10 +31,10 @@ static smoe_status open_backend(smoe_context *context, const smoe_context_option
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
                          "smoe_create: backend is %d; it is SMOE_BACKEND_CPU (0) or SMOE_BACKEND_CUDA (10)",
                          (int)options->backend);
-    if (options->threads < 0)
+    if (options->threads < 0 || options->threads > SMOE_MAX_THREADS)
         return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_create: threads is %d, the least is 0 (OpenMP's default)",
-                         (int)options->threads);
+                         "smoe_create: threads is %d, the range is 0 (OpenMP's default) to %d",
+                         (int)options->threads, SMOE_MAX_THREADS);
     context->backend = find_backend(options->backend);
     if (!context->backend)
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
@@ -55,13 +55,15 @@ smoe_status smoe_create(smoe_context **context, const smoe_context_options *give
     if (!context) return SMOE_ERROR_ARGUMENT;
     *context = NULL;
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
-    if (given && !smoe_take_struct(&options, sizeof options, given)) return SMOE_ERROR_ARGUMENT;
     smoe_context *made = calloc(1, sizeof *made);
-    if (!made) {
-        report(&options, "smoe_create: out of host memory");
-        return SMOE_ERROR_MEMORY;
-    }
-    const smoe_status status = open_backend(made, &options);
+    if (!made) return SMOE_ERROR_MEMORY;
+    made->function = "smoe_create";
+    smoe_status status = SMOE_OK;
+    if (given)
+        status = moe_check_struct(made, "smoe_create", "options", "SMOE_CONTEXT_OPTIONS_INIT", given,
+                                  sizeof options);
+    if (given) smoe_take_struct(&options, sizeof options, given);
+    if (status == SMOE_OK) status = open_backend(made, &options);
     if (status != SMOE_OK) {
         report(&options, made->error);
         free(made);

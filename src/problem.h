@@ -16,7 +16,8 @@ enum {
     SMOE_MAX_EXPERTS = 4096,
     SMOE_MAX_TOPK = 64,
     SMOE_MAX_TILE = 4096,
-    SMOE_MAX_CHUNKS = 64
+    SMOE_MAX_CHUNKS = 64,
+    SMOE_MAX_THREADS = 512
 };
 
 /* The plan's arrays, in saved (for inference: at the start of scratch). Shapes as in smoe_plan_view. */

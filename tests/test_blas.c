@@ -75,8 +75,28 @@ static void test_guard(void **state)
     assert_int_equal(openblas_get_num_threads(), 3);
 }
 
+/* A count that the application sets while a section is open: it comes back after the last one, and a section
+ * that begins later computes with one thread all the same. */
+static void test_application_sets_threads(void **state)
+{
+    (void)state;
+    openblas_set_num_threads(3);
+    smoe_blas_enter();
+    openblas_set_num_threads(2);
+    smoe_blas_leave();
+    assert_int_equal(openblas_get_num_threads(), 2);
+    smoe_blas_enter();
+    openblas_set_num_threads(4);
+    smoe_blas_enter();
+    assert_int_equal(openblas_get_num_threads(), 1);
+    smoe_blas_leave();
+    smoe_blas_leave();
+    assert_int_equal(openblas_get_num_threads(), 4);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_guard)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_guard),
+                                       cmocka_unit_test(test_application_sets_threads)};
     return cmocka_run_group_tests_name("blas", tests, NULL, NULL);
 }

@@ -33,11 +33,11 @@ smoe_status smoe_cpu_update_selection_bias(smoe_context *context, const smoe_pro
 /* Its work space, without dlogits. */
 uint64_t smoe_cpu_router_backward_scratch(const smoe_context *context, const smoe_problem *problem);
 
-/* dlogits (T, E) f32, dense, from dS of the padded rows; then args->dlogits, drouter_weight and drouter_bias.
- */
+/* dlogits (T, E) f32, dense, from dS of the padded rows; then args->dlogits, drouter_weight and drouter_bias,
+ * those that are not NULL. */
 void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem,
                               const smoe_backward_args *args, const smoe_plan_arrays *plan, const float *ds,
-                              float *dlogits, void *scratch);
+                              float *dlogits, void *scratch, void *stream);
 
 /* ---- experts_forward.c, experts_backward.c ---- */
 

@@ -3,7 +3,8 @@
  *
  * A work item is a tile of one expert's matrix, at most 512 of d by 256 features. It sums over the expert's
  * row panels in ascending order in f32 and is rounded once, into gradient_type; with accumulate it is added
- * to what is there. Experts come by falling count, the long ones first. One without rows gets zeros. */
+ * to what is there. Experts come by falling count, the long ones first. One without rows gets zeros. Of a
+ * matrix and its bias either may be NULL, not wanted. */
 #include "activation.h"
 #include "blas.h"
 #include "convert.h"
@@ -99,7 +100,8 @@ static void dw2_tile(const smoe_cpu_pass *pass, const smoe_backward_args *args, 
     const smoe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate, d = p->layer.hidden;
     const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
-    const int with_bias = args->db2 && t->feature == 0;
+    const int with_matrix = args->dw2 != NULL, with_bias = args->db2 && t->feature == 0;
+    if (!with_matrix && !with_bias) return;
     float *bias = at.row + 2 * smoe_max(p->h_width, d);
     memset(at.tile, 0, (size_t)(t->hiddens * t->features) * sizeof *at.tile);
     memset(bias, 0, (size_t)t->hiddens * sizeof *bias);
@@ -107,14 +109,16 @@ static void dw2_tile(const smoe_cpu_pass *pass, const smoe_backward_args *args, 
     for (int more = smoe_first_row_panel(pass, t->expert, &panel); more;
          more = smoe_next_row_panel(pass, &panel)) {
         smoe_gather_tokens(pass, &panel, args->dout, t->hidden, t->hiddens, at.gathered);
-        load_scaled_a(pass, &panel, t, &at);
-        smoe_sgemm(1, 0, t->hiddens, t->features, panel.count, at.gathered, t->hiddens, at.product,
-                   t->features, 1.0f, at.tile, t->features);
+        if (with_matrix) {
+            load_scaled_a(pass, &panel, t, &at);
+            smoe_sgemm(1, 0, t->hiddens, t->features, panel.count, at.gathered, t->hiddens, at.product,
+                       t->features, 1.0f, at.tile, t->features);
+        }
         if (with_bias)
             add_column_sums(bias, at.row, at.gathered, panel.count, t->hiddens,
                             pass->plan->row_weight + panel.row);
     }
-    for (int64_t i = 0; i < t->hiddens; i++)
+    for (int64_t i = 0; i < t->hiddens && with_matrix; i++)
         give_row(p, args->dw2, (t->expert * d + t->hidden + i) * n + t->feature, at.tile + i * t->features,
                  t->features);
     if (with_bias) give_row(p, args->db2, t->expert * d + t->hidden, bias, t->hiddens);
@@ -135,22 +139,25 @@ static void dw1_tile(const smoe_cpu_pass *pass, const smoe_backward_args *args, 
     const smoe_problem *p = pass->problem;
     const int64_t d = p->layer.hidden;
     const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
-    const int with_bias = args->db1 && t->hidden == 0;
+    const int with_matrix = args->dw1 != NULL, with_bias = args->db1 && t->hidden == 0;
+    if (!with_matrix && !with_bias) return;
     float *bias = at.row + 2 * smoe_max(p->h_width, d);
     memset(at.tile, 0, (size_t)(t->hiddens * t->features) * sizeof *at.tile);
     memset(bias, 0, (size_t)t->features * sizeof *bias);
     smoe_row_panel panel;
     for (int more = smoe_first_row_panel(pass, t->expert, &panel); more;
          more = smoe_next_row_panel(pass, &panel)) {
-        smoe_gather_tokens(pass, &panel, args->x, t->hidden, t->hiddens, at.gathered);
         load_dh(pass, &panel, t, &at);
-        smoe_sgemm(1, 0, t->features, t->hiddens, panel.count, at.product, t->features, at.gathered,
-                   t->hiddens, 1.0f, at.tile, t->hiddens);
+        if (with_matrix) {
+            smoe_gather_tokens(pass, &panel, args->x, t->hidden, t->hiddens, at.gathered);
+            smoe_sgemm(1, 0, t->features, t->hiddens, panel.count, at.product, t->features, at.gathered,
+                       t->hiddens, 1.0f, at.tile, t->hiddens);
+        }
         if (with_bias) add_column_sums(bias, at.row, at.product, panel.count, t->features, NULL);
     }
     for (int64_t j = 0; j < t->features; j++) {
         const int64_t w1_row = t->expert * p->h_width + smoe_w1_row(p, t->feature + j);
-        give_row(p, args->dw1, w1_row * d + t->hidden, at.tile + j * t->hiddens, t->hiddens);
+        if (with_matrix) give_row(p, args->dw1, w1_row * d + t->hidden, at.tile + j * t->hiddens, t->hiddens);
         if (with_bias) give_row(p, args->db1, w1_row, bias + j, 1);
     }
 }

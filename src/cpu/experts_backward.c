@@ -1,5 +1,6 @@
 /* The backward: dw2, dh, the router's part, dw1, then dx_rows and dx chunk by chunk. dw2 comes first because
- * it recomputes A' from H, whose place dH may take; so A' is never stored.
+ * it recomputes A' from H, whose place dH may take; so A' is never stored. A stage runs when a gradient that
+ * is wanted needs it.
  *
  * Scratch: dH (padded_rows, h_width) dtype unless reuse_saved; dX~ of one chunk, padded_rows chunk_columns 4
  * bytes (before it, in the same place, the router's work space); dS; from logits dlogits (T, E) f32; and each
@@ -7,6 +8,7 @@
  * weights as well. */
 #include "blas.h"
 #include "experts.h"
+#include "wanted.h"
 
 #include <string.h>
 
@@ -67,13 +69,13 @@ smoe_status smoe_cpu_backward(smoe_context *context, const smoe_problem *problem
 {
     const smoe_cpu_pass pass = smoe_cpu_backward_pass(context, problem, plan, args->scratch, stream);
     smoe_blas_enter();
-    smoe_cpu_dw2(&pass, args);
-    smoe_cpu_dh(&pass, args);
+    if (moe_wants_dw2(args)) smoe_cpu_dw2(&pass, args);
+    if (moe_wants_ds(&problem->layer, args, with_router) || moe_wants_dh(args)) smoe_cpu_dh(&pass, args);
     give_weight_gradients(&pass, args);
     if (with_router)
-        smoe_cpu_router_backward(context, problem, args, plan, pass.ds, pass.dlogits, pass.router);
-    smoe_cpu_dw1(&pass, args);
-    for (int64_t column = 0; column < problem->layer.hidden; column += problem->chunk_columns) {
+        smoe_cpu_router_backward(context, problem, args, plan, pass.ds, pass.dlogits, pass.router, stream);
+    if (moe_wants_dw1(args)) smoe_cpu_dw1(&pass, args);
+    for (int64_t column = 0; args->dx && column < problem->layer.hidden; column += problem->chunk_columns) {
         smoe_cpu_dx_rows(&pass, args, column);
         smoe_cpu_dx(&pass, args, with_router && args->router_weight, column);
     }

@@ -258,7 +258,7 @@ uint64_t smoe_cpu_router_backward_scratch(const smoe_context *context, const smo
 
 void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem,
                               const smoe_backward_args *args, const smoe_plan_arrays *plan, const float *ds,
-                              float *dlogits, void *scratch)
+                              float *dlogits, void *scratch, void *stream)
 {
     const smoe_layer *l = &problem->layer;
     uint64_t bytes;
@@ -267,7 +267,7 @@ void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem
     call.plan = plan;
     call.ds = ds;
     call.dlogits = dlogits;
-    smoe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, NULL);
+    smoe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, stream);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t panel = 0; panel < (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL; panel++)
         panel_dlogits(&call, panel);
@@ -279,5 +279,5 @@ void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t i = 0; i < (args->drouter_bias ? cut_columns(l->experts) : 0); i++)
         bias_columns(&call, i * COLUMNS, smoe_min(COLUMNS, l->experts - i * COLUMNS));
-    smoe_stage_end(context, SMOE_STAGE_ROUTER_BWD, NULL);
+    smoe_stage_end(context, SMOE_STAGE_ROUTER_BWD, stream);
 }

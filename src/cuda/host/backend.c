@@ -1,5 +1,6 @@
 /* The CUDA backend's table: context on a device, what it supports, its scratch, and the stages as launches.
  */
+#include "check.h"
 #include "host/device.h"
 #include "host/launch.h"
 #include "host/plan_size.h"
@@ -111,7 +112,9 @@ static smoe_status create(smoe_context *context, const smoe_context_options *opt
 {
     int devices = 0, before = 0, major = 0, minor = 0;
     cudaError_t status = cudaGetDeviceCount(&devices);
-    if (status != cudaSuccess) return device_error(context, "smoe_create: no usable CUDA device", status);
+    if (status != cudaSuccess)
+        return smoe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: no usable CUDA device: %s (%s)",
+                         cudaGetErrorName(status), cudaGetErrorString(status));
     if (options->device < 0 || options->device >= devices)
         return smoe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: device is %d, %d CUDA devices are there",
                          (int)options->device, devices);
@@ -128,7 +131,7 @@ static smoe_status create(smoe_context *context, const smoe_context_options *opt
     else if (status == cudaSuccess)
         status = prepare_kernels(state);
     leave_device(state, before);
-    if (status != cudaSuccess) result = device_error(context, "smoe_create", status);
+    if (status != cudaSuccess) result = device_error(context, status);
     if (result != SMOE_OK) {
         free(state);
         return result;
@@ -148,17 +151,24 @@ static smoe_status supports(smoe_context *context, const smoe_problem *problem)
     const device_state *state = context->state;
     if (!state->kernels->stores(layer->dtype))
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: dtype %d: the cuda backend stores BF16 (1) or F16 (2)",
-                         (int)layer->dtype);
+                         "%s: dtype is %s, the cuda backend stores SMOE_TYPE_BF16 or SMOE_TYPE_F16",
+                         context->function, moe_type_name(layer->dtype));
     if (problem->padded_rows > INT32_MAX - 256 || layer->tokens > INT32_MAX - 256)
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: %lld padded rows: the plan's indices are int32",
-                         (long long)problem->padded_rows);
+                         "%s: %lld padded rows, the limit is %d: the plan's indices are int32",
+                         context->function, (long long)problem->padded_rows, INT32_MAX - 256);
     if (layer->hidden * layer->experts > INT32_MAX || layer->intermediate > (1 << 24) ||
         layer->hidden > (1 << 24))
         return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: hidden %lld, experts %lld: rows of W2 are counted in int32",
-                         (long long)layer->hidden, (long long)layer->experts);
+                         "%s: hidden is %lld and experts %lld, their product must be below 2^31: rows of W2 "
+                         "are counted in int32",
+                         context->function, (long long)layer->hidden, (long long)layer->experts);
+    return SMOE_OK;
+}
+
+static smoe_status begin(smoe_context *context)
+{
+    (void)context;
     return SMOE_OK;
 }
 
@@ -178,11 +188,11 @@ static smoe_status route_stage(smoe_context *context, const smoe_problem *proble
     const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_route", status);
+    if (status != cudaSuccess) return device_error(context, status);
     void *routing = (char *)scratch + lay_out_forward(problem).routing;
     status = smoe_cuda_route(context, problem, args, plan, routing, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_route", status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
 static smoe_status round_stage(smoe_context *context, const smoe_problem *problem,
@@ -192,13 +202,13 @@ static smoe_status round_stage(smoe_context *context, const smoe_problem *proble
     const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_round", status);
+    if (status != cudaSuccess) return device_error(context, status);
     void *routing = (char *)scratch + lay_out_forward(problem).routing;
     smoe_stage_begin(context, SMOE_STAGE_ROUND, stream);
     status = smoe_cuda_round(problem, args, plan, routing, stream);
     smoe_stage_end(context, SMOE_STAGE_ROUND, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_round", status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
 /* The plan of the layer's entry. */
@@ -243,12 +253,12 @@ static smoe_status plan_stage(smoe_context *context, const smoe_problem *problem
     const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_plan", status);
+    if (status != cudaSuccess) return device_error(context, status);
     smoe_stage_begin(context, SMOE_STAGE_PLAN, stream);
     status = run_plan(problem, args, plan, scratch, stream);
     smoe_stage_end(context, SMOE_STAGE_PLAN, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_plan", status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
 /* What up, down and combine share. */
@@ -363,10 +373,10 @@ static smoe_status experts_forward(smoe_context *context, const smoe_problem *pr
     };
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_experts_forward", status);
+    if (status != cudaSuccess) return device_error(context, status);
     status = run_stages(context, &call);
     leave_device(state, before);
-    return launch_result(context, "smoe_experts_forward", &call.on, status);
+    return launch_result(context, &call.on, status);
 }
 
 static smoe_status update_selection_bias(smoe_context *context, const smoe_problem *problem,
@@ -375,10 +385,10 @@ static smoe_status update_selection_bias(smoe_context *context, const smoe_probl
     const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_update_selection_bias", status);
+    if (status != cudaSuccess) return device_error(context, status);
     status = smoe_cuda_selection_bias(counts, bias, problem->layer.experts, gamma, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_update_selection_bias", status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
 const smoe_backend_table smoe_cuda_backend = {
@@ -387,6 +397,7 @@ const smoe_backend_table smoe_cuda_backend = {
     .create = create,
     .destroy = destroy,
     .supports = supports,
+    .begin = begin,
     .scratch = scratch_bytes,
     .route = route_stage,
     .round = round_stage,

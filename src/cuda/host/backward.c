@@ -2,8 +2,9 @@
  *
  * Scratch: the work lists; dS's parts; dH unless it takes H's place; the nonzeros of sparse dlogits; then one
  * place for what is never there at the same time: A' and the tiles of split experts of dw2, those of dw1,
- * dense dlogits and dWr's tiles, dX~ of one chunk. */
+ * dense dlogits and dWr's tiles, dX~ of one chunk. Its size does not depend on which gradients are wanted. */
 #include "host/backward.h"
+#include "wanted.h"
 
 static uint64_t larger(uint64_t a, uint64_t b)
 {
@@ -147,13 +148,19 @@ static moe_dw weight_gradient(const backward_call *c, const void *features, int 
 
 static cudaError_t run_dw2(backward_call *c)
 {
+    if (!c->args->dw2) return cudaSuccess;
     const smoe_layer *layer = &c->problem->layer;
     moe_dw dw = weight_gradient(c, c->a, 1);
     dw.tokens = c->args->dout;
     dw.gradient = c->args->dw2;
     dw.parts = c->at.parts ? (float *)(c->scratch + c->at.parts2) : NULL;
-    const cudaError_t status = c->state->kernels->dw(&c->on, &dw);
-    if (status != cudaSuccess || !c->args->db2) return status;
+    return c->state->kernels->dw(&c->on, &dw);
+}
+
+static cudaError_t run_db2(const backward_call *c)
+{
+    if (!c->args->db2) return cudaSuccess;
+    const smoe_layer *layer = &c->problem->layer;
     const smoe_cuda_db bias = {
         .values = c->args->dout,
         .row_token = c->plan->row_token,
@@ -171,14 +178,20 @@ static cudaError_t run_dw2(backward_call *c)
 
 static cudaError_t run_dw1(backward_call *c)
 {
+    if (!c->args->dw1) return cudaSuccess;
     const smoe_layer *layer = &c->problem->layer;
     moe_dw dw = weight_gradient(c, c->dh, c->halves);
     dw.tokens = c->args->x;
     dw.gradient = c->args->dw1;
     dw.parts = c->at.parts ? (float *)(c->scratch + c->at.shared) : NULL;
     dw.transposed = 1;
-    const cudaError_t status = c->state->kernels->dw(&c->on, &dw);
-    if (status != cudaSuccess || !c->args->db1) return status;
+    return c->state->kernels->dw(&c->on, &dw);
+}
+
+static cudaError_t run_db1(const backward_call *c)
+{
+    if (!c->args->db1) return cudaSuccess;
+    const smoe_layer *layer = &c->problem->layer;
     const smoe_cuda_db bias = {
         .values = c->dh,
         .counts = c->plan->counts,
@@ -188,7 +201,7 @@ static cudaError_t run_dw1(backward_call *c)
         .columns = (int32_t)c->problem->h_width,
         .experts = (int32_t)layer->experts,
         .half = (int32_t)layer->intermediate,
-        .interleaved = dw.interleaved,
+        .interleaved = c->halves == 2 && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .accumulate = layer->accumulate,
     };
     return smoe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
@@ -252,25 +265,34 @@ static cudaError_t run_chunks(smoe_context *context, backward_call *c)
 
 static cudaError_t run_stages(smoe_context *context, backward_call *c)
 {
-    smoe_stage_begin(context, SMOE_STAGE_DH, c->stream);
-    cudaError_t status = make_lists(c);
-    if (status == cudaSuccess) status = run_dh(c);
-    if (status == cudaSuccess) status = run_ds(c);
-    smoe_stage_end(context, SMOE_STAGE_DH, c->stream);
-    if (status != cudaSuccess) return status;
-    smoe_stage_begin(context, SMOE_STAGE_DW2, c->stream);
-    status = run_dw2(c);
-    smoe_stage_end(context, SMOE_STAGE_DW2, c->stream);
-    if (status != cudaSuccess) return status;
-    smoe_stage_begin(context, SMOE_STAGE_DW1, c->stream);
-    status = run_dw1(c);
-    smoe_stage_end(context, SMOE_STAGE_DW1, c->stream);
+    const smoe_backward_args *args = c->args;
+    const int ds = moe_wants_ds(&c->problem->layer, args, c->with_router);
+    cudaError_t status = cudaSuccess;
+    if (ds || moe_wants_dh(args) || args->dw2) { /* dh leaves A' to dw2 */
+        smoe_stage_begin(context, SMOE_STAGE_DH, c->stream);
+        status = make_lists(c);
+        if (status == cudaSuccess) status = run_dh(c);
+        if (status == cudaSuccess) status = run_ds(c);
+        smoe_stage_end(context, SMOE_STAGE_DH, c->stream);
+    }
+    if (status == cudaSuccess && moe_wants_dw2(args)) {
+        smoe_stage_begin(context, SMOE_STAGE_DW2, c->stream);
+        status = run_dw2(c);
+        if (status == cudaSuccess) status = run_db2(c);
+        smoe_stage_end(context, SMOE_STAGE_DW2, c->stream);
+    }
+    if (status == cudaSuccess && moe_wants_dw1(args)) {
+        smoe_stage_begin(context, SMOE_STAGE_DW1, c->stream);
+        status = run_dw1(c);
+        if (status == cudaSuccess) status = run_db1(c);
+        smoe_stage_end(context, SMOE_STAGE_DW1, c->stream);
+    }
     if (status == cudaSuccess && c->with_router) {
         smoe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, c->stream);
         status = smoe_cuda_router_backward(c);
         smoe_stage_end(context, SMOE_STAGE_ROUTER_BWD, c->stream);
     }
-    return status == cudaSuccess ? run_chunks(context, c) : status;
+    return status == cudaSuccess && args->dx ? run_chunks(context, c) : status;
 }
 
 smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *problem,
@@ -278,9 +300,8 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
                                void *stream)
 {
     const device_state *state = context->state;
-    const char *const function = with_router ? "smoe_layer_backward" : "smoe_experts_backward";
     const char *missing = why_no_backward(&problem->layer);
-    if (missing) return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "%s: %s", function, missing);
+    if (missing) return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "%s: %s", context->function, missing);
     const backward_scratch at = lay_out(state, problem);
     char *scratch = args->scratch;
     backward_call call = {
@@ -303,8 +324,8 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
     };
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, function, status);
+    if (status != cudaSuccess) return device_error(context, status);
     status = run_stages(context, &call);
     leave_device(state, before);
-    return launch_result(context, function, &call.on, status);
+    return launch_result(context, &call.on, status);
 }

@@ -49,11 +49,12 @@ typedef struct backward_call {
 /* The parts from `at` on; those of router_bwd alone from `end` on, where other stages have theirs. */
 router_scratch smoe_cuda_router_scratch(const device_state *state, const smoe_problem *problem, uint64_t at);
 
-/* Its work lists are wanted: dWr and a dense dX are to be computed. */
+/* Its work lists are wanted: dWr or a dense dX is to be computed. */
 int smoe_cuda_router_has_lists(const backward_call *call);
 smoe_cuda_make_lists smoe_cuda_router_lists(const backward_call *call);
 
-/* dlogits, dbr, dWr, and where dlogits is dense its term of dX, which goes to dx. */
+/* Those that are asked for of dlogits, dbr, dWr, and where dlogits is dense its term of dX, which goes to dx.
+ */
 cudaError_t smoe_cuda_router_backward(backward_call *call);
 
 /* What dx adds to its sums of rows, for the chunk from first_column on. */

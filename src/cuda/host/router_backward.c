@@ -43,9 +43,26 @@ router_scratch smoe_cuda_router_scratch(const device_state *state, const smoe_pr
     return s;
 }
 
+static int is_sparse(const backward_call *c)
+{
+    return smoe_dlogits_are_sparse(&c->problem->layer, c->args->balance_coefficient, c->args->z_coefficient);
+}
+
+/* dX has the router's term. */
+static int wants_term(const backward_call *c)
+{
+    return c->args->dx && c->args->router_weight;
+}
+
+/* Dense dlogits are read, by dWr or by the term of dX. */
+static int wants_dense(const backward_call *c)
+{
+    return c->args->drouter_weight || (wants_term(c) && !is_sparse(c));
+}
+
 int smoe_cuda_router_has_lists(const backward_call *c)
 {
-    return c->with_router && c->args->router_weight;
+    return c->with_router && wants_dense(c);
 }
 
 static smoe_cuda_backward_lists lists_at(const backward_call *c)
@@ -70,15 +87,9 @@ smoe_cuda_make_lists smoe_cuda_router_lists(const backward_call *c)
     return p;
 }
 
-static int is_sparse(const backward_call *c)
-{
-    return smoe_dlogits_are_sparse(&c->problem->layer, c->args->balance_coefficient, c->args->z_coefficient);
-}
-
 static cudaError_t run_dlogits(const backward_call *c)
 {
     const smoe_backward_args *args = c->args;
-    const int weight = args->router_weight != NULL;
     const smoe_cuda_dlogits p = {
         .layer = c->problem->layer,
         .logits = args->logits,
@@ -94,9 +105,9 @@ static cudaError_t run_dlogits(const backward_call *c)
         .z = args->z_coefficient,
         .ds_parts = c->at.ds_parts + (args->b2 ? 1 : 0),
         .stride = c->at.router.stride,
-        .dense = weight ? c->scratch + c->at.router.dense : NULL,
+        .dense = wants_dense(c) ? c->scratch + c->at.router.dense : NULL,
         .dlogits = args->dlogits,
-        .terms = weight && is_sparse(c) ? (smoe_cuda_term *)(c->scratch + c->at.router.terms) : NULL,
+        .terms = wants_term(c) && is_sparse(c) ? (smoe_cuda_term *)(c->scratch + c->at.router.terms) : NULL,
         .bias_sums = args->drouter_bias ? (float *)(c->scratch + c->at.router.bias_sums) : NULL,
         .bias_gradient = args->drouter_bias,
     };
@@ -148,9 +159,8 @@ static cudaError_t run_dense_dx(backward_call *c)
 cudaError_t smoe_cuda_router_backward(backward_call *c)
 {
     cudaError_t status = run_dlogits(c);
-    if (!c->args->router_weight) return status;
-    if (status == cudaSuccess) status = run_dwr(c);
-    return status == cudaSuccess && !is_sparse(c) ? run_dense_dx(c) : status;
+    if (status == cudaSuccess && c->args->drouter_weight) status = run_dwr(c);
+    return status == cudaSuccess && wants_term(c) && !is_sparse(c) ? run_dense_dx(c) : status;
 }
 
 void smoe_cuda_router_term(const backward_call *c, int64_t first_column, smoe_cuda_combine *combine)
