@@ -30,6 +30,8 @@ MODELS = {
 
 def tiny(name, dtype=torch.float32, seed=0, **more):
     torch.manual_seed(seed)
+    if name == "gpt_oss" and "num_hidden_layers" in more:
+        more = more | dict(layer_types=["sliding_attention"] * more["num_hidden_layers"])
     config = AutoConfig.for_model(name, **(SMALL | MODELS[name] | more))
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     return model.to(dtype)
@@ -108,12 +110,12 @@ def test_gradient_checkpointing(name):
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
 def test_compile(name, calls):
     torch._dynamo.reset()
-    model = smoe.transformers.prepare(tiny(name))
+    model = smoe.transformers.prepare(tiny(name, num_hidden_layers=1))
     plain = step(model, "smoe")
     before = len(calls)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     again = step(model, "smoe", compiled)
-    assert len(calls) - before == 2
+    assert len(calls) - before == 1
     assert all(error(again[key], plain[key]) < 1e-5 for key in plain)
 
 
