@@ -237,7 +237,8 @@ static error_t parse(int key, char *text, struct argp_state *state)
 static void number_text(char *text, size_t size, const train_settings *s, const number_option *o)
 {
     const double value = number_get(s, o);
-    snprintf(text, size, value < o->low ? "" : "%.7g", value);
+    *text = '\0';
+    if (value >= o->low) snprintf(text, size, "%.7g", value);
 }
 
 /* Adds the default to the text of an option that has one. */
