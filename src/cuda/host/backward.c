@@ -149,7 +149,6 @@ static moe_dw weight_gradient(const backward_call *c, const void *features, int 
 static cudaError_t run_dw2(backward_call *c)
 {
     if (!c->args->dw2) return cudaSuccess;
-    const smoe_layer *layer = &c->problem->layer;
     moe_dw dw = weight_gradient(c, c->a, 1);
     dw.tokens = c->args->dout;
     dw.gradient = c->args->dw2;
@@ -179,7 +178,6 @@ static cudaError_t run_db2(const backward_call *c)
 static cudaError_t run_dw1(backward_call *c)
 {
     if (!c->args->dw1) return cudaSuccess;
-    const smoe_layer *layer = &c->problem->layer;
     moe_dw dw = weight_gradient(c, c->dh, c->halves);
     dw.tokens = c->args->x;
     dw.gradient = c->args->dw1;
