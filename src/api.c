@@ -9,9 +9,9 @@
 
 /* What a call works with after its checks. */
 typedef struct forward_call {
-    smoe_problem problem;
+    moe_problem problem;
     smoe_forward_args args;
-    smoe_plan_arrays plan;
+    moe_plan_arrays plan;
     void *scratch; /* past the plan */
 } forward_call;
 
@@ -19,30 +19,30 @@ typedef struct forward_call {
 enum { READS_ROUTER = 1, READS_ROUTING = 2, READS_EXPERTS = 4 };
 
 static smoe_status take_layer(smoe_context *context, const char *function, const smoe_layer *layer,
-                              smoe_problem *problem)
+                              moe_problem *problem)
 {
     context->function = function;
     smoe_layer taken = SMOE_LAYER_INIT;
     smoe_status status = moe_check_struct(context, function, "layer", "SMOE_LAYER_INIT", layer, sizeof taken);
     if (status != SMOE_OK) return status;
-    smoe_take_struct(&taken, sizeof taken, layer);
-    status = smoe_check_layer(context, function, &taken);
+    moe_take_struct(&taken, sizeof taken, layer);
+    status = moe_check_layer(context, function, &taken);
     if (status != SMOE_OK) return status;
-    smoe_problem_init(problem, &taken);
+    moe_problem_init(problem, &taken);
     return context->backend->supports(context, problem);
 }
 
 smoe_status smoe_supports(smoe_context *context, const smoe_layer *layer)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
-    smoe_problem problem;
+    moe_problem problem;
     return take_layer(context, "smoe_supports", layer, &problem);
 }
 
 smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
-    smoe_problem problem;
+    moe_problem problem;
     smoe_status status = take_layer(context, "smoe_query_sizes", layer, &problem);
     if (status != SMOE_OK) return status;
     smoe_sizes known = SMOE_SIZES_INIT;
@@ -53,7 +53,7 @@ smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smo
     known.saved_buffer_bytes = problem.saved_buffer_bytes;
     context->backend->scratch(context, &problem, &known.scratch_forward_bytes, &known.scratch_backward_bytes);
     status = moe_check_struct(context, "smoe_query_sizes", "sizes", "SMOE_SIZES_INIT", sizes, sizeof known);
-    if (status == SMOE_OK) smoe_give_struct(sizes, &known, sizeof known);
+    if (status == SMOE_OK) moe_give_struct(sizes, &known, sizeof known);
     return status;
 }
 
@@ -62,7 +62,7 @@ static smoe_status check_forward_pointers(smoe_context *context, const char *fun
 {
     const int router = reads & READS_ROUTER && layer->entry == SMOE_ENTRY_FROM_LOGITS;
     const int routing = reads & READS_ROUTING, experts = reads & READS_EXPERTS;
-    const smoe_pointer_check checks[] = {
+    const moe_pointer_check checks[] = {
         {"x", a->x, experts || (router && a->router_weight)},
         {"router_weight", a->router_weight, 0},
         {"router_bias", a->router_bias, 0},
@@ -79,14 +79,14 @@ static smoe_status check_forward_pointers(smoe_context *context, const char *fun
         {"b2", a->b2, 0},
         {"out", a->out, experts},
     };
-    smoe_status status = smoe_check_pointers(context, function, checks, COUNT(checks));
+    smoe_status status = moe_check_pointers(context, function, checks, COUNT(checks));
     if (status != SMOE_OK) return status;
     if (router && a->selection_bias && layer->score != SMOE_SCORE_SIGMOID)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: selection_bias is given, but only SMOE_SCORE_SIGMOID has one", function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: selection_bias is given, but only SMOE_SCORE_SIGMOID has one", function);
     if (router && a->router_bias && !a->router_weight)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: router_bias is given without router_weight",
-                         function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: router_bias is given without router_weight",
+                        function);
     return SMOE_OK;
 }
 
@@ -97,7 +97,7 @@ static smoe_status take_forward(smoe_context *context, const char *function, con
     if (status != SMOE_OK) return status;
     call->args = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
     status = moe_check_struct(context, function, "args", "SMOE_FORWARD_ARGS_INIT", args, sizeof call->args);
-    if (status == SMOE_OK) smoe_take_struct(&call->args, sizeof call->args, args);
+    if (status == SMOE_OK) moe_take_struct(&call->args, sizeof call->args, args);
     return status;
 }
 
@@ -105,8 +105,8 @@ static smoe_status check_scratch(smoe_context *context, const char *function, co
 {
     uint64_t forward, backward;
     context->backend->scratch(context, &call->problem, &forward, &backward);
-    return smoe_check_buffer(context, function, "scratch", call->args.scratch, call->args.scratch_size,
-                             forward);
+    return moe_check_buffer(context, function, "scratch", call->args.scratch, call->args.scratch_size,
+                            forward);
 }
 
 /* The plan, in saved or for inference in scratch; the other of the two is not looked at. */
@@ -115,10 +115,10 @@ static smoe_status find_plan(smoe_context *context, const char *function, forwar
     const int inference = call->problem.layer.inference;
     const smoe_status status =
         inference ? check_scratch(context, function, call)
-                  : smoe_check_buffer(context, function, "saved", call->args.saved, call->args.saved_size,
-                                      call->problem.saved_buffer_bytes);
+                  : moe_check_buffer(context, function, "saved", call->args.saved, call->args.saved_size,
+                                     call->problem.saved_buffer_bytes);
     if (status == SMOE_OK)
-        call->plan = smoe_plan_at(&call->problem, inference ? call->args.scratch : call->args.saved);
+        call->plan = moe_plan_at(&call->problem, inference ? call->args.scratch : call->args.saved);
     return status;
 }
 
@@ -167,9 +167,9 @@ smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smo
     const smoe_status status = begin_forward(context, "smoe_route", layer, args, READS_ROUTER, &call);
     if (status != SMOE_OK) return status;
     if (call.problem.layer.entry != SMOE_ENTRY_FROM_LOGITS)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_route: entry is %s, routing needs SMOE_ENTRY_FROM_LOGITS",
-                         moe_entry_name(call.problem.layer.entry));
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "smoe_route: entry is %s, routing needs SMOE_ENTRY_FROM_LOGITS",
+                        moe_entry_name(call.problem.layer.entry));
     return run_route(context, &call, stream);
 }
 
@@ -181,8 +181,8 @@ smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smo
     const smoe_status status = begin_forward(context, "smoe_round", layer, args, READS_ROUTER, &call);
     if (status != SMOE_OK) return status;
     if (call.problem.layer.rounding == SMOE_ROUNDING_NONE)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_round: rounding is SMOE_ROUNDING_NONE, there is nothing to do");
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "smoe_round: rounding is SMOE_ROUNDING_NONE, there is nothing to do");
     return run_round(context, &call, stream);
 }
 
@@ -232,7 +232,7 @@ smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const
     smoe_status status = take_forward(context, function, layer, args, &call);
     if (status == SMOE_OK) status = find_plan(context, function, &call);
     if (status != SMOE_OK) return status;
-    const smoe_plan_arrays *p = &call.plan;
+    const moe_plan_arrays *p = &call.plan;
     const smoe_plan_view known = {
         .topk_ids = p->topk_ids,
         .topk_weights = p->topk_weights,
@@ -248,7 +248,7 @@ smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const
         .h = p->h,
     };
     status = moe_check_struct(context, function, "view", "SMOE_PLAN_VIEW_INIT", view, sizeof known);
-    if (status == SMOE_OK) smoe_give_struct(view, &known, sizeof known);
+    if (status == SMOE_OK) moe_give_struct(view, &known, sizeof known);
     return status;
 }
 
@@ -257,11 +257,11 @@ smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     const char *function = "smoe_update_selection_bias";
-    smoe_problem problem;
+    moe_problem problem;
     smoe_status status = take_layer(context, function, layer, &problem);
     if (status != SMOE_OK) return status;
-    const smoe_pointer_check checks[] = {{"counts", counts, 1}, {"bias", bias, 1}};
-    status = smoe_check_pointers(context, function, checks, COUNT(checks));
+    const moe_pointer_check checks[] = {{"counts", counts, 1}, {"bias", bias, 1}};
+    status = moe_check_pointers(context, function, checks, COUNT(checks));
     if (status != SMOE_OK) return status;
     return context->backend->update_selection_bias(context, &problem, counts, bias, gamma, stream);
 }
@@ -275,7 +275,7 @@ static smoe_status check_backward_pointers(smoe_context *context, const char *fu
 {
     const int from_topk = layer->entry == SMOE_ENTRY_FROM_TOPK;
     const int da = moe_wants_ds(layer, a, router) || moe_wants_dh(a) || a->dw2;
-    const smoe_pointer_check checks[] = {
+    const moe_pointer_check checks[] = {
         {"x", a->x, a->dw1 || (router && a->drouter_weight)},
         {"router_weight", a->router_weight, 0},
         {"logits", a->logits, router},
@@ -295,16 +295,16 @@ static smoe_status check_backward_pointers(smoe_context *context, const char *fu
         {"dtopk_weights", a->dtopk_weights, 0},
         {"drow_weights", a->drow_weights, 0},
     };
-    smoe_status status = smoe_check_pointers(context, function, checks, COUNT(checks));
+    smoe_status status = moe_check_pointers(context, function, checks, COUNT(checks));
     if (status != SMOE_OK) return status;
     if (layer->inference)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: layer->inference is 1, nothing was saved for a backward", function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: layer->inference is 1, nothing was saved for a backward", function);
     if (a->db2 && !a->b2)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: db2 is given without b2", function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: db2 is given without b2", function);
     if (router && !a->router_weight && (a->drouter_weight || a->drouter_bias))
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without router_weight", function,
-                         a->drouter_weight ? "drouter_weight" : "drouter_bias");
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without router_weight", function,
+                        a->drouter_weight ? "drouter_weight" : "drouter_bias");
     return SMOE_OK;
 }
 
@@ -312,26 +312,26 @@ static smoe_status run_backward(smoe_context *context, const char *function, con
                                 const smoe_backward_args *given, int with_router, void *stream)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
-    smoe_problem problem;
+    moe_problem problem;
     smoe_status status = take_layer(context, function, layer, &problem);
     if (status != SMOE_OK) return status;
     smoe_backward_args args = SMOE_BACKWARD_ARGS_INIT;
     status = moe_check_struct(context, function, "args", "SMOE_BACKWARD_ARGS_INIT", given, sizeof args);
     if (status != SMOE_OK) return status;
-    smoe_take_struct(&args, sizeof args, given);
+    moe_take_struct(&args, sizeof args, given);
     with_router = with_router && problem.layer.entry == SMOE_ENTRY_FROM_LOGITS && moe_wants_router(&args);
     status = check_backward_pointers(context, function, &problem.layer, &args, with_router);
     if (status != SMOE_OK) return status;
     uint64_t forward, backward;
     context->backend->scratch(context, &problem, &forward, &backward);
-    status = smoe_check_buffer(context, function, "saved", args.saved, args.saved_size,
-                               problem.saved_buffer_bytes);
+    status =
+        moe_check_buffer(context, function, "saved", args.saved, args.saved_size, problem.saved_buffer_bytes);
     if (status != SMOE_OK) return status;
-    status = smoe_check_buffer(context, function, "scratch", args.scratch, args.scratch_size, backward);
+    status = moe_check_buffer(context, function, "scratch", args.scratch, args.scratch_size, backward);
     if (status != SMOE_OK) return status;
     status = context->backend->begin(context);
     if (status != SMOE_OK) return status;
-    const smoe_plan_arrays plan = smoe_plan_at(&problem, args.saved);
+    const moe_plan_arrays plan = moe_plan_at(&problem, args.saved);
     return context->backend->backward(context, &problem, &args, &plan, with_router, stream);
 }
 

@@ -19,17 +19,17 @@ static size_t size_given(const void *caller)
 smoe_status moe_check_struct(smoe_context *context, const char *function, const char *name, const char *init,
                              const void *caller, size_t size)
 {
-    if (!caller) return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, name);
+    if (!caller) return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, name);
     const size_t given = size_given(caller);
     if (!given)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s->struct_size is %zu; start from %s", function,
-                         name, *(const size_t *)caller, init);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s->struct_size is %zu; start from %s", function,
+                        name, *(const size_t *)caller, init);
     for (size_t i = size; i < given; i++)
         if (((const char *)caller)[i])
-            return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                             "%s: %s->struct_size is %zu, this library knows %zu bytes, and byte %zu is not "
-                             "zero: a field is set that only a newer library has",
-                             function, name, given, size, i);
+            return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                            "%s: %s->struct_size is %zu, this library knows %zu bytes, and byte %zu is not "
+                            "zero: a field is set that only a newer library has",
+                            function, name, given, size, i);
     return SMOE_OK;
 }
 
@@ -40,12 +40,12 @@ static size_t common_bytes(const void *caller, size_t size)
     return given ? (given < size ? given : size) - sizeof given : 0;
 }
 
-void smoe_take_struct(void *to, size_t size, const void *from)
+void moe_take_struct(void *to, size_t size, const void *from)
 {
     memcpy((char *)to + sizeof(size_t), (const char *)from + sizeof(size_t), common_bytes(from, size));
 }
 
-void smoe_give_struct(void *to, const void *from, size_t size)
+void moe_give_struct(void *to, const void *from, size_t size)
 {
     memcpy((char *)to + sizeof(size_t), (const char *)from + sizeof(size_t), common_bytes(to, size));
 }
@@ -62,8 +62,8 @@ static smoe_status check_ranges(smoe_context *context, const char *function, smo
     for (int i = 0; i < count; i++) {
         const range_check *c = &checks[i];
         if (c->value < c->low || c->value > c->high)
-            return smoe_fail(context, status, "%s: %s is %lld, the range is %lld to %lld", function, c->name,
-                             (long long)c->value, (long long)c->low, (long long)c->high);
+            return moe_fail(context, status, "%s: %s is %lld, the range is %lld to %lld", function, c->name,
+                            (long long)c->value, (long long)c->low, (long long)c->high);
     }
     return SMOE_OK;
 }
@@ -88,14 +88,14 @@ static smoe_status check_shape(smoe_context *context, const char *function, cons
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, shape, COUNT(shape));
     if (status != SMOE_OK) return status;
     if (l->hidden % 8)
-        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: hidden is %lld, it must be a multiple of 8",
-                         function, (long long)l->hidden);
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: hidden is %lld, it must be a multiple of 8", function,
+                        (long long)l->hidden);
     if (l->intermediate % 8)
-        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: intermediate is %lld, it must be a multiple of 8",
-                         function, (long long)l->intermediate);
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: intermediate is %lld, it must be a multiple of 8",
+                        function, (long long)l->intermediate);
     if (l->chunks & (l->chunks - 1))
-        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: chunks is %d, it must be a power of two", function,
-                         (int)l->chunks);
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: chunks is %d, it must be a power of two", function,
+                        (int)l->chunks);
     return SMOE_OK;
 }
 
@@ -167,8 +167,8 @@ static smoe_status check_choice(smoe_context *context, const char *function, con
     }
     snprintf(number, sizeof number, "%d", c->value);
     const char *name = name_of(c->known, c->count, c->value);
-    return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is %s, it must be one of %s", function, c->name,
-                     name ? name : number, allowed);
+    return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is %s, it must be one of %s", function, c->name,
+                    name ? name : number, allowed);
 }
 
 static smoe_status check_enums(smoe_context *context, const char *function, const smoe_layer *l)
@@ -206,15 +206,15 @@ static smoe_status check_groups(smoe_context *context, const char *function, con
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, ranges, COUNT(ranges));
     if (status != SMOE_OK || l->groups == 1) return status;
     if (l->entry != SMOE_ENTRY_FROM_LOGITS || l->score != SMOE_SCORE_SIGMOID)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: groups is %d, but groups need SMOE_SCORE_SIGMOID from logits", function,
-                         (int)l->groups);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: groups is %d, but groups need SMOE_SCORE_SIGMOID from logits", function,
+                        (int)l->groups);
     if (l->experts % l->groups || l->experts / l->groups < 2)
-        return smoe_fail(context, SMOE_ERROR_SHAPE,
-                         "%s: groups is %d, it must divide experts (%lld) into groups of at least 2",
-                         function, (int)l->groups, (long long)l->experts);
+        return moe_fail(context, SMOE_ERROR_SHAPE,
+                        "%s: groups is %d, it must divide experts (%lld) into groups of at least 2", function,
+                        (int)l->groups, (long long)l->experts);
     if (l->experts / l->groups * l->groups_kept < l->topk)
-        return smoe_fail(
+        return moe_fail(
             context, SMOE_ERROR_SHAPE, "%s: topk is %lld, but the %d groups kept hold %lld experts", function,
             (long long)l->topk, (int)l->groups_kept, (long long)(l->experts / l->groups * l->groups_kept));
     return SMOE_OK;
@@ -223,42 +223,42 @@ static smoe_status check_groups(smoe_context *context, const char *function, con
 static smoe_status check_router(smoe_context *context, const char *function, const smoe_layer *l)
 {
     if (l->entry != SMOE_ENTRY_FROM_LOGITS && l->rounding != SMOE_ROUNDING_NONE)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: rounding is %s, but entry is %s: rounding needs SMOE_ENTRY_FROM_LOGITS",
-                         function, name_of(roundings, COUNT(roundings), (int)l->rounding),
-                         moe_entry_name(l->entry));
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: rounding is %s, but entry is %s: rounding needs SMOE_ENTRY_FROM_LOGITS",
+                        function, name_of(roundings, COUNT(roundings), (int)l->rounding),
+                        moe_entry_name(l->entry));
     if (l->entry == SMOE_ENTRY_FROM_LOGITS && l->score == SMOE_SCORE_TOPK_SOFTMAX && l->renormalize)
-        return smoe_fail(
-            context, SMOE_ERROR_ARGUMENT,
-            "%s: renormalize is 1, but the weights of SMOE_SCORE_TOPK_SOFTMAX sum to one already", function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: renormalize is 1, but the weights of SMOE_SCORE_TOPK_SOFTMAX sum to one already",
+                        function);
     if (!(l->route_scale > 0.0f && l->route_scale < 1e30f))
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: route_scale is %g, it must be positive and below 1e30", function,
-                         (double)l->route_scale);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: route_scale is %g, it must be positive and below 1e30", function,
+                        (double)l->route_scale);
     if (l->entry != SMOE_ENTRY_FROM_LOGITS && l->route_scale != 1.0f)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: route_scale is %g, but entry is %s, whose weights are given: it must be 1",
-                         function, (double)l->route_scale, moe_entry_name(l->entry));
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: route_scale is %g, but entry is %s, whose weights are given: it must be 1",
+                        function, (double)l->route_scale, moe_entry_name(l->entry));
     return check_groups(context, function, l);
 }
 
 /* Row numbers are int32 in the plan, byte counts 64 bits everywhere. */
 static smoe_status check_rows(smoe_context *context, const char *function, const smoe_layer *l)
 {
-    smoe_problem problem;
-    smoe_problem_init(&problem, l);
+    moe_problem problem;
+    moe_problem_init(&problem, l);
     if (problem.padded_rows > INT32_MAX)
-        return smoe_fail(
+        return moe_fail(
             context, SMOE_ERROR_SHAPE,
             "%s: tokens x topk with padding is %lld rows, the limit is %d; use fewer tokens a call", function,
             (long long)problem.padded_rows, INT32_MAX);
     if (l->tokens * l->experts > (int64_t)1 << 40)
-        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: tokens x experts is %lld, the limit is 2^40",
-                         function, (long long)(l->tokens * l->experts));
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: tokens x experts is %lld, the limit is 2^40",
+                        function, (long long)(l->tokens * l->experts));
     return SMOE_OK;
 }
 
-smoe_status smoe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer)
+smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer)
 {
     smoe_status status = check_enums(context, function, layer);
     if (status == SMOE_OK) status = check_shape(context, function, layer);
@@ -267,32 +267,32 @@ smoe_status smoe_check_layer(smoe_context *context, const char *function, const 
     return status;
 }
 
-smoe_status smoe_check_pointers(smoe_context *context, const char *function, const smoe_pointer_check *checks,
-                                int count)
+smoe_status moe_check_pointers(smoe_context *context, const char *function, const moe_pointer_check *checks,
+                               int count)
 {
     for (int i = 0; i < count; i++) {
-        const smoe_pointer_check *c = &checks[i];
+        const moe_pointer_check *c = &checks[i];
         if (!c->pointer && c->required)
-            return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, c->name);
+            return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, c->name);
         if ((uintptr_t)c->pointer % SMOE_TENSOR_ALIGN)
-            return smoe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
-                             function, c->name, c->pointer, SMOE_TENSOR_ALIGN);
+            return moe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
+                            function, c->name, c->pointer, SMOE_TENSOR_ALIGN);
     }
     return SMOE_OK;
 }
 
-smoe_status smoe_check_buffer(smoe_context *context, const char *function, const char *name,
-                              const void *pointer, uint64_t size, uint64_t needed)
+smoe_status moe_check_buffer(smoe_context *context, const char *function, const char *name,
+                             const void *pointer, uint64_t size, uint64_t needed)
 {
     if (!needed) return SMOE_OK;
     if (!pointer)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL, %llu bytes are needed", function,
-                         name, (unsigned long long)needed);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL, %llu bytes are needed", function, name,
+                        (unsigned long long)needed);
     if ((uintptr_t)pointer % SMOE_BUFFER_ALIGN)
-        return smoe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
-                         function, name, pointer, SMOE_BUFFER_ALIGN);
+        return moe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
+                        function, name, pointer, SMOE_BUFFER_ALIGN);
     if (size < needed)
-        return smoe_fail(context, SMOE_ERROR_BUFFER, "%s: %s has %llu bytes, smoe_query_sizes asks for %llu",
-                         function, name, (unsigned long long)size, (unsigned long long)needed);
+        return moe_fail(context, SMOE_ERROR_BUFFER, "%s: %s has %llu bytes, smoe_query_sizes asks for %llu",
+                        function, name, (unsigned long long)size, (unsigned long long)needed);
     return SMOE_OK;
 }

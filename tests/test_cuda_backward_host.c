@@ -17,11 +17,11 @@ static void test_slots(void **state)
     (void)state;
     for (int n = 8; n <= 1040; n += 8)
         for (int halves = 1; halves <= 2; halves++) {
-            const int tiles = smoe_feature_tiles(n, halves), each = smoe_slots_of_half(n);
+            const int tiles = moe_feature_tiles(n, halves), each = moe_slots_of_half(n);
             char *seen = calloc((size_t)(n * halves), 1);
             assert_non_null(seen);
             for (int slot = 0; slot < 2 * tiles; slot++) {
-                const smoe_slot s = smoe_slot_of(slot, each);
+                const moe_slot s = moe_slot_of(slot, each);
                 if (s.half >= halves) continue; /* the other slot of an odd last tile */
                 for (int f = s.feature; f < s.feature + SMOE_WEIGHT_SLOT && f < n; f++)
                     seen[s.half * n + f]++;
@@ -39,7 +39,7 @@ static int read_again(int first, int hidden_tiles, int feature_tiles)
     char hidden[64] = {0}, feature[64] = {0};
     int sum = 0;
     for (int tile = first; tile < hidden_tiles * feature_tiles; tile++) {
-        const smoe_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
+        const moe_place at = moe_weight_place_of(tile, hidden_tiles, feature_tiles);
         if (!hidden[at.row_tile]++) sum += SMOE_WEIGHT_TILE_HIDDEN;
         if (!feature[at.column_tile]++) sum += SMOE_WEIGHT_TILE_FEATURES;
     }
@@ -54,7 +54,7 @@ static void test_weight_places(void **state)
             char *seen = calloc((size_t)(hidden_tiles * feature_tiles), 1);
             assert_non_null(seen);
             for (int tile = 0; tile < hidden_tiles * feature_tiles; tile++) {
-                const smoe_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
+                const moe_place at = moe_weight_place_of(tile, hidden_tiles, feature_tiles);
                 assert_in_range(at.row_tile, 0, hidden_tiles - 1);
                 assert_in_range(at.column_tile, 0, feature_tiles - 1);
                 seen[at.row_tile * feature_tiles + at.column_tile]++;
@@ -80,21 +80,21 @@ static void check_split(const int32_t *blocks, int experts, int tiles, int ctas)
 {
     int64_t all = 0, split = 0;
     for (int e = 0; e < experts; e++) all += blocks[e];
-    const int32_t limit = smoe_split_limit(all, tiles, ctas);
+    const int32_t limit = moe_split_limit(all, tiles, ctas);
     for (int e = 0; e < experts; e++) {
         const int pieces = blocks[e] > limit ? (blocks[e] + limit - 1) / limit : 1;
         int32_t end = 0;
         for (int i = 0; i < pieces; i++) {
-            assert_int_equal(smoe_cut(blocks[e], pieces, i), end);
-            end = smoe_cut(blocks[e], pieces, i + 1);
-            assert_true(end - smoe_cut(blocks[e], pieces, i) <= limit);
+            assert_int_equal(moe_cut(blocks[e], pieces, i), end);
+            end = moe_cut(blocks[e], pieces, i + 1);
+            assert_true(end - moe_cut(blocks[e], pieces, i) <= limit);
         }
         assert_int_equal(end, blocks[e]);
         if (pieces > 1) split += pieces;
     }
-    assert_true(split <= smoe_split_bound(all, tiles, ctas));
-    assert_true(split <= smoe_split_bound(all + 1000, tiles, ctas)); /* the bound is taken for more rows */
-    assert_true(split < 1 << 16);                                    /* lists.cu packs it */
+    assert_true(split <= moe_split_bound(all, tiles, ctas));
+    assert_true(split <= moe_split_bound(all + 1000, tiles, ctas)); /* the bound is taken for more rows */
+    assert_true(split < 1 << 16);                                   /* lists.cu packs it */
 }
 
 static void test_split(void **state)
@@ -118,10 +118,10 @@ static void test_split(void **state)
 static void test_split_chooses(void **state)
 {
     (void)state;
-    const int32_t tiles = smoe_weight_tiles(1536, 256, 1);
+    const int32_t tiles = moe_weight_tiles(1536, 256, 1);
     assert_int_equal(tiles, 12);
-    assert_true(smoe_split_limit(24576 * 8 / 64, tiles, 132) > 24576 * 8 / 128 / 64);
-    const int64_t blocks = 3072, pieces = smoe_divide_up(blocks, smoe_split_limit(blocks, tiles, 132));
+    assert_true(moe_split_limit(24576 * 8 / 64, tiles, 132) > 24576 * 8 / 128 / 64);
+    const int64_t blocks = 3072, pieces = moe_divide_up(blocks, moe_split_limit(blocks, tiles, 132));
     assert_true(pieces * tiles >= 132 - tiles && pieces * tiles <= 132 + tiles);
 }
 
@@ -158,12 +158,12 @@ static void test_f32_staging(void **state)
             for (int i = 0; i < 32; i++) {
                 const int f = feature_of(thread & 31, i), d = d_of(thread >> 5, thread & 31, i);
                 const int row = transposed ? f : d, column = transposed ? d : f;
-                put(slot, smoe_part_f32((uint32_t)row, (uint32_t)column), 4, row * 64 + column);
+                put(slot, moe_part_f32((uint32_t)row, (uint32_t)column), 4, row * 64 + column);
             }
         for (int row = 0; row < 64; row++)
             for (int column = 0; column < 64; column++) {
                 const uint32_t at = (uint32_t)(column / 32) * SMOE_PANEL_BYTES +
-                                    smoe_panel_offset((uint32_t)row, (uint32_t)(column % 32) / 4) +
+                                    moe_panel_offset((uint32_t)row, (uint32_t)(column % 32) / 4) +
                                     (uint32_t)(column % 4) * 4;
                 assert_int_equal(slot[at / 4], row * 64 + column);
             }
@@ -188,8 +188,8 @@ static void test_16_bit_staging(void **state)
                             const uint32_t matrix_row = transposed ? 2 * (t % 4) + z : t / 4;
                             const uint32_t matrix_column = transposed ? t / 4 : 2 * (t % 4) + z;
                             const uint32_t lane = j * 8 + matrix_row;
-                            const uint32_t at = transposed ? smoe_part_transposed(warp, lane, q)
-                                                           : smoe_part_plain(warp, lane, q);
+                            const uint32_t at = transposed ? moe_part_transposed(warp, lane, q)
+                                                           : moe_part_plain(warp, lane, q);
                             put(slot, at + matrix_column * 2, 2, f * 64 + d);
                         }
         for (int f = 0; f < 128; f++)
@@ -198,7 +198,7 @@ static void test_16_bit_staging(void **state)
                                column = (uint32_t)(transposed ? d : f % 64);
                 const uint32_t panel = transposed ? 0 : (uint32_t)f / 64;
                 const uint32_t at =
-                    panel * SMOE_PANEL_BYTES + smoe_panel_offset(row, column / 8) + column % 8 * 2;
+                    panel * SMOE_PANEL_BYTES + moe_panel_offset(row, column / 8) + column % 8 * 2;
                 assert_int_equal(slot[at / 2], f * 64 + d);
             }
     }

@@ -33,14 +33,14 @@ static void hold_one_thread(int nested)
     if (threads != 1) openblas_set_num_threads(1);
 }
 
-void smoe_blas_enter(void)
+void moe_blas_enter(void)
 {
     pthread_mutex_lock(&guard.mutex);
     hold_one_thread(guard.open++ > 0);
     pthread_mutex_unlock(&guard.mutex);
 }
 
-void smoe_blas_leave(void)
+void moe_blas_leave(void)
 {
     pthread_mutex_lock(&guard.mutex);
     assert(guard.open > 0);
@@ -135,8 +135,8 @@ static blasint narrow(int64_t size)
     return (blasint)size;
 }
 
-void smoe_sgemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, const float *a,
-                int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc)
+void moe_sgemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, const float *a, int64_t lda,
+               const float *b, int64_t ldb, float beta, float *c, int64_t ldc)
 {
     if (m == 0 || n == 0) return;
     if (k == 0) {

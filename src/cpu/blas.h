@@ -9,8 +9,8 @@
  * (several contexts on several threads): the first one in saves OpenBLAS's thread count, the last one out
  * restores it. A count that the application sets in between is the one restored, unless it is 1, which cannot
  * be told from the section's own. */
-void smoe_blas_enter(void);
-void smoe_blas_leave(void);
+void moe_blas_enter(void);
+void moe_blas_leave(void);
 
 /* OpenBLAS needs a buffer of its own for every thread that is inside a product, takes it from the system when
  * one is first missing, and tries for ever when there is no address space for it. reserve makes it take those
@@ -24,7 +24,7 @@ void moe_blas_release(int threads);
  * is stored (k, m), with transpose_b B is stored (n, k); ld* are the stored matrices' row strides in
  * elements. With beta 0, C is written without being read. Sizes of zero are fine; sizes and strides are at
  * most 2^31 - 1, as panels, d, n and E are. */
-void smoe_sgemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, const float *a,
-                int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+void moe_sgemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, const float *a, int64_t lda,
+               const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
 
 #endif

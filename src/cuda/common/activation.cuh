@@ -5,7 +5,7 @@
 #include "common/storage.cuh"
 #include <smoe.h>
 
-namespace smoe
+namespace moe
 {
 
 // ---- Values
@@ -220,4 +220,4 @@ template <typename T, int KIND> SMOE_DEVICE uint32_t activate_pair(uint32_t g, u
     return S::pack(activate<T, KIND>(S::low(g), S::low(u)), activate<T, KIND>(S::high(g), S::high(u)));
 }
 
-} // namespace smoe
+} // namespace moe

@@ -3,7 +3,7 @@
 #pragma once
 #include "common/activation.cuh"
 
-namespace smoe
+namespace moe
 {
 
 struct gradient {
@@ -37,4 +37,4 @@ SMOE_DEVICE void differentiate_pair(uint32_t g, uint32_t u, uint32_t x, float we
     scaled = S::pack(low.scaled, high.scaled);
 }
 
-} // namespace smoe
+} // namespace moe

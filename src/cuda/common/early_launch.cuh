@@ -3,7 +3,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-namespace smoe
+namespace moe
 {
 
 template <typename... Formal, typename... Actual>
@@ -23,4 +23,4 @@ cudaError_t launch_early(void (*kernel)(Formal...), dim3 ctas, dim3 threads, siz
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-} // namespace smoe
+} // namespace moe

@@ -12,7 +12,7 @@
 #include <cuda_runtime_api.h>
 #include <smoe.h>
 
-namespace smoe
+namespace moe
 {
 
 // The value in the API of an element type.
@@ -63,4 +63,4 @@ template <typename K> cudaError_t allow_shared(K *kernel, int bytes)
     return cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-} // namespace smoe
+} // namespace moe

@@ -16,7 +16,7 @@
 #include "common/storage.cuh"
 #include "host/launch.h"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -34,7 +34,7 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float
 }
 
 // Entries of token_rows from `at` on; past the end the last one again. at < end.
-template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const smoe_cuda_combine &p, int at, int end)
+template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_combine &p, int at, int end)
 {
 #pragma unroll
     for (int k = 0; k < ROWS; k++) row[k] = __ldg(p.token_rows + min(at + k, end - 1));
@@ -44,7 +44,7 @@ template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const smoe_cuda
 template <int ROWS, int VECTORS> struct pieces {
     uint4 v[ROWS][VECTORS];
     float weight[ROWS];
-    SMOE_DEVICE void fetch(const smoe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
+    SMOE_DEVICE void fetch(const moe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
     {
         const char *y = (const char *)p.y + column * 2;
         const int64_t row_bytes = p.columns * 2;
@@ -70,7 +70,7 @@ template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUM
 // has been stored. The branch stands behind the loads, of row 0 then, because the compiler moves loads that
 // no branch follows to where each is used, one after the other.
 template <typename T, int ROWS, int VECTORS>
-SMOE_DEVICE bool combine_topk(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
     const int first = (int)token * p.topk;
     int row[ROWS];
@@ -96,7 +96,7 @@ SMOE_DEVICE bool combine_topk(const smoe_cuda_combine &p, int64_t token, int64_t
 
 // Any number of rows, by ROWS.
 template <typename T, int ROWS, int VECTORS, bool ROUTER>
-SMOE_DEVICE void combine_rows(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
     const char *weights = (const char *)p.router_weight + column * 2;
     const int step = (int)blockDim.x * COLUMNS;
@@ -137,7 +137,7 @@ SMOE_DEVICE void combine_rows(const smoe_cuda_combine &p, int64_t token, int64_t
 // blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns.
 // FEW: 1 <= topk <= ROWS.
 template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
-__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ smoe_cuda_combine p)
+__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ moe_cuda_combine p)
 {
     enum { AT_ONCE = FEW && VECTORS > 2 ? 1 : VECTORS }; // of the general path: registers
     const int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
@@ -152,17 +152,17 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant
 
 // CTAs of about `threads`.
 template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
-void launch(const smoe_cuda_combine &p, unsigned threads, cudaStream_t stream)
+void launch(const moe_cuda_combine &p, unsigned threads, cudaStream_t stream)
 {
     const int64_t pieces = p.columns / COLUMNS / VECTORS;
-    int64_t parts = smoe_divide_up(pieces, MOST_THREADS);
+    int64_t parts = moe_divide_up(pieces, MOST_THREADS);
     while (pieces % parts) parts++;
     const unsigned across = (unsigned)(pieces / parts), tokens = across >= threads ? 1 : threads / across;
-    const dim3 block(across, tokens), grid((unsigned)smoe_divide_up(p.tokens, tokens), (unsigned)parts);
+    const dim3 block(across, tokens), grid((unsigned)moe_divide_up(p.tokens, tokens), (unsigned)parts);
     combine<T, ROWS, VECTORS, FEW, ROUTER><<<grid, block, 0, stream>>>(p);
 }
 
-template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t stream)
+template <typename T> void launch(const moe_cuda_combine &p, cudaStream_t stream)
 {
     const bool even = p.topk > 0, twice = p.columns % (2 * COLUMNS) == 0;
     const bool wide = twice && p.columns > SHORT_COLUMNS;
@@ -185,12 +185,12 @@ template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t strea
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype,
-                                                cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_combine_launch(const moe_cuda_combine *p, smoe_type dtype,
+                                               cudaStream_t stream)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_type(storage_types(), dtype, [&](auto t) {
         launch<typename decltype(t)::type>(*p, stream);
         return cudaGetLastError();

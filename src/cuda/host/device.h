@@ -35,23 +35,23 @@ static inline void leave_device(const device_state *state, int before)
 
 static inline smoe_status device_error(smoe_context *context, cudaError_t status)
 {
-    return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: CUDA error %d (%s): %s", context->function, (int)status,
-                     cudaGetErrorName(status), cudaGetErrorString(status));
+    return moe_fail(context, SMOE_ERROR_DEVICE, "%s: CUDA error %d (%s): %s", context->function, (int)status,
+                    cudaGetErrorName(status), cudaGetErrorString(status));
 }
 
 /* The status of a call whose launches returned `status`. */
 static inline smoe_status launch_result(smoe_context *context, const moe_launch *on, cudaError_t status)
 {
     if (on->map_status != CUDA_SUCCESS)
-        return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: cuTensorMapEncodeTiled failed with driver error %d",
-                         context->function, (int)on->map_status);
+        return moe_fail(context, SMOE_ERROR_DEVICE, "%s: cuTensorMapEncodeTiled failed with driver error %d",
+                        context->function, (int)on->map_status);
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
 /* backward.c */
-uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_problem *problem);
-smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *problem,
-                               const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
-                               void *stream);
+uint64_t moe_cuda_backward_scratch(const device_state *state, const moe_problem *problem);
+smoe_status moe_cuda_backward(smoe_context *context, const moe_problem *problem,
+                              const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
+                              void *stream);
 
 #endif

@@ -18,19 +18,19 @@ enum {
     SMOE_PLAN_SHARED = 232448
 };
 
-SMOE_HD int32_t smoe_plan_padded_experts(int32_t experts)
+SMOE_HD int32_t moe_plan_padded_experts(int32_t experts)
 {
     return (experts + 7) / 8 * 8;
 }
 
 /* Quads of a token. */
-SMOE_HD int32_t smoe_plan_quads(int32_t topk)
+SMOE_HD int32_t moe_plan_quads(int32_t topk)
 {
     return (topk + 3) / 4;
 }
 
 /* Offsets into the shared memory of the scatter kernel; `end` is its size. */
-typedef struct smoe_plan_shared {
+typedef struct moe_plan_shared {
     uint32_t masks;  /* uint32 [chunk/32][experts]: bit t says that token t of the group chose the expert */
     uint32_t summed; /* uint32 [all chunks, those before][4][experts / 8]: expert 8 c + 2 j in the low half of
                         [j][c], 8 c + 2 j + 1 above it */
@@ -48,13 +48,13 @@ typedef struct smoe_plan_shared {
     uint32_t group_before; /* uint16 [chunk/32][experts]: pairs of the expert in the groups before */
     uint32_t scratch;      /* uint32 [32] */
     uint32_t end;
-} smoe_plan_shared;
+} moe_plan_shared;
 
-SMOE_HD smoe_plan_shared smoe_plan_shared_of(int32_t chunk, int32_t experts, int32_t topk)
+SMOE_HD moe_plan_shared moe_plan_shared_of(int32_t chunk, int32_t experts, int32_t topk)
 {
-    const uint32_t e = (uint32_t)smoe_plan_padded_experts(experts), groups = (uint32_t)chunk / 32;
+    const uint32_t e = (uint32_t)moe_plan_padded_experts(experts), groups = (uint32_t)chunk / 32;
     const uint32_t pairs = (uint32_t)(chunk * topk);
-    smoe_plan_shared s;
+    moe_plan_shared s;
     s.masks = 0;
     s.summed = s.masks + groups * e * 4;
     s.totals = s.summed + e * 4;
@@ -65,7 +65,7 @@ SMOE_HD smoe_plan_shared smoe_plan_shared_of(int32_t chunk, int32_t experts, int
     s.sorted = s.local + e * 4;
     s.token_rows = s.sorted + pairs * 8;
     s.ids = s.token_rows + pairs * 4;
-    s.group_before = s.ids + (uint32_t)(chunk * smoe_plan_quads(topk)) * 8;
+    s.group_before = s.ids + (uint32_t)(chunk * moe_plan_quads(topk)) * 8;
     s.token_first = s.group_before + groups * e * 2;
     s.scratch = s.token_first + (uint32_t)chunk * 4 + 16;
     s.end = s.scratch + 128;
@@ -73,25 +73,25 @@ SMOE_HD smoe_plan_shared smoe_plan_shared_of(int32_t chunk, int32_t experts, int
 }
 
 /* May a chunk have so many tokens? */
-SMOE_HD int smoe_plan_chunk_fits(int32_t chunk, int32_t experts, int32_t topk)
+SMOE_HD int moe_plan_chunk_fits(int32_t chunk, int32_t experts, int32_t topk)
 {
-    return chunk <= SMOE_PLAN_CHUNK && chunk * smoe_plan_quads(topk) * 4 <= SMOE_PLAN_PAIRS &&
-           smoe_plan_shared_of(chunk, experts, topk).end <= SMOE_PLAN_SHARED;
+    return chunk <= SMOE_PLAN_CHUNK && chunk * moe_plan_quads(topk) * 4 <= SMOE_PLAN_PAIRS &&
+           moe_plan_shared_of(chunk, experts, topk).end <= SMOE_PLAN_SHARED;
 }
 
 /* Tokens of a chunk. */
-SMOE_HD int32_t smoe_plan_chunk(int64_t tokens, int32_t experts, int32_t topk)
+SMOE_HD int32_t moe_plan_chunk(int64_t tokens, int32_t experts, int32_t topk)
 {
     int32_t chunk = tokens > SMOE_PLAN_FEW_TOKENS ? SMOE_PLAN_CHUNK : SMOE_PLAN_SMALL_CHUNK;
-    while (chunk > 32 && !smoe_plan_chunk_fits(chunk, experts, topk)) chunk /= 2;
+    while (chunk > 32 && !moe_plan_chunk_fits(chunk, experts, topk)) chunk /= 2;
     return chunk;
 }
 
 /* Does every CTA sum the matrix itself? */
-SMOE_HD int smoe_plan_is_summed(int64_t tokens, int32_t experts, int32_t chunk)
+SMOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t chunk)
 {
     return tokens <= SMOE_PLAN_SUMMED_TOKENS &&
-           smoe_divide_up(tokens, chunk) * smoe_plan_padded_experts(experts) <= SMOE_PLAN_SUMMED_CELLS;
+           moe_divide_up(tokens, chunk) * moe_plan_padded_experts(experts) <= SMOE_PLAN_SUMMED_CELLS;
 }
 
 /* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095;
@@ -100,12 +100,12 @@ SMOE_HD int smoe_plan_is_summed(int64_t tokens, int32_t experts, int32_t chunk)
 
 enum { SMOE_PLAN_NO_ID = 0x7fff, SMOE_PLAN_REPEATED = 0x4000 };
 
-SMOE_HD uint32_t smoe_plan_lower(uint32_t id, uint32_t two_entries)
+SMOE_HD uint32_t moe_plan_lower(uint32_t id, uint32_t two_entries)
 {
     return ((((id + 0x7fff) * 0x00010001u) - two_entries) >> 15) & 0x00010001u;
 }
 
-SMOE_HD uint32_t smoe_plan_both(uint32_t counts)
+SMOE_HD uint32_t moe_plan_both(uint32_t counts)
 {
     return (counts & 0xffff) + (counts >> 16);
 }

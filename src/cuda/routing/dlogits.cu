@@ -31,7 +31,7 @@
 #include "host/launch_backward.h"
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace dlogits
 {
@@ -89,7 +89,7 @@ static_assert(length_of(logits_types()) == 2, "write_rows and logit_at know f32 
 
 // The CTA's rows of `tokens` tokens from `first` on: stage (tokens, stride).
 template <typename T>
-SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int first, int tokens)
+SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const float *stage, int first, int tokens)
 {
     const int stride = p.stride, experts = (int)p.layer.experts;
     if (p.dense) write_as((T *)p.dense + (int64_t)first * stride, stage, tokens, stride, stride);
@@ -109,7 +109,7 @@ SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int 
 
 // Rows of the storage type are dense as it is.
 template <typename T>
-SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const T *stage, int first, int tokens)
+SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const T *stage, int first, int tokens)
 {
     char *to = (char *)p.dense + (int64_t)first * (p.stride * 2);
 #pragma unroll 1
@@ -165,7 +165,7 @@ template <int PLACES> SMOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
     return below;
 }
 
-SMOE_DEVICE float logit_at(const smoe_cuda_dlogits &p, int64_t i)
+SMOE_DEVICE float logit_at(const moe_cuda_dlogits &p, int64_t i)
 {
     return p.layer.logits_type == SMOE_TYPE_F32
                ? ((const float *)p.logits)[i]
@@ -177,7 +177,7 @@ SMOE_DEVICE float logit_at(const smoe_cuda_dlogits &p, int64_t i)
 // it need not wait for ids.
 template <typename T, typename S, int PLACES>
 __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
-    sparse(const __grid_constant__ smoe_cuda_dlogits p, const int tokens)
+    sparse(const __grid_constant__ moe_cuda_dlogits p, const int tokens)
 {
     constexpr int LANES = PLACES < 32 ? PLACES : 32, EACH = PLACES / LANES;
     extern __shared__ __align__(16) float memory[];
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
     }
     inner = divided ? sum_of_lanes(inner, LANES) : 0.0f;
     divisor = sigmoid && divided ? sum_of_lanes(divisor, LANES) : 1.0f;
-    const bool nan = __ballot_sync(~0u, smoe_is_nan(weight[0])) >> leader & 1;
+    const bool nan = __ballot_sync(~0u, moe_is_nan(weight[0])) >> leader & 1;
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
         if (lane + LANES * m >= pairs) continue;
@@ -264,7 +264,7 @@ struct row_counts {
 // Sorts the token's rows into w.kept and, those that rounding added, row[e]: c dS, or for SIGMOID what is
 // added to dlogits.
 template <typename L>
-SMOE_DEVICE row_counts gather_rows(const smoe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
+SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
                                    token_work &w, int lane)
 {
     const int topk = (int)p.layer.topk, end = __ldg(p.token_offsets + token + 1);
@@ -289,14 +289,14 @@ SMOE_DEVICE row_counts gather_rows(const smoe_cuda_dlogits &p, const L *logits, 
     return {kept > 0, added > 0};
 }
 
-SMOE_DEVICE float balance_of(const smoe_cuda_dlogits &p, float balance, int expert)
+SMOE_DEVICE float balance_of(const moe_cuda_dlogits &p, float balance, int expert)
 {
     return balance == 0.0f ? 0.0f : balance * (float)__ldg(p.topk_counts + expert);
 }
 
 // row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses; for SIGMOID row[e] is kept and added.
 template <typename L>
-SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, float *row, int lane)
+SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const L *logits, float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
     const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID;
@@ -328,7 +328,7 @@ SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, fl
 
 // Adds what comes through the weights of the kept pairs, where they are not p itself. weight: w by k.
 template <typename L>
-SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
+SMOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
                               float *row, const token_work &w, int lane)
 {
     const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
@@ -356,7 +356,7 @@ SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const
 }
 
 template <typename L>
-SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float *row, token_work &w, int lane)
+SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *row, token_work &w, int lane)
 {
     const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const L *logits = (const L *)p.logits + token * experts;
@@ -385,13 +385,13 @@ SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float 
     if (!rows.kept) return;
     if (!plain) through_kept(p, logits, weight, row, w, lane);
     __syncwarp();
-    if (smoe_is_nan(__shfl_sync(~0u, weight[0], 0)))
+    if (moe_is_nan(__shfl_sync(~0u, weight[0], 0)))
 #pragma unroll 1
         for (int e = lane; e < experts; e += 32) row[e] = __uint_as_float(0x7fc00000u);
 }
 
 template <typename L, typename T>
-__global__ void __launch_bounds__(THREADS) general(const __grid_constant__ smoe_cuda_dlogits p)
+__global__ void __launch_bounds__(THREADS) general(const __grid_constant__ moe_cuda_dlogits p)
 {
     extern __shared__ __align__(16) float memory[];
     __shared__ token_work work[WARPS];
@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(THREADS) general(const __grid_constant__ smoe_
 
 template <typename G>
 __global__ void __launch_bounds__(1024)
-    add_bias_sums(const __grid_constant__ smoe_cuda_dlogits p, int64_t ctas)
+    add_bias_sums(const __grid_constant__ moe_cuda_dlogits p, int64_t ctas)
 {
     __shared__ float sums[32][33];
     const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, expert = blockIdx.x * 32 + lane;
@@ -433,25 +433,25 @@ int tokens_that_fit(int stride, int most)
     return tokens;
 }
 
-template <typename L, typename T> int64_t launch_general(const smoe_cuda_dlogits &p, cudaStream_t stream)
+template <typename L, typename T> int64_t launch_general(const moe_cuda_dlogits &p, cudaStream_t stream)
 {
     const int tokens = tokens_that_fit(p.stride, WARPS);
-    const int64_t ctas = smoe_divide_up(p.layer.tokens, tokens);
+    const int64_t ctas = moe_divide_up(p.layer.tokens, tokens);
     general<L, T><<<(unsigned)ctas, 32 * tokens, tokens * p.stride * 4, stream>>>(p);
     return ctas;
 }
 
 template <typename T, typename S, int PLACES>
-int64_t launch_places(const smoe_cuda_dlogits &p, cudaStream_t stream)
+int64_t launch_places(const moe_cuda_dlogits &p, cudaStream_t stream)
 {
     const int tokens = tokens_that_fit(p.stride, THREADS / (PLACES < 32 ? PLACES : 32));
-    const int64_t ctas = smoe_divide_up(p.layer.tokens, tokens);
+    const int64_t ctas = moe_divide_up(p.layer.tokens, tokens);
     launch_early(sparse<T, S, PLACES>, dim3((unsigned)ctas), dim3(THREADS),
                  (size_t)(tokens * p.stride) * sizeof(S), stream, p, tokens);
     return ctas;
 }
 
-template <typename T, typename S> int64_t launch_sparse(const smoe_cuda_dlogits &p, cudaStream_t stream)
+template <typename T, typename S> int64_t launch_sparse(const moe_cuda_dlogits &p, cudaStream_t stream)
 {
     return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, stream)
            : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, stream)
@@ -459,42 +459,42 @@ template <typename T, typename S> int64_t launch_sparse(const smoe_cuda_dlogits 
                                 : launch_places<T, S, SMOE_MAX_TOPK>(p, stream);
 }
 
-template <typename L, typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
+template <typename L, typename T> int64_t launch(const moe_cuda_dlogits &p, cudaStream_t stream)
 {
-    if (!smoe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream);
+    if (!moe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream);
     return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
                                                  : launch_sparse<T, float>(p, stream);
 }
 
-template <typename G> void launch_bias(const smoe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
+template <typename G> void launch_bias(const moe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
 {
-    add_bias_sums<G><<<(unsigned)smoe_divide_up(p.layer.experts, 32), 1024, 0, stream>>>(p, ctas);
+    add_bias_sums<G><<<(unsigned)moe_divide_up(p.layer.experts, 32), 1024, 0, stream>>>(p, ctas);
 }
 
 } // namespace
 } // namespace dlogits
-} // namespace smoe
+} // namespace moe
 
-extern "C" int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer)
+extern "C" int64_t moe_cuda_dlogits_ctas(const smoe_layer *layer)
 {
-    using namespace smoe::dlogits;
-    const int stride = (int)smoe_divide_up(layer->experts, 8) * 8;
-    return smoe_divide_up(layer->tokens, tokens_that_fit(stride, WARPS));
+    using namespace moe::dlogits;
+    const int stride = (int)moe_divide_up(layer->experts, 8) * 8;
+    return moe_divide_up(layer->tokens, tokens_that_fit(stride, WARPS));
 }
 
-extern "C" cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_dlogits_launch(const moe_cuda_dlogits *p, cudaStream_t stream)
 {
-    using namespace smoe::dlogits;
+    using namespace moe::dlogits;
     const smoe_layer &layer = p->layer;
-    return smoe::for_type(smoe::storage_types(), layer.dtype, [&](auto t) {
+    return moe::for_type(moe::storage_types(), layer.dtype, [&](auto t) {
         using T = typename decltype(t)::type;
         int64_t ctas = 0;
-        const cudaError_t status = smoe::for_type(smoe::logits_types(), layer.logits_type, [&](auto l) {
+        const cudaError_t status = moe::for_type(moe::logits_types(), layer.logits_type, [&](auto l) {
             ctas = launch<typename decltype(l)::type, T>(*p, stream);
             return cudaGetLastError();
         });
         if (status != cudaSuccess || !p->bias_sums) return status;
-        return smoe::for_type(smoe::gradient_types<T>(), layer.gradient_type, [&](auto g) {
+        return moe::for_type(moe::gradient_types<T>(), layer.gradient_type, [&](auto g) {
             launch_bias<typename decltype(g)::type>(*p, ctas, stream);
             return cudaGetLastError();
         });

@@ -15,7 +15,7 @@
 #include "common/early_launch.cuh"
 #include "routing/plan_shared.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace plan
 {
@@ -30,9 +30,9 @@ struct work_space {
 };
 
 struct problem {
-    smoe_cuda_plan p;
+    moe_cuda_plan p;
     work_space work;
-    smoe_plan_shared shared;
+    moe_plan_shared shared;
     int32_t chunks, padded_experts, quads; // of a token
     uint32_t quads_reciprocal, columns_reciprocal;
 };
@@ -44,7 +44,7 @@ struct quad {
 
 SMOE_DEVICE quad quad_at(const problem &q, int i)
 {
-    const int token = (int)smoe_divide(i, q.quads_reciprocal);
+    const int token = (int)moe_divide(i, q.quads_reciprocal);
     return {token, 4 * (i - token * q.quads)};
 }
 
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem 
     __shared__ uint32_t part[32][33];
     const int lane = threadIdx.x, warp = threadIdx.y, expert = blockIdx.x * 32 + lane;
     const bool real = expert < q.padded_experts;
-    const int begin = smoe_cut(q.chunks, 32, warp), end = smoe_cut(q.chunks, 32, warp + 1);
+    const int begin = moe_cut(q.chunks, 32, warp), end = moe_cut(q.chunks, 32, warp + 1);
     wait_for_previous();
     uint32_t sum = 0;
 #pragma unroll 8
@@ -230,7 +230,7 @@ struct scatter_memory {
     uint32_t *scratch;
 };
 
-SMOE_DEVICE scatter_memory memory_at(char *at, const smoe_plan_shared &s)
+SMOE_DEVICE scatter_memory memory_at(char *at, const moe_plan_shared &s)
 {
     return {(uint32_t *)(at + s.masks),
             (uint32_t *)(at + s.summed),
@@ -296,10 +296,10 @@ SMOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int toke
     for (int j = 0; j < q.quads; j++) {
         const uint2 v = ids[j];
 #pragma unroll
-        for (int u = 0; u < 4; u++) both[u] += smoe_plan_lower(id[u], v.x) + smoe_plan_lower(id[u], v.y);
+        for (int u = 0; u < 4; u++) both[u] += moe_plan_lower(id[u], v.x) + moe_plan_lower(id[u], v.y);
     }
 #pragma unroll
-    for (int u = 0; u < 4; u++) lower[u] = smoe_plan_both(both[u]);
+    for (int u = 0; u < 4; u++) lower[u] = moe_plan_both(both[u]);
 }
 
 // Pairs of the tokens before each. Every token has K of them, unless the chunk is irregular.
@@ -320,11 +320,11 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
 // neighbouring chunks.
 SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
 {
-    const int columns = q.padded_experts / 8, lines = (int)smoe_divide(THREADS, q.columns_reciprocal);
-    const int line = (int)smoe_divide(threadIdx.x, q.columns_reciprocal),
+    const int columns = q.padded_experts / 8, lines = (int)moe_divide(THREADS, q.columns_reciprocal);
+    const int line = (int)moe_divide(threadIdx.x, q.columns_reciprocal),
               column = threadIdx.x - line * columns;
     if (line >= lines) return;
-    const int begin = smoe_cut(q.chunks, lines, line), end = smoe_cut(q.chunks, lines, line + 1);
+    const int begin = moe_cut(q.chunks, lines, line), end = moe_cut(q.chunks, lines, line + 1);
     const uint4 *from = (const uint4 *)(q.work.counts + (int64_t)begin * q.padded_experts) + column;
     constexpr int TOGETHER = 8; // loads on their way
     const uint4 none = {0, 0, 0, 0};
@@ -490,29 +490,29 @@ __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ pr
     let_next_start();
 }
 
-work_space work_at(const smoe_cuda_plan &p, int64_t chunks, int64_t padded_experts)
+work_space work_at(const moe_cuda_plan &p, int64_t chunks, int64_t padded_experts)
 {
     const int64_t cells = chunks * padded_experts;
     uint32_t *totals = (uint32_t *)p.work, *before = totals + padded_experts;
-    if (smoe_plan_is_summed(p.tokens, p.experts, p.chunk)) return {(uint16_t *)p.work, nullptr, nullptr};
+    if (moe_plan_is_summed(p.tokens, p.experts, p.chunk)) return {(uint16_t *)p.work, nullptr, nullptr};
     return {(uint16_t *)(before + cells), before, totals};
 }
 
 } // namespace
 } // namespace plan
-} // namespace smoe
+} // namespace moe
 
-extern "C" uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk)
+extern "C" uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk)
 {
-    const int64_t chunks = smoe_divide_up(tokens, chunk);
-    const uint64_t padded = (uint64_t)smoe_plan_padded_experts((int32_t)experts),
+    const int64_t chunks = moe_divide_up(tokens, chunk);
+    const uint64_t padded = (uint64_t)moe_plan_padded_experts((int32_t)experts),
                    cells = (uint64_t)chunks * padded;
-    return smoe_plan_is_summed(tokens, (int32_t)experts, chunk) ? cells * 2 : cells * 6 + padded * 4;
+    return moe_plan_is_summed(tokens, (int32_t)experts, chunk) ? cells * 2 : cells * 6 + padded * 4;
 }
 
-extern "C" cudaError_t smoe_cuda_plan_init(void)
+extern "C" cudaError_t moe_cuda_plan_init(void)
 {
-    using namespace smoe::plan;
+    using namespace moe::plan;
     const cudaError_t status = cudaFuncSetAttribute(
         (const void *)scatter, cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
     return status == cudaSuccess
@@ -521,24 +521,24 @@ extern "C" cudaError_t smoe_cuda_plan_init(void)
                : status;
 }
 
-extern "C" cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *p, cudaStream_t stream)
 {
-    using namespace smoe::plan;
+    using namespace moe::plan;
     problem q = {};
     q.p = *p;
-    q.chunks = (int32_t)smoe_divide_up(p->tokens, p->chunk);
-    q.padded_experts = smoe_plan_padded_experts(p->experts);
-    q.quads = smoe_plan_quads(p->topk);
-    q.quads_reciprocal = smoe_reciprocal((uint32_t)q.quads);
-    q.columns_reciprocal = smoe_reciprocal((uint32_t)q.padded_experts / 8);
-    q.shared = smoe_plan_shared_of(p->chunk, p->experts, p->topk);
+    q.chunks = (int32_t)moe_divide_up(p->tokens, p->chunk);
+    q.padded_experts = moe_plan_padded_experts(p->experts);
+    q.quads = moe_plan_quads(p->topk);
+    q.quads_reciprocal = moe_reciprocal((uint32_t)q.quads);
+    q.columns_reciprocal = moe_reciprocal((uint32_t)q.padded_experts / 8);
+    q.shared = moe_plan_shared_of(p->chunk, p->experts, p->topk);
     q.work = work_at(*p, q.chunks, q.padded_experts);
     const dim3 ctas((unsigned)q.chunks);
     cudaError_t status = cudaSuccess;
-    if (!p->counted) status = smoe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
+    if (!p->counted) status = moe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
     if (status == cudaSuccess && q.work.totals)
-        status = smoe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0,
-                                    stream, q);
-    return status == cudaSuccess ? smoe::launch_early(scatter, ctas, dim3(THREADS), q.shared.end, stream, q)
+        status = moe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0,
+                                   stream, q);
+    return status == cudaSuccess ? moe::launch_early(scatter, ctas, dim3(THREADS), q.shared.end, stream, q)
                                  : status;
 }

@@ -13,7 +13,7 @@
 
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace plan
 {
@@ -56,7 +56,7 @@ SMOE_DEVICE void look_for(row_in_flight &row, int expert, int4 id, float4 weight
 // Looks for the expert among the tokens' ids, one or four at a time; all rows' loads are on their way at
 // once.
 template <typename I, typename W>
-SMOE_DEVICE void find_pairs(const smoe_cuda_routing &r, row_in_flight (&rows)[IN_FLIGHT], int expert)
+SMOE_DEVICE void find_pairs(const moe_cuda_routing &r, row_in_flight (&rows)[IN_FLIGHT], int expert)
 {
     constexpr int TOGETHER = (int)sizeof(I) / 4;
     const int topk = (int)r.layer.topk;
@@ -78,7 +78,7 @@ SMOE_DEVICE void find_pairs(const smoe_cuda_routing &r, row_in_flight (&rows)[IN
 // A pair's logit, as it is stored, and its token's softmax: all that an added pair's weight needs.
 template <typename L> struct pair_score {
     L logit;
-    smoe_token_softmax softmax;
+    moe_token_softmax softmax;
 };
 
 // What a pair that rounding added weighs.
@@ -86,9 +86,9 @@ template <typename L> SMOE_DEVICE float added_weight(const smoe_layer &layer, co
 {
     const float logit = logits_of<L>::value(pair.logit);
     const float score = layer.score == SMOE_SCORE_SIGMOID
-                            ? smoe_sigmoid(logit)
-                            : smoe_div(smoe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
-    return smoe_mul(score, layer.route_scale);
+                            ? moe_sigmoid(logit)
+                            : moe_div(moe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
+    return moe_mul(score, layer.route_scale);
 }
 
 // Padded rows: where the CTA's expert begins, and where all of them end.
@@ -97,7 +97,7 @@ struct row_range {
 };
 
 // Every CTA sums all counts; `rows` gets them.
-SMOE_DEVICE row_range place_expert(const smoe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
+SMOE_DEVICE row_range place_expert(const moe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
 {
     __shared__ row_range place;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
@@ -119,7 +119,7 @@ SMOE_DEVICE row_range place_expert(const smoe_cuda_plan &p, uint32_t *rows, uint
 
 template <typename L>
 __global__ void __launch_bounds__(THREADS, 2)
-    expert_rows(const __grid_constant__ smoe_cuda_routing r, const __grid_constant__ smoe_cuda_plan p)
+    expert_rows(const __grid_constant__ moe_cuda_routing r, const __grid_constant__ moe_cuda_plan p)
 {
     extern __shared__ __align__(16) uint32_t memory[];
     __shared__ uint16_t within[STRIP_TOKENS];
@@ -192,7 +192,7 @@ struct map_memory {
 };
 
 // Loads them; returns the rows of all tokens before. *before is 0.
-SMOE_DEVICE int load_words(const smoe_cuda_routing &r, const smoe_cuda_plan &p, const map_memory &m,
+SMOE_DEVICE int load_words(const moe_cuda_routing &r, const moe_cuda_plan &p, const map_memory &m,
                            int *before)
 {
     int part = 0;
@@ -233,7 +233,7 @@ SMOE_DEVICE uint32_t transpose(uint32_t bits, int lane)
 // experts where bits are read: few tokens have an expert, so that bits are turned about and only those set
 // are visited.
 __global__ void __launch_bounds__(THREADS)
-    token_rows(const __grid_constant__ smoe_cuda_routing r, const __grid_constant__ smoe_cuda_plan p)
+    token_rows(const __grid_constant__ moe_cuda_routing r, const __grid_constant__ moe_cuda_plan p)
 {
     extern __shared__ __align__(16) uint32_t memory[];
     __shared__ uint32_t scratch[WARPS];
@@ -293,32 +293,32 @@ size_t expert_rows_bytes(int64_t experts)
 
 } // namespace
 } // namespace plan
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const smoe_cuda_plan *p,
-                                              cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *r, const moe_cuda_plan *p,
+                                             cudaStream_t stream)
 {
-    using namespace smoe::plan;
+    using namespace moe::plan;
     const size_t counts_bytes = expert_rows_bytes(p->experts),
                  map_bytes = (size_t)map_experts(p->experts) * 32;
     const dim3 experts((unsigned)p->experts), threads(THREADS),
-        maps((unsigned)smoe_divide_up(r->layer.tokens, MAP_TOKENS));
-    const cudaError_t status = smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
-        return smoe::launch_early(expert_rows<typename decltype(l)::type>, experts, threads, counts_bytes,
-                                  stream, *r, *p);
+        maps((unsigned)moe_divide_up(r->layer.tokens, MAP_TOKENS));
+    const cudaError_t status = moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
+        return moe::launch_early(expert_rows<typename decltype(l)::type>, experts, threads, counts_bytes,
+                                 stream, *r, *p);
     });
-    return status == cudaSuccess ? smoe::launch_early(token_rows, maps, threads, map_bytes, stream, *r, *p)
+    return status == cudaSuccess ? moe::launch_early(token_rows, maps, threads, map_bytes, stream, *r, *p)
                                  : status;
 }
 
-extern "C" cudaError_t smoe_cuda_plan_rounded_init(void)
+extern "C" cudaError_t moe_cuda_plan_rounded_init(void)
 {
-    using namespace smoe::plan;
+    using namespace moe::plan;
     // With the kernels' static memory more than the 48 KB that need no leave.
-    const cudaError_t status = smoe::allow_shared(token_rows, MOST_EXPERTS * 32);
+    const cudaError_t status = moe::allow_shared(token_rows, MOST_EXPERTS * 32);
     if (status != cudaSuccess) return status;
-    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
-        return smoe::allow_shared(expert_rows<typename decltype(l)::type>,
-                                  (int)expert_rows_bytes(MOST_EXPERTS));
+    return moe::for_every_type(moe::logits_types(), [](auto l) {
+        return moe::allow_shared(expert_rows<typename decltype(l)::type>,
+                                 (int)expert_rows_bytes(MOST_EXPERTS));
     });
 }

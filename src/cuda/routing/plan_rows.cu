@@ -5,14 +5,14 @@
 #include "common/early_launch.cuh"
 #include "routing/plan_shared.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace plan
 {
 namespace
 {
 
-SMOE_DEVICE int read_offset(const smoe_cuda_plan &p, int i)
+SMOE_DEVICE int read_offset(const moe_cuda_plan &p, int i)
 {
     const long long at = p.wide_index ? __ldcg((const long long *)p.offsets + i)
                                       : (long long)__ldcg((const int *)p.offsets + i);
@@ -30,7 +30,7 @@ struct totals {
 };
 
 // A thread owns neighbouring experts.
-SMOE_DEVICE totals place_segments(const smoe_cuda_plan &p, const segments &s)
+SMOE_DEVICE totals place_segments(const moe_cuda_plan &p, const segments &s)
 {
     __shared__ totals all;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
@@ -69,7 +69,7 @@ SMOE_DEVICE int expert_of(const uint32_t *first_block, int experts, uint32_t blo
     return low;
 }
 
-__global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cuda_plan p)
+__global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ moe_cuda_plan p)
 {
     extern __shared__ __align__(16) char memory[];
     uint32_t *at = (uint32_t *)memory;
@@ -100,18 +100,18 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cud
 
 } // namespace
 } // namespace plan
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_plan_rows_init(void)
+extern "C" cudaError_t moe_cuda_plan_rows_init(void)
 {
-    return cudaFuncSetAttribute((const void *)smoe::plan::rows, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    return cudaFuncSetAttribute((const void *)moe::plan::rows, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 4096 * 12 + 128);
 }
 
-extern "C" cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *p, cudaStream_t stream)
 {
-    using namespace smoe::plan;
-    const int64_t wanted = smoe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
+    using namespace moe::plan;
+    const int64_t wanted = moe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
     const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > 132 ? 132 : wanted);
-    return smoe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, stream, *p);
+    return moe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, stream, *p);
 }

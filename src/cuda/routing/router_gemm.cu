@@ -11,7 +11,7 @@
 #include "common/mma.cuh"
 #include "common/storage.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace router
 {
@@ -192,15 +192,14 @@ bool prefers_large(int64_t tokens, int64_t experts)
 
 } // namespace
 } // namespace router
-} // namespace smoe
+} // namespace moe
 
 // The grid's y has 65535 tiles: longer inputs go in several launches.
-extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void *x,
-                                             const void *router_weight, const void *bias, void *logits,
-                                             cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
+                                            const void *bias, void *logits, cudaStream_t stream)
 {
-    using namespace smoe::router;
-    const int64_t most = 65535ll * 32, logit = smoe_type_bytes(layer->logits_type);
+    using namespace moe::router;
+    const int64_t most = 65535ll * 32, logit = moe_type_bytes(layer->logits_type);
     cudaError_t status = cudaSuccess;
     for (int64_t first = 0; first < layer->tokens && status == cudaSuccess; first += most) {
         const int64_t tokens = layer->tokens - first < most ? layer->tokens - first : most;
@@ -218,9 +217,9 @@ extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void
     return status;
 }
 
-extern "C" cudaError_t smoe_cuda_router_gemm_init(void)
+extern "C" cudaError_t moe_cuda_router_gemm_init(void)
 {
-    using namespace smoe::router;
+    using namespace moe::router;
     const cudaError_t status = raise_limits<large_tile>();
     return status != cudaSuccess ? status : raise_limits<small_tile>();
 }

@@ -11,7 +11,7 @@
 #include "common/storage.cuh"
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace topk
 {
@@ -26,9 +26,9 @@ struct alignas(16) token_scale {
 // The key of one logit, exactly.
 template <typename L> SMOE_DEVICE uint32_t exact_key(float logit, const token_scale &s)
 {
-    const float term = smoe_softmax_term(logit, s.max);
-    return logits_of<L>::key_of(smoe_quotient_is_exact(term) ? smoe_quotient(term, s.sum, s.reciprocal)
-                                                             : smoe_div(term, s.sum));
+    const float term = moe_softmax_term(logit, s.max);
+    return logits_of<L>::key_of(moe_quotient_is_exact(term) ? moe_quotient(term, s.sum, s.reciprocal)
+                                                            : moe_div(term, s.sum));
 }
 
 // A lane's place in the stage: 128 bytes, of which a piece is 16; pieces are turned about so that lanes hit
@@ -57,10 +57,9 @@ SMOE_DEVICE void stage_eight(uint4 *stage, int lane, int first, const uint32_t (
     uint32_t low[4], high[4], unsure = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const smoe_score_bounds a =
-            smoe_bound_score(pairs::low(words[i]), scales[i].max, scales[i].reciprocal);
-        const smoe_score_bounds b =
-            smoe_bound_score(pairs::high(words[i]), scales[i].max, scales[i].reciprocal);
+        const moe_score_bounds a = moe_bound_score(pairs::low(words[i]), scales[i].max, scales[i].reciprocal);
+        const moe_score_bounds b =
+            moe_bound_score(pairs::high(words[i]), scales[i].max, scales[i].reciprocal);
         const uint32_t keys = pairs::pack(a.low, b.low) | 0x80008000u;
         if (!(a.known && b.known) || keys != (pairs::pack(a.high, b.high) | 0x80008000u)) unsure |= 1u << i;
         low[i / 2] = i % 2 ? (low[i / 2] & 0xffffu) | keys << 16 : keys;
@@ -82,8 +81,8 @@ SMOE_DEVICE void stage_eight(uint4 *stage, int lane, int first, const uint32_t (
 
 // By the whole CTA. rows: (chunk, E) logits, scales: (chunk), stage: STAGE_BYTES a warp.
 template <typename L>
-SMOE_DEVICE void write_keys(const smoe_cuda_routing &r, const L *rows, const token_scale *scales,
-                            char *stages, int chunk)
+SMOE_DEVICE void write_keys(const moe_cuda_routing &r, const L *rows, const token_scale *scales, char *stages,
+                            int chunk)
 {
     constexpr int PER = 4 / (int)sizeof(L), SPAN = 32 * PER, TOKENS = 16 / (int)sizeof(L); // of a piece
     const int experts = (int)r.layer.experts, spans = (experts + SPAN - 1) / SPAN;
@@ -117,4 +116,4 @@ SMOE_DEVICE void write_keys(const smoe_cuda_routing &r, const L *rows, const tok
 }
 
 } // namespace topk
-} // namespace smoe
+} // namespace moe

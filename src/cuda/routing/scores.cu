@@ -11,7 +11,7 @@
 #include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace scores
 {
@@ -39,7 +39,7 @@ SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint32_
 }
 
 // A block's keys go to global memory, a row of the panel an expert.
-template <typename L> SMOE_DEVICE void write_tile(const smoe_cuda_routing &r, const uint32_t *tile)
+template <typename L> SMOE_DEVICE void write_tile(const moe_cuda_routing &r, const uint32_t *tile)
 {
     using key = typename logits_of<L>::key;
     constexpr int PIECES = tile_of<L>::WORDS / 4;
@@ -53,9 +53,9 @@ template <typename L> SMOE_DEVICE void write_tile(const smoe_cuda_routing &r, co
 }
 
 template <typename L>
-__global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cuda_routing r)
 {
-    __shared__ smoe_token_softmax scales[SMOE_ROUTE_PANEL];
+    __shared__ moe_token_softmax scales[SMOE_ROUTE_PANEL];
     __shared__ __align__(16) uint32_t tile[32 * tile_of<L>::PITCH];
     __shared__ double part[WARPS][32];
     const int warp = warp_number(), lane = threadIdx.x & 31;
@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
             const int token = warp * STRIP + group + i;
             float score = 0.0f;
             if (r.softmax && token < tokens) {
-                score = smoe_div(smoe_softmax_term(logit[i], scales[token].max), scales[token].sum);
+                score = moe_div(moe_softmax_term(logit[i], scales[token].max), scales[token].sum);
                 sum += (double)score;
             }
             if (sigmoid) {
-                const float sigma = smoe_sigmoid(logit[i]);
-                score = r.selection_bias ? smoe_add(sigma, bias) : sigma;
+                const float sigma = moe_sigmoid(logit[i]);
+                score = r.selection_bias ? moe_add(sigma, bias) : sigma;
             }
             keys[i] = logits_of<L>::key_of(score);
         }
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
     if (threadIdx.x == 0) r.panel_z[blockIdx.x] = squares;
 }
 
-template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L> void launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     const dim3 ctas((unsigned)r.panels, (unsigned)((r.layer.experts + 31) / 32));
     panel<L><<<ctas, THREADS, 0, stream>>>(r);
@@ -122,12 +122,12 @@ template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t strea
 
 } // namespace
 } // namespace scores
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_scores(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_scores(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    using namespace smoe::scores;
-    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
+    using namespace moe::scores;
+    return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
         launch<typename decltype(l)::type>(*r, stream);
         return cudaGetLastError();
     });

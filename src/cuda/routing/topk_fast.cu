@@ -26,7 +26,7 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/tma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace topk
 {
@@ -68,7 +68,7 @@ struct f32_unit {
         const float most = larger_or_nan(larger_or_nan(__uint_as_float(v.x), __uint_as_float(v.y)),
                                          larger_or_nan(__uint_as_float(v.z), __uint_as_float(v.w)));
         largest = larger_or_nan(largest, most);
-        return smoe_packed_f32(__float_as_uint(__fadd_rn(most, 0.0f)), first, mask); // -0 becomes 0
+        return moe_packed_f32(__float_as_uint(__fadd_rn(most, 0.0f)), first, mask); // -0 becomes 0
     }
     static SMOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t mask)
     {
@@ -76,7 +76,7 @@ struct f32_unit {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             keys[i] =
-                smoe_packed_f32(__float_as_uint(__fadd_rn(__uint_as_float(bits[i]), 0.0f)), first + i, mask);
+                moe_packed_f32(__float_as_uint(__fadd_rn(__uint_as_float(bits[i]), 0.0f)), first + i, mask);
     }
 };
 
@@ -93,7 +93,7 @@ struct bf16_unit {
         const uint32_t most = larger_bf16_pairs(larger_bf16_pairs(v.x, v.y), larger_bf16_pairs(v.z, v.w));
         largest = larger_bf16_pairs(largest, most);
         const uint32_t pair = add_bf16_pairs(larger_bf16_pairs(most, most >> 16 | most << 16), 0u);
-        return smoe_packed_bf16(pair & 0xffff0000u, first);
+        return moe_packed_bf16(pair & 0xffff0000u, first);
     }
     static SMOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t)
     {
@@ -101,8 +101,8 @@ struct bf16_unit {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint32_t pair = add_bf16_pairs(pairs[i], 0u); // -0 becomes 0
-            keys[2 * i] = smoe_packed_bf16(pair << 16, first + 2 * i);
-            keys[2 * i + 1] = smoe_packed_bf16(pair & 0xffff0000u, first + 2 * i + 1);
+            keys[2 * i] = moe_packed_bf16(pair << 16, first + 2 * i);
+            keys[2 * i + 1] = moe_packed_bf16(pair & 0xffff0000u, first + 2 * i + 1);
         }
     }
 };
@@ -143,20 +143,20 @@ SMOE_DEVICE bool best_units(int32_t (&own)[P / SHARE], int32_t &excluded, const 
     typename unit::largest largest = 0; // any that is no NaN
     int32_t best[P];
     keys_of_units<L, P, SHARE>(best, largest, row, experts, 0, lane, mask);
-    smoe_sort_falling(best, P);
+    moe_sort_falling(best, P);
 #pragma unroll 1
     for (int batch = 1; batch * P * SHARE * unit::SIZE < experts; batch++) {
         int32_t keys[P];
         keys_of_units<L, P, SHARE>(keys, largest, row, experts, batch, lane, mask);
-        smoe_sort_falling(keys, P);
-        smoe_merge_best(best, keys, P, &excluded);
+        moe_sort_falling(keys, P);
+        moe_merge_best(best, keys, P, &excluded);
     }
 #pragma unroll
     for (int other = 1; other < SHARE / 2; other *= 2) {
         int32_t theirs[P];
 #pragma unroll
         for (int k = 0; k < P; k++) theirs[k] = __shfl_xor_sync(~0u, best[k], other);
-        smoe_merge_best(best, theirs, P, &excluded);
+        moe_merge_best(best, theirs, P, &excluded);
     }
     // Both halves of the token's threads have a falling list each: the k-th of one against the k-th last of
     // the other, the larger is one of the P best. A thread compares only those that it keeps.
@@ -166,8 +166,8 @@ SMOE_DEVICE bool best_units(int32_t (&own)[P / SHARE], int32_t &excluded, const 
         const int32_t mine = second ? best[(OWN + k) % P] : best[k];
         const int32_t for_other = second ? best[(2 * P - 1 - OWN - k) % P] : best[P - 1 - k];
         const int32_t theirs = __shfl_xor_sync(~0u, for_other, SHARE / 2);
-        own[k] = smoe_larger(mine, theirs);
-        excluded = smoe_larger(excluded, smoe_smaller(mine, theirs));
+        own[k] = moe_larger(mine, theirs);
+        excluded = moe_larger(excluded, moe_smaller(mine, theirs));
     }
     return unit::is_nan(largest);
 }
@@ -197,12 +197,12 @@ SMOE_DEVICE void best_of_units(int32_t (&best)[P], int32_t &excluded, const int3
         }
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            smoe_sort_falling(keys + set * P, P);
+            moe_sort_falling(keys + set * P, P);
             if (i == 0 && set == 0)
 #pragma unroll
                 for (int k = 0; k < P; k++) best[k] = keys[k];
             else
-                smoe_merge_best(best, keys + set * P, P, &excluded);
+                moe_merge_best(best, keys + set * P, P, &excluded);
         }
     }
 }
@@ -216,7 +216,7 @@ template <int P, int SHARE> SMOE_DEVICE void merge_parts(int32_t (&best)[P], int
         excluded = max(excluded, __shfl_xor_sync(~0u, excluded, other));
 #pragma unroll
         for (int k = 0; k < P; k++) theirs[k] = __shfl_xor_sync(~0u, best[k], other);
-        smoe_merge_best(best, theirs, P, &excluded);
+        moe_merge_best(best, theirs, P, &excluded);
     }
 }
 
@@ -227,7 +227,7 @@ template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row,
 #pragma unroll
     for (int k = 0; k < P; k++)
         value[k] =
-            ids[k] < experts ? smoe_signed_order(__float_as_uint(__fadd_rn(row[ids[k]], 0.0f))) : NOBODY;
+            ids[k] < experts ? moe_signed_order(__float_as_uint(__fadd_rn(row[ids[k]], 0.0f))) : NOBODY;
     bool moved = true;
 #pragma unroll 1
     while (__any_sync(~0u, moved)) {
@@ -248,7 +248,7 @@ template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row,
 template <typename L, int P, int SHARE>
 SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk, int lane)
 {
-    const uint32_t mask = sizeof(L) == 4 ? smoe_packed_mask(experts) : 0xffffu;
+    const uint32_t mask = sizeof(L) == 4 ? moe_packed_mask(experts) : 0xffffu;
     int32_t own[P / SHARE], best[P], excluded = NOBODY;
     bool again = best_units<L, P, SHARE>(own, excluded, row, experts, lane, mask);
     best_of_units<L, P, SHARE>(best, excluded, own, row, mask);
@@ -258,11 +258,11 @@ SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk
 #pragma unroll
     for (int k = 0; k < P; k++) {
         ids[k] = (int)(mask - ((uint32_t)best[k] & mask));
-        if (k < topk) last = smoe_smaller(last, best[k]);
+        if (k < topk) last = moe_smaller(last, best[k]);
         if (sizeof(L) == 4 && k + 1 < P)
-            close |= k < topk && smoe_packed_collide(best[k], best[k + 1 < P ? k + 1 : k], mask);
+            close |= k < topk && moe_packed_collide(best[k], best[k + 1 < P ? k + 1 : k], mask);
     }
-    if (sizeof(L) == 4) again |= smoe_packed_collide(last, excluded, mask);
+    if (sizeof(L) == 4) again |= moe_packed_collide(last, excluded, mask);
     if constexpr (sizeof(L) == 4)
         if (__any_sync(~0u, close)) order_exactly<P>(ids, row, experts);
     return again;
@@ -284,16 +284,16 @@ SMOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, floa
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float high = __uint_as_float(SIZE == 8 ? words[j] & 0xffff0000u : words[j]);
-                sum += smoe_softmax_fixed_fast(smoe_softmax_term(high, max));
+                sum += moe_softmax_fixed_fast(moe_softmax_term(high, max));
                 if (SIZE == 8)
-                    sum += smoe_softmax_fixed_fast(smoe_softmax_term(__uint_as_float(words[j] << 16), max));
+                    sum += moe_softmax_fixed_fast(moe_softmax_term(__uint_as_float(words[j] << 16), max));
             }
         }
         at = at + 1 == rounds ? 0 : at + 1;
     }
 #pragma unroll
     for (int other = 1; other < SHARE; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
-    return smoe_softmax_sum(sum);
+    return moe_softmax_sum(sum);
 }
 
 // The exact top-K of one token by the whole warp; the token's own threads take the ids.
@@ -308,7 +308,7 @@ SMOE_DEVICE void redo(int (&ids)[P], const L *row, int experts, int topk, bool o
         for (int i = 0; i < (experts + 31) / 32; i++) {
             const int e = i * 32 + lane;
             if (e >= experts || (used >> i & 1)) continue;
-            const uint32_t key = smoe_rank_key(logits_of<L>::value(row[e])) + 1;
+            const uint32_t key = moe_rank_key(logits_of<L>::value(row[e])) + 1;
             if (key > best) {
                 best = key;
                 best_expert = e;
@@ -351,24 +351,24 @@ template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
     float least = x[0];
 #pragma unroll
     for (int i = 1; i < COUNT; i++) least = fminf(least, x[i]);
-    if (sum >= 1.0f && sum <= 4096.0f && smoe_quotient_is_exact(least)) {
+    if (sum >= 1.0f && sum <= 4096.0f && moe_quotient_is_exact(least)) {
         const float reciprocal = __frcp_rn(sum);
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) x[i] = smoe_quotient(x[i], sum, reciprocal);
+        for (int i = 0; i < COUNT; i++) x[i] = moe_quotient(x[i], sum, reciprocal);
     } else
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) x[i] = smoe_div(x[i], sum);
+        for (int i = 0; i < COUNT; i++) x[i] = moe_div(x[i], sum);
 }
 
 // What the threads of one token write: each the ids, weights and mask bits of P / SHARE ranks.
 template <typename L, int P, int SHARE>
-SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
+SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
                               bool there, uint32_t *mask_words, uint32_t bit, token_scale *scale, int lane)
 {
     constexpr int OWN = P / SHARE;
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
     const float first_logit = logits_of<L>::value(row[ids[0]]);
-    smoe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
+    moe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
     if (r.layer.score == SMOE_SCORE_SOFTMAX_TOPK || r.softmax)
         softmax.sum = sum_of_row<L, SHARE>(row, (int)r.layer.experts, part, lane, softmax.max);
 
@@ -382,8 +382,8 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
 #pragma unroll
     for (int i = 0; i < OWN; i++) { // as raw_weight, the ranks beside each other
         const float logit = logits_of<L>::value(row[min(own_ids[i], (int)r.layer.experts - 1)]);
-        nan |= first + i < topk && smoe_is_nan(logit);
-        weights[i] = smoe_softmax_term(logit, of_all ? softmax.max : first_logit);
+        nan |= first + i < topk && moe_is_nan(logit);
+        weights[i] = moe_softmax_term(logit, of_all ? softmax.max : first_logit);
         if (first + i >= topk) weights[i] = 1.0f; // nobody's
     }
     if (of_all) divide<OWN>(weights, softmax.sum);
@@ -393,14 +393,14 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
 #pragma unroll
         for (int k = 0; k < P; k++) {
             const float weight = __shfl_sync(~0u, weights[k % OWN], lane - part + k / OWN);
-            if (k < topk) sum = smoe_add(sum, weight);
+            if (k < topk) sum = moe_add(sum, weight);
         }
         divide<OWN>(weights, sum);
     }
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const float weight = divided && sum == 0.0f ? 0.0f : weights[i];
-        weights[i] = nan ? smoe_float_of(0x7fc00000u) : smoe_mul(weight, r.layer.route_scale);
+        weights[i] = nan ? moe_float_of(0x7fc00000u) : moe_mul(weight, r.layer.route_scale);
     }
     if (!there) return;
     store_ranks<int, OWN>(r.topk_ids + token * topk, own_ids, first, topk);
@@ -418,7 +418,7 @@ struct layout {
 };
 
 template <typename L>
-__host__ SMOE_DEVICE layout layout_of(const smoe_cuda_routing &r, int of_step, int steps, int warps)
+__host__ SMOE_DEVICE layout layout_of(const moe_cuda_routing &r, int of_step, int steps, int warps)
 {
     const int chunk = of_step * steps;
     layout at;
@@ -431,7 +431,7 @@ __host__ SMOE_DEVICE layout layout_of(const smoe_cuda_routing &r, int of_step, i
 }
 
 // What the chunk's masks tell the kernels that follow.
-SMOE_DEVICE void write_masks(const smoe_cuda_routing &r, const uint32_t *masks, int words)
+SMOE_DEVICE void write_masks(const moe_cuda_routing &r, const uint32_t *masks, int words)
 {
     const int experts = (int)r.layer.experts, pitch = mask_pitch(experts), shift = __ffs(words) - 1;
     if (r.chunk_counts &&
@@ -452,7 +452,7 @@ SMOE_DEVICE void write_masks(const smoe_cuda_routing &r, const uint32_t *masks, 
 
 // Starts the copy of a warp's rows.
 template <typename L>
-SMOE_DEVICE void load_rows(L *rows, const smoe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier)
+SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier)
 {
     const uint32_t bytes = (uint32_t)(tokens * (int)r.layer.experts * (int)sizeof(L));
     barrier_expect(barrier, bytes);
@@ -462,7 +462,7 @@ SMOE_DEVICE void load_rows(L *rows, const smoe_cuda_routing &r, int64_t first, i
 
 // A chunk goes by `steps`, a warp's rows of one after those of the one before in the same memory.
 template <typename L, int P, int SHARE>
-__global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cuda_routing r, int most_steps)
+__global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
 {
     constexpr int TOKENS = 32 / SHARE;                               // of a warp
     const int steps = sizeof(L) == 4 && SHARE == 4 ? most_steps : 1; // shorter rows need no loop
@@ -515,7 +515,7 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
 
 int64_t row_bytes(const smoe_layer &layer)
 {
-    return layer.experts * smoe_type_bytes(layer.logits_type);
+    return layer.experts * moe_type_bytes(layer.logits_type);
 }
 
 int share_of(const smoe_layer &layer)
@@ -535,22 +535,22 @@ int chunk_of(const smoe_layer &layer)
     return chunk;
 }
 
-template <typename L, int P, int SHARE> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L, int P, int SHARE> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     const int chunk = chunk_of(r.layer), steps = chunk * row_bytes(r.layer) > ROWS_BYTES ? MOST_STEPS : 1;
     const int of_step = chunk / steps, threads = SHARE * of_step;
     const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
-    const unsigned ctas = (unsigned)smoe_divide_up(tokens, chunk);
+    const unsigned ctas = (unsigned)moe_divide_up(tokens, chunk);
     return launch_early(fast<L, P, SHARE>, dim3(ctas), dim3((unsigned)threads),
                         layout_of<L>(r, of_step, steps, threads / 32).end, stream, r, steps);
 }
 
-template <typename L, int P> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L, int P> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     return share_of(r.layer) == 4 ? launch<L, P, 4>(r, stream) : launch<L, P, 2>(r, stream);
 }
 
-template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     return r.layer.topk <= 4   ? launch<L, 4>(r, stream)
            : r.layer.topk <= 8 ? launch<L, 8>(r, stream)
@@ -565,26 +565,26 @@ template <typename L, int P> cudaError_t raise_limits()
 
 } // namespace
 } // namespace topk
-} // namespace smoe
+} // namespace moe
 
-extern "C" int32_t smoe_cuda_topk_chunk(const smoe_layer *layer)
+extern "C" int32_t moe_cuda_topk_chunk(const smoe_layer *layer)
 {
     const bool fast = layer->score != SMOE_SCORE_SIGMOID && layer->experts % 8 == 0 &&
-                      layer->experts <= smoe::topk::MOST_EXPERTS && layer->topk <= smoe::topk::MOST_TOPK;
-    return fast ? smoe::topk::chunk_of(*layer) : 0;
+                      layer->experts <= moe::topk::MOST_EXPERTS && layer->topk <= moe::topk::MOST_TOPK;
+    return fast ? moe::topk::chunk_of(*layer) : 0;
 }
 
-extern "C" cudaError_t smoe_cuda_topk(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_topk(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    if (!smoe_cuda_topk_chunk(&r->layer)) return smoe_cuda_topk_general(r, stream);
-    return smoe::for_type(smoe::logits_types(), r->layer.logits_type,
-                          [&](auto l) { return smoe::topk::launch<typename decltype(l)::type>(*r, stream); });
+    if (!moe_cuda_topk_chunk(&r->layer)) return moe_cuda_topk_general(r, stream);
+    return moe::for_type(moe::logits_types(), r->layer.logits_type,
+                         [&](auto l) { return moe::topk::launch<typename decltype(l)::type>(*r, stream); });
 }
 
-extern "C" cudaError_t smoe_cuda_topk_fast_init(void)
+extern "C" cudaError_t moe_cuda_topk_fast_init(void)
 {
-    using namespace smoe::topk;
-    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
+    using namespace moe::topk;
+    return moe::for_every_type(moe::logits_types(), [](auto l) {
         using L = typename decltype(l)::type;
         cudaError_t status = raise_limits<L, 4>();
         if (status == cudaSuccess) status = raise_limits<L, 8>();

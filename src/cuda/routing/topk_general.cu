@@ -10,7 +10,7 @@
 #include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace topk
 {
@@ -26,7 +26,7 @@ struct warp_memory {
 
 // Keys of all experts, and the largest logit.
 template <typename L>
-SMOE_DEVICE float rank_experts(const smoe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
+SMOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
 {
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
     const bool sigmoid = r.layer.score == SMOE_SCORE_SIGMOID;
@@ -35,25 +35,25 @@ SMOE_DEVICE float rank_experts(const smoe_cuda_routing &r, const L *logits, cons
         uint32_t key = 0;
         if (e < experts) {
             const float logit = logits_of<L>::value(logits[e]);
-            const uint32_t logit_key = smoe_rank_key(logit);
+            const uint32_t logit_key = moe_rank_key(logit);
             largest = max(largest, logit_key);
             key = logit_key + 1;
             if (sigmoid) {
-                const float sigma = smoe_sigmoid(logit);
-                key = smoe_rank_key(r.selection_bias ? smoe_add(sigma, r.selection_bias[e]) : sigma) + 1;
+                const float sigma = moe_sigmoid(logit);
+                key = moe_rank_key(r.selection_bias ? moe_add(sigma, r.selection_bias[e]) : sigma) + 1;
             }
         }
         m.keys[e] = key;
     }
-    return softmax_max(smoe_rank_value(__reduce_max_sync(~0u, largest)));
+    return softmax_max(moe_rank_value(__reduce_max_sync(~0u, largest)));
 }
 
 template <typename L> SMOE_DEVICE float sum_terms(const L *logits, int experts, float max, int lane)
 {
     unsigned long long sum = 0;
     for (int e = lane; e < experts; e += 32)
-        sum += smoe_softmax_fixed_fast(smoe_softmax_term(logits_of<L>::value(logits[e]), max));
-    return smoe_softmax_sum(sum_of_lanes(sum));
+        sum += moe_softmax_fixed_fast(moe_softmax_term(logits_of<L>::value(logits[e]), max));
+    return moe_softmax_sum(sum_of_lanes(sum));
 }
 
 // Experts outside the groups_kept best groups get the key 0.
@@ -67,7 +67,7 @@ SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int 
             second = max(second, min(key, first));
             first = max(first, key);
         }
-        m.group_keys[g] = smoe_rank_key(smoe_add(smoe_rank_value(first), smoe_rank_value(second)));
+        m.group_keys[g] = moe_rank_key(moe_add(moe_rank_value(first), moe_rank_value(second)));
     }
     __syncwarp();
     for (int g = lane; g < groups; g += 32) {
@@ -118,12 +118,12 @@ SMOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int to
 }
 
 template <typename L>
-SMOE_DEVICE void route_token(const smoe_cuda_routing &r, const warp_memory &m, uint32_t *mask, int64_t token,
+SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, uint32_t *mask, int64_t token,
                              int lane)
 {
     const int experts = (int)r.layer.experts, topk = (int)r.layer.topk;
     const L *logits = (const L *)r.logits + token * experts;
-    smoe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
+    moe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
     __syncwarp();
     if (r.softmax || r.layer.score == SMOE_SCORE_SOFTMAX_TOPK)
         softmax.sum = sum_terms(logits, experts, softmax.max, lane);
@@ -139,11 +139,11 @@ SMOE_DEVICE void route_token(const smoe_cuda_routing &r, const warp_memory &m, u
     for (int j = 0; j < 2; j++) {
         if (j * 32 + lane < topk) {
             const float logit = logits_of<L>::value(logits[ids[j]]);
-            nan |= smoe_is_nan(logit);
+            nan |= moe_is_nan(logit);
             weights[j] = raw_weight(r.layer, logit, first_logit, softmax);
         }
         for (int k = j * 32; k < min(topk, j * 32 + 32); k++)
-            sum = smoe_add(sum, __shfl_sync(~0u, weights[j], k % 32));
+            sum = moe_add(sum, __shfl_sync(~0u, weights[j], k % 32));
     }
     nan = __any_sync(~0u, nan);
     const bool divided = weights_are_divided(r.layer);
@@ -158,7 +158,7 @@ SMOE_DEVICE void route_token(const smoe_cuda_routing &r, const warp_memory &m, u
 }
 
 template <typename L>
-__global__ void __launch_bounds__(GENERAL_THREADS) general(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(GENERAL_THREADS) general(const __grid_constant__ moe_cuda_routing r)
 {
     extern __shared__ __align__(16) uint32_t words[];
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
@@ -186,23 +186,23 @@ size_t general_memory(const smoe_layer &layer)
 
 } // namespace
 } // namespace topk
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_topk_general(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_topk_general(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    using namespace smoe::topk;
+    using namespace moe::topk;
     const size_t memory = general_memory(r->layer);
-    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
+    return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
         general<typename decltype(l)::type><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
         return cudaGetLastError();
     });
 }
 
-extern "C" cudaError_t smoe_cuda_topk_general_init(void)
+extern "C" cudaError_t moe_cuda_topk_general_init(void)
 {
-    using namespace smoe::topk;
+    using namespace moe::topk;
     enum { MOST = 4 * (4096 * (1 + GENERAL_WARPS) + 2048 * GENERAL_WARPS) };
-    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
-        return smoe::allow_shared(general<typename decltype(l)::type>, MOST);
+    return moe::for_every_type(moe::logits_types(), [](auto l) {
+        return moe::allow_shared(general<typename decltype(l)::type>, MOST);
     });
 }

@@ -4,7 +4,7 @@
 #include "common/activation.cuh"
 #include "sm90/swizzle.h"
 
-namespace smoe
+namespace moe
 {
 
 // All panels share the swizzle, so 16 bytes at the same offset hold the same features of the same row.
@@ -34,4 +34,4 @@ SMOE_DEVICE void activate_panel(smoe_activation kind, uint32_t gate, uint32_t up
     __builtin_unreachable(); // the host refuses other values
 }
 
-} // namespace smoe
+} // namespace moe

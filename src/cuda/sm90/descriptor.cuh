@@ -2,7 +2,7 @@
 #pragma once
 #include "common/ptx.cuh"
 
-namespace smoe
+namespace moe
 {
 
 // Matrix descriptor of a K-major operand: 1024 bytes from one group of eight rows to the next, 128-byte
@@ -32,4 +32,4 @@ SMOE_DEVICE uint32_t descriptor_address(uint32_t shared)
     return (shared & 0x3FFFF) >> 4;
 }
 
-} // namespace smoe
+} // namespace moe

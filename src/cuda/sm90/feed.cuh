@@ -10,17 +10,17 @@
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/work_order.h"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_cooperative
 {
 
 struct work_item {
-    smoe_work tile; // no blocks: there is no more
-    int column;     // tile
+    moe_work tile; // no blocks: there is no more
+    int column;    // tile
     SMOE_DEVICE bool exists() const
     {
-        return smoe_work_blocks(tile) != 0;
+        return moe_work_blocks(tile) != 0;
     }
 };
 
@@ -38,17 +38,17 @@ struct work_queue {
     SMOE_DEVICE work_item item(int unit) const
     {
         if (unit >= walk.units) return {{0, 0}, 0};
-        const smoe_work tile = walk.tile(unit);
+        const moe_work tile = walk.tile(unit);
         if (walk.column_tiles <= SMOE_MOST_COLUMNS_FIRST || !block_offsets) return {tile, walk.column(unit)};
-        const int expert = smoe_work_expert(tile), first = __ldg(block_offsets + expert);
+        const int expert = moe_work_expert(tile), first = __ldg(block_offsets + expert);
         const int blocks = __ldg(block_offsets + expert + 1) - first;
         const int before = (tile.row / SMOE_BLOCK_ROWS - first) / SMOE_TILE_BLOCKS; // row tiles of the expert
-        const smoe_place place =
-            smoe_place_of(before * walk.column_tiles + walk.column(unit),
-                          (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS, walk.column_tiles);
+        const moe_place place =
+            moe_place_of(before * walk.column_tiles + walk.column(unit),
+                         (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS, walk.column_tiles);
         const int block = place.row_tile * SMOE_TILE_BLOCKS;
-        return {smoe_work_make((first + block) * SMOE_BLOCK_ROWS, expert,
-                               min((int)SMOE_TILE_BLOCKS, blocks - block)),
+        return {moe_work_make((first + block) * SMOE_BLOCK_ROWS, expert,
+                              min((int)SMOE_TILE_BLOCKS, blocks - block)),
                 place.column_tile};
     }
 };
@@ -138,4 +138,4 @@ struct feed {
 };
 
 } // namespace gemm_cooperative
-} // namespace smoe
+} // namespace moe

@@ -10,7 +10,7 @@
 #include "sm90/swizzle.h"
 #include "sm90/wgmma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_cooperative
 {
@@ -77,13 +77,13 @@ SMOE_DEVICE void init_barriers(const shared_layout &shared, uint32_t loaders)
 
 // The CTA's share of the work: units w of (entry of the tile list, column tile), column tile fastest.
 struct tile_walk {
-    const smoe_work *tiles;
+    const moe_work *tiles;
     int units, column_tiles;
-    SMOE_DEVICE tile_walk(const smoe_work *list, const int32_t *count, int columns)
+    SMOE_DEVICE tile_walk(const moe_work *list, const int32_t *count, int columns)
         : tiles(list), units(__ldg(count) * columns), column_tiles(columns)
     {
     }
-    SMOE_DEVICE smoe_work tile(int unit) const
+    SMOE_DEVICE moe_work tile(int unit) const
     {
         const int2 entry = __ldg((const int2 *)(tiles + unit / column_tiles));
         return {entry.x, entry.y};
@@ -151,7 +151,7 @@ SMOE_DEVICE void pass_over(ring_position<STAGES> &ring, const shared_layout &sha
 }
 
 // Half `half` (64 accumulators, 16 blocks of 8 columns) of the consumer's `count`-th tile goes to its slot.
-// gated: see smoe_block_panel. Blocks go in fours: 0 and 2 by one stmatrix, 1 and 3 by the next.
+// gated: see moe_block_panel. Blocks go in fours: 0 and 2 by one stmatrix, 1 and 3 by the next.
 template <typename T, bool GATED_CHOICE>
 SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int consumer, int half,
                             uint32_t count, int gated, int lane)
@@ -169,7 +169,7 @@ SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int c
             const uint32_t block = q + odd + (lane >> 4) * 2;
             const int paired = GATED_CHOICE ? gated : 0;
             const uint32_t panel = paired ? odd : q >> 3;
-            const uint32_t chunk = smoe_block_chunk(block, paired);
+            const uint32_t chunk = moe_block_chunk(block, paired);
             store_matrices(to + panel * SMOE_PANEL_BYTES + ((chunk ^ (lane & 7)) << 4),
                            S::pack(left[0], left[1]), S::pack(left[2], left[3]), S::pack(right[0], right[1]),
                            S::pack(right[2], right[3]));
@@ -181,4 +181,4 @@ SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int c
 }
 
 } // namespace gemm_cooperative
-} // namespace smoe
+} // namespace moe

@@ -7,7 +7,7 @@
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
-namespace smoe
+namespace moe
 {
 
 //   WEIGHTS: their order in shared memory; HAS_BIAS; STEP: columns of K a step
@@ -15,4 +15,4 @@ namespace smoe
 //   load_rows(p, to, full, k, tile);  load_weights<COLUMNS>(p, to, full, k, tile, column)
 template <class P> struct operands;
 
-} // namespace smoe
+} // namespace moe

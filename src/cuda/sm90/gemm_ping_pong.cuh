@@ -8,7 +8,7 @@
 #include "sm90/swizzle.h"
 #include "sm90/wgmma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_ping_pong
 {
@@ -55,7 +55,7 @@ struct shared_layout {
     }
 };
 
-template <class P> SMOE_DEVICE smoe_work tile_of(const P &p, int unit, int column_tiles)
+template <class P> SMOE_DEVICE moe_work tile_of(const P &p, int unit, int column_tiles)
 {
     const int2 entry = __ldg((const int2 *)(p.lists.tiles + unit / column_tiles));
     return {entry.x, entry.y};
@@ -67,7 +67,7 @@ SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, int units, 
     ring_position<STAGES> ring(1);
     operands<P>::prefetch(p);
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        const smoe_work tile = tile_of(p, unit, column_tiles);
+        const moe_work tile = tile_of(p, unit, column_tiles);
         const int column = unit % column_tiles * TILE_COLUMNS;
         for (int k = 0; k < steps; k++) {
             barrier_wait(shared.empty(ring.stage), ring.phase);
@@ -113,7 +113,7 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, cons
 // One panel of 64 columns of both row blocks into slot `panel % SLOTS`, then out by the leader's TMA.
 template <typename T, class P>
 SMOE_DEVICE void store_panel(const float (&acc)[2][96], const P &p, uint32_t staging, int panel, int consumer,
-                             smoe_work tile, int column, int lane)
+                             moe_work tile, int column, int lane)
 {
     using S = storage<T>;
     const bool leader = (threadIdx.x & 127) == 0;
@@ -140,7 +140,7 @@ SMOE_DEVICE void store_panel(const float (&acc)[2][96], const P &p, uint32_t sta
     if (leader) {
         if (column < p.columns) {
             store_box(&p.y, slot, column, tile.row);
-            if (smoe_work_blocks(tile) > 1)
+            if (moe_work_blocks(tile) > 1)
                 store_box(&p.y, slot + SMOE_PANEL_BYTES, column, tile.row + SMOE_BLOCK_ROWS);
         }
         commit_stores();
@@ -166,7 +166,7 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int uni
         pin(acc[1]);
         if (lane == 0) barrier_arrive(shared.empty(ring.stage == 0 ? STAGES - 1 : ring.stage - 1));
         ring.advance(steps); // the other's tile
-        const smoe_work tile = tile_of(p, unit, column_tiles);
+        const moe_work tile = tile_of(p, unit, column_tiles);
         const int column = unit % column_tiles * TILE_COLUMNS;
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++)
@@ -202,4 +202,4 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
 }
 
 } // namespace gemm_ping_pong
-} // namespace smoe
+} // namespace moe

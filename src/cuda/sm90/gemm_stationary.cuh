@@ -5,7 +5,7 @@
 //
 // A unit is a piece (a run of one expert's blocks) and a column tile. Whole units go round the CTAs in full
 // waves: neighbouring CTAs work on the same rows at the same time and share them in L2. The units left over
-// are cut so that all CTAs end alike (smoe_rest_share).
+// are cut so that all CTAs end alike (moe_rest_share).
 //
 // P, the kernel's parameters, has the maps a (boxes of 64 rows), w2 (256 rows) and y (64 rows), lists,
 // hidden, first_column and columns.
@@ -18,7 +18,7 @@
 #include "sm90/wgmma.cuh"
 #include "sm90/work_order.h"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_stationary
 {
@@ -84,7 +84,7 @@ struct shared_layout {
 };
 
 struct unit_list {
-    const smoe_work *pieces;
+    const moe_work *pieces;
     int units, waves, column_tiles; // waves: whole units of every CTA
     template <class P>
     SMOE_DEVICE explicit unit_list(const P &p)
@@ -93,14 +93,14 @@ struct unit_list {
         units = __ldg(p.lists.counts + 1) * column_tiles;
         waves = units / (int)gridDim.x;
     }
-    SMOE_DEVICE smoe_work piece(int unit) const
+    SMOE_DEVICE moe_work piece(int unit) const
     {
         const int2 entry = __ldg((const int2 *)(pieces + unit / column_tiles));
         return {entry.x, entry.y};
     }
     SMOE_DEVICE int blocks(int unit) const
     {
-        return smoe_work_blocks(piece(unit));
+        return moe_work_blocks(piece(unit));
     }
 };
 
@@ -138,11 +138,11 @@ SMOE_DEVICE void share_rest(const unit_list &list, rest_share *share, int2 *sums
     scan({whole, length}, sums);
     const int rest = sums[MAX_CTAS - 1].y, total = sums[MAX_CTAS - 1].x + rest;
     __syncthreads();
-    const int target = smoe_cut(total, ctas, c + 1) - smoe_cut(total, ctas, c);
+    const int target = moe_cut(total, ctas, c + 1) - moe_cut(total, ctas, c);
     scan({c < ctas ? max(0, target - whole) : 0, length}, sums);
     const int own = blockIdx.x, all = sums[MAX_CTAS - 1].x;
-    const int begin = (int)smoe_rest_share(rest, own > 0 ? sums[own - 1].x : 0, all, own, ctas);
-    const int end = (int)smoe_rest_share(rest, sums[own].x, all, own + 1, ctas);
+    const int begin = (int)moe_rest_share(rest, own > 0 ? sums[own - 1].x : 0, all, own, ctas);
+    const int end = (int)moe_rest_share(rest, sums[own].x, all, own + 1, ctas);
     if (c < ctas && begin < end) {
         const int before = sums[c].y - length;
         if (before <= begin && begin < before + length) *share = {first + c, begin - before, end - begin};
@@ -167,8 +167,8 @@ struct item_walk {
         const bool whole = wave < list.waves;
         if (!whole && rest.length == 0) return false;
         const int unit = whole ? wave * (int)gridDim.x + (int)blockIdx.x : rest.unit;
-        const smoe_work piece = list.piece(unit);
-        int first = 0, blocks = smoe_work_blocks(piece);
+        const moe_work piece = list.piece(unit);
+        int first = 0, blocks = moe_work_blocks(piece);
         if (whole) {
             wave++;
         } else {
@@ -177,7 +177,7 @@ struct item_walk {
             rest = {rest.unit + 1, 0, rest.length - blocks};
         }
         it = {piece.row + first * SMOE_BLOCK_ROWS, blocks, unit % list.column_tiles * TILE_COLUMNS,
-              smoe_work_expert(piece)};
+              moe_work_expert(piece)};
         return true;
     }
 };
@@ -359,4 +359,4 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
 }
 
 } // namespace gemm_stationary
-} // namespace smoe
+} // namespace moe

@@ -5,7 +5,7 @@
 #include "sm90/feed.cuh"
 #include "sm90/gemm_operands.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_tiles
 {
@@ -24,7 +24,7 @@ template <class P> SMOE_DEVICE void load_tiles(const P &p, const shared_layout &
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
+        const moe_work tile = item.tile;
         const int column = item.column * TILE_COLUMNS;
         for (int k = 0; k < steps; k++) {
             barrier_wait(shared.empty(ring.stage), ring.phase);
@@ -48,8 +48,8 @@ SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_l
         const work_item item = items.read(t);
         if (consumer == 1) barrier_arrive(items.free(t));
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
-        if (consumer >= smoe_work_blocks(tile)) continue;
+        const moe_work tile = item.tile;
+        if (consumer >= moe_work_blocks(tile)) continue;
         if (consumer == 0) items.claim(t, queue);
         const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
         for (int half = 0; half < 2; half++) {
@@ -97,8 +97,8 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed it
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
-        if (consumer >= smoe_work_blocks(tile)) {
+        const moe_work tile = item.tile;
+        if (consumer >= moe_work_blocks(tile)) {
             pass_over(ring, shared, steps, done);
             continue;
         }
@@ -107,7 +107,7 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed it
         for (int half = 0; half < 2; half++) {
             [[maybe_unused]] const int column = item.column * TILE_COLUMNS + half * 128;
             if constexpr (operands<P>::HAS_BIAS)
-                if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), column, lane);
+                if (p.bias) add_bias<T>(acc + half * 64, p, moe_work_expert(tile), column, lane);
             stage_half<T, false>(acc + half * 64, shared, consumer, half, count, 0, lane);
         }
         count++;
@@ -140,4 +140,4 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
 }
 
 } // namespace gemm_tiles
-} // namespace smoe
+} // namespace moe

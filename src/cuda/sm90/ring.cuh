@@ -2,7 +2,7 @@
 #pragma once
 #include "common/ptx.cuh"
 
-namespace smoe
+namespace moe
 {
 
 // A position in a ring of STAGES stages. Who reads starts with phase 0, who writes with phase 1: its first
@@ -27,4 +27,4 @@ template <int STAGES> struct ring_position {
     }
 };
 
-} // namespace smoe
+} // namespace moe

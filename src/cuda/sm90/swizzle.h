@@ -13,7 +13,7 @@ enum {
 };
 
 /* Byte of chunk `chunk` (0..7) of row `row`. */
-SMOE_HD uint32_t smoe_panel_offset(uint32_t row, uint32_t chunk)
+SMOE_HD uint32_t moe_panel_offset(uint32_t row, uint32_t chunk)
 {
     return row * SMOE_PANEL_ROW_BYTES + ((chunk ^ (row & 7)) << 4);
 }
@@ -22,18 +22,18 @@ SMOE_HD uint32_t smoe_panel_offset(uint32_t row, uint32_t chunk)
  * same features' eight up columns, and so on, so that both halves of a feature land in the same thread. Half
  * h of the tile (128 columns, 16 blocks of 8) fills one staging slot of two panels: gated a gate and an up
  * panel of 64 features, plain two panels of 64 columns. Block b of the half goes to this panel and chunk. */
-SMOE_HD uint32_t smoe_block_panel(uint32_t block, int gated)
+SMOE_HD uint32_t moe_block_panel(uint32_t block, int gated)
 {
     return gated ? block & 1 : block >> 3;
 }
 
-SMOE_HD uint32_t smoe_block_chunk(uint32_t block, int gated)
+SMOE_HD uint32_t moe_block_chunk(uint32_t block, int gated)
 {
     return gated ? block >> 1 : block & 7;
 }
 
 /* First feature (gated) or column (plain) of block b of half h of column tile `tile`. */
-SMOE_HD uint32_t smoe_block_feature(uint32_t tile, uint32_t half, uint32_t block, int gated)
+SMOE_HD uint32_t moe_block_feature(uint32_t tile, uint32_t half, uint32_t block, int gated)
 {
     return gated ? tile * 128 + half * 64 + (block >> 1) * 8 : tile * 256 + half * 128 + block * 8;
 }

@@ -31,7 +31,7 @@ void moe_map_boxes(moe_launch *on, CUtensorMap *map, smoe_type type, const moe_b
 
 static cuuint64_t element_of(const moe_launch *on)
 {
-    return (cuuint64_t)smoe_type_bytes(on->dtype);
+    return (cuuint64_t)moe_type_bytes(on->dtype);
 }
 
 static cuuint32_t box_columns(const moe_launch *on)
@@ -76,7 +76,7 @@ moe_w1_strides moe_strides_of_w1(const moe_w1 *w1, int64_t element)
 
 void moe_map_w1(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int box_rows)
 {
-    const moe_w1_strides s = moe_strides_of_w1(w1, smoe_type_bytes(on->dtype));
+    const moe_w1_strides s = moe_strides_of_w1(w1, moe_type_bytes(on->dtype));
     const cuuint32_t halves = (cuuint32_t)w1->halves;
     const moe_boxes boxes = {
         .base = w1->base,
@@ -107,7 +107,7 @@ void moe_map_panels(moe_launch *on, CUtensorMap *map, const moe_panels *t, int p
 void moe_map_w1_panels(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int panels)
 {
     const cuuint64_t d = (cuuint64_t)w1->hidden, wide = box_columns(on);
-    const moe_w1_strides s = moe_strides_of_w1(w1, smoe_type_bytes(on->dtype));
+    const moe_w1_strides s = moe_strides_of_w1(w1, moe_type_bytes(on->dtype));
     const int apart = moe_panels_apart(w1->hidden);
     const moe_boxes boxes = {
         .base = w1->base,

@@ -7,7 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE void wgmma_fence()
@@ -95,4 +95,4 @@ template <> struct matrix_unit<__half> {
     }
 };
 
-} // namespace smoe
+} // namespace moe

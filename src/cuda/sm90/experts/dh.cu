@@ -20,7 +20,7 @@
 #include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -36,7 +36,7 @@ struct dh_params {
     float *ds;        // (column tiles, padded_rows) partial sums of dS
     const int32_t *row_token;
     const float *row_weight;
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int64_t padded_rows;
     int32_t hidden, intermediate;
     int32_t gated, panels_apart;
@@ -110,7 +110,7 @@ struct gatherer {
     const dh_layout &shared;
     int unit, column, k; // of the step to load next; column: first of the tile
     int next;            // token of row row0 + 16 (chunk % 4) of the tile after this one
-    smoe_work tile;
+    moe_work tile;
     uint32_t real;            // bit i: row row0 + 16 i exists
     const char *from[COPIES]; // this thread's 16 bytes of the step
 
@@ -136,10 +136,10 @@ struct gatherer {
         return threadIdx.x & 7;
     }
 
-    SMOE_DEVICE void read_token(smoe_work of)
+    SMOE_DEVICE void read_token(moe_work of)
     {
         const int row = of.row + consumer() * SMOE_BLOCK_ROWS + row0() + 16 * (chunk() % COPIES);
-        next = consumer() < smoe_work_blocks(of) ? __ldg(p.row_token + row) : -1;
+        next = consumer() < moe_work_blocks(of) ? __ldg(p.row_token + row) : -1;
     }
 
     // The unit's tile becomes the current one, and the tokens of the one after it are asked for.
@@ -162,7 +162,7 @@ struct gatherer {
     SMOE_DEVICE void load_weights(uint32_t to, uint32_t full) const
     {
         barrier_expect(full, B_BYTES);
-        const int expert = smoe_work_expert(tile);
+        const int expert = moe_work_expert(tile);
         if (!p.panels_apart)
             return load_box(to, &p.w2, full, 0, k * STEP, column / SMOE_PANEL_COLUMNS, expert);
         for (int i = 0; i < PANELS; i++)
@@ -176,7 +176,7 @@ struct gatherer {
         if (unit >= walk.units) return;
         const uint32_t stage = shared.stage(number), full = shared.full(number);
         const uint32_t wanted = k * STEP + chunk() * 8 < p.hidden ? real : 0;
-        const uint32_t to = stage + consumer() * SMOE_PANEL_BYTES + smoe_panel_offset(row0(), chunk());
+        const uint32_t to = stage + consumer() * SMOE_PANEL_BYTES + moe_panel_offset(row0(), chunk());
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
             copy16_async_if(wanted & 1u << i, to + i * 16 * SMOE_PANEL_ROW_BYTES, from[i]);
@@ -289,7 +289,7 @@ SMOE_DEVICE void work_block(const dh_params &p, const h_ring<activation<T, KIND>
                *to_a = piece_of(p.a, at.row, a_width, at.column),
                *ahead = piece_of(p.h, at.row + AHEAD - 1, h_width, at.column);
     const char *const behind = piece_of(p.h, next.row, h_width, next.column);
-    uint32_t here = shared.block(block) + (lane >> 3) * PANEL_BYTES + smoe_panel_offset(0, lane & 7);
+    uint32_t here = shared.block(block) + (lane >> 3) * PANEL_BYTES + moe_panel_offset(0, lane & 7);
     float ds[AHEAD] = {};
     wait_copies<AHEAD - 1>();
     uint4 x = load_shared16(here), g = ring.gate(0), u = ring.up(0);
@@ -327,15 +327,15 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
     if (blockIdx.x >= walk.units) return;
     const h_ring<activation<T, KIND>::GATED> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
     uint32_t phases = 0; // bit c: parity of consumer c's next block
-    smoe_work tile = walk.tile(blockIdx.x);
+    moe_work tile = walk.tile(blockIdx.x);
     place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + lane * 8};
     float weights = __ldg(p.row_weight + at.row + (lane & 15));
     const int h_width = h_width_of<T, KIND>(p);
     for (int i = 0; i < AHEAD; i++) ring.fetch(piece_of(p.h, at.row + i, h_width, at.column), at.column, i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const int blocks = smoe_work_blocks(tile);
+        const int blocks = moe_work_blocks(tile);
         const int column_tile = walk.column(unit);
-        smoe_work after = tile;
+        moe_work after = tile;
         place first = at; // of the next tile; after the last one the fetch repeats itself
         if (unit + gridDim.x < walk.units) {
             after = walk.tile(unit + gridDim.x);
@@ -407,7 +407,7 @@ SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t
 #pragma unroll
     for (int q = 0; q < 16; q++) {
         const float *v = acc + q * 8;
-        store_matrices(to + (q >> 2) * PANEL_BYTES + smoe_panel_offset(lane & 15, (q & 3) * 2 + (lane >> 4)),
+        store_matrices(to + (q >> 2) * PANEL_BYTES + moe_panel_offset(lane & 15, (q & 3) * 2 + (lane >> 4)),
                        H::pack(v[0] * by_upper, v[1] * by_upper), H::pack(v[2] * by_lower, v[3] * by_lower),
                        H::pack(v[4] * by_upper, v[5] * by_upper), H::pack(v[6] * by_lower, v[7] * by_lower));
     }
@@ -431,8 +431,8 @@ SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) gather.fill(i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_work tile = walk.tile(unit); // the gatherer has read it before
-        if (consumer >= smoe_work_blocks(tile)) {
+        const moe_work tile = walk.tile(unit); // the gatherer has read it before
+        if (consumer >= moe_work_blocks(tile)) {
             pass_over(ring, shared, steps, refill);
             continue;
         }
@@ -474,7 +474,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) dh(const __g
 
 dh_params prepare(moe_launch *on, const moe_dh &d)
 {
-    const int64_t row_bytes = d.intermediate * smoe_type_bytes(on->dtype);
+    const int64_t row_bytes = d.intermediate * moe_type_bytes(on->dtype);
     const moe_panels w2 = {d.w2, d.intermediate, d.hidden, row_bytes, d.experts, d.hidden * row_bytes};
     dh_params p = {};
     moe_map_panels(on, &p.w2, &w2, PANELS);
@@ -496,18 +496,18 @@ dh_params prepare(moe_launch *on, const moe_dh &d)
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_dh_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(),
                           [](auto t) { return allow_shared(dh<typename decltype(t)::type>, SHARED_BYTES); });
 }
 
 extern "C" cudaError_t moe_sm90_dh(moe_launch *on, const moe_dh *d)
 {
-    using namespace smoe;
+    using namespace moe;
     const dh_params p = prepare(on, *d);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {

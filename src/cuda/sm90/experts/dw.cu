@@ -16,7 +16,7 @@
 #include "sm90/tma.cuh"
 #include "sm90/weight_tiles.h"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -31,7 +31,7 @@ struct dw_params {
     void *weight_gradient;
     float *parts;             // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
     const int32_t *row_token; // NULL: row r is token r, below `rows`
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves, rows;
     int32_t panels_apart, interleaved, accumulate;
 };
@@ -49,50 +49,50 @@ static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_TILE_HIDDEN &&
                   (int)TILE_COLUMNS == (int)SMOE_WEIGHT_TILE_FEATURES,
               "weight_tiles.h");
 
-// The CTA's units: (piece, tile), see smoe_weight_place_of.
+// The CTA's units: (piece, tile), see moe_weight_place_of.
 struct weight_walk {
-    const smoe_piece *pieces;
+    const moe_piece *pieces;
     int units, tiles, hidden_tiles, feature_tiles, slots_of_half;
     bool skip_empty;
     SMOE_DEVICE explicit weight_walk(const dw_params &p)
-        : pieces(p.lists.pieces), tiles(smoe_weight_tiles(p.hidden, p.intermediate, p.halves)),
-          hidden_tiles(smoe_hidden_tiles(p.hidden)),
-          feature_tiles(smoe_feature_tiles(p.intermediate, p.halves)),
-          slots_of_half(smoe_slots_of_half(p.intermediate)), skip_empty(p.accumulate)
+        : pieces(p.lists.pieces), tiles(moe_weight_tiles(p.hidden, p.intermediate, p.halves)),
+          hidden_tiles(moe_hidden_tiles(p.hidden)),
+          feature_tiles(moe_feature_tiles(p.intermediate, p.halves)),
+          slots_of_half(moe_slots_of_half(p.intermediate)), skip_empty(p.accumulate)
     {
         units = __ldg(p.lists.counts + 1) * tiles;
     }
-    SMOE_DEVICE smoe_piece piece(int unit) const
+    SMOE_DEVICE moe_piece piece(int unit) const
     {
         const int4 v = __ldg((const int4 *)(pieces + unit / tiles));
         return {v.x, v.y, v.z, v.w};
     }
-    SMOE_DEVICE bool skips(const smoe_piece &piece) const
+    SMOE_DEVICE bool skips(const moe_piece &piece) const
     {
         return skip_empty && piece.blocks == 0;
     }
     // An expert without rows is multiplied too: one step of zeros.
-    static SMOE_DEVICE int steps(const smoe_piece &piece)
+    static SMOE_DEVICE int steps(const moe_piece &piece)
     {
         return max(piece.blocks, 1);
     }
-    SMOE_DEVICE smoe_place place(int unit) const
+    SMOE_DEVICE moe_place place(int unit) const
     {
-        return smoe_weight_place_of(unit % tiles, hidden_tiles, feature_tiles);
+        return moe_weight_place_of(unit % tiles, hidden_tiles, feature_tiles);
     }
     SMOE_DEVICE int hidden(int unit) const
     {
         return place(unit).row_tile * TILE_ROWS;
     }
-    SMOE_DEVICE smoe_slot slot(int unit, int i) const
+    SMOE_DEVICE moe_slot slot(int unit, int i) const
     {
-        return smoe_slot_of(place(unit).column_tile * 2 + i, slots_of_half);
+        return moe_slot_of(place(unit).column_tile * 2 + i, slots_of_half);
     }
 };
 
 // ---- Loads
 
-SMOE_DEVICE void load_slot(const dw_params &p, smoe_slot slot, int row, uint32_t to, uint32_t full)
+SMOE_DEVICE void load_slot(const dw_params &p, moe_slot slot, int row, uint32_t to, uint32_t full)
 {
     if (p.panels_apart) {
         load_box(to, &p.features, full, slot.feature, row, 0, slot.half);
@@ -108,7 +108,7 @@ SMOE_DEVICE int token_of(const dw_params &p, int row)
     return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
 }
 
-SMOE_DEVICE int first_token(const dw_params &p, const smoe_piece &piece, int row)
+SMOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
 {
     return piece.blocks ? token_of(p, piece.row + row) : -1;
 }
@@ -117,16 +117,16 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const s
 {
     const int thread = threadIdx.x - 256, chunk = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
     const uint32_t panel = (chunk >> 3) * SMOE_PANEL_BYTES;
-    const uint32_t even = panel + smoe_panel_offset(row0, chunk & 7),
-                   odd = panel + smoe_panel_offset(row0 + 4, chunk & 7);
+    const uint32_t even = panel + moe_panel_offset(row0, chunk & 7),
+                   odd = panel + moe_panel_offset(row0 + 4, chunk & 7);
     const uint32_t row_bytes = (uint32_t)p.hidden * 2;
     const int row = row0 + 4 * chunk; // of a step: the lanes of a row share its reading
     ring_position<STAGES> ring(1);
-    smoe_piece next_piece = {0, 0, 0, -1};
+    moe_piece next_piece = {0, 0, 0, -1};
     if (blockIdx.x < walk.units) next_piece = walk.piece(blockIdx.x);
     int next = first_token(p, next_piece, row);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_piece piece = next_piece;
+        const moe_piece piece = next_piece;
         if (unit + gridDim.x < walk.units) next_piece = walk.piece(unit + gridDim.x);
         if (walk.skips(piece)) {
             next = first_token(p, next_piece, row);
@@ -135,7 +135,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const s
         const bool inside = walk.hidden(unit) + chunk * 8 < p.hidden;
         const char *from = (const char *)p.tokens + walk.hidden(unit) * 2;
         const int steps = weight_walk::steps(piece);
-        const smoe_slot left = walk.slot(unit, 0), right = walk.slot(unit, 1);
+        const moe_slot left = walk.slot(unit, 0), right = walk.slot(unit, 1);
         for (int k = 0; k < steps; k++) {
             // The lane that has a row's token has its address too. All shuffles come before the wait, behind
             // which the compiler no longer knows that the warp is together.
@@ -198,10 +198,10 @@ SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane,
     for (int q = 0; q < 8; q++) {
         const float *v = acc + q * 8;
         if (transposed)
-            store_matrices_transposed(slot + smoe_part_transposed(warp, lane, q), S::pack(v[0], v[1]),
+            store_matrices_transposed(slot + moe_part_transposed(warp, lane, q), S::pack(v[0], v[1]),
                                       S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
         else
-            store_matrices(slot + smoe_part_plain(warp, lane, q), S::pack(v[0], v[1]), S::pack(v[2], v[3]),
+            store_matrices(slot + moe_part_plain(warp, lane, q), S::pack(v[0], v[1]), S::pack(v[2], v[3]),
                            S::pack(v[4], v[5]), S::pack(v[6], v[7]));
     }
 }
@@ -213,7 +213,7 @@ SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane,
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t d = row + (i >> 1) * 8, feature = pair + (i & 1);
-        to[i] = slot + (transposed ? smoe_part_f32(feature, d) : smoe_part_f32(d, feature));
+        to[i] = slot + (transposed ? moe_part_f32(feature, d) : moe_part_f32(d, feature));
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) {
@@ -221,7 +221,7 @@ SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane,
         if (transposed)
             store_shared_float(to[i & 3] + block * 8 * SMOE_PANEL_ROW_BYTES, acc[i]);
         else if (i % 2 == 0)
-            store_shared_floats(slot + smoe_part_f32(row + (i >> 1 & 1) * 8, block * 8 + pair), acc[i],
+            store_shared_floats(slot + moe_part_f32(row + (i >> 1 & 1) * 8, block * 8 + pair), acc[i],
                                 acc[i + 1]);
     }
 }
@@ -251,13 +251,13 @@ SMOE_DEVICE void store_tiles(const dw_params &p, const weight_walk &walk, const 
     using O = output<G>;
     uint32_t count = 0;
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_piece piece = walk.piece(unit);
+        const moe_piece piece = walk.piece(unit);
         if (piece.part >= 0 || walk.skips(piece)) continue;
         const int hidden = walk.hidden(unit) + consumer * 64;
         for (int part = 0; part < O::PARTS; part++) {
             const uint32_t number = O::slot(consumer, part), from = shared.slot(number);
             const int column = part * O::PART_FEATURES; // in the tile
-            const smoe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
+            const moe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
             const int feature = slot.feature + column % SMOE_WEIGHT_SLOT;
             barrier_wait(shared.slot_full(number), O::parity(count, part));
             if (slot.half < p.halves && feature < p.intermediate && hidden < p.hidden) {
@@ -296,10 +296,10 @@ SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_walk &walk, con
     ring_position<STAGES> ring(0);
     uint32_t count = 0;
     float acc[128];
-    smoe_piece next = {0, 0, 0, -1};
+    moe_piece next = {0, 0, 0, -1};
     if (blockIdx.x < walk.units) next = walk.piece(blockIdx.x);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_piece piece = next;
+        const moe_piece piece = next;
         if (unit + gridDim.x < walk.units) next = walk.piece(unit + gridDim.x);
         if (walk.skips(piece)) continue;
         multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, weight_walk::steps(piece), consumer,
@@ -359,10 +359,10 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
     const int row = (threadIdx.x >> 5) * 16 + (lane >> 2);
     for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
         const int unit = slice / SLICES, i = slice % SLICES, column = i * 8 + (lane & 3) * 2;
-        const smoe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
+        const moe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
         const int feature = slot.feature + column % SMOE_WEIGHT_SLOT;
         if (slot.half >= p.halves || feature >= p.intermediate) continue;
-        const smoe_split split = p.lists.splits[unit / walk.tiles];
+        const moe_split split = p.lists.splits[unit / walk.tiles];
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (int part = 0; part < split.parts; part++) {
@@ -389,7 +389,7 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
 // features (64 for f32, two boxes), at (d, feature, half, expert).
 void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
 {
-    const int64_t element = smoe_type_bytes(d.gradient_type);
+    const int64_t element = moe_type_bytes(d.gradient_type);
     const cuuint64_t hidden = (cuuint64_t)d.hidden, n = (cuuint64_t)d.intermediate,
                      experts = (cuuint64_t)d.experts, row = n * (cuuint64_t)element;
     const cuuint32_t wide = (cuuint32_t)(SMOE_PANEL_ROW_BYTES / element);
@@ -411,7 +411,7 @@ void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
 
 dw_params prepare(moe_launch *on, const moe_dw &d)
 {
-    const int64_t half_bytes = d.row_width * smoe_type_bytes(on->dtype);
+    const int64_t half_bytes = d.row_width * moe_type_bytes(on->dtype);
     const moe_panels features = {d.features, d.intermediate, d.rows, d.halves * half_bytes,
                                  d.halves,   half_bytes};
     dw_params p = {};
@@ -441,11 +441,11 @@ cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_dw_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(), [](auto t) {
         using T = typename decltype(t)::type;
         return for_every_type(gradient_types<T>(), [](auto g) {
@@ -458,7 +458,7 @@ extern "C" cudaError_t moe_sm90_dw_init(void)
 
 extern "C" cudaError_t moe_sm90_dw(moe_launch *on, const moe_dw *d)
 {
-    using namespace smoe;
+    using namespace moe;
     const dw_params p = prepare(on, *d);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {

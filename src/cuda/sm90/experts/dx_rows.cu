@@ -8,7 +8,7 @@
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
 
-namespace smoe
+namespace moe
 {
 
 struct dx_rows_params {
@@ -16,7 +16,7 @@ struct dx_rows_params {
     CUtensorMap w1;               // moe_map_w1_panels: a tile's columns
     CUtensorMap y;                // 2-D: the chunk's columns, rows
     const int32_t *block_offsets; // (E+1), or NULL: one expert
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves; // intermediate: columns of a half of dH
     int32_t panels_apart;
     int32_t first_column, columns; // the chunk
@@ -42,17 +42,17 @@ template <> struct operands<dx_rows_params> {
         prefetch_map(&p.y);
     }
     static SMOE_DEVICE void load_rows(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
-                                      smoe_work tile)
+                                      moe_work tile)
     {
         const int half = k >= steps_of_half(p);
         load_box(to, &p.a, full, (k - half * steps_of_half(p)) * STEP, half, tile.row);
     }
     template <int COLUMNS>
     static SMOE_DEVICE void load_weights(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
-                                         smoe_work tile, int column)
+                                         moe_work tile, int column)
     {
         const int half = k >= steps_of_half(p), feature = (k - half * steps_of_half(p)) * STEP;
-        const int expert = smoe_work_expert(tile), first = p.first_column + column;
+        const int expert = moe_work_expert(tile), first = p.first_column + column;
         if (!p.panels_apart)
             return load_box(to, &p.w1, full, 0, feature, first / SMOE_PANEL_COLUMNS, half, expert);
         for (int i = 0; i < COLUMNS / SMOE_PANEL_COLUMNS; i++)
@@ -65,34 +65,34 @@ namespace
 {
 
 // The faster of the two cores on so many columns.
-smoe_gemm choose(const moe_dx_rows &d)
+moe_gemm choose(const moe_dx_rows &d)
 {
     const int64_t k = d.halves * d.row_width;
-    return smoe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) > smoe_gemm_merit(SMOE_GEMM_TILES, k, d.columns)
+    return moe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) > moe_gemm_merit(SMOE_GEMM_TILES, k, d.columns)
                ? SMOE_GEMM_PING_PONG
                : SMOE_GEMM_TILES;
 }
 
 typedef void (*dx_rows_kernel)(dx_rows_params);
 
-template <typename T> dx_rows_kernel kernel_of(smoe_gemm kind)
+template <typename T> dx_rows_kernel kernel_of(moe_gemm kind)
 {
     return kind == SMOE_GEMM_PING_PONG ? gemm_ping_pong::kernel<T, dx_rows_params>
                                        : gemm_tiles::kernel<T, dx_rows_params>;
 }
 
-int shared_bytes_of(smoe_gemm kind)
+int shared_bytes_of(moe_gemm kind)
 {
     return kind == SMOE_GEMM_PING_PONG ? (int)gemm_ping_pong::SHARED_BYTES : (int)gemm_tiles::SHARED_BYTES;
 }
 
-int columns_of(smoe_gemm kind)
+int columns_of(moe_gemm kind)
 {
     return kind == SMOE_GEMM_PING_PONG ? (int)gemm_ping_pong::TILE_COLUMNS : (int)gemm_tiles::TILE_COLUMNS;
 }
 static_assert((int)gemm_ping_pong::TILE_ROWS == (int)gemm_tiles::TILE_ROWS, "boxes of dH");
 
-dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, smoe_gemm kind)
+dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
 {
     const moe_w1 w1 = {d.w1, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
     dx_rows_params p = {};
@@ -111,14 +111,14 @@ dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, smoe_gemm kind)
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_dx_rows_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(), [](auto t) {
         cudaError_t status = cudaSuccess;
-        for (const smoe_gemm kind : {SMOE_GEMM_TILES, SMOE_GEMM_PING_PONG})
+        for (const moe_gemm kind : {SMOE_GEMM_TILES, SMOE_GEMM_PING_PONG})
             if (status == cudaSuccess)
                 status = allow_shared(kernel_of<typename decltype(t)::type>(kind), shared_bytes_of(kind));
         return status;
@@ -127,8 +127,8 @@ extern "C" cudaError_t moe_sm90_dx_rows_init(void)
 
 extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
 {
-    using namespace smoe;
-    const smoe_gemm kind = choose(*d);
+    using namespace moe;
+    const moe_gemm kind = choose(*d);
     const dx_rows_params p = prepare(on, *d, kind);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {

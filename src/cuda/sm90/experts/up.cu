@@ -15,7 +15,7 @@
 #include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -30,7 +30,7 @@ struct up_params {
     const void *bias;             // b1 or NULL
     const int32_t *row_token;     // (padded_rows)
     const int32_t *block_offsets; // (E+1)
-    smoe_cuda_lists lists;
+    moe_cuda_lists lists;
     int32_t hidden, intermediate;
     int32_t gated, interleaved, store_h;
     smoe_activation activation;
@@ -49,9 +49,9 @@ static_assert(FEED % 16 == 0, "items are 16 bytes");
 
 // A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `chunk` of
 // the eight reads the tokens of rows i = 2 chunk and 2 chunk + 1. Rows of a block that does not exist: none.
-SMOE_DEVICE int2 read_tokens(const up_params &p, smoe_work tile, int row0, int chunk)
+SMOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int chunk)
 {
-    if (chunk >= 4 && smoe_work_blocks(tile) == 1) return {-1, -1};
+    if (chunk >= 4 && moe_work_blocks(tile) == 1) return {-1, -1};
     const int32_t *rows = p.row_token + tile.row + row0 + 16 * chunk;
     return {__ldg(rows), __ldg(rows + 8)};
 }
@@ -59,7 +59,7 @@ SMOE_DEVICE int2 read_tokens(const up_params &p, smoe_work tile, int row0, int c
 SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, feed items, int steps)
 {
     const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
-    const uint32_t to = smoe_panel_offset(row0, chunk), row_bytes = (uint32_t)p.hidden * 2;
+    const uint32_t to = moe_panel_offset(row0, chunk), row_bytes = (uint32_t)p.hidden * 2;
     ring_position<STAGES> ring(1);
     work_item item = items.read(0);
     int2 next = item.exists() ? read_tokens(p, item.tile, row0, chunk) : int2{-1, -1};
@@ -87,7 +87,7 @@ SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, fee
                 const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
                 if (thread == 0) {
                     barrier_expect(full, B_BYTES);
-                    load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, smoe_work_expert(now.tile));
+                    load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, moe_work_expert(now.tile));
                 }
                 const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
 #pragma unroll
@@ -144,8 +144,8 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
         __syncwarp();
         if (consumer == 1 && lane == 0) barrier_arrive(items.free(t));
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
-        if (consumer >= smoe_work_blocks(tile)) continue;
+        const moe_work tile = item.tile;
+        if (consumer >= moe_work_blocks(tile)) continue;
         if (claims) items.claim(t, queue);
         const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
         for (int half = 0; half < 2; half++) {
@@ -187,7 +187,7 @@ SMOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column
     const T *bias = (const T *)p.bias + (int64_t)expert * (p.gated ? 2 * n : n);
 #pragma unroll
     for (int block = 0; block < 16; block++) {
-        const int feature = smoe_block_feature(column_tile, half, block, p.gated) + (lane & 3) * 2;
+        const int feature = moe_block_feature(column_tile, half, block, p.gated) + (lane & 3) * 2;
         if (feature < n) {
             const T *at = bias + feature * feature_step + (block & 1) * up_step;
             const float left = to_float(at[0]), right = to_float(at[feature_step]);
@@ -210,15 +210,15 @@ SMOE_DEVICE void multiply_tiles(const up_params &p, const shared_layout &shared,
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
-        if (consumer >= smoe_work_blocks(tile)) {
+        const moe_work tile = item.tile;
+        if (consumer >= moe_work_blocks(tile)) {
             pass_over(ring, shared, steps, done);
             continue;
         }
         multiply<T, true>(acc, ring, shared, steps, consumer, done);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), item.column, half, lane);
+            if (p.bias) add_bias<T>(acc + half * 64, p, moe_work_expert(tile), item.column, half, lane);
             stage_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
         }
         count++;
@@ -275,24 +275,24 @@ up_params prepare(moe_launch *on, const moe_up &u)
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_up_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(),
                           [](auto t) { return allow_shared(up<typename decltype(t)::type>, SHARED_BYTES); });
 }
 
 extern "C" int moe_sm90_stores(smoe_type dtype)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_type(storage_types(), dtype, [](auto) { return cudaSuccess; }) == cudaSuccess;
 }
 
 extern "C" cudaError_t moe_sm90_up(moe_launch *on, const moe_up *u)
 {
-    using namespace smoe;
+    using namespace moe;
     const up_params p = prepare(on, *u);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {

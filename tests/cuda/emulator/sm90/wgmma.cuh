@@ -4,7 +4,7 @@
 #include "common/storage.cuh"
 #include "sm90/descriptor.cuh"
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE void wgmma_fence()
@@ -85,4 +85,4 @@ template <typename T> struct matrix_unit {
     }
 };
 
-} // namespace smoe
+} // namespace moe
