@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(DRAW_THREADS)
     float value = 1.0f;
     if (deviation > 0.0) {
         const double u = 1.0 - uniform(key, 2 * (uint64_t)i), v = uniform(key, 2 * (uint64_t)i + 1);
-        value = (float)(deviation * (sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v)));
+        value = (float)(deviation * (sqrt(-2.0 * log(u)) * cospi(2.0 * v)));
     }
     if (master) master[i] = value;
     to_stored(to[i], value);

@@ -312,6 +312,11 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector)
     return result;
 }
 
+inline double cospi(double v)
+{
+    return cos(M_PI * v);
+}
+
 inline float __fadd_rn(float a, float b)
 {
     return a + b;
