@@ -403,11 +403,36 @@ static void test_wanted(void **state)
     for (size_t i = 0; i < COUNT(cases); i++) check_case(&cases[i]);
 }
 
+#ifdef TEST_ON_CUDA
+/* An error that the caller's own code left in the runtime is the caller's: no call of the library reports it
+ * or takes it away. */
+static void test_caller_error(void **state)
+{
+    (void)state;
+    layer_run run;
+    make_run(&cases[0], &run);
+    void *none;
+    assert_int_equal(cudaMalloc(&none, (size_t)1 << 60), cudaErrorMemoryAllocation);
+    must(&run, smoe_layer_forward(run.context, &run.layer, &run.forward, NULL));
+    run.backward.dx = run.gradient[DX], run.backward.db2 = run.gradient[DB2],
+    run.backward.dw1 = run.gradient[DW1];
+    must(&run, smoe_layer_backward(run.context, &run.layer, &run.backward, NULL));
+    assert_int_equal(cudaGetLastError(), cudaErrorMemoryAllocation);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    free_run(&run);
+}
+#endif
+
 int main(void)
 {
 #ifdef TEST_ON_CUDA
     smoe_destroy(open_cuda()); /* or ends here */
 #endif
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_wanted)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_wanted),
+#ifdef TEST_ON_CUDA
+        cmocka_unit_test(test_caller_error),
+#endif
+    };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -3,8 +3,7 @@
 //
 //     return for_type(storage_types(), dtype, [&](auto t) {
 //         using T = typename decltype(t)::type;
-//         kernel<T><<<ctas, threads, bytes, stream>>>(p);
-//         return cudaGetLastError();
+//         return enqueue(kernel<T>, ctas, threads, bytes, stream, p);
 //     });
 #pragma once
 #include <cuda_bf16.h>

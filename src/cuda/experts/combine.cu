@@ -13,6 +13,7 @@
 // a row, K = 1 one row in four. CTAs are small, so that an SM always has some at every point of the chain
 // from index to row to sum. O is written by plain stores: marked as streaming it took 0.2 % longer.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/storage.cuh"
 #include "host/launch.h"
 
@@ -21,7 +22,14 @@ namespace moe
 namespace
 {
 
-enum { COLUMNS = 8, SHORT_COLUMNS = 1024, MOST_THREADS = 512, FEW_THREADS = 128, FEWEST_THREADS = 64 };
+enum {
+    COLUMNS = 8,
+    SHORT_COLUMNS = 1024,
+    MOST_THREADS = 512,
+    FEW_THREADS = 128,
+    FEWEST_THREADS = 64,
+    MOST_PARTS = 65535
+};
 
 template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
 {
@@ -152,37 +160,36 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant
 
 // CTAs of about `threads`.
 template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
-void launch(const moe_cuda_combine &p, unsigned threads, cudaStream_t stream)
+cudaError_t launch(const moe_cuda_combine &p, unsigned threads, cudaStream_t stream)
 {
-    const int64_t pieces = p.columns / COLUMNS / VECTORS;
-    int64_t parts = moe_divide_up(pieces, MOST_THREADS);
+    const int64_t pieces = p.columns / COLUMNS / VECTORS, fewest = moe_divide_up(pieces, MOST_THREADS);
+    int64_t parts = fewest;
     while (pieces % parts) parts++;
-    const unsigned across = (unsigned)(pieces / parts), tokens = across >= threads ? 1 : threads / across;
+    if (VECTORS == 1 && parts > MOST_PARTS) parts = fewest; // the last part is narrower
+    const unsigned across = (unsigned)moe_divide_up(pieces, parts),
+                   tokens = across >= threads ? 1 : threads / across;
     const dim3 block(across, tokens), grid((unsigned)moe_divide_up(p.tokens, tokens), (unsigned)parts);
-    combine<T, ROWS, VECTORS, FEW, ROUTER><<<grid, block, 0, stream>>>(p);
+    return enqueue(combine<T, ROWS, VECTORS, FEW, ROUTER>, grid, block, 0, stream, p);
 }
 
-template <typename T> void launch(const moe_cuda_combine &p, cudaStream_t stream)
+template <typename T> cudaError_t launch(const moe_cuda_combine &p, cudaStream_t stream)
 {
     const bool even = p.topk > 0, twice = p.columns % (2 * COLUMNS) == 0;
     const bool wide = twice && p.columns > SHORT_COLUMNS;
-    if (p.terms)
-        launch<T, 4, 1, false, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
-    else if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0)
-        launch<T, 1, 4, true, false>(p, FEW_THREADS, stream);
-    else if (even && p.topk <= 2 && p.columns % (3 * COLUMNS) == 0)
-        launch<T, 2, 3, true, false>(p, FEWEST_THREADS, stream);
-    else if (even && p.topk <= 2 && twice)
-        launch<T, 2, 2, true, false>(p, FEW_THREADS, stream);
-    else if (even && p.topk <= 4 && wide)
-        launch<T, 4, 2, true, false>(p, FEW_THREADS, stream);
-    else if (even && p.topk <= 4)
-        launch<T, 4, 1, true, false>(p, FEW_THREADS, stream);
-    else if (wide)
-        launch<T, 4, 2, false, false>(p, FEW_THREADS, stream);
-    else
-        launch<T, 4, 1, false, false>(p, FEW_THREADS, stream);
+    if (p.terms) return launch<T, 4, 1, false, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
+    if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0)
+        return launch<T, 1, 4, true, false>(p, FEW_THREADS, stream);
+    if (even && p.topk <= 2 && p.columns % (3 * COLUMNS) == 0)
+        return launch<T, 2, 3, true, false>(p, FEWEST_THREADS, stream);
+    if (even && p.topk <= 2 && twice) return launch<T, 2, 2, true, false>(p, FEW_THREADS, stream);
+    if (even && p.topk <= 4 && wide) return launch<T, 4, 2, true, false>(p, FEW_THREADS, stream);
+    if (even && p.topk <= 4) return launch<T, 4, 1, true, false>(p, FEW_THREADS, stream);
+    if (wide) return launch<T, 4, 2, false, false>(p, FEW_THREADS, stream);
+    return launch<T, 4, 1, false, false>(p, FEW_THREADS, stream);
 }
+
+// A grid's y has 65535 CTAs. A row of more than one group of 8 columns a thread never has more parts.
+static_assert((1 << 20) / COLUMNS / 2 <= MOST_PARTS + 1, "2^16 pieces make an even cut");
 
 } // namespace
 } // namespace moe
@@ -191,8 +198,6 @@ extern "C" cudaError_t moe_cuda_combine_launch(const moe_cuda_combine *p, smoe_t
                                                cudaStream_t stream)
 {
     using namespace moe;
-    return for_type(storage_types(), dtype, [&](auto t) {
-        launch<typename decltype(t)::type>(*p, stream);
-        return cudaGetLastError();
-    });
+    return for_type(storage_types(), dtype,
+                    [&](auto t) { return launch<typename decltype(t)::type>(*p, stream); });
 }

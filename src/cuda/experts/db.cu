@@ -2,6 +2,7 @@
 // f32, a CTA an expert and 64 columns, always in the same order.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "host/launch_backward.h"
 
 namespace moe
@@ -51,10 +52,10 @@ template <typename T, typename G> __global__ void __launch_bounds__(THREADS) col
     give((G *)p.gradient + (int64_t)expert * p.columns + element, sums[0][threadIdx.x], p.accumulate);
 }
 
-template <typename T, typename G> void launch(const moe_cuda_db &p, cudaStream_t stream)
+template <typename T, typename G> cudaError_t launch(const moe_cuda_db &p, cudaStream_t stream)
 {
     const dim3 grid((unsigned)moe_divide_up(p.columns, COLUMNS), (unsigned)p.experts);
-    column_sums<T, G><<<grid, THREADS, 0, stream>>>(p);
+    return enqueue(column_sums<T, G>, grid, THREADS, 0, stream, p);
 }
 
 } // namespace
@@ -66,9 +67,7 @@ extern "C" cudaError_t moe_cuda_db_launch(const moe_cuda_db *p, smoe_type dtype,
     using namespace moe;
     return for_type(storage_types(), dtype, [&](auto t) {
         using T = typename decltype(t)::type;
-        return for_type(gradient_types<T>(), gradient_type, [&](auto g) {
-            launch<T, typename decltype(g)::type>(*p, stream);
-            return cudaGetLastError();
-        });
+        return for_type(gradient_types<T>(), gradient_type,
+                        [&](auto g) { return launch<T, typename decltype(g)::type>(*p, stream); });
     });
 }

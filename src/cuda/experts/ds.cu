@@ -2,6 +2,7 @@
 // gradient of what the caller gave as weights. dlogits.cu sums them for itself.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "host/launch_backward.h"
 
@@ -91,22 +92,18 @@ unsigned blocks_of(int64_t items, int64_t each)
 extern "C" cudaError_t moe_cuda_ds_launch(const moe_cuda_ds *p, smoe_type dtype, cudaStream_t stream)
 {
     using namespace moe;
-    if (p->bias) {
-        const cudaError_t status = for_type(storage_types(), dtype, [&](auto t) {
-            using T = typename decltype(t)::type;
-            bias_part<T><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);
-            return cudaGetLastError();
+    cudaError_t status = cudaSuccess;
+    if (p->bias)
+        status = for_type(storage_types(), dtype, [&](auto t) {
+            return enqueue(bias_part<typename decltype(t)::type>, blocks_of(p->padded_rows, WARPS), THREADS,
+                           0, stream, *p);
         });
-        if (status != cudaSuccess) return status;
-    }
-    if (p->topk_gradient) {
-        const unsigned blocks = blocks_of(p->tokens * p->topk, THREADS);
-        if (p->wide_index)
-            give_topk<int64_t><<<blocks, THREADS, 0, stream>>>(*p);
-        else
-            give_topk<int32_t><<<blocks, THREADS, 0, stream>>>(*p);
-    }
-    if (p->token_gradient) give_tokens<<<blocks_of(p->tokens, THREADS), THREADS, 0, stream>>>(*p);
-    if (p->row_gradient) give_rows<<<blocks_of(p->padded_rows, THREADS), THREADS, 0, stream>>>(*p);
-    return cudaGetLastError();
+    if (status == cudaSuccess && p->topk_gradient)
+        status = enqueue(p->wide_index ? give_topk<int64_t> : give_topk<int32_t>,
+                         blocks_of(p->tokens * p->topk, THREADS), THREADS, 0, stream, *p);
+    if (status == cudaSuccess && p->token_gradient)
+        status = enqueue(give_tokens, blocks_of(p->tokens, THREADS), THREADS, 0, stream, *p);
+    if (status == cudaSuccess && p->row_gradient)
+        status = enqueue(give_rows, blocks_of(p->padded_rows, THREADS), THREADS, 0, stream, *p);
+    return status;
 }

@@ -1,6 +1,7 @@
 // The work lists of the backward, from the plan's block_offsets and order: tiles of 128 rows (dh, dx_rows),
 // pieces of experts (dw2, dw1), split experts, and the expert of every block. One CTA; E <= 4096. A second
 // CTA makes those of the router, whose rows are the tokens and belong to one expert.
+#include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "host/launch_backward.h"
 
@@ -137,6 +138,5 @@ extern "C" cudaError_t moe_cuda_lists_launch(const moe_cuda_make_lists *experts,
                                              const moe_cuda_make_lists *router, cudaStream_t stream)
 {
     const moe::both_lists lists = {{*experts, router ? *router : *experts}};
-    moe::make_lists<<<router ? 2 : 1, moe::THREADS, 0, stream>>>(lists);
-    return cudaGetLastError();
+    return moe::enqueue(moe::make_lists, router ? 2 : 1, moe::THREADS, 0, stream, lists);
 }

@@ -211,8 +211,9 @@ static smoe_status round_stage(smoe_context *context, const moe_problem *problem
 }
 
 /* The plan of the layer's entry. */
-static cudaError_t run_plan(const moe_problem *problem, const smoe_forward_args *args,
-                            const moe_plan_arrays *plan, void *scratch, cudaStream_t stream)
+static cudaError_t run_plan(const device_state *state, const moe_problem *problem,
+                            const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
+                            cudaStream_t stream)
 {
     const smoe_layer *layer = &problem->layer;
     const forward_scratch s = lay_out_forward(problem);
@@ -242,7 +243,7 @@ static cudaError_t run_plan(const moe_problem *problem, const smoe_forward_args 
         .lists = lists,
         .work = work,
     };
-    return from_rows ? moe_cuda_plan_rows(&p, stream) : moe_cuda_plan_topk(&p, stream);
+    return from_rows ? moe_cuda_plan_rows(&p, state->ctas, stream) : moe_cuda_plan_topk(&p, stream);
 }
 
 static smoe_status plan_stage(smoe_context *context, const moe_problem *problem,
@@ -254,7 +255,7 @@ static smoe_status plan_stage(smoe_context *context, const moe_problem *problem,
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);
     moe_stage_begin(context, SMOE_STAGE_PLAN, stream);
-    status = run_plan(problem, args, plan, scratch, stream);
+    status = run_plan(state, problem, args, plan, scratch, stream);
     moe_stage_end(context, SMOE_STAGE_PLAN, stream);
     leave_device(state, before);
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);

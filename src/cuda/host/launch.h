@@ -46,7 +46,8 @@ uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk
 cudaError_t moe_cuda_plan_init(void);
 cudaError_t moe_cuda_plan_rows_init(void);
 cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *plan, cudaStream_t stream);
-cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *plan, cudaStream_t stream);
+/* most_ctas: the multiprocessors of the device */
+cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *plan, int most_ctas, cudaStream_t stream);
 
 /* ---- combine ---- */
 

@@ -25,8 +25,8 @@
 // Bytes: 12 T K read (4 T K more each part of dS), 2 T E written, 8 T K for the terms; general: the logits
 // too.
 #include "common/backward_shared.cuh"
-#include "common/early_launch.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "host/launch_backward.h"
 #include "routing/logits.cuh"
@@ -433,42 +433,45 @@ int tokens_that_fit(int stride, int most)
     return tokens;
 }
 
-template <typename L, typename T> int64_t launch_general(const moe_cuda_dlogits &p, cudaStream_t stream)
+// Each sets *ctas to the CTAs that it launched, whose sums of dbr are then added up.
+
+template <typename L, typename T>
+cudaError_t launch_general(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
 {
     const int tokens = tokens_that_fit(p.stride, WARPS);
-    const int64_t ctas = moe_divide_up(p.layer.tokens, tokens);
-    general<L, T><<<(unsigned)ctas, 32 * tokens, tokens * p.stride * 4, stream>>>(p);
-    return ctas;
+    *ctas = moe_divide_up(p.layer.tokens, tokens);
+    return enqueue(general<L, T>, (unsigned)*ctas, 32 * tokens, tokens * p.stride * 4, stream, p);
 }
 
 template <typename T, typename S, int PLACES>
-int64_t launch_places(const moe_cuda_dlogits &p, cudaStream_t stream)
+cudaError_t launch_places(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
 {
     const int tokens = tokens_that_fit(p.stride, THREADS / (PLACES < 32 ? PLACES : 32));
-    const int64_t ctas = moe_divide_up(p.layer.tokens, tokens);
-    launch_early(sparse<T, S, PLACES>, dim3((unsigned)ctas), dim3(THREADS),
-                 (size_t)(tokens * p.stride) * sizeof(S), stream, p, tokens);
-    return ctas;
+    *ctas = moe_divide_up(p.layer.tokens, tokens);
+    return launch_early(sparse<T, S, PLACES>, dim3((unsigned)*ctas), dim3(THREADS),
+                        (size_t)(tokens * p.stride) * sizeof(S), stream, p, tokens);
 }
 
-template <typename T, typename S> int64_t launch_sparse(const moe_cuda_dlogits &p, cudaStream_t stream)
+template <typename T, typename S>
+cudaError_t launch_sparse(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
 {
-    return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, stream)
-           : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, stream)
-           : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, stream)
-                                : launch_places<T, S, SMOE_MAX_TOPK>(p, stream);
+    return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, stream, ctas)
+           : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, stream, ctas)
+           : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, stream, ctas)
+                                : launch_places<T, S, SMOE_MAX_TOPK>(p, stream, ctas);
 }
 
-template <typename L, typename T> int64_t launch(const moe_cuda_dlogits &p, cudaStream_t stream)
+template <typename L, typename T>
+cudaError_t launch(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
 {
-    if (!moe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream);
-    return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
-                                                 : launch_sparse<T, float>(p, stream);
+    if (!moe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream, ctas);
+    return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream, ctas)
+                                                 : launch_sparse<T, float>(p, stream, ctas);
 }
 
-template <typename G> void launch_bias(const moe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
+template <typename G> cudaError_t launch_bias(const moe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
 {
-    add_bias_sums<G><<<(unsigned)moe_divide_up(p.layer.experts, 32), 1024, 0, stream>>>(p, ctas);
+    return enqueue(add_bias_sums<G>, (unsigned)moe_divide_up(p.layer.experts, 32), 1024, 0, stream, p, ctas);
 }
 
 } // namespace
@@ -490,13 +493,11 @@ extern "C" cudaError_t moe_cuda_dlogits_launch(const moe_cuda_dlogits *p, cudaSt
         using T = typename decltype(t)::type;
         int64_t ctas = 0;
         const cudaError_t status = moe::for_type(moe::logits_types(), layer.logits_type, [&](auto l) {
-            ctas = launch<typename decltype(l)::type, T>(*p, stream);
-            return cudaGetLastError();
+            return launch<typename decltype(l)::type, T>(*p, stream, &ctas);
         });
         if (status != cudaSuccess || !p->bias_sums) return status;
         return moe::for_type(moe::gradient_types<T>(), layer.gradient_type, [&](auto g) {
-            launch_bias<typename decltype(g)::type>(*p, ctas, stream);
-            return cudaGetLastError();
+            return launch_bias<typename decltype(g)::type>(*p, ctas, stream);
         });
     });
 }

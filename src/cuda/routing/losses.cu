@@ -2,6 +2,7 @@
 // step of the selection bias. Sums in fixed trees, so the same bits every time.
 #include "host/routing.h"
 
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 
 namespace moe
@@ -77,22 +78,20 @@ __global__ void __launch_bounds__(THREADS)
 extern "C" cudaError_t moe_cuda_count(const moe_cuda_routing *r, cudaStream_t stream)
 {
     using namespace moe::losses;
-    count<<<(unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream>>>(*r);
-    return cudaGetLastError();
+    return moe::enqueue(count, (unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream, *r);
 }
 
 extern "C" cudaError_t moe_cuda_losses(const moe_cuda_routing *r, cudaStream_t stream)
 {
     using namespace moe::losses;
-    balance_experts<<<(unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream>>>(*r);
-    sum_losses<<<1, THREADS, 0, stream>>>(*r);
-    return cudaGetLastError();
+    const unsigned ctas = (unsigned)((r->layer.experts + WARPS - 1) / WARPS);
+    const cudaError_t status = moe::enqueue(balance_experts, ctas, THREADS, 0, stream, *r);
+    return status == cudaSuccess ? moe::enqueue(sum_losses, 1, THREADS, 0, stream, *r) : status;
 }
 
 extern "C" cudaError_t moe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts,
                                                float gamma, cudaStream_t stream)
 {
     using namespace moe::losses;
-    move_bias<<<1, THREADS, 0, stream>>>(counts, bias, experts, gamma);
-    return cudaGetLastError();
+    return moe::enqueue(move_bias, 1, THREADS, 0, stream, counts, bias, experts, gamma);
 }

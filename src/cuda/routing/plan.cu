@@ -12,7 +12,7 @@
 // by warps that have no experts to place; all that a CTA reads after top-K is on its way at once.
 //
 // Bytes: ids twice, weights, 12 bytes a pair written; the count matrix once a CTA.
-#include "common/early_launch.cuh"
+#include "common/launch.cuh"
 #include "routing/plan_shared.cuh"
 
 namespace moe

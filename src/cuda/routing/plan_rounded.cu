@@ -5,9 +5,14 @@
 // one's its score. token_rows: a CTA 128 tokens. The rows of the tokens before them are, expert by expert,
 // those before the first word's row: no grid-wide step. Tokens' rows leave through shared memory.
 //
+// The counts are smoe_round's. A caller who left it out hands over whatever stands in their place: then
+// nothing is written or pointed to outside the plan. Counts that cannot be make an empty plan; of those that
+// do not fit the mask an expert gets no more rows than its count, and rows that the mask does not fill are
+// padding.
+//
 // Bytes: the mask twice, W 4 E for word_rows, 12 a row, and the ids of every row's token.
-#include "common/early_launch.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "host/routing.h"
 #include "routing/plan_shared.cuh"
 
@@ -96,18 +101,30 @@ struct row_range {
     uint32_t first, end;
 };
 
-// Every CTA sums all counts; `rows` gets them.
+// Every CTA sums all counts; `rows` gets them, or zeros when one is no number of tokens or all of them do not
+// fit.
 SMOE_DEVICE row_range place_expert(const moe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
 {
     __shared__ row_range place;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
     const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
+    const uint32_t too_many =
+        (uint32_t)p.padded_rows / SMOE_BLOCK_ROWS + 1; // sums that stop here cannot overflow
     uint32_t own = 0;
     for (int e = begin; e < end; e++) {
         rows[e] = (uint32_t)__ldcg(p.counts + e);
-        own += blocks_of(rows[e]);
+        own = rows[e] > (uint32_t)p.tokens ? too_many : min(own + blocks_of(rows[e]), too_many);
+        if (own == too_many) break;
     }
-    uint32_t block = scan(own, scratch);
+    const uint32_t of_warp = min(__reduce_add_sync(~0u, own), too_many);
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = of_warp;
+    __syncthreads();
+    const uint32_t lanes = (threadIdx.x & 31) < WARPS ? scratch[threadIdx.x & 31] : 0;
+    const bool fits = __reduce_add_sync(~0u, lanes) < too_many;
+    __syncthreads();
+    if (!fits)
+        for (int e = begin; e < end; e++) rows[e] = 0;
+    uint32_t block = scan(fits ? own : 0, scratch);
     for (int e = begin; e < end; e++) {
         if (e == (int)blockIdx.x) place.first = block * SMOE_BLOCK_ROWS;
         block += blocks_of(rows[e]);
@@ -134,6 +151,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     int32_t *word_rows = r.word_rows + (int64_t)expert * r.words;
     int row = (int)place.first;
+    const int last_row = row + (int)memory[expert];
     for (int64_t strip = 0; strip < r.words; strip += THREADS) {
         const int64_t w = strip + threadIdx.x;
         uint32_t word = next;
@@ -145,7 +163,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (; word; word &= word - 1) within[at++] = (uint16_t)(threadIdx.x * 32 + __ffs(word) - 1);
         __syncthreads();
         const int all = strip_rows;
-        if (strip == 0 && threadIdx.x >= THREADS - 32) write_expert(p, memory, expert);
+        if (strip == 0 && threadIdx.x >= THREADS - 32) write_expert<true>(p, memory, expert);
         for (int i0 = threadIdx.x; i0 < all; i0 += THREADS * IN_FLIGHT) {
             row_in_flight rows_here[IN_FLIGHT];
             pair_score<L>
@@ -153,7 +171,8 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; u++) {
                 const int i = i0 + u * THREADS;
-                rows_here[u] = {i < all, strip * 32 + within[min(i, all - 1)], false, 0.0f};
+                rows_here[u] = {i < all && row + i < last_row, strip * 32 + within[min(i, all - 1)], false,
+                                0.0f};
                 if (i >= all) continue;
                 scores[u].logit = ((const L *)r.logits)[rows_here[u].token * r.layer.experts + expert];
                 if (r.softmax) scores[u].softmax = r.softmax[rows_here[u].token];
@@ -174,6 +193,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         row += all;
         __syncthreads();
     }
+    for (int i = row + threadIdx.x; i < last_row; i += THREADS) p.row_token[i] = -1, p.row_weight[i] = 0.0f;
     let_next_start();
 }
 
@@ -196,10 +216,12 @@ SMOE_DEVICE int load_words(const moe_cuda_routing &r, const moe_cuda_plan &p, co
                            int *before)
 {
     int part = 0;
+    const bool empty = __ldcg(p.block_offsets + p.experts) == 0;
     for (int e = threadIdx.x; e < m.experts; e += THREADS) {
         uint4 bits = {0, 0, 0, 0};
         int4 rows = {0, 0, 0, 0};
-        if (e < p.experts) {
+        if (empty && e < p.experts && blockIdx.x == 0) p.counts[e] = 0;
+        if (e < p.experts && !empty) {
             const int64_t at = (int64_t)e * r.words + (int64_t)blockIdx.x * MAP_WORDS;
             bits = *(const uint4 *)(r.mask + at);
             rows = *(const int4 *)(r.word_rows + at);
@@ -278,7 +300,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int first = begin; first < end; first += 32)
         for (uint32_t chosen = transpose(bits[first + lane], lane); chosen; chosen &= chosen - 1) {
             const int e = first + __ffs((int)chosen) - 1;
-            to[at++] = rows[e] + __popc(bits[e] & lower);
+            to[at++] = min(rows[e] + __popc(bits[e] & lower), p.padded_rows - 1);
         }
     __syncthreads();
     if (fits)

@@ -2,7 +2,7 @@
 // blocks of 64 rows, their expert found by bisection.
 //
 // Bytes: the offsets once a CTA, 16 a row.
-#include "common/early_launch.cuh"
+#include "common/launch.cuh"
 #include "routing/plan_shared.cuh"
 
 namespace moe
@@ -108,10 +108,10 @@ extern "C" cudaError_t moe_cuda_plan_rows_init(void)
                                 4096 * 12 + 128);
 }
 
-extern "C" cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *p, int most_ctas, cudaStream_t stream)
 {
     using namespace moe::plan;
     const int64_t wanted = moe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
-    const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > 132 ? 132 : wanted);
+    const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > most_ctas ? most_ctas : wanted);
     return moe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, stream, *p);
 }

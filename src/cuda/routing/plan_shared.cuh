@@ -76,6 +76,7 @@ SMOE_DEVICE expert_sums sum_experts(const moe_cuda_plan &p, const uint32_t *rows
 }
 
 // A warp writes an expert's part of the tables, its padding rows and its work.
+template <bool COUNTED = false>
 SMOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int expert)
 {
     const int lane = threadIdx.x & 31;
@@ -85,7 +86,7 @@ SMOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int 
     add_expert(after, own, (uint32_t)p.lists.piece_limit);
     if (lane == 0) {
         p.order[before.place] = expert;
-        p.counts[expert] = (int32_t)own;
+        if (!COUNTED) p.counts[expert] = (int32_t)own;
         if (p.topk_counts) p.topk_counts[expert] = (int32_t)own;
         p.row_offsets[expert] = (int32_t)before.rows;
         p.block_offsets[expert] = (int32_t)before.blocks;

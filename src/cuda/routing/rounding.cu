@@ -7,8 +7,8 @@
 // counting. Many equal scores make too many candidates; then the limit is found by bisection over all keys.
 //
 // Bytes: the keys once while a column fits shared memory, the mask once.
-#include "common/early_launch.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "host/routing.h"
 

@@ -8,6 +8,7 @@
 #include "host/routing.h"
 
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/storage.cuh"
 
@@ -171,8 +172,7 @@ template <class C> cudaError_t launch(const problem &q, smoe_type dtype, cudaStr
     const dim3 ctas((unsigned)((q.experts + COLUMNS - 1) / COLUMNS),
                     (unsigned)((q.tokens + C::ROWS - 1) / C::ROWS));
     return for_type(storage_types(), dtype, [&](auto t) {
-        gemm<typename decltype(t)::type, C><<<ctas, THREADS, C::BYTES, stream>>>(q);
-        return cudaGetLastError();
+        return enqueue(gemm<typename decltype(t)::type, C>, ctas, THREADS, C::BYTES, stream, q);
     });
 }
 

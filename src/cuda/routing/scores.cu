@@ -8,6 +8,7 @@
 #include "host/routing.h"
 
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
@@ -114,10 +115,10 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
     if (threadIdx.x == 0) r.panel_z[blockIdx.x] = squares;
 }
 
-template <typename L> void launch(const moe_cuda_routing &r, cudaStream_t stream)
+template <typename L> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     const dim3 ctas((unsigned)r.panels, (unsigned)((r.layer.experts + 31) / 32));
-    panel<L><<<ctas, THREADS, 0, stream>>>(r);
+    return enqueue(panel<L>, ctas, THREADS, 0, stream, r);
 }
 
 } // namespace
@@ -127,8 +128,6 @@ template <typename L> void launch(const moe_cuda_routing &r, cudaStream_t stream
 extern "C" cudaError_t moe_cuda_scores(const moe_cuda_routing *r, cudaStream_t stream)
 {
     using namespace moe::scores;
-    return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
-        launch<typename decltype(l)::type>(*r, stream);
-        return cudaGetLastError();
-    });
+    return moe::for_type(moe::logits_types(), r->layer.logits_type,
+                         [&](auto l) { return launch<typename decltype(l)::type>(*r, stream); });
 }

@@ -19,8 +19,8 @@
 //
 // Bytes: the logits once, 8 K a token; 2 E a chunk of counts, or E / 8 of mask and as many of keys as of
 // logits.
-#include "common/early_launch.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "host/routing.h"
 #include "routing/score_keys.cuh"
 #include "sm90/mbarrier.cuh"

@@ -7,6 +7,7 @@
 #include "host/routing.h"
 
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
@@ -193,8 +194,8 @@ extern "C" cudaError_t moe_cuda_topk_general(const moe_cuda_routing *r, cudaStre
     using namespace moe::topk;
     const size_t memory = general_memory(r->layer);
     return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
-        general<typename decltype(l)::type><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
-        return cudaGetLastError();
+        return moe::enqueue(general<typename decltype(l)::type>, (unsigned)r->words, GENERAL_THREADS, memory,
+                            stream, *r);
     });
 }
 

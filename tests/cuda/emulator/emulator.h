@@ -154,13 +154,15 @@ inline int block_sum(int value)
 void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early = false);
 bool is_capturing();
 
+inline cudaError_t last_error = cudaSuccess; // cudaGetLastError's
+
 bool is_allocated(const void *memory, size_t bytes); // by cudaMalloc, in one piece
 
 // Ends the program where a kernel is to have more dynamic shared memory than it has leave for. What it
 // declares itself counts too on a GPU and is not known here.
 void check_shared(const void *kernel, size_t bytes);
 
-// kernel<<<grid, block, shared_bytes, stream>>>(actual...)
+// What cudaLaunchKernelEx does.
 template <class... Formal, class... Actual>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, bool early,
             void (*kernel)(Formal...), const Actual &...actual)
@@ -362,7 +364,10 @@ template <class... Formal, class... Actual>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Formal...),
                                const Actual &...actual)
 {
-    emulator::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream,
-                     config->numAttrs > 0, kernel, actual...);
+    const dim3 grid = config->gridDim, block = config->blockDim;
+    if (!grid.x || !grid.y || grid.y > 65535 || block.x * block.y * block.z > 1024)
+        return emulator::last_error = cudaErrorInvalidConfiguration;
+    emulator::launch(grid, block, config->dynamicSmemBytes, config->stream, config->numAttrs > 0, kernel,
+                     actual...);
     return cudaSuccess;
 }

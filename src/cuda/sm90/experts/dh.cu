@@ -14,6 +14,7 @@
 // long before it writes them. dS of a row goes by column tiles into partial sums, no atomics.
 #include "common/activation_gradient.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "problem.h"
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/kernels.h"
@@ -511,7 +512,6 @@ extern "C" cudaError_t moe_sm90_dh(moe_launch *on, const moe_dh *d)
     const dh_params p = prepare(on, *d);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        dh<typename decltype(t)::type><<<on->ctas, THREADS, SHARED_BYTES, on->stream>>>(p);
-        return cudaGetLastError();
+        return enqueue(dh<typename decltype(t)::type>, on->ctas, THREADS, SHARED_BYTES, on->stream, p);
     });
 }

@@ -1,6 +1,7 @@
 // Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one chunk of d's columns. FLOPs 2 R d n; bytes: A 2 R n
 // (L2 serves the column tiles after the first), W2 and Y 2 R d. Three cores; moe_gemm_choose picks.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "sm90/gemm_choice.h"
 #include "sm90/gemm_ping_pong.cuh"
 #include "sm90/gemm_stationary.cuh"
@@ -127,7 +128,6 @@ extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
     const int ctas = on->ctas < with.most_ctas ? on->ctas : with.most_ctas;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         const down_kernel kernel = kernel_of<typename decltype(t)::type>(kind);
-        kernel<<<ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream>>>(p);
-        return cudaGetLastError();
+        return enqueue(kernel, ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream, p);
     });
 }

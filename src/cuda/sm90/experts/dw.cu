@@ -9,6 +9,7 @@
 // in f32; add_parts sums them in order.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "problem.h"
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/kernels.h"
@@ -435,9 +436,9 @@ dw_params prepare(moe_launch *on, const moe_dw &d)
 template <typename T, typename G, bool TRANSPOSED>
 cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
 {
-    dw<T, G, TRANSPOSED><<<ctas, THREADS, SHARED_BYTES, stream>>>(p);
-    if (p.parts) add_parts<G, TRANSPOSED><<<ctas, CONSUMER_THREADS, 0, stream>>>(p);
-    return cudaGetLastError();
+    const cudaError_t status = enqueue(dw<T, G, TRANSPOSED>, ctas, THREADS, SHARED_BYTES, stream, p);
+    if (status != cudaSuccess || !p.parts) return status;
+    return enqueue(add_parts<G, TRANSPOSED>, ctas, CONSUMER_THREADS, 0, stream, p);
 }
 
 } // namespace

@@ -2,6 +2,7 @@
 // tiles after the first), W1 and dX~ 2 R d. The cores of the down-projection with W1 MN-major as it stands in
 // memory: K runs through the gate rows of W1 and then through the up rows, whatever their layout.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "sm90/gemm_choice.h"
 #include "sm90/gemm_ping_pong.cuh"
 #include "sm90/gemm_tiles.cuh"
@@ -133,7 +134,6 @@ extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         const dx_rows_kernel kernel = kernel_of<typename decltype(t)::type>(kind);
-        kernel<<<on->ctas, gemm_cooperative::THREADS, shared_bytes_of(kind), on->stream>>>(p);
-        return cudaGetLastError();
+        return enqueue(kernel, on->ctas, gemm_cooperative::THREADS, shared_bytes_of(kind), on->stream, p);
     });
 }

@@ -9,6 +9,7 @@
 // store H, activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the
 // tensor map.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "sm90/activate_panel.cuh"
 #include "sm90/feed.cuh"
 #include "sm90/kernels.h"
@@ -296,7 +297,6 @@ extern "C" cudaError_t moe_sm90_up(moe_launch *on, const moe_up *u)
     const up_params p = prepare(on, *u);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        up<typename decltype(t)::type><<<on->ctas, THREADS, SHARED_BYTES, on->stream>>>(p);
-        return cudaGetLastError();
+        return enqueue(up<typename decltype(t)::type>, on->ctas, THREADS, SHARED_BYTES, on->stream, p);
     });
 }
