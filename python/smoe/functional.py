@@ -81,6 +81,23 @@ def _needs(x: bool, w1: bool, b1: bool, w2: bool, b2: bool, routing: bool) -> in
     )
 
 
+_SHARED_BITS = (ops.NEEDS_X, ops.NEEDS_W1, ops.NEEDS_B1, ops.NEEDS_W2, ops.NEEDS_B2, ops.NEEDS_ROUTING)
+
+
+def _spread(found: list[Tensor], needs: int) -> tuple[Tensor | None, ...]:
+    """The gradients in the order of the bits, None for those not wanted."""
+    spread, position = [], 0
+    for bit in _SHARED_BITS:
+        spread.append(found[position] if needs & bit else None)
+        position += 1 if needs & bit else 0
+    return tuple(spread)
+
+
+def _backward(function, ctx, dout: Tensor):
+    """A second differentiation is refused; the wrapper that does it is only needed where one could come."""
+    return (once_differentiable(function) if torch.is_grad_enabled() else function)(ctx, dout)
+
+
 # ---- given ids and weights ----
 
 
@@ -93,25 +110,16 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
-        x, _, weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
-        needs = _needs(x, w1, b1, w2, b2, weights)
-        found = _call.experts_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
-        dx, dw1, db1, dw2, db2, dweights = _spread(found, needs)
-        return dx, None, dweights, dw1, db1, dw2, db2, None
+        return _backward(_experts_backward, ctx, dout)
 
 
-def _spread(found: list[Tensor], needs: int) -> tuple[Tensor | None, ...]:
-    """The gradients in the order of the bits, None for those not wanted."""
-    spread, position = [], 0
-    for bit in _SHARED_BITS:
-        spread.append(found[position] if needs & bit else None)
-        position += 1 if needs & bit else 0
-    return tuple(spread)
-
-
-_SHARED_BITS = (ops.NEEDS_X, ops.NEEDS_W1, ops.NEEDS_B1, ops.NEEDS_W2, ops.NEEDS_B2, ops.NEEDS_ROUTING)
+def _experts_backward(ctx, dout):
+    x, _, weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
+    needs = _needs(x, w1, b1, w2, b2, weights)
+    found = _call.experts_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
+    dx, dw1, db1, dw2, db2, dweights = _spread(found, needs)
+    return dx, None, dweights, dw1, db1, dw2, db2, None
 
 
 def experts(
@@ -170,13 +178,16 @@ class _Rows(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
-        rows, _, row_weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
-        needs = _needs(rows, w1, b1, w2, b2, row_weights)
-        found = _call.rows_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
-        drows, dw1, db1, dw2, db2, dweights = _spread(found, needs)
-        return drows, None, dweights, dw1, db1, dw2, db2, None
+        return _backward(_rows_backward, ctx, dout)
+
+
+def _rows_backward(ctx, dout):
+    rows, _, row_weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
+    needs = _needs(rows, w1, b1, w2, b2, row_weights)
+    found = _call.rows_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
+    drows, dw1, db1, dw2, db2, dweights = _spread(found, needs)
+    return drows, None, dweights, dw1, db1, dw2, db2, None
 
 
 def experts_rows(
@@ -242,18 +253,21 @@ class _Moe(torch.autograd.Function):
         return found[0], logits, losses, counts
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, *_):
-        x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
-        needs = _needs(x, w1, b1, w2, b2, logits)
-        router = ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
-        found = _call.moe_backward.default(
-            dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs + router
-        )
-        dx, dw1, db1, dw2, db2, dlogits = _spread(found, needs)
-        dbias = found[-1] if router_bias else None
-        dweight = found[-2 if router_bias else -1] if router_weight else None
-        return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None
+        return _backward(_moe_backward, ctx, dout)
+
+
+def _moe_backward(ctx, dout):
+    x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
+    needs = _needs(x, w1, b1, w2, b2, logits)
+    router = ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
+    found = _call.moe_backward.default(
+        dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs + router
+    )
+    dx, dw1, db1, dw2, db2, dlogits = _spread(found, needs)
+    dbias = found[-1] if router_bias else None
+    dweight = found[-2 if router_bias else -1] if router_weight else None
+    return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None
 
 
 def moe(
