@@ -70,7 +70,7 @@ static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *arg
 static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     moe_cuda_routing r = moe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
-    r.keys = NULL, r.mask = NULL, r.chunk_counts = NULL; /* nothing for who comes next */
+    r.keys = NULL, r.mask = NULL, r.segment_counts = NULL; /* nothing for who comes next */
     return moe_cuda_topk(&r, stream);
 }
 
@@ -113,15 +113,15 @@ static route_timing set_up(const smoe_layer *layer)
     t.lists = (moe_cuda_lists){(int32_t *)t.memory[3].memory, (moe_work *)t.memory[4].memory,
                                (moe_work *)t.memory[5].memory, limit, (int32_t *)t.memory[3].memory + 2};
     const int32_t experts = (int32_t)layer->experts, topk = (int32_t)layer->topk;
-    const int32_t chunk = moe_plan_chunk(layer->tokens, experts, topk);
-    t.memory[6] = gpu_alloc(moe_cuda_plan_work_bytes(layer->tokens, experts, chunk));
+    const int32_t segment = moe_plan_segment(layer->tokens, experts, topk);
+    t.memory[6] = gpu_alloc(moe_cuda_plan_work_bytes(layer->tokens, experts, segment));
     t.given = (moe_cuda_plan){.ids = t.plan.topk_ids,
                               .weights = t.plan.topk_weights,
                               .tokens = (int32_t)layer->tokens,
                               .experts = experts,
                               .topk = topk,
                               .padded_rows = (int32_t)t.problem.padded_rows,
-                              .chunk = chunk,
+                              .segment = segment,
                               .counts = t.plan.counts,
                               .row_offsets = t.plan.offsets,
                               .block_offsets = t.plan.block_offsets,

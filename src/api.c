@@ -122,7 +122,7 @@ static smoe_status find_plan(smoe_context *context, const char *function, forwar
     return status;
 }
 
-/* Everything a forward stage does before its backend slot runs. */
+/* Everything a forward stage does before the backend's function runs. */
 static smoe_status begin_forward(smoe_context *context, const char *function, const smoe_layer *layer,
                                  const smoe_forward_args *args, int reads, forward_call *call)
 {

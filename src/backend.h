@@ -1,5 +1,5 @@
 /* The table of functions a backend fills, and the context that carries it. api.c has checked every argument
- * before a slot is called. */
+ * before one of them is called. */
 #ifndef SMOE_BACKEND_H
 #define SMOE_BACKEND_H
 

@@ -31,12 +31,12 @@ static uint32_t hardware_swizzle(uint32_t address)
     return address ^ ((address >> 7 & 7) << 4);
 }
 
-static void panels_are_swizzled(void **state)
+static void subtiles_are_swizzled(void **state)
 {
     (void)state;
     for (uint32_t row = 0; row < 256; row++)
-        for (uint32_t chunk = 0; chunk < 8; chunk++)
-            assert_int_equal(moe_panel_offset(row, chunk), hardware_swizzle(row * 128 + chunk * 16));
+        for (uint32_t vector = 0; vector < 8; vector++)
+            assert_int_equal(moe_subtile_offset(row, vector), hardware_swizzle(row * 128 + vector * 16));
 }
 
 /* What the 64 gathering threads of the up-projection write is where wgmma looks for row m, element k. */
@@ -47,62 +47,64 @@ static void gather_fills_the_tile(void **state)
     memset(row_at, 0xFF, sizeof row_at);
     for (uint32_t thread = 0; thread < 64; thread++)
         for (uint32_t i = 0; i < 16; i++) {
-            const uint32_t chunk = thread & 7, row = (thread >> 3) + 8 * i;
-            const uint32_t to = moe_panel_offset(thread >> 3, chunk) + i * 8 * SMOE_PANEL_ROW_BYTES;
+            const uint32_t vector = thread & 7, row = (thread >> 3) + 8 * i;
+            const uint32_t to = moe_subtile_offset(thread >> 3, vector) + i * 8 * SMOE_SUBTILE_ROW_BYTES;
             assert_int_equal(row_at[to / 16], -1);
-            row_at[to / 16] = (int)(row * 8 + chunk);
+            row_at[to / 16] = (int)(row * 8 + vector);
         }
     for (uint32_t m = 0; m < 128; m++)
         for (uint32_t k = 0; k < 64; k++) {
-            /* consumer m / 64 starts at its panel, step k / 16 adds 32 bytes, groups of eight rows 1024 */
-            const uint32_t start = m / 64 * SMOE_PANEL_BYTES + k / 16 * 32;
+            /* consumer m / 64 starts at its subtile, step k / 16 adds 32 bytes, groups of eight rows 1024 */
+            const uint32_t start = m / 64 * SMOE_SUBTILE_BYTES + k / 16 * 32;
             const uint32_t in_step = m % 64 % 8 * 128 + m % 64 / 8 * 1024 + k % 16 * 2;
             const uint32_t address = hardware_swizzle(start + in_step);
             assert_int_equal(row_at[address / 16], m * 8 + k / 8);
         }
 }
 
-/* The accumulators of a thread, stored as stage_half of gemm_cooperative.cuh does: every element of the half
- * once, at the panel and chunk of its block. */
+/* The accumulators of a thread, stored as write_half of gemm_cooperative.cuh does: every element of the half
+ * once, at the subtile and vector of its octet. */
 static void staging_is_complete(void **state)
 {
     (void)state;
     for (int gated = 0; gated < 2; gated++) {
-        static int found[2 * SMOE_PANEL_BYTES / 16];
+        static int found[2 * SMOE_SUBTILE_BYTES / 16];
         memset(found, 0xFF, sizeof found);
         for (uint32_t warp = 0; warp < 4; warp++)
             for (uint32_t q = 0; q < 16; q += 4)
                 for (uint32_t odd = 0; odd < 2; odd++)
                     for (uint32_t lane = 0; lane < 32; lane++) {
-                        const uint32_t row = warp * 16 + (lane & 15), block = q + odd + (lane >> 4) * 2;
-                        const uint32_t panel = gated ? odd : q >> 3, chunk = moe_block_chunk(block, gated);
-                        const uint32_t to = row * SMOE_PANEL_ROW_BYTES + panel * SMOE_PANEL_BYTES +
-                                            ((chunk ^ (lane & 7)) << 4);
-                        assert_int_equal(panel, moe_block_panel(block, gated));
-                        assert_int_equal(to, panel * SMOE_PANEL_BYTES + moe_panel_offset(row, chunk));
+                        const uint32_t row = warp * 16 + (lane & 15), octet = q + odd + (lane >> 4) * 2;
+                        const uint32_t subtile = gated ? odd : q >> 3,
+                                       vector = moe_octet_vector(octet, gated);
+                        const uint32_t to = row * SMOE_SUBTILE_ROW_BYTES + subtile * SMOE_SUBTILE_BYTES +
+                                            ((vector ^ (lane & 7)) << 4);
+                        assert_int_equal(subtile, moe_octet_subtile(octet, gated));
+                        assert_int_equal(to, subtile * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, vector));
                         assert_int_equal(found[to / 16], -1);
-                        found[to / 16] = (int)block;
+                        found[to / 16] = (int)octet;
                     }
         for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) assert_true(found[i] >= 0);
     }
 }
 
-/* The box of W1 holds, gated, eight gate rows, the same features' eight up rows, and so on; a block of eight
- * columns of the tile must stand for the features the box has there, and a panel for 64 neighbouring ones. */
-static void blocks_stand_for_their_features(void **state)
+/* The box of W1 holds, gated, eight gate rows, the same features' eight up rows, and so on; an octet of
+ * columns of the tile must stand for the features the box has there, and a subtile for 64 neighbouring ones.
+ */
+static void octets_stand_for_their_features(void **state)
 {
     (void)state;
     for (uint32_t tile = 0; tile < 3; tile++)
         for (uint32_t half = 0; half < 2; half++)
-            for (uint32_t block = 0; block < 16; block++) {
-                const uint32_t box_row = (half * 16 + block) * 8;
-                const uint32_t group = box_row / 16, first = moe_block_feature(tile, half, block, 1);
+            for (uint32_t octet = 0; octet < 16; octet++) {
+                const uint32_t box_row = (half * 16 + octet) * 8;
+                const uint32_t group = box_row / 16, first = moe_octet_feature(tile, half, octet, 1);
                 assert_int_equal(first, (tile * 16 + group) * 8);
-                assert_int_equal(moe_block_panel(block, 1), box_row / 8 % 2);
-                assert_int_equal(moe_block_chunk(block, 1) * 8, first - (tile * 2 + half) * 64);
-                const uint32_t plain = moe_block_feature(tile, half, block, 0);
+                assert_int_equal(moe_octet_subtile(octet, 1), box_row / 8 % 2);
+                assert_int_equal(moe_octet_vector(octet, 1) * 8, first - (tile * 2 + half) * 64);
+                const uint32_t plain = moe_octet_feature(tile, half, octet, 0);
                 assert_int_equal(plain, tile * 256 + box_row);
-                assert_int_equal(moe_block_panel(block, 0) * 64 + moe_block_chunk(block, 0) * 8,
+                assert_int_equal(moe_octet_subtile(octet, 0) * 64 + moe_octet_vector(octet, 0) * 8,
                                  plain - (tile * 2 + half) * 128);
             }
 }
@@ -296,15 +298,15 @@ static void shared_memory_of_the_plan_fits(void **state)
     for (int32_t experts = 1; experts <= 4096; experts += experts < 40 ? 1 : 169)
         for (int32_t topk = 1; topk <= 64 && topk <= experts; topk++)
             for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
-                const int32_t chunk = moe_plan_chunk(tokens[i], experts, topk);
-                const moe_plan_shared p = moe_plan_shared_of(chunk, experts, topk);
-                assert_true(moe_plan_chunk_fits(chunk, experts, topk));
-                assert_true(chunk >= 32 && chunk % 32 == 0 && chunk < SMOE_PLAN_THREADS);
+                const int32_t segment = moe_plan_segment(tokens[i], experts, topk);
+                const moe_plan_shared p = moe_plan_shared_of(segment, experts, topk);
+                assert_true(moe_plan_segment_fits(segment, experts, topk));
+                assert_true(segment >= 32 && segment % 32 == 0 && segment < SMOE_PLAN_THREADS);
                 assert_true(p.end <= SMOE_PLAN_SHARED);
                 assert_int_equal(p.rows % 16, 0); /* cleared by 16 bytes up to there */
                 assert_int_equal(p.place % 8 + p.sorted % 8 + p.ids % 8, 0);
                 assert_int_equal(p.token_rows % 4 + p.group_before % 2 + p.token_first % 4, 0);
-                assert_true(p.scratch >= p.token_first + 4 * (uint32_t)(chunk + 1));
+                assert_true(p.scratch >= p.token_first + 4 * (uint32_t)(segment + 1));
             }
 }
 
@@ -324,10 +326,10 @@ static void summed_counts_fit(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(panels_are_swizzled),
+        cmocka_unit_test(subtiles_are_swizzled),
         cmocka_unit_test(gather_fills_the_tile),
         cmocka_unit_test(staging_is_complete),
-        cmocka_unit_test(blocks_stand_for_their_features),
+        cmocka_unit_test(octets_stand_for_their_features),
         cmocka_unit_test(work_entries_keep_what_they_hold),
         cmocka_unit_test(cuts_cover_everything_once),
         cmocka_unit_test(lists_fit_their_bounds),

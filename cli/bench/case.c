@@ -290,20 +290,20 @@ bool bench_poison(bench_case *c, error *err)
 
 bool bench_touched(const buffer *looked_at, uint64_t *bytes, error *err)
 {
-    enum { PIECE = 1 << 20 };
+    enum { WINDOW = 1 << 20 };
     *bytes = 0;
     if (!looked_at->data) return true;
-    unsigned char *piece = malloc(PIECE);
-    bool good = piece != NULL;
+    unsigned char *window = malloc(WINDOW);
+    bool good = window != NULL;
     for (size_t end = looked_at->bytes; good && *bytes == 0 && end > 0;) {
-        const size_t length = end < PIECE ? end : PIECE;
+        const size_t length = end < WINDOW ? end : WINDOW;
         end -= length;
-        good = looked_at->device->download(piece, (const char *)looked_at->data + end, length);
+        good = looked_at->device->download(window, (const char *)looked_at->data + end, length);
         size_t last = length;
-        while (good && last > 0 && piece[last - 1] == BENCH_POISON) last--;
+        while (good && last > 0 && window[last - 1] == BENCH_POISON) last--;
         if (last > 0) *bytes = end + last;
     }
-    free(piece);
+    free(window);
     return good || fail(err, ERROR_RUNTIME, "a buffer could not be read back");
 }
 

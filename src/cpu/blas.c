@@ -13,7 +13,7 @@
 
 static_assert(sizeof(blasint) >= sizeof(int), "sizes up to INT_MAX fit a blasint");
 
-/* The one piece of process-wide state of the library. OpenBLAS (its pthread build) keeps its thread count in
+/* The only process-wide state of the library. OpenBLAS (its pthread build) keeps its thread count in
  * a global of its own, so whoever lowers it has to know whether another context still needs it low: a count
  * of the sections that are open, under a mutex. Its buffers are the process's too. */
 static struct {

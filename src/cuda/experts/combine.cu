@@ -1,17 +1,26 @@
-// Combine: O[t] = sum over the rows r of t of s[r] Y[r], for one chunk of d's columns. Gather and sum in f32,
-// rows ascending, no atomics. Bytes: Y 2 R d read, O 2 T d written; runs at the speed of a copy.
+// Combine: O[t] = sum over the rows r of token t of s[r] Y[r], for one column chunk of d. The backward's
+// dX[t] = sum over r of dX~[r] is the same kernel.
 //
-// The backward's dX[t] = sum of dX~[r] may have the router's term: dlogits Wr lies in O already (2 T d bytes
-// more), or where dlogits is nonzero at the token's rows alone each comes with dlogit[r] Wr[e(r)] (Wr, 2 E d
-// bytes, stays in L2).
+// The sum is in f32, in ascending order of rows, without atomics. Bytes: 2 R d of Y read, 2 T d of O
+// written. It runs at the speed of a copy of as many bytes.
 //
-// A thread owns eight columns of a token, or two to four times eight. Tokens may have any number of rows
-// (CSR), taken by fours: the indices past the end repeat the last row, so that all loads start before the
-// first is used; its sum leaves them out. Few bytes a token leave latency bare: where every token has K rows
-// unless some were lost, and K <= 4, their indices are read from where they then are, together with the
-// number of all rows that tells whether they are; K = 2 takes rows by twos, in three pieces where they divide
-// a row, K = 1 one row in four. CTAs are small, so that an SM always has some at every point of the chain
-// from index to row to sum. O is written by plain stores: marked as streaming it took 0.2 % longer.
+// The router's term of dX, dlogits Wr, comes in one of two ways:
+// - dense dlogits: O holds dlogits Wr already and the sum starts from it (2 T d bytes more);
+// - sparse dlogits: each row r also adds dlogit[r] Wr[e(r)]. Wr has 2 E d bytes and stays in L2.
+//
+// A thread computes one to four vectors (of eight columns) of one token. A token may have any number of
+// rows; token_offsets and token_rows list them. The general path takes four rows at a time. Past the token's
+// last row it repeats that row's index and leaves it out of the sum, so that the loads of all four rows
+// start before the first of them is used.
+//
+// A token with few bytes is bound by latency: its index has to arrive before its row can be asked for. So
+// there is a path for K <= 4. It reads the indices from where they stand if every token has exactly K rows,
+// together with the number of all rows, which tells whether that is so; the token's offsets are not needed.
+// Per thread it takes, for K = 2, two rows and three vectors where these divide the columns, and for K = 1
+// one row and four vectors. CTAs are small (64 or 128 threads), so that some CTA of an SM always has loads
+// in flight.
+//
+// O is written by plain stores: streaming stores took 0.2 % longer (H200, 1.4B n1024, K = 2).
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"
@@ -49,7 +58,7 @@ template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_
 }
 
 // What a thread sums: its groups of eight columns, blockDim.x groups apart, of some rows; and their weights.
-template <int ROWS, int VECTORS> struct pieces {
+template <int ROWS, int VECTORS> struct row_vectors {
     uint4 v[ROWS][VECTORS];
     float weight[ROWS];
     SMOE_DEVICE void fetch(const moe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
@@ -86,7 +95,7 @@ SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t 
     const bool all = __ldg(p.token_offsets + p.tokens) == p.tokens * p.topk;
 #pragma unroll
     for (int k = 0; k < ROWS; k++) row[k] = all ? row[k] : 0;
-    pieces<ROWS, VECTORS> some;
+    row_vectors<ROWS, VECTORS> some;
     some.fetch(p, row, column);
     if (!all) return false;
 #pragma unroll
@@ -117,7 +126,7 @@ SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t 
         int row[ROWS];
         int2 term[ROWS];
         uint4 w[ROWS][VECTORS];
-        pieces<ROWS, VECTORS> some;
+        row_vectors<ROWS, VECTORS> some;
         read_rows(row, p, i, end);
         if (ROUTER)
 #pragma unroll
@@ -162,14 +171,14 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant
 template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
 cudaError_t launch(const moe_cuda_combine &p, unsigned threads, cudaStream_t stream)
 {
-    const int64_t pieces = p.columns / COLUMNS / VECTORS, fewest = moe_divide_up(pieces, MOST_THREADS);
+    const int64_t shares = p.columns / COLUMNS / VECTORS, fewest = moe_divide_up(shares, MOST_THREADS);
     int64_t parts = fewest;
-    while (pieces % parts) parts++;
+    while (shares % parts) parts++;
     if (VECTORS == 1 && parts > MOST_PARTS) parts = fewest; // the last part is narrower
-    const unsigned across = (unsigned)moe_divide_up(pieces, parts),
+    const unsigned across = (unsigned)moe_divide_up(shares, parts),
                    tokens = across >= threads ? 1 : threads / across;
-    const dim3 block(across, tokens), grid((unsigned)moe_divide_up(p.tokens, tokens), (unsigned)parts);
-    return enqueue(combine<T, ROWS, VECTORS, FEW, ROUTER>, grid, block, 0, stream, p);
+    const dim3 cta(across, tokens), grid((unsigned)moe_divide_up(p.tokens, tokens), (unsigned)parts);
+    return enqueue(combine<T, ROWS, VECTORS, FEW, ROUTER>, grid, cta, 0, stream, p);
 }
 
 template <typename T> cudaError_t launch(const moe_cuda_combine &p, cudaStream_t stream)
@@ -189,7 +198,7 @@ template <typename T> cudaError_t launch(const moe_cuda_combine &p, cudaStream_t
 }
 
 // A grid's y has 65535 CTAs. A row of more than one group of 8 columns a thread never has more parts.
-static_assert((1 << 20) / COLUMNS / 2 <= MOST_PARTS + 1, "2^16 pieces make an even cut");
+static_assert((1 << 20) / COLUMNS / 2 <= MOST_PARTS + 1, "2^16 shares make an even cut");
 
 } // namespace
 } // namespace moe

@@ -1,5 +1,5 @@
-// Bias gradients: db2[e] = sum_r s[r] dO[t(r)], db1[e] = sum_r dH[r]. Column sums over an expert's rows in
-// f32, a CTA an expert and 64 columns, always in the same order.
+// Bias gradients: db2[e] = sum over the rows r of e of s[r] dO[t(r)], db1[e] = sum of dH[r]. One CTA sums 64
+// columns over all rows of one expert, in f32 and always in the same order.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,5 +1,7 @@
-// dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>: the sum of the column tiles' parts in order, given back as the
-// gradient of what the caller gave as weights. dlogits.cu sums them for itself.
+// dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>, written as the gradient of the weights that the caller gave:
+// by token and k, by token, or by row. The dh kernel leaves one partial sum of the first term for each of
+// its column tiles; the kernels here compute the second term and add all parts in a fixed order. For layers
+// from logits dlogits.cu adds the parts itself.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"
@@ -81,7 +83,7 @@ __global__ void __launch_bounds__(THREADS) give_rows(const moe_cuda_ds p)
     if (row < p.padded_rows) p.row_gradient[row] = p.row_token[row] >= 0 ? ds_of(p, row) : 0.0f;
 }
 
-unsigned blocks_of(int64_t items, int64_t each)
+unsigned ctas_of(int64_t items, int64_t each)
 {
     return (unsigned)moe_divide_up(items, each);
 }
@@ -95,15 +97,15 @@ extern "C" cudaError_t moe_cuda_ds_launch(const moe_cuda_ds *p, smoe_type dtype,
     cudaError_t status = cudaSuccess;
     if (p->bias)
         status = for_type(storage_types(), dtype, [&](auto t) {
-            return enqueue(bias_part<typename decltype(t)::type>, blocks_of(p->padded_rows, WARPS), THREADS,
-                           0, stream, *p);
+            return enqueue(bias_part<typename decltype(t)::type>, ctas_of(p->padded_rows, WARPS), THREADS, 0,
+                           stream, *p);
         });
     if (status == cudaSuccess && p->topk_gradient)
         status = enqueue(p->wide_index ? give_topk<int64_t> : give_topk<int32_t>,
-                         blocks_of(p->tokens * p->topk, THREADS), THREADS, 0, stream, *p);
+                         ctas_of(p->tokens * p->topk, THREADS), THREADS, 0, stream, *p);
     if (status == cudaSuccess && p->token_gradient)
-        status = enqueue(give_tokens, blocks_of(p->tokens, THREADS), THREADS, 0, stream, *p);
+        status = enqueue(give_tokens, ctas_of(p->tokens, THREADS), THREADS, 0, stream, *p);
     if (status == cudaSuccess && p->row_gradient)
-        status = enqueue(give_rows, blocks_of(p->padded_rows, THREADS), THREADS, 0, stream, *p);
+        status = enqueue(give_rows, ctas_of(p->padded_rows, THREADS), THREADS, 0, stream, *p);
     return status;
 }

@@ -1,6 +1,7 @@
-// The work lists of the backward, from the plan's block_offsets and order: tiles of 128 rows (dh, dx_rows),
-// pieces of experts (dw2, dw1), split experts, and the expert of every block. One CTA; E <= 4096. A second
-// CTA makes those of the router, whose rows are the tokens and belong to one expert.
+// The work lists of the backward, made from the plan's block_offsets and order: tiles of 128 rows (for dh
+// and dx_rows), pieces of experts (for dw2 and dw1), the split experts, and the expert of every block. One
+// CTA does it; E <= 4096. A second CTA makes the lists of the router's two products, whose rows are the
+// tokens and belong to one expert.
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "host/launch_backward.h"

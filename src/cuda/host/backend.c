@@ -1,5 +1,5 @@
-/* The CUDA backend's table: context on a device, what it supports, its scratch, and the stages as launches.
- */
+/* The CUDA backend: the context on a device, what the backend supports, its scratch, and the forward's
+ * stages as launches. */
 #include "check.h"
 #include "host/device.h"
 #include "host/launch.h"
@@ -23,7 +23,7 @@ static uint64_t routing_bytes(const moe_problem *p)
     case SMOE_ENTRY_FROM_LOGITS: return moe_cuda_routing_scratch(p);
     case SMOE_ENTRY_FROM_TOPK:
         return moe_align_up(moe_cuda_plan_work_bytes(
-            l->tokens, l->experts, moe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk)));
+            l->tokens, l->experts, moe_plan_segment(l->tokens, (int32_t)l->experts, (int32_t)l->topk)));
     case SMOE_ENTRY_FROM_ROWS: return 0;
     }
     return 0;
@@ -231,7 +231,7 @@ static cudaError_t run_plan(const device_state *state, const moe_problem *proble
         .experts = (int32_t)layer->experts,
         .topk = (int32_t)layer->topk,
         .padded_rows = (int32_t)problem->padded_rows,
-        .chunk = moe_plan_chunk(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk),
+        .segment = moe_plan_segment(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk),
         .counts = plan->counts,
         .row_offsets = plan->offsets,
         .block_offsets = plan->block_offsets,

@@ -1,8 +1,10 @@
-/* The backward as launches: lists, dh and dS, dw2, dw1, the router's, then dx_rows and dx chunk by chunk.
+/* The backward as launches: lists, dh and dS, dw2, dw1, the router's part, then dx_rows and dx for one
+ * column chunk after another.
  *
- * Scratch: the work lists; dS's parts; dH unless it takes H's place; the nonzeros of sparse dlogits; then one
- * place for what is never there at the same time: A' and the tiles of split experts of dw2, those of dw1,
- * dense dlogits and dWr's tiles, dX~ of one chunk. Its size does not depend on which gradients are wanted. */
+ * Scratch: the work lists; the parts of dS; dH, unless it takes H's place; the nonzeros of sparse dlogits;
+ * then one area that these share, since no two of them are needed at the same time: A' with the tiles of
+ * dw2's split experts, the tiles of dw1's split experts, dense dlogits with dWr's tiles, and dX~ of one
+ * chunk. */
 #include "host/backward.h"
 #include "wanted.h"
 

@@ -31,8 +31,8 @@ typedef struct moe_cuda_plan {
     int32_t wide_index;  /* int64 */
     int32_t tokens, experts, topk;
     int32_t padded_rows; /* of the arrays */
-    int32_t chunk;       /* way 2, of plan_size.h */
-    int32_t counted;     /* the kernel before left the chunks' counts in `work`, and wrote ids and weights */
+    int32_t segment;     /* way 2, of plan_size.h */
+    int32_t counted; /* the kernel before left the segments' counts in `work`, and wrote ids and weights */
     /* out, as in smoe_plan_view */
     int32_t *counts, *row_offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
     float *row_weight;
@@ -42,7 +42,7 @@ typedef struct moe_cuda_plan {
     void *work;
 } moe_cuda_plan;
 
-uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk);
+uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t segment);
 cudaError_t moe_cuda_plan_init(void);
 cudaError_t moe_cuda_plan_rows_init(void);
 cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *plan, cudaStream_t stream);

@@ -1,10 +1,10 @@
 /* router_bwd: dlogits, dbr, dWr = dlogits^T X, and dX += dlogits Wr where dlogits is dense.
  *
- * Both products are the experts' own kernels: the tokens are the rows of one expert, E is its width. dWr is a
- * dW1 of dense dlogits in the place of dH, its tokens cut into so many pieces that all tiles are one wave.
- * The dense term of dX is a dX~ of Wr in the place of W1, one row a token, written to dx, where the combine
- * of dX starts from it; a sparse one comes with the rows (combine.cu), and dlogits' nonzeros live until
- * then. */
+ * Both products use the experts' kernels: the tokens are the rows of one expert of width E. dWr is a dW1
+ * with dense dlogits in the place of dH; the tokens are cut into as many pieces as make all of its tiles one
+ * wave. The dense term of dX is a dX~ with Wr in the place of W1. It has one row for each token and is
+ * written to dx, where the combine of dX starts from it. A sparse term is added with the rows (combine.cu);
+ * its nonzeros stay in scratch until then. */
 #include "host/backward.h"
 
 /* The tokens' list of work is cut by moe_split_limit with these: one tile, so many CTAs as pieces. */

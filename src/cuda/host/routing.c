@@ -1,4 +1,5 @@
-/* route, round and plan of layers from logits: where everything stands in scratch, and which kernels run. */
+/* route, round and plan of layers from logits: where everything is in scratch, and which kernels are
+ * launched. */
 #include "host/routing.h"
 #include "host/plan_size.h"
 
@@ -10,12 +11,12 @@ static void *take(moe_cuda_routing *r, char *scratch, int64_t bytes)
     return scratch && bytes ? scratch + at : NULL;
 }
 
-/* Can the plan's chunks be top-K's, which then counts them? */
-static int topk_counts_chunks(const smoe_layer *l)
+/* Can the plan's segments be top-K's, which then counts them? */
+static int topk_counts_segments(const smoe_layer *l)
 {
-    const int32_t chunk = moe_cuda_topk_chunk(l), experts = (int32_t)l->experts;
-    return chunk && moe_plan_chunk_fits(chunk, experts, (int32_t)l->topk) &&
-           moe_plan_is_summed(l->tokens, experts, chunk);
+    const int32_t segment = moe_cuda_topk_segment(l), experts = (int32_t)l->experts;
+    return segment && moe_plan_segment_fits(segment, experts, (int32_t)l->topk) &&
+           moe_plan_is_summed(l->tokens, experts, segment);
 }
 
 /* Sizes never depend on the call's arguments. */
@@ -35,12 +36,12 @@ static moe_cuda_routing routing_at(const moe_problem *problem, void *scratch)
     r.panel_probability = take(&r, scratch, 8 * cells);
     r.panel_z = take(&r, scratch, 8 * r.panels);
     r.expert_balance = take(&r, scratch, 8 * l->experts);
-    r.plan_chunk = moe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk);
-    const int handed_over = !rounded && topk_counts_chunks(l);
-    if (handed_over) r.plan_chunk = moe_cuda_topk_chunk(l);
-    r.plan_work = take(&r, scratch,
-                       rounded ? 0 : (int64_t)moe_cuda_plan_work_bytes(l->tokens, l->experts, r.plan_chunk));
-    if (handed_over) r.chunk_counts = r.plan_work;
+    r.plan_segment = moe_plan_segment(l->tokens, (int32_t)l->experts, (int32_t)l->topk);
+    const int handed_over = !rounded && topk_counts_segments(l);
+    if (handed_over) r.plan_segment = moe_cuda_topk_segment(l);
+    r.plan_work = take(
+        &r, scratch, rounded ? 0 : (int64_t)moe_cuda_plan_work_bytes(l->tokens, l->experts, r.plan_segment));
+    if (handed_over) r.segment_counts = r.plan_work;
     return r;
 }
 
@@ -92,7 +93,7 @@ cudaError_t moe_cuda_route(const smoe_context *context, const moe_problem *probl
     }
     moe_stage_begin(context, SMOE_STAGE_TOPK, stream);
     if (status == cudaSuccess) status = moe_cuda_topk(&r, stream);
-    if (moe_cuda_topk_chunk(&problem->layer)) r.keys = NULL; /* they are there */
+    if (moe_cuda_topk_segment(&problem->layer)) r.keys = NULL; /* they are there */
     if (status == cudaSuccess && (r.losses || r.layer.rounding == SMOE_ROUNDING_BALANCE_F))
         status = moe_cuda_count(&r, stream);
     if (status == cudaSuccess && (r.losses || r.keys)) status = moe_cuda_scores(&r, stream);
@@ -120,8 +121,8 @@ cudaError_t moe_cuda_plan_from_logits(const moe_problem *problem, const smoe_for
                              .experts = (int32_t)l->experts,
                              .topk = (int32_t)l->topk,
                              .padded_rows = (int32_t)problem->padded_rows,
-                             .chunk = r.plan_chunk,
-                             .counted = r.chunk_counts != NULL,
+                             .segment = r.plan_segment,
+                             .counted = r.segment_counts != NULL,
                              .counts = plan->counts,
                              .row_offsets = plan->offsets,
                              .block_offsets = plan->block_offsets,

@@ -45,8 +45,8 @@ typedef struct moe_cuda_routing {
     double *panel_z;            /* (P) sums of logsumexp^2; losses */
     double *expert_balance;     /* (E) count[e] sum_t p[t,e]; losses */
     void *plan_work;            /* of the plan from top-K; no rounding */
-    uint16_t *chunk_counts;     /* its start, (chunks, E) counts, where top-K makes them */
-    int32_t plan_chunk;         /* tokens of its chunks */
+    uint16_t *segment_counts;   /* its start, (segments, E) counts, where top-K makes them */
+    int32_t plan_segment;       /* tokens of its segments */
     int64_t panels, words;
     uint64_t bytes;
 } moe_cuda_routing;
@@ -74,13 +74,14 @@ cudaError_t moe_cuda_router_gemm_init(void);
 cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
                                  const void *bias, void *logits, cudaStream_t stream);
 
-/* topk_ids, topk_weights, mask and softmax where they are needed; the fast kernel also keys and chunk_counts.
+/* topk_ids, topk_weights, mask and softmax where they are needed; the fast kernel also keys and
+ * segment_counts.
  */
 cudaError_t moe_cuda_topk(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* Every layer runs by the general kernel; the fast one is for SOFTMAX_TOPK and TOPK_SOFTMAX with E a multiple
  * of 8 up to 512 and K <= 16. Tokens of its CTAs, 0 for the other layers. */
-int32_t moe_cuda_topk_chunk(const smoe_layer *layer);
+int32_t moe_cuda_topk_segment(const smoe_layer *layer);
 cudaError_t moe_cuda_topk_general(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* keys where they are wanted, and the panels' sums for losses. */
@@ -102,7 +103,7 @@ cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *routing, const moe_cud
 cudaError_t moe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts, float gamma,
                                     cudaStream_t stream);
 
-/* ---- routing.c: what the backend's slots enqueue ---- */
+/* ---- routing.c: what the backend's functions enqueue ---- */
 
 /* Scratch that route, round and plan share. */
 uint64_t moe_cuda_routing_scratch(const moe_problem *problem);

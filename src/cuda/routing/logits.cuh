@@ -1,4 +1,4 @@
-// Logits as the routing kernels read them, and the weights' last steps that all of them share.
+// Reading logits of either type, and the last steps from a logit to a weight that all routing kernels share.
 #pragma once
 #include "common/ptx.cuh"
 #include "host/routing.h"

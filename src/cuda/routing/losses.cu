@@ -1,5 +1,6 @@
-// What route may end with: counts of plain top-K from the mask, and the losses from the panels' sums; and the
-// step of the selection bias. Sums in fixed trees, so the same bits every time.
+// The last kernels of route: the counts under plain top-K from the mask, the two losses from the panels'
+// sums, and the update of the selection bias. Sums are taken in a fixed order, so the bits are the same
+// every time.
 #include "host/routing.h"
 
 #include "common/launch.cuh"

@@ -1,16 +1,16 @@
-// The plan from the selection mask, for rounded routing, where a token has any number of rows.
+// The plan from the selection mask, for rounded routing, in which a token may have any number of rows.
 //
-// expert_rows: a CTA an expert. It sums all counts for its place, walks its bits, and writes its rows in
-// order, with the padded row of every word's first token. A kept pair's weight is that of top-K, an added
-// one's its score. token_rows: a CTA 128 tokens. The rows of the tokens before them are, expert by expert,
-// those before the first word's row: no grid-wide step. Tokens' rows leave through shared memory.
+// Two kernels:
+// - expert_rows: one CTA an expert. It sums the counts of the experts before it to find its first row, goes
+//   through the bits of its mask, and writes its rows in order; for each word of the mask it notes the
+//   padded row of the word's first token. A kept pair has the weight that top-K gave it, an added pair its
+//   score.
+// - token_rows: one CTA for 128 tokens. How many rows the tokens before them have follows, expert by expert,
+//   from the row of the first word; no step over the whole grid is needed. The tokens' rows are put in order
+//   in shared memory.
 //
-// The counts are smoe_round's. A caller who left it out hands over whatever stands in their place: then
-// nothing is written or pointed to outside the plan. Counts that cannot be make an empty plan; of those that
-// do not fit the mask an expert gets no more rows than its count, and rows that the mask does not fill are
-// padding.
-//
-// Bytes: the mask twice, W 4 E for word_rows, 12 a row, and the ids of every row's token.
+// Bytes: the mask twice, 4 E bytes for each of its W words, 12 for each row, and the ids of every row's
+// token.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"

@@ -1,7 +1,7 @@
-// The plan from rows that are already sorted by expert. Every CTA knows all experts' places; a warp writes
-// blocks of 64 rows, their expert found by bisection.
+// The plan from rows that the caller gives sorted by expert. Every CTA computes where all experts start. A
+// warp writes one block at a time and finds the block's expert by bisection.
 //
-// Bytes: the offsets once a CTA, 16 a row.
+// Bytes: the offsets once for each CTA, 16 for each row.
 #include "common/launch.cuh"
 #include "routing/plan_shared.cuh"
 
@@ -20,7 +20,7 @@ SMOE_DEVICE int read_offset(const moe_cuda_plan &p, int i)
 }
 
 // Of all experts, in shared memory.
-struct segments {
+struct expert_runs {
     uint32_t *rows, *first_block, *first_row;
     uint32_t *scratch; // [WARPS]
 };
@@ -30,7 +30,7 @@ struct totals {
 };
 
 // A thread owns neighbouring experts.
-SMOE_DEVICE totals place_segments(const moe_cuda_plan &p, const segments &s)
+SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
 {
     __shared__ totals all;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ moe_cuda
 {
     extern __shared__ __align__(16) char memory[];
     uint32_t *at = (uint32_t *)memory;
-    const segments s = {at, at + p.experts, at + 2 * p.experts, at + 3 * p.experts};
+    const expert_runs s = {at, at + p.experts, at + 2 * p.experts, at + 3 * p.experts};
     wait_for_previous();
-    const totals all = place_segments(p, s);
+    const totals all = place_runs(p, s);
     const int lane = threadIdx.x & 31, warp = blockIdx.x * WARPS + (threadIdx.x >> 5),
               warps = gridDim.x * WARPS;
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// What the plan's kernels share: sums over the threads of a CTA, and what a warp writes for an expert of its
-// own.
+// What the plan's kernels share: sums over the threads of a CTA, and the arrays and list entries that one
+// warp writes for one expert.
 #pragma once
 #include "common/ptx.cuh"
 #include "host/launch.h"

@@ -1,12 +1,20 @@
-// Token rounding: a CTA an expert decides between lo and hi and moves the expert's bits of the mask there.
+// Token rounding: one CTA an expert decides between lo and hi and sets or clears bits of the expert's mask
+// accordingly.
 //
-// All rules but NR_S follow from the counts. The n tokens to add (or drop) are those of the highest orders
-// (route_math.h), and no two orders are equal, so that one of them, the limit, separates. It is found from
-// the threads' maxima: the n-th largest of them, or one a little below, bounds it from below; the few
-// candidates above the bound stand in few threads' pieces, which all threads share, and are ranked by
-// counting. Many equal scores make too many candidates; then the limit is found by bisection over all keys.
+// All rules but NR_S follow from the counts. The n tokens to add or drop are those with the n highest orders
+// (route_math.h). No two orders are equal, so exactly one order, the limit, separates them from the others.
+// The limit is found in three steps:
+// - Each thread takes the largest rank of its tokens. The n-th largest of these maxima, or a rank a little
+//   below it, is a lower bound of the limit.
+// - Candidates are the tokens at or above the bound. They are in the vectors of few threads; all threads
+//   together go through these vectors.
+// - Each candidate counts how many candidates have a higher order. The one with n - 1 higher ones is the
+//   limit.
 //
-// Bytes: the keys once while a column fits shared memory, the mask once.
+// Many equal scores give too many candidates for shared memory. Then the limit is found by bisection over
+// all orders.
+//
+// Bytes: the keys once, as long as an expert's column of keys fits into shared memory; the mask once.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
@@ -100,12 +108,12 @@ template <typename L> struct candidates {
     bool adds;
     enum { BYTES = (int)sizeof(key), PER = 16 / BYTES };
 
-    SMOE_DEVICE uint32_t pieces() const
+    SMOE_DEVICE uint32_t vectors() const
     {
         return (c.tokens + PER - 1) / PER;
     }
 
-    // Ranks of piece i, 16 bytes of keys; 0 for those that cannot move.
+    // Ranks of vector i, 16 bytes of keys; 0 for those that cannot move.
     SMOE_DEVICE uint4 ranks_at(uint32_t i) const
     {
         using ranks = ranks_of<key>;
@@ -119,15 +127,15 @@ template <typename L> struct candidates {
         return ranks::keep(all, movable);
     }
 
-    // f(first token, ranks) for the thread's pieces.
-    template <typename F> SMOE_DEVICE void each_piece(F f) const
+    // f(first token, ranks) for the thread's vectors.
+    template <typename F> SMOE_DEVICE void each_vector(F f) const
     {
 #pragma unroll 2
-        for (uint32_t i = threadIdx.x; i < pieces(); i += THREADS) f(i * PER, ranks_at(i));
+        for (uint32_t i = threadIdx.x; i < vectors(); i += THREADS) f(i * PER, ranks_at(i));
     }
 
-    // f(token, rank) for every token of a piece.
-    template <typename F> static SMOE_DEVICE void each_of_piece(uint32_t first, uint4 v, F f)
+    // f(token, rank) for every token of a vector.
+    template <typename F> static SMOE_DEVICE void each_of_vector(uint32_t first, uint4 v, F f)
     {
         const uint32_t quarters[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -142,30 +150,30 @@ template <typename L> struct candidates {
     {
         using ranks = ranks_of<key>;
         uint32_t largest = 0;
-        each_piece([&](uint32_t, uint4 v) {
+        each_vector([&](uint32_t, uint4 v) {
             largest = ranks::larger(largest, ranks::larger(ranks::larger(v.x, v.y), ranks::larger(v.z, v.w)));
         });
         return ranks::largest(largest);
     }
 
-    // f(token, rank) where the rank is at least `bound`, which is not 0. Such tokens are only in the pieces
-    // of `count` threads, the holders; these pieces are dealt out to all threads.
+    // f(token, rank) where the rank is at least `bound`, which is not 0. Such tokens are only in the vectors
+    // of `count` threads, the holders; these vectors are dealt out to all threads.
     template <typename F>
     SMOE_DEVICE void each_from(uint32_t bound, const uint16_t *holders, uint32_t count, F f) const
     {
         using ranks = ranks_of<key>;
         const uint32_t below = ranks::all(bound - 1), shift = count > 1 ? 32 - __clz((int)count - 1) : 0;
-        const uint32_t items = (pieces() + THREADS - 1) / THREADS << shift;
+        const uint32_t items = (vectors() + THREADS - 1) / THREADS << shift;
 #pragma unroll 1
         for (uint32_t item = threadIdx.x; item < items; item += THREADS) {
             const uint32_t holder = item & ((1u << shift) - 1u);
             if (holder >= count) continue;
             const uint32_t i = holders[holder] + (item >> shift) * THREADS;
-            if (i >= pieces()) continue;
+            if (i >= vectors()) continue;
             const uint4 v = ranks_at(i);
             const uint32_t most = ranks::larger(ranks::larger(v.x, v.y), ranks::larger(v.z, v.w));
             if (ranks::larger(most, below) != below)
-                each_of_piece(i * PER, v, [&](uint32_t token, uint32_t rank) {
+                each_of_vector(i * PER, v, [&](uint32_t token, uint32_t rank) {
                     if (rank >= bound) f(token, rank);
                 });
         }
@@ -174,8 +182,8 @@ template <typename L> struct candidates {
     // f(token, order) for the thread's share of the tokens, order 0 for those that cannot move.
     template <typename F> SMOE_DEVICE void each_order(F f) const
     {
-        each_piece([&](uint32_t first, uint4 v) {
-            each_of_piece(first, v, [&](uint32_t token, uint32_t rank) {
+        each_vector([&](uint32_t first, uint4 v) {
+            each_of_vector(first, v, [&](uint32_t token, uint32_t rank) {
                 f(token, rank ? moe_move_order(adds, rank, token) : 0);
             });
         });

@@ -1,10 +1,11 @@
-// The scores of all pairs: ranking keys for rounding where top-K has not made them, turned to (E, T) on the
-// way, and a panel's sums of p and of logsumexp^2 for the losses.
+// The scores of all (token, expert) pairs. Two results: ranking keys for rounding, transposed to (E, T),
+// where top-K has not made them; and for the losses the sums of p and of logsumexp^2 over a panel of tokens.
 //
-// A CTA takes a panel of 256 tokens and 32 experts. Lanes are experts, so that logits come in whole sectors;
-// the keys of 32 tokens wait in shared memory and leave as rows of 512 bytes (1 KB with f32 logits).
+// One CTA takes a panel of 256 tokens and 32 experts. The lanes of a warp are experts, so that logits are
+// read in whole sectors. Each warp collects the keys of 32 tokens in shared memory; the CTA writes them as
+// rows of 512 bytes (1 KB with f32 logits).
 //
-// Bytes: the logits once (L2 holds them still), as many of keys.
+// Bytes: the logits once, usually still in L2, and as many bytes of keys.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
@@ -26,7 +27,7 @@ template <typename L> struct tile_of {
     static constexpr int WORDS = SMOE_ROUTE_PANEL / WORD_KEYS, PITCH = WORDS + 4; // of an expert
 };
 
-// Keys of 8 tokens to the tile, as 16-byte pieces.
+// Keys of 8 tokens to the tile, as 16-byte vectors.
 SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint16_t)
 {
     *(uint4 *)to = make_uint4(keys[0] | keys[1] << 16, keys[2] | keys[3] << 16, keys[4] | keys[5] << 16,
@@ -39,17 +40,17 @@ SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint32_
     *(uint4 *)(to + 4) = make_uint4(keys[4], keys[5], keys[6], keys[7]);
 }
 
-// A block's keys go to global memory, a row of the panel an expert.
+// A CTA's keys go to global memory, a row of the panel an expert.
 template <typename L> SMOE_DEVICE void write_tile(const moe_cuda_routing &r, const uint32_t *tile)
 {
     using key = typename logits_of<L>::key;
-    constexpr int PIECES = tile_of<L>::WORDS / 4;
-    for (int i = threadIdx.x; i < 32 * PIECES; i += THREADS) {
-        const int row = i / PIECES, piece = i % PIECES;
+    constexpr int VECTORS = tile_of<L>::WORDS / 4;
+    for (int i = threadIdx.x; i < 32 * VECTORS; i += THREADS) {
+        const int row = i / VECTORS, vector = i % VECTORS;
         const int64_t expert = (int64_t)blockIdx.y * 32 + row;
         if (expert >= r.layer.experts) return;
         key *to = (key *)r.keys + (expert * r.panels + blockIdx.x) * SMOE_ROUTE_PANEL;
-        ((uint4 *)to)[piece] = *(const uint4 *)(tile + row * tile_of<L>::PITCH + piece * 4);
+        ((uint4 *)to)[vector] = *(const uint4 *)(tile + row * tile_of<L>::PITCH + vector * 4);
     }
 }
 

@@ -1,9 +1,10 @@
-// Top-K of every layer the header describes: E up to 4096, K up to 64, every score, selection bias, groups. A
-// warp takes a token, a CTA 32 of them (one word of the mask).
+// Top-K of every layer that the header describes: E up to 4096, K up to 64, every score function, selection
+// bias, groups. One warp takes a token, one CTA 32 tokens (one word of the mask).
 //
-// The warp keeps a ranking key for every expert in shared memory (0: cannot be chosen, else key + 1) and the
-// largest key of every 32 experts in registers. A round takes the largest of those, finds the expert by a
-// ballot over its 32, and renews the one maximum: K rounds of a few dozen instructions, whatever E is.
+// A warp keeps a ranking key for every expert in shared memory (0: cannot be chosen; else key + 1), and in
+// registers the largest key of every 32 experts. Each of the K rounds takes the largest of these maxima,
+// finds its expert among the 32 by a ballot, removes it, and computes that one maximum anew. A round is a
+// few dozen instructions, whatever E is.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
@@ -18,7 +19,7 @@ namespace topk
 namespace
 {
 
-enum { GENERAL_THREADS = 256, GENERAL_WARPS = GENERAL_THREADS / 32, GENERAL_TOKENS = 32, MOST_BLOCKS = 128 };
+enum { GENERAL_THREADS = 256, GENERAL_WARPS = GENERAL_THREADS / 32, GENERAL_TOKENS = 32, MOST_BATCHES = 128 };
 
 struct warp_memory {
     uint32_t *keys;       // [experts, padded to 32]
@@ -84,36 +85,36 @@ SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int 
 // Lane k % 32 gets the expert of rank k, in ids[0] for k < 32 and ids[1] above.
 SMOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int topk, int lane)
 {
-    const int blocks = (experts + 31) / 32;
-    uint32_t block_max[MOST_BLOCKS / 32]; // of block lane + 32 j
+    const int batches = (experts + 31) / 32;
+    uint32_t batch_max[MOST_BATCHES / 32]; // of batch lane + 32 j
 #pragma unroll
-    for (int j = 0; j < MOST_BLOCKS / 32; j++) {
-        block_max[j] = 0;
-        for (int i = 0; i < 32 && j * 32 + i < blocks; i++) {
+    for (int j = 0; j < MOST_BATCHES / 32; j++) {
+        batch_max[j] = 0;
+        for (int i = 0; i < 32 && j * 32 + i < batches; i++) {
             const uint32_t largest = __reduce_max_sync(~0u, m.keys[(j * 32 + i) * 32 + lane]);
-            if (i == lane) block_max[j] = largest;
+            if (i == lane) batch_max[j] = largest;
         }
     }
     for (int k = 0; k < topk; k++) {
         uint32_t own = 0;
-        int own_block = MOST_BLOCKS;
+        int own_batch = MOST_BATCHES;
 #pragma unroll
-        for (int j = 0; j < MOST_BLOCKS / 32; j++)
-            if (block_max[j] > own) {
-                own = block_max[j];
-                own_block = j * 32 + lane;
+        for (int j = 0; j < MOST_BATCHES / 32; j++)
+            if (batch_max[j] > own) {
+                own = batch_max[j];
+                own_batch = j * 32 + lane;
             }
         const uint32_t top = __reduce_max_sync(~0u, own);
-        const int block = (int)__reduce_min_sync(~0u, (uint32_t)(own == top ? own_block : MOST_BLOCKS));
-        uint32_t key = m.keys[block * 32 + lane];
+        const int batch = (int)__reduce_min_sync(~0u, (uint32_t)(own == top ? own_batch : MOST_BATCHES));
+        uint32_t key = m.keys[batch * 32 + lane];
         const int at = __ffs(__ballot_sync(~0u, key == top)) - 1;
-        if (lane == at) m.keys[block * 32 + lane] = key = 0;
+        if (lane == at) m.keys[batch * 32 + lane] = key = 0;
         const uint32_t rest = __reduce_max_sync(~0u, key);
 #pragma unroll
-        for (int j = 0; j < MOST_BLOCKS / 32; j++)
-            if (block == j * 32 + lane) block_max[j] = rest;
-        if (lane == k % 32 && k < 32) ids[0] = block * 32 + at;
-        if (lane == k % 32 && k >= 32) ids[1] = block * 32 + at;
+        for (int j = 0; j < MOST_BATCHES / 32; j++)
+            if (batch == j * 32 + lane) batch_max[j] = rest;
+        if (lane == k % 32 && k < 32) ids[0] = batch * 32 + at;
+        if (lane == k % 32 && k >= 32) ids[1] = batch * 32 + at;
         __syncwarp();
     }
 }

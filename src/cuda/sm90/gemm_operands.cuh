@@ -1,7 +1,8 @@
-// What the two cores of gemm_tiles.cuh and gemm_ping_pong.cuh multiply, by the type of their parameters P:
-//   rows of 64 elements of K, 128 at a time, and weights of COLUMNS columns, for step k of K.
-// P has lists, y (the map of the result's chunk) and columns; with HAS_BIAS also bias, hidden and
-// first_column.
+// The operands of the cores in gemm_tiles.cuh and gemm_ping_pong.cuh, chosen by the type P of the kernel's
+// parameters. For step k of K: 64 columns of 128 rows, and the same 64 of COLUMNS columns of weights.
+//
+// P has lists, y (the tensor map of the result's column chunk) and columns; with HAS_BIAS also bias, hidden
+// and first_column.
 #pragma once
 #include "host/scheduler.h"
 #include "sm90/tma.cuh"

@@ -1,5 +1,5 @@
-/* The order in which the Hopper kernels walk a list of work, and how the weight-stationary one shares what is
- * left over. */
+/* The order in which the Hopper kernels go through a work list, and how the weight-stationary core shares
+ * the units that are left over after the full waves. */
 #ifndef SMOE_CUDA_WORK_ORDER_H
 #define SMOE_CUDA_WORK_ORDER_H
 

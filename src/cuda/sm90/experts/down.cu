@@ -1,5 +1,7 @@
-// Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one chunk of d's columns. FLOPs 2 R d n; bytes: A 2 R n
-// (L2 serves the column tiles after the first), W2 and Y 2 R d. Three cores; moe_gemm_choose picks.
+// Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one column chunk of d.
+//
+// FLOPs 2 R d n. Bytes: 2 R n of A, which L2 serves for all column tiles after the first, W2, and 2 R d of Y
+// written. Three cores; moe_gemm_choose picks one by n, the number of columns and whether there is a bias.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/gemm_choice.h"

@@ -1,6 +1,8 @@
-// dX~[r] = dH[r] W1[e], for one chunk of d's columns. FLOPs 2 R d h; bytes: dH 2 R h (L2 serves the column
-// tiles after the first), W1 and dX~ 2 R d. The cores of the down-projection with W1 MN-major as it stands in
-// memory: K runs through the gate rows of W1 and then through the up rows, whatever their layout.
+// dX~[r] = dH[r] W1[e], for one column chunk of d.
+//
+// FLOPs 2 R d h (h the columns of H). Bytes: 2 R h of dH, which L2 serves for all column tiles after the
+// first, W1, and 2 R d of dX~ written. The cores are those of the down-projection, with W1 MN-major, as it
+// is in memory: the GEMM's K dimension is the gate rows of W1 and then the up rows, whatever their layout.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/gemm_choice.h"
@@ -14,12 +16,12 @@ namespace moe
 
 struct dx_rows_params {
     CUtensorMap a;                // dH, moe_map_halves
-    CUtensorMap w1;               // moe_map_w1_panels: a tile's columns
+    CUtensorMap w1;               // moe_map_w1_subtiles: a tile's columns
     CUtensorMap y;                // 2-D: the chunk's columns, rows
     const int32_t *block_offsets; // (E+1), or NULL: one expert
     moe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves; // intermediate: columns of a half of dH
-    int32_t panels_apart;
+    int32_t subtiles_apart;
     int32_t first_column, columns; // the chunk
 };
 
@@ -54,11 +56,11 @@ template <> struct operands<dx_rows_params> {
     {
         const int half = k >= steps_of_half(p), feature = (k - half * steps_of_half(p)) * STEP;
         const int expert = moe_work_expert(tile), first = p.first_column + column;
-        if (!p.panels_apart)
-            return load_box(to, &p.w1, full, 0, feature, first / SMOE_PANEL_COLUMNS, half, expert);
-        for (int i = 0; i < COLUMNS / SMOE_PANEL_COLUMNS; i++)
-            load_box(to + i * SMOE_PANEL_BYTES, &p.w1, full, first + i * SMOE_PANEL_COLUMNS, feature, 0, half,
-                     expert);
+        if (!p.subtiles_apart)
+            return load_box(to, &p.w1, full, 0, feature, first / SMOE_SUBTILE_COLUMNS, half, expert);
+        for (int i = 0; i < COLUMNS / SMOE_SUBTILE_COLUMNS; i++)
+            load_box(to + i * SMOE_SUBTILE_BYTES, &p.w1, full, first + i * SMOE_SUBTILE_COLUMNS, feature, 0,
+                     half, expert);
     }
 };
 
@@ -98,14 +100,14 @@ dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
     const moe_w1 w1 = {d.w1, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
     dx_rows_params p = {};
     moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, gemm_tiles::TILE_ROWS);
-    moe_map_w1_panels(on, &p.w1, &w1, columns_of(kind) / SMOE_PANEL_COLUMNS);
+    moe_map_w1_subtiles(on, &p.w1, &w1, columns_of(kind) / SMOE_SUBTILE_COLUMNS);
     moe_map_matrix(on, &p.y, d.dx, d.rows, d.columns, SMOE_BLOCK_ROWS);
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;
     p.hidden = (int32_t)d.hidden;
     p.intermediate = (int32_t)d.row_width;
     p.halves = d.halves;
-    p.panels_apart = moe_panels_apart(d.hidden);
+    p.subtiles_apart = moe_subtiles_apart(d.hidden);
     p.first_column = (int32_t)d.first_column;
     p.columns = (int32_t)d.columns;
     return p;
