@@ -3,8 +3,8 @@
 #
 #   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check
 #                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward
-#                                   cuda_check_limits cuda_gradients cuda_time_route cuda_time_dlogits cuda_time_host) and the libraries they need,
-#                                   compressed, into DIR
+#                                   cuda_check_limits cuda_gradients cuda_time_route cuda_time_dlogits cuda_time_host)
+#                                   and the libraries they need, compressed, into DIR
 #   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each under its own time limit and all
 #                                   within BUDGET seconds (default 560); logs and records under $OUT (default
 #                                   DIR/out). Exit 0: all well, 1: a part failed or found something, 77: no GPU
@@ -21,8 +21,8 @@
 #              of them under expert parallelism, skewed routing
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
-# one), check_limits, gradients, verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits, time_host,
-# smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
+# one), check_limits, gradients, verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route,
+# time_dlogits, time_host, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
 # of report.sh. ARGUMENTS are words joined by +.
 set -u
 
@@ -40,7 +40,7 @@ pack() {
     cp "$1/smoe" "$(dirname "$0")/report.sh" "$folder/" || exit 3
     for program in "$folder"/cuda_* "$folder"/smoe; do
         [ -x "$program" ] && ldd "$program"
-    done | awk '$3 ~ /openblas|gomp|gfortran|quadmath|jansson|libz/ { print $3 }' | sort -u | while read -r library; do
+    done | awk '$3 ~ /openblas|gomp|gfortran|quadmath|jansson|libz|cmocka/ { print $3 }' | sort -u | while read -r library; do
         cp -L "$library" "$folder/lib/"
     done
     cp "$0" "$2/gpu.sh"
