@@ -2,6 +2,7 @@
  * newest finished one.
  *
  *     config.json, model.safetensors   what Hugging Face transformers opens (train/config.h)
+ *     bpe.txt, tokenizer*.json         the tokenizer, if there is one (train/tokenizer.h)
  *     state.safetensors                what resuming needs besides: the AdamW moments and the loop's counters
  *
  * A checkpoint is written as step-0000100.tmp, synced, renamed, and only then does `latest` move to it, by a
@@ -11,6 +12,7 @@
 #define TRAIN_CHECKPOINT_H
 
 #include "train/model.h"
+#include "train/tokenizer.h"
 
 /* The loop's counters. */
 typedef struct train_state {
@@ -20,12 +22,14 @@ typedef struct train_state {
     double elapsed;        // seconds of training
     double loss_sum;       // of the steps since the last line of the log
     int64_t loss_count;    // how many these are
+    int64_t loss_bytes;    // of text in their targets, 0: not known
     float *first, *second; // AdamW's moments (layout.total)
 } train_state;
 
 /* Writes a checkpoint of m and state under `out`, points `latest` to it and removes the oldest beyond `keep`.
- */
-bool checkpoint_save(const char *out, const model *m, const train_state *state, int64_t keep, error *err);
+ * `words` is the tokenizer that it carries, zeroed where there is none. */
+bool checkpoint_save(const char *out, const model *m, const train_state *state, const tokenizer *words,
+                     int64_t keep, error *err);
 
 /* The checkpoint that `path` means: itself if it holds a config.json, else path/latest. `name` (of `size`
  * bytes) receives its path. */

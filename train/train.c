@@ -19,6 +19,7 @@ enum { PATH_BYTES = 4096 };
 
 typedef struct run {
     const train_settings *settings;
+    tokenizer words; // zeroed: none
     tokens *data;
     model model;
     optimizer optimizer;
@@ -79,7 +80,7 @@ static bool resume(run *r, error *err)
 static bool save(run *r, error *err)
 {
     return optimizer_download(&r->optimizer, err) &&
-           checkpoint_save(r->settings->out, &r->model, &r->state, r->settings->keep, err);
+           checkpoint_save(r->settings->out, &r->model, &r->state, &r->words, r->settings->keep, err);
 }
 
 static bool start(run *r, error *err)
@@ -99,7 +100,28 @@ static bool start(run *r, error *err)
     r->state.batch = s->batch;
     optimizer_upload(&r->optimizer);
     // Saved before the first step: there always is a good checkpoint, and a full disk shows at once.
-    return checkpoint_save(s->out, &r->model, &r->state, s->keep, err);
+    return checkpoint_save(s->out, &r->model, &r->state, &r->words, s->keep, err);
+}
+
+/* The one asked for, which must be the one of a checkpoint resumed, or that one. */
+static bool open_tokenizer(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    char path[PATH_BYTES];
+    tokenizer had = {0};
+    if (s->tokenizer && !tokenizer_open(&r->words, s->tokenizer, err)) return false;
+    if (s->resume && (!checkpoint_find(s->out, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
+        return false;
+    bool same = !s->resume || !s->tokenizer || tokenizer_same(&r->words, &had);
+    if (!s->tokenizer)
+        r->words = had;
+    else
+        tokenizer_close(&had);
+    if (!same)
+        return fail(err, ERROR_USAGE, "%s was trained with another tokenizer than %s", path, s->tokenizer);
+    return r->words.table.tokens <= s->config.vocab ||
+           fail(err, ERROR_USAGE, "the tokenizer has %lld tokens, the model's vocabulary %lld (--vocab)",
+                (long long)r->words.table.tokens, (long long)s->config.vocab);
 }
 
 static bool open_run(run *r, error *err)
@@ -109,8 +131,9 @@ static bool open_run(run *r, error *err)
     moe_routing routing = s->routing;
     routing.seed = s->seed;
     model_options options = {.sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN};
-    if (!tokens_open(&r->data, s->paths, s->path_count, s->config.vocab, s->config.context, TOKENS_TRAIN,
-                     err) ||
+    if (!open_tokenizer(r, err) ||
+        !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
+                     s->config.vocab, s->config.context, TOKENS_TRAIN, err) ||
         !model_create(&r->model, NULL, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
     if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
@@ -129,6 +152,7 @@ static void close_run(run *r)
     free(r->inputs);
     model_destroy(&r->model);
     tokens_close(r->data);
+    tokenizer_close(&r->words);
 }
 
 /* ---- one step ---- */
@@ -191,6 +215,7 @@ static bool step(run *r, double *loss, error *err)
     r->state.step++;
     r->state.loss_sum += *loss;
     r->state.loss_count++;
+    r->state.loss_bytes += tokens_bytes(r->data, r->targets, s->batch * s->config.context);
     r->state.elapsed = r->before + clock_seconds() - r->started;
     return true;
 }
@@ -206,10 +231,14 @@ static bool passes(double from, double to, int64_t count)
 static bool write_line(run *r, double val_loss, error *err)
 {
     double seconds = r->state.elapsed - r->line_time, loss = r->state.loss_sum / (double)r->state.loss_count;
+    const evaluation trained = {.loss = loss,
+                                .tokens =
+                                    r->state.loss_count * r->settings->batch * r->settings->config.context,
+                                .bytes = r->state.loss_bytes};
     r->line = (log_line){.step = r->state.step,
                          .tokens = tokens_done(r),
                          .loss = loss,
-                         .bits_per_byte = tokens_are_bytes(r->data) ? loss / log(2.0) : (double)NAN,
+                         .bits_per_byte = evaluation_bits_per_byte(&trained),
                          .val_loss = val_loss,
                          .tokens_per_s = (double)(tokens_done(r) - r->line_tokens) / seconds,
                          .lr = r->lr,
@@ -218,6 +247,7 @@ static bool write_line(run *r, double val_loss, error *err)
     r->line_tokens = tokens_done(r);
     r->state.loss_sum = 0.0;
     r->state.loss_count = 0;
+    r->state.loss_bytes = 0;
     return log_write(r->log, &r->line, err);
 }
 
@@ -295,7 +325,6 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
                              .elapsed = r->state.elapsed,
                              .loss = r->line.loss,
                              .validation = result->validation,
-                             .bytes = tokens_are_bytes(r->data),
                              .interrupted = result->interrupted,
                              .parameters = r->model.layout.total,
                              .active = model_active_weights(&s->config)};
