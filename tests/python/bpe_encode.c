@@ -1,4 +1,4 @@
-/* What tests/python/test_tokens.py compares with: `bpe_encode TABLE < text > tokens` writes uint16 tokens,
+/* What tests/python/test_tokenize.py compares with: `bpe_encode TABLE < text > tokens` writes uint16 tokens,
  * and what it took to standard error as one JSON object. Exit status 0, 2 (usage), 3 (a table or text that
  * cannot be read). */
 #define _POSIX_C_SOURCE 200809L

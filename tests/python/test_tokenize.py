@@ -6,6 +6,7 @@ import array
 import gzip
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -155,6 +156,38 @@ def test_standard_input_and_small_files(tmp_path):
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     theirs.encode_special_tokens = True
     assert tokens == [999] + theirs.encode(text).ids
+
+
+@pytest.mark.skipif(not (BUILD / "smoe").exists(), reason=f"{BUILD}/smoe is not built (SMOE_BUILD)")
+def test_training_on_token_files(tmp_path):
+    """A text and its token file give the same loss; the checkpoint carries the tokenizer."""
+    text, out, run = tmp_path / "text.txt", tmp_path / "out", tmp_path / "run"
+    text.write_text(random_text(60_000, 5), newline="")
+    make_tokens(out, text, "--vocab", 500, "--quiet")
+    shape = "--hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 16 --batch 2 -q --steps 3".split()
+    files = sorted(out.glob("*.bin"))
+
+    def smoe(*arguments):
+        return subprocess.run([BUILD / "smoe", *arguments], check=True, capture_output=True, timeout=300).stdout
+
+    smoe("train", *shape, "--tokenizer", out / "bpe.txt", "--out", run, *files)
+    for name in ("bpe.txt", "tokenizer.json", "tokenizer_config.json"):
+        assert (run / "latest" / name).read_bytes() == (out / name).read_bytes()
+    make_tokens(out, text, "--vocab", 500, "--validation", 0, "--quiet")
+    by_text = json.loads(smoe("eval", "--json", "-c", run, text))
+    assert by_text == json.loads(smoe("eval", "--json", "-c", run, out / "train_000.bin"))
+    nats = by_text["loss"] * by_text["tokens"]
+    assert by_text["bits_per_byte"] == pytest.approx(nats / math.log(2) / text.stat().st_size, rel=1e-4)
+    assert smoe("generate", "-c", run, "-n", "5", "--prompt", "naïve").startswith("naïve".encode())
+
+
+def test_transformers_reads_it(made):
+    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    theirs = transformers.AutoTokenizer.from_pretrained(made)
+    text = random_text(10_000, 3).replace("<|endoftext|>", "")
+    ids = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json")).encode(text).ids
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+    assert theirs.eos_token_id == 5999 and theirs.decode(ids) == text
 
 
 def test_errors(tmp_path):
