@@ -13,27 +13,27 @@
 enum { SETS = 4 };
 
 typedef struct inputs {
-    smoe_problem problem;
-    smoe_cuda_dlogits call;
+    moe_problem problem;
+    moe_cuda_dlogits call;
     gpu_buffer ds, memory[10];
 } inputs;
 
 /* What is timed: the call on one of SETS sets of dS after the other. */
 typedef struct dlogits_links {
-    const smoe_cuda_dlogits *call;
+    const moe_cuda_dlogits *call;
     int64_t padded_rows;
 } dlogits_links;
 
 static cudaError_t enqueue_dlogits(const void *work, int i, cudaStream_t stream)
 {
     const dlogits_links *links = work;
-    smoe_cuda_dlogits p = *links->call;
+    moe_cuda_dlogits p = *links->call;
     p.ds += i % SETS * p.ds_parts * links->padded_rows;
-    return smoe_cuda_dlogits_launch(&p, stream);
+    return moe_cuda_dlogits_launch(&p, stream);
 }
 
 /* Median microseconds of a launch. */
-static float time_launches(const inputs *in, const smoe_cuda_dlogits *call)
+static float time_launches(const inputs *in, const moe_cuda_dlogits *call)
 {
     const dlogits_links links = {call, in->problem.padded_rows};
     return link_time(&links, enqueue_dlogits);
@@ -49,7 +49,7 @@ static int32_t *integers(int64_t count)
     return calloc((size_t)count, 4);
 }
 
-static host_plan make_plan(const smoe_problem *p)
+static host_plan make_plan(const moe_problem *p)
 {
     const int64_t T = p->layer.tokens, E = p->layer.experts, K = p->layer.topk;
     host_plan h = {integers(T * K), integers(E), integers(T + 1), integers(T * K),
@@ -95,7 +95,7 @@ static gpu_buffer floats(int64_t count, float scale)
 static inputs make_inputs(const smoe_layer *l, int parts)
 {
     inputs in = {0};
-    smoe_problem_init(&in.problem, l);
+    moe_problem_init(&in.problem, l);
     const int64_t T = l->tokens, E = l->experts, pairs = T * l->topk, rows = in.problem.padded_rows;
     host_plan h = make_plan(&in.problem);
     gpu_buffer *m = in.memory;
@@ -109,22 +109,22 @@ static inputs make_inputs(const smoe_layer *l, int parts)
     m[6] = floats(pairs, 0.1f);
     const int32_t stride = (int32_t)((E + 7) / 8 * 8);
     m[7] = gpu_alloc((size_t)(T * stride) * 2);
-    m[8] = gpu_alloc((size_t)pairs * sizeof(smoe_cuda_term));
+    m[8] = gpu_alloc((size_t)pairs * sizeof(moe_cuda_term));
     m[9] = gpu_alloc((size_t)(T * E) * 4);
-    in.call = (smoe_cuda_dlogits){.layer = *l,
-                                  .logits = m[0].memory,
-                                  .ds = (float *)(void *)in.ds.memory,
-                                  .padded_rows = rows,
-                                  .token_offsets = (int32_t *)(void *)m[1].memory,
-                                  .token_rows = (int32_t *)(void *)m[2].memory,
-                                  .block_expert = (int32_t *)(void *)m[3].memory,
-                                  .topk_ids = (int32_t *)(void *)m[4].memory,
-                                  .topk_counts = (int32_t *)(void *)m[5].memory,
-                                  .topk_weights = (float *)(void *)m[6].memory,
-                                  .ds_parts = parts,
-                                  .stride = stride,
-                                  .dense = m[7].memory,
-                                  .terms = (smoe_cuda_term *)(void *)m[8].memory};
+    in.call = (moe_cuda_dlogits){.layer = *l,
+                                 .logits = m[0].memory,
+                                 .ds = (float *)(void *)in.ds.memory,
+                                 .padded_rows = rows,
+                                 .token_offsets = (int32_t *)(void *)m[1].memory,
+                                 .token_rows = (int32_t *)(void *)m[2].memory,
+                                 .block_expert = (int32_t *)(void *)m[3].memory,
+                                 .topk_ids = (int32_t *)(void *)m[4].memory,
+                                 .topk_counts = (int32_t *)(void *)m[5].memory,
+                                 .topk_weights = (float *)(void *)m[6].memory,
+                                 .ds_parts = parts,
+                                 .stride = stride,
+                                 .dense = m[7].memory,
+                                 .terms = (moe_cuda_term *)(void *)m[8].memory};
     free(h.ids), free(h.counts), free(h.token_offsets), free(h.token_rows), free(h.block_expert);
     return in;
 }

@@ -11,12 +11,12 @@
 enum { LOGITS_BYTES = 256 << 20 };
 
 typedef struct route_timing {
-    smoe_problem problem;
-    smoe_plan_arrays plan;
-    smoe_cuda_lists lists;
+    moe_problem problem;
+    moe_plan_arrays plan;
+    moe_cuda_lists lists;
     char *scratch, *logits;
     int sets; /* of logits */
-    smoe_cuda_plan given;
+    moe_cuda_plan given;
     gpu_buffer memory[7];
 } route_timing;
 
@@ -34,7 +34,7 @@ static cudaError_t enqueue_route(const void *work, int i, cudaStream_t stream)
     const route_links *links = work;
     const route_timing *t = links->t;
     const size_t set = (size_t)(t->problem.layer.tokens * t->problem.layer.experts *
-                                smoe_type_bytes(t->problem.layer.logits_type));
+                                moe_type_bytes(t->problem.layer.logits_type));
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.logits = t->logits + (size_t)(i % t->sets) * set;
     return links->enqueue(t, &args, stream);
@@ -50,13 +50,13 @@ static float time_links(const route_timing *t, link_function enqueue)
 static cudaError_t route_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     const smoe_context context = {0};
-    return smoe_cuda_route(&context, &t->problem, args, &t->plan, t->scratch, stream);
+    return moe_cuda_route(&context, &t->problem, args, &t->plan, t->scratch, stream);
 }
 
 static cudaError_t round_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     const cudaError_t status = route_link(t, args, stream);
-    return status == cudaSuccess ? smoe_cuda_round(&t->problem, args, &t->plan, t->scratch, stream) : status;
+    return status == cudaSuccess ? moe_cuda_round(&t->problem, args, &t->plan, t->scratch, stream) : status;
 }
 
 static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
@@ -64,74 +64,74 @@ static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *arg
     const int rounded = t->problem.layer.rounding != SMOE_ROUNDING_NONE;
     const cudaError_t status = rounded ? round_link(t, args, stream) : route_link(t, args, stream);
     if (status != cudaSuccess) return status;
-    return smoe_cuda_plan_from_logits(&t->problem, args, &t->plan, &t->lists, t->scratch, stream);
+    return moe_cuda_plan_from_logits(&t->problem, args, &t->plan, &t->lists, t->scratch, stream);
 }
 
 static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
-    smoe_cuda_routing r = smoe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
-    r.keys = NULL, r.mask = NULL, r.chunk_counts = NULL; /* nothing for who comes next */
-    return smoe_cuda_topk(&r, stream);
+    moe_cuda_routing r = moe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
+    r.keys = NULL, r.mask = NULL, r.segment_counts = NULL; /* nothing for who comes next */
+    return moe_cuda_topk(&r, stream);
 }
 
 /* From given top-K: what route left in the plan's arrays. */
 static cudaError_t given_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     (void)args;
-    return smoe_cuda_plan_topk(&t->given, stream);
+    return moe_cuda_plan_topk(&t->given, stream);
 }
 
 static cudaError_t scatter_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     (void)args;
-    smoe_cuda_plan p = t->given;
+    moe_cuda_plan p = t->given;
     p.counted = 1;
-    return smoe_cuda_plan_topk(&p, stream);
+    return moe_cuda_plan_topk(&p, stream);
 }
 
 static route_timing set_up(const smoe_layer *layer)
 {
     route_timing t = {0};
-    smoe_problem_init(&t.problem, layer);
-    const int32_t limit = smoe_piece_limit(t.problem.rows, layer->experts);
+    moe_problem_init(&t.problem, layer);
+    const int32_t limit = moe_piece_limit(t.problem.rows, layer->experts);
     const int64_t count = layer->tokens * layer->experts;
-    const size_t set = (size_t)(count * smoe_type_bytes(layer->logits_type));
-    const size_t entry = sizeof(smoe_work);
+    const size_t set = (size_t)(count * moe_type_bytes(layer->logits_type));
+    const size_t entry = sizeof(moe_work);
     t.sets = (int)(LOGITS_BYTES / set) < 2       ? 2
              : (int)(LOGITS_BYTES / set) > LINKS ? LINKS
                                                  : (int)(LOGITS_BYTES / set);
     t.memory[0] = gpu_alloc(t.problem.plan_bytes);
-    t.memory[1] = gpu_alloc(smoe_cuda_routing_scratch(&t.problem));
+    t.memory[1] = gpu_alloc(moe_cuda_routing_scratch(&t.problem));
     t.memory[2] = gpu_alloc((size_t)t.sets * set);
     t.memory[3] = gpu_alloc(16);
     t.memory[4] =
-        gpu_alloc(entry * (size_t)smoe_work_bound(t.problem.padded_rows, layer->experts, SMOE_TILE_BLOCKS));
-    t.memory[5] = gpu_alloc(entry * (size_t)smoe_work_bound(t.problem.padded_rows, layer->experts, limit));
-    t.plan = smoe_plan_at(&t.problem, t.memory[0].memory);
+        gpu_alloc(entry * (size_t)moe_work_bound(t.problem.padded_rows, layer->experts, SMOE_TILE_BLOCKS));
+    t.memory[5] = gpu_alloc(entry * (size_t)moe_work_bound(t.problem.padded_rows, layer->experts, limit));
+    t.plan = moe_plan_at(&t.problem, t.memory[0].memory);
     t.scratch = t.memory[1].memory;
     t.logits = t.memory[2].memory;
-    t.lists = (smoe_cuda_lists){(int32_t *)t.memory[3].memory, (smoe_work *)t.memory[4].memory,
-                                (smoe_work *)t.memory[5].memory, limit, (int32_t *)t.memory[3].memory + 2};
+    t.lists = (moe_cuda_lists){(int32_t *)t.memory[3].memory, (moe_work *)t.memory[4].memory,
+                               (moe_work *)t.memory[5].memory, limit, (int32_t *)t.memory[3].memory + 2};
     const int32_t experts = (int32_t)layer->experts, topk = (int32_t)layer->topk;
-    const int32_t chunk = smoe_plan_chunk(layer->tokens, experts, topk);
-    t.memory[6] = gpu_alloc(smoe_cuda_plan_work_bytes(layer->tokens, experts, chunk));
-    t.given = (smoe_cuda_plan){.ids = t.plan.topk_ids,
-                               .weights = t.plan.topk_weights,
-                               .tokens = (int32_t)layer->tokens,
-                               .experts = experts,
-                               .topk = topk,
-                               .padded_rows = (int32_t)t.problem.padded_rows,
-                               .chunk = chunk,
-                               .counts = t.plan.counts,
-                               .row_offsets = t.plan.offsets,
-                               .block_offsets = t.plan.block_offsets,
-                               .order = t.plan.order,
-                               .row_token = t.plan.row_token,
-                               .token_offsets = t.plan.token_offsets,
-                               .token_rows = t.plan.token_rows,
-                               .row_weight = t.plan.row_weight,
-                               .lists = t.lists,
-                               .work = t.memory[6].memory};
+    const int32_t segment = moe_plan_segment(layer->tokens, experts, topk);
+    t.memory[6] = gpu_alloc(moe_cuda_plan_work_bytes(layer->tokens, experts, segment));
+    t.given = (moe_cuda_plan){.ids = t.plan.topk_ids,
+                              .weights = t.plan.topk_weights,
+                              .tokens = (int32_t)layer->tokens,
+                              .experts = experts,
+                              .topk = topk,
+                              .padded_rows = (int32_t)t.problem.padded_rows,
+                              .segment = segment,
+                              .counts = t.plan.counts,
+                              .row_offsets = t.plan.offsets,
+                              .block_offsets = t.plan.block_offsets,
+                              .order = t.plan.order,
+                              .row_token = t.plan.row_token,
+                              .token_offsets = t.plan.token_offsets,
+                              .token_rows = t.plan.token_rows,
+                              .row_weight = t.plan.row_weight,
+                              .lists = t.lists,
+                              .work = t.memory[6].memory};
     uint64_t random = 3;
     char *host = malloc(set);
     for (int64_t i = 0; i < count; i++) {
@@ -205,7 +205,7 @@ static void *gemm_x, *gemm_weight;
 static cudaError_t gemm_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     (void)t;
-    return smoe_cuda_router_gemm(&gemm_layer, gemm_x, gemm_weight, NULL, args->logits, stream);
+    return moe_cuda_router_gemm(&gemm_layer, gemm_x, gemm_weight, NULL, args->logits, stream);
 }
 
 static void time_gemm(int64_t tokens, int64_t hidden, int64_t experts)
@@ -230,8 +230,8 @@ static void time_gemm(int64_t tokens, int64_t hidden, int64_t experts)
 
 int main(void)
 {
-    CHECK_CUDA(smoe_cuda_routing_init());
-    CHECK_CUDA(smoe_cuda_plan_init());
+    CHECK_CUDA(moe_cuda_routing_init());
+    CHECK_CUDA(moe_cuda_plan_init());
     time_given(32768, 256, 16, 12);
     time_given(24576, 128, 8, 0);
     time_given(40960, 128, 8, 0);

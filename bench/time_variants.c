@@ -24,7 +24,7 @@ enum {
     SETTLE_MS = 15,
     WARM_ROUNDS = 2, /* before the sustained ones */
     LAUNCHES = 16,
-    BLOCK = 1 << 22, /* normal numbers, laid down again and again */
+    PATTERN = 1 << 22, /* normal numbers, laid down again and again */
     NO_DEVICE = 77
 };
 
@@ -118,20 +118,20 @@ static uint16_t to_bf16(float value)
     return (uint16_t)((bits + 0x8000) >> 16);
 }
 
-/* (count) normal numbers times `scale`: pieces of one block, each from another place on. */
+/* (count) normal numbers times `scale`: runs of one pattern, each from another place on. */
 static gpu_buffer normal(int64_t count, float scale, uint64_t seed)
 {
-    uint16_t *host = malloc(sizeof *host * BLOCK);
-    for (int i = 0; i < BLOCK; i++) host[i] = to_bf16(scale * bell(&seed));
-    const gpu_buffer block = gpu_copy(host, sizeof *host * BLOCK), made = gpu_alloc((size_t)count * 2);
-    for (int64_t done = 0, piece = 0; done < count; piece++) {
-        const int64_t from = piece * 8200 % (BLOCK / 2), rest = count - done;
-        const int64_t length = rest < BLOCK - from ? rest : BLOCK - from;
-        CHECK_CUDA(cudaMemcpy(made.memory + done * 2, block.memory + from * 2, (size_t)length * 2,
+    uint16_t *host = malloc(sizeof *host * PATTERN);
+    for (int i = 0; i < PATTERN; i++) host[i] = to_bf16(scale * bell(&seed));
+    const gpu_buffer pattern = gpu_copy(host, sizeof *host * PATTERN), made = gpu_alloc((size_t)count * 2);
+    for (int64_t done = 0, run = 0; done < count; run++) {
+        const int64_t from = run * 8200 % (PATTERN / 2), rest = count - done;
+        const int64_t length = rest < PATTERN - from ? rest : PATTERN - from;
+        CHECK_CUDA(cudaMemcpy(made.memory + done * 2, pattern.memory + from * 2, (size_t)length * 2,
                               cudaMemcpyDeviceToDevice));
         done += length;
     }
-    (void)gpu_free(block);
+    (void)gpu_free(pattern);
     free(host);
     return made;
 }
@@ -233,9 +233,9 @@ static void record(const problem *p, variant *v)
 /* FNV-1a of what the passes left in the outputs, eight bytes at a time. */
 static uint64_t hash(uint64_t sum, gpu_buffer b)
 {
-    enum { PIECE = 1 << 26 };
-    for (size_t done = 0; done < b.bytes; done += PIECE) {
-        const size_t length = b.bytes - done < PIECE ? b.bytes - done : PIECE;
+    enum { STEP = 1 << 26 };
+    for (size_t done = 0; done < b.bytes; done += STEP) {
+        const size_t length = b.bytes - done < STEP ? b.bytes - done : STEP;
         uint64_t *host = gpu_read(b.memory + done, length);
         for (size_t i = 0; i < length / 8; i++) sum = (sum ^ host[i]) * UINT64_C(0x100000001b3);
         free(host);

@@ -15,6 +15,9 @@ typedef struct error {
 /* Fills *err (NULL is fine) and returns false: a failing function ends in `return fail(err, 3, "...", ...)`.
  * The name stands in parentheses because cmocka has a macro fail(); tests call the function as (fail)(...).
  */
-bool(fail)(error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+#ifdef __cplusplus
+extern "C"
+#endif
+    bool(fail)(error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 #endif

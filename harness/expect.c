@@ -32,14 +32,20 @@ static void put_padded(tensors *want, tensor_id id, const oracle_forward *f, con
     want->at[id] = (tensor){.values = values, .count = padded_rows};
 }
 
-/* A gradient after all backward calls, added to what was there. */
+/* A gradient after all backward calls, each of which rounds what it added to where stores are rounded. */
 static void put_gradient(tensors *want, tensor_id id, const smoe_layer *layer, const run_options *options,
-                         const double *values, int64_t count)
+                         bool round_stores, const double *values, int64_t count)
 {
     put(want, id, values, count);
-    const double calls = options->backwards > 1 ? options->backwards : 1;
-    for (int64_t i = 0; values && layer->accumulate && i < count; i++)
-        want->at[id].values[i] = calls * values[i] + run_initial_gradient(i);
+    if (!values || !layer->accumulate) return;
+    for (int64_t i = 0; i < count; i++) {
+        double *sum = &want->at[id].values[i];
+        *sum = run_initial_gradient(i);
+        for (int call = 0; call < options->backwards || call == 0; call++) {
+            *sum += values[i];
+            if (round_stores) *sum = oracle_round_to(*sum, layer->gradient_type);
+        }
+    }
 }
 
 static void put_forward(const smoe_layer *layer, const oracle_forward *f, int64_t padded_rows, tensors *want)
@@ -65,20 +71,22 @@ static void put_forward(const smoe_layer *layer, const oracle_forward *f, int64_
 }
 
 static void put_backward(const smoe_layer *layer, const oracle_drawn *drawn, const run_options *options,
-                         const oracle_forward *f, const oracle_backward *b, int64_t padded_rows,
-                         tensors *want)
+                         bool round_stores, const oracle_forward *f, const oracle_backward *b,
+                         int64_t padded_rows, tensors *want)
 {
     const int64_t ed = layer->experts * layer->hidden, width = oracle_h_width(layer);
     put(want, TENSOR_DX, b->dx, layer->tokens * layer->hidden);
-    put_gradient(want, TENSOR_DW1, layer, options, b->dw1, ed * width);
-    put_gradient(want, TENSOR_DW2, layer, options, b->dw2, ed * layer->intermediate);
-    if (drawn->b1) put_gradient(want, TENSOR_DB1, layer, options, b->db1, layer->experts * width);
-    if (drawn->b2) put_gradient(want, TENSOR_DB2, layer, options, b->db2, ed);
+    put_gradient(want, TENSOR_DW1, layer, options, round_stores, b->dw1, ed * width);
+    put_gradient(want, TENSOR_DW2, layer, options, round_stores, b->dw2, ed * layer->intermediate);
+    if (drawn->b1)
+        put_gradient(want, TENSOR_DB1, layer, options, round_stores, b->db1, layer->experts * width);
+    if (drawn->b2) put_gradient(want, TENSOR_DB2, layer, options, round_stores, b->db2, ed);
     put(want, TENSOR_DLOGITS, b->dlogits, layer->tokens * layer->experts);
     if (drawn->router_weight)
-        put_gradient(want, TENSOR_DROUTER_WEIGHT, layer, options, b->drouter_weight, ed);
+        put_gradient(want, TENSOR_DROUTER_WEIGHT, layer, options, round_stores, b->drouter_weight, ed);
     if (drawn->router_bias)
-        put_gradient(want, TENSOR_DROUTER_BIAS, layer, options, b->drouter_bias, layer->experts);
+        put_gradient(want, TENSOR_DROUTER_BIAS, layer, options, round_stores, b->drouter_bias,
+                     layer->experts);
     put(want, TENSOR_DTOPK_WEIGHTS, b->dtopk_weights, layer->tokens * layer->topk);
     put(want, TENSOR_DROW_WEIGHTS, b->drow_weights, layer->tokens);
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS)
@@ -106,7 +114,7 @@ static int64_t expect_once(const device *on, const smoe_layer *layer, const orac
     if (!options->forward_only) {
         oracle_backward b;
         oracle_backward_run(layer, &input, &f, !options->stages, &b);
-        put_backward(layer, drawn, options, &f, &b, padded_rows, want);
+        put_backward(layer, drawn, options, round_stores, &f, &b, padded_rows, want);
         oracle_backward_free(&b);
     }
     const int64_t undecided = f.undecided;
@@ -117,6 +125,6 @@ static int64_t expect_once(const device *on, const smoe_layer *layer, const orac
 int64_t expect_tensors(const device *on, const smoe_layer *layer, const oracle_drawn *drawn,
                        const run_options *options, const tensors *got, tensors *want, tensors *stored)
 {
-    const int64_t undecided = expect_once(on, layer, drawn, options, got, false, want);
+    const int64_t undecided = want ? expect_once(on, layer, drawn, options, got, false, want) : 0;
     return undecided + expect_once(on, layer, drawn, options, got, true, stored);
 }

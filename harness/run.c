@@ -194,7 +194,7 @@ bool run_inputs(run *r, const oracle_drawn *d)
     for (int i = 0; r->layer.accumulate && i < SLOTS; i++)
         if (r->wanted[i] && is_weight_gradient((slot_id)i) && !give_initial_gradient(r, (slot_id)i))
             return false;
-    const bool router = r->wanted[SLOT_DLOGITS];
+    const bool router = r->wanted[SLOT_DLOGITS] || r->wanted[SLOT_DROUTER_WEIGHT];
     r->forward.step = d->input.step;
     r->backward.balance_coefficient = router ? (float)d->input.balance_coefficient : 0.0f;
     r->backward.z_coefficient = router ? (float)d->input.z_coefficient : 0.0f;
@@ -230,8 +230,8 @@ void run_wanted(const smoe_layer *l, const oracle_drawn *d, const run_options *o
                              [SLOT_DB1] = backward && d->b1,
                              [SLOT_DB2] = backward && d->b2,
                              [SLOT_DROUTER_WEIGHT] = router && d->router_weight,
-                             [SLOT_DROUTER_BIAS] = router && d->router_bias,
-                             [SLOT_DLOGITS] = router,
+                             [SLOT_DROUTER_BIAS] = router && d->router_bias && !options->less_router,
+                             [SLOT_DLOGITS] = router && !options->less_router,
                              [SLOT_DTOPK_WEIGHTS] = backward && topk,
                              [SLOT_DROW_WEIGHTS] = backward && !topk};
     memcpy(wanted, all, sizeof all);
@@ -372,12 +372,19 @@ bool run_backward(run *r, const run_options *options)
     return call(r, "smoe_layer_backward", smoe_layer_backward(r->context, &r->layer, &r->backward, NULL));
 }
 
+bool run_intact(run *r)
+{
+    for (int i = 0; i < SLOTS; i++)
+        if (!buffer_intact(&r->slots[i].memory))
+            return refuse(r, "the library wrote outside %s", slot_name((slot_id)i));
+    return true;
+}
+
 bool run_check(run *r)
 {
+    if (!run_intact(r)) return false;
     for (int i = 0; i < SLOTS; i++) {
         const slot *s = &r->slots[i];
-        if (!buffer_intact(&s->memory))
-            return refuse(r, "the library wrote outside %s", slot_name((slot_id)i));
         if (!s->input) continue;
         void *now = slot_read(r, (slot_id)i);
         const bool same = memcmp(now, s->start, s->memory.bytes) == 0;

@@ -72,6 +72,7 @@ typedef struct run {
 typedef struct run_options {
     bool stages;        // route, round, plan, experts one by one, and the experts' backward alone
     bool forward_only;  // for inference
+    bool less_router;   // dlogits and drouter_bias are not asked for
     int backwards;      // backward calls on one forward, at least 1; with `accumulate` their gradients add up
     void *traffic;      // device.h: copies get under way right before every pass; or NULL
     int64_t repeats;    // of both passes after the first time, with the same buffers, outputs poisoned anew
@@ -92,6 +93,11 @@ const char *slot_name(slot_id id);
 /* Bytes of a wanted slot's tensor; 0 when it is not wanted. */
 uint64_t slot_bytes(const run *r, slot_id id);
 
+static inline const buffer *slot_memory(const run *r, slot_id id)
+{
+    return &r->slots[id].memory;
+}
+
 static inline void *slot_data(const run *r, slot_id id)
 {
     return r->slots[id].memory.data;
@@ -110,6 +116,7 @@ bool run_inputs(run *r, const oracle_drawn *drawn);
 bool run_forward(run *r, const run_options *options);
 bool run_backward(run *r, const run_options *options);
 
+bool run_intact(run *r); // the canaries alone
 bool run_check(run *r);
 
 /* What gradient buffers hold before a run that accumulates. */

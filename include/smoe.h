@@ -25,16 +25,27 @@
  *
  * Rules of every call.
  *  - It returns a status. Anything but SMOE_OK leaves the reason in smoe_last_error(context).
- *  - Calls that take a `stream` enqueue their work there and return: they allocate nothing, block on nothing,
- *    read no count back to the host and may be captured in a CUDA graph. The CPU backend ignores the stream
- *    and is done on return.
+ *  - `stream` is a cudaStream_t of the context's device; NULL is that device's legacy default stream. Calls
+ *    that take one enqueue their work there and return: they allocate nothing, block on nothing, read no
+ *    count back to the host and may be captured in a CUDA graph. The CPU backend ignores it and is done on
+ *    return; it allocates nothing either, but a thread's first call starts the OpenMP threads that serve it.
  *  - The caller owns all memory. With the cuda backend every pointer inside an argument struct is a device
- *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 256.
- *  - Same inputs, same bits, whatever the number of threads.
- *  - Values are never an error: a NaN logit sorts below -inf, and a token that keeps one gets NaN weights and
- *    a NaN output row; no other token changes.
- *  - Every struct starts with struct_size and is made with its _INIT macro. Fields are only ever appended;
- *    the library reads the bytes that struct_size covers and takes the default for the rest.
+ *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 256. What a call writes may overlap
+ *    nothing else that it is given: `out` is not `x`, `dx` is not `dout`.
+ *  - Same inputs, same bits, whatever the number of threads. On another processor OpenBLAS may choose other
+ *    kernels, and the CPU backend's bits then differ.
+ *  - Values are never an error. A NaN logit sorts below -inf, and a token that keeps one gets NaN weights and
+ *    a NaN output row; no other token changes. In a softmax the logits that are +inf share the weight equally
+ *    and all others get 0; with one the z-loss is +inf. The sigmoid of +inf is 1.
+ *  - Every struct starts with struct_size and is made with its _INIT macro. Fields are only ever appended.
+ *    The library reads the bytes that struct_size covers and takes the default for the rest; bytes past those
+ *    that it knows must be zero.
+ *
+ * The CPU backend and the process. While one of its calls runs, OpenBLAS's number of threads is 1 for the
+ * whole process; afterwards it is what it was, or what the application has set meanwhile (a 1 cannot be told
+ * apart and is lost). In the child of a fork, a thread that ran a call with more than one thread before the
+ * fork gets UNSUPPORTED for the next one, since its OpenMP threads are not there; a context with threads = 1
+ * works, and so does a new thread.
  */
 #ifndef SMOE_H
 #define SMOE_H
@@ -66,12 +77,13 @@ SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked *
 /* Values are pinned. */
 typedef enum smoe_status {
     SMOE_OK = 0,
-    SMOE_ERROR_ARGUMENT = 100,    /* a NULL pointer, a value outside its enum, a struct of the wrong size */
+    SMOE_ERROR_ARGUMENT = 100,    /* a NULL pointer, a value outside its enum, arguments that contradict each
+                                     other, a struct of the wrong size */
     SMOE_ERROR_SHAPE = 110,       /* a size of zero or past its limit, K > E, d or n not a multiple of 8 */
     SMOE_ERROR_ALIGNMENT = 120,   /* a pointer that is not aligned */
     SMOE_ERROR_BUFFER = 130,      /* saved or scratch smaller than smoe_query_sizes asked for */
-    SMOE_ERROR_UNSUPPORTED = 140, /* a valid description that this backend or build cannot run */
-    SMOE_ERROR_MEMORY = 150,      /* the host is out of memory (smoe_create only) */
+    SMOE_ERROR_UNSUPPORTED = 140, /* a valid description that this backend, build or process cannot run */
+    SMOE_ERROR_MEMORY = 150,      /* the host is out of memory or address space (smoe_create only) */
     SMOE_ERROR_DEVICE = 160       /* no device, or the CUDA runtime reported an error */
 } smoe_status;
 
@@ -100,18 +112,20 @@ typedef enum smoe_stage {
 
 SMOE_API const char *smoe_stage_string(smoe_stage stage); /* "topk", "round", ...: static text, never NULL */
 
-/* Called on the host before (end = 0) and after (end = 1) the work of a stage is enqueued on `stream`: record
- * an event, read a clock. A stage may come several times in one call (column chunks). */
+/* Called on the host before (end = 0) and after (end = 1) the work of a stage is enqueued on `stream`, the
+ * one that the call was given: record an event, read a clock. A stage may come several times in one call
+ * (column chunks), and does not come when nothing that is wanted needs it. */
 typedef void (*smoe_stage_callback)(void *user, smoe_stage stage, int end, void *stream);
 
-/* Opaque. One for each thread and device; a context must not be used by two threads at once. */
+/* Opaque. Any thread may use it, as long as no two calls on it overlap: forward on one thread and backward on
+ * another is fine. Threads that compute at the same time need a context each. */
 typedef struct smoe_context smoe_context;
 
 typedef struct smoe_context_options {
     size_t struct_size;
     smoe_backend backend;
     int32_t device;               /* cuda: device ordinal */
-    int32_t threads;              /* cpu: threads of the OpenMP team, 0 = OpenMP's default */
+    int32_t threads;              /* cpu: threads of the OpenMP team, at most 512; 0 = OpenMP's default */
     smoe_stage_callback on_stage; /* optional, with its first argument in on_stage_user */
     void *on_stage_user;
     char *error_text; /* optional (error_size bytes): where smoe_create says why it failed */
@@ -122,15 +136,16 @@ typedef struct smoe_context_options {
         sizeof(smoe_context_options), SMOE_BACKEND_CPU, 0, 0, NULL, NULL, NULL, 0                            \
     }
 
-/* Creates a context; options may be NULL (the CPU backend). May allocate and block. On failure *context is
- * NULL. Errors: ARGUMENT, UNSUPPORTED (a backend this build lacks), MEMORY, DEVICE. */
+/* Creates a context; options may be NULL (the CPU backend). May allocate and block: the CPU backend lets
+ * OpenBLAS take its buffers now, 128 MiB of address space a thread, which the process keeps. On failure
+ * *context is NULL. Errors: ARGUMENT, UNSUPPORTED (a backend this build lacks), MEMORY, DEVICE. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is fine. Work already enqueued must have finished. */
 SMOE_API void smoe_destroy(smoe_context *context);
 
-/* The text of the context's last error: function, argument, value, limit. "" if there was none; valid until
- * the next failing call. */
+/* The text of the context's last error: the function that was called, argument, value, limit. "" if there was
+ * none; valid until the next failing call. */
 SMOE_API const char *smoe_last_error(const smoe_context *context);
 
 /* ---- The description of a layer ------------------------------------------------------------------------ */
@@ -143,13 +158,15 @@ typedef enum smoe_type {
     SMOE_TYPE_I64 = 11
 } smoe_type;
 
-/* g and u are the gate and up halves of H. Those without a gate have W1 [E, n, d], b1 [E, n] and H (R, n). */
+/* g and u are the gate and up halves of H. Those without a gate have W1 [E, n, d], b1 [E, n] and H (R, n).
+ * The slope of max(h, 0) at 0 is 0. */
 typedef enum smoe_activation {
     SMOE_ACTIVATION_SWIGLU = 0,     /* silu(g) u */
     SMOE_ACTIVATION_GEGLU = 1,      /* gelu(g) u, gelu by erf */
     SMOE_ACTIVATION_GEGLU_TANH = 2, /* gelu(g) u, gelu by its tanh approximation */
     SMOE_ACTIVATION_REGLU = 3,      /* max(g, 0) u */
-    SMOE_ACTIVATION_SWIGLU_OAI = 4, /* g = min(g, 7), u = clamp(u, -7, 7): g sigmoid(1.702 g) (u + 1) */
+    SMOE_ACTIVATION_SWIGLU_OAI = 4, /* g = min(g, 7), u = clamp(u, -7, 7): g sigmoid(1.702 g) (u + 1). The
+                                       gradient passes at the limits themselves and is 0 beyond them */
     SMOE_ACTIVATION_SILU = 10,      /* h sigmoid(h) */
     SMOE_ACTIVATION_GELU = 11,      /* by erf */
     SMOE_ACTIVATION_RELU = 12,
@@ -178,7 +195,8 @@ typedef enum smoe_entry {
 typedef enum smoe_score {
     SMOE_SCORE_SOFTMAX_TOPK = 0, /* top-K of l, weights p (dense); with renormalize p over the sum of the K
                                     kept (sparse) */
-    SMOE_SCORE_TOPK_SOFTMAX = 1, /* top-K of l, weights their softmax (sparse) */
+    SMOE_SCORE_TOPK_SOFTMAX = 1, /* top-K of l, weights their softmax (sparse); they sum to one already, so
+                                    renormalize must be 0 */
     SMOE_SCORE_SIGMOID = 2 /* top-K of sigma(l) + selection_bias, weights sigma(l), with renormalize over
                               their sum (sparse) */
 } smoe_score;
@@ -190,11 +208,11 @@ typedef enum smoe_score {
  * gives it; an added pair has p (SIGMOID: sigma), times route_scale. Both are differentiated. */
 typedef enum smoe_rounding {
     SMOE_ROUNDING_NONE = 0,
-    SMOE_ROUNDING_NR_F = 1,      /* nearest: hi when c - lo > M/2 */
-    SMOE_ROUNDING_SR_F = 2,      /* stochastic: hi when u < (c - lo)/M, u from Philox4x32-10(key seed, counter
-                                    (step, expert)) */
-    SMOE_ROUNDING_NR_S = 3,      /* nearest by score: hi when S(hi) - S(c) < S(c) - S(lo), S(m) the sum of the
-                                    first m scores in 64-bit fixed point */
+    SMOE_ROUNDING_NR_F = 1, /* nearest: hi when c - lo > M/2 */
+    SMOE_ROUNDING_SR_F = 2, /* stochastic: hi when u < (c - lo)/M; 2^32 u is the first word of Philox4x32-10,
+                               key words (seed, seed >> 32), counter words (step, step >> 32, expert, 0) */
+    SMOE_ROUNDING_NR_S = 3, /* nearest by score: hi when S(hi) - S(c) < S(c) - S(lo), S(m) the sum of the
+                               first m scores in 64-bit fixed point */
     SMOE_ROUNDING_BALANCE_F = 4, /* experts in order with a residual r = 0: hi when c + r - lo > M/2; then
                                     r += c - picked */
     SMOE_ROUNDING_UP = 5,        /* always hi */
@@ -220,7 +238,8 @@ typedef struct smoe_layer {
     int32_t reuse_saved; /* 1: the backward may destroy the saved H (dH takes its place) */
     int32_t chunks;      /* 1, 2, 4, ..., 64: down + combine and dx_rows + dx go by chunks of
                             64 ceil(d / (64 chunks)) columns; scratch falls, the bits of the results stay */
-    /* FROM_LOGITS: the router */
+    /* FROM_LOGITS: the router. Other entries ignore score, renormalize, tile and seed; groups, route_scale
+     * and rounding must have their defaults */
     smoe_score score;
     int32_t renormalize;
     int32_t groups;      /* SIGMOID: experts in this many equal groups of at least 2 ... */
@@ -308,8 +327,8 @@ SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer 
                                         const smoe_forward_args *args, void *stream);
 
 /* Its stages, one by one, on the same args and in this order; what one leaves to the next stands in saved and
- * scratch. smoe_route is for FROM_LOGITS only, smoe_round for a rounding other than NONE only. A stage needs
- * the args it reads; the others may be NULL. */
+ * scratch. smoe_route is for FROM_LOGITS only; smoe_round comes exactly when rounding is not NONE. A stage
+ * needs the args it reads; the others may be NULL. */
 SMOE_API smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                                 void *stream);
 SMOE_API smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
@@ -340,7 +359,8 @@ typedef struct smoe_plan_view {
         sizeof(smoe_plan_view), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL       \
     }
 
-/* Host only; with the cuda backend the pointers are device pointers. */
+/* Host only; with the cuda backend the pointers are device pointers. Of args it needs saved and saved_size,
+ * for inference scratch and scratch_size instead. */
 SMOE_API smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer,
                                     const smoe_forward_args *args, smoe_plan_view *view);
 
@@ -351,19 +371,25 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 
 /* ---- Backward ------------------------------------------------------------------------------------------ */
 
+/* A gradient that is not wanted is NULL, each by itself: frozen weights, a frozen router, inputs without
+ * gradient. What only it needs is not computed, and its inputs may be NULL too: an input is required when a
+ * wanted gradient reads it. Fields marked unused are read by nothing and may be NULL. */
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* what the forward was given */
-    const void *x;               /* (T, d) */
-    const void *router_weight;   /* (E, d) or NULL */
-    const void *logits;          /* (T, E); smoe_layer_backward from logits */
-    const float *selection_bias; /* (E) or NULL */
-    const void *topk_ids;        /* FROM_TOPK: (T, K) */
-    const float *topk_weights;   /* (T, K) */
-    const void *offsets;         /* FROM_ROWS: (E+1) */
-    const float *row_weights;    /* (T) or NULL */
-    const void *w1, *b1, *w2, *b2;
-    void *saved; /* as the forward left it; changed only with reuse_saved */
+    const void *x;             /* (T, d); read for dw1, drouter_weight */
+    const void *router_weight; /* (E, d) when the forward had it, else NULL: then dx has no router's term */
+    const void *logits;        /* (T, E); smoe_layer_backward from logits, for all that comes from dlogits */
+    const float *selection_bias; /* unused */
+    const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
+    const float *topk_weights;   /* unused */
+    const void *offsets;         /* unused */
+    const float *row_weights;    /* unused */
+    const void *w1;              /* read for dx */
+    const void *b1;              /* unused */
+    const void *w2;              /* read for all but db2 */
+    const void *b2;              /* exactly when the forward had it: dS has a part of it */
+    void *saved;                 /* as the forward left it; changed only with reuse_saved */
     uint64_t saved_size;
     /* what comes back */
     const void *dout;          /* dO (T, d) dtype */
@@ -372,14 +398,14 @@ typedef struct smoe_backward_args {
     float z_coefficient;
     void *dx;             /* (T, d) dtype, written; with the router's term when router_weight is given */
     void *dw1, *dw2;      /* as w1, w2, gradient_type; experts without rows get zeros (accumulate: stay) */
-    void *db1, *db2;      /* as b1, b2; given exactly when b1, b2 are */
-    void *drouter_weight; /* (E, d) gradient_type; smoe_layer_backward: given exactly when router_weight is */
-    void *drouter_bias;   /* (E) gradient_type, or NULL; with router_weight only */
-    void *dlogits;        /* (T, E) logits_type, written; required when router_weight is NULL, or NULL */
-    float *dtopk_weights; /* FROM_TOPK: (T, K), written, 0 for skipped ids; or NULL */
-    float *drow_weights;  /* FROM_ROWS: (T), rows past offsets[E] 0; FROM_LOGITS: dS (padded_rows), pads 0; or
-                             NULL */
-    void *scratch;        /* scratch_backward_bytes */
+    void *db1, *db2;      /* as b1, b2, gradient_type; db2 with b2 only */
+    void *drouter_weight; /* (E, d) gradient_type; this and the next: smoe_layer_backward with router_weight
+                             only */
+    void *drouter_bias;   /* (E) gradient_type */
+    void *dlogits;        /* (T, E) logits_type, written */
+    float *dtopk_weights; /* FROM_TOPK: (T, K), written, 0 for skipped ids */
+    float *drow_weights;  /* FROM_ROWS: (T), rows past offsets[E] 0; FROM_LOGITS: dS (padded_rows), pads 0 */
+    void *scratch;        /* scratch_backward_bytes, whatever is wanted */
     uint64_t scratch_size;
 } smoe_backward_args;
 #define SMOE_BACKWARD_ARGS_INIT                                                                              \
@@ -389,7 +415,7 @@ typedef struct smoe_backward_args {
     }
 
 /* The whole layer back: dout to dx, the experts' gradients and, from logits, dlogits and the router's
- * gradients. */
+ * gradients, of these what is wanted. */
 SMOE_API smoe_status smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
                                          const smoe_backward_args *args, void *stream);
 

@@ -1,6 +1,7 @@
 /* The public calls: take the caller's structs, check them, dispatch to the context's backend. */
 #include "backend.h"
 #include "check.h"
+#include "wanted.h"
 
 #include <stddef.h>
 
@@ -8,9 +9,9 @@
 
 /* What a call works with after its checks. */
 typedef struct forward_call {
-    smoe_problem problem;
+    moe_problem problem;
     smoe_forward_args args;
-    smoe_plan_arrays plan;
+    moe_plan_arrays plan;
     void *scratch; /* past the plan */
 } forward_call;
 
@@ -18,31 +19,30 @@ typedef struct forward_call {
 enum { READS_ROUTER = 1, READS_ROUTING = 2, READS_EXPERTS = 4 };
 
 static smoe_status take_layer(smoe_context *context, const char *function, const smoe_layer *layer,
-                              smoe_problem *problem)
+                              moe_problem *problem)
 {
-    if (!layer) return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: layer is NULL", function);
+    context->function = function;
     smoe_layer taken = SMOE_LAYER_INIT;
-    if (!smoe_take_struct(&taken, sizeof taken, layer))
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: layer->struct_size is %zu; start from SMOE_LAYER_INIT", function,
-                         layer->struct_size);
-    smoe_status status = smoe_check_layer(context, function, &taken);
+    smoe_status status = moe_check_struct(context, function, "layer", "SMOE_LAYER_INIT", layer, sizeof taken);
     if (status != SMOE_OK) return status;
-    smoe_problem_init(problem, &taken);
+    moe_take_struct(&taken, sizeof taken, layer);
+    status = moe_check_layer(context, function, &taken);
+    if (status != SMOE_OK) return status;
+    moe_problem_init(problem, &taken);
     return context->backend->supports(context, problem);
 }
 
 smoe_status smoe_supports(smoe_context *context, const smoe_layer *layer)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
-    smoe_problem problem;
+    moe_problem problem;
     return take_layer(context, "smoe_supports", layer, &problem);
 }
 
 smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
-    smoe_problem problem;
+    moe_problem problem;
     smoe_status status = take_layer(context, "smoe_query_sizes", layer, &problem);
     if (status != SMOE_OK) return status;
     smoe_sizes known = SMOE_SIZES_INIT;
@@ -52,11 +52,9 @@ smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smo
     known.metadata_bytes = problem.metadata_bytes;
     known.saved_buffer_bytes = problem.saved_buffer_bytes;
     context->backend->scratch(context, &problem, &known.scratch_forward_bytes, &known.scratch_backward_bytes);
-    if (!sizes || !smoe_give_struct(sizes, &known, sizeof known))
-        return smoe_fail(
-            context, SMOE_ERROR_ARGUMENT,
-            "smoe_query_sizes: sizes is NULL or its struct_size is wrong; start from SMOE_SIZES_INIT");
-    return SMOE_OK;
+    status = moe_check_struct(context, "smoe_query_sizes", "sizes", "SMOE_SIZES_INIT", sizes, sizeof known);
+    if (status == SMOE_OK) moe_give_struct(sizes, &known, sizeof known);
+    return status;
 }
 
 static smoe_status check_forward_pointers(smoe_context *context, const char *function,
@@ -64,7 +62,7 @@ static smoe_status check_forward_pointers(smoe_context *context, const char *fun
 {
     const int router = reads & READS_ROUTER && layer->entry == SMOE_ENTRY_FROM_LOGITS;
     const int routing = reads & READS_ROUTING, experts = reads & READS_EXPERTS;
-    const smoe_pointer_check checks[] = {
+    const moe_pointer_check checks[] = {
         {"x", a->x, experts || (router && a->router_weight)},
         {"router_weight", a->router_weight, 0},
         {"router_bias", a->router_bias, 0},
@@ -81,42 +79,62 @@ static smoe_status check_forward_pointers(smoe_context *context, const char *fun
         {"b2", a->b2, 0},
         {"out", a->out, experts},
     };
-    smoe_status status = smoe_check_pointers(context, function, checks, COUNT(checks));
+    smoe_status status = moe_check_pointers(context, function, checks, COUNT(checks));
     if (status != SMOE_OK) return status;
     if (router && a->selection_bias && layer->score != SMOE_SCORE_SIGMOID)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: selection_bias is given, but only SMOE_SCORE_SIGMOID has one", function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: selection_bias is given, but only SMOE_SCORE_SIGMOID has one", function);
     if (router && a->router_bias && !a->router_weight)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: router_bias is given without router_weight",
-                         function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: router_bias is given without router_weight",
+                        function);
     return SMOE_OK;
 }
 
-/* Everything a forward stage does before its backend slot runs. */
-static smoe_status begin_forward(smoe_context *context, const char *function, const smoe_layer *layer,
-                                 const smoe_forward_args *args, int reads, forward_call *call)
+static smoe_status take_forward(smoe_context *context, const char *function, const smoe_layer *layer,
+                                const smoe_forward_args *args, forward_call *call)
 {
     smoe_status status = take_layer(context, function, layer, &call->problem);
     if (status != SMOE_OK) return status;
     call->args = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
-    if (!args || !smoe_take_struct(&call->args, sizeof call->args, args))
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: args is NULL or its struct_size is wrong; start from SMOE_FORWARD_ARGS_INIT",
-                         function);
-    status = check_forward_pointers(context, function, &call->problem.layer, &call->args, reads);
-    if (status != SMOE_OK) return status;
+    status = moe_check_struct(context, function, "args", "SMOE_FORWARD_ARGS_INIT", args, sizeof call->args);
+    if (status == SMOE_OK) moe_take_struct(&call->args, sizeof call->args, args);
+    return status;
+}
+
+static smoe_status check_scratch(smoe_context *context, const char *function, const forward_call *call)
+{
     uint64_t forward, backward;
     context->backend->scratch(context, &call->problem, &forward, &backward);
-    status = smoe_check_buffer(context, function, "saved", call->args.saved, call->args.saved_size,
-                               call->problem.saved_buffer_bytes);
-    if (status != SMOE_OK) return status;
-    status =
-        smoe_check_buffer(context, function, "scratch", call->args.scratch, call->args.scratch_size, forward);
-    if (status != SMOE_OK) return status;
+    return moe_check_buffer(context, function, "scratch", call->args.scratch, call->args.scratch_size,
+                            forward);
+}
+
+/* The plan, in saved or for inference in scratch; the other of the two is not looked at. */
+static smoe_status find_plan(smoe_context *context, const char *function, forward_call *call)
+{
     const int inference = call->problem.layer.inference;
-    call->plan = smoe_plan_at(&call->problem, inference ? call->args.scratch : call->args.saved);
-    call->scratch = (char *)call->args.scratch + (inference ? call->problem.plan_bytes : 0);
-    return SMOE_OK;
+    const smoe_status status =
+        inference ? check_scratch(context, function, call)
+                  : moe_check_buffer(context, function, "saved", call->args.saved, call->args.saved_size,
+                                     call->problem.saved_buffer_bytes);
+    if (status == SMOE_OK)
+        call->plan = moe_plan_at(&call->problem, inference ? call->args.scratch : call->args.saved);
+    return status;
+}
+
+/* Everything a forward stage does before the backend's function runs. */
+static smoe_status begin_forward(smoe_context *context, const char *function, const smoe_layer *layer,
+                                 const smoe_forward_args *args, int reads, forward_call *call)
+{
+    smoe_status status = take_forward(context, function, layer, args, call);
+    if (status == SMOE_OK)
+        status = check_forward_pointers(context, function, &call->problem.layer, &call->args, reads);
+    if (status == SMOE_OK) status = find_plan(context, function, call);
+    if (status == SMOE_OK) status = check_scratch(context, function, call);
+    if (status != SMOE_OK) return status;
+    call->scratch =
+        (char *)call->args.scratch + (call->problem.layer.inference ? call->problem.plan_bytes : 0);
+    return context->backend->begin(context);
 }
 
 /* The stages on checked arguments. */
@@ -149,9 +167,9 @@ smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smo
     const smoe_status status = begin_forward(context, "smoe_route", layer, args, READS_ROUTER, &call);
     if (status != SMOE_OK) return status;
     if (call.problem.layer.entry != SMOE_ENTRY_FROM_LOGITS)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_route: entry is %d, routing needs SMOE_ENTRY_FROM_LOGITS (0)",
-                         (int)call.problem.layer.entry);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "smoe_route: entry is %s, routing needs SMOE_ENTRY_FROM_LOGITS",
+                        moe_entry_name(call.problem.layer.entry));
     return run_route(context, &call, stream);
 }
 
@@ -163,8 +181,8 @@ smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smo
     const smoe_status status = begin_forward(context, "smoe_round", layer, args, READS_ROUTER, &call);
     if (status != SMOE_OK) return status;
     if (call.problem.layer.rounding == SMOE_ROUNDING_NONE)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_round: rounding is SMOE_ROUNDING_NONE, there is nothing to do");
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "smoe_round: rounding is SMOE_ROUNDING_NONE, there is nothing to do");
     return run_round(context, &call, stream);
 }
 
@@ -209,10 +227,12 @@ smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const
                            smoe_plan_view *view)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
+    const char *function = "smoe_view_plan";
     forward_call call;
-    const smoe_status status = begin_forward(context, "smoe_view_plan", layer, args, 0, &call);
+    smoe_status status = take_forward(context, function, layer, args, &call);
+    if (status == SMOE_OK) status = find_plan(context, function, &call);
     if (status != SMOE_OK) return status;
-    const smoe_plan_arrays *p = &call.plan;
+    const moe_plan_arrays *p = &call.plan;
     const smoe_plan_view known = {
         .topk_ids = p->topk_ids,
         .topk_weights = p->topk_weights,
@@ -227,11 +247,9 @@ smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const
         .token_rows = p->token_rows,
         .h = p->h,
     };
-    if (!view || !smoe_give_struct(view, &known, sizeof known))
-        return smoe_fail(
-            context, SMOE_ERROR_ARGUMENT,
-            "smoe_view_plan: view is NULL or its struct_size is wrong; start from SMOE_PLAN_VIEW_INIT");
-    return SMOE_OK;
+    status = moe_check_struct(context, function, "view", "SMOE_PLAN_VIEW_INIT", view, sizeof known);
+    if (status == SMOE_OK) moe_give_struct(view, &known, sizeof known);
+    return status;
 }
 
 smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *layer, const int32_t *counts,
@@ -239,57 +257,54 @@ smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     const char *function = "smoe_update_selection_bias";
-    smoe_problem problem;
+    moe_problem problem;
     smoe_status status = take_layer(context, function, layer, &problem);
     if (status != SMOE_OK) return status;
-    const smoe_pointer_check checks[] = {{"counts", counts, 1}, {"bias", bias, 1}};
-    status = smoe_check_pointers(context, function, checks, COUNT(checks));
+    const moe_pointer_check checks[] = {{"counts", counts, 1}, {"bias", bias, 1}};
+    status = moe_check_pointers(context, function, checks, COUNT(checks));
     if (status != SMOE_OK) return status;
     return context->backend->update_selection_bias(context, &problem, counts, bias, gamma, stream);
 }
 
 /* ---- Backward ---- */
 
+/* An input is required when a gradient that is wanted is made from it; those that smoe.h calls unused are not
+ * looked at. `router`: the router's part is asked for. */
 static smoe_status check_backward_pointers(smoe_context *context, const char *function,
-                                           const smoe_layer *layer, const smoe_backward_args *a,
-                                           int with_router)
+                                           const smoe_layer *layer, const smoe_backward_args *a, int router)
 {
-    const smoe_pointer_check checks[] = {
-        {"x", a->x, 1},
+    const int from_topk = layer->entry == SMOE_ENTRY_FROM_TOPK;
+    const int da = moe_wants_ds(layer, a, router) || moe_wants_dh(a) || a->dw2;
+    const moe_pointer_check checks[] = {
+        {"x", a->x, a->dw1 || (router && a->drouter_weight)},
         {"router_weight", a->router_weight, 0},
-        {"logits", a->logits, with_router},
-        {"selection_bias", a->selection_bias, 0},
-        {"topk_ids", a->topk_ids, layer->entry == SMOE_ENTRY_FROM_TOPK},
-        {"topk_weights", a->topk_weights, 0},
-        {"offsets", a->offsets, layer->entry == SMOE_ENTRY_FROM_ROWS},
-        {"row_weights", a->row_weights, 0},
-        {"w1", a->w1, 1},
-        {"b1", a->b1, 0},
-        {"w2", a->w2, 1},
+        {"logits", a->logits, router},
+        {"topk_ids", a->topk_ids, from_topk && a->dtopk_weights},
+        {"w1", a->w1, a->dx != NULL},
+        {"w2", a->w2, da},
         {"b2", a->b2, 0},
-        {"dout", a->dout, 1},
-        {"dx", a->dx, 1},
-        {"dw1", a->dw1, 1},
-        {"dw2", a->dw2, 1},
-        {"db1", a->db1, a->b1 != NULL},
-        {"db2", a->db2, a->b2 != NULL},
-        {"drouter_weight", a->drouter_weight, with_router && a->router_weight},
+        {"dout", a->dout, da || a->db2},
+        {"dx", a->dx, 0},
+        {"dw1", a->dw1, 0},
+        {"dw2", a->dw2, 0},
+        {"db1", a->db1, 0},
+        {"db2", a->db2, 0},
+        {"drouter_weight", a->drouter_weight, 0},
         {"drouter_bias", a->drouter_bias, 0},
-        {"dlogits", a->dlogits, with_router && !a->router_weight},
+        {"dlogits", a->dlogits, 0},
         {"dtopk_weights", a->dtopk_weights, 0},
         {"drow_weights", a->drow_weights, 0},
     };
-    smoe_status status = smoe_check_pointers(context, function, checks, COUNT(checks));
+    smoe_status status = moe_check_pointers(context, function, checks, COUNT(checks));
     if (status != SMOE_OK) return status;
     if (layer->inference)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: layer->inference is 1, nothing was saved for a backward", function);
-    if ((a->db1 && !a->b1) || (a->db2 && !a->b2))
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without its bias", function,
-                         a->db1 && !a->b1 ? "db1" : "db2");
-    if (with_router && !a->router_weight && (a->drouter_weight || a->drouter_bias))
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without router_weight", function,
-                         a->drouter_weight ? "drouter_weight" : "drouter_bias");
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: layer->inference is 1, nothing was saved for a backward", function);
+    if (a->db2 && !a->b2)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: db2 is given without b2", function);
+    if (router && !a->router_weight && (a->drouter_weight || a->drouter_bias))
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without router_weight", function,
+                        a->drouter_weight ? "drouter_weight" : "drouter_bias");
     return SMOE_OK;
 }
 
@@ -297,25 +312,26 @@ static smoe_status run_backward(smoe_context *context, const char *function, con
                                 const smoe_backward_args *given, int with_router, void *stream)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
-    smoe_problem problem;
+    moe_problem problem;
     smoe_status status = take_layer(context, function, layer, &problem);
     if (status != SMOE_OK) return status;
     smoe_backward_args args = SMOE_BACKWARD_ARGS_INIT;
-    if (!given || !smoe_take_struct(&args, sizeof args, given))
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: args is NULL or its struct_size is wrong; start from SMOE_BACKWARD_ARGS_INIT",
-                         function);
-    with_router = with_router && problem.layer.entry == SMOE_ENTRY_FROM_LOGITS;
+    status = moe_check_struct(context, function, "args", "SMOE_BACKWARD_ARGS_INIT", given, sizeof args);
+    if (status != SMOE_OK) return status;
+    moe_take_struct(&args, sizeof args, given);
+    with_router = with_router && problem.layer.entry == SMOE_ENTRY_FROM_LOGITS && moe_wants_router(&args);
     status = check_backward_pointers(context, function, &problem.layer, &args, with_router);
     if (status != SMOE_OK) return status;
     uint64_t forward, backward;
     context->backend->scratch(context, &problem, &forward, &backward);
-    status = smoe_check_buffer(context, function, "saved", args.saved, args.saved_size,
-                               problem.saved_buffer_bytes);
+    status =
+        moe_check_buffer(context, function, "saved", args.saved, args.saved_size, problem.saved_buffer_bytes);
     if (status != SMOE_OK) return status;
-    status = smoe_check_buffer(context, function, "scratch", args.scratch, args.scratch_size, backward);
+    status = moe_check_buffer(context, function, "scratch", args.scratch, args.scratch_size, backward);
     if (status != SMOE_OK) return status;
-    const smoe_plan_arrays plan = smoe_plan_at(&problem, args.saved);
+    status = context->backend->begin(context);
+    if (status != SMOE_OK) return status;
+    const moe_plan_arrays plan = moe_plan_at(&problem, args.saved);
     return context->backend->backward(context, &problem, &args, &plan, with_router, stream);
 }
 

@@ -1,69 +1,72 @@
 /* The table of functions a backend fills, and the context that carries it. api.c has checked every argument
- * before a slot is called. */
+ * before one of them is called. */
 #ifndef SMOE_BACKEND_H
 #define SMOE_BACKEND_H
 
 #include "problem.h"
 
-typedef struct smoe_backend_table {
+typedef struct moe_backend_table {
     smoe_backend id;
     const char *name;
     /* Fills context->state; on failure the error text says why. */
     smoe_status (*create)(smoe_context *context, const smoe_context_options *options);
     void (*destroy)(smoe_context *context);
-    smoe_status (*supports)(smoe_context *context, const smoe_problem *problem);
+    smoe_status (*supports)(smoe_context *context, const moe_problem *problem);
     /* Scratch of forward and backward; for inference the forward's starts with the plan
      * (problem->plan_bytes). */
-    void (*scratch)(const smoe_context *context, const smoe_problem *problem, uint64_t *forward,
+    void (*scratch)(const smoe_context *context, const moe_problem *problem, uint64_t *forward,
                     uint64_t *backward);
+    /* Before the stages of a call: can the calling thread run them? */
+    smoe_status (*begin)(smoe_context *context);
     /* The stages. `plan` points into saved or scratch, `scratch` past the plan. */
-    smoe_status (*route)(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                         const smoe_plan_arrays *plan, void *scratch, void *stream);
-    smoe_status (*round)(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                         const smoe_plan_arrays *plan, void *scratch, void *stream);
-    smoe_status (*plan)(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                        const smoe_plan_arrays *plan, void *scratch, void *stream);
-    smoe_status (*experts_forward)(smoe_context *context, const smoe_problem *problem,
-                                   const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+    smoe_status (*route)(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                         const moe_plan_arrays *plan, void *scratch, void *stream);
+    smoe_status (*round)(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                         const moe_plan_arrays *plan, void *scratch, void *stream);
+    smoe_status (*plan)(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                        const moe_plan_arrays *plan, void *scratch, void *stream);
+    smoe_status (*experts_forward)(smoe_context *context, const moe_problem *problem,
+                                   const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                                    void *stream);
-    /* with_router: dlogits, the router's gradients and its term of dx as well */
-    smoe_status (*backward)(smoe_context *context, const smoe_problem *problem,
-                            const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
-                            void *stream);
-    smoe_status (*update_selection_bias)(smoe_context *context, const smoe_problem *problem,
+    /* with_router: dlogits, the router's gradients or its term of dx are asked for as well. Gradients that
+     * are NULL are not wanted: wanted.h. */
+    smoe_status (*backward)(smoe_context *context, const moe_problem *problem, const smoe_backward_args *args,
+                            const moe_plan_arrays *plan, int with_router, void *stream);
+    smoe_status (*update_selection_bias)(smoe_context *context, const moe_problem *problem,
                                          const int32_t *counts, float *bias, float gamma, void *stream);
-} smoe_backend_table;
+} moe_backend_table;
 
-extern const smoe_backend_table smoe_cpu_backend;
+extern const moe_backend_table moe_cpu_backend;
 #ifdef SMOE_HAVE_CUDA
-extern const smoe_backend_table smoe_cuda_backend;
+extern const moe_backend_table moe_cuda_backend;
 #endif
 
 enum { SMOE_ERROR_TEXT = 512 };
 
 struct smoe_context {
-    const smoe_backend_table *backend;
-    void *state; /* the backend's own */
+    const moe_backend_table *backend;
+    void *state;          /* the backend's own */
+    const char *function; /* that was called last, for error texts */
     int32_t threads;
     smoe_stage_callback on_stage;
     void *on_stage_user;
     char error[SMOE_ERROR_TEXT];
 };
 
-/* Writes the error text and returns the status:
- *     return smoe_fail(context, SMOE_ERROR_SHAPE, "smoe_route: ..."); */
-smoe_status smoe_fail(smoe_context *context, smoe_status status, const char *format, ...)
+/* Writes the error text and returns the status; a backend names the function that was called:
+ *     return moe_fail(context, SMOE_ERROR_SHAPE, "%s: ...", context->function, ...); */
+smoe_status moe_fail(smoe_context *context, smoe_status status, const char *format, ...)
 #ifdef __GNUC__
     __attribute__((format(printf, 3, 4)))
 #endif
     ;
 
-static inline void smoe_stage_begin(const smoe_context *context, smoe_stage stage, void *stream)
+static inline void moe_stage_begin(const smoe_context *context, smoe_stage stage, void *stream)
 {
     if (context->on_stage) context->on_stage(context->on_stage_user, stage, 0, stream);
 }
 
-static inline void smoe_stage_end(const smoe_context *context, smoe_stage stage, void *stream)
+static inline void moe_stage_end(const smoe_context *context, smoe_stage stage, void *stream)
 {
     if (context->on_stage) context->on_stage(context->on_stage_user, stage, 1, stream);
 }

@@ -2,32 +2,52 @@
 #include "check.h"
 #include "activations.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* No struct of ours comes near this size: a larger one is a caller's uninitialised memory. */
 enum { LARGEST_STRUCT = 4096 };
 
-/* The bytes after struct_size that both sides know; 0 when struct_size cannot be right. */
-static size_t common_bytes(const void *caller, size_t size)
+/* The bytes that the caller's struct has; 0 when that cannot be right. */
+static size_t size_given(const void *caller)
 {
     size_t given;
     memcpy(&given, caller, sizeof given);
-    if (given <= sizeof given || given > LARGEST_STRUCT) return 0;
-    return (given < size ? given : size) - sizeof given;
+    return given > sizeof given && given <= LARGEST_STRUCT ? given : 0;
 }
 
-int smoe_take_struct(void *to, size_t size, const void *from)
+smoe_status moe_check_struct(smoe_context *context, const char *function, const char *name, const char *init,
+                             const void *caller, size_t size)
 {
-    const size_t bytes = common_bytes(from, size);
-    memcpy((char *)to + sizeof(size_t), (const char *)from + sizeof(size_t), bytes);
-    return bytes > 0;
+    if (!caller) return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, name);
+    const size_t given = size_given(caller);
+    if (!given)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s->struct_size is %zu; start from %s", function,
+                        name, *(const size_t *)caller, init);
+    for (size_t i = size; i < given; i++)
+        if (((const char *)caller)[i])
+            return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                            "%s: %s->struct_size is %zu, this library knows %zu bytes, and byte %zu is not "
+                            "zero: a field is set that only a newer library has",
+                            function, name, given, size, i);
+    return SMOE_OK;
 }
 
-int smoe_give_struct(void *to, const void *from, size_t size)
+/* The bytes after struct_size that both sides know. */
+static size_t common_bytes(const void *caller, size_t size)
 {
-    const size_t bytes = common_bytes(to, size);
-    memcpy((char *)to + sizeof(size_t), (const char *)from + sizeof(size_t), bytes);
-    return bytes > 0;
+    const size_t given = size_given(caller);
+    return given ? (given < size ? given : size) - sizeof given : 0;
+}
+
+void moe_take_struct(void *to, size_t size, const void *from)
+{
+    memcpy((char *)to + sizeof(size_t), (const char *)from + sizeof(size_t), common_bytes(from, size));
+}
+
+void moe_give_struct(void *to, const void *from, size_t size)
+{
+    memcpy((char *)to + sizeof(size_t), (const char *)from + sizeof(size_t), common_bytes(to, size));
 }
 
 /* An integer field and the range it must lie in. */
@@ -42,8 +62,8 @@ static smoe_status check_ranges(smoe_context *context, const char *function, smo
     for (int i = 0; i < count; i++) {
         const range_check *c = &checks[i];
         if (c->value < c->low || c->value > c->high)
-            return smoe_fail(context, status, "%s: %s is %lld, the range is %lld to %lld", function, c->name,
-                             (long long)c->value, (long long)c->low, (long long)c->high);
+            return moe_fail(context, status, "%s: %s is %lld, the range is %lld to %lld", function, c->name,
+                            (long long)c->value, (long long)c->low, (long long)c->high);
     }
     return SMOE_OK;
 }
@@ -68,64 +88,111 @@ static smoe_status check_shape(smoe_context *context, const char *function, cons
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, shape, COUNT(shape));
     if (status != SMOE_OK) return status;
     if (l->hidden % 8)
-        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: hidden is %lld, it must be a multiple of 8",
-                         function, (long long)l->hidden);
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: hidden is %lld, it must be a multiple of 8", function,
+                        (long long)l->hidden);
     if (l->intermediate % 8)
-        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: intermediate is %lld, it must be a multiple of 8",
-                         function, (long long)l->intermediate);
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: intermediate is %lld, it must be a multiple of 8",
+                        function, (long long)l->intermediate);
     if (l->chunks & (l->chunks - 1))
-        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: chunks is %d, it must be a power of two", function,
-                         (int)l->chunks);
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: chunks is %d, it must be a power of two", function,
+                        (int)l->chunks);
     return SMOE_OK;
 }
 
-static smoe_status check_one_of(smoe_context *context, const char *function, const char *name, int value,
-                                const int *allowed, int count)
+/* ---- Enumerators, with the names they have in error texts ---- */
+
+typedef struct named_value {
+    int value;
+    const char *name;
+} named_value;
+
+#define NAMED(enumerator)                                                                                    \
+    {                                                                                                        \
+        enumerator, #enumerator                                                                              \
+    }
+
+static const named_value types[] = {NAMED(SMOE_TYPE_F32), NAMED(SMOE_TYPE_BF16), NAMED(SMOE_TYPE_F16),
+                                    NAMED(SMOE_TYPE_I32), NAMED(SMOE_TYPE_I64)};
+#define ACTIVATION(enumerator, name, shape, curve) NAMED(enumerator),
+static const named_value activations[] = {MOE_ACTIVATIONS(ACTIVATION)};
+#undef ACTIVATION
+static const named_value layouts[] = {NAMED(SMOE_LAYOUT_CONCATENATED), NAMED(SMOE_LAYOUT_INTERLEAVED)};
+static const named_value entries[] = {NAMED(SMOE_ENTRY_FROM_LOGITS), NAMED(SMOE_ENTRY_FROM_TOPK),
+                                      NAMED(SMOE_ENTRY_FROM_ROWS)};
+static const named_value scores[] = {NAMED(SMOE_SCORE_SOFTMAX_TOPK), NAMED(SMOE_SCORE_TOPK_SOFTMAX),
+                                     NAMED(SMOE_SCORE_SIGMOID)};
+static const named_value roundings[] = {NAMED(SMOE_ROUNDING_NONE),      NAMED(SMOE_ROUNDING_NR_F),
+                                        NAMED(SMOE_ROUNDING_SR_F),      NAMED(SMOE_ROUNDING_NR_S),
+                                        NAMED(SMOE_ROUNDING_BALANCE_F), NAMED(SMOE_ROUNDING_UP),
+                                        NAMED(SMOE_ROUNDING_DOWN)};
+
+static const char *name_of(const named_value *list, int count, int value)
 {
     for (int i = 0; i < count; i++)
-        if (value == allowed[i]) return SMOE_OK;
-    return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                     "%s: %s is %d, which is none of the values smoe.h gives it", function, name, value);
+        if (list[i].value == value) return list[i].name;
+    return NULL;
+}
+
+const char *moe_type_name(smoe_type type)
+{
+    return name_of(types, COUNT(types), (int)type);
+}
+
+const char *moe_entry_name(smoe_entry entry)
+{
+    return name_of(entries, COUNT(entries), (int)entry);
+}
+
+/* A field, the enumerators that its type has (or numbers), and which of them it may have: bit i for the i-th.
+ */
+typedef struct choice_check {
+    const char *name;
+    int value;
+    const named_value *known;
+    int count;
+    unsigned allowed;
+} choice_check;
+
+enum { ALL = 0xffff, STORED = 1 << 0 | 1 << 1 | 1 << 2, LOGITS = 1 << 0 | 1 << 1, INDICES = 1 << 3 | 1 << 4 };
+
+static smoe_status check_choice(smoe_context *context, const char *function, const choice_check *c)
+{
+    char number[16], allowed[SMOE_ERROR_TEXT] = "";
+    size_t used = 0;
+    for (int i = 0; i < c->count && used < sizeof allowed; i++) {
+        if (!(c->allowed >> i & 1)) continue;
+        if (c->value == c->known[i].value) return SMOE_OK;
+        used += (size_t)snprintf(allowed + used, sizeof allowed - used, "%s%s", used ? ", " : "",
+                                 c->known[i].name);
+    }
+    snprintf(number, sizeof number, "%d", c->value);
+    const char *name = name_of(c->known, c->count, c->value);
+    return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is %s, it must be one of %s", function, c->name,
+                    name ? name : number, allowed);
 }
 
 static smoe_status check_enums(smoe_context *context, const char *function, const smoe_layer *l)
 {
-    static const int storage[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16, SMOE_TYPE_F16},
-                     logits[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
-    static const int indices[] = {SMOE_TYPE_I32, SMOE_TYPE_I64}, flags[] = {0, 1};
-#define VALUE(enumerator, name, shape, curve) enumerator,
-    static const int activations[] = {MOE_ACTIVATIONS(VALUE)};
-#undef VALUE
-    static const int layouts[] = {SMOE_LAYOUT_CONCATENATED, SMOE_LAYOUT_INTERLEAVED};
-    static const int entries[] = {SMOE_ENTRY_FROM_LOGITS, SMOE_ENTRY_FROM_TOPK, SMOE_ENTRY_FROM_ROWS};
-    static const int scores[] = {SMOE_SCORE_SOFTMAX_TOPK, SMOE_SCORE_TOPK_SOFTMAX, SMOE_SCORE_SIGMOID};
-    static const int roundings[] = {SMOE_ROUNDING_NONE, SMOE_ROUNDING_NR_F,      SMOE_ROUNDING_SR_F,
-                                    SMOE_ROUNDING_NR_S, SMOE_ROUNDING_BALANCE_F, SMOE_ROUNDING_UP,
-                                    SMOE_ROUNDING_DOWN};
-    const int gradients[] = {(int)l->dtype, SMOE_TYPE_F32};
-    const struct {
-        const char *name;
-        int value;
-        const int *allowed;
-        int count;
-    } checks[] = {
-        {"dtype", (int)l->dtype, storage, COUNT(storage)},
-        {"activation", (int)l->activation, activations, COUNT(activations)},
-        {"layout", (int)l->layout, layouts, COUNT(layouts)},
-        {"entry", (int)l->entry, entries, COUNT(entries)},
-        {"index_type", (int)l->index_type, indices, COUNT(indices)},
-        {"logits_type", (int)l->logits_type, logits, COUNT(logits)},
-        {"gradient_type", (int)l->gradient_type, gradients, COUNT(gradients)},
-        {"accumulate", l->accumulate, flags, COUNT(flags)},
-        {"inference", l->inference, flags, COUNT(flags)},
-        {"reuse_saved", l->reuse_saved, flags, COUNT(flags)},
-        {"score", (int)l->score, scores, COUNT(scores)},
-        {"renormalize", l->renormalize, flags, COUNT(flags)},
-        {"rounding", (int)l->rounding, roundings, COUNT(roundings)},
+    static const named_value flags[] = {{0, "0"}, {1, "1"}};
+    unsigned gradients = 1 << 0; /* SMOE_TYPE_F32, and dtype */
+    for (int i = 0; i < COUNT(types); i++) gradients |= (unsigned)(types[i].value == (int)l->dtype) << i;
+    const choice_check checks[] = {
+        {"dtype", (int)l->dtype, types, COUNT(types), STORED},
+        {"activation", (int)l->activation, activations, COUNT(activations), ALL},
+        {"layout", (int)l->layout, layouts, COUNT(layouts), ALL},
+        {"entry", (int)l->entry, entries, COUNT(entries), ALL},
+        {"index_type", (int)l->index_type, types, COUNT(types), INDICES},
+        {"logits_type", (int)l->logits_type, types, COUNT(types), LOGITS},
+        {"gradient_type", (int)l->gradient_type, types, COUNT(types), gradients},
+        {"accumulate", l->accumulate, flags, COUNT(flags), ALL},
+        {"inference", l->inference, flags, COUNT(flags), ALL},
+        {"reuse_saved", l->reuse_saved, flags, COUNT(flags), ALL},
+        {"score", (int)l->score, scores, COUNT(scores), ALL},
+        {"renormalize", l->renormalize, flags, COUNT(flags), ALL},
+        {"rounding", (int)l->rounding, roundings, COUNT(roundings), ALL},
     };
     for (int i = 0; i < COUNT(checks); i++) {
-        const smoe_status status = check_one_of(context, function, checks[i].name, checks[i].value,
-                                                checks[i].allowed, checks[i].count);
+        const smoe_status status = check_choice(context, function, &checks[i]);
         if (status != SMOE_OK) return status;
     }
     return SMOE_OK;
@@ -139,15 +206,15 @@ static smoe_status check_groups(smoe_context *context, const char *function, con
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, ranges, COUNT(ranges));
     if (status != SMOE_OK || l->groups == 1) return status;
     if (l->entry != SMOE_ENTRY_FROM_LOGITS || l->score != SMOE_SCORE_SIGMOID)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: groups is %d, but groups need SMOE_SCORE_SIGMOID from logits", function,
-                         (int)l->groups);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: groups is %d, but groups need SMOE_SCORE_SIGMOID from logits", function,
+                        (int)l->groups);
     if (l->experts % l->groups || l->experts / l->groups < 2)
-        return smoe_fail(context, SMOE_ERROR_SHAPE,
-                         "%s: groups is %d, it must divide experts (%lld) into groups of at least 2",
-                         function, (int)l->groups, (long long)l->experts);
+        return moe_fail(context, SMOE_ERROR_SHAPE,
+                        "%s: groups is %d, it must divide experts (%lld) into groups of at least 2", function,
+                        (int)l->groups, (long long)l->experts);
     if (l->experts / l->groups * l->groups_kept < l->topk)
-        return smoe_fail(
+        return moe_fail(
             context, SMOE_ERROR_SHAPE, "%s: topk is %lld, but the %d groups kept hold %lld experts", function,
             (long long)l->topk, (int)l->groups_kept, (long long)(l->experts / l->groups * l->groups_kept));
     return SMOE_OK;
@@ -156,37 +223,42 @@ static smoe_status check_groups(smoe_context *context, const char *function, con
 static smoe_status check_router(smoe_context *context, const char *function, const smoe_layer *l)
 {
     if (l->entry != SMOE_ENTRY_FROM_LOGITS && l->rounding != SMOE_ROUNDING_NONE)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: rounding is %d, but rounding needs logits (SMOE_ENTRY_FROM_LOGITS)", function,
-                         (int)l->rounding);
-    if (l->score == SMOE_SCORE_TOPK_SOFTMAX && l->renormalize)
-        return smoe_fail(
-            context, SMOE_ERROR_ARGUMENT,
-            "%s: renormalize is 1, but the weights of SMOE_SCORE_TOPK_SOFTMAX sum to one already", function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: rounding is %s, but entry is %s: rounding needs SMOE_ENTRY_FROM_LOGITS",
+                        function, name_of(roundings, COUNT(roundings), (int)l->rounding),
+                        moe_entry_name(l->entry));
+    if (l->entry == SMOE_ENTRY_FROM_LOGITS && l->score == SMOE_SCORE_TOPK_SOFTMAX && l->renormalize)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: renormalize is 1, but the weights of SMOE_SCORE_TOPK_SOFTMAX sum to one already",
+                        function);
     if (!(l->route_scale > 0.0f && l->route_scale < 1e30f))
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "%s: route_scale is %g, it must be positive and finite", function,
-                         (double)l->route_scale);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: route_scale is %g, it must be positive and below 1e30", function,
+                        (double)l->route_scale);
+    if (l->entry != SMOE_ENTRY_FROM_LOGITS && l->route_scale != 1.0f)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: route_scale is %g, but entry is %s, whose weights are given: it must be 1",
+                        function, (double)l->route_scale, moe_entry_name(l->entry));
     return check_groups(context, function, l);
 }
 
 /* Row numbers are int32 in the plan, byte counts 64 bits everywhere. */
 static smoe_status check_rows(smoe_context *context, const char *function, const smoe_layer *l)
 {
-    smoe_problem problem;
-    smoe_problem_init(&problem, l);
+    moe_problem problem;
+    moe_problem_init(&problem, l);
     if (problem.padded_rows > INT32_MAX)
-        return smoe_fail(
+        return moe_fail(
             context, SMOE_ERROR_SHAPE,
             "%s: tokens x topk with padding is %lld rows, the limit is %d; use fewer tokens a call", function,
             (long long)problem.padded_rows, INT32_MAX);
     if (l->tokens * l->experts > (int64_t)1 << 40)
-        return smoe_fail(context, SMOE_ERROR_SHAPE, "%s: tokens x experts is %lld, the limit is 2^40",
-                         function, (long long)(l->tokens * l->experts));
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: tokens x experts is %lld, the limit is 2^40",
+                        function, (long long)(l->tokens * l->experts));
     return SMOE_OK;
 }
 
-smoe_status smoe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer)
+smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer)
 {
     smoe_status status = check_enums(context, function, layer);
     if (status == SMOE_OK) status = check_shape(context, function, layer);
@@ -195,32 +267,32 @@ smoe_status smoe_check_layer(smoe_context *context, const char *function, const 
     return status;
 }
 
-smoe_status smoe_check_pointers(smoe_context *context, const char *function, const smoe_pointer_check *checks,
-                                int count)
+smoe_status moe_check_pointers(smoe_context *context, const char *function, const moe_pointer_check *checks,
+                               int count)
 {
     for (int i = 0; i < count; i++) {
-        const smoe_pointer_check *c = &checks[i];
+        const moe_pointer_check *c = &checks[i];
         if (!c->pointer && c->required)
-            return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, c->name);
+            return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, c->name);
         if ((uintptr_t)c->pointer % SMOE_TENSOR_ALIGN)
-            return smoe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
-                             function, c->name, c->pointer, SMOE_TENSOR_ALIGN);
+            return moe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
+                            function, c->name, c->pointer, SMOE_TENSOR_ALIGN);
     }
     return SMOE_OK;
 }
 
-smoe_status smoe_check_buffer(smoe_context *context, const char *function, const char *name,
-                              const void *pointer, uint64_t size, uint64_t needed)
+smoe_status moe_check_buffer(smoe_context *context, const char *function, const char *name,
+                             const void *pointer, uint64_t size, uint64_t needed)
 {
     if (!needed) return SMOE_OK;
     if (!pointer)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL, %llu bytes are needed", function,
-                         name, (unsigned long long)needed);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL, %llu bytes are needed", function, name,
+                        (unsigned long long)needed);
     if ((uintptr_t)pointer % SMOE_BUFFER_ALIGN)
-        return smoe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
-                         function, name, pointer, SMOE_BUFFER_ALIGN);
+        return moe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
+                        function, name, pointer, SMOE_BUFFER_ALIGN);
     if (size < needed)
-        return smoe_fail(context, SMOE_ERROR_BUFFER, "%s: %s has %llu bytes, smoe_query_sizes asks for %llu",
-                         function, name, (unsigned long long)size, (unsigned long long)needed);
+        return moe_fail(context, SMOE_ERROR_BUFFER, "%s: %s has %llu bytes, smoe_query_sizes asks for %llu",
+                        function, name, (unsigned long long)size, (unsigned long long)needed);
     return SMOE_OK;
 }

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-smoe_status smoe_fail(smoe_context *context, smoe_status status, const char *format, ...)
+smoe_status moe_fail(smoe_context *context, smoe_status status, const char *format, ...)
 {
     va_list list;
     va_start(list, format);
@@ -16,11 +16,11 @@ smoe_status smoe_fail(smoe_context *context, smoe_status status, const char *for
     return status;
 }
 
-static const smoe_backend_table *find_backend(smoe_backend id)
+static const moe_backend_table *find_backend(smoe_backend id)
 {
-    if (id == SMOE_BACKEND_CPU) return &smoe_cpu_backend;
+    if (id == SMOE_BACKEND_CPU) return &moe_cpu_backend;
 #ifdef SMOE_HAVE_CUDA
-    if (id == SMOE_BACKEND_CUDA) return &smoe_cuda_backend;
+    if (id == SMOE_BACKEND_CUDA) return &moe_cuda_backend;
 #endif
     return NULL;
 }
@@ -28,17 +28,17 @@ static const smoe_backend_table *find_backend(smoe_backend id)
 static smoe_status open_backend(smoe_context *context, const smoe_context_options *options)
 {
     if (options->backend != SMOE_BACKEND_CPU && options->backend != SMOE_BACKEND_CUDA)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_create: backend is %d; it is SMOE_BACKEND_CPU (0) or SMOE_BACKEND_CUDA (10)",
-                         (int)options->backend);
-    if (options->threads < 0)
-        return smoe_fail(context, SMOE_ERROR_ARGUMENT,
-                         "smoe_create: threads is %d, the least is 0 (OpenMP's default)",
-                         (int)options->threads);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "smoe_create: backend is %d; it is SMOE_BACKEND_CPU (0) or SMOE_BACKEND_CUDA (10)",
+                        (int)options->backend);
+    if (options->threads < 0 || options->threads > SMOE_MAX_THREADS)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "smoe_create: threads is %d, the range is 0 (OpenMP's default) to %d",
+                        (int)options->threads, SMOE_MAX_THREADS);
     context->backend = find_backend(options->backend);
     if (!context->backend)
-        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_create: this library was built without the cuda backend");
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "smoe_create: this library was built without the cuda backend");
     context->on_stage = options->on_stage;
     context->on_stage_user = options->on_stage_user;
     return context->backend->create(context, options);
@@ -55,13 +55,15 @@ smoe_status smoe_create(smoe_context **context, const smoe_context_options *give
     if (!context) return SMOE_ERROR_ARGUMENT;
     *context = NULL;
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
-    if (given && !smoe_take_struct(&options, sizeof options, given)) return SMOE_ERROR_ARGUMENT;
     smoe_context *made = calloc(1, sizeof *made);
-    if (!made) {
-        report(&options, "smoe_create: out of host memory");
-        return SMOE_ERROR_MEMORY;
-    }
-    const smoe_status status = open_backend(made, &options);
+    if (!made) return SMOE_ERROR_MEMORY;
+    made->function = "smoe_create";
+    smoe_status status = SMOE_OK;
+    if (given)
+        status = moe_check_struct(made, "smoe_create", "options", "SMOE_CONTEXT_OPTIONS_INIT", given,
+                                  sizeof options);
+    if (given) moe_take_struct(&options, sizeof options, given);
+    if (status == SMOE_OK) status = open_backend(made, &options);
     if (status != SMOE_OK) {
         report(&options, made->error);
         free(made);

@@ -2,7 +2,7 @@
 #include "problem.h"
 #include "activations.h"
 
-int64_t smoe_type_bytes(smoe_type type)
+int64_t moe_type_bytes(smoe_type type)
 {
     switch (type) {
     case SMOE_TYPE_BF16:
@@ -47,7 +47,7 @@ typedef struct plan_part {
 
 enum { PLAN_PARTS = 11 };
 
-static int list_plan_parts(const smoe_problem *p, smoe_plan_arrays *plan, plan_part parts[PLAN_PARTS])
+static int list_plan_parts(const moe_problem *p, moe_plan_arrays *plan, plan_part parts[PLAN_PARTS])
 {
     const int64_t tokens = p->layer.tokens, experts = p->layer.experts, pairs = tokens * p->layer.topk;
     const int from_logits = p->layer.entry == SMOE_ENTRY_FROM_LOGITS;
@@ -69,50 +69,50 @@ static int list_plan_parts(const smoe_problem *p, smoe_plan_arrays *plan, plan_p
     return count;
 }
 
-static uint64_t h_bytes(const smoe_problem *p, int64_t rows)
+static uint64_t h_bytes(const moe_problem *p, int64_t rows)
 {
     return (uint64_t)(rows * p->h_width) * (uint64_t)p->element;
 }
 
-void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer)
+void moe_problem_init(moe_problem *problem, const smoe_layer *layer)
 {
-    smoe_problem *p = problem;
-    *p = (smoe_problem){.layer = *layer};
+    moe_problem *p = problem;
+    *p = (moe_problem){.layer = *layer};
     p->gated = moe_activation_halves(layer->activation) == 2;
     p->h_width = moe_h_width(layer);
-    p->element = smoe_type_bytes(layer->dtype);
+    p->element = moe_type_bytes(layer->dtype);
     p->rows = rows_at_most(layer);
     p->padded_rows = p->rows + (SMOE_ROW_BLOCK - 1) * layer->experts;
     const int64_t per_chunk = (int64_t)SMOE_ROW_BLOCK * layer->chunks;
     p->chunk_columns = SMOE_ROW_BLOCK * ((layer->hidden + per_chunk - 1) / per_chunk);
     if (p->chunk_columns > layer->hidden) p->chunk_columns = layer->hidden;
 
-    smoe_plan_arrays plan;
+    moe_plan_arrays plan;
     plan_part parts[PLAN_PARTS];
     const int count = list_plan_parts(p, &plan, parts);
     for (int i = 0; i < count; i++) {
         p->metadata_bytes += 4 * (uint64_t)parts[i].elements;
-        p->plan_bytes += smoe_align_up(4 * (uint64_t)parts[i].elements_laid_out);
+        p->plan_bytes += moe_align_up(4 * (uint64_t)parts[i].elements_laid_out);
     }
     p->saved_bytes =
         (uint64_t)(layer->tokens * layer->hidden * p->element) + h_bytes(p, p->rows) + p->metadata_bytes;
-    p->saved_buffer_bytes = layer->inference ? 0 : smoe_align_up(h_bytes(p, p->padded_rows)) + p->plan_bytes;
+    p->saved_buffer_bytes = layer->inference ? 0 : moe_align_up(h_bytes(p, p->padded_rows)) + p->plan_bytes;
     if (layer->inference) p->saved_bytes = p->metadata_bytes = 0;
 }
 
-smoe_plan_arrays smoe_plan_at(const smoe_problem *problem, void *buffer)
+moe_plan_arrays moe_plan_at(const moe_problem *problem, void *buffer)
 {
-    smoe_plan_arrays plan = {0};
+    moe_plan_arrays plan = {0};
     char *at = buffer;
     if (!problem->layer.inference) {
         plan.h = at;
-        at += smoe_align_up(h_bytes(problem, problem->padded_rows));
+        at += moe_align_up(h_bytes(problem, problem->padded_rows));
     }
     plan_part parts[PLAN_PARTS];
     const int count = list_plan_parts(problem, &plan, parts);
     for (int i = 0; i < count; i++) {
         *parts[i].pointer = at;
-        at += smoe_align_up(4 * (uint64_t)parts[i].elements_laid_out);
+        at += moe_align_up(4 * (uint64_t)parts[i].elements_laid_out);
     }
     return plan;
 }

@@ -16,11 +16,12 @@ enum {
     SMOE_MAX_EXPERTS = 4096,
     SMOE_MAX_TOPK = 64,
     SMOE_MAX_TILE = 4096,
-    SMOE_MAX_CHUNKS = 64
+    SMOE_MAX_CHUNKS = 64,
+    SMOE_MAX_THREADS = 512
 };
 
 /* The plan's arrays, in saved (for inference: at the start of scratch). Shapes as in smoe_plan_view. */
-typedef struct smoe_plan_arrays {
+typedef struct moe_plan_arrays {
     void *h;                /* (padded_rows, h_width) dtype; NULL for inference */
     int32_t *row_token;     /* (padded_rows) */
     float *row_weight;      /* (padded_rows) */
@@ -33,9 +34,9 @@ typedef struct smoe_plan_arrays {
     int32_t *topk_ids;      /* (T, K); this and the next two: FROM_LOGITS only, else NULL */
     float *topk_weights;    /* (T, K) */
     int32_t *topk_counts;   /* (E) */
-} smoe_plan_arrays;
+} moe_plan_arrays;
 
-typedef struct smoe_problem {
+typedef struct moe_problem {
     smoe_layer layer;            /* with defaults for what the caller's struct_size did not cover */
     int gated;                   /* the activation has a gate */
     int64_t h_width;             /* columns of H and rows of W1[e]: 2n gated, n otherwise */
@@ -48,21 +49,21 @@ typedef struct smoe_problem {
     uint64_t saved_bytes;        /* X, H and metadata, unpadded */
     uint64_t plan_bytes;         /* of the plan without H, as laid out */
     uint64_t saved_buffer_bytes; /* H and plan as laid out; 0 for inference */
-} smoe_problem;
+} moe_problem;
 
 /* The next multiple of SMOE_BUFFER_ALIGN. */
-static inline uint64_t smoe_align_up(uint64_t bytes)
+static inline uint64_t moe_align_up(uint64_t bytes)
 {
     return (bytes + SMOE_BUFFER_ALIGN - 1) / SMOE_BUFFER_ALIGN * SMOE_BUFFER_ALIGN;
 }
 
-int64_t smoe_type_bytes(smoe_type type);
+int64_t moe_type_bytes(smoe_type type);
 
-/* Fills *problem from a layer that smoe_check_layer has passed. */
-void smoe_problem_init(smoe_problem *problem, const smoe_layer *layer);
+/* Fills *problem from a layer that moe_check_layer has passed. */
+void moe_problem_init(moe_problem *problem, const smoe_layer *layer);
 
 /* The plan's pointers inside a buffer: `saved` (H first), or for inference the start of scratch. */
-smoe_plan_arrays smoe_plan_at(const smoe_problem *problem, void *buffer);
+moe_plan_arrays moe_plan_at(const moe_problem *problem, void *buffer);
 
 #ifdef __cplusplus
 }

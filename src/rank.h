@@ -2,7 +2,7 @@
  * backends decide alike bit for bit: ordered keys, one exp polynomial, order-free fixed-point sums,
  * Philox4x32-10, the rounding rules.
  *
- * Float operations go through smoe_add, smoe_mul and smoe_div, which round once each and are never contracted
+ * Float operations go through moe_add, moe_mul and moe_div, which round once each and are never contracted
  * to a fused multiply-add: by intrinsics on the device, by -ffp-contract=off on the host. */
 #ifndef SMOE_RANK_H
 #define SMOE_RANK_H
@@ -18,7 +18,7 @@
 
 /* ---- Float operations ---- */
 
-SMOE_HOST_DEVICE float smoe_add(float a, float b)
+SMOE_HOST_DEVICE float moe_add(float a, float b)
 {
 #ifdef __CUDA_ARCH__
     return __fadd_rn(a, b);
@@ -27,7 +27,7 @@ SMOE_HOST_DEVICE float smoe_add(float a, float b)
 #endif
 }
 
-SMOE_HOST_DEVICE float smoe_mul(float a, float b)
+SMOE_HOST_DEVICE float moe_mul(float a, float b)
 {
 #ifdef __CUDA_ARCH__
     return __fmul_rn(a, b);
@@ -36,7 +36,7 @@ SMOE_HOST_DEVICE float smoe_mul(float a, float b)
 #endif
 }
 
-SMOE_HOST_DEVICE float smoe_div(float a, float b)
+SMOE_HOST_DEVICE float moe_div(float a, float b)
 {
 #ifdef __CUDA_ARCH__
     return __fdiv_rn(a, b);
@@ -45,14 +45,14 @@ SMOE_HOST_DEVICE float smoe_div(float a, float b)
 #endif
 }
 
-SMOE_HOST_DEVICE uint32_t smoe_bits_of(float x)
+SMOE_HOST_DEVICE uint32_t moe_bits_of(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
-SMOE_HOST_DEVICE float smoe_float_of(uint32_t bits)
+SMOE_HOST_DEVICE float moe_float_of(uint32_t bits)
 {
     float x;
     memcpy(&x, &bits, sizeof x);
@@ -60,48 +60,48 @@ SMOE_HOST_DEVICE float smoe_float_of(uint32_t bits)
 }
 
 /* condition ? a : b by masks: compilers make branches of the other form, and such loops do not vectorise. */
-SMOE_HOST_DEVICE float smoe_select(int condition, float a, float b)
+SMOE_HOST_DEVICE float moe_select(int condition, float a, float b)
 {
     const uint32_t mask = 0u - (uint32_t)condition;
-    return smoe_float_of((smoe_bits_of(a) & mask) | (smoe_bits_of(b) & ~mask));
+    return moe_float_of((moe_bits_of(a) & mask) | (moe_bits_of(b) & ~mask));
 }
 
-SMOE_HOST_DEVICE int smoe_is_nan(float x)
+SMOE_HOST_DEVICE int moe_is_nan(float x)
 {
-    return (smoe_bits_of(x) & 0x7fffffffu) > 0x7f800000u;
+    return (moe_bits_of(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
 /* ---- Keys ---- */
 
 /* x as an unsigned integer of the same order: 0 for NaN, which so ranks below -inf, and one value
  * for both zeros. */
-SMOE_HOST_DEVICE uint32_t smoe_rank_key(float x)
+SMOE_HOST_DEVICE uint32_t moe_rank_key(float x)
 {
-    const uint32_t given = smoe_bits_of(x), bits = given == 0x80000000u ? 0u : given;
+    const uint32_t given = moe_bits_of(x), bits = given == 0x80000000u ? 0u : given;
     const uint32_t ordered = bits ^ ((0u - (bits >> 31)) | 0x80000000u);
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0u : ordered;
 }
 
 /* The x of a key; NaN for 0. */
-SMOE_HOST_DEVICE float smoe_rank_value(uint32_t key)
+SMOE_HOST_DEVICE float moe_rank_value(uint32_t key)
 {
-    return smoe_float_of(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+    return moe_float_of(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
 /* x rounded to bf16, nearest even, as an f32; NaN stays NaN. */
-SMOE_HOST_DEVICE float smoe_round_to_bf16(float x)
+SMOE_HOST_DEVICE float moe_round_to_bf16(float x)
 {
-    const uint32_t bits = smoe_bits_of(x);
+    const uint32_t bits = moe_bits_of(x);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-    return smoe_is_nan(x) ? smoe_float_of(0x7fc00000u) : smoe_float_of(rounded);
+    return moe_is_nan(x) ? moe_float_of(0x7fc00000u) : moe_float_of(rounded);
 }
 
 /* The key that ranks a token inside an expert. With bf16 logits the score is rounded to bf16 first:
  * the key's low 16 bits are then the same for all scores of one sign (0 for positive ones), and its
  * high 16 bits suffice. */
-SMOE_HOST_DEVICE uint32_t smoe_score_key(float score, smoe_type logits_type)
+SMOE_HOST_DEVICE uint32_t moe_score_key(float score, smoe_type logits_type)
 {
-    return smoe_rank_key(logits_type == SMOE_TYPE_BF16 ? smoe_round_to_bf16(score) : score);
+    return moe_rank_key(logits_type == SMOE_TYPE_BF16 ? moe_round_to_bf16(score) : score);
 }
 
 /* ---- exp, softmax, sigmoid ---- */
@@ -109,67 +109,67 @@ SMOE_HOST_DEVICE uint32_t smoe_score_key(float score, smoe_type logits_type)
 /* exp(d) for d <= 0, exactly 1 at 0, 0 below -87 (exp(-87) = 1.6e-38 is still normal) and for NaN. Relative
  * error below 1e-7. d = i ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, of which the first has 9 bits,
  * so that i times it is exact; exp(r) = 1 + r + r^2 q(r), q of degree 4 through the Chebyshev nodes. */
-SMOE_HOST_DEVICE float smoe_exp(float d)
+SMOE_HOST_DEVICE float moe_exp(float d)
 {
     const float shift = 12582912.0f; /* 1.5 2^23: adding it rounds to an integer in the low bits */
-    const float shifted = smoe_add(smoe_mul(d, 1.44269504f), shift);
-    const float i = smoe_add(shifted, -shift);
-    float r = smoe_add(d, smoe_mul(i, -0.693359375f));
-    r = smoe_add(r, smoe_mul(i, 0.000212194442f));
+    const float shifted = moe_add(moe_mul(d, 1.44269504f), shift);
+    const float i = moe_add(shifted, -shift);
+    float r = moe_add(d, moe_mul(i, -0.693359375f));
+    r = moe_add(r, moe_mul(i, 0.000212194442f));
     float q = 0.00139262504f;
-    q = smoe_add(smoe_mul(q, r), 0.00836323295f);
-    q = smoe_add(smoe_mul(q, r), 0.0416665524f);
-    q = smoe_add(smoe_mul(q, r), 0.166665763f);
-    q = smoe_add(smoe_mul(q, r), 0.5f);
-    const float e = smoe_add(1.0f, smoe_add(r, smoe_mul(smoe_mul(r, r), q)));
-    const uint32_t power = (smoe_bits_of(shifted) - 0x4b400000u + 127u) << 23;
-    return smoe_select(d >= -87.0f, smoe_mul(e, smoe_float_of(power)), 0.0f);
+    q = moe_add(moe_mul(q, r), 0.00836323295f);
+    q = moe_add(moe_mul(q, r), 0.0416665524f);
+    q = moe_add(moe_mul(q, r), 0.166665763f);
+    q = moe_add(moe_mul(q, r), 0.5f);
+    const float e = moe_add(1.0f, moe_add(r, moe_mul(moe_mul(r, r), q)));
+    const uint32_t power = (moe_bits_of(shifted) - 0x4b400000u + 127u) << 23;
+    return moe_select(d >= -87.0f, moe_mul(e, moe_float_of(power)), 0.0f);
 }
 
 /* exp(logit - max): 1 where the logit is the maximum (infinite ones too), 0 for NaN. */
-SMOE_HOST_DEVICE float smoe_softmax_term(float logit, float max)
+SMOE_HOST_DEVICE float moe_softmax_term(float logit, float max)
 {
-    const float term = smoe_exp(smoe_add(logit, -max));
-    return smoe_select(logit == max, 1.0f, term);
+    const float term = moe_exp(moe_add(logit, -max));
+    return moe_select(logit == max, 1.0f, term);
 }
 
 /* A term (0..1) in fixed point; sums of up to 4096 of them are exact, and so free of their order. */
-SMOE_HOST_DEVICE uint64_t smoe_softmax_fixed(float term)
+SMOE_HOST_DEVICE uint64_t moe_softmax_fixed(float term)
 {
-    return (uint64_t)(int64_t)smoe_mul(term, 4294967296.0f);
+    return (uint64_t)(int64_t)moe_mul(term, 4294967296.0f);
 }
 
-/* The sum of a softmax's terms; p = smoe_div(term, sum). */
-SMOE_HOST_DEVICE float smoe_softmax_sum(uint64_t fixed)
+/* The sum of a softmax's terms; p = moe_div(term, sum). */
+SMOE_HOST_DEVICE float moe_softmax_sum(uint64_t fixed)
 {
-    return smoe_mul((float)fixed, 2.3283064365386963e-10f);
+    return moe_mul((float)fixed, 2.3283064365386963e-10f);
 }
 
 /* 1 / (1 + exp(-logit)); NaN for NaN. */
-SMOE_HOST_DEVICE float smoe_sigmoid(float logit)
+SMOE_HOST_DEVICE float moe_sigmoid(float logit)
 {
-    const float e = smoe_exp(logit < 0.0f ? logit : -logit);
-    const float s = smoe_div(logit < 0.0f ? e : 1.0f, smoe_add(1.0f, e));
-    return smoe_is_nan(logit) ? logit : s;
+    const float e = moe_exp(logit < 0.0f ? logit : -logit);
+    const float s = moe_div(logit < 0.0f ? e : 1.0f, moe_add(1.0f, e));
+    return moe_is_nan(logit) ? logit : s;
 }
 
 /* ---- Rounding rules: c an expert's count under plain top-K, M the tile, T the tokens ---- */
 
 /* M floor(c / M). */
-SMOE_HOST_DEVICE int64_t smoe_round_lo(int64_t c, int64_t tile)
+SMOE_HOST_DEVICE int64_t moe_round_lo(int64_t c, int64_t tile)
 {
     return c / tile * tile;
 }
 
 /* M ceil(c / M), or lo where that is past T. */
-SMOE_HOST_DEVICE int64_t smoe_round_hi(int64_t c, int64_t tile, int64_t tokens)
+SMOE_HOST_DEVICE int64_t moe_round_hi(int64_t c, int64_t tile, int64_t tokens)
 {
-    const int64_t lo = smoe_round_lo(c, tile);
+    const int64_t lo = moe_round_lo(c, tile);
     return c == lo || lo + tile > tokens ? lo : lo + tile;
 }
 
 /* One of the ten rounds of Philox4x32 (Salmon et al., SC 2011). */
-SMOE_HOST_DEVICE void smoe_philox_round(uint32_t x[4], uint32_t key0, uint32_t key1)
+SMOE_HOST_DEVICE void moe_philox_round(uint32_t x[4], uint32_t key0, uint32_t key1)
 {
     const uint64_t a = (uint64_t)0xd2511f53u * x[0], b = (uint64_t)0xcd9e8d57u * x[2];
     const uint32_t x1 = x[1], x3 = x[3];
@@ -180,53 +180,53 @@ SMOE_HOST_DEVICE void smoe_philox_round(uint32_t x[4], uint32_t key0, uint32_t k
 }
 
 /* Philox4x32-10: the counter x becomes the random words. */
-SMOE_HOST_DEVICE void smoe_philox(uint32_t x[4], uint32_t key0, uint32_t key1)
+SMOE_HOST_DEVICE void moe_philox(uint32_t x[4], uint32_t key0, uint32_t key1)
 {
     for (int i = 0; i < 10; i++) {
-        smoe_philox_round(x, key0, key1);
+        moe_philox_round(x, key0, key1);
         key0 += 0x9e3779b9u;
         key1 += 0xbb67ae85u;
     }
 }
 
 /* u 2^32 of SR-f: the first word at key seed, counter (step, expert, 0), low words first. */
-SMOE_HOST_DEVICE uint32_t smoe_round_draw(uint64_t seed, uint64_t step, int64_t expert)
+SMOE_HOST_DEVICE uint32_t moe_round_draw(uint64_t seed, uint64_t step, int64_t expert)
 {
     uint32_t x[4] = {(uint32_t)step, (uint32_t)(step >> 32), (uint32_t)expert, 0};
-    smoe_philox(x, (uint32_t)seed, (uint32_t)(seed >> 32));
+    moe_philox(x, (uint32_t)seed, (uint32_t)(seed >> 32));
     return x[0];
 }
 
 /* Each rule: hi rather than lo? */
 
-SMOE_HOST_DEVICE int smoe_nr_f_picks_hi(int64_t c, int64_t lo, int64_t tile)
+SMOE_HOST_DEVICE int moe_nr_f_picks_hi(int64_t c, int64_t lo, int64_t tile)
 {
     return 2 * (c - lo) > tile;
 }
 
-SMOE_HOST_DEVICE int smoe_sr_f_picks_hi(int64_t c, int64_t lo, int64_t tile, uint32_t draw)
+SMOE_HOST_DEVICE int moe_sr_f_picks_hi(int64_t c, int64_t lo, int64_t tile, uint32_t draw)
 {
     return (uint64_t)draw * (uint64_t)tile < (uint64_t)(c - lo) << 32;
 }
 
-SMOE_HOST_DEVICE int smoe_nr_s_picks_hi(int64_t added_score, int64_t dropped_score)
+SMOE_HOST_DEVICE int moe_nr_s_picks_hi(int64_t added_score, int64_t dropped_score)
 {
     return added_score < dropped_score;
 }
 
-SMOE_HOST_DEVICE int smoe_balance_f_picks_hi(int64_t c, int64_t lo, int64_t tile, int64_t residual)
+SMOE_HOST_DEVICE int moe_balance_f_picks_hi(int64_t c, int64_t lo, int64_t tile, int64_t residual)
 {
     return 2 * (c + residual - lo) > tile;
 }
 
 /* A score as the signed fixed point of NR-s, from its key: 2^32 per unit, towards zero, held within +-2^16 so
  * that the sums (of fewer than 4096) fit; 0 for NaN. */
-SMOE_HOST_DEVICE int64_t smoe_score_fixed(uint32_t key)
+SMOE_HOST_DEVICE int64_t moe_score_fixed(uint32_t key)
 {
-    const float score = smoe_rank_value(key);
-    if (smoe_is_nan(score)) return 0;
+    const float score = moe_rank_value(key);
+    if (moe_is_nan(score)) return 0;
     const float held = score > 65536.0f ? 65536.0f : score < -65536.0f ? -65536.0f : score;
-    return (int64_t)smoe_mul(held, 4294967296.0f);
+    return (int64_t)moe_mul(held, 4294967296.0f);
 }
 
 #endif

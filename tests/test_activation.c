@@ -167,8 +167,8 @@ static int same_bits(float x, float y)
 static void run_rows(const activation_case *c, int64_t n, row_results *r, float weight)
 {
     poison(r->forward, n + 1), poison(r->a, n + 1), poison(r->dh, 2 * n + 1);
-    smoe_activate(c->activation, n, r->h, r->forward);
-    smoe_activate_backward(c->activation, n, r->h, r->da, weight, r->a, r->dh);
+    moe_activate(c->activation, n, r->h, r->forward);
+    moe_activate_backward(c->activation, n, r->h, r->da, weight, r->a, r->dh);
     for (int64_t j = 0; j < n; j++) assert_true(same_bits(r->forward[j], r->a[j]));
     assert_true(isnan(r->forward[n]) && isnan(r->a[n]) && isnan(r->dh[c->gated ? 2 * n : n]));
 }
@@ -333,7 +333,7 @@ static void test_dot(void **state)
     float x[N], y[N];
     double sum = 0;
     for (int64_t n = 0; n < N; n++) {
-        assert_true(smoe_dot(n, x, y) == (float)sum);
+        assert_true(moe_dot(n, x, y) == (float)sum);
         x[n] = (float)(n % 11 + 1), y[n] = (float)(n % 13 - 6);
         sum += (double)x[n] * y[n];
     }
@@ -346,9 +346,9 @@ static void test_bf16(void **state)
     uint16_t stored[65536], again[65536];
     float *values = row_of(65536);
     for (int i = 0; i < 65536; i++) stored[i] = (uint16_t)i;
-    smoe_load_row(values, stored, 0, 65536, SMOE_TYPE_BF16);
+    moe_load_row(values, stored, 0, 65536, SMOE_TYPE_BF16);
     memset(again, 0xff, sizeof again);
-    smoe_store_row(again, 0, values, 65536, SMOE_TYPE_BF16);
+    moe_store_row(again, 0, values, 65536, SMOE_TYPE_BF16);
     for (int i = 0; i < 65536; i++) {
         const int is_nan = (i & 0x7fff) > 0x7f80;
         assert_int_equal(isnan(values[i]) != 0, is_nan);
@@ -359,10 +359,10 @@ static void test_bf16(void **state)
                                  0x7f7fffffU, 0x7f800001U, 0xff80ffffU, 0x80000001U};
     const uint16_t wanted[] = {0x3f80U, 0x3f82U, 0x3f81U, 0x3f81U, 0x7f80U, 0x7fc0U, 0xffc0U, 0x8000U};
     memcpy(values, patterns, sizeof patterns);
-    smoe_store_row(again, 3, values, 8, SMOE_TYPE_BF16);
+    moe_store_row(again, 3, values, 8, SMOE_TYPE_BF16);
     assert_memory_equal(again + 3, wanted, sizeof wanted);
-    smoe_round_row(values, 8, SMOE_TYPE_BF16);
-    smoe_store_row(again, 100, values, 8, SMOE_TYPE_BF16);
+    moe_round_row(values, 8, SMOE_TYPE_BF16);
+    moe_store_row(again, 100, values, 8, SMOE_TYPE_BF16);
     assert_memory_equal(again + 100, wanted, sizeof wanted);
     free(values);
 }
@@ -373,11 +373,11 @@ static void test_add_row(void **state)
     (void)state;
     float f32[4] = {1.0f, 2.0f, 3.0f, 4.0f};
     const float more[2] = {0.5f, -5.0f};
-    smoe_add_row(f32, 1, more, 2, SMOE_TYPE_F32);
+    moe_add_row(f32, 1, more, 2, SMOE_TYPE_F32);
     assert_true(f32[0] == 1.0f && f32[1] == 2.5f && f32[2] == -2.0f && f32[3] == 4.0f);
     uint16_t bf16[4] = {0x3f80, 0x4380, 0x4040, 0x4080}; /* 1, 256, 3, 4 */
     const float odd[2] = {1.0f, 3.0f};                   /* 257 is halfway, to even: 256 */
-    smoe_add_row(bf16, 1, odd, 2, SMOE_TYPE_BF16);
+    moe_add_row(bf16, 1, odd, 2, SMOE_TYPE_BF16);
     const uint16_t wanted[4] = {0x3f80, 0x4380, 0x40c0, 0x4080};
     assert_memory_equal(bf16, wanted, sizeof wanted);
 }

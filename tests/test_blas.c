@@ -31,7 +31,7 @@ static void check_product(int transpose_a, int transpose_b, int64_t m, int64_t n
     float *c = matrix(m, ldc, 3), *before = matrix(m, ldc, 3);
     for (int64_t i = 0; i < m && beta == 0.0f; i++)
         for (int64_t j = 0; j < n; j++) c[i * ldc + j] = NAN;
-    smoe_sgemm(transpose_a, transpose_b, m, n, k, a, lda, b, ldb, beta, c, ldc);
+    moe_sgemm(transpose_a, transpose_b, m, n, k, a, lda, b, ldb, beta, c, ldc);
     for (int64_t i = 0; i < m; i++) {
         for (int64_t j = 0; j < ldc; j++) {
             float sum = j < n ? beta * before[i * ldc + j] : before[i * ldc + j];
@@ -60,23 +60,43 @@ static void test_guard(void **state)
     (void)state;
     openblas_set_num_threads(3);
     assert_int_equal(openblas_get_num_threads(), 3);
-    smoe_blas_enter();
+    moe_blas_enter();
     assert_int_equal(openblas_get_num_threads(), 1);
     int wrong = 0;
 #pragma omp parallel for num_threads(4) reduction(+ : wrong)
     for (int i = 0; i < 200; i++) {
-        smoe_blas_enter();
+        moe_blas_enter();
         wrong += openblas_get_num_threads() != 1;
-        smoe_blas_leave();
+        moe_blas_leave();
     }
     assert_int_equal(wrong, 0);
     assert_int_equal(openblas_get_num_threads(), 1);
-    smoe_blas_leave();
+    moe_blas_leave();
     assert_int_equal(openblas_get_num_threads(), 3);
+}
+
+/* A count that the application sets while a section is open: it comes back after the last one, and a section
+ * that begins later computes with one thread all the same. */
+static void test_application_sets_threads(void **state)
+{
+    (void)state;
+    openblas_set_num_threads(3);
+    moe_blas_enter();
+    openblas_set_num_threads(2);
+    moe_blas_leave();
+    assert_int_equal(openblas_get_num_threads(), 2);
+    moe_blas_enter();
+    openblas_set_num_threads(4);
+    moe_blas_enter();
+    assert_int_equal(openblas_get_num_threads(), 1);
+    moe_blas_leave();
+    moe_blas_leave();
+    assert_int_equal(openblas_get_num_threads(), 4);
 }
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_guard)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_guard),
+                                       cmocka_unit_test(test_application_sets_threads)};
     return cmocka_run_group_tests_name("blas", tests, NULL, NULL);
 }

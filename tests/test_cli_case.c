@@ -8,6 +8,7 @@
 #include <cmocka.h>
 
 #include "cli/bench/check.h"
+#include "harness/check.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -146,7 +147,7 @@ static void test_steered(void **state)
         int32_t want[T * K];
         assert_true(make_routing(ROUTING_SKEWED, T, E, K, 50, want));
         smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
-        assert_int_equal(smoe_view_plan(c.context, &c.layer, &c.forward, &view), SMOE_OK);
+        assert_int_equal(smoe_view_plan(c.run.context, &c.run.layer, &c.run.forward, &view), SMOE_OK);
         for (int t = 0; t < T; t++) {
             int32_t got[K];
             memcpy(got, view.topk_ids + t * K, sizeof got);
@@ -169,14 +170,14 @@ static void test_check_sees_errors(void **state)
         step(&c);
         bench_errors errors;
         assert_true(bench_check(&c, &errors, NULL));
-        assert_true(errors.forward > 0 && errors.forward < bench_tolerance(SMOE_TYPE_F32));
-        assert_true(errors.backward > 0 && errors.backward < bench_tolerance(SMOE_TYPE_F32));
-        ((float *)c.out.data)[3] += 0.25f;
-        ((float *)c.dx.data)[5] += 0.25f;
+        assert_true(errors.forward > 0 && errors.forward < check_cap(&c.run.layer));
+        assert_true(errors.backward > 0 && errors.backward < check_cap(&c.run.layer));
+        ((float *)slot_data(&c.run, SLOT_OUT))[3] += 0.25f;
+        ((float *)slot_data(&c.run, SLOT_DX))[5] += 0.25f;
         assert_true(bench_check(&c, &errors, NULL));
         assert_true(errors.forward > 1e-3);
         assert_true(errors.backward > 1e-3);
-        ((float *)c.out.data)[3] = NAN;
+        ((float *)slot_data(&c.run, SLOT_OUT))[3] = NAN;
         assert_true(bench_check(&c, &errors, NULL));
         assert_false(errors.forward <= 1);
         bench_case_free(&c);
@@ -193,15 +194,17 @@ static void test_entries(void **state)
         bench_case c;
         bench_errors errors;
         make_case_of(&c, SCOPE_EXPERTS, entries[i / 2], dtypes[i % 2], SMOE_ROUNDING_NONE);
-        assert_int_equal(c.layer.entry, entries[i / 2]);
+        assert_int_equal(c.run.layer.entry, entries[i / 2]);
         assert_int_equal(bench_prepared_apart(&c), i / 2);
         assert_true(bench_poison(&c, NULL));
         step(&c);
         assert_true(bench_check(&c, &errors, NULL));
-        assert_true(errors.forward > 0 && errors.forward < bench_tolerance(dtypes[i % 2]));
-        assert_true(errors.backward > 0 && errors.backward < bench_tolerance(dtypes[i % 2]));
-        const buffer *back = i / 2 ? &c.dlogits : &c.dtopk_weights,
-                     *other = i / 2 ? &c.dtopk_weights : &c.dlogits;
+        assert_true(errors.forward > 0 && errors.forward < check_cap(&c.run.layer));
+        assert_true(errors.backward > 0 && errors.backward < check_cap(&c.run.layer));
+        const buffer *back =
+                         i / 2 ? slot_memory(&c.run, SLOT_DLOGITS) : slot_memory(&c.run, SLOT_DTOPK_WEIGHTS),
+                     *other =
+                         i / 2 ? slot_memory(&c.run, SLOT_DTOPK_WEIGHTS) : slot_memory(&c.run, SLOT_DLOGITS);
         assert_null(other->data);
         assert_int_equal(back->bytes, 4 * T * (i / 2 ? E : K));
         for (size_t j = 0; j < back->bytes / 4; j++) assert_false(isnan(((float *)back->data)[j]));
@@ -216,14 +219,14 @@ static void test_touched(void **state)
     make_case(&c, SCOPE_LAYER, SMOE_TYPE_F32, SMOE_ROUNDING_NONE);
     uint64_t bytes = 1;
     assert_true(bench_poison(&c, NULL));
-    assert_true(bench_touched(&c.saved, &bytes, NULL));
+    assert_true(bench_touched(slot_memory(&c.run, SLOT_SAVED), &bytes, NULL));
     assert_int_equal(bytes, 0);
-    ((char *)c.saved.data)[12345] = 0;
-    assert_true(bench_touched(&c.saved, &bytes, NULL));
+    ((char *)slot_data(&c.run, SLOT_SAVED))[12345] = 0;
+    assert_true(bench_touched(slot_memory(&c.run, SLOT_SAVED), &bytes, NULL));
     assert_int_equal(bytes, 12346);
     step(&c);
-    assert_true(bench_touched(&c.saved, &bytes, NULL));
-    assert_true(bytes > c.sizes.saved_buffer_bytes / 2 && bytes <= c.sizes.saved_buffer_bytes);
+    assert_true(bench_touched(slot_memory(&c.run, SLOT_SAVED), &bytes, NULL));
+    assert_true(bytes > c.run.sizes.saved_buffer_bytes / 2 && bytes <= c.run.sizes.saved_buffer_bytes);
     bench_case_free(&c);
 }
 
@@ -235,10 +238,11 @@ static void test_canaries(void **state)
     step(&c);
     error err = {0};
     assert_true(bench_canaries(&c, &err));
-    ((char *)c.scratch_backward.data)[c.scratch_backward.bytes] ^= 1;
+    ((char *)slot_data(&c.run, SLOT_SCRATCH_BACKWARD))[slot_memory(&c.run, SLOT_SCRATCH_BACKWARD)->bytes] ^=
+        1;
     assert_false(bench_canaries(&c, &err));
     assert_int_equal(err.code, 1);
-    assert_non_null(strstr(err.text, "scratch of the backward"));
+    assert_non_null(strstr(err.text, "scratch (backward)"));
     bench_case_free(&c);
 }
 

@@ -226,6 +226,7 @@ static void test_saved_bytes(void **state)
         layer.dtype = cases[i].dtype;
         layer.activation = cases[i].activation;
         layer.entry = cases[i].entry;
+        layer.route_scale = 1.0f;
         smoe_sizes sizes = SMOE_SIZES_INIT;
         assert_int_equal(smoe_query_sizes(*state, &layer, &sizes), SMOE_OK);
         assert_int_equal(sizes.metadata_bytes, cases[i].metadata);

@@ -60,7 +60,7 @@ static bool fake_sync(void)
 }
 
 static const clock_kind fake_clock = {fake_open, fake_close, fake_mark, fake_ms};
-static const device fake_device = {.name = "fake", .sync = fake_sync, .clock = &fake_clock};
+static const device fake_device = {.name = "fake", .sync = fake_sync};
 
 /* The n-th launch takes n milliseconds, what comes before it 1000. */
 static bool fake_before(void *user, error *err)
@@ -243,7 +243,7 @@ static void test_yardstick(void **state)
                 2 * UINT64_C(1) * CUDA_COPY_BYTES + 2 * 256 * (256 + 256) + fixed);
 }
 
-/* Every value comes from one block; no two stretches as long as a small expert are the same. */
+/* Every value comes from one pattern; no two stretches as long as a small expert are the same. */
 static void test_tiled(void **state)
 {
     (void)state;
@@ -260,7 +260,7 @@ static void test_tiled(void **state)
     assert_int_equal(equal, 0);
     buffer_free(&whole);
 
-    assert_true(buffer_make(&small, device_find("cpu"), 4 * 5000)); // up to a block: fill_normal's numbers
+    assert_true(buffer_make(&small, device_find("cpu"), 4 * 5000)); // up to a pattern: fill_normal's numbers
     assert_true(buffer_make(&plain, device_find("cpu"), 4 * 5000));
     assert_true(fill_tiled(&small, SMOE_TYPE_F32, 5000, 0.5, 3) &&
                 fill_normal(&plain, SMOE_TYPE_F32, 5000, 0.5, 3));

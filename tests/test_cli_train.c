@@ -165,6 +165,49 @@ static void test_eval_counts_every_token(void **state)
     expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
 }
 
+/* Binary files of a folder are left out, and it is said. */
+static void test_binary_files(void **state)
+{
+    char path[4096];
+    put_texts(state);
+    snprintf(path, sizeof path,
+             "cd '%s' && mkdir mixed && cp text.txt mixed && head -c 9000 /dev/zero >mixed/zeros",
+             (const char *)*state);
+    assert_int_equal(system(path), 0);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    expect(state, "train " TINY "--steps 2 --out other mixed", 0,
+           "1 binary file is left out of the folders: mixed/zeros\n");
+    const double loss = figure(state, "eval -c run text.txt", "loss", "");
+    assert_true(figure(state, "eval -c other text.txt", "loss", "") == loss);
+    assert_true(figure(state, "eval -c run mixed", "loss", "") == loss);
+    expect(state, "eval -c run mixed", 0, "1 binary file is left out of the folders: mixed/zeros\n");
+    assert_true(figure(state, "eval -c run mixed/zeros", "tokens", "") == 8999);
+}
+
+/* The help promises no more of transformers than config.json's model type keeps. */
+static void test_help_about_transformers(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    char path[4096];
+    assert_int_equal(run_for(state, "", "train --help", OUTPUT, output), 0);
+    assert_non_null(strstr(output, "smoe.transformers"));
+    put_texts(state);
+    static const struct {
+        const char *options, *type;
+    } cases[] = {{"", "olmoe"}, {"--shared 8", "smoe"}, {"--layers 2 --dense-layers 1", "smoe"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char arguments[512];
+        snprintf(arguments, sizeof arguments, "train " TINY "%s --steps 1 --out run%zu text.txt",
+                 cases[i].options, i);
+        expect(state, arguments, 0, "done");
+        snprintf(arguments, sizeof arguments,
+                 "grep -q '\"model_type\": \"%s\"' '%s/run%zu/latest/config.json'", cases[i].type,
+                 (const char *)*state, i);
+        if (system(arguments) != 0)
+            fail_msg("%s: not %s", in_folder(path, state, "config.json"), cases[i].type);
+    }
+}
+
 /* - is standard input. */
 static void test_standard_input(void **state)
 {
@@ -288,7 +331,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };

@@ -10,24 +10,24 @@
 
 #include <cmocka.h>
 
-/* ---- Tiles: every feature of every half belongs to exactly one slot, no slot crosses halves ---- */
+/* ---- Tiles: every feature of every half belongs to exactly one stripe, no stripe crosses halves ---- */
 
-static void test_slots(void **state)
+static void test_stripes(void **state)
 {
     (void)state;
     for (int n = 8; n <= 1040; n += 8)
         for (int halves = 1; halves <= 2; halves++) {
-            const int tiles = smoe_feature_tiles(n, halves), each = smoe_slots_of_half(n);
+            const int tiles = moe_feature_tiles(n, halves), each = moe_stripes_of_half(n);
             char *seen = calloc((size_t)(n * halves), 1);
             assert_non_null(seen);
-            for (int slot = 0; slot < 2 * tiles; slot++) {
-                const smoe_slot s = smoe_slot_of(slot, each);
-                if (s.half >= halves) continue; /* the other slot of an odd last tile */
-                for (int f = s.feature; f < s.feature + SMOE_WEIGHT_SLOT && f < n; f++)
+            for (int stripe = 0; stripe < 2 * tiles; stripe++) {
+                const moe_stripe s = moe_stripe_of(stripe, each);
+                if (s.half >= halves) continue; /* the other stripe of an odd last tile */
+                for (int f = s.feature; f < s.feature + SMOE_WEIGHT_STRIPE && f < n; f++)
                     seen[s.half * n + f]++;
             }
             for (int i = 0; i < n * halves; i++) assert_int_equal(seen[i], 1);
-            assert_true((2 * tiles - 2) / each < halves); /* at most one slot is idle */
+            assert_true((2 * tiles - 2) / each < halves); /* at most one stripe is idle */
             free(seen);
         }
 }
@@ -39,7 +39,7 @@ static int read_again(int first, int hidden_tiles, int feature_tiles)
     char hidden[64] = {0}, feature[64] = {0};
     int sum = 0;
     for (int tile = first; tile < hidden_tiles * feature_tiles; tile++) {
-        const smoe_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
+        const moe_place at = moe_weight_place_of(tile, hidden_tiles, feature_tiles);
         if (!hidden[at.row_tile]++) sum += SMOE_WEIGHT_TILE_HIDDEN;
         if (!feature[at.column_tile]++) sum += SMOE_WEIGHT_TILE_FEATURES;
     }
@@ -54,7 +54,7 @@ static void test_weight_places(void **state)
             char *seen = calloc((size_t)(hidden_tiles * feature_tiles), 1);
             assert_non_null(seen);
             for (int tile = 0; tile < hidden_tiles * feature_tiles; tile++) {
-                const smoe_place at = smoe_weight_place_of(tile, hidden_tiles, feature_tiles);
+                const moe_place at = moe_weight_place_of(tile, hidden_tiles, feature_tiles);
                 assert_in_range(at.row_tile, 0, hidden_tiles - 1);
                 assert_in_range(at.column_tile, 0, feature_tiles - 1);
                 seen[at.row_tile * feature_tiles + at.column_tile]++;
@@ -80,21 +80,21 @@ static void check_split(const int32_t *blocks, int experts, int tiles, int ctas)
 {
     int64_t all = 0, split = 0;
     for (int e = 0; e < experts; e++) all += blocks[e];
-    const int32_t limit = smoe_split_limit(all, tiles, ctas);
+    const int32_t limit = moe_split_limit(all, tiles, ctas);
     for (int e = 0; e < experts; e++) {
         const int pieces = blocks[e] > limit ? (blocks[e] + limit - 1) / limit : 1;
         int32_t end = 0;
         for (int i = 0; i < pieces; i++) {
-            assert_int_equal(smoe_cut(blocks[e], pieces, i), end);
-            end = smoe_cut(blocks[e], pieces, i + 1);
-            assert_true(end - smoe_cut(blocks[e], pieces, i) <= limit);
+            assert_int_equal(moe_cut(blocks[e], pieces, i), end);
+            end = moe_cut(blocks[e], pieces, i + 1);
+            assert_true(end - moe_cut(blocks[e], pieces, i) <= limit);
         }
         assert_int_equal(end, blocks[e]);
         if (pieces > 1) split += pieces;
     }
-    assert_true(split <= smoe_split_bound(all, tiles, ctas));
-    assert_true(split <= smoe_split_bound(all + 1000, tiles, ctas)); /* the bound is taken for more rows */
-    assert_true(split < 1 << 16);                                    /* lists.cu packs it */
+    assert_true(split <= moe_split_bound(all, tiles, ctas));
+    assert_true(split <= moe_split_bound(all + 1000, tiles, ctas)); /* the bound is taken for more rows */
+    assert_true(split < 1 << 16);                                   /* lists.cu packs it */
 }
 
 static void test_split(void **state)
@@ -118,16 +118,16 @@ static void test_split(void **state)
 static void test_split_chooses(void **state)
 {
     (void)state;
-    const int32_t tiles = smoe_weight_tiles(1536, 256, 1);
+    const int32_t tiles = moe_weight_tiles(1536, 256, 1);
     assert_int_equal(tiles, 12);
-    assert_true(smoe_split_limit(24576 * 8 / 64, tiles, 132) > 24576 * 8 / 128 / 64);
-    const int64_t blocks = 3072, pieces = smoe_divide_up(blocks, smoe_split_limit(blocks, tiles, 132));
+    assert_true(moe_split_limit(24576 * 8 / 64, tiles, 132) > 24576 * 8 / 128 / 64);
+    const int64_t blocks = 3072, pieces = moe_divide_up(blocks, moe_split_limit(blocks, tiles, 132));
     assert_true(pieces * tiles >= 132 - tiles && pieces * tiles <= 132 + tiles);
 }
 
-/* ---- Staging: what TMA finds at (row, column) of a panel is the element that belongs there ---- */
+/* ---- Staging: what TMA finds at (row, column) of a subtile is the element that belongs there ---- */
 
-enum { SLOT_BYTES = 2 * SMOE_PANEL_BYTES };
+enum { BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES };
 
 /* Element i of a thread's accumulators: feature and row of d, counted from the part and the consumer's 64
  * rows. */
@@ -141,31 +141,31 @@ static int d_of(int warp, int lane, int i)
     return warp * 16 + (lane >> 2) + (i >> 1 & 1) * 8;
 }
 
-static void put(int32_t *slot, uint32_t at, uint32_t size, int value)
+static void put(int32_t *buffer, uint32_t at, uint32_t size, int value)
 {
-    assert_true(at + size <= SLOT_BYTES);
-    assert_int_equal(slot[at / size], -1);
-    slot[at / size] = value;
+    assert_true(at + size <= BUFFER_BYTES);
+    assert_int_equal(buffer[at / size], -1);
+    buffer[at / size] = value;
 }
 
 static void test_f32_staging(void **state)
 {
     (void)state;
     for (int transposed = 0; transposed < 2; transposed++) {
-        int32_t slot[SLOT_BYTES / 4];
-        memset(slot, 0xff, sizeof slot);
+        int32_t buffer[BUFFER_BYTES / 4];
+        memset(buffer, 0xff, sizeof buffer);
         for (int thread = 0; thread < 128; thread++)
             for (int i = 0; i < 32; i++) {
                 const int f = feature_of(thread & 31, i), d = d_of(thread >> 5, thread & 31, i);
                 const int row = transposed ? f : d, column = transposed ? d : f;
-                put(slot, smoe_part_f32((uint32_t)row, (uint32_t)column), 4, row * 64 + column);
+                put(buffer, moe_part_f32((uint32_t)row, (uint32_t)column), 4, row * 64 + column);
             }
         for (int row = 0; row < 64; row++)
             for (int column = 0; column < 64; column++) {
-                const uint32_t at = (uint32_t)(column / 32) * SMOE_PANEL_BYTES +
-                                    smoe_panel_offset((uint32_t)row, (uint32_t)(column % 32) / 4) +
+                const uint32_t at = (uint32_t)(column / 32) * SMOE_SUBTILE_BYTES +
+                                    moe_subtile_offset((uint32_t)row, (uint32_t)(column % 32) / 4) +
                                     (uint32_t)(column % 4) * 4;
-                assert_int_equal(slot[at / 4], row * 64 + column);
+                assert_int_equal(buffer[at / 4], row * 64 + column);
             }
     }
 }
@@ -176,8 +176,8 @@ static void test_16_bit_staging(void **state)
 {
     (void)state;
     for (int transposed = 0; transposed < 2; transposed++) {
-        int32_t slot[SLOT_BYTES / 2];
-        memset(slot, 0xff, sizeof slot);
+        int32_t buffer[BUFFER_BYTES / 2];
+        memset(buffer, 0xff, sizeof buffer);
         for (uint32_t warp = 0; warp < 4; warp++)
             for (uint32_t q = 0; q < 8; q++)
                 for (uint32_t j = 0; j < 4; j++)
@@ -188,18 +188,18 @@ static void test_16_bit_staging(void **state)
                             const uint32_t matrix_row = transposed ? 2 * (t % 4) + z : t / 4;
                             const uint32_t matrix_column = transposed ? t / 4 : 2 * (t % 4) + z;
                             const uint32_t lane = j * 8 + matrix_row;
-                            const uint32_t at = transposed ? smoe_part_transposed(warp, lane, q)
-                                                           : smoe_part_plain(warp, lane, q);
-                            put(slot, at + matrix_column * 2, 2, f * 64 + d);
+                            const uint32_t at = transposed ? moe_part_transposed(warp, lane, q)
+                                                           : moe_part_plain(warp, lane, q);
+                            put(buffer, at + matrix_column * 2, 2, f * 64 + d);
                         }
         for (int f = 0; f < 128; f++)
             for (int d = 0; d < 64; d++) {
                 const uint32_t row = (uint32_t)(transposed ? f : d),
                                column = (uint32_t)(transposed ? d : f % 64);
-                const uint32_t panel = transposed ? 0 : (uint32_t)f / 64;
+                const uint32_t subtile = transposed ? 0 : (uint32_t)f / 64;
                 const uint32_t at =
-                    panel * SMOE_PANEL_BYTES + smoe_panel_offset(row, column / 8) + column % 8 * 2;
-                assert_int_equal(slot[at / 2], f * 64 + d);
+                    subtile * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, column / 8) + column % 8 * 2;
+                assert_int_equal(buffer[at / 2], f * 64 + d);
             }
     }
 }
@@ -207,7 +207,7 @@ static void test_16_bit_staging(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_slots),       cmocka_unit_test(test_weight_places),
+        cmocka_unit_test(test_stripes),     cmocka_unit_test(test_weight_places),
         cmocka_unit_test(test_split),       cmocka_unit_test(test_split_chooses),
         cmocka_unit_test(test_f32_staging), cmocka_unit_test(test_16_bit_staging),
     };

@@ -31,12 +31,12 @@ static uint32_t hardware_swizzle(uint32_t address)
     return address ^ ((address >> 7 & 7) << 4);
 }
 
-static void panels_are_swizzled(void **state)
+static void subtiles_are_swizzled(void **state)
 {
     (void)state;
     for (uint32_t row = 0; row < 256; row++)
-        for (uint32_t chunk = 0; chunk < 8; chunk++)
-            assert_int_equal(smoe_panel_offset(row, chunk), hardware_swizzle(row * 128 + chunk * 16));
+        for (uint32_t vector = 0; vector < 8; vector++)
+            assert_int_equal(moe_subtile_offset(row, vector), hardware_swizzle(row * 128 + vector * 16));
 }
 
 /* What the 64 gathering threads of the up-projection write is where wgmma looks for row m, element k. */
@@ -47,62 +47,64 @@ static void gather_fills_the_tile(void **state)
     memset(row_at, 0xFF, sizeof row_at);
     for (uint32_t thread = 0; thread < 64; thread++)
         for (uint32_t i = 0; i < 16; i++) {
-            const uint32_t chunk = thread & 7, row = (thread >> 3) + 8 * i;
-            const uint32_t to = smoe_panel_offset(thread >> 3, chunk) + i * 8 * SMOE_PANEL_ROW_BYTES;
+            const uint32_t vector = thread & 7, row = (thread >> 3) + 8 * i;
+            const uint32_t to = moe_subtile_offset(thread >> 3, vector) + i * 8 * SMOE_SUBTILE_ROW_BYTES;
             assert_int_equal(row_at[to / 16], -1);
-            row_at[to / 16] = (int)(row * 8 + chunk);
+            row_at[to / 16] = (int)(row * 8 + vector);
         }
     for (uint32_t m = 0; m < 128; m++)
         for (uint32_t k = 0; k < 64; k++) {
-            /* consumer m / 64 starts at its panel, step k / 16 adds 32 bytes, groups of eight rows 1024 */
-            const uint32_t start = m / 64 * SMOE_PANEL_BYTES + k / 16 * 32;
+            /* consumer m / 64 starts at its subtile, step k / 16 adds 32 bytes, groups of eight rows 1024 */
+            const uint32_t start = m / 64 * SMOE_SUBTILE_BYTES + k / 16 * 32;
             const uint32_t in_step = m % 64 % 8 * 128 + m % 64 / 8 * 1024 + k % 16 * 2;
             const uint32_t address = hardware_swizzle(start + in_step);
             assert_int_equal(row_at[address / 16], m * 8 + k / 8);
         }
 }
 
-/* The accumulators of a thread, stored as stage_half of gemm_cooperative.cuh does: every element of the half
- * once, at the panel and chunk of its block. */
+/* The accumulators of a thread, stored as write_half of gemm_cooperative.cuh does: every element of the half
+ * once, at the subtile and vector of its octet. */
 static void staging_is_complete(void **state)
 {
     (void)state;
     for (int gated = 0; gated < 2; gated++) {
-        static int found[2 * SMOE_PANEL_BYTES / 16];
+        static int found[2 * SMOE_SUBTILE_BYTES / 16];
         memset(found, 0xFF, sizeof found);
         for (uint32_t warp = 0; warp < 4; warp++)
             for (uint32_t q = 0; q < 16; q += 4)
                 for (uint32_t odd = 0; odd < 2; odd++)
                     for (uint32_t lane = 0; lane < 32; lane++) {
-                        const uint32_t row = warp * 16 + (lane & 15), block = q + odd + (lane >> 4) * 2;
-                        const uint32_t panel = gated ? odd : q >> 3, chunk = smoe_block_chunk(block, gated);
-                        const uint32_t to = row * SMOE_PANEL_ROW_BYTES + panel * SMOE_PANEL_BYTES +
-                                            ((chunk ^ (lane & 7)) << 4);
-                        assert_int_equal(panel, smoe_block_panel(block, gated));
-                        assert_int_equal(to, panel * SMOE_PANEL_BYTES + smoe_panel_offset(row, chunk));
+                        const uint32_t row = warp * 16 + (lane & 15), octet = q + odd + (lane >> 4) * 2;
+                        const uint32_t subtile = gated ? odd : q >> 3,
+                                       vector = moe_octet_vector(octet, gated);
+                        const uint32_t to = row * SMOE_SUBTILE_ROW_BYTES + subtile * SMOE_SUBTILE_BYTES +
+                                            ((vector ^ (lane & 7)) << 4);
+                        assert_int_equal(subtile, moe_octet_subtile(octet, gated));
+                        assert_int_equal(to, subtile * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, vector));
                         assert_int_equal(found[to / 16], -1);
-                        found[to / 16] = (int)block;
+                        found[to / 16] = (int)octet;
                     }
         for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) assert_true(found[i] >= 0);
     }
 }
 
-/* The box of W1 holds, gated, eight gate rows, the same features' eight up rows, and so on; a block of eight
- * columns of the tile must stand for the features the box has there, and a panel for 64 neighbouring ones. */
-static void blocks_stand_for_their_features(void **state)
+/* The box of W1 holds, gated, eight gate rows, the same features' eight up rows, and so on; an octet of
+ * columns of the tile must stand for the features the box has there, and a subtile for 64 neighbouring ones.
+ */
+static void octets_stand_for_their_features(void **state)
 {
     (void)state;
     for (uint32_t tile = 0; tile < 3; tile++)
         for (uint32_t half = 0; half < 2; half++)
-            for (uint32_t block = 0; block < 16; block++) {
-                const uint32_t box_row = (half * 16 + block) * 8;
-                const uint32_t group = box_row / 16, first = smoe_block_feature(tile, half, block, 1);
+            for (uint32_t octet = 0; octet < 16; octet++) {
+                const uint32_t box_row = (half * 16 + octet) * 8;
+                const uint32_t group = box_row / 16, first = moe_octet_feature(tile, half, octet, 1);
                 assert_int_equal(first, (tile * 16 + group) * 8);
-                assert_int_equal(smoe_block_panel(block, 1), box_row / 8 % 2);
-                assert_int_equal(smoe_block_chunk(block, 1) * 8, first - (tile * 2 + half) * 64);
-                const uint32_t plain = smoe_block_feature(tile, half, block, 0);
+                assert_int_equal(moe_octet_subtile(octet, 1), box_row / 8 % 2);
+                assert_int_equal(moe_octet_vector(octet, 1) * 8, first - (tile * 2 + half) * 64);
+                const uint32_t plain = moe_octet_feature(tile, half, octet, 0);
                 assert_int_equal(plain, tile * 256 + box_row);
-                assert_int_equal(smoe_block_panel(block, 0) * 64 + smoe_block_chunk(block, 0) * 8,
+                assert_int_equal(moe_octet_subtile(octet, 0) * 64 + moe_octet_vector(octet, 0) * 8,
                                  plain - (tile * 2 + half) * 128);
             }
 }
@@ -114,10 +116,10 @@ static void work_entries_keep_what_they_hold(void **state)
     (void)state;
     for (int expert = 0; expert < 4096; expert += 91)
         for (int blocks = 1; blocks < 1 << 18; blocks = blocks * 3 + 1) {
-            const smoe_work work = smoe_work_make(64 * blocks, expert, blocks);
+            const moe_work work = moe_work_make(64 * blocks, expert, blocks);
             assert_int_equal(work.row, 64 * blocks);
-            assert_int_equal(smoe_work_expert(work), expert);
-            assert_int_equal(smoe_work_blocks(work), blocks);
+            assert_int_equal(moe_work_expert(work), expert);
+            assert_int_equal(moe_work_blocks(work), blocks);
         }
 }
 
@@ -126,15 +128,15 @@ static void cuts_cover_everything_once(void **state)
     (void)state;
     for (int32_t blocks = 1; blocks < 200; blocks++)
         for (int32_t entries = 1; entries <= blocks; entries++) {
-            assert_int_equal(smoe_cut(blocks, entries, 0), 0);
-            assert_int_equal(smoe_cut(blocks, entries, entries), blocks);
+            assert_int_equal(moe_cut(blocks, entries, 0), 0);
+            assert_int_equal(moe_cut(blocks, entries, entries), blocks);
             for (int32_t i = 0; i < entries; i++) {
-                const int32_t length = smoe_cut(blocks, entries, i + 1) - smoe_cut(blocks, entries, i);
+                const int32_t length = moe_cut(blocks, entries, i + 1) - moe_cut(blocks, entries, i);
                 assert_true(length == blocks / entries || length == blocks / entries + 1);
             }
         }
     for (int32_t total = 0; total < 50; total++) /* more CTAs than blocks */
-        assert_int_equal(smoe_cut(total, 132, 132), total);
+        assert_int_equal(moe_cut(total, 132, 132), total);
 }
 
 /* Random routings: the bounds hold, and tiles counted as (blocks + odd experts) / 2 are right. */
@@ -144,25 +146,25 @@ static void lists_fit_their_bounds(void **state)
     for (int turn = 0; turn < 2000; turn++) {
         const int64_t experts = 1 + draw(40);
         int64_t rows = 0, blocks = 0, odd = 0, tiles = 0, pieces = 0, capacity = 1 + draw(9000);
-        const int32_t limit = smoe_piece_limit(capacity, experts);
+        const int32_t limit = moe_piece_limit(capacity, experts);
         assert_true(limit >= 16 && limit <= 4096);
         for (int64_t e = 0; e < experts; e++) {
             int64_t count = draw(3) == 0 ? 0 : draw(700);
             if (turn % 3 == 0 && e == experts / 2) count = capacity - rows;
             if (count > capacity - rows) count = capacity - rows;
-            const int64_t own = smoe_divide_up(count, SMOE_BLOCK_ROWS);
+            const int64_t own = moe_divide_up(count, SMOE_BLOCK_ROWS);
             assert_int_equal(tiles, (blocks + odd) / 2);
             rows += count;
             blocks += own;
             odd += own & 1;
-            tiles += smoe_divide_up(own, SMOE_TILE_BLOCKS);
-            pieces += smoe_divide_up(own, limit);
+            tiles += moe_divide_up(own, SMOE_TILE_BLOCKS);
+            pieces += moe_divide_up(own, limit);
         }
         assert_int_equal(tiles, (blocks + odd) / 2);
         const int64_t padded = capacity + 63 * experts;
         assert_true(blocks * SMOE_BLOCK_ROWS <= padded);
-        assert_true(tiles < smoe_work_bound(padded, experts, SMOE_TILE_BLOCKS));
-        assert_true(pieces < smoe_work_bound(padded, experts, limit));
+        assert_true(tiles < moe_work_bound(padded, experts, SMOE_TILE_BLOCKS));
+        assert_true(pieces < moe_work_bound(padded, experts, limit));
     }
 }
 
@@ -186,15 +188,15 @@ static void shares_cover_every_block_once(void **state)
         for (int c = 0; c < ctas; c++) {
             int64_t whole = 0;
             for (int wave = 0; wave < waves; wave++) whole += blocks[wave * ctas + c];
-            const int64_t target = smoe_cut((int32_t)total, ctas, c + 1) - smoe_cut((int32_t)total, ctas, c);
+            const int64_t target = moe_cut((int32_t)total, ctas, c + 1) - moe_cut((int32_t)total, ctas, c);
             lacking[c] = target > whole ? target - whole : 0;
             all += lacking[c];
         }
         int64_t previous_end = 0;
         for (int c = 0; c < ctas; c++) {
-            const int64_t begin = smoe_rest_share(rest, before, all, c, ctas);
+            const int64_t begin = moe_rest_share(rest, before, all, c, ctas);
             before += lacking[c];
-            const int64_t end = smoe_rest_share(rest, before, all, c + 1, ctas);
+            const int64_t end = moe_rest_share(rest, before, all, c + 1, ctas);
             assert_int_equal(begin, previous_end);
             assert_true(end >= begin && end - begin <= lacking[c] + 1);
             previous_end = end;
@@ -216,13 +218,13 @@ static void places_cover_an_expert_once(void **state)
     (void)state;
     enum { ROWS = 500, COLUMNS = 20 };
     for (int32_t rows = 1; rows <= ROWS; rows++) {
-        const int32_t height = smoe_band_height(rows);
+        const int32_t height = moe_band_height(rows);
         assert_true(height >= 1 && height < 1.5 * SMOE_BAND);
         for (int32_t columns = 1; columns <= COLUMNS; columns++) {
             char seen[ROWS][COLUMNS] = {{0}};
-            smoe_place before = {0, 0};
+            moe_place before = {0, 0};
             for (int32_t unit = 0; unit < rows * columns; unit++) {
-                const smoe_place at = smoe_place_of(unit, rows, columns);
+                const moe_place at = moe_place_of(unit, rows, columns);
                 assert_true(at.row_tile >= 0 && at.row_tile < rows && at.column_tile >= 0 &&
                             at.column_tile < columns);
                 assert_int_equal(seen[at.row_tile][at.column_tile]++, 0);
@@ -243,14 +245,14 @@ static void the_down_kernel_fits_its_shape(void **state)
     (void)state;
     for (int64_t n = 8; n <= 4096; n += 8)
         for (int64_t columns = 8; columns <= 4096; columns += 56) {
-            assert_int_equal(smoe_gemm_choose(n, columns, 1), SMOE_GEMM_TILES);
-            const smoe_gemm kind = smoe_gemm_choose(n, columns, 0);
+            assert_int_equal(moe_gemm_choose(n, columns, 1), SMOE_GEMM_TILES);
+            const moe_gemm kind = moe_gemm_choose(n, columns, 0);
             if (kind == SMOE_GEMM_STATIONARY) assert_true(n > 192 && n <= 256);
         }
-    assert_int_equal(smoe_gemm_choose(256, 768, 0), SMOE_GEMM_STATIONARY);
-    assert_int_equal(smoe_gemm_choose(256, 384, 0), SMOE_GEMM_PING_PONG); /* 1.5 tiles of 256 */
-    assert_int_equal(smoe_gemm_choose(512, 4096, 0), SMOE_GEMM_PING_PONG);
-    assert_int_equal(smoe_gemm_choose(2048, 4096, 0), SMOE_GEMM_TILES);
+    assert_int_equal(moe_gemm_choose(256, 768, 0), SMOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose(256, 384, 0), SMOE_GEMM_PING_PONG); /* 1.5 tiles of 256 */
+    assert_int_equal(moe_gemm_choose(512, 4096, 0), SMOE_GEMM_PING_PONG);
+    assert_int_equal(moe_gemm_choose(2048, 4096, 0), SMOE_GEMM_TILES);
 }
 
 /* ---- Plan ---- */
@@ -259,8 +261,8 @@ static void division_is_exact(void **state)
 {
     (void)state;
     for (uint32_t divisor = 1; divisor <= 64; divisor++) {
-        const uint32_t reciprocal = smoe_reciprocal(divisor);
-        for (uint32_t i = 0; i < 65536; i++) assert_int_equal(smoe_divide(i, reciprocal), i / divisor);
+        const uint32_t reciprocal = moe_reciprocal(divisor);
+        for (uint32_t i = 0; i < 65536; i++) assert_int_equal(moe_divide(i, reciprocal), i / divisor);
     }
 }
 
@@ -272,12 +274,12 @@ static void lower_entries_are_counted(void **state)
         for (uint32_t entry = 0; entry < 4096; entry++)
             for (size_t j = 0; j < sizeof others / sizeof others[0]; j++) {
                 const uint32_t want = (entry < id) + (others[j] < id);
-                assert_int_equal(smoe_plan_both(smoe_plan_lower(id, entry | others[j] << 16)), want);
-                assert_int_equal(smoe_plan_both(smoe_plan_lower(id, others[j] | entry << 16)), want);
+                assert_int_equal(moe_plan_both(moe_plan_lower(id, entry | others[j] << 16)), want);
+                assert_int_equal(moe_plan_both(moe_plan_lower(id, others[j] | entry << 16)), want);
             }
     /* every entry that counts is below the mark of those that do not */
-    assert_int_equal(smoe_plan_both(smoe_plan_lower(SMOE_PLAN_REPEATED, 4095 | SMOE_PLAN_NO_ID << 16)), 1);
-    assert_int_equal(smoe_plan_both(smoe_plan_lower(SMOE_PLAN_REPEATED, SMOE_PLAN_REPEATED << 16)), 1);
+    assert_int_equal(moe_plan_both(moe_plan_lower(SMOE_PLAN_REPEATED, 4095 | SMOE_PLAN_NO_ID << 16)), 1);
+    assert_int_equal(moe_plan_both(moe_plan_lower(SMOE_PLAN_REPEATED, SMOE_PLAN_REPEATED << 16)), 1);
 }
 
 /* 64 entries that all count make 32 in each half of the word: nothing overflows into the other. */
@@ -285,8 +287,8 @@ static void counts_of_both_halves_add_up(void **state)
 {
     (void)state;
     uint32_t sum = 0;
-    for (int i = 0; i < 32; i++) sum += smoe_plan_lower(4095, 7 | 8 << 16);
-    assert_int_equal(smoe_plan_both(sum), 64);
+    for (int i = 0; i < 32; i++) sum += moe_plan_lower(4095, 7 | 8 << 16);
+    assert_int_equal(moe_plan_both(sum), 64);
 }
 
 static void shared_memory_of_the_plan_fits(void **state)
@@ -296,15 +298,15 @@ static void shared_memory_of_the_plan_fits(void **state)
     for (int32_t experts = 1; experts <= 4096; experts += experts < 40 ? 1 : 169)
         for (int32_t topk = 1; topk <= 64 && topk <= experts; topk++)
             for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
-                const int32_t chunk = smoe_plan_chunk(tokens[i], experts, topk);
-                const smoe_plan_shared p = smoe_plan_shared_of(chunk, experts, topk);
-                assert_true(smoe_plan_chunk_fits(chunk, experts, topk));
-                assert_true(chunk >= 32 && chunk % 32 == 0 && chunk < SMOE_PLAN_THREADS);
+                const int32_t segment = moe_plan_segment(tokens[i], experts, topk);
+                const moe_plan_shared p = moe_plan_shared_of(segment, experts, topk);
+                assert_true(moe_plan_segment_fits(segment, experts, topk));
+                assert_true(segment >= 32 && segment % 32 == 0 && segment < SMOE_PLAN_THREADS);
                 assert_true(p.end <= SMOE_PLAN_SHARED);
                 assert_int_equal(p.rows % 16, 0); /* cleared by 16 bytes up to there */
                 assert_int_equal(p.place % 8 + p.sorted % 8 + p.ids % 8, 0);
                 assert_int_equal(p.token_rows % 4 + p.group_before % 2 + p.token_first % 4, 0);
-                assert_true(p.scratch >= p.token_first + 4 * (uint32_t)(chunk + 1));
+                assert_true(p.scratch >= p.token_first + 4 * (uint32_t)(segment + 1));
             }
 }
 
@@ -312,22 +314,22 @@ static void shared_memory_of_the_plan_fits(void **state)
 static void summed_counts_fit(void **state)
 {
     (void)state;
-    assert_true(smoe_plan_is_summed(65535, 128, 256));
-    assert_false(smoe_plan_is_summed(65536, 8, 256));
-    assert_true(smoe_plan_is_summed(32768, 256, 128));
-    assert_false(smoe_plan_is_summed(32769, 256, 128));
+    assert_true(moe_plan_is_summed(65535, 128, 256));
+    assert_false(moe_plan_is_summed(65536, 8, 256));
+    assert_true(moe_plan_is_summed(32768, 256, 128));
+    assert_false(moe_plan_is_summed(32769, 256, 128));
     for (uint32_t columns = 1; columns <= 512; columns++)
         for (uint32_t i = 0; i <= SMOE_PLAN_THREADS; i++)
-            assert_int_equal(smoe_divide(i, smoe_reciprocal(columns)), i / columns);
+            assert_int_equal(moe_divide(i, moe_reciprocal(columns)), i / columns);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(panels_are_swizzled),
+        cmocka_unit_test(subtiles_are_swizzled),
         cmocka_unit_test(gather_fills_the_tile),
         cmocka_unit_test(staging_is_complete),
-        cmocka_unit_test(blocks_stand_for_their_features),
+        cmocka_unit_test(octets_stand_for_their_features),
         cmocka_unit_test(work_entries_keep_what_they_hold),
         cmocka_unit_test(cuts_cover_everything_once),
         cmocka_unit_test(lists_fit_their_bounds),

@@ -33,7 +33,7 @@ static void networks_sort(void **state)
         for (uint32_t bits = 0; bits < UINT32_C(1) << count; bits++) {
             int32_t a[16], ones = 0;
             for (int i = 0; i < count; i++) ones += a[i] = bits >> i & 1;
-            smoe_sort_falling(a, count);
+            moe_sort_falling(a, count);
             assert_true(falls(a, count));
             for (int i = 0; i < count; i++) ones -= a[i];
             assert_int_equal(ones, 0);
@@ -58,9 +58,9 @@ static void merges_keep_the_best(void **state)
                 all[i] = best[i] = (int32_t)(next_random(&random) % spread) - 10;
                 all[count + i] = batch[i] = (int32_t)(next_random(&random) % spread) - 10;
             }
-            smoe_sort_falling(best, count);
-            smoe_sort_falling(batch, count);
-            smoe_merge_best(best, batch, count, &excluded);
+            moe_sort_falling(best, count);
+            moe_sort_falling(batch, count);
+            moe_merge_best(best, batch, count, &excluded);
             qsort(all, (size_t)(2 * count), sizeof *all, compare_falling);
             for (int i = 0; i < count; i++) assert_int_equal(best[i], all[i]);
             assert_int_equal(excluded, all[count]);
@@ -69,7 +69,7 @@ static void merges_keep_the_best(void **state)
 
 static float bf16_value(uint32_t bits)
 {
-    return smoe_float_of(bits << 16);
+    return moe_float_of(bits << 16);
 }
 
 /* Rank keys and packed keys order every two neighbouring bf16 values alike, and ties go to the lower expert.
@@ -81,12 +81,12 @@ static void packed_bf16_keys_rank(void **state)
     for (int i = 0; i < 4000000; i++) {
         const uint32_t draw = next_random(&random), a = draw & 0xffff, near = a ^ (draw >> 30),
                        b = i % 2 ? near : draw >> 16;
-        if (smoe_is_nan(bf16_value(a)) || smoe_is_nan(bf16_value(b)) || a == 0x8000 || b == 0x8000) continue;
+        if (moe_is_nan(bf16_value(a)) || moe_is_nan(bf16_value(b)) || a == 0x8000 || b == 0x8000) continue;
         const uint32_t e = next_random(&random) % 512, f = next_random(&random) % 512;
         if (e == f) continue;
-        const uint32_t x = smoe_rank_key(bf16_value(a)), y = smoe_rank_key(bf16_value(b));
+        const uint32_t x = moe_rank_key(bf16_value(a)), y = moe_rank_key(bf16_value(b));
         const int better = x > y || (x == y && e < f);
-        const int32_t p = smoe_packed_bf16(a << 16, e), q = smoe_packed_bf16(b << 16, f);
+        const int32_t p = moe_packed_bf16(a << 16, e), q = moe_packed_bf16(b << 16, f);
         assert_int_equal(p > q, better);
         assert_int_equal(0xffffu - ((uint32_t)p & 0xffffu), e);
     }
@@ -97,19 +97,19 @@ static void packed_f32_keys_rank_or_collide(void **state)
 {
     (void)state;
     uint64_t random = 3;
-    const uint32_t mask = smoe_packed_mask(500);
+    const uint32_t mask = moe_packed_mask(500);
     assert_int_equal(mask, 511);
-    assert_int_equal(smoe_packed_mask(512), 511);
-    assert_int_equal(smoe_packed_mask(8), 7);
+    assert_int_equal(moe_packed_mask(512), 511);
+    assert_int_equal(moe_packed_mask(8), 7);
     int collisions = 0;
     for (int i = 0; i < 4000000; i++) {
         const uint32_t a = next_random(&random),
                        b = i % 2 ? a ^ (next_random(&random) % 2048) : next_random(&random);
-        const float x = smoe_float_of(a), y = smoe_float_of(b);
-        if (smoe_is_nan(x) || smoe_is_nan(y) || a == 0x80000000u || b == 0x80000000u || a == b) continue;
-        const int32_t p = smoe_packed_f32(a, 3, mask), q = smoe_packed_f32(b, 499, mask);
-        collisions += smoe_packed_collide(p, q, mask);
-        if (!smoe_packed_collide(p, q, mask)) assert_int_equal(p > q, smoe_rank_key(x) > smoe_rank_key(y));
+        const float x = moe_float_of(a), y = moe_float_of(b);
+        if (moe_is_nan(x) || moe_is_nan(y) || a == 0x80000000u || b == 0x80000000u || a == b) continue;
+        const int32_t p = moe_packed_f32(a, 3, mask), q = moe_packed_f32(b, 499, mask);
+        collisions += moe_packed_collide(p, q, mask);
+        if (!moe_packed_collide(p, q, mask)) assert_int_equal(p > q, moe_rank_key(x) > moe_rank_key(y));
         assert_int_equal(mask - ((uint32_t)p & mask), 3);
     }
     assert_true(collisions > 1000);
@@ -118,11 +118,10 @@ static void packed_f32_keys_rank_or_collide(void **state)
 static void fixed_terms_agree(void **state)
 {
     (void)state;
-    assert_int_equal(smoe_softmax_fixed_fast(1.0f), smoe_softmax_fixed(1.0f));
-    assert_int_equal(smoe_softmax_fixed_fast(0.0f), 0);
+    assert_int_equal(moe_softmax_fixed_fast(1.0f), moe_softmax_fixed(1.0f));
+    assert_int_equal(moe_softmax_fixed_fast(0.0f), 0);
     for (uint32_t bits = 0; bits < 0x3f800000u; bits += 257)
-        assert_int_equal(smoe_softmax_fixed_fast(smoe_float_of(bits)),
-                         smoe_softmax_fixed(smoe_float_of(bits)));
+        assert_int_equal(moe_softmax_fixed_fast(moe_float_of(bits)), moe_softmax_fixed(moe_float_of(bits)));
 }
 
 /* The quotient by way of the reciprocal is IEEE division's: random terms and sums, sums next to powers of two
@@ -134,22 +133,22 @@ static void quotients_are_divisions(void **state)
     for (int i = 0; i < 20000000; i++) {
         const uint32_t low = next_random(&random) & 0x7fffffu, exponent = 127 + next_random(&random) % 12;
         const uint32_t tail = i % 4 == 0 ? 0x7fffffu - low % 16 : i % 4 == 1 ? low % 16 : low;
-        const float d = smoe_float_of(exponent << 23 | tail);
+        const float d = moe_float_of(exponent << 23 | tail);
         const uint32_t smallest = 0x12800000u, span = 0x3f800000u - smallest; /* 2^-90 .. 1 */
-        const float x = smoe_float_of(smallest + next_random(&random) % (span + 1));
-        assert_true(smoe_quotient_is_exact(x));
-        assert_int_equal(smoe_bits_of(smoe_quotient(x, d, 1.0f / d)), smoe_bits_of(x / d));
+        const float x = moe_float_of(smallest + next_random(&random) % (span + 1));
+        assert_true(moe_quotient_is_exact(x));
+        assert_int_equal(moe_bits_of(moe_quotient(x, d, 1.0f / d)), moe_bits_of(x / d));
     }
-    assert_false(smoe_quotient_is_exact(smoe_float_of(0x127fffffu)));
+    assert_false(moe_quotient_is_exact(moe_float_of(0x127fffffu)));
 }
 
 static void keys_of_16_bits_lose_nothing(void **state)
 {
     (void)state;
     for (uint32_t bits = 0; bits < 65536; bits++) {
-        const uint32_t key = smoe_score_key(bf16_value(bits), SMOE_TYPE_BF16);
-        assert_int_equal(smoe_key_from_16(smoe_key_to_16(key)), key);
-        assert_true(smoe_key_to_16(key) < 0xffffu);
+        const uint32_t key = moe_score_key(bf16_value(bits), SMOE_TYPE_BF16);
+        assert_int_equal(moe_key_from_16(moe_key_to_16(key)), key);
+        assert_true(moe_key_to_16(key) < 0xffffu);
     }
 }
 
@@ -178,19 +177,18 @@ static void moves_come_in_order(void **state)
         for (uint32_t t = 0; t < TOKENS; t++) {
             const float score = (float)(next_random(&random) % 7) / 3.0f - 1.0f;
             const uint32_t key =
-                smoe_score_key(round % 3 ? score : smoe_float_of(next_random(&random)), SMOE_TYPE_BF16);
-            tokens[t] = (token_key){is_16 ? smoe_key_to_16(key) : key, t};
+                moe_score_key(round % 3 ? score : moe_float_of(next_random(&random)), SMOE_TYPE_BF16);
+            tokens[t] = (token_key){is_16 ? moe_key_to_16(key) : key, t};
         }
         qsort(tokens, TOKENS, sizeof *tokens, adds_before);
         for (int i = 0; i + 1 < TOKENS; i++) {
             const token_key x = tokens[i], y = tokens[i + 1];
-            const uint32_t add_x = smoe_move_rank(1, x.key, largest),
-                           add_y = smoe_move_rank(1, y.key, largest);
-            const uint32_t drop_x = smoe_move_rank(0, x.key, largest),
-                           drop_y = smoe_move_rank(0, y.key, largest);
+            const uint32_t add_x = moe_move_rank(1, x.key, largest), add_y = moe_move_rank(1, y.key, largest);
+            const uint32_t drop_x = moe_move_rank(0, x.key, largest),
+                           drop_y = moe_move_rank(0, y.key, largest);
             assert_true(add_x > 0 && drop_x > 0);
-            assert_true(smoe_move_order(1, add_x, x.token) > smoe_move_order(1, add_y, y.token));
-            assert_true(smoe_move_order(0, drop_x, x.token) < smoe_move_order(0, drop_y, y.token));
+            assert_true(moe_move_order(1, add_x, x.token) > moe_move_order(1, add_y, y.token));
+            assert_true(moe_move_order(0, drop_x, x.token) < moe_move_order(0, drop_y, y.token));
         }
     }
 }
@@ -205,10 +203,10 @@ static void balance_needs_no_walk(void **state)
         int64_t residual = 0;
         uint64_t sum = 0;
         for (int e = 0; e < 300; e++) {
-            assert_int_equal(smoe_balance_residual(sum, tile), residual);
-            const int64_t count = next_random(&random) % 20000, lo = smoe_round_lo(count, tile);
-            const int64_t hi = smoe_round_hi(count, tile, tokens);
-            residual += count - (hi != lo && smoe_balance_f_picks_hi(count, lo, tile, residual) ? hi : lo);
+            assert_int_equal(moe_balance_residual(sum, tile), residual);
+            const int64_t count = next_random(&random) % 20000, lo = moe_round_lo(count, tile);
+            const int64_t hi = moe_round_hi(count, tile, tokens);
+            residual += count - (hi != lo && moe_balance_f_picks_hi(count, lo, tile, residual) ? hi : lo);
             sum += (uint64_t)(count - lo);
         }
     }
@@ -226,23 +224,23 @@ static void bounds_hold_the_score(void **state)
         const float max = ((float)(next_random(&random) % 4001) - 2000.0f) / 100.0f;
         const float below = (float)(next_random(&random) >> 8) * 0x1p-24f;
         const float range = i % 3 == 0 ? 100.0f : i % 3 == 1 ? 12.0f : 1.0f;
-        const float logit = bf16_value(smoe_bits_of(max - range * below) >> 16);
+        const float logit = bf16_value(moe_bits_of(max - range * below) >> 16);
         const float top = logit > max ? logit : max;
         const float sum = 1.0f + (float)(next_random(&random) >> 8) * 0x1p-15f;
-        const float score = smoe_div(smoe_softmax_term(logit, top), sum);
+        const float score = moe_div(moe_softmax_term(logit, top), sum);
         for (int side = -1; side <= 1; side++) {
             const float exp2_error = (float)side * 0x1p-22f;
-            const smoe_score_bounds b = smoe_bound_score(logit, top, smoe_mul(1.0f / sum, 1.0f + exp2_error));
+            const moe_score_bounds b = moe_bound_score(logit, top, moe_mul(1.0f / sum, 1.0f + exp2_error));
             if (!b.known) continue;
             assert_true(b.low <= score && score <= b.high);
-            undecided += side == 0 &&
-                         smoe_bits_of(smoe_round_to_bf16(b.low)) != smoe_bits_of(smoe_round_to_bf16(b.high));
+            undecided +=
+                side == 0 && moe_bits_of(moe_round_to_bf16(b.low)) != moe_bits_of(moe_round_to_bf16(b.high));
         }
     }
     assert_true(undecided > 0 && undecided < rounds / 300);
-    assert_false(smoe_bound_score(0.0f, 200.0f, 1.0f).known);
-    assert_false(smoe_bound_score(smoe_float_of(0x7fc00000u), 1.0f, 1.0f).known);
-    assert_false(smoe_bound_score(smoe_float_of(0xff800000u), smoe_float_of(0xff800000u), 1.0f).known);
+    assert_false(moe_bound_score(0.0f, 200.0f, 1.0f).known);
+    assert_false(moe_bound_score(moe_float_of(0x7fc00000u), 1.0f, 1.0f).known);
+    assert_false(moe_bound_score(moe_float_of(0xff800000u), moe_float_of(0xff800000u), 1.0f).known);
 }
 
 int main(void)

@@ -78,7 +78,7 @@ static void norm_matches_formula(void **state)
     free(x), free(w), free(y), free(rstd), free(want);
 }
 
-/* q, k, v at position i against its scores in double; length not a multiple of the block */
+/* q, k, v at position i against its scores in double; length not a multiple of the tile */
 static void attention_matches_formula(void **state)
 {
     (void)state;
@@ -160,7 +160,7 @@ static model_config tiny(void)
     c.experts = 4;
     c.topk = 2;
     c.intermediate = 8;
-    c.context = 70; // two blocks of attention
+    c.context = 70; // two tiles of attention
     c.dense_layers = 2;
     c.dense_intermediate = 24;
     c.initializer_range = 0.3;

@@ -38,16 +38,16 @@ static float pair_probability(const rounding_case *r, int64_t t, int64_t e)
     uint64_t sum = 0;
     for (int64_t i = 0; i < experts; i++)
         if (l[i] > max) max = l[i];
-    for (int64_t i = 0; i < experts; i++) sum += smoe_softmax_fixed(smoe_softmax_term(l[i], max));
-    return smoe_softmax_term(l[e], max) / smoe_softmax_sum(sum);
+    for (int64_t i = 0; i < experts; i++) sum += moe_softmax_fixed(moe_softmax_term(l[i], max));
+    return moe_softmax_term(l[e], max) / moe_softmax_sum(sum);
 }
 
 static float pair_score(const rounding_case *r, int64_t t, int64_t e)
 {
     const smoe_layer *l = &r->c.layer;
     float score = pair_probability(r, t, e);
-    if (l->score == SMOE_SCORE_SIGMOID) score = smoe_sigmoid(r->logits[t * l->experts + e]) + r->bias[e];
-    return l->logits_type == SMOE_TYPE_BF16 ? smoe_round_to_bf16(score) : score;
+    if (l->score == SMOE_SCORE_SIGMOID) score = moe_sigmoid(r->logits[t * l->experts + e]) + r->bias[e];
+    return l->logits_type == SMOE_TYPE_BF16 ? moe_round_to_bf16(score) : score;
 }
 
 static int64_t fixed_score(float score)
@@ -203,7 +203,7 @@ static int wanted_rounded(const void *user, int64_t t, int64_t e, float *weight)
                 *weight = u->r->c.plan.topk_weights[t * l->topk + k];
     if (kind == 2)
         *weight =
-            l->route_scale * (l->score == SMOE_SCORE_SIGMOID ? smoe_sigmoid(u->r->logits[t * l->experts + e])
+            l->route_scale * (l->score == SMOE_SCORE_SIGMOID ? moe_sigmoid(u->r->logits[t * l->experts + e])
                                                              : pair_probability(u->r, t, e));
     return kind;
 }

@@ -1,105 +1,78 @@
 /* router_bwd through the public API: dlogits against central differences in double of the weights and losses,
  * with the dS that the same call reports; dWr and dbr against plain sums; NaN; accumulation; equal bits for
  * any threads. */
-#include "routing_case.h"
+#include "harness/run.h"
+#include "oracle/number.h"
 
 #include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
 
 enum { HIDDEN = 24, INTERMEDIATE = 8, MAX_EXPERTS = 64 };
 
-/* Everything a layer with a router reads and writes. */
+/* A layer with a router: given logits, or with dWr and dbr. Inputs may be changed until run_both. */
 typedef struct backward_case {
-    routing_case c;
-    smoe_backward_args args;
-    float *logits;  /* (T, E) as the library sees them */
-    float *x;       /* (T, d) likewise */
-    float *dlogits; /* (T, E) read back */
-    float *dwr;     /* (E, d) */
-    float *dbr;     /* (E) */
-    void *owned[24];
-    int count;
+    smoe_context *context;
+    oracle_drawn drawn;
+    run r;
+    smoe_plan_view plan;
+    double *logits;  /* (T, E) as the library sees them; those below after run_both */
+    double *dlogits; /* (T, E) */
+    double *dwr;     /* (E, d) or NULL */
+    double *dbr;     /* (E) or NULL */
 } backward_case;
 
-static void *own(backward_case *b, uint64_t bytes)
+static backward_case *open_backward(smoe_layer layer, bool router, int threads)
 {
-    assert_true(b->count < 24);
-    return b->owned[b->count++] = poisoned(bytes);
-}
-
-/* Random values in storage of `type`; *values gets what they are in f32. */
-static void *make_tensor(backward_case *b, int64_t count, smoe_type type, float scale, uint64_t *random,
-                         float **values)
-{
-    float *wide = own(b, 4 * (uint64_t)count);
-    uint16_t *narrow = type == SMOE_TYPE_BF16 ? own(b, 2 * (uint64_t)count) : NULL;
-    for (int64_t i = 0; i < count; i++) {
-        wide[i] = scale * draw_float(random);
-        if (narrow) narrow[i] = bf16_of_float(wide[i]);
-        if (narrow) wide[i] = float_of_bf16(narrow[i]);
-    }
-    if (values) *values = wide;
-    return narrow ? (void *)narrow : wide;
-}
-
-static backward_case open_backward(smoe_layer layer, int threads)
-{
-    layer.hidden = HIDDEN;
-    layer.intermediate = INTERMEDIATE;
-    layer.gradient_type = SMOE_TYPE_F32;
-    backward_case b = {.c = open_case(&layer, threads), .args = SMOE_BACKWARD_ARGS_INIT};
-    const int64_t tokens = layer.tokens, experts = layer.experts;
-    const int64_t w1 = experts * 2 * INTERMEDIATE * HIDDEN, w2 = experts * INTERMEDIATE * HIDDEN;
-    const smoe_type type = layer.dtype;
-    uint64_t random = 31;
-    smoe_forward_args *f = &b.c.args;
-    f->x = make_tensor(&b, tokens * HIDDEN, type, 1.0f, &random, &b.x);
-    f->logits = make_tensor(&b, tokens * experts, layer.logits_type, 2.0f, &random, &b.logits);
-    f->w1 = make_tensor(&b, w1, type, 0.5f, &random, NULL);
-    f->w2 = make_tensor(&b, w2, type, 0.5f, &random, NULL);
-    f->out = own(&b, 4 * (uint64_t)(tokens * HIDDEN));
-    b.args.dout = make_tensor(&b, tokens * HIDDEN, type, 1.0f, &random, NULL);
-    b.args.dx = own(&b, 4 * (uint64_t)(tokens * HIDDEN));
-    b.args.dw1 = own(&b, 4 * (uint64_t)w1);
-    b.args.dw2 = own(&b, 4 * (uint64_t)w2);
-    b.args.dlogits = own(&b, 4 * (uint64_t)(tokens * experts));
-    b.args.drow_weights = own(&b, 4 * (uint64_t)b.c.sizes.padded_rows);
-    b.dlogits = calloc((size_t)(tokens * experts), sizeof(float));
+    const oracle_draw draw = {.router = router, .router_bias = router};
+    const run_options options = {0};
+    bool wanted[SLOTS];
+    backward_case *b = calloc(1, sizeof *b);
+    assert_non_null(b);
+    smoe_context_options context = SMOE_CONTEXT_OPTIONS_INIT;
+    context.threads = threads;
+    assert_int_equal(smoe_create(&b->context, &context), SMOE_OK);
+    oracle_draw_inputs(&layer, &draw, 31, &b->drawn);
+    run_wanted(&layer, &b->drawn, &options, wanted);
+    if (!run_open(&b->r, device_find("cpu"), b->context, &layer, wanted) || !run_make(&b->r))
+        fail_msg("%s", b->r.text);
     return b;
 }
 
-static void run_backward(backward_case *b)
+static double *values_of(const run *r, slot_id id, smoe_type type)
 {
-    const smoe_layer *l = &b->c.layer;
-    const smoe_forward_args *f = &b->c.args;
-    smoe_backward_args *a = &b->args;
-    if (smoe_layer_forward(b->c.context, l, f, NULL) != SMOE_OK)
-        fail_msg("%s", smoe_last_error(b->c.context));
-    assert_int_equal(smoe_view_plan(b->c.context, l, f, &b->c.plan), SMOE_OK);
-    a->x = f->x;
-    a->router_weight = f->router_weight;
-    a->logits = f->logits;
-    a->w1 = f->w1;
-    a->w2 = f->w2;
-    a->saved = f->saved;
-    a->saved_size = f->saved_size;
-    a->scratch_size = b->c.sizes.scratch_backward_bytes;
-    a->scratch = poisoned(a->scratch_size);
-    if (smoe_layer_backward(b->c.context, l, a, NULL) != SMOE_OK)
-        fail_msg("%s", smoe_last_error(b->c.context));
-    check_canary(a->scratch, a->scratch_size);
-    free(a->scratch);
-    const int64_t cells = l->tokens * l->experts;
-    check_canary(a->dlogits, (uint64_t)cells * 4);
-    for (int64_t i = 0; i < cells; i++)
-        b->dlogits[i] = l->logits_type == SMOE_TYPE_BF16 ? float_of_bf16(((uint16_t *)a->dlogits)[i])
-                                                         : ((float *)a->dlogits)[i];
+    const size_t count = r->slots[id].memory.bytes / oracle_type_bytes(type);
+    double *values = oracle_alloc(count, sizeof *values);
+    oracle_load(values, type, slot_data(r, id), count);
+    return values;
+}
+
+static void run_both(backward_case *b)
+{
+    const run_options options = {0};
+    run *r = &b->r;
+    b->plan = (smoe_plan_view)SMOE_PLAN_VIEW_INIT;
+    if (!run_inputs(r, &b->drawn) || !run_forward(r, &options) || !run_check(r) ||
+        !run_backward(r, &options) || !run_check(r))
+        fail_msg("%s", r->text);
+    assert_int_equal(smoe_view_plan(b->context, &r->layer, &r->forward, &b->plan), SMOE_OK);
+    b->logits = values_of(r, SLOT_LOGITS, r->layer.logits_type);
+    b->dlogits = values_of(r, SLOT_DLOGITS, r->layer.logits_type);
+    b->dwr = values_of(r, SLOT_DROUTER_WEIGHT, r->layer.gradient_type);
+    b->dbr = values_of(r, SLOT_DROUTER_BIAS, r->layer.gradient_type);
 }
 
 static void close_backward(backward_case *b)
 {
-    for (int i = 0; i < b->count; i++) free(b->owned[i]);
-    free(b->dlogits);
-    close_case(&b->c);
+    free(b->logits), free(b->dlogits), free(b->dwr), free(b->dbr);
+    run_close(&b->r);
+    oracle_drawn_free(&b->drawn);
+    smoe_destroy(b->context);
+    free(b);
 }
 
 /* ---- the loss of one token, as a function of its logits, in double ---- */
@@ -113,15 +86,16 @@ typedef struct token_rows {
 
 static token_rows rows_of(const backward_case *b, int64_t t)
 {
-    const smoe_plan_view *p = &b->c.plan;
-    const int64_t topk = b->c.layer.topk;
-    token_rows rows = {.topk = topk, .experts = b->c.layer.experts};
+    const smoe_plan_view *p = &b->plan;
+    const float *drow_weights = slot_data(&b->r, SLOT_DROW_WEIGHTS);
+    const int64_t topk = b->r.layer.topk;
+    token_rows rows = {.topk = topk, .experts = b->r.layer.experts};
     for (int64_t k = 0; k < topk; k++) rows.ids[k] = p->topk_ids[t * topk + k];
     for (int64_t e = 0; e < rows.experts; e++) {
         const int64_t first = 64 * (int64_t)p->block_offsets[e];
         for (int64_t row = first; row < first + p->counts[e]; row++) {
             if (p->row_token[row] != t) continue;
-            const double ds = (double)b->args.drow_weights[row];
+            const double ds = (double)drow_weights[row];
             int64_t k = 0;
             while (k < topk && rows.ids[k] != e) k++;
             *(k < topk ? &rows.kept[k] : &rows.added[e]) = ds;
@@ -132,7 +106,7 @@ static token_rows rows_of(const backward_case *b, int64_t t)
 
 static double token_loss(const backward_case *b, const token_rows *rows, const double *l)
 {
-    const smoe_layer *layer = &b->c.layer;
+    const smoe_layer *layer = &b->r.layer;
     const int sigmoid = layer->score == SMOE_SCORE_SIGMOID;
     double sum = 0.0, kept = 0.0, p[MAX_EXPERTS], s[MAX_EXPERTS], weighted = 0.0, balance = 0.0;
     for (int64_t e = 0; e < rows->experts; e++) sum += exp(l[e]);
@@ -144,20 +118,20 @@ static double token_loss(const backward_case *b, const token_rows *rows, const d
     for (int64_t e = 0; e < rows->experts; e++) weighted += rows->added[e] * s[e];
     const double tokens = (double)layer->tokens;
     for (int64_t e = 0; e < rows->experts; e++)
-        balance += (double)rows->experts * b->c.plan.topk_counts[e] / tokens * p[e] / tokens;
-    return (double)layer->route_scale * weighted + (double)b->args.balance_coefficient * balance +
-           (double)b->args.z_coefficient * log(sum) * log(sum) / tokens;
+        balance += (double)rows->experts * b->plan.topk_counts[e] / tokens * p[e] / tokens;
+    return (double)layer->route_scale * weighted + b->drawn.input.balance_coefficient * balance +
+           b->drawn.input.z_coefficient * log(sum) * log(sum) / tokens;
 }
 
 /* The relative Frobenius error of dlogits against central differences. */
 static double dlogits_error(const backward_case *b)
 {
-    const int64_t experts = b->c.layer.experts;
+    const int64_t experts = b->r.layer.experts;
     double error = 0.0, norm = 0.0;
-    for (int64_t t = 0; t < b->c.layer.tokens; t++) {
+    for (int64_t t = 0; t < b->r.layer.tokens; t++) {
         const token_rows rows = rows_of(b, t);
         double l[MAX_EXPERTS];
-        for (int64_t e = 0; e < experts; e++) l[e] = (double)b->logits[t * experts + e];
+        for (int64_t e = 0; e < experts; e++) l[e] = b->logits[t * experts + e];
         for (int64_t e = 0; e < experts; e++) {
             const double at = l[e], step = 1e-5;
             l[e] = at + step;
@@ -165,7 +139,7 @@ static double dlogits_error(const backward_case *b)
             l[e] = at - step;
             const double want = (up - token_loss(b, &rows, l)) / (2 * step);
             l[e] = at;
-            error += pow((double)b->dlogits[t * experts + e] - want, 2);
+            error += pow(b->dlogits[t * experts + e] - want, 2);
             norm += want * want;
         }
     }
@@ -175,7 +149,13 @@ static double dlogits_error(const backward_case *b)
 
 static smoe_layer layer_with(smoe_score score, int renormalize, smoe_rounding rounding)
 {
-    smoe_layer layer = routing_layer(300, 6, 2);
+    smoe_layer layer = SMOE_LAYER_INIT;
+    layer.tokens = 300;
+    layer.hidden = HIDDEN;
+    layer.intermediate = INTERMEDIATE;
+    layer.experts = 6;
+    layer.topk = 2;
+    layer.dtype = SMOE_TYPE_F32;
     layer.score = score;
     layer.renormalize = renormalize;
     layer.rounding = rounding;
@@ -202,13 +182,14 @@ static void gradients_match_differences(void **state)
     for (int f = 0; f < 5; f++) {
         for (int rounding = 0; rounding < 4; rounding++) {
             for (int losses = 0; losses < 4; losses++) {
-                backward_case b = open_backward(
-                    layer_with(functions[f].score, functions[f].renormalize, roundings[rounding]), 2);
-                b.args.balance_coefficient = losses & 1 ? 30.0f : 0.0f; /* large, so that they are seen */
-                b.args.z_coefficient = losses & 2 ? 20.0f : 0.0f;
-                run_backward(&b);
-                worst = fmax(worst, dlogits_error(&b));
-                close_backward(&b);
+                backward_case *b = open_backward(
+                    layer_with(functions[f].score, functions[f].renormalize, roundings[rounding]), false, 2);
+                b->drawn.input.balance_coefficient =
+                    losses & 1 ? 30.0 : 0.0; /* large, so that they are seen */
+                b->drawn.input.z_coefficient = losses & 2 ? 20.0 : 0.0;
+                run_both(b);
+                worst = fmax(worst, dlogits_error(b));
+                close_backward(b);
             }
         }
     }
@@ -222,10 +203,10 @@ static void bf16_logits_round_once(void **state)
     for (int f = 0; f < 5; f++) {
         smoe_layer layer = layer_with(functions[f].score, functions[f].renormalize, SMOE_ROUNDING_NR_F);
         layer.dtype = layer.logits_type = SMOE_TYPE_BF16;
-        backward_case b = open_backward(layer, 2);
-        run_backward(&b);
-        assert_true(dlogits_error(&b) < 4e-3);
-        close_backward(&b);
+        backward_case *b = open_backward(layer, false, 2);
+        run_both(b);
+        assert_true(dlogits_error(b) < 4e-3);
+        close_backward(b);
     }
 }
 
@@ -233,14 +214,14 @@ static void bf16_logits_round_once(void **state)
 static void sparse_is_sparse(void **state)
 {
     (void)state;
-    backward_case b = open_backward(layer_with(SMOE_SCORE_TOPK_SOFTMAX, 0, SMOE_ROUNDING_NONE), 1);
-    run_backward(&b);
+    backward_case *b = open_backward(layer_with(SMOE_SCORE_TOPK_SOFTMAX, 0, SMOE_ROUNDING_NONE), false, 1);
+    run_both(b);
     for (int64_t t = 0; t < 300; t++) {
         int nonzero = 0;
-        for (int64_t e = 0; e < 6; e++) nonzero += b.dlogits[t * 6 + e] != 0.0f;
+        for (int64_t e = 0; e < 6; e++) nonzero += b->dlogits[t * 6 + e] != 0.0;
         assert_true(nonzero <= 2);
     }
-    close_backward(&b);
+    close_backward(b);
 }
 
 static void nan_stays_in_its_token(void **state)
@@ -249,13 +230,13 @@ static void nan_stays_in_its_token(void **state)
     for (int f = 0; f < 5; f++) {
         for (int losses = 0; losses < 2; losses++) {
             smoe_layer layer = layer_with(functions[f].score, functions[f].renormalize, SMOE_ROUNDING_NONE);
-            backward_case b = open_backward(layer, 2);
-            b.args.balance_coefficient = (float)losses;
-            for (int64_t e = 0; e < 5; e++) b.logits[7 * 6 + e] = NAN; /* keeps one */
-            b.logits[9 * 6 + 3] = NAN;                                 /* need not keep it */
-            run_backward(&b);
-            for (int64_t i = 0; i < 300 * 6; i++) assert_int_equal(isnan(b.dlogits[i]) != 0, i / 6 == 7);
-            close_backward(&b);
+            backward_case *b = open_backward(layer, false, 2);
+            b->drawn.input.balance_coefficient = losses;
+            for (int64_t e = 0; e < 5; e++) b->drawn.logits[7 * 6 + e] = (double)NAN; /* keeps one */
+            b->drawn.logits[9 * 6 + 3] = (double)NAN;                                 /* need not keep it */
+            run_both(b);
+            for (int64_t i = 0; i < 300 * 6; i++) assert_int_equal(isnan(b->dlogits[i]) != 0, i / 6 == 7);
+            close_backward(b);
         }
     }
 }
@@ -263,33 +244,25 @@ static void nan_stays_in_its_token(void **state)
 /* ---- dWr, dbr ---- */
 
 /* dWr (E, d) and dbr (E) in double from the reported dlogits (f32) and X. */
-static void check_router_gradients(const backward_case *b, const float *dwr, const float *dbr, float before,
-                                   double limit)
+static void check_router_gradients(const backward_case *b, double limit)
 {
-    const int64_t experts = b->c.layer.experts, tokens = b->c.layer.tokens;
+    const smoe_layer *l = &b->r.layer;
+    const int64_t experts = l->experts, tokens = l->tokens;
     double error = 0.0, norm = 0.0;
     for (int64_t e = 0; e < experts; e++) {
-        double bias = 0.0;
-        for (int64_t t = 0; t < tokens; t++) bias += (double)b->dlogits[t * experts + e];
-        assert_true(fabs((double)(dbr[e] - before) - bias) < 1e-5 * (1.0 + fabs(bias)));
+        double bias = l->accumulate ? run_initial_gradient(e) : 0.0;
+        for (int64_t t = 0; t < tokens; t++) bias += b->dlogits[t * experts + e];
+        assert_true(fabs(b->dbr[e] - bias) < 1e-5 * (1.0 + fabs(bias)));
         for (int64_t j = 0; j < HIDDEN; j++) {
+            const double before = l->accumulate ? run_initial_gradient(e * HIDDEN + j) : 0.0;
             double want = 0.0;
             for (int64_t t = 0; t < tokens; t++)
-                want += (double)b->dlogits[t * experts + e] * (double)b->x[t * HIDDEN + j];
-            error += pow((double)(dwr[e * HIDDEN + j] - before) - want, 2);
+                want += b->dlogits[t * experts + e] * b->drawn.x[t * HIDDEN + j];
+            error += pow(b->dwr[e * HIDDEN + j] - before - want, 2);
             norm += want * want;
         }
     }
     assert_true(sqrt(error / norm) < limit);
-}
-
-static void give_router(backward_case *b)
-{
-    const smoe_layer *l = &b->c.layer;
-    uint64_t random = 53;
-    b->c.args.router_weight = make_tensor(b, l->experts * HIDDEN, l->dtype, 0.3f, &random, NULL);
-    b->args.drouter_weight = b->dwr = own(b, 4 * (uint64_t)(l->experts * HIDDEN));
-    b->args.drouter_bias = b->dbr = own(b, 4 * (uint64_t)l->experts);
 }
 
 static void router_gradients(void **state)
@@ -300,19 +273,10 @@ static void router_gradients(void **state)
         layer.tokens = 600;
         layer.dtype = i & 1 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
         layer.accumulate = i >> 1;
-        backward_case b = open_backward(layer, 2);
-        give_router(&b);
-        if (layer.accumulate) {
-            for (int64_t j = 0; j < 6 * HIDDEN; j++) b.dwr[j] = 1.0f;
-            for (int64_t j = 0; j < 6; j++) b.dbr[j] = 1.0f;
-            memset(b.args.dw1, 0, 4 * 6 * 2 * INTERMEDIATE * HIDDEN);
-            memset(b.args.dw2, 0, 4 * 6 * INTERMEDIATE * HIDDEN);
-        }
-        run_backward(&b);
-        check_canary(b.dwr, 4 * 6 * HIDDEN);
-        check_canary(b.dbr, 4 * 6);
-        check_router_gradients(&b, b.dwr, b.dbr, layer.accumulate ? 1.0f : 0.0f, 5e-6);
-        close_backward(&b);
+        backward_case *b = open_backward(layer, true, 2);
+        run_both(b);
+        check_router_gradients(b, 5e-6);
+        close_backward(b);
     }
 }
 
@@ -320,20 +284,19 @@ static void threads_do_not_matter(void **state)
 {
     (void)state;
     for (int dtype = 0; dtype < 2; dtype++) {
-        backward_case b[3];
+        backward_case *b[3];
         for (int i = 0; i < 3; i++) {
             smoe_layer layer = layer_with(SMOE_SCORE_SOFTMAX_TOPK, 0, SMOE_ROUNDING_NR_F);
             layer.tokens = 900;
             layer.dtype = dtype ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
-            b[i] = open_backward(layer, i + 1);
-            give_router(&b[i]);
-            b[i].args.balance_coefficient = 0.5f;
-            run_backward(&b[i]);
-            assert_memory_equal(b[0].dlogits, b[i].dlogits, 4 * 900 * 6);
-            assert_memory_equal(b[0].dwr, b[i].dwr, 4 * 6 * HIDDEN);
-            assert_memory_equal(b[0].dbr, b[i].dbr, 4 * 6);
+            b[i] = open_backward(layer, true, i + 1);
+            b[i]->drawn.input.balance_coefficient = 0.5;
+            run_both(b[i]);
+            assert_memory_equal(b[0]->dlogits, b[i]->dlogits, 8 * 900 * 6);
+            assert_memory_equal(b[0]->dwr, b[i]->dwr, 8 * 6 * HIDDEN);
+            assert_memory_equal(b[0]->dbr, b[i]->dbr, 8 * 6);
         }
-        for (int i = 0; i < 3; i++) close_backward(&b[i]);
+        for (int i = 0; i < 3; i++) close_backward(b[i]);
     }
 }
 

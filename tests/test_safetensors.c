@@ -314,7 +314,9 @@ static void test_shard_errors(void **state)
         const char *weight_map, *reason;
     } cases[] = {
         {"{\"a\": \"3.safetensors\"}", "3.safetensors: cannot open"},
-        {"{\"d\": \"1.safetensors\"}", "tensor d is missing"},
+        {"{\"d\": \"1.safetensors\"}", "tensor d is missing from 1.safetensors"},
+        {"{\"a\": \"1.safetensors\", \"b\": \"1.safetensors\", \"c\": \"2.safetensors\"}",
+         "tensor b is missing from 1.safetensors"},
         {"{\"a\": \"../1.safetensors\"}", "is not a file name"},
         {"{\"a\": \"/etc/passwd\"}", "is not a file name"},
         {"{\"a\": 1}", "is not a file name"},

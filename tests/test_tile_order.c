@@ -57,16 +57,16 @@ static void use(cache *c, int32_t slice)
     while (c->kb > L2_KB) drop_oldest(c);
 }
 
-typedef smoe_place order(int32_t unit, int32_t row_tiles, int32_t column_tiles);
+typedef moe_place order(int32_t unit, int32_t row_tiles, int32_t column_tiles);
 
-static smoe_place columns_first(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+static moe_place columns_first(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
-    return smoe_place_in(unit, row_tiles, column_tiles, 1);
+    return moe_place_in(unit, row_tiles, column_tiles, 1);
 }
 
-static smoe_place rows_first(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+static moe_place rows_first(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
-    return smoe_place_in(unit, row_tiles, column_tiles, 0);
+    return moe_place_in(unit, row_tiles, column_tiles, 0);
 }
 
 /* DRAM over what has to come once, for one expert of so many tiles and K / 64 steps. CTA i begins i / CTAS of
@@ -90,7 +90,7 @@ static double traffic(order *place, int32_t row_tiles, int32_t column_tiles, int
         if (local < 0) continue;
         const int64_t done = local / CTAS, unit = done / slices * CTAS + cta;
         if (unit >= units) continue;
-        const smoe_place at = place((int32_t)unit, row_tiles, column_tiles);
+        const moe_place at = place((int32_t)unit, row_tiles, column_tiles);
         const int32_t k = (int32_t)(done % slices);
         use(&c, at.row_tile * slices + k);
         use(&c, c.row_slices + at.column_tile * slices + k);
@@ -108,7 +108,7 @@ static void every_order_reads_all_of_it(void **state)
     (void)state;
     assert_true(traffic(columns_first, 4, 4, 16) == 1.0); /* fits */
     assert_true(traffic(rows_first, 8, 16, 112) >= 1.0);
-    assert_true(traffic(smoe_place_of, 8, 16, 112) >= 1.0);
+    assert_true(traffic(moe_place_of, 8, 16, 112) >= 1.0);
 }
 
 static void many_rows_and_columns_go_in_bands(void **state)
@@ -118,7 +118,7 @@ static void many_rows_and_columns_go_in_bands(void **state)
         int32_t rows, columns, steps;
     } shapes[] = {{32, 128, 96}, {128, 16, 112}, {128, 12, 64}, {64, 23, 48}}; /* up of the suite `ep` */
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
-        const double bands = traffic(smoe_place_of, shapes[i].rows, shapes[i].columns, shapes[i].steps);
+        const double bands = traffic(moe_place_of, shapes[i].rows, shapes[i].columns, shapes[i].steps);
         const double rows = traffic(rows_first, shapes[i].rows, shapes[i].columns, shapes[i].steps);
         print_message("%d x %d tiles, %d steps: bands %.2f, rows first %.2f, columns first %.2f\n",
                       (int)shapes[i].rows, (int)shapes[i].columns, (int)shapes[i].steps, bands, rows,
@@ -130,7 +130,7 @@ static void many_rows_and_columns_go_in_bands(void **state)
 static void many_columns_and_few_rows_do_not_go_columns_first(void **state)
 {
     (void)state;
-    const double chosen = traffic(smoe_place_of, 16, 128, 96);
+    const double chosen = traffic(moe_place_of, 16, 128, 96);
     const double columns = traffic(columns_first, 16, 128, 96);
     print_message("16 x 128 tiles: %.2f, columns first %.2f\n", chosen, columns);
     assert_true(chosen < 0.5 * columns);

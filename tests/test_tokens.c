@@ -228,25 +228,78 @@ static void test_many_files(void **state)
     int32_t inputs[50], targets[50];
     for (int i = 0; i < 40; i++) {
         snprintf(name, sizeof name, "%02d", i);
-        put_filled(state, name, i, 100);
+        put_filled(state, name, i + 1, 100); // a file of zeros would be a binary one
     }
     tokens *data = open_paths(1, (const char *const *)state, 50, TOKENS_TRAIN);
     assert_int_equal(tokens_validation_count(data), 200);
     assert_int_equal(tokens_windows(data), 3);
     for (int i = 0; i < 3; i++) {
         tokens_window(data, i, 1, inputs, targets);
-        assert_int_equal(inputs[0], i < 2 ? 10 : 30); // files 10 and 30 of 40
+        assert_int_equal(inputs[0] - 1, i < 2 ? 10 : 30); // files 10 and 30 of 40
     }
     for (uint64_t step = 0; step < 100; step++) {
         tokens_batch(data, 3, step, 1, inputs, targets);
-        for (int i = 0; i < 50; i++) assert_true(inputs[i] % 20 != 10 && targets[i] % 20 != 10);
+        for (int i = 0; i < 50; i++) assert_true(inputs[i] % 20 != 11 && targets[i] % 20 != 11);
     }
     tokens_close(data);
 
-    put_filled(state, "10", 10, 4000); // now more than half of everything
+    put_filled(state, "10", 11, 4000); // now more than half of everything
     data = open_paths(1, (const char *const *)state, 50, TOKENS_TRAIN);
     assert_int_equal(tokens_validation_count(data), 39 * 5 + 200);
     tokens_close(data);
+}
+
+/* In a folder, what is no text is left out and counted: bytes of zero at the beginning, also of what a .gz
+ * holds, and a .bin that is no token file. Named, it is read as before. */
+static void test_binary_files(void **state)
+{
+    static unsigned char picture[20000], bytes[HEADER + 2 * IDS];
+    char path[4096], late[4096];
+    memset(picture, 'p', sizeof picture);
+    picture[6] = 0;
+    put_file(in_folder(path, state, "a.png"), picture, sizeof picture);
+    put_file(in_folder(path, state, "b.bin"), "no token file", 13);
+    put_file(in_folder(path, state, "c.bin"), "x", 1);
+    gzFile zip = gzopen(in_folder(path, state, "d.tar.gz"), "wb");
+    assert_int_equal(gzwrite(zip, picture, 1000), 1000);
+    assert_int_equal(gzclose(zip), Z_OK);
+    const char *found;
+    tokens *data;
+    error err = {0};
+    assert_false(tokens_open(&data, (const char *const *)state, 1, NULL, 256, 8, TOKENS_EVAL, &err));
+    assert_non_null(strstr(err.text, "holds no file with data (4 binary files are left out)"));
+
+    put_filled(state, "text", 't', 500);
+    picture[6] = 'p';
+    picture[sizeof picture - 1] = 0; // far from the beginning: text that has a zero in it
+    put_file(in_folder(late, state, "text-late"), picture, sizeof picture);
+    data = open_paths(1, (const char *const *)state, 8, TOKENS_EVAL);
+    assert_int_equal(tokens_validation_count(data), 500 + sizeof picture);
+    assert_int_equal(tokens_skipped(data, &found), 4);
+    assert_string_equal(found, in_folder(path, state, "a.png"));
+    tokens_close(data);
+
+    bpe table; // the same where texts are encoded
+    const char pairs[] = "smoe-bpe 1 257 1\n116 116 256\n";
+    assert_true(bpe_parse(&table, pairs, strlen(pairs), "table", &err));
+    assert_true(tokens_open(&data, (const char *const *)state, 1, &table, 257, 8, TOKENS_EVAL, &err));
+    assert_int_equal(tokens_skipped(data, &found), 4);
+    tokens_close(data);
+    bpe_free(&table);
+
+    const char *named[] = {path};
+    data = open_paths(1, named, 8, TOKENS_EVAL);
+    assert_int_equal(tokens_validation_count(data), sizeof picture);
+    assert_int_equal(tokens_skipped(data, &found), 0);
+    assert_null(found);
+    tokens_close(data);
+    in_folder(path, state, "b.bin");
+    assert_false(tokens_open(&data, named, 1, NULL, 256, 8, TOKENS_EVAL, &err));
+    assert_non_null(strstr(err.text, "b.bin: truncated token file: 13 bytes"));
+
+    put_file(in_folder(path, state, "e.bin"), bytes, make_bin(bytes) - 2); // a token file, but a broken one
+    assert_false(tokens_open(&data, (const char *const *)state, 1, NULL, IDS, 8, TOKENS_EVAL, &err));
+    assert_non_null(strstr(err.text, "e.bin: the header counts 10000 tokens"));
 }
 
 static void test_gzip(void **state)
@@ -430,13 +483,11 @@ static void test_path_errors(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_split),       cmocka_unit_test(test_windows),
-        cmocka_unit_test(test_epochs),      cmocka_unit_test(test_resume),
-        cmocka_unit_test(test_smallest),    IN_FOLDER(test_few_files),
-        IN_FOLDER(test_many_files),         IN_FOLDER(test_gzip),
-        IN_FOLDER(test_large_file),         cmocka_unit_test(test_bin_errors),
-        cmocka_unit_test(test_text_errors), IN_FOLDER(test_path_errors),
-        cmocka_unit_test(test_table),       IN_FOLDER(test_names),
+        cmocka_unit_test(test_split),  cmocka_unit_test(test_windows),    cmocka_unit_test(test_epochs),
+        cmocka_unit_test(test_resume), cmocka_unit_test(test_smallest),   IN_FOLDER(test_few_files),
+        IN_FOLDER(test_many_files),    IN_FOLDER(test_binary_files),      IN_FOLDER(test_gzip),
+        IN_FOLDER(test_large_file),    cmocka_unit_test(test_bin_errors), cmocka_unit_test(test_text_errors),
+        IN_FOLDER(test_path_errors),   cmocka_unit_test(test_table),      IN_FOLDER(test_names),
     };
     return cmocka_run_group_tests_name("tokens", tests, NULL, NULL);
 }

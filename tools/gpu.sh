@@ -95,7 +95,7 @@ sanitize() { # tool
         REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_backward "$case" || return
     done
     REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_layer_backward "E 13" || return
-    within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check "eights" || return
+    REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check "eights" || return
     [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_route few
 }
 
@@ -130,12 +130,11 @@ one_part() {
     argument=${1#*:}
     # shellcheck disable=SC2046
     case $1 in
-    check) within 150 ./cuda_check ;;
     check:*) within 60 ./cuda_check "$argument" ;;
     check_route) within 150 ./cuda_check_route ;;
     check_route:*) within 60 ./cuda_check_route "$argument" ;;
     check_layer) within 150 ./cuda_check_layer ;;
-    check_backward | check_layer_backward) in_shards "cuda_$1" ;;
+    check | check_backward | check_layer_backward) in_shards "cuda_$1" ;;
     check_backward:*) within 60 ./cuda_check_backward "$argument" ;;
     check_layer_backward:*) within 60 ./cuda_check_layer_backward "$argument" ;;
     verify) within 250 ./smoe verify --device cuda ;;

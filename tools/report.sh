@@ -128,15 +128,15 @@ rounding_lines() {
 }
 
 picture() { # lines, png
-    blocks=$(awk -F'\t' '{ v = $1 "-" $2 "-" $3; if (++n[v] == 2) printf "%s ", v }' "$1") # one point is no curve
+    groups=$(awk -F'\t' '{ v = $1 "-" $2 "-" $3; if (++n[v] == 2) printf "%s ", v }' "$1") # one point is no curve
     {
         echo "set terminal pngcairo size 1100,700 font 'sans,11'; set output '$2'"
         echo "set datafile separator tab; set logscale x 2; set xlabel 'experts'; set grid; set key left bottom"
         echo "set multiplot layout 2,3 title 'Layer forward and backward, TFLOP/s (model FLOPs of top-K)'"
-        for block in $blocks; do
-            awk -F'\t' -v v="$block" 'v == $1 "-" $2 "-" $3' "$1" >"$1.$block"
-            echo "set title 'd-n-K $block'; set yrange [0:*]"
-            echo "plot '$1.$block' using 4:8 with linespoints title 'uniform', '' using 4:9 with linespoints title 'random, top-K', '' using 4:10 with linespoints title 'random, rounded'"
+        for group in $groups; do
+            awk -F'\t' -v v="$group" 'v == $1 "-" $2 "-" $3' "$1" >"$1.$group"
+            echo "set title 'd-n-K $group'; set yrange [0:*]"
+            echo "plot '$1.$group' using 4:8 with linespoints title 'uniform', '' using 4:9 with linespoints title 'random, top-K', '' using 4:10 with linespoints title 'random, rounded'"
         done
     } | gnuplot
 }

@@ -1,13 +1,14 @@
 #!/bin/sh
 # Installs what the tests need, builds and runs every one of them: gcc with all of it (and the CUDA code when nvcc is
-# there), clang's sanitizers (address + undefined, thread), the fuzz targets for FUZZ_SECONDS each (default 20).
+# there), the Python package, clang's sanitizers (address + undefined, thread), the fuzz targets for FUZZ_SECONDS each
+# (default 20).
 # The last line reads "N passed, N failed, N skipped".
 set -u
 cd "$(dirname "$0")/.." || exit 3
 build=${1:-build}
 jobs=$(nproc)
 tools/install_packages.sh build-essential cmake pkg-config libopenblas-dev libjansson-dev libcmocka-dev zlib1g-dev \
-    gnuplot-nox clang libclang-rt-14-dev libomp-dev || exit 3
+    gnuplot-nox clang libclang-rt-14-dev libomp-dev python3 python3-venv || exit 3
 
 passed=0 failed=0 skipped=0
 
@@ -58,6 +59,20 @@ run_suite() { # name, then CMake options
 }
 
 run_suite release -DCMAKE_BUILD_TYPE=Release
+
+echo "== python"
+mkdir -p "$build/python"
+tools/test_python.sh "$build" 2>&1 | tee "$build/python/test.log"
+counts=$(tail -n 1 "$build/python/test.log" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
+if [ -n "$counts" ]; then
+    passed=$((passed + ${counts%% *}))
+    skipped=$((skipped + ${counts##* }))
+    counts=${counts#* }
+    failed=$((failed + ${counts% *}))
+else
+    count_step "python: no result" 1
+fi
+
 LSAN_OPTIONS="suppressions=$PWD/tests/lsan.supp:print_suppressions=0 ${LSAN_OPTIONS:-}"
 export LSAN_OPTIONS
 OMP_NUM_THREADS=2 run_suite address -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COMPILER=clang -DSMOE_CUDA=OFF \

@@ -1,5 +1,5 @@
 /* Byte-level BPE: text to tokens and back, exactly as the Python package `tokenizers` does it with the
- * tokenizer.json that tools/tokenize.py writes beside the table read here.
+ * tokenizer.json that tools/make_tokens.py writes beside the table read here.
  *
  * Text is first cut into pieces by classes of bytes; no token reaches over a cut. White space is 9..13 and
  * 32, digits are 0-9, letters A-Z, a-z and every byte above 127 (UTF-8 beyond ASCII), all else is a sign. A

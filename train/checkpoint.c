@@ -110,6 +110,44 @@ bool checkpoint_load_config(const char *path, model_config *config, error *err)
     return join(file, path, "config.json", err) && model_config_read(config, file, err);
 }
 
+/* Some writers save the head of a tied model too. Then it must be the embedding, bit for bit. */
+static bool check_tied_head(const safetensors *file, const char *path, const tensor *head, error *err)
+{
+    const tensor *embedding;
+    int64_t elements, bytes, head_bytes;
+    if (!safetensors_get(file, "model.embed_tokens.weight", &embedding, err)) return false;
+    tensor_size(embedding, &elements, &bytes);
+    tensor_size(head, &elements, &head_bytes);
+    if (head->dtype == embedding->dtype && head->rank == embedding->rank && head_bytes == bytes &&
+        memcmp(head->shape, embedding->shape, sizeof head->shape) == 0 &&
+        memcmp(head->data, embedding->data, (size_t)bytes) == 0)
+        return true;
+    return fail(err, ERROR_RUNTIME,
+                "%s: tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight", path);
+}
+
+static bool is_of_model(const param_layout *layout, const char *name)
+{
+    for (size_t i = 0; i < layout->tensor_count; i++)
+        if (strcmp(layout->tensors[i].name, name) == 0) return true;
+    return false;
+}
+
+/* Tensors that config.json does not explain belong to another model than the one that would run. All those of
+ * the layout were found before: what is left over is counted, and the first of it named. */
+static bool check_explained(const safetensors *file, const char *path, const model *m, error *err)
+{
+    const tensor *head = m->config.tied ? safetensors_find(file, "lm_head.weight") : NULL;
+    const size_t explained = m->layout.tensor_count + (head != NULL), count = safetensors_count(file);
+    if (head != NULL && !check_tied_head(file, path, head, err)) return false;
+    if (count == explained) return true;
+    size_t i = 0;
+    while (safetensors_at(file, i) == head || is_of_model(&m->layout, safetensors_at(file, i)->name)) i++;
+    return fail(err, ERROR_RUNTIME,
+                "%.200s: tensor %.128s is not in the model that config.json describes (%zu such tensors)",
+                path, safetensors_at(file, i)->name, count - explained);
+}
+
 static bool read_weights(const safetensors *file, const char *path, model *m, error *err)
 {
     for (size_t i = 0; i < m->layout.tensor_count; i++) {
@@ -120,14 +158,26 @@ static bool read_weights(const safetensors *file, const char *path, model *m, er
         if (!tensor_read_f32(t, p->rank, p->shape, m->weights + p->offset, &why))
             return fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
     }
-    return true;
+    return check_explained(file, path, m, err);
+}
+
+/* One file, or the index of several; with both the one file, as transformers does. */
+static bool find_weights(const char *folder, char *path, error *err)
+{
+    static const char *const names[] = {"model.safetensors", "model.safetensors.index.json"};
+    struct stat status;
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        if (!join(path, folder, names[i], err)) return false;
+        if (stat(path, &status) == 0) return true;
+    }
+    return fail(err, ERROR_RUNTIME, "%s: neither %s nor %s is there", folder, names[0], names[1]);
 }
 
 bool checkpoint_load_weights(const char *path, model *m, error *err)
 {
     char name[PATH_BYTES];
     safetensors *file;
-    if (!join(name, path, "model.safetensors", err) || !safetensors_open(&file, name, err)) return false;
+    if (!find_weights(path, name, err) || !safetensors_open(&file, name, err)) return false;
     bool done = read_weights(file, name, m, err);
     safetensors_close(file);
     return done;

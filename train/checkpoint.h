@@ -1,9 +1,10 @@
 /* Checkpoints: a folder OUT/step-0000100 a checkpoint, and OUT/latest, a symbolic link to the
  * newest finished one.
  *
- *     config.json, model.safetensors   what Hugging Face transformers opens (train/config.h)
- *     bpe.txt, tokenizer*.json         the tokenizer, if there is one (train/tokenizer.h)
- *     state.safetensors                what resuming needs besides: the AdamW moments and the loop's counters
+ *     config.json               the model's shape (train/config.h says which transformers opens)
+ *     model.safetensors         its weights under OLMoE's names, in f32
+ *     bpe.txt, tokenizer*.json  the tokenizer, if there is one (train/tokenizer.h)
+ *     state.safetensors         what resuming needs besides: the AdamW moments and the loop's counters
  *
  * A checkpoint is written as step-0000100.tmp, synced, renamed, and only then does `latest` move to it, by a
  * rename too: a kill at any moment leaves `latest` at a whole checkpoint. One that cannot be written (a full
@@ -37,6 +38,10 @@ bool checkpoint_find(const char *path, char *name, size_t size, error *err);
 
 /* Reads config.json; a model is then made by it and filled by checkpoint_load_weights. */
 bool checkpoint_load_config(const char *path, model_config *config, error *err);
+
+/* From model.safetensors, or from the shards of model.safetensors.index.json. Errors: a tensor of the model
+ * that is missing, of another shape or an integer; one that the model does not have; a head beside a tied
+ * embedding that is not the embedding. */
 bool checkpoint_load_weights(const char *path, model *m, error *err);
 
 /* Fills state; first and second must have room for m->layout.total floats. */

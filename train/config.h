@@ -1,7 +1,9 @@
 /* The shape of a model and its file, Hugging Face's `config.json`.
  *
  * A model without shared expert and dense layers is exactly OLMoE: it is written as model_type "olmoe", which
- * transformers opens. One with either is written as model_type "smoe", which stock OLMoE code refuses. */
+ * Hugging Face transformers opens as it is. OLMoE has neither, so a model with one is written as model_type
+ * "smoe": transformers opens that only in a program that imports the Python package's smoe.transformers,
+ * which registers the type. */
 #ifndef TRAIN_CONFIG_H
 #define TRAIN_CONFIG_H
 

@@ -8,6 +8,7 @@ train_settings train_settings_default(void)
 {
     train_settings s = {
         .config = model_config_default(),
+        .device = {.name = "auto"},
         .out = "smoe-out",
         .batch = 8,
         .seconds = 140,

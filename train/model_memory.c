@@ -124,6 +124,15 @@ static bool fill_rope(model *m, error *err)
     return true;
 }
 
+/* Whatever a pass of the usual shape allocates is allocated now. */
+static bool prepare(model *m, error *err)
+{
+    train_device *dv = m->device;
+    pass_shape shape = model_shape(m, m->sequences, m->config.context);
+    if (m->use != MODEL_GENERATE) dv->ops->prepare(dv, &shape, m->use == MODEL_TRAIN);
+    return dv->ops->finish(dv, err);
+}
+
 static bool allocate(model *m, error *err)
 {
     train_device *dv = m->device;
@@ -149,7 +158,27 @@ static bool allocate(model *m, error *err)
         return fail(err, ERROR_RUNTIME, "out of memory: %zu weights on the host", m->layout.total);
     dv->ops->clear(dv, m->params, m->layout.total * type_size(dv->type));
     if (m->grads) dv->ops->clear(dv, m->grads, m->layout.total * type_size(dv->grad_type));
-    return fill_rope(m, err);
+    return fill_rope(m, err) && prepare(m, err);
+}
+
+/* What this device's kernels ask of a model. */
+static bool check_device(const model *m, error *err)
+{
+    const train_device *dv = m->device;
+    const model_config *c = &m->config;
+    int64_t head = c->hidden / c->heads;
+    if (!dv->most_hidden) return true;
+    if (c->hidden > dv->most_hidden)
+        return fail(err, ERROR_USAGE, "hidden_size is %lld, at most %lld on %s", (long long)c->hidden,
+                    (long long)dv->most_hidden, dv->name);
+    if (head > dv->most_head || head % 8)
+        return fail(err, ERROR_USAGE,
+                    "hidden_size / num_attention_heads is %lld, on %s a multiple of 8, at most %lld",
+                    (long long)head, dv->name, (long long)dv->most_head);
+    if (c->dense_intermediate % 8 || c->shared_intermediate % 8)
+        return fail(err, ERROR_USAGE, "the dense intermediate sizes are %lld and %lld, on %s multiples of 8",
+                    (long long)c->dense_intermediate, (long long)c->shared_intermediate, dv->name);
+    return true;
 }
 
 static bool create(model *m, error *err)
@@ -158,7 +187,8 @@ static bool create(model *m, error *err)
     if (!m->device && !(m->owns_device = (m->device = cpu_open(err)) != NULL)) return false;
     int64_t rows = m->sequences * c->context;
     m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
-    if (!model_config_check(c, err) || !param_layout_create(&m->layout, c, err)) return false;
+    if (!model_config_check(c, err) || !check_device(m, err) || !param_layout_create(&m->layout, c, err))
+        return false;
     if (c->dense_layers < c->layers &&
         !moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN, &m->routing, err))
         return false;

@@ -30,22 +30,23 @@ typedef struct train_device {
     void *stream;         // what the library's calls are enqueued on
     bool adds_gradients;  // a step begins with gradients of zero (else its first pass writes them)
     int64_t loss_rows;    // rows whose logits exist at a time, 0: all of a pass
-    error failure;        // of the first operation that failed
+    int64_t most_hidden;  // limits of the hidden size and of a head's; 0: none
+    int64_t most_head;
+    error failure; // of the first operation that failed
 } train_device;
 
 /* Sequences of a pass, as attention and RoPE see them. d = heads * head_size; rows of q and k have d
  * elements, those of v 3 d: it is a part of the projection. */
 typedef struct pass_shape {
     int64_t sequences, length, heads, head_size;
-    int64_t
-        first; // position of a sequence's first row. Not 0: one sequence whose earlier rows are in k and v
+    int64_t first; // position of a sequence's first row; not 0: one sequence, earlier rows are in k and v
 } pass_shape;
 
 /* One batch on the device. */
 typedef struct device_batch {
     const int32_t *tokens, *targets; // (T), targets of a pass with a loss
-    const int32_t *order; // (T) rows by token, those of one token ascending; what a device does not
-    const int32_t *runs;  // ask for is NULL: (T + 1) where each token's rows begin in `order`, then -1
+    const int32_t *order;            // (T) rows by token, those of one token ascending, and
+    const int32_t *runs;             // (T + 2) where each token's rows begin in `order`, T, then -1; or NULL
 } device_batch;
 
 /* AdamW's part that changes from step to step, in device memory. */
@@ -71,18 +72,31 @@ struct train_ops {
     void *(*allocate)(train_device *dv, size_t bytes); // aligned to 256; NULL: no memory
     void (*release)(train_device *dv, void *memory);
     size_t (*available)(train_device *dv); // bytes that allocate can still give, 0: not known
+    size_t (*used)(train_device *dv);      // bytes in use by the driver's count, 0: not known
     void (*upload)(train_device *dv, void *to, const void *host, size_t bytes); // done with host on return
     void (*download)(train_device *dv, void *host, const void *from, size_t bytes); // done on return
     /* f32 on the host to `type` on the device and back */
     void (*store)(train_device *dv, void *to, smoe_type type, const float *host, int64_t count);
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
+    /* count normal values of a stream (train/random.h) times deviation, or ones where that is 0, to `to`
+     * (type) and, rounded to it last, to master. NULL: the host draws. */
+    void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
+                 uint64_t stream);
     /* Brings one batch of `rows` tokens to the device; targets may be NULL. The first call gives the most
      * rows that will ever come, and the places stay. The host's arrays must stay as they are until `finish`.
      */
     void (*load_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
                        int64_t rows, int64_t most, int64_t vocab);
     bool (*finish)(train_device *dv, error *err);
+    /* Builds what passes of a shape need besides the caller's memory, before the first of them. */
+    void (*prepare)(train_device *dv, const pass_shape *shape, bool backward);
+    /* Recording: between record and recorded operations are noted instead of done; replay does them, any
+     * number of times, on the same memory. All NULL where a device cannot. recorded: NULL when it failed. */
+    void (*record)(train_device *dv);
+    void *(*recorded)(train_device *dv);
+    void (*replay)(train_device *dv, void *recording);
+    void (*forget)(train_device *dv, void *recording);
 
     /* ---- forward ---- */
     void (*embed)(train_device *dv, void *x, const void *weight, const int32_t *tokens, int64_t rows,

@@ -22,6 +22,7 @@ static bool allocate(optimizer *o, error *err)
     arena a = {0};
     place(o, &a);
     size_t available = dv->ops->available(dv);
+    o->memory_bytes = a.most;
     o->memory = dv->ops->allocate(dv, a.most);
     if (!o->memory && available)
         return fail(err, ERROR_RUNTIME,
@@ -58,8 +59,26 @@ void optimizer_destroy(optimizer *o)
 {
     if (o->first != o->arrays.first) free(o->first);
     if (o->second != o->arrays.second) free(o->second);
+    if (o->recording) o->model->device->ops->forget(o->model->device, o->recording);
     if (o->memory) o->model->device->ops->release(o->model->device, o->memory);
     *o = (optimizer){0};
+}
+
+void optimizer_draw(optimizer *o, uint64_t seed)
+{
+    model *m = o->model;
+    train_device *dv = m->device;
+    if (!dv->ops->draw) {
+        param_init(m->weights, &m->layout, seed);
+        optimizer_upload(o);
+        return;
+    }
+    for (size_t i = 0; i < m->layout.tensor_count; i++) {
+        const param_tensor *t = &m->layout.tensors[i];
+        dv->ops->draw(dv, model_past(m, m->params, (int64_t)t->offset), dv->type,
+                      o->arrays.master ? o->arrays.master + t->offset : NULL, (int64_t)t->count, t->deviation,
+                      param_stream(seed, i));
+    }
 }
 
 void optimizer_upload(optimizer *o)
@@ -81,15 +100,41 @@ bool optimizer_download(optimizer *o, error *err)
     return dv->ops->finish(dv, err);
 }
 
+static bool enqueue(optimizer *o, int64_t sequences, int64_t length, error *err)
+{
+    model *m = o->model;
+    train_device *dv = m->device;
+    if (!model_enqueue_gradients(m, sequences, length, dv->adds_gradients, err)) return false;
+    dv->ops->gradient_norm(dv, &m->scalars[SCALAR_NORM], m->grads, o->arrays.total);
+    dv->ops->adamw(dv, &o->arrays, o->step, &m->scalars[SCALAR_NORM]);
+    return true;
+}
+
+/* The same launches serve every step but for SR-f, whose draws the host passes in. The first step is not
+ * recorded: libraries load kernels then. */
+static bool records(const optimizer *o)
+{
+    return o->model->device->ops->record && o->steps > 0 && o->model->routing.rounding != SMOE_ROUNDING_SR_F;
+}
+
 bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *step, error *err)
 {
     model *m = o->model;
     train_device *dv = m->device;
     model_load_batch(m, batch);
     dv->ops->upload(dv, o->step, step, sizeof *step);
-    if (!model_enqueue_gradients(m, batch->sequences, batch->length, dv->adds_gradients, err)) return false;
-    dv->ops->gradient_norm(dv, &m->scalars[SCALAR_NORM], m->grads, o->arrays.total);
-    dv->ops->adamw(dv, &o->arrays, o->step, &m->scalars[SCALAR_NORM]);
+    if (!records(o)) {
+        o->steps++;
+        return enqueue(o, batch->sequences, batch->length, err);
+    }
+    if (!o->recording) {
+        dv->ops->record(dv);
+        bool done = enqueue(o, batch->sequences, batch->length, err);
+        o->recording = dv->ops->recorded(dv);
+        if (!done) return false;
+        if (!o->recording) return dv->ops->finish(dv, err);
+    }
+    dv->ops->replay(dv, o->recording);
     return true;
 }
 

@@ -12,6 +12,9 @@ typedef struct optimizer {
     float *first,
         *second;  // the moments on the host, as checkpoints have them. On the CPU: arrays.first, .second
     void *memory; // on the device
+    size_t memory_bytes;
+    void *recording; // a step as the device noted it; NULL: not yet, or it cannot
+    int64_t steps;   // enqueued so far
 } optimizer;
 
 /* What a step found. */
@@ -22,6 +25,9 @@ typedef struct step_result {
 /* Moments of zero. `model` was made for training and outlives o. */
 bool optimizer_create(optimizer *o, model *model, error *err);
 void optimizer_destroy(optimizer *o); // a zeroed one is fine
+
+/* First weights, drawn where the device can. */
+void optimizer_draw(optimizer *o, uint64_t seed);
 
 /* Weights and moments from the host's arrays (model->weights, first, second) to the device and back. */
 void optimizer_upload(optimizer *o);

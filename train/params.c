@@ -130,12 +130,17 @@ void param_layout_destroy(param_layout *layout)
     *layout = (param_layout){0};
 }
 
+uint64_t param_stream(uint64_t seed, size_t index)
+{
+    return random_bits(seed, index);
+}
+
 void param_init(float *weights, const param_layout *layout, uint64_t seed)
 {
     memset(weights, 0, layout->total * sizeof *weights);
     for (size_t i = 0; i < layout->tensor_count; i++) {
         const param_tensor *tensor = &layout->tensors[i];
-        uint64_t stream = random_bits(seed, i);
+        uint64_t stream = param_stream(seed, i);
         float *values = weights + tensor->offset;
 #pragma omp parallel for schedule(static)
         for (size_t j = 0; j < tensor->count; j++)

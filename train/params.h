@@ -44,6 +44,9 @@ typedef struct param_layout {
 bool param_layout_create(param_layout *layout, const model_config *config, error *err);
 void param_layout_destroy(param_layout *layout);
 
+/* The stream of random values (train/random.h) that tensor `index` starts from. */
+uint64_t param_stream(uint64_t seed, size_t index);
+
 /* Fills weights (total): normal values from the seed, each tensor its own stream; ones for the norms. */
 void param_init(float *weights, const param_layout *layout, uint64_t seed);
 

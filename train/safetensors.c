@@ -3,6 +3,7 @@
 
 #include "train/file.h"
 #include "train/safetensors_format.h"
+#include "train/safetensors_index.h"
 
 #include <jansson.h>
 #include <stdlib.h>
@@ -11,6 +12,7 @@
 typedef struct entry {
     tensor t;
     int64_t begin, end; // bytes from the end of the header of its shard
+    size_t shard;
 } entry;
 
 typedef struct shard {
@@ -152,7 +154,7 @@ static bool parse_entries(safetensors *file, json_t *header, const unsigned char
             continue;
         }
         entry *e = &entries[file->count++];
-        *e = (entry){.t.name = name};
+        *e = (entry){.t.name = name, .shard = file->shard_count - 1};
         if (!parse_tensor(value, e, data, data_size, &reason))
             return fail(err, ERROR_RUNTIME, "tensor %.128s: %s", name, reason.text);
     }
@@ -208,6 +210,13 @@ static safetensors *file_new(const char *name, size_t shards)
 static int by_name(const void *a, const void *b)
 {
     return strcmp(((const entry *)a)->t.name, ((const entry *)b)->t.name);
+}
+
+/* After sort_names; NULL: not there. */
+static const entry *find_entry(const safetensors *file, const char *name)
+{
+    entry wanted = {.t.name = name};
+    return file->count == 0 ? NULL : bsearch(&wanted, file->entries, file->count, sizeof wanted, by_name);
 }
 
 static bool sort_names(safetensors *file, error *err)
@@ -267,51 +276,25 @@ static bool add_beside(safetensors *file, const char *path, const char *shard_na
     return ok;
 }
 
-/* The set of file names in weight_map, as keys of *names. */
-static bool shard_names(const json_t *index, json_t *names, const char *path, error *err)
+/* Every tensor of the index must be in the shard that it names: shards are opened in the index's order. */
+static bool check_index(const safetensors *file, const safetensors_index *index, error *err)
 {
-    json_t *weights = json_object_get(index, "weight_map");
-    const char *key;
-    json_t *value;
-    if (!json_is_object(weights))
-        return fail(err, ERROR_RUNTIME, "%s: weight_map is missing or not an object", path);
-    json_object_foreach(weights, key, value)
-    {
-        const char *name = json_string_value(value);
-        if (name == NULL || name[0] == '\0' || name[0] == '.' || strchr(name, '/') != NULL)
-            return fail(err, ERROR_RUNTIME, "%s: weight_map: the value of \"%.128s\" is not a file name",
-                        path, key);
-        if (json_object_set_new(names, name, json_null()) != 0)
-            return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
+    for (size_t i = 0; i < index->count; i++) {
+        const index_entry *want = &index->entries[i];
+        const entry *found = find_entry(file, want->tensor);
+        if (found == NULL || found->shard != want->shard)
+            return fail(err, ERROR_RUNTIME, "%s: tensor %.128s is missing from %.128s", file->name,
+                        want->tensor, index->shards[want->shard]);
     }
     return true;
 }
 
-/* Every name of the index must be in the shards. */
-static bool check_index(const safetensors *file, const json_t *index, error *err)
+static bool open_shards(safetensors **file, const safetensors_index *index, const char *path, error *err)
 {
-    const char *key;
-    json_t *value;
-    json_object_foreach(json_object_get(index, "weight_map"), key, value)
-    {
-        const tensor *found;
-        if (!safetensors_get(file, key, &found, err)) return false;
-    }
-    return true;
-}
-
-static bool open_index(safetensors **file, const json_t *index, json_t *names, const char *path, error *err)
-{
-    const char *key;
-    json_t *value;
-    if (!shard_names(index, names, path, err)) return false;
-    safetensors *f = file_new(path, json_object_size(names));
+    safetensors *f = file_new(path, index->shard_count);
     if (f == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
     bool ok = true;
-    json_object_foreach(names, key, value)
-    {
-        ok = ok && add_beside(f, path, key, err);
-    }
+    for (size_t i = 0; ok && i < index->shard_count; i++) ok = add_beside(f, path, index->shards[i], err);
     if (!finish(file, f, ok, err)) return false;
     if (check_index(*file, index, err)) return true;
     safetensors_close(*file);
@@ -322,15 +305,12 @@ static bool open_index(safetensors **file, const json_t *index, json_t *names, c
 static bool open_sharded(safetensors **file, const char *path, error *err)
 {
     file_map map;
-    json_error_t problem;
+    safetensors_index index;
     if (!file_map_open(&map, path, err)) return false;
-    json_t *index = json_loadb((const char *)map.data, map.size, JSON_REJECT_DUPLICATES, &problem);
+    bool ok = safetensors_index_parse(&index, map.data, map.size, path, err);
     file_map_close(&map);
-    if (index == NULL) return fail(err, ERROR_RUNTIME, "%s: line %d: %s", path, problem.line, problem.text);
-    json_t *names = json_object();
-    bool ok = open_index(file, index, names, path, err);
-    json_decref(names);
-    json_decref(index);
+    ok = ok && open_shards(file, &index, path, err);
+    safetensors_index_close(&index);
     return ok;
 }
 
@@ -376,9 +356,7 @@ const tensor *safetensors_at(const safetensors *file, size_t index)
 
 const tensor *safetensors_find(const safetensors *file, const char *name)
 {
-    entry wanted = {.t.name = name};
-    if (file->count == 0) return NULL;
-    const entry *found = bsearch(&wanted, file->entries, file->count, sizeof wanted, by_name);
+    const entry *found = find_entry(file, name);
     return found == NULL ? NULL : &found->t;
 }
 

@@ -11,6 +11,7 @@ enum {
     BIN_HEADER = 256 * 4, // bytes: int32[256]
     BIN_MAGIC = 20240520,
     BIN_VERSION = 1,
+    LOOKED_AT = 8192,    // bytes of a text that show whether it is one
     COPY_BELOW = 1 << 20 // bytes; smaller files are copied: a process has only some 65000 mappings
 };
 
@@ -116,8 +117,14 @@ static int32_t header_field(const unsigned char *bytes, int i)
     return field;
 }
 
+static bool has_magic(const unsigned char *bytes, size_t size)
+{
+    return size >= sizeof(int32_t) && header_field(bytes, 0) == BIN_MAGIC;
+}
+
 static bool parse_bin(token_source *s, const unsigned char *bytes, size_t size, error *err)
 {
+    s->binary = !has_magic(bytes, size);
     if (size < BIN_HEADER)
         return fail(err, ERROR_RUNTIME, "truncated token file: %zu bytes, the header has %d", size,
                     BIN_HEADER);
@@ -147,6 +154,7 @@ static bool parse_contents(token_source *s, const unsigned char *bytes, size_t s
     s->count = (int64_t)size;
     s->width = 1;
     s->text = true;
+    s->binary = size > 0 && memchr(bytes, 0, size < LOOKED_AT ? size : LOOKED_AT) != NULL;
     return true;
 }
 
@@ -175,7 +183,7 @@ static bool encode(token_source *s, const bpe *table, error *err)
     }
     unsigned char *fitting = realloc(bytes, 2 * count + 1); // most tokens have many bytes
     free(s->copy);
-    *s = (token_source){.count = (int64_t)count, .width = 2, .text = true};
+    *s = (token_source){.count = (int64_t)count, .width = 2, .text = true, .binary = s->binary};
     s->bytes = s->copy = fitting != NULL ? fitting : bytes;
     return true;
 }
@@ -190,7 +198,9 @@ bool token_source_parse(token_source *source, const void *bytes, size_t size, co
                                              : parse_contents(source, bytes, size, name, length, &reason);
     if (ok && source->text && table != NULL) ok = encode(source, table, &reason);
     if (ok && check_vocab(source, vocab, &reason)) return true;
+    const bool binary = source->binary;
     token_source_close(source);
+    source->binary = binary;
     return fail(err, ERROR_RUNTIME, "%s: %s", name, reason.text);
 }
 

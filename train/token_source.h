@@ -19,6 +19,9 @@ typedef struct token_source {
     bool validates;             // by its name (train/tokens.c)
     file_map map;               // what holds the bytes: a mapping, or
     unsigned char *copy;        // memory of our own, or neither: the caller's
+    bool binary; // a byte of zero among the first 8192 of a text, or a .bin without a token file's magic:
+                 // whoever did not name this file leaves it out. The latter is an error too, and sets only
+                 // this.
 } token_source;
 
 /* From memory, which must outlive the source unless `name` ends in .gz or a text is encoded. Every token is

@@ -1,4 +1,5 @@
 /* See tokens.h: split of the sources into two streams, batches and windows from them. */
+#define _POSIX_C_SOURCE 200809L
 #include "train/tokens.h"
 
 #include "train/file.h"
@@ -28,6 +29,8 @@ typedef struct stream {
 struct tokens {
     token_source *sources;
     size_t source_count;
+    size_t skipped; // binary files of folders
+    char *first_skipped;
     stream train, validation;
     const bpe *table; // NULL: none
     int64_t context;
@@ -229,18 +232,41 @@ static bool open_source(token_source *source, const char *path, const bpe *table
     return token_source_open(source, path, table, vocab, err);
 }
 
-/* Opens all files but the empty ones of folders; an empty file that the user named is an error. */
+static bool note_skipped(tokens *data, const char *path, error *err)
+{
+    if (data->skipped++ > 0) return true;
+    data->first_skipped = strdup(path);
+    return data->first_skipped != NULL || fail(err, ERROR_RUNTIME, "%s: out of memory", path);
+}
+
+/* Opens all files but the empty and binary ones of folders; those that the user named are read, or an error.
+ */
 static bool open_sources(tokens *data, const file_list *list, const char *const *paths, size_t count,
                          int64_t vocab, error *err)
 {
     for (size_t i = 0; i < list->count; i++) {
         const file_entry *entry = &list->entries[i];
-        if (entry->size == 0 && !is_named(entry->path, paths, count)) continue;
-        token_source *source = &data->sources[data->source_count++];
-        if (!open_source(source, entry->path, data->table, vocab, err)) return false;
+        const bool named = is_named(entry->path, paths, count);
+        if (entry->size == 0 && !named) continue;
+        token_source *source = &data->sources[data->source_count];
+        const bool ok = open_source(source, entry->path, data->table, vocab, err);
+        if (source->binary && !named) {
+            token_source_close(source);
+            if (!note_skipped(data, entry->path, err)) return false;
+            continue;
+        }
+        if (!ok) return false;
         source->validates = !source->text && names_validation(entry->path);
+        data->source_count++;
     }
     return true;
+}
+
+static bool fail_empty(const tokens *data, const char *name, error *err)
+{
+    if (data->skipped == 0) return fail(err, ERROR_RUNTIME, "%s: holds no file with data", name);
+    return fail(err, ERROR_RUNTIME, "%s: holds no file with data (%zu binary files are left out)", name,
+                data->skipped);
 }
 
 static bool open_list(tokens **data, const file_list *list, const char *const *paths, size_t count,
@@ -250,7 +276,7 @@ static bool open_list(tokens **data, const file_list *list, const char *const *p
     snprintf(name, sizeof name, count > 1 ? "%.100s and %zu more" : "%.100s", paths[0], count - 1);
     if (!tokens_new(data, list->count, table, context, name, err)) return false;
     bool ok = open_sources(*data, list, paths, count, vocab, err);
-    if (ok && (*data)->source_count == 0) ok = fail(err, ERROR_RUNTIME, "%s: holds no file with data", name);
+    if (ok && (*data)->source_count == 0) ok = fail_empty(*data, name, err);
     return finish(data, ok && make_streams(*data, split, name, err));
 }
 
@@ -274,9 +300,16 @@ void tokens_close(tokens *data)
     if (data == NULL) return;
     for (size_t i = 0; i < data->source_count; i++) token_source_close(&data->sources[i]);
     free(data->sources);
+    free(data->first_skipped);
     free(data->train.spans);
     free(data->validation.spans);
     free(data);
+}
+
+size_t tokens_skipped(const tokens *data, const char **first)
+{
+    *first = data->first_skipped;
+    return data->skipped;
 }
 
 int64_t tokens_bytes(const tokens *data, const int32_t *ids, int64_t count)

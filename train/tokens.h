@@ -7,7 +7,8 @@
  *   *.gz   is inflated, then read by its name without .gz
  *   else   text: encoded by a table (train/bpe.h), the end-of-text token first; without one every byte is a
  *          token, so the vocabulary has 256 or more
- * Files of one run are either all text or all token files; empty files inside a folder are skipped.
+ * Files of one run are either all text or all token files; empty files inside a folder are skipped, and so
+ * are binary ones: texts with a byte of zero among their first 8192, *.bin that are no token files.
  *
  * Split. With fewer than 20 files the last 5% of each file validate. With 20 or more every 20th file does, so
  * that no document is in both; should that come to less than 2% or more than 10% of all tokens (files of very
@@ -45,9 +46,13 @@ bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *nam
 
 void tokens_close(tokens *data); // NULL is fine
 
-/* How many bytes of text `count` tokens of the data stand for; 0: not known, token files without their table.
+/* The bytes of text that `count` tokens of the data stand for; 0: not known, token files without their table.
  */
 int64_t tokens_bytes(const tokens *data, const int32_t *ids, int64_t count);
+
+/* Binary files of folders that were left out, and the path of the first (NULL: none), which lives as long as
+ * data. */
+size_t tokens_skipped(const tokens *data, const char **first);
 
 int64_t tokens_train_count(const tokens *data); // tokens
 int64_t tokens_validation_count(const tokens *data);

@@ -4,6 +4,7 @@
 
 #include "common/clock.h"
 #include "train/checkpoint.h"
+#include "train/file.h"
 #include "train/log.h"
 #include "train/optimizer.h"
 #include "train/plot.h"
@@ -21,6 +22,7 @@ typedef struct run {
     const train_settings *settings;
     tokenizer words; // zeroed: none
     tokens *data;
+    train_device *device;
     model model;
     optimizer optimizer;
     train_state state;
@@ -79,6 +81,7 @@ static bool resume(run *r, error *err)
 
 static bool save(run *r, error *err)
 {
+    if (r->settings->checkpoints == 0) return file_make_folder(r->settings->out, err);
     return optimizer_download(&r->optimizer, err) &&
            checkpoint_save(r->settings->out, &r->model, &r->state, &r->words, r->settings->keep, err);
 }
@@ -95,12 +98,11 @@ static bool start(run *r, error *err)
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
         return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);
-    param_init(r->model.weights, &r->model.layout, s->seed);
+    optimizer_draw(&r->optimizer, s->seed);
     r->state.seed = s->seed;
     r->state.batch = s->batch;
-    optimizer_upload(&r->optimizer);
     // Saved before the first step: there always is a good checkpoint, and a full disk shows at once.
-    return checkpoint_save(s->out, &r->model, &r->state, &r->words, s->keep, err);
+    return save(r, err);
 }
 
 /* The one asked for, which must be the one of a checkpoint resumed, or that one. */
@@ -130,11 +132,13 @@ static bool open_run(run *r, error *err)
     char path[PATH_BYTES];
     moe_routing routing = s->routing;
     routing.seed = s->seed;
-    model_options options = {.sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN};
+    model_options options = {
+        .sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN, .recompute = s->recompute};
     if (!open_tokenizer(r, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
                      s->config.vocab, s->config.context, TOKENS_TRAIN, err) ||
-        !model_create(&r->model, NULL, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
+        !(r->device = device_open(&s->device, err)) ||
+        !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
     if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
         return fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
@@ -151,6 +155,7 @@ static void close_run(run *r)
     optimizer_destroy(&r->optimizer);
     free(r->inputs);
     model_destroy(&r->model);
+    if (r->device) r->device->ops->close(r->device);
     tokens_close(r->data);
     tokenizer_close(&r->words);
 }
@@ -314,10 +319,10 @@ static bool loop(run *r, train_observer observer, void *user, train_result *resu
 static bool finish(run *r, int64_t first, train_result *result, error *err)
 {
     const train_settings *s = r->settings;
-    if (!result->interrupted && !validate(r, s->last_evaluation_tokens, &result->validation, err))
-        return false;
+    bool evaluates = !result->interrupted && s->evaluations > 0;
+    if (evaluates && !validate(r, s->last_evaluation_tokens, &result->validation, err)) return false;
     result->interrupted |= result->validation.stopped;
-    double val_loss = result->interrupted ? (double)NAN : result->validation.loss;
+    double val_loss = !evaluates || result->interrupted ? (double)NAN : result->validation.loss;
     if (!result->interrupted && r->state.loss_count && !write_line(r, val_loss, err)) return false;
     if (r->state.step > first && !save(r, err)) return false;
     *result = (train_result){.step = r->state.step,
@@ -327,7 +332,8 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
                              .validation = result->validation,
                              .interrupted = result->interrupted,
                              .parameters = r->model.layout.total,
-                             .active = model_active_weights(&s->config)};
+                             .active = model_active_weights(&s->config),
+                             .device_bytes = r->device->ops->used(r->device)};
     error ignored = {0}; // a curve that cannot be drawn does not undo a run
     plot_curves(s->out, &result->drawn, &ignored);
     return true;
@@ -336,7 +342,8 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
 static void tell_start(const run *r)
 {
     const train_settings *s = r->settings;
-    const train_start start = {.resumed = s->resume, .step = r->state.step, .elapsed = r->state.elapsed};
+    const train_start start = {
+        .resumed = s->resume, .step = r->state.step, .elapsed = r->state.elapsed, .data = r->data};
     if (s->on_start) s->on_start(s, &start);
 }
 

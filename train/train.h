@@ -6,6 +6,7 @@
 #ifndef TRAIN_TRAIN_H
 #define TRAIN_TRAIN_H
 
+#include "train/device.h"
 #include "train/evaluate.h"
 #include "train/model.h"
 
@@ -16,12 +17,15 @@ typedef struct train_start {
     bool resumed;
     int64_t step;   // steps done before this run
     double elapsed; // seconds of training before this run
+    const tokens *data;
 } train_start;
 
 typedef struct train_settings train_settings;
 
 struct train_settings {
     model_config config;
+    device_options device;
+    model_recompute recompute;
     const char *const *paths; // files and folders of text, or token files
     size_t path_count;
     const char
@@ -37,7 +41,7 @@ struct train_settings {
     double clip;         // largest norm of the gradient
     moe_routing routing; // rounding, tile, auxiliary losses; its seed and step are set by the run
     uint64_t seed;       // of the weights, the samples and SR-f
-    int64_t logs, evaluations, checkpoints; // how many of each over the run
+    int64_t logs, evaluations, checkpoints; // how many of each over the run; 0 of the last two: none
     int64_t evaluation_tokens;              // of the validation stream, at all evaluations but the last
     int64_t last_evaluation_tokens;         // at the last: it bounds the time after the last step
     int64_t keep;                           // checkpoints that stay
@@ -69,7 +73,8 @@ typedef struct train_result {
     bool interrupted;      // by *stop, while training or in the last validation, which then has no loss
     bool drawn;            // curve.png is there
     size_t parameters;
-    int64_t active; // weights a token uses
+    int64_t active;      // weights a token uses
+    size_t device_bytes; // in use on the device at the end, by its driver's count; 0: not known
 } train_result;
 
 /* Runs to the end. A loss or gradient that is not finite ends the run with an error that names the newest

@@ -5,6 +5,7 @@
 #include "cli/bench/yardstick.h"
 #include "cli/common/cli.h"
 #include "common/clock.h"
+#include "harness/check.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -46,13 +47,15 @@ static bool measure_memory(bench_case *c, bench_result *result, error *err)
     const bool router = c->settings.scope == SCOPE_LAYER;
     if (!bench_poison(c, err) || !bench_prepare(c, err) || !bench_forward(c, NULL, err)) return false;
     if (c->settings.backward && !bench_backward(c, NULL, err)) return false;
-    if (!bench_touched(&c->saved, &saved, err) || !bench_touched(&c->scratch_forward, &forward, err) ||
-        !bench_touched(&c->scratch_backward, &backward, err) || !bench_canaries(c, err))
+    if (!bench_touched(slot_memory(&c->run, SLOT_SAVED), &saved, err) ||
+        !bench_touched(slot_memory(&c->run, SLOT_SCRATCH_FORWARD), &forward, err) ||
+        !bench_touched(slot_memory(&c->run, SLOT_SCRATCH_BACKWARD), &backward, err) ||
+        !bench_canaries(c, err))
         return false;
-    result->peak = pass_peaks(&c->layer, router, (double)saved, (double)forward, (double)backward);
+    result->peak = pass_peaks(&c->run.layer, router, (double)saved, (double)forward, (double)backward);
     result->predicted =
-        pass_peaks(&c->layer, router, (double)c->sizes.saved_buffer_bytes,
-                   (double)c->sizes.scratch_forward_bytes, (double)c->sizes.scratch_backward_bytes);
+        pass_peaks(&c->run.layer, router, (double)c->run.sizes.saved_buffer_bytes,
+                   (double)c->run.sizes.scratch_forward_bytes, (double)c->run.sizes.scratch_backward_bytes);
     return bench_check(c, &result->errors, err);
 }
 
@@ -114,7 +117,7 @@ static bool measure_on_host(const bench_options *options, bench_case *c, const i
 {
     yardstick y = {0};
     if (c->settings.no_bound) return measure_turns(options, c, NULL, result, err);
-    if (!yardstick_make(&y, &c->layer, counts, c->threads))
+    if (!yardstick_make(&y, &c->run.layer, counts, c->threads))
         return fail(err, ERROR_RUNTIME, "out of memory for the yardstick");
     const bool good = measure_turns(options, c, &y, result, err);
     yardstick_free(&y);
@@ -127,7 +130,7 @@ static bool measure_times(const bench_options *options, bench_case *c, const int
 #ifdef SMOE_HAVE_CUDA
     if (c->settings.device->backend == SMOE_BACKEND_CUDA) {
         int64_t rows = 0;
-        for (int64_t e = 0; e < c->layer.experts; e++) rows += counts[e];
+        for (int64_t e = 0; e < c->run.layer.experts; e++) rows += counts[e];
         progress(result->shape->name, "measuring", 0);
         return bench_cuda_times(c, rows, options->repeats, options->seconds, result, err);
     }
@@ -139,7 +142,7 @@ static bool measure_times(const bench_options *options, bench_case *c, const int
 static bool measure(const bench_options *options, bench_case *c, bench_result *result, double *checked,
                     error *err)
 {
-    int32_t *counts = malloc((size_t)c->layer.experts * sizeof *counts);
+    int32_t *counts = malloc((size_t)c->run.layer.experts * sizeof *counts);
     bool good = counts != NULL;
     if (!good) fail(err, ERROR_RUNTIME, "out of memory for the counts");
     good = good && measure_memory(c, result, err) && bench_read_counts(c, counts, err);
@@ -151,23 +154,12 @@ static bool measure(const bench_options *options, bench_case *c, bench_result *r
 
 static bool check_errors(const bench_result *result, error *err)
 {
-    const double limit = bench_tolerance(result->c->layer.dtype);
+    const double limit = check_cap(&result->c->run.layer);
     const double worst = fmax(result->errors.forward, result->errors.backward);
     if (worst <= limit) return true;
     return fail(err, 1, "max_rel_err of O is %.2e, of dX %.2e; the limit for %s is %.0e",
-                result->errors.forward, result->errors.backward, dtype_name(result->c->layer.dtype), limit);
-}
-
-/* The passes that can run: without a backward the forward alone, and the reason once on stderr. */
-static bool choose_passes(const bench_case *c, const bench_shape *shape, int *passes, error *err)
-{
-    if (!c->no_backward) return true;
-    if (!(*passes & PASS_FORWARD))
-        return fail(err, ERROR_RUNTIME, "%s: %s", c->settings.device->name, c->no_backward);
-    *passes = PASS_FORWARD;
-    fprintf(stderr, "smoe bench: %s %s: backward and layer skipped: %s\n", shape->suite, shape->name,
-            c->no_backward);
-    return true;
+                result->errors.forward, result->errors.backward, dtype_name(result->c->run.layer.dtype),
+                limit);
 }
 
 /* Where a problem's seconds went: a line for logs, where no terminal shows progress. */
@@ -187,9 +179,8 @@ static bool bench_made_case(const bench_options *options, bench_case *c, const b
     bench_result result = {.c = c, .problem = &options->problem, .shape = shape, .passes = options->passes};
     double at[4] = {started, clock_seconds()};
     progress_end();
-    bool good = choose_passes(c, shape, &result.passes, err);
     progress(shape->name, "first step", 0);
-    good = good && measure(options, c, &result, &at[2], err);
+    bool good = measure(options, c, &result, &at[2], err);
     at[3] = clock_seconds();
     progress_end();
     if (good) {

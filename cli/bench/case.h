@@ -9,6 +9,7 @@
 
 #include "cli/bench/data.h"
 #include "cli/common/stage_clock.h"
+#include "harness/run.h"
 
 typedef enum bench_scope { SCOPE_EXPERTS, SCOPE_LAYER } bench_scope;
 
@@ -25,23 +26,14 @@ typedef struct bench_settings {
 
 typedef struct bench_case {
     bench_settings settings;
-    smoe_layer layer;
-    smoe_sizes sizes;
-    smoe_context *context;
+    run run;      // layer, sizes, context, buffers and arguments
     void *stream; // that everything is enqueued on
     stage_clock clock;
-    const char *no_backward; // why settings.backward was taken back, or NULL
     int threads;
-    buffer x, router_weight, logits, topk_ids, topk_weights, w1, w2, dout; // inputs
-    buffer out, saved, scratch_forward, scratch_backward;
-    buffer dx, dw1, dw2, drouter_weight, dlogits, dtopk_weights; // of the last two one at most
-    smoe_forward_args forward;
-    smoe_backward_args backward;
 } bench_case;
 
 /* Makes the case, or says why not: 2 for a layer the library refuses by its shape, 3 for one it does not
- * support, and for too little memory (what is needed and what there is). Where the backend has no backward,
- * settings.backward is taken back. */
+ * support, and for too little memory (what is needed and what there is). */
 bool bench_case_make(bench_case *made, const bench_settings *settings, const problem_options *problem,
                      const bench_shape *shape, error *err);
 void bench_case_free(bench_case *freed);
@@ -71,6 +63,6 @@ bool bench_poison(bench_case *c, error *err);
 bool bench_touched(const buffer *looked_at, uint64_t *bytes, error *err);
 
 /* Are all canaries in place? The error names the buffer of the first that is not. */
-bool bench_canaries(const bench_case *c, error *err);
+bool bench_canaries(bench_case *c, error *err);
 
 #endif

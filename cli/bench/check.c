@@ -11,11 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-double bench_tolerance(smoe_type dtype)
-{
-    return dtype == SMOE_TYPE_F32 ? 5e-6 : dtype == SMOE_TYPE_F16 ? 1e-3 : 5e-3;
-}
-
 /* `count` elements from element `first` of a buffer, as doubles. */
 static bool read_values(const buffer *from, smoe_type type, int64_t first, int64_t count, double *to)
 {
@@ -48,7 +43,7 @@ static bool read_pairs(const token_case *t, unsigned char *kept)
     const bench_case *c = t->c;
     const device *device_ = c->settings.device;
     const smoe_plan_view view = *t->view;
-    const int64_t experts = c->layer.experts;
+    const int64_t experts = c->run.layer.experts;
     int32_t range[2];
     int32_t *blocks = oracle_alloc((size_t)experts + 1, sizeof *blocks);
     int32_t *rows = NULL;
@@ -99,13 +94,15 @@ static bool route_token(token_case *t)
     smoe_layer plain = t->one;
     plain.rounding = SMOE_ROUNDING_NONE;
     bool good = true;
-    if (c->layer.entry == SMOE_ENTRY_FROM_TOPK) {
+    if (c->run.layer.entry == SMOE_ENTRY_FROM_TOPK) {
         int64_t *ids = oracle_alloc((size_t)topk, sizeof *ids);
         double *weights = oracle_alloc((size_t)topk, sizeof *weights);
         int32_t given[64];
-        good = c->settings.device->download(given, (const int32_t *)c->topk_ids.data + t->token * topk,
-                                            (size_t)topk * sizeof *given) &&
-               read_values(&c->topk_weights, SMOE_TYPE_F32, t->token * topk, topk, weights);
+        good = c->settings.device->download(
+                   given, (const int32_t *)slot_data(&c->run, SLOT_TOPK_IDS) + t->token * topk,
+                   (size_t)topk * sizeof *given) &&
+               read_values(slot_memory(&c->run, SLOT_TOPK_WEIGHTS), SMOE_TYPE_F32, t->token * topk, topk,
+                           weights);
         for (int64_t k = 0; good && k < topk; k++) ids[k] = given[k];
         oracle_input input = {.topk_ids = ids, .topk_weights = weights};
         if (good) oracle_round(&plain, &input, &t->routing);
@@ -137,8 +134,8 @@ static bool read_expert(const token_case *t, int64_t e, expert *to)
     const size_t element = oracle_type_bytes(t->one.dtype);
     const size_t w2 = (size_t)(t->one.hidden * t->one.intermediate) * element;
     const size_t w1 = (size_t)(oracle_h_width(&t->one) * t->one.hidden) * element;
-    return on->download(to->w1, (const char *)t->c->w1.data + (size_t)e * w1, w1) &&
-           on->download(to->w2, (const char *)t->c->w2.data + (size_t)e * w2, w2);
+    return on->download(to->w1, (const char *)slot_data(&t->c->run, SLOT_W1) + (size_t)e * w1, w1) &&
+           on->download(to->w2, (const char *)slot_data(&t->c->run, SLOT_W2) + (size_t)e * w2, w2);
 }
 
 /* Row `row` of a stored matrix with `columns` columns. */
@@ -246,7 +243,7 @@ typedef struct check_context {
 static bool check_token(const check_context *with, int64_t token, double *out, double *dx)
 {
     const bench_case *c = with->c;
-    const smoe_layer *l = &c->layer;
+    const smoe_layer *l = &c->run.layer;
     const int64_t d = l->hidden;
     double *const router = with->router;
     token_case t = {
@@ -255,11 +252,12 @@ static bool check_token(const check_context *with, int64_t token, double *out, d
     t.x = oracle_alloc((size_t)d, sizeof *t.x);
     t.dout = oracle_alloc((size_t)d, sizeof *t.dout);
     t.logits = oracle_alloc((size_t)l->experts, sizeof *t.logits);
-    bool good = read_values(&c->x, l->dtype, token * d, d, t.x);
-    if (dx) good = good && read_values(&c->dout, l->dtype, token * d, d, t.dout);
-    const bool given = c->logits.data && !router;
+    bool good = read_values(slot_memory(&c->run, SLOT_X), l->dtype, token * d, d, t.x);
+    if (dx) good = good && read_values(slot_memory(&c->run, SLOT_DOUT), l->dtype, token * d, d, t.dout);
+    const bool given = slot_data(&c->run, SLOT_LOGITS) && !router;
     if (given)
-        good = good && read_values(&c->logits, l->logits_type, token * l->experts, l->experts, t.logits);
+        good = good && read_values(slot_memory(&c->run, SLOT_LOGITS), l->logits_type, token * l->experts,
+                                   l->experts, t.logits);
     t.input = (oracle_input){.x = t.x, .router_weight = router, .logits = given ? t.logits : NULL};
     good = good && route_token(&t) && compute_token(&t, out, dx);
     oracle_forward_free(&t.routing);
@@ -292,18 +290,18 @@ static int64_t tokens_to_check(const smoe_layer *layer)
 
 static bool open_check(check_context *with, const bench_case *c)
 {
-    const int64_t values = c->layer.experts * c->layer.hidden;
+    const int64_t values = c->run.layer.experts * c->run.layer.hidden;
     *with = (check_context){.c = c, .view = SMOE_PLAN_VIEW_INIT};
-    if (smoe_view_plan(c->context, &c->layer, &c->forward, &with->view) != SMOE_OK) return false;
-    with->decoded = decode_all(c->layer.dtype);
-    if (!c->router_weight.data) return true;
+    if (smoe_view_plan(c->run.context, &c->run.layer, &c->run.forward, &with->view) != SMOE_OK) return false;
+    with->decoded = decode_all(c->run.layer.dtype);
+    if (!slot_data(&c->run, SLOT_ROUTER_WEIGHT)) return true;
     with->router = oracle_alloc((size_t)values, sizeof *with->router);
-    return read_values(&c->router_weight, c->layer.dtype, 0, values, with->router);
+    return read_values(slot_memory(&c->run, SLOT_ROUTER_WEIGHT), c->run.layer.dtype, 0, values, with->router);
 }
 
 bool bench_check(const bench_case *c, bench_errors *errors, error *err)
 {
-    const smoe_layer *l = &c->layer;
+    const smoe_layer *l = &c->run.layer;
     const bool backward = c->settings.backward;
     const int64_t d = l->hidden, count = tokens_to_check(l);
     const size_t values = (size_t)(count * d);
@@ -315,8 +313,8 @@ bool bench_check(const bench_case *c, bench_errors *errors, error *err)
     for (int64_t i = 0; i < count; i++) {
         const int64_t token = count > 1 ? i * (l->tokens - 1) / (count - 1) : 0;
         good = good && check_token(&with, token, want + i * d, backward ? want_dx + i * d : NULL) &&
-               read_values(&c->out, l->dtype, token * d, d, out + i * d) &&
-               (!backward || read_values(&c->dx, l->dtype, token * d, d, dx + i * d));
+               read_values(slot_memory(&c->run, SLOT_OUT), l->dtype, token * d, d, out + i * d) &&
+               (!backward || read_values(slot_memory(&c->run, SLOT_DX), l->dtype, token * d, d, dx + i * d));
     }
     errors->forward = oracle_relative_error(out, want, values);
     errors->backward = backward ? oracle_relative_error(dx, want_dx, values) : NAN;

@@ -16,7 +16,4 @@ typedef struct bench_errors {
 /* After a forward and, when the settings have one, a backward. */
 bool bench_check(const bench_case *c, bench_errors *errors, error *err);
 
-/* What rounding to the stored type explains: 5e-6 for f32, 1e-3 for f16, 5e-3 for bf16. */
-double bench_tolerance(smoe_type dtype);
-
 #endif

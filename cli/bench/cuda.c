@@ -105,7 +105,7 @@ static bool prepare_and_forward(void *user, error *err)
 static bool before_backward(void *user, error *err)
 {
     const meter *m = user;
-    return !m->c->layer.reuse_saved || prepare_and_forward(user, err);
+    return !m->c->run.layer.reuse_saved || prepare_and_forward(user, err);
 }
 
 static bool job_backward(void *user, error *err)
@@ -164,7 +164,7 @@ static void list_turns(meter *m)
                                         SMOE_STAGE_DW2, SMOE_STAGE_DX_ROWS, SMOE_STAGE_DW1};
     _Static_assert(sizeof stages / sizeof stages[0] + 3 <= MOST_TURNS,
                    "every GEMM and every pass has a turn");
-    const double scale = cuda_yardstick_scale(&m->c->layer, m->yardstick.rows);
+    const double scale = cuda_yardstick_scale(&m->c->run.layer, m->yardstick.rows);
     for (size_t s = 0; m->yardstick.gemms && s < sizeof stages / sizeof stages[0]; s++)
         if (wants_gemm(m, stages[s]))
             add_turn(m,
@@ -311,7 +311,8 @@ static bool measure(meter *m, int64_t repeats, double seconds, bench_result *res
     bench_count_launches(m->forward, result);
     if (m->backward) bench_count_launches(m->backward, result);
     // Scores and rounding add to what they find, which is another thing the second time.
-    return !m->c->settings.alone || m->c->layer.rounding != SMOE_ROUNDING_NONE || time_alone(m, result, err);
+    return !m->c->settings.alone || m->c->run.layer.rounding != SMOE_ROUNDING_NONE ||
+           time_alone(m, result, err);
 }
 
 /* ---- A case ---- */
@@ -320,8 +321,9 @@ static bool make_yardstick(meter *m, int64_t rows, error *err)
 {
     bench_case *c = m->c;
     if (c->settings.no_bound) return true;
-    if (!cuda_yardstick_make(&m->yardstick, c->settings.device, &c->layer, rows, c->w1.data, c->w2.data,
-                             c->dw1.data, c->stream, err))
+    if (!cuda_yardstick_make(&m->yardstick, c->settings.device, &c->run.layer, rows,
+                             slot_data(&c->run, SLOT_W1), slot_data(&c->run, SLOT_W2),
+                             slot_data(&c->run, SLOT_DW1), c->stream, err))
         return false;
     if (!m->yardstick.gemms)
         fprintf(stderr, "smoe bench: no cuBLAS that starts: there is no bound of the GEMMs\n");

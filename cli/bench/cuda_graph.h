@@ -1,4 +1,4 @@
-/* Work recorded once and launched as one: CUDA graphs. What was recorded can be counted, and each piece of it
+/* Work recorded once and launched as one: CUDA graphs. What was recorded can be counted, and each part of it
  * (a kernel; a fill or copy if there were any) launched by itself. */
 #ifndef CLI_CUDA_GRAPH_H
 #define CLI_CUDA_GRAPH_H

@@ -72,7 +72,7 @@ bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, 
     return fill_rows(&end, type, 1, rest, make_normal, &tail);
 }
 
-/* From one start to the next, modulo the block: the golden section of it, so that starts lie far apart, and
+/* From one start to the next, modulo the pattern: the golden section of it, so that starts lie far apart, and
  * an odd multiple of 128, so that all multiples of 128 come before one comes again. */
 enum { TILED_STEP = 20251 * 128 };
 
@@ -83,10 +83,10 @@ bool fill_tiled(const buffer *to, smoe_type type, int64_t count, double scale, u
     if (!fill_normal(to, type, count < TILED_VALUES ? count : TILED_VALUES, scale, seed)) return false;
     int64_t from = TILED_STEP;
     bool good = true;
-    for (int64_t done = TILED_VALUES, piece; good && done < count; done += piece) {
-        piece = TILED_VALUES - from < count - done ? TILED_VALUES - from : count - done;
+    for (int64_t done = TILED_VALUES, run; good && done < count; done += run) {
+        run = TILED_VALUES - from < count - done ? TILED_VALUES - from : count - done;
         good = to->device->copy(values + (size_t)done * element, values + (size_t)from * element,
-                                (size_t)piece * element);
+                                (size_t)run * element);
         from = (from + TILED_STEP) % TILED_VALUES;
     }
     return good;

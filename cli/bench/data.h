@@ -1,16 +1,16 @@
-/* Seeded data of a benchmark, made on the host a piece at a time and sent to the device: normal numbers, and
+/* Seeded data of a benchmark, made on the host a part at a time and sent to the device: normal numbers, and
  * the routing of tokens to experts with inputs that make the library's own router choose it. */
 #ifndef CLI_BENCH_DATA_H
 #define CLI_BENCH_DATA_H
 
-#include "harness/buffer.h"
 #include "cli/common/problem.h"
+#include "harness/buffer.h"
 
 /* Fills with N(0, scale^2) rounded to the type (F32, BF16 or F16). The same numbers whatever the threads. */
 bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
 
-/* The same from one block of TILED_VALUES such numbers, laid down again and again on the device, each time
- * from another place in the block: for tensors of billions of values, where no two experts' weights may be
+/* The same from one pattern of TILED_VALUES such numbers, laid down again and again on the device, each time
+ * from another place in the pattern: for tensors of billions of values, where no two experts' weights may be
  * the same but nothing else hangs on their randomness. */
 enum { TILED_VALUES = 1 << 22 };
 bool fill_tiled(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);

@@ -104,7 +104,7 @@ static double combine_bytes(const smoe_layer *layer, stage_set stages)
 static double row_bound(const bench_result *result, const row *r, const bench_times *times)
 {
     return sum_stages(times->dense, r->stages & (forward_gemms | backward_gemms)) +
-           combine_bytes(&result->c->layer, r->stages) * times->copy;
+           combine_bytes(&result->c->run.layer, r->stages) * times->copy;
 }
 
 static bool has_bound(const row *r)
@@ -128,12 +128,12 @@ static summary row_summary(const bench_result *result, const row *r, bool bound)
 static double flops_of_stage(const bench_result *result, smoe_stage stage)
 {
     const bool ends = stage == SMOE_STAGE_ROUTER_BWD && result->c->settings.scope == SCOPE_EXPERTS;
-    return ends ? NAN : stage_flops(&result->c->layer, stage);
+    return ends ? NAN : stage_flops(&result->c->run.layer, stage);
 }
 
 static double bytes_of_stage(const bench_result *result, smoe_stage stage)
 {
-    const smoe_layer *l = &result->c->layer;
+    const smoe_layer *l = &result->c->run.layer;
     if (stage == SMOE_STAGE_ROUTER_BWD && result->c->settings.scope == SCOPE_EXPERTS)
         return (double)dtype_bytes(l->logits_type) * (double)l->tokens * (double)l->experts;
     return stage_bytes(l, stage);
@@ -205,7 +205,7 @@ static double error_of_pass(const bench_errors *errors, bench_pass pass)
 
 static void put_problem(table *t, const bench_result *result)
 {
-    const smoe_layer *l = &result->c->layer;
+    const smoe_layer *l = &result->c->run.layer;
     char device_text[96];
     result->c->settings.device->describe(device_text, sizeof device_text, result->c->threads);
     table_text(t, BUILD_COMMIT);
@@ -226,7 +226,7 @@ static void put_problem(table *t, const bench_result *result)
 
 static void put_row(table *t, const bench_result *result, const row *r)
 {
-    const smoe_layer *l = &result->c->layer;
+    const smoe_layer *l = &result->c->run.layer;
     const summary time = row_summary(result, r, false);
     const double bound = has_bound(r) ? row_summary(result, r, true).median : NAN;
     put_problem(t, result);
@@ -241,7 +241,7 @@ static void put_row(table *t, const bench_result *result, const row *r)
     table_number(t, bound);
     table_number(t, bound / time.median);
     table_integer(t, l->chunks);
-    table_integer(t, (int64_t)result->c->sizes.saved_bytes);
+    table_integer(t, (int64_t)result->c->run.sizes.saved_bytes);
     table_integer(t, (int64_t)of_pass(&result->peak, r->pass));
     table_integer(t, (int64_t)of_pass(&result->predicted, r->pass));
     table_number(t, r->whole ? error_of_pass(&result->errors, r->pass) : NAN);
@@ -271,7 +271,7 @@ static void put_pass(table *t, const bench_result *result, bench_pass pass)
 
 static void put_caption(const bench_result *result)
 {
-    const smoe_layer *l = &result->c->layer;
+    const smoe_layer *l = &result->c->run.layer;
     char device_text[96];
     result->c->settings.device->describe(device_text, sizeof device_text, result->c->threads);
     printf("%s %s: T %" PRId64 ", d %" PRId64 ", n %" PRId64 ", E %" PRId64 ", K %" PRId64
@@ -316,7 +316,8 @@ static void put_verdict(const bench_result *result)
                            (result->passes & ~PASS_BACKWARD ? forward_gemms : 0)};
     const row routing = {PASS_FORWARD, "", false, routing_stages};
     const row forward = {PASS_FORWARD, "", true, stages_of(PASS_FORWARD)};
-    printf("\nsaved %.1f MiB from forward to backward\n", (double)result->c->sizes.saved_bytes / 1048576.0);
+    printf("\nsaved %.1f MiB from forward to backward\n",
+           (double)result->c->run.sizes.saved_bytes / 1048576.0);
     put_memory(result, PASS_FORWARD);
     put_memory(result, PASS_BACKWARD);
     put_memory(result, PASS_LAYER);

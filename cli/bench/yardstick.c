@@ -133,10 +133,10 @@ void yardstick_gemms(const yardstick *y, bool forward, bool backward, double *ms
 
 double yardstick_copy(const yardstick *y)
 {
-    enum { PIECE = 1 << 20 };
+    enum { WINDOW = 1 << 20 };
     const double start = clock_seconds();
 #pragma omp parallel for schedule(static) num_threads(y->threads)
-    for (int i = 0; i < COPY_BYTES / PIECE; i++)
-        memcpy(y->copy_to + (size_t)i * PIECE, y->copy_from + (size_t)i * PIECE, PIECE);
+    for (int i = 0; i < COPY_BYTES / WINDOW; i++)
+        memcpy(y->copy_to + (size_t)i * WINDOW, y->copy_from + (size_t)i * WINDOW, WINDOW);
     return 1e3 * (clock_seconds() - start) / (2.0 * COPY_BYTES);
 }

@@ -9,8 +9,8 @@
 #define CLI_YARDSTICK_CUDA_H
 
 #include "cli/bench/cublas.h"
-#include "harness/buffer.h"
 #include "common/error.h"
+#include "harness/buffer.h"
 
 #include <stdint.h>
 

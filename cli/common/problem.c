@@ -54,11 +54,6 @@ const char *activation_name(smoe_activation activation)
     return choice_name(activations, (int)activation);
 }
 
-const char *score_name(smoe_score score, int32_t renormalize)
-{
-    return choice_name(scores, (int)score + (renormalize ? SCORE_RENORMALIZE : 0));
-}
-
 const char *rounding_name(smoe_rounding rounding)
 {
     return choice_name(roundings, (int)rounding);

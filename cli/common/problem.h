@@ -57,7 +57,6 @@ smoe_layer problem_layer(const problem_options *options, const bench_shape *shap
 /* The names users type, and records carry. */
 const char *dtype_name(smoe_type dtype);
 const char *activation_name(smoe_activation activation);
-const char *score_name(smoe_score score, int32_t renormalize);
 const char *rounding_name(smoe_rounding rounding);
 const char *routing_name(routing_kind routing);
 

@@ -3,6 +3,8 @@
 #include "cli/common/problem.h"
 #include "cli/common/table.h"
 #include "cli/model/load.h"
+#include "cli/model/skipped.h"
+#include "train/device.h"
 #include "train/evaluate.h"
 
 #include <argp.h>
@@ -10,10 +12,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { SEQUENCES = 16, MOST_CONTEXT = 1 << 24, KEY_JSON = 1, KEY_CSV, KEY_CONTEXT };
+enum { SEQUENCES = 16, MOST_CONTEXT = 1 << 24, KEY_JSON = 1, KEY_CSV, KEY_CONTEXT, KEY_DEVICE };
 
 typedef struct eval_options {
-    const char *checkpoint;
+    const char *checkpoint, *device;
     const char **paths;
     size_t path_count;
     int64_t context; // 0: the checkpoint's
@@ -27,6 +29,7 @@ static const struct argp_option options_table[] = {
      "token but "
      "the first counts",
      0},
+    {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
     {"json", KEY_JSON, NULL, 0, "One JSON object", 0},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 0},
     {0}};
@@ -41,6 +44,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
         if (!parse_integer("--context", text, 1, MOST_CONTEXT, &o->context, &err))
             argp_error(state, "%s", err.text);
         return 0;
+    case KEY_DEVICE: o->device = text; return 0;
     case KEY_JSON: o->format = TABLE_JSON; return 0;
     case KEY_CSV: o->format = TABLE_CSV; return 0;
     case ARGP_KEY_ARG: o->paths[o->path_count++] = text; return 0;
@@ -75,26 +79,41 @@ static bool print_result(const eval_options *o, const evaluation *e, error *err)
     return table_close(t, err);
 }
 
-static bool run(const eval_options *o, error *err)
+static bool measure(const eval_options *o, model *m, const tokens *data, error *err)
+{
+    evaluation result;
+    show_skipped(data);
+    return evaluate(&result, m, data, 0, NULL, err) && print_result(o, &result, err);
+}
+
+static bool run_on(train_device *device, const eval_options *o, error *err)
 {
     model m;
     tokenizer words = {0};
     tokens *data = NULL;
-    evaluation result;
-    if (!load_model(&m, o->checkpoint, SEQUENCES, o->context, MODEL_EVALUATE, err)) return false;
+    if (!load_model(&m, o->checkpoint, SEQUENCES, o->context, MODEL_EVALUATE, device, err)) return false;
     bool done = load_tokenizer(&words, o->checkpoint, err) &&
                 tokens_open(&data, o->paths, o->path_count, words.table.tokens ? &words.table : NULL,
                             m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
-                evaluate(&result, &m, data, 0, NULL, err) && print_result(o, &result, err);
+                measure(o, &m, data, err);
     tokens_close(data);
     tokenizer_close(&words);
     model_destroy(&m);
     return done;
 }
 
+static bool run(const eval_options *o, error *err)
+{
+    train_device *device = device_open(&(device_options){.name = o->device}, err);
+    if (!device) return false;
+    bool done = run_on(device, o, err);
+    device->ops->close(device);
+    return done;
+}
+
 int smoe_cli_eval(int argc, char **argv)
 {
-    eval_options options = {.checkpoint = "smoe-out", .format = TABLE_ALIGNED};
+    eval_options options = {.checkpoint = "smoe-out", .device = "auto", .format = TABLE_ALIGNED};
     error err = {0};
     argp_err_exit_status = ERROR_USAGE;
     options.paths = calloc((size_t)argc, sizeof *options.paths);

@@ -1,6 +1,8 @@
-/* `smoe generate`: samples text from a checkpoint and writes them as they come. */
+/* `smoe generate`: samples text from a checkpoint and writes it token by token. */
 #include "cli/common/cli.h"
 #include "cli/model/load.h"
+#include "common/clock.h"
+#include "train/device.h"
 #include "train/sample.h"
 
 #include <argp.h>
@@ -11,12 +13,12 @@
 #include <string.h>
 
 typedef struct generate_options {
-    const char *checkpoint, *prompt;
+    const char *checkpoint, *prompt, *device;
     int64_t tokens;
     sampler sampler;
 } generate_options;
 
-enum { KEY_TEMPERATURE = 1, KEY_TOP_P, KEY_SEED };
+enum { KEY_TEMPERATURE = 1, KEY_TOP_P, KEY_SEED, KEY_DEVICE };
 
 static const struct argp_option options_table[] = {
     {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
@@ -25,6 +27,7 @@ static const struct argp_option options_table[] = {
     {"temperature", KEY_TEMPERATURE, "X", 0,
      "0 takes the likeliest, 1 samples as the model says (default 0.8)", 0},
     {"top-p", KEY_TOP_P, "X", 0, "Among the likeliest that together have this probability (default 0.95)", 0},
+    {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
     {"seed", KEY_SEED, "N", 0, "Of the random numbers (default 1)", 0},
     {0}};
 
@@ -54,6 +57,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_TEMPERATURE: o->sampler.temperature = number(state, "temperature", text, 0, 100); return 0;
     case KEY_TOP_P: o->sampler.top_p = number(state, "top-p", text, 1e-6, 1); return 0;
     case KEY_SEED: o->sampler.seed = (uint64_t)whole(state, "seed", text, 9e15); return 0;
+    case KEY_DEVICE: o->device = text; return 0;
     case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;
     default: return ARGP_ERR_UNKNOWN;
     }
@@ -70,19 +74,33 @@ static bool print(const void *bytes, size_t length, error *err)
            fail(err, ERROR_RUNTIME, "cannot write: %s", strerror(errno));
 }
 
+/* Without the first token, which runs the whole prompt. */
+static void show_rate(int64_t sampled, double seconds)
+{
+    if (sampled > 1) fprintf(stderr, "%.0f tokens a second\n", (double)(sampled - 1) / seconds);
+}
+
 /* `text` holds `count` tokens and has room for as many more as are asked for. The end of text ends it. */
 static bool generate(generate_options *o, model *m, const bpe *table, int32_t *text, int64_t count,
                      error *err)
 {
+    double started = 0.0;
+    int64_t sampled = 0;
+    bool ended = false;
     if (!print(o->prompt, strlen(o->prompt), err)) return false;
-    for (int64_t i = 0; i < o->tokens; i++, count++) {
+    while (sampled < o->tokens && !ended) {
+        if (sampled == 1) started = clock_seconds();
         if (!sample_next(&o->sampler, m, text, count, &text[count], err)) return false;
-        if (text[count] == table->end) break;
         size_t length;
         const unsigned char *bytes = bpe_bytes(table, text[count], &length);
         if (!print(bytes, length, err)) return false;
+        ended = text[count] == table->end;
+        count++;
+        sampled++;
     }
-    return print("\n", 1, err);
+    if (!print("\n", 1, err)) return false;
+    show_rate(sampled, clock_seconds() - started);
+    return true;
 }
 
 /* The tokens that stand before those sampled: the end of text, after which a document begins, and the prompt.
@@ -125,14 +143,23 @@ static bool find_table(tokenizer *words, const generate_options *o, const model 
     return bpe_parse(&words->table, bytes, sizeof bytes - 1, "bytes", err);
 }
 
-static bool run(generate_options *o, error *err)
+static bool run_on(train_device *device, generate_options *o, error *err)
 {
     model m;
     tokenizer words = {0};
-    if (!load_model(&m, o->checkpoint, 1, 0, MODEL_GENERATE, err)) return false;
+    if (!load_model(&m, o->checkpoint, 1, 0, MODEL_GENERATE, device, err)) return false;
     bool done = find_table(&words, o, &m, err) && generate_from(o, &m, &words.table, err);
     tokenizer_close(&words);
     model_destroy(&m);
+    return done;
+}
+
+static bool run(generate_options *o, error *err)
+{
+    train_device *device = device_open(&(device_options){.name = o->device}, err);
+    if (!device) return false;
+    bool done = run_on(device, o, err);
+    device->ops->close(device);
     return done;
 }
 
@@ -140,6 +167,7 @@ int smoe_cli_generate(int argc, char **argv)
 {
     generate_options options = {.checkpoint = "smoe-out",
                                 .prompt = "",
+                                .device = "auto",
                                 .tokens = 400,
                                 .sampler = {.temperature = 0.8, .top_p = 0.95, .seed = 1}};
     error err = {0};

@@ -3,7 +3,8 @@
 
 #include "train/checkpoint.h"
 
-bool load_model(model *m, const char *path, int64_t sequences, int64_t context, model_use use, error *err)
+bool load_model(model *m, const char *path, int64_t sequences, int64_t context, model_use use,
+                train_device *device, error *err)
 {
     char name[4096];
     model_config config;
@@ -13,7 +14,7 @@ bool load_model(model *m, const char *path, int64_t sequences, int64_t context, 
     if (context > config.context) sequences = sequences * config.context / context;
     if (sequences < 1) sequences = 1;
     if (context > 0) config.context = context; // no weight depends on it
-    if (!model_create(m, NULL, &config, &(model_options){.sequences = sequences, .use = use}, err))
+    if (!model_create(m, device, &config, &(model_options){.sequences = sequences, .use = use}, err))
         return false;
     if (checkpoint_load_weights(name, m, err)) {
         model_upload(m, NULL);

@@ -2,6 +2,7 @@
 #include "cli/common/cli.h"
 #include "cli/common/table.h"
 #include "cli/model/progress.h"
+#include "cli/model/skipped.h"
 #include "cli/model/train_options.h"
 #include "train/checkpoint.h"
 
@@ -41,6 +42,7 @@ static const table_column columns[] = {
     {"val_loss", COLUMN_NUMBER, 4, false, "over val_tokens, plain top-K"},
     {"val_bits_per_byte", COLUMN_NUMBER, 4, false, NULL},
     {"val_tokens", COLUMN_INTEGER, 0, false, NULL},
+    {"device_gb", COLUMN_NUMBER, 2, false, "in use on the GPU, by its driver's count"},
 };
 
 static bool print_result(const train_options *options, const train_result *r, error *err)
@@ -48,7 +50,7 @@ static bool print_result(const train_options *options, const train_result *r, er
     table *t = table_open(stdout, options->json ? TABLE_JSON : TABLE_VERTICAL, columns,
                           sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "out of memory");
-    bool ended = !r->interrupted;
+    const bool validated = !r->interrupted && r->validation.tokens > 0;
     table_integer(t, r->step);
     table_integer(t, r->tokens);
     table_number(t, r->elapsed);
@@ -56,9 +58,10 @@ static bool print_result(const train_options *options, const train_result *r, er
     table_integer(t, (int64_t)r->parameters);
     table_integer(t, r->active);
     table_number(t, r->loss);
-    table_number(t, ended ? r->validation.loss : (double)NAN);
-    table_number(t, ended ? evaluation_bits_per_byte(&r->validation) : (double)NAN);
+    table_number(t, validated ? r->validation.loss : (double)NAN);
+    table_number(t, validated ? evaluation_bits_per_byte(&r->validation) : (double)NAN);
     table_integer(t, r->validation.tokens);
+    table_number(t, r->device_bytes ? (double)r->device_bytes / 1e9 : (double)NAN);
     table_end_row(t);
     return table_close(t, err);
 }
@@ -72,10 +75,11 @@ static bool adopt_shape(train_options *options, error *err)
     return checkpoint_find(s->out, path, sizeof path, err) && checkpoint_load_config(path, &s->config, err);
 }
 
-/* What is left of a resumed run: its steps or seconds count those before. */
+/* The files left out, and what is left of a resumed run: its steps or seconds count those before. */
 static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
+    show_skipped(start->data);
     if (!start->resumed) return;
     fprintf(stderr, "resumed at step %lld", (long long)start->step);
     if (s->steps)

@@ -31,13 +31,13 @@ static const number_option numbers[] = {
      "Train for X seconds, those before a --resume included; not with --steps"},
     {"seed", "N", AT(seed), INT64, 0, 9e15, GROUP_RUN, "Of the weights, the samples and SR-f"},
     {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Lines of the log over the run"},
-    {"evaluations", "N", AT(evaluations), INT64, 1, 1e9, GROUP_RUN,
-     "Validations over the run, each on windows evenly spread over the validation stream"},
+    {"evaluations", "N", AT(evaluations), INT64, 0, 1e9, GROUP_RUN,
+     "Validations over the run, each on windows evenly spread over the validation stream; 0: none"},
     {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
      "Tokens of each validation but the last"},
     {"last-evaluation-tokens", "N", AT(last_evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
      "Tokens of the last validation"},
-    {"checkpoints", "N", AT(checkpoints), INT64, 1, 1e9, GROUP_RUN, "Checkpoints over the run"},
+    {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN, "Checkpoints over the run, 0: none"},
     {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Newest checkpoints that stay"},
 
     {"layers", "L", CONFIG(layers), INT64, 1, 4096, GROUP_MODEL, "Layers"},
@@ -72,7 +72,7 @@ static const number_option numbers[] = {
     {"beta1", "X", AT(beta1), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay of the first moment"},
     {"beta2", "X", AT(beta2), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay of the second moment"},
     {"weight-decay", "X", AT(weight_decay), REAL, 0, 1e3, GROUP_OPTIMISER, "Decay of the matrices"},
-    {"clip", "X", AT(clip), REAL, 1e-9, 1e9, GROUP_OPTIMISER, "Largest norm of the gradient"},
+    {"clip", "X", AT(clip), REAL, 0, 1e9, GROUP_OPTIMISER, "Largest norm of the gradient, 0: any"},
 };
 
 enum {
@@ -84,7 +84,11 @@ enum {
     KEY_RENORMALIZE,
     KEY_TIED,
     KEY_ROUNDING,
-    KEY_JSON
+    KEY_JSON,
+    KEY_DEVICE,
+    KEY_PRECISION,
+    KEY_FASTEST,
+    KEY_RECOMPUTE
 };
 
 static const struct argp_option others[] = {
@@ -94,10 +98,18 @@ static const struct argp_option others[] = {
     {"resume", KEY_RESUME, NULL, 0, "Go on from the newest checkpoint in DIR; its sizes are the model's",
      GROUP_RUN},
     {"tokenizer", KEY_TOKENIZER, "TABLE", 0,
-     "bpe.txt of tools/make_tokens.py, kept in the checkpoints: the table of the token files, or by which "
-     "text is "
-     "encoded; --vocab is then its size unless given",
+     "The table of the token files, or by which text is encoded: bpe.txt of tools/make_tokens.py. "
+     "Checkpoints "
+     "carry it; --vocab is then its size, rounded up to a multiple of 64, unless given",
      GROUP_RUN},
+    {"device", KEY_DEVICE, "NAME", 0,
+     "cpu, cuda, auto (the GPU where there is one) or cuda-plain (without libraries, slow)", GROUP_RUN},
+    {"precision", KEY_PRECISION, "TYPE", 0,
+     "cuda: f32 weights and AdamW states beside bf16 arithmetic, or bf16 alone (f32 or bf16)", GROUP_RUN},
+    {"fastest", KEY_FASTEST, NULL, 0,
+     "cuda: attention's backward may sum in any order: two runs then differ in their last bits", GROUP_RUN},
+    {"recompute", KEY_RECOMPUTE, "WHAT", 0,
+     "What the backward computes again instead of the forward keeping it: none, norms or layers", GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
     {"quiet", 'q', NULL, 0, "No progress on the terminal", GROUP_RUN},
     {NULL, 0, NULL, 0, "Model:", GROUP_MODEL},
@@ -172,6 +184,33 @@ static void parse_rounding(train_options *options, const char *text, struct argp
     argp_error(state, "--rounding: '%s' is none of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
 }
 
+/* The place of `text` among the count choices. */
+static int parse_choice(struct argp_state *state, const char *name, const char *text,
+                        const char *const *choices, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (strcmp(text, choices[i]) == 0) return i;
+    argp_error(state, "--%s: '%s' is none of its choices (--help lists them)", name, text);
+    return 0;
+}
+
+static error_t parse_device(int key, const char *text, struct argp_state *state)
+{
+    static const char *const names[] = {"auto", "cpu", "cuda", "cuda-plain"},
+                             *const precisions[] = {"f32", "bf16"},
+                             *const recomputed[] = {"none", "norms", "layers"};
+    train_settings *s = &((train_options *)state->input)->settings;
+    switch (key) {
+    case KEY_DEVICE: s->device.name = names[parse_choice(state, "device", text, names, 4)]; return 0;
+    case KEY_PRECISION: s->device.bf16 = parse_choice(state, "precision", text, precisions, 2); return 0;
+    case KEY_FASTEST: s->device.fastest = true; return 0;
+    case KEY_RECOMPUTE:
+        s->recompute = (model_recompute)parse_choice(state, "recompute", text, recomputed, 3);
+        return 0;
+    default: return ARGP_ERR_UNKNOWN;
+    }
+}
+
 static error_t parse(int key, char *text, struct argp_state *state)
 {
     train_options *options = state->input;
@@ -198,7 +237,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_ROUNDING: parse_rounding(options, text, state); return 0;
     case ARGP_KEY_ARG: options->paths[s->path_count++] = text; return 0;
     case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to train on"); return 0;
-    default: return ARGP_ERR_UNKNOWN;
+    default: return parse_device(key, text, state);
     }
 }
 
@@ -206,7 +245,8 @@ static error_t parse(int key, char *text, struct argp_state *state)
 static void number_text(char *text, size_t size, const train_settings *s, const number_option *o)
 {
     const double value = number_get(s, o);
-    snprintf(text, size, value < o->low ? "" : "%.7g", value);
+    *text = '\0';
+    if (value >= o->low) snprintf(text, size, "%.7g", value);
 }
 
 /* Adds the default to the text of an option that has one. */
@@ -218,6 +258,9 @@ static char *add_default(int key, const char *text, void *input)
     if (key >= KEY_NUMBER && key < KEY_NUMBER + NUMBERS)
         number_text(value, sizeof value, &s, &numbers[key - KEY_NUMBER]);
     if (key == 'o') snprintf(value, sizeof value, "%s", s.out);
+    if (key == KEY_DEVICE) snprintf(value, sizeof value, "%s", s.device.name);
+    if (key == KEY_PRECISION) snprintf(value, sizeof value, "f32");
+    if (key == KEY_RECOMPUTE) snprintf(value, sizeof value, "none");
     if (key == KEY_ROUNDING) snprintf(value, sizeof value, "%s", rounding_name(s.routing.rounding));
     if (!*value || !text || asprintf(&made, "%s (default %s)", text, value) < 0) return (char *)text;
     return made;
@@ -243,11 +286,13 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
         .parser = parse,
         .args_doc = "FILE...",
         .doc = "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
-               "them, or token "
-               "files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a JSON object a "
-               "line), curve.png when gnuplot is "
-               "there, and "
-               "checkpoints that Hugging Face transformers opens (DIR/latest is the newest).",
+               "them, or token files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a "
+               "JSON "
+               "object a line), curve.png when gnuplot is there, and checkpoints (DIR/latest is the newest). "
+               "Hugging Face transformers opens those of models without --shared and --dense-layers as they "
+               "are; "
+               "the others have the model type smoe, which the Python package registers: import "
+               "smoe.transformers.",
         .help_filter = add_default,
     };
     argp_err_exit_status = ERROR_USAGE;

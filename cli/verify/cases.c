@@ -29,6 +29,31 @@ enum { SMALL_TOKENS = 259, BLOCK_TOKENS = 1280, LARGE_TOKENS = 768, HALF_TOKENS 
 #define CASES_limited                                    CASES_gated
 #define ACTIVATION_CASES(enumerator, name, shape, curve) CASES_##shape(enumerator, name)
 
+#define ISOLATION(d, n)                                                                                      \
+    {                                                                                                        \
+        "NaN in an expert, d = " #d ", n = " #n, check_isolation,                                            \
+            .layer = {.entry = SMOE_ENTRY_FROM_TOPK,                                                         \
+                      .tokens = 700,                                                                         \
+                      .experts = 6,                                                                          \
+                      .topk = 1,                                                                             \
+                      .hidden = d,                                                                           \
+                      .intermediate = n},                                                                    \
+            .draw = {                                                                                        \
+                BIASES                                                                                       \
+            }                                                                                                \
+    }
+#define NAN_LOGITS(name, score_, renormalize_)                                                               \
+    {"NaN logits, E = 13, K = 3, " name, check_nan_logits,                                                   \
+     .layer = {.experts = 13, .topk = 3, .score = SMOE_SCORE_##score_, .renormalize = renormalize_}},        \
+    {                                                                                                        \
+        "NaN logits, E = 13, K = 10, " name, check_nan_logits, .layer = {                                    \
+            .experts = 13,                                                                                   \
+            .topk = 10,                                                                                      \
+            .score = SMOE_SCORE_##score_,                                                                    \
+            .renormalize = renormalize_                                                                      \
+        }                                                                                                    \
+    }
+
 static const verify_case cases[] = {
     /* activations and layouts */
     {"swiglu, losses", QUICK, .draw = {ROUTER, LOSSES}},
@@ -222,7 +247,29 @@ static const verify_case cases[] = {
      .layer =
          {.tokens = 300, .hidden = 192, .intermediate = 512, .experts = 4, .entry = SMOE_ENTRY_FROM_TOPK}},
 
-    /* values that are not numbers */
+    {"repeats beside copies, d = 768, n = 256", check_repeats,
+     .layer = {.tokens = 512,
+               .hidden = 768,
+               .intermediate = 256,
+               .experts = 4,
+               .gradient_type = SMOE_TYPE_BF16,
+               .entry = SMOE_ENTRY_FROM_TOPK}},
+    {"repeats beside copies, d = 512, n = 1024, chunks", check_repeats,
+     .layer = {.tokens = 512,
+               .hidden = 512,
+               .intermediate = 1024,
+               .experts = 2,
+               .topk = 1,
+               .chunks = 2,
+               .gradient_type = SMOE_TYPE_BF16,
+               .entry = SMOE_ENTRY_FROM_TOPK}},
+
+    /* values that are not numbers: every GEMM of the cuda backend */
+    ISOLATION(72, 40),
+    ISOLATION(192, 256),
+    ISOLATION(256, 320),
+    ISOLATION(384, 512),
+    ISOLATION(512, 256),
     {"NaN in an expert and its tokens", check_isolation, QUICK,
      .layer = {.entry = SMOE_ENTRY_FROM_TOPK, .tokens = SMALL_TOKENS, .topk = 1},
      .draw = {.routing = ORACLE_COUNTS, .counts = small_counts, BIASES}},
@@ -231,6 +278,11 @@ static const verify_case cases[] = {
     {"NaN logits", check_nan_logits, QUICK, .layer = {.topk = 3}},
     {"NaN logits, sigmoid", check_nan_logits, .layer = {.topk = 3, .score = SMOE_SCORE_SIGMOID}},
     {"NaN logits, topk-softmax", check_nan_logits, .layer = {.topk = 3, .score = SMOE_SCORE_TOPK_SOFTMAX}},
+    NAN_LOGITS("softmax", SOFTMAX_TOPK, 0),
+    NAN_LOGITS("softmax renormalized", SOFTMAX_TOPK, 1),
+    NAN_LOGITS("topk-softmax", TOPK_SOFTMAX, 0),
+    NAN_LOGITS("sigmoid", SIGMOID, 0),
+    NAN_LOGITS("sigmoid renormalized", SIGMOID, 1),
 
     /* small things */
     {"selection bias update", check_bias_update, QUICK, .f32_only = true},

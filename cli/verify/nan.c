@@ -141,15 +141,19 @@ static void judge_others(verify *v, const smoe_layer *layer, const tensors *clea
     } parts[] = {{TENSOR_OUT, layer->hidden}, {TENSOR_DX, layer->hidden}, {TENSOR_DLOGITS, layer->experts}};
     const double limit = v->on->backend == SMOE_BACKEND_CPU ? check_cap(layer) : 0.0;
     bool *poisoned = oracle_alloc((size_t)layer->tokens, sizeof *poisoned);
-    poisoned[3] = poisoned[11] = true;
+    bool *one_unkept = oracle_alloc((size_t)layer->tokens, sizeof *one_unkept);
+    poisoned[3] = poisoned[11] = one_unkept[7] = true;
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         const tensor *before = &clean->at[parts[i].id], *after = &dirty->at[parts[i].id];
         check_zero(v, tensor_names[parts[i].id], differing_rows(before, after, parts[i].width, broken, limit),
                    "rows that a NaN elsewhere changed");
         check_zero(v, tensor_names[parts[i].id], clean_rows(after, parts[i].width, poisoned),
                    "rows that should be NaN");
+        check_zero(v, tensor_names[parts[i].id], 1 - clean_rows(after, parts[i].width, one_unkept),
+                   "rows that should not be NaN");
     }
     free(poisoned);
+    free(one_unkept);
 }
 
 void check_nan_logits(verify *v, const verify_case *c, const smoe_layer *layer)

@@ -100,23 +100,49 @@ def _saved_without_tokens(entry: str, options: str, x: Tensor, topk: int, w2: Te
 # ---- gradients ----
 
 
-def _expert_gradients(options: str, needs: int, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None):
-    """dx, dw1, db1, dw2, db2: new tensors for those wanted. The library gives a bias gradient only with its matrix's."""
-    if needs & NEEDS_B1:
-        needs |= NEEDS_W1
-    if needs & NEEDS_B2:
-        needs |= NEEDS_W2
-    dtype = torch.float32 if parse(options).f32_gradients else x.dtype
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs & NEEDS_X else None
-    dw1 = torch.empty(w1.shape, dtype=dtype, device=x.device) if needs & NEEDS_W1 else None
-    dw2 = torch.empty(w2.shape, dtype=dtype, device=x.device) if needs & NEEDS_W2 else None
-    db1 = torch.empty(b1.shape, dtype=dtype, device=x.device) if b1 is not None and needs & NEEDS_W1 else None
-    db2 = torch.empty(b2.shape, dtype=dtype, device=x.device) if b2 is not None and needs & NEEDS_W2 else None
-    return dx, dw1, db1, dw2, db2
+def _expert_gradients(options: str, needs: int, x: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor | None]:
+    """dx, dw1, db1, dw2, db2: new tensors for those wanted."""
+    device, dtype = x.device, torch.float32 if parse(options).f32_gradients else x.dtype
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if needs & NEEDS_X else None,
+        torch.empty(w1.shape, dtype=dtype, device=device) if needs & NEEDS_W1 else None,
+        torch.empty(w1.shape[:2], dtype=dtype, device=device) if needs & NEEDS_B1 else None,
+        torch.empty(w2.shape, dtype=dtype, device=device) if needs & NEEDS_W2 else None,
+        torch.empty(w2.shape[:2], dtype=dtype, device=device) if needs & NEEDS_B2 else None,
+    ]
 
 
-def _wanted(needs: int, gradients: Iterable[Tensor | None]) -> list[Tensor]:
-    return [gradient for bit, gradient in enumerate(gradients) if needs >> bit & 1]
+def _finish(
+    entry: str, gradients: list[Tensor | None], dout: Tensor, x: Tensor, router_weight: Tensor | None,
+    logits: Tensor | None, ids: Tensor | None, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str,
+    topk: int,
+) -> list[Tensor]:  # fmt: skip
+    """Runs smoe_layer_backward into `gradients` (in the order of the bits, None where not wanted) and returns those wanted."""
+    wanted = [gradient for gradient in gradients if gradient is not None]
+    if x.shape[0] == 0:
+        return [gradient.zero_() for gradient in wanted]
+    context = context_of(x)
+    layer = _describe(context, entry, options, True, x, topk, w2, ids.dtype if ids is not None else torch.int32)
+    parsed = parse(options)
+    scratch = _buffer(layer.scratch_backward, x)
+    copies: list[Tensor] = []
+    x_at, router_at, logits_at, ids_at, w1_at, w2_at, b2_at, dout_at = _addresses(
+        copies, (x, router_weight, logits, ids, w1, w2, b2, dout)
+    )
+    dx, dw1, db1, dw2, db2, drouting, drouter_weight, drouter_bias = (
+        0 if gradient is None else gradient.data_ptr() for gradient in gradients
+    )
+    dlogits = drouting if entry == "from_logits" else 0
+    dtopk_weights = drouting if entry == "from_topk" else 0
+    drow_weights = drouting if entry == "from_rows" else 0
+    context.backward(
+        layer.address, _stream(x),
+        x_at, router_at, logits_at, 0, ids_at, 0, 0, 0, w1_at, 0, w2_at, b2_at,
+        _saved_address(copies, saved), saved.numel(), dout_at, parsed.balance_coefficient, parsed.z_coefficient,
+        dx, dw1, dw2, db1, db2, drouter_weight, drouter_bias, dlogits, dtopk_weights, drow_weights,
+        scratch.data_ptr(), layer.scratch_backward,
+    )  # fmt: skip
+    return wanted
 
 
 # ---- given ids and weights ----
@@ -144,38 +170,16 @@ def experts_forward(
     return [out, saved] if save else [out]
 
 
+def _experts_gradients(needs: int, x: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, options: str):
+    dweights = torch.empty(ids.shape, dtype=torch.float32, device=x.device) if needs & NEEDS_ROUTING else None
+    return [*_expert_gradients(options, needs, x, w1, w2), dweights, None, None]
+
+
 def experts_backward(
-    dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor,
-    b2: Tensor | None, saved: Tensor, options: str, needs: int,
-) -> list[Tensor]:  # fmt: skip
-    dx, dw1, db1, dw2, db2 = _expert_gradients(options, needs, x, w1, b1, w2, b2)
-    dweights = torch.empty(weights.shape, dtype=weights.dtype, device=x.device) if needs & NEEDS_ROUTING else None
-    gradients = _wanted(needs, (dx, dw1, db1, dw2, db2, dweights))
-    if x.shape[0] == 0:
-        return [gradient.zero_() for gradient in gradients]
-    _run_backward("from_topk", dout, x, None, None, None, ids, weights, None, None, w1, b1, w2, b2, saved, options,
-                  ids.shape[1], dx, dw1, dw2, db1, db2, None, None, None, dweights, None)  # fmt: skip
-    return gradients
-
-
-def _run_backward(
-    entry, dout, x, router_weight, logits, selection_bias, ids, weights, offsets, row_weights, w1, b1, w2, b2, saved,
-    options, topk, dx, dw1, dw2, db1, db2, drouter_weight, drouter_bias, dlogits, dweights, drow_weights,
-) -> None:  # fmt: skip
-    """One smoe_layer_backward; tensors or None in the order of smoe_backward_args."""
-    context = context_of(x)
-    index = ids if ids is not None else offsets
-    layer = _describe(context, entry, options, True, x, topk, w2, index.dtype if index is not None else torch.int32)
-    parsed = parse(options)
-    scratch = _buffer(layer.scratch_backward, x)
-    copies: list[Tensor] = []
-    given = (x, router_weight, logits, selection_bias, ids, weights, offsets, row_weights, w1, b1, w2, b2)
-    outputs = (dx, dw1, dw2, db1, db2, drouter_weight, drouter_bias, dlogits, dweights, drow_weights)
-    context.backward(
-        layer.address, _stream(x), *_addresses(copies, given), _saved_address(copies, saved), saved.numel(),
-        *_addresses(copies, (dout,)), parsed.balance_coefficient, parsed.z_coefficient,
-        *(0 if tensor is None else tensor.data_ptr() for tensor in outputs), scratch.data_ptr(), layer.scratch_backward,
-    )  # fmt: skip
+    dout: Tensor, x: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str, needs: int
+) -> list[Tensor]:
+    gradients = _experts_gradients(needs, x, ids, w1, w2, options)
+    return _finish("from_topk", gradients, dout, x, None, None, ids, w1, w2, b2, saved, options, ids.shape[1])
 
 
 # ---- rows sorted by expert ----
@@ -201,18 +205,16 @@ def rows_forward(
     return [out, saved] if save else [out]
 
 
-def rows_backward(
-    dout: Tensor, rows: Tensor, offsets: Tensor, row_weights: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
-    b2: Tensor | None, saved: Tensor, options: str, needs: int,
-) -> list[Tensor]:  # fmt: skip
-    drows, dw1, db1, dw2, db2 = _expert_gradients(options, needs, rows, w1, b1, w2, b2)
+def _rows_gradients(needs: int, rows: Tensor, w1: Tensor, w2: Tensor, options: str) -> list[Tensor | None]:
     dweights = torch.empty(rows.shape[:1], dtype=torch.float32, device=rows.device) if needs & NEEDS_ROUTING else None
-    gradients = _wanted(needs, (drows, dw1, db1, dw2, db2, dweights))
-    if rows.shape[0] == 0:
-        return [gradient.zero_() for gradient in gradients]
-    _run_backward("from_rows", dout, rows, None, None, None, None, None, offsets, row_weights, w1, b1, w2, b2, saved,
-                  options, 1, drows, dw1, dw2, db1, db2, None, None, None, None, dweights)  # fmt: skip
-    return gradients
+    return [*_expert_gradients(options, needs, rows, w1, w2), dweights, None, None]
+
+
+def rows_backward(
+    dout: Tensor, rows: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str, needs: int
+) -> list[Tensor]:
+    gradients = _rows_gradients(needs, rows, w1, w2, options)
+    return _finish("from_rows", gradients, dout, rows, None, None, None, w1, w2, b2, saved, options, 1)
 
 
 # ---- the whole layer, from the router's weight or its logits ----
@@ -270,27 +272,23 @@ def moe_forward(
     return _given(out, saved, logits, losses, counts)
 
 
-def moe_backward(
-    dout: Tensor, x: Tensor, router_weight: Tensor | None, router_bias: Tensor | None, logits: Tensor,
-    selection_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, saved: Tensor,
-    topk: int, options: str, needs: int,
-) -> list[Tensor]:  # fmt: skip
-    dx, dw1, db1, dw2, db2 = _expert_gradients(options, needs, x, w1, b1, w2, b2)
+def _moe_gradients(needs: int, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, options: str) -> list[Tensor | None]:
+    (count, hidden, _), device = w2.shape, x.device
     dtype = torch.float32 if parse(options).f32_gradients else x.dtype
-    dlogits = drouter_weight = drouter_bias = None
-    if router_weight is None:  # then the library always writes them
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=x.device)
-    elif needs & (NEEDS_ROUTER_WEIGHT | NEEDS_ROUTER_BIAS):
-        drouter_weight = torch.empty(router_weight.shape, dtype=dtype, device=x.device)
-        if router_bias is not None:
-            drouter_bias = torch.empty(router_bias.shape, dtype=dtype, device=x.device)
-    gradients = _wanted(needs, (dx, dw1, db1, dw2, db2, dlogits, drouter_weight, drouter_bias))
-    if x.shape[0] == 0:
-        return [gradient.zero_() for gradient in gradients]
-    _run_backward("from_logits", dout, x, router_weight, logits, selection_bias, None, None, None, None, w1, b1, w2, b2,
-                  saved, options, topk, dx, dw1, dw2, db1, db2, drouter_weight, drouter_bias, dlogits, None,
-                  None)  # fmt: skip
-    return gradients
+    return [
+        *_expert_gradients(options, needs, x, w1, w2),
+        torch.empty(logits.shape, dtype=logits.dtype, device=device) if needs & NEEDS_ROUTING else None,
+        torch.empty((count, hidden), dtype=dtype, device=device) if needs & NEEDS_ROUTER_WEIGHT else None,
+        torch.empty(count, dtype=dtype, device=device) if needs & NEEDS_ROUTER_BIAS else None,
+    ]
+
+
+def moe_backward(
+    dout: Tensor, x: Tensor, router_weight: Tensor | None, logits: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None,
+    saved: Tensor, topk: int, options: str, needs: int,
+) -> list[Tensor]:  # fmt: skip
+    gradients = _moe_gradients(needs, x, logits, w1, w2, options)
+    return _finish("from_logits", gradients, dout, x, router_weight, logits, None, w1, w2, b2, saved, options, topk)
 
 
 def update_selection_bias(bias: Tensor, counts: Tensor, gamma: float) -> None:
@@ -324,18 +322,16 @@ def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
     return [_fake_out(x)] + ([_fake_saved("from_topk", options, x, ids.shape[1], w2)] if save else [])
 
 
-def _fake_experts_backward(dout, x, ids, weights, w1, b1, w2, b2, saved, options, needs):
-    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    return _wanted(needs, (*_expert_gradients(options, needs, x, w1, b1, w2, b2), dweights))
+def _fake_experts_backward(dout, x, ids, w1, w2, b2, saved, options, needs):
+    return _given(*_experts_gradients(needs, x, ids, w1, w2, options))
 
 
 def _fake_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
     return [_fake_out(rows)] + ([_fake_saved("from_rows", options, rows, 1, w2)] if save else [])
 
 
-def _fake_rows_backward(dout, rows, offsets, row_weights, w1, b1, w2, b2, saved, options, needs):
-    dweights = torch.empty(rows.shape[:1], dtype=torch.float32, device=rows.device)
-    return _wanted(needs, (*_expert_gradients(options, needs, rows, w1, b1, w2, b2), dweights))
+def _fake_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
+    return _given(*_rows_gradients(needs, rows, w1, w2, options))
 
 
 def _fake_moe_forward(
@@ -345,32 +341,27 @@ def _fake_moe_forward(
     return _given(_fake_out(x), saved, *_moe_outputs(x, router_weight, w2, parse(options)))
 
 
-def _fake_moe_backward(
-    dout, x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2, saved, topk, options, needs
-):
-    dtype = torch.float32 if parse(options).f32_gradients else x.dtype
-    router = [None if t is None else torch.empty_like(t, dtype=dtype) for t in (router_weight, router_bias)]
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return _wanted(needs, (*_expert_gradients(options, needs, x, w1, b1, w2, b2), dlogits, *router))
+def _fake_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
+    return _given(*_moe_gradients(needs, x, logits, w1, w2, options))
 
 
 # ---- registration ----
 
 _EXPERTS = "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2"
-_ROUTER = "Tensor? router_weight, Tensor? router_bias"
+_KEPT = "Tensor w1, Tensor w2, Tensor? b2, Tensor saved"  # what a backward reads besides its own
 _OPERATORS = {
     f"experts_forward(Tensor x, Tensor ids, Tensor weights, {_EXPERTS}, str options, bool save) -> Tensor[]": (
         experts_forward, _fake_experts_forward),
-    f"experts_backward(Tensor dout, Tensor x, Tensor ids, Tensor weights, {_EXPERTS}, Tensor saved, str options, "
-    "int needs) -> Tensor[]": (experts_backward, _fake_experts_backward),
+    f"experts_backward(Tensor dout, Tensor x, Tensor ids, {_KEPT}, str options, int needs) -> Tensor[]": (
+        experts_backward, _fake_experts_backward),
     f"rows_forward(Tensor rows, Tensor offsets, Tensor? row_weights, {_EXPERTS}, str options, bool save) -> Tensor[]": (
         rows_forward, _fake_rows_forward),
-    f"rows_backward(Tensor dout, Tensor rows, Tensor offsets, Tensor? row_weights, {_EXPERTS}, Tensor saved, "
-    "str options, int needs) -> Tensor[]": (rows_backward, _fake_rows_backward),
-    f"moe_forward(Tensor x, {_ROUTER}, Tensor? logits, Tensor? selection_bias, {_EXPERTS}, int topk, str options, "
-    "SymInt step, bool save) -> Tensor[]": (moe_forward, _fake_moe_forward),
-    f"moe_backward(Tensor dout, Tensor x, {_ROUTER}, Tensor logits, Tensor? selection_bias, {_EXPERTS}, Tensor saved, "
-    "int topk, str options, int needs) -> Tensor[]": (moe_backward, _fake_moe_backward),
+    f"rows_backward(Tensor dout, Tensor rows, {_KEPT}, str options, int needs) -> Tensor[]": (
+        rows_backward, _fake_rows_backward),
+    f"moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, {_EXPERTS}, "
+    "int topk, str options, SymInt step, bool save) -> Tensor[]": (moe_forward, _fake_moe_forward),
+    f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor logits, {_KEPT}, int topk, str options, int needs) "
+    "-> Tensor[]": (moe_backward, _fake_moe_backward),
 }  # fmt: skip
 _library = torch.library.Library("smoe", "DEF")
 _library.define("update_selection_bias(Tensor(a!) bias, Tensor counts, float gamma) -> ()")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _checks, native
+from . import _checks
 from . import _ops as ops
 
 _call = torch.ops.smoe
@@ -29,11 +29,12 @@ class MoEOutput(NamedTuple):
 # ---- what every entry does with its arguments ----
 
 
+def _autocasts(x: Tensor) -> bool:
+    return isinstance(x, Tensor) and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+
+
 def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    kind = "cuda" if x.is_cuda else x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x, *others
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in (x, *others))
 
 
@@ -46,46 +47,27 @@ def _differentiates(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _matches(value: Tensor | None, x: Tensor, shape: tuple) -> bool:
-    return value is None or (
-        value.shape == shape and value.dtype is x.dtype and value.device == x.device and value.is_contiguous()
-    )
+_checked: set[tuple] = set()  # signatures of eager calls that passed every check
+_KEPT_SIGNATURES = 4096
 
 
-def _fits(x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype) -> bool:
-    """The quick form of _checks.experts: what passes here passes there. (There each rule has its message.)"""
-    if not (isinstance(x, Tensor) and isinstance(w1, Tensor) and isinstance(w2, Tensor)):
-        return False
-    if x.dim() != 2 or w2.dim() != 3 or x.dtype not in _checks.DTYPES.get(x.device.type, ()):
-        return False
-    count, hidden, intermediate = w2.shape
-    width = 2 * intermediate if activation in native.GATED_ACTIVATIONS else intermediate
-    return (
-        activation in native.ACTIVATIONS
-        and layout in native.LAYOUTS
-        and x.shape[1] == hidden
-        and _matches(w1, x, (count, width, hidden))
-        and _matches(w2, x, w2.shape)
-        and _matches(b1, x, (count, width))
-        and _matches(b2, x, (count, hidden))
-        and chunks == 1
-        and gradient_dtype is None
-        and hidden % 8 == 0
-        and intermediate % 8 == 0
-        and 0 < count <= _checks.MAX_EXPERTS
-        and 0 < hidden
-        and 0 < intermediate
-    )
+def _known(signature: tuple) -> bool:
+    """Was a call with these shapes, dtypes, devices and options checked before? Never while a graph is traced: there the
+    checks are evaluated once and leave nothing in the graph."""
+    return not torch.compiler.is_compiling() and signature in _checked
 
 
-def _check_experts(function, name, x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype) -> None:
-    if not _fits(x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype):
-        _checks.experts(function, name, x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+def _remember(signature: tuple) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if len(_checked) >= _KEPT_SIGNATURES:
+        _checked.clear()
+    _checked.add(signature)
 
 
-def _float32(function: str, name: str, value: Tensor, x: Tensor, shape: tuple, meaning: str) -> Tensor:
-    _checks.weights(function, name, value, x, shape, meaning)
-    return value.float()
+def _of(tensor: Tensor | None) -> tuple | None:
+    """What the checks look at."""
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
 
 
 def _needs(x: bool, w1: bool, b1: bool, w2: bool, b2: bool, routing: bool) -> int:
@@ -99,25 +81,7 @@ def _needs(x: bool, w1: bool, b1: bool, w2: bool, b2: bool, routing: bool) -> in
     )
 
 
-# ---- given ids and weights ----
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ids, weights, w1, b1, w2, b2, options):
-        out, saved = _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, True)
-        ctx.save_for_backward(x, ids, weights, w1, b1, w2, b2, saved)
-        ctx.options = options
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        x, _, weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
-        needs = _needs(x, w1, b1, w2, b2, weights)
-        found = _call.experts_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
-        dx, dw1, db1, dw2, db2, dweights = _spread(found, needs)
-        return dx, None, dweights, dw1, db1, dw2, db2, None
+_SHARED_BITS = (ops.NEEDS_X, ops.NEEDS_W1, ops.NEEDS_B1, ops.NEEDS_W2, ops.NEEDS_B2, ops.NEEDS_ROUTING)
 
 
 def _spread(found: list[Tensor], needs: int) -> tuple[Tensor | None, ...]:
@@ -129,7 +93,33 @@ def _spread(found: list[Tensor], needs: int) -> tuple[Tensor | None, ...]:
     return tuple(spread)
 
 
-_SHARED_BITS = (ops.NEEDS_X, ops.NEEDS_W1, ops.NEEDS_B1, ops.NEEDS_W2, ops.NEEDS_B2, ops.NEEDS_ROUTING)
+def _backward(function, ctx, dout: Tensor):
+    """A second differentiation is refused; the wrapper that does it is only needed where one could come."""
+    return (once_differentiable(function) if torch.is_grad_enabled() else function)(ctx, dout)
+
+
+# ---- given ids and weights ----
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, ids, weights, w1, b1, w2, b2, options):
+        out, saved = _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, True)
+        ctx.save_for_backward(x, ids, w1, w2, b2, saved)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _backward(_experts_backward, ctx, dout)
+
+
+def _experts_backward(ctx, dout):
+    x, _, weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
+    needs = _needs(x, w1, b1, w2, b2, weights)
+    found = _call.experts_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
+    dx, dw1, db1, dw2, db2, dweights = _spread(found, needs)
+    return dx, None, dweights, dw1, db1, dw2, db2, None
 
 
 def experts(
@@ -154,10 +144,22 @@ def experts(
     chunks: 1, 2, 4, ... 64 column chunks; scratch memory falls, the bits of the results stay.
     gradient_dtype: torch.float32 makes the kernels write the weights' gradients in float32.
     """
-    x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2) if isinstance(x, Tensor) else (x, w1, b1, w2, b2)
-    _check_experts("smoe.experts", "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
-    _checks.ids("smoe.experts", ids, x, w2.shape[0])
-    weights = _float32("smoe.experts", "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
+    if _autocasts(x):
+        x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2)
+    try:
+        signature = (
+            _of(x), _of(ids), _of(weights), _of(w1), _of(b1), _of(w2), _of(b2), activation, layout, chunks, gradient_dtype
+        )  # fmt: skip
+    except AttributeError:  # not a tensor: the checks say which
+        signature = ()
+    if not _known(signature):
+        function = "smoe.experts"
+        _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+        _checks.ids(function, ids, x, w2.shape[0])
+        _checks.weights(function, "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
+        _remember(signature)
+    if weights.dtype is not torch.float32:
+        weights = weights.float()
     options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
     if _differentiates(x, weights, w1, b1, w2, b2):
         return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options)
@@ -171,18 +173,21 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, offsets, row_weights, w1, b1, w2, b2, options):
         out, saved = _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, True)
-        ctx.save_for_backward(rows, offsets, row_weights, w1, b1, w2, b2, saved)
+        ctx.save_for_backward(rows, w1, w2, b2, saved)
         ctx.options = options
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
-        rows, _, row_weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
-        needs = _needs(rows, w1, b1, w2, b2, row_weights)
-        found = _call.rows_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
-        drows, dw1, db1, dw2, db2, dweights = _spread(found, needs)
-        return drows, None, dweights, dw1, db1, dw2, db2, None
+        return _backward(_rows_backward, ctx, dout)
+
+
+def _rows_backward(ctx, dout):
+    rows, _, row_weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
+    needs = _needs(rows, w1, b1, w2, b2, row_weights)
+    found = _call.rows_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
+    drows, dw1, db1, dw2, db2, dweights = _spread(found, needs)
+    return drows, None, dweights, dw1, db1, dw2, db2, None
 
 
 def experts_rows(
@@ -205,12 +210,14 @@ def experts_rows(
     for ones. Returns (R, H) in the rows' order. Rows past offsets[E] may hold anything, NaN too: their outputs and
     gradients are zero. The other arguments are those of smoe.experts.
     """
-    rows, w1, b1, w2, b2 = _autocast(rows, w1, b1, w2, b2) if isinstance(rows, Tensor) else (rows, w1, b1, w2, b2)
+    if _autocasts(rows):
+        rows, w1, b1, w2, b2 = _autocast(rows, w1, b1, w2, b2)
     function = "smoe.experts_rows"
-    _check_experts(function, "rows", rows, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+    _checks.experts(function, "rows", rows, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
     _checks.offsets(function, offsets, rows, w2.shape[0])
     if row_weights is not None:
-        row_weights = _float32(function, "row_weights", row_weights, rows, (rows.shape[0],), "(R)")
+        _checks.weights(function, "row_weights", row_weights, rows, (rows.shape[0],), "(R)")
+        row_weights = row_weights.float()
     options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
     if _differentiates(rows, row_weights, w1, b1, w2, b2):
         return _Rows.apply(rows, offsets, row_weights, w1, b1, w2, b2, options)
@@ -240,24 +247,27 @@ class _Moe(torch.autograd.Function):
         )
         saved, logits, losses, counts = _unpack(found, True, router_weight is not None, wants_losses, wants_counts)
         kept = given_logits if logits is None else logits
-        ctx.save_for_backward(x, router_weight, router_bias, kept, selection_bias, w1, b1, w2, b2, saved)
+        ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
         ctx.top_k, ctx.options = top_k, options
         ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])
         return found[0], logits, losses, counts
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, *_):
-        x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
-        needs = _needs(x, w1, b1, w2, b2, logits)
-        router = ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
-        found = _call.moe_backward.default(
-            dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs + router
-        )
-        dx, dw1, db1, dw2, db2, dlogits = _spread(found, needs)
-        dbias = found[-1] if router_bias else None
-        dweight = found[-2 if router_bias else -1] if router_weight else None
-        return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None
+        return _backward(_moe_backward, ctx, dout)
+
+
+def _moe_backward(ctx, dout):
+    x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
+    needs = _needs(x, w1, b1, w2, b2, logits)
+    router = ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
+    found = _call.moe_backward.default(
+        dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs + router
+    )
+    dx, dw1, db1, dw2, db2, dlogits = _spread(found, needs)
+    dbias = found[-1] if router_bias else None
+    dweight = found[-2 if router_bias else -1] if router_weight else None
+    return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None
 
 
 def moe(
@@ -303,13 +313,13 @@ def moe(
     The gradient of balance_coefficient losses[0] + z_coefficient losses[1] is added in the backward, with weight 1: the
     returned losses are values to log. For a loss of your own on the logits compute them outside and pass `logits`.
     """
-    cast = _autocast(x, router_weight, router_bias, w1, b1, w2, b2) if isinstance(x, Tensor) else None
-    if cast is not None:
-        x, router_weight, router_bias, w1, b1, w2, b2 = cast
-    _check_experts("smoe.moe", "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+    if _autocasts(x):
+        x, router_weight, router_bias, w1, b1, w2, b2 = _autocast(x, router_weight, router_bias, w1, b1, w2, b2)
+    function = "smoe.moe"
+    _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
     count = w2.shape[0]
-    _checks.router("smoe.moe", x, count, router_weight, logits, router_bias, selection_bias, score)
-    _checks.routing("smoe.moe", count, top_k, score, n_group, topk_group, rounding, tile, seed, step, logits_dtype)
+    _checks.router(function, x, count, router_weight, logits, router_bias, selection_bias, score)
+    _checks.routing(function, count, top_k, score, n_group, topk_group, rounding, tile, seed, step, logits_dtype)
     if logits is not None:
         logits_dtype = logits.dtype
     options = (

@@ -181,7 +181,7 @@ INLINE void limited_forward(curve_function f, int64_t n, const float *restrict h
     for (int64_t j = 0; j < n; j++) a[j] = f(at_most_limit(h[j])).value * (within_limit(up[j]) + 1.0f);
 }
 
-VECTOR_CLONES void smoe_activate(smoe_activation activation, int64_t n, const float *h, float *a)
+VECTOR_CLONES void moe_activate(smoe_activation activation, int64_t n, const float *h, float *a)
 {
     switch (activation) {
 #define FORWARD(enumerator, name, shape, curve)                                                              \
@@ -232,8 +232,8 @@ INLINE void limited_backward(curve_function f, int64_t n, const float *restrict 
     }
 }
 
-VECTOR_CLONES void smoe_activate_backward(smoe_activation activation, int64_t n, const float *h,
-                                          const float *da, float weight, float *a, float *dh)
+VECTOR_CLONES void moe_activate_backward(smoe_activation activation, int64_t n, const float *h,
+                                         const float *da, float weight, float *a, float *dh)
 {
     switch (activation) {
 #define BACKWARD(enumerator, name, shape, curve)                                                             \
@@ -245,7 +245,7 @@ VECTOR_CLONES void smoe_activate_backward(smoe_activation activation, int64_t n,
 
 enum { LANES = 16 };
 
-float smoe_dot(int64_t n, const float *x, const float *y)
+float moe_dot(int64_t n, const float *x, const float *y)
 {
     float sums[LANES] = {0};
     int64_t i = 0;

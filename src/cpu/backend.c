@@ -1,49 +1,77 @@
 /* The CPU backend's table: what it supports, and its scratch as the sum of what its stages ask for. */
+#define _DEFAULT_SOURCE /* getpid */
+#include "blas.h"
 #include "convert.h"
 #include "cpu.h"
 
 #include <omp.h>
+#include <unistd.h>
 
 static smoe_status create(smoe_context *context, const smoe_context_options *options)
 {
     context->threads = options->threads > 0 ? options->threads : omp_get_max_threads();
+    if (context->threads > SMOE_MAX_THREADS) context->threads = SMOE_MAX_THREADS;
+    if (!moe_blas_reserve(context->threads))
+        return moe_fail(
+            context, SMOE_ERROR_MEMORY,
+            "smoe_create: no address space for the buffers of OpenBLAS, %d MiB for each of %d threads",
+            MOE_BLAS_BUFFER_MIB, (int)context->threads);
     return SMOE_OK;
 }
 
 static void destroy(smoe_context *context)
 {
-    (void)context;
+    moe_blas_release(context->threads);
 }
 
-static smoe_status supports(smoe_context *context, const smoe_problem *problem)
+/* After a fork the child has the one thread that forked. If that thread had run an OpenMP team before, the
+ * OpenMP runtime still counts the team's threads, which the child does not have, and its next team waits for
+ * them for ever. So every thread notes in which process it started its first team. */
+static smoe_status begin(smoe_context *context)
+{
+    static _Thread_local pid_t team_process;
+    if (context->threads == 1) return SMOE_OK;
+    const pid_t process = getpid();
+    if (!team_process) team_process = process;
+    if (team_process == process) return SMOE_OK;
+    return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                    "%s: process %ld was forked from process %ld by a thread that had run an OpenMP team "
+                    "there, so its next team would never end: create a context with threads = 1, call from a "
+                    "new thread, or fork before the first call",
+                    context->function, (long)process, (long)team_process);
+}
+
+static smoe_status supports(smoe_context *context, const moe_problem *problem)
 {
     if (!moe_cpu_stores(problem->layer.dtype))
-        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: dtype F16 needs the cuda backend; the cpu "
-                         "backend stores F32 or BF16");
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: dtype is SMOE_TYPE_F16, which needs the cuda backend; the cpu backend stores "
+                        "SMOE_TYPE_F32 or SMOE_TYPE_BF16",
+                        context->function);
     return SMOE_OK;
 }
 
-static void scratch(const smoe_context *context, const smoe_problem *problem, uint64_t *forward,
+static void scratch(const smoe_context *context, const moe_problem *problem, uint64_t *forward,
                     uint64_t *backward)
 {
-    const uint64_t routing = smoe_cpu_routing_scratch(context, problem);
-    const uint64_t experts = smoe_cpu_experts_forward_scratch(context, problem);
+    const uint64_t routing = moe_cpu_routing_scratch(context, problem);
+    const uint64_t experts = moe_cpu_experts_forward_scratch(context, problem);
     *forward = (problem->layer.inference ? problem->plan_bytes : 0) + (routing > experts ? routing : experts);
-    *backward = problem->layer.inference ? 0 : smoe_cpu_backward_scratch(context, problem);
+    *backward = problem->layer.inference ? 0 : moe_cpu_backward_scratch(context, problem);
 }
 
-const smoe_backend_table smoe_cpu_backend = {
+const moe_backend_table moe_cpu_backend = {
     .id = SMOE_BACKEND_CPU,
     .name = "cpu",
     .create = create,
     .destroy = destroy,
     .supports = supports,
+    .begin = begin,
     .scratch = scratch,
-    .route = smoe_cpu_route,
-    .round = smoe_cpu_round,
-    .plan = smoe_cpu_plan,
-    .experts_forward = smoe_cpu_experts_forward,
-    .backward = smoe_cpu_backward,
-    .update_selection_bias = smoe_cpu_update_selection_bias,
+    .route = moe_cpu_route,
+    .round = moe_cpu_round,
+    .plan = moe_cpu_plan,
+    .experts_forward = moe_cpu_experts_forward,
+    .backward = moe_cpu_backward,
+    .update_selection_bias = moe_cpu_update_selection_bias,
 };

@@ -1,38 +1,131 @@
-/* The guard over OpenBLAS's thread count, and the row-major wrapper of cblas_sgemm. */
+/* What OpenBLAS has one of in the process, its thread count and its buffers; and the row-major wrapper of
+ * cblas_sgemm. */
+#define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #include "blas.h"
+#include "problem.h"
 
 #include <assert.h>
 #include <cblas.h>
 #include <limits.h>
 #include <pthread.h>
 #include <string.h>
+#include <sys/mman.h>
 
 static_assert(sizeof(blasint) >= sizeof(int), "sizes up to INT_MAX fit a blasint");
 
-/* The one piece of process-wide state of the library. OpenBLAS (its pthread build) keeps its thread count in
+/* The only process-wide state of the library. OpenBLAS (its pthread build) keeps its thread count in
  * a global of its own, so whoever lowers it has to know whether another context still needs it low: a count
- * of the sections that are open, under a mutex. */
+ * of the sections that are open, under a mutex. Its buffers are the process's too. */
 static struct {
     pthread_mutex_t mutex;
+    pthread_once_t at_fork;
     int open;
     int threads_before;
-} guard = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+    int64_t buffers_needed; /* by the threads of all contexts */
+    int64_t buffers_there;
+} guard = {.mutex = PTHREAD_MUTEX_INITIALIZER, .at_fork = PTHREAD_ONCE_INIT};
 
-void smoe_blas_enter(void)
+/* The count that is to come back: the one found, which is the application's unless this file set it. */
+static void hold_one_thread(int nested)
+{
+    const int threads = openblas_get_num_threads();
+    if (threads != 1 || !nested) guard.threads_before = threads;
+    if (threads != 1) openblas_set_num_threads(1);
+}
+
+void moe_blas_enter(void)
 {
     pthread_mutex_lock(&guard.mutex);
-    if (guard.open++ == 0) {
-        guard.threads_before = openblas_get_num_threads();
-        if (guard.threads_before != 1) openblas_set_num_threads(1);
-    }
+    hold_one_thread(guard.open++ > 0);
     pthread_mutex_unlock(&guard.mutex);
 }
 
-void smoe_blas_leave(void)
+void moe_blas_leave(void)
 {
     pthread_mutex_lock(&guard.mutex);
     assert(guard.open > 0);
-    if (--guard.open == 0 && guard.threads_before != 1) openblas_set_num_threads(guard.threads_before);
+    if (--guard.open == 0 && guard.threads_before != 1 && openblas_get_num_threads() == 1)
+        openblas_set_num_threads(guard.threads_before);
+    pthread_mutex_unlock(&guard.mutex);
+}
+
+/* ---- Buffers ---- */
+
+/* OpenBLAS's own, exported by the library but declared in no header of it; another BLAS may lack them. */
+void *blas_memory_alloc(int which) __attribute__((weak));
+void blas_memory_free(void *buffer) __attribute__((weak));
+
+static int address_space_fits(int64_t buffers)
+{
+    const size_t bytes = (size_t)buffers * MOE_BLAS_BUFFER_MIB << 20;
+    void *probe = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return probe != MAP_FAILED && munmap(probe, bytes) == 0;
+}
+
+/* Holds `count` buffers at once, so that OpenBLAS has as many. */
+static void take_buffers(int64_t count)
+{
+    void *held[SMOE_MAX_THREADS];
+    int64_t taken = 0;
+    while (taken < count && (held[taken] = blas_memory_alloc(1))) taken++;
+    while (taken > 0) blas_memory_free(held[--taken]);
+}
+
+static int reserve(int threads)
+{
+    /* OpenBLAS's own threads, which start by themselves, take one each; they may do so after this. */
+    const int own_threads = (guard.open ? guard.threads_before : openblas_get_num_threads()) - 1;
+    int64_t needed = guard.buffers_needed + threads + own_threads;
+    if (needed > SMOE_MAX_THREADS) needed = SMOE_MAX_THREADS; /* OpenBLAS has places for little more */
+    if (needed > guard.buffers_there) {
+        /* Buffers in use by an open section are not free to be held: as many again may be taken. */
+        if (!address_space_fits(guard.open ? needed : needed - guard.buffers_there)) return 0;
+        take_buffers(needed);
+        guard.buffers_there = needed;
+    }
+    guard.buffers_needed += threads;
+    return 1;
+}
+
+/* A child has no thread that could leave the sections that others had open, or unlock the mutex. */
+static void lock_guard(void)
+{
+    pthread_mutex_lock(&guard.mutex);
+}
+
+static void unlock_guard(void)
+{
+    pthread_mutex_unlock(&guard.mutex);
+}
+
+static void reset_guard(void)
+{
+    guard.open = 0;
+    pthread_mutex_unlock(&guard.mutex);
+}
+
+static void follow_forks(void)
+{
+    pthread_atfork(lock_guard, unlock_guard, reset_guard);
+}
+
+int moe_blas_reserve(int threads)
+{
+    if (!blas_memory_alloc || !blas_memory_free) return 1;
+    pthread_once(&guard.at_fork, follow_forks);
+    pthread_mutex_lock(&guard.mutex);
+    /* In the child of a fork OpenBLAS starts its threads anew when it is next told how many. */
+    openblas_set_num_threads(openblas_get_num_threads());
+    const int fits = reserve(threads);
+    pthread_mutex_unlock(&guard.mutex);
+    return fits;
+}
+
+void moe_blas_release(int threads)
+{
+    if (!blas_memory_alloc || !blas_memory_free) return;
+    pthread_mutex_lock(&guard.mutex);
+    guard.buffers_needed -= threads;
     pthread_mutex_unlock(&guard.mutex);
 }
 
@@ -42,8 +135,8 @@ static blasint narrow(int64_t size)
     return (blasint)size;
 }
 
-void smoe_sgemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, const float *a,
-                int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc)
+void moe_sgemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, const float *a, int64_t lda,
+               const float *b, int64_t ldb, float beta, float *c, int64_t ldc)
 {
     if (m == 0 || n == 0) return;
     if (k == 0) {

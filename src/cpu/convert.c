@@ -80,22 +80,22 @@ int moe_cpu_stores(smoe_type type)
     return storage_of(type) != NULL;
 }
 
-void smoe_load_row(float *to, const void *from, int64_t first_element, int64_t count, smoe_type type)
+void moe_load_row(float *to, const void *from, int64_t first_element, int64_t count, smoe_type type)
 {
     storage_of(type)->load(to, from, first_element, count);
 }
 
-void smoe_store_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type)
+void moe_store_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type)
 {
     storage_of(type)->store(to, first_element, from, count);
 }
 
-void smoe_add_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type)
+void moe_add_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type)
 {
     storage_of(type)->add(to, first_element, from, count);
 }
 
-void smoe_round_row(float *row, int64_t count, smoe_type type)
+void moe_round_row(float *row, int64_t count, smoe_type type)
 {
     storage_of(type)->round(row, count);
 }

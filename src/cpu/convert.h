@@ -10,15 +10,15 @@
 int moe_cpu_stores(smoe_type type);
 
 /* to[i] = from[first_element + i]; exact. */
-void smoe_load_row(float *to, const void *from, int64_t first_element, int64_t count, smoe_type type);
+void moe_load_row(float *to, const void *from, int64_t first_element, int64_t count, smoe_type type);
 
 /* to[first_element + i] = from[i], to the nearest, ties to even; NaN stays NaN. */
-void smoe_store_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type);
+void moe_store_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type);
 
 /* to[first_element + i] += from[i], added in f32 and rounded once. */
-void smoe_add_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type);
+void moe_add_row(void *to, int64_t first_element, const float *from, int64_t count, smoe_type type);
 
 /* row[i] rounded to what `type` stores, in place. */
-void smoe_round_row(float *row, int64_t count, smoe_type type);
+void moe_round_row(float *row, int64_t count, smoe_type type);
 
 #endif

@@ -2,13 +2,13 @@
  *
  * Parallel by fixed panels: how work is cut never depends on the number of threads, so neither do the
  * results. GEMMs are single-threaded OpenBLAS calls on panels that a thread gathers and converts;
- * smoe_blas_enter/leave (blas.h) keep OpenBLAS single-threaded around them. */
+ * moe_blas_enter/leave (blas.h) keep OpenBLAS single-threaded around them. */
 #ifndef SMOE_CPU_H
 #define SMOE_CPU_H
 
 #include "backend.h"
 
-static inline int64_t smoe_min(int64_t a, int64_t b)
+static inline int64_t moe_min(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
@@ -17,39 +17,39 @@ static inline int64_t smoe_min(int64_t a, int64_t b)
  * space ---- */
 
 /* Scratch of route, round and plan together, mask included. */
-uint64_t smoe_cpu_routing_scratch(const smoe_context *context, const smoe_problem *problem);
+uint64_t moe_cpu_routing_scratch(const smoe_context *context, const moe_problem *problem);
 
-smoe_status smoe_cpu_route(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                           const smoe_plan_arrays *plan, void *scratch, void *stream);
-smoe_status smoe_cpu_round(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                           const smoe_plan_arrays *plan, void *scratch, void *stream);
-smoe_status smoe_cpu_plan(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                          const smoe_plan_arrays *plan, void *scratch, void *stream);
-smoe_status smoe_cpu_update_selection_bias(smoe_context *context, const smoe_problem *problem,
-                                           const int32_t *counts, float *bias, float gamma, void *stream);
+smoe_status moe_cpu_route(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                          const moe_plan_arrays *plan, void *scratch, void *stream);
+smoe_status moe_cpu_round(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                          const moe_plan_arrays *plan, void *scratch, void *stream);
+smoe_status moe_cpu_plan(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                         const moe_plan_arrays *plan, void *scratch, void *stream);
+smoe_status moe_cpu_update_selection_bias(smoe_context *context, const moe_problem *problem,
+                                          const int32_t *counts, float *bias, float gamma, void *stream);
 
 /* ---- router_backward.c ---- */
 
 /* Its work space, without dlogits. */
-uint64_t smoe_cpu_router_backward_scratch(const smoe_context *context, const smoe_problem *problem);
+uint64_t moe_cpu_router_backward_scratch(const smoe_context *context, const moe_problem *problem);
 
-/* dlogits (T, E) f32, dense, from dS of the padded rows; then args->dlogits, drouter_weight and drouter_bias.
- */
-void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem,
-                              const smoe_backward_args *args, const smoe_plan_arrays *plan, const float *ds,
-                              float *dlogits, void *scratch);
+/* dlogits (T, E) f32, dense, from dS of the padded rows; then args->dlogits, drouter_weight and drouter_bias,
+ * those that are not NULL. */
+void moe_cpu_router_backward(smoe_context *context, const moe_problem *problem,
+                             const smoe_backward_args *args, const moe_plan_arrays *plan, const float *ds,
+                             float *dlogits, void *scratch, void *stream);
 
 /* ---- experts_forward.c, experts_backward.c ---- */
 
-uint64_t smoe_cpu_experts_forward_scratch(const smoe_context *context, const smoe_problem *problem);
-smoe_status smoe_cpu_experts_forward(smoe_context *context, const smoe_problem *problem,
-                                     const smoe_forward_args *args, const smoe_plan_arrays *plan,
-                                     void *scratch, void *stream);
+uint64_t moe_cpu_experts_forward_scratch(const smoe_context *context, const moe_problem *problem);
+smoe_status moe_cpu_experts_forward(smoe_context *context, const moe_problem *problem,
+                                    const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
+                                    void *stream);
 
-/* With the router: dlogits (T, E) f32 and smoe_cpu_router_backward_scratch included. */
-uint64_t smoe_cpu_backward_scratch(const smoe_context *context, const smoe_problem *problem);
-smoe_status smoe_cpu_backward(smoe_context *context, const smoe_problem *problem,
-                              const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
-                              void *stream);
+/* With the router: dlogits (T, E) f32 and moe_cpu_router_backward_scratch included. */
+uint64_t moe_cpu_backward_scratch(const smoe_context *context, const moe_problem *problem);
+smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
+                             const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
+                             void *stream);
 
 #endif

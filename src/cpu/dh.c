@@ -9,61 +9,61 @@
 
 #include <string.h>
 
-static void multiply(const smoe_cpu_pass *pass, const smoe_backward_args *args, const smoe_row_panel *panel,
-                     const smoe_cpu_panels *at)
+static void multiply(const moe_cpu_pass *pass, const smoe_backward_args *args, const moe_row_panel *panel,
+                     const moe_cpu_panels *at)
 {
     const smoe_layer *layer = &pass->problem->layer;
     const int64_t n = layer->intermediate, d = layer->hidden;
     for (int64_t j = 0; j < n; j += SMOE_PANEL_FEATURES) {
-        const int64_t columns = smoe_min(SMOE_PANEL_FEATURES, n - j);
+        const int64_t columns = moe_min(SMOE_PANEL_FEATURES, n - j);
         int64_t ld;
-        const float *w2 = smoe_weights_f32(at->weights, args->w2, panel->expert * d * n + j, d, n, columns,
-                                           layer->dtype, &ld);
-        smoe_sgemm(0, 0, panel->count, columns, d, at->gathered, d, w2, ld, 0.0f, at->product + j, n);
+        const float *w2 = moe_weights_f32(at->weights, args->w2, panel->expert * d * n + j, d, n, columns,
+                                          layer->dtype, &ld);
+        moe_sgemm(0, 0, panel->count, columns, d, at->gathered, d, w2, ld, 0.0f, at->product + j, n);
     }
 }
 
 /* dS[r] = <dO[t(r)], b2[e]>, the part that Y's bias has in it */
-static void start_ds(const smoe_cpu_pass *pass, const void *b2, const smoe_row_panel *panel,
-                     const smoe_cpu_panels *at)
+static void start_ds(const moe_cpu_pass *pass, const void *b2, const moe_row_panel *panel,
+                     const moe_cpu_panels *at)
 {
     const smoe_layer *layer = &pass->problem->layer;
-    if (b2) smoe_load_row(at->row, b2, panel->expert * layer->hidden, layer->hidden, layer->dtype);
+    if (b2) moe_load_row(at->row, b2, panel->expert * layer->hidden, layer->hidden, layer->dtype);
     for (int64_t i = 0; i < panel->count; i++)
         pass->ds[panel->row + i] =
-            b2 ? smoe_dot(layer->hidden, at->gathered + i * layer->hidden, at->row) : 0.0f;
+            b2 ? moe_dot(layer->hidden, at->gathered + i * layer->hidden, at->row) : 0.0f;
 }
 
-static void activate_row(const smoe_cpu_pass *pass, int64_t row, const float *da, const smoe_cpu_panels *at)
+static void activate_row(const moe_cpu_pass *pass, int64_t row, const float *da, const moe_cpu_panels *at)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate, first = row * p->h_width;
     float *h = at->row, *dh = h + p->h_width, *a = dh + p->h_width;
-    smoe_load_row(h, pass->plan->h, first, p->h_width, p->layer.dtype);
-    smoe_activate_backward(p->layer.activation, n, h, da, pass->plan->row_weight[row], a, dh);
-    smoe_store_row(pass->dh, first, dh, p->h_width, p->layer.dtype);
-    pass->ds[row] += smoe_dot(n, da, a);
+    moe_load_row(h, pass->plan->h, first, p->h_width, p->layer.dtype);
+    moe_activate_backward(p->layer.activation, n, h, da, pass->plan->row_weight[row], a, dh);
+    moe_store_row(pass->dh, first, dh, p->h_width, p->layer.dtype);
+    pass->ds[row] += moe_dot(n, da, a);
 }
 
-static void dh_panel(const smoe_cpu_pass *pass, const smoe_backward_args *args, const smoe_row_panel *panel)
+static void dh_panel(const moe_cpu_pass *pass, const smoe_backward_args *args, const moe_row_panel *panel)
 {
     const int64_t n = pass->problem->layer.intermediate;
-    const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
-    smoe_gather_tokens(pass, panel, args->dout, 0, pass->problem->layer.hidden, at.gathered);
+    const moe_cpu_panels at = moe_cpu_panels_of(pass);
+    moe_gather_tokens(pass, panel, args->dout, 0, pass->problem->layer.hidden, at.gathered);
     multiply(pass, args, panel, &at);
     start_ds(pass, args->b2, panel, &at);
     for (int64_t i = 0; i < panel->count; i++) activate_row(pass, panel->row + i, at.product + i * n, &at);
 }
 
-void smoe_cpu_dh(const smoe_cpu_pass *pass, const smoe_backward_args *args)
+void moe_cpu_dh(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
-    smoe_stage_begin(pass->context, SMOE_STAGE_DH, pass->stream);
+    moe_stage_begin(pass->context, SMOE_STAGE_DH, pass->stream);
     memset(pass->ds, 0, (size_t)pass->problem->padded_rows * sizeof *pass->ds);
-    const int64_t blocks = smoe_block_count(pass);
+    const int64_t blocks = moe_block_count(pass);
 #pragma omp parallel for schedule(dynamic) num_threads(pass->context->threads)
     for (int64_t block = 0; block < blocks; block++) {
-        smoe_row_panel panel;
-        if (smoe_row_panel_at(pass, block, &panel)) dh_panel(pass, args, &panel);
+        moe_row_panel panel;
+        if (moe_row_panel_at(pass, block, &panel)) dh_panel(pass, args, &panel);
     }
-    smoe_stage_end(pass->context, SMOE_STAGE_DH, pass->stream);
+    moe_stage_end(pass->context, SMOE_STAGE_DH, pass->stream);
 }

@@ -9,59 +9,59 @@
 #include "convert.h"
 #include "experts.h"
 
-static void load_a(const smoe_cpu_pass *pass, const smoe_row_panel *panel, const smoe_cpu_panels *at)
+static void load_a(const moe_cpu_pass *pass, const moe_row_panel *panel, const moe_cpu_panels *at)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate;
     if (p->layer.inference) {
-        smoe_load_row(at->gathered, pass->a, panel->row * n, panel->count * n, p->layer.dtype);
+        moe_load_row(at->gathered, pass->a, panel->row * n, panel->count * n, p->layer.dtype);
         return;
     }
     for (int64_t i = 0; i < panel->count; i++) {
-        smoe_load_row(at->row, pass->plan->h, (panel->row + i) * p->h_width, p->h_width, p->layer.dtype);
-        smoe_activate(p->layer.activation, n, at->row, at->gathered + i * n);
+        moe_load_row(at->row, pass->plan->h, (panel->row + i) * p->h_width, p->h_width, p->layer.dtype);
+        moe_activate(p->layer.activation, n, at->row, at->gathered + i * n);
     }
-    smoe_round_row(at->gathered, panel->count * n, p->layer.dtype);
+    moe_round_row(at->gathered, panel->count * n, p->layer.dtype);
 }
 
 /* y (count, columns) starts from b2[e]'s columns `column`.., which the product is then added to. */
-static void spread_bias(const smoe_cpu_pass *pass, const smoe_row_panel *panel, const void *b2,
-                        int64_t column, int64_t columns, float *y)
+static void spread_bias(const moe_cpu_pass *pass, const moe_row_panel *panel, const void *b2, int64_t column,
+                        int64_t columns, float *y)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     for (int64_t i = 0; i < panel->count; i++)
-        smoe_load_row(y + i * p->chunk_columns, b2, panel->expert * p->layer.hidden + column, columns,
-                      p->layer.dtype);
+        moe_load_row(y + i * p->chunk_columns, b2, panel->expert * p->layer.hidden + column, columns,
+                     p->layer.dtype);
 }
 
-static void down_panel(const smoe_cpu_pass *pass, const smoe_forward_args *args, const smoe_row_panel *panel,
+static void down_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, const moe_row_panel *panel,
                        int64_t first_column)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate, d = p->layer.hidden;
-    const int64_t end = smoe_min(first_column + p->chunk_columns, d);
-    const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
+    const int64_t end = moe_min(first_column + p->chunk_columns, d);
+    const moe_cpu_panels at = moe_cpu_panels_of(pass);
     load_a(pass, panel, &at);
     for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS) {
-        const int64_t columns = smoe_min(SMOE_PANEL_COLUMNS, end - column);
+        const int64_t columns = moe_min(SMOE_PANEL_COLUMNS, end - column);
         float *y = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
         int64_t ld;
-        const float *w2 = smoe_weights_f32(at.weights, args->w2, (panel->expert * d + column) * n, columns, n,
-                                           n, p->layer.dtype, &ld);
+        const float *w2 = moe_weights_f32(at.weights, args->w2, (panel->expert * d + column) * n, columns, n,
+                                          n, p->layer.dtype, &ld);
         if (args->b2) spread_bias(pass, panel, args->b2, column, columns, y);
-        smoe_sgemm(0, 1, panel->count, columns, n, at.gathered, n, w2, ld, args->b2 ? 1.0f : 0.0f, y,
-                   p->chunk_columns);
+        moe_sgemm(0, 1, panel->count, columns, n, at.gathered, n, w2, ld, args->b2 ? 1.0f : 0.0f, y,
+                  p->chunk_columns);
     }
 }
 
-void smoe_cpu_down(const smoe_cpu_pass *pass, const smoe_forward_args *args, int64_t first_column)
+void moe_cpu_down(const moe_cpu_pass *pass, const smoe_forward_args *args, int64_t first_column)
 {
-    smoe_stage_begin(pass->context, SMOE_STAGE_DOWN, pass->stream);
-    const int64_t blocks = smoe_block_count(pass);
+    moe_stage_begin(pass->context, SMOE_STAGE_DOWN, pass->stream);
+    const int64_t blocks = moe_block_count(pass);
 #pragma omp parallel for schedule(dynamic) num_threads(pass->context->threads)
     for (int64_t block = 0; block < blocks; block++) {
-        smoe_row_panel panel;
-        if (smoe_row_panel_at(pass, block, &panel)) down_panel(pass, args, &panel, first_column);
+        moe_row_panel panel;
+        if (moe_row_panel_at(pass, block, &panel)) down_panel(pass, args, &panel, first_column);
     }
-    smoe_stage_end(pass->context, SMOE_STAGE_DOWN, pass->stream);
+    moe_stage_end(pass->context, SMOE_STAGE_DOWN, pass->stream);
 }

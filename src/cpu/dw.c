@@ -3,7 +3,8 @@
  *
  * A work item is a tile of one expert's matrix, at most 512 of d by 256 features. It sums over the expert's
  * row panels in ascending order in f32 and is rounded once, into gradient_type; with accumulate it is added
- * to what is there. Experts come by falling count, the long ones first. One without rows gets zeros. */
+ * to what is there. Experts come by falling count, the long ones first. One without rows gets zeros. Of a
+ * matrix and its bias either may be NULL, not wanted. */
 #include "activation.h"
 #include "blas.h"
 #include "convert.h"
@@ -32,13 +33,13 @@ static int64_t part_count(int64_t total, int64_t limit)
     return (total + width - 1) / width;
 }
 
-static int64_t tiles_of_expert(const smoe_problem *p, int64_t features)
+static int64_t tiles_of_expert(const moe_problem *p, int64_t features)
 {
     return part_count(p->layer.hidden, SMOE_TILE_HIDDEN) * part_count(features, SMOE_PANEL_FEATURES);
 }
 
 /* Tile `index` of all, experts by falling count. `features` is n for dW2, h_width for dW1. */
-static tile tile_at(const smoe_cpu_pass *pass, int64_t features, int64_t tiles_each, int64_t index)
+static tile tile_at(const moe_cpu_pass *pass, int64_t features, int64_t tiles_each, int64_t index)
 {
     const int64_t d = pass->problem->layer.hidden, inside = index % tiles_each;
     const int64_t hidden_parts = part_count(d, SMOE_TILE_HIDDEN);
@@ -47,19 +48,19 @@ static tile tile_at(const smoe_cpu_pass *pass, int64_t features, int64_t tiles_e
     tile t;
     t.expert = pass->plan->order[index / tiles_each];
     t.hidden = inside % hidden_parts * hidden_width;
-    t.hiddens = smoe_min(hidden_width, d - t.hidden);
+    t.hiddens = moe_min(hidden_width, d - t.hidden);
     t.feature = inside / hidden_parts * feature_width;
-    t.features = smoe_min(feature_width, features - t.feature);
+    t.features = moe_min(feature_width, features - t.feature);
     return t;
 }
 
 /* to[first + i] = from[i], or += with accumulate */
-static void give_row(const smoe_problem *p, void *to, int64_t first, const float *from, int64_t count)
+static void give_row(const moe_problem *p, void *to, int64_t first, const float *from, int64_t count)
 {
     if (p->layer.accumulate)
-        smoe_add_row(to, first, from, count, p->layer.gradient_type);
+        moe_add_row(to, first, from, count, p->layer.gradient_type);
     else
-        smoe_store_row(to, first, from, count, p->layer.gradient_type);
+        moe_store_row(to, first, from, count, p->layer.gradient_type);
 }
 
 /* sum (columns) += the column sums of values (count, columns), each times its row's weight when there are
@@ -77,88 +78,94 @@ static void add_column_sums(float *restrict sum, float *restrict panel_sum, cons
 }
 
 /* at->product (count, features) = A' of the tile's features */
-static void load_scaled_a(const smoe_cpu_pass *pass, const smoe_row_panel *panel, const tile *t,
-                          const smoe_cpu_panels *at)
+static void load_scaled_a(const moe_cpu_pass *pass, const moe_row_panel *panel, const tile *t,
+                          const moe_cpu_panels *at)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate;
     float *h = at->row;
     for (int64_t i = 0; i < panel->count; i++) {
         const int64_t first = (panel->row + i) * p->h_width + t->feature;
         float *a = at->product + i * t->features;
-        smoe_load_row(h, pass->plan->h, first, t->features, p->layer.dtype);
-        if (p->gated) smoe_load_row(h + t->features, pass->plan->h, first + n, t->features, p->layer.dtype);
-        smoe_activate(p->layer.activation, t->features, h, a);
+        moe_load_row(h, pass->plan->h, first, t->features, p->layer.dtype);
+        if (p->gated) moe_load_row(h + t->features, pass->plan->h, first + n, t->features, p->layer.dtype);
+        moe_activate(p->layer.activation, t->features, h, a);
         const float weight = pass->plan->row_weight[panel->row + i];
         for (int64_t j = 0; j < t->features; j++) a[j] *= weight;
     }
 }
 
-static void dw2_tile(const smoe_cpu_pass *pass, const smoe_backward_args *args, const tile *t)
+static void dw2_tile(const moe_cpu_pass *pass, const smoe_backward_args *args, const tile *t)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate, d = p->layer.hidden;
-    const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
-    const int with_bias = args->db2 && t->feature == 0;
-    float *bias = at.row + 2 * smoe_max(p->h_width, d);
+    const moe_cpu_panels at = moe_cpu_panels_of(pass);
+    const int with_matrix = args->dw2 != NULL, with_bias = args->db2 && t->feature == 0;
+    if (!with_matrix && !with_bias) return;
+    float *bias = at.row + 2 * moe_max(p->h_width, d);
     memset(at.tile, 0, (size_t)(t->hiddens * t->features) * sizeof *at.tile);
     memset(bias, 0, (size_t)t->hiddens * sizeof *bias);
-    smoe_row_panel panel;
-    for (int more = smoe_first_row_panel(pass, t->expert, &panel); more;
-         more = smoe_next_row_panel(pass, &panel)) {
-        smoe_gather_tokens(pass, &panel, args->dout, t->hidden, t->hiddens, at.gathered);
-        load_scaled_a(pass, &panel, t, &at);
-        smoe_sgemm(1, 0, t->hiddens, t->features, panel.count, at.gathered, t->hiddens, at.product,
-                   t->features, 1.0f, at.tile, t->features);
+    moe_row_panel panel;
+    for (int more = moe_first_row_panel(pass, t->expert, &panel); more;
+         more = moe_next_row_panel(pass, &panel)) {
+        moe_gather_tokens(pass, &panel, args->dout, t->hidden, t->hiddens, at.gathered);
+        if (with_matrix) {
+            load_scaled_a(pass, &panel, t, &at);
+            moe_sgemm(1, 0, t->hiddens, t->features, panel.count, at.gathered, t->hiddens, at.product,
+                      t->features, 1.0f, at.tile, t->features);
+        }
         if (with_bias)
             add_column_sums(bias, at.row, at.gathered, panel.count, t->hiddens,
                             pass->plan->row_weight + panel.row);
     }
-    for (int64_t i = 0; i < t->hiddens; i++)
+    for (int64_t i = 0; i < t->hiddens && with_matrix; i++)
         give_row(p, args->dw2, (t->expert * d + t->hidden + i) * n + t->feature, at.tile + i * t->features,
                  t->features);
     if (with_bias) give_row(p, args->db2, t->expert * d + t->hidden, bias, t->hiddens);
 }
 
 /* at->product (count, features) = the tile's columns of dH */
-static void load_dh(const smoe_cpu_pass *pass, const smoe_row_panel *panel, const tile *t,
-                    const smoe_cpu_panels *at)
+static void load_dh(const moe_cpu_pass *pass, const moe_row_panel *panel, const tile *t,
+                    const moe_cpu_panels *at)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     for (int64_t i = 0; i < panel->count; i++)
-        smoe_load_row(at->product + i * t->features, pass->dh, (panel->row + i) * p->h_width + t->feature,
-                      t->features, p->layer.dtype);
+        moe_load_row(at->product + i * t->features, pass->dh, (panel->row + i) * p->h_width + t->feature,
+                     t->features, p->layer.dtype);
 }
 
-static void dw1_tile(const smoe_cpu_pass *pass, const smoe_backward_args *args, const tile *t)
+static void dw1_tile(const moe_cpu_pass *pass, const smoe_backward_args *args, const tile *t)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     const int64_t d = p->layer.hidden;
-    const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
-    const int with_bias = args->db1 && t->hidden == 0;
-    float *bias = at.row + 2 * smoe_max(p->h_width, d);
+    const moe_cpu_panels at = moe_cpu_panels_of(pass);
+    const int with_matrix = args->dw1 != NULL, with_bias = args->db1 && t->hidden == 0;
+    if (!with_matrix && !with_bias) return;
+    float *bias = at.row + 2 * moe_max(p->h_width, d);
     memset(at.tile, 0, (size_t)(t->hiddens * t->features) * sizeof *at.tile);
     memset(bias, 0, (size_t)t->features * sizeof *bias);
-    smoe_row_panel panel;
-    for (int more = smoe_first_row_panel(pass, t->expert, &panel); more;
-         more = smoe_next_row_panel(pass, &panel)) {
-        smoe_gather_tokens(pass, &panel, args->x, t->hidden, t->hiddens, at.gathered);
+    moe_row_panel panel;
+    for (int more = moe_first_row_panel(pass, t->expert, &panel); more;
+         more = moe_next_row_panel(pass, &panel)) {
         load_dh(pass, &panel, t, &at);
-        smoe_sgemm(1, 0, t->features, t->hiddens, panel.count, at.product, t->features, at.gathered,
-                   t->hiddens, 1.0f, at.tile, t->hiddens);
+        if (with_matrix) {
+            moe_gather_tokens(pass, &panel, args->x, t->hidden, t->hiddens, at.gathered);
+            moe_sgemm(1, 0, t->features, t->hiddens, panel.count, at.product, t->features, at.gathered,
+                      t->hiddens, 1.0f, at.tile, t->hiddens);
+        }
         if (with_bias) add_column_sums(bias, at.row, at.product, panel.count, t->features, NULL);
     }
     for (int64_t j = 0; j < t->features; j++) {
-        const int64_t w1_row = t->expert * p->h_width + smoe_w1_row(p, t->feature + j);
-        give_row(p, args->dw1, w1_row * d + t->hidden, at.tile + j * t->hiddens, t->hiddens);
+        const int64_t w1_row = t->expert * p->h_width + moe_w1_row(p, t->feature + j);
+        if (with_matrix) give_row(p, args->dw1, w1_row * d + t->hidden, at.tile + j * t->hiddens, t->hiddens);
         if (with_bias) give_row(p, args->db1, w1_row, bias + j, 1);
     }
 }
 
-typedef void (*tile_function)(const smoe_cpu_pass *pass, const smoe_backward_args *args, const tile *t);
+typedef void (*tile_function)(const moe_cpu_pass *pass, const smoe_backward_args *args, const tile *t);
 
 /* With accumulate, experts without rows stay as they are: adding zeros could turn a -0 there into a 0. */
-static void each_tile(const smoe_cpu_pass *pass, const smoe_backward_args *args, int64_t features,
+static void each_tile(const moe_cpu_pass *pass, const smoe_backward_args *args, int64_t features,
                       tile_function run)
 {
     const smoe_layer *layer = &pass->problem->layer;
@@ -170,16 +177,16 @@ static void each_tile(const smoe_cpu_pass *pass, const smoe_backward_args *args,
     }
 }
 
-void smoe_cpu_dw2(const smoe_cpu_pass *pass, const smoe_backward_args *args)
+void moe_cpu_dw2(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
-    smoe_stage_begin(pass->context, SMOE_STAGE_DW2, pass->stream);
+    moe_stage_begin(pass->context, SMOE_STAGE_DW2, pass->stream);
     each_tile(pass, args, pass->problem->layer.intermediate, dw2_tile);
-    smoe_stage_end(pass->context, SMOE_STAGE_DW2, pass->stream);
+    moe_stage_end(pass->context, SMOE_STAGE_DW2, pass->stream);
 }
 
-void smoe_cpu_dw1(const smoe_cpu_pass *pass, const smoe_backward_args *args)
+void moe_cpu_dw1(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
-    smoe_stage_begin(pass->context, SMOE_STAGE_DW1, pass->stream);
+    moe_stage_begin(pass->context, SMOE_STAGE_DW1, pass->stream);
     each_tile(pass, args, pass->problem->h_width, dw1_tile);
-    smoe_stage_end(pass->context, SMOE_STAGE_DW1, pass->stream);
+    moe_stage_end(pass->context, SMOE_STAGE_DW1, pass->stream);
 }

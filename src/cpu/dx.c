@@ -11,67 +11,66 @@
 
 /* One panel of columns: a sum over H's features, run by run (one for concatenated gate and up rows of W1, two
  * for interleaved ones). */
-static void multiply(const smoe_cpu_pass *pass, const void *w1, const smoe_row_panel *panel, int64_t column,
-                     int64_t columns, float *dx, const smoe_cpu_panels *at)
+static void multiply(const moe_cpu_pass *pass, const void *w1, const moe_row_panel *panel, int64_t column,
+                     int64_t columns, float *dx, const moe_cpu_panels *at)
 {
-    const smoe_problem *p = pass->problem;
+    const moe_problem *p = pass->problem;
     const int64_t d = p->layer.hidden, first_row = panel->expert * p->h_width;
     for (int64_t j = 0, next; j < p->h_width; j = next) {
-        next = smoe_w1_run_end(p, j);
+        next = moe_w1_run_end(p, j);
         int64_t ld;
-        const float *w = smoe_weights_f32(at->weights, w1, (first_row + smoe_w1_row(p, j)) * d + column,
-                                          next - j, smoe_w1_step(p) * d, columns, p->layer.dtype, &ld);
-        smoe_sgemm(0, 0, panel->count, columns, next - j, at->gathered + j, p->h_width, w, ld,
-                   j > 0 ? 1.0f : 0.0f, dx, p->chunk_columns);
+        const float *w = moe_weights_f32(at->weights, w1, (first_row + moe_w1_row(p, j)) * d + column,
+                                         next - j, moe_w1_step(p) * d, columns, p->layer.dtype, &ld);
+        moe_sgemm(0, 0, panel->count, columns, next - j, at->gathered + j, p->h_width, w, ld,
+                  j > 0 ? 1.0f : 0.0f, dx, p->chunk_columns);
     }
 }
 
-static void dx_rows_panel(const smoe_cpu_pass *pass, const smoe_backward_args *args,
-                          const smoe_row_panel *panel, int64_t first_column)
+static void dx_rows_panel(const moe_cpu_pass *pass, const smoe_backward_args *args,
+                          const moe_row_panel *panel, int64_t first_column)
 {
-    const smoe_problem *p = pass->problem;
-    const int64_t end = smoe_min(first_column + p->chunk_columns, p->layer.hidden);
-    const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
-    smoe_load_row(at.gathered, pass->dh, panel->row * p->h_width, panel->count * p->h_width, p->layer.dtype);
+    const moe_problem *p = pass->problem;
+    const int64_t end = moe_min(first_column + p->chunk_columns, p->layer.hidden);
+    const moe_cpu_panels at = moe_cpu_panels_of(pass);
+    moe_load_row(at.gathered, pass->dh, panel->row * p->h_width, panel->count * p->h_width, p->layer.dtype);
     for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS) {
         float *dx = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
-        multiply(pass, args->w1, panel, column, smoe_min(SMOE_PANEL_COLUMNS, end - column), dx, &at);
+        multiply(pass, args->w1, panel, column, moe_min(SMOE_PANEL_COLUMNS, end - column), dx, &at);
     }
 }
 
-void smoe_cpu_dx_rows(const smoe_cpu_pass *pass, const smoe_backward_args *args, int64_t first_column)
+void moe_cpu_dx_rows(const moe_cpu_pass *pass, const smoe_backward_args *args, int64_t first_column)
 {
-    smoe_stage_begin(pass->context, SMOE_STAGE_DX_ROWS, pass->stream);
-    const int64_t blocks = smoe_block_count(pass);
+    moe_stage_begin(pass->context, SMOE_STAGE_DX_ROWS, pass->stream);
+    const int64_t blocks = moe_block_count(pass);
 #pragma omp parallel for schedule(dynamic) num_threads(pass->context->threads)
     for (int64_t block = 0; block < blocks; block++) {
-        smoe_row_panel panel;
-        if (smoe_row_panel_at(pass, block, &panel)) dx_rows_panel(pass, args, &panel, first_column);
+        moe_row_panel panel;
+        if (moe_row_panel_at(pass, block, &panel)) dx_rows_panel(pass, args, &panel, first_column);
     }
-    smoe_stage_end(pass->context, SMOE_STAGE_DX_ROWS, pass->stream);
+    moe_stage_end(pass->context, SMOE_STAGE_DX_ROWS, pass->stream);
 }
 
 /* The router's term of `count` tokens: sums (count, columns) = dlogits Wr, for the chunk's columns. */
-static void multiply_router(const smoe_cpu_pass *pass, const void *router_weight, int64_t token,
-                            int64_t count, int64_t first_column, int64_t columns, const smoe_cpu_panels *at,
-                            float *sums)
+static void multiply_router(const moe_cpu_pass *pass, const void *router_weight, int64_t token, int64_t count,
+                            int64_t first_column, int64_t columns, const moe_cpu_panels *at, float *sums)
 {
     const smoe_layer *layer = &pass->problem->layer;
     const int64_t experts = layer->experts;
     for (int64_t i = 0; i < columns; i += SMOE_PANEL_COLUMNS) {
-        const int64_t width = smoe_min(SMOE_PANEL_COLUMNS, columns - i);
+        const int64_t width = moe_min(SMOE_PANEL_COLUMNS, columns - i);
         int64_t ld;
-        const float *wr = smoe_weights_f32(at->weights, router_weight, first_column + i, experts,
-                                           layer->hidden, width, layer->dtype, &ld);
-        smoe_sgemm(0, 0, count, width, experts, pass->dlogits + token * experts, experts, wr, ld, 0.0f,
-                   sums + i, columns);
+        const float *wr = moe_weights_f32(at->weights, router_weight, first_column + i, experts,
+                                          layer->hidden, width, layer->dtype, &ld);
+        moe_sgemm(0, 0, count, width, experts, pass->dlogits + token * experts, experts, wr, ld, 0.0f,
+                  sums + i, columns);
     }
 }
 
 /* sum (columns) += the token's rows of dX~ */
-static void add_rows(const smoe_cpu_pass *pass, int64_t token, int64_t columns, float *restrict sum)
+static void add_rows(const moe_cpu_pass *pass, int64_t token, int64_t columns, float *restrict sum)
 {
-    const smoe_plan_arrays *plan = pass->plan;
+    const moe_plan_arrays *plan = pass->plan;
     for (int64_t i = plan->token_offsets[token]; i < plan->token_offsets[token + 1]; i++) {
         const float *restrict dx = pass->chunk + plan->token_rows[i] * pass->problem->chunk_columns;
         for (int64_t j = 0; j < columns; j++) sum[j] += dx[j];
@@ -79,12 +78,12 @@ static void add_rows(const smoe_cpu_pass *pass, int64_t token, int64_t columns, 
 }
 
 /* The chunk's columns of tokens [token, token + count). */
-static void dx_panel(const smoe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
-                     int64_t token, int64_t count, int64_t first_column)
+static void dx_panel(const moe_cpu_pass *pass, const smoe_backward_args *args, int router_term, int64_t token,
+                     int64_t count, int64_t first_column)
 {
     const smoe_layer *layer = &pass->problem->layer;
-    const int64_t columns = smoe_min(pass->problem->chunk_columns, layer->hidden - first_column);
-    const smoe_cpu_panels at = smoe_cpu_panels_of(pass);
+    const int64_t columns = moe_min(pass->problem->chunk_columns, layer->hidden - first_column);
+    const moe_cpu_panels at = moe_cpu_panels_of(pass);
     float *sums = at.gathered;
     if (router_term)
         multiply_router(pass, args->router_weight, token, count, first_column, columns, &at, sums);
@@ -92,18 +91,18 @@ static void dx_panel(const smoe_cpu_pass *pass, const smoe_backward_args *args, 
         float *sum = router_term ? sums + i * columns : at.row;
         if (!router_term) memset(sum, 0, (size_t)columns * sizeof *sum);
         add_rows(pass, token + i, columns, sum);
-        smoe_store_row(args->dx, (token + i) * layer->hidden + first_column, sum, columns, layer->dtype);
+        moe_store_row(args->dx, (token + i) * layer->hidden + first_column, sum, columns, layer->dtype);
     }
 }
 
-void smoe_cpu_dx(const smoe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
-                 int64_t first_column)
+void moe_cpu_dx(const moe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
+                int64_t first_column)
 {
     const smoe_layer *layer = &pass->problem->layer;
-    smoe_stage_begin(pass->context, SMOE_STAGE_DX, pass->stream);
+    moe_stage_begin(pass->context, SMOE_STAGE_DX, pass->stream);
 #pragma omp parallel for schedule(static, 1) num_threads(pass->context->threads)
     for (int64_t token = 0; token < layer->tokens; token += SMOE_PANEL_ROWS)
-        dx_panel(pass, args, router_term, token, smoe_min(SMOE_PANEL_ROWS, layer->tokens - token),
+        dx_panel(pass, args, router_term, token, moe_min(SMOE_PANEL_ROWS, layer->tokens - token),
                  first_column);
-    smoe_stage_end(pass->context, SMOE_STAGE_DX, pass->stream);
+    moe_stage_end(pass->context, SMOE_STAGE_DX, pass->stream);
 }

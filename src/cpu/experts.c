@@ -21,7 +21,7 @@ typedef struct carver {
 static void *carve(carver *at, uint64_t bytes)
 {
     void *part = at->base ? at->base + at->used : NULL;
-    at->used += smoe_align_up(bytes);
+    at->used += moe_align_up(bytes);
     return part;
 }
 
@@ -30,25 +30,25 @@ static float *carve_floats(carver *at, int64_t count)
     return carve(at, 4 * (uint64_t)count);
 }
 
-static int64_t panel_rows(const smoe_problem *p)
+static int64_t panel_rows(const moe_problem *p)
 {
-    return smoe_min(SMOE_PANEL_ROWS, smoe_max(p->rows, p->layer.tokens));
+    return moe_min(SMOE_PANEL_ROWS, moe_max(p->rows, p->layer.tokens));
 }
 
 /* The most floats of weights that one product reads: a panel of W1 or W2 (features, d), of W1 or W2 by 64
  * columns, or of Wr by 64 columns. */
-static int64_t weight_floats(const smoe_problem *p)
+static int64_t weight_floats(const moe_problem *p)
 {
     if (p->layer.dtype == SMOE_TYPE_F32) return 0;
-    const int64_t by_features = smoe_min(SMOE_PANEL_FEATURES, p->h_width) * p->layer.hidden;
-    const int64_t by_columns = SMOE_PANEL_COLUMNS * smoe_max(p->h_width, p->layer.experts);
-    return smoe_max(by_features, by_columns);
+    const int64_t by_features = moe_min(SMOE_PANEL_FEATURES, p->h_width) * p->layer.hidden;
+    const int64_t by_columns = SMOE_PANEL_COLUMNS * moe_max(p->h_width, p->layer.experts);
+    return moe_max(by_features, by_columns);
 }
 
-static smoe_cpu_panels carve_panels(const smoe_problem *p, carver *at)
+static moe_cpu_panels carve_panels(const moe_problem *p, carver *at)
 {
-    const int64_t rows = panel_rows(p), widest = smoe_max(p->h_width, p->layer.hidden);
-    smoe_cpu_panels panels;
+    const int64_t rows = panel_rows(p), widest = moe_max(p->h_width, p->layer.hidden);
+    moe_cpu_panels panels;
     panels.gathered = carve_floats(at, rows * widest);
     panels.product = carve_floats(at, rows * p->h_width);
     panels.weights = carve_floats(at, weight_floats(p));
@@ -57,7 +57,7 @@ static smoe_cpu_panels carve_panels(const smoe_problem *p, carver *at)
     return panels;
 }
 
-static void carve_threads(smoe_cpu_pass *pass, carver *at)
+static void carve_threads(moe_cpu_pass *pass, carver *at)
 {
     carver one = {NULL, 0};
     carve_panels(pass->problem, &one);
@@ -66,11 +66,11 @@ static void carve_threads(smoe_cpu_pass *pass, carver *at)
     pass->bytes = at->used;
 }
 
-smoe_cpu_pass smoe_cpu_forward_pass(const smoe_context *context, const smoe_problem *problem,
-                                    const smoe_plan_arrays *plan, void *scratch, void *stream)
+moe_cpu_pass moe_cpu_forward_pass(const smoe_context *context, const moe_problem *problem,
+                                  const moe_plan_arrays *plan, void *scratch, void *stream)
 {
-    const smoe_problem *p = problem;
-    smoe_cpu_pass pass = {.context = context, .problem = problem, .plan = plan, .stream = stream};
+    const moe_problem *p = problem;
+    moe_cpu_pass pass = {.context = context, .problem = problem, .plan = plan, .stream = stream};
     carver at = {scratch, 0};
     if (p->layer.inference)
         pass.a = carve(&at, (uint64_t)(p->padded_rows * p->layer.intermediate * p->element));
@@ -79,11 +79,11 @@ smoe_cpu_pass smoe_cpu_forward_pass(const smoe_context *context, const smoe_prob
     return pass;
 }
 
-smoe_cpu_pass smoe_cpu_backward_pass(const smoe_context *context, const smoe_problem *problem,
-                                     const smoe_plan_arrays *plan, void *scratch, void *stream)
+moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_problem *problem,
+                                   const moe_plan_arrays *plan, void *scratch, void *stream)
 {
-    const smoe_problem *p = problem;
-    smoe_cpu_pass pass = {.context = context, .problem = problem, .plan = plan, .stream = stream};
+    const moe_problem *p = problem;
+    moe_cpu_pass pass = {.context = context, .problem = problem, .plan = plan, .stream = stream};
     carver at = {scratch, 0};
     if (p->layer.reuse_saved)
         pass.dh = plan ? plan->h : NULL;
@@ -92,7 +92,7 @@ smoe_cpu_pass smoe_cpu_backward_pass(const smoe_context *context, const smoe_pro
     pass.ds = carve_floats(&at, p->padded_rows);
     uint64_t shared = 4 * (uint64_t)(p->padded_rows * p->chunk_columns);
     if (p->layer.entry == SMOE_ENTRY_FROM_LOGITS) {
-        const uint64_t router = smoe_cpu_router_backward_scratch(context, problem);
+        const uint64_t router = moe_cpu_router_backward_scratch(context, problem);
         pass.dlogits = carve_floats(&at, p->layer.tokens * p->layer.experts);
         shared = router > shared ? router : shared;
     }
@@ -102,20 +102,20 @@ smoe_cpu_pass smoe_cpu_backward_pass(const smoe_context *context, const smoe_pro
     return pass;
 }
 
-smoe_cpu_panels smoe_cpu_panels_of(const smoe_cpu_pass *pass)
+moe_cpu_panels moe_cpu_panels_of(const moe_cpu_pass *pass)
 {
     carver at = {pass->panels + pass->panel_bytes * (uint64_t)omp_get_thread_num(), 0};
     return carve_panels(pass->problem, &at);
 }
 
-int64_t smoe_block_count(const smoe_cpu_pass *pass)
+int64_t moe_block_count(const moe_cpu_pass *pass)
 {
     return pass->plan->block_offsets[pass->problem->layer.experts];
 }
 
 /* The last expert whose first block is at or before `block`: experts without rows share their first block
  * with the next one, and lose to it. */
-int64_t smoe_expert_of_block(const smoe_plan_arrays *plan, int64_t experts, int64_t block)
+int64_t moe_expert_of_block(const moe_plan_arrays *plan, int64_t experts, int64_t block)
 {
     int64_t low = 0, high = experts;
     while (high - low > 1) {
@@ -128,52 +128,52 @@ int64_t smoe_expert_of_block(const smoe_plan_arrays *plan, int64_t experts, int6
     return low;
 }
 
-static int fill_panel(const smoe_cpu_pass *pass, int64_t expert, int64_t rows_before, smoe_row_panel *panel)
+static int fill_panel(const moe_cpu_pass *pass, int64_t expert, int64_t rows_before, moe_row_panel *panel)
 {
     const int64_t left = pass->plan->counts[expert] - rows_before;
     panel->expert = expert;
     panel->row = (int64_t)pass->plan->block_offsets[expert] * SMOE_ROW_BLOCK + rows_before;
-    panel->count = smoe_min(left, SMOE_PANEL_ROWS);
+    panel->count = moe_min(left, SMOE_PANEL_ROWS);
     return left > 0;
 }
 
-int smoe_row_panel_at(const smoe_cpu_pass *pass, int64_t block, smoe_row_panel *panel)
+int moe_row_panel_at(const moe_cpu_pass *pass, int64_t block, moe_row_panel *panel)
 {
-    const int64_t expert = smoe_expert_of_block(pass->plan, pass->problem->layer.experts, block);
+    const int64_t expert = moe_expert_of_block(pass->plan, pass->problem->layer.experts, block);
     const int64_t inside = block - pass->plan->block_offsets[expert];
     return inside % BLOCKS_A_PANEL == 0 && fill_panel(pass, expert, inside * SMOE_ROW_BLOCK, panel);
 }
 
-int smoe_first_row_panel(const smoe_cpu_pass *pass, int64_t expert, smoe_row_panel *panel)
+int moe_first_row_panel(const moe_cpu_pass *pass, int64_t expert, moe_row_panel *panel)
 {
     return fill_panel(pass, expert, 0, panel);
 }
 
-int smoe_next_row_panel(const smoe_cpu_pass *pass, smoe_row_panel *panel)
+int moe_next_row_panel(const moe_cpu_pass *pass, moe_row_panel *panel)
 {
     const int64_t first = (int64_t)pass->plan->block_offsets[panel->expert] * SMOE_ROW_BLOCK;
     return fill_panel(pass, panel->expert, panel->row + panel->count - first, panel);
 }
 
-void smoe_gather_tokens(const smoe_cpu_pass *pass, const smoe_row_panel *panel, const void *from,
-                        int64_t first_column, int64_t columns, float *to)
+void moe_gather_tokens(const moe_cpu_pass *pass, const moe_row_panel *panel, const void *from,
+                       int64_t first_column, int64_t columns, float *to)
 {
     const smoe_layer *layer = &pass->problem->layer;
     for (int64_t i = 0; i < panel->count; i++) {
         const int64_t token = pass->plan->row_token[panel->row + i];
-        smoe_load_row(to + i * columns, from, token * layer->hidden + first_column, columns, layer->dtype);
+        moe_load_row(to + i * columns, from, token * layer->hidden + first_column, columns, layer->dtype);
     }
 }
 
-const float *smoe_weights_f32(float *panel, const void *weights, int64_t first_element, int64_t rows,
-                              int64_t row_step, int64_t columns, smoe_type type, int64_t *ld)
+const float *moe_weights_f32(float *panel, const void *weights, int64_t first_element, int64_t rows,
+                             int64_t row_step, int64_t columns, smoe_type type, int64_t *ld)
 {
     if (type == SMOE_TYPE_F32) {
         *ld = row_step;
         return (const float *)weights + first_element;
     }
     for (int64_t i = 0; i < rows; i++)
-        smoe_load_row(panel + i * columns, weights, first_element + i * row_step, columns, type);
+        moe_load_row(panel + i * columns, weights, first_element + i * row_step, columns, type);
     *ld = columns;
     return panel;
 }

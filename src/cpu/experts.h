@@ -17,11 +17,11 @@ enum {
 };
 
 /* The parts of scratch, and what the stages of one pass read. Threads have `panel_bytes` each from `panels`
- * on, cut by smoe_cpu_panels_of. */
-typedef struct smoe_cpu_pass {
+ * on, cut by moe_cpu_panels_of. */
+typedef struct moe_cpu_pass {
     const smoe_context *context;
-    const smoe_problem *problem;
-    const smoe_plan_arrays *plan;
+    const moe_problem *problem;
+    const moe_plan_arrays *plan;
     void *stream;
     void *a;        /* inference: (padded_rows, n) dtype */
     void *dh;       /* backward: (padded_rows, h_width) dtype; H's own place with reuse_saved */
@@ -33,94 +33,94 @@ typedef struct smoe_cpu_pass {
     char *panels;
     uint64_t panel_bytes; /* of one thread */
     uint64_t bytes;       /* of all */
-} smoe_cpu_pass;
+} moe_cpu_pass;
 
 /* One thread's panels; each stage says what it keeps in them. */
-typedef struct smoe_cpu_panels {
+typedef struct moe_cpu_panels {
     float *gathered; /* (256, d or n or h_width); in dx the router's term (256, chunk_columns) */
     float *product;  /* (256, h_width) */
     float *weights;  /* a panel of weights in f32; only for bf16 */
     float *tile;     /* backward: a tile of dW, (512, 256) */
     float *row;      /* 3 rows of max(h_width, d) */
-} smoe_cpu_panels;
+} moe_cpu_panels;
 
 /* Lays scratch out; with scratch NULL only the sizes mean something. */
-smoe_cpu_pass smoe_cpu_forward_pass(const smoe_context *context, const smoe_problem *problem,
-                                    const smoe_plan_arrays *plan, void *scratch, void *stream);
-smoe_cpu_pass smoe_cpu_backward_pass(const smoe_context *context, const smoe_problem *problem,
-                                     const smoe_plan_arrays *plan, void *scratch, void *stream);
+moe_cpu_pass moe_cpu_forward_pass(const smoe_context *context, const moe_problem *problem,
+                                  const moe_plan_arrays *plan, void *scratch, void *stream);
+moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_problem *problem,
+                                   const moe_plan_arrays *plan, void *scratch, void *stream);
 
 /* The calling thread's panels, inside a parallel region of context->threads. */
-smoe_cpu_panels smoe_cpu_panels_of(const smoe_cpu_pass *pass);
+moe_cpu_panels moe_cpu_panels_of(const moe_cpu_pass *pass);
 
 /* Up to 256 rows of one expert. */
-typedef struct smoe_row_panel {
+typedef struct moe_row_panel {
     int64_t expert;
     int64_t row;   /* the first, among the padded rows */
     int64_t count; /* 1..256, no pad rows */
-} smoe_row_panel;
+} moe_row_panel;
 
-/* The number of 64-row blocks in use; for each of them smoe_row_panel_at says whether a panel starts there.
+/* The number of 64-row blocks in use; for each of them moe_row_panel_at says whether a panel starts there.
  */
-int64_t smoe_block_count(const smoe_cpu_pass *pass);
-int smoe_row_panel_at(const smoe_cpu_pass *pass, int64_t block, smoe_row_panel *panel);
+int64_t moe_block_count(const moe_cpu_pass *pass);
+int moe_row_panel_at(const moe_cpu_pass *pass, int64_t block, moe_row_panel *panel);
 
 /* The panels of one expert, first row on: the first one, then what follows it; 0 at the end. */
-int smoe_first_row_panel(const smoe_cpu_pass *pass, int64_t expert, smoe_row_panel *panel);
-int smoe_next_row_panel(const smoe_cpu_pass *pass, smoe_row_panel *panel);
+int moe_first_row_panel(const moe_cpu_pass *pass, int64_t expert, moe_row_panel *panel);
+int moe_next_row_panel(const moe_cpu_pass *pass, moe_row_panel *panel);
 
 /* The expert of a 64-row block. */
-int64_t smoe_expert_of_block(const smoe_plan_arrays *plan, int64_t experts, int64_t block);
+int64_t moe_expert_of_block(const moe_plan_arrays *plan, int64_t experts, int64_t block);
 
 /* to (count, columns) = columns first.. of the rows' tokens in a (T, d) tensor */
-void smoe_gather_tokens(const smoe_cpu_pass *pass, const smoe_row_panel *panel, const void *from,
-                        int64_t first_column, int64_t columns, float *to);
+void moe_gather_tokens(const moe_cpu_pass *pass, const moe_row_panel *panel, const void *from,
+                       int64_t first_column, int64_t columns, float *to);
 
 /* A matrix of weights in f32 (rows, columns): in place when it is stored so, else converted into `panel`.
  * `row_step` is its rows' stride in elements; `ld` gets the stride of what is returned. */
-const float *smoe_weights_f32(float *panel, const void *weights, int64_t first_element, int64_t rows,
-                              int64_t row_step, int64_t columns, smoe_type type, int64_t *ld);
+const float *moe_weights_f32(float *panel, const void *weights, int64_t first_element, int64_t rows,
+                             int64_t row_step, int64_t columns, smoe_type type, int64_t *ld);
 
 /* Where column j of H stands among the rows of W1[e]: the row, and how many rows on the next column's is.
- * Runs with one step end at smoe_w1_run_end. */
-static inline int smoe_interleaved(const smoe_problem *p)
+ * Runs with one step end at moe_w1_run_end. */
+static inline int moe_interleaved(const moe_problem *p)
 {
     return p->gated && p->layer.layout == SMOE_LAYOUT_INTERLEAVED;
 }
 
-static inline int64_t smoe_w1_row(const smoe_problem *p, int64_t j)
+static inline int64_t moe_w1_row(const moe_problem *p, int64_t j)
 {
     const int64_t n = p->layer.intermediate;
-    if (!smoe_interleaved(p)) return j;
+    if (!moe_interleaved(p)) return j;
     return j < n ? 2 * j : 2 * (j - n) + 1;
 }
 
-static inline int64_t smoe_w1_step(const smoe_problem *p)
+static inline int64_t moe_w1_step(const moe_problem *p)
 {
-    return smoe_interleaved(p) ? 2 : 1;
+    return moe_interleaved(p) ? 2 : 1;
 }
 
-static inline int64_t smoe_w1_run_end(const smoe_problem *p, int64_t j)
+static inline int64_t moe_w1_run_end(const moe_problem *p, int64_t j)
 {
-    return smoe_interleaved(p) && j < p->layer.intermediate ? p->layer.intermediate : p->h_width;
+    return moe_interleaved(p) && j < p->layer.intermediate ? p->layer.intermediate : p->h_width;
 }
 
-static inline int64_t smoe_max(int64_t a, int64_t b)
+static inline int64_t moe_max(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
 /* ---- The stages ---- */
 
-void smoe_cpu_up(const smoe_cpu_pass *pass, const smoe_forward_args *args);
-void smoe_cpu_down(const smoe_cpu_pass *pass, const smoe_forward_args *args, int64_t first_column);
-void smoe_cpu_combine(const smoe_cpu_pass *pass, void *out, int64_t first_column);
+void moe_cpu_up(const moe_cpu_pass *pass, const smoe_forward_args *args);
+void moe_cpu_down(const moe_cpu_pass *pass, const smoe_forward_args *args, int64_t first_column);
+void moe_cpu_combine(const moe_cpu_pass *pass, void *out, int64_t first_column);
 
-void smoe_cpu_dw2(const smoe_cpu_pass *pass, const smoe_backward_args *args);
-void smoe_cpu_dh(const smoe_cpu_pass *pass, const smoe_backward_args *args);
-void smoe_cpu_dw1(const smoe_cpu_pass *pass, const smoe_backward_args *args);
-void smoe_cpu_dx_rows(const smoe_cpu_pass *pass, const smoe_backward_args *args, int64_t first_column);
-void smoe_cpu_dx(const smoe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
-                 int64_t first_column);
+void moe_cpu_dw2(const moe_cpu_pass *pass, const smoe_backward_args *args);
+void moe_cpu_dh(const moe_cpu_pass *pass, const smoe_backward_args *args);
+void moe_cpu_dw1(const moe_cpu_pass *pass, const smoe_backward_args *args);
+void moe_cpu_dx_rows(const moe_cpu_pass *pass, const smoe_backward_args *args, int64_t first_column);
+void moe_cpu_dx(const moe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
+                int64_t first_column);
 
 #endif

@@ -1,5 +1,6 @@
 /* The backward: dw2, dh, the router's part, dw1, then dx_rows and dx chunk by chunk. dw2 comes first because
- * it recomputes A' from H, whose place dH may take; so A' is never stored.
+ * it recomputes A' from H, whose place dH may take; so A' is never stored. A stage runs when a gradient that
+ * is wanted needs it.
  *
  * Scratch: dH (padded_rows, h_width) dtype unless reuse_saved; dX~ of one chunk, padded_rows chunk_columns 4
  * bytes (before it, in the same place, the router's work space); dS; from logits dlogits (T, E) f32; and each
@@ -7,12 +8,13 @@
  * weights as well. */
 #include "blas.h"
 #include "experts.h"
+#include "wanted.h"
 
 #include <string.h>
 
-uint64_t smoe_cpu_backward_scratch(const smoe_context *context, const smoe_problem *problem)
+uint64_t moe_cpu_backward_scratch(const smoe_context *context, const moe_problem *problem)
 {
-    return smoe_cpu_backward_pass(context, problem, NULL, NULL, NULL).bytes;
+    return moe_cpu_backward_pass(context, problem, NULL, NULL, NULL).bytes;
 }
 
 static int64_t given_id(const smoe_layer *layer, const void *ids, int64_t index)
@@ -21,16 +23,16 @@ static int64_t given_id(const smoe_layer *layer, const void *ids, int64_t index)
 }
 
 /* dtopk_weights[t, k] = dS of the row of (t, ids[t, k]): the lowest k of a repeated id, 0 for all else. */
-static void give_topk_gradients(const smoe_cpu_pass *pass, const smoe_backward_args *args)
+static void give_topk_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
     const smoe_layer *layer = &pass->problem->layer;
-    const smoe_plan_arrays *plan = pass->plan;
+    const moe_plan_arrays *plan = pass->plan;
     memset(args->dtopk_weights, 0, (size_t)(layer->tokens * layer->topk) * sizeof *args->dtopk_weights);
     for (int64_t token = 0; token < layer->tokens; token++) {
         const int64_t first = token * layer->topk;
         for (int64_t i = plan->token_offsets[token]; i < plan->token_offsets[token + 1]; i++) {
             const int64_t row = plan->token_rows[i];
-            const int64_t expert = smoe_expert_of_block(plan, layer->experts, row / SMOE_ROW_BLOCK);
+            const int64_t expert = moe_expert_of_block(plan, layer->experts, row / SMOE_ROW_BLOCK);
             int64_t k = 0;
             while (k < layer->topk && given_id(layer, args->topk_ids, first + k) != expert) k++;
             if (k < layer->topk) args->dtopk_weights[first + k] = pass->ds[row];
@@ -39,10 +41,10 @@ static void give_topk_gradients(const smoe_cpu_pass *pass, const smoe_backward_a
 }
 
 /* drow_weights: from rows (T), 0 for rows past the last; from logits the padded rows as they are. */
-static void give_row_gradients(const smoe_cpu_pass *pass, const smoe_backward_args *args)
+static void give_row_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
     const smoe_layer *layer = &pass->problem->layer;
-    const smoe_plan_arrays *plan = pass->plan;
+    const moe_plan_arrays *plan = pass->plan;
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         memcpy(args->drow_weights, pass->ds, (size_t)pass->problem->padded_rows * sizeof *pass->ds);
         return;
@@ -54,29 +56,29 @@ static void give_row_gradients(const smoe_cpu_pass *pass, const smoe_backward_ar
     }
 }
 
-static void give_weight_gradients(const smoe_cpu_pass *pass, const smoe_backward_args *args)
+static void give_weight_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
     const smoe_entry entry = pass->problem->layer.entry;
     if (args->dtopk_weights && entry == SMOE_ENTRY_FROM_TOPK) give_topk_gradients(pass, args);
     if (args->drow_weights && entry != SMOE_ENTRY_FROM_TOPK) give_row_gradients(pass, args);
 }
 
-smoe_status smoe_cpu_backward(smoe_context *context, const smoe_problem *problem,
-                              const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
-                              void *stream)
+smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
+                             const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
+                             void *stream)
 {
-    const smoe_cpu_pass pass = smoe_cpu_backward_pass(context, problem, plan, args->scratch, stream);
-    smoe_blas_enter();
-    smoe_cpu_dw2(&pass, args);
-    smoe_cpu_dh(&pass, args);
+    const moe_cpu_pass pass = moe_cpu_backward_pass(context, problem, plan, args->scratch, stream);
+    moe_blas_enter();
+    if (moe_wants_dw2(args)) moe_cpu_dw2(&pass, args);
+    if (moe_wants_ds(&problem->layer, args, with_router) || moe_wants_dh(args)) moe_cpu_dh(&pass, args);
     give_weight_gradients(&pass, args);
     if (with_router)
-        smoe_cpu_router_backward(context, problem, args, plan, pass.ds, pass.dlogits, pass.router);
-    smoe_cpu_dw1(&pass, args);
-    for (int64_t column = 0; column < problem->layer.hidden; column += problem->chunk_columns) {
-        smoe_cpu_dx_rows(&pass, args, column);
-        smoe_cpu_dx(&pass, args, with_router && args->router_weight, column);
+        moe_cpu_router_backward(context, problem, args, plan, pass.ds, pass.dlogits, pass.router, stream);
+    if (moe_wants_dw1(args)) moe_cpu_dw1(&pass, args);
+    for (int64_t column = 0; args->dx && column < problem->layer.hidden; column += problem->chunk_columns) {
+        moe_cpu_dx_rows(&pass, args, column);
+        moe_cpu_dx(&pass, args, with_router && args->router_weight, column);
     }
-    smoe_blas_leave();
+    moe_blas_leave();
     return SMOE_OK;
 }

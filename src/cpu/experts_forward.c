@@ -6,22 +6,22 @@
 #include "blas.h"
 #include "experts.h"
 
-uint64_t smoe_cpu_experts_forward_scratch(const smoe_context *context, const smoe_problem *problem)
+uint64_t moe_cpu_experts_forward_scratch(const smoe_context *context, const moe_problem *problem)
 {
-    return smoe_cpu_forward_pass(context, problem, NULL, NULL, NULL).bytes;
+    return moe_cpu_forward_pass(context, problem, NULL, NULL, NULL).bytes;
 }
 
-smoe_status smoe_cpu_experts_forward(smoe_context *context, const smoe_problem *problem,
-                                     const smoe_forward_args *args, const smoe_plan_arrays *plan,
-                                     void *scratch, void *stream)
+smoe_status moe_cpu_experts_forward(smoe_context *context, const moe_problem *problem,
+                                    const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
+                                    void *stream)
 {
-    const smoe_cpu_pass pass = smoe_cpu_forward_pass(context, problem, plan, scratch, stream);
-    smoe_blas_enter();
-    smoe_cpu_up(&pass, args);
+    const moe_cpu_pass pass = moe_cpu_forward_pass(context, problem, plan, scratch, stream);
+    moe_blas_enter();
+    moe_cpu_up(&pass, args);
     for (int64_t column = 0; column < problem->layer.hidden; column += problem->chunk_columns) {
-        smoe_cpu_down(&pass, args, column);
-        smoe_cpu_combine(&pass, args->out, column);
+        moe_cpu_down(&pass, args, column);
+        moe_cpu_combine(&pass, args->out, column);
     }
-    smoe_blas_leave();
+    moe_blas_leave();
     return SMOE_OK;
 }

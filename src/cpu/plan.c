@@ -10,10 +10,10 @@
 
 typedef struct plan_call {
     const smoe_context *context;
-    const smoe_problem *problem;
+    const moe_problem *problem;
     const smoe_forward_args *args;
-    const smoe_plan_arrays *plan;
-    smoe_routing_scratch s;
+    const moe_plan_arrays *plan;
+    moe_routing_scratch s;
 } plan_call;
 
 static int64_t index_at(const void *indices, smoe_type type, int64_t at)
@@ -27,14 +27,14 @@ static int64_t index_at(const void *indices, smoe_type type, int64_t at)
 static void select_given(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, end = smoe_min(l->tokens, first + SMOE_TOKEN_PANEL);
-    memset(smoe_mask_words(&c->s, panel, 0, l->experts), 0,
+    const int64_t first = panel * SMOE_TOKEN_PANEL, end = moe_min(l->tokens, first + SMOE_TOKEN_PANEL);
+    memset(moe_mask_words(&c->s, panel, 0, l->experts), 0,
            sizeof(uint64_t) * SMOE_PANEL_WORDS * (size_t)l->experts);
     for (int64_t t = first; t < end; t++) {
         for (int64_t k = 0; k < l->topk; k++) {
             const int64_t e = index_at(c->args->topk_ids, l->index_type, t * l->topk + k);
             if (e < 0 || e >= l->experts) continue;
-            smoe_mask_words(&c->s, panel, e, l->experts)[(t - first) / 64] |= UINT64_C(1) << (t - first) % 64;
+            moe_mask_words(&c->s, panel, e, l->experts)[(t - first) / 64] |= UINT64_C(1) << (t - first) % 64;
         }
     }
 }
@@ -43,13 +43,13 @@ static void select_given(const plan_call *c, int64_t panel)
 static void count_panel(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, count = smoe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
     int32_t token_count[SMOE_TOKEN_PANEL] = {0}, rows = 0;
     for (int64_t e = 0; e < l->experts; e++) {
-        const uint64_t *words = smoe_mask_words(&c->s, panel, e, l->experts);
+        const uint64_t *words = moe_mask_words(&c->s, panel, e, l->experts);
         const int32_t before = rows;
         for (int w = 0; w < SMOE_PANEL_WORDS; w++) {
-            for (uint64_t word = words[w]; word; rows++) token_count[64 * w + smoe_next_bit(&word)]++;
+            for (uint64_t word = words[w]; word; rows++) token_count[64 * w + moe_next_bit(&word)]++;
         }
         c->s.panel_counts[panel * l->experts + e] = rows - before;
     }
@@ -72,7 +72,7 @@ static int32_t sum_before(int32_t *values, int64_t count, int64_t stride)
 }
 
 /* offsets and block_offsets from counts. */
-static void place_experts(const smoe_plan_arrays *plan, int64_t experts)
+static void place_experts(const moe_plan_arrays *plan, int64_t experts)
 {
     plan->offsets[0] = plan->block_offsets[0] = 0;
     for (int64_t e = 0; e < experts; e++) {
@@ -84,7 +84,7 @@ static void place_experts(const smoe_plan_arrays *plan, int64_t experts)
 
 /* order: experts by falling count, then rising id. Radix sort by bytes of the complemented count, lowest byte
  * first; stable, so equal counts stay in the order of their ids. Four passes end where they began. */
-static void order_experts(const smoe_plan_arrays *plan, int32_t *work, int64_t experts)
+static void order_experts(const moe_plan_arrays *plan, int32_t *work, int64_t experts)
 {
     int32_t *from = plan->order, *to = work;
     for (int64_t e = 0; e < experts; e++) from[e] = (int32_t)e;
@@ -119,28 +119,28 @@ static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
     for (int64_t k = 0; k < l->topk; k++)
         if (c->plan->topk_ids[first + k] == expert) return c->plan->topk_weights[first + k];
     float logit;
-    smoe_load_row(&logit, c->args->logits, t * l->experts + expert, 1, l->logits_type);
+    moe_load_row(&logit, c->args->logits, t * l->experts + expert, 1, l->logits_type);
     const float score = l->score == SMOE_SCORE_SIGMOID
-                            ? smoe_sigmoid(logit)
-                            : smoe_div(smoe_softmax_term(logit, c->s.token_max[t]), c->s.token_sum[t]);
-    return smoe_mul(score, l->route_scale);
+                            ? moe_sigmoid(logit)
+                            : moe_div(moe_softmax_term(logit, c->s.token_max[t]), c->s.token_sum[t]);
+    return moe_mul(score, l->route_scale);
 }
 
 /* Rows of one panel's tokens, and these tokens' part of the map back; experts rise, so a token's rows do. */
 static void write_panel(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
-    const smoe_plan_arrays *plan = c->plan;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, count = smoe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    const moe_plan_arrays *plan = c->plan;
+    const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
     int32_t next[SMOE_TOKEN_PANEL];
     sum_before(plan->token_offsets + first, count, 1);
     for (int64_t i = 0; i < count; i++) next[i] = plan->token_offsets[first + i] += c->s.panel_rows[panel];
     for (int64_t e = 0; e < l->experts; e++) {
-        const uint64_t *words = smoe_mask_words(&c->s, panel, e, l->experts);
+        const uint64_t *words = moe_mask_words(&c->s, panel, e, l->experts);
         int32_t row = SMOE_ROW_BLOCK * plan->block_offsets[e] + c->s.panel_counts[panel * l->experts + e];
         for (int w = 0; w < SMOE_PANEL_WORDS; w++) {
             for (uint64_t word = words[w]; word; row++) {
-                const int64_t i = 64 * w + smoe_next_bit(&word);
+                const int64_t i = 64 * w + moe_next_bit(&word);
                 plan->row_token[row] = (int32_t)(first + i);
                 plan->row_weight[row] = pair_weight(c, first + i, e);
                 plan->token_rows[next[i]++] = row;
@@ -149,7 +149,7 @@ static void write_panel(const plan_call *c, int64_t panel)
     }
 }
 
-static void write_pads(const smoe_plan_arrays *plan, int64_t first, int64_t end)
+static void write_pads(const moe_plan_arrays *plan, int64_t first, int64_t end)
 {
     for (int64_t row = first; row < end; row++) {
         plan->row_token[row] = -1;
@@ -157,7 +157,7 @@ static void write_pads(const smoe_plan_arrays *plan, int64_t first, int64_t end)
     }
 }
 
-static void write_all_pads(const smoe_plan_arrays *plan, int64_t experts, int64_t padded_rows)
+static void write_all_pads(const moe_plan_arrays *plan, int64_t experts, int64_t padded_rows)
 {
     for (int64_t e = 0; e < experts; e++) {
         const int64_t first = (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[e];
@@ -189,11 +189,11 @@ static void plan_selection(const plan_call *c)
 static void plan_rows(const plan_call *c)
 {
     const smoe_layer *l = &c->problem->layer;
-    const smoe_plan_arrays *plan = c->plan;
+    const moe_plan_arrays *plan = c->plan;
     int64_t first = 0;
     for (int64_t e = 0; e < l->experts; e++) {
         const int64_t given = index_at(c->args->offsets, l->index_type, e + 1);
-        const int64_t end = given < first ? first : smoe_min(given, l->tokens);
+        const int64_t end = given < first ? first : moe_min(given, l->tokens);
         plan->counts[e] = (int32_t)(end - first);
         first = end;
     }
@@ -206,20 +206,20 @@ static void plan_rows(const plan_call *c)
             plan->token_rows[t] = row + t;
         }
     }
-    for (int64_t t = 0; t <= l->tokens; t++) plan->token_offsets[t] = (int32_t)smoe_min(t, first);
+    for (int64_t t = 0; t <= l->tokens; t++) plan->token_offsets[t] = (int32_t)moe_min(t, first);
 }
 
-smoe_status smoe_cpu_plan(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                          const smoe_plan_arrays *plan, void *scratch, void *stream)
+smoe_status moe_cpu_plan(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                         const moe_plan_arrays *plan, void *scratch, void *stream)
 {
-    const plan_call call = {context, problem, args, plan, smoe_routing_scratch_at(context, problem, scratch)};
-    smoe_stage_begin(context, SMOE_STAGE_PLAN, stream);
+    const plan_call call = {context, problem, args, plan, moe_routing_scratch_at(context, problem, scratch)};
+    moe_stage_begin(context, SMOE_STAGE_PLAN, stream);
     if (problem->layer.entry == SMOE_ENTRY_FROM_ROWS)
         plan_rows(&call);
     else
         plan_selection(&call);
     order_experts(plan, call.s.targets, problem->layer.experts);
     write_all_pads(plan, problem->layer.experts, problem->padded_rows);
-    smoe_stage_end(context, SMOE_STAGE_PLAN, stream);
+    moe_stage_end(context, SMOE_STAGE_PLAN, stream);
     return SMOE_OK;
 }

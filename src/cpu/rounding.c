@@ -8,8 +8,8 @@
 #include "routing.h"
 
 typedef struct round_call {
-    const smoe_problem *problem;
-    const smoe_routing_scratch s;
+    const moe_problem *problem;
+    const moe_routing_scratch s;
     const int32_t *topk_counts;
     uint64_t step;
 } round_call;
@@ -33,7 +33,7 @@ enum { DIGIT_BINS = 2048 };
 static score_column column_of(const round_call *c, int64_t expert)
 {
     const int64_t experts = c->problem->layer.experts;
-    return (score_column){c->s.keys + expert * c->s.key_stride, smoe_mask_words(&c->s, 0, expert, experts),
+    return (score_column){c->s.keys + expert * c->s.key_stride, moe_mask_words(&c->s, 0, expert, experts),
                           experts * SMOE_PANEL_WORDS, c->problem->layer.tokens};
 }
 
@@ -62,7 +62,7 @@ static uint32_t find_digit(const score_column *column, int selected, uint32_t pr
     for (int64_t first = 0; first < column->tokens; first += 64) {
         uint64_t word = candidates_at(column, first, selected);
         while (word) {
-            const uint32_t key = column->keys[first + smoe_next_bit(&word)];
+            const uint32_t key = column->keys[first + moe_next_bit(&word)];
             if ((uint64_t)(key ^ prefix) >> (shift + bits) == 0) counts[key >> shift & digit_mask]++;
         }
     }
@@ -86,7 +86,7 @@ static uint64_t within_cut(const score_column *column, int64_t first, uint64_t w
 {
     uint64_t in = 0;
     while (word) {
-        const int bit = smoe_next_bit(&word);
+        const int bit = moe_next_bit(&word);
         const uint32_t key = column->keys[first + bit];
         if (key > cut->key || (key == cut->key && cut->ties-- > 0)) in |= UINT64_C(1) << bit;
     }
@@ -116,7 +116,7 @@ static int64_t score_of(const score_column *column, int selected, int64_t n, int
         const uint64_t candidates = candidates_at(column, first, selected);
         const uint64_t in = within_cut(column, first, candidates, &limit);
         uint64_t word = best ? in : candidates & ~in;
-        while (word) sum += smoe_score_fixed(column->keys[first + smoe_next_bit(&word)]);
+        while (word) sum += moe_score_fixed(column->keys[first + moe_next_bit(&word)]);
     }
     return sum;
 }
@@ -124,24 +124,24 @@ static int64_t score_of(const score_column *column, int selected, int64_t n, int
 static int nr_s_picks_hi(const round_call *c, int64_t expert, int64_t count, int64_t lo, int64_t hi)
 {
     const score_column column = column_of(c, expert);
-    return smoe_nr_s_picks_hi(score_of(&column, 0, hi - count, 1), score_of(&column, 1, lo, 0));
+    return moe_nr_s_picks_hi(score_of(&column, 0, hi - count, 1), score_of(&column, 1, lo, 0));
 }
 
 static int64_t target_of(const round_call *c, int64_t expert, int64_t residual)
 {
     const smoe_layer *l = &c->problem->layer;
     const int64_t count = c->topk_counts[expert], tile = l->tile;
-    const int64_t lo = smoe_round_lo(count, tile), hi = smoe_round_hi(count, tile, l->tokens);
+    const int64_t lo = moe_round_lo(count, tile), hi = moe_round_hi(count, tile, l->tokens);
     int picks_hi = 0;
     if (hi == lo) return lo;
     switch (l->rounding) {
     case SMOE_ROUNDING_NONE: return count;
-    case SMOE_ROUNDING_NR_F: picks_hi = smoe_nr_f_picks_hi(count, lo, tile); break;
+    case SMOE_ROUNDING_NR_F: picks_hi = moe_nr_f_picks_hi(count, lo, tile); break;
     case SMOE_ROUNDING_SR_F:
-        picks_hi = smoe_sr_f_picks_hi(count, lo, tile, smoe_round_draw(l->seed, c->step, expert));
+        picks_hi = moe_sr_f_picks_hi(count, lo, tile, moe_round_draw(l->seed, c->step, expert));
         break;
     case SMOE_ROUNDING_NR_S: picks_hi = nr_s_picks_hi(c, expert, count, lo, hi); break;
-    case SMOE_ROUNDING_BALANCE_F: picks_hi = smoe_balance_f_picks_hi(count, lo, tile, residual); break;
+    case SMOE_ROUNDING_BALANCE_F: picks_hi = moe_balance_f_picks_hi(count, lo, tile, residual); break;
     case SMOE_ROUNDING_UP: picks_hi = 1; break;
     case SMOE_ROUNDING_DOWN: break;
     }
@@ -159,19 +159,19 @@ static void balance_targets(const round_call *c)
     }
 }
 
-smoe_status smoe_cpu_round(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                           const smoe_plan_arrays *plan, void *scratch, void *stream)
+smoe_status moe_cpu_round(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                          const moe_plan_arrays *plan, void *scratch, void *stream)
 {
-    const round_call call = {problem, smoe_routing_scratch_at(context, problem, scratch), plan->topk_counts,
+    const round_call call = {problem, moe_routing_scratch_at(context, problem, scratch), plan->topk_counts,
                              args->step};
     const int balance = problem->layer.rounding == SMOE_ROUNDING_BALANCE_F;
-    smoe_stage_begin(context, SMOE_STAGE_ROUND, stream);
+    moe_stage_begin(context, SMOE_STAGE_ROUND, stream);
     if (balance) balance_targets(&call);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t e = 0; e < problem->layer.experts; e++) {
         const score_column column = column_of(&call, e);
         move_count(&column, call.topk_counts[e], balance ? call.s.targets[e] : target_of(&call, e, 0));
     }
-    smoe_stage_end(context, SMOE_STAGE_ROUND, stream);
+    moe_stage_end(context, SMOE_STAGE_ROUND, stream);
     return SMOE_OK;
 }

@@ -17,42 +17,42 @@ static void add_bias(float *logits, int64_t tokens, int64_t experts, const float
 }
 
 /* One panel of tokens; weight (E, d) and bias (E, or NULL) in f32. */
-static void panel_logits(const smoe_problem *problem, const smoe_forward_args *args,
-                         const smoe_routing_scratch *s, int64_t panel, const float *weight, const float *bias)
+static void panel_logits(const moe_problem *problem, const smoe_forward_args *args,
+                         const moe_routing_scratch *s, int64_t panel, const float *weight, const float *bias)
 {
     const smoe_layer *l = &problem->layer;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, count = smoe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
     const int thread = omp_get_thread_num();
     const float *x = (const float *)args->x + first * l->hidden;
     if (l->dtype != SMOE_TYPE_F32) {
         float *converted = s->thread_x + thread * SMOE_TOKEN_PANEL * l->hidden;
-        smoe_load_row(converted, args->x, first * l->hidden, count * l->hidden, l->dtype);
+        moe_load_row(converted, args->x, first * l->hidden, count * l->hidden, l->dtype);
         x = converted;
     }
     const int direct = l->logits_type == SMOE_TYPE_F32;
     float *logits = direct ? (float *)args->logits + first * l->experts
                            : s->thread_logits + thread * SMOE_TOKEN_PANEL * l->experts;
-    smoe_sgemm(0, 1, count, l->experts, l->hidden, x, l->hidden, weight, l->hidden, 0.0f, logits, l->experts);
+    moe_sgemm(0, 1, count, l->experts, l->hidden, x, l->hidden, weight, l->hidden, 0.0f, logits, l->experts);
     if (bias) add_bias(logits, count, l->experts, bias);
-    if (!direct) smoe_store_row(args->logits, first * l->experts, logits, count * l->experts, l->logits_type);
+    if (!direct) moe_store_row(args->logits, first * l->experts, logits, count * l->experts, l->logits_type);
 }
 
-static void compute_logits(const smoe_context *context, const smoe_problem *problem,
-                           const smoe_forward_args *args, const smoe_routing_scratch *s)
+static void compute_logits(const smoe_context *context, const moe_problem *problem,
+                           const smoe_forward_args *args, const moe_routing_scratch *s)
 {
     const smoe_layer *l = &problem->layer;
     float bias[SMOE_MAX_EXPERTS];
-    if (args->router_bias) smoe_load_row(bias, args->router_bias, 0, l->experts, l->dtype);
+    if (args->router_bias) moe_load_row(bias, args->router_bias, 0, l->experts, l->dtype);
     const float *weight = args->router_weight;
     if (l->dtype != SMOE_TYPE_F32) {
-        smoe_load_row(s->router_weight, args->router_weight, 0, l->experts * l->hidden, l->dtype);
+        moe_load_row(s->router_weight, args->router_weight, 0, l->experts * l->hidden, l->dtype);
         weight = s->router_weight;
     }
-    smoe_blas_enter();
+    moe_blas_enter();
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t panel = 0; panel < s->panels; panel++)
         panel_logits(problem, args, s, panel, weight, args->router_bias ? bias : NULL);
-    smoe_blas_leave();
+    moe_blas_leave();
 }
 
 /* ---- top-K of one token ---- */
@@ -89,7 +89,7 @@ static float group_score(const uint32_t *keys, int64_t size)
         if (keys[i] > first) first = keys[i];
         if (lower > second) second = lower;
     }
-    return smoe_add(smoe_rank_value(first), smoe_rank_value(second));
+    return moe_add(moe_rank_value(first), moe_rank_value(second));
 }
 
 /* Offers the experts of the groups_kept best groups; ties go to the lower group. */
@@ -97,7 +97,7 @@ static void offer_groups(best_experts *best, const smoe_layer *l, const uint32_t
 {
     const int64_t size = l->experts / l->groups;
     uint32_t group_keys[SMOE_MAX_EXPERTS / 2];
-    for (int64_t g = 0; g < l->groups; g++) group_keys[g] = smoe_rank_key(group_score(keys + g * size, size));
+    for (int64_t g = 0; g < l->groups; g++) group_keys[g] = moe_rank_key(group_score(keys + g * size, size));
     for (int64_t g = 0; g < l->groups; g++) {
         int64_t better = 0;
         for (int64_t h = 0; h < l->groups; h++)
@@ -114,17 +114,17 @@ typedef struct token_work {
 } token_work;
 
 typedef struct route_call {
-    const smoe_problem *problem;
+    const moe_problem *problem;
     const smoe_forward_args *args;
-    const smoe_plan_arrays *plan;
-    smoe_routing_scratch s;
+    const moe_plan_arrays *plan;
+    moe_routing_scratch s;
 } route_call;
 
 static void selection_scores(float *scores, const float *logits, int64_t experts, const float *bias)
 {
     for (int64_t e = 0; e < experts; e++) {
-        const float sigma = smoe_sigmoid(logits[e]);
-        scores[e] = bias ? smoe_add(sigma, bias[e]) : sigma;
+        const float sigma = moe_sigmoid(logits[e]);
+        scores[e] = bias ? moe_add(sigma, bias[e]) : sigma;
     }
 }
 
@@ -148,11 +148,11 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
     if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;
     else
-        smoe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
+        moe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
 
     float max = 0.0f, sum = 1.0f;
-    if (all_p || l->score == SMOE_SCORE_SOFTMAX_TOPK) smoe_softmax_of(logits, experts, w->scores, &max, &sum);
-    for (int64_t e = 0; e < experts && all_p; e++) w->scores[e] = smoe_div(w->scores[e], sum);
+    if (all_p || l->score == SMOE_SCORE_SOFTMAX_TOPK) moe_softmax_of(logits, experts, w->scores, &max, &sum);
+    for (int64_t e = 0; e < experts && all_p; e++) w->scores[e] = moe_div(w->scores[e], sum);
     if (c->args->losses) add_losses(c, panel, w->scores, max, sum);
     if (sigmoid) selection_scores(w->scores, logits, experts, c->args->selection_bias);
 
@@ -160,36 +160,36 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
     float *weights = c->plan->topk_weights + t * l->topk;
     best_experts best = {.ids = ids};
     const float *ranked = sigmoid ? w->scores : logits;
-    for (int64_t e = 0; e < experts; e++) w->keys[e] = smoe_rank_key(ranked[e]);
+    for (int64_t e = 0; e < experts; e++) w->keys[e] = moe_rank_key(ranked[e]);
     if (l->groups > 1)
         offer_groups(&best, l, w->keys);
     else
         offer_experts(&best, l->topk, w->keys, 0, experts);
-    smoe_kept_weights(l, logits, max, sum, ids, weights);
-    for (int64_t k = 0; k < l->topk; k++) weights[k] = smoe_mul(weights[k], l->route_scale);
+    moe_kept_weights(l, logits, max, sum, ids, weights);
+    for (int64_t k = 0; k < l->topk; k++) weights[k] = moe_mul(weights[k], l->route_scale);
 
     const int64_t in_panel = t % SMOE_TOKEN_PANEL;
     for (int64_t k = 0; k < l->topk; k++) {
-        smoe_mask_words(&c->s, panel, ids[k], experts)[in_panel / 64] |= UINT64_C(1) << in_panel % 64;
+        moe_mask_words(&c->s, panel, ids[k], experts)[in_panel / 64] |= UINT64_C(1) << in_panel % 64;
         c->s.panel_counts[panel * experts + ids[k]]++;
     }
     if (!rounded) return;
     c->s.token_max[t] = max;
     c->s.token_sum[t] = sum;
     for (int64_t e = 0; e < experts; e++)
-        c->s.keys[e * c->s.key_stride + t] = smoe_score_key(w->scores[e], l->logits_type);
+        c->s.keys[e * c->s.key_stride + t] = moe_score_key(w->scores[e], l->logits_type);
 }
 
 static void route_panel(const route_call *c, int64_t panel)
 {
     const int64_t tokens = c->problem->layer.tokens, experts = c->problem->layer.experts;
-    memset(smoe_mask_words(&c->s, panel, 0, experts), 0,
+    memset(moe_mask_words(&c->s, panel, 0, experts), 0,
            sizeof(uint64_t) * SMOE_PANEL_WORDS * (size_t)experts);
     memset(c->s.panel_counts + panel * experts, 0, sizeof(int32_t) * (size_t)experts);
     memset(c->s.panel_probability + panel * experts, 0, sizeof(double) * (size_t)experts);
     c->s.panel_z[panel] = 0.0;
     token_work work;
-    const int64_t end = smoe_min(tokens, (panel + 1) * SMOE_TOKEN_PANEL);
+    const int64_t end = moe_min(tokens, (panel + 1) * SMOE_TOKEN_PANEL);
     for (int64_t t = panel * SMOE_TOKEN_PANEL; t < end; t++) route_token(c, &work, panel, t);
 }
 
@@ -216,25 +216,25 @@ static void finish_route(const route_call *c)
     c->args->losses[1] = (float)(z / tokens);
 }
 
-smoe_status smoe_cpu_route(smoe_context *context, const smoe_problem *problem, const smoe_forward_args *args,
-                           const smoe_plan_arrays *plan, void *scratch, void *stream)
+smoe_status moe_cpu_route(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
+                          const moe_plan_arrays *plan, void *scratch, void *stream)
 {
-    const route_call call = {problem, args, plan, smoe_routing_scratch_at(context, problem, scratch)};
+    const route_call call = {problem, args, plan, moe_routing_scratch_at(context, problem, scratch)};
     if (args->router_weight) {
-        smoe_stage_begin(context, SMOE_STAGE_ROUTER_GEMM, stream);
+        moe_stage_begin(context, SMOE_STAGE_ROUTER_GEMM, stream);
         compute_logits(context, problem, args, &call.s);
-        smoe_stage_end(context, SMOE_STAGE_ROUTER_GEMM, stream);
+        moe_stage_end(context, SMOE_STAGE_ROUTER_GEMM, stream);
     }
-    smoe_stage_begin(context, SMOE_STAGE_TOPK, stream);
+    moe_stage_begin(context, SMOE_STAGE_TOPK, stream);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t panel = 0; panel < call.s.panels; panel++) route_panel(&call, panel);
     finish_route(&call);
-    smoe_stage_end(context, SMOE_STAGE_TOPK, stream);
+    moe_stage_end(context, SMOE_STAGE_TOPK, stream);
     return SMOE_OK;
 }
 
-smoe_status smoe_cpu_update_selection_bias(smoe_context *context, const smoe_problem *problem,
-                                           const int32_t *counts, float *bias, float gamma, void *stream)
+smoe_status moe_cpu_update_selection_bias(smoe_context *context, const moe_problem *problem,
+                                          const int32_t *counts, float *bias, float gamma, void *stream)
 {
     (void)context, (void)stream;
     const int64_t experts = problem->layer.experts;

@@ -27,9 +27,9 @@
 enum { COLUMNS = 64 }; /* of dWr, and experts of dbr, that one thread sums at a time */
 
 typedef struct gradient_call {
-    const smoe_problem *problem;
+    const moe_problem *problem;
     const smoe_backward_args *args;
-    const smoe_plan_arrays *plan;
+    const moe_plan_arrays *plan;
     const float *ds; /* (padded_rows) */
     float *dlogits;  /* (T, E) */
     float *thread_x; /* (threads, 256, 64); bf16 */
@@ -60,7 +60,7 @@ static int64_t find_k(const int32_t *ids, int64_t topk, int64_t expert)
 static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, token_work *w)
 {
     const smoe_layer *l = &c->problem->layer;
-    const smoe_plan_arrays *plan = c->plan;
+    const moe_plan_arrays *plan = c->plan;
     w->kept_rows = w->added_rows = 0;
     memset(w->kept, 0, sizeof w->kept);
     memset(w->v, 0, sizeof *w->v * (size_t)l->experts);
@@ -68,7 +68,7 @@ static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, t
     for (int32_t i = plan->token_offsets[t]; i < plan->token_offsets[t + 1]; i++) {
         const int32_t row = plan->token_rows[i];
         while (row >= SMOE_ROW_BLOCK * plan->block_offsets[expert + 1]) expert++;
-        const float g = smoe_mul(l->route_scale, c->ds[row]);
+        const float g = moe_mul(l->route_scale, c->ds[row]);
         const int64_t k = find_k(ids, l->topk, expert);
         if (k < l->topk) {
             w->kept[k] = g;
@@ -91,7 +91,7 @@ static void softmax_gradient(const gradient_call *c, float max, float sum, token
         c->args->z_coefficient == 0.0f ? 0.0f : 2.0f * c->args->z_coefficient * (max + logf(sum)) / tokens;
     double inner = 0.0;
     for (int64_t e = 0; e < l->experts; e++) {
-        w->p[e] = smoe_div(w->p[e], sum);
+        w->p[e] = moe_div(w->p[e], sum);
         w->v[e] += balance * (float)c->plan->topk_counts[e];
     }
     for (int64_t e = 0; e < l->experts; e++) inner += (double)w->v[e] * (double)w->p[e];
@@ -108,7 +108,7 @@ static void kept_softmax_gradient(const token_work *w, const int32_t *ids, int64
 
 static float sigmoid_slope(float logit)
 {
-    const float sigma = smoe_sigmoid(logit);
+    const float sigma = moe_sigmoid(logit);
     return sigma * (1.0f - sigma);
 }
 
@@ -133,7 +133,7 @@ static void added_sigmoid_gradient(token_work *w, const float *logits, int64_t e
 static int keeps_nan(const float *logits, const int32_t *ids, int64_t topk)
 {
     int nan = 0;
-    for (int64_t k = 0; k < topk; k++) nan |= smoe_is_nan(logits[ids[k]]);
+    for (int64_t k = 0; k < topk; k++) nan |= moe_is_nan(logits[ids[k]]);
     return nan;
 }
 
@@ -149,7 +149,7 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;
     else
-        smoe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
+        moe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
 
     gather_rows(c, ids, t, w);
     memset(out, 0, sizeof *out * (size_t)experts);
@@ -158,30 +158,30 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     float max = 0.0f, sum = 1.0f;
     if (all_p) {
         for (int64_t k = 0; k < l->topk && plain_softmax; k++) w->v[ids[k]] += w->kept[k];
-        smoe_softmax_of(logits, experts, w->p, &max, &sum);
+        moe_softmax_of(logits, experts, w->p, &max, &sum);
         softmax_gradient(c, max, sum, w, out);
     }
     if (!w->kept_rows) return;
     if (!plain_softmax) {
-        const float divisor = smoe_kept_weights(l, logits, max, sum, ids, w->weights);
+        const float divisor = moe_kept_weights(l, logits, max, sum, ids, w->weights);
         if (sigmoid)
             kept_sigmoid_gradient(w, logits, ids, l, divisor, out);
         else
             kept_softmax_gradient(w, ids, l->topk, out);
     }
     if (keeps_nan(logits, ids, l->topk))
-        for (int64_t e = 0; e < experts; e++) out[e] = smoe_float_of(0x7fc00000u);
+        for (int64_t e = 0; e < experts; e++) out[e] = moe_float_of(0x7fc00000u);
 }
 
 static void panel_dlogits(const gradient_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, count = smoe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
     float *out = c->dlogits + first * l->experts;
     token_work work;
     for (int64_t i = 0; i < count; i++) token_dlogits(c, first + i, &work, out + i * l->experts);
     if (c->args->dlogits)
-        smoe_store_row(c->args->dlogits, first * l->experts, out, count * l->experts, l->logits_type);
+        moe_store_row(c->args->dlogits, first * l->experts, out, count * l->experts, l->logits_type);
 }
 
 /* ---- dWr, dbr ---- */
@@ -189,9 +189,9 @@ static void panel_dlogits(const gradient_call *c, int64_t panel)
 static void give_row(const smoe_layer *l, void *gradient, int64_t first, const float *row, int64_t count)
 {
     if (l->accumulate)
-        smoe_add_row(gradient, first, row, count, l->gradient_type);
+        moe_add_row(gradient, first, row, count, l->gradient_type);
     else
-        smoe_store_row(gradient, first, row, count, l->gradient_type);
+        moe_store_row(gradient, first, row, count, l->gradient_type);
 }
 
 /* Columns first..first+count-1 of dWr (E, d). */
@@ -201,16 +201,16 @@ static void weight_columns(const gradient_call *c, int64_t first, int64_t count)
     const int64_t experts = l->experts, hidden = l->hidden, thread = omp_get_thread_num();
     float *w = c->thread_w + thread * experts * COLUMNS; /* (E, count) */
     if (l->dtype == SMOE_TYPE_F32) {
-        smoe_sgemm(1, 0, experts, count, l->tokens, c->dlogits, experts, (const float *)c->args->x + first,
-                   hidden, 0.0f, w, count);
+        moe_sgemm(1, 0, experts, count, l->tokens, c->dlogits, experts, (const float *)c->args->x + first,
+                  hidden, 0.0f, w, count);
     } else {
         float *x = c->thread_x + thread * SMOE_TOKEN_PANEL * COLUMNS; /* (256, count) */
         for (int64_t t = 0; t < l->tokens; t += SMOE_TOKEN_PANEL) {
-            const int64_t tokens = smoe_min(SMOE_TOKEN_PANEL, l->tokens - t);
+            const int64_t tokens = moe_min(SMOE_TOKEN_PANEL, l->tokens - t);
             for (int64_t i = 0; i < tokens; i++)
-                smoe_load_row(x + i * count, c->args->x, (t + i) * hidden + first, count, l->dtype);
-            smoe_sgemm(1, 0, experts, count, tokens, c->dlogits + t * experts, experts, x, count,
-                       t > 0 ? 1.0f : 0.0f, w, count);
+                moe_load_row(x + i * count, c->args->x, (t + i) * hidden + first, count, l->dtype);
+            moe_sgemm(1, 0, experts, count, tokens, c->dlogits + t * experts, experts, x, count,
+                      t > 0 ? 1.0f : 0.0f, w, count);
         }
     }
     for (int64_t e = 0; e < experts; e++)
@@ -234,14 +234,14 @@ static int64_t cut_columns(int64_t count)
     return (count + COLUMNS - 1) / COLUMNS;
 }
 
-static gradient_call call_at(const smoe_context *context, const smoe_problem *problem, char *scratch,
+static gradient_call call_at(const smoe_context *context, const moe_problem *problem, char *scratch,
                              uint64_t *bytes)
 {
     const smoe_layer *l = &problem->layer;
     const int64_t threads = context->threads;
-    const uint64_t w = smoe_align_up((uint64_t)(4 * threads * l->experts * COLUMNS));
+    const uint64_t w = moe_align_up((uint64_t)(4 * threads * l->experts * COLUMNS));
     const uint64_t x =
-        smoe_align_up((uint64_t)(l->dtype == SMOE_TYPE_F32 ? 0 : 4 * threads * SMOE_TOKEN_PANEL * COLUMNS));
+        moe_align_up((uint64_t)(l->dtype == SMOE_TYPE_F32 ? 0 : 4 * threads * SMOE_TOKEN_PANEL * COLUMNS));
     gradient_call c = {.problem = problem};
     if (scratch) c.thread_w = (float *)(void *)scratch;
     if (scratch) c.thread_x = (float *)(void *)(scratch + w);
@@ -249,16 +249,16 @@ static gradient_call call_at(const smoe_context *context, const smoe_problem *pr
     return c;
 }
 
-uint64_t smoe_cpu_router_backward_scratch(const smoe_context *context, const smoe_problem *problem)
+uint64_t moe_cpu_router_backward_scratch(const smoe_context *context, const moe_problem *problem)
 {
     uint64_t bytes;
     call_at(context, problem, NULL, &bytes);
     return bytes;
 }
 
-void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem,
-                              const smoe_backward_args *args, const smoe_plan_arrays *plan, const float *ds,
-                              float *dlogits, void *scratch)
+void moe_cpu_router_backward(smoe_context *context, const moe_problem *problem,
+                             const smoe_backward_args *args, const moe_plan_arrays *plan, const float *ds,
+                             float *dlogits, void *scratch, void *stream)
 {
     const smoe_layer *l = &problem->layer;
     uint64_t bytes;
@@ -267,17 +267,17 @@ void smoe_cpu_router_backward(smoe_context *context, const smoe_problem *problem
     call.plan = plan;
     call.ds = ds;
     call.dlogits = dlogits;
-    smoe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, NULL);
+    moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, stream);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t panel = 0; panel < (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL; panel++)
         panel_dlogits(&call, panel);
-    smoe_blas_enter();
+    moe_blas_enter();
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t i = 0; i < (args->drouter_weight ? cut_columns(l->hidden) : 0); i++)
-        weight_columns(&call, i * COLUMNS, smoe_min(COLUMNS, l->hidden - i * COLUMNS));
-    smoe_blas_leave();
+        weight_columns(&call, i * COLUMNS, moe_min(COLUMNS, l->hidden - i * COLUMNS));
+    moe_blas_leave();
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t i = 0; i < (args->drouter_bias ? cut_columns(l->experts) : 0); i++)
-        bias_columns(&call, i * COLUMNS, smoe_min(COLUMNS, l->experts - i * COLUMNS));
-    smoe_stage_end(context, SMOE_STAGE_ROUTER_BWD, NULL);
+        bias_columns(&call, i * COLUMNS, moe_min(COLUMNS, l->experts - i * COLUMNS));
+    moe_stage_end(context, SMOE_STAGE_ROUTER_BWD, stream);
 }

@@ -7,18 +7,18 @@
 static_assert((int64_t)SMOE_MAX_EXPERTS * 65536 <= INT32_MAX, "halves of a softmax sum stay below 2^31");
 
 /* The next `bytes` of the scratch (none: NULL); with no scratch only counts. */
-static void *take(smoe_routing_scratch *s, char *scratch, int64_t bytes)
+static void *take(moe_routing_scratch *s, char *scratch, int64_t bytes)
 {
     const int64_t at = s->bytes;
-    s->bytes += (int64_t)smoe_align_up((uint64_t)bytes);
+    s->bytes += (int64_t)moe_align_up((uint64_t)bytes);
     return scratch && bytes ? scratch + at : NULL;
 }
 
-smoe_routing_scratch smoe_routing_scratch_at(const smoe_context *context, const smoe_problem *problem,
-                                             void *scratch)
+moe_routing_scratch moe_routing_scratch_at(const smoe_context *context, const moe_problem *problem,
+                                           void *scratch)
 {
     const smoe_layer *l = &problem->layer;
-    smoe_routing_scratch s = {0};
+    moe_routing_scratch s = {0};
     s.panels = (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL;
     /* Columns start a cache line apart modulo 4 KiB, so that writing one token's keys does not hit
      * one cache set. */
@@ -44,57 +44,57 @@ smoe_routing_scratch smoe_routing_scratch_at(const smoe_context *context, const 
     return s;
 }
 
-uint64_t smoe_cpu_routing_scratch(const smoe_context *context, const smoe_problem *problem)
+uint64_t moe_cpu_routing_scratch(const smoe_context *context, const moe_problem *problem)
 {
-    return (uint64_t)smoe_routing_scratch_at(context, problem, NULL).bytes;
+    return (uint64_t)moe_routing_scratch_at(context, problem, NULL).bytes;
 }
 
-void smoe_softmax_of(const float *logits, int64_t experts, float *terms, float *max, float *sum)
+void moe_softmax_of(const float *logits, int64_t experts, float *terms, float *max, float *sum)
 {
     uint32_t largest = 0x007fffffu; /* the key of -inf */
     for (int64_t e = 0; e < experts; e++) {
-        const uint32_t key = smoe_rank_key(logits[e]);
+        const uint32_t key = moe_rank_key(logits[e]);
         largest = key > largest ? key : largest;
     }
-    *max = smoe_rank_value(largest);
+    *max = moe_rank_value(largest);
     const float m = *max; /* not reloaded in the loop, which so vectorises */
-    for (int64_t e = 0; e < experts; e++) terms[e] = smoe_softmax_term(logits[e], m);
-    /* The sum of smoe_softmax_fixed by halves of 16 bits, each of which fits 32-bit lanes for up
+    for (int64_t e = 0; e < experts; e++) terms[e] = moe_softmax_term(logits[e], m);
+    /* The sum of moe_softmax_fixed by halves of 16 bits, each of which fits 32-bit lanes for up
      * to 4096 terms. */
     int32_t high = 0, low = 0;
     for (int64_t e = 0; e < experts; e++) {
-        const float scaled = smoe_mul(terms[e], 65536.0f);
+        const float scaled = moe_mul(terms[e], 65536.0f);
         const int32_t whole = (int32_t)scaled;
         high += whole;
-        low += (int32_t)smoe_mul(smoe_add(scaled, -(float)whole), 65536.0f);
+        low += (int32_t)moe_mul(moe_add(scaled, -(float)whole), 65536.0f);
     }
-    *sum = smoe_softmax_sum(((uint64_t)high << 16) + (uint64_t)low);
+    *sum = moe_softmax_sum(((uint64_t)high << 16) + (uint64_t)low);
 }
 
 static float renormalize(float *weights, int64_t topk)
 {
     float sum = 0.0f;
-    for (int64_t k = 0; k < topk; k++) sum = smoe_add(sum, weights[k]);
-    for (int64_t k = 0; k < topk; k++) weights[k] = sum == 0.0f ? 0.0f : smoe_div(weights[k], sum);
+    for (int64_t k = 0; k < topk; k++) sum = moe_add(sum, weights[k]);
+    for (int64_t k = 0; k < topk; k++) weights[k] = sum == 0.0f ? 0.0f : moe_div(weights[k], sum);
     return sum;
 }
 
-float smoe_kept_weights(const smoe_layer *layer, const float *logits, float max, float sum,
-                        const int32_t *ids, float *weights)
+float moe_kept_weights(const smoe_layer *layer, const float *logits, float max, float sum, const int32_t *ids,
+                       float *weights)
 {
     const int64_t topk = layer->topk;
     int nan = 0;
     for (int64_t k = 0; k < topk; k++) {
         const float logit = logits[ids[k]];
-        nan |= smoe_is_nan(logit);
+        nan |= moe_is_nan(logit);
         switch (layer->score) {
-        case SMOE_SCORE_SOFTMAX_TOPK: weights[k] = smoe_div(smoe_softmax_term(logit, max), sum); break;
-        case SMOE_SCORE_TOPK_SOFTMAX: weights[k] = smoe_softmax_term(logit, logits[ids[0]]); break;
-        case SMOE_SCORE_SIGMOID: weights[k] = smoe_sigmoid(logit); break;
+        case SMOE_SCORE_SOFTMAX_TOPK: weights[k] = moe_div(moe_softmax_term(logit, max), sum); break;
+        case SMOE_SCORE_TOPK_SOFTMAX: weights[k] = moe_softmax_term(logit, logits[ids[0]]); break;
+        case SMOE_SCORE_SIGMOID: weights[k] = moe_sigmoid(logit); break;
         }
     }
     const int divided = layer->score == SMOE_SCORE_TOPK_SOFTMAX || layer->renormalize;
     const float divisor = divided ? renormalize(weights, topk) : 1.0f;
-    for (int64_t k = 0; k < topk && nan; k++) weights[k] = smoe_float_of(0x7fc00000u);
+    for (int64_t k = 0; k < topk && nan; k++) weights[k] = moe_float_of(0x7fc00000u);
     return divisor;
 }

@@ -12,9 +12,9 @@
 enum { SMOE_TOKEN_PANEL = 256, SMOE_PANEL_WORDS = SMOE_TOKEN_PANEL / 64 };
 
 /* P panels. NULL where a layer needs none of it. */
-typedef struct smoe_routing_scratch {
+typedef struct moe_routing_scratch {
     uint64_t *mask;   /* (P, E, 4): bit t % 64 of word t % 256 / 64 is set when token t has expert e */
-    uint32_t *keys;   /* (E, key_stride): smoe_score_key of every token; rounding */
+    uint32_t *keys;   /* (E, key_stride): moe_score_key of every token; rounding */
     float *token_max; /* (T) of the logits, and ... */
     float *token_sum; /* (T) ... the sum of the softmax's terms; rounding by softmax scores */
     double *panel_probability; /* (P, E) sums of p; losses */
@@ -28,20 +28,20 @@ typedef struct smoe_routing_scratch {
     int64_t panels;
     int64_t key_stride;
     int64_t bytes;
-} smoe_routing_scratch;
+} moe_routing_scratch;
 
 /* The parts at `scratch`; with NULL only the sizes. */
-smoe_routing_scratch smoe_routing_scratch_at(const smoe_context *context, const smoe_problem *problem,
-                                             void *scratch);
+moe_routing_scratch moe_routing_scratch_at(const smoe_context *context, const moe_problem *problem,
+                                           void *scratch);
 
-static inline uint64_t *smoe_mask_words(const smoe_routing_scratch *s, int64_t panel, int64_t expert,
-                                        int64_t experts)
+static inline uint64_t *moe_mask_words(const moe_routing_scratch *s, int64_t panel, int64_t expert,
+                                       int64_t experts)
 {
     return s->mask + (panel * experts + expert) * SMOE_PANEL_WORDS;
 }
 
 /* Takes the lowest set bit away and returns its index. */
-static inline int smoe_next_bit(uint64_t *word)
+static inline int moe_next_bit(uint64_t *word)
 {
     const int bit = __builtin_ctzll(*word);
     *word &= *word - 1;
@@ -50,12 +50,12 @@ static inline int smoe_next_bit(uint64_t *word)
 
 /* One token's logits (E): their max (NaN apart; -inf when there is none), the terms exp(logit - max) (E),
  * their sum. */
-void smoe_softmax_of(const float *logits, int64_t experts, float *terms, float *max, float *sum);
+void moe_softmax_of(const float *logits, int64_t experts, float *terms, float *max, float *sum);
 
 /* Weights of the K kept experts before the route scale, from logits (E); max and sum are read for
  * SOFTMAX_TOPK. All NaN when a kept logit is NaN. Returns what the weights were divided by when they were
  * renormalised, else 1; should that be 0 (every sigmoid below 1e-38), the weights are 0. */
-float smoe_kept_weights(const smoe_layer *layer, const float *logits, float max, float sum,
-                        const int32_t *ids, float *weights);
+float moe_kept_weights(const smoe_layer *layer, const float *logits, float max, float sum, const int32_t *ids,
+                       float *weights);
 
 #endif

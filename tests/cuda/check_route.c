@@ -34,7 +34,7 @@ static void free_all(const gpu_buffer *buffers, int count, const char *what)
 
 static void *host_poisoned(size_t bytes)
 {
-    void *p = aligned_alloc(256, smoe_align_up(bytes ? bytes : 1));
+    void *p = aligned_alloc(256, moe_align_up(bytes ? bytes : 1));
     if (!p) exit(3);
     return memset(p, 0xff, bytes);
 }
@@ -42,7 +42,7 @@ static void *host_poisoned(size_t bytes)
 /* One case: the layer, its inputs and the results of both sides. */
 typedef struct route_case {
     smoe_layer layer;
-    smoe_problem problem;
+    moe_problem problem;
     const char *kind;
     void *logits; /* (T, E) */
     float *bias;  /* (E) or NULL */
@@ -50,14 +50,14 @@ typedef struct route_case {
     _Alignas(16) float losses[2];
     float device_losses[2];
     char *cpu, *device; /* the plan: as laid out, on the host */
-    smoe_plan_arrays cpu_plan, device_plan;
+    moe_plan_arrays cpu_plan, device_plan;
     int32_t *list_counts; /* the device's work lists */
-    smoe_work *tiles, *pieces;
+    moe_work *tiles, *pieces;
 } route_case;
 
 static size_t logits_bytes(const smoe_layer *l)
 {
-    return (size_t)(l->tokens * l->experts * smoe_type_bytes(l->logits_type));
+    return (size_t)(l->tokens * l->experts * moe_type_bytes(l->logits_type));
 }
 
 static void run_cpu(smoe_context *context, route_case *c)
@@ -76,23 +76,22 @@ static void run_cpu(smoe_context *context, route_case *c)
     if (c->layer.rounding != SMOE_ROUNDING_NONE)
         must_be_ok(smoe_round(context, &c->layer, &args, NULL), context, "smoe_round");
     must_be_ok(smoe_plan(context, &c->layer, &args, NULL), context, "smoe_plan");
-    c->cpu_plan = smoe_plan_at(&c->problem, c->cpu);
+    c->cpu_plan = moe_plan_at(&c->problem, c->cpu);
 }
 
 /* Every call of the forward's routing, captured in a graph of its own. */
-static void enqueue(const smoe_problem *problem, const smoe_forward_args *args, const smoe_plan_arrays *plan,
-                    const smoe_cuda_lists *lists, void *scratch, cudaStream_t stream)
+static void enqueue(const moe_problem *problem, const smoe_forward_args *args, const moe_plan_arrays *plan,
+                    const moe_cuda_lists *lists, void *scratch, cudaStream_t stream)
 {
     const smoe_context context = {0};
-    CHECK_CUDA(smoe_cuda_route(&context, problem, args, plan, scratch, stream));
+    CHECK_CUDA(moe_cuda_route(&context, problem, args, plan, scratch, stream));
     if (problem->layer.rounding != SMOE_ROUNDING_NONE)
-        CHECK_CUDA(smoe_cuda_round(problem, args, plan, scratch, stream));
-    CHECK_CUDA(smoe_cuda_plan_from_logits(problem, args, plan, lists, scratch, stream));
+        CHECK_CUDA(moe_cuda_round(problem, args, plan, scratch, stream));
+    CHECK_CUDA(moe_cuda_plan_from_logits(problem, args, plan, lists, scratch, stream));
 }
 
-static void run_graph(const smoe_problem *problem, const smoe_forward_args *args,
-                      const smoe_plan_arrays *plan, const smoe_cuda_lists *lists, void *scratch,
-                      cudaStream_t stream)
+static void run_graph(const moe_problem *problem, const smoe_forward_args *args, const moe_plan_arrays *plan,
+                      const moe_cuda_lists *lists, void *scratch, cudaStream_t stream)
 {
     cudaGraph_t graph;
     cudaGraphExec_t run;
@@ -108,30 +107,29 @@ static void run_graph(const smoe_problem *problem, const smoe_forward_args *args
 
 static void run_device(route_case *c, cudaStream_t stream)
 {
-    const smoe_problem *p = &c->problem;
-    const int32_t limit = smoe_piece_limit(p->rows, c->layer.experts);
-    const gpu_buffer plan_memory = gpu_alloc(p->plan_bytes),
-                     scratch = gpu_alloc(smoe_cuda_routing_scratch(p));
+    const moe_problem *p = &c->problem;
+    const int32_t limit = moe_piece_limit(p->rows, c->layer.experts);
+    const gpu_buffer plan_memory = gpu_alloc(p->plan_bytes), scratch = gpu_alloc(moe_cuda_routing_scratch(p));
     const gpu_buffer losses = gpu_alloc(sizeof c->losses), list_counts = gpu_alloc(16);
     const gpu_buffer tiles = gpu_alloc(
-        sizeof(smoe_work) * (size_t)smoe_work_bound(p->padded_rows, c->layer.experts, SMOE_TILE_BLOCKS));
+        sizeof(moe_work) * (size_t)moe_work_bound(p->padded_rows, c->layer.experts, SMOE_TILE_BLOCKS));
     const gpu_buffer pieces =
-        gpu_alloc(sizeof(smoe_work) * (size_t)smoe_work_bound(p->padded_rows, c->layer.experts, limit));
+        gpu_alloc(sizeof(moe_work) * (size_t)moe_work_bound(p->padded_rows, c->layer.experts, limit));
     const gpu_buffer logits = gpu_copy(c->logits, logits_bytes(&c->layer));
     const gpu_buffer bias = c->bias ? gpu_copy(c->bias, 4 * (size_t)c->layer.experts) : (gpu_buffer){0};
-    const smoe_cuda_lists lists = {(int32_t *)list_counts.memory, (smoe_work *)tiles.memory,
-                                   (smoe_work *)pieces.memory, limit, (int32_t *)list_counts.memory + 2};
+    const moe_cuda_lists lists = {(int32_t *)list_counts.memory, (moe_work *)tiles.memory,
+                                  (moe_work *)pieces.memory, limit, (int32_t *)list_counts.memory + 2};
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.logits = logits.memory;
     args.selection_bias = (float *)bias.memory;
     args.step = 77;
     args.losses = c->with_losses ? (float *)losses.memory : NULL;
-    const smoe_plan_arrays plan = smoe_plan_at(p, plan_memory.memory);
+    const moe_plan_arrays plan = moe_plan_at(p, plan_memory.memory);
     run_graph(p, &args, &plan, &lists, scratch.memory, stream);
 
     c->device = gpu_read(plan_memory.memory, p->plan_bytes);
     CHECK_CUDA(cudaMemcpy(c->device_losses, losses.memory, sizeof c->losses, cudaMemcpyDeviceToHost));
-    c->device_plan = smoe_plan_at(p, c->device);
+    c->device_plan = moe_plan_at(p, c->device);
     c->list_counts = gpu_read(list_counts.memory, 8);
     c->tiles = gpu_read(tiles.memory, tiles.bytes);
     c->pieces = gpu_read(pieces.memory, pieces.bytes);
@@ -170,14 +168,14 @@ static int same_words(const route_case *c, const char *what, const void *cpu, co
 }
 
 /* A work list covers every expert's blocks in order, in pieces of at most `limit`. */
-static void check_list(const route_case *c, const char *what, const smoe_work *list, int32_t count,
+static void check_list(const route_case *c, const char *what, const moe_work *list, int32_t count,
                        int32_t limit)
 {
     int32_t block = 0, expert = 0;
     for (int32_t i = 0; i < count; i++) {
         while (expert < c->layer.experts && block >= c->cpu_plan.block_offsets[expert + 1]) expert++;
-        const int32_t blocks = smoe_work_blocks(list[i]);
-        if (list[i].row != block * SMOE_BLOCK_ROWS || smoe_work_expert(list[i]) != expert || blocks < 1 ||
+        const int32_t blocks = moe_work_blocks(list[i]);
+        if (list[i].row != block * SMOE_BLOCK_ROWS || moe_work_expert(list[i]) != expert || blocks < 1 ||
             blocks > limit || block + blocks > c->cpu_plan.block_offsets[expert + 1]) {
             say(c, what);
             return;
@@ -196,7 +194,7 @@ static int near(float a, float b)
 static void compare(route_case *c)
 {
     const int64_t tokens = c->layer.tokens, experts = c->layer.experts, pairs = tokens * c->layer.topk;
-    const smoe_plan_arrays *x = &c->cpu_plan, *y = &c->device_plan;
+    const moe_plan_arrays *x = &c->cpu_plan, *y = &c->device_plan;
     int same = same_words(c, "topk_ids", x->topk_ids, y->topk_ids, pairs, 0);
     same = same && same_words(c, "topk_weights", x->topk_weights, y->topk_weights, pairs, 1);
     same = same && same_words(c, "topk_counts", x->topk_counts, y->topk_counts, experts, 0);
@@ -211,7 +209,7 @@ static void compare(route_case *c)
     if (same) {
         check_list(c, "tiles", c->tiles, c->list_counts[0], SMOE_TILE_BLOCKS);
         check_list(c, "pieces", c->pieces, c->list_counts[1],
-                   smoe_piece_limit(c->problem.rows, c->layer.experts));
+                   moe_piece_limit(c->problem.rows, c->layer.experts));
     }
     if (!c->with_losses) return;
     if (!near(c->device_losses[0], c->losses[0]) || !near(c->device_losses[1], c->losses[1])) {
@@ -246,7 +244,7 @@ static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind
                      cudaStream_t stream)
 {
     route_case c = {.layer = *layer, .with_losses = kind % 2 == 0};
-    smoe_problem_init(&c.problem, layer);
+    moe_problem_init(&c.problem, layer);
     fill_inputs(&c, kind, biased);
     run_cpu(context, &c);
     run_device(&c, stream);
@@ -332,8 +330,8 @@ static void check_gemm(int64_t tokens, int64_t experts, int64_t hidden, smoe_typ
     const gpu_buffer buffers[] = {gpu_copy(x, 2 * (size_t)(tokens * hidden)),
                                   gpu_copy(w, 2 * (size_t)(experts * hidden)),
                                   gpu_copy(b, 2 * (size_t)experts), gpu_alloc(logits_bytes(&l))};
-    CHECK_CUDA(smoe_cuda_router_gemm(&l, buffers[0].memory, buffers[1].memory,
-                                     biased ? buffers[2].memory : NULL, buffers[3].memory, NULL));
+    CHECK_CUDA(moe_cuda_router_gemm(&l, buffers[0].memory, buffers[1].memory,
+                                    biased ? buffers[2].memory : NULL, buffers[3].memory, NULL));
     CHECK_CUDA(cudaDeviceSynchronize());
     char *out = gpu_read(buffers[3].memory, logits_bytes(&l));
     for (int64_t t = 0; t < tokens; t++)
@@ -385,8 +383,8 @@ static void check_selection_bias(smoe_context *cpu, int64_t experts)
     for (int64_t e = 0; e < experts; e++) total += counts[e];
     counts[0] += (int32_t)((experts - total % experts) % experts); // the mean is a count, whose experts stay
     const gpu_buffer buffers[] = {gpu_copy(counts, 4 * (size_t)experts), gpu_copy(bias, 4 * (size_t)experts)};
-    CHECK_CUDA(smoe_cuda_selection_bias((int32_t *)buffers[0].memory, (float *)buffers[1].memory, experts,
-                                        1e-3f, NULL));
+    CHECK_CUDA(moe_cuda_selection_bias((int32_t *)buffers[0].memory, (float *)buffers[1].memory, experts,
+                                       1e-3f, NULL));
     float *out = gpu_read(buffers[1].memory, 4 * (size_t)experts);
     must_be_ok(smoe_update_selection_bias(cpu, &l, counts, bias, 1e-3f, NULL), cpu,
                "smoe_update_selection_bias");
@@ -417,8 +415,8 @@ int main(int argc, char **argv)
         puts("no GPU: skipped");
         return 77;
     }
-    CHECK_CUDA(smoe_cuda_routing_init());
-    CHECK_CUDA(smoe_cuda_plan_init());
+    CHECK_CUDA(moe_cuda_routing_init());
+    CHECK_CUDA(moe_cuda_plan_init());
     cudaStream_t stream;
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     check_gemms(how);

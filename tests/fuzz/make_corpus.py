@@ -97,6 +97,39 @@ def safetensors():
     bad("deep", b'{"a":' + b"[" * 3000 + b"]" * 3000 + b"}")
 
 
+# ---- index of a sharded checkpoint ----
+
+def index():
+    def good(name, weight_map, **more):
+        put("index", f"good-{name}.json", json.dumps({"metadata": {"total_size": 16}, "weight_map": weight_map, **more}))
+
+    def bad(name, whole):
+        put("index", f"bad-{name}.json", whole if isinstance(whole, bytes) else json.dumps(whole))
+
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    good("two", {"a": one, "b": two, "c": two, "d": one})
+    good("empty", {})
+    good("other-keys", {"a": one}, anything=[1, None])
+    put("index", "good-no-metadata.json", json.dumps({"weight_map": {"a": one}}))
+    bad("no-map", {"metadata": {}})
+    bad("map-is-list", {"weight_map": [one]})
+    bad("file-number", {"weight_map": {"a": 1}})
+    bad("file-null", {"weight_map": {"a": one, "b": None}})
+    bad("file-empty", {"weight_map": {"a": ""}})
+    bad("file-hidden", {"weight_map": {"a": ".model.safetensors"}})
+    bad("file-above", {"weight_map": {"a": "../model.safetensors"}})
+    bad("file-root", {"weight_map": {"a": "/model.safetensors"}})
+    bad("file-folder", {"weight_map": {"a": "shards/model.safetensors"}})
+    bad("file-nul", b'{"weight_map": {"a": "model\\u0000.safetensors"}}')
+    bad("duplicate", b'{"weight_map": {"a": "x", "a": "y"}}')
+    bad("array", [])
+    bad("truncated", b'{"weight_map": {"a": "x"')
+    bad("trailing", b'{"weight_map": {"a": "x"}} x')
+    bad("not-utf8", b'{"weight_map": {"a": "\xff"}}')
+    bad("blank", b"")
+    bad("deep", b'{"weight_map": ' + b"[" * 3000 + b"]" * 3000 + b"}")
+
+
 # ---- config ----
 
 def config():
@@ -269,6 +302,7 @@ def bpe():
 
 if __name__ == "__main__":
     safetensors()
+    index()
     config()
     tokens()
     bpe()

@@ -15,10 +15,10 @@ int64_t attention_saved(const pass_shape *s)
 
 int64_t attention_scratch(const pass_shape *s)
 {
-    return (int64_t)omp_get_max_threads() * ATTENTION_BLOCK * s->length;
+    return (int64_t)omp_get_max_threads() * ATTENTION_ROWS * s->length;
 }
 
-/* Row i of a block: softmax over its first `keep` entries, zero after them up to `width`. */
+/* Row i of a tile: softmax over its first `keep` entries, zero after them up to `width`. */
 static void softmax_row(float *restrict row, int64_t keep, int64_t width, float scale)
 {
     float top = largest(row, keep), sum = 0.0f;
@@ -38,13 +38,13 @@ static void head_forward(float *out, float *p, const float *q, const float *k, c
 {
     int d = (int)(s->heads * s->head_size), size = (int)s->head_size, length = (int)s->length;
     float scale = 1.0f / sqrtf((float)size);
-    for (int first = 0; first < length; first += ATTENTION_BLOCK) {
-        int end = first + ATTENTION_BLOCK < length ? first + ATTENTION_BLOCK : length, rows = end - first;
-        float *block = p + (int64_t)first * length; // (rows, end) of row stride length
+    for (int first = 0; first < length; first += ATTENTION_ROWS) {
+        int end = first + ATTENTION_ROWS < length ? first + ATTENTION_ROWS : length, rows = end - first;
+        float *tile = p + (int64_t)first * length; // (rows, end) of row stride length
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, end, size, 1.0f, q + (int64_t)first * d, d,
-                    k, d, 0.0f, block, length);
-        for (int i = 0; i < rows; i++) softmax_row(block + (int64_t)i * length, first + i + 1, end, scale);
-        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, size, end, 1.0f, block, length, v, 3 * d,
+                    k, d, 0.0f, tile, length);
+        for (int i = 0; i < rows; i++) softmax_row(tile + (int64_t)i * length, first + i + 1, end, scale);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, size, end, 1.0f, tile, length, v, 3 * d,
                     0.0f, out + (int64_t)first * d, d);
     }
 }
@@ -108,18 +108,18 @@ static void head_backward(float *dq, float *dk, float *dv, const float *dout, co
     int d = (int)(s->heads * s->head_size), size = (int)s->head_size, length = (int)s->length;
     int stride = 3 * d;
     float scale = 1.0f / sqrtf((float)size);
-    // The last block touches every key, so it goes first and writes; the others add to their first rows.
-    int last = (length - 1) / ATTENTION_BLOCK * ATTENTION_BLOCK;
-    for (int first = last; first >= 0; first -= ATTENTION_BLOCK) {
-        int end = first + ATTENTION_BLOCK < length ? first + ATTENTION_BLOCK : length, rows = end - first;
+    // The last tile touches every key, so it goes first and writes; the others add to their first rows.
+    int last = (length - 1) / ATTENTION_ROWS * ATTENTION_ROWS;
+    for (int first = last; first >= 0; first -= ATTENTION_ROWS) {
+        int end = first + ATTENTION_ROWS < length ? first + ATTENTION_ROWS : length, rows = end - first;
         float add = first == last ? 0.0f : 1.0f;
-        const float *block = p + (int64_t)first * length;
+        const float *tile = p + (int64_t)first * length;
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, end, size, 1.0f, dout + (int64_t)first * d,
                     d, v, stride, 0.0f, ds, length);
-        cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, end, size, rows, 1.0f, block, length,
+        cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, end, size, rows, 1.0f, tile, length,
                     dout + (int64_t)first * d, d, add, dv, stride);
         for (int i = 0; i < rows; i++)
-            softmax_row_backward(ds + (int64_t)i * length, block + (int64_t)i * length, end, scale);
+            softmax_row_backward(ds + (int64_t)i * length, tile + (int64_t)i * length, end, scale);
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, size, end, 1.0f, ds, length, k, d, 0.0f,
                     dq + (int64_t)first * d, d);
         cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, end, size, rows, 1.0f, ds, length,
@@ -138,6 +138,6 @@ void attention_backward(float *dq, float *dk, float *dv, const float *dout, cons
             int64_t at_v = b * s->length * 3 * d + h * s->head_size;
             head_backward(dq + at, dk + at, dv + at_v, dout + at,
                           p + (b * s->heads + h) * s->length * s->length, q + at, k + at, v + at_v, s,
-                          scratch + (int64_t)omp_get_thread_num() * ATTENTION_BLOCK * s->length);
+                          scratch + (int64_t)omp_get_thread_num() * ATTENTION_ROWS * s->length);
         }
 }

@@ -3,16 +3,16 @@
  *     p[i, j] = softmax over j <= i of <q[i], k[j]> / sqrt(head size);
  *     out[i] = sum over j <= i of p[i, j] v[j]
  *
- * One (sequence, head) pair is one thread's work; queries go in blocks of ATTENTION_BLOCK rows, so that only
- * keys up to the block's end are touched. */
+ * One (sequence, head) pair is one thread's work; queries go in tiles of ATTENTION_ROWS rows, so that only
+ * keys up to the tile's end are touched. */
 #ifndef TRAIN_CPU_ATTENTION_H
 #define TRAIN_CPU_ATTENTION_H
 
 #include "train/ops.h"
 
-enum { ATTENTION_BLOCK = 64 };
+enum { ATTENTION_ROWS = 64 };
 
-/* Floats of p, kept from forward to backward: every block's rows are `length` wide. */
+/* Floats of p, kept from forward to backward: every tile's rows are `length` wide. */
 int64_t attention_saved(const pass_shape *shape);
 
 /* Floats of scratch that attention_backward wants, for omp_get_max_threads() threads. */

@@ -73,6 +73,11 @@ static bool cpu_finish(train_device *dv, error *err)
     return true;
 }
 
+static void cpu_prepare(train_device *dv, const pass_shape *shape, bool backward)
+{
+    (void)dv, (void)shape, (void)backward;
+}
+
 /* ---- forward ---- */
 
 static void cpu_embed(train_device *dv, void *x, const void *weight, const int32_t *tokens, int64_t rows,
@@ -253,6 +258,7 @@ static const train_ops cpu_ops = {
     .allocate = cpu_allocate,
     .release = cpu_release,
     .available = cpu_available,
+    .used = cpu_available,
     .upload = cpu_copy,
     .download = cpu_copy,
     .store = cpu_store,
@@ -260,6 +266,7 @@ static const train_ops cpu_ops = {
     .clear = cpu_clear,
     .load_batch = cpu_load_batch,
     .finish = cpu_finish,
+    .prepare = cpu_prepare,
     .embed = cpu_embed,
     .norm = cpu_norm,
     .linear = cpu_linear,

@@ -1,15 +1,11 @@
 // The activations of activations.h. Each of its curves is here twice: NAME(x) is the value, for the forward,
 // and NAME_curve(x) value and slope, for the backward. Comparisons are written so that a NaN stays one.
-//
-// Then the forward on a panel of 64 rows x 64 features in shared memory, by one warp: H is read as it was
-// rounded for storage, so that A is what the backward will recompute from the saved H.
 #pragma once
 #include "activations.h"
 #include "common/storage.cuh"
-#include "sm90/swizzle.h"
 #include <smoe.h>
 
-namespace smoe
+namespace moe
 {
 
 // ---- Values
@@ -216,7 +212,7 @@ template <typename T, int KIND> SMOE_DEVICE float activate(float g, float u)
     return A::join(A::value(A::gate(g)), u);
 }
 
-// ---- The forward on a panel
+// ---- The forward, two elements at a time
 
 template <typename T, int KIND> SMOE_DEVICE uint32_t activate_pair(uint32_t g, uint32_t u)
 {
@@ -224,31 +220,4 @@ template <typename T, int KIND> SMOE_DEVICE uint32_t activate_pair(uint32_t g, u
     return S::pack(activate<T, KIND>(S::low(g), S::low(u)), activate<T, KIND>(S::high(g), S::high(u)));
 }
 
-// All panels share the swizzle, so 16 bytes at the same offset hold the same features of the same row.
-template <typename T, int KIND>
-SMOE_DEVICE void activate_panel(uint32_t gate, uint32_t up, uint32_t out, int lane)
-{
-    constexpr bool GATED = activation<T, KIND>::GATED;
-#pragma unroll 4
-    for (int i = lane; i < SMOE_PANEL_BYTES / 16; i += 32) {
-        const uint4 g = load_shared16(gate + i * 16);
-        const uint4 u = GATED ? load_shared16(up + i * 16) : g;
-        const uint4 a = {activate_pair<T, KIND>(g.x, u.x), activate_pair<T, KIND>(g.y, u.y),
-                         activate_pair<T, KIND>(g.z, u.z), activate_pair<T, KIND>(g.w, u.w)};
-        store_shared16(out + i * 16, a);
-    }
-}
-
-template <typename T>
-SMOE_DEVICE void activate_panel(smoe_activation kind, uint32_t gate, uint32_t up, uint32_t out, int lane)
-{
-    switch (kind) {
-#define SMOE_PANEL(enumerator, name, shape, curve)                                                           \
-    case enumerator: return activate_panel<T, enumerator>(gate, up, out, lane);
-        MOE_ACTIVATIONS(SMOE_PANEL)
-#undef SMOE_PANEL
-    }
-    __builtin_unreachable(); // the host refuses other values
-}
-
-} // namespace smoe
+} // namespace moe

@@ -1,16 +1,16 @@
-// What the backward makes of an element of H: a = act(g, u) once more, A' = s a, dS += x a, and dH from y = s
-// dA'.
+// The backward of one element of H, from y = s dA' and x = dA': A = act(g, u) again, A' = s A, dS += x A,
+// and dH = dact(H, y).
 #pragma once
 #include "common/activation.cuh"
 
-namespace smoe
+namespace moe
 {
 
 struct gradient {
     float gate, up, scaled; // dH, A'
 };
 
-// x: dA' in some unit; y_weight: s in that unit; ds in that unit.
+// x: dA' over some scale; y_weight: s times that scale; ds over that scale.
 template <typename T, int KIND>
 SMOE_DEVICE gradient differentiate(float g, float u, float x, float weight, float y_weight, float &ds)
 {
@@ -37,4 +37,4 @@ SMOE_DEVICE void differentiate_pair(uint32_t g, uint32_t u, uint32_t x, float we
     scaled = S::pack(low.scaled, high.scaled);
 }
 
-} // namespace smoe
+} // namespace moe

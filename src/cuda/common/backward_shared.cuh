@@ -1,8 +1,8 @@
-// What the small kernels of the backward share.
+// What the small kernels of the backward share: the sum of dS's parts, and storing a gradient.
 #pragma once
 #include "common/storage.cuh"
 
-namespace smoe
+namespace moe
 {
 
 // dS of a row: its parts (parts, padded_rows) in order, four of them in flight.
@@ -39,4 +39,4 @@ template <> SMOE_DEVICE void give(__half *to, float sum, bool accumulate)
     *to = __float2half_rn(accumulate ? __half2float(*to) + sum : sum);
 }
 
-} // namespace smoe
+} // namespace moe

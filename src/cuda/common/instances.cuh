@@ -3,8 +3,7 @@
 //
 //     return for_type(storage_types(), dtype, [&](auto t) {
 //         using T = typename decltype(t)::type;
-//         kernel<T><<<ctas, threads, bytes, stream>>>(p);
-//         return cudaGetLastError();
+//         return enqueue(kernel<T>, ctas, threads, bytes, stream, p);
 //     });
 #pragma once
 #include <cuda_bf16.h>
@@ -12,7 +11,7 @@
 #include <cuda_runtime_api.h>
 #include <smoe.h>
 
-namespace smoe
+namespace moe
 {
 
 // The value in the API of an element type.
@@ -63,4 +62,4 @@ template <typename K> cudaError_t allow_shared(K *kernel, int bytes)
     return cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-} // namespace smoe
+} // namespace moe

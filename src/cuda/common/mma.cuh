@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16)
@@ -26,4 +26,4 @@ SMOE_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-} // namespace smoe
+} // namespace moe

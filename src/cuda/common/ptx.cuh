@@ -5,7 +5,7 @@
 
 #define SMOE_DEVICE __device__ __forceinline__
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE uint32_t shared_address(const void *pointer)
@@ -234,4 +234,4 @@ SMOE_DEVICE void wait_for_previous()
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-} // namespace smoe
+} // namespace moe

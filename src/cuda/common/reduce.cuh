@@ -2,7 +2,7 @@
 #pragma once
 #include "common/ptx.cuh"
 
-namespace smoe
+namespace moe
 {
 
 // Over groups of `lanes` lanes, a power of two; all of them have the sum.
@@ -36,4 +36,4 @@ template <int WARPS> SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *m
     return sum;
 }
 
-} // namespace smoe
+} // namespace moe

@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-namespace smoe
+namespace moe
 {
 
 template <typename T> struct storage;
@@ -54,4 +54,4 @@ SMOE_DEVICE float to_float(__half v)
     return __half2float(v);
 }
 
-} // namespace smoe
+} // namespace moe

@@ -1,27 +1,44 @@
-// Combine: O[t] = sum over the rows r of t of s[r] Y[r], for one chunk of d's columns. Gather and sum in f32,
-// rows ascending, no atomics. Bytes: Y 2 R d read, O 2 T d written; runs at the speed of a copy.
+// Combine: O[t] = sum over the rows r of token t of s[r] Y[r], for one column chunk of d. The backward's
+// dX[t] = sum over r of dX~[r] is the same kernel.
 //
-// The backward's dX[t] = sum of dX~[r] may have the router's term: dlogits Wr lies in O already (2 T d bytes
-// more), or where dlogits is nonzero at the token's rows alone each comes with dlogit[r] Wr[e(r)] (Wr, 2 E d
-// bytes, stays in L2).
+// The sum is in f32, in ascending order of rows, without atomics. Bytes: 2 R d of Y read, 2 T d of O
+// written. It runs at the speed of a copy of as many bytes.
 //
-// A thread owns eight columns of a token, or two to four times eight. Tokens may have any number of rows
-// (CSR), taken by fours: the indices past the end repeat the last row, so that all loads start before the
-// first is used; its sum leaves them out. Few bytes a token leave latency bare: where every token has K rows
-// unless some were lost, and K <= 4, their indices are read from where they then are, together with the
-// number of all rows that tells whether they are; K = 2 takes rows by twos, in three pieces where they divide
-// a row, K = 1 one row in four. CTAs are small, so that an SM always has some at every point of the chain
-// from index to row to sum. O is written by plain stores: marked as streaming it took 0.2 % longer.
+// The router's term of dX, dlogits Wr, comes in one of two ways:
+// - dense dlogits: O holds dlogits Wr already and the sum starts from it (2 T d bytes more);
+// - sparse dlogits: each row r also adds dlogit[r] Wr[e(r)]. Wr has 2 E d bytes and stays in L2.
+//
+// A thread computes one to four vectors (of eight columns) of one token. A token may have any number of
+// rows; token_offsets and token_rows list them. The general path takes four rows at a time. Past the token's
+// last row it repeats that row's index and leaves it out of the sum, so that the loads of all four rows
+// start before the first of them is used.
+//
+// A token with few bytes is bound by latency: its index has to arrive before its row can be asked for. So
+// there is a path for K <= 4. It reads the indices from where they stand if every token has exactly K rows,
+// together with the number of all rows, which tells whether that is so; the token's offsets are not needed.
+// Per thread it takes, for K = 2, two rows and three vectors where these divide the columns, and for K = 1
+// one row and four vectors. CTAs are small (64 or 128 threads), so that some CTA of an SM always has loads
+// in flight.
+//
+// O is written by plain stores: streaming stores took 0.2 % longer (H200, 1.4B n1024, K = 2).
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/storage.cuh"
 #include "host/launch.h"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
 
-enum { COLUMNS = 8, SHORT_COLUMNS = 1024, MOST_THREADS = 512, FEW_THREADS = 128, FEWEST_THREADS = 64 };
+enum {
+    COLUMNS = 8,
+    SHORT_COLUMNS = 1024,
+    MOST_THREADS = 512,
+    FEW_THREADS = 128,
+    FEWEST_THREADS = 64,
+    MOST_PARTS = 65535
+};
 
 template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
 {
@@ -34,17 +51,17 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float
 }
 
 // Entries of token_rows from `at` on; past the end the last one again. at < end.
-template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const smoe_cuda_combine &p, int at, int end)
+template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_combine &p, int at, int end)
 {
 #pragma unroll
     for (int k = 0; k < ROWS; k++) row[k] = __ldg(p.token_rows + min(at + k, end - 1));
 }
 
 // What a thread sums: its groups of eight columns, blockDim.x groups apart, of some rows; and their weights.
-template <int ROWS, int VECTORS> struct pieces {
+template <int ROWS, int VECTORS> struct row_vectors {
     uint4 v[ROWS][VECTORS];
     float weight[ROWS];
-    SMOE_DEVICE void fetch(const smoe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
+    SMOE_DEVICE void fetch(const moe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
     {
         const char *y = (const char *)p.y + column * 2;
         const int64_t row_bytes = p.columns * 2;
@@ -70,7 +87,7 @@ template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUM
 // has been stored. The branch stands behind the loads, of row 0 then, because the compiler moves loads that
 // no branch follows to where each is used, one after the other.
 template <typename T, int ROWS, int VECTORS>
-SMOE_DEVICE bool combine_topk(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
     const int first = (int)token * p.topk;
     int row[ROWS];
@@ -78,7 +95,7 @@ SMOE_DEVICE bool combine_topk(const smoe_cuda_combine &p, int64_t token, int64_t
     const bool all = __ldg(p.token_offsets + p.tokens) == p.tokens * p.topk;
 #pragma unroll
     for (int k = 0; k < ROWS; k++) row[k] = all ? row[k] : 0;
-    pieces<ROWS, VECTORS> some;
+    row_vectors<ROWS, VECTORS> some;
     some.fetch(p, row, column);
     if (!all) return false;
 #pragma unroll
@@ -96,7 +113,7 @@ SMOE_DEVICE bool combine_topk(const smoe_cuda_combine &p, int64_t token, int64_t
 
 // Any number of rows, by ROWS.
 template <typename T, int ROWS, int VECTORS, bool ROUTER>
-SMOE_DEVICE void combine_rows(const smoe_cuda_combine &p, int64_t token, int64_t column, char *out)
+SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
     const char *weights = (const char *)p.router_weight + column * 2;
     const int step = (int)blockDim.x * COLUMNS;
@@ -109,7 +126,7 @@ SMOE_DEVICE void combine_rows(const smoe_cuda_combine &p, int64_t token, int64_t
         int row[ROWS];
         int2 term[ROWS];
         uint4 w[ROWS][VECTORS];
-        pieces<ROWS, VECTORS> some;
+        row_vectors<ROWS, VECTORS> some;
         read_rows(row, p, i, end);
         if (ROUTER)
 #pragma unroll
@@ -137,7 +154,7 @@ SMOE_DEVICE void combine_rows(const smoe_cuda_combine &p, int64_t token, int64_t
 // blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns.
 // FEW: 1 <= topk <= ROWS.
 template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
-__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ smoe_cuda_combine p)
+__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ moe_cuda_combine p)
 {
     enum { AT_ONCE = FEW && VECTORS > 2 ? 1 : VECTORS }; // of the general path: registers
     const int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
@@ -152,47 +169,44 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant
 
 // CTAs of about `threads`.
 template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
-void launch(const smoe_cuda_combine &p, unsigned threads, cudaStream_t stream)
+cudaError_t launch(const moe_cuda_combine &p, unsigned threads, cudaStream_t stream)
 {
-    const int64_t pieces = p.columns / COLUMNS / VECTORS;
-    int64_t parts = smoe_divide_up(pieces, MOST_THREADS);
-    while (pieces % parts) parts++;
-    const unsigned across = (unsigned)(pieces / parts), tokens = across >= threads ? 1 : threads / across;
-    const dim3 block(across, tokens), grid((unsigned)smoe_divide_up(p.tokens, tokens), (unsigned)parts);
-    combine<T, ROWS, VECTORS, FEW, ROUTER><<<grid, block, 0, stream>>>(p);
+    const int64_t shares = p.columns / COLUMNS / VECTORS, fewest = moe_divide_up(shares, MOST_THREADS);
+    int64_t parts = fewest;
+    while (shares % parts) parts++;
+    if (VECTORS == 1 && parts > MOST_PARTS) parts = fewest; // the last part is narrower
+    const unsigned across = (unsigned)moe_divide_up(shares, parts),
+                   tokens = across >= threads ? 1 : threads / across;
+    const dim3 cta(across, tokens), grid((unsigned)moe_divide_up(p.tokens, tokens), (unsigned)parts);
+    return enqueue(combine<T, ROWS, VECTORS, FEW, ROUTER>, grid, cta, 0, stream, p);
 }
 
-template <typename T> void launch(const smoe_cuda_combine &p, cudaStream_t stream)
+template <typename T> cudaError_t launch(const moe_cuda_combine &p, cudaStream_t stream)
 {
     const bool even = p.topk > 0, twice = p.columns % (2 * COLUMNS) == 0;
     const bool wide = twice && p.columns > SHORT_COLUMNS;
-    if (p.terms)
-        launch<T, 4, 1, false, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
-    else if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0)
-        launch<T, 1, 4, true, false>(p, FEW_THREADS, stream);
-    else if (even && p.topk <= 2 && p.columns % (3 * COLUMNS) == 0)
-        launch<T, 2, 3, true, false>(p, FEWEST_THREADS, stream);
-    else if (even && p.topk <= 2 && twice)
-        launch<T, 2, 2, true, false>(p, FEW_THREADS, stream);
-    else if (even && p.topk <= 4 && wide)
-        launch<T, 4, 2, true, false>(p, FEW_THREADS, stream);
-    else if (even && p.topk <= 4)
-        launch<T, 4, 1, true, false>(p, FEW_THREADS, stream);
-    else if (wide)
-        launch<T, 4, 2, false, false>(p, FEW_THREADS, stream);
-    else
-        launch<T, 4, 1, false, false>(p, FEW_THREADS, stream);
+    if (p.terms) return launch<T, 4, 1, false, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
+    if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0)
+        return launch<T, 1, 4, true, false>(p, FEW_THREADS, stream);
+    if (even && p.topk <= 2 && p.columns % (3 * COLUMNS) == 0)
+        return launch<T, 2, 3, true, false>(p, FEWEST_THREADS, stream);
+    if (even && p.topk <= 2 && twice) return launch<T, 2, 2, true, false>(p, FEW_THREADS, stream);
+    if (even && p.topk <= 4 && wide) return launch<T, 4, 2, true, false>(p, FEW_THREADS, stream);
+    if (even && p.topk <= 4) return launch<T, 4, 1, true, false>(p, FEW_THREADS, stream);
+    if (wide) return launch<T, 4, 2, false, false>(p, FEW_THREADS, stream);
+    return launch<T, 4, 1, false, false>(p, FEW_THREADS, stream);
 }
 
-} // namespace
-} // namespace smoe
+// A grid's y has 65535 CTAs. A row of more than one group of 8 columns a thread never has more parts.
+static_assert((1 << 20) / COLUMNS / 2 <= MOST_PARTS + 1, "2^16 shares make an even cut");
 
-extern "C" cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *p, smoe_type dtype,
-                                                cudaStream_t stream)
+} // namespace
+} // namespace moe
+
+extern "C" cudaError_t moe_cuda_combine_launch(const moe_cuda_combine *p, smoe_type dtype,
+                                               cudaStream_t stream)
 {
-    using namespace smoe;
-    return for_type(storage_types(), dtype, [&](auto t) {
-        launch<typename decltype(t)::type>(*p, stream);
-        return cudaGetLastError();
-    });
+    using namespace moe;
+    return for_type(storage_types(), dtype,
+                    [&](auto t) { return launch<typename decltype(t)::type>(*p, stream); });
 }

@@ -1,10 +1,11 @@
-// Bias gradients: db2[e] = sum_r s[r] dO[t(r)], db1[e] = sum_r dH[r]. Column sums over an expert's rows in
-// f32, a CTA an expert and 64 columns, always in the same order.
+// Bias gradients: db2[e] = sum over the rows r of e of s[r] dO[t(r)], db1[e] = sum of dH[r]. One CTA sums 64
+// columns over all rows of one expert, in f32 and always in the same order.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "host/launch_backward.h"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -21,7 +22,7 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[8], uint4 v, float weigh
     }
 }
 
-template <typename T, typename G> __global__ void __launch_bounds__(THREADS) column_sums(const smoe_cuda_db p)
+template <typename T, typename G> __global__ void __launch_bounds__(THREADS) column_sums(const moe_cuda_db p)
 {
     __shared__ float sums[ROWS][COLUMNS + 1];
     const int expert = p.order[blockIdx.y], count = p.counts[expert];
@@ -51,24 +52,22 @@ template <typename T, typename G> __global__ void __launch_bounds__(THREADS) col
     give((G *)p.gradient + (int64_t)expert * p.columns + element, sums[0][threadIdx.x], p.accumulate);
 }
 
-template <typename T, typename G> void launch(const smoe_cuda_db &p, cudaStream_t stream)
+template <typename T, typename G> cudaError_t launch(const moe_cuda_db &p, cudaStream_t stream)
 {
-    const dim3 grid((unsigned)smoe_divide_up(p.columns, COLUMNS), (unsigned)p.experts);
-    column_sums<T, G><<<grid, THREADS, 0, stream>>>(p);
+    const dim3 grid((unsigned)moe_divide_up(p.columns, COLUMNS), (unsigned)p.experts);
+    return enqueue(column_sums<T, G>, grid, THREADS, 0, stream, p);
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_db_launch(const smoe_cuda_db *p, smoe_type dtype, smoe_type gradient_type,
-                                           cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_db_launch(const moe_cuda_db *p, smoe_type dtype, smoe_type gradient_type,
+                                          cudaStream_t stream)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_type(storage_types(), dtype, [&](auto t) {
         using T = typename decltype(t)::type;
-        return for_type(gradient_types<T>(), gradient_type, [&](auto g) {
-            launch<T, typename decltype(g)::type>(*p, stream);
-            return cudaGetLastError();
-        });
+        return for_type(gradient_types<T>(), gradient_type,
+                        [&](auto g) { return launch<T, typename decltype(g)::type>(*p, stream); });
     });
 }

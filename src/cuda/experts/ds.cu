@@ -1,18 +1,21 @@
-// dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>: the sum of the column tiles' parts in order, given back as the
-// gradient of what the caller gave as weights. dlogits.cu sums them for itself.
+// dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>, written as the gradient of the weights that the caller gave:
+// by token and k, by token, or by row. The dh kernel leaves one partial sum of the first term for each of
+// its column tiles; the kernels here compute the second term and add all parts in a fixed order. For layers
+// from logits dlogits.cu adds the parts itself.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "host/launch_backward.h"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
 
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
-SMOE_DEVICE float ds_of(const smoe_cuda_ds &p, int64_t row)
+SMOE_DEVICE float ds_of(const moe_cuda_ds &p, int64_t row)
 {
     return sum_of_parts(p.partial, p.parts, p.padded_rows, row);
 }
@@ -30,7 +33,7 @@ template <typename T> SMOE_DEVICE float dot8(uint4 a, uint4 b, float sum)
 }
 
 // The bias's part, a warp a row.
-template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const smoe_cuda_ds p)
+template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const moe_cuda_ds p)
 {
     const int64_t row = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5);
     if (row >= p.padded_rows) return;
@@ -48,7 +51,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const
 
 // (t, k) of the given top-K: the row of a token's id is the one whose block belongs to that expert; 0 for an
 // id that does not count.
-template <typename I> __global__ void __launch_bounds__(THREADS) give_topk(const smoe_cuda_ds p)
+template <typename I> __global__ void __launch_bounds__(THREADS) give_topk(const moe_cuda_ds p)
 {
     const int64_t index = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (index >= p.tokens * p.topk) return;
@@ -66,7 +69,7 @@ template <typename I> __global__ void __launch_bounds__(THREADS) give_topk(const
 }
 
 // Way 3: a token is a row, or past the last one.
-__global__ void __launch_bounds__(THREADS) give_tokens(const smoe_cuda_ds p)
+__global__ void __launch_bounds__(THREADS) give_tokens(const moe_cuda_ds p)
 {
     const int64_t token = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (token >= p.tokens) return;
@@ -74,39 +77,35 @@ __global__ void __launch_bounds__(THREADS) give_tokens(const smoe_cuda_ds p)
     p.token_gradient[token] = i < p.token_offsets[token + 1] ? ds_of(p, p.token_rows[i]) : 0.0f;
 }
 
-__global__ void __launch_bounds__(THREADS) give_rows(const smoe_cuda_ds p)
+__global__ void __launch_bounds__(THREADS) give_rows(const moe_cuda_ds p)
 {
     const int64_t row = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (row < p.padded_rows) p.row_gradient[row] = p.row_token[row] >= 0 ? ds_of(p, row) : 0.0f;
 }
 
-unsigned blocks_of(int64_t items, int64_t each)
+unsigned ctas_of(int64_t items, int64_t each)
 {
-    return (unsigned)smoe_divide_up(items, each);
+    return (unsigned)moe_divide_up(items, each);
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_ds_launch(const smoe_cuda_ds *p, smoe_type dtype, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_ds_launch(const moe_cuda_ds *p, smoe_type dtype, cudaStream_t stream)
 {
-    using namespace smoe;
-    if (p->bias) {
-        const cudaError_t status = for_type(storage_types(), dtype, [&](auto t) {
-            using T = typename decltype(t)::type;
-            bias_part<T><<<blocks_of(p->padded_rows, WARPS), THREADS, 0, stream>>>(*p);
-            return cudaGetLastError();
+    using namespace moe;
+    cudaError_t status = cudaSuccess;
+    if (p->bias)
+        status = for_type(storage_types(), dtype, [&](auto t) {
+            return enqueue(bias_part<typename decltype(t)::type>, ctas_of(p->padded_rows, WARPS), THREADS, 0,
+                           stream, *p);
         });
-        if (status != cudaSuccess) return status;
-    }
-    if (p->topk_gradient) {
-        const unsigned blocks = blocks_of(p->tokens * p->topk, THREADS);
-        if (p->wide_index)
-            give_topk<int64_t><<<blocks, THREADS, 0, stream>>>(*p);
-        else
-            give_topk<int32_t><<<blocks, THREADS, 0, stream>>>(*p);
-    }
-    if (p->token_gradient) give_tokens<<<blocks_of(p->tokens, THREADS), THREADS, 0, stream>>>(*p);
-    if (p->row_gradient) give_rows<<<blocks_of(p->padded_rows, THREADS), THREADS, 0, stream>>>(*p);
-    return cudaGetLastError();
+    if (status == cudaSuccess && p->topk_gradient)
+        status = enqueue(p->wide_index ? give_topk<int64_t> : give_topk<int32_t>,
+                         ctas_of(p->tokens * p->topk, THREADS), THREADS, 0, stream, *p);
+    if (status == cudaSuccess && p->token_gradient)
+        status = enqueue(give_tokens, ctas_of(p->tokens, THREADS), THREADS, 0, stream, *p);
+    if (status == cudaSuccess && p->row_gradient)
+        status = enqueue(give_rows, ctas_of(p->padded_rows, THREADS), THREADS, 0, stream, *p);
+    return status;
 }

@@ -1,10 +1,12 @@
-// The work lists of the backward, from the plan's block_offsets and order: tiles of 128 rows (dh, dx_rows),
-// pieces of experts (dw2, dw1), split experts, and the expert of every block. One CTA; E <= 4096. A second
-// CTA makes those of the router, whose rows are the tokens and belong to one expert.
+// The work lists of the backward, made from the plan's block_offsets and order: tiles of 128 rows (for dh
+// and dx_rows), pieces of experts (for dw2 and dw1), the split experts, and the expert of every block. One
+// CTA does it; E <= 4096. A second CTA makes the lists of the router's two products, whose rows are the
+// tokens and belong to one expert.
+#include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "host/launch_backward.h"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -47,35 +49,35 @@ struct expert_work {
 };
 
 // The blocks before an expert.
-SMOE_DEVICE int blocks_before(const smoe_cuda_make_lists &p, int expert)
+SMOE_DEVICE int blocks_before(const moe_cuda_make_lists &p, int expert)
 {
     return p.block_offsets ? p.block_offsets[expert] : expert * p.padded_blocks;
 }
 
-SMOE_DEVICE int expert_at(const smoe_cuda_make_lists &p, int place)
+SMOE_DEVICE int expert_at(const moe_cuda_make_lists &p, int place)
 {
     return p.order ? p.order[place] : place;
 }
 
-SMOE_DEVICE expert_work work_of(const smoe_cuda_make_lists &p, int expert, int limit)
+SMOE_DEVICE expert_work work_of(const moe_cuda_make_lists &p, int expert, int limit)
 {
     const int first = blocks_before(p, expert), blocks = blocks_before(p, expert + 1) - first;
     return {first, blocks, max(1, (blocks + limit - 1) / limit)};
 }
 
 struct both_lists {
-    smoe_cuda_make_lists of[2];
+    moe_cuda_make_lists of[2];
 };
 
 __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ both_lists lists)
 {
-    const smoe_cuda_make_lists &p = lists.of[blockIdx.x];
+    const moe_cuda_make_lists &p = lists.of[blockIdx.x];
     __shared__ uint32_t memory[4][WARPS];
     __shared__ uint32_t first_tile[MOST_EXPERTS]; // by expert
     __shared__ uint32_t
         first_part[MOST_EXPERTS]; // by place in the order; parts in the upper half, splits below
     const int all_blocks = blocks_before(p, p.experts);
-    const int limit = smoe_split_limit(all_blocks, p.weight_tiles, p.ctas);
+    const int limit = moe_split_limit(all_blocks, p.weight_tiles, p.ctas);
     sums own[EACH], sum = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
     for (int at = threadIdx.x >> 5; at < p.experts; at += WARPS) {
         const expert_work by_id = work_of(p, at, limit);
         for (int i = lane * SMOE_TILE_BLOCKS; i < by_id.blocks; i += 32 * SMOE_TILE_BLOCKS)
-            p.lists.tiles[first_tile[at] + i / SMOE_TILE_BLOCKS] = smoe_work_make(
+            p.lists.tiles[first_tile[at] + i / SMOE_TILE_BLOCKS] = moe_work_make(
                 (by_id.first_block + i) * SMOE_BLOCK_ROWS, at, min(SMOE_TILE_BLOCKS, by_id.blocks - i));
         for (int i = lane; i < by_id.blocks; i += 32) p.lists.block_expert[by_id.first_block + i] = at;
 
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
         const int part = first_part[at] >> 16, split = first_part[at] & 0xffff;
         const int piece = at + part - split; // experts that are not split have one
         for (int i = lane; i < w.pieces; i += 32) {
-            const int begin = smoe_cut(w.blocks, w.pieces, i), end = smoe_cut(w.blocks, w.pieces, i + 1);
+            const int begin = moe_cut(w.blocks, w.pieces, i), end = moe_cut(w.blocks, w.pieces, i + 1);
             p.lists.pieces[piece + i] = {(w.first_block + begin) * SMOE_BLOCK_ROWS, expert, end - begin,
                                          w.pieces > 1 ? part + i : -1};
         }
@@ -131,12 +133,11 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *experts,
-                                              const smoe_cuda_make_lists *router, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_lists_launch(const moe_cuda_make_lists *experts,
+                                             const moe_cuda_make_lists *router, cudaStream_t stream)
 {
-    const smoe::both_lists lists = {{*experts, router ? *router : *experts}};
-    smoe::make_lists<<<router ? 2 : 1, smoe::THREADS, 0, stream>>>(lists);
-    return cudaGetLastError();
+    const moe::both_lists lists = {{*experts, router ? *router : *experts}};
+    return moe::enqueue(moe::make_lists, router ? 2 : 1, moe::THREADS, 0, stream, lists);
 }

@@ -1,10 +1,12 @@
-/* The CUDA backend's table: context on a device, what it supports, its scratch, and the stages as launches.
- */
+/* The CUDA backend: the context on a device, what the backend supports, its scratch, and the forward's
+ * stages as launches. */
+#include "check.h"
 #include "host/device.h"
 #include "host/launch.h"
 #include "host/plan_size.h"
 #include "host/routing.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,55 +16,68 @@ typedef struct forward_scratch {
 } forward_scratch;
 
 /* What route, round and plan use besides the work lists. */
-static uint64_t routing_bytes(const smoe_problem *p)
+static uint64_t routing_bytes(const moe_problem *p)
 {
     const smoe_layer *l = &p->layer;
     switch (l->entry) {
-    case SMOE_ENTRY_FROM_LOGITS: return smoe_cuda_routing_scratch(p);
+    case SMOE_ENTRY_FROM_LOGITS: return moe_cuda_routing_scratch(p);
     case SMOE_ENTRY_FROM_TOPK:
-        return smoe_align_up(smoe_cuda_plan_work_bytes(
-            l->tokens, l->experts, smoe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk)));
+        return moe_align_up(moe_cuda_plan_work_bytes(
+            l->tokens, l->experts, moe_plan_segment(l->tokens, (int32_t)l->experts, (int32_t)l->topk)));
     case SMOE_ENTRY_FROM_ROWS: return 0;
     }
     return 0;
 }
 
-static forward_scratch lay_out_forward(const smoe_problem *p)
+static forward_scratch lay_out_forward(const moe_problem *p)
 {
     const uint64_t element = (uint64_t)p->element, rows = (uint64_t)p->padded_rows;
     const int64_t experts = p->layer.experts;
-    const int32_t limit = smoe_piece_limit(p->rows, experts);
+    const int32_t limit = moe_piece_limit(p->rows, experts);
     forward_scratch s = {0};
-    s.tiles = s.counts + smoe_align_up(4 * sizeof(int32_t));
-    s.pieces = s.tiles + smoe_align_up(sizeof(smoe_work) *
-                                       (uint64_t)smoe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
-    s.a = s.pieces +
-          smoe_align_up(sizeof(smoe_work) * (uint64_t)smoe_work_bound(p->padded_rows, experts, limit));
+    s.tiles = s.counts + moe_align_up(4 * sizeof(int32_t));
+    s.pieces = s.tiles + moe_align_up(sizeof(moe_work) *
+                                      (uint64_t)moe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
+    s.a =
+        s.pieces + moe_align_up(sizeof(moe_work) * (uint64_t)moe_work_bound(p->padded_rows, experts, limit));
     s.routing = s.a;
-    s.y = s.a + smoe_align_up(rows * (uint64_t)p->layer.intermediate * element);
-    const uint64_t experts_end = s.y + smoe_align_up(rows * (uint64_t)p->chunk_columns * element);
+    s.y = s.a + moe_align_up(rows * (uint64_t)p->layer.intermediate * element);
+    const uint64_t experts_end = s.y + moe_align_up(rows * (uint64_t)p->chunk_columns * element);
     const uint64_t plan_end = s.routing + routing_bytes(p);
     s.end = experts_end > plan_end ? experts_end : plan_end;
     return s;
 }
 
-static smoe_cuda_lists lists_at(const smoe_problem *p, const forward_scratch *s, char *scratch)
+static moe_cuda_lists lists_at(const moe_problem *p, const forward_scratch *s, char *scratch)
 {
-    const smoe_cuda_lists lists = {(int32_t *)(scratch + s->counts), (smoe_work *)(scratch + s->tiles),
-                                   (smoe_work *)(scratch + s->pieces),
-                                   smoe_piece_limit(p->rows, p->layer.experts),
-                                   (int32_t *)(scratch + s->counts) + 2};
+    const moe_cuda_lists lists = {
+        (int32_t *)(scratch + s->counts), (moe_work *)(scratch + s->tiles), (moe_work *)(scratch + s->pieces),
+        moe_piece_limit(p->rows, p->layer.experts), (int32_t *)(scratch + s->counts) + 2};
     return lists;
 }
 
 /* ---- Context ---- */
 
+static const moe_kernels *const generations[] = {&moe_sm90_kernels};
+enum { GENERATIONS = sizeof generations / sizeof *generations };
+
+/* NULL: there are none for this compute capability. */
 static const moe_kernels *kernels_for(int major, int minor)
 {
-    static const moe_kernels *const generations[] = {&moe_sm90_kernels};
-    for (size_t i = 0; i < sizeof generations / sizeof *generations; i++)
+    for (int i = 0; i < GENERATIONS; i++)
         if (generations[i]->major == major && generations[i]->minor == minor) return generations[i];
     return NULL;
+}
+
+static smoe_status refuse_generation(smoe_context *context, int device, int major, int minor)
+{
+    char built_for[8 * GENERATIONS] = "";
+    for (int i = 0; i < GENERATIONS; i++)
+        snprintf(built_for + strlen(built_for), sizeof built_for - strlen(built_for), " %d.%d",
+                 generations[i]->major, generations[i]->minor);
+    return moe_fail(context, SMOE_ERROR_DEVICE,
+                    "smoe_create: device %d has compute capability %d.%d, the kernels are built for%s",
+                    device, major, minor, built_for);
 }
 
 static cudaError_t open_device(device_state *state, int *major, int *minor)
@@ -86,9 +101,9 @@ static cudaError_t prepare_kernels(device_state *state)
     if (status == cudaSuccess && (found != cudaDriverEntryPointSuccess || !function))
         status = cudaErrorInsufficientDriver;
     memcpy(&state->encode, &function, sizeof function);
-    if (status == cudaSuccess) status = smoe_cuda_plan_init();
-    if (status == cudaSuccess) status = smoe_cuda_plan_rows_init();
-    if (status == cudaSuccess) status = smoe_cuda_routing_init();
+    if (status == cudaSuccess) status = moe_cuda_plan_init();
+    if (status == cudaSuccess) status = moe_cuda_plan_rows_init();
+    if (status == cudaSuccess) status = moe_cuda_routing_init();
     return status == cudaSuccess ? state->kernels->init() : status;
 }
 
@@ -96,28 +111,26 @@ static smoe_status create(smoe_context *context, const smoe_context_options *opt
 {
     int devices = 0, before = 0, major = 0, minor = 0;
     cudaError_t status = cudaGetDeviceCount(&devices);
-    if (status != cudaSuccess) return device_error(context, "smoe_create: no usable CUDA device", status);
+    if (status != cudaSuccess)
+        return moe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: no usable CUDA device: %s (%s)",
+                        cudaGetErrorName(status), cudaGetErrorString(status));
     if (options->device < 0 || options->device >= devices)
-        return smoe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: device is %d, %d CUDA devices are there",
-                         (int)options->device, devices);
+        return moe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: device is %d, %d CUDA devices are there",
+                        (int)options->device, devices);
     device_state *state = malloc(sizeof *state);
     if (!state)
-        return smoe_fail(context, SMOE_ERROR_MEMORY, "smoe_create: no memory for %zu bytes", sizeof *state);
+        return moe_fail(context, SMOE_ERROR_MEMORY, "smoe_create: no memory for %zu bytes", sizeof *state);
     *state = (device_state){.device = options->device};
     status = cudaGetDevice(&before);
     if (status == cudaSuccess) status = open_device(state, &major, &minor);
     state->kernels = kernels_for(major, minor);
     smoe_status result = SMOE_OK;
     if (status == cudaSuccess && !state->kernels)
-        result =
-            smoe_fail(context, SMOE_ERROR_DEVICE,
-                      "smoe_create: device %d has compute capability %d.%d, the kernels are built for 9.0 "
-                      "(Hopper)",
-                      state->device, major, minor);
+        result = refuse_generation(context, state->device, major, minor);
     else if (status == cudaSuccess)
         status = prepare_kernels(state);
     leave_device(state, before);
-    if (status != cudaSuccess) result = device_error(context, "smoe_create", status);
+    if (status != cudaSuccess) result = device_error(context, status);
     if (result != SMOE_OK) {
         free(state);
         return result;
@@ -131,77 +144,85 @@ static void destroy(smoe_context *context)
     free(context->state);
 }
 
-static smoe_status supports(smoe_context *context, const smoe_problem *problem)
+static smoe_status supports(smoe_context *context, const moe_problem *problem)
 {
     const smoe_layer *layer = &problem->layer;
     const device_state *state = context->state;
     if (!state->kernels->stores(layer->dtype))
-        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: dtype %d: the cuda backend stores BF16 (1) or F16 (2)",
-                         (int)layer->dtype);
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: dtype is %s, the cuda backend stores SMOE_TYPE_BF16 or SMOE_TYPE_F16",
+                        context->function, moe_type_name(layer->dtype));
     if (problem->padded_rows > INT32_MAX - 256 || layer->tokens > INT32_MAX - 256)
-        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: %lld padded rows: the plan's indices are int32",
-                         (long long)problem->padded_rows);
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: %lld padded rows, the limit is %d: the plan's indices are int32",
+                        context->function, (long long)problem->padded_rows, INT32_MAX - 256);
     if (layer->hidden * layer->experts > INT32_MAX || layer->intermediate > (1 << 24) ||
         layer->hidden > (1 << 24))
-        return smoe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                         "smoe_supports: hidden %lld, experts %lld: rows of W2 are counted in int32",
-                         (long long)layer->hidden, (long long)layer->experts);
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: hidden is %lld and experts %lld, their product must be below 2^31: rows of W2 "
+                        "are counted in int32",
+                        context->function, (long long)layer->hidden, (long long)layer->experts);
     return SMOE_OK;
 }
 
-static void scratch_bytes(const smoe_context *context, const smoe_problem *problem, uint64_t *forward,
+static smoe_status begin(smoe_context *context)
+{
+    (void)context;
+    return SMOE_OK;
+}
+
+static void scratch_bytes(const smoe_context *context, const moe_problem *problem, uint64_t *forward,
                           uint64_t *backward)
 {
     *forward = (problem->layer.inference ? problem->plan_bytes : 0) + lay_out_forward(problem).end;
-    *backward = smoe_cuda_backward_scratch(context->state, problem);
+    *backward = moe_cuda_backward_scratch(context->state, problem);
 }
 
 /* ---- Forward ---- */
 
-static smoe_status route_stage(smoe_context *context, const smoe_problem *problem,
-                               const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+static smoe_status route_stage(smoe_context *context, const moe_problem *problem,
+                               const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                                void *stream)
 {
     const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_route", status);
+    if (status != cudaSuccess) return device_error(context, status);
     void *routing = (char *)scratch + lay_out_forward(problem).routing;
-    status = smoe_cuda_route(context, problem, args, plan, routing, stream);
+    status = moe_cuda_route(context, problem, args, plan, routing, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_route", status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
-static smoe_status round_stage(smoe_context *context, const smoe_problem *problem,
-                               const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+static smoe_status round_stage(smoe_context *context, const moe_problem *problem,
+                               const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                                void *stream)
 {
     const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_round", status);
+    if (status != cudaSuccess) return device_error(context, status);
     void *routing = (char *)scratch + lay_out_forward(problem).routing;
-    smoe_stage_begin(context, SMOE_STAGE_ROUND, stream);
-    status = smoe_cuda_round(problem, args, plan, routing, stream);
-    smoe_stage_end(context, SMOE_STAGE_ROUND, stream);
+    moe_stage_begin(context, SMOE_STAGE_ROUND, stream);
+    status = moe_cuda_round(problem, args, plan, routing, stream);
+    moe_stage_end(context, SMOE_STAGE_ROUND, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_round", status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
 /* The plan of the layer's entry. */
-static cudaError_t run_plan(const smoe_problem *problem, const smoe_forward_args *args,
-                            const smoe_plan_arrays *plan, void *scratch, cudaStream_t stream)
+static cudaError_t run_plan(const device_state *state, const moe_problem *problem,
+                            const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
+                            cudaStream_t stream)
 {
     const smoe_layer *layer = &problem->layer;
     const forward_scratch s = lay_out_forward(problem);
     const int from_rows = layer->entry == SMOE_ENTRY_FROM_ROWS;
-    const smoe_cuda_lists lists = lists_at(problem, &s, scratch);
+    const moe_cuda_lists lists = lists_at(problem, &s, scratch);
     void *work = (char *)scratch + s.routing;
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS)
-        return smoe_cuda_plan_from_logits(problem, args, plan, &lists, work, stream);
-    const smoe_cuda_plan p = {
+        return moe_cuda_plan_from_logits(problem, args, plan, &lists, work, stream);
+    const moe_cuda_plan p = {
         .ids = args->topk_ids,
         .weights = from_rows ? args->row_weights : args->topk_weights,
         .offsets = args->offsets,
@@ -210,7 +231,7 @@ static cudaError_t run_plan(const smoe_problem *problem, const smoe_forward_args
         .experts = (int32_t)layer->experts,
         .topk = (int32_t)layer->topk,
         .padded_rows = (int32_t)problem->padded_rows,
-        .chunk = smoe_plan_chunk(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk),
+        .segment = moe_plan_segment(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk),
         .counts = plan->counts,
         .row_offsets = plan->offsets,
         .block_offsets = plan->block_offsets,
@@ -222,31 +243,31 @@ static cudaError_t run_plan(const smoe_problem *problem, const smoe_forward_args
         .lists = lists,
         .work = work,
     };
-    return from_rows ? smoe_cuda_plan_rows(&p, stream) : smoe_cuda_plan_topk(&p, stream);
+    return from_rows ? moe_cuda_plan_rows(&p, state->ctas, stream) : moe_cuda_plan_topk(&p, stream);
 }
 
-static smoe_status plan_stage(smoe_context *context, const smoe_problem *problem,
-                              const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+static smoe_status plan_stage(smoe_context *context, const moe_problem *problem,
+                              const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                               void *stream)
 {
     const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_plan", status);
-    smoe_stage_begin(context, SMOE_STAGE_PLAN, stream);
-    status = run_plan(problem, args, plan, scratch, stream);
-    smoe_stage_end(context, SMOE_STAGE_PLAN, stream);
+    if (status != cudaSuccess) return device_error(context, status);
+    moe_stage_begin(context, SMOE_STAGE_PLAN, stream);
+    status = run_plan(state, problem, args, plan, scratch, stream);
+    moe_stage_end(context, SMOE_STAGE_PLAN, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_plan", status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
 /* What up, down and combine share. */
 typedef struct experts_call {
-    const smoe_problem *problem;
+    const moe_problem *problem;
     const smoe_forward_args *args;
-    const smoe_plan_arrays *plan;
+    const moe_plan_arrays *plan;
     const device_state *state;
-    smoe_cuda_lists lists;
+    moe_cuda_lists lists;
     char *a, *y;
     int64_t rows; /* whole blocks of the padded rows */
     moe_launch on;
@@ -299,41 +320,41 @@ static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t colum
 static cudaError_t run_combine(const experts_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
-    const smoe_cuda_combine p = {
+    const moe_cuda_combine p = {
         .y = c->y,
         .out = (char *)c->args->out + first_column * c->problem->element,
         .token_offsets = c->plan->token_offsets,
         .token_rows = c->plan->token_rows,
         .row_weight = c->plan->row_weight,
-        .topk = smoe_rows_of_a_token(layer),
+        .topk = moe_rows_of_a_token(layer),
         .tokens = layer->tokens,
         .hidden = layer->hidden,
         .columns = columns,
     };
-    return smoe_cuda_combine_launch(&p, layer->dtype, c->stream);
+    return moe_cuda_combine_launch(&p, layer->dtype, c->stream);
 }
 
 static cudaError_t run_stages(smoe_context *context, experts_call *c)
 {
     const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
-    smoe_stage_begin(context, SMOE_STAGE_UP, c->stream);
+    moe_stage_begin(context, SMOE_STAGE_UP, c->stream);
     cudaError_t status = run_up(c);
-    smoe_stage_end(context, SMOE_STAGE_UP, c->stream);
+    moe_stage_end(context, SMOE_STAGE_UP, c->stream);
     for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
         const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
-        smoe_stage_begin(context, SMOE_STAGE_DOWN, c->stream);
+        moe_stage_begin(context, SMOE_STAGE_DOWN, c->stream);
         status = run_down(c, first, columns);
-        smoe_stage_end(context, SMOE_STAGE_DOWN, c->stream);
+        moe_stage_end(context, SMOE_STAGE_DOWN, c->stream);
         if (status != cudaSuccess) return status;
-        smoe_stage_begin(context, SMOE_STAGE_COMBINE, c->stream);
+        moe_stage_begin(context, SMOE_STAGE_COMBINE, c->stream);
         status = run_combine(c, first, columns);
-        smoe_stage_end(context, SMOE_STAGE_COMBINE, c->stream);
+        moe_stage_end(context, SMOE_STAGE_COMBINE, c->stream);
     }
     return status;
 }
 
-static smoe_status experts_forward(smoe_context *context, const smoe_problem *problem,
-                                   const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
+static smoe_status experts_forward(smoe_context *context, const moe_problem *problem,
+                                   const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                                    void *stream)
 {
     const device_state *state = context->state;
@@ -352,35 +373,36 @@ static smoe_status experts_forward(smoe_context *context, const smoe_problem *pr
     };
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_experts_forward", status);
+    if (status != cudaSuccess) return device_error(context, status);
     status = run_stages(context, &call);
     leave_device(state, before);
-    return launch_result(context, "smoe_experts_forward", &call.on, status);
+    return launch_result(context, &call.on, status);
 }
 
-static smoe_status update_selection_bias(smoe_context *context, const smoe_problem *problem,
+static smoe_status update_selection_bias(smoe_context *context, const moe_problem *problem,
                                          const int32_t *counts, float *bias, float gamma, void *stream)
 {
     const device_state *state = context->state;
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, "smoe_update_selection_bias", status);
-    status = smoe_cuda_selection_bias(counts, bias, problem->layer.experts, gamma, stream);
+    if (status != cudaSuccess) return device_error(context, status);
+    status = moe_cuda_selection_bias(counts, bias, problem->layer.experts, gamma, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, "smoe_update_selection_bias", status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
-const smoe_backend_table smoe_cuda_backend = {
+const moe_backend_table moe_cuda_backend = {
     .id = SMOE_BACKEND_CUDA,
     .name = "cuda",
     .create = create,
     .destroy = destroy,
     .supports = supports,
+    .begin = begin,
     .scratch = scratch_bytes,
     .route = route_stage,
     .round = round_stage,
     .plan = plan_stage,
     .experts_forward = experts_forward,
-    .backward = smoe_cuda_backward,
+    .backward = moe_cuda_backward,
     .update_selection_bias = update_selection_bias,
 };

@@ -1,16 +1,19 @@
-/* The backward as launches: lists, dh and dS, dw2, dw1, the router's, then dx_rows and dx chunk by chunk.
+/* The backward as launches: lists, dh and dS, dw2, dw1, the router's part, then dx_rows and dx for one
+ * column chunk after another.
  *
- * Scratch: the work lists; dS's parts; dH unless it takes H's place; the nonzeros of sparse dlogits; then one
- * place for what is never there at the same time: A' and the tiles of split experts of dw2, those of dw1,
- * dense dlogits and dWr's tiles, dX~ of one chunk. */
+ * Scratch: the work lists; the parts of dS; dH, unless it takes H's place; the nonzeros of sparse dlogits;
+ * then one area that these share, since no two of them are needed at the same time: A' with the tiles of
+ * dw2's split experts, the tiles of dw1's split experts, dense dlogits with dWr's tiles, and dX~ of one
+ * chunk. */
 #include "host/backward.h"
+#include "wanted.h"
 
 static uint64_t larger(uint64_t a, uint64_t b)
 {
     return a > b ? a : b;
 }
 
-static backward_scratch lay_out(const device_state *state, const smoe_problem *p)
+static backward_scratch lay_out(const device_state *state, const moe_problem *p)
 {
     const smoe_layer *layer = &p->layer;
     const uint64_t rows = (uint64_t)p->padded_rows, experts = (uint64_t)layer->experts;
@@ -20,27 +23,27 @@ static backward_scratch lay_out(const device_state *state, const smoe_problem *p
     backward_scratch s = {0};
     s.tiles2 = kernels->weight_tiles(d, n, 1);
     s.tiles1 = kernels->weight_tiles(d, n, p->gated ? 2 : 1);
-    s.parts = smoe_split_bound(blocks, s.tiles2, state->ctas);
+    s.parts = moe_split_bound(blocks, s.tiles2, state->ctas);
     s.ds_parts = (n + kernels->ds_columns - 1) / kernels->ds_columns;
     const uint64_t parts = (uint64_t)s.parts, tile = kernels->weight_tile_bytes;
-    s.tiles = s.counts + smoe_align_up(6 * sizeof(int32_t));
+    s.tiles = s.counts + moe_align_up(6 * sizeof(int32_t));
     s.pieces =
-        s.tiles + smoe_align_up(sizeof(smoe_work) *
-                                (uint64_t)smoe_work_bound(p->padded_rows, layer->experts, SMOE_TILE_BLOCKS));
-    s.splits = s.pieces + smoe_align_up(sizeof(smoe_piece) * (experts + parts));
-    s.block_expert = s.splits + smoe_align_up(sizeof(smoe_split) * (parts + 1));
-    s.ds = s.block_expert + smoe_align_up(sizeof(int32_t) * (uint64_t)(blocks + 1));
-    s.dh = s.ds + smoe_align_up(sizeof(float) * rows * (uint64_t)(s.ds_parts + 1));
-    s.shared = s.dh + (layer->reuse_saved ? 0 : smoe_align_up(rows * (uint64_t)(p->h_width * p->element)));
+        s.tiles + moe_align_up(sizeof(moe_work) *
+                               (uint64_t)moe_work_bound(p->padded_rows, layer->experts, SMOE_TILE_BLOCKS));
+    s.splits = s.pieces + moe_align_up(sizeof(moe_piece) * (experts + parts));
+    s.block_expert = s.splits + moe_align_up(sizeof(moe_split) * (parts + 1));
+    s.ds = s.block_expert + moe_align_up(sizeof(int32_t) * (uint64_t)(blocks + 1));
+    s.dh = s.ds + moe_align_up(sizeof(float) * rows * (uint64_t)(s.ds_parts + 1));
+    s.shared = s.dh + (layer->reuse_saved ? 0 : moe_align_up(rows * (uint64_t)(p->h_width * p->element)));
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
-        s.router = smoe_cuda_router_scratch(state, p, s.shared);
+        s.router = moe_cuda_router_scratch(state, p, s.shared);
         s.shared = s.router.end;
     }
     s.a = s.shared;
-    s.parts2 = s.a + smoe_align_up(rows * (uint64_t)(layer->intermediate * p->element));
+    s.parts2 = s.a + moe_align_up(rows * (uint64_t)(layer->intermediate * p->element));
     const uint64_t dw2_end = s.parts2 + parts * (uint64_t)s.tiles2 * tile;
     const uint64_t dw1_end = s.shared + parts * (uint64_t)s.tiles1 * tile;
-    const uint64_t dx_end = s.shared + smoe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
+    const uint64_t dx_end = s.shared + moe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
     s.end = larger(larger(dw2_end, dw1_end), larger(dx_end, s.router.passing_end));
     return s;
 }
@@ -51,14 +54,14 @@ static const char *why_no_backward(const smoe_layer *layer)
     return layer->inference ? "inference is 1: nothing was saved for a backward" : NULL;
 }
 
-uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_problem *problem)
+uint64_t moe_cuda_backward_scratch(const device_state *state, const moe_problem *problem)
 {
     return why_no_backward(&problem->layer) ? 0 : lay_out(state, problem).end;
 }
 
 static cudaError_t make_lists(const backward_call *c)
 {
-    const smoe_cuda_make_lists experts = {
+    const moe_cuda_make_lists experts = {
         .block_offsets = c->plan->block_offsets,
         .order = c->plan->order,
         .lists = c->lists,
@@ -67,9 +70,9 @@ static cudaError_t make_lists(const backward_call *c)
         .weight_tiles = c->at.tiles2,
         .ctas = c->state->ctas,
     };
-    if (!smoe_cuda_router_has_lists(c)) return smoe_cuda_lists_launch(&experts, NULL, c->stream);
-    const smoe_cuda_make_lists router = smoe_cuda_router_lists(c);
-    return smoe_cuda_lists_launch(&experts, &router, c->stream);
+    if (!moe_cuda_router_has_lists(c)) return moe_cuda_lists_launch(&experts, NULL, c->stream);
+    const moe_cuda_make_lists router = moe_cuda_router_lists(c);
+    return moe_cuda_lists_launch(&experts, &router, c->stream);
 }
 
 static cudaError_t run_dh(backward_call *c)
@@ -100,7 +103,7 @@ static cudaError_t run_ds(const backward_call *c)
     const smoe_layer *layer = &c->problem->layer;
     const smoe_backward_args *args = c->args;
     const smoe_entry entry = layer->entry;
-    const smoe_cuda_ds p = {
+    const moe_cuda_ds p = {
         .partial = (float *)(c->scratch + c->at.ds),
         .parts = c->at.ds_parts + (args->b2 ? 1 : 0),
         .dout = args->dout,
@@ -120,7 +123,7 @@ static cudaError_t run_ds(const backward_call *c)
         .wide_index = layer->index_type == SMOE_TYPE_I64,
     };
     return p.topk_gradient || p.token_gradient || p.row_gradient || c->with_router
-               ? smoe_cuda_ds_launch(&p, layer->dtype, c->stream)
+               ? moe_cuda_ds_launch(&p, layer->dtype, c->stream)
                : cudaSuccess;
 }
 
@@ -147,14 +150,19 @@ static moe_dw weight_gradient(const backward_call *c, const void *features, int 
 
 static cudaError_t run_dw2(backward_call *c)
 {
-    const smoe_layer *layer = &c->problem->layer;
+    if (!c->args->dw2) return cudaSuccess;
     moe_dw dw = weight_gradient(c, c->a, 1);
     dw.tokens = c->args->dout;
     dw.gradient = c->args->dw2;
     dw.parts = c->at.parts ? (float *)(c->scratch + c->at.parts2) : NULL;
-    const cudaError_t status = c->state->kernels->dw(&c->on, &dw);
-    if (status != cudaSuccess || !c->args->db2) return status;
-    const smoe_cuda_db bias = {
+    return c->state->kernels->dw(&c->on, &dw);
+}
+
+static cudaError_t run_db2(const backward_call *c)
+{
+    if (!c->args->db2) return cudaSuccess;
+    const smoe_layer *layer = &c->problem->layer;
+    const moe_cuda_db bias = {
         .values = c->args->dout,
         .row_token = c->plan->row_token,
         .row_weight = c->plan->row_weight,
@@ -166,20 +174,25 @@ static cudaError_t run_dw2(backward_call *c)
         .experts = (int32_t)layer->experts,
         .accumulate = layer->accumulate,
     };
-    return smoe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
+    return moe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
 }
 
 static cudaError_t run_dw1(backward_call *c)
 {
-    const smoe_layer *layer = &c->problem->layer;
+    if (!c->args->dw1) return cudaSuccess;
     moe_dw dw = weight_gradient(c, c->dh, c->halves);
     dw.tokens = c->args->x;
     dw.gradient = c->args->dw1;
     dw.parts = c->at.parts ? (float *)(c->scratch + c->at.shared) : NULL;
     dw.transposed = 1;
-    const cudaError_t status = c->state->kernels->dw(&c->on, &dw);
-    if (status != cudaSuccess || !c->args->db1) return status;
-    const smoe_cuda_db bias = {
+    return c->state->kernels->dw(&c->on, &dw);
+}
+
+static cudaError_t run_db1(const backward_call *c)
+{
+    if (!c->args->db1) return cudaSuccess;
+    const smoe_layer *layer = &c->problem->layer;
+    const moe_cuda_db bias = {
         .values = c->dh,
         .counts = c->plan->counts,
         .block_offsets = c->plan->block_offsets,
@@ -188,10 +201,10 @@ static cudaError_t run_dw1(backward_call *c)
         .columns = (int32_t)c->problem->h_width,
         .experts = (int32_t)layer->experts,
         .half = (int32_t)layer->intermediate,
-        .interleaved = dw.interleaved,
+        .interleaved = c->halves == 2 && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .accumulate = layer->accumulate,
     };
-    return smoe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
+    return moe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
 }
 
 static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t columns)
@@ -219,18 +232,18 @@ static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t c
 static cudaError_t run_dx(const backward_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
-    smoe_cuda_combine p = {
+    moe_cuda_combine p = {
         .y = c->scratch + c->at.shared,
         .out = (char *)c->args->dx + first_column * c->problem->element,
         .token_offsets = c->plan->token_offsets,
         .token_rows = c->plan->token_rows,
-        .topk = smoe_rows_of_a_token(layer),
+        .topk = moe_rows_of_a_token(layer),
         .tokens = layer->tokens,
         .hidden = layer->hidden,
         .columns = columns,
     };
-    if (c->with_router && c->args->router_weight) smoe_cuda_router_term(c, first_column, &p);
-    return smoe_cuda_combine_launch(&p, layer->dtype, c->stream);
+    if (c->with_router && c->args->router_weight) moe_cuda_router_term(c, first_column, &p);
+    return moe_cuda_combine_launch(&p, layer->dtype, c->stream);
 }
 
 static cudaError_t run_chunks(smoe_context *context, backward_call *c)
@@ -239,48 +252,56 @@ static cudaError_t run_chunks(smoe_context *context, backward_call *c)
     cudaError_t status = cudaSuccess;
     for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
         const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
-        smoe_stage_begin(context, SMOE_STAGE_DX_ROWS, c->stream);
+        moe_stage_begin(context, SMOE_STAGE_DX_ROWS, c->stream);
         status = run_dx_rows(c, first, columns);
-        smoe_stage_end(context, SMOE_STAGE_DX_ROWS, c->stream);
+        moe_stage_end(context, SMOE_STAGE_DX_ROWS, c->stream);
         if (status != cudaSuccess) return status;
-        smoe_stage_begin(context, SMOE_STAGE_DX, c->stream);
+        moe_stage_begin(context, SMOE_STAGE_DX, c->stream);
         status = run_dx(c, first, columns);
-        smoe_stage_end(context, SMOE_STAGE_DX, c->stream);
+        moe_stage_end(context, SMOE_STAGE_DX, c->stream);
     }
     return status;
 }
 
 static cudaError_t run_stages(smoe_context *context, backward_call *c)
 {
-    smoe_stage_begin(context, SMOE_STAGE_DH, c->stream);
-    cudaError_t status = make_lists(c);
-    if (status == cudaSuccess) status = run_dh(c);
-    if (status == cudaSuccess) status = run_ds(c);
-    smoe_stage_end(context, SMOE_STAGE_DH, c->stream);
-    if (status != cudaSuccess) return status;
-    smoe_stage_begin(context, SMOE_STAGE_DW2, c->stream);
-    status = run_dw2(c);
-    smoe_stage_end(context, SMOE_STAGE_DW2, c->stream);
-    if (status != cudaSuccess) return status;
-    smoe_stage_begin(context, SMOE_STAGE_DW1, c->stream);
-    status = run_dw1(c);
-    smoe_stage_end(context, SMOE_STAGE_DW1, c->stream);
-    if (status == cudaSuccess && c->with_router) {
-        smoe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, c->stream);
-        status = smoe_cuda_router_backward(c);
-        smoe_stage_end(context, SMOE_STAGE_ROUTER_BWD, c->stream);
+    const smoe_backward_args *args = c->args;
+    const int ds = moe_wants_ds(&c->problem->layer, args, c->with_router);
+    cudaError_t status = cudaSuccess;
+    if (ds || moe_wants_dh(args) || args->dw2) { /* dh leaves A' to dw2 */
+        moe_stage_begin(context, SMOE_STAGE_DH, c->stream);
+        status = make_lists(c);
+        if (status == cudaSuccess) status = run_dh(c);
+        if (status == cudaSuccess) status = run_ds(c);
+        moe_stage_end(context, SMOE_STAGE_DH, c->stream);
     }
-    return status == cudaSuccess ? run_chunks(context, c) : status;
+    if (status == cudaSuccess && moe_wants_dw2(args)) {
+        moe_stage_begin(context, SMOE_STAGE_DW2, c->stream);
+        status = run_dw2(c);
+        if (status == cudaSuccess) status = run_db2(c);
+        moe_stage_end(context, SMOE_STAGE_DW2, c->stream);
+    }
+    if (status == cudaSuccess && moe_wants_dw1(args)) {
+        moe_stage_begin(context, SMOE_STAGE_DW1, c->stream);
+        status = run_dw1(c);
+        if (status == cudaSuccess) status = run_db1(c);
+        moe_stage_end(context, SMOE_STAGE_DW1, c->stream);
+    }
+    if (status == cudaSuccess && c->with_router) {
+        moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, c->stream);
+        status = moe_cuda_router_backward(c);
+        moe_stage_end(context, SMOE_STAGE_ROUTER_BWD, c->stream);
+    }
+    return status == cudaSuccess && args->dx ? run_chunks(context, c) : status;
 }
 
-smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *problem,
-                               const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
-                               void *stream)
+smoe_status moe_cuda_backward(smoe_context *context, const moe_problem *problem,
+                              const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
+                              void *stream)
 {
     const device_state *state = context->state;
-    const char *const function = with_router ? "smoe_layer_backward" : "smoe_experts_backward";
     const char *missing = why_no_backward(&problem->layer);
-    if (missing) return smoe_fail(context, SMOE_ERROR_UNSUPPORTED, "%s: %s", function, missing);
+    if (missing) return moe_fail(context, SMOE_ERROR_UNSUPPORTED, "%s: %s", context->function, missing);
     const backward_scratch at = lay_out(state, problem);
     char *scratch = args->scratch;
     backward_call call = {
@@ -289,8 +310,8 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
         .plan = plan,
         .state = state,
         .at = at,
-        .lists = {(int32_t *)(scratch + at.counts), (smoe_work *)(scratch + at.tiles),
-                  (smoe_piece *)(scratch + at.pieces), (smoe_split *)(scratch + at.splits),
+        .lists = {(int32_t *)(scratch + at.counts), (moe_work *)(scratch + at.tiles),
+                  (moe_piece *)(scratch + at.pieces), (moe_split *)(scratch + at.splits),
                   (int32_t *)(scratch + at.block_expert), (int32_t *)(scratch + at.counts) + 4},
         .scratch = scratch,
         .dh = problem->layer.reuse_saved ? plan->h : scratch + at.dh,
@@ -303,8 +324,8 @@ smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *proble
     };
     int before;
     cudaError_t status = enter_device(state, &before);
-    if (status != cudaSuccess) return device_error(context, function, status);
+    if (status != cudaSuccess) return device_error(context, status);
     status = run_stages(context, &call);
     leave_device(state, before);
-    return launch_result(context, function, &call.on, status);
+    return launch_result(context, &call.on, status);
 }

@@ -11,7 +11,7 @@ typedef struct router_scratch {
     uint64_t terms;                                       /* (T, K), layers that may be sparse */
     uint64_t end;                                         /* of what lives until dx */
     uint64_t dense;                                       /* dlogits (T, stride) dtype */
-    uint64_t bias_sums;                                   /* (smoe_cuda_dlogits_ctas, stride) */
+    uint64_t bias_sums;                                   /* (moe_cuda_dlogits_ctas, stride) */
     uint64_t parts;                                       /* tiles of dWr by pieces of the tokens */
     uint64_t passing_end;                                 /* of what lives in router_bwd alone */
     int32_t stride;                                       /* E to the next multiple of 8 */
@@ -31,12 +31,12 @@ typedef struct backward_scratch {
 
 /* What the stages share. */
 typedef struct backward_call {
-    const smoe_problem *problem;
+    const moe_problem *problem;
     const smoe_backward_args *args;
-    const smoe_plan_arrays *plan;
+    const moe_plan_arrays *plan;
     const device_state *state;
     backward_scratch at;
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     char *scratch, *dh, *a;
     int64_t rows; /* whole blocks of the padded rows */
     int halves, with_router;
@@ -47,16 +47,17 @@ typedef struct backward_call {
 /* ---- router_backward.c ---- */
 
 /* The parts from `at` on; those of router_bwd alone from `end` on, where other stages have theirs. */
-router_scratch smoe_cuda_router_scratch(const device_state *state, const smoe_problem *problem, uint64_t at);
+router_scratch moe_cuda_router_scratch(const device_state *state, const moe_problem *problem, uint64_t at);
 
-/* Its work lists are wanted: dWr and a dense dX are to be computed. */
-int smoe_cuda_router_has_lists(const backward_call *call);
-smoe_cuda_make_lists smoe_cuda_router_lists(const backward_call *call);
+/* Its work lists are wanted: dWr or a dense dX is to be computed. */
+int moe_cuda_router_has_lists(const backward_call *call);
+moe_cuda_make_lists moe_cuda_router_lists(const backward_call *call);
 
-/* dlogits, dbr, dWr, and where dlogits is dense its term of dX, which goes to dx. */
-cudaError_t smoe_cuda_router_backward(backward_call *call);
+/* Those that are asked for of dlogits, dbr, dWr, and where dlogits is dense its term of dX, which goes to dx.
+ */
+cudaError_t moe_cuda_router_backward(backward_call *call);
 
 /* What dx adds to its sums of rows, for the chunk from first_column on. */
-void smoe_cuda_router_term(const backward_call *call, int64_t first_column, smoe_cuda_combine *combine);
+void moe_cuda_router_term(const backward_call *call, int64_t first_column, moe_cuda_combine *combine);
 
 #endif

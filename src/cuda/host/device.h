@@ -19,7 +19,8 @@ static inline moe_launch launch_on(const device_state *state, smoe_type dtype, c
     return on;
 }
 
-/* The caller's device comes back when a call is done. */
+/* The current device belongs to the calling thread: every call sets the context's own, so that a context may
+ * move between threads, and gives the caller's back when it is done. */
 static inline cudaError_t enter_device(const device_state *state, int *before)
 {
     cudaError_t status = cudaGetDevice(before);
@@ -32,26 +33,25 @@ static inline void leave_device(const device_state *state, int before)
     if (before != state->device) cudaSetDevice(before);
 }
 
-static inline smoe_status device_error(smoe_context *context, const char *what, cudaError_t status)
+static inline smoe_status device_error(smoe_context *context, cudaError_t status)
 {
-    return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: CUDA error %d (%s): %s", what, (int)status,
-                     cudaGetErrorName(status), cudaGetErrorString(status));
+    return moe_fail(context, SMOE_ERROR_DEVICE, "%s: CUDA error %d (%s): %s", context->function, (int)status,
+                    cudaGetErrorName(status), cudaGetErrorString(status));
 }
 
 /* The status of a call whose launches returned `status`. */
-static inline smoe_status launch_result(smoe_context *context, const char *function, const moe_launch *on,
-                                        cudaError_t status)
+static inline smoe_status launch_result(smoe_context *context, const moe_launch *on, cudaError_t status)
 {
     if (on->map_status != CUDA_SUCCESS)
-        return smoe_fail(context, SMOE_ERROR_DEVICE, "%s: cuTensorMapEncodeTiled failed with driver error %d",
-                         function, (int)on->map_status);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, function, status);
+        return moe_fail(context, SMOE_ERROR_DEVICE, "%s: cuTensorMapEncodeTiled failed with driver error %d",
+                        context->function, (int)on->map_status);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
 /* backward.c */
-uint64_t smoe_cuda_backward_scratch(const device_state *state, const smoe_problem *problem);
-smoe_status smoe_cuda_backward(smoe_context *context, const smoe_problem *problem,
-                               const smoe_backward_args *args, const smoe_plan_arrays *plan, int with_router,
-                               void *stream);
+uint64_t moe_cuda_backward_scratch(const device_state *state, const moe_problem *problem);
+smoe_status moe_cuda_backward(smoe_context *context, const moe_problem *problem,
+                              const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
+                              void *stream);
 
 #endif

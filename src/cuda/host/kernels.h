@@ -37,7 +37,7 @@ typedef struct moe_up {
     void *a;                      /* (rows, intermediate) */
     const int32_t *row_token;     /* (rows) */
     const int32_t *block_offsets; /* (experts + 1) */
-    smoe_cuda_lists lists;
+    moe_cuda_lists lists;
     int64_t rows, hidden, intermediate, experts;
     int gated, interleaved; /* interleaved: gate and up rows of W1 alternate */
     smoe_activation activation;
@@ -50,7 +50,7 @@ typedef struct moe_down {
     const void *b2;               /* (experts, hidden) or NULL */
     void *y;                      /* (rows, columns) */
     const int32_t *block_offsets; /* (experts + 1) */
-    smoe_cuda_lists lists;
+    moe_cuda_lists lists;
     int64_t rows, hidden, intermediate, experts;
     int64_t first_column, columns;
 } moe_down;
@@ -65,7 +65,7 @@ typedef struct moe_dh {
     float *ds;        /* (parts, padded_rows): parts of dS, one for every ds_columns columns of dA' */
     const int32_t *row_token;
     const float *row_weight;
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int64_t padded_rows, hidden, intermediate, experts;
     int gated;
     smoe_activation activation;
@@ -80,7 +80,7 @@ typedef struct moe_dw {
                              hidden) */
     float *parts;         /* (bound on parts, weight tiles) tiles of split experts; NULL: none is split */
     const int32_t *row_token; /* NULL: row r is token r */
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int64_t rows, hidden, intermediate, row_width, experts;
     int halves, interleaved, accumulate, transposed;
     smoe_type gradient_type; /* F32 or dtype */
@@ -93,7 +93,7 @@ typedef struct moe_dx_rows {
     const void *w1;               /* (experts, halves x intermediate, hidden); intermediate <= row_width */
     void *dx;                     /* (rows, columns) */
     const int32_t *block_offsets; /* (experts + 1), or NULL: one expert */
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int64_t rows, hidden, intermediate, row_width, experts;
     int halves, interleaved;
     int64_t first_column, columns;

@@ -12,17 +12,17 @@ extern "C" {
 #endif
 
 /* Work lists of one plan: device memory, in scratch. */
-typedef struct smoe_cuda_lists {
-    int32_t *counts;   /* (2) entries of tiles and of pieces */
-    smoe_work *tiles;  /* limit SMOE_TILE_BLOCKS */
-    smoe_work *pieces; /* limit piece_limit */
+typedef struct moe_cuda_lists {
+    int32_t *counts;  /* (2) entries of tiles and of pieces */
+    moe_work *tiles;  /* limit SMOE_TILE_BLOCKS */
+    moe_work *pieces; /* limit piece_limit */
     int32_t piece_limit;
     int32_t *turn; /* (2) zero between launches: feed.cuh */
-} smoe_cuda_lists;
+} moe_cuda_lists;
 
 /* ---- plan ---- */
 
-typedef struct smoe_cuda_plan {
+typedef struct moe_cuda_plan {
     /* in: way 2 */
     const void *ids;      /* (T, K) int32 or int64 */
     const float *weights; /* (T, K); way 3: (T) or NULL for ones */
@@ -31,53 +31,54 @@ typedef struct smoe_cuda_plan {
     int32_t wide_index;  /* int64 */
     int32_t tokens, experts, topk;
     int32_t padded_rows; /* of the arrays */
-    int32_t chunk;       /* way 2, of plan_size.h */
-    int32_t counted;     /* the kernel before left the chunks' counts in `work`, and wrote ids and weights */
+    int32_t segment;     /* way 2, of plan_size.h */
+    int32_t counted; /* the kernel before left the segments' counts in `work`, and wrote ids and weights */
     /* out, as in smoe_plan_view */
     int32_t *counts, *row_offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
     float *row_weight;
     int32_t *topk_counts; /* `counts` once more, or NULL */
-    smoe_cuda_lists lists;
-    /* work space: smoe_cuda_plan_work_bytes */
+    moe_cuda_lists lists;
+    /* work space: moe_cuda_plan_work_bytes */
     void *work;
-} smoe_cuda_plan;
+} moe_cuda_plan;
 
-uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk);
-cudaError_t smoe_cuda_plan_init(void);
-cudaError_t smoe_cuda_plan_rows_init(void);
-cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *plan, cudaStream_t stream);
-cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *plan, cudaStream_t stream);
+uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t segment);
+cudaError_t moe_cuda_plan_init(void);
+cudaError_t moe_cuda_plan_rows_init(void);
+cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *plan, cudaStream_t stream);
+/* most_ctas: the multiprocessors of the device */
+cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *plan, int most_ctas, cudaStream_t stream);
 
 /* ---- combine ---- */
 
 /* A nonzero of dlogits. */
-typedef struct smoe_cuda_term {
+typedef struct moe_cuda_term {
     int32_t expert;
     float dlogit;
-} smoe_cuda_term;
+} moe_cuda_term;
 
 /* Rows that every token has unless some were lost; 0: any number. */
-static inline int32_t smoe_rows_of_a_token(const smoe_layer *layer)
+static inline int32_t moe_rows_of_a_token(const smoe_layer *layer)
 {
     return layer->entry == SMOE_ENTRY_FROM_ROWS || layer->rounding != SMOE_ROUNDING_NONE
                ? 0
                : (int32_t)layer->topk;
 }
 
-typedef struct smoe_cuda_combine {
+typedef struct moe_cuda_combine {
     const void *y; /* (padded_rows, columns) */
     void *out;     /* (T, hidden), at the chunk's first column */
     const int32_t *token_offsets, *token_rows;
     const float *row_weight; /* NULL: ones */
-    int32_t topk;            /* smoe_rows_of_a_token */
+    int32_t topk;            /* moe_rows_of_a_token */
     /* the router's term: the sum starts from what is in `out`; or every row comes with dlogit Wr[expert] */
     int32_t onto;
-    const smoe_cuda_term *terms; /* as token_rows, or NULL */
-    const void *router_weight;   /* Wr (E, hidden), at the chunk's first column; with terms */
+    const moe_cuda_term *terms; /* as token_rows, or NULL */
+    const void *router_weight;  /* Wr (E, hidden), at the chunk's first column; with terms */
     int64_t tokens, hidden, columns;
-} smoe_cuda_combine;
+} moe_cuda_combine;
 
-cudaError_t smoe_cuda_combine_launch(const smoe_cuda_combine *combine, smoe_type dtype, cudaStream_t stream);
+cudaError_t moe_cuda_combine_launch(const moe_cuda_combine *combine, smoe_type dtype, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -10,29 +10,29 @@ extern "C" {
 
 /* ---- lists: the work of a plan once more (the forward's lists stood in scratch) ---- */
 
-typedef struct smoe_cuda_backward_lists {
+typedef struct moe_cuda_backward_lists {
     int32_t *counts;       /* (3) entries of tiles, pieces and splits */
-    smoe_work *tiles;      /* limit SMOE_TILE_BLOCKS */
-    smoe_piece *pieces;    /* (experts + bound of the split ones) */
-    smoe_split *splits;    /* (experts) */
+    moe_work *tiles;       /* limit SMOE_TILE_BLOCKS */
+    moe_piece *pieces;     /* (experts + bound of the split ones) */
+    moe_split *splits;     /* (experts) */
     int32_t *block_expert; /* (padded blocks) the expert of each block of rows, -1 past the last */
-    int32_t *turn;         /* (2) as in smoe_cuda_lists */
-} smoe_cuda_backward_lists;
+    int32_t *turn;         /* (2) as in moe_cuda_lists */
+} moe_cuda_backward_lists;
 
-typedef struct smoe_cuda_make_lists {
+typedef struct moe_cuda_make_lists {
     const int32_t *block_offsets, *order; /* of the plan; NULL: one expert of padded_blocks blocks */
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int32_t experts, padded_blocks;
-    int32_t weight_tiles, ctas; /* smoe_split_limit */
-} smoe_cuda_make_lists;
+    int32_t weight_tiles, ctas; /* moe_split_limit */
+} moe_cuda_make_lists;
 
 /* router: the lists of a second problem, or NULL. */
-cudaError_t smoe_cuda_lists_launch(const smoe_cuda_make_lists *experts, const smoe_cuda_make_lists *router,
-                                   cudaStream_t stream);
+cudaError_t moe_cuda_lists_launch(const moe_cuda_make_lists *experts, const moe_cuda_make_lists *router,
+                                  cudaStream_t stream);
 
 /* ---- ds ---- */
 
-typedef struct smoe_cuda_ds {
+typedef struct moe_cuda_ds {
     float *partial; /* (parts, padded_rows); with bias the last part is written here first */
     int32_t parts;
     const void *dout, *bias; /* (T, hidden), b2 (E, hidden) or NULL */
@@ -43,13 +43,13 @@ typedef struct smoe_cuda_ds {
     float *row_gradient;   /* FROM_LOGITS: (padded_rows) or NULL */
     int64_t padded_rows, tokens;
     int32_t hidden, topk, wide_index;
-} smoe_cuda_ds;
+} moe_cuda_ds;
 
-cudaError_t smoe_cuda_ds_launch(const smoe_cuda_ds *ds, smoe_type dtype, cudaStream_t stream);
+cudaError_t moe_cuda_ds_launch(const moe_cuda_ds *ds, smoe_type dtype, cudaStream_t stream);
 
 /* ---- db2 and db1 ---- */
 
-typedef struct smoe_cuda_db {
+typedef struct moe_cuda_db {
     const void *values;       /* (rows or tokens, columns): dH, or dO with row_token */
     const int32_t *row_token; /* NULL: the values are rows */
     const float *row_weight;  /* NULL: ones */
@@ -58,22 +58,22 @@ typedef struct smoe_cuda_db {
     int32_t columns, experts;
     int32_t half, interleaved; /* interleaved: column j is element 2j or, from `half` on, 2 (j - half) + 1 */
     int32_t accumulate;
-} smoe_cuda_db;
+} moe_cuda_db;
 
-cudaError_t smoe_cuda_db_launch(const smoe_cuda_db *db, smoe_type dtype, smoe_type gradient_type,
-                                cudaStream_t stream);
+cudaError_t moe_cuda_db_launch(const moe_cuda_db *db, smoe_type dtype, smoe_type gradient_type,
+                               cudaStream_t stream);
 
 /* ---- dlogits ---- */
 
 /* Every token's nonzeros of dlogits stand at its K rows: with scores of the kept experts alone, no rounding
  * and no loss. */
-static inline int smoe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
+static inline int moe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
 {
     return layer->rounding == SMOE_ROUNDING_NONE &&
            (layer->score != SMOE_SCORE_SOFTMAX_TOPK || layer->renormalize) && balance == 0.0f && z == 0.0f;
 }
 
-typedef struct smoe_cuda_dlogits {
+typedef struct moe_cuda_dlogits {
     smoe_layer layer;
     const void *logits; /* (T, E) logits_type */
     const float *ds;    /* (ds_parts, padded_rows) */
@@ -82,17 +82,17 @@ typedef struct smoe_cuda_dlogits {
     const float *topk_weights;
     float balance, z; /* coefficients of the losses */
     int32_t ds_parts;
-    int32_t stride;        /* E to the next multiple of 8 */
-    void *dense;           /* (T, stride) dtype, zeros past E; or NULL */
-    void *dlogits;         /* (T, E) logits_type, or NULL */
-    smoe_cuda_term *terms; /* (T, K) in the order of token_rows; sparse only, or NULL */
-    float *bias_sums;      /* (smoe_cuda_dlogits_ctas, stride), or NULL */
-    void *bias_gradient;   /* dbr (E), with bias_sums */
-} smoe_cuda_dlogits;
+    int32_t stride;       /* E to the next multiple of 8 */
+    void *dense;          /* (T, stride) dtype, zeros past E; or NULL */
+    void *dlogits;        /* (T, E) logits_type, or NULL */
+    moe_cuda_term *terms; /* (T, K) in the order of token_rows; sparse only, or NULL */
+    float *bias_sums;     /* (moe_cuda_dlogits_ctas, stride), or NULL */
+    void *bias_gradient;  /* dbr (E), with bias_sums */
+} moe_cuda_dlogits;
 
 /* CTAs, each with so many tokens; at most this many for any coefficients. */
-int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer);
-cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *dlogits, cudaStream_t stream);
+int64_t moe_cuda_dlogits_ctas(const smoe_layer *layer);
+cudaError_t moe_cuda_dlogits_launch(const moe_cuda_dlogits *dlogits, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
-/* Sizes of the plan from given top-K: tokens go by chunks, one a CTA; a chunk's counts are one row of a
- * matrix [chunk][padded experts] of 16 bits. Where that matrix is small every CTA sums its columns itself, in
- * 16 bits; else another kernel does. */
+/* Sizes of the plan from given top-K. Tokens are cut into segments, one a CTA. A segment's counts are one
+ * row of the count matrix [segment][padded experts] of 16-bit numbers. If the matrix is small, every CTA
+ * sums its columns itself, in 16 bits; otherwise a separate kernel does. */
 #ifndef SMOE_CUDA_PLAN_SIZE_H
 #define SMOE_CUDA_PLAN_SIZE_H
 
@@ -9,52 +9,52 @@
 enum {
     SMOE_PLAN_THREADS = 512,
     SMOE_PLAN_EACH = 2, /* quads of a thread: a token's ids stand in quads of four */
-    SMOE_PLAN_PAIRS = 4 * SMOE_PLAN_EACH * SMOE_PLAN_THREADS, /* the most of a chunk */
-    SMOE_PLAN_CHUNK = 256,       /* the most tokens of a chunk; a multiple of 32 */
-    SMOE_PLAN_SMALL_CHUNK = 128, /* for few tokens, so that more CTAs share them */
+    SMOE_PLAN_PAIRS = 4 * SMOE_PLAN_EACH * SMOE_PLAN_THREADS, /* the most of a segment */
+    SMOE_PLAN_SEGMENT = 256,       /* the most tokens of a segment; a multiple of 32 */
+    SMOE_PLAN_SMALL_SEGMENT = 128, /* for few tokens, so that more CTAs share them */
     SMOE_PLAN_FEW_TOKENS = 8192,
     SMOE_PLAN_SUMMED_TOKENS = 65535, /* no count of theirs passes 16 bits */
     SMOE_PLAN_SUMMED_CELLS = 65536,  /* 128 KB, read by every CTA */
     SMOE_PLAN_SHARED = 232448
 };
 
-SMOE_HD int32_t smoe_plan_padded_experts(int32_t experts)
+SMOE_HD int32_t moe_plan_padded_experts(int32_t experts)
 {
     return (experts + 7) / 8 * 8;
 }
 
 /* Quads of a token. */
-SMOE_HD int32_t smoe_plan_quads(int32_t topk)
+SMOE_HD int32_t moe_plan_quads(int32_t topk)
 {
     return (topk + 3) / 4;
 }
 
 /* Offsets into the shared memory of the scatter kernel; `end` is its size. */
-typedef struct smoe_plan_shared {
-    uint32_t masks;  /* uint32 [chunk/32][experts]: bit t says that token t of the group chose the expert */
-    uint32_t summed; /* uint32 [all chunks, those before][4][experts / 8]: expert 8 c + 2 j in the low half of
-                        [j][c], 8 c + 2 j + 1 above it */
+typedef struct moe_plan_shared {
+    uint32_t masks;  /* uint32 [segment/32][experts]: bit t says that token t of the group chose the expert */
+    uint32_t summed; /* uint32 [all segments, those before][4][experts / 8]: expert 8 c + 2 j in the low half
+                        of [j][c], 8 c + 2 j + 1 above it */
     uint32_t totals; /* uint32 [4] */
     uint32_t rows;   /* uint32 [experts]: rows of the expert */
-    uint32_t before; /* uint32 [experts]: those of the chunks before */
-    uint32_t place;  /* int32 [experts][2]: padded row less place in `sorted`, and that place, of the chunk's
-                        first pair */
-    uint32_t local;  /* uint32 [experts]: pairs of the chunk with this expert */
-    uint32_t token_first;  /* uint32 [chunk + 1]: pairs of the chunk's tokens before */
-    uint32_t sorted;       /* uint32 [chunk * topk][2]: expert << 16 | token and the weight, by expert, then
+    uint32_t before; /* uint32 [experts]: those of the segments before */
+    uint32_t place; /* int32 [experts][2]: padded row less place in `sorted`, and that place, of the segment's
+                       first pair */
+    uint32_t local; /* uint32 [experts]: pairs of the segment with this expert */
+    uint32_t token_first;  /* uint32 [segment + 1]: pairs of the segment's tokens before */
+    uint32_t sorted;       /* uint32 [segment * topk][2]: expert << 16 | token and the weight, by expert, then
                               token */
-    uint32_t token_rows;   /* int32 [chunk * topk]: padded rows by token */
-    uint32_t ids;          /* uint16 [chunk][quads][4] */
-    uint32_t group_before; /* uint16 [chunk/32][experts]: pairs of the expert in the groups before */
+    uint32_t token_rows;   /* int32 [segment * topk]: padded rows by token */
+    uint32_t ids;          /* uint16 [segment][quads][4] */
+    uint32_t group_before; /* uint16 [segment/32][experts]: pairs of the expert in the groups before */
     uint32_t scratch;      /* uint32 [32] */
     uint32_t end;
-} smoe_plan_shared;
+} moe_plan_shared;
 
-SMOE_HD smoe_plan_shared smoe_plan_shared_of(int32_t chunk, int32_t experts, int32_t topk)
+SMOE_HD moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int32_t topk)
 {
-    const uint32_t e = (uint32_t)smoe_plan_padded_experts(experts), groups = (uint32_t)chunk / 32;
-    const uint32_t pairs = (uint32_t)(chunk * topk);
-    smoe_plan_shared s;
+    const uint32_t e = (uint32_t)moe_plan_padded_experts(experts), groups = (uint32_t)segment / 32;
+    const uint32_t pairs = (uint32_t)(segment * topk);
+    moe_plan_shared s;
     s.masks = 0;
     s.summed = s.masks + groups * e * 4;
     s.totals = s.summed + e * 4;
@@ -65,33 +65,33 @@ SMOE_HD smoe_plan_shared smoe_plan_shared_of(int32_t chunk, int32_t experts, int
     s.sorted = s.local + e * 4;
     s.token_rows = s.sorted + pairs * 8;
     s.ids = s.token_rows + pairs * 4;
-    s.group_before = s.ids + (uint32_t)(chunk * smoe_plan_quads(topk)) * 8;
+    s.group_before = s.ids + (uint32_t)(segment * moe_plan_quads(topk)) * 8;
     s.token_first = s.group_before + groups * e * 2;
-    s.scratch = s.token_first + (uint32_t)chunk * 4 + 16;
+    s.scratch = s.token_first + (uint32_t)segment * 4 + 16;
     s.end = s.scratch + 128;
     return s;
 }
 
-/* May a chunk have so many tokens? */
-SMOE_HD int smoe_plan_chunk_fits(int32_t chunk, int32_t experts, int32_t topk)
+/* May a segment have so many tokens? */
+SMOE_HD int moe_plan_segment_fits(int32_t segment, int32_t experts, int32_t topk)
 {
-    return chunk <= SMOE_PLAN_CHUNK && chunk * smoe_plan_quads(topk) * 4 <= SMOE_PLAN_PAIRS &&
-           smoe_plan_shared_of(chunk, experts, topk).end <= SMOE_PLAN_SHARED;
+    return segment <= SMOE_PLAN_SEGMENT && segment * moe_plan_quads(topk) * 4 <= SMOE_PLAN_PAIRS &&
+           moe_plan_shared_of(segment, experts, topk).end <= SMOE_PLAN_SHARED;
 }
 
-/* Tokens of a chunk. */
-SMOE_HD int32_t smoe_plan_chunk(int64_t tokens, int32_t experts, int32_t topk)
+/* Tokens of a segment. */
+SMOE_HD int32_t moe_plan_segment(int64_t tokens, int32_t experts, int32_t topk)
 {
-    int32_t chunk = tokens > SMOE_PLAN_FEW_TOKENS ? SMOE_PLAN_CHUNK : SMOE_PLAN_SMALL_CHUNK;
-    while (chunk > 32 && !smoe_plan_chunk_fits(chunk, experts, topk)) chunk /= 2;
-    return chunk;
+    int32_t segment = tokens > SMOE_PLAN_FEW_TOKENS ? SMOE_PLAN_SEGMENT : SMOE_PLAN_SMALL_SEGMENT;
+    while (segment > 32 && !moe_plan_segment_fits(segment, experts, topk)) segment /= 2;
+    return segment;
 }
 
 /* Does every CTA sum the matrix itself? */
-SMOE_HD int smoe_plan_is_summed(int64_t tokens, int32_t experts, int32_t chunk)
+SMOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
 {
     return tokens <= SMOE_PLAN_SUMMED_TOKENS &&
-           smoe_divide_up(tokens, chunk) * smoe_plan_padded_experts(experts) <= SMOE_PLAN_SUMMED_CELLS;
+           moe_divide_up(tokens, segment) * moe_plan_padded_experts(experts) <= SMOE_PLAN_SUMMED_CELLS;
 }
 
 /* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095;
@@ -100,12 +100,12 @@ SMOE_HD int smoe_plan_is_summed(int64_t tokens, int32_t experts, int32_t chunk)
 
 enum { SMOE_PLAN_NO_ID = 0x7fff, SMOE_PLAN_REPEATED = 0x4000 };
 
-SMOE_HD uint32_t smoe_plan_lower(uint32_t id, uint32_t two_entries)
+SMOE_HD uint32_t moe_plan_lower(uint32_t id, uint32_t two_entries)
 {
     return ((((id + 0x7fff) * 0x00010001u) - two_entries) >> 15) & 0x00010001u;
 }
 
-SMOE_HD uint32_t smoe_plan_both(uint32_t counts)
+SMOE_HD uint32_t moe_plan_both(uint32_t counts)
 {
     return (counts & 0xffff) + (counts >> 16);
 }

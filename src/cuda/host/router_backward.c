@@ -1,66 +1,82 @@
 /* router_bwd: dlogits, dbr, dWr = dlogits^T X, and dX += dlogits Wr where dlogits is dense.
  *
- * Both products are the experts' own kernels: the tokens are the rows of one expert, E is its width. dWr is a
- * dW1 of dense dlogits in the place of dH, its tokens cut into so many pieces that all tiles are one wave.
- * The dense term of dX is a dX~ of Wr in the place of W1, one row a token, written to dx, where the combine
- * of dX starts from it; a sparse one comes with the rows (combine.cu), and dlogits' nonzeros live until
- * then. */
+ * Both products use the experts' kernels: the tokens are the rows of one expert of width E. dWr is a dW1
+ * with dense dlogits in the place of dH; the tokens are cut into as many pieces as make all of its tiles one
+ * wave. The dense term of dX is a dX~ with Wr in the place of W1. It has one row for each token and is
+ * written to dx, where the combine of dX starts from it. A sparse term is added with the rows (combine.cu);
+ * its nonzeros stay in scratch until then. */
 #include "host/backward.h"
 
-/* The tokens' list of work is cut by smoe_split_limit with these: one tile, so many CTAs as pieces. */
+/* The tokens' list of work is cut by moe_split_limit with these: one tile, so many CTAs as pieces. */
 enum { ONE_TILE = 1 };
 
 static int32_t token_blocks(const smoe_layer *layer)
 {
-    return (int32_t)smoe_divide_up(layer->tokens, SMOE_BLOCK_ROWS);
+    return (int32_t)moe_divide_up(layer->tokens, SMOE_BLOCK_ROWS);
 }
 
-router_scratch smoe_cuda_router_scratch(const device_state *state, const smoe_problem *p, uint64_t at)
+router_scratch moe_cuda_router_scratch(const device_state *state, const moe_problem *p, uint64_t at)
 {
     const smoe_layer *layer = &p->layer;
     const int32_t tiles = state->kernels->weight_tiles((int32_t)layer->hidden, (int32_t)layer->experts, 1);
     const int32_t blocks = token_blocks(layer);
     const uint64_t tokens = (uint64_t)layer->tokens, tile = state->kernels->weight_tile_bytes;
     router_scratch s = {.counts = at};
-    s.stride = (int32_t)(smoe_divide_up(layer->experts, 8) * 8);
+    s.stride = (int32_t)(moe_divide_up(layer->experts, 8) * 8);
     s.pieces_at_once = tiles < state->ctas ? state->ctas / tiles : 1;
-    const int64_t pieces = smoe_divide_up(blocks, smoe_split_limit(blocks, ONE_TILE, s.pieces_at_once));
+    const int64_t pieces = moe_divide_up(blocks, moe_split_limit(blocks, ONE_TILE, s.pieces_at_once));
     s.parts_count = pieces > 1 ? (int32_t)pieces : 0;
-    s.tiles = s.counts + smoe_align_up(6 * sizeof(int32_t));
-    s.pieces = s.tiles + smoe_align_up(sizeof(smoe_work) *
-                                       (uint64_t)smoe_work_bound(layer->tokens, 1, SMOE_TILE_BLOCKS));
-    s.splits = s.pieces + smoe_align_up(sizeof(smoe_piece) * (uint64_t)pieces);
-    s.block_expert = s.splits + smoe_align_up(sizeof(smoe_split));
-    s.terms = s.block_expert + smoe_align_up(sizeof(int32_t) * (uint64_t)blocks);
-    s.end = s.terms + (smoe_dlogits_are_sparse(layer, 0.0f, 0.0f)
-                           ? smoe_align_up(tokens * (uint64_t)layer->topk * sizeof(smoe_cuda_term))
+    s.tiles = s.counts + moe_align_up(6 * sizeof(int32_t));
+    s.pieces = s.tiles +
+               moe_align_up(sizeof(moe_work) * (uint64_t)moe_work_bound(layer->tokens, 1, SMOE_TILE_BLOCKS));
+    s.splits = s.pieces + moe_align_up(sizeof(moe_piece) * (uint64_t)pieces);
+    s.block_expert = s.splits + moe_align_up(sizeof(moe_split));
+    s.terms = s.block_expert + moe_align_up(sizeof(int32_t) * (uint64_t)blocks);
+    s.end = s.terms + (moe_dlogits_are_sparse(layer, 0.0f, 0.0f)
+                           ? moe_align_up(tokens * (uint64_t)layer->topk * sizeof(moe_cuda_term))
                            : 0);
     s.dense = s.end;
-    s.bias_sums = s.dense + smoe_align_up(tokens * (uint64_t)(s.stride * p->element));
-    s.parts =
-        s.bias_sums + smoe_align_up((uint64_t)(smoe_cuda_dlogits_ctas(layer) * s.stride) * sizeof(float));
+    s.bias_sums = s.dense + moe_align_up(tokens * (uint64_t)(s.stride * p->element));
+    s.parts = s.bias_sums + moe_align_up((uint64_t)(moe_cuda_dlogits_ctas(layer) * s.stride) * sizeof(float));
     s.passing_end = s.parts + (uint64_t)s.parts_count * (uint64_t)tiles * tile;
     return s;
 }
 
-int smoe_cuda_router_has_lists(const backward_call *c)
+static int is_sparse(const backward_call *c)
 {
-    return c->with_router && c->args->router_weight;
+    return moe_dlogits_are_sparse(&c->problem->layer, c->args->balance_coefficient, c->args->z_coefficient);
 }
 
-static smoe_cuda_backward_lists lists_at(const backward_call *c)
+/* dX has the router's term. */
+static int wants_term(const backward_call *c)
+{
+    return c->args->dx && c->args->router_weight;
+}
+
+/* Dense dlogits are read, by dWr or by the term of dX. */
+static int wants_dense(const backward_call *c)
+{
+    return c->args->drouter_weight || (wants_term(c) && !is_sparse(c));
+}
+
+int moe_cuda_router_has_lists(const backward_call *c)
+{
+    return c->with_router && wants_dense(c);
+}
+
+static moe_cuda_backward_lists lists_at(const backward_call *c)
 {
     const router_scratch *at = &c->at.router;
-    const smoe_cuda_backward_lists lists = {
-        (int32_t *)(c->scratch + at->counts),       (smoe_work *)(c->scratch + at->tiles),
-        (smoe_piece *)(c->scratch + at->pieces),    (smoe_split *)(c->scratch + at->splits),
+    const moe_cuda_backward_lists lists = {
+        (int32_t *)(c->scratch + at->counts),       (moe_work *)(c->scratch + at->tiles),
+        (moe_piece *)(c->scratch + at->pieces),     (moe_split *)(c->scratch + at->splits),
         (int32_t *)(c->scratch + at->block_expert), (int32_t *)(c->scratch + at->counts) + 4};
     return lists;
 }
 
-smoe_cuda_make_lists smoe_cuda_router_lists(const backward_call *c)
+moe_cuda_make_lists moe_cuda_router_lists(const backward_call *c)
 {
-    const smoe_cuda_make_lists p = {
+    const moe_cuda_make_lists p = {
         .lists = lists_at(c),
         .experts = 1,
         .padded_blocks = token_blocks(&c->problem->layer),
@@ -70,16 +86,10 @@ smoe_cuda_make_lists smoe_cuda_router_lists(const backward_call *c)
     return p;
 }
 
-static int is_sparse(const backward_call *c)
-{
-    return smoe_dlogits_are_sparse(&c->problem->layer, c->args->balance_coefficient, c->args->z_coefficient);
-}
-
 static cudaError_t run_dlogits(const backward_call *c)
 {
     const smoe_backward_args *args = c->args;
-    const int weight = args->router_weight != NULL;
-    const smoe_cuda_dlogits p = {
+    const moe_cuda_dlogits p = {
         .layer = c->problem->layer,
         .logits = args->logits,
         .ds = (const float *)(c->scratch + c->at.ds),
@@ -94,13 +104,13 @@ static cudaError_t run_dlogits(const backward_call *c)
         .z = args->z_coefficient,
         .ds_parts = c->at.ds_parts + (args->b2 ? 1 : 0),
         .stride = c->at.router.stride,
-        .dense = weight ? c->scratch + c->at.router.dense : NULL,
+        .dense = wants_dense(c) ? c->scratch + c->at.router.dense : NULL,
         .dlogits = args->dlogits,
-        .terms = weight && is_sparse(c) ? (smoe_cuda_term *)(c->scratch + c->at.router.terms) : NULL,
+        .terms = wants_term(c) && is_sparse(c) ? (moe_cuda_term *)(c->scratch + c->at.router.terms) : NULL,
         .bias_sums = args->drouter_bias ? (float *)(c->scratch + c->at.router.bias_sums) : NULL,
         .bias_gradient = args->drouter_bias,
     };
-    return smoe_cuda_dlogits_launch(&p, c->stream);
+    return moe_cuda_dlogits_launch(&p, c->stream);
 }
 
 static cudaError_t run_dwr(backward_call *c)
@@ -145,18 +155,17 @@ static cudaError_t run_dense_dx(backward_call *c)
     return c->state->kernels->dx_rows(&c->on, &dx);
 }
 
-cudaError_t smoe_cuda_router_backward(backward_call *c)
+cudaError_t moe_cuda_router_backward(backward_call *c)
 {
     cudaError_t status = run_dlogits(c);
-    if (!c->args->router_weight) return status;
-    if (status == cudaSuccess) status = run_dwr(c);
-    return status == cudaSuccess && !is_sparse(c) ? run_dense_dx(c) : status;
+    if (status == cudaSuccess && c->args->drouter_weight) status = run_dwr(c);
+    return status == cudaSuccess && wants_term(c) && !is_sparse(c) ? run_dense_dx(c) : status;
 }
 
-void smoe_cuda_router_term(const backward_call *c, int64_t first_column, smoe_cuda_combine *combine)
+void moe_cuda_router_term(const backward_call *c, int64_t first_column, moe_cuda_combine *combine)
 {
     combine->onto = !is_sparse(c);
     if (combine->onto) return;
-    combine->terms = (const smoe_cuda_term *)(c->scratch + c->at.router.terms);
+    combine->terms = (const moe_cuda_term *)(c->scratch + c->at.router.terms);
     combine->router_weight = (const char *)c->args->router_weight + first_column * c->problem->element;
 }

@@ -1,53 +1,54 @@
-/* route, round and plan of layers from logits: where everything stands in scratch, and which kernels run. */
+/* route, round and plan of layers from logits: where everything is in scratch, and which kernels are
+ * launched. */
 #include "host/routing.h"
 #include "host/plan_size.h"
 
 /* The next `bytes` of the scratch (none: NULL); with no scratch only counts. */
-static void *take(smoe_cuda_routing *r, char *scratch, int64_t bytes)
+static void *take(moe_cuda_routing *r, char *scratch, int64_t bytes)
 {
     const uint64_t at = r->bytes;
-    r->bytes += smoe_align_up((uint64_t)bytes);
+    r->bytes += moe_align_up((uint64_t)bytes);
     return scratch && bytes ? scratch + at : NULL;
 }
 
-/* Can the plan's chunks be top-K's, which then counts them? */
-static int topk_counts_chunks(const smoe_layer *l)
+/* Can the plan's segments be top-K's, which then counts them? */
+static int topk_counts_segments(const smoe_layer *l)
 {
-    const int32_t chunk = smoe_cuda_topk_chunk(l), experts = (int32_t)l->experts;
-    return chunk && smoe_plan_chunk_fits(chunk, experts, (int32_t)l->topk) &&
-           smoe_plan_is_summed(l->tokens, experts, chunk);
+    const int32_t segment = moe_cuda_topk_segment(l), experts = (int32_t)l->experts;
+    return segment && moe_plan_segment_fits(segment, experts, (int32_t)l->topk) &&
+           moe_plan_is_summed(l->tokens, experts, segment);
 }
 
 /* Sizes never depend on the call's arguments. */
-static smoe_cuda_routing routing_at(const smoe_problem *problem, void *scratch)
+static moe_cuda_routing routing_at(const moe_problem *problem, void *scratch)
 {
     const smoe_layer *l = &problem->layer;
     const int rounded = l->rounding != SMOE_ROUNDING_NONE;
-    smoe_cuda_routing r = {.layer = *l};
+    moe_cuda_routing r = {.layer = *l};
     r.panels = (l->tokens + SMOE_ROUTE_PANEL - 1) / SMOE_ROUTE_PANEL;
     r.words = r.panels * SMOE_ROUTE_PANEL_WORDS;
     const int64_t cells = r.panels * l->experts;
-    const int64_t key = smoe_type_bytes(l->logits_type); /* 16 bits of it say it all for bf16 logits */
+    const int64_t key = moe_type_bytes(l->logits_type); /* 16 bits of it say it all for bf16 logits */
     r.mask = take(&r, scratch, 4 * l->experts * r.words);
     r.word_rows = take(&r, scratch, rounded ? 4 * l->experts * r.words : 0);
     r.keys = take(&r, scratch, rounded ? key * cells * SMOE_ROUTE_PANEL : 0);
-    r.softmax = take(&r, scratch, (int64_t)sizeof(smoe_token_softmax) * l->tokens);
+    r.softmax = take(&r, scratch, (int64_t)sizeof(moe_token_softmax) * l->tokens);
     r.panel_probability = take(&r, scratch, 8 * cells);
     r.panel_z = take(&r, scratch, 8 * r.panels);
     r.expert_balance = take(&r, scratch, 8 * l->experts);
-    r.plan_chunk = smoe_plan_chunk(l->tokens, (int32_t)l->experts, (int32_t)l->topk);
-    const int handed_over = !rounded && topk_counts_chunks(l);
-    if (handed_over) r.plan_chunk = smoe_cuda_topk_chunk(l);
-    r.plan_work = take(&r, scratch,
-                       rounded ? 0 : (int64_t)smoe_cuda_plan_work_bytes(l->tokens, l->experts, r.plan_chunk));
-    if (handed_over) r.chunk_counts = r.plan_work;
+    r.plan_segment = moe_plan_segment(l->tokens, (int32_t)l->experts, (int32_t)l->topk);
+    const int handed_over = !rounded && topk_counts_segments(l);
+    if (handed_over) r.plan_segment = moe_cuda_topk_segment(l);
+    r.plan_work = take(
+        &r, scratch, rounded ? 0 : (int64_t)moe_cuda_plan_work_bytes(l->tokens, l->experts, r.plan_segment));
+    if (handed_over) r.segment_counts = r.plan_work;
     return r;
 }
 
-smoe_cuda_routing smoe_cuda_routing_of(const smoe_problem *problem, const smoe_forward_args *args,
-                                       const smoe_plan_arrays *plan, void *scratch)
+moe_cuda_routing moe_cuda_routing_of(const moe_problem *problem, const smoe_forward_args *args,
+                                     const moe_plan_arrays *plan, void *scratch)
 {
-    smoe_cuda_routing r = routing_at(problem, scratch);
+    moe_cuda_routing r = routing_at(problem, scratch);
     r.logits = args->logits;
     r.selection_bias = args->selection_bias;
     r.losses = args->losses;
@@ -56,21 +57,21 @@ smoe_cuda_routing smoe_cuda_routing_of(const smoe_problem *problem, const smoe_f
     r.topk_weights = plan->topk_weights;
     r.topk_counts = plan->topk_counts;
     r.counts = plan->counts;
-    if (!smoe_routing_needs_softmax(&r)) r.softmax = NULL;
-    if (!smoe_routing_rounded(&r) && !r.losses) r.mask = NULL;
+    if (!moe_routing_needs_softmax(&r)) r.softmax = NULL;
+    if (!moe_routing_rounded(&r) && !r.losses) r.mask = NULL;
     return r;
 }
 
-uint64_t smoe_cuda_routing_scratch(const smoe_problem *problem)
+uint64_t moe_cuda_routing_scratch(const moe_problem *problem)
 {
     return routing_at(problem, NULL).bytes;
 }
 
-cudaError_t smoe_cuda_routing_init(void)
+cudaError_t moe_cuda_routing_init(void)
 {
-    cudaError_t (*const inits[])(void) = {smoe_cuda_topk_fast_init, smoe_cuda_topk_general_init,
-                                          smoe_cuda_rounding_init, smoe_cuda_plan_rounded_init,
-                                          smoe_cuda_router_gemm_init};
+    cudaError_t (*const inits[])(void) = {moe_cuda_topk_fast_init, moe_cuda_topk_general_init,
+                                          moe_cuda_rounding_init, moe_cuda_plan_rounded_init,
+                                          moe_cuda_router_gemm_init};
     for (size_t i = 0; i < sizeof inits / sizeof *inits; i++) {
         const cudaError_t status = inits[i]();
         if (status != cudaSuccess) return status;
@@ -78,61 +79,60 @@ cudaError_t smoe_cuda_routing_init(void)
     return cudaSuccess;
 }
 
-cudaError_t smoe_cuda_route(const smoe_context *context, const smoe_problem *problem,
-                            const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
-                            cudaStream_t stream)
+cudaError_t moe_cuda_route(const smoe_context *context, const moe_problem *problem,
+                           const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
+                           cudaStream_t stream)
 {
-    smoe_cuda_routing r = smoe_cuda_routing_of(problem, args, plan, scratch);
+    moe_cuda_routing r = moe_cuda_routing_of(problem, args, plan, scratch);
     cudaError_t status = cudaSuccess;
     if (args->router_weight) {
-        smoe_stage_begin(context, SMOE_STAGE_ROUTER_GEMM, stream);
-        status = smoe_cuda_router_gemm(&problem->layer, args->x, args->router_weight, args->router_bias,
-                                       args->logits, stream);
-        smoe_stage_end(context, SMOE_STAGE_ROUTER_GEMM, stream);
+        moe_stage_begin(context, SMOE_STAGE_ROUTER_GEMM, stream);
+        status = moe_cuda_router_gemm(&problem->layer, args->x, args->router_weight, args->router_bias,
+                                      args->logits, stream);
+        moe_stage_end(context, SMOE_STAGE_ROUTER_GEMM, stream);
     }
-    smoe_stage_begin(context, SMOE_STAGE_TOPK, stream);
-    if (status == cudaSuccess) status = smoe_cuda_topk(&r, stream);
-    if (smoe_cuda_topk_chunk(&problem->layer)) r.keys = NULL; /* they are there */
+    moe_stage_begin(context, SMOE_STAGE_TOPK, stream);
+    if (status == cudaSuccess) status = moe_cuda_topk(&r, stream);
+    if (moe_cuda_topk_segment(&problem->layer)) r.keys = NULL; /* they are there */
     if (status == cudaSuccess && (r.losses || r.layer.rounding == SMOE_ROUNDING_BALANCE_F))
-        status = smoe_cuda_count(&r, stream);
-    if (status == cudaSuccess && (r.losses || r.keys)) status = smoe_cuda_scores(&r, stream);
-    if (status == cudaSuccess && r.losses) status = smoe_cuda_losses(&r, stream);
-    smoe_stage_end(context, SMOE_STAGE_TOPK, stream);
+        status = moe_cuda_count(&r, stream);
+    if (status == cudaSuccess && (r.losses || r.keys)) status = moe_cuda_scores(&r, stream);
+    if (status == cudaSuccess && r.losses) status = moe_cuda_losses(&r, stream);
+    moe_stage_end(context, SMOE_STAGE_TOPK, stream);
     return status;
 }
 
-cudaError_t smoe_cuda_round(const smoe_problem *problem, const smoe_forward_args *args,
-                            const smoe_plan_arrays *plan, void *scratch, cudaStream_t stream)
+cudaError_t moe_cuda_round(const moe_problem *problem, const smoe_forward_args *args,
+                           const moe_plan_arrays *plan, void *scratch, cudaStream_t stream)
 {
-    const smoe_cuda_routing r = smoe_cuda_routing_of(problem, args, plan, scratch);
-    return smoe_cuda_rounding(&r, stream);
+    const moe_cuda_routing r = moe_cuda_routing_of(problem, args, plan, scratch);
+    return moe_cuda_rounding(&r, stream);
 }
 
-cudaError_t smoe_cuda_plan_from_logits(const smoe_problem *problem, const smoe_forward_args *args,
-                                       const smoe_plan_arrays *plan, const smoe_cuda_lists *lists,
-                                       void *scratch, cudaStream_t stream)
+cudaError_t moe_cuda_plan_from_logits(const moe_problem *problem, const smoe_forward_args *args,
+                                      const moe_plan_arrays *plan, const moe_cuda_lists *lists, void *scratch,
+                                      cudaStream_t stream)
 {
     const smoe_layer *l = &problem->layer;
-    const smoe_cuda_routing r = smoe_cuda_routing_of(problem, args, plan, scratch);
-    const smoe_cuda_plan p = {.ids = plan->topk_ids,
-                              .weights = plan->topk_weights,
-                              .tokens = (int32_t)l->tokens,
-                              .experts = (int32_t)l->experts,
-                              .topk = (int32_t)l->topk,
-                              .padded_rows = (int32_t)problem->padded_rows,
-                              .chunk = r.plan_chunk,
-                              .counted = r.chunk_counts != NULL,
-                              .counts = plan->counts,
-                              .row_offsets = plan->offsets,
-                              .block_offsets = plan->block_offsets,
-                              .order = plan->order,
-                              .row_token = plan->row_token,
-                              .token_offsets = plan->token_offsets,
-                              .token_rows = plan->token_rows,
-                              .row_weight = plan->row_weight,
-                              .topk_counts = smoe_routing_rounded(&r) ? NULL : plan->topk_counts,
-                              .lists = *lists,
-                              .work = r.plan_work};
-    return smoe_routing_rounded(&r) ? smoe_cuda_plan_rounded(&r, &p, stream)
-                                    : smoe_cuda_plan_topk(&p, stream);
+    const moe_cuda_routing r = moe_cuda_routing_of(problem, args, plan, scratch);
+    const moe_cuda_plan p = {.ids = plan->topk_ids,
+                             .weights = plan->topk_weights,
+                             .tokens = (int32_t)l->tokens,
+                             .experts = (int32_t)l->experts,
+                             .topk = (int32_t)l->topk,
+                             .padded_rows = (int32_t)problem->padded_rows,
+                             .segment = r.plan_segment,
+                             .counted = r.segment_counts != NULL,
+                             .counts = plan->counts,
+                             .row_offsets = plan->offsets,
+                             .block_offsets = plan->block_offsets,
+                             .order = plan->order,
+                             .row_token = plan->row_token,
+                             .token_offsets = plan->token_offsets,
+                             .token_rows = plan->token_rows,
+                             .row_weight = plan->row_weight,
+                             .topk_counts = moe_routing_rounded(&r) ? NULL : plan->topk_counts,
+                             .lists = *lists,
+                             .work = r.plan_work};
+    return moe_routing_rounded(&r) ? moe_cuda_plan_rounded(&r, &p, stream) : moe_cuda_plan_topk(&p, stream);
 }

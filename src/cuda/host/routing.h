@@ -16,13 +16,13 @@ enum {
 };
 
 /* The softmax of a token: p[e] = term(l[e] - max) / sum. */
-typedef struct smoe_token_softmax {
+typedef struct moe_token_softmax {
     float max, sum;
-} smoe_token_softmax;
+} moe_token_softmax;
 
 /* What the kernels are given: device pointers, NULL where a layer needs none. W = 8 P words of 32 tokens, P
  * panels. */
-typedef struct smoe_cuda_routing {
+typedef struct moe_cuda_routing {
     smoe_layer layer;
     /* from the caller */
     const void *logits;          /* (T, E) logits_type */
@@ -38,88 +38,89 @@ typedef struct smoe_cuda_routing {
     uint32_t *mask;     /* (E, W): bit t % 32 of word t / 32 is set when token t has expert e; rounding
                            or losses */
     int32_t *word_rows; /* (E, W): padded row of the word's first token; rounding */
-    void *keys;         /* (E, 256 P) smoe_score_key, uint16 (its high half) with bf16 logits,
+    void *keys;         /* (E, 256 P) moe_score_key, uint16 (its high half) with bf16 logits,
                            else uint32; rounding */
-    smoe_token_softmax *softmax; /* (T); rounding by softmax scores, or losses */
-    double *panel_probability;   /* (P, E) sums of p; losses */
-    double *panel_z;             /* (P) sums of logsumexp^2; losses */
-    double *expert_balance;      /* (E) count[e] sum_t p[t,e]; losses */
-    void *plan_work;             /* of the plan from top-K; no rounding */
-    uint16_t *chunk_counts;      /* its start, (chunks, E) counts, where top-K makes them */
-    int32_t plan_chunk;          /* tokens of its chunks */
+    moe_token_softmax *softmax; /* (T); rounding by softmax scores, or losses */
+    double *panel_probability;  /* (P, E) sums of p; losses */
+    double *panel_z;            /* (P) sums of logsumexp^2; losses */
+    double *expert_balance;     /* (E) count[e] sum_t p[t,e]; losses */
+    void *plan_work;            /* of the plan from top-K; no rounding */
+    uint16_t *segment_counts;   /* its start, (segments, E) counts, where top-K makes them */
+    int32_t plan_segment;       /* tokens of its segments */
     int64_t panels, words;
     uint64_t bytes;
-} smoe_cuda_routing;
+} moe_cuda_routing;
 
-static inline int smoe_routing_rounded(const smoe_cuda_routing *r)
+static inline int moe_routing_rounded(const moe_cuda_routing *r)
 {
     return r->layer.rounding != SMOE_ROUNDING_NONE;
 }
 
 /* Every token's softmax is read later on. */
-static inline int smoe_routing_needs_softmax(const smoe_cuda_routing *r)
+static inline int moe_routing_needs_softmax(const moe_cuda_routing *r)
 {
-    return r->losses || (smoe_routing_rounded(r) && r->layer.score != SMOE_SCORE_SIGMOID);
+    return r->losses || (moe_routing_rounded(r) && r->layer.score != SMOE_SCORE_SIGMOID);
 }
 
 /* Once a device: raises the limits of shared memory. */
-cudaError_t smoe_cuda_routing_init(void);
-cudaError_t smoe_cuda_topk_fast_init(void);
-cudaError_t smoe_cuda_topk_general_init(void);
-cudaError_t smoe_cuda_rounding_init(void);
-cudaError_t smoe_cuda_plan_rounded_init(void);
-cudaError_t smoe_cuda_router_gemm_init(void);
+cudaError_t moe_cuda_routing_init(void);
+cudaError_t moe_cuda_topk_fast_init(void);
+cudaError_t moe_cuda_topk_general_init(void);
+cudaError_t moe_cuda_rounding_init(void);
+cudaError_t moe_cuda_plan_rounded_init(void);
+cudaError_t moe_cuda_router_gemm_init(void);
 
 /* logits = x router_weight^T + bias; x (T, d), router_weight (E, d), bias (E) or NULL, all of dtype. */
-cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
-                                  const void *bias, void *logits, cudaStream_t stream);
+cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
+                                 const void *bias, void *logits, cudaStream_t stream);
 
-/* topk_ids, topk_weights, mask and softmax where they are needed; the fast kernel also keys and chunk_counts.
+/* topk_ids, topk_weights, mask and softmax where they are needed; the fast kernel also keys and
+ * segment_counts.
  */
-cudaError_t smoe_cuda_topk(const smoe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_topk(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* Every layer runs by the general kernel; the fast one is for SOFTMAX_TOPK and TOPK_SOFTMAX with E a multiple
  * of 8 up to 512 and K <= 16. Tokens of its CTAs, 0 for the other layers. */
-int32_t smoe_cuda_topk_chunk(const smoe_layer *layer);
-cudaError_t smoe_cuda_topk_general(const smoe_cuda_routing *routing, cudaStream_t stream);
+int32_t moe_cuda_topk_segment(const smoe_layer *layer);
+cudaError_t moe_cuda_topk_general(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* keys where they are wanted, and the panels' sums for losses. */
-cudaError_t smoe_cuda_scores(const smoe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_scores(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* topk_counts from the mask, for who needs all of them before round or plan: losses and balance rounding. */
-cudaError_t smoe_cuda_count(const smoe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_count(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* losses, from scores' sums. */
-cudaError_t smoe_cuda_losses(const smoe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_losses(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* Moves the mask to the rule's counts, which go to `counts`; topk_counts. */
-cudaError_t smoe_cuda_rounding(const smoe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_rounding(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* The plan from the mask. `plan`: the outputs, tokens, experts, padded_rows and lists. */
-cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *routing, const smoe_cuda_plan *plan,
-                                   cudaStream_t stream);
+cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *routing, const moe_cuda_plan *plan,
+                                  cudaStream_t stream);
 
-cudaError_t smoe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts, float gamma,
-                                     cudaStream_t stream);
+cudaError_t moe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts, float gamma,
+                                    cudaStream_t stream);
 
-/* ---- routing.c: what the backend's slots enqueue ---- */
+/* ---- routing.c: what the backend's functions enqueue ---- */
 
 /* Scratch that route, round and plan share. */
-uint64_t smoe_cuda_routing_scratch(const smoe_problem *problem);
+uint64_t moe_cuda_routing_scratch(const moe_problem *problem);
 
 /* All that the kernels of one call are given. */
-smoe_cuda_routing smoe_cuda_routing_of(const smoe_problem *problem, const smoe_forward_args *args,
-                                       const smoe_plan_arrays *plan, void *scratch);
+moe_cuda_routing moe_cuda_routing_of(const moe_problem *problem, const smoe_forward_args *args,
+                                     const moe_plan_arrays *plan, void *scratch);
 
 /* The context is asked for its stage callback only. */
-cudaError_t smoe_cuda_route(const smoe_context *context, const smoe_problem *problem,
-                            const smoe_forward_args *args, const smoe_plan_arrays *plan, void *scratch,
-                            cudaStream_t stream);
-cudaError_t smoe_cuda_round(const smoe_problem *problem, const smoe_forward_args *args,
-                            const smoe_plan_arrays *plan, void *scratch, cudaStream_t stream);
-cudaError_t smoe_cuda_plan_from_logits(const smoe_problem *problem, const smoe_forward_args *args,
-                                       const smoe_plan_arrays *plan, const smoe_cuda_lists *lists,
-                                       void *scratch, cudaStream_t stream);
+cudaError_t moe_cuda_route(const smoe_context *context, const moe_problem *problem,
+                           const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
+                           cudaStream_t stream);
+cudaError_t moe_cuda_round(const moe_problem *problem, const smoe_forward_args *args,
+                           const moe_plan_arrays *plan, void *scratch, cudaStream_t stream);
+cudaError_t moe_cuda_plan_from_logits(const moe_problem *problem, const smoe_forward_args *args,
+                                      const moe_plan_arrays *plan, const moe_cuda_lists *lists, void *scratch,
+                                      cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
-/* How the work of the grouped GEMMs is cut. An expert's rows stand in blocks of 64; a work list has one entry
- * for every run of at most `limit` blocks of one expert, in row order. The plan writes two lists on the
- * device: tiles (limit 2: the 128 rows of a CTA) and pieces (a long limit: what streams past resident
- * weights). A unit of work is an entry and a column tile, the column tile fastest. */
+/* How the work of the grouped GEMMs is cut. An expert's rows are blocks of 64. A work list has one entry for
+ * every run of at most `limit` blocks of one expert, in row order. The plan writes two lists on the device:
+ * row tiles (limit 2, the 128 rows of a CTA) and pieces (a higher limit, for the weight-stationary core). A
+ * unit is an entry and a column tile; consecutive units have consecutive column tiles. */
 #ifndef SMOE_CUDA_SCHEDULER_H
 #define SMOE_CUDA_SCHEDULER_H
 
@@ -9,62 +9,62 @@
 
 enum { SMOE_BLOCK_ROWS = 64, SMOE_TILE_BLOCKS = 2 };
 
-typedef struct smoe_work {
+typedef struct moe_work {
     int32_t row;  /* first padded row */
     int32_t what; /* expert in the low 12 bits, blocks above them */
-} smoe_work;
+} moe_work;
 
-SMOE_HD smoe_work smoe_work_make(int32_t row, int32_t expert, int32_t blocks)
+SMOE_HD moe_work moe_work_make(int32_t row, int32_t expert, int32_t blocks)
 {
-    const smoe_work work = {row, (int32_t)(expert | blocks << 12)};
+    const moe_work work = {row, (int32_t)(expert | blocks << 12)};
     return work;
 }
 
-SMOE_HD int32_t smoe_work_expert(smoe_work work)
+SMOE_HD int32_t moe_work_expert(moe_work work)
 {
     return work.what & 4095;
 }
 
-SMOE_HD int32_t smoe_work_blocks(smoe_work work)
+SMOE_HD int32_t moe_work_blocks(moe_work work)
 {
     return work.what >> 12;
 }
 
-SMOE_HD int64_t smoe_divide_up(int64_t a, int64_t b)
+SMOE_HD int64_t moe_divide_up(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
 /* Where entry `i` of the `entries` that `blocks` blocks of an expert are cut into begins: as equal as they
  * can be, the longer ones first. */
-SMOE_HD int32_t smoe_cut(int32_t blocks, int32_t entries, int32_t i)
+SMOE_HD int32_t moe_cut(int32_t blocks, int32_t entries, int32_t i)
 {
     const int32_t each = blocks / entries, longer = blocks % entries;
     return i * each + (i < longer ? i : longer);
 }
 
 /* More entries than any routing of `rows` rows can make with this limit. */
-SMOE_HD int64_t smoe_work_bound(int64_t padded_rows, int64_t experts, int32_t limit)
+SMOE_HD int64_t moe_work_bound(int64_t padded_rows, int64_t experts, int32_t limit)
 {
     return padded_rows / SMOE_BLOCK_ROWS / limit + experts + 1;
 }
 
 /* The limit of the pieces: whole experts under even routing, so that weights are loaded once an expert; what
  * is a quarter above the mean is cut, so that a skewed routing still spreads over the CTAs. */
-SMOE_HD int32_t smoe_piece_limit(int64_t rows, int64_t experts)
+SMOE_HD int32_t moe_piece_limit(int64_t rows, int64_t experts)
 {
-    const int64_t blocks = smoe_divide_up(rows * 5, experts * 4 * SMOE_BLOCK_ROWS);
+    const int64_t blocks = moe_divide_up(rows * 5, experts * 4 * SMOE_BLOCK_ROWS);
     return (int32_t)(blocks < 16 ? 16 : blocks > 4096 ? 4096 : blocks);
 }
 
 /* ---- Exact division of small numbers by one factor: i / divisor for i divisor < 2^24 ---- */
 
-SMOE_HD uint32_t smoe_reciprocal(uint32_t divisor)
+SMOE_HD uint32_t moe_reciprocal(uint32_t divisor)
 {
     return ((1u << 24) + divisor - 1) / divisor;
 }
 
-SMOE_HD uint32_t smoe_divide(uint32_t i, uint32_t reciprocal)
+SMOE_HD uint32_t moe_divide(uint32_t i, uint32_t reciprocal)
 {
     return (uint32_t)((uint64_t)i * reciprocal >> 24);
 }
@@ -79,22 +79,22 @@ enum {
 };
 
 /* Some blocks of an expert, ready for the device: 16 bytes. */
-typedef struct smoe_piece {
+typedef struct moe_piece {
     int32_t row; /* first padded row */
     int32_t expert;
     int32_t blocks; /* 0: an expert without rows */
     int32_t part;   /* -1: the expert's only piece; else its number among the pieces of split experts */
-} smoe_piece;
+} moe_piece;
 
 /* A split expert. */
-typedef struct smoe_split {
+typedef struct moe_split {
     int32_t expert, first_part, parts;
-} smoe_split;
+} moe_split;
 
 /* Blocks a piece may have: a CTA's share of `blocks` blocks times `tiles` tiles. */
-SMOE_HD int32_t smoe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
+SMOE_HD int32_t moe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
 {
-    const int64_t share = smoe_divide_up(blocks * tiles, ctas);
+    const int64_t share = moe_divide_up(blocks * tiles, ctas);
     return (int32_t)(share < SMOE_LEAST_SPLIT  ? SMOE_LEAST_SPLIT
                      : share > SMOE_MOST_SPLIT ? SMOE_MOST_SPLIT
                                                : share);
@@ -102,7 +102,7 @@ SMOE_HD int32_t smoe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
 
 /* More pieces of split experts than any routing of at most `blocks` blocks can make: such an expert has more
  * than limit blocks, so fewer than 2 blocks / limit pieces. */
-static inline int64_t smoe_split_bound(int64_t blocks, int32_t tiles, int32_t ctas)
+static inline int64_t moe_split_bound(int64_t blocks, int32_t tiles, int32_t ctas)
 {
     const int64_t by_share = 2 * (int64_t)ctas / tiles, by_least = 2 * blocks / SMOE_LEAST_SPLIT;
     const int64_t by_most = 2 * blocks / SMOE_MOST_SPLIT;

@@ -1,7 +1,7 @@
 // dlogits[t] from dS of the token's rows through the score function, and from the losses.
 //
-// With c the route scale, s = c w the weight of a pair, g = dS of its row (0 for a kept pair that rounding
-// dropped: it stays in the normaliser), p the softmax over E:
+// Names: c is the route scale, w a pair's weight before it, s = c w; g = dS of the pair's row, and 0 for a
+// kept pair that rounding dropped (it stays in the normaliser); p is the softmax over E.
 //
 //   SOFTMAX_TOPK, added pairs of both softmax scores, losses:
 //       dl_e = p_e (v_e - sum_j v_j p_j + z),  v_e the sum of c g_e and E balance count_e / T^2,
@@ -10,28 +10,32 @@
 //   SIGMOID, added pairs:                     dl_e = c g_e sigma_e (1 - sigma_e)
 //   SIGMOID renormalised:                     the same with (g_e - sum_kept g_j w_j) / sum_kept sigma_j
 //
-// A token of which a pair with NaN weight has a row gets NaN in all of its dlogits; nobody else's change.
+// If a row of a token belongs to a pair with NaN weight, all dlogits of this token are NaN. No other token
+// changes.
 //
-// Two kernels. `sparse`, where a token has exactly its K rows and no other nonzero: 8, 16 or 32 lanes a
-// token, K of them with a pair. Rows ascend as experts do, so the row of an id is the one of its rank among
-// the token's ids: nothing but dS is gathered. `general`: a warp a token, any number of rows.
+// Two kernels:
+// - sparse: for layers in which a token has exactly its K rows and no other nonzero dlogit. 8, 16 or 32
+//   lanes work on a token, K of them on one pair each. Rows ascend as expert ids do, so the row of an id
+//   follows from the id's rank among the token's ids, and only dS has to be gathered.
+// - general: one warp a token, any number of rows.
 //
-// Both put a CTA's tokens as rows into shared memory and write them from there: dense for dWr = dlogits^T X
-// (and dX += dlogits Wr) in the storage type, which the tensor cores ask for and which costs dWr less than
-// the stored H has cost dS already; to the caller in the logits' type; and sums over the CTA's tokens for
-// dbr, from f32. The rows are f32, but of the storage type where dense is all that is asked for: `sparse` is
-// bound by instructions and by accesses to shared memory, not by bytes.
+// Both build the rows of a CTA's tokens in shared memory and write from there: dense rows in the storage
+// type for dWr = dlogits^T X and dX += dlogits Wr, the caller's dlogits in the logits' type, and sums over
+// the CTA's tokens for dbr from f32. The products need the storage type because the tensor cores do; this
+// rounding costs dWr less than the rounding of the stored H has cost dS. The rows in shared memory are f32,
+// except where the dense rows are the only result: there they have the storage type, because the sparse
+// kernel is bound by instructions and by accesses to shared memory, not by bytes.
 //
-// Bytes: 12 T K read (4 T K more each part of dS), 2 T E written, 8 T K for the terms; general: the logits
-// too.
+// Bytes: 12 T K read (4 T K more for each further part of dS), 2 T E written, 8 T K for the list of
+// nonzeros. The general kernel also reads the logits.
 #include "common/backward_shared.cuh"
-#include "common/early_launch.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "host/launch_backward.h"
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace dlogits
 {
@@ -41,11 +45,11 @@ namespace
 enum {
     THREADS = 256,
     WARPS = THREADS / 32,
-    STAGE_BYTES = 40 << 10,        // of a CTA's rows
+    STAGING_BYTES = 40 << 10,      // of a CTA's rows
     MOST_EACH = SMOE_MAX_TOPK / 32 // pairs a lane
 };
-static_assert(STAGE_BYTES >= SMOE_MAX_EXPERTS * 4, "a token's row");
-static_assert(STAGE_BYTES + WARPS * SMOE_MAX_TOPK * 8 <= 48 << 10, "shared memory without asking for more");
+static_assert(STAGING_BYTES >= SMOE_MAX_EXPERTS * 4, "a token's row");
+static_assert(STAGING_BYTES + WARPS * SMOE_MAX_TOPK * 8 <= 48 << 10, "shared memory without asking for more");
 
 // ---- From shared to global memory
 
@@ -73,48 +77,48 @@ SMOE_DEVICE void write1(__half *to, float v)
 
 // f32 rows of `stride` elements as rows of `columns` of them.
 template <typename O>
-SMOE_DEVICE void write_as(O *to, const float *stage, int tokens, int stride, int columns)
+SMOE_DEVICE void write_as(O *to, const float *staging, int tokens, int stride, int columns)
 {
     if (columns == stride)
 #pragma unroll 1
         for (int i = threadIdx.x * 4; i < tokens * stride; i += blockDim.x * 4)
-            write4(to + i, *(const float4 *)(stage + i));
+            write4(to + i, *(const float4 *)(staging + i));
     else
 #pragma unroll 1
         for (int i = threadIdx.x; i < tokens * columns; i += blockDim.x)
-            write1(to + i, stage[i / columns * stride + i % columns]);
+            write1(to + i, staging[i / columns * stride + i % columns]);
 }
 
 static_assert(length_of(logits_types()) == 2, "write_rows and logit_at know f32 and bf16");
 
-// The CTA's rows of `tokens` tokens from `first` on: stage (tokens, stride).
+// The CTA's rows of `tokens` tokens from `first` on: staging (tokens, stride).
 template <typename T>
-SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const float *stage, int first, int tokens)
+SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const float *staging, int first, int tokens)
 {
     const int stride = p.stride, experts = (int)p.layer.experts;
-    if (p.dense) write_as((T *)p.dense + (int64_t)first * stride, stage, tokens, stride, stride);
+    if (p.dense) write_as((T *)p.dense + (int64_t)first * stride, staging, tokens, stride, stride);
     const int64_t given = (int64_t)first * experts;
     if (p.dlogits && p.layer.logits_type == SMOE_TYPE_F32)
-        write_as((float *)p.dlogits + given, stage, tokens, stride, experts);
+        write_as((float *)p.dlogits + given, staging, tokens, stride, experts);
     else if (p.dlogits)
-        write_as((__nv_bfloat16 *)p.dlogits + given, stage, tokens, stride, experts);
+        write_as((__nv_bfloat16 *)p.dlogits + given, staging, tokens, stride, experts);
     if (!p.bias_sums) return;
 #pragma unroll 1
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         float sum = 0.0f;
-        for (int t = 0; t < tokens; t++) sum += stage[t * stride + e];
+        for (int t = 0; t < tokens; t++) sum += staging[t * stride + e];
         p.bias_sums[(int64_t)blockIdx.x * stride + e] = sum;
     }
 }
 
 // Rows of the storage type are dense as it is.
 template <typename T>
-SMOE_DEVICE void write_rows(const smoe_cuda_dlogits &p, const T *stage, int first, int tokens)
+SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const T *staging, int first, int tokens)
 {
     char *to = (char *)p.dense + (int64_t)first * (p.stride * 2);
 #pragma unroll 1
     for (int i = threadIdx.x * 16; i < tokens * p.stride * 2; i += THREADS * 16)
-        store_global16(to + i, *(const uint4 *)((const char *)stage + i));
+        store_global16(to + i, *(const uint4 *)((const char *)staging + i));
 }
 
 // ---- Scores
@@ -165,7 +169,7 @@ template <int PLACES> SMOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
     return below;
 }
 
-SMOE_DEVICE float logit_at(const smoe_cuda_dlogits &p, int64_t i)
+SMOE_DEVICE float logit_at(const moe_cuda_dlogits &p, int64_t i)
 {
     return p.layer.logits_type == SMOE_TYPE_F32
                ? ((const float *)p.logits)[i]
@@ -177,17 +181,17 @@ SMOE_DEVICE float logit_at(const smoe_cuda_dlogits &p, int64_t i)
 // it need not wait for ids.
 template <typename T, typename S, int PLACES>
 __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
-    sparse(const __grid_constant__ smoe_cuda_dlogits p, const int tokens)
+    sparse(const __grid_constant__ moe_cuda_dlogits p, const int tokens)
 {
     constexpr int LANES = PLACES < 32 ? PLACES : 32, EACH = PLACES / LANES;
     extern __shared__ __align__(16) float memory[];
     __shared__ uint4 lists[THREADS / LANES][PLACES / 8];
-    S *const stage = (S *)memory; // (tokens, stride)
-    const int slot = threadIdx.x / LANES, lane = threadIdx.x % LANES,
+    S *const staging = (S *)memory; // (tokens, stride)
+    const int local = threadIdx.x / LANES, lane = threadIdx.x % LANES,
               leader = threadIdx.x & 31 & ~(LANES - 1);
     const int first = blockIdx.x * tokens, topk = (int)p.layer.topk, experts = (int)p.layer.experts;
-    const uint32_t token = first + slot, pair = token * topk; // the token's first
-    const int count = min(tokens, (int)p.layer.tokens - first), pairs = slot < count ? topk : 0;
+    const uint32_t token = first + local, pair = token * topk; // the token's first
+    const int count = min(tokens, (int)p.layer.tokens - first), pairs = local < count ? topk : 0;
     const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
     wait_for_previous();
 
@@ -203,18 +207,18 @@ __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
     }
 #pragma unroll 1
     for (int i = threadIdx.x * 16; i < tokens * p.stride * (int)sizeof(S); i += THREADS * 16)
-        *(uint4 *)((char *)stage + i) = make_uint4(0, 0, 0, 0);
+        *(uint4 *)((char *)staging + i) = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
         const int k = lane + LANES * m;
         of_rank[m] = k < pairs ? sum_of_parts(p.ds, p.ds_parts, p.padded_rows, row[m]) : 0.0f;
-        ((uint16_t *)lists[slot])[k] = (uint16_t)id[m];
+        ((uint16_t *)lists[local])[k] = (uint16_t)id[m];
     }
     __syncthreads(); // the zeros and the lists
     float inner = 0.0f, divisor = 0.0f, gradient[EACH], slope[EACH];
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
-        rank[m] = rank_of<PLACES>(lists[slot], id[m]);
+        rank[m] = rank_of<PLACES>(lists[local], id[m]);
         gradient[m] = __shfl_sync(~0u, of_rank[0], leader + rank[m] % LANES);
         if (EACH > 1) {
             const float upper = __shfl_sync(~0u, of_rank[EACH - 1], leader + rank[m] % LANES);
@@ -231,22 +235,22 @@ __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
     }
     inner = divided ? sum_of_lanes(inner, LANES) : 0.0f;
     divisor = sigmoid && divided ? sum_of_lanes(divisor, LANES) : 1.0f;
-    const bool nan = __ballot_sync(~0u, smoe_is_nan(weight[0])) >> leader & 1;
+    const bool nan = __ballot_sync(~0u, moe_is_nan(weight[0])) >> leader & 1;
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
         if (lane + LANES * m >= pairs) continue;
         const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
         float value = p.layer.route_scale * ((gradient[m] - inner) * factor);
         if (nan) value = __uint_as_float(0x7fc00000u);
-        write1(stage + slot * p.stride + id[m], value);
+        write1(staging + local * p.stride + id[m], value);
         if (p.terms) *(int2 *)(p.terms + (pair + rank[m])) = make_int2(id[m], (int)__float_as_uint(value));
     }
     if (nan && pairs)
 #pragma unroll 1
         for (int e = lane; e < experts; e += LANES)
-            write1(stage + slot * p.stride + e, __uint_as_float(0x7fc00000u));
+            write1(staging + local * p.stride + e, __uint_as_float(0x7fc00000u));
     __syncthreads();
-    write_rows<T>(p, stage, first, count);
+    write_rows<T>(p, staging, first, count);
     let_next_start();
 }
 
@@ -264,7 +268,7 @@ struct row_counts {
 // Sorts the token's rows into w.kept and, those that rounding added, row[e]: c dS, or for SIGMOID what is
 // added to dlogits.
 template <typename L>
-SMOE_DEVICE row_counts gather_rows(const smoe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
+SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
                                    token_work &w, int lane)
 {
     const int topk = (int)p.layer.topk, end = __ldg(p.token_offsets + token + 1);
@@ -289,14 +293,14 @@ SMOE_DEVICE row_counts gather_rows(const smoe_cuda_dlogits &p, const L *logits, 
     return {kept > 0, added > 0};
 }
 
-SMOE_DEVICE float balance_of(const smoe_cuda_dlogits &p, float balance, int expert)
+SMOE_DEVICE float balance_of(const moe_cuda_dlogits &p, float balance, int expert)
 {
     return balance == 0.0f ? 0.0f : balance * (float)__ldg(p.topk_counts + expert);
 }
 
 // row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses; for SIGMOID row[e] is kept and added.
 template <typename L>
-SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, float *row, int lane)
+SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const L *logits, float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
     const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID;
@@ -328,7 +332,7 @@ SMOE_DEVICE void through_softmax(const smoe_cuda_dlogits &p, const L *logits, fl
 
 // Adds what comes through the weights of the kept pairs, where they are not p itself. weight: w by k.
 template <typename L>
-SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
+SMOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
                               float *row, const token_work &w, int lane)
 {
     const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
@@ -356,7 +360,7 @@ SMOE_DEVICE void through_kept(const smoe_cuda_dlogits &p, const L *logits, const
 }
 
 template <typename L>
-SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float *row, token_work &w, int lane)
+SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *row, token_work &w, int lane)
 {
     const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const L *logits = (const L *)p.logits + token * experts;
@@ -385,30 +389,30 @@ SMOE_DEVICE void token_dlogits(const smoe_cuda_dlogits &p, int64_t token, float 
     if (!rows.kept) return;
     if (!plain) through_kept(p, logits, weight, row, w, lane);
     __syncwarp();
-    if (smoe_is_nan(__shfl_sync(~0u, weight[0], 0)))
+    if (moe_is_nan(__shfl_sync(~0u, weight[0], 0)))
 #pragma unroll 1
         for (int e = lane; e < experts; e += 32) row[e] = __uint_as_float(0x7fc00000u);
 }
 
 template <typename L, typename T>
-__global__ void __launch_bounds__(THREADS) general(const __grid_constant__ smoe_cuda_dlogits p)
+__global__ void __launch_bounds__(THREADS) general(const __grid_constant__ moe_cuda_dlogits p)
 {
     extern __shared__ __align__(16) float memory[];
     __shared__ token_work work[WARPS];
-    float *const stage = memory; // (tokens, stride)
+    float *const staging = memory; // (tokens, stride)
     const int warp = warp_number(), tokens = (int)blockDim.x / 32;
     const int first = blockIdx.x * tokens, count = min(tokens, (int)p.layer.tokens - first);
     if (warp < count)
-        token_dlogits<L>(p, first + warp, stage + warp * p.stride, work[warp], threadIdx.x & 31);
+        token_dlogits<L>(p, first + warp, staging + warp * p.stride, work[warp], threadIdx.x & 31);
     __syncthreads();
-    write_rows<T>(p, stage, first, count);
+    write_rows<T>(p, staging, first, count);
 }
 
 // ---- dbr: the sums of the CTAs in a fixed order. A CTA: 32 experts, as many threads each.
 
 template <typename G>
 __global__ void __launch_bounds__(1024)
-    add_bias_sums(const __grid_constant__ smoe_cuda_dlogits p, int64_t ctas)
+    add_bias_sums(const __grid_constant__ moe_cuda_dlogits p, int64_t ctas)
 {
     __shared__ float sums[32][33];
     const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, expert = blockIdx.x * 32 + lane;
@@ -429,74 +433,75 @@ __global__ void __launch_bounds__(1024)
 int tokens_that_fit(int stride, int most)
 {
     int tokens = most;
-    while (tokens * stride * 4 > STAGE_BYTES) tokens /= 2;
+    while (tokens * stride * 4 > STAGING_BYTES) tokens /= 2;
     return tokens;
 }
 
-template <typename L, typename T> int64_t launch_general(const smoe_cuda_dlogits &p, cudaStream_t stream)
+// Each sets *ctas to the CTAs that it launched, whose sums of dbr are then added up.
+
+template <typename L, typename T>
+cudaError_t launch_general(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
 {
     const int tokens = tokens_that_fit(p.stride, WARPS);
-    const int64_t ctas = smoe_divide_up(p.layer.tokens, tokens);
-    general<L, T><<<(unsigned)ctas, 32 * tokens, tokens * p.stride * 4, stream>>>(p);
-    return ctas;
+    *ctas = moe_divide_up(p.layer.tokens, tokens);
+    return enqueue(general<L, T>, (unsigned)*ctas, 32 * tokens, tokens * p.stride * 4, stream, p);
 }
 
 template <typename T, typename S, int PLACES>
-int64_t launch_places(const smoe_cuda_dlogits &p, cudaStream_t stream)
+cudaError_t launch_places(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
 {
     const int tokens = tokens_that_fit(p.stride, THREADS / (PLACES < 32 ? PLACES : 32));
-    const int64_t ctas = smoe_divide_up(p.layer.tokens, tokens);
-    launch_early(sparse<T, S, PLACES>, dim3((unsigned)ctas), dim3(THREADS),
-                 (size_t)(tokens * p.stride) * sizeof(S), stream, p, tokens);
-    return ctas;
+    *ctas = moe_divide_up(p.layer.tokens, tokens);
+    return launch_early(sparse<T, S, PLACES>, dim3((unsigned)*ctas), dim3(THREADS),
+                        (size_t)(tokens * p.stride) * sizeof(S), stream, p, tokens);
 }
 
-template <typename T, typename S> int64_t launch_sparse(const smoe_cuda_dlogits &p, cudaStream_t stream)
+template <typename T, typename S>
+cudaError_t launch_sparse(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
 {
-    return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, stream)
-           : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, stream)
-           : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, stream)
-                                : launch_places<T, S, SMOE_MAX_TOPK>(p, stream);
+    return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, stream, ctas)
+           : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, stream, ctas)
+           : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, stream, ctas)
+                                : launch_places<T, S, SMOE_MAX_TOPK>(p, stream, ctas);
 }
 
-template <typename L, typename T> int64_t launch(const smoe_cuda_dlogits &p, cudaStream_t stream)
+template <typename L, typename T>
+cudaError_t launch(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
 {
-    if (!smoe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream);
-    return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream)
-                                                 : launch_sparse<T, float>(p, stream);
+    if (!moe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream, ctas);
+    return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream, ctas)
+                                                 : launch_sparse<T, float>(p, stream, ctas);
 }
 
-template <typename G> void launch_bias(const smoe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
+template <typename G> cudaError_t launch_bias(const moe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
 {
-    add_bias_sums<G><<<(unsigned)smoe_divide_up(p.layer.experts, 32), 1024, 0, stream>>>(p, ctas);
+    return enqueue(add_bias_sums<G>, (unsigned)moe_divide_up(p.layer.experts, 32), 1024, 0, stream, p, ctas);
 }
 
 } // namespace
 } // namespace dlogits
-} // namespace smoe
+} // namespace moe
 
-extern "C" int64_t smoe_cuda_dlogits_ctas(const smoe_layer *layer)
+extern "C" int64_t moe_cuda_dlogits_ctas(const smoe_layer *layer)
 {
-    using namespace smoe::dlogits;
-    const int stride = (int)smoe_divide_up(layer->experts, 8) * 8;
-    return smoe_divide_up(layer->tokens, tokens_that_fit(stride, WARPS));
+    using namespace moe::dlogits;
+    const int stride = (int)moe_divide_up(layer->experts, 8) * 8;
+    return moe_divide_up(layer->tokens, tokens_that_fit(stride, WARPS));
 }
 
-extern "C" cudaError_t smoe_cuda_dlogits_launch(const smoe_cuda_dlogits *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_dlogits_launch(const moe_cuda_dlogits *p, cudaStream_t stream)
 {
-    using namespace smoe::dlogits;
+    using namespace moe::dlogits;
     const smoe_layer &layer = p->layer;
-    return smoe::for_type(smoe::storage_types(), layer.dtype, [&](auto t) {
+    return moe::for_type(moe::storage_types(), layer.dtype, [&](auto t) {
         using T = typename decltype(t)::type;
         int64_t ctas = 0;
-        const cudaError_t status = smoe::for_type(smoe::logits_types(), layer.logits_type, [&](auto l) {
-            ctas = launch<typename decltype(l)::type, T>(*p, stream);
-            return cudaGetLastError();
+        const cudaError_t status = moe::for_type(moe::logits_types(), layer.logits_type, [&](auto l) {
+            return launch<typename decltype(l)::type, T>(*p, stream, &ctas);
         });
         if (status != cudaSuccess || !p->bias_sums) return status;
-        return smoe::for_type(smoe::gradient_types<T>(), layer.gradient_type, [&](auto g) {
-            launch_bias<typename decltype(g)::type>(*p, ctas, stream);
-            return cudaGetLastError();
+        return moe::for_type(moe::gradient_types<T>(), layer.gradient_type, [&](auto g) {
+            return launch_bias<typename decltype(g)::type>(*p, ctas, stream);
         });
     });
 }

@@ -1,11 +1,11 @@
-// Logits as the routing kernels read them, and the weights' last steps that all of them share.
+// Reading logits of either type, and the last steps from a logit to a weight that all routing kernels share.
 #pragma once
 #include "common/ptx.cuh"
 #include "host/routing.h"
 #include "routing/route_math.h"
 #include <cuda_bf16.h>
 
-namespace smoe
+namespace moe
 {
 
 template <typename L> struct logits_of;
@@ -20,7 +20,7 @@ template <> struct logits_of<float> {
     }
     static SMOE_DEVICE uint32_t key_of(float score)
     {
-        return smoe_score_key(score, type);
+        return moe_score_key(score, type);
     }
     static SMOE_DEVICE uint32_t widen(uint32_t key)
     {
@@ -38,21 +38,21 @@ template <> struct logits_of<__nv_bfloat16> {
     }
     static SMOE_DEVICE uint32_t key_of(float score)
     {
-        return smoe_key_to_16(smoe_score_key(score, type));
+        return moe_key_to_16(moe_score_key(score, type));
     }
     static SMOE_DEVICE uint32_t widen(uint32_t key)
     {
-        return smoe_key_from_16(key);
+        return moe_key_from_16(key);
     }
 };
 
 // A kept pair's weight before it is divided; first: the logit of the token's best expert.
-SMOE_DEVICE float raw_weight(const smoe_layer &layer, float logit, float first, smoe_token_softmax softmax)
+SMOE_DEVICE float raw_weight(const smoe_layer &layer, float logit, float first, moe_token_softmax softmax)
 {
     switch (layer.score) {
-    case SMOE_SCORE_SOFTMAX_TOPK: return smoe_div(smoe_softmax_term(logit, softmax.max), softmax.sum);
-    case SMOE_SCORE_TOPK_SOFTMAX: return smoe_softmax_term(logit, first);
-    default: return smoe_sigmoid(logit);
+    case SMOE_SCORE_SOFTMAX_TOPK: return moe_div(moe_softmax_term(logit, softmax.max), softmax.sum);
+    case SMOE_SCORE_TOPK_SOFTMAX: return moe_softmax_term(logit, first);
+    default: return moe_sigmoid(logit);
     }
 }
 
@@ -64,14 +64,14 @@ SMOE_DEVICE bool weights_are_divided(const smoe_layer &layer)
 // The weight itself. sum: of the raw weights in rank order, when they are divided by it.
 SMOE_DEVICE float finish_weight(const smoe_layer &layer, float raw, float sum, bool divided, bool nan)
 {
-    const float weight = !divided ? raw : sum == 0.0f ? 0.0f : smoe_div(raw, sum);
-    return nan ? smoe_float_of(0x7fc00000u) : smoe_mul(weight, layer.route_scale);
+    const float weight = !divided ? raw : sum == 0.0f ? 0.0f : moe_div(raw, sum);
+    return nan ? moe_float_of(0x7fc00000u) : moe_mul(weight, layer.route_scale);
 }
 
 // The largest logit is -inf for a token of NaNs.
 SMOE_DEVICE float softmax_max(float best_logit)
 {
-    return smoe_is_nan(best_logit) ? smoe_float_of(0xff800000u) : best_logit;
+    return moe_is_nan(best_logit) ? moe_float_of(0xff800000u) : best_logit;
 }
 
-} // namespace smoe
+} // namespace moe

@@ -1,10 +1,12 @@
-// What route may end with: counts of plain top-K from the mask, and the losses from the panels' sums; and the
-// step of the selection bias. Sums in fixed trees, so the same bits every time.
+// The last kernels of route: the counts under plain top-K from the mask, the two losses from the panels'
+// sums, and the update of the selection bias. Sums are taken in a fixed order, so the bits are the same
+// every time.
 #include "host/routing.h"
 
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace losses
 {
@@ -14,7 +16,7 @@ namespace
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
 // A warp an expert.
-__global__ void __launch_bounds__(THREADS) count(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(THREADS) count(const __grid_constant__ moe_cuda_routing r)
 {
     const int64_t expert = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x & 31;
@@ -31,7 +33,7 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ smoe_cu
 }
 
 // expert_balance; a warp an expert.
-__global__ void __launch_bounds__(THREADS) balance_experts(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(THREADS) balance_experts(const __grid_constant__ moe_cuda_routing r)
 {
     const int64_t expert = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x & 31;
@@ -44,7 +46,7 @@ __global__ void __launch_bounds__(THREADS) balance_experts(const __grid_constant
     if (lane == 0) r.expert_balance[expert] = (double)r.topk_counts[expert] / all * (sum / all);
 }
 
-__global__ void __launch_bounds__(THREADS) sum_losses(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(THREADS) sum_losses(const __grid_constant__ moe_cuda_routing r)
 {
     __shared__ double memory[WARPS];
     double balance = 0.0, z = 0.0;
@@ -72,27 +74,25 @@ __global__ void __launch_bounds__(THREADS)
 
 } // namespace
 } // namespace losses
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_count(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_count(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    using namespace smoe::losses;
-    count<<<(unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream>>>(*r);
-    return cudaGetLastError();
+    using namespace moe::losses;
+    return moe::enqueue(count, (unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream, *r);
 }
 
-extern "C" cudaError_t smoe_cuda_losses(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_losses(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    using namespace smoe::losses;
-    balance_experts<<<(unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream>>>(*r);
-    sum_losses<<<1, THREADS, 0, stream>>>(*r);
-    return cudaGetLastError();
+    using namespace moe::losses;
+    const unsigned ctas = (unsigned)((r->layer.experts + WARPS - 1) / WARPS);
+    const cudaError_t status = moe::enqueue(balance_experts, ctas, THREADS, 0, stream, *r);
+    return status == cudaSuccess ? moe::enqueue(sum_losses, 1, THREADS, 0, stream, *r) : status;
 }
 
-extern "C" cudaError_t smoe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts,
-                                                float gamma, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts,
+                                               float gamma, cudaStream_t stream)
 {
-    using namespace smoe::losses;
-    move_bias<<<1, THREADS, 0, stream>>>(counts, bias, experts, gamma);
-    return cudaGetLastError();
+    using namespace moe::losses;
+    return moe::enqueue(move_bias, 1, THREADS, 0, stream, counts, bias, experts, gamma);
 }

@@ -1,62 +1,69 @@
-// The plan from top-K ids and weights, without sorts, atomics on global memory or a count read by the host.
+// The plan from top-K ids and weights. No sort, no atomics on global memory, and no count is read by the
+// host.
 //
-// Two kernels, a CTA for a chunk of tokens. count: bit masks [32-token group][expert] in shared memory, their
-// populations are the chunk's counts; top-K hands them over itself where its chunks are the plan's. scatter:
-// masks again; every CTA sums the count matrix itself (it stands in L2) and so knows all offsets and its own
-// share; pairs are sorted by expert in shared memory first and then written in runs, because scattered 4-byte
-// stores would take most of the time. The padded row of a pair follows from offsets and popcounts alone, so
-// the result does not depend on any order of execution.
+// Two kernels with one CTA for each segment of tokens:
+// - count: sets bit masks [group of 32 tokens][expert] in shared memory. Their population counts are the
+//   segment's counts, one row of a count matrix (segments, E). Where the segments of top-K are the plan's,
+//   the top-K kernel writes this row itself and count is not launched.
+// - scatter: sets the masks again. Every CTA sums the count matrix, which is in L2, by itself, and so knows
+//   all offsets and where its own rows go. It sorts its pairs by expert in shared memory and then writes
+//   runs of rows, because scattered stores of 4 bytes would take most of the time.
 //
-// What a chunk costs is instructions and trips to L2 (docs/lab-notebook.md): a thread works on quads of a
-// token's pairs, which share loads, the division and the mask's row; what is written once a plan is written
-// by warps that have no experts to place; all that a CTA reads after top-K is on its way at once.
+// The padded row of a pair follows from offsets and population counts alone. So the result does not depend
+// on the order in which threads run.
 //
-// Bytes: ids twice, weights, 12 bytes a pair written; the count matrix once a CTA.
-#include "common/early_launch.cuh"
+// The time of a segment is instructions and round trips to L2 (docs/lab-notebook.md). Therefore a thread
+// works on four pairs of a token at a time, which share loads, a division and a row of the mask; what is
+// written once for the whole plan is written by warps that have no experts to place; and everything that a
+// CTA reads after top-K is requested at once.
+//
+// Bytes: the ids twice, the weights once, 12 bytes written for each pair, and the count matrix once for each
+// CTA.
+#include "common/launch.cuh"
 #include "routing/plan_shared.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace plan
 {
 namespace
 {
 
-// Work space: counts uint16 [chunks][padded experts]; where CTAs do not sum them also the sums before a
-// chunk, uint32 of the same shape, and each expert's total, uint32.
+// Work space: counts uint16 [segments][padded experts]; where CTAs do not sum them also the sums before a
+// segment, uint32 of the same shape, and each expert's total, uint32.
 struct work_space {
     uint16_t *counts;
     uint32_t *before, *totals; // or NULL
 };
 
 struct problem {
-    smoe_cuda_plan p;
+    moe_cuda_plan p;
     work_space work;
-    smoe_plan_shared shared;
-    int32_t chunks, padded_experts, quads; // of a token
+    moe_plan_shared shared;
+    int32_t segments, padded_experts, quads; // of a token
     uint32_t quads_reciprocal, columns_reciprocal;
 };
 
-// Four neighbouring pairs of a token of the chunk.
+// Four neighbouring pairs of a token of the segment.
 struct quad {
     int token, k; // k of the first
 };
 
 SMOE_DEVICE quad quad_at(const problem &q, int i)
 {
-    const int token = (int)smoe_divide(i, q.quads_reciprocal);
+    const int token = (int)moe_divide(i, q.quads_reciprocal);
     return {token, 4 * (i - token * q.quads)};
 }
 
-SMOE_DEVICE int tokens_of_chunk(const problem &q)
+SMOE_DEVICE int tokens_of_segment(const problem &q)
 {
-    return min(q.p.chunk, q.p.tokens - (int)blockIdx.x * q.p.chunk);
+    return min(q.p.segment, q.p.tokens - (int)blockIdx.x * q.p.segment);
 }
 
 // The pair's place in ids and weights.
 SMOE_DEVICE int64_t pair_at(const problem &q, int token, int k)
 {
-    return ((int64_t)blockIdx.x * q.p.chunk + token) * q.p.topk + k;
+    return ((int64_t)blockIdx.x * q.p.segment + token) * q.p.topk + k;
 }
 
 // Four neighbouring values of a row of K, of which `left` are there, by the widest loads that fit.
@@ -165,7 +172,7 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem
     extern __shared__ __align__(16) char memory[];
     uint32_t *masks = (uint32_t *)(memory + q.shared.masks);
     uint2 *ids = (uint2 *)(memory + q.shared.ids);
-    const int experts = q.padded_experts, groups = q.p.chunk / 32, quads = tokens_of_chunk(q) * q.quads;
+    const int experts = q.padded_experts, groups = q.p.segment / 32, quads = tokens_of_segment(q) * q.quads;
     clear(masks, groups * experts);
     wait_for_previous();
     uint4 loaded[SMOE_PLAN_EACH];
@@ -184,14 +191,14 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem
     let_next_start();
 }
 
-// ---- columns, for a large matrix: a warp-wide column of 32 experts, its chunks cut among the CTA's warps
+// ---- columns, for a large matrix: a warp-wide column of 32 experts, its segments cut among the CTA's warps
 
 __global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem q)
 {
     __shared__ uint32_t part[32][33];
     const int lane = threadIdx.x, warp = threadIdx.y, expert = blockIdx.x * 32 + lane;
     const bool real = expert < q.padded_experts;
-    const int begin = smoe_cut(q.chunks, 32, warp), end = smoe_cut(q.chunks, 32, warp + 1);
+    const int begin = moe_cut(q.segments, 32, warp), end = moe_cut(q.segments, 32, warp + 1);
     wait_for_previous();
     uint32_t sum = 0;
 #pragma unroll 8
@@ -226,11 +233,11 @@ struct scatter_memory {
     int32_t *token_rows;
     uint2 *ids;
     uint16_t *group_before;
-    uint32_t *pairs_before, *blocks, *pairs; // of all chunks before; of all experts; of the chunk
+    uint32_t *pairs_before, *blocks, *pairs; // of all segments before; of all experts; of the segment
     uint32_t *scratch;
 };
 
-SMOE_DEVICE scatter_memory memory_at(char *at, const smoe_plan_shared &s)
+SMOE_DEVICE scatter_memory memory_at(char *at, const moe_plan_shared &s)
 {
     return {(uint32_t *)(at + s.masks),
             (uint32_t *)(at + s.summed),
@@ -249,10 +256,10 @@ SMOE_DEVICE scatter_memory memory_at(char *at, const smoe_plan_shared &s)
             (uint32_t *)(at + s.scratch)};
 }
 
-// Ranks inside the chunk: what the groups before hold, and the chunk's counts.
+// Ranks inside the segment: what the groups before hold, and the segment's counts.
 SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m, int warp, int lane)
 {
-    const int experts = q.padded_experts, groups = q.p.chunk / 32;
+    const int experts = q.padded_experts, groups = q.p.segment / 32;
 #pragma unroll 1
     for (int first = warp * 32; first < experts; first += THREADS) {
         const int e = first + lane;
@@ -296,13 +303,13 @@ SMOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int toke
     for (int j = 0; j < q.quads; j++) {
         const uint2 v = ids[j];
 #pragma unroll
-        for (int u = 0; u < 4; u++) both[u] += smoe_plan_lower(id[u], v.x) + smoe_plan_lower(id[u], v.y);
+        for (int u = 0; u < 4; u++) both[u] += moe_plan_lower(id[u], v.x) + moe_plan_lower(id[u], v.y);
     }
 #pragma unroll
-    for (int u = 0; u < 4; u++) lower[u] = smoe_plan_both(both[u]);
+    for (int u = 0; u < 4; u++) lower[u] = moe_plan_both(both[u]);
 }
 
-// Pairs of the tokens before each. Every token has K of them, unless the chunk is irregular.
+// Pairs of the tokens before each. Every token has K of them, unless the segment is irregular.
 SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tokens, bool irregular)
 {
     const int token = threadIdx.x;
@@ -316,15 +323,15 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
     if (token <= tokens) m.token_first[token] = first;
 }
 
-// Counts of all chunks and of those before this one, two experts a word, eight a thread; a thread takes
-// neighbouring chunks.
+// Counts of all segments and of those before this one, two experts a word, eight a thread; a thread takes
+// neighbouring segments.
 SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
 {
-    const int columns = q.padded_experts / 8, lines = (int)smoe_divide(THREADS, q.columns_reciprocal);
-    const int line = (int)smoe_divide(threadIdx.x, q.columns_reciprocal),
+    const int columns = q.padded_experts / 8, lines = (int)moe_divide(THREADS, q.columns_reciprocal);
+    const int line = (int)moe_divide(threadIdx.x, q.columns_reciprocal),
               column = threadIdx.x - line * columns;
     if (line >= lines) return;
-    const int begin = smoe_cut(q.chunks, lines, line), end = smoe_cut(q.chunks, lines, line + 1);
+    const int begin = moe_cut(q.segments, lines, line), end = moe_cut(q.segments, lines, line + 1);
     const uint4 *from = (const uint4 *)(q.work.counts + (int64_t)begin * q.padded_experts) + column;
     constexpr int TOGETHER = 8; // loads on their way
     const uint4 none = {0, 0, 0, 0};
@@ -353,7 +360,7 @@ SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
     atomicAdd(to_before + 3 * columns, before.w);
 }
 
-// Every expert's rows, and those of the chunks before.
+// Every expert's rows, and those of the segments before.
 SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, int lane)
 {
     const int columns = q.padded_experts / 8;
@@ -378,8 +385,8 @@ SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, 
     }
 }
 
-// Where the chunk's pairs of every expert go. A warp takes 32 experts at a time and itself sums those before
-// them, so that no other warp is waited for.
+// Where the segment's pairs of every expert go. A warp takes 32 experts at a time and itself sums those
+// before them, so that no other warp is waited for.
 SMOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int warp, int lane)
 {
     uint32_t blocks = 0, local = 0; // of the experts before, this lane's part
@@ -427,10 +434,10 @@ SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uin
     }
 }
 
-// The chunk's rows, in runs of an expert, and its tokens' rows.
+// The segment's rows, in runs of an expert, and its tokens' rows.
 SMOE_DEVICE void write_pairs(const problem &q, const scatter_memory &m, int tokens)
 {
-    const int pairs = (int)m.token_first[tokens], first_token = (int)blockIdx.x * q.p.chunk;
+    const int pairs = (int)m.token_first[tokens], first_token = (int)blockIdx.x * q.p.segment;
     int32_t *token_rows = q.p.token_rows + *m.pairs_before;
 #pragma unroll 2
     for (int i = threadIdx.x; i < pairs; i += THREADS) {
@@ -451,7 +458,7 @@ __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ pr
     static_assert(SMOE_PLAN_EACH == 2, "the quads of a thread are named");
     const scatter_memory m = memory_at(memory, q.shared);
     const int lane = threadIdx.x & 31, warp = warp_number();
-    const int tokens = tokens_of_chunk(q), quads = tokens * q.quads;
+    const int tokens = tokens_of_segment(q), quads = tokens * q.quads;
     clear(m.masks, (int)(q.shared.rows / 4));           // and the sums and totals behind them
     if (q.p.counted) wait_for_previous();               // it is top-K; else ids and weights are the caller's
     uint4 ids[SMOE_PLAN_EACH], weights[SMOE_PLAN_EACH]; // on their way, as the counts, all at once
@@ -490,29 +497,29 @@ __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ pr
     let_next_start();
 }
 
-work_space work_at(const smoe_cuda_plan &p, int64_t chunks, int64_t padded_experts)
+work_space work_at(const moe_cuda_plan &p, int64_t segments, int64_t padded_experts)
 {
-    const int64_t cells = chunks * padded_experts;
+    const int64_t cells = segments * padded_experts;
     uint32_t *totals = (uint32_t *)p.work, *before = totals + padded_experts;
-    if (smoe_plan_is_summed(p.tokens, p.experts, p.chunk)) return {(uint16_t *)p.work, nullptr, nullptr};
+    if (moe_plan_is_summed(p.tokens, p.experts, p.segment)) return {(uint16_t *)p.work, nullptr, nullptr};
     return {(uint16_t *)(before + cells), before, totals};
 }
 
 } // namespace
 } // namespace plan
-} // namespace smoe
+} // namespace moe
 
-extern "C" uint64_t smoe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t chunk)
+extern "C" uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t segment)
 {
-    const int64_t chunks = smoe_divide_up(tokens, chunk);
-    const uint64_t padded = (uint64_t)smoe_plan_padded_experts((int32_t)experts),
-                   cells = (uint64_t)chunks * padded;
-    return smoe_plan_is_summed(tokens, (int32_t)experts, chunk) ? cells * 2 : cells * 6 + padded * 4;
+    const int64_t segments = moe_divide_up(tokens, segment);
+    const uint64_t padded = (uint64_t)moe_plan_padded_experts((int32_t)experts),
+                   cells = (uint64_t)segments * padded;
+    return moe_plan_is_summed(tokens, (int32_t)experts, segment) ? cells * 2 : cells * 6 + padded * 4;
 }
 
-extern "C" cudaError_t smoe_cuda_plan_init(void)
+extern "C" cudaError_t moe_cuda_plan_init(void)
 {
-    using namespace smoe::plan;
+    using namespace moe::plan;
     const cudaError_t status = cudaFuncSetAttribute(
         (const void *)scatter, cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
     return status == cudaSuccess
@@ -521,24 +528,24 @@ extern "C" cudaError_t smoe_cuda_plan_init(void)
                : status;
 }
 
-extern "C" cudaError_t smoe_cuda_plan_topk(const smoe_cuda_plan *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *p, cudaStream_t stream)
 {
-    using namespace smoe::plan;
+    using namespace moe::plan;
     problem q = {};
     q.p = *p;
-    q.chunks = (int32_t)smoe_divide_up(p->tokens, p->chunk);
-    q.padded_experts = smoe_plan_padded_experts(p->experts);
-    q.quads = smoe_plan_quads(p->topk);
-    q.quads_reciprocal = smoe_reciprocal((uint32_t)q.quads);
-    q.columns_reciprocal = smoe_reciprocal((uint32_t)q.padded_experts / 8);
-    q.shared = smoe_plan_shared_of(p->chunk, p->experts, p->topk);
-    q.work = work_at(*p, q.chunks, q.padded_experts);
-    const dim3 ctas((unsigned)q.chunks);
+    q.segments = (int32_t)moe_divide_up(p->tokens, p->segment);
+    q.padded_experts = moe_plan_padded_experts(p->experts);
+    q.quads = moe_plan_quads(p->topk);
+    q.quads_reciprocal = moe_reciprocal((uint32_t)q.quads);
+    q.columns_reciprocal = moe_reciprocal((uint32_t)q.padded_experts / 8);
+    q.shared = moe_plan_shared_of(p->segment, p->experts, p->topk);
+    q.work = work_at(*p, q.segments, q.padded_experts);
+    const dim3 ctas((unsigned)q.segments);
     cudaError_t status = cudaSuccess;
-    if (!p->counted) status = smoe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
+    if (!p->counted) status = moe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
     if (status == cudaSuccess && q.work.totals)
-        status = smoe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0,
-                                    stream, q);
-    return status == cudaSuccess ? smoe::launch_early(scatter, ctas, dim3(THREADS), q.shared.end, stream, q)
+        status = moe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0,
+                                   stream, q);
+    return status == cudaSuccess ? moe::launch_early(scatter, ctas, dim3(THREADS), q.shared.end, stream, q)
                                  : status;
 }

@@ -1,19 +1,24 @@
-// The plan from the selection mask, for rounded routing, where a token has any number of rows.
+// The plan from the selection mask, for rounded routing, in which a token may have any number of rows.
 //
-// expert_rows: a CTA an expert. It sums all counts for its place, walks its bits, and writes its rows in
-// order, with the padded row of every word's first token. A kept pair's weight is that of top-K, an added
-// one's its score. token_rows: a CTA 128 tokens. The rows of the tokens before them are, expert by expert,
-// those before the first word's row: no grid-wide step. Tokens' rows leave through shared memory.
+// Two kernels:
+// - expert_rows: one CTA an expert. It sums the counts of the experts before it to find its first row, goes
+//   through the bits of its mask, and writes its rows in order; for each word of the mask it notes the
+//   padded row of the word's first token. A kept pair has the weight that top-K gave it, an added pair its
+//   score.
+// - token_rows: one CTA for 128 tokens. How many rows the tokens before them have follows, expert by expert,
+//   from the row of the first word; no step over the whole grid is needed. The tokens' rows are put in order
+//   in shared memory.
 //
-// Bytes: the mask twice, W 4 E for word_rows, 12 a row, and the ids of every row's token.
-#include "common/early_launch.cuh"
+// Bytes: the mask twice, 4 E bytes for each of its W words, 12 for each row, and the ids of every row's
+// token.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "host/routing.h"
 #include "routing/plan_shared.cuh"
 
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace plan
 {
@@ -56,7 +61,7 @@ SMOE_DEVICE void look_for(row_in_flight &row, int expert, int4 id, float4 weight
 // Looks for the expert among the tokens' ids, one or four at a time; all rows' loads are on their way at
 // once.
 template <typename I, typename W>
-SMOE_DEVICE void find_pairs(const smoe_cuda_routing &r, row_in_flight (&rows)[IN_FLIGHT], int expert)
+SMOE_DEVICE void find_pairs(const moe_cuda_routing &r, row_in_flight (&rows)[IN_FLIGHT], int expert)
 {
     constexpr int TOGETHER = (int)sizeof(I) / 4;
     const int topk = (int)r.layer.topk;
@@ -78,7 +83,7 @@ SMOE_DEVICE void find_pairs(const smoe_cuda_routing &r, row_in_flight (&rows)[IN
 // A pair's logit, as it is stored, and its token's softmax: all that an added pair's weight needs.
 template <typename L> struct pair_score {
     L logit;
-    smoe_token_softmax softmax;
+    moe_token_softmax softmax;
 };
 
 // What a pair that rounding added weighs.
@@ -86,9 +91,9 @@ template <typename L> SMOE_DEVICE float added_weight(const smoe_layer &layer, co
 {
     const float logit = logits_of<L>::value(pair.logit);
     const float score = layer.score == SMOE_SCORE_SIGMOID
-                            ? smoe_sigmoid(logit)
-                            : smoe_div(smoe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
-    return smoe_mul(score, layer.route_scale);
+                            ? moe_sigmoid(logit)
+                            : moe_div(moe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
+    return moe_mul(score, layer.route_scale);
 }
 
 // Padded rows: where the CTA's expert begins, and where all of them end.
@@ -96,18 +101,30 @@ struct row_range {
     uint32_t first, end;
 };
 
-// Every CTA sums all counts; `rows` gets them.
-SMOE_DEVICE row_range place_expert(const smoe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
+// Every CTA sums all counts; `rows` gets them, or zeros when one is no number of tokens or all of them do not
+// fit.
+SMOE_DEVICE row_range place_expert(const moe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
 {
     __shared__ row_range place;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
     const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
+    const uint32_t too_many =
+        (uint32_t)p.padded_rows / SMOE_BLOCK_ROWS + 1; // sums that stop here cannot overflow
     uint32_t own = 0;
     for (int e = begin; e < end; e++) {
         rows[e] = (uint32_t)__ldcg(p.counts + e);
-        own += blocks_of(rows[e]);
+        own = rows[e] > (uint32_t)p.tokens ? too_many : min(own + blocks_of(rows[e]), too_many);
+        if (own == too_many) break;
     }
-    uint32_t block = scan(own, scratch);
+    const uint32_t of_warp = min(__reduce_add_sync(~0u, own), too_many);
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = of_warp;
+    __syncthreads();
+    const uint32_t lanes = (threadIdx.x & 31) < WARPS ? scratch[threadIdx.x & 31] : 0;
+    const bool fits = __reduce_add_sync(~0u, lanes) < too_many;
+    __syncthreads();
+    if (!fits)
+        for (int e = begin; e < end; e++) rows[e] = 0;
+    uint32_t block = scan(fits ? own : 0, scratch);
     for (int e = begin; e < end; e++) {
         if (e == (int)blockIdx.x) place.first = block * SMOE_BLOCK_ROWS;
         block += blocks_of(rows[e]);
@@ -119,7 +136,7 @@ SMOE_DEVICE row_range place_expert(const smoe_cuda_plan &p, uint32_t *rows, uint
 
 template <typename L>
 __global__ void __launch_bounds__(THREADS, 2)
-    expert_rows(const __grid_constant__ smoe_cuda_routing r, const __grid_constant__ smoe_cuda_plan p)
+    expert_rows(const __grid_constant__ moe_cuda_routing r, const __grid_constant__ moe_cuda_plan p)
 {
     extern __shared__ __align__(16) uint32_t memory[];
     __shared__ uint16_t within[STRIP_TOKENS];
@@ -134,6 +151,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     int32_t *word_rows = r.word_rows + (int64_t)expert * r.words;
     int row = (int)place.first;
+    const int last_row = row + (int)memory[expert];
     for (int64_t strip = 0; strip < r.words; strip += THREADS) {
         const int64_t w = strip + threadIdx.x;
         uint32_t word = next;
@@ -145,7 +163,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (; word; word &= word - 1) within[at++] = (uint16_t)(threadIdx.x * 32 + __ffs(word) - 1);
         __syncthreads();
         const int all = strip_rows;
-        if (strip == 0 && threadIdx.x >= THREADS - 32) write_expert(p, memory, expert);
+        if (strip == 0 && threadIdx.x >= THREADS - 32) write_expert<true>(p, memory, expert);
         for (int i0 = threadIdx.x; i0 < all; i0 += THREADS * IN_FLIGHT) {
             row_in_flight rows_here[IN_FLIGHT];
             pair_score<L>
@@ -153,7 +171,8 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; u++) {
                 const int i = i0 + u * THREADS;
-                rows_here[u] = {i < all, strip * 32 + within[min(i, all - 1)], false, 0.0f};
+                rows_here[u] = {i < all && row + i < last_row, strip * 32 + within[min(i, all - 1)], false,
+                                0.0f};
                 if (i >= all) continue;
                 scores[u].logit = ((const L *)r.logits)[rows_here[u].token * r.layer.experts + expert];
                 if (r.softmax) scores[u].softmax = r.softmax[rows_here[u].token];
@@ -174,6 +193,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         row += all;
         __syncthreads();
     }
+    for (int i = row + threadIdx.x; i < last_row; i += THREADS) p.row_token[i] = -1, p.row_weight[i] = 0.0f;
     let_next_start();
 }
 
@@ -192,14 +212,16 @@ struct map_memory {
 };
 
 // Loads them; returns the rows of all tokens before. *before is 0.
-SMOE_DEVICE int load_words(const smoe_cuda_routing &r, const smoe_cuda_plan &p, const map_memory &m,
+SMOE_DEVICE int load_words(const moe_cuda_routing &r, const moe_cuda_plan &p, const map_memory &m,
                            int *before)
 {
     int part = 0;
+    const bool empty = __ldcg(p.block_offsets + p.experts) == 0;
     for (int e = threadIdx.x; e < m.experts; e += THREADS) {
         uint4 bits = {0, 0, 0, 0};
         int4 rows = {0, 0, 0, 0};
-        if (e < p.experts) {
+        if (empty && e < p.experts && blockIdx.x == 0) p.counts[e] = 0;
+        if (e < p.experts && !empty) {
             const int64_t at = (int64_t)e * r.words + (int64_t)blockIdx.x * MAP_WORDS;
             bits = *(const uint4 *)(r.mask + at);
             rows = *(const int4 *)(r.word_rows + at);
@@ -233,7 +255,7 @@ SMOE_DEVICE uint32_t transpose(uint32_t bits, int lane)
 // experts where bits are read: few tokens have an expert, so that bits are turned about and only those set
 // are visited.
 __global__ void __launch_bounds__(THREADS)
-    token_rows(const __grid_constant__ smoe_cuda_routing r, const __grid_constant__ smoe_cuda_plan p)
+    token_rows(const __grid_constant__ moe_cuda_routing r, const __grid_constant__ moe_cuda_plan p)
 {
     extern __shared__ __align__(16) uint32_t memory[];
     __shared__ uint32_t scratch[WARPS];
@@ -278,7 +300,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int first = begin; first < end; first += 32)
         for (uint32_t chosen = transpose(bits[first + lane], lane); chosen; chosen &= chosen - 1) {
             const int e = first + __ffs((int)chosen) - 1;
-            to[at++] = rows[e] + __popc(bits[e] & lower);
+            to[at++] = min(rows[e] + __popc(bits[e] & lower), p.padded_rows - 1);
         }
     __syncthreads();
     if (fits)
@@ -293,32 +315,32 @@ size_t expert_rows_bytes(int64_t experts)
 
 } // namespace
 } // namespace plan
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_plan_rounded(const smoe_cuda_routing *r, const smoe_cuda_plan *p,
-                                              cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *r, const moe_cuda_plan *p,
+                                             cudaStream_t stream)
 {
-    using namespace smoe::plan;
+    using namespace moe::plan;
     const size_t counts_bytes = expert_rows_bytes(p->experts),
                  map_bytes = (size_t)map_experts(p->experts) * 32;
     const dim3 experts((unsigned)p->experts), threads(THREADS),
-        maps((unsigned)smoe_divide_up(r->layer.tokens, MAP_TOKENS));
-    const cudaError_t status = smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
-        return smoe::launch_early(expert_rows<typename decltype(l)::type>, experts, threads, counts_bytes,
-                                  stream, *r, *p);
+        maps((unsigned)moe_divide_up(r->layer.tokens, MAP_TOKENS));
+    const cudaError_t status = moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
+        return moe::launch_early(expert_rows<typename decltype(l)::type>, experts, threads, counts_bytes,
+                                 stream, *r, *p);
     });
-    return status == cudaSuccess ? smoe::launch_early(token_rows, maps, threads, map_bytes, stream, *r, *p)
+    return status == cudaSuccess ? moe::launch_early(token_rows, maps, threads, map_bytes, stream, *r, *p)
                                  : status;
 }
 
-extern "C" cudaError_t smoe_cuda_plan_rounded_init(void)
+extern "C" cudaError_t moe_cuda_plan_rounded_init(void)
 {
-    using namespace smoe::plan;
+    using namespace moe::plan;
     // With the kernels' static memory more than the 48 KB that need no leave.
-    const cudaError_t status = smoe::allow_shared(token_rows, MOST_EXPERTS * 32);
+    const cudaError_t status = moe::allow_shared(token_rows, MOST_EXPERTS * 32);
     if (status != cudaSuccess) return status;
-    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
-        return smoe::allow_shared(expert_rows<typename decltype(l)::type>,
-                                  (int)expert_rows_bytes(MOST_EXPERTS));
+    return moe::for_every_type(moe::logits_types(), [](auto l) {
+        return moe::allow_shared(expert_rows<typename decltype(l)::type>,
+                                 (int)expert_rows_bytes(MOST_EXPERTS));
     });
 }

@@ -1,18 +1,18 @@
-// The plan from rows that are already sorted by expert. Every CTA knows all experts' places; a warp writes
-// blocks of 64 rows, their expert found by bisection.
+// The plan from rows that the caller gives sorted by expert. Every CTA computes where all experts start. A
+// warp writes one block at a time and finds the block's expert by bisection.
 //
-// Bytes: the offsets once a CTA, 16 a row.
-#include "common/early_launch.cuh"
+// Bytes: the offsets once for each CTA, 16 for each row.
+#include "common/launch.cuh"
 #include "routing/plan_shared.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace plan
 {
 namespace
 {
 
-SMOE_DEVICE int read_offset(const smoe_cuda_plan &p, int i)
+SMOE_DEVICE int read_offset(const moe_cuda_plan &p, int i)
 {
     const long long at = p.wide_index ? __ldcg((const long long *)p.offsets + i)
                                       : (long long)__ldcg((const int *)p.offsets + i);
@@ -20,7 +20,7 @@ SMOE_DEVICE int read_offset(const smoe_cuda_plan &p, int i)
 }
 
 // Of all experts, in shared memory.
-struct segments {
+struct expert_runs {
     uint32_t *rows, *first_block, *first_row;
     uint32_t *scratch; // [WARPS]
 };
@@ -30,7 +30,7 @@ struct totals {
 };
 
 // A thread owns neighbouring experts.
-SMOE_DEVICE totals place_segments(const smoe_cuda_plan &p, const segments &s)
+SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
 {
     __shared__ totals all;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
@@ -69,13 +69,13 @@ SMOE_DEVICE int expert_of(const uint32_t *first_block, int experts, uint32_t blo
     return low;
 }
 
-__global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cuda_plan p)
+__global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ moe_cuda_plan p)
 {
     extern __shared__ __align__(16) char memory[];
     uint32_t *at = (uint32_t *)memory;
-    const segments s = {at, at + p.experts, at + 2 * p.experts, at + 3 * p.experts};
+    const expert_runs s = {at, at + p.experts, at + 2 * p.experts, at + 3 * p.experts};
     wait_for_previous();
-    const totals all = place_segments(p, s);
+    const totals all = place_runs(p, s);
     const int lane = threadIdx.x & 31, warp = blockIdx.x * WARPS + (threadIdx.x >> 5),
               warps = gridDim.x * WARPS;
 #pragma unroll 1
@@ -100,18 +100,18 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ smoe_cud
 
 } // namespace
 } // namespace plan
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_plan_rows_init(void)
+extern "C" cudaError_t moe_cuda_plan_rows_init(void)
 {
-    return cudaFuncSetAttribute((const void *)smoe::plan::rows, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    return cudaFuncSetAttribute((const void *)moe::plan::rows, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 4096 * 12 + 128);
 }
 
-extern "C" cudaError_t smoe_cuda_plan_rows(const smoe_cuda_plan *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *p, int most_ctas, cudaStream_t stream)
 {
-    using namespace smoe::plan;
-    const int64_t wanted = smoe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
-    const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > 132 ? 132 : wanted);
-    return smoe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, stream, *p);
+    using namespace moe::plan;
+    const int64_t wanted = moe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
+    const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > most_ctas ? most_ctas : wanted);
+    return moe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, stream, *p);
 }

@@ -1,11 +1,11 @@
-// What the plan's kernels share: sums over the threads of a CTA, and what a warp writes for an expert of its
-// own.
+// What the plan's kernels share: sums over the threads of a CTA, and the arrays and list entries that one
+// warp writes for one expert.
 #pragma once
 #include "common/ptx.cuh"
 #include "host/launch.h"
 #include "host/plan_size.h"
 
-namespace smoe
+namespace moe
 {
 namespace plan
 {
@@ -60,7 +60,7 @@ SMOE_DEVICE void add_expert(expert_sums &s, uint32_t rows, uint32_t piece_limit)
 }
 
 // By a warp. `rows`: of all experts, in shared memory.
-SMOE_DEVICE expert_sums sum_experts(const smoe_cuda_plan &p, const uint32_t *rows, int expert, int lane)
+SMOE_DEVICE expert_sums sum_experts(const moe_cuda_plan &p, const uint32_t *rows, int expert, int lane)
 {
     const uint32_t own = rows[expert];
     expert_sums s = {0, 0, 0, 0, 0};
@@ -76,7 +76,8 @@ SMOE_DEVICE expert_sums sum_experts(const smoe_cuda_plan &p, const uint32_t *row
 }
 
 // A warp writes an expert's part of the tables, its padding rows and its work.
-SMOE_DEVICE void write_expert(const smoe_cuda_plan &p, const uint32_t *rows, int expert)
+template <bool COUNTED = false>
+SMOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int expert)
 {
     const int lane = threadIdx.x & 31;
     const uint32_t own = rows[expert];
@@ -85,7 +86,7 @@ SMOE_DEVICE void write_expert(const smoe_cuda_plan &p, const uint32_t *rows, int
     add_expert(after, own, (uint32_t)p.lists.piece_limit);
     if (lane == 0) {
         p.order[before.place] = expert;
-        p.counts[expert] = (int32_t)own;
+        if (!COUNTED) p.counts[expert] = (int32_t)own;
         if (p.topk_counts) p.topk_counts[expert] = (int32_t)own;
         p.row_offsets[expert] = (int32_t)before.rows;
         p.block_offsets[expert] = (int32_t)before.blocks;
@@ -107,18 +108,18 @@ SMOE_DEVICE void write_expert(const smoe_cuda_plan &p, const uint32_t *rows, int
 #pragma unroll 1
     for (int i = lane; i < (blocks + 1) / 2; i += 32)
         p.lists.tiles[tiles_of(before) + i] =
-            smoe_work_make((int32_t)(first + i * 2 * SMOE_BLOCK_ROWS), expert, min(2, blocks - 2 * i));
+            moe_work_make((int32_t)(first + i * 2 * SMOE_BLOCK_ROWS), expert, min(2, blocks - 2 * i));
     const int pieces = (int)(after.pieces - before.pieces);
 #pragma unroll 1
     for (int i = lane; i < pieces; i += 32) {
-        const int begin = smoe_cut(blocks, pieces, i), end_block = smoe_cut(blocks, pieces, i + 1);
+        const int begin = moe_cut(blocks, pieces, i), end_block = moe_cut(blocks, pieces, i + 1);
         p.lists.pieces[before.pieces + i] =
-            smoe_work_make((int32_t)(first + begin * SMOE_BLOCK_ROWS), expert, end_block - begin);
+            moe_work_make((int32_t)(first + begin * SMOE_BLOCK_ROWS), expert, end_block - begin);
     }
 }
 
 // All padded rows from `first` on belong to nobody. By the whole grid.
-SMOE_DEVICE void write_tail(const smoe_cuda_plan &p, uint32_t first)
+SMOE_DEVICE void write_tail(const moe_cuda_plan &p, uint32_t first)
 {
 #pragma unroll 1
     for (uint32_t row = first + blockIdx.x * THREADS + threadIdx.x; row < (uint32_t)p.padded_rows;
@@ -129,4 +130,4 @@ SMOE_DEVICE void write_tail(const smoe_cuda_plan &p, uint32_t first)
 }
 
 } // namespace plan
-} // namespace smoe
+} // namespace moe

@@ -1,20 +1,28 @@
-// Token rounding: a CTA an expert decides between lo and hi and moves the expert's bits of the mask there.
+// Token rounding: one CTA an expert decides between lo and hi and sets or clears bits of the expert's mask
+// accordingly.
 //
-// All rules but NR_S follow from the counts. The n tokens to add (or drop) are those of the highest orders
-// (route_math.h), and no two orders are equal, so that one of them, the limit, separates. It is found from
-// the threads' maxima: the n-th largest of them, or one a little below, bounds it from below; the few
-// candidates above the bound stand in few threads' pieces, which all threads share, and are ranked by
-// counting. Many equal scores make too many candidates; then the limit is found by bisection over all keys.
+// All rules but NR_S follow from the counts. The n tokens to add or drop are those with the n highest orders
+// (route_math.h). No two orders are equal, so exactly one order, the limit, separates them from the others.
+// The limit is found in three steps:
+// - Each thread takes the largest rank of its tokens. The n-th largest of these maxima, or a rank a little
+//   below it, is a lower bound of the limit.
+// - Candidates are the tokens at or above the bound. They are in the vectors of few threads; all threads
+//   together go through these vectors.
+// - Each candidate counts how many candidates have a higher order. The one with n - 1 higher ones is the
+//   limit.
 //
-// Bytes: the keys once while a column fits shared memory, the mask once.
-#include "common/early_launch.cuh"
+// Many equal scores give too many candidates for shared memory. Then the limit is found by bisection over
+// all orders.
+//
+// Bytes: the keys once, as long as an expert's column of keys fits into shared memory; the mask once.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "host/routing.h"
 
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace rounding
 {
@@ -100,12 +108,12 @@ template <typename L> struct candidates {
     bool adds;
     enum { BYTES = (int)sizeof(key), PER = 16 / BYTES };
 
-    SMOE_DEVICE uint32_t pieces() const
+    SMOE_DEVICE uint32_t vectors() const
     {
         return (c.tokens + PER - 1) / PER;
     }
 
-    // Ranks of piece i, 16 bytes of keys; 0 for those that cannot move.
+    // Ranks of vector i, 16 bytes of keys; 0 for those that cannot move.
     SMOE_DEVICE uint4 ranks_at(uint32_t i) const
     {
         using ranks = ranks_of<key>;
@@ -119,15 +127,15 @@ template <typename L> struct candidates {
         return ranks::keep(all, movable);
     }
 
-    // f(first token, ranks) for the thread's pieces.
-    template <typename F> SMOE_DEVICE void each_piece(F f) const
+    // f(first token, ranks) for the thread's vectors.
+    template <typename F> SMOE_DEVICE void each_vector(F f) const
     {
 #pragma unroll 2
-        for (uint32_t i = threadIdx.x; i < pieces(); i += THREADS) f(i * PER, ranks_at(i));
+        for (uint32_t i = threadIdx.x; i < vectors(); i += THREADS) f(i * PER, ranks_at(i));
     }
 
-    // f(token, rank) for every token of a piece.
-    template <typename F> static SMOE_DEVICE void each_of_piece(uint32_t first, uint4 v, F f)
+    // f(token, rank) for every token of a vector.
+    template <typename F> static SMOE_DEVICE void each_of_vector(uint32_t first, uint4 v, F f)
     {
         const uint32_t quarters[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -142,30 +150,30 @@ template <typename L> struct candidates {
     {
         using ranks = ranks_of<key>;
         uint32_t largest = 0;
-        each_piece([&](uint32_t, uint4 v) {
+        each_vector([&](uint32_t, uint4 v) {
             largest = ranks::larger(largest, ranks::larger(ranks::larger(v.x, v.y), ranks::larger(v.z, v.w)));
         });
         return ranks::largest(largest);
     }
 
-    // f(token, rank) where the rank is at least `bound`, which is not 0. Such tokens are only in the pieces
-    // of `count` threads, the holders; these pieces are dealt out to all threads.
+    // f(token, rank) where the rank is at least `bound`, which is not 0. Such tokens are only in the vectors
+    // of `count` threads, the holders; these vectors are dealt out to all threads.
     template <typename F>
     SMOE_DEVICE void each_from(uint32_t bound, const uint16_t *holders, uint32_t count, F f) const
     {
         using ranks = ranks_of<key>;
         const uint32_t below = ranks::all(bound - 1), shift = count > 1 ? 32 - __clz((int)count - 1) : 0;
-        const uint32_t items = (pieces() + THREADS - 1) / THREADS << shift;
+        const uint32_t items = (vectors() + THREADS - 1) / THREADS << shift;
 #pragma unroll 1
         for (uint32_t item = threadIdx.x; item < items; item += THREADS) {
             const uint32_t holder = item & ((1u << shift) - 1u);
             if (holder >= count) continue;
             const uint32_t i = holders[holder] + (item >> shift) * THREADS;
-            if (i >= pieces()) continue;
+            if (i >= vectors()) continue;
             const uint4 v = ranks_at(i);
             const uint32_t most = ranks::larger(ranks::larger(v.x, v.y), ranks::larger(v.z, v.w));
             if (ranks::larger(most, below) != below)
-                each_of_piece(i * PER, v, [&](uint32_t token, uint32_t rank) {
+                each_of_vector(i * PER, v, [&](uint32_t token, uint32_t rank) {
                     if (rank >= bound) f(token, rank);
                 });
         }
@@ -174,9 +182,9 @@ template <typename L> struct candidates {
     // f(token, order) for the thread's share of the tokens, order 0 for those that cannot move.
     template <typename F> SMOE_DEVICE void each_order(F f) const
     {
-        each_piece([&](uint32_t first, uint4 v) {
-            each_of_piece(first, v, [&](uint32_t token, uint32_t rank) {
-                f(token, rank ? smoe_move_order(adds, rank, token) : 0);
+        each_vector([&](uint32_t first, uint4 v) {
+            each_of_vector(first, v, [&](uint32_t token, uint32_t rank) {
+                f(token, rank ? moe_move_order(adds, rank, token) : 0);
             });
         });
     }
@@ -252,7 +260,7 @@ SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *
     __syncthreads();
     all.each_from(bound, m.holders, (uint32_t)*m.holding, [&](uint32_t token, uint32_t rank) {
         const int at = atomicAdd(m.found, 1);
-        if (at < MOST_CANDIDATES) m.candidates[at] = smoe_move_order(all.adds, rank, token);
+        if (at < MOST_CANDIDATES) m.candidates[at] = moe_move_order(all.adds, rank, token);
     });
     __syncthreads();
     const int found = *m.found;
@@ -287,7 +295,7 @@ SMOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned
     unsigned long long sum = 0;
     all.each_order([&](uint32_t token, uint64_t order) {
         if (order >= limit)
-            sum += (unsigned long long)smoe_score_fixed(logits_of<L>::widen(all.c.keys[token]));
+            sum += (unsigned long long)moe_score_fixed(logits_of<L>::widen(all.c.keys[token]));
     });
     if (threadIdx.x == 0) *memory = 0;
     __syncthreads();
@@ -312,25 +320,25 @@ SMOE_DEVICE uint32_t count_tokens(const uint32_t *mask, int64_t words, uint32_t 
 
 // What balance rounding carries to this expert. An expert whose hi is past T breaks the closed form; then the
 // experts before this one are walked.
-SMOE_DEVICE int64_t residual_before(const smoe_cuda_routing &r, int expert, const shared_memory &m,
+SMOE_DEVICE int64_t residual_before(const moe_cuda_routing &r, int expert, const shared_memory &m,
                                     int64_t *walked)
 {
     const int64_t tile = r.layer.tile, tokens = r.layer.tokens;
     uint32_t sum = 0;
     int forced = 0;
     for (int e = threadIdx.x; e < expert; e += THREADS) {
-        const int64_t count = r.topk_counts[e], lo = smoe_round_lo(count, tile);
+        const int64_t count = r.topk_counts[e], lo = moe_round_lo(count, tile);
         sum += (uint32_t)(count - lo);
         forced |= count != lo && lo + tile > tokens;
     }
     sum = sum_of_threads<WARPS>(sum, m.sums);
-    if (!__syncthreads_or(forced)) return smoe_balance_residual(sum, tile);
+    if (!__syncthreads_or(forced)) return moe_balance_residual(sum, tile);
     if (threadIdx.x == 0) {
         int64_t residual = 0;
         for (int e = 0; e < expert; e++) {
-            const int64_t count = r.topk_counts[e], lo = smoe_round_lo(count, tile);
-            const int64_t hi = smoe_round_hi(count, tile, tokens);
-            residual += count - (hi != lo && smoe_balance_f_picks_hi(count, lo, tile, residual) ? hi : lo);
+            const int64_t count = r.topk_counts[e], lo = moe_round_lo(count, tile);
+            const int64_t hi = moe_round_hi(count, tile, tokens);
+            residual += count - (hi != lo && moe_balance_f_picks_hi(count, lo, tile, residual) ? hi : lo);
         }
         *walked = residual;
     }
@@ -339,16 +347,16 @@ SMOE_DEVICE int64_t residual_before(const smoe_cuda_routing &r, int expert, cons
 }
 
 // hi rather than lo, by every rule but NR_S?
-SMOE_DEVICE bool picks_hi(const smoe_cuda_routing &r, int expert, int64_t count, int64_t lo,
+SMOE_DEVICE bool picks_hi(const moe_cuda_routing &r, int expert, int64_t count, int64_t lo,
                           const shared_memory &m, int64_t *walked)
 {
     const int64_t tile = r.layer.tile;
     switch (r.layer.rounding) {
-    case SMOE_ROUNDING_NR_F: return smoe_nr_f_picks_hi(count, lo, tile);
+    case SMOE_ROUNDING_NR_F: return moe_nr_f_picks_hi(count, lo, tile);
     case SMOE_ROUNDING_SR_F:
-        return smoe_sr_f_picks_hi(count, lo, tile, smoe_round_draw(r.layer.seed, r.step, expert));
+        return moe_sr_f_picks_hi(count, lo, tile, moe_round_draw(r.layer.seed, r.step, expert));
     case SMOE_ROUNDING_BALANCE_F:
-        return smoe_balance_f_picks_hi(count, lo, tile, residual_before(r, expert, m, walked));
+        return moe_balance_f_picks_hi(count, lo, tile, residual_before(r, expert, m, walked));
     case SMOE_ROUNDING_UP: return true;
     default: return false;
     }
@@ -364,7 +372,7 @@ SMOE_DEVICE void copy16(void *to, const void *from, int64_t bytes)
 
 // RESIDENT: keys and words wait in shared memory.
 template <typename L, bool RESIDENT>
-__global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant__ moe_cuda_routing r)
 {
     using key = typename logits_of<L>::key;
     extern __shared__ __align__(16) char memory[];
@@ -390,7 +398,7 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     }
     const int64_t tokens = r.layer.tokens, tile = r.layer.tile, count = count_tokens(mask, r.words, sums);
     if (threadIdx.x == 0) r.topk_counts[expert] = (int32_t)count;
-    const int64_t lo = smoe_round_lo(count, tile), hi = smoe_round_hi(count, tile, tokens);
+    const int64_t lo = moe_round_lo(count, tile), hi = moe_round_hi(count, tile, tokens);
     const bool by_score = r.layer.rounding == SMOE_ROUNDING_NR_S && hi != lo;
     int64_t target = lo;
     if (hi != lo && !by_score) target = picks_hi(r, expert, count, lo, m, &walked) ? hi : lo;
@@ -404,7 +412,7 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
         const uint64_t add_limit = find_limit(adds, (uint32_t)(hi - count), nullptr, m);
         const uint64_t drop_limit = find_limit(drops, (uint32_t)(count - lo), nullptr, m);
         const int64_t added = score_sum(adds, add_limit, &sum), dropped = score_sum(drops, drop_limit, &sum);
-        const bool up = smoe_nr_s_picks_hi(added, dropped);
+        const bool up = moe_nr_s_picks_hi(added, dropped);
         if (threadIdx.x == 0) r.counts[expert] = (int32_t)(up ? hi : lo);
         if (up)
             move(adds, add_limit, mask);
@@ -417,7 +425,7 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     find_limit(all, (uint32_t)(up ? target - count : count - target), mask, m);
 }
 
-template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     const int64_t bytes =
         r.panels * SMOE_ROUTE_PANEL * (int64_t)sizeof(typename logits_of<L>::key) + r.words * 4;
@@ -429,19 +437,19 @@ template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_
 
 } // namespace
 } // namespace rounding
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_rounding(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_rounding(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
-        return smoe::rounding::launch<typename decltype(l)::type>(*r, stream);
+    return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
+        return moe::rounding::launch<typename decltype(l)::type>(*r, stream);
     });
 }
 
-extern "C" cudaError_t smoe_cuda_rounding_init(void)
+extern "C" cudaError_t moe_cuda_rounding_init(void)
 {
-    using namespace smoe::rounding;
-    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
-        return smoe::allow_shared(round_expert<typename decltype(l)::type, true>, COLUMN_BYTES);
+    using namespace moe::rounding;
+    return moe::for_every_type(moe::logits_types(), [](auto l) {
+        return moe::allow_shared(round_expert<typename decltype(l)::type, true>, COLUMN_BYTES);
     });
 }

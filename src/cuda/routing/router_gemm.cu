@@ -1,33 +1,34 @@
-// logits = X Wr^T + br: tiles of 128 tokens x 128 experts (32 x 128 for few tokens, with more stages
-// instead), mma.sync m16n8k16 with f32 accumulators, stages of 64 columns by cp.async, rows in shared memory
-// swizzled by 16-byte chunks. One CTA makes the whole sum of a tile, in one order: the same bits every time,
-// whatever the tile.
+// Router logits: logits = X Wr^T + br. FLOPs 2 T E d. Bytes: 2 T d of X, which bound the kernel, Wr, and the
+// logits. With E > 128 the CTAs of one row tile of X run side by side and find it in L2.
 //
-// The router is bound by reading X (T d 2 bytes); with E > 128 the CTAs of one tile of X run side by side and
-// find it in L2.
+// Tiles of 128 tokens by 128 experts, or of 32 by 128 for few tokens, then with a ring of more slots.
+// mma.sync m16n8k16 with f32 accumulators. cp.async fills a ring of slots; a slot has 64 columns of d,
+// swizzled by vectors of 16 bytes. One CTA computes the whole sum of a tile in a fixed order, so the bits do
+// not depend on the tile.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/storage.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace router
 {
 namespace
 {
 
-enum { THREADS = 256, COLUMNS = 128, STEP = 64 /* of d, a stage: 128 bytes a row */ };
+enum { THREADS = 256, COLUMNS = 128, STEP = 64 /* of d, a slot: 128 bytes a row */ };
 
 // ROWS x 128 tiles: 8 warps, each WARP_ROWS x WARP_COLUMNS.
-template <int ROWS_, int STAGES_> struct tile {
+template <int ROWS_, int SLOTS_> struct tile {
     enum {
         ROWS = ROWS_,
-        STAGES = STAGES_,
+        SLOTS = SLOTS_,
         X_BYTES = ROWS * STEP * 2,
-        STAGE_BYTES = X_BYTES + COLUMNS * STEP * 2,
-        BYTES = STAGES * STAGE_BYTES,
+        SLOT_BYTES = X_BYTES + COLUMNS * STEP * 2,
+        BYTES = SLOTS * SLOT_BYTES,
         WARP_ROWS = ROWS < 64 ? ROWS : 64,
         WARPS_DOWN = ROWS / WARP_ROWS,
         WARP_COLUMNS = COLUMNS / (8 / WARPS_DOWN),
@@ -46,22 +47,22 @@ struct problem {
     int32_t hidden, experts, logits_bf16;
 };
 
-// Address of 16-byte chunk `chunk` of row `row` of a panel.
-SMOE_DEVICE uint32_t chunk_address(uint32_t panel, int row, int chunk)
+// Address of 16-byte vector `vector` of row `row` of a subtile.
+SMOE_DEVICE uint32_t vector_address(uint32_t subtile, int row, int vector)
 {
-    return panel + row * (STEP * 2) + ((chunk ^ (row & 7)) << 4);
+    return subtile + row * (STEP * 2) + ((vector ^ (row & 7)) << 4);
 }
 
 // ROWS rows x 64 columns of a row-major matrix; rows past its `rows` and columns past `hidden` become zeros.
-// A thread copies chunk tid % 8 of every 32nd row.
+// A thread copies vector tid % 8 of every 32nd row.
 template <int ROWS>
-SMOE_DEVICE void load_panel(uint32_t panel, const void *matrix, int64_t first, int64_t rows, int hidden,
-                            int column)
+SMOE_DEVICE void load_subtile(uint32_t subtile, const void *matrix, int64_t first, int64_t rows, int hidden,
+                              int column)
 {
-    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const int left = (int)min(rows - first, (int64_t)ROWS), here = column + chunk * 8;
+    const int row = threadIdx.x / 8, vector = threadIdx.x % 8;
+    const int left = (int)min(rows - first, (int64_t)ROWS), here = column + vector * 8;
     const char *from = (const char *)matrix + ((first + row) * hidden + here) * 2;
-    const uint32_t to = chunk_address(panel, row, chunk); // 32 rows on the swizzle is the same
+    const uint32_t to = vector_address(subtile, row, vector); // 32 rows on the swizzle is the same
 #pragma unroll
     for (int i = 0; i < ROWS / 32; i++) {
         const bool there = row + 32 * i < left && here < hidden;
@@ -70,20 +71,20 @@ SMOE_DEVICE void load_panel(uint32_t panel, const void *matrix, int64_t first, i
     }
 }
 
-template <class C> SMOE_DEVICE void load_stage(const problem &q, uint32_t stage, int step)
+template <class C> SMOE_DEVICE void load_slot(const problem &q, uint32_t slot, int step)
 {
     if (step * STEP < q.hidden) {
-        load_panel<C::ROWS>(stage, q.x, (int64_t)blockIdx.y * C::ROWS, q.tokens, q.hidden, step * STEP);
-        load_panel<COLUMNS>(stage + C::X_BYTES, q.weight, (int64_t)blockIdx.x * COLUMNS, q.experts, q.hidden,
-                            step * STEP);
+        load_subtile<C::ROWS>(slot, q.x, (int64_t)blockIdx.y * C::ROWS, q.tokens, q.hidden, step * STEP);
+        load_subtile<COLUMNS>(slot + C::X_BYTES, q.weight, (int64_t)blockIdx.x * COLUMNS, q.experts, q.hidden,
+                              step * STEP);
     }
     commit_copies();
 }
 
-// One stage: 4 steps of 16. acc[i][j]: rows 16 i, columns 8 j of the warp's part.
+// One slot: 4 steps of 16. acc[i][j]: rows 16 i, columns 8 j of the warp's part.
 template <typename T, class C>
-SMOE_DEVICE void multiply_stage(float (&acc)[C::DOWN][C::ACROSS][4], uint32_t stage, int warp_row,
-                                int warp_column, int lane)
+SMOE_DEVICE void multiply_slot(float (&acc)[C::DOWN][C::ACROSS][4], uint32_t slot, int warp_row,
+                               int warp_column, int lane)
 {
     const int a_row = warp_row + (lane & 15), b_row = warp_column + (lane & 7) + (lane >> 4) * 8;
 #pragma unroll
@@ -91,10 +92,10 @@ SMOE_DEVICE void multiply_stage(float (&acc)[C::DOWN][C::ACROSS][4], uint32_t st
         uint32_t a[C::DOWN][4], b[C::ACROSS / 2][4];
 #pragma unroll
         for (int i = 0; i < C::DOWN; i++)
-            load_matrices(a[i], chunk_address(stage, a_row + 16 * i, 2 * k + (lane >> 4)));
+            load_matrices(a[i], vector_address(slot, a_row + 16 * i, 2 * k + (lane >> 4)));
 #pragma unroll
         for (int j = 0; j < C::ACROSS / 2; j++)
-            load_matrices(b[j], chunk_address(stage + C::X_BYTES, b_row + 16 * j, 2 * k + (lane >> 3 & 1)));
+            load_matrices(b[j], vector_address(slot + C::X_BYTES, b_row + 16 * j, 2 * k + (lane >> 3 & 1)));
 #pragma unroll
         for (int i = 0; i < C::DOWN; i++)
 #pragma unroll
@@ -145,15 +146,15 @@ __global__ void __launch_bounds__(THREADS, C::ROWS == 128 ? 2 : 1) gemm(const __
     const int steps = (q.hidden + STEP - 1) / STEP;
     float acc[C::DOWN][C::ACROSS][4] = {};
 #pragma unroll
-    for (int s = 0; s < C::STAGES - 1; s++) load_stage<C>(q, base + s * C::STAGE_BYTES, s);
-    int stage = 0, ahead = C::STAGES - 1;
+    for (int s = 0; s < C::SLOTS - 1; s++) load_slot<C>(q, base + s * C::SLOT_BYTES, s);
+    int slot = 0, ahead = C::SLOTS - 1;
     for (int step = 0; step < steps; step++) {
-        wait_copies<C::STAGES - 2>();
-        __syncthreads(); // the stage has landed, and all warps have left the one that is loaded next
-        load_stage<C>(q, base + ahead * C::STAGE_BYTES, step + C::STAGES - 1);
-        multiply_stage<T, C>(acc, base + stage * C::STAGE_BYTES, warp_row, warp_column, lane);
-        stage = stage + 1 == C::STAGES ? 0 : stage + 1;
-        ahead = ahead + 1 == C::STAGES ? 0 : ahead + 1;
+        wait_copies<C::SLOTS - 2>();
+        __syncthreads(); // the slot has landed, and all warps have left the one that is loaded next
+        load_slot<C>(q, base + ahead * C::SLOT_BYTES, step + C::SLOTS - 1);
+        multiply_slot<T, C>(acc, base + slot * C::SLOT_BYTES, warp_row, warp_column, lane);
+        slot = slot + 1 == C::SLOTS ? 0 : slot + 1;
+        ahead = ahead + 1 == C::SLOTS ? 0 : ahead + 1;
     }
 #pragma unroll
     for (int i = 0; i < C::DOWN; i++)
@@ -171,8 +172,7 @@ template <class C> cudaError_t launch(const problem &q, smoe_type dtype, cudaStr
     const dim3 ctas((unsigned)((q.experts + COLUMNS - 1) / COLUMNS),
                     (unsigned)((q.tokens + C::ROWS - 1) / C::ROWS));
     return for_type(storage_types(), dtype, [&](auto t) {
-        gemm<typename decltype(t)::type, C><<<ctas, THREADS, C::BYTES, stream>>>(q);
-        return cudaGetLastError();
+        return enqueue(gemm<typename decltype(t)::type, C>, ctas, THREADS, C::BYTES, stream, q);
     });
 }
 
@@ -192,15 +192,14 @@ bool prefers_large(int64_t tokens, int64_t experts)
 
 } // namespace
 } // namespace router
-} // namespace smoe
+} // namespace moe
 
 // The grid's y has 65535 tiles: longer inputs go in several launches.
-extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void *x,
-                                             const void *router_weight, const void *bias, void *logits,
-                                             cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
+                                            const void *bias, void *logits, cudaStream_t stream)
 {
-    using namespace smoe::router;
-    const int64_t most = 65535ll * 32, logit = smoe_type_bytes(layer->logits_type);
+    using namespace moe::router;
+    const int64_t most = 65535ll * 32, logit = moe_type_bytes(layer->logits_type);
     cudaError_t status = cudaSuccess;
     for (int64_t first = 0; first < layer->tokens && status == cudaSuccess; first += most) {
         const int64_t tokens = layer->tokens - first < most ? layer->tokens - first : most;
@@ -218,9 +217,9 @@ extern "C" cudaError_t smoe_cuda_router_gemm(const smoe_layer *layer, const void
     return status;
 }
 
-extern "C" cudaError_t smoe_cuda_router_gemm_init(void)
+extern "C" cudaError_t moe_cuda_router_gemm_init(void)
 {
-    using namespace smoe::router;
+    using namespace moe::router;
     const cudaError_t status = raise_limits<large_tile>();
     return status != cudaSuccess ? status : raise_limits<small_tile>();
 }

@@ -1,22 +1,23 @@
-// Ranking keys of a chunk's pairs by softmax scores, from the logits that top-K has in shared memory, turned
-// to (E, T) on the way.
+// Ranking keys of a segment's pairs by softmax scores, transposed to (E, T). The logits come from shared
+// memory, where top-K has put them.
 //
-// A warp takes 32 tokens and 32 words' width of experts: a lane reads its word of a token (two bf16 logits or
-// one of f32), and its keys leave through 4 KB of shared memory as whole sectors of the experts' rows.
+// A warp takes 32 tokens and the experts of 32 words of a row. A lane reads its word of a token (two bf16
+// logits or one f32 logit). The keys go through 4 KB of shared memory, so that they are written as whole
+// sectors of the experts' rows.
 //
-// With bf16 logits a key holds 8 bits of the score, so the hardware's exp2 nearly always decides it: where
-// the bounds of the score (route_math.h) round to the same key, the exact score does too; elsewhere it is
+// With bf16 logits a key holds 8 bits of the score. The hardware's exp2 gives a lower and an upper bound of
+// the score (route_math.h). If both round to the same key, that is the key; otherwise the exact score is
 // computed.
 #pragma once
 #include "common/storage.cuh"
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace topk
 {
 
-enum { STAGE_BYTES = 4096 }; // of a warp
+enum { STAGING_BYTES = 4096 }; // of a warp
 
 // A token's softmax with the reciprocal of its sum.
 struct alignas(16) token_scale {
@@ -26,71 +27,70 @@ struct alignas(16) token_scale {
 // The key of one logit, exactly.
 template <typename L> SMOE_DEVICE uint32_t exact_key(float logit, const token_scale &s)
 {
-    const float term = smoe_softmax_term(logit, s.max);
-    return logits_of<L>::key_of(smoe_quotient_is_exact(term) ? smoe_quotient(term, s.sum, s.reciprocal)
-                                                             : smoe_div(term, s.sum));
+    const float term = moe_softmax_term(logit, s.max);
+    return logits_of<L>::key_of(moe_quotient_is_exact(term) ? moe_quotient(term, s.sum, s.reciprocal)
+                                                            : moe_div(term, s.sum));
 }
 
-// A lane's place in the stage: 128 bytes, of which a piece is 16; pieces are turned about so that lanes hit
-// all banks.
-SMOE_DEVICE uint4 *piece_at(uint4 *stage, int lane, int piece)
+// A lane's place in the staging memory: 128 bytes, of which a vector is 16; vectors are turned about so that
+// lanes hit all banks.
+SMOE_DEVICE uint4 *vector_at(uint4 *staging, int lane, int vector)
 {
-    return stage + lane * 8 + (piece ^ (lane & 7));
+    return staging + lane * 8 + (vector ^ (lane & 7));
 }
 
 // Keys of 8 tokens from `first` on (of 32): words[i] holds the lane's logit of token i.
-SMOE_DEVICE void stage_eight(uint4 *stage, int lane, int first, const uint32_t (&words)[8],
+SMOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t (&words)[8],
                              const token_scale *scales, float)
 {
     uint32_t keys[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) keys[i] = exact_key<float>(__uint_as_float(words[i]), scales[i]);
-    *piece_at(stage, lane, first / 4) = make_uint4(keys[0], keys[1], keys[2], keys[3]);
-    *piece_at(stage, lane, first / 4 + 1) = make_uint4(keys[4], keys[5], keys[6], keys[7]);
+    *vector_at(staging, lane, first / 4) = make_uint4(keys[0], keys[1], keys[2], keys[3]);
+    *vector_at(staging, lane, first / 4 + 1) = make_uint4(keys[4], keys[5], keys[6], keys[7]);
 }
 
-// The same with two bf16 logits a word. The first expert's keys are pieces 0 to 3, the second's 4 to 7.
-SMOE_DEVICE void stage_eight(uint4 *stage, int lane, int first, const uint32_t (&words)[8],
+// The same with two bf16 logits a word. The first expert's keys are vectors 0 to 3, the second's 4 to 7.
+SMOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t (&words)[8],
                              const token_scale *scales, __nv_bfloat16)
 {
     using pairs = storage<__nv_bfloat16>;
     uint32_t low[4], high[4], unsure = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const smoe_score_bounds a =
-            smoe_bound_score(pairs::low(words[i]), scales[i].max, scales[i].reciprocal);
-        const smoe_score_bounds b =
-            smoe_bound_score(pairs::high(words[i]), scales[i].max, scales[i].reciprocal);
+        const moe_score_bounds a = moe_bound_score(pairs::low(words[i]), scales[i].max, scales[i].reciprocal);
+        const moe_score_bounds b =
+            moe_bound_score(pairs::high(words[i]), scales[i].max, scales[i].reciprocal);
         const uint32_t keys = pairs::pack(a.low, b.low) | 0x80008000u;
         if (!(a.known && b.known) || keys != (pairs::pack(a.high, b.high) | 0x80008000u)) unsure |= 1u << i;
         low[i / 2] = i % 2 ? (low[i / 2] & 0xffffu) | keys << 16 : keys;
         high[i / 2] = i % 2 ? high[i / 2] >> 16 | (keys & 0xffff0000u) : keys;
     }
-    uint4 *const pieces[2] = {piece_at(stage, lane, first / 8), piece_at(stage, lane, first / 8 + 4)};
-    *pieces[0] = make_uint4(low[0], low[1], low[2], low[3]);
-    *pieces[1] = make_uint4(high[0], high[1], high[2], high[3]);
+    uint4 *const vectors[2] = {vector_at(staging, lane, first / 8), vector_at(staging, lane, first / 8 + 4)};
+    *vectors[0] = make_uint4(low[0], low[1], low[2], low[3]);
+    *vectors[1] = make_uint4(high[0], high[1], high[2], high[3]);
 #pragma unroll 1
     for (; unsure; unsure &= unsure - 1) {
         const int i = __ffs(unsure) - 1;
         uint32_t word = 0;
 #pragma unroll
         for (int j = 0; j < 8; j++) word = i == j ? words[j] : word;
-        ((uint16_t *)pieces[0])[i] = (uint16_t)exact_key<__nv_bfloat16>(pairs::low(word), scales[i]);
-        ((uint16_t *)pieces[1])[i] = (uint16_t)exact_key<__nv_bfloat16>(pairs::high(word), scales[i]);
+        ((uint16_t *)vectors[0])[i] = (uint16_t)exact_key<__nv_bfloat16>(pairs::low(word), scales[i]);
+        ((uint16_t *)vectors[1])[i] = (uint16_t)exact_key<__nv_bfloat16>(pairs::high(word), scales[i]);
     }
 }
 
-// By the whole CTA. rows: (chunk, E) logits, scales: (chunk), stage: STAGE_BYTES a warp.
+// By the whole CTA. rows: (segment, E) logits, scales: (segment), staging: STAGING_BYTES a warp.
 template <typename L>
-SMOE_DEVICE void write_keys(const smoe_cuda_routing &r, const L *rows, const token_scale *scales,
-                            char *stages, int chunk)
+SMOE_DEVICE void write_keys(const moe_cuda_routing &r, const L *rows, const token_scale *scales,
+                            char *all_staging, int segment)
 {
-    constexpr int PER = 4 / (int)sizeof(L), SPAN = 32 * PER, TOKENS = 16 / (int)sizeof(L); // of a piece
+    constexpr int PER = 4 / (int)sizeof(L), SPAN = 32 * PER, TOKENS = 16 / (int)sizeof(L); // of a vector
     const int experts = (int)r.layer.experts, spans = (experts + SPAN - 1) / SPAN;
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    uint4 *stage = (uint4 *)(stages + warp * STAGE_BYTES);
+    uint4 *staging = (uint4 *)(all_staging + warp * STAGING_BYTES);
 #pragma unroll 1
-    for (int job = warp; job < chunk / 32 * spans; job += blockDim.x / 32) {
+    for (int job = warp; job < segment / 32 * spans; job += blockDim.x / 32) {
         const int first_token = job / spans * 32, first_expert = job % spans * SPAN;
         const int expert = min(first_expert + lane * PER, experts - PER);
         const L *from = rows + first_token * experts + expert;
@@ -99,22 +99,22 @@ SMOE_DEVICE void write_keys(const smoe_cuda_routing &r, const L *rows, const tok
             uint32_t words[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) words[i] = *(const uint32_t *)(from + (first + i) * experts);
-            stage_eight(stage, lane, first, words, scales + first_token + first, L());
+            write_eight(staging, lane, first, words, scales + first_token + first, L());
         }
         __syncwarp();
         using key = typename logits_of<L>::key;
-        key *to = (key *)r.keys + (int64_t)blockIdx.x * chunk + first_token;
+        key *to = (key *)r.keys + (int64_t)blockIdx.x * segment + first_token;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int row = i * 4 + lane / 8, piece = lane % 8; // 8 / PER pieces an expert
-            const int64_t of = first_expert + row * PER + piece * PER / 8;
+            const int row = i * 4 + lane / 8, vector = lane % 8; // 8 / PER vectors an expert
+            const int64_t of = first_expert + row * PER + vector * PER / 8;
             if (of < experts)
-                *(uint4 *)(to + of * r.panels * SMOE_ROUTE_PANEL + piece % (8 / PER) * TOKENS) =
-                    *piece_at(stage, row, piece);
+                *(uint4 *)(to + of * r.panels * SMOE_ROUTE_PANEL + vector % (8 / PER) * TOKENS) =
+                    *vector_at(staging, row, vector);
         }
         __syncwarp();
     }
 }
 
 } // namespace topk
-} // namespace smoe
+} // namespace moe

@@ -1,17 +1,19 @@
-// The scores of all pairs: ranking keys for rounding where top-K has not made them, turned to (E, T) on the
-// way, and a panel's sums of p and of logsumexp^2 for the losses.
+// The scores of all (token, expert) pairs. Two results: ranking keys for rounding, transposed to (E, T),
+// where top-K has not made them; and for the losses the sums of p and of logsumexp^2 over a panel of tokens.
 //
-// A CTA takes a panel of 256 tokens and 32 experts. Lanes are experts, so that logits come in whole sectors;
-// the keys of 32 tokens wait in shared memory and leave as rows of 512 bytes (1 KB with f32 logits).
+// One CTA takes a panel of 256 tokens and 32 experts. The lanes of a warp are experts, so that logits are
+// read in whole sectors. Each warp collects the keys of 32 tokens in shared memory; the CTA writes them as
+// rows of 512 bytes (1 KB with f32 logits).
 //
-// Bytes: the logits once (L2 holds them still), as many of keys.
+// Bytes: the logits once, usually still in L2, and as many bytes of keys.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace scores
 {
@@ -25,7 +27,7 @@ template <typename L> struct tile_of {
     static constexpr int WORDS = SMOE_ROUTE_PANEL / WORD_KEYS, PITCH = WORDS + 4; // of an expert
 };
 
-// Keys of 8 tokens to the tile, as 16-byte pieces.
+// Keys of 8 tokens to the tile, as 16-byte vectors.
 SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint16_t)
 {
     *(uint4 *)to = make_uint4(keys[0] | keys[1] << 16, keys[2] | keys[3] << 16, keys[4] | keys[5] << 16,
@@ -38,24 +40,24 @@ SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint32_
     *(uint4 *)(to + 4) = make_uint4(keys[4], keys[5], keys[6], keys[7]);
 }
 
-// A block's keys go to global memory, a row of the panel an expert.
-template <typename L> SMOE_DEVICE void write_tile(const smoe_cuda_routing &r, const uint32_t *tile)
+// A CTA's keys go to global memory, a row of the panel an expert.
+template <typename L> SMOE_DEVICE void write_tile(const moe_cuda_routing &r, const uint32_t *tile)
 {
     using key = typename logits_of<L>::key;
-    constexpr int PIECES = tile_of<L>::WORDS / 4;
-    for (int i = threadIdx.x; i < 32 * PIECES; i += THREADS) {
-        const int row = i / PIECES, piece = i % PIECES;
+    constexpr int VECTORS = tile_of<L>::WORDS / 4;
+    for (int i = threadIdx.x; i < 32 * VECTORS; i += THREADS) {
+        const int row = i / VECTORS, vector = i % VECTORS;
         const int64_t expert = (int64_t)blockIdx.y * 32 + row;
         if (expert >= r.layer.experts) return;
         key *to = (key *)r.keys + (expert * r.panels + blockIdx.x) * SMOE_ROUTE_PANEL;
-        ((uint4 *)to)[piece] = *(const uint4 *)(tile + row * tile_of<L>::PITCH + piece * 4);
+        ((uint4 *)to)[vector] = *(const uint4 *)(tile + row * tile_of<L>::PITCH + vector * 4);
     }
 }
 
 template <typename L>
-__global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cuda_routing r)
 {
-    __shared__ smoe_token_softmax scales[SMOE_ROUTE_PANEL];
+    __shared__ moe_token_softmax scales[SMOE_ROUTE_PANEL];
     __shared__ __align__(16) uint32_t tile[32 * tile_of<L>::PITCH];
     __shared__ double part[WARPS][32];
     const int warp = warp_number(), lane = threadIdx.x & 31;
@@ -83,12 +85,12 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
             const int token = warp * STRIP + group + i;
             float score = 0.0f;
             if (r.softmax && token < tokens) {
-                score = smoe_div(smoe_softmax_term(logit[i], scales[token].max), scales[token].sum);
+                score = moe_div(moe_softmax_term(logit[i], scales[token].max), scales[token].sum);
                 sum += (double)score;
             }
             if (sigmoid) {
-                const float sigma = smoe_sigmoid(logit[i]);
-                score = r.selection_bias ? smoe_add(sigma, bias) : sigma;
+                const float sigma = moe_sigmoid(logit[i]);
+                score = r.selection_bias ? moe_add(sigma, bias) : sigma;
             }
             keys[i] = logits_of<L>::key_of(score);
         }
@@ -114,21 +116,19 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ smoe_cu
     if (threadIdx.x == 0) r.panel_z[blockIdx.x] = squares;
 }
 
-template <typename L> void launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     const dim3 ctas((unsigned)r.panels, (unsigned)((r.layer.experts + 31) / 32));
-    panel<L><<<ctas, THREADS, 0, stream>>>(r);
+    return enqueue(panel<L>, ctas, THREADS, 0, stream, r);
 }
 
 } // namespace
 } // namespace scores
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_scores(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_scores(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    using namespace smoe::scores;
-    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
-        launch<typename decltype(l)::type>(*r, stream);
-        return cudaGetLastError();
-    });
+    using namespace moe::scores;
+    return moe::for_type(moe::logits_types(), r->layer.logits_type,
+                         [&](auto l) { return launch<typename decltype(l)::type>(*r, stream); });
 }

@@ -1,32 +1,35 @@
-// Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids, weights, and the
-// tokens' softmax when it is wanted.
+// Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids, weights and,
+// where a later kernel needs it, the softmax of every token.
 //
-// Two threads a token, four where rows are long. A warp's rows come to shared memory by one bulk copy; where
-// a CTA's do not fit at once, by two, one after the other.
+// Two threads work on a token, four where rows are long. One bulk copy brings a warp's rows of logits into
+// shared memory. Where the rows of a CTA do not fit at once, they come in two steps.
 //
-// Most logits are never sorted. A row is units of 16 bytes, and no expert outside of the P units with the
-// best largest logits (P = 4, 8 or 16, at least K; ties to the lower expert) is among the K best: K units
-// before its own each hold a better one. So a thread sorts the largest logits of its units, the threads merge
-// their lists and take P / SHARE of the P best units each, and sort the logits of these. Everything is sorted
-// as packed keys by networks of P, no branches; the lists of a token merge last, and then its threads share
-// out the K weights.
+// Most logits are never sorted. A row is read as vectors of 16 bytes. Let P = 4, 8 or 16 be at least K. The
+// K best logits are all in the P vectors whose largest logits are best (ties go to the lower expert): an
+// expert in any other vector has at least K better ones before it. So
+// - a thread sorts the largest logits of its vectors,
+// - the threads of a token merge their lists and take P / SHARE of the P best vectors each,
+// - each sorts the logits of its vectors,
+// - the lists of a token are merged, and its threads share the computation of the K weights.
+// All sorting is done on packed keys by sorting networks of P elements, without branches.
 //
-// bf16 keys are exact. f32 keys lose low bits to the expert's id: neighbours that agree in what is left are
-// put in order by their logits. Where the K-th best agrees with one that was left out, and where a row holds
-// a NaN, the warp redoes the token exactly.
+// bf16 keys are exact. f32 keys give their lowest bits to the expert's id. Neighbours in the list that are
+// equal in the bits that are left are put in order by their logits. Where the K-th best cannot be told from
+// one that was left out, and where a row holds a NaN, the warp does the token again, exactly.
 //
-// What comes next gets what is at hand: the plan the chunk's counts, rounding the mask and the keys.
+// The kernel also leaves what it has at hand for the next one: the segment's counts for the plan, or for
+// rounding the mask and the ranking keys.
 //
-// Bytes: the logits once, 8 K a token; 2 E a chunk of counts, or E / 8 of mask and as many of keys as of
-// logits.
-#include "common/early_launch.cuh"
+// Bytes: the logits once, 8 K written for each token; 2 E of counts for each segment, or for rounding E / 8
+// of mask for each token and as many bytes of keys as of logits.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "host/routing.h"
 #include "routing/score_keys.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/tma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace topk
 {
@@ -39,7 +42,7 @@ enum {
     MOST_TOPK = 16,
     MOST_EXPERTS = 512,
     ROWS_BYTES = 131072,
-    LONGEST_ROW = 1024, // with rounding past it chunks get small: several CTAs an SM
+    LONGEST_ROW = 1024, // with rounding past it segments get small: several CTAs an SM
     LONGEST_ROWS_BYTES = 65536,
     MOST_STEPS = 2,
     MANY_CTAS = 128,
@@ -53,9 +56,9 @@ __host__ SMOE_DEVICE int mask_pitch(int experts)
     return experts + 4;
 }
 
-// 16 bytes of logits: a unit. `best` is the key of its largest logit with the unit's first expert, in the
+// 16 bytes of logits: a vector. `best` is the key of its largest logit with the vector's first expert, in the
 // place of all of them; `largest` goes along to find NaN. `pack` gives the keys of all of them.
-struct f32_unit {
+struct f32_vector {
     enum { SIZE = 4 };
     using largest = float;
     static constexpr uint32_t lowest = 0xff800000u; // -inf
@@ -68,7 +71,7 @@ struct f32_unit {
         const float most = larger_or_nan(larger_or_nan(__uint_as_float(v.x), __uint_as_float(v.y)),
                                          larger_or_nan(__uint_as_float(v.z), __uint_as_float(v.w)));
         largest = larger_or_nan(largest, most);
-        return smoe_packed_f32(__float_as_uint(__fadd_rn(most, 0.0f)), first, mask); // -0 becomes 0
+        return moe_packed_f32(__float_as_uint(__fadd_rn(most, 0.0f)), first, mask); // -0 becomes 0
     }
     static SMOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t mask)
     {
@@ -76,11 +79,11 @@ struct f32_unit {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             keys[i] =
-                smoe_packed_f32(__float_as_uint(__fadd_rn(__uint_as_float(bits[i]), 0.0f)), first + i, mask);
+                moe_packed_f32(__float_as_uint(__fadd_rn(__uint_as_float(bits[i]), 0.0f)), first + i, mask);
     }
 };
 
-struct bf16_unit {
+struct bf16_vector {
     enum { SIZE = 8 };
     using largest = uint32_t; // a pair; NaN is 0x7fff
     static constexpr uint32_t lowest = 0xff80ff80u;
@@ -93,7 +96,7 @@ struct bf16_unit {
         const uint32_t most = larger_bf16_pairs(larger_bf16_pairs(v.x, v.y), larger_bf16_pairs(v.z, v.w));
         largest = larger_bf16_pairs(largest, most);
         const uint32_t pair = add_bf16_pairs(larger_bf16_pairs(most, most >> 16 | most << 16), 0u);
-        return smoe_packed_bf16(pair & 0xffff0000u, first);
+        return moe_packed_bf16(pair & 0xffff0000u, first);
     }
     static SMOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t)
     {
@@ -101,62 +104,62 @@ struct bf16_unit {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint32_t pair = add_bf16_pairs(pairs[i], 0u); // -0 becomes 0
-            keys[2 * i] = smoe_packed_bf16(pair << 16, first + 2 * i);
-            keys[2 * i + 1] = smoe_packed_bf16(pair & 0xffff0000u, first + 2 * i + 1);
+            keys[2 * i] = moe_packed_bf16(pair << 16, first + 2 * i);
+            keys[2 * i + 1] = moe_packed_bf16(pair & 0xffff0000u, first + 2 * i + 1);
         }
     }
 };
 
-template <typename L> struct unit_of;
-template <> struct unit_of<float> {
-    using type = f32_unit;
+template <typename L> struct vector_of;
+template <> struct vector_of<float> {
+    using type = f32_vector;
 };
-template <> struct unit_of<__nv_bfloat16> {
-    using type = bf16_unit;
+template <> struct vector_of<__nv_bfloat16> {
+    using type = bf16_vector;
 };
 
 enum : int32_t { NOBODY = INT32_MIN }; // below every key
 
-// The keys of P units of a token's row, those of batch `batch` of the thread's; every SHARE-th unit is the
-// thread's. Tokens start at different units, so that lanes read different banks.
+// The keys of P vectors of a token's row, those of batch `batch` of the thread's; every SHARE-th vector is
+// the thread's. Tokens start at different vectors, so that lanes read different banks.
 template <typename L, int P, int SHARE>
-SMOE_DEVICE void keys_of_units(int32_t (&keys)[P], typename unit_of<L>::type::largest &largest, const L *row,
-                               int experts, int batch, int lane, uint32_t mask)
+SMOE_DEVICE void keys_of_vectors(int32_t (&keys)[P], typename vector_of<L>::type::largest &largest,
+                                 const L *row, int experts, int batch, int lane, uint32_t mask)
 {
-    using unit = typename unit_of<L>::type;
+    using vector = typename vector_of<L>::type;
 #pragma unroll
     for (int j = 0; j < P; j++) {
         const int u = (batch * P + ((j + lane / SHARE) & (P - 1))) * SHARE + lane % SHARE;
-        const int first = min(u * unit::SIZE, experts - unit::SIZE);
-        const int32_t key = unit::best(*(const uint4 *)(row + first), (uint32_t)first, mask, largest);
-        keys[j] = first == u * unit::SIZE ? key : NOBODY;
+        const int first = min(u * vector::SIZE, experts - vector::SIZE);
+        const int32_t key = vector::best(*(const uint4 *)(row + first), (uint32_t)first, mask, largest);
+        keys[j] = first == u * vector::SIZE ? key : NOBODY;
     }
 }
 
-// The P best units of a token, P / SHARE of them in each of its threads. True if the thread met a NaN.
+// The P best vectors of a token, P / SHARE of them in each of its threads. True if the thread met a NaN.
 template <typename L, int P, int SHARE>
-SMOE_DEVICE bool best_units(int32_t (&own)[P / SHARE], int32_t &excluded, const L *row, int experts, int lane,
-                            uint32_t mask)
+SMOE_DEVICE bool best_vectors(int32_t (&own)[P / SHARE], int32_t &excluded, const L *row, int experts,
+                              int lane, uint32_t mask)
 {
-    using unit = typename unit_of<L>::type;
+    using vector = typename vector_of<L>::type;
     constexpr int OWN = P / SHARE;
-    typename unit::largest largest = 0; // any that is no NaN
+    typename vector::largest largest = 0; // any that is no NaN
     int32_t best[P];
-    keys_of_units<L, P, SHARE>(best, largest, row, experts, 0, lane, mask);
-    smoe_sort_falling(best, P);
+    keys_of_vectors<L, P, SHARE>(best, largest, row, experts, 0, lane, mask);
+    moe_sort_falling(best, P);
 #pragma unroll 1
-    for (int batch = 1; batch * P * SHARE * unit::SIZE < experts; batch++) {
+    for (int batch = 1; batch * P * SHARE * vector::SIZE < experts; batch++) {
         int32_t keys[P];
-        keys_of_units<L, P, SHARE>(keys, largest, row, experts, batch, lane, mask);
-        smoe_sort_falling(keys, P);
-        smoe_merge_best(best, keys, P, &excluded);
+        keys_of_vectors<L, P, SHARE>(keys, largest, row, experts, batch, lane, mask);
+        moe_sort_falling(keys, P);
+        moe_merge_best(best, keys, P, &excluded);
     }
 #pragma unroll
     for (int other = 1; other < SHARE / 2; other *= 2) {
         int32_t theirs[P];
 #pragma unroll
         for (int k = 0; k < P; k++) theirs[k] = __shfl_xor_sync(~0u, best[k], other);
-        smoe_merge_best(best, theirs, P, &excluded);
+        moe_merge_best(best, theirs, P, &excluded);
     }
     // Both halves of the token's threads have a falling list each: the k-th of one against the k-th last of
     // the other, the larger is one of the P best. A thread compares only those that it keeps.
@@ -166,43 +169,43 @@ SMOE_DEVICE bool best_units(int32_t (&own)[P / SHARE], int32_t &excluded, const 
         const int32_t mine = second ? best[(OWN + k) % P] : best[k];
         const int32_t for_other = second ? best[(2 * P - 1 - OWN - k) % P] : best[P - 1 - k];
         const int32_t theirs = __shfl_xor_sync(~0u, for_other, SHARE / 2);
-        own[k] = smoe_larger(mine, theirs);
-        excluded = smoe_larger(excluded, smoe_smaller(mine, theirs));
+        own[k] = moe_larger(mine, theirs);
+        excluded = moe_larger(excluded, moe_smaller(mine, theirs));
     }
-    return unit::is_nan(largest);
+    return vector::is_nan(largest);
 }
 
-// The P best logits of the thread's units. A unit that is not there is -inf with ids that rank below all
+// The P best logits of the thread's vectors. A vector that is not there is -inf with ids that rank below all
 // others (f32: at worst some that collide, so that the token is redone).
 template <typename L, int P, int SHARE>
-SMOE_DEVICE void best_of_units(int32_t (&best)[P], int32_t &excluded, const int32_t (&own)[P / SHARE],
-                               const L *row, uint32_t mask)
+SMOE_DEVICE void best_of_vectors(int32_t (&best)[P], int32_t &excluded, const int32_t (&own)[P / SHARE],
+                                 const L *row, uint32_t mask)
 {
-    using unit = typename unit_of<L>::type;
-    constexpr int UNITS = P > unit::SIZE ? P / unit::SIZE : 1; // of a batch
-    constexpr int KEYS = UNITS * unit::SIZE, SETS = KEYS / P, BATCHES = P / SHARE / UNITS;
-    static_assert(BATCHES >= 1 && BATCHES * UNITS * SHARE == P, "units of a thread are whole batches");
+    using vector = typename vector_of<L>::type;
+    constexpr int VECTORS = P > vector::SIZE ? P / vector::SIZE : 1; // of a batch
+    constexpr int KEYS = VECTORS * vector::SIZE, SETS = KEYS / P, BATCHES = P / SHARE / VECTORS;
+    static_assert(BATCHES >= 1 && BATCHES * VECTORS * SHARE == P, "vectors of a thread are whole batches");
 #pragma unroll
     for (int i = 0; i < BATCHES; i++) {
         int32_t keys[KEYS];
 #pragma unroll
-        for (int q = 0; q < UNITS; q++) {
-            uint4 v = {unit::lowest, unit::lowest, unit::lowest, unit::lowest};
-            uint32_t first = mask - (unit::SIZE - 1);
-            if (own[i * UNITS + q] != NOBODY) {
-                first = mask - ((uint32_t)own[i * UNITS + q] & mask);
+        for (int q = 0; q < VECTORS; q++) {
+            uint4 v = {vector::lowest, vector::lowest, vector::lowest, vector::lowest};
+            uint32_t first = mask - (vector::SIZE - 1);
+            if (own[i * VECTORS + q] != NOBODY) {
+                first = mask - ((uint32_t)own[i * VECTORS + q] & mask);
                 v = *(const uint4 *)(row + first);
             }
-            unit::pack(keys + q * unit::SIZE, v, first, mask);
+            vector::pack(keys + q * vector::SIZE, v, first, mask);
         }
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            smoe_sort_falling(keys + set * P, P);
+            moe_sort_falling(keys + set * P, P);
             if (i == 0 && set == 0)
 #pragma unroll
                 for (int k = 0; k < P; k++) best[k] = keys[k];
             else
-                smoe_merge_best(best, keys + set * P, P, &excluded);
+                moe_merge_best(best, keys + set * P, P, &excluded);
         }
     }
 }
@@ -216,7 +219,7 @@ template <int P, int SHARE> SMOE_DEVICE void merge_parts(int32_t (&best)[P], int
         excluded = max(excluded, __shfl_xor_sync(~0u, excluded, other));
 #pragma unroll
         for (int k = 0; k < P; k++) theirs[k] = __shfl_xor_sync(~0u, best[k], other);
-        smoe_merge_best(best, theirs, P, &excluded);
+        moe_merge_best(best, theirs, P, &excluded);
     }
 }
 
@@ -227,7 +230,7 @@ template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row,
 #pragma unroll
     for (int k = 0; k < P; k++)
         value[k] =
-            ids[k] < experts ? smoe_signed_order(__float_as_uint(__fadd_rn(row[ids[k]], 0.0f))) : NOBODY;
+            ids[k] < experts ? moe_signed_order(__float_as_uint(__fadd_rn(row[ids[k]], 0.0f))) : NOBODY;
     bool moved = true;
 #pragma unroll 1
     while (__any_sync(~0u, moved)) {
@@ -248,21 +251,21 @@ template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row,
 template <typename L, int P, int SHARE>
 SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk, int lane)
 {
-    const uint32_t mask = sizeof(L) == 4 ? smoe_packed_mask(experts) : 0xffffu;
+    const uint32_t mask = sizeof(L) == 4 ? moe_packed_mask(experts) : 0xffffu;
     int32_t own[P / SHARE], best[P], excluded = NOBODY;
-    bool again = best_units<L, P, SHARE>(own, excluded, row, experts, lane, mask);
-    best_of_units<L, P, SHARE>(best, excluded, own, row, mask);
+    bool again = best_vectors<L, P, SHARE>(own, excluded, row, experts, lane, mask);
+    best_of_vectors<L, P, SHARE>(best, excluded, own, row, mask);
     merge_parts<P, SHARE>(best, excluded);
     bool close = false;
     int32_t last = INT32_MAX;
 #pragma unroll
     for (int k = 0; k < P; k++) {
         ids[k] = (int)(mask - ((uint32_t)best[k] & mask));
-        if (k < topk) last = smoe_smaller(last, best[k]);
+        if (k < topk) last = moe_smaller(last, best[k]);
         if (sizeof(L) == 4 && k + 1 < P)
-            close |= k < topk && smoe_packed_collide(best[k], best[k + 1 < P ? k + 1 : k], mask);
+            close |= k < topk && moe_packed_collide(best[k], best[k + 1 < P ? k + 1 : k], mask);
     }
-    if (sizeof(L) == 4) again |= smoe_packed_collide(last, excluded, mask);
+    if (sizeof(L) == 4) again |= moe_packed_collide(last, excluded, mask);
     if constexpr (sizeof(L) == 4)
         if (__any_sync(~0u, close)) order_exactly<P>(ids, row, experts);
     return again;
@@ -272,28 +275,28 @@ SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk
 template <typename L, int SHARE>
 SMOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, float max)
 {
-    constexpr int SIZE = unit_of<L>::type::SIZE;
-    const int units = experts / SIZE, rounds = (units + SHARE - 1) / SHARE;
+    constexpr int SIZE = vector_of<L>::type::SIZE;
+    const int vectors = experts / SIZE, rounds = (vectors + SHARE - 1) / SHARE;
     unsigned long long sum = 0;
     int at = lane % rounds;
     for (int i = 0; i < rounds; i++) {
         const int u = part * rounds + at;
-        if (u < units) {
+        if (u < vectors) {
             const uint4 v = *(const uint4 *)(row + u * SIZE);
             const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float high = __uint_as_float(SIZE == 8 ? words[j] & 0xffff0000u : words[j]);
-                sum += smoe_softmax_fixed_fast(smoe_softmax_term(high, max));
+                sum += moe_softmax_fixed_fast(moe_softmax_term(high, max));
                 if (SIZE == 8)
-                    sum += smoe_softmax_fixed_fast(smoe_softmax_term(__uint_as_float(words[j] << 16), max));
+                    sum += moe_softmax_fixed_fast(moe_softmax_term(__uint_as_float(words[j] << 16), max));
             }
         }
         at = at + 1 == rounds ? 0 : at + 1;
     }
 #pragma unroll
     for (int other = 1; other < SHARE; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
-    return smoe_softmax_sum(sum);
+    return moe_softmax_sum(sum);
 }
 
 // The exact top-K of one token by the whole warp; the token's own threads take the ids.
@@ -308,7 +311,7 @@ SMOE_DEVICE void redo(int (&ids)[P], const L *row, int experts, int topk, bool o
         for (int i = 0; i < (experts + 31) / 32; i++) {
             const int e = i * 32 + lane;
             if (e >= experts || (used >> i & 1)) continue;
-            const uint32_t key = smoe_rank_key(logits_of<L>::value(row[e])) + 1;
+            const uint32_t key = moe_rank_key(logits_of<L>::value(row[e])) + 1;
             if (key > best) {
                 best = key;
                 best_expert = e;
@@ -351,24 +354,24 @@ template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
     float least = x[0];
 #pragma unroll
     for (int i = 1; i < COUNT; i++) least = fminf(least, x[i]);
-    if (sum >= 1.0f && sum <= 4096.0f && smoe_quotient_is_exact(least)) {
+    if (sum >= 1.0f && sum <= 4096.0f && moe_quotient_is_exact(least)) {
         const float reciprocal = __frcp_rn(sum);
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) x[i] = smoe_quotient(x[i], sum, reciprocal);
+        for (int i = 0; i < COUNT; i++) x[i] = moe_quotient(x[i], sum, reciprocal);
     } else
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) x[i] = smoe_div(x[i], sum);
+        for (int i = 0; i < COUNT; i++) x[i] = moe_div(x[i], sum);
 }
 
 // What the threads of one token write: each the ids, weights and mask bits of P / SHARE ranks.
 template <typename L, int P, int SHARE>
-SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
+SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
                               bool there, uint32_t *mask_words, uint32_t bit, token_scale *scale, int lane)
 {
     constexpr int OWN = P / SHARE;
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
     const float first_logit = logits_of<L>::value(row[ids[0]]);
-    smoe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
+    moe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
     if (r.layer.score == SMOE_SCORE_SOFTMAX_TOPK || r.softmax)
         softmax.sum = sum_of_row<L, SHARE>(row, (int)r.layer.experts, part, lane, softmax.max);
 
@@ -382,8 +385,8 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
 #pragma unroll
     for (int i = 0; i < OWN; i++) { // as raw_weight, the ranks beside each other
         const float logit = logits_of<L>::value(row[min(own_ids[i], (int)r.layer.experts - 1)]);
-        nan |= first + i < topk && smoe_is_nan(logit);
-        weights[i] = smoe_softmax_term(logit, of_all ? softmax.max : first_logit);
+        nan |= first + i < topk && moe_is_nan(logit);
+        weights[i] = moe_softmax_term(logit, of_all ? softmax.max : first_logit);
         if (first + i >= topk) weights[i] = 1.0f; // nobody's
     }
     if (of_all) divide<OWN>(weights, softmax.sum);
@@ -393,14 +396,14 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
 #pragma unroll
         for (int k = 0; k < P; k++) {
             const float weight = __shfl_sync(~0u, weights[k % OWN], lane - part + k / OWN);
-            if (k < topk) sum = smoe_add(sum, weight);
+            if (k < topk) sum = moe_add(sum, weight);
         }
         divide<OWN>(weights, sum);
     }
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const float weight = divided && sum == 0.0f ? 0.0f : weights[i];
-        weights[i] = nan ? smoe_float_of(0x7fc00000u) : smoe_mul(weight, r.layer.route_scale);
+        weights[i] = nan ? moe_float_of(0x7fc00000u) : moe_mul(weight, r.layer.route_scale);
     }
     if (!there) return;
     store_ranks<int, OWN>(r.topk_ids + token * topk, own_ids, first, topk);
@@ -414,33 +417,33 @@ SMOE_DEVICE void finish_token(const smoe_cuda_routing &r, const int (&ids)[P], c
 
 // Where things stand in shared memory: the rows first, one barrier a warp last.
 struct layout {
-    uint32_t masks, scales, stages, barriers, end;
+    uint32_t masks, scales, staging, barriers, end;
 };
 
 template <typename L>
-__host__ SMOE_DEVICE layout layout_of(const smoe_cuda_routing &r, int of_step, int steps, int warps)
+__host__ SMOE_DEVICE layout layout_of(const moe_cuda_routing &r, int of_step, int steps, int warps)
 {
-    const int chunk = of_step * steps;
+    const int segment = of_step * steps;
     layout at;
     at.masks = (uint32_t)(of_step * (int)r.layer.experts * (int)sizeof(L));
-    at.scales = at.masks + (uint32_t)(chunk / 32 * mask_pitch((int)r.layer.experts) * 4);
-    at.stages = at.scales + (r.keys ? (uint32_t)chunk * (uint32_t)sizeof(token_scale) : 0);
-    at.barriers = at.stages + (r.keys ? (uint32_t)(warps * STAGE_BYTES) : 0);
+    at.scales = at.masks + (uint32_t)(segment / 32 * mask_pitch((int)r.layer.experts) * 4);
+    at.staging = at.scales + (r.keys ? (uint32_t)segment * (uint32_t)sizeof(token_scale) : 0);
+    at.barriers = at.staging + (r.keys ? (uint32_t)(warps * STAGING_BYTES) : 0);
     at.end = at.barriers + 8 * (uint32_t)warps;
     return at;
 }
 
-// What the chunk's masks tell the kernels that follow.
-SMOE_DEVICE void write_masks(const smoe_cuda_routing &r, const uint32_t *masks, int words)
+// What the segment's masks tell the kernels that follow.
+SMOE_DEVICE void write_masks(const moe_cuda_routing &r, const uint32_t *masks, int words)
 {
     const int experts = (int)r.layer.experts, pitch = mask_pitch(experts), shift = __ffs(words) - 1;
-    if (r.chunk_counts &&
+    if (r.segment_counts &&
         (int64_t)blockIdx.x * words * 32 < r.layer.tokens) // the mask's panels reach further
         for (int e = threadIdx.x; e < experts; e += blockDim.x) {
             int tokens = 0;
 #pragma unroll 4
             for (int word = 0; word < words; word++) tokens += __popc(masks[word * pitch + e]);
-            r.chunk_counts[(int64_t)blockIdx.x * experts + e] = (uint16_t)tokens;
+            r.segment_counts[(int64_t)blockIdx.x * experts + e] = (uint16_t)tokens;
         }
     if (r.mask)
         for (int i = threadIdx.x; i < experts * words; i += blockDim.x) {
@@ -452,7 +455,7 @@ SMOE_DEVICE void write_masks(const smoe_cuda_routing &r, const uint32_t *masks, 
 
 // Starts the copy of a warp's rows.
 template <typename L>
-SMOE_DEVICE void load_rows(L *rows, const smoe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier)
+SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier)
 {
     const uint32_t bytes = (uint32_t)(tokens * (int)r.layer.experts * (int)sizeof(L));
     barrier_expect(barrier, bytes);
@@ -460,22 +463,22 @@ SMOE_DEVICE void load_rows(L *rows, const smoe_cuda_routing &r, int64_t first, i
         load_bytes(shared_address(rows), (const L *)r.logits + first * r.layer.experts, bytes, barrier);
 }
 
-// A chunk goes by `steps`, a warp's rows of one after those of the one before in the same memory.
+// A segment goes by `steps`, a warp's rows of one after those of the one before in the same memory.
 template <typename L, int P, int SHARE>
-__global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cuda_routing r, int most_steps)
+__global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
 {
     constexpr int TOKENS = 32 / SHARE;                               // of a warp
     const int steps = sizeof(L) == 4 && SHARE == 4 ? most_steps : 1; // shorter rows need no loop
     extern __shared__ __align__(128) char memory[];
     const int experts = (int)r.layer.experts, topk = (int)r.layer.topk, pitch = mask_pitch(experts);
-    const int of_step = blockDim.x / SHARE, chunk = steps * of_step;
+    const int of_step = blockDim.x / SHARE, segment = steps * of_step;
     const int warp = warp_number(), lane = threadIdx.x & 31;
     const layout at = layout_of<L>(r, of_step, steps, blockDim.x / 32);
     L *rows = (L *)memory + warp * TOKENS * experts;
     uint32_t *masks = (uint32_t *)(memory + at.masks);
     token_scale *scales = (token_scale *)(memory + at.scales);
     const uint32_t barrier = shared_address(memory + at.barriers) + 8 * warp;
-    for (int i = threadIdx.x; i < chunk / 32 * pitch; i += blockDim.x) masks[i] = 0;
+    for (int i = threadIdx.x; i < segment / 32 * pitch; i += blockDim.x) masks[i] = 0;
     if (lane == 0) {
         barrier_init(barrier, 1);
         barrier_init_done();
@@ -485,8 +488,8 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
 
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        const int begin = step * of_step + warp * TOKENS; // of the warp's tokens in the chunk
-        const int64_t first = (int64_t)blockIdx.x * chunk + begin;
+        const int begin = step * of_step + warp * TOKENS; // of the warp's tokens in the segment
+        const int64_t first = (int64_t)blockIdx.x * segment + begin;
         const int tokens = (int)min(r.layer.tokens - first, (int64_t)TOKENS);
         if (tokens <= 0) break;
         __syncwarp();
@@ -495,7 +498,7 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
             load_rows<L>(rows, r, first, tokens, barrier);
         }
         barrier_wait(barrier, step & 1);
-        const int within = min(lane / SHARE, tokens - 1), in_chunk = begin + within;
+        const int within = min(lane / SHARE, tokens - 1), in_segment = begin + within;
         const L *row = rows + within * experts;
         int ids[P];
         const bool again = best_experts<L, P, SHARE>(ids, row, experts, topk, lane);
@@ -504,18 +507,18 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ smoe_cud
             if (redone >> (token * SHARE) & ((1u << SHARE) - 1u))
                 redo<L, P>(ids, rows + token * experts, experts, topk, lane / SHARE == token, lane);
         finish_token<L, P, SHARE>(r, ids, row, first + within, lane / SHARE < tokens,
-                                  masks + (in_chunk >> 5) * pitch, 1u << (in_chunk & 31), scales + in_chunk,
-                                  lane);
+                                  masks + (in_segment >> 5) * pitch, 1u << (in_segment & 31),
+                                  scales + in_segment, lane);
     }
     __syncthreads();
-    write_masks(r, masks, chunk / 32);
-    if (r.keys) write_keys<L>(r, (const L *)memory, scales, memory + at.stages, chunk);
+    write_masks(r, masks, segment / 32);
+    if (r.keys) write_keys<L>(r, (const L *)memory, scales, memory + at.staging, segment);
     let_next_start();
 }
 
 int64_t row_bytes(const smoe_layer &layer)
 {
-    return layer.experts * smoe_type_bytes(layer.logits_type);
+    return layer.experts * moe_type_bytes(layer.logits_type);
 }
 
 int share_of(const smoe_layer &layer)
@@ -523,34 +526,36 @@ int share_of(const smoe_layer &layer)
     return row_bytes(layer) >= LONG_ROW ? 4 : 2;
 }
 
-// Tokens of a CTA: few tokens spread over many SMs. The keys of rounding need all rows of a chunk at once.
-int chunk_of(const smoe_layer &layer)
+// Tokens of a CTA: few tokens spread over many SMs. The keys of rounding need all rows of a segment at once.
+int segment_of(const smoe_layer &layer)
 {
     const int64_t bytes = row_bytes(layer);
     const int64_t most = layer.rounding == SMOE_ROUNDING_NONE ? MOST_STEPS * ROWS_BYTES
                          : bytes > LONGEST_ROW                ? LONGEST_ROWS_BYTES
                                                               : ROWS_BYTES;
-    int chunk = THREADS / share_of(layer);
-    while (chunk > 32 && (chunk * bytes > most || layer.tokens < (int64_t)chunk * MANY_CTAS)) chunk /= 2;
-    return chunk;
+    int segment = THREADS / share_of(layer);
+    while (segment > 32 && (segment * bytes > most || layer.tokens < (int64_t)segment * MANY_CTAS))
+        segment /= 2;
+    return segment;
 }
 
-template <typename L, int P, int SHARE> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L, int P, int SHARE> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
-    const int chunk = chunk_of(r.layer), steps = chunk * row_bytes(r.layer) > ROWS_BYTES ? MOST_STEPS : 1;
-    const int of_step = chunk / steps, threads = SHARE * of_step;
+    const int segment = segment_of(r.layer),
+              steps = segment * row_bytes(r.layer) > ROWS_BYTES ? MOST_STEPS : 1;
+    const int of_step = segment / steps, threads = SHARE * of_step;
     const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
-    const unsigned ctas = (unsigned)smoe_divide_up(tokens, chunk);
+    const unsigned ctas = (unsigned)moe_divide_up(tokens, segment);
     return launch_early(fast<L, P, SHARE>, dim3(ctas), dim3((unsigned)threads),
                         layout_of<L>(r, of_step, steps, threads / 32).end, stream, r, steps);
 }
 
-template <typename L, int P> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L, int P> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     return share_of(r.layer) == 4 ? launch<L, P, 4>(r, stream) : launch<L, P, 2>(r, stream);
 }
 
-template <typename L> cudaError_t launch(const smoe_cuda_routing &r, cudaStream_t stream)
+template <typename L> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     return r.layer.topk <= 4   ? launch<L, 4>(r, stream)
            : r.layer.topk <= 8 ? launch<L, 8>(r, stream)
@@ -565,26 +570,26 @@ template <typename L, int P> cudaError_t raise_limits()
 
 } // namespace
 } // namespace topk
-} // namespace smoe
+} // namespace moe
 
-extern "C" int32_t smoe_cuda_topk_chunk(const smoe_layer *layer)
+extern "C" int32_t moe_cuda_topk_segment(const smoe_layer *layer)
 {
     const bool fast = layer->score != SMOE_SCORE_SIGMOID && layer->experts % 8 == 0 &&
-                      layer->experts <= smoe::topk::MOST_EXPERTS && layer->topk <= smoe::topk::MOST_TOPK;
-    return fast ? smoe::topk::chunk_of(*layer) : 0;
+                      layer->experts <= moe::topk::MOST_EXPERTS && layer->topk <= moe::topk::MOST_TOPK;
+    return fast ? moe::topk::segment_of(*layer) : 0;
 }
 
-extern "C" cudaError_t smoe_cuda_topk(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_topk(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    if (!smoe_cuda_topk_chunk(&r->layer)) return smoe_cuda_topk_general(r, stream);
-    return smoe::for_type(smoe::logits_types(), r->layer.logits_type,
-                          [&](auto l) { return smoe::topk::launch<typename decltype(l)::type>(*r, stream); });
+    if (!moe_cuda_topk_segment(&r->layer)) return moe_cuda_topk_general(r, stream);
+    return moe::for_type(moe::logits_types(), r->layer.logits_type,
+                         [&](auto l) { return moe::topk::launch<typename decltype(l)::type>(*r, stream); });
 }
 
-extern "C" cudaError_t smoe_cuda_topk_fast_init(void)
+extern "C" cudaError_t moe_cuda_topk_fast_init(void)
 {
-    using namespace smoe::topk;
-    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
+    using namespace moe::topk;
+    return moe::for_every_type(moe::logits_types(), [](auto l) {
         using L = typename decltype(l)::type;
         cudaError_t status = raise_limits<L, 4>();
         if (status == cudaSuccess) status = raise_limits<L, 8>();

@@ -1,23 +1,25 @@
-// Top-K of every layer the header describes: E up to 4096, K up to 64, every score, selection bias, groups. A
-// warp takes a token, a CTA 32 of them (one word of the mask).
+// Top-K of every layer that the header describes: E up to 4096, K up to 64, every score function, selection
+// bias, groups. One warp takes a token, one CTA 32 tokens (one word of the mask).
 //
-// The warp keeps a ranking key for every expert in shared memory (0: cannot be chosen, else key + 1) and the
-// largest key of every 32 experts in registers. A round takes the largest of those, finds the expert by a
-// ballot over its 32, and renews the one maximum: K rounds of a few dozen instructions, whatever E is.
+// A warp keeps a ranking key for every expert in shared memory (0: cannot be chosen; else key + 1), and in
+// registers the largest key of every 32 experts. Each of the K rounds takes the largest of these maxima,
+// finds its expert among the 32 by a ballot, removes it, and computes that one maximum anew. A round is a
+// few dozen instructions, whatever E is.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "routing/logits.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace topk
 {
 namespace
 {
 
-enum { GENERAL_THREADS = 256, GENERAL_WARPS = GENERAL_THREADS / 32, GENERAL_TOKENS = 32, MOST_BLOCKS = 128 };
+enum { GENERAL_THREADS = 256, GENERAL_WARPS = GENERAL_THREADS / 32, GENERAL_TOKENS = 32, MOST_BATCHES = 128 };
 
 struct warp_memory {
     uint32_t *keys;       // [experts, padded to 32]
@@ -26,7 +28,7 @@ struct warp_memory {
 
 // Keys of all experts, and the largest logit.
 template <typename L>
-SMOE_DEVICE float rank_experts(const smoe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
+SMOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
 {
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
     const bool sigmoid = r.layer.score == SMOE_SCORE_SIGMOID;
@@ -35,25 +37,25 @@ SMOE_DEVICE float rank_experts(const smoe_cuda_routing &r, const L *logits, cons
         uint32_t key = 0;
         if (e < experts) {
             const float logit = logits_of<L>::value(logits[e]);
-            const uint32_t logit_key = smoe_rank_key(logit);
+            const uint32_t logit_key = moe_rank_key(logit);
             largest = max(largest, logit_key);
             key = logit_key + 1;
             if (sigmoid) {
-                const float sigma = smoe_sigmoid(logit);
-                key = smoe_rank_key(r.selection_bias ? smoe_add(sigma, r.selection_bias[e]) : sigma) + 1;
+                const float sigma = moe_sigmoid(logit);
+                key = moe_rank_key(r.selection_bias ? moe_add(sigma, r.selection_bias[e]) : sigma) + 1;
             }
         }
         m.keys[e] = key;
     }
-    return softmax_max(smoe_rank_value(__reduce_max_sync(~0u, largest)));
+    return softmax_max(moe_rank_value(__reduce_max_sync(~0u, largest)));
 }
 
 template <typename L> SMOE_DEVICE float sum_terms(const L *logits, int experts, float max, int lane)
 {
     unsigned long long sum = 0;
     for (int e = lane; e < experts; e += 32)
-        sum += smoe_softmax_fixed_fast(smoe_softmax_term(logits_of<L>::value(logits[e]), max));
-    return smoe_softmax_sum(sum_of_lanes(sum));
+        sum += moe_softmax_fixed_fast(moe_softmax_term(logits_of<L>::value(logits[e]), max));
+    return moe_softmax_sum(sum_of_lanes(sum));
 }
 
 // Experts outside the groups_kept best groups get the key 0.
@@ -67,7 +69,7 @@ SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int 
             second = max(second, min(key, first));
             first = max(first, key);
         }
-        m.group_keys[g] = smoe_rank_key(smoe_add(smoe_rank_value(first), smoe_rank_value(second)));
+        m.group_keys[g] = moe_rank_key(moe_add(moe_rank_value(first), moe_rank_value(second)));
     }
     __syncwarp();
     for (int g = lane; g < groups; g += 32) {
@@ -83,47 +85,47 @@ SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int 
 // Lane k % 32 gets the expert of rank k, in ids[0] for k < 32 and ids[1] above.
 SMOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int topk, int lane)
 {
-    const int blocks = (experts + 31) / 32;
-    uint32_t block_max[MOST_BLOCKS / 32]; // of block lane + 32 j
+    const int batches = (experts + 31) / 32;
+    uint32_t batch_max[MOST_BATCHES / 32]; // of batch lane + 32 j
 #pragma unroll
-    for (int j = 0; j < MOST_BLOCKS / 32; j++) {
-        block_max[j] = 0;
-        for (int i = 0; i < 32 && j * 32 + i < blocks; i++) {
+    for (int j = 0; j < MOST_BATCHES / 32; j++) {
+        batch_max[j] = 0;
+        for (int i = 0; i < 32 && j * 32 + i < batches; i++) {
             const uint32_t largest = __reduce_max_sync(~0u, m.keys[(j * 32 + i) * 32 + lane]);
-            if (i == lane) block_max[j] = largest;
+            if (i == lane) batch_max[j] = largest;
         }
     }
     for (int k = 0; k < topk; k++) {
         uint32_t own = 0;
-        int own_block = MOST_BLOCKS;
+        int own_batch = MOST_BATCHES;
 #pragma unroll
-        for (int j = 0; j < MOST_BLOCKS / 32; j++)
-            if (block_max[j] > own) {
-                own = block_max[j];
-                own_block = j * 32 + lane;
+        for (int j = 0; j < MOST_BATCHES / 32; j++)
+            if (batch_max[j] > own) {
+                own = batch_max[j];
+                own_batch = j * 32 + lane;
             }
         const uint32_t top = __reduce_max_sync(~0u, own);
-        const int block = (int)__reduce_min_sync(~0u, (uint32_t)(own == top ? own_block : MOST_BLOCKS));
-        uint32_t key = m.keys[block * 32 + lane];
+        const int batch = (int)__reduce_min_sync(~0u, (uint32_t)(own == top ? own_batch : MOST_BATCHES));
+        uint32_t key = m.keys[batch * 32 + lane];
         const int at = __ffs(__ballot_sync(~0u, key == top)) - 1;
-        if (lane == at) m.keys[block * 32 + lane] = key = 0;
+        if (lane == at) m.keys[batch * 32 + lane] = key = 0;
         const uint32_t rest = __reduce_max_sync(~0u, key);
 #pragma unroll
-        for (int j = 0; j < MOST_BLOCKS / 32; j++)
-            if (block == j * 32 + lane) block_max[j] = rest;
-        if (lane == k % 32 && k < 32) ids[0] = block * 32 + at;
-        if (lane == k % 32 && k >= 32) ids[1] = block * 32 + at;
+        for (int j = 0; j < MOST_BATCHES / 32; j++)
+            if (batch == j * 32 + lane) batch_max[j] = rest;
+        if (lane == k % 32 && k < 32) ids[0] = batch * 32 + at;
+        if (lane == k % 32 && k >= 32) ids[1] = batch * 32 + at;
         __syncwarp();
     }
 }
 
 template <typename L>
-SMOE_DEVICE void route_token(const smoe_cuda_routing &r, const warp_memory &m, uint32_t *mask, int64_t token,
+SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, uint32_t *mask, int64_t token,
                              int lane)
 {
     const int experts = (int)r.layer.experts, topk = (int)r.layer.topk;
     const L *logits = (const L *)r.logits + token * experts;
-    smoe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
+    moe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
     __syncwarp();
     if (r.softmax || r.layer.score == SMOE_SCORE_SOFTMAX_TOPK)
         softmax.sum = sum_terms(logits, experts, softmax.max, lane);
@@ -139,11 +141,11 @@ SMOE_DEVICE void route_token(const smoe_cuda_routing &r, const warp_memory &m, u
     for (int j = 0; j < 2; j++) {
         if (j * 32 + lane < topk) {
             const float logit = logits_of<L>::value(logits[ids[j]]);
-            nan |= smoe_is_nan(logit);
+            nan |= moe_is_nan(logit);
             weights[j] = raw_weight(r.layer, logit, first_logit, softmax);
         }
         for (int k = j * 32; k < min(topk, j * 32 + 32); k++)
-            sum = smoe_add(sum, __shfl_sync(~0u, weights[j], k % 32));
+            sum = moe_add(sum, __shfl_sync(~0u, weights[j], k % 32));
     }
     nan = __any_sync(~0u, nan);
     const bool divided = weights_are_divided(r.layer);
@@ -158,7 +160,7 @@ SMOE_DEVICE void route_token(const smoe_cuda_routing &r, const warp_memory &m, u
 }
 
 template <typename L>
-__global__ void __launch_bounds__(GENERAL_THREADS) general(const __grid_constant__ smoe_cuda_routing r)
+__global__ void __launch_bounds__(GENERAL_THREADS) general(const __grid_constant__ moe_cuda_routing r)
 {
     extern __shared__ __align__(16) uint32_t words[];
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
@@ -186,23 +188,23 @@ size_t general_memory(const smoe_layer &layer)
 
 } // namespace
 } // namespace topk
-} // namespace smoe
+} // namespace moe
 
-extern "C" cudaError_t smoe_cuda_topk_general(const smoe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_topk_general(const moe_cuda_routing *r, cudaStream_t stream)
 {
-    using namespace smoe::topk;
+    using namespace moe::topk;
     const size_t memory = general_memory(r->layer);
-    return smoe::for_type(smoe::logits_types(), r->layer.logits_type, [&](auto l) {
-        general<typename decltype(l)::type><<<(unsigned)r->words, GENERAL_THREADS, memory, stream>>>(*r);
-        return cudaGetLastError();
+    return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
+        return moe::enqueue(general<typename decltype(l)::type>, (unsigned)r->words, GENERAL_THREADS, memory,
+                            stream, *r);
     });
 }
 
-extern "C" cudaError_t smoe_cuda_topk_general_init(void)
+extern "C" cudaError_t moe_cuda_topk_general_init(void)
 {
-    using namespace smoe::topk;
+    using namespace moe::topk;
     enum { MOST = 4 * (4096 * (1 + GENERAL_WARPS) + 2048 * GENERAL_WARPS) };
-    return smoe::for_every_type(smoe::logits_types(), [](auto l) {
-        return smoe::allow_shared(general<typename decltype(l)::type>, MOST);
+    return moe::for_every_type(moe::logits_types(), [](auto l) {
+        return moe::allow_shared(general<typename decltype(l)::type>, MOST);
     });
 }

@@ -1,16 +1,16 @@
-// Matrix descriptors: where wgmma finds an operand in shared memory, in panels with the 128-byte swizzle.
+// Matrix descriptors: where wgmma finds an operand in shared memory, in subtiles with the 128-byte swizzle.
 #pragma once
 #include "common/ptx.cuh"
 
-namespace smoe
+namespace moe
 {
 
 // Matrix descriptor of a K-major operand: 1024 bytes from one group of eight rows to the next, 128-byte
 // swizzle. `where` is address / 16; a step of 16 elements along K adds 2, of 64 rows 512.
 constexpr uint64_t DESCRIPTOR = (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 
-// Of an MN-major operand: 8192 bytes from one panel of 64 to the next, 1024 from eight rows of K to the next.
-// A step of 16 elements along K adds 128.
+// Of an MN-major operand: 8192 bytes from one subtile of 64 to the next, 1024 from eight rows of K to the
+// next. A step of 16 elements along K adds 128.
 constexpr uint64_t MN_DESCRIPTOR =
     (uint64_t)(8192 >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 
@@ -32,4 +32,4 @@ SMOE_DEVICE uint32_t descriptor_address(uint32_t shared)
     return (shared & 0x3FFFF) >> 4;
 }
 
-} // namespace smoe
+} // namespace moe

@@ -1,26 +1,29 @@
-// Work for a persistent CTA from a counter in global memory: whoever is free takes the next unit of the list,
-// so that the tiles under way at one time stay neighbours in it and an expert's weights are read while they
-// are in L2. The store warp of consumer 0 claims: it has the time to wait for the counter and the list.
-// Everybody in the CTA reads.
+// Dynamic scheduling for a persistent CTA: it takes its units one by one from a counter in global memory.
+// CTAs that work at the same time then work on neighbouring units of the list, so an expert's weights are
+// read while they are in L2.
 //
-// What is claimed early is begun late where tiles take unlike times, and its neighbours are gone from L2 by
-// then. So a tile of many steps is claimed shortly before the loaders need it, when they ask for it; one of
-// few steps, which would come too late, three tiles ahead of the one that is stored.
+// The store warp of consumer 0 claims units, because it has time to wait for the counter and the list. It
+// publishes them in a ring of items; all other roles of the CTA read them there.
+//
+// When to claim. A unit claimed long before it is computed is computed late if the tiles before it take
+// long; its neighbours' operands have left L2 by then. So a tile with many steps of K is claimed only
+// shortly before the loaders need it, when they ask for it. For a tile with few steps that would be too
+// late: such tiles are claimed three tiles ahead of the tile that is being stored.
 #pragma once
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/work_order.h"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_cooperative
 {
 
 struct work_item {
-    smoe_work tile; // no blocks: there is no more
-    int column;     // tile
+    moe_work tile; // no blocks: there is no more
+    int column;    // tile
     SMOE_DEVICE bool exists() const
     {
-        return smoe_work_blocks(tile) != 0;
+        return moe_work_blocks(tile) != 0;
     }
 };
 
@@ -38,17 +41,17 @@ struct work_queue {
     SMOE_DEVICE work_item item(int unit) const
     {
         if (unit >= walk.units) return {{0, 0}, 0};
-        const smoe_work tile = walk.tile(unit);
+        const moe_work tile = walk.tile(unit);
         if (walk.column_tiles <= SMOE_MOST_COLUMNS_FIRST || !block_offsets) return {tile, walk.column(unit)};
-        const int expert = smoe_work_expert(tile), first = __ldg(block_offsets + expert);
+        const int expert = moe_work_expert(tile), first = __ldg(block_offsets + expert);
         const int blocks = __ldg(block_offsets + expert + 1) - first;
         const int before = (tile.row / SMOE_BLOCK_ROWS - first) / SMOE_TILE_BLOCKS; // row tiles of the expert
-        const smoe_place place =
-            smoe_place_of(before * walk.column_tiles + walk.column(unit),
-                          (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS, walk.column_tiles);
+        const moe_place place =
+            moe_place_of(before * walk.column_tiles + walk.column(unit),
+                         (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS, walk.column_tiles);
         const int block = place.row_tile * SMOE_TILE_BLOCKS;
-        return {smoe_work_make((first + block) * SMOE_BLOCK_ROWS, expert,
-                               min((int)SMOE_TILE_BLOCKS, blocks - block)),
+        return {moe_work_make((first + block) * SMOE_BLOCK_ROWS, expert,
+                              min((int)SMOE_TILE_BLOCKS, blocks - block)),
                 place.column_tile};
     }
 };
@@ -64,7 +67,7 @@ enum {
 static_assert((int)READ_BEFORE < (int)ASK_BEFORE && (int)ASK_BEFORE < (int)MANY_STEPS, "asked, then read");
 
 // Item i stands in slot i % ITEMS. When the claiming warp comes to tile i, loaders and consumers have read
-// all items up to i - 4: the ring of stages binds them to it. The other store warp may be later and says what
+// all items up to i - 4: the ring of slots binds them to it. The other store warp may be later and says what
 // it has read.
 struct feed {
     uint32_t at;
@@ -138,4 +141,4 @@ struct feed {
 };
 
 } // namespace gemm_cooperative
-} // namespace smoe
+} // namespace moe

@@ -4,18 +4,18 @@
 
 #include "host/scheduler.h"
 
-typedef enum smoe_gemm {
+typedef enum moe_gemm {
     SMOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
     SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
     SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory, K <= 256 */
-} smoe_gemm;
+} moe_gemm;
 
 /* Relative speed of the three on full tiles (docs/lab-notebook.md) times the share of columns that is real.
  */
-static inline double smoe_gemm_merit(smoe_gemm kind, int64_t intermediate, int64_t columns)
+static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t columns)
 {
     const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;
-    const double real = (double)columns / (double)(smoe_divide_up(columns, width) * width);
+    const double real = (double)columns / (double)(moe_divide_up(columns, width) * width);
     switch (kind) {
     case SMOE_GEMM_TILES: return real;
     case SMOE_GEMM_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
@@ -24,14 +24,14 @@ static inline double smoe_gemm_merit(smoe_gemm kind, int64_t intermediate, int64
     return 0.0;
 }
 
-static inline smoe_gemm smoe_gemm_choose(int64_t intermediate, int64_t columns, int bias)
+static inline moe_gemm moe_gemm_choose(int64_t intermediate, int64_t columns, int bias)
 {
-    smoe_gemm best = SMOE_GEMM_TILES;
+    moe_gemm best = SMOE_GEMM_TILES;
     if (bias) return best;
     for (int kind = SMOE_GEMM_PING_PONG; kind <= SMOE_GEMM_STATIONARY; kind++)
-        if (smoe_gemm_merit((smoe_gemm)kind, intermediate, columns) >
-            smoe_gemm_merit(best, intermediate, columns))
-            best = (smoe_gemm)kind;
+        if (moe_gemm_merit((moe_gemm)kind, intermediate, columns) >
+            moe_gemm_merit(best, intermediate, columns))
+            best = (moe_gemm)kind;
     return best;
 }
 

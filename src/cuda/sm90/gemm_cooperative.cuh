@@ -1,8 +1,12 @@
-// The cooperative core: a CTA multiplies tiles of 128 x 256, each of two consumer warpgroups 64 rows of it.
-// A third warpgroup loads and stores: warps 8 and 9 fill a ring of three stages (128 x 64 of A, 256 x 64 of
-// B), warps 10 and 11 carry the finished tiles of consumers 0 and 1 away. A consumer's epilogue is convert,
-// stmatrix into its own staging and one arrival; it starts the next tile while the store warps work. Staging
-// is the whole tile: two slots of 128 columns a consumer, each two panels of 64 x 64.
+// The cooperative core: a CTA computes tiles of 128 x 256, and each of its two consumer warpgroups computes
+// 64 rows of the tile.
+//
+// The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots (128 x 64 of A and 256 x 64
+// of B each). Warps 10 and 11 store the finished tiles of consumers 0 and 1. A consumer's epilogue is short:
+// convert, stmatrix into its staging buffers, arrive on their barriers. It starts the next tile while the
+// store warps work.
+//
+// Staging holds a whole tile: two buffers of 128 columns for each consumer, two subtiles of 64 x 64 in each.
 #pragma once
 #include "common/storage.cuh"
 #include "host/scheduler.h"
@@ -10,7 +14,7 @@
 #include "sm90/swizzle.h"
 #include "sm90/wgmma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_cooperative
 {
@@ -19,29 +23,29 @@ enum {
     THREADS = 384,
     TILE_ROWS = 128,
     TILE_COLUMNS = 256,
-    STEP = 64, // of K, a stage
-    STAGES = 3,
+    STEP = 64, // of K, a slot
+    SLOTS = 3,
     A_BYTES = TILE_ROWS * STEP * 2,
     B_BYTES = TILE_COLUMNS * STEP * 2,
-    STAGE_BYTES = A_BYTES + B_BYTES,
-    SLOTS = 4, // two a consumer
-    SLOT_BYTES = 2 * SMOE_PANEL_BYTES,
+    SLOT_BYTES = A_BYTES + B_BYTES,
+    BUFFERS = 4, // two a consumer
+    BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES,
     CONSUMER_WARPS = 8,
-    STAGING = STAGES * STAGE_BYTES,
-    STAGING_END = STAGING + SLOTS * SLOT_BYTES,
-    BARRIER_BYTES = 8 * (2 * STAGES + 2 * SLOTS)
+    STAGING = SLOTS * SLOT_BYTES,
+    STAGING_END = STAGING + BUFFERS * BUFFER_BYTES,
+    BARRIER_BYTES = 8 * (2 * SLOTS + 2 * BUFFERS)
 };
 
 // Addresses in shared memory.
 struct shared_layout {
     uint32_t base, barriers;
-    SMOE_DEVICE uint32_t stage(uint32_t s) const
-    {
-        return base + s * STAGE_BYTES;
-    }
     SMOE_DEVICE uint32_t slot(uint32_t s) const
     {
-        return base + STAGING + s * SLOT_BYTES;
+        return base + s * SLOT_BYTES;
+    }
+    SMOE_DEVICE uint32_t buffer(uint32_t s) const
+    {
+        return base + STAGING + s * BUFFER_BYTES;
     }
     SMOE_DEVICE uint32_t full(uint32_t s) const
     {
@@ -49,41 +53,41 @@ struct shared_layout {
     }
     SMOE_DEVICE uint32_t empty(uint32_t s) const
     {
-        return barriers + 8 * (STAGES + s);
+        return barriers + 8 * (SLOTS + s);
     }
-    SMOE_DEVICE uint32_t slot_full(uint32_t s) const
+    SMOE_DEVICE uint32_t buffer_full(uint32_t s) const
     {
-        return barriers + 8 * (2 * STAGES + s);
+        return barriers + 8 * (2 * SLOTS + s);
     }
-    SMOE_DEVICE uint32_t slot_empty(uint32_t s) const
+    SMOE_DEVICE uint32_t buffer_empty(uint32_t s) const
     {
-        return barriers + 8 * (2 * STAGES + SLOTS + s);
+        return barriers + 8 * (2 * SLOTS + BUFFERS + s);
     }
 };
 
-// By one thread. `loaders`: arrivals that complete a stage.
+// By one thread. `loaders`: arrivals that complete a slot.
 SMOE_DEVICE void init_barriers(const shared_layout &shared, uint32_t loaders)
 {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < SLOTS; i++) {
         barrier_init(shared.full(i), loaders);
         barrier_init(shared.empty(i), CONSUMER_WARPS);
     }
-    for (int i = 0; i < SLOTS; i++) {
-        barrier_init(shared.slot_full(i), 4); // the warps of a consumer
-        barrier_init(shared.slot_empty(i), 1);
+    for (int i = 0; i < BUFFERS; i++) {
+        barrier_init(shared.buffer_full(i), 4); // the warps of a consumer
+        barrier_init(shared.buffer_empty(i), 1);
     }
     barrier_init_done();
 }
 
 // The CTA's share of the work: units w of (entry of the tile list, column tile), column tile fastest.
 struct tile_walk {
-    const smoe_work *tiles;
+    const moe_work *tiles;
     int units, column_tiles;
-    SMOE_DEVICE tile_walk(const smoe_work *list, const int32_t *count, int columns)
+    SMOE_DEVICE tile_walk(const moe_work *list, const int32_t *count, int columns)
         : tiles(list), units(__ldg(count) * columns), column_tiles(columns)
     {
     }
-    SMOE_DEVICE smoe_work tile(int unit) const
+    SMOE_DEVICE moe_work tile(int unit) const
     {
         const int2 entry = __ldg((const int2 *)(tiles + unit / column_tiles));
         return {entry.x, entry.y};
@@ -96,41 +100,41 @@ struct tile_walk {
 
 // ---- Consumers
 
-// Done with a stage: who fills it is told.
-struct release_stage {
+// Done with a slot: who fills it is told.
+struct release_slot {
     const shared_layout &shared;
     int lane;
-    SMOE_DEVICE void operator()(uint32_t stage) const
+    SMOE_DEVICE void operator()(uint32_t slot) const
     {
-        if (lane == 0) barrier_arrive(shared.empty(stage));
+        if (lane == 0) barrier_arrive(shared.empty(slot));
     }
 };
 
 // acc = the consumer's 64 rows times the tile's 256 columns. One group of multiplies stays in flight while
-// the next stage is awaited; the warp is then done with the stage before it: done(stage). COPIED: A was
+// the next slot is awaited; the warp is then done with the slot before it: done(slot). COPIED: A was
 // written by cp.async. steps >= 1.
 template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, class Done>
-SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const shared_layout &shared,
+SMOE_DEVICE void multiply(float (&acc)[128], ring_position<SLOTS> &ring, const shared_layout &shared,
                           int steps, int consumer, const Done &done)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
-        barrier_wait(shared.full(ring.stage), ring.phase);
+        barrier_wait(shared.full(ring.slot), ring.phase);
         if (COPIED) fence_async_proxy();
-        const uint32_t a = descriptor_address(shared.stage(ring.stage) + consumer * SMOE_PANEL_BYTES);
-        const uint32_t b = descriptor_address(shared.stage(ring.stage) + A_BYTES);
+        const uint32_t a = descriptor_address(shared.slot(ring.slot) + consumer * SMOE_SUBTILE_BYTES);
+        const uint32_t b = descriptor_address(shared.slot(ring.slot) + A_BYTES);
         pin(acc);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < STEP / 16; j++)
-            matrix_unit<T>::template multiply<A, B>(acc, descriptor<A>(a + descriptor_step<A>() * j),
+            tensor_core<T>::template multiply<A, B>(acc, descriptor<A>(a + descriptor_step<A>() * j),
                                                     descriptor<B>(b + descriptor_step<B>() * j),
                                                     (k | j) != 0);
         wgmma_commit();
         pin(acc);
         wgmma_wait<1>();
-        if (k) done(ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
-        previous = ring.stage;
+        if (k) done(ring.slot == 0 ? SLOTS - 1 : ring.slot - 1);
+        previous = ring.slot;
         ring.advance();
     }
     wgmma_wait<0>();
@@ -140,45 +144,45 @@ SMOE_DEVICE void multiply(float (&acc)[128], ring_position<STAGES> &ring, const 
 
 // A tile this consumer has no rows of: the ring turns on.
 template <class Done>
-SMOE_DEVICE void pass_over(ring_position<STAGES> &ring, const shared_layout &shared, int steps,
+SMOE_DEVICE void pass_over(ring_position<SLOTS> &ring, const shared_layout &shared, int steps,
                            const Done &done)
 {
     for (int k = 0; k < steps; k++) {
-        barrier_wait(shared.full(ring.stage), ring.phase);
-        done(ring.stage);
+        barrier_wait(shared.full(ring.slot), ring.phase);
+        done(ring.slot);
         ring.advance();
     }
 }
 
-// Half `half` (64 accumulators, 16 blocks of 8 columns) of the consumer's `count`-th tile goes to its slot.
-// gated: see smoe_block_panel. Blocks go in fours: 0 and 2 by one stmatrix, 1 and 3 by the next.
+// Half `half` (64 accumulators, 16 octets of 8 columns) of the consumer's `count`-th tile goes to its buffer.
+// gated: see moe_octet_subtile. Octets go in fours: 0 and 2 by one stmatrix, 1 and 3 by the next.
 template <typename T, bool GATED_CHOICE>
-SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int consumer, int half,
+SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int consumer, int half,
                             uint32_t count, int gated, int lane)
 {
     using S = storage<T>;
-    const uint32_t slot = consumer * 2 + half;
-    barrier_wait(shared.slot_empty(slot), (count & 1) ^ 1);
+    const uint32_t buffer = consumer * 2 + half;
+    barrier_wait(shared.buffer_empty(buffer), (count & 1) ^ 1);
     const int warp = (threadIdx.x >> 5) & 3, row = warp * 16 + (lane & 15);
-    const uint32_t to = shared.slot(slot) + row * SMOE_PANEL_ROW_BYTES;
+    const uint32_t to = shared.buffer(buffer) + row * SMOE_SUBTILE_ROW_BYTES;
 #pragma unroll
     for (int q = 0; q < 16; q += 4) {
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const float *left = acc + (q + odd) * 4, *right = left + 8;
-            const uint32_t block = q + odd + (lane >> 4) * 2;
+            const uint32_t octet = q + odd + (lane >> 4) * 2;
             const int paired = GATED_CHOICE ? gated : 0;
-            const uint32_t panel = paired ? odd : q >> 3;
-            const uint32_t chunk = smoe_block_chunk(block, paired);
-            store_matrices(to + panel * SMOE_PANEL_BYTES + ((chunk ^ (lane & 7)) << 4),
+            const uint32_t subtile = paired ? odd : q >> 3;
+            const uint32_t vector = moe_octet_vector(octet, paired);
+            store_matrices(to + subtile * SMOE_SUBTILE_BYTES + ((vector ^ (lane & 7)) << 4),
                            S::pack(left[0], left[1]), S::pack(left[2], left[3]), S::pack(right[0], right[1]),
                            S::pack(right[2], right[3]));
         }
     }
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared.slot_full(slot));
+    if (lane == 0) barrier_arrive(shared.buffer_full(buffer));
 }
 
 } // namespace gemm_cooperative
-} // namespace smoe
+} // namespace moe

@@ -1,13 +1,14 @@
-// What the two cores of gemm_tiles.cuh and gemm_ping_pong.cuh multiply, by the type of their parameters P:
-//   rows of 64 elements of K, 128 at a time, and weights of COLUMNS columns, for step k of K.
-// P has lists, y (the map of the result's chunk) and columns; with HAS_BIAS also bias, hidden and
-// first_column.
+// The operands of the cores in gemm_tiles.cuh and gemm_ping_pong.cuh, chosen by the type P of the kernel's
+// parameters. For step k of K: 64 columns of 128 rows, and the same 64 of COLUMNS columns of weights.
+//
+// P has lists, y (the tensor map of the result's column chunk) and columns; with HAS_BIAS also bias, hidden
+// and first_column.
 #pragma once
 #include "host/scheduler.h"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
-namespace smoe
+namespace moe
 {
 
 //   WEIGHTS: their order in shared memory; HAS_BIAS; STEP: columns of K a step
@@ -15,4 +16,4 @@ namespace smoe
 //   load_rows(p, to, full, k, tile);  load_weights<COLUMNS>(p, to, full, k, tile, column)
 template <class P> struct operands;
 
-} // namespace smoe
+} // namespace moe

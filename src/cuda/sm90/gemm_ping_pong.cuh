@@ -1,6 +1,7 @@
-// As gemm_tiles.cuh, for short K (512), no bias: tiles of 128 x 192, the two consumer warpgroups take turns,
-// so that one converts and stores its tile while the other multiplies. Each holds a whole tile, 192
-// accumulators a thread.
+// The ping-pong core, for a short K dimension and no bias: the product of gemm_tiles.cuh in tiles of 128 x
+// 192. Each of the two consumer warpgroups holds a whole tile (192 accumulators a thread). They use the
+// tensor cores in turns: one converts and stores its tile while the other multiplies. With a short K the
+// epilogue would otherwise take a large part of a tile's time.
 #pragma once
 #include "common/storage.cuh"
 #include "sm90/gemm_operands.cuh"
@@ -8,7 +9,7 @@
 #include "sm90/swizzle.h"
 #include "sm90/wgmma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_ping_pong
 {
@@ -17,33 +18,33 @@ enum {
     THREADS = 384,
     TILE_ROWS = 128,
     TILE_COLUMNS = 192,
-    PANELS = TILE_COLUMNS / SMOE_PANEL_COLUMNS,
+    SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,
     STEP = 64,
-    STAGES = 4,
+    SLOTS = 4,
     A_BYTES = TILE_ROWS * STEP * 2,
     B_BYTES = TILE_COLUMNS * STEP * 2,
-    STAGE_BYTES = A_BYTES + B_BYTES,
-    SLOTS = 2, // panels of 128 x 64 a consumer
-    SLOT_BYTES = 2 * SMOE_PANEL_BYTES,
-    STAGING = STAGES * STAGE_BYTES,
-    BARRIERS = STAGING + 2 * SLOTS * SLOT_BYTES,
-    SHARED_BYTES = BARRIERS + 8 * 2 * STAGES
+    SLOT_BYTES = A_BYTES + B_BYTES,
+    BUFFERS = 2, // subtiles of 128 x 64 a consumer
+    BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES,
+    STAGING = SLOTS * SLOT_BYTES,
+    BARRIERS = STAGING + 2 * BUFFERS * BUFFER_BYTES,
+    SHARED_BYTES = BARRIERS + 8 * 2 * SLOTS
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
-static_assert(SLOTS == 2 && PANELS % 2 == 1, "store_panel: which store a slot waits for");
+static_assert(BUFFERS == 2 && SUBTILES % 2 == 1, "store_subtile: which store a buffer waits for");
 
-// Named barriers: 1 and 2 for the staging of consumers 0 and 1, 4 and 5 for their turns at the matrix units.
+// Named barriers: 1 and 2 for the staging of consumers 0 and 1, 4 and 5 for their turns at the tensor cores.
 enum { STAGING_BARRIER = 1, TURN_BARRIER = 4 };
 
 struct shared_layout {
     uint32_t base;
-    SMOE_DEVICE uint32_t stage(uint32_t s) const
+    SMOE_DEVICE uint32_t slot(uint32_t s) const
     {
-        return base + s * STAGE_BYTES;
+        return base + s * SLOT_BYTES;
     }
     SMOE_DEVICE uint32_t staging(int consumer) const
     {
-        return base + STAGING + consumer * SLOTS * SLOT_BYTES;
+        return base + STAGING + consumer * BUFFERS * BUFFER_BYTES;
     }
     SMOE_DEVICE uint32_t full(uint32_t s) const
     {
@@ -51,11 +52,11 @@ struct shared_layout {
     }
     SMOE_DEVICE uint32_t empty(uint32_t s) const
     {
-        return base + BARRIERS + 8 * (STAGES + s);
+        return base + BARRIERS + 8 * (SLOTS + s);
     }
 };
 
-template <class P> SMOE_DEVICE smoe_work tile_of(const P &p, int unit, int column_tiles)
+template <class P> SMOE_DEVICE moe_work tile_of(const P &p, int unit, int column_tiles)
 {
     const int2 entry = __ldg((const int2 *)(p.lists.tiles + unit / column_tiles));
     return {entry.x, entry.y};
@@ -64,40 +65,40 @@ template <class P> SMOE_DEVICE smoe_work tile_of(const P &p, int unit, int colum
 template <class P>
 SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, int units, int column_tiles, int steps)
 {
-    ring_position<STAGES> ring(1);
+    ring_position<SLOTS> ring(1);
     operands<P>::prefetch(p);
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        const smoe_work tile = tile_of(p, unit, column_tiles);
+        const moe_work tile = tile_of(p, unit, column_tiles);
         const int column = unit % column_tiles * TILE_COLUMNS;
         for (int k = 0; k < steps; k++) {
-            barrier_wait(shared.empty(ring.stage), ring.phase);
-            const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
-            barrier_expect(full, STAGE_BYTES);
-            operands<P>::load_rows(p, stage, full, k, tile);
-            operands<P>::template load_weights<TILE_COLUMNS>(p, stage + A_BYTES, full, k, tile, column);
+            barrier_wait(shared.empty(ring.slot), ring.phase);
+            const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
+            barrier_expect(full, SLOT_BYTES);
+            operands<P>::load_rows(p, slot, full, k, tile);
+            operands<P>::template load_weights<TILE_COLUMNS>(p, slot + A_BYTES, full, k, tile, column);
             ring.advance();
         }
     }
 }
 
 template <typename T, operand_order WEIGHTS>
-SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, const shared_layout &shared,
+SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const shared_layout &shared,
                           int steps, int lane)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
-        barrier_wait<false>(shared.full(ring.stage), ring.phase);
-        const uint32_t a = descriptor_address(shared.stage(ring.stage));
-        const uint32_t b = descriptor_address(shared.stage(ring.stage) + A_BYTES);
+        barrier_wait<false>(shared.full(ring.slot), ring.phase);
+        const uint32_t a = descriptor_address(shared.slot(ring.slot));
+        const uint32_t b = descriptor_address(shared.slot(ring.slot) + A_BYTES);
         pin(acc[0]);
         pin(acc[1]);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < STEP / 16; j++) {
             const uint64_t weights = descriptor<WEIGHTS>(b + descriptor_step<WEIGHTS>() * j);
-            matrix_unit<T>::template multiply<K_MAJOR, WEIGHTS>(acc[0], descriptor(a + 2 * j), weights,
+            tensor_core<T>::template multiply<K_MAJOR, WEIGHTS>(acc[0], descriptor(a + 2 * j), weights,
                                                                 (k | j) != 0);
-            matrix_unit<T>::template multiply<K_MAJOR, WEIGHTS>(acc[1], descriptor(a + 512 + 2 * j), weights,
+            tensor_core<T>::template multiply<K_MAJOR, WEIGHTS>(acc[1], descriptor(a + 512 + 2 * j), weights,
                                                                 (k | j) != 0);
         }
         wgmma_commit();
@@ -105,33 +106,33 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<STAGES> &ring, cons
         pin(acc[1]);
         wgmma_wait<1>();
         if (k && lane == 0) barrier_arrive(shared.empty(previous));
-        previous = ring.stage;
+        previous = ring.slot;
         ring.advance();
     }
 }
 
-// One panel of 64 columns of both row blocks into slot `panel % SLOTS`, then out by the leader's TMA.
+// One subtile of 64 columns of both row blocks into buffer `subtile % BUFFERS`, then out by the leader's TMA.
 template <typename T, class P>
-SMOE_DEVICE void store_panel(const float (&acc)[2][96], const P &p, uint32_t staging, int panel, int consumer,
-                             smoe_work tile, int column, int lane)
+SMOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t staging, int subtile,
+                               int consumer, moe_work tile, int column, int lane)
 {
     using S = storage<T>;
     const bool leader = (threadIdx.x & 127) == 0;
-    const uint32_t slot = staging + panel % SLOTS * SLOT_BYTES;
+    const uint32_t buffer = staging + subtile % BUFFERS * BUFFER_BYTES;
     if (leader) {
-        if (panel == 0) // PANELS is odd: the tile before ended with this slot
+        if (subtile == 0) // SUBTILES is odd: the tile before ended with this buffer
             wait_stores_read<0>();
         else
-            wait_stores_read<SLOTS - 1>();
+            wait_stores_read<BUFFERS - 1>();
     }
     named_barrier_sync(STAGING_BARRIER + consumer, 128);
-    const uint32_t to = slot + (((threadIdx.x >> 5) & 3) * 16 + (lane & 15)) * SMOE_PANEL_ROW_BYTES;
+    const uint32_t to = buffer + (((threadIdx.x >> 5) & 3) * 16 + (lane & 15)) * SMOE_SUBTILE_ROW_BYTES;
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int q = 0; q < 4; q++) {
-            const float *v = &acc[m][(panel * 8 + q * 2) * 4];
-            store_matrices(to + m * SMOE_PANEL_BYTES + (((q * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
+            const float *v = &acc[m][(subtile * 8 + q * 2) * 4];
+            store_matrices(to + m * SMOE_SUBTILE_BYTES + (((q * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
                            S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]),
                            S::pack(v[6], v[7]));
         }
@@ -139,9 +140,9 @@ SMOE_DEVICE void store_panel(const float (&acc)[2][96], const P &p, uint32_t sta
     named_barrier_sync(STAGING_BARRIER + consumer, 128);
     if (leader) {
         if (column < p.columns) {
-            store_box(&p.y, slot, column, tile.row);
-            if (smoe_work_blocks(tile) > 1)
-                store_box(&p.y, slot + SMOE_PANEL_BYTES, column, tile.row + SMOE_BLOCK_ROWS);
+            store_box(&p.y, buffer, column, tile.row);
+            if (moe_work_blocks(tile) > 1)
+                store_box(&p.y, buffer + SMOE_SUBTILE_BYTES, column, tile.row + SMOE_BLOCK_ROWS);
         }
         commit_stores();
     }
@@ -151,7 +152,7 @@ template <typename T, class P>
 SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int units, int column_tiles,
                                 int steps, int consumer, int lane)
 {
-    ring_position<STAGES> ring(0);
+    ring_position<SLOTS> ring(0);
     float acc[2][96];
     if (consumer == 1) {
         named_barrier_arrive(TURN_BARRIER, 256); // consumer 0 begins
@@ -164,14 +165,14 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int uni
         wgmma_wait<0>();
         pin(acc[0]);
         pin(acc[1]);
-        if (lane == 0) barrier_arrive(shared.empty(ring.stage == 0 ? STAGES - 1 : ring.stage - 1));
+        if (lane == 0) barrier_arrive(shared.empty(ring.slot == 0 ? SLOTS - 1 : ring.slot - 1));
         ring.advance(steps); // the other's tile
-        const smoe_work tile = tile_of(p, unit, column_tiles);
+        const moe_work tile = tile_of(p, unit, column_tiles);
         const int column = unit % column_tiles * TILE_COLUMNS;
 #pragma unroll
-        for (int panel = 0; panel < PANELS; panel++)
-            store_panel<T>(acc, p, shared.staging(consumer), panel, consumer, tile,
-                           column + panel * SMOE_PANEL_COLUMNS, lane);
+        for (int subtile = 0; subtile < SUBTILES; subtile++)
+            store_subtile<T>(acc, p, shared.staging(consumer), subtile, consumer, tile,
+                             column + subtile * SMOE_SUBTILE_COLUMNS, lane);
     }
     if ((threadIdx.x & 127) == 0) wait_stores_done();
 }
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     const shared_layout shared = {shared_address(memory)};
     const int warp = warp_number(), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
+        for (int i = 0; i < SLOTS; i++) {
             barrier_init(shared.full(i), 1);
             barrier_init(shared.empty(i), 4); // the warps of the consumer whose tile it is
         }
@@ -202,4 +203,4 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
 }
 
 } // namespace gemm_ping_pong
-} // namespace smoe
+} // namespace moe

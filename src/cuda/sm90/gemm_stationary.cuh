@@ -1,14 +1,14 @@
-// Down-projection for K <= 256 (n = 256): 256 columns of an expert's weights stay in shared memory (128 KB,
-// four slices of 64 of K) while blocks of 64 rows of A stream past; a block costs 32 KB of loads where the
-// cooperative core would load 64 KB of A and B for it. The consumer warpgroups take blocks in turn, so that
-// one converts and stores while the other multiplies.
+// The weight-stationary core, for the down-projection with K <= 256 (n = 256): 256 columns of one expert's
+// weights stay in shared memory (128 KB, four slices of 64 of K), and the blocks of a piece stream past
+// them. A block costs 32 KB of loads; the cooperative core would load 64 KB of A and B for it. The two
+// consumer warpgroups take blocks in turns: one converts and stores while the other multiplies.
 //
-// A unit is a piece (a run of one expert's blocks) and a column tile. Whole units go round the CTAs in full
-// waves: neighbouring CTAs work on the same rows at the same time and share them in L2. The units left over
-// are cut so that all CTAs end alike (smoe_rest_share).
+// A unit is a piece and a column tile. Whole units are dealt to the CTAs in full waves, so that neighbouring
+// CTAs read the same rows at the same time and share them in L2. The units that are left over are cut by
+// blocks so that all CTAs end at the same time (moe_rest_share).
 //
-// P, the kernel's parameters, has the maps a (boxes of 64 rows), w2 (256 rows) and y (64 rows), lists,
-// hidden, first_column and columns.
+// P, the kernel's parameters, has the tensor maps a (boxes of 64 rows), w2 (256 rows) and y (64 rows),
+// lists, hidden, first_column and columns.
 #pragma once
 #include "common/storage.cuh"
 #include "host/scheduler.h"
@@ -18,7 +18,7 @@
 #include "sm90/wgmma.cuh"
 #include "sm90/work_order.h"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_stationary
 {
@@ -29,13 +29,13 @@ enum {
     STEP = 64,
     SLICES = 4, // of weights
     SLICE_BYTES = TILE_COLUMNS * STEP * 2,
-    STAGES = 8, // of A: 64 rows x 64
-    STAGE_BYTES = SMOE_PANEL_BYTES,
-    SLOT_BYTES = 2 * SMOE_PANEL_BYTES, // staging of a consumer: 64 rows x 128 columns
+    SLOTS = 8, // of A: 64 rows x 64
+    SLOT_BYTES = SMOE_SUBTILE_BYTES,
+    BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES, // staging of a consumer: 64 rows x 128 columns
     RING = SLICES * SLICE_BYTES,
-    STAGING = RING + STAGES * STAGE_BYTES,
-    BARRIERS = STAGING + 2 * SLOT_BYTES,
-    SHARES = BARRIERS + 8 * (2 * STAGES + 2 * SLICES + 4), // ints: first unit, block and length of the rest
+    STAGING = RING + SLOTS * SLOT_BYTES,
+    BARRIERS = STAGING + 2 * BUFFER_BYTES,
+    SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 4), // ints: first unit, block and length of the rest
     MAX_CTAS = 256,
     SUMS = SHARES + 16, // int2 [MAX_CTAS]
     SHARED_BYTES = SUMS + 8 * MAX_CTAS
@@ -49,13 +49,13 @@ struct shared_layout {
     {
         return base + j * SLICE_BYTES;
     }
-    SMOE_DEVICE uint32_t stage(uint32_t s) const
+    SMOE_DEVICE uint32_t slot(uint32_t s) const
     {
-        return base + RING + s * STAGE_BYTES;
+        return base + RING + s * SLOT_BYTES;
     }
-    SMOE_DEVICE uint32_t slot(int consumer) const
+    SMOE_DEVICE uint32_t buffer(int consumer) const
     {
-        return base + STAGING + consumer * SLOT_BYTES;
+        return base + STAGING + consumer * BUFFER_BYTES;
     }
     SMOE_DEVICE uint32_t full(uint32_t s) const
     {
@@ -63,28 +63,28 @@ struct shared_layout {
     }
     SMOE_DEVICE uint32_t empty(uint32_t s) const
     {
-        return base + BARRIERS + 8 * (STAGES + s);
+        return base + BARRIERS + 8 * (SLOTS + s);
     }
     SMOE_DEVICE uint32_t slice_full(int j) const
     {
-        return base + BARRIERS + 8 * (2 * STAGES + j);
+        return base + BARRIERS + 8 * (2 * SLOTS + j);
     }
     SMOE_DEVICE uint32_t slice_empty(int j) const
     {
-        return base + BARRIERS + 8 * (2 * STAGES + SLICES + j);
+        return base + BARRIERS + 8 * (2 * SLOTS + SLICES + j);
     }
-    SMOE_DEVICE uint32_t slot_full(int consumer) const
+    SMOE_DEVICE uint32_t buffer_full(int consumer) const
     {
-        return base + BARRIERS + 8 * (2 * STAGES + 2 * SLICES + consumer);
+        return base + BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + consumer);
     }
-    SMOE_DEVICE uint32_t slot_empty(int consumer) const
+    SMOE_DEVICE uint32_t buffer_empty(int consumer) const
     {
-        return base + BARRIERS + 8 * (2 * STAGES + 2 * SLICES + 2 + consumer);
+        return base + BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 2 + consumer);
     }
 };
 
 struct unit_list {
-    const smoe_work *pieces;
+    const moe_work *pieces;
     int units, waves, column_tiles; // waves: whole units of every CTA
     template <class P>
     SMOE_DEVICE explicit unit_list(const P &p)
@@ -93,14 +93,14 @@ struct unit_list {
         units = __ldg(p.lists.counts + 1) * column_tiles;
         waves = units / (int)gridDim.x;
     }
-    SMOE_DEVICE smoe_work piece(int unit) const
+    SMOE_DEVICE moe_work piece(int unit) const
     {
         const int2 entry = __ldg((const int2 *)(pieces + unit / column_tiles));
         return {entry.x, entry.y};
     }
     SMOE_DEVICE int blocks(int unit) const
     {
-        return smoe_work_blocks(piece(unit));
+        return moe_work_blocks(piece(unit));
     }
 };
 
@@ -138,11 +138,11 @@ SMOE_DEVICE void share_rest(const unit_list &list, rest_share *share, int2 *sums
     scan({whole, length}, sums);
     const int rest = sums[MAX_CTAS - 1].y, total = sums[MAX_CTAS - 1].x + rest;
     __syncthreads();
-    const int target = smoe_cut(total, ctas, c + 1) - smoe_cut(total, ctas, c);
+    const int target = moe_cut(total, ctas, c + 1) - moe_cut(total, ctas, c);
     scan({c < ctas ? max(0, target - whole) : 0, length}, sums);
     const int own = blockIdx.x, all = sums[MAX_CTAS - 1].x;
-    const int begin = (int)smoe_rest_share(rest, own > 0 ? sums[own - 1].x : 0, all, own, ctas);
-    const int end = (int)smoe_rest_share(rest, sums[own].x, all, own + 1, ctas);
+    const int begin = (int)moe_rest_share(rest, own > 0 ? sums[own - 1].x : 0, all, own, ctas);
+    const int end = (int)moe_rest_share(rest, sums[own].x, all, own + 1, ctas);
     if (c < ctas && begin < end) {
         const int before = sums[c].y - length;
         if (before <= begin && begin < before + length) *share = {first + c, begin - before, end - begin};
@@ -167,8 +167,8 @@ struct item_walk {
         const bool whole = wave < list.waves;
         if (!whole && rest.length == 0) return false;
         const int unit = whole ? wave * (int)gridDim.x + (int)blockIdx.x : rest.unit;
-        const smoe_work piece = list.piece(unit);
-        int first = 0, blocks = smoe_work_blocks(piece);
+        const moe_work piece = list.piece(unit);
+        int first = 0, blocks = moe_work_blocks(piece);
         if (whole) {
             wave++;
         } else {
@@ -177,7 +177,7 @@ struct item_walk {
             rest = {rest.unit + 1, 0, rest.length - blocks};
         }
         it = {piece.row + first * SMOE_BLOCK_ROWS, blocks, unit % list.column_tiles * TILE_COLUMNS,
-              smoe_work_expert(piece)};
+              moe_work_expert(piece)};
         return true;
     }
 };
@@ -186,15 +186,15 @@ struct item_walk {
 
 template <class P> SMOE_DEVICE void load_rows(const P &p, item_walk walk, const shared_layout &shared)
 {
-    ring_position<STAGES> ring(1);
+    ring_position<SLOTS> ring(1);
     prefetch_map(&p.a);
     for (item it; walk.next(it);)
         for (int block = 0; block < it.blocks; block++)
 #pragma unroll 1
             for (int j = 0; j < SLICES; j++) {
-                barrier_wait(shared.empty(ring.stage), ring.phase);
-                barrier_expect(shared.full(ring.stage), STAGE_BYTES);
-                load_box(shared.stage(ring.stage), &p.a, shared.full(ring.stage), j * STEP,
+                barrier_wait(shared.empty(ring.slot), ring.phase);
+                barrier_expect(shared.full(ring.slot), SLOT_BYTES);
+                load_box(shared.slot(ring.slot), &p.a, shared.full(ring.slot), j * STEP,
                          it.row + block * SMOE_BLOCK_ROWS);
                 ring.advance();
             }
@@ -223,23 +223,23 @@ SMOE_DEVICE void store_blocks(const P &p, item_walk walk, const shared_layout &s
     for (item it; walk.next(it); done += it.blocks)
         for (int block = (consumer - done) & 1; block < it.blocks; block += 2)
             for (int half = 0; half < 2; half++, count++) {
-                const uint32_t panel = shared.slot(consumer);
+                const uint32_t subtile = shared.buffer(consumer);
                 const int column = it.column + half * 128, row = it.row + block * SMOE_BLOCK_ROWS;
-                barrier_wait(shared.slot_full(consumer), count & 1);
-                if (column < p.columns) store_box(&p.y, panel, column, row);
-                if (column + 64 < p.columns) store_box(&p.y, panel + SMOE_PANEL_BYTES, column + 64, row);
+                barrier_wait(shared.buffer_full(consumer), count & 1);
+                if (column < p.columns) store_box(&p.y, subtile, column, row);
+                if (column + 64 < p.columns) store_box(&p.y, subtile + SMOE_SUBTILE_BYTES, column + 64, row);
                 commit_stores();
                 wait_stores_read<0>();
-                barrier_arrive(shared.slot_empty(consumer));
+                barrier_arrive(shared.buffer_empty(consumer));
             }
     wait_stores_done();
 }
 
-// ---- Consumers. Named barriers 4 and 5: the turns of consumers 0 and 1 at the matrix units.
+// ---- Consumers. Named barriers 4 and 5: the turns of consumers 0 and 1 at the tensor cores.
 enum { TURN_BARRIER = 4 };
 
 template <typename T>
-SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<STAGES> ring, const shared_layout &shared,
+SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<SLOTS> ring, const shared_layout &shared,
                                 int consumer, bool first, bool last, uint32_t weight_phase, int lane)
 {
     uint32_t previous = 0;
@@ -247,14 +247,14 @@ SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<STAGES> ring, c
 #pragma unroll
     for (int j = 0; j < SLICES; j++) {
         if (first) barrier_wait(shared.slice_full(j), weight_phase);
-        barrier_wait(shared.full(ring.stage), ring.phase);
-        const uint32_t a = descriptor_address(shared.stage(ring.stage)),
+        barrier_wait(shared.full(ring.slot), ring.phase);
+        const uint32_t a = descriptor_address(shared.slot(ring.slot)),
                        b = descriptor_address(shared.slice(j));
         pin(acc);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < STEP / 16; i++)
-            matrix_unit<T>::multiply(acc, descriptor(a + 2 * i), descriptor(b + 2 * i), (j | i) != 0);
+            tensor_core<T>::multiply(acc, descriptor(a + 2 * i), descriptor(b + 2 * i), (j | i) != 0);
         wgmma_commit();
         pin(acc);
         if (j == SLICES - 1) named_barrier_arrive(TURN_BARRIER + (consumer ^ 1), 256);
@@ -263,7 +263,7 @@ SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<STAGES> ring, c
             barrier_arrive(shared.empty(previous));
             if (last) barrier_arrive(shared.slice_empty(j - 1));
         }
-        previous = ring.stage;
+        previous = ring.slot;
         ring.advance();
     }
     wgmma_wait<0>();
@@ -275,22 +275,22 @@ SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<STAGES> ring, c
 }
 
 template <typename T>
-SMOE_DEVICE void stage_half(const float *acc, const shared_layout &shared, int consumer, uint32_t count,
+SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int consumer, uint32_t count,
                             int lane)
 {
     using S = storage<T>;
-    barrier_wait(shared.slot_empty(consumer), (count & 1) ^ 1);
+    barrier_wait(shared.buffer_empty(consumer), (count & 1) ^ 1);
     const int row = ((threadIdx.x >> 5) & 3) * 16 + (lane & 15);
-    const uint32_t to = shared.slot(consumer) + row * SMOE_PANEL_ROW_BYTES;
+    const uint32_t to = shared.buffer(consumer) + row * SMOE_SUBTILE_ROW_BYTES;
 #pragma unroll
     for (int q = 0; q < 8; q++) {
         const float *v = acc + q * 8;
-        store_matrices(to + (q >> 2) * SMOE_PANEL_BYTES + ((((q & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
+        store_matrices(to + (q >> 2) * SMOE_SUBTILE_BYTES + ((((q & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
                        S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
     }
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared.slot_full(consumer));
+    if (lane == 0) barrier_arrive(shared.buffer_full(consumer));
 }
 
 template <typename T>
@@ -307,12 +307,12 @@ SMOE_DEVICE void multiply_blocks(item_walk walk, const shared_layout &shared, in
                 if (lane == 0) barrier_arrive(shared.slice_empty(j));
             }
         for (int block = own; block < it.blocks; block += 2) {
-            ring_position<STAGES> ring(0);
-            ring.advance((done + block) * SLICES % (2 * STAGES));
+            ring_position<SLOTS> ring(0);
+            ring.advance((done + block) * SLICES % (2 * SLOTS));
             multiply_block<T>(acc, ring, shared, consumer, block == own, block + 2 >= it.blocks, weight_phase,
                               lane);
-            stage_half<T>(acc, shared, consumer, count++, lane);
-            stage_half<T>(acc + 64, shared, consumer, count++, lane);
+            write_half<T>(acc, shared, consumer, count++, lane);
+            write_half<T>(acc + 64, shared, consumer, count++, lane);
         }
     }
 }
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     const shared_layout shared = {shared_address(memory)};
     const int warp = warp_number(), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
+        for (int i = 0; i < SLOTS; i++) {
             barrier_init(shared.full(i), 1);
             barrier_init(shared.empty(i), 4); // the warps of the consumer whose block it is
         }
@@ -333,8 +333,8 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
             barrier_init(shared.slice_empty(i), 8);
         }
         for (int i = 0; i < 2; i++) {
-            barrier_init(shared.slot_full(i), 4);
-            barrier_init(shared.slot_empty(i), 1);
+            barrier_init(shared.buffer_full(i), 4);
+            barrier_init(shared.buffer_empty(i), 1);
         }
         barrier_init_done();
     }
@@ -359,4 +359,4 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
 }
 
 } // namespace gemm_stationary
-} // namespace smoe
+} // namespace moe

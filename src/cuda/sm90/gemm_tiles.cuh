@@ -1,11 +1,11 @@
-// Rows times an expert's weights on the cooperative core, any shape: Y[r] = A[r] W2[e]^T + b2[e], and the
-// backward's dX~[r] = dH[r] W1[e]. 128 x 256 tiles, both operands by TMA (zeros past the end of K), the
-// result by TMA (clipped at the chunk's columns), stored by warps 10 and 11.
+// Rows times an expert's weights on the cooperative core, for any shape: Y[r] = A[r] W2[e]^T + b2[e], and
+// the backward's dX~[r] = dH[r] W1[e]. Tiles of 128 x 256. TMA loads both operands (with zeros past the end
+// of K) and stores the result (clipped at the end of the column chunk); warps 10 and 11 store.
 #pragma once
 #include "sm90/feed.cuh"
 #include "sm90/gemm_operands.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace gemm_tiles
 {
@@ -18,20 +18,20 @@ static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 
 template <class P> SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, feed items, int steps)
 {
-    ring_position<STAGES> ring(1);
+    ring_position<SLOTS> ring(1);
     const int ask_at = items.asks_at();
     operands<P>::prefetch(p);
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
+        const moe_work tile = item.tile;
         const int column = item.column * TILE_COLUMNS;
         for (int k = 0; k < steps; k++) {
-            barrier_wait(shared.empty(ring.stage), ring.phase);
-            const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
-            barrier_expect(full, STAGE_BYTES);
-            operands<P>::load_rows(p, stage, full, k, tile);
-            operands<P>::template load_weights<TILE_COLUMNS>(p, stage + A_BYTES, full, k, tile, column);
+            barrier_wait(shared.empty(ring.slot), ring.phase);
+            const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
+            barrier_expect(full, SLOT_BYTES);
+            operands<P>::load_rows(p, slot, full, k, tile);
+            operands<P>::template load_weights<TILE_COLUMNS>(p, slot + A_BYTES, full, k, tile, column);
             if (k == ask_at) barrier_arrive(items.asked());
             ring.advance();
         }
@@ -48,19 +48,19 @@ SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_l
         const work_item item = items.read(t);
         if (consumer == 1) barrier_arrive(items.free(t));
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
-        if (consumer >= smoe_work_blocks(tile)) continue;
+        const moe_work tile = item.tile;
+        if (consumer >= moe_work_blocks(tile)) continue;
         if (consumer == 0) items.claim(t, queue);
         const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
         for (int half = 0; half < 2; half++) {
-            const uint32_t slot = consumer * 2 + half, panel = shared.slot(slot);
+            const uint32_t buffer = consumer * 2 + half, subtile = shared.buffer(buffer);
             const int column = item.column * TILE_COLUMNS + half * 128;
-            barrier_wait(shared.slot_full(slot), count & 1);
-            if (column < p.columns) store_box(&p.y, panel, column, row);
-            if (column + 64 < p.columns) store_box(&p.y, panel + SMOE_PANEL_BYTES, column + 64, row);
+            barrier_wait(shared.buffer_full(buffer), count & 1);
+            if (column < p.columns) store_box(&p.y, subtile, column, row);
+            if (column + 64 < p.columns) store_box(&p.y, subtile + SMOE_SUBTILE_BYTES, column + 64, row);
             commit_stores();
             wait_stores_read<0>();
-            barrier_arrive(shared.slot_empty(slot));
+            barrier_arrive(shared.buffer_empty(buffer));
         }
         count++;
     }
@@ -74,14 +74,14 @@ SMOE_DEVICE void add_bias(float *acc, const P &p, int expert, int column, int la
 {
     const T *bias = (const T *)p.bias + (int64_t)expert * p.hidden + p.first_column;
 #pragma unroll
-    for (int block = 0; block < 16; block++) {
-        const int at = column + block * 8 + (lane & 3) * 2;
+    for (int octet = 0; octet < 16; octet++) {
+        const int at = column + octet * 8 + (lane & 3) * 2;
         if (at < p.columns) {
             const float left = to_float(bias[at]), right = to_float(bias[at + 1]);
-            acc[4 * block] += left;
-            acc[4 * block + 1] += right;
-            acc[4 * block + 2] += left;
-            acc[4 * block + 3] += right;
+            acc[4 * octet] += left;
+            acc[4 * octet + 1] += right;
+            acc[4 * octet + 2] += left;
+            acc[4 * octet + 3] += right;
         }
     }
 }
@@ -90,15 +90,15 @@ template <typename T, class P>
 SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed items, int steps, int consumer,
                                 int lane)
 {
-    ring_position<STAGES> ring(0);
-    const release_stage done = {shared, lane};
+    ring_position<SLOTS> ring(0);
+    const release_slot done = {shared, lane};
     uint32_t count = 0;
     float acc[128];
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
-        if (consumer >= smoe_work_blocks(tile)) {
+        const moe_work tile = item.tile;
+        if (consumer >= moe_work_blocks(tile)) {
             pass_over(ring, shared, steps, done);
             continue;
         }
@@ -107,8 +107,8 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed it
         for (int half = 0; half < 2; half++) {
             [[maybe_unused]] const int column = item.column * TILE_COLUMNS + half * 128;
             if constexpr (operands<P>::HAS_BIAS)
-                if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), column, lane);
-            stage_half<T, false>(acc + half * 64, shared, consumer, half, count, 0, lane);
+                if (p.bias) add_bias<T>(acc + half * 64, p, moe_work_expert(tile), column, lane);
+            write_half<T, false>(acc + half * 64, shared, consumer, half, count, 0, lane);
         }
         count++;
     }
@@ -140,4 +140,4 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
 }
 
 } // namespace gemm_tiles
-} // namespace smoe
+} // namespace moe

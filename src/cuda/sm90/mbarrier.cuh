@@ -2,7 +2,7 @@
 #pragma once
 #include "sm90/ring.cuh"
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE void barrier_init(uint32_t barrier, uint32_t arrivals)
@@ -59,4 +59,4 @@ template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint
 #endif
 }
 
-} // namespace smoe
+} // namespace moe

@@ -1,30 +1,30 @@
-// The position of a reader or writer in a ring of stages.
+// The position of a producer or of a consumer in a ring of slots.
 #pragma once
 #include "common/ptx.cuh"
 
-namespace smoe
+namespace moe
 {
 
-// A position in a ring of STAGES stages. Who reads starts with phase 0, who writes with phase 1: its first
-// round finds every stage free.
-template <int STAGES> struct ring_position {
-    uint32_t stage = 0, phase;
+// A position in a ring of SLOTS slots. Who reads starts with phase 0, who writes with phase 1: its first
+// round finds every slot free.
+template <int SLOTS> struct ring_position {
+    uint32_t slot = 0, phase;
     SMOE_DEVICE explicit ring_position(uint32_t first_phase) : phase(first_phase)
     {
     }
     SMOE_DEVICE void advance()
     {
-        if (++stage == STAGES) {
-            stage = 0;
+        if (++slot == SLOTS) {
+            slot = 0;
             phase ^= 1;
         }
     }
     SMOE_DEVICE void advance(uint32_t steps)
     {
-        const uint32_t position = stage + steps;
-        phase ^= (position / STAGES) & 1;
-        stage = position % STAGES;
+        const uint32_t position = slot + steps;
+        phase ^= (position / SLOTS) & 1;
+        slot = position % SLOTS;
     }
 };
 
-} // namespace smoe
+} // namespace moe

@@ -1,41 +1,42 @@
-/* Where elements stand in shared memory. A panel is a run of rows of 64 elements of 16 bits (128 bytes, eight
- * chunks of 16 bytes) whose chunks are exchanged inside each row as TMA's and wgmma's 128-byte swizzle does.
- * Panels start at multiples of 1024 bytes. */
+/* Where elements are in shared memory. A subtile is a run of rows of 64 elements of 16 bits: 128 bytes,
+ * eight vectors of 16 bytes. Vector v of row r is stored at place v xor (r mod 8) of the row, the 128-byte
+ * swizzle of TMA and wgmma. A subtile starts at a multiple of 1024 bytes. */
 #ifndef SMOE_CUDA_SWIZZLE_H
 #define SMOE_CUDA_SWIZZLE_H
 
 #include "common/hd.h"
 
 enum {
-    SMOE_PANEL_COLUMNS = 64,
-    SMOE_PANEL_ROW_BYTES = 128,
-    SMOE_PANEL_BYTES = 64 * SMOE_PANEL_ROW_BYTES /* of 64 rows */
+    SMOE_SUBTILE_COLUMNS = 64,
+    SMOE_SUBTILE_ROW_BYTES = 128,
+    SMOE_SUBTILE_BYTES = 64 * SMOE_SUBTILE_ROW_BYTES /* of 64 rows */
 };
 
-/* Byte of chunk `chunk` (0..7) of row `row`. */
-SMOE_HD uint32_t smoe_panel_offset(uint32_t row, uint32_t chunk)
+/* Byte of vector `vector` (0..7) of row `row`. */
+SMOE_HD uint32_t moe_subtile_offset(uint32_t row, uint32_t vector)
 {
-    return row * SMOE_PANEL_ROW_BYTES + ((chunk ^ (row & 7)) << 4);
+    return row * SMOE_SUBTILE_ROW_BYTES + ((vector ^ (row & 7)) << 4);
 }
 
 /* The up-projection's tile has 256 columns. Gated: they stand for 128 features, eight gate columns, then the
  * same features' eight up columns, and so on, so that both halves of a feature land in the same thread. Half
- * h of the tile (128 columns, 16 blocks of 8) fills one staging slot of two panels: gated a gate and an up
- * panel of 64 features, plain two panels of 64 columns. Block b of the half goes to this panel and chunk. */
-SMOE_HD uint32_t smoe_block_panel(uint32_t block, int gated)
+ * h of the tile (128 columns, 16 octets of 8) fills one staging buffer of two subtiles: gated a gate and an
+ * up subtile of 64 features, plain two subtiles of 64 columns. Block b of the half goes to this subtile and
+ * vector. */
+SMOE_HD uint32_t moe_octet_subtile(uint32_t octet, int gated)
 {
-    return gated ? block & 1 : block >> 3;
+    return gated ? octet & 1 : octet >> 3;
 }
 
-SMOE_HD uint32_t smoe_block_chunk(uint32_t block, int gated)
+SMOE_HD uint32_t moe_octet_vector(uint32_t octet, int gated)
 {
-    return gated ? block >> 1 : block & 7;
+    return gated ? octet >> 1 : octet & 7;
 }
 
-/* First feature (gated) or column (plain) of block b of half h of column tile `tile`. */
-SMOE_HD uint32_t smoe_block_feature(uint32_t tile, uint32_t half, uint32_t block, int gated)
+/* First feature (gated) or column (plain) of octet b of half h of column tile `tile`. */
+SMOE_HD uint32_t moe_octet_feature(uint32_t tile, uint32_t half, uint32_t octet, int gated)
 {
-    return gated ? tile * 128 + half * 64 + (block >> 1) * 8 : tile * 256 + half * 128 + block * 8;
+    return gated ? tile * 128 + half * 64 + (octet >> 1) * 8 : tile * 256 + half * 128 + octet * 8;
 }
 
 #endif

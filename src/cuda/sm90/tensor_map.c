@@ -1,7 +1,7 @@
 #include "sm90/tensor_map.h"
 #include "problem.h"
 
-enum { BOX_BYTES = 128, PANEL_ROWS = 64 };
+enum { BOX_BYTES = 128, SUBTILE_ROWS = 64 };
 
 /* False for a type that no map has. */
 static int type_of(smoe_type type, CUtensorMapDataType *of)
@@ -31,7 +31,7 @@ void moe_map_boxes(moe_launch *on, CUtensorMap *map, smoe_type type, const moe_b
 
 static cuuint64_t element_of(const moe_launch *on)
 {
-    return (cuuint64_t)smoe_type_bytes(on->dtype);
+    return (cuuint64_t)moe_type_bytes(on->dtype);
 }
 
 static cuuint32_t box_columns(const moe_launch *on)
@@ -76,7 +76,7 @@ moe_w1_strides moe_strides_of_w1(const moe_w1 *w1, int64_t element)
 
 void moe_map_w1(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int box_rows)
 {
-    const moe_w1_strides s = moe_strides_of_w1(w1, smoe_type_bytes(on->dtype));
+    const moe_w1_strides s = moe_strides_of_w1(w1, moe_type_bytes(on->dtype));
     const cuuint32_t halves = (cuuint32_t)w1->halves;
     const moe_boxes boxes = {
         .base = w1->base,
@@ -89,9 +89,9 @@ void moe_map_w1(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int box_rows
     moe_map_boxes(on, map, on->dtype, &boxes);
 }
 
-void moe_map_panels(moe_launch *on, CUtensorMap *map, const moe_panels *t, int panels)
+void moe_map_subtiles(moe_launch *on, CUtensorMap *map, const moe_subtiles *t, int subtiles)
 {
-    const int apart = moe_panels_apart(t->columns);
+    const int apart = moe_subtiles_apart(t->columns);
     const cuuint64_t row = (cuuint64_t)t->row_bytes, wide = box_columns(on);
     const moe_boxes boxes = {
         .base = t->base,
@@ -99,23 +99,23 @@ void moe_map_panels(moe_launch *on, CUtensorMap *map, const moe_panels *t, int p
         .sizes = {apart ? (cuuint64_t)t->columns : wide, (cuuint64_t)t->rows,
                   apart ? 1 : (cuuint64_t)t->columns / wide, (cuuint64_t)t->groups},
         .strides = {row, apart ? row : BOX_BYTES, (cuuint64_t)t->group_bytes},
-        .box = {(cuuint32_t)wide, PANEL_ROWS, apart ? 1 : (cuuint32_t)panels, 1},
+        .box = {(cuuint32_t)wide, SUBTILE_ROWS, apart ? 1 : (cuuint32_t)subtiles, 1},
     };
     moe_map_boxes(on, map, on->dtype, &boxes);
 }
 
-void moe_map_w1_panels(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int panels)
+void moe_map_w1_subtiles(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int subtiles)
 {
     const cuuint64_t d = (cuuint64_t)w1->hidden, wide = box_columns(on);
-    const moe_w1_strides s = moe_strides_of_w1(w1, smoe_type_bytes(on->dtype));
-    const int apart = moe_panels_apart(w1->hidden);
+    const moe_w1_strides s = moe_strides_of_w1(w1, moe_type_bytes(on->dtype));
+    const int apart = moe_subtiles_apart(w1->hidden);
     const moe_boxes boxes = {
         .base = w1->base,
         .rank = 5,
         .sizes = {apart ? d : wide, (cuuint64_t)w1->intermediate, apart ? 1 : d / wide,
                   (cuuint64_t)w1->halves, (cuuint64_t)w1->experts},
         .strides = {s.feature, apart ? s.feature : BOX_BYTES, s.half, s.expert},
-        .box = {(cuuint32_t)wide, PANEL_ROWS, apart ? 1 : (cuuint32_t)panels, 1, 1},
+        .box = {(cuuint32_t)wide, SUBTILE_ROWS, apart ? 1 : (cuuint32_t)subtiles, 1, 1},
     };
     moe_map_boxes(on, map, on->dtype, &boxes);
 }

@@ -46,25 +46,25 @@ moe_w1_strides moe_strides_of_w1(const moe_w1 *w1, int64_t element);
  * features' eight up rows, and so on, in either layout; coordinates (column, 0, 0, feature / 8, expert). */
 void moe_map_w1(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int box_rows);
 
-/* A tensor (groups, rows, columns) whose boxes are MN-major operands: panels of 64 columns by 64 rows of one
- * group, side by side. When columns is a multiple of 64 a box is `panels` panels, at coordinates (0, row,
- * column / 64, group); else panels come apart, a box each, at (column, row, 0, group). */
-typedef struct moe_panels {
+/* A tensor (groups, rows, columns) whose boxes are MN-major operands: subtiles of 64 columns by 64 rows of
+ * one group, side by side. When columns is a multiple of 64 a box is `subtiles` subtiles, at coordinates (0,
+ * row, column / 64, group); else subtiles come apart, a box each, at (column, row, 0, group). */
+typedef struct moe_subtiles {
     const void *base;
     int64_t columns, rows, row_bytes; /* from a row to the next */
     int64_t groups, group_bytes;
-} moe_panels;
+} moe_subtiles;
 
-static inline int moe_panels_apart(int64_t columns)
+static inline int moe_subtiles_apart(int64_t columns)
 {
     return columns % 64 != 0;
 }
 
-void moe_map_panels(moe_launch *on, CUtensorMap *map, const moe_panels *tensor, int panels);
+void moe_map_subtiles(moe_launch *on, CUtensorMap *map, const moe_subtiles *tensor, int subtiles);
 
 /* W1 the same way, (experts, halves, features, d) in either layout; coordinates (0, feature, column / 64,
  * half, expert), apart (column, feature, 0, half, expert). */
-void moe_map_w1_panels(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int panels);
+void moe_map_w1_subtiles(moe_launch *on, CUtensorMap *map, const moe_w1 *w1, int subtiles);
 
 #ifdef __cplusplus
 }

@@ -4,7 +4,7 @@
 #include "common/ptx.cuh"
 #include <cuda.h>
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE void prefetch_map(const CUtensorMap *map)
@@ -104,4 +104,4 @@ SMOE_DEVICE void wait_stores_done()
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-} // namespace smoe
+} // namespace moe

@@ -1,6 +1,6 @@
-/* How the Hopper kernel cuts the weight gradients. A tile is 128 of d by 256 features: two slots of 128
- * features, a slot never crosses from the gate half of H to the up half. K runs over a piece's blocks of rows
- * (scheduler.h). A unit of work is a piece and a tile, in the order of smoe_weight_place_of. */
+/* How the Hopper kernel cuts the weight gradients. A tile is 128 of d by 256 features: two stripes of 128
+ * features. A stripe never crosses from the gate half of H to the up half. The GEMM's K dimension is the
+ * rows of a piece (scheduler.h). A unit is a piece and a tile, in the order of moe_weight_place_of. */
 #ifndef SMOE_CUDA_WEIGHT_TILES_H
 #define SMOE_CUDA_WEIGHT_TILES_H
 
@@ -11,74 +11,75 @@
 enum {
     SMOE_WEIGHT_TILE_HIDDEN = 128,
     SMOE_WEIGHT_TILE_FEATURES = 256,
-    SMOE_WEIGHT_SLOT = 128,
+    SMOE_WEIGHT_STRIPE = 128,
     SMOE_WEIGHT_TILE = SMOE_WEIGHT_TILE_HIDDEN * SMOE_WEIGHT_TILE_FEATURES,
 };
 
-SMOE_HD int32_t smoe_slots_of_half(int32_t intermediate)
+SMOE_HD int32_t moe_stripes_of_half(int32_t intermediate)
 {
-    return (intermediate + SMOE_WEIGHT_SLOT - 1) / SMOE_WEIGHT_SLOT;
+    return (intermediate + SMOE_WEIGHT_STRIPE - 1) / SMOE_WEIGHT_STRIPE;
 }
 
 /* Tiles over d, over the features of `halves` halves, and of one expert's matrix. */
-SMOE_HD int32_t smoe_hidden_tiles(int32_t hidden)
+SMOE_HD int32_t moe_hidden_tiles(int32_t hidden)
 {
     return (hidden + SMOE_WEIGHT_TILE_HIDDEN - 1) / SMOE_WEIGHT_TILE_HIDDEN;
 }
 
-SMOE_HD int32_t smoe_feature_tiles(int32_t intermediate, int32_t halves)
+SMOE_HD int32_t moe_feature_tiles(int32_t intermediate, int32_t halves)
 {
-    return (smoe_slots_of_half(intermediate) * halves + 1) / 2;
+    return (moe_stripes_of_half(intermediate) * halves + 1) / 2;
 }
 
-SMOE_HD int32_t smoe_weight_tiles(int32_t hidden, int32_t intermediate, int32_t halves)
+SMOE_HD int32_t moe_weight_tiles(int32_t hidden, int32_t intermediate, int32_t halves)
 {
-    return smoe_hidden_tiles(hidden) * smoe_feature_tiles(intermediate, halves);
+    return moe_hidden_tiles(hidden) * moe_feature_tiles(intermediate, halves);
 }
 
 /* Where tile `tile` of an expert's matrix stands: rows of d, columns of features. The shorter side is walked
  * fastest: of an expert that one wave of CTAs begins and the next one ends, the next one then reads the
  * shorter operand once more and only a part of the longer. */
-SMOE_HD smoe_place smoe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
+SMOE_HD moe_place moe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
 {
     const int hidden_first =
         hidden_tiles * SMOE_WEIGHT_TILE_HIDDEN < feature_tiles * SMOE_WEIGHT_TILE_FEATURES;
-    return smoe_place_in(tile, hidden_tiles, feature_tiles, !hidden_first);
+    return moe_place_in(tile, hidden_tiles, feature_tiles, !hidden_first);
 }
 
-/* Slot `slot` of all: its half and first feature there. Past the last slot the half does not exist. */
-typedef struct smoe_slot {
+/* Stripe `stripe` of all: its half and first feature there. Past the last stripe the half does not exist. */
+typedef struct moe_stripe {
     int32_t half, feature;
-} smoe_slot;
+} moe_stripe;
 
-SMOE_HD smoe_slot smoe_slot_of(int32_t slot, int32_t slots_of_half)
+SMOE_HD moe_stripe moe_stripe_of(int32_t stripe, int32_t stripes_of_half)
 {
-    const smoe_slot s = {slot / slots_of_half, slot % slots_of_half * SMOE_WEIGHT_SLOT};
+    const moe_stripe s = {stripe / stripes_of_half, stripe % stripes_of_half * SMOE_WEIGHT_STRIPE};
     return s;
 }
 
-/* ---- Where a part of a tile stands in its staging slot: two panels of rows of 128 bytes ----
+/* ---- Where a part of a tile stands in its staging buffer: two subtiles of rows of 128 bytes ----
  * dW2: rows of d, columns are features. dW1: rows are features, columns of d. */
 
-/* Element of an f32 part; panels of 64 rows and 32 columns. */
-SMOE_HD uint32_t smoe_part_f32(uint32_t row, uint32_t column)
+/* Element of an f32 part; subtiles of 64 rows and 32 columns. */
+SMOE_HD uint32_t moe_part_f32(uint32_t row, uint32_t column)
 {
-    return (column >> 5) * SMOE_PANEL_BYTES + smoe_panel_offset(row, (column & 31) >> 2) + (column & 3) * 4;
+    return (column >> 5) * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, (column & 31) >> 2) +
+           (column & 3) * 4;
 }
 
 /* Address that a lane of a warp gives to the q-th transposing stmatrix of a 16-bit part of 128 features by 64
- * of d (one panel of 128 rows): blocks 2q and 2q + 1 of 8 features, the warp's 16 of d. */
-SMOE_HD uint32_t smoe_part_transposed(uint32_t warp, uint32_t lane, uint32_t q)
+ * of d (one subtile of 128 rows): octets 2q and 2q + 1 of features, the warp's 16 of d. */
+SMOE_HD uint32_t moe_part_transposed(uint32_t warp, uint32_t lane, uint32_t q)
 {
-    return q * 16 * SMOE_PANEL_ROW_BYTES +
-           smoe_panel_offset((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
+    return q * 16 * SMOE_SUBTILE_ROW_BYTES +
+           moe_subtile_offset((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
 }
 
 /* The same of a 16-bit part of 64 of d by 128 features, not transposed. */
-SMOE_HD uint32_t smoe_part_plain(uint32_t warp, uint32_t lane, uint32_t q)
+SMOE_HD uint32_t moe_part_plain(uint32_t warp, uint32_t lane, uint32_t q)
 {
-    return (q >> 2) * SMOE_PANEL_BYTES +
-           smoe_panel_offset(warp * 16 + (lane & 15), (q & 3) * 2 + (lane >> 4));
+    return (q >> 2) * SMOE_SUBTILE_BYTES +
+           moe_subtile_offset(warp * 16 + (lane & 15), (q & 3) * 2 + (lane >> 4));
 }
 
 #endif

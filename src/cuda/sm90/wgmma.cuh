@@ -1,13 +1,13 @@
-// wgmma: a 64 x N tile of f32 accumulators plus 64 x 16 times 16 x N of 16-bit elements, both operands in
-// shared memory in panels with the 128-byte swizzle. An operand is K-major (a panel has a row of A or B in
-// 128 bytes, 64 elements of K) or MN-major (128 bytes hold 64 rows of A or columns of B, the panel's rows go
-// along K).
+// wgmma: a 64 x N tile of f32 accumulators plus the product of 64 x 16 and 16 x N elements of 16 bits. Both
+// operands are in shared memory, in subtiles with the 128-byte swizzle. In a K-major operand the 128 bytes
+// of a subtile's row are 64 elements of K of one row of A or one column of B. In an MN-major operand they
+// are 64 rows of A or 64 columns of B at one k, and the subtile's rows run along K.
 #pragma once
 #include "sm90/descriptor.cuh"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE void wgmma_fence()
@@ -67,9 +67,9 @@ template <int COUNT> SMOE_DEVICE void pin(float (&c)[COUNT])
                  : SMOE_ACC32(c, 0), SMOE_ACC32(c, 32), SMOE_ACC32(c, 64), SMOE_ACC32(c, 96)                 \
                  : "l"(a), "l"(b), "r"(keep), "n"((int)A), "n"((int)B))
 
-template <typename T> struct matrix_unit;
+template <typename T> struct tensor_core;
 
-template <> struct matrix_unit<__nv_bfloat16> {
+template <> struct tensor_core<__nv_bfloat16> {
     template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static SMOE_DEVICE void multiply(float (&c)[96], uint64_t a, uint64_t b, int keep)
     {
@@ -82,7 +82,7 @@ template <> struct matrix_unit<__nv_bfloat16> {
     }
 };
 
-template <> struct matrix_unit<__half> {
+template <> struct tensor_core<__half> {
     template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static SMOE_DEVICE void multiply(float (&c)[96], uint64_t a, uint64_t b, int keep)
     {
@@ -95,4 +95,4 @@ template <> struct matrix_unit<__half> {
     }
 };
 
-} // namespace smoe
+} // namespace moe

@@ -27,8 +27,10 @@ def arguments(text):
 
 
 def launch(text):
-    """The first kernel<<<grid, block, bytes, stream>>>(arguments) as a call of emulator::launch."""
+    """The first kernel<<<grid, cta, bytes, stream>>>(arguments) as a call of emulator::launch."""
     middle = start = text.index("<<<")
+    while text[start - 1].isspace():
+        start -= 1
     if text[start - 1] == ">":  # template arguments
         depth = 0
         while True:
@@ -43,8 +45,8 @@ def launch(text):
     close = text.index(">>>", middle)
     opening = text.index("(", close)
     end = end_of(text, opening, "(", ")")
-    grid, block, shared, stream = arguments(text[middle + 3 : close])
-    call = f"emulator::launch(dim3({grid}), dim3({block}), {shared}, {stream}, false, {text[start:middle]}, {text[opening + 1 : end]}"
+    grid, cta, shared, stream = arguments(text[middle + 3 : close])
+    call = f"emulator::launch(dim3({grid}), dim3({cta}), {shared}, {stream}, false, {text[start:middle]}, {text[opening + 1 : end]}"
     return text[:start] + call + text[end:]
 
 

@@ -12,8 +12,8 @@ namespace emulator
 {
 
 fiber *current;
-uint3 block_index;
-dim3 block_size, grid_size;
+uint3 cta_index;
+dim3 cta_size, grid_size;
 alignas(1024) static char shared_memory[SHARED_BYTES];
 char *const shared = shared_memory;
 static const bool early_loads = getenv("EMULATOR_EARLY") != nullptr;
@@ -55,13 +55,13 @@ jmp_buf scheduler;
 std::vector<std::unique_ptr<running>> fibers; // kept from CTA to CTA
 std::function<void()> body;
 bool progress; // since the round of all fibers began
-meeting warps[MOST_WARPS], block, named[NAMED_BARRIERS];
+meeting warps[MOST_WARPS], cta, named[NAMED_BARRIERS];
 std::map<uint32_t, barrier> barriers;
 std::deque<std::function<void()>> landings;
 
 int threads()
 {
-    return (int)(block_size.x * block_size.y * block_size.z);
+    return (int)(cta_size.x * cta_size.y * cta_size.z);
 }
 
 running *runner()
@@ -98,7 +98,7 @@ void prepare(int i, int count)
 {
     if ((int)fibers.size() == i) make_fiber();
     fiber &f = fibers[i]->state;
-    const unsigned x = block_size.x, y = block_size.y;
+    const unsigned x = cta_size.x, y = cta_size.y;
     f = {};
     f.index = {i % x, i / x % y, i / (x * y)};
     f.warp = i / WARP;
@@ -123,7 +123,7 @@ bool waits(const fiber &f)
 
 void stuck(int left)
 {
-    printf("deadlock in CTA %u: %d threads left\n", block_index.x, left);
+    printf("deadlock in CTA %u: %d threads left\n", cta_index.x, left);
     for (const auto &b : barriers)
         printf("  barrier at %u: phase %u, %d arrivals and %lld bytes pending\n", b.first, b.second.phase,
                b.second.pending, (long long)b.second.bytes);
@@ -146,12 +146,12 @@ void run_turn(int count, bool slow_ones)
     }
 }
 
-void run_block()
+void run_cta()
 {
     const int count = threads();
     std::fill(std::begin(warps), std::end(warps), meeting{});
     std::fill(std::begin(named), std::end(named), meeting{});
-    block = {};
+    cta = {};
     barriers.clear();
     memset(shared, 0xFF, SHARED_BYTES);
     generic_writes.assign(SHARED_BYTES / GRANULE, {});
@@ -167,22 +167,23 @@ void run_block()
         if (idle > MOST_IDLE_ROUNDS) stuck(left);
     }
     if (landings.empty()) return;
-    printf("CTA %u ended before %zu of its loads\n", block_index.x, landings.size());
+    printf("CTA %u ended before %zu of its loads\n", cta_index.x, landings.size());
     exit(1);
 }
 
 } // namespace
 
-void run_grid(dim3 grid, dim3 block, const std::function<void()> &kernel)
+void run_grid(dim3 grid, dim3 cta, const std::function<void()> &kernel)
 {
     grid_size = grid;
-    block_size = block;
+    cta_size = cta;
     body = kernel;
-    for (unsigned y = 0; y < grid.y; y++)
-        for (unsigned x = 0; x < grid.x; x++) {
-            block_index = {x, y, 0};
-            run_block();
-        }
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) {
+                cta_index = {x, y, z};
+                run_cta();
+            }
 }
 
 __attribute__((noinline)) void yield()
@@ -214,9 +215,9 @@ void meet_warp()
     arrive(warps[current->warp], current->lanes, true);
 }
 
-void meet_block()
+void meet_cta()
 {
-    arrive(block, threads(), true);
+    arrive(cta, threads(), true);
 }
 
 void named_arrive(int number, int count, bool wait)

@@ -71,15 +71,15 @@ struct barrier {
 };
 
 extern fiber *current;
-extern uint3 block_index;
-extern dim3 block_size, grid_size;
+extern uint3 cta_index;
+extern dim3 cta_size, grid_size;
 extern char *const shared; // SHARED_BYTES
 
-void run_grid(dim3 grid, dim3 block, const std::function<void()> &kernel);
+void run_grid(dim3 grid, dim3 cta, const std::function<void()> &kernel);
 void yield();
 void wait_for_change(const uint32_t &word);
 void meet_warp();
-void meet_block();
+void meet_cta();
 
 barrier &barrier_at(uint32_t address);
 void settle(barrier &b); // the next phase, if nothing is pending
@@ -138,14 +138,14 @@ template <class T, class F> T fold(T value, F f)
 }
 
 // The sum over the CTA's threads.
-inline int block_sum(int value)
+inline int cta_sum(int value)
 {
     static int sum;
-    meet_block();
+    meet_cta();
     sum = 0;
-    meet_block();
+    meet_cta();
     sum += value;
-    meet_block();
+    meet_cta();
     return sum;
 }
 
@@ -154,29 +154,31 @@ inline int block_sum(int value)
 void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early = false);
 bool is_capturing();
 
-bool is_allocated(const void *memory, size_t bytes); // by cudaMalloc, in one piece
+inline cudaError_t last_error = cudaSuccess; // cudaGetLastError's
+
+bool is_allocated(const void *memory, size_t bytes); // by cudaMalloc, in one allocation
 
 // Ends the program where a kernel is to have more dynamic shared memory than it has leave for. What it
 // declares itself counts too on a GPU and is not known here.
 void check_shared(const void *kernel, size_t bytes);
 
-// kernel<<<grid, block, shared_bytes, stream>>>(actual...)
+// What cudaLaunchKernelEx does.
 template <class... Formal, class... Actual>
-void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, bool early,
+void launch(dim3 grid, dim3 cta, size_t shared_bytes, cudaStream_t stream, bool early,
             void (*kernel)(Formal...), const Actual &...actual)
 {
     check_shared((const void *)kernel, shared_bytes);
     const std::tuple<std::decay_t<Formal>...> arguments(actual...);
     enqueue(
-        stream, cudaGraphNodeTypeKernel,
-        [=] { run_grid(grid, block, [&] { std::apply(kernel, arguments); }); }, early);
+        stream, cudaGraphNodeTypeKernel, [=] { run_grid(grid, cta, [&] { std::apply(kernel, arguments); }); },
+        early);
 }
 
 } // namespace emulator
 
 #define threadIdx (emulator::current->index)
-inline uint3 &blockIdx = emulator::block_index;
-inline dim3 &blockDim = emulator::block_size;
+inline uint3 &blockIdx = emulator::cta_index;
+inline dim3 &blockDim = emulator::cta_size;
 inline dim3 &gridDim = emulator::grid_size;
 
 inline void __syncwarp()
@@ -190,17 +192,17 @@ inline void __threadfence()
 
 inline void __syncthreads()
 {
-    emulator::meet_block();
+    emulator::meet_cta();
 }
 
 inline int __syncthreads_or(int value)
 {
-    return emulator::block_sum(value != 0) != 0;
+    return emulator::cta_sum(value != 0) != 0;
 }
 
 inline int __syncthreads_count(int value)
 {
-    return emulator::block_sum(value != 0);
+    return emulator::cta_sum(value != 0);
 }
 
 template <class T> T __shfl_sync(unsigned, T value, int lane)
@@ -312,6 +314,11 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector)
     return result;
 }
 
+inline double cospi(double v)
+{
+    return cos(M_PI * v);
+}
+
 inline float __fadd_rn(float a, float b)
 {
     return a + b;
@@ -357,7 +364,10 @@ template <class... Formal, class... Actual>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Formal...),
                                const Actual &...actual)
 {
-    emulator::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream,
-                     config->numAttrs > 0, kernel, actual...);
+    const dim3 grid = config->gridDim, cta = config->blockDim;
+    if (!grid.x || !grid.y || grid.y > 65535 || cta.x * cta.y * cta.z > 1024)
+        return emulator::last_error = cudaErrorInvalidConfiguration;
+    emulator::launch(grid, cta, config->dynamicSmemBytes, config->stream, config->numAttrs > 0, kernel,
+                     actual...);
     return cudaSuccess;
 }

@@ -1,6 +1,6 @@
 // Streams, graphs and events. A stream runs its work at once, or adds it to a graph while it is captured; the
 // default stream is nullptr. Graphs are as unhelpful as the runtime may be: they list the newest node first,
-// and run first what was added last among the nodes that wait for nothing. Time is not measured: every piece
+// and run first what was added last among the nodes that wait for nothing. Time is not measured: every part
 // of work takes WORK_MS.
 #include "emulator.h"
 

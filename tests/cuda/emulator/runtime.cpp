@@ -83,7 +83,9 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute, int byte
 
 cudaError_t cudaGetLastError(void)
 {
-    return cudaSuccess;
+    const cudaError_t error = emulator::last_error;
+    emulator::last_error = cudaSuccess;
+    return error;
 }
 
 const char *cudaGetErrorName(cudaError_t error)
@@ -115,7 +117,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
 cudaError_t cudaMalloc(void **memory, size_t bytes)
 {
     if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
-    if (bytes > MEMORY_BYTES - held) return cudaErrorMemoryAllocation;
+    if (bytes > MEMORY_BYTES - held) return emulator::last_error = cudaErrorMemoryAllocation;
     *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     if (!*memory) return cudaErrorMemoryAllocation;
     sizes[(const char *)*memory] = bytes;
@@ -131,6 +133,19 @@ cudaError_t cudaFree(void *memory)
     if (found == sizes.end()) return cudaErrorInvalidValue;
     held -= found->second;
     sizes.erase(found);
+    free(memory);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMallocHost(void **memory, size_t bytes)
+{
+    if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
+    *memory = malloc(bytes);
+    return *memory ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+cudaError_t cudaFreeHost(void *memory)
+{
     free(memory);
     return cudaSuccess;
 }

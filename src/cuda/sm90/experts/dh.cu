@@ -1,26 +1,32 @@
-// dA'[r] = dO[t(r)] W2[e], and from H what follows of it: dS[r] = <dA'[r], A[r]>, dH[r] = dact(H[r], s[r]
-// dA'[r]), A'[r] = s[r] A[r].
+// dA'[r] = dO[t(r)] W2[e], and from the saved H what follows from it: dS[r] = <dA'[r], A[r]>, dH[r] =
+// dact(H[r], s[r] dA'[r]), A'[r] = s[r] A[r].
 //
-// FLOPs 2 R d n; bytes: dO gathered once a column tile, W2, H 2 R h read, dH 2 R h and A' 2 R n written. Tile
-// 128 x 256 on the cooperative core, W2 MN-major as it stands in memory.
+// FLOPs 2 R d n. Bytes: dO gathered once for each column tile, W2, 2 R h of H read, 2 R h of dH and 2 R n of
+// A' written (h the columns of H). Tile 128 x 256 on the cooperative core. W2 is MN-major, as it is in
+// memory.
 //
-// The consumers gather themselves: a stage is filled anew by those who are done with it, at once, while the
-// third group has its hands full. They dump dA' as fp16, each row scaled by a power of two so that its
-// largest element is in [2^14, 2^15): one rounding of 2^-12, no element costs more than its conversion. The
-// four warps of the third group work the dump off, row by row: 512 bytes of H's gate half and of its up half
-// come straight from global memory through a ring of copies (every lane its own 16 bytes, four rows ahead),
-// and dH and A' go back from registers in pieces as long (squares of 4 rows by 64 columns took the pass 0.2
-// to 0.5 % longer). Nothing of H, dH or A' is staged, so dH may lie in H's place: a lane reads its 16 bytes
-// long before it writes them. dS of a row goes by column tiles into partial sums, no atomics.
+// The two consumer warpgroups gather dO themselves, because the third warpgroup has no time for it: a
+// consumer that is done with a slot fills it again at once. A consumer warp writes its warp tile of dA' to
+// staging as fp16. Each row is scaled by a power of two so that its largest element is in [2^14, 2^15). That
+// is one rounding of at most 2^-12; an element costs one multiplication and one conversion.
+//
+// The four warps of the third warpgroup then work row by row. 512 bytes of H's gate half and 512 of its up
+// half come from global memory through a ring of copies: each lane copies its own 16 bytes, four rows ahead.
+// dH and A' are written from registers, 512 bytes a row at a time. (Squares of 4 rows by 64 columns made the
+// pass 0.2 to 0.5 % slower.) H, dH and A' do not go through staging, so dH may take H's place: a lane reads
+// its 16 bytes of H before it writes the same bytes of dH.
+//
+// The part of dS from one column tile goes to a partial sum of its own; no atomics.
 #include "common/activation_gradient.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "problem.h"
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -28,7 +34,7 @@ namespace
 using namespace gemm_cooperative;
 
 struct dh_params {
-    CUtensorMap w2;   // moe_map_panels of (E, hidden, intermediate): a tile's columns
+    CUtensorMap w2;   // moe_map_subtiles of (E, hidden, intermediate): a tile's columns
     const void *dout; // (T, hidden)
     const void *h;    // (padded_rows, h_width)
     void *dh;         // the same shape; may be h
@@ -36,10 +42,10 @@ struct dh_params {
     float *ds;        // (column tiles, padded_rows) partial sums of dS
     const int32_t *row_token;
     const float *row_weight;
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int64_t padded_rows;
     int32_t hidden, intermediate;
-    int32_t gated, panels_apart;
+    int32_t gated, subtiles_apart;
     smoe_activation activation;
 };
 
@@ -47,26 +53,27 @@ enum {
     CONSUMER_THREADS = 128,
     COPIES = SMOE_BLOCK_ROWS / (CONSUMER_THREADS / 8), // a thread's: eight copy the 128 bytes of a row
     CONSUMER_BARRIER = 1,                              // named, one a consumer
-    BLOCK_ROWS = 16,                                   // a consumer warp's rows: the unit of the dump
-    BLOCKS = CONSUMER_WARPS,
-    PANELS = TILE_COLUMNS / SMOE_PANEL_COLUMNS,
-    PANEL_BYTES = BLOCK_ROWS * SMOE_PANEL_ROW_BYTES, // of a block: 16 rows x 64 columns
-    BLOCK_BYTES = PANELS * PANEL_BYTES,
-    AHEAD = 4,                             // rows of H under way, 8 columns a lane
-    RING = STAGING + BLOCKS * BLOCK_BYTES, // a worker warp: 4 rows x (gate 512 bytes, up 512 bytes)
+    WARP_TILE_ROWS = 16, // a consumer warp's rows: what one worker warp takes at a time
+    WARP_TILES = CONSUMER_WARPS,
+    SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,
+    SUBTILE_BYTES = WARP_TILE_ROWS * SMOE_SUBTILE_ROW_BYTES, // of a warp tile: 16 rows x 64 columns
+    WARP_TILE_BYTES = SUBTILES * SUBTILE_BYTES,
+    AHEAD = 4,                                     // rows of H under way, 8 columns a lane
+    RING = STAGING + WARP_TILES * WARP_TILE_BYTES, // a worker warp: 4 rows x (gate 512 bytes, up 512 bytes)
     RING_HALF = TILE_COLUMNS * 2,
     RING_ROW = 2 * RING_HALF,
     RING_WARP = AHEAD * RING_ROW,
     BARRIERS = RING + 4 * RING_WARP,
-    SCALES = BARRIERS + 8 * (2 * STAGES + 2 * BLOCKS), // (BLOCKS, BLOCK_ROWS) float
-    DONE = SCALES + BLOCKS * BLOCK_ROWS * 4,           // a word a stage: consumers that are done with it
-    SHARED_BYTES = DONE + STAGES * 4
+    SCALES = BARRIERS + 8 * (2 * SLOTS + 2 * WARP_TILES), // (WARP_TILES, WARP_TILE_ROWS) float
+    DONE = SCALES + WARP_TILES * WARP_TILE_ROWS * 4,      // a word a slot: consumers that are done with it
+    SHARED_BYTES = DONE + SLOTS * 4
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert((int)TILE_COLUMNS == (int)MOE_SM90_DS_COLUMNS,
               "the host has room for a part of dS a column tile");
 static_assert(TILE_COLUMNS == 32 * 8, "a warp's lanes have a row of the tile, 16 bytes each");
-static_assert(BLOCK_ROWS % (2 * AHEAD) == 0, "the ring's slots, and the rows' places in a panel, repeat");
+static_assert(WARP_TILE_ROWS % (2 * AHEAD) == 0,
+              "the ring's slots, and the rows' places in a subtile, repeat");
 
 struct dh_layout : shared_layout {
     SMOE_DEVICE explicit dh_layout(uint32_t start)
@@ -74,30 +81,30 @@ struct dh_layout : shared_layout {
         base = start;
         barriers = start + BARRIERS;
     }
-    SMOE_DEVICE uint32_t block(uint32_t b) const
+    SMOE_DEVICE uint32_t warp_tile(uint32_t b) const
     {
-        return base + STAGING + b * BLOCK_BYTES;
+        return base + STAGING + b * WARP_TILE_BYTES;
     }
     SMOE_DEVICE uint32_t scale(uint32_t b, uint32_t row) const
     {
-        return base + SCALES + (b * BLOCK_ROWS + row) * 4;
+        return base + SCALES + (b * WARP_TILE_ROWS + row) * 4;
     }
-    SMOE_DEVICE uint32_t done(uint32_t stage) const
+    SMOE_DEVICE uint32_t done(uint32_t slot) const
     {
-        return base + DONE + stage * 4;
+        return base + DONE + slot * 4;
     }
-    SMOE_DEVICE uint32_t block_full(uint32_t b) const
+    SMOE_DEVICE uint32_t warp_tile_full(uint32_t b) const
     {
-        return barriers + 8 * (2 * STAGES + b);
+        return barriers + 8 * (2 * SLOTS + b);
     }
-    SMOE_DEVICE uint32_t block_empty(uint32_t b) const
+    SMOE_DEVICE uint32_t warp_tile_empty(uint32_t b) const
     {
-        return barriers + 8 * (2 * STAGES + BLOCKS + b);
+        return barriers + 8 * (2 * SLOTS + WARP_TILES + b);
     }
 };
 
-// ---- Gathering: a consumer fills the stages it is done with, its own 64 rows of dO by all its threads; W2's
-// box comes from the consumer that is done with a stage last.
+// ---- Gathering: a consumer fills the slots it is done with, its own 64 rows of dO by all its threads; W2's
+// box comes from the consumer that is done with a slot last.
 
 SMOE_DEVICE int steps_of(const dh_params &p)
 {
@@ -109,8 +116,8 @@ struct gatherer {
     const tile_walk &walk;
     const dh_layout &shared;
     int unit, column, k; // of the step to load next; column: first of the tile
-    int next;            // token of row row0 + 16 (chunk % 4) of the tile after this one
-    smoe_work tile;
+    int next;            // token of row row0 + 16 (vector % 4) of the tile after this one
+    moe_work tile;
     uint32_t real;            // bit i: row row0 + 16 i exists
     const char *from[COPIES]; // this thread's 16 bytes of the step
 
@@ -131,15 +138,15 @@ struct gatherer {
     {
         return threadIdx.x % CONSUMER_THREADS >> 3;
     }
-    static SMOE_DEVICE int chunk()
+    static SMOE_DEVICE int vector()
     {
         return threadIdx.x & 7;
     }
 
-    SMOE_DEVICE void read_token(smoe_work of)
+    SMOE_DEVICE void read_token(moe_work of)
     {
-        const int row = of.row + consumer() * SMOE_BLOCK_ROWS + row0() + 16 * (chunk() % COPIES);
-        next = consumer() < smoe_work_blocks(of) ? __ldg(p.row_token + row) : -1;
+        const int row = of.row + consumer() * SMOE_BLOCK_ROWS + row0() + 16 * (vector() % COPIES);
+        next = consumer() < moe_work_blocks(of) ? __ldg(p.row_token + row) : -1;
     }
 
     // The unit's tile becomes the current one, and the tokens of the one after it are asked for.
@@ -151,7 +158,7 @@ struct gatherer {
             const int row = __shfl_sync(~0u, next, (threadIdx.x & 24) | i);
             real |= (row >= 0 ? 1u : 0u) << i;
             from[i] = (const char *)p.dout + (uint64_t)(uint32_t)max(row, 0) * ((uint32_t)p.hidden * 2) +
-                      chunk() * 16;
+                      vector() * 16;
         }
         tile = walk.tile(unit);
         column = walk.column(unit) * TILE_COLUMNS;
@@ -162,27 +169,27 @@ struct gatherer {
     SMOE_DEVICE void load_weights(uint32_t to, uint32_t full) const
     {
         barrier_expect(full, B_BYTES);
-        const int expert = smoe_work_expert(tile);
-        if (!p.panels_apart)
-            return load_box(to, &p.w2, full, 0, k * STEP, column / SMOE_PANEL_COLUMNS, expert);
-        for (int i = 0; i < PANELS; i++)
-            load_box(to + i * SMOE_PANEL_BYTES, &p.w2, full, column + i * SMOE_PANEL_COLUMNS, k * STEP, 0,
+        const int expert = moe_work_expert(tile);
+        if (!p.subtiles_apart)
+            return load_box(to, &p.w2, full, 0, k * STEP, column / SMOE_SUBTILE_COLUMNS, expert);
+        for (int i = 0; i < SUBTILES; i++)
+            load_box(to + i * SMOE_SUBTILE_BYTES, &p.w2, full, column + i * SMOE_SUBTILE_COLUMNS, k * STEP, 0,
                      expert);
     }
 
-    // Fills a stage that all of the consumer's warps are done with.
+    // Fills a slot that all of the consumer's warps are done with.
     SMOE_DEVICE void fill(uint32_t number)
     {
         if (unit >= walk.units) return;
-        const uint32_t stage = shared.stage(number), full = shared.full(number);
-        const uint32_t wanted = k * STEP + chunk() * 8 < p.hidden ? real : 0;
-        const uint32_t to = stage + consumer() * SMOE_PANEL_BYTES + smoe_panel_offset(row0(), chunk());
+        const uint32_t slot = shared.slot(number), full = shared.full(number);
+        const uint32_t wanted = k * STEP + vector() * 8 < p.hidden ? real : 0;
+        const uint32_t to = slot + consumer() * SMOE_SUBTILE_BYTES + moe_subtile_offset(row0(), vector());
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
-            copy16_async_if(wanted & 1u << i, to + i * 16 * SMOE_PANEL_ROW_BYTES, from[i]);
+            copy16_async_if(wanted & 1u << i, to + i * 16 * SMOE_SUBTILE_ROW_BYTES, from[i]);
         barrier_arrive_after_copies(full);
         if (threadIdx.x % CONSUMER_THREADS == 0 && second_of_two(shared.done(number)))
-            load_weights(stage + A_BYTES, full);
+            load_weights(slot + A_BYTES, full);
 #pragma unroll
         for (int i = 0; i < COPIES; i++) from[i] = advance_by_adds(from[i], STEP * 2);
         if (++k < steps_of(p)) return;
@@ -191,16 +198,16 @@ struct gatherer {
     }
 };
 
-// ---- Working off the dump: worker warp `worker` takes the blocks of warp `worker` of both consumers.
+// ---- Working off the dump: worker warp `worker` takes the warp tiles of warp `worker` of both consumers.
 // Addresses move on by additions, from row to row.
 
-// A block in global memory: its first row and this lane's first column.
+// A warp tile in global memory: its first row and this lane's first column.
 struct place {
     int row, column;
 };
 
 // This lane's 16 bytes of a row, in H's or dH's gate half, or in A'.
-SMOE_DEVICE const char *piece_of(const void *matrix, int row, int width, int column)
+SMOE_DEVICE const char *vector_of(const void *matrix, int row, int width, int column)
 {
     return (const char *)matrix + ((int64_t)row * width + column) * 2;
 }
@@ -210,7 +217,7 @@ template <typename T, int KIND> SMOE_DEVICE int h_width_of(const dh_params &p)
     return activation<T, KIND>::GATED ? 2 * p.intermediate : p.intermediate;
 }
 
-// From a piece of a row's gate half to the up half's.
+// From a vector of a row's gate half to the up half's.
 SMOE_DEVICE const char *up_half(const char *gate, const dh_params &p)
 {
     return advance_by_adds(gate, (uint32_t)p.intermediate * 2);
@@ -238,7 +245,7 @@ template <bool GATED> struct h_ring {
     }
 };
 
-// A row's pieces of dH and A'; returns the lane's part of <dA', A>.
+// A row's vectors of dH and A'; returns the lane's part of <dA', A>.
 template <typename T, int KIND>
 SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
                             const char *to_a, bool exists, float weight, float y_weight)
@@ -269,35 +276,36 @@ SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
     return sum + __shfl_xor_sync(~0u, sum, 1);
 }
 
-// dS of rows `row` to `row` + 3 of a block; a row below 0: there are none yet.
-SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float units, int lane)
+// dS of rows `row` to `row` + 3 of a warp tile; a row below 0: there are none yet.
+SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float scales, int lane)
 {
-    const float sum = sum_of_lanes(ds, lane), unit = __shfl_sync(~0u, units, row + (lane >> 3));
-    if (row >= 0 && (lane & 7) == 0) ds_out[row + (lane >> 3)] = sum * unit;
+    const float sum = sum_of_lanes(ds, lane), scale = __shfl_sync(~0u, scales, row + (lane >> 3));
+    if (row >= 0 && (lane & 7) == 0) ds_out[row + (lane >> 3)] = sum * scale;
 }
 
-// One block, each row's H fetched four rows ahead. `next`: the block after it.
+// One warp tile, each row's H fetched four rows ahead. `next`: the one after it.
 template <typename T, int KIND>
-SMOE_DEVICE void work_block(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
-                            const dh_layout &shared, uint32_t block, place at, place next, float weights,
-                            float *ds_out, int lane)
+SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
+                                const dh_layout &shared, uint32_t warp_tile, place at, place next,
+                                float weights, float *ds_out, int lane)
 {
     const int a_width = p.intermediate, h_width = h_width_of<T, KIND>(p);
-    const float units = load_shared_float(shared.scale(block, lane & 15)), y_weights = weights * units;
+    const float scales = load_shared_float(shared.scale(warp_tile, lane & 15)), y_weights = weights * scales;
     const bool exists = at.column < p.intermediate;
-    const char *to_dh = piece_of(p.dh, at.row, h_width, at.column),
-               *to_a = piece_of(p.a, at.row, a_width, at.column),
-               *ahead = piece_of(p.h, at.row + AHEAD - 1, h_width, at.column);
-    const char *const behind = piece_of(p.h, next.row, h_width, next.column);
-    uint32_t here = shared.block(block) + (lane >> 3) * PANEL_BYTES + smoe_panel_offset(0, lane & 7);
+    const char *to_dh = vector_of(p.dh, at.row, h_width, at.column),
+               *to_a = vector_of(p.a, at.row, a_width, at.column),
+               *ahead = vector_of(p.h, at.row + AHEAD - 1, h_width, at.column);
+    const char *const behind = vector_of(p.h, next.row, h_width, next.column);
+    uint32_t here =
+        shared.warp_tile(warp_tile) + (lane >> 3) * SUBTILE_BYTES + moe_subtile_offset(0, lane & 7);
     float ds[AHEAD] = {};
     wait_copies<AHEAD - 1>();
     uint4 x = load_shared16(here), g = ring.gate(0), u = ring.up(0);
 #pragma unroll 1
-    for (int row = 0; row < BLOCK_ROWS; row += AHEAD) {
-        const bool last = row == BLOCK_ROWS - AHEAD;
+    for (int row = 0; row < WARP_TILE_ROWS; row += AHEAD) {
+        const bool last = row == WARP_TILE_ROWS - AHEAD;
         const int ahead_column = last ? next.column : at.column;
-        write_sums(ds_out, row - AHEAD, ds, units, lane); // nothing here waits for it
+        write_sums(ds_out, row - AHEAD, ds, scales, lane); // nothing here waits for it
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             uint4 x_next = x, g_next = g, u_next = u;
@@ -305,8 +313,9 @@ SMOE_DEVICE void work_block(const dh_params &p, const h_ring<activation<T, KIND>
             ring.fetch(ahead, ahead_column, i); // this slot's row is in registers since the last turn
             wait_copies<AHEAD - 1>();
             if (i + 1 < AHEAD || !last) {
-                // Rows i + 1 to 3 of these, then row 0 of the next four, whose chunks are exchanged by fours.
-                const uint32_t below = (here ^ (i + 1) << 4) + (i + 1) * SMOE_PANEL_ROW_BYTES;
+                // Rows i + 1 to 3 of these, then row 0 of the next four, whose vectors are exchanged by
+                // fours.
+                const uint32_t below = (here ^ (i + 1) << 4) + (i + 1) * SMOE_SUBTILE_ROW_BYTES;
                 if (i + 1 == AHEAD) here = below;
                 x_next = load_shared16(below);
                 g_next = ring.gate((i + 1) % AHEAD), u_next = ring.up((i + 1) % AHEAD);
@@ -317,7 +326,7 @@ SMOE_DEVICE void work_block(const dh_params &p, const h_ring<activation<T, KIND>
             x = x_next, g = g_next, u = u_next;
         }
     }
-    write_sums(ds_out, BLOCK_ROWS - AHEAD, ds, units, lane);
+    write_sums(ds_out, WARP_TILE_ROWS - AHEAD, ds, scales, lane);
 }
 
 template <typename T, int KIND>
@@ -326,31 +335,31 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
 {
     if (blockIdx.x >= walk.units) return;
     const h_ring<activation<T, KIND>::GATED> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
-    uint32_t phases = 0; // bit c: parity of consumer c's next block
-    smoe_work tile = walk.tile(blockIdx.x);
-    place at = {tile.row + worker * BLOCK_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + lane * 8};
+    uint32_t phases = 0; // bit c: parity of consumer c's next warp tile
+    moe_work tile = walk.tile(blockIdx.x);
+    place at = {tile.row + worker * WARP_TILE_ROWS, walk.column(blockIdx.x) * TILE_COLUMNS + lane * 8};
     float weights = __ldg(p.row_weight + at.row + (lane & 15));
     const int h_width = h_width_of<T, KIND>(p);
-    for (int i = 0; i < AHEAD; i++) ring.fetch(piece_of(p.h, at.row + i, h_width, at.column), at.column, i);
+    for (int i = 0; i < AHEAD; i++) ring.fetch(vector_of(p.h, at.row + i, h_width, at.column), at.column, i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const int blocks = smoe_work_blocks(tile);
+        const int blocks = moe_work_blocks(tile);
         const int column_tile = walk.column(unit);
-        smoe_work after = tile;
+        moe_work after = tile;
         place first = at; // of the next tile; after the last one the fetch repeats itself
         if (unit + gridDim.x < walk.units) {
             after = walk.tile(unit + gridDim.x);
-            first = {after.row + worker * BLOCK_ROWS,
+            first = {after.row + worker * WARP_TILE_ROWS,
                      walk.column(unit + gridDim.x) * TILE_COLUMNS + lane * 8};
         }
         for (int consumer = 0; consumer < blocks; consumer++) {
-            const uint32_t block = consumer * 4 + worker, parity = phases >> consumer & 1;
+            const uint32_t warp_tile = consumer * 4 + worker, parity = phases >> consumer & 1;
             const place next = consumer + 1 < blocks ? place{at.row + SMOE_BLOCK_ROWS, at.column} : first;
             const float next_weights = __ldg(p.row_weight + next.row + (lane & 15));
-            barrier_wait(shared.block_full(block), parity);
-            work_block<T, KIND>(p, ring, shared, block, at, next, weights,
-                                p.ds + column_tile * p.padded_rows + at.row, lane);
+            barrier_wait(shared.warp_tile_full(warp_tile), parity);
+            work_warp_tile<T, KIND>(p, ring, shared, warp_tile, at, next, weights,
+                                    p.ds + column_tile * p.padded_rows + at.row, lane);
             __syncwarp();
-            if (lane == 0) barrier_arrive(shared.block_empty(block));
+            if (lane == 0) barrier_arrive(shared.warp_tile_empty(warp_tile));
             at = next;
             weights = next_weights;
             phases ^= 1 << consumer;
@@ -384,8 +393,8 @@ SMOE_DEVICE uint32_t row_exponent(float most)
     return max(__float_as_uint(most) >> 23, 20u);
 }
 
-// The warp's 16 x 256 accumulators to its block: x 2^(141 - e) in fp16, 2^(e - 141) beside it.
-SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t block, uint32_t parity,
+// The warp's 16 x 256 accumulators to its warp tile: x 2^(141 - e) in fp16, 2^(e - 141) beside it.
+SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t warp_tile, uint32_t parity,
                       int lane)
 {
     using H = storage<__half>;
@@ -398,41 +407,42 @@ SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t
     const uint32_t upper = row_exponent(most_upper), lower = row_exponent(most_lower);
     const float by_upper = __uint_as_float((268 - upper) << 23),
                 by_lower = __uint_as_float((268 - lower) << 23);
-    barrier_wait(shared.block_empty(block), parity);
+    barrier_wait(shared.warp_tile_empty(warp_tile), parity);
     if ((lane & 3) == 0) {
-        store_shared_float(shared.scale(block, lane >> 2), __uint_as_float((upper - 14) << 23));
-        store_shared_float(shared.scale(block, (lane >> 2) + 8), __uint_as_float((lower - 14) << 23));
+        store_shared_float(shared.scale(warp_tile, lane >> 2), __uint_as_float((upper - 14) << 23));
+        store_shared_float(shared.scale(warp_tile, (lane >> 2) + 8), __uint_as_float((lower - 14) << 23));
     }
-    const uint32_t to = shared.block(block);
+    const uint32_t to = shared.warp_tile(warp_tile);
 #pragma unroll
     for (int q = 0; q < 16; q++) {
         const float *v = acc + q * 8;
-        store_matrices(to + (q >> 2) * PANEL_BYTES + smoe_panel_offset(lane & 15, (q & 3) * 2 + (lane >> 4)),
+        store_matrices(to + (q >> 2) * SUBTILE_BYTES +
+                           moe_subtile_offset(lane & 15, (q & 3) * 2 + (lane >> 4)),
                        H::pack(v[0] * by_upper, v[1] * by_upper), H::pack(v[2] * by_lower, v[3] * by_lower),
                        H::pack(v[4] * by_upper, v[5] * by_upper), H::pack(v[6] * by_lower, v[7] * by_lower));
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared.block_full(block));
+    if (lane == 0) barrier_arrive(shared.warp_tile_full(warp_tile));
 }
 
 template <typename T>
 SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int warp,
                                 int lane)
 {
-    ring_position<STAGES> ring(0);
+    ring_position<SLOTS> ring(0);
     const int consumer = warp >> 2, steps = steps_of(p);
     uint32_t count = 0;
     float acc[128];
     gatherer gather(p, walk, shared);
-    const auto refill = [&](uint32_t stage) {
+    const auto refill = [&](uint32_t slot) {
         named_barrier_sync(CONSUMER_BARRIER + consumer, CONSUMER_THREADS);
-        gather.fill(stage);
+        gather.fill(slot);
     };
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) gather.fill(i);
+    for (int i = 0; i < SLOTS; i++) gather.fill(i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_work tile = walk.tile(unit); // the gatherer has read it before
-        if (consumer >= smoe_work_blocks(tile)) {
+        const moe_work tile = walk.tile(unit); // the gatherer has read it before
+        if (consumer >= moe_work_blocks(tile)) {
             pass_over(ring, shared, steps, refill);
             continue;
         }
@@ -444,13 +454,13 @@ SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const
 
 SMOE_DEVICE void init_barriers(const dh_layout &shared)
 {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < SLOTS; i++) {
         barrier_init(shared.full(i), 1 + 2 * CONSUMER_THREADS);
         store_shared_word(shared.done(i), 0);
     }
-    for (int i = 0; i < BLOCKS; i++) {
-        barrier_init(shared.block_full(i), 1);
-        barrier_init(shared.block_empty(i), 1);
+    for (int i = 0; i < WARP_TILES; i++) {
+        barrier_init(shared.warp_tile_full(i), 1);
+        barrier_init(shared.warp_tile_empty(i), 1);
     }
     barrier_init_done();
 }
@@ -474,10 +484,10 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) dh(const __g
 
 dh_params prepare(moe_launch *on, const moe_dh &d)
 {
-    const int64_t row_bytes = d.intermediate * smoe_type_bytes(on->dtype);
-    const moe_panels w2 = {d.w2, d.intermediate, d.hidden, row_bytes, d.experts, d.hidden * row_bytes};
+    const int64_t row_bytes = d.intermediate * moe_type_bytes(on->dtype);
+    const moe_subtiles w2 = {d.w2, d.intermediate, d.hidden, row_bytes, d.experts, d.hidden * row_bytes};
     dh_params p = {};
-    moe_map_panels(on, &p.w2, &w2, PANELS);
+    moe_map_subtiles(on, &p.w2, &w2, SUBTILES);
     p.dout = d.dout;
     p.h = d.h;
     p.dh = d.dh;
@@ -490,28 +500,27 @@ dh_params prepare(moe_launch *on, const moe_dh &d)
     p.hidden = (int32_t)d.hidden;
     p.intermediate = (int32_t)d.intermediate;
     p.gated = d.gated;
-    p.panels_apart = moe_panels_apart(d.intermediate);
+    p.subtiles_apart = moe_subtiles_apart(d.intermediate);
     p.activation = d.activation;
     return p;
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_dh_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(),
                           [](auto t) { return allow_shared(dh<typename decltype(t)::type>, SHARED_BYTES); });
 }
 
 extern "C" cudaError_t moe_sm90_dh(moe_launch *on, const moe_dh *d)
 {
-    using namespace smoe;
+    using namespace moe;
     const dh_params p = prepare(on, *d);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        dh<typename decltype(t)::type><<<on->ctas, THREADS, SHARED_BYTES, on->stream>>>(p);
-        return cudaGetLastError();
+        return enqueue(dh<typename decltype(t)::type>, on->ctas, THREADS, SHARED_BYTES, on->stream, p);
     });
 }

@@ -1,6 +1,9 @@
-// Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one chunk of d's columns. FLOPs 2 R d n; bytes: A 2 R n
-// (L2 serves the column tiles after the first), W2 and Y 2 R d. Three cores; smoe_gemm_choose picks.
+// Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one column chunk of d.
+//
+// FLOPs 2 R d n. Bytes: 2 R n of A, which L2 serves for all column tiles after the first, W2, and 2 R d of Y
+// written. Three cores; moe_gemm_choose picks one by n, the number of columns and whether there is a bias.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "sm90/gemm_choice.h"
 #include "sm90/gemm_ping_pong.cuh"
 #include "sm90/gemm_stationary.cuh"
@@ -8,7 +11,7 @@
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
 
-namespace smoe
+namespace moe
 {
 
 struct down_params {
@@ -17,7 +20,7 @@ struct down_params {
     CUtensorMap y;                // 2-D: the chunk's columns, rows
     const void *bias;             // b2 or NULL; gemm_tiles only
     const int32_t *block_offsets; // (E+1)
-    smoe_cuda_lists lists;
+    moe_cuda_lists lists;
     int32_t hidden, intermediate;
     int32_t first_column, columns; // the chunk
 };
@@ -38,15 +41,15 @@ template <> struct operands<down_params> {
         prefetch_map(&p.w2);
         prefetch_map(&p.y);
     }
-    static SMOE_DEVICE void load_rows(const down_params &p, uint32_t to, uint32_t full, int k, smoe_work tile)
+    static SMOE_DEVICE void load_rows(const down_params &p, uint32_t to, uint32_t full, int k, moe_work tile)
     {
         load_box(to, &p.a, full, k * STEP, tile.row);
     }
     template <int COLUMNS>
     static SMOE_DEVICE void load_weights(const down_params &p, uint32_t to, uint32_t full, int k,
-                                         smoe_work tile, int column)
+                                         moe_work tile, int column)
     {
-        load_box(to, &p.w2, full, k * STEP, smoe_work_expert(tile) * p.hidden + p.first_column + column);
+        load_box(to, &p.w2, full, k * STEP, moe_work_expert(tile) * p.hidden + p.first_column + column);
     }
 };
 
@@ -61,7 +64,7 @@ struct core {
 
 constexpr int ANY = 1 << 30;
 
-core core_of(smoe_gemm kind)
+core core_of(moe_gemm kind)
 {
     switch (kind) {
     case SMOE_GEMM_TILES:
@@ -76,7 +79,7 @@ core core_of(smoe_gemm kind)
 
 typedef void (*down_kernel)(down_params);
 
-template <typename T> down_kernel kernel_of(smoe_gemm kind)
+template <typename T> down_kernel kernel_of(moe_gemm kind)
 {
     switch (kind) {
     case SMOE_GEMM_TILES: return gemm_tiles::kernel<T, down_params>;
@@ -103,31 +106,30 @@ down_params prepare(moe_launch *on, const moe_down &d, const core &with)
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_down_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(), [](auto t) {
         cudaError_t status = cudaSuccess;
         for (int kind = SMOE_GEMM_TILES; kind <= SMOE_GEMM_STATIONARY && status == cudaSuccess; kind++)
-            status = allow_shared(kernel_of<typename decltype(t)::type>((smoe_gemm)kind),
-                                  core_of((smoe_gemm)kind).shared_bytes);
+            status = allow_shared(kernel_of<typename decltype(t)::type>((moe_gemm)kind),
+                                  core_of((moe_gemm)kind).shared_bytes);
         return status;
     });
 }
 
 extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
 {
-    using namespace smoe;
-    const smoe_gemm kind = smoe_gemm_choose(d->intermediate, d->columns, d->b2 != NULL);
+    using namespace moe;
+    const moe_gemm kind = moe_gemm_choose(d->intermediate, d->columns, d->b2 != NULL);
     const core with = core_of(kind);
     const down_params p = prepare(on, *d, with);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     const int ctas = on->ctas < with.most_ctas ? on->ctas : with.most_ctas;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         const down_kernel kernel = kernel_of<typename decltype(t)::type>(kind);
-        kernel<<<ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream>>>(p);
-        return cudaGetLastError();
+        return enqueue(kernel, ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream, p);
     });
 }

@@ -1,14 +1,16 @@
-// Weight gradients: dW2[e] = sum_r dO[t(r)]^T A'[r], and transposed dW1[e] = sum_r dH[r]^T X[t(r)].
+// Weight gradients: dW2[e] = sum over the rows r of e of dO[t(r)]^T A'[r], and transposed dW1[e] = sum of
+// dH[r]^T X[t(r)].
 //
-// FLOPs 2 R d h. Both operands are MN-major as they stand in memory: K runs over an expert's rows, 64 a
-// stage. Tile 128 of d, gathered by cp.async (a stage: 64 rows of 256 bytes), by 256 features, by TMA. Rows
-// that are padding and columns past d are zeros. dW1's accumulators turn over by stmatrix.trans on their way
-// to staging.
+// FLOPs 2 R d h (h the features: n for dW2, the columns of H for dW1). Both operands are MN-major, as they
+// are in memory; the GEMM's K dimension is an expert's rows, 64 in a slot. Tile: 128 of d, gathered by
+// cp.async (64 rows of 256 bytes in a slot), by 256 features, loaded by TMA. Pad rows and columns past d are
+// zeros. The accumulators of dW1 are transposed by stmatrix.trans on their way to staging.
 //
-// An expert without rows gives zeros, or with accumulate nothing. A split expert's pieces leave their tiles
-// in f32; add_parts sums them in order.
+// An expert without rows gets zeros; with accumulate it stays as it is. The pieces of a split expert leave
+// their tiles in f32, and add_parts sums them in order.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "problem.h"
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/kernels.h"
@@ -16,7 +18,7 @@
 #include "sm90/tma.cuh"
 #include "sm90/weight_tiles.h"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -24,16 +26,16 @@ namespace
 using namespace gemm_cooperative;
 
 struct dw_params {
-    CUtensorMap features; // A' or dH, moe_map_panels of (halves, rows, intermediate): a slot's features
+    CUtensorMap features; // A' or dH, moe_map_subtiles of (halves, rows, intermediate): a buffer's features
     CUtensorMap gradient; // map_gradient
     const void *tokens;   // dO or X (T, hidden)
     // (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by layout
     void *weight_gradient;
     float *parts;             // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
     const int32_t *row_token; // NULL: row r is token r, below `rows`
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves, rows;
-    int32_t panels_apart, interleaved, accumulate;
+    int32_t subtiles_apart, interleaved, accumulate;
 };
 
 enum {
@@ -49,57 +51,57 @@ static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_TILE_HIDDEN &&
                   (int)TILE_COLUMNS == (int)SMOE_WEIGHT_TILE_FEATURES,
               "weight_tiles.h");
 
-// The CTA's units: (piece, tile), see smoe_weight_place_of.
+// The CTA's units: (piece, tile), see moe_weight_place_of.
 struct weight_walk {
-    const smoe_piece *pieces;
-    int units, tiles, hidden_tiles, feature_tiles, slots_of_half;
+    const moe_piece *pieces;
+    int units, tiles, hidden_tiles, feature_tiles, stripes_of_half;
     bool skip_empty;
     SMOE_DEVICE explicit weight_walk(const dw_params &p)
-        : pieces(p.lists.pieces), tiles(smoe_weight_tiles(p.hidden, p.intermediate, p.halves)),
-          hidden_tiles(smoe_hidden_tiles(p.hidden)),
-          feature_tiles(smoe_feature_tiles(p.intermediate, p.halves)),
-          slots_of_half(smoe_slots_of_half(p.intermediate)), skip_empty(p.accumulate)
+        : pieces(p.lists.pieces), tiles(moe_weight_tiles(p.hidden, p.intermediate, p.halves)),
+          hidden_tiles(moe_hidden_tiles(p.hidden)),
+          feature_tiles(moe_feature_tiles(p.intermediate, p.halves)),
+          stripes_of_half(moe_stripes_of_half(p.intermediate)), skip_empty(p.accumulate)
     {
         units = __ldg(p.lists.counts + 1) * tiles;
     }
-    SMOE_DEVICE smoe_piece piece(int unit) const
+    SMOE_DEVICE moe_piece piece(int unit) const
     {
         const int4 v = __ldg((const int4 *)(pieces + unit / tiles));
         return {v.x, v.y, v.z, v.w};
     }
-    SMOE_DEVICE bool skips(const smoe_piece &piece) const
+    SMOE_DEVICE bool skips(const moe_piece &piece) const
     {
         return skip_empty && piece.blocks == 0;
     }
     // An expert without rows is multiplied too: one step of zeros.
-    static SMOE_DEVICE int steps(const smoe_piece &piece)
+    static SMOE_DEVICE int steps(const moe_piece &piece)
     {
         return max(piece.blocks, 1);
     }
-    SMOE_DEVICE smoe_place place(int unit) const
+    SMOE_DEVICE moe_place place(int unit) const
     {
-        return smoe_weight_place_of(unit % tiles, hidden_tiles, feature_tiles);
+        return moe_weight_place_of(unit % tiles, hidden_tiles, feature_tiles);
     }
     SMOE_DEVICE int hidden(int unit) const
     {
         return place(unit).row_tile * TILE_ROWS;
     }
-    SMOE_DEVICE smoe_slot slot(int unit, int i) const
+    SMOE_DEVICE moe_stripe stripe(int unit, int i) const
     {
-        return smoe_slot_of(place(unit).column_tile * 2 + i, slots_of_half);
+        return moe_stripe_of(place(unit).column_tile * 2 + i, stripes_of_half);
     }
 };
 
 // ---- Loads
 
-SMOE_DEVICE void load_slot(const dw_params &p, smoe_slot slot, int row, uint32_t to, uint32_t full)
+SMOE_DEVICE void load_stripe(const dw_params &p, moe_stripe stripe, int row, uint32_t to, uint32_t full)
 {
-    if (p.panels_apart) {
-        load_box(to, &p.features, full, slot.feature, row, 0, slot.half);
-        load_box(to + SMOE_PANEL_BYTES, &p.features, full, slot.feature + SMOE_PANEL_COLUMNS, row, 0,
-                 slot.half);
+    if (p.subtiles_apart) {
+        load_box(to, &p.features, full, stripe.feature, row, 0, stripe.half);
+        load_box(to + SMOE_SUBTILE_BYTES, &p.features, full, stripe.feature + SMOE_SUBTILE_COLUMNS, row, 0,
+                 stripe.half);
     } else
-        load_box(to, &p.features, full, 0, row, slot.feature / SMOE_PANEL_COLUMNS, slot.half);
+        load_box(to, &p.features, full, 0, row, stripe.feature / SMOE_SUBTILE_COLUMNS, stripe.half);
 }
 
 // Without row_token rows are tokens.
@@ -108,34 +110,34 @@ SMOE_DEVICE int token_of(const dw_params &p, int row)
     return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
 }
 
-SMOE_DEVICE int first_token(const dw_params &p, const smoe_piece &piece, int row)
+SMOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
 {
     return piece.blocks ? token_of(p, piece.row + row) : -1;
 }
 
 SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared)
 {
-    const int thread = threadIdx.x - 256, chunk = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
-    const uint32_t panel = (chunk >> 3) * SMOE_PANEL_BYTES;
-    const uint32_t even = panel + smoe_panel_offset(row0, chunk & 7),
-                   odd = panel + smoe_panel_offset(row0 + 4, chunk & 7);
+    const int thread = threadIdx.x - 256, vector = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
+    const uint32_t subtile = (vector >> 3) * SMOE_SUBTILE_BYTES;
+    const uint32_t even = subtile + moe_subtile_offset(row0, vector & 7),
+                   odd = subtile + moe_subtile_offset(row0 + 4, vector & 7);
     const uint32_t row_bytes = (uint32_t)p.hidden * 2;
-    const int row = row0 + 4 * chunk; // of a step: the lanes of a row share its reading
-    ring_position<STAGES> ring(1);
-    smoe_piece next_piece = {0, 0, 0, -1};
+    const int row = row0 + 4 * vector; // of a step: the lanes of a row share its reading
+    ring_position<SLOTS> ring(1);
+    moe_piece next_piece = {0, 0, 0, -1};
     if (blockIdx.x < walk.units) next_piece = walk.piece(blockIdx.x);
     int next = first_token(p, next_piece, row);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_piece piece = next_piece;
+        const moe_piece piece = next_piece;
         if (unit + gridDim.x < walk.units) next_piece = walk.piece(unit + gridDim.x);
         if (walk.skips(piece)) {
             next = first_token(p, next_piece, row);
             continue;
         }
-        const bool inside = walk.hidden(unit) + chunk * 8 < p.hidden;
+        const bool inside = walk.hidden(unit) + vector * 8 < p.hidden;
         const char *from = (const char *)p.tokens + walk.hidden(unit) * 2;
         const int steps = weight_walk::steps(piece);
-        const smoe_slot left = walk.slot(unit, 0), right = walk.slot(unit, 1);
+        const moe_stripe left = walk.stripe(unit, 0), right = walk.stripe(unit, 1);
         for (int k = 0; k < steps; k++) {
             // The lane that has a row's token has its address too. All shuffles come before the wait, behind
             // which the compiler no longer knows that the warp is together.
@@ -143,103 +145,103 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const s
             const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 16), real = inside ? some : 0;
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
-                rows[i] = advance_by_adds(lane_address(mine, (thread & 16) | i), chunk * 16);
+                rows[i] = advance_by_adds(lane_address(mine, (thread & 16) | i), vector * 16);
             next = k + 1 < steps ? token_of(p, piece.row + row + (k + 1) * STEP)
                                  : first_token(p, next_piece, row);
-            barrier_wait(shared.empty(ring.stage), ring.phase);
-            const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
+            barrier_wait(shared.empty(ring.slot), ring.phase);
+            const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
             if (thread == 0) {
                 const int first = piece.blocks ? piece.row + k * STEP : -STEP; // below 0 reads as zeros
                 barrier_expect(full, B_BYTES);
-                load_slot(p, left, first, stage + A_BYTES, full);
-                load_slot(p, right, first, stage + A_BYTES + SLOT_BYTES, full);
+                load_stripe(p, left, first, slot + A_BYTES, full);
+                load_stripe(p, right, first, slot + A_BYTES + BUFFER_BYTES, full);
             }
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
                 copy16_async_if(real & 1u << i,
-                                stage + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_PANEL_ROW_BYTES, rows[i]);
+                                slot + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES, rows[i]);
             barrier_arrive_after_copies(full);
             ring.advance();
         }
     }
-    for (int i = 0; i < STAGES; i++) { // the last copies have landed and been read
-        barrier_wait(shared.empty(ring.stage), ring.phase);
+    for (int i = 0; i < SLOTS; i++) { // the last copies have landed and been read
+        barrier_wait(shared.empty(ring.slot), ring.phase);
         ring.advance();
     }
 }
 
 // ---- From accumulators to global memory. A tile leaves in PARTS parts of 64 rows of d by PART_FEATURES, a
-// part in one staging slot of two panels.
+// part in one staging buffer of two subtiles.
 
 template <typename G> struct output {
     enum {
-        ROUNDS = sizeof(G) / 2, // a slot is filled this often a tile
+        ROUNDS = sizeof(G) / 2, // a buffer is filled this often a tile
         PARTS = 2 * ROUNDS,
         PART_FEATURES = TILE_COLUMNS / PARTS,
-        PANEL_ELEMENTS = SMOE_PANEL_ROW_BYTES / sizeof(G)
+        SUBTILE_ELEMENTS = SMOE_SUBTILE_ROW_BYTES / sizeof(G)
     };
-    static SMOE_DEVICE uint32_t slot(int consumer, int part)
+    static SMOE_DEVICE uint32_t buffer(int consumer, int part)
     {
         return consumer * 2 + (part & 1);
     }
-    // Parity of a slot's phase at the consumer's `count`-th tile.
+    // Parity of a buffer's phase at the consumer's `count`-th tile.
     static SMOE_DEVICE uint32_t parity(uint32_t count, int part)
     {
         return (count * ROUNDS + (part >> 1)) & 1;
     }
 };
 
-// acc: the part's accumulators, blocks of 8 features.
+// acc: the part's accumulators, octets of features.
 template <typename T>
-SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane, bool transposed, T)
+SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lane, bool transposed, T)
 {
     using S = storage<T>;
 #pragma unroll
     for (int q = 0; q < 8; q++) {
         const float *v = acc + q * 8;
         if (transposed)
-            store_matrices_transposed(slot + smoe_part_transposed(warp, lane, q), S::pack(v[0], v[1]),
+            store_matrices_transposed(buffer + moe_part_transposed(warp, lane, q), S::pack(v[0], v[1]),
                                       S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
         else
-            store_matrices(slot + smoe_part_plain(warp, lane, q), S::pack(v[0], v[1]), S::pack(v[2], v[3]),
+            store_matrices(buffer + moe_part_plain(warp, lane, q), S::pack(v[0], v[1]), S::pack(v[2], v[3]),
                            S::pack(v[4], v[5]), S::pack(v[6], v[7]));
     }
 }
 
-SMOE_DEVICE void stage_part(const float *acc, uint32_t slot, int warp, int lane, bool transposed, float)
+SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lane, bool transposed, float)
 {
     const uint32_t row = warp * 16 + (lane >> 2), pair = (lane & 3) * 2;
-    uint32_t to[4]; // of the first block
+    uint32_t to[4]; // of the first octet
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t d = row + (i >> 1) * 8, feature = pair + (i & 1);
-        to[i] = slot + (transposed ? smoe_part_f32(feature, d) : smoe_part_f32(d, feature));
+        to[i] = buffer + (transposed ? moe_part_f32(feature, d) : moe_part_f32(d, feature));
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) {
-        const int block = i >> 2;
+        const int octet = i >> 2;
         if (transposed)
-            store_shared_float(to[i & 3] + block * 8 * SMOE_PANEL_ROW_BYTES, acc[i]);
+            store_shared_float(to[i & 3] + octet * 8 * SMOE_SUBTILE_ROW_BYTES, acc[i]);
         else if (i % 2 == 0)
-            store_shared_floats(slot + smoe_part_f32(row + (i >> 1 & 1) * 8, block * 8 + pair), acc[i],
+            store_shared_floats(buffer + moe_part_f32(row + (i >> 1 & 1) * 8, octet * 8 + pair), acc[i],
                                 acc[i + 1]);
     }
 }
 
 template <typename G>
-SMOE_DEVICE void stage_tile(const float (&acc)[128], const shared_layout &shared, int consumer,
+SMOE_DEVICE void write_tile(const float (&acc)[128], const shared_layout &shared, int consumer,
                             uint32_t count, int lane, bool transposed)
 {
     using O = output<G>;
 #pragma unroll
     for (int part = 0; part < O::PARTS; part++) {
-        const uint32_t slot = O::slot(consumer, part);
-        barrier_wait(shared.slot_empty(slot), O::parity(count, part) ^ 1);
-        stage_part(acc + part * (128 / O::PARTS), shared.slot(slot), (threadIdx.x >> 5) & 3, lane, transposed,
-                   G());
+        const uint32_t buffer = O::buffer(consumer, part);
+        barrier_wait(shared.buffer_empty(buffer), O::parity(count, part) ^ 1);
+        write_part(acc + part * (128 / O::PARTS), shared.buffer(buffer), (threadIdx.x >> 5) & 3, lane,
+                   transposed, G());
         fence_async_proxy();
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared.slot_full(slot));
+        if (lane == 0) barrier_arrive(shared.buffer_full(buffer));
     }
 }
 
@@ -251,30 +253,30 @@ SMOE_DEVICE void store_tiles(const dw_params &p, const weight_walk &walk, const 
     using O = output<G>;
     uint32_t count = 0;
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_piece piece = walk.piece(unit);
+        const moe_piece piece = walk.piece(unit);
         if (piece.part >= 0 || walk.skips(piece)) continue;
         const int hidden = walk.hidden(unit) + consumer * 64;
         for (int part = 0; part < O::PARTS; part++) {
-            const uint32_t number = O::slot(consumer, part), from = shared.slot(number);
+            const uint32_t number = O::buffer(consumer, part), from = shared.buffer(number);
             const int column = part * O::PART_FEATURES; // in the tile
-            const smoe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
-            const int feature = slot.feature + column % SMOE_WEIGHT_SLOT;
-            barrier_wait(shared.slot_full(number), O::parity(count, part));
-            if (slot.half < p.halves && feature < p.intermediate && hidden < p.hidden) {
+            const moe_stripe stripe = walk.stripe(unit, column / SMOE_WEIGHT_STRIPE);
+            const int feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
+            barrier_wait(shared.buffer_full(number), O::parity(count, part));
+            if (stripe.half < p.halves && feature < p.intermediate && hidden < p.hidden) {
                 const int boxes = TRANSPOSED && sizeof(G) == 2 ? 1 : 2;
                 for (int i = 0; i < boxes; i++) {
-                    const int x = (TRANSPOSED ? hidden : feature) + i * O::PANEL_ELEMENTS,
+                    const int x = (TRANSPOSED ? hidden : feature) + i * O::SUBTILE_ELEMENTS,
                               y = TRANSPOSED ? feature : hidden;
-                    const uint32_t panel = from + i * SMOE_PANEL_BYTES;
+                    const uint32_t subtile = from + i * SMOE_SUBTILE_BYTES;
                     if (p.accumulate)
-                        add_box(&p.gradient, panel, x, y, slot.half, piece.expert);
+                        add_box(&p.gradient, subtile, x, y, stripe.half, piece.expert);
                     else
-                        store_box(&p.gradient, panel, x, y, slot.half, piece.expert);
+                        store_box(&p.gradient, subtile, x, y, stripe.half, piece.expert);
                 }
             }
             commit_stores();
             wait_stores_read<0>();
-            barrier_arrive(shared.slot_empty(number));
+            barrier_arrive(shared.buffer_empty(number));
         }
         count++;
     }
@@ -293,17 +295,17 @@ template <typename T, typename G, bool TRANSPOSED>
 SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared,
                                 int consumer, int lane)
 {
-    ring_position<STAGES> ring(0);
+    ring_position<SLOTS> ring(0);
     uint32_t count = 0;
     float acc[128];
-    smoe_piece next = {0, 0, 0, -1};
+    moe_piece next = {0, 0, 0, -1};
     if (blockIdx.x < walk.units) next = walk.piece(blockIdx.x);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const smoe_piece piece = next;
+        const moe_piece piece = next;
         if (unit + gridDim.x < walk.units) next = walk.piece(unit + gridDim.x);
         if (walk.skips(piece)) continue;
         multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, weight_walk::steps(piece), consumer,
-                                              release_stage{shared, lane});
+                                              release_slot{shared, lane});
         if (piece.part >= 0) {
             float4 *to = (float4 *)part_of(p, piece.part, walk.tiles, unit % walk.tiles, threadIdx.x);
 #pragma unroll
@@ -312,7 +314,7 @@ SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_walk &walk, con
                     make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
             continue;
         }
-        stage_tile<G>(acc, shared, consumer, count, lane, TRANSPOSED);
+        write_tile<G>(acc, shared, consumer, count, lane, TRANSPOSED);
         count++;
     }
 }
@@ -359,10 +361,10 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
     const int row = (threadIdx.x >> 5) * 16 + (lane >> 2);
     for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
         const int unit = slice / SLICES, i = slice % SLICES, column = i * 8 + (lane & 3) * 2;
-        const smoe_slot slot = walk.slot(unit, column / SMOE_WEIGHT_SLOT);
-        const int feature = slot.feature + column % SMOE_WEIGHT_SLOT;
-        if (slot.half >= p.halves || feature >= p.intermediate) continue;
-        const smoe_split split = p.lists.splits[unit / walk.tiles];
+        const moe_stripe stripe = walk.stripe(unit, column / SMOE_WEIGHT_STRIPE);
+        const int feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
+        if (stripe.half >= p.halves || feature >= p.intermediate) continue;
+        const moe_split split = p.lists.splits[unit / walk.tiles];
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (int part = 0; part < split.parts; part++) {
@@ -376,7 +378,7 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
             const int d = walk.hidden(unit) + row + (j >> 1) * 8;
             if (d >= p.hidden || feature + (j & 1) >= p.intermediate) continue;
             G *to = (G *)p.weight_gradient +
-                    gradient_element<TRANSPOSED>(p, split.expert, slot.half, feature + (j & 1), d);
+                    gradient_element<TRANSPOSED>(p, split.expert, stripe.half, feature + (j & 1), d);
             give(to, values[j], p.accumulate);
         }
     }
@@ -389,10 +391,10 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
 // features (64 for f32, two boxes), at (d, feature, half, expert).
 void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
 {
-    const int64_t element = smoe_type_bytes(d.gradient_type);
+    const int64_t element = moe_type_bytes(d.gradient_type);
     const cuuint64_t hidden = (cuuint64_t)d.hidden, n = (cuuint64_t)d.intermediate,
                      experts = (cuuint64_t)d.experts, row = n * (cuuint64_t)element;
-    const cuuint32_t wide = (cuuint32_t)(SMOE_PANEL_ROW_BYTES / element);
+    const cuuint32_t wide = (cuuint32_t)(SMOE_SUBTILE_ROW_BYTES / element);
     if (d.transposed) {
         const moe_w1 w1 = {d.gradient, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
         const moe_w1_strides s = moe_strides_of_w1(&w1, element);
@@ -411,11 +413,11 @@ void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
 
 dw_params prepare(moe_launch *on, const moe_dw &d)
 {
-    const int64_t half_bytes = d.row_width * smoe_type_bytes(on->dtype);
-    const moe_panels features = {d.features, d.intermediate, d.rows, d.halves * half_bytes,
-                                 d.halves,   half_bytes};
+    const int64_t half_bytes = d.row_width * moe_type_bytes(on->dtype);
+    const moe_subtiles features = {d.features, d.intermediate, d.rows, d.halves * half_bytes,
+                                   d.halves,   half_bytes};
     dw_params p = {};
-    moe_map_panels(on, &p.features, &features, SMOE_WEIGHT_SLOT / SMOE_PANEL_COLUMNS);
+    moe_map_subtiles(on, &p.features, &features, SMOE_WEIGHT_STRIPE / SMOE_SUBTILE_COLUMNS);
     map_gradient(on, &p.gradient, d);
     p.tokens = d.tokens;
     p.weight_gradient = d.gradient;
@@ -426,7 +428,7 @@ dw_params prepare(moe_launch *on, const moe_dw &d)
     p.intermediate = (int32_t)d.intermediate;
     p.halves = d.halves;
     p.rows = (int32_t)d.rows;
-    p.panels_apart = moe_panels_apart(d.intermediate);
+    p.subtiles_apart = moe_subtiles_apart(d.intermediate);
     p.interleaved = d.interleaved;
     p.accumulate = d.accumulate;
     return p;
@@ -435,17 +437,17 @@ dw_params prepare(moe_launch *on, const moe_dw &d)
 template <typename T, typename G, bool TRANSPOSED>
 cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
 {
-    dw<T, G, TRANSPOSED><<<ctas, THREADS, SHARED_BYTES, stream>>>(p);
-    if (p.parts) add_parts<G, TRANSPOSED><<<ctas, CONSUMER_THREADS, 0, stream>>>(p);
-    return cudaGetLastError();
+    const cudaError_t status = enqueue(dw<T, G, TRANSPOSED>, ctas, THREADS, SHARED_BYTES, stream, p);
+    if (status != cudaSuccess || !p.parts) return status;
+    return enqueue(add_parts<G, TRANSPOSED>, ctas, CONSUMER_THREADS, 0, stream, p);
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_dw_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(), [](auto t) {
         using T = typename decltype(t)::type;
         return for_every_type(gradient_types<T>(), [](auto g) {
@@ -458,7 +460,7 @@ extern "C" cudaError_t moe_sm90_dw_init(void)
 
 extern "C" cudaError_t moe_sm90_dw(moe_launch *on, const moe_dw *d)
 {
-    using namespace smoe;
+    using namespace moe;
     const dw_params p = prepare(on, *d);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {

@@ -1,24 +1,27 @@
-// dX~[r] = dH[r] W1[e], for one chunk of d's columns. FLOPs 2 R d h; bytes: dH 2 R h (L2 serves the column
-// tiles after the first), W1 and dX~ 2 R d. The cores of the down-projection with W1 MN-major as it stands in
-// memory: K runs through the gate rows of W1 and then through the up rows, whatever their layout.
+// dX~[r] = dH[r] W1[e], for one column chunk of d.
+//
+// FLOPs 2 R d h (h the columns of H). Bytes: 2 R h of dH, which L2 serves for all column tiles after the
+// first, W1, and 2 R d of dX~ written. The cores are those of the down-projection, with W1 MN-major, as it
+// is in memory: the GEMM's K dimension is the gate rows of W1 and then the up rows, whatever their layout.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
 #include "sm90/gemm_choice.h"
 #include "sm90/gemm_ping_pong.cuh"
 #include "sm90/gemm_tiles.cuh"
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
 
-namespace smoe
+namespace moe
 {
 
 struct dx_rows_params {
     CUtensorMap a;                // dH, moe_map_halves
-    CUtensorMap w1;               // moe_map_w1_panels: a tile's columns
+    CUtensorMap w1;               // moe_map_w1_subtiles: a tile's columns
     CUtensorMap y;                // 2-D: the chunk's columns, rows
     const int32_t *block_offsets; // (E+1), or NULL: one expert
-    smoe_cuda_backward_lists lists;
+    moe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves; // intermediate: columns of a half of dH
-    int32_t panels_apart;
+    int32_t subtiles_apart;
     int32_t first_column, columns; // the chunk
 };
 
@@ -42,22 +45,22 @@ template <> struct operands<dx_rows_params> {
         prefetch_map(&p.y);
     }
     static SMOE_DEVICE void load_rows(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
-                                      smoe_work tile)
+                                      moe_work tile)
     {
         const int half = k >= steps_of_half(p);
         load_box(to, &p.a, full, (k - half * steps_of_half(p)) * STEP, half, tile.row);
     }
     template <int COLUMNS>
     static SMOE_DEVICE void load_weights(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
-                                         smoe_work tile, int column)
+                                         moe_work tile, int column)
     {
         const int half = k >= steps_of_half(p), feature = (k - half * steps_of_half(p)) * STEP;
-        const int expert = smoe_work_expert(tile), first = p.first_column + column;
-        if (!p.panels_apart)
-            return load_box(to, &p.w1, full, 0, feature, first / SMOE_PANEL_COLUMNS, half, expert);
-        for (int i = 0; i < COLUMNS / SMOE_PANEL_COLUMNS; i++)
-            load_box(to + i * SMOE_PANEL_BYTES, &p.w1, full, first + i * SMOE_PANEL_COLUMNS, feature, 0, half,
-                     expert);
+        const int expert = moe_work_expert(tile), first = p.first_column + column;
+        if (!p.subtiles_apart)
+            return load_box(to, &p.w1, full, 0, feature, first / SMOE_SUBTILE_COLUMNS, half, expert);
+        for (int i = 0; i < COLUMNS / SMOE_SUBTILE_COLUMNS; i++)
+            load_box(to + i * SMOE_SUBTILE_BYTES, &p.w1, full, first + i * SMOE_SUBTILE_COLUMNS, feature, 0,
+                     half, expert);
     }
 };
 
@@ -65,60 +68,60 @@ namespace
 {
 
 // The faster of the two cores on so many columns.
-smoe_gemm choose(const moe_dx_rows &d)
+moe_gemm choose(const moe_dx_rows &d)
 {
     const int64_t k = d.halves * d.row_width;
-    return smoe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) > smoe_gemm_merit(SMOE_GEMM_TILES, k, d.columns)
+    return moe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) > moe_gemm_merit(SMOE_GEMM_TILES, k, d.columns)
                ? SMOE_GEMM_PING_PONG
                : SMOE_GEMM_TILES;
 }
 
 typedef void (*dx_rows_kernel)(dx_rows_params);
 
-template <typename T> dx_rows_kernel kernel_of(smoe_gemm kind)
+template <typename T> dx_rows_kernel kernel_of(moe_gemm kind)
 {
     return kind == SMOE_GEMM_PING_PONG ? gemm_ping_pong::kernel<T, dx_rows_params>
                                        : gemm_tiles::kernel<T, dx_rows_params>;
 }
 
-int shared_bytes_of(smoe_gemm kind)
+int shared_bytes_of(moe_gemm kind)
 {
     return kind == SMOE_GEMM_PING_PONG ? (int)gemm_ping_pong::SHARED_BYTES : (int)gemm_tiles::SHARED_BYTES;
 }
 
-int columns_of(smoe_gemm kind)
+int columns_of(moe_gemm kind)
 {
     return kind == SMOE_GEMM_PING_PONG ? (int)gemm_ping_pong::TILE_COLUMNS : (int)gemm_tiles::TILE_COLUMNS;
 }
 static_assert((int)gemm_ping_pong::TILE_ROWS == (int)gemm_tiles::TILE_ROWS, "boxes of dH");
 
-dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, smoe_gemm kind)
+dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
 {
     const moe_w1 w1 = {d.w1, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
     dx_rows_params p = {};
     moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, gemm_tiles::TILE_ROWS);
-    moe_map_w1_panels(on, &p.w1, &w1, columns_of(kind) / SMOE_PANEL_COLUMNS);
+    moe_map_w1_subtiles(on, &p.w1, &w1, columns_of(kind) / SMOE_SUBTILE_COLUMNS);
     moe_map_matrix(on, &p.y, d.dx, d.rows, d.columns, SMOE_BLOCK_ROWS);
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;
     p.hidden = (int32_t)d.hidden;
     p.intermediate = (int32_t)d.row_width;
     p.halves = d.halves;
-    p.panels_apart = moe_panels_apart(d.hidden);
+    p.subtiles_apart = moe_subtiles_apart(d.hidden);
     p.first_column = (int32_t)d.first_column;
     p.columns = (int32_t)d.columns;
     return p;
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_dx_rows_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(), [](auto t) {
         cudaError_t status = cudaSuccess;
-        for (const smoe_gemm kind : {SMOE_GEMM_TILES, SMOE_GEMM_PING_PONG})
+        for (const moe_gemm kind : {SMOE_GEMM_TILES, SMOE_GEMM_PING_PONG})
             if (status == cudaSuccess)
                 status = allow_shared(kernel_of<typename decltype(t)::type>(kind), shared_bytes_of(kind));
         return status;
@@ -127,13 +130,12 @@ extern "C" cudaError_t moe_sm90_dx_rows_init(void)
 
 extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
 {
-    using namespace smoe;
-    const smoe_gemm kind = choose(*d);
+    using namespace moe;
+    const moe_gemm kind = choose(*d);
     const dx_rows_params p = prepare(on, *d, kind);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         const dx_rows_kernel kernel = kernel_of<typename decltype(t)::type>(kind);
-        kernel<<<on->ctas, gemm_cooperative::THREADS, shared_bytes_of(kind), on->stream>>>(p);
-        return cudaGetLastError();
+        return enqueue(kernel, on->ctas, gemm_cooperative::THREADS, shared_bytes_of(kind), on->stream, p);
     });
 }

@@ -1,21 +1,22 @@
 // Up-projection: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]).
 //
-// FLOPs 2 R d h (h = 2n gated, n plain); bytes: X gathered once a column tile (L2 serves all but the first),
-// W1 once, H 2 R h and A 2 R n written. Tile 128 x 256 on the cooperative core: the largest that leaves room
-// for staging, and at K = d >= 768 as fast as cuBLAS.
+// FLOPs 2 R d h (h the columns of H: 2n with a gate, n without). Bytes: X gathered once for each column
+// tile, which L2 serves for all but the first; W1 once; 2 R h of H and 2 R n of A written. Tile 128 x 256 on
+// the cooperative core: the largest that leaves room for staging, and for d >= 768 as fast as cuBLAS.
 //
-// X rows are gathered by cp.async straight into the swizzled stage by warps 8 and 9; rows that are padding,
-// and columns past d, are written as zeros, so no expert's tail sees another expert's data. Warps 10 and 11
-// store H, activate the staged panels and store A. Gate and up rows of W1 are interleaved by eights by the
-// tensor map.
-#include "common/activation.cuh"
+// Warps 8 and 9 gather rows of X by cp.async straight into the swizzled slots. Pad rows and columns past d
+// are written as zeros, so no expert's tile contains another expert's data. Warps 10 and 11 store H from
+// staging, apply the activation to it there, and store A. The tensor map of W1 interleaves gate and up rows
+// by eights, so that both values of a feature are in the same thread.
 #include "common/instances.cuh"
+#include "common/launch.cuh"
+#include "sm90/activate_subtile.cuh"
 #include "sm90/feed.cuh"
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 
-namespace smoe
+namespace moe
 {
 namespace
 {
@@ -30,7 +31,7 @@ struct up_params {
     const void *bias;             // b1 or NULL
     const int32_t *row_token;     // (padded_rows)
     const int32_t *block_offsets; // (E+1)
-    smoe_cuda_lists lists;
+    moe_cuda_lists lists;
     int32_t hidden, intermediate;
     int32_t gated, interleaved, store_h;
     smoe_activation activation;
@@ -39,30 +40,31 @@ struct up_params {
 enum {
     LOADERS = 64,
     ROWS_A_LOADER = TILE_ROWS / (LOADERS / 8), // eight threads copy the 128 bytes of a row
-    ACTIVATED = STAGING_END,                   // a panel of A for each store warp
-    BARRIERS = ACTIVATED + 2 * SMOE_PANEL_BYTES,
+    ACTIVATED = STAGING_END,                   // a subtile of A for each store warp
+    BARRIERS = ACTIVATED + 2 * SMOE_SUBTILE_BYTES,
     FEED = BARRIERS + BARRIER_BYTES,
     SHARED_BYTES = FEED + FEED_BYTES
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert(FEED % 16 == 0, "items are 16 bytes");
 
-// A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `chunk` of
-// the eight reads the tokens of rows i = 2 chunk and 2 chunk + 1. Rows of a block that does not exist: none.
-SMOE_DEVICE int2 read_tokens(const up_params &p, smoe_work tile, int row0, int chunk)
+// A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `vector` of
+// the eight reads the tokens of rows i = 2 vector and 2 vector + 1. Rows of a block that does not exist:
+// none.
+SMOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int vector)
 {
-    if (chunk >= 4 && smoe_work_blocks(tile) == 1) return {-1, -1};
-    const int32_t *rows = p.row_token + tile.row + row0 + 16 * chunk;
+    if (vector >= 4 && moe_work_blocks(tile) == 1) return {-1, -1};
+    const int32_t *rows = p.row_token + tile.row + row0 + 16 * vector;
     return {__ldg(rows), __ldg(rows + 8)};
 }
 
 SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, feed items, int steps)
 {
-    const int thread = threadIdx.x - 256, chunk = thread & 7, row0 = thread >> 3;
-    const uint32_t to = smoe_panel_offset(row0, chunk), row_bytes = (uint32_t)p.hidden * 2;
-    ring_position<STAGES> ring(1);
+    const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3;
+    const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
+    ring_position<SLOTS> ring(1);
     work_item item = items.read(0);
-    int2 next = item.exists() ? read_tokens(p, item.tile, row0, chunk) : int2{-1, -1};
+    int2 next = item.exists() ? read_tokens(p, item.tile, row0, vector) : int2{-1, -1};
     for (int t = 0; item.exists(); t++) {
         const char *from[ROWS_A_LOADER]; // this lane's 16 bytes of the step
         uint32_t real = 0;
@@ -70,29 +72,30 @@ SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, fee
         for (int i = 0; i < ROWS_A_LOADER; i++) {
             const int row = __shfl_sync(~0u, i & 1 ? next.y : next.x, (thread & 24) | i >> 1);
             real |= (row >= 0 ? 1u : 0u) << i;
-            from[i] = (const char *)p.x + (uint64_t)(uint32_t)max(row, 0) * row_bytes + chunk * 16;
+            from[i] = (const char *)p.x + (uint64_t)(uint32_t)max(row, 0) * row_bytes + vector * 16;
         }
         const work_item now = item;
         // The tile after this one, and its tokens if they are others.
         const auto follow = [&] {
             item = items.read(t + 1);
-            if (item.exists() && item.tile.row != now.tile.row) next = read_tokens(p, item.tile, row0, chunk);
+            if (item.exists() && item.tile.row != now.tile.row)
+                next = read_tokens(p, item.tile, row0, vector);
         };
         const int group = now.column * (p.gated ? 16 : 32); // of eight features
         // A tile of many steps is loaded in three loops, the third as for few: with a test for what is due
         // inside one loop its counters would leave the uniform registers, and every step would take longer.
         const auto load = [&](int first, int end) {
             for (int k = first; k < end; k++) {
-                barrier_wait(shared.empty(ring.stage), ring.phase);
-                const uint32_t stage = shared.stage(ring.stage), full = shared.full(ring.stage);
+                barrier_wait(shared.empty(ring.slot), ring.phase);
+                const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
                 if (thread == 0) {
                     barrier_expect(full, B_BYTES);
-                    load_box(stage + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, smoe_work_expert(now.tile));
+                    load_box(slot + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, moe_work_expert(now.tile));
                 }
-                const uint32_t wanted = k * STEP + chunk * 8 < p.hidden ? real : 0;
+                const uint32_t wanted = k * STEP + vector * 8 < p.hidden ? real : 0;
 #pragma unroll
                 for (int i = 0; i < ROWS_A_LOADER; i++)
-                    copy16_async_if(wanted & 1u << i, stage + to + i * 8 * SMOE_PANEL_ROW_BYTES, from[i]);
+                    copy16_async_if(wanted & 1u << i, slot + to + i * 8 * SMOE_SUBTILE_ROW_BYTES, from[i]);
                 barrier_arrive_after_copies(full);
 #pragma unroll
                 for (int i = 0; i < ROWS_A_LOADER; i++) from[i] = advance_by_adds(from[i], STEP * 2);
@@ -109,18 +112,18 @@ SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, fee
         follow();
         load(done, steps);
     }
-    for (int i = 0; i < STAGES; i++) { // the last copies have landed and been read
-        barrier_wait(shared.empty(ring.stage), ring.phase);
+    for (int i = 0; i < SLOTS; i++) { // the last copies have landed and been read
+        barrier_wait(shared.empty(ring.slot), ring.phase);
         ring.advance();
     }
 }
 
-// One panel of H (gated: and its up panel) has been staged at `panel`: activate it and store A.
+// One subtile of H (gated: and its up subtile) stands in staging at `subtile`: activate it and store A.
 template <typename T>
-SMOE_DEVICE void store_activated(const up_params &p, uint32_t panel, uint32_t out, int feature, int row,
+SMOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t out, int feature, int row,
                                  int lane)
 {
-    activate_panel<T>(p.activation, panel, panel + SMOE_PANEL_BYTES, out, lane);
+    activate_subtile<T>(p.activation, subtile, subtile + SMOE_SUBTILE_BYTES, out, lane);
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
@@ -129,13 +132,13 @@ SMOE_DEVICE void store_activated(const up_params &p, uint32_t panel, uint32_t ou
     }
 }
 
-// A store warp carries its consumer's slots away, one after the other.
+// A store warp carries its consumer's buffers away, one after the other.
 template <typename T>
 SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const shared_layout &shared,
                              feed items, int consumer, int lane)
 {
-    const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_PANEL_BYTES;
-    const int slot_features = p.gated ? 64 : 128;
+    const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_SUBTILE_BYTES;
+    const int buffer_features = p.gated ? 64 : 128;
     uint32_t count = 0;
     const bool claims = consumer == 0 && lane == 0;
     if (claims) items.begin(queue);
@@ -144,31 +147,31 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
         __syncwarp();
         if (consumer == 1 && lane == 0) barrier_arrive(items.free(t));
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
-        if (consumer >= smoe_work_blocks(tile)) continue;
+        const moe_work tile = item.tile;
+        if (consumer >= moe_work_blocks(tile)) continue;
         if (claims) items.claim(t, queue);
         const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
         for (int half = 0; half < 2; half++) {
-            const uint32_t slot = consumer * 2 + half, panel = shared.slot(slot);
-            const int feature = (item.column * 2 + half) * slot_features;
-            barrier_wait(shared.slot_full(slot), count & 1);
+            const uint32_t buffer = consumer * 2 + half, subtile = shared.buffer(buffer);
+            const int feature = (item.column * 2 + half) * buffer_features;
+            barrier_wait(shared.buffer_full(buffer), count & 1);
             if (p.store_h && lane == 0) {
-                store_box(&p.h, panel, feature, 0, row);
+                store_box(&p.h, subtile, feature, 0, row);
                 if (p.gated)
-                    store_box(&p.h, panel + SMOE_PANEL_BYTES, feature, 1, row);
+                    store_box(&p.h, subtile + SMOE_SUBTILE_BYTES, feature, 1, row);
                 else
-                    store_box(&p.h, panel + SMOE_PANEL_BYTES, feature + 64, 0, row);
+                    store_box(&p.h, subtile + SMOE_SUBTILE_BYTES, feature + 64, 0, row);
             }
             if (lane == 0) commit_stores();
-            if (feature < p.intermediate) store_activated<T>(p, panel, out, feature, row, lane);
+            if (feature < p.intermediate) store_activated<T>(p, subtile, out, feature, row, lane);
             if (!p.gated && feature + 64 < p.intermediate) {
-                if (lane == 0) wait_stores_read<0>(); // the first panel has left `out`
+                if (lane == 0) wait_stores_read<0>(); // the first subtile has left `out`
                 __syncwarp();
-                store_activated<T>(p, panel + SMOE_PANEL_BYTES, out, feature + 64, row, lane);
+                store_activated<T>(p, subtile + SMOE_SUBTILE_BYTES, out, feature + 64, row, lane);
             }
             if (lane == 0) {
                 wait_stores_read<0>();
-                barrier_arrive(shared.slot_empty(slot));
+                barrier_arrive(shared.buffer_empty(buffer));
             }
             __syncwarp(); // no lane writes to `out` before its store has been read
         }
@@ -186,15 +189,15 @@ SMOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column
     const int up_step = p.gated ? p.interleaved ? 1 : n : 0;
     const T *bias = (const T *)p.bias + (int64_t)expert * (p.gated ? 2 * n : n);
 #pragma unroll
-    for (int block = 0; block < 16; block++) {
-        const int feature = smoe_block_feature(column_tile, half, block, p.gated) + (lane & 3) * 2;
+    for (int octet = 0; octet < 16; octet++) {
+        const int feature = moe_octet_feature(column_tile, half, octet, p.gated) + (lane & 3) * 2;
         if (feature < n) {
-            const T *at = bias + feature * feature_step + (block & 1) * up_step;
+            const T *at = bias + feature * feature_step + (octet & 1) * up_step;
             const float left = to_float(at[0]), right = to_float(at[feature_step]);
-            acc[4 * block] += left;
-            acc[4 * block + 1] += right;
-            acc[4 * block + 2] += left;
-            acc[4 * block + 3] += right;
+            acc[4 * octet] += left;
+            acc[4 * octet + 1] += right;
+            acc[4 * octet + 2] += left;
+            acc[4 * octet + 3] += right;
         }
     }
 }
@@ -203,23 +206,23 @@ template <typename T>
 SMOE_DEVICE void multiply_tiles(const up_params &p, const shared_layout &shared, feed items, int steps,
                                 int consumer, int lane)
 {
-    ring_position<STAGES> ring(0);
-    const release_stage done = {shared, lane};
+    ring_position<SLOTS> ring(0);
+    const release_slot done = {shared, lane};
     uint32_t count = 0;
     float acc[128];
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
         if (!item.exists()) break;
-        const smoe_work tile = item.tile;
-        if (consumer >= smoe_work_blocks(tile)) {
+        const moe_work tile = item.tile;
+        if (consumer >= moe_work_blocks(tile)) {
             pass_over(ring, shared, steps, done);
             continue;
         }
         multiply<T, true>(acc, ring, shared, steps, consumer, done);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (p.bias) add_bias<T>(acc + half * 64, p, smoe_work_expert(tile), item.column, half, lane);
-            stage_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
+            if (p.bias) add_bias<T>(acc + half * 64, p, moe_work_expert(tile), item.column, half, lane);
+            write_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
         }
         count++;
     }
@@ -238,8 +241,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __g
         init_barriers(shared, 1 + LOADERS);
     }
     __syncthreads();
-    const int slot_features = p.gated ? 128 : 256;
-    const work_queue queue(p, (p.intermediate + slot_features - 1) / slot_features);
+    const int tile_features = p.gated ? 128 : 256;
+    const work_queue queue(p, (p.intermediate + tile_features - 1) / tile_features);
     if (warp >= 8) {
         give_registers<72>();
         if (warp < 10)
@@ -275,28 +278,27 @@ up_params prepare(moe_launch *on, const moe_up &u)
 }
 
 } // namespace
-} // namespace smoe
+} // namespace moe
 
 extern "C" cudaError_t moe_sm90_up_init(void)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_every_type(storage_types(),
                           [](auto t) { return allow_shared(up<typename decltype(t)::type>, SHARED_BYTES); });
 }
 
 extern "C" int moe_sm90_stores(smoe_type dtype)
 {
-    using namespace smoe;
+    using namespace moe;
     return for_type(storage_types(), dtype, [](auto) { return cudaSuccess; }) == cudaSuccess;
 }
 
 extern "C" cudaError_t moe_sm90_up(moe_launch *on, const moe_up *u)
 {
-    using namespace smoe;
+    using namespace moe;
     const up_params p = prepare(on, *u);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        up<typename decltype(t)::type><<<on->ctas, THREADS, SHARED_BYTES, on->stream>>>(p);
-        return cudaGetLastError();
+        return enqueue(up<typename decltype(t)::type>, on->ctas, THREADS, SHARED_BYTES, on->stream, p);
     });
 }

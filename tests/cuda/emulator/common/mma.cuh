@@ -3,7 +3,7 @@
 #pragma once
 #include "common/storage.cuh"
 
-namespace smoe
+namespace moe
 {
 
 template <class T>
@@ -26,4 +26,4 @@ SMOE_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, ui
     }
 }
 
-} // namespace smoe
+} // namespace moe

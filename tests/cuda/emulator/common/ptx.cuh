@@ -4,7 +4,7 @@
 
 #define SMOE_DEVICE inline
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE uint32_t shared_address(const void *pointer)
@@ -207,4 +207,4 @@ SMOE_DEVICE void wait_for_previous()
 {
 }
 
-} // namespace smoe
+} // namespace moe

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/ptx.cuh"
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE float to_float(__nv_bfloat16 v)
@@ -51,4 +51,4 @@ template <typename T> struct storage {
     }
 };
 
-} // namespace smoe
+} // namespace moe

@@ -2,7 +2,7 @@
 #pragma once
 #include "sm90/mbarrier.cuh"
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE void prefetch_map(const CUtensorMap *)
@@ -67,4 +67,4 @@ SMOE_DEVICE void wait_stores_done()
     emulator::current->stores.wait(0);
 }
 
-} // namespace smoe
+} // namespace moe

@@ -4,7 +4,7 @@
 #include "common/storage.cuh"
 #include "sm90/descriptor.cuh"
 
-namespace smoe
+namespace moe
 {
 
 SMOE_DEVICE void wgmma_fence()
@@ -38,7 +38,7 @@ SMOE_DEVICE uint32_t element_address(uint64_t descriptor, operand_order order, i
                                                 : base + (mn >> 3) * stride + (mn & 7) * 128 + k * 2);
 }
 
-template <typename T> struct matrix_unit {
+template <typename T> struct tensor_core {
     enum { STEP = 16 };
 
     static float element(uint64_t descriptor, operand_order order, int mn, int k)
@@ -72,17 +72,17 @@ template <typename T> struct matrix_unit {
         float rows[2][STEP];
         for (int half = 0; half < 2; half++)
             for (int k = 0; k < STEP; k++) rows[half][k] = element(a, A, first + half * 8, k);
-        for (int block = 0; block < COUNT; block += 4)
+        for (int quad = 0; quad < COUNT; quad += 4)
             for (int z = 0; z < 2; z++) {
                 float column[STEP];
-                for (int k = 0; k < STEP; k++) column[k] = element(b, B, block * 2 + lane % 4 * 2 + z, k);
+                for (int k = 0; k < STEP; k++) column[k] = element(b, B, quad * 2 + lane % 4 * 2 + z, k);
                 for (int half = 0; half < 2; half++) {
-                    float sum = keep ? c[block + 2 * half + z] : 0.0f;
+                    float sum = keep ? c[quad + 2 * half + z] : 0.0f;
                     for (int k = 0; k < STEP; k++) sum += rows[half][k] * column[k];
-                    c[block + 2 * half + z] = sum;
+                    c[quad + 2 * half + z] = sum;
                 }
             }
     }
 };
 
-} // namespace smoe
+} // namespace moe

@@ -1,0 +1,80 @@
+"""torchtitan: a converter that lets smoe compute the routed experts of a model.
+
+    converters=[SmoeConverter.Config()]
+
+It replaces each RoutedExperts of the stock grouped linears (w13 [E, 2, F, D], w2 [E, D, F]) and SwiGLU; parameters, their
+names and their sharding stay. Without expert parallelism one call takes the tokens with their ids and scores, no dispatched
+copy is made; with it smoe computes the rows that the dispatcher brings.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor
+from torchtitan.models.common.activation import SwiGLU
+from torchtitan.models.common.linear import GroupedLinear
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.protocols.model import ModelConfigConverter
+
+from . import compat, functional
+
+__all__ = ["SmoeConverter", "SmoeRoutedExperts"]
+
+_logger = logging.getLogger(__name__)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+class SmoeRoutedExperts(RoutedExperts):
+    """RoutedExperts with smoe in place of the grouped matrix products."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> Tensor:
+        w13, w2 = _local(self.w13.weight).flatten(1, 2), _local(self.w2.weight)
+        w13, w2 = w13.to(x_TD.dtype), w2.to(x_TD.dtype)
+        if type(self.token_dispatcher) is LocalTokenDispatcher:
+            return functional.experts(x_TD, topk_expert_ids_TK, topk_scores_TK, w13, w2)
+        rows, counts, metadata = self.token_dispatcher.dispatch(
+            x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+        )
+        out, _ = compat.te_grouped_mlp(rows, counts, None, w13, w2)
+        return self.token_dispatcher.combine(out, metadata, x_TD)
+
+
+class SmoeConverter(ModelConfigConverter):
+    """Replaces every stock routed-experts config of a model config."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config):
+        targets = list(model_config.traverse(RoutedExperts.Config))
+        for name, config, parent, attribute in targets:
+            stock = type(config) is RoutedExperts.Config and type(config.activation_fn) is SwiGLU.Config
+            if not stock or any(type(linear) is not GroupedLinear.Config for linear in (config.w13, config.w2)):
+                raise TypeError(
+                    f"smoe: {name} is a {type(config).__qualname__} of {type(config.w13).__qualname__} with "
+                    f"{type(config.activation_fn).__qualname__}; expected the stock grouped linears and SwiGLU"
+                )
+            fields = {field: getattr(config, field) for field in type(config).__dataclass_fields__}
+            replacement = SmoeRoutedExperts.Config(**fields)
+            if parent is None:
+                model_config = replacement
+            elif isinstance(parent, list):
+                parent[attribute] = replacement
+            else:
+                setattr(parent, attribute, replacement)
+        _logger.info("smoe computes %d routed-experts modules", len(targets))
+        return model_config

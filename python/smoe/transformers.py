@@ -1,0 +1,265 @@
+"""Hugging Face Transformers: `import smoe.transformers`, then `experts_implementation="smoe"`.
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="smoe")
+
+It registers the experts function, and the model type of `smoe train` ("smoe": OLMoE with a shared expert and dense first
+layers) with its byte tokenizer. What a model has and smoe has not (an activation, a norm after the experts, a dtype) runs
+as Transformers' own eager code, with one warning that says why.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizer,
+    activations,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.models.olmoe import modeling_olmoe
+from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
+from transformers.utils import logging
+
+from . import _checks, functional
+
+__all__ = ["ByteTokenizer", "SmoeConfig", "SmoeForCausalLM", "SmoeModel", "experts_forward", "prepare"]
+
+_logger = logging.get_logger(__name__)
+
+# ---- the experts function ----
+
+
+def _activation_of(function, gated: bool) -> str | None:
+    """smoe's name for an activation module or function, None if it has none."""
+    names = ("swiglu", "geglu", "geglu_tanh", "reglu") if gated else ("silu", "gelu", None, "relu")
+    if isinstance(function, (activations.SiLUActivation, nn.SiLU)) or function is F.silu:
+        return names[0]
+    if isinstance(function, activations.GELUActivation) or function is F.gelu:
+        return names[1]
+    if isinstance(function, nn.GELU):
+        return names[1] if function.approximate == "none" else names[2]
+    if isinstance(function, (activations.GELUTanh, activations.NewGELUActivation)):
+        return names[2]
+    if isinstance(function, nn.ReLU) or function is F.relu:
+        return names[3]
+    if isinstance(function, activations.ReLUSquaredActivation) and not gated:
+        return "relu2"
+    return None
+
+
+def _is_gpt_oss(experts: nn.Module) -> bool:
+    kind = type(experts)
+    home = (kind.__module__, kind.__name__)
+    return home == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
+
+
+def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
+    """activation, layout, and if there is no activation the reason."""
+    if getattr(experts, "has_post_expert_norm", False):
+        return None, "", "it has a norm after each expert"
+    gated = getattr(experts, "has_gate", True)
+    if _is_gpt_oss(experts):
+        if experts.alpha == 1.702 and experts.limit == 7.0:
+            return "swiglu_oai", "interleaved", ""
+        return None, "", f"its gate has alpha {experts.alpha} and limit {experts.limit}; smoe has 1.702 and 7"
+    if gated and type(experts)._apply_gate is not _default_apply_gate:
+        return None, "", "its gate is its own"
+    activation = _activation_of(experts.act_fn, gated)
+    return activation, "concatenated", f"smoe has no activation {type(experts.act_fn).__name__}"
+
+
+def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """w1, b1, w2, b2 as views in smoe's orientation."""
+    up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
+    w1, w2 = getattr(experts, up), experts.down_proj
+    if getattr(experts, "is_transposed", False):
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    if not getattr(experts, "has_bias", False):
+        return w1, None, w2, None
+    return w1, getattr(experts, up + "_bias"), w2, experts.down_proj_bias
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    """A DTensor's shard, as tensor and expert parallel plans want it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _why_not(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> str:
+    """Why these tensors cannot go to smoe, "" if they can."""
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if dtype not in _checks.DTYPES.get(x.device.type, ()):
+        return f"{dtype} on {x.device.type} is not supported"
+    if x.dtype != w1.dtype and dtype == x.dtype:
+        return f"its inputs are {x.dtype} and its weights {w1.dtype}"
+    if w2.shape[1] % 8 or w2.shape[2] % 8:
+        return f"its sizes {w2.shape[1]} and {w2.shape[2]} are not multiples of 8"
+    if w2.shape[0] > _checks.MAX_EXPERTS:
+        return f"it has {w2.shape[0]} experts, {_checks.MAX_EXPERTS} is the most"
+    if not (w1.is_contiguous() and w2.is_contiguous()):
+        return "its weights are stored transposed; call smoe.transformers.prepare(model) first"
+    return ""
+
+
+def _keep_possible(ids: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """With more ids a token than experts (a rank's share of a larger layer): only `count` of them can be valid and
+    different, and those come first, in their order."""
+    repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)
+    valid = (ids >= 0) & (ids < count) & ~repeated
+    ids = ids.masked_fill(~valid, count)
+    first = (~valid).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
+    return ids.gather(1, first), weights.gather(1, first)
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The function behind experts_implementation="smoe": hidden_states (T, H), ids and weights (T, K) to (T, H)."""
+    activation, layout, reason = _math_of(self)
+    if activation is not None:
+        if getattr(self, "is_transposed", False) and not torch.compiler.is_compiling():
+            _prepare_if_plain(self)
+        w1, b1, w2, b2 = map(_local, _weights_of(self))
+        reason = _why_not(hidden_states, w1, b1, w2, b2)
+    if activation is None or reason:
+        _logger.warning_once(f"smoe: {type(self).__name__} runs as eager: {reason}.")
+        return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+    if top_k_index.shape[1] > w2.shape[0]:
+        top_k_index, top_k_weights = _keep_possible(top_k_index, top_k_weights, w2.shape[0])
+    return functional.experts(
+        hidden_states, top_k_index, top_k_weights, w1, w2, b1=b1, b2=b2, activation=activation, layout=layout
+    )
+
+
+# ---- weights stored [E, H, 2I], [E, I, H] (gpt-oss) ----
+
+
+@torch.no_grad()
+def _turn(parameter: nn.Parameter) -> None:
+    """Lays the memory out as (E, rows, columns) of the transposed matrix; shape, name and values stay."""
+    if not parameter.transpose(1, 2).is_contiguous():
+        parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _prepare_if_plain(experts: nn.Module) -> None:
+    """At the first call of a model that nothing shards."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
+    for parameter in (getattr(experts, up), experts.down_proj):
+        if type(parameter) is nn.Parameter and parameter.is_leaf:
+            _turn(parameter)
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Lays out in memory what smoe cannot read in place: expert weights stored transposed (gpt-oss). Each is rewritten
+    once; shapes, names, values and the saved checkpoint stay. It happens by itself at the first eager call; call it
+    before torch.compile, before DistributedDataParallel, and before an optimizer has state. (fully_shard refuses such
+    parameters: there the experts run as eager.)"""
+    for module in model.modules():
+        if getattr(module, "is_transposed", False) and _math_of(module)[0] is not None:
+            up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+            for parameter in (getattr(module, up), module.down_proj):
+                _turn(parameter)
+    return model
+
+
+ALL_EXPERTS_FUNCTIONS.register("smoe", experts_forward)
+
+# ---- smoe's own model type ----
+
+
+class SmoeConfig(OlmoeConfig):
+    """OLMoE's, and: shared_expert_intermediate_size (0: no shared expert), first_k_dense_replace dense layers of
+    dense_intermediate_size before the sparse ones."""
+
+    model_type = "smoe"
+
+    shared_expert_intermediate_size: int = 0
+    first_k_dense_replace: int = 0
+    dense_intermediate_size: int = 0
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _SharedAndSparse(modeling_olmoe.OlmoeSparseMoeBlock):
+    def __init__(self, config: SmoeConfig) -> None:
+        super().__init__(config)
+        self.shared_expert = _SwiGLU(config.hidden_size, config.shared_expert_intermediate_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) + self.shared_expert(hidden_states)
+
+
+class _Pretrained:
+    config_class = SmoeConfig
+    config: SmoeConfig
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+
+class SmoeModel(_Pretrained, modeling_olmoe.OlmoeModel):
+    def __init__(self, config: SmoeConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):
+            if index < config.first_k_dense_replace:
+                layer.mlp = _SwiGLU(config.hidden_size, config.dense_intermediate_size)
+            elif config.shared_expert_intermediate_size:
+                layer.mlp = _SharedAndSparse(config)
+        self.post_init()
+
+
+class SmoeForCausalLM(_Pretrained, modeling_olmoe.OlmoeForCausalLM):
+    def __init__(self, config: SmoeConfig) -> None:
+        super().__init__(config)
+        self.model = SmoeModel(config)
+        self.post_init()
+
+
+class ByteTokenizer(PreTrainedTokenizer):
+    """Every byte of the UTF-8 text is a token, as `smoe train` reads text."""
+
+    model_input_names = ["input_ids", "attention_mask"]
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte for byte in range(256)} | self.added_tokens_encoder
+
+    def _tokenize(self, text: str) -> list[str]:
+        return [chr(byte) for byte in text.encode()]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(index)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return bytes(map(ord, tokens)).decode(errors="replace")
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        return ()
+
+
+register_checkpoint_conversion_mapping("smoe", get_checkpoint_conversion_mapping("olmoe"), overwrite=True)
+AutoConfig.register("smoe", SmoeConfig, exist_ok=True)
+AutoModel.register(SmoeConfig, SmoeModel, exist_ok=True)
+AutoModelForCausalLM.register(SmoeConfig, SmoeForCausalLM, exist_ok=True)
+AutoTokenizer.register(SmoeConfig, slow_tokenizer_class=ByteTokenizer, exist_ok=True)

@@ -1,0 +1,42 @@
+// Launches of kernels. The status is the launch's own: cudaGetLastError would also report, and take away, an
+// error that the caller's code has left there.
+#pragma once
+#include <cuda_runtime_api.h>
+
+namespace moe
+{
+
+template <typename... Formal, typename... Actual>
+cudaError_t launch_with(cudaLaunchAttribute *attributes, unsigned count, void (*kernel)(Formal...), dim3 ctas,
+                        dim3 threads, size_t shared_bytes, cudaStream_t stream, const Actual &...arguments)
+{
+    cudaLaunchConfig_t config = {};
+    config.gridDim = ctas;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = count;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <typename... Formal, typename... Actual>
+cudaError_t enqueue(void (*kernel)(Formal...), dim3 ctas, dim3 threads, size_t shared_bytes,
+                    cudaStream_t stream, const Actual &...arguments)
+{
+    return launch_with(nullptr, 0, kernel, ctas, threads, shared_bytes, stream, arguments...);
+}
+
+// A kernel whose first part may run while the kernel before it ends: it calls wait_for_previous before it
+// touches what that one reads or writes, and let_next_start after its own last store.
+template <typename... Formal, typename... Actual>
+cudaError_t launch_early(void (*kernel)(Formal...), dim3 ctas, dim3 threads, size_t shared_bytes,
+                         cudaStream_t stream, const Actual &...arguments)
+{
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    return launch_with(&early, 1, kernel, ctas, threads, shared_bytes, stream, arguments...);
+}
+
+} // namespace moe

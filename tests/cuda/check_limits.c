@@ -1,0 +1,152 @@
+/* Where a caller or a shape goes to the limits: smoe_round left out although the layer rounds (nothing is
+ * written or pointed to outside the plan, whatever stands in the place of the counts), and the combine of a
+ * row of more parts than a grid has CTAs in y. */
+#include "gpu.h"
+#include "host/launch.h"
+#include "open_cuda.h"
+
+static int failures;
+
+static void check(int ok, const char *name, const char *what)
+{
+    if (ok) return;
+    printf("%s: %s\n", name, what);
+    failures++;
+}
+
+/* ---- smoe_round left out ---- */
+
+enum { T = 300, D = 64, N = 16, E = 24, K = 4 };
+
+static gpu_buffer random_bf16(size_t count)
+{
+    uint16_t *host = malloc(count * sizeof *host);
+    for (size_t i = 0; i < count; i++)
+        host[i] = (uint16_t)((rand() & 1) << 15 | (122 + rand() % 4) << 7 | rand() % 128);
+    const gpu_buffer b = gpu_copy(host, count * sizeof *host);
+    free(host);
+    return b;
+}
+
+static void must(smoe_context *context, smoe_status status, const char *name)
+{
+    if (status == SMOE_OK) return;
+    printf("%s: %s\n", name, smoe_last_error(context));
+    exit(1);
+}
+
+/* Every index that a later kernel follows points into what it is used on. */
+static void check_plan(const smoe_plan_view *view, const smoe_sizes *sizes, const char *name)
+{
+    const int64_t padded = sizes->padded_rows;
+    int32_t *blocks = gpu_read(view->block_offsets, (E + 1) * 4), *order = gpu_read(view->order, E * 4);
+    int32_t *counts = gpu_read(view->counts, E * 4), *token = gpu_read(view->row_token, (size_t)padded * 4);
+    int32_t *offsets = gpu_read(view->token_offsets, (T + 1) * 4);
+    int32_t *rows = gpu_read(view->token_rows, (size_t)sizes->rows * 4);
+    int seen[E] = {0}, good_order = 1, good_blocks = blocks[0] == 0, good_tokens = 1, good_rows = 1;
+    for (int e = 0; e < E; e++) {
+        good_order = good_order && order[e] >= 0 && order[e] < E && !seen[order[e]]++;
+        good_blocks = good_blocks && blocks[e + 1] - blocks[e] == (counts[e] + 63) / 64 && counts[e] >= 0;
+    }
+    good_blocks = good_blocks && blocks[E] * 64 <= padded;
+    for (int64_t r = 0; r < padded; r++) good_tokens = good_tokens && token[r] >= -1 && token[r] < T;
+    for (int t = 0; t < T; t++)
+        for (int i = offsets[t]; i < offsets[t + 1]; i++)
+            good_rows = good_rows && i >= 0 && i < sizes->rows && rows[i] >= 0 && rows[i] < padded;
+    for (int e = 0; e < E && good_blocks; e++) /* an expert has no more rows than its count */
+        for (int r = blocks[e] * 64 + counts[e]; r < blocks[e + 1] * 64; r++) good_tokens &= token[r] == -1;
+    for (int64_t r = blocks[E] * 64; r < padded && good_blocks; r++) good_tokens &= token[r] == -1;
+    check(good_order, name, "order is no permutation");
+    check(good_blocks, name, "block_offsets do not fit counts or padded_rows");
+    check(good_tokens, name, "row_token points outside, or a padding row has a token");
+    check(good_rows, name, "token_rows points outside");
+    free(blocks), free(order), free(counts), free(token), free(offsets), free(rows);
+}
+
+static void skip_round(smoe_context *context, smoe_rounding rounding, int pattern)
+{
+    char name[64];
+    snprintf(name, sizeof name, "rounding %d, counts %d", (int)rounding, pattern);
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = T, l.hidden = D, l.intermediate = N, l.experts = E, l.topk = K;
+    l.rounding = rounding, l.tile = 16;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &l, &sizes), name);
+    const gpu_buffer x = random_bf16(T * D), wr = random_bf16(E * D), w1 = random_bf16(E * 2 * N * D),
+                     w2 = random_bf16(E * D * N), logits = gpu_alloc(T * E * 4), out = gpu_alloc(T * D * 2),
+                     saved = gpu_alloc(sizes.saved_buffer_bytes),
+                     scratch = gpu_alloc(sizes.scratch_forward_bytes);
+    smoe_forward_args f = SMOE_FORWARD_ARGS_INIT;
+    f.x = x.memory, f.router_weight = wr.memory, f.w1 = w1.memory, f.w2 = w2.memory, f.logits = logits.memory;
+    f.out = out.memory, f.saved = saved.memory, f.saved_size = sizes.saved_buffer_bytes;
+    f.scratch = scratch.memory, f.scratch_size = sizes.scratch_forward_bytes;
+    CHECK_CUDA(cudaMemset(saved.memory, 0x55, saved.bytes));
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    must(context, smoe_view_plan(context, &l, &f, &view), name);
+    must(context, smoe_route(context, &l, &f, NULL), name);
+    int32_t counts[E]; /* what is there instead */
+    int64_t blocks_left = sizes.padded_rows / 64;
+    for (int e = 0; e < E; e++) {
+        const int64_t fitting = blocks_left * 64 < T ? blocks_left * 64 : T;
+        blocks_left -= (fitting + 63) / 64;
+        counts[e] = pattern == 0   ? -1         /* poison */
+                    : pattern == 1 ? 0x7fffffff /* larger than any */
+                    : pattern == 2
+                        ? (int32_t)fitting /* possible: all blocks are taken before the last experts */
+                    : pattern == 3 ? (e % 2 ? 0 : 16) /* too few */
+                    : pattern == 4 ? T                /* each possible, together too many */
+                                   : (e ? 40 : T + 1);
+    }
+    CHECK_CUDA(cudaMemcpy((void *)(uintptr_t)view.counts, counts, sizeof counts, cudaMemcpyHostToDevice));
+    must(context, smoe_plan(context, &l, &f, NULL), name);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    check_plan(&view, &sizes, name);
+    must(context, smoe_experts_forward(context, &l, &f, NULL), name);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const gpu_buffer all[] = {x, wr, w1, w2, logits, out, saved, scratch};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        check(!gpu_free(all[i]), name, "something was written outside a buffer");
+}
+
+/* ---- A long row of the combine ---- */
+
+/* O[0] = Y[0] + Y[1] for d of one part of 8 columns more than a grid's y has CTAs, a prime number of them. */
+static void combine_long_row(void)
+{
+    const char *name = "combine, d 524296";
+    const int64_t d = 524296;
+    uint16_t *y = malloc((size_t)d * 2 * sizeof *y);
+    for (int64_t i = 0; i < d; i++) y[i] = 0x3f80, y[d + i] = i % 3 ? 0x4000 : 0x3f80; /* 1; 2 or 1 */
+    const int32_t offsets[2] = {0, 2}, rows[2] = {0, 1};
+    const gpu_buffer from = gpu_copy(y, (size_t)d * 2 * sizeof *y), out = gpu_alloc((size_t)d * sizeof *y),
+                     token_offsets = gpu_copy(offsets, sizeof offsets),
+                     token_rows = gpu_copy(rows, sizeof rows);
+    const moe_cuda_combine p = {.y = from.memory,
+                                .out = out.memory,
+                                .token_offsets = (const int32_t *)(void *)token_offsets.memory,
+                                .token_rows = (const int32_t *)(void *)token_rows.memory,
+                                .tokens = 1,
+                                .hidden = d,
+                                .columns = d};
+    CHECK_CUDA(moe_cuda_combine_launch(&p, SMOE_TYPE_BF16, NULL));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const uint16_t *got = gpu_read(out.memory, (size_t)d * sizeof *y);
+    int good = 1;
+    for (int64_t i = 0; i < d; i++) good = good && got[i] == (i % 3 ? 0x4040 : 0x4000);
+    check(good, name, "a sum is wrong");
+    check(!gpu_free(out), name, "something was written outside the output");
+    gpu_free(from), gpu_free(token_offsets), gpu_free(token_rows);
+    free(y), free((void *)(uintptr_t)got);
+}
+
+int main(void)
+{
+    smoe_context *context = open_cuda();
+    static const smoe_rounding roundings[] = {SMOE_ROUNDING_NR_F, SMOE_ROUNDING_UP, SMOE_ROUNDING_DOWN};
+    for (int i = 0; i < 3; i++)
+        for (int pattern = 0; pattern < 6; pattern++) skip_round(context, roundings[i], pattern);
+    combine_long_row();
+    smoe_destroy(context);
+    printf("%d failures\n", failures);
+    return failures != 0;
+}

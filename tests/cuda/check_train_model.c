@@ -1,0 +1,133 @@
+/* The whole model on the GPU against the CPU: loss and every tensor's gradient of one batch, from the same
+ * weights (rounded to bf16), then two equal passes bit for bit. check_train_model [DEVICE]: cuda, or
+ * cuda-plain. */
+#include "train/device.h"
+#include "train/model.h"
+#include "train/random.h"
+
+#include <cblas.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int wrong;
+
+static float to_bf16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static void die(const error *err)
+{
+    printf("%s\n", err->text);
+    exit(strstr(err->text, "no GPU") || strstr(err->text, "no cuda backend") ? 77 : 1);
+}
+
+static void make(model *m, train_device *device, const model_config *c, const model_options *options)
+{
+    error err = {0};
+    if (!model_create(m, device, c, options, &err)) die(&err);
+    param_init(m->weights, &m->layout, 7);
+    for (size_t i = m->layout.matrices; i < m->layout.total; i++) // norms away from one
+        m->weights[i] += (float)(0.2 * random_normal(9, i));
+    for (size_t i = 0; i < m->layout.total; i++) m->weights[i] = to_bf16(m->weights[i]);
+    model_upload(m, NULL);
+}
+
+static float *gradients(model *m, const model_batch *batch, double *loss)
+{
+    error err = {0};
+    float *grads = malloc(m->layout.total * sizeof *grads);
+    if (!model_gradients(m, batch, loss, &err)) die(&err);
+    m->device->ops->load(m->device, grads, m->grads, m->device->grad_type, (int64_t)m->layout.total);
+    if (!m->device->ops->finish(m->device, &err)) die(&err);
+    return grads;
+}
+
+/* Relative Frobenius errors of the tensors' gradients; prints those past the limit, and the worst. */
+static void compare(const model *m, const float *have, const float *want, double limit)
+{
+    double worst = 0;
+    const char *where = "";
+    double all = 0, miss_all = 0;
+    for (size_t i = 0; i < m->layout.tensor_count; i++) {
+        const param_tensor *t = &m->layout.tensors[i];
+        double miss = 0, norm = 0;
+        for (size_t j = t->offset; j < t->offset + t->count; j++) {
+            miss += ((double)have[j] - want[j]) * ((double)have[j] - want[j]);
+            norm += (double)want[j] * want[j];
+        }
+        all += norm, miss_all += miss;
+        double relative = norm > 0 ? sqrt(miss / norm) : miss > 0 ? INFINITY : 0;
+        if (!(relative <= limit))
+            printf("   %s: error %.4f, limit %.4f\n", t->name, relative, limit), wrong++;
+        if (!(relative <= worst)) worst = relative, where = t->name;
+    }
+    printf("   gradients: worst error %.4f (%s), all %.4f\n", worst, where, sqrt(miss_all / all));
+}
+
+static void check(const char *name, const device_options *options, const model_config *c, int64_t sequences,
+                  const moe_routing *routing, model_recompute recompute, double limit)
+{
+    error err = {0};
+    model cpu, gpu;
+    int64_t rows = sequences * c->context;
+    int32_t *tokens = malloc(2 * (size_t)rows * sizeof *tokens);
+    for (int64_t i = 0; i < 2 * rows; i++)
+        tokens[i] = (int32_t)(random_bits(1, (uint64_t)i) % (uint64_t)c->vocab);
+    model_batch batch = {tokens, tokens + rows, sequences, c->context};
+    train_device *device = device_open(options, &err);
+    if (!device) die(&err);
+    device->loss_rows = rows / 2 + 1; // two parts
+    make(&cpu, NULL, c, &(model_options){sequences, routing, MODEL_TRAIN, RECOMPUTE_NONE});
+    make(&gpu, device, c, &(model_options){sequences, routing, MODEL_TRAIN, recompute});
+    double want, have, again;
+    float *reference = gradients(&cpu, &batch, &want), *first = gradients(&gpu, &batch, &have);
+    float *second = gradients(&gpu, &batch, &again);
+    printf("%s: loss %.6f, on the CPU %.6f\n", name, have, want);
+    if (!(fabs(have / want - 1) < 2e-3)) printf("   losses differ\n"), wrong++;
+    compare(&gpu, first, reference, limit);
+    if (have != again || memcmp(first, second, gpu.layout.total * sizeof *first) != 0)
+        printf("   two passes differ\n"), wrong++;
+    free(reference), free(first), free(second), free(tokens);
+    model_destroy(&cpu), model_destroy(&gpu);
+    device->ops->close(device);
+}
+
+int main(int argc, char **argv)
+{
+    openblas_set_num_threads(1);
+    device_options options = {.name = argc > 1 ? argv[1] : "cuda"}, narrow = options;
+    narrow.bf16 = true;
+    model_config c = model_config_default();
+    c.vocab = 64;
+    c.hidden = 64;
+    c.heads = 4;
+    c.layers = 2;
+    c.experts = 8;
+    c.topk = 2;
+    c.intermediate = 32;
+    c.context = 40;
+    c.initializer_range = 0.2;
+    c.dense_layers = 2;
+    c.dense_intermediate = 96;
+    check("dense", &options, &c, 2, NULL, RECOMPUTE_NONE, 0.03);
+    c.tied = true;
+    check("dense, tied, bf16 gradients, all recomputed", &narrow, &c, 2, NULL, RECOMPUTE_LAYERS, 0.03);
+    c.dense_layers = 1;
+    c.shared_intermediate = 48;
+    check("experts and a shared expert, norms recomputed", &options, &c, 2, NULL, RECOMPUTE_NORMS, 0.1);
+    c.dense_layers = 0;
+    c.dense_intermediate = 0;
+    c.shared_intermediate = 0;
+    c.norm_topk_prob = true;
+    moe_routing routing = {.balance_coefficient = 0.1f, .z_coefficient = 0.01f};
+    check("experts with losses", &narrow, &c, 2, &routing, RECOMPUTE_NONE, 0.1);
+    printf("%d wrong\n", wrong);
+    return wrong > 0;
+}

@@ -1,0 +1,39 @@
+#!/bin/sh
+# No file of src/ includes itself by way of others, and no room of src/cuda includes what stands above it:
+# include_order.sh SOURCE_FOLDER. Prints the circle, or the lines that break the order; exit status 1.
+set -eu
+cd "$1/src"
+pairs=$(mktemp)
+trap 'rm -f "$pairs"' EXIT
+
+# Every file that src/ has, and the files of src/ that it includes by name: "file included" a line.
+find . -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' | sed 's|^\./||' | sort | while read -r file; do
+    sed -n 's|^[[:space:]]*#[[:space:]]*include[[:space:]]*"\(.*\)".*|\1|p' "$file" | while read -r name; do
+        for folder in "$(dirname "$file")" . cuda; do
+            [ -f "$folder/$name" ] || continue
+            printf '%s %s\n' "$file" "$(printf '%s\n' "$folder/$name" | sed 's|^\./||')"
+            break
+        done
+    done
+done >"$pairs"
+[ "$(wc -l <"$pairs")" -gt 100 ] || { echo "include_order: found no includes in $1/src" >&2; exit 3; }
+
+status=0
+if ! tsort "$pairs" >/dev/null; then
+    echo "include_order: the files above include each other" >&2
+    status=1
+fi
+
+# What a room may not include. topk_fast takes bulk copies and mbarriers from sm90: later generations have them too.
+forbid() { # ROOM FILES-IT-MAY-NOT-INCLUDE [EXCEPTION]
+    if grep -E "^cuda/$1/[^ ]* cuda/$2/" "$pairs" | grep -vE "${3:-^$}"; then
+        echo "include_order: src/cuda/$1 must not include src/cuda/$2" >&2
+        status=1
+    fi
+}
+forbid common '(host|routing|experts|sm90)'
+forbid host '(routing|experts|sm90)'
+forbid routing '(experts|sm90)' '^cuda/routing/topk_fast\.cu cuda/sm90/(mbarrier|tma)\.cuh$'
+forbid experts '(routing|sm90)'
+forbid sm90 '(routing|experts)'
+exit $status

@@ -1,0 +1,16 @@
+#!/bin/sh
+# The static library has no symbol map, so what it defines must not clash with a caller's names: every external
+# symbol is public API (smoe.map) or begins with moe_ (C++, and what nvcc makes of a kernel: is in namespace moe).
+# library_symbols.sh LIBRARY MAP
+set -eu
+library=$1 map=$2
+names=$(mktemp)
+trap 'rm -f "$names"' EXIT
+sed -n 's/^ *\(smoe_[a-z0-9_]*\);$/\1/p' "$map" >"$names"
+[ -s "$names" ] || { echo "library_symbols: $map lists nothing" >&2; exit 3; }
+
+defined=$(nm -g --defined-only "$library" | awk 'NF == 3 { print $3 }' | sort -u)
+missing=$(printf '%s\n' "$defined" | grep -Fxf "$names" | sort | comm -13 - "$names")
+[ -z "$missing" ] || { printf 'library_symbols: the library lacks %s\n' $missing >&2; exit 1; }
+other=$(printf '%s\n' "$defined" | grep -vFxf "$names" | grep -vE '^(moe_|_ZNK?3moe|_Z[0-9]+__device_stub__ZN3moe)' || true)
+[ -z "$other" ] || { printf 'library_symbols: neither public nor moe_: %s\n' $other >&2; exit 1; }

@@ -1,0 +1,281 @@
+"""The other projects' signatures. SonicMoE 0.1.2.post1, Megatron-Core 0.16.1 (TEGroupedMLP.forward), prime-rl 049a80af
+(GroupedExperts.forward) and torchtitan 00a4c147 (RoutedExperts, ModelConfigConverter) need a GPU or are not on PyPI in that
+version: their signatures are repeated here, and their arithmetic is the reference's."""
+
+import inspect
+import sys
+import types
+from dataclasses import dataclass, field
+
+import pytest
+import reference
+import torch
+
+import smoe
+from smoe import compat
+
+H, I, E, K, T = 32, 16, 8, 2, 40
+
+
+def near(ours, theirs, tolerance=1e-5):
+    return (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+def gradients(out, leaves):
+    generator = torch.Generator().manual_seed(0)
+    return torch.autograd.grad(out, leaves, torch.randn(out.shape, generator=generator).to(out.dtype))
+
+
+SIGNATURES = {
+    compat.moe_TC_softmax_topk_layer: "x router_w w1 b1 w2 b2 K stream_id activation_type is_inference_mode_enabled "
+    "is_softmax_over_topk norm_topk_probs concat_layout",
+    compat.moe_general_routing_inputs: "x router_scores token_indices expert_indices w1 b1 w2 b2 E stream_id "
+    "activation_type is_inference_mode_enabled concat_layout",
+    compat.te_grouped_mlp: "permuted_local_hidden_states tokens_per_expert permuted_probs w1 w2 options",
+    compat.grouped_experts: "x num_tokens_per_expert w1 w2 w3",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_signatures(function):
+    assert list(inspect.signature(function).parameters) == SIGNATURES[function].split()
+
+
+@pytest.mark.parametrize("concat", [False, True])
+@pytest.mark.parametrize("score", ["topk_softmax", "softmax_topk", "renormalised"])
+def test_sonicmoe_layer(layer, concat, score):
+    made = layer(biases=True)
+    leaves = [made[name] for name in ("x", "router_weight", "w1", "w2", "b1", "b2")]
+    x, router, w1, w2, b1, b2 = leaves
+    out, logits, counts = compat.moe_TC_softmax_topk_layer(
+        x, router, w1.permute(1, 2, 0), b1, w2.permute(1, 2, 0), b2, K, 0, concat_layout=concat,
+        is_softmax_over_topk=score == "topk_softmax", norm_topk_probs=score != "softmax_topk",
+    )  # fmt: skip
+    wanted, _, wanted_counts = reference.moe(
+        x, router, w1, w2, top_k=K, b1=b1, b2=b2, layout="concatenated" if concat else "interleaved",
+        score="topk_softmax" if score == "topk_softmax" else "softmax_topk", norm_topk_prob=score == "renormalised",
+    )  # fmt: skip
+    assert near(out, wanted) and torch.equal(counts, wanted_counts.int())
+    # A loss on the logits, too: they are differentiable.
+    ours = gradients(torch.cat([out.flatten(), logits.flatten()]), leaves)
+    theirs = gradients(torch.cat([wanted.flatten(), (x @ router.T).flatten()]), leaves)
+    assert all(near(a, b, 1e-4) for a, b in zip(ours, theirs))
+
+
+def test_sonicmoe_general_routing(layer):
+    """Tokens with none, one and several pairs; an id outside is skipped."""
+    made = layer()
+    tokens = torch.tensor([0, 0, 0, 2, 3, 3, 9, 9], dtype=torch.int32)
+    ids = torch.tensor([1, 5, 2, 7, 0, 8, 5, 1], dtype=torch.int32)
+    scores = torch.rand(8, requires_grad=True)
+    leaves = [made["x"], made["w1"], made["w2"], scores]
+    x, w1, w2, _ = leaves
+    out, counts = compat.moe_general_routing_inputs(
+        x, scores, tokens, ids, w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None, E, 0, "swiglu", concat_layout=True
+    )
+    pairs = torch.zeros(len(x), E + 1).index_put((tokens.long(), ids.long()), scores)[:, :E]
+    wanted = reference.from_pairs(x, pairs, w1, w2)
+    assert near(out, wanted) and counts.tolist() == [1, 2, 1, 0, 0, 2, 0, 1]
+    assert all(near(a, b, 1e-4) for a, b in zip(gradients(out, leaves), gradients(wanted, leaves)))
+
+
+def test_other_layouts_are_refused(layer):
+    made = layer()
+    with pytest.raises(ValueError, match="w1 of shape .* expected a view parameter.permute"):
+        compat.moe_TC_softmax_topk_layer(
+            made["x"], made["router_weight"], made["w1"].permute(1, 2, 0).contiguous(), None,
+            made["w2"].permute(1, 2, 0), None, K, 0,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="keep them in one parameter"):
+        compat.joined(made["w1"][:, :I], made["w1"][:, :I])
+    with pytest.raises(ValueError, match="keep them in one parameter"):
+        compat.joined(torch.randn(E, I, H), torch.randn(E, I, H))
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_megatron(layer, probs):
+    made = layer()
+    counts = torch.tensor([3, 0, 7, 10, 1, 9, 10, 8])
+    weights = torch.rand(48, requires_grad=True) if probs else None
+    leaves = [made["x"], made["w1"], made["w2"]] + ([weights] if probs else [])
+    out, bias = compat.te_grouped_mlp(made["x"], counts, weights, made["w1"], made["w2"])
+    offsets = [0, *counts.cumsum(0).tolist()]
+    wanted = reference.experts_rows(made["x"], offsets, made["w1"], made["w2"], weights)
+    assert bias is None and near(out, wanted)
+    assert all(near(a, b, 1e-4) for a, b in zip(gradients(out, leaves), gradients(wanted, leaves)))
+
+
+def test_prime_rl_rows(layer):
+    made = layer()
+    counts = torch.tensor([3, 0, 7, 10, 1, 9, 10, 5], dtype=torch.float32).int()  # three rows are padding
+    w13 = made["w1"].detach().view(E, 2, I, H).clone().requires_grad_()
+    out = compat.grouped_experts(made["x"], counts, w13[:, 0], made["w2"], w13[:, 1])
+    offsets = [0, *counts.cumsum(0).tolist()]
+    wanted = reference.experts_rows(made["x"], offsets, made["w1"], made["w2"])
+    assert near(out, wanted) and torch.all(out[45:] == 0)
+    (ours,), (theirs,) = gradients(out, [w13]), gradients(wanted, [made["w1"]])
+    assert near(ours.view_as(theirs), theirs, 1e-4)
+
+
+# ---- torchtitan: its names and signatures, our own bodies ----
+
+
+class _Configurable:
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        def build(self):
+            return self._owner(self)
+
+        def traverse(self, kind, name="", parent=None, attribute=None):
+            if isinstance(self, kind):
+                yield name, self, parent, attribute
+            for key in type(self).__dataclass_fields__:
+                value = getattr(self, key)
+                for index, item in enumerate(value if isinstance(value, list) else [value]):
+                    if isinstance(item, _Configurable.Config):
+                        at = (value, index) if isinstance(value, list) else (self, key)
+                        yield from item.traverse(kind, f"{name}.{key}", *at)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "Config" in vars(cls):
+            cls.Config._owner = cls
+
+
+class _Module(torch.nn.Module, _Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Configurable.Config):
+        pass
+
+
+class _GroupedLinear(_Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Module.Config):
+        group_size: int
+        in_features: int
+        out_features: int
+        num_linears: int = 1
+
+    def __init__(self, config):
+        super().__init__()
+        shape = (config.group_size, config.num_linears, config.out_features, config.in_features)
+        self.weight = torch.nn.Parameter(torch.randn(*shape[: 1], *shape[1 + (config.num_linears == 1) :]) * 0.3)
+
+
+class _SwiGLU(_Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Module.Config):
+        pass
+
+
+class _LocalTokenDispatcher(_Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Configurable.Config):
+        num_experts: int
+        top_k: int
+
+    def __init__(self, config):
+        self.config = config
+
+
+class _AllToAll(_LocalTokenDispatcher):
+    """One rank: sorts, pads the buffer with NaN rows, and weighs on the way back."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_LocalTokenDispatcher.Config):
+        pass
+
+    def dispatch(self, x, scores, ids, counts):
+        order = ids.flatten().argsort(stable=True)
+        tokens = order // ids.shape[1]
+        padding = torch.full((5, x.shape[1]), torch.nan)
+        return torch.cat([x[tokens], padding]), counts, (tokens, scores.flatten()[order])
+
+    def combine(self, out, metadata, x):
+        tokens, scores = metadata
+        return torch.zeros_like(x).index_add(0, tokens, out[: len(tokens)] * scores[:, None])
+
+
+class _RoutedExperts(_Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Module.Config):
+        w13: _GroupedLinear.Config
+        w2: _GroupedLinear.Config
+        activation_fn: _SwiGLU.Config
+        token_dispatcher: _LocalTokenDispatcher.Config
+
+    def __init__(self, config):
+        super().__init__()
+        self.w13, self.w2 = config.w13.build(), config.w2.build()
+        self.token_dispatcher = config.token_dispatcher.build()
+
+    def forward(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
+        w13 = self.w13.weight.flatten(1, 2)
+        return reference.experts(x_TD, topk_expert_ids_TK, topk_scores_TK, w13, self.w2.weight)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Model(_Configurable.Config):
+    layers: list = field(default_factory=list)
+
+
+@pytest.fixture
+def titan(monkeypatch):
+    names = {
+        "models.common.activation": dict(SwiGLU=_SwiGLU),
+        "models.common.linear": dict(GroupedLinear=_GroupedLinear),
+        "models.common.moe": dict(RoutedExperts=_RoutedExperts),
+        "models.common.token_dispatcher": dict(LocalTokenDispatcher=_LocalTokenDispatcher),
+        "protocols.model": dict(ModelConfigConverter=_Configurable),
+    }
+    for name, content in names.items():
+        parts = ("torchtitan." + name).split(".")
+        for length in range(1, len(parts) + 1):
+            module = ".".join(parts[:length])
+            if module not in sys.modules:
+                monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        vars(sys.modules[".".join(parts)]).update(content)
+    monkeypatch.delitem(sys.modules, "smoe.torchtitan", raising=False)
+    import smoe.torchtitan as module
+
+    yield module
+    sys.modules.pop("smoe.torchtitan")
+
+
+def routed(dispatcher=_LocalTokenDispatcher, activation=_SwiGLU):
+    return _RoutedExperts.Config(
+        w13=_GroupedLinear.Config(group_size=E, in_features=H, out_features=I, num_linears=2),
+        w2=_GroupedLinear.Config(group_size=E, in_features=I, out_features=H),
+        activation_fn=activation.Config(),
+        token_dispatcher=dispatcher.Config(num_experts=E, top_k=K),
+    )
+
+
+@pytest.mark.parametrize("dispatcher", [_LocalTokenDispatcher, _AllToAll])
+def test_torchtitan(titan, dispatcher):
+    model = _Model(layers=[routed(dispatcher), routed(dispatcher)])
+    stock = [config.build() for config in model.layers]
+    converted = titan.SmoeConverter(titan.SmoeConverter.Config()).convert(model)
+    assert all(type(config) is titan.SmoeRoutedExperts.Config for config in converted.layers)
+    ours = converted.layers[1].build()
+    ours.load_state_dict(stock[1].state_dict())
+    x, scores = torch.randn(T, H, requires_grad=True), torch.rand(T, K, requires_grad=True)
+    ids = torch.rand(T, E).topk(K).indices
+    counts = torch.bincount(ids.flatten(), minlength=E)
+    out, wanted = ours(x, scores, ids, counts), stock[1](x, scores, ids, counts)
+    assert near(out, wanted)
+    inputs = [x, scores]
+    found = gradients(out, inputs + list(ours.parameters()))
+    exact = gradients(wanted, inputs + list(stock[1].parameters()))
+    assert all(near(a, b, 1e-4) for a, b in zip(found, exact, strict=True))
+    assert found[2].shape == (E, 2, I, H)
+
+
+def test_torchtitan_refuses_what_is_not_stock(titan):
+    class Other(_SwiGLU):
+        @dataclass(kw_only=True, slots=True)
+        class Config(_SwiGLU.Config):
+            pass
+
+    with pytest.raises(TypeError, match="expected the stock grouped linears and SwiGLU"):
+        titan.SmoeConverter(None).convert(_Model(layers=[routed(activation=Other)]))

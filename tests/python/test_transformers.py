@@ -1,0 +1,257 @@
+"""experts_implementation="smoe" against "eager" on tiny models with random weights, and smoe's own model type."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+import smoe.transformers  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SMALL |= dict(max_position_embeddings=128, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2)
+MODELS = {
+    "olmoe": dict(intermediate_size=24, **EXPERTS),
+    "qwen3_moe": dict(intermediate_size=32, moe_intermediate_size=24, norm_topk_prob=True, head_dim=8, **EXPERTS),
+    "mixtral": dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2),
+    "deepseek_v3": dict(
+        intermediate_size=32, moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2,
+        first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        num_key_value_heads=4,
+    ),
+    "gpt_oss": dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2, head_dim=8, sliding_window=16),
+    "smoe": dict(intermediate_size=24, shared_expert_intermediate_size=16, first_k_dense_replace=1,
+                 dense_intermediate_size=40, num_key_value_heads=4, **EXPERTS),
+}  # fmt: skip
+
+
+def tiny(name, dtype=torch.float32, seed=0, **more):
+    torch.manual_seed(seed)
+    if name == "gpt_oss" and "num_hidden_layers" in more:
+        more = more | dict(layer_types=["sliding_attention"] * more["num_hidden_layers"])
+    config = AutoConfig.for_model(name, **(SMALL | MODELS[name] | more))
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    return model.to(dtype)
+
+
+def tokens(rows=3, length=20, seed=1):
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, implementation, compiled=None):
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    ids = tokens()
+    found = (model if compiled is None else compiled)(input_ids=ids, labels=ids)
+    found.loss.backward()
+    return {"logits": found.logits.detach(), "loss": found.loss.detach()} | {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def error(found, exact):
+    return (found.double() - exact.double()).norm() / (exact.double().norm() + 1e-30)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the library ran, so that a silent fallback to eager fails the test."""
+    from smoe._context import Context
+
+    counted, forward = [], Context.forward
+    monkeypatch.setattr(Context, "forward", lambda self, *fields: counted.append(1) or forward(self, *fields))
+    return counted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_eager(name, calls):
+    model = tiny(name)
+    eager, ours = step(model, "eager"), step(model, "smoe")
+    assert len(calls) == 2 - model.config.to_dict().get("first_k_dense_replace", 0)
+    assert eager.keys() == ours.keys()
+    for key in eager:
+        assert error(ours[key], eager[key]) < 2e-5, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_within_the_error_of_eager(name):
+    """In bf16 no further from eager f32 than eager bf16 is, over all the gradients together."""
+    exact = step(tiny(name), "eager")
+    model = tiny(name, torch.bfloat16)
+    eager, ours = step(model, "eager"), step(model, "smoe")
+    together = lambda found: torch.cat([found[key].double().flatten() / exact[key].double().norm().clamp(1e-12) for key in exact])
+    wanted = together(exact)
+    assert error(together(ours), wanted) < 1.25 * error(together(eager), wanted)
+    assert error(ours["logits"], exact["logits"]) < 1.25 * error(eager["logits"], exact["logits"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate(name, calls):
+    model = tiny(name).eval()
+    texts = []
+    for implementation in ("eager", "smoe"):
+        model.set_experts_implementation(implementation)
+        texts.append(model.generate(tokens(2, 6), max_new_tokens=8, do_sample=False))
+    assert torch.equal(*texts) and len(calls) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_gradient_checkpointing(name):
+    model = tiny(name).train()
+    plain = step(model, "smoe")
+    model.gradient_checkpointing_enable()
+    again = step(model, "smoe")
+    assert all(torch.equal(plain[key], again[key]) for key in plain)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
+def test_compile(name, calls):
+    torch._dynamo.reset()
+    model = smoe.transformers.prepare(tiny(name, num_hidden_layers=1))
+    plain = step(model, "smoe")
+    before = len(calls)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    again = step(model, "smoe", compiled)
+    assert len(calls) - before == 1
+    assert all(error(again[key], plain[key]) < 1e-5 for key in plain)
+
+
+def test_gpt_oss_keeps_its_state_dict(tmp_path):
+    """The memory is laid out once; names, shapes, values and what is saved stay; eager still works."""
+    model = tiny("gpt_oss")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step(model, "smoe")
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    address = weight.data_ptr()
+    assert weight.transpose(1, 2).is_contiguous()
+    step(model, "smoe")
+    assert weight.data_ptr() == address
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before) and before.keys() == after.keys()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="smoe")
+    assert torch.equal(step(loaded, "smoe")["logits"], step(model, "smoe")["logits"])
+
+
+def test_trainer(tmp_path):
+    """Three steps of Trainer give the losses that eager gives."""
+    pytest.importorskip("accelerate")
+    data = [{"input_ids": row, "labels": row} for row in tokens(24, 16)]
+    losses = {}
+    for implementation in ("eager", "smoe"):
+        model = tiny("qwen3_moe")
+        model.set_experts_implementation(implementation)
+        arguments = transformers.TrainingArguments(
+            output_dir=tmp_path / implementation, max_steps=3, per_device_train_batch_size=4, logging_steps=1,
+            report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=1e-2, seed=0,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses["smoe"]) == 3
+    assert losses["smoe"] == pytest.approx(losses["eager"], abs=1e-3)
+
+
+# ---- what smoe has not: eager, with one warning ----
+
+
+def warned(caplog, model, ids):
+    transformers.utils.logging.warning_once.cache_clear()
+    with torch.no_grad():
+        for _ in range(2):
+            found = model(input_ids=ids).logits
+    return found, [record.getMessage() for record in caplog.records if record.name == "smoe.transformers"]
+
+
+UNSUPPORTED = {
+    "activation": (dict(hidden_act="tanh"), None, "no activation Tanh"),
+    "sizes": (dict(moe_intermediate_size=20), None, "not multiples of 8"),
+    "dtype": ({}, torch.float64, "torch.float64 on cpu"),
+}
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_eager_with_one_warning(what, caplog):
+    more, dtype, text = UNSUPPORTED[what]
+    model = tiny("qwen3_moe", dtype or torch.float32, **more)
+    with torch.no_grad():
+        wanted = model(input_ids=tokens()).logits
+    model.set_experts_implementation("smoe")
+    found, messages = warned(caplog, model, tokens())
+    assert torch.equal(found, wanted)
+    assert len(messages) == 1 and text in messages[0], messages
+
+
+def test_other_gates_run_as_eager(caplog):
+    model = tiny("gpt_oss", swiglu_limit=5.0)
+    with torch.no_grad():
+        wanted = model(input_ids=tokens()).logits
+    model.set_experts_implementation("smoe")
+    found, messages = warned(caplog, model, tokens())
+    assert torch.equal(found, wanted) and len(messages) == 1 and "limit 5.0" in messages[0]
+
+
+def test_post_expert_norm_runs_as_eager():
+    experts = tiny("olmoe").model.layers[0].mlp.experts
+    experts.has_post_expert_norm = True
+    assert smoe.transformers._math_of(experts)[0] is None
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu"])
+def test_activations(hidden_act, calls):
+    model = tiny("qwen3_moe", hidden_act=hidden_act)
+    eager, ours = step(model, "eager"), step(model, "smoe")
+    assert len(calls) == 2
+    assert all(error(ours[key], eager[key]) < 2e-5 for key in eager)
+
+
+# ---- expert parallelism ----
+
+
+def test_sentinels_and_more_ids_than_experts():
+    """A rank with 3 of 8 experts sees all K = 4 ids of a token, those of other ranks as the sentinel 3."""
+    whole = tiny("qwen3_moe", num_experts_per_tok=4).model.layers[0].mlp.experts
+    x = torch.randn(30, 32)
+    ids, weights = torch.rand(30, 8).topk(4).indices, torch.rand(30, 4, requires_grad=True)
+    wanted = smoe.transformers.experts_forward(whole, x, ids, weights)
+    (wanted_gradient,) = torch.autograd.grad(wanted.sum(), weights)
+    parts, gradient = [], 0
+    for start in (0, 3, 6):
+        share = copy.deepcopy(whole)
+        share.gate_up_proj = torch.nn.Parameter(whole.gate_up_proj[start : start + 3].clone())
+        share.down_proj = torch.nn.Parameter(whole.down_proj[start : start + 3].clone())
+        share.num_experts = len(share.down_proj)
+        here = ids - start
+        here = torch.where((here < 0) | (here >= share.num_experts), share.num_experts, here)
+        parts.append(smoe.transformers.experts_forward(share, x, here, weights))
+        gradient = gradient + torch.autograd.grad(parts[-1].sum(), weights)[0]
+    assert torch.allclose(sum(parts), wanted, atol=1e-5)
+    assert torch.allclose(gradient, wanted_gradient, atol=1e-5)
+
+
+# ---- smoe's own model type ----
+
+
+def test_own_type_round_trip(tmp_path):
+    model = tiny("smoe").eval()
+    names = set(model.state_dict())
+    assert "model.layers.0.mlp.gate_proj.weight" in names and "model.layers.1.mlp.shared_expert.up_proj.weight" in names
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="smoe")
+    assert isinstance(loaded, smoe.transformers.SmoeForCausalLM)
+    with torch.no_grad():
+        assert error(loaded(tokens()).logits, model(tokens()).logits) < 1e-5
+
+
+def test_byte_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="smoe")))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "Zoë said: \"3 €\"\n\tand\x00 left.  "
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(text)["input_ids"] == ids and again.decode(ids) == text

@@ -1,0 +1,199 @@
+/* What a checkpoint's weights may look like: one file or shards; no tensor that config.json does not explain;
+ * with a tied head no other head beside the embedding. */
+#define _DEFAULT_SOURCE
+#include "tests/folder.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "train/checkpoint.h"
+#include "train/safetensors.h"
+
+#include <omp.h>
+
+enum { MOST_TENSORS = 128 };
+
+/* The tensors of a written checkpoint, to be written again in another way. */
+typedef struct checkpoint {
+    char folder[4096];
+    model m;
+    safetensors *file;
+    tensor tensors[MOST_TENSORS];
+    size_t count;
+} checkpoint;
+
+static model_config small_config(bool tied)
+{
+    model_config c = model_config_default();
+    c.hidden = 16;
+    c.heads = 2;
+    c.layers = 1;
+    c.experts = 4;
+    c.topk = 2;
+    c.intermediate = 8;
+    c.context = 8;
+    c.tied = tied;
+    return c;
+}
+
+static void make_model(model *m, const model_config *config)
+{
+    error err = {0};
+    const model_options options = {.sequences = 1, .use = MODEL_EVALUATE};
+    if (!model_create(m, NULL, config, &options, &err)) fail_msg("%s", err.text);
+}
+
+static void write_checkpoint(checkpoint *c, void **state, bool tied)
+{
+    char path[4096], command[8192];
+    error err = {0};
+    const model_config config = small_config(tied);
+    make_model(&c->m, &config);
+    param_init(c->m.weights, &c->m.layout, 7);
+    float *moments = calloc(c->m.layout.total, sizeof *moments);
+    const train_state progress = {.batch = 1, .first = moments, .second = moments};
+    if (!checkpoint_save(in_folder(path, state, "out"), &c->m, &progress, &(tokenizer){0}, 1, &err))
+        fail_msg("%s", err.text);
+    free(moments);
+    snprintf(c->folder, sizeof c->folder, "%s", in_folder(path, state, "out/latest"));
+    // the tensors' bytes stay in the mapping of a file that goes
+    snprintf(command, sizeof command, "%s/model.safetensors", c->folder);
+    if (!safetensors_open(&c->file, command, &err)) fail_msg("%s", err.text);
+    assert_int_equal(remove(command), 0);
+    c->count = safetensors_count(c->file);
+    assert_true(c->count + 2 <= MOST_TENSORS);
+    for (size_t i = 0; i < c->count; i++) c->tensors[i] = *safetensors_at(c->file, i);
+}
+
+static void close_checkpoint(checkpoint *c)
+{
+    safetensors_close(c->file);
+    model_destroy(&c->m);
+}
+
+static void put_tensors(const checkpoint *c, const char *name, size_t from, size_t to)
+{
+    char path[8192];
+    error err = {0};
+    snprintf(path, sizeof path, "%s/%s", c->folder, name);
+    if (!safetensors_write(path, c->tensors + from, to - from, NULL, 0, &err)) fail_msg("%s", err.text);
+}
+
+static void assert_loads(const checkpoint *c)
+{
+    model again;
+    error err = {0};
+    make_model(&again, &c->m.config);
+    if (!checkpoint_load_weights(c->folder, &again, &err)) fail_msg("%s", err.text);
+    assert_memory_equal(again.weights, c->m.weights, c->m.layout.total * sizeof(float));
+    model_destroy(&again);
+}
+
+static void assert_refused(const checkpoint *c, const char *reason)
+{
+    model again;
+    error err = {0};
+    make_model(&again, &c->m.config);
+    assert_false(checkpoint_load_weights(c->folder, &again, &err));
+    assert_int_equal(err.code, ERROR_RUNTIME);
+    if (!strstr(err.text, reason)) fail_msg("\"%s\" lacks \"%s\"", err.text, reason);
+    model_destroy(&again);
+}
+
+static void put_index(const checkpoint *c, size_t half)
+{
+    char path[8192], text[1 << 14];
+    size_t at = (size_t)snprintf(text, sizeof text, "{\"metadata\": {}, \"weight_map\": {");
+    for (size_t i = 0; i < c->count; i++)
+        at += (size_t)snprintf(text + at, sizeof text - at, "%s\"%s\": \"%s\"", i > 0 ? ", " : "",
+                               c->tensors[i].name, i < half ? "1.safetensors" : "2.safetensors");
+    at += (size_t)snprintf(text + at, sizeof text - at, "}}");
+    snprintf(path, sizeof path, "%s/model.safetensors.index.json", c->folder);
+    put_file(path, text, at);
+}
+
+static void test_one_file(void **state)
+{
+    checkpoint c;
+    write_checkpoint(&c, state, false);
+    assert_refused(&c, "latest: neither model.safetensors nor model.safetensors.index.json");
+    put_tensors(&c, "model.safetensors", 0, c.count);
+    assert_loads(&c);
+    close_checkpoint(&c);
+}
+
+static void test_shards(void **state)
+{
+    checkpoint c;
+    write_checkpoint(&c, state, false);
+    const size_t half = c.count / 2;
+    put_tensors(&c, "1.safetensors", 0, half);
+    put_tensors(&c, "2.safetensors", half, c.count);
+    put_index(&c, half);
+    assert_loads(&c);
+    put_index(&c, half + 1);
+    assert_refused(&c, "is missing from 1.safetensors");
+    put_index(&c, half);
+    put_tensors(&c, "2.safetensors", half, c.count - 1);
+    assert_refused(&c, "is missing from 2.safetensors");
+    put_tensors(&c, "model.safetensors", 0, c.count); // both there: the whole file, as transformers does
+    assert_loads(&c);
+    close_checkpoint(&c);
+}
+
+static void test_unexplained(void **state)
+{
+    static const float bias[16] = {0};
+    checkpoint c;
+    write_checkpoint(&c, state, false);
+    c.tensors[c.count] = (tensor){"model.layers.0.self_attn.q_proj.bias", TENSOR_F32, 1, {16}, bias};
+    put_tensors(&c, "model.safetensors", 0, c.count + 1);
+    assert_refused(
+        &c, "tensor model.layers.0.self_attn.q_proj.bias is not in the model that config.json describes");
+    c.tensors[c.count + 1] = (tensor){"model.layers.1.mlp.gate.weight", TENSOR_F32, 1, {16}, bias};
+    put_tensors(&c, "model.safetensors", 0, c.count + 2);
+    assert_refused(&c, "(2 such tensors)");
+    close_checkpoint(&c);
+}
+
+/* A tied checkpoint may hold its head, if that is the embedding. */
+static void test_tied(void **state)
+{
+    checkpoint c;
+    write_checkpoint(&c, state, true);
+    put_tensors(&c, "model.safetensors", 0, c.count);
+    assert_loads(&c);
+    const tensor *embedding = safetensors_find(c.file, "model.embed_tokens.weight");
+    int64_t elements, bytes;
+    assert_true(tensor_size(embedding, &elements, &bytes));
+    float *head = malloc((size_t)bytes);
+    memcpy(head, embedding->data, (size_t)bytes);
+    tensor *t = &c.tensors[c.count];
+    *t = *embedding;
+    t->name = "lm_head.weight";
+    t->data = head;
+    put_tensors(&c, "model.safetensors", 0, c.count + 1);
+    assert_loads(&c);
+    head[elements - 1] += 1;
+    put_tensors(&c, "model.safetensors", 0, c.count + 1);
+    assert_refused(&c, "tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight");
+    t->shape[0]--;
+    put_tensors(&c, "model.safetensors", 0, c.count + 1);
+    assert_refused(&c, "tie_word_embeddings is true, but lm_head.weight");
+    free(head);
+    close_checkpoint(&c);
+}
+
+#define IN_FOLDER(test) cmocka_unit_test_setup_teardown(test, folder_setup, folder_teardown)
+
+int main(void)
+{
+    omp_set_num_threads(1);
+    const struct CMUnitTest tests[] = {IN_FOLDER(test_one_file), IN_FOLDER(test_shards),
+                                       IN_FOLDER(test_unexplained), IN_FOLDER(test_tied)};
+    return cmocka_run_group_tests_name("checkpoint", tests, NULL, NULL);
+}

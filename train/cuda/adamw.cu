@@ -1,0 +1,163 @@
+// The optimiser over flat arrays, the norm of the gradient, and conversions between bf16 and f32.
+//
+//   g = clip factor * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+//   w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
+//
+// One launch for all weights; arithmetic in f32. Bytes a weight: 14 with everything in bf16; with f32 states,
+// master weights and gradients 30 (the bf16 copy is written). The norm: sums of squares in f32 over 8
+// elements, then in double, in a fixed order.
+#include "kernels.h"
+#include "vector.cuh"
+
+namespace
+{
+
+enum { ADAMW_THREADS = 256, CONVERT_THREADS = 256, NORM_THREADS = 256, FINAL_THREADS = 1024 };
+static_assert((int)FINAL_THREADS == (int)KERNELS_NORM_PARTS, "a thread a part");
+
+struct constants {
+    float factor, b1, b2, c1, c2, rate, root, keep, eps;
+};
+static_assert(sizeof(constants) <= 16 * sizeof(float), "the scratch that callers give");
+
+__global__ void prepare(constants *to, const adamw_step *step, const double *norm)
+{
+    const adamw_step s = *step;
+    const double t = (double)s.step;
+    constants c;
+    c.factor = s.clip > 0.0 && *norm > s.clip ? (float)(s.clip / *norm) : 1.0f;
+    c.b1 = (float)s.beta1;
+    c.b2 = (float)s.beta2;
+    c.c1 = (float)(1.0 - s.beta1);
+    c.c2 = (float)(1.0 - s.beta2);
+    c.rate = (float)(s.lr / (1.0 - pow(s.beta1, t)));
+    c.root = (float)(1.0 / sqrt(1.0 - pow(s.beta2, t)));
+    c.keep = (float)(1.0 - s.lr * s.weight_decay);
+    c.eps = (float)s.eps;
+    *to = c;
+}
+
+// G: gradients, S: moments. Weights are read from `master` where there is one.
+template <typename G, typename S, bool MASTER>
+__global__ void __launch_bounds__(ADAMW_THREADS)
+    adamw(bf16 *weights, float *master, const G *grads, S *first, S *second, int64_t matrices, int64_t total,
+          const constants *with)
+{
+    const int64_t at = ((int64_t)blockIdx.x * ADAMW_THREADS + threadIdx.x) * VECTOR;
+    if (at >= total) return;
+    const constants c = *with;
+    const float keep = at < matrices ? c.keep : 1.0f;
+    float w[VECTOR], g[VECTOR], m[VECTOR], v[VECTOR];
+    load8(g, grads + at);
+    load8(m, first + at);
+    load8(v, second + at);
+    if (MASTER)
+        load8(w, master + at);
+    else
+        load8(w, weights + at);
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+        const float grad = g[i] * c.factor;
+        m[i] = c.b1 * m[i] + c.c1 * grad;
+        v[i] = c.b2 * v[i] + c.c2 * grad * grad;
+        w[i] = keep * w[i] - c.rate * m[i] / (sqrtf(v[i]) * c.root + c.eps);
+    }
+    store8(first + at, m);
+    store8(second + at, v);
+    if (MASTER) store8(master + at, w);
+    store8(weights + at, w);
+}
+
+template <typename G>
+__global__ void __launch_bounds__(NORM_THREADS) sum_squares(double *parts, const G *grads, int64_t count)
+{
+    __shared__ double memory[WARP];
+    double sum = 0.0;
+    const int64_t step = (int64_t)gridDim.x * NORM_THREADS * VECTOR;
+    for (int64_t at = ((int64_t)blockIdx.x * NORM_THREADS + threadIdx.x) * VECTOR; at < count; at += step) {
+        float g[VECTOR], part = 0.0f;
+        load8(g, grads + at);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) part += g[i] * g[i];
+        sum += (double)part;
+    }
+    sum = sum_of_block(sum, memory);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(FINAL_THREADS) finish_norm(double *norm, const double *parts)
+{
+    __shared__ double memory[WARP];
+    const double sum = sum_of_block(parts[threadIdx.x], memory);
+    if (threadIdx.x == 0) *norm = sqrt(sum);
+}
+
+template <typename T, typename F>
+__global__ void __launch_bounds__(CONVERT_THREADS) convert(T *to, const F *from, int64_t count, bool add)
+{
+    const int64_t at = ((int64_t)blockIdx.x * CONVERT_THREADS + threadIdx.x) * VECTOR;
+    for (int64_t i = at; i < count && i < at + VECTOR; i++)
+        to_stored(to[i], to_float(from[i]) + (add ? to_float(to[i]) : 0.0f));
+}
+
+unsigned ctas_of(int64_t count, int threads)
+{
+    return (unsigned)((count + (int64_t)threads * VECTOR - 1) / ((int64_t)threads * VECTOR));
+}
+
+template <typename G, typename S, bool MASTER>
+void run_adamw(const adamw_arrays *a, const constants *with, cudaStream_t stream)
+{
+    const unsigned ctas = ctas_of(a->total, ADAMW_THREADS);
+    adamw<G, S, MASTER><<<ctas, ADAMW_THREADS, 0, stream>>>((bf16 *)a->weights, a->master,
+                                                            (const G *)a->grads, (S *)a->first,
+                                                            (S *)a->second, a->matrices, a->total, with);
+}
+
+} // namespace
+
+extern "C" cudaError_t kernel_gradient_norm(double *norm, double *parts, const void *grads, smoe_type type,
+                                            int64_t count, cudaStream_t stream)
+{
+    if (type == SMOE_TYPE_F32)
+        sum_squares<float>
+            <<<KERNELS_NORM_PARTS, NORM_THREADS, 0, stream>>>(parts, (const float *)grads, count);
+    else
+        sum_squares<bf16><<<KERNELS_NORM_PARTS, NORM_THREADS, 0, stream>>>(parts, (const bf16 *)grads, count);
+    finish_norm<<<1, FINAL_THREADS, 0, stream>>>(norm, parts);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t kernel_adamw(const adamw_arrays *a, smoe_type grad_type, const adamw_step *step,
+                                    const double *norm, float *scratch, cudaStream_t stream)
+{
+    constants *with = (constants *)scratch;
+    prepare<<<1, 1, 0, stream>>>(with, step, norm);
+    const bool wide_grads = grad_type == SMOE_TYPE_F32, wide_states = a->state_type == SMOE_TYPE_F32;
+    if (a->master && wide_grads && wide_states)
+        run_adamw<float, float, true>(a, with, stream);
+    else if (a->master && !wide_grads && wide_states)
+        run_adamw<bf16, float, true>(a, with, stream);
+    else if (!a->master && wide_grads && !wide_states)
+        run_adamw<float, bf16, false>(a, with, stream);
+    else if (!a->master && !wide_grads && !wide_states)
+        run_adamw<bf16, bf16, false>(a, with, stream);
+    else
+        return cudaErrorInvalidValue;
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t kernel_convert(void *to, smoe_type to_type, const void *from, smoe_type from_type,
+                                      int64_t count, bool add, cudaStream_t stream)
+{
+    const unsigned ctas = ctas_of(count, CONVERT_THREADS);
+    if (to_type == SMOE_TYPE_BF16 && from_type == SMOE_TYPE_F32)
+        convert<bf16, float>
+            <<<ctas, CONVERT_THREADS, 0, stream>>>((bf16 *)to, (const float *)from, count, add);
+    else if (to_type == SMOE_TYPE_F32 && from_type == SMOE_TYPE_BF16)
+        convert<float, bf16>
+            <<<ctas, CONVERT_THREADS, 0, stream>>>((float *)to, (const bf16 *)from, count, add);
+    else
+        return cudaErrorInvalidValue;
+    return cudaGetLastError();
+}

@@ -1,0 +1,292 @@
+/* See gpu.h: the GPU's memory, stream and batches, and the table. Products are cublaslt.c's, attention
+ * cudnn_attention.cpp's; the rest are kernels (kernels.h). */
+#include "train/cuda/device.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { STAGING_VALUES = 4 << 20, LOSS_ROWS = 8192 };
+
+cuda_device *cuda_of(train_device *dv)
+{
+    return (cuda_device *)dv;
+}
+
+void cuda_note(train_device *dv, cudaError_t status, const char *doing)
+{
+    if (status == cudaSuccess || dv->failure.code) return;
+    fail(&dv->failure, ERROR_RUNTIME, "CUDA, %s: %s (%s)", doing, cudaGetErrorString(status),
+         cudaGetErrorName(status));
+}
+
+/* ---- memory ---- */
+
+static void *cuda_allocate(train_device *dv, size_t bytes)
+{
+    void *memory;
+    (void)dv;
+    if (cudaMalloc(&memory, bytes ? bytes : 1) == cudaSuccess) return memory;
+    (void)cudaGetLastError();
+    return NULL;
+}
+
+static void cuda_release(train_device *dv, void *memory)
+{
+    cuda_note(dv, cudaStreamSynchronize(dv->stream), "waiting");
+    (void)cudaFree(memory);
+}
+
+static size_t cuda_available(train_device *dv)
+{
+    size_t available = 0, total = 0;
+    (void)dv;
+    return cudaMemGetInfo(&available, &total) == cudaSuccess ? available : 0;
+}
+
+static size_t cuda_used(train_device *dv)
+{
+    size_t available = 0, total = 0;
+    (void)dv;
+    return cudaMemGetInfo(&available, &total) == cudaSuccess ? total - available : 0;
+}
+
+static void cuda_upload(train_device *dv, void *to, const void *host, size_t bytes)
+{
+    cuda_note(dv, cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, dv->stream), "upload");
+}
+
+static void cuda_download(train_device *dv, void *host, const void *from, size_t bytes)
+{
+    cuda_note(dv, cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, dv->stream), "download");
+    cuda_note(dv, cudaStreamSynchronize(dv->stream), "download");
+}
+
+static void cuda_store(train_device *dv, void *to, smoe_type type, const float *host, int64_t count)
+{
+    cuda_device *cuda = cuda_of(dv);
+    if (type == SMOE_TYPE_F32) {
+        cuda_upload(dv, to, host, (size_t)count * sizeof *host);
+        return;
+    }
+    for (int64_t at = 0; at < count; at += STAGING_VALUES) {
+        int64_t part = count - at < STAGING_VALUES ? count - at : STAGING_VALUES;
+        cuda_upload(dv, cuda->staging, host + at, (size_t)part * sizeof *host);
+        cuda_note(dv,
+                  kernel_convert((char *)to + (size_t)at * type_size(type), type, cuda->staging,
+                                 SMOE_TYPE_F32, part, false, dv->stream),
+                  "conversion");
+    }
+}
+
+static void cuda_load(train_device *dv, float *host, const void *from, smoe_type type, int64_t count)
+{
+    cuda_device *cuda = cuda_of(dv);
+    if (type == SMOE_TYPE_F32) {
+        cuda_download(dv, host, from, (size_t)count * sizeof *host);
+        return;
+    }
+    for (int64_t at = 0; at < count; at += STAGING_VALUES) {
+        int64_t part = count - at < STAGING_VALUES ? count - at : STAGING_VALUES;
+        cuda_note(dv,
+                  kernel_convert(cuda->staging, SMOE_TYPE_F32,
+                                 (const char *)from + (size_t)at * type_size(type), type, part, false,
+                                 dv->stream),
+                  "conversion");
+        cuda_download(dv, host + at, cuda->staging, (size_t)part * sizeof *host);
+    }
+}
+
+static void cuda_clear(train_device *dv, void *memory, size_t bytes)
+{
+    cuda_note(dv, cudaMemsetAsync(memory, 0, bytes, dv->stream), "clearing memory");
+}
+
+static bool cuda_finish(train_device *dv, error *err)
+{
+    cuda_note(dv, cudaStreamSynchronize(dv->stream), "a pass");
+    if (!dv->failure.code) return true;
+    if (err) *err = dv->failure;
+    return false;
+}
+
+static void cuda_draw(train_device *dv, void *to, smoe_type type, float *master, int64_t count,
+                      double deviation, uint64_t stream)
+{
+    (void)type; // bf16
+    cuda_note(dv, kernel_draw(to, master, count, deviation, stream, dv->stream), "first weights");
+}
+
+/* ---- batches ---- */
+
+static void release_batch(cuda_device *cuda)
+{
+    if (cuda->pinned) (void)cudaFreeHost(cuda->pinned);
+    if (cuda->batch) (void)cudaFree(cuda->batch);
+    free(cuda->heads);
+    cuda->pinned = cuda->batch = NULL;
+    cuda->heads = NULL;
+    cuda->batch_rows = cuda->batch_vocab = 0;
+}
+
+/* tokens, targets, order (most each), runs (most + 2), pinned and on the device. */
+static bool make_room(cuda_device *cuda, int64_t most, int64_t vocab)
+{
+    if (most <= cuda->batch_rows && vocab <= cuda->batch_vocab) return true;
+    release_batch(cuda);
+    size_t bytes = (size_t)(4 * most + 2) * sizeof(int32_t);
+    cuda_note(&cuda->base, cudaMallocHost((void **)&cuda->pinned, bytes), "memory of a batch");
+    cuda_note(&cuda->base, cudaMalloc((void **)&cuda->batch, bytes), "memory of a batch");
+    cuda->heads = malloc((size_t)(vocab + 1) * sizeof *cuda->heads);
+    if (cuda->base.failure.code || !cuda->heads) return false;
+    cuda->batch_rows = most;
+    cuda->batch_vocab = vocab;
+    return true;
+}
+
+/* The rows sorted by token, those of one token ascending; where each token that occurs begins, then -1. */
+static void sort_rows(int32_t *order, int32_t *runs, int32_t *heads, const int32_t *tokens, int64_t rows,
+                      int64_t vocab)
+{
+    memset(heads, 0, (size_t)(vocab + 1) * sizeof *heads);
+    for (int64_t r = 0; r < rows; r++) heads[tokens[r] + 1]++;
+    int64_t count = 0;
+    for (int64_t t = 0; t < vocab; t++) {
+        if (heads[t + 1]) runs[count++] = heads[t];
+        heads[t + 1] += heads[t];
+    }
+    runs[count] = (int32_t)rows;
+    for (int64_t i = count + 1; i <= rows + 1; i++) runs[i] = -1;
+    for (int64_t r = 0; r < rows; r++) order[heads[tokens[r]]++] = (int32_t)r;
+}
+
+static void cuda_load_batch(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
+                            int64_t rows, int64_t most, int64_t vocab)
+{
+    cuda_device *cuda = cuda_of(dv);
+    if (!make_room(cuda, most, vocab)) {
+        cuda_note(dv, cudaErrorMemoryAllocation, "memory of a batch");
+        return;
+    }
+    int32_t *pinned = cuda->pinned, *batch = cuda->batch;
+    size_t bytes = (size_t)rows * sizeof *tokens;
+    most = cuda->batch_rows;
+    cuda_note(dv, cudaStreamSynchronize(dv->stream), "waiting"); // the last batch may still be on its way
+    memcpy(pinned, tokens, bytes);
+    if (targets) memcpy(pinned + most, targets, bytes);
+    if (targets) sort_rows(pinned + 2 * most, pinned + 3 * most, cuda->heads, tokens, rows, vocab);
+    cuda_upload(dv, batch, pinned, (size_t)(4 * most + 2) * sizeof *batch);
+    *to = (device_batch){batch, batch + most, batch + 2 * most, batch + 3 * most};
+}
+
+/* ---- recording ---- */
+
+static void cuda_record(train_device *dv)
+{
+    cuda_note(dv, cudaStreamBeginCapture(dv->stream, cudaStreamCaptureModeThreadLocal), "recording");
+}
+
+static void *cuda_recorded(train_device *dv)
+{
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t ready = NULL;
+    cuda_note(dv, cudaStreamEndCapture(dv->stream, &graph), "recording");
+    if (graph) cuda_note(dv, cudaGraphInstantiate(&ready, graph, 0), "recording");
+    if (graph) (void)cudaGraphDestroy(graph);
+    return ready;
+}
+
+static void cuda_replay(train_device *dv, void *recording)
+{
+    cuda_note(dv, cudaGraphLaunch(recording, dv->stream), "a recorded step");
+}
+
+static void cuda_forget(train_device *dv, void *recording)
+{
+    cuda_note(dv, cudaStreamSynchronize(dv->stream), "waiting");
+    if (recording) (void)cudaGraphExecDestroy(recording);
+}
+
+/* ---- the device ---- */
+
+static void cuda_close(train_device *dv)
+{
+    cuda_device *cuda = cuda_of(dv);
+    if (dv->stream) (void)cudaStreamSynchronize(dv->stream);
+    cudnn_attention_close(cuda->attention);
+    cublaslt_close(cuda->products);
+    release_batch(cuda);
+    if (cuda->small) (void)cudaFree(cuda->small);
+    if (cuda->staging) (void)cudaFree(cuda->staging);
+    if (dv->stream) (void)cudaStreamDestroy(dv->stream);
+    free(cuda);
+}
+
+static const train_ops device_part = {
+    .close = cuda_close,
+    .allocate = cuda_allocate,
+    .release = cuda_release,
+    .available = cuda_available,
+    .used = cuda_used,
+    .draw = cuda_draw,
+    .upload = cuda_upload,
+    .download = cuda_download,
+    .store = cuda_store,
+    .load = cuda_load,
+    .clear = cuda_clear,
+    .load_batch = cuda_load_batch,
+    .finish = cuda_finish,
+    .record = cuda_record,
+    .recorded = cuda_recorded,
+    .replay = cuda_replay,
+    .forget = cuda_forget,
+};
+
+bool cuda_present(void)
+{
+    int count = 0, major = 0;
+    bool there = cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+                 cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess;
+    (void)cudaGetLastError();
+    return there && major == 9;
+}
+
+static bool open(cuda_device *cuda, const cuda_options *options, error *err)
+{
+    cudaStream_t stream = NULL;
+    size_t small = KERNELS_NORM_PARTS * sizeof(double) + 16 * sizeof(float);
+    if (!cuda_present())
+        return fail(err, ERROR_RUNTIME, "no GPU of compute capability 9.0 (Hopper) is there");
+    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess ||
+        cudaDeviceGetAttribute(&cuda->processors, cudaDevAttrMultiProcessorCount, 0) != cudaSuccess ||
+        cudaMalloc((void **)&cuda->small, small) != cudaSuccess ||
+        cudaMalloc(&cuda->staging, STAGING_VALUES * sizeof(float)) != cudaSuccess)
+        return fail(err, ERROR_RUNTIME, "the GPU does not start: %s", cudaGetErrorString(cudaGetLastError()));
+    cuda->base.stream = stream;
+    if (options->plain) return true;
+    return (cuda->products = cublaslt_open(err)) &&
+           (cuda->attention = cudnn_attention_open(stream, !options->fastest, err));
+}
+
+train_device *cuda_open(const cuda_options *options, error *err)
+{
+    cuda_device *cuda = calloc(1, sizeof *cuda);
+    if (!cuda) {
+        fail(err, ERROR_RUNTIME, "out of memory: the device");
+        return NULL;
+    }
+    cuda->ops = device_part;
+    cuda_add_operations(&cuda->ops);
+    cuda->base = (train_device){.ops = &cuda->ops,
+                                .name = "cuda",
+                                .backend = SMOE_BACKEND_CUDA,
+                                .type = SMOE_TYPE_BF16,
+                                .grad_type = options->bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+                                .state_type = options->bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+                                .master = !options->bf16,
+                                .loss_rows = LOSS_ROWS,
+                                .most_hidden = KERNELS_MOST_HIDDEN,
+                                .most_head = KERNELS_MOST_HEAD};
+    if (open(cuda, options, err)) return &cuda->base;
+    cuda_close(&cuda->base);
+    return NULL;
+}

@@ -1,0 +1,29 @@
+/* The GPU's state, for the files of this folder. */
+#ifndef TRAIN_CUDA_DEVICE_H
+#define TRAIN_CUDA_DEVICE_H
+
+#include "train/cuda/cublaslt.h"
+#include "train/cuda/cudnn_attention.h"
+#include "train/cuda/gpu.h"
+#include "train/cuda/kernels.h"
+
+typedef struct cuda_device {
+    train_device base; // first: the table's functions are given its address
+    train_ops ops;
+    int processors;
+    cublaslt *products;         // NULL: plain loops
+    cudnn_attention *attention; // NULL: plain loops
+    int64_t planned_length;     // sequences of this length have plans
+    double *small;              // KERNELS_NORM_PARTS sums, then the optimiser's constants
+    void *staging;              // what conversion passes through
+    int32_t *pinned, *batch;    // one batch on the host and on the device: tokens, targets, order, runs
+    int32_t *heads;             // (batch_vocab + 1)
+    int64_t batch_rows, batch_vocab;
+} cuda_device;
+
+cuda_device *cuda_of(train_device *dv);
+void cuda_note(train_device *dv, cudaError_t status, const char *doing); // keeps the first failure
+
+void cuda_add_operations(train_ops *ops); // operations.c: all that are not the device's own
+
+#endif

@@ -1,0 +1,18 @@
+/* One GPU behind the table of operations: bf16 activations, sums in f32. */
+#ifndef TRAIN_CUDA_GPU_H
+#define TRAIN_CUDA_GPU_H
+
+#include "train/ops.h"
+
+typedef struct cuda_options {
+    bool bf16;    // weights and AdamW's states in bf16 alone; else f32 ones besides
+    bool fastest; // attention's backward may sum in any order: the last bits then differ from run to run
+    bool plain;   // no libraries: products and attention by plain loops, slowly
+} cuda_options;
+
+bool cuda_present(void); // is there a GPU that this build can use?
+
+/* NULL and *err: no GPU, or a library is missing. */
+train_device *cuda_open(const cuda_options *options, error *err);
+
+#endif

@@ -1,0 +1,25 @@
+/* See device.h. */
+#include "train/device.h"
+
+#include "train/cpu/cpu.h"
+#ifdef SMOE_HAVE_CUDA
+#include "train/cuda/gpu.h"
+#endif
+
+#include <string.h>
+
+train_device *device_open(const device_options *o, error *err)
+{
+#ifdef SMOE_HAVE_CUDA
+    const cuda_options cuda = {
+        .bf16 = o->bf16, .fastest = o->fastest, .plain = strcmp(o->name, "cuda-plain") == 0};
+    if (strcmp(o->name, "cuda") == 0 || cuda.plain || (strcmp(o->name, "auto") == 0 && cuda_present()))
+        return cuda_open(&cuda, err);
+#endif
+    if (strcmp(o->name, "auto") == 0 || strcmp(o->name, "cpu") == 0) return cpu_open(err);
+    if (strncmp(o->name, "cuda", 4) == 0)
+        fail(err, ERROR_USAGE, "--device %s: this build has no cuda backend", o->name);
+    else
+        fail(err, ERROR_USAGE, "--device: '%s' is none of auto, cpu, cuda", o->name);
+    return NULL;
+}
