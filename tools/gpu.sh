@@ -3,15 +3,15 @@
 #
 #   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check
 #                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward
-#                                   cuda_time_route cuda_time_dlogits cuda_time_host) and the libraries they need,
+#                                   cuda_check_limits cuda_gradients cuda_time_route cuda_time_dlogits cuda_time_host) and the libraries they need,
 #                                   compressed, into DIR
 #   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each under its own time limit and all
 #                                   within BUDGET seconds (default 560); logs and records under $OUT (default
 #                                   DIR/out). Exit 0: all well, 1: a part failed or found something, 77: no GPU
 #
 # Everything that issues ask for, in four calls of less than ten minutes each:
-#   correct    check check_route check_layer check_backward check_layer_backward time_route time_dlogits verify
-#              memcheck synccheck
+#   correct    check check_route check_layer check_backward check_layer_backward check_limits gradients
+#              time_route time_dlogits verify memcheck synccheck
 #   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
 #              (paper_topk: back to dS, for a backward that has no router's)
 #   settled    the paper's forward with 50 ms of settling, and library and yardstick each at the clock that it
@@ -21,13 +21,13 @@
 #              of them under expert parallelism, skewed routing
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
-# one), verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits, time_host,
+# one), check_limits, gradients, verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route, time_dlogits, time_host,
 # smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
 # of report.sh. ARGUMENTS are words joined by +.
 set -u
 
-programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward cuda_time_route
-cuda_time_dlogits cuda_time_host"
+programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward cuda_check_limits
+cuda_gradients cuda_time_route cuda_time_dlogits cuda_time_host"
 
 pack() {
     folder=$(mktemp -d)
@@ -139,6 +139,7 @@ one_part() {
     check_layer_backward:*) within 60 ./cuda_check_layer_backward "$argument" ;;
     verify) within 250 ./smoe verify --device cuda ;;
     memcheck | synccheck) sanitize "$1" ;;
+    gradients | check_limits) within 60 "./cuda_$1" ;;
     time_route | time_dlogits | time_host) within 60 "./cuda_$1" ;;
     smoe:*) within 250 ./smoe $(words "$argument") ;;
     bench:*)
@@ -183,7 +184,7 @@ run_part() {
 
 # ---- Parts together ----
 
-correct="check check_route check_layer check_backward check_layer_backward time_route time_dlogits verify memcheck
+correct="check check_route check_layer check_backward check_layer_backward check_limits gradients time_route time_dlogits verify memcheck
 synccheck"
 
 shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+6"
