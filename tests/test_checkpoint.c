@@ -56,7 +56,8 @@ static void write_checkpoint(checkpoint *c, void **state, bool tied)
     param_init(c->m.weights, &c->m.layout, 7);
     float *moments = calloc(c->m.layout.total, sizeof *moments);
     const train_state progress = {.batch = 1, .first = moments, .second = moments};
-    if (!checkpoint_save(in_folder(path, state, "out"), &c->m, &progress, 1, &err)) fail_msg("%s", err.text);
+    if (!checkpoint_save(in_folder(path, state, "out"), &c->m, &progress, &(tokenizer){0}, 1, &err))
+        fail_msg("%s", err.text);
     free(moments);
     snprintf(c->folder, sizeof c->folder, "%s", in_folder(path, state, "out/latest"));
     // the tensors' bytes stay in the mapping of a file that goes

@@ -10,6 +10,7 @@
 
 #include <cmocka.h>
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -274,10 +275,60 @@ static void test_signals(void **state)
     expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
 }
 
+static void expect_text(void **state, const char *arguments, const char *wanted)
+{
+    static char output[OUTPUT_BYTES];
+    const int status = run_for(state, "", arguments, OUTPUT, output);
+    if (status != 0 || !strstr(output, wanted))
+        fail_msg("smoe %s: exit status %d, '%s' lacks '%s'", arguments, status, output, wanted);
+}
+
+/* The value of a key of `smoe eval --json`. */
+static double eval_number(void **state, const char *arguments, const char *key)
+{
+    static char output[OUTPUT_BYTES];
+    assert_int_equal(run_for(state, "", arguments, OUTPUT, output), 0);
+    const char *at = strstr(output, key);
+    assert_non_null(at);
+    return strtod(at + strlen(key) + 2, NULL); // past the key's quote and the colon
+}
+
+/* A checkpoint carries its tokenizer: text is encoded by it, and its bytes are what bits per byte counts. */
+static void test_tokenizer(void **state)
+{
+    static const char table[] = "smoe-bpe 1 261 4\n97 98 256\n256 99 257\n257 257 258\n100 32 259\n",
+                      other[] = "smoe-bpe 1 261 4\n97 99 256\n256 99 257\n257 257 258\n100 32 259\n";
+    char text[7001] = "", path[4096];
+    for (int i = 0; i < 1000; i++) memcpy(text + 7 * i, "abcabc\n", 7); // tokens 258, 10
+    put_file(in_folder(path, state, "text.txt"), text, 7000);
+    put_file(in_folder(path, state, "bpe.txt"), table, sizeof table - 1);
+    put_file(in_folder(path, state, "tokenizer.json"), "{}", 2);
+    put_file(in_folder(path, state, "other.txt"), other, sizeof other - 1);
+    expect(state, "train " TINY "--steps 60 --lr 0.1 --tokenizer bpe.txt --out run text.txt", 0, "done");
+    expect(state, "train " TINY "--steps 2 --vocab 260 --tokenizer bpe.txt --out no text.txt", 2,
+           "the tokenizer has 261 tokens, the model's vocabulary 260");
+    expect(state, "train " TINY "--steps 2 --tokenizer text.txt --out no text.txt", 3,
+           "text.txt: is no table of tokens");
+    expect(state, "train --resume -q --batch 2 --steps 64 --tokenizer other.txt --out run text.txt", 2,
+           "run/latest was trained with another tokenizer than other.txt");
+
+    // Nothing but the checkpoint is needed any more, and a resumed run hands the files on.
+    for (int i = 0; i < 2; i++) unlink(in_folder(path, state, i ? "bpe.txt" : "tokenizer.json"));
+    expect(state, "train --resume -q --batch 2 --steps 64 --out run text.txt", 0, "done");
+    assert_int_equal(access(in_folder(path, state, "run/step-0000064/bpe.txt"), R_OK), 0);
+    assert_int_equal(access(in_folder(path, state, "run/step-0000064/tokenizer.json"), R_OK), 0);
+    expect_text(state, "generate -c run -n 3 --temperature 0 --prompt abcabc", "abcabc\nabcabc\n\n");
+    const char *eval = "eval -c run --json text.txt";
+    double loss = eval_number(state, eval, "\"loss"), bits = eval_number(state, eval, "bits_per_byte");
+    assert_true(eval_number(state, eval, "\"tokens") == 2000); // the end of text is no target
+    assert_float_equal(bits, loss / log(2) * 2000 / 7000, 1e-3 * bits);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),

@@ -34,7 +34,7 @@ static tokens *open_ids(unsigned char bytes[HEADER + 2 * IDS], tokens_split spli
 {
     tokens *data;
     error err = {0};
-    if (!tokens_parse(&data, bytes, make_bin(bytes), "ids.bin", IDS, CONTEXT, split, &err))
+    if (!tokens_parse(&data, bytes, make_bin(bytes), "ids.bin", NULL, IDS, CONTEXT, split, &err))
         fail_msg("%s", err.text);
     return data;
 }
@@ -43,7 +43,7 @@ static tokens *open_paths(size_t count, const char *const *paths, int64_t contex
 {
     tokens *data;
     error err = {0};
-    if (!tokens_open(&data, paths, count, 256, context, split, &err)) fail_msg("%s", err.text);
+    if (!tokens_open(&data, paths, count, NULL, 256, context, split, &err)) fail_msg("%s", err.text);
     return data;
 }
 
@@ -53,7 +53,7 @@ static void test_split(void **state)
     static unsigned char bytes[HEADER + 2 * IDS];
     int32_t inputs[CONTEXT], targets[CONTEXT];
     tokens *data = open_ids(bytes, TOKENS_TRAIN);
-    assert_false(tokens_are_bytes(data));
+    assert_int_equal(tokens_bytes(data, (const int32_t[]){1, 2}, 2), 0); // not known
     assert_int_equal(tokens_train_count(data), IDS - IDS / 20);
     assert_int_equal(tokens_validation_count(data), IDS / 20);
     assert_int_equal(tokens_windows(data), (IDS / 20 - 1) / CONTEXT);
@@ -168,25 +168,25 @@ static void test_smallest(void **state)
     int32_t inputs[38], targets[38];
     unsigned char bytes[780];
     for (int i = 0; i < 780; i++) bytes[i] = (unsigned char)(i % 251);
-    assert_true(tokens_parse(&data, bytes, 780, "x", 256, 38, TOKENS_TRAIN, &err));
+    assert_true(tokens_parse(&data, bytes, 780, "x", NULL, 256, 38, TOKENS_TRAIN, &err));
     assert_int_equal(tokens_validation_count(data), 39);
     assert_int_equal(tokens_windows(data), 1);
     tokens_window(data, 0, 1, inputs, targets);
     assert_int_equal(targets[37], bytes[779]);
     tokens_close(data);
-    assert_false(tokens_parse(&data, bytes, 779, "x", 256, 38, TOKENS_TRAIN, &err));
+    assert_false(tokens_parse(&data, bytes, 779, "x", NULL, 256, 38, TOKENS_TRAIN, &err));
     assert_non_null(strstr(err.text, "x: 38 tokens to validate on, context 38 needs 39"));
-    assert_true(tokens_parse(&data, bytes, 39, "x", 256, 38, TOKENS_EVAL, &err));
+    assert_true(tokens_parse(&data, bytes, 39, "x", NULL, 256, 38, TOKENS_EVAL, &err));
     assert_int_equal(tokens_windows(data), 1);
     assert_int_equal(tokens_rest(data), 0);
     tokens_close(data);
-    assert_true(tokens_parse(&data, bytes, 2, "x", 256, 38, TOKENS_EVAL, &err));
+    assert_true(tokens_parse(&data, bytes, 2, "x", NULL, 256, 38, TOKENS_EVAL, &err));
     assert_int_equal(tokens_windows(data), 0);
     assert_int_equal(tokens_rest(data), 1);
     tokens_rest_window(data, inputs, targets);
     assert_true(inputs[0] == bytes[0] && targets[0] == bytes[1]);
     tokens_close(data);
-    assert_false(tokens_parse(&data, bytes, 1, "x", 256, 38, TOKENS_EVAL, &err));
+    assert_false(tokens_parse(&data, bytes, 1, "x", NULL, 256, 38, TOKENS_EVAL, &err));
     assert_null(data);
     assert_non_null(strstr(err.text, "x: 1 tokens to evaluate, at least 2 are needed"));
 }
@@ -209,7 +209,7 @@ static void test_few_files(void **state)
     put_filled(state, "b", 'b', 200);
     put_filled(state, "empty", 'x', 0);
     tokens *data = open_paths(1, (const char *const *)state, 8, TOKENS_TRAIN);
-    assert_true(tokens_are_bytes(data));
+    assert_int_equal(tokens_bytes(data, (const int32_t[]){1, 2}, 2), 2);
     assert_int_equal(tokens_train_count(data), 95 + 190);
     assert_int_equal(tokens_validation_count(data), 5 + 10);
     assert_int_equal(tokens_windows(data), 1);
@@ -266,7 +266,7 @@ static void test_binary_files(void **state)
     const char *found;
     tokens *data;
     error err = {0};
-    assert_false(tokens_open(&data, (const char *const *)state, 1, 256, 8, TOKENS_EVAL, &err));
+    assert_false(tokens_open(&data, (const char *const *)state, 1, NULL, 256, 8, TOKENS_EVAL, &err));
     assert_non_null(strstr(err.text, "holds no file with data (4 binary files are left out)"));
 
     put_filled(state, "text", 't', 500);
@@ -279,6 +279,14 @@ static void test_binary_files(void **state)
     assert_string_equal(found, in_folder(path, state, "a.png"));
     tokens_close(data);
 
+    bpe table; // the same where texts are encoded
+    const char pairs[] = "smoe-bpe 1 257 1\n116 116 256\n";
+    assert_true(bpe_parse(&table, pairs, strlen(pairs), "table", &err));
+    assert_true(tokens_open(&data, (const char *const *)state, 1, &table, 257, 8, TOKENS_EVAL, &err));
+    assert_int_equal(tokens_skipped(data, &found), 4);
+    tokens_close(data);
+    bpe_free(&table);
+
     const char *named[] = {path};
     data = open_paths(1, named, 8, TOKENS_EVAL);
     assert_int_equal(tokens_validation_count(data), sizeof picture);
@@ -286,11 +294,11 @@ static void test_binary_files(void **state)
     assert_null(found);
     tokens_close(data);
     in_folder(path, state, "b.bin");
-    assert_false(tokens_open(&data, named, 1, 256, 8, TOKENS_EVAL, &err));
+    assert_false(tokens_open(&data, named, 1, NULL, 256, 8, TOKENS_EVAL, &err));
     assert_non_null(strstr(err.text, "b.bin: truncated token file: 13 bytes"));
 
     put_file(in_folder(path, state, "e.bin"), bytes, make_bin(bytes) - 2); // a token file, but a broken one
-    assert_false(tokens_open(&data, (const char *const *)state, 1, IDS, 8, TOKENS_EVAL, &err));
+    assert_false(tokens_open(&data, (const char *const *)state, 1, NULL, IDS, 8, TOKENS_EVAL, &err));
     assert_non_null(strstr(err.text, "e.bin: the header counts 10000 tokens"));
 }
 
@@ -337,6 +345,65 @@ static void test_large_file(void **state)
     free(bytes);
 }
 
+/* ---- texts by a table, token files by their names ---- */
+
+static void test_table(void **state)
+{
+    (void)state;
+    static const char text[] = "smoe-bpe 1 258 1\n97 98 256\n"; // ab is 256, the end of text 257
+    const int32_t wanted[] = {257, 'x', 256, 256, 'a', 'x', 256};
+    bpe table;
+    tokens *data;
+    error err = {0};
+    int32_t inputs[6], targets[6];
+    assert_true(bpe_parse(&table, text, strlen(text), "table", &err));
+    assert_true(tokens_parse(&data, "xababaxab", 9, "a.txt", &table, 258, 6, TOKENS_EVAL, &err));
+    assert_int_equal(tokens_validation_count(data), 7);
+    tokens_window(data, 0, 1, inputs, targets);
+    assert_memory_equal(inputs, wanted, sizeof inputs);
+    assert_memory_equal(targets, wanted + 1, sizeof targets);
+    assert_int_equal(tokens_bytes(data, wanted, 7), 9);
+    tokens_close(data);
+    assert_false(tokens_parse(&data, "ab", 2, "a.txt", &table, 257, 6, TOKENS_EVAL, &err));
+    assert_non_null(strstr(err.text, "a.txt: token 0 is 257, outside the vocabulary of 257"));
+
+    static unsigned char bytes[HEADER + 2 * IDS];
+    assert_true(tokens_parse(&data, bytes, make_bin(bytes), "x.bin", &table, IDS, 6, TOKENS_EVAL, &err));
+    assert_int_equal(tokens_validation_count(data), IDS); // these are tokens already
+    assert_int_equal(tokens_bytes(data, (const int32_t[]){255, 256, 257, 258}, 4), 3);
+    tokens_close(data);
+    bpe_free(&table);
+}
+
+static void put_ids(void **state, const char *name)
+{
+    static unsigned char bytes[HEADER + 2 * IDS];
+    char path[4096];
+    put_file(in_folder(path, state, name), bytes, make_bin(bytes));
+}
+
+static void expect_split(void **state, int64_t train, int64_t validation)
+{
+    tokens *data;
+    error err = {0};
+    if (!tokens_open(&data, (const char *const *)state, 1, NULL, IDS, 8, TOKENS_TRAIN, &err))
+        fail_msg("%s", err.text);
+    assert_int_equal(tokens_train_count(data), train);
+    assert_int_equal(tokens_validation_count(data), validation);
+    tokens_close(data);
+}
+
+static void test_names(void **state)
+{
+    put_ids(state, "val_000.bin");
+    expect_split(state, IDS - IDS / 20, IDS / 20); // there is nothing else to train on
+    put_ids(state, "train_000.bin");
+    put_ids(state, "valley.bin");
+    expect_split(state, 2 * IDS, IDS);
+    put_ids(state, "val.bin");
+    expect_split(state, 2 * IDS, 2 * IDS);
+}
+
 /* ---- errors ---- */
 
 static void assert_refused(const void *bytes, size_t size, const char *name, int64_t vocab,
@@ -344,7 +411,7 @@ static void assert_refused(const void *bytes, size_t size, const char *name, int
 {
     tokens *data;
     error err = {0};
-    assert_false(tokens_parse(&data, bytes, size, name, vocab, 8, TOKENS_TRAIN, &err));
+    assert_false(tokens_parse(&data, bytes, size, name, NULL, vocab, 8, TOKENS_TRAIN, &err));
     assert_null(data);
     assert_int_equal(err.code, ERROR_RUNTIME);
     if (strstr(err.text, reason) == NULL || strstr(err.text, name) == NULL)
@@ -384,7 +451,7 @@ static void assert_unopened(size_t count, const char *const *paths, const char *
 {
     tokens *data;
     error err = {0};
-    assert_false(tokens_open(&data, paths, count, IDS, 8, TOKENS_TRAIN, &err));
+    assert_false(tokens_open(&data, paths, count, NULL, IDS, 8, TOKENS_TRAIN, &err));
     assert_null(data);
     if (strstr(err.text, reason) == NULL) fail_msg("\"%s\" lacks \"%s\"", err.text, reason);
 }
@@ -420,7 +487,7 @@ int main(void)
         cmocka_unit_test(test_resume), cmocka_unit_test(test_smallest),   IN_FOLDER(test_few_files),
         IN_FOLDER(test_many_files),    IN_FOLDER(test_binary_files),      IN_FOLDER(test_gzip),
         IN_FOLDER(test_large_file),    cmocka_unit_test(test_bin_errors), cmocka_unit_test(test_text_errors),
-        IN_FOLDER(test_path_errors),
+        IN_FOLDER(test_path_errors),   cmocka_unit_test(test_table),      IN_FOLDER(test_names),
     };
     return cmocka_run_group_tests_name("tokens", tests, NULL, NULL);
 }

@@ -39,7 +39,7 @@ if ! install >"$folder/install.log" 2>&1; then
     finish 0 0 1
 fi
 PATH=$environment/bin:$PATH
-export PATH PYTHONPATH="$PWD/python" SMOE_LIBRARY="$release/src/libsmoe.so" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
+export PATH PYTHONPATH="$PWD/python" SMOE_LIBRARY="$release/src/libsmoe.so" SMOE_BUILD="$release" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 export TORCHINDUCTOR_CACHE_DIR="$folder/inductor" OMP_WAIT_POLICY=passive
 
 timeout 1500 python -m pytest -q -rs --durations=5 tests/python 2>&1 | tee "$folder/pytest.log"

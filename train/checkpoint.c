@@ -11,7 +11,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { PATH_BYTES = 4096, COUNTERS = 6 };
+enum { PATH_BYTES = 4096, COUNTERS = 7 };
 
 static bool join(char *path, const char *folder, const char *name, error *err)
 {
@@ -53,9 +53,10 @@ static bool write_state(const char *folder, const model *m, const train_state *s
     snprintf(text[3], sizeof text[3], "%a", s->elapsed);
     snprintf(text[4], sizeof text[4], "%a", s->loss_sum);
     snprintf(text[5], sizeof text[5], "%lld", (long long)s->loss_count);
-    const safetensors_pair pairs[COUNTERS] = {{"step", text[0]},     {"seed", text[1]},
-                                              {"batch", text[2]},    {"elapsed", text[3]},
-                                              {"loss_sum", text[4]}, {"loss_count", text[5]}};
+    snprintf(text[6], sizeof text[6], "%lld", (long long)s->loss_bytes);
+    const safetensors_pair pairs[COUNTERS] = {
+        {"step", text[0]},     {"seed", text[1]},       {"batch", text[2]},     {"elapsed", text[3]},
+        {"loss_sum", text[4]}, {"loss_count", text[5]}, {"loss_bytes", text[6]}};
     int64_t total = (int64_t)m->layout.total;
     const tensor moments[] = {
         {.name = "adamw.first", .dtype = TENSOR_F32, .rank = 1, .shape = {total}, .data = s->first},
@@ -64,18 +65,21 @@ static bool write_state(const char *folder, const model *m, const train_state *s
     return safetensors_write(path, moments, 2, pairs, COUNTERS, err);
 }
 
-static bool write_files(const char *folder, const model *m, const train_state *state, error *err)
+static bool write_files(const char *folder, const model *m, const train_state *state, const tokenizer *words,
+                        error *err)
 {
     char path[PATH_BYTES];
     return join(path, folder, "config.json", err) && model_config_write(&m->config, path, err) &&
-           write_weights(folder, m, err) && write_state(folder, m, state, err);
+           write_weights(folder, m, err) && write_state(folder, m, state, err) &&
+           tokenizer_save(words, folder, err);
 }
 
-bool checkpoint_save(const char *out, const model *m, const train_state *state, int64_t keep, error *err)
+bool checkpoint_save(const char *out, const model *m, const train_state *state, const tokenizer *words,
+                     int64_t keep, error *err)
 {
     char folder[PATH_BYTES];
     if (!checkpoint_folder_begin(out, state->step, folder, sizeof folder, err)) return false;
-    if (write_files(folder, m, state, err) && checkpoint_folder_commit(out, state->step, keep, err))
+    if (write_files(folder, m, state, words, err) && checkpoint_folder_commit(out, state->step, keep, err))
         return true;
     checkpoint_folder_abort(out, state->step);
     return false;
@@ -208,7 +212,8 @@ static bool read_state(const safetensors *file, const char *path, const model *m
         !read_counter(file, path, "batch", NULL, &s->batch, err) ||
         !read_counter(file, path, "elapsed", &s->elapsed, NULL, err) ||
         !read_counter(file, path, "loss_sum", &s->loss_sum, NULL, err) ||
-        !read_counter(file, path, "loss_count", NULL, &s->loss_count, err))
+        !read_counter(file, path, "loss_count", NULL, &s->loss_count, err) ||
+        !read_counter(file, path, "loss_bytes", NULL, &s->loss_bytes, err))
         return false;
     s->seed = (uint64_t)seed;
     return read_moments(file, "adamw.first", s->first, total, err) &&

@@ -1,9 +1,10 @@
 /* Checkpoints: a folder OUT/step-0000100 a checkpoint, and OUT/latest, a symbolic link to the
  * newest finished one.
  *
- *     config.json         the model's shape (train/config.h says which transformers opens)
- *     model.safetensors   its weights under OLMoE's names, in f32
- *     state.safetensors   what resuming needs besides: the AdamW moments and the loop's counters
+ *     config.json               the model's shape (train/config.h says which transformers opens)
+ *     model.safetensors         its weights under OLMoE's names, in f32
+ *     bpe.txt, tokenizer*.json  the tokenizer, if there is one (train/tokenizer.h)
+ *     state.safetensors         what resuming needs besides: the AdamW moments and the loop's counters
  *
  * A checkpoint is written as step-0000100.tmp, synced, renamed, and only then does `latest` move to it, by a
  * rename too: a kill at any moment leaves `latest` at a whole checkpoint. One that cannot be written (a full
@@ -12,6 +13,7 @@
 #define TRAIN_CHECKPOINT_H
 
 #include "train/model.h"
+#include "train/tokenizer.h"
 
 /* The loop's counters. */
 typedef struct train_state {
@@ -21,12 +23,14 @@ typedef struct train_state {
     double elapsed;        // seconds of training
     double loss_sum;       // of the steps since the last line of the log
     int64_t loss_count;    // how many these are
+    int64_t loss_bytes;    // of text in their targets, 0: not known
     float *first, *second; // AdamW's moments (layout.total)
 } train_state;
 
 /* Writes a checkpoint of m and state under `out`, points `latest` to it and removes the oldest beyond `keep`.
- */
-bool checkpoint_save(const char *out, const model *m, const train_state *state, int64_t keep, error *err);
+ * `words` is the tokenizer that it carries, zeroed where there is none. */
+bool checkpoint_save(const char *out, const model *m, const train_state *state, const tokenizer *words,
+                     int64_t keep, error *err);
 
 /* The checkpoint that `path` means: itself if it holds a config.json, else path/latest. `name` (of `size`
  * bytes) receives its path. */

@@ -9,14 +9,15 @@ typedef struct pass_memory {
 } pass_memory;
 
 /* Adds the losses of one pass on what `memory` holds. */
-static bool add_pass(evaluation *result, model *m, const pass_memory *memory, int64_t sequences,
-                     int64_t length, error *err)
+static bool add_pass(evaluation *result, model *m, const tokens *data, const pass_memory *memory,
+                     int64_t sequences, int64_t length, error *err)
 {
     const model_batch batch = {memory->inputs, memory->targets, sequences, length};
     double loss;
     if (!model_loss(m, &batch, NULL, &loss, err)) return false;
     result->loss += loss * (double)(sequences * length); // the sum, until run() divides it
     result->tokens += sequences * length;
+    result->bytes += tokens_bytes(data, memory->targets, sequences * length);
     return true;
 }
 
@@ -34,7 +35,7 @@ static bool add_windows(evaluation *result, model *m, const tokens *data, int64_
         for (int64_t i = 0; i < sequences; i++)
             tokens_window(data, (first + i) * windows / count, 1, memory->inputs + i * context,
                           memory->targets + i * context);
-        if (!add_pass(result, m, memory, sequences, context, err)) return false;
+        if (!add_pass(result, m, data, memory, sequences, context, err)) return false;
     }
     return true;
 }
@@ -48,7 +49,7 @@ static bool run(evaluation *result, model *m, const tokens *data, int64_t most, 
     if (!add_windows(result, m, data, all ? windows : most, memory, stop, err)) return false;
     if (all && rest > 0 && !result->stopped) {
         tokens_rest_window(data, memory->inputs, memory->targets);
-        if (!add_pass(result, m, memory, 1, rest, err)) return false;
+        if (!add_pass(result, m, data, memory, 1, rest, err)) return false;
     }
     result->loss = result->stopped ? (double)NAN : result->loss / (double)result->tokens;
     return true;

@@ -12,7 +12,8 @@ typedef struct log_line {
     int64_t step;         // steps done
     int64_t tokens;       // trained on since the start of the run
     double loss;          // nats a token, mean of the training batches since the line before
-    double bits_per_byte; // loss / ln 2; NAN (null in the file) when a token is not a byte
+    double bits_per_byte; // loss in bits over the bytes of the targets; NAN (null in the file) when these are
+                          // not known
     double val_loss;      // nats a token on the validation stream; NAN (no such key) when not measured
     double tokens_per_s;  // since the line before
     double lr, grad_norm; // of the last step; the norm before clipping

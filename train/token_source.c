@@ -147,35 +147,57 @@ static bool parse_bin(token_source *s, const unsigned char *bytes, size_t size, 
 
 /* `length` of the name counts: without .gz it is the name of the contents. */
 static bool parse_contents(token_source *s, const unsigned char *bytes, size_t size, const char *name,
-                           size_t length, int64_t vocab, error *err)
+                           size_t length, error *err)
 {
-    if (ends_with(name, length, ".bin")) return parse_bin(s, bytes, size, err) && check_vocab(s, vocab, err);
+    if (ends_with(name, length, ".bin")) return parse_bin(s, bytes, size, err);
     s->bytes = bytes;
     s->count = (int64_t)size;
     s->width = 1;
+    s->text = true;
     s->binary = size > 0 && memchr(bytes, 0, size < LOOKED_AT ? size : LOOKED_AT) != NULL;
-    return check_vocab(s, vocab, err);
+    return true;
 }
 
 static bool parse_gzip(token_source *s, const unsigned char *bytes, size_t size, const char *name,
-                       size_t length, int64_t vocab, error *err)
+                       size_t length, error *err)
 {
     growing out;
     if (!inflate_all(bytes, size, &out, err)) return false;
     s->copy = grown(&out);
-    return parse_contents(s, s->copy, out.size, name, length, vocab, err);
+    return parse_contents(s, s->copy, out.size, name, length, err);
 }
 
-bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name, int64_t vocab,
-                        error *err)
+/* Tokens in place of a text's bytes. */
+static bool encode(token_source *s, const bpe *table, error *err)
+{
+    size_t size = (size_t)s->count, first = table->end >= 0;
+    uint16_t *out = malloc((size + first) * sizeof *out + 1);
+    if (out == NULL) return fail(err, ERROR_RUNTIME, "out of memory: the tokens of %zu bytes", size);
+    if (first) out[0] = (uint16_t)table->end;
+    size_t count = first + bpe_encode(table, s->bytes, size, out + first);
+    unsigned char *bytes = (unsigned char *)out;
+    for (size_t i = 0; i < count; i++) { // little-endian, as in a file
+        uint16_t token = out[i];
+        bytes[2 * i] = (unsigned char)token;
+        bytes[2 * i + 1] = (unsigned char)(token >> 8);
+    }
+    unsigned char *fitting = realloc(bytes, 2 * count + 1); // most tokens have many bytes
+    free(s->copy);
+    *s = (token_source){.count = (int64_t)count, .width = 2, .text = true, .binary = s->binary};
+    s->bytes = s->copy = fitting != NULL ? fitting : bytes;
+    return true;
+}
+
+bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name,
+                        const bpe *table, int64_t vocab, error *err)
 {
     error reason;
     size_t length = strlen(name);
     *source = (token_source){0};
-    bool ok = ends_with(name, length, ".gz")
-                  ? parse_gzip(source, bytes, size, name, length - 3, vocab, &reason)
-                  : parse_contents(source, bytes, size, name, length, vocab, &reason);
-    if (ok) return true;
+    bool ok = ends_with(name, length, ".gz") ? parse_gzip(source, bytes, size, name, length - 3, &reason)
+                                             : parse_contents(source, bytes, size, name, length, &reason);
+    if (ok && source->text && table != NULL) ok = encode(source, table, &reason);
+    if (ok && check_vocab(source, vocab, &reason)) return true;
     const bool binary = source->binary;
     token_source_close(source);
     source->binary = binary;
@@ -194,7 +216,8 @@ static bool read_all(growing *out, FILE *file, error *err)
     return out->size > 0 || fail(err, ERROR_RUNTIME, "holds no text");
 }
 
-bool token_source_read(token_source *source, FILE *file, const char *name, int64_t vocab, error *err)
+bool token_source_read(token_source *source, FILE *file, const char *name, const bpe *table, int64_t vocab,
+                       error *err)
 {
     error reason;
     growing out = {0};
@@ -204,37 +227,37 @@ bool token_source_read(token_source *source, FILE *file, const char *name, int64
         return fail(err, ERROR_RUNTIME, "%s: %s", name, reason.text);
     }
     unsigned char *text = grown(&out);
-    if (!token_source_parse(source, text, out.size, name, vocab, err)) {
-        free(text);
-        return false;
-    }
-    source->copy = text;
-    return true;
+    bool ok = token_source_parse(source, text, out.size, name, table, vocab, err);
+    bool kept = ok && source->copy == NULL;
+    if (kept) source->copy = text;
+    if (!kept) free(text);
+    return ok;
 }
 
 /* ---- files ---- */
 
 /* Takes the bytes over from the mapping of a small file. */
-static bool parse_copy(token_source *source, const file_map *map, const char *path, int64_t vocab, error *err)
+static bool parse_copy(token_source *source, const file_map *map, const char *path, const bpe *table,
+                       int64_t vocab, error *err)
 {
     unsigned char *copy = malloc(map->size);
     if (copy == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
     memcpy(copy, map->data, map->size);
-    bool ok = token_source_parse(source, copy, map->size, path, vocab, err);
-    bool kept = ok && source->copy == NULL; // inflated text has memory of its own
+    bool ok = token_source_parse(source, copy, map->size, path, table, vocab, err);
+    bool kept = ok && source->copy == NULL; // what is inflated or encoded has memory of its own
     if (kept) source->copy = copy;
     if (!kept) free(copy);
     return ok;
 }
 
-bool token_source_open(token_source *source, const char *path, int64_t vocab, error *err)
+bool token_source_open(token_source *source, const char *path, const bpe *table, int64_t vocab, error *err)
 {
     file_map map;
     *source = (token_source){0};
     if (!file_map_open(&map, path, err)) return false;
     bool small = map.size < COPY_BELOW;
-    bool ok = small ? parse_copy(source, &map, path, vocab, err)
-                    : token_source_parse(source, map.data, map.size, path, vocab, err);
+    bool ok = small ? parse_copy(source, &map, path, table, vocab, err)
+                    : token_source_parse(source, map.data, map.size, path, table, vocab, err);
     if (ok && !small && source->copy == NULL)
         source->map = map;
     else

@@ -3,6 +3,7 @@
 #define TRAIN_TOKEN_SOURCE_H
 
 #include "common/error.h"
+#include "train/bpe.h"
 #include "train/file.h"
 
 #include <stdbool.h>
@@ -13,7 +14,9 @@
 typedef struct token_source {
     const unsigned char *bytes; // count * width, little-endian
     int64_t count;              // tokens
-    int width;                  // bytes of a token: 1 text, 2 token file
+    int width;                  // bytes of a token: 1 text without a table, else 2
+    bool text;                  // no token file
+    bool validates;             // by its name (train/tokens.c)
     file_map map;               // what holds the bytes: a mapping, or
     unsigned char *copy;        // memory of our own, or neither: the caller's
     bool binary; // a byte of zero among the first 8192 of a text, or a .bin without a token file's magic:
@@ -21,12 +24,13 @@ typedef struct token_source {
                  // this.
 } token_source;
 
-/* From memory, which must outlive the source unless `name` ends in .gz; every token is checked against vocab.
- */
-bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name, int64_t vocab,
-                        error *err);
-bool token_source_read(token_source *source, FILE *file, const char *name, int64_t vocab, error *err); // text
-bool token_source_open(token_source *source, const char *path, int64_t vocab, error *err);
+/* From memory, which must outlive the source unless `name` ends in .gz or a text is encoded. Every token is
+ * checked against vocab. With a table (else NULL) a text is encoded by it, its end-of-text token first. */
+bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name,
+                        const bpe *table, int64_t vocab, error *err);
+bool token_source_read(token_source *source, FILE *file, const char *name, const bpe *table, int64_t vocab,
+                       error *err); // text
+bool token_source_open(token_source *source, const char *path, const bpe *table, int64_t vocab, error *err);
 void token_source_close(token_source *source);
 
 #endif

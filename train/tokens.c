@@ -32,6 +32,7 @@ struct tokens {
     size_t skipped; // binary files of folders
     char *first_skipped;
     stream train, validation;
+    const bpe *table; // NULL: none
     int64_t context;
 };
 
@@ -107,8 +108,29 @@ static void split_tails(tokens *data)
     }
 }
 
+/* val.bin, val_000.bin, val-x.bin.gz */
+static bool names_validation(const char *path)
+{
+    const char *slash = strrchr(path, '/'), *name = slash != NULL ? slash + 1 : path;
+    return strncmp(name, "val", 3) == 0 && (name[3] == '.' || name[3] == '_' || name[3] == '-');
+}
+
+/* Token files that are validation by their names, if there are such and others. */
+static bool split_names(tokens *data)
+{
+    size_t validation = 0;
+    for (size_t i = 0; i < data->source_count; i++) validation += data->sources[i].validates;
+    if (validation == 0 || validation == data->source_count) return false;
+    for (size_t i = 0; i < data->source_count; i++) {
+        const token_source *source = &data->sources[i];
+        stream_add(source->validates ? &data->validation : &data->train, source, 0, source->count);
+    }
+    return true;
+}
+
 static void split_train(tokens *data)
 {
+    if (split_names(data)) return;
     if (data->source_count >= SPLIT) {
         split_files(data);
         double share = (double)data->validation.total / (double)(data->validation.total + data->train.total);
@@ -143,7 +165,7 @@ static bool make_streams(tokens *data, tokens_split split, const char *name, err
     if (data->train.spans == NULL || data->validation.spans == NULL)
         return fail(err, ERROR_RUNTIME, "%s: out of memory", name);
     for (size_t i = 1; i < data->source_count; i++)
-        if (data->sources[i].width != data->sources[0].width)
+        if (data->sources[i].text != data->sources[0].text)
             return fail(err, ERROR_RUNTIME, "%s: text and token files (*.bin) cannot be mixed", name);
     if (split == TOKENS_EVAL) {
         for (size_t i = 0; i < data->source_count; i++)
@@ -157,7 +179,8 @@ static bool make_streams(tokens *data, tokens_split split, const char *name, err
 
 /* ---- opening ---- */
 
-static bool tokens_new(tokens **data, size_t sources, int64_t context, const char *name, error *err)
+static bool tokens_new(tokens **data, size_t sources, const bpe *table, int64_t context, const char *name,
+                       error *err)
 {
     *data = NULL;
     if (context < 1) return fail(err, ERROR_USAGE, "context = %lld is less than 1", (long long)context);
@@ -167,6 +190,7 @@ static bool tokens_new(tokens **data, size_t sources, int64_t context, const cha
         free(d);
         return fail(err, ERROR_RUNTIME, "%s: out of memory", name);
     }
+    d->table = table;
     d->context = context;
     *data = d;
     return true;
@@ -180,12 +204,12 @@ static bool finish(tokens **data, bool ok)
     return false;
 }
 
-bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *name, int64_t vocab,
-                  int64_t context, tokens_split split, error *err)
+bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *name, const bpe *table,
+                  int64_t vocab, int64_t context, tokens_split split, error *err)
 {
-    if (!tokens_new(data, 1, context, name, err)) return false;
+    if (!tokens_new(data, 1, table, context, name, err)) return false;
     (*data)->source_count = 1;
-    return finish(data, token_source_parse(&(*data)->sources[0], bytes, size, name, vocab, err) &&
+    return finish(data, token_source_parse(&(*data)->sources[0], bytes, size, name, table, vocab, err) &&
                             make_streams(*data, split, name, err));
 }
 
@@ -202,10 +226,10 @@ static bool is_input(const char *path)
     return strcmp(path, "-") == 0;
 }
 
-static bool open_source(token_source *source, const char *path, int64_t vocab, error *err)
+static bool open_source(token_source *source, const char *path, const bpe *table, int64_t vocab, error *err)
 {
-    if (is_input(path)) return token_source_read(source, stdin, "standard input", vocab, err);
-    return token_source_open(source, path, vocab, err);
+    if (is_input(path)) return token_source_read(source, stdin, "standard input", table, vocab, err);
+    return token_source_open(source, path, table, vocab, err);
 }
 
 static bool note_skipped(tokens *data, const char *path, error *err)
@@ -225,13 +249,14 @@ static bool open_sources(tokens *data, const file_list *list, const char *const 
         const bool named = is_named(entry->path, paths, count);
         if (entry->size == 0 && !named) continue;
         token_source *source = &data->sources[data->source_count];
-        const bool ok = open_source(source, entry->path, vocab, err);
+        const bool ok = open_source(source, entry->path, data->table, vocab, err);
         if (source->binary && !named) {
             token_source_close(source);
             if (!note_skipped(data, entry->path, err)) return false;
             continue;
         }
         if (!ok) return false;
+        source->validates = !source->text && names_validation(entry->path);
         data->source_count++;
     }
     return true;
@@ -245,18 +270,18 @@ static bool fail_empty(const tokens *data, const char *name, error *err)
 }
 
 static bool open_list(tokens **data, const file_list *list, const char *const *paths, size_t count,
-                      int64_t vocab, int64_t context, tokens_split split, error *err)
+                      const bpe *table, int64_t vocab, int64_t context, tokens_split split, error *err)
 {
     char name[160];
     snprintf(name, sizeof name, count > 1 ? "%.100s and %zu more" : "%.100s", paths[0], count - 1);
-    if (!tokens_new(data, list->count, context, name, err)) return false;
+    if (!tokens_new(data, list->count, table, context, name, err)) return false;
     bool ok = open_sources(*data, list, paths, count, vocab, err);
     if (ok && (*data)->source_count == 0) ok = fail_empty(*data, name, err);
     return finish(data, ok && make_streams(*data, split, name, err));
 }
 
-bool tokens_open(tokens **data, const char *const *paths, size_t count, int64_t vocab, int64_t context,
-                 tokens_split split, error *err)
+bool tokens_open(tokens **data, const char *const *paths, size_t count, const bpe *table, int64_t vocab,
+                 int64_t context, tokens_split split, error *err)
 {
     *data = NULL;
     if (count == 0) return fail(err, ERROR_USAGE, "no data: name text files, folders or token files");
@@ -265,7 +290,7 @@ bool tokens_open(tokens **data, const char *const *paths, size_t count, int64_t 
     for (size_t i = 0; ok && i < count; i++)
         ok = is_input(paths[i]) ? file_list_append(&list, paths[i], 0, err)
                                 : file_list_add(&list, paths[i], err);
-    ok = ok && open_list(data, &list, paths, count, vocab, context, split, err);
+    ok = ok && open_list(data, &list, paths, count, table, vocab, context, split, err);
     file_list_free(&list);
     return ok;
 }
@@ -287,9 +312,16 @@ size_t tokens_skipped(const tokens *data, const char **first)
     return data->skipped;
 }
 
-bool tokens_are_bytes(const tokens *data)
+int64_t tokens_bytes(const tokens *data, const int32_t *ids, int64_t count)
 {
-    return data->sources[0].width == 1;
+    if (data->sources[0].width == 1) return count;
+    int64_t bytes = 0;
+    for (int64_t i = 0; data->table != NULL && i < count; i++) {
+        size_t length;
+        bpe_bytes(data->table, ids[i], &length);
+        bytes += (int64_t)length;
+    }
+    return bytes;
 }
 
 int64_t tokens_train_count(const tokens *data)

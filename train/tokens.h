@@ -5,17 +5,21 @@
  *   *.bin  llm.c's token file: int32[256] header (magic 20240520, version 1, number of tokens), then
  *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz
- *   else   text: every byte is a token, so the vocabulary has 256 or more
+ *   else   text: encoded by a table (train/bpe.h), the end-of-text token first; without one every byte is a
+ *          token, so the vocabulary has 256 or more
  * Files of one run are either all text or all token files; empty files inside a folder are skipped, and so
  * are binary ones: texts with a byte of zero among their first 8192, *.bin that are no token files.
  *
  * Split. With fewer than 20 files the last 5% of each file validate. With 20 or more every 20th file does, so
  * that no document is in both; should that come to less than 2% or more than 10% of all tokens (files of very
- * different sizes), the last 5% of each file again. Both streams then are their files one after the other. */
+ * different sizes), the last 5% of each file again. Token files called val.bin or val_ANYTHING.bin are for
+ * validation, and nothing else is, when there are any and others to train on (tools/make_tokens.py). Both
+ * streams then are their files one after the other. */
 #ifndef TRAIN_TOKENS_H
 #define TRAIN_TOKENS_H
 
 #include "common/error.h"
+#include "train/bpe.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -28,24 +32,28 @@ typedef enum tokens_split {
     TOKENS_EVAL   // all tokens validate, none train
 } tokens_split;
 
-/* Reads `count` files or folders for a model of `vocab` tokens and `context` tokens a sequence. Small files
+/* Reads `count` files or folders for a model of `vocab` tokens and `context` tokens a sequence. `table` is
+ * that of the tokens, which must outlive *data, or NULL. Small files
  * are copied, large ones mapped. Errors: missing, empty, malformed or truncated files (expected and found), a
  * token id past the vocabulary, fewer than context + 1 tokens in a stream of TOKENS_TRAIN, than 2 in
  * TOKENS_EVAL's. */
-bool tokens_open(tokens **data, const char *const *paths, size_t count, int64_t vocab, int64_t context,
-                 tokens_split split, error *err);
+bool tokens_open(tokens **data, const char *const *paths, size_t count, const bpe *table, int64_t vocab,
+                 int64_t context, tokens_split split, error *err);
 
 /* The same from one file in memory, which must outlive *data; `name` says what it is, as above. */
-bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *name, int64_t vocab,
-                  int64_t context, tokens_split split, error *err);
+bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *name, const bpe *table,
+                  int64_t vocab, int64_t context, tokens_split split, error *err);
 
 void tokens_close(tokens *data); // NULL is fine
+
+/* The bytes of text that `count` tokens of the data stand for; 0: not known, token files without their table.
+ */
+int64_t tokens_bytes(const tokens *data, const int32_t *ids, int64_t count);
 
 /* Binary files of folders that were left out, and the path of the first (NULL: none), which lives as long as
  * data. */
 size_t tokens_skipped(const tokens *data, const char **first);
 
-bool tokens_are_bytes(const tokens *data);      // then loss / ln 2 is bits per byte
 int64_t tokens_train_count(const tokens *data); // tokens
 int64_t tokens_validation_count(const tokens *data);
 

@@ -20,6 +20,7 @@ enum { PATH_BYTES = 4096 };
 
 typedef struct run {
     const train_settings *settings;
+    tokenizer words; // zeroed: none
     tokens *data;
     train_device *device;
     model model;
@@ -82,7 +83,7 @@ static bool save(run *r, error *err)
 {
     if (r->settings->checkpoints == 0) return file_make_folder(r->settings->out, err);
     return optimizer_download(&r->optimizer, err) &&
-           checkpoint_save(r->settings->out, &r->model, &r->state, r->settings->keep, err);
+           checkpoint_save(r->settings->out, &r->model, &r->state, &r->words, r->settings->keep, err);
 }
 
 static bool start(run *r, error *err)
@@ -104,6 +105,27 @@ static bool start(run *r, error *err)
     return save(r, err);
 }
 
+/* The one asked for, which must be the one of a checkpoint resumed, or that one. */
+static bool open_tokenizer(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    char path[PATH_BYTES];
+    tokenizer had = {0};
+    if (s->tokenizer && !tokenizer_open(&r->words, s->tokenizer, err)) return false;
+    if (s->resume && (!checkpoint_find(s->out, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
+        return false;
+    bool same = !s->resume || !s->tokenizer || tokenizer_same(&r->words, &had);
+    if (!s->tokenizer)
+        r->words = had;
+    else
+        tokenizer_close(&had);
+    if (!same)
+        return fail(err, ERROR_USAGE, "%s was trained with another tokenizer than %s", path, s->tokenizer);
+    return r->words.table.tokens <= s->config.vocab ||
+           fail(err, ERROR_USAGE, "the tokenizer has %lld tokens, the model's vocabulary %lld (--vocab)",
+                (long long)r->words.table.tokens, (long long)s->config.vocab);
+}
+
 static bool open_run(run *r, error *err)
 {
     const train_settings *s = r->settings;
@@ -112,8 +134,9 @@ static bool open_run(run *r, error *err)
     routing.seed = s->seed;
     model_options options = {
         .sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN, .recompute = s->recompute};
-    if (!tokens_open(&r->data, s->paths, s->path_count, s->config.vocab, s->config.context, TOKENS_TRAIN,
-                     err) ||
+    if (!open_tokenizer(r, err) ||
+        !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
+                     s->config.vocab, s->config.context, TOKENS_TRAIN, err) ||
         !(r->device = device_open(&s->device, err)) ||
         !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
@@ -134,6 +157,7 @@ static void close_run(run *r)
     model_destroy(&r->model);
     if (r->device) r->device->ops->close(r->device);
     tokens_close(r->data);
+    tokenizer_close(&r->words);
 }
 
 /* ---- one step ---- */
@@ -196,6 +220,7 @@ static bool step(run *r, double *loss, error *err)
     r->state.step++;
     r->state.loss_sum += *loss;
     r->state.loss_count++;
+    r->state.loss_bytes += tokens_bytes(r->data, r->targets, s->batch * s->config.context);
     r->state.elapsed = r->before + clock_seconds() - r->started;
     return true;
 }
@@ -211,10 +236,14 @@ static bool passes(double from, double to, int64_t count)
 static bool write_line(run *r, double val_loss, error *err)
 {
     double seconds = r->state.elapsed - r->line_time, loss = r->state.loss_sum / (double)r->state.loss_count;
+    const evaluation trained = {.loss = loss,
+                                .tokens =
+                                    r->state.loss_count * r->settings->batch * r->settings->config.context,
+                                .bytes = r->state.loss_bytes};
     r->line = (log_line){.step = r->state.step,
                          .tokens = tokens_done(r),
                          .loss = loss,
-                         .bits_per_byte = tokens_are_bytes(r->data) ? loss / log(2.0) : (double)NAN,
+                         .bits_per_byte = evaluation_bits_per_byte(&trained),
                          .val_loss = val_loss,
                          .tokens_per_s = (double)(tokens_done(r) - r->line_tokens) / seconds,
                          .lr = r->lr,
@@ -223,6 +252,7 @@ static bool write_line(run *r, double val_loss, error *err)
     r->line_tokens = tokens_done(r);
     r->state.loss_sum = 0.0;
     r->state.loss_count = 0;
+    r->state.loss_bytes = 0;
     return log_write(r->log, &r->line, err);
 }
 
@@ -300,7 +330,6 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
                              .elapsed = r->state.elapsed,
                              .loss = r->line.loss,
                              .validation = result->validation,
-                             .bytes = tokens_are_bytes(r->data),
                              .interrupted = result->interrupted,
                              .parameters = r->model.layout.total,
                              .active = model_active_weights(&s->config),

@@ -28,6 +28,8 @@ struct train_settings {
     model_recompute recompute;
     const char *const *paths; // files and folders of text, or token files
     size_t path_count;
+    const char
+        *tokenizer;    // table of the tokens (train/bpe.h); NULL: the one of the checkpoint resumed, or none
     const char *out;   // folder of log, curve and checkpoints
     bool resume;       // go on from OUT/latest; its config.json must be `config`
     int64_t batch;     // sequences of a step
@@ -68,7 +70,6 @@ typedef struct train_result {
     double elapsed;        // seconds of training, those before a resume included
     double loss;           // of the last log line, nats
     evaluation validation; // the last, over last_evaluation_tokens
-    bool bytes;            // a token is a byte: loss / ln 2 is bits per byte
     bool interrupted;      // by *stop, while training or in the last validation, which then has no loss
     bool drawn;            // curve.png is there
     size_t parameters;

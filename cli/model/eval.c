@@ -67,13 +67,13 @@ static const table_column columns[] = {
     {"perplexity", COLUMN_NUMBER, 3, false, "e to the loss"},
 };
 
-static bool print_result(const eval_options *o, const evaluation *e, bool bytes, error *err)
+static bool print_result(const eval_options *o, const evaluation *e, error *err)
 {
     table *t = table_open(stdout, o->format, columns, sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "out of memory");
     table_integer(t, e->tokens);
     table_number(t, e->loss);
-    table_number(t, bytes ? e->loss / log(2.0) : (double)NAN);
+    table_number(t, evaluation_bits_per_byte(e));
     table_number(t, exp(e->loss));
     table_end_row(t);
     return table_close(t, err);
@@ -83,18 +83,21 @@ static bool measure(const eval_options *o, model *m, const tokens *data, error *
 {
     evaluation result;
     show_skipped(data);
-    return evaluate(&result, m, data, 0, NULL, err) && print_result(o, &result, tokens_are_bytes(data), err);
+    return evaluate(&result, m, data, 0, NULL, err) && print_result(o, &result, err);
 }
 
 static bool run_on(train_device *device, const eval_options *o, error *err)
 {
     model m;
+    tokenizer words = {0};
     tokens *data = NULL;
     if (!load_model(&m, o->checkpoint, SEQUENCES, o->context, MODEL_EVALUATE, device, err)) return false;
-    bool done =
-        tokens_open(&data, o->paths, o->path_count, m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
-        measure(o, &m, data, err);
+    bool done = load_tokenizer(&words, o->checkpoint, err) &&
+                tokens_open(&data, o->paths, o->path_count, words.table.tokens ? &words.table : NULL,
+                            m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
+                measure(o, &m, data, err);
     tokens_close(data);
+    tokenizer_close(&words);
     model_destroy(&m);
     return done;
 }

@@ -1,4 +1,4 @@
-/* `smoe generate`: samples bytes from a checkpoint and writes them as they come. */
+/* `smoe generate`: samples text from a checkpoint and writes it token by token. */
 #include "cli/common/cli.h"
 #include "cli/model/load.h"
 #include "common/clock.h"
@@ -22,8 +22,8 @@ enum { KEY_TEMPERATURE = 1, KEY_TOP_P, KEY_SEED, KEY_DEVICE };
 
 static const struct argp_option options_table[] = {
     {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
-    {"prompt", 'p', "TEXT", 0, "What the text begins with (default a newline)", 0},
-    {"tokens", 'n', "N", 0, "How many to sample, 0..1e9 (default 400)", 0},
+    {"prompt", 'p', "TEXT", 0, "What the text begins with (default nothing)", 0},
+    {"tokens", 'n', "N", 0, "How many to sample at most, 0..1e9 (default 400); the end of text ends it", 0},
     {"temperature", KEY_TEMPERATURE, "X", 0,
      "0 takes the likeliest, 1 samples as the model says (default 0.8)", 0},
     {"top-p", KEY_TOP_P, "X", 0, "Among the likeliest that together have this probability (default 0.95)", 0},
@@ -63,43 +63,93 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-static const struct argp generate_argp = {.options = options_table,
-                                          .parser = parse,
-                                          .doc = "Samples text from a checkpoint of a byte-level model."};
+static const struct argp generate_argp = {
+    .options = options_table,
+    .parser = parse,
+    .doc = "Samples text from a checkpoint: of bytes, or of the tokens of its tokenizer (bpe.txt)."};
 
-/* text holds `count` tokens and has room for as many more as are asked for. */
-static bool generate(generate_options *o, model *m, int32_t *text, int64_t count, error *err)
+static bool print(const void *bytes, size_t length, error *err)
+{
+    return (fwrite(bytes, 1, length, stdout) == length && fflush(stdout) == 0) ||
+           fail(err, ERROR_RUNTIME, "cannot write: %s", strerror(errno));
+}
+
+/* Without the first token, which runs the whole prompt. */
+static void show_rate(int64_t sampled, double seconds)
+{
+    if (sampled > 1) fprintf(stderr, "%.0f tokens a second\n", (double)(sampled - 1) / seconds);
+}
+
+/* `text` holds `count` tokens and has room for as many more as are asked for. The end of text ends it. */
+static bool generate(generate_options *o, model *m, const bpe *table, int32_t *text, int64_t count,
+                     error *err)
 {
     double started = 0.0;
-    fwrite(o->prompt, 1, strlen(o->prompt), stdout);
-    for (int64_t i = 0; i < o->tokens; i++, count++) {
-        if (i == 1) started = clock_seconds(); // the first runs the whole prompt
+    int64_t sampled = 0;
+    bool ended = false;
+    if (!print(o->prompt, strlen(o->prompt), err)) return false;
+    while (sampled < o->tokens && !ended) {
+        if (sampled == 1) started = clock_seconds();
         if (!sample_next(&o->sampler, m, text, count, &text[count], err)) return false;
-        putchar(text[count]);
-        if (fflush(stdout) != 0) return fail(err, ERROR_RUNTIME, "cannot write: %s", strerror(errno));
+        size_t length;
+        const unsigned char *bytes = bpe_bytes(table, text[count], &length);
+        if (!print(bytes, length, err)) return false;
+        ended = text[count] == table->end;
+        count++;
+        sampled++;
     }
-    putchar('\n');
-    if (o->tokens > 1)
-        fprintf(stderr, "%.0f tokens a second\n", (double)(o->tokens - 1) / (clock_seconds() - started));
-    return fflush(stdout) == 0 || fail(err, ERROR_RUNTIME, "cannot write: %s", strerror(errno));
+    if (!print("\n", 1, err)) return false;
+    show_rate(sampled, clock_seconds() - started);
+    return true;
+}
+
+/* The tokens that stand before those sampled: the end of text, after which a document begins, and the prompt.
+ * A table without that token continues a newline when there is no prompt. Returns their number. */
+static int64_t begin(const bpe *table, const char *prompt, uint16_t *room, int32_t *text)
+{
+    int64_t first = 0;
+    if (table->end >= 0) text[first++] = (int32_t)table->end;
+    if (first == 0 && !*prompt) prompt = "\n";
+    size_t count = bpe_encode(table, (const unsigned char *)prompt, strlen(prompt), room);
+    for (size_t i = 0; i < count; i++) text[first++] = room[i];
+    return first;
+}
+
+static bool generate_from(generate_options *o, model *m, const bpe *table, error *err)
+{
+    size_t length = strlen(o->prompt) + 1; // tokens of the prompt: no more than its bytes, or than a newline
+    int32_t *text = malloc((length + 1 + (size_t)o->tokens) * sizeof *text);
+    uint16_t *room = malloc(length * sizeof *room);
+    bool done =
+        (text && room) || fail(err, ERROR_RUNTIME, "out of memory: %lld tokens", (long long)o->tokens);
+    done = done && generate(o, m, table, text, begin(table, o->prompt, room, text), err);
+    free(room);
+    free(text);
+    return done;
+}
+
+/* A model without a tokenizer is one of bytes: a table without merges. */
+static bool find_table(tokenizer *words, const generate_options *o, const model *m, error *err)
+{
+    static const char bytes[] = "smoe-bpe 1 256 0\n";
+    if (!load_tokenizer(words, o->checkpoint, err)) return false;
+    if (words->table.tokens > m->config.vocab)
+        return fail(err, ERROR_RUNTIME, "%s: its tokenizer has %lld tokens, the model's vocabulary %lld",
+                    o->checkpoint, (long long)words->table.tokens, (long long)m->config.vocab);
+    if (words->table.tokens > 0) return true;
+    if (m->config.vocab != 256)
+        return fail(err, ERROR_USAGE, "%s: a vocabulary of %lld and no tokenizer (bpe.txt); bytes are 256",
+                    o->checkpoint, (long long)m->config.vocab);
+    return bpe_parse(&words->table, bytes, sizeof bytes - 1, "bytes", err);
 }
 
 static bool run_on(train_device *device, generate_options *o, error *err)
 {
     model m;
+    tokenizer words = {0};
     if (!load_model(&m, o->checkpoint, 1, 0, MODEL_GENERATE, device, err)) return false;
-    bool done =
-        m.config.vocab == 256 || fail(err, ERROR_USAGE, "%s: a vocabulary of %lld; text is bytes, 256",
-                                      o->checkpoint, (long long)m.config.vocab);
-    size_t length = strlen(o->prompt);
-    int32_t *text = malloc((length + (size_t)o->tokens + 1) * sizeof *text);
-    if (done && !text) done = fail(err, ERROR_RUNTIME, "out of memory: %lld tokens", (long long)o->tokens);
-    if (done) {
-        text[0] = '\n'; // what an empty prompt continues
-        for (size_t i = 0; i < length; i++) text[i] = (unsigned char)o->prompt[i];
-        done = generate(o, &m, text, length ? (int64_t)length : 1, err);
-    }
-    free(text);
+    bool done = find_table(&words, o, &m, err) && generate_from(o, &m, &words.table, err);
+    tokenizer_close(&words);
     model_destroy(&m);
     return done;
 }

@@ -23,3 +23,10 @@ bool load_model(model *m, const char *path, int64_t sequences, int64_t context, 
     model_destroy(m);
     return false;
 }
+
+bool load_tokenizer(tokenizer *t, const char *path, error *err)
+{
+    char name[4096];
+    *t = (tokenizer){0};
+    return checkpoint_find(path, name, sizeof name, err) && tokenizer_find(t, name, err);
+}

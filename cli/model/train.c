@@ -50,7 +50,7 @@ static bool print_result(const train_options *options, const train_result *r, er
     table *t = table_open(stdout, options->json ? TABLE_JSON : TABLE_VERTICAL, columns,
                           sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "out of memory");
-    const double val_loss = r->interrupted || !r->validation.tokens ? (double)NAN : r->validation.loss;
+    const bool validated = !r->interrupted && r->validation.tokens > 0;
     table_integer(t, r->step);
     table_integer(t, r->tokens);
     table_number(t, r->elapsed);
@@ -58,8 +58,8 @@ static bool print_result(const train_options *options, const train_result *r, er
     table_integer(t, (int64_t)r->parameters);
     table_integer(t, r->active);
     table_number(t, r->loss);
-    table_number(t, val_loss);
-    table_number(t, r->bytes ? val_loss / log(2.0) : (double)NAN);
+    table_number(t, validated ? r->validation.loss : (double)NAN);
+    table_number(t, validated ? evaluation_bits_per_byte(&r->validation) : (double)NAN);
     table_integer(t, r->validation.tokens);
     table_number(t, r->device_bytes ? (double)r->device_bytes / 1e9 : (double)NAN);
     table_end_row(t);
@@ -93,15 +93,26 @@ static void show_start(const train_settings *s, const train_start *start)
                 start->elapsed, s->seconds);
 }
 
+/* A vocabulary that was not given is that of the tokenizer, a multiple of 64. */
+static bool adopt_vocabulary(train_settings *s, error *err)
+{
+    tokenizer words;
+    if (!s->tokenizer || s->config.vocab != train_settings_default().config.vocab) return true;
+    if (!tokenizer_open(&words, s->tokenizer, err)) return false;
+    s->config.vocab = (words.table.tokens + 63) / 64 * 64;
+    tokenizer_close(&words);
+    return true;
+}
+
 static bool train(train_options *options, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
     train_result result;
+    if (!adopt_vocabulary(s, err) || !adopt_shape(options, err)) return false;
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();
     s->stop = &stop_asked;
     s->on_start = show_start;
-    if (!adopt_shape(options, err)) return false;
     bool done = train_run(s, options->quiet ? NULL : progress_show, &shown, &result, err);
     progress_end(&shown);
     if (!done || !print_result(options, &result, err)) return false;

@@ -54,7 +54,8 @@ static const number_option numbers[] = {
     {"dense-intermediate", "N", CONFIG(dense_intermediate), INT64, 0, 1 << 20, GROUP_MODEL,
      "Its intermediate size, 0: K times an expert's"},
     {"context", "TOKENS", CONFIG(context), INT64, 1, 1 << 24, GROUP_MODEL, "Tokens of a sequence"},
-    {"vocab", "N", CONFIG(vocab), INT64, 2, 1 << 24, GROUP_MODEL, "Vocabulary; text needs 256"},
+    {"vocab", "N", CONFIG(vocab), INT64, 2, 1 << 24, GROUP_MODEL,
+     "Vocabulary; text without --tokenizer needs 256"},
     {"init", "X", CONFIG(initializer_range), REAL, 0, 10, GROUP_MODEL,
      "Standard deviation of the first weights"},
 
@@ -79,6 +80,7 @@ enum {
     KEY_NUMBER = 0x1000, // + index
     KEY_MINUTES = 0x2000,
     KEY_RESUME,
+    KEY_TOKENIZER,
     KEY_RENORMALIZE,
     KEY_TIED,
     KEY_ROUNDING,
@@ -94,6 +96,11 @@ static const struct argp_option others[] = {
     {"out", 'o', "DIR", 0, "Folder of the log, the curve and the checkpoints", GROUP_RUN},
     {"minutes", KEY_MINUTES, "X", 0, "The same in minutes", GROUP_RUN},
     {"resume", KEY_RESUME, NULL, 0, "Go on from the newest checkpoint in DIR; its sizes are the model's",
+     GROUP_RUN},
+    {"tokenizer", KEY_TOKENIZER, "TABLE", 0,
+     "The table of the token files, or by which text is encoded: bpe.txt of tools/make_tokens.py. "
+     "Checkpoints "
+     "carry it; --vocab is then its size, rounded up to a multiple of 64, unless given",
      GROUP_RUN},
     {"device", KEY_DEVICE, "NAME", 0,
      "cpu, cuda, auto (the GPU where there is one) or cuda-plain (without libraries, slow)", GROUP_RUN},
@@ -217,6 +224,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case 'q': options->quiet = true; return 0;
     case KEY_JSON: options->json = true; return 0;
     case KEY_RESUME: s->resume = true; return 0;
+    case KEY_TOKENIZER: s->tokenizer = text; return 0;
     case KEY_MINUTES:
         s->seconds = 60.0 * parse_real(state, "minutes", text, 1e-4, 1e7);
         note_length(options, "minutes", state);

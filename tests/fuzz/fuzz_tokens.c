@@ -49,7 +49,7 @@ bool fuzz_accepts(const uint8_t *bytes, size_t size)
     uint8_t *rest = malloc(size - PREFIX + 1);
     PROMISE(rest != NULL);
     for (size_t i = PREFIX; i < size; i++) rest[i - PREFIX] = bytes[i];
-    bool ok = tokens_parse(&data, rest, size - PREFIX, name, vocab, context, split, &err);
+    bool ok = tokens_parse(&data, rest, size - PREFIX, name, NULL, vocab, context, split, &err);
     PROMISE(ok ? data != NULL : data == NULL && err.code != 0 && err.text[0] != '\0');
     if (ok) check_batches(data, context, vocab);
     tokens_close(data);

@@ -253,8 +253,56 @@ def tokens():
     case("bad-bin-gz-truncated", BIN_GZ, 8, 4, gzip.compress(token_file(ids)[:-2], mtime=0))
 
 
+# ---- tables of tokens: the table, a zero byte, a text that it encodes ----
+
+def bpe():
+    def table(merges, tokens=None):
+        made = 256 + len({merge[2] for merge in merges})
+        lines = [f"smoe-bpe 1 {made + 1 if tokens is None else tokens} {len(merges)}"]
+        return "".join(line + "\n" for line in lines + [" ".join(map(str, merge)) for merge in merges]).encode()
+
+    def doubled(times):  # each token twice the one before
+        return [(97, 97, 256)] + [(255 + i, 255 + i, 256 + i) for i in range(1, times)]
+
+    the = [(116, 104, 256), (256, 101, 257), (32, 257, 258)]
+    twice = [(97, 98, 256), (256, 99, 257), (98, 99, 258), (97, 258, 257)]
+    text = b"\0the end of the  end\n\n  12345 ,;. \xc3\xa9\xff\x80\x80"
+    put("bpe", "good-merges", table(the) + text)
+    put("bpe", "good-no-merge", table([]) + text)
+    put("bpe", "good-no-end", table(the, 259) + text)
+    put("bpe", "good-two-ways", table(twice) + b"\0abc abcbc aabc")
+    put("bpe", "good-longest", table(doubled(8)) + b"\0" + b"a" * 700)
+    put("bpe", "good-no-utf8", table(the) + b"\0" + b"\x80" * 700)
+
+    lines = table(the).decode()
+    put("bpe", "bad-empty", b"")
+    put("bpe", "bad-magic", lines.replace("bpe", "bp"))
+    put("bpe", "bad-version", lines.replace("bpe 1", "bpe 2"))
+    put("bpe", "bad-no-size", "smoe-bpe 1 ")
+    put("bpe", "bad-few-tokens", table([], 255))
+    put("bpe", "bad-many-tokens", table([], 65537))
+    put("bpe", "bad-tokens-past-merges", table(the, 261))
+    put("bpe", "bad-token-past-tokens", table(the, 258))
+    put("bpe", "bad-truncated", lines[:-1])
+    put("bpe", "bad-line-missing", table(the)[: -len("32 257 258\n")])
+    put("bpe", "bad-line-too-many", lines + "32 32 259\n")
+    put("bpe", "bad-merges-huge", "smoe-bpe 1 300 9999999\n" + "1 1 256\n")
+    put("bpe", "bad-number-huge", lines.replace("116", "11111111"))
+    put("bpe", "bad-negative", lines.replace("116", "-1"))
+    put("bpe", "bad-letters", lines.replace("116", "x"))
+    put("bpe", "bad-two-numbers", lines.replace("116 104", "116"))
+    put("bpe", "bad-left-unknown", table([(256, 104, 256)]))
+    put("bpe", "bad-right-unknown", table([(104, 256, 256)]))
+    put("bpe", "bad-end-in-merge", table([(116, 104, 256), (257, 104, 257)], 258))
+    put("bpe", "bad-token-skipped", table([(116, 104, 257)]))
+    put("bpe", "bad-same-pair", table([(116, 104, 256), (116, 104, 256)]))
+    put("bpe", "bad-other-bytes", table([(116, 104, 256), (104, 116, 256)]))
+    put("bpe", "bad-too-long", table(doubled(9)))
+
+
 if __name__ == "__main__":
     safetensors()
     index()
     config()
     tokens()
+    bpe()

@@ -1,0 +1,27 @@
+/* The files of a tokenizer, as tools/make_tokens.py writes them and every checkpoint carries them. */
+#ifndef TRAIN_TOKENIZER_H
+#define TRAIN_TOKENIZER_H
+
+#include "train/bpe.h"
+#include "train/file.h"
+
+enum { TOKENIZER_FILES = 3 }; // bpe.txt, tokenizer.json, tokenizer_config.json
+
+typedef struct tokenizer {
+    bpe table;
+    file_map files[TOKENIZER_FILES]; // those that are missing are zeroed, all but the first may be
+} tokenizer;
+
+/* Reads the table at `path`; what lies beside it under the other names, for Transformers, comes with it. */
+bool tokenizer_open(tokenizer *t, const char *path, error *err);
+void tokenizer_close(tokenizer *t); // a zeroed one is fine
+
+/* The tokenizer of a checkpoint; t->table.tokens is 0 where it has none. */
+bool tokenizer_find(tokenizer *t, const char *checkpoint, error *err);
+
+/* Writes the files into a folder. */
+bool tokenizer_save(const tokenizer *t, const char *folder, error *err);
+
+bool tokenizer_same(const tokenizer *a, const tokenizer *b); // the same table
+
+#endif
