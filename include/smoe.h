@@ -283,8 +283,8 @@ typedef struct smoe_sizes {
     int64_t rows;                /* upper bound on R: T K, plus what rounding can add */
     int64_t padded_rows;         /* upper bound on the rows, pad rows included: rows + 63 E */
     uint64_t saved_bytes;        /* kept from forward to backward: X, H and the plan, without padding. In bf16
-                                    2 T d + 4 n R + metadata_bytes, with 2 n R in place of 4 n R without a gate.
-                                    In f32 X and H take twice that */
+                                    2 T d + 4 n R + metadata_bytes (without a gate 2 n R, not 4 n R). In f32 X
+                                    and H take twice that */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
     uint64_t saved_buffer_bytes; /* the size of `saved`: H with padded_rows rows, and the plan. X is not in
                                     it: it stays where the caller has it */
@@ -394,10 +394,9 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* what the forward was given */
-    const void *x; /* (T, d); read for dw1, drouter_weight */
-    const void
-        *router_weight; /* (E, d) when the forward had it, else NULL: then dx lacks the router's term */
-    const void *logits; /* FROM_LOGITS: (T, E); read by smoe_layer_backward for dlogits */
+    const void *x;               /* (T, d); read for dw1, drouter_weight */
+    const void *router_weight;   /* (E, d) if the forward had it, else NULL: then dx has no router's term */
+    const void *logits;          /* FROM_LOGITS: (T, E); read by smoe_layer_backward for dlogits */
     const float *selection_bias; /* unused */
     const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
     const float *topk_weights;   /* unused */
