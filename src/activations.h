@@ -1,5 +1,5 @@
-/* Every activation, once. The checks, names and dispatch of the library, the tool and the tests are made from
- * this list; it holds no code of the library.
+/* The list of all activations. The checks, names and dispatch of the library, the tool and the tests are made
+ * from this list; it contains no code.
  *
  *   X(enumerator, name, shape, curve)
  *

@@ -1,4 +1,4 @@
-/* The public calls: take the caller's structs, check them, dispatch to the context's backend. */
+/* The public calls. Each copies the caller's structs, checks them and calls the context's backend. */
 #include "backend.h"
 #include "check.h"
 #include "wanted.h"
@@ -109,7 +109,7 @@ static smoe_status check_scratch(smoe_context *context, const char *function, co
                             forward);
 }
 
-/* The plan, in saved or for inference in scratch; the other of the two is not looked at. */
+/* The plan, in saved, or for inference in scratch. Of these two buffers only this one is checked here. */
 static smoe_status find_plan(smoe_context *context, const char *function, forward_call *call)
 {
     const int inference = call->problem.layer.inference;
@@ -268,8 +268,8 @@ smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *
 
 /* ---- Backward ---- */
 
-/* An input is required when a gradient that is wanted is made from it; those that smoe.h calls unused are not
- * looked at. `router`: the router's part is asked for. */
+/* An input is required when a wanted gradient is computed from it. Fields that smoe.h marks unused are
+ * ignored. `router`: a gradient of the router's part is wanted. */
 static smoe_status check_backward_pointers(smoe_context *context, const char *function,
                                            const smoe_layer *layer, const smoe_backward_args *a, int router)
 {

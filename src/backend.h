@@ -1,5 +1,5 @@
-/* The table of functions a backend fills, and the context that carries it. api.c has checked every argument
- * before one of them is called. */
+/* The table of functions that a backend fills, and the context, which points to it. api.c checks every
+ * argument before it calls one of them. */
 #ifndef SMOE_BACKEND_H
 #define SMOE_BACKEND_H
 
@@ -28,8 +28,8 @@ typedef struct moe_backend_table {
     smoe_status (*experts_forward)(smoe_context *context, const moe_problem *problem,
                                    const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                                    void *stream);
-    /* with_router: dlogits, the router's gradients or its term of dx are asked for as well. Gradients that
-     * are NULL are not wanted: wanted.h. */
+    /* with_router: dlogits, the router's gradients or its term of dx are wanted too. Gradients that are NULL
+     * are not wanted: wanted.h. */
     smoe_status (*backward)(smoe_context *context, const moe_problem *problem, const smoe_backward_args *args,
                             const moe_plan_arrays *plan, int with_router, void *stream);
     smoe_status (*update_selection_bias)(smoe_context *context, const moe_problem *problem,
@@ -46,7 +46,7 @@ enum { SMOE_ERROR_TEXT = 512 };
 struct smoe_context {
     const moe_backend_table *backend;
     void *state;          /* the backend's own */
-    const char *function; /* that was called last, for error texts */
+    const char *function; /* the public function that was called last, for error texts */
     int32_t threads;
     smoe_stage_callback on_stage;
     void *on_stage_user;

@@ -5,10 +5,10 @@
 #include <stdio.h>
 #include <string.h>
 
-/* No struct of ours comes near this size: a larger one is a caller's uninitialised memory. */
+/* No struct of smoe.h comes near this size. A larger struct_size is uninitialised memory. */
 enum { LARGEST_STRUCT = 4096 };
 
-/* The bytes that the caller's struct has; 0 when that cannot be right. */
+/* The size of the caller's struct; 0 when it cannot be right. */
 static size_t size_given(const void *caller)
 {
     size_t given;
@@ -33,7 +33,7 @@ smoe_status moe_check_struct(smoe_context *context, const char *function, const 
     return SMOE_OK;
 }
 
-/* The bytes after struct_size that both sides know. */
+/* The bytes after struct_size that the caller and the library both know. */
 static size_t common_bytes(const void *caller, size_t size)
 {
     const size_t given = size_given(caller);
@@ -143,8 +143,7 @@ const char *moe_entry_name(smoe_entry entry)
     return name_of(entries, COUNT(entries), (int)entry);
 }
 
-/* A field, the enumerators that its type has (or numbers), and which of them it may have: bit i for the i-th.
- */
+/* A field, the enumerators of its type, and which of them are allowed: bit i for the i-th. */
 typedef struct choice_check {
     const char *name;
     int value;

@@ -5,8 +5,8 @@
 
 #include "backend.h"
 
-/* A caller's growable struct: not NULL, its struct_size (its first field) possible, and zeros in what lies
- * past the `size` bytes that this library knows. `init` is the macro it is made with. */
+/* Checks a caller's struct: it is not NULL, its struct_size (the first field) is possible, and the bytes
+ * beyond the `size` that this library knows are zero. `init` is the macro that initialises it. */
 smoe_status moe_check_struct(smoe_context *context, const char *function, const char *name, const char *init,
                              const void *caller, size_t size);
 
@@ -14,10 +14,11 @@ smoe_status moe_check_struct(smoe_context *context, const char *function, const 
  * impossible. */
 void moe_take_struct(void *to, size_t size, const void *from);
 
-/* The way back: fills as much of a caller's struct as its struct_size covers, which stays as it is. */
+/* The other direction: writes the part of a caller's struct that its struct_size covers. struct_size itself
+ * stays as it is. */
 void moe_give_struct(void *to, const void *from, size_t size);
 
-/* Enumerators by name, for error texts; NULL for none of smoe.h's. */
+/* The name of an enumerator, for error texts; NULL if smoe.h has no such value. */
 const char *moe_type_name(smoe_type type);
 const char *moe_entry_name(smoe_entry entry);
 

@@ -1,4 +1,4 @@
-/* Contexts: creation through a backend's table, destruction, error text. */
+/* Contexts: creation by a backend's table of functions, destruction, error text. */
 #include "backend.h"
 #include "check.h"
 

@@ -1,4 +1,4 @@
-/* Row bounds and the layout of `saved`: one table of parts, walked once for sizes and once for pointers. */
+/* Row bounds and the layout of `saved`. One table lists the parts; sizes and pointers both follow from it. */
 #include "problem.h"
 #include "activations.h"
 

@@ -1,5 +1,5 @@
-/* The arithmetic that every routing decision hangs on, for host (C11) and device (CUDA), so that both
- * backends decide alike bit for bit: ordered keys, one exp polynomial, order-free fixed-point sums,
+/* The arithmetic behind every routing decision, for host (C11) and device (CUDA), so that both backends
+ * decide alike, bit for bit: ordered keys, one exp polynomial, fixed-point sums whose order does not matter,
  * Philox4x32-10, the rounding rules.
  *
  * Float operations go through moe_add, moe_mul and moe_div, which round once each and are never contracted
@@ -59,7 +59,8 @@ SMOE_HOST_DEVICE float moe_float_of(uint32_t bits)
     return x;
 }
 
-/* condition ? a : b by masks: compilers make branches of the other form, and such loops do not vectorise. */
+/* condition ? a : b by masks. From the usual form compilers make branches, and such loops do not vectorise.
+ */
 SMOE_HOST_DEVICE float moe_select(int condition, float a, float b)
 {
     const uint32_t mask = 0u - (uint32_t)condition;
@@ -73,8 +74,8 @@ SMOE_HOST_DEVICE int moe_is_nan(float x)
 
 /* ---- Keys ---- */
 
-/* x as an unsigned integer of the same order: 0 for NaN, which so ranks below -inf, and one value
- * for both zeros. */
+/* x as an unsigned integer of the same order. NaN is 0 and so ranks below -inf; both zeros are the same
+ * value. */
 SMOE_HOST_DEVICE uint32_t moe_rank_key(float x)
 {
     const uint32_t given = moe_bits_of(x), bits = given == 0x80000000u ? 0u : given;
@@ -133,13 +134,13 @@ SMOE_HOST_DEVICE float moe_softmax_term(float logit, float max)
     return moe_select(logit == max, 1.0f, term);
 }
 
-/* A term (0..1) in fixed point; sums of up to 4096 of them are exact, and so free of their order. */
+/* A term (0..1) in fixed point. Sums of up to 4096 terms are exact, so their order does not matter. */
 SMOE_HOST_DEVICE uint64_t moe_softmax_fixed(float term)
 {
     return (uint64_t)(int64_t)moe_mul(term, 4294967296.0f);
 }
 
-/* The sum of a softmax's terms; p = moe_div(term, sum). */
+/* The sum of a softmax's terms. p = moe_div(term, sum). */
 SMOE_HOST_DEVICE float moe_softmax_sum(uint64_t fixed)
 {
     return moe_mul((float)fixed, 2.3283064365386963e-10f);
@@ -197,7 +198,7 @@ SMOE_HOST_DEVICE uint32_t moe_round_draw(uint64_t seed, uint64_t step, int64_t e
     return x[0];
 }
 
-/* Each rule: hi rather than lo? */
+/* For each rule: does it take hi rather than lo? */
 
 SMOE_HOST_DEVICE int moe_nr_f_picks_hi(int64_t c, int64_t lo, int64_t tile)
 {

@@ -1,9 +1,9 @@
-/* Activations, their slopes, and one exp.
+/* Activations, their slopes, and the exp that they use.
  *
- * Every curve is a branch-free function of one float that returns value and slope, inlined into one loop a
- * kind; the loops vectorise. Where the compiler can, they are built for several vector widths and chosen when
- * the library loads: multiplications and additions are never contracted (-ffp-contract=off), so all of them
- * give the same bits. */
+ * Every curve is a function of one float, without branches, that returns value and slope. It is inlined into
+ * the loops below, which the compiler vectorises. Where the compiler can, each loop is built for several
+ * vector widths, and the loader picks one. All of them give the same bits, because multiplications and
+ * additions are never contracted (-ffp-contract=off). */
 #include "activation.h"
 #include "activations.h"
 
@@ -18,7 +18,8 @@ static_assert(sizeof(float) == 4, "bit tricks on IEEE single precision");
 #define INLINE static inline
 #endif
 
-/* Sanitizers instrument the resolver that picks a clone, which runs before they are ready. */
+/* Not with sanitizers: they instrument the function that picks the version, and it runs before they are
+ * ready. */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__GLIBC__) &&                 \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -45,7 +46,7 @@ INLINE float float_of(uint32_t bits)
     return value;
 }
 
-/* condition ? yes : no without a branch, which keeps gcc's loops vector loops on plain SSE2 too. */
+/* condition ? yes : no without a branch. With one, gcc does not vectorise the loops for plain SSE2. */
 INLINE float choose(int condition, float yes, float no)
 {
     const uint32_t mask = 0U - (uint32_t)condition;
@@ -102,7 +103,7 @@ INLINE curve silu_oai(float x)
 
 /* x Phi(x). The upper tail Phi(-|x|) = exp(-x^2/2) g(|x|), g = erfcx(|x|/sqrt 2)/2 as a polynomial in
  * t = 1/(1 + 0.3 |x|), minimax on 0..14.5, relative error 3.5e-9. x^2/2 is split into an exact head, from the
- * upper 12 bits of x, and a tail, or the far tail would lose what the rounding of x^2 loses. */
+ * upper 12 bits of x, and a tail; otherwise the rounding error of x^2 would appear in the far tail. */
 INLINE curve gelu(float x)
 {
     const float size = choose(x < 0.0f, -x, x);

@@ -24,9 +24,9 @@ static void destroy(smoe_context *context)
     moe_blas_release(context->threads);
 }
 
-/* After a fork the child has the one thread that forked. If that thread had run an OpenMP team before, the
- * OpenMP runtime still counts the team's threads, which the child does not have, and its next team waits for
- * them for ever. So every thread notes in which process it started its first team. */
+/* After a fork the child has only the thread that forked. If that thread has used OpenMP threads before, the
+ * OpenMP runtime still counts them, although the child does not have them, and the next parallel region waits
+ * for them forever. So every thread notes in which process it first started OpenMP threads. */
 static smoe_status begin(smoe_context *context)
 {
     static _Thread_local pid_t team_process;

@@ -1,5 +1,5 @@
-/* What OpenBLAS has one of in the process, its thread count and its buffers; and the row-major wrapper of
- * cblas_sgemm. */
+/* What OpenBLAS has once for the whole process, its number of threads and its buffers; and a row-major
+ * wrapper of cblas_sgemm. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #include "blas.h"
 #include "problem.h"
@@ -13,9 +13,9 @@
 
 static_assert(sizeof(blasint) >= sizeof(int), "sizes up to INT_MAX fit a blasint");
 
-/* The only process-wide state of the library. OpenBLAS (its pthread build) keeps its thread count in
- * a global of its own, so whoever lowers it has to know whether another context still needs it low: a count
- * of the sections that are open, under a mutex. Its buffers are the process's too. */
+/* The only process-wide state of the library. OpenBLAS (its pthread build) keeps its number of threads in a
+ * global variable. A context that sets it back must know whether another context still needs it at 1. So the
+ * library counts the sections that are open, under a mutex. OpenBLAS's buffers too belong to the process. */
 static struct {
     pthread_mutex_t mutex;
     pthread_once_t at_fork;
@@ -25,7 +25,8 @@ static struct {
     int64_t buffers_there;
 } guard = {.mutex = PTHREAD_MUTEX_INITIALIZER, .at_fork = PTHREAD_ONCE_INIT};
 
-/* The count that is to come back: the one found, which is the application's unless this file set it. */
+/* The number of threads to set afterwards. It is the number found here, which is the application's unless
+ * this file set it. */
 static void hold_one_thread(int nested)
 {
     const int threads = openblas_get_num_threads();
@@ -51,7 +52,7 @@ void moe_blas_leave(void)
 
 /* ---- Buffers ---- */
 
-/* OpenBLAS's own, exported by the library but declared in no header of it; another BLAS may lack them. */
+/* OpenBLAS exports these two functions but declares them in no header. Another BLAS may lack them. */
 void *blas_memory_alloc(int which) __attribute__((weak));
 void blas_memory_free(void *buffer) __attribute__((weak));
 
@@ -62,7 +63,7 @@ static int address_space_fits(int64_t buffers)
     return probe != MAP_FAILED && munmap(probe, bytes) == 0;
 }
 
-/* Holds `count` buffers at once, so that OpenBLAS has as many. */
+/* Takes `count` buffers at the same time and returns them, so that OpenBLAS allocates as many. */
 static void take_buffers(int64_t count)
 {
     void *held[SMOE_MAX_THREADS];
@@ -73,12 +74,12 @@ static void take_buffers(int64_t count)
 
 static int reserve(int threads)
 {
-    /* OpenBLAS's own threads, which start by themselves, take one each; they may do so after this. */
+    /* OpenBLAS's own threads take one buffer each, perhaps later than this. */
     const int own_threads = (guard.open ? guard.threads_before : openblas_get_num_threads()) - 1;
     int64_t needed = guard.buffers_needed + threads + own_threads;
-    if (needed > SMOE_MAX_THREADS) needed = SMOE_MAX_THREADS; /* OpenBLAS has places for little more */
+    if (needed > SMOE_MAX_THREADS) needed = SMOE_MAX_THREADS; /* OpenBLAS can hold few more */
     if (needed > guard.buffers_there) {
-        /* Buffers in use by an open section are not free to be held: as many again may be taken. */
+        /* Buffers that an open section uses cannot be taken here, so up to as many more are allocated. */
         if (!address_space_fits(guard.open ? needed : needed - guard.buffers_there)) return 0;
         take_buffers(needed);
         guard.buffers_there = needed;
@@ -87,7 +88,7 @@ static int reserve(int threads)
     return 1;
 }
 
-/* A child has no thread that could leave the sections that others had open, or unlock the mutex. */
+/* In the child no other thread exists that could close its open section or unlock the mutex. */
 static void lock_guard(void)
 {
     pthread_mutex_lock(&guard.mutex);
@@ -114,7 +115,7 @@ int moe_blas_reserve(int threads)
     if (!blas_memory_alloc || !blas_memory_free) return 1;
     pthread_once(&guard.at_fork, follow_forks);
     pthread_mutex_lock(&guard.mutex);
-    /* In the child of a fork OpenBLAS starts its threads anew when it is next told how many. */
+    /* In the child of a fork OpenBLAS starts new threads when it is next told their number. */
     openblas_set_num_threads(openblas_get_num_threads());
     const int fits = reserve(threads);
     pthread_mutex_unlock(&guard.mutex);

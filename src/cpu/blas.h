@@ -1,21 +1,21 @@
-/* Single-threaded, row-major sgemm on top of OpenBLAS: the CPU backend's threads are its own, so that how a
- * product is cut, and with it every bit of the result, does not depend on how many there are. */
+/* Single-threaded, row-major sgemm on top of OpenBLAS. The CPU backend uses threads of its own and cuts the
+ * work itself, so that the bits of a result do not depend on the number of threads. */
 #ifndef SMOE_CPU_BLAS_H
 #define SMOE_CPU_BLAS_H
 
 #include <stdint.h>
 
 /* Between enter and leave OpenBLAS computes on the calling thread alone. Sections may nest and overlap
- * (several contexts on several threads): the first one in saves OpenBLAS's thread count, the last one out
- * restores it. A count that the application sets in between is the one restored, unless it is 1, which cannot
- * be told from the section's own. */
+ * (several contexts on several threads): the first to enter saves OpenBLAS's number of threads, the last to
+ * leave restores it. If the application sets another number in between, that one stays; a 1 cannot be told
+ * from the section's own and is replaced by the saved number. */
 void moe_blas_enter(void);
 void moe_blas_leave(void);
 
-/* OpenBLAS needs a buffer of its own for every thread that is inside a product, takes it from the system when
- * one is first missing, and tries for ever when there is no address space for it. reserve makes it take those
- * of `threads` more threads now, and returns 0 when they do not fit; release says that they are no longer
- * needed. OpenBLAS keeps them for the next context. */
+/* OpenBLAS needs one buffer for every thread that computes a product. It allocates a buffer when none is
+ * free, and tries forever when there is no address space for it. reserve makes it allocate the buffers of
+ * `threads` more threads now and returns 0 when they do not fit. release says that they are no longer needed;
+ * OpenBLAS keeps them for the next context. */
 enum { MOE_BLAS_BUFFER_MIB = 129 }; /* 128 and what OpenBLAS adds, where it is built for many processors */
 int moe_blas_reserve(int threads);
 void moe_blas_release(int threads);

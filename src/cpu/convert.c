@@ -1,5 +1,5 @@
-/* Conversions of rows, and the bf16 rounding itself. A storage type is one line of storage_of and its two
- * conversions. The loops are branch-free, so they vectorise. */
+/* Conversions of rows, and the rounding to bf16. A storage type consists of two conversions and one line in
+ * storage_of. The loops have no branches, so the compiler vectorises them. */
 #include "convert.h"
 
 #include <string.h>

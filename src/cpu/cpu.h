@@ -1,6 +1,6 @@
-/* The CPU backend: one file a stage, f32 arithmetic on f32 or bf16 storage.
+/* The CPU backend: one file for each stage, f32 arithmetic on f32 or bf16 storage.
  *
- * Parallel by fixed panels: how work is cut never depends on the number of threads, so neither do the
+ * Threads share fixed panels. How work is cut does not depend on the number of threads, so neither do the
  * results. GEMMs are single-threaded OpenBLAS calls on panels that a thread gathers and converts;
  * moe_blas_enter/leave (blas.h) keep OpenBLAS single-threaded around them. */
 #ifndef SMOE_CPU_H
@@ -13,8 +13,8 @@ static inline int64_t moe_min(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* ---- router.c, rounding.c, plan.c: scratch holds the selection mask that round leaves to plan, then work
- * space ---- */
+/* ---- router.c, rounding.c, plan.c: scratch holds the selection mask that round leaves to plan, and then
+ * work space ---- */
 
 /* Scratch of route, round and plan together, mask included. */
 uint64_t moe_cpu_routing_scratch(const smoe_context *context, const moe_problem *problem);
@@ -30,7 +30,7 @@ smoe_status moe_cpu_update_selection_bias(smoe_context *context, const moe_probl
 
 /* ---- router_backward.c ---- */
 
-/* Its work space, without dlogits. */
+/* The work space of router_bwd, without dlogits. */
 uint64_t moe_cpu_router_backward_scratch(const smoe_context *context, const moe_problem *problem);
 
 /* dlogits (T, E) f32, dense, from dS of the padded rows; then args->dlogits, drouter_weight and drouter_bias,

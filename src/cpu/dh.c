@@ -1,5 +1,6 @@
 /* dh: dA'[r] = dO[t(r)] W2[e]; dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>; dH[r] = dact(H[r], s[r] dA'[r]),
- * to dtype in scratch, or over H with reuse_saved. A is recomputed from the stored H. dS is 0 in pad rows.
+ * stored as dtype in scratch, or in H's place with reuse_saved. A is recomputed from the stored H. dS is 0 in
+ * pad rows.
  *
  * A work item is a row panel: dO's rows gathered (256, d), times W2[e] by panels of 256 of its n columns. */
 #include "activation.h"
@@ -23,7 +24,7 @@ static void multiply(const moe_cpu_pass *pass, const smoe_backward_args *args, c
     }
 }
 
-/* dS[r] = <dO[t(r)], b2[e]>, the part that Y's bias has in it */
+/* dS[r] = <dO[t(r)], b2[e]>, the term of the bias */
 static void start_ds(const moe_cpu_pass *pass, const void *b2, const moe_row_panel *panel,
                      const moe_cpu_panels *at)
 {

@@ -1,6 +1,5 @@
-/* down: Y[r] = A[r] W2[e]^T + b2[e] for the columns of one chunk, f32 in scratch (padded_rows,
- * chunk_columns); f32 whatever dtype is, so that O is rounded once. A is act(H) of the stored H,
- * rounded to dtype.
+/* down: Y[r] = A[r] W2[e]^T + b2[e] for the columns of one chunk, to scratch (padded_rows, chunk_columns). Y
+ * is f32 for every dtype, so that O is rounded only once. A is act(H) of the stored H, rounded to dtype.
  *
  * A work item is a row panel: A (256, n), times W2's rows by panels of 64 columns of Y. With several chunks A
  * is recomputed for each; that costs less than keeping it. */

@@ -1,10 +1,10 @@
 /* dw2: dW2[e] = sum_r dO[t(r)]^T A'[r], db2[e] = sum_r s[r] dO[t(r)], with A'[r] = s[r] act(H[r]) recomputed,
- * so that it is never stored; dw1: dW1[e] = sum_r dH[r]^T X[t(r)],  db1[e] = sum_r dH[r].
+ * so that A' is never stored; dw1: dW1[e] = sum_r dH[r]^T X[t(r)],  db1[e] = sum_r dH[r].
  *
  * A work item is a tile of one expert's matrix, at most 512 of d by 256 features. It sums over the expert's
  * row panels in ascending order in f32 and is rounded once, into gradient_type; with accumulate it is added
- * to what is there. Experts come by falling count, the long ones first. One without rows gets zeros. Of a
- * matrix and its bias either may be NULL, not wanted. */
+ * to what is there. Experts come by falling count. One without rows gets zeros. The gradient of a
+ * matrix or of its bias is NULL when it is not wanted. */
 #include "activation.h"
 #include "blas.h"
 #include "convert.h"
@@ -63,8 +63,8 @@ static void give_row(const moe_problem *p, void *to, int64_t first, const float 
         moe_store_row(to, first, from, count, p->layer.gradient_type);
 }
 
-/* sum (columns) += the column sums of values (count, columns), each times its row's weight when there are
- * weights. Panels are summed by themselves first: fewer terms in a row lose fewer bits. */
+/* sum (columns) += the column sums of values (count, columns), each row times its weight when there are
+ * weights. Each panel is summed by itself first, because long sums lose more bits. */
 static void add_column_sums(float *restrict sum, float *restrict panel_sum, const float *values,
                             int64_t count, int64_t columns, const float *weights)
 {

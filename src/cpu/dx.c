@@ -9,8 +9,8 @@
 
 #include <string.h>
 
-/* One panel of columns: a sum over H's features, run by run (one for concatenated gate and up rows of W1, two
- * for interleaved ones). */
+/* One panel of columns: a sum over the columns of H. It is one product if the gate and up rows of W1 are
+ * concatenated, and two if they are interleaved. */
 static void multiply(const moe_cpu_pass *pass, const void *w1, const moe_row_panel *panel, int64_t column,
                      int64_t columns, float *dx, const moe_cpu_panels *at)
 {

@@ -1,4 +1,5 @@
-/* The layout of the expert stages' scratch, the cut of the rows into panels, and what fills a panel. */
+/* The layout of the expert stages' scratch, how rows are cut into panels, and the functions that fill a
+ * panel. */
 #include "experts.h"
 
 #include "convert.h"
@@ -114,7 +115,7 @@ int64_t moe_block_count(const moe_cpu_pass *pass)
 }
 
 /* The last expert whose first block is at or before `block`: experts without rows share their first block
- * with the next one, and lose to it. */
+ * with the next one, which is the one returned. */
 int64_t moe_expert_of_block(const moe_plan_arrays *plan, int64_t experts, int64_t block)
 {
     int64_t low = 0, high = experts;

@@ -1,9 +1,10 @@
-/* What the expert stages share: the pass they work on, the cut of the rows into work items, and
+/* What the expert stages share: the pass they work on, how rows are cut into work items, and
  * each thread's panels.
  *
- * Work is cut by the plan alone. A row panel is up to 256 rows of one expert; columns go in fixed panels as
- * well, and those of Y and dX~ are 64 wide from column 0 on, so that a chunk (a multiple of 64 columns) is
- * made of whole panels: every product is the same sgemm call whatever the chunks and the threads. */
+ * How work is cut follows from the plan alone. A row panel is up to 256 rows of one expert. Columns are cut
+ * into fixed panels too. Those of Y and dX~ are 64 columns wide and start at column 0, so a chunk (a multiple
+ * of 64 columns) consists of whole panels. Every product is then the same sgemm call for any number of chunks
+ * and threads. */
 #ifndef SMOE_CPU_EXPERTS_H
 #define SMOE_CPU_EXPERTS_H
 
@@ -28,8 +29,8 @@ typedef struct moe_cpu_pass {
     float *chunk;   /* Y or dX~, (padded_rows, chunk_columns) */
     float *ds;      /* backward: (padded_rows), 0 in pad rows */
     float *dlogits; /* backward from logits: (T, E) */
-    void *router;   /* backward from logits: the router's work space; over before, and in the place of,
-                       `chunk` */
+    void *router;   /* backward from logits: the router's work space, in the memory of `chunk`, which
+                       is used later */
     char *panels;
     uint64_t panel_bytes; /* of one thread */
     uint64_t bytes;       /* of all */
@@ -44,7 +45,7 @@ typedef struct moe_cpu_panels {
     float *row;      /* 3 rows of max(h_width, d) */
 } moe_cpu_panels;
 
-/* Lays scratch out; with scratch NULL only the sizes mean something. */
+/* Lays scratch out. With scratch NULL only the sizes are valid. */
 moe_cpu_pass moe_cpu_forward_pass(const smoe_context *context, const moe_problem *problem,
                                   const moe_plan_arrays *plan, void *scratch, void *stream);
 moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_problem *problem,
@@ -60,8 +61,7 @@ typedef struct moe_row_panel {
     int64_t count; /* 1..256, no pad rows */
 } moe_row_panel;
 
-/* The number of 64-row blocks in use; for each of them moe_row_panel_at says whether a panel starts there.
- */
+/* The number of blocks in use. moe_row_panel_at says for each of them whether a panel starts there. */
 int64_t moe_block_count(const moe_cpu_pass *pass);
 int moe_row_panel_at(const moe_cpu_pass *pass, int64_t block, moe_row_panel *panel);
 
@@ -69,7 +69,7 @@ int moe_row_panel_at(const moe_cpu_pass *pass, int64_t block, moe_row_panel *pan
 int moe_first_row_panel(const moe_cpu_pass *pass, int64_t expert, moe_row_panel *panel);
 int moe_next_row_panel(const moe_cpu_pass *pass, moe_row_panel *panel);
 
-/* The expert of a 64-row block. */
+/* The expert of a block. */
 int64_t moe_expert_of_block(const moe_plan_arrays *plan, int64_t experts, int64_t block);
 
 /* to (count, columns) = columns first.. of the rows' tokens in a (T, d) tensor */
@@ -81,8 +81,8 @@ void moe_gather_tokens(const moe_cpu_pass *pass, const moe_row_panel *panel, con
 const float *moe_weights_f32(float *panel, const void *weights, int64_t first_element, int64_t rows,
                              int64_t row_step, int64_t columns, smoe_type type, int64_t *ld);
 
-/* Where column j of H stands among the rows of W1[e]: the row, and how many rows on the next column's is.
- * Runs with one step end at moe_w1_run_end. */
+/* Which row of W1[e] gives column j of H, and by how many rows the next column's is further on. That step is
+ * the same up to column moe_w1_run_end. */
 static inline int moe_interleaved(const moe_problem *p)
 {
     return p->gated && p->layer.layout == SMOE_LAYOUT_INTERLEAVED;

@@ -1,6 +1,6 @@
 /* The backward: dw2, dh, the router's part, dw1, then dx_rows and dx chunk by chunk. dw2 comes first because
- * it recomputes A' from H, whose place dH may take; so A' is never stored. A stage runs when a gradient that
- * is wanted needs it.
+ * it computes A' from H, and dh may then overwrite H with dH. So A' is never stored. A stage runs only if a
+ * wanted gradient needs it.
  *
  * Scratch: dH (padded_rows, h_width) dtype unless reuse_saved; dX~ of one chunk, padded_rows chunk_columns 4
  * bytes (before it, in the same place, the router's work space); dS; from logits dlogits (T, E) f32; and each

@@ -1,10 +1,11 @@
 /* plan: rows sorted by expert, tokens rising inside an expert, every expert padded to blocks of 64 rows, and
  * the map back from tokens to rows.
  *
- * FROM_LOGITS and FROM_TOPK come as selection bits (routing.h). Two passes over the panels of tokens: the
- * first counts rows of each (panel, expert) and of each token, sums over the panels place them, the second
- * writes the rows. FROM_ROWS copies the offsets, made safe: offsets[0] counts as 0, and each of the others as
- * at least the one before it and at most T, so that no value can lead out of the arrays. */
+ * FROM_LOGITS and FROM_TOPK arrive as selection bits (routing.h). There are two passes over the panels of
+ * tokens. The first counts the rows of each (panel, expert) and of each token. Sums over the panels tell
+ * where they go. The second pass writes the rows. FROM_ROWS copies the offsets and limits them: offsets[0]
+ * counts as 0, and each of the others as at least the one before it and at most T. So no value can lead
+ * outside of the arrays. */
 #include "convert.h"
 #include "routing.h"
 
@@ -83,7 +84,8 @@ static void place_experts(const moe_plan_arrays *plan, int64_t experts)
 }
 
 /* order: experts by falling count, then rising id. Radix sort by bytes of the complemented count, lowest byte
- * first; stable, so equal counts stay in the order of their ids. Four passes end where they began. */
+ * first; stable, so equal counts stay in the order of their ids. After four passes the result is in the array
+ * that they started from. */
 static void order_experts(const moe_plan_arrays *plan, int32_t *work, int64_t experts)
 {
     int32_t *from = plan->order, *to = work;

@@ -14,7 +14,7 @@ typedef struct round_call {
     uint64_t step;
 } round_call;
 
-/* One expert: its keys (T), and its bits, for which words of a panel stand `experts` groups of four apart. */
+/* One expert: its keys (T) and its bits. Four words hold a panel's bits. */
 typedef struct score_column {
     const uint32_t *keys;
     uint64_t *words;

@@ -1,6 +1,6 @@
 /* route: logits = X Wr^T + br (T, E) on fixed panels of tokens; then of every token the K best experts, their
  * weights, and what the stages after it read: the selection bits, and for rounding the ranking keys and the
- * softmax's max and sum. The arithmetic of scores stands in rank.h. */
+ * softmax's max and sum. The arithmetic of scores is in rank.h. */
 #include "blas.h"
 #include "convert.h"
 #include "routing.h"
@@ -106,7 +106,7 @@ static void offer_groups(best_experts *best, const smoe_layer *l, const uint32_t
     }
 }
 
-/* What one thread needs for the token at hand. */
+/* What one thread needs for its current token. */
 typedef struct token_work {
     float logits[SMOE_MAX_EXPERTS];
     float scores[SMOE_MAX_EXPERTS]; /* p, or for SIGMOID the selection score */

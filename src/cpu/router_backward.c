@@ -12,11 +12,12 @@
  *   SIGMOID renormalised:
  *       the same with (g_e - sum_kept g_j w_j) / sum_kept sigma_j in the place of g_e
  *
- * A token of which a pair with NaN weight has a row gets NaN in all of its dlogits; nobody else's change.
+ * If a row of a token belongs to a pair with NaN weight, all dlogits of this token are NaN. No other token
+ * changes.
  *
  *   dWr (E, d) = dlogits^T X,  dbr (E) = sum_t dlogits[t]
  *
- * by fixed columns, each summed over the tokens in order. */
+ * each column is summed over the tokens in order. */
 #include "blas.h"
 #include "convert.h"
 #include "routing.h"
@@ -36,7 +37,7 @@ typedef struct gradient_call {
     float *thread_w; /* (threads, E, 64) */
 } gradient_call;
 
-/* The token at hand. */
+/* The current token. */
 typedef struct token_work {
     float logits[SMOE_MAX_EXPERTS];
     float p[SMOE_MAX_EXPERTS];

@@ -6,7 +6,7 @@
 
 static_assert((int64_t)SMOE_MAX_EXPERTS * 65536 <= INT32_MAX, "halves of a softmax sum stay below 2^31");
 
-/* The next `bytes` of the scratch (none: NULL); with no scratch only counts. */
+/* The next `bytes` of the scratch; NULL for none. Without a scratch it only counts. */
 static void *take(moe_routing_scratch *s, char *scratch, int64_t bytes)
 {
     const int64_t at = s->bytes;
@@ -57,7 +57,7 @@ void moe_softmax_of(const float *logits, int64_t experts, float *terms, float *m
         largest = key > largest ? key : largest;
     }
     *max = moe_rank_value(largest);
-    const float m = *max; /* not reloaded in the loop, which so vectorises */
+    const float m = *max; /* a copy, so that the loop does not reload it and vectorises */
     for (int64_t e = 0; e < experts; e++) terms[e] = moe_softmax_term(logits[e], m);
     /* The sum of moe_softmax_fixed by halves of 16 bits, each of which fits 32-bit lanes for up
      * to 4096 terms. */

@@ -1,8 +1,9 @@
-/* What route, round and plan share: the scratch they hand on, and the scores and weights of one token.
+/* What route, round and plan share: the scratch that they leave to each other, and the scores and weights of
+ * one token.
  *
- * Tokens go by fixed panels of 256. The selection is a bit for every (token, expert), four 64-bit words for a
- * panel and an expert: setting bits of one panel touches no other panel's words, duplicates merge, and
- * walking the bits of an expert gives its tokens in rising order. */
+ * Tokens are cut into fixed panels of 256. The selection is a bit for every (token, expert), four 64-bit
+ * words for a panel and an expert: setting bits of one panel writes no other panel's words, a repeated id
+ * sets the same bit again, and an expert's bits in order are its tokens in rising order. */
 #ifndef SMOE_CPU_ROUTING_H
 #define SMOE_CPU_ROUTING_H
 
@@ -40,7 +41,7 @@ static inline uint64_t *moe_mask_words(const moe_routing_scratch *s, int64_t pan
     return s->mask + (panel * experts + expert) * SMOE_PANEL_WORDS;
 }
 
-/* Takes the lowest set bit away and returns its index. */
+/* Clears the lowest set bit and returns its index. */
 static inline int moe_next_bit(uint64_t *word)
 {
     const int bit = __builtin_ctzll(*word);

@@ -1,5 +1,5 @@
-/* The CUDA backend: the context on a device, what the backend supports, its scratch, and the forward's
- * stages as launches. */
+/* The CUDA backend: the context on a device, what the backend supports, its scratch, and the launches of the
+ * forward's stages. */
 #include "check.h"
 #include "host/device.h"
 #include "host/launch.h"
@@ -10,9 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Where the parts of the forward's scratch stand, from past the plan on. */
+/* Offsets of the parts of the forward's scratch, from the end of the plan on. */
 typedef struct forward_scratch {
-    uint64_t counts, tiles, pieces, a, y, routing, end; /* routing, or the plan's work, shares a's place */
+    uint64_t counts, tiles, pieces, a, y, routing,
+        end; /* routing, or the plan's work space, uses a's memory */
 } forward_scratch;
 
 /* What route, round and plan use besides the work lists. */

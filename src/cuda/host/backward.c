@@ -1,5 +1,5 @@
-/* The backward as launches: lists, dh and dS, dw2, dw1, the router's part, then dx_rows and dx for one
- * column chunk after another.
+/* The launches of the backward: lists, dh and dS, dw2, dw1, the router's part, then dx_rows and dx for one
+ * chunk after another.
  *
  * Scratch: the work lists; the parts of dS; dH, unless it takes H's place; the nonzeros of sparse dlogits;
  * then one area that these share, since no two of them are needed at the same time: A' with the tiles of

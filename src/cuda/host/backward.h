@@ -9,13 +9,13 @@
 typedef struct router_scratch {
     uint64_t counts, tiles, pieces, splits, block_expert; /* work lists: the tokens are one expert's rows */
     uint64_t terms;                                       /* (T, K), layers that may be sparse */
-    uint64_t end;                                         /* of what lives until dx */
+    uint64_t end;                                         /* of the parts that dx still reads */
     uint64_t dense;                                       /* dlogits (T, stride) dtype */
     uint64_t bias_sums;                                   /* (moe_cuda_dlogits_ctas, stride) */
     uint64_t parts;                                       /* tiles of dWr by pieces of the tokens */
-    uint64_t passing_end;                                 /* of what lives in router_bwd alone */
+    uint64_t passing_end;                                 /* of the parts that only router_bwd uses */
     int32_t stride;                                       /* E to the next multiple of 8 */
-    int32_t pieces_at_once; /* of the tokens, so that all of dWr's tiles are one wave */
+    int32_t pieces_at_once; /* pieces of the tokens for which dWr's tiles are one wave */
     int32_t parts_count;    /* 0: the tokens are one piece */
 } router_scratch;
 
@@ -46,18 +46,18 @@ typedef struct backward_call {
 
 /* ---- router_backward.c ---- */
 
-/* The parts from `at` on; those of router_bwd alone from `end` on, where other stages have theirs. */
+/* The parts from `at` on. Those that only router_bwd uses start at `end`, in memory that other stages use
+ * too. */
 router_scratch moe_cuda_router_scratch(const device_state *state, const moe_problem *problem, uint64_t at);
 
-/* Its work lists are wanted: dWr or a dense dX is to be computed. */
+/* Does router_bwd need its work lists? For dWr and for dense dlogits Wr. */
 int moe_cuda_router_has_lists(const backward_call *call);
 moe_cuda_make_lists moe_cuda_router_lists(const backward_call *call);
 
-/* Those that are asked for of dlogits, dbr, dWr, and where dlogits is dense its term of dX, which goes to dx.
- */
+/* The wanted ones of dlogits, dbr and dWr, and if dlogits is dense the router's term of dX, written to dx. */
 cudaError_t moe_cuda_router_backward(backward_call *call);
 
-/* What dx adds to its sums of rows, for the chunk from first_column on. */
+/* What dx adds to the sums over rows, for the chunk from first_column on. */
 void moe_cuda_router_term(const backward_call *call, int64_t first_column, moe_cuda_combine *combine);
 
 #endif

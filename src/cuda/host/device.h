@@ -19,8 +19,8 @@ static inline moe_launch launch_on(const device_state *state, smoe_type dtype, c
     return on;
 }
 
-/* The current device belongs to the calling thread: every call sets the context's own, so that a context may
- * move between threads, and gives the caller's back when it is done. */
+/* CUDA's current device belongs to the calling thread. Every call sets the context's device, so that a
+ * context may be used by several threads, and restores the caller's device when it is done. */
 static inline cudaError_t enter_device(const device_state *state, int *before)
 {
     cudaError_t status = cudaGetDevice(before);

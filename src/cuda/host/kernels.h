@@ -103,7 +103,7 @@ typedef struct moe_kernels {
     int major, minor;          /* compute capability */
     cudaError_t (*init)(void); /* once a device */
     int (*stores)(smoe_type dtype);
-    /* What they want in scratch. */
+    /* What the kernels need in scratch. */
     int32_t ds_columns;         /* of dA' to a part of dS */
     uint64_t weight_tile_bytes; /* of a tile of a weight gradient, as a split expert leaves it */
     int32_t (*weight_tiles)(int32_t hidden, int32_t intermediate, int32_t halves); /* of one expert */

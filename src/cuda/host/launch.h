@@ -1,5 +1,6 @@
-/* What the host side of the backend knows of the kernels that run on any GPU: one launch function a kernel,
- * plain C. Each enqueues on the stream and returns the runtime's status. The others are in kernels.h. */
+/* The kernels that run on any GPU, as the host side sees them: one launch function in plain C for each
+ * kernel. It enqueues on the stream and returns the status. The kernels of one generation are in kernels.h.
+ */
 #ifndef SMOE_CUDA_LAUNCH_H
 #define SMOE_CUDA_LAUNCH_H
 
@@ -23,15 +24,15 @@ typedef struct moe_cuda_lists {
 /* ---- plan ---- */
 
 typedef struct moe_cuda_plan {
-    /* in: way 2 */
+    /* in, FROM_TOPK */
     const void *ids;      /* (T, K) int32 or int64 */
-    const float *weights; /* (T, K); way 3: (T) or NULL for ones */
-    /* in: way 3 */
+    const float *weights; /* (T, K); FROM_ROWS: (T), or NULL: all 1 */
+    /* in, FROM_ROWS */
     const void *offsets; /* (E+1) int32 or int64 */
     int32_t wide_index;  /* int64 */
     int32_t tokens, experts, topk;
     int32_t padded_rows; /* of the arrays */
-    int32_t segment;     /* way 2, of plan_size.h */
+    int32_t segment;     /* FROM_TOPK, of plan_size.h */
     int32_t counted; /* the kernel before left the segments' counts in `work`, and wrote ids and weights */
     /* out, as in smoe_plan_view */
     int32_t *counts, *row_offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
@@ -57,7 +58,7 @@ typedef struct moe_cuda_term {
     float dlogit;
 } moe_cuda_term;
 
-/* Rows that every token has unless some were lost; 0: any number. */
+/* The number of rows of every token if no pair was skipped; 0: any number. */
 static inline int32_t moe_rows_of_a_token(const smoe_layer *layer)
 {
     return layer->entry == SMOE_ENTRY_FROM_ROWS || layer->rounding != SMOE_ROUNDING_NONE

@@ -1,4 +1,4 @@
-/* What the host side of the backward knows of its kernels; see launch.h. */
+/* The kernels of the backward, as the host side sees them; see launch.h. */
 #ifndef SMOE_CUDA_LAUNCH_BACKWARD_H
 #define SMOE_CUDA_LAUNCH_BACKWARD_H
 
@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-/* ---- lists: the work of a plan once more (the forward's lists stood in scratch) ---- */
+/* ---- lists: the work lists of a plan, made anew, because the forward's were in its scratch ---- */
 
 typedef struct moe_cuda_backward_lists {
     int32_t *counts;       /* (3) entries of tiles, pieces and splits */
@@ -65,8 +65,8 @@ cudaError_t moe_cuda_db_launch(const moe_cuda_db *db, smoe_type dtype, smoe_type
 
 /* ---- dlogits ---- */
 
-/* Every token's nonzeros of dlogits stand at its K rows: with scores of the kept experts alone, no rounding
- * and no loss. */
+/* Are the nonzeros of every token's dlogits at its K rows only? So if its weights depend on the scores of the
+ * kept experts alone, without rounding and without a loss. */
 static inline int moe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
 {
     return layer->rounding == SMOE_ROUNDING_NONE &&

@@ -3,7 +3,7 @@
 #include "host/routing.h"
 #include "host/plan_size.h"
 
-/* The next `bytes` of the scratch (none: NULL); with no scratch only counts. */
+/* The next `bytes` of the scratch; NULL for none. Without a scratch it only counts. */
 static void *take(moe_cuda_routing *r, char *scratch, int64_t bytes)
 {
     const uint64_t at = r->bytes;
@@ -11,7 +11,7 @@ static void *take(moe_cuda_routing *r, char *scratch, int64_t bytes)
     return scratch && bytes ? scratch + at : NULL;
 }
 
-/* Can the plan's segments be top-K's, which then counts them? */
+/* Can the plan use the segments of top-K? The top-K kernel then counts them. */
 static int topk_counts_segments(const smoe_layer *l)
 {
     const int32_t segment = moe_cuda_topk_segment(l), experts = (int32_t)l->experts;
@@ -28,7 +28,7 @@ static moe_cuda_routing routing_at(const moe_problem *problem, void *scratch)
     r.panels = (l->tokens + SMOE_ROUTE_PANEL - 1) / SMOE_ROUTE_PANEL;
     r.words = r.panels * SMOE_ROUTE_PANEL_WORDS;
     const int64_t cells = r.panels * l->experts;
-    const int64_t key = moe_type_bytes(l->logits_type); /* 16 bits of it say it all for bf16 logits */
+    const int64_t key = moe_type_bytes(l->logits_type); /* bytes of a key; 16 bits suffice for bf16 logits */
     r.mask = take(&r, scratch, 4 * l->experts * r.words);
     r.word_rows = take(&r, scratch, rounded ? 4 * l->experts * r.words : 0);
     r.keys = take(&r, scratch, rounded ? key * cells * SMOE_ROUTE_PANEL : 0);

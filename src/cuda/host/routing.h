@@ -62,7 +62,7 @@ static inline int moe_routing_needs_softmax(const moe_cuda_routing *r)
     return r->losses || (moe_routing_rounded(r) && r->layer.score != SMOE_SCORE_SIGMOID);
 }
 
-/* Once a device: raises the limits of shared memory. */
+/* To be called once for each device: raises the limits of shared memory. */
 cudaError_t moe_cuda_routing_init(void);
 cudaError_t moe_cuda_topk_fast_init(void);
 cudaError_t moe_cuda_topk_general_init(void);
@@ -84,10 +84,10 @@ cudaError_t moe_cuda_topk(const moe_cuda_routing *routing, cudaStream_t stream);
 int32_t moe_cuda_topk_segment(const smoe_layer *layer);
 cudaError_t moe_cuda_topk_general(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* keys where they are wanted, and the panels' sums for losses. */
+/* keys where they are needed, and the panels' sums for losses. */
 cudaError_t moe_cuda_scores(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* topk_counts from the mask, for who needs all of them before round or plan: losses and balance rounding. */
+/* topk_counts from the mask, for layers that need them before round or plan: losses and balance rounding. */
 cudaError_t moe_cuda_count(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* losses, from scores' sums. */
