@@ -30,7 +30,7 @@
  *    count back to the host and may be captured in a CUDA graph. The CPU backend ignores it and is done on
  *    return; it allocates nothing either, but a thread's first call starts the OpenMP threads that serve it.
  *  - The caller owns all memory. With the cuda backend every pointer inside an argument struct is a device
- *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 256. What a call writes may overlap
+ *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 64. What a call writes may overlap
  *    nothing else that it is given: `out` is not `x`, `dx` is not `dout`.
  *  - Same inputs, same bits, whatever the number of threads. On another processor OpenBLAS may choose other
  *    kernels, and the CPU backend's bits then differ.
