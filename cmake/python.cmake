@@ -1,10 +1,11 @@
 # What the Python package holds besides its sources (pyproject.toml installs the component "python" alone): the shared
-# library under one name without links, and how it was built.
+# library under its soname, without links, and how it was built.
 set(SMOE_CUDA_VERSION "")
 if(SMOE_HAVE_CUDA)
   set(SMOE_CUDA_VERSION ${CUDAToolkit_VERSION})
 endif()
 set(build_info ${CMAKE_CURRENT_BINARY_DIR}/build_info.json)
 configure_file(${PROJECT_SOURCE_DIR}/cmake/build_info.json.in ${build_info} @ONLY)
-install(PROGRAMS $<TARGET_FILE:smoe_shared> DESTINATION smoe/lib RENAME libsmoe.so COMPONENT python EXCLUDE_FROM_ALL)
+install(PROGRAMS $<TARGET_FILE:smoe_shared> DESTINATION smoe/lib RENAME $<TARGET_SONAME_FILE_NAME:smoe_shared>
+  COMPONENT python EXCLUDE_FROM_ALL)
 install(FILES ${build_info} DESTINATION smoe/lib COMPONENT python EXCLUDE_FROM_ALL)

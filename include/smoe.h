@@ -37,7 +37,7 @@
  *    has finished when it returns. It allocates nothing either, except that a thread's first call starts the
  *    OpenMP threads which serve that thread.
  *  - The caller owns all memory. With the cuda backend every pointer inside an argument struct is a device
- *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 256. What a call writes must not
+ *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 64. What a call writes must not
  *    overlap anything else that it is given: `out` is not `x`, `dx` is not `dout`.
  *  - The same inputs give the same bits, for any number of threads. On another processor OpenBLAS may choose
  *    other kernels, and then the bits of the CPU backend differ.

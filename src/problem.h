@@ -11,7 +11,8 @@ extern "C" {
 
 enum {
     SMOE_ROW_BLOCK = 64,     /* every expert's rows are padded to a multiple of this */
-    SMOE_BUFFER_ALIGN = 256, /* of saved, of scratch and of every part inside them */
+    SMOE_BUFFER_ALIGN = 64,  /* of saved and scratch: what the allocators of PyTorch and XLA give at least */
+    SMOE_PART_ALIGN = 256,   /* of every part inside them, counted from their first byte */
     SMOE_TENSOR_ALIGN = 16,  /* of every tensor the caller gives */
     SMOE_MAX_EXPERTS = 4096,
     SMOE_MAX_TOPK = 64,
@@ -51,10 +52,10 @@ typedef struct moe_problem {
     uint64_t saved_buffer_bytes; /* H and plan as laid out; 0 for inference */
 } moe_problem;
 
-/* The next multiple of SMOE_BUFFER_ALIGN. */
+/* The next multiple of SMOE_PART_ALIGN. */
 static inline uint64_t moe_align_up(uint64_t bytes)
 {
-    return (bytes + SMOE_BUFFER_ALIGN - 1) / SMOE_BUFFER_ALIGN * SMOE_BUFFER_ALIGN;
+    return (bytes + SMOE_PART_ALIGN - 1) / SMOE_PART_ALIGN * SMOE_PART_ALIGN;
 }
 
 int64_t moe_type_bytes(smoe_type type);

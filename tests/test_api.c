@@ -419,9 +419,9 @@ static void test_forward_pointers(void **state)
         assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_ALIGNMENT, "b2 is",
                      "16 bytes");
         args = good;
-        args.saved = pool + 64;
+        args.saved = pool + 32;
         assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_ALIGNMENT, "saved",
-                     "256 bytes");
+                     "64 bytes");
         args = good;
         args.saved_size--;
         assert_error(context, stages[i].call(context, &layer, &args, NULL), SMOE_ERROR_BUFFER, "saved has",

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The Python package's tests that need no GPU, in an environment of their own inside the build folder: pytest, then a
-# wheel that is built, checked and installed into a bare environment.
+# The Python package's tests that need no GPU, in environments of their own inside the build folder: PyTorch and
+# Transformers, a wheel that is built, checked and installed into a bare environment, JAX.
 # usage: tools/test_python.sh BUILD   BUILD/release: a finished build of the library
 # The last line reads "N passed, N failed, N skipped". Without network the tests count as skipped, with CI=true as failed.
 set -u
@@ -11,50 +11,62 @@ cd "$(dirname "$0")/.." || exit 3
 }
 mkdir -p "$1/python" || exit 3
 folder=$(cd "$1/python" && pwd) release=$(cd "$1/release" && pwd) || exit 3
-environment=$folder/environment
-
-finish() { # passed, failed, skipped
-    echo "$1 passed, $2 failed, $3 skipped"
-    [ "$2" -eq 0 ]
-    exit
-}
-
-# Once for each content of the requirements.
-install() {
-    cmp -s tests/python/requirements.txt "$environment/requirements.txt" && return 0
-    rm -rf "$environment"
-    python3 -m venv "$environment" &&
-        "$environment/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check \
-            -r tests/python/requirements.txt &&
-        cp tests/python/requirements.txt "$environment/requirements.txt"
-}
-
-if ! install >"$folder/install.log" 2>&1; then
-    tail -n 3 "$folder/install.log"
-    if [ "${CI:-}" = true ]; then
-        echo "FAILED: the packages of tests/python/requirements.txt could not be installed"
-        finish 0 1 0
-    fi
-    echo "skipped: the packages of tests/python/requirements.txt could not be installed (no network?)"
-    finish 0 0 1
-fi
-PATH=$environment/bin:$PATH
-export PATH PYTHONPATH="$PWD/python" SMOE_LIBRARY="$release/src/libsmoe.so" SMOE_BUILD="$release" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
+passed=0 failed=0 skipped=0
+export PYTHONPATH="$PWD/python" SMOE_LIBRARY="$release/src/libsmoe.so" SMOE_PROGRAM="$release/smoe" SMOE_BUILD="$release" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 export TORCHINDUCTOR_CACHE_DIR="$folder/inductor" OMP_WAIT_POLICY=passive
 
-timeout 1500 python -m pytest -q -rs --durations=5 tests/python 2>&1 | tee "$folder/pytest.log"
-count() { # word
-    tail -n 1 "$folder/pytest.log" | sed -n "s/.*[^0-9]*\b\([0-9][0-9]*\) $1.*/\1/p"
+# An environment with what a requirements file lists; made once for each content of the file.
+install() { # environment, requirements file
+    cmp -s "$2" "$1/requirements.txt" && return 0
+    rm -rf "$1"
+    python3 -m venv "$1" &&
+        "$1/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check -r "$2" &&
+        cp "$2" "$1/requirements.txt"
 }
-passed=$(count passed) failed=$(count failed) skipped=$(count skipped) errors=$(count error)
-passed=${passed:-0} failed=$((${failed:-0} + ${errors:-0})) skipped=${skipped:-0}
-[ $((passed + failed + skipped)) -gt 0 ] || failed=1 # pytest ran nothing, or never came to its last line
 
-echo "== wheel"
-if tools/wheel.sh "$folder/wheel" "$release"; then
-    passed=$((passed + 1))
-else
-    echo "FAILED: the wheel"
-    failed=$((failed + 1))
+# Installs, or counts one test as skipped (in CI as failed) and says why.
+have() { # environment, requirements file
+    install "$1" "$2" >"$folder/install.log" 2>&1 && return 0
+    tail -n 3 "$folder/install.log"
+    if [ "${CI:-}" = true ]; then
+        echo "FAILED: the packages of $2 could not be installed"
+        failed=$((failed + 1))
+    else
+        echo "skipped: the packages of $2 could not be installed (no network?)"
+        skipped=$((skipped + 1))
+    fi
+    return 1
+}
+
+count() { # log, word
+    tail -n 1 "$1" | sed -n "s/^\(.*[^0-9]\)\{0,1\}\([0-9][0-9]*\) $2.*/\2/p"
+}
+
+# Runs pytest and adds what its last line counts.
+run_pytest() { # environment, log, arguments
+    environment=$1 log=$2
+    shift 2
+    timeout 1500 "$environment/bin/python" -m pytest -q -rs "$@" 2>&1 | tee "$log"
+    good=$(count "$log" passed) bad=$(count "$log" failed) left=$(count "$log" skipped) broken=$(count "$log" error)
+    good=${good:-0} bad=$((${bad:-0} + ${broken:-0})) left=${left:-0}
+    [ $((good + bad + left)) -gt 0 ] || bad=1 # it ran nothing, or never came to its last line
+    passed=$((passed + good)) failed=$((failed + bad)) skipped=$((skipped + left))
+}
+
+if have "$folder/torch" tests/python/requirements.txt; then
+    run_pytest "$folder/torch" "$folder/pytest.log" --durations=5 --ignore=tests/python/test_jax.py tests/python
+    echo "== wheel"
+    if PATH=$folder/torch/bin:$PATH tools/wheel.sh "$folder/wheel" "$release"; then
+        passed=$((passed + 1))
+    else
+        echo "FAILED: the wheel"
+        failed=$((failed + 1))
+    fi
 fi
-finish "$passed" "$failed" "$skipped"
+echo "== jax"
+if have "$folder/jax" tests/python/requirements-jax.txt; then
+    run_pytest "$folder/jax" "$folder/jax.log" --noconftest tests/python/test_jax.py
+fi
+
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]

@@ -47,11 +47,11 @@ smoe.native.create_context("cpu", threads=1)
 print(info["library"].rsplit("/smoe/", 1)[0])
 PY
 )
-if nm -D "$site/smoe/lib/libsmoe.so" | grep -E ' U .*(torch|c10|Py[A-Z_])'; then
+if nm -D "$site"/smoe/lib/libsmoe*.so* | grep -E ' U .*(torch|c10|Py[A-Z_])'; then
     echo "$wheel: libsmoe.so wants symbols of torch or Python" >&2
     exit 1
 fi
-if ldd "$site/smoe/lib/libsmoe.so" | grep -E 'openblas|gomp|gfortran|quadmath' | grep -v "$(basename "$out")"; then
+if ldd "$site"/smoe/lib/libsmoe*.so* | grep -E 'openblas|gomp|gfortran|quadmath' | grep -v "$(basename "$out")"; then
     echo "$wheel: a library comes from the machine, not from the wheel" >&2
     exit 1
 fi

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ._context import TYPE_CODES, Context, Description, context_of
 from ._layout import Options, parse
@@ -23,7 +22,7 @@ NEEDS_X, NEEDS_W1, NEEDS_B1, NEEDS_W2, NEEDS_B2 = 1, 2, 4, 8, 16
 NEEDS_ROUTING = 32  # the top-k weights, the row weights or the logits
 NEEDS_ROUTER_WEIGHT, NEEDS_ROUTER_BIAS = 64, 128
 
-_BUFFER_ALIGN = 256  # what the library wants of saved and scratch; CUDA's allocator gives 512, the CPU's 64
+_BUFFER_ALIGN = 64  # what the library wants of saved and scratch
 
 try:  # the stream as an integer, without building a torch.cuda.Stream
     _raw_stream = torch._C._cuda_getCurrentRawStream
@@ -38,18 +37,8 @@ def _stream(tensor: Tensor) -> int:
 
 
 def _buffer(size: int, like: Tensor) -> Tensor:
-    """`size` bytes on the tensor's device, aligned for the library."""
-    if like.is_cuda:
-        return torch.empty(size, dtype=torch.uint8, device=like.device)
-    block = torch.empty(size + _BUFFER_ALIGN, dtype=torch.uint8)
-    start = -block.data_ptr() % _BUFFER_ALIGN
-    return block[start : start + size]
-
-
-def _saved_buffer(size: int, like: Tensor) -> Tensor:
-    """The same as an operator's output: the fake kernel says that its storage starts where it does."""
-    buffer = _buffer(size, like)
-    return buffer if buffer.storage_offset() == 0 else from_dlpack(to_dlpack(buffer))
+    """`size` bytes on the tensor's device; torch aligns what it allocates to 64 bytes at least."""
+    return torch.empty(size, dtype=torch.uint8, device=like.device)
 
 
 def _addresses(copies: list[Tensor], tensors: Iterable[Tensor | None]) -> list[int]:
@@ -94,7 +83,7 @@ def _describe(
 
 
 def _saved_without_tokens(entry: str, options: str, x: Tensor, topk: int, w2: Tensor) -> Tensor:
-    return _saved_buffer(parse(options).saved_bytes(entry, 0, topk, w2.shape, x.element_size()), x)
+    return _buffer(parse(options).saved_bytes(entry, 0, topk, w2.shape, x.element_size()), x)
 
 
 # ---- gradients ----
@@ -158,7 +147,7 @@ def experts_forward(
         return [out, _saved_without_tokens("from_topk", options, x, topk, w2)] if save else [out]
     context = context_of(x)
     layer = _describe(context, "from_topk", options, save, x, topk, w2, ids.dtype)
-    saved = _saved_buffer(layer.saved, x) if save else None
+    saved = _buffer(layer.saved, x) if save else None
     scratch = _buffer(layer.scratch_forward, x)
     copies: list[Tensor] = []
     x_at, ids_at, weights_at, w1_at, b1_at, w2_at, b2_at = _addresses(copies, (x, ids, weights, w1, b1, w2, b2))
@@ -194,7 +183,7 @@ def rows_forward(
         return [out, _saved_without_tokens("from_rows", options, rows, 1, w2)] if save else [out]
     context = context_of(rows)
     layer = _describe(context, "from_rows", options, save, rows, 1, w2, offsets.dtype)
-    saved = _saved_buffer(layer.saved, rows) if save else None
+    saved = _buffer(layer.saved, rows) if save else None
     scratch = _buffer(layer.scratch_forward, rows)
     copies: list[Tensor] = []
     given = (offsets, row_weights, w1, b1, w2, b2)
@@ -255,7 +244,7 @@ def moe_forward(
         return _given(out, saved, logits, *(t.zero_() for t in _given(losses, counts)))
     context = context_of(x)
     layer = _describe(context, "from_logits", options, save, x, topk, w2, torch.int32)
-    saved = _saved_buffer(layer.saved, x) if save else None
+    saved = _buffer(layer.saved, x) if save else None
     scratch = _buffer(layer.scratch_forward, x)
     copies: list[Tensor] = []
     read = (x, router_weight, router_bias, given_logits if logits is None else logits, selection_bias)

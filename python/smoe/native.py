@@ -122,7 +122,10 @@ STRUCTS = {  # by the header's names
 def _library_path() -> Path:
     """SMOE_LIBRARY, or the library that the package was installed with."""
     given = os.environ.get("SMOE_LIBRARY")
-    return Path(given) if given else Path(__file__).parent / "lib" / "libsmoe.so"
+    if given:
+        return Path(given)
+    folder = Path(__file__).parent / "lib"
+    return next(folder.glob("libsmoe.so*"), folder / "libsmoe.so")
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -153,8 +156,8 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-_path = _library_path()
-library = _load(_path)
+path = _library_path()
+library = _load(path)
 
 
 def version() -> str:
@@ -166,9 +169,9 @@ def version() -> str:
 def build_info() -> dict[str, str | None]:
     """version, library (its path), and from the build: cuda (the toolkit's version, or None for a library of the CPU
     backend alone), compiler, build_type."""
-    info: dict[str, str | None] = {"version": version(), "library": str(_path)}
+    info: dict[str, str | None] = {"version": version(), "library": str(path)}
     try:
-        built = json.loads(_path.with_name("build_info.json").read_text())
+        built = json.loads(path.with_name("build_info.json").read_text())
     except FileNotFoundError:  # a library that SMOE_LIBRARY names, outside a build folder
         return info
     return info | {key: value or None for key, value in built.items()}

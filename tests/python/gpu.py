@@ -221,6 +221,16 @@ def eager():
         find("inference_mode: equal bits", torch.equal(model(randn(1000, 256, seed=1000)), plain[0]))
     with torch.autograd.graph.save_on_cpu():
         find("saved tensors on the CPU meanwhile: equal bits", same(step(model, model, 1000), plain))
+
+    def moved(tensor):
+        """The same values at an address that is a multiple of 64 bytes and not of 128."""
+        size = tensor.numel() * tensor.element_size()
+        block = torch.empty(size + 512, dtype=torch.uint8, device=tensor.device)
+        start = (64 - block.data_ptr()) % 128
+        return block[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().contiguous(), moved):
+        find("saved tensors at multiples of 64 bytes: equal bits", same(step(model, model, 1000), plain))
     with torch.autocast(DEVICE, torch.bfloat16):
         half = copy.deepcopy(model).float()
         found = step(half, half, 1000, torch.float32)

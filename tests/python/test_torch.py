@@ -1,5 +1,6 @@
 """Where PyTorch runs a layer: compile, checkpointing, autocast, hooks, modes, threads, forks."""
 
+import os
 import threading
 
 import pytest
@@ -323,3 +324,20 @@ def test_forked_workers():
     wanted = torch.stack([data[index] for index in range(len(data))])
     loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
     assert torch.equal(torch.cat(list(loader)), wanted)
+
+
+def test_a_plain_fork():
+    """A child of os.fork, where torch still asks for two threads: its context has one."""
+    data = _Data()
+    wanted = data[0]
+    assert torch.get_num_threads() == 2
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, b"1" if torch.equal(data[0], wanted) else b"0")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    assert os.read(reader, 1) == b"1"

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,3 +258,37 @@ def test_byte_tokenizer(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(text)["input_ids"] == ids and again.decode(ids) == text
+
+
+KINDS = {"olmoe": [], "smoe": ["--shared=24", "--dense-layers=1", "--tied"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_of_smoe_train(kind, tmp_path):
+    """AutoModel opens what `smoe train` wrote, and its loss there is `smoe eval`'s, by eager and by smoe."""
+    program = os.environ.get("SMOE_PROGRAM")
+    if not program:
+        pytest.skip("SMOE_PROGRAM does not name the smoe program")
+    text = tmp_path / "text.txt"
+    text.write_bytes(Path(__file__).read_bytes())
+    run = [program, "train", f"--out={tmp_path / 'run'}", "--steps=20", "--context=64", "--hidden=32", "--intermediate=16"]
+    subprocess.run([*run, "--device=cpu", "--quiet", *KINDS[kind], text], check=True, capture_output=True)
+    windows = 40
+    part = tmp_path / "part.txt"
+    part.write_bytes(text.read_bytes()[: windows * 64 + 1])
+    checkpoint = tmp_path / "run" / "latest"
+    found = subprocess.run(
+        [program, "eval", "--json", "--device=cpu", "-c", checkpoint, part], check=True, capture_output=True
+    )
+    theirs = json.loads(found.stdout)["loss"]
+    data = torch.tensor(smoe.transformers.ByteTokenizer()(part.read_text())["input_ids"])
+    assert len(data) == windows * 64 + 1
+    for implementation in ("eager", "smoe"):
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, experts_implementation=implementation
+        )
+        assert model.config.model_type == kind
+        with torch.no_grad():
+            logits = model(data[:-1].view(windows, 64)).logits
+        ours = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[1:]).item()
+        assert ours == pytest.approx(theirs, rel=1e-5), implementation

@@ -1,0 +1,217 @@
+"""smoe in JAX: the experts and the whole layer as functions under jit and grad, through XLA's foreign function interface.
+
+Arrays are float32 or bfloat16 on the CPU, bfloat16 or float16 on CUDA. T tokens, H hidden, I intermediate, E experts, K of a
+token, as in smoe.functional; every option is a static Python value.
+"""
+
+import ctypes
+import functools
+import os
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import native
+from ._layout import parse
+
+__all__ = ["experts", "experts_rows", "moe"]
+
+_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32", "int64": "i64"}
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # smoe's backends and XLA's names
+
+
+@functools.cache
+def _register() -> None:
+    """Hands the handlers to XLA, once. libsmoe is loaded already, so the loader finds it by its soname."""
+    library = ctypes.CDLL(str(native.path.with_name("libsmoe_xla.so")))
+    for backend, platform in _PLATFORMS.items():
+        for direction in ("forward", "backward"):
+            name = f"smoe_xla_{backend}_{direction}"
+            capsule = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, capsule, platform=platform)
+
+
+@functools.cache
+def _context(backend: str) -> int:
+    """For sizes alone; with as many threads as the handler's contexts have."""
+    return native.create_context(backend, threads=_threads(backend))
+
+
+def _threads(backend: str) -> int:
+    return len(os.sched_getaffinity(0)) if backend == "cpu" else 0
+
+
+def _backend() -> str:
+    return "cpu" if jax.default_backend() == "cpu" else "cuda"
+
+
+class _Problem(NamedTuple):
+    """The static part of a call."""
+
+    entry: str
+    options: str
+    topk: int
+    step: int = 0
+
+    def layer(self, x, w2, index_dtype, save: bool) -> native.Layer:
+        dtype = native.TYPES[_TYPES[x.dtype.name]]
+        index = native.TYPES[_TYPES[index_dtype.name]]
+        return parse(self.options).layer(self.entry, x.shape[0], self.topk, w2.shape, dtype, index, save)
+
+
+def _call(direction: str, backend: str, layer: native.Layer, struct, scalars: dict, arguments: dict, results: dict) -> dict:
+    """One handler call. arguments: field -> array or None; results: field -> (shape, dtype) or None. Fields that have a
+    <field>_size beside them are buffers of bytes."""
+    arguments = {field: value for field, value in arguments.items() if value is not None}
+    results = {field: shape for field, shape in results.items() if shape is not None}
+    template = struct(struct_size=ctypes.sizeof(struct), **scalars)
+    fields = [*arguments, *results]
+    offset = lambda field: getattr(struct, field).offset if hasattr(struct, field) else -1
+    call = jax.ffi.ffi_call(
+        f"smoe_xla_{backend}_{direction}", [jax.ShapeDtypeStruct(*shape) for shape in results.values()]
+    )
+    found = call(
+        *arguments.values(),
+        layer=np.frombuffer(bytes(layer), np.uint8),
+        arguments=np.frombuffer(bytes(template), np.uint8),
+        pointers=np.array([offset(field) for field in fields], np.int64),
+        sizes=np.array([offset(field + "_size") for field in fields], np.int64),
+        threads=np.array([_threads(backend)], np.int64),
+    )
+    return dict(zip(results, found))
+
+
+def _sizes(backend: str, layer: native.Layer) -> native.Sizes:
+    sizes = native.Sizes(ctypes.sizeof(native.Sizes))
+    context = _context(backend)
+    status = native.library.smoe_query_sizes(context, ctypes.addressof(layer), ctypes.addressof(sizes))
+    if status:
+        raise native.last_error(context, status)
+    return sizes
+
+
+def _index_dtype(operands: dict):
+    for field in ("topk_ids", "offsets"):
+        if operands.get(field) is not None:
+            return operands[field].dtype
+    return np.dtype(np.int32)
+
+
+def _forward(problem: _Problem, operands: dict, save: bool) -> dict:
+    """out, and with `save` saved; logits and losses of the whole layer."""
+    _register()
+    x, w2, backend = operands["x"], operands["w2"], _backend()
+    layer = problem.layer(x, w2, _index_dtype(operands), save)
+    sizes, options = _sizes(backend, layer), parse(problem.options)
+    routed = problem.entry == "from_logits"
+    results = dict(
+        out=(x.shape, x.dtype),
+        saved=((sizes.saved_buffer_bytes,), jnp.uint8) if save else None,
+        scratch=((sizes.scratch_forward_bytes,), jnp.uint8),
+        logits=((x.shape[0], w2.shape[0]), jnp.float32) if routed else None,
+        losses=((2,), jnp.float32) if routed and options.losses else None,
+    )
+    return _call("forward", backend, layer, native.ForwardArgs, dict(step=problem.step), operands, results)
+
+
+_GRADIENTS = {"dx": "x", "dw1": "w1", "dw2": "w2", "db1": "b1", "db2": "b2", "drouter_weight": "router_weight"}
+_GRADIENTS |= {"drouter_bias": "router_bias", "dtopk_weights": "topk_weights", "drow_weights": "row_weights"}
+
+
+def _backward(problem: _Problem, operands: dict, saved, logits, dout) -> dict:
+    """The gradients by the operands' names, as `operands` has them."""
+    x, backend, options = operands["x"], _backend(), parse(problem.options)
+    layer = problem.layer(x, operands["w2"], _index_dtype(operands), True)
+    results = {
+        gradient: (operands[name].shape, operands[name].dtype)
+        for gradient, name in _GRADIENTS.items()
+        if operands.get(name) is not None
+    }
+    read = {name: operands.get(name) for name in ("x", "router_weight", "topk_ids", "w1", "w2", "b2")}
+    given = read | dict(logits=logits, saved=saved, dout=dout.astype(x.dtype))
+    results["scratch"] = ((_sizes(backend, layer).scratch_backward_bytes,), jnp.uint8)
+    scalars = dict(balance_coefficient=options.balance_coefficient, z_coefficient=options.z_coefficient)
+    found = _call("backward", backend, layer, native.BackwardArgs, scalars, given, results)
+    return {name: found.get(gradient) for gradient, name in _GRADIENTS.items()}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(problem: _Problem, operands: dict):
+    """out, losses or None"""
+    found = _forward(problem, operands, save=False)
+    return found["out"], found.get("losses")
+
+
+def _run_forward(problem: _Problem, operands: dict):
+    found = _forward(problem, operands, save=True)
+    return (found["out"], found.get("losses")), (operands, found["saved"], found.get("logits"))
+
+
+def _run_backward(problem: _Problem, kept, cotangents):
+    operands, saved, logits = kept
+    gradients = _backward(problem, operands, saved, logits, cotangents[0])
+    return ({name: gradients.get(name) for name in operands},)
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+def _check(function: str, x, w1, w2, activation: str) -> None:
+    if activation not in native.ACTIVATIONS:
+        raise ValueError(f"{function}: activation is {activation!r}; expected one of {', '.join(native.ACTIVATIONS)}")
+    count, hidden, intermediate = w2.shape
+    width = (2 if activation in native.GATED_ACTIVATIONS else 1) * intermediate
+    if x.ndim != 2 or x.shape[1] != hidden:
+        raise ValueError(f"{function}: x has shape {x.shape}; expected (T, {hidden})")
+    if w1.shape != (count, width, hidden):
+        raise ValueError(f"{function}: w1 has shape {w1.shape}; expected {(count, width, hidden)}")
+    for name, value in (("w1", w1), ("w2", w2)):
+        if value.dtype != x.dtype:
+            raise TypeError(f"{function}: {name} has dtype {value.dtype}; expected {x.dtype}, the dtype of x")
+
+
+def experts(
+    x, ids, weights, w1, w2, *, b1=None, b2=None, activation="swiglu", layout="concatenated", chunks=1
+) -> jax.Array:
+    """out[t] = sum over k of weights[t, k] expert[ids[t, k]](x[t]); x (T, H), ids (T, K) int32 or int64, weights (T, K),
+    w1 (E, 2I or I, H), w2 (E, H, I), b1 (E, 2I or I), b2 (E, H)."""
+    _check("smoe.jax.experts", x, w1, w2, activation)
+    if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"smoe.jax.experts: ids has shape {ids.shape} and weights {weights.shape}; expected (T, K) of both")
+    operands = dict(x=x, topk_ids=ids, topk_weights=weights.astype(jnp.float32), w1=w1, w2=w2, b1=b1, b2=b2)
+    problem = _Problem("from_topk", f"{activation} {layout} {chunks} 0", ids.shape[1])
+    return _run(problem, operands)[0] if x.shape[0] else jnp.zeros_like(x)
+
+
+def experts_rows(
+    rows, offsets, w1, w2, row_weights=None, *, b1=None, b2=None, activation="swiglu", layout="concatenated", chunks=1
+) -> jax.Array:
+    """The experts on rows (R, H) sorted by expert: expert e has rows offsets[e] to offsets[e + 1] - 1, offsets (E + 1)
+    int32 or int64; row_weights (R) or None for ones. Rows past offsets[E] give zeros."""
+    _check("smoe.jax.experts_rows", rows, w1, w2, activation)
+    if offsets.shape != (w2.shape[0] + 1,):
+        raise ValueError(f"smoe.jax.experts_rows: offsets has shape {offsets.shape}; expected ({w2.shape[0] + 1},)")
+    weights = None if row_weights is None else row_weights.astype(jnp.float32)
+    operands = dict(x=rows, offsets=offsets, row_weights=weights, w1=w1, w2=w2, b1=b1, b2=b2)
+    problem = _Problem("from_rows", f"{activation} {layout} {chunks} 0", 1)
+    return _run(problem, operands)[0] if rows.shape[0] else jnp.zeros_like(rows)
+
+
+def moe(
+    x, router_weight, w1, w2, *, top_k, router_bias=None, b1=None, b2=None, selection_bias=None, activation="swiglu",
+    layout="concatenated", score="softmax_topk", norm_topk_prob=False, n_group=1, topk_group=1, routed_scaling_factor=1.0,
+    rounding="none", tile=128, seed=0, step=0, balance_coefficient=0.0, z_coefficient=0.0, chunks=1,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E) float32; options as in
+    smoe.moe. Returns out (T, H) and the losses (2) float32, load balance and z, as values: their gradient, weighted by the
+    coefficients, is added in the backward."""
+    _check("smoe.jax.moe", x, w1, w2, activation)
+    options = (
+        f"{activation} {layout} {chunks} 0 {score} {int(norm_topk_prob)} {n_group} {topk_group} "
+        f"{float(routed_scaling_factor)} {rounding} {tile} {seed} 0 {float(balance_coefficient)} {float(z_coefficient)} 1 0"
+    )
+    operands = dict(x=x, router_weight=router_weight, router_bias=router_bias, w1=w1, w2=w2, b1=b1, b2=b2)
+    operands["selection_bias"] = selection_bias
+    return _run(_Problem("from_logits", options, top_k, step), operands)

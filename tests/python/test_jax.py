@@ -1,0 +1,192 @@
+"""smoe.jax on the CPU against a dense JAX layer in float32, under jit and grad; our declarations of XLA's interface against
+jaxlib's header."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+import jaxlib  # noqa: E402
+import numpy as np  # noqa: E402
+
+import smoe.jax  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+T, H, I, E, K = 40, 32, 16, 8, 2
+
+
+def made(dtype=jnp.float32, T=T):
+    keys = iter(jax.random.split(jax.random.key(0), 10))
+    normal = lambda *shape: (jax.random.normal(next(keys), shape) * 0.4).astype(dtype)
+    values = dict(x=normal(T, H), w1=normal(E, 2 * I, H), w2=normal(E, H, I), b1=normal(E, 2 * I), b2=normal(E, H))
+    values["router_weight"] = normal(E, H)
+    values["ids"] = jax.lax.top_k(jax.random.uniform(next(keys), (T, E)), K)[1]
+    values["weights"] = jax.random.uniform(next(keys), (T, K))
+    return values
+
+
+def every_expert(x, w1, w2, b1=None, b2=None):
+    """(E, T, H)"""
+    h = jnp.einsum("th,enh->etn", x, w1) + (0 if b1 is None else b1[:, None])
+    gate, up = jnp.split(h, 2, -1)
+    return jnp.einsum("etn,ehn->eth", jax.nn.silu(gate) * up, w2) + (0 if b2 is None else b2[:, None])
+
+
+def dense_experts(x, ids, weights, w1, w2, b1=None, b2=None):
+    pairs = jnp.zeros((len(x), E)).at[jnp.arange(len(x))[:, None], ids].add(weights, mode="drop")
+    return jnp.einsum("te,eth->th", pairs, every_expert(x, w1, w2, b1, b2))
+
+
+def compare(ours, theirs, arguments, names, tolerance=1e-4):
+    weigh = jax.random.normal(jax.random.key(9), (len(arguments["x"]), H))
+    loss = lambda function: lambda leaves: (function(**(arguments | leaves)) * weigh).sum()
+    leaves = {name: arguments[name] for name in names}
+    found, exact = (jax.jit(jax.value_and_grad(loss(function)))(leaves) for function in (ours, theirs))
+    np.testing.assert_allclose(found[0], exact[0], rtol=tolerance, atol=tolerance)
+    for name in names:
+        a, b = np.asarray(found[1][name], np.float64), np.asarray(exact[1][name], np.float64)
+        assert a.shape == b.shape and np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), name
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_experts(biases):
+    given = made()
+    del given["router_weight"]
+    if not biases:
+        del given["b1"], given["b2"]
+    given["ids"] = given["ids"].at[3, 1].set(E)
+    names = [name for name in given if name != "ids"]
+    compare(smoe.jax.experts, dense_experts, given, names)
+    eager = smoe.jax.experts(**given)
+    assert jnp.array_equal(eager, jax.jit(smoe.jax.experts)(**given))
+
+
+def test_experts_rows():
+    given = made()
+    offsets = jnp.array([0, 3, 3, 10, 10, 11, 30, 35, 37], jnp.int32)
+    of_row = jnp.searchsorted(offsets[1:], jnp.arange(T), side="right")
+    arguments = dict(x=given["x"], w1=given["w1"], w2=given["w2"], row_weights=jax.random.uniform(jax.random.key(3), (T,)))
+    ours = lambda x, w1, w2, row_weights: smoe.jax.experts_rows(x, offsets, w1, w2, row_weights)
+
+    def theirs(x, w1, w2, row_weights):
+        every = jnp.concatenate([every_expert(x, w1, w2), jnp.zeros((1, T, H))])
+        return every[of_row, jnp.arange(T)] * row_weights[:, None]
+
+    compare(ours, theirs, arguments, list(arguments))
+
+
+@pytest.mark.parametrize("options", [{}, dict(norm_topk_prob=True), dict(score="topk_softmax")])
+def test_moe(options):
+    given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
+    ours = lambda **a: smoe.jax.moe(**a, top_k=K, **options)[0]
+
+    def theirs(x, router_weight, w1, w2):
+        logits = x @ router_weight.T
+        p = jax.nn.softmax(logits)
+        values, ids = jax.lax.top_k(logits, K)
+        weights = jnp.take_along_axis(p, ids, -1)
+        if options.get("norm_topk_prob"):
+            weights = weights / weights.sum(-1, keepdims=True)
+        if options.get("score"):
+            weights = jax.nn.softmax(values)
+        return dense_experts(x, ids, weights, w1, w2)
+
+    compare(ours, theirs, given, list(given))
+
+
+def test_moe_losses():
+    given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
+    _, losses = jax.jit(lambda **a: smoe.jax.moe(**a, top_k=K))(**given)
+    logits = given["x"] @ given["router_weight"].T
+    z = jnp.square(jax.nn.logsumexp(logits, -1)).mean()
+    counts = jnp.zeros(E).at[jax.lax.top_k(logits, K)[1].ravel()].add(1)
+    balance = E * (counts / T * jax.nn.softmax(logits).mean(0)).sum()
+    np.testing.assert_allclose(losses, jnp.stack([balance, z]), rtol=1e-5)
+
+
+def test_bf16():
+    given = made(jnp.bfloat16)
+    arguments = {name: given[name] for name in ("x", "ids", "weights", "w1", "w2")}
+    as_float = {name: value.astype(jnp.float32) if value.dtype == jnp.bfloat16 else value for name, value in arguments.items()}
+    out = smoe.jax.experts(**arguments)
+    exact = dense_experts(**as_float)
+    assert out.dtype == jnp.bfloat16 and jnp.linalg.norm(out - exact) < 0.02 * jnp.linalg.norm(exact)
+
+
+def test_scan_over_layers():
+    """Residuals that XLA stacks and slices stand at other addresses in the backward."""
+    given, layers = made(), 5
+    stack = lambda name: jnp.stack([given[name] * (1 + 0.1 * layer) for layer in range(layers)])
+    weights = dict(w1=stack("w1"), w2=stack("w2"))
+
+    def model(function, weights):
+        layer = lambda x, w: (x + function(x, given["ids"], given["weights"], w["w1"], w["w2"]) * 0.1, None)
+        return jax.lax.scan(layer, given["x"], weights)[0].sum()
+
+    ours = jax.jit(jax.grad(lambda w: model(smoe.jax.experts, w)))(weights)
+    theirs = jax.jit(jax.grad(lambda w: model(dense_experts, w)))(weights)
+    for name in weights:
+        assert jnp.linalg.norm(ours[name] - theirs[name]) < 1e-4 * jnp.linalg.norm(theirs[name])
+
+
+def test_bad_input():
+    given = made()
+    with pytest.raises(ValueError, match=r"w1 has shape \(8, 16, 32\); expected \(8, 32, 32\)"):
+        smoe.jax.experts(given["x"], given["ids"], given["weights"], given["w1"][:, :I], given["w2"])
+    with pytest.raises(TypeError, match="w2 has dtype bfloat16; expected float32"):
+        smoe.jax.experts(given["x"], given["ids"], given["weights"], given["w1"], given["w2"].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="topk is 9|experts"):
+        smoe.jax.moe(given["x"], given["router_weight"], given["w1"], given["w2"], top_k=9)
+
+
+# Ours and jaxlib's: struct, then field by field.
+STRUCTS = {
+    "xla_extension XLA_FFI_Extension_Base": "struct_size type next",
+    "xla_version XLA_FFI_Api_Version": "struct_size extensions=extension_start major_version minor_version",
+    "xla_buffer XLA_FFI_Buffer": "struct_size extensions=extension_start type=dtype data rank dims",
+    "xla_array XLA_FFI_Array": "type=dtype size data",
+    "xla_span XLA_FFI_ByteSpan": "text=ptr length=len",
+    "xla_attributes XLA_FFI_Attrs": "struct_size extensions=extension_start size types names values=attrs",
+    "xla_error_create_args XLA_FFI_Error_Create_Args": "struct_size extensions=extension_start message code=errc",
+    "xla_stream_get_args XLA_FFI_Stream_Get_Args": "struct_size extensions=extension_start context=ctx stream",
+    "xla_ordinal_get_args XLA_FFI_DeviceOrdinal_Get_Args": "struct_size context=ctx ordinal=device_ordinal",
+    "xla_metadata_extension XLA_FFI_Metadata_Extension": "base=extension_base metadata",
+}
+PREFIXES = {  # jaxlib's may be longer
+    "xla_buffers XLA_FFI_Args": "struct_size size types buffers=args",
+    "xla_buffers XLA_FFI_Rets": "struct_size size types buffers=rets",
+    "xla_metadata XLA_FFI_Metadata": "struct_size api_version traits",
+    "xla_api XLA_FFI_Api": "struct_size api_version internal=internal_api error_create=XLA_FFI_Error_Create "
+    "stream_get=XLA_FFI_Stream_Get ordinal_get=XLA_FFI_DeviceOrdinal_Get",
+    "xla_call XLA_FFI_CallFrame": "struct_size extensions=extension_start api context=ctx stage arguments=args results=rets "
+    "attributes=attrs",
+}
+VALUES = {
+    "XLA_EXTENSION_METADATA": "XLA_FFI_Extension_Metadata", "XLA_STAGE_EXECUTE": "XLA_FFI_ExecutionStage_EXECUTE",
+    "XLA_ATTR_ARRAY": "XLA_FFI_AttrType_ARRAY", "XLA_TYPE_U8": "XLA_FFI_DataType_U8", "XLA_TYPE_S64": "XLA_FFI_DataType_S64",
+    "XLA_ERROR_INVALID_ARGUMENT": "XLA_FFI_Error_Code_INVALID_ARGUMENT", "XLA_ERROR_INTERNAL": "XLA_FFI_Error_Code_INTERNAL",
+    "XLA_ERROR_RESOURCE_EXHAUSTED": "XLA_FFI_Error_Code_RESOURCE_EXHAUSTED",
+    "XLA_ERROR_UNIMPLEMENTED": "XLA_FFI_Error_Code_UNIMPLEMENTED",
+}  # fmt: skip
+
+
+def test_declarations_are_jaxlibs(tmp_path):
+    lines = ['#include "xla_ffi.h"', '#include "xla/ffi/api/c_api.h"']
+    for names, fields in (STRUCTS | PREFIXES).items():
+        ours, theirs = names.split()
+        if names in STRUCTS:
+            lines.append(f'_Static_assert(sizeof({ours}) == sizeof({theirs}), "{ours}");')
+        for field in fields.split():
+            a, b = (field.split("=") * 2)[:2]
+            lines.append(f'_Static_assert(offsetof({ours}, {a}) == offsetof({theirs}, {b}), "{ours}.{a}");')
+            lines.append(f'_Static_assert(sizeof((({ours} *)0)->{a}) == sizeof((({theirs} *)0)->{b}), "{ours}.{a}");')
+    lines += [f'_Static_assert((int){a} == (int){b}, "{a}");' for a, b in VALUES.items()]
+    source = tmp_path / "check.c"
+    source.write_text("\n".join(lines))
+    include = Path(jaxlib.__file__).parent / "include"
+    subprocess.run(["cc", "-std=c11", "-fsyntax-only", "-I", ROOT / "python" / "xla", "-I", include, source], check=True)
+    declared = set(re.findall(r"\b(XLA_[A-Z0-9_]+) =", (ROOT / "python" / "xla" / "xla_ffi.h").read_text()))
+    assert declared == set(VALUES)
