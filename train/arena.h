@@ -1,4 +1,4 @@
-/* Hands out aligned pieces of one block of memory; with a NULL base it only counts. */
+/* Allocates aligned parts of one piece of memory in turn. With a NULL base it only counts their bytes. */
 #ifndef TRAIN_ARENA_H
 #define TRAIN_ARENA_H
 
