@@ -1,5 +1,5 @@
 /* The monotonic clock in seconds, to the nanosecond: omp_get_wtime counts only microseconds under LLVM's
- * OpenMP, and the smallest GEMMs of a bench take less. */
+ * OpenMP, and the smallest GEMMs of `smoe bench` take less than one. */
 #ifndef TRAIN_CLOCK_H
 #define TRAIN_CLOCK_H
 

@@ -1,5 +1,5 @@
-/* Buffers on a device with a canary on either side: what the library writes past the end, or before the
- * start, shows. Filled with 0xFF bytes at first: NaN as f32, bf16 and f16, -1 as an integer. */
+/* Buffers on a device with a canary on either side, which shows if the library writes past the end or before
+ * the start. They are first filled with bytes 0xFF: NaN as f32, bf16 and f16, -1 as an integer. */
 #ifndef HARNESS_BUFFER_H
 #define HARNESS_BUFFER_H
 
@@ -12,11 +12,11 @@ typedef struct buffer {
     size_t bytes;
 } buffer;
 
-/* False when memory is out; *made is then all zero. A buffer that is all zero may be freed. */
+/* False when there is no memory; *made is then all zero. A buffer that is all zero may be freed. */
 bool buffer_make(buffer *made, const device *on, size_t bytes);
 void buffer_free(buffer *freed);
 
-/* All of it 0xFF again. */
+/* Fills the buffer with 0xFF again. */
 bool buffer_poison(const buffer *poisoned);
 
 bool buffer_write(const buffer *to, const void *from_host, size_t bytes);

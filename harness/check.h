@@ -14,9 +14,9 @@ typedef struct check_options {
 /* Told of every tensor in turn. exact: the error is a number of elements, infinity for another shape. */
 typedef void check_report(void *user, tensor_id id, const verdict *judged);
 
-/* Inputs are drawn again, up to 40 times, while a decision is too close for f32 to call, or while sums cancel
- * so far that storage alone reaches the cap; the last ones are taken as they are. RUN_OK: the tensors were
- * reported. Otherwise text says why not. */
+/* Inputs are drawn again, up to 40 times, while f32 may decide some routing otherwise than fp64, or while
+ * sums cancel so far that rounding at the stores alone reaches the cap. The last draw is used in any case.
+ * RUN_OK: the tensors were reported. Otherwise text says why not. */
 run_outcome check_layer(const device *on, smoe_context *context, const smoe_layer *layer,
                         const oracle_draw *draw, const check_options *options, check_report *report,
                         void *user, char text[RUN_TEXT]);

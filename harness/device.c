@@ -1,4 +1,4 @@
-/* The host behind the device table. */
+/* The device table on the host. */
 #include "harness/device.h"
 #include "harness/host.h"
 

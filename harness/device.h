@@ -14,7 +14,7 @@ enum { DEVICE_ALIGN = 256 }; /* of every pointer from alloc: what the library as
 typedef struct device {
     const char *name; /* as given to --device */
     smoe_backend backend;
-    void *(*alloc)(size_t bytes);  /* aligned to DEVICE_ALIGN, NULL when memory is out; 0 bytes are fine */
+    void *(*alloc)(size_t bytes);  /* aligned to DEVICE_ALIGN; NULL: no memory; 0 bytes are allowed */
     void (*release)(void *memory); /* NULL is fine */
     bool (*upload)(void *to, const void *from_host, size_t bytes);
     bool (*download)(void *to_host, const void *from, size_t bytes);

@@ -1,4 +1,4 @@
-/* The GPU behind the device table. */
+/* The device table on a GPU. */
 #include "harness/device.h"
 
 #ifdef SMOE_HAVE_CUDA

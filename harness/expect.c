@@ -1,4 +1,4 @@
-/* From the oracle's structs to tensors. */
+/* Converts the oracle's structs to tensors. */
 #include "harness/expect.h"
 
 #include "oracle/number.h"

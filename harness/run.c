@@ -1,5 +1,5 @@
-/* Runs the library between canaries. What every slot holds when a run begins is remembered, to see that
- * inputs stay as they were and to begin again. */
+/* Runs the library between canaries. The contents of every buffer at the start of a run are kept, to check
+ * that inputs stay as they were and to run again. */
 #include "harness/run.h"
 
 #include "oracle/number.h"
@@ -431,7 +431,7 @@ static bool fetch_h(run *r, tensors *got, const smoe_plan_view *view)
     return true;
 }
 
-/* Do the offsets make sense, so that rows may be looked up by them? */
+/* Are the offsets valid, so that rows may be looked up by them? */
 static bool check_offsets(run *r, const tensors *got)
 {
     const int32_t *offsets = got->at[TENSOR_OFFSETS].bits, *blocks = got->at[TENSOR_BLOCK_OFFSETS].bits;
@@ -493,7 +493,7 @@ static bool fetch_backward(run *r, tensors *got)
 
 /* ---- Whole runs ---- */
 
-/* Nothing may live on here but X, the weights, the logits and saved. */
+/* From here on only X, the weights, the logits and saved keep their contents. */
 static bool poison_between(run *r)
 {
     const slot_id gone[] = {SLOT_OUT, SLOT_LOSSES, SLOT_SCRATCH_FORWARD, SLOT_ROUTER_BIAS};

@@ -1,5 +1,5 @@
 /* One run of the library on a device: every buffer poisoned and between canaries, inputs remembered so that a
- * change shows, everything computed brought back. Buffers are slots, one for each pointer of the public API's
+ * change shows, every result brought to the host. Buffers are slots, one for each pointer of the public API's
  * argument structs:
  *
  *   run_open       asks the library for sizes; run_make makes the wanted slots and fills the argument structs
@@ -112,7 +112,7 @@ bool slot_keep(run *r, slot_id id);
 /* The drawn values in their storage types, and initial gradients where the layer accumulates. */
 bool run_inputs(run *r, const oracle_drawn *drawn);
 
-/* The whole layer, waited for. The scratch of the pass is poisoned first. */
+/* Runs the whole layer and waits for it. The scratch of the pass is poisoned first. */
 bool run_forward(run *r, const run_options *options);
 bool run_backward(run *r, const run_options *options);
 

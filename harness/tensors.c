@@ -1,4 +1,4 @@
-/* Judging tensors. */
+/* See tensors.h. */
 #include "harness/tensors.h"
 
 #include "oracle/compare.h"

@@ -18,7 +18,8 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]
  *   combine     O[t] = sum over the rows r of t of s[r] Y[r]
  *
- * Stages of the backward (dO and the like are gradients, A' = s A, dX~ has one row for each row r):
+ * Stages of the backward. dO is the gradient of O, dS that of s, and so on; A' = s A; dX~ has one row for
+ * each r:
  *
  *   dh          dA'[r] = dO[t(r)] W2[e];  dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>    smoe_experts_backward
  *               dH[r] = dact(H[r], s[r] dA'[r]);  A'[r] = s[r] A[r]

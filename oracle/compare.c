@@ -1,4 +1,4 @@
-/* Scale-free errors. */
+/* See compare.h. */
 #include "oracle/compare.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* How far a result is from its reference, free of scale. */
+/* How far a result is from its reference, relative to the reference's norm. */
 #ifndef ORACLE_COMPARE_H
 #define ORACLE_COMPARE_H
 

@@ -1,4 +1,4 @@
-/* Seeded inputs for a layer. */
+/* See draw.h. */
 #include "oracle/draw.h"
 #include "oracle/number.h"
 

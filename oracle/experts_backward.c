@@ -1,4 +1,4 @@
-/* The layer back: row by row dS, dH and the experts' gradients, then the router's. */
+/* The backward of a layer: row by row dS, dH and the experts' gradients, then the router's. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
 

@@ -3,16 +3,16 @@
  *
  * Inputs are doubles that the caller has rounded to their storage types. With `round_stores` every tensor
  * that an implementation keeps in memory (logits, weights, H, A, Y, O, A', dH, dX~ and the gradients) is
- * rounded to its storage type: the error of this against the same call without it is what storage alone
- * costs. The cuda backend keeps two more in 16 bits, which `round_inside` adds: dA' with 11 significant bits,
- * and dlogits on their way to dWr and dX.
+ * rounded to its storage type: the difference to the same call without it is the error that storage alone
+ * causes. The cuda backend keeps two more in 16 bits, which `round_inside` adds: dA' with 11 significant
+ * bits, and dlogits on their way to dWr and dX.
  *
- * Where f32 arithmetic may rightly decide otherwise than fp64 (two scores closer than a few units in the last
- * place at a place where the order matters), `undecided` counts it: then draw other inputs.
+ * `undecided` counts the decisions that f32 may rightly take otherwise than fp64: two scores that differ by
+ * less than a few units in the last place, where their order matters. If it is not 0, draw other inputs.
  *
- * The stages go in order, each on what the last one left, so that a caller may compare, or replace, what is
- * between them: oracle_logits, oracle_route, oracle_round, oracle_plan, oracle_experts; oracle_forward does
- * them all. Free with oracle_forward_free, oracle_backward_free. */
+ * The stages go in order, each on what the last one left, so that a caller may compare or replace the
+ * results between them: oracle_logits, oracle_route, oracle_round, oracle_plan, oracle_experts;
+ * oracle_forward does them all. Free with oracle_forward_free, oracle_backward_free. */
 #ifndef ORACLE_ORACLE_H
 #define ORACLE_ORACLE_H
 

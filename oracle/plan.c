@@ -1,4 +1,5 @@
-/* The plan: rows sorted by expert, tokens ascending, their padded places, and the map back. */
+/* The plan: rows sorted by expert, tokens ascending, where they are among the padded rows, and the map from
+ * tokens to rows. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
 

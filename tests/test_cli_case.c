@@ -184,7 +184,7 @@ static void test_check_sees_errors(void **state)
     }
 }
 
-/* Every way in at both types; what comes back beside dX is written too. */
+/* Every smoe_entry at both types; what comes back beside dX is written too. */
 static void test_entries(void **state)
 {
     (void)state;

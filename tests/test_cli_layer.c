@@ -1,5 +1,5 @@
 /* The whole layer on the CPU, forward and backward, against the oracle: every activation with every layout,
- * score, rounding rule, storage type and way in. run_library poisons outputs, saved and scratch before the
+ * score, rounding rule, storage type and entry. run_library poisons outputs, saved and scratch before the
  * forward, and before the backward everything but X, the weights, the logits and saved; all of it lies
  * between canaries. */
 #include "harness/check.h"

@@ -379,7 +379,7 @@ static void test_empty_experts(void **state)
     check_against_oracle(&layer, (oracle_draw){.routing = ORACLE_ONE_TAKES_ALL, .row_weights = true}, 4);
 }
 
-/* Way 2 with every id skipped, way 3 with no row: zeros everywhere. */
+/* FROM_TOPK with every id skipped, FROM_ROWS with no row: zeros everywhere. */
 static void test_no_rows_at_all(void **state)
 {
     (void)state;

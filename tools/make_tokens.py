@@ -34,15 +34,15 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256  # llm.c's token file; HEADER int32
 CHUNK = 1 << 20  # characters that are encoded as one string
 BATCH = 16  # chunks that are encoded at once
 
-# The pieces of train/bpe.h. A letter is whatever is none of ASCII's other characters.
+# The words of train/bpe.h. A letter is whatever is none of ASCII's other characters.
 LETTER = r"[^\x00-@\[-`{-\x7F]"
 SIGN = r"[\x00-\x08\x0E-\x1F!-/:-@\[-`{-\x7F]"
 SPACE, OTHER_SPACE, NO_SPACE = r"[\t-\r ]", r"[\t-\r]", r"[^\t-\r ]"
-PIECES = (
+WORDS = (
     f" ?{LETTER}{{1,64}}| ?[0-9]{{1,3}}| ?{SIGN}{{1,64}}"
     f"|{SPACE}{{0,63}}{OTHER_SPACE}(?!{SPACE})|{SPACE}{{1,64}}(?!{NO_SPACE})"
 )
-# A piece always ends before white space that follows something else: the text can be cut there.
+# A word always ends before white space that follows something else: the text can be cut there.
 CUT = re.compile(f"{NO_SPACE}(?={SPACE})")
 
 
@@ -103,7 +103,7 @@ class Documents:
 
 
 def chunks(text: str, size: int = CHUNK) -> Iterator[str]:
-    """Cuts a text where a piece ends, after `size` characters or more."""
+    """Cuts a text where a word ends, after `size` characters or more."""
     start = 0
     while start < len(text):
         cut = CUT.search(text, start + size)
@@ -119,7 +119,7 @@ def new_tokenizer(model: models.BPE) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -1,4 +1,4 @@
-/* Hands out aligned pieces of one block of memory; with a NULL base it only counts. */
+/* Allocates aligned parts of one memory range in turn. With a NULL base it only counts their bytes. */
 #ifndef TRAIN_ARENA_H
 #define TRAIN_ARENA_H
 
@@ -9,15 +9,15 @@ enum { ARENA_ALIGN = 256 };
 typedef struct arena {
     char *base;
     size_t used,
-        most; // most: the largest `used` has been; pieces may be handed out again from an earlier one
+        most; // most: the largest `used` has been; parts may be given out again from an earlier one
 } arena;
 
 static inline void *arena_take(arena *a, size_t bytes)
 {
-    void *piece = a->base ? a->base + a->used : NULL;
+    void *part = a->base ? a->base + a->used : NULL;
     a->used += (bytes + ARENA_ALIGN - 1) / ARENA_ALIGN * ARENA_ALIGN;
     if (a->used > a->most) a->most = a->used;
-    return piece;
+    return part;
 }
 
 static inline void *arena_values(arena *a, smoe_type type, int64_t count)

@@ -1,4 +1,4 @@
-/* See bpe.h. A hash table has the ranks of pairs; of a piece, which is short, all pairs are looked at. */
+/* See bpe.h. A hash table has the ranks of pairs; of a word, which is short, all pairs are looked at. */
 #include "train/bpe.h"
 
 #include <stdlib.h>
@@ -56,7 +56,7 @@ static bool allocate(bpe *table, int64_t merges)
     table->slots = malloc(slots * sizeof *table->slots);
     table->made = malloc(((size_t)merges + 1) * sizeof *table->made);
     table->start = calloc((size_t)table->tokens + 2, sizeof *table->start);
-    table->bytes = malloc((size_t)(table->tokens + 1) * BPE_PIECE);
+    table->bytes = malloc((size_t)(table->tokens + 1) * BPE_WORD);
     if (!table->slots || !table->made || !table->start || !table->bytes) return false;
     memset(table->slots, 0xff, slots * sizeof *table->slots);
     for (uint32_t i = 0; i < 256; i++) {
@@ -72,8 +72,8 @@ static bool join(bpe *table, const int64_t merge[3], int64_t known, error *err)
     size_t left, right, length;
     const unsigned char *a = bpe_bytes(table, merge[0], &left), *b = bpe_bytes(table, merge[1], &right);
     unsigned char *made = table->bytes + table->start[known];
-    if (left + right > BPE_PIECE)
-        return fail(err, ERROR_RUNTIME, "a token of %zu bytes, the limit is %d", left + right, BPE_PIECE);
+    if (left + right > BPE_WORD)
+        return fail(err, ERROR_RUNTIME, "a token of %zu bytes, the limit is %d", left + right, BPE_WORD);
     memcpy(made, a, left);
     memcpy(made + left, b, right);
     if (merge[2] == known) {
@@ -156,13 +156,13 @@ static byte_class class_of(unsigned char c)
     return c >= '0' && c <= '9' ? DIGIT : SIGN;
 }
 
-/* The bytes of the first piece of size > 0 bytes. What is not UTF-8 is cut at BPE_PIECE. */
-static size_t piece_length(const unsigned char *text, size_t size)
+/* The bytes of the first word of size > 0 bytes. What is not UTF-8 is cut at BPE_WORD. */
+static size_t word_length(const unsigned char *text, size_t size)
 {
     size_t i = text[0] == ' ' && size > 1 && class_of(text[1]) != SPACE; // the space in front
     byte_class class = class_of(text[i]);
     int most = class == DIGIT ? 3 : MAX_CHARACTERS;
-    for (int count = 0; i < size && i < BPE_PIECE && class_of(text[i]) == class; i++) {
+    for (int count = 0; i < size && i < BPE_WORD && class_of(text[i]) == class; i++) {
         count += (text[i] & 0xc0) != 0x80; // the first byte of a character
         if (count > most) break;
     }
@@ -170,11 +170,11 @@ static size_t piece_length(const unsigned char *text, size_t size)
     return gives ? i - 1 : i;
 }
 
-/* Merges the `count` bytes of a piece; returns how many tokens are left. */
-static size_t encode_piece(const bpe *table, const unsigned char *piece, size_t count, uint16_t *out)
+/* Merges the `count` bytes of a word; returns how many tokens are left. */
+static size_t encode_word(const bpe *table, const unsigned char *word, size_t count, uint16_t *out)
 {
-    uint32_t rank[BPE_PIECE]; // of out[i] and out[i + 1]
-    for (size_t i = 0; i < count; i++) out[i] = piece[i];
+    uint32_t rank[BPE_WORD]; // of out[i] and out[i + 1]
+    for (size_t i = 0; i < count; i++) out[i] = word[i];
     for (size_t i = 0; i + 1 < count; i++) rank[i] = rank_of(table, out + i);
     while (count > 1) {
         size_t best = 0;
@@ -195,8 +195,8 @@ size_t bpe_encode(const bpe *table, const unsigned char *text, size_t size, uint
 {
     size_t count = 0;
     for (size_t at = 0, length; at < size; at += length) {
-        length = piece_length(text + at, size - at);
-        count += encode_piece(table, text + at, length, out + count);
+        length = word_length(text + at, size - at);
+        count += encode_word(table, text + at, length, out + count);
     }
     return count;
 }

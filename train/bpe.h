@@ -1,19 +1,24 @@
 /* Byte-level BPE: text to tokens and back, exactly as the Python package `tokenizers` does it with the
  * tokenizer.json that tools/make_tokens.py writes beside the table read here.
  *
- * Text is first cut into pieces by classes of bytes; no token reaches over a cut. White space is 9..13 and
- * 32, digits are 0-9, letters A-Z, a-z and every byte above 127 (UTF-8 beyond ASCII), all else is a sign. A
- * piece is a space or none, then 1 to 64 letters, or 1 to 3 digits, or 1 to 64 signs; else 1 to 64 of white
- * space, without the last if it is a space and another class follows. It takes as many as there are;
- * letters count as characters of UTF-8. It starts as its bytes; the merge that stands first in the table is
- * made at its leftmost place, again and again, until none applies.
+ * Encoding has two steps. First the text is cut into words (what `tokenizers` calls pre-tokens); no token
+ * crosses a cut. Every byte has a class. White space is 9..13 and 32, digits are 0-9, letters are A-Z, a-z
+ * and every byte above 127 (UTF-8 beyond ASCII), everything else is a sign. A word is the
+ * first of these that fits, as long as possible:
+ *
+ *   - an optional space, then 1 to 64 letters, or 1 to 3 digits, or 1 to 64 signs;
+ *   - 1 to 64 bytes of white space, without the last one if that is a space and another class follows.
+ *
+ * Letters are counted as characters of UTF-8. Second, each word starts as its bytes, and merges join two
+ * tokens at a time. The merge that comes first in the table is applied at its leftmost place, again and
+ * again, until no merge applies.
  *
  * Table, plain text:
  *     smoe-bpe 1 T M          T tokens, M merges
- *     LEFT RIGHT TOKEN        M lines, the merge to be preferred first
- * Tokens 0..255 are the bytes. A merge makes the next new token from two that were before it, or an older
- * TOKEN of the same bytes a second way. If one token is left after the merges it is the end-of-text token: it
- * stands before every document, has no bytes, and no text encodes to it. */
+ *     LEFT RIGHT TOKEN        M lines, the preferred merge first
+ * Tokens 0..255 are the bytes. A merge joins two tokens that come before it. TOKEN is the next new token, or
+ * an older one with the same bytes. If there is one token more than bytes and merges make, it is the
+ * end-of-text token. It comes before every document, has no bytes, and no text encodes to it. */
 #ifndef TRAIN_BPE_H
 #define TRAIN_BPE_H
 
@@ -23,7 +28,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { BPE_PIECE = 257 }; // most bytes of a piece, so of a token: a space and 64 characters of 4 bytes
+enum { BPE_WORD = 257 }; // most bytes of a word, so of a token: a space and 64 characters of 4 bytes
 
 typedef struct bpe {
     int64_t tokens;         // 256..65536, the end of text included

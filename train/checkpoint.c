@@ -1,4 +1,4 @@
-/* See checkpoint.h: what stands in the three files. The folders are checkpoint_folder.c's. */
+/* See checkpoint.h: the contents of the three files. checkpoint_folder.c handles the folders. */
 #include "train/checkpoint.h"
 
 #include "train/checkpoint_folder.h"

@@ -1,14 +1,14 @@
-/* Checkpoints: a folder OUT/step-0000100 a checkpoint, and OUT/latest, a symbolic link to the
- * newest finished one.
+/* Checkpoints: each is a folder such as OUT/step-0000100. OUT/latest is a symbolic link to the newest
+ * finished one.
  *
  *     config.json               the model's shape (train/config.h says which transformers opens)
  *     model.safetensors         its weights under OLMoE's names, in f32
  *     bpe.txt, tokenizer*.json  the tokenizer, if there is one (train/tokenizer.h)
  *     state.safetensors         what resuming needs besides: the AdamW moments and the loop's counters
  *
- * A checkpoint is written as step-0000100.tmp, synced, renamed, and only then does `latest` move to it, by a
- * rename too: a kill at any moment leaves `latest` at a whole checkpoint. One that cannot be written (a full
- * disk) leaves nothing behind. */
+ * A checkpoint is written as step-0000100.tmp, synced and renamed. Only then `latest` is made to point to it,
+ * by a rename too. So whenever the process is killed, `latest` is a complete checkpoint. One that cannot be
+ * written (a full disk) leaves nothing behind. */
 #ifndef TRAIN_CHECKPOINT_H
 #define TRAIN_CHECKPOINT_H
 

@@ -1,5 +1,5 @@
-/* See config.h. Two tables say everything about the numeric keys: one row a key with field,
- * limits and default. */
+/* See config.h. Two tables describe the numeric keys: one row for each key with its field, limits and
+ * default. */
 #include "train/config.h"
 
 #include "train/file.h"
@@ -253,7 +253,7 @@ static bool read_rope(const json_t *root, model_config *config, error *err)
     return true;
 }
 
-/* OLMoE (no shared expert, no dense layer) or ours; nothing else has this forward pass. */
+/* "olmoe" (no shared expert, no dense layer) or "smoe"; no other type has this forward pass. */
 static bool check_model_type(const json_t *root, const model_config *config, error *err)
 {
     const json_t *value = json_object_get(root, "model_type");

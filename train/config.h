@@ -1,9 +1,9 @@
 /* The shape of a model and its file, Hugging Face's `config.json`.
  *
  * A model without shared expert and dense layers is exactly OLMoE: it is written as model_type "olmoe", which
- * Hugging Face transformers opens as it is. OLMoE has neither, so a model with one is written as model_type
- * "smoe": transformers opens that only in a program that imports the Python package's smoe.transformers,
- * which registers the type. */
+ * Hugging Face transformers opens as it is. A model with a shared expert or dense layers is written as
+ * model_type "smoe". Transformers opens it after `import smoe.transformers` (the Python package), which
+ * registers the type. */
 #ifndef TRAIN_CONFIG_H
 #define TRAIN_CONFIG_H
 

@@ -1,4 +1,4 @@
-/* See model.h: the passes. Memory is model_memory.c's, the way back model_backward.c's. */
+/* See model.h: the forward. model_memory.c allocates, model_backward.c has the backward. */
 #include "train/model.h"
 
 void *model_past(const model *m, const void *base, int64_t count)

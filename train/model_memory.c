@@ -1,4 +1,4 @@
-/* See model.h: making a model. Everything on the device lies in one block, whose size `place` counts first.
+/* See model.h: makes a model. Everything on the device is in one allocation; `place` counts its size first.
  */
 #include "train/arena.h"
 #include "train/cpu/cpu.h"
@@ -161,7 +161,7 @@ static bool allocate(model *m, error *err)
     return fill_rope(m, err) && prepare(m, err);
 }
 
-/* What this device's kernels ask of a model. */
+/* The limits of this device's kernels. */
 static bool check_device(const model *m, error *err)
 {
     const train_device *dv = m->device;

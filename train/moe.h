@@ -1,6 +1,5 @@
 /* The Mixture-of-Experts layer of the model: softmax over all experts, top-K, SwiGLU experts. This is
- * the one file of the trainer that calls the library (include/smoe.h), and it does so through the public
- * header alone. */
+ * the only file of the trainer that calls the library, and it uses the public header alone. */
 #ifndef TRAIN_MOE_H
 #define TRAIN_MOE_H
 

@@ -1,12 +1,13 @@
-/* What a model is made of: one table of operations, filled by each kind of device (train/cpu, train/cuda).
+/* The operations that a model consists of: one table, filled by each kind of device (train/cpu, train/cuda).
  *
- * Activations, weights and what flows back have the device's `type`; weights' gradients `grad_type`; sums
- * over rows, statistics and losses are f32. Matrices are row-major. Pointers are the device's own
- * (`allocate`). Operations follow one another on the device and may return before they are done. One that
- * fails is noted in `failure`: `finish`, which waits for all of them, says so. Same inputs, same bits, on
- * every call.
+ * Activations, weights and gradients of activations have the device's `type`, gradients of weights
+ * `grad_type`. Sums over rows, statistics and losses are f32. Matrices are row-major. Pointers are to memory
+ * of the device
+ * (`allocate`). The device does the operations one after another; a call may return before its operation is
+ * done. If one fails, `failure` notes it, and `finish`, which waits for all of them, reports it. The same
+ * inputs give the same bits, on every call.
  *
- * T rows of a pass (sequences * length), d hidden. With `add`, results are added to what is there. */
+ * T rows of a pass (sequences * length), d hidden size. With `add`, results are added to what is there. */
 #ifndef TRAIN_OPS_H
 #define TRAIN_OPS_H
 
@@ -19,7 +20,7 @@
 
 typedef struct train_ops train_ops;
 
-/* The part of a device that the model knows; the backend's own state follows it. */
+/* The part of a device that the model uses. The backend's own state follows it in memory. */
 typedef struct train_device {
     const train_ops *ops;
     const char *name; // "cpu", "cuda"
@@ -49,7 +50,7 @@ typedef struct device_batch {
     const int32_t *runs;             // (T + 2) where each token's rows begin in `order`, T, then -1; or NULL
 } device_batch;
 
-/* AdamW's part that changes from step to step, in device memory. */
+/* The parameters of AdamW that change from step to step, in device memory. */
 typedef struct adamw_step {
     double lr, beta1, beta2, eps, weight_decay, clip; // clip: largest norm of the gradient
     int64_t step;                                     // counts from 1

@@ -1,7 +1,7 @@
-/* Where every parameter of a model stands in one flat array of floats, and its name in the checkpoint.
- * Weights, gradients and the two AdamW moments are four such arrays with one layout: matrices first
- * (they decay), then the norms' vectors. What one GEMM reads lies together: q, k, v; the gate and up
- * rows of an expert. */
+/* The place of every parameter of a model in one flat array of floats, and its name in the checkpoint.
+ * Weights, gradients and the two AdamW moments are four such arrays with the same layout: first the matrices,
+ * which have weight decay, then the norms' vectors. What one GEMM reads is contiguous: q, k, v; the gate and
+ * up rows of an expert. */
 #ifndef TRAIN_PARAMS_H
 #define TRAIN_PARAMS_H
 

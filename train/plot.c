@@ -1,4 +1,5 @@
-/* See plot.h: the data go inline into a script, gnuplot draws curve.png.tmp, a rename makes it curve.png. */
+/* See plot.h. The script for gnuplot contains the data. gnuplot draws curve.png.tmp, which is then renamed.
+ */
 #define _POSIX_C_SOURCE 200809L
 #include "train/plot.h"
 

@@ -1,4 +1,4 @@
-/* Counter-based random numbers: value number `index` of the stream `seed`, whatever came before. */
+/* Counter-based random numbers: value number `index` of the stream `seed`, independent of earlier calls. */
 #ifndef TRAIN_RANDOM_H
 #define TRAIN_RANDOM_H
 

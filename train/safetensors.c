@@ -1,4 +1,4 @@
-/* Reader of safetensors.h: checks everything once, then hands out pointers into the mapping. */
+/* Reader of safetensors.h: checks the whole file once, then gives pointers into the mapping. */
 #include "train/safetensors.h"
 
 #include "train/file.h"

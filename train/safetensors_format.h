@@ -1,4 +1,4 @@
-/* What the reader and the writer of safetensors share; not for others. */
+/* What the reader and the writer of safetensors share, and nobody else uses. */
 #ifndef TRAIN_SAFETENSORS_FORMAT_H
 #define TRAIN_SAFETENSORS_FORMAT_H
 

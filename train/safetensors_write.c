@@ -1,4 +1,5 @@
-/* Writer of safetensors.h: header from the sorted tensors, then their bytes, through one atomic file. */
+/* Writer of safetensors.h: the header from the sorted tensors, then their bytes, to a file that is renamed at
+ * the end. */
 #include "train/file.h"
 #include "train/safetensors.h"
 #include "train/safetensors_format.h"

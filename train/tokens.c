@@ -1,4 +1,4 @@
-/* See tokens.h: split of the sources into two streams, batches and windows from them. */
+/* See tokens.h: splits the sources into two streams and cuts batches and windows from them. */
 #define _POSIX_C_SOURCE 200809L
 #include "train/tokens.h"
 

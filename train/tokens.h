@@ -5,16 +5,16 @@
  *   *.bin  llm.c's token file: int32[256] header (magic 20240520, version 1, number of tokens), then
  *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz
- *   else   text: encoded by a table (train/bpe.h), the end-of-text token first; without one every byte is a
- *          token, so the vocabulary has 256 or more
+ *   else   text: encoded by a table (train/bpe.h), the end-of-text token first; without a table every byte is
+ *          a token, so the vocabulary has at least 256 tokens
  * Files of one run are either all text or all token files; empty files inside a folder are skipped, and so
  * are binary ones: texts with a byte of zero among their first 8192, *.bin that are no token files.
  *
  * Split. With fewer than 20 files the last 5% of each file validate. With 20 or more every 20th file does, so
- * that no document is in both; should that come to less than 2% or more than 10% of all tokens (files of very
- * different sizes), the last 5% of each file again. Token files called val.bin or val_ANYTHING.bin are for
- * validation, and nothing else is, when there are any and others to train on (tools/make_tokens.py). Both
- * streams then are their files one after the other. */
+ * that no document is in both streams. If those files have less than 2% or more than 10% of all tokens (files
+ * of very different sizes), the last 5% of each file validate instead. If some token files are called val.bin
+ * or val_ANYTHING.bin (tools/make_tokens.py) and others are not, those validate, and nothing else. A stream
+ * is its parts one after the other. */
 #ifndef TRAIN_TOKENS_H
 #define TRAIN_TOKENS_H
 

@@ -1,8 +1,8 @@
 /* A training run: data, model, optimiser, log, checkpoints.
  *
- * A run of `steps` is a pure function of its settings: stopped at any checkpoint and resumed, it gives the
- * same bits. A run of `seconds` ends by the clock: its learning rate follows the time spent, which a
- * checkpoint keeps. */
+ * A run with `steps` is a pure function of its settings: stopped at any checkpoint and resumed, it gives the
+ * same bits. A run with `seconds` ends by the clock. Its learning rate follows the time spent so far, which
+ * is in the checkpoint. */
 #ifndef TRAIN_TRAIN_H
 #define TRAIN_TRAIN_H
 

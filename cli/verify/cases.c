@@ -157,7 +157,7 @@ static const verify_case cases[] = {
      .layer = {.accumulate = 1, .tokens = 300, .hidden = 584, .intermediate = 264, .experts = 2, .topk = 1},
      .draw = {.router = true, BIASES}},
 
-    /* the other ways in */
+    /* FROM_TOPK and FROM_ROWS */
     {"given topk", QUICK, .layer = {.entry = SMOE_ENTRY_FROM_TOPK, .topk = 3}, .draw = {BIASES}},
     {"given topk, broken ids", QUICK, .layer = {.entry = SMOE_ENTRY_FROM_TOPK, .topk = 3},
      .draw = {.broken_ids = true, BIASES}},

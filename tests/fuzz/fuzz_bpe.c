@@ -10,7 +10,7 @@ static void check_tokens(const bpe *table)
     size_t length;
     for (int64_t token = 0; token < table->tokens; token++) {
         bpe_bytes(table, token, &length);
-        PROMISE(token == table->end ? length == 0 : length >= 1 && length <= BPE_PIECE);
+        PROMISE(token == table->end ? length == 0 : length >= 1 && length <= BPE_WORD);
     }
     PROMISE(table->end == -1 || table->end == table->tokens - 1);
     bpe_bytes(table, -1, &length);

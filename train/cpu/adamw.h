@@ -1,5 +1,5 @@
-/* AdamW and the norm of the whole gradient. Weight decay is decoupled; the caller says for which
- * range it counts. */
+/* AdamW and the norm of the whole gradient. Weight decay is decoupled; the caller says which
+ * range of weights it applies to. */
 #ifndef TRAIN_CPU_ADAMW_H
 #define TRAIN_CPU_ADAMW_H
 

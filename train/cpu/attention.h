@@ -3,8 +3,8 @@
  *     p[i, j] = softmax over j <= i of <q[i], k[j]> / sqrt(head size);
  *     out[i] = sum over j <= i of p[i, j] v[j]
  *
- * One (sequence, head) pair is one thread's work; queries go in tiles of ATTENTION_ROWS rows, so that only
- * keys up to the tile's end are touched. */
+ * A thread works on one (sequence, head) pair. Queries are cut into tiles of ATTENTION_ROWS rows; a tile
+ * reads only the keys up to its own end. */
 #ifndef TRAIN_CPU_ATTENTION_H
 #define TRAIN_CPU_ATTENTION_H
 

@@ -1,4 +1,4 @@
-/* The CPU behind the table of operations. */
+/* The table of operations on the CPU. */
 #ifndef TRAIN_CPU_CPU_H
 #define TRAIN_CPU_CPU_H
 

@@ -1,4 +1,4 @@
-/* The token embedding and the loss at the other end. Token ids are int32 in 0..vocab-1. */
+/* The token embedding, and the loss at the end of the model. Token ids are int32 in 0..vocab-1. */
 #ifndef TRAIN_CPU_EMBEDDING_H
 #define TRAIN_CPU_EMBEDDING_H
 

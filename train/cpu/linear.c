@@ -1,5 +1,6 @@
-/* See linear.h: y = x w^T and its two gradients on fixed panels. Threads take panels as they come, so that
- * one which the system has put aside holds up nobody; who computes a panel does not change its bits. */
+/* See linear.h: y = x w^T and its two gradients on fixed panels. A thread takes the next
+ * panel when it is free, so a thread that the system suspends delays no other. Which thread computes a panel
+ * does not change its bits. */
 #include "train/cpu/linear.h"
 
 #include <cblas.h>

@@ -3,9 +3,9 @@
 //   g = clip factor * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
 //
-// One launch for all weights; arithmetic in f32. Bytes a weight: 14 with everything in bf16; with f32 states,
-// master weights and gradients 30 (the bf16 copy is written). The norm: sums of squares in f32 over 8
-// elements, then in double, in a fixed order.
+// One launch for all weights; arithmetic in f32. Bytes for each weight: 14 with everything in bf16; 30 with
+// f32 states, master weights and gradients, of which 2 are the bf16 copy that is written. The norm sums
+// squares of 8 elements in f32, then in double, in a fixed order.
 #include "kernels.h"
 #include "vector.cuh"
 

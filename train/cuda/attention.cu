@@ -5,8 +5,9 @@
 //   backward   D[i] = <dout[i], out[i]>;  ds[i, j] = p[i, j] (<dout[i], v[j]> - D[i]) / sqrt(h)
 //              dq[i] = sum_j ds[i, j] k[j];  dk[j] = sum_i ds[i, j] q[i];  dv[j] = sum_i p[i, j] dout[i]
 //
-// A CTA takes one query (for dk and dv one key) of one head; its warps take blocks of 32 keys (queries) in
-// turn, first a lane a key, then a lane an element of the head, and add up what they found in a fixed order.
+// A CTA computes one query (for dk and dv one key) of one head. Its warps take runs of 32 keys (queries) in
+// turn. First each lane works on one key, then on one element of the head. The warps' sums are added in a
+// fixed order.
 #include "kernels.h"
 #include "vector.cuh"
 

@@ -1,4 +1,4 @@
-/* See cublaslt.h. cuBLAS has columns where we have rows: it is given C^T = B^T A^T. */
+/* See cublaslt.h. cuBLASLt is column-major, so it is given the transposed product C^T = B^T A^T. */
 #include "train/cuda/cublaslt.h"
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// See cudnn_attention.h. One graph a shape and direction, built once.
+// See cudnn_attention.h. One graph for each shape and direction, built once.
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #include "train/cuda/cudnn_attention.h"
 

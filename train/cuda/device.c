@@ -1,5 +1,5 @@
-/* See gpu.h: the GPU's memory, stream and batches, and the table. Products are cublaslt.c's, attention
- * cudnn_attention.cpp's; the rest are kernels (kernels.h). */
+/* See gpu.h: the GPU's memory, stream and batches, and the table. Products are in cublaslt.c, attention in
+ * cudnn_attention.cpp; the other operations are kernels (kernels.h). */
 #include "train/cuda/device.h"
 
 #include <stdlib.h>

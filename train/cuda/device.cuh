@@ -1,4 +1,4 @@
-// What the trainer's kernels share with the CUDA compiler; the emulator has a header of this name of its own.
+// What the trainer's kernels need of CUDA. The emulator replaces this header by one of the same name.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>

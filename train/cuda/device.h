@@ -1,4 +1,4 @@
-/* The GPU's state, for the files of this folder. */
+/* The state of a GPU, for the files of this folder. */
 #ifndef TRAIN_CUDA_DEVICE_H
 #define TRAIN_CUDA_DEVICE_H
 

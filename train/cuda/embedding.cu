@@ -1,8 +1,8 @@
 // The token embedding: a gather of rows, and its gradient as a sum over each token's rows in their order.
 //
-// Forward 4 T d bytes. Backward: a CTA a token that occurs in the batch, whose rows the host has listed
-// (order, runs); `groups` of threads take its rows in turn, which a small vocabulary with long lists needs. 2
-// T d bytes read, each row of the gradient read and written once.
+// Forward: 4 T d bytes. Backward: one CTA for each token that occurs in the batch; the host has listed its
+// rows (order, runs). `groups` of threads take the rows in turn, because with a small vocabulary the lists
+// are long. 2 T d bytes are read, and each row of the gradient is read and written once.
 #include "kernels.h"
 #include "vector.cuh"
 

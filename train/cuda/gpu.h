@@ -1,4 +1,4 @@
-/* One GPU behind the table of operations: bf16 activations, sums in f32. */
+/* The table of operations on one GPU: bf16 activations, sums in f32. */
 #ifndef TRAIN_CUDA_GPU_H
 #define TRAIN_CUDA_GPU_H
 

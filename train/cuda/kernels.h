@@ -1,5 +1,5 @@
-/* The trainer's kernels as their callers see them: one function a launch. Pointers are device pointers; bf16
- * unless said otherwise. d and widths are multiples of 8, d at most KERNELS_MOST_HIDDEN. */
+/* The trainer's kernels as their callers see them: one function for each launch. Pointers are device
+ * pointers; bf16 unless said otherwise. d and widths are multiples of 8, d at most KERNELS_MOST_HIDDEN. */
 #ifndef TRAIN_CUDA_KERNELS_H
 #define TRAIN_CUDA_KERNELS_H
 

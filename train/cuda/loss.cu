@@ -1,8 +1,8 @@
-// Cross-entropy over rows of logits, whose gradient takes their place.
+// Cross-entropy over rows of logits. The gradient overwrites the logits.
 //
 //   loss[r] = log sum_i exp(x[r, i]) - x[r, target];   x[r, i] = scale (softmax(x[r])[i] - [i = target])
 //
-// A CTA takes a row and reads it twice: once for its largest element and the sum, once more from L2 for the
+// A CTA takes a row and reads it twice: first for its largest element and the sum, then, from L2, for the
 // gradient. 4 T V bytes of memory traffic.
 #include "kernels.h"
 #include "vector.cuh"

@@ -1,5 +1,5 @@
-// c = a b + addend by plain loops, a thread an element: what the trainer does where there is no cuBLAS (the
-// emulator, a machine without the library). 2 m n k FLOPs; no care is taken of its speed.
+// c = a b + addend by plain loops, one thread for each element. For places without cuBLAS: the emulator, and
+// machines that lack the library. 2 m n k FLOPs; not written for speed.
 #include "kernels.h"
 #include "vector.cuh"
 

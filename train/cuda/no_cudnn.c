@@ -1,4 +1,5 @@
-/* Stands for cudnn_attention.cpp in a build without cuDNN's headers. */
+/* Replaces cudnn_attention.cpp in a build without cuDNN's headers: opening it is an error that says what is
+ * missing. */
 #include "train/cuda/cudnn_attention.h"
 
 #ifndef SMOE_HAVE_CUDNN

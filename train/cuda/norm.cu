@@ -5,9 +5,9 @@
 //   RoPE       inside a head of size h, (y[i], y[i + h/2]) turns by the position's angle i
 //
 // A CTA takes a row; a thread holds eight neighbouring elements of it in registers, so every byte moves once:
-// forward 4 T d bytes, 8 T d with a residual; backward 6 T d, 8 T d when it adds. Partners of RoPE meet in
-// shared memory. The backward's CTAs each take many rows and keep their part of dw in registers; the parts
-// are summed in a fixed order.
+// forward 4 T d bytes, 8 T d with a residual; backward 6 T d, 8 T d when it adds. The two elements that
+// RoPE turns together meet in shared memory. The backward's CTAs each take many rows and keep their part of
+// dw in registers; the parts are summed in a fixed order.
 #include "kernels.h"
 #include "vector.cuh"
 

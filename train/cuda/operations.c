@@ -1,4 +1,4 @@
-/* The operations of the table on the GPU: which kernel or library call each of them is. */
+/* The operations on the GPU: each calls a kernel or a library. */
 #include "train/cuda/device.h"
 
 static int64_t rows_of(const pass_shape *s)

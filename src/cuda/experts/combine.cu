@@ -13,12 +13,12 @@
 // last row it repeats that row's index and leaves it out of the sum, so that the loads of all four rows
 // start before the first of them is used.
 //
-// A token with few bytes is bound by latency: its index has to arrive before its row can be asked for. So
-// there is a path for K <= 4. It reads the indices from where they stand if every token has exactly K rows,
-// together with the number of all rows, which tells whether that is so; the token's offsets are not needed.
-// Per thread it takes, for K = 2, two rows and three vectors where these divide the columns, and for K = 1
-// one row and four vectors. CTAs are small (64 or 128 threads), so that some CTA of an SM always has loads
-// in flight.
+// A token with few bytes is bound by latency: the index of a row has to arrive before the row can be loaded.
+// So there is a path for K <= 4. If every token has exactly K rows, the indices of token t start at K t. The
+// path loads them from there without waiting for token_offsets. At the same time it loads the number of all
+// rows, which is T K only in this case. With K = 2 a thread takes two rows and, where three divides the
+// vectors of a row, three vectors; with K = 1 it takes one row and four vectors. CTAs are small (64 or 128
+// threads), so that some CTA of an SM always has loads in flight.
 //
 // O is written by plain stores: streaming stores took 0.2 % longer (H200, 1.4B n1024, K = 2).
 #include "common/instances.cuh"

@@ -1,7 +1,7 @@
-// dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>, written as the gradient of the weights that the caller gave:
-// by token and k, by token, or by row. The dh kernel leaves one partial sum of the first term for each of
-// its column tiles; the kernels here compute the second term and add all parts in a fixed order. For layers
-// from logits dlogits.cu adds the parts itself.
+// dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>, written in the shape of the row weights: (T, K) for given
+// top-K, (T) for given rows, (padded_rows) from logits. The dh kernel leaves one partial sum of the first
+// term for each of its column tiles; the kernels here compute the second term and add all parts in a fixed
+// order. For layers from logits dlogits.cu adds the parts itself.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,7 +1,8 @@
 // dlogits[t] from dS of the token's rows through the score function, and from the losses.
 //
-// Names: c is the route scale, w a pair's weight before it, s = c w; g = dS of the pair's row, and 0 for a
-// kept pair that rounding dropped (it stays in the normaliser); p is the softmax over E.
+// Names: c is the route scale, w a pair's weight before it, s = c w; g = dS of the pair's row. A kept pair
+// that rounding dropped has g = 0, but its score still counts in the sum that normalises the weights. p is
+// the softmax over E.
 //
 //   SOFTMAX_TOPK, added pairs of both softmax scores, losses:
 //       dl_e = p_e (v_e - sum_j v_j p_j + z),  v_e the sum of c g_e and E balance count_e / T^2,
@@ -15,8 +16,8 @@
 //
 // Two kernels:
 // - sparse: for layers in which a token has exactly its K rows and no other nonzero dlogit. 8, 16 or 32
-//   lanes work on a token, K of them on one pair each. Rows ascend as expert ids do, so the row of an id
-//   follows from the id's rank among the token's ids, and only dS has to be gathered.
+//   lanes work on a token, K of them on one pair each. A token's rows ascend with their expert ids, so the
+//   row of an id follows from the id's rank among the token's ids, and only dS has to be gathered.
 // - general: one warp a token, any number of rows.
 //
 // Both build the rows of a CTA's tokens in shared memory and write from there: dense rows in the storage

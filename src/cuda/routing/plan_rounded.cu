@@ -5,9 +5,9 @@
 //   through the bits of its mask, and writes its rows in order; for each word of the mask it notes the
 //   padded row of the word's first token. A kept pair has the weight that top-K gave it, an added pair its
 //   score.
-// - token_rows: one CTA for 128 tokens. How many rows the tokens before them have follows, expert by expert,
-//   from the row of the first word; no step over the whole grid is needed. The tokens' rows are put in order
-//   in shared memory.
+// - token_rows: one CTA for 128 tokens. The number of rows of all tokens before them is a sum over the
+//   experts, from the row noted for the CTA's first word, so the CTAs need not wait for each other. The
+//   tokens' rows are put in order in shared memory.
 //
 // Bytes: the mask twice, 4 E bytes for each of its W words, 12 for each row, and the ids of every row's
 // token.

@@ -4,9 +4,9 @@
 // Two threads work on a token, four where rows are long. One bulk copy brings a warp's rows of logits into
 // shared memory. Where the rows of a CTA do not fit at once, they come in two steps.
 //
-// Most logits are never sorted. A row is read as vectors of 16 bytes. Let P = 4, 8 or 16 be at least K. The
-// K best logits are all in the P vectors whose largest logits are best (ties go to the lower expert): an
-// expert in any other vector has at least K better ones before it. So
+// Most logits are never sorted. A row is read as vectors of 16 bytes. Let P be the least of 4, 8, 16 that is
+// >= K. The K best logits are all in the P vectors whose largest logits are best (ties go to the lower
+// expert): an expert in any other vector has at least K better ones before it. So
 // - a thread sorts the largest logits of its vectors,
 // - the threads of a token merge their lists and take P / SHARE of the P best vectors each,
 // - each sorts the logits of its vectors,
@@ -14,11 +14,11 @@
 // All sorting is done on packed keys by sorting networks of P elements, without branches.
 //
 // bf16 keys are exact. f32 keys give their lowest bits to the expert's id. Neighbours in the list that are
-// equal in the bits that are left are put in order by their logits. Where the K-th best cannot be told from
-// one that was left out, and where a row holds a NaN, the warp does the token again, exactly.
+// equal in the bits that are left are put in order by their logits. If the K-th best cannot be told from an
+// expert that was left out, or if the row has a NaN, the warp does the token again with exact keys.
 //
-// The kernel also leaves what it has at hand for the next one: the segment's counts for the plan, or for
-// rounding the mask and the ranking keys.
+// The kernel also writes what the next one needs: for the plan the counts of its segment, for rounding the
+// mask and the ranking keys.
 //
 // Bytes: the logits once, 8 K written for each token; 2 E of counts for each segment, or for rounding E / 8
 // of mask for each token and as many bytes of keys as of logits.

@@ -5,10 +5,10 @@
 // The store warp of consumer 0 claims units, because it has time to wait for the counter and the list. It
 // publishes them in a ring of items; all other roles of the CTA read them there.
 //
-// When to claim. A unit claimed long before it is computed is computed late if the tiles before it take
-// long; its neighbours' operands have left L2 by then. So a tile with many steps of K is claimed only
-// shortly before the loaders need it, when they ask for it. For a tile with few steps that would be too
-// late: such tiles are claimed three tiles ahead of the tile that is being stored.
+// When to claim. If a CTA claims a unit early and the tiles before it take long, other CTAs have finished the
+// neighbouring units before this one starts, and the shared operands have left L2. So a tile with many steps
+// of K is claimed only when the loaders ask for it, shortly before they need it. For a tile with few steps
+// that would be too late: such tiles are claimed three tiles ahead of the tile that is being stored.
 #pragma once
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/work_order.h"

@@ -1,5 +1,5 @@
-// Weight gradients: dW2[e] = sum over the rows r of e of dO[t(r)]^T A'[r], and transposed dW1[e] = sum of
-// dH[r]^T X[t(r)].
+// Weight gradients: dW2[e] = sum over the rows r of e of dO[t(r)]^T A'[r], and dW1[e] = sum of dH[r]^T
+// X[t(r)], which is computed as its transpose.
 //
 // FLOPs 2 R d h (h the features: n for dW2, the columns of H for dW1). Both operands are MN-major, as they
 // are in memory; the GEMM's K dimension is an expert's rows, 64 in a slot. Tile: 128 of d, gathered by
