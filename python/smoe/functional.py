@@ -93,6 +93,36 @@ def _spread(found: list[Tensor], needs: int) -> tuple[Tensor | None, ...]:
     return tuple(spread)
 
 
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _operators(*tensors: Tensor | None):
+    """Where a differentiated call finds its operators: PyTorch's dispatcher while a graph is traced, under a dispatch mode
+    (selective checkpointing, fake tensors, FLOP counters), under the profiler and for tensor subclasses; otherwise, where
+    nobody looks, the functions behind them, which saves about 20 us of a forward and backward."""
+    if torch.compiler.is_compiling() or _modes is None or _modes() or torch.autograd._profiler_enabled():
+        return _DISPATCHED
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return _DISPATCHED
+    return ops
+
+
+class _Dispatched:
+    """The operators under the names that their functions have in smoe/_ops.py."""
+
+    experts_forward = _call.experts_forward.default
+    experts_backward = _call.experts_backward.default
+    rows_forward = _call.rows_forward.default
+    rows_backward = _call.rows_backward.default
+    moe_forward = _call.moe_forward.default
+    moe_backward = _call.moe_backward.default
+
+
+_DISPATCHED = _Dispatched()
+
+
 def _backward(function, ctx, dout: Tensor):
     """A second differentiation is refused; the wrapper that does it is only needed where one could come."""
     return (once_differentiable(function) if torch.is_grad_enabled() else function)(ctx, dout)
@@ -104,7 +134,8 @@ def _backward(function, ctx, dout: Tensor):
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ids, weights, w1, b1, w2, b2, options):
-        out, saved = _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, True)
+        run = _operators(x, ids, weights, w1, b1, w2, b2).experts_forward
+        out, saved = run(x, ids, weights, w1, b1, w2, b2, options, True)
         ctx.save_for_backward(x, ids, w1, w2, b2, saved)
         ctx.options = options
         return out
@@ -117,7 +148,7 @@ class _Experts(torch.autograd.Function):
 def _experts_backward(ctx, dout):
     x, _, weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
     needs = _needs(x, w1, b1, w2, b2, weights)
-    found = _call.experts_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
+    found = _operators(dout).experts_backward(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
     dx, dw1, db1, dw2, db2, dweights = _spread(found, needs)
     return dx, None, dweights, dw1, db1, dw2, db2, None
 
@@ -172,7 +203,8 @@ def experts(
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, offsets, row_weights, w1, b1, w2, b2, options):
-        out, saved = _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, True)
+        run = _operators(rows, offsets, row_weights, w1, b1, w2, b2).rows_forward
+        out, saved = run(rows, offsets, row_weights, w1, b1, w2, b2, options, True)
         ctx.save_for_backward(rows, w1, w2, b2, saved)
         ctx.options = options
         return out
@@ -185,7 +217,7 @@ class _Rows(torch.autograd.Function):
 def _rows_backward(ctx, dout):
     rows, _, row_weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
     needs = _needs(rows, w1, b1, w2, b2, row_weights)
-    found = _call.rows_backward.default(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
+    found = _operators(dout).rows_backward(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
     drows, dw1, db1, dw2, db2, dweights = _spread(found, needs)
     return drows, None, dweights, dw1, db1, dw2, db2, None
 
@@ -242,9 +274,8 @@ class _Moe(torch.autograd.Function):
         ctx, x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2, top_k, options, step,
         wants_losses, wants_counts,
     ):  # fmt: skip
-        found = _call.moe_forward.default(
-            x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2, top_k, options, step, True
-        )
+        given = (x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2)
+        found = _operators(*given).moe_forward(*given, top_k, options, step, True)
         saved, logits, losses, counts = _unpack(found, True, router_weight is not None, wants_losses, wants_counts)
         kept = given_logits if logits is None else logits
         ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
@@ -261,7 +292,7 @@ def _moe_backward(ctx, dout):
     x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
     needs = _needs(x, w1, b1, w2, b2, logits)
     router = ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
-    found = _call.moe_backward.default(
+    found = _operators(dout).moe_backward(
         dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs + router
     )
     dx, dw1, db1, dw2, db2, dlogits = _spread(found, needs)
