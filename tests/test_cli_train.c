@@ -208,6 +208,29 @@ static void test_help_about_transformers(void **state)
     }
 }
 
+/* The dense model of equal active FLOPs: its checkpoint says so and evaluates. */
+static void test_dense_twin(void **state)
+{
+    static const char *const lines[] = {"\"model_type\": \"smoe\"", "\"first_k_dense_replace\": 2",
+                                        "\"dense_intermediate_size\": 32",
+                                        "\"shared_expert_intermediate_size\": 0"};
+    put_texts(state);
+    expect(state, "train " TINY "--layers 2 --topk 3 --shared 8 --dense-twin --steps 2 --out twin text.txt",
+           0, "done");
+    for (size_t i = 0; i < sizeof lines / sizeof lines[0]; i++) {
+        char command[8192];
+        snprintf(command, sizeof command, "grep -q '%s' '%s/twin/latest/config.json'", lines[i],
+                 (const char *)*state);
+        if (system(command) != 0) fail_msg("config.json without %s", lines[i]);
+    }
+    expect(state, "eval -c twin text.txt", 0, "");
+    expect(state,
+           "train " TINY "--resume --dense-twin --layers 2 --topk 3 --shared 8 --steps 3 --out twin text.txt",
+           0, "done");
+    expect(state, "train " TINY "--dense-layers 1 --dense-twin --steps 2 --out other text.txt", 2,
+           "--dense-twin beside --dense-layers");
+}
+
 /* - is standard input. */
 static void test_standard_input(void **state)
 {
@@ -332,6 +355,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_dense_twin, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),

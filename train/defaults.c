@@ -28,6 +28,7 @@ train_settings train_settings_default(void)
         .evaluation_tokens = 16384,
         .last_evaluation_tokens = 1 << 20,
         .keep = 2,
+        .recompute = RECOMPUTE_NORMS,
     };
     s.config.layers = 3;
     s.config.hidden = 96;

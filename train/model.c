@@ -93,8 +93,8 @@ static void head(model *m, int64_t rows, bool train, bool add)
     const train_ops *ops = dv->ops;
     int64_t d = c->hidden, vocab = c->vocab;
     const void *w = param(m, m->layout.head);
-    void *dw =
-        m->head_grads ? (void *)m->head_grads : (char *)m->grads + m->layout.head * type_size(dv->grad_type);
+    void *dw = m->head_grads;
+    if (train && !dw) dw = (char *)m->grads + m->layout.head * type_size(dv->grad_type);
     for (int64_t first = 0; first < rows; first += m->loss_rows) {
         int64_t count = rows - first < m->loss_rows ? rows - first : m->loss_rows;
         const void *hidden = model_past(m, m->hidden, first * d);

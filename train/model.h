@@ -78,7 +78,7 @@ typedef struct model {
     float *losses;           // (rows)
     double *scalars;         // (SCALARS) on the device
     float *rope;             // rope_table
-    void *dx, *dh, *dq, *dk; // (rows, d) gradients in flight
+    void *dx, *dh, *dq, *dk; // (rows, d) gradients in flight; dx lies where `hidden` does
     void *dqkv, *da;         // (rows, 3d), (rows, widest f)
     float *head_grads;       // (vocab, d): their sum over parts of the rows, where grad_type would round it
     float *norm_scratch;

@@ -49,13 +49,22 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
 }
 
 /* Which parts of the layers share their memory follows from what passes keep. */
+static bool shares_norms(const model *m)
+{
+    return m->use != MODEL_TRAIN || m->recompute != RECOMPUTE_NONE;
+}
+
+static bool shares_rest(const model *m)
+{
+    return m->use != MODEL_TRAIN || m->recompute == RECOMPUTE_LAYERS;
+}
+
+/* What every layer has for itself. */
 static void place_layers(model *m, arena *a, int64_t rows)
 {
     const model_config *c = &m->config;
     smoe_type type = m->device->type;
     bool train = m->use == MODEL_TRAIN;
-    bool share_norms = !train || m->recompute != RECOMPUTE_NONE;
-    bool share_rest = !train || m->recompute == RECOMPUTE_LAYERS;
     void *x = train ? NULL : arena_values(a, type, rows * c->hidden);
     for (int64_t l = 0; l < c->layers; l++) {
         m->layers[l].x = train ? arena_values(a, type, rows * c->hidden) : x;
@@ -63,35 +72,60 @@ static void place_layers(model *m, arena *a, int64_t rows)
         m->layers[l].k = arena_values(a, type, rows * c->hidden);
         m->layers[l].qkv = arena_values(a, type, rows * 3 * c->hidden);
     }
-    size_t start = a->used;
-    for (int64_t l = 0; l < c->layers; l++) {
-        if (share_norms) a->used = start;
-        place_norms(m, a, &m->layers[l], rows);
-    }
-    start = a->used;
-    for (int64_t l = 0; l < c->layers; l++) {
-        if (share_rest) a->used = start;
-        place_rest(m, a, &m->layers[l], l, rows);
-    }
-    a->used = a->most;
+    for (int64_t l = 0; l < c->layers && !shares_norms(m); l++) place_norms(m, a, &m->layers[l], rows);
+    for (int64_t l = 0; l < c->layers && !shares_rest(m); l++) place_rest(m, a, &m->layers[l], l, rows);
 }
 
-static void place_gradients(model *m, arena *a, int64_t rows)
+/* What the layers use one after the other. */
+static void place_shared(model *m, arena *a, int64_t rows)
+{
+    size_t start = a->used, most = start;
+    for (int64_t l = 0; l < m->config.layers; l++) {
+        a->used = start;
+        if (shares_norms(m)) place_norms(m, a, &m->layers[l], rows);
+        if (shares_rest(m)) place_rest(m, a, &m->layers[l], l, rows);
+        if (a->used > most) most = a->used;
+    }
+    a->used = most;
+}
+
+/* Gradients on their way through one layer, but for the experts'. */
+static void place_scratch(model *m, arena *a, int64_t rows)
 {
     const model_config *c = &m->config;
     train_device *dv = m->device;
     int64_t d = c->hidden, widest = larger(c->dense_intermediate, c->shared_intermediate);
     pass_shape shape = model_shape(m, m->sequences, c->context);
-    m->grads = arena_values(a, dv->grad_type, (int64_t)m->layout.total);
-    m->dx = arena_values(a, dv->type, rows * d);
-    m->dh = arena_values(a, dv->type, rows * d);
     m->dq = arena_values(a, dv->type, rows * d);
     m->dk = arena_values(a, dv->type, rows * d);
     m->dqkv = arena_values(a, dv->type, rows * 3 * d);
     m->da = arena_values(a, dv->type, rows * widest);
-    if (dv->grad_type != SMOE_TYPE_F32 && m->loss_rows < rows) m->head_grads = arena_floats(a, c->vocab * d);
     m->norm_scratch = arena_floats(a, dv->ops->norm_scratch(dv, rows, d));
     m->attention_scratch = arena_take(a, dv->ops->attention_scratch(dv, &shape));
+}
+
+static void place_head(model *m, arena *a, int64_t rows)
+{
+    const model_config *c = &m->config;
+    const train_device *dv = m->device;
+    m->logits = arena_values(a, dv->type, (m->use == MODEL_GENERATE ? 1 : m->loss_rows) * c->vocab);
+    if (m->use == MODEL_TRAIN && dv->grad_type != SMOE_TYPE_F32 && m->loss_rows < rows)
+        m->head_grads = arena_floats(a, c->vocab * c->hidden);
+}
+
+/* One place for what is never needed at the same time: the head works between forward and backward, and
+ * inside a layer the experts' scratch is free before and after their passes. */
+static void place_in_turns(model *m, arena *a, int64_t rows)
+{
+    size_t start = a->used;
+    place_head(m, a, rows);
+    a->used = start;
+    place_shared(m, a, rows);
+    start = a->used;
+    m->moe.scratch = arena_take(a, m->moe.scratch_bytes);
+    a->used = start;
+    if (m->use == MODEL_TRAIN) place_scratch(m, a, rows);
+    a->used = a->most;
 }
 
 static void place(model *m, arena *a)
@@ -100,16 +134,19 @@ static void place(model *m, arena *a)
     train_device *dv = m->device;
     int64_t rows = m->sequences * c->context, d = c->hidden;
     m->params = arena_values(a, dv->type, (int64_t)m->layout.total);
+    if (m->use == MODEL_TRAIN) m->grads = arena_values(a, dv->grad_type, (int64_t)m->layout.total);
     place_layers(m, a, rows);
     m->x_last = arena_values(a, dv->type, rows * d);
     m->hidden = arena_values(a, dv->type, rows * d);
     m->rstd = arena_floats(a, rows);
-    m->logits = arena_values(a, dv->type, (m->use == MODEL_GENERATE ? 1 : m->loss_rows) * c->vocab);
     m->losses = arena_floats(a, rows);
     m->scalars = arena_take(a, SCALARS * sizeof *m->scalars);
     m->rope = arena_floats(a, c->context * (d / c->heads));
-    m->moe.scratch = arena_take(a, m->moe.scratch_bytes);
-    if (m->use == MODEL_TRAIN) place_gradients(m, a, rows);
+    if (m->use == MODEL_TRAIN) {
+        m->dx = m->hidden; // which the head was the last to read
+        m->dh = arena_values(a, dv->type, rows * d);
+    }
+    place_in_turns(m, a, rows);
 }
 
 static bool fill_rope(model *m, error *err)

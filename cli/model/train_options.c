@@ -83,6 +83,7 @@ enum {
     KEY_TOKENIZER,
     KEY_RENORMALIZE,
     KEY_TIED,
+    KEY_DENSE_TWIN,
     KEY_ROUNDING,
     KEY_JSON,
     KEY_DEVICE,
@@ -116,6 +117,11 @@ static const struct argp_option others[] = {
     {"renormalize", KEY_RENORMALIZE, NULL, 0, "Divide the weights of a token's experts by their sum",
      GROUP_MODEL},
     {"tied", KEY_TIED, NULL, 0, "The output head is the embedding", GROUP_MODEL},
+    {"dense-twin", KEY_DENSE_TWIN, NULL, 0,
+     "Instead of this model the dense one of equal active FLOPs: in every layer an MLP as wide as a token's "
+     "K "
+     "experts and the shared expert",
+     GROUP_MODEL},
     {NULL, 0, NULL, 0, "Routing while training (validation is always plain top-K):", GROUP_ROUTING},
     {"rounding", KEY_ROUNDING, "RULE", 0, "Token rounding: none, nr-f, sr-f, nr-s, balance-f, up or down",
      GROUP_ROUTING},
@@ -234,6 +240,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
         *(key == KEY_TIED ? &s->config.tied : &s->config.norm_topk_prob) = true;
         options->sizes_given = true;
         return 0;
+    case KEY_DENSE_TWIN: options->dense_twin = options->sizes_given = true; return 0;
     case KEY_ROUNDING: parse_rounding(options, text, state); return 0;
     case ARGP_KEY_ARG: options->paths[s->path_count++] = text; return 0;
     case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to train on"); return 0;
@@ -260,18 +267,27 @@ static char *add_default(int key, const char *text, void *input)
     if (key == 'o') snprintf(value, sizeof value, "%s", s.out);
     if (key == KEY_DEVICE) snprintf(value, sizeof value, "%s", s.device.name);
     if (key == KEY_PRECISION) snprintf(value, sizeof value, "f32");
-    if (key == KEY_RECOMPUTE) snprintf(value, sizeof value, "none");
+    if (key == KEY_RECOMPUTE) snprintf(value, sizeof value, "norms");
     if (key == KEY_ROUNDING) snprintf(value, sizeof value, "%s", rounding_name(s.routing.rounding));
     if (!*value || !text || asprintf(&made, "%s (default %s)", text, value) < 0) return (char *)text;
     return made;
 }
 
 /* Sizes that follow from others. */
-static void complete(train_settings *s)
+static bool complete(train_options *options, error *err)
 {
-    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
-    if (s->config.dense_layers && !s->config.dense_intermediate)
-        s->config.dense_intermediate = s->config.topk * s->config.intermediate;
+    train_settings *s = &options->settings;
+    model_config *c = &s->config;
+    c->router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    if (options->dense_twin) {
+        if (c->dense_layers)
+            return fail(err, ERROR_USAGE, "--dense-twin beside --dense-layers: its layers are all dense");
+        c->dense_layers = c->layers;
+        c->dense_intermediate = c->topk * c->intermediate + c->shared_intermediate;
+        c->shared_intermediate = 0;
+    }
+    if (c->dense_layers && !c->dense_intermediate) c->dense_intermediate = c->topk * c->intermediate;
+    return true;
 }
 
 bool train_options_parse(train_options *options, int argc, char **argv, error *err)
@@ -302,6 +318,5 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
     options->settings.paths = options->paths;
     error_t status = argp_parse(&argp, argc, argv, 0, NULL, options);
     if (status != 0) return fail(err, ERROR_USAGE, "%s", strerror(status));
-    complete(&options->settings);
-    return true;
+    return complete(options, err);
 }

@@ -24,8 +24,9 @@ cudaError_t kernel_qk_norm_rope(void *q, void *k, float *rstd, const void *qkv, 
                                 const void *wk, const float *rope, const pass_shape *shape, float eps,
                                 cudaStream_t stream);
 
-/* CTAs of the two below: that many rows of (d) floats are a norm's part of the scratch. */
-int64_t kernel_norm_parts(int64_t rows, int processors);
+/* CTAs for each of the `norms` that one of the two below takes (1 and 2): that many rows of (d) floats are a
+ * norm's part of the scratch. */
+int64_t kernel_norm_parts(int64_t rows, int64_t d, int norms, int processors);
 
 cudaError_t kernel_norm_backward(void *dx, const void *dy, const void *x, const float *rstd, const void *w,
                                  int64_t rows, int64_t d, bool add_dx, float *parts, int64_t count,
@@ -35,9 +36,10 @@ cudaError_t kernel_qk_norm_rope_backward(void *dqkv, const void *dq, const void 
                                          const float *rstd, const void *wq, const void *wk, const float *rope,
                                          const pass_shape *shape, float *parts, int64_t count,
                                          cudaStream_t stream);
-/* to (d, type) = (with add, +=) the sum of parts (count, d) */
-cudaError_t kernel_sum_parts(void *to, smoe_type type, const float *parts, int64_t count, int64_t d, bool add,
-                             cudaStream_t stream);
+/* to (d, type) = (with add, +=) the sum of parts (count, d); second, unless NULL, that of the parts after
+ * them */
+cudaError_t kernel_sum_parts(void *to, void *second, smoe_type type, const float *parts, int64_t count,
+                             int64_t d, bool add, cudaStream_t stream);
 
 /* ---- embedding.cu ---- */
 

@@ -1,9 +1,10 @@
-// Cross-entropy over rows of logits. The gradient overwrites the logits.
+// Cross-entropy over rows of logits, whose gradient takes their place.
 //
 //   loss[r] = log sum_i exp(x[r, i]) - x[r, target];   x[r, i] = scale (softmax(x[r])[i] - [i = target])
 //
-// A CTA takes a row and reads it twice: first for its largest element and the sum, then, from L2, for the
-// gradient. 4 T V bytes of memory traffic.
+// A CTA takes a row and goes through it twice: once for its largest element and the sum, once more for the
+// gradient, by then from shared memory: the rows in flight would not fit L2. What of a row is longer than
+// KEPT is read again. 4 T V bytes of memory traffic for V up to KEPT.
 #include "kernels.h"
 #include "vector.cuh"
 
@@ -12,7 +13,10 @@
 namespace
 {
 
-enum { LOSS_THREADS = 512, MEAN_THREADS = 1024 };
+// Two CTAs an SM, so that one reads while the other writes.
+enum { LOSS_THREADS = 512, LOSS_CTAS = 2, UNROLL = 4, KEPT = 56 * 1024, MEAN_THREADS = 1024 };
+static_assert(LOSS_CTAS * (KEPT * 2 + 1024 + 1024) <= 228 * 1024,
+              "shared memory of an SM: dynamic, static, the system's");
 
 // A softmax's running largest element and sum.
 struct partial {
@@ -45,41 +49,40 @@ template <int N> TRAIN_DEVICE void join(partial &p, const float (&v)[N])
     p = {top, sum};
 }
 
-template <int N> TRAIN_DEVICE void load(float (&v)[N], const bf16 *from);
-template <> TRAIN_DEVICE void load<VECTOR>(float (&v)[VECTOR], const bf16 *from)
+// N neighbouring logits: 8, or 1 where the vocabulary is no multiple of 8.
+template <int N> struct __align__(N * 2) part
 {
-    load8(v, from);
-}
-template <> TRAIN_DEVICE void load<1>(float (&v)[1], const bf16 *from)
-{
-    v[0] = to_float(*from);
-}
+    bf16 v[N];
+};
 
-template <int N> TRAIN_DEVICE void store(bf16 *to, const float (&v)[N]);
-template <> TRAIN_DEVICE void store<VECTOR>(bf16 *to, const float (&v)[VECTOR])
-{
-    store8(to, v);
-}
-template <> TRAIN_DEVICE void store<1>(bf16 *to, const float (&v)[1])
-{
-    to_stored(*to, v[0]);
-}
-
-// N elements at a time: 8, or 1 where the vocabulary is no multiple of 8.
+// dynamic shared memory: the first `kept` logits of the row.
 template <int N>
-__global__ void __launch_bounds__(LOSS_THREADS)
-    cross_entropy(bf16 *logits, float *losses, const int32_t *targets, float scale, int vocab)
+__global__ void __launch_bounds__(LOSS_THREADS, LOSS_CTAS)
+    cross_entropy(bf16 *logits, float *losses, const int32_t *targets, float scale, int vocab, int kept)
 {
+    extern __shared__ __align__(16) bf16 row_kept[];
     __shared__ partial memory[LOSS_THREADS / WARP];
+    enum { STEP = LOSS_THREADS * N };
     const int64_t row = blockIdx.x;
     bf16 *x = logits + row * vocab;
     const int target = targets[row];
     const float wanted = to_float(x[target]);
     partial mine = {-INFINITY, 0.0f};
-    float v[N];
-    for (int at = threadIdx.x * N; at < vocab; at += LOSS_THREADS * N) {
-        load<N>(v, x + at);
-        join(mine, v);
+    for (int start = threadIdx.x * N; start < vocab; start += UNROLL * STEP) {
+        part<N> raw[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (start + u * STEP < vocab) raw[u] = *(const part<N> *)(x + start + u * STEP);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int at = start + u * STEP;
+            if (at >= vocab) break;
+            if (at < kept) *(part<N> *)(row_kept + at) = raw[u];
+            float v[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) v[i] = to_float(raw[u].v[i]);
+            join(mine, v);
+        }
     }
     mine = joined_in_warp(mine);
     if (threadIdx.x % WARP == 0) memory[threadIdx.x / WARP] = mine;
@@ -88,14 +91,15 @@ __global__ void __launch_bounds__(LOSS_THREADS)
     for (int w = 1; w < LOSS_THREADS / WARP; w++) all = joined(all, memory[w]);
     if (threadIdx.x == 0) losses[row] = logf(all.sum) + all.top - wanted;
     const float factor = scale / all.sum;
-    for (int at = threadIdx.x * N; at < vocab; at += LOSS_THREADS * N) {
-        load<N>(v, x + at);
+#pragma unroll 2
+    for (int at = threadIdx.x * N; at < vocab; at += STEP) { // each thread's own again
+        part<N> raw = *(const part<N> *)(at < kept ? row_kept + at : x + at);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            v[i] = factor * __expf(v[i] - all.top);
-            if (at + i == target) v[i] -= scale;
+            const float p = factor * __expf(to_float(raw.v[i]) - all.top);
+            to_stored(raw.v[i], at + i == target ? p - scale : p);
         }
-        store<N>(x + at, v);
+        *(part<N> *)(x + at) = raw;
     }
 }
 
@@ -113,12 +117,18 @@ __global__ void __launch_bounds__(MEAN_THREADS) mean_of(double *mean, const floa
 extern "C" cudaError_t kernel_cross_entropy(void *logits, float *losses, const int32_t *targets, float scale,
                                             int64_t rows, int64_t vocab, cudaStream_t stream)
 {
-    if (vocab % VECTOR == 0)
-        cross_entropy<VECTOR>
-            <<<(unsigned)rows, LOSS_THREADS, 0, stream>>>((bf16 *)logits, losses, targets, scale, (int)vocab);
+    const int kept = vocab < KEPT ? (int)vocab : (int)KEPT, bytes = kept * (int)sizeof(bf16);
+    const bool whole = vocab % VECTOR == 0;
+    const void *kernel = whole ? (const void *)cross_entropy<VECTOR> : (const void *)cross_entropy<1>;
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, KEPT * sizeof(bf16));
+    if (status != cudaSuccess) return status;
+    if (whole)
+        cross_entropy<VECTOR><<<(unsigned)rows, LOSS_THREADS, bytes, stream>>>(
+            (bf16 *)logits, losses, targets, scale, (int)vocab, kept);
     else
-        cross_entropy<1>
-            <<<(unsigned)rows, LOSS_THREADS, 0, stream>>>((bf16 *)logits, losses, targets, scale, (int)vocab);
+        cross_entropy<1><<<(unsigned)rows, LOSS_THREADS, bytes, stream>>>((bf16 *)logits, losses, targets,
+                                                                          scale, (int)vocab, kept);
     return cudaGetLastError();
 }
 

@@ -5,16 +5,18 @@
 //   RoPE       inside a head of size h, (y[i], y[i + h/2]) turns by the position's angle i
 //
 // A CTA takes a row; a thread holds eight neighbouring elements of it in registers, so every byte moves once:
-// forward 4 T d bytes, 8 T d with a residual; backward 6 T d, 8 T d when it adds. The two elements that
-// RoPE turns together meet in shared memory. The backward's CTAs each take many rows and keep their part of
-// dw in registers; the parts are summed in a fixed order.
+// forward 4 T d bytes, 8 T d with a residual; backward 6 T d, 8 T d when it adds. A thread loads the partners
+// of its elements as well, from L1 (ALIGNED: half a head is a multiple of eight, so they are one vector too),
+// and the angles, which stay in L2. The backward's CTAs, as many as fit the GPU at once, each take many rows
+// and keep their part of dw in registers; the parts are summed in a fixed order.
 #include "kernels.h"
 #include "vector.cuh"
 
 namespace
 {
 
-enum { PARTS_PER_PROCESSOR = 8, SUM_COLUMNS = 32, SUM_GROUPS = 32 };
+enum { RESIDENT_THREADS = 1024, SUM_COLUMNS = 32, SUM_GROUPS = 32 };
+static_assert((int)RESIDENT_THREADS == (int)MOST_THREADS, "__launch_bounds__ leaves registers for that many");
 
 int threads_of(int64_t d)
 {
@@ -50,66 +52,141 @@ __global__ void __launch_bounds__(MOST_THREADS)
     store8(y + row * d + at, v);
 }
 
-// Element `at` of a row in `memory`, turned; sign -1 turns back. angles: cosines, then sines.
-TRAIN_DEVICE float turned(const float *memory, int at, const float *angles, int size, float sign)
-{
-    const int half = size / 2, inside = at % size;
-    const bool low = inside < half;
-    const int angle = low ? inside : inside - half;
-    const float partner = memory[low ? at + half : at - half] * (low ? -sign : sign);
-    return memory[at] * angles[angle] + partner * angles[half + angle];
-}
-
 struct turning {
-    const float *angles; // (positions, size)
+    const float *angles; // (positions, size): cosines, then sines
     int length, first, size;
 };
 
-TRAIN_DEVICE const float *angles_of(const turning &t, int64_t row)
+// Of an element at `at`: its head's half, its place in that, and its partner.
+struct turn_place {
+    bool low;
+    int angle, partner;
+};
+
+TRAIN_DEVICE turn_place place_of(int at, int size)
 {
-    return t.angles + (t.first + row % t.length) * t.size;
+    const int half = size / 2, inside = at % size;
+    if (inside < half) return {true, inside, at + half};
+    return {false, inside - half, at - half};
 }
 
-// blockIdx.y: queries, keys.
+// The partners of a row's elements from `at` on.
+template <bool ALIGNED> TRAIN_DEVICE eight<bf16> load_partners(const bf16 *row, int at, int size)
+{
+    if constexpr (ALIGNED) {
+        return *(const eight<bf16> *)(row + place_of(at, size).partner);
+    } else {
+        eight<bf16> raw;
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) raw.v[i] = row[place_of(at + i, size).partner];
+        return raw;
+    }
+}
+
+// What the elements and their partners are multiplied by.
+struct turn_factors {
+    float own[VECTOR], partner[VECTOR];
+};
+
+// sign: 1, or -1 to turn back.
+template <bool ALIGNED>
+TRAIN_DEVICE void load_factors(turn_factors &to, const turning &t, int64_t row, int at, float sign)
+{
+    const float *cosines = t.angles + (t.first + (int)row % t.length) * t.size, *sines = cosines + t.size / 2;
+    if constexpr (ALIGNED) {
+        const turn_place p = place_of(at, t.size);
+        if (p.low) sign = -sign;
+        load8(to.own, cosines + p.angle);
+        load8(to.partner, sines + p.angle);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) to.partner[i] *= sign;
+    } else {
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) {
+            const turn_place p = place_of(at + i, t.size);
+            to.own[i] = cosines[p.angle];
+            to.partner[i] = p.low ? -sign * sines[p.angle] : sign * sines[p.angle];
+        }
+    }
+}
+
+TRAIN_DEVICE void turn(float (&v)[VECTOR], const float (&partner)[VECTOR], const turn_factors &by)
+{
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) v[i] = v[i] * by.own[i] + partner[i] * by.partner[i];
+}
+
+TRAIN_DEVICE void widen(float (&v)[VECTOR], const eight<bf16> &raw)
+{
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) v[i] = to_float(raw.v[i]);
+}
+
+TRAIN_DEVICE void scaled(float (&v)[VECTOR], const eight<bf16> &raw, float scale, const eight<bf16> &weight)
+{
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) v[i] = to_float(raw.v[i]) * scale * to_float(weight.v[i]);
+}
+
+TRAIN_DEVICE float square_of(const eight<bf16> &raw)
+{
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) sum += to_float(raw.v[i]) * to_float(raw.v[i]);
+    return sum;
+}
+
+// A row's queries and keys together.
+template <bool ALIGNED>
 __global__ void __launch_bounds__(MOST_THREADS)
     qk_norm_rope(bf16 *q, bf16 *k, float *rstd, const bf16 *qkv, const bf16 *wq, const bf16 *wk, turning t,
                  int64_t rows, int d, float eps)
 {
-    extern __shared__ float normed[]; // (d)
-    __shared__ float memory[WARP];
+    __shared__ float memory[2][WARP];
     const int64_t row = blockIdx.x;
-    const int at = threadIdx.x * VECTOR, which = blockIdx.y;
-    float v[VECTOR] = {}, weight[VECTOR], square = 0.0f;
-    if (at < d) load8(v, qkv + row * 3 * d + which * d + at);
+    const int at = threadIdx.x * VECTOR;
+    const bool mine = at < d;
+    eight<bf16> own[2];
+    float scale[2] = {};
+    if (mine) {
 #pragma unroll
-    for (int i = 0; i < VECTOR; i++) square += v[i] * v[i];
-    const float scale = 1.0f / sqrtf(sum_of_block(square, memory) / (float)d + eps);
-    if (threadIdx.x == 0) rstd[which * rows + row] = scale;
-    if (at < d) {
-        load8(weight, (which ? wk : wq) + at);
+        for (int which = 0; which < 2; which++)
+            own[which] = *(const eight<bf16> *)(qkv + (3 * row + which) * d + at);
 #pragma unroll
-        for (int i = 0; i < VECTOR; i++) normed[at + i] = v[i] * scale * weight[i];
+        for (int which = 0; which < 2; which++) scale[which] = square_of(own[which]);
     }
-    __syncthreads();
-    if (at >= d) return;
-    const float *angles = angles_of(t, row);
 #pragma unroll
-    for (int i = 0; i < VECTOR; i++) v[i] = turned(normed, at + i, angles, t.size, 1.0f);
-    store8((which ? k : q) + row * d + at, v);
+    for (int which = 0; which < 2; which++) {
+        scale[which] = 1.0f / sqrtf(sum_of_block_once(scale[which], memory[which]) / (float)d + eps);
+        if (threadIdx.x == 0) rstd[which * rows + row] = scale[which];
+    }
+    if (!mine) return;
+    turn_factors by;
+    load_factors<ALIGNED>(by, t, row, at, 1.0f);
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        const bf16 *w = which ? wk : wq;
+        float v[VECTOR], other[VECTOR];
+        scaled(v, own[which], scale[which], *(const eight<bf16> *)(w + at));
+        scaled(other, load_partners<ALIGNED>(qkv + (3 * row + which) * d, at, t.size), scale[which],
+               load_partners<ALIGNED>(w, at, t.size));
+        turn(v, other, by);
+        store8((which ? k : q) + row * d + at, v);
+    }
 }
 
 // One norm's backward over the rows that this CTA takes; the row strides of x and dx are ld.
-template <bool ROPE>
+template <bool ROPE, bool ALIGNED>
 TRAIN_DEVICE void backward_rows(bf16 *dx, const bf16 *dy, const bf16 *x, int64_t ld, const float *rstd,
-                                const bf16 *w, const turning &t, int64_t rows, int d, bool add, float *part,
-                                float *shared)
+                                const bf16 *w, const turning &t, int64_t rows, int d, bool add, float *part)
 {
-    __shared__ float memory[WARP];
+    __shared__ float memory[2][WARP];
     const int at = threadIdx.x * VECTOR;
     const bool mine = at < d;
     float weight[VECTOR] = {}, sums[VECTOR] = {};
+    int turns = 0;
     if (mine) load8(weight, w + at);
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turns ^= 1) {
         float g[VECTOR] = {}, n[VECTOR] = {}, old[VECTOR] = {}, product = 0.0f;
         const float scale = rstd[row];
         if (mine) {
@@ -117,15 +194,12 @@ TRAIN_DEVICE void backward_rows(bf16 *dx, const bf16 *dy, const bf16 *x, int64_t
             load8(n, x + row * ld + at);
             if (add) load8(old, dx + row * ld + at);
         }
-        if (ROPE) {
-            if (mine)
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) shared[at + i] = g[i];
-            __syncthreads();
-            const float *angles = angles_of(t, row);
-            if (mine)
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) g[i] = turned(shared, at + i, angles, t.size, -1.0f);
+        if (ROPE && mine) {
+            float partner[VECTOR];
+            turn_factors by;
+            widen(partner, load_partners<ALIGNED>(dy + row * d, at, t.size));
+            load_factors<ALIGNED>(by, t, row, at, -1.0f);
+            turn(g, partner, by);
         }
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) {
@@ -134,8 +208,8 @@ TRAIN_DEVICE void backward_rows(bf16 *dx, const bf16 *dy, const bf16 *x, int64_t
             g[i] *= weight[i];
             product += g[i] * n[i];
         }
-        const float mean = sum_of_block(product, memory) / (float)d;
-        if (ROPE && blockDim.x == WARP) __syncwarp(); // sum_of_block has no barrier then
+        // Whoever writes these sums again has passed the barrier of the row between.
+        const float mean = sum_of_block_once(product, memory[turns]) / (float)d;
         if (!mine) continue;
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) old[i] += scale * (g[i] - n[i] * mean);
@@ -148,30 +222,34 @@ __global__ void __launch_bounds__(MOST_THREADS)
     norm_backward(bf16 *dx, const bf16 *dy, const bf16 *x, const float *rstd, const bf16 *w, int64_t rows,
                   int d, bool add, float *parts)
 {
-    backward_rows<false>(dx, dy, x, d, rstd, w, turning(), rows, d, add, parts, nullptr);
+    backward_rows<false, false>(dx, dy, x, d, rstd, w, turning(), rows, d, add, parts);
 }
 
+template <bool ALIGNED>
 __global__ void __launch_bounds__(MOST_THREADS)
     qk_norm_rope_backward(bf16 *dqkv, const bf16 *dq, const bf16 *dk, const bf16 *qkv, const float *rstd,
                           const bf16 *wq, const bf16 *wk, turning t, int64_t rows, int d, float *parts)
 {
-    extern __shared__ float turned_back[]; // (d)
     const int which = blockIdx.y;
-    backward_rows<true>(dqkv + which * d, which ? dk : dq, qkv + which * d, 3 * (int64_t)d,
-                        rstd + which * rows, which ? wk : wq, t, rows, d, false,
-                        parts + which * gridDim.x * (int64_t)d, turned_back);
+    backward_rows<true, ALIGNED>(dqkv + which * d, which ? dk : dq, qkv + which * d, 3 * (int64_t)d,
+                                 rstd + which * rows, which ? wk : wq, t, rows, d, false,
+                                 parts + which * gridDim.x * (int64_t)d);
 }
 
-// A CTA takes SUM_COLUMNS columns; SUM_GROUPS warps each take every SUM_GROUPS-th part.
+// A CTA takes SUM_COLUMNS columns; SUM_GROUPS warps each take every SUM_GROUPS-th part. blockIdx.y: `first`
+// of the first `count` parts, `second` of those after them.
 template <typename T>
 __global__ void __launch_bounds__(SUM_COLUMNS *SUM_GROUPS)
-    sum_parts(T *to, const float *parts, int64_t count, int d, bool add)
+    sum_parts(T *first, T *second, const float *parts, int64_t count, int d, bool add)
 {
+    T *to = blockIdx.y ? second : first;
+    parts += blockIdx.y * count * d;
     __shared__ float memory[SUM_GROUPS][SUM_COLUMNS + 1];
     const int lane = threadIdx.x % WARP, group = threadIdx.x / WARP;
     const int64_t column = blockIdx.x * SUM_COLUMNS + lane;
     float sum = 0.0f;
     if (column < d)
+#pragma unroll 8
         for (int64_t p = group; p < count; p += SUM_GROUPS) sum += parts[p * d + column];
     memory[group][lane] = sum;
     __syncthreads();
@@ -185,6 +263,11 @@ static_assert((int)SUM_COLUMNS == (int)WARP, "a warp takes the columns");
 turning turning_of(const float *rope, const pass_shape *shape)
 {
     return {rope, (int)shape->length, (int)shape->first, (int)shape->head_size};
+}
+
+bool aligned(const pass_shape *shape)
+{
+    return shape->head_size % (2 * VECTOR) == 0;
 }
 
 } // namespace
@@ -202,15 +285,17 @@ extern "C" cudaError_t kernel_qk_norm_rope(void *q, void *k, float *rstd, const 
                                            float eps, cudaStream_t stream)
 {
     const int64_t rows = shape->sequences * shape->length, d = shape->heads * shape->head_size;
-    qk_norm_rope<<<dim3((unsigned)rows, 2), threads_of(d), d * sizeof(float), stream>>>(
-        (bf16 *)q, (bf16 *)k, rstd, (const bf16 *)qkv, (const bf16 *)wq, (const bf16 *)wk,
-        turning_of(rope, shape), rows, (int)d, eps);
+    const auto kernel = aligned(shape) ? qk_norm_rope<true> : qk_norm_rope<false>;
+    kernel<<<(unsigned)rows, threads_of(d), 0, stream>>>((bf16 *)q, (bf16 *)k, rstd, (const bf16 *)qkv,
+                                                         (const bf16 *)wq, (const bf16 *)wk,
+                                                         turning_of(rope, shape), rows, (int)d, eps);
     return cudaGetLastError();
 }
 
-extern "C" int64_t kernel_norm_parts(int64_t rows, int processors)
+extern "C" int64_t kernel_norm_parts(int64_t rows, int64_t d, int norms, int processors)
 {
-    const int64_t most = (int64_t)processors * PARTS_PER_PROCESSOR;
+    const int64_t resident = RESIDENT_THREADS / threads_of(d) / norms;
+    const int64_t most = processors * (resident ? resident : 1);
     return rows < most ? rows : most;
 }
 
@@ -230,20 +315,22 @@ extern "C" cudaError_t kernel_qk_norm_rope_backward(void *dqkv, const void *dq, 
                                                     cudaStream_t stream)
 {
     const int64_t rows = shape->sequences * shape->length, d = shape->heads * shape->head_size;
-    qk_norm_rope_backward<<<dim3((unsigned)count, 2), threads_of(d), d * sizeof(float), stream>>>(
+    const auto kernel = aligned(shape) ? qk_norm_rope_backward<true> : qk_norm_rope_backward<false>;
+    kernel<<<dim3((unsigned)count, 2), threads_of(d), 0, stream>>>(
         (bf16 *)dqkv, (const bf16 *)dq, (const bf16 *)dk, (const bf16 *)qkv, rstd, (const bf16 *)wq,
         (const bf16 *)wk, turning_of(rope, shape), rows, (int)d, parts);
     return cudaGetLastError();
 }
 
-extern "C" cudaError_t kernel_sum_parts(void *to, smoe_type type, const float *parts, int64_t count,
-                                        int64_t d, bool add, cudaStream_t stream)
+extern "C" cudaError_t kernel_sum_parts(void *to, void *second, smoe_type type, const float *parts,
+                                        int64_t count, int64_t d, bool add, cudaStream_t stream)
 {
-    const unsigned ctas = (unsigned)((d + SUM_COLUMNS - 1) / SUM_COLUMNS);
+    const dim3 ctas((unsigned)((d + SUM_COLUMNS - 1) / SUM_COLUMNS), second ? 2 : 1);
     const int threads = SUM_COLUMNS * SUM_GROUPS;
     if (type == SMOE_TYPE_F32)
-        sum_parts<float><<<ctas, threads, 0, stream>>>((float *)to, parts, count, (int)d, add);
+        sum_parts<float>
+            <<<ctas, threads, 0, stream>>>((float *)to, (float *)second, parts, count, (int)d, add);
     else
-        sum_parts<bf16><<<ctas, threads, 0, stream>>>((bf16 *)to, parts, count, (int)d, add);
+        sum_parts<bf16><<<ctas, threads, 0, stream>>>((bf16 *)to, (bf16 *)second, parts, count, (int)d, add);
     return cudaGetLastError();
 }

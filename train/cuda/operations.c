@@ -110,16 +110,16 @@ static void cuda_norm_backward(train_device *dv, void *dx, void *dw, const void 
                                const float *rstd, const void *w, int64_t rows, int64_t d, bool add_dx,
                                bool add_dw, float *scratch)
 {
-    int64_t parts = kernel_norm_parts(rows, cuda_of(dv)->processors);
+    int64_t parts = kernel_norm_parts(rows, d, 1, cuda_of(dv)->processors);
     cuda_note(dv, kernel_norm_backward(dx, dy, x, rstd, w, rows, d, add_dx, scratch, parts, dv->stream),
               "norm's gradient");
-    cuda_note(dv, kernel_sum_parts(dw, dv->grad_type, scratch, parts, d, add_dw, dv->stream),
+    cuda_note(dv, kernel_sum_parts(dw, NULL, dv->grad_type, scratch, parts, d, add_dw, dv->stream),
               "norm's gradient");
 }
 
 static int64_t cuda_norm_scratch(train_device *dv, int64_t rows, int64_t d)
 {
-    return 2 * kernel_norm_parts(rows, cuda_of(dv)->processors) * d;
+    return 2 * kernel_norm_parts(rows, d, 1, cuda_of(dv)->processors) * d;
 }
 
 static void cuda_linear_dx(train_device *dv, void *dx, const void *dy, const void *w, int64_t rows,
@@ -146,15 +146,13 @@ static void cuda_qk_norm_rope_backward(train_device *dv, void *dqkv, void *dwq, 
                                        const void *qkv, const float *rstd, const void *wq, const void *wk,
                                        const float *rope, const pass_shape *shape, bool add, float *scratch)
 {
-    int64_t parts = kernel_norm_parts(rows_of(shape), cuda_of(dv)->processors);
     int64_t d = shape->heads * shape->head_size;
+    int64_t parts = kernel_norm_parts(rows_of(shape), d, 2, cuda_of(dv)->processors);
     cuda_note(dv,
               kernel_qk_norm_rope_backward(dqkv, dq, dk, qkv, rstd, wq, wk, rope, shape, scratch, parts,
                                            dv->stream),
               "norm and RoPE's gradient");
-    cuda_note(dv, kernel_sum_parts(dwq, dv->grad_type, scratch, parts, d, add, dv->stream),
-              "norm's gradient");
-    cuda_note(dv, kernel_sum_parts(dwk, dv->grad_type, scratch + parts * d, parts, d, add, dv->stream),
+    cuda_note(dv, kernel_sum_parts(dwq, dwk, dv->grad_type, scratch, parts, d, add, dv->stream),
               "norm's gradient");
 }
 

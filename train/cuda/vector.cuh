@@ -72,9 +72,9 @@ TRAIN_DEVICE float largest_of_warp(float v)
     return v;
 }
 
-// Every thread gets the sum over the CTA of whole warps; `memory` has a V a warp and may be used again at
-// once.
-template <typename V> TRAIN_DEVICE V sum_of_block(V v, V *memory)
+// Every thread gets the sum over the CTA of whole warps. `memory` has a V a warp, which nobody may write
+// again before the CTA's next barrier.
+template <typename V> TRAIN_DEVICE V sum_of_block_once(V v, V *memory)
 {
     v = sum_of_warp(v);
     const int warps = blockDim.x / WARP;
@@ -83,6 +83,13 @@ template <typename V> TRAIN_DEVICE V sum_of_block(V v, V *memory)
     __syncthreads();
     V sum = 0;
     for (int w = 0; w < warps; w++) sum += memory[w];
-    __syncthreads();
     return sum;
+}
+
+// The same, where `memory` may be written again at once.
+template <typename V> TRAIN_DEVICE V sum_of_block(V v, V *memory)
+{
+    v = sum_of_block_once(v, memory);
+    __syncthreads();
+    return v;
 }
