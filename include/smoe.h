@@ -248,7 +248,8 @@ typedef struct smoe_layer {
     smoe_type index_type;    /* topk_ids and offsets: SMOE_TYPE_I32 or SMOE_TYPE_I64 */
     smoe_type logits_type;   /* logits and dlogits: SMOE_TYPE_F32 or SMOE_TYPE_BF16 */
     smoe_type gradient_type; /* weight and bias gradients: dtype or SMOE_TYPE_F32 */
-    int32_t accumulate;  /* 1: weight and bias gradients are added to what is there, 0: they are written */
+    int32_t accumulate;  /* 1: weight and bias gradients are added to what is there, in f32 and rounded once;
+                            0: they are written */
     int32_t inference;   /* 1: nothing is saved, no backward follows; the plan is in scratch */
     int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH */
     int32_t chunks;      /* 1, 2, 4, ..., 64: down and combine, dx_rows and dx run once for each chunk

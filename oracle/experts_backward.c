@@ -127,6 +127,7 @@ static void weight_gradients(const smoe_layer *layer, const oracle_input *input,
     }
 }
 
+/* Weight gradients that are to be accumulated are rounded by who adds them to the old ones, not before. */
 static void round_gradients(const smoe_layer *layer, oracle_backward *b)
 {
     const int64_t experts = layer->experts, hidden = layer->hidden, width = oracle_h_width(layer);
@@ -134,19 +135,22 @@ static void round_gradients(const smoe_layer *layer, oracle_backward *b)
         double *values;
         int64_t count;
         smoe_type type;
+        bool of_weights;
     } const all[] = {
-        {b->dx, layer->tokens * hidden, layer->dtype},
-        {b->dw1, experts * width * hidden, layer->gradient_type},
-        {b->db1, experts * width, layer->gradient_type},
-        {b->dw2, experts * hidden * layer->intermediate, layer->gradient_type},
-        {b->db2, experts * hidden, layer->gradient_type},
-        {b->dlogits, layer->tokens * experts, layer->logits_type},
-        {b->drouter_weight, experts * hidden, layer->gradient_type},
-        {b->drouter_bias, experts, layer->gradient_type},
+        {b->dx, layer->tokens * hidden, layer->dtype, false},
+        {b->dw1, experts * width * hidden, layer->gradient_type, true},
+        {b->db1, experts * width, layer->gradient_type, true},
+        {b->dw2, experts * hidden * layer->intermediate, layer->gradient_type, true},
+        {b->db2, experts * hidden, layer->gradient_type, true},
+        {b->dlogits, layer->tokens * experts, layer->logits_type, false},
+        {b->drouter_weight, experts * hidden, layer->gradient_type, true},
+        {b->drouter_bias, experts, layer->gradient_type, true},
     };
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        if (all[i].of_weights && layer->accumulate) continue;
         for (int64_t k = 0; all[i].values && k < all[i].count; k++)
             all[i].values[k] = oracle_round_to(all[i].values[k], all[i].type);
+    }
 }
 
 void oracle_backward_run(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,

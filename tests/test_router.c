@@ -393,6 +393,30 @@ static void threads_do_not_matter(void **state)
     free(w);
 }
 
+/* Two of a token's logits are +inf: in a softmax they share the weight. The z-loss is +inf, from one such
+ * token on. */
+static void infinite_logits_share_the_weight(void **state)
+{
+    (void)state;
+    for (int score = 0; score < 3; score++) {
+        const smoe_layer layer = scored_layer(20, 4, 3, (smoe_score)score, 0);
+        const float each = score == SMOE_SCORE_SIGMOID ? 1.0f : 0.5f,
+                    infinite[] = {INFINITY, 1.0f, INFINITY, 2.0f};
+        router_case r = open_router(&layer, 2);
+        memcpy(r.logits + 4 * 4, infinite, sizeof infinite);
+        r.c.args.selection_bias = NULL;
+        run_router(&r);
+        const float *weights = r.c.plan.topk_weights + 4 * 3, scale = layer.route_scale;
+        const int32_t wanted[] = {0, 2, 3};
+        assert_memory_equal(r.c.plan.topk_ids + 4 * 3, wanted, sizeof wanted);
+        assert_true(weights[0] == each * scale && weights[1] == each * scale);
+        if (score != SMOE_SCORE_SIGMOID) assert_true(weights[2] == 0.0f);
+        const float z_loss = ((const float *)r.c.args.losses)[1];
+        assert_true(isinf(z_loss) && z_loss > 0.0f);
+        close_router(&r);
+    }
+}
+
 static void selection_bias_follows_the_counts(void **state)
 {
     (void)state;
@@ -414,6 +438,7 @@ int main(void)
         cmocka_unit_test(groups_of_experts),
         cmocka_unit_test(ties_go_to_the_lower),
         cmocka_unit_test(strange_logits_stay_at_home),
+        cmocka_unit_test(infinite_logits_share_the_weight),
         cmocka_unit_test(logits_are_exact_on_integers),
         cmocka_unit_test(threads_do_not_matter),
         cmocka_unit_test(selection_bias_follows_the_counts),

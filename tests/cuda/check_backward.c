@@ -5,6 +5,10 @@
 
 typedef enum routing { RANDOM, ONE_EXPERT, HALF_EMPTY, EDGES, BROKEN, ROWS } routing;
 
+/* Integers, one in 8 of them not 0; normal numbers; integers of -1, 0 and 1, whose sums are far too large for
+ * 16 bits to hold exactly: a sum that was rounded before it is accumulated would show. */
+enum { SPARSE, NORMAL, DENSE };
+
 typedef struct test_case {
     const char *name;
     int64_t tokens, hidden, intermediate, experts, topk;
@@ -12,7 +16,7 @@ typedef struct test_case {
     routing routing;
     smoe_type dtype, gradient_type;
     smoe_layout layout;
-    int bias, chunks, accumulate, reuse_saved, wide, rounded;
+    int bias, chunks, accumulate, reuse_saved, wide, numbers;
 } test_case;
 
 #define B   SMOE_TYPE_BF16
@@ -22,7 +26,7 @@ typedef struct test_case {
 #define INT SMOE_LAYOUT_INTERLEAVED
 
 /* name, T, d, n, E, K, activation, routing, dtype, gradients, layout, bias, chunks, accumulate, reuse, wide,
- * rounded */
+ * numbers */
 static const test_case cases[] = {
     {"plain relu", 200, 128, 128, 2, 1, SMOE_ACTIVATION_RELU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
     {"gated", 300, 128, 256, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
@@ -62,6 +66,13 @@ static const test_case cases[] = {
     {"fp16 f32 inter bias", 400, 320, 192, 4, 2, SMOE_ACTIVATION_REGLU, RANDOM, H, F, INT, 1, 1, 0, 0, 0, 0},
     {"fp16 accumulate ping-pong", 300, 384, 256, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, H, H, CAT, 0, 1, 1, 0,
      0, 0},
+    {"once rounded", 900, 72, 136, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 1, 0, 0, DENSE},
+    {"once rounded fp16 inter", 900, 200, 72, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, H, H, INT, 0, 1, 1, 0, 0,
+     DENSE},
+    {"once rounded, split", 1500, 72, 72, 4, 2, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, B, INT, 1, 1, 1, 0, 0,
+     DENSE},
+    {"once rounded, split fp16", 2400, 72, 72, 4, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, H, H, CAT, 1, 1, 1, 0,
+     0, DENSE},
     {"one token", 1, 64, 64, 8, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0, 0},
     {"experts 1", 300, 64, 64, 1, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
     {"experts 4096 topk 64", 100, 16, 8, 4096, 64, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 1, 1, 0, 0, 0,
@@ -81,11 +92,12 @@ static const test_case cases[] = {
      1},
 };
 
-enum { CASES = sizeof cases / sizeof cases[0], DENSITY = 8 };
+enum { CASES = sizeof cases / sizeof cases[0] };
 
 static gpu_case make(size_t i)
 {
     static int64_t counts[EDGE_EXPERTS];
+    static const int one_in[] = {[SPARSE] = 8, [NORMAL] = 0, [DENSE] = 1};
     static const oracle_routing routings[] = {ORACLE_RANDOM, ORACLE_ONE_TAKES_ALL, ORACLE_HALF_EMPTY,
                                               ORACLE_COUNTS, ORACLE_RANDOM,        ORACLE_RANDOM};
     const test_case *c = &cases[i];
@@ -113,7 +125,7 @@ static gpu_case make(size_t i)
                  .row_weights = true,
                  .b1 = bias,
                  .b2 = bias,
-                 .integers = c->rounded ? 0 : DENSITY}};
+                 .integers = one_in[c->numbers]}};
 }
 
 int main(int argc, char **argv)

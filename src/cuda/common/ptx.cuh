@@ -72,6 +72,14 @@ SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
                  : "memory");
 }
 
+SMOE_DEVICE void load_matrices_transposed(uint32_t (&m)[4], uint32_t address)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 SMOE_DEVICE uint4 load_shared16(uint32_t address)
 {
     uint4 v;

@@ -8,6 +8,11 @@
 //
 // An expert without rows gets zeros; with accumulate it stays as it is. The pieces of a split expert leave
 // their tiles in f32, and add_parts sums them in order.
+//
+// With accumulate the sum is added to the old gradient in f32, and the result is rounded once. The adding
+// store of TMA adds in the gradient's type, which does that for f32 only. For 16 bits (MERGES) a store warp
+// loads the old values of a part into the staging buffer that the part will use, while the K loop runs, and
+// the consumers add to them.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"
@@ -228,55 +233,134 @@ SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lan
     }
 }
 
-template <typename G>
-SMOE_DEVICE void write_tile(const float (&acc)[128], const shared_layout &shared, int consumer,
-                            uint32_t count, int lane, bool transposed)
+// Each lane's accumulators += the old values that its warp's stores of write_part will overwrite.
+template <typename T>
+SMOE_DEVICE void add_old(float *acc, uint32_t buffer, int warp, int lane, bool transposed)
+{
+#pragma unroll
+    for (int q = 0; q < 8; q++) {
+        uint32_t old[4];
+        if (transposed)
+            load_matrices_transposed(old, buffer + moe_part_transposed(warp, lane, q));
+        else
+            load_matrices(old, buffer + moe_part_plain(warp, lane, q));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            acc[q * 8 + 2 * i] += storage<T>::low(old[i]);
+            acc[q * 8 + 2 * i + 1] += storage<T>::high(old[i]);
+        }
+    }
+}
+
+template <typename G, bool MERGES>
+SMOE_DEVICE void write_tile(float (&acc)[128], const shared_layout &shared, int consumer, uint32_t count,
+                            int lane, bool transposed)
 {
     using O = output<G>;
+    const int warp = (threadIdx.x >> 5) & 3;
 #pragma unroll
     for (int part = 0; part < O::PARTS; part++) {
         const uint32_t buffer = O::buffer(consumer, part);
-        barrier_wait(shared.buffer_empty(buffer), O::parity(count, part) ^ 1);
-        write_part(acc + part * (128 / O::PARTS), shared.buffer(buffer), (threadIdx.x >> 5) & 3, lane,
-                   transposed, G());
+        float *of_part = acc + part * (128 / O::PARTS);
+        barrier_wait(shared.buffer_empty(buffer), O::parity(count, part) ^ !MERGES);
+        if constexpr (MERGES) add_old<G>(of_part, shared.buffer(buffer), warp, lane, transposed);
+        write_part(of_part, shared.buffer(buffer), warp, lane, transposed, G());
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.buffer_full(buffer));
     }
 }
 
-// A store warp's lane carries its consumer's parts away.
+// Where a part stands in the gradient. Its boxes are one behind the other in x and in the staging buffer.
+template <typename G, bool TRANSPOSED> struct part_place {
+    enum { BOXES = TRANSPOSED && sizeof(G) == 2 ? 1 : 2 };
+    moe_stripe stripe;
+    int hidden, feature;
+    SMOE_DEVICE part_place(const weight_walk &walk, int unit, int consumer, int part)
+    {
+        const int column = part * output<G>::PART_FEATURES; // in the tile
+        hidden = walk.hidden(unit) + consumer * 64;
+        stripe = walk.stripe(unit, column / SMOE_WEIGHT_STRIPE);
+        feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
+    }
+    SMOE_DEVICE bool inside(const dw_params &p) const
+    {
+        return stripe.half < p.halves && feature < p.intermediate && hidden < p.hidden;
+    }
+    SMOE_DEVICE int x(int box) const
+    {
+        return (TRANSPOSED ? hidden : feature) + box * output<G>::SUBTILE_ELEMENTS;
+    }
+    SMOE_DEVICE int y() const
+    {
+        return TRANSPOSED ? feature : hidden;
+    }
+};
+
+// A part's old values on their way to its staging buffer.
 template <typename G, bool TRANSPOSED>
+SMOE_DEVICE void load_part(const dw_params &p, const weight_walk &walk, const shared_layout &shared, int unit,
+                           int consumer, int part)
+{
+    const part_place<G, TRANSPOSED> at(walk, unit, consumer, part);
+    const uint32_t number = output<G>::buffer(consumer, part), empty = shared.buffer_empty(number);
+    if (at.inside(p)) {
+        const int expert = walk.piece(unit).expert;
+        barrier_expect(empty, BUFFER_BYTES);
+        for (int i = 0; i < at.BOXES; i++)
+            load_box(shared.buffer(number) + i * SMOE_SUBTILE_BYTES, &p.gradient, empty, at.x(i), at.y(),
+                     at.stripe.half, expert);
+    } else
+        barrier_arrive(empty);
+}
+
+// The first unit from `unit` on, among the CTA's, that leaves through staging.
+SMOE_DEVICE int staged_unit(const weight_walk &walk, int unit)
+{
+    for (; unit < walk.units; unit += gridDim.x) {
+        const moe_piece piece = walk.piece(unit);
+        if (piece.part < 0 && !walk.skips(piece)) break;
+    }
+    return unit;
+}
+
+// A store warp's lane carries its consumer's parts away. MERGES: a buffer is not empty before the old values
+// of the next tile are in it, so its phases run one ahead.
+template <typename G, bool TRANSPOSED, bool MERGES>
 SMOE_DEVICE void store_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared,
                              int consumer)
 {
     using O = output<G>;
+    static_assert(!MERGES || O::ROUNDS == 1, "the buffers hold all parts of a tile");
     uint32_t count = 0;
+    if constexpr (MERGES) {
+        const int first = staged_unit(walk, blockIdx.x);
+        for (int part = 0; part < O::PARTS && first < walk.units; part++)
+            load_part<G, TRANSPOSED>(p, walk, shared, first, consumer, part);
+    }
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const moe_piece piece = walk.piece(unit);
         if (piece.part >= 0 || walk.skips(piece)) continue;
-        const int hidden = walk.hidden(unit) + consumer * 64;
+        const int next = MERGES ? staged_unit(walk, unit + gridDim.x) : 0;
         for (int part = 0; part < O::PARTS; part++) {
             const uint32_t number = O::buffer(consumer, part), from = shared.buffer(number);
-            const int column = part * O::PART_FEATURES; // in the tile
-            const moe_stripe stripe = walk.stripe(unit, column / SMOE_WEIGHT_STRIPE);
-            const int feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
+            const part_place<G, TRANSPOSED> at(walk, unit, consumer, part);
             barrier_wait(shared.buffer_full(number), O::parity(count, part));
-            if (stripe.half < p.halves && feature < p.intermediate && hidden < p.hidden) {
-                const int boxes = TRANSPOSED && sizeof(G) == 2 ? 1 : 2;
-                for (int i = 0; i < boxes; i++) {
-                    const int x = (TRANSPOSED ? hidden : feature) + i * O::SUBTILE_ELEMENTS,
-                              y = TRANSPOSED ? feature : hidden;
+            if (at.inside(p)) {
+                for (int i = 0; i < at.BOXES; i++) {
                     const uint32_t subtile = from + i * SMOE_SUBTILE_BYTES;
-                    if (p.accumulate)
-                        add_box(&p.gradient, subtile, x, y, stripe.half, piece.expert);
+                    if (!MERGES && p.accumulate)
+                        add_box(&p.gradient, subtile, at.x(i), at.y(), at.stripe.half, piece.expert);
                     else
-                        store_box(&p.gradient, subtile, x, y, stripe.half, piece.expert);
+                        store_box(&p.gradient, subtile, at.x(i), at.y(), at.stripe.half, piece.expert);
                 }
             }
             commit_stores();
             wait_stores_read<0>();
-            barrier_arrive(shared.buffer_empty(number));
+            if constexpr (MERGES) {
+                if (next < walk.units) load_part<G, TRANSPOSED>(p, walk, shared, next, consumer, part);
+            } else
+                barrier_arrive(shared.buffer_empty(number));
         }
         count++;
     }
@@ -291,7 +375,7 @@ SMOE_DEVICE float *part_of(const dw_params &p, int part, int tiles, int tile, in
     return p.parts + ((int64_t)part * tiles + tile) * SMOE_WEIGHT_TILE + thread * 4;
 }
 
-template <typename T, typename G, bool TRANSPOSED>
+template <typename T, typename G, bool TRANSPOSED, bool MERGES>
 SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared,
                                 int consumer, int lane)
 {
@@ -314,12 +398,12 @@ SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_walk &walk, con
                     make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
             continue;
         }
-        write_tile<G>(acc, shared, consumer, count, lane, TRANSPOSED);
+        write_tile<G, MERGES>(acc, shared, consumer, count, lane, TRANSPOSED);
         count++;
     }
 }
 
-template <typename T, typename G, bool TRANSPOSED>
+template <typename T, typename G, bool TRANSPOSED, bool MERGES>
 __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_params p)
 {
     extern __shared__ __align__(1024) char memory[];
@@ -334,10 +418,10 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
         if (warp < 10)
             load_tiles(p, walk, shared);
         else if (lane == 0)
-            store_tiles<G, TRANSPOSED>(p, walk, shared, warp - 10);
+            store_tiles<G, TRANSPOSED, MERGES>(p, walk, shared, warp - 10);
     } else {
         take_registers<208>();
-        multiply_tiles<T, G, TRANSPOSED>(p, walk, shared, warp >> 2, lane);
+        multiply_tiles<T, G, TRANSPOSED, MERGES>(p, walk, shared, warp >> 2, lane);
     }
 }
 
@@ -434,10 +518,17 @@ dw_params prepare(moe_launch *on, const moe_dw &d)
     return p;
 }
 
+template <typename T, typename G, bool TRANSPOSED> auto kernel_of(bool accumulate)
+{
+    constexpr bool CAN_MERGE = sizeof(G) == 2;
+    return CAN_MERGE && accumulate ? dw<T, G, TRANSPOSED, CAN_MERGE> : dw<T, G, TRANSPOSED, false>;
+}
+
 template <typename T, typename G, bool TRANSPOSED>
 cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
 {
-    const cudaError_t status = enqueue(dw<T, G, TRANSPOSED>, ctas, THREADS, SHARED_BYTES, stream, p);
+    const auto kernel = kernel_of<T, G, TRANSPOSED>(p.accumulate);
+    const cudaError_t status = enqueue(kernel, ctas, THREADS, SHARED_BYTES, stream, p);
     if (status != cudaSuccess || !p.parts) return status;
     return enqueue(add_parts<G, TRANSPOSED>, ctas, CONSUMER_THREADS, 0, stream, p);
 }
@@ -452,8 +543,11 @@ extern "C" cudaError_t moe_sm90_dw_init(void)
         using T = typename decltype(t)::type;
         return for_every_type(gradient_types<T>(), [](auto g) {
             using G = typename decltype(g)::type;
-            const cudaError_t status = allow_shared(dw<T, G, false>, SHARED_BYTES);
-            return status == cudaSuccess ? allow_shared(dw<T, G, true>, SHARED_BYTES) : status;
+            cudaError_t status = cudaSuccess;
+            for (const auto kernel : {kernel_of<T, G, false>(false), kernel_of<T, G, false>(true),
+                                      kernel_of<T, G, true>(false), kernel_of<T, G, true>(true)})
+                if (status == cudaSuccess) status = allow_shared(kernel, SHARED_BYTES);
+            return status;
         });
     });
 }

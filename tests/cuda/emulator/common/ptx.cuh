@@ -77,6 +77,20 @@ SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
     }
 }
 
+SMOE_DEVICE void load_matrices_transposed(uint32_t (&m)[4], uint32_t address)
+{
+    const uint32_t *rows = emulator::gather(address);
+    const int row = emulator::current->lane / 4, column = emulator::current->lane % 4 * 2;
+    for (int j = 0; j < 4; j++) {
+        m[j] = 0;
+        for (int z = 0; z < 2; z++) {
+            if (rows[j * 8 + column + z] % 16) abort();
+            const uint32_t v = emulator::read_shared<uint16_t>(rows[j * 8 + column + z] + row * 2);
+            m[j] |= v << (16 * z);
+        }
+    }
+}
+
 SMOE_DEVICE uint4 load_shared16(uint32_t address)
 {
     if (address % 16) abort();
