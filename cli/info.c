@@ -5,6 +5,7 @@
 #include "cli/common/problem.h"
 #include "cli/common/table.h"
 #include "cli/common/tile_waste.h"
+#include "cli/model/info_model.h"
 
 #include <cblas.h>
 #include <math.h>
@@ -16,20 +17,55 @@ typedef struct info_options {
     problem_options problem;
     table_format format;
     smoe_backend backend;
+    info_model model;
 } info_options;
 
-enum { KEY_JSON = 1, KEY_CSV, KEY_DEVICE };
+enum { KEY_JSON = 1, KEY_CSV, KEY_DEVICE, KEY_MODEL, KEY_BATCH, KEY_PRECISION, KEY_RECOMPUTE };
 
 static const struct argp_option options_table[] = {
+    {NULL, 0, NULL, 0, "The memory that training a model needs:", 3},
+    {"model", KEY_MODEL, "PATH", 0, "config.json or a checkpoint's folder", 3},
+    {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
+    {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as train's", 3},
+    {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default) or layers, as train's", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 2},
     {"device", KEY_DEVICE, "NAME", 0, "Whose scratch to ask for: cpu (default) or cuda", 2},
     {0}};
 
+static void parse_model(int key, const char *text, struct argp_state *state)
+{
+    static const char *const recomputed[] = {"none", "norms", "layers"};
+    info_model *wanted = &((info_options *)state->input)->model;
+    char *end;
+    int at = 0;
+    switch (key) {
+    case KEY_MODEL: wanted->path = text; return;
+    case KEY_BATCH:
+        wanted->batch = strtoll(text, &end, 10);
+        if (end == text || *end || wanted->batch < 1 || wanted->batch > 1 << 20)
+            argp_error(state, "--batch: '%s' is no whole number in 1..1048576", text);
+        return;
+    case KEY_PRECISION:
+        wanted->bf16 = strcmp(text, "bf16") == 0;
+        if (!wanted->bf16 && strcmp(text, "f32") != 0)
+            argp_error(state, "--precision: '%s' is neither f32 nor bf16", text);
+        return;
+    default:
+        while (at < 3 && strcmp(text, recomputed[at]) != 0) at++;
+        if (at == 3) argp_error(state, "--recompute: '%s' is none of none, norms, layers", text);
+        wanted->recompute = (model_recompute)at;
+    }
+}
+
 static error_t parse(int key, char *text, struct argp_state *state)
 {
     info_options *options = state->input;
+    if (key >= KEY_MODEL && key <= KEY_RECOMPUTE) {
+        parse_model(key, text, state);
+        return 0;
+    }
     switch (key) {
     case ARGP_KEY_INIT: state->child_inputs[0] = &options->problem; return 0;
     case KEY_JSON: options->format = TABLE_JSON; return 0;
@@ -52,9 +88,11 @@ static const struct argp info_argp = {
     .options = options_table,
     .parser = parse,
     .children = children,
-    .doc = "What this build is, and which backends it has; with --thiek or --suite: the FLOPs, bytes and "
-           "tile waste "
-           "of a layer, beside the bytes that caching as ScatterMoE does would keep."};
+    .doc =
+        "What this build is, and which backends it has; with --thiek or --suite: the FLOPs, bytes and "
+        "tile waste "
+        "of a layer, beside the bytes that caching as ScatterMoE does would keep; with --model: the bytes of "
+        "training it."};
 
 static const table_column build_columns[] = {
     {"version", COLUMN_TEXT, 0, false, NULL},
@@ -193,6 +231,7 @@ static bool print_problems(const info_options *options, smoe_context *context, e
 
 static bool print_info(const info_options *options, error *err)
 {
+    if (options->model.path) return info_model_print(&options->model, options->backend, options->format, err);
     if (options->problem.shape_count == 0) return print_build(options, err);
     smoe_context_options wanted = SMOE_CONTEXT_OPTIONS_INIT;
     wanted.backend = options->backend;
@@ -217,6 +256,7 @@ int smoe_cli_info(int argc, char **argv)
         return ERROR_RUNTIME;
     }
     problem_options_init(&options->problem);
+    options->model = (info_model){.batch = 8, .recompute = RECOMPUTE_NORMS};
     error err = {0};
     if (argp_parse(&info_argp, argc, argv, 0, NULL, options) != 0) {
         err.code = ERROR_USAGE;

@@ -231,6 +231,27 @@ static void test_dense_twin(void **state)
            "--dense-twin beside --dense-layers");
 }
 
+/* The memory that `info --model` counts: of a known size the weights, of all its parts the total. */
+static void test_info_model(void **state)
+{
+    static const char *const parts[] = {"weights_bytes", "gradients_bytes", "adamw_bytes",
+                                        "layers_bytes",  "turns_bytes",     "rest_bytes"};
+    put_texts(state);
+    expect(state, "train " TINY "--steps 1 --out run text.txt", 0, "done");
+    double sum = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
+        sum += figure(state, "info --model run/latest", parts[i], "");
+    assert_true(figure(state, "info --model run/latest", "total_bytes", "") == sum);
+    assert_true(figure(state, "info --model run/latest", "weights_bytes", "") ==
+                4 * figure(state, "info --model run/latest", "parameters", ""));
+    const char *const much = "info --model run/latest --batch 100 --recompute none",
+                      *const less = "info --model run/latest/config.json --batch 100 --recompute layers";
+    assert_true(figure(state, much, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
+    expect(state, "info --model nothing", 3, "config.json");
+    expect(state, "info --model run/latest --batch 0", 2, "--batch: '0'");
+    expect(state, "info --model run/latest --recompute all", 2, "--recompute: 'all'");
+}
+
 /* - is standard input. */
 static void test_standard_input(void **state)
 {
@@ -356,6 +377,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_dense_twin, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_info_model, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),

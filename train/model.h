@@ -54,6 +54,13 @@ typedef struct model_options {
     model_recompute recompute;
 } model_options;
 
+/* Bytes on the device, by what they are for. */
+typedef struct model_bytes {
+    size_t weights, gradients, layers; // layers: what they keep from forward to backward
+    size_t turns;                      // what the head, the layers' passes and the backward use in turns
+    size_t rest;
+} model_bytes;
+
 enum { SCALAR_LOSS, SCALAR_NORM, SCALARS };
 
 typedef struct model {
@@ -84,7 +91,7 @@ typedef struct model {
     float *norm_scratch;
     void *attention_scratch;
     void *memory; // on the device: what all of these lie in
-    size_t memory_bytes;
+    model_bytes bytes;
 } model;
 
 /* One batch on the host: sequences * length tokens, row-major; targets NULL when no loss is wanted. */
@@ -97,6 +104,10 @@ typedef struct model_batch {
 bool model_create(model *m, train_device *device, const model_config *config, const model_options *options,
                   error *err);
 void model_destroy(model *m); // a zeroed model is fine
+
+/* m->bytes of such a model, without its memory: no passes. Then model_destroy. */
+bool model_measure(model *m, train_device *device, const model_config *config, const model_options *options,
+                   error *err);
 
 /* m->weights to the device (after they were read or drawn) and back (before they are written); nothing moves
  * on the CPU. `master`: the f32 weights of the optimiser on the device, or NULL: m->params. */

@@ -128,14 +128,26 @@ static void place_in_turns(model *m, arena *a, int64_t rows)
     a->used = a->most;
 }
 
-static void place(model *m, arena *a)
+/* What was handed out since *start, which moves on. */
+static size_t since(size_t *start, const arena *a)
+{
+    size_t bytes = a->used - *start;
+    *start = a->used;
+    return bytes;
+}
+
+static size_t place(model *m, arena *a)
 {
     const model_config *c = &m->config;
     train_device *dv = m->device;
     int64_t rows = m->sequences * c->context, d = c->hidden;
+    size_t start = 0;
     m->params = arena_values(a, dv->type, (int64_t)m->layout.total);
+    m->bytes.weights = since(&start, a);
     if (m->use == MODEL_TRAIN) m->grads = arena_values(a, dv->grad_type, (int64_t)m->layout.total);
+    m->bytes.gradients = since(&start, a);
     place_layers(m, a, rows);
+    m->bytes.layers = since(&start, a);
     m->x_last = arena_values(a, dv->type, rows * d);
     m->hidden = arena_values(a, dv->type, rows * d);
     m->rstd = arena_floats(a, rows);
@@ -146,7 +158,10 @@ static void place(model *m, arena *a)
         m->dx = m->hidden; // which the head was the last to read
         m->dh = arena_values(a, dv->type, rows * d);
     }
+    m->bytes.rest = since(&start, a);
     place_in_turns(m, a, rows);
+    m->bytes.turns = since(&start, a);
+    return a->most;
 }
 
 static bool fill_rope(model *m, error *err)
@@ -170,26 +185,26 @@ static bool prepare(model *m, error *err)
     return dv->ops->finish(dv, err);
 }
 
+static bool no_memory(const model *m, size_t bytes, error *err)
+{
+    size_t available = m->device->ops->available(m->device);
+    const char *lower = m->use != MODEL_TRAIN ? ""
+                        : m->device->master   ? " (a smaller --batch, --recompute layers, --precision bf16?)"
+                                              : " (a smaller --batch, --recompute layers?)";
+    if (!available)
+        return fail(err, ERROR_RUNTIME, "out of memory: the model asks for %.1f MB%s", (double)bytes / 1e6,
+                    lower);
+    return fail(err, ERROR_RUNTIME, "out of memory: the model asks for %.2f GB, the device has %.2f GB%s",
+                (double)bytes / 1e9, (double)available / 1e9, lower);
+}
+
 static bool allocate(model *m, error *err)
 {
     train_device *dv = m->device;
-    m->layers = calloc((size_t)m->config.layers, sizeof *m->layers);
-    if (!m->layers) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
-    arena a = {0};
-    place(m, &a);
-    m->memory_bytes = a.most;
-    size_t available = dv->ops->available(dv);
-    m->memory = dv->ops->allocate(dv, a.most);
-    if (!m->memory && available)
-        return fail(err, ERROR_RUNTIME,
-                    "out of memory: the model asks for %.2f GB, the device has %.2f GB (a smaller --batch?)",
-                    (double)a.most / 1e9, (double)available / 1e9);
-    if (!m->memory)
-        return fail(err, ERROR_RUNTIME,
-                    "out of memory: the model asks for %.1f MB (fewer sequences, a smaller model?)",
-                    (double)a.most / 1e6);
-    a = (arena){.base = m->memory};
-    place(m, &a);
+    size_t bytes = place(m, &(arena){0});
+    m->memory = dv->ops->allocate(dv, bytes);
+    if (!m->memory) return no_memory(m, bytes, err);
+    place(m, &(arena){.base = m->memory});
     m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : calloc(m->layout.total, sizeof *m->weights);
     if (!m->weights)
         return fail(err, ERROR_RUNTIME, "out of memory: %zu weights on the host", m->layout.total);
@@ -218,22 +233,9 @@ static bool check_device(const model *m, error *err)
     return true;
 }
 
-static bool create(model *m, error *err)
-{
-    const model_config *c = &m->config;
-    if (!m->device && !(m->owns_device = (m->device = cpu_open(err)) != NULL)) return false;
-    int64_t rows = m->sequences * c->context;
-    m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
-    if (!model_config_check(c, err) || !check_device(m, err) || !param_layout_create(&m->layout, c, err))
-        return false;
-    if (c->dense_layers < c->layers &&
-        !moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN, &m->routing, err))
-        return false;
-    return allocate(m, err);
-}
-
-bool model_create(model *m, train_device *device, const model_config *config, const model_options *options,
-                  error *err)
+/* All but the memory. */
+static bool describe(model *m, train_device *device, const model_config *config, const model_options *options,
+                     error *err)
 {
     *m = (model){.device = device,
                  .config = *config,
@@ -241,7 +243,33 @@ bool model_create(model *m, train_device *device, const model_config *config, co
                  .use = options->use,
                  .recompute = options->recompute};
     if (options->routing) m->routing = *options->routing;
-    if (create(m, err)) return true;
+    const model_config *c = &m->config;
+    if (!m->device && !(m->owns_device = (m->device = cpu_open(err)) != NULL)) return false;
+    int64_t rows = m->sequences * c->context;
+    m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
+    if (!model_config_check(c, err) || !check_device(m, err) || !param_layout_create(&m->layout, c, err))
+        return false;
+    m->layers = calloc((size_t)c->layers, sizeof *m->layers);
+    if (!m->layers) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
+    return c->dense_layers == c->layers ||
+           moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN, &m->routing, err);
+}
+
+bool model_measure(model *m, train_device *device, const model_config *config, const model_options *options,
+                   error *err)
+{
+    if (describe(m, device, config, options, err)) {
+        place(m, &(arena){0});
+        return true;
+    }
+    model_destroy(m);
+    return false;
+}
+
+bool model_create(model *m, train_device *device, const model_config *config, const model_options *options,
+                  error *err)
+{
+    if (describe(m, device, config, options, err) && allocate(m, err)) return true;
     model_destroy(m);
     return false;
 }

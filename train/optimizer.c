@@ -15,25 +15,39 @@ static void place(optimizer *o, arena *a)
     if (dv->master) o->arrays.master = arena_floats(a, total);
 }
 
+static optimizer describe(model *m)
+{
+    return (optimizer){.model = m,
+                       .arrays = {.weights = m->params,
+                                  .grads = m->grads,
+                                  .state_type = m->device->state_type,
+                                  .matrices = (int64_t)m->layout.matrices,
+                                  .total = (int64_t)m->layout.total}};
+}
+
+size_t optimizer_bytes(model *m)
+{
+    optimizer o = describe(m);
+    arena a = {0};
+    place(&o, &a);
+    return a.most;
+}
+
 static bool allocate(optimizer *o, error *err)
 {
     train_device *dv = o->model->device;
     int64_t total = o->arrays.total;
-    arena a = {0};
-    place(o, &a);
-    size_t available = dv->ops->available(dv);
-    o->memory_bytes = a.most;
-    o->memory = dv->ops->allocate(dv, a.most);
+    size_t bytes = optimizer_bytes(o->model), available = dv->ops->available(dv);
+    o->memory = dv->ops->allocate(dv, bytes);
     if (!o->memory && available)
         return fail(err, ERROR_RUNTIME,
                     "out of memory: AdamW's states ask for %.2f GB, the device has %.2f GB left (a smaller "
-                    "--batch, --precision bf16?)",
-                    (double)a.most / 1e9, (double)available / 1e9);
+                    "--batch, --recompute layers%s?)",
+                    (double)bytes / 1e9, (double)available / 1e9, dv->master ? ", --precision bf16" : "");
     if (!o->memory)
         return fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %lld weights", (long long)total);
-    a = (arena){.base = o->memory};
-    place(o, &a);
-    dv->ops->clear(dv, o->memory, a.most);
+    place(o, &(arena){.base = o->memory});
+    dv->ops->clear(dv, o->memory, bytes);
     bool host = dv->backend == SMOE_BACKEND_CPU;
     o->first = host ? o->arrays.first : calloc((size_t)total, sizeof *o->first);
     o->second = host ? o->arrays.second : calloc((size_t)total, sizeof *o->second);
@@ -44,12 +58,7 @@ static bool allocate(optimizer *o, error *err)
 
 bool optimizer_create(optimizer *o, model *m, error *err)
 {
-    *o = (optimizer){.model = m,
-                     .arrays = {.weights = m->params,
-                                .grads = m->grads,
-                                .state_type = m->device->state_type,
-                                .matrices = (int64_t)m->layout.matrices,
-                                .total = (int64_t)m->layout.total}};
+    *o = describe(m);
     if (allocate(o, err)) return true;
     optimizer_destroy(o);
     return false;

@@ -10,9 +10,8 @@ typedef struct optimizer {
     adamw_arrays arrays;
     adamw_step *step; // on the device
     float *first,
-        *second;  // the moments on the host, as checkpoints have them. On the CPU: arrays.first, .second
-    void *memory; // on the device
-    size_t memory_bytes;
+        *second;     // the moments on the host, as checkpoints have them. On the CPU: arrays.first, .second
+    void *memory;    // on the device
     void *recording; // a step as the device noted it; NULL: not yet, or it cannot
     int64_t steps;   // enqueued so far
 } optimizer;
@@ -21,6 +20,9 @@ typedef struct optimizer {
 typedef struct step_result {
     double loss, norm; // nats; the gradient's norm before clipping
 } step_result;
+
+/* Bytes on the device of such a model's optimiser. */
+size_t optimizer_bytes(model *model);
 
 /* Moments of zero. `model` was made for training and outlives o. */
 bool optimizer_create(optimizer *o, model *model, error *err);

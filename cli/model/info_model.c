@@ -1,0 +1,76 @@
+/* See info_model.h. */
+#include "cli/model/info_model.h"
+
+#include "train/device.h"
+#include "train/optimizer.h"
+
+#include <stdio.h>
+#include <sys/stat.h>
+
+enum { PATH_BYTES = 4096 };
+
+static const table_column columns[] = {
+    {"parameters", COLUMN_INTEGER, 0, false, NULL},
+    {"active", COLUMN_INTEGER, 0, false, "weights that a token uses"},
+    {"batch", COLUMN_INTEGER, 0, false, "sequences of a step"},
+    {"context", COLUMN_INTEGER, 0, false, "tokens of a sequence"},
+    {"weights_bytes", COLUMN_BYTES, 0, false, "as passes read them"},
+    {"gradients_bytes", COLUMN_BYTES, 0, false, NULL},
+    {"adamw_bytes", COLUMN_BYTES, 0, false, "moments and, with --precision f32, f32 weights"},
+    {"layers_bytes", COLUMN_BYTES, 0, false, "what the layers keep from forward to backward"},
+    {"turns_bytes", COLUMN_BYTES, 0, false,
+     "logits, passes and gradients of a layer, which lie in one place in turns"},
+    {"rest_bytes", COLUMN_BYTES, 0, false, NULL},
+    {"total_bytes", COLUMN_BYTES, 0, false, "on a GPU the driver's and the libraries' own come on top"},
+};
+
+static bool read_config(model_config *config, const char *path, error *err)
+{
+    struct stat about;
+    char inside[PATH_BYTES];
+    if (stat(path, &about) != 0 || !S_ISDIR(about.st_mode)) return model_config_read(config, path, err);
+    if (snprintf(inside, sizeof inside, "%s/config.json", path) >= PATH_BYTES)
+        return fail(err, ERROR_USAGE, "%s: the path is too long", path);
+    return model_config_read(config, inside, err);
+}
+
+static bool print(model *m, table_format format, error *err)
+{
+    const model_bytes *b = &m->bytes;
+    size_t adamw = optimizer_bytes(m);
+    table *t = table_open(stdout, format == TABLE_ALIGNED ? TABLE_VERTICAL : format, columns,
+                          sizeof columns / sizeof columns[0]);
+    if (!t) return fail(err, ERROR_RUNTIME, "info: out of memory");
+    table_integer(t, (int64_t)m->layout.total);
+    table_integer(t, model_active_weights(&m->config));
+    table_integer(t, m->sequences);
+    table_integer(t, m->config.context);
+    table_integer(t, (int64_t)b->weights);
+    table_integer(t, (int64_t)b->gradients);
+    table_integer(t, (int64_t)adamw);
+    table_integer(t, (int64_t)b->layers);
+    table_integer(t, (int64_t)b->turns);
+    table_integer(t, (int64_t)b->rest);
+    table_integer(t, (int64_t)(b->weights + b->gradients + adamw + b->layers + b->turns + b->rest));
+    table_end_row(t);
+    return table_close(t, err);
+}
+
+bool info_model_print(const info_model *wanted, smoe_backend backend, table_format format, error *err)
+{
+    // Counting needs no libraries.
+    const device_options device = {.name = backend == SMOE_BACKEND_CUDA ? "cuda-plain" : "cpu",
+                                   .bf16 = wanted->bf16};
+    const model_options options = {
+        .sequences = wanted->batch, .use = MODEL_TRAIN, .recompute = wanted->recompute};
+    model_config config;
+    model m;
+    if (!read_config(&config, wanted->path, err)) return false;
+    train_device *dv = device_open(&device, err);
+    if (!dv) return false;
+    bool done = model_measure(&m, dv, &config, &options, err);
+    done = done && print(&m, format, err);
+    model_destroy(&m); // zeroed where it was not made
+    dv->ops->close(dv);
+    return done;
+}

@@ -1,0 +1,42 @@
+#!/bin/sh
+# A run killed in mid-step and resumed ends with the bits of an unbroken one, and goes on on the CPU and back:
+#   kill_and_resume.sh SMOE DEVICE [STEPS]
+smoe=$1 device=$2 steps=${3:-6}
+folder=$(mktemp -d) || exit 3
+trap 'rm -rf "$folder"' EXIT
+seq 3000 >"$folder/text"
+sizes="--hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 8 --batch 2"
+common="$sizes --seed 5 -q --evaluations 0 --checkpoints $steps --logs $steps"
+
+# FOLDER STEPS DEVICE OPTIONS
+train() {
+    out=$folder/$1 count=$2 on=$3
+    shift 3
+    # shellcheck disable=SC2086
+    "$smoe" train "$folder/text" --out "$out" --steps "$count" --device "$on" $common "$@" \
+        >/dev/null 2>"$folder/errors" && return
+    echo "train --out $out --steps $count --device $on $*: exit status $?"
+    cat "$folder/errors"
+    exit 1
+}
+
+lines() {
+    cat "$folder/$1/train.jsonl" 2>/dev/null | wc -l
+}
+
+train whole "$steps" "$device"
+# shellcheck disable=SC2086
+"$smoe" train "$folder/text" --out "$folder/killed" --steps "$steps" --device "$device" $common >/dev/null 2>&1 &
+run=$!
+while [ "$(lines killed)" -lt 2 ] && kill -0 $run 2>/dev/null; do sleep 0.05; done
+kill -9 $run
+wait $run
+status=$?
+[ $status -eq 137 ] || { echo "not killed: exit status $status"; exit 1; }
+[ "$(lines killed)" -lt "$steps" ] || { echo "killed too late"; exit 1; }
+train killed "$steps" "$device" --resume
+# The moments were in use since: they need no comparison of their own.
+cmp "$folder/whole/latest/model.safetensors" "$folder/killed/latest/model.safetensors" || exit 1
+train killed $((steps + 2)) cpu --resume
+train killed $((steps + 3)) "$device" --resume
+[ "$(lines killed)" -eq $((steps + 3)) ] || { echo "$(lines killed) lines of the log, not $((steps + 3))"; exit 1; }
