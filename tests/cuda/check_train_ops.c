@@ -80,18 +80,20 @@ static array *values(bench *b, const char *name, int64_t count)
     return add_values(b, name, SMOE_TYPE_BF16, count, 0, 1, NULL);
 }
 
-/* An array that an operation writes: what is there before must not show. */
-static array *result(bench *b, const char *name, smoe_type type, int64_t count)
-{
-    array *a = add_values(b, name, type, count, 0, 0, NULL);
-    CHECK_CUDA(cudaMemset(a->at[GPU], 0xFF, (size_t)count * type_size(type)));
-    return a;
-}
-
 static void finish(const bench *b, int side)
 {
     error err = {0};
     if (!ops_of(b, side)->finish(b->device[side], &err)) die(&err);
+}
+
+/* An array that an operation writes: what is there before must not show. */
+static array *result(bench *b, const char *name, smoe_type type, int64_t count)
+{
+    array *a = add_values(b, name, type, count, 0, 0, NULL);
+    finish(b, GPU); /* what add_values uploaded, on the device's own stream */
+    CHECK_CUDA(cudaMemset(a->at[GPU], 0xFF, (size_t)count * type_size(type)));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    return a;
 }
 
 static void *scratch_of(const bench *b, int side, size_t bytes)

@@ -32,6 +32,7 @@ static inline gpu_buffer gpu_alloc(size_t bytes)
     CHECK_CUDA(cudaMemset(b.memory, CANARY, rounded + 2 * CANARY_BYTES));
     b.memory += CANARY_BYTES;
     CHECK_CUDA(cudaMemset(b.memory, 0xFF, rounded));
+    CHECK_CUDA(cudaDeviceSynchronize()); /* streams of other code do not wait for it */
     return b;
 }
 

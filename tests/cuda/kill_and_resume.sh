@@ -6,7 +6,7 @@ folder=$(mktemp -d) || exit 3
 trap 'rm -rf "$folder"' EXIT
 seq 3000 >"$folder/text"
 sizes="--hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 8 --batch 2"
-common="$sizes --seed 5 -q --evaluations 0 --checkpoints $steps --logs $steps"
+common="$sizes --seed 5 -q --evaluations 0 --checkpoints $steps --logs $((steps + 3))"
 
 # FOLDER STEPS DEVICE OPTIONS
 train() {
