@@ -169,14 +169,13 @@ def _router_tensor(
 
 def routing(
     function: str, count: int, top_k: int, score: str, n_group: int, topk_group: int, rounding: str, tile: int,
-    seed: int, step: int, logits_dtype: torch.dtype,
+    seed: int, logits_dtype: torch.dtype,
 ) -> None:  # fmt: skip
     between(function, "top_k", top_k, 1, min(count, MAX_TOPK), ", the number of experts at most")
     choice(function, "score", score, native.SCORES)
     choice(function, "rounding", rounding, native.ROUNDINGS)
     between(function, "tile", tile, 1, MAX_TILE)
     between(function, "seed", seed, 0, 2**64 - 1)
-    between(function, "step", step, 0, 2**64 - 1)
     between(function, "n_group", n_group, 1, count)
     between(function, "topk_group", topk_group, 1, n_group, ", n_group at most")
     if logits_dtype not in (torch.float32, torch.bfloat16):

@@ -41,6 +41,11 @@ def _buffer(size: int, like: Tensor) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=like.device)
 
 
+def _new_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A new contiguous tensor of its shape; from Python this takes half the time of torch.empty with a shape."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def _addresses(copies: list[Tensor], tensors: Iterable[Tensor | None]) -> list[int]:
     """Addresses of tensors, 0 for None. What the library cannot read in place is copied; `copies` keeps the copies."""
     found = []
@@ -93,10 +98,10 @@ def _expert_gradients(options: str, needs: int, x: Tensor, w1: Tensor, w2: Tenso
     """dx, dw1, db1, dw2, db2: new tensors for those wanted."""
     device, dtype = x.device, torch.float32 if parse(options).f32_gradients else x.dtype
     return [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if needs & NEEDS_X else None,
-        torch.empty(w1.shape, dtype=dtype, device=device) if needs & NEEDS_W1 else None,
+        _new_like(x) if needs & NEEDS_X else None,
+        _new_like(w1, dtype) if needs & NEEDS_W1 else None,
         torch.empty(w1.shape[:2], dtype=dtype, device=device) if needs & NEEDS_B1 else None,
-        torch.empty(w2.shape, dtype=dtype, device=device) if needs & NEEDS_W2 else None,
+        _new_like(w2, dtype) if needs & NEEDS_W2 else None,
         torch.empty(w2.shape[:2], dtype=dtype, device=device) if needs & NEEDS_B2 else None,
     ]
 
@@ -141,7 +146,7 @@ def experts_forward(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
     options: str, save: bool,
 ) -> list[Tensor]:  # fmt: skip
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _new_like(x)
     topk = ids.shape[1]
     if x.shape[0] == 0:
         return [out, _saved_without_tokens("from_topk", options, x, topk, w2)] if save else [out]
@@ -160,7 +165,7 @@ def experts_forward(
 
 
 def _experts_gradients(needs: int, x: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, options: str):
-    dweights = torch.empty(ids.shape, dtype=torch.float32, device=x.device) if needs & NEEDS_ROUTING else None
+    dweights = _new_like(ids, torch.float32) if needs & NEEDS_ROUTING else None
     return [*_expert_gradients(options, needs, x, w1, w2), dweights, None, None]
 
 
@@ -178,7 +183,7 @@ def rows_forward(
     rows: Tensor, offsets: Tensor, row_weights: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
     b2: Tensor | None, options: str, save: bool,
 ) -> list[Tensor]:  # fmt: skip
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    out = _new_like(rows)
     if rows.shape[0] == 0:
         return [out, _saved_without_tokens("from_rows", options, rows, 1, w2)] if save else [out]
     context = context_of(rows)
@@ -237,7 +242,7 @@ def moe_forward(
 ) -> list[Tensor]:  # fmt: skip
     """[out], saved with `save`, logits with router_weight, losses and counts with those options."""
     parsed = parse(options)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _new_like(x)
     logits, losses, counts = _moe_outputs(x, router_weight, w2, parsed)
     if x.shape[0] == 0:
         saved = _saved_without_tokens("from_logits", options, x, topk, w2) if save else None
@@ -266,7 +271,7 @@ def _moe_gradients(needs: int, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor
     dtype = torch.float32 if parse(options).f32_gradients else x.dtype
     return [
         *_expert_gradients(options, needs, x, w1, w2),
-        torch.empty(logits.shape, dtype=logits.dtype, device=device) if needs & NEEDS_ROUTING else None,
+        _new_like(logits) if needs & NEEDS_ROUTING else None,
         torch.empty((count, hidden), dtype=dtype, device=device) if needs & NEEDS_ROUTER_WEIGHT else None,
         torch.empty(count, dtype=dtype, device=device) if needs & NEEDS_ROUTER_BIAS else None,
     ]
@@ -304,7 +309,7 @@ def _fake_saved(entry: str, options: str, x: Tensor, topk: int, w2: Tensor) -> T
 
 
 def _fake_out(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _new_like(x)
 
 
 def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):

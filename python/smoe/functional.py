@@ -47,22 +47,22 @@ def _differentiates(*tensors: Tensor | None) -> bool:
     return False
 
 
-_checked: set[tuple] = set()  # signatures of eager calls that passed every check
+_checked: dict[tuple, str] = {}  # signatures of eager calls that passed every check, and their options string
 _KEPT_SIGNATURES = 4096
 
 
-def _known(signature: tuple) -> bool:
-    """Was a call with these shapes, dtypes, devices and options checked before? Never while a graph is traced: there the
-    checks are evaluated once and leave nothing in the graph."""
-    return not torch.compiler.is_compiling() and signature in _checked
+def _known(signature: tuple) -> str | None:
+    """The options string if a call with these shapes, dtypes, devices and options was checked before. Never while a graph
+    is traced: there the checks are evaluated once and leave nothing in the graph."""
+    return None if torch.compiler.is_compiling() else _checked.get(signature)
 
 
-def _remember(signature: tuple) -> None:
-    if torch.compiler.is_compiling():
-        return
-    if len(_checked) >= _KEPT_SIGNATURES:
-        _checked.clear()
-    _checked.add(signature)
+def _remember(signature: tuple, options: str) -> str:
+    if not torch.compiler.is_compiling():
+        if len(_checked) >= _KEPT_SIGNATURES:
+            _checked.clear()
+        _checked[signature] = options
+    return options
 
 
 def _of(tensor: Tensor | None) -> tuple | None:
@@ -183,15 +183,15 @@ def experts(
         )  # fmt: skip
     except AttributeError:  # not a tensor: the checks say which
         signature = ()
-    if not _known(signature):
+    options = _known(signature)
+    if options is None:
         function = "smoe.experts"
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
         _checks.ids(function, ids, x, w2.shape[0])
         _checks.weights(function, "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
-        _remember(signature)
+        options = _remember(signature, f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}")
     if weights.dtype is not torch.float32:
         weights = weights.float()
-    options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
     if _differentiates(x, weights, w1, b1, w2, b2):
         return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options)
     return _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, False)[0]
@@ -281,6 +281,8 @@ class _Moe(torch.autograd.Function):
         ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
         ctx.top_k, ctx.options = top_k, options
         ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])
+        if not torch.compiler.is_compiling():  # else the engine fills a zero gradient of the logits in every backward
+            ctx.set_materialize_grads(False)
         return found[0], logits, losses, counts
 
     @staticmethod
@@ -289,6 +291,8 @@ class _Moe(torch.autograd.Function):
 
 
 def _moe_backward(ctx, dout):
+    if dout is None:  # what follows the layer has no gradient for it
+        return (None,) * 14
     x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
     needs = _needs(x, w1, b1, w2, b2, logits)
     router = ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
@@ -347,18 +351,29 @@ def moe(
     if _autocasts(x):
         x, router_weight, router_bias, w1, b1, w2, b2 = _autocast(x, router_weight, router_bias, w1, b1, w2, b2)
     function = "smoe.moe"
-    _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
-    count = w2.shape[0]
-    _checks.router(function, x, count, router_weight, logits, router_bias, selection_bias, score)
-    _checks.routing(function, count, top_k, score, n_group, topk_group, rounding, tile, seed, step, logits_dtype)
-    if logits is not None:
-        logits_dtype = logits.dtype
-    options = (
-        f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)} {score} {int(norm_topk_prob)} "
-        f"{n_group} {topk_group} {float(routed_scaling_factor)} {rounding} {tile} {seed} "
-        f"{int(logits_dtype is torch.bfloat16)} {float(balance_coefficient)} {float(z_coefficient)} {int(losses)} "
-        f"{int(counts)}"
-    )
+    _checks.between(function, "step", step, 0, 2**64 - 1)
+    try:
+        signature = (
+            _of(x), _of(router_weight), _of(logits), _of(router_bias), _of(selection_bias), _of(w1), _of(b1), _of(w2), _of(b2),
+            top_k, activation, layout, score, norm_topk_prob, n_group, topk_group, routed_scaling_factor, rounding, tile,
+            seed, balance_coefficient, z_coefficient, losses, counts, chunks, logits_dtype, gradient_dtype,
+        )  # fmt: skip
+    except AttributeError:  # not a tensor: the checks say which
+        signature = ()
+    options = _known(signature)
+    if options is None:
+        _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+        count = w2.shape[0]
+        _checks.router(function, x, count, router_weight, logits, router_bias, selection_bias, score)
+        _checks.routing(function, count, top_k, score, n_group, topk_group, rounding, tile, seed, logits_dtype)
+        if logits is not None:
+            logits_dtype = logits.dtype
+        options = _remember(signature, (
+            f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)} {score} {int(norm_topk_prob)} "
+            f"{n_group} {topk_group} {float(routed_scaling_factor)} {rounding} {tile} {seed} "
+            f"{int(logits_dtype is torch.bfloat16)} {float(balance_coefficient)} {float(z_coefficient)} {int(losses)} "
+            f"{int(counts)}"
+        ))  # fmt: skip
     if selection_bias is not None:
         selection_bias = selection_bias.detach().float()
     arguments = (x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2, top_k, options, step)

@@ -341,3 +341,38 @@ def test_a_plain_fork():
     os.close(writer)
     os.waitpid(child, 0)
     assert os.read(reader, 1) == b"1"
+
+
+# ---- what a step runs ----
+
+
+def test_a_step_runs_nothing_besides_the_calls():
+    """No copy, fill or cast: PyTorch's own operators in a step of smoe.MoE only allocate and make views."""
+    moe = smoe.MoE(H, I, E, K)
+    x, dout = torch.randn(40, H, requires_grad=True), torch.randn(40, H)
+    leaves = [x, *moe.parameters()]
+    step = lambda: torch.autograd.grad(moe(x), leaves, dout)
+    step()
+    with torch.profiler.profile() as profiler:
+        step()
+    ran = {event.key for event in profiler.key_averages() if event.key.startswith(("aten::", "smoe::"))}
+    assert {"smoe::moe_forward", "smoe::moe_backward"} <= ran
+    assert ran <= {"smoe::moe_forward", "smoe::moe_backward", "aten::empty", "aten::empty_like", "aten::view", "aten::reshape"}
+
+
+def test_no_gradient_for_the_output():
+    """A consumer that gives out no gradient leaves the layer's inputs without one."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            ctx.set_materialize_grads(False)
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            return None
+
+    moe, x = smoe.MoE(H, I, E, K), torch.randn(9, H, requires_grad=True)
+    Stop.apply(moe(x)).sum().backward()
+    assert x.grad is None and moe.gate.weight.grad is None
