@@ -3,7 +3,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static float *random_floats(size_t count) /* in [-0.5, 0.5), aligned; a multiple of 64 of them */
+/* count values in [-0.5, 0.5), aligned to 256 bytes; count must be a multiple of 64 */
+static float *random_floats(size_t count)
 {
     float *v = aligned_alloc(256, count * sizeof *v);
     for (size_t i = 0; v && i < count; i++) v[i] = (float)rand() / ((float)RAND_MAX + 1) - 0.5f;

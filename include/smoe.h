@@ -6,12 +6,15 @@
  *
  * Symbols. T tokens, d hidden size, n intermediate size, E experts, K experts of a token (top-K), R rows.
  * A row r is one routed pair: a token t(r), an expert e and a row weight s(r). Rows are sorted by expert,
- * tokens ascending inside an expert. Without rounding R = T K. Matrices are row-major, the last dimension
- * contiguous. X (T, d) is the layer's input, O (T, d) its output, act the activation.
+ * tokens ascending inside an expert. R is T K from logits without rounding. From given top-K it is at most
+ * T K, since ids can be skipped. From given rows it is offsets[E]. Matrices are row-major, the last dimension
+ * contiguous. X (T, d) is the layer's input, O (T, d) its output, act the activation. dact(h, g) is the
+ * gradient of <act(h), g> with respect to h.
  *
  * Stages of the forward:
  *
- *   route       logits = X Wr^T + br (T, E); top-K ids and row weights of every token   smoe_route
+ *   router_gemm logits = X Wr^T + br (T, E)                                             smoe_route
+ *   topk        top-K ids and row weights of every token                                smoe_route
  *   round       drop or add pairs so that every expert's count is a multiple of a tile  smoe_round
  *   plan        rows sorted by expert, their weights s, the map from tokens to rows     smoe_plan
  *   up          H[r] = X[t(r)] W1[e]^T + b1[e],  A[r] = act(H[r])                       smoe_experts_forward
@@ -43,19 +46,19 @@
  *  - The same inputs give the same bits, for any number of threads. On another processor OpenBLAS may choose
  *    other kernels, and then the bits of the CPU backend differ.
  *  - No value in a tensor causes an error. A NaN logit ranks below -inf. A token with a NaN logit among its
- *    top-K gets NaN weights and a NaN output row; no other token changes. In a softmax over logits that
- *    include +inf, those share the weight equally and all others get 0; the z-loss is then +inf. The sigmoid
- *    of +inf is 1.
+ *    top-K gets NaN weights and a NaN output row; no other token changes. A NaN logit outside the top-K adds
+ *    0 to the sum of a softmax over all E. In a softmax over logits that include +inf, those share the weight
+ *    equally and all others get 0; the z-loss is then +inf. The sigmoid of +inf is 1.
  *  - Every struct starts with struct_size; initialise it with its _INIT macro. New fields are only ever
  *    appended. The library reads the bytes that struct_size covers and uses the default for the rest. If
  *    struct_size is larger than the library's own struct, the additional bytes must be zero.
  *
  * The CPU backend and the process. While one of its calls runs, the number of OpenBLAS threads is 1 for the
- * whole process. Afterwards it is the number from before, or the one that the application has set meanwhile;
- * but an application that sets 1 meanwhile gets the number from before. After a fork, the child lacks the
- * OpenMP threads of its parent. So in the child, a thread that ran a call with more than one thread before
- * the fork gets SMOE_ERROR_UNSUPPORTED for such a call. A context with threads = 1 works there, and so does a
- * new thread.
+ * whole process. Afterwards it is the number from before. If the application has set a number other than 1
+ * meanwhile, that number stays. If the application has set 1 meanwhile, the number from before comes back.
+ * After a fork, the child lacks the OpenMP threads of its parent. If a thread ran a multi-threaded call
+ * before the fork, its multi-threaded calls in the child return SMOE_ERROR_UNSUPPORTED. In the child a
+ * context with threads = 1 works, and so does a new thread.
  */
 #ifndef SMOE_H
 #define SMOE_H
@@ -147,9 +150,10 @@ typedef struct smoe_context_options {
     }
 
 /* Creates a context. options may be NULL, for the CPU backend with its defaults. The call may allocate and
- * block. The CPU backend makes OpenBLAS allocate its buffers now, 128 MiB of address space for each thread,
- * and the process keeps them. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks
- * the backend), MEMORY, DEVICE. */
+ * block. The CPU backend makes OpenBLAS allocate its buffers now, and the process keeps them. A buffer takes
+ * 128 MiB of address space. There is one for each thread of each context that exists, and one for each
+ * OpenBLAS thread beyond the first. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build
+ * lacks the backend), MEMORY, DEVICE. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -196,9 +200,9 @@ typedef enum smoe_layout {
 typedef enum smoe_entry {
     SMOE_ENTRY_FROM_LOGITS = 0, /* router logits, or the router's weight from which they are computed */
     SMOE_ENTRY_FROM_TOPK = 1,   /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped. An
-                                   id that a token has twice counts once, at its lowest k */
-    SMOE_ENTRY_FROM_ROWS = 2    /* rows already sorted by expert, with offsets (E+1). X and O have T rows, in
-                                   the same order */
+                                   id that a token has twice counts once, at its first position */
+    SMOE_ENTRY_FROM_ROWS = 2    /* rows already sorted by expert, with offsets (E+1). X and O have T rows
+                                   in the same order: row r is the routed pair r, so t(r) = r */
 } smoe_entry;
 
 /* How row weights follow from a token's logits l. p is the softmax of l over all E experts, sigma the
@@ -210,15 +214,16 @@ typedef enum smoe_score {
     SMOE_SCORE_TOPK_SOFTMAX = 1, /* top-K of l, weights the softmax of the K logits (sparse). They sum to 1
                                     already, so renormalize must be 0 */
     SMOE_SCORE_SIGMOID = 2 /* top-K of sigma(l) + selection_bias, weights sigma(l), with renormalize divided
-                              by the sum of the token's K weights (sparse) */
+                              by the sum of the token's K weights (both sparse) */
 } smoe_score;
 
 /* Token rounding. c is an expert's count under plain top-K, M the tile. A rule rounds c to lo = M floor(c/M)
- * or to hi = M ceil(c/M); where hi > T it takes lo. So a multiple of M stays as it is. The expert's tokens
- * are ranked: those that top-K selected come first, then the higher score (p, for SIGMOID the selection score
- * sigma + selection_bias), then the lower token. The first lo or hi of them are routed. Scores are compared
- * as f32, or rounded to bf16 when the logits are bf16. A pair that top-K selected keeps its weight. An added
- * pair gets the weight p (SIGMOID: sigma) times route_scale. Gradients flow through both. */
+ * or to hi = M ceil(c/M); where hi > T it takes lo. If c is a multiple of M, lo = hi = c. For each expert all
+ * T tokens are ranked. Those that top-K selected come first. Among equals the higher score comes first (p,
+ * for SIGMOID the selection score sigma + selection_bias), then the lower token. The first lo or hi tokens
+ * of this order are routed. Scores are compared as f32, or rounded to bf16 when the logits are bf16. A pair
+ * that top-K selected keeps its weight. An added pair gets the weight p (SIGMOID: sigma) times route_scale.
+ * Gradients flow through the weights of kept pairs and of added pairs. */
 typedef enum smoe_rounding {
     SMOE_ROUNDING_NONE = 0,
     SMOE_ROUNDING_NR_F = 1, /* nearest: hi when c - lo > M/2 */
@@ -252,11 +257,11 @@ typedef struct smoe_layer {
                             0: they are written */
     int32_t inference;   /* 1: nothing is saved, no backward follows; the plan is in scratch */
     int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH */
-    int32_t chunks;      /* 1, 2, 4, ..., 64: down and combine, dx_rows and dx run once for each chunk
-                            of 64 ceil(d / (64 chunks)) columns. More chunks need less scratch and give the
-                            same bits */
-    /* The router, for FROM_LOGITS. The other entries ignore score, renormalize, tile and seed; groups,
-     * route_scale and rounding must have their defaults there */
+    int32_t chunks;      /* 1, 2, 4, ..., 64: down and combine, dx_rows and dx run once for each chunk. A
+                            chunk has 64 * ceil(d / (64 * chunks)) columns, the last one what is left. More
+                            chunks need less scratch and give the same bits */
+    /* The router, for FROM_LOGITS. FROM_TOPK and FROM_ROWS ignore score, renormalize, tile and seed. With
+     * them groups, groups_kept, route_scale and rounding must have their defaults */
     smoe_score score;
     int32_t renormalize;
     int32_t groups;      /* SIGMOID: the experts form this many equal groups of at least 2 experts */
@@ -285,8 +290,8 @@ typedef struct smoe_sizes {
     int64_t rows;                /* upper bound on R: T K, plus what rounding can add */
     int64_t padded_rows;         /* upper bound on the rows, pad rows included: rows + 63 E */
     uint64_t saved_bytes;        /* kept from forward to backward: X, H and the plan, without padding. In bf16
-                                    2 T d + 4 n R + metadata_bytes (without a gate 2 n R, not 4 n R). In f32 X
-                                    and H take twice that */
+                                    2 T d + 4 n R + metadata_bytes (without a gate 2 n R, not 4 n R), where R
+                                    is the bound `rows`. In f32 X and H take twice that */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
     uint64_t saved_buffer_bytes; /* the size of `saved`: H with padded_rows rows, and the plan. X is not in
                                     it: it stays where the caller has it */
@@ -347,7 +352,9 @@ SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer 
 
 /* The parts of the forward, to be called one by one on the same args and in this order. What one part leaves
  * to the next is in saved and scratch. smoe_route is for FROM_LOGITS only. smoe_round must be called when
- * rounding is not NONE, and only then. A part needs the args that it reads; the others may be NULL. */
+ * rounding is not NONE, and only then. Each part needs saved (not for inference) and scratch. smoe_route,
+ * smoe_round and smoe_plan need the fields of the layer's entry, and x if a FROM_LOGITS layer's router_weight
+ * is given. smoe_experts_forward needs x and the fields of the experts. The other fields may be NULL. */
 SMOE_API smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                                 void *stream);
 SMOE_API smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
@@ -365,7 +372,7 @@ typedef struct smoe_plan_view {
     const int32_t *topk_counts;   /* (E) counts of plain top-K; FROM_LOGITS, written by smoe_plan */
     const int32_t *counts;        /* (E) rows of each expert */
     const int32_t *offsets;       /* (E+1) first row of each expert, pad rows not counted; R = offsets[E] */
-    const int32_t *block_offsets; /* (E+1) the first block of each expert; a block is 64 padded rows */
+    const int32_t *block_offsets; /* (E+1) first block of each expert; a block is 64 rows, also pad rows */
     const int32_t *order;         /* (E) experts by falling count, then by rising id */
     const int32_t *row_token;     /* (padded_rows) t(r); -1 in pad rows and in rows after the last expert's */
     const float *row_weight;      /* (padded_rows) s(r); 0 where row_token is -1 */
@@ -406,14 +413,15 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* read for all but db2 */
+    const void *w2;              /* required for all but db2. For dw2 too: with the cuda backend the stage dh,
+                                    which reads w2, also makes the A' that dw2 reads */
     const void *b2;              /* given exactly when the forward had it: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;
     /* the gradient of O, and what is computed from it */
     const void *dout;          /* dO (T, d) dtype */
-    float balance_coefficient; /* the gradient of balance_coefficient losses[0] + z_coefficient losses[1] is
-                                  added to dlogits */
+    float balance_coefficient; /* the gradient of balance_coefficient * losses[0] + z_coefficient * losses[1]
+                                  is added to dlogits */
     float z_coefficient;
     void *dx;        /* (T, d) dtype, written; includes the router's term when router_weight is given */
     void *dw1, *dw2; /* shaped as w1, w2; gradient_type. For experts without rows: zeros, or unchanged with
@@ -424,8 +432,8 @@ typedef struct smoe_backward_args {
     void *drouter_bias;   /* (E) gradient_type */
     void *dlogits;        /* (T, E) logits_type, written */
     float *dtopk_weights; /* FROM_TOPK: (T, K), written; 0 for skipped ids */
-    float *drow_weights;  /* FROM_ROWS: (T), 0 from offsets[E] on. FROM_LOGITS: dS (padded_rows), 0 in
-  pad rows */
+    float *drow_weights;  /* FROM_ROWS: (T), 0 from offsets[E] on. FROM_LOGITS: dS (padded_rows), 0 in pad
+                             rows */
     void *scratch;        /* at least scratch_backward_bytes, whichever gradients are wanted */
     uint64_t scratch_size;
 } smoe_backward_args;
@@ -435,8 +443,8 @@ typedef struct smoe_backward_args {
             NULL, 0, NULL, 0.0f, 0.0f, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0   \
     }
 
-/* The backward of the whole layer: from dout the wanted ones of dx, the experts' gradients and, FROM_LOGITS,
- * dlogits and the router's gradients. */
+/* The backward of the whole layer. It computes from dout the gradients that are wanted: dx, the experts'
+ * gradients and, FROM_LOGITS, dlogits and the router's gradients. */
 SMOE_API smoe_status smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
                                          const smoe_backward_args *args, void *stream);
 
