@@ -1,26 +1,34 @@
 // Combine: O[t] = sum over the rows r of token t of s[r] Y[r], for one column chunk of d. The backward's
 // dX[t] = sum over r of dX~[r] is the same kernel.
 //
-// The sum is in f32, in ascending order of rows, without atomics. Bytes: 2 R d of Y read, 2 T d of O
-// written. It runs at the speed of a copy of as many bytes.
+// Shapes: Y (padded rows, columns of the chunk), O (T, d). FLOPs 2 R d over all chunks.
+// Bytes over all chunks: 2 R d of Y read, 2 T d of O written, and the indices and weights of the rows.
+//
+// The sum is in f32, in ascending order of rows, without atomics.
 //
 // The router's term of dX, dlogits Wr, comes in one of two ways:
-// - dense dlogits: O holds dlogits Wr already and the sum starts from it (2 T d bytes more);
-// - sparse dlogits: each row r also adds dlogit[r] Wr[e(r)]. Wr has 2 E d bytes and stays in L2.
+// - dense dlogits: dX holds dlogits Wr already and the sum starts from it (2 T d bytes more);
+// - sparse dlogits: each row r also adds dlogit[r] Wr[e(r)]. Wr has 2 E d bytes, few enough for L2 to keep.
 //
-// A thread computes one to four vectors (of eight columns) of one token. A token may have any number of
-// rows; token_offsets and token_rows list them. The general path takes four rows at a time. Past the token's
-// last row it repeats that row's index and leaves it out of the sum, so that the loads of all four rows
-// start before the first of them is used.
+// Tile: a thread computes one to four vectors (of eight columns) of one token; a CTA has one or more tokens.
+// A token may have any number of rows; token_offsets and token_rows list them. The general path takes up to
+// four rows at a time. Where fewer are left, it loads the last row again in place of the missing ones and
+// does not add it. So the loads of all these rows start before the first of them is used.
 //
-// A token with few bytes is bound by latency: the index of a row has to arrive before the row can be loaded.
-// So there is a path for K <= 4. If every token has exactly K rows, the indices of token t start at K t. The
-// path loads them from there without waiting for token_offsets. At the same time it loads the number of all
-// rows, which is T K only in this case. With K = 2 a thread takes two rows and, where three divides the
-// vectors of a row, three vectors; with K = 1 it takes one row and four vectors. CTAs are small (64 or 128
-// threads), so that some CTA of an SM always has loads in flight.
+// A token with few rows is bound by latency: the index of a row has to arrive before the row can be loaded.
+// So there is a path for K <= 4, without token rounding, given rows or sparse dlogits. If every token has
+// exactly K rows, the indices of token t start at K t. The path loads them from there without waiting for
+// token_offsets. At the same time it loads the number of all rows, which is T K only in this case. If it is
+// another number, the thread takes the general path instead.
 //
-// O is written by plain stores: streaming stores took 0.2 % longer (H200, 1.4B n1024, K = 2).
+// On the path for K <= 4 a thread takes
+// - K = 1: 1 row and 4 vectors, if the chunk's columns are a multiple of 32, else as K = 2;
+// - K = 2: 2 rows and 3 vectors, if they are a multiple of 24; else 2 rows and 2 vectors, if of 16; else as
+//   K = 3;
+// - K = 3 or 4: 4 rows and 2 vectors, if they are a multiple of 16 and more than 1024; else 4 rows, 1 vector.
+//
+// CTAs have about 64 or 128 threads, so that some CTA of an SM always has loads in flight. A long row takes
+// more, up to 512. O is written by plain stores.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"

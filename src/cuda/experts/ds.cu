@@ -2,6 +2,9 @@
 // top-K, (T) for given rows, (padded_rows) from logits. The dh kernel leaves one partial sum of the first
 // term for each of its column tiles; the kernels here compute the second term and add all parts in a fixed
 // order. For layers from logits dlogits.cu adds the parts itself.
+//
+// FLOPs 2 R d for the second term. Bytes: 2 R d of dO gathered for the second term, b2, and 4 R for each
+// part. Tile: a warp computes one row's second term; a thread adds the parts of one result.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

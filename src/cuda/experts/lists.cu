@@ -2,6 +2,10 @@
 // and dx_rows), pieces of experts (for dw2 and dw1), the split experts, and the expert of every block. One
 // CTA does it; E <= 4096. A second CTA makes the lists of the router's two products, whose rows are the
 // tokens and belong to one expert.
+//
+// Bytes: block_offsets and order read, 4 bytes for each block and one entry for each tile, piece and split
+// expert written. No FLOPs. Tile: a thread sums the lists' lengths for four neighbouring experts; then a warp
+// writes the entries of one expert at a time.
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "host/launch_backward.h"

@@ -1,34 +1,47 @@
-// dlogits[t] from dS of the token's rows through the score function, and from the losses.
+// dlogits[t] from dS of the token's rows through the score function, and from the losses. Shapes: dlogits
+// (T, E); dS one float for each padded row of the plan, in one or more parts.
 //
-// Names: c is the route scale, w a pair's weight before it, s = c w; g = dS of the pair's row. A kept pair
-// that rounding dropped has g = 0, but its score still counts in the sum that normalises the weights. p is
-// the softmax over E.
+// Names: c is the route scale, w a pair's weight before it, s = c w; g = dS of the pair's row of the plan. A
+// kept pair is one that top-K selected, an added pair one that rounding added. A kept pair that rounding
+// dropped has no row and g = 0, but its score still counts in the sum that normalises the weights. p is the
+// softmax over E.
 //
-//   SOFTMAX_TOPK, added pairs of both softmax scores, losses:
-//       dl_e = p_e (v_e - sum_j v_j p_j + z),  v_e the sum of c g_e and E balance count_e / T^2,
+// dlogits[t][e] is the sum of the terms that apply:
+//
+//   kept pairs of SOFTMAX_TOPK without renormalize, added pairs of both softmax scores, losses:
+//       p_e (v_e - sum_j v_j p_j + z),
+//       v_e the sum of c g_e (of those pairs) and balance_coefficient * E count_e / T^2,
 //       z = 2 z_coefficient logsumexp / T
-//   SOFTMAX_TOPK renormalised, TOPK_SOFTMAX:  dl_e = s_e (g_e - sum_kept g_j w_j)
-//   SIGMOID, added pairs:                     dl_e = c g_e sigma_e (1 - sigma_e)
-//   SIGMOID renormalised:                     the same with (g_e - sum_kept g_j w_j) / sum_kept sigma_j
+//   kept pairs of SOFTMAX_TOPK with renormalize and of TOPK_SOFTMAX:
+//       s_e (g_e - sum_kept g_j w_j)
+//   kept pairs of SIGMOID without renormalize, added pairs of SIGMOID:
+//       c g_e sigma_e (1 - sigma_e)
+//   kept pairs of SIGMOID with renormalize:
+//       c (g_e - sum_kept g_j w_j) sigma_e (1 - sigma_e) / sum_kept sigma_j
 //
 // If a row of a token belongs to a pair with NaN weight, all dlogits of this token are NaN. No other token
 // changes.
 //
 // Two kernels:
 // - sparse: for layers in which a token has exactly its K rows and no other nonzero dlogit. 8, 16 or 32
-//   lanes work on a token, K of them on one pair each. A token's rows ascend with their expert ids, so the
-//   row of an id follows from the id's rank among the token's ids, and only dS has to be gathered.
-// - general: one warp a token, any number of rows.
+//   lanes work on a token, each on one pair, or on two if K > 32. A token's rows ascend with their expert
+//   ids, so the row of an id follows from the id's rank among the token's ids, and only dS has to be
+//   gathered.
+// - general: one warp for each token, any number of rows.
 //
-// Both build the rows of a CTA's tokens in shared memory and write from there: dense rows in the storage
-// type for dWr = dlogits^T X and dX += dlogits Wr, the caller's dlogits in the logits' type, and sums over
-// the CTA's tokens for dbr from f32. The products need the storage type because the tensor cores do; this
-// rounding costs dWr less than the rounding of the stored H has cost dS. The rows in shared memory are f32,
-// except where the dense rows are the only result: there they have the storage type, because the sparse
-// kernel is bound by instructions and by accesses to shared memory, not by bytes.
+// Both build the dlogits of a CTA's tokens in shared memory and write from there:
+// - dense (T, E, padded to a multiple of 8) in the storage type, for dWr = dlogits^T X and dX += dlogits Wr;
+// - the caller's dlogits in the logits' type;
+// - sums over the CTA's tokens in f32, for dbr.
+// The two products need the storage type because the tensor cores do. Rounding dlogits to it adds less error
+// to dWr than the rounding of the stored H leaves in dS (docs/lab-notebook.md).
 //
-// Bytes: 12 T K read (4 T K more for each further part of dS), 2 T E written, 8 T K for the list of
-// nonzeros. The general kernel also reads the logits.
+// In shared memory dlogits are f32. The one exception is the sparse kernel when dense is the only result:
+// there they have the storage type, because this kernel is bound by instructions and by accesses to shared
+// memory, not by bytes.
+//
+// Bytes of the sparse kernel: 12 T K read of rows, ids and weights, 4 T K for each part of dS, 2 T E written,
+// 8 T K for the list of nonzeros. SIGMOID and the general kernel also read logits.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,24 +1,26 @@
-// The plan from top-K ids and weights. No sort, no atomics on global memory, and no count is read by the
-// host.
+// The plan from top-K ids and weights, (T, K) each. No atomics on global memory, and the host reads no count.
 //
-// Two kernels with one CTA for each segment of tokens:
-// - count: sets bit masks [group of 32 tokens][expert] in shared memory. Their population counts are the
-//   segment's counts, one row of a count matrix (segments, E). Where the segments of top-K are the plan's,
-//   the top-K kernel writes this row itself and count is not launched.
-// - scatter: sets the masks again. Every CTA sums the count matrix, which is in L2, by itself, and so knows
-//   all offsets and where its own rows go. It sorts its pairs by expert in shared memory and then writes
-//   runs of rows, because scattered stores of 4 bytes would take most of the time.
+// Tile: one CTA for each segment of tokens. Bit masks [group of 32 tokens][expert] in shared memory give
+// every pair its place, so the T K pairs need no general sort. The kernels:
+// - count: sets the masks. Their population counts are the segment's counts, one row of a count matrix
+//   (segments, E). If the top-K kernel has written these rows itself, count is not launched.
+// - columns: only for a large count matrix. It sums the matrix once for all CTAs.
+// - scatter: sets the masks again. Every CTA takes those sums, or sums the count matrix, which is in L2, by
+//   itself. So it knows all offsets and where its own rows go. It puts its pairs in the order of their
+//   experts in shared memory and then writes runs of rows, because scattered stores of 4 bytes would take
+//   most of the time.
 //
 // The padded row of a pair follows from offsets and population counts alone. So the result does not depend
 // on the order in which threads run.
 //
-// The time of a segment is instructions and round trips to L2 (docs/lab-notebook.md). Therefore a thread
-// works on four pairs of a token at a time, which share loads, a division and a row of the mask; what is
-// written once for the whole plan is written by warps that have no experts to place; and everything that a
-// CTA reads after top-K is requested at once.
+// The time of a segment is instructions and round trips to L2 (docs/lab-notebook.md). Three measures:
+// - A thread works on four pairs of a token at a time, which share loads, a division and a row of the mask.
+// - What is written once for the whole plan (write_expert) is shared among all CTAs. Their warps with the
+//   highest numbers come first, because those have the fewest experts in place_experts.
+// - A CTA requests its ids and weights at its start, all at once.
 //
-// Bytes: the ids twice, the weights once, 12 bytes written for each pair, and the count matrix once for each
-// CTA.
+// Bytes: the ids once for each of count and scatter, the weights once, 12 bytes written for each pair, and
+// the count matrix once for each CTA, or its sums. No FLOPs.
 #include "common/launch.cuh"
 #include "routing/plan_shared.cuh"
 

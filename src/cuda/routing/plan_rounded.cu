@@ -1,16 +1,17 @@
-// The plan from the selection mask, for rounded routing, in which a token may have any number of rows.
+// The plan from the selection mask, for rounded routing, in which a token may have any number of rows. The
+// mask has W words of 32 tokens for each expert.
 //
 // Two kernels:
-// - expert_rows: one CTA an expert. It sums the counts of the experts before it to find its first row, goes
-//   through the bits of its mask, and writes its rows in order; for each word of the mask it notes the
-//   padded row of the word's first token. A kept pair has the weight that top-K gave it, an added pair its
-//   score.
+// - expert_rows: one CTA for each expert. It sums the counts of the experts before it to find its first row,
+//   goes through the bits of its mask, and writes its rows in order; for each word of the mask it notes the
+//   padded row of the word's first token (word_rows). A kept pair (one that top-K selected) has the weight
+//   that top-K gave it, an added pair its score.
 // - token_rows: one CTA for 128 tokens. The number of rows of all tokens before them is a sum over the
 //   experts, from the row noted for the CTA's first word, so the CTAs need not wait for each other. The
 //   tokens' rows are put in order in shared memory.
 //
-// Bytes: the mask twice, 4 E bytes for each of its W words, 12 for each row, and the ids of every row's
-// token.
+// Bytes: the mask (4 E W) read twice, word_rows (4 E W) written and read, 12 written for each row, and the
+// ids and weights of every row's token read (8 K). No FLOPs but those of the added pairs' scores.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"

@@ -1,20 +1,31 @@
-// Token rounding: one CTA an expert decides between lo and hi and sets or clears bits of the expert's mask
-// accordingly.
+// Token rounding: one CTA for each expert decides between the counts lo and hi (moe_round_lo, moe_round_hi)
+// and sets or clears bits of the expert's mask accordingly.
 //
-// All rules but NR_S follow from the counts. The n tokens to add or drop are those with the n highest orders
-// (route_math.h). No two orders are equal, so exactly one order, the limit, separates them from the others.
-// The limit is found in three steps:
-// - Each thread takes the largest rank of its tokens. The n-th largest of these maxima, or a rank a little
-//   below it, is a lower bound of the limit.
-// - Candidates are the tokens at or above the bound. They are in the vectors of few threads; all threads
-//   together go through these vectors.
-// - Each candidate counts how many candidates have a higher order. The one with n - 1 higher ones is the
-//   limit.
+// All rules but NR_S decide from the counts (SR_F also from a random draw). NR_S finds the limits of both
+// ways and compares the scores that each would move. Let m be the number of tokens to add or drop. Three
+// words (route_math.h):
+// - key: an integer that compares as the token's score for this expert does.
+// - rank: how early a token moves; higher is earlier. It is key + 1 when tokens are added and the complement
+//   of the key when they are dropped, 0 for a token that cannot move.
+// - order: the rank, then the token, as one 64-bit integer, so no two orders are equal. Among equal ranks
+//   the lower token is added first and the higher token is dropped first.
+//
+// The m tokens with the highest orders move. So one order, the limit, separates them from the others. It is
+// found in three steps:
+// - Each thread takes the largest rank of its tokens. A bisection looks for a rank that at least m of these
+//   maxima reach, and stops early at one that at most 32 more reach, because more candidates cost less than
+//   more steps. This rank is a lower bound of the limit's rank. If fewer than m maxima are above 0, the bound
+//   is 1.
+// - Candidates are the tokens whose rank is at least the bound. Only the threads whose maximum reaches the
+//   bound have any; all threads together go through the vectors of those threads.
+// - For each candidate eight threads count how many candidates have a higher order. The one with m - 1 higher
+//   ones is the limit.
 //
 // Many equal scores give too many candidates for shared memory. Then the limit is found by bisection over
 // all orders.
 //
-// Bytes: the keys once, as long as an expert's column of keys fits into shared memory; the mask once.
+// Bytes: the mask (E T / 8) read twice, its changed words written; the keys (2 E T with bf16 logits, else
+// 4 E T) once, if an expert's keys and its mask fit into 160 KiB of shared memory, else in every step.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"

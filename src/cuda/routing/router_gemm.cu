@@ -1,10 +1,17 @@
-// Router logits: logits = X Wr^T + br. FLOPs 2 T E d. Bytes: 2 T d of X, which bound the kernel, Wr, and the
-// logits. With E > 128 the CTAs of one row tile of X run side by side and find it in L2.
+// Router logits: logits = X Wr^T + br.
 //
-// Tiles of 128 tokens by 128 experts, or of 32 by 128 for few tokens, then with a ring of more slots.
-// mma.sync m16n8k16 with f32 accumulators. cp.async fills a ring of slots; a slot has 64 columns of d,
-// swizzled by vectors of 16 bytes. One CTA computes the whole sum of a tile in a fixed order, so the bits do
-// not depend on the tile.
+// Shapes: X (T, d), Wr (E, d), br (E) or none, logits (T, E). FLOPs 2 T E d.
+//
+// Bytes:
+// - X: 2 T d, once for each 128 experts. With E > 128 the CTAs of one row tile of X are neighbours in the
+//   grid, so that they run side by side and find it in L2.
+// - Wr: 2 E d, read by every row tile; the later reads can come from L2.
+// - logits: 2 T E or 4 T E written.
+//
+// Tile: 128 tokens by 128 experts. Where that gives fewer than 96 tiles, too few for most SMs, 32 tokens by
+// 128 experts and a ring of more slots. mma.sync m16n8k16 with f32 accumulators. cp.async fills a ring of
+// slots; a slot has 64 columns of d, swizzled by vectors of 16 bytes. One CTA computes the whole sum of a
+// tile in a fixed order, so the bits do not depend on the tile.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

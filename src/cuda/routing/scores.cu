@@ -1,11 +1,12 @@
-// The scores of all (token, expert) pairs. Two results: ranking keys for rounding, transposed to (E, T),
-// where top-K has not made them; and for the losses the sums of p and of logsumexp^2 over a panel of tokens.
+// The scores of all (token, expert) pairs. Two results: ranking keys for rounding (integers that compare as
+// the scores do), transposed to (E, T), where top-K has not made them; and for the losses the sums of p (the
+// softmax over E) and of logsumexp^2 over a panel of tokens.
 //
-// One CTA takes a panel of 256 tokens and 32 experts. The lanes of a warp are experts, so that logits are
-// read in whole sectors. Each warp collects the keys of 32 tokens in shared memory; the CTA writes them as
-// rows of 512 bytes (1 KB with f32 logits).
+// Tile: one CTA takes a panel of 256 tokens and 32 experts. The lanes of a warp are experts, so that logits
+// are read in whole sectors. Each warp collects the keys of 32 tokens in shared memory; the CTA writes them
+// as rows of 512 bytes (1 KB with f32 logits).
 //
-// Bytes: the logits once, usually still in L2, and as many bytes of keys.
+// Bytes: the logits once, and as many bytes of keys if keys are made; 8 E for each panel's sums of p.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

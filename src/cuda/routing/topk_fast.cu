@@ -1,8 +1,9 @@
 // Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids, weights and,
-// where a later kernel needs it, the softmax of every token.
+// where a later kernel needs it, the softmax of every token. Shapes: logits (T, E), ids and weights (T, K).
 //
-// Two threads work on a token, four where rows are long. One bulk copy brings a warp's rows of logits into
-// shared memory. Where the rows of a CTA do not fit at once, they come in two steps.
+// Tile: a CTA takes a segment of tokens. SHARE threads work on a token: four if a token's row of logits has
+// 512 bytes or more, else two. One bulk copy brings a warp's rows of logits into shared memory. If the rows
+// of a CTA take more than 128 KiB, they come in two steps.
 //
 // Most logits are never sorted. A row is read as vectors of 16 bytes. Let P be the least of 4, 8, 16 that is
 // >= K. The K best logits are all in the P vectors whose largest logits are best (ties go to the lower
@@ -11,14 +12,14 @@
 // - the threads of a token merge their lists and take P / SHARE of the P best vectors each,
 // - each sorts the logits of its vectors,
 // - the lists of a token are merged, and its threads share the computation of the K weights.
-// All sorting is done on packed keys by sorting networks of P elements, without branches.
-//
-// bf16 keys are exact. f32 keys give their lowest bits to the expert's id. Neighbours in the list that are
-// equal in the bits that are left are put in order by their logits. If the K-th best cannot be told from an
+// All sorting is done by sorting networks of P elements, without branches, on packed keys: integers with the
+// order of the logit above and the complement of the expert's id below (route_math.h). Packed keys of bf16
+// logits are exact. Those of f32 logits lose their lowest bits to the id, so neighbours in the list that are
+// equal in all bits above the id are put in order by their logits. If the K-th best cannot be told from an
 // expert that was left out, or if the row has a NaN, the warp does the token again with exact keys.
 //
-// The kernel also writes what the next one needs: for the plan the counts of its segment, for rounding the
-// mask and the ranking keys.
+// The kernel also writes what the next one needs: for the plan the counts of its segment; for rounding the
+// mask (a bit for each expert and token, set where top-K selected the pair) and the ranking keys.
 //
 // Bytes: the logits once, 8 K written for each token; 2 E of counts for each segment, or for rounding E / 8
 // of mask for each token and as many bytes of keys as of logits.

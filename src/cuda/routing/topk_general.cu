@@ -1,10 +1,15 @@
 // Top-K of every layer that the header describes: E up to 4096, K up to 64, every score function, selection
-// bias, groups. One warp takes a token, one CTA 32 tokens (one word of the mask).
+// bias, groups. Shapes: logits (T, E), ids and weights (T, K).
 //
-// A warp keeps a ranking key for every expert in shared memory (0: cannot be chosen; else key + 1), and in
-// registers the largest key of every 32 experts. Each of the K rounds takes the largest of these maxima,
-// finds its expert among the 32 by a ballot, removes it, and computes that one maximum anew. A round is a
-// few dozen instructions, whatever E is.
+// Tile: one warp takes a token, one CTA 32 tokens (one word of the mask).
+//
+// A warp keeps a ranking key for every expert in shared memory, and in registers the largest key of every 32
+// experts. A ranking key is an integer that compares as the score does, plus 1; 0 is an expert that cannot be
+// chosen. Each of the K rounds takes the largest of these maxima, finds its expert among the 32 by a ballot,
+// removes it, and computes that one maximum anew. A round is a few dozen instructions, whatever E is.
+//
+// Bytes: the logits, and 8 K written for each token; where a later kernel needs them, E / 8 of mask and the
+// softmax of each token.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

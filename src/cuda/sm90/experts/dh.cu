@@ -1,22 +1,38 @@
-// dA'[r] = dO[t(r)] W2[e], and from the saved H what follows from it: dS[r] = <dA'[r], A[r]>, dH[r] =
-// dact(H[r], s[r] dA'[r]), A'[r] = s[r] A[r].
+// The gradient through the activation. For row r of expert e:
+//   dA'[r] = dO[t(r)] W2[e]
+//   dS[r]  = <dA'[r], A[r]>, A[r] computed again from the saved H[r]; ds.cu computes the term of b2
+//   dH[r]  = dact(H[r], s[r] dA'[r])
+//   A'[r]  = s[r] A[r], which dW2 reads
 //
-// FLOPs 2 R d n. Bytes: dO gathered once for each column tile, W2, 2 R h of H read, 2 R h of dH and 2 R n of
-// A' written (h the columns of H). Tile 128 x 256 on the cooperative core. W2 is MN-major, as it is in
-// memory.
+// Shapes: dO (T, d), W2 (E, d, n), H and dH (padded rows, h), A' (padded rows, n); h is 2n with a gate, n
+// without. FLOPs 2 R d n.
 //
-// The two consumer warpgroups gather dO themselves, because the third warpgroup has no time for it: a
-// consumer that is done with a slot fills it again at once. A consumer warp writes its warp tile of dA' to
-// staging as fp16. Each row is scaled by a power of two so that its largest element is in [2^14, 2^15). That
-// is one rounding of at most 2^-12; an element costs one multiplication and one conversion.
+// Bytes, of 16-bit elements:
+// - dO: 2 R d gathered once for each column tile; the later reads can come from L2;
+// - W2: 2 E d n, once if L2 serves the row tiles of an expert after the first;
+// - H: 2 R h read; dH: 2 R h written; A': 2 R n written;
+// - dS: 4 R written for each column tile.
 //
-// The four warps of the third warpgroup then work row by row. 512 bytes of H's gate half and 512 of its up
-// half come from global memory through a ring of copies: each lane copies its own 16 bytes, four rows ahead.
-// dH and A' are written from registers, 512 bytes a row at a time. (Squares of 4 rows by 64 columns made the
-// pass 0.2 to 0.5 % slower.) H, dH and A' do not go through staging, so dH may take H's place: a lane reads
-// its 16 bytes of H before it writes the same bytes of dH.
+// Tile: 128 x 256 on the cooperative core. W2 is MN-major, as it is in memory.
 //
-// The part of dS from one column tile goes to a partial sum of its own; no atomics.
+// The two consumer warpgroups gather dO themselves: a consumer that is done with a slot fills it again at
+// once. The third warpgroup does not gather, because it is busy with H, dH and A'.
+//
+// A consumer warp writes its warp tile of dA', 16 rows of 256 columns, to staging as fp16. Each of these rows
+// is scaled by a power of two so that its largest element is in [2^14, 2^15). An element of at least 2^-28 of
+// the largest is then a normal fp16 number, so its one rounding has a relative error of at most 2^-11. An
+// element costs one multiplication and one conversion.
+//
+// The four warps of the third warpgroup then work row by row. A row of the tile has 512 bytes of H's gate
+// half and, with a gate, 512 bytes of its up half. They come from global memory through a ring of copies.
+// Each lane copies its own 16 bytes of each half, four rows ahead. dH and A' are written from registers, each
+// lane its 16 bytes of a row. A row of 256 columns at a time was faster than 4 rows of 64 columns
+// (docs/lab-notebook.md).
+//
+// H, dH and A' do not go through staging, so dH may take H's place: a lane reads its 16 bytes of H before it
+// writes the same bytes of dH.
+//
+// A column tile's part of dS goes to a partial sum of its own, without atomics.
 #include "common/activation_gradient.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,7 +1,16 @@
 // Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one column chunk of d.
 //
-// FLOPs 2 R d n. Bytes: 2 R n of A, which L2 serves for all column tiles after the first, W2, and 2 R d of Y
-// written. Three cores; moe_gemm_choose picks one by n, the number of columns and whether there is a bias.
+// Shapes: A (padded rows, n), W2 (E, d, n), Y (padded rows, columns of the chunk). FLOPs 2 R d n over all
+// chunks.
+//
+// Bytes over all chunks, of 16-bit elements:
+// - A: 2 R n, read once for each column tile; the later reads can come from L2;
+// - W2: 2 E d n, once if L2 serves the row tiles of an expert after the first;
+// - Y: 2 R d written.
+//
+// Tile: 128 x 256 on the cooperative core, 128 x 192 on the ping-pong core, 64 x 256 on the weight-stationary
+// core. moe_gemm_choose picks the core from n, from the number of Y's columns in the chunk, and from whether
+// there is a bias. Only the cooperative core adds one.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/gemm_choice.h"

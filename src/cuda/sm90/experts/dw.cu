@@ -1,13 +1,22 @@
 // Weight gradients: dW2[e] = sum over the rows r of e of dO[t(r)]^T A'[r], and dW1[e] = sum of dH[r]^T
 // X[t(r)], which is computed as its transpose.
 //
-// FLOPs 2 R d h (h the features: n for dW2, the columns of H for dW1). Both operands are MN-major, as they
-// are in memory; the GEMM's K dimension is an expert's rows, 64 in a slot. Tile: 128 of d, gathered by
-// cp.async (64 rows of 256 bytes in a slot), by 256 features, loaded by TMA. Pad rows and columns past d are
-// zeros. The accumulators of dW1 are transposed by stmatrix.trans on their way to staging.
+// Shapes: dO and X (T, d); A' (padded rows, n), dH (padded rows, h); dW2 (E, d, n), dW1 (E, h, d); h is the
+// number of columns of H. In the following w is n for dW2 and h for dW1. FLOPs 2 R d w.
 //
-// An expert without rows gets zeros; with accumulate it stays as it is. The pieces of a split expert leave
-// their tiles in f32, and add_parts sums them in order.
+// Bytes:
+// - A' or dH: 2 R w, read once for each 128 columns of d;
+// - dO or X: 2 R d, gathered once for each 256 columns of w;
+// - the gradient: E d w elements written, and read too with accumulate;
+// - a split expert: 4 d w for each of its pieces, written and read again.
+//
+// Tile: 128 of d by 256 of w, two stripes, because that is the tile of the cooperative core. The GEMM's K
+// dimension is an expert's rows, 64 in a slot. Both operands are MN-major, as they are in memory. dO or X is
+// gathered by cp.async, 64 rows of 256 bytes for each slot. A' or dH is loaded by TMA. Pad rows and columns
+// past d are zeros. The accumulators of dW1 are transposed by stmatrix.trans on their way to staging.
+//
+// An expert without rows gets zeros; with accumulate its gradient stays as it is. The pieces of a split
+// expert leave their tiles in f32, and add_parts sums them in order.
 //
 // With accumulate the sum is added to the old gradient in f32, and the result is rounded once. The adding
 // store of TMA adds in the gradient's type, which does that for f32 only. For 16 bits (MERGES) a store warp

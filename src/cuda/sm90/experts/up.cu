@@ -1,13 +1,24 @@
 // Up-projection: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]).
 //
-// FLOPs 2 R d h (h the columns of H: 2n with a gate, n without). Bytes: X gathered once for each column
-// tile, which L2 serves for all but the first; W1 once; 2 R h of H and 2 R n of A written. Tile 128 x 256 on
-// the cooperative core: the largest that leaves room for staging, and for d >= 768 as fast as cuBLAS.
+// Shapes: X (T, d), W1 (E, h, d), H (padded rows, h), A (padded rows, n); h is 2n with a gate, n without.
+// FLOPs 2 R d h.
+//
+// Bytes, of 16-bit elements:
+// - X: 2 R d gathered once for each column tile; the later reads can come from L2;
+// - W1: 2 E d h, once if L2 serves the row tiles of an expert after the first;
+// - H: 2 R h written, if it is kept;
+// - A: 2 R n written.
+//
+// Tile: 128 x 256 on the cooperative core, the largest that leaves room for staging.
 //
 // Warps 8 and 9 gather rows of X by cp.async straight into the swizzled slots. Pad rows and columns past d
 // are written as zeros, so no expert's tile contains another expert's data. Warps 10 and 11 store H from
-// staging, apply the activation to it there, and store A. The tensor map of W1 interleaves gate and up rows
-// by eights, so that both values of a feature are in the same thread.
+// staging, apply the activation to it there, and store A.
+//
+// With a gate the tensor map of W1 interleaves gate and up rows by eights. So the octets of a tile alternate
+// between gate and up, and the tile has both columns of each of its 128 features. A consumer thread holds a
+// feature's gate value in one octet and its up value in the next one. It writes them to the same place of a
+// gate subtile and of an up subtile, where a store warp reads both.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/activate_subtile.cuh"
