@@ -1,0 +1,287 @@
+"""Parts of gpu.py: what PyTorch does with a layer: eager, compiled, on another stream, in a CUDA graph."""
+
+import contextlib
+import copy
+import os
+
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from gpu_parts import error, find, layer, part, randn, run, same, target
+
+import smoe
+from smoe import _context
+
+
+class Block(torch.nn.Module):
+    def __init__(self, H=256, I=128, E=16, K=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.H, self.K = H, K
+        self.router = torch.nn.Parameter(randn(E, H, scale=0.1))
+        self.w1, self.w2 = torch.nn.Parameter(randn(E, 2 * I, H, scale=0.05)), torch.nn.Parameter(
+            randn(E, H, I, scale=0.05)
+        )
+        self.moe = smoe.MoE(
+            H, I, E, K, device=target.device, dtype=target.dtype, balance_coefficient=0.01, rounding="nr_f", tile=64
+        )
+
+    def forward(self, x):
+        h = F.rms_norm(x, (self.H,))
+        values, ids = F.linear(h, self.router).float().topk(self.K, -1)
+        x = x + smoe.experts(h, ids, values.softmax(-1), self.w1, self.w2)
+        return x + self.moe(F.rms_norm(x, (self.H,)))
+
+
+def step(function, model, T, dtype=None):
+    x = randn(T, model.H, seed=T, dtype=dtype, grad=True)
+    model.zero_grad()
+    out = function(x)
+    out.float().square().mean().backward()
+    return [out.detach().clone(), x.grad.clone(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+@part()
+def eager():
+    from torch.utils.checkpoint import checkpoint
+
+    model = Block()
+    plain = step(model, model, 1000)
+    find("repeats bit for bit", same(step(model, model, 1000), plain))
+    for reentrant in (False, True):
+        wrapped = lambda x: checkpoint(model, x, use_reentrant=reentrant)
+        find(f"checkpointing, use_reentrant={reentrant}: equal bits", same(step(wrapped, model, 1000), plain))
+    torch.use_deterministic_algorithms(True)
+    try:
+        find("deterministic algorithms: equal bits", same(step(model, model, 1000), plain))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.inference_mode():
+        find("inference_mode: equal bits", torch.equal(model(randn(1000, 256, seed=1000)), plain[0]))
+    with torch.autograd.graph.save_on_cpu():
+        find("saved tensors on the CPU meanwhile: equal bits", same(step(model, model, 1000), plain))
+
+    def moved(tensor):
+        """The same values at an address that is a multiple of 64 bytes and not of 128."""
+        size = tensor.numel() * tensor.element_size()
+        block = torch.empty(size + 512, dtype=torch.uint8, device=tensor.device)
+        start = (64 - block.data_ptr()) % 128
+        return block[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().contiguous(), moved):
+        find("saved tensors at multiples of 64 bytes: equal bits", same(step(model, model, 1000), plain))
+    with torch.autocast(target.device, torch.bfloat16):
+        half = copy.deepcopy(model).float()
+        found = step(half, half, 1000, torch.float32)
+    find(
+        "autocast: float32 gradients near bf16's", error(found[1], plain[1]) < 0.05 and found[2].dtype == torch.float32
+    )
+    find("T = 0", all(float(g.float().abs().sum()) == 0 for g in run(smoe.experts, layer(T=0)).values()))
+    made = layer()
+    for frozen in ({"w1", "w2"}, {"x"}, {"weights"}, {"w1", "w2", "weights"}):
+        some = {n: v.detach() if n in frozen else v for n, v in made.items() if v is not None}
+        fewer, whole = run(smoe.experts, some), run(smoe.experts, made)
+        find(
+            f"frozen {'+'.join(sorted(frozen))}: the others' bits", all(torch.equal(fewer[n], whole[n]) for n in fewer)
+        )
+    out = smoe.experts(**made)
+    broadcast = torch.autograd.grad(out.sum(), made["x"], retain_graph=True)[0]
+    dense = torch.autograd.grad(out, made["x"], torch.ones_like(out))[0]
+    find("broadcast gradient", torch.equal(broadcast, dense))
+    flat = torch.cat([torch.zeros(1, device=target.device, dtype=target.dtype), made["w1"].detach().flatten()])[
+        1:
+    ].view_as(made["w1"])
+    find("a weight off its alignment", torch.equal(smoe.experts(**(made | dict(w1=flat))), out))
+    first = torch.autograd.grad(smoe.experts(**made).float().square().sum(), made["x"], create_graph=True)[0]
+    find("double backward says so", raises(RuntimeError, "differentiate twice", first.sum().backward))
+    with contextlib.suppress(ImportError):
+        from torch.distributed.fsdp import fully_shard
+
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1")
+        torch.distributed.init_process_group("nccl" if target.device == "cuda" else "gloo")
+        sharded = fully_shard(copy.deepcopy(model))
+        x = randn(1000, 256, seed=1000, grad=True)
+        sharded(x).float().square().mean().backward()
+        gradients = [p.grad.full_tensor() for p in sharded.parameters()]
+        find("fully_shard on one rank: equal bits", same([x.grad, *gradients], plain[1:]))
+        torch.distributed.destroy_process_group()
+
+
+def raises(kind, text, function, *arguments, **named):
+    try:
+        function(*arguments, **named)
+    except kind as caught:
+        return type(caught) is kind and text in str(caught)
+    return False
+
+
+@part(cuda_only=True)
+def devices():
+    made = layer(T=64)
+    find(
+        "float32 on CUDA: TypeError",
+        raises(
+            TypeError,
+            "torch.float32",
+            smoe.experts,
+            **{k: v.float() if v is not None and v.dtype == target.dtype else v for k, v in made.items()},
+        ),
+    )
+    find(
+        "ids on the CPU: ValueError",
+        raises(ValueError, "ids is on cpu; expected cuda:0", smoe.experts, **(made | dict(ids=made["ids"].cpu()))),
+    )
+    find(
+        "w1 on the CPU: ValueError",
+        raises(ValueError, "w1 is on cpu", smoe.experts, **(made | dict(w1=made["w1"].cpu()))),
+    )
+    plain = run(smoe.experts, made)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        other = run(smoe.experts, made)
+    torch.cuda.synchronize()
+    find("another stream: equal bits", same(plain.values(), other.values()))
+    warm = Block()
+    step(warm, warm, 500)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        x = torch.empty(500, 256, device=target.device, dtype=target.dtype, requires_grad=True)
+        warm(x).sum().backward()
+        find("no host synchronisation in forward and backward", True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # A forked worker: CPU layers run, CUDA says why not.
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        moe = smoe.MoE(32, 16, 8, 2)
+        good = bool(torch.isfinite(moe(torch.randn(100, 32))).all())
+        good = good and raises(RuntimeError, "forked", _context._make, 0)
+        os.write(writer, b"1" if good else b"0")
+        os._exit(0)
+    os.waitpid(child, 0)
+    find("a fork: the CPU works, CUDA raises", os.read(reader, 1) == b"1")
+
+
+class GivenRouting(Block):
+    """Block with its routing from outside: rounding differences of a compiled router cannot change which experts run."""
+
+    def forward(self, x, ids, weights, logits):
+        x = x + smoe.experts(F.rms_norm(x, (self.H,)), ids, weights, self.w1, self.w2)
+        experts = self.moe.experts
+        options = dict(top_k=self.K, logits=logits, **self.moe.options)
+        return x + smoe.moe(F.rms_norm(x, (self.H,)), None, experts.gate_up_proj, experts.down_proj, **options).out
+
+
+def given_step(function, model, T):
+    """Output and all gradients, from x, ids, weights and logits that only T decides."""
+    x, logits = randn(T, model.H, seed=T, grad=True), randn(T, 16, seed=T + 1, dtype=torch.float32, grad=True)
+    ids = randn(T, 16, seed=T + 2, dtype=torch.float32).topk(model.K, -1).indices
+    weights = randn(T, model.K, seed=T + 3, dtype=torch.float32).softmax(-1).requires_grad_()
+    out = function(x, ids, weights, logits)
+    matrices = [model.w1, model.w2, model.moe.experts.gate_up_proj, model.moe.experts.down_proj]
+    loss = (out * randn(T, model.H, seed=T + 4)).float().sum()
+    return [out.detach().clone(), *(g.clone() for g in torch.autograd.grad(loss, [x, weights, logits, *matrices]))]
+
+
+class OwnRouting(Block):
+    """Block with its routers inside, without token rounding (there one token's choice moves others'); also returns the ids."""
+
+    def forward(self, x):
+        h = F.rms_norm(x, (self.H,))
+        values, ids = F.linear(h, self.router).float().topk(self.K, -1)
+        x = x + smoe.experts(h, ids, values.softmax(-1), self.w1, self.w2)
+        experts, gate = self.moe.experts, self.moe.gate.weight
+        options = self.moe.options | dict(rounding="none", balance_coefficient=0.0)
+        found = smoe.moe(
+            F.rms_norm(x, (self.H,)), gate, experts.gate_up_proj, experts.down_proj, top_k=self.K, **options
+        )
+        return x + found.out, torch.cat(
+            [ids.sort(-1).values, found.logits.topk(self.K, -1).indices.sort(-1).values], -1
+        )
+
+
+def own_step(function, T):
+    """Output, dx and ids."""
+    x = randn(T, 256, seed=T, grad=True)
+    out, ids = function(x)
+    dx = torch.autograd.grad((out * randn(T, 256, seed=T + 4)).float().sum(), x)[0]
+    return out.detach().clone(), dx.clone(), ids.clone()
+
+
+TOKEN_COUNTS = (1024, 1000, 3000, 512, 777, 2048)
+
+
+def same_routing(what, function, model, counts, repeats=1):
+    worst = 0.0
+    for T in counts:
+        for _ in range(repeats):
+            if repeats > 1:
+                torch.compiler.cudagraph_mark_step_begin()
+            found = given_step(function, model, T)
+        worst = max(worst, *(error(a, b) for a, b in zip(found, given_step(model, model, T), strict=True)))
+    find(what, worst < 0.02, f"{worst:.1e}", 0.02)
+
+
+def own_routing(what, function, model, counts):
+    """A router compiled with other roundings decides near-ties otherwise: those tokens are counted, the others compared."""
+    worst, moved = 0.0, 0
+    for T in counts:
+        (out, dx, ids), (wanted_out, wanted_dx, wanted_ids) = own_step(function, T), own_step(model, T)
+        kept = (ids == wanted_ids).all(-1)
+        moved += int((~kept).sum())
+        worst = max(worst, error(out[kept], wanted_out[kept]), error(dx[kept], wanted_dx[kept]))
+    share = moved / sum(counts)
+    find(f"{what}: tokens with other experts", share < 0.1, f"{share:.2%}", "10 %")
+    find(f"{what}: the other tokens", worst < 0.03, f"{worst:.1e}", 0.03)
+
+
+@part()
+def compile():
+    torch._dynamo.reset()
+    model = GivenRouting()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    given_step(compiled, model, TOKEN_COUNTS[0])
+    first = counter.frame_count
+    same_routing("inductor, fullgraph, dynamic, six token counts, given routing", compiled, model, TOKEN_COUNTS)
+    find("compilations after the first token count", counter.frame_count == first, counter.frame_count - first, 0)
+    torch._dynamo.reset()
+    own = OwnRouting()
+    own_routing("own routers", torch.compile(own, fullgraph=True, dynamic=True), own, TOKEN_COUNTS)
+    if target.device == "cuda":
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        same_routing("reduce-overhead (CUDA-graph trees), given routing", compiled, model, [2048], repeats=4)
+
+
+@part(cuda_only=True)
+def graph():
+    model, x = Block(), randn(2048, 256, seed=1, grad=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            x.grad = None
+            model(x).float().square().mean().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out = model(x)
+        out.float().square().mean().backward()
+    for seed in (2, 3):
+        x.data.copy_(randn(2048, 256, seed=seed))
+        captured.replay()
+        torch.cuda.synchronize()
+        found = [out.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+        fresh = copy.deepcopy(model)
+        fresh.zero_grad(set_to_none=True)
+        other = x.detach().clone().requires_grad_()
+        result = fresh(other)
+        result.float().square().mean().backward()
+        wanted = [result.detach(), other.grad, *(p.grad for p in fresh.parameters())]
+        find(f"torch.cuda.graph, replay with data {seed}: equal bits", same(found, wanted))

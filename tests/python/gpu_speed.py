@@ -1,0 +1,283 @@
+"""Parts of gpu.py: host times, memory and device times."""
+
+import statistics
+import time
+
+import reference
+import torch
+import torch.nn.functional as F
+from gpu_parts import against_f64, find, layer, part, randn, run, synchronize, target
+
+import smoe
+import smoe.functional  # noqa: F401, registers torch.ops.smoe
+from smoe import _context, _layout, _ops, native
+
+# ---- host times ----
+
+
+def host_us(function, calls=20, batches=40):
+    """Least host microseconds a call over repeated batches whose work the queue can hold."""
+    best = float("inf")
+    for _ in range(batches):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+    synchronize()
+    return best
+
+
+def record(method, function):
+    """(context, the arguments) of the last call of a Context method while `function` runs, and everything that those
+    addresses need to stay valid: what the function returned and its buffers."""
+    taken, buffers, real, buffer = [], [], getattr(_context.Context, method), _ops._buffer
+
+    def keeping(size, like):
+        buffers.append(buffer(size, like))
+        return buffers[-1]
+
+    setattr(_context.Context, method, lambda self, *fields: taken.append((self, fields)) or real(self, *fields))
+    _ops._buffer = keeping
+    try:
+        kept = function()
+    finally:
+        setattr(_context.Context, method, real)
+        _ops._buffer = buffer
+    return taken[-1], kept, buffers
+
+
+class Idle(torch.autograd.Function):
+    """What PyTorch's engine takes for a Python Function of the same four inputs, buffers allocated, nothing computed."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx, dout):
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+@part()
+def host():
+    T, H, I, E, K = (64, 256, 64, 8, 2) if target.device == "cuda" else (1, 8, 8, 1, 1)
+    made = layer(T, H, I, E, K)
+    made["ids"] = made["ids"].int()
+    names = ("x", "weights", "w1", "w2")
+    leaves, dout = [made[name] for name in names], torch.ones(T, H, device=target.device, dtype=target.dtype)
+    smoe.experts(**made)
+    (forward, fields), out, *keep = record("forward", lambda: smoe.experts(**made))
+    (backward, back), *keep_too = record("backward", lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    library = native.library
+    c_forward = host_us(lambda: library.smoe_layer_forward(forward.handle, fields[0], forward._forward_at, fields[1]))
+    c_backward = host_us(lambda: library.smoe_layer_backward(backward.handle, back[0], backward._backward_at, back[1]))
+    limit = (lambda value: value) if target.device == "cuda" else (lambda value: "")
+    find("C forward call, us", c_forward <= 15 or target.device == "cpu", f"{c_forward:.1f}", limit(15))
+    find("C backward call, us", c_backward <= 40 or target.device == "cpu", f"{c_backward:.1f}", limit(40))
+    with torch.no_grad():
+        inference = host_us(lambda: smoe.experts(**made))
+    find("smoe.experts without gradients, us", True, f"{inference:.1f}")
+    op = host_us(lambda: torch.ops.smoe.experts_forward.default(
+        made["x"], made["ids"], made["weights"], made["w1"], None, made["w2"], None, "swiglu concatenated 1 0", True))  # fmt: skip
+    find("the operator alone, us", True, f"{op:.1f}")
+    training = host_us(lambda: smoe.experts(**made))
+    find(
+        "smoe.experts, us above C",
+        training - c_forward <= 25 or target.device == "cpu",
+        f"{training - c_forward:.1f}",
+        limit(25),
+    )
+    both = host_us(lambda: torch.autograd.grad(smoe.experts(**made), leaves, dout))
+    above = both - c_forward - c_backward
+    find("forward and backward, us above C", above <= 70 or target.device == "cpu", f"{above:.1f}", limit(70))
+    weight = randn(H, H, grad=True)
+    linear = host_us(lambda: torch.autograd.grad(F.linear(made["x"], weight), [made["x"], weight], dout))
+    find("for comparison: F.linear forward and backward, us", True, f"{linear:.1f}")
+    idle = host_us(lambda: torch.autograd.grad(Idle.apply(*leaves), leaves, dout))
+    find("for comparison: a torch.autograd.Function that does nothing, us", True, f"{idle:.1f}")
+    find("   ours above C and above that Function, us", True, f"{above - idle:.1f}")
+    find("   ours above C less all of F.linear's, us", True, f"{above - linear:.1f}")
+    module = smoe.MoE(H, I, E, K, device=target.device, dtype=target.dtype)
+    parameters = [made["x"], *module.parameters()]
+    find("smoe.MoE forward, us", True, f"{host_us(lambda: module(made['x'])):.1f}")
+    find(
+        "smoe.MoE forward and backward, us",
+        True,
+        f"{host_us(lambda: torch.autograd.grad(module(made['x']), parameters, dout)):.1f}",
+    )
+
+
+@part()
+def new_tokens():
+    """100 different token counts in a row, eager, after one call at the largest."""
+    made = layer(4096 if target.device == "cuda" else 256)
+    inputs = lambda T: {n: v[:T].detach().requires_grad_(v.requires_grad) if n in ("x", "weights") else v[:T] if n == "ids" else v
+                        for n, v in made.items()}  # fmt: skip
+    run(smoe.experts, inputs(len(made["x"])))
+    counts = torch.randperm(len(made["x"]) // 2, generator=torch.Generator().manual_seed(0))[:100] + len(made["x"]) // 2
+    times = []
+    for T in counts.tolist():
+        given = inputs(T)
+        dout = torch.ones_like(given["x"])
+        synchronize()
+        start = time.perf_counter()
+        smoe.experts(**given).backward(dout)
+        synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    jumps = max(abs(a - b) for a, b in zip(times, times[1:]))
+    find(
+        "100 new token counts: slowest above its neighbour, ms",
+        jumps <= 1 or target.device == "cpu",
+        f"{jumps:.3f}",
+        "1",
+    )
+    find("   median and slowest, ms", True, f"{statistics.median(times):.3f}, {max(times):.3f}")
+
+
+# ---- memory and speed at a training size ----
+
+SHAPE = dict(T=24576, H=1536, I=256, E=128, K=8)  # the 7B n256 model of the paper
+
+
+def shape():
+    return SHAPE if target.device == "cuda" else dict(T=512, H=64, I=32, E=8, K=2)
+
+
+def sizes(entry="from_topk", dtype=None, **s):
+    parsed = _layout.parse("swiglu concatenated 1 0")
+    described = parsed.layer(
+        entry, s["T"], s["K"], (s["E"], s["H"], s["I"]), native.TYPES["bf16"], native.TYPES["i64"], True
+    )
+    return _context.context_of(torch.empty(1, device=target.device)).query(described)
+
+
+@part(cuda_only=True)
+def memory():
+    s = shape()
+    made = layer(**s)
+    asked = sizes(**s)
+    run(smoe.experts, made)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = smoe.experts(**made)
+    forward_peak = torch.cuda.max_memory_allocated() - before
+    kept = torch.cuda.memory_allocated() - before - out.numel() * 2
+    need = asked.saved_buffer_bytes
+    find("kept for the backward, bytes over the query's", need <= kept <= need + 16384, kept - need, "16384")
+    dout = torch.ones_like(out)
+    leaves = [made[n] for n in ("x", "weights", "w1", "w2")]
+    torch.cuda.reset_peak_memory_stats()
+    before_backward = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, leaves, dout)
+    backward_peak = torch.cuda.max_memory_allocated() - before_backward
+    outputs = sum(g.numel() * g.element_size() for g in gradients)
+    wanted = out.numel() * 2 + need + asked.scratch_forward_bytes
+    find("forward peak against the query's bytes", forward_peak <= 1.02 * wanted, f"{forward_peak / wanted:.4f}", 1.02)
+    wanted = outputs + asked.scratch_backward_bytes
+    find(
+        "backward peak against the query's bytes", backward_peak <= 1.02 * wanted, f"{backward_peak / wanted:.4f}", 1.02
+    )
+    find("   saved and scratch, MiB", True, f"{need / 2**20:.0f}, {asked.scratch_backward_bytes / 2**20:.0f}")
+
+
+@part(cuda_only=True)
+def speed():
+    """A step of eager PyTorch with smoe.MoE beside the same C calls, in turns in one process."""
+    s = shape()
+    moe = smoe.MoE(s["H"], s["I"], s["E"], s["K"], device=target.device, dtype=target.dtype)
+    x, dout = randn(s["T"], s["H"], grad=True), randn(s["T"], s["H"])
+    leaves = [x, *moe.parameters()]
+    eager_step = lambda: torch.autograd.grad(moe(x), leaves, dout)
+    eager_step()
+    (forward, fields), out, *keep = record("forward", lambda: moe(x))
+    (backward, back), *keep_too = record("backward", lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+
+    def c_step():
+        forward.forward(*fields)
+        backward.backward(*back)
+
+    def once(function, steps=20):
+        """Device ms a step as in training, where the host runs ahead: one step of the same kind goes first, so that the
+        queue is not empty when the clock starts."""
+        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        function()
+        start.record()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            function()
+        enqueued = (time.perf_counter() - begin) / steps * 1e3
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / steps, enqueued
+
+    once(c_step), once(eager_step)
+    pairs = []
+    for turn in range(20):  # each goes first in every other turn
+        order = (c_step, eager_step) if turn % 2 == 0 else (eager_step, c_step)
+        took = {function: once(function) for function in order}
+        pairs.append((took[c_step][0], took[eager_step][0], took[eager_step][1]))
+    ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
+    c, python, enqueued = (statistics.median(column) for column in zip(*pairs))
+    find(
+        "a step of smoe.MoE against the C calls, 7B n256", ratio <= 1.02, f"{ratio:.4f} ({python:.3f}/{c:.3f} ms)", 1.02
+    )
+    find("   the host enqueues a step in, ms", enqueued < c, f"{enqueued:.3f}", f"{c:.3f}")
+    ours, wanted = device_work(eager_step), device_work(c_step)
+    more = {name: count - wanted.get(name, 0) for name, count in ours.items() if count > wanted.get(name, 0)}
+    listed = ", ".join(f"{count} {name[:40]}" for name, count in more.items())
+    find(
+        "   kernels, copies and fills of a step besides C's",
+        bool(wanted) and not more,
+        listed or f"none of {sum(ours.values())}",
+        0,
+    )
+
+
+def device_work(function):
+    """How often each kernel, copy or fill ran on the device while `function` did."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    ran = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return {name: ran.count(name) for name in set(ran)}
+
+
+@part(cuda_only=True)
+def top_1():
+    """K = 1 with unit weights and unsorted ids against K = 8 on as many rows: time a row, forward and backward."""
+    H, I, E, T = 2048, 768, 128, 4096
+    times = {}
+    for K, tokens in ((8, T), (1, 8 * T)):
+        made = layer(tokens, H, I, E, K)
+        if K == 1:
+            made["weights"] = torch.ones(tokens, 1, device=target.device)
+        dout = randn(tokens, H)
+        leaves = [made[n] for n in ("x", "w1", "w2")]
+        work = lambda: torch.autograd.grad(smoe.experts(**made), leaves, dout)
+        for _ in range(3):
+            work()
+        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        best = float("inf")
+        for _ in range(10):
+            start.record()
+            for _ in range(3):
+                work()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 3)
+        times[K] = best
+    find(
+        "K = 1 against K = 8 on as many rows",
+        times[1] <= 1.1 * times[8],
+        f"{times[1]:.3f}/{times[8]:.3f} ms",
+        "no slower a row",
+    )
+    one = layer(1, 256, 128, 16, 1)
+    against_f64("one dummy row", smoe.experts, reference.experts, one)

@@ -1,0 +1,79 @@
+"""Part of gpu.py: Transformers' models with smoe's experts."""
+
+import torch
+from gpu_parts import error, find, part, randn, target
+
+
+@part()
+def hugging_face():
+    import test_transformers as cases
+
+    tokens = cases.tokens
+
+    def tiny(name, dtype, **more):
+        return cases.tiny(name, dtype, **more).to(target.device)
+
+    def one_step(model, implementation, function=None):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        ids = tokens(8, 64).to(target.device)
+        found = (model if function is None else function)(input_ids=ids, labels=ids)
+        found.loss.backward()
+        return {"logits": found.logits.detach(), "loss": found.loss.detach()} | {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
+
+    for name in cases.MODELS:
+        exact = one_step(tiny(name, torch.float32), "eager")
+        model = tiny(name, target.dtype)
+        eager_, ours = one_step(model, "eager"), one_step(model, "smoe")
+        together = lambda found: torch.cat(
+            [found[k].double().flatten() / exact[k].double().norm().clamp(1e-12) for k in exact]
+        )
+        mine, theirs = (error(together(found), together(exact)) for found in (ours, eager_))
+        find(
+            f"{name}: error of smoe / of eager bf16",
+            mine <= 1.25 * max(theirs, 1e-5),
+            f"{mine:.2e}/{theirs:.2e}",
+            "1.25",
+        )
+    for name in ("qwen3_moe", "gpt_oss"):
+        model = tiny(name, target.dtype).train()
+        plain = one_step(model, "smoe")
+        model.gradient_checkpointing_enable()
+        again = one_step(model, "smoe")
+        find(f"{name}: gradient checkpointing, equal bits", all(torch.equal(plain[k], again[k]) for k in plain))
+        model.gradient_checkpointing_disable()
+        model.eval()
+        with torch.no_grad():
+            text = model.generate(tokens(2, 6).to(target.device), max_new_tokens=8, do_sample=False)
+        find(f"{name}: generate", text.shape[1] >= 7)
+    torch._dynamo.reset()
+    import smoe.transformers
+
+    model = smoe.transformers.prepare(tiny("gpt_oss", target.dtype, num_hidden_layers=1))
+    with torch.no_grad():  # logits 0.5 apart whatever the token: roundings change no choice
+        for module in model.modules():
+            if type(module).__name__ == "GptOssTopKRouter":
+                module.weight.mul_(0.02)
+                module.bias.copy_(torch.tensor([5, 2, 7, 0, 3, 6, 1, 4]) * 0.5)
+    plain = one_step(model, "smoe")
+    again = one_step(model, "smoe", torch.compile(model, fullgraph=True, dynamic=True))
+    worst = max((error(again[k], plain[k]), k) for k in plain if plain[k].norm() > 0)
+    find(
+        "gpt_oss: torch.compile, fullgraph, separated logits",
+        worst[0] < 0.05,
+        f"{worst[0]:.1e} ({worst[1][-30:]})",
+        0.05,
+    )
+    torch._dynamo.reset()
+    experts = model.model.layers[0].mlp.experts
+    x, ids = randn(512, 32, seed=1, grad=True), randn(512, 8, seed=2, dtype=torch.float32).topk(2).indices
+    weights, dout = randn(512, 2, seed=3, grad=True), randn(512, 32, seed=4)
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True)
+    leaves = [x, weights, *experts.parameters()]
+    found, wanted = (
+        [out, *torch.autograd.grad(out, leaves, dout)] for out in (f(x, ids, weights) for f in (compiled, experts))
+    )
+    worst = max(error(a, b) for a, b in zip(found, wanted, strict=True))
+    find("gpt_oss's experts: torch.compile, given routing", worst < 0.01, f"{worst:.1e}", 0.01)
