@@ -86,7 +86,7 @@ echo "== fuzz"
 mkdir -p "$build/fuzz"
 if { cmake -S . -B "$build/fuzz" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COMPILER=clang -DSMOE_CUDA=OFF \
     -DSMOE_FUZZ=ON && cmake --build "$build/fuzz" -j"$jobs" --target fuzz; } >"$build/fuzz/build.log" 2>&1; then
-    for target in safetensors config tokens bpe; do
+    for target in safetensors index config tokens bpe; do
         mkdir -p "$build/fuzz/corpus_$target"
         "$build/fuzz/tests/fuzz/fuzz_$target" -max_total_time="${FUZZ_SECONDS:-20}" -rss_limit_mb=2048 \
             -artifact_prefix="$build/fuzz/" "$build/fuzz/corpus_$target" "tests/fuzz/corpus/$target" \
