@@ -49,8 +49,40 @@ static float *gradients(model *m, const model_batch *batch, double *loss)
     return grads;
 }
 
-/* Relative Frobenius errors of the tensors' gradients; prints those past the limit, and the worst. */
-static void compare(const model *m, const float *have, const float *want, double limit)
+/* Is the expert among the topk largest of a token's logits? Ties go to the lower expert. */
+static bool chosen(const float *logits, int64_t expert, const model_config *c)
+{
+    int64_t before = 0;
+    for (int64_t e = 0; e < c->experts; e++)
+        before += logits[e] > logits[expert] || (logits[e] == logits[expert] && e < expert);
+    return before < c->topk;
+}
+
+/* Tokens, over all layers with experts, that the two models send to different experts. Logits from GEMMs that
+ * round in another order differ in their last bits, which decides between experts that are nearly equal. */
+static int64_t tokens_routed_otherwise(const model *cpu, const model *gpu, int64_t rows)
+{
+    const model_config *c = &cpu->config;
+    const size_t bytes = (size_t)(rows * c->experts) * sizeof(float);
+    float *logits = malloc(bytes);
+    int64_t moved = 0;
+    for (int64_t l = c->dense_layers; l < c->layers; l++) {
+        gpu->device->ops->download(gpu->device, logits, gpu->layers[l].moe.logits, bytes);
+        for (int64_t t = 0; t < rows; t++) {
+            bool same = true;
+            for (int64_t e = 0; e < c->experts; e++)
+                same &= chosen(logits + t * c->experts, e, c) ==
+                        chosen(cpu->layers[l].moe.logits + t * c->experts, e, c);
+            moved += !same;
+        }
+    }
+    free(logits);
+    return moved;
+}
+
+/* Relative Frobenius errors of the tensors' gradients; prints those past the limit, and the worst. Of `all`
+ * tensors together the error must stay within a limit too. */
+static void compare(const model *m, const float *have, const float *want, double limit, double limit_all)
 {
     double worst = 0;
     const char *where = "";
@@ -68,7 +100,9 @@ static void compare(const model *m, const float *have, const float *want, double
             printf("   %s: error %.4f, limit %.4f\n", t->name, relative, limit), wrong++;
         if (!(relative <= worst)) worst = relative, where = t->name;
     }
-    printf("   gradients: worst error %.4f (%s), all %.4f\n", worst, where, sqrt(miss_all / all));
+    const double together = sqrt(miss_all / all);
+    if (!(together <= limit_all)) printf("   all: error %.4f, limit %.4f\n", together, limit_all), wrong++;
+    printf("   gradients: worst error %.4f (%s), all %.4f\n", worst, where, together);
 }
 
 static void check(const char *name, const device_options *options, const model_config *c, int64_t sequences,
@@ -91,7 +125,12 @@ static void check(const char *name, const device_options *options, const model_c
     float *second = gradients(&gpu, &batch, &again);
     printf("%s: loss %.6f, on the CPU %.6f\n", name, have, want);
     if (!(fabs(have / want - 1) < 2e-3)) printf("   losses differ\n"), wrong++;
-    compare(&gpu, first, reference, limit);
+    const int64_t moved = tokens_routed_otherwise(&cpu, &gpu, rows);
+    if (moved > 0) printf("   %lld tokens routed otherwise\n", (long long)moved);
+    if (moved > rows / 20) printf("   more than one token in twenty\n"), wrong++;
+    /* A token at another expert is a large part of that expert's gradient here, and a small one of them all.
+     */
+    compare(&gpu, first, reference, moved > 0 ? INFINITY : limit, moved > 0 ? 0.06 : 0.03);
     if (have != again || memcmp(first, second, gpu.layout.total * sizeof *first) != 0)
         printf("   two passes differ\n"), wrong++;
     free(reference), free(first), free(second), free(tokens);
