@@ -56,9 +56,9 @@
  * The CPU backend and the process. While one of its calls runs, the number of OpenBLAS threads is 1 for the
  * whole process. Afterwards it is the number from before. If the application has set a number other than 1
  * meanwhile, that number stays. If the application has set 1 meanwhile, the number from before comes back.
- * After a fork, the child lacks the OpenMP threads of its parent. If a thread ran a multi-threaded call
- * before the fork, its multi-threaded calls in the child return SMOE_ERROR_UNSUPPORTED. In the child a
- * context with threads = 1 works, and so does a new thread.
+ * After a fork, the child lacks the OpenMP threads of its parent. If the thread that forked had made a
+ * multi-threaded call before, every multi-threaded call of that thread in the child returns
+ * SMOE_ERROR_UNSUPPORTED. In the child a context with threads = 1 works, and so does a new thread.
  */
 #ifndef SMOE_H
 #define SMOE_H
@@ -413,8 +413,8 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* required for all but db2. For dw2 too: with the cuda backend the stage dh,
-                                    which reads w2, also makes the A' that dw2 reads */
+    const void *w2;              /* required if any gradient except db2 is wanted; for dw2 because in the
+                                    cuda backend the stage dh, which reads w2, makes its A' */
     const void *b2;              /* given exactly when the forward had it: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;

@@ -18,8 +18,8 @@
 // A token with few rows is bound by latency: the index of a row has to arrive before the row can be loaded.
 // So there is a path for K <= 4, without token rounding, given rows or sparse dlogits. If every token has
 // exactly K rows, the indices of token t start at K t. The path loads them from there without waiting for
-// token_offsets. At the same time it loads the number of all rows, which is T K only in this case. If it is
-// another number, the thread takes the general path instead.
+// token_offsets. At the same time it loads R. No token has more than K rows here, so R = T K exactly if every
+// token has K rows. If R is another number, the thread takes the general path instead.
 //
 // On the path for K <= 4 a thread takes
 // - K = 1: 1 row and 4 vectors, if the chunk's columns are a multiple of 32, else as K = 2;

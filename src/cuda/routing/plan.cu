@@ -15,8 +15,9 @@
 //
 // The time of a segment is instructions and round trips to L2 (docs/lab-notebook.md). Three measures:
 // - A thread works on four pairs of a token at a time, which share loads, a division and a row of the mask.
-// - What is written once for the whole plan (write_expert) is shared among all CTAs. Their warps with the
-//   highest numbers come first, because those have the fewest experts in place_experts.
+// - What is written once for the whole plan (write_expert) is shared among all CTAs. In each CTA the
+//   warps with the highest numbers get this work first, because place_experts, which gives every expert its
+//   offsets, leaves them the fewest experts.
 // - A CTA requests its ids and weights at its start, all at once.
 //
 // Bytes: the ids once for each of count and scatter, the weights once, 12 bytes written for each pair, and
