@@ -12,11 +12,10 @@
 //
 // The m tokens with the highest orders move. So one order, the limit, separates them from the others. It is
 // found in three steps:
-// - Each thread takes the largest rank of its tokens. A bisection looks for the highest rank that at least m
-// of
-//   these maxima reach. It stops early at a rank that m to m + 32 maxima reach: a few more candidates cost
-//   less than more steps. This rank is a lower bound of the limit's rank. If fewer than m maxima are above 0,
-//   the bound is 1.
+// - Each thread takes the largest rank of its tokens. A bisection looks for the highest rank that at least
+//   m of these maxima reach. It stops early at a rank that m to m + 32 maxima reach: a few more candidates
+//   cost less than more steps. This rank is a lower bound of the limit's rank. If fewer than m maxima are
+//   above 0, the bound is 1.
 // - Candidates are the tokens whose rank is at least the bound. Only the threads whose maximum reaches the
 //   bound have any; all threads together go through the vectors of those threads.
 // - For each candidate eight threads count how many candidates have a higher order. The one with m - 1 higher
