@@ -154,16 +154,21 @@ typedef struct choice_check {
 
 enum { ALL = 0xffff, STORED = 1 << 0 | 1 << 1 | 1 << 2, LOGITS = 1 << 0 | 1 << 1, INDICES = 1 << 3 | 1 << 4 };
 
-static smoe_status check_choice(smoe_context *context, const char *function, const choice_check *c)
+static int is_allowed(const choice_check *c)
+{
+    for (int i = 0; i < c->count; i++)
+        if (c->value == c->known[i].value) return (int)(c->allowed >> i & 1);
+    return 0;
+}
+
+static smoe_status refuse_choice(smoe_context *context, const char *function, const choice_check *c)
 {
     char number[16], allowed[SMOE_ERROR_TEXT] = "";
     size_t used = 0;
-    for (int i = 0; i < c->count && used < sizeof allowed; i++) {
-        if (!(c->allowed >> i & 1)) continue;
-        if (c->value == c->known[i].value) return SMOE_OK;
-        used += (size_t)snprintf(allowed + used, sizeof allowed - used, "%s%s", used ? ", " : "",
-                                 c->known[i].name);
-    }
+    for (int i = 0; i < c->count && used < sizeof allowed; i++)
+        if (c->allowed >> i & 1)
+            used += (size_t)snprintf(allowed + used, sizeof allowed - used, "%s%s", used ? ", " : "",
+                                     c->known[i].name);
     snprintf(number, sizeof number, "%d", c->value);
     const char *name = name_of(c->known, c->count, c->value);
     return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is %s, it must be one of %s", function, c->name,
@@ -190,10 +195,8 @@ static smoe_status check_enums(smoe_context *context, const char *function, cons
         {"renormalize", l->renormalize, flags, COUNT(flags), ALL},
         {"rounding", (int)l->rounding, roundings, COUNT(roundings), ALL},
     };
-    for (int i = 0; i < COUNT(checks); i++) {
-        const smoe_status status = check_choice(context, function, &checks[i]);
-        if (status != SMOE_OK) return status;
-    }
+    for (int i = 0; i < COUNT(checks); i++)
+        if (!is_allowed(&checks[i])) return refuse_choice(context, function, &checks[i]);
     return SMOE_OK;
 }
 

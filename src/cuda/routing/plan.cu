@@ -3,7 +3,8 @@
 // Tile: one CTA for each segment of tokens. Bit masks [group of 32 tokens][expert] in shared memory give
 // every pair its place, so the T K pairs need no general sort. The kernels:
 // - count: sets the masks. Their population counts are the segment's counts, one row of a count matrix
-//   (segments, E). If the top-K kernel has written these rows itself, count is not launched.
+//   (segments, E). If the top-K kernel has written these rows itself, or if there is one segment only, count
+//   is not launched.
 // - columns: only for a large count matrix. It sums the matrix once for all CTAs.
 // - scatter: sets the masks again. Every CTA takes those sums, or sums the count matrix, which is in L2, by
 //   itself. So it knows all offsets and where its own rows go. It puts its pairs in the order of their
@@ -372,6 +373,8 @@ SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, 
         const int e = first + lane;
         uint32_t rows = 0, before = 0;
         if (e >= q.padded_experts) {
+        } else if (q.segments == 1) {
+            rows = m.local[e]; // this thread has written it
         } else if (q.work.totals) {
             rows = __ldcg(q.work.totals + e);
             before = __ldcg(q.work.before + (int64_t)blockIdx.x * q.padded_experts + e);
@@ -462,21 +465,23 @@ __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ pr
     const scatter_memory m = memory_at(memory, q.shared);
     const int lane = threadIdx.x & 31, warp = warp_number();
     const int tokens = tokens_of_segment(q), quads = tokens * q.quads;
-    clear(m.masks, (int)(q.shared.rows / 4));           // and the sums and totals behind them
-    if (q.p.counted) wait_for_previous();               // it is top-K; else ids and weights are the caller's
+    const bool alone = q.segments == 1, counted = q.p.counted && !alone; // alone: its own counts are all
+    const bool sums = !alone && !q.work.totals;
+    clear(m.masks, (int)(q.shared.rows / 4));  // and the sums and totals behind them
+    if (alone || counted) wait_for_previous(); // for top-K or the caller; count has waited for the caller
     uint4 ids[SMOE_PLAN_EACH], weights[SMOE_PLAN_EACH]; // on their way, as the counts, all at once
     load_ids(q, ids, quads);
     load_weights(q, weights, quads);
     __syncthreads();
-    if (q.p.counted && !q.work.totals) sum_counts(q, m);
+    if (counted && sums) sum_counts(q, m);
     store_ids(q, m.ids, ids, quads);
     __syncthreads();
     mark(q, m.masks, m.ids, quads);
     __syncthreads();
     rank_groups(q, m, warp, lane);
-    if (!q.p.counted) {
+    if (!alone && !counted) {
         wait_for_previous();
-        if (!q.work.totals) sum_counts(q, m);
+        if (sums) sum_counts(q, m);
         __syncthreads();
     }
     take_sums(q, m, warp, lane);
@@ -545,7 +550,8 @@ extern "C" cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *p, cudaStream_t s
     q.work = work_at(*p, q.segments, q.padded_experts);
     const dim3 ctas((unsigned)q.segments);
     cudaError_t status = cudaSuccess;
-    if (!p->counted) status = moe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
+    if (!p->counted && q.segments > 1)
+        status = moe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
     if (status == cudaSuccess && q.work.totals)
         status = moe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0,
                                    stream, q);
