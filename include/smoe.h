@@ -399,8 +399,8 @@ SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer 
  *
  *   smoe_route            for FROM_LOGITS. Needs the fields under FROM_LOGITS, and x with router_weight
  *   smoe_round            for FROM_LOGITS with rounding. Needs the same fields
- *   smoe_plan             for every layer. Needs the same fields; for another entry, the fields under its
- * name smoe_experts_forward  for every layer. Needs x and the fields under "the experts"
+ *   smoe_plan             for every layer. Needs the fields under its entry, and x with router_weight
+ *   smoe_experts_forward  for every layer. Needs x and the fields under "the experts"
  */
 SMOE_API smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                                 void *stream);
