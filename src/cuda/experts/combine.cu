@@ -6,8 +6,8 @@
 // in ascending order of rows, without atomics.
 //
 // dX also includes the router's term dlogits Wr, in one of two ways:
-// - If dlogits is dense, dX holds dlogits Wr before this kernel runs, and the sum starts from it. That is 2
-//   T d bytes more.
+// - If dlogits is dense, dX holds dlogits Wr before this kernel runs, and the sum starts from it. That is
+//   2 T d bytes more.
 // - If dlogits is sparse, each row r adds dlogit[r] Wr[e]. Wr has 2 E d bytes, few enough for L2 to keep.
 //
 // Tile: a thread computes one to four vectors (8 columns each) of one token. The kernel has two paths:

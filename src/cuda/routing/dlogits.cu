@@ -42,8 +42,8 @@
 // wanted, the sparse kernel holds dlogits in the storage type, because instructions and accesses to shared
 // memory bound its time.
 //
-// Bytes of the sparse kernel: 12 T K of rows, ids and weights read, 4 T K read for each partial sum of dS, 2
-// T E of the matrix and 8 T K of the list written. With SIGMOID it also reads 4 T K of logits (2 T K in
+// Bytes of the sparse kernel: 12 T K of rows, ids and weights read, 4 T K read for each partial sum of dS,
+// 2 T E of the matrix and 8 T K of the list written. With SIGMOID it also reads 4 T K of logits (2 T K in
 // bf16). The general kernel also reads all logits.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
