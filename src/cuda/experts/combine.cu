@@ -1,5 +1,6 @@
 // Combine: O[t] = sum over the rows r of token t of s(r) Y[r], for one column chunk of d. The same kernel
-// computes the backward's dX[t] = sum over r of dX~[r]. Terms: docs/glossary.md; symbols: include/smoe.h.
+// computes the backward's dX[t] = sum over r of dX~[r].
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: Y (padded rows, columns of the chunk), O (T, d). FLOPs 2 R d over all chunks. Bytes over all
 // chunks: 2 R d of Y read, 2 T d of O written, and the indices and weights of the rows. The sum is in f32,
@@ -20,8 +21,8 @@
 //   has more than K rows here, so every token has K rows exactly if R = T K. If R is not T K, the thread
 //   takes the long path instead.
 //
-// The first line that applies decides. "Fixed" means that the entry is not FROM_ROWS and that there is no
-// rounding. C is the number of columns of the chunk.
+// The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
+// there is no rounding. C is the number of columns of the chunk.
 //
 //   condition                                        path   rows at once  vectors
 //   sparse dlogits                                   long   4             1

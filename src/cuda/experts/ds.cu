@@ -1,5 +1,5 @@
-// The gradient of the row weights: dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>. Terms: docs/glossary.md;
-// symbols: include/smoe.h.
+// The gradient of the row weights: dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The dh kernel writes one partial sum of <dA'[r], A[r]> for each of its column tiles. With b2, the first
 // kernel here writes <dO[t(r)], b2[e]> as one more partial sum. The second kernel adds the partial sums in a

@@ -1,4 +1,5 @@
-// The work lists of the backward. Terms: docs/glossary.md; symbols: include/smoe.h.
+// The work lists of the backward.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 //   list           an entry is                                            for
 //   tiles          up to 128 rows of one expert                           dh, dx_rows

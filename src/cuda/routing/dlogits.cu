@@ -1,5 +1,6 @@
 // dlogits[t] from dS of the token's rows through the score function, and from the losses. Shapes: dlogits
-// (T, E); dS (padded rows), as one or more partial sums. Terms: docs/glossary.md; symbols: include/smoe.h.
+// (T, E); dS (padded rows), as one or more partial sums.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Names in the formulas:
 // - c is route_scale, and w the weight of a pair before it is multiplied by c: s = c w.
@@ -25,15 +26,16 @@
 // token are NaN. No other token changes.
 //
 // Two kernels:
-// - sparse: for layers in which every token has K rows and dlogits is 0 for all other experts. 8, 16 or 32
-//   lanes work on a token, each lane on one pair, or on two if K > 32. The rows of a token ascend with the
-//   expert's id. So the rank of an id among the token's ids tells which row the pair has.
+// - sparse: for layers in which every token has K rows and its dlogits are 0 for all other experts. 8, 16 or
+//   32 lanes work on a token, each lane on one pair, or on two if K > 32. The rows of a token ascend with
+//   the expert's id. So the rank of an id among the token's ids tells which row the pair has.
 // - general: for all other layers. One warp works on a token.
 //
-// Both build the dlogits of a CTA's tokens in shared memory and write what is wanted of:
+// Both build the dlogits of a CTA's tokens in shared memory. From there they write those of the following
+// results that are wanted:
 // - the matrix (T, E rounded up to a multiple of 8) in the storage type, for dWr = dlogits^T X and, if
-//   dlogits is dense, for dX += dlogits Wr. The tensor cores need this type; docs/lab-notebook.md has the
-//   error;
+//   dlogits is dense, for dX += dlogits Wr. The tensor cores need this type (docs/lab-notebook.md has the
+//   rounding error);
 // - the caller's dlogits in logits_type;
 // - sums over the CTA's tokens in f32, for dbr;
 // - in the sparse kernel, the list of nonzeros (8 bytes each), for the combine of dX.

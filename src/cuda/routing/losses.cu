@@ -1,5 +1,5 @@
-// The counts under plain top-K, the two losses, and the update of the selection bias. Terms:
-// docs/glossary.md; symbols: include/smoe.h.
+// The counts under plain top-K, the two losses, and the update of the selection bias.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 //   count_e    = number of bits set in the mask of expert e
 //   losses[0]  = E sum_e (count_e / T) (sum_t p[t,e] / T)

@@ -1,5 +1,6 @@
 // The plan from top-K ids and weights, (T, K) each. No atomics on global memory are needed, and the host
-// reads no count. Terms: docs/glossary.md; symbols: include/smoe.h.
+// reads no count.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Tile: one CTA for each segment, a run of consecutive tokens. In shared memory the CTA has one bit for each
 // token and expert of its segment. Counting these bits gives every pair its place, so the T K pairs need no
@@ -9,10 +10,11 @@
 //   segment, because that segment's own counts are all counts.
 // - columns: sums the columns of the count matrix, once for all CTAs. It is launched only if the matrix is
 //   large.
-// - scatter: each CTA gets the count of every expert and the part of it in earlier segments: from columns
-//   or, for a small matrix, by summing the matrix itself. From these it knows every expert's first row and
-//   where the rows of its own pairs go. The CTA sorts its pairs by expert in shared memory and writes them
-//   to global memory in runs of rows, because scattered stores of 4 bytes would take most of the time.
+// - scatter: each CTA needs two numbers for every expert: its count, and the part of the count in earlier
+//   segments. The CTA reads them from columns' results or, if the matrix is small, sums the matrix itself.
+//   They tell every expert's first row, and where the rows of the CTA's own pairs go. The CTA sorts its
+//   pairs by expert in shared memory and writes them to global memory in runs of rows, because scattered
+//   stores of 4 bytes would take most of the time.
 //
 // The padded index of a pair's row follows from counts of bits alone. So the result does not depend on the
 // order in which threads run.

@@ -1,5 +1,6 @@
 // The plan from rows that the caller gives sorted by expert (FROM_ROWS). Every CTA computes the first row of
-// every expert, so the CTAs need not wait for each other. Terms: docs/glossary.md; symbols: include/smoe.h.
+// every expert, so the CTAs need not wait for each other.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Tile: a warp writes one block at a time and finds the expert of the block by bisection.
 //

@@ -1,14 +1,14 @@
 // Token rounding. One CTA for each expert decides between the counts lo and hi (smoe_rounding in smoe.h),
-// and sets or clears bits of the expert's mask until it has that count. Terms: docs/glossary.md; symbols:
-// include/smoe.h.
+// and sets or clears bits of the expert's mask until it has that count.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The CTA adds or drops m tokens. Three integers describe a token (route_math.h):
 // - key: compares as the token's score for this expert does.
 // - rank: the higher it is, the sooner the token is added or dropped. If tokens are added, the rank is key +
 //   1. If tokens are dropped, it is the complement of the key. It is 0 if the token cannot be added or
 //   dropped.
-// - order: 64 bits, the rank above the token. No two orders are equal. Of equal ranks the lower token is
-//   added first and the higher token is dropped first.
+// - order: 64 bits, made of the rank (high bits) and the token (low bits). No two orders are equal. Of equal
+//   ranks the lower token is added first and the higher token is dropped first.
 //
 // The m tokens with the highest orders are added or dropped. The lowest of these m orders is called the
 // limit. It is found in three steps:
@@ -25,8 +25,8 @@
 // bisection over all orders.
 //
 // NR_S decides by scores: it finds the limit for dropping to lo and the limit for adding up to hi, and
-// compares the sums of the scores of the tokens beyond the two limits. All other rules decide from the
-// counts (SR_F also from a random draw).
+// compares two sums of scores: of the tokens that would be dropped and of the tokens that would be added.
+// All other rules decide from the counts (SR_F also from a random draw).
 //
 // Bytes: the mask (E T / 8) is read twice, and its changed words are written. The keys have 2 E T bytes with
 // bf16 logits and 4 E T with f32 logits. They are read once if the keys and the mask of one expert fit into

@@ -1,4 +1,5 @@
-// Router logits: logits = X Wr^T + br. Terms: docs/glossary.md; symbols: include/smoe.h.
+// Router logits: logits = X Wr^T + br.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: X (T, d), Wr (E, d), br (E) or none, logits (T, E). FLOPs 2 T E d.
 //

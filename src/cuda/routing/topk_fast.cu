@@ -1,5 +1,6 @@
 // Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids and weights.
-// Shapes: logits (T, E), ids and weights (T, K). Terms: docs/glossary.md; symbols: include/smoe.h.
+// Shapes: logits (T, E), ids and weights (T, K).
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Tile: a CTA takes a segment, a run of consecutive tokens. SHARE threads work on a token: four if a token's
 // row of logits has 512 bytes or more, else two. One bulk copy brings a warp's rows of logits into shared

@@ -1,5 +1,6 @@
 // The cooperative core: a CTA computes tiles of 128 x 256. Each of its two consumer warpgroups computes 64
-// rows of the tile. Terms: docs/glossary.md; symbols: include/smoe.h.
+// rows of the tile.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots in shared memory. A slot
 // holds 128 x 64 elements of operand A and 256 x 64 of operand B. Warps 10 and 11 store the finished tiles

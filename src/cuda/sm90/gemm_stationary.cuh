@@ -1,6 +1,7 @@
 // The weight-stationary core, for the down-projection with n <= 256. 256 columns of one expert's weights
 // stay in shared memory (128 KB), and the blocks of a piece, a run of this expert's blocks, are loaded one
-// after the other. Terms: docs/glossary.md; symbols: include/smoe.h.
+// after the other.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // A block costs 32 KB of loads; the cooperative core would load 64 KB for it. The two consumer warpgroups
 // take blocks in turns: one converts and stores while the other multiplies.

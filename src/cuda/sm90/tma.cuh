@@ -1,6 +1,6 @@
 // TMA: copies boxes of a tensor map to shared memory, where each copy completes on an mbarrier, and back to
-// global memory in bulk groups. Also copies plain bytes to shared memory. Terms: docs/glossary.md; symbols:
-// include/smoe.h.
+// global memory in bulk groups. Also copies plain bytes to shared memory.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
 #include "common/ptx.cuh"
 #include <cuda.h>

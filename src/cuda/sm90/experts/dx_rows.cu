@@ -1,4 +1,5 @@
-// dX~[r] = dH[r] W1[e], for one column chunk of d. Terms: docs/glossary.md; symbols: include/smoe.h.
+// dX~[r] = dH[r] W1[e], for one column chunk of d.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: dH (padded rows, h), W1 (E, h, d), dX~ (padded rows, columns of the chunk), where h is the number
 // of columns of H. FLOPs 2 R d h over all chunks.
