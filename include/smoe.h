@@ -9,6 +9,11 @@
  *   T, d, n    number of tokens, hidden size, intermediate size
  *   E, K       number of experts, experts of a token (top-K)
  *   X, O       (T, d) the layer's input and output
+ *   H, A, Y    one row for each row r, with 2n, n and d columns. A gated activation, such as SwiGLU, has a gate
+ *              half and an up half in H. Without a gate H has n columns
+ *   Wr, br     (E, d), (E) the router's weight and bias
+ *   W1, b1     (E, 2n, d), (E, 2n) the experts' first weights and biases; without a gate (E, n, d), (E, n)
+ *   W2, b2     (E, d, n), (E, d) the experts' second weights and biases
  *   act        the activation; dact(h, g) is the gradient of <act(h), g> with respect to h
  *   r          a row: one routed pair, which is a token t(r) and an expert e that was chosen for it
  *   s(r)       the row weight: the factor of row r in the sum for its token
@@ -38,6 +43,8 @@
  *   up          H[r] = X[t(r)] W1[e]^T + b1[e],  A[r] = act(H[r])                       smoe_experts_forward
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
+ *
+ * The plan is the result of the stage plan: all that later stages read about the routing.
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
@@ -198,16 +205,16 @@ typedef enum smoe_type {
 } smoe_type;
 
 /* Gated activations: g and u are elements of the gate half and of the up half of a row of H. Activations
- * without a gate have W1 (E, n, d), b1 (E, n) and H (R, n); h is an element of H. The derivative of max(h,
- * 0) at 0 is 0. */
+ * without a gate have W1 (E, n, d), b1 (E, n) and H (R, n); h is an element of H. At 0 the
+ * derivative of max(h, 0) is 0. */
 typedef enum smoe_activation {
     SMOE_ACTIVATION_SWIGLU = 0,     /* silu(g) u */
     SMOE_ACTIVATION_GEGLU = 1,      /* gelu(g) u, gelu by erf */
     SMOE_ACTIVATION_GEGLU_TANH = 2, /* gelu(g) u, gelu by its tanh approximation */
     SMOE_ACTIVATION_REGLU = 3,      /* max(g, 0) u */
     SMOE_ACTIVATION_SWIGLU_OAI = 4, /* gpt-oss: g sigmoid(1.702 g) (u + 1), after g has been clamped to at
-                                       most 7 and u to -7..7. The derivative of a clamp is 1 up to and at its
-                                       limit, 0 beyond */
+                                       most 7 and u to -7..7. The derivative of a clamp is 1 within its limits
+                                       and at them, 0 beyond them */
     SMOE_ACTIVATION_SILU = 10,      /* h sigmoid(h) */
     SMOE_ACTIVATION_GELU = 11,      /* gelu(h), by erf */
     SMOE_ACTIVATION_RELU = 12,      /* max(h, 0) */
@@ -253,8 +260,9 @@ typedef enum smoe_score {
 
 /* Token rounding changes the set of routed pairs so that every expert's count is a multiple of the tile M.
  *
- * The count. c is the count of an expert under plain top-K. lo = M floor(c / M), and hi = M ceil(c / M). If
- * c is a multiple of M, lo = hi = c. A rule chooses lo or hi; if hi > T, every rule chooses lo.
+ * The count. c is the number of tokens that top-K selected for an expert. lo = M floor(c / M), and hi = M
+ * ceil(c / M). If c is a multiple of M, lo = hi = c. A rule chooses lo or hi; if hi > T, every rule chooses
+ * lo.
  *
  * The pairs. For each expert all T tokens are ranked: first the tokens that top-K selected for the expert,
  * then all others. Within each of these two groups a higher score comes first; of equal scores the lower
@@ -361,7 +369,8 @@ typedef struct smoe_forward_args {
     const float *selection_bias; /* (E) or NULL; SIGMOID only: part of the selection score */
     uint64_t step;               /* SR_F: the number of the training step; the random draws depend on it */
     float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / T) mean_t p[t,e]
-                      with the counts of plain top-K. losses[1], z: mean_t logsumexp(logits[t])^2 */
+                      with the counts before rounding and p as in smoe_score. losses[1], z: mean_t
+                      logsumexp(logits[t])^2 */
     /* FROM_TOPK */
     const void *topk_ids;      /* (T, K) index_type */
     const float *topk_weights; /* (T, K) */
@@ -418,7 +427,7 @@ typedef struct smoe_plan_view {
     size_t struct_size;
     const int32_t *topk_ids;      /* (T, K) each token's experts by falling score */
     const float *topk_weights;    /* (T, K) their row weights */
-    const int32_t *topk_counts;   /* (E) counts under plain top-K, before rounding */
+    const int32_t *topk_counts;   /* (E) counts of the pairs that top-K selected, before rounding */
     const int32_t *counts;        /* (E) rows of each expert */
     const int32_t *offsets;       /* (E+1) first row of each expert, pad rows not counted; R = offsets[E] */
     const int32_t *block_offsets; /* (E+1) first block of each expert */
