@@ -9,8 +9,8 @@
  *   T, d, n    number of tokens, hidden size, intermediate size
  *   E, K       number of experts, experts of a token (top-K)
  *   X, O       (T, d) the layer's input and output
- *   H, A, Y    one row for each row r, with 2n, n and d columns. A gated activation, such as SwiGLU, has a gate
- *              half and an up half in H. Without a gate H has n columns
+ *   H, A, Y    one row for each row r, with 2n, n and d columns. For a gated activation, such as SwiGLU,
+ *              H has a gate half and an up half. Without a gate H has n columns
  *   Wr, br     (E, d), (E) the router's weight and bias
  *   W1, b1     (E, 2n, d), (E, 2n) the experts' first weights and biases; without a gate (E, n, d), (E, n)
  *   W2, b2     (E, d, n), (E, d) the experts' second weights and biases
