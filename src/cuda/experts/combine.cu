@@ -16,10 +16,10 @@
 //   loads up to four rows at a time. If fewer rows are left, the thread loads the last row again and does
 //   not add it, so all its loads start before the first result is needed.
 // - The short path is for K <= 4. A token with few rows is bound by latency: the index of a row must arrive
-//   before the row can be loaded. If every token has exactly K rows, the indices of token t start at K t. So
-//   the path reads them from K t without waiting for token_offsets, and reads R at the same time. No token
-//   has more than K rows here, so every token has K rows exactly if R = T K. If R is not T K, the thread
-//   takes the long path instead.
+//   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
+//   token_rows[K t]. So the path reads them there without waiting for token_offsets, and reads R at the same
+//   time. No token has more than K rows here, so every token has K rows exactly if R = T K. If R is not T K,
+//   the thread takes the long path instead.
 //
 // The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
 // there is no rounding. C is the number of columns of the chunk.

@@ -1,14 +1,14 @@
 // Token rounding. One CTA for each expert decides between the counts lo and hi (smoe_rounding in smoe.h),
-// and sets or clears bits of the expert's mask until it has that count.
+// and sets or clears bits of the expert's mask until that many bits are set.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The CTA adds or drops m tokens. Three integers describe a token (route_math.h):
-// - key: compares as the token's score for this expert does.
-// - rank: the higher it is, the sooner the token is added or dropped. If tokens are added, the rank is key +
-//   1. If tokens are dropped, it is the complement of the key. It is 0 if the token cannot be added or
-//   dropped.
-// - order: 64 bits, made of the rank (high bits) and the token (low bits). No two orders are equal. Of equal
-//   ranks the lower token is added first and the higher token is dropped first.
+// - The key compares as the token's score for this expert does.
+// - The rank tells how soon the token is added or dropped: higher ranks come first. If tokens are added, the
+//   rank is key + 1. If tokens are dropped, the rank is the complement of the key. The rank is 0 if the
+//   token cannot be added or dropped.
+// - The order has 64 bits and is made of the rank (high bits) and the token (low bits). No two orders are
+//   equal. Of equal ranks the lower token is added first and the higher token is dropped first.
 //
 // The m tokens with the highest orders are added or dropped. The lowest of these m orders is called the
 // limit. It is found in three steps:
