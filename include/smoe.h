@@ -4,12 +4,35 @@
  * This header is the manual. What it does not say is not part of the API. docs/glossary.md explains the
  * terms.
  *
- * Symbols. T tokens, d hidden size, n intermediate size, E experts, K experts of a token (top-K), R rows.
- * A row r is one routed pair: a token t(r), an expert e and a row weight s(r). Rows are sorted by expert,
- * tokens ascending inside an expert. R is T K from logits without rounding. From given top-K it is at most
- * T K, since ids can be skipped. From given rows it is offsets[E]. Matrices are row-major, the last dimension
- * contiguous. X (T, d) is the layer's input, O (T, d) its output, act the activation. dact(h, g) is the
- * gradient of <act(h), g> with respect to h.
+ * Symbols.
+ *
+ *   T, d, n    number of tokens, hidden size, intermediate size
+ *   E, K       number of experts, experts of a token (top-K)
+ *   X, O       (T, d) the layer's input and output
+ *   H, A, Y    one row for each row r, with 2n, n and d columns. For a gated activation, such as SwiGLU,
+ *              H has a gate half and an up half. Without a gate H has n columns
+ *   Wr, br     (E, d), (E) the router's weight and bias
+ *   W1, b1     (E, 2n, d), (E, 2n) the experts' first weights and biases; without a gate (E, n, d), (E, n)
+ *   W2, b2     (E, d, n), (E, d) the experts' second weights and biases
+ *   act        the activation; dact(h, g) is the gradient of <act(h), g> with respect to h
+ *   r          a row: one routed pair, which is a token t(r) and an expert e that was chosen for it
+ *   s(r)       the row weight: the factor of row r in the sum for its token
+ *   R          number of rows
+ *
+ * Matrices are row-major; the last dimension is contiguous.
+ *
+ * Rows, pad rows, blocks. Rows are sorted by expert. Inside an expert tokens ascend. In memory every
+ * expert's rows begin at a multiple of 64. A block is 64 consecutive rows of one expert, so an expert has
+ * whole blocks. The rows that fill an expert's last block are pad rows: token -1, weight 0. They add nothing
+ * to any result. An array with padded_rows elements (smoe_sizes) has one for each row and each pad row; "the
+ * padded index of a row" is its index in such an array.
+ *
+ * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
+ *
+ *   FROM_LOGITS without rounding  R = T K
+ *   FROM_LOGITS with rounding     R depends on the logits
+ *   FROM_TOPK                     R <= T K, since ids outside 0..E-1 are skipped
+ *   FROM_ROWS                     R = offsets[E]
  *
  * Stages of the forward:
  *
@@ -18,47 +41,51 @@
  *   round       drop or add pairs so that every expert's count is a multiple of a tile  smoe_round
  *   plan        rows sorted by expert, their weights s, the map from tokens to rows     smoe_plan
  *   up          H[r] = X[t(r)] W1[e]^T + b1[e],  A[r] = act(H[r])                       smoe_experts_forward
- *   down        Y[r] = A[r] W2[e]^T + b2[e]
- *   combine     O[t] = sum over the rows r of t of s[r] Y[r]
+ *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
+ *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
- * Stages of the backward. dO is the gradient of O, dS that of s, and so on; A' = s A; dX~ has one row for
- * each r:
+ * The plan is the result of the stage plan: all that later stages read about the routing.
  *
- *   dh          dA'[r] = dO[t(r)] W2[e];  dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>    smoe_experts_backward
- *               dH[r] = dact(H[r], s[r] dA'[r]);  A'[r] = s[r] A[r]
- *   dw2         dW2[e] = sum_r dO[t(r)]^T A'[r];  db2[e] = sum_r s[r] dO[t(r)]
- *   dx_rows     dX~[r] = dH[r] W1[e]
+ * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
+ * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
+ *
+ *   dh          dA'[r] = dO[t(r)] W2[e];  dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>
+ *               dH[r] = dact(H[r], s(r) dA'[r]);  A'[r] = s(r) A[r]
+ *   dw2         dW2[e] = sum_r dO[t(r)]^T A'[r];  db2[e] = sum_r s(r) dO[t(r)]
  *   dw1         dW1[e] = sum_r dH[r]^T X[t(r)];   db1[e] = sum_r dH[r]
- *   dx          dX[t] = sum over the rows r of t of dX~[r]  (+ the router's term dlogits Wr)
- *   router_bwd  dlogits from dS through the score function; dWr = dlogits^T X;          smoe_layer_backward
- *               dbr = sum_t dlogits
+ *   router_bwd  dlogits from dS through the score function; dWr = dlogits^T X;  dbr = sum_t dlogits[t]
+ *   dx_rows     dX~[r] = dH[r] W1[e]
+ *   dx          dX[t] = sum over the rows r of t of dX~[r]. smoe_layer_backward adds dlogits[t] Wr, which is
+ *               called the router's term of dX
  *
  * Rules of every call.
  *  - It returns a status. After anything but SMOE_OK, smoe_last_error(context) gives the reason.
  *  - `stream` is a cudaStream_t of the context's device. NULL is that device's legacy default stream. A call
- *    that takes a stream enqueues its work there and returns. It allocates nothing, waits for nothing and
- *    reads no count back to the host, so a CUDA graph can capture it. The CPU backend ignores the stream and
- *    has finished when it returns. It allocates nothing either, except that a thread's first call starts the
- *    OpenMP threads which serve that thread.
+ *    with the cuda backend enqueues its work on the stream and returns. It allocates nothing, waits for
+ *    nothing and reads no count back to the host, so a CUDA graph can capture it.
+ *  - The CPU backend ignores the stream and has finished when a call returns. A call allocates nothing, with
+ *    one exception: the first call of a thread starts the OpenMP threads that serve this thread.
  *  - The caller owns all memory. With the cuda backend every pointer inside an argument struct is a device
- *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 64. What a call writes must not
- *    overlap anything else that it is given: `out` is not `x`, `dx` is not `dout`.
- *  - The same inputs give the same bits, for any number of threads. On another processor OpenBLAS may choose
- *    other kernels, and then the bits of the CPU backend differ.
+ *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 64. Memory that a call writes must
+ *    not overlap any other memory that the call is given: `out` is not `x`, `dx` is not `dout`.
+ *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU
+ *    may give other bits: OpenBLAS chooses its kernels by processor, and the cuda backend cuts work by the
+ *    number of SMs.
  *  - No value in a tensor causes an error. A NaN logit ranks below -inf. A token with a NaN logit among its
  *    top-K gets NaN weights and a NaN output row; no other token changes. A NaN logit outside the top-K adds
- *    0 to the sum of a softmax over all E. In a softmax over logits that include +inf, those share the weight
- *    equally and all others get 0; the z-loss is then +inf. The sigmoid of +inf is 1.
- *  - Every struct starts with struct_size; initialise it with its _INIT macro. New fields are only ever
- *    appended. The library reads the bytes that struct_size covers and uses the default for the rest. If
- *    struct_size is larger than the library's own struct, the additional bytes must be zero.
+ *    0 to the sum of a softmax over all E. If some logits of a softmax are +inf, these logits share the
+ *    weight equally, all other logits get 0, and the z-loss is +inf. The sigmoid of +inf is 1.
+ *  - Every struct starts with struct_size; initialise the struct with its _INIT macro. Later versions only
+ *    append fields. The library reads the bytes that struct_size covers and uses defaults for the other
+ *    fields. If struct_size is larger than the library's own struct, the additional bytes must be zero.
  *
- * The CPU backend and the process. While one of its calls runs, the number of OpenBLAS threads is 1 for the
- * whole process. Afterwards it is the number from before. If the application has set a number other than 1
- * meanwhile, that number stays. If the application has set 1 meanwhile, the number from before comes back.
- * After a fork, the child lacks the OpenMP threads of its parent. If the thread that forked had made a
- * multi-threaded call before, every multi-threaded call of that thread in the child returns
- * SMOE_ERROR_UNSUPPORTED. In the child a context with threads = 1 works, and so does a new thread.
+ * The CPU backend and the process.
+ *  - OpenBLAS has one number of threads for the whole process. The library sets this number to 1 while a
+ *    call runs. When the call ends, the library restores the number that it found at the start, unless the
+ *    application has set a number other than 1 during the call.
+ *  - A forked child does not have the OpenMP threads of its parent. So if a thread makes a call on a context
+ *    with more than one thread and then forks, its calls on such contexts return SMOE_ERROR_UNSUPPORTED in
+ *    the child. In the child a context with threads = 1 works, and so does any context in a new thread.
  */
 #ifndef SMOE_H
 #define SMOE_H
@@ -106,7 +133,7 @@ SMOE_API const char *smoe_status_string(smoe_status status); /* static text, nev
 
 typedef enum smoe_backend { SMOE_BACKEND_CPU = 0, SMOE_BACKEND_CUDA = 10 } smoe_backend;
 
-/* What a stage callback is told. smoe_stage_string gives the names that `smoe bench` prints. */
+/* The stages, as a smoe_stage_callback gets them. smoe_stage_string gives their names. */
 typedef enum smoe_stage {
     SMOE_STAGE_ROUTER_GEMM = 0, /* logits = X Wr^T + br */
     SMOE_STAGE_TOPK = 10,
@@ -125,9 +152,10 @@ typedef enum smoe_stage {
 
 SMOE_API const char *smoe_stage_string(smoe_stage stage); /* "topk", "round", ...: static text, never NULL */
 
-/* Called on the host before (end = 0) and after (end = 1) the work of a stage is enqueued on `stream`, which
- * is the stream of the call. It can record an event there or read a clock. A stage is reported several times
- * in one call when there are several chunks, and not at all when no wanted result needs it. */
+/* Called on the host before (end = 0) and after (end = 1) the work of a stage is enqueued on `stream`, the
+ * stream of the call. The callback can record an event on the stream or read a clock. If the layer has
+ * several chunks (smoe_layer), some stages are reported several times in one call. A stage that no wanted
+ * result needs is not reported. */
 typedef void (*smoe_stage_callback)(void *user, smoe_stage stage, int end, void *stream);
 
 /* Opaque. Any thread may use a context, as long as no two calls on it overlap: the forward may run on one
@@ -149,11 +177,14 @@ typedef struct smoe_context_options {
         sizeof(smoe_context_options), SMOE_BACKEND_CPU, 0, 0, NULL, NULL, NULL, 0                            \
     }
 
-/* Creates a context. options may be NULL, for the CPU backend with its defaults. The call may allocate and
- * block. The CPU backend makes OpenBLAS allocate its buffers now, and the process keeps them. A buffer takes
- * 128 MiB of address space. There is one for each thread of each context that exists, and one for each
- * OpenBLAS thread beyond the first. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build
- * lacks the backend), MEMORY, DEVICE. */
+/* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
+ * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
+ * DEVICE.
+ *
+ * With the CPU backend smoe_create makes OpenBLAS allocate its buffers, 128 MiB of address space each. There
+ * must be one buffer for each thread of each context that exists at this time, and one for each OpenBLAS
+ * thread beyond the first. OpenBLAS never frees a buffer; a new context uses the buffers of destroyed ones.
+ */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -173,74 +204,90 @@ typedef enum smoe_type {
     SMOE_TYPE_I64 = 11
 } smoe_type;
 
-/* Gated activations: g and u are the gate half and the up half of a row of H. Activations without a gate have
- * W1 (E, n, d), b1 (E, n) and H (R, n); h is an element of H. The slope of max(h, 0) at 0 is 0. */
+/* Gated activations: g and u are elements of the gate half and of the up half of a row of H. Activations
+ * without a gate have W1 (E, n, d), b1 (E, n) and H (R, n); h is an element of H. At 0 the
+ * derivative of max(h, 0) is 0. */
 typedef enum smoe_activation {
     SMOE_ACTIVATION_SWIGLU = 0,     /* silu(g) u */
     SMOE_ACTIVATION_GEGLU = 1,      /* gelu(g) u, gelu by erf */
     SMOE_ACTIVATION_GEGLU_TANH = 2, /* gelu(g) u, gelu by its tanh approximation */
     SMOE_ACTIVATION_REGLU = 3,      /* max(g, 0) u */
-    SMOE_ACTIVATION_SWIGLU_OAI = 4, /* gpt-oss: with g limited to at most 7 and u to -7..7,
-                                       g sigmoid(1.702 g) (u + 1). At a limit itself the slope is that of the
-                                       unlimited function, beyond it 0 */
+    SMOE_ACTIVATION_SWIGLU_OAI = 4, /* gpt-oss: g sigmoid(1.702 g) (u + 1), after g has been clamped to at
+                                       most 7 and u to -7..7. The derivative of a clamp is 1 within its limits
+                                       and at them, 0 beyond them */
     SMOE_ACTIVATION_SILU = 10,      /* h sigmoid(h) */
     SMOE_ACTIVATION_GELU = 11,      /* gelu(h), by erf */
     SMOE_ACTIVATION_RELU = 12,      /* max(h, 0) */
     SMOE_ACTIVATION_RELU2 = 13      /* max(h, 0)^2 */
 } smoe_activation;
 
-/* Where the gate row and the up row of feature j are among the 2n rows of W1[e], and likewise in b1, dW1 and
- * db1. Both layouts are read in place, without a copy. */
+/* Which of the 2n rows of W1[e] are the gate row and the up row of feature j (a feature is a column of A).
+ * The same holds for the elements of b1[e], dW1[e] and db1[e]. Both layouts are read in place, without a
+ * copy. */
 typedef enum smoe_layout {
     SMOE_LAYOUT_CONCATENATED = 0, /* gate row j, up row n + j */
     SMOE_LAYOUT_INTERLEAVED = 1   /* gate row 2j, up row 2j + 1 */
 } smoe_layout;
 
-/* What the caller gives as routing. */
+/* In what form the caller gives the routing. */
 typedef enum smoe_entry {
     SMOE_ENTRY_FROM_LOGITS = 0, /* router logits, or the router's weight from which they are computed */
-    SMOE_ENTRY_FROM_TOPK = 1,   /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped. An
-                                   id that a token has twice counts once, at its first position */
+    SMOE_ENTRY_FROM_TOPK = 1,   /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped. If
+                                   a token has an id twice, only the first of the two counts */
     SMOE_ENTRY_FROM_ROWS = 2    /* rows already sorted by expert, with offsets (E+1). X and O have T rows
-                                   in the same order: row r is the routed pair r, so t(r) = r */
+                                   in the same order: t(r) = r */
 } smoe_entry;
 
-/* How row weights follow from a token's logits l. p is the softmax of l over all E experts, sigma the
- * sigmoid. Ties go to the lower expert. Where "sparse" is written, dlogits has at most K nonzeros for each
- * token, unless rounding or a loss coefficient makes it dense. */
+/* How the experts of a token and their row weights follow from its logits l. p is the softmax of l over all
+ * E experts, sigma the sigmoid. The softmax scores choose the K experts with the highest l. SIGMOID chooses
+ * those with the highest selection score sigma(l) + selection_bias. Ties go to the lower expert.
+ *
+ *   score            renormalize  row weight of a chosen expert                        dlogits
+ *   SOFTMAX_TOPK     0            p                                                    dense
+ *   SOFTMAX_TOPK     1            p / the sum of p over the token's K experts          sparse
+ *   TOPK_SOFTMAX     0            the softmax of the K logits                          sparse
+ *   SIGMOID          0            sigma(l)                                             sparse
+ *   SIGMOID          1            sigma(l) / the sum of sigma over the K experts       sparse
+ *
+ * route_scale then multiplies every weight. Sparse dlogits have at most K nonzeros for each token. Rounding
+ * and loss coefficients make dlogits dense.
+ */
 typedef enum smoe_score {
-    SMOE_SCORE_SOFTMAX_TOPK = 0, /* top-K of l, weights p (dense); with renormalize p divided by the sum of
-                                    the token's K weights (sparse) */
-    SMOE_SCORE_TOPK_SOFTMAX = 1, /* top-K of l, weights the softmax of the K logits (sparse). They sum to 1
-                                    already, so renormalize must be 0 */
-    SMOE_SCORE_SIGMOID = 2 /* top-K of sigma(l) + selection_bias, weights sigma(l), with renormalize divided
-                              by the sum of the token's K weights (both sparse) */
+    SMOE_SCORE_SOFTMAX_TOPK = 0,
+    SMOE_SCORE_TOPK_SOFTMAX = 1, /* renormalize must be 0: the weights sum to 1 already */
+    SMOE_SCORE_SIGMOID = 2
 } smoe_score;
 
-/* Token rounding. c is an expert's count under plain top-K, M the tile. A rule rounds c to lo = M floor(c/M)
- * or to hi = M ceil(c/M); where hi > T it takes lo. If c is a multiple of M, lo = hi = c. For each expert all
- * T tokens are ranked. Those that top-K selected come first. Among equals the higher score comes first (p,
- * for SIGMOID the selection score sigma + selection_bias), then the lower token. The first lo or hi tokens
- * of this order are routed. Scores are compared as f32, or rounded to bf16 when the logits are bf16. A pair
- * that top-K selected keeps its weight. An added pair gets the weight p (SIGMOID: sigma) times route_scale.
- * Gradients flow through the weights of kept pairs and of added pairs. */
+/* Token rounding changes the set of routed pairs so that every expert's count is a multiple of the tile M.
+ *
+ * The count. c is the number of tokens that top-K selected for an expert. lo = M floor(c / M), and hi = M
+ * ceil(c / M). If c is a multiple of M, lo = hi = c. A rule chooses lo or hi; if hi > T, every rule chooses
+ * lo.
+ *
+ * The pairs. For each expert all T tokens are ranked: first the tokens that top-K selected for the expert,
+ * then all others. Within each of these two groups a higher score comes first; of equal scores the lower
+ * token comes first. The score is p; for SIGMOID it is the selection score. The first lo or hi tokens of the
+ * ranking are routed. Scores are compared as f32, or rounded to bf16 if the logits are bf16.
+ *
+ * The weights. A pair that top-K selected keeps its weight. A pair that rounding adds gets the weight p (for
+ * SIGMOID: sigma) times route_scale. Gradients flow through the weights of all routed pairs. */
 typedef enum smoe_rounding {
     SMOE_ROUNDING_NONE = 0,
-    SMOE_ROUNDING_NR_F = 1, /* nearest: hi when c - lo > M/2 */
-    SMOE_ROUNDING_SR_F = 2, /* stochastic: hi when u < (c - lo)/M. 2^32 u is the first word of Philox4x32-10
+    SMOE_ROUNDING_NR_F = 1, /* nearest: hi if c - lo > M/2 */
+    SMOE_ROUNDING_SR_F = 2, /* stochastic: hi if u < (c - lo)/M. 2^32 u is the first word of Philox4x32-10
                                with the key words (seed, seed >> 32) and the counter words
                                (step, step >> 32, expert, 0) */
-    SMOE_ROUNDING_NR_S = 3, /* nearest by score: hi when S(hi) - S(c) < S(c) - S(lo), where S(m) is the sum of
+    SMOE_ROUNDING_NR_S = 3, /* nearest by score: hi if S(hi) - S(c) < S(c) - S(lo), where S(m) is the sum of
                                the first m scores of the ranking, in 64-bit fixed point */
-    SMOE_ROUNDING_BALANCE_F = 4, /* the experts in order, with a residual r that starts at 0: hi when
-                                    c + r - lo > M/2; then r += c - (the lo or hi that was taken) */
+    SMOE_ROUNDING_BALANCE_F = 4, /* nearest, with a carry q that is 0 before expert 0: experts are rounded by
+                                    rising id, hi if c + q - lo > M/2; then q += c - (lo or hi, as chosen) */
     SMOE_ROUNDING_UP = 5,        /* always hi */
     SMOE_ROUNDING_DOWN = 6       /* always lo */
 } smoe_rounding;
 
 typedef struct smoe_layer {
     size_t struct_size;
-    int64_t tokens;       /* T >= 1; for FROM_ROWS the number of rows there is room for. Limits:
+    int64_t tokens;       /* T >= 1; for FROM_ROWS an upper bound on R. Limits:
                              padded_rows < 2^31 (smoe_sizes), T E <= 2^40 */
     int64_t hidden;       /* d, a multiple of 8, at most 2^20 */
     int64_t intermediate; /* n, a multiple of 8, at most 2^20 */
@@ -253,20 +300,21 @@ typedef struct smoe_layer {
     smoe_type index_type;    /* topk_ids and offsets: SMOE_TYPE_I32 or SMOE_TYPE_I64 */
     smoe_type logits_type;   /* logits and dlogits: SMOE_TYPE_F32 or SMOE_TYPE_BF16 */
     smoe_type gradient_type; /* weight and bias gradients: dtype or SMOE_TYPE_F32 */
-    int32_t accumulate;  /* 1: weight and bias gradients are added to what is there, in f32 and rounded once;
-                            0: they are written */
-    int32_t inference;   /* 1: nothing is saved, no backward follows; the plan is in scratch */
+    int32_t accumulate;  /* 1: weight and bias gradients are added to the old values in f32, and the sum is
+                            rounded once; 0: they are written */
+    int32_t inference;   /* 1: no backward follows. Nothing is saved; the plan is in scratch */
     int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH */
-    int32_t chunks;      /* 1, 2, 4, ..., 64: down and combine, dx_rows and dx run once for each chunk. A
-                            chunk has 64 * ceil(d / (64 * chunks)) columns, the last one what is left. More
-                            chunks need less scratch and give the same bits */
-    /* The router, for FROM_LOGITS. FROM_TOPK and FROM_ROWS ignore score, renormalize, tile and seed. With
-     * them groups, groups_kept, route_scale and rounding must have their defaults */
+    int32_t chunks;      /* a power of two, 1..64. The d columns of Y, O, dX~ and dX are cut into at most this
+                            many chunks of 64 * ceil(d / (64 * chunks)) columns; the last one has the
+                            remaining columns. down and combine run once for each chunk, and so do dx_rows
+                            and dx. More chunks need less scratch and give the same bits */
+    /* The router, for FROM_LOGITS. For FROM_TOPK and FROM_ROWS, score, renormalize, tile and seed are
+     * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
-    int32_t renormalize;
+    int32_t renormalize; /* 0 or 1; see smoe_score */
     int32_t groups;      /* SIGMOID: the experts form this many equal groups of at least 2 experts */
-    int32_t groups_kept; /* top-K searches this many groups, those whose two best selection scores have the
-                            highest sum */
+    int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
+                            selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */
     smoe_rounding rounding;
     int32_t tile;  /* M of the rounding rules, 1..4096 */
@@ -279,22 +327,22 @@ typedef struct smoe_layer {
             SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUNDING_NONE, 128, 0                               \
     }
 
-/* Can this context run this layer? OK, or ARGUMENT, SHAPE or UNSUPPORTED with the reason in smoe_last_error.
- * Enqueues nothing. */
+/* Whether this context can run this layer: OK, or one of ARGUMENT, SHAPE and UNSUPPORTED with the reason in
+ * smoe_last_error. The call enqueues nothing. */
 SMOE_API smoe_status smoe_supports(smoe_context *context, const smoe_layer *layer);
 
 /* ---- Sizes --------------------------------------------------------------------------------------------- */
 
 typedef struct smoe_sizes {
     size_t struct_size;
-    int64_t rows;                /* upper bound on R: T K, plus what rounding can add */
-    int64_t padded_rows;         /* upper bound on the rows, pad rows included: rows + 63 E */
-    uint64_t saved_bytes;        /* kept from forward to backward: X, H and the plan, without padding. In bf16
-                                    2 T d + 4 n R + metadata_bytes (without a gate 2 n R, not 4 n R), where R
-                                    is the bound `rows`. In f32 X and H take twice that */
+    int64_t rows;                /* upper bound on R: T K, and with rounding the pairs that it can add */
+    int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 E */
+    uint64_t saved_bytes;        /* kept from forward to backward: X, H and the plan, without padding. With R
+                                    standing for `rows`, in bf16: 2 T d + 4 n R + metadata_bytes. Without a
+                                    gate 4 n R becomes 2 n R. In f32 X and H take twice as much */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
-    uint64_t saved_buffer_bytes; /* the size of `saved`: H with padded_rows rows, and the plan. X is not in
-                                    it: it stays where the caller has it */
+    uint64_t saved_buffer_bytes; /* the size of `saved`: H with padded_rows rows, and the plan. X is not
+                                    copied to `saved`: the caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
 } smoe_sizes;
@@ -303,8 +351,9 @@ typedef struct smoe_sizes {
         sizeof(smoe_sizes), 0, 0, 0, 0, 0, 0, 0                                                              \
     }
 
-/* What a layer needs in this context. Enqueues nothing. The same description gives the same sizes. Errors as
- * smoe_supports, and ARGUMENT for `sizes`. */
+/* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.
+ * The call enqueues nothing. Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or of a wrong
+ * size. */
 SMOE_API smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
 
 /* ---- Forward ------------------------------------------------------------------------------------------- */
@@ -315,29 +364,31 @@ typedef struct smoe_forward_args {
     /* FROM_LOGITS */
     const void *router_weight; /* Wr (E, d) dtype, or NULL when the caller gives the logits */
     const void *router_bias;   /* br (E) dtype, or NULL */
-    void *logits; /* (T, E) logits_type: written when router_weight is given, read otherwise. The backward
-                     reads it */
-    const float *selection_bias; /* (E) or NULL; SIGMOID only: added for the selection, not in the weights */
-    uint64_t step;               /* SR_F: every step draws other numbers */
-    float *losses; /* (2) or NULL. losses[0], load balance: E sum_e (count_e / T) mean_t p[t,e], with the
-                      counts of plain top-K. losses[1], z: mean_t logsumexp(logits[t])^2 */
+    void *logits; /* (T, E) logits_type: written if router_weight is given, else read. The backward reads them
+                     again */
+    const float *selection_bias; /* (E) or NULL; SIGMOID only: part of the selection score */
+    uint64_t step;               /* SR_F: the number of the training step; the random draws depend on it */
+    float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / T) mean_t p[t,e]
+                      with the counts before rounding and p as in smoe_score. losses[1], z: mean_t
+                      logsumexp(logits[t])^2 */
     /* FROM_TOPK */
     const void *topk_ids;      /* (T, K) index_type */
     const float *topk_weights; /* (T, K) */
     /* FROM_ROWS */
-    const void *offsets; /* (E+1) index_type: offsets[0] = 0, never falling, offsets[E] <= T. Rows of O from
-                            offsets[E] on are zero */
-    const float *row_weights; /* (T), or NULL: all 1 */
+    const void *offsets;      /* (E+1) index_type: the first row of each expert. offsets[0] = 0, no element is
+                                 below the one before it, offsets[E] <= T. O is 0 from row offsets[E] on */
+    const float *row_weights; /* (T) row weights, or NULL: all are 1 */
     /* the experts */
-    const void *w1; /* (E, 2n, d) dtype, by layout; (E, n, d) without a gate */
-    const void *b1; /* (E, 2n) or (E, n), or NULL */
+    const void *w1; /* (E, 2n, d) dtype, in the order of `layout`; (E, n, d) without a gate */
+    const void *b1; /* (E, 2n), without a gate (E, n); or NULL */
     const void *w2; /* (E, d, n) */
     const void *b2; /* (E, d) or NULL */
     void *out;      /* O (T, d) dtype */
     void *saved;    /* at least saved_buffer_bytes; NULL for inference */
     uint64_t saved_size;
-    void *scratch; /* at least scratch_forward_bytes. Nothing in it has to survive smoe_layer_forward; when
-                      the stages are called one by one, it must stay untouched between them */
+    void *scratch; /* at least scratch_forward_bytes. After smoe_layer_forward its content is not needed
+                      (for inference: the plan is in it). Between smoe_route, smoe_round, smoe_plan and
+                      smoe_experts_forward it must stay untouched */
     uint64_t scratch_size;
 } smoe_forward_args;
 #define SMOE_FORWARD_ARGS_INIT                                                                               \
@@ -346,15 +397,20 @@ typedef struct smoe_forward_args {
             NULL, NULL, NULL, NULL, NULL, 0, NULL, 0                                                         \
     }
 
-/* The whole layer: for FROM_LOGITS route, round, plan, experts; for the other entries plan, experts. */
+/* The whole forward. For FROM_LOGITS it does what smoe_route, smoe_round (if rounding is not NONE),
+ * smoe_plan and smoe_experts_forward do; for the other entries what smoe_plan and smoe_experts_forward do. */
 SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer *layer,
                                         const smoe_forward_args *args, void *stream);
 
-/* The parts of the forward, to be called one by one on the same args and in this order. What one part leaves
- * to the next is in saved and scratch. smoe_route is for FROM_LOGITS only. smoe_round must be called when
- * rounding is not NONE, and only then. Each part needs saved (not for inference) and scratch. smoe_route,
- * smoe_round and smoe_plan need the fields of the layer's entry, and x if a FROM_LOGITS layer's router_weight
- * is given. smoe_experts_forward needs x and the fields of the experts. The other fields may be NULL. */
+/* The four calls of a forward, to be made one by one, in this order and with the same args. Each call leaves
+ * its results to the next one in saved and scratch, so every call needs scratch and, unless for inference,
+ * saved. Fields that a call does not need may be NULL.
+ *
+ *   smoe_route            for FROM_LOGITS. Needs the fields under FROM_LOGITS, and x with router_weight
+ *   smoe_round            for FROM_LOGITS with rounding. Needs the same fields
+ *   smoe_plan             for every layer. Needs the fields under its entry, and x with router_weight
+ *   smoe_experts_forward  for every layer. Needs x and the fields under "the experts"
+ */
 SMOE_API smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                                 void *stream);
 SMOE_API smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
@@ -364,47 +420,50 @@ SMOE_API smoe_status smoe_plan(smoe_context *context, const smoe_layer *layer, c
 SMOE_API smoe_status smoe_experts_forward(smoe_context *context, const smoe_layer *layer,
                                           const smoe_forward_args *args, void *stream);
 
-/* Where the results of routing and plan are inside saved (for inference: inside scratch). */
+/* Where the results of routing and plan are inside saved (for inference: inside scratch). topk_ids and
+ * topk_weights are valid after smoe_route, h after smoe_experts_forward, all others after smoe_plan. The
+ * first three are for FROM_LOGITS only. */
 typedef struct smoe_plan_view {
     size_t struct_size;
-    const int32_t *topk_ids;      /* (T, K) by falling score; FROM_LOGITS, written by smoe_route */
-    const float *topk_weights;    /* (T, K); FROM_LOGITS */
-    const int32_t *topk_counts;   /* (E) counts of plain top-K; FROM_LOGITS, written by smoe_plan */
+    const int32_t *topk_ids;      /* (T, K) each token's experts by falling score */
+    const float *topk_weights;    /* (T, K) their row weights */
+    const int32_t *topk_counts;   /* (E) counts of the pairs that top-K selected, before rounding */
     const int32_t *counts;        /* (E) rows of each expert */
     const int32_t *offsets;       /* (E+1) first row of each expert, pad rows not counted; R = offsets[E] */
-    const int32_t *block_offsets; /* (E+1) first block of each expert; a block is 64 rows, also pad rows */
+    const int32_t *block_offsets; /* (E+1) first block of each expert */
     const int32_t *order;         /* (E) experts by falling count, then by rising id */
-    const int32_t *row_token;     /* (padded_rows) t(r); -1 in pad rows and in rows after the last expert's */
+    const int32_t *row_token;     /* (padded_rows) t(r); -1 in pad rows and behind the last expert's rows */
     const float *row_weight;      /* (padded_rows) s(r); 0 where row_token is -1 */
     const int32_t *token_offsets; /* (T+1) where each token's rows start in token_rows */
-    const int32_t *token_rows;    /* (rows) the rows of each token, as indices of padded rows, ascending */
-    const void *h; /* (padded_rows, 2n or n) dtype: gate columns, then up columns; NULL for inference */
+    const int32_t *token_rows;    /* (rows) the padded indices of each token's rows, ascending */
+    const void *h; /* (padded_rows, 2n) gate columns, then up columns; (padded_rows, n) without a gate; dtype;
+                      NULL for inference */
 } smoe_plan_view;
 #define SMOE_PLAN_VIEW_INIT                                                                                  \
     {                                                                                                        \
         sizeof(smoe_plan_view), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL       \
     }
 
-/* Fills the view. Enqueues nothing; with the cuda backend the pointers are device pointers. Of args it needs
- * saved and saved_size, for inference scratch and scratch_size instead. */
+/* Fills the view and enqueues nothing. With the cuda backend the pointers in the view are device pointers.
+ * Of args the call needs saved and saved_size; for inference it needs scratch and scratch_size instead. */
 SMOE_API smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer,
                                     const smoe_forward_args *args, smoe_plan_view *view);
 
-/* The aux-free bias update: bias[e] += gamma sign(mean count - counts[e]). counts (E), bias (E). */
+/* The aux-free bias update: bias[e] += gamma sign(mean of counts - counts[e]). counts (E), bias (E). */
 SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *layer,
                                                 const int32_t *counts, float *bias, float gamma,
                                                 void *stream);
 
 /* ---- Backward ------------------------------------------------------------------------------------------ */
 
-/* Pass NULL for each gradient that is not wanted, for example of frozen weights or of an input without
- * gradient. Work that only such gradients need is not done. An input is required only when a wanted gradient
- * reads it; otherwise it may be NULL. Fields marked unused are never read and may be NULL. */
+/* Pass NULL for each gradient that is not wanted. Work that only unwanted gradients need is not done. An
+ * input is required if it is read for a wanted gradient; otherwise it may be NULL. Fields marked unused are
+ * never read and may be NULL. */
 typedef struct smoe_backward_args {
     size_t struct_size;
-    /* what the forward was given */
+    /* the forward's inputs and results, with the same values */
     const void *x;               /* (T, d); read for dw1, drouter_weight */
-    const void *router_weight;   /* (E, d) if the forward had it, else NULL: then dx has no router's term */
+    const void *router_weight;   /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;          /* FROM_LOGITS: (T, E); read by smoe_layer_backward for dlogits */
     const float *selection_bias; /* unused */
     const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
@@ -413,27 +472,27 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* required if any gradient except db2 is wanted; for dw2 because in the
-                                    cuda backend the stage dh, which reads w2, makes its A' */
-    const void *b2;              /* given exactly when the forward had it: dS has a term with b2 */
+    const void *w2;              /* required if any gradient except db2 is wanted. (With the cuda backend
+                                    dw2 needs A', which stage dh writes, and dh reads w2) */
+    const void *b2;              /* required if the forward had b2, else NULL: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;
-    /* the gradient of O, and what is computed from it */
+    /* the gradient of O, loss coefficients, and the gradients to compute */
     const void *dout;          /* dO (T, d) dtype */
-    float balance_coefficient; /* the gradient of balance_coefficient * losses[0] + z_coefficient * losses[1]
-                                  is added to dlogits */
+    float balance_coefficient; /* dlogits include the gradient of balance_coefficient * losses[0] +
+                                  z_coefficient * losses[1] */
     float z_coefficient;
-    void *dx;        /* (T, d) dtype, written; includes the router's term when router_weight is given */
-    void *dw1, *dw2; /* shaped as w1, w2; gradient_type. For experts without rows: zeros, or unchanged with
-                        accumulate */
-    void *db1, *db2; /* shaped as b1, b2; gradient_type. db2 only together with b2 */
-    void *drouter_weight; /* (E, d) gradient_type. This and drouter_bias only in smoe_layer_backward and
-                             together with router_weight */
-    void *drouter_bias;   /* (E) gradient_type */
+    void *dx;             /* (T, d) dtype, written; includes the router's term if router_weight is given */
+    void *dw1, *dw2;      /* shaped as w1, w2; gradient_type. The gradient of an expert without rows is 0 or,
+                             with accumulate, unchanged */
+    void *db1, *db2;      /* shaped as b1, b2; gradient_type. db2 needs b2 */
+    void *drouter_weight; /* (E, d) gradient_type. smoe_layer_backward computes drouter_weight,
+                             drouter_bias and dlogits; smoe_experts_backward ignores them */
+    void *drouter_bias;   /* (E) gradient_type. drouter_weight and drouter_bias need router_weight */
     void *dlogits;        /* (T, E) logits_type, written */
-    float *dtopk_weights; /* FROM_TOPK: (T, K), written; 0 for skipped ids */
-    float *drow_weights;  /* FROM_ROWS: (T), 0 from offsets[E] on. FROM_LOGITS: dS (padded_rows), 0 in pad
-                             rows */
+    float *dtopk_weights; /* FROM_TOPK: dS (T, K), written; 0 for skipped ids */
+    float *drow_weights;  /* FROM_ROWS: dS (T), written; 0 from offsets[E] on. FROM_LOGITS: dS
+                             (padded_rows), written; 0 in pad rows */
     void *scratch;        /* at least scratch_backward_bytes, whichever gradients are wanted */
     uint64_t scratch_size;
 } smoe_backward_args;
@@ -443,14 +502,13 @@ typedef struct smoe_backward_args {
             NULL, 0, NULL, 0.0f, 0.0f, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0   \
     }
 
-/* The backward of the whole layer. It computes from dout the gradients that are wanted: dx, the experts'
- * gradients and, FROM_LOGITS, dlogits and the router's gradients. */
+/* The whole backward: computes the gradients that are wanted. */
 SMOE_API smoe_status smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
                                          const smoe_backward_args *args, void *stream);
 
-/* The experts' part alone: no dlogits, no gradients of the router, no router's term in dx. dS is written to
- * drow_weights or dtopk_weights. FROM_TOPK and FROM_ROWS have no more than this, and smoe_layer_backward does
- * the same for them. */
+/* The experts' part of the backward: no dlogits, no gradients of the router, and dx without the router's
+ * term. A layer FROM_TOPK or FROM_ROWS has no router, so for such a layer this call and smoe_layer_backward
+ * do the same. */
 SMOE_API smoe_status smoe_experts_backward(smoe_context *context, const smoe_layer *layer,
                                            const smoe_backward_args *args, void *stream);
 

@@ -1,5 +1,6 @@
-// The activations of activations.h. Each of its curves is here twice: NAME(x) is the value, for the forward,
-// and NAME_curve(x) value and slope, for the backward. Comparisons are written so that a NaN stays one.
+// The activations of activations.h. Each curve is here twice: NAME(x) computes the value, for the forward;
+// NAME_curve(x) computes value and slope, for the backward. Comparisons are written so that a NaN stays a
+// NaN.
 #pragma once
 #include "activations.h"
 #include "common/storage.cuh"

@@ -1,5 +1,5 @@
-// The backward of one element of H, from y = s dA' and x = dA': A = act(g, u) again, A' = s A, dS += x A,
-// and dH = dact(H, y).
+// The backward of one element of H. Symbols: include/smoe.h. With x = dA' and y = s dA' it computes A =
+// act(g, u) again, A' = s A, the element's term x A of dS, and dH = dact(H, y).
 #pragma once
 #include "common/activation.cuh"
 

@@ -1,4 +1,4 @@
-// What the small kernels of the backward share: the sum of dS's parts, and storing a gradient.
+// What the small kernels of the backward share: adding up the partial sums of dS, and storing a gradient.
 #pragma once
 #include "common/storage.cuh"
 

@@ -1,5 +1,5 @@
-// From a type that is known at run time to the instance of a kernel, for the host side of a .cu. A type
-// without an instance is an error and never runs as another: it has to be in a list below.
+// From a type that is known at run time to the instance of a kernel, for the host side of a .cu file. A type
+// without an instance is an error: every type must be in one of the lists below.
 //
 //     return for_type(storage_types(), dtype, [&](auto t) {
 //         using T = typename decltype(t)::type;

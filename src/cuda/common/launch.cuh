@@ -1,5 +1,5 @@
-// Launches of kernels. The status is the launch's own: cudaGetLastError would also report, and take away, an
-// error that the caller's code has left there.
+// Launches of kernels. The status of a launch is the launch's own. cudaGetLastError would also report, and
+// clear, an error that the caller's code has left.
 #pragma once
 #include <cuda_runtime_api.h>
 

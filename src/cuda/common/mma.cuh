@@ -1,5 +1,5 @@
-// mma.sync by one warp: c (16 x 8, f32) += a (16 x 16) b (16 x 8), of 16-bit elements, in the registers'
-// layout that ldmatrix leaves. The last argument names the type.
+// mma.sync by one warp: c (16 x 8, f32) += a (16 x 16) b (16 x 8), where a and b have 16-bit elements.
+// Registers are laid out as ldmatrix leaves them. The last argument names the type of the elements.
 #pragma once
 #include "common/ptx.cuh"
 #include <cuda_bf16.h>

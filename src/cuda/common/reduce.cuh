@@ -1,4 +1,5 @@
-// Sums over the lanes of a warp and over the threads of a CTA, in fixed trees: the same bits every time.
+// Sums over the lanes of a warp and over the threads of a CTA, in a fixed order: the same inputs give the
+// same bits.
 #pragma once
 #include "common/ptx.cuh"
 

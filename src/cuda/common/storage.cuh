@@ -1,5 +1,5 @@
-// The storage types as the kernels know them: the two of 16 bits, pairs packed in 32 bits, the lower element
-// in the low half. instances.cuh has the list of them.
+// The two 16-bit storage types as the kernels know them. Two elements are packed in 32 bits, the lower
+// element in the low half. instances.cuh has the list of storage types.
 #pragma once
 #include "common/ptx.cuh"
 #include <cuda_bf16.h>

@@ -1,34 +1,41 @@
-// Combine: O[t] = sum over the rows r of token t of s[r] Y[r], for one column chunk of d. The backward's
-// dX[t] = sum over r of dX~[r] is the same kernel.
+// Combine: O[t] = sum over the rows r of token t of s(r) Y[r], for one column chunk of d. The same kernel
+// computes the backward's dX[t] = sum over r of dX~[r].
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Shapes: Y (padded rows, columns of the chunk), O (T, d). FLOPs 2 R d over all chunks.
-// Bytes over all chunks: 2 R d of Y read, 2 T d of O written, and the indices and weights of the rows.
+// Shapes: Y (padded rows, columns of the chunk), O (T, d). FLOPs 2 R d over all chunks. Bytes over all
+// chunks: 2 R d of Y read, 2 T d of O written, and the indices and weights of the rows. The sum is in f32,
+// in ascending order of rows, without atomics.
 //
-// The sum is in f32, in ascending order of rows, without atomics.
+// dX also includes the router's term dlogits Wr, in one of two ways:
+// - If dlogits is dense, dX holds dlogits Wr before this kernel runs, and the sum starts from it. That is
+//   2 T d bytes more.
+// - If dlogits is sparse, each row r adds dlogit[r] Wr[e]. Wr has 2 E d bytes, few enough for L2 to keep.
 //
-// The router's term of dX, dlogits Wr, comes in one of two ways:
-// - dense dlogits: dX holds dlogits Wr already and the sum starts from it (2 T d bytes more);
-// - sparse dlogits: each row r also adds dlogit[r] Wr[e(r)]. Wr has 2 E d bytes, few enough for L2 to keep.
+// Tile: a thread computes one to four vectors (8 columns each) of one token. The kernel has two paths:
+// - The long path is for any number of rows. token_offsets and token_rows list the rows of a token. A thread
+//   loads up to four rows at a time. If fewer rows are left, the thread loads the last row again and does
+//   not add it, so all its loads start before the first result is needed.
+// - The short path is for K <= 4. A token with few rows is bound by latency: the index of a row must arrive
+//   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
+//   token_rows[K t]. So the path reads them there without waiting for token_offsets, and reads R at the same
+//   time. No token has more than K rows here, so every token has K rows exactly if R = T K. If R is not T K,
+//   the thread takes the long path instead.
 //
-// Tile: a thread computes one to four vectors (of eight columns) of one token; a CTA has one or more tokens.
-// A token may have any number of rows; token_offsets and token_rows list them. The general path takes up to
-// four rows at a time. Where fewer are left, it loads the last row again in place of the missing ones and
-// does not add it. So the loads of all these rows start before the first of them is used.
+// The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
+// there is no rounding. C is the number of columns of the chunk.
 //
-// A token with few rows is bound by latency: the index of a row has to arrive before the row can be loaded.
-// So there is a path for K <= 4, without token rounding, given rows or sparse dlogits. If every token has
-// exactly K rows, the indices of token t start at K t. The path loads them from there without waiting for
-// token_offsets. At the same time it loads R. No token has more than K rows here, so R = T K exactly if every
-// token has K rows. If R is another number, the thread takes the general path instead.
+//   condition                                        path   rows at once  vectors
+//   sparse dlogits                                   long   4             1
+//   fixed, K = 1, C a multiple of 32                 short  1             4
+//   fixed, K <= 2, C a multiple of 24                short  2             3
+//   fixed, K <= 2, C a multiple of 16                short  2             2
+//   fixed, K <= 4, C a multiple of 16 and > 1024     short  4             2
+//   fixed, K <= 4                                    short  4             1
+//   C a multiple of 16 and > 1024                    long   4             2
+//   all others                                       long   4             1
 //
-// On the path for K <= 4 a thread takes
-// - K = 1: 1 row and 4 vectors, if the chunk's columns are a multiple of 32, else as K = 2;
-// - K = 2: 2 rows and 3 vectors, if they are a multiple of 24; else 2 rows and 2 vectors, if of 16; else as
-//   K = 3;
-// - K = 3 or 4: 4 rows and 2 vectors, if they are a multiple of 16 and more than 1024; else 4 rows, 1 vector.
-//
-// CTAs have about 64 or 128 threads, so that some CTA of an SM always has loads in flight. A long row takes
-// more, up to 512. O is written by plain stores.
+// A CTA has about 64 or 128 threads, so that some CTA of an SM always has loads in flight. For many columns
+// it has up to 512 threads.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"

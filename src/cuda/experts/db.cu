@@ -1,11 +1,14 @@
-// Bias gradients: db2[e] = sum over the rows r of e of s[r] dO[t(r)], db1[e] = sum of dH[r].
+// Bias gradients of expert e, as sums over its rows r: db2[e] = sum of s(r) dO[t(r)], db1[e] = sum of dH[r].
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Shapes: dO (T, d), dH (padded rows, h), db2 (E, d), db1 (E, h); h is the number of columns of H. FLOPs 2 R
-// d for db2 and 2 R h for db1. Bytes: 2 R d of dO gathered, or 2 R h of dH read; E d or E h elements written,
-// and read too with accumulate.
+// Shapes: dO (T, d), dH (padded rows, h), db2 (E, d), db1 (E, h), where h is the number of columns of H.
+// FLOPs: 2 R d for db2, R h for db1.
 //
-// Tile: one CTA sums 64 columns over all rows of one expert, in f32 and always in the same order. So no sum
-// is shared between CTAs and no atomics are needed.
+// Bytes: db2 gathers 2 R d of dO; db1 reads 2 R h of dH. E d or E h elements are written; with accumulate
+// they are also read.
+//
+// Tile: one CTA sums 64 columns over all rows of one expert, in f32 and in a fixed order. So CTAs share no
+// sum, and no atomics are needed.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,10 +1,19 @@
-// dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>, written in the shape of the row weights: (T, K) for given
-// top-K, (T) for given rows, (padded_rows) from logits. The dh kernel leaves one partial sum of the first
-// term for each of its column tiles; the kernels here compute the second term and add all parts in a fixed
-// order. For layers from logits dlogits.cu adds the parts itself.
+// The gradient of the row weights: dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// FLOPs 2 R d for the second term. Bytes: 2 R d of dO gathered for the second term, b2, and 4 R for each
-// part. Tile: a warp computes one row's second term; a thread adds the parts of one result.
+// The dh kernel writes one partial sum of <dA'[r], A[r]> for each of its column tiles. With b2, the first
+// kernel here writes <dO[t(r)], b2[e]> as one more partial sum. The second kernel adds the partial sums in a
+// fixed order and writes dS for the caller:
+//
+//   entry         result         shape
+//   FROM_TOPK     dtopk_weights  (T, K)
+//   FROM_ROWS     drow_weights   (T)
+//   FROM_LOGITS   drow_weights   (padded rows)
+//
+// It runs only if the caller wants this result. The kernel of dlogits adds the partial sums itself.
+//
+// FLOPs 2 R d for <dO[t(r)], b2[e]>. Bytes: 2 R d of dO gathered, 2 E d of b2, 4 R for each partial sum.
+// Tile: in the first kernel a warp takes one row; in the second a thread computes one result.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,11 +1,20 @@
-// The work lists of the backward, made from the plan's block_offsets and order: tiles of 128 rows (for dh
-// and dx_rows), pieces of experts (for dw2 and dw1), the split experts, and the expert of every block. One
-// CTA does it; E <= 4096. A second CTA makes the lists of the router's two products, whose rows are the
-// tokens and belong to one expert.
+// The work lists of the backward.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Bytes: block_offsets and order read, 4 bytes for each block and one entry for each tile, piece and split
-// expert written. No FLOPs. Tile: a thread sums the lists' lengths for four neighbouring experts; then a warp
-// writes the entries of one expert at a time.
+//   list           an entry is                                            for
+//   tiles          up to 128 rows of one expert                           dh, dx_rows
+//   pieces         a run of blocks of one expert                          dw2, dw1
+//   splits         an expert that is cut into more than one piece         dw2, dw1
+//   block_expert   the expert of a block                                  dS, dlogits
+//
+// One CTA makes these lists from the plan's block_offsets and order. A second CTA makes the same lists for
+// dWr = dlogits^T X and dX += dlogits Wr; there all tokens are the rows of one expert.
+//
+// Bytes: reads block_offsets and order; writes 4 bytes for each block and one entry for each tile, piece and
+// split expert. No FLOPs.
+//
+// Tile: a thread sums the lengths of the lists for four neighbouring experts, which limits E to 4096. Then a
+// warp writes the entries of one expert at a time.
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "host/launch_backward.h"

@@ -1,10 +1,8 @@
-/* The launches of the backward: lists, dh and dS, dw2, dw1, the router's part, then dx_rows and dx for one
- * chunk after another.
+/* The launches of the backward: lists, dh and dS, dw2, dw1, router_bwd, then dx_rows and dx for one chunk
+ * after another. docs/design.md describes the order and the scratch.
  *
- * Scratch: the work lists; the parts of dS; dH, unless it takes H's place; the nonzeros of sparse dlogits;
- * then one area that these share, since no two of them are needed at the same time: A' with the tiles of
- * dw2's split experts, the tiles of dw1's split experts, dense dlogits with dWr's tiles, and dX~ of one
- * chunk. */
+ * At the end of the scratch is memory with four uses, one after the other: A' and the sums of dW2's
+ * pieces; the sums of dW1's pieces; dense dlogits and the sums of dWr's pieces; dX~ of one chunk. */
 #include "host/backward.h"
 #include "wanted.h"
 

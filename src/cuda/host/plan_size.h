@@ -1,6 +1,6 @@
-/* Sizes of the plan from given top-K. Tokens are cut into segments, one a CTA. A segment's counts are one
- * row of the count matrix [segment][padded experts] of 16-bit numbers. If the matrix is small, every CTA
- * sums its columns itself, in 16 bits; otherwise a separate kernel does. */
+/* Sizes of the plan from top-K ids. Tokens are cut into segments; a CTA takes one segment. The counts of a
+ * segment are one row of the count matrix [segment][padded experts] of 16-bit numbers. If the matrix is
+ * small, every CTA sums its columns itself, in 16 bits. If it is large, a separate kernel sums them. */
 #ifndef SMOE_CUDA_PLAN_SIZE_H
 #define SMOE_CUDA_PLAN_SIZE_H
 

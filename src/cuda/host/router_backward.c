@@ -1,10 +1,10 @@
-/* router_bwd: dlogits, dbr, dWr = dlogits^T X, and dX += dlogits Wr where dlogits is dense.
+/* router_bwd: dlogits, dbr, dWr = dlogits^T X, and the router's term of dX, dlogits Wr.
  *
- * Both products use the experts' kernels: the tokens are the rows of one expert of width E. dWr is a dW1
- * with dense dlogits in the place of dH; the tokens are cut into as many pieces as make all of its tiles one
- * wave. The dense term of dX is a dX~ with Wr in the place of W1. It has one row for each token and is
- * written to dx, where the combine of dX starts from it. A sparse term is added with the rows (combine.cu);
- * its nonzeros stay in scratch until then. */
+ * Both products use the experts' kernels: all tokens are the rows of one expert. dWr is computed as a dW1
+ * in which the matrix dlogits takes the place of dH. The tokens are cut into pieces so that all pairs of a
+ * piece and a tile run at the same time. If dlogits is dense, the router's term is computed as a dX~ in
+ * which Wr takes the place of W1. It is written to dX, and the combine of dX starts from it. If dlogits is
+ * sparse, combine.cu adds the term row by row; the list of nonzeros stays in scratch until then. */
 #include "host/backward.h"
 
 /* The tokens' list of work is cut by moe_split_limit with these: one tile, so many CTAs as pieces. */

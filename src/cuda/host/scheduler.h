@@ -1,7 +1,8 @@
-/* How the work of the grouped GEMMs is cut. An expert's rows are blocks of 64. A work list has one entry for
- * every run of at most `limit` blocks of one expert, in row order. The plan writes two lists on the device:
- * row tiles (limit 2, the 128 rows of a CTA) and pieces (a higher limit, for the weight-stationary core). A
- * unit is an entry and a column tile; consecutive units have consecutive column tiles. */
+/* How the work of the grouped GEMMs is cut. Terms: docs/glossary.md. A work list of the forward has one
+ * entry for every run of at most `limit` blocks of one expert, in row order. The plan writes two such
+ * lists on the device: row tiles (limit 2, the 128 rows of a CTA's tile) and pieces (a higher limit, for
+ * the weight-stationary core). A unit is an entry and a column tile; consecutive units have consecutive
+ * column tiles. */
 #ifndef SMOE_CUDA_SCHEDULER_H
 #define SMOE_CUDA_SCHEDULER_H
 

@@ -1,47 +1,52 @@
 // dlogits[t] from dS of the token's rows through the score function, and from the losses. Shapes: dlogits
-// (T, E); dS one float for each padded row of the plan, in one or more parts.
+// (T, E); dS (padded rows), as one or more partial sums.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Names: c is the route scale, w a pair's weight before it, s = c w; g = dS of the pair's row of the plan. A
-// kept pair is one that top-K selected, an added pair one that rounding added. A kept pair that rounding
-// dropped has no row and g = 0, but its score still counts in the sum that normalises the weights. p is the
-// softmax over E.
+// Names in the formulas:
+// - c is route_scale, and w the weight of a pair before it is multiplied by c: s = c w.
+// - g is dS of the pair's row. If rounding dropped the pair, g = 0.
+// - A selected pair is one that top-K selected, also if rounding dropped it. An added pair is one that only
+//   rounding routes. sum_sel is a sum over the selected pairs of the token.
+// - p is the softmax over E, sigma the sigmoid.
 //
 // dlogits[t][e] is the sum of the terms that apply:
 //
-//   kept pairs of SOFTMAX_TOPK without renormalize, added pairs of both softmax scores, losses:
-//       p_e (v_e - sum_j v_j p_j + z),
-//       v_e the sum of c g_e (of those pairs) and balance_coefficient * E count_e / T^2,
+//   selected pairs of SOFTMAX_TOPK without renormalize, added pairs of both softmax scores, losses:
+//       p_e (v_e - sum_j v_j p_j + z), where
+//       v_e = (c g_e if expert e has such a pair, else 0) + balance_coefficient * E count_e / T^2
 //       z = 2 z_coefficient logsumexp / T
-//   kept pairs of SOFTMAX_TOPK with renormalize and of TOPK_SOFTMAX:
-//       s_e (g_e - sum_kept g_j w_j)
-//   kept pairs of SIGMOID without renormalize, added pairs of SIGMOID:
+//   selected pairs of SOFTMAX_TOPK with renormalize and of TOPK_SOFTMAX:
+//       s_e (g_e - sum_sel g_j w_j)
+//   selected pairs of SIGMOID without renormalize, added pairs of SIGMOID:
 //       c g_e sigma_e (1 - sigma_e)
-//   kept pairs of SIGMOID with renormalize:
-//       c (g_e - sum_kept g_j w_j) sigma_e (1 - sigma_e) / sum_kept sigma_j
+//   selected pairs of SIGMOID with renormalize:
+//       c (g_e - sum_sel g_j w_j) sigma_e (1 - sigma_e) / sum_sel sigma_j
 //
-// If a row of a token belongs to a pair with NaN weight, all dlogits of this token are NaN. No other token
-// changes.
+// count_e is the count under plain top-K. If a token has a row whose weight is NaN, all dlogits of this
+// token are NaN. No other token changes.
 //
 // Two kernels:
-// - sparse: for layers in which a token has exactly its K rows and no other nonzero dlogit. 8, 16 or 32
-//   lanes work on a token, each on one pair, or on two if K > 32. A token's rows ascend with their expert
-//   ids, so the row of an id follows from the id's rank among the token's ids, and only dS has to be
-//   gathered.
-// - general: one warp for each token, any number of rows.
+// - sparse: for layers in which every token has K rows and its dlogits are 0 for all other experts. 8, 16 or
+//   32 lanes work on a token, each lane on one pair, or on two if K > 32. The rows of a token ascend with
+//   the expert's id. So the rank of an id among the token's ids tells which row the pair has.
+// - general: for all other layers. One warp works on a token.
 //
-// Both build the dlogits of a CTA's tokens in shared memory and write from there:
-// - dense (T, E, padded to a multiple of 8) in the storage type, for dWr = dlogits^T X and dX += dlogits Wr;
-// - the caller's dlogits in the logits' type;
-// - sums over the CTA's tokens in f32, for dbr.
-// The two products need the storage type because the tensor cores do. Rounding dlogits to it adds less error
-// to dWr than the rounding of the stored H leaves in dS (docs/lab-notebook.md).
+// Both build the dlogits of a CTA's tokens in shared memory. From there they write those of the following
+// results that are wanted:
+// - the matrix (T, E rounded up to a multiple of 8) in the storage type, for dWr = dlogits^T X and, if
+//   dlogits is dense, for dX += dlogits Wr. The tensor cores need this type (docs/lab-notebook.md has the
+//   rounding error);
+// - the caller's dlogits in logits_type;
+// - sums over the CTA's tokens in f32, for dbr;
+// - in the sparse kernel, the list of nonzeros (8 bytes each), for the combine of dX.
 //
-// In shared memory dlogits are f32. The one exception is the sparse kernel when dense is the only result:
-// there they have the storage type, because this kernel is bound by instructions and by accesses to shared
-// memory, not by bytes.
+// In shared memory dlogits are f32. There is one exception: if neither the caller's dlogits nor dbr is
+// wanted, the sparse kernel holds dlogits in the storage type, because instructions and accesses to shared
+// memory bound its time.
 //
-// Bytes of the sparse kernel: 12 T K read of rows, ids and weights, 4 T K for each part of dS, 2 T E written,
-// 8 T K for the list of nonzeros. SIGMOID and the general kernel also read logits.
+// Bytes of the sparse kernel: 12 T K of rows, ids and weights read, 4 T K read for each partial sum of dS,
+// 2 T E of the matrix and 8 T K of the list written. With SIGMOID it also reads 4 T K of logits (2 T K in
+// bf16). The general kernel also reads all logits.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

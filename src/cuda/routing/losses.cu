@@ -1,12 +1,16 @@
-// The last kernels of route: the counts under plain top-K from the mask, the two losses from the panels'
-// sums, and the update of the selection bias. Sums are taken in a fixed order, so the bits are the same
-// every time.
+// The counts under plain top-K, the two losses, and the update of the selection bias.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-//   losses[0] = E sum_e (count_e / T) (sum_t p[t,e] / T),  losses[1] = sum_t logsumexp_t^2 / T
-//   bias_e += gamma where count_e is below the mean count, -= gamma where it is above
+//   count_e    = number of bits set in the mask of expert e
+//   losses[0]  = E sum_e (count_e / T) (sum_t p[t,e] / T)
+//   losses[1]  = sum_t logsumexp_t^2 / T
+//   bias_e    += gamma if count_e is below the mean count; bias_e -= gamma if it is above
 //
-// Bytes: the mask (E, W words of 32 tokens) once; 8 E for each panel's sums of p and 8 for its sum of
-// logsumexp^2. Tile: a warp takes an expert; one CTA adds up the losses.
+// scores.cu has summed p and logsumexp^2 over panels of 256 tokens. Sums are taken in a fixed order, so the
+// same inputs give the same bits.
+//
+// Bytes: the mask (E T / 8) once; for each panel 8 E of sums of p and 8 of the sum of logsumexp^2. Tile: a
+// warp takes an expert; one CTA adds up the losses.
 #include "host/routing.h"
 
 #include "common/launch.cuh"

@@ -1,28 +1,32 @@
-// The plan from top-K ids and weights, (T, K) each. No atomics on global memory, and the host reads no count.
+// The plan from top-K ids and weights, (T, K) each. No atomics on global memory are needed, and the host
+// reads no count.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Tile: one CTA for each segment of tokens. Bit masks [group of 32 tokens][expert] in shared memory give
-// every pair its place, so the T K pairs need no general sort. The kernels:
-// - count: sets the masks. Their population counts are the segment's counts, one row of a count matrix
-//   (segments, E). If the top-K kernel has written these rows itself, or if there is one segment only, count
-//   is not launched.
-// - columns: only for a large count matrix. It sums the matrix once for all CTAs.
-// - scatter: sets the masks again. Every CTA takes those sums, or sums the count matrix, which is in L2, by
-//   itself. So it knows all offsets and where its own rows go. It puts its pairs in the order of their
-//   experts in shared memory and then writes runs of rows, because scattered stores of 4 bytes would take
-//   most of the time.
+// Tile: one CTA for each segment, a run of consecutive tokens. In shared memory the CTA has one bit for each
+// token and expert of its segment. Counting these bits gives every pair its place, so the T K pairs need no
+// general sort. The kernels:
+// - count: each CTA writes the counts of its segment, one row of the count matrix (segments, E). The kernel
+//   is not launched in two cases: if the top-K kernel has written the matrix, and if there is only one
+//   segment, because that segment's own counts are all counts.
+// - columns: sums the columns of the count matrix, once for all CTAs. It is launched only if the matrix is
+//   large.
+// - scatter: each CTA needs two numbers for every expert: its count, and the part of the count in earlier
+//   segments. The CTA reads them from columns' results or, if the matrix is small, sums the matrix itself.
+//   They tell every expert's first row, and where the rows of the CTA's own pairs go. The CTA sorts its
+//   pairs by expert in shared memory and writes them to global memory in runs of rows, because scattered
+//   stores of 4 bytes would take most of the time.
 //
-// The padded row of a pair follows from offsets and population counts alone. So the result does not depend
-// on the order in which threads run.
+// The padded index of a pair's row follows from counts of bits alone. So the result does not depend on the
+// order in which threads run.
 //
-// The time of a segment is instructions and round trips to L2 (docs/lab-notebook.md). Three measures:
-// - A thread works on four pairs of a token at a time, which share loads, a division and a row of the mask.
-// - What is written once for the whole plan (write_expert) is shared among all CTAs. In each CTA the
-//   warps with the highest numbers get this work first, because place_experts, which gives every expert its
-//   offsets, leaves them the fewest experts.
-// - A CTA requests its ids and weights at its start, all at once.
+// A segment's time goes into instructions and round trips to L2 (docs/lab-notebook.md). So:
+// - A thread works on four pairs of a token at a time. They share loads, a division and a row of the bits.
+// - Counts, offsets, pad rows and work lists exist once for the whole plan. All CTAs write them together,
+//   each for some experts.
+// - A CTA requests all its ids and weights at its start.
 //
-// Bytes: the ids once for each of count and scatter, the weights once, 12 bytes written for each pair, and
-// the count matrix once for each CTA, or its sums. No FLOPs.
+// Bytes: the ids once for count and once for scatter, the weights once, 12 written for each pair, and the
+// count matrix or its sums once for each CTA. No FLOPs.
 #include "common/launch.cuh"
 #include "routing/plan_shared.cuh"
 

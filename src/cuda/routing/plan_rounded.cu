@@ -1,17 +1,20 @@
-// The plan from the selection mask, for rounded routing, in which a token may have any number of rows. The
-// mask has W words of 32 tokens for each expert.
+// The plan from the mask of selected pairs, for token rounding. A token may have any number of rows. The
+// mask has one bit for each expert and token, in W words of 32 tokens for each expert.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Two kernels:
-// - expert_rows: one CTA for each expert. It sums the counts of the experts before it to find its first row,
-//   goes through the bits of its mask, and writes its rows in order; for each word of the mask it notes the
-//   padded row of the word's first token (word_rows). A kept pair (one that top-K selected) has the weight
-//   that top-K gave it, an added pair its score.
-// - token_rows: one CTA for 128 tokens. The number of rows of all tokens before them is a sum over the
-//   experts, from the row noted for the CTA's first word, so the CTAs need not wait for each other. The
-//   tokens' rows are put in order in shared memory.
+// - expert_rows: one CTA for each expert. The CTA sums the counts of all lower experts, which gives the
+//   first row of its expert. Then it goes through the words of its expert's mask and writes a row for each
+//   bit that is set. A pair that top-K selected has the weight that top-K gave it. A pair that rounding
+//   added has the weight p (for SIGMOID: sigma) times route_scale. For each word the CTA also writes
+//   word_rows: the first row of its expert, as a padded index, plus the number of bits that are set in
+//   earlier words.
+// - token_rows: one CTA for 128 tokens. It writes token_offsets and token_rows. To find where its tokens'
+//   rows start, a CTA needs the number of rows of all earlier tokens. It is the sum, over the experts, of
+//   (word_rows of the CTA's first word - first row of the expert). So a CTA need not wait for other CTAs.
 //
-// Bytes: the mask (4 E W) read twice, word_rows (4 E W) written and read, 12 written for each row, and the
-// ids and weights of every row's token read (8 K). No FLOPs but those of the added pairs' scores.
+// Bytes: the mask (4 E W) read twice, word_rows (4 E W) written and read, 12 written for each row, and for
+// each row 8 K read: the ids and weights of its token. No FLOPs except for the weights of added pairs.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"

@@ -1,9 +1,10 @@
-// The plan from rows that the caller gives sorted by expert. Every CTA computes where all experts start,
-// so the CTAs need not wait for each other.
+// The plan from rows that the caller gives sorted by expert (FROM_ROWS). Every CTA computes the first row of
+// every expert, so the CTAs need not wait for each other.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Tile: a warp writes one block at a time and finds the block's expert by bisection.
+// Tile: a warp writes one block at a time and finds the expert of the block by bisection.
 //
-// Bytes: the offsets, (E + 1), once for each CTA; 16 written for each row; 4 read for each row if there are
+// Bytes: the E + 1 offsets once for each CTA, 16 written for each row, and 4 read for each row if there are
 // row weights. No FLOPs.
 #include "common/launch.cuh"
 #include "routing/plan_shared.cuh"

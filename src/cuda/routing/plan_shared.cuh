@@ -1,5 +1,6 @@
-// What the plan's kernels share: sums over the threads of a CTA, and the arrays and list entries that one
-// warp writes for one expert.
+// What the kernels of the plan share: sums over the threads of a CTA, and writing one expert's part of the
+// plan's arrays and work lists by one warp.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
 #include "common/ptx.cuh"
 #include "host/launch.h"

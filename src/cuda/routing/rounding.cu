@@ -1,31 +1,36 @@
-// Token rounding: one CTA for each expert decides between the counts lo and hi (moe_round_lo, moe_round_hi)
-// and sets or clears bits of the expert's mask accordingly.
+// Token rounding. One CTA for each expert decides between the counts lo and hi (smoe_rounding in smoe.h),
+// and sets or clears bits of the expert's mask until that many bits are set.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// All rules but NR_S decide from the counts (SR_F also from a random draw). NR_S finds the limits of both
-// ways and compares the scores that each would move. Let m be the number of tokens to add or drop. Three
-// words (route_math.h):
-// - key: an integer that compares as the token's score for this expert does.
-// - rank: how early a token moves; higher is earlier. It is key + 1 when tokens are added and the complement
-//   of the key when they are dropped, 0 for a token that cannot move.
-// - order: the rank, then the token, as one 64-bit integer, so no two orders are equal. Among equal ranks
-//   the lower token is added first and the higher token is dropped first.
+// The CTA adds or drops m tokens. Three integers describe a token (route_math.h):
+// - The key compares as the token's score for this expert does.
+// - The rank tells how soon the token is added or dropped: higher ranks come first. If tokens are added, the
+//   rank is key + 1. If tokens are dropped, the rank is the complement of the key. The rank is 0 if the
+//   token cannot be added or dropped.
+// - The order has 64 bits and is made of the rank (high bits) and the token (low bits). No two orders are
+//   equal. Of equal ranks the lower token is added first and the higher token is dropped first.
 //
-// The m tokens with the highest orders move. So one order, the limit, separates them from the others. It is
-// found in three steps:
-// - Each thread takes the largest rank of its tokens. A bisection looks for the highest rank that at least
-//   m of these maxima reach. It stops early at a rank that m to m + 32 maxima reach: a few more candidates
-//   cost less than more steps. This rank is a lower bound of the limit's rank. If fewer than m maxima are
-//   above 0, the bound is 1.
-// - Candidates are the tokens whose rank is at least the bound. Only the threads whose maximum reaches the
-//   bound have any; all threads together go through the vectors of those threads.
-// - For each candidate eight threads count how many candidates have a higher order. The one with m - 1 higher
-//   ones is the limit.
+// The m tokens with the highest orders are added or dropped. The lowest of these m orders is called the
+// limit. It is found in three steps:
+// - Each thread takes the largest rank of its tokens, its maximum. A bisection looks for the highest rank
+//   that at least m maxima reach. It stops early at a rank that m to m + 32 maxima reach, because a few more
+//   candidates cost less than more steps. The rank found is a lower bound of the limit's rank. If fewer than
+//   m maxima are above 0, the bound is 1.
+// - Candidates are all tokens whose rank is at least the bound. Only threads whose maximum reaches the bound
+//   have candidates. All threads of the CTA together search the tokens of those threads.
+// - For each candidate eight threads count the candidates with a higher order. The limit is the order of the
+//   candidate with m - 1 higher ones.
 //
-// Many equal scores give too many candidates for shared memory. Then the limit is found by bisection over
-// all orders.
+// Many equal scores can give more candidates than fit into shared memory. Then the limit is found by
+// bisection over all orders.
 //
-// Bytes: the mask (E T / 8) read twice, its changed words written; the keys (2 E T with bf16 logits, else
-// 4 E T) once, if an expert's keys and its mask fit into 160 KiB of shared memory, else in every step.
+// NR_S decides by scores: it finds the limit for dropping to lo and the limit for adding up to hi, and
+// compares two sums of scores: of the tokens that would be dropped and of the tokens that would be added.
+// All other rules decide from the counts (SR_F also from a random draw).
+//
+// Bytes: the mask (E T / 8) is read twice, and its changed words are written. The keys have 2 E T bytes with
+// bf16 logits and 4 E T with f32 logits. They are read once if the keys and the mask of one expert fit into
+// 160 KiB of shared memory. Otherwise every step reads them again.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"

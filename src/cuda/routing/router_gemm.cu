@@ -1,17 +1,19 @@
 // Router logits: logits = X Wr^T + br.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: X (T, d), Wr (E, d), br (E) or none, logits (T, E). FLOPs 2 T E d.
 //
 // Bytes:
-// - X: 2 T d, once for each 128 experts. With E > 128 the CTAs of one row tile of X are neighbours in the
-//   grid, so that they run side by side and find it in L2.
-// - Wr: 2 E d, read by every row tile; the later reads can come from L2.
-// - logits: 2 T E or 4 T E written.
+// - X: 2 T d, read once for each 128 experts. With E > 128 the CTAs that read the same rows of X are
+//   neighbours in the grid, so they run side by side and find X in L2.
+// - Wr: 2 E d, read by every row tile. L2 can serve every row tile after the first.
+// - logits: 2 T E (bf16) or 4 T E (f32) written.
 //
-// Tile: 128 tokens by 128 experts. Where that gives fewer than 96 tiles, too few for most SMs, 32 tokens by
-// 128 experts and a ring of more slots. mma.sync m16n8k16 with f32 accumulators. cp.async fills a ring of
-// slots; a slot has 64 columns of d, swizzled by vectors of 16 bytes. One CTA computes the whole sum of a
-// tile in a fixed order, so the bits do not depend on the tile.
+// Tile: 128 tokens by 128 experts. If that gives fewer than 96 tiles, many SMs would have no work; then the
+// tile is 32 tokens by 128 experts. cp.async loads 64 columns of d at a time into a ring of 3 slots in
+// shared memory (8 slots for the small tile). mma.sync m16n8k16 multiplies, with f32 accumulators. One CTA
+// sums each logit over d, in the same order for both tiles, so the bits do not depend on the choice of the
+// tile.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

@@ -1,13 +1,14 @@
-// Ranking keys of a segment's pairs by softmax scores (integers that compare as the scores do), transposed to
-// (E, T). The logits come from shared memory, where top-K has put them.
+// Ranking keys of the pairs of a segment by softmax scores, transposed to (E, T). A ranking key is an
+// integer that compares as the score does. The logits come from shared memory, where top-K has put them.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Tile: a warp takes 32 tokens and the experts of 32 words of a row. A lane reads its word of a token (two
-// bf16 logits or one f32 logit). The keys go through 4 KB of shared memory, so that they are written as whole
-// sectors of the experts' rows.
+// Tile: a warp takes 32 tokens and, of each token's row of logits, 32 words of 32 bits. A lane reads one
+// word of a token: two bf16 logits or one f32 logit. The keys go through 4 KB of shared memory, so that they
+// are written as whole sectors of the experts' rows.
 //
 // With bf16 logits a key holds 8 bits of the score. The hardware's exp2 gives a lower and an upper bound of
-// the score (route_math.h). If both round to the same key, that is the key; otherwise the exact score is
-// computed.
+// the score (route_math.h). If both bounds round to the same key, that is the key. Otherwise the exact score
+// is computed.
 //
 // Bytes: 2 E T of keys written with bf16 logits, 4 E T with f32 logits.
 #pragma once

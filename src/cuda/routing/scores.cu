@@ -1,12 +1,15 @@
-// The scores of all (token, expert) pairs. Two results: ranking keys for rounding (integers that compare as
-// the scores do), transposed to (E, T), where top-K has not made them; and for the losses the sums of p (the
-// softmax over E) and of logsumexp^2 over a panel of tokens.
+// The scores of all pairs of a token and an expert. There are two results:
+// - for rounding, where the top-K kernel has not made them: ranking keys, integers that compare as the
+//   scores do, transposed to (E, T);
+// - for the losses: sums of p (the softmax over E) and of logsumexp^2 over a panel of 256 tokens.
 //
-// Tile: one CTA takes a panel of 256 tokens and 32 experts. The lanes of a warp are experts, so that logits
-// are read in whole sectors. Each warp collects the keys of 32 tokens in shared memory; the CTA writes them
-// as rows of 512 bytes (1 KB with f32 logits).
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Bytes: the logits once, and as many bytes of keys if keys are made; 8 E for each panel's sums of p.
+// Tile: one CTA takes a panel and 32 experts. The lanes of a warp are experts, so that logits are read in
+// whole sectors. Each warp collects the keys of 32 tokens in shared memory. The CTA writes the keys as rows
+// of 512 bytes (1 KB with f32 logits).
+//
+// Bytes: the logits once; if keys are made, as many bytes of keys; for each panel 8 E of sums of p.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

@@ -1,28 +1,32 @@
-// Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids, weights and,
-// where a later kernel needs it, the softmax of every token. Shapes: logits (T, E), ids and weights (T, K).
+// Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids and weights.
+// Shapes: logits (T, E), ids and weights (T, K).
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Tile: a CTA takes a segment of tokens. SHARE threads work on a token: four if a token's row of logits has
-// 512 bytes or more, else two. One bulk copy brings a warp's rows of logits into shared memory. If the rows
-// of a CTA take more than 128 KiB, they come in two steps.
+// Tile: a CTA takes a segment, a run of consecutive tokens. SHARE threads work on a token: four if a token's
+// row of logits has 512 bytes or more, else two. One bulk copy brings a warp's rows of logits into shared
+// memory. If the rows of a CTA take more than 128 KiB, they come in two steps.
 //
-// Most logits are never sorted. A row is read as vectors of 16 bytes. Let P be the least of 4, 8, 16 that is
-// >= K. The K best logits are all in the P vectors whose largest logits are best (ties go to the lower
-// expert): an expert in any other vector has at least K better ones before it. So
-// - a thread sorts the largest logits of its vectors,
-// - the threads of a token merge their lists and take P / SHARE of the P best vectors each,
-// - each sorts the logits of its vectors,
-// - the lists of a token are merged, and its threads share the computation of the K weights.
-// All sorting is done by sorting networks of P elements, without branches, on packed keys: integers with the
-// order of the logit above and the complement of the expert's id below (route_math.h). Packed keys of bf16
-// logits are exact. Those of f32 logits lose their lowest bits to the id, so neighbours in the list that are
-// equal in all bits above the id are put in order by their logits. If the K-th best cannot be told from an
-// expert that was left out, or if the row has a NaN, the warp does the token again with exact keys.
+// Most logits are never sorted. A row of logits is read as vectors of 16 bytes. Let P be the least of 4, 8,
+// 16 that is at least K. Order the vectors by their largest logits, ties to the lower expert. The K best
+// logits are all in the first P vectors: an expert in any other vector has at least K experts before it. So
+// - a thread sorts the largest logits of its vectors;
+// - the threads of a token merge their lists and take P / SHARE of the first P vectors each;
+// - each thread sorts the logits of its vectors;
+// - the threads of a token merge their lists and share the computation of the K weights.
+// All sorting is done by sorting networks of P elements, without branches, on packed keys (route_math.h).
+// The high bits of a packed key compare as the logit does; the low bits are the complement of the expert's
+// id. Packed keys of bf16 logits are exact. Packed keys of f32 logits lose their lowest bits to the id, so
+// neighbours in the list whose high bits are equal are put in order by their logits. In two cases the warp
+// does the token again with exact keys: if the K-th best cannot be told from an expert that was left out,
+// and if the row has a NaN.
 //
-// The kernel also writes what the next one needs: for the plan the counts of its segment; for rounding the
-// mask (a bit for each expert and token, set where top-K selected the pair) and the ranking keys.
+// For later kernels the kernel also writes:
+// - for the plan, the counts of its segment, 2 E;
+// - for rounding, ranking keys, as many bytes as the logits;
+// - for rounding and losses, the mask (one bit for each expert and token, set where top-K selected the
+//   pair), E / 8 for each token, and the largest logit and the sum of the softmax over E, 8 for each token.
 //
-// Bytes: the logits once, 8 K written for each token; 2 E of counts for each segment, or for rounding E / 8
-// of mask for each token and as many bytes of keys as of logits.
+// Bytes: the logits once, 8 K written for each token, and what the list above says.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"

@@ -1,15 +1,17 @@
 // Top-K of every layer that the header describes: E up to 4096, K up to 64, every score function, selection
 // bias, groups. Shapes: logits (T, E), ids and weights (T, K).
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Tile: one warp takes a token, one CTA 32 tokens (one word of the mask).
+// Tile: one warp takes a token, one CTA 32 tokens.
 //
-// A warp keeps a ranking key for every expert in shared memory, and in registers the largest key of every 32
-// experts. A ranking key is an integer that compares as the score does, plus 1; 0 is an expert that cannot be
-// chosen. Each of the K rounds takes the largest of these maxima, finds its expert among the 32 by a ballot,
-// removes it, and computes that one maximum anew. A round is a few dozen instructions, whatever E is.
+// A ranking key is an integer that compares as the score does, plus 1. It is 0 for an expert that cannot be
+// chosen. A warp keeps the ranking key of every expert in shared memory, and the largest key of every 32
+// experts in registers. Each of K rounds finds the largest of these maxima. A ballot finds the expert that
+// has it. The warp removes this expert and computes the maximum of its 32 again. A round is a few dozen
+// instructions, for any E.
 //
-// Bytes: the logits, and 8 K written for each token; where a later kernel needs them, E / 8 of mask and the
-// softmax of each token.
+// Bytes: the logits, and 8 K written for each token. Where a later kernel needs them: E / 8 of mask for each
+// token (one bit for each expert), and 8 for the largest logit and the sum of the softmax.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

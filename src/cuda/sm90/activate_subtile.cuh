@@ -1,5 +1,5 @@
-// An activation on a subtile of 64 rows x 64 features in shared memory, by one warp: H is read as it was
-// rounded for storage, so that A is what the backward will recompute from the saved H.
+// An activation on a subtile of 64 rows x 64 features in shared memory, by one warp. It reads H as rounded
+// for storage, so that A is the same as the A that the backward computes from the saved H.
 #pragma once
 #include "common/activation.cuh"
 #include "sm90/swizzle.h"

@@ -1,14 +1,14 @@
-// Dynamic scheduling for a persistent CTA: it takes its units one by one from a counter in global memory.
-// CTAs that work at the same time then work on neighbouring units of the list, so an expert's weights are
-// read while they are in L2.
+// How a persistent CTA gets its units of work, one by one, from a counter in global memory. CTAs that run at
+// the same time then work on neighbouring units of the work list, so they find an expert's weights in L2.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// The store warp of consumer 0 claims units, because it has time to wait for the counter and the list. It
-// publishes them in a ring of items; all other roles of the CTA read them there.
+// The store warp of consumer 0 claims units, because this warp has time to wait for the counter and the
+// list. It writes the units to a ring in shared memory, from which all other warps of the CTA read them.
 //
-// When to claim. If a CTA claims a unit early and the tiles before it take long, other CTAs have finished the
-// neighbouring units before this one starts, and the shared operands have left L2. So a tile with many steps
-// of K is claimed only when the loaders ask for it, shortly before they need it. For a tile with few steps
-// that would be too late: such tiles are claimed three tiles ahead of the tile that is being stored.
+// When to claim a unit. If a CTA claims a unit too early, other CTAs have finished the neighbouring units
+// before this CTA starts, and the shared operands have left L2. So a tile with many steps of K is claimed
+// when the loaders ask for it, shortly before they need it. For a tile with few steps that would be too
+// late. Such a tile is claimed three tiles ahead of the tile that is being stored.
 #pragma once
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/work_order.h"

@@ -1,12 +1,15 @@
-// The cooperative core: a CTA computes tiles of 128 x 256, and each of its two consumer warpgroups computes
-// 64 rows of the tile.
+// The cooperative core: a CTA computes tiles of 128 x 256. Each of its two consumer warpgroups computes 64
+// rows of the tile.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots (128 x 64 of A and 256 x 64
-// of B each). Warps 10 and 11 store the finished tiles of consumers 0 and 1. A consumer's epilogue is short:
-// convert, stmatrix into its staging buffers, arrive on their barriers. It starts the next tile while the
-// store warps work.
+// The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots in shared memory. A slot
+// holds 128 x 64 elements of operand A and 256 x 64 of operand B. Warps 10 and 11 store the finished tiles
+// of consumers 0 and 1. The epilogue of a consumer is short: it converts its accumulators, writes them to
+// staging buffers with stmatrix, and arrives on the barriers of these buffers. It starts the next tile while
+// the store warps work.
 //
-// Staging holds a whole tile: two buffers of 128 columns for each consumer, two subtiles of 64 x 64 in each.
+// The staging buffers hold a whole tile: for each consumer two buffers of 128 columns, each of two subtiles
+// of 64 x 64.
 #pragma once
 #include "common/storage.cuh"
 #include "host/scheduler.h"

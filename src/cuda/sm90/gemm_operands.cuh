@@ -1,8 +1,10 @@
 // The operands of the cores in gemm_tiles.cuh and gemm_ping_pong.cuh, chosen by the type P of the kernel's
-// parameters. For step k of K: 64 columns of 128 rows, and the same 64 of COLUMNS columns of weights.
+// parameters. A step of the GEMM covers 64 elements of its K dimension. For one step this file loads 64
+// columns of 128 rows, and the same 64 of the weights of COLUMNS result columns.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// P has lists, y (the tensor map of the result's column chunk) and columns; with HAS_BIAS also bias, hidden
-// and first_column.
+// P has lists, y (the tensor map of the result's column chunk) and columns. With HAS_BIAS it also has bias,
+// hidden and first_column.
 #pragma once
 #include "host/scheduler.h"
 #include "sm90/tma.cuh"

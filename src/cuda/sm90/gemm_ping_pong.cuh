@@ -1,6 +1,9 @@
-// The ping-pong core, for a short K dimension and no bias: the product of gemm_tiles.cuh in tiles of 128 x
-// 192. Each of the two consumer warpgroups holds a whole tile (192 accumulators a thread). They use the
-// tensor cores in turns: one converts and stores its tile while the other multiplies. With a short K the
+// The ping-pong core, for a short K dimension and no bias: the same product as in gemm_tiles.cuh, in tiles
+// of 128 x 192.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
+//
+// Each of the two consumer warpgroups holds a whole tile (192 accumulators a thread). The two use the tensor
+// cores in turns: one converts and stores its tile while the other multiplies. With a short K dimension the
 // epilogue would otherwise take a large part of a tile's time.
 #pragma once
 #include "common/storage.cuh"

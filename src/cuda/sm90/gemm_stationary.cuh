@@ -1,13 +1,16 @@
-// The weight-stationary core, for the down-projection with K <= 256 (n = 256): 256 columns of one expert's
-// weights stay in shared memory (128 KB, four slices of 64 of K), and the blocks of a piece stream past
-// them. A block costs 32 KB of loads; the cooperative core would load 64 KB of A and B for it. The two
-// consumer warpgroups take blocks in turns: one converts and stores while the other multiplies.
+// The weight-stationary core, for the down-projection with n <= 256. 256 columns of one expert's weights
+// stay in shared memory (128 KB), and the blocks of a piece, a run of this expert's blocks, are loaded one
+// after the other.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// A unit is a piece and a column tile. Whole units are dealt to the CTAs in full waves, so that neighbouring
-// CTAs read the same rows at the same time and share them in L2. The units that are left over are cut by
-// blocks so that all CTAs end at the same time (moe_rest_share).
+// A block costs 32 KB of loads; the cooperative core would load 64 KB for it. The two consumer warpgroups
+// take blocks in turns: one converts and stores while the other multiplies.
 //
-// P, the kernel's parameters, has the tensor maps a (boxes of 64 rows), w2 (256 rows) and y (64 rows),
+// A unit of work is a piece and a column tile. As long as there is a unit for every CTA, each CTA takes a
+// whole unit (a full wave), so that neighbouring CTAs read the same rows at the same time and share them in
+// L2. The units that are left over are cut by blocks so that all CTAs end at the same time (moe_rest_share).
+//
+// P, the kernel's parameters, has the tensor maps a (boxes of 64 rows), w2 (256 rows) and y (64 rows), and
 // lists, hidden, first_column and columns.
 #pragma once
 #include "common/storage.cuh"

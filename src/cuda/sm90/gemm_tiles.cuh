@@ -1,6 +1,9 @@
 // Rows times an expert's weights on the cooperative core, for any shape: Y[r] = A[r] W2[e]^T + b2[e], and
-// the backward's dX~[r] = dH[r] W1[e]. Tiles of 128 x 256. TMA loads both operands (with zeros past the end
-// of K) and stores the result (clipped at the end of the column chunk); warps 10 and 11 store.
+// the backward's dX~[r] = dH[r] W1[e].
+// Terms: docs/glossary.md; symbols: include/smoe.h.
+//
+// Tiles of 128 x 256. TMA loads both operands, with zeros past the end of the K dimension. TMA also stores
+// the result and leaves out what is past the end of the column chunk. Warps 10 and 11 start the stores.
 #pragma once
 #include "sm90/feed.cuh"
 #include "sm90/gemm_operands.cuh"

@@ -1,5 +1,6 @@
-/* The launch functions of the Hopper kernels, for the table of kernels.c. Each makes the tensor maps that its
- * kernel wants of what it is given. The init functions raise limits of shared memory, once a device. */
+/* The launch functions of the Hopper kernels, for the table of kernels.c. Each function makes the tensor
+ * maps that its kernel needs. The init functions raise limits of shared memory; they are called once for
+ * each device. */
 #ifndef SMOE_CUDA_SM90_KERNELS_H
 #define SMOE_CUDA_SM90_KERNELS_H
 

@@ -1,6 +1,7 @@
-/* Tensor maps: how TMA finds the boxes of a tensor in global memory. All with the 128-byte swizzle: a box is
- * 128 bytes wide; what lies outside reads as zero and is not written. The kernels say how high a box is. The
- * driver's refusal stays in on->map_status. Elements are on->dtype. */
+/* Tensor maps: how TMA finds the boxes of a tensor in global memory. All have the 128-byte swizzle, so a
+ * box is 128 bytes wide; the kernels say how high a box is. What lies outside of the tensor reads as zero
+ * and is not written. If the driver refuses a map, on->map_status has the reason. Elements are of
+ * on->dtype. */
 #ifndef SMOE_CUDA_TENSOR_MAP_H
 #define SMOE_CUDA_TENSOR_MAP_H
 

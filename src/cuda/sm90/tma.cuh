@@ -1,5 +1,6 @@
-// TMA: boxes of a tensor map to shared memory (completing on an mbarrier) and back (in bulk groups); plain
-// bytes to shared memory.
+// TMA: copies boxes of a tensor map to shared memory, where each copy completes on an mbarrier, and back to
+// global memory in bulk groups. Also copies plain bytes to shared memory.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
 #include "common/ptx.cuh"
 #include <cuda.h>

@@ -1,6 +1,7 @@
-/* How the Hopper kernel cuts the weight gradients. A tile is 128 of d by 256 features: two stripes of 128
- * features. A stripe never crosses from the gate half of H to the up half. The GEMM's K dimension is the
- * rows of a piece (scheduler.h). A unit is a piece and a tile, in the order of moe_weight_place_of. */
+/* How the Hopper kernel cuts the weight gradients. Terms: docs/glossary.md. A tile is 128 columns of d by
+ * 256 features: two stripes of 128 features. A stripe never crosses from the gate half of H to the up
+ * half. The GEMM sums over the rows of a piece (scheduler.h). A unit is a piece and a tile, in the order
+ * of moe_weight_place_of. */
 #ifndef SMOE_CUDA_WEIGHT_TILES_H
 #define SMOE_CUDA_WEIGHT_TILES_H
 

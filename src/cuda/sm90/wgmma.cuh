@@ -1,7 +1,10 @@
-// wgmma: a 64 x N tile of f32 accumulators plus the product of 64 x 16 and 16 x N elements of 16 bits. Both
-// operands are in shared memory, in subtiles with the 128-byte swizzle. In a K-major operand the 128 bytes
-// of a subtile's row are 64 elements of K of one row of A or one column of B. In an MN-major operand they
-// are 64 rows of A or 64 columns of B at one k, and the subtile's rows run along K.
+// wgmma: adds the product of 64 x 16 and 16 x N elements of 16 bits to a 64 x N tile of f32 accumulators.
+// Both operands are in shared memory, in subtiles with the 128-byte swizzle.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
+//
+// In a K-major operand the 128 bytes of a subtile's row are 64 elements along K, of one row of A or one
+// column of B. In an MN-major operand they are 64 rows of A or 64 columns of B at one k, and the rows of the
+// subtile run along K.
 #pragma once
 #include "sm90/descriptor.cuh"
 #include <cuda_bf16.h>

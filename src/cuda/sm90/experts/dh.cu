@@ -1,38 +1,40 @@
 // The gradient through the activation. For row r of expert e:
-//   dA'[r] = dO[t(r)] W2[e]
-//   dS[r]  = <dA'[r], A[r]>, A[r] computed again from the saved H[r]; ds.cu computes the term of b2
-//   dH[r]  = dact(H[r], s[r] dA'[r])
-//   A'[r]  = s[r] A[r], which dW2 reads
 //
-// Shapes: dO (T, d), W2 (E, d, n), H and dH (padded rows, h), A' (padded rows, n); h is 2n with a gate, n
-// without. FLOPs 2 R d n.
+//   dA'[r] = dO[t(r)] W2[e]
+//   dS[r]  = <dA'[r], A[r]>, with A[r] computed again from the saved H[r]; ds.cu adds the term of b2
+//   dH[r]  = dact(H[r], s(r) dA'[r])
+//   A'[r]  = s(r) A[r], which dW2 reads
+//
+// Terms: docs/glossary.md; symbols: include/smoe.h.
+//
+// Shapes: dO (T, d), W2 (E, d, n), H and dH (padded rows, h), A' (padded rows, n), where h is 2n with a gate
+// and n without. FLOPs 2 R d n.
 //
 // Bytes, of 16-bit elements:
-// - dO: 2 R d gathered once for each column tile; the later reads can come from L2;
-// - W2: 2 E d n, once if L2 serves the row tiles of an expert after the first;
-// - H: 2 R h read; dH: 2 R h written; A': 2 R n written;
+// - dO: 2 R d, gathered once for each column tile. L2 can serve every column tile after the first.
+// - W2: 2 E d n, read once if L2 serves the row tiles of an expert after the first.
+// - H: 2 R h read.
+// - dH: 2 R h written.
+// - A': 2 R n written.
 // - dS: 4 R written for each column tile.
 //
-// Tile: 128 x 256 on the cooperative core. W2 is MN-major, as it is in memory.
+// Tile: 128 x 256 of dA' on the cooperative core (gemm_cooperative.cuh). W2 is MN-major, as it is in memory.
 //
-// The two consumer warpgroups gather dO themselves: a consumer that is done with a slot fills it again at
-// once. The third warpgroup does not gather, because it is busy with H, dH and A'.
+// The two consumer warpgroups gather dO themselves: a consumer that has multiplied the data of a slot fills
+// the slot again at once. The third warpgroup does not gather, because it works on H, dH and A'.
 //
-// A consumer warp writes its warp tile of dA', 16 rows of 256 columns, to staging as fp16. Each of these rows
-// is scaled by a power of two so that its largest element is in [2^14, 2^15). An element of at least 2^-28 of
-// the largest is then a normal fp16 number, so its one rounding has a relative error of at most 2^-11. An
-// element costs one multiplication and one conversion.
+// A consumer warp writes its 16 rows of dA' (256 columns) to shared memory as fp16. Before that, each row is
+// scaled by a power of two so that its largest magnitude is in [2^14, 2^15). Then every element whose
+// magnitude is at least 2^-28 times the largest is a normal fp16 number, and its rounding has a relative
+// error of at most 2^-11. Smaller elements become subnormal or 0.
 //
-// The four warps of the third warpgroup then work row by row. A row of the tile has 512 bytes of H's gate
-// half and, with a gate, 512 bytes of its up half. They come from global memory through a ring of copies.
-// Each lane copies its own 16 bytes of each half, four rows ahead. dH and A' are written from registers, each
-// lane its 16 bytes of a row. A row of 256 columns at a time was faster than 4 rows of 64 columns
-// (docs/lab-notebook.md).
+// The four warps of the third warpgroup read these rows one by one; a warp takes one row of 256 columns at a
+// time. For each row it also needs H: 512 bytes or, with a gate, 512 bytes of the gate half and 512 bytes of
+// the up half. Each lane copies 16 bytes of each half to shared memory with cp.async, four rows ahead. The
+// lane writes the matching 16 bytes of dH and A' from registers. Since a lane reads its bytes of H before it
+// writes the same bytes of dH, dH may overwrite H.
 //
-// H, dH and A' do not go through staging, so dH may take H's place: a lane reads its 16 bytes of H before it
-// writes the same bytes of dH.
-//
-// A column tile's part of dS goes to a partial sum of its own, without atomics.
+// Each column tile has its own partial sums of dS, so no atomics are needed.
 #include "common/activation_gradient.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,16 +1,23 @@
 // Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one column chunk of d.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: A (padded rows, n), W2 (E, d, n), Y (padded rows, columns of the chunk). FLOPs 2 R d n over all
 // chunks.
 //
 // Bytes over all chunks, of 16-bit elements:
-// - A: 2 R n, read once for each column tile; the later reads can come from L2;
-// - W2: 2 E d n, once if L2 serves the row tiles of an expert after the first;
+// - A: 2 R n, read once for each column tile. L2 can serve every column tile after the first.
+// - W2: 2 E d n, read once if L2 serves the row tiles of an expert after the first.
 // - Y: 2 R d written.
 //
-// Tile: 128 x 256 on the cooperative core, 128 x 192 on the ping-pong core, 64 x 256 on the weight-stationary
-// core. moe_gemm_choose picks the core from n, from the number of Y's columns in the chunk, and from whether
-// there is a bias. Only the cooperative core adds one.
+// Three cores can compute Y:
+//
+//   core               file                 tile
+//   cooperative        gemm_cooperative.cuh 128 x 256
+//   ping-pong          gemm_ping_pong.cuh   128 x 192
+//   weight-stationary  gemm_stationary.cuh  64 x 256
+//
+// Only the cooperative core can add a bias, so a layer with b2 uses it. For other layers moe_gemm_choose
+// estimates from n and from the columns of the chunk which core is fastest.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/gemm_choice.h"

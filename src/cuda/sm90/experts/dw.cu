@@ -1,27 +1,35 @@
-// Weight gradients: dW2[e] = sum over the rows r of e of dO[t(r)]^T A'[r], and dW1[e] = sum of dH[r]^T
-// X[t(r)], which is computed as its transpose.
+// Weight gradients of expert e, as sums over its rows r:
 //
-// Shapes: dO and X (T, d); A' (padded rows, n), dH (padded rows, h); dW2 (E, d, n), dW1 (E, h, d); h is the
-// number of columns of H. In the following w is n for dW2 and h for dW1. FLOPs 2 R d w.
+//   dW2[e] = sum_r dO[t(r)]^T A'[r]
+//   dW1[e] = sum_r dH[r]^T X[t(r)], computed as its transpose
+//
+// Terms: docs/glossary.md; symbols: include/smoe.h.
+//
+// Shapes: dO and X (T, d), A' (padded rows, n), dH (padded rows, h), dW2 (E, d, n), dW1 (E, h, d), where h
+// is the number of columns of H. In the following w is n for dW2 and h for dW1. FLOPs 2 R d w.
+//
+// An expert with many rows is split: its rows are cut into pieces, and different CTAs sum different pieces.
+// The kernel dw writes the sum of each piece to scratch in f32. A second kernel, add_parts, then adds the
+// sums of an expert's pieces in a fixed order.
 //
 // Bytes:
-// - A' or dH: 2 R w, read once for each 128 columns of d;
-// - dO or X: 2 R d, gathered once for each 256 columns of w;
-// - the gradient: E d w elements written, and read too with accumulate;
-// - a split expert: 4 d w for each of its pieces, written and read again.
+// - A' or dH: 2 R w, read once for each 128 columns of d.
+// - dO or X: 2 R d, gathered once for each 256 columns of w.
+// - The gradient: E d w elements written. With accumulate they are also read.
+// - For each piece of a split expert: 4 d w written and read again.
 //
-// Tile: 128 of d by 256 of w, two stripes, because that is the tile of the cooperative core. The GEMM's K
-// dimension is an expert's rows, 64 in a slot. Both operands are MN-major, as they are in memory. dO or X is
-// gathered by cp.async, 64 rows of 256 bytes for each slot. A' or dH is loaded by TMA. Pad rows and columns
-// past d are zeros. The accumulators of dW1 are transposed by stmatrix.trans on their way to staging.
+// Tile: 128 columns of d by 256 columns of w, on the cooperative core (gemm_cooperative.cuh). The GEMM sums
+// over the rows of an expert, 64 rows in a slot of the ring. Both operands are MN-major, as they are in
+// memory. dO or X is gathered with cp.async; TMA loads A' or dH. Pad rows and columns past d are zeros.
+// stmatrix.trans transposes the accumulators of dW1 on their way to shared memory.
 //
-// An expert without rows gets zeros; with accumulate its gradient stays as it is. The pieces of a split
-// expert leave their tiles in f32, and add_parts sums them in order.
+// The gradient of an expert without rows is 0. With accumulate such a gradient stays as it is.
 //
-// With accumulate the sum is added to the old gradient in f32, and the result is rounded once. The adding
-// store of TMA adds in the gradient's type, which does that for f32 only. For 16 bits (MERGES) a store warp
-// loads the old values of a part into the staging buffer that the part will use, while the K loop runs, and
-// the consumers add to them.
+// With accumulate the sum is added to the old gradient in f32, and the result is rounded once:
+// - f32 gradients: TMA adds while it stores.
+// - 16-bit gradients: TMA would round the sum before the addition. So a store warp copies the old gradient
+//   to the staging buffers while the GEMM runs, and the consumers add it to their accumulators. The template
+//   parameter MERGES stands for this case.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,16 +1,17 @@
 // dX~[r] = dH[r] W1[e], for one column chunk of d.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Shapes: dH (padded rows, h), W1 (E, h, d), dX~ (padded rows, columns of the chunk); h is the number of
-// columns of H. FLOPs 2 R d h over all chunks.
+// Shapes: dH (padded rows, h), W1 (E, h, d), dX~ (padded rows, columns of the chunk), where h is the number
+// of columns of H. FLOPs 2 R d h over all chunks.
 //
 // Bytes over all chunks, of 16-bit elements:
-// - dH: 2 R h, read once for each column tile; the later reads can come from L2;
-// - W1: 2 E d h, once if L2 serves the row tiles of an expert after the first;
+// - dH: 2 R h, read once for each column tile. L2 can serve every column tile after the first.
+// - W1: 2 E d h, read once if L2 serves the row tiles of an expert after the first.
 // - dX~: 2 R d written.
 //
-// Tile: 128 x 256 on the cooperative core or 128 x 192 on the ping-pong core, whichever moe_gemm_merit
-// estimates as faster. W1 is MN-major, as it is in memory. The GEMM's K dimension is the gate rows of W1 and
-// then the up rows, whatever their layout in memory.
+// Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh) or 128 x 192 on the ping-pong core
+// (gemm_ping_pong.cuh). moe_gemm_merit estimates which of the two is faster. W1 is MN-major, as it is in
+// memory. The GEMM sums over the gate rows of W1 and then over the up rows, in both layouts of W1.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/gemm_choice.h"

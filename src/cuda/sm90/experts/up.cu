@@ -1,24 +1,26 @@
 // Up-projection: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]).
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Shapes: X (T, d), W1 (E, h, d), H (padded rows, h), A (padded rows, n); h is 2n with a gate, n without.
-// FLOPs 2 R d h.
+// Shapes: X (T, d), W1 (E, h, d), H (padded rows, h), A (padded rows, n), where h is 2n with a gate and n
+// without. FLOPs 2 R d h.
 //
 // Bytes, of 16-bit elements:
-// - X: 2 R d gathered once for each column tile; the later reads can come from L2;
-// - W1: 2 E d h, once if L2 serves the row tiles of an expert after the first;
-// - H: 2 R h written, if it is kept;
+// - X: 2 R d, gathered once for each column tile. L2 can serve every column tile after the first.
+// - W1: 2 E d h, read once if L2 serves the row tiles of an expert after the first.
+// - H: 2 R h written; nothing for inference.
 // - A: 2 R n written.
 //
-// Tile: 128 x 256 on the cooperative core, the largest that leaves room for staging.
+// Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh). It is the largest tile that leaves shared
+// memory for staging, the buffers through which finished tiles are stored.
 //
-// Warps 8 and 9 gather rows of X by cp.async straight into the swizzled slots. Pad rows and columns past d
-// are written as zeros, so no expert's tile contains another expert's data. Warps 10 and 11 store H from
-// staging, apply the activation to it there, and store A.
+// Warps 8 and 9 gather rows of X with cp.async into the ring of shared memory that feeds wgmma. They write
+// zeros for pad rows and for columns past d, so no tile contains data of another expert. Warps 10 and 11
+// store H from staging, apply the activation to H in staging, and store A.
 //
-// With a gate the tensor map of W1 interleaves gate and up rows by eights. So the octets of a tile alternate
-// between gate and up, and the tile has both columns of each of its 128 features. A consumer thread holds a
-// feature's gate value in one octet and its up value in the next one. It writes them to the same place of a
-// gate subtile and of an up subtile, where a store warp reads both.
+// With a gate the tensor map of W1 delivers 8 gate rows, then the 8 up rows of the same features, and so on.
+// So the 256 columns of a tile are the gate columns and the up columns of 128 features. A consumer thread
+// holds the gate value and the up value of a feature. In staging gate values and up values are in separate
+// subtiles (64 columns each), at equal positions, so a store warp finds both values of a feature.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/activate_subtile.cuh"
