@@ -9,23 +9,23 @@
  *   T, d, n    number of tokens, hidden size, intermediate size
  *   E, K       number of experts, experts of a token (top-K)
  *   X, O       (T, d) the layer's input and output
- *   H, A, Y    one row for each row r, with 2n, n and d columns. For a gated activation, such as SwiGLU,
- *              H has a gate half and an up half. Without a gate H has n columns
+ *   r          a row: one routed pair, which is a token t(r) and an expert e that was chosen for it
+ *   R          number of rows
+ *   H, A, Y    one row for each r, with 2n, n and d columns. For a gated activation, such as SwiGLU, H has a
+ *              gate half and an up half. Without a gate H has n columns
  *   Wr, br     (E, d), (E) the router's weight and bias
  *   W1, b1     (E, 2n, d), (E, 2n) the experts' first weights and biases; without a gate (E, n, d), (E, n)
  *   W2, b2     (E, d, n), (E, d) the experts' second weights and biases
  *   act        the activation; dact(h, g) is the gradient of <act(h), g> with respect to h
- *   r          a row: one routed pair, which is a token t(r) and an expert e that was chosen for it
  *   s(r)       the row weight: the factor of row r in the sum for its token
- *   R          number of rows
  *
  * Matrices are row-major; the last dimension is contiguous.
  *
  * Rows, pad rows, blocks. Rows are sorted by expert. Inside an expert tokens ascend. In memory every
  * expert's rows begin at a multiple of 64. A block is 64 consecutive rows of one expert, so an expert has
  * whole blocks. The rows that fill an expert's last block are pad rows: token -1, weight 0. They add nothing
- * to any result. An array with padded_rows elements (smoe_sizes) has one for each row and each pad row; "the
- * padded index of a row" is its index in such an array.
+ * to any result. An array with padded_rows elements (smoe_sizes, an upper bound) begins with one element for
+ * each row and each pad row. "The padded index of a row" is its index in such an array.
  *
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
  *
@@ -181,9 +181,9 @@ typedef struct smoe_context_options {
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
  * DEVICE.
  *
- * With the CPU backend smoe_create makes OpenBLAS allocate its buffers, 128 MiB of address space each. There
- * must be one buffer for each thread of each context that exists at this time, and one for each OpenBLAS
- * thread beyond the first. OpenBLAS never frees a buffer; a new context uses the buffers of destroyed ones.
+ * With the CPU backend smoe_create makes OpenBLAS allocate buffers, 128 MiB of address space each, until it
+ * has one for each thread of every existing context, the new one included, and one for each OpenBLAS thread
+ * beyond the first. OpenBLAS never frees a buffer; a new context uses the buffers of destroyed ones.
  */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
@@ -239,8 +239,9 @@ typedef enum smoe_entry {
 } smoe_entry;
 
 /* How the experts of a token and their row weights follow from its logits l. p is the softmax of l over all
- * E experts, sigma the sigmoid. The softmax scores choose the K experts with the highest l. SIGMOID chooses
- * those with the highest selection score sigma(l) + selection_bias. Ties go to the lower expert.
+ * E experts, sigma the sigmoid. SOFTMAX_TOPK and TOPK_SOFTMAX choose the K experts with the highest l.
+ * SIGMOID chooses those with the highest selection score sigma(l) + selection_bias. Ties go to the lower
+ * expert.
  *
  *   score            renormalize  row weight of a chosen expert                        dlogits
  *   SOFTMAX_TOPK     0            p                                                    dense
@@ -312,7 +313,8 @@ typedef struct smoe_layer {
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
     int32_t renormalize; /* 0 or 1; see smoe_score */
-    int32_t groups;      /* SIGMOID: the experts form this many equal groups of at least 2 experts */
+    int32_t groups; /* SIGMOID: the experts are cut into this many groups of E / groups consecutive experts,
+                       at least 2 in each */
     int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
                             selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */
@@ -386,9 +388,9 @@ typedef struct smoe_forward_args {
     void *out;      /* O (T, d) dtype */
     void *saved;    /* at least saved_buffer_bytes; NULL for inference */
     uint64_t saved_size;
-    void *scratch; /* at least scratch_forward_bytes. After smoe_layer_forward its content is not needed
-                      (for inference: the plan is in it). Between smoe_route, smoe_round, smoe_plan and
-                      smoe_experts_forward it must stay untouched */
+    void *scratch; /* at least scratch_forward_bytes. After smoe_layer_forward no call needs its content,
+                      except that for inference smoe_view_plan points into it. Between smoe_route, smoe_round,
+                      smoe_plan and smoe_experts_forward it must stay untouched */
     uint64_t scratch_size;
 } smoe_forward_args;
 #define SMOE_FORWARD_ARGS_INIT                                                                               \
@@ -406,11 +408,12 @@ SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer 
  * its results to the next one in saved and scratch, so every call needs scratch and, unless for inference,
  * saved. Fields that a call does not need may be NULL.
  *
- *   smoe_route            for FROM_LOGITS. Needs the fields under FROM_LOGITS, and x with router_weight
+ *   smoe_route            for FROM_LOGITS. Needs the fields under FROM_LOGITS
  *   smoe_round            for FROM_LOGITS with rounding. Needs the same fields
- *   smoe_plan             for every layer. Needs the fields under its entry, and x with router_weight
+ *   smoe_plan             for every layer. Needs the fields under the layer's entry
  *   smoe_experts_forward  for every layer. Needs x and the fields under "the experts"
- */
+ *
+ * A call that needs the fields under FROM_LOGITS also needs x if router_weight is not NULL. */
 SMOE_API smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                                 void *stream);
 SMOE_API smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
@@ -464,7 +467,8 @@ typedef struct smoe_backward_args {
     /* the forward's inputs and results, with the same values */
     const void *x;               /* (T, d); read for dw1, drouter_weight */
     const void *router_weight;   /* (E, d), or NULL: dx does not include the router's term */
-    const void *logits;          /* FROM_LOGITS: (T, E); read by smoe_layer_backward for dlogits */
+    const void *logits;          /* FROM_LOGITS: (T, E); smoe_layer_backward reads it for dlogits,
+                                    drouter_weight, drouter_bias and dx */
     const float *selection_bias; /* unused */
     const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
     const float *topk_weights;   /* unused */

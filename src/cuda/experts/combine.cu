@@ -14,12 +14,13 @@
 // Tile: a thread computes one to four vectors (8 columns each) of one token. The kernel has two paths:
 // - The long path is for any number of rows. token_offsets and token_rows list the rows of a token. A thread
 //   loads up to four rows at a time. If fewer rows are left, the thread loads the last row again and does
-//   not add it, so all its loads start before the first result is needed.
+//   not add it. So no branch stands between the four loads, and all of them start before the first result
+//   is needed.
 // - The short path is for K <= 4. A token with few rows is bound by latency: the index of a row must arrive
 //   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
 //   token_rows[K t]. So the path reads them there without waiting for token_offsets, and reads R at the same
-//   time. No token has more than K rows here, so every token has K rows exactly if R = T K. If R is not T K,
-//   the thread takes the long path instead.
+//   time. No token has more than K rows here. So if R = T K, every token has K rows; if not, the thread takes
+//   the long path instead.
 //
 // The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
 // there is no rounding. C is the number of columns of the chunk.
@@ -34,8 +35,9 @@
 //   C a multiple of 16 and > 1024                    long   4             2
 //   all others                                       long   4             1
 //
-// A CTA has about 64 or 128 threads, so that some CTA of an SM always has loads in flight. For many columns
-// it has up to 512 threads.
+// A CTA computes one token, or several if one token needs fewer than 64 or 128 threads. Such small CTAs are
+// many on an SM, and while some wait for indices others have loads in flight. A token that needs more threads
+// has a CTA of up to 512; beyond that its columns are shared among several CTAs.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"

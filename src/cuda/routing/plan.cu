@@ -7,12 +7,13 @@
 // general sort. The kernels:
 // - count: each CTA writes the counts of its segment, one row of the count matrix (segments, E). The kernel
 //   is not launched in two cases: if the top-K kernel has written the matrix, and if there is only one
-//   segment, because that segment's own counts are all counts.
-// - columns: sums the columns of the count matrix, once for all CTAs. It is launched only if the matrix is
-//   large.
-// - scatter: each CTA needs two numbers for every expert: its count, and the part of the count in earlier
-//   segments. The CTA reads them from columns' results or, if the matrix is small, sums the matrix itself.
-//   They tell every expert's first row, and where the rows of the CTA's own pairs go. The CTA sorts its
+//   segment, because scatter then takes the counts from its own bits.
+// - columns: for each column of the count matrix, its sum and the sums of the elements before each segment.
+//   It is launched only if the matrix is large.
+// - scatter: a CTA needs two numbers for every expert: the expert's count over all segments, and the
+//   expert's count over the segments before the CTA's own. The CTA reads both from the results of the kernel
+//   columns or, if the matrix is small, sums the matrix itself. The first numbers give every expert's first
+//   row; the second say where in the expert's rows the CTA's own pairs go. The CTA sorts its
 //   pairs by expert in shared memory and writes them to global memory in runs of rows, because scattered
 //   stores of 4 bytes would take most of the time.
 //
@@ -20,7 +21,8 @@
 // order in which threads run.
 //
 // A segment's time goes into instructions and round trips to L2 (docs/lab-notebook.md). So:
-// - A thread works on four pairs of a token at a time. They share loads, a division and a row of the bits.
+// - A thread works on four pairs of a token at a time. It loads their ids and weights as vectors and finds
+//   their token with one division.
 // - Counts, offsets, pad rows and work lists exist once for the whole plan. All CTAs write them together,
 //   each for some experts.
 // - A CTA requests all its ids and weights at its start.

@@ -20,8 +20,8 @@
 // does the token again with exact keys: if the K-th best cannot be told from an expert that was left out,
 // and if the row has a NaN.
 //
-// For later kernels the kernel also writes:
-// - for the plan, the counts of its segment, 2 E;
+// For later kernels the kernel also writes (sizes in bytes):
+// - for the plan, the counts of each segment, 2 E for a segment;
 // - for rounding, ranking keys, as many bytes as the logits;
 // - for rounding and losses, the mask (one bit for each expert and token, set where top-K selected the
 //   pair), E / 8 for each token, and the largest logit and the sum of the softmax over E, 8 for each token.

@@ -20,8 +20,9 @@
 //
 // Tile: 128 x 256 of dA' on the cooperative core (gemm_cooperative.cuh). W2 is MN-major, as it is in memory.
 //
-// The two consumer warpgroups gather dO themselves: a consumer that has multiplied the data of a slot fills
-// the slot again at once. The third warpgroup does not gather, because it works on H, dH and A'.
+// The two consumer warpgroups gather dO themselves: a consumer that has multiplied its 64 rows of a slot
+// gathers the next rows into the same place. TMA loads W2 into the slot when both consumers are done with it.
+// The third warpgroup does not gather, because it works on H, dH and A'.
 //
 // A consumer warp writes its 16 rows of dA' (256 columns) to shared memory as fp16. Before that, each row is
 // scaled by a power of two so that its largest magnitude is in [2^14, 2^15). Then every element whose

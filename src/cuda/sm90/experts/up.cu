@@ -14,13 +14,13 @@
 // memory for staging, the buffers through which finished tiles are stored.
 //
 // Warps 8 and 9 gather rows of X with cp.async into the ring of shared memory that feeds wgmma. They write
-// zeros for pad rows and for columns past d, so no tile contains data of another expert. Warps 10 and 11
+// zeros for pad rows and for columns past d. Warps 10 and 11
 // store H from staging, apply the activation to H in staging, and store A.
 //
 // With a gate the tensor map of W1 delivers 8 gate rows, then the 8 up rows of the same features, and so on.
-// So the 256 columns of a tile are the gate columns and the up columns of 128 features. A consumer thread
-// holds the gate value and the up value of a feature. In staging gate values and up values are in separate
-// subtiles (64 columns each), at equal positions, so a store warp finds both values of a feature.
+// So the 256 columns of a tile are the gate columns and the up columns of 128 features, and one consumer
+// thread has both values of a feature in its accumulators. The consumer writes gate values and up values to
+// separate subtiles of staging (64 columns each), at equal positions, so a store warp finds both values.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/activate_subtile.cuh"
