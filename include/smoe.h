@@ -181,9 +181,10 @@ typedef struct smoe_context_options {
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
  * DEVICE.
  *
- * With the CPU backend smoe_create makes OpenBLAS allocate buffers, 128 MiB of address space each, until it
- * has one for each thread of every existing context, the new one included, and one for each OpenBLAS thread
- * beyond the first. OpenBLAS never frees a buffer; a new context uses the buffers of destroyed ones.
+ * With the CPU backend smoe_create makes OpenBLAS allocate buffers of 128 MiB of address space each. After
+ * the call their number is at least the sum of the threads of all existing contexts, this one included, plus
+ * OpenBLAS's own number of threads, minus one. OpenBLAS never frees a buffer; a new context uses the buffers
+ * of destroyed ones.
  */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 

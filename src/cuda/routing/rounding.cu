@@ -13,9 +13,10 @@
 //
 // The m tokens with the highest orders are added or dropped. The lowest of these m orders is called the
 // limit. It is found in three steps:
-// - Each thread takes the largest rank of its tokens, its maximum. A bisection looks for the highest rank
-//   that at least m maxima reach. It stops early at a rank that m to m + 32 maxima reach, because a few more
-//   candidates cost less than more steps. The rank found is a lower bound of the limit's rank. If fewer than
+// - Each thread takes the largest rank of its tokens, its maximum. A bisection looks for the highest rank v
+//   for which at least m maxima are >= v. It stops early if the number of these maxima is at most m + 32,
+//   because a few more tokens in the next step cost less than more bisection. v is a lower bound of the
+//   limit's rank. If fewer than
 //   m maxima are above 0, the bound is 1.
 // - Candidates are all tokens whose rank is at least the bound. Only threads whose maximum reaches the bound
 //   have candidates. All threads of the CTA together search the tokens of those threads.

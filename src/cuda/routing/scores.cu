@@ -1,6 +1,6 @@
 // The scores of all pairs of a token and an expert. There are two results:
-// - for rounding, where the top-K kernel has not made them: ranking keys, integers that compare as the
-//   scores do, transposed to (E, T);
+// - for rounding: ranking keys (E, T), integers that compare as the scores do. They are not computed if the
+//   top-K kernel has already written them;
 // - for the losses: sums of p (the softmax over E) and of logsumexp^2 over a panel of 256 tokens.
 //
 // Terms: docs/glossary.md; symbols: include/smoe.h.
