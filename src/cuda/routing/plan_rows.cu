@@ -114,7 +114,6 @@ extern "C" cudaError_t moe_cuda_plan_rows_init(void)
 extern "C" cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *p, int most_ctas, cudaStream_t stream)
 {
     using namespace moe::plan;
-    const int64_t wanted = moe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
-    const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > most_ctas ? most_ctas : wanted);
+    const unsigned ctas = (unsigned)moe_plan_rows_ctas(p->padded_rows, most_ctas);
     return moe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, stream, *p);
 }
