@@ -35,7 +35,12 @@ static int64_t rows_at_most(const smoe_layer *layer)
 {
     const int64_t pairs = layer->tokens * layer->experts;
     const int64_t rows = layer->tokens * layer->topk + rows_added_at_most(layer);
-    return rows < pairs || layer->entry == SMOE_ENTRY_FROM_ROWS ? rows : pairs;
+    switch (layer->entry) {
+    case SMOE_ENTRY_FROM_LOGITS:
+    case SMOE_ENTRY_FROM_TOPK: return rows < pairs ? rows : pairs;
+    case SMOE_ENTRY_FROM_ROWS: break;
+    }
+    return rows;
 }
 
 /* One part of the plan: where its pointer goes, and its elements (4 bytes each) unpadded and as laid out. */

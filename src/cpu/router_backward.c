@@ -144,8 +144,8 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     const int64_t experts = l->experts;
     const int32_t *ids = c->plan->topk_ids + t * l->topk;
     const int losses = c->args->balance_coefficient != 0.0f || c->args->z_coefficient != 0.0f;
-    const int sigmoid = l->score == SMOE_SCORE_SIGMOID,
-              plain_softmax = l->score == SMOE_SCORE_SOFTMAX_TOPK && !l->renormalize;
+    const int sigmoid = moe_ranks_by_sigmoid(l->score),
+              plain_softmax = moe_weights_from_softmax(l->score) && !l->renormalize;
     const float *logits = w->logits;
     if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;

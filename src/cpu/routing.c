@@ -93,7 +93,7 @@ float moe_kept_weights(const smoe_layer *layer, const float *logits, float max, 
         case SMOE_SCORE_SIGMOID: weights[k] = moe_sigmoid(logit); break;
         }
     }
-    const int divided = layer->score == SMOE_SCORE_TOPK_SOFTMAX || layer->renormalize;
+    const int divided = moe_weights_are_divided(layer);
     const float divisor = divided ? renormalize(weights, topk) : 1.0f;
     for (int64_t k = 0; k < topk && nan; k++) weights[k] = moe_float_of(0x7fc00000u);
     return divisor;

@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
     const int first = blockIdx.x * tokens, topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const uint32_t token = first + local, pair = token * topk; // the token's first
     const int count = min(tokens, (int)p.layer.tokens - first), pairs = local < count ? topk : 0;
-    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
+    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score), divided = moe_weights_are_divided(&p.layer);
     wait_for_previous();
 
     int id[EACH];
@@ -296,7 +296,7 @@ SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, i
             w.kept[k] = g;
             kept = 1;
         } else {
-            if (p.layer.score == SMOE_SCORE_SIGMOID)
+            if (moe_ranks_by_sigmoid(p.layer.score))
                 g *= sigmoid_at(logits_of<L>::value(logits[expert])).slope;
             row[expert] = g;
             added = 1;
@@ -317,7 +317,7 @@ template <typename L>
 SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const L *logits, float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
-    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID;
+    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score);
     const float tokens = (float)p.layer.tokens;
     const float balance = p.balance * (float)experts / tokens / tokens;
     float max = __uint_as_float(0xff800000u), sum = 0.0f, inner = 0.0f;
@@ -349,7 +349,7 @@ template <typename L>
 SMOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
                               float *row, const token_work &w, int lane)
 {
-    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
+    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score), divided = moe_weights_are_divided(&p.layer);
     float inner = 0.0f, divisor = 0.0f, slope[MOST_EACH];
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
@@ -378,7 +378,7 @@ SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *
 {
     const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const L *logits = (const L *)p.logits + token * experts;
-    const bool plain = p.layer.score == SMOE_SCORE_SOFTMAX_TOPK && !p.layer.renormalize;
+    const bool plain = moe_weights_from_softmax(p.layer.score) && !p.layer.renormalize;
     float weight[MOST_EACH];
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
@@ -396,7 +396,7 @@ SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *
     if (plain)
         for (int k = lane; k < topk; k += 32) row[w.id[k]] = w.kept[k];
     __syncwarp();
-    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && p.layer.score != SMOE_SCORE_SIGMOID) ||
+    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && !moe_ranks_by_sigmoid(p.layer.score)) ||
         (rows.kept && plain))
         through_softmax(p, logits, row, lane);
     __syncwarp();

@@ -52,13 +52,9 @@ SMOE_DEVICE float raw_weight(const smoe_layer &layer, float logit, float first, 
     switch (layer.score) {
     case SMOE_SCORE_SOFTMAX_TOPK: return moe_div(moe_softmax_term(logit, softmax.max), softmax.sum);
     case SMOE_SCORE_TOPK_SOFTMAX: return moe_softmax_term(logit, first);
-    default: return moe_sigmoid(logit);
+    case SMOE_SCORE_SIGMOID: return moe_sigmoid(logit);
     }
-}
-
-SMOE_DEVICE bool weights_are_divided(const smoe_layer &layer)
-{
-    return layer.score == SMOE_SCORE_TOPK_SOFTMAX || layer.renormalize;
+    return moe_float_of(0x7fc00000u);
 }
 
 // The weight itself. sum: of the raw weights in rank order, when they are divided by it.

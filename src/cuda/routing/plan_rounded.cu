@@ -91,7 +91,7 @@ template <typename L> struct pair_score {
 template <typename L> SMOE_DEVICE float added_weight(const smoe_layer &layer, const pair_score<L> &pair)
 {
     const float logit = logits_of<L>::value(pair.logit);
-    const float score = layer.score == SMOE_SCORE_SIGMOID
+    const float score = moe_ranks_by_sigmoid(layer.score)
                             ? moe_sigmoid(logit)
                             : moe_div(moe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
     return moe_mul(score, layer.route_scale);

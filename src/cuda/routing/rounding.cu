@@ -369,8 +369,11 @@ SMOE_DEVICE bool picks_hi(const moe_cuda_routing &r, int expert, int64_t count, 
     case SMOE_ROUNDING_BALANCE_F:
         return moe_balance_f_picks_hi(count, lo, tile, residual_before(r, expert, m, walked));
     case SMOE_ROUNDING_UP: return true;
-    default: return false;
+    case SMOE_ROUNDING_NONE: // this kernel does not run
+    case SMOE_ROUNDING_NR_S: // by scores, in the kernel itself
+    case SMOE_ROUNDING_DOWN: break;
     }
+    return false;
 }
 
 // Starts a copy to shared memory.

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
     const int64_t first = (int64_t)blockIdx.x * SMOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
     const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
     const int experts = (int)r.layer.experts;
-    const bool sigmoid = r.layer.score == SMOE_SCORE_SIGMOID, real = expert < experts;
+    const bool sigmoid = moe_ranks_by_sigmoid(r.layer.score), real = expert < experts;
     if (r.softmax && (int)threadIdx.x < tokens) scales[threadIdx.x] = r.softmax[first + threadIdx.x];
     __syncthreads();
 

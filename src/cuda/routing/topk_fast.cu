@@ -373,7 +373,7 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
     const float first_logit = logits_of<L>::value(row[ids[0]]);
     moe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
-    if (r.layer.score == SMOE_SCORE_SOFTMAX_TOPK || r.softmax)
+    if (moe_weights_from_softmax(r.layer.score) || r.softmax)
         softmax.sum = sum_of_row<L, SHARE>(row, (int)r.layer.experts, part, lane, softmax.max);
 
     int own_ids[OWN];
@@ -382,7 +382,7 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
 #pragma unroll
     for (int k = 0; k < P; k++)
         if (k / OWN == part) own_ids[k % OWN] = ids[k];
-    const bool of_all = r.layer.score == SMOE_SCORE_SOFTMAX_TOPK, divided = weights_are_divided(r.layer);
+    const bool of_all = moe_weights_from_softmax(r.layer.score), divided = moe_weights_are_divided(&r.layer);
 #pragma unroll
     for (int i = 0; i < OWN; i++) { // as raw_weight, the ranks beside each other
         const float logit = logits_of<L>::value(row[min(own_ids[i], (int)r.layer.experts - 1)]);
@@ -575,7 +575,7 @@ template <typename L, int P> cudaError_t raise_limits()
 
 extern "C" int32_t moe_cuda_topk_segment(const smoe_layer *layer)
 {
-    const bool fast = layer->score != SMOE_SCORE_SIGMOID && layer->experts % 8 == 0 &&
+    const bool fast = !moe_ranks_by_sigmoid(layer->score) && layer->experts % 8 == 0 &&
                       layer->experts <= moe::topk::MOST_EXPERTS && layer->topk <= moe::topk::MOST_TOPK;
     return fast ? moe::topk::segment_of(*layer) : 0;
 }

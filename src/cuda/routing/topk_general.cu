@@ -36,7 +36,7 @@ template <typename L>
 SMOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
 {
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
-    const bool sigmoid = r.layer.score == SMOE_SCORE_SIGMOID;
+    const bool sigmoid = moe_ranks_by_sigmoid(r.layer.score);
     uint32_t largest = 0;
     for (int e = lane; e < padded; e += 32) {
         uint32_t key = 0;
@@ -132,7 +132,7 @@ SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, ui
     const L *logits = (const L *)r.logits + token * experts;
     moe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
     __syncwarp();
-    if (r.softmax || r.layer.score == SMOE_SCORE_SOFTMAX_TOPK)
+    if (r.softmax || moe_weights_from_softmax(r.layer.score))
         softmax.sum = sum_terms(logits, experts, softmax.max, lane);
     if (r.softmax && lane == 0) r.softmax[token] = softmax;
     if (r.layer.groups > 1) keep_groups(r.layer, m, lane);
@@ -153,7 +153,7 @@ SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, ui
             sum = moe_add(sum, __shfl_sync(~0u, weights[j], k % 32));
     }
     nan = __any_sync(~0u, nan);
-    const bool divided = weights_are_divided(r.layer);
+    const bool divided = moe_weights_are_divided(&r.layer);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int k = j * 32 + lane;
