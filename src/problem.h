@@ -10,7 +10,7 @@ extern "C" {
 #endif
 
 enum {
-    SMOE_ROW_BLOCK = 64,   /* of a block: every expert's rows are padded to a multiple of this */
+    SMOE_BLOCK_ROWS = 64,   /* of a block: every expert's rows are padded to a multiple of this */
     SMOE_BUFFER_ALIGN = 64, /* of saved and scratch: what the allocators of PyTorch and XLA give at least */
     SMOE_PART_ALIGN = 256,  /* of every part inside them, counted from their first byte */
     SMOE_TENSOR_ALIGN = 16, /* of every tensor the caller gives */

@@ -72,7 +72,7 @@ static void place_experts(const moe_plan_arrays *plan, int64_t experts)
 {
     plan->offsets[0] = plan->block_offsets[0] = 0;
     for (int64_t e = 0; e < experts; e++) {
-        const int32_t blocks = (plan->counts[e] + SMOE_ROW_BLOCK - 1) / SMOE_ROW_BLOCK;
+        const int32_t blocks = (plan->counts[e] + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
         plan->offsets[e + 1] = plan->offsets[e] + plan->counts[e];
         plan->block_offsets[e + 1] = plan->block_offsets[e] + blocks;
     }
@@ -134,7 +134,7 @@ static void write_panel(const plan_call *c, int64_t panel)
     for (int64_t i = 0; i < count; i++) next[i] = plan->token_offsets[first + i] += c->s.panel_rows[panel];
     for (int64_t e = 0; e < l->experts; e++) {
         const uint64_t *words = moe_mask_words(&c->s, panel, e, l->experts);
-        int32_t row = SMOE_ROW_BLOCK * plan->block_offsets[e] + c->s.panel_counts[panel * l->experts + e];
+        int32_t row = SMOE_BLOCK_ROWS * plan->block_offsets[e] + c->s.panel_counts[panel * l->experts + e];
         for (int w = 0; w < SMOE_PANEL_WORDS; w++) {
             for (uint64_t word = words[w]; word; row++) {
                 const int64_t i = 64 * w + moe_next_bit(&word);
@@ -157,10 +157,10 @@ static void write_pads(const moe_plan_arrays *plan, int64_t first, int64_t end)
 static void write_all_pads(const moe_plan_arrays *plan, int64_t experts, int64_t padded_rows)
 {
     for (int64_t e = 0; e < experts; e++) {
-        const int64_t first = (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[e];
-        write_pads(plan, first + plan->counts[e], (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[e + 1]);
+        const int64_t first = (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e];
+        write_pads(plan, first + plan->counts[e], (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e + 1]);
     }
-    write_pads(plan, (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[experts], padded_rows);
+    write_pads(plan, (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[experts], padded_rows);
 }
 
 static void plan_selection(const plan_call *c)
@@ -196,7 +196,7 @@ static void plan_rows(const plan_call *c)
     }
     place_experts(plan, l->experts);
     for (int64_t e = 0; e < l->experts; e++) {
-        const int32_t row = SMOE_ROW_BLOCK * plan->block_offsets[e] - plan->offsets[e];
+        const int32_t row = SMOE_BLOCK_ROWS * plan->block_offsets[e] - plan->offsets[e];
         for (int32_t t = plan->offsets[e]; t < plan->offsets[e + 1]; t++) {
             plan->row_token[row + t] = t;
             plan->row_weight[row + t] = c->args->row_weights ? c->args->row_weights[t] : 1.0f;

@@ -68,7 +68,7 @@ static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, t
     int64_t expert = 0;
     for (int32_t i = plan->token_offsets[t]; i < plan->token_offsets[t + 1]; i++) {
         const int32_t row = plan->token_rows[i];
-        while (row >= SMOE_ROW_BLOCK * plan->block_offsets[expert + 1]) expert++;
+        while (row >= SMOE_BLOCK_ROWS * plan->block_offsets[expert + 1]) expert++;
         const float g = moe_mul(l->route_scale, c->ds[row]);
         const int64_t k = find_k(ids, l->topk, expert);
         if (k < l->topk) {
