@@ -21,7 +21,7 @@ namespace
 
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
-// A warp an expert.
+// One warp for each expert.
 __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ moe_cuda_routing r)
 {
     const int64_t expert = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ moe_cud
     if (lane == 0) r.topk_counts[expert] = tokens;
 }
 
-// expert_balance; a warp an expert.
+// expert_balance; one warp for each expert.
 __global__ void __launch_bounds__(THREADS) balance_experts(const __grid_constant__ moe_cuda_routing r)
 {
     const int64_t expert = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;

@@ -22,7 +22,7 @@ SMOE_DEVICE int read_offset(const moe_cuda_plan &p, int i)
     return (int)min(max(at, 0ll), (long long)p.tokens);
 }
 
-// Of all experts, in shared memory.
+// For every expert; in shared memory.
 struct expert_runs {
     uint32_t *rows, *first_block, *first_row;
     uint32_t *scratch; // [WARPS]
@@ -32,7 +32,7 @@ struct totals {
     uint32_t blocks, rows;
 };
 
-// A thread owns neighbouring experts.
+// Each thread computes several neighbouring experts.
 SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
 {
     __shared__ totals all;
@@ -58,7 +58,8 @@ SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
     return all;
 }
 
-// The last expert that starts at or before the block, empty ones passed over.
+// The expert of a block: the last one that starts at or before it. Empty experts start where the next one
+// does.
 SMOE_DEVICE int expert_of(const uint32_t *first_block, int experts, uint32_t block)
 {
     int low = 0, high = experts;

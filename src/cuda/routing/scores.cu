@@ -41,7 +41,7 @@ SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint32_
     *(uint4 *)(to + 4) = make_uint4(keys[4], keys[5], keys[6], keys[7]);
 }
 
-// A CTA's keys go to global memory, a row of the panel an expert.
+// Writes the CTA's keys to global memory, one row of the panel for each expert.
 template <typename L> SMOE_DEVICE void write_tile(const moe_cuda_routing &r, const uint32_t *tile)
 {
     using key = typename logits_of<L>::key;

@@ -87,7 +87,7 @@ SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int 
     __syncwarp();
 }
 
-// Lane k % 32 gets the expert of rank k, in ids[0] for k < 32 and ids[1] above.
+// Lane k % 32 gets the expert of rank k: in ids[0] for k < 32, in ids[1] for k >= 32.
 SMOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int topk, int lane)
 {
     const int batches = (experts + 31) / 32;

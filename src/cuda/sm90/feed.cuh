@@ -19,7 +19,7 @@ namespace gemm_cooperative
 {
 
 struct work_item {
-    moe_work tile; // no blocks: there is no more
+    moe_work tile; // without blocks: there is no more work
     int column;    // tile
     SMOE_DEVICE bool exists() const
     {
@@ -27,11 +27,12 @@ struct work_item {
     }
 };
 
-// The list, and whose turn it is.
+// The work list, and the counter of units.
 struct work_queue {
     tile_walk walk;
-    const int32_t *block_offsets; // (E + 1), or NULL: entries as they come, columns first
-    int *turn;                    // (2) the next unit, CTAs that are through; zero before and after
+    const int32_t *block_offsets; // (E + 1), or NULL: the order of the list, column tiles fastest
+    int *turn; // (2) the next unit, and the number of CTAs that have finished; both zero before and after the
+               // kernel
     template <class P>
     SMOE_DEVICE work_queue(const P &p, int column_tiles)
         : walk(p.lists.tiles, p.lists.counts, column_tiles), block_offsets(p.block_offsets),
@@ -132,7 +133,7 @@ struct feed {
         if (asks()) barrier_wait(asked(), i & 1);
         publish(i + lead(), queue.item(atomicAdd(queue.turn, 1) + lead() * (int)gridDim.x));
     }
-    // After its last claim. The last CTA to come here leaves both words as it found them.
+    // After its last claim. The last CTA that calls this sets both words back to zero.
     SMOE_DEVICE void end(const work_queue &queue) const
     {
         __threadfence();
