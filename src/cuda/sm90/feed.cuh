@@ -61,15 +61,15 @@ enum {
     ITEMS = 8,
     FEW_LEAD = 3,    // tiles of few steps
     MANY_STEPS = 24, // and of many:
-    ASK_BEFORE = 12, // steps before a tile's last the loaders ask for the next
-    READ_BEFORE = 4, // and read it, to know its tokens in time
+    ASK_BEFORE = 12, // so many steps before a tile's last one the loaders ask for the next item
+    READ_BEFORE = 4, // and so many steps before the last one they read it, to know its tokens in time
     FEED_BYTES = ITEMS * (16 + 8 + 8) + 16
 };
 static_assert((int)READ_BEFORE < (int)ASK_BEFORE && (int)ASK_BEFORE < (int)MANY_STEPS, "asked, then read");
 
-// Item i stands in slot i % ITEMS. When the claiming warp comes to tile i, loaders and consumers have read
-// all items up to i - 4: the ring of slots binds them to it. The other store warp may be later and says what
-// it has read.
+// Item i is in slot i % ITEMS. When the claiming warp comes to tile i, loaders and consumers have read all
+// items up to i - 4, because the ring of slots does not let them be further behind. The other store warp can
+// be, so it reports what it has read.
 struct feed {
     uint32_t at;
     int steps; // of a tile
