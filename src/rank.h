@@ -144,11 +144,11 @@ SMOE_HOST_DEVICE int moe_weights_from_softmax(smoe_score score)
 SMOE_HOST_DEVICE int moe_weights_are_divided(const smoe_layer *layer)
 {
     switch (layer->score) {
-    case SMOE_SCORE_SOFTMAX_TOPK:
-    case SMOE_SCORE_SIGMOID: return layer->renormalize != 0;
     case SMOE_SCORE_TOPK_SOFTMAX: return 1;
+    case SMOE_SCORE_SOFTMAX_TOPK:
+    case SMOE_SCORE_SIGMOID: break;
     }
-    return 0;
+    return layer->renormalize;
 }
 
 #pragma GCC diagnostic pop
@@ -201,6 +201,23 @@ SMOE_HOST_DEVICE float moe_sigmoid(float logit)
     const float s = moe_div(logit < 0.0f ? e : 1.0f, moe_add(1.0f, e));
     return moe_is_nan(logit) ? logit : s;
 }
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wswitch"
+
+/* A kept pair's weight before it is divided. first: the logit of the token's best expert; max and sum: of the
+ * softmax over all E. */
+SMOE_HOST_DEVICE float moe_raw_weight(smoe_score score, float logit, float first, float max, float sum)
+{
+    switch (score) {
+    case SMOE_SCORE_SOFTMAX_TOPK: return moe_div(moe_softmax_term(logit, max), sum);
+    case SMOE_SCORE_TOPK_SOFTMAX: return moe_softmax_term(logit, first);
+    case SMOE_SCORE_SIGMOID: break;
+    }
+    return moe_sigmoid(logit);
+}
+
+#pragma GCC diagnostic pop
 
 /* ---- Rounding rules: c an expert's count under plain top-K, M the tile, T the tokens ---- */
 

@@ -27,7 +27,7 @@ refused() {
 }
 
 refused type src/rank.h src/problem.c src/cpu/convert.c oracle/number.c
-refused score src/rank.h src/cpu/routing.c
+refused score src/rank.h
 refused rounding src/problem.c src/cpu/rounding.c oracle/round.c
 refused entry src/problem.c src/cpu/plan.c src/cpu/experts_backward.c
 refused layout src/cpu/up.c

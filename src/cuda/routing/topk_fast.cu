@@ -387,7 +387,7 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
         if (k / OWN == part) own_ids[k % OWN] = ids[k];
     const bool of_all = moe_weights_from_softmax(r.layer.score), divided = moe_weights_are_divided(&r.layer);
 #pragma unroll
-    for (int i = 0; i < OWN; i++) { // as raw_weight does it, for several ranks
+    for (int i = 0; i < OWN; i++) { // as moe_raw_weight does it, for several ranks
         const float logit = logits_of<L>::value(row[min(own_ids[i], (int)r.layer.experts - 1)]);
         nan |= first + i < topk && moe_is_nan(logit);
         weights[i] = moe_softmax_term(logit, of_all ? softmax.max : first_logit);

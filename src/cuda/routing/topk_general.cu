@@ -147,7 +147,7 @@ SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, ui
         if (j * 32 + lane < topk) {
             const float logit = logits_of<L>::value(logits[ids[j]]);
             nan |= moe_is_nan(logit);
-            weights[j] = raw_weight(r.layer, logit, first_logit, softmax);
+            weights[j] = moe_raw_weight(r.layer.score, logit, first_logit, softmax.max, softmax.sum);
         }
         for (int k = j * 32; k < min(topk, j * 32 + 32); k++)
             sum = moe_add(sum, __shfl_sync(~0u, weights[j], k % 32));
