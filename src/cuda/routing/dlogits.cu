@@ -42,6 +42,10 @@
 //
 // Bytes of the sparse kernel: 12 T K read of rows, ids and weights, 4 T K for each part of dS, 2 T E written,
 // 8 T K for the list of nonzeros. SIGMOID and the general kernel also read logits.
+//
+// FLOPs: of the sparse kernel some ten for each of the T K pairs. Of the general kernel, where the softmax
+// over E is needed, 2 T E exps and some ten more for each of the T E logits; otherwise as of the sparse
+// kernel.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -26,6 +26,7 @@
 //
 // Bytes: the mask (E T / 8) read twice, its changed words written; the keys (2 E T with bf16 logits, else
 // 4 E T) once, if an expert's keys and its mask fit into 160 KiB of shared memory, else in every step.
+// No FLOPs, but that NR_S converts each score that it sums to fixed point.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"

@@ -23,6 +23,8 @@
 //
 // Bytes: the logits once, 8 K written for each token; 2 E of counts for each segment, or for rounding E / 8
 // of mask for each token and as many bytes of keys as of logits.
+// FLOPs: T E exp polynomials for the sum of the softmax over E where it is needed, and as many again for the
+// ranking keys of rounding; K exps and at most 2 K divisions for the weights of each token.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"

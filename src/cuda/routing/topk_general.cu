@@ -10,6 +10,8 @@
 //
 // Bytes: the logits, and 8 K written for each token; where a later kernel needs them, E / 8 of mask and the
 // softmax of each token.
+// FLOPs: T E sigmoids for SIGMOID, or T E exp polynomials for the sum of the softmax over E where it is
+// needed; K exps or sigmoids and at most 2 K divisions for the weights of each token.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
