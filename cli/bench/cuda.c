@@ -327,7 +327,7 @@ static bool make_yardstick(meter *m, int64_t rows, error *err)
                              slot_data(&c->run, SLOT_DW1), c->stream, err))
         return false;
     if (!m->yardstick.gemms)
-        fprintf(stderr, "smoe bench: no cuBLAS that starts: there is no bound of the GEMMs\n");
+        fprintf(stderr, "smoe bench: no cuBLAS that starts: there is no reference for the GEMMs\n");
     return true;
 }
 
