@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-enum { CANARY_BYTES = 1024, CANARY = 0xA5, POISON = 0xFF };
+enum { CANARY_BYTES = 1024, CANARY = 0xA5 };
 _Static_assert(CANARY_BYTES % DEVICE_ALIGN == 0, "the data between the canaries keeps the alignment");
 
 bool buffer_make(buffer *made, const device *on, size_t bytes)
@@ -27,7 +27,7 @@ void buffer_free(buffer *freed)
 
 bool buffer_poison(const buffer *poisoned)
 {
-    return poisoned->device->set(poisoned->data, POISON, poisoned->bytes);
+    return poisoned->device->set(poisoned->data, BUFFER_POISON, poisoned->bytes);
 }
 
 bool buffer_write(const buffer *to, const void *from_host, size_t bytes)

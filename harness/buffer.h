@@ -1,9 +1,11 @@
 /* Buffers on a device with a canary on either side, which shows if the library writes past the end or before
- * the start. They are first filled with bytes 0xFF: NaN as f32, bf16 and f16, -1 as an integer. */
+ * the start. They are first filled with BUFFER_POISON. */
 #ifndef HARNESS_BUFFER_H
 #define HARNESS_BUFFER_H
 
 #include "harness/device.h"
+
+enum { BUFFER_POISON = 0xFF }; /* a byte: NaN as f32, bf16 and f16, -1 as an integer */
 
 typedef struct buffer {
     const device *device;
@@ -16,7 +18,7 @@ typedef struct buffer {
 bool buffer_make(buffer *made, const device *on, size_t bytes);
 void buffer_free(buffer *freed);
 
-/* Fills the buffer with 0xFF again. */
+/* Fills the buffer with BUFFER_POISON again. */
 bool buffer_poison(const buffer *poisoned);
 
 bool buffer_write(const buffer *to, const void *from_host, size_t bytes);

@@ -411,6 +411,18 @@ static bool fetch_slot(run *r, tensors *got, tensor_id id, slot_id from)
     return fetch(r, got, id, slot_data(r, from), x.count, x.type);
 }
 
+/* H (padded_rows, width) has rows up to the end of the last expert's last block. No stage computes those
+ * after it, so they still hold the poison. */
+static bool check_h_past_rows(run *r, const void *h, int64_t blocks, size_t row_bytes)
+{
+    const unsigned char *bytes = h;
+    for (size_t i = (size_t)blocks * 64 * row_bytes; i < (size_t)r->sizes.padded_rows * row_bytes; i++)
+        if (bytes[i] != BUFFER_POISON)
+            return refuse(r, "the library wrote row %lld of h, and the experts' blocks end at row %lld",
+                          (long long)(i / row_bytes), (long long)blocks * 64);
+    return true;
+}
+
 /* H without its pad rows. */
 static bool fetch_h(run *r, tensors *got, const smoe_plan_view *view)
 {
@@ -420,6 +432,7 @@ static bool fetch_h(run *r, tensors *got, const smoe_plan_view *view)
     if (!view->h) return true;
     if (!fetch(r, got, TENSOR_H, view->h, r->sizes.padded_rows * width, r->layer.dtype)) return false;
     const size_t row_bytes = (size_t)width * oracle_type_bytes(t->type);
+    if (!check_h_past_rows(r, t->bits, blocks[experts], row_bytes)) return false;
     for (int64_t e = 0; e < experts; e++) {
         for (int64_t row = offsets[e]; row < offsets[e + 1]; row++) {
             const int64_t padded = (int64_t)blocks[e] * 64 + row - offsets[e];

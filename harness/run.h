@@ -106,7 +106,7 @@ static inline void *slot_data(const run *r, slot_id id)
 /* A copy on the host of what the slot holds. Free with free(). */
 void *slot_read(const run *r, slot_id id);
 
-/* What the slot holds now is an input from here on. */
+/* From now on the contents of the slot are an input, which must not change. */
 bool slot_keep(run *r, slot_id id);
 
 /* The drawn values in their storage types, and initial gradients where the layer accumulates. */

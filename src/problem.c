@@ -35,7 +35,12 @@ static int64_t rows_at_most(const smoe_layer *layer)
 {
     const int64_t pairs = layer->tokens * layer->experts;
     const int64_t rows = layer->tokens * layer->topk + rows_added_at_most(layer);
-    return rows < pairs || layer->entry == SMOE_ENTRY_FROM_ROWS ? rows : pairs;
+    switch (layer->entry) {
+    case SMOE_ENTRY_FROM_LOGITS:
+    case SMOE_ENTRY_FROM_TOPK: return rows < pairs ? rows : pairs;
+    case SMOE_ENTRY_FROM_ROWS: break;
+    }
+    return rows;
 }
 
 /* One part of the plan: where its pointer goes, and its elements (4 bytes each) unpadded and as laid out. */
@@ -82,9 +87,9 @@ void moe_problem_init(moe_problem *problem, const smoe_layer *layer)
     p->h_width = moe_h_width(layer);
     p->element = moe_type_bytes(layer->dtype);
     p->rows = rows_at_most(layer);
-    p->padded_rows = p->rows + (SMOE_ROW_BLOCK - 1) * layer->experts;
-    const int64_t per_chunk = (int64_t)SMOE_ROW_BLOCK * layer->chunks;
-    p->chunk_columns = SMOE_ROW_BLOCK * ((layer->hidden + per_chunk - 1) / per_chunk);
+    p->padded_rows = p->rows + (SMOE_BLOCK_ROWS - 1) * layer->experts;
+    const int64_t per_chunk = (int64_t)SMOE_BLOCK_ROWS * layer->chunks;
+    p->chunk_columns = SMOE_BLOCK_ROWS * ((layer->hidden + per_chunk - 1) / per_chunk);
     if (p->chunk_columns > layer->hidden) p->chunk_columns = layer->hidden;
 
     moe_plan_arrays plan;

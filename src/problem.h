@@ -10,10 +10,10 @@ extern "C" {
 #endif
 
 enum {
-    SMOE_ROW_BLOCK = 64,     /* every expert's rows are padded to a multiple of this */
-    SMOE_BUFFER_ALIGN = 64,  /* of saved and scratch: what the allocators of PyTorch and XLA give at least */
-    SMOE_PART_ALIGN = 256,   /* of every part inside them, counted from their first byte */
-    SMOE_TENSOR_ALIGN = 16,  /* of every tensor the caller gives */
+    SMOE_BLOCK_ROWS = 64,   /* of a block: every expert's rows are padded to a multiple of this */
+    SMOE_BUFFER_ALIGN = 64, /* of saved and scratch: what the allocators of PyTorch and XLA give at least */
+    SMOE_PART_ALIGN = 256,  /* of every part inside them, counted from their first byte */
+    SMOE_TENSOR_ALIGN = 16, /* of every tensor the caller gives */
     SMOE_MAX_EXPERTS = 4096,
     SMOE_MAX_TOPK = 64,
     SMOE_MAX_TILE = 4096,

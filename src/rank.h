@@ -97,13 +97,61 @@ SMOE_HOST_DEVICE float moe_round_to_bf16(float x)
     return moe_is_nan(x) ? moe_float_of(0x7fc00000u) : moe_float_of(rounded);
 }
 
+/* ---- What follows from an enumerator. No switch has a default: an enumerator of smoe.h that one of them
+ * lacks is an error in every C file that includes this. ---- */
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wswitch"
+
 /* The key that ranks a token inside an expert. With bf16 logits the score is rounded to bf16 first:
  * the key's low 16 bits are then the same for all scores of one sign (0 for positive ones), and its
- * high 16 bits suffice. */
+ * high 16 bits suffice. The lowest key, 0, for a type that logits do not have. */
 SMOE_HOST_DEVICE uint32_t moe_score_key(float score, smoe_type logits_type)
 {
-    return moe_rank_key(logits_type == SMOE_TYPE_BF16 ? moe_round_to_bf16(score) : score);
+    switch (logits_type) {
+    case SMOE_TYPE_F32: return moe_rank_key(score);
+    case SMOE_TYPE_BF16: return moe_rank_key(moe_round_to_bf16(score));
+    case SMOE_TYPE_F16:
+    case SMOE_TYPE_I32:
+    case SMOE_TYPE_I64: break;
+    }
+    return 0;
 }
+
+/* Are the experts of a token ranked by sigma + selection_bias, rather than by the logits? */
+SMOE_HOST_DEVICE int moe_ranks_by_sigmoid(smoe_score score)
+{
+    switch (score) {
+    case SMOE_SCORE_SOFTMAX_TOPK:
+    case SMOE_SCORE_TOPK_SOFTMAX: return 0;
+    case SMOE_SCORE_SIGMOID: return 1;
+    }
+    return 0;
+}
+
+/* Do the weights of the kept pairs come from p, the softmax over all E? */
+SMOE_HOST_DEVICE int moe_weights_from_softmax(smoe_score score)
+{
+    switch (score) {
+    case SMOE_SCORE_SOFTMAX_TOPK: return 1;
+    case SMOE_SCORE_TOPK_SOFTMAX:
+    case SMOE_SCORE_SIGMOID: return 0;
+    }
+    return 0;
+}
+
+/* Are the weights of the kept pairs divided by their sum? */
+SMOE_HOST_DEVICE int moe_weights_are_divided(const smoe_layer *layer)
+{
+    switch (layer->score) {
+    case SMOE_SCORE_TOPK_SOFTMAX: return 1;
+    case SMOE_SCORE_SOFTMAX_TOPK:
+    case SMOE_SCORE_SIGMOID: break;
+    }
+    return layer->renormalize;
+}
+
+#pragma GCC diagnostic pop
 
 /* ---- exp, softmax, sigmoid ---- */
 
@@ -153,6 +201,23 @@ SMOE_HOST_DEVICE float moe_sigmoid(float logit)
     const float s = moe_div(logit < 0.0f ? e : 1.0f, moe_add(1.0f, e));
     return moe_is_nan(logit) ? logit : s;
 }
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wswitch"
+
+/* A kept pair's weight before it is divided. first: the logit of the token's best expert; max and sum: of the
+ * softmax over all E. */
+SMOE_HOST_DEVICE float moe_raw_weight(smoe_score score, float logit, float first, float max, float sum)
+{
+    switch (score) {
+    case SMOE_SCORE_SOFTMAX_TOPK: return moe_div(moe_softmax_term(logit, max), sum);
+    case SMOE_SCORE_TOPK_SOFTMAX: return moe_softmax_term(logit, first);
+    case SMOE_SCORE_SIGMOID: break;
+    }
+    return moe_sigmoid(logit);
+}
+
+#pragma GCC diagnostic pop
 
 /* ---- Rounding rules: c an expert's count under plain top-K, M the tile, T the tokens ---- */
 

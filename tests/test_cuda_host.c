@@ -323,6 +323,25 @@ static void summed_counts_fit(void **state)
             assert_int_equal(moe_divide(i, moe_reciprocal(columns)), i / columns);
 }
 
+/* The plan from given rows: 1024 padded rows for each CTA, at least one CTA, and at most one for each
+ * multiprocessor, on GPUs of any size. */
+static void ctas_follow_the_device(void **state)
+{
+    (void)state;
+    static const int32_t multiprocessors[] = {1, 60, 78, 114, 132, 144};
+    for (size_t i = 0; i < sizeof multiprocessors / sizeof *multiprocessors; i++) {
+        const int32_t most = multiprocessors[i];
+        assert_int_equal(moe_plan_rows_ctas(0, most), 1);
+        assert_int_equal(moe_plan_rows_ctas(64, most), 1);
+        assert_int_equal(moe_plan_rows_ctas(1024, most), 1);
+        assert_int_equal(moe_plan_rows_ctas(1024 * (int64_t)(most - 1) + 64, most), most);
+        assert_int_equal(moe_plan_rows_ctas(1024 * (int64_t)most, most), most);
+        assert_int_equal(moe_plan_rows_ctas(1024 * (int64_t)most + 64, most), most);
+        assert_int_equal(moe_plan_rows_ctas(INT32_MAX, most), most);
+        if (most > 2) assert_int_equal(moe_plan_rows_ctas(1025, most), 2);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -341,6 +360,7 @@ int main(void)
         cmocka_unit_test(counts_of_both_halves_add_up),
         cmocka_unit_test(shared_memory_of_the_plan_fits),
         cmocka_unit_test(summed_counts_fit),
+        cmocka_unit_test(ctas_follow_the_device),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

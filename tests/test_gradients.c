@@ -1,8 +1,11 @@
 /* Every choice of gradients that are wanted: a gradient has the bits of the backward that gives all of them,
  * what only the others need is NULL, and only the stages that it needs run. On the CPU every subset; on a
- * GPU, or the emulator, none, each alone, each left out, and those of frozen weights. */
+ * GPU, or the emulator, none, each alone, each left out, and those of frozen weights. All gradients also have
+ * the same bits when the backward runs on another thread than the forward. TEST_DEVICE in the environment:
+ * the number of the GPU. */
 #include <smoe.h>
 
+#include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -22,6 +25,14 @@
 enum gradient { DX, DW1, DB1, DW2, DB2, DWR, DBR, DLOGITS, DS, GRADIENTS };
 static const char *const names[GRADIENTS] = {"dx",           "dw1",     "db1", "dw2", "db2", "drouter_weight",
                                              "drouter_bias", "dlogits", "dS"};
+
+#ifdef TEST_ON_CUDA
+static int test_device(void)
+{
+    const char *number = getenv("TEST_DEVICE");
+    return number ? atoi(number) : 0;
+}
+#endif
 
 /* ---- Memory that the backend can read ---- */
 
@@ -145,6 +156,7 @@ static void open_context(layer_run *run)
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
 #ifdef TEST_ON_CUDA
     options.backend = SMOE_BACKEND_CUDA;
+    options.device = test_device();
 #endif
     options.threads = 2;
     options.on_stage = on_stage, options.on_stage_user = run;
@@ -294,7 +306,7 @@ static unsigned stages_for(const layer_run *run, unsigned wanted)
 }
 
 /* reuse_saved destroys H, so every backward starts from what the forward left. */
-static void run_backward(layer_run *run, unsigned wanted)
+static smoe_backward_args prepare_backward(layer_run *run, unsigned wanted)
 {
     const smoe_backward_args b = arguments_for(run, wanted);
     start_gradients(run);
@@ -305,7 +317,27 @@ static void run_backward(layer_run *run, unsigned wanted)
     memcpy(b.saved, run->saved_after, b.saved_size);
 #endif
     run->stages = 0;
+    return b;
+}
+
+static void run_backward(layer_run *run, unsigned wanted)
+{
+    const smoe_backward_args b = prepare_backward(run, wanted);
     must(run, smoe_layer_backward(run->context, &run->layer, &b, STREAM_OF(run)));
+}
+
+/* Has every wanted gradient the bits of the first backward that gave all? */
+static void compare_gradients(const layer_run *run, const char *name, unsigned wanted, const char *how)
+{
+    for (int i = 0; i < GRADIENTS; i++) {
+        if (!run->bytes[i] || !(wanted >> i & 1)) continue;
+        void *got = malloc(run->bytes[i]);
+        assert_non_null(got);
+        copy_out(got, run->gradient[i], run->bytes[i]);
+        const int same = memcmp(got, run->full[i], run->bytes[i]) == 0;
+        free(got);
+        if (!same) fail_msg("%s, gradients %03x%s: %s has other bits", name, wanted, how, names[i]);
+    }
 }
 
 static void check_wanted(layer_run *run, const char *name, unsigned wanted)
@@ -314,15 +346,7 @@ static void check_wanted(layer_run *run, const char *name, unsigned wanted)
     if (run->stages != stages_for(run, wanted))
         fail_msg("%s, gradients %03x: stages %x, expected %x", name, wanted, run->stages,
                  stages_for(run, wanted));
-    for (int i = 0; i < GRADIENTS; i++) {
-        if (!run->bytes[i] || !(wanted >> i & 1)) continue;
-        void *got = malloc(run->bytes[i]);
-        assert_non_null(got);
-        copy_out(got, run->gradient[i], run->bytes[i]);
-        const int same = memcmp(got, run->full[i], run->bytes[i]) == 0;
-        free(got);
-        if (!same) fail_msg("%s, gradients %03x: %s has other bits than with all", name, wanted, names[i]);
-    }
+    compare_gradients(run, name, wanted, "");
 }
 
 static layer_run make_run(const gradient_case *c, layer_run *run)
@@ -355,19 +379,26 @@ static void free_run(layer_run *run)
     free(run->saved_after);
 }
 
+/* The forward, and the backward with all gradients, which are kept in run->full. Returns which there are. */
+static unsigned make_full(const gradient_case *c, layer_run *run)
+{
+    make_run(c, run);
+    unsigned all = 0;
+    for (int i = 0; i < GRADIENTS; i++) all |= (unsigned)(run->bytes[i] > 0) << i;
+    run_backward(run, all);
+    for (int i = 0; i < GRADIENTS; i++) {
+        if (!run->bytes[i]) continue;
+        run->full[i] = malloc(run->bytes[i]);
+        assert_non_null(run->full[i]);
+        copy_out(run->full[i], run->gradient[i], run->bytes[i]);
+    }
+    return all;
+}
+
 static void check_case(const gradient_case *c)
 {
     layer_run run;
-    make_run(c, &run);
-    unsigned all = 0;
-    for (int i = 0; i < GRADIENTS; i++) all |= (unsigned)(run.bytes[i] > 0) << i;
-    run_backward(&run, all);
-    for (int i = 0; i < GRADIENTS; i++) {
-        if (!run.bytes[i]) continue;
-        run.full[i] = malloc(run.bytes[i]);
-        assert_non_null(run.full[i]);
-        copy_out(run.full[i], run.gradient[i], run.bytes[i]);
-    }
+    const unsigned all = make_full(c, &run);
 #ifdef TEST_ON_CUDA
     check_wanted(&run, c->name, 0);
     check_wanted(&run, c->name, all & ~(1u << DW1 | 1u << DW2 | 1u << DB1 | 1u << DB2)); /* frozen experts */
@@ -403,6 +434,61 @@ static void test_wanted(void **state)
     for (size_t i = 0; i < COUNT(cases); i++) check_case(&cases[i]);
 }
 
+/* ---- Another thread ---- */
+
+typedef struct job {
+    layer_run *run;
+    smoe_backward_args arguments;
+    int backward;
+    smoe_status status;
+    int same_device; /* the thread's current device is after the call what it was before */
+} job;
+
+static void *run_job(void *argument)
+{
+    job *j = argument;
+    const layer_run *run = j->run;
+    int before = 0, after = 0;
+#ifdef TEST_ON_CUDA
+    cudaGetDevice(&before);
+#endif
+    j->status = j->backward ? smoe_layer_backward(run->context, &run->layer, &j->arguments, STREAM_OF(run))
+                            : smoe_layer_forward(run->context, &run->layer, &run->forward, STREAM_OF(run));
+#ifdef TEST_ON_CUDA
+    cudaGetDevice(&after);
+    if (cudaDeviceSynchronize() != cudaSuccess) j->status = SMOE_ERROR_DEVICE;
+#endif
+    j->same_device = before == after;
+    return NULL;
+}
+
+static void run_elsewhere(job j)
+{
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, run_job, &j), 0);
+    assert_int_equal(pthread_join(thread, NULL), 0);
+    must(j.run, j.status);
+    assert_true(j.same_device);
+}
+
+/* As PyTorch's autograd does it: the forward on one thread, the backward on another, with the context of a
+ * third. A new thread's current device is 0, whichever the context's is. */
+static void test_other_threads(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        layer_run run;
+        const unsigned all = make_full(&cases[i], &run);
+        poison(run.forward.scratch, run.forward.scratch_size);
+        const smoe_backward_args arguments = prepare_backward(&run, all);
+        poison(run.forward.saved, run.forward.saved_size);
+        run_elsewhere((job){.run = &run});
+        run_elsewhere((job){.run = &run, .arguments = arguments, .backward = 1});
+        compare_gradients(&run, cases[i].name, all, ", other threads");
+        free_run(&run);
+    }
+}
+
 #ifdef TEST_ON_CUDA
 /* An error that the caller's own code left in the runtime is the caller's: no call of the library reports it
  * or takes it away. */
@@ -427,9 +513,11 @@ int main(void)
 {
 #ifdef TEST_ON_CUDA
     smoe_destroy(open_cuda()); /* or ends here */
+    CHECK_CUDA(cudaSetDevice(test_device()));
 #endif
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_wanted),
+        cmocka_unit_test(test_other_threads),
 #ifdef TEST_ON_CUDA
         cmocka_unit_test(test_caller_error),
 #endif

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Tables in markdown, and a picture, from what `smoe bench --json` printed.
 #
-#   tools/report.sh passes FILE...          every problem's passes and stages: ms and ratio to the bound; means
+#   tools/report.sh passes FILE...          every problem's passes and stages: ms and the reference's time / smoe's; means
 #   tools/report.sh peaks FILE...           memory: measured and asked for, by chunks and reuse of H
 #   tools/report.sh launches FILE...        kernels in a pass, and what they take each by itself (--alone)
 #   tools/report.sh rounding FILE... [PNG]  rounding rules beside plain top-K and uniform routing, by E
@@ -48,7 +48,7 @@ passes() {
     END {
         for (p = 1; p <= count["pass"]; p++) {
             pass = names["pass", p]; stages = "stages of " pass
-            printf "\n%s, ms and (ratio to the bound)\n\n| shape | routing | ms | TFLOP/s | ratio |", pass
+            printf "\n%s, ms and (reference / smoe)\n\n| shape | routing | ms | TFLOP/s | ratio |", pass
             for (k = 1; k <= count[stages]; k++) printf " %s |", names[stages, k]
             printf "\n|---|---|---|---|---|"
             for (k = 1; k <= count[stages]; k++) printf "---|"
@@ -82,7 +82,7 @@ peaks() {
         peak[v, pass] = mib(field("peak_bytes")) " (" mib(field("predicted_bytes")) ")"
     }
     END {
-        print "\nMiB over X, dO and the weights: measured (asked for)\n"
+        print "\nIn MiB: measured peak of a pass without X, dO and the weights (what `smoe_query_sizes` asks for)\n"
         print "| shape | routing | saved | forward | backward | both | forward ms | backward ms |\n|---|---|---|---|---|---|---|---|"
         for (i = 1; i <= count["rows"]; i++) {
             v = names["rows", i]; split(v, row, SUBSEP)
@@ -157,7 +157,7 @@ rounding() {
     trap 'rm -rf "$folder"' EXIT
     rounding_lines "$@" >"$folder/lines"
     awk -F'\t' '
-    BEGIN { print "\n| d | n | K | E | uniform ms | random ms | rounded ms | rule | TFLOP/s of the three | speedup over top-K | rounded / uniform |\n|---|---|---|---|---|---|---|---|---|---|---|" }
+    BEGIN { print "\n| d | n | K | E | uniform ms | random ms | rounded ms | rule | TFLOP/s: uniform, random, rounded | random ms / rounded ms | rounded ms / uniform ms |\n|---|---|---|---|---|---|---|---|---|---|---|" }
     {
         printf "| %s | %s | %s | %s | %s | %.3f | %.3f | %s | %s %.0f %.0f | %.3f | %s |\n", $1, $2, $3, $4,
             $5 == "" ? "" : sprintf("%.3f", $5), $6, $7, $11, $8 == "" ? "" : sprintf("%.0f", $8), $9, $10, $6 / $7,

@@ -7,7 +7,7 @@
 #include <math.h>
 
 enum { MOST_SAMPLES = 200, LEAST_SAMPLES = 5, MOST_TIMES = 20 };
-static const double ENOUGH_MS = 0.5; // of one graph, whose own launch then is below 1 %
+static const double ENOUGH_MS = 0.5; // of one graph; its own launch is then below 1 % of this time
 static const double SAMPLED_MS = 60; // of one kernel, after it has settled
 
 typedef struct alone {
@@ -32,7 +32,7 @@ static bool time_job(const sustained_job *job, int times, const sustained *how, 
     return true;
 }
 
-/* The same of a graph of so many runs. Frees it. */
+/* The same for a graph of so many runs. Frees the graph. */
 static bool time_graph(cuda_graph *graph, int times, const sustained *how, int count, double *ms, error *err)
 {
     alone user = {graph, how->stream};
@@ -42,7 +42,7 @@ static bool time_graph(cuda_graph *graph, int times, const sustained *how, int c
     return good;
 }
 
-/* The same of a launch of the pass. */
+/* The same for a launch of the pass. */
 static bool time_times(const cuda_graph *pass, int which, int times, const sustained *how, int count,
                        double *ms, error *err)
 {
@@ -51,7 +51,7 @@ static bool time_times(const cuda_graph *pass, int which, int times, const susta
     return time_graph(graph, times, how, count, ms, err);
 }
 
-/* How many runs in a row make up ENOUGH_MS, and how many such graphs SAMPLED_MS. */
+/* How many runs in a row take ENOUGH_MS, and how many such graphs take SAMPLED_MS. */
 static int times_of(double ms)
 {
     return ms > 0 ? (int)fmin(ceil(ENOUGH_MS / ms), MOST_TIMES) : MOST_TIMES;
@@ -107,7 +107,7 @@ bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustai
     return true;
 }
 
-/* Some copies of so many bytes. */
+/* Enqueues copies of so many bytes. */
 typedef struct copies {
     const cuda_yardstick *yardstick;
     uint64_t bytes;

@@ -13,14 +13,14 @@
 /* Adds the launches of a recorded pass to result->launches. */
 void bench_count_launches(const cuda_graph *pass, bench_result *result);
 
-/* Adds the milliseconds of its kernels to result->alone. Ahead of every kernel `before` (its launch) and the
- * pass as far as that kernel are run: scratch is used over and over, so what a kernel reads is there only
+/* Adds the milliseconds of its kernels to result->alone. Before each kernel, `before` (its launch) and the
+ * pass up to that kernel are run: the stages share scratch, so what a kernel reads is there only
  * then. */
 bool bench_time_alone(const cuda_graph *pass, const sustained *how, const sustained_job *before,
                       bench_result *result, error *err);
 
-/* result->alone_copy of a stage: a copy that moves as many bytes, as often in a row and as sustained. A large
- * copy hides its own start and end; a short kernel cannot. */
+/* result->alone_copy of a stage: a copy that moves as many bytes, repeated as often in a row. A longer copy
+ * would be faster for each byte, because start and end are a smaller part of its time. */
 bool bench_time_copy_alone(const cuda_yardstick *yardstick, smoe_stage stage, const sustained *how,
                            bench_result *result, error *err);
 

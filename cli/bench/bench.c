@@ -40,7 +40,7 @@ static void rest(void)
     nanosleep(&while_they_spin, NULL);
 }
 
-/* The first step, on poison: high-water marks, canaries, errors. Also the library's warm-up. */
+/* The first step, on poisoned buffers: high-water marks, canaries, errors. It also warms up the library. */
 static bool measure_memory(bench_case *c, bench_result *result, error *err)
 {
     uint64_t saved = 0, forward = 0, backward = 0;
@@ -111,7 +111,7 @@ static bool measure_turns(const bench_options *options, bench_case *c, const yar
     return true;
 }
 
-/* On the host, library and yardstick step by step in turn; counts (E) are the plan's. */
+/* On the host: steps of the library and of the reference in turn. counts (E): of the plan. */
 static bool measure_on_host(const bench_options *options, bench_case *c, const int32_t *counts,
                             bench_result *result, error *err)
 {
@@ -162,7 +162,7 @@ static bool check_errors(const bench_result *result, error *err)
                 limit);
 }
 
-/* Where a problem's seconds went: a line for logs, where no terminal shows progress. */
+/* What a problem's seconds were spent on: one line, for logs. */
 static void log_seconds(const bench_options *options, const bench_shape *shape, const double at[4])
 {
     const problem_options *p = &options->problem;
@@ -209,8 +209,8 @@ static bool bench_problem(const bench_options *options, const bench_shape *shape
     return good;
 }
 
-/* One problem with every routing, rounding and number of chunks; one that fails is named on stderr and the
- * next one goes on. The first failure's status. */
+/* One problem with every routing, rounding and number of chunks. If one fails, it is named on stderr and the
+ * others still run. The first failure's status. */
 static int bench_variants(const char *program, bench_options *options, const bench_shape *shape, table *t)
 {
     problem_options *p = &options->problem;

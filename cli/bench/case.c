@@ -23,7 +23,7 @@ static bool with_router(const bench_case *c)
     return c->settings.scope == SCOPE_LAYER;
 }
 
-/* Biases and losses are left out; of dlogits and dtopk_weights there is one at most. */
+/* Without biases and losses, and with at most one of dlogits and dtopk_weights. */
 static void list_wanted(const bench_case *c, smoe_entry entry, bool wanted[SLOTS])
 {
     const bool back = c->settings.backward, router = with_router(c), logits = entry == SMOE_ENTRY_FROM_LOGITS;
@@ -114,7 +114,9 @@ static bool fill_inputs(const bench_case *c, const problem_options *problem, con
     const int64_t w2_count = l->experts * l->hidden * l->intermediate;
     const int64_t w1_count = l->experts * moe_h_width(l) * l->hidden;
     const bool cpu = c->settings.device->backend == SMOE_BACKEND_CPU;
-    fill_function *fill = cpu ? fill_normal : fill_tiled; // a GPU's memory holds more than a host soon makes
+    fill_function *fill =
+        cpu ? fill_normal
+            : fill_tiled; // tensors in a GPU's memory can be larger than what a host can draw in a short time
     bool good = with_router(c)
                     ? fill_steered(slot_memory(&c->run, SLOT_X), l, ids, seed + SEED_X) &&
                           fill_router(slot_memory(&c->run, SLOT_ROUTER_WEIGHT), l)

@@ -1,9 +1,9 @@
 /* One problem of `smoe bench` on a device: its buffers, and the calls of a forward and a backward.
  *
  * Scope "layer" goes from tokens and the router's weight through the whole layer, and back to the router's
- * gradient. Scope "experts" starts from a given routing, plan included, and goes back to its gradient: that
- * is a given top-K and dS, or (entry FROM_LOGITS, and always with rounding) given logits, with route and
- * round before the clock starts, and dlogits. */
+ * gradient. Scope "experts" starts from given routing, plan included, and goes back to its gradient. With
+ * entry FROM_TOPK these are a given top-K and dS. With entry FROM_LOGITS, and always with rounding, they are
+ * given logits and dlogits; route and round run before the time is taken. */
 #ifndef CLI_BENCH_CASE_H
 #define CLI_BENCH_CASE_H
 
@@ -27,7 +27,7 @@ typedef struct bench_settings {
 typedef struct bench_case {
     bench_settings settings;
     run run;      // layer, sizes, context, buffers and arguments
-    void *stream; // that everything is enqueued on
+    void *stream; // the stream on which everything is enqueued
     stage_clock clock;
     int threads;
 } bench_case;
@@ -38,16 +38,17 @@ bool bench_case_make(bench_case *made, const bench_settings *settings, const pro
                      const bench_shape *shape, error *err);
 void bench_case_free(bench_case *freed);
 
-/* What comes before the clock starts, and the passes, put on the stream; their stages set marks unless the
+/* Enqueues what runs before the time is taken, and the passes. Their stages set marks unless the
  * clock is paused. */
 bool bench_enqueue_prepare(bench_case *c, error *err);
 bool bench_enqueue_forward(bench_case *c, error *err);
 bool bench_enqueue_backward(bench_case *c, error *err);
 
-/* The same, waited for. Times since the reset are in the clock. *ms (NULL is fine) is the time of the pass.
+/* The same, and waits for it. Times since the reset are in the clock. *ms (may be NULL) is the time of the
+ * pass.
  */
 bool bench_prepare(bench_case *c, error *err);
-bool bench_prepared_apart(const bench_case *c); // does anything come before the clock starts?
+bool bench_prepared_apart(const bench_case *c); // does anything run before the time is taken?
 bool bench_forward(bench_case *c, double *ms, error *err);
 bool bench_backward(bench_case *c, double *ms, error *err);
 
@@ -59,7 +60,7 @@ bool bench_read_counts(bench_case *c, int32_t *counts, error *err);
 enum { BENCH_POISON = 0xFE };
 bool bench_poison(bench_case *c, error *err);
 
-/* Bytes up to the last one that is no longer poison. */
+/* Number of bytes up to the last one that is not poison any more. */
 bool bench_touched(const buffer *looked_at, uint64_t *bytes, error *err);
 
 /* Are all canaries in place? The error names the buffer of the first that is not. */

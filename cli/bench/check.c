@@ -63,7 +63,7 @@ static bool read_pairs(const token_case *t, unsigned char *kept)
     return good;
 }
 
-/* What rounding made of the token's pairs of plain top-K. */
+/* Applies what rounding did to the token's pairs of plain top-K. */
 static bool apply_rounding(token_case *t)
 {
     const smoe_layer *one = &t->one;
@@ -86,7 +86,7 @@ static bool apply_rounding(token_case *t)
     return good;
 }
 
-/* The token's experts and weights: scored anew, or as given. */
+/* The token's experts and weights: computed from the logits, or as given. */
 static bool route_token(token_case *t)
 {
     const bench_case *c = t->c;
@@ -110,7 +110,7 @@ static bool route_token(token_case *t)
         free(weights);
     } else {
         oracle_logits(&plain, &t->input, &t->routing);
-        for (int64_t e = 0; e < plain.experts; e++) // what is stored is what the scores are made of
+        for (int64_t e = 0; e < plain.experts; e++) // the scores are computed from the stored logits
             t->routing.logits[e] = oracle_round_to(t->routing.logits[e], plain.logits_type);
         oracle_route(&plain, &t->input, &t->routing);
         oracle_round(&plain, &t->input, &t->routing);
@@ -233,7 +233,7 @@ static bool compute_token(const token_case *t, double *out, double *dx)
     return good;
 }
 
-/* What all tokens of a check share. */
+/* The same for all tokens of a check. */
 typedef struct check_context {
     const bench_case *c;
     smoe_plan_view view;

@@ -75,7 +75,7 @@ void cublas_close(cublas *closed)
     free(closed);
 }
 
-/* cuBLAS has columns where we have rows: it is given C^T = B^T A^T. */
+/* cuBLAS's matrices are column-major and ours are row-major, so it computes C^T = B^T A^T. */
 bool cublas_multiply(const cublas *with, smoe_type type, bool transpose_a, bool transpose_b, int64_t count,
                      int64_t m, int64_t n, int64_t k, const void *a, const void *b, void *c, error *err)
 {

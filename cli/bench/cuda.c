@@ -14,7 +14,7 @@
 enum { MOST_IN_ROUND = 250, ALONE_SETTLE_MS = 50, HEAT_MS = 1000, AHEAD_MS = 1, MOST_TURNS = 9 };
 _Static_assert((int)MOST_IN_ROUND <= (int)SUSTAINED_MOST, "a round's launches fit between the clock's marks");
 
-/* A job whose turn comes once a round. */
+/* A job. It has one turn in each round. */
 typedef struct turn {
     bool (*before)(void *, error *), (*work)(void *, error *);
     smoe_stage stage; // of a GEMM
@@ -29,7 +29,7 @@ typedef struct meter {
     sustained how;
     cuda_graph *prepare, *forward, *backward, *layer; // NULL where there is nothing to run
     smoe_stage stage;                                 // whose GEMMs job_gemm runs
-    int ahead;                                        // steps ahead of one that is timed by stages
+    int ahead;                                        // untimed steps before a step that is timed by stages
     turn turns[MOST_TURNS];                           // of a round
     int turn_count;
     double *samples; // (MOST_IN_ROUND)
@@ -101,7 +101,7 @@ static bool prepare_and_forward(void *user, error *err)
     return job_prepare(user, err) && job_forward(user, err);
 }
 
-/* A backward that may destroy H needs a new one every time. */
+/* A backward that may overwrite H needs another forward each time. */
 static bool before_backward(void *user, error *err)
 {
     const meter *m = user;
@@ -157,7 +157,7 @@ static void add_turn(meter *m, turn job)
     m->turns[m->turn_count++] = job;
 }
 
-/* The yardstick's GEMMs and the library's passes. */
+/* The reference GEMMs and the library's passes. */
 static void list_turns(meter *m)
 {
     static const smoe_stage stages[] = {SMOE_STAGE_UP,  SMOE_STAGE_DOWN,    SMOE_STAGE_DH,
@@ -195,8 +195,8 @@ static bool time_round(meter *m, int round, int launches, bench_times *times, er
     return true;
 }
 
-/* One step on the plain stream. Whole steps go ahead of it, untimed: while the GPU works on those, the host
- * gets all of this one's launches and events into the queue. */
+/* One step on the plain stream. Whole untimed steps are enqueued before it: while the GPU works on these, the
+ * host enqueues all launches and events of this one. */
 static bool time_one_step(meter *m, double *stage, error *err)
 {
     bench_case *c = m->c;
@@ -241,7 +241,7 @@ static void no_bound(int launches, bench_times *times)
     }
 }
 
-/* Steps, untimed: behind a job that draws less power a card runs at a higher clock for a while. */
+/* Untimed steps: for a while after a job that draws less power, a GPU has a higher clock. */
 static bool heat_up(meter *m, error *err)
 {
     double ms[1];
@@ -250,7 +250,7 @@ static bool heat_up(meter *m, error *err)
     return sustained_time(&until_hot, &job, 1, ms, err);
 }
 
-/* The copy; then, every round, library and yardstick in turn and the stages with their gaps. */
+/* First the copy; then, in every round, library and reference in turn, and the steps by stages. */
 static bool time_rounds(meter *m, sustained_turns turns, bench_times *times, error *err)
 {
     no_bound(turns.launches * turns.rounds, times);
@@ -264,8 +264,8 @@ static bool time_rounds(meter *m, sustained_turns turns, bench_times *times, err
 
 /* ---- How many launches fit ---- */
 
-/* About how long one launch of every job takes that has its turn, and of the stages too, from that of a step;
- * and how many steps go ahead of one that is timed by stages. */
+/* Estimates, from the time of a step, how long one launch of every job takes, the steps by stages included;
+ * and how many untimed steps are enqueued before a step that is timed by stages. */
 static bool guess_step(meter *m, double *turns_ms, double *all_ms, error *err)
 {
     double ms[2];
@@ -280,7 +280,7 @@ static bool guess_step(meter *m, double *turns_ms, double *all_ms, error *err)
     return true;
 }
 
-/* Every kernel by itself, and beside the combines a copy of as many bytes. */
+/* Every kernel by itself; for the combines also a copy of as many bytes. */
 static bool time_alone(meter *m, bench_result *result, error *err)
 {
     const sustained_job before_one = {NULL, job_prepare, m}, before_other = {NULL, prepare_and_forward, m};
@@ -310,7 +310,8 @@ static bool measure(meter *m, int64_t repeats, double seconds, bench_result *res
     if (!time_rounds(m, turns, result->times, err)) return false;
     bench_count_launches(m->forward, result);
     if (m->backward) bench_count_launches(m->backward, result);
-    // Scores and rounding add to what they find, which is another thing the second time.
+    // The kernels of scores and rounding add to what memory holds, so a repetition would compute something
+    // else.
     return !m->c->settings.alone || m->c->run.layer.rounding != SMOE_ROUNDING_NONE ||
            time_alone(m, result, err);
 }
@@ -326,7 +327,7 @@ static bool make_yardstick(meter *m, int64_t rows, error *err)
                              slot_data(&c->run, SLOT_DW1), c->stream, err))
         return false;
     if (!m->yardstick.gemms)
-        fprintf(stderr, "smoe bench: no cuBLAS that starts: there is no bound of the GEMMs\n");
+        fprintf(stderr, "smoe bench: no cuBLAS that starts: there is no reference for the GEMMs\n");
     return true;
 }
 

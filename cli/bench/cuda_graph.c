@@ -40,7 +40,7 @@ static bool listed(const cuda_graph *graph, cudaGraphNode_t node)
     return false;
 }
 
-/* The runtime does not say in which order it lists nodes: new are those that are not in our list. */
+/* The runtime lists nodes in no stated order. Nodes that are not in our list yet are new. */
 void cuda_graph_mark(cuda_graph *recording, int stage)
 {
     cudaGraphNode_t nodes[MOST_LAUNCHES];
@@ -61,7 +61,7 @@ static bool make_ready(cuda_graph *graph)
     return cudaGraphInstantiate(&graph->ready, graph->recorded, 0) == cudaSuccess;
 }
 
-/* Which launch waits for which. */
+/* Which launches each launch waits for. */
 typedef struct edges {
     cudaGraphNode_t from[MOST_EDGES], to[MOST_EDGES];
     cudaGraphEdgeData how[MOST_EDGES]; // some start before the other has ended
@@ -87,7 +87,8 @@ static bool is_free(const cuda_graph *graph, const edges *e, int first, int whic
     return true;
 }
 
-/* Every launch after those it waits for; one stream leaves no choice. */
+/* Orders the launches so that each comes after those it waits for. With one stream there is one such order.
+ */
 static bool put_in_order(cuda_graph *graph)
 {
     edges e;

@@ -9,7 +9,7 @@
 typedef struct cuda_graph cuda_graph;
 
 /* Between begin and end what is put on the stream is recorded, not run. NULL when recording does not start; a
- * graph whose end is false is good for cuda_graph_free alone. */
+ * graph whose end is false can only be freed. */
 cuda_graph *cuda_graph_begin(void *stream);
 bool cuda_graph_end(cuda_graph *recorded, void *stream);
 

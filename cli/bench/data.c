@@ -72,8 +72,9 @@ bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, 
     return fill_rows(&end, type, 1, rest, make_normal, &tail);
 }
 
-/* From one start to the next, modulo the pattern: the golden section of it, so that starts lie far apart, and
- * an odd multiple of 128, so that all multiples of 128 come before one comes again. */
+/* From one start to the next, modulo the length of the pattern. About the golden section of that length, so
+ * that successive starts are far apart. An odd multiple of 128, so that every multiple of 128 is a start
+ * before one is repeated. */
 enum { TILED_STEP = 20251 * 128 };
 
 bool fill_tiled(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed)
@@ -113,8 +114,8 @@ static void shuffle(int32_t *ids, int64_t count, oracle_random *random)
     for (int64_t i = count - 1; i > 0; i--) swap(&ids[i], &ids[oracle_random_integer(random, 0, i)]);
 }
 
-/* Deals the experts from a shuffled deck, shuffling again when it is used up: counts differ by one at most. A
- * card that the token already holds from the deck before goes further down. */
+/* Takes the experts in a random order, which is drawn again when all have been taken, so that counts differ
+ * by one at most. An expert that the token already has is moved further down in the order. */
 static void deal_uniform(int64_t tokens, int64_t experts, int64_t topk, oracle_random *random, int32_t *deck,
                          int32_t *ids)
 {

@@ -9,9 +9,9 @@
 /* Fills with N(0, scale^2) rounded to the type (F32, BF16 or F16). The same numbers whatever the threads. */
 bool fill_normal(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
 
-/* The same from one pattern of TILED_VALUES such numbers, laid down again and again on the device, each time
- * from another place in the pattern: for tensors of billions of values, where no two experts' weights may be
- * the same but nothing else hangs on their randomness. */
+/* The same from one pattern of TILED_VALUES such numbers, which is copied again and again on the device, each
+ * time from another start. It serves tensors of billions of values, of which only one thing is required: no
+ * two experts have the same weights. */
 enum { TILED_VALUES = 1 << 22 };
 bool fill_tiled(const buffer *to, smoe_type type, int64_t count, double scale, uint64_t seed);
 

@@ -25,7 +25,7 @@ enum {
 static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The measurement:", 2},
     {"device", KEY_DEVICE, "NAME", 0, "cpu (default), or cuda: there --dtype is bf16 unless given", 2},
-    {"threads", KEY_THREADS, "N", 0, "Threads of library and yardstick (default: OpenMP's)", 2},
+    {"threads", KEY_THREADS, "N", 0, "Threads of library and reference (default: OpenMP's)", 2},
     {"repeats", KEY_REPEATS, "N", 0,
      "How often each pass is timed (cuda: in two rounds at least, rounded up)", 2},
     {"seconds", KEY_SECONDS, "S", 0, "Repeat for so long (cpu: 5 times at least; default 10)", 2},
@@ -39,7 +39,7 @@ static const struct argp_option options_table[] = {
      "Scope experts: topk (default; back to the weights' gradient) or logits (route runs untimed; back to "
      "dlogits)",
      2},
-    {"no-bound", KEY_NO_BOUND, NULL, 0, "Leave the yardstick out", 2},
+    {"no-bound", KEY_NO_BOUND, NULL, 0, "Leave the reference out", 2},
     {"alone", KEY_ALONE, NULL, 0, "cuda, no rounding: time every kernel of a pass by itself, too", 2},
     {NULL, 0, NULL, 0, "Output:", 3},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 3},

@@ -73,7 +73,7 @@ bool cuda_yardstick_copy(const cuda_yardstick *y, uint64_t bytes, error *err)
     if (cudaMemcpyAsync(y->result.data, y->wide.data, bytes, cudaMemcpyDeviceToDevice, y->stream) ==
         cudaSuccess)
         return true;
-    return fail(err, ERROR_RUNTIME, "the copy that the bound is measured with could not be started");
+    return fail(err, ERROR_RUNTIME, "the reference copy could not be started");
 }
 
 /* ---- Buffers ---- */

@@ -17,7 +17,7 @@ typedef struct clock_kind {
     void *(*open)(int marks); // NULL when there is no memory
     void (*close)(void *state);
     bool (*mark)(void *state, int index, void *stream); // when the stream's work so far is done
-    double (*ms)(void *state, int from, int to);        // once the stream has passed both; NaN: it has not
+    double (*ms)(void *state, int from, int to); // valid when the stream has passed both; otherwise NaN
 } clock_kind;
 
 extern const clock_kind clock_cpu;

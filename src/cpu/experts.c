@@ -7,11 +7,11 @@
 #include <assert.h>
 #include <omp.h>
 
-static_assert(SMOE_PANEL_ROWS % SMOE_ROW_BLOCK == 0, "a panel of rows starts at a block");
-static_assert(SMOE_ROW_BLOCK % SMOE_PANEL_COLUMNS == 0,
+static_assert(SMOE_PANEL_ROWS % SMOE_BLOCK_ROWS == 0, "a panel of rows starts at a block");
+static_assert(SMOE_BLOCK_ROWS % SMOE_PANEL_COLUMNS == 0,
               "a chunk's columns, a multiple of 64, are whole panels");
 
-enum { BLOCKS_A_PANEL = SMOE_PANEL_ROWS / SMOE_ROW_BLOCK };
+enum { BLOCKS_A_PANEL = SMOE_PANEL_ROWS / SMOE_BLOCK_ROWS };
 
 /* Scratch, part by part. */
 typedef struct carver {
@@ -133,7 +133,7 @@ static int fill_panel(const moe_cpu_pass *pass, int64_t expert, int64_t rows_bef
 {
     const int64_t left = pass->plan->counts[expert] - rows_before;
     panel->expert = expert;
-    panel->row = (int64_t)pass->plan->block_offsets[expert] * SMOE_ROW_BLOCK + rows_before;
+    panel->row = (int64_t)pass->plan->block_offsets[expert] * SMOE_BLOCK_ROWS + rows_before;
     panel->count = moe_min(left, SMOE_PANEL_ROWS);
     return left > 0;
 }
@@ -142,7 +142,7 @@ int moe_row_panel_at(const moe_cpu_pass *pass, int64_t block, moe_row_panel *pan
 {
     const int64_t expert = moe_expert_of_block(pass->plan, pass->problem->layer.experts, block);
     const int64_t inside = block - pass->plan->block_offsets[expert];
-    return inside % BLOCKS_A_PANEL == 0 && fill_panel(pass, expert, inside * SMOE_ROW_BLOCK, panel);
+    return inside % BLOCKS_A_PANEL == 0 && fill_panel(pass, expert, inside * SMOE_BLOCK_ROWS, panel);
 }
 
 int moe_first_row_panel(const moe_cpu_pass *pass, int64_t expert, moe_row_panel *panel)
@@ -152,7 +152,7 @@ int moe_first_row_panel(const moe_cpu_pass *pass, int64_t expert, moe_row_panel 
 
 int moe_next_row_panel(const moe_cpu_pass *pass, moe_row_panel *panel)
 {
-    const int64_t first = (int64_t)pass->plan->block_offsets[panel->expert] * SMOE_ROW_BLOCK;
+    const int64_t first = (int64_t)pass->plan->block_offsets[panel->expert] * SMOE_BLOCK_ROWS;
     return fill_panel(pass, panel->expert, panel->row + panel->count - first, panel);
 }
 

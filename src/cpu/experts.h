@@ -85,7 +85,11 @@ const float *moe_weights_f32(float *panel, const void *weights, int64_t first_el
  * the same up to column moe_w1_run_end. */
 static inline int moe_interleaved(const moe_problem *p)
 {
-    return p->gated && p->layer.layout == SMOE_LAYOUT_INTERLEAVED;
+    switch (p->layer.layout) {
+    case SMOE_LAYOUT_CONCATENATED: return 0;
+    case SMOE_LAYOUT_INTERLEAVED: return p->gated;
+    }
+    return 0;
 }
 
 static inline int64_t moe_w1_row(const moe_problem *p, int64_t j)

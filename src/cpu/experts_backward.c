@@ -7,6 +7,7 @@
  * thread's panels: 256 (max(d, h_width) + h_width) floats, a tile of 512 by 256, for bf16 256 d floats of
  * weights as well. */
 #include "blas.h"
+#include "convert.h"
 #include "experts.h"
 #include "wanted.h"
 
@@ -15,11 +16,6 @@
 uint64_t moe_cpu_backward_scratch(const smoe_context *context, const moe_problem *problem)
 {
     return moe_cpu_backward_pass(context, problem, NULL, NULL, NULL).bytes;
-}
-
-static int64_t given_id(const smoe_layer *layer, const void *ids, int64_t index)
-{
-    return layer->index_type == SMOE_TYPE_I64 ? ((const int64_t *)ids)[index] : ((const int32_t *)ids)[index];
 }
 
 /* dtopk_weights[t, k] = dS of the row of (t, ids[t, k]): the lowest k of a repeated id, 0 for all else. */
@@ -32,23 +28,26 @@ static void give_topk_gradients(const moe_cpu_pass *pass, const smoe_backward_ar
         const int64_t first = token * layer->topk;
         for (int64_t i = plan->token_offsets[token]; i < plan->token_offsets[token + 1]; i++) {
             const int64_t row = plan->token_rows[i];
-            const int64_t expert = moe_expert_of_block(plan, layer->experts, row / SMOE_ROW_BLOCK);
+            const int64_t expert = moe_expert_of_block(plan, layer->experts, row / SMOE_BLOCK_ROWS);
             int64_t k = 0;
-            while (k < layer->topk && given_id(layer, args->topk_ids, first + k) != expert) k++;
+            while (k < layer->topk && moe_load_index(args->topk_ids, layer->index_type, first + k) != expert)
+                k++;
             if (k < layer->topk) args->dtopk_weights[first + k] = pass->ds[row];
         }
     }
 }
 
-/* drow_weights: from rows (T), 0 for rows past the last; from logits the padded rows as they are. */
+/* From logits, drow_weights: dS of the padded rows as it is. */
+static void give_padded_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
+{
+    memcpy(args->drow_weights, pass->ds, (size_t)pass->problem->padded_rows * sizeof *pass->ds);
+}
+
+/* From rows, drow_weights (T): 0 for rows past the last. */
 static void give_row_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
     const smoe_layer *layer = &pass->problem->layer;
     const moe_plan_arrays *plan = pass->plan;
-    if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
-        memcpy(args->drow_weights, pass->ds, (size_t)pass->problem->padded_rows * sizeof *pass->ds);
-        return;
-    }
     for (int64_t token = 0; token < layer->tokens; token++) {
         const int64_t i = plan->token_offsets[token];
         const int has_row = i < plan->token_offsets[token + 1];
@@ -58,9 +57,17 @@ static void give_row_gradients(const moe_cpu_pass *pass, const smoe_backward_arg
 
 static void give_weight_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
-    const smoe_entry entry = pass->problem->layer.entry;
-    if (args->dtopk_weights && entry == SMOE_ENTRY_FROM_TOPK) give_topk_gradients(pass, args);
-    if (args->drow_weights && entry != SMOE_ENTRY_FROM_TOPK) give_row_gradients(pass, args);
+    switch (pass->problem->layer.entry) {
+    case SMOE_ENTRY_FROM_TOPK:
+        if (args->dtopk_weights) give_topk_gradients(pass, args);
+        break;
+    case SMOE_ENTRY_FROM_LOGITS:
+        if (args->drow_weights) give_padded_gradients(pass, args);
+        break;
+    case SMOE_ENTRY_FROM_ROWS:
+        if (args->drow_weights) give_row_gradients(pass, args);
+        break;
+    }
 }
 
 smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,

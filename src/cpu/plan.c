@@ -17,11 +17,6 @@ typedef struct plan_call {
     moe_routing_scratch s;
 } plan_call;
 
-static int64_t index_at(const void *indices, smoe_type type, int64_t at)
-{
-    return type == SMOE_TYPE_I64 ? ((const int64_t *)indices)[at] : ((const int32_t *)indices)[at];
-}
-
 /* ---- the first pass: counts ---- */
 
 /* FROM_TOPK: the bits of one panel. Ids outside 0..E-1 set none, a repeated id sets the same bit again. */
@@ -33,7 +28,7 @@ static void select_given(const plan_call *c, int64_t panel)
            sizeof(uint64_t) * SMOE_PANEL_WORDS * (size_t)l->experts);
     for (int64_t t = first; t < end; t++) {
         for (int64_t k = 0; k < l->topk; k++) {
-            const int64_t e = index_at(c->args->topk_ids, l->index_type, t * l->topk + k);
+            const int64_t e = moe_load_index(c->args->topk_ids, l->index_type, t * l->topk + k);
             if (e < 0 || e >= l->experts) continue;
             moe_mask_words(&c->s, panel, e, l->experts)[(t - first) / 64] |= UINT64_C(1) << (t - first) % 64;
         }
@@ -77,7 +72,7 @@ static void place_experts(const moe_plan_arrays *plan, int64_t experts)
 {
     plan->offsets[0] = plan->block_offsets[0] = 0;
     for (int64_t e = 0; e < experts; e++) {
-        const int32_t blocks = (plan->counts[e] + SMOE_ROW_BLOCK - 1) / SMOE_ROW_BLOCK;
+        const int32_t blocks = (plan->counts[e] + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
         plan->offsets[e + 1] = plan->offsets[e] + plan->counts[e];
         plan->block_offsets[e + 1] = plan->block_offsets[e] + blocks;
     }
@@ -114,7 +109,7 @@ static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
     const int64_t first = t * l->topk;
     if (l->entry == SMOE_ENTRY_FROM_TOPK) {
         for (int64_t k = 0; k < l->topk; k++)
-            if (index_at(c->args->topk_ids, l->index_type, first + k) == expert)
+            if (moe_load_index(c->args->topk_ids, l->index_type, first + k) == expert)
                 return c->args->topk_weights[first + k];
         return 0.0f; /* not reached: the bit was set by one of the ids */
     }
@@ -122,7 +117,7 @@ static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
         if (c->plan->topk_ids[first + k] == expert) return c->plan->topk_weights[first + k];
     float logit;
     moe_load_row(&logit, c->args->logits, t * l->experts + expert, 1, l->logits_type);
-    const float score = l->score == SMOE_SCORE_SIGMOID
+    const float score = moe_ranks_by_sigmoid(l->score)
                             ? moe_sigmoid(logit)
                             : moe_div(moe_softmax_term(logit, c->s.token_max[t]), c->s.token_sum[t]);
     return moe_mul(score, l->route_scale);
@@ -139,7 +134,7 @@ static void write_panel(const plan_call *c, int64_t panel)
     for (int64_t i = 0; i < count; i++) next[i] = plan->token_offsets[first + i] += c->s.panel_rows[panel];
     for (int64_t e = 0; e < l->experts; e++) {
         const uint64_t *words = moe_mask_words(&c->s, panel, e, l->experts);
-        int32_t row = SMOE_ROW_BLOCK * plan->block_offsets[e] + c->s.panel_counts[panel * l->experts + e];
+        int32_t row = SMOE_BLOCK_ROWS * plan->block_offsets[e] + c->s.panel_counts[panel * l->experts + e];
         for (int w = 0; w < SMOE_PANEL_WORDS; w++) {
             for (uint64_t word = words[w]; word; row++) {
                 const int64_t i = 64 * w + moe_next_bit(&word);
@@ -162,10 +157,10 @@ static void write_pads(const moe_plan_arrays *plan, int64_t first, int64_t end)
 static void write_all_pads(const moe_plan_arrays *plan, int64_t experts, int64_t padded_rows)
 {
     for (int64_t e = 0; e < experts; e++) {
-        const int64_t first = (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[e];
-        write_pads(plan, first + plan->counts[e], (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[e + 1]);
+        const int64_t first = (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e];
+        write_pads(plan, first + plan->counts[e], (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e + 1]);
     }
-    write_pads(plan, (int64_t)SMOE_ROW_BLOCK * plan->block_offsets[experts], padded_rows);
+    write_pads(plan, (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[experts], padded_rows);
 }
 
 static void plan_selection(const plan_call *c)
@@ -194,14 +189,14 @@ static void plan_rows(const plan_call *c)
     const moe_plan_arrays *plan = c->plan;
     int64_t first = 0;
     for (int64_t e = 0; e < l->experts; e++) {
-        const int64_t given = index_at(c->args->offsets, l->index_type, e + 1);
+        const int64_t given = moe_load_index(c->args->offsets, l->index_type, e + 1);
         const int64_t end = given < first ? first : moe_min(given, l->tokens);
         plan->counts[e] = (int32_t)(end - first);
         first = end;
     }
     place_experts(plan, l->experts);
     for (int64_t e = 0; e < l->experts; e++) {
-        const int32_t row = SMOE_ROW_BLOCK * plan->block_offsets[e] - plan->offsets[e];
+        const int32_t row = SMOE_BLOCK_ROWS * plan->block_offsets[e] - plan->offsets[e];
         for (int32_t t = plan->offsets[e]; t < plan->offsets[e + 1]; t++) {
             plan->row_token[row + t] = t;
             plan->row_weight[row + t] = c->args->row_weights ? c->args->row_weights[t] : 1.0f;
@@ -216,10 +211,11 @@ smoe_status moe_cpu_plan(smoe_context *context, const moe_problem *problem, cons
 {
     const plan_call call = {context, problem, args, plan, moe_routing_scratch_at(context, problem, scratch)};
     moe_stage_begin(context, SMOE_STAGE_PLAN, stream);
-    if (problem->layer.entry == SMOE_ENTRY_FROM_ROWS)
-        plan_rows(&call);
-    else
-        plan_selection(&call);
+    switch (problem->layer.entry) {
+    case SMOE_ENTRY_FROM_LOGITS:
+    case SMOE_ENTRY_FROM_TOPK: plan_selection(&call); break;
+    case SMOE_ENTRY_FROM_ROWS: plan_rows(&call); break;
+    }
     order_experts(plan, call.s.targets, problem->layer.experts);
     write_all_pads(plan, problem->layer.experts, problem->padded_rows);
     moe_stage_end(context, SMOE_STAGE_PLAN, stream);

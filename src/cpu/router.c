@@ -142,7 +142,7 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
 {
     const smoe_layer *l = &c->problem->layer;
     const int64_t experts = l->experts;
-    const int rounded = l->rounding != SMOE_ROUNDING_NONE, sigmoid = l->score == SMOE_SCORE_SIGMOID;
+    const int rounded = l->rounding != SMOE_ROUNDING_NONE, sigmoid = moe_ranks_by_sigmoid(l->score);
     const int all_p = c->args->losses || (rounded && !sigmoid);
     const float *logits = w->logits;
     if (l->logits_type == SMOE_TYPE_F32)
@@ -151,7 +151,7 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
         moe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
 
     float max = 0.0f, sum = 1.0f;
-    if (all_p || l->score == SMOE_SCORE_SOFTMAX_TOPK) moe_softmax_of(logits, experts, w->scores, &max, &sum);
+    if (all_p || moe_weights_from_softmax(l->score)) moe_softmax_of(logits, experts, w->scores, &max, &sum);
     for (int64_t e = 0; e < experts && all_p; e++) w->scores[e] = moe_div(w->scores[e], sum);
     if (c->args->losses) add_losses(c, panel, w->scores, max, sum);
     if (sigmoid) selection_scores(w->scores, logits, experts, c->args->selection_bias);

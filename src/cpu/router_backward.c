@@ -68,7 +68,7 @@ static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, t
     int64_t expert = 0;
     for (int32_t i = plan->token_offsets[t]; i < plan->token_offsets[t + 1]; i++) {
         const int32_t row = plan->token_rows[i];
-        while (row >= SMOE_ROW_BLOCK * plan->block_offsets[expert + 1]) expert++;
+        while (row >= SMOE_BLOCK_ROWS * plan->block_offsets[expert + 1]) expert++;
         const float g = moe_mul(l->route_scale, c->ds[row]);
         const int64_t k = find_k(ids, l->topk, expert);
         if (k < l->topk) {
@@ -144,8 +144,8 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     const int64_t experts = l->experts;
     const int32_t *ids = c->plan->topk_ids + t * l->topk;
     const int losses = c->args->balance_coefficient != 0.0f || c->args->z_coefficient != 0.0f;
-    const int sigmoid = l->score == SMOE_SCORE_SIGMOID,
-              plain_softmax = l->score == SMOE_SCORE_SOFTMAX_TOPK && !l->renormalize;
+    const int sigmoid = moe_ranks_by_sigmoid(l->score),
+              plain_softmax = moe_weights_from_softmax(l->score) && !l->renormalize;
     const float *logits = w->logits;
     if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;

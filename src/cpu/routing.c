@@ -87,13 +87,9 @@ float moe_kept_weights(const smoe_layer *layer, const float *logits, float max, 
     for (int64_t k = 0; k < topk; k++) {
         const float logit = logits[ids[k]];
         nan |= moe_is_nan(logit);
-        switch (layer->score) {
-        case SMOE_SCORE_SOFTMAX_TOPK: weights[k] = moe_div(moe_softmax_term(logit, max), sum); break;
-        case SMOE_SCORE_TOPK_SOFTMAX: weights[k] = moe_softmax_term(logit, logits[ids[0]]); break;
-        case SMOE_SCORE_SIGMOID: weights[k] = moe_sigmoid(logit); break;
-        }
+        weights[k] = moe_raw_weight(layer->score, logit, logits[ids[0]], max, sum);
     }
-    const int divided = layer->score == SMOE_SCORE_TOPK_SOFTMAX || layer->renormalize;
+    const int divided = moe_weights_are_divided(layer);
     const float divisor = divided ? renormalize(weights, topk) : 1.0f;
     for (int64_t k = 0; k < topk && nan; k++) weights[k] = moe_float_of(0x7fc00000u);
     return divisor;

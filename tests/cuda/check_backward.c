@@ -6,8 +6,9 @@
 typedef enum routing { RANDOM, ONE_EXPERT, HALF_EMPTY, EDGES, BROKEN, ROWS } routing;
 
 /* Integers, one in 8 of them not 0; normal numbers; integers of -1, 0 and 1, whose sums are far too large for
- * 16 bits to hold exactly: a sum that was rounded before it is accumulated would show. */
-enum { SPARSE, NORMAL, DENSE };
+ * 16 bits to hold exactly: a sum that was rounded before it is accumulated would show; the same integers for
+ * an activation that limits its arguments to -7..7: many elements of H are exactly 7 or -7. */
+enum { SPARSE, NORMAL, DENSE, LIMITS };
 
 typedef struct test_case {
     const char *name;
@@ -88,6 +89,8 @@ static const test_case cases[] = {
     {"fp16 swiglu", 400, 256, 256, 4, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, H, F, CAT, 0, 1, 0, 0, 0, 1},
     {"fp16 geglu_tanh", 400, 256, 192, 4, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, H, F, INT, 0, 1, 0, 0, 0, 1},
     {"fp16 swiglu_oai", 400, 200, 136, 4, 2, SMOE_ACTIVATION_SWIGLU_OAI, RANDOM, H, H, CAT, 1, 1, 0, 0, 0, 1},
+    {"limits", 300, 72, 40, 4, 2, SMOE_ACTIVATION_SWIGLU_OAI, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, LIMITS},
+    {"limits fp16", 300, 72, 40, 4, 2, SMOE_ACTIVATION_SWIGLU_OAI, RANDOM, H, F, INT, 0, 1, 0, 0, 0, LIMITS},
     {"fp16 gelu one expert", 2000, 192, 128, 4, 1, SMOE_ACTIVATION_GELU, ONE_EXPERT, H, F, CAT, 0, 1, 0, 0, 0,
      1},
 };
@@ -97,7 +100,7 @@ enum { CASES = sizeof cases / sizeof cases[0] };
 static gpu_case make(size_t i)
 {
     static int64_t counts[EDGE_EXPERTS];
-    static const int one_in[] = {[SPARSE] = 8, [NORMAL] = 0, [DENSE] = 1};
+    static const int one_in[] = {[SPARSE] = 8, [NORMAL] = 0, [DENSE] = 1, [LIMITS] = 1};
     static const oracle_routing routings[] = {ORACLE_RANDOM, ORACLE_ONE_TAKES_ALL, ORACLE_HALF_EMPTY,
                                               ORACLE_COUNTS, ORACLE_RANDOM,        ORACLE_RANDOM};
     const test_case *c = &cases[i];
@@ -125,7 +128,8 @@ static gpu_case make(size_t i)
                  .row_weights = true,
                  .b1 = bias,
                  .b2 = bias,
-                 .integers = one_in[c->numbers]}};
+                 .integers = one_in[c->numbers]},
+        .inexact = c->numbers == LIMITS};
 }
 
 int main(int argc, char **argv)

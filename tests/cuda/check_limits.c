@@ -1,6 +1,7 @@
 /* Where a caller or a shape goes to the limits: smoe_round left out although the layer rounds (nothing is
- * written or pointed to outside the plan, whatever stands in the place of the counts), and the combine of a
- * row of more parts than a grid has CTAs in y. */
+ * written or pointed to outside the plan, whatever stands in the place of the counts), the combine of a row
+ * of more parts than a grid has CTAs in y, and the plan from given rows on as many multiprocessors as the
+ * device has. */
 #include "gpu.h"
 #include "host/launch.h"
 #include "open_cuda.h"
@@ -139,6 +140,60 @@ static void combine_long_row(void)
     free(y), free((void *)(uintptr_t)got);
 }
 
+/* ---- The plan from given rows on any device ---- */
+
+/* The largest number of CTAs in x of the kernels that are captured on the stream between begin and now. */
+static int end_capture(cudaStream_t stream)
+{
+    cudaGraph_t graph;
+    cudaGraphNode_t nodes[16];
+    size_t count = sizeof nodes / sizeof *nodes;
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphGetNodes(graph, nodes, &count));
+    int most = 0;
+    for (size_t i = 0; i < count; i++) {
+        enum cudaGraphNodeType type;
+        struct cudaKernelNodeParams params;
+        CHECK_CUDA(cudaGraphNodeGetType(nodes[i], &type));
+        if (type != cudaGraphNodeTypeKernel) continue;
+        CHECK_CUDA(cudaGraphKernelNodeGetParams(nodes[i], &params));
+        if ((int)params.gridDim.x > most) most = (int)params.gridDim.x;
+    }
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    return most;
+}
+
+/* With rows for three CTAs of every multiprocessor there is one CTA for each multiprocessor, however many the
+ * device has. */
+static void plan_on_every_multiprocessor(smoe_context *context)
+{
+    const char *name = "plan from rows, CTAs";
+    int multiprocessors;
+    CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.entry = SMOE_ENTRY_FROM_ROWS;
+    l.tokens = 3 * 1024 * (int64_t)multiprocessors, l.hidden = 8, l.intermediate = 8, l.experts = 1,
+    l.topk = 1;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &l, &sizes), name);
+    const int32_t rows[2] = {0, (int32_t)l.tokens};
+    const gpu_buffer offsets = gpu_copy(rows, sizeof rows), saved = gpu_alloc(sizes.saved_buffer_bytes),
+                     scratch = gpu_alloc(sizes.scratch_forward_bytes);
+    smoe_forward_args f = SMOE_FORWARD_ARGS_INIT;
+    f.offsets = offsets.memory;
+    f.saved = saved.memory, f.saved_size = sizes.saved_buffer_bytes;
+    f.scratch = scratch.memory, f.scratch_size = sizes.scratch_forward_bytes;
+    cudaStream_t stream;
+    CHECK_CUDA(cudaStreamCreate(&stream));
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    must(context, smoe_plan(context, &l, &f, stream), name);
+    const int ctas = end_capture(stream);
+    if (ctas != multiprocessors) printf("%d CTAs, %d multiprocessors\n", ctas, multiprocessors);
+    check(ctas == multiprocessors, name, "not one for each multiprocessor");
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    check(!gpu_free(offsets) && !gpu_free(saved) && !gpu_free(scratch), name, "written outside a buffer");
+}
+
 int main(void)
 {
     smoe_context *context = open_cuda();
@@ -146,6 +201,7 @@ int main(void)
     for (int i = 0; i < 3; i++)
         for (int pattern = 0; pattern < 6; pattern++) skip_round(context, roundings[i], pattern);
     combine_long_row();
+    plan_on_every_multiprocessor(context);
     smoe_destroy(context);
     printf("%d failures\n", failures);
     return failures != 0;

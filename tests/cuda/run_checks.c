@@ -107,7 +107,7 @@ static void check_case(checker *c)
                                            .backwards = layer.accumulate ? 2 : 1,
                                            .repeats = c->repeats,
                                            .differing = differing},
-                                   .exact = c->now->draw.integers > 0,
+                                   .exact = c->now->draw.integers > 0 && !c->now->inexact,
                                    .seed = 11};
     char text[RUN_TEXT];
     c->wrong = 0, c->worst_share = 0.0;

@@ -13,7 +13,8 @@
 typedef struct gpu_case {
     const char *name;
     smoe_layer layer; /* what is 0 takes its default, see run_checks.c */
-    oracle_draw draw; /* with integers every element has to be the same */
+    oracle_draw draw; /* with integers every element has to be the same, unless inexact */
+    bool inexact;     /* the integers meet an activation that leaves them */
     bool forward_only;
     bool other_ways; /* other chunks, and no dlogits and drouter_bias, have to give the same bits too */
 } gpu_case;

@@ -11,7 +11,7 @@ namespace moe
 
 // ---- Values
 
-// bf16: half a tanh.approx (2^-11) is below the rounding of A. fp16 needs more.
+// bf16: the error of tanh.approx (2^-11), halved, is below the rounding of A. fp16 needs a smaller error.
 template <typename T> SMOE_DEVICE float sigmoid(float x);
 
 template <> SMOE_DEVICE float sigmoid<__nv_bfloat16>(float x)
@@ -127,7 +127,8 @@ template <typename T> SMOE_DEVICE curve relu_squared_curve(float g)
     return {positive * positive, 2.0f * positive};
 }
 
-// ---- Shapes: a = join(f(gate(g)), u); *_moves is false where a clamp makes the derivative 0
+// ---- Shapes: a = join(f(gate(g)), u). gate_moves and up_moves are false where a clamp makes the derivative
+// 0
 
 struct plain_shape {
     static constexpr bool GATED = false;

@@ -10,7 +10,7 @@ struct gradient {
     float gate, up, scaled; // dH, A'
 };
 
-// x: dA' over some scale; y_weight: s times that scale; ds over that scale.
+// x: dA' divided by a scale; y_weight: s times that scale; ds: dS divided by that scale.
 template <typename T, int KIND>
 SMOE_DEVICE gradient differentiate(float g, float u, float x, float weight, float y_weight, float &ds)
 {
@@ -23,7 +23,7 @@ SMOE_DEVICE gradient differentiate(float g, float u, float x, float weight, floa
     return {gate, up, weight * a};
 }
 
-// Two elements: pairs of H and dA' (fp16 whatever T is), pairs of dH and A'.
+// Two elements: in, pairs of H and of dA' (fp16 for every T); out, pairs of dH and A'.
 template <typename T, int KIND>
 SMOE_DEVICE void differentiate_pair(uint32_t g, uint32_t u, uint32_t x, float weight, float y_weight,
                                     float &ds, uint32_t &gate, uint32_t &up, uint32_t &scaled)

@@ -5,7 +5,7 @@
 namespace moe
 {
 
-// dS of a row: its parts (parts, padded_rows) in order, four of them in flight.
+// dS of a row: the sum of its parts (parts, padded_rows) in order. Four loads are in flight at a time.
 SMOE_DEVICE float sum_of_parts(const float *partial, int parts, int64_t padded_rows, int64_t row)
 {
     const float *at = partial + row;

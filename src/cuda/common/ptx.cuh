@@ -19,8 +19,8 @@ SMOE_DEVICE int warp_number()
     return __shfl_sync(~0u, (int)(threadIdx.x >> 5), 0);
 }
 
-// A CTA of 384 threads owns 384 x 168 registers; three warpgroups share them anew. Every warp of the group
-// executes it. 2 consumers + producer <= 504.
+// A CTA of 384 threads has 384 x 168 registers. This divides them again among its three warpgroups; every
+// warp of a group executes it. The registers of a thread of each group add up to 504 at most.
 template <int REGISTERS> SMOE_DEVICE void take_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -63,7 +63,7 @@ SMOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_
                  : "memory");
 }
 
-// The way back: the lane's elements of the four matrices.
+// The store: the lane's elements of the four matrices.
 SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -104,7 +104,7 @@ SMOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
                  : "memory");
 }
 
-// 16 bytes, or zeros when `real` is 0: the test goes straight into the copy's predicate.
+// 16 bytes, or zeros when `real` is 0. The test becomes the copy's predicate, without another instruction.
 SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
 {
     asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n"
@@ -113,8 +113,8 @@ SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
                  : "memory");
 }
 
-// Addresses of copies beside a running wgmma, by additions of 32 bits: ptxas would take IMAD.WIDE, which
-// waits some 30 clocks for its turn at the register file there (docs/lab-notebook.md).
+// Addresses of copies while a wgmma runs, by additions of 32 bits. ptxas would use IMAD.WIDE, which then
+// waits about 30 clocks for the register file (docs/lab-notebook.md).
 SMOE_DEVICE const char *advance_by_adds(const char *from, uint32_t bytes)
 {
     uint64_t to;
@@ -125,13 +125,13 @@ SMOE_DEVICE const char *advance_by_adds(const char *from, uint32_t bytes)
     return (const char *)to;
 }
 
-// The address that another lane has.
+// The address that another lane holds.
 SMOE_DEVICE const char *lane_address(const char *address, int lane)
 {
     return (const char *)__shfl_sync(~0u, (unsigned long long)address, lane);
 }
 
-// copy16_async without the hint that a neighbour will be wanted.
+// copy16_async without the hint to prefetch the neighbouring bytes into L2.
 SMOE_DEVICE void copy16_async_once(uint32_t to, const void *from, uint32_t bytes)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -158,8 +158,8 @@ SMOE_DEVICE void store_shared_word(uint32_t address, uint32_t v)
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-// Of the two that come to a word, which is zero before and after: is this the second? It sees what the first
-// had done.
+// Two threads call this on the same word, which is zero before and after. True for the second one. The
+// second one sees the writes that the first one made before its call.
 SMOE_DEVICE bool second_of_two(uint32_t address)
 {
     uint32_t before;
@@ -207,7 +207,7 @@ SMOE_DEVICE void prefetch_l2(const void *address)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
-// Two bf16 sums, each rounded; NaN is 0x7fff.
+// Sums of two pairs of bf16, each rounded. A NaN result is 0x7fff.
 SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
 {
     uint32_t sum;
@@ -215,7 +215,7 @@ SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
     return sum;
 }
 
-// The larger of two values, of each two halves; NaN if one of them is.
+// The larger of two values, for each half of a word. NaN if one of the two is NaN.
 SMOE_DEVICE float larger_or_nan(float a, float b)
 {
     float larger;
@@ -230,8 +230,8 @@ SMOE_DEVICE uint32_t larger_bf16_pairs(uint32_t a, uint32_t b)
     return larger;
 }
 
-// Programmatic dependent launch: the next kernel's CTAs may start, and: all of the kernels before are done
-// and what they wrote is there.
+// Programmatic dependent launch. let_next_start: the next kernel's CTAs may start. wait_for_previous: returns
+// when all kernels before have finished and what they wrote can be read.
 SMOE_DEVICE void let_next_start()
 {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -13,7 +13,8 @@ template <typename V> SMOE_DEVICE V sum_of_lanes(V v, int lanes = 32)
     return v;
 }
 
-// Over the CTA's WARPS warps; all threads have the sum. `memory`: a V a warp, free again afterwards.
+// Over the CTA's WARPS warps; all threads get the sum. `memory`: one V for each warp; it may be used again
+// afterwards.
 template <int WARPS, typename V> SMOE_DEVICE V sum_of_threads(V v, V *memory)
 {
     v = sum_of_lanes(v);
@@ -25,7 +26,8 @@ template <int WARPS, typename V> SMOE_DEVICE V sum_of_threads(V v, V *memory)
     return sum;
 }
 
-// The same for words, whose sum has no order: a warp adds them in one instruction.
+// The same for 32-bit integers. Their sum does not depend on the order, so a warp adds them in one
+// instruction.
 template <int WARPS> SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *memory)
 {
     v = __reduce_add_sync(~0u, v);

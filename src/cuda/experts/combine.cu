@@ -67,14 +67,15 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float
     }
 }
 
-// Entries of token_rows from `at` on; past the end the last one again. at < end.
+// Entries of token_rows from `at` on; past the end the last entry is repeated. at < end.
 template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_combine &p, int at, int end)
 {
 #pragma unroll
     for (int k = 0; k < ROWS; k++) row[k] = __ldg(p.token_rows + min(at + k, end - 1));
 }
 
-// What a thread sums: its groups of eight columns, blockDim.x groups apart, of some rows; and their weights.
+// What a thread sums: its groups of eight columns (blockDim.x groups apart) of some rows, with the rows'
+// weights.
 template <int ROWS, int VECTORS> struct row_vectors {
     uint4 v[ROWS][VECTORS];
     float weight[ROWS];
@@ -99,10 +100,10 @@ template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUM
                                S::pack(sum[6], sum[7]));
 }
 
-// Where as many rows are there as T tokens have by topk, 1 <= topk <= ROWS, none was lost and each token has
-// its own at its place; the indices are asked for before that is known. False: some were lost, and nothing
-// has been stored. The branch stands behind the loads, of row 0 then, because the compiler moves loads that
-// no branch follows to where each is used, one after the other.
+// For 1 <= topk <= ROWS. If there are T topk rows, no pair was skipped, so the rows of token t are at t topk
+// in token_rows. The indices are loaded before this is known. Returns false, and has stored nothing, if pairs
+// were skipped. The branch is after the loads (which then read row 0), because without a branch there the
+// compiler moves each load to its first use, and the loads would run one after the other.
 template <typename T, int ROWS, int VECTORS>
 SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
@@ -128,7 +129,7 @@ SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t 
     return true;
 }
 
-// Any number of rows, by ROWS.
+// Any number of rows, ROWS at a time.
 template <typename T, int ROWS, int VECTORS, bool ROUTER>
 SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
@@ -168,7 +169,7 @@ SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t 
     for (int j = 0; j < VECTORS; j++) store<T>(out + j * step * 2, sum[j]);
 }
 
-// blockDim: threads of a token, tokens. gridDim: tokens, parts of a token's columns.
+// blockDim: (threads of a token, tokens). gridDim: (CTAs for all tokens, parts of a token's columns).
 // FEW: 1 <= topk <= ROWS.
 template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
 __global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ moe_cuda_combine p)
@@ -214,7 +215,8 @@ template <typename T> cudaError_t launch(const moe_cuda_combine &p, cudaStream_t
     return launch<T, 4, 1, false, false>(p, FEW_THREADS, stream);
 }
 
-// A grid's y has 65535 CTAs. A row of more than one group of 8 columns a thread never has more parts.
+// A grid has at most 65535 CTAs in y. There are never more parts where a thread has several groups of 8
+// columns.
 static_assert((1 << 20) / COLUMNS / 2 <= MOST_PARTS + 1, "2^16 shares make an even cut");
 
 } // namespace

@@ -44,7 +44,7 @@ template <typename T> SMOE_DEVICE float dot8(uint4 a, uint4 b, float sum)
     return sum;
 }
 
-// The bias's part, a warp a row.
+// The term with the bias: one warp for each row.
 template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const moe_cuda_ds p)
 {
     const int64_t row = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5);
@@ -61,8 +61,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const
     if (lane == 0) p.partial[(p.parts - 1) * p.padded_rows + row] = sum;
 }
 
-// (t, k) of the given top-K: the row of a token's id is the one whose block belongs to that expert; 0 for an
-// id that does not count.
+// (t, k) of the given top-K: of the token's rows, the one whose block belongs to that expert; 0 for a skipped
+// or repeated id.
 template <typename I> __global__ void __launch_bounds__(THREADS) give_topk(const moe_cuda_ds p)
 {
     const int64_t index = (int64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -80,7 +80,7 @@ template <typename I> __global__ void __launch_bounds__(THREADS) give_topk(const
     p.topk_gradient[index] = sum;
 }
 
-// Way 3: a token is a row, or past the last one.
+// FROM_ROWS: each token has one row, or none if it is past the last row.
 __global__ void __launch_bounds__(THREADS) give_tokens(const moe_cuda_ds p)
 {
     const int64_t token = (int64_t)blockIdx.x * THREADS + threadIdx.x;

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
     __shared__ uint32_t memory[4][WARPS];
     __shared__ uint32_t first_tile[MOST_EXPERTS]; // by expert
     __shared__ uint32_t
-        first_part[MOST_EXPERTS]; // by place in the order; parts in the upper half, splits below
+        first_part[MOST_EXPERTS]; // by position in the order; parts in the upper half, splits in the lower
     const int all_blocks = blocks_before(p, p.experts);
     const int limit = moe_split_limit(all_blocks, p.weight_tiles, p.ctas);
     sums own[EACH], sum = {0, 0, 0, 0};

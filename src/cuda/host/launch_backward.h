@@ -3,6 +3,7 @@
 #define SMOE_CUDA_LAUNCH_BACKWARD_H
 
 #include "host/launch.h"
+#include "rank.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -70,7 +71,7 @@ cudaError_t moe_cuda_db_launch(const moe_cuda_db *db, smoe_type dtype, smoe_type
 static inline int moe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
 {
     return layer->rounding == SMOE_ROUNDING_NONE &&
-           (layer->score != SMOE_SCORE_SOFTMAX_TOPK || layer->renormalize) && balance == 0.0f && z == 0.0f;
+           (!moe_weights_from_softmax(layer->score) || layer->renormalize) && balance == 0.0f && z == 0.0f;
 }
 
 typedef struct moe_cuda_dlogits {

@@ -94,6 +94,14 @@ SMOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
            moe_divide_up(tokens, segment) * moe_plan_padded_experts(experts) <= SMOE_PLAN_SUMMED_CELLS;
 }
 
+/* CTAs of the plan from given rows: each warp writes one block at a time, and no more CTAs than the device
+ * has multiprocessors. */
+SMOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t multiprocessors)
+{
+    const int64_t wanted = moe_divide_up(padded_rows, (int64_t)SMOE_PLAN_THREADS / 32 * SMOE_BLOCK_ROWS);
+    return (int32_t)(wanted < 1 ? 1 : wanted > multiprocessors ? multiprocessors : wanted);
+}
+
 /* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095;
  * an entry that does not count has 0x4000 or more. Two entries at a time: bit 15 of (id + 0x7fff) - entry is
  * set exactly when entry < id. The counts of both halves gather in a word. ---- */

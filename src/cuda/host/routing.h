@@ -5,6 +5,7 @@
 
 #include "backend.h"
 #include "host/launch.h"
+#include "rank.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -59,7 +60,7 @@ static inline int moe_routing_rounded(const moe_cuda_routing *r)
 /* Every token's softmax is read later on. */
 static inline int moe_routing_needs_softmax(const moe_cuda_routing *r)
 {
-    return r->losses || (moe_routing_rounded(r) && r->layer.score != SMOE_SCORE_SIGMOID);
+    return r->losses || (moe_routing_rounded(r) && !moe_ranks_by_sigmoid(r->layer.score));
 }
 
 /* To be called once for each device: raises the limits of shared memory. */

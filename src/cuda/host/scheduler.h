@@ -7,8 +7,9 @@
 #define SMOE_CUDA_SCHEDULER_H
 
 #include "common/hd.h"
+#include "problem.h"
 
-enum { SMOE_BLOCK_ROWS = 64, SMOE_TILE_BLOCKS = 2 };
+enum { SMOE_TILE_BLOCKS = 2 };
 
 typedef struct moe_work {
     int32_t row;  /* first padded row */

@@ -47,6 +47,9 @@
 // Bytes of the sparse kernel: 12 T K of rows, ids and weights read, 4 T K read for each partial sum of dS,
 // 2 T E of the matrix and 8 T K of the list written. With SIGMOID it also reads 4 T K of logits (2 T K in
 // bf16). The general kernel also reads all logits.
+// FLOPs: of the sparse kernel some ten for each of the T K pairs. Of the general kernel, where the softmax
+// over E is needed, 2 T E exps and some ten more for each of the T E logits; otherwise as of the sparse
+// kernel.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"
@@ -94,7 +97,7 @@ SMOE_DEVICE void write1(__half *to, float v)
     *to = __float2half_rn(v);
 }
 
-// f32 rows of `stride` elements as rows of `columns` of them.
+// Writes the first `columns` elements of f32 rows of `stride` elements.
 template <typename O>
 SMOE_DEVICE void write_as(O *to, const float *staging, int tokens, int stride, int columns)
 {
@@ -110,7 +113,7 @@ SMOE_DEVICE void write_as(O *to, const float *staging, int tokens, int stride, i
 
 static_assert(length_of(logits_types()) == 2, "write_rows and logit_at know f32 and bf16");
 
-// The CTA's rows of `tokens` tokens from `first` on: staging (tokens, stride).
+// Writes the CTA's rows: `tokens` tokens from `first` on, staging (tokens, stride).
 template <typename T>
 SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const float *staging, int first, int tokens)
 {
@@ -130,7 +133,7 @@ SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const float *staging, int
     }
 }
 
-// Rows of the storage type are dense as it is.
+// With staging in the storage type, only dense is written.
 template <typename T>
 SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const T *staging, int first, int tokens)
 {
@@ -142,7 +145,7 @@ SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const T *staging, int fir
 
 // ---- Scores
 
-// sigma and sigma (1 - sigma), neither of which overflows or cancels.
+// sigma and its slope sigma (1 - sigma), computed without overflow or cancellation.
 struct sigmoid_at {
     float value, slope;
     SMOE_DEVICE explicit sigmoid_at(float logit)
@@ -153,7 +156,7 @@ struct sigmoid_at {
     }
 };
 
-// w of a pair from s = c w; exactly 1 where w was.
+// w of a pair from s = c w. Exact where c is 1.
 SMOE_DEVICE float unscaled(float weight, float scale)
 {
     return scale == 1.0f ? weight : weight / scale;
@@ -166,11 +169,11 @@ SMOE_DEVICE float softmax_term(float logit, float max)
 
 // ---- The kernel of sparse dlogits
 
-// The ids of a token's pairs, by k, as 16 bits: NO_ID from K on. Rank of an id: how many are below it.
+// The ids of a token's pairs as 16 bits, by k; NO_ID from K on. Rank of an id: how many ids are below it.
 constexpr int NO_ID = 0x7fff;
 static_assert(SMOE_MAX_EXPERTS <= NO_ID, "a bit free for the comparisons, two at a time");
 
-// Bit 15 and bit 31: is that half of `ids` at most `id`?
+// Bits 15 and 31: set if that half of `ids` is at most `id`.
 SMOE_DEVICE uint32_t at_most(uint32_t ids, uint32_t id)
 {
     return (id * 0x10001u + 0x80008000u - ids) & 0x80008000u;
@@ -178,7 +181,7 @@ SMOE_DEVICE uint32_t at_most(uint32_t ids, uint32_t id)
 
 template <int PLACES> SMOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
 {
-    uint32_t below = ~0u; // it is at most itself
+    uint32_t below = ~0u; // -1: the id itself is counted too
 #pragma unroll
     for (int i = 0; i < PLACES / 8; i++) {
         const uint4 v = ids[i];
@@ -195,9 +198,9 @@ SMOE_DEVICE float logit_at(const moe_cuda_dlogits &p, int64_t i)
                : logits_of<__nv_bfloat16>::value(((const __nv_bfloat16 *)p.logits)[i]);
 }
 
-// PLACES: of a token's pairs, 8, 16, 32 or 64, as few as hold K. tokens: of a CTA. S: of the rows in shared
-// memory, T where dense is all that is written. A lane loads dS of the row with its rank, not of its pair: so
-// it need not wait for ids.
+// PLACES: 8, 16, 32 or 64, the least that is at least K. tokens: of a CTA. S: element type of the rows in
+// shared memory; T where only dense is written. A lane loads dS of the row at its own position in token_rows,
+// not of its pair's row, so this load need not wait for the ids.
 template <typename T, typename S, int PLACES>
 __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
     sparse(const __grid_constant__ moe_cuda_dlogits p, const int tokens)
@@ -211,7 +214,7 @@ __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
     const int first = blockIdx.x * tokens, topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const uint32_t token = first + local, pair = token * topk; // the token's first
     const int count = min(tokens, (int)p.layer.tokens - first), pairs = local < count ? topk : 0;
-    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
+    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score), divided = moe_weights_are_divided(&p.layer);
     wait_for_previous();
 
     int id[EACH];
@@ -233,7 +236,7 @@ __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
         of_rank[m] = k < pairs ? sum_of_parts(p.ds, p.ds_parts, p.padded_rows, row[m]) : 0.0f;
         ((uint16_t *)lists[local])[k] = (uint16_t)id[m];
     }
-    __syncthreads(); // the zeros and the lists
+    __syncthreads(); // the zeros and the lists are complete
     float inner = 0.0f, divisor = 0.0f, gradient[EACH], slope[EACH];
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
@@ -273,7 +276,7 @@ __global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
     let_next_start();
 }
 
-// ---- The kernel of any dlogits: a warp a token
+// ---- The kernel of any dlogits: one warp for each token
 
 struct token_work {
     int id[SMOE_MAX_TOPK];
@@ -284,8 +287,8 @@ struct row_counts {
     bool kept, added;
 };
 
-// Sorts the token's rows into w.kept and, those that rounding added, row[e]: c dS, or for SIGMOID what is
-// added to dlogits.
+// Puts c dS of the token's rows into w.kept (kept pairs) and row[e] (added pairs). For SIGMOID row[e] gets
+// the added pair's dlogit.
 template <typename L>
 SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
                                    token_work &w, int lane)
@@ -301,7 +304,7 @@ SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, i
             w.kept[k] = g;
             kept = 1;
         } else {
-            if (p.layer.score == SMOE_SCORE_SIGMOID)
+            if (moe_ranks_by_sigmoid(p.layer.score))
                 g *= sigmoid_at(logits_of<L>::value(logits[expert])).slope;
             row[expert] = g;
             added = 1;
@@ -317,12 +320,13 @@ SMOE_DEVICE float balance_of(const moe_cuda_dlogits &p, float balance, int exper
     return balance == 0.0f ? 0.0f : balance * (float)__ldg(p.topk_counts + expert);
 }
 
-// row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses; for SIGMOID row[e] is kept and added.
+// row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses. For SIGMOID v is from the losses alone, and
+// the result is added to row[e].
 template <typename L>
 SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const L *logits, float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
-    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID;
+    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score);
     const float tokens = (float)p.layer.tokens;
     const float balance = p.balance * (float)experts / tokens / tokens;
     float max = __uint_as_float(0xff800000u), sum = 0.0f, inner = 0.0f;
@@ -349,12 +353,12 @@ SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const L *logits, flo
     }
 }
 
-// Adds what comes through the weights of the kept pairs, where they are not p itself. weight: w by k.
+// Adds the gradient through the weights of the kept pairs, where these are not p itself. weight: w by k.
 template <typename L>
 SMOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
                               float *row, const token_work &w, int lane)
 {
-    const bool sigmoid = p.layer.score == SMOE_SCORE_SIGMOID, divided = weights_are_divided(p.layer);
+    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score), divided = moe_weights_are_divided(&p.layer);
     float inner = 0.0f, divisor = 0.0f, slope[MOST_EACH];
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
@@ -383,7 +387,7 @@ SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *
 {
     const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const L *logits = (const L *)p.logits + token * experts;
-    const bool plain = p.layer.score == SMOE_SCORE_SOFTMAX_TOPK && !p.layer.renormalize;
+    const bool plain = moe_weights_from_softmax(p.layer.score) && !p.layer.renormalize;
     float weight[MOST_EACH];
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
@@ -401,7 +405,7 @@ SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *
     if (plain)
         for (int k = lane; k < topk; k += 32) row[w.id[k]] = w.kept[k];
     __syncwarp();
-    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && p.layer.score != SMOE_SCORE_SIGMOID) ||
+    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && !moe_ranks_by_sigmoid(p.layer.score)) ||
         (rows.kept && plain))
         through_softmax(p, logits, row, lane);
     __syncwarp();
@@ -427,7 +431,7 @@ __global__ void __launch_bounds__(THREADS) general(const __grid_constant__ moe_c
     write_rows<T>(p, staging, first, count);
 }
 
-// ---- dbr: the sums of the CTAs in a fixed order. A CTA: 32 experts, as many threads each.
+// ---- dbr: adds the sums of the CTAs in a fixed order. A CTA has 32 experts and 32 threads for each.
 
 template <typename G>
 __global__ void __launch_bounds__(1024)
@@ -448,7 +452,7 @@ __global__ void __launch_bounds__(1024)
 
 // ---- Launches
 
-// Tokens of which a CTA has the rows in shared memory, a power of two.
+// Tokens of a CTA, whose rows fit into shared memory: a power of two.
 int tokens_that_fit(int stride, int most)
 {
     int tokens = most;
@@ -456,7 +460,7 @@ int tokens_that_fit(int stride, int most)
     return tokens;
 }
 
-// Each sets *ctas to the CTAs that it launched, whose sums of dbr are then added up.
+// Each sets *ctas to the number of CTAs that it launched; their sums for dbr are added up afterwards.
 
 template <typename L, typename T>
 cudaError_t launch_general(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)

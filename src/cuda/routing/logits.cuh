@@ -46,21 +46,6 @@ template <> struct logits_of<__nv_bfloat16> {
     }
 };
 
-// A kept pair's weight before it is divided; first: the logit of the token's best expert.
-SMOE_DEVICE float raw_weight(const smoe_layer &layer, float logit, float first, moe_token_softmax softmax)
-{
-    switch (layer.score) {
-    case SMOE_SCORE_SOFTMAX_TOPK: return moe_div(moe_softmax_term(logit, softmax.max), softmax.sum);
-    case SMOE_SCORE_TOPK_SOFTMAX: return moe_softmax_term(logit, first);
-    default: return moe_sigmoid(logit);
-    }
-}
-
-SMOE_DEVICE bool weights_are_divided(const smoe_layer &layer)
-{
-    return layer.score == SMOE_SCORE_TOPK_SOFTMAX || layer.renormalize;
-}
-
 // The weight itself. sum: of the raw weights in rank order, when they are divided by it.
 SMOE_DEVICE float finish_weight(const smoe_layer &layer, float raw, float sum, bool divided, bool nan)
 {

@@ -11,6 +11,7 @@
 //
 // Bytes: the mask (E T / 8) once; for each panel 8 E of sums of p and 8 of the sum of logsumexp^2. Tile: a
 // warp takes an expert; one CTA adds up the losses.
+// FLOPs: one addition in f64 for each of the P (E + 1) sums that the P panels of 256 tokens left.
 #include "host/routing.h"
 
 #include "common/launch.cuh"
@@ -25,7 +26,7 @@ namespace
 
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
-// A warp an expert.
+// One warp for each expert.
 __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ moe_cuda_routing r)
 {
     const int64_t expert = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ moe_cud
     if (lane == 0) r.topk_counts[expert] = tokens;
 }
 
-// expert_balance; a warp an expert.
+// expert_balance; one warp for each expert.
 __global__ void __launch_bounds__(THREADS) balance_experts(const __grid_constant__ moe_cuda_routing r)
 {
     const int64_t expert = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;

@@ -76,7 +76,8 @@ SMOE_DEVICE int64_t pair_at(const problem &q, int token, int k)
     return ((int64_t)blockIdx.x * q.p.segment + token) * q.p.topk + k;
 }
 
-// Four neighbouring values of a row of K, of which `left` are there, by the widest loads that fit.
+// Four neighbouring values of a row of K, the first `left` of which exist, by the widest loads that are
+// aligned.
 SMOE_DEVICE uint4 load_four(const uint32_t *from, int topk, int left)
 {
     if (topk % 4 == 0) return __ldcg((const uint4 *)from);
@@ -89,7 +90,7 @@ SMOE_DEVICE uint4 load_four(const uint32_t *from, int topk, int left)
             left > 3 ? __ldcg(from + 3) : 0};
 }
 
-// Ids of 64 bits; those that do not fit 32 are none.
+// Ids of 64 bits. An id that does not fit 32 bits is no expert's.
 SMOE_DEVICE uint4 load_four_wide(const long long *from, int left)
 {
     uint32_t id[4] = {0, 0, 0, 0};
@@ -101,7 +102,7 @@ SMOE_DEVICE uint4 load_four_wide(const long long *from, int left)
     return {id[0], id[1], id[2], id[3]};
 }
 
-// The thread's quads of ids, as they are.
+// The thread's quads of ids, as the caller gave them.
 SMOE_DEVICE void load_ids(const problem &q, uint4 (&ids)[SMOE_PLAN_EACH], int quads)
 {
 #pragma unroll
@@ -115,7 +116,7 @@ SMOE_DEVICE void load_ids(const problem &q, uint4 (&ids)[SMOE_PLAN_EACH], int qu
     }
 }
 
-// They go to shared memory by 16 bits.
+// Writes them to shared memory as 16 bits.
 SMOE_DEVICE void store_ids(const problem &q, uint2 *to, const uint4 (&ids)[SMOE_PLAN_EACH], int quads)
 {
 #pragma unroll
@@ -161,7 +162,7 @@ SMOE_DEVICE void mark(const problem &q, uint32_t *masks, const uint2 *ids, int q
         uint32_t *row = masks + (token >> 5) * q.padded_experts;
         const uint2 v = ids[i];
 #pragma unroll
-        for (int u = 0; u < 4; u++) { // without branches, so that no one waits for the one before
+        for (int u = 0; u < 4; u++) { // without branches, so that no atomicOr waits for the one before
             const bool real = id_of(v, u) != SMOE_PLAN_NO_ID;
             atomicOr(row + (real ? id_of(v, u) : 0), real ? bit : 0);
         }
@@ -201,7 +202,8 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem
     let_next_start();
 }
 
-// ---- columns, for a large matrix: a warp-wide column of 32 experts, its segments cut among the CTA's warps
+// ---- columns, for a large matrix: a CTA sums the columns of 32 experts; each warp takes a part of the
+// segments
 
 __global__ void __launch_bounds__(1024) columns(const __grid_constant__ problem q)
 {
@@ -266,7 +268,7 @@ SMOE_DEVICE scatter_memory memory_at(char *at, const moe_plan_shared &s)
             (uint32_t *)(at + s.scratch)};
 }
 
-// Ranks inside the segment: what the groups before hold, and the segment's counts.
+// For each group of 32 tokens the number of pairs in the groups before, and the segment's counts.
 SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m, int warp, int lane)
 {
     const int experts = q.padded_experts, groups = q.p.segment / 32;
@@ -287,7 +289,7 @@ SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m, int warp
     }
 }
 
-// Of several pairs of a token with one expert the lowest k counts; the others are marked.
+// If a token has several pairs with one expert, the lowest k counts; the others are marked.
 SMOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int quads)
 {
     uint16_t *ids = (uint16_t *)m.ids;
@@ -303,7 +305,7 @@ SMOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int qu
     __syncthreads();
 }
 
-// How many of a token's pairs are with lower experts, for four ids.
+// For four ids: how many of the token's pairs have a lower expert.
 SMOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int token, const uint32_t (&id)[4],
                              uint32_t (&lower)[4])
 {
@@ -319,7 +321,8 @@ SMOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int toke
     for (int u = 0; u < 4; u++) lower[u] = moe_plan_both(both[u]);
 }
 
-// Pairs of the tokens before each. Every token has K of them, unless the segment is irregular.
+// For each token the number of pairs of the tokens before it. Every token has K pairs, unless the segment is
+// irregular (skipped or repeated ids).
 SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tokens, bool irregular)
 {
     const int token = threadIdx.x;
@@ -333,8 +336,8 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
     if (token <= tokens) m.token_first[token] = first;
 }
 
-// Counts of all segments and of those before this one, two experts a word, eight a thread; a thread takes
-// neighbouring segments.
+// Sums of the counts of all segments and of the segments before this one. A word holds two experts; a thread
+// sums eight experts over neighbouring segments.
 SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
 {
     const int columns = q.padded_experts / 8, lines = (int)moe_divide(THREADS, q.columns_reciprocal);
@@ -343,7 +346,7 @@ SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
     if (line >= lines) return;
     const int begin = moe_cut(q.segments, lines, line), end = moe_cut(q.segments, lines, line + 1);
     const uint4 *from = (const uint4 *)(q.work.counts + (int64_t)begin * q.padded_experts) + column;
-    constexpr int TOGETHER = 8; // loads on their way
+    constexpr int TOGETHER = 8; // loads in flight
     const uint4 none = {0, 0, 0, 0};
     uint4 all = none, before = none;
 #pragma unroll 1
@@ -370,7 +373,7 @@ SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
     atomicAdd(to_before + 3 * columns, before.w);
 }
 
-// Every expert's rows, and those of the segments before.
+// For every expert the number of its rows, and of those in the segments before.
 SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, int lane)
 {
     const int columns = q.padded_experts / 8;
@@ -387,7 +390,7 @@ SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, 
         } else {
             const uint16_t *summed = (const uint16_t *)(m.summed + (e / 2 % 4) * columns + e / 8) + e % 2;
             rows = summed[0];
-            before = summed[q.padded_experts]; // halves of as many words later
+            before = summed[q.padded_experts]; // the upper half, so many words later
         }
         const uint32_t pairs = __reduce_add_sync(~0u, before);
         if (lane == 0) atomicAdd(m.pairs_before, pairs);
@@ -397,11 +400,11 @@ SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, 
     }
 }
 
-// Where the segment's pairs of every expert go. A warp takes 32 experts at a time and itself sums those
-// before them, so that no other warp is waited for.
+// For every expert, where the segment's pairs go. A warp takes 32 experts at a time and sums the experts
+// before them itself, so that it need not wait for other warps.
 SMOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int warp, int lane)
 {
-    uint32_t blocks = 0, local = 0; // of the experts before, this lane's part
+    uint32_t blocks = 0, local = 0; // this lane's part of the sums over the experts before
     int summed = 0;
 #pragma unroll 1
     for (int first = warp * 32; first < q.padded_experts; first += THREADS) {
@@ -423,7 +426,7 @@ SMOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int wa
     }
 }
 
-// Every pair of the quad to its place in the sorted list, and its padded row to its token's.
+// Writes every pair of the quad to its place in the sorted list, and its padded row to the token's list.
 SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uint4 weights)
 {
     const quad t = quad_at(q, i);
@@ -446,7 +449,7 @@ SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uin
     }
 }
 
-// The segment's rows, in runs of an expert, and its tokens' rows.
+// Writes the segment's rows, expert by expert, and its tokens' lists of rows.
 SMOE_DEVICE void write_pairs(const problem &q, const scatter_memory &m, int tokens)
 {
     const int pairs = (int)m.token_first[tokens], first_token = (int)blockIdx.x * q.p.segment;
@@ -492,7 +495,7 @@ __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ pr
     }
     take_sums(q, m, warp, lane);
     __syncthreads();
-    const bool irregular = *m.pairs != (uint32_t)(tokens * q.p.topk); // repeated ids, or some that are none
+    const bool irregular = *m.pairs != (uint32_t)(tokens * q.p.topk); // there are repeated or skipped ids
     if (irregular) mark_repeated(q, m, quads);
     place_tokens(q, m, tokens, irregular);
     place_experts(q, m, warp, lane);

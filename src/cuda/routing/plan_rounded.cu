@@ -40,7 +40,7 @@ enum {
 
 // ---- expert_rows
 
-// One of the rows that a thread works on at once.
+// One of the rows that a thread works on at the same time.
 struct row_in_flight {
     bool there;
     int64_t token;
@@ -62,8 +62,8 @@ SMOE_DEVICE void look_for(row_in_flight &row, int expert, int4 id, float4 weight
     look_for(row, expert, id.w, weight.w);
 }
 
-// Looks for the expert among the tokens' ids, one or four at a time; all rows' loads are on their way at
-// once.
+// Looks for the expert among the tokens' ids, one or four at a time. The loads of all rows are in flight
+// together.
 template <typename I, typename W>
 SMOE_DEVICE void find_pairs(const moe_cuda_routing &r, row_in_flight (&rows)[IN_FLIGHT], int expert)
 {
@@ -84,29 +84,29 @@ SMOE_DEVICE void find_pairs(const moe_cuda_routing &r, row_in_flight (&rows)[IN_
     }
 }
 
-// A pair's logit, as it is stored, and its token's softmax: all that an added pair's weight needs.
+// What the weight of an added pair needs: the pair's logit, as it is stored, and its token's softmax.
 template <typename L> struct pair_score {
     L logit;
     moe_token_softmax softmax;
 };
 
-// What a pair that rounding added weighs.
+// The weight of a pair that rounding added.
 template <typename L> SMOE_DEVICE float added_weight(const smoe_layer &layer, const pair_score<L> &pair)
 {
     const float logit = logits_of<L>::value(pair.logit);
-    const float score = layer.score == SMOE_SCORE_SIGMOID
+    const float score = moe_ranks_by_sigmoid(layer.score)
                             ? moe_sigmoid(logit)
                             : moe_div(moe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
     return moe_mul(score, layer.route_scale);
 }
 
-// Padded rows: where the CTA's expert begins, and where all of them end.
+// In padded rows: where the CTA's expert begins, and where the last expert ends.
 struct row_range {
     uint32_t first, end;
 };
 
-// Every CTA sums all counts; `rows` gets them, or zeros when one is no number of tokens or all of them do not
-// fit.
+// Every CTA sums all counts. `rows` gets the counts, or only zeros if a count is negative or above T, or if
+// the blocks of all experts exceed the padded rows.
 SMOE_DEVICE row_range place_expert(const moe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
 {
     __shared__ row_range place;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     uint32_t *scratch = memory + experts;
     wait_for_previous();
     const uint32_t *mask = r.mask + (int64_t)expert * r.words;
-    uint32_t next = threadIdx.x < r.words ? mask[threadIdx.x] : 0; // a strip ahead
+    uint32_t next = threadIdx.x < r.words ? mask[threadIdx.x] : 0; // one strip ahead of its use
     const row_range place = place_expert(p, memory, scratch);
     write_tail(p, place.end);
 
@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         if (strip == 0 && threadIdx.x >= THREADS - 32) write_expert<true>(p, memory, expert);
         for (int i0 = threadIdx.x; i0 < all; i0 += THREADS * IN_FLIGHT) {
             row_in_flight rows_here[IN_FLIGHT];
-            pair_score<L>
-                scores[IN_FLIGHT]; // read before it is known who needs them: one trip to L2, not two
+            pair_score<L> scores[IN_FLIGHT]; // read before it is known which rows need them, so that there is
+                                             // one round trip to L2 instead of two
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; u++) {
                 const int i = i0 + u * THREADS;
@@ -215,7 +215,7 @@ struct map_memory {
     int experts;
 };
 
-// Loads them; returns the rows of all tokens before. *before is 0.
+// Loads them. Returns the number of rows of all tokens before. *before is 0 at the call.
 SMOE_DEVICE int load_words(const moe_cuda_routing &r, const moe_cuda_plan &p, const map_memory &m,
                            int *before)
 {
@@ -255,9 +255,9 @@ SMOE_DEVICE uint32_t transpose(uint32_t bits, int lane)
     return bits;
 }
 
-// Warp w takes word w % 4 and the quarter w / 4 of the experts; its lanes are the word's tokens, or 32
-// experts where bits are read: few tokens have an expert, so that bits are turned about and only those set
-// are visited.
+// Warp w takes word w % 4 and quarter w / 4 of the experts. Its lanes are 32 experts where it reads words of
+// the mask, and the word's 32 tokens afterwards. In between the 32 x 32 bits are transposed, so that a token
+// visits only its own set bits; these are few.
 __global__ void __launch_bounds__(THREADS)
     token_rows(const __grid_constant__ moe_cuda_routing r, const __grid_constant__ moe_cuda_plan p)
 {
@@ -340,7 +340,7 @@ extern "C" cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *r, const mo
 extern "C" cudaError_t moe_cuda_plan_rounded_init(void)
 {
     using namespace moe::plan;
-    // With the kernels' static memory more than the 48 KB that need no leave.
+    // With the kernels' static memory it can exceed the 48 KB that need no permission.
     const cudaError_t status = moe::allow_shared(token_rows, MOST_EXPERTS * 32);
     if (status != cudaSuccess) return status;
     return moe::for_every_type(moe::logits_types(), [](auto l) {

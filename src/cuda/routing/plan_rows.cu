@@ -23,7 +23,7 @@ SMOE_DEVICE int read_offset(const moe_cuda_plan &p, int i)
     return (int)min(max(at, 0ll), (long long)p.tokens);
 }
 
-// Of all experts, in shared memory.
+// For every expert; in shared memory.
 struct expert_runs {
     uint32_t *rows, *first_block, *first_row;
     uint32_t *scratch; // [WARPS]
@@ -33,7 +33,7 @@ struct totals {
     uint32_t blocks, rows;
 };
 
-// A thread owns neighbouring experts.
+// Each thread computes several neighbouring experts.
 SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
 {
     __shared__ totals all;
@@ -59,7 +59,8 @@ SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
     return all;
 }
 
-// The last expert that starts at or before the block, empty ones passed over.
+// The expert of a block: the last one that starts at or before it. Empty experts start where the next one
+// does.
 SMOE_DEVICE int expert_of(const uint32_t *first_block, int experts, uint32_t block)
 {
     int low = 0, high = experts;
@@ -115,7 +116,6 @@ extern "C" cudaError_t moe_cuda_plan_rows_init(void)
 extern "C" cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *p, int most_ctas, cudaStream_t stream)
 {
     using namespace moe::plan;
-    const int64_t wanted = moe_divide_up(p->padded_rows, (int64_t)WARPS * SMOE_BLOCK_ROWS);
-    const unsigned ctas = (unsigned)(wanted < 1 ? 1 : wanted > most_ctas ? most_ctas : wanted);
+    const unsigned ctas = (unsigned)moe_plan_rows_ctas(p->padded_rows, most_ctas);
     return moe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, stream, *p);
 }

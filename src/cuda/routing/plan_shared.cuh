@@ -29,7 +29,7 @@ SMOE_DEVICE uint32_t sum_up_to_lane(uint32_t value, int lane)
     return value;
 }
 
-// Exclusive sum over the threads of the CTA; `memory`: a word a warp.
+// Exclusive sum over the threads of the CTA; `memory`: one word for each warp.
 SMOE_DEVICE uint32_t scan(uint32_t value, uint32_t *memory)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -41,7 +41,7 @@ SMOE_DEVICE uint32_t scan(uint32_t value, uint32_t *memory)
     return sum - value + others;
 }
 
-// Sums over the experts before one, and its place in the order.
+// For one expert: sums over the experts before it, and its position in the order.
 struct expert_sums {
     uint32_t place, rows, blocks, odd, pieces; // odd: experts with an odd number of blocks
 };
@@ -60,7 +60,7 @@ SMOE_DEVICE void add_expert(expert_sums &s, uint32_t rows, uint32_t piece_limit)
     s.pieces += (blocks + piece_limit - 1) / piece_limit;
 }
 
-// By a warp. `rows`: of all experts, in shared memory.
+// Computed by one warp. `rows`: of every expert, in shared memory.
 SMOE_DEVICE expert_sums sum_experts(const moe_cuda_plan &p, const uint32_t *rows, int expert, int lane)
 {
     const uint32_t own = rows[expert];
@@ -76,7 +76,7 @@ SMOE_DEVICE expert_sums sum_experts(const moe_cuda_plan &p, const uint32_t *rows
             __reduce_add_sync(~0u, s.odd), __reduce_add_sync(~0u, s.pieces)};
 }
 
-// A warp writes an expert's part of the tables, its padding rows and its work.
+// One warp writes an expert's entries of the tables, its pad rows and its entries of the work lists.
 template <bool COUNTED = false>
 SMOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int expert)
 {
@@ -119,7 +119,7 @@ SMOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int 
     }
 }
 
-// All padded rows from `first` on belong to nobody. By the whole grid.
+// Marks all padded rows from `first` on as pad rows. Done by the whole grid.
 SMOE_DEVICE void write_tail(const moe_cuda_plan &p, uint32_t first)
 {
 #pragma unroll 1

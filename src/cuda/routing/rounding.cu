@@ -33,6 +33,7 @@
 // Bytes: the mask (E T / 8) is read twice, and its changed words are written. The keys have 2 E T bytes with
 // bf16 logits and 4 E T with f32 logits. They are read once if the keys and the mask of one expert fit into
 // 160 KiB of shared memory. Otherwise every step reads them again.
+// No FLOPs, but that NR_S converts each score that it sums to fixed point.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
@@ -51,7 +52,7 @@ enum {
     THREADS = 512,
     WARPS = THREADS / 32,
     MOST_CANDIDATES = 1024,
-    FEW_MORE = 32, // candidates cost less than steps of a search
+    FEW_MORE = 32, // so many more candidates cost less than more steps of the search
     SHARE = 8,     // threads that rank a candidate
     COLUMN_BYTES = 163840
 };
@@ -62,7 +63,7 @@ template <typename L> struct column {
     uint32_t tokens;
 };
 
-// Ranks as the keys stand in a word, one of 32 bits or two of 16.
+// The ranks of the keys in a word: one of 32 bits, or two of 16 bits.
 template <typename K> struct ranks_of;
 
 template <> struct ranks_of<uint32_t> {
@@ -82,7 +83,7 @@ template <> struct ranks_of<uint32_t> {
     {
         return rank;
     }
-    // Keeps the ranks of the words whose bits are set.
+    // Keeps the ranks whose bits are set; the others become 0.
     static SMOE_DEVICE uint4 keep(uint4 v, uint32_t bits)
     {
         return {bits & 1 ? v.x : 0, bits & 2 ? v.y : 0, bits & 4 ? v.z : 0, bits & 8 ? v.w : 0};
@@ -106,7 +107,7 @@ template <> struct ranks_of<uint16_t> {
     {
         return rank * 0x00010001u;
     }
-    // Bits 0 to 3 become bytes of ones.
+    // Bits 0 to 3 become bytes 0 to 3, each 0xff or 0.
     static SMOE_DEVICE uint32_t bytes_of(uint32_t bits)
     {
         return ((bits & 15u) * 0x00204081u & 0x01010101u) * 255u;
@@ -119,7 +120,7 @@ template <> struct ranks_of<uint16_t> {
     }
 };
 
-// What can move one way.
+// The tokens that can move in one direction: those that can be added, or those that can be dropped.
 template <typename L> struct candidates {
     using key = typename logits_of<L>::key;
     column<L> c;
@@ -175,7 +176,7 @@ template <typename L> struct candidates {
     }
 
     // f(token, rank) where the rank is at least `bound`, which is not 0. Such tokens are only in the vectors
-    // of `count` threads, the holders; these vectors are dealt out to all threads.
+    // of `count` threads, the holders; all threads share the work on these vectors.
     template <typename F>
     SMOE_DEVICE void each_from(uint32_t bound, const uint16_t *holders, uint32_t count, F f) const
     {
@@ -221,7 +222,7 @@ struct shared_memory {
     uint64_t *limit;
 };
 
-// A rank that at least n threads' maxima reach, and few more; 1 if there is none.
+// A rank that the maxima of at least n threads reach, and of few more; 1 if there is none.
 SMOE_DEVICE uint32_t bound_of_maxima(uint32_t maximum, int n, uint32_t largest)
 {
     uint32_t low = 0, high = largest;
@@ -240,7 +241,7 @@ SMOE_DEVICE void flip(uint32_t *mask, uint32_t token)
     atomicXor(mask + token / 32, 1u << token % 32);
 }
 
-// Flips the bits of the candidates from `limit` on.
+// Flips the mask bits of the candidates whose order is at least `limit`.
 template <typename L> SMOE_DEVICE void move(const candidates<L> &all, uint64_t limit, uint32_t *mask)
 {
     all.each_order([&](uint32_t token, uint64_t order) {
@@ -248,7 +249,7 @@ template <typename L> SMOE_DEVICE void move(const candidates<L> &all, uint64_t l
     });
 }
 
-// By bisection over all orders from `low` on: the largest that at least n orders reach.
+// By bisection over all orders from `low` on: the largest one that at least n candidates reach.
 template <typename L>
 SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, uint64_t low,
                                         const shared_memory &m)
@@ -266,7 +267,8 @@ SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, ui
     return low;
 }
 
-// The order that exactly n >= 1 candidates reach; there are at least n. With a mask it also moves them.
+// The order that exactly n >= 1 candidates reach; there are at least n candidates. If a mask is given, these
+// n are moved in it.
 template <typename L>
 SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *mask, const shared_memory &m)
 {
@@ -306,7 +308,7 @@ SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *
     return limit;
 }
 
-// The scores of the candidates from `limit` on, in fixed point.
+// The sum of the scores of the candidates whose order is at least `limit`, in fixed point.
 template <typename L>
 SMOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned long long *memory)
 {
@@ -324,7 +326,7 @@ SMOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned
     return all_threads;
 }
 
-// An expert's tokens under plain top-K.
+// The number of an expert's tokens under plain top-K.
 SMOE_DEVICE uint32_t count_tokens(const uint32_t *mask, int64_t words, uint32_t *memory)
 {
     uint32_t tokens = 0;
@@ -336,8 +338,8 @@ SMOE_DEVICE uint32_t count_tokens(const uint32_t *mask, int64_t words, uint32_t 
     return sum_of_threads<WARPS>(tokens, memory);
 }
 
-// What balance rounding carries to this expert. An expert whose hi is past T breaks the closed form; then the
-// experts before this one are walked.
+// The residual that balance rounding carries to this expert. The closed form does not hold if the hi of an
+// expert is above T; then a loop goes over the experts before this one.
 SMOE_DEVICE int64_t residual_before(const moe_cuda_routing &r, int expert, const shared_memory &m,
                                     int64_t *walked)
 {
@@ -364,7 +366,7 @@ SMOE_DEVICE int64_t residual_before(const moe_cuda_routing &r, int expert, const
     return *walked;
 }
 
-// hi rather than lo, by every rule but NR_S?
+// Does the rule take hi rather than lo? For every rule but NR_S.
 SMOE_DEVICE bool picks_hi(const moe_cuda_routing &r, int expert, int64_t count, int64_t lo,
                           const shared_memory &m, int64_t *walked)
 {
@@ -376,8 +378,11 @@ SMOE_DEVICE bool picks_hi(const moe_cuda_routing &r, int expert, int64_t count, 
     case SMOE_ROUNDING_BALANCE_F:
         return moe_balance_f_picks_hi(count, lo, tile, residual_before(r, expert, m, walked));
     case SMOE_ROUNDING_UP: return true;
-    default: return false;
+    case SMOE_ROUNDING_NONE: // this kernel does not run
+    case SMOE_ROUNDING_NR_S: // by scores, in the kernel itself
+    case SMOE_ROUNDING_DOWN: break;
     }
+    return false;
 }
 
 // Starts a copy to shared memory.
@@ -388,7 +393,7 @@ SMOE_DEVICE void copy16(void *to, const void *from, int64_t bytes)
         copy16_async(shared + at, (const char *)from + at, 16);
 }
 
-// RESIDENT: keys and words wait in shared memory.
+// RESIDENT: the expert's keys and mask words are kept in shared memory.
 template <typename L, bool RESIDENT>
 __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant__ moe_cuda_routing r)
 {
@@ -426,7 +431,8 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     __syncthreads();
 
     const candidates<L> adds = {c, true}, drops = {c, false};
-    if (by_score) { // limits of both ways, and the scores between c and each
+    if (by_score) { // the limits of both directions, and the sums of the scores between c and hi, and between
+                    // lo and c
         const uint64_t add_limit = find_limit(adds, (uint32_t)(hi - count), nullptr, m);
         const uint64_t drop_limit = find_limit(drops, (uint32_t)(count - lo), nullptr, m);
         const int64_t added = score_sum(adds, add_limit, &sum), dropped = score_sum(drops, drop_limit, &sum);

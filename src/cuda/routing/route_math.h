@@ -95,8 +95,9 @@ SMOE_HD void moe_merge_best(int32_t *best, const int32_t *batch, int count, int3
     moe_merge_step(best, count, 1);
 }
 
-/* ---- Packed keys: a value's order above, the complement of the expert's id below, so that the larger key is
- * the better expert and ties go to the lower one. Not for NaN, nor for -0 (add 0 first). ---- */
+/* ---- Packed keys: the high bits order the value, the low bits are the complement of the expert's id. So the
+ * larger key is the better expert, and ties go to the lower id. Not for NaN, and not for -0 (add 0 first).
+ * ---- */
 
 /* f32 bits as a signed integer of the same order; its own inverse. */
 SMOE_HD int32_t moe_signed_order(uint32_t bits)
@@ -104,14 +105,15 @@ SMOE_HD int32_t moe_signed_order(uint32_t bits)
     return (int32_t)(bits ^ ((uint32_t)((int32_t)bits >> 31) & 0x7fffffffu));
 }
 
-/* bf16 in the high half: exact. The sign turns the order of the rest round. */
+/* bf16 in the high half: exact. For negative values the other bits are inverted, which reverses their order.
+ */
 SMOE_HD int32_t moe_packed_bf16(uint32_t bits_high, uint32_t expert)
 {
     const uint32_t packed = bits_high | (0xffffu - expert);
     return (int32_t)(packed ^ ((uint32_t)((int32_t)packed >> 31) & 0x7fff0000u));
 }
 
-/* f32: the low bits of the order, `mask`, give way to the id. */
+/* f32: the id replaces the low bits (`mask`) of the order. */
 SMOE_HD int32_t moe_packed_f32(uint32_t bits, uint32_t expert, uint32_t mask)
 {
     return (int32_t)(((uint32_t)moe_signed_order(bits) & ~mask) | (mask - expert));

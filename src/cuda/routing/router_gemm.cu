@@ -62,8 +62,8 @@ SMOE_DEVICE uint32_t vector_address(uint32_t subtile, int row, int vector)
     return subtile + row * (STEP * 2) + ((vector ^ (row & 7)) << 4);
 }
 
-// ROWS rows x 64 columns of a row-major matrix; rows past its `rows` and columns past `hidden` become zeros.
-// A thread copies vector tid % 8 of every 32nd row.
+// Copies ROWS rows x 64 columns of a row-major matrix. Rows past `rows` and columns past `hidden` become
+// zeros. A thread copies vector tid % 8 of every 32nd row.
 template <int ROWS>
 SMOE_DEVICE void load_subtile(uint32_t subtile, const void *matrix, int64_t first, int64_t rows, int hidden,
                               int column)
@@ -159,7 +159,8 @@ __global__ void __launch_bounds__(THREADS, C::ROWS == 128 ? 2 : 1) gemm(const __
     int slot = 0, ahead = C::SLOTS - 1;
     for (int step = 0; step < steps; step++) {
         wait_copies<C::SLOTS - 2>();
-        __syncthreads(); // the slot has landed, and all warps have left the one that is loaded next
+        __syncthreads(); // the slot's data have arrived, and all warps have finished with the slot that is
+                         // loaded next
         load_slot<C>(q, base + ahead * C::SLOT_BYTES, step + C::SLOTS - 1);
         multiply_slot<T, C>(acc, base + slot * C::SLOT_BYTES, warp_row, warp_column, lane);
         slot = slot + 1 == C::SLOTS ? 0 : slot + 1;
@@ -193,7 +194,7 @@ template <class C> cudaError_t raise_limits()
 
 static_assert(length_of(logits_types()) == 2, "problem.logits_bf16");
 
-// Tiles enough for most SMs, or small ones.
+// Are there enough large tiles for most SMs?
 bool prefers_large(int64_t tokens, int64_t experts)
 {
     return (tokens + 127) / 128 * ((experts + 127) / 128) >= 96;
@@ -203,7 +204,7 @@ bool prefers_large(int64_t tokens, int64_t experts)
 } // namespace router
 } // namespace moe
 
-// The grid's y has 65535 tiles: longer inputs go in several launches.
+// A grid has at most 65535 tiles in y, so longer inputs take several launches.
 extern "C" cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
                                             const void *bias, void *logits, cudaStream_t stream)
 {

@@ -35,8 +35,8 @@ template <typename L> SMOE_DEVICE uint32_t exact_key(float logit, const token_sc
                                                             : moe_div(term, s.sum));
 }
 
-// A lane's place in the staging memory: 128 bytes, of which a vector is 16; vectors are turned about so that
-// lanes hit all banks.
+// A lane's 128 bytes of the staging memory are eight vectors. Their order is permuted from lane to lane, so
+// that the lanes hit all banks.
 SMOE_DEVICE uint4 *vector_at(uint4 *staging, int lane, int vector)
 {
     return staging + lane * 8 + (vector ^ (lane & 7));
@@ -83,7 +83,8 @@ SMOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t
     }
 }
 
-// By the whole CTA. rows: (segment, E) logits, scales: (segment), staging: STAGING_BYTES a warp.
+// Called by the whole CTA. rows: (segment, E) logits; scales: (segment); staging: STAGING_BYTES for each
+// warp.
 template <typename L>
 SMOE_DEVICE void write_keys(const moe_cuda_routing &r, const L *rows, const token_scale *scales,
                             char *all_staging, int segment)

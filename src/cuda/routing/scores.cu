@@ -10,6 +10,7 @@
 // of 512 bytes (1 KB with f32 logits).
 //
 // Bytes: the logits once; if keys are made, as many bytes of keys; for each panel 8 E of sums of p.
+// FLOPs: for each of the E T scores one exp polynomial and one division, with losses one addition in f64.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
@@ -44,7 +45,7 @@ SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint32_
     *(uint4 *)(to + 4) = make_uint4(keys[4], keys[5], keys[6], keys[7]);
 }
 
-// A CTA's keys go to global memory, a row of the panel an expert.
+// Writes the CTA's keys to global memory, one row of the panel for each expert.
 template <typename L> SMOE_DEVICE void write_tile(const moe_cuda_routing &r, const uint32_t *tile)
 {
     using key = typename logits_of<L>::key;
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
     const int64_t first = (int64_t)blockIdx.x * SMOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
     const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
     const int experts = (int)r.layer.experts;
-    const bool sigmoid = r.layer.score == SMOE_SCORE_SIGMOID, real = expert < experts;
+    const bool sigmoid = moe_ranks_by_sigmoid(r.layer.score), real = expert < experts;
     if (r.softmax && (int)threadIdx.x < tokens) scales[threadIdx.x] = r.softmax[first + threadIdx.x];
     __syncthreads();
 

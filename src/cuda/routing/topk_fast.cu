@@ -27,6 +27,8 @@
 //   pair), E / 8 for each token, and the largest logit and the sum of the softmax over E, 8 for each token.
 //
 // Bytes: the logits once, 8 K written for each token, and what the list above says.
+// FLOPs: T E exp polynomials for the sum of the softmax over E where it is needed, and as many again for the
+// ranking keys of rounding; K exps and at most 2 K divisions for the weights of each token.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"
@@ -47,22 +49,23 @@ enum {
     MOST_TOPK = 16,
     MOST_EXPERTS = 512,
     ROWS_BYTES = 131072,
-    LONGEST_ROW = 1024, // with rounding past it segments get small: several CTAs an SM
+    LONGEST_ROW = 1024, // with rounding, longer rows have small segments: several CTAs on an SM
     LONGEST_ROWS_BYTES = 65536,
     MOST_STEPS = 2,
     MANY_CTAS = 128,
     MOST_BYTES = ROWS_BYTES + 81920
 };
 
-// The mask in shared memory is [32 tokens][expert], a little wider, so that reading it by words hits all
+// The mask in shared memory is [32 tokens][expert]. Its rows are padded, so that reading it by words hits all
 // banks.
 __host__ SMOE_DEVICE int mask_pitch(int experts)
 {
     return experts + 4;
 }
 
-// 16 bytes of logits: a vector. `best` is the key of its largest logit with the vector's first expert, in the
-// place of all of them; `largest` goes along to find NaN. `pack` gives the keys of all of them.
+// A vector of logits. `best` is the key of its largest logit; its id is the vector's first expert and stands
+// for the whole vector. `largest` keeps the largest logit itself, to find NaN. `pack` gives the keys of all
+// logits.
 struct f32_vector {
     enum { SIZE = 4 };
     using largest = float;
@@ -90,7 +93,7 @@ struct f32_vector {
 
 struct bf16_vector {
     enum { SIZE = 8 };
-    using largest = uint32_t; // a pair; NaN is 0x7fff
+    using largest = uint32_t; // of a pair; a NaN result is 0x7fff
     static constexpr uint32_t lowest = 0xff80ff80u;
     static SMOE_DEVICE bool is_nan(uint32_t largest)
     {
@@ -125,8 +128,9 @@ template <> struct vector_of<__nv_bfloat16> {
 
 enum : int32_t { NOBODY = INT32_MIN }; // below every key
 
-// The keys of P vectors of a token's row, those of batch `batch` of the thread's; every SHARE-th vector is
-// the thread's. Tokens start at different vectors, so that lanes read different banks.
+// The keys of P vectors of a token's row: batch `batch` of the thread's vectors. The thread has every
+// SHARE-th vector of the row. Different tokens start at different vectors, so that lanes read different
+// banks.
 template <typename L, int P, int SHARE>
 SMOE_DEVICE void keys_of_vectors(int32_t (&keys)[P], typename vector_of<L>::type::largest &largest,
                                  const L *row, int experts, int batch, int lane, uint32_t mask)
@@ -141,14 +145,14 @@ SMOE_DEVICE void keys_of_vectors(int32_t (&keys)[P], typename vector_of<L>::type
     }
 }
 
-// The P best vectors of a token, P / SHARE of them in each of its threads. True if the thread met a NaN.
+// The P best vectors of a token; each of its threads gets P / SHARE of them. True if the thread met a NaN.
 template <typename L, int P, int SHARE>
 SMOE_DEVICE bool best_vectors(int32_t (&own)[P / SHARE], int32_t &excluded, const L *row, int experts,
                               int lane, uint32_t mask)
 {
     using vector = typename vector_of<L>::type;
     constexpr int OWN = P / SHARE;
-    typename vector::largest largest = 0; // any that is no NaN
+    typename vector::largest largest = 0; // any value but NaN
     int32_t best[P];
     keys_of_vectors<L, P, SHARE>(best, largest, row, experts, 0, lane, mask);
     moe_sort_falling(best, P);
@@ -180,8 +184,8 @@ SMOE_DEVICE bool best_vectors(int32_t (&own)[P / SHARE], int32_t &excluded, cons
     return vector::is_nan(largest);
 }
 
-// The P best logits of the thread's vectors. A vector that is not there is -inf with ids that rank below all
-// others (f32: at worst some that collide, so that the token is redone).
+// The P best logits of the thread's vectors. A vector that does not exist counts as -inf, with ids that rank
+// below all others. (With f32 its keys can collide with others; then the token is done again.)
 template <typename L, int P, int SHARE>
 SMOE_DEVICE void best_of_vectors(int32_t (&best)[P], int32_t &excluded, const int32_t (&own)[P / SHARE],
                                  const L *row, uint32_t mask)
@@ -215,7 +219,7 @@ SMOE_DEVICE void best_of_vectors(int32_t (&best)[P], int32_t &excluded, const in
     }
 }
 
-// The lists of a token's threads become one, in all of them.
+// Merges the lists of a token's threads; each thread gets the result.
 template <int P, int SHARE> SMOE_DEVICE void merge_parts(int32_t (&best)[P], int32_t &excluded)
 {
 #pragma unroll
@@ -228,7 +232,8 @@ template <int P, int SHARE> SMOE_DEVICE void merge_parts(int32_t (&best)[P], int
     }
 }
 
-// Neighbours whose f32 keys agree but for the id change places where their logits say so. By the whole warp.
+// Neighbours whose f32 keys are equal in all bits above the id are ordered by their logits. Called by the
+// whole warp.
 template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row, int experts)
 {
     int32_t value[P];
@@ -251,8 +256,8 @@ template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row,
     }
 }
 
-// A token's P best experts by falling rank. True if they are not certain: a NaN, or f32 keys that do not tell
-// the K-th best from one that was left out.
+// A token's P best experts by falling rank. True if they are not certain: the row has a NaN, or its f32 keys
+// do not tell the K-th best from an expert that was left out.
 template <typename L, int P, int SHARE>
 SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk, int lane)
 {
@@ -353,7 +358,7 @@ SMOE_DEVICE void store_ranks(V *row, const V (&values)[COUNT], int first, int to
     }
 }
 
-// Terms or weights, none above 1, over their sum: mostly by one reciprocal.
+// Divides terms or weights, none above 1, by their sum: by one reciprocal where that gives the same bits.
 template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
 {
     float least = x[0];
@@ -368,7 +373,7 @@ template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
         for (int i = 0; i < COUNT; i++) x[i] = moe_div(x[i], sum);
 }
 
-// What the threads of one token write: each the ids, weights and mask bits of P / SHARE ranks.
+// What the threads of one token write: each writes ids, weights and mask bits of P / SHARE ranks.
 template <typename L, int P, int SHARE>
 SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
                               bool there, uint32_t *mask_words, uint32_t bit, token_scale *scale, int lane)
@@ -377,7 +382,7 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
     const float first_logit = logits_of<L>::value(row[ids[0]]);
     moe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
-    if (r.layer.score == SMOE_SCORE_SOFTMAX_TOPK || r.softmax)
+    if (moe_weights_from_softmax(r.layer.score) || r.softmax)
         softmax.sum = sum_of_row<L, SHARE>(row, (int)r.layer.experts, part, lane, softmax.max);
 
     int own_ids[OWN];
@@ -386,13 +391,13 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
 #pragma unroll
     for (int k = 0; k < P; k++)
         if (k / OWN == part) own_ids[k % OWN] = ids[k];
-    const bool of_all = r.layer.score == SMOE_SCORE_SOFTMAX_TOPK, divided = weights_are_divided(r.layer);
+    const bool of_all = moe_weights_from_softmax(r.layer.score), divided = moe_weights_are_divided(&r.layer);
 #pragma unroll
-    for (int i = 0; i < OWN; i++) { // as raw_weight, the ranks beside each other
+    for (int i = 0; i < OWN; i++) { // as moe_raw_weight does it, for several ranks
         const float logit = logits_of<L>::value(row[min(own_ids[i], (int)r.layer.experts - 1)]);
         nan |= first + i < topk && moe_is_nan(logit);
         weights[i] = moe_softmax_term(logit, of_all ? softmax.max : first_logit);
-        if (first + i >= topk) weights[i] = 1.0f; // nobody's
+        if (first + i >= topk) weights[i] = 1.0f; // unused
     }
     if (of_all) divide<OWN>(weights, softmax.sum);
 #pragma unroll
@@ -420,7 +425,7 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
         if (first + i < topk) atomicOr(mask_words + own_ids[i], bit);
 }
 
-// Where things stand in shared memory: the rows first, one barrier a warp last.
+// Offsets into shared memory: the rows first; last, one mbarrier for each warp.
 struct layout {
     uint32_t masks, scales, staging, barriers, end;
 };
@@ -438,12 +443,11 @@ __host__ SMOE_DEVICE layout layout_of(const moe_cuda_routing &r, int of_step, in
     return at;
 }
 
-// What the segment's masks tell the kernels that follow.
+// Writes what later kernels read of the segment's masks.
 SMOE_DEVICE void write_masks(const moe_cuda_routing &r, const uint32_t *masks, int words)
 {
     const int experts = (int)r.layer.experts, pitch = mask_pitch(experts), shift = __ffs(words) - 1;
-    if (r.segment_counts &&
-        (int64_t)blockIdx.x * words * 32 < r.layer.tokens) // the mask's panels reach further
+    if (r.segment_counts && (int64_t)blockIdx.x * words * 32 < r.layer.tokens) // the mask covers whole panels
         for (int e = threadIdx.x; e < experts; e += blockDim.x) {
             int tokens = 0;
 #pragma unroll 4
@@ -468,7 +472,7 @@ SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, in
         load_bytes(shared_address(rows), (const L *)r.logits + first * r.layer.experts, bytes, barrier);
 }
 
-// A segment goes by `steps`, a warp's rows of one after those of the one before in the same memory.
+// A segment is done in `steps` steps. In each step a warp's rows take the memory of those of the step before.
 template <typename L, int P, int SHARE>
 __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
 {
@@ -531,7 +535,8 @@ int share_of(const smoe_layer &layer)
     return row_bytes(layer) >= LONG_ROW ? 4 : 2;
 }
 
-// Tokens of a CTA: few tokens spread over many SMs. The keys of rounding need all rows of a segment at once.
+// Tokens of a CTA. If there are few tokens, segments are smaller, so that more SMs have one. The keys for
+// rounding need all rows of a segment in shared memory at the same time.
 int segment_of(const smoe_layer &layer)
 {
     const int64_t bytes = row_bytes(layer);
@@ -579,7 +584,7 @@ template <typename L, int P> cudaError_t raise_limits()
 
 extern "C" int32_t moe_cuda_topk_segment(const smoe_layer *layer)
 {
-    const bool fast = layer->score != SMOE_SCORE_SIGMOID && layer->experts % 8 == 0 &&
+    const bool fast = !moe_ranks_by_sigmoid(layer->score) && layer->experts % 8 == 0 &&
                       layer->experts <= moe::topk::MOST_EXPERTS && layer->topk <= moe::topk::MOST_TOPK;
     return fast ? moe::topk::segment_of(*layer) : 0;
 }

@@ -12,6 +12,8 @@
 //
 // Bytes: the logits, and 8 K written for each token. Where a later kernel needs them: E / 8 of mask for each
 // token (one bit for each expert), and 8 for the largest logit and the sum of the softmax.
+// FLOPs: T E sigmoids for SIGMOID, or T E exp polynomials for the sum of the softmax over E where it is
+// needed; K exps or sigmoids and at most 2 K divisions for the weights of each token.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
@@ -38,7 +40,7 @@ template <typename L>
 SMOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
 {
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
-    const bool sigmoid = r.layer.score == SMOE_SCORE_SIGMOID;
+    const bool sigmoid = moe_ranks_by_sigmoid(r.layer.score);
     uint32_t largest = 0;
     for (int e = lane; e < padded; e += 32) {
         uint32_t key = 0;
@@ -89,7 +91,7 @@ SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int 
     __syncwarp();
 }
 
-// Lane k % 32 gets the expert of rank k, in ids[0] for k < 32 and ids[1] above.
+// Lane k % 32 gets the expert of rank k: in ids[0] for k < 32, in ids[1] for k >= 32.
 SMOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int topk, int lane)
 {
     const int batches = (experts + 31) / 32;
@@ -134,7 +136,7 @@ SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, ui
     const L *logits = (const L *)r.logits + token * experts;
     moe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
     __syncwarp();
-    if (r.softmax || r.layer.score == SMOE_SCORE_SOFTMAX_TOPK)
+    if (r.softmax || moe_weights_from_softmax(r.layer.score))
         softmax.sum = sum_terms(logits, experts, softmax.max, lane);
     if (r.softmax && lane == 0) r.softmax[token] = softmax;
     if (r.layer.groups > 1) keep_groups(r.layer, m, lane);
@@ -149,13 +151,13 @@ SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, ui
         if (j * 32 + lane < topk) {
             const float logit = logits_of<L>::value(logits[ids[j]]);
             nan |= moe_is_nan(logit);
-            weights[j] = raw_weight(r.layer, logit, first_logit, softmax);
+            weights[j] = moe_raw_weight(r.layer.score, logit, first_logit, softmax.max, softmax.sum);
         }
         for (int k = j * 32; k < min(topk, j * 32 + 32); k++)
             sum = moe_add(sum, __shfl_sync(~0u, weights[j], k % 32));
     }
     nan = __any_sync(~0u, nan);
-    const bool divided = weights_are_divided(r.layer);
+    const bool divided = moe_weights_are_divided(&r.layer);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int k = j * 32 + lane;

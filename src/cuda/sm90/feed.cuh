@@ -19,7 +19,7 @@ namespace gemm_cooperative
 {
 
 struct work_item {
-    moe_work tile; // no blocks: there is no more
+    moe_work tile; // without blocks: there is no more work
     int column;    // tile
     SMOE_DEVICE bool exists() const
     {
@@ -27,11 +27,12 @@ struct work_item {
     }
 };
 
-// The list, and whose turn it is.
+// The work list, and the counter of units.
 struct work_queue {
     tile_walk walk;
-    const int32_t *block_offsets; // (E + 1), or NULL: entries as they come, columns first
-    int *turn;                    // (2) the next unit, CTAs that are through; zero before and after
+    const int32_t *block_offsets; // (E + 1), or NULL: the order of the list, column tiles fastest
+    int *turn; // (2) the next unit, and the number of CTAs that have finished; both zero before and after the
+               // kernel
     template <class P>
     SMOE_DEVICE work_queue(const P &p, int column_tiles)
         : walk(p.lists.tiles, p.lists.counts, column_tiles), block_offsets(p.block_offsets),
@@ -60,15 +61,15 @@ enum {
     ITEMS = 8,
     FEW_LEAD = 3,    // tiles of few steps
     MANY_STEPS = 24, // and of many:
-    ASK_BEFORE = 12, // steps before a tile's last the loaders ask for the next
-    READ_BEFORE = 4, // and read it, to know its tokens in time
+    ASK_BEFORE = 12, // so many steps before a tile's last one the loaders ask for the next item
+    READ_BEFORE = 4, // and so many steps before the last one they read it, to know its tokens in time
     FEED_BYTES = ITEMS * (16 + 8 + 8) + 16
 };
 static_assert((int)READ_BEFORE < (int)ASK_BEFORE && (int)ASK_BEFORE < (int)MANY_STEPS, "asked, then read");
 
-// Item i stands in slot i % ITEMS. When the claiming warp comes to tile i, loaders and consumers have read
-// all items up to i - 4: the ring of slots binds them to it. The other store warp may be later and says what
-// it has read.
+// Item i is in slot i % ITEMS. When the claiming warp comes to tile i, loaders and consumers have read all
+// items up to i - 4, because the ring of slots does not let them be further behind. The other store warp can
+// be, so it reports what it has read.
 struct feed {
     uint32_t at;
     int steps; // of a tile
@@ -132,7 +133,7 @@ struct feed {
         if (asks()) barrier_wait(asked(), i & 1);
         publish(i + lead(), queue.item(atomicAdd(queue.turn, 1) + lead() * (int)gridDim.x));
     }
-    // After its last claim. The last CTA to come here leaves both words as it found them.
+    // After its last claim. The last CTA that calls this sets both words back to zero.
     SMOE_DEVICE void end(const work_queue &queue) const
     {
         __threadfence();

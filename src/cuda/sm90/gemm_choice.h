@@ -7,11 +7,13 @@
 typedef enum moe_gemm {
     SMOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
     SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
-    SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory, K <= 256 */
+    SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory; used for K = 200..256 */
 } moe_gemm;
 
-/* Relative speed of the three on full tiles (docs/lab-notebook.md) times the share of columns that is real.
- */
+/* Relative speed on full tiles (docs/lab-notebook.md) times the share of columns that is real; 0: not to be
+ * used. intermediate: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the
+ * chunk. The stationary core always multiplies 256 columns of K. So it cannot run above 256, and at 192 and
+ * below a quarter or more of its products would be with zeros. */
 static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t columns)
 {
     const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;

@@ -31,7 +31,7 @@ enum {
     A_BYTES = TILE_ROWS * STEP * 2,
     B_BYTES = TILE_COLUMNS * STEP * 2,
     SLOT_BYTES = A_BYTES + B_BYTES,
-    BUFFERS = 4, // two a consumer
+    BUFFERS = 4, // two for each consumer
     BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES,
     CONSUMER_WARPS = 8,
     STAGING = SLOTS * SLOT_BYTES,
@@ -103,7 +103,7 @@ struct tile_walk {
 
 // ---- Consumers
 
-// Done with a slot: who fills it is told.
+// After the last use of a slot: tells the threads that fill it.
 struct release_slot {
     const shared_layout &shared;
     int lane;
@@ -113,9 +113,9 @@ struct release_slot {
     }
 };
 
-// acc = the consumer's 64 rows times the tile's 256 columns. One group of multiplies stays in flight while
-// the next slot is awaited; the warp is then done with the slot before it: done(slot). COPIED: A was
-// written by cp.async. steps >= 1.
+// acc = the consumer's 64 rows times the tile's 256 columns. One group of wgmma stays in flight while the
+// warp waits for the next slot. Then the warp has finished with the slot before it and calls done(slot).
+// COPIED: A was written by cp.async. steps >= 1.
 template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, class Done>
 SMOE_DEVICE void multiply(float (&acc)[128], ring_position<SLOTS> &ring, const shared_layout &shared,
                           int steps, int consumer, const Done &done)
@@ -145,7 +145,7 @@ SMOE_DEVICE void multiply(float (&acc)[128], ring_position<SLOTS> &ring, const s
     done(previous);
 }
 
-// A tile this consumer has no rows of: the ring turns on.
+// A tile of which this consumer has no rows: skips its slots.
 template <class Done>
 SMOE_DEVICE void pass_over(ring_position<SLOTS> &ring, const shared_layout &shared, int steps,
                            const Done &done)
@@ -158,7 +158,7 @@ SMOE_DEVICE void pass_over(ring_position<SLOTS> &ring, const shared_layout &shar
 }
 
 // Half `half` (64 accumulators, 16 octets of 8 columns) of the consumer's `count`-th tile goes to its buffer.
-// gated: see moe_octet_subtile. Octets go in fours: 0 and 2 by one stmatrix, 1 and 3 by the next.
+// gated: see moe_octet_subtile. Of every four octets, one stmatrix stores 0 and 2, the next one 1 and 3.
 template <typename T, bool GATED_CHOICE>
 SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int consumer, int half,
                             uint32_t count, int gated, int lane)

@@ -13,7 +13,7 @@
 namespace moe
 {
 
-//   WEIGHTS: their order in shared memory; HAS_BIAS; STEP: columns of K a step
+//   WEIGHTS: their order in shared memory; HAS_BIAS; STEP: columns of K in a step
 //   steps(p): of K;  prefetch(p): its tensor maps
 //   load_rows(p, to, full, k, tile);  load_weights<COLUMNS>(p, to, full, k, tile, column)
 template <class P> struct operands;

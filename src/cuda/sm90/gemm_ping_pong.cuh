@@ -27,7 +27,7 @@ enum {
     A_BYTES = TILE_ROWS * STEP * 2,
     B_BYTES = TILE_COLUMNS * STEP * 2,
     SLOT_BYTES = A_BYTES + B_BYTES,
-    BUFFERS = 2, // subtiles of 128 x 64 a consumer
+    BUFFERS = 2, // subtiles of 128 x 64 for each consumer
     BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES,
     STAGING = SLOTS * SLOT_BYTES,
     BARRIERS = STAGING + 2 * BUFFERS * BUFFER_BYTES,
@@ -114,7 +114,8 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const
     }
 }
 
-// One subtile of 64 columns of both row blocks into buffer `subtile % BUFFERS`, then out by the leader's TMA.
+// Writes one subtile of 64 columns of both row blocks to buffer `subtile % BUFFERS`; then the leader stores
+// it by TMA.
 template <typename T, class P>
 SMOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t staging, int subtile,
                                int consumer, moe_work tile, int column, int lane)
@@ -123,7 +124,7 @@ SMOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t s
     const bool leader = (threadIdx.x & 127) == 0;
     const uint32_t buffer = staging + subtile % BUFFERS * BUFFER_BYTES;
     if (leader) {
-        if (subtile == 0) // SUBTILES is odd: the tile before ended with this buffer
+        if (subtile == 0) // SUBTILES is odd, so the tile before ended with this buffer
             wait_stores_read<0>();
         else
             wait_stores_read<BUFFERS - 1>();
@@ -169,7 +170,7 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int uni
         pin(acc[0]);
         pin(acc[1]);
         if (lane == 0) barrier_arrive(shared.empty(ring.slot == 0 ? SLOTS - 1 : ring.slot - 1));
-        ring.advance(steps); // the other's tile
+        ring.advance(steps); // a tile of the other consumer
         const moe_work tile = tile_of(p, unit, column_tiles);
         const int column = unit % column_tiles * TILE_COLUMNS;
 #pragma unroll

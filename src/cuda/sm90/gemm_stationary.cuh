@@ -38,7 +38,7 @@ enum {
     RING = SLICES * SLICE_BYTES,
     STAGING = RING + SLOTS * SLOT_BYTES,
     BARRIERS = STAGING + 2 * BUFFER_BYTES,
-    SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 4), // ints: first unit, block and length of the rest
+    SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 4), // three ints of rest_share: unit, block, length
     MAX_CTAS = 256,
     SUMS = SHARES + 16, // int2 [MAX_CTAS]
     SHARED_BYTES = SUMS + 8 * MAX_CTAS
@@ -88,7 +88,7 @@ struct shared_layout {
 
 struct unit_list {
     const moe_work *pieces;
-    int units, waves, column_tiles; // waves: whole units of every CTA
+    int units, waves, column_tiles; // waves: number of whole units of every CTA
     template <class P>
     SMOE_DEVICE explicit unit_list(const P &p)
         : pieces(p.lists.pieces), column_tiles((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS)
@@ -107,12 +107,13 @@ struct unit_list {
     }
 };
 
-// A CTA's part of the rest: from block `block` of unit `unit` on, `length` blocks.
+// A CTA's share of the units that are left over after the full waves: `length` blocks from block `block` of
+// unit `unit` on.
 struct rest_share {
     int unit, block, length;
 };
 
-// Inclusive sums over the first MAX_CTAS threads, by all threads of the CTA; `sums` holds them afterwards.
+// Inclusive sums over the first MAX_CTAS threads, left in `sums`. Called by all threads of the CTA.
 SMOE_DEVICE void scan(int2 value, int2 *sums)
 {
     const int c = threadIdx.x;
@@ -127,8 +128,8 @@ SMOE_DEVICE void scan(int2 value, int2 *sums)
     __syncthreads();
 }
 
-// By all threads of the CTA: thread c works out what CTA c lacks and how long unit c of the rest is; the one
-// whose unit holds this CTA's first block writes the share down.
+// Called by all threads of the CTA. Thread c computes how many blocks CTA c lacks and how many blocks unit c
+// of the rest has. The thread whose unit contains this CTA's first block writes *share.
 SMOE_DEVICE void share_rest(const unit_list &list, rest_share *share, int2 *sums)
 {
     const int ctas = gridDim.x, c = threadIdx.x, first = list.waves * ctas;
@@ -153,7 +154,7 @@ SMOE_DEVICE void share_rest(const unit_list &list, rest_share *share, int2 *sums
     __syncthreads();
 }
 
-// What the CTA works through, in order; every role walks the same items.
+// One item of the CTA's work. Producers and consumers go through the same items in the same order.
 struct item {
     int row, blocks, column, expert;
 };
@@ -203,7 +204,7 @@ template <class P> SMOE_DEVICE void load_rows(const P &p, item_walk walk, const 
             }
 }
 
-// Slice by slice, as the last readers leave it.
+// Slice by slice, each when its last readers have finished with it.
 template <class P> SMOE_DEVICE void load_weights(const P &p, item_walk walk, const shared_layout &shared)
 {
     uint32_t phase = 1;
@@ -217,7 +218,7 @@ template <class P> SMOE_DEVICE void load_weights(const P &p, item_walk walk, con
         }
 }
 
-// `done` counts the blocks of all items so far: consumer (done + block) % 2 has it.
+// `done` is the number of blocks of all items so far. Consumer (done + block) % 2 has block `block`.
 template <class P>
 SMOE_DEVICE void store_blocks(const P &p, item_walk walk, const shared_layout &shared, int consumer)
 {
@@ -304,7 +305,7 @@ SMOE_DEVICE void multiply_blocks(item_walk walk, const shared_layout &shared, in
     if (consumer == 1) named_barrier_arrive(TURN_BARRIER, 256); // consumer 0 begins
     for (item it; walk.next(it); done += it.blocks, weight_phase ^= 1) {
         const int own = (consumer - done) & 1;
-        if (own >= it.blocks) // no block of this item is ours: only hand the slices back
+        if (own >= it.blocks) // this consumer has no block of this item: it only releases the slices
             for (int j = 0; j < SLICES; j++) {
                 barrier_wait(shared.slice_full(j), weight_phase);
                 if (lane == 0) barrier_arrive(shared.slice_empty(j));

@@ -71,7 +71,7 @@ SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_l
     wait_stores_done();
 }
 
-// b2 onto one half of the accumulators, whose first column in the chunk is `column`.
+// Adds b2 to one half of the accumulators; `column` is its first column in the chunk.
 template <typename T, class P>
 SMOE_DEVICE void add_bias(float *acc, const P &p, int expert, int column, int lane)
 {

@@ -28,7 +28,7 @@ SMOE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes)
                  : "memory");
 }
 
-// An arrival that comes when all cp.async of this thread so far have landed; counted in barrier_init.
+// An arrival that happens when all cp.async of this thread so far have completed. barrier_init counts it.
 SMOE_DEVICE void barrier_arrive_after_copies(uint32_t barrier)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -45,8 +45,8 @@ SMOE_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity)
     return done != 0;
 }
 
-// Waits for the phase of this parity to end. With SMOE_CUDA_TRAP a wait of about a second ends the kernel;
-// the mainloop of 192 accumulators has no registers for that (SAFE = false).
+// Waits for the phase of this parity to end. With SMOE_CUDA_TRAP a wait of about a second ends the kernel.
+// The main loop with 192 accumulators lacks the registers for that (SAFE = false).
 template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)
 {
 #ifdef SMOE_CUDA_TRAP

@@ -5,8 +5,8 @@
 namespace moe
 {
 
-// A position in a ring of SLOTS slots. Who reads starts with phase 0, who writes with phase 1: its first
-// round finds every slot free.
+// A position in a ring of SLOTS slots. A reader starts with phase 0. A writer starts with phase 1, so that
+// its first round finds every slot free.
 template <int SLOTS> struct ring_position {
     uint32_t slot = 0, phase;
     SMOE_DEVICE explicit ring_position(uint32_t first_phase) : phase(first_phase)

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-/* What a map is made of. strides: bytes from one index of dimension i + 1 to the next. */
+/* Describes a map. strides: bytes from one index of dimension i + 1 to the next. */
 typedef struct moe_boxes {
     const void *base;
     cuuint32_t rank; /* up to 5 */

@@ -99,7 +99,7 @@ template <int PENDING> SMOE_DEVICE void wait_stores_read()
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Before the thread ends: all its stores are in global memory.
+// Waits until all stores of this thread are in global memory; called before the thread ends.
 SMOE_DEVICE void wait_stores_done()
 {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

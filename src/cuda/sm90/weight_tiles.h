@@ -37,9 +37,9 @@ SMOE_HD int32_t moe_weight_tiles(int32_t hidden, int32_t intermediate, int32_t h
     return moe_hidden_tiles(hidden) * moe_feature_tiles(intermediate, halves);
 }
 
-/* Where tile `tile` of an expert's matrix stands: rows of d, columns of features. The shorter side is walked
- * fastest: of an expert that one wave of CTAs begins and the next one ends, the next one then reads the
- * shorter operand once more and only a part of the longer. */
+/* Where tile `tile` of an expert's matrix is: rows of d, columns of features. The position along the shorter
+ * side changes fastest. So if an expert's tiles are split over two waves, the second wave reads the shorter
+ * operand again but only a part of the longer one. */
 SMOE_HD moe_place moe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
 {
     const int hidden_first =

@@ -28,7 +28,7 @@ template <int PENDING> SMOE_DEVICE void wgmma_wait()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The compiler must not move accumulators across this point: they belong to wgmma between fence and wait.
+// The compiler must not move accumulators across this point, because wgmma uses them between fence and wait.
 template <int COUNT> SMOE_DEVICE void pin(float (&c)[COUNT])
 {
 #pragma unroll

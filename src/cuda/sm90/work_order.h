@@ -6,9 +6,10 @@
 #include "common/hd.h"
 
 /* ---- The order of an expert's tiles ----
- * Column tiles fastest, so that a row tile is fetched once. The weights of an expert with many column tiles
- * do not stay in L2 beside its rows: then row tiles are fastest, and a column tile's weights are done with
- * before the next; of an expert with many of those too, in bands whose rows stay in L2. */
+ * Normally column tiles are fastest, so that each row tile is fetched once. With many column tiles the
+ * weights of an expert do not stay in L2 beside its rows. Then row tiles are fastest, so that the weights of
+ * a column tile are used up before those of the next. If there are many row tiles too, they are cut into
+ * bands whose rows stay in L2. */
 
 enum { SMOE_MOST_COLUMNS_FIRST = 8, SMOE_BAND = 16 };
 
@@ -16,7 +17,7 @@ typedef struct moe_place {
     int32_t row_tile, column_tile;
 } moe_place;
 
-/* Place `unit` of so many tiles, either columns or rows fastest. */
+/* Position of unit `unit`, with columns or rows fastest. */
 SMOE_HD moe_place moe_place_in(int32_t unit, int32_t row_tiles, int32_t column_tiles, int columns_first)
 {
     const int32_t fast = columns_first ? column_tiles : row_tiles, slow = unit / fast,
@@ -25,7 +26,7 @@ SMOE_HD moe_place moe_place_in(int32_t unit, int32_t row_tiles, int32_t column_t
     return place;
 }
 
-/* Row tiles of a band: about SMOE_BAND, all bands alike but the last. */
+/* Row tiles of a band: about SMOE_BAND; all bands but the last are equal. */
 SMOE_HD int32_t moe_band_height(int32_t row_tiles)
 {
     const int32_t bands = (row_tiles + SMOE_BAND / 2) / SMOE_BAND;
@@ -44,8 +45,9 @@ SMOE_HD moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_t
 }
 
 /* ---- Shares of the weight-stationary down-projection ----
- * Whole units go round the CTAs in full waves; the blocks of the units left over are shared out so that all
- * CTAs end alike: CTA c lacks max(0, target - whole units of c) blocks and gets the rest in that proportion.
+ * Whole units are dealt to the CTAs in full waves. The blocks of the units left over are divided so that all
+ * CTAs end at the same time: CTA c lacks max(0, target - blocks of its whole units) blocks and gets a share
+ * of the rest in that proportion.
  */
 
 /* Blocks of the rest before the CTA whose predecessors lack `lacking_before` of `lacking` blocks in all. */

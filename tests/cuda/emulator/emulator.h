@@ -151,10 +151,14 @@ inline int cta_sum(int value)
 
 // Runs at once; on a stream that is captured, when its graph is launched. `early`: may start before what the
 // stream has before it ends.
-void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early = false);
+void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early = false,
+             dim3 grid = dim3());
 bool is_capturing();
 
 inline cudaError_t last_error = cudaSuccess; // cudaGetLastError's
+
+inline thread_local int current_device = 0; // of the calling thread
+int launching_device();
 
 bool is_allocated(const void *memory, size_t bytes); // by cudaMalloc, in one allocation
 
@@ -171,7 +175,7 @@ void launch(dim3 grid, dim3 cta, size_t shared_bytes, cudaStream_t stream, bool 
     const std::tuple<std::decay_t<Formal>...> arguments(actual...);
     enqueue(
         stream, cudaGraphNodeTypeKernel, [=] { run_grid(grid, cta, [&] { std::apply(kernel, arguments); }); },
-        early);
+        early, grid);
 }
 
 } // namespace emulator
@@ -367,6 +371,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     const dim3 grid = config->gridDim, cta = config->blockDim;
     if (!grid.x || !grid.y || grid.y > 65535 || cta.x * cta.y * cta.z > 1024)
         return emulator::last_error = cudaErrorInvalidConfiguration;
+    if (emulator::current_device != emulator::launching_device())
+        return emulator::last_error = cudaErrorInvalidDevice;
     emulator::launch(grid, cta, config->dynamicSmemBytes, config->stream, config->numAttrs > 0, kernel,
                      actual...);
     return cudaSuccess;

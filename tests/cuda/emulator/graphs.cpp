@@ -17,6 +17,7 @@ struct CUgraphNode_st {
     std::vector<cudaGraphNode_t> after;
     cudaGraphNode_t original; // in the graph this one was cloned from
     cudaGraph_t graph;
+    dim3 grid; // of a kernel
 };
 
 struct CUgraph_st {
@@ -74,10 +75,10 @@ static std::vector<std::function<void()>> in_order(const CUgraph_st &graph)
 namespace emulator
 {
 
-void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early)
+void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early, dim3 grid)
 {
     if (!stream || !stream->graph) return run(work);
-    CUgraphNode_st node = {std::move(work), type, early && stream->last, {}, nullptr};
+    CUgraphNode_st node = {std::move(work), type, early && stream->last, {}, nullptr, nullptr, grid};
     if (stream->last) node.after = {stream->last};
     stream->last = add_node(stream->graph, node);
 }
@@ -186,6 +187,15 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t 
 cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType *type)
 {
     *type = node->type;
+    return cudaSuccess;
+}
+
+// The grid alone.
+cudaError_t cudaGraphKernelNodeGetParams(cudaGraphNode_t node, cudaKernelNodeParams *params)
+{
+    if (node->type != cudaGraphNodeTypeKernel) return cudaErrorInvalidValue;
+    *params = {};
+    params->gridDim = node->grid;
     return cudaSuccess;
 }
 

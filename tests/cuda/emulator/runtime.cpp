@@ -28,6 +28,12 @@ bool emulator::is_allocated(const void *memory, size_t bytes)
     return first + bytes <= found->first + found->second;
 }
 
+int emulator::launching_device()
+{
+    const char *device = getenv("EMULATOR_DEVICE");
+    return device && strcmp(device, "1") == 0;
+}
+
 void emulator::check_shared(const void *kernel, size_t bytes)
 {
     const auto found = shared_limits.find(kernel);
@@ -39,20 +45,23 @@ void emulator::check_shared(const void *kernel, size_t bytes)
 
 extern "C" {
 
+// Device 0, and with EMULATOR_DEVICE=1 a device 1. Only the last one launches kernels.
 cudaError_t cudaGetDeviceCount(int *count)
 {
-    *count = 1;
+    *count = 1 + emulator::launching_device();
     return cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int *device)
 {
-    *device = 0;
+    *device = emulator::current_device;
     return cudaSuccess;
 }
 
-cudaError_t cudaSetDevice(int)
+cudaError_t cudaSetDevice(int device)
 {
+    if (device < 0 || device > emulator::launching_device()) return cudaErrorInvalidDevice;
+    emulator::current_device = device;
     return cudaSuccess;
 }
 

@@ -72,19 +72,20 @@ enum {
     CONSUMER_THREADS = 128,
     COPIES = SMOE_BLOCK_ROWS / (CONSUMER_THREADS / 8), // a thread's: eight copy the 128 bytes of a row
     CONSUMER_BARRIER = 1,                              // named, one a consumer
-    WARP_TILE_ROWS = 16, // a consumer warp's rows: what one worker warp takes at a time
+    WARP_TILE_ROWS = 16, // rows of a consumer warp; one worker warp takes them at a time
     WARP_TILES = CONSUMER_WARPS,
     SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,
     SUBTILE_BYTES = WARP_TILE_ROWS * SMOE_SUBTILE_ROW_BYTES, // of a warp tile: 16 rows x 64 columns
     WARP_TILE_BYTES = SUBTILES * SUBTILE_BYTES,
-    AHEAD = 4,                                     // rows of H under way, 8 columns a lane
+    AHEAD = 4,                                     // rows of H in flight, 8 columns for each lane
     RING = STAGING + WARP_TILES * WARP_TILE_BYTES, // a worker warp: 4 rows x (gate 512 bytes, up 512 bytes)
     RING_HALF = TILE_COLUMNS * 2,
     RING_ROW = 2 * RING_HALF,
     RING_WARP = AHEAD * RING_ROW,
     BARRIERS = RING + 4 * RING_WARP,
     SCALES = BARRIERS + 8 * (2 * SLOTS + 2 * WARP_TILES), // (WARP_TILES, WARP_TILE_ROWS) float
-    DONE = SCALES + WARP_TILES * WARP_TILE_ROWS * 4,      // a word a slot: consumers that are done with it
+    DONE = SCALES + WARP_TILES * WARP_TILE_ROWS *
+                        4, // one word for each slot: how many consumers have finished with it
     SHARED_BYTES = DONE + SLOTS * 4
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
@@ -122,8 +123,9 @@ struct dh_layout : shared_layout {
     }
 };
 
-// ---- Gathering: a consumer fills the slots it is done with, its own 64 rows of dO by all its threads; W2's
-// box comes from the consumer that is done with a slot last.
+// ---- Gathering: a consumer that has finished with a slot fills it again. All its threads copy the
+// consumer's own 64 rows of dO. The consumer that finishes with the slot last also starts the copy of W2's
+// box.
 
 SMOE_DEVICE int steps_of(const dh_params &p)
 {
@@ -168,7 +170,7 @@ struct gatherer {
         next = consumer() < moe_work_blocks(of) ? __ldg(p.row_token + row) : -1;
     }
 
-    // The unit's tile becomes the current one, and the tokens of the one after it are asked for.
+    // Makes the unit's tile the current one, and starts to read the tokens of the tile after it.
     SMOE_DEVICE void begin_tile()
     {
         real = 0;
@@ -196,7 +198,7 @@ struct gatherer {
                      expert);
     }
 
-    // Fills a slot that all of the consumer's warps are done with.
+    // Fills a slot that all warps of the consumer have finished with.
     SMOE_DEVICE void fill(uint32_t number)
     {
         if (unit >= walk.units) return;
@@ -217,8 +219,8 @@ struct gatherer {
     }
 };
 
-// ---- Working off the dump: worker warp `worker` takes the warp tiles of warp `worker` of both consumers.
-// Addresses move on by additions, from row to row.
+// ---- The worker warps: worker warp `worker` takes the warp tiles of warp `worker` of both consumers. The
+// addresses of a row follow from those of the row before by additions.
 
 // A warp tile in global memory: its first row and this lane's first column.
 struct place {
@@ -236,7 +238,7 @@ template <typename T, int KIND> SMOE_DEVICE int h_width_of(const dh_params &p)
     return activation<T, KIND>::GATED ? 2 * p.intermediate : p.intermediate;
 }
 
-// From a vector of a row's gate half to the up half's.
+// The address in the up half that belongs to an address in the gate half.
 SMOE_DEVICE const char *up_half(const char *gate, const dh_params &p)
 {
     return advance_by_adds(gate, (uint32_t)p.intermediate * 2);
@@ -246,7 +248,7 @@ template <bool GATED> struct h_ring {
     const dh_params &p;
     uint32_t slots; // of this lane
 
-    // A row starts on its way into a slot; of columns that do not exist nothing is read.
+    // Starts the copy of a row into a slot. Columns that do not exist are not read.
     SMOE_DEVICE void fetch(const char *gate, int column, int slot) const
     {
         const uint32_t bytes = column < p.intermediate ? 16u : 0u;
@@ -264,7 +266,7 @@ template <bool GATED> struct h_ring {
     }
 };
 
-// A row's vectors of dH and A'; returns the lane's part of <dA', A>.
+// Computes and stores a row's vectors of dH and A'. Returns the lane's part of <dA', A>.
 template <typename T, int KIND>
 SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
                             const char *to_a, bool exists, float weight, float y_weight)
@@ -281,7 +283,7 @@ SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const
     return ds;
 }
 
-// All lanes have a part of the sums of 4 rows; lanes 8 i to 8 i + 7 get row i's.
+// Every lane has a part of the sums of 4 rows. Lanes 8 i to 8 i + 7 get the sum of row i.
 SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
 {
     const bool high = lane & 16, odd = lane & 8;
@@ -295,14 +297,14 @@ SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
     return sum + __shfl_xor_sync(~0u, sum, 1);
 }
 
-// dS of rows `row` to `row` + 3 of a warp tile; a row below 0: there are none yet.
+// Stores dS of rows `row` to `row` + 3 of a warp tile. row < 0: there are none yet.
 SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float scales, int lane)
 {
     const float sum = sum_of_lanes(ds, lane), scale = __shfl_sync(~0u, scales, row + (lane >> 3));
     if (row >= 0 && (lane & 7) == 0) ds_out[row + (lane >> 3)] = sum * scale;
 }
 
-// One warp tile, each row's H fetched four rows ahead. `next`: the one after it.
+// Computes one warp tile. Each row of H is fetched four rows ahead. `next`: the warp tile after it.
 template <typename T, int KIND>
 SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
                                 const dh_layout &shared, uint32_t warp_tile, place at, place next,
@@ -324,16 +326,17 @@ SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, K
     for (int row = 0; row < WARP_TILE_ROWS; row += AHEAD) {
         const bool last = row == WARP_TILE_ROWS - AHEAD;
         const int ahead_column = last ? next.column : at.column;
-        write_sums(ds_out, row - AHEAD, ds, scales, lane); // nothing here waits for it
+        write_sums(ds_out, row - AHEAD, ds, scales, lane); // nothing here waits for this load
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             uint4 x_next = x, g_next = g, u_next = u;
             ahead = last && i == 0 ? behind : advance_by_adds(ahead, h_width * 2);
-            ring.fetch(ahead, ahead_column, i); // this slot's row is in registers since the last turn
+            ring.fetch(ahead, ahead_column,
+                       i); // the row of this slot has been in registers since the last iteration
             wait_copies<AHEAD - 1>();
             if (i + 1 < AHEAD || !last) {
-                // Rows i + 1 to 3 of these, then row 0 of the next four, whose vectors are exchanged by
-                // fours.
+                // Rows i + 1 to 3 of these four, then row 0 of the next four; their vectors are exchanged
+                // four rows at a time.
                 const uint32_t below = (here ^ (i + 1) << 4) + (i + 1) * SMOE_SUBTILE_ROW_BYTES;
                 if (i + 1 == AHEAD) here = below;
                 x_next = load_shared16(below);
@@ -364,7 +367,7 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
         const int blocks = moe_work_blocks(tile);
         const int column_tile = walk.column(unit);
         moe_work after = tile;
-        place first = at; // of the next tile; after the last one the fetch repeats itself
+        place first = at; // of the next tile; after the last tile it is fetched once more
         if (unit + gridDim.x < walk.units) {
             after = walk.tile(unit + gridDim.x);
             first = {after.row + worker * WARP_TILE_ROWS,
@@ -412,7 +415,8 @@ SMOE_DEVICE uint32_t row_exponent(float most)
     return max(__float_as_uint(most) >> 23, 20u);
 }
 
-// The warp's 16 x 256 accumulators to its warp tile: x 2^(141 - e) in fp16, 2^(e - 141) beside it.
+// Writes the warp's 16 x 256 accumulators to its warp tile: x 2^(141 - e) in fp16, and the row's scale
+// 2^(e - 141) to the array of scales.
 SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t warp_tile, uint32_t parity,
                       int lane)
 {
@@ -460,7 +464,7 @@ SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const
 #pragma unroll 1
     for (int i = 0; i < SLOTS; i++) gather.fill(i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const moe_work tile = walk.tile(unit); // the gatherer has read it before
+        const moe_work tile = walk.tile(unit); // the thread that gathers has read it before
         if (consumer >= moe_work_blocks(tile)) {
             pass_over(ring, shared, steps, refill);
             continue;

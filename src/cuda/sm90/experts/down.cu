@@ -75,7 +75,7 @@ namespace
 // What the host has to know of a core.
 struct core {
     int shared_bytes, most_ctas;
-    int rows, weights; // rows of a box of A, of W2
+    int rows, weights; // rows of a box of A; rows of a box of W2
 };
 
 constexpr int ANY = 1 << 30;

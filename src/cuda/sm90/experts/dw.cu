@@ -54,7 +54,7 @@ struct dw_params {
     // (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by layout
     void *weight_gradient;
     float *parts;             // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
-    const int32_t *row_token; // NULL: row r is token r, below `rows`
+    const int32_t *row_token; // NULL: row r is token r, for r < rows
     moe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves, rows;
     int32_t subtiles_apart, interleaved, accumulate;
@@ -73,7 +73,7 @@ static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_TILE_HIDDEN &&
                   (int)TILE_COLUMNS == (int)SMOE_WEIGHT_TILE_FEATURES,
               "weight_tiles.h");
 
-// The CTA's units: (piece, tile), see moe_weight_place_of.
+// The CTA's units (piece, tile); moe_weight_place_of says where a tile is.
 struct weight_walk {
     const moe_piece *pieces;
     int units, tiles, hidden_tiles, feature_tiles, stripes_of_half;
@@ -95,7 +95,7 @@ struct weight_walk {
     {
         return skip_empty && piece.blocks == 0;
     }
-    // An expert without rows is multiplied too: one step of zeros.
+    // An expert without rows has one step, of zeros.
     static SMOE_DEVICE int steps(const moe_piece &piece)
     {
         return max(piece.blocks, 1);
@@ -144,7 +144,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const s
     const uint32_t even = subtile + moe_subtile_offset(row0, vector & 7),
                    odd = subtile + moe_subtile_offset(row0 + 4, vector & 7);
     const uint32_t row_bytes = (uint32_t)p.hidden * 2;
-    const int row = row0 + 4 * vector; // of a step: the lanes of a row share its reading
+    const int row = row0 + 4 * vector; // of a step: the lanes that copy a row read its token together
     ring_position<SLOTS> ring(1);
     moe_piece next_piece = {0, 0, 0, -1};
     if (blockIdx.x < walk.units) next_piece = walk.piece(blockIdx.x);
@@ -161,8 +161,8 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const s
         const int steps = weight_walk::steps(piece);
         const moe_stripe left = walk.stripe(unit, 0), right = walk.stripe(unit, 1);
         for (int k = 0; k < steps; k++) {
-            // The lane that has a row's token has its address too. All shuffles come before the wait, behind
-            // which the compiler no longer knows that the warp is together.
+            // The lane that has a row's token computes its address for all lanes. All shuffles are before the
+            // wait, because after it the compiler does not know that the warp has converged.
             const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
             const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 16), real = inside ? some : 0;
 #pragma unroll
@@ -186,18 +186,18 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const s
             ring.advance();
         }
     }
-    for (int i = 0; i < SLOTS; i++) { // the last copies have landed and been read
+    for (int i = 0; i < SLOTS; i++) { // the last copies have arrived and have been read
         barrier_wait(shared.empty(ring.slot), ring.phase);
         ring.advance();
     }
 }
 
-// ---- From accumulators to global memory. A tile leaves in PARTS parts of 64 rows of d by PART_FEATURES, a
-// part in one staging buffer of two subtiles.
+// ---- From accumulators to global memory. A tile is stored in PARTS parts of 64 rows of d by PART_FEATURES.
+// A part takes one staging buffer of two subtiles.
 
 template <typename G> struct output {
     enum {
-        ROUNDS = sizeof(G) / 2, // a buffer is filled this often a tile
+        ROUNDS = sizeof(G) / 2, // how often a buffer is filled for one tile
         PARTS = 2 * ROUNDS,
         PART_FEATURES = TILE_COLUMNS / PARTS,
         SUBTILE_ELEMENTS = SMOE_SUBTILE_ROW_BYTES / sizeof(G)
@@ -250,7 +250,7 @@ SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lan
     }
 }
 
-// Each lane's accumulators += the old values that its warp's stores of write_part will overwrite.
+// Adds to the accumulators the old values that the stores of write_part will overwrite.
 template <typename T>
 SMOE_DEVICE void add_old(float *acc, uint32_t buffer, int warp, int lane, bool transposed)
 {
@@ -288,7 +288,7 @@ SMOE_DEVICE void write_tile(float (&acc)[128], const shared_layout &shared, int 
     }
 }
 
-// Where a part stands in the gradient. Its boxes are one behind the other in x and in the staging buffer.
+// Where a part is in the gradient. Its boxes are neighbours in x and in the staging buffer.
 template <typename G, bool TRANSPOSED> struct part_place {
     enum { BOXES = TRANSPOSED && sizeof(G) == 2 ? 1 : 2 };
     moe_stripe stripe;
@@ -314,7 +314,7 @@ template <typename G, bool TRANSPOSED> struct part_place {
     }
 };
 
-// A part's old values on their way to its staging buffer.
+// Starts the load of a part's old values into its staging buffer.
 template <typename G, bool TRANSPOSED>
 SMOE_DEVICE void load_part(const dw_params &p, const weight_walk &walk, const shared_layout &shared, int unit,
                            int consumer, int part)
@@ -331,7 +331,7 @@ SMOE_DEVICE void load_part(const dw_params &p, const weight_walk &walk, const sh
         barrier_arrive(empty);
 }
 
-// The first unit from `unit` on, among the CTA's, that leaves through staging.
+// The CTA's first unit from `unit` on that is stored through staging.
 SMOE_DEVICE int staged_unit(const weight_walk &walk, int unit)
 {
     for (; unit < walk.units; unit += gridDim.x) {
@@ -341,8 +341,8 @@ SMOE_DEVICE int staged_unit(const weight_walk &walk, int unit)
     return unit;
 }
 
-// A store warp's lane carries its consumer's parts away. MERGES: a buffer is not empty before the old values
-// of the next tile are in it, so its phases run one ahead.
+// One lane of a store warp stores its consumer's parts. MERGES: a buffer counts as empty only when the old
+// values of the next tile are in it, so its phase is one ahead.
 template <typename G, bool TRANSPOSED, bool MERGES>
 SMOE_DEVICE void store_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared,
                              int consumer)
@@ -386,7 +386,8 @@ SMOE_DEVICE void store_tiles(const dw_params &p, const weight_walk &walk, const 
 
 // ---- Consumers
 
-// A tile of a split expert as the threads hold it: 16 bytes a thread, then the next 16 bytes.
+// Stores a tile of a split expert in the order of the threads: 16 bytes of each thread, then the next 16
+// bytes of each.
 SMOE_DEVICE float *part_of(const dw_params &p, int part, int tiles, int tile, int thread)
 {
     return p.parts + ((int64_t)part * tiles + tile) * SMOE_WEIGHT_TILE + thread * 4;
@@ -453,7 +454,7 @@ SMOE_DEVICE int64_t gradient_element(const dw_params &p, int expert, int half, i
     return ((int64_t)expert * p.halves * p.intermediate + row) * p.hidden + d;
 }
 
-// A CTA's work: 16 bytes a thread of a tile, so that few tiles keep many CTAs busy.
+// The work of a CTA: 16 bytes of a tile for each thread. So few tiles suffice for many CTAs.
 template <typename G, bool TRANSPOSED>
 __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ dw_params p)
 {

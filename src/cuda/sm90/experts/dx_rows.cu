@@ -76,7 +76,7 @@ template <> struct operands<dx_rows_params> {
 namespace
 {
 
-// The faster of the two cores on so many columns.
+// The core that is faster on so many columns.
 moe_gemm choose(const moe_dx_rows &d)
 {
     const int64_t k = d.halves * d.row_width;

@@ -61,9 +61,9 @@ enum {
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert(FEED % 16 == 0, "items are 16 bytes");
 
-// A loader copies rows row0 + 8 i of a tile, i < 16, the same as the seven lanes beside it: lane `vector` of
-// the eight reads the tokens of rows i = 2 vector and 2 vector + 1. Rows of a block that does not exist:
-// none.
+// Eight lanes copy the same rows row0 + 8 i of a tile, i < 16, one vector each. Lane `vector` of the eight
+// reads the tokens of rows i = 2 vector and 2 vector + 1. If the tile has no second block, its rows have no
+// tokens.
 SMOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int vector)
 {
     if (vector >= 4 && moe_work_blocks(tile) == 1) return {-1, -1};
@@ -88,15 +88,16 @@ SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, fee
             from[i] = (const char *)p.x + (uint64_t)(uint32_t)max(row, 0) * row_bytes + vector * 16;
         }
         const work_item now = item;
-        // The tile after this one, and its tokens if they are others.
+        // Takes the next tile, and reads its tokens if it has other rows.
         const auto follow = [&] {
             item = items.read(t + 1);
             if (item.exists() && item.tile.row != now.tile.row)
                 next = read_tokens(p, item.tile, row0, vector);
         };
         const int group = now.column * (p.gated ? 16 : 32); // of eight features
-        // A tile of many steps is loaded in three loops, the third as for few: with a test for what is due
-        // inside one loop its counters would leave the uniform registers, and every step would take longer.
+        // A tile of many steps is loaded in three loops; the third one also serves tiles of few steps. With
+        // one loop and a test for what to do at a step, the compiler would not keep the counters in uniform
+        // registers, and every step would take longer.
         const auto load = [&](int first, int end) {
             for (int k = first; k < end; k++) {
                 barrier_wait(shared.empty(ring.slot), ring.phase);
@@ -125,13 +126,14 @@ SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, fee
         follow();
         load(done, steps);
     }
-    for (int i = 0; i < SLOTS; i++) { // the last copies have landed and been read
+    for (int i = 0; i < SLOTS; i++) { // the last copies have arrived and have been read
         barrier_wait(shared.empty(ring.slot), ring.phase);
         ring.advance();
     }
 }
 
-// One subtile of H (gated: and its up subtile) stands in staging at `subtile`: activate it and store A.
+// Activates a subtile of H that is in staging at `subtile` (gated: with the up subtile behind it), and stores
+// A.
 template <typename T>
 SMOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t out, int feature, int row,
                                  int lane)
@@ -145,7 +147,7 @@ SMOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t 
     }
 }
 
-// A store warp carries its consumer's buffers away, one after the other.
+// A store warp stores its consumer's buffers, one after the other.
 template <typename T>
 SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const shared_layout &shared,
                              feed items, int consumer, int lane)
@@ -178,7 +180,7 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
             if (lane == 0) commit_stores();
             if (feature < p.intermediate) store_activated<T>(p, subtile, out, feature, row, lane);
             if (!p.gated && feature + 64 < p.intermediate) {
-                if (lane == 0) wait_stores_read<0>(); // the first subtile has left `out`
+                if (lane == 0) wait_stores_read<0>(); // the store of the first subtile has read `out`
                 __syncwarp();
                 store_activated<T>(p, subtile + SMOE_SUBTILE_BYTES, out, feature + 64, row, lane);
             }
@@ -194,7 +196,7 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
     if (lane == 0) wait_stores_done();
 }
 
-// b1 onto one half of the accumulators.
+// Adds b1 to one half of the accumulators.
 template <typename T>
 SMOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column_tile, int half, int lane)
 {
