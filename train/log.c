@@ -37,6 +37,7 @@ static bool parse_line(const char *text, size_t size, log_line *line)
     if (done)
         *line = (log_line){.step = json_integer_value(json_object_get(object, "step")),
                            .tokens = json_integer_value(json_object_get(object, "tokens")),
+                           .seconds = real_of(object, "seconds"),
                            .loss = real_of(object, "loss"),
                            .bits_per_byte = real_of(object, "bits_per_byte"),
                            .val_loss = real_of(object, "val_loss"),
@@ -91,10 +92,11 @@ static json_t *real_or_null(double value)
 bool log_write(train_log *log, const log_line *line, error *err)
 {
     json_t *object =
-        json_pack("{s:I, s:I, s:o, s:o, s:o, s:o, s:o}", "step", (json_int_t)line->step, "tokens",
-                  (json_int_t)line->tokens, "loss", real_or_null(line->loss), "bits_per_byte",
-                  real_or_null(line->bits_per_byte), "tokens_per_s", real_or_null(line->tokens_per_s), "lr",
-                  real_or_null(line->lr), "grad_norm", real_or_null(line->grad_norm));
+        json_pack("{s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o}", "step", (json_int_t)line->step, "tokens",
+                  (json_int_t)line->tokens, "seconds", real_or_null(line->seconds), "loss",
+                  real_or_null(line->loss), "bits_per_byte", real_or_null(line->bits_per_byte),
+                  "tokens_per_s", real_or_null(line->tokens_per_s), "lr", real_or_null(line->lr), "grad_norm",
+                  real_or_null(line->grad_norm));
     if (object && isfinite(line->val_loss))
         json_object_set_new(object, "val_loss", json_real(line->val_loss));
     bool done = object && json_dumpf(object, log->file, JSON_COMPACT | JSON_REAL_PRECISION(9)) == 0 &&

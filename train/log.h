@@ -11,6 +11,7 @@
 typedef struct log_line {
     int64_t step;         // steps done
     int64_t tokens;       // trained on since the start of the run
+    double seconds;       // of training since the start of the run
     double loss;          // nats a token, mean of the training batches since the line before
     double bits_per_byte; // loss in bits over the bytes of the targets; NAN (null in the file) when these are
                           // not known

@@ -242,6 +242,7 @@ static bool write_line(run *r, double val_loss, error *err)
                                 .bytes = r->state.loss_bytes};
     r->line = (log_line){.step = r->state.step,
                          .tokens = tokens_done(r),
+                         .seconds = r->state.elapsed,
                          .loss = loss,
                          .bits_per_byte = evaluation_bits_per_byte(&trained),
                          .val_loss = val_loss,
