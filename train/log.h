@@ -3,6 +3,7 @@
 #define TRAIN_LOG_H
 
 #include "common/error.h"
+#include "train/routing_report.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -18,6 +19,7 @@ typedef struct log_line {
     double val_loss;      // nats a token on the validation stream; NAN (no such key) when not measured
     double tokens_per_s;  // since the line before
     double lr, grad_norm; // of the last step; the norm before clipping
+    routing_report routing; // of the last pass; NAN (no such key) when not known
 } log_line;
 
 typedef struct train_log train_log;
