@@ -8,6 +8,7 @@ PACKAGE/NNNNN.txt. OUT.packages.txt lists package, version, documents, bytes.
 Left out: what is no UTF-8, short or very long files, tables and other text of few letters, prose that is not English,
 navigation of HTML pages, text that is there as HTML too, files and paragraphs of prose that the package has twice.
 """
+
 from __future__ import annotations
 
 import gzip
@@ -41,7 +42,9 @@ WORD = re.compile(r"[A-Za-z]+")
 COMMON = frozenset("the of to and is in a for that be this with as are or an by it on".split())
 BLOCKS = frozenset("p div li ul ol dl dt dd pre table tr h1 h2 h3 h4 h5 h6 section blockquote article br hr".split())
 SKIPPED = frozenset("script style nav header footer head form button svg noscript select".split())
-CHROME = re.compile(r"(?i)sphinxsidebar|related|navheader|navfooter|headerlink|breadcrumb|sidebar|toctree|footer|navigation|linenos")
+CHROME = re.compile(
+    r"(?i)sphinxsidebar|related|navheader|navfooter|headerlink|breadcrumb|sidebar|toctree|footer|navigation|linenos"
+)
 
 
 # ---- HTML ----
@@ -49,7 +52,11 @@ CHROME = re.compile(r"(?i)sphinxsidebar|related|navheader|navfooter|headerlink|b
 
 def pieces(element, verbatim: bool) -> Iterator[str]:
     tag = element.tag
-    if not isinstance(tag, str) or tag in SKIPPED or CHROME.search(f"{element.get('class', '')} {element.get('id', '')}"):
+    if (
+        not isinstance(tag, str)
+        or tag in SKIPPED
+        or CHROME.search(f"{element.get('class', '')} {element.get('id', '')}")
+    ):
         return
     verbatim = verbatim or tag == "pre"
     block = "\n\n" if tag in ("p", "pre", "h1", "h2", "h3", "h4", "table") else "\n" if tag in BLOCKS else ""
@@ -135,15 +142,24 @@ def documents(job: tuple[str, float, float]) -> tuple[str, list[tuple[bool, str]
     left = {True: code * 1e6, False: prose * 1e6 * HTML_SHARE}
     listed = [(name, size) for name, size, _ in members(path) if size < 60e6 and not LEFT_OUT.search("/" + name)]
     pages = {stem(name) for name, _ in listed if HTML.search(name)}
-    listed = [(name, size) for name, size in listed if HTML.search(name) or not (PROSE.search(name) and stem(name) in pages)]
+    listed = [
+        (name, size) for name, size in listed if HTML.search(name) or not (PROSE.search(name) and stem(name) in pages)
+    ]
     chosen: dict[str, bool] = {}
     for name, size in sorted(listed, key=lambda file: hashlib.sha1(file[0].encode()).digest()):
         is_code = bool(CODE.search(name))
         if (is_code or HTML.search(name) or PROSE.search(name)) and left[is_code] > 0:
             chosen[name] = is_code
-            left[is_code] -= size * (4 if name.endswith(("gz", "dz")) else 1) * (1 if is_code or HTML.search(name) else HTML_SHARE)
+            left[is_code] -= (
+                size * (4 if name.endswith(("gz", "dz")) else 1) * (1 if is_code or HTML.search(name) else HTML_SHARE)
+            )
     texts = {name: read(get(), name) for name, _, get in members(path) if name in chosen}
-    found = [(chosen[name], part) for name, text in sorted(texts.items()) for part in parts(text) if is_wanted(part, chosen[name])]
+    found = [
+        (chosen[name], part)
+        for name, text in sorted(texts.items())
+        for part in parts(text)
+        if is_wanted(part, chosen[name])
+    ]
     left = {True: code * 1e6, False: prose * 1e6}
     taken = []
     for is_code, text in sorted(found, key=lambda document: hashlib.sha1(document[1].encode()).digest()):

@@ -7,6 +7,7 @@ A difference is that of a rule to plain top-K of the same case and seed; its int
 paired seeds with the standard deviation found have an interval of 0.02 perplexity to either side.
 Exit status: 0, 2 usage, 3 no finished run.
 """
+
 from __future__ import annotations
 
 import json
@@ -40,7 +41,9 @@ def read_run(result: Path) -> dict:
     """A finished run: its result, and the means of the routing's figures over the second half of its log."""
     case, rule, seed = result.name.removesuffix(".json").split(".")
     run = json.loads(result.read_text())
-    lines = [json.loads(line) for line in (result.parent / f"{case}.{rule}.{seed}" / "train.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (result.parent / f"{case}.{rule}.{seed}" / "train.jsonl").read_text().splitlines()
+    ]
     record = {"case": case, "rounding": rule, "seed": int(seed), "perplexity": math.exp(run["val_loss"])}
     record |= {key: run[key] for key in ("val_loss", "loss", "val_tokens", "tokens", "seconds", "tokens_per_s")}
     for key in ("added", "dropped", "busiest"):
@@ -127,7 +130,15 @@ def draw(arms: dict[tuple[str, str], dict[int, dict]], picture: Path) -> None:
     for place, values in enumerate(found.values()):
         axis.plot(values, [place] * len(values), "o", color="#9ab8d8", markersize=5)
         half = interval(values)
-        axis.errorbar(fmean(values), place, xerr=None if math.isnan(half) else half, fmt="D", color="#c0392b", capsize=4, markersize=5)
+        axis.errorbar(
+            fmean(values),
+            place,
+            xerr=None if math.isnan(half) else half,
+            fmt="D",
+            color="#c0392b",
+            capsize=4,
+            markersize=5,
+        )
     axis.axvline(0, color="#555555", linewidth=0.8)
     axis.set_yticks(range(len(found)), list(found))
     axis.invert_yaxis()

@@ -5,6 +5,7 @@ Usage: text_run_plot.py OUT PICTURE.png [RESULTS]      needs the package matplot
 OUT is text_run.sh's folder. RESULTS, a folder, receives the logs as text_run_moe.jsonl and text_run_twin.jsonl.
 Exit status: 0, 2 usage, 3 a log is missing or has no validation.
 """
+
 from __future__ import annotations
 
 import json
@@ -47,10 +48,19 @@ def draw(runs: dict[str, list[dict]], picture: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     last = runs["twin"][-1]["val_loss"]
-    for axis, what, unit, label in ((axes[0], "seconds", 1, "seconds of training"), (axes[1], "tokens", 1e6, "tokens, millions")):
+    for axis, what, unit, label in (
+        (axes[0], "seconds", 1, "seconds of training"),
+        (axes[1], "tokens", 1e6, "tokens, millions"),
+    ):
         for name, lines in runs.items():
             text, color = RUNS[name]
-            axis.plot([line[what] / unit for line in lines], [line["val_loss"] for line in lines], ".-", color=color, label=text)
+            axis.plot(
+                [line[what] / unit for line in lines],
+                [line["val_loss"] for line in lines],
+                ".-",
+                color=color,
+                label=text,
+            )
         axis.axhline(last, color=RUNS["twin"][1], linewidth=0.8, linestyle=":")
         passed = first_below(runs["moe"], last, what)
         if passed is not None:
@@ -83,7 +93,9 @@ def main() -> int:
     for name, lines in runs.items():
         end = lines[-1]
         rate = end["tokens"] / end["seconds"]
-        print(f"| {RUNS[name][0]} | {end['seconds']:.1f} | {end['tokens'] / 1e6:.1f} | {rate:.0f} | {end['val_loss']:.4f} |")
+        print(
+            f"| {RUNS[name][0]} | {end['seconds']:.1f} | {end['tokens'] / 1e6:.1f} | {rate:.0f} | {end['val_loss']:.4f} |"
+        )
     last = runs["twin"][-1]
     for what, unit, text in (("seconds", 1, "s"), ("tokens", 1e6, "M tokens")):
         passed = first_below(runs["moe"], last["val_loss"], what)

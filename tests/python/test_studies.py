@@ -3,6 +3,7 @@ end to end with a tiny model on the CPU: train, stop, resume, repeat.
 
 SMOE_BUILD names the build folder with the program smoe (default build/release).
 """
+
 import array
 import importlib.util
 import json
@@ -36,7 +37,14 @@ def call(*command, status=0, **environment):
 
 
 def write_run(out, name, perplexity, added):
-    result = {"val_loss": math.log(perplexity), "loss": 1.0, "val_tokens": 10, "tokens": 100, "seconds": 2, "tokens_per_s": 50}
+    result = {
+        "val_loss": math.log(perplexity),
+        "loss": 1.0,
+        "val_tokens": 10,
+        "tokens": 100,
+        "seconds": 2,
+        "tokens_per_s": 50,
+    }
     (out / f"{name}.json").write_text(json.dumps(result))
     (out / name).mkdir()
     lines = [{"step": step, "added": 9.0 if step < 2 else added, "dropped": 0.5, "busiest": 2.0} for step in range(4)]
@@ -50,7 +58,9 @@ def test_paired_differences(tmp_path):
     write_run(tmp_path, "two.nr-f.4", 50.0, 0.25)  # has no partner: no part of the difference
     records = tmp_path / "records.jsonl"
     text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path)
-    rows = {line.split(" | ")[0]: line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| n")}
+    rows = {
+        line.split(" | ")[0]: line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| n")
+    }
     assert rows["| none"][4:6] == ["21.000", "1.000"]
     # mean 0.2, deviation 0.1: 4.3027 * 0.1 / sqrt(3); 99 seeds, since 1.9845 * 0.1 / sqrt(99) < 0.02
     assert rows["| nr-f"][1] == "4" and rows["| nr-f"][7:11] == ["+0.200 ± 0.248", "99", "25.00", "50.00"]
@@ -134,6 +144,8 @@ def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
     plan = call(TOOLS / "rounding_study.sh", "--plan", tmp_path, **environment)
     assert plan.count(" done\n") == 4 and "38 runs" in plan.splitlines()[-1]
     text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path)
-    plain, rounded = (next(line for line in text.splitlines() if line.startswith(f"| {rule}")) for rule in ("none", "nr-f"))
+    plain, rounded = (
+        next(line for line in text.splitlines() if line.startswith(f"| {rule}")) for rule in ("none", "nr-f")
+    )
     assert "| 0.00 | 0.00 |" in plain and "| 0.00 | 0.00 |" not in rounded
     call(*study, "40", status=3, MOST="1", **(environment | {"SIZES": "--hidden 7"}))
