@@ -221,6 +221,43 @@ static void log_goes_on_where_the_checkpoint_was(void **state)
     free(again);
 }
 
+/* A rule that always adds drops nothing, one that always drops adds nothing, and plain top-K does neither.
+ * The log has them of the last step, not of the validation after it, which is plain top-K. */
+static void log_has_what_rounding_did(void **state)
+{
+    static const smoe_rounding rules[] = {SMOE_ROUNDING_NONE, SMOE_ROUNDING_UP, SMOE_ROUNDING_DOWN};
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char path[PATH_BYTES];
+    log_line *lines;
+    size_t count;
+    error err = {0};
+    s.checkpoints = 0;
+    s.routing.tile = 16; // 24 rows a mean expert
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    for (int i = 0; i < 3; i++) {
+        s.routing.rounding = rules[i];
+        train_ok(&s, &result);
+        if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+        for (size_t l = 0; l < count; l++) {
+            const routing_report *r = &lines[l].routing;
+            assert_true(rules[i] == SMOE_ROUNDING_UP ? r->added > 0.02 : r->added == 0);
+            assert_true(rules[i] == SMOE_ROUNDING_DOWN ? r->dropped > 0.02 : r->dropped == 0);
+            assert_true(r->added < 0.67 && r->dropped < 0.67); // 16 of 24
+            assert_true(r->busiest >= 1 && r->busiest <= 2);   // each expert has at most 48 of 96 pairs
+            assert_true(lines[l].seconds > (l ? lines[l - 1].seconds : 0));
+        }
+        free(lines);
+    }
+    s.config.dense_layers = s.config.layers; // nothing is routed
+    s.config.dense_intermediate = 16;
+    train_ok(&s, &result);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_true(isnan(lines[0].routing.added) && isnan(lines[0].routing.busiest));
+    free(lines);
+}
+
 static int access_in(const char *out, const char *name)
 {
     char path[PATH_BYTES];
@@ -526,6 +563,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         RUN(resume_gives_the_same_bits),
         RUN(log_goes_on_where_the_checkpoint_was),
+        RUN(log_has_what_rounding_did),
         RUN(a_stop_before_the_last_validation),
         RUN(the_last_validation_is_bounded),
         RUN(leftovers_of_a_kill_do_not_matter),

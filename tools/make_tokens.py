@@ -172,6 +172,13 @@ def replace(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
+def copy_tokenizer(made: Path, out: Path) -> Tokenizer:
+    """The tokenizer that another run wrote into the folder `made`."""
+    for name in ("bpe.txt", "tokenizer.json", "tokenizer_config.json"):
+        replace(out / name, (made / name).read_bytes())
+    return Tokenizer.from_file(str(out / "tokenizer.json"))
+
+
 # ---- token files ----
 
 
@@ -276,6 +283,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--file-tokens", type=int, default=1 << 28, help="most tokens of a file, 1..2147483647 (default 268435456)"
     )
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", type=Path, help="takes the tokenizer that make_tokens.py wrote there and trains none"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args()
     for name, low, high in [("vocab", 257, 65536), ("sample", 1e-3, 1e6), ("validation", 0, 0.5), ("file_tokens", 1, 2**31 - 1)]:
@@ -289,8 +299,11 @@ def main() -> None:
     documents = Documents(options.texts)
     options.split = options.split or ("file" if len(documents.files) >= 20 else "share")
     options.out.mkdir(parents=True, exist_ok=True)
-    ids, merges = train(documents.sample(int(options.sample * 1e6)), options.vocab, not options.quiet)
-    tokenizer = write_tokenizer(options.out, ids, merges)
+    if options.tokenizer:
+        tokenizer = copy_tokenizer(options.tokenizer, options.out)
+    else:
+        ids, merges = train(documents.sample(int(options.sample * 1e6)), options.vocab, not options.quiet)
+        tokenizer = write_tokenizer(options.out, ids, merges)
     train_tokens, validation_tokens = write_tokens(options.out, tokenizer, documents, options)
     if train_tokens + validation_tokens == 0:
         raise OSError("no text in " + ", ".join(options.texts))

@@ -35,14 +35,17 @@ static bool parse_line(const char *text, size_t size, log_line *line)
     json_t *object = json_loadb(text, size, 0, NULL);
     bool done = json_is_object(object) && json_is_integer(json_object_get(object, "step"));
     if (done)
-        *line = (log_line){.step = json_integer_value(json_object_get(object, "step")),
-                           .tokens = json_integer_value(json_object_get(object, "tokens")),
-                           .loss = real_of(object, "loss"),
-                           .bits_per_byte = real_of(object, "bits_per_byte"),
-                           .val_loss = real_of(object, "val_loss"),
-                           .tokens_per_s = real_of(object, "tokens_per_s"),
-                           .lr = real_of(object, "lr"),
-                           .grad_norm = real_of(object, "grad_norm")};
+        *line = (log_line){
+            .step = json_integer_value(json_object_get(object, "step")),
+            .tokens = json_integer_value(json_object_get(object, "tokens")),
+            .seconds = real_of(object, "seconds"),
+            .loss = real_of(object, "loss"),
+            .bits_per_byte = real_of(object, "bits_per_byte"),
+            .val_loss = real_of(object, "val_loss"),
+            .tokens_per_s = real_of(object, "tokens_per_s"),
+            .lr = real_of(object, "lr"),
+            .grad_norm = real_of(object, "grad_norm"),
+            .routing = {real_of(object, "added"), real_of(object, "dropped"), real_of(object, "busiest")}};
     json_decref(object);
     return done;
 }
@@ -88,15 +91,24 @@ static json_t *real_or_null(double value)
     return isfinite(value) ? json_real(value) : json_null();
 }
 
+static void set_finite(json_t *object, const char *key, double value)
+{
+    if (isfinite(value)) json_object_set_new(object, key, json_real(value));
+}
+
 bool log_write(train_log *log, const log_line *line, error *err)
 {
-    json_t *object =
-        json_pack("{s:I, s:I, s:o, s:o, s:o, s:o, s:o}", "step", (json_int_t)line->step, "tokens",
-                  (json_int_t)line->tokens, "loss", real_or_null(line->loss), "bits_per_byte",
-                  real_or_null(line->bits_per_byte), "tokens_per_s", real_or_null(line->tokens_per_s), "lr",
-                  real_or_null(line->lr), "grad_norm", real_or_null(line->grad_norm));
-    if (object && isfinite(line->val_loss))
-        json_object_set_new(object, "val_loss", json_real(line->val_loss));
+    json_t *object = json_pack(
+        "{s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o}", "step", (json_int_t)line->step, "tokens",
+        (json_int_t)line->tokens, "seconds", real_or_null(line->seconds), "loss", real_or_null(line->loss),
+        "bits_per_byte", real_or_null(line->bits_per_byte), "tokens_per_s", real_or_null(line->tokens_per_s),
+        "lr", real_or_null(line->lr), "grad_norm", real_or_null(line->grad_norm));
+    if (object) {
+        set_finite(object, "val_loss", line->val_loss);
+        set_finite(object, "added", line->routing.added);
+        set_finite(object, "dropped", line->routing.dropped);
+        set_finite(object, "busiest", line->routing.busiest);
+    }
     bool done = object && json_dumpf(object, log->file, JSON_COMPACT | JSON_REAL_PRECISION(9)) == 0 &&
                 fputc('\n', log->file) != EOF && fflush(log->file) == 0;
     json_decref(object);

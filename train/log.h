@@ -3,6 +3,7 @@
 #define TRAIN_LOG_H
 
 #include "common/error.h"
+#include "train/routing_report.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -11,12 +12,14 @@
 typedef struct log_line {
     int64_t step;         // steps done
     int64_t tokens;       // trained on since the start of the run
+    double seconds;       // of training since the start of the run
     double loss;          // nats a token, mean of the training batches since the line before
     double bits_per_byte; // loss in bits over the bytes of the targets; NAN (null in the file) when these are
                           // not known
     double val_loss;      // nats a token on the validation stream; NAN (no such key) when not measured
     double tokens_per_s;  // since the line before
     double lr, grad_norm; // of the last step; the norm before clipping
+    routing_report routing; // of the last pass; NAN (no such key) when not known
 } log_line;
 
 typedef struct train_log train_log;

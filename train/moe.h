@@ -58,4 +58,9 @@ bool moe_backward(moe *m, void *dx, const moe_weights *dw, const void *dout, con
                   const moe_weights *w, int64_t tokens, const moe_routing *routing, moe_saved *saved,
                   bool add, error *err);
 
+/* The rows of each expert under plain top-K and as routed, (E) each, on the host, of the training pass of
+ * `tokens` tokens under `routing` whose results `saved` holds. Waits for the device. */
+bool moe_counts(moe *m, int64_t tokens, const moe_routing *routing, const moe_saved *saved, int32_t *plain,
+                int32_t *routed, error *err);
+
 #endif

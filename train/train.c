@@ -27,6 +27,7 @@ typedef struct run {
     optimizer optimizer;
     train_state state;
     train_log *log;
+    routing_report routing;    // of the last step before a line or a validation
     int32_t *inputs, *targets; // (batch, context)
     double started;            // the clock when state.elapsed was `before`
     double before;
@@ -242,12 +243,14 @@ static bool write_line(run *r, double val_loss, error *err)
                                 .bytes = r->state.loss_bytes};
     r->line = (log_line){.step = r->state.step,
                          .tokens = tokens_done(r),
+                         .seconds = r->state.elapsed,
                          .loss = loss,
                          .bits_per_byte = evaluation_bits_per_byte(&trained),
                          .val_loss = val_loss,
                          .tokens_per_s = (double)(tokens_done(r) - r->line_tokens) / seconds,
                          .lr = r->lr,
-                         .grad_norm = r->grad_norm};
+                         .grad_norm = r->grad_norm,
+                         .routing = r->routing};
     r->line_time = r->state.elapsed;
     r->line_tokens = tokens_done(r);
     r->state.loss_sum = 0.0;
@@ -285,8 +288,11 @@ static bool keep_records(run *r, double from, error *err)
 {
     const train_settings *s = r->settings;
     double to = progress_of(r), val_loss = NAN;
-    bool end = to >= 1.0;
-    if (!end && passes(from, to, s->evaluations)) {
+    bool end = to >= 1.0, validates = !end && passes(from, to, s->evaluations);
+    // Before a validation, whose passes take the place of the step's.
+    if ((end || validates || passes(from, to, s->logs)) && !routing_report_read(&r->routing, &r->model, err))
+        return false;
+    if (validates) {
         evaluation part;
         if (!validate(r, s->evaluation_tokens, &part, err)) return false;
         if (part.stopped) return true;
@@ -350,7 +356,7 @@ static void tell_start(const run *r)
 bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
                error *err)
 {
-    run r = {.settings = settings, .val_loss = NAN};
+    run r = {.settings = settings, .val_loss = NAN, .routing = routing_report_none};
     *result = (train_result){0};
     bool done = open_run(&r, err);
     int64_t first = r.state.step;

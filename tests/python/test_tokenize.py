@@ -147,6 +147,18 @@ def test_split_by_file(tmp_path):
     assert len(validation) == 2 and not set(train) & set(validation)
 
 
+def test_a_tokenizer_that_is_there(made, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox, and a text that the tokenizer was not trained on. " * 20)
+    make_tokens(tmp_path / "out", text, "--tokenizer", made, "--quiet")
+    for name in ("bpe.txt", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (made / name).read_bytes()
+    tokens = read_tokens(tmp_path / "out" / "train_000.bin") + read_tokens(tmp_path / "out" / "val_000.bin")
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    assert tokens == [5999, *tokenizer.encode(text.read_text()).ids]
+    assert b"bpe.txt" in make_tokens(tmp_path / "out", text, "--tokenizer", tmp_path, status=3).stderr
+
+
 def test_standard_input_and_small_files(tmp_path):
     text = random_text(3_000_000, 99)  # longer than two chunks
     make_tokens(tmp_path, "-", "--vocab", 1000, "--file-tokens", 100_000, "--quiet", stdin=text.encode())

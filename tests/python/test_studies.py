@@ -1,0 +1,151 @@
+"""tools/rounding_study.py and tools/text_run_plot.py on made records whose figures are known, and the studies' scripts from
+end to end with a tiny model on the CPU: train, stop, resume, repeat.
+
+SMOE_BUILD names the build folder with the program smoe (default build/release).
+"""
+
+import array
+import importlib.util
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools"
+SMOE = Path(os.environ.get("SMOE_BUILD", ROOT / "build" / "release")) / "smoe"
+sys.path.insert(0, str(TOOLS))
+
+import rounding_study  # noqa: E402
+import text_run_plot  # noqa: E402
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+needs_smoe = pytest.mark.skipif(not SMOE.exists(), reason=f"{SMOE} is not built (SMOE_BUILD)")
+
+
+def call(*command, status=0, **environment):
+    done = subprocess.run(
+        list(map(str, command)), env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def write_run(out, name, perplexity, added):
+    result = {
+        "val_loss": math.log(perplexity),
+        "loss": 1.0,
+        "val_tokens": 10,
+        "tokens": 100,
+        "seconds": 2,
+        "tokens_per_s": 50,
+    }
+    (out / f"{name}.json").write_text(json.dumps(result))
+    (out / name).mkdir()
+    lines = [{"step": step, "added": 9.0 if step < 2 else added, "dropped": 0.5, "busiest": 2.0} for step in range(4)]
+    (out / name / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_paired_differences(tmp_path):
+    for seed, plain, rounded in ((1, 20.0, 20.1), (2, 21.0, 21.2), (3, 22.0, 22.3)):
+        write_run(tmp_path, f"two.none.{seed}", plain, 0.0)
+        write_run(tmp_path, f"two.nr-f.{seed}", rounded, 0.25)
+    write_run(tmp_path, "two.nr-f.4", 50.0, 0.25)  # has no partner: no part of the difference
+    records = tmp_path / "records.jsonl"
+    text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path)
+    rows = {
+        line.split(" | ")[0]: line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| n")
+    }
+    assert rows["| none"][4:6] == ["21.000", "1.000"]
+    # mean 0.2, deviation 0.1: 4.3027 * 0.1 / sqrt(3); 99 seeds, since 1.9845 * 0.1 / sqrt(99) < 0.02
+    assert rows["| nr-f"][1] == "4" and rows["| nr-f"][7:11] == ["+0.200 ± 0.248", "99", "25.00", "50.00"]
+    assert rows["| nr-f"][11:] == ["2.00", "50"]
+    if HAS_MATPLOTLIB:
+        call(sys.executable, TOOLS / "rounding_study.py", tmp_path, tmp_path / "study.png", records)
+        assert (tmp_path / "study.png").stat().st_size > 1000 and len(records.read_text().splitlines()) == 7
+
+
+def test_student_t_is_that_of_the_tables():
+    tables = {1: 12.7062, 4: 2.7764, 10: 2.2281, 11: 2.2010, 20: 2.0860, 60: 2.0003, 120: 1.9799}
+    for freedom, value in tables.items():
+        assert rounding_study.student_t(freedom) == pytest.approx(value, abs=1e-3)
+    assert rounding_study.seeds_needed(0.001) == 2 and rounding_study.seeds_needed(math.nan) is None
+    call(sys.executable, TOOLS / "rounding_study.py", TOOLS, status=3)
+
+
+def test_where_a_curve_passes_a_loss():
+    lines = [{"seconds": 10, "val_loss": 5.0}, {"seconds": 20, "val_loss": 4.0}, {"seconds": 30, "val_loss": 3.0}]
+    assert text_run_plot.first_below(lines, 3.75, "seconds") == 22.5
+    assert text_run_plot.first_below(lines, 5.0, "seconds") == 10
+    assert text_run_plot.first_below(lines, 2.9, "seconds") is None
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Token files whose tokens are bytes, and their table, as tools/make_tokens.py leaves them."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "bpe.txt").write_text("smoe-bpe 1 257 0\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    text = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").glob("*.md")))
+    for name, part in (("train", text[4000:]), ("val", text[:4000])):
+        header = struct.pack("<3i", 20240520, 1, len(part)).ljust(1024, b"\0")
+        (folder / f"{name}_000.bin").write_bytes(header + array.array("H", list(part)).tobytes())
+    return folder
+
+
+@needs_smoe
+def test_text_run_stops_and_resumes(tmp_path, data):
+    sizes = "--layers 1 --hidden 16 --heads 2 --intermediate 8 --experts 4 --topk 2 --context 32 --tied"
+    environment = {"SMOE": str(SMOE), "DATA": str(data), "SIZES": sizes, "BATCH": "2", "EVALUATION_TOKENS": "512"}
+    environment |= {"OMP_NUM_THREADS": "1", "BUDGET": "6", "EVALUATIONS": "6", "LEAVE": "3"}
+    run = [TOOLS / "text_run.sh", tmp_path]
+    call(*run, "3", status=2, **environment)  # nothing would be left to train
+    said = call(*run, "6", **environment)
+    assert "moe: interrupted" in said and "twin: interrupted" in said
+    for _ in range(5):  # on a busy machine a piece may be too short
+        if not said.count("interrupted"):
+            break
+        said = call(*run, "12", **environment)
+    assert "moe: finished" in said and "twin: finished" in said
+    for name in ("moe", "twin"):
+        lines = [json.loads(line) for line in (tmp_path / name / "train.jsonl").read_text().splitlines()]
+        assert 6 <= lines[-1]["seconds"] < 12 and sum("val_loss" in line for line in lines) >= 4
+        assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
+        assert json.loads((tmp_path / f"{name}.eval.json").read_text())["tokens"] == 3999
+        assert (tmp_path / f"{name}.samples.txt").read_text().count("--------") == 4
+        assert ("busiest" in lines[-1]) == (name == "moe")
+    assert "finished" in call(*run, "6", **environment)  # and trains no more
+    if HAS_MATPLOTLIB:
+        said = call(sys.executable, TOOLS / "text_run_plot.py", tmp_path, tmp_path / "run.png", tmp_path)
+        assert "passes the twin's last loss" in said and (tmp_path / "text_run_moe.jsonl").exists()
+
+
+@needs_smoe
+def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
+    cases = "two 8 2 2 1000000\none 8 1 1 1000000\nfour 8 4 1 1000000\ncoarse 2 1 1 1000000"
+    environment = {"SMOE": str(SMOE), "DATA": str(data), "SIZES": "--layers 2 --hidden 16 --heads 2 --intermediate 8"}
+    environment |= {"CASES": cases.replace("2 2 1000000", "2 1 1000000"), "STEPS": "4", "BATCH": "4", "CONTEXT": "32"}
+    environment |= {"TILE": "8", "OMP_NUM_THREADS": "1"}
+    study = [TOOLS / "rounding_study.sh", tmp_path]
+    (tmp_path / "two.none.1").mkdir()  # an interrupted run
+    (tmp_path / "two.none.1" / "train.jsonl").write_text('{"step":1,"tokens":1,"loss":77.0}\n')
+    assert "38 runs are left" in call(*study, "5", status=1, **environment)  # none would end in time
+    assert "36 runs are left" in call(*study, "40", status=1, MOST="2", **environment)
+    first = (tmp_path / "two.none.1.json").read_text()
+    assert "77.0" not in (tmp_path / "two.none.1" / "train.jsonl").read_text()
+    assert "34 runs are left" in call(*study, "40", status=1, MOST="2", **environment)
+    assert (tmp_path / "two.none.1.json").read_text() == first
+    plan = call(TOOLS / "rounding_study.sh", "--plan", tmp_path, **environment)
+    assert plan.count(" done\n") == 4 and "38 runs" in plan.splitlines()[-1]
+    text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path)
+    plain, rounded = (
+        next(line for line in text.splitlines() if line.startswith(f"| {rule}")) for rule in ("none", "nr-f")
+    )
+    assert "| 0.00 | 0.00 |" in plain and "| 0.00 | 0.00 |" not in rounded
+    call(*study, "40", status=3, MOST="1", **(environment | {"SIZES": "--hidden 7"}))

@@ -1,0 +1,21 @@
+/* What routing did in a training pass, for the log. */
+#ifndef TRAIN_ROUTING_REPORT_H
+#define TRAIN_ROUTING_REPORT_H
+
+#include "common/error.h"
+#include "train/model.h"
+
+/* Means over the MoE layers; all NAN for a model without one. */
+typedef struct routing_report {
+    double added,
+        dropped;    // pairs that token rounding added and dropped, as a share of the T K of plain top-K
+    double busiest; // the largest count of plain top-K over the mean count, T K / E
+} routing_report;
+
+extern const routing_report routing_report_none; // all NAN
+
+/* Of the training pass that m made last, with nothing passed since. With RECOMPUTE_LAYERS of the first MoE
+ * layer alone, since the layers share their memory. Waits for the device. */
+bool routing_report_read(routing_report *report, model *m, error *err);
+
+#endif
