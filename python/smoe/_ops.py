@@ -21,6 +21,7 @@ from ._layout import Options, parse
 NEEDS_X, NEEDS_W1, NEEDS_B1, NEEDS_W2, NEEDS_B2 = 1, 2, 4, 8, 16
 NEEDS_ROUTING = 32  # the top-k weights, the row weights or the logits
 NEEDS_ROUTER_WEIGHT, NEEDS_ROUTER_BIAS = 64, 128
+NEEDS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _BUFFER_ALIGN = 64  # what the library wants of saved and scratch
 
@@ -91,6 +92,10 @@ def _saved_without_tokens(entry: str, options: str, x: Tensor, topk: int, w2: Te
     return _buffer(parse(options).saved_bytes(entry, 0, topk, w2.shape, x.element_size()), x)
 
 
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 # ---- gradients ----
 
 
@@ -110,11 +115,12 @@ def _finish(
     entry: str, gradients: list[Tensor | None], dout: Tensor, x: Tensor, router_weight: Tensor | None,
     logits: Tensor | None, ids: Tensor | None, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str,
     topk: int,
-) -> list[Tensor]:  # fmt: skip
-    """Runs smoe_layer_backward into `gradients` (in the order of the bits, None where not wanted) and returns those wanted."""
-    wanted = [gradient for gradient in gradients if gradient is not None]
+) -> list[Tensor | None]:  # fmt: skip
+    """Runs smoe_layer_backward into `gradients` (in the order of the bits, None where not wanted) and returns them."""
     if x.shape[0] == 0:
-        return [gradient.zero_() for gradient in wanted]
+        for gradient in _given(*gradients):
+            gradient.zero_()
+        return gradients
     context = context_of(x)
     layer = _describe(context, entry, options, True, x, topk, w2, ids.dtype if ids is not None else torch.int32)
     parsed = parse(options)
@@ -136,7 +142,7 @@ def _finish(
         dx, dw1, dw2, db1, db2, drouter_weight, drouter_bias, dlogits, dtopk_weights, drow_weights,
         scratch.data_ptr(), layer.scratch_backward,
     )  # fmt: skip
-    return wanted
+    return gradients
 
 
 # ---- given ids and weights ----
@@ -164,15 +170,16 @@ def experts_forward(
     return [out, saved] if save else [out]
 
 
-def _experts_gradients(needs: int, x: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, options: str):
+def _new_experts_gradients(needs: int, x: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, options: str):
     dweights = _new_like(ids, torch.float32) if needs & NEEDS_ROUTING else None
     return [*_expert_gradients(options, needs, x, w1, w2), dweights, None, None]
 
 
-def experts_backward(
+def experts_gradients(
     dout: Tensor, x: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str, needs: int
-) -> list[Tensor]:
-    gradients = _experts_gradients(needs, x, ids, w1, w2, options)
+) -> list[Tensor | None]:
+    """What experts_backward returns, with None for what is not wanted; the same for rows_gradients and moe_gradients."""
+    gradients = _new_experts_gradients(needs, x, ids, w1, w2, options)
     return _finish("from_topk", gradients, dout, x, None, None, ids, w1, w2, b2, saved, options, ids.shape[1])
 
 
@@ -199,15 +206,15 @@ def rows_forward(
     return [out, saved] if save else [out]
 
 
-def _rows_gradients(needs: int, rows: Tensor, w1: Tensor, w2: Tensor, options: str) -> list[Tensor | None]:
+def _new_rows_gradients(needs: int, rows: Tensor, w1: Tensor, w2: Tensor, options: str) -> list[Tensor | None]:
     dweights = torch.empty(rows.shape[:1], dtype=torch.float32, device=rows.device) if needs & NEEDS_ROUTING else None
     return [*_expert_gradients(options, needs, rows, w1, w2), dweights, None, None]
 
 
-def rows_backward(
+def rows_gradients(
     dout: Tensor, rows: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str, needs: int
-) -> list[Tensor]:
-    gradients = _rows_gradients(needs, rows, w1, w2, options)
+) -> list[Tensor | None]:
+    gradients = _new_rows_gradients(needs, rows, w1, w2, options)
     return _finish("from_rows", gradients, dout, rows, None, None, None, w1, w2, b2, saved, options, 1)
 
 
@@ -229,10 +236,6 @@ def _moe_outputs(x: Tensor, router_weight: Tensor | None, w2: Tensor, options: O
     if options.counts:
         counts = torch.empty(experts, dtype=torch.int32, device=x.device)
     return logits, losses, counts
-
-
-def _given(*tensors: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def moe_forward(
@@ -266,7 +269,7 @@ def moe_forward(
     return _given(out, saved, logits, losses, counts)
 
 
-def _moe_gradients(needs: int, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, options: str) -> list[Tensor | None]:
+def _new_moe_gradients(needs: int, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, options: str) -> list[Tensor | None]:
     (count, hidden, _), device = w2.shape, x.device
     dtype = torch.float32 if parse(options).f32_gradients else x.dtype
     return [
@@ -277,11 +280,11 @@ def _moe_gradients(needs: int, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor
     ]
 
 
-def moe_backward(
+def moe_gradients(
     dout: Tensor, x: Tensor, router_weight: Tensor | None, logits: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None,
     saved: Tensor, topk: int, options: str, needs: int,
-) -> list[Tensor]:  # fmt: skip
-    gradients = _moe_gradients(needs, x, logits, w1, w2, options)
+) -> list[Tensor | None]:  # fmt: skip
+    gradients = _new_moe_gradients(needs, x, logits, w1, w2, options)
     return _finish("from_logits", gradients, dout, x, router_weight, logits, None, w1, w2, b2, saved, options, topk)
 
 
@@ -317,7 +320,7 @@ def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
 
 
 def _fake_experts_backward(dout, x, ids, w1, w2, b2, saved, options, needs):
-    return _given(*_experts_gradients(needs, x, ids, w1, w2, options))
+    return _given(*_new_experts_gradients(needs, x, ids, w1, w2, options))
 
 
 def _fake_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
@@ -325,7 +328,7 @@ def _fake_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save
 
 
 def _fake_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
-    return _given(*_rows_gradients(needs, rows, w1, w2, options))
+    return _given(*_new_rows_gradients(needs, rows, w1, w2, options))
 
 
 def _fake_moe_forward(
@@ -336,7 +339,7 @@ def _fake_moe_forward(
 
 
 def _fake_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
-    return _given(*_moe_gradients(needs, x, logits, w1, w2, options))
+    return _given(*_new_moe_gradients(needs, x, logits, w1, w2, options))
 
 
 # ---- registration ----
@@ -347,15 +350,15 @@ _OPERATORS = {
     f"experts_forward(Tensor x, Tensor ids, Tensor weights, {_EXPERTS}, str options, bool save) -> Tensor[]": (
         experts_forward, _fake_experts_forward),
     f"experts_backward(Tensor dout, Tensor x, Tensor ids, {_KEPT}, str options, int needs) -> Tensor[]": (
-        experts_backward, _fake_experts_backward),
+        lambda *arguments: _given(*experts_gradients(*arguments)), _fake_experts_backward),
     f"rows_forward(Tensor rows, Tensor offsets, Tensor? row_weights, {_EXPERTS}, str options, bool save) -> Tensor[]": (
         rows_forward, _fake_rows_forward),
     f"rows_backward(Tensor dout, Tensor rows, {_KEPT}, str options, int needs) -> Tensor[]": (
-        rows_backward, _fake_rows_backward),
+        lambda *arguments: _given(*rows_gradients(*arguments)), _fake_rows_backward),
     f"moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, {_EXPERTS}, "
     "int topk, str options, SymInt step, bool save) -> Tensor[]": (moe_forward, _fake_moe_forward),
     f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor logits, {_KEPT}, int topk, str options, int needs) "
-    "-> Tensor[]": (moe_backward, _fake_moe_backward),
+    "-> Tensor[]": (lambda *arguments: _given(*moe_gradients(*arguments)), _fake_moe_backward),
 }  # fmt: skip
 _library = torch.library.Library("smoe", "DEF")
 _library.define("update_selection_bias(Tensor(a!) bias, Tensor counts, float gamma) -> ()")

@@ -29,7 +29,12 @@ class MoEOutput(NamedTuple):
 # ---- what every entry does with its arguments ----
 
 
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # one look instead of one by device type
+
+
 def _autocasts(x: Tensor) -> bool:
+    if not torch.compiler.is_compiling() and not _any_autocast():
+        return False
     return isinstance(x, Tensor) and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
 
 
@@ -51,23 +56,29 @@ _checked: dict[tuple, str] = {}  # signatures of eager calls that passed every c
 _KEPT_SIGNATURES = 4096
 
 
-def _known(signature: tuple) -> str | None:
-    """The options string if a call with these shapes, dtypes, devices and options was checked before. Never while a graph
-    is traced: there the checks are evaluated once and leave nothing in the graph."""
-    return None if torch.compiler.is_compiling() else _checked.get(signature)
+def _signature(tensors: tuple[Tensor | None, ...], matrices: tuple[Tensor | None, ...], options: tuple) -> tuple | None:
+    """What the checks look at: equal signatures pass or fail alike. None where no signature can be made, and while a graph
+    is traced: there the checks are evaluated once and leave nothing in the graph. Of `matrices` the checks want contiguous
+    memory too."""
+    if torch.compiler.is_compiling():
+        return None
+    made = [*options]
+    try:
+        for t in tensors:
+            made += (None,) if t is None else (t.shape, t.dtype, t.device)
+        for t in matrices:
+            made += (None,) if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
+    except AttributeError:  # not a tensor: the checks say which
+        return None
+    return tuple(made)
 
 
-def _remember(signature: tuple, options: str) -> str:
-    if not torch.compiler.is_compiling():
+def _remember(signature: tuple | None, options: str) -> str:
+    if signature is not None:
         if len(_checked) >= _KEPT_SIGNATURES:
             _checked.clear()
         _checked[signature] = options
     return options
-
-
-def _of(tensor: Tensor | None) -> tuple | None:
-    """What the checks look at."""
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
 
 
 def _needs(x: bool, w1: bool, b1: bool, w2: bool, b2: bool, routing: bool) -> int:
@@ -81,16 +92,13 @@ def _needs(x: bool, w1: bool, b1: bool, w2: bool, b2: bool, routing: bool) -> in
     )
 
 
-_SHARED_BITS = (ops.NEEDS_X, ops.NEEDS_W1, ops.NEEDS_B1, ops.NEEDS_W2, ops.NEEDS_B2, ops.NEEDS_ROUTING)
-
-
-def _spread(found: list[Tensor], needs: int) -> tuple[Tensor | None, ...]:
+def _spread(found: list[Tensor], needs: int) -> list[Tensor | None]:
     """The gradients in the order of the bits, None for those not wanted."""
     spread, position = [], 0
-    for bit in _SHARED_BITS:
+    for bit in ops.NEEDS:
         spread.append(found[position] if needs & bit else None)
         position += 1 if needs & bit else 0
-    return tuple(spread)
+    return spread
 
 
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
@@ -98,13 +106,13 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _operators(*tensors: Tensor | None):
-    """Where a differentiated call finds its operators: PyTorch's dispatcher while a graph is traced, under a dispatch mode
-    (selective checkpointing, fake tensors, FLOP counters), under the profiler and for tensor subclasses; otherwise, where
-    nobody looks, the functions behind them, which saves about 20 us of a forward and backward."""
+    """Where a call finds its operators: PyTorch's dispatcher while a graph is traced, under a dispatch mode (selective
+    checkpointing, fake tensors, FLOP counters), under the profiler, for tensor subclasses and for tensors without memory;
+    otherwise, where nobody looks, the functions behind them, which saves about 20 us of a forward and backward."""
     if torch.compiler.is_compiling() or _modes is None or _modes() or torch.autograd._profiler_enabled():
         return _DISPATCHED
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
             return _DISPATCHED
     return ops
 
@@ -113,11 +121,20 @@ class _Dispatched:
     """The operators under the names that their functions have in smoe/_ops.py."""
 
     experts_forward = _call.experts_forward.default
-    experts_backward = _call.experts_backward.default
     rows_forward = _call.rows_forward.default
-    rows_backward = _call.rows_backward.default
     moe_forward = _call.moe_forward.default
-    moe_backward = _call.moe_backward.default
+
+    @staticmethod
+    def experts_gradients(*arguments):
+        return _spread(_call.experts_backward.default(*arguments), arguments[-1])
+
+    @staticmethod
+    def rows_gradients(*arguments):
+        return _spread(_call.rows_backward.default(*arguments), arguments[-1])
+
+    @staticmethod
+    def moe_gradients(*arguments):
+        return _spread(_call.moe_backward.default(*arguments), arguments[-1])
 
 
 _DISPATCHED = _Dispatched()
@@ -148,8 +165,8 @@ class _Experts(torch.autograd.Function):
 def _experts_backward(ctx, dout):
     x, _, weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
     needs = _needs(x, w1, b1, w2, b2, weights)
-    found = _operators(dout).experts_backward(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
-    dx, dw1, db1, dw2, db2, dweights = _spread(found, needs)
+    run = _operators(dout).experts_gradients
+    dx, dw1, db1, dw2, db2, dweights, *_ = run(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
     return dx, None, dweights, dw1, db1, dw2, db2, None
 
 
@@ -177,13 +194,9 @@ def experts(
     """
     if _autocasts(x):
         x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2)
-    try:
-        signature = (
-            _of(x), _of(ids), _of(weights), _of(w1), _of(b1), _of(w2), _of(b2), activation, layout, chunks, gradient_dtype
-        )  # fmt: skip
-    except AttributeError:  # not a tensor: the checks say which
-        signature = ()
-    options = _known(signature)
+    chosen = ("experts", activation, layout, chunks, gradient_dtype)
+    signature = _signature((x, ids, weights), (w1, b1, w2, b2), chosen)
+    options = _checked.get(signature) if signature is not None else None
     if options is None:
         function = "smoe.experts"
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
@@ -194,7 +207,8 @@ def experts(
         weights = weights.float()
     if _differentiates(x, weights, w1, b1, w2, b2):
         return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options)
-    return _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, False)[0]
+    run = _operators(x, ids, weights, w1, b1, w2, b2).experts_forward
+    return run(x, ids, weights, w1, b1, w2, b2, options, False)[0]
 
 
 # ---- rows sorted by expert ----
@@ -217,8 +231,8 @@ class _Rows(torch.autograd.Function):
 def _rows_backward(ctx, dout):
     rows, _, row_weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
     needs = _needs(rows, w1, b1, w2, b2, row_weights)
-    found = _operators(dout).rows_backward(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
-    drows, dw1, db1, dw2, db2, dweights = _spread(found, needs)
+    run = _operators(dout).rows_gradients
+    drows, dw1, db1, dw2, db2, dweights, *_ = run(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
     return drows, None, dweights, dw1, db1, dw2, db2, None
 
 
@@ -245,15 +259,21 @@ def experts_rows(
     if _autocasts(rows):
         rows, w1, b1, w2, b2 = _autocast(rows, w1, b1, w2, b2)
     function = "smoe.experts_rows"
-    _checks.experts(function, "rows", rows, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
-    _checks.offsets(function, offsets, rows, w2.shape[0])
-    if row_weights is not None:
-        _checks.weights(function, "row_weights", row_weights, rows, (rows.shape[0],), "(R)")
+    chosen = ("rows", activation, layout, chunks, gradient_dtype)
+    signature = _signature((rows, offsets, row_weights), (w1, b1, w2, b2), chosen)
+    options = _checked.get(signature) if signature is not None else None
+    if options is None:
+        _checks.experts(function, "rows", rows, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+        _checks.offsets(function, offsets, rows, w2.shape[0])
+        if row_weights is not None:
+            _checks.weights(function, "row_weights", row_weights, rows, (rows.shape[0],), "(R)")
+        options = _remember(signature, f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}")
+    if row_weights is not None and row_weights.dtype is not torch.float32:
         row_weights = row_weights.float()
-    options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
     if _differentiates(rows, row_weights, w1, b1, w2, b2):
         return _Rows.apply(rows, offsets, row_weights, w1, b1, w2, b2, options)
-    return _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, False)[0]
+    run = _operators(rows, offsets, row_weights, w1, b1, w2, b2).rows_forward
+    return run(rows, offsets, row_weights, w1, b1, w2, b2, options, False)[0]
 
 
 # ---- the whole layer ----
@@ -295,13 +315,11 @@ def _moe_backward(ctx, dout):
         return (None,) * 14
     x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
     needs = _needs(x, w1, b1, w2, b2, logits)
-    router = ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
-    found = _operators(dout).moe_backward(
-        dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs + router
+    needs += ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
+    run = _operators(dout).moe_gradients
+    dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = run(
+        dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs
     )
-    dx, dw1, db1, dw2, db2, dlogits = _spread(found, needs)
-    dbias = found[-1] if router_bias else None
-    dweight = found[-2 if router_bias else -1] if router_weight else None
     return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None
 
 
@@ -352,15 +370,12 @@ def moe(
         x, router_weight, router_bias, w1, b1, w2, b2 = _autocast(x, router_weight, router_bias, w1, b1, w2, b2)
     function = "smoe.moe"
     _checks.between(function, "step", step, 0, 2**64 - 1)
-    try:
-        signature = (
-            _of(x), _of(router_weight), _of(logits), _of(router_bias), _of(selection_bias), _of(w1), _of(b1), _of(w2), _of(b2),
-            top_k, activation, layout, score, norm_topk_prob, n_group, topk_group, routed_scaling_factor, rounding, tile,
-            seed, balance_coefficient, z_coefficient, losses, counts, chunks, logits_dtype, gradient_dtype,
-        )  # fmt: skip
-    except AttributeError:  # not a tensor: the checks say which
-        signature = ()
-    options = _known(signature)
+    chosen = (
+        "moe", top_k, activation, layout, score, norm_topk_prob, n_group, topk_group, routed_scaling_factor, rounding, tile,
+        seed, balance_coefficient, z_coefficient, losses, counts, chunks, logits_dtype, gradient_dtype,
+    )  # fmt: skip
+    signature = _signature((x, router_weight, logits, router_bias, selection_bias), (w1, b1, w2, b2), chosen)
+    options = _checked.get(signature) if signature is not None else None
     if options is None:
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
         count = w2.shape[0]
@@ -380,7 +395,7 @@ def moe(
     if _differentiates(x, router_weight, router_bias, logits, w1, b1, w2, b2):
         out, made, losses_, counts_ = _Moe.apply(*arguments, losses, counts)
     else:
-        found = _call.moe_forward.default(*arguments, False)
+        found = _operators(*arguments[:9]).moe_forward(*arguments, False)
         out, (_, made, losses_, counts_) = found[0], _unpack(found, False, logits is None, losses, counts)
     return MoEOutput(out, logits if made is None else made, losses_, counts_)
 

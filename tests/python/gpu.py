@@ -6,7 +6,7 @@ usage: SMOE_LIBRARY=libsmoe.so tests/python/gpu.py [--only NAME[,NAME...]] [--li
 Needs torch; the part on Transformers needs it too. One line a finding: part, what, figure, limit, verdict. A part that
 raises is one finding that failed; the next part runs. Exit 0: nothing failed, 1: something did. --device cpu runs what
 can run there, in float32: a dry run of the script itself. Meant to take under four minutes on one H200. The parts are
-functions in gpu_numerics.py, gpu_pytorch.py, gpu_speed.py and gpu_transformers.py; gpu_parts.py is what they share.
+functions in gpu_numerics.py, gpu_pytorch.py, gpu_host.py, gpu_speed.py and gpu_transformers.py; gpu_parts.py is what they share.
 """
 
 import argparse
@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "python")]
 
 # Each of these files registers its parts in PARTS; they run in the order of these imports.
+import gpu_host  # noqa: E402, F401
 import gpu_numerics  # noqa: E402, F401
 import gpu_pytorch  # noqa: E402, F401
 import gpu_speed  # noqa: E402, F401

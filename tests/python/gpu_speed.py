@@ -1,113 +1,16 @@
-"""Parts of gpu.py: host times, memory and device times."""
+"""Parts of gpu.py: new token counts, memory and device times."""
 
 import statistics
 import time
 
 import reference
 import torch
-import torch.nn.functional as F
+from gpu_host import record
 from gpu_parts import against_f64, find, layer, part, randn, run, synchronize, target
 
 import smoe
 import smoe.functional  # noqa: F401, registers torch.ops.smoe
-from smoe import _context, _layout, _ops, native
-
-# ---- host times ----
-
-
-def host_us(function, calls=20, batches=40):
-    """Least host microseconds a call over repeated batches whose work the queue can hold."""
-    best = float("inf")
-    for _ in range(batches):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        best = min(best, (time.perf_counter() - start) / calls * 1e6)
-    synchronize()
-    return best
-
-
-def record(method, function):
-    """(context, the arguments) of the last call of a Context method while `function` runs, and everything that those
-    addresses need to stay valid: what the function returned and its buffers."""
-    taken, buffers, real, buffer = [], [], getattr(_context.Context, method), _ops._buffer
-
-    def keeping(size, like):
-        buffers.append(buffer(size, like))
-        return buffers[-1]
-
-    setattr(_context.Context, method, lambda self, *fields: taken.append((self, fields)) or real(self, *fields))
-    _ops._buffer = keeping
-    try:
-        kept = function()
-    finally:
-        setattr(_context.Context, method, real)
-        _ops._buffer = buffer
-    return taken[-1], kept, buffers
-
-
-class Idle(torch.autograd.Function):
-    """What PyTorch's engine takes for a Python Function of the same four inputs, buffers allocated, nothing computed."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        ctx.save_for_backward(*inputs)
-        return torch.empty_like(inputs[0])
-
-    @staticmethod
-    def backward(ctx, dout):
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
-
-
-@part()
-def host():
-    T, H, I, E, K = (64, 256, 64, 8, 2) if target.device == "cuda" else (1, 8, 8, 1, 1)
-    made = layer(T, H, I, E, K)
-    made["ids"] = made["ids"].int()
-    names = ("x", "weights", "w1", "w2")
-    leaves, dout = [made[name] for name in names], torch.ones(T, H, device=target.device, dtype=target.dtype)
-    smoe.experts(**made)
-    (forward, fields), out, *keep = record("forward", lambda: smoe.experts(**made))
-    (backward, back), *keep_too = record("backward", lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    library = native.library
-    c_forward = host_us(lambda: library.smoe_layer_forward(forward.handle, fields[0], forward._forward_at, fields[1]))
-    c_backward = host_us(lambda: library.smoe_layer_backward(backward.handle, back[0], backward._backward_at, back[1]))
-    limit = (lambda value: value) if target.device == "cuda" else (lambda value: "")
-    find("C forward call, us", c_forward <= 15 or target.device == "cpu", f"{c_forward:.1f}", limit(15))
-    find("C backward call, us", c_backward <= 40 or target.device == "cpu", f"{c_backward:.1f}", limit(40))
-    with torch.no_grad():
-        inference = host_us(lambda: smoe.experts(**made))
-    find("smoe.experts without gradients, us", True, f"{inference:.1f}")
-    op = host_us(lambda: torch.ops.smoe.experts_forward.default(
-        made["x"], made["ids"], made["weights"], made["w1"], None, made["w2"], None, "swiglu concatenated 1 0", True))  # fmt: skip
-    find("the operator alone, us", True, f"{op:.1f}")
-    training = host_us(lambda: smoe.experts(**made))
-    find(
-        "smoe.experts, us above C",
-        training - c_forward <= 25 or target.device == "cpu",
-        f"{training - c_forward:.1f}",
-        limit(25),
-    )
-    both = host_us(lambda: torch.autograd.grad(smoe.experts(**made), leaves, dout))
-    above = both - c_forward - c_backward
-    find("forward and backward, us above C", above <= 70 or target.device == "cpu", f"{above:.1f}", limit(70))
-    weight = randn(H, H, grad=True)
-    linear = host_us(lambda: torch.autograd.grad(F.linear(made["x"], weight), [made["x"], weight], dout))
-    find("for comparison: F.linear forward and backward, us", True, f"{linear:.1f}")
-    idle = host_us(lambda: torch.autograd.grad(Idle.apply(*leaves), leaves, dout))
-    find("for comparison: a torch.autograd.Function that does nothing, us", True, f"{idle:.1f}")
-    find("   ours above C and above that Function, us", True, f"{above - idle:.1f}")
-    find("   ours above C less all of F.linear's, us", True, f"{above - linear:.1f}")
-    module = smoe.MoE(H, I, E, K, device=target.device, dtype=target.dtype)
-    parameters = [made["x"], *module.parameters()]
-    find("smoe.MoE forward, us", True, f"{host_us(lambda: module(made['x'])):.1f}")
-    find(
-        "smoe.MoE forward and backward, us",
-        True,
-        f"{host_us(lambda: torch.autograd.grad(module(made['x']), parameters, dout)):.1f}",
-    )
-
+from smoe import _context, _layout, native
 
 @part()
 def new_tokens():

@@ -1,0 +1,155 @@
+"""Part of gpu.py: what a call costs the host, taken apart into the C calls, PyTorch's autograd, and smoe's Python."""
+
+import ctypes
+import time
+
+import torch
+import torch.nn.functional as F
+from gpu_parts import find, layer, part, randn, synchronize, target
+
+import smoe
+import smoe.functional as functional
+from smoe import _context, _ops, native
+
+CALLS, BATCHES = 20, 60  # the device's queue holds the work of one batch
+
+
+def host_us(cases):
+    """Least host microseconds a call of each case over repeated batches; the cases take turns."""
+    best = dict.fromkeys(cases, float("inf"))
+    for _ in range(BATCHES):
+        for name, function in cases.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                function()
+            best[name] = min(best[name], (time.perf_counter() - start) / CALLS * 1e6)
+    synchronize()
+    return best
+
+
+def record(method, function):
+    """(context, the arguments) of the last call of a Context method while `function` runs, and everything that those
+    addresses need to stay valid: what the function returned and its buffers."""
+    taken, buffers, real, buffer = [], [], getattr(_context.Context, method), _ops._buffer
+
+    def keeping(size, like):
+        buffers.append(buffer(size, like))
+        return buffers[-1]
+
+    setattr(_context.Context, method, lambda self, *fields: taken.append((self, fields)) or real(self, *fields))
+    _ops._buffer = keeping
+    try:
+        kept = function()
+    finally:
+        setattr(_context.Context, method, real)
+        _ops._buffer = buffer
+    return taken[-1], kept, buffers
+
+
+def c_call(function, context, packed, fields):
+    """The bare C call on a recorded call's fields, in a struct of its own."""
+    struct = ctypes.create_string_buffer(packed.size)
+    packed.pack_into(struct, 0, packed.size, *fields[2:])
+    at = ctypes.addressof(struct)
+    return lambda _kept=struct: function(context.handle, fields[0], at, fields[1])
+
+
+def empty_function(saved, gradients):
+    """A torch.autograd.Function with the inputs, output, saved tensors and gradients of smoe.experts that computes and
+    allocates nothing: what remains is PyTorch's."""
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, ids, weights, w1, b1, w2, b2, options):
+            ctx.save_for_backward(x, ids, w1, w2, b2, saved)
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx, dout):
+            _ = ctx.saved_tensors
+            return gradients
+
+    return Empty.apply
+
+
+def on_this_thread(function):
+    """The backward on the calling thread instead of the engine's thread for the device."""
+
+    def run():
+        with torch.autograd.set_multithreading_enabled(False):
+            function()
+
+    return run
+
+
+@part()
+def host():
+    T, H, I, E, K = (64, 256, 64, 8, 2) if target.device == "cuda" else (1, 8, 8, 1, 1)
+    made = layer(T, H, I, E, K)
+    made["ids"] = made["ids"].int()
+    x, ids, weights, w1, w2 = (made[name] for name in ("x", "ids", "weights", "w1", "w2"))
+    leaves, dout = [x, weights, w1, w2], torch.ones(T, H, device=target.device, dtype=target.dtype)
+    grad = torch.autograd.grad
+    smoe.experts(**made)
+    (context, fields), out, *keep = record("forward", lambda: smoe.experts(**made))
+    (engine_context, back), *keep_too = record("backward", lambda: grad(out, leaves, dout, retain_graph=True))
+    dx, dweights, dw1, dw2 = keep_too[0]
+    empty = empty_function(out.grad_fn.saved_tensors[-1], (dx, None, dweights, dw1, None, dw2, None, None))
+    inputs = (x, ids, weights, w1, None, w2, None, "swiglu concatenated 1 0")
+    with torch.no_grad():
+        functional._Experts.backward(out.grad_fn, dout)  # makes this thread's context
+
+    def without_gradients(function):
+        def run():
+            with torch.no_grad():
+                function()
+
+        return run
+
+    weight = randn(H, H, grad=True)
+    module = smoe.MoE(H, I, E, K, device=target.device, dtype=target.dtype)
+    parameters = [x, *module.parameters()]
+    forward_and_backward = {
+        "smoe.experts": lambda: grad(smoe.experts(**made), leaves, dout),
+        "an empty Function": lambda: grad(empty(*inputs), leaves, dout),
+        "F.linear": lambda: grad(F.linear(x, weight), [x, weight], dout),
+        "smoe.MoE": lambda: grad(module(x), parameters, dout),
+    }
+    us = host_us({
+        "C forward": c_call(native.library.smoe_layer_forward, context, _context._FORWARD, fields),
+        "C backward": c_call(native.library.smoe_layer_backward, engine_context, _context._BACKWARD, back),
+        "forward": lambda: smoe.experts(**made),
+        "empty forward": lambda: empty(*inputs),
+        "inference": without_gradients(lambda: smoe.experts(**made)),
+        "operator": lambda: torch.ops.smoe.experts_forward.default(*inputs, True),
+        "backward's Python": without_gradients(lambda: functional._Experts.backward(out.grad_fn, dout)),
+        "module forward": lambda: module(x),
+        **forward_and_backward,
+        **{f"{name}, this thread": on_this_thread(run) for name, run in forward_and_backward.items()},
+    })  # fmt: skip
+    report(us)
+
+
+def report(us):
+    limited = target.device == "cuda"
+
+    def line(what, value, limit=None):
+        find(what, limit is None or not limited or value <= limit, f"{value:.1f}", limit if limit and limited else "")
+
+    line("C forward call, us", us["C forward"], 15)
+    line("smoe.experts, us above C", us["forward"] - us["C forward"], 25)
+    line("   of it: the forward of an empty Function", us["empty forward"])
+    line("C backward call, us", us["C backward"], 40)
+    c = us["C forward"] + us["C backward"]
+    for where in ("", ", this thread"):
+        ours, empty = us["smoe.experts" + where] - c, us["an empty Function" + where]
+        line(f"forward and backward{where}, us above C", ours, None if where else 70)
+        line("   of it: an empty Function, PyTorch's part", empty)
+        line("   of it: smoe's Python", ours - empty)
+        line("   for comparison: all of F.linear's", us["F.linear" + where])
+        line("   for comparison: all of smoe.MoE's", us["smoe.MoE" + where])
+    line("the Python function of the backward alone, us above C", us["backward's Python"] - us["C backward"])
+    line("smoe.experts without gradients, us above C", us["inference"] - us["C forward"])
+    line("the operator alone through the dispatcher, us", us["operator"])
+    line("smoe.MoE forward, us", us["module forward"])
