@@ -76,6 +76,9 @@ def shard(model: models.LanguageModel, o, device: torch.device) -> None:
     for block in model.blocks:  # the last one is needed again at once
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=o.zero == 3 and block is not last)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    # By itself the gathering of a block starts when the host reaches it, late if the experts made the host wait for the GPU.
+    for block, following in zip(model.blocks, model.blocks[1:]):
+        block.set_modules_to_forward_prefetch([following])
 
 
 def build(o, config: models.Config, source: models.Checkpoint | None, device: torch.device) -> models.LanguageModel:
@@ -243,7 +246,8 @@ class Run:
         self.clock.mark(False)
 
     def timed(self) -> bool:
-        return self.step > self.first + self.o.skip
+        left = self.o.steps - self.o.profile - self.first
+        return self.step > self.first + min(self.o.skip, left // 2)
 
     def train(self) -> None:
         o, watched = self.o, self.o.steps - self.o.profile
@@ -272,7 +276,7 @@ class Run:
         speed = self.tokens_a_step / step_ms * 1e3
         each, peak = speed / self.processes, measure.peak_of(self.device)
         tflops = c.flops_per_token() * each / 1e12
-        fact("step time", f"{step_ms:.1f} ms, the median of {len(times)} (without the first {self.o.skip})")
+        fact("step time", f"{step_ms:.1f} ms, the median of {len(times)} steps")
         fact("tokens/s", f"{speed / 1e3:.2f} k, {each / 1e3:.2f} k a process")
         fact("tokens/day", f"{speed * 86400 / 1e9:.3f} B, {each * 86400 / 1e9:.3f} B a process")
         flops = "6 active weights + 6 layers context d FLOPs a token"
