@@ -302,8 +302,18 @@ class Run:
             self.report.say(f"  {milliseconds / self.o.profile:9.2f} ms a step  {name[:100]}")
         return found
 
+    def paired(self, lines: list[dict]) -> list[tuple[float, float]]:
+        """(ours, theirs) for each line. A line of smoe train has the mean over the steps since the line before."""
+        pairs, before = [], 0
+        for line in (line for line in lines if line.get("kind", "step") == "step"):
+            steps = [line["step"]] if "kind" in line else range(before + 1, line["step"] + 1)
+            before = line["step"]
+            if steps and all(step in self.losses for step in steps):
+                pairs.append((sum(self.losses[step] for step in steps) / len(steps), line["loss"]))
+        return pairs
+
     def compare(self) -> bool:
-        """Every loss of the steps that both runs have."""
+        """Every loss that both runs have."""
         if not self.o.compare:
             return True
         try:
@@ -311,15 +321,14 @@ class Run:
                 lines = [json.loads(line) for line in file]
         except (OSError, ValueError) as error:
             raise RunError(f"--compare {self.o.compare}: {error}")
-        theirs = {line["step"]: line["loss"] for line in lines if line.get("kind", "step") == "step"}
-        both = sorted(set(theirs) & set(self.losses))
-        if not both:
+        pairs = self.paired(lines)
+        if not pairs:
             raise RunError(f"--compare {self.o.compare}: no step of it is in this run")
-        most = max(abs(self.losses[step] - theirs[step]) for step in both)
+        most = max(abs(ours - theirs) for ours, theirs in pairs)
         good = most <= self.o.tolerance
         verdict = "within" if good else "NOT within"
-        self.report.fact("compared", f"{len(both)} losses, largest difference {most:.2e}, {verdict} {self.o.tolerance:g}")
-        self.report.record("compare", log=self.o.compare, steps=len(both), largest=most, within=good)
+        self.report.fact("compared", f"{len(pairs)} losses, largest difference {most:.2e}, {verdict} {self.o.tolerance:g}")
+        self.report.record("compare", log=self.o.compare, steps=len(pairs), largest=most, within=good)
         return good
 
 

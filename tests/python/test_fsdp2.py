@@ -161,10 +161,10 @@ def test_losses_of_smoe_train(tmp_path):
     assert status == [1] and "NOT within" in said
     tokens = tmp_path / "data.bin"
     tokens.write_bytes(token_file([i * i % 251 for i in range(3000)]))
-    smoe_train(tmp_path / "c2", *same, "--renormalize", str(tokens), str(tokens))
+    smoe_train(tmp_path / "c2", *same, "--renormalize", "--logs", "10", str(tokens), str(tokens))  # means of two losses
     reference = [f"--init={tmp_path}/c2/step-0000000", f"--compare={tmp_path}/c2/train.jsonl", "--tolerance", "1e-4"]
     status, said = train(tmp_path / "p2", 1, str(tokens), str(tokens), *run, *reference, "--experts", "eager")
-    assert status == [0], said
+    assert status == [0] and "10 losses" in said, said
 
 
 def token_file(tokens):
@@ -212,6 +212,8 @@ def test_failures(tmp_path):
             path.write_text("too short")
         status, said = train(tmp_path / "run", 1, str(path), *run)
         assert status == [3] and data in said, said
+    status, said = train(tmp_path / "run", 2, TEXT, *run, "--batch", "7")
+    assert status == [2, 2] and "not a multiple" in said, said
     status, said = train(tmp_path / "run", 1, TEXT, *run, "--lr", "1e30", "--steps", "5", "--out", str(tmp_path / "out"))
     assert status == [3] and "the loss is" in said and not (tmp_path / "out").exists(), said
 
