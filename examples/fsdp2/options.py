@@ -1,0 +1,114 @@
+"""The command line of train_fsdp2.py."""
+
+import argparse
+import os
+import sys
+
+from . import UsageError
+from .experts import MAKERS
+from .model import CONFIGS
+
+
+class Parser(argparse.ArgumentParser):
+    """One process of several prints what is wrong."""
+
+    def error(self, message: str):
+        if int(os.environ.get("RANK", 0)) == 0:
+            self.print_usage(sys.stderr)
+            print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return value
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    p = Parser(prog="train_fsdp2.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = p.add_argument_group("data")
+    data.add_argument("data", nargs="*", help="text files, folders of them, or token files (*.bin) as smoe train reads them")
+    data.add_argument("--random", action="store_true", help="uniform random tokens instead")
+    data.add_argument("--batch", type=_count, help="sequences of a step on all processes together (the model's x processes)")
+    data.add_argument("--seed", type=int, default=1, help="of weights and samples (1)")
+    model = p.add_argument_group("model")
+    model.add_argument("--model", choices=CONFIGS, default="tiny", help="the paper's 0.5B, 1.4B, 7B, or one for tests (tiny)")
+    model.add_argument("--layers", type=_count, help="another number of layers")
+    model.add_argument("--context", type=_count, help="another number of tokens in a sequence")
+    model.add_argument("--vocabulary", type=_count, help="another size of the vocabulary")
+    model.add_argument("--init", metavar="CHECKPOINT", help="first weights and shape: a folder of smoe train, or any OLMoE")
+    model.add_argument("--experts", choices=MAKERS, default="smoe", help="who computes the experts (smoe)")
+    model.add_argument("--balance", type=_not_negative, default=0.0, help="coefficient of the load-balance loss, by process (0)")
+    step = p.add_argument_group("step")
+    step.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    step.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of weights and AdamW's states (f32)")
+    step.add_argument("--compute", choices=("f32", "bf16"), help="of the arithmetic (bf16 on CUDA, on the CPU --precision's)")
+    step.add_argument("--reduce", choices=("f32", "bf16"), help="of the gradients' sum over processes (--precision's)")
+    step.add_argument("--checkpoint", choices=("none", "full"), default="none", help="full: the backward computes layers again")
+    step.add_argument("--zero", type=int, choices=(2, 3), default=3, help="3: weights are freed after a layer's forward (3)")
+    step.add_argument("--no-shard", action="store_true", help="without fully_shard; one process, --compute as --precision")
+    step.add_argument("--compile", action=argparse.BooleanOptionalAction, help="norms, attention, loss (on CUDA)")
+    optimizer = p.add_argument_group("optimizer, AdamW with warm-up and cosine")
+    optimizer.add_argument("--steps", type=_count, default=100, help="length of the run, steps before a --resume included (100)")
+    optimizer.add_argument("--lr", type=_not_negative, default=4e-4, help="peak learning rate (4e-4)")
+    optimizer.add_argument("--end-lr", type=_not_negative, default=0.1, help="its fraction at the end (0.1)")
+    optimizer.add_argument("--warmup", type=_not_negative, default=0.05, help="fraction of the run (0.05)")
+    optimizer.add_argument("--beta1", type=_not_negative, default=0.9)
+    optimizer.add_argument("--beta2", type=_not_negative, default=0.95)
+    optimizer.add_argument("--weight-decay", type=_not_negative, default=0.1, help="of the matrices (0.1)")
+    optimizer.add_argument("--clip", type=_not_negative, default=1.0, help="largest norm of the gradient, 0: any (1)")
+    out = p.add_argument_group("output")
+    out.add_argument("--out", help="folder of the checkpoints; none without it")
+    out.add_argument("--resume", action="store_true", help="go on from OUT/latest, on any number of processes")
+    out.add_argument("--save-every", type=_count, help="steps; one at the end is always made")
+    out.add_argument("--keep", type=_count, default=2, help="checkpoints that stay (2)")
+    out.add_argument("--log-every", type=_count, default=10, help="steps between lines (10)")
+    out.add_argument("--json", metavar="FILE", help="appends a JSON object for the start, every step and the end")
+    out.add_argument("--skip", type=int, default=5, help="first steps that the median step time leaves out (5)")
+    out.add_argument("--profile", type=int, nargs="?", const=3, default=0, metavar="STEPS",
+                     help="profiles the last STEPS (3) steps: share of communication, longest kernels")  # fmt: skip
+    out.add_argument("--compare", metavar="LOG", help="JSON lines of another run (train.jsonl of smoe train, or --json's)")
+    out.add_argument("--tolerance", type=_not_negative, default=0.02, help="largest difference of a loss from LOG's, nats (0.02)")
+    return p
+
+
+def parse(arguments: list[str] | None, description: str) -> argparse.Namespace:
+    options = parser(description).parse_args(arguments)
+    if options.random == bool(options.data):
+        raise UsageError("name text files, folders or token files, or give --random, not both")
+    if options.resume and not options.out:
+        raise UsageError("--resume needs --out")
+    if options.save_every and not options.out:
+        raise UsageError("--save-every needs --out")
+    if options.init and (options.layers or options.vocabulary):
+        raise UsageError("--init brings the model's shape: no --layers and no --vocabulary beside it")
+    if options.profile and options.profile >= options.steps:
+        raise UsageError(f"--profile {options.profile} leaves no step of --steps {options.steps} to time")
+    return options
+
+
+def settle(options: argparse.Namespace, device: str, processes: int) -> None:
+    """The defaults that depend on where it runs."""
+    options.device = device
+    if options.compute is None:
+        options.compute = "bf16" if device == "cuda" else options.precision
+    if options.reduce is None:
+        options.reduce = options.precision
+    if options.compile is None:
+        options.compile = device == "cuda"
+    if options.precision == "bf16" and options.compute == "f32":
+        raise UsageError("--compute f32 with --precision bf16: the arithmetic is at most as wide as the weights")
+    if device == "cuda" and options.compute == "f32" and options.experts != "eager":
+        raise UsageError(f"--compute f32: {options.experts} has bf16 alone on CUDA")
+    if options.no_shard and (processes > 1 or options.compute != options.precision):
+        raise UsageError(f"--no-shard: {processes} processes, --compute {options.compute}, --precision {options.precision}; "
+                         "it is for one process whose weights have the type of the arithmetic")  # fmt: skip

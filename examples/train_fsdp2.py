@@ -1,0 +1,363 @@
+#!/usr/bin/env python3
+"""Trains an MoE language model on several GPUs with FSDP-2 (fully_shard), the experts by smoe or by a peer.
+
+  torchrun --nproc-per-node 8 examples/train_fsdp2.py --model 7B --precision bf16 --random --steps 50
+  torchrun --nproc-per-node 2 examples/train_fsdp2.py --model 1.4B data/*.bin --out run --save-every 500
+  torchrun --nproc-per-node 4 examples/train_fsdp2.py --model 1.4B data/*.bin --out run --resume
+  python examples/train_fsdp2.py --init run/step-0000000 text.txt --compare run/train.jsonl
+
+Model, data order, optimizer and schedule are those of `smoe train`: from the same weights, files, seed and batch both print the
+same losses within rounding. It runs on one process without torchrun, and on the CPU with gloo. Needs torch 2.6 or later.
+
+Exit status: 0 ok, 1 --compare found a difference, 2 usage, 3 run-time failure. (torchrun itself ends with 1 for any of these.)
+docs/python.md, "FSDP-2", has what to know about fully_shard and expert layers.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+
+# NVLink multicast (NVLS) is off where this was measured, and a program that uses it there fails; set 1 to try it elsewhere.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import torch
+import torch.distributed as dist
+from fsdp2 import RunError, UsageError, checkpoints, data, experts, measure, options
+from fsdp2 import model as models
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+NAN = float("nan")
+
+
+# ---- processes ----
+
+
+def start_processes(wanted: str) -> torch.device:
+    """Joins the others that torchrun started, or is alone; this process's device."""
+    kind = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    place = int(os.environ.get("LOCAL_RANK", 0))
+    if kind == "cuda" and place >= torch.cuda.device_count():
+        raise UsageError(f"process {place} of this host has no GPU: {torch.cuda.device_count()} are there")
+    device = torch.device("cuda", place) if kind == "cuda" else torch.device("cpu")
+    extra = {"device_id": device} if kind == "cuda" else {}
+    if "WORLD_SIZE" not in os.environ:
+        extra.update(store=dist.HashStore(), rank=0, world_size=1)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", **extra)
+    return device
+
+
+# ---- model and optimizer ----
+
+
+def configure(o, source: models.Checkpoint | None) -> models.Config:
+    config = models.CONFIGS[o.model]
+    if source:
+        config = source.config(config)
+    changed = {key: getattr(o, key) for key in ("layers", "context", "vocabulary") if getattr(o, key)}
+    return replace(config, **changed)
+
+
+def shard(model: models.LanguageModel, o, device: torch.device) -> None:
+    """Every block is one unit that is gathered and freed as a whole; embedding, head and last norm are the root's."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Without cast_forward_inputs=False the hooks would round RoPE's float32 tables to bf16 on their way into a block.
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[o.compute], reduce_dtype=DTYPES[o.reduce], cast_forward_inputs=False
+    )
+    last = model.blocks[-1]
+    for block in model.blocks:  # the last one is needed again at once
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=o.zero == 3 and block is not last)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # By itself the gathering of a block starts when the host reaches it, late if the experts made the host wait for the GPU.
+    for block, following in zip(model.blocks, model.blocks[1:]):
+        block.set_modules_to_forward_prefetch([following])
+
+
+def build(o, config: models.Config, source: models.Checkpoint | None, device: torch.device) -> models.LanguageModel:
+    """The model is described without memory, cut, and then each process makes its own shards on its device."""
+    routing = experts.Routing(config.topk, config.renormalize, o.balance)
+    run = experts.make_experts(o.experts, routing, device.type, o.compile)
+    with torch.device("meta"):
+        model = models.LanguageModel(config, run, o.compile, o.checkpoint == "full").to(DTYPES[o.precision])
+    if not o.no_shard:
+        shard(model, o, device)
+    model.to_empty(device=device)
+    model.make_tables(device)
+    give = source.give if source else models.drawn(config, o.seed, device)
+    models.fill(model, give, experts.layout_of(o.experts), dist.get_rank(), dist.get_world_size())
+    return model
+
+
+def make_optimizer(model: torch.nn.Module, o) -> torch.optim.Optimizer:
+    """After fully_shard, which replaces the parameters. The norms' weights do not decay."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [dict(params=matrices, weight_decay=o.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=1e-8, fused=True)
+
+
+def learning_rate(o, step: int) -> float:
+    """Linear warm-up, then a cosine; as train/schedule.h, the first step is not lost at rate 0."""
+    progress = step / o.steps
+    if progress < o.warmup:
+        progress = min(progress + 1 / o.steps, o.warmup)
+    if progress < o.warmup:
+        return o.lr * progress / o.warmup
+    turn = math.pi * (progress - o.warmup) / (1 - o.warmup) if o.warmup < 1 else 0.0
+    return o.lr * (o.end_lr + (1 - o.end_lr) * 0.5 * (1 + math.cos(turn)))
+
+
+# ---- what is said ----
+
+
+class Report:
+    """Lines on stdout and in the JSON file, from process 0."""
+
+    def __init__(self, path: str | None) -> None:
+        self.speaks = dist.get_rank() == 0
+        try:
+            self.file = open(path, "a") if path and self.speaks else None
+        except OSError as error:
+            raise RunError(f"{path}: {error.strerror}")
+
+    def say(self, text: str) -> None:
+        if self.speaks:
+            print(text, flush=True)
+
+    def fact(self, name: str, text: str) -> None:
+        self.say(f"{name:<14} {text}")
+
+    def record(self, kind: str, **fields) -> None:
+        if self.file:
+            known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+            print(json.dumps({"kind": kind, **known}), file=self.file, flush=True)
+
+
+# ---- the run ----
+
+
+class Run:
+    def __init__(self, o) -> None:
+        self.o = o
+        self.device = start_processes(o.device)
+        self.rank, self.processes = dist.get_rank(), dist.get_world_size()
+        options.settle(o, self.device.type, self.processes)
+        source = models.Checkpoint(o.init) if o.init else None
+        self.config = configure(o, source)
+        self.batch = o.batch or self.config.sequences * self.processes
+        if self.batch % self.processes:
+            raise UsageError(f"--batch {self.batch} is not a multiple of the {self.processes} processes")
+        self.tokens_a_step = self.batch * self.config.context
+        self.data = data.open_tokens(o.data, o.random, self.config.vocabulary, self.config.context, o.seed)
+        self.step = self.find_start()
+        self.report = Report(o.json)
+        self.model = build(o, self.config, None if o.resume else source, self.device)
+        self.optimizer = make_optimizer(self.model, o)
+        if o.resume:
+            checkpoints.load(o.out, self.model, self.optimizer)
+        self.clock = measure.StepClock(self.device)
+        self.pending: list = []  # (step, loss, norm) of this process, on the device
+        self.losses: dict[int, float] = {}
+        self.first, self.line_at, self.line_step = self.step, time.perf_counter(), self.step
+
+    def note(self) -> dict:
+        return dict(
+            model=models.described(self.config), seed=self.o.seed, batch=self.batch, precision=self.o.precision,
+            layout=experts.layout_of(self.o.experts),
+        )  # fmt: skip
+
+    def find_start(self) -> int:
+        o = self.o
+        if not o.out:
+            return 0
+        if not o.resume:
+            checkpoints.check_new(o.out)
+            return 0
+        step = checkpoints.read_note(o.out, self.note())
+        if step >= o.steps:
+            raise UsageError(f"--resume: {o.out} has {step} steps done of --steps {o.steps}")
+        return step
+
+    def tell_start(self) -> None:
+        o, c, fact = self.o, self.config, self.report.fact
+        fact("model", f"{o.model if not o.init else o.init}: {c.layers} layers, d {c.hidden}, {c.experts} experts of n "
+             f"{c.intermediate}, K {c.topk}, vocabulary {c.vocabulary}, context {c.context}")  # fmt: skip
+        fact("weights", f"{c.total_weights() / 1e9:.3f} B, active {c.active_weights() / 1e9:.3f} B")
+        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        fact("processes", f"{self.processes} on {where}, torch {torch.__version__}")
+        sharding = "not sharded" if o.no_shard else f"ZeRO-{o.zero}"
+        fact("step", f"{self.batch} sequences, {self.tokens_a_step} tokens; {sharding}, weights {o.precision}, arithmetic "
+             f"{o.compute}, gradient sum {o.reduce}, checkpointing {o.checkpoint}, compile {'on' if o.compile else 'off'}")  # fmt: skip
+        fact("experts", o.experts)
+        self.report.record(
+            "start", options=vars(o), config=models.described(c), processes=self.processes, sequences=self.batch,
+            first_step=self.step,
+        )  # fmt: skip
+        self.report.say(f"{'step':>8} {'loss':>9} {'norm':>9} {'lr':>9} {'k tokens/s':>11}")
+
+    def take_step(self) -> None:
+        o, share = self.o, self.batch // self.processes
+        rows = self.data.rows(self.step, self.batch, self.rank * share, share)
+        if self.device.type == "cuda":
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+        loss = self.model(rows[:, :-1].flatten(), rows[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), o.clip) if o.clip else None
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(o, self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.pending.append((self.step, loss.detach(), norm))
+
+    def write_line(self) -> None:
+        """Waits for the GPU. A loss is the mean over the processes' shares of the batch."""
+        if not self.pending:
+            return
+        sums = torch.stack([loss for _, loss, _ in self.pending]).double()
+        dist.all_reduce(sums)
+        norms = [NAN if n is None else getattr(n, "full_tensor", lambda n=n: n)().item() for _, _, n in self.pending]
+        now, speed = time.perf_counter(), 0.0
+        speed = (self.step - self.line_step) * self.tokens_a_step / (now - self.line_at)
+        for (step, _, _), loss, norm in zip(self.pending, (sums / self.processes).tolist(), norms, strict=True):
+            self.losses[step] = loss
+            self.report.record("step", step=step, tokens=step * self.tokens_a_step, loss=loss, grad_norm=norm)
+            if not math.isfinite(loss) or (self.o.clip and not math.isfinite(norm)):
+                kept = f"; the last good checkpoint is {self.o.out}/latest" if self.o.out else ""
+                raise RunError(f"step {step}: the loss is {loss:g}, the gradient's norm {norm:g}{kept}")
+        rate = learning_rate(self.o, self.step - 1)
+        shown = f"{norms[-1]:9.4f}" if self.o.clip else f"{'-':>9}"
+        self.report.say(f"{self.step:8d} {loss:9.4f} {shown} {rate:9.2e} {speed / 1e3:11.2f}")
+        self.pending.clear()
+        self.line_at, self.line_step = time.perf_counter(), self.step
+
+    def save(self) -> None:
+        self.write_line()  # a loss that is not finite ends the run before anything is written
+        checkpoints.save(self.o.out, self.step, self.model, self.optimizer, self.note(), self.o.keep)
+        self.line_at, self.line_step = time.perf_counter(), self.step
+        self.clock.mark(False)
+
+    def timed(self) -> bool:
+        left = self.o.steps - self.o.profile - self.first
+        return self.step > self.first + min(self.o.skip, left // 2)
+
+    def train(self) -> None:
+        o, watched = self.o, self.o.steps - self.o.profile
+        self.clock.mark(False)
+        while self.step < watched:
+            self.take_step()
+            self.clock.mark(self.timed())
+            if self.step % o.log_every == 0:
+                self.write_line()
+            if o.save_every and self.step % o.save_every == 0 and self.step < o.steps:
+                self.save()
+        self.write_line()
+        self.profile = None
+        if o.profile:
+            self.profile = measure.Profile(self.device)
+            with self.profile.watch():
+                while self.step < o.steps:
+                    self.take_step()
+            self.write_line()
+        if o.out:
+            self.save()
+
+    def tell_end(self) -> None:
+        times, c, fact = self.clock.milliseconds(), self.config, self.report.fact
+        step_ms, memory = measure.median(times), measure.peak_memory(self.device)
+        speed = self.tokens_a_step / step_ms * 1e3
+        each, peak = speed / self.processes, measure.peak_of(self.device)
+        tflops = c.flops_per_token() * each / 1e12
+        fact("step time", f"{step_ms:.1f} ms, the median of {len(times)} steps")
+        fact("tokens/s", f"{speed / 1e3:.2f} k, {each / 1e3:.2f} k a process")
+        fact("tokens/day", f"{speed * 86400 / 1e9:.3f} B, {each * 86400 / 1e9:.3f} B a process")
+        flops = "6 active weights + 6 layers context d FLOPs a token"
+        share = f", MFU {tflops / peak:.1%} of {peak:g} TFLOP/s bf16" if peak else ""
+        fact("FLOPs", f"{tflops:.1f} TFLOP/s a process ({flops}){share}")
+        fact("peak memory", f"{memory:.2f} GiB a process")
+        found = self.tell_profile()
+        self.report.record(
+            "end", step=self.step, loss=self.losses[self.step], step_ms=step_ms, tokens_per_s=speed, tokens_per_s_each=each,
+            tokens_per_day=speed * 86400, tokens_per_day_each=each * 86400, tflops_each=tflops,
+            mfu=tflops / peak if peak else None, memory_gib=memory, processes=self.processes, experts=self.o.experts, **found,
+        )  # fmt: skip
+
+    def tell_profile(self) -> dict:
+        if not self.profile:
+            return {}
+        found = self.profile.summary()
+        text = f"{found['communication']:.1%} of the time of process 0's last {self.o.profile} steps"
+        if found["exposed"] is not None:
+            text += f", {found['exposed']:.1%} with no other kernel running; no kernel at all {found['idle']:.1%}"
+        self.report.fact("communication", text)
+        for name, milliseconds in self.profile.longest(15):
+            self.report.say(f"  {milliseconds / self.o.profile:9.2f} ms a step  {name[:100]}")
+        return found
+
+    def paired(self, lines: list[dict]) -> list[tuple[float, float]]:
+        """(ours, theirs) for each line. A line of smoe train has the mean over the steps since the line before."""
+        pairs, before = [], 0
+        for line in (line for line in lines if line.get("kind", "step") == "step"):
+            steps = [line["step"]] if "kind" in line else range(before + 1, line["step"] + 1)
+            before = line["step"]
+            if steps and all(step in self.losses for step in steps):
+                pairs.append((sum(self.losses[step] for step in steps) / len(steps), line["loss"]))
+        return pairs
+
+    def compare(self) -> bool:
+        """Every loss that both runs have."""
+        if not self.o.compare:
+            return True
+        try:
+            with open(self.o.compare) as file:
+                lines = [json.loads(line) for line in file]
+        except (OSError, ValueError) as error:
+            raise RunError(f"--compare {self.o.compare}: {error}")
+        pairs = self.paired(lines)
+        if not pairs:
+            raise RunError(f"--compare {self.o.compare}: no step of it is in this run")
+        most = max(abs(ours - theirs) for ours, theirs in pairs)
+        good = most <= self.o.tolerance
+        verdict = "within" if good else "NOT within"
+        self.report.fact("compared", f"{len(pairs)} losses, largest difference {most:.2e}, {verdict} {self.o.tolerance:g}")
+        self.report.record("compare", log=self.o.compare, steps=len(pairs), largest=most, within=good)
+        return good
+
+
+def main(arguments: list[str] | None = None) -> int:
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        run = Run(options.parse(arguments, __doc__))
+        run.tell_start()
+        run.train()
+        run.tell_end()
+        good = run.compare()
+        dist.barrier()
+        dist.destroy_process_group()
+        return 0 if good else 1
+    except UsageError as error:
+        if rank == 0:
+            print(f"train_fsdp2.py: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"train_fsdp2.py: process {rank}: {error}", file=sys.stderr)
+        return 3
+    except Exception as error:
+        if not isinstance(error, torch.OutOfMemoryError):
+            traceback.print_exc()
+            return 3
+        hint = "--checkpoint full, a smaller --batch or --precision bf16 need less"
+        print(f"train_fsdp2.py: process {rank}: out of memory ({hint}): {str(error).splitlines()[0]}", file=sys.stderr)
+        return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""examples/finetune_transformers.py on the CPU: both modes, both implementations, and what it says when they differ."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+pytest.importorskip("accelerate")
+import finetune_transformers  # noqa: E402
+
+from smoe import functional  # noqa: E402
+
+TINY = ["--tiny", "--steps", "4", "--lr", "0.02", str(ROOT / "README.md")]
+
+
+def test_modes(tmp_path, monkeypatch, capsys):
+    calls = []
+    real = functional.experts
+    monkeypatch.setattr(functional, "experts", lambda x, i, w, w1, *a, **k: calls.append(w1.requires_grad) or real(x, i, w, w1, *a, **k))
+    modes = ["full", "lora"] if importlib.util.find_spec("peft") else ["full"]
+    log = tmp_path / "log.jsonl"
+    assert finetune_transformers.main([*TINY, "--modes", ",".join(modes), "--json", str(log), "--tolerance", "2e-4"]) == 0
+    runs = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(run["mode"], run["implementation"]) for run in runs] == [(m, i) for m in modes for i in ("smoe", "grouped_mm")]
+    assert len({run["trained"] for run in runs}) == len(modes) and all(run["tokens_per_s"] > 0 for run in runs)
+    assert all(len(run["losses"]) == 4 and run["losses"][-1] < run["losses"][0] - 0.01 for run in runs)
+    assert calls == [True] * 8 + [False] * (8 * (len(modes) - 1))  # 2 layers, 4 steps; frozen with lora
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_differing_losses(monkeypatch, capsys):
+    real = functional.experts
+    monkeypatch.setattr(functional, "experts", lambda *a, **k: 1.5 * real(*a, **k))
+    assert finetune_transformers.main([*TINY, "--modes", "full", "--tolerance", "2e-4"]) == 1
+    assert "losses differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--modes", "half"], ["--layers", "0"], ["missing.txt"], ["--context", "99999999", __file__], ["--model", "x"]]
+)
+def test_usage_errors(arguments, capsys):
+    assert finetune_transformers.main(["--tiny", *arguments]) == 2
+    assert "finetune_transformers.py: " in capsys.readouterr().err
+
+
+def test_without_peft(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
+    assert finetune_transformers.main([*TINY, "--modes", "lora"]) == 2
+    assert "pip install peft" in capsys.readouterr().err

@@ -1,0 +1,229 @@
+"""examples/train_fsdp2.py on gloo: the same losses on 1, 2, 4 and 8 processes, from checkpoints of other numbers of
+processes, after a kill, and as `smoe train` has them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+import train_fsdp2  # noqa: E402
+
+TEXT = str(ROOT / "README.md")
+RUN = ["--device", "cpu", "--batch", "8", "--lr", "4e-3", "--log-every", "1", "--seed", "5"]
+STEPS = 8
+
+# The server that forks the processes imports torch once for all of them. It finds modules by PYTHONPATH alone.
+SPAWN = get_context("forkserver")
+SPAWN.set_forkserver_preload(["test_fsdp2", "torch._dynamo", "smoe.functional"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_path():
+    with pytest.MonkeyPatch.context() as patch:
+        here = [str(Path(__file__).parent), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(here))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+def _work(rank, processes, folder, arguments, kill_at):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="localhost")
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+
+    if kill_at:
+        _kill_at(*kill_at)
+    start = dist.init_process_group
+    dist.init_process_group = lambda backend, **_: start(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes
+    )
+    with open(f"{folder}/out.{rank}", "w") as out, redirect_stdout(out), redirect_stderr(out):
+        sys.exit(train_fsdp2.main(arguments))
+
+
+def _kill_at(function, step):
+    """Ends the process by SIGKILL where it would call os.rename or os.replace on the checkpoint of `step`."""
+    real = getattr(os, function)
+
+    def call(source, target):
+        if f"step-{step:07d}" in str(source) or (function == "replace" and f"{step:07d}" in os.readlink(source)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(source, target)
+
+    setattr(os, function, call)
+
+
+def train(folder, processes, *arguments, kill_at=None):
+    """Exit statuses of the processes, and what process 0 said."""
+    folder.mkdir(exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    work = (str(folder), [*arguments, "--json", str(folder / "log.jsonl")], kill_at)
+    crew = [SPAWN.Process(target=_work, args=(rank, processes, *work)) for rank in range(processes)]
+    for process in crew:
+        process.start()
+    for process in crew:
+        process.join(150)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in crew], (folder / "out.0").read_text()
+
+
+def losses(folder):
+    """Of every step; of one that ran twice the later."""
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
+
+
+def close(ours, theirs):
+    return list(ours) == list(theirs) and list(ours.values()) == pytest.approx(list(theirs.values()), abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Losses of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    status, said = train(folder, 1, TEXT, *RUN, "--steps", str(STEPS))
+    assert status == [0], said
+    found = losses(folder)
+    assert found[STEPS] < found[1] - 0.1
+    return found
+
+
+def test_two_then_four_processes(alone, tmp_path):
+    run = [TEXT, *RUN, "--steps", str(STEPS), "--out", str(tmp_path / "out")]
+    status, said = train(tmp_path / "two", 2, *run, "--save-every", "4")
+    assert status == [0, 0], said
+    assert close(losses(tmp_path / "two"), alone)
+    latest = tmp_path / "out/latest"
+    latest.unlink()
+    latest.symlink_to("step-0000004")
+    status, said = train(tmp_path / "four", 4, *run, "--resume")
+    assert status == [0] * 4, said
+    assert close(losses(tmp_path / "four"), {step: alone[step] for step in range(5, STEPS + 1)})
+
+
+def test_eight_processes_profiled(alone, tmp_path):
+    """With layers computed again, and weights that stay gathered after the forward."""
+    kind = ["--checkpoint", "full", "--zero", "2", "--profile", "2"]
+    status, said = train(tmp_path, 8, TEXT, *RUN, "--steps", str(STEPS), *kind)
+    assert status == [0] * 8, said
+    assert close(losses(tmp_path), alone)
+    end = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert 0 < end["communication"] <= 1 and end["processes"] == 8
+
+
+@pytest.mark.parametrize("function", ["rename", "replace"])
+def test_kill_while_saving(alone, tmp_path, function):
+    """Killed before the finished folder has its name, and before the link points to it."""
+    run = [TEXT, *RUN, "--steps", str(STEPS), "--out", str(tmp_path / "out")]
+    status, said = train(tmp_path / "a", 1, *run, "--save-every", "3", kill_at=(function, 6))
+    assert status == [-signal.SIGKILL], said
+    assert os.readlink(tmp_path / "out/latest") == "step-0000003"
+    status, said = train(tmp_path / "b", 1, *run, "--save-every", "3", "--resume")
+    assert status == [0], said
+    assert losses(tmp_path / "b") == {step: alone[step] for step in range(4, STEPS + 1)}  # the same bits
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "step-0000006", "step-0000008"]
+
+
+def smoe_train(folder, *arguments):
+    program = os.environ.get("SMOE_PROGRAM")
+    if not program:
+        pytest.skip("SMOE_PROGRAM names no smoe")
+    sizes = "--layers 2 --hidden 32 --heads 4 --experts 8 --intermediate 16 --topk 2 --vocab 256 --context 32".split()
+    kept = "--logs 20 --evaluations 0 --checkpoints 1 --device cpu --quiet".split()
+    subprocess.run(
+        [program, "train", "--out", str(folder), "--steps", "20", *sizes, *kept, *arguments],
+        check=True, capture_output=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_losses_of_smoe_train(tmp_path):
+    """From the same weights and a folder, with load-balance loss: float32, then bf16; on given token files by eager."""
+    same = ["--seed", "7", "--batch", "4", "--lr", "0.004", "--balance", "0.01"]
+    run = ["--device", "cpu", "--steps", "20", *same]
+    reference = [f"--init={tmp_path}/c/step-0000000", f"--compare={tmp_path}/c/train.jsonl"]
+    smoe_train(tmp_path / "c", *same, str(ROOT / "docs"))
+    for kind in (["--tolerance", "1e-4"], ["--compute", "bf16", "--tolerance", "2e-2"]):
+        status, said = train(tmp_path / "p", 1, str(ROOT / "docs"), *run, *reference, *kind)
+        assert status == [0], said
+        assert "20 losses" in said
+    status, said = train(tmp_path / "p", 1, TEXT, *run, *reference, "--tolerance", "1e-4")  # other text
+    assert status == [1] and "NOT within" in said
+    tokens = tmp_path / "data.bin"
+    tokens.write_bytes(token_file([i * i % 251 for i in range(3000)]))
+    smoe_train(tmp_path / "c2", *same, "--renormalize", "--logs", "10", str(tokens), str(tokens))  # means of two losses
+    reference = [f"--init={tmp_path}/c2/step-0000000", f"--compare={tmp_path}/c2/train.jsonl", "--tolerance", "1e-4"]
+    status, said = train(tmp_path / "p2", 1, str(tokens), str(tokens), *run, *reference, "--experts", "eager")
+    assert status == [0] and "10 losses" in said, said
+
+
+def token_file(tokens):
+    header = torch.zeros(256, dtype=torch.int32)
+    header[:3] = torch.tensor([20240520, 1, len(tokens)])
+    return header.numpy().tobytes() + torch.tensor(tokens, dtype=torch.int16).numpy().tobytes()
+
+
+USAGE = {
+    "no data": [],
+    "both": [TEXT, "--random"],
+    "unknown experts": ["--random", "--experts", "momoe"],
+    "unknown option": ["--random", "--foo"],
+    "no batch": ["--random", "--batch", "0"],
+    "resume without out": ["--random", "--resume"],
+    "nothing to resume": ["--random", "--resume", "--out", "{}/none"],
+    "a GPU's experts": ["--random", "--experts", "scattermoe", "--device", "cpu"],
+    "not installed": ["--random", "--experts", "sonicmoe", "--device", "cpu"],
+    "narrow weights": ["--random", "--device", "cpu", "--precision", "bf16", "--compute", "f32"],
+    "unsharded": ["--random", "--device", "cpu", "--no-shard", "--compute", "bf16"],
+    "no checkpoint": ["--random", "--device", "cpu", "--init", "{}/none"],
+}
+
+
+@pytest.mark.parametrize("arguments", USAGE.values(), ids=USAGE)
+def test_usage_errors(arguments, tmp_path, capsys):
+    try:
+        status = train_fsdp2.main([part.format(tmp_path) for part in arguments])
+    except SystemExit as error:
+        status = error.code
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert status == 2
+    assert "train_fsdp2.py: " in capsys.readouterr().err
+
+
+def test_failures(tmp_path):
+    run = ["--device", "cpu", "--steps", "2"]
+    for data in ("missing.txt", "short.bin", "short.txt"):
+        path = tmp_path / data
+        if data == "short.bin":
+            path.write_bytes(token_file(range(5))[:-2])
+        elif data == "short.txt":
+            path.write_text("too short")
+        status, said = train(tmp_path / "run", 1, str(path), *run)
+        assert status == [3] and data in said, said
+    status, said = train(tmp_path / "run", 2, TEXT, *run, "--batch", "7")
+    assert status == [2, 2] and "not a multiple" in said, said
+    status, said = train(tmp_path / "run", 1, TEXT, *run, "--lr", "1e30", "--steps", "5", "--out", str(tmp_path / "out"))
+    assert status == [3] and "the loss is" in said and not (tmp_path / "out").exists(), said
+
+
+def test_torchrun(tmp_path):
+    """As a user starts it, and another seed is no resumption."""
+    script, out = str(ROOT / "examples/train_fsdp2.py"), str(tmp_path / "out")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--random", *RUN]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--steps", "2", "--out", out], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0 and "tokens/day" in done.stdout, done.stdout + done.stderr
+    status, said = train(tmp_path / "run", 1, "--random", *RUN, "--seed", "6", "--steps", "3", "--out", out, "--resume")
+    assert status == [2] and "seed 5, not 6" in said
