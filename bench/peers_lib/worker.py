@@ -26,10 +26,12 @@ def one_line(error):
 
 
 def version_of(package):
+    """What the module says (torch's names the CUDA version too), otherwise what the package manager knows."""
+    said = getattr(sys.modules.get(package), "__version__", None)
     try:
-        return importlib.metadata.version(package)
+        return said or importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return getattr(sys.modules.get(package), "__version__", None) or "not packaged"
+        return "not packaged"
 
 
 class Worker:
