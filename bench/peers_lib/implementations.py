@@ -1,7 +1,7 @@
-"""The implementations of the layer. Each imports its packages only when it is loaded, in the process that measures it.
+"""The implementations of the layer. Each imports its packages when it is loaded, in the process that measures it.
 
-All compute O (T, d) from X (T, d), ids and weights (T, K), W1 and W2, with SwiGLU, in the type of X; the gradients of the
-weights have that type too.
+All compute O (T, d) from X (T, d), ids and weights (T, K), W1 and W2, with SwiGLU, in the type of X. The gradients of
+the weights have that type too.
 """
 
 import torch

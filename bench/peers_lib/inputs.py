@@ -1,7 +1,8 @@
 """The tensors that every implementation gets: the same values, and each its own layout of the weights.
 
-The layout of W1 names the rows: `concatenated` gate rows, then up rows; `interleaved` every other row; `up_first` up rows,
-then gate rows. ` transposed` after it: (E, d, 2n) instead of (E, 2n, d). W2 is (E, d, n), or (E, n, d) with ` transposed`.
+The layout of W1 names the rows: `concatenated` gate rows, then up rows; `interleaved` every other row; `up_first` up
+rows, then gate rows. ` transposed` after it: (E, d, 2n) instead of (E, 2n, d). W2 is (E, d, n), or (E, n, d) with
+` transposed`.
 """
 
 import torch
@@ -38,8 +39,8 @@ def arrange_w2(w2, layout):
 
 
 def make_ids(T, E, K, routing, generator):
-    """(T, K) int64, the K experts of a token all different. `random`: all equally likely. `uniform`: equal counts within
-    one. `skewed`: drawn with Zipf weights 1/rank, the ranks shuffled over the experts."""
+    """(T, K) int64, the K experts of a token all different. `random`: all equally likely. `uniform`: equal counts
+    within one. `skewed`: drawn with Zipf weights 1/rank, the ranks shuffled over the experts."""
     device = generator.device
     if routing == "uniform":
         order = torch.randperm(E, generator=generator, device=device)
@@ -53,9 +54,9 @@ def make_ids(T, E, K, routing, generator):
 
 
 class Inputs:
-    """X, dO (T, d), ids and weights (T, K), W1 (E, 2n, d) concatenated, W2 (E, d, n), Wr (E, d). X, dO, W1, W2 are normal
-    numbers (W1 scaled by 1/sqrt(d), W2 by 1/sqrt(n)) of `dtype`. The weights are f32 numbers that bf16 holds exactly, so
-    that an implementation that takes bf16 weights gets the same values."""
+    """X, dO (T, d), ids and weights (T, K), W1 (E, 2n, d) concatenated, W2 (E, d, n), Wr (E, d). X, dO, W1, W2 are
+    normal numbers (W1 scaled by 1/sqrt(d), W2 by 1/sqrt(n)) of `dtype`. The weights are f32 numbers that bf16 holds
+    exactly, so that an implementation that takes bf16 weights gets the same values."""
 
     def __init__(self, shape, device, dtype, routing="random", seed=0):
         T, d, n, E, K = shape.T, shape.d, shape.n, shape.E, shape.K

@@ -9,7 +9,8 @@ from . import reference
 
 class Measured:
     """The jobs of an implementation on the inputs' layer. Part `experts` starts from given routing, part `layer` from
-    the router's weight. A forward keeps what its backward needs; `both` is a forward and a backward to all gradients."""
+    the router's weight. A forward keeps what its backward needs; `both` is a forward and a backward to all gradients.
+    """
 
     def __init__(self, implementation, inputs, part):
         shape = inputs.shape

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -23,30 +24,45 @@ class Process:
     def __init__(self, python, peers, environment):
         self.python, self.peers = python, list(peers)
         self.environment = os.environ | environment
-        self.child, self.at = None, None
+        self.child, self.at, self.unread = None, None, b""
 
     def start(self):
+        self.at, self.unread = None, b""
         self.child = subprocess.Popen(
             [self.python, str(ENTRY), "--worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env=self.environment,
         )
 
     def ask(self, do, **arguments):
         """The answer to a command. Died if the process ends first."""
         try:
-            self.child.stdin.write(json.dumps({"do": do} | arguments) + "\n")
+            self.child.stdin.write(json.dumps({"do": do} | arguments).encode() + b"\n")
             self.child.stdin.flush()
         except OSError:
             raise Died(self.at, self.child.wait()) from None
-        for line in self.child.stdout:
+        while (line := self._line()) is not None:
             message = json.loads(line)
             if "done" in message:
                 return message["done"]
             self.at = message["at"]
         raise Died(self.at, self.child.wait())
+
+    def _line(self):
+        """The next line of the process, None once it has ended. What it started may outlive it and hold its pipe open,
+        so the pipe's end alone does not tell."""
+        while b"\n" not in self.unread:
+            ended = self.child.poll() is not None
+            if select.select([self.child.stdout], [], [], 0 if ended else 1)[0]:
+                more = os.read(self.child.stdout.fileno(), 65536)
+                if not more:
+                    return None
+                self.unread += more
+            elif ended:
+                return None
+        line, _, self.unread = self.unread.partition(b"\n")
+        return line
 
     def stop(self):
         if self.child is None:

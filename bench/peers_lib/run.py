@@ -145,7 +145,7 @@ class Run:
         ready = {id(process): self._prepare(process, shape, part, routing, wanted, found) for process in busy}
         rounds = {id(process): [] for process in busy}
         begin, index = time.monotonic(), 0
-        while index < self.options.least_rounds or time.monotonic() - begin < self.options.shape_seconds:
+        while self._goes_on(begin, index, ready):
             turn = index % len(busy)
             for process in busy[turn:] + busy[:turn]:
                 if not self._round(process, index, rounds[id(process)], found):
@@ -156,6 +156,11 @@ class Run:
             process.ask("drop")
             self._collect(process, ready[id(process)], rounds[id(process)], found)
         return found
+
+    def _goes_on(self, begin, rounds, ready):
+        if all("failed" in once for prepared in ready.values() for once in prepared.values()):
+            return False
+        return rounds < self.options.least_rounds or time.monotonic() - begin < self.options.shape_seconds
 
     def _prepare(self, process, shape, part, routing, wanted, found):
         o = self.options
@@ -188,8 +193,6 @@ class Run:
         self._start_one(process)
 
     def _collect(self, process, ready, rounds, found):
-        if "failed" in ready[BASE]:
-            raise Failed(f"{BASE} itself cannot run: {ready[BASE]['failed']}")
         base = times_of(rounds, BASE)
         for peer, once in ready.items():
             if peer in found:

@@ -1,8 +1,8 @@
 """A whole training step of the paper's models on one GPU, the experts by implementation.
 
-bf16 weights, gradients and AdamW states; compiled attention and norms; tied head; cross-entropy in chunks of tokens that
-are computed again in the backward; random tokens. OLMoE's block: RMS norm, attention with normed q and k and RoPE, RMS
-norm, Mixture-of-Experts layer.
+bf16 weights, gradients and AdamW states; compiled attention and norms; tied head; cross-entropy in chunks of tokens
+that are computed again in the backward; random tokens. OLMoE's block: RMS norm, attention with normed q and k and RoPE,
+RMS norm, Mixture-of-Experts layer.
 """
 
 import statistics

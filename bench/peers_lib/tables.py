@@ -32,8 +32,8 @@ def geometric_mean(values):
 
 
 def best(tunings, measured):
-    """Of one peer's records the one with the least ratio: the tuning in which the peer was best. For smoe itself the one
-    with the median time."""
+    """Of one peer's records the one with the least ratio: the tuning in which the peer was best. For smoe itself the
+    one with the median time."""
     with_time = [record for record in tunings if record.get(measured + "_ms") is not None]
     if not with_time:
         return None
@@ -164,7 +164,17 @@ def _step_table(title, records):
             _cell(lambda b: f"{b / 2**30:.1f}", record["peak_bytes"]), f"{record['first_step_s']:.0f}",
             "" if mine is None or peer == BASE else f"{record['step_ms'] / mine['step_ms']:.3f}",
         ])  # fmt: skip
-    columns = ["model", "peer", "ms a step", "k tokens/s", "B tokens/day", "TFLOP/s", "peak GiB", "first step s", "ratio"]
+    columns = [
+        "model",
+        "peer",
+        "ms a step",
+        "k tokens/s",
+        "B tokens/day",
+        "TFLOP/s",
+        "peak GiB",
+        "first step s",
+        "ratio",
+    ]
     return Table(title, columns, rows, [])
 
 
@@ -249,7 +259,8 @@ def plot(records, path):
     from matplotlib import pyplot
 
     layers = [record for record in records if record["part"] != "e2e"]
-    by_layer = grouped(layers, lambda record: (record["shape"], record["peer"]))
+    shown = ["shape"] + [key for key in ("part", "routing", "device") if len({record[key] for record in layers}) > 1]
+    by_layer = grouped(layers, lambda record: (" ".join(record[key] for key in shown), record["peer"]))
     names = list(dict.fromkeys(name for name, _ in by_layer))
     peers = list(dict.fromkeys(peer for _, peer in by_layer if peer != BASE))
     figure, panels = pyplot.subplots(2, 1, sharex=True, figsize=(max(8, 0.9 * len(names)), 7))
@@ -261,7 +272,7 @@ def plot(records, path):
             panel.bar(places, heights, 0.8 / len(peers), label=peer)
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_ylabel(f"{measured}: time / smoe's time")
-    panels[0].legend(ncols=len(peers), loc="upper left", fontsize="small")
+    panels[0].legend(ncols=len(peers), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
     panels[1].set_xticks(range(len(names)), names, rotation=45, ha="right")
     first = layers[0]
     figure.suptitle(f"{first['device']}, commit {first['commit']}, {first['date'][:10]}; above 1: smoe is faster")

@@ -61,7 +61,7 @@ def turn(clock, job, settle_s, timed_s):
 
 def order_of(names, round_index):
     """The jobs' order in a round: it starts one job later in each pair of rounds; the second of a pair is reversed."""
-    start = (round_index // 2) % len(names)
+    start = (round_index // 2) % max(1, len(names))
     order = names[start:] + names[:start]
     return order[::-1] if round_index % 2 else order
 

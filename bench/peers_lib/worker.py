@@ -138,10 +138,8 @@ class Worker:
         return {}
 
 
-def main():
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
+def main(answers):
+    """Carries out commands until stdin ends; `answers` is the file that the answers go to."""
 
     def send(message):
         answers.write(json.dumps(message) + "\n")

@@ -1,8 +1,9 @@
-"""bench/peers.py without a GPU: suites, records, ratios, tables, errors against fp64, turns of processes, the command."""
+"""bench/peers.py without a GPU: suites, records, ratios, tables, errors against fp64, turns of processes, command."""
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,11 @@ def test_a_peers_best_tuning_counts():
 
 
 def test_means_at_the_foot():
-    by_layer = {("a", "x"): [timed("x", 2.2, 4.0)], ("b", "x"): [timed("x", 2.4, 8.0)], ("a", "smoe"): [timed("smoe", 2, 4)]}
+    by_layer = {
+        ("a", "x"): [timed("x", 2.2, 4.0)],
+        ("b", "x"): [timed("x", 2.4, 8.0)],
+        ("a", "smoe"): [timed("smoe", 2, 4)],
+    }
     (sentence,) = tables.means(by_layer, ["forward", "backward"])
     forward, backward = (1.1 * 1.2) ** 0.5, 2**0.5
     assert sentence == (
@@ -165,7 +170,16 @@ def test_text_table():
     head, ours, theirs, failed = lines[1:5]
     assert head.split("  ")[0] == "layer" and ours.index("2.0000") == theirs.index("2.2000")  # aligned
     tflops = 6 * 24576 * 8 * 256 * 1536 / 2e-3 / 1e12
-    assert ours.split() == ["7B-n256", "smoe", "2.0000", f"{tflops:.0f}", "4.0000", f"{tflops:.0f}", "6.0000", f"{tflops:.0f}"]
+    assert ours.split() == [
+        "7B-n256",
+        "smoe",
+        "2.0000",
+        f"{tflops:.0f}",
+        "4.0000",
+        f"{tflops:.0f}",
+        "6.0000",
+        f"{tflops:.0f}",
+    ]
     assert [theirs.split()[i] for i in (4, 7, 10)] == ["1.100"] * 3
     assert failed.split() == ["7B-n256", "momoe", "failed"]
     assert "sonicmoe / smoe, geometric mean: forward 1.100 (least 1.100, 1 layers)" in text
@@ -206,7 +220,9 @@ def test_plot(tmp_path):
 
 # ---- inputs and errors ----
 
-LAYOUTS = [(rows + turned, turned) for rows in ("concatenated", "interleaved", "up_first") for turned in ("", " transposed")]
+LAYOUTS = [
+    (rows + turned, turned) for rows in ("concatenated", "interleaved", "up_first") for turned in ("", " transposed")
+]
 
 
 def exact_results(made, dout):
@@ -445,6 +461,39 @@ def test_without_smoe_nothing_is_measured(pretend):
         pretend("--peers", "sonicmoe")
 
 
+def test_a_process_that_ends_while_its_child_lives(monkeypatch, tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(
+        'import subprocess, sys\nsys.stdin.readline()\nprint(\'{"at": "momoe"}\', flush=True)\n'
+        "subprocess.Popen(['sleep', '20'])\nsys.exit(7)\n"
+    )
+    monkeypatch.setattr(processes, "ENTRY", script)
+    process = processes.Process(sys.executable, ["smoe", "momoe"], {})
+    process.start()
+    begin = time.monotonic()
+    with pytest.raises(processes.Died, match="status 7") as died:
+        process.ask("prepare")
+    process.stop()
+    assert died.value.peer == "momoe" and time.monotonic() - begin < 15
+
+
+def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch):
+    """Its failure is its record; the others have times without a ratio, and the run goes on."""
+    real = Pretended.ask
+
+    def ask(self, do, **arguments):
+        answer = real(self, do, **arguments)
+        if do == "prepare":
+            answer["measured"]["smoe"] = {"failed": "out of memory"}
+        return {"times": {"sonicmoe forward": 3.0}} if do == "round" else answer
+
+    monkeypatch.setattr(Pretended, "ask", ask)
+    _, found = pretend("--peers", "sonicmoe")
+    assert [r.get("failed") for r in found] == ["out of memory", None] * 2
+    assert found[1]["forward_ms"] == 3 and tables.ratio(found[1], "forward") is None
+    assert tables.make(found)
+
+
 # ---- the command ----
 
 
@@ -460,7 +509,20 @@ def test_the_command_on_the_cpu(tmp_path):
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "transformers.py").write_text("raise ImportError('not here')\n")
     path = tmp_path / "peers.jsonl"
-    tiny = ("--device", "cpu", "--dtype", "f32", "--suite", "tiny", "--shape-seconds", "0", "--settle", "0", "--timed", "0")
+    tiny = (
+        "--device",
+        "cpu",
+        "--dtype",
+        "f32",
+        "--suite",
+        "tiny",
+        "--shape-seconds",
+        "0",
+        "--settle",
+        "0",
+        "--timed",
+        "0",
+    )
     done = command(path, *tiny, hide=tmp_path / "hidden")
     assert done.returncode == 0, done.stderr
     assert "transformers skipped: ImportError: not here; to install: pip install 'transformers>=5.17'" in done.stderr
