@@ -16,6 +16,7 @@ Exit status: 0 done, or time was up; 2 wrong arguments; 3 nothing could be measu
 """
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -151,6 +152,10 @@ def show(options, chosen):
         tables.plot(chosen, options.plot)
 
 
+def can_plot():
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def measure(options, shapes):
     run = Run(options, shapes)
     late = run.steps(options.e2e) if options.e2e else run.measure()
@@ -173,6 +178,9 @@ def main():
     except ValueError as error:
         print(f"peers.py: {error}", file=sys.stderr)
         return 2
+    if options.plot and not can_plot():
+        print("peers.py: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 3
     if options.docs:
         path = Path(options.docs)
         block = docs_block(tables.newest(records.read(options.records)))

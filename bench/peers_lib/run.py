@@ -138,8 +138,8 @@ class Run:
         records.append(self.options.records, new)
 
     def _take_turns(self, shape, part, routing, wanted):
-        """{peer: what was found}. A peer whose process ends is left out of the rest of the run, and its process begins
-        the layer again without it."""
+        """{peer: what was found}. A peer whose process ends is left out of the rest of the run; its process begins
+        the layer again without it, and the others' earlier rounds count."""
         found = {}
         busy = [process for process in self.processes if set(process.peers) & set(wanted)]
         ready = {id(process): self._prepare(process, shape, part, routing, wanted, found) for process in busy}
@@ -150,10 +150,9 @@ class Run:
             for process in busy[turn:] + busy[:turn]:
                 if not self._round(process, index, rounds[id(process)], found):
                     ready[id(process)] = self._prepare(process, shape, part, routing, wanted, found)
-                    rounds[id(process)] = []
             index += 1
         for process in busy:
-            process.ask("drop")
+            self._drop(process)
             self._collect(process, ready[id(process)], rounds[id(process)], found)
         return found
 
@@ -182,6 +181,12 @@ class Run:
         except Died as died:
             self._leave_out(process, died, found)
             return False
+
+    def _drop(self, process):
+        try:
+            process.ask("drop")
+        except Died:
+            pass  # all rounds are there; the next command finds out
 
     def _leave_out(self, process, died, found):
         if died.peer in (None, BASE):
