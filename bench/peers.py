@@ -29,6 +29,7 @@ from peers_lib import records, suites, tables  # noqa: E402
 from peers_lib.run import BASE, PEERS, Failed, Run, say  # noqa: E402
 
 MODELS, ROUTINGS, PARTS = ("0.5B", "1.4B", "7B", "tiny"), ("random", "uniform", "skewed"), ("experts", "layer")
+MEASURED = ("CMakeLists.txt", "cmake", "include", "src", "python")
 SMALL_PASSES = ["inference", "graph"]
 BEGIN, END = "<!-- begin of what bench/peers.py --docs writes -->", "<!-- end -->"
 
@@ -87,7 +88,7 @@ def parser():
     add = group.add_argument
     add("--records", default=str(ROOT / "docs/results/peers.jsonl"), help="the file of records")
     add("--again", action="store_true", help="measure what has a record too, and replace it")
-    add("--commit", help="the commit that the records name (git describe of this clone)")
+    add("--commit", help="the commit that the records name (the last one that changed the library or the package)")
     add("--show", action="store_true", help="measure nothing")
     add("--markdown", action="store_true", help="tables in Markdown")
     add("--csv", action="store_true", help="the records as CSV")
@@ -96,10 +97,18 @@ def parser():
     return made
 
 
-def commit():
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+def commit(root=ROOT):
+    """The last commit that changed what is measured, with -dirty if the clone differs from it. Committing records or
+    documents does not change it, so that a run can be gone on with."""
+
+    def git(*words):
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        named = git("log", "-1", "--format=%h", "--abbrev=12", "--", *MEASURED) or "unknown"
+        return named + ("-dirty" if git("status", "--porcelain", "--", *MEASURED) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

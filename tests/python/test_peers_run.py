@@ -179,6 +179,32 @@ def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch):
 # ---- the command ----
 
 
+def test_the_commit_is_that_of_the_sources(tmp_path):
+    identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    git = lambda *words: subprocess.run(
+        ["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True
+    )
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    git("init", "-q")
+    write("src/a.c", "1")
+    git("add", "-A"), git("commit", "-q", "-m", "source")
+    first = peers.commit(tmp_path)
+    assert len(first) == 12
+    write("docs/results/peers.jsonl", "{}")
+    assert peers.commit(tmp_path) == first
+    git("add", "-A"), git("commit", "-q", "-m", "records")
+    assert peers.commit(tmp_path) == first
+    write("src/a.c", "2")
+    assert peers.commit(tmp_path) == first + "-dirty"
+    git("add", "-A"), git("commit", "-q", "-m", "source again")
+    assert peers.commit(tmp_path) not in (first, first + "-dirty")
+    assert peers.commit(tmp_path / "none") == "unknown"
+
+
 def command(path, *arguments, hide=None):
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     if hide:
