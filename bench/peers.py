@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""smoe beside SonicMoE, ScatterMoE, MoMoE, torch's grouped_mm, Transformers' experts and the cuBLAS bound, on the same
+tensors, in turns. docs/peers.md says how it measures and how to read the tables.
+
+    bench/peers.py                                        # the paper's layers: experts on given routing
+    bench/peers.py --part layer --peers sonicmoe          # with the router
+    bench/peers.py --suite paper,models --routing random,skewed --tunings 3
+    bench/peers.py --suite small                          # 1 to 4096 tokens
+    bench/peers.py --e2e 1.4B                             # whole training steps
+    bench/peers.py --show --markdown --plot ratios.png    # from the records, nothing is measured
+    bench/peers.py --device cpu --suite tiny --dtype f32  # the logic alone, without a GPU
+
+Records are appended to docs/results/peers.jsonl after each layer. What has a record of this commit and device is not
+measured again.
+Exit status: 0 done, or time was up; 2 wrong arguments; 3 nothing could be measured.
+"""
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+
+from peers_lib import records, suites, tables  # noqa: E402
+from peers_lib.run import BASE, PEERS, Failed, Run, say  # noqa: E402
+
+MODELS, ROUTINGS, PARTS = ("0.5B", "1.4B", "7B", "tiny"), ("random", "uniform", "skewed"), ("experts", "layer")
+MEASURED = ("CMakeLists.txt", "cmake", "include", "src", "python")
+SMALL_PASSES = ["inference", "graph"]
+BEGIN, END = "<!-- begin of what bench/peers.py --docs writes -->", "<!-- end -->"
+
+
+def words(known):
+    """The type of a comma-separated argument whose words are all known."""
+
+    def parse(text):
+        found = [word for word in text.split(",") if word]
+        for word in found:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"{word!r}: expected of {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def interpreter(text):
+    peer, _, python = text.partition("=")
+    if peer not in PEERS or not python:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected PEER=INTERPRETER")
+    return peer, python
+
+
+def parser():
+    made = argparse.ArgumentParser(
+        prog="peers.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    what = "what is measured"
+    group = made.add_argument_group(what)
+    add = group.add_argument
+    add("--suite", default="", help="suites of docs/shapes.csv, `small`, `tiny` or `all`, comma-separated (paper)")
+    add("--shape", default="", help="layers by name, comma-separated")
+    add("--thiek", action="append", default=[], metavar="T,d,n,E,K", help="a layer of these sizes")
+    add("--part", type=words(PARTS), default=["experts"], help="experts (given routing), layer (with the router)")
+    add("--routing", type=words(ROUTINGS), default=["random"], help="of part experts: random, uniform, skewed")
+    add("--peers", type=words(PEERS), help="comma-separated; smoe is always measured")
+    add("--e2e", choices=MODELS, help="instead: whole training steps of this model")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
+    add("--seed", type=int, default=0)
+    add("--inference", action="store_true", help="also the forward alone without gradients, eager and as a CUDA graph")
+    add("--no-new-t", dest="new_t", action="store_false", help="do not time the first call with another T")
+    group = made.add_argument_group("how")
+    add = group.add_argument
+    add("--tunings", type=int, default=1, help="processes, each with a tuning of its own; a peer's best counts (1)")
+    add("--python", type=interpreter, action="append", default=[], metavar="PEER=INTERPRETER",
+        help="the Python that has this peer's packages; peers of one interpreter share a process")  # fmt: skip
+    add("--shape-seconds", type=float, default=6.0, help="rounds of a layer, or steps of a model, for so long (6)")
+    add("--least-rounds", type=int, default=4, help="and at least so many rounds (4)")
+    add("--settle", type=float, default=0.03, help="seconds that a job runs untimed in its turn (0.03)")
+    add("--timed", type=float, default=0.06, help="seconds that it is then timed (0.06)")
+    add("--seconds", type=float, default=float("inf"), help="stop between two layers when so much time has passed")
+    group = made.add_argument_group("records and output")
+    add = group.add_argument
+    add("--records", default=str(ROOT / "docs/results/peers.jsonl"), help="the file of records")
+    add("--again", action="store_true", help="measure what has a record too, and replace it")
+    add("--commit", help="the commit that the records name (the last one that changed the library or the package)")
+    add("--show", action="store_true", help="measure nothing")
+    add("--markdown", action="store_true", help="tables in Markdown")
+    add("--csv", action="store_true", help="the records as CSV")
+    add("--plot", metavar="FILE.png", help="bars of the ratios; needs matplotlib")
+    add("--docs", metavar="FILE.md", help="measure nothing; renew the tables between the marks in this file")
+    return made
+
+
+def commit(root=ROOT):
+    """The last commit that changed what is measured, with -dirty if the clone differs from it. Committing records or
+    documents does not change it, so that a run can be gone on with."""
+
+    def git(*words):
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        named = git("log", "-1", "--format=%h", "--abbrev=12", "--", *MEASURED) or "unknown"
+        return named + ("-dirty" if git("status", "--porcelain", "--", *MEASURED) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def default_peers(device):
+    if device == "cpu":
+        return ["smoe", "transformers", "loop"]
+    return [peer for peer in PEERS if peer not in ("loop", "smoe-concatenated")]
+
+
+def complete(options):
+    """Fills in what follows from the arguments."""
+    options.parts, options.routings, options.pythons = options.part, options.routing, dict(options.python)
+    chosen = options.peers or default_peers(options.device)
+    options.peers = [BASE] + [peer for peer in chosen if peer != BASE]
+    options.commit = options.commit or commit()
+
+    def passes_of(shape):
+        more = SMALL_PASSES if options.inference or shape.suite == "small" else []
+        return ["forward", "both"] + (more if options.device == "cuda" else more[:1])
+
+    options.passes_of = passes_of
+    return options
+
+
+def renewed(text, block):
+    """The text of a document with what stands between the marks replaced. ValueError without the marks."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"it has no lines {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n\n{block}\n{END}{tail}"
+
+
+def docs_block(chosen):
+    if not chosen:
+        return "No records yet.\n"
+    return f"{tables.as_markdown(tables.make(chosen))}\nVersions: {tables.versions(chosen)}.\n"
+
+
+def show(options, chosen):
+    if options.csv:
+        sys.stdout.write(tables.as_csv(chosen))
+    else:
+        form = tables.as_markdown if options.markdown else tables.as_text
+        print(form(tables.make(chosen)))
+        if chosen:
+            print(f"versions: {tables.versions(chosen)}")
+    if options.plot and chosen:
+        tables.plot(chosen, options.plot)
+
+
+def can_plot():
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def measure(options, shapes):
+    run = Run(options, shapes)
+    late = run.steps(options.e2e) if options.e2e else run.measure()
+    if late:
+        say(f"time is up after {options.seconds:g} s; the same command goes on where this one stopped")
+
+
+def main():
+    if sys.argv[1:] == ["--worker"]:
+        answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # what libraries print, from their import on, must not mix with the answers
+        sys.path.append(str(ROOT / "python"))
+        from peers_lib import worker
+
+        return worker.main(answers)
+    options = complete(parser().parse_args())
+    try:
+        suite = options.suite or ("" if options.shape or options.thiek else "paper")
+        shapes = suites.choose(suites.read(ROOT / "docs/shapes.csv"), suite, options.shape, options.thiek)
+    except ValueError as error:
+        print(f"peers.py: {error}", file=sys.stderr)
+        return 2
+    if options.plot and not can_plot():
+        print("peers.py: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 3
+    if options.docs:
+        path = Path(options.docs)
+        block = docs_block(tables.newest(records.read(options.records)))
+        records.write_file(path, renewed(path.read_text(), block))
+        return 0
+    if not options.show:
+        try:
+            measure(options, shapes)
+        except Failed as error:
+            print(f"peers.py: {error}", file=sys.stderr)
+            return 3
+    show(options, tables.newest(records.read(options.records)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of bench/peers.py. What needs torch: inputs, reference, implementations, timing, step, worker."""

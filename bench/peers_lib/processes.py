@@ -1,0 +1,91 @@
+"""The measuring processes, seen from bench/peers.py. No torch here."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+ENTRY = Path(__file__).resolve().parent.parent / "peers.py"
+
+
+class Died(RuntimeError):
+    """A measuring process ended; `peer` had its turn."""
+
+    def __init__(self, peer, status):
+        super().__init__(f"its process ended with status {status}")
+        self.peer = peer
+
+
+class Process:
+    """One measuring process: Python interpreter, implementations in it, environment to add."""
+
+    def __init__(self, python, peers, environment):
+        self.python, self.peers = python, list(peers)
+        self.environment = os.environ | environment
+        self.child, self.at, self.unread = None, None, b""
+
+    def start(self):
+        self.at, self.unread = None, b""
+        self.child = subprocess.Popen(
+            [self.python, str(ENTRY), "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self.environment,
+        )
+
+    def ask(self, do, **arguments):
+        """The answer to a command. Died if the process ends first."""
+        try:
+            self.child.stdin.write(json.dumps({"do": do} | arguments).encode() + b"\n")
+            self.child.stdin.flush()
+        except OSError:
+            raise Died(self.at, self.child.wait()) from None
+        while (line := self._line()) is not None:
+            message = json.loads(line)
+            if "done" in message:
+                return message["done"]
+            self.at = message["at"]
+        raise Died(self.at, self.child.wait())
+
+    def _line(self):
+        """The next line of the process, None once it has ended. What it started may outlive it and hold its pipe open,
+        so the pipe's end alone does not tell."""
+        while b"\n" not in self.unread:
+            ended = self.child.poll() is not None
+            if select.select([self.child.stdout], [], [], 0 if ended else 1)[0]:
+                more = os.read(self.child.stdout.fileno(), 65536)
+                if not more:
+                    return None
+                self.unread += more
+            elif ended:
+                return None
+        line, _, self.unread = self.unread.partition(b"\n")
+        return line
+
+    def stop(self):
+        if self.child is None:
+            return
+        for stream in (self.child.stdin, self.child.stdout):
+            try:
+                stream.close()
+            except OSError:
+                pass  # it ended before it had read everything
+        try:
+            self.child.wait(30)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        self.child = None
+
+
+def group(peers, pythons, base, environment):
+    """The processes for these implementations: one for each interpreter, with the base implementation in every one."""
+    by_python = {}
+    for peer in peers:
+        by_python.setdefault(pythons.get(peer, sys.executable), []).append(peer)
+    return [
+        Process(python, [base] + [peer for peer in members if peer != base], environment)
+        for python, members in by_python.items()
+    ]

@@ -1,0 +1,58 @@
+"""The records: one JSON object a line, for each layer, implementation and tuning. No torch here."""
+
+import json
+import os
+import tempfile
+
+KEY = ("commit", "device", "suite", "shape", "T", "d", "n", "E", "K", "part", "routing", "dtype", "peer", "tuning")
+
+
+def key_of(record):
+    """What a record measures: two with one key are the same measurement."""
+    return tuple(record.get(name) for name in KEY)
+
+
+def read(path):
+    """The records of a file, in order; none if there is no file. A line that is no record raises ValueError."""
+    try:
+        with open(path) as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not a JSON object: {error}") from None
+    return records
+
+
+def write_file(path, text):
+    """Replaces a file: written under another name in its folder, synced and renamed."""
+    folder = os.path.dirname(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def append(path, new):
+    """Adds records to a file; those of the same key that stand there go."""
+    replaced = {key_of(record) for record in new}
+    kept = [record for record in read(path) if key_of(record) not in replaced]
+    write_file(path, "".join(json.dumps(record) + "\n" for record in kept + list(new)))
+
+
+def missing(records, wanted, peers):
+    """The peers that have no record with the fields of `wanted`, which are all of KEY but the peer."""
+    there = {key_of(record) for record in records}
+    return [peer for peer in peers if key_of(wanted | {"peer": peer}) not in there]

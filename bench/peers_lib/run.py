@@ -1,0 +1,257 @@
+"""The measuring loop: tunings, layers, rounds; records appended after each layer. No torch here."""
+
+import datetime
+import statistics
+import sys
+import time
+
+from . import records
+from .processes import Died, group
+
+BASE = "smoe"
+PEERS = ("smoe", "smoe-concatenated", "sonicmoe", "scattermoe", "momoe", "grouped_mm", "transformers", "loop", "cublas")
+NEW_TUNING = {"QUACK_FORCE_CACHE_UPDATE": "1"}  # SonicMoE's tuner keeps timings in files; the others' start anew anyhow
+
+
+class Failed(RuntimeError):
+    """Nothing can be measured; exit status 3."""
+
+
+def say(text):
+    print(f"peers: {text}", file=sys.stderr, flush=True)
+
+
+def now():
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def times_of(rounds, peer, factor=1.0):
+    """{"forward_ms", "both_ms", "backward_ms", ...} of one peer: medians over the rounds, a backward as both less
+    forward. rounds: a list of {"peer pass": ms}."""
+    found = {}
+    for name in dict.fromkeys(key for one in rounds for key in one):
+        owner, measured = name.split()
+        if owner == peer:
+            found[measured + "_ms"] = factor * statistics.median(one[name] for one in rounds if name in one)
+    if "forward_ms" in found and "both_ms" in found:
+        found["backward_ms"] = found["both_ms"] - found["forward_ms"]
+    return found
+
+
+class Run:
+    """One run of bench/peers.py: options (its arguments), the layers, the deadline."""
+
+    def __init__(self, options, shapes):
+        self.options, self.shapes = options, shapes
+        self.deadline = time.monotonic() + options.seconds
+        self.processes, self.versions, self.device = [], {}, ""
+        self.told = set()
+
+    def out_of_time(self):
+        return time.monotonic() >= self.deadline
+
+    # ---- processes ----
+
+    def start(self, peers, environment):
+        """Starts the processes and asks what each can measure; a line on stderr for each peer that it cannot."""
+        self.processes = group(peers, self.options.pythons, BASE, environment)
+        for process in self.processes:
+            self._start_one(process)
+        for process in self.processes[1:]:
+            if process.peers == [BASE]:  # nothing is left to compare in it
+                process.stop()
+                self.processes.remove(process)
+
+    def _environment(self, tuning):
+        return NEW_TUNING if tuning else {}
+
+    def _start_one(self, process):
+        process.start()
+        try:
+            facts = process.ask("hello", device=self.options.device, peers=process.peers)
+        except Died as died:
+            raise Failed(f"{process.python} could not load {died.peer or 'torch'}: {died}") from None
+        if "no_device" in facts:
+            raise Failed(f"{facts['no_device']}; --device cpu measures tiny layers without one")
+        self.device = facts["device"]
+        for peer, fact in facts["peers"].items():
+            if "skipped" not in fact:
+                self.versions[peer] = fact["versions"]
+                continue
+            if peer == BASE:
+                raise Failed(f"{BASE} itself cannot run: {fact['skipped']}")
+            process.peers.remove(peer)
+            if peer not in self.told:
+                self.told.add(peer)
+                say(f"{peer} skipped: {fact['skipped']}")
+
+    def stop(self):
+        for process in self.processes:
+            process.stop()
+
+    # ---- layers ----
+
+    def measure(self):
+        """Everything that has no record yet. Returns whether time ran out before the end."""
+        for tuning in range(self.options.tunings):
+            if self.out_of_time():
+                return True
+            try:
+                self.start(self.options.peers, self._environment(tuning))
+                if self._measure_tuning(tuning):
+                    return True
+            finally:
+                self.stop()
+        return False
+
+    def _measure_tuning(self, tuning):
+        for part in self.options.parts:
+            for routing in self.options.routings if part == "experts" else ["random"]:
+                for shape in self.shapes:
+                    if self.out_of_time():
+                        return True
+                    self._measure_layer(shape, part, routing, tuning)
+        return False
+
+    def _fields(self, shape, part, routing, tuning):
+        """A record's key but the peer."""
+        o = self.options
+        return {"commit": o.commit, "device": self.device, "suite": shape.suite, "shape": shape.name, "T": shape.T,
+                "d": shape.d, "n": shape.n, "E": shape.E, "K": shape.K, "part": part, "routing": routing,
+                "dtype": o.dtype, "tuning": tuning}  # fmt: skip
+
+    def _measure_layer(self, shape, part, routing, tuning):
+        fields = self._fields(shape, part, routing, tuning)
+        there = [] if self.options.again else records.read(self.options.records)
+        present = list(dict.fromkeys(peer for process in self.processes for peer in process.peers))
+        wanted = records.missing(there, fields, present)
+        if not wanted:
+            return
+        say(f"{shape.name} {part} {routing}" + (f" tuning {tuning}" if self.options.tunings > 1 else ""))
+        found = self._take_turns(shape, part, routing, wanted)
+        date = now()
+        new = [
+            fields | {"peer": peer, "date": date, "versions": self.versions[peer]} | found[peer]
+            for peer in wanted
+            if peer in found
+        ]
+        records.append(self.options.records, new)
+
+    def _take_turns(self, shape, part, routing, wanted):
+        """{peer: what was found}. A peer whose process ends is left out of the rest of the run; its process begins
+        the layer again without it, and the others' earlier rounds count."""
+        found = {}
+        busy = [process for process in self.processes if set(process.peers) & set(wanted)]
+        ready = {id(process): self._prepare(process, shape, part, routing, wanted, found) for process in busy}
+        rounds = {id(process): [] for process in busy}
+        begin, index = time.monotonic(), 0
+        while self._goes_on(begin, index, ready):
+            turn = index % len(busy)
+            for process in busy[turn:] + busy[:turn]:
+                if not self._round(process, index, rounds[id(process)], found):
+                    ready[id(process)] = self._prepare(process, shape, part, routing, wanted, found)
+            index += 1
+        for process in busy:
+            self._drop(process)
+            self._collect(process, ready[id(process)], rounds[id(process)], found)
+        return found
+
+    def _goes_on(self, begin, rounds, ready):
+        if all("failed" in once for prepared in ready.values() for once in prepared.values()):
+            return False
+        return rounds < self.options.least_rounds or time.monotonic() - begin < self.options.shape_seconds
+
+    def _prepare(self, process, shape, part, routing, wanted, found):
+        o = self.options
+        while True:
+            peers = [BASE] + [peer for peer in process.peers if peer in wanted and peer != BASE]
+            try:
+                return process.ask(
+                    "prepare", shape=list(shape), part=part, routing=routing, dtype=o.dtype, seed=o.seed,
+                    passes=o.passes_of(shape), new_t=o.new_t, peers=peers,
+                )["measured"]  # fmt: skip
+            except Died as died:
+                self._leave_out(process, died, found)
+
+    def _round(self, process, index, rounds, found):
+        o = self.options
+        try:
+            rounds.append(process.ask("round", index=index, settle_s=o.settle, timed_s=o.timed)["times"])
+            return True
+        except Died as died:
+            self._leave_out(process, died, found)
+            return False
+
+    def _drop(self, process):
+        try:
+            process.ask("drop")
+        except Died:
+            pass  # all rounds are there; the next command finds out
+
+    def _leave_out(self, process, died, found):
+        if died.peer in (None, BASE):
+            raise Failed(f"{BASE} itself cannot run: {died}")
+        say(f"{died.peer} left out from here on: {died}")
+        found[died.peer] = {"failed": str(died)}
+        process.peers.remove(died.peer)
+        process.stop()
+        self._start_one(process)
+
+    def _collect(self, process, ready, rounds, found):
+        base = times_of(rounds, BASE)
+        for peer, once in ready.items():
+            if peer in found:
+                continue
+            if "failed" in once:
+                say(f"{peer} failed: {once['failed']}")
+                found[peer] = once
+                continue
+            factor = once.pop("factor", 1.0)
+            found[peer] = {"rounds": len(rounds), BASE: base} | times_of(rounds, peer, factor) | once
+
+    # ---- a whole training step ----
+
+    def steps(self, model):
+        """One process for each implementation and turn, one after the other: their memory does not fit at once. The
+        second turn goes backwards."""
+        for tuning in range(self.options.tunings):
+            peers = [peer for peer in self.options.peers if peer != "cublas"]
+            for peer in peers if tuning % 2 == 0 else peers[::-1]:
+                if self.out_of_time():
+                    return True
+                self._step(model, peer, tuning)
+        return False
+
+    def _step(self, model, peer, tuning):
+        o = self.options
+        self.processes = group([peer], o.pythons, peer, self._environment(tuning))
+        try:
+            self.processes[0].start()
+            self._step_in(self.processes[0], model, peer, tuning)
+        except Died as died:
+            say(f"{peer} could not be loaded: {died}")
+        finally:
+            self.stop()
+
+    def _step_in(self, process, model, peer, tuning):
+        o = self.options
+        facts = process.ask("hello", device=o.device, peers=[peer])
+        if "no_device" in facts:
+            raise Failed(facts["no_device"])
+        fact = facts["peers"][peer]
+        if "skipped" in fact:
+            say(f"{peer} skipped: {fact['skipped']}")
+            return
+        fields = {"commit": o.commit, "device": facts["device"], "suite": "e2e", "shape": model, "part": "e2e",
+                  "dtype": "bf16", "tuning": tuning, "peer": peer}  # fmt: skip
+        if not o.again and not records.missing(records.read(o.records), fields, [peer]):
+            return
+        say(f"step of {model}, {peer}")
+        try:
+            answer = process.ask("step", model=model, peer=peer, seconds=o.shape_seconds)
+        except Died as died:
+            answer = {"failed": str(died)}
+        if "failed" in answer:
+            say(f"{peer} failed: {answer['failed']}")
+        found = answer.get("measured", answer)
+        records.append(o.records, [fields | {"date": now(), "versions": fact["versions"]} | found])

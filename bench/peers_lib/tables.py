@@ -1,0 +1,281 @@
+"""Tables, geometric means and the plot, made from the records. No torch here."""
+
+import csv
+import io
+import math
+from typing import NamedTuple
+
+BASE = "smoe"
+RATIO_PASSES = ("forward", "backward", "both", "inference", "graph")
+MIB = 2**20
+
+
+class Table(NamedTuple):
+    title: str
+    columns: list
+    rows: list  # of lists of strings, one for each column
+    foot: list  # of sentences
+
+
+# ---- arithmetic ----
+
+
+def ratio(record, measured):
+    """The peer's time over smoe's time in the same process: above 1, smoe is faster. None where one was not measured,
+    or where noise made a difference of two times negative."""
+    mine, theirs = (record.get(BASE) or {}).get(measured + "_ms"), record.get(measured + "_ms")
+    return theirs / mine if (mine or 0) > 0 and (theirs or 0) > 0 else None
+
+
+def geometric_mean(values):
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def best(tunings, measured):
+    """Of one peer's records the one with the least ratio: the tuning in which the peer was best. For smoe itself the
+    one with the median time."""
+    with_time = [record for record in tunings if record.get(measured + "_ms") is not None]
+    if not with_time:
+        return None
+    if with_time[0]["peer"] == BASE:
+        return sorted(with_time, key=lambda record: record[measured + "_ms"])[(len(with_time) - 1) // 2]
+    return min(with_time, key=lambda record: ratio(record, measured) or math.inf)
+
+
+def tflops(record, measured):
+    """Model FLOPs over time, in 10^12 a second: 6TKnd forward, twice as many backward."""
+    forward = 6 * record["T"] * record["K"] * record["n"] * record["d"]
+    factor = {"backward": 2, "both": 3}.get(measured, 1)
+    return factor * forward / record[measured + "_ms"] / 1e9
+
+
+# ---- which records belong together ----
+
+
+def newest(records):
+    """The records of the newest commit for each device, suite, part and routing."""
+    group = lambda record: (record["device"], record["suite"], record["part"], record.get("routing"))
+    commits = {}
+    for record in sorted(records, key=lambda record: record["date"]):
+        commits[group(record)] = record["commit"]
+    return [record for record in records if commits[group(record)] == record["commit"]]
+
+
+def grouped(records, key):
+    """{key(record): records}, in order of first appearance."""
+    groups = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
+
+
+# ---- cells ----
+
+
+def _ms(value):
+    return f"{value:.4f}" if value < 100 else f"{value:.1f}"
+
+
+def _cell(form, value):
+    return "" if value is None else form(value)
+
+
+def _times(name, peer, tunings, passes):
+    failures = [record["failed"] for record in tunings if "failed" in record]
+    if len(failures) == len(tunings):
+        return [name, peer, "failed"] + [""] * (3 * len(passes) - 1)
+    cells = [name, peer]
+    for measured in passes:
+        record = best(tunings, measured)
+        cells.append(_cell(lambda r: _ms(r[measured + "_ms"]), record))
+        cells.append(_cell(lambda r: f"{tflops(r, measured):.0f}", record))
+        known = None if record is None or peer == BASE else ratio(record, measured)
+        cells.append(_cell("{:.3f}".format, known))
+    return cells
+
+
+def means(by_layer, passes):
+    """One sentence for each peer and pass: geometric mean and least of its ratios."""
+    sentences = []
+    for peer in dict.fromkeys(peer for _, peer in by_layer if peer != BASE):
+        found = []
+        for measured in passes:
+            records = [best(tunings, measured) for (_, name), tunings in by_layer.items() if name == peer]
+            values = [value for record in records if record and (value := ratio(record, measured))]
+            if values:
+                found.append(f"{measured} {geometric_mean(values):.3f} (least {min(values):.3f}, {len(values)} layers)")
+        if found:
+            sentences.append(f"{peer} / {BASE}, geometric mean: " + ", ".join(found))
+    return sentences
+
+
+def _once(name, peer, record):
+    """Memory and first calls of a record."""
+    first, new = record.get("first_call_s"), record.get("new_t_s")
+    mark = "*" if record.get("first_in_process") else ""
+    return [
+        name, peer,
+        _cell(lambda b: f"{b / MIB:.0f}", record.get("kept_bytes")),
+        _cell(lambda b: f"{b / MIB:.0f}", record.get("peak_bytes")),
+        _cell(lambda s: f"{s['forward'] + s['backward']:.2f}{mark}", first),
+        _cell("{:.2f}".format, new),
+    ]  # fmt: skip
+
+
+def _errors(name, peer, record):
+    errors = record.get("errors") or {}
+    return [name, peer] + [_cell("{:.2e}".format, errors.get(key)) for key in ("O", "dX", "dW1", "dW2", "dS")]
+
+
+# ---- tables ----
+
+
+def _layer_tables(title, records):
+    by_layer = grouped(records, lambda record: (record["shape"], record["peer"]))
+    passes = [p for p in RATIO_PASSES if any(record.get(p + "_ms") is not None for record in records)]
+    head = [column for p in passes for column in (f"{p} ms", "TFLOP/s", "ratio")]
+    times = [_times(name, peer, tunings, passes) for (name, peer), tunings in by_layer.items()]
+    whole = [(name, peer, tunings[0]) for (name, peer), tunings in by_layer.items() if "first_call_s" in tunings[0]]
+    made = [Table(title, ["layer", "peer"] + head, times, means(by_layer, passes))]
+    if whole:
+        once = [_once(*one) for one in whole]
+        made.append(Table(title + ": memory and first calls", ["layer", "peer", "kept MiB", "peak MiB", "first call s",
+                                                               "new T s"], once, []))  # fmt: skip
+    with_errors = [_errors(*one) for one in whole if one[2].get("errors")]
+    if with_errors:
+        made.append(Table(title + ": relative error against fp64", ["layer", "peer", "O", "dX", "dW1", "dW2", "dS"],
+                          with_errors, []))  # fmt: skip
+    return made
+
+
+def _step_table(title, records):
+    by_peer = grouped(records, lambda record: (record["shape"], record["peer"]))
+    least = {key: min((r for r in tunings if "step_ms" in r), key=lambda r: r["step_ms"], default=None)
+             for key, tunings in by_peer.items()}  # fmt: skip
+    rows = []
+    for (model, peer), record in least.items():
+        if record is None:
+            rows.append([model, peer, "failed"] + [""] * 6)
+            continue
+        mine = least.get((model, BASE))
+        rows.append([
+            model, peer, f"{record['step_ms']:.1f}", f"{record['tokens_per_s'] / 1e3:.1f}",
+            f"{record['tokens_per_s'] * 86400 / 1e9:.2f}", f"{record['step_tflops']:.0f}",
+            _cell(lambda b: f"{b / 2**30:.1f}", record["peak_bytes"]), f"{record['first_step_s']:.0f}",
+            "" if mine is None or peer == BASE else f"{record['step_ms'] / mine['step_ms']:.3f}",
+        ])  # fmt: skip
+    columns = [
+        "model",
+        "peer",
+        "ms a step",
+        "k tokens/s",
+        "B tokens/day",
+        "TFLOP/s",
+        "peak GiB",
+        "first step s",
+        "ratio",
+    ]
+    return Table(title, columns, rows, [])
+
+
+def make(records):
+    """All tables of these records: of each device, commit, suite, part and routing."""
+    made = []
+    key = lambda record: (record["device"], record["commit"], record["suite"], record["part"], record.get("routing"))
+    for (device, commit, suite, part, routing), together in grouped(records, key).items():
+        days = sorted({record["date"][:10] for record in together})
+        where = f"{device}, commit {commit}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+        if part == "e2e":
+            made.append(_step_table(f"A whole training step, {where}", together))
+        else:
+            made += _layer_tables(f"Suite {suite}, {part}, {routing} routing, {where}", together)
+    return made
+
+
+def versions(records):
+    """One sentence: the versions of every peer, as the records have them."""
+    found = {}
+    for record in records:
+        for package, version in (record.get("versions") or {}).items():
+            found.setdefault(package, dict.fromkeys(()))[version] = None
+    return ", ".join(f"{package} {' and '.join(seen)}" for package, seen in sorted(found.items()))
+
+
+# ---- forms ----
+
+
+def as_text(tables):
+    """Aligned columns, for a terminal."""
+    out = []
+    for table in tables:
+        lines = [table.columns] + table.rows
+        widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
+        out.append(table.title)
+        for line in lines:
+            cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+            out.append("  ".join(cells).rstrip())
+        out += table.foot + [""]
+    return "\n".join(out)
+
+
+def as_markdown(tables):
+    out = []
+    for table in tables:
+        out += [table.title, ""]
+        out.append("| " + " | ".join(table.columns) + " |")
+        out.append("|" + "---|" * len(table.columns))
+        out += ["| " + " | ".join(row) + " |" for row in table.rows]
+        out.append("")
+        for sentence in table.foot:
+            out += [sentence + ".", ""]
+    return "\n".join(out)
+
+
+def as_csv(records):
+    """One line a record, nested fields as `errors.O`."""
+    flat = [_flat(record) for record in records]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def _flat(record, prefix=""):
+    found = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def plot(records, path):
+    """Bars of the ratios by layer: forward above, backward below, one colour a peer. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    layers = [record for record in records if record["part"] != "e2e"]
+    shown = ["shape"] + [key for key in ("part", "routing", "device") if len({record[key] for record in layers}) > 1]
+    by_layer = grouped(layers, lambda record: (" ".join(record[key] for key in shown), record["peer"]))
+    names = list(dict.fromkeys(name for name, _ in by_layer))
+    peers = list(dict.fromkeys(peer for _, peer in by_layer if peer != BASE))
+    figure, panels = pyplot.subplots(2, 1, sharex=True, figsize=(max(8, 0.9 * len(names)), 7))
+    for panel, measured in zip(panels, ("forward", "backward"), strict=True):
+        for position, peer in enumerate(peers):
+            records_of = [best(by_layer.get((name, peer), []), measured) for name in names]
+            heights = [(ratio(record, measured) if record else None) or 0 for record in records_of]
+            places = [i + 0.8 * (position + 0.5) / len(peers) - 0.4 for i in range(len(names))]
+            panel.bar(places, heights, 0.8 / len(peers), label=peer)
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_ylabel(f"{measured}: time / smoe's time")
+    panels[0].legend(ncols=len(peers), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    panels[1].set_xticks(range(len(names)), names, rotation=45, ha="right")
+    first = layers[0]
+    figure.suptitle(f"{first['device']}, commit {first['commit']}, {first['date'][:10]}; above 1: smoe is faster")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,71 @@
+"""Times of jobs in turns: each runs a while untimed, then timed; the order rotates and reverses."""
+
+import statistics
+import time
+
+import torch
+
+
+class CudaClock:
+    """Times on the device between events, so that a job that the host cannot enqueue fast enough counts in full."""
+
+    def synchronize(self):
+        torch.cuda.synchronize()
+
+    def each(self, job, count):
+        """ms of `count` runs, enqueued one after the other."""
+        pairs = []
+        for _ in range(count):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            job()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
+
+
+class CpuClock:
+    def synchronize(self):
+        pass
+
+    def each(self, job, count):
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            job()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+
+
+def clock_of(device):
+    return CudaClock() if device == "cuda" else CpuClock()
+
+
+MOST_RUNS, LEAST_RUNS = 200, 3
+
+
+def turn(clock, job, settle_s, timed_s):
+    """The median ms of one turn of a job: about settle_s of untimed runs, then about timed_s of timed ones."""
+    begin = time.perf_counter()
+    ran = 0
+    while ran == 0 or time.perf_counter() - begin < settle_s:
+        last = time.perf_counter()
+        job()
+        clock.synchronize()
+        last = time.perf_counter() - last
+        ran += 1
+    count = min(MOST_RUNS, max(LEAST_RUNS, int(timed_s / max(last, 1e-9))))
+    return statistics.median(clock.each(job, count))
+
+
+def order_of(names, round_index):
+    """The jobs' order in a round: it starts one job later in each pair of rounds; the second of a pair is reversed."""
+    start = (round_index // 2) % max(1, len(names))
+    order = names[start:] + names[:start]
+    return order[::-1] if round_index % 2 else order
+
+
+def one_round(clock, jobs, round_index, settle_s, timed_s):
+    """{name: ms} of one turn of every job."""
+    return {name: turn(clock, jobs[name], settle_s, timed_s) for name in order_of(list(jobs), round_index)}

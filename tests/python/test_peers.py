@@ -1,0 +1,362 @@
+"""bench/peers.py without a GPU: suites, records, ratios, tables, errors against fp64, times. test_peers_run.py has the
+processes and the command."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import reference as plain
+import torch
+from conftest import make_layer
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import peers  # noqa: E402
+from peers_lib import implementations, inputs, measured, records, reference, run, step, suites  # noqa: E402
+from peers_lib import tables, timing  # noqa: E402
+
+EVERY = suites.read(ROOT / "docs/shapes.csv")
+TINY = suites.TINY[0]
+
+# ---- suites ----
+
+
+def test_suites():
+    paper = suites.choose(EVERY, "paper")
+    assert len(paper) == 12 and paper[3] == suites.Shape("paper", "7B-n256", 24576, 1536, 256, 128, 8)
+    assert paper[3].flops == 6 * 24576 * 1536 * 256 * 8
+    small = suites.choose(EVERY, "small")
+    assert {shape.T for shape in small} == {1, 2, 4, 8, 16, 64, 256, 1024, 4096} and small[0].d == 2048
+    both = suites.choose(EVERY, "paper,models")
+    assert [shape.suite for shape in both] == ["paper"] * 12 + ["models"] * 8
+    assert not {"small", "tiny"} & {shape.suite for shape in suites.choose(EVERY, "all")}
+
+
+def test_shapes_by_name_and_size():
+    assert [s.name for s in suites.choose(EVERY, "", "7B-n256,30B-n512")] == ["7B-n256", "30B-n512"]
+    assert [s.T for s in suites.choose(EVERY, "rounding", "Qwen3-Next-80B-A3B")] == [16384]
+    assert suites.choose(EVERY, thieks=["5,64,32,8,2"])[0][1:] == ("5x64x32x8x2", 5, 64, 32, 8, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("nosuch",), "--suite nosuch: the suites are paper, "),
+        (("paper", "OLMoE-1B-7B"), "--shape OLMoE-1B-7B: no such shape in paper"),
+        (("", "", ["1,2,3"]), "--thiek 1,2,3: five positive integers"),
+        (("", "", ["5,64,32,8,9"]), "K <= E"),
+        (("", "", ["5,64,x,8,2"]), "five positive integers"),
+    ],
+)
+def test_unknown_shapes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        suites.choose(EVERY, *arguments)
+
+
+def test_one_list_of_names():
+    assert set(run.PEERS) == set(implementations.ALL) and set(peers.MODELS) == set(step.MODELS)
+    assert peers.ROUTINGS == inputs.ROUTINGS
+    for implementation in implementations.ALL.values():
+        assert implementation.install and implementation.packages
+
+
+# ---- records ----
+
+
+def a_record(peer="sonicmoe", tuning=0, **more):
+    made = dict(commit="c1", device="GPU", suite="paper", shape="7B-n256", T=24576, d=1536, n=256, E=128, K=8)
+    return made | dict(
+        part="experts", routing="random", dtype="bf16", peer=peer, tuning=tuning, date="2026-01-02T00:00:00Z",
+        versions={"torch": "2.11"},
+    ) | more  # fmt: skip
+
+
+def test_records_are_appended_and_found(tmp_path):
+    path = tmp_path / "new" / "peers.jsonl"
+    records.append(path, [a_record()])
+    records.append(path, [a_record("momoe"), a_record(tuning=1)])
+    assert [(r["peer"], r["tuning"]) for r in records.read(path)] == [("sonicmoe", 0), ("momoe", 0), ("sonicmoe", 1)]
+    records.append(path, [a_record(rounds=7)])  # measured again: the old record goes
+    assert [r.get("rounds") for r in records.read(path)] == [None, None, 7]
+    assert [file.name for file in path.parent.iterdir()] == ["peers.jsonl"]
+    fields = {key: value for key, value in a_record().items() if key in records.KEY and key != "peer"}
+    assert records.missing(records.read(path), fields, ["smoe", "sonicmoe", "momoe"]) == ["smoe"]
+    for other in ({"commit": "c2"}, {"device": "other"}, {"suite": "models"}, {"tuning": 2}, {"part": "layer"}):
+        assert records.missing(records.read(path), fields | other, ["momoe"]) == ["momoe"], other
+
+
+def test_a_failing_write_leaves_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "peers.jsonl"
+    records.append(path, [a_record()])
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr(records.os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        records.append(path, [a_record("momoe")])
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "peers.jsonl"
+    path.write_text('{"peer": "smoe"}\n{"peer"\n')
+    with pytest.raises(ValueError, match="line 2"):
+        records.read(path)
+
+
+# ---- ratios and tables ----
+
+
+def timed(peer, forward, backward, mine=(2.0, 4.0), **more):
+    smoe = {"forward_ms": mine[0], "backward_ms": mine[1], "both_ms": sum(mine)}
+    times = {"forward_ms": forward, "backward_ms": backward, "both_ms": forward + backward}
+    return a_record(peer, smoe=smoe, **times, **more)
+
+
+def test_ratio_and_geometric_mean():
+    record = timed("sonicmoe", 3.0, 5.0)
+    assert tables.ratio(record, "forward") == 1.5 and tables.ratio(record, "both") == pytest.approx(8 / 6)
+    assert tables.ratio(record, "inference") is None
+    for theirs, mine in ((-1.0, -4.0), (-1.0, 4.0), (1.0, -4.0)):  # differences of two times, on a noisy machine
+        assert tables.ratio(timed("sonicmoe", 3.0, theirs, (2.0, mine)), "backward") is None
+    assert tables.geometric_mean([1, 4]) == pytest.approx(2)
+    assert tables.geometric_mean([1.1, 1.2, 1.3]) == pytest.approx((1.1 * 1.2 * 1.3) ** (1 / 3))
+
+
+def test_a_peers_best_tuning_counts():
+    # The least ratio, beside smoe's time of the same process: the second is slower in ms but on a slower card.
+    tunings = [timed("sonicmoe", 3.0, 9.0), timed("sonicmoe", 3.2, 4.4, (2.4, 4.0), tuning=1)]
+    assert tables.best(tunings, "forward")["tuning"] == 1 and tables.best(tunings, "backward")["tuning"] == 1
+    tunings.append(timed("sonicmoe", 2.2, 8.0, tuning=2))
+    assert tables.best(tunings, "forward")["tuning"] == 2 and tables.best(tunings, "backward")["tuning"] == 1
+    assert tables.best([a_record(failed="no")], "forward") is None
+    own = [timed("smoe", ms, 4.0, (ms, 4.0), tuning=i) for i, ms in enumerate((2.3, 2.1, 2.2))]
+    assert tables.best(own, "forward")["forward_ms"] == 2.2
+
+
+def test_means_at_the_foot():
+    by_layer = {
+        ("a", "x"): [timed("x", 2.2, 4.0)],
+        ("b", "x"): [timed("x", 2.4, 8.0)],
+        ("a", "smoe"): [timed("smoe", 2, 4)],
+    }
+    (sentence,) = tables.means(by_layer, ["forward", "backward"])
+    forward, backward = (1.1 * 1.2) ** 0.5, 2**0.5
+    assert sentence == (
+        f"x / smoe, geometric mean: forward {forward:.3f} (least 1.100, 2 layers), backward {backward:.3f} "
+        "(least 1.000, 2 layers)"
+    )
+
+
+def some_records():
+    first = {"first_call_s": {"forward": 1.0, "backward": 0.5}, "first_in_process": True, "new_t_s": 0.25}
+    more = first | {"kept_bytes": 266 * 2**20, "peak_bytes": 1213 * 2**20}
+    errors = dict(O=3.7e-3, dX=3.4e-3, dW1=1e-3, dW2=2e-3, dS=3e-3)
+    return [
+        timed("smoe", 2.0, 4.0, **more, errors=errors),
+        timed("sonicmoe", 2.2, 4.4, **more, errors=errors),
+        a_record("momoe", failed="OutOfMemoryError: too large"),
+    ]
+
+
+def test_text_table():
+    text = tables.as_text(tables.make(some_records()))
+    lines = text.splitlines()
+    assert lines[0] == "Suite paper, experts, random routing, GPU, commit c1, 2026-01-02"
+    head, ours, theirs, failed = lines[1:5]
+    assert head.split("  ")[0] == "layer" and ours.index("2.0000") == theirs.index("2.2000")  # aligned
+    tflops = 6 * 24576 * 8 * 256 * 1536 / 2e-3 / 1e12
+    assert ours.split() == [
+        "7B-n256",
+        "smoe",
+        "2.0000",
+        f"{tflops:.0f}",
+        "4.0000",
+        f"{tflops:.0f}",
+        "6.0000",
+        f"{tflops:.0f}",
+    ]
+    assert [theirs.split()[i] for i in (4, 7, 10)] == ["1.100"] * 3
+    assert failed.split() == ["7B-n256", "momoe", "failed"]
+    assert "sonicmoe / smoe, geometric mean: forward 1.100 (least 1.100, 1 layers)" in text
+    assert "7B-n256  sonicmoe       266      1213         1.50*     0.25" in text
+    assert "3.70e-03" in text and "momoe / smoe" not in text
+
+
+def test_markdown_and_csv():
+    lines = tables.as_markdown(tables.make(some_records())).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert rows[0].startswith("| layer | peer | forward ms |") and set(rows[1]) == {"|", "-"}
+    assert rows[0].count("|") == rows[1].count("|") == rows[2].count("|") == rows[4].count("|")
+    rows = tables.as_csv(some_records()).splitlines()
+    assert rows[0].startswith("commit,device,suite,shape,T,d,n,E,K,part") and "errors.dW1" in rows[0] and len(rows) == 4
+
+
+def test_newest_commit_is_shown():
+    old, new = a_record(), a_record(commit="c2", date="2026-02-01T00:00:00Z")
+    layer = a_record(part="layer")
+    assert tables.newest([old, new, layer]) == [new, layer]
+    assert tables.newest([new, old]) == [new]
+
+
+def test_step_table():
+    numbers = dict(tokens_per_s=250600.0, step_tflops=337.0, peak_bytes=2**30, first_step_s=10.0)
+    steps = [a_record(peer, suite="e2e", part="e2e", shape="1.4B", step_ms=ms, tuning=i, **numbers)
+             for peer, ms, i in (("smoe", 160.0, 0), ("sonicmoe", 176.0, 0), ("sonicmoe", 168.0, 1))]  # fmt: skip
+    (table,) = tables.make(steps)
+    assert table.rows[0][2:] == ["160.0", "250.6", "21.65", "337", "1.0", "10", ""]
+    assert table.rows[1][2] == "168.0" and table.rows[1][-1] == "1.050"
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    tables.plot(some_records(), tmp_path / "ratios.png")
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- inputs and errors ----
+
+LAYOUTS = [
+    (rows + turned, turned) for rows in ("concatenated", "interleaved", "up_first") for turned in ("", " transposed")
+]
+
+
+def exact_results(made, dout):
+    """O and its gradients in fp64 by autograd through the tests' own reference."""
+    leaves = [made[name].detach().double().requires_grad_() for name in ("x", "w1", "w2", "weights")]
+    out = plain.experts(leaves[0], made["ids"], leaves[3], leaves[1], leaves[2])
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+
+
+@pytest.fixture
+def tiny():
+    return inputs.Inputs(TINY, "cpu", torch.float32, seed=3)
+
+
+@pytest.mark.parametrize("w1_layout, w2_layout", LAYOUTS)
+def test_errors_of_exact_and_of_wrong_results(tiny, w1_layout, w2_layout):
+    made = {name: getattr(tiny, name) for name in ("x", "w1", "w2", "weights", "ids")}
+    out, dx, dw1, dw2, ds = exact_results(made, tiny.dout)
+    dw1, dw2 = inputs.arrange_w1(dw1, w1_layout), inputs.arrange_w2(dw2, w2_layout)
+    found = {"O": out, "dX": dx, "dW1": dw1, "dW2": dw2, "dS": ds}
+    for name, error in reference.errors(tiny, found, w1_layout, w2_layout).items():
+        assert error < 1e-12, name
+    for name in reference.NAMES:
+        wrong = found | {name: found[name] * 1.01}
+        for other, error in reference.errors(tiny, wrong, w1_layout, w2_layout).items():
+            assert error == pytest.approx(0.01 if other == name else 0, abs=1e-9), (name, other)
+
+
+@pytest.mark.parametrize("w1_layout, w2_layout", LAYOUTS)
+def test_layouts_hold_the_same_rows(tiny, w1_layout, w2_layout):
+    n = TINY.n
+    gate, up = inputs.gate_and_up(inputs.arrange_w1(tiny.w1, w1_layout)[2], w1_layout)
+    assert torch.equal(gate, tiny.w1[2, :n]) and torch.equal(up, tiny.w1[2, n:])
+    assert inputs.arrange_w2(tiny.w2, w2_layout).shape == ((8, 32, 64) if w2_layout else (8, 64, 32))
+
+
+@pytest.mark.parametrize("name", ["smoe", "smoe-concatenated", "transformers", "loop"])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_implementations_on_the_cpu(tiny, name, dtype, limit):
+    implementation = implementations.ALL[name]
+    implementation.load()
+    given = inputs.Inputs(TINY, "cpu", dtype, seed=3)
+    one = measured.Measured(implementation, given, "experts")
+    times, out, gradients = one.first_call(timing.CpuClock())
+    errors = one.errors(out, gradients)
+    assert set(errors) == {"O", "dX", "dW1", "dW2", "dS"} and min(times.values()) > 0
+    assert max(errors.values()) < limit and min(errors.values()) > 0, errors
+    layer = measured.Measured(implementation, given, "layer")
+    _, out, gradients = layer.first_call(timing.CpuClock())
+    loop = implementations.ALL["loop"]
+    wanted = measured.Measured(loop, given, "layer").both()
+    for mine, theirs in zip(gradients[::3], wanted[::3], strict=True):  # of x and of the router
+        assert (mine - theirs).norm() < (0.05 if dtype is torch.bfloat16 else 1e-4) * theirs.norm()
+    assert measured.new_t_seconds(implementation, given, "experts", timing.CpuClock()) > 0
+
+
+def test_scattered_weights_of_momoe():
+    made = make_layer(T=5, E=4, K=2)
+    momoe = implementations.ALL["momoe"]
+    mask, dense = momoe.given(made["ids"], made["weights"].detach(), 4, torch.float32)
+    assert torch.equal(mask.sum(0), torch.full((5,), 2)) and torch.equal(dense != 0, mask != 0)
+    assert torch.equal(momoe.by_token(dense, made["ids"]), made["weights"].detach())
+
+
+def test_routings():
+    generator = torch.Generator().manual_seed(0)
+    counts = {}
+    for routing in inputs.ROUTINGS:
+        ids = inputs.make_ids(1000, 16, 3, routing, generator)
+        assert all(len(set(row)) == 3 for row in ids.tolist()) and ids.min() >= 0 and ids.max() < 16
+        counts[routing] = ids.flatten().bincount(minlength=16).sort().values.tolist()
+    assert counts["uniform"][-1] - counts["uniform"][0] <= 1
+    assert counts["random"][-1] < 250 and counts["skewed"][-1] > 600 and counts["skewed"][0] < 100
+    with pytest.raises(ValueError, match="--routing nosuch"):
+        inputs.make_ids(4, 4, 1, "nosuch", generator)
+
+
+def test_weights_are_exact_in_bf16(tiny):
+    assert torch.equal(tiny.weights, tiny.weights.bfloat16().float())
+    fewer = tiny.first(7)
+    assert fewer.shape.T == len(fewer.ids) == 7 and fewer.w1 is tiny.w1 and tiny.shape.T == 96
+    assert measured.new_tokens(TINY) == 84 and measured.new_tokens(TINY._replace(T=1)) is None
+
+
+# ---- times ----
+
+
+class CountingClock:
+    """Every run of a job takes what the job returns."""
+
+    def synchronize(self):
+        pass
+
+    def each(self, job, count):
+        return [job() for _ in range(count)]
+
+
+def test_turns_and_their_order():
+    names = ["a", "b", "c"]
+    orders = [timing.order_of(names, i) for i in range(6)]
+    assert orders[:4] == [["a", "b", "c"], ["c", "b", "a"], ["b", "c", "a"], ["a", "c", "b"]]
+    for place in range(3):
+        assert {order[place] for order in orders} == set(names)
+    ran = []
+    jobs = {name: lambda name=name: ran.append(name) or float(ord(name)) for name in names}
+    assert timing.one_round(CountingClock(), jobs, 1, 0, 0) == {"c": 99.0, "b": 98.0, "a": 97.0}
+    assert ran == ["c"] * 4 + ["b"] * 4 + ["a"] * 4  # one untimed, three timed
+
+
+def test_medians_over_rounds():
+    rounds = [{"x forward": f, "x both": b, "y forward": 9.0} for f, b in ((1.0, 3.0), (9.0, 4.0), (2.0, 5.0))]
+    assert run.times_of(rounds, "x") == {"forward_ms": 2.0, "both_ms": 4.0, "backward_ms": 2.0}
+    assert run.times_of(rounds, "x", 2.0)["backward_ms"] == 4.0
+    assert run.times_of(rounds, "y") == {"forward_ms": 9.0}
+
+
+# ---- the document ----
+
+
+def test_the_document_shows_the_records():
+    text = (ROOT / "docs/peers.md").read_text()
+    block = peers.docs_block(tables.newest(records.read(ROOT / "docs/results/peers.jsonl")))
+    assert peers.renewed(text, block) == text, "run bench/peers.py --docs docs/peers.md"
+
+
+def test_every_layer_of_the_step_differentiates():
+    """The step's network in eager mode: all parameters get gradients, and a step lowers the loss of its tokens."""
+    model = step.Model(1, 2, 16, 32, 32, 16, 8, 2)
+    with torch._dynamo.config.patch(disable=True):
+        network = step.LanguageModel(model, implementations.ALL["loop"], "cpu")
+        tokens = torch.randint(0, step.VOCABULARY, (33,))
+        loss = network(tokens[:-1], tokens[1:])
+        loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    assert loss.item() == pytest.approx(torch.tensor(float(step.VOCABULARY)).log().item(), rel=0.02)
+    parameters = sum(p.numel() for p in network.parameters())
+    idle = 6 * 3 * 16 * 32
+    assert step.step_flops(model, parameters) == 6 * 32 * (parameters - idle + 16 * 32)

@@ -1,0 +1,278 @@
+"""bench/peers.py without a GPU: the loop over layers, the measuring processes, the command."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import peers  # noqa: E402
+from peers_lib import processes, records, run, suites, tables  # noqa: E402
+from test_peers import EVERY, some_records  # noqa: E402
+
+# ---- the loop, with processes that measure nothing ----
+
+
+class Pretended:
+    """A measuring process that answers at once. Peers in `fatal` end it when they are prepared, or in a round."""
+
+    log, fatal = [], {}
+
+    def __init__(self, python, members):
+        self.python, self.peers = python, members
+
+    def start(self):
+        self.log.append(("start", self.python))
+
+    def stop(self):
+        pass
+
+    def ask(self, do, **arguments):
+        self.log.append((do, self.python))
+        if do == "hello":
+            skipped = {"skipped": "No module named 'momoe'; to install: pip install momoe"}
+            known = lambda peer: skipped if peer == "momoe" else {"versions": {peer: "1"}}
+            return {"device": "GPU", "peers": {peer: known(peer) for peer in arguments["peers"]}}
+        for peer in self.peers:
+            if self.fatal.get(peer) in (do, (do, arguments.get("index"))):
+                raise processes.Died(peer, 70)
+        if do == "prepare":
+            self.prepared = arguments["peers"]
+            once = lambda peer: {"failed": "too large"} if peer == "grouped_mm" else {"kept_bytes": 1}
+            return {"measured": {peer: once(peer) for peer in arguments["peers"]}}
+        if do == "round":
+            times = {"smoe": 2.0, "sonicmoe": 3.0}
+            alive = [peer for peer in self.prepared if peer != "grouped_mm"]
+            made = {f"{peer} {p}": times.get(peer, 4.0) * k for peer in alive for p, k in (("forward", 1), ("both", 3))}
+            return {"times": made}
+        return {}
+
+
+@pytest.fixture
+def pretend(monkeypatch, tmp_path):
+    """pretend(arguments) -> (late, records): a Run on pretended processes; pretend.log has what they were asked."""
+    monkeypatch.setattr(Pretended, "log", [])
+    monkeypatch.setattr(Pretended, "fatal", {})
+
+    def group(names, pythons, base, environment):
+        return [Pretended(p.python, p.peers) for p in processes.group(names, pythons, base, environment)]
+
+    monkeypatch.setattr(run, "group", group)
+    path = tmp_path / "peers.jsonl"
+
+    def go(*arguments):
+        command = ["--records", str(path), "--commit", "c1", "--shape-seconds", "0", *arguments]
+        options = peers.complete(peers.parser().parse_args(command))
+        late = run.Run(options, suites.choose(EVERY, options.suite or "tiny")).measure()
+        return late, records.read(path)
+
+    go.log, go.fatal, go.path = Pretended.log, Pretended.fatal, path
+    return go
+
+
+def test_a_run_resumes(pretend, capsys):
+    late, found = pretend("--peers", "sonicmoe,momoe")
+    assert not late and [(r["shape"], r["peer"]) for r in found] == [
+        ("tiny-a", "smoe"), ("tiny-a", "sonicmoe"), ("tiny-b", "smoe"), ("tiny-b", "sonicmoe")]  # fmt: skip
+    assert found[1]["forward_ms"] == 3 and found[1]["backward_ms"] == 6 and found[1]["rounds"] == 4
+    assert tables.ratio(found[1], "backward") == 1.5 and found[1]["versions"] == {"sonicmoe": "1"}
+    assert "momoe skipped: No module named 'momoe'; to install: pip install momoe\n" in capsys.readouterr().err
+    before, pretend.log[:] = pretend.path.read_bytes(), []
+    pretend("--peers", "sonicmoe,momoe")
+    assert pretend.path.read_bytes() == before and {do for do, _ in pretend.log} == {"start", "hello"}
+    _, found = pretend("--peers", "sonicmoe,scattermoe")  # only the new peer, beside smoe
+    assert [r["peer"] for r in found] == ["smoe", "sonicmoe"] * 2 + ["scattermoe"] * 2
+    pretend.log[:] = []
+    _, found = pretend("--peers", "sonicmoe", "--again")
+    assert len(found) == 6 and [do for do, _ in pretend.log].count("prepare") == 2
+
+
+def test_time_is_up_between_layers(pretend, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+    late, found = pretend("--peers", "sonicmoe", "--suite", "paper", "--seconds", "8")
+    assert late and 0 < len({r["shape"] for r in found}) < 12 and len(found) % 2 == 0
+
+
+def test_tunings_are_processes(pretend):
+    _, found = pretend("--peers", "sonicmoe", "--tunings", "3")
+    assert [do for do, _ in pretend.log].count("start") == 3 and {r["tuning"] for r in found} == {0, 1, 2}
+    assert run.Run._environment(None, 0) == {} and run.Run._environment(None, 2) == run.NEW_TUNING
+
+
+def test_packages_that_disagree_alternate(pretend):
+    pretend("--peers", "sonicmoe,scattermoe", "--python", "sonicmoe=/other/python")
+    rounds = [python for do, python in pretend.log if do == "round"][:8]
+    ours = sys.executable
+    assert rounds == [ours, "/other/python", "/other/python", ours] * 2
+    groups = processes.group(["smoe", "sonicmoe", "scattermoe"], {"sonicmoe": "/other/python"}, "smoe", {})
+    assert [p.peers for p in groups] == [["smoe", "scattermoe"], ["smoe", "sonicmoe"]]
+
+
+def test_failures_are_records(pretend, capsys):
+    pretend.fatal["scattermoe"] = "prepare"
+    _, found = pretend("--peers", "scattermoe,grouped_mm,sonicmoe")
+    by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
+    assert by_peer["grouped_mm"]["failed"] == "too large" and "status 70" in by_peer["scattermoe"]["failed"]
+    assert by_peer["sonicmoe"]["forward_ms"] == 3
+    assert [r["peer"] for r in found if r["shape"] == "tiny-b"] == ["smoe", "grouped_mm", "sonicmoe"]
+    assert "scattermoe left out from here on" in capsys.readouterr().err
+
+
+def test_a_peer_that_ends_its_process_in_a_round(pretend):
+    pretend.fatal["sonicmoe"] = "round"
+    _, found = pretend("--peers", "sonicmoe,scattermoe")
+    by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
+    assert "status 70" in by_peer["sonicmoe"]["failed"] and by_peer["scattermoe"]["forward_ms"] == 4
+    pretend.fatal["sonicmoe"] = ("round", 3)  # the last: the earlier rounds of the others count
+    _, found = pretend("--peers", "sonicmoe,scattermoe", "--again")
+    by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
+    assert "failed" in by_peer["sonicmoe"] and by_peer["scattermoe"]["rounds"] == 3
+    assert by_peer["scattermoe"]["forward_ms"] == 4
+
+
+def test_without_smoe_nothing_is_measured(pretend):
+    pretend.fatal["smoe"] = "prepare"
+    with pytest.raises(run.Failed, match="smoe itself"):
+        pretend("--peers", "sonicmoe")
+
+
+def test_a_process_that_ends_while_its_child_lives(monkeypatch, tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(
+        'import subprocess, sys\nsys.stdin.readline()\nprint(\'{"at": "momoe"}\', flush=True)\n'
+        "subprocess.Popen(['sleep', '20'])\nsys.exit(7)\n"
+    )
+    monkeypatch.setattr(processes, "ENTRY", script)
+    process = processes.Process(sys.executable, ["smoe", "momoe"], {})
+    process.start()
+    begin = time.monotonic()
+    with pytest.raises(processes.Died, match="status 7") as died:
+        process.ask("prepare")
+    process.stop()
+    assert died.value.peer == "momoe" and time.monotonic() - begin < 15
+
+
+def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch):
+    """Its failure is its record; the others have times without a ratio, and the run goes on."""
+    real = Pretended.ask
+
+    def ask(self, do, **arguments):
+        answer = real(self, do, **arguments)
+        if do == "prepare":
+            answer["measured"]["smoe"] = {"failed": "out of memory"}
+        return {"times": {"sonicmoe forward": 3.0}} if do == "round" else answer
+
+    monkeypatch.setattr(Pretended, "ask", ask)
+    _, found = pretend("--peers", "sonicmoe")
+    assert [r.get("failed") for r in found] == ["out of memory", None] * 2
+    assert found[1]["forward_ms"] == 3 and tables.ratio(found[1], "forward") is None
+    assert tables.make(found)
+
+
+# ---- the command ----
+
+
+def test_the_commit_is_that_of_the_sources(tmp_path):
+    identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    git = lambda *words: subprocess.run(
+        ["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True
+    )
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    git("init", "-q")
+    write("src/a.c", "1")
+    git("add", "-A"), git("commit", "-q", "-m", "source")
+    first = peers.commit(tmp_path)
+    assert len(first) == 12
+    write("docs/results/peers.jsonl", "{}")
+    assert peers.commit(tmp_path) == first
+    git("add", "-A"), git("commit", "-q", "-m", "records")
+    assert peers.commit(tmp_path) == first
+    write("src/a.c", "2")
+    assert peers.commit(tmp_path) == first + "-dirty"
+    git("add", "-A"), git("commit", "-q", "-m", "source again")
+    assert peers.commit(tmp_path) not in (first, first + "-dirty")
+    assert peers.commit(tmp_path / "none") == "unknown"
+
+
+def command(path, *arguments, hide=None):
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    if hide:
+        environment["PYTHONPATH"] = os.pathsep.join([str(hide), environment.get("PYTHONPATH", "")])
+    line = [sys.executable, str(ROOT / "bench/peers.py"), "--records", str(path), *arguments]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
+
+
+def test_the_command_on_the_cpu(tmp_path):
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "transformers.py").write_text("raise ImportError('not here')\n")
+    path = tmp_path / "peers.jsonl"
+    tiny = (
+        "--device",
+        "cpu",
+        "--dtype",
+        "f32",
+        "--suite",
+        "tiny",
+        "--shape-seconds",
+        "0",
+        "--settle",
+        "0",
+        "--timed",
+        "0",
+    )
+    done = command(path, *tiny, hide=tmp_path / "hidden")
+    assert done.returncode == 0, done.stderr
+    assert "transformers skipped: ImportError: not here; to install: pip install 'transformers>=5.17'" in done.stderr
+    found = records.read(path)
+    assert [(r["shape"], r["peer"]) for r in found] == [
+        (shape, peer) for shape in ("tiny-a", "tiny-b") for peer in ("smoe", "loop")]  # fmt: skip
+    for record in found:
+        assert max(record["errors"].values()) < 1e-6 and record["forward_ms"] > 0 and record["rounds"] == 4
+        assert record["commit"] and record["date"].endswith("Z") and record["versions"]["torch"] == torch.__version__
+    assert "loop / smoe, geometric mean: forward" in done.stdout and "tiny-b" in done.stdout
+    before = path.read_bytes()
+    again = command(path, *tiny, "--peers", "loop", "--markdown")
+    assert again.returncode == 0 and path.read_bytes() == before and "tiny-a experts" not in again.stderr
+    assert "| tiny-a | loop |" in again.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(tmp_path):
+    done = command(tmp_path / "peers.jsonl", "--suite", "tiny")
+    assert done.returncode == 3 and "torch finds no CUDA device" in done.stderr and "--device cpu" in done.stderr
+    assert not (tmp_path / "peers.jsonl").exists()
+
+
+def test_wrong_arguments(tmp_path):
+    for arguments in (("--suite", "nosuch"), ("--peers", "nosuch"), ("--python", "nosuch=python3")):
+        done = command(tmp_path / "peers.jsonl", *arguments)
+        assert done.returncode == 2 and "nosuch" in done.stderr, arguments
+
+
+def test_a_plot_needs_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(peers, "can_plot", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--show", "--plot", str(tmp_path / "ratios.png")])
+    assert peers.main() == 3 and "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_renewing_a_document(tmp_path):
+    path, document = tmp_path / "peers.jsonl", tmp_path / "peers.md"
+    document.write_text(f"before\n{peers.BEGIN}\nold\n{peers.END}\nafter\n")
+    records.append(path, some_records())
+    assert command(path, "--docs", str(document)).returncode == 0
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| 7B-n256 | sonicmoe |" in text and "Versions: torch 2.11." in text
+    with pytest.raises(ValueError, match="no lines"):
+        peers.renewed("nothing", "block")
