@@ -128,9 +128,9 @@ def test_text_run_stops_and_resumes(tmp_path, data):
 
 @needs_smoe
 def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
-    cases = "two 8 2 2 1000000\none 8 1 1 1000000\nfour 8 4 1 1000000\ncoarse 2 1 1 1000000"
+    cases = "two 8 2 1 1000000\none 8 1 1 1000000\nfour 8 4 1 1000000\ncoarse 2 1 1 1000000"
     environment = {"SMOE": str(SMOE), "DATA": str(data), "SIZES": "--layers 2 --hidden 16 --heads 2 --intermediate 8"}
-    environment |= {"CASES": cases.replace("2 2 1000000", "2 1 1000000"), "STEPS": "4", "BATCH": "4", "CONTEXT": "32"}
+    environment |= {"CASES": cases, "STEPS": "4", "BATCH": "4", "CONTEXT": "32"}
     environment |= {"TILE": "8", "OMP_NUM_THREADS": "1"}
     study = [TOOLS / "rounding_study.sh", tmp_path]
     (tmp_path / "two.none.1").mkdir()  # an interrupted run
