@@ -182,9 +182,9 @@ typedef struct smoe_context_options {
  * DEVICE.
  *
  * With the CPU backend smoe_create makes OpenBLAS allocate buffers of 128 MiB of address space each. After
- * the call their number is at least the sum of the threads of all existing contexts, this one included, plus
- * OpenBLAS's own number of threads, minus one. OpenBLAS never frees a buffer; a new context uses the buffers
- * of destroyed ones.
+ * the call there are at least C + B - 1 of them: C is the sum of the threads of all existing contexts, this
+ * one included, and B is OpenBLAS's own number of threads. OpenBLAS never frees a buffer; a new context uses
+ * the buffers of destroyed ones.
  */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
@@ -477,8 +477,7 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* required if any gradient except db2 is wanted. (With the cuda backend
-                                    dw2 needs A', which stage dh writes, and dh reads w2) */
+    const void *w2;              /* required, with both backends, if any gradient except db2 is wanted */
     const void *b2;              /* required if the forward had b2, else NULL: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;

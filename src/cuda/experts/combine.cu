@@ -35,9 +35,10 @@
 //   C a multiple of 16 and > 1024                    long   4             2
 //   all others                                       long   4             1
 //
-// A CTA computes one token, or several if one token needs fewer than 64 or 128 threads. Such small CTAs are
-// many on an SM, and while some wait for indices others have loads in flight. A token that needs more threads
-// has a CTA of up to 512; beyond that its columns are shared among several CTAs.
+// A CTA has about 128 threads (64 in the line with 3 vectors): it computes one token, or several if a token
+// needs fewer threads. Such CTAs are many on an SM, and while some wait for indices others have loads in
+// flight. A token that needs more threads has a CTA of up to 512; beyond that its columns are shared among
+// several CTAs.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"

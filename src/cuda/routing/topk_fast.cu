@@ -8,7 +8,8 @@
 //
 // Most logits are never sorted. A row of logits is read as vectors of 16 bytes. Let P be the least of 4, 8,
 // 16 that is at least K. Order the vectors by their largest logits, ties to the lower expert. The K best
-// logits are all in the first P vectors: an expert in any other vector has at least K experts before it. So
+// logits are all in the first P vectors: an expert in any other vector comes after the best expert of each of
+// these P >= K vectors. So
 // - a thread sorts the largest logits of its vectors;
 // - the threads of a token merge their lists and take P / SHARE of the first P vectors each;
 // - each thread sorts the logits of its vectors;
