@@ -68,7 +68,10 @@ def make_tests(folder: Path) -> dict[str, type]:
             all_model_classes = (getattr(transformers, f"{prefix}Model"), getattr(transformers, f"{prefix}ForCausalLM"))
 
             def setUp(self):
-                config = transformers.AutoConfig.for_model(model_type, **SIZES, **sizes)
+                # At 0.02 the experts change the outputs by less than the test tolerates, so that only a crash shows. At 0.2
+                # half precision sends tokens to other experts in the second layer, whichever function computes the first.
+                scale = 0.2 if self._testMethodName.endswith("fp32") else 0.02
+                config = transformers.AutoConfig.for_model(model_type, initializer_range=scale, **SIZES, **sizes)
                 self.model_tester = Inputs(config)
                 calls.clear()
 
