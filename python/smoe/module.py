@@ -94,7 +94,9 @@ class MoE(nn.Module):
             **self.options,
         )
         out = found.out.view(x.shape)
-        return found._replace(out=out) if losses or counts else out
+        if not (losses or counts):
+            return out
+        return functional.MoEOutput(out, found.logits, found.losses, found.counts)  # torch 2.6 does not trace _replace
 
     def update_selection_bias(self, counts: Tensor, gamma: float = 1e-3) -> None:
         """The aux-free balancing step after an optimizer step; `counts` as forward(counts=True) gave them, or their sum

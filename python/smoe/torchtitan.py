@@ -11,8 +11,15 @@ import logging
 from dataclasses import dataclass
 
 from torch import Tensor
-from torchtitan.models.common.activation import SwiGLU
-from torchtitan.models.common.linear import GroupedLinear
+
+try:
+    from torchtitan.models.common.activation import SwiGLU
+    from torchtitan.models.common.linear import GroupedLinear
+except ImportError as error:
+    raise ImportError(
+        "smoe.torchtitan: needs torchtitan with GroupedLinear (of September 2026, as commit 00a4c147), which keeps gate and up "
+        "weights in one w13; up to release 0.3.0 they are two parameters, and joining them would cost a copy at every step"
+    ) from error
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.protocols.model import ModelConfigConverter

@@ -71,6 +71,8 @@ def work(rank, kind, address, results):
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_two_ranks(kind, tmp_path):
+    if kind == "fsdp" and torch.__version__.startswith("2.6."):
+        pytest.skip("fully_shard of torch 2.6 needs a GPU: it records an event of the CPU's stream, which has none")
     mp.spawn(work, (kind, tmp_path / "store", tmp_path / "result"), nprocs=RANKS)
     losses, weights = single()
     for rank in range(RANKS):
