@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Fine-tunes an OLMoE-shaped model with Transformers' Trainer, the experts by smoe and by grouped_mm in one run.
 
-  python examples/finetune_transformers.py --layers 4 --steps 30          random weights in OLMoE-1B-7B's shape, random tokens
-  python examples/finetune_transformers.py --model PATH text.txt          a checkpoint and its tokenizer
-  python examples/finetune_transformers.py --tiny README.md               on the CPU, in seconds
+  python examples/finetune_transformers.py --steps 30             random weights in OLMoE-1B-7B's shape, random tokens
+  python examples/finetune_transformers.py --model PATH text.txt  a checkpoint and its tokenizer
+  python examples/finetune_transformers.py --tiny README.md       on the CPU, in seconds
 
-Two modes: `full` trains every weight, `lora` (needs peft) trains low-rank updates of the attention and freezes the rest, the
-experts too; then smoe computes no gradient of an expert's weights. Each pair of mode and implementation is a run of its own from
-the same weights and batches; several --rounds run in turns, every other one backwards, and the table has the medians. Needs
-torch 2.6 and Transformers 5.17 or later.
+Two modes: `full` trains every weight; `lora` (needs peft) trains low-rank updates of the attention and freezes the
+rest, the experts too, and then smoe computes no gradient of an expert's weights. Each pair of mode and implementation
+is a run of its own from the same weights and batches; several --rounds run in turns, every other one backwards, and the
+table has the medians. Needs torch 2.6 and Transformers 5.17 or later.
 
 Exit status: 0 ok, 1 the implementations' losses differ by more than --tolerance, 2 usage, 3 run-time failure.
 """
@@ -24,18 +24,30 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 
 if "WORLD_SIZE" not in os.environ:  # else Trainer would spread the batch over all GPUs by DataParallel
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    OlmoeConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.utils import logging
 
 import smoe.transformers  # noqa: F401, registers "smoe"
 
-TINY = dict(layers=2, hidden=32, intermediate=16, experts=8, topk=2, heads=4, vocabulary=256, context=32, batch=4, steps=8)
+TINY = dict(
+    layers=2, hidden=32, intermediate=16, experts=8, topk=2, heads=4, vocabulary=256, context=32, batch=4, steps=8
+)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -46,9 +58,13 @@ class UsageError(Exception):
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("text", nargs="*", help="text files to train on; without them random tokens")
-    p.add_argument("--model", help="a checkpoint for AutoModelForCausalLM; without it random weights of the sizes below")
+    p.add_argument(
+        "--model", help="a checkpoint for AutoModelForCausalLM; without it random weights of the sizes below"
+    )
     p.add_argument("--tiny", action="store_true", help="tiny sizes, on the CPU")
-    for name, value in dict(layers=16, hidden=2048, intermediate=1024, experts=64, topk=8, heads=16, vocabulary=50304).items():
+    for name, value in dict(
+        layers=16, hidden=2048, intermediate=1024, experts=64, topk=8, heads=16, vocabulary=50304
+    ).items():
         p.add_argument(f"--{name}", type=int, help=f"of random weights ({value})", default=None)
         p.set_defaults(**{f"default_{name}": value})
     p.add_argument("--context", type=int, help="tokens of a sequence (4096)")
@@ -58,10 +74,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--rank", type=int, default=16, help="of the low-rank updates (16)")
     p.add_argument("--modes", default="full,lora", help="full, lora or both (full,lora)")
-    p.add_argument("--implementations", default="smoe,grouped_mm", help="values of experts_implementation (smoe,grouped_mm)")
+    p.add_argument(
+        "--implementations", default="smoe,grouped_mm", help="values of experts_implementation (smoe,grouped_mm)"
+    )
     p.add_argument("--rounds", type=int, default=1)
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--tolerance", type=float, default=0.05, help="largest difference of two losses of a step, nats (0.05)")
+    p.add_argument(
+        "--tolerance", type=float, default=0.05, help="largest difference of two losses of a step, nats (0.05)"
+    )
     p.add_argument("--json", metavar="FILE", help="appends a JSON object for every run")
     o = p.parse_args(arguments)
     for name in (*TINY,):
@@ -73,7 +93,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     o.modes, o.implementations = o.modes.split(","), o.implementations.split(",")
     unknown = [mode for mode in o.modes if mode not in ("full", "lora")]
     if unknown or o.rounds < 1:
-        raise UsageError(f"--modes {unknown[0]}: expected full or lora" if unknown else f"--rounds {o.rounds} is less than 1")
+        raise UsageError(
+            f"--modes {unknown[0]}: expected full or lora" if unknown else f"--rounds {o.rounds} is less than 1"
+        )
     if o.tiny and o.model:
         raise UsageError("--tiny and --model: a checkpoint has its own sizes")
     o.device = "cuda" if torch.cuda.is_available() and not o.tiny else "cpu"
@@ -141,7 +163,9 @@ def with_lora(model: torch.nn.Module, o: argparse.Namespace) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     set_seed(o.seed)
-    return get_peft_model(model, LoraConfig(r=o.rank, lora_alpha=2 * o.rank, target_modules=ATTENTION, task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=o.rank, lora_alpha=2 * o.rank, target_modules=ATTENTION, task_type="CAUSAL_LM")
+    )
 
 
 class Watch(TrainerCallback):
@@ -176,9 +200,9 @@ def train(o: argparse.Namespace, data: Windows, mode: str, implementation: str) 
     watch = Watch(o.device == "cuda")
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, max_steps=o.steps, per_device_train_batch_size=o.batch, learning_rate=o.lr, seed=o.seed, data_seed=o.seed,
-            optim="adamw_torch_fused", bf16=False, logging_steps=1, logging_nan_inf_filter=False, save_strategy="no",
-            report_to="none", disable_tqdm=True, use_cpu=o.device == "cpu", dataloader_num_workers=0,
+            folder, max_steps=o.steps, per_device_train_batch_size=o.batch, learning_rate=o.lr, seed=o.seed,
+            data_seed=o.seed, optim="adamw_torch_fused", bf16=False, logging_steps=1, logging_nan_inf_filter=False,
+            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=o.device == "cpu", dataloader_num_workers=0,
         )  # fmt: skip
         if o.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -186,7 +210,9 @@ def train(o: argparse.Namespace, data: Windows, mode: str, implementation: str) 
         with contextlib.redirect_stdout(sys.stderr):  # Trainer prints its logs
             trainer.train()
     peak = torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else None
-    found = dict(mode=mode, implementation=implementation, step_ms=watch.milliseconds(), memory_gib=peak, losses=watch.losses)
+    found = dict(
+        mode=mode, implementation=implementation, step_ms=watch.milliseconds(), memory_gib=peak, losses=watch.losses
+    )
     found["tokens_per_s"] = o.batch * o.context / found["step_ms"] * 1e3
     found["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     del trainer, model
@@ -209,6 +235,8 @@ def choose_modes(o: argparse.Namespace) -> list[str]:
 
 
 def run_all(o: argparse.Namespace) -> list[dict]:
+    if o.model:
+        o.vocabulary = AutoConfig.from_pretrained(o.model).vocab_size
     data, runs, modes = Windows(o), [], choose_modes(o)
     for turn in range(o.rounds):
         for mode in modes:
@@ -220,16 +248,24 @@ def run_all(o: argparse.Namespace) -> list[dict]:
     return runs
 
 
+COLUMNS = (("mode", -6), ("experts", -12), ("trained", 14), ("ms a step", 10), ("tokens/s", 10), ("peak GiB", 9))
+COLUMNS += (("first loss", 11), ("last loss", 10))
+
+
+def line(cells: Iterable[str]) -> str:
+    return " ".join(f"{cell:{'<' if w < 0 else '>'}{abs(w)}}" for cell, (_, w) in zip(cells, COLUMNS, strict=True))
+
+
 def table(o: argparse.Namespace, runs: list[dict]) -> None:
-    print(f"{'mode':<6} {'experts':<12} {'trained':>14} {'ms a step':>10} {'tokens/s':>10} {'peak GiB':>9} {'first loss':>11} {'last loss':>10}")
+    """A line for each mode and implementation: medians over the rounds, the losses of the first."""
+    print(line(name for name, _ in COLUMNS))
     for mode in dict.fromkeys(run["mode"] for run in runs):
-        for implementation in o.implementations:
-            same = [run for run in runs if (run["mode"], run["implementation"]) == (mode, implementation)]
+        for kind in o.implementations:
+            same = [run for run in runs if (run["mode"], run["implementation"]) == (mode, kind)]
             middle = lambda key: statistics.median(run[key] for run in same)
             memory = "-" if same[0]["memory_gib"] is None else f"{middle('memory_gib'):.2f}"
-            losses = same[0]["losses"]
-            print(f"{mode:<6} {implementation:<12} {same[0]['trained']:14d} {middle('step_ms'):10.1f} {middle('tokens_per_s'):10.0f} "
-                  f"{memory:>9} {losses[0]:11.4f} {losses[-1]:10.4f}", flush=True)  # fmt: skip
+            speed, losses = (f"{middle('step_ms'):.1f}", f"{middle('tokens_per_s'):.0f}"), same[0]["losses"]
+            print(line((mode, kind, str(same[0]["trained"]), *speed, memory, f"{losses[0]:.4f}", f"{losses[-1]:.4f}")))
 
 
 def agree(o: argparse.Namespace, runs: list[dict]) -> bool:

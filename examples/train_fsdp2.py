@@ -6,10 +6,11 @@
   torchrun --nproc-per-node 4 examples/train_fsdp2.py --model 1.4B data/*.bin --out run --resume
   python examples/train_fsdp2.py --init run/step-0000000 text.txt --compare run/train.jsonl
 
-Model, data order, optimizer and schedule are those of `smoe train`: from the same weights, files, seed and batch both print the
-same losses within rounding. It runs on one process without torchrun, and on the CPU with gloo. Needs torch 2.6 or later.
+Model, data order, optimizer and schedule are those of `smoe train`: from the same weights, files, seed and batch both
+print the same losses within rounding. It runs on one process without torchrun, and on the CPU with gloo. Needs torch
+2.6 or later; 2.11 and 2.15 were tried.
 
-Exit status: 0 ok, 1 --compare found a difference, 2 usage, 3 run-time failure. (torchrun itself ends with 1 for any of these.)
+Exit status: 0 ok, 1 --compare found a difference, 2 usage, 3 run-time failure. torchrun ends with 1 for the last three.
 docs/python.md, "FSDP-2", has what to know about fully_shard and expert layers.
 """
 
@@ -21,7 +22,7 @@ import time
 import traceback
 from dataclasses import replace
 
-# NVLink multicast (NVLS) is off where this was measured, and a program that uses it there fails; set 1 to try it elsewhere.
+# NVLink multicast (NVLS) is switched off on the machines where this was measured. The environment may say 1 elsewhere.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
@@ -76,7 +77,7 @@ def shard(model: models.LanguageModel, o, device: torch.device) -> None:
     for block in model.blocks:  # the last one is needed again at once
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=o.zero == 3 and block is not last)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    # By itself the gathering of a block starts when the host reaches it, late if the experts made the host wait for the GPU.
+    # By itself the gathering of a block starts when the host reaches it: late if the experts made the host wait.
     for block, following in zip(model.blocks, model.blocks[1:]):
         block.set_modules_to_forward_prefetch([following])
 
@@ -194,8 +195,9 @@ class Run:
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         fact("processes", f"{self.processes} on {where}, torch {torch.__version__}")
         sharding = "not sharded" if o.no_shard else f"ZeRO-{o.zero}"
-        fact("step", f"{self.batch} sequences, {self.tokens_a_step} tokens; {sharding}, weights {o.precision}, arithmetic "
-             f"{o.compute}, gradient sum {o.reduce}, checkpointing {o.checkpoint}, compile {'on' if o.compile else 'off'}")  # fmt: skip
+        types = f"weights {o.precision}, arithmetic {o.compute}, gradient sum {o.reduce}"
+        ways = f"{sharding}, checkpointing {o.checkpoint}, compile {'on' if o.compile else 'off'}"
+        fact("step", f"{self.batch} sequences, {self.tokens_a_step} tokens; {types}; {ways}")
         fact("experts", o.experts)
         self.report.record(
             "start", options=vars(o), config=models.described(c), processes=self.processes, sequences=self.batch,
@@ -281,14 +283,25 @@ class Run:
         fact("tokens/day", f"{speed * 86400 / 1e9:.3f} B, {each * 86400 / 1e9:.3f} B a process")
         flops = "6 active weights + 6 layers context d FLOPs a token"
         share = f", MFU {tflops / peak:.1%} of {peak:g} TFLOP/s bf16" if peak else ""
-        fact("FLOPs", f"{tflops:.1f} TFLOP/s a process ({flops}){share}")
+        fact("FLOPs", f"{tflops:.4g} TFLOP/s a process ({flops}){share}")
         fact("peak memory", f"{memory:.2f} GiB a process")
         found = self.tell_profile()
         self.report.record(
-            "end", step=self.step, loss=self.losses[self.step], step_ms=step_ms, tokens_per_s=speed, tokens_per_s_each=each,
-            tokens_per_day=speed * 86400, tokens_per_day_each=each * 86400, tflops_each=tflops,
-            mfu=tflops / peak if peak else None, memory_gib=memory, processes=self.processes, experts=self.o.experts, **found,
-        )  # fmt: skip
+            "end",
+            step=self.step,
+            loss=self.losses[self.step],
+            step_ms=step_ms,
+            tokens_per_s=speed,
+            tokens_per_s_each=each,
+            tokens_per_day=speed * 86400,
+            tokens_per_day_each=each * 86400,
+            tflops_each=tflops,
+            mfu=tflops / peak if peak else None,
+            memory_gib=memory,
+            processes=self.processes,
+            experts=self.o.experts,
+            **found,
+        )
 
     def tell_profile(self) -> dict:
         if not self.profile:
@@ -327,7 +340,9 @@ class Run:
         most = max(abs(ours - theirs) for ours, theirs in pairs)
         good = most <= self.o.tolerance
         verdict = "within" if good else "NOT within"
-        self.report.fact("compared", f"{len(pairs)} losses, largest difference {most:.2e}, {verdict} {self.o.tolerance:g}")
+        self.report.fact(
+            "compared", f"{len(pairs)} losses, largest difference {most:.2e}, {verdict} {self.o.tolerance:g}"
+        )
         self.report.record("compare", log=self.o.compare, steps=len(pairs), largest=most, within=good)
         return good
 

@@ -1,9 +1,9 @@
 """Batches of tokens in the order of `smoe train`: the same files, seed, batch and context give the same sequences.
 
 How a batch is drawn. Sample number step * batch + row of the run is a window of `context` tokens and their targets, one
-token later. The training stream is cut into adjoining windows from a random start; a pass over all of them visits each once,
-in random order; the next pass has another start and another order. Everything follows from the seed by a counter-based
-generator, so a batch is a function of (seed, step) alone, and a resumed run needs nothing but its step.
+token later. The training stream is cut into adjoining windows from a random start; a pass over all of them visits each
+once, in random order; the next pass has another start and another order. Everything follows from the seed by a
+counter-based generator, so a batch is a function of (seed, step) alone, and a resumed run needs nothing but its step.
 train/tokens.h describes files and split, train/tokens.c and train/random.h are the code that this repeats.
 """
 
@@ -31,7 +31,7 @@ def random_bits(seed: int, index: int) -> int:
 
 
 def permuted(index: int, count: int, key: int) -> int:
-    """A random permutation of 0..count-1 at `index`: a Feistel network over a power of four, walked until it is below count."""
+    """A random permutation of 0..count-1 at `index`: a Feistel network over a power of four, walked to below count."""
     half = 1
     while half < 31 and 1 << 2 * half < count:
         half += 1

@@ -31,7 +31,8 @@ class Routing:
         if not self.balance:
             return out
         count = logits.shape[1]
-        share = torch.zeros(count, device=ids.device).index_add(0, ids.flatten(), torch.ones_like(ids.flatten()).float())
+        flat = ids.flatten()
+        share = torch.zeros(count, device=ids.device).index_add(0, flat, torch.ones_like(flat, dtype=torch.float32))
         loss = count * (share / len(ids) * logits.float().softmax(-1).mean(0)).sum()
         return _WithLoss.apply(out, self.balance * loss)
 
@@ -65,11 +66,11 @@ def _sonicmoe(routing: Routing, compiled: bool) -> Callable:
     from sonicmoe.functional import moe_TC_softmax_topk_layer
 
     def run(x, wr, w1, w2):
-        stream = torch.cuda.current_stream().cuda_stream
+        stream, act, over_topk = torch.cuda.current_stream().cuda_stream, ActivationType.SWIGLU, routing.renormalize
+        w1, w2 = w1.permute(1, 2, 0), w2.permute(1, 2, 0)
         out, logits, _ = moe_TC_softmax_topk_layer(
-            x, wr, w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None, routing.topk, stream, ActivationType.SWIGLU, False,
-            is_softmax_over_topk=routing.renormalize,
-        )  # fmt: skip
+            x, wr, w1, None, w2, None, routing.topk, stream, act, False, is_softmax_over_topk=over_topk
+        )
         if routing.balance:
             out = routing.balanced(out, logits, logits.topk(routing.topk, dim=-1).indices)
         return out
@@ -159,7 +160,7 @@ def make_experts(peer: str, routing: Routing, device: str, compiled: bool) -> Ca
     try:
         return MAKERS[peer](routing, compiled)
     except ImportError as error:
-        raise UsageError(f"--experts {peer} cannot be imported ({error}); to install it: {INSTALL.get(peer, 'see torch')}")
+        raise UsageError(f"--experts {peer} cannot be imported ({error}); to install it: {INSTALL[peer]}")
 
 
 class MoE(nn.Module):

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "GH200": 989.4}  # bf16 on the tensor cores, dense, SXM boards, as NVIDIA states
+PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4}  # bf16, dense, of SXM boards as NVIDIA states it
 
 
 def peak_of(device: torch.device) -> float | None:
@@ -26,8 +26,7 @@ class StepClock:
         self.cuda, self.marks = device.type == "cuda", []
 
     def mark(self, counts: bool) -> None:
-        """The end of a step, or with counts False a point before one that is to be timed: what lies between two marks is
-        not a step's time then."""
+        """The end of a step. What lies between it and the mark before is a step's time only if it counts."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -49,7 +48,7 @@ def median(values: list[float]) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB: on CUDA the most that tensors took, on the CPU the most that the process took; the largest of all processes."""
+    """GiB, the largest of all processes: on CUDA the most that tensors took, on the CPU that the process took."""
     used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     if device.type != "cuda":
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -75,7 +74,7 @@ def _is_communication(name: str) -> bool:
 
 
 class Profile:
-    """The events of some steps of this process. On CUDA they are kernels; on the CPU gloo's collectives are all there is."""
+    """The events of some steps of this process: on CUDA all kernels, on the CPU gloo's collectives alone."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda, self.elapsed = device.type == "cuda", 0.0
@@ -99,8 +98,8 @@ class Profile:
             self.elapsed = max(end for _, _, end in self.spans) - min(start for _, start, _ in self.spans)
 
     def summary(self) -> dict:
-        """Shares of the watched time: collectives running (waiting for other GPUs counts), and collectives running while
-        no other kernel does (None on the CPU)."""
+        """Shares of the watched time: collectives running (waiting for other GPUs counts), collectives running while no
+        other kernel does, and nothing running (the last two None on the CPU)."""
         talk = [(a, b) for name, a, b in self.spans if _is_communication(name)]
         work = [(a, b) for name, a, b in self.spans if not _is_communication(name)]
         total = self.elapsed or float("nan")

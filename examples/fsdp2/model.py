@@ -125,8 +125,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """forward(tokens, targets), both (rows) int64, gives the mean cross-entropy in nats. The loss is computed in here because
-    the head's weights are whole only inside this forward."""
+    """forward(tokens, targets), both (rows) int64, gives the mean cross-entropy in nats. The loss is computed in here
+    because the head's weights are whole only inside this forward."""
 
     def __init__(self, config: Config, run_experts: Callable, compiled: bool, recompute: bool) -> None:
         super().__init__()
@@ -162,8 +162,9 @@ class LanguageModel(nn.Module):
 
 
 def drawn(config: Config, seed: int, device: torch.device) -> Callable[[int, str, torch.Size], Tensor]:
-    """Normal values, ones for the norms; what is added to the residual stream starts smaller by sqrt(2 layers). A parameter's
-    values depend on the seed and its number alone, so that every number of processes starts from the same weights."""
+    """Normal values, ones for the norms; what is added to the residual stream starts smaller by sqrt(2 layers). A
+    parameter's values depend on the seed and its number alone: every number of processes starts from the same weights.
+    """
     generator = torch.Generator(device)
 
     def give(index: int, name: str, shape: torch.Size) -> Tensor:

@@ -36,29 +36,47 @@ def _not_negative(text: str) -> float:
 def parser(description: str) -> argparse.ArgumentParser:
     p = Parser(prog="train_fsdp2.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     data = p.add_argument_group("data")
-    data.add_argument("data", nargs="*", help="text files, folders of them, or token files (*.bin) as smoe train reads them")
+    data.add_argument(
+        "data", nargs="*", help="text files, folders of them, or token files (*.bin) as smoe train reads them"
+    )
     data.add_argument("--random", action="store_true", help="uniform random tokens instead")
-    data.add_argument("--batch", type=_count, help="sequences of a step on all processes together (the model's x processes)")
+    data.add_argument(
+        "--batch", type=_count, help="sequences of a step on all processes together (the model's x processes)"
+    )
     data.add_argument("--seed", type=int, default=1, help="of weights and samples (1)")
     model = p.add_argument_group("model")
-    model.add_argument("--model", choices=CONFIGS, default="tiny", help="the paper's 0.5B, 1.4B, 7B, or one for tests (tiny)")
+    model.add_argument("--model", choices=CONFIGS, default="tiny", help="the paper's 0.5B, 1.4B, 7B, or tiny")
     model.add_argument("--layers", type=_count, help="another number of layers")
     model.add_argument("--context", type=_count, help="another number of tokens in a sequence")
     model.add_argument("--vocabulary", type=_count, help="another size of the vocabulary")
-    model.add_argument("--init", metavar="CHECKPOINT", help="first weights and shape: a folder of smoe train, or any OLMoE")
+    model.add_argument(
+        "--init", metavar="CHECKPOINT", help="first weights and shape: a folder of smoe train, or any OLMoE"
+    )
     model.add_argument("--experts", choices=MAKERS, default="smoe", help="who computes the experts (smoe)")
-    model.add_argument("--balance", type=_not_negative, default=0.0, help="coefficient of the load-balance loss, by process (0)")
+    model.add_argument(
+        "--balance", type=_not_negative, default=0.0, help="coefficient of the load-balance loss, by process (0)"
+    )
     step = p.add_argument_group("step")
     step.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     step.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of weights and AdamW's states (f32)")
-    step.add_argument("--compute", choices=("f32", "bf16"), help="of the arithmetic (bf16 on CUDA, on the CPU --precision's)")
+    step.add_argument(
+        "--compute", choices=("f32", "bf16"), help="of the arithmetic (bf16 on CUDA, on the CPU --precision's)"
+    )
     step.add_argument("--reduce", choices=("f32", "bf16"), help="of the gradients' sum over processes (--precision's)")
-    step.add_argument("--checkpoint", choices=("none", "full"), default="none", help="full: the backward computes layers again")
-    step.add_argument("--zero", type=int, choices=(2, 3), default=3, help="3: weights are freed after a layer's forward (3)")
-    step.add_argument("--no-shard", action="store_true", help="without fully_shard; one process, --compute as --precision")
+    step.add_argument(
+        "--checkpoint", choices=("none", "full"), default="none", help="full: the backward computes layers again"
+    )
+    step.add_argument(
+        "--zero", type=int, choices=(2, 3), default=3, help="3: weights are freed after a layer's forward (3)"
+    )
+    step.add_argument(
+        "--no-shard", action="store_true", help="without fully_shard; one process, --compute as --precision"
+    )
     step.add_argument("--compile", action=argparse.BooleanOptionalAction, help="norms, attention, loss (on CUDA)")
     optimizer = p.add_argument_group("optimizer, AdamW with warm-up and cosine")
-    optimizer.add_argument("--steps", type=_count, default=100, help="length of the run, steps before a --resume included (100)")
+    optimizer.add_argument(
+        "--steps", type=_count, default=100, help="length of the run, steps before a --resume included (100)"
+    )
     optimizer.add_argument("--lr", type=_not_negative, default=4e-4, help="peak learning rate (4e-4)")
     optimizer.add_argument("--end-lr", type=_not_negative, default=0.1, help="its fraction at the end (0.1)")
     optimizer.add_argument("--warmup", type=_not_negative, default=0.05, help="fraction of the run (0.05)")
@@ -76,8 +94,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument("--skip", type=int, default=5, help="first steps that the median step time leaves out (5)")
     out.add_argument("--profile", type=int, nargs="?", const=3, default=0, metavar="STEPS",
                      help="profiles the last STEPS (3) steps: share of communication, longest kernels")  # fmt: skip
-    out.add_argument("--compare", metavar="LOG", help="JSON lines of another run (train.jsonl of smoe train, or --json's)")
-    out.add_argument("--tolerance", type=_not_negative, default=0.02, help="largest difference of a loss from LOG's, nats (0.02)")
+    out.add_argument(
+        "--compare", metavar="LOG", help="JSON lines of another run (train.jsonl of smoe train, or --json's)"
+    )
+    out.add_argument(
+        "--tolerance", type=_not_negative, default=0.02, help="largest difference of a loss from LOG's, nats (0.02)"
+    )
     return p
 
 
@@ -110,5 +132,5 @@ def settle(options: argparse.Namespace, device: str, processes: int) -> None:
     if device == "cuda" and options.compute == "f32" and options.experts != "eager":
         raise UsageError(f"--compute f32: {options.experts} has bf16 alone on CUDA")
     if options.no_shard and (processes > 1 or options.compute != options.precision):
-        raise UsageError(f"--no-shard: {processes} processes, --compute {options.compute}, --precision {options.precision}; "
-                         "it is for one process whose weights have the type of the arithmetic")  # fmt: skip
+        have = f"{processes} processes, --compute {options.compute}, --precision {options.precision}"
+        raise UsageError(f"--no-shard with {have}: it is for one process whose weights have the arithmetic's type")

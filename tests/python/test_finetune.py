@@ -1,5 +1,6 @@
 """examples/finetune_transformers.py on the CPU: both modes, both implementations, and what it says when they differ."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -20,16 +21,36 @@ TINY = ["--tiny", "--steps", "4", "--lr", "0.02", str(ROOT / "README.md")]
 def test_modes(tmp_path, monkeypatch, capsys):
     calls = []
     real = functional.experts
-    monkeypatch.setattr(functional, "experts", lambda x, i, w, w1, *a, **k: calls.append(w1.requires_grad) or real(x, i, w, w1, *a, **k))
+
+    def count(x, ids, weights, w1, *others, **options):
+        calls.append(w1.requires_grad)
+        return real(x, ids, weights, w1, *others, **options)
+
+    monkeypatch.setattr(functional, "experts", count)
     modes = ["full", "lora"] if importlib.util.find_spec("peft") else ["full"]
     log = tmp_path / "log.jsonl"
-    assert finetune_transformers.main([*TINY, "--modes", ",".join(modes), "--json", str(log), "--tolerance", "2e-4"]) == 0
+    options = ["--modes", ",".join(modes), "--json", str(log), "--tolerance", "2e-4"]
+    assert finetune_transformers.main([*TINY, *options]) == 0
     runs = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(run["mode"], run["implementation"]) for run in runs] == [(m, i) for m in modes for i in ("smoe", "grouped_mm")]
+    pairs = [(mode, implementation) for mode in modes for implementation in ("smoe", "grouped_mm")]
+    assert [(run["mode"], run["implementation"]) for run in runs] == pairs
     assert len({run["trained"] for run in runs}) == len(modes) and all(run["tokens_per_s"] > 0 for run in runs)
     assert all(len(run["losses"]) == 4 and run["losses"][-1] < run["losses"][0] - 0.01 for run in runs)
     assert calls == [True] * 8 + [False] * (8 * (len(modes) - 1))  # 2 layers, 4 steps; frozen with lora
     assert "tokens/s" in capsys.readouterr().out
+
+
+def test_checkpoint(tmp_path, monkeypatch):
+    """Its weights, its vocabulary, and smoe for the run that asks for it alone."""
+    sizes = dict(layers=1, hidden=32, intermediate=16, experts=4, topk=2, heads=2, vocabulary=64, context=16)
+    o = argparse.Namespace(**sizes, model=None, device="cpu", seed=3)
+    finetune_transformers.build(o, "eager").save_pretrained(tmp_path / "model")
+    calls, real = [], functional.experts
+    monkeypatch.setattr(functional, "experts", lambda *a, **k: calls.append(1) or real(*a, **k))
+    short = ["--modes", "full", "--context", "16", "--batch", "2", "--steps", "2", "--json", str(tmp_path / "log")]
+    monkeypatch.setattr(finetune_transformers.torch.cuda, "is_available", lambda: False)
+    assert finetune_transformers.main(["--model", str(tmp_path / "model"), *short, "--tolerance", "2e-4"]) == 0
+    assert len(calls) == 2
 
 
 def test_differing_losses(monkeypatch, capsys):
@@ -39,9 +60,10 @@ def test_differing_losses(monkeypatch, capsys):
     assert "losses differ" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--modes", "half"], ["--layers", "0"], ["missing.txt"], ["--context", "99999999", __file__], ["--model", "x"]]
-)
+WRONG = [["--modes", "half"], ["--layers", "0"], ["missing.txt"], ["--context", "99999999", __file__], ["--model", "x"]]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
 def test_usage_errors(arguments, capsys):
     assert finetune_transformers.main(["--tiny", *arguments]) == 2
     assert "finetune_transformers.py: " in capsys.readouterr().err

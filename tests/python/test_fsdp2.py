@@ -173,24 +173,24 @@ def token_file(tokens):
     return header.numpy().tobytes() + torch.tensor(tokens, dtype=torch.int16).numpy().tobytes()
 
 
-USAGE = {
-    "no data": [],
-    "both": [TEXT, "--random"],
-    "unknown experts": ["--random", "--experts", "momoe"],
-    "unknown option": ["--random", "--foo"],
-    "no batch": ["--random", "--batch", "0"],
-    "resume without out": ["--random", "--resume"],
-    "nothing to resume": ["--random", "--resume", "--out", "{}/none"],
-    "a GPU's experts": ["--random", "--experts", "scattermoe", "--device", "cpu"],
-    "not installed": ["--random", "--experts", "sonicmoe", "--device", "cpu"],
-    "narrow weights": ["--random", "--device", "cpu", "--precision", "bf16", "--compute", "f32"],
-    "unsharded": ["--random", "--device", "cpu", "--no-shard", "--compute", "bf16"],
-    "no checkpoint": ["--random", "--device", "cpu", "--init", "{}/none"],
-}
+USAGE = [  # arguments, part of the message
+    ([], "name text files"),
+    ([TEXT, "--random"], "not both"),
+    (["--random", "--experts", "momoe"], "--experts: invalid choice"),
+    (["--random", "--foo"], "unrecognized arguments"),
+    (["--random", "--batch", "0"], "0 is less than 1"),
+    (["--random", "--resume"], "--resume needs --out"),
+    (["--random", "--resume", "--out", "{}/none"], "holds no checkpoint"),
+    (["--random", "--experts", "scattermoe", "--device", "cpu"], "needs a CUDA device"),
+    (["--random", "--device", "cpu", "--precision", "bf16", "--compute", "f32"], "at most as wide"),
+    (["--random", "--device", "cpu", "--no-shard", "--compute", "bf16"], "--no-shard"),
+    (["--random", "--device", "cpu", "--init", "{}/none"], "no readable config.json"),
+    (["--random", "--steps", "3", "--profile", "3"], "leaves no step"),
+]
 
 
-@pytest.mark.parametrize("arguments", USAGE.values(), ids=USAGE)
-def test_usage_errors(arguments, tmp_path, capsys):
+@pytest.mark.parametrize("arguments, message", USAGE)
+def test_usage_errors(arguments, message, tmp_path, capsys):
     try:
         status = train_fsdp2.main([part.format(tmp_path) for part in arguments])
     except SystemExit as error:
@@ -198,24 +198,23 @@ def test_usage_errors(arguments, tmp_path, capsys):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    assert status == 2
-    assert "train_fsdp2.py: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert status == 2 and "train_fsdp2.py: " in said and message in said, said
 
 
 def test_failures(tmp_path):
     run = ["--device", "cpu", "--steps", "2"]
-    for data in ("missing.txt", "short.bin", "short.txt"):
-        path = tmp_path / data
-        if data == "short.bin":
-            path.write_bytes(token_file(range(5))[:-2])
-        elif data == "short.txt":
-            path.write_text("too short")
-        status, said = train(tmp_path / "run", 1, str(path), *run)
-        assert status == [3] and data in said, said
+    (tmp_path / "short.bin").write_bytes(token_file(range(5))[:-2])
+    (tmp_path / "short.txt").write_text("too short")
+    wanted = {"missing.txt": "no such file", "short.bin": "the header counts 5 tokens", "short.txt": "to train on"}
+    for data, message in wanted.items():
+        status, said = train(tmp_path / "run", 1, str(tmp_path / data), *run)
+        assert status == [3] and data in said and message in said, said
     status, said = train(tmp_path / "run", 2, TEXT, *run, "--batch", "7")
     assert status == [2, 2] and "not a multiple" in said, said
-    status, said = train(tmp_path / "run", 1, TEXT, *run, "--lr", "1e30", "--steps", "5", "--out", str(tmp_path / "out"))
-    assert status == [3] and "the loss is" in said and not (tmp_path / "out").exists(), said
+    out = tmp_path / "out"
+    status, said = train(tmp_path / "run", 1, TEXT, *run, "--lr", "1e30", "--steps", "5", "--out", str(out))
+    assert status == [3] and "the loss is" in said and not out.exists(), said
 
 
 def test_torchrun(tmp_path):
@@ -223,7 +222,9 @@ def test_torchrun(tmp_path):
     script, out = str(ROOT / "examples/train_fsdp2.py"), str(tmp_path / "out")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--random", *RUN]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--steps", "2", "--out", out], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        [*command, "--steps", "2", "--out", out], capture_output=True, text=True, timeout=120, env=environment
+    )
     assert done.returncode == 0 and "tokens/day" in done.stdout, done.stdout + done.stderr
     status, said = train(tmp_path / "run", 1, "--random", *RUN, "--seed", "6", "--steps", "3", "--out", out, "--resume")
     assert status == [2] and "seed 5, not 6" in said
