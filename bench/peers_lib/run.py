@@ -200,7 +200,7 @@ class Run:
     def _collect(self, process, ready, rounds, found):
         base = times_of(rounds, BASE)
         for peer, once in ready.items():
-            if peer in found:
+            if peer in found:  # smoe, whose own record is that of the first process
                 continue
             if "failed" in once:
                 say(f"{peer} failed: {once['failed']}")
