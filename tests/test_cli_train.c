@@ -248,7 +248,12 @@ static void test_info_model(void **state)
                       *const less = "info --model run/latest/config.json --batch 100 --recompute layers";
     assert_true(figure(state, much, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
     expect(state, "info --model nothing", 3, "config.json");
-    expect(state, "info --model run/latest --batch 0", 2, "--batch: '0'");
+    expect(state, "info --model run/latest --batch 0", 2, "--batch: 0 is outside");
+    // Of the batch only a part is kept at a time; gradients in bf16 become f32.
+    const char *const fewer = "info --model run/latest --batch 100 --recompute none --micro-batches 4";
+    assert_true(figure(state, fewer, "batch", "") == 100);
+    assert_true(figure(state, much, "layers_bytes", "") > 2 * figure(state, fewer, "layers_bytes", ""));
+    expect(state, "info --model run/latest --batch 10 --micro-batches 3", 2, "does not divide");
     expect(state, "info --model run/latest --recompute all", 2, "--recompute: 'all'");
 }
 

@@ -182,6 +182,54 @@ static void resume_gives_the_same_bits(void **state)
     omp_set_num_threads(1);
 }
 
+/* A batch of 4 in 1, 2 and 4 parts: the losses of the runs agree, and one in parts resumes bit for bit. */
+static void micro_batches_train_alike(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result whole, parts;
+    char out[PATH_BYTES];
+    s.batch = 4;
+    s.routing.rounding = SMOE_ROUNDING_NONE;
+    s.routing.balance_coefficient = 0; // no mean over tokens
+    train_ok(&s, &whole);
+    for (s.parts = 2; s.parts <= 4; s.parts *= 2) {
+        snprintf(out, sizeof out, "%s/parts%d", p->folder, (int)s.parts);
+        s.out = out;
+        train_ok(&s, &parts);
+        assert_int_equal(parts.tokens, whole.tokens);
+        assert_float_equal(parts.loss, whole.loss, 1e-3);
+        assert_float_equal(parts.validation.loss, whole.validation.loss, 1e-3);
+    }
+    s.parts = 3;
+    s.out = p->text;
+    train_fails(&s, ERROR_USAGE, "--micro-batches is 3, which does not divide the batch of 4");
+}
+
+/* Draws of SR-f follow step and part. */
+static void micro_batches_resume(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result whole, part;
+    char other[128];
+    snprintf(other, sizeof other, "%s/other", p->folder);
+    s.batch = 4;
+    s.parts = 2;
+    train_ok(&s, &whole);
+    stopper stop = {.at = 7};
+    s.out = other;
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &part, &err)) fail_msg("%s", err.text);
+    assert_int_equal(part.step, 7);
+    stop.flag = 0;
+    s.resume = true;
+    train_ok(&s, &part);
+    assert_true(part.validation.loss == whole.validation.loss);
+    assert_same_checkpoints(p->out, other);
+}
+
 static void log_goes_on_where_the_checkpoint_was(void **state)
 {
     place *p = *state;
@@ -525,6 +573,8 @@ int main(void)
 #define RUN(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
     const struct CMUnitTest tests[] = {
         RUN(resume_gives_the_same_bits),
+        RUN(micro_batches_train_alike),
+        RUN(micro_batches_resume),
         RUN(log_goes_on_where_the_checkpoint_was),
         RUN(a_stop_before_the_last_validation),
         RUN(the_last_validation_is_bounded),

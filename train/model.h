@@ -49,6 +49,7 @@ typedef enum model_recompute {
 
 typedef struct model_options {
     int64_t sequences;          // most of a pass, each of up to config.context tokens
+    int64_t parts;              // passes whose gradients are added up for one step (micro-batches); 0: 1
     const moe_routing *routing; // of the training passes (its step may change before each); NULL: plain top-K
     model_use use;
     model_recompute recompute;
@@ -73,16 +74,17 @@ typedef struct model {
     void *grads;    // (layout.total) on the device, grad_type; NULL when the model was made without training
     moe moe;
     moe_routing routing; // of training passes
-    int64_t sequences;
+    int64_t sequences, parts;
     model_use use;
     model_recompute recompute;
     model_layer *layers;
-    device_batch batch;
+    device_batch *batches;   // (parts) the batch that was loaded last
+    device_batch batch;      // the one of them that is passed
     void *x_last, *hidden;   // (rows, d): the final norm's input, output
     float *rstd;             // (rows)
     int64_t loss_rows;       // rows of logits that exist at a time
     void *logits;            // (loss_rows, vocab)
-    float *losses;           // (rows)
+    float *losses;           // (parts, rows)
     double *scalars;         // (SCALARS) on the device
     float *rope;             // rope_table
     void *dx, *dh, *dq, *dk; // (rows, d) gradients in flight; dx lies where `hidden` does
@@ -122,12 +124,12 @@ bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, 
  * on the host receive what follows the last. MODEL_GENERATE. */
 bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t count, float *logits, error *err);
 
-/* A training pass in two parts. model_enqueue_gradients: forward with m->routing and backward of the batch
- * that was loaded last, adding the gradients of `share` times the loss and of the auxiliary losses to
- * m->grads
- * (`add` false: on a device without adds_gradients they are written). The loss goes to
- * scalars[SCALAR_LOSS]. */
-void model_load_batch(model *m, const model_batch *batch);
+/* Training in two steps. model_load_batch brings a batch of `parts` passes to the device.
+ * model_enqueue_gradients: forward with m->routing and backward of the batch of m->parts passes that was
+ * loaded last, `sequences` in all of them. The gradients of its loss and of the passes' mean auxiliary losses
+ * are added to m->grads (`add` false: on a device without adds_gradients the first pass writes them). The
+ * loss goes to scalars[SCALAR_LOSS]. SR-f's draws differ from pass to pass. */
+void model_load_batch(model *m, const model_batch *batch, int64_t parts);
 bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err);
 
 /* Both, and the loss. */

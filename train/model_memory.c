@@ -151,7 +151,7 @@ static size_t place(model *m, arena *a)
     m->x_last = arena_values(a, dv->type, rows * d);
     m->hidden = arena_values(a, dv->type, rows * d);
     m->rstd = arena_floats(a, rows);
-    m->losses = arena_floats(a, rows);
+    m->losses = arena_floats(a, rows * m->parts);
     m->scalars = arena_take(a, SCALARS * sizeof *m->scalars);
     m->rope = arena_floats(a, c->context * (d / c->heads));
     if (m->use == MODEL_TRAIN) {
@@ -240,17 +240,25 @@ static bool describe(model *m, train_device *device, const model_config *config,
     *m = (model){.device = device,
                  .config = *config,
                  .sequences = options->sequences,
+                 .parts = options->parts ? options->parts : 1,
                  .use = options->use,
                  .recompute = options->recompute};
     if (options->routing) m->routing = *options->routing;
+    // The mean over the passes: each adds its part.
+    m->routing.balance_coefficient /= (float)m->parts;
+    m->routing.z_coefficient /= (float)m->parts;
     const model_config *c = &m->config;
     if (!m->device && !(m->owns_device = (m->device = cpu_open(err)) != NULL)) return false;
     int64_t rows = m->sequences * c->context;
     m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
     if (!model_config_check(c, err) || !check_device(m, err) || !param_layout_create(&m->layout, c, err))
         return false;
+    if (m->parts > 1 && m->device->grad_type != SMOE_TYPE_F32)
+        return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients that are not f32 at most 1",
+                    (long long)m->parts);
     m->layers = calloc((size_t)c->layers, sizeof *m->layers);
-    if (!m->layers) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
+    m->batches = calloc((size_t)m->parts, sizeof *m->batches);
+    if (!m->layers || !m->batches) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
     return c->dense_layers == c->layers ||
            moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN, &m->routing, err);
 }
@@ -279,6 +287,7 @@ void model_destroy(model *m)
     moe_destroy(&m->moe);
     param_layout_destroy(&m->layout);
     free(m->layers);
+    free(m->batches);
     if (m->weights != m->params) free(m->weights);
     if (m->memory) m->device->ops->release(m->device, m->memory);
     if (m->owns_device) m->device->ops->close(m->device);

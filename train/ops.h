@@ -43,7 +43,7 @@ typedef struct pass_shape {
     int64_t first; // position of a sequence's first row; not 0: one sequence, earlier rows are in k and v
 } pass_shape;
 
-/* One batch on the device. */
+/* The tokens of one pass on the device. */
 typedef struct device_batch {
     const int32_t *tokens, *targets; // (T), targets of a pass with a loss
     const int32_t *order;            // (T) rows by token, those of one token ascending, and
@@ -84,11 +84,11 @@ struct train_ops {
      * (type) and, rounded to it last, to master. NULL: the host draws. */
     void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
                  uint64_t stream);
-    /* Brings one batch of `rows` tokens to the device; targets may be NULL. The first call gives the most
-     * rows that will ever come, and the places stay. The host's arrays must stay as they are until `finish`.
-     */
+    /* Brings a batch to the device: for each of its `parts` passes `rows` tokens; to (parts); targets may be
+     * NULL. The first call gives the most tokens that will ever come, and the places stay. The host's arrays
+     * must stay as they are until `finish`. */
     void (*load_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
-                       int64_t rows, int64_t most, int64_t vocab);
+                       int64_t rows, int64_t parts, int64_t most, int64_t vocab);
     bool (*finish)(train_device *dv, error *err);
     /* Builds what passes of a shape need besides the caller's memory, before the first of them. */
     void (*prepare)(train_device *dv, const pass_shape *shape, bool backward);

@@ -130,7 +130,7 @@ bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *st
 {
     model *m = o->model;
     train_device *dv = m->device;
-    model_load_batch(m, batch);
+    model_load_batch(m, batch, m->parts);
     dv->ops->upload(dv, o->step, step, sizeof *step);
     if (!records(o)) {
         o->steps++;

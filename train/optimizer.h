@@ -35,7 +35,8 @@ void optimizer_draw(optimizer *o, uint64_t seed);
 void optimizer_upload(optimizer *o);
 bool optimizer_download(optimizer *o, error *err);
 
-/* Enqueues forward, backward and the update for a batch of model->sequences whole sequences, and returns
+/* Enqueues forward, backward and the update for a batch of model->parts times model->sequences whole
+ * sequences, and returns
  * while the device works; optimizer_finish waits. With a loss or norm that is not finite the weights are
  * worthless. */
 bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *step, error *err);

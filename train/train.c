@@ -132,12 +132,20 @@ static bool open_run(run *r, error *err)
     char path[PATH_BYTES];
     moe_routing routing = s->routing;
     routing.seed = s->seed;
-    model_options options = {
-        .sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN, .recompute = s->recompute};
+    device_options device = s->device;
+    device.sums = s->parts > 1;
+    model_options options = {.sequences = s->batch / s->parts,
+                             .parts = s->parts,
+                             .routing = &routing,
+                             .use = MODEL_TRAIN,
+                             .recompute = s->recompute};
+    if (s->batch % s->parts)
+        return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
+                    (long long)s->parts, (long long)s->batch);
     if (!open_tokenizer(r, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
                      s->config.vocab, s->config.context, TOKENS_TRAIN, err) ||
-        !(r->device = device_open(&s->device, err)) ||
+        !(r->device = device_open(&device, err)) ||
         !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
     if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)

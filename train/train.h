@@ -33,6 +33,7 @@ struct train_settings {
     const char *out;   // folder of log, curve and checkpoints
     bool resume;       // go on from OUT/latest; its config.json must be `config`
     int64_t batch;     // sequences of a step
+    int64_t parts;     // micro-batches: passes that a step's batch is cut into; divides it
     int64_t steps;     // length of the run in steps, or
     double seconds;    // in seconds of training when steps is 0
     double lr, end_lr; // peak, and the fraction of it at the end

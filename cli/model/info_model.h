@@ -8,6 +8,7 @@
 typedef struct info_model {
     const char *path; // config.json, or a checkpoint's folder; NULL: not asked
     int64_t batch;    // sequences of a step
+    int64_t parts;    // micro-batches that these are passed in
     bool bf16;        // --precision bf16
     model_recompute recompute;
 } info_model;

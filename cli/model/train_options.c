@@ -66,6 +66,8 @@ static const number_option numbers[] = {
      "Coefficient of the router's z-loss"},
 
     {"batch", "N", AT(batch), INT64, 1, 1 << 20, GROUP_OPTIMISER, "Sequences of a step"},
+    {"micro-batches", "M", AT(parts), INT64, 1, 1 << 20, GROUP_OPTIMISER,
+     "Pass them in M parts of equal size, whose gradients are added up in f32: needs the memory of one part"},
     {"lr", "X", AT(lr), REAL, 0, 1e3, GROUP_OPTIMISER, "Peak learning rate"},
     {"end-lr", "X", AT(end_lr), REAL, 0, 1, GROUP_OPTIMISER, "Its fraction at the end of the cosine"},
     {"warmup", "X", AT(warmup), REAL, 0, 1, GROUP_OPTIMISER, "Fraction of the run for the linear warm-up"},

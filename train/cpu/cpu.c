@@ -61,10 +61,11 @@ static void cpu_clear(train_device *dv, void *memory, size_t bytes)
 }
 
 static void cpu_load_batch(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
-                           int64_t rows, int64_t most, int64_t vocab)
+                           int64_t rows, int64_t parts, int64_t most, int64_t vocab)
 {
-    (void)dv, (void)rows, (void)most, (void)vocab;
-    *to = (device_batch){.tokens = tokens, .targets = targets};
+    (void)dv, (void)most, (void)vocab;
+    for (int64_t p = 0; p < parts; p++)
+        to[p] = (device_batch){.tokens = tokens + p * rows, .targets = targets ? targets + p * rows : NULL};
 }
 
 static bool cpu_finish(train_device *dv, error *err)

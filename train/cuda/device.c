@@ -128,12 +128,13 @@ static void release_batch(cuda_device *cuda)
     cuda->batch_rows = cuda->batch_vocab = 0;
 }
 
-/* tokens, targets, order (most each), runs (most + 2), pinned and on the device. */
+/* Pinned and on the device: tokens, targets and order (most each), and the runs of each part, two more than
+ * its rows: with parts of one row 3 most. */
 static bool make_room(cuda_device *cuda, int64_t most, int64_t vocab)
 {
     if (most <= cuda->batch_rows && vocab <= cuda->batch_vocab) return true;
     release_batch(cuda);
-    size_t bytes = (size_t)(4 * most + 2) * sizeof(int32_t);
+    size_t bytes = (size_t)(6 * most) * sizeof(int32_t);
     cuda_note(&cuda->base, cudaMallocHost((void **)&cuda->pinned, bytes), "memory of a batch");
     cuda_note(&cuda->base, cudaMalloc((void **)&cuda->batch, bytes), "memory of a batch");
     cuda->heads = malloc((size_t)(vocab + 1) * sizeof *cuda->heads);
@@ -160,7 +161,7 @@ static void sort_rows(int32_t *order, int32_t *runs, int32_t *heads, const int32
 }
 
 static void cuda_load_batch(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
-                            int64_t rows, int64_t most, int64_t vocab)
+                            int64_t rows, int64_t parts, int64_t most, int64_t vocab)
 {
     cuda_device *cuda = cuda_of(dv);
     if (!make_room(cuda, most, vocab)) {
@@ -168,14 +169,17 @@ static void cuda_load_batch(train_device *dv, device_batch *to, const int32_t *t
         return;
     }
     int32_t *pinned = cuda->pinned, *batch = cuda->batch;
-    size_t bytes = (size_t)rows * sizeof *tokens;
+    size_t bytes = (size_t)(rows * parts) * sizeof *tokens;
     most = cuda->batch_rows;
     cuda_note(dv, cudaStreamSynchronize(dv->stream), "waiting"); // the last batch may still be on its way
     memcpy(pinned, tokens, bytes);
     if (targets) memcpy(pinned + most, targets, bytes);
-    if (targets) sort_rows(pinned + 2 * most, pinned + 3 * most, cuda->heads, tokens, rows, vocab);
-    cuda_upload(dv, batch, pinned, (size_t)(4 * most + 2) * sizeof *batch);
-    *to = (device_batch){batch, batch + most, batch + 2 * most, batch + 3 * most};
+    for (int64_t p = 0; p < parts; p++) {
+        int64_t first = p * rows, order = 2 * most + first, runs = 3 * most + p * (rows + 2);
+        if (targets) sort_rows(pinned + order, pinned + runs, cuda->heads, tokens + first, rows, vocab);
+        to[p] = (device_batch){batch + first, batch + most + first, batch + order, batch + runs};
+    }
+    cuda_upload(dv, batch, pinned, (size_t)(3 * most + parts * (rows + 2)) * sizeof *batch);
 }
 
 /* ---- recording ---- */
@@ -280,7 +284,7 @@ train_device *cuda_open(const cuda_options *options, error *err)
                                 .name = "cuda",
                                 .backend = SMOE_BACKEND_CUDA,
                                 .type = SMOE_TYPE_BF16,
-                                .grad_type = options->bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+                                .grad_type = options->bf16 && !options->sums ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
                                 .state_type = options->bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
                                 .master = !options->bf16,
                                 .loss_rows = LOSS_ROWS,
