@@ -128,6 +128,7 @@ static void assert_same_checkpoints(const char *a, const char *b)
     error err = {0};
     model m[2];
     train_state state[2] = {{0}, {0}};
+    adamw_arrays arrays[2];
     snprintf(x, sizeof x, "%s/latest/model.safetensors", a);
     snprintf(y, sizeof y, "%s/latest/model.safetensors", b);
     assert_same_file(x, y);
@@ -137,18 +138,19 @@ static void assert_same_checkpoints(const char *a, const char *b)
         if (!checkpoint_load_config(x, &config, &err) ||
             !model_create(&m[i], NULL, &config, &(model_options){.sequences = 1}, &err))
             fail_msg("%s", err.text);
-        state[i].first = malloc(m[i].layout.total * sizeof(float));
-        state[i].second = malloc(m[i].layout.total * sizeof(float));
-        if (!checkpoint_load_state(x, &m[i], &state[i], &err)) fail_msg("%s", err.text);
+        arrays[i] = (adamw_arrays){.first = malloc(m[i].layout.total * sizeof(float)),
+                                   .second = malloc(m[i].layout.total * sizeof(float)),
+                                   .state_type = SMOE_TYPE_F32};
+        if (!checkpoint_load_state(x, &m[i], &arrays[i], &state[i], &err)) fail_msg("%s", err.text);
     }
     assert_int_equal(state[0].step, state[1].step);
     assert_true(state[0].loss_sum == state[1].loss_sum);
-    assert_memory_equal(state[0].first, state[1].first, m[0].layout.total * sizeof(float));
-    assert_memory_equal(state[0].second, state[1].second, m[0].layout.total * sizeof(float));
+    assert_memory_equal(arrays[0].first, arrays[1].first, m[0].layout.total * sizeof(float));
+    assert_memory_equal(arrays[0].second, arrays[1].second, m[0].layout.total * sizeof(float));
     for (int i = 0; i < 2; i++) {
         model_destroy(&m[i]);
-        free(state[i].first);
-        free(state[i].second);
+        free(arrays[i].first);
+        free(arrays[i].second);
     }
 }
 
@@ -362,7 +364,7 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     char latest[PATH_BYTES + 8];
     snprintf(latest, sizeof latest, "%s/latest", p->out);
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
-    assert_true(checkpoint_load_weights(latest, &m, &err));
+    assert_true(checkpoint_load_weights(latest, &m, NULL, &err));
     model_destroy(&m);
 }
 
@@ -500,7 +502,7 @@ static void a_loss_that_is_not_finite_stops_the_run(void **state)
     assert_true(checkpoint_find(p->out, name, sizeof name, &err));
     model m;
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
-    assert_true(checkpoint_load_weights(name, &m, &err));
+    assert_true(checkpoint_load_weights(name, &m, NULL, &err));
     for (size_t i = 0; i < m.layout.total; i++) assert_true(isfinite(m.weights[i]));
     model_destroy(&m);
     snprintf(path, sizeof path, "%s/train.jsonl", p->out);

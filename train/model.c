@@ -175,21 +175,6 @@ bool model_gradients(model *m, const model_batch *batch, double *loss, error *er
            read_loss(m, loss, err);
 }
 
-void model_upload(model *m, float *master)
-{
-    train_device *dv = m->device;
-    int64_t total = (int64_t)m->layout.total;
-    dv->ops->store(dv, m->params, dv->type, m->weights, total);
-    if (master) dv->ops->store(dv, master, SMOE_TYPE_F32, m->weights, total);
-}
-
-void model_download(model *m, const float *master)
-{
-    train_device *dv = m->device;
-    dv->ops->load(dv, m->weights, master ? master : m->params, master ? SMOE_TYPE_F32 : dv->type,
-                  (int64_t)m->layout.total);
-}
-
 int64_t model_active_weights(const model_config *c)
 {
     int64_t d = c->hidden, sparse = c->layers - c->dense_layers;

@@ -69,7 +69,7 @@ typedef struct model {
     bool owns_device;
     model_config config;
     param_layout layout;
-    float *weights; // (layout.total) on the host, as checkpoints have them. On the CPU: `params`
+    float *weights; // (layout.total) on the CPU: `params`; else NULL
     void *params;   // (layout.total) on the device: what passes read
     void *grads;    // (layout.total) on the device, grad_type; NULL when the model was made without training
     moe moe;
@@ -110,11 +110,6 @@ void model_destroy(model *m); // a zeroed model is fine
 /* m->bytes of such a model, without its memory: no passes. Then model_destroy. */
 bool model_measure(model *m, train_device *device, const model_config *config, const model_options *options,
                    error *err);
-
-/* m->weights to the device (after they were read or drawn) and back (before they are written); nothing moves
- * on the CPU. `master`: the f32 weights of the optimiser on the device, or NULL: m->params. */
-void model_upload(model *m, float *master);
-void model_download(model *m, const float *master);
 
 /* Loss of a batch, the mean in nats without auxiliary losses; gradients stay as they are. `routing` NULL:
  * plain top-K, as validation uses it. */

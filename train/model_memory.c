@@ -205,9 +205,7 @@ static bool allocate(model *m, error *err)
     m->memory = dv->ops->allocate(dv, bytes);
     if (!m->memory) return no_memory(m, bytes, err);
     place(m, &(arena){.base = m->memory});
-    m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : calloc(m->layout.total, sizeof *m->weights);
-    if (!m->weights)
-        return fail(err, ERROR_RUNTIME, "out of memory: %zu weights on the host", m->layout.total);
+    m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : NULL;
     dv->ops->clear(dv, m->params, m->layout.total * type_size(dv->type));
     if (m->grads) dv->ops->clear(dv, m->grads, m->layout.total * type_size(dv->grad_type));
     return fill_rope(m, err) && prepare(m, err);
@@ -288,7 +286,6 @@ void model_destroy(model *m)
     param_layout_destroy(&m->layout);
     free(m->layers);
     free(m->batches);
-    if (m->weights != m->params) free(m->weights);
     if (m->memory) m->device->ops->release(m->device, m->memory);
     if (m->owns_device) m->device->ops->close(m->device);
     *m = (model){0};

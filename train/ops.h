@@ -74,14 +74,19 @@ struct train_ops {
     void (*release)(train_device *dv, void *memory);
     size_t (*available)(train_device *dv); // bytes that allocate can still give, 0: not known
     size_t (*used)(train_device *dv);      // bytes in use by the driver's count, 0: not known
-    void (*upload)(train_device *dv, void *to, const void *host, size_t bytes); // done with host on return
+    /* Memory of the host that copies to and from the device are fast with; NULL: no memory. */
+    void *(*allocate_host)(train_device *dv, size_t bytes);
+    void (*release_host)(train_device *dv, void *memory);
+    /* Done with `host` on return, unless it is of allocate_host: then at `finish`. */
+    void (*upload)(train_device *dv, void *to, const void *host, size_t bytes);
     void (*download)(train_device *dv, void *host, const void *from, size_t bytes); // done on return
-    /* f32 on the host to `type` on the device and back */
+    /* f32 on the host to `type` on the device (as upload) and back */
     void (*store)(train_device *dv, void *to, smoe_type type, const float *host, int64_t count);
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
     /* count normal values of a stream (train/random.h) times deviation, or ones where that is 0, to `to`
-     * (type) and, rounded to it last, to master. NULL: the host draws. */
+     * (type) and, rounded to it last, to master. NULL on the CPU: the caller
+     * draws. */
     void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
                  uint64_t stream);
     /* Brings a batch to the device: for each of its `parts` passes `rows` tokens; to (parts); targets may be

@@ -3,8 +3,6 @@
 
 #include "train/arena.h"
 
-#include <stdlib.h>
-
 static void place(optimizer *o, arena *a)
 {
     const train_device *dv = o->model->device;
@@ -48,12 +46,7 @@ static bool allocate(optimizer *o, error *err)
         return fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %lld weights", (long long)total);
     place(o, &(arena){.base = o->memory});
     dv->ops->clear(dv, o->memory, bytes);
-    bool host = dv->backend == SMOE_BACKEND_CPU;
-    o->first = host ? o->arrays.first : calloc((size_t)total, sizeof *o->first);
-    o->second = host ? o->arrays.second : calloc((size_t)total, sizeof *o->second);
-    return (o->first && o->second) ||
-           fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %lld weights on the host",
-                (long long)total);
+    return true;
 }
 
 bool optimizer_create(optimizer *o, model *m, error *err)
@@ -66,8 +59,6 @@ bool optimizer_create(optimizer *o, model *m, error *err)
 
 void optimizer_destroy(optimizer *o)
 {
-    if (o->first != o->arrays.first) free(o->first);
-    if (o->second != o->arrays.second) free(o->second);
     if (o->recording) o->model->device->ops->forget(o->model->device, o->recording);
     if (o->memory) o->model->device->ops->release(o->model->device, o->memory);
     *o = (optimizer){0};
@@ -79,7 +70,6 @@ void optimizer_draw(optimizer *o, uint64_t seed)
     train_device *dv = m->device;
     if (!dv->ops->draw) {
         param_init(m->weights, &m->layout, seed);
-        optimizer_upload(o);
         return;
     }
     for (size_t i = 0; i < m->layout.tensor_count; i++) {
@@ -88,25 +78,6 @@ void optimizer_draw(optimizer *o, uint64_t seed)
                       o->arrays.master ? o->arrays.master + t->offset : NULL, (int64_t)t->count, t->deviation,
                       param_stream(seed, i));
     }
-}
-
-void optimizer_upload(optimizer *o)
-{
-    train_device *dv = o->model->device;
-    const adamw_arrays *a = &o->arrays;
-    model_upload(o->model, a->master);
-    dv->ops->store(dv, a->first, a->state_type, o->first, a->total);
-    dv->ops->store(dv, a->second, a->state_type, o->second, a->total);
-}
-
-bool optimizer_download(optimizer *o, error *err)
-{
-    train_device *dv = o->model->device;
-    const adamw_arrays *a = &o->arrays;
-    model_download(o->model, a->master);
-    dv->ops->load(dv, o->first, a->first, a->state_type, a->total);
-    dv->ops->load(dv, o->second, a->second, a->state_type, a->total);
-    return dv->ops->finish(dv, err);
 }
 
 static bool enqueue(optimizer *o, int64_t sequences, int64_t length, error *err)

@@ -9,11 +9,9 @@ typedef struct optimizer {
     model *model;
     adamw_arrays arrays;
     adamw_step *step; // on the device
-    float *first,
-        *second;     // the moments on the host, as checkpoints have them. On the CPU: arrays.first, .second
-    void *memory;    // on the device
-    void *recording; // a step as the device noted it; NULL: not yet, or it cannot
-    int64_t steps;   // enqueued so far
+    void *memory;     // on the device
+    void *recording;  // a step as the device noted it; NULL: not yet, or it cannot
+    int64_t steps;    // enqueued so far
 } optimizer;
 
 /* What a step found. */
@@ -30,10 +28,6 @@ void optimizer_destroy(optimizer *o); // a zeroed one is fine
 
 /* First weights, drawn where the device can. */
 void optimizer_draw(optimizer *o, uint64_t seed);
-
-/* Weights and moments from the host's arrays (model->weights, first, second) to the device and back. */
-void optimizer_upload(optimizer *o);
-bool optimizer_download(optimizer *o, error *err);
 
 /* Enqueues forward, backward and the update for a batch of model->parts times model->sequences whole
  * sequences, and returns

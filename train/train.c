@@ -49,8 +49,6 @@ static bool allocate(run *r, error *err)
 {
     size_t rows = (size_t)(r->settings->batch * r->settings->config.context);
     if (!optimizer_create(&r->optimizer, &r->model, err)) return false;
-    r->state.first = r->optimizer.first;
-    r->state.second = r->optimizer.second;
     r->inputs = malloc(2 * rows * sizeof *r->inputs);
     if (!r->inputs) return fail(err, ERROR_RUNTIME, "out of memory: a batch of %zu tokens", rows);
     r->targets = r->inputs + rows;
@@ -68,8 +66,9 @@ static bool resume(run *r, error *err)
         return false;
     if (!model_config_same(&have, &s->config, &why))
         return fail(err, ERROR_USAGE, "%.200s holds a checkpoint of another shape: %.250s", path, why.text);
-    if (!checkpoint_load_weights(path, &r->model, err) ||
-        !checkpoint_load_state(path, &r->model, &r->state, err))
+    const adamw_arrays *arrays = &r->optimizer.arrays;
+    if (!checkpoint_load_weights(path, &r->model, arrays->master, err) ||
+        !checkpoint_load_state(path, &r->model, arrays, &r->state, err))
         return false;
     if (r->state.seed != s->seed || r->state.batch != s->batch)
         return fail(err, ERROR_USAGE,
@@ -82,19 +81,15 @@ static bool resume(run *r, error *err)
 static bool save(run *r, error *err)
 {
     if (r->settings->checkpoints == 0) return file_make_folder(r->settings->out, err);
-    return optimizer_download(&r->optimizer, err) &&
-           checkpoint_save(r->settings->out, &r->model, &r->state, &r->words, r->settings->keep, err);
+    return checkpoint_save(r->settings->out, &r->model, &r->optimizer.arrays, &r->state, &r->words,
+                           r->settings->keep, err);
 }
 
 static bool start(run *r, error *err)
 {
     const train_settings *s = r->settings;
     char path[PATH_BYTES];
-    if (s->resume) {
-        if (!resume(r, err)) return false;
-        optimizer_upload(&r->optimizer);
-        return true;
-    }
+    if (s->resume) return resume(r, err);
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
         return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);

@@ -32,11 +32,13 @@ static void make(model *m, train_device *device, const model_config *c, const mo
 {
     error err = {0};
     if (!model_create(m, device, c, options, &err)) die(&err);
-    param_init(m->weights, &m->layout, 7);
+    float *weights = malloc(m->layout.total * sizeof *weights);
+    param_init(weights, &m->layout, 7);
     for (size_t i = m->layout.matrices; i < m->layout.total; i++) // norms away from one
-        m->weights[i] += (float)(0.2 * random_normal(9, i));
-    for (size_t i = 0; i < m->layout.total; i++) m->weights[i] = to_bf16(m->weights[i]);
-    model_upload(m, NULL);
+        weights[i] += (float)(0.2 * random_normal(9, i));
+    for (size_t i = 0; i < m->layout.total; i++) weights[i] = to_bf16(weights[i]);
+    m->device->ops->store(m->device, m->params, m->device->type, weights, (int64_t)m->layout.total);
+    free(weights);
 }
 
 static float *gradients(model *m, const model_batch *batch, double *loss)

@@ -36,6 +36,21 @@ static void cuda_release(train_device *dv, void *memory)
     (void)cudaFree(memory);
 }
 
+static void *cuda_allocate_host(train_device *dv, size_t bytes)
+{
+    void *memory;
+    (void)dv;
+    if (cudaMallocHost(&memory, bytes) == cudaSuccess) return memory;
+    (void)cudaGetLastError();
+    return NULL;
+}
+
+static void cuda_release_host(train_device *dv, void *memory)
+{
+    cuda_note(dv, cudaStreamSynchronize(dv->stream), "waiting");
+    (void)cudaFreeHost(memory);
+}
+
 static size_t cuda_available(train_device *dv)
 {
     size_t available = 0, total = 0;
@@ -229,6 +244,8 @@ static const train_ops device_part = {
     .close = cuda_close,
     .allocate = cuda_allocate,
     .release = cuda_release,
+    .allocate_host = cuda_allocate_host,
+    .release_host = cuda_release_host,
     .available = cuda_available,
     .used = cuda_used,
     .draw = cuda_draw,
