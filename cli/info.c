@@ -20,7 +20,17 @@ typedef struct info_options {
     info_model model;
 } info_options;
 
-enum { KEY_JSON = 1, KEY_CSV, KEY_DEVICE, KEY_MODEL, KEY_BATCH, KEY_PARTS, KEY_PRECISION, KEY_RECOMPUTE };
+enum {
+    KEY_JSON = 1,
+    KEY_CSV,
+    KEY_DEVICE,
+    KEY_MODEL,
+    KEY_BATCH,
+    KEY_PARTS,
+    KEY_CHUNKS,
+    KEY_PRECISION,
+    KEY_RECOMPUTE
+};
 
 static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The memory that training a model needs:", 3},
@@ -28,6 +38,7 @@ static const struct argp_option options_table[] = {
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
     {"micro-batches", KEY_PARTS, "M", 0, "Parts that they are passed in, as train's (default 1)", 3},
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as train's", 3},
+    {"chunks", KEY_CHUNKS, "C", 0, "Column chunks of the experts, as train's (default 1)", 3},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default) or layers, as train's", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
@@ -50,6 +61,9 @@ static void parse_model(int key, const char *text, struct argp_state *state)
     case KEY_PARTS:
         if (!parse_integer("--micro-batches", text, 1, 1 << 20, &wanted->parts, &err))
             argp_error(state, "%s", err.text);
+        return;
+    case KEY_CHUNKS:
+        if (!parse_integer("--chunks", text, 1, 64, &wanted->chunks, &err)) argp_error(state, "%s", err.text);
         return;
     case KEY_PRECISION:
         wanted->bf16 = strcmp(text, "bf16") == 0;
@@ -260,7 +274,7 @@ int smoe_cli_info(int argc, char **argv)
         return ERROR_RUNTIME;
     }
     problem_options_init(&options->problem);
-    options->model = (info_model){.batch = 8, .parts = 1, .recompute = RECOMPUTE_NORMS};
+    options->model = (info_model){.batch = 8, .parts = 1, .chunks = 1, .recompute = RECOMPUTE_NORMS};
     error err = {0};
     if (argp_parse(&info_argp, argc, argv, 0, NULL, options) != 0) {
         err.code = ERROR_USAGE;

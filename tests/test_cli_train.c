@@ -247,6 +247,13 @@ static void test_info_model(void **state)
     const char *const much = "info --model run/latest --batch 100 --recompute none",
                       *const less = "info --model run/latest/config.json --batch 100 --recompute layers";
     assert_true(figure(state, much, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
+    const char *const wide = "info --model wide/latest --batch 64 --chunks 1",
+                      *const cut = "info --model wide/latest --batch 64 --chunks 4";
+    expect(state,
+           "train " TINY "--hidden 512 --experts 16 --topk 16 --steps 1 --checkpoints 1 --out wide text.txt",
+           0, "done");
+    expect(state, "info --model wide/latest --chunks 3", 2, "chunks");
+    assert_true(figure(state, wide, "turns_bytes", "") > figure(state, cut, "turns_bytes", ""));
     expect(state, "info --model nothing", 3, "config.json");
     expect(state, "info --model run/latest --batch 0", 2, "--batch: 0 is outside");
     // Of the batch only a part is kept at a time; gradients in bf16 become f32.

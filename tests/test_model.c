@@ -355,6 +355,31 @@ static void micro_batches_add_up(void **state)
     free(whole), free(tokens), free(targets);
 }
 
+/* Loss and all gradients, bit for bit, with one column chunk and with two. */
+static void chunks_change_nothing(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.dense_layers = 1;
+    c.hidden = 128;
+    int32_t *tokens = tokens_of(2 * c.context, c.vocab, 1), *targets = tokens_of(2 * c.context, c.vocab, 2);
+    model_batch batch = {tokens, targets, 2, c.context};
+    model m[2];
+    double loss[2];
+    for (int i = 0; i < 2; i++) {
+        error err = {0};
+        const model_options options = {.sequences = 2, .use = MODEL_TRAIN, .chunks = i + 1};
+        if (!model_create(&m[i], NULL, &c, &options, &err)) fail_msg("%s", err.text);
+        param_init(m[i].weights, &m[i].layout, 7);
+        if (!model_gradients(&m[i], &batch, &loss[i], &err)) fail_msg("%s", err.text);
+    }
+    assert_true(m[1].moe.scratch_bytes < m[0].moe.scratch_bytes);
+    assert_true(loss[0] == loss[1]);
+    assert_memory_equal(m[0].grads, m[1].grads, m[0].layout.total * sizeof(float));
+    for (int i = 0; i < 2; i++) model_destroy(&m[i]);
+    free(tokens), free(targets);
+}
+
 /* Loss and all gradients, bit for bit, on one to three threads. */
 static void threads_change_nothing(void **state)
 {
@@ -403,6 +428,7 @@ int main(void)
         cmocka_unit_test(sparse_gradients),
         cmocka_unit_test(auxiliary_gradients),
         cmocka_unit_test(micro_batches_add_up),
+        cmocka_unit_test(chunks_change_nothing),
         cmocka_unit_test(threads_change_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -30,6 +30,7 @@ train_settings train_settings_default(void)
         .last_evaluation_tokens = 1 << 20,
         .keep = 2,
         .recompute = RECOMPUTE_NORMS,
+        .chunks = 1,
     };
     s.config.layers = 3;
     s.config.hidden = 96;

@@ -53,6 +53,7 @@ typedef struct model_options {
     const moe_routing *routing; // of the training passes (its step may change before each); NULL: plain top-K
     model_use use;
     model_recompute recompute;
+    int32_t chunks; // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
 } model_options;
 
 /* Bytes on the device, by what they are for. */

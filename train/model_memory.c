@@ -258,7 +258,8 @@ static bool describe(model *m, train_device *device, const model_config *config,
     m->batches = calloc((size_t)m->parts, sizeof *m->batches);
     if (!m->layers || !m->batches) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
     return c->dense_layers == c->layers ||
-           moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN, &m->routing, err);
+           moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN,
+                      options->chunks ? options->chunks : 1, &m->routing, err);
 }
 
 bool model_measure(model *m, train_device *device, const model_config *config, const model_options *options,

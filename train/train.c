@@ -133,7 +133,8 @@ static bool open_run(run *r, error *err)
                              .parts = s->parts,
                              .routing = &routing,
                              .use = MODEL_TRAIN,
-                             .recompute = s->recompute};
+                             .recompute = s->recompute,
+                             .chunks = s->chunks};
     if (s->batch % s->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)s->parts, (long long)s->batch);

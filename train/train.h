@@ -26,6 +26,7 @@ struct train_settings {
     model_config config;
     device_options device;
     model_recompute recompute;
+    int32_t chunks;           // column chunks of the experts
     const char *const *paths; // files and folders of text, or token files
     size_t path_count;
     const char

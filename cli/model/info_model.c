@@ -67,7 +67,8 @@ bool info_model_print(const info_model *wanted, smoe_backend backend, table_form
     const model_options options = {.sequences = wanted->batch / wanted->parts,
                                    .parts = wanted->parts,
                                    .use = MODEL_TRAIN,
-                                   .recompute = wanted->recompute};
+                                   .recompute = wanted->recompute,
+                                   .chunks = (int32_t)wanted->chunks};
     model_config config;
     model m;
     if (wanted->batch % wanted->parts)

@@ -11,6 +11,7 @@ typedef struct info_model {
     int64_t parts;    // micro-batches that these are passed in
     bool bf16;        // --precision bf16
     model_recompute recompute;
+    int64_t chunks; // column chunks of the experts
 } info_model;
 
 bool info_model_print(const info_model *wanted, smoe_backend backend, table_format format, error *err);

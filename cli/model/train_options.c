@@ -40,6 +40,9 @@ static const number_option numbers[] = {
     {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN, "Checkpoints over the run, 0: none"},
     {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Newest checkpoints that stay"},
 
+    {"chunks", "C", AT(chunks), INT32, 1, 64, GROUP_RUN,
+     "Column chunks of the experts, a power of two: more need less memory and give the same bits"},
+
     {"layers", "L", CONFIG(layers), INT64, 1, 4096, GROUP_MODEL, "Layers"},
     {"hidden", "D", CONFIG(hidden), INT64, 8, 1 << 18, GROUP_MODEL, "Hidden size, a multiple of 8"},
     {"heads", "N", CONFIG(heads), INT64, 1, 4096, GROUP_MODEL, "Attention heads"},

@@ -120,8 +120,10 @@ static void check(const char *name, const device_options *options, const model_c
     train_device *device = device_open(options, &err);
     if (!device) die(&err);
     device->loss_rows = rows / 2 + 1; // two parts
-    make(&cpu, NULL, c, &(model_options){sequences, 1, routing, MODEL_TRAIN, RECOMPUTE_NONE});
-    make(&gpu, device, c, &(model_options){sequences, 1, routing, MODEL_TRAIN, recompute});
+    make(&cpu, NULL, c, &(model_options){.sequences = sequences, .routing = routing, .use = MODEL_TRAIN});
+    make(&gpu, device, c,
+         &(model_options){
+             .sequences = sequences, .routing = routing, .use = MODEL_TRAIN, .recompute = recompute});
     double want, have, again;
     float *reference = gradients(&cpu, &batch, &want), *first = gradients(&gpu, &batch, &have);
     float *second = gradients(&gpu, &batch, &again);
@@ -160,8 +162,12 @@ static void check_parts(const device_options *options, const model_config *c)
     for (int64_t parts = 1; parts <= SEQUENCES; parts *= 2) {
         model m;
         double have;
-        make(&m, device, c,
-             &(model_options){SEQUENCES / parts, parts, &routing, MODEL_TRAIN, RECOMPUTE_NORMS});
+        const model_options wanted = {.sequences = SEQUENCES / parts,
+                                      .parts = parts,
+                                      .routing = &routing,
+                                      .use = MODEL_TRAIN,
+                                      .recompute = RECOMPUTE_NORMS};
+        make(&m, device, c, &wanted);
         float *grads = gradients(&m, &batch, &have);
         if (!whole) {
             whole = grads;
