@@ -111,11 +111,16 @@ static void head(model *m, float *losses, int64_t rows, int64_t all, bool train,
                     vocab * d, add);
 }
 
-void model_load_batch(model *m, const model_batch *batch, int64_t parts)
+void model_stage_batch(model *m, const model_batch *batch, int64_t parts)
 {
-    m->device->ops->load_batch(m->device, m->batches, batch->tokens, batch->targets,
-                               batch->sequences * batch->length / parts, parts,
-                               m->sequences * m->config.context * m->parts, m->config.vocab);
+    m->device->ops->stage_batch(m->device, m->batches, batch->tokens, batch->targets,
+                                batch->sequences * batch->length / parts, parts,
+                                m->sequences * m->config.context * m->parts, m->config.vocab);
+}
+
+void model_load_batch(model *m)
+{
+    m->device->ops->load_batch(m->device);
     m->batch = m->batches[0];
 }
 
@@ -129,7 +134,8 @@ bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, 
 {
     pass_shape shape = model_shape(m, batch->sequences, batch->length);
     int64_t rows = shape.sequences * shape.length;
-    model_load_batch(m, batch, 1);
+    model_stage_batch(m, batch, 1);
+    model_load_batch(m);
     if (!decoder(m, &shape, routing, err)) return false;
     head(m, m->losses, rows, rows, false, false);
     m->device->ops->mean(m->device, &m->scalars[SCALAR_LOSS], m->losses, rows);
@@ -142,7 +148,8 @@ bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t coun
     train_device *dv = m->device;
     pass_shape shape = model_shape(m, 1, count);
     shape.first = first;
-    model_load_batch(m, &(model_batch){tokens + first, NULL, 1, count}, 1);
+    model_stage_batch(m, &(model_batch){tokens + first, NULL, 1, count}, 1);
+    model_load_batch(m);
     if (!decoder(m, &shape, NULL, err)) return false;
     dv->ops->linear(dv, m->logits, model_past(m, m->hidden, (count - 1) * c->hidden),
                     param(m, m->layout.head), NULL, 1, c->hidden, c->vocab);
@@ -170,7 +177,8 @@ bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool a
 
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err)
 {
-    model_load_batch(m, batch, m->parts);
+    model_stage_batch(m, batch, m->parts);
+    model_load_batch(m);
     return model_enqueue_gradients(m, batch->sequences, batch->length, m->device->adds_gradients, err) &&
            read_loss(m, loss, err);
 }

@@ -120,15 +120,17 @@ bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, 
  * on the host receive what follows the last. MODEL_GENERATE. */
 bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t count, float *logits, error *err);
 
-/* Training in two steps. model_load_batch brings a batch of `parts` passes to the device.
- * model_enqueue_gradients: forward with m->routing and backward of the batch of m->parts passes that was
- * loaded last, `sequences` in all of them. The gradients of its loss and of the passes' mean auxiliary losses
- * are added to m->grads (`add` false: on a device without adds_gradients the first pass writes them). The
- * loss goes to scalars[SCALAR_LOSS]. SR-f's draws differ from pass to pass. */
-void model_load_batch(model *m, const model_batch *batch, int64_t parts);
+/* Training in three steps. model_stage_batch prepares a batch of `parts` passes, which must stay as it is
+ * until the device is done with it; on a GPU only until the call returns. model_load_batch brings it to the
+ * device. model_enqueue_gradients: forward with m->routing and backward of the batch of m->parts passes that
+ * was loaded last, `sequences` in all of them. The gradients of its loss and of the passes' mean auxiliary
+ * losses are added to m->grads (`add` false: on a device without adds_gradients the first pass writes them).
+ * The loss goes to scalars[SCALAR_LOSS]. SR-f's draws differ from pass to pass. */
+void model_stage_batch(model *m, const model_batch *batch, int64_t parts);
+void model_load_batch(model *m);
 bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err);
 
-/* Both, and the loss. */
+/* All three, and the loss. */
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err);
 
 /* Weights that one token uses in its pass, embedding not included (6 times that: FLOPs of training,

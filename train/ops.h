@@ -89,11 +89,13 @@ struct train_ops {
      * draws. */
     void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
                  uint64_t stream);
-    /* Brings a batch to the device: for each of its `parts` passes `rows` tokens; to (parts); targets may be
-     * NULL. The first call gives the most tokens that will ever come, and the places stay. The host's arrays
-     * must stay as they are until `finish`. */
-    void (*load_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
-                       int64_t rows, int64_t parts, int64_t most, int64_t vocab);
+    /* Prepares a batch, while the device may still work on the one before: for each of its `parts` passes
+     * `rows` tokens; targets may be NULL. to (parts): where load_batch will bring it; the first call gives
+     * the most tokens that will ever come, and the places stay. On the CPU they are the arguments themselves.
+     */
+    void (*stage_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
+                        int64_t rows, int64_t parts, int64_t most, int64_t vocab);
+    void (*load_batch)(train_device *dv);
     bool (*finish)(train_device *dv, error *err);
     /* Builds what passes of a shape need besides the caller's memory, before the first of them. */
     void (*prepare)(train_device *dv, const pass_shape *shape, bool backward);

@@ -80,9 +80,10 @@ void optimizer_draw(optimizer *o, uint64_t seed)
     }
 }
 
-static bool enqueue(optimizer *o, int64_t sequences, int64_t length, error *err)
+static bool enqueue(optimizer *o, error *err)
 {
     model *m = o->model;
+    int64_t sequences = m->sequences * m->parts, length = m->config.context;
     train_device *dv = m->device;
     if (!model_enqueue_gradients(m, sequences, length, dv->adds_gradients, err)) return false;
     dv->ops->gradient_norm(dv, &m->scalars[SCALAR_NORM], m->grads, o->arrays.total);
@@ -97,19 +98,24 @@ static bool records(const optimizer *o)
     return o->model->device->ops->record && o->steps > 0 && o->model->routing.rounding != SMOE_ROUNDING_SR_F;
 }
 
-bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *step, error *err)
+void optimizer_stage(optimizer *o, const model_batch *batch)
+{
+    model_stage_batch(o->model, batch, o->model->parts);
+}
+
+bool optimizer_step(optimizer *o, const adamw_step *step, error *err)
 {
     model *m = o->model;
     train_device *dv = m->device;
-    model_load_batch(m, batch, m->parts);
+    model_load_batch(m);
     dv->ops->upload(dv, o->step, step, sizeof *step);
     if (!records(o)) {
         o->steps++;
-        return enqueue(o, batch->sequences, batch->length, err);
+        return enqueue(o, err);
     }
     if (!o->recording) {
         dv->ops->record(dv);
-        bool done = enqueue(o, batch->sequences, batch->length, err);
+        bool done = enqueue(o, err);
         o->recording = dv->ops->recorded(dv);
         if (!done) return false;
         if (!o->recording) return dv->ops->finish(dv, err);

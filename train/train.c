@@ -28,6 +28,7 @@ typedef struct run {
     train_state state;
     train_log *log;
     int32_t *inputs, *targets; // (batch, context)
+    int64_t staged;            // the step whose batch they and the device have prepared, -1: none
     double started;            // the clock when state.elapsed was `before`
     double before;
     double line_time;     // elapsed at the line of the log before
@@ -205,18 +206,30 @@ static bool stop_not_finite(const run *r, const char *what, double value, error 
         what, (long long)r->state.step + 1, value, r->settings->out);
 }
 
+/* Reads the batch of a step. */
+static void stage(run *r, int64_t number)
+{
+    const train_settings *s = r->settings;
+    const model_batch batch = {r->inputs, r->targets, s->batch, s->config.context};
+    if (r->staged == number) return;
+    tokens_batch(r->data, s->seed, (uint64_t)number, s->batch, r->inputs, r->targets);
+    optimizer_stage(&r->optimizer, &batch);
+    r->staged = number;
+}
+
+/* The next step's batch is read while the device works on this one. */
 static bool step(run *r, double *loss, error *err)
 {
     const train_settings *s = r->settings;
-    model *m = &r->model;
-    model_batch batch = {r->inputs, r->targets, s->batch, s->config.context};
-    tokens_batch(r->data, s->seed, (uint64_t)r->state.step, s->batch, r->inputs, r->targets);
-    m->routing.step = (uint64_t)r->state.step;
+    r->model.routing.step = (uint64_t)r->state.step;
     r->lr = rate_now(r);
     adamw_step update = update_of(r);
     step_result found;
-    if (!optimizer_step(&r->optimizer, &batch, &update, err) || !optimizer_finish(&r->optimizer, &found, err))
-        return false;
+    stage(r, r->state.step);
+    if (!optimizer_step(&r->optimizer, &update, err)) return false;
+    const int64_t bytes = tokens_bytes(r->data, r->targets, s->batch * s->config.context);
+    stage(r, r->state.step + 1);
+    if (!optimizer_finish(&r->optimizer, &found, err)) return false;
     *loss = found.loss;
     r->grad_norm = found.norm;
     if (!isfinite(*loss)) return stop_not_finite(r, "loss", *loss, err);
@@ -224,7 +237,7 @@ static bool step(run *r, double *loss, error *err)
     r->state.step++;
     r->state.loss_sum += *loss;
     r->state.loss_count++;
-    r->state.loss_bytes += tokens_bytes(r->data, r->targets, s->batch * s->config.context);
+    r->state.loss_bytes += bytes;
     r->state.elapsed = r->before + clock_seconds() - r->started;
     return true;
 }
@@ -281,6 +294,7 @@ static void report(run *r, double loss, double seconds, train_observer observer,
 static bool validate(run *r, int64_t count, evaluation *result, error *err)
 {
     int64_t context = r->settings->config.context, windows = (count + context - 1) / context;
+    r->staged = -1; // its windows take the batch's place
     return evaluate(result, &r->model, r->data, windows, r->settings->stop, err);
 }
 
@@ -354,7 +368,7 @@ static void tell_start(const run *r)
 bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
                error *err)
 {
-    run r = {.settings = settings, .val_loss = NAN};
+    run r = {.settings = settings, .val_loss = NAN, .staged = -1};
     *result = (train_result){0};
     bool done = open_run(&r, err);
     int64_t first = r.state.step;
