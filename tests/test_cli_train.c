@@ -131,6 +131,19 @@ static void test_resumed(void **state)
            " s of training; of the 0.4 s, which count them, 0.");
 }
 
+/* Weights from a checkpoint: its sizes, another context, and what cannot be asked for beside them. */
+static void test_from(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--topk 3 --tied --steps 3 --out run text.txt", 0, "done");
+    expect(state, "train --from run --context 8 --batch 2 -q --steps 2 --out next text.txt", 0, "done");
+    expect(state, "train --resume --batch 2 -q --steps 3 --out next text.txt", 0, "resumed at step 2 of 3\n");
+    expect(state, "train --from run --batch 2 -q --resume --steps 3 --out next text.txt", 2,
+           "--from beside --resume");
+    expect(state, "train --from run --layers 1 --steps 3 --out other text.txt", 2, "--from beside sizes");
+    expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
+}
+
 /* A figure of `smoe ARGUMENTS --json`; `redirect` says where its standard input comes from. */
 static double figure(void **state, const char *arguments, const char *key, const char *redirect)
 {
@@ -393,6 +406,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_from, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -232,6 +232,27 @@ static void micro_batches_resume(void **state)
     assert_same_checkpoints(p->out, other);
 }
 
+/* A run that starts with the weights of another, and with moments of zero, has that one's loss at first. */
+static void a_run_starts_from_a_checkpoint(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result first, second;
+    char out[PATH_BYTES];
+    train_ok(&s, &first);
+    snprintf(out, sizeof out, "%s/second", p->folder);
+    s.from = p->out;
+    s.out = out;
+    s.steps = 1;
+    s.lr = 0.0;
+    train_ok(&s, &second);
+    assert_int_equal(second.step, 1);
+    assert_true(second.validation.loss == first.validation.loss);
+    s.config.experts = 8;
+    s.out = p->text;
+    train_fails(&s, ERROR_USAGE, "another shape");
+}
+
 static void log_goes_on_where_the_checkpoint_was(void **state)
 {
     place *p = *state;
@@ -577,6 +598,7 @@ int main(void)
         RUN(resume_gives_the_same_bits),
         RUN(micro_batches_train_alike),
         RUN(micro_batches_resume),
+        RUN(a_run_starts_from_a_checkpoint),
         RUN(log_goes_on_where_the_checkpoint_was),
         RUN(a_stop_before_the_last_validation),
         RUN(the_last_validation_is_bounded),

@@ -79,6 +79,25 @@ static bool resume(run *r, error *err)
     return true;
 }
 
+/* The first weights: those of settings->from, or random ones. */
+static bool take_weights(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    char path[PATH_BYTES];
+    model_config have;
+    error why = {0};
+    if (!s->from) {
+        optimizer_draw(&r->optimizer, s->seed);
+        return true;
+    }
+    if (!checkpoint_find(s->from, path, sizeof path, err) || !checkpoint_load_config(path, &have, err))
+        return false;
+    have.context = s->config.context; // no weight depends on it
+    if (!model_config_same(&have, &s->config, &why))
+        return fail(err, ERROR_USAGE, "%.200s is of another shape: %.250s", path, why.text);
+    return checkpoint_load_weights(path, &r->model, r->optimizer.arrays.master, err);
+}
+
 static bool save(run *r, error *err)
 {
     if (r->settings->checkpoints == 0) return file_make_folder(r->settings->out, err);
@@ -94,21 +113,23 @@ static bool start(run *r, error *err)
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
         return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);
-    optimizer_draw(&r->optimizer, s->seed);
+    if (!take_weights(r, err)) return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;
     // Saved before the first step: there always is a good checkpoint, and a full disk shows at once.
     return save(r, err);
 }
 
-/* The one asked for, which must be the one of a checkpoint resumed, or that one. */
+/* The one asked for, which must be the one of a checkpoint resumed, or that one, or that of the checkpoint
+ * that the weights come from. */
 static bool open_tokenizer(run *r, error *err)
 {
     const train_settings *s = r->settings;
     char path[PATH_BYTES];
     tokenizer had = {0};
     if (s->tokenizer && !tokenizer_open(&r->words, s->tokenizer, err)) return false;
-    if (s->resume && (!checkpoint_find(s->out, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
+    const char *before = s->resume ? s->out : s->tokenizer ? NULL : s->from;
+    if (before && (!checkpoint_find(before, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
         return false;
     bool same = !s->resume || !s->tokenizer || tokenizer_same(&r->words, &had);
     if (!s->tokenizer)
