@@ -1,5 +1,5 @@
 /* See file.h. POSIX only: mmap, fsync, rename; glibc's fts walks folders. */
-#define _GNU_SOURCE 1
+#define _GNU_SOURCE       1
 #define _FILE_OFFSET_BITS 64
 #include "train/file.h"
 

@@ -108,6 +108,9 @@ bool model_create(model *m, train_device *device, const model_config *config, co
                   error *err);
 void model_destroy(model *m); // a zeroed model is fine
 
+/* What may lower the memory of a training run, for messages. */
+const char *model_lower_memory(const model *m);
+
 /* m->bytes of such a model, without its memory: no passes. Then model_destroy. */
 bool model_measure(model *m, train_device *device, const model_config *config, const model_options *options,
                    error *err);

@@ -185,12 +185,17 @@ static bool prepare(model *m, error *err)
     return dv->ops->finish(dv, err);
 }
 
+const char *model_lower_memory(const model *m)
+{
+    if (m->use != MODEL_TRAIN) return "";
+    return m->device->master ? " (more --micro-batches, --recompute layers, --precision bf16?)"
+                             : " (more --micro-batches, --recompute layers?)";
+}
+
 static bool no_memory(const model *m, size_t bytes, error *err)
 {
     size_t available = m->device->ops->available(m->device);
-    const char *lower = m->use != MODEL_TRAIN ? ""
-                        : m->device->master   ? " (a smaller --batch, --recompute layers, --precision bf16?)"
-                                              : " (a smaller --batch, --recompute layers?)";
+    const char *lower = model_lower_memory(m);
     if (!available)
         return fail(err, ERROR_RUNTIME, "out of memory: the model asks for %.1f MB%s", (double)bytes / 1e6,
                     lower);

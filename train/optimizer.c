@@ -39,9 +39,8 @@ static bool allocate(optimizer *o, error *err)
     o->memory = dv->ops->allocate(dv, bytes);
     if (!o->memory && available)
         return fail(err, ERROR_RUNTIME,
-                    "out of memory: AdamW's states ask for %.2f GB, the device has %.2f GB left (a smaller "
-                    "--batch, --recompute layers%s?)",
-                    (double)bytes / 1e9, (double)available / 1e9, dv->master ? ", --precision bf16" : "");
+                    "out of memory: AdamW's states ask for %.2f GB, the device has %.2f GB left%s",
+                    (double)bytes / 1e9, (double)available / 1e9, model_lower_memory(o->model));
     if (!o->memory)
         return fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %lld weights", (long long)total);
     place(o, &(arena){.base = o->memory});
