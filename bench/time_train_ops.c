@@ -232,7 +232,8 @@ static void fill(bench *b)
                                   .total = WEIGHTS};
     int32_t *tokens = malloc(2 * ROWS * sizeof *tokens);
     for (int i = 0; i < 2 * ROWS; i++) tokens[i] = (int32_t)((uint32_t)i * 2654435761u % VOCAB);
-    b->ops->load_batch(b->dv, &b->batch, tokens, tokens + ROWS, ROWS, ROWS, VOCAB);
+    b->ops->stage_batch(b->dv, &b->batch, tokens, tokens + ROWS, ROWS, 1, ROWS, VOCAB);
+    b->ops->load_batch(b->dv);
     error err = {0};
     if (!b->ops->finish(b->dv, &err)) printf("%s\n", err.text), exit(1);
     free(tokens);

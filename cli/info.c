@@ -20,13 +20,25 @@ typedef struct info_options {
     info_model model;
 } info_options;
 
-enum { KEY_JSON = 1, KEY_CSV, KEY_DEVICE, KEY_MODEL, KEY_BATCH, KEY_PRECISION, KEY_RECOMPUTE };
+enum {
+    KEY_JSON = 1,
+    KEY_CSV,
+    KEY_DEVICE,
+    KEY_MODEL,
+    KEY_BATCH,
+    KEY_PARTS,
+    KEY_CHUNKS,
+    KEY_PRECISION,
+    KEY_RECOMPUTE
+};
 
 static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The memory that training a model needs:", 3},
     {"model", KEY_MODEL, "PATH", 0, "config.json or a checkpoint's folder", 3},
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
+    {"micro-batches", KEY_PARTS, "M", 0, "Parts that they are passed in, as train's (default 1)", 3},
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as train's", 3},
+    {"chunks", KEY_CHUNKS, "C", 0, "Column chunks of the experts, as train's (default 1)", 3},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default) or layers, as train's", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
@@ -38,14 +50,20 @@ static void parse_model(int key, const char *text, struct argp_state *state)
 {
     static const char *const recomputed[] = {"none", "norms", "layers"};
     info_model *wanted = &((info_options *)state->input)->model;
-    char *end;
+    error err = {0};
     int at = 0;
     switch (key) {
     case KEY_MODEL: wanted->path = text; return;
     case KEY_BATCH:
-        wanted->batch = strtoll(text, &end, 10);
-        if (end == text || *end || wanted->batch < 1 || wanted->batch > 1 << 20)
-            argp_error(state, "--batch: '%s' is no whole number in 1..1048576", text);
+        if (!parse_integer("--batch", text, 1, 1 << 20, &wanted->batch, &err))
+            argp_error(state, "%s", err.text);
+        return;
+    case KEY_PARTS:
+        if (!parse_integer("--micro-batches", text, 1, 1 << 20, &wanted->parts, &err))
+            argp_error(state, "%s", err.text);
+        return;
+    case KEY_CHUNKS:
+        if (!parse_integer("--chunks", text, 1, 64, &wanted->chunks, &err)) argp_error(state, "%s", err.text);
         return;
     case KEY_PRECISION:
         wanted->bf16 = strcmp(text, "bf16") == 0;
@@ -256,7 +274,7 @@ int smoe_cli_info(int argc, char **argv)
         return ERROR_RUNTIME;
     }
     problem_options_init(&options->problem);
-    options->model = (info_model){.batch = 8, .recompute = RECOMPUTE_NORMS};
+    options->model = (info_model){.batch = 8, .parts = 1, .chunks = 1, .recompute = RECOMPUTE_NORMS};
     error err = {0};
     if (argp_parse(&info_argp, argc, argv, 0, NULL, options) != 0) {
         err.code = ERROR_USAGE;

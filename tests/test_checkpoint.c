@@ -12,6 +12,7 @@
 
 #include "train/checkpoint.h"
 #include "train/safetensors.h"
+#include "train/stream.h"
 
 #include <omp.h>
 
@@ -55,8 +56,9 @@ static void write_checkpoint(checkpoint *c, void **state, bool tied)
     make_model(&c->m, &config);
     param_init(c->m.weights, &c->m.layout, 7);
     float *moments = calloc(c->m.layout.total, sizeof *moments);
-    const train_state progress = {.batch = 1, .first = moments, .second = moments};
-    if (!checkpoint_save(in_folder(path, state, "out"), &c->m, &progress, &(tokenizer){0}, 1, &err))
+    const adamw_arrays arrays = {.first = moments, .second = moments, .state_type = SMOE_TYPE_F32};
+    const train_state progress = {.batch = 1};
+    if (!checkpoint_save(in_folder(path, state, "out"), &c->m, &arrays, &progress, &(tokenizer){0}, 1, &err))
         fail_msg("%s", err.text);
     free(moments);
     snprintf(c->folder, sizeof c->folder, "%s", in_folder(path, state, "out/latest"));
@@ -88,7 +90,7 @@ static void assert_loads(const checkpoint *c)
     model again;
     error err = {0};
     make_model(&again, &c->m.config);
-    if (!checkpoint_load_weights(c->folder, &again, &err)) fail_msg("%s", err.text);
+    if (!checkpoint_load_weights(c->folder, &again, NULL, &err)) fail_msg("%s", err.text);
     assert_memory_equal(again.weights, c->m.weights, c->m.layout.total * sizeof(float));
     model_destroy(&again);
 }
@@ -98,7 +100,7 @@ static void assert_refused(const checkpoint *c, const char *reason)
     model again;
     error err = {0};
     make_model(&again, &c->m.config);
-    assert_false(checkpoint_load_weights(c->folder, &again, &err));
+    assert_false(checkpoint_load_weights(c->folder, &again, NULL, &err));
     assert_int_equal(err.code, ERROR_RUNTIME);
     if (!strstr(err.text, reason)) fail_msg("\"%s\" lacks \"%s\"", err.text, reason);
     model_destroy(&again);
@@ -188,12 +190,46 @@ static void test_tied(void **state)
     close_checkpoint(&c);
 }
 
+/* Tensors and moments larger than the buffer that they pass through. */
+static void test_pieces(void **state)
+{
+    char path[4096];
+    error err = {0};
+    model_config config = small_config(true);
+    config.vocab = 280000;
+    model m, again;
+    make_model(&m, &config);
+    make_model(&again, &config);
+    param_init(m.weights, &m.layout, 7);
+    const size_t total = m.layout.total;
+    assert_true(m.layout.tensors[0].count > STREAM_BYTES / sizeof(float));
+    float *moments = malloc(4 * total * sizeof *moments);
+    for (size_t i = 0; i < 2 * total; i++) moments[i] = (float)i;
+    const adamw_arrays arrays = {.first = moments, .second = moments + total, .state_type = SMOE_TYPE_F32},
+                       back = {.first = moments + 2 * total,
+                               .second = moments + 3 * total,
+                               .state_type = SMOE_TYPE_F32};
+    train_state progress = {.batch = 1};
+    in_folder(path, state, "out");
+    if (!checkpoint_save(path, &m, &arrays, &progress, &(tokenizer){0}, 1, &err)) fail_msg("%s", err.text);
+    in_folder(path, state, "out/latest");
+    if (!checkpoint_load_weights(path, &again, NULL, &err) ||
+        !checkpoint_load_state(path, &again, &back, &progress, &err))
+        fail_msg("%s", err.text);
+    assert_memory_equal(m.weights, again.weights, total * sizeof *moments);
+    assert_memory_equal(moments, moments + 2 * total, 2 * total * sizeof *moments);
+    free(moments);
+    model_destroy(&m);
+    model_destroy(&again);
+}
+
 #define IN_FOLDER(test) cmocka_unit_test_setup_teardown(test, folder_setup, folder_teardown)
 
 int main(void)
 {
     omp_set_num_threads(1);
     const struct CMUnitTest tests[] = {IN_FOLDER(test_one_file), IN_FOLDER(test_shards),
-                                       IN_FOLDER(test_unexplained), IN_FOLDER(test_tied)};
+                                       IN_FOLDER(test_unexplained), IN_FOLDER(test_tied),
+                                       IN_FOLDER(test_pieces)};
     return cmocka_run_group_tests_name("checkpoint", tests, NULL, NULL);
 }

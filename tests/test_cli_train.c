@@ -131,6 +131,19 @@ static void test_resumed(void **state)
            " s of training; of the 0.4 s, which count them, 0.");
 }
 
+/* Weights from a checkpoint: its sizes, another context, and what cannot be asked for beside them. */
+static void test_from(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--topk 3 --tied --steps 3 --out run text.txt", 0, "done");
+    expect(state, "train --from run --context 8 --batch 2 -q --steps 2 --out next text.txt", 0, "done");
+    expect(state, "train --resume --batch 2 -q --steps 3 --out next text.txt", 0, "resumed at step 2 of 3\n");
+    expect(state, "train --from run --batch 2 -q --resume --steps 3 --out next text.txt", 2,
+           "--from beside --resume");
+    expect(state, "train --from run --layers 1 --steps 3 --out other text.txt", 2, "--from beside sizes");
+    expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
+}
+
 /* A figure of `smoe ARGUMENTS --json`; `redirect` says where its standard input comes from. */
 static double figure(void **state, const char *arguments, const char *key, const char *redirect)
 {
@@ -247,8 +260,20 @@ static void test_info_model(void **state)
     const char *const much = "info --model run/latest --batch 100 --recompute none",
                       *const less = "info --model run/latest/config.json --batch 100 --recompute layers";
     assert_true(figure(state, much, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
+    const char *const wide = "info --model wide/latest --batch 64 --chunks 1",
+                      *const cut = "info --model wide/latest --batch 64 --chunks 4";
+    expect(state,
+           "train " TINY "--hidden 512 --experts 16 --topk 16 --steps 1 --checkpoints 1 --out wide text.txt",
+           0, "done");
+    expect(state, "info --model wide/latest --chunks 3", 2, "chunks");
+    assert_true(figure(state, wide, "turns_bytes", "") > figure(state, cut, "turns_bytes", ""));
     expect(state, "info --model nothing", 3, "config.json");
-    expect(state, "info --model run/latest --batch 0", 2, "--batch: '0'");
+    expect(state, "info --model run/latest --batch 0", 2, "--batch: 0 is outside");
+    // Of the batch only a part is kept at a time; gradients in bf16 become f32.
+    const char *const fewer = "info --model run/latest --batch 100 --recompute none --micro-batches 4";
+    assert_true(figure(state, fewer, "batch", "") == 100);
+    assert_true(figure(state, much, "layers_bytes", "") > 2 * figure(state, fewer, "layers_bytes", ""));
+    expect(state, "info --model run/latest --batch 10 --micro-batches 3", 2, "does not divide");
     expect(state, "info --model run/latest --recompute all", 2, "--recompute: 'all'");
 }
 
@@ -381,6 +406,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_from, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -55,7 +55,7 @@ static void test_round_trip(void **state)
     for (int i = 0; i < 2; i++) {
         error err = {0};
         assert_true(model_config_check(&models[i], &err));
-        assert_true(model_config_write(&models[i], in_folder(path, state, "config.json"), &err));
+        assert_true(model_config_write(&models[i], "float32", in_folder(path, state, "config.json"), &err));
         memset(&back, 0xff, sizeof back);
         if (!model_config_read(&back, path, &err)) fail_msg("%s", err.text);
         assert_equal(&back, &models[i]);
@@ -66,7 +66,7 @@ static json_t *written(const model_config *config, void **state)
 {
     char path[4096];
     error err;
-    assert_true(model_config_write(config, in_folder(path, state, "config.json"), &err));
+    assert_true(model_config_write(config, "float32", in_folder(path, state, "config.json"), &err));
     json_t *root = json_load_file(path, JSON_REJECT_DUPLICATES, NULL);
     assert_non_null(root);
     return root;
@@ -176,7 +176,7 @@ static void test_write_refused(void **state)
     error err;
     model_config config = model_config_default();
     config.topk = 17;
-    assert_false(model_config_write(&config, in_folder(path, state, "config.json"), &err));
+    assert_false(model_config_write(&config, "float32", in_folder(path, state, "config.json"), &err));
     assert_text(&err, ERROR_USAGE, "num_experts_per_tok");
     assert_int_equal(access(path, F_OK), -1);
 }

@@ -315,6 +315,71 @@ static void auxiliary_gradients(void **state)
     check_gradients(&c, &routing);
 }
 
+/* Four sequences in one, two and four passes: the same loss and gradients but for the order of the sums. The
+ * load-balance loss is not among the losses: it is no mean over tokens. */
+static void micro_batches_add_up(void **state)
+{
+    (void)state;
+    enum { SEQUENCES = 4 };
+    model_config c = tiny();
+    c.dense_layers = 1;
+    c.shared_intermediate = 16;
+    moe_routing routing = {.z_coefficient = 0.1f};
+    int32_t *tokens = tokens_of(SEQUENCES * c.context, c.vocab, 1),
+            *targets = tokens_of(SEQUENCES * c.context, c.vocab, 2);
+    model_batch batch = {tokens, targets, SEQUENCES, c.context};
+    float *whole = NULL;
+    double want = 0, loss;
+    for (int64_t parts = 1; parts <= SEQUENCES; parts *= 2) {
+        model m;
+        error err = {0};
+        const model_options options = {
+            .sequences = SEQUENCES / parts, .parts = parts, .routing = &routing, .use = MODEL_TRAIN};
+        if (!model_create(&m, NULL, &c, &options, &err)) fail_msg("%s", err.text);
+        param_init(m.weights, &m.layout, 7);
+        if (!model_gradients(&m, &batch, &loss, &err)) fail_msg("%s", err.text);
+        const int64_t total = (int64_t)m.layout.total;
+        float *grads = m.grads;
+        if (!whole) {
+            whole = malloc((size_t)total * sizeof *whole);
+            memcpy(whole, grads, (size_t)total * sizeof *whole);
+            want = loss;
+        }
+        for (int64_t i = 0; i < total; i++) grads[i] -= whole[i];
+        const double miss = gradient_norm(grads, total) / gradient_norm(whole, total);
+        if (!(miss < 1e-6 && fabs(loss / want - 1) < 1e-7))
+            fail_msg("%d passes: gradients differ by %.3g, losses %.9g and %.9g", (int)parts, miss, loss,
+                     want);
+        model_destroy(&m);
+    }
+    free(whole), free(tokens), free(targets);
+}
+
+/* Loss and all gradients, bit for bit, with one column chunk and with two. */
+static void chunks_change_nothing(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.dense_layers = 1;
+    c.hidden = 128;
+    int32_t *tokens = tokens_of(2 * c.context, c.vocab, 1), *targets = tokens_of(2 * c.context, c.vocab, 2);
+    model_batch batch = {tokens, targets, 2, c.context};
+    model m[2];
+    double loss[2];
+    for (int i = 0; i < 2; i++) {
+        error err = {0};
+        const model_options options = {.sequences = 2, .use = MODEL_TRAIN, .chunks = i + 1};
+        if (!model_create(&m[i], NULL, &c, &options, &err)) fail_msg("%s", err.text);
+        param_init(m[i].weights, &m[i].layout, 7);
+        if (!model_gradients(&m[i], &batch, &loss[i], &err)) fail_msg("%s", err.text);
+    }
+    assert_true(m[1].moe.scratch_bytes < m[0].moe.scratch_bytes);
+    assert_true(loss[0] == loss[1]);
+    assert_memory_equal(m[0].grads, m[1].grads, m[0].layout.total * sizeof(float));
+    for (int i = 0; i < 2; i++) model_destroy(&m[i]);
+    free(tokens), free(targets);
+}
+
 /* Loss and all gradients, bit for bit, on one to three threads. */
 static void threads_change_nothing(void **state)
 {
@@ -362,6 +427,8 @@ int main(void)
         cmocka_unit_test(tied_gradients),
         cmocka_unit_test(sparse_gradients),
         cmocka_unit_test(auxiliary_gradients),
+        cmocka_unit_test(micro_batches_add_up),
+        cmocka_unit_test(chunks_change_nothing),
         cmocka_unit_test(threads_change_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

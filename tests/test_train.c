@@ -128,6 +128,7 @@ static void assert_same_checkpoints(const char *a, const char *b)
     error err = {0};
     model m[2];
     train_state state[2] = {{0}, {0}};
+    adamw_arrays arrays[2];
     snprintf(x, sizeof x, "%s/latest/model.safetensors", a);
     snprintf(y, sizeof y, "%s/latest/model.safetensors", b);
     assert_same_file(x, y);
@@ -137,18 +138,19 @@ static void assert_same_checkpoints(const char *a, const char *b)
         if (!checkpoint_load_config(x, &config, &err) ||
             !model_create(&m[i], NULL, &config, &(model_options){.sequences = 1}, &err))
             fail_msg("%s", err.text);
-        state[i].first = malloc(m[i].layout.total * sizeof(float));
-        state[i].second = malloc(m[i].layout.total * sizeof(float));
-        if (!checkpoint_load_state(x, &m[i], &state[i], &err)) fail_msg("%s", err.text);
+        arrays[i] = (adamw_arrays){.first = malloc(m[i].layout.total * sizeof(float)),
+                                   .second = malloc(m[i].layout.total * sizeof(float)),
+                                   .state_type = SMOE_TYPE_F32};
+        if (!checkpoint_load_state(x, &m[i], &arrays[i], &state[i], &err)) fail_msg("%s", err.text);
     }
     assert_int_equal(state[0].step, state[1].step);
     assert_true(state[0].loss_sum == state[1].loss_sum);
-    assert_memory_equal(state[0].first, state[1].first, m[0].layout.total * sizeof(float));
-    assert_memory_equal(state[0].second, state[1].second, m[0].layout.total * sizeof(float));
+    assert_memory_equal(arrays[0].first, arrays[1].first, m[0].layout.total * sizeof(float));
+    assert_memory_equal(arrays[0].second, arrays[1].second, m[0].layout.total * sizeof(float));
     for (int i = 0; i < 2; i++) {
         model_destroy(&m[i]);
-        free(state[i].first);
-        free(state[i].second);
+        free(arrays[i].first);
+        free(arrays[i].second);
     }
 }
 
@@ -180,6 +182,75 @@ static void resume_gives_the_same_bits(void **state)
     train_ok(&s, &part);           // resuming what is finished changes nothing
     assert_same_checkpoints(p->out, other);
     omp_set_num_threads(1);
+}
+
+/* A batch of 4 in 1, 2 and 4 parts: the losses of the runs agree, and one in parts resumes bit for bit. */
+static void micro_batches_train_alike(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result whole, parts;
+    char out[PATH_BYTES];
+    s.batch = 4;
+    s.routing.rounding = SMOE_ROUNDING_NONE;
+    s.routing.balance_coefficient = 0; // no mean over tokens
+    train_ok(&s, &whole);
+    for (s.parts = 2; s.parts <= 4; s.parts *= 2) {
+        snprintf(out, sizeof out, "%s/parts%d", p->folder, (int)s.parts);
+        s.out = out;
+        train_ok(&s, &parts);
+        assert_int_equal(parts.tokens, whole.tokens);
+        assert_float_equal(parts.loss, whole.loss, 1e-3);
+        assert_float_equal(parts.validation.loss, whole.validation.loss, 1e-3);
+    }
+    s.parts = 3;
+    s.out = p->text;
+    train_fails(&s, ERROR_USAGE, "--micro-batches is 3, which does not divide the batch of 4");
+}
+
+/* Draws of SR-f follow step and part. */
+static void micro_batches_resume(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result whole, part;
+    char other[128];
+    snprintf(other, sizeof other, "%s/other", p->folder);
+    s.batch = 4;
+    s.parts = 2;
+    train_ok(&s, &whole);
+    stopper stop = {.at = 7};
+    s.out = other;
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &part, &err)) fail_msg("%s", err.text);
+    assert_int_equal(part.step, 7);
+    stop.flag = 0;
+    s.resume = true;
+    train_ok(&s, &part);
+    assert_true(part.validation.loss == whole.validation.loss);
+    assert_same_checkpoints(p->out, other);
+}
+
+/* A run that starts with the weights of another, and with moments of zero, has that one's loss at first. */
+static void a_run_starts_from_a_checkpoint(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result first, second;
+    char out[PATH_BYTES];
+    train_ok(&s, &first);
+    snprintf(out, sizeof out, "%s/second", p->folder);
+    s.from = p->out;
+    s.out = out;
+    s.steps = 1;
+    s.lr = 0.0;
+    train_ok(&s, &second);
+    assert_int_equal(second.step, 1);
+    assert_true(second.validation.loss == first.validation.loss);
+    s.config.experts = 8;
+    s.out = p->text;
+    train_fails(&s, ERROR_USAGE, "another shape");
 }
 
 static void log_goes_on_where_the_checkpoint_was(void **state)
@@ -351,7 +422,7 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     char latest[PATH_BYTES + 8];
     snprintf(latest, sizeof latest, "%s/latest", p->out);
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
-    assert_true(checkpoint_load_weights(latest, &m, &err));
+    assert_true(checkpoint_load_weights(latest, &m, NULL, &err));
     model_destroy(&m);
 }
 
@@ -489,7 +560,7 @@ static void a_loss_that_is_not_finite_stops_the_run(void **state)
     assert_true(checkpoint_find(p->out, name, sizeof name, &err));
     model m;
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
-    assert_true(checkpoint_load_weights(name, &m, &err));
+    assert_true(checkpoint_load_weights(name, &m, NULL, &err));
     for (size_t i = 0; i < m.layout.total; i++) assert_true(isfinite(m.weights[i]));
     model_destroy(&m);
     snprintf(path, sizeof path, "%s/train.jsonl", p->out);
@@ -562,6 +633,9 @@ int main(void)
 #define RUN(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
     const struct CMUnitTest tests[] = {
         RUN(resume_gives_the_same_bits),
+        RUN(micro_batches_train_alike),
+        RUN(micro_batches_resume),
+        RUN(a_run_starts_from_a_checkpoint),
         RUN(log_goes_on_where_the_checkpoint_was),
         RUN(log_has_what_rounding_did),
         RUN(a_stop_before_the_last_validation),

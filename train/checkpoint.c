@@ -4,6 +4,7 @@
 #include "train/checkpoint_folder.h"
 #include "train/file.h"
 #include "train/safetensors.h"
+#include "train/stream.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -23,27 +24,66 @@ static bool join(char *path, const char *folder, const char *name, error *err)
 
 /* ---- writing ---- */
 
-static bool write_weights(const char *folder, const model *m, error *err)
+/* Tensors that lie in arrays on the device. */
+typedef struct device_source {
+    stream pieces;
+    const tensor *tensors; // their data are places on the device
+} device_source;
+
+static const void *read_piece(void *user, size_t index, size_t from, size_t size, error *err)
+{
+    device_source *s = user;
+    return stream_read(&s->pieces, (const char *)s->tensors[index].data + from, size, err);
+}
+
+static bool write_tensors(const char *path, train_device *device, const tensor *tensors, size_t count,
+                          const safetensors_pair *metadata, size_t pairs, error *err)
+{
+    device_source source = {.tensors = tensors};
+    bool done =
+        stream_open(&source.pieces, device, err) &&
+        safetensors_write_from(path, tensors, count, metadata, pairs, read_piece, &source, STREAM_BYTES, err);
+    stream_close(&source.pieces);
+    return done;
+}
+
+static tensor_dtype dtype_of(smoe_type type)
+{
+    return type == SMOE_TYPE_F32 ? TENSOR_F32 : TENSOR_BF16;
+}
+
+/* Of the weights as they are saved. */
+static smoe_type weight_type(const model *m, const adamw_arrays *arrays)
+{
+    return arrays->master ? SMOE_TYPE_F32 : m->device->type;
+}
+
+static bool write_weights(const char *folder, const model *m, const adamw_arrays *arrays, error *err)
 {
     const param_layout *layout = &m->layout;
+    const char *weights = arrays->master ? (const void *)arrays->master : m->params;
+    const smoe_type type = weight_type(m, arrays);
     char path[PATH_BYTES];
     if (!join(path, folder, "model.safetensors", err)) return false;
     tensor *tensors = calloc(layout->tensor_count, sizeof *tensors);
     if (!tensors) return fail(err, ERROR_RUNTIME, "out of memory: the table of the checkpoint's tensors");
     for (size_t i = 0; i < layout->tensor_count; i++) {
         const param_tensor *p = &layout->tensors[i];
-        tensors[i] =
-            (tensor){.name = p->name, .dtype = TENSOR_F32, .rank = p->rank, .data = m->weights + p->offset};
+        tensors[i] = (tensor){.name = p->name,
+                              .dtype = dtype_of(type),
+                              .rank = p->rank,
+                              .data = weights + p->offset * type_size(type)};
         memcpy(tensors[i].shape, p->shape, sizeof p->shape);
     }
     const safetensors_pair format = {"format", "pt"}; // transformers asks for it
-    bool done = safetensors_write(path, tensors, layout->tensor_count, &format, 1, err);
+    bool done = write_tensors(path, m->device, tensors, layout->tensor_count, &format, 1, err);
     free(tensors);
     return done;
 }
 
 /* Counters go as text, doubles in hexadecimal: every bit comes back. */
-static bool write_state(const char *folder, const model *m, const train_state *s, error *err)
+static bool write_state(const char *folder, const model *m, const adamw_arrays *arrays, const train_state *s,
+                        error *err)
 {
     char path[PATH_BYTES], text[COUNTERS][32];
     if (!join(path, folder, "state.safetensors", err)) return false;
@@ -58,28 +98,31 @@ static bool write_state(const char *folder, const model *m, const train_state *s
         {"step", text[0]},     {"seed", text[1]},       {"batch", text[2]},     {"elapsed", text[3]},
         {"loss_sum", text[4]}, {"loss_count", text[5]}, {"loss_bytes", text[6]}};
     int64_t total = (int64_t)m->layout.total;
+    const tensor_dtype dtype = dtype_of(arrays->state_type);
     const tensor moments[] = {
-        {.name = "adamw.first", .dtype = TENSOR_F32, .rank = 1, .shape = {total}, .data = s->first},
-        {.name = "adamw.second", .dtype = TENSOR_F32, .rank = 1, .shape = {total}, .data = s->second},
+        {.name = "adamw.first", .dtype = dtype, .rank = 1, .shape = {total}, .data = arrays->first},
+        {.name = "adamw.second", .dtype = dtype, .rank = 1, .shape = {total}, .data = arrays->second},
     };
-    return safetensors_write(path, moments, 2, pairs, COUNTERS, err);
+    return write_tensors(path, m->device, moments, 2, pairs, COUNTERS, err);
 }
 
-static bool write_files(const char *folder, const model *m, const train_state *state, const tokenizer *words,
-                        error *err)
+static bool write_files(const char *folder, const model *m, const adamw_arrays *arrays,
+                        const train_state *state, const tokenizer *words, error *err)
 {
     char path[PATH_BYTES];
-    return join(path, folder, "config.json", err) && model_config_write(&m->config, path, err) &&
-           write_weights(folder, m, err) && write_state(folder, m, state, err) &&
+    const char *dtype = weight_type(m, arrays) == SMOE_TYPE_F32 ? "float32" : "bfloat16";
+    return join(path, folder, "config.json", err) && model_config_write(&m->config, dtype, path, err) &&
+           write_weights(folder, m, arrays, err) && write_state(folder, m, arrays, state, err) &&
            tokenizer_save(words, folder, err);
 }
 
-bool checkpoint_save(const char *out, const model *m, const train_state *state, const tokenizer *words,
-                     int64_t keep, error *err)
+bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
+                     const tokenizer *words, int64_t keep, error *err)
 {
     char folder[PATH_BYTES];
     if (!checkpoint_folder_begin(out, state->step, folder, sizeof folder, err)) return false;
-    if (write_files(folder, m, state, words, err) && checkpoint_folder_commit(out, state->step, keep, err))
+    if (write_files(folder, m, arrays, state, words, err) &&
+        checkpoint_folder_commit(out, state->step, keep, err))
         return true;
     checkpoint_folder_abort(out, state->step);
     return false;
@@ -148,17 +191,29 @@ static bool check_explained(const safetensors *file, const char *path, const mod
                 path, safetensors_at(file, i)->name, count - explained);
 }
 
-static bool read_weights(const safetensors *file, const char *path, model *m, error *err)
+static bool read_tensors(const safetensors *file, const char *path, model *m, float *master, stream *pieces,
+                         error *err)
 {
     for (size_t i = 0; i < m->layout.tensor_count; i++) {
         const param_tensor *p = &m->layout.tensors[i];
         const tensor *t;
         error why = {0};
         if (!safetensors_get(file, p->name, &t, err)) return false;
-        if (!tensor_read_f32(t, p->rank, p->shape, m->weights + p->offset, &why))
+        if (!tensor_is_real(t, p->rank, p->shape, &why))
             return fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
+        if (!stream_write(pieces, model_past(m, m->params, (int64_t)p->offset), m->device->type,
+                          master ? master + p->offset : NULL, file, t, err))
+            return false;
     }
     return check_explained(file, path, m, err);
+}
+
+static bool read_weights(const safetensors *file, const char *path, model *m, float *master, error *err)
+{
+    stream pieces;
+    bool done = stream_open(&pieces, m->device, err) && read_tensors(file, path, m, master, &pieces, err);
+    stream_close(&pieces);
+    return done;
 }
 
 /* One file, or the index of several; with both the one file, as transformers does. */
@@ -173,12 +228,12 @@ static bool find_weights(const char *folder, char *path, error *err)
     return fail(err, ERROR_RUNTIME, "%s: neither %s nor %s is there", folder, names[0], names[1]);
 }
 
-bool checkpoint_load_weights(const char *path, model *m, error *err)
+bool checkpoint_load_weights(const char *path, model *m, float *master, error *err)
 {
     char name[PATH_BYTES];
     safetensors *file;
     if (!find_weights(path, name, err) || !safetensors_open(&file, name, err)) return false;
-    bool done = read_weights(file, name, m, err);
+    bool done = read_weights(file, name, m, master, err);
     safetensors_close(file);
     return done;
 }
@@ -198,15 +253,29 @@ static bool read_counter(const safetensors *file, const char *path, const char *
     return true;
 }
 
-static bool read_moments(const safetensors *file, const char *name, float *out, int64_t total, error *err)
+static bool read_moment(const safetensors *file, const char *name, void *to, smoe_type type, int64_t total,
+                        stream *pieces, error *err)
 {
     const tensor *t;
-    return safetensors_get(file, name, &t, err) && tensor_read_f32(t, 1, &total, out, err);
+    return safetensors_get(file, name, &t, err) && tensor_is_real(t, 1, &total, err) &&
+           stream_write(pieces, to, type, NULL, file, t, err);
 }
 
-static bool read_state(const safetensors *file, const char *path, const model *m, train_state *s, error *err)
+static bool read_moments(const safetensors *file, const model *m, const adamw_arrays *arrays, error *err)
 {
-    int64_t seed = 0, total = (int64_t)m->layout.total;
+    const int64_t total = (int64_t)m->layout.total;
+    const smoe_type type = arrays->state_type;
+    stream pieces;
+    bool done = stream_open(&pieces, m->device, err) &&
+                read_moment(file, "adamw.first", arrays->first, type, total, &pieces, err) &&
+                read_moment(file, "adamw.second", arrays->second, type, total, &pieces, err);
+    stream_close(&pieces);
+    return done;
+}
+
+static bool read_counters(const safetensors *file, const char *path, train_state *s, error *err)
+{
+    int64_t seed = 0;
     if (!read_counter(file, path, "step", NULL, &s->step, err) ||
         !read_counter(file, path, "seed", NULL, &seed, err) ||
         !read_counter(file, path, "batch", NULL, &s->batch, err) ||
@@ -216,16 +285,16 @@ static bool read_state(const safetensors *file, const char *path, const model *m
         !read_counter(file, path, "loss_bytes", NULL, &s->loss_bytes, err))
         return false;
     s->seed = (uint64_t)seed;
-    return read_moments(file, "adamw.first", s->first, total, err) &&
-           read_moments(file, "adamw.second", s->second, total, err);
+    return true;
 }
 
-bool checkpoint_load_state(const char *path, const model *m, train_state *state, error *err)
+bool checkpoint_load_state(const char *path, const model *m, const adamw_arrays *arrays, train_state *state,
+                           error *err)
 {
     char name[PATH_BYTES];
     safetensors *file;
     if (!join(name, path, "state.safetensors", err) || !safetensors_open(&file, name, err)) return false;
-    bool done = read_state(file, name, m, state, err);
+    bool done = read_counters(file, name, state, err) && read_moments(file, m, arrays, err);
     safetensors_close(file);
     return done;
 }

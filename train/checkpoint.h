@@ -2,13 +2,15 @@
  * finished one.
  *
  *     config.json               the model's shape (train/config.h says which transformers opens)
- *     model.safetensors         its weights under OLMoE's names, in f32
+ *     model.safetensors         its weights under OLMoE's names, in f32; in bf16 where the run has no others
  *     bpe.txt, tokenizer*.json  the tokenizer, if there is one (train/tokenizer.h)
  *     state.safetensors         what resuming needs besides: the AdamW moments and the loop's counters
  *
  * A checkpoint is written as step-0000100.tmp, synced and renamed. Only then `latest` is made to point to it,
  * by a rename too. So whenever the process is killed, `latest` is a complete checkpoint. One that cannot be
- * written (a full disk) leaves nothing behind. */
+ * written (a full disk) leaves nothing behind.
+ *
+ * Weights and moments go between files and the model's device piece by piece (train/stream.h). */
 #ifndef TRAIN_CHECKPOINT_H
 #define TRAIN_CHECKPOINT_H
 
@@ -17,20 +19,19 @@
 
 /* The loop's counters. */
 typedef struct train_state {
-    int64_t step;          // steps done; the sampler's counter too
-    uint64_t seed;         // of the samples
-    int64_t batch;         // sequences of a step
-    double elapsed;        // seconds of training
-    double loss_sum;       // of the steps since the last line of the log
-    int64_t loss_count;    // how many these are
-    int64_t loss_bytes;    // of text in their targets, 0: not known
-    float *first, *second; // AdamW's moments (layout.total)
+    int64_t step;       // steps done; the sampler's counter too
+    uint64_t seed;      // of the samples
+    int64_t batch;      // sequences of a step
+    double elapsed;     // seconds of training
+    double loss_sum;    // of the steps since the last line of the log
+    int64_t loss_count; // how many these are
+    int64_t loss_bytes; // of text in their targets, 0: not known
 } train_state;
 
-/* Writes a checkpoint of m and state under `out`, points `latest` to it and removes the oldest beyond `keep`.
- * `words` is the tokenizer that it carries, zeroed where there is none. */
-bool checkpoint_save(const char *out, const model *m, const train_state *state, const tokenizer *words,
-                     int64_t keep, error *err);
+/* Writes a checkpoint of m, the optimiser's arrays and state under `out`, points `latest` to it and removes
+ * the oldest beyond `keep`. `words` is the tokenizer that it carries, zeroed where there is none. */
+bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
+                     const tokenizer *words, int64_t keep, error *err);
 
 /* The checkpoint that `path` means: itself if it holds a config.json, else path/latest. `name` (of `size`
  * bytes) receives its path. */
@@ -39,12 +40,13 @@ bool checkpoint_find(const char *path, char *name, size_t size, error *err);
 /* Reads config.json; a model is then made by it and filled by checkpoint_load_weights. */
 bool checkpoint_load_config(const char *path, model_config *config, error *err);
 
-/* From model.safetensors, or from the shards of model.safetensors.index.json. Errors: a tensor of the model
- * that is missing, of another shape or an integer; one that the model does not have; a head beside a tied
- * embedding that is not the embedding. */
-bool checkpoint_load_weights(const char *path, model *m, error *err);
+/* To m->params and, unless it is NULL, in f32 to `master`, from model.safetensors, or from the shards of
+ * model.safetensors.index.json. Errors: a tensor of the model that is missing, of another shape or an
+ * integer; one that the model does not have; a head beside a tied embedding that is not the embedding. */
+bool checkpoint_load_weights(const char *path, model *m, float *master, error *err);
 
-/* Fills state; first and second must have room for m->layout.total floats. */
-bool checkpoint_load_state(const char *path, const model *m, train_state *state, error *err);
+/* Fills state, and the moments of arrays. */
+bool checkpoint_load_state(const char *path, const model *m, const adamw_arrays *arrays, train_state *state,
+                           error *err);
 
 #endif

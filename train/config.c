@@ -324,7 +324,7 @@ bool model_config_read(model_config *config, const char *path, error *err)
 
 /* ---- writing ---- */
 
-static json_t *build_root(const model_config *config)
+static json_t *build_root(const model_config *config, const char *dtype)
 {
     bool olmoe = config->shared_intermediate == 0 && config->dense_layers == 0;
     model_config c = *config;
@@ -339,8 +339,8 @@ static json_t *build_root(const model_config *config)
                   "output_router_logits", 0, "use_cache", 1,                                           //
                   "rope_parameters", "rope_type", "default", "rope_theta", c.rope_theta);
     if (root == NULL) return NULL;
-    bool ok = json_object_set_new(root, "dtype", json_string("float32")) == 0 &&
-              json_object_set_new(root, "torch_dtype", json_string("float32")) == 0;
+    bool ok = json_object_set_new(root, "dtype", json_string(dtype)) == 0 &&
+              json_object_set_new(root, "torch_dtype", json_string(dtype)) == 0;
     for (size_t i = 0; i < COUNT(integer_keys); i++) {
         int64_t value = *integer_field(&c, i);
         if (olmoe && integer_keys[i].low == 0) continue; // the shared expert's and dense layers' keys
@@ -371,11 +371,11 @@ static int real_digits(const model_config *config)
     return digits;
 }
 
-bool model_config_write(const model_config *config, const char *path, error *err)
+bool model_config_write(const model_config *config, const char *dtype, const char *path, error *err)
 {
     if (!model_config_check(config, err)) return false;
     size_t flags = JSON_REAL_PRECISION((size_t)real_digits(config));
-    json_t *root = build_root(config);
+    json_t *root = build_root(config, dtype);
     char *text = root == NULL ? NULL : json_dumps(root, JSON_INDENT(2) | JSON_SORT_KEYS | flags);
     json_decref(root);
     if (text == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);

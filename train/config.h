@@ -51,7 +51,8 @@ bool model_config_same(const model_config *have, const model_config *want, error
 bool model_config_parse(model_config *config, const void *text, size_t size, const char *name, error *err);
 bool model_config_read(model_config *config, const char *path, error *err);
 
-/* Writes config.json atomically (train/file.h). */
-bool model_config_write(const model_config *config, const char *path, error *err);
+/* Writes config.json atomically (train/file.h); dtype: that of the weights beside it, "float32" or
+ * "bfloat16". */
+bool model_config_write(const model_config *config, const char *dtype, const char *path, error *err);
 
 #endif

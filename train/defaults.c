@@ -11,6 +11,7 @@ train_settings train_settings_default(void)
         .device = {.name = "auto"},
         .out = "smoe-out",
         .batch = 8,
+        .parts = 1,
         .seconds = 140,
         .lr = 4e-3,
         .end_lr = 0.1,
@@ -29,6 +30,7 @@ train_settings train_settings_default(void)
         .last_evaluation_tokens = 1 << 20,
         .keep = 2,
         .recompute = RECOMPUTE_NORMS,
+        .chunks = 1,
     };
     s.config.layers = 3;
     s.config.hidden = 96;

@@ -19,6 +19,10 @@ typedef struct file_map {
 bool file_map_open(file_map *map, const char *path, error *err);
 void file_map_close(file_map *map); // a zeroed map is fine
 
+/* The pages of a range of the mapping leave this process's memory, those that are in it only in part stay.
+ * They are read again when they are used again. A range outside of the mapping is fine. */
+void file_map_forget(const file_map *map, const void *from, size_t bytes);
+
 /* Writes a file so that `path` is at every moment either its old contents or all of the new ones, also across
  * a kill or a loss of power: bytes go to PATH.tmp.PID, commit does fsync, rename and fsync of the folder. A
  * failed file_writer_write or _commit has already removed the temporary file and freed the writer, and so

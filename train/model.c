@@ -85,8 +85,8 @@ static bool decoder(model *m, const pass_shape *shape, const moe_routing *routin
 }
 
 /* The losses of all rows, some rows' logits at a time; with `train`, their gradients at once: of the head's
- * weights, and of the hidden states in m->dh. */
-static void head(model *m, int64_t rows, bool train, bool add)
+ * weights, and of the hidden states in m->dh. The loss is the mean over `all` rows. */
+static void head(model *m, float *losses, int64_t rows, int64_t all, bool train, bool add)
 {
     const model_config *c = &m->config;
     train_device *dv = m->device;
@@ -99,24 +99,29 @@ static void head(model *m, int64_t rows, bool train, bool add)
         int64_t count = rows - first < m->loss_rows ? rows - first : m->loss_rows;
         const void *hidden = model_past(m, m->hidden, first * d);
         ops->linear(dv, m->logits, hidden, w, NULL, count, d, vocab);
-        ops->cross_entropy(dv, m->logits, m->losses + first, m->batch.targets + first, 1.0f / (float)rows,
-                           count, vocab);
+        ops->cross_entropy(dv, m->logits, losses + first, m->batch.targets + first, 1.0f / (float)all, count,
+                           vocab);
         if (!train) continue;
         ops->linear_dx(dv, model_past(m, m->dh, first * d), m->logits, w, count, d, vocab, false);
         ops->linear_dw(dv, dw, m->head_grads ? SMOE_TYPE_F32 : dv->grad_type, m->logits, hidden, count, d,
                        vocab, first > 0 || (add && !m->head_grads));
     }
-    ops->mean(dv, &m->scalars[SCALAR_LOSS], m->losses, rows);
     if (train && m->head_grads)
         ops->narrow(dv, (char *)m->grads + m->layout.head * type_size(dv->grad_type), m->head_grads,
                     vocab * d, add);
 }
 
-void model_load_batch(model *m, const model_batch *batch)
+void model_stage_batch(model *m, const model_batch *batch, int64_t parts)
 {
-    m->device->ops->load_batch(m->device, &m->batch, batch->tokens, batch->targets,
-                               batch->sequences * batch->length, m->sequences * m->config.context,
-                               m->config.vocab);
+    m->device->ops->stage_batch(m->device, m->batches, batch->tokens, batch->targets,
+                                batch->sequences * batch->length / parts, parts,
+                                m->sequences * m->config.context * m->parts, m->config.vocab);
+}
+
+void model_load_batch(model *m)
+{
+    m->device->ops->load_batch(m->device);
+    m->batch = m->batches[0];
 }
 
 static bool read_loss(model *m, double *loss, error *err)
@@ -128,9 +133,12 @@ static bool read_loss(model *m, double *loss, error *err)
 bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err)
 {
     pass_shape shape = model_shape(m, batch->sequences, batch->length);
-    model_load_batch(m, batch);
+    int64_t rows = shape.sequences * shape.length;
+    model_stage_batch(m, batch, 1);
+    model_load_batch(m);
     if (!decoder(m, &shape, routing, err)) return false;
-    head(m, shape.sequences * shape.length, false, false);
+    head(m, m->losses, rows, rows, false, false);
+    m->device->ops->mean(m->device, &m->scalars[SCALAR_LOSS], m->losses, rows);
     return read_loss(m, loss, err);
 }
 
@@ -140,7 +148,8 @@ bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t coun
     train_device *dv = m->device;
     pass_shape shape = model_shape(m, 1, count);
     shape.first = first;
-    model_load_batch(m, &(model_batch){tokens + first, NULL, 1, count});
+    model_stage_batch(m, &(model_batch){tokens + first, NULL, 1, count}, 1);
+    model_load_batch(m);
     if (!decoder(m, &shape, NULL, err)) return false;
     dv->ops->linear(dv, m->logits, model_past(m, m->hidden, (count - 1) * c->hidden),
                     param(m, m->layout.head), NULL, 1, c->hidden, c->vocab);
@@ -150,32 +159,28 @@ bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t coun
 
 bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err)
 {
-    pass_shape shape = model_shape(m, sequences, length);
-    if (!decoder(m, &shape, &m->routing, err)) return false;
-    head(m, sequences * length, true, add);
-    return model_backward(m, &shape, add, err);
+    pass_shape shape = model_shape(m, sequences / m->parts, length);
+    int64_t rows = shape.sequences * length, all = rows * m->parts;
+    uint64_t step = m->routing.step;
+    bool done = true;
+    for (int64_t p = 0; done && p < m->parts; p++) {
+        m->batch = m->batches[p];
+        m->routing.step = step * (uint64_t)m->parts + (uint64_t)p;
+        done = decoder(m, &shape, &m->routing, err);
+        if (done) head(m, m->losses + p * rows, rows, all, true, add || p > 0);
+        done = done && model_backward(m, &shape, add || p > 0, err);
+    }
+    m->routing.step = step;
+    m->device->ops->mean(m->device, &m->scalars[SCALAR_LOSS], m->losses, all);
+    return done;
 }
 
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err)
 {
-    model_load_batch(m, batch);
+    model_stage_batch(m, batch, m->parts);
+    model_load_batch(m);
     return model_enqueue_gradients(m, batch->sequences, batch->length, m->device->adds_gradients, err) &&
            read_loss(m, loss, err);
-}
-
-void model_upload(model *m, float *master)
-{
-    train_device *dv = m->device;
-    int64_t total = (int64_t)m->layout.total;
-    dv->ops->store(dv, m->params, dv->type, m->weights, total);
-    if (master) dv->ops->store(dv, master, SMOE_TYPE_F32, m->weights, total);
-}
-
-void model_download(model *m, const float *master)
-{
-    train_device *dv = m->device;
-    dv->ops->load(dv, m->weights, master ? master : m->params, master ? SMOE_TYPE_F32 : dv->type,
-                  (int64_t)m->layout.total);
 }
 
 int64_t model_active_weights(const model_config *c)

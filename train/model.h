@@ -49,9 +49,11 @@ typedef enum model_recompute {
 
 typedef struct model_options {
     int64_t sequences;          // most of a pass, each of up to config.context tokens
+    int64_t parts;              // passes whose gradients are added up for one step (micro-batches); 0: 1
     const moe_routing *routing; // of the training passes (its step may change before each); NULL: plain top-K
     model_use use;
     model_recompute recompute;
+    int32_t chunks; // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
 } model_options;
 
 /* Bytes on the device, by what they are for. */
@@ -68,21 +70,22 @@ typedef struct model {
     bool owns_device;
     model_config config;
     param_layout layout;
-    float *weights; // (layout.total) on the host, as checkpoints have them. On the CPU: `params`
+    float *weights; // (layout.total) on the CPU: `params`; else NULL
     void *params;   // (layout.total) on the device: what passes read
     void *grads;    // (layout.total) on the device, grad_type; NULL when the model was made without training
     moe moe;
     moe_routing routing; // of training passes
-    int64_t sequences;
+    int64_t sequences, parts;
     model_use use;
     model_recompute recompute;
     model_layer *layers;
-    device_batch batch;
+    device_batch *batches;   // (parts) the batch that was loaded last
+    device_batch batch;      // the one of them that is passed
     void *x_last, *hidden;   // (rows, d): the final norm's input, output
     float *rstd;             // (rows)
     int64_t loss_rows;       // rows of logits that exist at a time
     void *logits;            // (loss_rows, vocab)
-    float *losses;           // (rows)
+    float *losses;           // (parts, rows)
     double *scalars;         // (SCALARS) on the device
     float *rope;             // rope_table
     void *dx, *dh, *dq, *dk; // (rows, d) gradients in flight; dx lies where `hidden` does
@@ -105,14 +108,12 @@ bool model_create(model *m, train_device *device, const model_config *config, co
                   error *err);
 void model_destroy(model *m); // a zeroed model is fine
 
+/* What may lower the memory of a training run, for messages. */
+const char *model_lower_memory(const model *m);
+
 /* m->bytes of such a model, without its memory: no passes. Then model_destroy. */
 bool model_measure(model *m, train_device *device, const model_config *config, const model_options *options,
                    error *err);
-
-/* m->weights to the device (after they were read or drawn) and back (before they are written); nothing moves
- * on the CPU. `master`: the f32 weights of the optimiser on the device, or NULL: m->params. */
-void model_upload(model *m, float *master);
-void model_download(model *m, const float *master);
 
 /* Loss of a batch, the mean in nats without auxiliary losses; gradients stay as they are. `routing` NULL:
  * plain top-K, as validation uses it. */
@@ -122,15 +123,17 @@ bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, 
  * on the host receive what follows the last. MODEL_GENERATE. */
 bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t count, float *logits, error *err);
 
-/* A training pass in two parts. model_enqueue_gradients: forward with m->routing and backward of the batch
- * that was loaded last, adding the gradients of `share` times the loss and of the auxiliary losses to
- * m->grads
- * (`add` false: on a device without adds_gradients they are written). The loss goes to
- * scalars[SCALAR_LOSS]. */
-void model_load_batch(model *m, const model_batch *batch);
+/* Training in three steps. model_stage_batch prepares a batch of `parts` passes, which must stay as it is
+ * until the device is done with it; on a GPU only until the call returns. model_load_batch brings it to the
+ * device. model_enqueue_gradients: forward with m->routing and backward of the batch of m->parts passes that
+ * was loaded last, `sequences` in all of them. The gradients of its loss and of the passes' mean auxiliary
+ * losses are added to m->grads (`add` false: on a device without adds_gradients the first pass writes them).
+ * The loss goes to scalars[SCALAR_LOSS]. SR-f's draws differ from pass to pass. */
+void model_stage_batch(model *m, const model_batch *batch, int64_t parts);
+void model_load_batch(model *m);
 bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err);
 
-/* Both, and the loss. */
+/* All three, and the loss. */
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err);
 
 /* Weights that one token uses in its pass, embedding not included (6 times that: FLOPs of training,

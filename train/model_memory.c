@@ -151,7 +151,7 @@ static size_t place(model *m, arena *a)
     m->x_last = arena_values(a, dv->type, rows * d);
     m->hidden = arena_values(a, dv->type, rows * d);
     m->rstd = arena_floats(a, rows);
-    m->losses = arena_floats(a, rows);
+    m->losses = arena_floats(a, rows * m->parts);
     m->scalars = arena_take(a, SCALARS * sizeof *m->scalars);
     m->rope = arena_floats(a, c->context * (d / c->heads));
     if (m->use == MODEL_TRAIN) {
@@ -185,12 +185,17 @@ static bool prepare(model *m, error *err)
     return dv->ops->finish(dv, err);
 }
 
+const char *model_lower_memory(const model *m)
+{
+    if (m->use != MODEL_TRAIN) return "";
+    return m->device->master ? " (more --micro-batches, --recompute layers, --precision bf16?)"
+                             : " (more --micro-batches, --recompute layers?)";
+}
+
 static bool no_memory(const model *m, size_t bytes, error *err)
 {
     size_t available = m->device->ops->available(m->device);
-    const char *lower = m->use != MODEL_TRAIN ? ""
-                        : m->device->master   ? " (a smaller --batch, --recompute layers, --precision bf16?)"
-                                              : " (a smaller --batch, --recompute layers?)";
+    const char *lower = model_lower_memory(m);
     if (!available)
         return fail(err, ERROR_RUNTIME, "out of memory: the model asks for %.1f MB%s", (double)bytes / 1e6,
                     lower);
@@ -205,9 +210,7 @@ static bool allocate(model *m, error *err)
     m->memory = dv->ops->allocate(dv, bytes);
     if (!m->memory) return no_memory(m, bytes, err);
     place(m, &(arena){.base = m->memory});
-    m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : calloc(m->layout.total, sizeof *m->weights);
-    if (!m->weights)
-        return fail(err, ERROR_RUNTIME, "out of memory: %zu weights on the host", m->layout.total);
+    m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : NULL;
     dv->ops->clear(dv, m->params, m->layout.total * type_size(dv->type));
     if (m->grads) dv->ops->clear(dv, m->grads, m->layout.total * type_size(dv->grad_type));
     return fill_rope(m, err) && prepare(m, err);
@@ -240,19 +243,28 @@ static bool describe(model *m, train_device *device, const model_config *config,
     *m = (model){.device = device,
                  .config = *config,
                  .sequences = options->sequences,
+                 .parts = options->parts ? options->parts : 1,
                  .use = options->use,
                  .recompute = options->recompute};
     if (options->routing) m->routing = *options->routing;
+    // The mean over the passes: each adds its part.
+    m->routing.balance_coefficient /= (float)m->parts;
+    m->routing.z_coefficient /= (float)m->parts;
     const model_config *c = &m->config;
     if (!m->device && !(m->owns_device = (m->device = cpu_open(err)) != NULL)) return false;
     int64_t rows = m->sequences * c->context;
     m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
     if (!model_config_check(c, err) || !check_device(m, err) || !param_layout_create(&m->layout, c, err))
         return false;
+    if (m->parts > 1 && m->device->grad_type != SMOE_TYPE_F32)
+        return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients that are not f32 at most 1",
+                    (long long)m->parts);
     m->layers = calloc((size_t)c->layers, sizeof *m->layers);
-    if (!m->layers) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
+    m->batches = calloc((size_t)m->parts, sizeof *m->batches);
+    if (!m->layers || !m->batches) return fail(err, ERROR_RUNTIME, "out of memory: the model's layers");
     return c->dense_layers == c->layers ||
-           moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN, &m->routing, err);
+           moe_create(&m->moe, m->device, c, rows, m->use == MODEL_TRAIN,
+                      options->chunks ? options->chunks : 1, &m->routing, err);
 }
 
 bool model_measure(model *m, train_device *device, const model_config *config, const model_options *options,
@@ -279,7 +291,7 @@ void model_destroy(model *m)
     moe_destroy(&m->moe);
     param_layout_destroy(&m->layout);
     free(m->layers);
-    if (m->weights != m->params) free(m->weights);
+    free(m->batches);
     if (m->memory) m->device->ops->release(m->device, m->memory);
     if (m->owns_device) m->device->ops->close(m->device);
     *m = (model){0};

@@ -15,6 +15,7 @@ static smoe_layer describe(const moe *m, int64_t tokens, const moe_routing *rout
     layer.accumulate = 1;
     layer.inference = !m->train;
     layer.reuse_saved = 1;
+    layer.chunks = m->chunks;
     layer.renormalize = config->norm_topk_prob;
     layer.rounding = routing->rounding;
     if (routing->rounding != SMOE_ROUNDING_NONE) layer.tile = routing->tile;
@@ -47,9 +48,9 @@ static bool measure(moe *m, int64_t tokens, const moe_routing *routing, error *e
 }
 
 bool moe_create(moe *m, train_device *device, const model_config *config, int64_t tokens, bool train,
-                const moe_routing *routing, error *err)
+                int32_t chunks, const moe_routing *routing, error *err)
 {
-    *m = (moe){.device = device, .config = config, .train = train};
+    *m = (moe){.device = device, .config = config, .train = train, .chunks = chunks};
     char text[256] = "";
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     options.backend = device->backend;

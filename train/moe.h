@@ -32,6 +32,7 @@ typedef struct moe {
     train_device *device;
     const model_config *config;
     bool train;
+    int32_t chunks;                      // of the columns, as smoe_layer has them
     uint64_t saved_bytes, scratch_bytes; // of one layer, of all
     void *scratch;                       // the caller's
 } moe;
@@ -46,7 +47,7 @@ typedef struct moe_weights {
 /* For passes of up to `tokens` tokens, under plain top-K or, with `train`, under `routing`; says how much
  * memory they want. config must outlive m. */
 bool moe_create(moe *m, train_device *device, const model_config *config, int64_t tokens, bool train,
-                const moe_routing *routing, error *err);
+                int32_t chunks, const moe_routing *routing, error *err);
 void moe_destroy(moe *m);
 
 /* out, x (tokens, d) */

@@ -43,7 +43,7 @@ typedef struct pass_shape {
     int64_t first; // position of a sequence's first row; not 0: one sequence, earlier rows are in k and v
 } pass_shape;
 
-/* One batch on the device. */
+/* The tokens of one pass on the device. */
 typedef struct device_batch {
     const int32_t *tokens, *targets; // (T), targets of a pass with a loss
     const int32_t *order;            // (T) rows by token, those of one token ascending, and
@@ -74,21 +74,28 @@ struct train_ops {
     void (*release)(train_device *dv, void *memory);
     size_t (*available)(train_device *dv); // bytes that allocate can still give, 0: not known
     size_t (*used)(train_device *dv);      // bytes in use by the driver's count, 0: not known
-    void (*upload)(train_device *dv, void *to, const void *host, size_t bytes); // done with host on return
+    /* Memory of the host that copies to and from the device are fast with; NULL: no memory. */
+    void *(*allocate_host)(train_device *dv, size_t bytes);
+    void (*release_host)(train_device *dv, void *memory);
+    /* Done with `host` on return, unless it is of allocate_host: then at `finish`. */
+    void (*upload)(train_device *dv, void *to, const void *host, size_t bytes);
     void (*download)(train_device *dv, void *host, const void *from, size_t bytes); // done on return
-    /* f32 on the host to `type` on the device and back */
+    /* f32 on the host to `type` on the device (as upload) and back */
     void (*store)(train_device *dv, void *to, smoe_type type, const float *host, int64_t count);
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
     /* count normal values of a stream (train/random.h) times deviation, or ones where that is 0, to `to`
-     * (type) and, rounded to it last, to master. NULL: the host draws. */
+     * (type) and, rounded to it last, to master. NULL on the CPU: the caller
+     * draws. */
     void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
                  uint64_t stream);
-    /* Brings one batch of `rows` tokens to the device; targets may be NULL. The first call gives the most
-     * rows that will ever come, and the places stay. The host's arrays must stay as they are until `finish`.
+    /* Prepares a batch, while the device may still work on the one before: for each of its `parts` passes
+     * `rows` tokens; targets may be NULL. to (parts): where load_batch will bring it; the first call gives
+     * the most tokens that will ever come, and the places stay. On the CPU they are the arguments themselves.
      */
-    void (*load_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
-                       int64_t rows, int64_t most, int64_t vocab);
+    void (*stage_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
+                        int64_t rows, int64_t parts, int64_t most, int64_t vocab);
+    void (*load_batch)(train_device *dv);
     bool (*finish)(train_device *dv, error *err);
     /* Builds what passes of a shape need besides the caller's memory, before the first of them. */
     void (*prepare)(train_device *dv, const pass_shape *shape, bool backward);

@@ -3,8 +3,6 @@
 
 #include "train/arena.h"
 
-#include <stdlib.h>
-
 static void place(optimizer *o, arena *a)
 {
     const train_device *dv = o->model->device;
@@ -41,19 +39,13 @@ static bool allocate(optimizer *o, error *err)
     o->memory = dv->ops->allocate(dv, bytes);
     if (!o->memory && available)
         return fail(err, ERROR_RUNTIME,
-                    "out of memory: AdamW's states ask for %.2f GB, the device has %.2f GB left (a smaller "
-                    "--batch, --recompute layers%s?)",
-                    (double)bytes / 1e9, (double)available / 1e9, dv->master ? ", --precision bf16" : "");
+                    "out of memory: AdamW's states ask for %.2f GB, the device has %.2f GB left%s",
+                    (double)bytes / 1e9, (double)available / 1e9, model_lower_memory(o->model));
     if (!o->memory)
         return fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %lld weights", (long long)total);
     place(o, &(arena){.base = o->memory});
     dv->ops->clear(dv, o->memory, bytes);
-    bool host = dv->backend == SMOE_BACKEND_CPU;
-    o->first = host ? o->arrays.first : calloc((size_t)total, sizeof *o->first);
-    o->second = host ? o->arrays.second : calloc((size_t)total, sizeof *o->second);
-    return (o->first && o->second) ||
-           fail(err, ERROR_RUNTIME, "out of memory: AdamW's moments of %lld weights on the host",
-                (long long)total);
+    return true;
 }
 
 bool optimizer_create(optimizer *o, model *m, error *err)
@@ -66,8 +58,6 @@ bool optimizer_create(optimizer *o, model *m, error *err)
 
 void optimizer_destroy(optimizer *o)
 {
-    if (o->first != o->arrays.first) free(o->first);
-    if (o->second != o->arrays.second) free(o->second);
     if (o->recording) o->model->device->ops->forget(o->model->device, o->recording);
     if (o->memory) o->model->device->ops->release(o->model->device, o->memory);
     *o = (optimizer){0};
@@ -79,7 +69,6 @@ void optimizer_draw(optimizer *o, uint64_t seed)
     train_device *dv = m->device;
     if (!dv->ops->draw) {
         param_init(m->weights, &m->layout, seed);
-        optimizer_upload(o);
         return;
     }
     for (size_t i = 0; i < m->layout.tensor_count; i++) {
@@ -90,28 +79,10 @@ void optimizer_draw(optimizer *o, uint64_t seed)
     }
 }
 
-void optimizer_upload(optimizer *o)
-{
-    train_device *dv = o->model->device;
-    const adamw_arrays *a = &o->arrays;
-    model_upload(o->model, a->master);
-    dv->ops->store(dv, a->first, a->state_type, o->first, a->total);
-    dv->ops->store(dv, a->second, a->state_type, o->second, a->total);
-}
-
-bool optimizer_download(optimizer *o, error *err)
-{
-    train_device *dv = o->model->device;
-    const adamw_arrays *a = &o->arrays;
-    model_download(o->model, a->master);
-    dv->ops->load(dv, o->first, a->first, a->state_type, a->total);
-    dv->ops->load(dv, o->second, a->second, a->state_type, a->total);
-    return dv->ops->finish(dv, err);
-}
-
-static bool enqueue(optimizer *o, int64_t sequences, int64_t length, error *err)
+static bool enqueue(optimizer *o, error *err)
 {
     model *m = o->model;
+    int64_t sequences = m->sequences * m->parts, length = m->config.context;
     train_device *dv = m->device;
     if (!model_enqueue_gradients(m, sequences, length, dv->adds_gradients, err)) return false;
     dv->ops->gradient_norm(dv, &m->scalars[SCALAR_NORM], m->grads, o->arrays.total);
@@ -126,19 +97,24 @@ static bool records(const optimizer *o)
     return o->model->device->ops->record && o->steps > 0 && o->model->routing.rounding != SMOE_ROUNDING_SR_F;
 }
 
-bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *step, error *err)
+void optimizer_stage(optimizer *o, const model_batch *batch)
+{
+    model_stage_batch(o->model, batch, o->model->parts);
+}
+
+bool optimizer_step(optimizer *o, const adamw_step *step, error *err)
 {
     model *m = o->model;
     train_device *dv = m->device;
-    model_load_batch(m, batch);
+    model_load_batch(m);
     dv->ops->upload(dv, o->step, step, sizeof *step);
     if (!records(o)) {
         o->steps++;
-        return enqueue(o, batch->sequences, batch->length, err);
+        return enqueue(o, err);
     }
     if (!o->recording) {
         dv->ops->record(dv);
-        bool done = enqueue(o, batch->sequences, batch->length, err);
+        bool done = enqueue(o, err);
         o->recording = dv->ops->recorded(dv);
         if (!done) return false;
         if (!o->recording) return dv->ops->finish(dv, err);

@@ -9,11 +9,9 @@ typedef struct optimizer {
     model *model;
     adamw_arrays arrays;
     adamw_step *step; // on the device
-    float *first,
-        *second;     // the moments on the host, as checkpoints have them. On the CPU: arrays.first, .second
-    void *memory;    // on the device
-    void *recording; // a step as the device noted it; NULL: not yet, or it cannot
-    int64_t steps;   // enqueued so far
+    void *memory;     // on the device
+    void *recording;  // a step as the device noted it; NULL: not yet, or it cannot
+    int64_t steps;    // enqueued so far
 } optimizer;
 
 /* What a step found. */
@@ -31,14 +29,12 @@ void optimizer_destroy(optimizer *o); // a zeroed one is fine
 /* First weights, drawn where the device can. */
 void optimizer_draw(optimizer *o, uint64_t seed);
 
-/* Weights and moments from the host's arrays (model->weights, first, second) to the device and back. */
-void optimizer_upload(optimizer *o);
-bool optimizer_download(optimizer *o, error *err);
-
-/* Enqueues forward, backward and the update for a batch of model->sequences whole sequences, and returns
- * while the device works; optimizer_finish waits. With a loss or norm that is not finite the weights are
- * worthless. */
-bool optimizer_step(optimizer *o, const model_batch *batch, const adamw_step *step, error *err);
+/* optimizer_stage prepares a batch of model->parts times model->sequences whole sequences, while the device
+ * may still be busy with the step before. optimizer_step enqueues forward, backward and the update for the
+ * batch that was prepared last, and returns while the device works; optimizer_finish waits. With a loss or
+ * norm that is not finite the weights are worthless. */
+void optimizer_stage(optimizer *o, const model_batch *batch);
+bool optimizer_step(optimizer *o, const adamw_step *step, error *err);
 bool optimizer_finish(optimizer *o, step_result *result, error *err);
 
 #endif

@@ -344,6 +344,14 @@ void safetensors_close(safetensors *file)
 
 /* ---- look-up ---- */
 
+void safetensors_forget(const safetensors *file, const tensor *t, int64_t first, int64_t count)
+{
+    const size_t size = tensor_dtype_size(t->dtype);
+    const unsigned char *from = (const unsigned char *)t->data + (size_t)first * size;
+    for (size_t i = 0; i < file->shard_count; i++)
+        file_map_forget(&file->shards[i].map, from, (size_t)count * size);
+}
+
 size_t safetensors_count(const safetensors *file)
 {
     return file->count;

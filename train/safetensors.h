@@ -47,8 +47,15 @@ const char *tensor_dtype_name(tensor_dtype dtype); // "F32", ...
  * - 1. */
 bool tensor_size(const tensor *t, int64_t *elements, int64_t *bytes);
 
-/* Copies a tensor of exactly this shape into out, as f32 (F32 as is, F16 and BF16 exactly, F64 rounded to
- * nearest). Errors: another rank, shape or dtype, naming both. */
+/* True for a tensor of exactly this shape whose dtype is F32, F16, BF16 or F64. Errors: another rank, shape
+ * or dtype, naming both. */
+bool tensor_is_real(const tensor *t, int rank, const int64_t *shape, error *err);
+
+/* Copies elements [first, first + count) of a tensor that is real into out, as f32: F32 as is, F16 and BF16
+ * exactly, F64 rounded to nearest. */
+void tensor_read_part(const tensor *t, int64_t first, int64_t count, float *out);
+
+/* Both, for a whole tensor. */
 bool tensor_read_f32(const tensor *t, int rank, const int64_t *shape, float *out, error *err);
 
 /* ---- reading: tensors point into the mapping and live until safetensors_close ---- */
@@ -62,6 +69,10 @@ bool safetensors_open(safetensors **file, const char *path, error *err);
 bool safetensors_parse(safetensors **file, const void *bytes, size_t size, const char *name, error *err);
 
 void safetensors_close(safetensors *file); // NULL is fine
+
+/* Elements [first, first + count) were read and will not be soon: their pages of the mapping leave this
+ * process's memory. */
+void safetensors_forget(const safetensors *file, const tensor *t, int64_t first, int64_t count);
 
 size_t safetensors_count(const safetensors *file);
 const tensor *safetensors_at(const safetensors *file, size_t index);       // sorted by name
@@ -85,5 +96,14 @@ typedef struct safetensors_pair {
  * past 63 bits, header past the format's limit, everything that file_writer reports. */
 bool safetensors_write(const char *path, const tensor *tensors, size_t count,
                        const safetensors_pair *metadata, size_t pairs, error *err);
+
+/* Gives `size` bytes (at most `most` of the call below) of tensor number `index`, from its byte `from` on.
+ * They stay until the next call. NULL and *err: they cannot be had. */
+typedef const void *(*safetensors_source)(void *user, size_t index, size_t from, size_t size, error *err);
+
+/* The same with bytes that the source gives, piece by piece; the tensors' data are not read. */
+bool safetensors_write_from(const char *path, const tensor *tensors, size_t count,
+                            const safetensors_pair *metadata, size_t pairs, safetensors_source source,
+                            void *user, size_t most, error *err);
 
 #endif

@@ -77,44 +77,82 @@ static bool write_header(file_writer **writer, const char *text, error *err)
            file_writer_write(writer, text, length, err) && file_writer_write(writer, spaces, padding, err);
 }
 
-static bool write_file(const char *path, const char *text, const tensor *const *sorted, size_t count,
-                       error *err)
+/* What is written: the tensors of a call, in the order of the file, and where their bytes come from. */
+typedef struct contents {
+    const tensor *tensors, **sorted;
+    size_t count;
+    const safetensors_pair *metadata;
+    size_t pairs;
+    safetensors_source source;
+    void *user;
+    size_t most;
+} contents;
+
+static bool write_tensor(file_writer **writer, const contents *c, const tensor *t, error *err)
+{
+    int64_t elements, bytes;
+    tensor_size(t, &elements, &bytes);
+    for (size_t from = 0; from < (size_t)bytes; from += c->most) {
+        const size_t left = (size_t)bytes - from, size = left < c->most ? left : c->most;
+        const void *piece = c->source(c->user, (size_t)(t - c->tensors), from, size, err);
+        if (piece == NULL) {
+            file_writer_abort(writer);
+            return false;
+        }
+        if (!file_writer_write(writer, piece, size, err)) return false;
+    }
+    return true;
+}
+
+static bool write_file(const char *path, const char *text, const contents *c, error *err)
 {
     file_writer *writer;
     if (!file_writer_open(&writer, path, err) || !write_header(&writer, text, err)) return false;
-    for (size_t i = 0; i < count; i++) {
-        int64_t elements, bytes;
-        tensor_size(sorted[i], &elements, &bytes);
-        if (!file_writer_write(&writer, sorted[i]->data, (size_t)bytes, err)) return false;
-    }
+    for (size_t i = 0; i < c->count; i++)
+        if (!write_tensor(&writer, c, c->sorted[i], err)) return false;
     return file_writer_commit(&writer, err);
 }
 
-static bool write_sorted(const char *path, const tensor *const *sorted, size_t count,
-                         const safetensors_pair *metadata, size_t pairs, error *err)
+static bool write_sorted(const char *path, const contents *c, error *err)
 {
     error reason;
-    json_t *header = build_header(sorted, count, metadata, pairs, &reason);
+    json_t *header = build_header(c->sorted, c->count, c->metadata, c->pairs, &reason);
     if (header == NULL) return fail(err, ERROR_RUNTIME, "%s: %s", path, reason.text);
     char *text = json_dumps(header, JSON_COMPACT);
     json_decref(header);
     if (text == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
     bool ok = strlen(text) <= SAFETENSORS_MAX_HEADER - SAFETENSORS_ALIGN;
-    ok = ok ? write_file(path, text, sorted, count, err)
+    ok = ok ? write_file(path, text, c, err)
             : fail(err, ERROR_RUNTIME, "%s: header of %zu bytes, at most %d are allowed", path, strlen(text),
                    SAFETENSORS_MAX_HEADER);
     free(text);
     return ok;
 }
 
-bool safetensors_write(const char *path, const tensor *tensors, size_t count,
-                       const safetensors_pair *metadata, size_t pairs, error *err)
+bool safetensors_write_from(const char *path, const tensor *tensors, size_t count,
+                            const safetensors_pair *metadata, size_t pairs, safetensors_source source,
+                            void *user, size_t most, error *err)
 {
     const tensor **sorted = malloc((count + 1) * sizeof *sorted);
     if (sorted == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
     for (size_t i = 0; i < count; i++) sorted[i] = &tensors[i];
     if (count > 0) qsort(sorted, count, sizeof *sorted, by_size_and_name);
-    bool ok = write_sorted(path, sorted, count, metadata, pairs, err);
+    const contents c = {tensors, sorted, count, metadata, pairs, source, user, most};
+    bool ok = write_sorted(path, &c, err);
     free(sorted);
     return ok;
+}
+
+static const void *from_memory(void *user, size_t index, size_t from, size_t size, error *err)
+{
+    const tensor *const *tensors = user;
+    (void)size, (void)err;
+    return (const char *)(*tensors)[index].data + from;
+}
+
+bool safetensors_write(const char *path, const tensor *tensors, size_t count,
+                       const safetensors_pair *metadata, size_t pairs, error *err)
+{
+    return safetensors_write_from(path, tensors, count, metadata, pairs, from_memory, &tensors, SIZE_MAX,
+                                  err);
 }

@@ -90,30 +90,43 @@ static bool check_shape(const tensor *t, int rank, const int64_t *shape, error *
     return fail(err, ERROR_RUNTIME, "tensor %.128s has shape %s, wanted %s", t->name, have, want);
 }
 
-bool tensor_read_f32(const tensor *t, int rank, const int64_t *shape, float *out, error *err)
+bool tensor_is_real(const tensor *t, int rank, const int64_t *shape, error *err)
 {
-    if (!check_shape(t, rank, shape, err)) return false;
     int64_t elements, bytes;
+    if (!check_shape(t, rank, shape, err)) return false;
     if (!tensor_size(t, &elements, &bytes))
         return fail(err, ERROR_RUNTIME, "tensor %.128s: its bytes do not fit into 63 bits", t->name);
-    const unsigned char *data = t->data;
+    if (t->dtype == TENSOR_F32 || t->dtype == TENSOR_F16 || t->dtype == TENSOR_BF16 || t->dtype == TENSOR_F64)
+        return true;
+    return fail(err, ERROR_RUNTIME, "tensor %.128s has dtype %s, wanted F32, F16, BF16 or F64", t->name,
+                tensor_dtype_name(t->dtype));
+}
+
+void tensor_read_part(const tensor *t, int64_t first, int64_t count, float *out)
+{
+    const unsigned char *data = (const unsigned char *)t->data + (size_t)first * tensor_dtype_size(t->dtype);
     uint16_t half;
     double wide;
     switch (t->dtype) {
-    case TENSOR_F32:
-        if (bytes > 0) memcpy(out, data, (size_t)bytes);
-        return true;
     case TENSOR_F16:
-        for (int64_t i = 0; i < elements; i++) memcpy(&half, data + 2 * i, 2), out[i] = f16_to_f32(half);
-        return true;
+        for (int64_t i = 0; i < count; i++) memcpy(&half, data + 2 * i, 2), out[i] = f16_to_f32(half);
+        return;
     case TENSOR_BF16:
-        for (int64_t i = 0; i < elements; i++) memcpy(&half, data + 2 * i, 2), out[i] = bf16_to_f32(half);
-        return true;
+        for (int64_t i = 0; i < count; i++) memcpy(&half, data + 2 * i, 2), out[i] = bf16_to_f32(half);
+        return;
     case TENSOR_F64:
-        for (int64_t i = 0; i < elements; i++) memcpy(&wide, data + 8 * i, 8), out[i] = (float)wide;
-        return true;
+        for (int64_t i = 0; i < count; i++) memcpy(&wide, data + 8 * i, 8), out[i] = (float)wide;
+        return;
     default:
-        return fail(err, ERROR_RUNTIME, "tensor %.128s has dtype %s, wanted F32, F16, BF16 or F64", t->name,
-                    tensor_dtype_name(t->dtype));
+        if (count > 0) memcpy(out, data, (size_t)count * sizeof *out);
     }
+}
+
+bool tensor_read_f32(const tensor *t, int rank, const int64_t *shape, float *out, error *err)
+{
+    int64_t elements, bytes;
+    if (!tensor_is_real(t, rank, shape, err)) return false;
+    tensor_size(t, &elements, &bytes);
+    tensor_read_part(t, 0, elements, out);
+    return true;
 }

@@ -29,6 +29,7 @@ typedef struct run {
     train_log *log;
     routing_report routing;    // of the last step before a line or a validation
     int32_t *inputs, *targets; // (batch, context)
+    int64_t staged;            // the step whose batch they and the device have prepared, -1: none
     double started;            // the clock when state.elapsed was `before`
     double before;
     double line_time;     // elapsed at the line of the log before
@@ -50,8 +51,6 @@ static bool allocate(run *r, error *err)
 {
     size_t rows = (size_t)(r->settings->batch * r->settings->config.context);
     if (!optimizer_create(&r->optimizer, &r->model, err)) return false;
-    r->state.first = r->optimizer.first;
-    r->state.second = r->optimizer.second;
     r->inputs = malloc(2 * rows * sizeof *r->inputs);
     if (!r->inputs) return fail(err, ERROR_RUNTIME, "out of memory: a batch of %zu tokens", rows);
     r->targets = r->inputs + rows;
@@ -69,8 +68,9 @@ static bool resume(run *r, error *err)
         return false;
     if (!model_config_same(&have, &s->config, &why))
         return fail(err, ERROR_USAGE, "%.200s holds a checkpoint of another shape: %.250s", path, why.text);
-    if (!checkpoint_load_weights(path, &r->model, err) ||
-        !checkpoint_load_state(path, &r->model, &r->state, err))
+    const adamw_arrays *arrays = &r->optimizer.arrays;
+    if (!checkpoint_load_weights(path, &r->model, arrays->master, err) ||
+        !checkpoint_load_state(path, &r->model, arrays, &r->state, err))
         return false;
     if (r->state.seed != s->seed || r->state.batch != s->batch)
         return fail(err, ERROR_USAGE,
@@ -80,40 +80,57 @@ static bool resume(run *r, error *err)
     return true;
 }
 
+/* The first weights: those of settings->from, or random ones. */
+static bool take_weights(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    char path[PATH_BYTES];
+    model_config have;
+    error why = {0};
+    if (!s->from) {
+        optimizer_draw(&r->optimizer, s->seed);
+        return true;
+    }
+    if (!checkpoint_find(s->from, path, sizeof path, err) || !checkpoint_load_config(path, &have, err))
+        return false;
+    have.context = s->config.context; // no weight depends on it
+    if (!model_config_same(&have, &s->config, &why))
+        return fail(err, ERROR_USAGE, "%.200s is of another shape: %.250s", path, why.text);
+    return checkpoint_load_weights(path, &r->model, r->optimizer.arrays.master, err);
+}
+
 static bool save(run *r, error *err)
 {
     if (r->settings->checkpoints == 0) return file_make_folder(r->settings->out, err);
-    return optimizer_download(&r->optimizer, err) &&
-           checkpoint_save(r->settings->out, &r->model, &r->state, &r->words, r->settings->keep, err);
+    return checkpoint_save(r->settings->out, &r->model, &r->optimizer.arrays, &r->state, &r->words,
+                           r->settings->keep, err);
 }
 
 static bool start(run *r, error *err)
 {
     const train_settings *s = r->settings;
     char path[PATH_BYTES];
-    if (s->resume) {
-        if (!resume(r, err)) return false;
-        optimizer_upload(&r->optimizer);
-        return true;
-    }
+    if (s->resume) return resume(r, err);
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
         return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);
-    optimizer_draw(&r->optimizer, s->seed);
+    if (!take_weights(r, err)) return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;
     // Saved before the first step: there always is a good checkpoint, and a full disk shows at once.
     return save(r, err);
 }
 
-/* The one asked for, which must be the one of a checkpoint resumed, or that one. */
+/* The one asked for, which must be the one of a checkpoint resumed, or that one, or that of the checkpoint
+ * that the weights come from. */
 static bool open_tokenizer(run *r, error *err)
 {
     const train_settings *s = r->settings;
     char path[PATH_BYTES];
     tokenizer had = {0};
     if (s->tokenizer && !tokenizer_open(&r->words, s->tokenizer, err)) return false;
-    if (s->resume && (!checkpoint_find(s->out, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
+    const char *before = s->resume ? s->out : s->tokenizer ? NULL : s->from;
+    if (before && (!checkpoint_find(before, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
         return false;
     bool same = !s->resume || !s->tokenizer || tokenizer_same(&r->words, &had);
     if (!s->tokenizer)
@@ -133,12 +150,21 @@ static bool open_run(run *r, error *err)
     char path[PATH_BYTES];
     moe_routing routing = s->routing;
     routing.seed = s->seed;
-    model_options options = {
-        .sequences = s->batch, .routing = &routing, .use = MODEL_TRAIN, .recompute = s->recompute};
+    device_options device = s->device;
+    device.sums = s->parts > 1;
+    model_options options = {.sequences = s->batch / s->parts,
+                             .parts = s->parts,
+                             .routing = &routing,
+                             .use = MODEL_TRAIN,
+                             .recompute = s->recompute,
+                             .chunks = s->chunks};
+    if (s->batch % s->parts)
+        return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
+                    (long long)s->parts, (long long)s->batch);
     if (!open_tokenizer(r, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
                      s->config.vocab, s->config.context, TOKENS_TRAIN, err) ||
-        !(r->device = device_open(&s->device, err)) ||
+        !(r->device = device_open(&device, err)) ||
         !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
     if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
@@ -202,18 +228,30 @@ static bool stop_not_finite(const run *r, const char *what, double value, error 
         what, (long long)r->state.step + 1, value, r->settings->out);
 }
 
+/* Reads the batch of a step. */
+static void stage(run *r, int64_t number)
+{
+    const train_settings *s = r->settings;
+    const model_batch batch = {r->inputs, r->targets, s->batch, s->config.context};
+    if (r->staged == number) return;
+    tokens_batch(r->data, s->seed, (uint64_t)number, s->batch, r->inputs, r->targets);
+    optimizer_stage(&r->optimizer, &batch);
+    r->staged = number;
+}
+
+/* The next step's batch is read while the device works on this one. */
 static bool step(run *r, double *loss, error *err)
 {
     const train_settings *s = r->settings;
-    model *m = &r->model;
-    model_batch batch = {r->inputs, r->targets, s->batch, s->config.context};
-    tokens_batch(r->data, s->seed, (uint64_t)r->state.step, s->batch, r->inputs, r->targets);
-    m->routing.step = (uint64_t)r->state.step;
+    r->model.routing.step = (uint64_t)r->state.step;
     r->lr = rate_now(r);
     adamw_step update = update_of(r);
     step_result found;
-    if (!optimizer_step(&r->optimizer, &batch, &update, err) || !optimizer_finish(&r->optimizer, &found, err))
-        return false;
+    stage(r, r->state.step);
+    if (!optimizer_step(&r->optimizer, &update, err)) return false;
+    const int64_t bytes = tokens_bytes(r->data, r->targets, s->batch * s->config.context);
+    stage(r, r->state.step + 1);
+    if (!optimizer_finish(&r->optimizer, &found, err)) return false;
     *loss = found.loss;
     r->grad_norm = found.norm;
     if (!isfinite(*loss)) return stop_not_finite(r, "loss", *loss, err);
@@ -221,7 +259,7 @@ static bool step(run *r, double *loss, error *err)
     r->state.step++;
     r->state.loss_sum += *loss;
     r->state.loss_count++;
-    r->state.loss_bytes += tokens_bytes(r->data, r->targets, s->batch * s->config.context);
+    r->state.loss_bytes += bytes;
     r->state.elapsed = r->before + clock_seconds() - r->started;
     return true;
 }
@@ -280,6 +318,7 @@ static void report(run *r, double loss, double seconds, train_observer observer,
 static bool validate(run *r, int64_t count, evaluation *result, error *err)
 {
     int64_t context = r->settings->config.context, windows = (count + context - 1) / context;
+    r->staged = -1; // its windows take the batch's place
     return evaluate(result, &r->model, r->data, windows, r->settings->stop, err);
 }
 
@@ -356,7 +395,7 @@ static void tell_start(const run *r)
 bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
                error *err)
 {
-    run r = {.settings = settings, .val_loss = NAN, .routing = routing_report_none};
+    run r = {.settings = settings, .val_loss = NAN, .routing = routing_report_none, .staged = -1};
     *result = (train_result){0};
     bool done = open_run(&r, err);
     int64_t first = r.state.step;

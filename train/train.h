@@ -26,13 +26,17 @@ struct train_settings {
     model_config config;
     device_options device;
     model_recompute recompute;
+    int32_t chunks;           // column chunks of the experts
     const char *const *paths; // files and folders of text, or token files
     size_t path_count;
-    const char
-        *tokenizer;    // table of the tokens (train/bpe.h); NULL: the one of the checkpoint resumed, or none
-    const char *out;   // folder of log, curve and checkpoints
-    bool resume;       // go on from OUT/latest; its config.json must be `config`
+    const char *tokenizer; // table of the tokens (train/bpe.h); NULL: the one of the checkpoint resumed or
+                           // started from, or none
+    const char *out;       // folder of log, curve and checkpoints
+    bool resume;           // go on from OUT/latest; its config.json must be `config`
+    const char *from;  // a checkpoint whose weights the run starts with; NULL: random ones. Its config.json
+                       // must be `config` but for the context
     int64_t batch;     // sequences of a step
+    int64_t parts;     // micro-batches: passes that a step's batch is cut into; divides it
     int64_t steps;     // length of the run in steps, or
     double seconds;    // in seconds of training when steps is 0
     double lr, end_lr; // peak, and the fraction of it at the end

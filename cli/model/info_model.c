@@ -13,6 +13,7 @@ static const table_column columns[] = {
     {"parameters", COLUMN_INTEGER, 0, false, NULL},
     {"active", COLUMN_INTEGER, 0, false, "weights that a token uses"},
     {"batch", COLUMN_INTEGER, 0, false, "sequences of a step"},
+    {"micro_batches", COLUMN_INTEGER, 0, false, "parts that a batch is passed in"},
     {"context", COLUMN_INTEGER, 0, false, "tokens of a sequence"},
     {"weights_bytes", COLUMN_BYTES, 0, false, "as passes read them"},
     {"gradients_bytes", COLUMN_BYTES, 0, false, NULL},
@@ -43,7 +44,8 @@ static bool print(model *m, table_format format, error *err)
     if (!t) return fail(err, ERROR_RUNTIME, "info: out of memory");
     table_integer(t, (int64_t)m->layout.total);
     table_integer(t, model_active_weights(&m->config));
-    table_integer(t, m->sequences);
+    table_integer(t, m->sequences * m->parts);
+    table_integer(t, m->parts);
     table_integer(t, m->config.context);
     table_integer(t, (int64_t)b->weights);
     table_integer(t, (int64_t)b->gradients);
@@ -60,11 +62,18 @@ bool info_model_print(const info_model *wanted, smoe_backend backend, table_form
 {
     // Counting needs no libraries.
     const device_options device = {.name = backend == SMOE_BACKEND_CUDA ? "cuda-plain" : "cpu",
-                                   .bf16 = wanted->bf16};
-    const model_options options = {
-        .sequences = wanted->batch, .use = MODEL_TRAIN, .recompute = wanted->recompute};
+                                   .bf16 = wanted->bf16,
+                                   .sums = wanted->parts > 1};
+    const model_options options = {.sequences = wanted->batch / wanted->parts,
+                                   .parts = wanted->parts,
+                                   .use = MODEL_TRAIN,
+                                   .recompute = wanted->recompute,
+                                   .chunks = (int32_t)wanted->chunks};
     model_config config;
     model m;
+    if (wanted->batch % wanted->parts)
+        return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
+                    (long long)wanted->parts, (long long)wanted->batch);
     if (!read_config(&config, wanted->path, err)) return false;
     train_device *dv = device_open(&device, err);
     if (!dv) return false;

@@ -8,8 +8,10 @@
 typedef struct info_model {
     const char *path; // config.json, or a checkpoint's folder; NULL: not asked
     int64_t batch;    // sequences of a step
+    int64_t parts;    // micro-batches that these are passed in
     bool bf16;        // --precision bf16
     model_recompute recompute;
+    int64_t chunks; // column chunks of the experts
 } info_model;
 
 bool info_model_print(const info_model *wanted, smoe_backend backend, table_format format, error *err);

@@ -16,10 +16,7 @@ bool load_model(model *m, const char *path, int64_t sequences, int64_t context, 
     if (context > 0) config.context = context; // no weight depends on it
     if (!model_create(m, device, &config, &(model_options){.sequences = sequences, .use = use}, err))
         return false;
-    if (checkpoint_load_weights(name, m, err)) {
-        model_upload(m, NULL);
-        return true;
-    }
+    if (checkpoint_load_weights(name, m, NULL, err)) return true;
     model_destroy(m);
     return false;
 }

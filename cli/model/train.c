@@ -66,13 +66,20 @@ static bool print_result(const train_options *options, const train_result *r, er
     return table_close(t, err);
 }
 
-/* A resumed run takes its shape from the checkpoint, unless the command line insists. */
+/* A run takes its shape from the checkpoint that it starts from; a resumed one unless the command line
+ * insists. */
 static bool adopt_shape(train_options *options, error *err)
 {
     train_settings *s = &options->settings;
+    const int64_t context = s->config.context;
     char path[PATH_BYTES];
-    if (!s->resume || options->sizes_given) return true;
-    return checkpoint_find(s->out, path, sizeof path, err) && checkpoint_load_config(path, &s->config, err);
+    if (!s->from && (!s->resume || options->sizes_given || options->context_given)) return true;
+    if (!checkpoint_find(s->from ? s->from : s->out, path, sizeof path, err) ||
+        !checkpoint_load_config(path, &s->config, err))
+        return false;
+    if (s->from) s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    if (s->from && options->context_given) s->config.context = context;
+    return true;
 }
 
 /* The files left out, and what is left of a resumed run: its steps or seconds count those before. */

@@ -40,6 +40,9 @@ static const number_option numbers[] = {
     {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN, "Checkpoints over the run, 0: none"},
     {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Newest checkpoints that stay"},
 
+    {"chunks", "C", AT(chunks), INT32, 1, 64, GROUP_RUN,
+     "Column chunks of the experts, a power of two: more need less memory and give the same bits"},
+
     {"layers", "L", CONFIG(layers), INT64, 1, 4096, GROUP_MODEL, "Layers"},
     {"hidden", "D", CONFIG(hidden), INT64, 8, 1 << 18, GROUP_MODEL, "Hidden size, a multiple of 8"},
     {"heads", "N", CONFIG(heads), INT64, 1, 4096, GROUP_MODEL, "Attention heads"},
@@ -66,6 +69,8 @@ static const number_option numbers[] = {
      "Coefficient of the router's z-loss"},
 
     {"batch", "N", AT(batch), INT64, 1, 1 << 20, GROUP_OPTIMISER, "Sequences of a step"},
+    {"micro-batches", "M", AT(parts), INT64, 1, 1 << 20, GROUP_OPTIMISER,
+     "Pass them in M parts of equal size, whose gradients are added up in f32: needs the memory of one part"},
     {"lr", "X", AT(lr), REAL, 0, 1e3, GROUP_OPTIMISER, "Peak learning rate"},
     {"end-lr", "X", AT(end_lr), REAL, 0, 1, GROUP_OPTIMISER, "Its fraction at the end of the cosine"},
     {"warmup", "X", AT(warmup), REAL, 0, 1, GROUP_OPTIMISER, "Fraction of the run for the linear warm-up"},
@@ -80,6 +85,7 @@ enum {
     KEY_NUMBER = 0x1000, // + index
     KEY_MINUTES = 0x2000,
     KEY_RESUME,
+    KEY_FROM,
     KEY_TOKENIZER,
     KEY_RENORMALIZE,
     KEY_TIED,
@@ -97,6 +103,10 @@ static const struct argp_option others[] = {
     {"out", 'o', "DIR", 0, "Folder of the log, the curve and the checkpoints", GROUP_RUN},
     {"minutes", KEY_MINUTES, "X", 0, "The same in minutes", GROUP_RUN},
     {"resume", KEY_RESUME, NULL, 0, "Go on from the newest checkpoint in DIR; its sizes are the model's",
+     GROUP_RUN},
+    {"from", KEY_FROM, "CHECKPOINT", 0,
+     "Start with the weights of a checkpoint (smoe's or OLMoE's, also in shards) instead of random ones. Its "
+     "sizes are the model's, its tokenizer the run's; --context may differ",
      GROUP_RUN},
     {"tokenizer", KEY_TOKENIZER, "TABLE", 0,
      "The table of the token files, or by which text is encoded: bpe.txt of tools/make_tokens.py. "
@@ -176,7 +186,9 @@ static void parse_number(train_options *options, int index, const char *text, st
     if ((o->type == INT64 || o->type == INT32) && value != floor(value))
         argp_error(state, "--%s: '%s' is no whole number", o->name, text);
     number_set(&options->settings, o, value);
-    options->sizes_given |= o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range);
+    options->sizes_given |=
+        o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
+    options->context_given |= o->offset == CONFIG(context);
     if (o->offset == AT(steps) || o->offset == AT(seconds)) note_length(options, o->name, state);
 }
 
@@ -230,6 +242,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case 'q': options->quiet = true; return 0;
     case KEY_JSON: options->json = true; return 0;
     case KEY_RESUME: s->resume = true; return 0;
+    case KEY_FROM: s->from = text; return 0;
     case KEY_TOKENIZER: s->tokenizer = text; return 0;
     case KEY_MINUTES:
         s->seconds = 60.0 * parse_real(state, "minutes", text, 1e-4, 1e7);
@@ -278,6 +291,10 @@ static bool complete(train_options *options, error *err)
 {
     train_settings *s = &options->settings;
     model_config *c = &s->config;
+    if (s->from && (s->resume || options->sizes_given))
+        return fail(err, ERROR_USAGE, "--from beside %s",
+                    s->resume ? "--resume: a run goes on from its own checkpoint"
+                              : "sizes of the model: they are the checkpoint's");
     c->router_aux_loss_coef = (double)s->routing.balance_coefficient;
     if (options->dense_twin) {
         if (c->dense_layers)

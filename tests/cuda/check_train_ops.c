@@ -395,7 +395,8 @@ static void run_tokens(bench *b, int side, const void *with)
     const train_ops *ops = ops_of(b, side);
     train_device *dv = b->device[side];
     device_batch batch;
-    ops->load_batch(dv, &batch, c->tokens, c->targets, c->rows, c->rows, c->vocab);
+    ops->stage_batch(dv, &batch, c->tokens, c->targets, c->rows, 1, c->rows, c->vocab);
+    ops->load_batch(dv);
     ops->embed(dv, c->x->at[side], c->weight->at[side], batch.tokens, c->rows, c->d);
     ops->embed_backward(dv, c->dweight->at[side], c->dx->at[side], &batch, c->rows, c->vocab, c->d, c->add);
     ops->cross_entropy(dv, c->logits->at[side], c->losses->at[side], batch.targets, 0.5f, c->rows, c->vocab);

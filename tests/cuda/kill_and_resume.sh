@@ -1,12 +1,12 @@
 #!/bin/sh
 # A run killed in mid-step and resumed ends with the bits of an unbroken one, and goes on on the CPU and back:
-#   kill_and_resume.sh SMOE DEVICE [STEPS]
-smoe=$1 device=$2 steps=${3:-6}
+#   kill_and_resume.sh SMOE DEVICE [STEPS [OPTIONS]]
+smoe=$1 device=$2 steps=${3:-6} options=$4
 folder=$(mktemp -d) || exit 3
 trap 'rm -rf "$folder"' EXIT
 seq 3000 >"$folder/text"
 sizes="--hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 8 --batch 2"
-common="$sizes --seed 5 -q --evaluations 0 --checkpoints $steps --logs $((steps + 3))"
+common="$sizes --seed 5 -q --evaluations 0 --checkpoints $steps --logs $((steps + 3)) $options"
 
 # FOLDER STEPS DEVICE OPTIONS
 train() {

@@ -292,3 +292,45 @@ def test_checkpoints_of_smoe_train(kind, tmp_path):
             logits = model(data[:-1].view(windows, 64)).logits
         ours = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[1:]).item()
         assert ours == pytest.approx(theirs, rel=1e-5), implementation
+
+
+def token_file(path, data):
+    """llm.c's format, which `smoe` reads (train/tokens.h)."""
+    header = torch.zeros(256, dtype=torch.int32)
+    header[:3] = torch.tensor([20240520, 1, len(data)])
+    path.write_bytes(header.numpy().tobytes() + data.to(torch.int32).numpy().astype("uint16").tobytes())
+
+
+def test_olmoe_in_shards(tmp_path):
+    """`smoe eval` and `smoe train --from` open an OLMoE that Transformers wrote in bf16 and in shards."""
+    program = os.environ.get("SMOE_PROGRAM")
+    if not program:
+        pytest.skip("SMOE_PROGRAM does not name the smoe program")
+    torch.manual_seed(5)
+    sizes = dict(hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4)
+    config = AutoConfig.for_model(
+        "olmoe", **sizes, **EXPERTS, vocab_size=320, max_position_embeddings=64, initializer_range=0.3
+    )
+    assert config.norm_topk_prob is False and config.clip_qkv is None and config.tie_word_embeddings is False
+    model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
+    windows, data = 8, torch.randint(320, (8 * 64 + 1,))
+    token_file(tmp_path / "data.bin", data)
+    found = subprocess.run(
+        [program, "eval", "--json", "--device=cpu", "-c", tmp_path / "model", tmp_path / "data.bin"],
+        check=True,
+        capture_output=True,
+    )
+    with torch.no_grad():
+        logits = model.float()(data[:-1].view(windows, 64)).logits
+    ours = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[1:]).item()
+    assert json.loads(found.stdout)["loss"] == pytest.approx(ours, rel=1e-5)
+    token_file(tmp_path / "train.bin", data.repeat(3))
+    run = [program, "train", f"--from={tmp_path / 'model'}", f"--out={tmp_path / 'run'}", "--device=cpu", "--quiet"]
+    run += ["--steps=5", "--batch=4", "--lr=1e-3", "--clip=1", tmp_path / "train.bin"]
+    subprocess.run(run, check=True, capture_output=True)
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "latest", dtype=torch.float32)
+    with torch.no_grad():
+        logits = tuned(data[:-1].view(windows, 64)).logits
+    assert torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[1:]).item() < ours

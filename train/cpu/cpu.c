@@ -60,11 +60,17 @@ static void cpu_clear(train_device *dv, void *memory, size_t bytes)
     memset(memory, 0, bytes);
 }
 
-static void cpu_load_batch(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
-                           int64_t rows, int64_t most, int64_t vocab)
+static void cpu_load_batch(train_device *dv)
 {
-    (void)dv, (void)rows, (void)most, (void)vocab;
-    *to = (device_batch){.tokens = tokens, .targets = targets};
+    (void)dv;
+}
+
+static void cpu_stage_batch(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
+                            int64_t rows, int64_t parts, int64_t most, int64_t vocab)
+{
+    (void)dv, (void)most, (void)vocab;
+    for (int64_t p = 0; p < parts; p++)
+        to[p] = (device_batch){.tokens = tokens + p * rows, .targets = targets ? targets + p * rows : NULL};
 }
 
 static bool cpu_finish(train_device *dv, error *err)
@@ -257,6 +263,8 @@ static const train_ops cpu_ops = {
     .close = cpu_close,
     .allocate = cpu_allocate,
     .release = cpu_release,
+    .allocate_host = cpu_allocate,
+    .release_host = cpu_release,
     .available = cpu_available,
     .used = cpu_available,
     .upload = cpu_copy,
@@ -264,6 +272,7 @@ static const train_ops cpu_ops = {
     .store = cpu_store,
     .load = cpu_load,
     .clear = cpu_clear,
+    .stage_batch = cpu_stage_batch,
     .load_batch = cpu_load_batch,
     .finish = cpu_finish,
     .prepare = cpu_prepare,

@@ -36,6 +36,21 @@ static void cuda_release(train_device *dv, void *memory)
     (void)cudaFree(memory);
 }
 
+static void *cuda_allocate_host(train_device *dv, size_t bytes)
+{
+    void *memory;
+    (void)dv;
+    if (cudaMallocHost(&memory, bytes) == cudaSuccess) return memory;
+    (void)cudaGetLastError();
+    return NULL;
+}
+
+static void cuda_release_host(train_device *dv, void *memory)
+{
+    cuda_note(dv, cudaStreamSynchronize(dv->stream), "waiting");
+    (void)cudaFreeHost(memory);
+}
+
 static size_t cuda_available(train_device *dv)
 {
     size_t available = 0, total = 0;
@@ -101,9 +116,16 @@ static void cuda_clear(train_device *dv, void *memory, size_t bytes)
     cuda_note(dv, cudaMemsetAsync(memory, 0, bytes, dv->stream), "clearing memory");
 }
 
+/* The device is done with all that was enqueued. */
+static void wait(cuda_device *cuda)
+{
+    cuda_note(&cuda->base, cudaStreamSynchronize(cuda->base.stream), "a pass");
+    cuda->busy[0] = cuda->busy[1] = false;
+}
+
 static bool cuda_finish(train_device *dv, error *err)
 {
-    cuda_note(dv, cudaStreamSynchronize(dv->stream), "a pass");
+    wait(cuda_of(dv));
     if (!dv->failure.code) return true;
     if (err) *err = dv->failure;
     return false;
@@ -120,21 +142,27 @@ static void cuda_draw(train_device *dv, void *to, smoe_type type, float *master,
 
 static void release_batch(cuda_device *cuda)
 {
-    if (cuda->pinned) (void)cudaFreeHost(cuda->pinned);
+    for (int i = 0; i < 2; i++) {
+        if (cuda->pinned[i]) (void)cudaFreeHost(cuda->pinned[i]);
+        cuda->pinned[i] = NULL;
+    }
     if (cuda->batch) (void)cudaFree(cuda->batch);
     free(cuda->heads);
-    cuda->pinned = cuda->batch = NULL;
+    cuda->batch = NULL;
     cuda->heads = NULL;
     cuda->batch_rows = cuda->batch_vocab = 0;
 }
 
-/* tokens, targets, order (most each), runs (most + 2), pinned and on the device. */
+/* Pinned and on the device: tokens, targets and order (most each), and the runs of each part, two more than
+ * its rows: with parts of one row 3 most. */
 static bool make_room(cuda_device *cuda, int64_t most, int64_t vocab)
 {
     if (most <= cuda->batch_rows && vocab <= cuda->batch_vocab) return true;
+    wait(cuda);
     release_batch(cuda);
-    size_t bytes = (size_t)(4 * most + 2) * sizeof(int32_t);
-    cuda_note(&cuda->base, cudaMallocHost((void **)&cuda->pinned, bytes), "memory of a batch");
+    size_t bytes = (size_t)(6 * most) * sizeof(int32_t);
+    for (int i = 0; i < 2; i++)
+        cuda_note(&cuda->base, cudaMallocHost((void **)&cuda->pinned[i], bytes), "memory of a batch");
     cuda_note(&cuda->base, cudaMalloc((void **)&cuda->batch, bytes), "memory of a batch");
     cuda->heads = malloc((size_t)(vocab + 1) * sizeof *cuda->heads);
     if (cuda->base.failure.code || !cuda->heads) return false;
@@ -159,23 +187,35 @@ static void sort_rows(int32_t *order, int32_t *runs, int32_t *heads, const int32
     for (int64_t r = 0; r < rows; r++) order[heads[tokens[r]]++] = (int32_t)r;
 }
 
-static void cuda_load_batch(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
-                            int64_t rows, int64_t most, int64_t vocab)
+static void cuda_stage_batch(train_device *dv, device_batch *to, const int32_t *tokens,
+                             const int32_t *targets, int64_t rows, int64_t parts, int64_t most, int64_t vocab)
 {
     cuda_device *cuda = cuda_of(dv);
     if (!make_room(cuda, most, vocab)) {
         cuda_note(dv, cudaErrorMemoryAllocation, "memory of a batch");
         return;
     }
-    int32_t *pinned = cuda->pinned, *batch = cuda->batch;
-    size_t bytes = (size_t)rows * sizeof *tokens;
+    if (cuda->busy[cuda->staged]) wait(cuda);
+    int32_t *pinned = cuda->pinned[cuda->staged], *batch = cuda->batch;
+    size_t bytes = (size_t)(rows * parts) * sizeof *tokens;
     most = cuda->batch_rows;
-    cuda_note(dv, cudaStreamSynchronize(dv->stream), "waiting"); // the last batch may still be on its way
     memcpy(pinned, tokens, bytes);
     if (targets) memcpy(pinned + most, targets, bytes);
-    if (targets) sort_rows(pinned + 2 * most, pinned + 3 * most, cuda->heads, tokens, rows, vocab);
-    cuda_upload(dv, batch, pinned, (size_t)(4 * most + 2) * sizeof *batch);
-    *to = (device_batch){batch, batch + most, batch + 2 * most, batch + 3 * most};
+    for (int64_t p = 0; p < parts; p++) {
+        int64_t first = p * rows, order = 2 * most + first, runs = 3 * most + p * (rows + 2);
+        if (targets) sort_rows(pinned + order, pinned + runs, cuda->heads, tokens + first, rows, vocab);
+        to[p] = (device_batch){batch + first, batch + most + first, batch + order, batch + runs};
+    }
+    cuda->staged_bytes = (size_t)(3 * most + parts * (rows + 2)) * sizeof *batch;
+}
+
+static void cuda_load_batch(train_device *dv)
+{
+    cuda_device *cuda = cuda_of(dv);
+    if (dv->failure.code) return; // perhaps there is no batch
+    cuda_upload(dv, cuda->batch, cuda->pinned[cuda->staged], cuda->staged_bytes);
+    cuda->busy[cuda->staged] = true;
+    cuda->staged ^= 1;
 }
 
 /* ---- recording ---- */
@@ -225,6 +265,8 @@ static const train_ops device_part = {
     .close = cuda_close,
     .allocate = cuda_allocate,
     .release = cuda_release,
+    .allocate_host = cuda_allocate_host,
+    .release_host = cuda_release_host,
     .available = cuda_available,
     .used = cuda_used,
     .draw = cuda_draw,
@@ -233,6 +275,7 @@ static const train_ops device_part = {
     .store = cuda_store,
     .load = cuda_load,
     .clear = cuda_clear,
+    .stage_batch = cuda_stage_batch,
     .load_batch = cuda_load_batch,
     .finish = cuda_finish,
     .record = cuda_record,
@@ -280,7 +323,7 @@ train_device *cuda_open(const cuda_options *options, error *err)
                                 .name = "cuda",
                                 .backend = SMOE_BACKEND_CUDA,
                                 .type = SMOE_TYPE_BF16,
-                                .grad_type = options->bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+                                .grad_type = options->bf16 && !options->sums ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
                                 .state_type = options->bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
                                 .master = !options->bf16,
                                 .loss_rows = LOSS_ROWS,

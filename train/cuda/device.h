@@ -16,8 +16,11 @@ typedef struct cuda_device {
     int64_t planned_length;     // sequences of this length have plans
     double *small;              // KERNELS_NORM_PARTS sums, then the optimiser's constants
     void *staging;              // what conversion passes through
-    int32_t *pinned, *batch;    // one batch on the host and on the device: tokens, targets, order, runs
-    int32_t *heads;             // (batch_vocab + 1)
+    int32_t *pinned[2], *batch; // batches on the host and on the device: tokens, targets, order, runs
+    bool busy[2];               // the device may still read from this one
+    int staged;                 // which of the two is written or loaded next
+    size_t staged_bytes;
+    int32_t *heads; // (batch_vocab + 1)
     int64_t batch_rows, batch_vocab;
 } cuda_device;
 

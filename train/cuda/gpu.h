@@ -6,6 +6,7 @@
 
 typedef struct cuda_options {
     bool bf16;    // weights and AdamW's states in bf16 alone; else f32 ones besides
+    bool sums;    // gradients in f32 whatever the weights are
     bool fastest; // attention's backward may sum in any order: the last bits then differ from run to run
     bool plain;   // no libraries: products and attention by plain loops, slowly
 } cuda_options;

@@ -2,6 +2,7 @@
 // graphs and events. Device memory is the host's.
 #include "emulator.h"
 
+#include <cstdlib>
 #include <map>
 
 namespace emulator
@@ -14,7 +15,12 @@ CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, voi
 
 } // namespace emulator
 
-static const size_t MEMORY_BYTES = (size_t)8 << 30;
+// EMULATOR_MEMORY: how much memory the GPU has, in MiB.
+static size_t memory_bytes()
+{
+    const char *set = getenv("EMULATOR_MEMORY");
+    return (set ? (size_t)atoll(set) : 8192) << 20;
+}
 static size_t held;
 static std::map<const char *, size_t> sizes;
 static std::map<const void *, size_t> shared_limits; // of kernels that may have more than 48 KB
@@ -116,8 +122,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int)
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
 {
-    *total = MEMORY_BYTES;
-    *free_bytes = MEMORY_BYTES - held;
+    *total = memory_bytes();
+    *free_bytes = memory_bytes() - held;
     return cudaSuccess;
 }
 
@@ -126,7 +132,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
 cudaError_t cudaMalloc(void **memory, size_t bytes)
 {
     if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;
-    if (bytes > MEMORY_BYTES - held) return emulator::last_error = cudaErrorMemoryAllocation;
+    if (bytes > memory_bytes() - held) return emulator::last_error = cudaErrorMemoryAllocation;
     *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     if (!*memory) return cudaErrorMemoryAllocation;
     sizes[(const char *)*memory] = bytes;
