@@ -1,5 +1,6 @@
 /* See file.h. POSIX only: mmap, fsync, rename; glibc's fts walks folders. */
-#define _GNU_SOURCE       1
+#define _DEFAULT_SOURCE
+#define _POSIX_C_SOURCE   200809L
 #define _FILE_OFFSET_BITS 64
 #include "train/file.h"
 
@@ -65,13 +66,12 @@ void file_map_forget(const file_map *map, const void *from, size_t bytes)
 
 /* ---- atomic writes ---- */
 
-enum { WRITE_BUFFER = 1 << 20, SEND_BYTES = 16 << 20 };
+enum { WRITE_BUFFER = 1 << 20 };
 
 struct file_writer {
     char *path;
     char *temporary; // path.tmp.PID; NULL until it exists
     FILE *stream;
-    size_t unsent; // bytes written since the disk was last told to take what is there
 };
 
 static void writer_free(file_writer **writer)
@@ -143,22 +143,10 @@ bool file_writer_open(file_writer **writer, const char *path, error *err)
     return writer_create(writer, err);
 }
 
-/* Has the system begin to write to the disk what it holds of the file, so that fsync finds little left. A
- * file system that cannot loses nothing. */
-static void send_to_disk(file_writer *w)
-{
-    w->unsent = 0;
-#ifdef SYNC_FILE_RANGE_WRITE
-    (void)sync_file_range(fileno(w->stream), 0, 0, SYNC_FILE_RANGE_WRITE);
-#endif
-}
-
 bool file_writer_write(file_writer **writer, const void *bytes, size_t size, error *err)
 {
     if (size > 0 && fwrite(bytes, 1, size, (*writer)->stream) != size)
         return writer_fail(writer, "write", errno, err);
-    (*writer)->unsent += size;
-    if ((*writer)->unsent >= SEND_BYTES) send_to_disk(*writer);
     return true;
 }
 

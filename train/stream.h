@@ -16,8 +16,8 @@ typedef struct stream {
 bool stream_open(stream *s, train_device *device, error *err);
 void stream_close(stream *s); // a zeroed one is fine
 
-/* At most STREAM_BYTES from `from` on the device: they stay until the next call. NULL and *err: the device
- * failed. */
+/* At most STREAM_BYTES from `from` on the device, on the CPU in place: they stay until the next call. NULL
+ * and *err: the device failed. */
 const void *stream_read(stream *s, const void *from, size_t bytes, error *err);
 
 /* All elements of a file's tensor, which tensor_is_real has passed, to `to` (type) and, unless it is NULL, to
