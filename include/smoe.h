@@ -24,8 +24,9 @@
  * Rows, pad rows, blocks. Rows are sorted by expert. Inside an expert tokens ascend. In memory every
  * expert's rows begin at a multiple of 64. A block is 64 consecutive rows of one expert, so an expert has
  * whole blocks. The rows that fill an expert's last block are pad rows: token -1, weight 0. They add nothing
- * to any result. An array with padded_rows elements (smoe_sizes, an upper bound) begins with one element for
- * each row and each pad row. "The padded index of a row" is its index in such an array.
+ * to any result. padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array
+ * with padded_rows elements has those of the rows and pad rows first; what comes after them belongs to no
+ * row. "The padded index of a row" is its index in such an array.
  *
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
  *

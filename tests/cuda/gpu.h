@@ -40,6 +40,9 @@ static inline gpu_buffer gpu_copy(const void *from, size_t bytes)
 {
     const gpu_buffer b = gpu_alloc(bytes);
     CHECK_CUDA(cudaMemcpy(b.memory, from, bytes, cudaMemcpyHostToDevice));
+    /* From pageable memory the copy may return before its last bytes arrive, and a stream that was made as
+     * non-blocking does not wait for it. */
+    CHECK_CUDA(cudaDeviceSynchronize());
     return b;
 }
 

@@ -13,8 +13,9 @@
 // Bytes: reads block_offsets and order; writes 4 bytes for each block and one entry for each tile, piece and
 // split expert. No FLOPs.
 //
-// Tile: a thread sums the lengths of the lists for four neighbouring experts, which limits E to 4096. Then a
-// warp writes the entries of one expert at a time.
+// Tile: one CTA of 1024 threads. A thread counts the entries that four neighbouring experts add to each list,
+// so E is at most 4096. Prefix sums of these counts tell where each expert's entries begin. Then a warp
+// writes the entries of one expert at a time.
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "host/launch_backward.h"

@@ -1,5 +1,5 @@
-// The plan from the mask of selected pairs, for token rounding. A token may have any number of rows. The
-// mask has one bit for each expert and token, in W words of 32 tokens for each expert.
+// The plan after token rounding, from the mask of the pairs that remain or were added. A token may have any
+// number of rows. The mask has one bit for each expert and token, in W words of 32 tokens for each expert.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Two kernels:
