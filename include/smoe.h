@@ -25,8 +25,8 @@
  * expert's rows begin at a multiple of 64. A block is 64 consecutive rows of one expert, so an expert has
  * whole blocks. The rows that fill an expert's last block are pad rows: token -1, weight 0. They add nothing
  * to any result. padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array
- * with padded_rows elements has those of the rows and pad rows first; what comes after them belongs to no
- * row. "The padded index of a row" is its index in such an array.
+ * with padded_rows elements begins with one element for each row and pad row; the elements after these
+ * belong to no row. "The padded index of a row" is its index in such an array.
  *
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
  *
@@ -478,7 +478,8 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* required, with both backends, if any gradient except db2 is wanted */
+    const void *w2;              /* required if any gradient except db2 is wanted; for dw2 alone only the
+                                    cuda backend reads it */
     const void *b2;              /* required if the forward had b2, else NULL: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;

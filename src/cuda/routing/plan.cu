@@ -11,8 +11,8 @@
 // - columns: for each column of the count matrix, its sum and the sums of the elements before each segment.
 //   It is launched only if the matrix is large.
 // - scatter: a CTA needs two numbers for every expert: the expert's count over all segments, and the
-//   expert's count over the segments before the CTA's own. The CTA reads both from the results of the kernel
-//   columns or, if the matrix is small, sums the matrix itself. The first numbers give every expert's first
+//   expert's count over the segments before the CTA's own. The CTA reads both from the results of `columns`
+//   or, if `columns` was not launched, sums the matrix itself. The first numbers give every expert's first
 //   row; the second say where in the expert's rows the CTA's own pairs go. The CTA sorts its
 //   pairs by expert in shared memory and writes them to global memory in runs of rows, because scattered
 //   stores of 4 bytes would take most of the time.

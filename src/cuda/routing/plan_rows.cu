@@ -1,5 +1,6 @@
-// The plan from rows that the caller gives sorted by expert (FROM_ROWS). Every CTA computes the first row of
-// every expert, so the CTAs need not wait for each other.
+// The plan from rows that the caller gives sorted by expert (FROM_ROWS). The caller's offsets
+// count no pad rows, so every CTA computes from them where every expert begins with pad rows counted. No CTA
+// waits for another one.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Tile: a warp writes one block at a time and finds the expert of the block by bisection.

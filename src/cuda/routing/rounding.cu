@@ -8,16 +8,16 @@
 // - The rank tells how soon the token is added or dropped: higher ranks come first. If tokens are added, the
 //   rank is key + 1. If tokens are dropped, the rank is the complement of the key. The rank is 0 if the
 //   token cannot be added or dropped.
-// - The order has 64 bits and is made of the rank (high bits) and the token (low bits). No two orders are
-//   equal. Of equal ranks the lower token is added first and the higher token is dropped first.
+// - The order has 64 bits. The high bits are the rank. The low bits are the token if tokens are dropped, and
+//   its complement if tokens are added. So no two orders are equal, and of equal ranks the lower token is
+//   added first and the higher token is dropped first.
 //
 // The m tokens with the highest orders are added or dropped. The lowest of these m orders is called the
 // limit. It is found in three steps:
-// - Each thread takes the largest rank of its tokens, its maximum. A bisection looks for the highest rank v
-//   for which at least m maxima are >= v. It stops early if the number of these maxima is at most m + 32,
-//   because a few more tokens in the next step cost less than more bisection. v is a lower bound of the
-//   limit's rank. If fewer than
-//   m maxima are above 0, the bound is 1.
+// - Each thread takes the largest rank of its tokens, its maximum. A bisection raises a rank v as long as
+//   at least m maxima are >= v. It stops when at most m + 32 maxima are >= v, because a few more tokens in
+//   the next step cost less than more bisection. At least m tokens then have a rank >= v, so v is a lower
+//   bound of the limit's rank. If fewer than m maxima are above 0, the lower bound is 1.
 // - Candidates are all tokens whose rank is at least the bound. Only threads whose maximum reaches the bound
 //   have candidates. All threads of the CTA together search the tokens of those threads.
 // - For each candidate eight threads count the candidates with a higher order. The limit is the order of the

@@ -14,7 +14,8 @@
 // - the threads of a token merge their lists and take P / SHARE of the first P vectors each;
 // - each thread sorts the logits of its vectors;
 // - the threads of a token merge their lists and share the computation of the K weights.
-// All sorting is done by sorting networks of P elements, without branches, on packed keys (route_math.h).
+// A list has P elements. A thread sorts P elements at a time with a sorting network and merges them into its
+// list, of which the best P stay. The networks have no branches and work on packed keys (route_math.h).
 // The high bits of a packed key compare as the logit does; the low bits are the complement of the expert's
 // id. Packed keys of bf16 logits are exact. Packed keys of f32 logits lose their lowest bits to the id, so
 // neighbours in the list whose high bits are equal are put in order by their logits. In two cases the warp

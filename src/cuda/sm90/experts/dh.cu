@@ -20,9 +20,9 @@
 //
 // Tile: 128 x 256 of dA' on the cooperative core (gemm_cooperative.cuh). W2 is MN-major, as it is in memory.
 //
-// The two consumer warpgroups gather dO themselves: a consumer that has multiplied its 64 rows of a slot
-// gathers into the same place what the slot holds next: later columns of these rows or, after the last
-// columns, the rows of its next tile. TMA loads W2 into the slot when both consumers are done with it.
+// The two consumer warpgroups gather dO themselves. When a consumer has multiplied its 64 rows of a slot, it
+// refills their place with later columns of the same rows or, after the last columns, with rows of its next
+// tile. TMA loads W2 into the slot when both consumers are done with it.
 // The third warpgroup does not gather, because it works on H, dH and A'.
 //
 // A consumer warp writes its 16 rows of dA' (256 columns) to shared memory as fp16. Before that, each row is
