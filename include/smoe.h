@@ -478,8 +478,7 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* required if any gradient except db2 is wanted; for dw2 alone only the
-                                    cuda backend reads it */
+    const void *w2;              /* read for every gradient except db2 */
     const void *b2;              /* required if the forward had b2, else NULL: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;

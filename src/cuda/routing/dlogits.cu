@@ -9,15 +9,15 @@
 //   rounding routes. sum_sel is a sum over the selected pairs of the token.
 // - p is the softmax over E, sigma the sigmoid.
 //
-// dlogits[t][e] is the sum of two kinds of terms. The first is there for all E experts if a loss has a
-// coefficient or the token has a soft pair: a selected pair of SOFTMAX_TOPK without renormalize, or an added
-// pair of a softmax score. j runs over all E experts:
+// dlogits[t][e] is the sum of two kinds of terms. A soft pair is a selected pair of SOFTMAX_TOPK
+// without renormalize, or an added pair of a softmax score. The first kind is there for all E experts if a
+// loss has a coefficient or the token has a soft pair. j runs over all E experts:
 //
 //       p_e (v_e - sum_j v_j p_j + z), where
 //       v_e = (c g_e if (t, e) is a soft pair, else 0) + balance_coefficient * E count_e / T^2
 //       z = 2 z_coefficient logsumexp / T
 //
-// The second is there for the experts of other pairs:
+// The second kind is there for the experts of pairs that are not soft:
 //
 //   selected pairs of SOFTMAX_TOPK with renormalize and of TOPK_SOFTMAX:
 //       s_e (g_e - sum_sel g_j w_j)

@@ -1,5 +1,5 @@
 // The plan from rows that the caller gives sorted by expert (FROM_ROWS). The caller's offsets
-// count no pad rows, so every CTA computes from them where every expert begins with pad rows counted. No CTA
+// count no pad rows. So every CTA computes from them the padded index of every expert's first row. No CTA
 // waits for another one.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //

@@ -6,8 +6,8 @@
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Tile: one CTA takes a panel and 32 experts. The lanes of a warp are experts, so that logits are read in
-// whole sectors. Each warp collects the keys of 32 tokens in shared memory. The CTA writes the keys as rows
-// of 512 bytes (1 KB with f32 logits).
+// whole sectors. Each warp collects the keys of 32 tokens in shared memory. For each expert the CTA then
+// writes the keys of the whole panel as one run of 512 bytes (1 KB with f32 logits).
 //
 // Bytes: the logits once; if keys are made, as many bytes of keys; for each panel 8 E of sums of p.
 // FLOPs: for each of the E T scores one exp polynomial and one division, with losses one addition in f64.
