@@ -14,10 +14,11 @@
 //
 // The m tokens with the highest orders are added or dropped. The lowest of these m orders is called the
 // limit. It is found in three steps:
-// - Each thread takes the largest rank of its tokens, its maximum. A bisection raises a rank v as long as
-//   at least m maxima are >= v. It stops when at most m + 32 maxima are >= v, because a few more tokens in
-//   the next step cost less than more bisection. At least m tokens then have a rank >= v, so v is a lower
-//   bound of the limit's rank. If fewer than m maxima are above 0, the lower bound is 1.
+// - Each thread takes the largest rank of its tokens, its maximum. A bisection searches for the highest
+//   rank v that at least m maxima reach. It stops early, at a lower v, once at most m + 32 maxima reach v,
+//   because a few more tokens in the next step cost less than more bisection. At least m tokens then have a
+//   rank >= v, so v is a lower bound of the limit's rank. If fewer than m maxima are above 0, the lower bound
+//   is 1.
 // - Candidates are all tokens whose rank is at least the bound. Only threads whose maximum reaches the bound
 //   have candidates. All threads of the CTA together search the tokens of those threads.
 // - For each candidate eight threads count the candidates with a higher order. The limit is the order of the
