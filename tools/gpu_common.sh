@@ -7,6 +7,7 @@ tools=$(cd "$(dirname "$0")" && pwd)
 pack_python() { # BUILD, folders of the repository...
     cp -L "$1/src/libsmoe.so" "$folder/lib/" && "$tools/copy_libraries.sh" "$folder/lib" "$folder/lib/libsmoe.so" || exit 3
     shift
+    without_blas
     tar -C "$tools/.." --exclude=__pycache__ -c python "$@" | tar -C "$folder" -x || exit 3
 }
 
@@ -14,6 +15,18 @@ pack_python() { # BUILD, folders of the repository...
 pack_begin() { # DIR
     mkdir -p "$1"
     folder=$(mktemp -d) && mkdir "$folder/lib" || exit 3
+}
+
+# A library of four functions in OpenBLAS's place, which is most of a pack: for what runs on the GPU alone.
+without_blas() {
+    rm -f "$folder"/lib/libopenblas* "$folder"/lib/libgfortran* "$folder"/lib/libquadmath*
+    cc -shared -fPIC -x c -o "$folder/lib/libopenblas.so.0" - <<'C' || exit 3
+#include <stdlib.h>
+void cblas_sgemm(void) { abort(); }
+char *openblas_get_config(void) { return ""; }
+int openblas_get_num_threads(void) { return 1; }
+void openblas_set_num_threads(int count) { (void)count; }
+C
 }
 
 # Packs $folder into DIR, beside the script and this file.

@@ -2,15 +2,15 @@
 # bench/peers.py (docs/peers.md) on a machine that has a GPU and PyTorch, but no network.
 #
 #   tools/gpu_peers.sh pack BUILD DIR [SITE]    on a machine with a network: libsmoe.so of BUILD, bench/, python/ and the
-#                                               peers' packages into DIR (about 75 MB). The packages are downloaded into the
+#                                               peers' packages into DIR (about 55 MB). The packages are downloaded into the
 #                                               folder SITE; without SITE into a scratch folder. What SITE has already is
 #                                               taken as it is, and a DIR/site.tar.xz stays: remove it for other packages.
 #   DIR/gpu_peers.sh run DIR [ARGUMENTS]        on the GPU machine: bench/peers.py with ARGUMENTS; without them the paper's
 #                                               layers, experts, beside SonicMoE, ScatterMoE and cuBLAS
 # pack needs pip, git and xz; PYTHON_VERSION is the GPU machine's Python (3.12). run needs torch and, for the picture, matplotlib.
-# run ends within BUDGET seconds (default 560): unpacking takes about 40 s, the default ARGUMENTS 430 s. It leaves peers.jsonl,
+# run ends within BUDGET seconds (default 560); the default ARGUMENTS take 430 s. It leaves peers.jsonl,
 # tables.txt, log.txt, ratios.png and cache.tar.xz under $OUT (default DIR/out). Copied to DIR/cache.tar.xz, the last one saves
-# SonicMoE's compilation on the next machine (about 3 minutes). Scratch is $WORK (default DIR/work). A record of
+# SonicMoE's compilation and tuning on the next machine. Scratch is $WORK (default DIR/work). A record of
 # docs/results/peers.jsonl or of an earlier run in the same $WORK is not measured again.
 # Exit status: 0, 2 usage, 3 nothing could be unpacked or measured, 77 no GPU, 124 out of time (the tables of what is done are there).
 # shellcheck source-path=SCRIPTDIR
@@ -36,7 +36,8 @@ download() { # SITE
     mkdir -p "$1"
     # shellcheck disable=SC2086 # names are words
     [ -e "$1/sonicmoe" ] || python3 -m pip install --quiet --target "$1" --no-deps --only-binary=:all: \
-        --python-version "${PYTHON_VERSION:-3.12}" --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 $sonicmoe || exit 3
+        --no-compile --ignore-requires-python --python-version "${PYTHON_VERSION:-3.12}" \
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 $sonicmoe || exit 3
     clone shawntan/scattermoe 47b5e15 scattermoe "$1/scattermoe" || exit 3
 }
 

@@ -4,14 +4,14 @@
 #
 #   tools/gpu_text.sh pack BUILD CORPUS DIR         on the build machine: the program smoe of BUILD and its libraries, the text
 #                                                   CORPUS/text (tools/corpus.sh) and the tokenizer of CORPUS/data
-#                                                   (tools/make_tokens.py) into DIR; 57 MB with bzip3, which is used if
+#                                                   (tools/make_tokens.py) into DIR; about 60 MB with bzip3, which is used if
 #                                                   installed, else xz
 #   DIR/gpu_text.sh run DIR                         on the GPU machine: MoE on GPU 0, twin on GPU 1; again until both are
 #                                                   "finished" (two calls with the default BUDGET)
 #   DIR/gpu_text.sh study DIR [STUDY.tar.gz]        a piece of the rounding study on all GPUs; again until no run is left.
 #                                                   STUDY.tar.gz: what the piece before brought back from another machine
-# A call takes at most BUDGET seconds (default 560). The first one unpacks the text and makes the tokens, which takes 30 to 50 s
-# with 32 cores; later ones find them in $WORK (default DIR/work). The variables of text_run.sh and rounding_study.sh (LR, GPUS,
+# A call takes at most BUDGET seconds (default 560). The first one unpacks the text and makes the tokens, which takes 30 to 50 s;
+# later ones find them in $WORK (default DIR/work). The variables of text_run.sh and rounding_study.sh (LR, GPUS,
 # STEPS, ...) hold here too; but training seconds of text_run.sh are TRAIN_SECONDS (600) here. NAME (out) is the folder of a text
 # run, so that several learning rates can be tried. Needs on the GPU machine: Python with tokenizers and matplotlib.
 # Results under $OUT (default DIR/out): text_run.png, text_run_{moe,twin}.jsonl, {moe,twin}.txt (log, evaluation, samples);
@@ -47,6 +47,7 @@ pack() { # BUILD, CORPUS, DIR
     done
     pack_text "$2"
     "$tools/copy_libraries.sh" "$folder/lib" "$folder/smoe" "$folder/decompress" || exit 3
+    without_blas
     pack_end "$3"
 }
 

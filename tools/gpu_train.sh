@@ -23,7 +23,7 @@
 #   olmoe       110   check_olmoe.py
 #   nan          60   a loss that is not finite: status 3, and the last checkpoint can be evaluated
 #   disk        120   a disk that is full at the first and at a later checkpoint: status 3, the later one resumes
-# The disk has to have 60 GB for checkpoint and olmoe. All parts took less than 480 s on an H200.
+# The disk has to have 60 GB for checkpoint and olmoe. All parts are meant for one call of ten minutes on an H200.
 # shellcheck source-path=SCRIPTDIR disable=SC2086 # options are words
 set -u
 . "$(dirname "$0")/gpu_common.sh"
