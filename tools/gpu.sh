@@ -38,11 +38,7 @@ pack() {
         done
     done
     cp "$1/smoe" "$(dirname "$0")/report.sh" "$folder/" || exit 3
-    for program in "$folder"/cuda_* "$folder"/smoe; do
-        [ -x "$program" ] && ldd "$program"
-    done | awk '$3 ~ /openblas|gomp|gfortran|quadmath|jansson|libz|cmocka/ { print $3 }' | sort -u | while read -r library; do
-        cp -L "$library" "$folder/lib/"
-    done
+    "$(dirname "$0")/copy_libraries.sh" "$folder/lib" "$folder"/cuda_* "$folder/smoe" || exit 3
     cp "$0" "$2/gpu.sh"
     tar -C "$folder" -czf "$2/pack.tar.gz" . || exit 3
     (cd "$folder" && ls)

@@ -1,0 +1,95 @@
+#!/bin/sh
+# bench/peers.py (docs/peers.md) on a machine that has a GPU and PyTorch, but no network.
+#
+#   tools/gpu_peers.sh pack BUILD DIR [SITE]    on a machine with a network: libsmoe.so of BUILD, bench/, python/ and the
+#                                               peers' packages into DIR (about 55 MB). The packages are downloaded into the
+#                                               folder SITE; without SITE into a scratch folder. What SITE has already is
+#                                               taken as it is, and a DIR/site.tar.xz stays: remove it for other packages.
+#   DIR/gpu_peers.sh run DIR [ARGUMENTS]        on the GPU machine: bench/peers.py with ARGUMENTS; without them the paper's
+#                                               layers, experts, beside SonicMoE, ScatterMoE and cuBLAS
+# pack needs pip, git and xz; PYTHON_VERSION is the GPU machine's Python (3.12). run needs torch and, for the picture, matplotlib.
+# run ends within BUDGET seconds (default 560); the default ARGUMENTS take 430 s. It leaves peers.jsonl,
+# tables.txt, log.txt, ratios.png and cache.tar.xz under $OUT (default DIR/out). Copied to DIR/cache.tar.xz, the last one saves
+# SonicMoE's compilation and tuning on the next machine. Scratch is $WORK (default DIR/work). A record of
+# docs/results/peers.jsonl or of an earlier run in the same $WORK is not measured again.
+# Exit status: 0, 2 usage, 3 nothing could be unpacked or measured, 77 no GPU, 124 out of time (the tables of what is done are there).
+# shellcheck source-path=SCRIPTDIR
+set -u
+. "$(dirname "$0")/gpu_common.sh"
+
+# ---- pack: the versions of docs/peers.md ----
+
+sonicmoe="sonic-moe==0.1.2.post1 quack-kernels==0.3.11 nvidia-cutlass-dsl==4.4.2 nvidia-cutlass-dsl-libs-base==4.4.2
+apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5"
+
+# A folder of a repository on GitHub, at a commit.
+clone() { # owner/name, commit, folder in it, where it goes
+    [ ! -e "$4" ] || return 0
+    place=$(mktemp -d)
+    git clone --quiet "https://github.com/$1" "$place" && git -C "$place" checkout --quiet "$2" && cp -r "$place/$3" "$4"
+    status=$?
+    rm -rf "$place"
+    return $status
+}
+
+download() { # SITE
+    mkdir -p "$1"
+    # shellcheck disable=SC2086 # names are words
+    [ -e "$1/sonicmoe" ] || python3 -m pip install --quiet --target "$1" --no-deps --only-binary=:all: \
+        --no-compile --ignore-requires-python --python-version "${PYTHON_VERSION:-3.12}" \
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 $sonicmoe || exit 3
+    clone shawntan/scattermoe 47b5e15 scattermoe "$1/scattermoe" || exit 3
+}
+
+pack() { # BUILD, DIR, SITE
+    pack_begin "$2"
+    pack_python "$1" bench docs/shapes.csv
+    mkdir -p "$folder/docs/results"
+    cp "$tools/../docs/results/peers.jsonl" "$folder/docs/results/" 2>/dev/null # if there are records
+    python3 -c 'import sys; sys.path[0] = sys.argv[1] + "/bench"; import peers; print(peers.commit())' "$tools/.." >"$folder/commit" ||
+        exit 3
+    if [ ! -e "$2/site.tar.xz" ]; then
+        site=${3:-$(mktemp -d)}
+        download "$site"
+        tar -C "$site" --exclude=__pycache__ -cJf "$2/site.tar.xz.tmp" . && mv "$2/site.tar.xz.tmp" "$2/site.tar.xz" || exit 3
+        [ -n "$3" ] || rm -r "$site"
+    fi
+    pack_end "$2"
+}
+
+# ---- run ----
+
+peers() { # arguments of bench/peers.py
+    "$python" "$dir/bench/peers.py" --records "$work/peers.jsonl" "$@"
+}
+
+# The records, the picture and the compiled kernels, also of a run that was ended.
+keep_results() {
+    [ ! -e "$work/peers.jsonl" ] || cp "$work/peers.jsonl" "$out/"
+    peers --show --plot "$out/ratios.png" >"$out/tables.txt"
+    "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1], "w:xz").add(sys.argv[2], ".")' "$out/cache.tar.xz" "$work/cache"
+}
+
+run() { # DIR, arguments
+    run_begin "$1"
+    shift
+    use_python
+    unpack_peers "$packed"
+    export PYTHONPATH="$PYTHONPATH:$peer_path" QUACK_COMPILE_WORKERS=$(($(nproc) > 2 ? $(nproc) - 2 : 1))
+    [ -e "$work/peers.jsonl" ] || cp "$dir/docs/results/peers.jsonl" "$work/" 2>/dev/null
+    [ $# -gt 0 ] || set -- --suite paper --peers sonicmoe,scattermoe,cublas --no-new-t --shape-seconds 5 --seconds 430
+    # 30 s are left for the results.
+    end=$((end - 30))
+    within 3600 "$python" "$dir/bench/peers.py" --records "$work/peers.jsonl" --commit "$(cat "$dir/commit")" "$@" 2>"$out/log.txt"
+    status=$?
+    tail -n 5 "$out/log.txt" >&2
+    keep_results
+    exit $status
+}
+
+case ${1:-}:$# in
+pack:3 | pack:4) pack "$2" "$3" "${4:-}" ;;
+run:1) usage ;;
+run:*) shift && run "$@" ;;
+*) usage ;;
+esac

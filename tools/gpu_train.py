@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Small jobs of tools/gpu_train.sh. Needs numpy for `tokens`.
+
+Usage: gpu_train.py tokens FILE COUNT VOCABULARY     writes COUNT random tokens as a token file
+       gpu_train.py compare LOG LOG LIMIT            largest relative difference of the losses of two train.jsonl
+       gpu_train.py speed LOG                        median tokens/s of a train.jsonl but its first two lines
+       gpu_train.py checkpoint OPTIONS...            runs `OPTIONS... --out checkpoint` (smoe train) and times its
+                                                     checkpoints beside dd, which writes as many bytes
+Exit status: 0, 1 a limit is exceeded, 2 usage, 3 the program failed.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+MOST = 1.2  # seconds of a checkpoint over those of dd
+
+
+def read(log: str) -> list[dict]:
+    with open(log) as lines:
+        return [json.loads(line) for line in lines]
+
+
+def write_tokens(path: str, count: int, vocabulary: int) -> int:
+    import numpy as np
+
+    header = np.zeros(256, np.int32)  # llm.c's: magic number, version, tokens
+    header[:3] = 20240520, 1, count
+    with open(path, "wb") as file:
+        file.write(header.tobytes())
+        file.write(np.random.default_rng(1).integers(0, vocabulary, count, dtype=np.uint16).tobytes())
+    return 0
+
+
+def compare(first: str, second: str, limit: float) -> int:
+    a, b = read(first), read(second)
+    if not a or len(a) != len(b):
+        print(f"{len(a)} and {len(b)} lines")
+        return 1
+    worst = max(abs(x["loss"] / y["loss"] - 1) for x, y in zip(a, b))
+    print(f"{len(a)} lines, largest relative difference of the loss {worst:.2e} (limit {limit:g})")
+    return 0 if worst <= limit else 1
+
+
+def speed(log: str) -> int:
+    rates = [line["tokens_per_s"] for line in read(log)[2:]]
+    print(f"{statistics.median(rates) / 1e3:.1f} k tokens/s, median of {len(rates)} lines")
+    return 0
+
+
+def memory(process: int) -> tuple[float, float]:
+    """Highest resident and present anonymous memory of a process, GB."""
+    with open(f"/proc/{process}/status") as file:
+        status = file.read()
+    found = [re.search(rf"{key}:\s+(\d+)", status) for key in ("VmHWM", "RssAnon")]
+    return tuple(int(each.group(1)) * 1024 / 1e9 if each else 0.0 for each in found)
+
+
+def watch(run: subprocess.Popen, folder: str) -> tuple[list[float], float, float]:
+    """Until the run ends: seconds from a checkpoint's first file to its rename, peak memory in all and anonymous, GB."""
+    begun, ended, peak, anonymous = {}, {}, 0.0, 0.0
+    while run.poll() is None:
+        try:
+            for name in os.listdir(folder):
+                if name.startswith("step") and name.endswith(".tmp"):
+                    begun.setdefault(name[: -len(".tmp")], time.time())
+            ended.setdefault(os.readlink(f"{folder}/latest"), time.time())
+        except OSError:
+            pass  # not there yet
+        try:
+            most, now = memory(run.pid)
+            peak, anonymous = max(peak, most), max(anonymous, now)
+        except OSError:
+            pass  # it has just ended
+        time.sleep(0.01)
+    return [ended[name] - begun[name] for name in ended if name in begun], peak, anonymous
+
+
+def time_dd(size: int) -> float:
+    start = time.time()
+    command = ["dd", "if=/dev/zero", "of=dd.out", "bs=1M", f"count={size >> 20}", "conv=fsync"]
+    subprocess.run(command, stderr=subprocess.DEVNULL, check=True)
+    seconds = time.time() - start
+    os.remove("dd.out")
+    return seconds
+
+
+def checkpoint(command: list[str]) -> int:
+    folder = "checkpoint"
+    run = subprocess.Popen([*command, "--out", folder], stdout=subprocess.DEVNULL)
+    ours, peak, anonymous = watch(run, folder)
+    if run.returncode != 0 or not ours:
+        print(f"smoe train: exit status {run.returncode}, {len(ours)} checkpoints seen")
+        return 3
+    size = sum(entry.stat().st_size for entry in os.scandir(f"{folder}/latest/"))
+    shutil.rmtree(folder)
+    theirs = [time_dd(size) for _ in range(2)]
+    ratio = statistics.median(ours) / statistics.mean(theirs)
+    seconds = [", ".join(f"{each:.2f}" for each in times) for times in (ours, theirs)]
+    print(f"{size / 1e9:.2f} GB: {seconds[0]} s, dd with fsync {seconds[1]} s, ratio {ratio:.2f} (limit {MOST})")
+    print(f"host memory at most {peak:.2f} GB, of it anonymous {anonymous:.2f} GB")
+    return 0 if ratio <= MOST else 1
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case ["tokens", path, count, vocabulary]:
+            return write_tokens(path, int(count), int(vocabulary))
+        case ["compare", first, second, limit]:
+            return compare(first, second, float(limit))
+        case ["speed", log]:
+            return speed(log)
+        case ["checkpoint", *command] if command:
+            return checkpoint(command)
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
