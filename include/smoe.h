@@ -1,16 +1,13 @@
 /* smoe: Mixture-of-Experts layers, forward and backward, lean in memory and deterministic
  * (SonicMoE, arXiv 2512.14080).
  *
- * This header is the manual. What it does not say is not part of the API. docs/glossary.md explains the
- * terms.
+ * This header is the manual. What it does not say is not part of the API. Terms: docs/glossary.md.
  *
  * Symbols.
- *
  *   T, d, n    number of tokens, hidden size, intermediate size
  *   E, K       number of experts, experts of a token (top-K)
  *   X, O       (T, d) the layer's input and output
- *   r          a row: one routed pair, which is a token t(r) and an expert e that was chosen for it
- *   R          number of rows
+ *   r, R       a row, and the number of rows. A row is a routed pair: a token t(r) with one of its experts e
  *   H, A, Y    one row for each r, with 2n, n and d columns. For a gated activation, such as SwiGLU, H has a
  *              gate half and an up half. Without a gate H has n columns
  *   Wr, br     (E, d), (E) the router's weight and bias
@@ -19,24 +16,20 @@
  *   act        the activation; dact(h, g) is the gradient of <act(h), g> with respect to h
  *   s(r)       the row weight: the factor of row r in the sum for its token
  *
- * Matrices are row-major; the last dimension is contiguous.
- *
- * Rows, pad rows, blocks. Rows are sorted by expert. Inside an expert tokens ascend. In memory every
- * expert's rows begin at a multiple of 64. A block is 64 consecutive rows of one expert, so an expert has
- * whole blocks. The rows that fill an expert's last block are pad rows: token -1, weight 0. They add nothing
- * to any result. padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array
- * with padded_rows elements begins with one element for each row and pad row; the elements after these
- * belong to no row. "The padded index of a row" is its index in such an array.
+ * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert. Inside an expert
+ * tokens ascend. In memory every expert's rows begin at a multiple of 64. A block is 64 consecutive rows of
+ * one expert, so an expert has whole blocks. The rows that fill an expert's last block are pad rows: token
+ * -1, weight 0. They add nothing to any result. padded_rows (in smoe_sizes) is an upper bound on the number
+ * of rows and pad rows. An array with padded_rows elements begins with one element for each row and pad row;
+ * the elements after these belong to no row. "The padded index of a row" is its index in such an array.
  *
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
- *
  *   FROM_LOGITS without rounding  R = T K
  *   FROM_LOGITS with rounding     R depends on the logits
  *   FROM_TOPK                     R <= T K, since ids outside 0..E-1 are skipped
  *   FROM_ROWS                     R = offsets[E]
  *
  * Stages of the forward:
- *
  *   router_gemm logits = X Wr^T + br (T, E)                                             smoe_route
  *   topk        top-K ids and row weights of every token                                smoe_route
  *   round       drop or add pairs so that every expert's count is a multiple of a tile  smoe_round
@@ -49,7 +42,6 @@
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
- *
  *   dh          dA'[r] = dO[t(r)] W2[e];  dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>
  *               dH[r] = dact(H[r], s(r) dA'[r]);  A'[r] = s(r) A[r]
  *   dw2         dW2[e] = sum_r dO[t(r)]^T A'[r];  db2[e] = sum_r s(r) dO[t(r)]
@@ -86,8 +78,7 @@
  *    application has set a number other than 1 during the call.
  *  - A forked child does not have the OpenMP threads of its parent. So if a thread makes a call on a context
  *    with more than one thread and then forks, its calls on such contexts return SMOE_ERROR_UNSUPPORTED in
- *    the child. In the child a context with threads = 1 works, and so does any context in a new thread.
- */
+ *    the child. In the child a context with threads = 1 works, and so does any context in a new thread. */
 #ifndef SMOE_H
 #define SMOE_H
 
@@ -154,9 +145,8 @@ typedef enum smoe_stage {
 SMOE_API const char *smoe_stage_string(smoe_stage stage); /* "topk", "round", ...: static text, never NULL */
 
 /* Called on the host before (end = 0) and after (end = 1) the work of a stage is enqueued on `stream`, the
- * stream of the call. The callback can record an event on the stream or read a clock. If the layer has
- * several chunks (smoe_layer), some stages are reported several times in one call. A stage that no wanted
- * result needs is not reported. */
+ * stream of the call. If the layer has several chunks (smoe_layer), some stages are reported several times in
+ * one call. A stage that no wanted result needs is not reported. */
 typedef void (*smoe_stage_callback)(void *user, smoe_stage stage, int end, void *stream);
 
 /* Opaque. Any thread may use a context, as long as no two calls on it overlap: the forward may run on one
@@ -180,13 +170,9 @@ typedef struct smoe_context_options {
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
- * DEVICE.
- *
- * With the CPU backend smoe_create makes OpenBLAS allocate buffers of 128 MiB of address space each. After
- * the call there are at least C + B - 1 of them: C is the sum of the threads of all existing contexts, this
- * one included, and B is OpenBLAS's own number of threads. OpenBLAS never frees a buffer; a new context uses
- * the buffers of destroyed ones.
- */
+ * DEVICE. With the CPU backend the call makes OpenBLAS allocate a buffer of 128 MiB of address space for each
+ * thread of every existing context and for each of its own threads but one. It never frees a buffer; a new
+ * context uses the buffers of destroyed ones. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -224,8 +210,7 @@ typedef enum smoe_activation {
 } smoe_activation;
 
 /* Which of the 2n rows of W1[e] are the gate row and the up row of feature j (a feature is a column of A).
- * The same holds for the elements of b1[e], dW1[e] and db1[e]. Both layouts are read in place, without a
- * copy. */
+ * The same holds for the elements of b1[e], dW1[e] and db1[e]. Both layouts are read in place. */
 typedef enum smoe_layout {
     SMOE_LAYOUT_CONCATENATED = 0, /* gate row j, up row n + j */
     SMOE_LAYOUT_INTERLEAVED = 1   /* gate row 2j, up row 2j + 1 */
@@ -253,8 +238,7 @@ typedef enum smoe_entry {
  *   SIGMOID          1            sigma(l) / the sum of sigma over the K experts       sparse
  *
  * route_scale then multiplies every weight. Sparse dlogits have at most K nonzeros for each token. Rounding
- * and loss coefficients make dlogits dense.
- */
+ * and loss coefficients make dlogits dense. */
 typedef enum smoe_score {
     SMOE_SCORE_SOFTMAX_TOPK = 0,
     SMOE_SCORE_TOPK_SOFTMAX = 1, /* renormalize must be 0: the weights sum to 1 already */
@@ -262,16 +246,13 @@ typedef enum smoe_score {
 } smoe_score;
 
 /* Token rounding changes the set of routed pairs so that every expert's count is a multiple of the tile M.
- *
  * The count. c is the number of tokens that top-K selected for an expert. lo = M floor(c / M), and hi = M
  * ceil(c / M). If c is a multiple of M, lo = hi = c. A rule chooses lo or hi; if hi > T, every rule chooses
  * lo.
- *
  * The pairs. For each expert all T tokens are ranked: first the tokens that top-K selected for the expert,
  * then all others. Within each of these two groups a higher score comes first; of equal scores the lower
  * token comes first. The score is p; for SIGMOID it is the selection score. The first lo or hi tokens of the
  * ranking are routed. Scores are compared as f32, or rounded to bf16 if the logits are bf16.
- *
  * The weights. A pair that top-K selected keeps its weight. A pair that rounding adds gets the weight p (for
  * SIGMOID: sigma) times route_scale. Gradients flow through the weights of all routed pairs. */
 typedef enum smoe_rounding {
@@ -315,8 +296,7 @@ typedef struct smoe_layer {
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
     int32_t renormalize; /* 0 or 1; see smoe_score */
-    int32_t groups; /* SIGMOID: the experts are cut into this many groups of E / groups consecutive experts,
-                       at least 2 in each */
+    int32_t groups;      /* SIGMOID: this many equal groups of consecutive experts, at least 2 in each */
     int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
                             selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */
@@ -356,8 +336,7 @@ typedef struct smoe_sizes {
     }
 
 /* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.
- * The call enqueues nothing. Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or of a wrong
- * size. */
+ * Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or of a wrong size. */
 SMOE_API smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
 
 /* ---- Forward ------------------------------------------------------------------------------------------- */
@@ -409,12 +388,10 @@ SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer 
 /* The four calls of a forward, to be made one by one, in this order and with the same args. Each call leaves
  * its results to the next one in saved and scratch, so every call needs scratch and, unless for inference,
  * saved. Fields that a call does not need may be NULL.
- *
  *   smoe_route            for FROM_LOGITS. Needs the fields under FROM_LOGITS
  *   smoe_round            for FROM_LOGITS with rounding. Needs the same fields
  *   smoe_plan             for every layer. Needs the fields under the layer's entry
  *   smoe_experts_forward  for every layer. Needs x and the fields under "the experts"
- *
  * A call that needs the fields under FROM_LOGITS also needs x if router_weight is not NULL. */
 SMOE_API smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                                 void *stream);
@@ -511,9 +488,8 @@ typedef struct smoe_backward_args {
 SMOE_API smoe_status smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
                                          const smoe_backward_args *args, void *stream);
 
-/* The experts' part of the backward: no dlogits, no gradients of the router, and dx without the router's
- * term. A layer FROM_TOPK or FROM_ROWS has no router, so for such a layer this call and smoe_layer_backward
- * do the same. */
+/* The same without dlogits, the router's gradients and the router's term of dx. For a layer FROM_TOPK or
+ * FROM_ROWS, which has no router, this call and smoe_layer_backward do the same. */
 SMOE_API smoe_status smoe_experts_backward(smoe_context *context, const smoe_layer *layer,
                                            const smoe_backward_args *args, void *stream);
 
