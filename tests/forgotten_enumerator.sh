@@ -7,7 +7,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
 compile() { # FLAG... FILE
-    "$compiler" -std=gnu11 -fopenmp -Wall -Werror -fsyntax-only "$@" -I"$source/include" -I"$source/src" -I"$source/src/cuda" \
+    "$compiler" -std=gnu11 -fopenmp -Wall -Werror -Wno-unused-function -fsyntax-only "$@" -I"$source/include" -I"$source/src" -I"$source/src/cuda" \
         -I"$source" 2> "$folder/messages"
 }
 
