@@ -29,6 +29,7 @@ enum {
     KEY_PARTS,
     KEY_CHUNKS,
     KEY_PRECISION,
+    KEY_CLIP,
     KEY_RECOMPUTE
 };
 
@@ -38,6 +39,7 @@ static const struct argp_option options_table[] = {
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
     {"micro-batches", KEY_PARTS, "M", 0, "Parts that they are passed in, as train's (default 1)", 3},
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as train's", 3},
+    {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as train's (default 1, 0: any)", 3},
     {"chunks", KEY_CHUNKS, "C", 0, "Column chunks of the experts, as train's (default 1)", 3},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default) or layers, as train's", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
@@ -51,6 +53,7 @@ static void parse_model(int key, const char *text, struct argp_state *state)
     static const char *const recomputed[] = {"none", "norms", "layers"};
     info_model *wanted = &((info_options *)state->input)->model;
     error err = {0};
+    char *end;
     int at = 0;
     switch (key) {
     case KEY_MODEL: wanted->path = text; return;
@@ -69,6 +72,10 @@ static void parse_model(int key, const char *text, struct argp_state *state)
         wanted->bf16 = strcmp(text, "bf16") == 0;
         if (!wanted->bf16 && strcmp(text, "f32") != 0)
             argp_error(state, "--precision: '%s' is neither f32 nor bf16", text);
+        return;
+    case KEY_CLIP:
+        wanted->clip = strtod(text, &end);
+        if (end == text || *end || !(wanted->clip >= 0)) argp_error(state, "--clip: '%s' is no norm", text);
         return;
     default:
         while (at < 3 && strcmp(text, recomputed[at]) != 0) at++;
@@ -274,7 +281,8 @@ int smoe_cli_info(int argc, char **argv)
         return ERROR_RUNTIME;
     }
     problem_options_init(&options->problem);
-    options->model = (info_model){.batch = 8, .parts = 1, .chunks = 1, .recompute = RECOMPUTE_NORMS};
+    options->model =
+        (info_model){.batch = 8, .parts = 1, .chunks = 1, .clip = 1.0, .recompute = RECOMPUTE_NORMS};
     error err = {0};
     if (argp_parse(&info_argp, argc, argv, 0, NULL, options) != 0) {
         err.code = ERROR_USAGE;

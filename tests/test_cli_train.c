@@ -275,6 +275,15 @@ static void test_info_model(void **state)
     assert_true(figure(state, much, "layers_bytes", "") > 2 * figure(state, fewer, "layers_bytes", ""));
     expect(state, "info --model run/latest --batch 10 --micro-batches 3", 2, "does not divide");
     expect(state, "info --model run/latest --recompute all", 2, "--recompute: 'all'");
+    // Without clipping the gradients of one layer at a time.
+    expect(state, "train " TINY "--layers 3 --steps 1 --checkpoints 1 --out deep text.txt", 0, "done");
+    const char *const clipped = "info --model deep/latest", *const any = "info --model deep/latest --clip 0",
+                      *const added = "info --model deep/latest --clip 0 --micro-batches 2";
+    const double all = figure(state, clipped, "gradients_bytes", "");
+    assert_true(figure(state, any, "gradients_bytes", "") < all);
+    assert_true(figure(state, any, "total_bytes", "") < figure(state, clipped, "total_bytes", ""));
+    assert_true(figure(state, added, "gradients_bytes", "") == all);
+    expect(state, "info --model run/latest --clip none", 2, "--clip: 'none'");
 }
 
 /* - is standard input. */

@@ -54,7 +54,12 @@ typedef struct model_options {
     model_use use;
     model_recompute recompute;
     int32_t chunks; // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
+    bool one_layer; // the gradients of one layer exist at a time (see grads_ready); one part
 } model_options;
+
+/* Told in the backward of a model with `one_layer` that a layer's gradients are complete. The next layer's
+ * take their place. */
+typedef void grads_ready(void *user, const grad_span *span);
 
 /* Bytes on the device, by what they are for. */
 typedef struct model_bytes {
@@ -63,7 +68,7 @@ typedef struct model_bytes {
     size_t rest;
 } model_bytes;
 
-enum { SCALAR_LOSS, SCALAR_NORM, SCALARS };
+enum { SCALAR_LOSS, SCALAR_SQUARE, SCALARS }; // the gradient's norm, squared
 
 typedef struct model {
     train_device *device;
@@ -72,7 +77,13 @@ typedef struct model {
     param_layout layout;
     float *weights; // (layout.total) on the CPU: `params`; else NULL
     void *params;   // (layout.total) on the device: what passes read
-    void *grads;    // (layout.total) on the device, grad_type; NULL when the model was made without training
+    void *grads;    // (layout.total) on the device, grad_type; NULL when the model was made without training.
+                    // With one_layer: of the weights before the layers' matrices, then of those after them
+    bool one_layer; // and then
+    void *layer_grads;  // of the matrices of the layer whose backward is on, which begin at
+    size_t layer_first; // in the layout
+    grads_ready *ready; // set by who calls model_enqueue_gradients
+    void *ready_user;
     moe moe;
     moe_routing routing; // of training passes
     int64_t sequences, parts;
@@ -133,7 +144,15 @@ void model_stage_batch(model *m, const model_batch *batch, int64_t parts);
 void model_load_batch(model *m);
 bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err);
 
-/* All three, and the loss. */
+/* The weights whose gradients are complete only after that: all of them, or with one_layer those that `ready`
+ * is not told about. Returns how many spans. */
+enum { MOST_SPANS = 2 };
+int model_spans(const model *m, grad_span spans[MOST_SPANS]);
+
+/* The matrices of layer l in the layout. */
+grad_span model_layer_span(const model *m, int64_t l);
+
+/* All three, and the loss; not with one_layer. */
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err);
 
 /* Weights that one token uses in its pass, embedding not included (6 times that: FLOPs of training,

@@ -10,7 +10,21 @@ static void *param(const model *m, size_t offset)
 
 static void *grad(const model *m, size_t offset)
 {
-    return (char *)m->grads + offset * type_size(m->device->grad_type);
+    const size_t size = type_size(m->device->grad_type), before = m->layout.layers[0].qkv;
+    if (!m->one_layer || offset < before) return (char *)m->grads + offset * size;
+    if (offset < m->layout.matrices) return (char *)m->layer_grads + (offset - m->layer_first) * size;
+    return (char *)m->grads + (before + offset - m->layout.matrices) * size;
+}
+
+/* The gradients of one_layer take the place of the layer before in the backward. Between the tensors of a
+ * layer that has others than that one lies some of its gradients, which the updates must not see. */
+static void begin_layer(model *m, int64_t l)
+{
+    const grad_span span = model_layer_span(m, l);
+    const int64_t dense = m->config.dense_layers, before = l + 1 < m->config.layers ? l + 1 : 0;
+    m->layer_first = (size_t)span.first;
+    if (m->one_layer && (l < dense) != (before < dense))
+        m->device->ops->clear(m->device, span.grads, (size_t)span.count * type_size(m->device->grad_type));
 }
 
 static void dense_backward(model *m, model_layer *layer, const param_layer *at, int64_t rows, int64_t width,
@@ -99,9 +113,12 @@ bool model_backward(model *m, const pass_shape *shape, bool add, error *err)
     dv->ops->norm_backward(dv, m->dx, grad(m, layout->norm), m->dh, m->x_last, m->rstd,
                            param(m, layout->norm), rows, d, false, add, m->norm_scratch);
     for (int64_t l = c->layers - 1; l >= 0; l--) {
+        begin_layer(m, l);
         if (!recompute(m, &m->layers[l], l, shape, err)) return false;
         if (!mlp_half(m, &m->layers[l], l, rows, add, err)) return false;
         attention_half(m, &m->layers[l], &layout->layers[l], shape, add);
+        const grad_span span = model_layer_span(m, l);
+        if (m->one_layer) m->ready(m->ready_user, &span);
     }
     dv->ops->embed_backward(dv, grad(m, layout->embedding), m->dx, &m->batch, rows, c->vocab, d,
                             add || c->tied);

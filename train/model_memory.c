@@ -128,6 +128,47 @@ static void place_in_turns(model *m, arena *a, int64_t rows)
     a->used = a->most;
 }
 
+grad_span model_layer_span(const model *m, int64_t l)
+{
+    const param_layout *layout = &m->layout;
+    const size_t first = layout->layers[l].qkv,
+                 end = l + 1 < m->config.layers ? layout->layers[l + 1].qkv : layout->matrices;
+    return (grad_span){m->layer_grads, (int64_t)first, (int64_t)(end - first)};
+}
+
+int model_spans(const model *m, grad_span spans[MOST_SPANS])
+{
+    const int64_t total = (int64_t)m->layout.total, matrices = (int64_t)m->layout.matrices,
+                  before = (int64_t)m->layout.layers[0].qkv;
+    spans[0] = (grad_span){m->grads, 0, m->one_layer ? before : total};
+    if (!m->one_layer) return 1;
+    char *after = (char *)m->grads + (size_t)before * type_size(m->device->grad_type);
+    spans[1] = (grad_span){m->grads ? after : NULL, matrices, total - matrices};
+    return 2;
+}
+
+static int64_t elements_of_gradients(const model *m)
+{
+    grad_span spans[MOST_SPANS];
+    int64_t elements = 0;
+    for (int i = model_spans(m, spans); i > 0; i--) elements += spans[i - 1].count;
+    return elements;
+}
+
+static int64_t elements_of_layer(const model *m)
+{
+    int64_t most = 0;
+    for (int64_t l = 0; m->one_layer && l < m->config.layers; l++)
+        most = larger(most, model_layer_span(m, l).count);
+    return most;
+}
+
+static void place_gradients(model *m, arena *a)
+{
+    m->grads = arena_values(a, m->device->grad_type, elements_of_gradients(m));
+    m->layer_grads = arena_values(a, m->device->grad_type, elements_of_layer(m));
+}
+
 /* What was handed out since *start, which moves on. */
 static size_t since(size_t *start, const arena *a)
 {
@@ -144,7 +185,7 @@ static size_t place(model *m, arena *a)
     size_t start = 0;
     m->params = arena_values(a, dv->type, (int64_t)m->layout.total);
     m->bytes.weights = since(&start, a);
-    if (m->use == MODEL_TRAIN) m->grads = arena_values(a, dv->grad_type, (int64_t)m->layout.total);
+    if (m->use == MODEL_TRAIN) place_gradients(m, a);
     m->bytes.gradients = since(&start, a);
     place_layers(m, a, rows);
     m->bytes.layers = since(&start, a);
@@ -212,7 +253,9 @@ static bool allocate(model *m, error *err)
     place(m, &(arena){.base = m->memory});
     m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : NULL;
     dv->ops->clear(dv, m->params, m->layout.total * type_size(dv->type));
-    if (m->grads) dv->ops->clear(dv, m->grads, m->layout.total * type_size(dv->grad_type));
+    const size_t gradient = type_size(dv->grad_type);
+    if (m->grads) dv->ops->clear(dv, m->grads, (size_t)elements_of_gradients(m) * gradient);
+    if (m->grads) dv->ops->clear(dv, m->layer_grads, (size_t)elements_of_layer(m) * gradient);
     return fill_rope(m, err) && prepare(m, err);
 }
 
@@ -245,7 +288,8 @@ static bool describe(model *m, train_device *device, const model_config *config,
                  .sequences = options->sequences,
                  .parts = options->parts ? options->parts : 1,
                  .use = options->use,
-                 .recompute = options->recompute};
+                 .recompute = options->recompute,
+                 .one_layer = options->one_layer && options->use == MODEL_TRAIN};
     if (options->routing) m->routing = *options->routing;
     // The mean over the passes: each adds its part.
     m->routing.balance_coefficient /= (float)m->parts;
@@ -256,6 +300,9 @@ static bool describe(model *m, train_device *device, const model_config *config,
     m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
     if (!model_config_check(c, err) || !check_device(m, err) || !param_layout_create(&m->layout, c, err))
         return false;
+    if (m->parts > 1 && m->one_layer)
+        return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients of one layer at a time at most 1",
+                    (long long)m->parts);
     if (m->parts > 1 && m->device->grad_type != SMOE_TYPE_F32)
         return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients that are not f32 at most 1",
                     (long long)m->parts);

@@ -61,11 +61,16 @@ typedef struct adamw_step {
 typedef struct adamw_arrays {
     void *weights; // type: what passes read
     float *master; // the weights in f32, or NULL: `weights` is all there is
-    void *grads;   // grad_type
     void *first, *second;
     smoe_type state_type; // of the moments
     int64_t matrices, total;
 } adamw_arrays;
+
+/* Weights [first, first + count) of that layout and where their gradients are; both multiples of 8. */
+typedef struct grad_span {
+    void *grads; // grad_type
+    int64_t first, count;
+} grad_span;
 
 struct train_ops {
     /* ---- the device ---- */
@@ -162,10 +167,16 @@ struct train_ops {
     void (*swiglu_backward)(train_device *dv, void *h, const void *da, int64_t rows, int64_t width);
 
     /* ---- the optimiser ---- */
-    void (*gradient_norm)(train_device *dv, double *norm, const void *grads, int64_t count);
-    /* One step; the gradient is scaled to norm `clip` where `norm` is larger. Clears the gradients of a
-     * device that adds them. */
-    void (*adamw)(train_device *dv, const adamw_arrays *arrays, const adamw_step *step, const double *norm);
+    /* *square = the sum of the squares of count gradients */
+    void (*gradient_square)(train_device *dv, double *square, const void *grads, int64_t count);
+    /* Before the updates of a step, each of which takes a part of the weights. Where step->clip is not 0 and
+     * the root of *square, the gradient's norm, is larger, they scale the gradient to norm `clip`. */
+    void (*begin_update)(train_device *dv, const adamw_step *step, const double *square);
+    /* Clears the gradients of a device that adds them. Unless `square` is NULL, *square += the sum of the
+     * squares of the span's gradients; scratch: update_scratch bytes. */
+    void (*update)(train_device *dv, const adamw_arrays *arrays, const grad_span *span, double *square,
+                   void *scratch);
+    size_t (*update_scratch)(train_device *dv, int64_t count);
 };
 
 /* Bytes of an element. */

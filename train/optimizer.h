@@ -9,6 +9,7 @@ typedef struct optimizer {
     model *model;
     adamw_arrays arrays;
     adamw_step *step; // on the device
+    void *scratch;    // of updates that sum squares, on the device
     void *memory;     // on the device
     void *recording;  // a step as the device noted it; NULL: not yet, or it cannot
     int64_t steps;    // enqueued so far
@@ -18,6 +19,14 @@ typedef struct optimizer {
 typedef struct step_result {
     double loss, norm; // nats; the gradient's norm before clipping
 } step_result;
+
+/* May a model's gradients exist one layer at a time (model_options.one_layer)? Then its layers are updated in
+ * the backward. The weights get the same bits; the norm is summed in another order. Clipping needs the norm
+ * of all gradients before, and micro-batches add them up. */
+static inline bool optimizer_takes_layers(double clip, int64_t parts)
+{
+    return clip == 0.0 && parts == 1;
+}
 
 /* Bytes on the device of such a model's optimiser. */
 size_t optimizer_bytes(model *model);

@@ -16,7 +16,7 @@ static const table_column columns[] = {
     {"micro_batches", COLUMN_INTEGER, 0, false, "parts that a batch is passed in"},
     {"context", COLUMN_INTEGER, 0, false, "tokens of a sequence"},
     {"weights_bytes", COLUMN_BYTES, 0, false, "as passes read them"},
-    {"gradients_bytes", COLUMN_BYTES, 0, false, NULL},
+    {"gradients_bytes", COLUMN_BYTES, 0, false, "with --clip 0 and one part, of one layer at a time"},
     {"adamw_bytes", COLUMN_BYTES, 0, false, "moments and, with --precision f32, f32 weights"},
     {"layers_bytes", COLUMN_BYTES, 0, false, "what the layers keep from forward to backward"},
     {"turns_bytes", COLUMN_BYTES, 0, false,
@@ -68,7 +68,8 @@ bool info_model_print(const info_model *wanted, smoe_backend backend, table_form
                                    .parts = wanted->parts,
                                    .use = MODEL_TRAIN,
                                    .recompute = wanted->recompute,
-                                   .chunks = (int32_t)wanted->chunks};
+                                   .chunks = (int32_t)wanted->chunks,
+                                   .one_layer = optimizer_takes_layers(wanted->clip, wanted->parts)};
     model_config config;
     model m;
     if (wanted->batch % wanted->parts)

@@ -429,7 +429,11 @@ static void check_tokens(bench *b, int64_t rows, int64_t vocab, int64_t d, bool 
 typedef struct adamw_case {
     int64_t matrices, total;
     adamw_step step;
+    int spans; // that the weights are updated in
     array *weights, *master, *grads, *first, *second;
+    struct adamw_found {
+        double square[SIDES];
+    } * found;
 } adamw_case;
 
 static void run_adamw(bench *b, int side, const void *with)
@@ -437,24 +441,40 @@ static void run_adamw(bench *b, int side, const void *with)
     const adamw_case *c = with;
     const train_ops *ops = ops_of(b, side);
     train_device *dv = b->device[side];
-    char *small = scratch_of(b, side, sizeof c->step + 256);
-    double *norm = (double *)(void *)(small + 256);
+    char *small = scratch_of(b, side, sizeof c->step + 256), *grads = c->grads->at[side];
+    double *square = (double *)(void *)(small + 256);
+    void *scratch = scratch_of(b, side, ops->update_scratch(dv, c->total));
     ops->upload(dv, small, &c->step, sizeof c->step);
-    adamw_arrays a = {c->weights->at[side], side == GPU && c->master ? c->master->at[side] : NULL,
-                      c->grads->at[side],   c->first->at[side],
-                      c->second->at[side],  side == GPU ? c->first->type : SMOE_TYPE_F32,
-                      c->matrices,          c->total};
-    ops->gradient_norm(dv, norm, a.grads, a.total);
-    ops->adamw(dv, &a, (adamw_step *)(void *)small, norm);
+    adamw_arrays a = {c->weights->at[side],
+                      side == GPU && c->master ? c->master->at[side] : NULL,
+                      c->first->at[side],
+                      c->second->at[side],
+                      side == GPU ? c->first->type : SMOE_TYPE_F32,
+                      c->matrices,
+                      c->total};
+    if (c->step.clip > 0) ops->gradient_square(dv, square, grads, a.total);
+    ops->begin_update(dv, (adamw_step *)(void *)small, square);
+    for (int i = 0; i < c->spans; i++) {
+        const int64_t at = i * c->total / c->spans / 64 * 64, end = (i + 1) * c->total / c->spans / 64 * 64;
+        const size_t past = (size_t)at * type_size(dv->grad_type);
+        ops->update(dv, &a, &(grad_span){grads + past, at, end - at}, c->step.clip > 0 ? NULL : square,
+                    scratch);
+    }
+    ops->download(dv, &c->found->square[side], square, sizeof *square);
+    ops->release(dv, scratch);
     ops->release(dv, small);
 }
 
+/* Without clipping the updates sum the squares, in several spans. */
 static void check_adamw(bench *b, int64_t matrices, int64_t total, double clip)
 {
+    struct adamw_found found;
     const train_device *dv = b->device[GPU];
     b->title = clip > 0 ? "AdamW, clipped" : "AdamW";
     adamw_case c = {.matrices = matrices,
                     .total = total,
+                    .spans = clip > 0 ? 1 : 3,
+                    .found = &found,
                     .step = {.lr = 0.1,
                              .beta1 = 0.9,
                              .beta2 = 0.95,
@@ -468,6 +488,8 @@ static void check_adamw(bench *b, int64_t matrices, int64_t total, double clip)
     c.first = add_values(b, "first", dv->state_type, total, 0, 1, NULL);
     c.second = add_values(b, "second", dv->state_type, total, 3, 0.5, NULL);
     CHECK(b, run_adamw, &c, ROUNDED, c.weights, c.first, c.second);
+    const double apart = fabs(found.square[GPU] / found.square[CPU] - 1);
+    if (!(apart < 1e-6)) printf("%s: the squares' sums differ by %g  WRONG\n", b->title, apart), wrong++;
 }
 
 /* ---- all ---- */
@@ -495,7 +517,7 @@ static void check_all(const device_options *options)
     check_tokens(&b, 40, 64, 24, false), check_tokens(&b, 1200, 40, 16, true),
         check_tokens(&b, 3, 100, 8, true);
     check_tokens(&b, 3, 58000, 8, false); // past what the loss keeps of a row
-    check_adamw(&b, 4096, 5120, 0), check_adamw(&b, 64, 4096, 0.5);
+    check_adamw(&b, 4096, 5120, 0), check_adamw(&b, 64, 4096, 0.5), check_adamw(&b, 9984, 10240, 0);
     b.device[GPU]->ops->close(b.device[GPU]);
     b.device[CPU]->ops->close(b.device[CPU]);
 }
