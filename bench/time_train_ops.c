@@ -56,8 +56,15 @@ static void norm_residual(const bench *b)
 
 static void norm_backward(const bench *b)
 {
-    b->ops->norm_backward(b->dv, b->x, b->embedding, b->y, b->z, b->rstd, b->w, ROWS, HIDDEN, true, false,
-                          b->norm_scratch);
+    b->ops->norm_backward(b->dv, b->x, b->embedding, NULL, b->y, b->z, b->rstd, b->w, ROWS, HIDDEN, true,
+                          false, b->norm_scratch);
+}
+
+/* And the norm's output again, for --recompute norms. */
+static void norm_backward_again(const bench *b)
+{
+    b->ops->norm_backward(b->dv, b->x, b->embedding, b->qkv, b->y, b->z, b->rstd, b->w, ROWS, HIDDEN, true,
+                          false, b->norm_scratch);
 }
 
 static void qk(const bench *b)
@@ -263,6 +270,7 @@ static const job jobs[] = {
     {"head dx", head_dx, ROWS / PART, 0, 2.0 * PART *HIDDEN *VOCAB},
     {"head dw, f32", head_dw, ROWS / PART, 0, 2.0 * PART *HIDDEN *VOCAB},
     {"norm backward", norm_backward, 2 * LAYERS + 1, 4 * TD, 0},
+    {"norm backward, output again", norm_backward_again, 0, 5 * TD, 0},
     {"output dx", out_dx, LAYERS, 0, GEMM},
     {"output dw", out_dw, LAYERS, 0, GEMM},
     {"attention backward", attention_backward, LAYERS, 0, 2.5 * ATTENTION_FLOPS},

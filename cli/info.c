@@ -41,7 +41,7 @@ static const struct argp_option options_table[] = {
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as train's", 3},
     {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as train's (default 1, 0: any)", 3},
     {"chunks", KEY_CHUNKS, "C", 0, "Column chunks of the experts, as train's (default 1)", 3},
-    {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default) or layers, as train's", 3},
+    {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as train's", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 2},
@@ -50,7 +50,6 @@ static const struct argp_option options_table[] = {
 
 static void parse_model(int key, const char *text, struct argp_state *state)
 {
-    static const char *const recomputed[] = {"none", "norms", "layers"};
     info_model *wanted = &((info_options *)state->input)->model;
     error err = {0};
     char *end;
@@ -78,8 +77,9 @@ static void parse_model(int key, const char *text, struct argp_state *state)
         if (end == text || *end || !(wanted->clip >= 0)) argp_error(state, "--clip: '%s' is no norm", text);
         return;
     default:
-        while (at < 3 && strcmp(text, recomputed[at]) != 0) at++;
-        if (at == 3) argp_error(state, "--recompute: '%s' is none of none, norms, layers", text);
+        while (at < RECOMPUTE_NAMES && strcmp(text, model_recompute_names[at]) != 0) at++;
+        if (at == RECOMPUTE_NAMES)
+            argp_error(state, "--recompute: '%s' is none of none, norms, norms-qk, layers", text);
         wanted->recompute = (model_recompute)at;
     }
 }

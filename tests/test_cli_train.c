@@ -260,6 +260,12 @@ static void test_info_model(void **state)
     const char *const much = "info --model run/latest --batch 100 --recompute none",
                       *const less = "info --model run/latest/config.json --batch 100 --recompute layers";
     assert_true(figure(state, much, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
+    const char *const norms = "info --model run/latest --batch 100 --recompute norms",
+                      *const qk = "info --model run/latest --batch 100 --recompute norms-qk";
+    assert_true(figure(state, much, "layers_bytes", "") > figure(state, norms, "layers_bytes", ""));
+    assert_true(figure(state, norms, "layers_bytes", "") > figure(state, qk, "layers_bytes", ""));
+    assert_true(figure(state, qk, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
+    expect(state, "train " TINY "--steps 1 --recompute norms-qk --out again text.txt", 0, "done");
     const char *const wide = "info --model wide/latest --batch 64 --chunks 1",
                       *const cut = "info --model wide/latest --batch 64 --chunks 4";
     expect(state,

@@ -380,6 +380,33 @@ static void chunks_change_nothing(void **state)
     free(tokens), free(targets);
 }
 
+/* Loss and all gradients, bit for bit, whatever the backward computes again; each choice keeps less. */
+static void recomputation_changes_nothing(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.dense_layers = 1;
+    c.shared_intermediate = 16;
+    int32_t *tokens = tokens_of(2 * c.context, c.vocab, 1), *targets = tokens_of(2 * c.context, c.vocab, 2);
+    model_batch batch = {tokens, targets, 2, c.context};
+    model m[RECOMPUTE_NAMES];
+    double loss[RECOMPUTE_NAMES];
+    for (int i = 0; i < RECOMPUTE_NAMES; i++) {
+        error err = {0};
+        const model_options options = {.sequences = 2, .use = MODEL_TRAIN, .recompute = (model_recompute)i};
+        if (!model_create(&m[i], NULL, &c, &options, &err)) fail_msg("%s", err.text);
+        param_init(m[i].weights, &m[i].layout, 7);
+        for (size_t w = m[i].layout.matrices; w < m[i].layout.total; w++) // norms away from one
+            m[i].weights[w] += (float)(0.2 * random_normal(9, w));
+        if (!model_gradients(&m[i], &batch, &loss[i], &err)) fail_msg("%s", err.text);
+        assert_true(loss[i] == loss[0]);
+        assert_memory_equal(m[i].grads, m[0].grads, m[0].layout.total * sizeof(float));
+        assert_true(i == 0 || m[i].bytes.layers < m[i - 1].bytes.layers);
+    }
+    for (int i = 0; i < RECOMPUTE_NAMES; i++) model_destroy(&m[i]);
+    free(tokens), free(targets);
+}
+
 /* Loss and all gradients, bit for bit, on one to three threads. */
 static void threads_change_nothing(void **state)
 {
@@ -429,6 +456,7 @@ int main(void)
         cmocka_unit_test(auxiliary_gradients),
         cmocka_unit_test(micro_batches_add_up),
         cmocka_unit_test(chunks_change_nothing),
+        cmocka_unit_test(recomputation_changes_nothing),
         cmocka_unit_test(threads_change_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -43,9 +43,14 @@ typedef enum model_use {
 /* What the backward computes again and the forward therefore need not keep. */
 typedef enum model_recompute {
     RECOMPUTE_NONE,
-    RECOMPUTE_NORMS, // both norms' outputs, q and k after norm and RoPE
-    RECOMPUTE_LAYERS // all but the layer's input
+    RECOMPUTE_NORMS,    // both norms' outputs, which then share one place
+    RECOMPUTE_NORMS_QK, // also q and k after norm and RoPE
+    RECOMPUTE_LAYERS    // all but the layer's input
 } model_recompute;
+
+/* Their names as options have them. */
+enum { RECOMPUTE_NAMES = RECOMPUTE_LAYERS + 1 };
+extern const char *const model_recompute_names[RECOMPUTE_NAMES];
 
 typedef struct model_options {
     int64_t sequences;          // most of a pass, each of up to config.context tokens

@@ -57,7 +57,7 @@ static bool mlp_half(model *m, model_layer *layer, int64_t l, int64_t rows, bool
             return false;
     }
     if (width) dense_backward(m, layer, at, rows, width, !dense, add);
-    dv->ops->norm_backward(dv, m->dx, grad(m, at->mlp_norm), m->dh, layer->x_mid, layer->rstd2,
+    dv->ops->norm_backward(dv, m->dx, grad(m, at->mlp_norm), NULL, m->dh, layer->x_mid, layer->rstd2,
                            param(m, at->mlp_norm), rows, c->hidden, true, add, m->norm_scratch);
     return true;
 }
@@ -79,12 +79,14 @@ static void attention_half(model *m, model_layer *layer, const param_layer *at, 
                                layer->qkv, layer->rstd_qk, param(m, at->q_norm), param(m, at->k_norm),
                                m->rope, shape, add, m->norm_scratch);
     ops->linear_dx(dv, m->dh, m->dqkv, param(m, at->qkv), rows, d, 3 * d, false);
+    // h2 may lie where h1 did.
+    ops->norm_backward(dv, m->dx, grad(m, at->input_norm), m->recompute == RECOMPUTE_NONE ? NULL : layer->h1,
+                       m->dh, layer->x, layer->rstd1, param(m, at->input_norm), rows, d, true, add,
+                       m->norm_scratch);
     ops->linear_dw(dv, grad(m, at->qkv), type, m->dqkv, layer->h1, rows, d, 3 * d, add);
-    ops->norm_backward(dv, m->dx, grad(m, at->input_norm), m->dh, layer->x, layer->rstd1,
-                       param(m, at->input_norm), rows, d, true, add, m->norm_scratch);
 }
 
-/* What the forward did not keep of a layer. */
+/* What the forward did not keep of a layer, but for h1: the backward of its norm writes that. */
 static bool recompute(model *m, model_layer *layer, int64_t l, const pass_shape *shape, error *err)
 {
     const param_layer *at = &m->layout.layers[l];
@@ -93,13 +95,14 @@ static bool recompute(model *m, model_layer *layer, int64_t l, const pass_shape 
     int64_t rows = shape->sequences * shape->length, d = m->config.hidden;
     double eps = m->config.norm_eps;
     if (m->recompute == RECOMPUTE_NONE) return true;
-    ops->norm(dv, layer->h1, layer->rstd1, layer->x, NULL, param(m, at->input_norm), rows, d, eps);
     if (m->recompute == RECOMPUTE_LAYERS) {
+        ops->norm(dv, layer->h1, layer->rstd1, layer->x, NULL, param(m, at->input_norm), rows, d, eps);
         model_attention_half(m, layer, at, shape);
         return model_mlp(m, m->dh, layer, l, rows, &m->routing, err); // its output is not used
     }
-    ops->qk_norm_rope(dv, layer->q, layer->k, layer->rstd_qk, layer->qkv, param(m, at->q_norm),
-                      param(m, at->k_norm), m->rope, shape, eps);
+    if (m->recompute == RECOMPUTE_NORMS_QK)
+        ops->qk_norm_rope(dv, layer->q, layer->k, layer->rstd_qk, layer->qkv, param(m, at->q_norm),
+                          param(m, at->k_norm), m->rope, shape, eps);
     ops->norm(dv, layer->h2, layer->rstd2, layer->x_mid, NULL, param(m, at->mlp_norm), rows, d, eps);
     return true;
 }
@@ -110,7 +113,7 @@ bool model_backward(model *m, const pass_shape *shape, bool add, error *err)
     const param_layout *layout = &m->layout;
     train_device *dv = m->device;
     int64_t rows = shape->sequences * shape->length, d = c->hidden;
-    dv->ops->norm_backward(dv, m->dx, grad(m, layout->norm), m->dh, m->x_last, m->rstd,
+    dv->ops->norm_backward(dv, m->dx, grad(m, layout->norm), NULL, m->dh, m->x_last, m->rstd,
                            param(m, layout->norm), rows, d, false, add, m->norm_scratch);
     for (int64_t l = c->layers - 1; l >= 0; l--) {
         begin_layer(m, l);

@@ -7,6 +7,8 @@
 
 #include <stdlib.h>
 
+const char *const model_recompute_names[RECOMPUTE_NAMES] = {"none", "norms", "norms-qk", "layers"};
+
 static int64_t larger(int64_t a, int64_t b)
 {
     return a > b ? a : b;
@@ -17,17 +19,37 @@ static int64_t dense_width(const model_config *c, int64_t layer)
     return layer < c->dense_layers ? c->dense_intermediate : c->shared_intermediate;
 }
 
+/* Which parts of the layers share their memory follows from what passes keep. */
+static bool shares_norms(const model *m)
+{
+    return m->use != MODEL_TRAIN || m->recompute != RECOMPUTE_NONE;
+}
+
+static bool shares_qk(const model *m)
+{
+    return m->use != MODEL_TRAIN || m->recompute >= RECOMPUTE_NORMS_QK;
+}
+
+static bool shares_rest(const model *m)
+{
+    return m->use != MODEL_TRAIN || m->recompute == RECOMPUTE_LAYERS;
+}
+
+/* Shared, h1 and h2 are one: h1 was read when h2 is written. */
 static void place_norms(model *m, arena *a, model_layer *layer, int64_t rows)
 {
     smoe_type type = m->device->type;
     int64_t d = m->config.hidden;
     layer->h1 = arena_values(a, type, rows * d);
-    layer->rstd1 = arena_floats(a, rows);
-    layer->rstd_qk = arena_floats(a, 2 * rows);
+    layer->h2 = shares_norms(m) ? layer->h1 : arena_values(a, type, rows * d);
+}
+
+static void place_qk(model *m, arena *a, model_layer *layer, int64_t rows)
+{
+    smoe_type type = m->device->type;
+    int64_t d = m->config.hidden;
     layer->q = arena_values(a, type, rows * d);
     if (m->use != MODEL_GENERATE) layer->k = arena_values(a, type, rows * d);
-    layer->h2 = arena_values(a, type, rows * d);
-    layer->rstd2 = arena_floats(a, rows);
 }
 
 static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_t rows)
@@ -36,6 +58,9 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
     smoe_type type = m->device->type;
     int64_t d = c->hidden, width = dense_width(c, l);
     pass_shape shape = model_shape(m, m->sequences, c->context);
+    layer->rstd1 = arena_floats(a, rows);
+    layer->rstd_qk = arena_floats(a, 2 * rows);
+    layer->rstd2 = arena_floats(a, rows);
     if (m->use != MODEL_GENERATE) layer->qkv = arena_values(a, type, rows * 3 * d);
     layer->p = arena_take(a, m->device->ops->attention_saved(m->device, &shape));
     layer->mixed = arena_values(a, type, rows * d);
@@ -46,17 +71,6 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
     layer->moe.logits = arena_floats(a, rows * c->experts);
     layer->moe.losses = arena_floats(a, 4);
     layer->moe.saved = arena_take(a, m->moe.saved_bytes);
-}
-
-/* Which parts of the layers share their memory follows from what passes keep. */
-static bool shares_norms(const model *m)
-{
-    return m->use != MODEL_TRAIN || m->recompute != RECOMPUTE_NONE;
-}
-
-static bool shares_rest(const model *m)
-{
-    return m->use != MODEL_TRAIN || m->recompute == RECOMPUTE_LAYERS;
 }
 
 /* What every layer has for itself. */
@@ -73,6 +87,7 @@ static void place_layers(model *m, arena *a, int64_t rows)
         m->layers[l].qkv = arena_values(a, type, rows * 3 * c->hidden);
     }
     for (int64_t l = 0; l < c->layers && !shares_norms(m); l++) place_norms(m, a, &m->layers[l], rows);
+    for (int64_t l = 0; l < c->layers && !shares_qk(m); l++) place_qk(m, a, &m->layers[l], rows);
     for (int64_t l = 0; l < c->layers && !shares_rest(m); l++) place_rest(m, a, &m->layers[l], l, rows);
 }
 
@@ -83,6 +98,7 @@ static void place_shared(model *m, arena *a, int64_t rows)
     for (int64_t l = 0; l < m->config.layers; l++) {
         a->used = start;
         if (shares_norms(m)) place_norms(m, a, &m->layers[l], rows);
+        if (shares_qk(m)) place_qk(m, a, &m->layers[l], rows);
         if (shares_rest(m)) place_rest(m, a, &m->layers[l], l, rows);
         if (a->used > most) most = a->used;
     }

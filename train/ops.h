@@ -142,9 +142,9 @@ struct train_ops {
     /* ---- backward ---- */
     void (*embed_backward)(train_device *dv, void *dweight, const void *dx, const device_batch *batch,
                            int64_t rows, int64_t vocab, int64_t d, bool add);
-    /* dx = (with add_dx, +=) the gradient of x, dw = (with add_dw, +=) that of w; scratch: norm_scratch
-     * floats */
-    void (*norm_backward)(train_device *dv, void *dx, void *dw, const void *dy, const void *x,
+    /* dx = (with add_dx, +=) the gradient of x, dw = (with add_dw, +=) that of w; y, unless NULL: the norm's
+     * output again, with the bits of `norm`; scratch: norm_scratch floats */
+    void (*norm_backward)(train_device *dv, void *dx, void *dw, void *y, const void *dy, const void *x,
                           const float *rstd, const void *w, int64_t rows, int64_t d, bool add_dx, bool add_dw,
                           float *scratch);
     int64_t (*norm_scratch)(train_device *dv, int64_t rows, int64_t d);

@@ -120,7 +120,10 @@ static const struct argp_option others[] = {
     {"fastest", KEY_FASTEST, NULL, 0,
      "cuda: attention's backward may sum in any order: two runs then differ in their last bits", GROUP_RUN},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0,
-     "What the backward computes again instead of the forward keeping it: none, norms or layers", GROUP_RUN},
+     "What the backward computes again instead of the forward keeping it: none, norms (the norms' outputs, "
+     "at "
+     "little cost), norms-qk (also the normalised and rotated q and k) or layers (all but a layer's input)",
+     GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
     {"quiet", 'q', NULL, 0, "No progress on the terminal", GROUP_RUN},
     {NULL, 0, NULL, 0, "Model:", GROUP_MODEL},
@@ -214,16 +217,16 @@ static int parse_choice(struct argp_state *state, const char *name, const char *
 
 static error_t parse_device(int key, const char *text, struct argp_state *state)
 {
-    static const char *const names[] = {"auto", "cpu", "cuda", "cuda-plain"},
-                             *const precisions[] = {"f32", "bf16"},
-                             *const recomputed[] = {"none", "norms", "layers"};
+    static const char *const names[] = {"auto", "cpu", "cuda", "cuda-plain"}, *const precisions[] = {"f32",
+                                                                                                     "bf16"};
     train_settings *s = &((train_options *)state->input)->settings;
     switch (key) {
     case KEY_DEVICE: s->device.name = names[parse_choice(state, "device", text, names, 4)]; return 0;
     case KEY_PRECISION: s->device.bf16 = parse_choice(state, "precision", text, precisions, 2); return 0;
     case KEY_FASTEST: s->device.fastest = true; return 0;
     case KEY_RECOMPUTE:
-        s->recompute = (model_recompute)parse_choice(state, "recompute", text, recomputed, 3);
+        s->recompute =
+            (model_recompute)parse_choice(state, "recompute", text, model_recompute_names, RECOMPUTE_NAMES);
         return 0;
     default: return ARGP_ERR_UNKNOWN;
     }

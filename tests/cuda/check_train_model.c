@@ -142,6 +142,39 @@ static void check(const char *name, const device_options *options, const model_c
     device->ops->close(device);
 }
 
+/* Loss and gradients bit for bit, whatever the backward computes again; each choice keeps less. */
+static void check_recompute(const char *name, const device_options *options, const model_config *c)
+{
+    error err = {0};
+    const int64_t rows = 2 * c->context;
+    int32_t *tokens = malloc(2 * (size_t)rows * sizeof *tokens);
+    for (int64_t i = 0; i < 2 * rows; i++)
+        tokens[i] = (int32_t)(random_bits(1, (uint64_t)i) % (uint64_t)c->vocab);
+    const model_batch batch = {tokens, tokens + rows, 2, c->context};
+    train_device *device = device_open(options, &err);
+    if (!device) die(&err);
+    float *first = NULL;
+    double loss = 0, want = 0;
+    size_t layers = SIZE_MAX;
+    for (int i = 0; i < RECOMPUTE_NAMES; i++) {
+        model m;
+        make(&m, device, c,
+             &(model_options){.sequences = 2, .use = MODEL_TRAIN, .recompute = (model_recompute)i});
+        float *grads = gradients(&m, &batch, &loss);
+        printf("%s, %s recomputed: loss %.9g, layers keep %zu bytes\n", name, model_recompute_names[i], loss,
+               m.bytes.layers);
+        if (!first) first = grads, want = loss;
+        if (loss != want || memcmp(first, grads, m.layout.total * sizeof *grads) != 0)
+            printf("   other bits\n"), wrong++;
+        if (m.bytes.layers >= layers) printf("   no less\n"), wrong++;
+        layers = m.bytes.layers;
+        if (grads != first) free(grads);
+        model_destroy(&m);
+    }
+    free(first), free(tokens);
+    device->ops->close(device);
+}
+
 /* Bits of an array on the device. */
 static void *bits_of(train_device *dv, const void *array, size_t bytes)
 {
@@ -298,6 +331,9 @@ int main(int argc, char **argv)
     c.dense_layers = 0;
     c.dense_intermediate = 0;
     check_updates("updates in the backward, three layers with experts", &narrow, &c);
+    check_recompute("experts", &narrow, &c);
+    c.shared_intermediate = 48;
+    check_recompute("experts and a shared expert", &options, &c);
     printf("%d wrong\n", wrong);
     return wrong > 0;
 }

@@ -166,7 +166,7 @@ static const double ROUNDED = 0.004; // a result in bf16: rounding leaves about 
 typedef struct norm_case {
     int64_t rows, d;
     bool add;
-    array *y, *rstd, *x, *residual, *w, *dx, *dw;
+    array *y, *rstd, *x, *residual, *w, *dx, *dw, *again;
 } norm_case;
 
 static void run_norm(bench *b, int side, const void *with)
@@ -194,9 +194,9 @@ static void run_norm_backward(bench *b, int side, const void *with)
     const train_ops *ops = ops_of(b, side);
     train_device *dv = b->device[side];
     float *scratch = scratch_of(b, side, (size_t)ops->norm_scratch(dv, c->rows, c->d) * sizeof(float));
-    ops->norm_backward(dv, c->dx->at[side], c->dw->at[side], c->y->at[side], c->x->at[side],
-                       c->rstd->at[side], c->w->at[side], c->rows, c->d, c->add, c->add || side == CPU,
-                       scratch);
+    ops->norm_backward(dv, c->dx->at[side], c->dw->at[side], c->again ? c->again->at[side] : NULL,
+                       c->y->at[side], c->x->at[side], c->rstd->at[side], c->w->at[side], c->rows, c->d,
+                       c->add, c->add || side == CPU, scratch);
     ops->release(dv, scratch);
 }
 
@@ -212,7 +212,12 @@ static void check_norm_backward(bench *b, int64_t rows, int64_t d, bool add)
     c.rstd = add_values(b, "rstd", SMOE_TYPE_F32, rows, 1, 0.1, NULL);
     c.dx = add ? values(b, "dx", rows * d) : result(b, "dx", SMOE_TYPE_BF16, rows * d);
     c.dw = add ? add_values(b, "dw", type, d, 0, 1, NULL) : result(b, "dw", type, d);
-    CHECK(b, run_norm_backward, &c, ROUNDED, c.dx, c.dw);
+    if (add) {
+        CHECK(b, run_norm_backward, &c, ROUNDED, c.dx, c.dw);
+        return;
+    }
+    c.again = result(b, "y again", SMOE_TYPE_BF16, rows * d);
+    CHECK(b, run_norm_backward, &c, ROUNDED, c.dx, c.dw, c.again);
 }
 
 /* ---- attention ---- */

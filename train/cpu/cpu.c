@@ -185,12 +185,13 @@ static void cpu_embed_backward(train_device *dv, void *dweight, const void *dx, 
     embedding_backward(dweight, dx, batch->tokens, rows, d);
 }
 
-static void cpu_norm_backward(train_device *dv, void *dx, void *dw, const void *dy, const void *x,
+static void cpu_norm_backward(train_device *dv, void *dx, void *dw, void *y, const void *dy, const void *x,
                               const float *rstd, const void *w, int64_t rows, int64_t d, bool add_dx,
                               bool add_dw, float *scratch)
 {
     (void)dv, (void)add_dw;
     norm_backward(dx, d, dw, dy, d, x, d, rstd, w, rows, d, add_dx, scratch);
+    if (y) norm_again(y, rstd, x, w, rows, d);
 }
 
 static int64_t cpu_norm_scratch(train_device *dv, int64_t rows, int64_t d)

@@ -28,9 +28,10 @@ cudaError_t kernel_qk_norm_rope(void *q, void *k, float *rstd, const void *qkv, 
  * norm's part of the scratch. */
 int64_t kernel_norm_parts(int64_t rows, int64_t d, int norms, int processors);
 
-cudaError_t kernel_norm_backward(void *dx, const void *dy, const void *x, const float *rstd, const void *w,
-                                 int64_t rows, int64_t d, bool add_dx, float *parts, int64_t count,
-                                 cudaStream_t stream);
+/* y, unless NULL: as kernel_norm wrote it */
+cudaError_t kernel_norm_backward(void *dx, void *y, const void *dy, const void *x, const float *rstd,
+                                 const void *w, int64_t rows, int64_t d, bool add_dx, float *parts,
+                                 int64_t count, cudaStream_t stream);
 /* parts (2, count, d): of wq, of wk */
 cudaError_t kernel_qk_norm_rope_backward(void *dqkv, const void *dq, const void *dk, const void *qkv,
                                          const float *rstd, const void *wq, const void *wk, const float *rope,

@@ -106,12 +106,12 @@ static void cuda_embed_backward(train_device *dv, void *dweight, const void *dx,
               "embedding's gradient");
 }
 
-static void cuda_norm_backward(train_device *dv, void *dx, void *dw, const void *dy, const void *x,
+static void cuda_norm_backward(train_device *dv, void *dx, void *dw, void *y, const void *dy, const void *x,
                                const float *rstd, const void *w, int64_t rows, int64_t d, bool add_dx,
                                bool add_dw, float *scratch)
 {
     int64_t parts = kernel_norm_parts(rows, d, 1, cuda_of(dv)->processors);
-    cuda_note(dv, kernel_norm_backward(dx, dy, x, rstd, w, rows, d, add_dx, scratch, parts, dv->stream),
+    cuda_note(dv, kernel_norm_backward(dx, y, dy, x, rstd, w, rows, d, add_dx, scratch, parts, dv->stream),
               "norm's gradient");
     cuda_note(dv, kernel_sum_parts(dw, NULL, dv->grad_type, scratch, parts, d, add_dw, dv->stream),
               "norm's gradient");
