@@ -290,6 +290,12 @@ static void test_info_model(void **state)
     assert_true(figure(state, any, "total_bytes", "") < figure(state, clipped, "total_bytes", ""));
     assert_true(figure(state, added, "gradients_bytes", "") == all);
     expect(state, "info --model run/latest --clip none", 2, "--clip: 'none'");
+    // Without losses, and with weights divided by their sum, the layers share the router's logits.
+    expect(state, "train " TINY "--layers 3 --renormalize --steps 1 --out kept text.txt", 0, "done");
+    expect(state, "train " TINY "--layers 3 --renormalize --balance 0 --steps 1 --out shared text.txt", 0,
+           "done");
+    assert_true(figure(state, "info --model shared/latest", "layers_bytes", "") <
+                figure(state, "info --model kept/latest", "layers_bytes", ""));
 }
 
 /* - is standard input. */

@@ -199,19 +199,20 @@ static double total_loss(model *m, const model_batch *batch)
 }
 
 /* A number that changes when any token of any layer keeps other experts. */
-static uint64_t routes(const model *m, int64_t rows)
+static uint64_t routes(model *m, int64_t rows)
 {
     const model_config *c = &m->config;
     uint64_t hash = 0;
-    for (int64_t l = c->dense_layers; l < c->layers; l++)
+    for (int64_t l = c->dense_layers; l < c->layers; l++) {
+        smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+        error err = {0};
+        if (!moe_view(&m->moe, rows, &m->routing, &m->layers[l].moe, &view, &err)) fail_msg("%s", err.text);
         for (int64_t t = 0; t < rows; t++) {
-            const float *logits = m->layers[l].moe.logits + t * c->experts;
-            for (int64_t e = 0; e < c->experts; e++) {
-                int above = 0;
-                for (int64_t other = 0; other < c->experts; other++) above += logits[other] > logits[e];
-                hash = random_bits(hash, above < c->topk);
-            }
+            uint64_t chosen = 0; // of at most 64 experts
+            for (int64_t k = 0; k < c->topk; k++) chosen |= 1ull << view.topk_ids[t * c->topk + k];
+            hash = random_bits(hash, chosen);
         }
+    }
     return hash;
 }
 

@@ -35,6 +35,16 @@ static bool shares_rest(const model *m)
     return m->use != MODEL_TRAIN || m->recompute == RECOMPUTE_LAYERS;
 }
 
+static bool shares_logits(const model *m)
+{
+    return shares_rest(m) || !moe_keeps_logits(&m->config, &m->routing);
+}
+
+static void place_logits(const model *m, arena *a, model_layer *layer, int64_t rows)
+{
+    layer->moe.logits = arena_floats(a, rows * m->config.experts);
+}
+
 /* Shared, h1 and h2 are one: h1 was read when h2 is written. */
 static void place_norms(model *m, arena *a, model_layer *layer, int64_t rows)
 {
@@ -68,7 +78,7 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
     layer->dense_h = arena_values(a, type, rows * 2 * width);
     layer->dense_a = arena_values(a, type, rows * width);
     if (l < c->dense_layers) return;
-    layer->moe.logits = arena_floats(a, rows * c->experts);
+    if (!shares_logits(m)) place_logits(m, a, layer, rows);
     layer->moe.losses = arena_floats(a, 4);
     layer->moe.saved = arena_take(a, m->moe.saved_bytes);
 }
@@ -100,6 +110,7 @@ static void place_shared(model *m, arena *a, int64_t rows)
         if (shares_norms(m)) place_norms(m, a, &m->layers[l], rows);
         if (shares_qk(m)) place_qk(m, a, &m->layers[l], rows);
         if (shares_rest(m)) place_rest(m, a, &m->layers[l], l, rows);
+        if (shares_logits(m) && l >= m->config.dense_layers) place_logits(m, a, &m->layers[l], rows);
         if (a->used > most) most = a->used;
     }
     a->used = most;

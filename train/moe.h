@@ -21,7 +21,7 @@ typedef struct moe_routing {
 
 /* What one layer keeps from forward to backward. */
 typedef struct moe_saved {
-    float *logits; // (T, E)
+    float *logits; // (T, E); see moe_keeps_logits
     void *saved;   // saved_bytes: the library's own; NULL when nothing is kept
     float *losses; // (2): load balance, z
 } moe_saved;
@@ -58,6 +58,13 @@ bool moe_forward(moe *m, void *out, const void *x, const moe_weights *w, int64_t
 bool moe_backward(moe *m, void *dx, const moe_weights *dw, const void *dout, const void *x,
                   const moe_weights *w, int64_t tokens, const moe_routing *routing, moe_saved *saved,
                   bool add, error *err);
+
+/* Does the backward read the logits again? Else passes may share them. */
+bool moe_keeps_logits(const model_config *config, const moe_routing *routing);
+
+/* The plan of a training pass: pointers to the device's memory. */
+bool moe_view(moe *m, int64_t tokens, const moe_routing *routing, const moe_saved *saved,
+              smoe_plan_view *view, error *err);
 
 /* The rows of each expert under plain top-K and as routed, (E) each, on the host, of the training pass of
  * `tokens` tokens under `routing` whose results `saved` holds. Waits for the device. */

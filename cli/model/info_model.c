@@ -64,8 +64,10 @@ bool info_model_print(const info_model *wanted, smoe_backend backend, table_form
     const device_options device = {.name = backend == SMOE_BACKEND_CUDA ? "cuda-plain" : "cpu",
                                    .bf16 = wanted->bf16,
                                    .sums = wanted->parts > 1};
+    moe_routing routing = {.rounding = SMOE_ROUNDING_NONE};
     const model_options options = {.sequences = wanted->batch / wanted->parts,
                                    .parts = wanted->parts,
+                                   .routing = &routing,
                                    .use = MODEL_TRAIN,
                                    .recompute = wanted->recompute,
                                    .chunks = (int32_t)wanted->chunks,
@@ -76,6 +78,7 @@ bool info_model_print(const info_model *wanted, smoe_backend backend, table_form
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)wanted->parts, (long long)wanted->batch);
     if (!read_config(&config, wanted->path, err)) return false;
+    routing.balance_coefficient = (float)config.router_aux_loss_coef;
     train_device *dv = device_open(&device, err);
     if (!dv) return false;
     bool done = model_measure(&m, dv, &config, &options, err);
