@@ -87,6 +87,7 @@ typedef struct model {
     bool one_layer; // and then
     void *layer_grads;  // of the matrices of the layer whose backward is on, which begin at
     size_t layer_first; // in the layout
+    bool clears_layer;  // they begin with zeros
     grads_ready *ready; // set by who calls model_enqueue_gradients
     void *ready_user;
     moe moe;

@@ -16,14 +16,16 @@ static void *grad(const model *m, size_t offset)
     return (char *)m->grads + (before + offset - m->layout.matrices) * size;
 }
 
-/* The gradients of one_layer take the place of the layer before in the backward. Between the tensors of a
- * layer that has others than that one lies some of its gradients, which the updates must not see. */
+/* The gradients of one_layer take the place of those of the layer before in the backward, first that of the
+ * head's logits. A device that adds gradients has cleared the former, but not the latter; and the updates see
+ * what lies between the tensors of a layer, which is another thing after a layer of other tensors. */
 static void begin_layer(model *m, int64_t l)
 {
     const grad_span span = model_layer_span(m, l);
-    const int64_t dense = m->config.dense_layers, before = l + 1 < m->config.layers ? l + 1 : 0;
+    const int64_t dense = m->config.dense_layers;
+    const bool first = l + 1 == m->config.layers, other = (l < dense) != (l + 1 < dense);
     m->layer_first = (size_t)span.first;
-    if (m->one_layer && (l < dense) != (before < dense))
+    if (m->clears_layer && (first || other))
         m->device->ops->clear(m->device, span.grads, (size_t)span.count * type_size(m->device->grad_type));
 }
 

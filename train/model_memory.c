@@ -140,21 +140,6 @@ static void place_head(model *m, arena *a, int64_t rows)
         m->head_grads = arena_floats(a, c->vocab * c->hidden);
 }
 
-/* One place for what is never needed at the same time: the head works between forward and backward, and
- * inside a layer the experts' scratch is free before and after their passes. */
-static void place_in_turns(model *m, arena *a, int64_t rows)
-{
-    size_t start = a->used;
-    place_head(m, a, rows);
-    a->used = start;
-    place_shared(m, a, rows);
-    start = a->used;
-    m->moe.scratch = arena_take(a, m->moe.scratch_bytes);
-    a->used = start;
-    if (m->use == MODEL_TRAIN) place_scratch(m, a, rows);
-    a->used = a->most;
-}
-
 grad_span model_layer_span(const model *m, int64_t l)
 {
     const param_layout *layout = &m->layout;
@@ -190,10 +175,21 @@ static int64_t elements_of_layer(const model *m)
     return most;
 }
 
-static void place_gradients(model *m, arena *a)
+/* One place for what is never needed at the same time: the head works between forward and backward, and
+ * inside a layer the experts' scratch is free before and after their passes. With one_layer the gradients of
+ * a layer are there too. */
+static void place_in_turns(model *m, arena *a, int64_t rows)
 {
-    m->grads = arena_values(a, m->device->grad_type, elements_of_gradients(m));
+    size_t start = a->used;
+    place_head(m, a, rows);
+    a->used = start;
+    place_shared(m, a, rows);
     m->layer_grads = arena_values(a, m->device->grad_type, elements_of_layer(m));
+    start = a->used;
+    m->moe.scratch = arena_take(a, m->moe.scratch_bytes);
+    a->used = start;
+    if (m->use == MODEL_TRAIN) place_scratch(m, a, rows);
+    a->used = a->most;
 }
 
 /* What was handed out since *start, which moves on. */
@@ -212,7 +208,7 @@ static size_t place(model *m, arena *a)
     size_t start = 0;
     m->params = arena_values(a, dv->type, (int64_t)m->layout.total);
     m->bytes.weights = since(&start, a);
-    if (m->use == MODEL_TRAIN) place_gradients(m, a);
+    if (m->use == MODEL_TRAIN) m->grads = arena_values(a, dv->grad_type, elements_of_gradients(m));
     m->bytes.gradients = since(&start, a);
     place_layers(m, a, rows);
     m->bytes.layers = since(&start, a);
@@ -280,9 +276,7 @@ static bool allocate(model *m, error *err)
     place(m, &(arena){.base = m->memory});
     m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : NULL;
     dv->ops->clear(dv, m->params, m->layout.total * type_size(dv->type));
-    const size_t gradient = type_size(dv->grad_type);
-    if (m->grads) dv->ops->clear(dv, m->grads, (size_t)elements_of_gradients(m) * gradient);
-    if (m->grads) dv->ops->clear(dv, m->layer_grads, (size_t)elements_of_layer(m) * gradient);
+    if (m->grads) dv->ops->clear(dv, m->grads, (size_t)elements_of_gradients(m) * type_size(dv->grad_type));
     return fill_rope(m, err) && prepare(m, err);
 }
 
@@ -306,6 +300,17 @@ static bool check_device(const model *m, error *err)
     return true;
 }
 
+/* Is there room between tensors of a layer's matrices, so that the next starts on ALIGN_FLOATS? */
+static bool has_gaps(const param_layout *layout)
+{
+    for (size_t i = 0; i < layout->tensor_count; i++) {
+        const param_tensor *t = &layout->tensors[i];
+        const size_t next = i + 1 < layout->tensor_count ? t[1].offset : layout->total;
+        if (t->offset + t->count < next && t->offset < layout->matrices) return true;
+    }
+    return false;
+}
+
 /* All but the memory. */
 static bool describe(model *m, train_device *device, const model_config *config, const model_options *options,
                      error *err)
@@ -327,6 +332,7 @@ static bool describe(model *m, train_device *device, const model_config *config,
     m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
     if (!model_config_check(c, err) || !check_device(m, err) || !param_layout_create(&m->layout, c, err))
         return false;
+    m->clears_layer = m->one_layer && (m->device->adds_gradients || has_gaps(&m->layout));
     if (m->parts > 1 && m->one_layer)
         return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients of one layer at a time at most 1",
                     (long long)m->parts);
