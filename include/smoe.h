@@ -17,11 +17,11 @@
  *   s(r)       the row weight: the factor of row r in the sum for its token
  *
  * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert. Inside an expert
- * tokens ascend. In memory every expert's rows begin at a multiple of 64. A block is 64 consecutive rows of
- * one expert, so an expert has whole blocks. The rows that fill an expert's last block are pad rows: token
- * -1, weight 0. They add nothing to any result. padded_rows (in smoe_sizes) is an upper bound on the number
- * of rows and pad rows. An array with padded_rows elements begins with one element for each row and pad row;
- * the elements after these belong to no row. "The padded index of a row" is its index in such an array.
+ * tokens ascend. In memory pad rows (token -1, weight 0) follow an expert's rows up to the next multiple of
+ * 64 rows. They add nothing to any result. A block is 64 consecutive rows of one expert, pad rows included.
+ * padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array with padded_rows
+ * elements begins with one element for each row and pad row; the elements after these belong to no row. "The
+ * padded index of a row" is its index in such an array.
  *
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
  *   FROM_LOGITS without rounding  R = T K
@@ -66,8 +66,8 @@
  *    number of SMs.
  *  - No value in a tensor causes an error. A NaN logit ranks below -inf. A token with a NaN logit among its
  *    top-K gets NaN weights and a NaN output row; no other token changes. A NaN logit outside the top-K adds
- *    0 to the sum of a softmax over all E. If some logits of a softmax are +inf, these logits share the
- *    weight equally, all other logits get 0, and the z-loss is +inf. The sigmoid of +inf is 1.
+ *    0 to the denominator of a softmax over all E. If some logits of a softmax are +inf, these logits share
+ *    the weight equally, all other logits get 0, and the z-loss is +inf. The sigmoid of +inf is 1.
  *  - Every struct starts with struct_size; initialise the struct with its _INIT macro. Later versions only
  *    append fields. The library reads the bytes that struct_size covers and uses defaults for the other
  *    fields. If struct_size is larger than the library's own struct, the additional bytes must be zero.
@@ -170,9 +170,9 @@ typedef struct smoe_context_options {
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
- * DEVICE. With the CPU backend the call makes OpenBLAS allocate a buffer of 128 MiB of address space for each
- * thread of every existing context and for each of its own threads but one. It never frees a buffer; a new
- * context uses the buffers of destroyed ones. */
+ * DEVICE. With the CPU backend the call makes OpenBLAS allocate buffers of 128 MiB of address space each,
+ * until there is one for each thread of every context, this one included, and one for each of OpenBLAS's
+ * threads but one. OpenBLAS never frees them; a new context uses those of destroyed contexts. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -455,7 +455,7 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* read for every gradient except db2 */
+    const void *w2;              /* required for all but db2. dw2 needs A', which is computed with dA' */
     const void *b2;              /* required if the forward had b2, else NULL: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;

@@ -18,9 +18,9 @@
 //   is needed.
 // - The short path is for K <= 4. A token with few rows is bound by latency: the index of a row must arrive
 //   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
-//   token_rows[K t]. So the path reads them there without waiting for token_offsets, and reads R at the same
-//   time. No token has more than K rows here. So if R = T K, every token has K rows; if not, the thread takes
-//   the long path instead.
+//   token_rows[K t]. The path assumes this and reads them there, without waiting for token_offsets. At the
+//   same time it reads R to check the assumption: no token has more than K rows here, so every token has K
+//   rows exactly if R = T K. If R is smaller, the thread takes the long path.
 //
 // The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
 // there is no rounding. C is the number of columns of the chunk.
@@ -36,9 +36,9 @@
 //   all others                                       long   4             1
 //
 // A CTA has about 128 threads (64 in the line with 3 vectors): it computes one token, or several if a token
-// needs fewer threads. Such CTAs are many on an SM, and while some wait for indices others have loads in
-// flight. A token that needs more threads has a CTA of up to 512; beyond that its columns are shared among
-// several CTAs.
+// needs fewer threads. Many CTAs of this size are on an SM at once, so while some wait for indices,
+// others have loads in flight. A token that needs more threads has a CTA of up to 512; beyond that its
+// columns are shared among several CTAs.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"

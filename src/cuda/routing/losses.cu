@@ -11,7 +11,7 @@
 //
 // Bytes: the mask (E T / 8) once; for each panel 8 E of sums of p and 8 of the sum of logsumexp^2. Tile: a
 // warp takes an expert; one CTA adds up the losses.
-// FLOPs: one addition in f64 for each of the P (E + 1) sums that the P panels of 256 tokens left.
+// FLOPs: with P panels, P (E + 1) additions in f64, one for each sum that scores.cu has written.
 #include "host/routing.h"
 
 #include "common/launch.cuh"

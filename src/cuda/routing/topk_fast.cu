@@ -25,12 +25,13 @@
 // For later kernels the kernel also writes (sizes in bytes):
 // - for the plan, the counts of each segment, 2 E for a segment;
 // - for rounding, ranking keys, as many bytes as the logits;
-// - for rounding and losses, the mask (one bit for each expert and token, set where top-K selected the
-//   pair), E / 8 for each token, and the largest logit and the sum of the softmax over E, 8 for each token.
+// - for rounding and losses, the mask, E / 8 for each token: one bit for each expert, set if top-K selected
+//   it;
+// - for rounding and losses, the largest logit and the denominator of the softmax over E, 8 for each token.
 //
 // Bytes: the logits once, 8 K written for each token, and what the list above says.
-// FLOPs: T E exp polynomials for the sum of the softmax over E where it is needed, and as many again for the
-// ranking keys of rounding; K exps and at most 2 K divisions for the weights of each token.
+// FLOPs: T E exp polynomials for the denominator of the softmax over E where it is needed, and as many again
+// for the ranking keys of rounding; K exps and at most 2 K divisions for the weights of each token.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"

@@ -6,14 +6,15 @@
 //
 // A ranking key is an integer that compares as the score does, plus 1. It is 0 for an expert that cannot be
 // chosen. A warp keeps the ranking key of every expert in shared memory, and the largest key of every 32
-// experts in registers. Each of K rounds finds the largest of these maxima and so a group of 32 experts. Each
-// lane reads the key of one of them, and a ballot finds the expert that has the maximum. The warp removes
-// this expert and computes the maximum of its 32 again. A round is a few dozen instructions, for any E.
+// experts in registers. Each of K rounds finds the largest of these maxima, and with it the 32 experts that
+// have it. Each lane reads the key of one of these 32, and a ballot finds the expert whose key is the
+// maximum. The warp removes this expert and computes the maximum of the 32 again. A round is a few dozen
+// instructions, for any E.
 //
 // Bytes: the logits, and 8 K written for each token. Where a later kernel needs them: E / 8 of mask for each
-// token (one bit for each expert), and 8 for the largest logit and the sum of the softmax.
-// FLOPs: T E sigmoids for SIGMOID, or T E exp polynomials for the sum of the softmax over E where it is
-// needed; K exps or sigmoids and at most 2 K divisions for the weights of each token.
+// token (one bit for each expert), and 8 for the largest logit and the denominator of the softmax over E.
+// FLOPs: T E sigmoids for SIGMOID, or T E exp polynomials for the denominator where it is needed; K exps or
+// sigmoids and at most 2 K divisions for the weights of each token.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

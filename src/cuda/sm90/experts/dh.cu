@@ -20,9 +20,10 @@
 //
 // Tile: 128 x 256 of dA' on the cooperative core (gemm_cooperative.cuh). W2 is MN-major, as it is in memory.
 //
-// The two consumer warpgroups gather dO themselves. When a consumer has multiplied its 64 rows of a slot, it
-// refills their place with later columns of the same rows or, after the last columns, with rows of its next
-// tile. TMA loads W2 into the slot when both consumers are done with it.
+// Some columns of dO and the matching part of W2 share a slot of a ring in shared memory. The two consumer
+// warpgroups gather dO themselves. When a consumer has multiplied its 64 rows of a slot, it refills their
+// place with later columns of the same rows or, after the last columns, with rows of its next tile. TMA loads
+// W2 into the slot when both consumers are done with it.
 // The third warpgroup does not gather, because it works on H, dH and A'.
 //
 // A consumer warp writes its 16 rows of dA' (256 columns) to shared memory as fp16. Before that, each row is
