@@ -110,7 +110,7 @@ SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked *
 typedef enum smoe_status {
     SMOE_OK = 0,
     SMOE_ERROR_ARGUMENT = 100,    /* a NULL pointer, a value outside its enum, arguments that contradict each
-                                     other, a struct of the wrong size */
+                                     other, a struct_size against the rule above */
     SMOE_ERROR_SHAPE = 110,       /* a size of zero or above its limit, K > E, d or n not a multiple of 8 */
     SMOE_ERROR_ALIGNMENT = 120,   /* a pointer that is not aligned */
     SMOE_ERROR_BUFFER = 130,      /* saved or scratch smaller than smoe_query_sizes asked for */
@@ -170,9 +170,9 @@ typedef struct smoe_context_options {
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
- * DEVICE. With the CPU backend the call makes OpenBLAS allocate buffers of 128 MiB of address space each,
- * until there is one for each thread of every context, this one included, and one for each of OpenBLAS's
- * threads but one. OpenBLAS never frees them; a new context uses those of destroyed contexts. */
+ * DEVICE. With the CPU backend the call makes OpenBLAS allocate buffers, each of 128 MiB of address space.
+ * Afterwards there are at least C + B - 1: C is the number of threads of all contexts together, B OpenBLAS's
+ * own number. OpenBLAS never frees a buffer; a new context uses those of destroyed contexts. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -336,7 +336,7 @@ typedef struct smoe_sizes {
     }
 
 /* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.
- * Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or of a wrong size. */
+ * Errors: those of smoe_supports, and ARGUMENT for `sizes`: NULL, or a wrong struct_size. */
 SMOE_API smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
 
 /* ---- Forward ------------------------------------------------------------------------------------------- */
@@ -455,8 +455,8 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* required for all but db2. dw2 needs A', which is computed with dA' */
-    const void *b2;              /* required if the forward had b2, else NULL: dS has a term with b2 */
+    const void *w2;              /* required for all gradients but db2: dw2 too makes the call compute dA' */
+    const void *b2;              /* the forward's b2, NULL if it had none: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;
     /* the gradient of O, loss coefficients, and the gradients to compute */

@@ -9,7 +9,8 @@
 // dX also includes the router's term dlogits Wr, in one of two ways:
 // - If dlogits is dense, dX holds dlogits Wr before this kernel runs, and the sum starts from it. That is
 //   2 T d bytes more.
-// - If dlogits is sparse, each row r adds dlogit[r] Wr[e]. Wr has 2 E d bytes, few enough for L2 to keep.
+// - If dlogits is sparse, each row r of expert e adds dlogits[t][e] Wr[e]. Wr has 2 E d bytes, few enough for
+// L2 to keep.
 //
 // Tile: a thread computes one to four vectors (8 columns each) of one token. The kernel has two paths:
 // - The long path is for any number of rows. token_offsets and token_rows list the rows of a token. A thread
@@ -19,8 +20,8 @@
 // - The short path is for K <= 4. A token with few rows is bound by latency: the index of a row must arrive
 //   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
 //   token_rows[K t]. The path assumes this and reads them there, without waiting for token_offsets. At the
-//   same time it reads R to check the assumption: no token has more than K rows here, so every token has K
-//   rows exactly if R = T K. If R is smaller, the thread takes the long path.
+//   same time it reads R to check the assumption: no token has more than K rows here, so R = T K if
+//   and only if every token has K rows. If R is smaller, the thread takes the long path.
 //
 // The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
 // there is no rounding. C is the number of columns of the chunk.
