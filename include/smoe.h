@@ -26,7 +26,7 @@
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
  *   FROM_LOGITS without rounding  R = T K
  *   FROM_LOGITS with rounding     R depends on the logits
- *   FROM_TOPK                     R <= T K, since ids outside 0..E-1 are skipped
+ *   FROM_TOPK                     R <= T K, since some ids may be skipped
  *   FROM_ROWS                     R = offsets[E]
  *
  * Stages of the forward:
@@ -171,8 +171,8 @@ typedef struct smoe_context_options {
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
  * DEVICE. With the CPU backend the call makes OpenBLAS allocate buffers, each of 128 MiB of address space.
- * Afterwards there are at least C + B - 1: C is the number of threads of all contexts together, B OpenBLAS's
- * own number. OpenBLAS never frees a buffer; a new context uses those of destroyed contexts. */
+ * Afterwards OpenBLAS has at least C + B - 1 buffers: C is the number of threads of all contexts together, B
+ * the number that OpenBLAS is set to. It never frees a buffer; a new context uses those of destroyed ones. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -219,8 +219,8 @@ typedef enum smoe_layout {
 /* In what form the caller gives the routing. */
 typedef enum smoe_entry {
     SMOE_ENTRY_FROM_LOGITS = 0, /* router logits, or the router's weight from which they are computed */
-    SMOE_ENTRY_FROM_TOPK = 1,   /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped. If
-                                   a token has an id twice, only the first of the two counts */
+    SMOE_ENTRY_FROM_TOPK = 1,   /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped, and
+                                   so is an id that the token has had before */
     SMOE_ENTRY_FROM_ROWS = 2    /* rows already sorted by expert, with offsets (E+1). X and O have T rows
                                    in the same order: t(r) = r */
 } smoe_entry;
@@ -455,7 +455,7 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* required for all gradients but db2: dw2 too makes the call compute dA' */
+    const void *w2;              /* required for all but db2: a kernel that reads W2 also makes A' for dW2 */
     const void *b2;              /* the forward's b2, NULL if it had none: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;

@@ -10,13 +10,13 @@
 // Shapes: dO (T, d), W2 (E, d, n), H and dH (padded rows, h), A' (padded rows, n), where h is 2n with a gate
 // and n without. FLOPs 2 R d n.
 //
-// Bytes, of 16-bit elements:
+// Bytes (elements of tensors have 16 bits):
 // - dO: 2 R d, gathered once for each column tile. L2 can serve every column tile after the first.
 // - W2: 2 E d n, read once if L2 serves the row tiles of an expert after the first.
 // - H: 2 R h read.
 // - dH: 2 R h written.
 // - A': 2 R n written.
-// - dS: 4 R written for each column tile.
+// - dS: 4 R written for each column tile, one partial sum in f32 for each row.
 //
 // Tile: 128 x 256 of dA' on the cooperative core (gemm_cooperative.cuh). W2 is MN-major, as it is in memory.
 //
