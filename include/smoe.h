@@ -38,7 +38,7 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
- * The plan is the result of the stage plan: all that later stages read about the routing.
+ * The plan is all that later stages read about the routing. FROM_LOGITS, the results of topk are part of it.
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
@@ -170,9 +170,9 @@ typedef struct smoe_context_options {
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
- * DEVICE. With the CPU backend the call makes OpenBLAS allocate buffers, each of 128 MiB of address space.
- * Afterwards OpenBLAS has at least C + B - 1 buffers: C is the number of threads of all contexts together, B
- * the number that OpenBLAS is set to. It never frees a buffer; a new context uses those of destroyed ones. */
+ * DEVICE. With the CPU backend OpenBLAS allocates the buffers that later calls need: 128 MiB of address space
+ * for each thread of the context, and more if OpenBLAS is set to several threads. They stay allocated after
+ * smoe_destroy, and later contexts use them. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -447,7 +447,7 @@ typedef struct smoe_backward_args {
     const void *x;               /* (T, d); read for dw1, drouter_weight */
     const void *router_weight;   /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;          /* FROM_LOGITS: (T, E); smoe_layer_backward reads it for dlogits,
-                                    drouter_weight, drouter_bias and dx */
+                                    drouter_weight, drouter_bias and, with router_weight, dx */
     const float *selection_bias; /* unused */
     const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
     const float *topk_weights;   /* unused */
@@ -455,7 +455,7 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* required for all but db2: a kernel that reads W2 also makes A' for dW2 */
+    const void *w2;              /* required for every gradient except db2, even for dw2 alone */
     const void *b2;              /* the forward's b2, NULL if it had none: dS has a term with b2 */
     void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;

@@ -10,7 +10,7 @@
 // - If dlogits is dense, dX holds dlogits Wr before this kernel runs, and the sum starts from it. That is
 //   2 T d bytes more.
 // - If dlogits is sparse, each row r of expert e adds dlogits[t][e] Wr[e]. Wr has 2 E d bytes, few enough for
-// L2 to keep.
+//   L2 to keep.
 //
 // Tile: a thread computes one to four vectors (8 columns each) of one token. The kernel has two paths:
 // - The long path is for any number of rows. token_offsets and token_rows list the rows of a token. A thread

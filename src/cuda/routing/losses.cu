@@ -1,7 +1,8 @@
-// The counts under plain top-K, the two losses, and the update of the selection bias.
+// Three results: the counts under plain top-K (before rounding), the two losses, and the updated selection
+// bias.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-//   count_e    = number of bits set in the mask of expert e
+//   count_e    = number of bits set in the mask of expert e; for the bias the caller gives the counts
 //   losses[0]  = E sum_e (count_e / T) (sum_t p[t,e] / T)
 //   losses[1]  = sum_t logsumexp_t^2 / T
 //   bias_e    += gamma if count_e is below the mean count; bias_e -= gamma if it is above

@@ -12,7 +12,7 @@
 //
 // Bytes (elements of tensors have 16 bits):
 // - dO: 2 R d, gathered once for each column tile. L2 can serve every column tile after the first.
-// - W2: 2 E d n, read once if L2 serves the row tiles of an expert after the first.
+// - W2: 2 E d n, read once if L2 serves all row tiles of each expert except its first.
 // - H: 2 R h read.
 // - dH: 2 R h written.
 // - A': 2 R n written.

@@ -6,7 +6,7 @@
 //
 // Bytes, of 16-bit elements:
 // - X: 2 R d, gathered once for each column tile. L2 can serve every column tile after the first.
-// - W1: 2 E d h, read once if L2 serves the row tiles of an expert after the first.
+// - W1: 2 E d h, read once if L2 serves all row tiles of each expert except its first.
 // - H: 2 R h written; nothing for inference.
 // - A: 2 R n written.
 //
