@@ -16,12 +16,12 @@
  *   act        the activation; dact(h, g) is the gradient of <act(h), g> with respect to h
  *   s(r)       the row weight: the factor of row r in the sum for its token
  *
- * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert. Inside an expert
- * tokens ascend. In memory pad rows (token -1, weight 0) follow an expert's rows up to the next multiple of
- * 64 rows. They add nothing to any result. A block is 64 consecutive rows of one expert, pad rows included.
- * padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array with padded_rows
- * elements begins with one element for each row and pad row; the elements after these belong to no row. "The
- * padded index of a row" is its index in such an array.
+ * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert, the rows of an expert
+ * by token. In memory, each expert's rows are followed by pad rows (token -1, weight 0) up to the next
+ * multiple of 64 rows. They add nothing to any result. A block is 64 consecutive rows of one expert, pad rows
+ * included. padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array with
+ * padded_rows elements begins with one element for each row and pad row; the elements after these belong to
+ * no row. "The padded index of a row" is its index in such an array.
  *
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
  *   FROM_LOGITS without rounding  R = T K
@@ -38,7 +38,7 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
- * The plan is all that later stages read about the routing. FROM_LOGITS, the results of topk are part of it.
+ * The plan is all that later stages read about the routing. For FROM_LOGITS it includes the results of topk.
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
@@ -58,9 +58,9 @@
  *    nothing and reads no count back to the host, so a CUDA graph can capture it.
  *  - The CPU backend ignores the stream and has finished when a call returns. A call allocates nothing, with
  *    one exception: the first call of a thread starts the OpenMP threads that serve this thread.
- *  - The caller owns all memory. With the cuda backend every pointer inside an argument struct is a device
- *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 64. Memory that a call writes must
- *    not overlap any other memory that the call is given: `out` is not `x`, `dx` is not `dout`.
+ *  - The caller owns all memory. With the cuda backend every pointer to data is a device pointer. Tensors
+ *    are aligned to 16 bytes, `saved` and `scratch` to 64. Memory that a call writes must not overlap any
+ *    other memory that the call is given: `out` is not `x`, `dx` is not `dout`.
  *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU
  *    may give other bits: OpenBLAS chooses its kernels by processor, and the cuda backend cuts work by the
  *    number of SMs.
@@ -296,7 +296,7 @@ typedef struct smoe_layer {
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
     int32_t renormalize; /* 0 or 1; see smoe_score */
-    int32_t groups;      /* SIGMOID: this many equal groups of consecutive experts, at least 2 in each */
+    int32_t groups;      /* SIGMOID: so many equal groups of at least 2 consecutive experts; 1: no groups */
     int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
                             selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */
@@ -319,7 +319,7 @@ SMOE_API smoe_status smoe_supports(smoe_context *context, const smoe_layer *laye
 
 typedef struct smoe_sizes {
     size_t struct_size;
-    int64_t rows;                /* upper bound on R: T K, and with rounding the pairs that it can add */
+    int64_t rows;                /* upper bound on R: T K, plus the pairs that rounding can add */
     int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 E */
     uint64_t saved_bytes;        /* kept from forward to backward: X, H and the plan, without padding. With R
                                     standing for `rows`, in bf16: 2 T d + 4 n R + metadata_bytes. Without a
@@ -474,7 +474,7 @@ typedef struct smoe_backward_args {
     void *dlogits;        /* (T, E) logits_type, written */
     float *dtopk_weights; /* FROM_TOPK: dS (T, K), written; 0 for skipped ids */
     float *drow_weights;  /* FROM_ROWS: dS (T), written; 0 from offsets[E] on. FROM_LOGITS: dS
-                             (padded_rows), written; 0 in pad rows */
+                             (padded_rows), written; 0 for elements that are not those of a row */
     void *scratch;        /* at least scratch_backward_bytes, whichever gradients are wanted */
     uint64_t scratch_size;
 } smoe_backward_args;

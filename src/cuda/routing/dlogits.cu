@@ -45,8 +45,8 @@
 // - in the sparse kernel, the list of nonzeros (8 bytes each), for the combine of dX.
 //
 // In shared memory dlogits are f32. There is one exception: if neither the caller's dlogits nor dbr is
-// wanted, the sparse kernel holds dlogits in the storage type, because instructions and accesses to shared
-// memory bound its time.
+// wanted, the sparse kernel holds dlogits in the storage type. This saves accesses to shared memory and
+// conversions, which bound the kernel's time.
 //
 // Bytes of the sparse kernel: 12 T K of rows, ids and weights read, 4 T K read for each partial sum of dS,
 // 2 T E of the matrix and 8 T K of the list written. With SIGMOID it also reads 4 T K of logits (2 T K in

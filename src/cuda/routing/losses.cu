@@ -2,7 +2,8 @@
 // bias.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-//   count_e    = number of bits set in the mask of expert e; for the bias the caller gives the counts
+//   count_e    = number of bits set in the mask of expert e; the update of bias_e instead reads count_e
+//                from memory that the caller gives
 //   losses[0]  = E sum_e (count_e / T) (sum_t p[t,e] / T)
 //   losses[1]  = sum_t logsumexp_t^2 / T
 //   bias_e    += gamma if count_e is below the mean count; bias_e -= gamma if it is above
