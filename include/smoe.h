@@ -38,7 +38,7 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
- * The plan is all that later stages read about the routing. For FROM_LOGITS it includes the results of topk.
+ * The plan is all that up, down and combine read about the routing. From logits it has the results of topk.
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
@@ -51,7 +51,7 @@
  *   dx          dX[t] = sum over the rows r of t of dX~[r]. smoe_layer_backward adds dlogits[t] Wr, which is
  *               called the router's term of dX
  *
- * Rules of every call.
+ * Rules of every call that takes a layer.
  *  - It returns a status. After anything but SMOE_OK, smoe_last_error(context) gives the reason.
  *  - `stream` is a cudaStream_t of the context's device. NULL is that device's legacy default stream. A call
  *    with the cuda backend enqueues its work on the stream and returns. It allocates nothing, waits for
@@ -296,7 +296,7 @@ typedef struct smoe_layer {
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
     int32_t renormalize; /* 0 or 1; see smoe_score */
-    int32_t groups;      /* SIGMOID: so many equal groups of at least 2 consecutive experts; 1: no groups */
+    int32_t groups;      /* SIGMOID: number of groups of E / groups >= 2 consecutive experts; 1: no groups */
     int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
                             selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */
@@ -386,8 +386,8 @@ SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer 
                                         const smoe_forward_args *args, void *stream);
 
 /* The four calls of a forward, to be made one by one, in this order and with the same args. Each call leaves
- * its results to the next one in saved and scratch, so every call needs scratch and, unless for inference,
- * saved. Fields that a call does not need may be NULL.
+ * its results to the next one in `saved` and `scratch`. So every call needs `scratch`, and for training also
+ * `saved`. Fields that a call does not need may be NULL.
  *   smoe_route            for FROM_LOGITS. Needs the fields under FROM_LOGITS
  *   smoe_round            for FROM_LOGITS with rounding. Needs the same fields
  *   smoe_plan             for every layer. Needs the fields under the layer's entry
@@ -456,8 +456,8 @@ typedef struct smoe_backward_args {
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
     const void *w2;              /* required for every gradient except db2, even for dw2 alone */
-    const void *b2;              /* the forward's b2, NULL if it had none: dS has a term with b2 */
-    void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
+    const void *b2; /* the forward's b2, which dS has a term with; NULL if the forward had none */
+    void *saved;    /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;
     /* the gradient of O, loss coefficients, and the gradients to compute */
     const void *dout;          /* dO (T, d) dtype */

@@ -11,8 +11,9 @@
 // expert. The warp removes this expert and computes the largest key of the 32 again. A round is a few dozen
 // instructions, for any E.
 //
-// Bytes: the logits read, and 8 K written for each token. If a later kernel needs them, also written for each
-// token: the mask, one bit for each expert, E / 8; the largest logit and the denominator of the softmax, 8.
+// Bytes: the logits read, and 8 K written for each token. If a later kernel needs them, two more results are
+// written for each token: the mask with one bit for each expert (E / 8 bytes), and the largest logit with the
+// denominator of the softmax (8 bytes).
 // FLOPs: T E sigmoids for SIGMOID, or T E exp polynomials for the denominator where it is needed; K exps or
 // sigmoids and at most 2 K divisions for the weights of each token.
 #include "host/routing.h"
