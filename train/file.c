@@ -1,5 +1,5 @@
 /* See file.h. POSIX: mmap, fsync, rename; glibc's fts walks folders, Linux's sync_file_range writes early. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE       1 // as -D_GNU_SOURCE says it
 #define _FILE_OFFSET_BITS 64
 #include "train/file.h"
 
