@@ -21,10 +21,10 @@ typedef struct command {
 static const command commands[] = {
     {"train", smoe_cli_train, "train a language model on text files", true},
     {"generate", smoe_cli_generate, "sample text from a checkpoint", true},
-    {"eval", smoe_cli_eval, "loss and bits per byte of a checkpoint on files", true},
-    {"bench", smoe_cli_bench, "times and memory of a layer, stage by stage", false},
-    {"verify", smoe_cli_verify, "the library against fp64 on this machine", false},
-    {"info", smoe_cli_info, "version, backends; what a layer costs", false},
+    {"eval", smoe_cli_eval, "compute loss and bits per byte of a checkpoint on files", true},
+    {"bench", smoe_cli_bench, "measure time and memory of a layer, stage by stage", false},
+    {"verify", smoe_cli_verify, "compare the library with an fp64 oracle on this machine", false},
+    {"info", smoe_cli_info, "show version and backends; compute FLOPs and memory of a layer or model", false},
 };
 
 static void print_help(FILE *to)
@@ -33,8 +33,9 @@ static void print_help(FILE *to)
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
         fprintf(to, "  %-10s %s\n", commands[i].name, commands[i].does);
     fprintf(to, "\n`smoe COMMAND --help` lists a command's options; `smoe --version` prints the version.\n"
-                "Exit status: 0 ok, 1 a check failed, 2 usage, 3 run-time failure; 130 and 143: train was\n"
-                "interrupted by INT or TERM and saved a checkpoint.\n");
+                "Exit status: 0 success, 1 a check failed, 2 wrong arguments, 3 run-time failure; 130 and "
+                "143: train\n"
+                "was interrupted by INT or TERM and saved a checkpoint.\n");
 }
 
 /* OpenMP's threads spin for milliseconds at every barrier. On a machine that does other work too, they take

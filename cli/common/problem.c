@@ -260,7 +260,7 @@ static const struct argp_option problem_argp_options[] = {
     {"thiek", KEY_THIEK, "T,H,I,E,K", 0,
      "Tokens, hidden (d), intermediate (n), experts, experts a token (K); may come several times", 1},
     {"suite", KEY_SUITE, "NAME", 0, "The shapes of a suite: paper, models, ep, rounding or granularity", 1},
-    {"shape", KEY_SHAPE, "NAME", 0, "The shapes of this name: 7B-n256 in any suite, or paper/7B-n256", 1},
+    {"shape", KEY_SHAPE, "NAME", 0, "Shapes by name, in any suite (7B-n256) or in one (paper/7B-n256)", 1},
     {"dtype", KEY_DTYPE, "TYPE", 0, "f32 (default), bf16 or fp16 (cuda only)", 1},
     {"activation", KEY_ACTIVATION, "NAME", 0,
      "swiglu (default), geglu, geglu_tanh, reglu, swiglu_oai; without a gate: silu, gelu, relu, relu2", 1},
@@ -277,7 +277,7 @@ static const struct argp_option problem_argp_options[] = {
      1},
     {"chunks", KEY_CHUNKS, "N", 0,
      "Column chunks of Y and dX~: 1 (default), 2, 4, ..., 64; bench takes several: 1,2,4", 1},
-    {"reuse", KEY_REUSE, NULL, 0, "The backward may destroy the saved H: dH takes its place", 1},
+    {"reuse", KEY_REUSE, NULL, 0, "The backward may overwrite the saved H with dH", 1},
     {"seed", KEY_SEED, "N", 0, "Seed of data and routing (default 0)", 1},
     {0}};
 

@@ -23,12 +23,14 @@ enum { KEY_TEMPERATURE = 1, KEY_TOP_P, KEY_SEED, KEY_DEVICE };
 static const struct argp_option options_table[] = {
     {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
     {"prompt", 'p', "TEXT", 0, "What the text begins with (default nothing)", 0},
-    {"tokens", 'n', "N", 0, "How many to sample at most, 0..1e9 (default 400); the end of text ends it", 0},
+    {"tokens", 'n', "N", 0,
+     "Largest number of tokens to sample, 0..1e9 (default 400). Sampling stops at an end-of-text token", 0},
     {"temperature", KEY_TEMPERATURE, "X", 0,
-     "0 takes the likeliest, 1 samples as the model says (default 0.8)", 0},
-    {"top-p", KEY_TOP_P, "X", 0, "Among the likeliest that together have this probability (default 0.95)", 0},
+     "0: always take the most likely token; 1: sample with the model's probabilities (default 0.8)", 0},
+    {"top-p", KEY_TOP_P, "X", 0,
+     "Sample among the most likely tokens that together have this probability (default 0.95)", 0},
     {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
-    {"seed", KEY_SEED, "N", 0, "Of the random numbers (default 1)", 0},
+    {"seed", KEY_SEED, "N", 0, "Seed of the random numbers (default 1)", 0},
     {0}};
 
 static double number(struct argp_state *state, const char *name, const char *text, double low, double high)
@@ -63,10 +65,10 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-static const struct argp generate_argp = {
-    .options = options_table,
-    .parser = parse,
-    .doc = "Samples text from a checkpoint: of bytes, or of the tokens of its tokenizer (bpe.txt)."};
+static const struct argp generate_argp = {.options = options_table,
+                                          .parser = parse,
+                                          .doc = "Samples text from a checkpoint. Its tokens are bytes, or "
+                                                 "those of the checkpoint's tokenizer (bpe.txt)."};
 
 static bool print(const void *bytes, size_t length, error *err)
 {
