@@ -1,4 +1,4 @@
-/* `smoe eval`: loss and bits per byte of a checkpoint on files, with plain top-K. */
+/* `smoe eval`: computes loss and bits per byte of a checkpoint on files, with plain top-K. */
 #include "cli/common/cli.h"
 #include "cli/common/problem.h"
 #include "cli/common/table.h"

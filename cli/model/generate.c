@@ -76,13 +76,14 @@ static bool print(const void *bytes, size_t length, error *err)
            fail(err, ERROR_RUNTIME, "cannot write: %s", strerror(errno));
 }
 
-/* Without the first token, which runs the whole prompt. */
+/* Tokens per second, without the first token, because its pass processes the whole prompt. */
 static void show_rate(int64_t sampled, double seconds)
 {
     if (sampled > 1) fprintf(stderr, "%.0f tokens a second\n", (double)(sampled - 1) / seconds);
 }
 
-/* `text` holds `count` tokens and has room for as many more as are asked for. The end of text ends it. */
+/* `text` has `count` tokens and room for the tokens that will be sampled. Sampling stops at an end-of-text
+ * token. */
 static bool generate(generate_options *o, model *m, const bpe *table, int32_t *text, int64_t count,
                      error *err)
 {
@@ -105,8 +106,9 @@ static bool generate(generate_options *o, model *m, const bpe *table, int32_t *t
     return true;
 }
 
-/* The tokens that stand before those sampled: the end of text, after which a document begins, and the prompt.
- * A table without that token continues a newline when there is no prompt. Returns their number. */
+/* The tokens before the sampled ones: an end-of-text token, after which a document begins, and the prompt. If
+ * the table has no end-of-text token and there is no prompt, the text continues a newline. Returns the number
+ * of tokens. */
 static int64_t begin(const bpe *table, const char *prompt, uint16_t *room, int32_t *text)
 {
     int64_t first = 0;
@@ -130,7 +132,7 @@ static bool generate_from(generate_options *o, model *m, const bpe *table, error
     return done;
 }
 
-/* A model without a tokenizer is one of bytes: a table without merges. */
+/* A model without a tokenizer has bytes as tokens, which is a table without merges. */
 static bool find_table(tokenizer *words, const generate_options *o, const model *m, error *err)
 {
     static const char bytes[] = "smoe-bpe 1 256 0\n";

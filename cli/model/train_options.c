@@ -10,7 +10,7 @@
 
 enum { GROUP_RUN = 1, GROUP_MODEL, GROUP_ROUTING, GROUP_OPTIMISER };
 
-/* A number of the settings. */
+/* An option whose value is a number of the settings. */
 typedef struct number_option {
     const char *name, *argument;
     size_t offset; // in train_settings
@@ -179,7 +179,7 @@ static double parse_real(struct argp_state *state, const char *name, const char 
     return value;
 }
 
-/* A run ends by its steps or by the clock: of the options that say which, one may be there. */
+/* A run ends after a number of steps or after a time. Of the options that set this, only one may be given. */
 static void note_length(train_options *options, const char *name, struct argp_state *state)
 {
     if (options->length && strcmp(options->length, name) != 0)
@@ -269,7 +269,8 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-/* "" for a default that the option itself would refuse: no steps mean "by the clock". */
+/* "" for a default that the option itself would refuse. Such is 0 steps, which means that the run ends after
+ * a time. */
 static void number_text(char *text, size_t size, const train_settings *s, const number_option *o)
 {
     const double value = number_get(s, o);

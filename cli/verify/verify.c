@@ -1,4 +1,4 @@
-/* `smoe verify`: the library against the fp64 oracle on this machine. */
+/* `smoe verify`: compares the library with the fp64 oracle on this machine. */
 #include "cli/verify/verify.h"
 
 #include "cli/common/cli.h"
@@ -79,7 +79,7 @@ static const table_column columns[] = {
     {"limit", COLUMN_NUMBER, 8, false, NULL}, {"ok", COLUMN_TEXT, 0, false, NULL},
     {"note", COLUMN_TEXT, 0, false, NULL}};
 
-/* A layer this backend should run; NULL, or why it does not store this type. */
+/* Tries a layer that every backend runs. Returns NULL, or why the backend does not store this type. */
 static const char *refuses_type(verify *v, smoe_type dtype)
 {
     const verify_case any = {.name = "", .layer = {.entry = SMOE_ENTRY_FROM_TOPK}}; /* every backend has it */
