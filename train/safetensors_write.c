@@ -77,7 +77,7 @@ static bool write_header(file_writer **writer, const char *text, error *err)
            file_writer_write(writer, text, length, err) && file_writer_write(writer, spaces, padding, err);
 }
 
-/* What is written: the tensors of a call, in the order of the file, and where their bytes come from. */
+/* The tensors of a call, in the order of the file, and where their bytes come from. */
 typedef struct contents {
     const tensor *tensors, **sorted;
     size_t count;
