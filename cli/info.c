@@ -1,4 +1,5 @@
-/* `smoe info`: what this build is and can do; for a problem, what it costs in FLOPs and bytes. Host only. */
+/* `smoe info`: shows version and backends of this build; for a problem, its FLOPs and bytes. Runs on the host
+ * only. */
 #include "build_info.h"
 #include "cli/common/cli.h"
 #include "cli/common/costs.h"

@@ -1,4 +1,4 @@
-/* The `smoe` program: finds the subcommand and hands over. */
+/* The `smoe` program: finds the subcommand and calls it. */
 #include "cli/common/cli.h"
 #include "common/error.h"
 #include "smoe.h"
@@ -15,7 +15,7 @@ typedef struct command {
     const char *name;
     int (*run)(int argc, char **argv);
     const char *does;
-    bool sleeps; // its threads wait for one another asleep (sleep_while_waiting)
+    bool sleeps; // its threads sleep while they wait for one another (sleep_while_waiting)
 } command;
 
 static const command commands[] = {
@@ -38,10 +38,10 @@ static void print_help(FILE *to)
                 "was interrupted by INT or TERM and saved a checkpoint.\n");
 }
 
-/* OpenMP's threads spin for milliseconds at every barrier. On a machine that does other work too, they take
- * the time of the very thread they wait for: training was 5 to 10 times slower for it. libgomp reads the
- * length of the spin before main, so the program sets it and starts itself again; where that fails it goes on
- * as it is. */
+/* OpenMP's threads spin for milliseconds at every barrier. On a machine with other work they take processor
+ * time from the thread that they wait for, and training was 5 to 10 times slower. libgomp reads the length of
+ * the spin before main. So the program sets it in the environment and starts itself again. If this fails, the
+ * program continues without it. */
 static void sleep_while_waiting(char **argv)
 {
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
@@ -52,8 +52,9 @@ static void sleep_while_waiting(char **argv)
     execv(program, argv);
 }
 
-/* Last at every exit: a success whose output did not arrive (--help and --version on a full disk, argp's exit
- * included) is a run-time failure. Who failed has said why. */
+/* Runs last at every exit, also at argp's for --help and --version. If the command succeeded but its output
+ * could not be written (a full disk), the exit status is that of a run-time failure. A command that failed
+ * has already said why. */
 static void check_output(int status, void *unused)
 {
     (void)unused;
@@ -68,7 +69,7 @@ static void check_output(int status, void *unused)
 int main(int argc, char **argv)
 {
     on_exit(check_output, NULL);
-    openblas_set_num_threads(1); // OpenMP's threads are ours; each calls BLAS for itself
+    openblas_set_num_threads(1); // the program's threads are OpenMP's; each calls BLAS by itself
     const char *name = argc > 1 ? argv[1] : "";
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++) {
         if (strcmp(name, commands[i].name) != 0) continue;

@@ -78,7 +78,7 @@ static bool parse_choice(const char *option, const choice *choices, const char *
     return fail(err, ERROR_USAGE, "%s: '%s' is none of %s", option, text, names);
 }
 
-/* A decimal number, also as 1e9 or 4.096e3, that is whole; *wide: 64 bits do not hold it. */
+/* Reads a whole number in decimal, also as 1e9 or 4.096e3. *wide: it does not fit 64 bits. */
 static bool read_whole(const char *text, int64_t *value, bool *wide)
 {
     char *end;
@@ -108,7 +108,7 @@ bool parse_integer(const char *option, const char *text, int64_t least, int64_t 
     return true;
 }
 
-/* Limits of smoe.h; products of sizes stay far inside 64 bits. */
+/* The limits of smoe.h. With them products of sizes are far below 2^63. */
 enum {
     MAX_SIZE = 1 << 30,
     MAX_WIDTH = 1 << 20,
@@ -300,7 +300,7 @@ static bool parse_routing(const char *text, int *value, error *err)
     return parse_choice("--routing", routings, text, value, err);
 }
 
-/* "4", or "1,2,4" where several may be given. */
+/* Reads "4", or "1,2,4" if several values are allowed. */
 static bool parse_list(const char *option, const char *text, bool several,
                        bool (*parse_one)(const char *, int *, error *), option_list *list, error *err)
 {
