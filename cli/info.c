@@ -73,7 +73,7 @@ static void parse_model(int key, const char *text, struct argp_state *state)
         return;
     default:
         while (at < 3 && strcmp(text, recomputed[at]) != 0) at++;
-        if (at == 3) argp_error(state, "--recompute: '%s' is none of none, norms, layers", text);
+        if (at == 3) argp_error(state, "--recompute: '%s' is not one of none, norms, layers", text);
         wanted->recompute = (model_recompute)at;
     }
 }

@@ -110,7 +110,7 @@ static bool read_table(bpe *table, scanner *s, error *err)
     static const char first[] = "smoe-bpe 1 ";
     int64_t merges, known = 256;
     if ((size_t)(s->end - s->at) < sizeof first - 1 || memcmp(s->at, first, sizeof first - 1) != 0)
-        return fail(err, ERROR_RUNTIME, "is no table of tokens: does not begin with '%s'", first);
+        return fail(err, ERROR_RUNTIME, "is not a table of tokens: does not begin with '%s'", first);
     s->at += sizeof first - 1;
     // A line has six bytes or more. So a short file with a large count is refused before anything is
     // allocated.

@@ -225,7 +225,7 @@ static bool find_weights(const char *folder, char *path, error *err)
         if (!join(path, folder, names[i], err)) return false;
         if (stat(path, &status) == 0) return true;
     }
-    return fail(err, ERROR_RUNTIME, "%s: neither %s nor %s is there", folder, names[0], names[1]);
+    return fail(err, ERROR_RUNTIME, "%s: has neither %s nor %s", folder, names[0], names[1]);
 }
 
 bool checkpoint_load_weights(const char *path, model *m, float *master, error *err)

@@ -18,7 +18,7 @@
 
 static bool check_kind(const char *path, const struct stat *info, error *err)
 {
-    if (S_ISDIR(info->st_mode)) return fail(err, ERROR_RUNTIME, "%s: is a folder, a file is wanted", path);
+    if (S_ISDIR(info->st_mode)) return fail(err, ERROR_RUNTIME, "%s: is a folder, not a file", path);
     if (!S_ISREG(info->st_mode)) return fail(err, ERROR_RUNTIME, "%s: is not a regular file", path);
     return true;
 }

@@ -44,7 +44,7 @@ static bool parse_dtype(const json_t *value, tensor_dtype *dtype, error *err)
 static bool parse_size(const json_t *value, const char *what, int64_t *out, error *err)
 {
     if (!json_is_integer(value) || json_integer_value(value) < 0)
-        return fail(err, ERROR_RUNTIME, "%s holds something else than integers of at least 0", what);
+        return fail(err, ERROR_RUNTIME, "%s must hold integers of at least 0 only", what);
     *out = json_integer_value(value);
     return true;
 }
@@ -224,7 +224,7 @@ static bool sort_names(safetensors *file, error *err)
     if (file->count > 0) qsort(file->entries, file->count, sizeof *file->entries, by_name);
     for (size_t i = 1; i < file->count; i++)
         if (by_name(&file->entries[i - 1], &file->entries[i]) == 0)
-            return fail(err, ERROR_RUNTIME, "%s: tensor %.128s is there twice", file->name,
+            return fail(err, ERROR_RUNTIME, "%s: tensor %.128s occurs twice", file->name,
                         file->entries[i].t.name);
     return true;
 }

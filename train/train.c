@@ -67,7 +67,8 @@ static bool resume(run *r, error *err)
     if (!checkpoint_find(s->out, path, sizeof path, err) || !checkpoint_load_config(path, &have, err))
         return false;
     if (!model_config_same(&have, &s->config, &why))
-        return fail(err, ERROR_USAGE, "%.200s holds a checkpoint of another shape: %.250s", path, why.text);
+        return fail(err, ERROR_USAGE, "%.200s holds a checkpoint with other sizes or settings: %.250s", path,
+                    why.text);
     const adamw_arrays *arrays = &r->optimizer.arrays;
     if (!checkpoint_load_weights(path, &r->model, arrays->master, err) ||
         !checkpoint_load_state(path, &r->model, arrays, &r->state, err))
@@ -95,7 +96,7 @@ static bool take_weights(run *r, error *err)
         return false;
     have.context = s->config.context; // no weight depends on it
     if (!model_config_same(&have, &s->config, &why))
-        return fail(err, ERROR_USAGE, "%.200s is of another shape: %.250s", path, why.text);
+        return fail(err, ERROR_USAGE, "%.200s has other sizes or settings: %.250s", path, why.text);
     return checkpoint_load_weights(path, &r->model, r->optimizer.arrays.master, err);
 }
 
@@ -113,7 +114,7 @@ static bool start(run *r, error *err)
     if (s->resume) return resume(r, err);
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
-        return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);
+        return fail(err, ERROR_USAGE, "%s exists already: resume it, or choose another folder", path);
     if (!take_weights(r, err)) return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;

@@ -51,7 +51,7 @@ struct train_settings {
     int64_t keep;                           // checkpoints that stay
     const volatile sig_atomic_t
         *stop; // if *stop becomes not 0: finish the step, stop a validation, save, return
-    void (*on_start)(const train_settings *settings, const train_start *start); // NULL: nobody is told
+    void (*on_start)(const train_settings *settings, const train_start *start); // may be NULL
 };
 
 /* Valid settings for the demo: a small model with tuned sizes. paths and out are not set. */

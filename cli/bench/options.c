@@ -72,7 +72,7 @@ static bool parse_pass(const char *text, int *passes, error *err)
     for (const char *at = text; at;) {
         const size_t length = strcspn(at, ",");
         if (!parse_one_pass(at, length, passes))
-            return fail(err, ERROR_USAGE, "--pass: '%.*s' is none of forward, backward, layer, all",
+            return fail(err, ERROR_USAGE, "--pass: '%.*s' is not one of forward, backward, layer, all",
                         (int)length, at);
         at = at[length] == ',' ? at + length + 1 : NULL;
     }

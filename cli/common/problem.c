@@ -75,7 +75,7 @@ static bool parse_choice(const char *option, const choice *choices, const char *
         const size_t used = strlen(names);
         snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", c->name);
     }
-    return fail(err, ERROR_USAGE, "%s: '%s' is none of %s", option, text, names);
+    return fail(err, ERROR_USAGE, "%s: '%s' is not one of %s", option, text, names);
 }
 
 /* Reads a whole number in decimal, also as 1e9 or 4.096e3. *wide: it does not fit 64 bits. */
@@ -182,7 +182,8 @@ static bool add_suite(problem_options *options, const char *suite, error *err)
     for (int i = 0; i < count; i++)
         if (strcmp(all[i].suite, suite) == 0 && !add_shape(options, &all[i], err)) return false;
     if (options->shape_count > before) return true;
-    return fail(err, ERROR_USAGE, "--suite: '%s' is none of paper, models, ep, rounding, granularity", suite);
+    return fail(err, ERROR_USAGE, "--suite: '%s' is not one of paper, models, ep, rounding, granularity",
+                suite);
 }
 
 /* NAME, or SUITE/NAME. */

@@ -38,14 +38,14 @@ static double number(struct argp_state *state, const char *name, const char *tex
     char *end;
     double value = strtod(text, &end);
     if (end == text || *end || !(value >= low && value <= high))
-        argp_error(state, "--%s: '%s' is no number in %g..%g", name, text, low, high);
+        argp_error(state, "--%s: '%s' is not a number in %g..%g", name, text, low, high);
     return value;
 }
 
 static int64_t whole(struct argp_state *state, const char *name, const char *text, double high)
 {
     double value = number(state, name, text, 0, high);
-    if (value != floor(value)) argp_error(state, "--%s: '%s' is no whole number", name, text);
+    if (value != floor(value)) argp_error(state, "--%s: '%s' is not a whole number", name, text);
     return (int64_t)value;
 }
 

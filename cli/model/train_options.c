@@ -175,7 +175,7 @@ static double parse_real(struct argp_state *state, const char *name, const char 
     char *end;
     double value = strtod(text, &end);
     if (end == text || *end || !(value >= low && value <= high))
-        argp_error(state, "--%s: '%s' is no number in %.9g..%.9g", name, text, low, high);
+        argp_error(state, "--%s: '%s' is not a number in %.9g..%.9g", name, text, low, high);
     return value;
 }
 
@@ -183,7 +183,8 @@ static double parse_real(struct argp_state *state, const char *name, const char 
 static void note_length(train_options *options, const char *name, struct argp_state *state)
 {
     if (options->length && strcmp(options->length, name) != 0)
-        argp_error(state, "--%s beside --%s: a run ends by one of them", name, options->length);
+        argp_error(state, "--%s cannot be combined with --%s: a run ends by one of them", name,
+                   options->length);
     options->length = name;
 }
 
@@ -192,7 +193,7 @@ static void parse_number(train_options *options, int index, const char *text, st
     const number_option *o = &numbers[index];
     double value = parse_real(state, o->name, text, o->low, o->high);
     if ((o->type == INT64 || o->type == INT32) && value != floor(value))
-        argp_error(state, "--%s: '%s' is no whole number", o->name, text);
+        argp_error(state, "--%s: '%s' is not a whole number", o->name, text);
     number_set(&options->settings, o, value);
     options->sizes_given |=
         o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
@@ -207,7 +208,7 @@ static void parse_rounding(train_options *options, const char *text, struct argp
             options->settings.routing.rounding = rule;
             return;
         }
-    argp_error(state, "--rounding: '%s' is none of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
+    argp_error(state, "--rounding: '%s' is not one of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
 }
 
 /* The place of `text` among the count choices. */
@@ -216,7 +217,7 @@ static int parse_choice(struct argp_state *state, const char *name, const char *
 {
     for (int i = 0; i < count; i++)
         if (strcmp(text, choices[i]) == 0) return i;
-    argp_error(state, "--%s: '%s' is none of its choices (--help lists them)", name, text);
+    argp_error(state, "--%s: '%s' is not one of its choices (--help lists them)", name, text);
     return 0;
 }
 
@@ -301,13 +302,14 @@ static bool complete(train_options *options, error *err)
     train_settings *s = &options->settings;
     model_config *c = &s->config;
     if (s->from && (s->resume || options->sizes_given))
-        return fail(err, ERROR_USAGE, "--from beside %s",
-                    s->resume ? "--resume: a run goes on from its own checkpoint"
-                              : "sizes of the model: they are the checkpoint's");
+        return fail(err, ERROR_USAGE, "--from cannot be combined with %s",
+                    s->resume ? "--resume: a run continues from its own checkpoint"
+                              : "options of the model's sizes: they are the checkpoint's");
     c->router_aux_loss_coef = (double)s->routing.balance_coefficient;
     if (options->dense_twin) {
         if (c->dense_layers)
-            return fail(err, ERROR_USAGE, "--dense-twin beside --dense-layers: its layers are all dense");
+            return fail(err, ERROR_USAGE,
+                        "--dense-twin cannot be combined with --dense-layers: all its layers are dense");
         c->dense_layers = c->layers;
         c->dense_intermediate = c->topk * c->intermediate + c->shared_intermediate;
         c->shared_intermediate = 0;

@@ -300,7 +300,7 @@ static bool open(cuda_device *cuda, const cuda_options *options, error *err)
     cudaStream_t stream = NULL;
     size_t small = KERNELS_NORM_PARTS * sizeof(double) + 16 * sizeof(float);
     if (!cuda_present())
-        return fail(err, ERROR_RUNTIME, "no GPU of compute capability 9.0 (Hopper) is there");
+        return fail(err, ERROR_RUNTIME, "there is no GPU of compute capability 9.0 (Hopper)");
     if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess ||
         cudaDeviceGetAttribute(&cuda->processors, cudaDevAttrMultiProcessorCount, 0) != cudaSuccess ||
         cudaMalloc((void **)&cuda->small, small) != cudaSuccess ||
