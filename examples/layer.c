@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* count values in [-0.5, 0.5), aligned to 256 bytes; count must be a multiple of 64 */
+/* an array of `count` random values in [-0.5, 0.5), aligned to 256 bytes; `count` is a multiple of 64 */
 static float *random_floats(size_t count)
 {
     float *v = aligned_alloc(256, count * sizeof *v);

@@ -506,7 +506,7 @@ static bool fetch_backward(run *r, tensors *got)
 
 /* ---- Whole runs ---- */
 
-/* From here on only X, the weights, the logits and saved keep their contents. */
+/* The forward's results except saved, its scratch, and the input that the backward does not read. */
 static bool poison_between(run *r)
 {
     const slot_id gone[] = {SLOT_OUT, SLOT_LOSSES, SLOT_SCRATCH_FORWARD, SLOT_ROUTER_BIAS};

@@ -16,17 +16,17 @@
  *   act        the activation; dact(h, g) is the gradient of <act(h), g> with respect to h
  *   s(r)       the row weight: the factor of row r in the sum for its token
  *
- * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert. Inside an expert
- * tokens ascend. In memory every expert's rows begin at a multiple of 64. A block is 64 consecutive rows of
- * one expert, so an expert has whole blocks. The rows that fill an expert's last block are pad rows: token
- * -1, weight 0. They add nothing to any result. padded_rows (in smoe_sizes) is an upper bound on the number
- * of rows and pad rows. An array with padded_rows elements begins with one element for each row and pad row;
- * the elements after these belong to no row. "The padded index of a row" is its index in such an array.
+ * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert, the rows of an expert
+ * by token. In memory, each expert's rows are followed by pad rows (token -1, weight 0) up to the next
+ * multiple of 64 rows. They add nothing to any result. A block is 64 consecutive rows of one expert, pad rows
+ * included. padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array with
+ * padded_rows elements begins with one element for each row and pad row; the elements after these belong to
+ * no row. "The padded index of a row" is its index in such an array.
  *
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
  *   FROM_LOGITS without rounding  R = T K
  *   FROM_LOGITS with rounding     R depends on the logits
- *   FROM_TOPK                     R <= T K, since ids outside 0..E-1 are skipped
+ *   FROM_TOPK                     R <= T K, since some ids may be skipped
  *   FROM_ROWS                     R = offsets[E]
  *
  * Stages of the forward:
@@ -38,7 +38,7 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
- * The plan is the result of the stage plan: all that later stages read about the routing.
+ * The plan is all that up, down and combine read about the routing. From logits it has the results of topk.
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
@@ -51,23 +51,23 @@
  *   dx          dX[t] = sum over the rows r of t of dX~[r]. smoe_layer_backward adds dlogits[t] Wr, which is
  *               called the router's term of dX
  *
- * Rules of every call.
+ * Rules of every call that takes a layer.
  *  - It returns a status. After anything but SMOE_OK, smoe_last_error(context) gives the reason.
  *  - `stream` is a cudaStream_t of the context's device. NULL is that device's legacy default stream. A call
  *    with the cuda backend enqueues its work on the stream and returns. It allocates nothing, waits for
  *    nothing and reads no count back to the host, so a CUDA graph can capture it.
  *  - The CPU backend ignores the stream and has finished when a call returns. A call allocates nothing, with
  *    one exception: the first call of a thread starts the OpenMP threads that serve this thread.
- *  - The caller owns all memory. With the cuda backend every pointer inside an argument struct is a device
- *    pointer. Tensors are aligned to 16 bytes, `saved` and `scratch` to 64. Memory that a call writes must
- *    not overlap any other memory that the call is given: `out` is not `x`, `dx` is not `dout`.
+ *  - The caller owns all memory. With the cuda backend every pointer to data is a device pointer. Tensors
+ *    are aligned to 16 bytes, `saved` and `scratch` to 64. Memory that a call writes must not overlap any
+ *    other memory that the call is given: `out` is not `x`, `dx` is not `dout`.
  *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU
  *    may give other bits: OpenBLAS chooses its kernels by processor, and the cuda backend cuts work by the
  *    number of SMs.
  *  - No value in a tensor causes an error. A NaN logit ranks below -inf. A token with a NaN logit among its
  *    top-K gets NaN weights and a NaN output row; no other token changes. A NaN logit outside the top-K adds
- *    0 to the sum of a softmax over all E. If some logits of a softmax are +inf, these logits share the
- *    weight equally, all other logits get 0, and the z-loss is +inf. The sigmoid of +inf is 1.
+ *    0 to the denominator of a softmax over all E. If some logits of a softmax are +inf, these logits share
+ *    the weight equally, all other logits get 0, and the z-loss is +inf. The sigmoid of +inf is 1.
  *  - Every struct starts with struct_size; initialise the struct with its _INIT macro. Later versions only
  *    append fields. The library reads the bytes that struct_size covers and uses defaults for the other
  *    fields. If struct_size is larger than the library's own struct, the additional bytes must be zero.
@@ -110,7 +110,7 @@ SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked *
 typedef enum smoe_status {
     SMOE_OK = 0,
     SMOE_ERROR_ARGUMENT = 100,    /* a NULL pointer, a value outside its enum, arguments that contradict each
-                                     other, a struct of the wrong size */
+                                     other, a struct_size against the rule above */
     SMOE_ERROR_SHAPE = 110,       /* a size of zero or above its limit, K > E, d or n not a multiple of 8 */
     SMOE_ERROR_ALIGNMENT = 120,   /* a pointer that is not aligned */
     SMOE_ERROR_BUFFER = 130,      /* saved or scratch smaller than smoe_query_sizes asked for */
@@ -170,9 +170,9 @@ typedef struct smoe_context_options {
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
- * DEVICE. With the CPU backend the call makes OpenBLAS allocate a buffer of 128 MiB of address space for each
- * thread of every existing context and for each of its own threads but one. It never frees a buffer; a new
- * context uses the buffers of destroyed ones. */
+ * DEVICE. With the CPU backend OpenBLAS allocates the buffers that later calls need: 128 MiB of address space
+ * for each thread of the context, and more if OpenBLAS is set to several threads. They stay allocated after
+ * smoe_destroy, and later contexts use them. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -219,8 +219,8 @@ typedef enum smoe_layout {
 /* In what form the caller gives the routing. */
 typedef enum smoe_entry {
     SMOE_ENTRY_FROM_LOGITS = 0, /* router logits, or the router's weight from which they are computed */
-    SMOE_ENTRY_FROM_TOPK = 1,   /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped. If
-                                   a token has an id twice, only the first of the two counts */
+    SMOE_ENTRY_FROM_TOPK = 1,   /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped, and
+                                   so is an id that the token has had before */
     SMOE_ENTRY_FROM_ROWS = 2    /* rows already sorted by expert, with offsets (E+1). X and O have T rows
                                    in the same order: t(r) = r */
 } smoe_entry;
@@ -296,7 +296,7 @@ typedef struct smoe_layer {
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
     int32_t renormalize; /* 0 or 1; see smoe_score */
-    int32_t groups;      /* SIGMOID: this many equal groups of consecutive experts, at least 2 in each */
+    int32_t groups;      /* SIGMOID: number of groups of E / groups >= 2 consecutive experts; 1: no groups */
     int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
                             selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */
@@ -319,7 +319,7 @@ SMOE_API smoe_status smoe_supports(smoe_context *context, const smoe_layer *laye
 
 typedef struct smoe_sizes {
     size_t struct_size;
-    int64_t rows;                /* upper bound on R: T K, and with rounding the pairs that it can add */
+    int64_t rows;                /* upper bound on R: T K, plus the pairs that rounding can add */
     int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 E */
     uint64_t saved_bytes;        /* kept from forward to backward: X, H and the plan, without padding. With R
                                     standing for `rows`, in bf16: 2 T d + 4 n R + metadata_bytes. Without a
@@ -336,7 +336,7 @@ typedef struct smoe_sizes {
     }
 
 /* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.
- * Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or of a wrong size. */
+ * Errors: those of smoe_supports, and ARGUMENT for `sizes`: NULL, or a wrong struct_size. */
 SMOE_API smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
 
 /* ---- Forward ------------------------------------------------------------------------------------------- */
@@ -386,8 +386,8 @@ SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer 
                                         const smoe_forward_args *args, void *stream);
 
 /* The four calls of a forward, to be made one by one, in this order and with the same args. Each call leaves
- * its results to the next one in saved and scratch, so every call needs scratch and, unless for inference,
- * saved. Fields that a call does not need may be NULL.
+ * its results to the next one in `saved` and `scratch`. So every call needs `scratch`, and for training also
+ * `saved`. Fields that a call does not need may be NULL.
  *   smoe_route            for FROM_LOGITS. Needs the fields under FROM_LOGITS
  *   smoe_round            for FROM_LOGITS with rounding. Needs the same fields
  *   smoe_plan             for every layer. Needs the fields under the layer's entry
@@ -447,7 +447,7 @@ typedef struct smoe_backward_args {
     const void *x;               /* (T, d); read for dw1, drouter_weight */
     const void *router_weight;   /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;          /* FROM_LOGITS: (T, E); smoe_layer_backward reads it for dlogits,
-                                    drouter_weight, drouter_bias and dx */
+                                    drouter_weight, drouter_bias and, with router_weight, dx */
     const float *selection_bias; /* unused */
     const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
     const float *topk_weights;   /* unused */
@@ -455,9 +455,9 @@ typedef struct smoe_backward_args {
     const float *row_weights;    /* unused */
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
-    const void *w2;              /* read for every gradient except db2 */
-    const void *b2;              /* required if the forward had b2, else NULL: dS has a term with b2 */
-    void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
+    const void *w2;              /* required for every gradient except db2, even for dw2 alone */
+    const void *b2; /* the forward's b2, which dS has a term with; NULL if the forward had none */
+    void *saved;    /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;
     /* the gradient of O, loss coefficients, and the gradients to compute */
     const void *dout;          /* dO (T, d) dtype */
@@ -474,7 +474,7 @@ typedef struct smoe_backward_args {
     void *dlogits;        /* (T, E) logits_type, written */
     float *dtopk_weights; /* FROM_TOPK: dS (T, K), written; 0 for skipped ids */
     float *drow_weights;  /* FROM_ROWS: dS (T), written; 0 from offsets[E] on. FROM_LOGITS: dS
-                             (padded_rows), written; 0 in pad rows */
+                             (padded_rows), written; 0 for elements that are not those of a row */
     void *scratch;        /* at least scratch_backward_bytes, whichever gradients are wanted */
     uint64_t scratch_size;
 } smoe_backward_args;

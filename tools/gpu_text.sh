@@ -9,7 +9,8 @@
 #   DIR/gpu_text.sh run DIR                         on the GPU machine: MoE on GPU 0, twin on GPU 1; repeat it until both are
 #                                                   "finished" (two calls with the default BUDGET)
 #   DIR/gpu_text.sh study DIR [STUDY.tar.gz]        a part of the rounding study on all GPUs; repeat it until no run is left.
-#                                                   STUDY.tar.gz: the results of earlier calls on another machine
+#                                                   STUDY.tar.gz: the results of earlier calls on another machine.
+#                                                   Runs in docs/results/rounding_study.jsonl of the pack count as done
 # A call takes at most BUDGET seconds (default 560). The first one unpacks the text and makes the tokens, which takes 30 to 50 s;
 # later ones find them in $WORK (default DIR/work). The variables of text_run.sh and rounding_study.sh (LR, GPUS,
 # STEPS, ...) hold here too, except that BUDGET of text_run.sh is called TRAIN_SECONDS (600) here. NAME (out) is the folder of a text
@@ -45,6 +46,7 @@ pack() { # BUILD, CORPUS, DIR
     for tool in text_run.sh text_run_plot.py rounding_study.sh rounding_study.py make_tokens.py; do
         cp "$tools/$tool" "$folder/" || exit 3
     done
+    cp "$tools/../docs/results/rounding_study.jsonl" "$folder/" 2>/dev/null # if there are records
     pack_text "$2"
     "$tools/copy_libraries.sh" "$folder/lib" "$folder/smoe" "$folder/decompress" || exit 3
     without_blas
@@ -95,10 +97,13 @@ study() { # DIR, archive
     [ -z "$2" ] || tar -C "$folder" -xzf "$2" || exit 3
     GPUS=${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | tr '\n' ' ')}
     export GPUS
+    [ -e "$work/rounding_study.jsonl" ] || cp "$dir/rounding_study.jsonl" "$work/" 2>/dev/null
+    export RECORDS="$work/rounding_study.jsonl"
     "$dir/rounding_study.sh" "$folder" $((end - 20 - $(date +%s))) # 20 s are left for the results
     status=$?
     tar -C "$folder" --exclude='*.tmp' --exclude='*.png' -czf "$out/study.tar.gz" .
-    "$python" "$dir/rounding_study.py" "$folder" "$out/rounding_study.png" "$out/rounding_study.jsonl" | tee "$out/rounding_study.md"
+    "$python" "$dir/rounding_study.py" "$folder" "$out/rounding_study.png" "$RECORDS" | tee "$out/rounding_study.md"
+    cp "$RECORDS" "$out/"
     exit $status
 }
 

@@ -5,7 +5,7 @@ Usage: gpu_train.py tokens FILE COUNT VOCABULARY     writes COUNT random tokens 
        gpu_train.py compare LOG LOG LIMIT            largest relative difference of the losses of two train.jsonl
        gpu_train.py speed LOG                        median tokens/s of a train.jsonl but its first two lines
        gpu_train.py checkpoint OPTIONS...            runs `OPTIONS... --out checkpoint` (smoe train) and times its
-                                                     checkpoints beside dd, which writes as many bytes
+                                                     checkpoints beside dd, which copies their files
 Exit status: 0, 1 a limit is exceeded, 2 usage, 3 the program failed.
 """
 from __future__ import annotations
@@ -82,10 +82,12 @@ def watch(run: subprocess.Popen, folder: str) -> tuple[list[float], float, float
     return [ended[name] - begun[name] for name in ended if name in begun], peak, anonymous
 
 
-def time_dd(size: int) -> float:
+def time_dd(folder: str) -> float:
+    """Seconds that dd takes for copies of the folder's files, which are in the page cache."""
     start = time.time()
-    command = ["dd", "if=/dev/zero", "of=dd.out", "bs=1M", f"count={size >> 20}", "conv=fsync"]
-    subprocess.run(command, stderr=subprocess.DEVNULL, check=True)
+    for entry in os.scandir(folder):
+        command = ["dd", f"if={entry.path}", "of=dd.out", "bs=1M", "conv=fsync"]
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=True)
     seconds = time.time() - start
     os.remove("dd.out")
     return seconds
@@ -99,8 +101,8 @@ def checkpoint(command: list[str]) -> int:
         print(f"smoe train: exit status {run.returncode}, {len(ours)} checkpoints seen")
         return 3
     size = sum(entry.stat().st_size for entry in os.scandir(f"{folder}/latest/"))
+    theirs = [time_dd(f"{folder}/latest/") for _ in range(2)]
     shutil.rmtree(folder)
-    theirs = [time_dd(size) for _ in range(2)]
     ratio = statistics.median(ours) / statistics.mean(theirs)
     seconds = [", ".join(f"{each:.2f}" for each in times) for times in (ours, theirs)]
     print(f"{size / 1e9:.2f} GB: {seconds[0]} s, dd with fsync {seconds[1]} s, ratio {ratio:.2f} (limit {MOST})")

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Tables and a picture of what tools/rounding_study.sh trained.
 
-Usage: rounding_study.py OUT [PICTURE.png [RECORDS.jsonl]]      the picture needs the package matplotlib
-OUT is rounding_study.sh's folder. RECORDS.jsonl receives a line for each finished run.
+Usage: rounding_study.py OUT [PICTURE.png [RECORDS.jsonl]]      the picture needs the package matplotlib; - for none
+OUT is rounding_study.sh's folder. RECORDS.jsonl receives a line for each finished run of OUT; what it has of other runs stays
+and counts.
 A difference is that of a rule to plain top-K of the same case and seed; its interval is Student's t at 95 %. "seeds" is how many
 paired seeds with the standard deviation found have an interval of 0.02 perplexity to either side.
 Exit status: 0, 2 usage, 3 no finished run.
@@ -50,6 +51,16 @@ def read_run(result: Path) -> dict:
         values = [line[key] for line in lines[len(lines) // 2 :] if key in line]
         record[key] = fmean(values) if values else None
     return record
+
+
+def read_runs(out: Path, kept: Path | None) -> list[dict]:
+    """The finished runs of `out`, and those that the file `kept` has besides."""
+    lines = kept.read_text().splitlines() if kept and kept.exists() else []
+    found = [json.loads(line) for line in lines] + [read_run(result) for result in out.glob("*.*.[0-9]*.json")]
+    return sorted(
+        {(run["case"], run["rounding"], run["seed"]): run for run in found}.values(),
+        key=lambda run: (list(CASES).index(run["case"]), RULES.index(run["rounding"]), run["seed"]),
+    )
 
 
 def spread(values: list[float]) -> float:
@@ -152,7 +163,7 @@ def main() -> int:
     if len(sys.argv) not in (2, 3, 4) or sys.argv[1].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
-    records = [read_run(result) for result in sorted(Path(sys.argv[1]).glob("*.*.[0-9]*.json"))]
+    records = read_runs(Path(sys.argv[1]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)
     if not records:
         print(f"rounding_study.py: {sys.argv[1]} has no finished run", file=sys.stderr)
         return 3
@@ -160,10 +171,12 @@ def main() -> int:
     for record in records:
         arms.setdefault((record["case"], record["rounding"]), {})[record["seed"]] = record
     print_tables(arms)
-    if len(sys.argv) > 2:
-        draw(arms, Path(sys.argv[2]))
     if len(sys.argv) > 3:
-        Path(sys.argv[3]).write_text("".join(json.dumps(record) + "\n" for record in records))
+        made = Path(sys.argv[3] + ".tmp")
+        made.write_text("".join(json.dumps(record) + "\n" for record in records))
+        made.rename(sys.argv[3])
+    if len(sys.argv) > 2 and sys.argv[2] != "-":
+        draw(arms, Path(sys.argv[2]))
     return 0
 
 

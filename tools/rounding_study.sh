@@ -5,8 +5,10 @@
 #        tools/rounding_study.sh --plan OUT      lists the runs, what each takes, and which are done
 # A finished run leaves OUT/NAME.json (its result) and OUT/NAME/train.jsonl. An interrupted run leaves no result and is made
 # again. A run is started only if it should end in time. tools/rounding_study.py OUT makes tables and a picture of the results.
+# Runs that have a record in the file RECORDS (rounding_study.py's RECORDS.jsonl, from another machine) count as done too.
 # Environment: SMOE (the program), DATA (folder of tools/make_tokens.py), GPUS ("0": a run at a time on each that is named),
-# STEPS (2048), BATCH (16 sequences), CONTEXT (1024), SIZES (the model without its experts), TILE (128), MOST (runs in this call), CASES.
+# RECORDS, STEPS (3072), BATCH (16 sequences), CONTEXT (1024), SIZES (the model without its experts), TILE (128), MOST (runs in
+# this call), CASES.
 # Exit status: 0 all runs are made, 1 runs are left, 2 wrong arguments, 3 a run failed.
 set -eu
 
@@ -14,19 +16,19 @@ plan=
 if [ "${1:-}" = --plan ]; then plan=1; shift; fi
 out=${1:-} seconds=${2:-0}
 if [ -z "$out" ] || { [ -z "$plan" ] && [ "$seconds" -le 0 ]; }; then
-    sed -n '4,11s/^# \{0,1\}//p' "$0" >&2
+    sed -n '4,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
-smoe=${SMOE:-smoe} data=${DATA:-data} steps=${STEPS:-2048} batch=${BATCH:-16} context=${CONTEXT:-1024} tile=${TILE:-128}
+smoe=${SMOE:-smoe} data=${DATA:-data} steps=${STEPS:-3072} batch=${BATCH:-16} context=${CONTEXT:-1024} tile=${TILE:-128}
 sizes=${SIZES:---layers 12 --hidden 768 --heads 12 --intermediate 256 --tied --init 0.02}
-start=10 # seconds of a run before its first step and after its last one
+start=5 # seconds of a run before its first step and after its last one
 
 # case, experts, K, passes a step, tokens a second expected of an H200, rows of a mean expert in a pass over the tile.
 # With 16 sequences of 1024 tokens and passes 1, 2 and 4 a mean expert of 128 has 4, 2 and 1 tiles of 128 rows.
-cases=${CASES:-'two 128 4 2 250000
-one 128 4 4 180000
-four 128 4 1 310000
-coarse 16 4 1 420000'}
+cases=${CASES:-'two 128 4 2 420000
+one 128 4 4 300000
+four 128 4 1 480000
+coarse 16 4 1 550000'}
 
 # "case rule seed", the most important first.
 list() {
@@ -38,6 +40,11 @@ list() {
         for rule in up down sr-f nr-s balance-f; do printf 'two %s %s\n' $rule $seed; done
     done
     for seed in 1 2 3; do printf 'coarse none %s\ncoarse nr-f %s\n' $seed $seed; done
+}
+
+finished() { # case, rule, seed
+    [ -e "$out/$1.$2.$3.json" ] ||
+        { [ -n "${RECORDS:-}" ] && grep -q "\"case\": \"$1\", \"rounding\": \"$2\", \"seed\": $3," "$RECORDS" 2>/dev/null; }
 }
 
 # Sets experts, topk, passes and, from the case's newest result or else from the table, rate.
@@ -73,7 +80,7 @@ work() { # GPU
         name=$case.$rule.$seed
         describe "$case"
         left=$((end - $(date +%s)))
-        if [ -e "$out/$name.json" ] || [ "$takes" -gt "$left" ] || ! mkdir "$out/taken/$name" 2>/dev/null; then continue; fi
+        if finished "$case" "$rule" "$seed" || [ "$takes" -gt "$left" ] || ! mkdir "$out/taken/$name" 2>/dev/null; then continue; fi
         # shellcheck disable=SC2012 # names without surprises
         if [ "$(ls "$out/taken" | wc -l)" -gt "${MOST:-1000}" ]; then break; fi
         status=0
@@ -91,14 +98,14 @@ work() { # GPU
 }
 
 count_left() {
-    list | while read -r case rule seed; do [ -e "$out/$case.$rule.$seed.json" ] || echo "$case"; done | wc -l
+    list | while read -r case rule seed; do finished "$case" "$rule" "$seed" || echo "$case"; done | wc -l
 }
 
 if [ "$plan" ]; then
     list | while read -r case rule seed; do
         describe "$case"
         state="to make"
-        if [ -e "$out/$case.$rule.$seed.json" ]; then state="done"; fi
+        if finished "$case" "$rule" "$seed"; then state="done"; fi
         printf '%-7s %-10s seed %s  %4s s  %s\n' "$case" "$rule" "$seed" "$takes" "$state"
     done | awk '{ print; all += $5; if ($NF != "done") { left += $5; runs++ } }
         END { printf "%d runs, %d s of one GPU; to make: %d runs, %d s\n", NR, all, runs, left }'

@@ -135,7 +135,7 @@ def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
     study = [TOOLS / "rounding_study.sh", tmp_path]
     (tmp_path / "two.none.1").mkdir()  # an interrupted run
     (tmp_path / "two.none.1" / "train.jsonl").write_text('{"step":1,"tokens":1,"loss":77.0}\n')
-    assert "38 runs are left" in call(*study, "5", status=1, **environment)  # none would end in time
+    assert "38 runs are left" in call(*study, "4", status=1, **environment)  # none would end in time
     assert "36 runs are left" in call(*study, "40", status=1, MOST="2", **environment)
     first = (tmp_path / "two.none.1.json").read_text()
     assert "77.0" not in (tmp_path / "two.none.1" / "train.jsonl").read_text()
@@ -143,7 +143,13 @@ def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
     assert (tmp_path / "two.none.1.json").read_text() == first
     plan = call(TOOLS / "rounding_study.sh", "--plan", tmp_path, **environment)
     assert plan.count(" done\n") == 4 and "38 runs" in plan.splitlines()[-1]
-    text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path)
+    records = tmp_path / "records.jsonl"
+    text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path, "-", records)
+    elsewhere = tmp_path / "elsewhere"  # another machine, which has the records alone
+    plan = call(TOOLS / "rounding_study.sh", "--plan", elsewhere, RECORDS=str(records), **environment)
+    assert plan.count(" done\n") == 4
+    elsewhere.mkdir()
+    assert call(sys.executable, TOOLS / "rounding_study.py", elsewhere, "-", records) == text
     plain, rounded = (
         next(line for line in text.splitlines() if line.startswith(f"| {rule}")) for rule in ("none", "nr-f")
     )

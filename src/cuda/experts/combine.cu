@@ -9,7 +9,8 @@
 // dX also includes the router's term dlogits Wr, in one of two ways:
 // - If dlogits is dense, dX holds dlogits Wr before this kernel runs, and the sum starts from it. That is
 //   2 T d bytes more.
-// - If dlogits is sparse, each row r adds dlogit[r] Wr[e]. Wr has 2 E d bytes, few enough for L2 to keep.
+// - If dlogits is sparse, each row r of expert e adds dlogits[t][e] Wr[e]. Wr has 2 E d bytes, few enough for
+//   L2 to keep.
 //
 // Tile: a thread computes one to four vectors (8 columns each) of one token. The kernel has two paths:
 // - The long path is for any number of rows. token_offsets and token_rows list the rows of a token. A thread
@@ -18,9 +19,9 @@
 //   is needed.
 // - The short path is for K <= 4. A token with few rows is bound by latency: the index of a row must arrive
 //   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
-//   token_rows[K t]. So the path reads them there without waiting for token_offsets, and reads R at the same
-//   time. No token has more than K rows here. So if R = T K, every token has K rows; if not, the thread takes
-//   the long path instead.
+//   token_rows[K t]. The path assumes this and reads them there, without waiting for token_offsets. At the
+//   same time it reads R to check the assumption: no token has more than K rows here, so R = T K if
+//   and only if every token has K rows. If R is smaller, the thread takes the long path.
 //
 // The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
 // there is no rounding. C is the number of columns of the chunk.
@@ -36,9 +37,9 @@
 //   all others                                       long   4             1
 //
 // A CTA has about 128 threads (64 in the line with 3 vectors): it computes one token, or several if a token
-// needs fewer threads. Such CTAs are many on an SM, and while some wait for indices others have loads in
-// flight. A token that needs more threads has a CTA of up to 512; beyond that its columns are shared among
-// several CTAs.
+// needs fewer threads. Many CTAs of this size are on an SM at once, so while some wait for indices,
+// others have loads in flight. A token that needs more threads has a CTA of up to 512; beyond that its
+// columns are shared among several CTAs.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"

@@ -10,7 +10,8 @@
 //   FROM_ROWS     drow_weights   (T)
 //   FROM_LOGITS   drow_weights   (padded rows)
 //
-// It runs only if the caller wants this result. The kernel of dlogits adds the partial sums itself.
+// The second kernel runs only if the caller wants this result. The kernel of dlogits does not need it: it
+// adds the partial sums itself.
 //
 // FLOPs 2 R d for <dO[t(r)], b2[e]>. Bytes: 2 R d of dO gathered, 2 E d of b2, 4 R for each partial sum.
 // Tile: in the first kernel a warp takes one row; in the second a thread computes one result.

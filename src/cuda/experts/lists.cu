@@ -8,14 +8,14 @@
 //   block_expert   the expert of a block                                  dS, dlogits
 //
 // One CTA makes these lists from the plan's block_offsets and order. A second CTA makes the same lists for
-// dWr = dlogits^T X and dX += dlogits Wr; there all tokens are the rows of one expert.
+// the products dWr = dlogits^T X and dlogits Wr, a term of dX; there all tokens are the rows of one expert.
 //
 // Bytes: reads block_offsets and order; writes 4 bytes for each block and one entry for each tile, piece and
 // split expert. No FLOPs.
 //
-// Tile: one CTA of 1024 threads. A thread counts the entries that four neighbouring experts add to each list,
-// so E is at most 4096. Prefix sums of these counts tell where each expert's entries begin. Then a warp
-// writes the entries of one expert at a time.
+// Tile: each of the two CTAs has 1024 threads. A thread counts the entries that four neighbouring experts add
+// to each list, so E is at most 4096. Prefix sums of these counts tell where each expert's entries begin.
+// Then a warp writes the entries of one expert at a time.
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "host/launch_backward.h"

@@ -7,17 +7,17 @@
 // - g is dS of the pair's row. If rounding dropped the pair, g = 0.
 // - A selected pair is one that top-K selected, also if rounding dropped it. An added pair is one that only
 //   rounding routes. sum_sel is a sum over the selected pairs of the token.
+// - A soft pair is a selected pair of SOFTMAX_TOPK without renormalize, or an added pair of a softmax score.
 // - p is the softmax over E, sigma the sigmoid.
 //
-// dlogits[t][e] is the sum of two kinds of terms. A soft pair is a selected pair of SOFTMAX_TOPK
-// without renormalize, or an added pair of a softmax score. The first kind is there for all E experts if a
-// loss has a coefficient or the token has a soft pair. j runs over all E experts:
+// dlogits[t][e] is the sum of two terms. The first term is there for all E experts if a loss has a
+// coefficient or the token has a soft pair. j runs over all E experts:
 //
 //       p_e (v_e - sum_j v_j p_j + z), where
 //       v_e = (c g_e if (t, e) is a soft pair, else 0) + balance_coefficient * E count_e / T^2
 //       z = 2 z_coefficient logsumexp / T
 //
-// The second kind is there for the experts of pairs that are not soft:
+// The second term is there for the experts of selected and added pairs that are not soft:
 //
 //   selected pairs of SOFTMAX_TOPK with renormalize and of TOPK_SOFTMAX:
 //       s_e (g_e - sum_sel g_j w_j)
@@ -30,7 +30,7 @@
 // token are NaN. No other token changes.
 //
 // Two kernels:
-// - sparse: for layers in which every token has K rows and its dlogits are 0 for all other experts. 8, 16 or
+// - sparse: for layers in which every token has K rows, and its dlogits are 0 for the experts of no row. 8, 16 or
 //   32 lanes work on a token, each lane on one pair, or on two if K > 32. The rows of a token ascend with
 //   the expert's id. So the rank of an id among the token's ids tells which row the pair has.
 // - general: for all other layers. One warp works on a token.
@@ -45,15 +45,15 @@
 // - in the sparse kernel, the list of nonzeros (8 bytes each), for the combine of dX.
 //
 // In shared memory dlogits are f32. There is one exception: if neither the caller's dlogits nor dbr is
-// wanted, the sparse kernel holds dlogits in the storage type, because instructions and accesses to shared
-// memory bound its time.
+// wanted, the sparse kernel holds dlogits in the storage type. This saves accesses to shared memory and
+// conversions, which bound the kernel's time.
 //
 // Bytes of the sparse kernel: 12 T K of rows, ids and weights read, 4 T K read for each partial sum of dS,
 // 2 T E of the matrix and 8 T K of the list written. With SIGMOID it also reads 4 T K of logits (2 T K in
 // bf16). The general kernel also reads all logits.
-// FLOPs: of the sparse kernel some ten for each of the T K pairs. Of the general kernel, where the softmax
-// over E is needed, 2 T E exps and some ten more for each of the T E logits; otherwise as of the sparse
-// kernel.
+// FLOPs: the sparse kernel needs about 10 for each of the T K pairs. If the general kernel needs the softmax
+// over E, it takes 2 T E exps and about 10 FLOPs for each of the T E logits; if not, it needs as many as the
+// sparse kernel.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"

@@ -1,7 +1,9 @@
-// The counts under plain top-K, the two losses, and the update of the selection bias.
+// Three results: the counts under plain top-K (before rounding), the two losses, and the updated selection
+// bias.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-//   count_e    = number of bits set in the mask of expert e
+//   count_e    = number of bits set in the mask of expert e; the update of bias_e instead reads count_e
+//                from memory that the caller gives
 //   losses[0]  = E sum_e (count_e / T) (sum_t p[t,e] / T)
 //   losses[1]  = sum_t logsumexp_t^2 / T
 //   bias_e    += gamma if count_e is below the mean count; bias_e -= gamma if it is above
@@ -11,7 +13,7 @@
 //
 // Bytes: the mask (E T / 8) once; for each panel 8 E of sums of p and 8 of the sum of logsumexp^2. Tile: a
 // warp takes an expert; one CTA adds up the losses.
-// FLOPs: one addition in f64 for each of the P (E + 1) sums that the P panels of 256 tokens left.
+// FLOPs: with P panels, P (E + 1) additions in f64, one for each sum that scores.cu has written.
 #include "host/routing.h"
 
 #include "common/launch.cuh"

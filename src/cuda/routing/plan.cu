@@ -8,8 +8,9 @@
 // - count: each CTA writes the counts of its segment, one row of the count matrix (segments, E). The kernel
 //   is not launched in two cases: if the top-K kernel has written the matrix, and if there is only one
 //   segment, because scatter then takes the counts from its own bits.
-// - columns: for each column of the count matrix, its sum and the sums of the elements before each segment.
-//   It is launched only if the matrix is large.
+// - columns: a column of the count matrix has the counts of one expert. For each column the kernel computes
+//   the sum of all its counts and, for each segment, the sum of its counts in the segments before. It is
+//   launched only if the matrix is large.
 // - scatter: a CTA needs two numbers for every expert: the expert's count over all segments, and the
 //   expert's count over the segments before the CTA's own. The CTA reads both from the results of `columns`
 //   or, if `columns` was not launched, sums the matrix itself. The first numbers give every expert's first

@@ -2,8 +2,8 @@
 // and sets or clears bits of the expert's mask until that many bits are set.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// The CTA adds or drops m tokens. Three integers describe a token (their
-// arithmetic is in routing/route_math.h):
+// The CTA adds or drops m tokens. Three integers describe a token. rank.h computes the first,
+// routing/route_math.h the others:
 // - The key compares as the token's score for this expert does.
 // - The rank tells how soon the token is added or dropped: higher ranks come first. If tokens are added, the
 //   rank is key + 1. If tokens are dropped, the rank is the complement of the key. The rank is 0 if the
@@ -15,10 +15,10 @@
 // The m tokens with the highest orders are added or dropped. The lowest of these m orders is called the
 // limit. It is found in three steps:
 // - Each thread takes the largest rank of its tokens, its maximum. A bisection searches for the highest
-//   rank v that at least m maxima reach. It stops early, at a lower v, once at most m + 32 maxima reach v,
-//   because a few more tokens in the next step cost less than more bisection. At least m tokens then have a
-//   rank >= v, so v is a lower bound of the limit's rank. If fewer than m maxima are above 0, the lower bound
-//   is 1.
+//   rank v that at least m maxima reach. It may stop at a lower v: it ends as soon as at least m and at most
+//   m + 32 maxima reach v, because a few more tokens in the next step cost less than more bisection. At least
+//   m tokens then have a rank >= v, so v is a lower bound of the limit's rank. If fewer than m maxima are
+//   above 0, the lower bound is 1.
 // - Candidates are all tokens whose rank is at least the bound. Only threads whose maximum reaches the bound
 //   have candidates. All threads of the CTA together search the tokens of those threads.
 // - For each candidate eight threads count the candidates with a higher order. The limit is the order of the
@@ -34,7 +34,7 @@
 // Bytes: the mask (E T / 8) is read twice, and its changed words are written. The keys have 2 E T bytes with
 // bf16 logits and 4 E T with f32 logits. They are read once if the keys and the mask of one expert fit into
 // 160 KiB of shared memory. Otherwise every step reads them again.
-// No FLOPs, but that NR_S converts each score that it sums to fixed point.
+// No FLOPs, except that NR_S converts each score of its two sums to fixed point.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"

@@ -9,8 +9,9 @@
 // whole sectors. Each warp collects the keys of 32 tokens in shared memory. For each expert the CTA then
 // writes the keys of the whole panel as one run of 512 bytes (1 KB with f32 logits).
 //
-// Bytes: the logits once; if keys are made, as many bytes of keys; for each panel 8 E of sums of p.
-// FLOPs: for each of the E T scores one exp polynomial and one division, with losses one addition in f64.
+// Bytes: the logits are read once. If keys are made, as many bytes of keys are written. With losses, 8 E
+// bytes of sums of p are written for each panel. FLOPs: for each of the E T scores one exp polynomial and one
+// division, with losses one addition in f64.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

@@ -10,27 +10,28 @@
 // 16 that is at least K. Order the vectors by their largest logits, ties to the lower expert. The K best
 // logits are all in the first P vectors: an expert in any other vector comes after the best expert of each of
 // these P >= K vectors. So
-// - a thread sorts the largest logits of its vectors;
+// - a thread takes the largest logit of each vector that it reads, and sorts these;
 // - the threads of a token merge their lists and take P / SHARE of the first P vectors each;
-// - each thread sorts the logits of its vectors;
+// - each thread sorts all logits of the vectors that it took;
 // - the threads of a token merge their lists and share the computation of the K weights.
-// A list has P elements. A thread sorts P elements at a time with a sorting network and merges them into its
-// list, of which the best P stay. The networks have no branches and work on packed keys (route_math.h).
-// The high bits of a packed key compare as the logit does; the low bits are the complement of the expert's
-// id. Packed keys of bf16 logits are exact. Packed keys of f32 logits lose their lowest bits to the id, so
-// neighbours in the list whose high bits are equal are put in order by their logits. In two cases the warp
-// does the token again with exact keys: if the K-th best cannot be told from an expert that was left out,
-// and if the row has a NaN.
+// A list has P elements. A thread sorts P new elements at a time with a sorting network, merges them with the
+// P of its list, and keeps the best P of the 2 P. The networks have no branches and work on packed keys
+// (route_math.h). The high bits of a packed key compare as the logit does; the low bits are the complement of
+// the expert's id. Packed keys of bf16 logits are exact. Packed keys of f32 logits lose their lowest bits to
+// the id, so neighbours in the list whose high bits are equal are put in order by their logits. In two cases
+// the warp does the token again with exact keys: if the K-th best cannot be told from an expert that was left
+// out, and if the row has a NaN.
 //
 // For later kernels the kernel also writes (sizes in bytes):
 // - for the plan, the counts of each segment, 2 E for a segment;
 // - for rounding, ranking keys, as many bytes as the logits;
-// - for rounding and losses, the mask (one bit for each expert and token, set where top-K selected the
-//   pair), E / 8 for each token, and the largest logit and the sum of the softmax over E, 8 for each token.
+// - for rounding and losses, the mask, E / 8 for each token: one bit for each expert, set if top-K selected
+//   it;
+// - for rounding and losses, the largest logit and the denominator of the softmax over E, 8 for each token.
 //
 // Bytes: the logits once, 8 K written for each token, and what the list above says.
-// FLOPs: T E exp polynomials for the sum of the softmax over E where it is needed, and as many again for the
-// ranking keys of rounding; K exps and at most 2 K divisions for the weights of each token.
+// FLOPs: T E exp polynomials for the denominator of the softmax over E where it is needed, and as many again
+// for the ranking keys of rounding; K exps and at most 2 K divisions for the weights of each token.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"

@@ -4,16 +4,18 @@
 //
 // Tile: one warp takes a token, one CTA 32 tokens.
 //
-// A ranking key is an integer that compares as the score does, plus 1. It is 0 for an expert that cannot be
-// chosen. A warp keeps the ranking key of every expert in shared memory, and the largest key of every 32
-// experts in registers. Each of K rounds finds the largest of these maxima and so a group of 32 experts. Each
-// lane reads the key of one of them, and a ballot finds the expert that has the maximum. The warp removes
-// this expert and computes the maximum of its 32 again. A round is a few dozen instructions, for any E.
+// A ranking key is 0 for an expert that cannot be chosen. For any other expert it is k + 1, where the integer
+// k compares as the score does. A warp keeps the ranking key of every expert in shared memory, and the
+// largest key of every 32 consecutive experts in registers. Each of K rounds finds the largest key of all,
+// and thereby in which 32 experts it is. Each lane reads the key of one of these 32, and a ballot finds the
+// expert. The warp removes this expert and computes the largest key of the 32 again. A round is a few dozen
+// instructions, for any E.
 //
-// Bytes: the logits, and 8 K written for each token. Where a later kernel needs them: E / 8 of mask for each
-// token (one bit for each expert), and 8 for the largest logit and the sum of the softmax.
-// FLOPs: T E sigmoids for SIGMOID, or T E exp polynomials for the sum of the softmax over E where it is
-// needed; K exps or sigmoids and at most 2 K divisions for the weights of each token.
+// Bytes: the logits read, and 8 K written for each token. If a later kernel needs them, two more results are
+// written for each token: the mask with one bit for each expert (E / 8 bytes), and the largest logit with the
+// denominator of the softmax (8 bytes).
+// FLOPs: T E sigmoids for SIGMOID, or T E exp polynomials for the denominator where it is needed; K exps or
+// sigmoids and at most 2 K divisions for the weights of each token.
 #include "host/routing.h"
 
 #include "common/instances.cuh"

@@ -10,19 +10,20 @@
 // Shapes: dO (T, d), W2 (E, d, n), H and dH (padded rows, h), A' (padded rows, n), where h is 2n with a gate
 // and n without. FLOPs 2 R d n.
 //
-// Bytes, of 16-bit elements:
+// Bytes (elements of tensors have 16 bits):
 // - dO: 2 R d, gathered once for each column tile. L2 can serve every column tile after the first.
-// - W2: 2 E d n, read once if L2 serves the row tiles of an expert after the first.
+// - W2: 2 E d n, read once if L2 serves all row tiles of each expert except its first.
 // - H: 2 R h read.
 // - dH: 2 R h written.
 // - A': 2 R n written.
-// - dS: 4 R written for each column tile.
+// - dS: 4 R written for each column tile, one partial sum in f32 for each row.
 //
 // Tile: 128 x 256 of dA' on the cooperative core (gemm_cooperative.cuh). W2 is MN-major, as it is in memory.
 //
-// The two consumer warpgroups gather dO themselves. When a consumer has multiplied its 64 rows of a slot, it
-// refills their place with later columns of the same rows or, after the last columns, with rows of its next
-// tile. TMA loads W2 into the slot when both consumers are done with it.
+// Some columns of dO and the matching part of W2 share a slot of a ring in shared memory. The two consumer
+// warpgroups gather dO themselves. When a consumer has multiplied its 64 rows of a slot, it refills their
+// place with later columns of the same rows or, after the last columns, with rows of its next tile. TMA loads
+// W2 into the slot when both consumers are done with it.
 // The third warpgroup does not gather, because it works on H, dH and A'.
 //
 // A consumer warp writes its 16 rows of dA' (256 columns) to shared memory as fp16. Before that, each row is

@@ -6,7 +6,7 @@
 //
 // Bytes over all chunks, of 16-bit elements:
 // - A: 2 R n, read once for each column tile. L2 can serve every column tile after the first.
-// - W2: 2 E d n, read once if L2 serves the row tiles of an expert after the first.
+// - W2: 2 E d n, read once if L2 serves all row tiles of each expert except its first.
 // - Y: 2 R d written.
 //
 // Three cores can compute Y:

@@ -6,7 +6,7 @@
 //
 // Bytes over all chunks, of 16-bit elements:
 // - dH: 2 R h, read once for each column tile. L2 can serve every column tile after the first.
-// - W1: 2 E d h, read once if L2 serves the row tiles of an expert after the first.
+// - W1: 2 E d h, read once if L2 serves all row tiles of each expert except its first.
 // - dX~: 2 R d written.
 //
 // Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh) or 128 x 192 on the ping-pong core

@@ -6,12 +6,12 @@
 //
 // Bytes, of 16-bit elements:
 // - X: 2 R d, gathered once for each column tile. L2 can serve every column tile after the first.
-// - W1: 2 E d h, read once if L2 serves the row tiles of an expert after the first.
+// - W1: 2 E d h, read once if L2 serves all row tiles of each expert except its first.
 // - H: 2 R h written; nothing for inference.
 // - A: 2 R n written.
 //
-// Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh). It is the largest tile that leaves shared
-// memory for staging, the buffers through which finished tiles are stored.
+// Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh). A larger tile would leave no room
+// in shared memory for staging, the buffers through which finished tiles are stored.
 //
 // Warps 8 and 9 gather rows of X with cp.async into the ring of shared memory that feeds wgmma. They write
 // zeros for pad rows and for columns past d. Warps 10 and 11
