@@ -37,9 +37,9 @@ typedef struct moe_plan_shared {
     uint32_t totals; /* uint32 [4] */
     uint32_t rows;   /* uint32 [experts]: number of rows of the expert */
     uint32_t before; /* uint32 [experts]: number of its rows in earlier segments */
-    uint32_t place; /* int32 [experts][2]: of the segment's first pair with this expert: its padded row minus
-                     * its place in `sorted`, and this place */
-    uint32_t local; /* uint32 [experts]: number of pairs of the segment with this expert */
+    uint32_t place;  /* int32 [experts][2]: of the segment's first pair with this expert: its padded row minus
+                      * its place in `sorted`, and this place */
+    uint32_t local;  /* uint32 [experts]: number of pairs of the segment with this expert */
     uint32_t token_first;  /* uint32 [segment + 1]: number of pairs of the earlier tokens of the segment */
     uint32_t sorted;       /* uint32 [segment * topk][2]: expert << 16 | token and the weight, by expert, then
                               token */
