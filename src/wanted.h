@@ -1,5 +1,5 @@
-/* Which parts of a backward are needed. A gradient whose pointer is NULL is not wanted, and what only it
- * needs is not computed. */
+/* Which parts of a backward are needed. A gradient whose pointer is NULL is not wanted. Intermediate results
+ * that only such gradients need are not computed. */
 #ifndef SMOE_WANTED_H
 #define SMOE_WANTED_H
 

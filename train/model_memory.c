@@ -1,4 +1,5 @@
-/* See model.h: makes a model. Everything on the device is in one allocation; `place` counts its size first.
+/* See model.h: makes a model. All its device memory is one allocation. `place` runs twice: the first run
+ * computes the size.
  */
 #include "train/arena.h"
 #include "train/cpu/cpu.h"
@@ -48,7 +49,7 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
     layer->moe.saved = arena_take(a, m->moe.saved_bytes);
 }
 
-/* Which parts of the layers share their memory follows from what passes keep. */
+/* Which buffers the layers share depends on what the passes keep. */
 static bool shares_norms(const model *m)
 {
     return m->use != MODEL_TRAIN || m->recompute != RECOMPUTE_NONE;
@@ -59,7 +60,7 @@ static bool shares_rest(const model *m)
     return m->use != MODEL_TRAIN || m->recompute == RECOMPUTE_LAYERS;
 }
 
-/* What every layer has for itself. */
+/* The buffers that every layer has for itself. */
 static void place_layers(model *m, arena *a, int64_t rows)
 {
     const model_config *c = &m->config;
@@ -76,7 +77,7 @@ static void place_layers(model *m, arena *a, int64_t rows)
     for (int64_t l = 0; l < c->layers && !shares_rest(m); l++) place_rest(m, a, &m->layers[l], l, rows);
 }
 
-/* What the layers use one after the other. */
+/* The buffers that the layers use one after the other. */
 static void place_shared(model *m, arena *a, int64_t rows)
 {
     size_t start = a->used, most = start;
@@ -89,7 +90,7 @@ static void place_shared(model *m, arena *a, int64_t rows)
     a->used = most;
 }
 
-/* Gradients on their way through one layer, but for the experts'. */
+/* The gradients inside one layer, without those of the experts. */
 static void place_scratch(model *m, arena *a, int64_t rows)
 {
     const model_config *c = &m->config;
@@ -113,8 +114,8 @@ static void place_head(model *m, arena *a, int64_t rows)
         m->head_grads = arena_floats(a, c->vocab * c->hidden);
 }
 
-/* One place for what is never needed at the same time: the head works between forward and backward, and
- * inside a layer the experts' scratch is free before and after their passes. */
+/* Gives the same memory to buffers that are never needed at the same time. The head runs between forward and
+ * backward, and the experts' scratch is free before and after the experts run. */
 static void place_in_turns(model *m, arena *a, int64_t rows)
 {
     size_t start = a->used;
@@ -128,7 +129,7 @@ static void place_in_turns(model *m, arena *a, int64_t rows)
     a->used = a->most;
 }
 
-/* What was handed out since *start, which moves on. */
+/* The bytes placed since *start; sets *start to the current position. */
 static size_t since(size_t *start, const arena *a)
 {
     size_t bytes = a->used - *start;
@@ -155,7 +156,7 @@ static size_t place(model *m, arena *a)
     m->scalars = arena_take(a, SCALARS * sizeof *m->scalars);
     m->rope = arena_floats(a, c->context * (d / c->heads));
     if (m->use == MODEL_TRAIN) {
-        m->dx = m->hidden; // which the head was the last to read
+        m->dx = m->hidden; // the head is the last to read hidden
         m->dh = arena_values(a, dv->type, rows * d);
     }
     m->bytes.rest = since(&start, a);
@@ -176,7 +177,7 @@ static bool fill_rope(model *m, error *err)
     return true;
 }
 
-/* Whatever a pass of the usual shape allocates is allocated now. */
+/* Allocates now whatever else a pass of the usual shape needs. */
 static bool prepare(model *m, error *err)
 {
     train_device *dv = m->device;
@@ -216,7 +217,7 @@ static bool allocate(model *m, error *err)
     return fill_rope(m, err) && prepare(m, err);
 }
 
-/* The limits of this device's kernels. */
+/* Checks the limits of this device's kernels. */
 static bool check_device(const model *m, error *err)
 {
     const train_device *dv = m->device;
@@ -236,7 +237,7 @@ static bool check_device(const model *m, error *err)
     return true;
 }
 
-/* All but the memory. */
+/* Makes a model except for its memory. */
 static bool describe(model *m, train_device *device, const model_config *config, const model_options *options,
                      error *err)
 {
@@ -247,7 +248,7 @@ static bool describe(model *m, train_device *device, const model_config *config,
                  .use = options->use,
                  .recompute = options->recompute};
     if (options->routing) m->routing = *options->routing;
-    // The mean over the passes: each adds its part.
+    // The auxiliary losses are means over the passes, so each pass adds its share.
     m->routing.balance_coefficient /= (float)m->parts;
     m->routing.z_coefficient /= (float)m->parts;
     const model_config *c = &m->config;

@@ -10,29 +10,29 @@ typedef struct optimizer {
     adamw_arrays arrays;
     adamw_step *step; // on the device
     void *memory;     // on the device
-    void *recording;  // a step as the device noted it; NULL: not yet, or it cannot
+    void *recording;  // a recorded step; NULL: none yet, or the device cannot record
     int64_t steps;    // enqueued so far
 } optimizer;
 
-/* What a step found. */
+/* The results of a step. */
 typedef struct step_result {
     double loss, norm; // nats; the gradient's norm before clipping
 } step_result;
 
-/* Bytes on the device of such a model's optimiser. */
+/* Bytes that the optimiser of such a model takes on the device. */
 size_t optimizer_bytes(model *model);
 
-/* Moments of zero. `model` was made for training and outlives o. */
+/* Makes an optimiser whose moments are zero. `model` must have been made for training and must outlive o. */
 bool optimizer_create(optimizer *o, model *model, error *err);
 void optimizer_destroy(optimizer *o); // a zeroed one is fine
 
-/* First weights, drawn where the device can. */
+/* Sets the first, random weights. They are drawn on the device if it can draw. */
 void optimizer_draw(optimizer *o, uint64_t seed);
 
 /* optimizer_stage prepares a batch of model->parts times model->sequences whole sequences, while the device
  * may still be busy with the step before. optimizer_step enqueues forward, backward and the update for the
- * batch that was prepared last, and returns while the device works; optimizer_finish waits. With a loss or
- * norm that is not finite the weights are worthless. */
+ * batch that was prepared last, and returns while the device works; optimizer_finish waits. After a loss or
+ * norm that is not finite, the weights are not usable. */
 void optimizer_stage(optimizer *o, const model_batch *batch);
 bool optimizer_step(optimizer *o, const adamw_step *step, error *err);
 bool optimizer_finish(optimizer *o, step_result *result, error *err);

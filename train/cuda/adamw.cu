@@ -37,7 +37,7 @@ __global__ void prepare(constants *to, const adamw_step *step, const double *nor
     *to = c;
 }
 
-// G: gradients, S: moments. Weights are read from `master` where there is one.
+// G is the type of the gradients, S that of the moments. Weights are read from `master` if there is one.
 template <typename G, typename S, bool MASTER>
 __global__ void __launch_bounds__(ADAMW_THREADS)
     adamw(bf16 *weights, float *master, const G *grads, S *first, S *second, int64_t matrices, int64_t total,
