@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""smoe beside SonicMoE, ScatterMoE, MoMoE, torch's grouped_mm, Transformers' experts and the cuBLAS bound, on the same
-tensors, in turns. docs/peers.md says how it measures and how to read the tables.
+"""Compares smoe with SonicMoE, ScatterMoE, MoMoE, torch's grouped_mm, Transformers' experts and cuBLAS's batched GEMMs, on the
+same tensors, in turns. docs/peers.md says how it measures and how to read the tables.
 
     bench/peers.py                                        # the paper's layers: experts on given routing
     bench/peers.py --part layer --peers sonicmoe          # with the router
@@ -8,11 +8,11 @@ tensors, in turns. docs/peers.md says how it measures and how to read the tables
     bench/peers.py --suite small                          # 1 to 4096 tokens
     bench/peers.py --e2e 1.4B                             # whole training steps
     bench/peers.py --show --markdown --plot ratios.png    # from the records, nothing is measured
-    bench/peers.py --device cpu --suite tiny --dtype f32  # the logic alone, without a GPU
+    bench/peers.py --device cpu --suite tiny --dtype f32  # tests the program without a GPU
 
-Records are appended to docs/results/peers.jsonl after each layer. What has a record of this commit and device is not
-measured again.
-Exit status: 0 done, or time was up; 2 wrong arguments; 3 nothing could be measured.
+After each layer records are appended to docs/results/peers.jsonl. A measurement is skipped if it has a record of this
+commit and device.
+Exit status: 0 all was measured, or time was up; 2 wrong arguments; 3 nothing could be measured.
 """
 
 import argparse
@@ -64,36 +64,36 @@ def parser():
     add = group.add_argument
     add("--suite", default="", help="suites of docs/shapes.csv, `small`, `tiny` or `all`, comma-separated (paper)")
     add("--shape", default="", help="layers by name, comma-separated")
-    add("--thiek", action="append", default=[], metavar="T,d,n,E,K", help="a layer of these sizes")
-    add("--part", type=words(PARTS), default=["experts"], help="experts (given routing), layer (with the router)")
-    add("--routing", type=words(ROUTINGS), default=["random"], help="of part experts: random, uniform, skewed")
-    add("--peers", type=words(PEERS), help="comma-separated; smoe is always measured")
-    add("--e2e", choices=MODELS, help="instead: whole training steps of this model")
+    add("--thiek", action="append", default=[], metavar="T,d,n,E,K", help="measure a layer of these sizes")
+    add("--part", type=words(PARTS), default=["experts"], help="experts (on given routing) or layer (with the router)")
+    add("--routing", type=words(ROUTINGS), default=["random"], help="routing of part experts: random, uniform or skewed")
+    add("--peers", type=words(PEERS), help="implementations to compare with, comma-separated")
+    add("--e2e", choices=MODELS, help="measure whole training steps of this model instead")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
     add("--seed", type=int, default=0)
-    add("--inference", action="store_true", help="also the forward alone without gradients, eager and as a CUDA graph")
+    add("--inference", action="store_true", help="also measure the forward without gradients, eager and as a CUDA graph")
     add("--no-new-t", dest="new_t", action="store_false", help="do not time the first call with another T")
     group = made.add_argument_group("how")
     add = group.add_argument
-    add("--tunings", type=int, default=1, help="processes, each with a tuning of its own; a peer's best counts (1)")
+    add("--tunings", type=int, default=1, help="number of processes that tune anew; each peer's best tuning counts (1)")
     add("--python", type=interpreter, action="append", default=[], metavar="PEER=INTERPRETER",
         help="the Python that has this peer's packages; peers of one interpreter share a process")  # fmt: skip
-    add("--shape-seconds", type=float, default=6.0, help="rounds of a layer, or steps of a model, for so long (6)")
-    add("--least-rounds", type=int, default=4, help="and at least so many rounds (4)")
+    add("--shape-seconds", type=float, default=6.0, help="seconds of rounds of a layer, or of steps of a model (6)")
+    add("--least-rounds", type=int, default=4, help="least number of rounds (4)")
     add("--settle", type=float, default=0.03, help="seconds that a job runs untimed in its turn (0.03)")
     add("--timed", type=float, default=0.06, help="seconds that it is then timed (0.06)")
-    add("--seconds", type=float, default=float("inf"), help="stop between two layers when so much time has passed")
+    add("--seconds", type=float, default=float("inf"), help="stop between two layers after this many seconds")
     group = made.add_argument_group("records and output")
     add = group.add_argument
     add("--records", default=str(ROOT / "docs/results/peers.jsonl"), help="the file of records")
-    add("--again", action="store_true", help="measure what has a record too, and replace it")
-    add("--commit", help="the commit that the records name (the last one that changed the library or the package)")
-    add("--show", action="store_true", help="measure nothing")
-    add("--markdown", action="store_true", help="tables in Markdown")
-    add("--csv", action="store_true", help="the records as CSV")
-    add("--plot", metavar="FILE.png", help="bars of the ratios; needs matplotlib")
-    add("--docs", metavar="FILE.md", help="measure nothing; renew the tables between the marks in this file")
+    add("--again", action="store_true", help="also measure what has a record, and replace the record")
+    add("--commit", help="commit to write into records (the last one that changed the library or the package)")
+    add("--show", action="store_true", help="measure nothing; show the tables of the records")
+    add("--markdown", action="store_true", help="print the tables in Markdown")
+    add("--csv", action="store_true", help="print the records as CSV")
+    add("--plot", metavar="FILE.png", help="draw the ratios as bars; needs matplotlib")
+    add("--docs", metavar="FILE.md", help="measure nothing; write the tables of the records between the marks in this file")
     return made
 
 

@@ -1,9 +1,9 @@
-/* Microseconds of the kernels that make dlogits from dS, each figure from a CUDA graph of 20 launches, the
- * median of 30 replays. Random routing; dS rotates over four sets. Columns: sparse dlogits (softmax over the
- * kept) with what dWr and the combine of dX read; the same with dlogits for the caller in f32; dense dlogits
- * (softmax over all experts).
+/* Times the kernels that make dlogits from dS, in microseconds. A figure is the median of 30 replays of a
+ * CUDA graph of 20 launches, divided by 20. Routing is random; the launches take turns on four sets of dS.
+ * Columns: sparse dlogits (softmax over the kept logits), with the results that dWr and the combine of dX
+ * read; the same, and dlogits for the caller in f32; dense dlogits (softmax over all experts).
  *
- * What is computed is checked by check_layer_backward.c. */
+ * check_layer_backward.c checks the results of these kernels. */
 #include "bench/link_time.h"
 #include "cuda/host/launch_backward.h"
 #include "problem.h"

@@ -1,11 +1,11 @@
-/* What a call costs the host: microseconds of smoe_layer_forward and smoe_layer_backward on a layer so small
- * that the GPU is never what is waited for, whole and by stage.
+/* Measures the host time of smoe_layer_forward and smoe_layer_backward in microseconds, as a whole and by
+ * stage. The layer is so small that the host never waits for the GPU.
  *
  *   time_host [T,d,n,E,K]      default 64,256,64,8,2, bf16, from given top-K and from logits
  *
- * A batch is CALLS calls with no synchronisation between them, then one that is not timed; the figure is the
- * least over BATCHES batches. The stages' figures are from calls with an on_stage callback, which reads a
- * clock. */
+ * A batch is CALLS calls without synchronisation between them; the synchronisation after them is not timed.
+ * The figure is the least over BATCHES batches. The figures of stages are from calls with an on_stage
+ * callback, which reads a clock. */
 #define _GNU_SOURCE
 #include "tests/cuda/gpu.h"
 

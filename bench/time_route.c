@@ -1,7 +1,8 @@
-/* Microseconds of routing on the device, each figure from a CUDA graph of 20 links, the median of 30 replays;
- * logits rotate over 256 MB, so that they come from device memory. From logits what is printed is cumulative:
- * top-K, then with what else route does, rounding, and the plan after it, which is the whole. From given
- * top-K: the whole plan, and its second kernel alone. Last in a line: the target, if there is one. */
+/* Times routing on the device, in microseconds. A figure is the median of 30 replays of a CUDA graph of 20
+ * links (calls), divided by 20. The calls take turns on 256 MB of logits, so that these are read from device
+ * memory. For layers from logits the figures are cumulative: top-K; also the rest of route; also rounding;
+ * also the plan, which is the whole. For given top-K: the whole plan, and its second kernel alone. The last
+ * figure of a line is the target, if there is one. */
 #include "bench/link_time.h"
 #include "cuda/host/plan_size.h"
 #include "cuda/host/routing.h"
@@ -23,7 +24,7 @@ typedef struct route_timing {
 typedef cudaError_t (*link_function)(const route_timing *t, const smoe_forward_args *args,
                                      cudaStream_t stream);
 
-/* What is timed: `enqueue` on one set of logits after the other. */
+/* The timed work: `enqueue`, on one set of logits after the other. */
 typedef struct route_links {
     const route_timing *t;
     link_function enqueue;
@@ -70,11 +71,11 @@ static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *arg
 static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     moe_cuda_routing r = moe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
-    r.keys = NULL, r.mask = NULL, r.segment_counts = NULL; /* nothing for who comes next */
+    r.keys = NULL, r.mask = NULL, r.segment_counts = NULL; /* no results for later kernels */
     return moe_cuda_topk(&r, stream);
 }
 
-/* From given top-K: what route left in the plan's arrays. */
+/* From given top-K: the ids and weights that route has written to the plan's arrays. */
 static cudaError_t given_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     (void)args;
@@ -161,7 +162,7 @@ static void end_line(double target)
     fflush(stdout);
 }
 
-/* target: microseconds of the whole; with rounding of what it adds to top-K. 0: none. */
+/* target: microseconds of the whole; with rounding, of the time that it adds to top-K. 0: none. */
 static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, smoe_score score,
                        smoe_rounding rounding, double target)
 {

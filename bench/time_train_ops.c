@@ -1,11 +1,11 @@
-/* What one training step of the paper's 1.4B model costs by operation (18 layers, d 768, 12 heads, T 40960 of
- * sequences of 4096, vocabulary 50304): milliseconds of a call, calls a step, milliseconds a step, and GB/s
- * of the bytes that must move or TFLOP/s, then the sum. Each figure is the mean of a run of calls on one
- * stream.
+/* Times the operations of one training step of the paper's 1.4B model: 18 layers, d 768, 12 heads, T 40960 in
+ * sequences of 4096, vocabulary 50304. For each operation it prints milliseconds a call, calls a step,
+ * milliseconds a step, and GB/s of compulsory bytes or TFLOP/s; at the end the sum. Each figure is the mean
+ * of many calls on one stream.
  *
  *     cuda_time_train_ops [cuda | cuda-plain] [fastest]
  *
- * The experts are `smoe bench`'s: 18 layers of its forward and backward are missing from the sum. */
+ * `smoe bench` times the experts. So the sum lacks forward and backward of the experts of 18 layers. */
 #include "train/device.h"
 #include "train/model.h"
 

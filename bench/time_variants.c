@@ -1,10 +1,12 @@
-/* Which of several builds of the library is faster? All of them in one process, on the same inputs, in turn:
+/* Measures which of several builds of the library is faster. All run in one process, on the same inputs, in
+ * turns:
  *
  *   time_variants ROUNDS uniform|random T,d,n,E,K LIBRARY...     libsmoe.so of each; "self" is this program's
  *
- * For every pass two times: after 20 ms of idling, before the card's power limit has set in, where 0.1 % can
- * be told apart; and sustained, what users get, where it takes 1 %. Differences are to the first library, the
- * mean over the rounds with its standard error. `bits`: do all results equal the first library's? */
+ * Every pass is timed in two ways. After 20 ms of idling the GPU is not yet at its power limit, and
+ * differences of 0.1 % can be detected. In sustained runs, as users have them, only differences of 1 % can.
+ * Differences are relative to the first library: the mean over the rounds, with its standard error. `bits`:
+ * do all results equal the first library's? */
 #define _GNU_SOURCE
 #include "bench/link_time.h"
 #include "tests/cuda/gpu.h"
@@ -136,7 +138,7 @@ static gpu_buffer normal(int64_t count, float scale, uint64_t seed)
     return made;
 }
 
-/* K distinct experts a token: in turn, so that all experts have the same, or drawn. */
+/* K distinct experts for each token: in turn, so that all experts have equal counts, or drawn at random. */
 static gpu_buffer route(const smoe_layer *l, int drawn)
 {
     const int64_t T = l->tokens, E = l->experts, K = l->topk;
@@ -294,8 +296,9 @@ static double time_sustained(const problem *p, const variant *v, int pass)
     return time_launches(p, v->pass[pass], LAUNCHES, 0);
 }
 
-/* Every round begins with another variant, and every second one goes the other way round. All rounds of one
- * way come before those of the other, or none would see the card idle, nor at its power limit. */
+/* Every round begins with another variant, and every second round has the reverse order. All rounds after
+ * idling come before all sustained rounds. Otherwise the GPU would neither be idle in the first kind nor at
+ * its power limit in the second. */
 static void time_all(const problem *p, variant *variants, int count, int rounds)
 {
     for (int way = 0; way < WAYS; way++)

@@ -1,4 +1,5 @@
-/* `smoe info`: what this build is and can do; for a problem, what it costs in FLOPs and bytes. Host only. */
+/* `smoe info`: shows version and backends of this build; for a problem, its FLOPs and bytes. Runs on the host
+ * only. */
 #include "build_info.h"
 #include "cli/common/cli.h"
 #include "cli/common/costs.h"
@@ -37,15 +38,15 @@ static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The memory that training a model needs:", 3},
     {"model", KEY_MODEL, "PATH", 0, "config.json or a checkpoint's folder", 3},
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
-    {"micro-batches", KEY_PARTS, "M", 0, "Parts that they are passed in, as train's (default 1)", 3},
-    {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as train's", 3},
-    {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as train's (default 1, 0: any)", 3},
-    {"chunks", KEY_CHUNKS, "C", 0, "Column chunks of the experts, as train's (default 1)", 3},
-    {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as train's", 3},
+    {"micro-batches", KEY_PARTS, "M", 0, "Number of parts of a batch, as for train (default 1)", 3},
+    {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as for train", 3},
+    {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as for train (default 1; 0: any)", 3},
+    {"chunks", KEY_CHUNKS, "C", 0, "Column chunks of the experts, as for train (default 1)", 3},
+    {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as for train", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 2},
-    {"device", KEY_DEVICE, "NAME", 0, "Whose scratch to ask for: cpu (default) or cuda", 2},
+    {"device", KEY_DEVICE, "NAME", 0, "Backend whose scratch sizes are shown: cpu (default) or cuda", 2},
     {0}};
 
 static void parse_model(int key, const char *text, struct argp_state *state)
@@ -79,7 +80,7 @@ static void parse_model(int key, const char *text, struct argp_state *state)
     default:
         while (at < RECOMPUTE_NAMES && strcmp(text, model_recompute_names[at]) != 0) at++;
         if (at == RECOMPUTE_NAMES)
-            argp_error(state, "--recompute: '%s' is none of none, norms, norms-qk, layers", text);
+            argp_error(state, "--recompute: '%s' is not one of none, norms, norms-qk, layers", text);
         wanted->recompute = (model_recompute)at;
     }
 }
@@ -114,10 +115,9 @@ static const struct argp info_argp = {
     .parser = parse,
     .children = children,
     .doc =
-        "What this build is, and which backends it has; with --thiek or --suite: the FLOPs, bytes and "
-        "tile waste "
-        "of a layer, beside the bytes that caching as ScatterMoE does would keep; with --model: the bytes of "
-        "training it."};
+        "Shows the version of this build and its backends. With --thiek or --suite: the FLOPs, bytes and "
+        "tile waste of a layer, and the bytes that ScatterMoE would keep for the backward. With --model: the "
+        "memory that training the model needs."};
 
 static const table_column build_columns[] = {
     {"version", COLUMN_TEXT, 0, false, NULL},

@@ -1,4 +1,4 @@
-/* The `smoe` program: finds the subcommand and hands over. */
+/* The `smoe` program: finds the subcommand and calls it. */
 #include "cli/common/cli.h"
 #include "common/error.h"
 #include "smoe.h"
@@ -15,16 +15,16 @@ typedef struct command {
     const char *name;
     int (*run)(int argc, char **argv);
     const char *does;
-    bool sleeps; // its threads wait for one another asleep (sleep_while_waiting)
+    bool sleeps; // its threads sleep while they wait for one another (sleep_while_waiting)
 } command;
 
 static const command commands[] = {
     {"train", smoe_cli_train, "train a language model on text files", true},
     {"generate", smoe_cli_generate, "sample text from a checkpoint", true},
-    {"eval", smoe_cli_eval, "loss and bits per byte of a checkpoint on files", true},
-    {"bench", smoe_cli_bench, "times and memory of a layer, stage by stage", false},
-    {"verify", smoe_cli_verify, "the library against fp64 on this machine", false},
-    {"info", smoe_cli_info, "version, backends; what a layer costs", false},
+    {"eval", smoe_cli_eval, "compute loss and bits per byte of a checkpoint on files", true},
+    {"bench", smoe_cli_bench, "measure time and memory of a layer, stage by stage", false},
+    {"verify", smoe_cli_verify, "compare the library with an fp64 oracle on this machine", false},
+    {"info", smoe_cli_info, "show version and backends; compute FLOPs and memory of a layer or model", false},
 };
 
 static void print_help(FILE *to)
@@ -33,14 +33,15 @@ static void print_help(FILE *to)
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
         fprintf(to, "  %-10s %s\n", commands[i].name, commands[i].does);
     fprintf(to, "\n`smoe COMMAND --help` lists a command's options; `smoe --version` prints the version.\n"
-                "Exit status: 0 ok, 1 a check failed, 2 usage, 3 run-time failure; 130 and 143: train was\n"
-                "interrupted by INT or TERM and saved a checkpoint.\n");
+                "Exit status: 0 success, 1 a check failed, 2 wrong arguments, 3 run-time failure; 130 and "
+                "143: train\n"
+                "was interrupted by INT or TERM and saved a checkpoint.\n");
 }
 
-/* OpenMP's threads spin for milliseconds at every barrier. On a machine that does other work too, they take
- * the time of the very thread they wait for: training was 5 to 10 times slower for it. libgomp reads the
- * length of the spin before main, so the program sets it and starts itself again; where that fails it goes on
- * as it is. */
+/* OpenMP's threads spin for milliseconds at every barrier. On a machine with other work they take processor
+ * time from the thread that they wait for, and training was 5 to 10 times slower. libgomp reads the length of
+ * the spin before main. So the program sets it in the environment and starts itself again. If this fails, the
+ * program continues without it. */
 static void sleep_while_waiting(char **argv)
 {
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
@@ -51,8 +52,9 @@ static void sleep_while_waiting(char **argv)
     execv(program, argv);
 }
 
-/* Last at every exit: a success whose output did not arrive (--help and --version on a full disk, argp's exit
- * included) is a run-time failure. Who failed has said why. */
+/* Runs last at every exit, also at argp's for --help and --version. If the command succeeded but its output
+ * could not be written (a full disk), the exit status is that of a run-time failure. A command that failed
+ * has already said why. */
 static void check_output(int status, void *unused)
 {
     (void)unused;
@@ -67,7 +69,7 @@ static void check_output(int status, void *unused)
 int main(int argc, char **argv)
 {
     on_exit(check_output, NULL);
-    openblas_set_num_threads(1); // OpenMP's threads are ours; each calls BLAS for itself
+    openblas_set_num_threads(1); // the program's threads are OpenMP's; each calls BLAS by itself
     const char *name = argc > 1 ? argv[1] : "";
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++) {
         if (strcmp(name, commands[i].name) != 0) continue;

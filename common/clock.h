@@ -1,5 +1,5 @@
-/* The monotonic clock in seconds, to the nanosecond: omp_get_wtime counts only microseconds under LLVM's
- * OpenMP, and the smallest GEMMs of `smoe bench` take less than one. */
+/* The monotonic clock in seconds, with a resolution of a nanosecond. Under LLVM's OpenMP omp_get_wtime has
+ * only microseconds, and the smallest GEMMs of `smoe bench` take less than one. */
 #ifndef TRAIN_CLOCK_H
 #define TRAIN_CLOCK_H
 

@@ -11,12 +11,12 @@ typedef struct check_options {
     uint64_t seed;
 } check_options;
 
-/* Told of every tensor in turn. exact: the error is a number of elements, infinity for another shape. */
+/* Called for every tensor. exact: the error is a number of elements, or infinity if the shape differs. */
 typedef void check_report(void *user, tensor_id id, const verdict *judged);
 
-/* Inputs are drawn again, up to 40 times, while f32 may decide some routing otherwise than fp64, or while
- * sums cancel so far that rounding at the stores alone reaches the cap. The last draw is used in any case.
- * RUN_OK: the tensors were reported. Otherwise text says why not. */
+/* Inputs are drawn again, up to 40 times, as long as f32 and fp64 may decide the routing differently, or sums
+ * cancel so much that rounding to the storage type alone reaches the limit. The last draw is used in any
+ * case. RUN_OK: the tensors were reported. Otherwise text says why not. */
 run_outcome check_layer(const device *on, smoe_context *context, const smoe_layer *layer,
                         const oracle_draw *draw, const check_options *options, check_report *report,
                         void *user, char text[RUN_TEXT]);

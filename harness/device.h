@@ -25,8 +25,8 @@ typedef struct device {
     void (*describe)(char *text, size_t size, int threads); /* "NVIDIA H200"; the CPU with its threads */
     bool (*open_stream)(void **stream); /* in order with the operations above; the cpu's is NULL */
     void (*close_stream)(void *stream);
-    void *(*open_traffic)(void); /* copies beside all other work; NULL: there are none here, or no memory */
-    bool (*drive_traffic)(void *traffic); /* about a millisecond of them gets under way */
+    void *(*open_traffic)(void);          /* copies beside other work; NULL: not supported, or no memory */
+    bool (*drive_traffic)(void *traffic); /* enqueues about a millisecond of copies */
     void (*close_traffic)(void *traffic); /* waits for them; NULL is fine */
 } device;
 

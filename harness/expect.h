@@ -4,9 +4,10 @@
 
 #include "harness/run.h"
 
-/* The logits the library used stand in got, and are taken for every decision; `logits` itself is computed
- * from Wr where that is given. want is pure fp64, stored the same with every stored tensor rounded. Returns
- * how many decisions f32 might rightly take otherwise: above 0 draw again. Free both. want may be NULL. */
+/* All decisions are made with the logits that the library used, which are in got. The expected tensor
+ * `logits` is computed from Wr if Wr is given. `want` is computed in fp64; `stored` is the same with every
+ * stored tensor rounded. Returns the number of decisions that f32 might take differently and still rightly.
+ * If it is above 0, draw other inputs. The caller frees both. want may be NULL. */
 int64_t expect_tensors(const device *on, const smoe_layer *layer, const oracle_drawn *drawn,
                        const run_options *options, const tensors *got, tensors *want, tensors *stored);
 

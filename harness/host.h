@@ -5,7 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The kernel's estimate within the limit of the control group; UINT64_MAX when nobody says. */
+/* The kernel's estimate of available memory, within the limit of the control group; UINT64_MAX if neither is
+ * known. */
 uint64_t host_available_bytes(void);
 
 /* "AMD EPYC 9V74, 2 threads" */

@@ -74,9 +74,9 @@ typedef struct run_options {
     bool forward_only;  // for inference
     bool less_router;   // dlogits and drouter_bias are not asked for
     int backwards;      // backward calls on one forward, at least 1; with `accumulate` their gradients add up
-    void *traffic;      // device.h: copies get under way right before every pass; or NULL
-    int64_t repeats;    // of both passes after the first time, with the same buffers, outputs poisoned anew
-    int64_t *differing; // (TENSORS), added to: elements of each tensor whose bits a repeat had otherwise
+    void *traffic;      // device.h: copies are enqueued right before every pass; or NULL
+    int64_t repeats;    // how often both passes run again, with the same buffers and outputs poisoned anew
+    int64_t *differing; // (TENSORS), added to: elements of each tensor with other bits in a repeat
 } run_options;
 
 /* Which slots these inputs and options need. */

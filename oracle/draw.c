@@ -18,7 +18,7 @@ static double *draw_values(oracle_random *random, int64_t count, double scale, i
     return values;
 }
 
-/* The weight of a row: normal, or 1 or 2, whatever the other integers are like. */
+/* The weight of a row: normally distributed, or with integers 1 or 2. */
 static double *draw_weights(oracle_random *random, int64_t count, int integers)
 {
     double *weights = draw_values(random, count, 1.0, 0, SMOE_TYPE_F32);
@@ -26,7 +26,8 @@ static double *draw_weights(oracle_random *random, int64_t count, int integers)
     return weights;
 }
 
-/* The expert of each token under COUNTS: the experts in turn, as long as they want more. */
+/* The expert of each token under COUNTS. The tokens are dealt to the experts in turn, and an expert that has
+ * its count is passed over. */
 static void deal(const smoe_layer *layer, const int64_t *counts, int64_t *expert_of)
 {
     int64_t *left = oracle_alloc((size_t)layer->experts, sizeof *left);
@@ -42,7 +43,7 @@ static void deal(const smoe_layer *layer, const int64_t *counts, int64_t *expert
     free(left);
 }
 
-/* Moves logits (T, E) so that plain top-K does what the routing says. */
+/* Changes logits (T, E) so that plain top-K gives the wanted routing. */
 static void shape_logits(const smoe_layer *layer, const oracle_draw *draw, double *logits)
 {
     const int64_t experts = layer->experts;
@@ -62,8 +63,8 @@ static void shape_logits(const smoe_layer *layer, const oracle_draw *draw, doubl
     free(expert_of);
 }
 
-/* K distinct ids of every token; broken: the first of every third token is -1, E or past 32 bits, the last of
- * every fifth repeats its first. */
+/* K distinct ids for every token. If broken, the first id of every third token is -1, E or past 32 bits, and
+ * the last id of every fifth token repeats its first. */
 static int64_t *draw_ids(const smoe_layer *layer, const oracle_draw *draw, oracle_random *random)
 {
     const int64_t topk = layer->topk, experts = layer->experts, tokens = layer->tokens;
@@ -101,7 +102,7 @@ static int compare_integers(const void *left, const void *right)
     return (a > b) - (a < b);
 }
 
-/* offsets (E+1); random ones leave a few of the T rows unused. */
+/* offsets (E+1). Random offsets leave a few of the T rows unused. */
 static int64_t *draw_offsets(const smoe_layer *layer, const oracle_draw *draw, oracle_random *random)
 {
     const int64_t experts = layer->experts, used = layer->tokens - layer->tokens / 16;

@@ -4,11 +4,11 @@
 
 #include "oracle/oracle.h"
 
-/* Whom the tokens go to. */
+/* How the tokens are distributed over the experts. */
 typedef enum oracle_routing {
     ORACLE_RANDOM = 0,    /* normal logits; distinct random ids; random offsets */
     ORACLE_ONE_TAKES_ALL, /* expert 0 is every token's first choice */
-    ORACLE_HALF_EMPTY,    /* odd experts get nothing, where K allows it */
+    ORACLE_HALF_EMPTY,    /* odd experts get no tokens, if K allows it */
     ORACLE_TIES,          /* all logits equal */
     ORACLE_COUNTS         /* K = 1 or rows: expert e gets counts[e] tokens, dealt out in turn */
 } oracle_routing;
@@ -19,14 +19,14 @@ typedef struct oracle_draw {
     bool router;           /* Wr and its product instead of given logits */
     bool router_bias, selection_bias, b1, b2;
     bool row_weights; /* FROM_ROWS: weights other than one */
-    bool broken_ids;  /* FROM_TOPK: ids out of range and repeated ones among the good */
-    int integers; /* small integers, on which f32 and bf16 arithmetic is exact: one value in this many is -1,
-                     0 or 1, the others are 0. 0: normal numbers */
+    bool broken_ids;  /* FROM_TOPK: some ids are out of range or repeated */
+    int integers;     /* 0: normally distributed numbers. Otherwise small integers, for which f32 and bf16
+                       * arithmetic is exact: one value in this many is -1, 0 or 1, the others are 0 */
     double balance_coefficient, z_coefficient;
     uint64_t step;
 } oracle_draw;
 
-/* Owns what its input points to, as doubles that may be changed before they are used. */
+/* Owns the arrays of its input. They are doubles, and may be changed before they are used. */
 typedef struct oracle_drawn {
     oracle_input input;
     double *x, *router_weight, *router_bias, *logits, *selection_bias, *topk_weights, *row_weights;

@@ -1,4 +1,4 @@
-/* The backward of a layer: row by row dS, dH and the experts' gradients, then the router's. */
+/* The backward of a layer: dS, dH and the experts' gradients row by row, then the router's gradients. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
 
@@ -24,7 +24,7 @@ static double kept_da(const smoe_layer *layer, const oracle_input *input, double
     return ldexp(nearbyint(ldexp(fraction, 11)), exponent - 11);
 }
 
-/* One row: da (n) is dA' = dO W2, unweighted; dh (w) comes out. */
+/* One row. da (n) is dA' = dO W2, before the row weight; dh (w) is the result. */
 typedef struct row_gradients {
     double *da, *dh, *weighted_a;
 } row_gradients;
@@ -87,7 +87,7 @@ static void add_dx(const smoe_layer *layer, const oracle_input *input, const ora
     }
 }
 
-/* dWr = dlogits^T X, dX += dlogits Wr; dbr = sum dlogits, not rounded inside */
+/* dWr = dlogits^T X, dX += dlogits Wr; dbr = sum of dlogits that are not rounded to 16 bits */
 static void router_gradients(const smoe_layer *layer, const oracle_input *input, oracle_backward *b)
 {
     const int64_t hidden = layer->hidden, experts = layer->experts;
@@ -108,7 +108,7 @@ static void router_gradients(const smoe_layer *layer, const oracle_input *input,
     }
 }
 
-/* dS where the caller's own weights came in. */
+/* dS as the gradient of the weights that the caller gave. */
 static void weight_gradients(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,
                              oracle_backward *b)
 {
@@ -127,7 +127,8 @@ static void weight_gradients(const smoe_layer *layer, const oracle_input *input,
     }
 }
 
-/* Weight gradients that are to be accumulated are rounded by who adds them to the old ones, not before. */
+/* A weight gradient that will be accumulated is not rounded here. Whoever adds it to the old gradient rounds
+ * the sum. */
 static void round_gradients(const smoe_layer *layer, oracle_backward *b)
 {
     const int64_t experts = layer->experts, hidden = layer->hidden, width = oracle_h_width(layer);

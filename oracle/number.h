@@ -1,5 +1,5 @@
-/* Storage types on the host, written apart from the library: conversion through exact arithmetic on doubles,
- * and seeded random numbers. */
+/* Storage types on the host, written independently of the library: conversion through exact arithmetic on
+ * doubles, and seeded random numbers. */
 #ifndef ORACLE_NUMBER_H
 #define ORACLE_NUMBER_H
 
@@ -8,7 +8,8 @@
 /* Bytes of an element. */
 size_t oracle_type_bytes(smoe_type type);
 
-/* x rounded to a type's nearest value, ties to even; NaN and infinities stay. Integers: x itself. */
+/* x rounded to the nearest value of a type, ties to even; NaN and infinities are unchanged. For integer
+ * types: x itself. */
 double oracle_round_to(double x, smoe_type type);
 
 /* to[i] = from[i] rounded to the type and stored; from[i] = the value stored. */
@@ -25,7 +26,8 @@ double oracle_random_uniform(oracle_random *random);                            
 double oracle_random_normal(oracle_random *random);                              /* N(0, 1) */
 int64_t oracle_random_integer(oracle_random *random, int64_t low, int64_t high); /* low..high */
 
-/* Memory of a reference: zeroed; ends the program with a message when memory is out. Free with free(). */
+/* Zeroed memory for the oracle's tensors. If there is none, the program ends with a message. Free with
+ * free(). */
 void *oracle_alloc(size_t count, size_t bytes);
 
 #endif

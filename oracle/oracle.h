@@ -3,16 +3,17 @@
  *
  * Inputs are doubles that the caller has rounded to their storage types. With `round_stores` every tensor
  * that an implementation keeps in memory (logits, weights, H, A, Y, O, A', dH, dX~ and the gradients) is
- * rounded to its storage type: the difference to the same call without it is the error that storage alone
- * causes. The cuda backend keeps two more in 16 bits, which `round_inside` adds: dA' with 11 significant
- * bits, and dlogits on their way to dWr and dX.
+ * rounded to its storage type. The difference to the same call without it is the error that storage alone
+ * causes. The cuda backend keeps two more tensors in 16 bits: dA' with 11 significant bits, and the dlogits
+ * from which dWr and dX are computed. `round_inside` rounds these too.
  *
- * `undecided` counts the decisions that f32 may rightly take otherwise than fp64: two scores that differ by
- * less than a few units in the last place, where their order matters. If it is not 0, draw other inputs.
+ * `undecided` counts the decisions that may differ between f32 and fp64 although both are right: two scores
+ * differ by less than a few units in the last place, and their order matters. If it is not 0, draw other
+ * inputs.
  *
- * The stages go in order, each on what the last one left, so that a caller may compare or replace the
- * results between them: oracle_logits, oracle_route, oracle_round, oracle_plan, oracle_experts;
- * oracle_forward does them all. Free with oracle_forward_free, oracle_backward_free. */
+ * The stages run in order, each on the results of the one before: oracle_logits, oracle_route, oracle_round,
+ * oracle_plan, oracle_experts. Between them a caller may compare or replace the results. oracle_forward runs
+ * all of them. Free with oracle_forward_free, oracle_backward_free. */
 #ifndef ORACLE_ORACLE_H
 #define ORACLE_ORACLE_H
 
@@ -24,7 +25,7 @@ typedef struct oracle_input {
     const double *x;              /* (T, d) */
     const double *router_weight;  /* (E, d), or NULL: then logits are given */
     const double *router_bias;    /* (E) or NULL */
-    const double *logits;         /* (T, E); overrides router_weight when both are there */
+    const double *logits;         /* (T, E); used instead of router_weight if both are given */
     const double *selection_bias; /* (E) or NULL */
     uint64_t step;
     const int64_t *topk_ids;    /* (T, K): FROM_TOPK */
@@ -35,30 +36,30 @@ typedef struct oracle_input {
     const double *w2, *b2;      /* (E, d, n); (E, d) or NULL */
     const double *dout;         /* (T, d); this and what follows: the backward */
     double balance_coefficient, z_coefficient;
-    bool round_stores, round_inside; // the second counts with the first, and not for F32
+    bool round_stores, round_inside; // the second needs the first, and has no effect for F32
 } oracle_input;
 
 enum { ORACLE_OUT = 0, ORACLE_KEPT = 1, ORACLE_ADDED = 2 };
 
 typedef struct oracle_forward {
     /* route */
-    double *logits;       /* (T, E); NULL but for FROM_LOGITS, as all of route */
+    double *logits;       /* (T, E); this and the other results of route: NULL unless FROM_LOGITS */
     double *probability;  /* (T, E) softmax over all E; NaN logits have 0 */
     double *score;        /* (T, E) what ranks a token inside an expert, before it is rounded to its key */
     int64_t *topk_ids;    /* (T, K) */
     double *topk_weights; /* (T, K) */
     int64_t *topk_counts; /* (E) */
     double losses[2];
-    /* round; for all entries but FROM_ROWS */
+    /* round; for all entries except FROM_ROWS */
     unsigned char *pair; /* (T, E) ORACLE_OUT, _KEPT or _ADDED */
-    double *pair_weight; /* (T, E) s of the pair, 0 for none */
+    double *pair_weight; /* (T, E) s of the pair, 0 if it is not routed */
     /* plan */
     int64_t rows;                    /* R */
     int64_t *counts, *offsets;       /* (E), (E+1) */
     int64_t *block_offsets;          /* (E+1) in blocks of 64 rows */
     int64_t *order;                  /* (E) */
     int64_t *row_token, *row_expert; /* (R) */
-    int64_t *row_padded;             /* (R) where the row stands when every expert is padded to 64 */
+    int64_t *row_padded;             /* (R) padded index of the row */
     double *row_weight;              /* (R) */
     int64_t *token_offsets;          /* (T+1) */
     int64_t *token_rows;             /* (R) padded rows of each token, ascending */
@@ -102,16 +103,16 @@ void oracle_experts(const smoe_layer *layer, const oracle_input *input, oracle_f
 bool oracle_gated(smoe_activation activation);
 int64_t oracle_h_width(const smoe_layer *layer); /* w */
 
-/* a = act(g, u); without a gate g is h and u is ignored. The gradients of a times da. */
+/* a = act(g, u); without a gate g is h and u is ignored. Also the gradients of a, times da. */
 double oracle_activate(smoe_activation activation, double g, double u);
 void oracle_activate_backward(smoe_activation activation, double g, double u, double da, double *dg,
                               double *du);
 
-/* Row of W1[e] of the gate (part 0) or up (part 1) of feature j; without a gate part is 0. */
+/* The row of W1[e] that gives the gate (part 0) or up (part 1) of feature j. Without a gate part is 0. */
 int64_t oracle_w1_row(const smoe_layer *layer, int part, int64_t j);
 
-/* lo or hi: how many tokens an expert with c tokens under plain top-K gets. For NR_S: added and dropped are
- * S(hi) - S(c) and S(c) - S(lo); for BALANCE_F: the residual r before this expert. */
+/* How many tokens an expert with c tokens under plain top-K gets: lo or hi. NR_S reads `added` and `dropped`,
+ * which are S(hi) - S(c) and S(c) - S(lo). BALANCE_F reads the residual r before this expert. */
 typedef struct oracle_round_facts {
     uint64_t step, expert;
     double added, dropped;

@@ -1,11 +1,11 @@
-/* The plan: rows sorted by expert, tokens ascending, where they are among the padded rows, and the map from
- * tokens to rows. */
+/* The plan: rows sorted by expert with tokens ascending, their padded indices, and the map from tokens to
+ * rows. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
 
 static const int64_t row_block = 64; /* every expert's rows are padded to a multiple of this */
 
-/* counts (E): from the pairs, or from the given offsets. */
+/* counts (E), from the pairs or from the given offsets. */
 static void count_rows(const smoe_layer *layer, const oracle_input *input, oracle_forward *f)
 {
     for (int64_t e = 0; e < layer->experts; e++) {

@@ -1,4 +1,4 @@
-/* Token rounding: how many tokens each expert gets under the six rules, and which. */
+/* Token rounding: how many tokens each expert gets under the six rules, and which tokens. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
 
@@ -46,8 +46,8 @@ int64_t oracle_round_count(const smoe_layer *layer, int64_t c, const oracle_roun
 
 /* ---- Which ---- */
 
-/* One token as a candidate of one expert. The library sees its score as a key; least and most are what the
- * key may be when the score's own f32 arithmetic is a little off. */
+/* One token as a candidate of one expert. The library turns its score into a key. `least` and `most` are the
+ * limits between which the key may be, because f32 arithmetic computes the score with a small error. */
 typedef struct candidate {
     int64_t token;
     bool selected;
@@ -80,7 +80,7 @@ static int compare_candidates(const void *left, const void *right)
     return a->token < b->token ? -1 : 1;
 }
 
-/* Could `a`, which is taken, and `b`, which is not, change places in f32? */
+/* Could f32 arithmetic take `b` instead of `a`, where `a` is taken here and `b` is not? */
 static bool may_swap(const candidate *a, const candidate *b)
 {
     if (a->selected != b->selected || a->score == b->score || isnan(a->score) || isnan(b->score))
@@ -98,7 +98,7 @@ static int64_t count_unclear(const candidate *ranked, int64_t taken, int64_t tok
     return unclear;
 }
 
-/* The sum of the scores ranked from..to-1 in fixed point, 2^32 per unit. */
+/* The sum of the scores with ranks from..to-1, in fixed point: times 2^32. */
 static double fixed_sum(const candidate *ranked, int64_t from, int64_t to)
 {
     double sum = 0.0;
@@ -135,8 +135,8 @@ static double added_weight(const smoe_layer *layer, const oracle_forward *forwar
     return raw * (double)layer->route_scale;
 }
 
-/* The pairs of plain top-K: of the router's own choice, or of the one that was given, where ids out of range
- * are skipped and the first of a token's repeated ids counts. */
+/* The pairs of plain top-K, from the router or from the caller's ids. Of the caller's ids those out of range
+ * are skipped, and only the first of a token's repeated ids counts. */
 static void keep_topk(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward)
 {
     const bool given = layer->entry == SMOE_ENTRY_FROM_TOPK;

@@ -28,7 +28,7 @@ void oracle_logits(const smoe_layer *layer, const oracle_input *input, oracle_fo
     }
 }
 
-/* Does score a rank before score b? NaN ranks last, below -inf. */
+/* Does score a rank before score b? NaN ranks last, after -inf. */
 static bool ranks_before(double a, double b)
 {
     return !isnan(a) && (isnan(b) || a > b);
@@ -49,7 +49,7 @@ static double softmax(const double *logits, int64_t experts, double *p)
     return max + log(sum);
 }
 
-/* Marks the experts that may be chosen: those of the groups_kept best groups. */
+/* Marks the experts that may be selected: those of the groups_kept best groups. */
 static void allow_groups(const smoe_layer *layer, const double *selection, unsigned char *allowed,
                          int64_t *undecided)
 {
@@ -84,7 +84,7 @@ static void allow_groups(const smoe_layer *layer, const double *selection, unsig
     free(sums);
 }
 
-/* ids (K): the best of the allowed, by falling selection score, ties to the lower expert. */
+/* ids (K): the best of the allowed experts, by descending selection score; ties go to the lower expert. */
 static void choose(const smoe_layer *layer, const double *selection, unsigned char *allowed, int64_t *ids)
 {
     for (int64_t k = 0; k < layer->topk; k++) {
@@ -96,7 +96,8 @@ static void choose(const smoe_layer *layer, const double *selection, unsigned ch
     }
 }
 
-/* Logits are compared as they are; sums of a sigmoid and a bias are rounded by f32. */
+/* Logits are compared without arithmetic, so they need no tolerance. The sum of a sigmoid and a bias is
+ * rounded in f32. */
 static int64_t count_close(const smoe_layer *layer, const double *selection, const unsigned char *left,
                            const int64_t *ids)
 {
@@ -115,7 +116,7 @@ static int64_t count_close(const smoe_layer *layer, const double *selection, con
     return undecided;
 }
 
-/* w (K) of the chosen ids; raw (E) is p or sigma. */
+/* w (K) of the selected ids; raw (E) is p or sigma. */
 static void weigh(const smoe_layer *layer, const double *logits, const double *raw, const int64_t *ids,
                   double *weights)
 {

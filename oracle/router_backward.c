@@ -1,12 +1,13 @@
-/* dlogits from dS through the score function, and from the losses. One token at a time: ds (E) is dL/dw of
- * each pair, 0 where there is none. */
+/* dlogits from dS through the score function, and from the losses, one token at a time. ds (E) is dL/dw of
+ * each pair, 0 if there is no pair. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-/* dl += J^T dp of a softmax p over `count` logits, those of ids, or all when ids is NULL; dp by position. */
+/* dl += J^T dp of a softmax p over `count` logits: the logits of ids, or all if ids is NULL. dp (count) is in
+ * the same order. */
 static void through_softmax(const double *p, const double *dp, const int64_t *ids, int64_t count, double *dl)
 {
     double mean = 0.0;
@@ -14,7 +15,8 @@ static void through_softmax(const double *p, const double *dp, const int64_t *id
     for (int64_t i = 0; i < count; i++) dl[ids ? ids[i] : i] += p[i] * (dp[i] - mean);
 }
 
-/* The weights of kept pairs: softmax (or normalised sigmoids) over the K ids of plain top-K. */
+/* Gradient through the weights of kept pairs: a softmax (or normalised sigmoids) over the K ids of plain
+ * top-K. */
 static void through_normalised(const smoe_layer *layer, const double *logits, const double *ds,
                                const int64_t *ids, double *dl)
 {
@@ -36,7 +38,7 @@ static void through_normalised(const smoe_layer *layer, const double *logits, co
     for (int64_t k = 0; k < topk; k++) dl[ids[k]] += (dw[k] - mean) / sum * raw[k] * (1.0 - raw[k]);
 }
 
-/* The weights of pairs that are p or sigma itself, times route_scale. */
+/* Gradient through the weights of pairs that are p or sigma itself, times route_scale. */
 static void through_plain(const smoe_layer *layer, const double *logits, const double *p, const double *ds,
                           double *dp, double *dl)
 {
@@ -74,8 +76,8 @@ void oracle_router_backward(const smoe_layer *layer, const oracle_input *input, 
     const int64_t experts = layer->experts;
     const bool normalised = layer->renormalize || layer->score == SMOE_SCORE_TOPK_SOFTMAX;
     const size_t pairs = (size_t)(layer->tokens * experts);
-    double *kept = oracle_alloc(pairs, sizeof *kept);   /* (T, E) dL/dw of kept pairs */
-    double *plain = oracle_alloc(pairs, sizeof *plain); /* of those whose weight is p or sigma itself */
+    double *kept = oracle_alloc(pairs, sizeof *kept);   /* (T, E) dL/dw of normalised weights */
+    double *plain = oracle_alloc(pairs, sizeof *plain); /* (T, E) dL/dw of weights that are p or sigma */
     double *dp = oracle_alloc((size_t)experts, sizeof *dp);
     for (int64_t r = 0; r < f->rows; r++) {
         const int64_t pair = f->row_token[r] * experts + f->row_expert[r];

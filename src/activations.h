@@ -8,8 +8,8 @@
  *   shape       plain     a = f(h), no gate
  *               gated     a = f(g) u
  *               limited   a = f(min(g, 7)) (clamp(u, -7, 7) + 1)
- *   curve       f. The CPU backend defines it, with its slope, in src/cpu/activation.c, the CUDA backend in
- *               src/cuda/common/activation.cuh; a missing one does not compile.
+ * curve       f. The CPU backend defines it and its derivative in src/cpu/activation.c, the CUDA backend in
+ * src/cuda/common/activation.cuh. If one is missing, the code does not compile.
  *
  * The oracle takes nothing from here: its switches name every enumerator again. */
 #ifndef MOE_ACTIVATIONS_H
@@ -34,12 +34,12 @@ enum { MOE_HALVES_plain = 1, MOE_HALVES_gated = 2, MOE_HALVES_limited = 2 };
 enum { MOE_ACTIVATION_COUNT = 0 MOE_ACTIVATIONS(MOE_COUNT_ACTIVATION) };
 #undef MOE_COUNT_ACTIVATION
 
-/* An enumerator of smoe.h that the list lacks is an error in every file that includes this. */
+/* If the list lacks an enumerator of smoe.h, every file that includes this header fails to compile. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic error "-Wswitch"
 
-/* 2 for an activation with a gate: H has gate and up columns, W1 their rows; 1 without. 0: not a listed
- * value.
+/* 2 for an activation with a gate, because H then has gate and up columns and W1 their rows; 1 without a
+ * gate; 0 if the value is not in the list.
  */
 static inline int moe_activation_halves(smoe_activation activation)
 {

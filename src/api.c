@@ -109,7 +109,8 @@ static smoe_status check_scratch(smoe_context *context, const char *function, co
                             forward);
 }
 
-/* The plan, in saved, or for inference in scratch. Of these two buffers only this one is checked here. */
+/* Finds the plan: in saved, or for inference in scratch. Only the buffer that holds the plan is checked
+ * here. */
 static smoe_status find_plan(smoe_context *context, const char *function, forward_call *call)
 {
     const int inference = call->problem.layer.inference;
@@ -122,7 +123,7 @@ static smoe_status find_plan(smoe_context *context, const char *function, forwar
     return status;
 }
 
-/* Everything a forward stage does before the backend's function runs. */
+/* Everything that a forward stage does before it calls the backend's function. */
 static smoe_status begin_forward(smoe_context *context, const char *function, const smoe_layer *layer,
                                  const smoe_forward_args *args, int reads, forward_call *call)
 {
@@ -268,8 +269,8 @@ smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *
 
 /* ---- Backward ---- */
 
-/* An input is required when a wanted gradient is computed from it. Fields that smoe.h marks unused are
- * ignored. `router`: a gradient of the router's part is wanted. */
+/* An input is required if a wanted gradient is computed from it. Fields that smoe.h marks unused are ignored.
+ * `router` says that a gradient of the router is wanted. */
 static smoe_status check_backward_pointers(smoe_context *context, const char *function,
                                            const smoe_layer *layer, const smoe_backward_args *a, int router)
 {

@@ -12,11 +12,11 @@ typedef struct moe_backend_table {
     smoe_status (*create)(smoe_context *context, const smoe_context_options *options);
     void (*destroy)(smoe_context *context);
     smoe_status (*supports)(smoe_context *context, const moe_problem *problem);
-    /* Scratch of forward and backward; for inference the forward's starts with the plan
+    /* Sizes of the scratch of forward and backward. For inference the forward's scratch starts with the plan
      * (problem->plan_bytes). */
     void (*scratch)(const smoe_context *context, const moe_problem *problem, uint64_t *forward,
                     uint64_t *backward);
-    /* Before the stages of a call: can the calling thread run them? */
+    /* Called before the stages of a call. Can the calling thread run them? */
     smoe_status (*begin)(smoe_context *context);
     /* The stages. `plan` points into saved or scratch, `scratch` past the plan. */
     smoe_status (*route)(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
@@ -28,8 +28,8 @@ typedef struct moe_backend_table {
     smoe_status (*experts_forward)(smoe_context *context, const moe_problem *problem,
                                    const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                                    void *stream);
-    /* with_router: dlogits, the router's gradients or its term of dx are wanted too. Gradients that are NULL
-     * are not wanted: wanted.h. */
+    /* with_router: dlogits, the router's gradients or its term of dx are wanted too. A gradient whose pointer
+     * is NULL is not wanted; see wanted.h. */
     smoe_status (*backward)(smoe_context *context, const moe_problem *problem, const smoe_backward_args *args,
                             const moe_plan_arrays *plan, int with_router, void *stream);
     smoe_status (*update_selection_bias)(smoe_context *context, const moe_problem *problem,

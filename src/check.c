@@ -5,7 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* No struct of smoe.h comes near this size. A larger struct_size is uninitialised memory. */
+/* Every struct of smoe.h is far smaller than this. A larger struct_size must come from uninitialised
+ * memory. */
 enum { LARGEST_STRUCT = 4096 };
 
 /* The size of the caller's struct; 0 when it cannot be right. */
@@ -143,7 +144,7 @@ const char *moe_entry_name(smoe_entry entry)
     return name_of(entries, COUNT(entries), (int)entry);
 }
 
-/* A field, the enumerators of its type, and which of them are allowed: bit i for the i-th. */
+/* A field, the enumerators of its type, and which of them are allowed: bit i stands for the i-th. */
 typedef struct choice_check {
     const char *name;
     int value;
@@ -200,7 +201,8 @@ static smoe_status check_enums(smoe_context *context, const char *function, cons
     return SMOE_OK;
 }
 
-/* Groups: a sigmoid router's, equal, of at least two experts, and the kept ones must hold K experts. */
+/* Expert groups need a sigmoid router. All groups have the same number of experts, at least two, and the kept
+ * groups must have at least K experts together. */
 static smoe_status check_groups(smoe_context *context, const char *function, const smoe_layer *l)
 {
     const range_check ranges[] = {{"groups", l->groups, 1, l->experts},
@@ -244,7 +246,7 @@ static smoe_status check_router(smoe_context *context, const char *function, con
     return check_groups(context, function, l);
 }
 
-/* Row numbers are int32 in the plan, byte counts 64 bits everywhere. */
+/* Row numbers must fit the plan's int32, and byte counts must fit 64 bits. */
 static smoe_status check_rows(smoe_context *context, const char *function, const smoe_layer *l)
 {
     moe_problem problem;

@@ -1,5 +1,5 @@
-/* Every check of what a caller hands in; each error text names the function, the argument, the value
- * and the limit. */
+/* The checks of a caller's arguments. Each error text names the function, the argument, the value and the
+ * limit. */
 #ifndef SMOE_CHECK_H
 #define SMOE_CHECK_H
 
@@ -10,19 +10,19 @@
 smoe_status moe_check_struct(smoe_context *context, const char *function, const char *name, const char *init,
                              const void *caller, size_t size);
 
-/* Copies a struct over the defaults in *to: the bytes that its struct_size covers, none when that is
- * impossible. */
+/* Copies a struct over the defaults in *to. Only the bytes that its struct_size covers are copied, and none
+ * if struct_size is impossible. */
 void moe_take_struct(void *to, size_t size, const void *from);
 
-/* The other direction: writes the part of a caller's struct that its struct_size covers. struct_size itself
- * stays as it is. */
+/* The reverse: writes the part of a caller's struct that its struct_size covers. struct_size itself is not
+ * changed. */
 void moe_give_struct(void *to, const void *from, size_t size);
 
 /* The name of an enumerator, for error texts; NULL if smoe.h has no such value. */
 const char *moe_type_name(smoe_type type);
 const char *moe_entry_name(smoe_entry entry);
 
-/* One pointer argument. */
+/* Checks one pointer argument. */
 typedef struct moe_pointer_check {
     const char *name;
     const void *pointer;

@@ -14,8 +14,9 @@ int64_t moe_type_bytes(smoe_type type)
     return 0;
 }
 
-/* The most rows that a rounding rule can add to T K: per expert less than half a tile (NR_F), less than a
- * tile (SR_F, NR_S, UP), or half a tile in all (BALANCE_F, whose running total stays within M/2). */
+/* The most rows that a rounding rule can add to T K. NR_F adds less than half a tile to each expert. SR_F,
+ * NR_S and UP add less than a tile to each. BALANCE_F adds at most half a tile to all experts together,
+ * because its running residual stays within M/2. */
 static int64_t rows_added_at_most(const smoe_layer *layer)
 {
     const int64_t tile = layer->tile, experts = layer->experts;
@@ -43,7 +44,8 @@ static int64_t rows_at_most(const smoe_layer *layer)
     return rows;
 }
 
-/* One part of the plan: where its pointer goes, and its elements (4 bytes each) unpadded and as laid out. */
+/* One part of the plan: where its pointer is stored, and its number of elements (4 bytes each) without
+ * padding and as laid out. */
 typedef struct plan_part {
     void **pointer;
     int64_t elements;

@@ -1,5 +1,5 @@
-/* A checked layer description with everything that follows from it: row bounds, element sizes and the layout
- * of `saved`. Built on the host at every call; both backends read it. */
+/* A checked layer description and everything that follows from it: row bounds, element sizes and the layout
+ * of `saved`. It is built on the host at every call, and both backends read it. */
 #ifndef SMOE_PROBLEM_H
 #define SMOE_PROBLEM_H
 
@@ -11,7 +11,7 @@ extern "C" {
 
 enum {
     SMOE_BLOCK_ROWS = 64,   /* of a block: every expert's rows are padded to a multiple of this */
-    SMOE_BUFFER_ALIGN = 64, /* of saved and scratch: what the allocators of PyTorch and XLA give at least */
+    SMOE_BUFFER_ALIGN = 64, /* of saved and scratch: the allocators of PyTorch and XLA give at least this */
     SMOE_PART_ALIGN = 256,  /* of every part inside them, counted from their first byte */
     SMOE_TENSOR_ALIGN = 16, /* of every tensor the caller gives */
     SMOE_MAX_EXPERTS = 4096,

@@ -1,6 +1,6 @@
-/* The arithmetic behind every routing decision, for host (C11) and device (CUDA), so that both backends
- * decide alike, bit for bit: ordered keys, one exp polynomial, fixed-point sums whose order does not matter,
- * Philox4x32-10, the rounding rules.
+/* The arithmetic of every routing decision, for the host (C11) and the device (CUDA). Both backends use it,
+ * so their decisions are the same, bit for bit. It consists of ordered keys, one exp polynomial, fixed-point
+ * sums whose order does not matter, Philox4x32-10, and the rounding rules.
  *
  * Float operations go through moe_add, moe_mul and moe_div, which round once each and are never contracted
  * to a fused multiply-add: by intrinsics on the device, by -ffp-contract=off on the host. */
@@ -59,7 +59,8 @@ SMOE_HOST_DEVICE float moe_float_of(uint32_t bits)
     return x;
 }
 
-/* condition ? a : b by masks. From the usual form compilers make branches, and such loops do not vectorise.
+/* condition ? a : b by masks. Compilers turn the usual form into branches, and loops with branches are not
+ * vectorised.
  */
 SMOE_HOST_DEVICE float moe_select(int condition, float a, float b)
 {
@@ -74,8 +75,8 @@ SMOE_HOST_DEVICE int moe_is_nan(float x)
 
 /* ---- Keys ---- */
 
-/* x as an unsigned integer of the same order. NaN is 0 and so ranks below -inf; both zeros are the same
- * value. */
+/* x as an unsigned integer of the same order. NaN becomes 0 and so ranks below -inf. 0 and -0 have the same
+ * key. */
 SMOE_HOST_DEVICE uint32_t moe_rank_key(float x)
 {
     const uint32_t given = moe_bits_of(x), bits = given == 0x80000000u ? 0u : given;
@@ -103,9 +104,9 @@ SMOE_HOST_DEVICE float moe_round_to_bf16(float x)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic error "-Wswitch"
 
-/* The key that ranks a token inside an expert. With bf16 logits the score is rounded to bf16 first:
- * the key's low 16 bits are then the same for all scores of one sign (0 for positive ones), and its
- * high 16 bits suffice. The lowest key, 0, for a type that logits do not have. */
+/* The key that ranks a token inside an expert. With bf16 logits the score is rounded to bf16 first. The low
+ * 16 bits of the key are then the same for all scores of one sign (0 for positive scores), so the high 16
+ * bits suffice. For a type that logits cannot have, the result is the lowest key, 0. */
 SMOE_HOST_DEVICE uint32_t moe_score_key(float score, smoe_type logits_type)
 {
     switch (logits_type) {
@@ -160,7 +161,7 @@ SMOE_HOST_DEVICE int moe_weights_are_divided(const smoe_layer *layer)
  * so that i times it is exact; exp(r) = 1 + r + r^2 q(r), q of degree 4 through the Chebyshev nodes. */
 SMOE_HOST_DEVICE float moe_exp(float d)
 {
-    const float shift = 12582912.0f; /* 1.5 2^23: adding it rounds to an integer in the low bits */
+    const float shift = 12582912.0f; /* 1.5 2^23: adding it leaves the nearest integer in the low bits */
     const float shifted = moe_add(moe_mul(d, 1.44269504f), shift);
     const float i = moe_add(shifted, -shift);
     float r = moe_add(d, moe_mul(i, -0.693359375f));
@@ -263,7 +264,7 @@ SMOE_HOST_DEVICE uint32_t moe_round_draw(uint64_t seed, uint64_t step, int64_t e
     return x[0];
 }
 
-/* For each rule: does it take hi rather than lo? */
+/* One function for each rule: does it take hi rather than lo? */
 
 SMOE_HOST_DEVICE int moe_nr_f_picks_hi(int64_t c, int64_t lo, int64_t tile)
 {
@@ -285,8 +286,8 @@ SMOE_HOST_DEVICE int moe_balance_f_picks_hi(int64_t c, int64_t lo, int64_t tile,
     return 2 * (c + residual - lo) > tile;
 }
 
-/* A score as the signed fixed point of NR-s, from its key: 2^32 per unit, towards zero, held within +-2^16 so
- * that the sums (of fewer than 4096) fit; 0 for NaN. */
+/* A score in the signed fixed point of NR-s, from its key: the score times 2^32, rounded towards zero. It is
+ * limited to +-2^16, so that sums of fewer than 4096 scores fit. NaN becomes 0. */
 SMOE_HOST_DEVICE int64_t moe_score_fixed(uint32_t key)
 {
     const float score = moe_rank_value(key);

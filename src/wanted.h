@@ -1,5 +1,5 @@
-/* Which parts of a backward are needed. A gradient whose pointer is NULL is not wanted, and what only it
- * needs is not computed. */
+/* Which parts of a backward are needed. A gradient whose pointer is NULL is not wanted. Intermediate results
+ * that only such gradients need are not computed. */
 #ifndef SMOE_WANTED_H
 #define SMOE_WANTED_H
 
@@ -14,8 +14,8 @@ static inline int moe_wants_router(const smoe_backward_args *a)
     return a->dlogits || a->drouter_weight || a->drouter_bias || (a->dx && a->router_weight);
 }
 
-/* Are the nonzeros of every token's dlogits at its K rows only? So if its weights depend on the scores of the
- * kept experts alone, without rounding and without a loss. */
+/* Is dlogits sparse: nonzero only at the K experts of each token? This holds if the weights depend only on
+ * the logits of the kept experts, without rounding and without a loss. */
 static inline int moe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
 {
     return layer->rounding == SMOE_ROUNDING_NONE &&

@@ -148,7 +148,7 @@ static void test_errors(void **state)
     static const struct {
         const char *text, *message;
     } cases[] = {
-        {"tokens 5", "table: is no table of tokens: does not begin with 'smoe-bpe 1 '"},
+        {"tokens 5", "table: is not a table of tokens: does not begin with 'smoe-bpe 1 '"},
         {"smoe-bpe 1 255 0\n", "table: line 1: not 256..65536 tokens"},
         {"smoe-bpe 1 256\n", "table: line 1:"},
         {"smoe-bpe 1 300 40\n1 1 256\n", "table: line 1:"},

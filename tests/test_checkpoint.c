@@ -1,5 +1,5 @@
 /* What a checkpoint's weights may look like: one file or shards; no tensor that config.json does not explain;
- * with a tied head no other head beside the embedding. */
+ * with a tied head no other head than the embedding. */
 #define _DEFAULT_SOURCE
 #include "tests/folder.h"
 
@@ -122,7 +122,7 @@ static void test_one_file(void **state)
 {
     checkpoint c;
     write_checkpoint(&c, state, false);
-    assert_refused(&c, "latest: neither model.safetensors nor model.safetensors.index.json");
+    assert_refused(&c, "latest: has neither model.safetensors nor model.safetensors.index.json");
     put_tensors(&c, "model.safetensors", 0, c.count);
     assert_loads(&c);
     close_checkpoint(&c);

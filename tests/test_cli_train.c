@@ -77,15 +77,17 @@ static void test_bad_input(void **state)
         {"nothing", 2, "'nothing' is no command"},
         {"train", 2, "no FILE"},
         {"train --unknown text.txt", 2, "unrecognized option"},
-        {"train --steps 1.5 text.txt", 2, "--steps: '1.5' is no whole number"},
-        {"train --steps 0 text.txt", 2, "--steps: '0' is no number in 1.."},
-        {"train --steps 5 --seconds 1 text.txt", 2, "--seconds beside --steps: a run ends by one of them"},
-        {"train --minutes 1 --steps 5 text.txt", 2, "--steps beside --minutes: a run ends by one of them"},
-        {"train --seconds 9 --minutes 1 text.txt", 2, "--minutes beside --seconds"},
+        {"train --steps 1.5 text.txt", 2, "--steps: '1.5' is not a whole number"},
+        {"train --steps 0 text.txt", 2, "--steps: '0' is not a number in 1.."},
+        {"train --steps 5 --seconds 1 text.txt", 2,
+         "--seconds cannot be combined with --steps: a run ends by one of them"},
+        {"train --minutes 1 --steps 5 text.txt", 2,
+         "--steps cannot be combined with --minutes: a run ends by one of them"},
+        {"train --seconds 9 --minutes 1 text.txt", 2, "--minutes cannot be combined with --seconds"},
         {"train " TINY "--steps 900 --steps 2 --out last text.txt", 0, "done"},
-        {"train --lr nan text.txt", 2, "--lr: 'nan' is no number in 0..1000"},
-        {"train --tile 0 text.txt", 2, "--tile: '0' is no number in 1..4096"},
-        {"train --rounding nearest text.txt", 2, "'nearest' is none of none, nr-f"},
+        {"train --lr nan text.txt", 2, "--lr: 'nan' is not a number in 0..1000"},
+        {"train --tile 0 text.txt", 2, "--tile: '0' is not a number in 1..4096"},
+        {"train --rounding nearest text.txt", 2, "'nearest' is not one of none, nr-f"},
         {"train --experts 4 --topk 9 text.txt", 2, "num_experts_per_tok = 9 is more than num_experts = 4"},
         {"train --heads 2 --hidden 20 --steps 1 text.txt", 2, "hidden is 20, it must be a multiple of 8"},
         {"train " TINY "missing.txt", 3, "missing.txt: cannot read"},
@@ -93,7 +95,7 @@ static void test_bad_input(void **state)
         {"train " TINY "nothing", 3, "nothing: holds no file with data"},
         {"train " TINY "--out text.txt text.txt", 3, "text.txt: cannot make the folder"},
         {"train " TINY "--out /proc/run text.txt", 3, "/proc/run: cannot make the folder"},
-        {"train " TINY "--steps 2 --out run text.txt", 2, "is there already"},
+        {"train " TINY "--steps 2 --out run text.txt", 2, "exists already"},
         {"train " TINY "--hidden 32 --resume --steps 4 --out run text.txt", 2,
          "hidden_size is 16, wanted 32"},
         {"train " TINY "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --out wild text.txt", 3,
@@ -101,8 +103,8 @@ static void test_bad_input(void **state)
         {"train " TINY "--steps 2 --out full text.txt >/dev/full", 3, "could not be written"},
         {"generate stray", 2, "'stray' is not expected"},
         {"generate -c missing", 3, "missing: no checkpoint there"},
-        {"generate -c run -n 1.5", 2, "--tokens: '1.5' is no whole number"},
-        {"generate -c run --top-p 2", 2, "--top-p: '2' is no number in 1e-06..1"},
+        {"generate -c run -n 1.5", 2, "--tokens: '1.5' is not a whole number"},
+        {"generate -c run --top-p 2", 2, "--top-p: '2' is not a number in 1e-06..1"},
         {"generate -c run -n 0 >/dev/full", 3, "cannot write"},
         {"eval -c run", 2, "no FILE"},
         {"eval -c run missing.txt", 3, "missing.txt: cannot read"},
@@ -139,8 +141,9 @@ static void test_from(void **state)
     expect(state, "train --from run --context 8 --batch 2 -q --steps 2 --out next text.txt", 0, "done");
     expect(state, "train --resume --batch 2 -q --steps 3 --out next text.txt", 0, "resumed at step 2 of 3\n");
     expect(state, "train --from run --batch 2 -q --resume --steps 3 --out next text.txt", 2,
-           "--from beside --resume");
-    expect(state, "train --from run --layers 1 --steps 3 --out other text.txt", 2, "--from beside sizes");
+           "--from cannot be combined with --resume");
+    expect(state, "train --from run --layers 1 --steps 3 --out other text.txt", 2,
+           "--from cannot be combined with options of the model's sizes");
     expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
 }
 
@@ -241,7 +244,7 @@ static void test_dense_twin(void **state)
            "train " TINY "--resume --dense-twin --layers 2 --topk 3 --shared 8 --steps 3 --out twin text.txt",
            0, "done");
     expect(state, "train " TINY "--dense-layers 1 --dense-twin --steps 2 --out other text.txt", 2,
-           "--dense-twin beside --dense-layers");
+           "--dense-twin cannot be combined with --dense-layers");
 }
 
 /* The memory that `info --model` counts: of a known size the weights, of all its parts the total. */
@@ -398,7 +401,7 @@ static void test_tokenizer(void **state)
     expect(state, "train " TINY "--steps 2 --vocab 260 --tokenizer bpe.txt --out no text.txt", 2,
            "the tokenizer has 261 tokens, the model's vocabulary 260");
     expect(state, "train " TINY "--steps 2 --tokenizer text.txt --out no text.txt", 3,
-           "text.txt: is no table of tokens");
+           "text.txt: is not a table of tokens");
     expect(state, "train --resume -q --batch 2 --steps 64 --tokenizer other.txt --out run text.txt", 2,
            "run/latest was trained with another tokenizer than other.txt");
 

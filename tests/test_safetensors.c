@@ -196,7 +196,7 @@ static void test_write_errors(void **state)
         const char *reason;
     } cases[] = {
         {{{"a", TENSOR_F32, 1, {4}, x}, {"a", TENSOR_I8, 1, {4}, x}},
-         "tensor a: the name is reserved or there twice"},
+         "tensor a: the name is reserved or occurs twice"},
         {{{"a", TENSOR_F32, 1, {4}, x}, {"__metadata__", TENSOR_F32, 1, {4}, x}}, "reserved"},
         {{{"a", TENSOR_F32, 1, {4}, x}, {"\xff", TENSOR_F32, 1, {4}, x}}, "not UTF-8"},
         {{{"a", TENSOR_F32, 2, {1LL << 31, 1LL << 31}, x}, {"b", TENSOR_F32, 1, {4}, x}},
@@ -336,7 +336,7 @@ static void test_shard_errors(void **state)
     const tensor again = {"a", TENSOR_I8, 1, {1}, "x"};
     assert_true(safetensors_write(in_folder(path, state, "2.safetensors"), &again, 1, NULL, 0, &err));
     assert_false(safetensors_open(&file, in_folder(path, state, "model.safetensors.index.json"), &err));
-    assert_text(&err, "tensor a is there twice");
+    assert_text(&err, "tensor a occurs twice");
 }
 
 #define IN_FOLDER(test) cmocka_unit_test_setup_teardown(test, folder_setup, folder_teardown)

@@ -93,7 +93,7 @@ static void a_run_starts_from_a_checkpoint(void **state)
     assert_true(second.validation.loss == first.validation.loss);
     s.config.experts = 8;
     s.out = p->text;
-    train_fails(&s, ERROR_USAGE, "another shape");
+    train_fails(&s, ERROR_USAGE, "other sizes or settings");
 }
 
 static void log_goes_on_where_the_checkpoint_was(void **state)
@@ -312,7 +312,7 @@ static void bad_input_has_its_error(void **state)
     train_fails(&s, ERROR_USAGE, "resume");
     other.resume = true;
     other.config.hidden = 32;
-    train_fails(&other, ERROR_USAGE, "another shape");
+    train_fails(&other, ERROR_USAGE, "other sizes or settings");
     other.config.hidden = 16;
     other.seed = 2;
     train_fails(&other, ERROR_USAGE, "seed");

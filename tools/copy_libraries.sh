@@ -1,5 +1,5 @@
 #!/bin/sh
-# Copies the shared libraries that programs need, but libc's, C++'s and CUDA's, for a machine that lacks them.
+# Copies the shared libraries that programs need, except those of libc, C++ and CUDA, for a machine that lacks them.
 # Usage: tools/copy_libraries.sh DIR PROGRAM...     a PROGRAM that does not exist is left out. Exit status: 0, 2 usage, 3 not copied
 set -u
 [ $# -ge 2 ] || {

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs what is missing, builds for this machine, trains a small MoE language model on the Jargon File for DEMO_SECONDS
-# (default 150), shows the curve and a sample. Leaves train.jsonl, curve.png and the checkpoints in BUILD/demo/.
-# More arguments go to `smoe train`, as in: tools/demo.sh build --rounding nr-f
+# (default 150), and shows the curve and a sample. Leaves train.jsonl, curve.png and the checkpoints in BUILD/demo/.
+# Further arguments are passed to `smoe train`, as in: tools/demo.sh build --rounding nr-f
 set -eu
 cd "$(dirname "$0")/.."
 build=${1:-build}

@@ -1,24 +1,24 @@
 #!/bin/sh
-# The GPU programs on a machine that has a GPU and little else.
+# Packs the GPU programs and runs them on a machine that has a GPU but no compilers.
 #
 #   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check
 #                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward
 #                                   cuda_check_limits cuda_gradients cuda_time_route cuda_time_dlogits cuda_time_host)
 #                                   and the libraries they need, compressed, into DIR
-#   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each under its own time limit and all
-#                                   within BUDGET seconds (default 560); logs and records under $OUT (default
-#                                   DIR/out). Exit 0: all well, 1: a part failed or found something, 77: no GPU
+#   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each with its own time limit and all
+#                                   within BUDGET seconds (default 560). Logs and records go to $OUT (default
+#                                   DIR/out). Exit status: 0 all well, 1 a part failed or found an error, 77 no GPU
 #
-# Everything that issues ask for, in four calls of less than ten minutes each:
+# Everything that docs/gpu.md shows, in four calls of less than ten minutes each (run DIR correct and so on):
 #   correct    check check_route check_layer check_backward check_layer_backward check_limits gradients
 #              time_route time_dlogits verify memcheck synccheck
 #   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
-#              (paper_topk: back to dS, for a backward that has no router's)
-#   settled    the paper's forward with 50 ms of settling, and library and yardstick each at the clock that it
-#              settles at by itself
-#   alone      the paper's kernels by themselves, the combines beside copies of their sizes
-#   rest       token rounding over E, kernels by themselves at T = 512, the models' layers and what one GPU holds
-#              of them under expert parallelism, skewed routing
+#              (paper_topk: the backward ends with dS, without the router's backward)
+#   settled    the paper's forward with 50 ms of settling, and again with --settle 0.4, so that library and reference
+#              each run at the clock that they reach by themselves
+#   alone      each of the paper's kernels by itself; combine and dx compared with copies of as many bytes
+#   rest       token rounding by number of experts; each kernel by itself at T = 512; the models' layers; the layers
+#              that one GPU holds under expert parallelism; skewed routing
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
 # one), check_limits, gradients, verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route,

@@ -1,6 +1,6 @@
 #!/bin/bash
-# examples/train_fsdp2.py and finetune_transformers.py on a machine that has GPUs and PyTorch, but no network: step times by peer
-# and number of GPUs, and losses beside grouped_mm's.
+# Runs examples/train_fsdp2.py and finetune_transformers.py on a machine that has GPUs and PyTorch, but no network. Measures step
+# times by implementation and number of GPUs, and compares losses with grouped_mm's.
 #
 #   tools/gpu_fsdp2.sh pack BUILD DIR        on the build machine: libsmoe.so of BUILD, its libraries, python/, examples/ and
 #                                            a text into DIR
@@ -10,11 +10,11 @@
 #   two      2      350   7B model: smoe, SonicMoE, ScatterMoE on two GPUs, then on one; smoe without fully_shard
 #   many     all    540   7B model on 1, 2, 4, ... GPUs by peer: weak scaling (seconds on 8)
 #   losses   2      120   0.5B model on text, from the same weights: smoe and grouped_mm on one GPU, smoe on all GPUs
-#   finetune 1      180   OLMoE-1B-7B's shape, random weights: in full and LoRA, smoe beside grouped_mm; 4 layers on text
-# Needs there: torch; part finetune Transformers, and for LoRA peft. PEERS=FOLDER: where `gpu_peers.sh pack` left SonicMoE
+#   finetune 1      180   OLMoE-1B-7B's shape, random weights: in full and LoRA, smoe and grouped_mm; 4 layers on text
+# The GPU machine needs torch. Part finetune also needs Transformers, and peft for LoRA. PEERS=FOLDER: where `gpu_peers.sh pack` left SonicMoE
 # and ScatterMoE; without it smoe alone is measured. SITE: a folder or zip of more packages. STEPS (20): of a 7B run.
 # Logs and JSON lines come back as $OUT/logs.tar.gz (default DIR/out), the table as $OUT/table.md; scratch is $WORK (DIR/work).
-# Exit status: 0, 1 a run failed or losses differ, 2 usage, 3 nothing could be unpacked, 77 no GPU.
+# Exit status: 0 all well, 1 a run failed or losses differ, 2 wrong arguments, 3 nothing could be unpacked, 77 no GPU.
 # shellcheck source-path=SCRIPTDIR disable=SC2086 # options are words
 set -u
 . "$(dirname "$0")/gpu_common.sh"

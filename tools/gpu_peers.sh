@@ -1,18 +1,20 @@
 #!/bin/sh
-# bench/peers.py (docs/peers.md) on a machine that has a GPU and PyTorch, but no network.
+# Packs bench/peers.py (docs/peers.md) and runs it on a machine that has a GPU and PyTorch, but no network.
 #
 #   tools/gpu_peers.sh pack BUILD DIR [SITE]    on a machine with a network: libsmoe.so of BUILD, bench/, python/ and the
 #                                               peers' packages into DIR (about 55 MB). The packages are downloaded into the
-#                                               folder SITE; without SITE into a scratch folder. What SITE has already is
-#                                               taken as it is, and a DIR/site.tar.xz stays: remove it for other packages.
+#                                               folder SITE; without SITE into a scratch folder. Packages that are already in
+#                                               SITE are not downloaded again. An existing DIR/site.tar.xz is kept: remove it
+#                                               to pack other packages.
 #   DIR/gpu_peers.sh run DIR [ARGUMENTS]        on the GPU machine: bench/peers.py with ARGUMENTS; without them the paper's
-#                                               layers, experts, beside SonicMoE, ScatterMoE and cuBLAS
+#                                               layers, part experts, compared with SonicMoE, ScatterMoE and cuBLAS
 # pack needs pip, git and xz; PYTHON_VERSION is the GPU machine's Python (3.12). run needs torch and, for the picture, matplotlib.
 # run ends within BUDGET seconds (default 560); the default ARGUMENTS take 430 s. It leaves peers.jsonl,
-# tables.txt, log.txt, ratios.png and cache.tar.xz under $OUT (default DIR/out). Copied to DIR/cache.tar.xz, the last one saves
-# SonicMoE's compilation and tuning on the next machine. Scratch is $WORK (default DIR/work). A record of
+# tables.txt, log.txt, ratios.png and cache.tar.xz under $OUT (default DIR/out). If cache.tar.xz is copied to DIR, SonicMoE need
+# not compile and tune again on the next machine. Scratch is $WORK (default DIR/work). A record of
 # docs/results/peers.jsonl or of an earlier run in the same $WORK is not measured again.
-# Exit status: 0, 2 usage, 3 nothing could be unpacked or measured, 77 no GPU, 124 out of time (the tables of what is done are there).
+# Exit status: 0 all well, 2 wrong arguments, 3 nothing could be unpacked or measured, 77 no GPU, 124 out of time (what was measured is
+# in the tables).
 # shellcheck source-path=SCRIPTDIR
 set -u
 . "$(dirname "$0")/gpu_common.sh"

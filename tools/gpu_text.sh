@@ -1,23 +1,23 @@
 #!/bin/sh
-# docs/training.md, "Ten minutes on one H200" and "Token rounding", on a machine that has GPUs and little else: text_run.sh
-# and rounding_study.sh in calls of less than ten minutes.
+# Runs text_run.sh and rounding_study.sh (docs/training.md, "Ten minutes on one H200" and "Token rounding") on a machine that has
+# GPUs but no compilers, in calls of less than ten minutes.
 #
 #   tools/gpu_text.sh pack BUILD CORPUS DIR         on the build machine: the program smoe of BUILD and its libraries, the text
 #                                                   CORPUS/text (tools/corpus.sh) and the tokenizer of CORPUS/data
 #                                                   (tools/make_tokens.py) into DIR; about 60 MB with bzip3, which is used if
 #                                                   installed, else xz
-#   DIR/gpu_text.sh run DIR                         on the GPU machine: MoE on GPU 0, twin on GPU 1; again until both are
+#   DIR/gpu_text.sh run DIR                         on the GPU machine: MoE on GPU 0, twin on GPU 1; repeat it until both are
 #                                                   "finished" (two calls with the default BUDGET)
-#   DIR/gpu_text.sh study DIR [STUDY.tar.gz]        a piece of the rounding study on all GPUs; again until no run is left.
-#                                                   STUDY.tar.gz: what the piece before brought back from another machine.
+#   DIR/gpu_text.sh study DIR [STUDY.tar.gz]        a part of the rounding study on all GPUs; repeat it until no run is left.
+#                                                   STUDY.tar.gz: the results of earlier calls on another machine.
 #                                                   Runs in docs/results/rounding_study.jsonl of the pack count as done
 # A call takes at most BUDGET seconds (default 560). The first one unpacks the text and makes the tokens, which takes 30 to 50 s;
 # later ones find them in $WORK (default DIR/work). The variables of text_run.sh and rounding_study.sh (LR, GPUS,
-# STEPS, ...) hold here too; but training seconds of text_run.sh are TRAIN_SECONDS (600) here. NAME (out) is the folder of a text
+# STEPS, ...) hold here too, except that BUDGET of text_run.sh is called TRAIN_SECONDS (600) here. NAME (out) is the folder of a text
 # run, so that several learning rates can be tried. Needs on the GPU machine: Python with tokenizers and matplotlib.
 # Results under $OUT (default DIR/out): text_run.png, text_run_{moe,twin}.jsonl, {moe,twin}.txt (log, evaluation, samples);
 # study.tar.gz, rounding_study.{png,jsonl,md}.
-# Exit status: 0, 1 study: runs are left, 2 usage, 3 a run failed or nothing could be unpacked, 77 no GPU.
+# Exit status: 0 all well, 1 study: runs are left, 2 wrong arguments, 3 a run failed or nothing could be unpacked, 77 no GPU.
 # shellcheck source-path=SCRIPTDIR
 set -u
 . "$(dirname "$0")/gpu_common.sh"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The trainer on a machine that has a GPU and little else: checks it and times it.
+# Checks and times the trainer on a machine that has a GPU but no compilers.
 #
 #   tools/gpu_train.sh pack BUILD DIR      on the build machine: the programs that are built (targets smoe_cli
 #                                          cuda_check_train_ops cuda_check_train_model), their libraries and a text, into DIR
@@ -8,7 +8,7 @@
 #                                          under $WORK (default DIR/work), which is removed after each part.
 # Needs there: Python with numpy, and CUDA's libraries in /usr/local/cuda or in Python's nvidia packages. Part olmoe also needs
 # torch and Transformers; SITE names a folder of packages that are not installed. PYTHON names another python3.
-# Exit status: 0, 1 a part failed or found something, 2 usage, 3 nothing could be unpacked, 77 no GPU.
+# Exit status: 0 all well, 1 a part failed or found an error, 2 wrong arguments, 3 nothing could be unpacked, 77 no GPU.
 #
 # part         seconds at most, and what it does
 #   ops          60   every operation against the CPU

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs the Debian packages named as arguments that are missing; says what to do when it may not.
+# Installs those of the named Debian packages that are missing. Without the right to install, it says what to do.
 set -eu
 missing=
 for package in "$@"; do

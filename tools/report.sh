@@ -1,12 +1,12 @@
 #!/bin/sh
-# Tables in markdown, and a picture, from what `smoe bench --json` printed.
+# Makes tables in Markdown, and a picture, from the records of `smoe bench --json`.
 #
-#   tools/report.sh passes FILE...          every problem's passes and stages: ms and the reference's time / smoe's; means
-#   tools/report.sh peaks FILE...           memory: measured and asked for, by chunks and reuse of H
-#   tools/report.sh launches FILE...        kernels in a pass, and what they take each by itself (--alone)
-#   tools/report.sh rounding FILE... [PNG]  rounding rules beside plain top-K and uniform routing, by E
+#   tools/report.sh passes FILE...          every problem's passes and stages: time in ms, the reference's time / smoe's; means
+#   tools/report.sh peaks FILE...           memory: measured, and asked for, by chunks and `reuse_saved`
+#   tools/report.sh launches FILE...        kernels of a pass, and the time of each by itself (--alone)
+#   tools/report.sh rounding FILE... [PNG]  rounding rules, plain top-K and uniform routing, by E
 #
-# A later record of the same thing takes an earlier one's place.
+# If several records have the same problem, pass and stage, the last one counts.
 set -eu
 
 # The part of awk that all tables share: a record's fields, and formats.

@@ -1,15 +1,15 @@
 #!/bin/sh
-# Does token rounding cost quality? Trains small models with and without it, several seeds each: docs/training.md, "Token rounding".
+# Does token rounding cost quality? Trains small models with and without it, with several seeds each: docs/training.md, "Token rounding".
 #
-# Usage: tools/rounding_study.sh OUT SECONDS     makes runs that are not done for less than SECONDS; repeat it until none is left
+# Usage: tools/rounding_study.sh OUT SECONDS     makes runs that are not done, for at most SECONDS; repeat it until none is left
 #        tools/rounding_study.sh --plan OUT      lists the runs, what each takes, and which are done
-# A finished run leaves OUT/NAME.json (its result) beside OUT/NAME/train.jsonl; an interrupted one leaves no result and is made
-# again. A run is begun only if it should end in time. tools/rounding_study.py OUT does the rest. Runs that have a record in
-# the file RECORDS (rounding_study.py's RECORDS.jsonl, from another machine) count as done too.
+# A finished run leaves OUT/NAME.json (its result) and OUT/NAME/train.jsonl. An interrupted run leaves no result and is made
+# again. A run is started only if it should end in time. tools/rounding_study.py OUT makes tables and a picture of the results.
+# Runs that have a record in the file RECORDS (rounding_study.py's RECORDS.jsonl, from another machine) count as done too.
 # Environment: SMOE (the program), DATA (folder of tools/make_tokens.py), GPUS ("0": a run at a time on each that is named),
-# RECORDS, STEPS (3072), BATCH (16 sequences), CONTEXT (1024), SIZES (the model less its experts), TILE (128), MOST (runs in this
-# call), CASES.
-# Exit status: 0, 1 runs are left to make, 2 usage, 3 a run failed.
+# RECORDS, STEPS (3072), BATCH (16 sequences), CONTEXT (1024), SIZES (the model without its experts), TILE (128), MOST (runs in
+# this call), CASES.
+# Exit status: 0 all runs are made, 1 runs are left, 2 wrong arguments, 3 a run failed.
 set -eu
 
 plan=

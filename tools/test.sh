@@ -1,7 +1,6 @@
 #!/bin/sh
-# Installs what the tests need, builds and runs every one of them: gcc with all of it (and the CUDA code when nvcc is
-# there), the Python package, clang's sanitizers (address + undefined, thread), the fuzz targets for FUZZ_SECONDS each
-# (default 20).
+# Installs what the tests need, builds and runs all of them: with gcc (and the CUDA code if nvcc is installed), the Python
+# package, with clang's sanitizers (address + undefined, thread), and the fuzz targets for FUZZ_SECONDS each (default 20).
 # The last line reads "N passed, N failed, N skipped".
 set -u
 cd "$(dirname "$0")/.." || exit 3

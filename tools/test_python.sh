@@ -1,8 +1,8 @@
 #!/bin/sh
-# The Python package's tests that need no GPU, in environments of their own inside the build folder: PyTorch and
-# Transformers, a wheel that is built, checked and installed into a bare environment, JAX.
+# Runs the tests of the Python package that need no GPU, each in an environment of its own in the build folder: with PyTorch and
+# Transformers, with a wheel that is built, checked and installed into an empty environment, and with JAX.
 # usage: tools/test_python.sh BUILD   BUILD/release: a finished build of the library
-# The last line reads "N passed, N failed, N skipped". Without network the tests count as skipped, with CI=true as failed.
+# The last line reads "N passed, N failed, N skipped". Without a network the tests count as skipped, or with CI=true as failed.
 set -u
 cd "$(dirname "$0")/.." || exit 3
 [ $# -eq 1 ] || {

@@ -2,12 +2,12 @@
 # Trains a 0.5B MoE model and its dense twin on text for the same time, in pieces: docs/training.md, "Ten minutes on one H200".
 #
 # Usage: tools/text_run.sh OUT SECONDS [moe|twin]
-# Begins or resumes the runs OUT/moe and OUT/twin, both at the same time on GPU 0 and GPU 1, or the one that is named, and
-# comes back after less than SECONDS, or when BUDGET seconds of training are done: then OUT/RUN.json, .eval.json (the whole
-# validation stream) and OUT/RUN.samples.txt are written too. Repeat it until "finished" is printed.
+# Starts or resumes the runs OUT/moe and OUT/twin at the same time on GPU 0 and GPU 1, or only the run that is named. It ends
+# before SECONDS have passed. After BUDGET seconds of training a run is finished; then OUT/RUN.json, .eval.json (of the whole
+# validation text) and OUT/RUN.samples.txt are written too. Repeat the call until "finished" is printed.
 # Environment: SMOE (the program), DATA (folder of tools/make_tokens.py), BUDGET (600), LEAVE (60: of SECONDS, kept for the
 # step at hand, the checkpoint and the end), GPUS ("0 1"), and SIZES, BATCH, LR, WARMUP, EVALUATIONS, EVALUATION_TOKENS.
-# Exit status: 0, 2 usage, 3 a run failed.
+# Exit status: 0 all well, 2 wrong arguments, 3 a run failed.
 set -eu
 
 out=${1:-} seconds=${2:-} which=${3:-both}

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Which of several variants is faster? Each is a patch on top of HEAD; all of them are measured in one process on the GPU
-# machine, in turn (bench/time_variants.c says what can be told apart).
+# Measures which of several variants of the library is faster. Each is a patch on top of HEAD. All are measured in turns in one
+# process on the GPU machine (bench/time_variants.c says which differences can be detected).
 #
 #   tools/variants.sh build DIR PATCH...            here: into DIR/carry the library, check and check_backward of HEAD
 #                                                   (`base`) and of every PATCH (NAME.patch; several joined by + are
@@ -8,7 +8,7 @@
 #   CARRY/variants.sh run CARRY ROUNDS SHAPE...     there: every check, then a table of all variants for every shape
 #                                                   of docs/shapes.csv (NAME: random routing; or NAME:uniform)
 #
-# A patch named bound-* leaves work out to see what it costs: it is measured though its results are wrong.
+# A patch named bound-* leaves out work to show what this work costs. It is measured although its results are wrong.
 set -u
 
 # Tree and build folder are reused, so that a variant compiles only what it changes.

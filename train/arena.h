@@ -1,4 +1,5 @@
-/* Allocates aligned parts of one memory range in turn. With a NULL base it only counts their bytes. */
+/* Allocates aligned parts of one memory range, one after the other. With a NULL base it only counts their
+ * bytes. */
 #ifndef TRAIN_ARENA_H
 #define TRAIN_ARENA_H
 
@@ -9,7 +10,7 @@ enum { ARENA_ALIGN = 256 };
 typedef struct arena {
     char *base;
     size_t used,
-        most; // most: the largest `used` has been; parts may be given out again from an earlier one
+        most; // most: the largest value of `used` so far. Setting `used` back frees parts
 } arena;
 
 static inline void *arena_take(arena *a, size_t bytes)

@@ -1,4 +1,5 @@
-/* See bpe.h. A hash table has the ranks of pairs; of a word, which is short, all pairs are looked at. */
+/* See bpe.h. A hash table has the ranks of pairs. Words are short, so for each merge all pairs of a word are
+ * looked at. */
 #include "train/bpe.h"
 
 #include <stdlib.h>
@@ -8,12 +9,12 @@ enum { MAX_TOKENS = 1 << 16, MAX_CHARACTERS = 64 };
 
 typedef struct bpe_slot {
     uint32_t pair; // left << 16 | right
-    uint32_t rank; // the merge's place in the table; NONE: the slot is empty
+    uint32_t rank; // the merge's position in the table; NONE: this place of the hash table is empty
 } bpe_slot;
 
 static const uint32_t NONE = UINT32_MAX;
 
-/* The slot of a pair, or the empty one where it belongs. */
+/* The place of a pair in the hash table, or the empty place where it belongs. */
 static bpe_slot *slot_of(const bpe *table, uint32_t pair)
 {
     uint32_t at = (pair ^ pair >> 15) * 0x9e3779b1u >> 8 & table->mask;
@@ -39,7 +40,7 @@ typedef struct scanner {
     const char *at, *end;
 } scanner;
 
-/* A number of up to seven digits and the character `after` it. */
+/* Reads a number of up to seven digits and the character `after` it. */
 static bool scan(scanner *s, char after, int64_t *value)
 {
     const char *first = s->at;
@@ -51,7 +52,7 @@ static bool scan(scanner *s, char after, int64_t *value)
 static bool allocate(bpe *table, int64_t merges)
 {
     size_t slots = 1024;
-    while (slots < 4 * (size_t)merges) slots *= 2; // a quarter full at most: few pairs share a place
+    while (slots < 4 * (size_t)merges) slots *= 2; // at most a quarter full, so that few pairs collide
     table->mask = (uint32_t)(slots - 1);
     table->slots = malloc(slots * sizeof *table->slots);
     table->made = malloc(((size_t)merges + 1) * sizeof *table->made);
@@ -66,7 +67,8 @@ static bool allocate(bpe *table, int64_t merges)
     return true;
 }
 
-/* Puts the bytes of two tokens where those of the next new one belong, whether it is new or not. */
+/* Writes the joined bytes of two tokens to where the bytes of the next new token belong. They stay there only
+ * if the token is new. */
 static bool join(bpe *table, const int64_t merge[3], int64_t known, error *err)
 {
     size_t left, right, length;
@@ -85,7 +87,7 @@ static bool join(bpe *table, const int64_t merge[3], int64_t known, error *err)
            fail(err, ERROR_RUNTIME, "token %lld has other bytes than its two parts", (long long)merge[2]);
 }
 
-/* One line; *known counts the tokens so far. */
+/* Reads one line; *known is the number of tokens so far. */
 static bool read_merge(bpe *table, scanner *s, int64_t rank, int64_t *known, error *err)
 {
     int64_t merge[3];
@@ -108,9 +110,10 @@ static bool read_table(bpe *table, scanner *s, error *err)
     static const char first[] = "smoe-bpe 1 ";
     int64_t merges, known = 256;
     if ((size_t)(s->end - s->at) < sizeof first - 1 || memcmp(s->at, first, sizeof first - 1) != 0)
-        return fail(err, ERROR_RUNTIME, "is no table of tokens: does not begin with '%s'", first);
+        return fail(err, ERROR_RUNTIME, "is not a table of tokens: does not begin with '%s'", first);
     s->at += sizeof first - 1;
-    // A line has six bytes or more: what is not there is not allocated either.
+    // A line has six bytes or more. So a short file with a large count is refused before anything is
+    // allocated.
     if (!scan(s, ' ', &table->tokens) || !scan(s, '\n', &merges) || table->tokens < 256 ||
         table->tokens > MAX_TOKENS || table->tokens > 257 + merges || merges > (s->end - s->at) / 6)
         return fail(err, ERROR_RUNTIME, "line 1: not 256..%d tokens and as many lines of merges", MAX_TOKENS);
@@ -156,7 +159,8 @@ static byte_class class_of(unsigned char c)
     return c >= '0' && c <= '9' ? DIGIT : SIGN;
 }
 
-/* The bytes of the first word of size > 0 bytes. What is not UTF-8 is cut at BPE_WORD. */
+/* The number of bytes of the first word of a text of size > 0 bytes. A text that is not UTF-8 is cut at
+ * BPE_WORD bytes. */
 static size_t word_length(const unsigned char *text, size_t size)
 {
     size_t i = text[0] == ' ' && size > 1 && class_of(text[1]) != SPACE; // the space in front

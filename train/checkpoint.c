@@ -24,10 +24,10 @@ static bool join(char *path, const char *folder, const char *name, error *err)
 
 /* ---- writing ---- */
 
-/* Tensors that lie in arrays on the device. */
+/* Tensors whose data are parts of arrays on the device. */
 typedef struct device_source {
     stream pieces;
-    const tensor *tensors; // their data are places on the device
+    const tensor *tensors; // their data pointers are device pointers
 } device_source;
 
 static const void *read_piece(void *user, size_t index, size_t from, size_t size, error *err)
@@ -52,7 +52,7 @@ static tensor_dtype dtype_of(smoe_type type)
     return type == SMOE_TYPE_F32 ? TENSOR_F32 : TENSOR_BF16;
 }
 
-/* Of the weights as they are saved. */
+/* The dtype in which the weights are saved. */
 static smoe_type weight_type(const model *m, const adamw_arrays *arrays)
 {
     return arrays->master ? SMOE_TYPE_F32 : m->device->type;
@@ -81,7 +81,7 @@ static bool write_weights(const char *folder, const model *m, const adamw_arrays
     return done;
 }
 
-/* Counters go as text, doubles in hexadecimal: every bit comes back. */
+/* Counters are written as text, doubles in hexadecimal, so that they are read back with the same bits. */
 static bool write_state(const char *folder, const model *m, const adamw_arrays *arrays, const train_state *s,
                         error *err)
 {
@@ -153,7 +153,7 @@ bool checkpoint_load_config(const char *path, model_config *config, error *err)
     return join(file, path, "config.json", err) && model_config_read(config, file, err);
 }
 
-/* Some writers save the head of a tied model too. Then it must be the embedding, bit for bit. */
+/* Some programs save the head of a tied model too. Then it must equal the embedding, bit for bit. */
 static bool check_tied_head(const safetensors *file, const char *path, const tensor *head, error *err)
 {
     const tensor *embedding;
@@ -176,8 +176,8 @@ static bool is_of_model(const param_layout *layout, const char *name)
     return false;
 }
 
-/* Tensors that config.json does not explain belong to another model than the one that would run. All those of
- * the layout were found before: what is left over is counted, and the first of it named. */
+/* If a file has tensors that config.json does not explain, it belongs to another model. All tensors of the
+ * layout were found before this check. The message has the number of the others and the name of the first. */
 static bool check_explained(const safetensors *file, const char *path, const model *m, error *err)
 {
     const tensor *head = m->config.tied ? safetensors_find(file, "lm_head.weight") : NULL;
@@ -216,7 +216,7 @@ static bool read_weights(const safetensors *file, const char *path, model *m, fl
     return done;
 }
 
-/* One file, or the index of several; with both the one file, as transformers does. */
+/* Opens one file, or the index of several. If both exist, the one file is taken, as transformers does. */
 static bool find_weights(const char *folder, char *path, error *err)
 {
     static const char *const names[] = {"model.safetensors", "model.safetensors.index.json"};
@@ -225,7 +225,7 @@ static bool find_weights(const char *folder, char *path, error *err)
         if (!join(path, folder, names[i], err)) return false;
         if (stat(path, &status) == 0) return true;
     }
-    return fail(err, ERROR_RUNTIME, "%s: neither %s nor %s is there", folder, names[0], names[1]);
+    return fail(err, ERROR_RUNTIME, "%s: has neither %s nor %s", folder, names[0], names[1]);
 }
 
 bool checkpoint_load_weights(const char *path, model *m, float *master, error *err)

@@ -4,11 +4,11 @@
  *     config.json               the model's shape (train/config.h says which transformers opens)
  *     model.safetensors         its weights under OLMoE's names, in f32; in bf16 where the run has no others
  *     bpe.txt, tokenizer*.json  the tokenizer, if there is one (train/tokenizer.h)
- *     state.safetensors         what resuming needs besides: the AdamW moments and the loop's counters
+ * state.safetensors what else is needed to resume: the AdamW moments and the counters of the training loop
  *
  * A checkpoint is written as step-0000100.tmp, synced and renamed. Only then `latest` is made to point to it,
- * by a rename too. So whenever the process is killed, `latest` is a complete checkpoint. One that cannot be
- * written (a full disk) leaves nothing behind.
+ * by a rename too. So whenever the process is killed, `latest` is a complete checkpoint. If a checkpoint
+ * cannot be written (a full disk), its files are removed.
  *
  * Weights and moments go between files and the model's device piece by piece (train/stream.h). */
 #ifndef TRAIN_CHECKPOINT_H
@@ -17,35 +17,36 @@
 #include "train/model.h"
 #include "train/tokenizer.h"
 
-/* The loop's counters. */
+/* The counters of the training loop. */
 typedef struct train_state {
-    int64_t step;       // steps done; the sampler's counter too
+    int64_t step;       // steps done; also the counter of the sampler
     uint64_t seed;      // of the samples
     int64_t batch;      // sequences of a step
     double elapsed;     // seconds of training
     double loss_sum;    // of the steps since the last line of the log
     int64_t loss_count; // how many these are
-    int64_t loss_bytes; // of text in their targets, 0: not known
+    int64_t loss_bytes; // bytes of text in their targets, 0: not known
 } train_state;
 
 /* Writes a checkpoint of m, the optimiser's arrays and state under `out`, points `latest` to it and removes
- * the oldest beyond `keep`. `words` is the tokenizer that it carries, zeroed where there is none. */
+ * the oldest beyond `keep`. `words` is the tokenizer that is saved with it; zeroed if there is none. */
 bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
                      const tokenizer *words, int64_t keep, error *err);
 
-/* The checkpoint that `path` means: itself if it holds a config.json, else path/latest. `name` (of `size`
- * bytes) receives its path. */
+/* Finds the checkpoint that `path` means: path itself if it contains a config.json, else path/latest. `name`
+ * (of `size` bytes) receives the checkpoint's path. */
 bool checkpoint_find(const char *path, char *name, size_t size, error *err);
 
-/* Reads config.json; a model is then made by it and filled by checkpoint_load_weights. */
+/* Reads config.json. The caller then makes a model of this config, and checkpoint_load_weights fills it. */
 bool checkpoint_load_config(const char *path, model_config *config, error *err);
 
-/* To m->params and, unless it is NULL, in f32 to `master`, from model.safetensors, or from the shards of
- * model.safetensors.index.json. Errors: a tensor of the model that is missing, of another shape or an
- * integer; one that the model does not have; a head beside a tied embedding that is not the embedding. */
+/* Loads the weights from model.safetensors, or from the shards of model.safetensors.index.json, to m->params
+ * and, unless it is NULL, in f32 to `master`. Errors: a tensor of the model is missing, has another shape or
+ * is an integer; the file has a tensor that the model does not have; a model with a tied embedding has a head
+ * that differs from the embedding. */
 bool checkpoint_load_weights(const char *path, model *m, float *master, error *err);
 
-/* Fills state, and the moments of arrays. */
+/* Reads state, and the AdamW moments into arrays. */
 bool checkpoint_load_state(const char *path, const model *m, const adamw_arrays *arrays, train_state *state,
                            error *err);
 

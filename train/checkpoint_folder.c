@@ -73,8 +73,9 @@ static int64_t latest_step(int out)
     return sscanf(target, "step-%lld", &step) == 1 ? step : -1;
 }
 
-/* A folder of this step that `latest` does not point to is what a kill left of it: it goes. One that `latest`
- * points to is this checkpoint, finished: it stays, and the new copy goes. */
+/* If a folder of this step exists and `latest` does not point to it, a killed process has left it, and it is
+ * removed. If `latest` points to it, it is this checkpoint, complete. Then it stays, and the new copy is
+ * removed. */
 static bool rename_and_point(int out, int64_t step)
 {
     char made[NAME_BYTES], name[NAME_BYTES];
@@ -95,7 +96,8 @@ static int by_step(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Finished checkpoints of OUT in rising order, at most `most`; leftovers of kills are removed on the way. */
+/* The finished checkpoints of OUT in ascending order, at most `most`. Unfinished folders of killed processes
+ * are removed at the same time. */
 static int64_t list_steps(int out, int64_t *steps, int64_t most)
 {
     int again = openat(out, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -116,7 +118,7 @@ static int64_t list_steps(int out, int64_t *steps, int64_t most)
     return count;
 }
 
-/* Removing is best effort: a checkpoint too many is no error. */
+/* If an old checkpoint cannot be removed, this is no error. */
 static void remove_oldest(int out, int64_t keep)
 {
     enum { MOST = 1024 };

@@ -1,4 +1,5 @@
-/* The folders of checkpoints (train/checkpoint.h): made under a temporary name, renamed, pointed to, removed.
+/* The folders of checkpoints (train/checkpoint.h): makes them under a temporary name, renames them, lets
+ * `latest` point to them, and removes old ones.
  */
 #ifndef TRAIN_CHECKPOINT_FOLDER_H
 #define TRAIN_CHECKPOINT_FOLDER_H
@@ -9,15 +10,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Makes OUT and an empty OUT/step-N.tmp, whose path goes to `folder`; what an earlier kill left
- * there is removed. */
+/* Makes OUT and an empty OUT/step-N.tmp, and writes its path to `folder`. What a killed process left there is
+ * removed. */
 bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t size, error *err);
 
 /* Syncs and renames it, moves OUT/latest to it, and removes the oldest checkpoints until `keep` are left. */
 bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error *err);
 
-/* Removes OUT/step-N.tmp and what is in it: a checkpoint that could not be written takes no room on a full
- * disk. */
+/* Removes OUT/step-N.tmp and its files, so that a checkpoint that could not be written takes no space on a
+ * full disk. */
 void checkpoint_folder_abort(const char *out, int64_t step);
 
 #endif

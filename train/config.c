@@ -213,7 +213,7 @@ static bool read_fields(const json_t *root, model_config *c, error *err)
     return true;
 }
 
-/* A key whose only value (when present) is the string `only`. */
+/* A key that, if present, must have the string `only` as its value. */
 static bool expect_string(const json_t *root, const char *key, const char *only, error *err)
 {
     const json_t *value = json_object_get(root, key);
@@ -235,7 +235,8 @@ static bool expect_integer(const json_t *root, const char *key, int64_t only, co
     return true;
 }
 
-/* Newer files keep the RoPE base in rope_parameters, older ones in rope_theta; with both they must agree. */
+/* Newer files have the RoPE base in rope_parameters, older ones in rope_theta. If a file has both, they must
+ * agree. */
 static bool read_rope(const json_t *root, model_config *config, error *err)
 {
     if (!is_absent(json_object_get(root, "rope_scaling")))
@@ -275,7 +276,7 @@ static bool check_model_type(const json_t *root, const model_config *config, err
     return true;
 }
 
-/* Keys that would change the forward pass, at values this model does not have. */
+/* Keys that would change the forward pass. Only the values that this model implements are accepted. */
 static bool check_unsupported(const json_t *root, const model_config *config, error *err)
 {
     bool attention_bias = false;
@@ -355,7 +356,8 @@ static json_t *build_root(const model_config *config, const char *dtype)
     return NULL;
 }
 
-/* The fewest digits that give every real back exactly: 1e-05 and not 1.0000000000000001e-05. */
+/* The least number of digits with which every real is read back exactly, so that 1e-05 is not written as
+ * 1.0000000000000001e-05. */
 static int real_digits(const model_config *config)
 {
     model_config c = *config;
@@ -380,7 +382,7 @@ bool model_config_write(const model_config *config, const char *dtype, const cha
     json_decref(root);
     if (text == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
     size_t length = strlen(text);
-    text[length] = '\n'; // in place of the terminator: the bytes are written by length
+    text[length] = '\n'; // replaces the terminating zero; the file is written by length
     bool ok = file_write(path, text, length + 1, err);
     free(text);
     return ok;

@@ -24,7 +24,7 @@ typedef struct model_config {    // key in config.json
     bool norm_topk_prob;         // renormalise the kept softmax weights over the K
     int64_t shared_intermediate; // shared_expert_intermediate_size, 0: no shared expert
     int64_t dense_layers;        // first_k_dense_replace: the first layers with a dense MLP, 0..layers
-    int64_t dense_intermediate;  // dense_intermediate_size: width of those; 0 exactly when dense_layers is 0
+    int64_t dense_intermediate;  // dense_intermediate_size: of those; 0 exactly if dense_layers is 0
     int64_t context;             // max_position_embeddings, tokens of one sequence
     double rope_theta;           // rope_theta (also rope_parameters.rope_theta)
     double norm_eps;             // rms_norm_eps
@@ -33,25 +33,26 @@ typedef struct model_config {    // key in config.json
     double initializer_range;    // initializer_range, standard deviation of the initial weights
 } model_config;
 
-/* A small model's values, all of them valid: vocab 256, OLMoE's rope_theta, norm_eps and loss weight. */
+/* The config of a small, valid model: vocab 256, OLMoE's rope_theta, norm_eps and loss weight. */
 model_config model_config_default(void);
 
-/* True if every value is inside its limits and they fit together; else err names key, value and limit. */
+/* True if every value is within its limits and the values fit together. Otherwise err names key, value and
+ * limit. */
 bool model_config_check(const model_config *config, error *err);
 
-/* True for two models whose tensors and forward pass are the same (loss weight and initial range may differ);
- * else err names the first key that differs and both values. Used before weights are loaded. */
+/* True if two models have the same tensors and the same forward pass; loss weight and initial range may
+ * differ. Otherwise err names the first key that differs and both values. Used before weights are loaded. */
 bool model_config_same(const model_config *have, const model_config *want, error *err);
 
-/* Reads the text of a config.json; `name` stands for the file in messages. Keys that are absent take
- * OLMoE's own defaults where transformers has one that is plain (see config.c), sizes must be there.
- * Unknown keys are ignored; a known key that asks for what this model does not do (attention_bias true,
- * clip_qkv, another activation, grouped key/value heads, scaled RoPE, another model_type) is an error. The
- * result has passed model_config_check. */
+/* Reads the text of a config.json; `name` names the file in messages. Sizes must be present. Some other keys
+ * may be absent; they then have OLMoE's defaults in transformers (see config.c). Unknown keys are ignored. A
+ * known key with a value that this model does not support is an error: attention_bias true, clip_qkv, another
+ * activation, grouped key/value heads, scaled RoPE, another model_type. The result has passed
+ * model_config_check. */
 bool model_config_parse(model_config *config, const void *text, size_t size, const char *name, error *err);
 bool model_config_read(model_config *config, const char *path, error *err);
 
-/* Writes config.json atomically (train/file.h); dtype: that of the weights beside it, "float32" or
+/* Writes config.json atomically (train/file.h). dtype is the type of the checkpoint's weights: "float32" or
  * "bfloat16". */
 bool model_config_write(const model_config *config, const char *dtype, const char *path, error *err);
 

@@ -1,7 +1,7 @@
 /* The settings of `smoe train` without options, for two to three minutes on two cores and a few megabytes of
- * text. In a search at equal time these gave the lowest loss: many small steps (1,000 to 2,000 tokens), a
- * narrow model (d = 96 rather than 128 or more), first weights with deviation 0.1 rather than 0.02, and 16
- * experts rather than 8 or 32. */
+ * text. Among runs of equal time these settings gave the lowest loss: many small steps (1,000 to 2,000
+ * tokens), a narrow model (d = 96 rather than 128 or more), first weights with standard deviation 0.1 rather
+ * than 0.02, and 16 experts rather than 8 or 32. */
 #include "train/train.h"
 
 train_settings train_settings_default(void)

@@ -5,10 +5,10 @@
 #include "train/ops.h"
 
 typedef struct device_options {
-    const char *name; // "cpu"; "cuda"; "auto": the GPU where this build and the machine have one;
-                      // "cuda-plain": without libraries, slowly: what the tests run where there are none
-    bool bf16;        // cuda: weights and AdamW's states in bf16 alone; else f32 ones beside bf16 weights
-    bool sums;        // gradients are added up over several passes: they are f32
+    const char *name; // "cpu"; "cuda"; "auto": the GPU if this build and the machine have one;
+                      // "cuda-plain": slow, without cuBLASLt and cuDNN, for tests on machines without them
+    bool bf16;        // cuda: weights and AdamW's states in bf16 alone; else states and master weights in f32
+    bool sums;        // gradients are added up over several passes and are therefore f32
     bool fastest;     // cuda: attention's backward may differ in its last bits from run to run
 } device_options;
 

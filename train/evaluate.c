@@ -8,7 +8,7 @@ typedef struct pass_memory {
     int32_t *inputs, *targets; // (m->sequences, context)
 } pass_memory;
 
-/* Adds the losses of one pass on what `memory` holds. */
+/* Runs one pass on the tokens in `memory` and adds its losses. */
 static bool add_pass(evaluation *result, model *m, const tokens *data, const pass_memory *memory,
                      int64_t sequences, int64_t length, error *err)
 {

@@ -17,7 +17,7 @@
 
 static bool check_kind(const char *path, const struct stat *info, error *err)
 {
-    if (S_ISDIR(info->st_mode)) return fail(err, ERROR_RUNTIME, "%s: is a folder, a file is wanted", path);
+    if (S_ISDIR(info->st_mode)) return fail(err, ERROR_RUNTIME, "%s: is a folder, not a file", path);
     if (!S_ISREG(info->st_mode)) return fail(err, ERROR_RUNTIME, "%s: is not a regular file", path);
     return true;
 }
@@ -40,7 +40,7 @@ static bool map_descriptor(file_map *map, int descriptor, const char *path, erro
 bool file_map_open(file_map *map, const char *path, error *err)
 {
     *map = (file_map){0};
-    // O_NONBLOCK: opening a pipe must not wait for its other end, it is refused below
+    // O_NONBLOCK: opening a pipe must not wait for its other end; pipes are refused below
     int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (descriptor < 0) return fail(err, ERROR_RUNTIME, "%s: cannot open: %s", path, strerror(errno));
     bool ok = map_descriptor(map, descriptor, path, err);
@@ -87,7 +87,7 @@ static void writer_free(file_writer **writer)
     *writer = NULL;
 }
 
-/* Gives the writer up: the message names the file and what failed (errno `number`). */
+/* Ends the writer after a failure. The message names the file and what failed (errno `number`). */
 static bool writer_fail(file_writer **writer, const char *what, int number, error *err)
 {
     fail(err, ERROR_RUNTIME, "%s: cannot %s: %s (what was there is unchanged)", (*writer)->path, what,
@@ -109,7 +109,7 @@ static bool writer_create(file_writer **writer, error *err)
     file_writer *w = *writer;
     char *name = temporary_name(w->path);
     if (name == NULL) return writer_fail(writer, "write", ENOMEM, err);
-    unlink(name); // left by a killed process that had our id
+    unlink(name); // left by a killed process with the same id
     int descriptor = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (descriptor < 0) {
         int number = errno;
@@ -165,7 +165,7 @@ bool file_writer_write(file_writer **writer, const void *bytes, size_t size, err
     return begin_early(*writer) || writer_fail(writer, "write", errno, err);
 }
 
-/* The folder of `path`, in memory of the caller; NULL without memory. */
+/* The folder of `path`, in memory that the caller frees; NULL if there is none. */
 static char *folder_of(const char *path)
 {
     const char *slash = strrchr(path, '/');
@@ -173,8 +173,8 @@ static char *folder_of(const char *path)
     return slash == path ? strdup("/") : strndup(path, (size_t)(slash - path));
 }
 
-/* Makes a rename inside the folder durable. Folders of some file systems know no fsync (EINVAL):
- * nothing to do. */
+/* Makes a rename inside the folder durable. Some file systems have no fsync for folders (EINVAL); this is no
+ * error. */
 static bool sync_folder(const char *path, error *err)
 {
     char *folder = folder_of(path);
@@ -261,7 +261,7 @@ static int by_name(const FTSENT **a, const FTSENT **b)
     return strcmp((*a)->fts_name, (*b)->fts_name);
 }
 
-/* What to do with one entry of the walk. */
+/* Handles one entry of the walk. */
 static bool list_visit(file_list *list, FTS *walk, FTSENT *entry, error *err)
 {
     struct stat target;
@@ -271,14 +271,14 @@ static bool list_visit(file_list *list, FTS *walk, FTSENT *entry, error *err)
     }
     switch (entry->fts_info) {
     case FTS_F: return file_list_append(list, entry->fts_path, (uint64_t)entry->fts_statp->st_size, err);
-    case FTS_SL: // a link: the file behind it counts
+    case FTS_SL: // a link: the file that it points to counts
         if (stat(entry->fts_accpath, &target) != 0 || !S_ISREG(target.st_mode)) return true;
         return file_list_append(list, entry->fts_path, (uint64_t)target.st_size, err);
     case FTS_DNR:
     case FTS_ERR:
     case FTS_NS:
         return fail(err, ERROR_RUNTIME, "%s: cannot read: %s", entry->fts_path, strerror(entry->fts_errno));
-    case FTS_DEFAULT: // a device, pipe or socket: named by the user an error, found in a folder skipped
+    case FTS_DEFAULT: // a device, pipe or socket: an error if the user named it, skipped inside a folder
         if (entry->fts_level > 0) return true;
         return fail(err, ERROR_RUNTIME, "%s: is neither a file nor a folder", entry->fts_path);
     default: return true;

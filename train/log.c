@@ -17,7 +17,7 @@ struct train_log {
     char *path;
 };
 
-/* The length of a line with its newline, 0 when there is no whole line. */
+/* The length of the first line with its newline, 0 if there is no whole line. */
 static size_t line_length(const char *text, size_t size)
 {
     const char *end = memchr(text, '\n', size);
@@ -50,7 +50,7 @@ static bool parse_line(const char *text, size_t size, log_line *line)
     return done;
 }
 
-/* Keeps the leading lines up to `step`. */
+/* Keeps the lines from the beginning up to `step`. */
 static bool truncate_log(const char *path, int64_t step, error *err)
 {
     struct stat status;
@@ -85,7 +85,7 @@ bool log_open(train_log **log, const char *path, int64_t step, error *err)
     return true;
 }
 
-/* NAN has no place in JSON. */
+/* JSON has no NAN. */
 static json_t *real_or_null(double value)
 {
     return isfinite(value) ? json_real(value) : json_null();
@@ -123,7 +123,7 @@ void log_close(train_log *log)
     free(log);
 }
 
-/* Counts the lines, or fills `lines` when it is there. The number of a malformed line goes to *wrong. */
+/* Counts the lines, or fills `lines` if it is not NULL. *wrong receives the number of a malformed line. */
 static size_t scan(const file_map *map, log_line *lines, size_t *wrong)
 {
     const char *text = (const char *)map->data;

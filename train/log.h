@@ -10,27 +10,28 @@
 #include <stdint.h>
 
 typedef struct log_line {
-    int64_t step;         // steps done
-    int64_t tokens;       // trained on since the start of the run
-    double seconds;       // of training since the start of the run
-    double loss;          // nats a token, mean of the training batches since the line before
-    double bits_per_byte; // loss in bits over the bytes of the targets; NAN (null in the file) when these are
-                          // not known
-    double val_loss;      // nats a token on the validation stream; NAN (no such key) when not measured
-    double tokens_per_s;  // since the line before
-    double lr, grad_norm; // of the last step; the norm before clipping
+    int64_t step;           // steps done
+    int64_t tokens;         // trained on since the start of the run
+    double seconds;         // of training since the start of the run
+    double loss;            // nats a token, mean over the training batches since the line before
+    double bits_per_byte;   // loss in bits over the bytes of the targets; NAN (null in the file) if these are
+                            // not known
+    double val_loss;        // nats a token on the validation stream; NAN (no such key) when not measured
+    double tokens_per_s;    // since the line before
+    double lr, grad_norm;   // of the last step; grad_norm is taken before clipping
     routing_report routing; // of the last pass; NAN (no such key) when not known
 } log_line;
 
 typedef struct train_log train_log;
 
-/* Opens `path` for appending. Lines past `step` (those of a run that went on after the checkpoint now
- * resumed) and what a kill left of a last line are removed first; the file is replaced in one rename. */
+/* Opens `path` for appending. First it removes the lines past `step`, which a run wrote after the checkpoint
+ * that is now resumed, and an incomplete last line of a killed process. The file is replaced in one
+ * rename. */
 bool log_open(train_log **log, const char *path, int64_t step, error *err);
 bool log_write(train_log *log, const log_line *line, error *err);
 void log_close(train_log *log); // NULL is fine
 
-/* All lines of a log; the caller frees *lines. Malformed lines are an error that names the line. */
+/* Reads all lines of a log; the caller frees *lines. For a malformed line the error names the line. */
 bool log_read(const char *path, log_line **lines, size_t *count, error *err);
 
 #endif

@@ -22,7 +22,7 @@ static int64_t dense_width(const model_config *c, int64_t layer)
     return layer < c->dense_layers ? c->dense_intermediate : c->shared_intermediate;
 }
 
-/* From layer->h1 to x_mid and h2. In generation the rows before shape->first are in k and qkv. */
+/* Computes x_mid and h2 from layer->h1. In generation k and qkv hold the rows before shape->first. */
 void model_attention_half(model *m, model_layer *layer, const param_layer *at, const pass_shape *shape)
 {
     train_device *dv = m->device;
@@ -60,8 +60,8 @@ bool model_mlp(model *m, void *out, model_layer *layer, int64_t l, int64_t rows,
     return true;
 }
 
-/* From m->batch.tokens to m->hidden. The sum of a layer's input and its MLP's output is formed where the next
- * norm reads it. */
+/* Computes m->hidden from m->batch.tokens. The input of a layer and the output of its MLP are added by the
+ * next norm, which reads the sum. */
 static bool decoder(model *m, const pass_shape *shape, const moe_routing *routing, error *err)
 {
     static const moe_routing plain = {.rounding = SMOE_ROUNDING_NONE};
@@ -84,8 +84,9 @@ static bool decoder(model *m, const pass_shape *shape, const moe_routing *routin
     return true;
 }
 
-/* The losses of all rows, some rows' logits at a time; with `train`, their gradients at once: of the head's
- * weights, and of the hidden states in m->dh. The loss is the mean over `all` rows. */
+/* The losses of all rows. Only the logits of some rows exist at a time. With `train` the gradients of these
+ * rows are computed at once: those of the head's weights, and those of the hidden states in m->dh. The loss
+ * is the mean over `all` rows. */
 static void head(model *m, float *losses, int64_t rows, int64_t all, bool train, bool add)
 {
     const model_config *c = &m->config;

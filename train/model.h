@@ -40,7 +40,7 @@ typedef enum model_use {
     MODEL_GENERATE  // every layer keeps its keys and values
 } model_use;
 
-/* What the backward computes again and the forward therefore need not keep. */
+/* What the backward computes again, so that the forward need not keep it. */
 typedef enum model_recompute {
     RECOMPUTE_NONE,
     RECOMPUTE_NORMS,    // both norms' outputs, which then share one place
@@ -53,7 +53,7 @@ enum { RECOMPUTE_NAMES = RECOMPUTE_LAYERS + 1 };
 extern const char *const model_recompute_names[RECOMPUTE_NAMES];
 
 typedef struct model_options {
-    int64_t sequences;          // most of a pass, each of up to config.context tokens
+    int64_t sequences;          // most sequences of a pass, each of up to config.context tokens
     int64_t parts;              // passes whose gradients are added up for one step (micro-batches); 0: 1
     const moe_routing *routing; // of the training passes (its step may change before each); NULL: plain top-K
     model_use use;
@@ -69,7 +69,7 @@ typedef void grads_ready(void *user, const grad_span *span);
 /* Bytes on the device, by what they are for. */
 typedef struct model_bytes {
     size_t weights, gradients, layers; // layers: what they keep from forward to backward
-    size_t turns;                      // what the head, the layers' passes and the backward use in turns
+    size_t turns;                      // used by head, layers and backward at different times
     size_t rest;
 } model_bytes;
 
@@ -96,8 +96,8 @@ typedef struct model {
     model_use use;
     model_recompute recompute;
     model_layer *layers;
-    device_batch *batches;   // (parts) the batch that was loaded last
-    device_batch batch;      // the one of them that is passed
+    device_batch *batches;   // (parts) the batch that was loaded last, pass by pass
+    device_batch batch;      // the one that the current pass reads
     void *x_last, *hidden;   // (rows, d): the final norm's input, output
     float *rstd;             // (rows)
     int64_t loss_rows;       // rows of logits that exist at a time
@@ -105,64 +105,67 @@ typedef struct model {
     float *losses;           // (parts, rows)
     double *scalars;         // (SCALARS) on the device
     float *rope;             // rope_table
-    void *dx, *dh, *dq, *dk; // (rows, d) gradients in flight; dx lies where `hidden` does
+    void *dx, *dh, *dq, *dk; // (rows, d) gradients of activations; dx is in the memory of `hidden`
     void *dqkv, *da;         // (rows, 3d), (rows, widest f)
-    float *head_grads;       // (vocab, d): their sum over parts of the rows, where grad_type would round it
+    float *head_grads;       // (vocab, d): the head's gradient while it is summed, if grad_type is not f32
     float *norm_scratch;
     void *attention_scratch;
-    void *memory; // on the device: what all of these lie in
+    void *memory; // on the device: contains all of these
     model_bytes bytes;
 } model;
 
-/* One batch on the host: sequences * length tokens, row-major; targets NULL when no loss is wanted. */
+/* One batch on the host: sequences * length tokens, row-major. targets is NULL if no loss is wanted. */
 typedef struct model_batch {
     const int32_t *tokens, *targets; // in 0..vocab-1
     int64_t sequences, length;
 } model_batch;
 
-/* Makes a model with zero weights on a device that outlives it; NULL: on a CPU device of its own. */
+/* Makes a model with zero weights on a device, which must outlive it. NULL: on a CPU device of its own. */
 bool model_create(model *m, train_device *device, const model_config *config, const model_options *options,
                   error *err);
 void model_destroy(model *m); // a zeroed model is fine
 
-/* What may lower the memory of a training run, for messages. */
+/* The options that may reduce the memory of a training run, for messages. */
 const char *model_lower_memory(const model *m);
 
-/* m->bytes of such a model, without its memory: no passes. Then model_destroy. */
+/* Computes m->bytes of such a model without allocating its memory. The model can run no passes. The caller
+ * calls model_destroy. */
 bool model_measure(model *m, train_device *device, const model_config *config, const model_options *options,
                    error *err);
 
-/* Loss of a batch, the mean in nats without auxiliary losses; gradients stay as they are. `routing` NULL:
- * plain top-K, as validation uses it. */
+/* Loss of a batch: the mean in nats, without auxiliary losses. Gradients are not changed. `routing` NULL:
+ * plain top-K, as for validation. */
 bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err);
 
-/* Runs tokens [first, first + count) of one sequence, after the passes that ran those before; logits (vocab)
- * on the host receive what follows the last. MODEL_GENERATE. */
+/* Runs tokens [first, first + count) of one sequence. Earlier passes must have run the tokens before `first`.
+ * logits (vocab) on the host receive the prediction of the token after the last one. Only for
+ * MODEL_GENERATE. */
 bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t count, float *logits, error *err);
 
-/* Training in three steps. model_stage_batch prepares a batch of `parts` passes, which must stay as it is
- * until the device is done with it; on a GPU only until the call returns. model_load_batch brings it to the
- * device. model_enqueue_gradients: forward with m->routing and backward of the batch of m->parts passes that
- * was loaded last, `sequences` in all of them. The gradients of its loss and of the passes' mean auxiliary
- * losses are added to m->grads (`add` false: on a device without adds_gradients the first pass writes them).
- * The loss goes to scalars[SCALAR_LOSS]. SR-f's draws differ from pass to pass. */
+/* Training in three steps. model_stage_batch prepares a batch of `parts` passes. The caller must not change
+ * the batch until the device has used it; on a GPU until the call returns. model_load_batch copies the batch
+ * to the device. model_enqueue_gradients enqueues the forward with m->routing and the backward of the batch
+ * that was loaded last. It has m->parts passes with `sequences` sequences in total. The gradients of its loss
+ * and of the mean of the passes' auxiliary losses are added to m->grads. (`add` false: on a device without
+ * adds_gradients the first pass writes them.) The loss is written to scalars[SCALAR_LOSS]. SR-f draws other
+ * numbers in each pass. */
 void model_stage_batch(model *m, const model_batch *batch, int64_t parts);
 void model_load_batch(model *m);
 bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err);
 
-/* The weights whose gradients are complete only after that: all of them, or with one_layer those that `ready`
- * is not told about. Returns how many spans. */
+/* The weights whose gradients are complete only after model_enqueue_gradients: all weights, or with one_layer
+ * those that `ready` was not called for. Returns the number of spans. */
 enum { MOST_SPANS = 2 };
 int model_spans(const model *m, grad_span spans[MOST_SPANS]);
 
 /* The matrices of layer l in the layout. */
 grad_span model_layer_span(const model *m, int64_t l);
 
-/* All three, and the loss; not with one_layer. */
+/* All three steps; returns the loss too. Not with one_layer. */
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err);
 
-/* Weights that one token uses in its pass, embedding not included (6 times that: FLOPs of training,
- * attention's scores apart). */
+/* The number of weights that one token uses, without the embedding. 6 times this number is the FLOPs of
+ * training for each token, without those of the attention scores. */
 int64_t model_active_weights(const model_config *config);
 
 /* ---- between model.c and model_backward.c ---- */
@@ -174,7 +177,8 @@ pass_shape model_shape(const model *m, int64_t sequences, int64_t length);
 void model_attention_half(model *m, model_layer *layer, const param_layer *at, const pass_shape *shape);
 bool model_mlp(model *m, void *out, model_layer *layer, int64_t l, int64_t rows, const moe_routing *routing,
                error *err);
-/* From the gradient of the final norm's output in m->dh to all weights but the head's. */
+/* Computes the gradients of all weights except the head's, from the gradient of the final norm's output in
+ * m->dh. */
 bool model_backward(model *m, const pass_shape *shape, bool add, error *err);
 
 #endif

@@ -1,8 +1,8 @@
-/* The model's backward pass, the stages of the forward in reverse. m->dx carries the gradient of the residual
- * stream; every branch adds its own to it. */
+/* The model's backward pass, the stages of the forward in reverse. m->dx holds the gradient of the residual
+ * stream, and every branch adds its gradient to it. */
 #include "train/model.h"
 
-/* A group of weights and its gradients. */
+/* A group of weights and their gradients. */
 static void *param(const model *m, size_t offset)
 {
     return model_past(m, m->params, (int64_t)offset);
@@ -88,7 +88,7 @@ static void attention_half(model *m, model_layer *layer, const param_layer *at, 
     ops->linear_dw(dv, grad(m, at->qkv), type, m->dqkv, layer->h1, rows, d, 3 * d, add);
 }
 
-/* What the forward did not keep of a layer, but for h1: the backward of its norm writes that. */
+/* Computes again what the forward of a layer did not keep, except h1: the backward of its norm writes h1. */
 static bool recompute(model *m, model_layer *layer, int64_t l, const pass_shape *shape, error *err)
 {
     const param_layer *at = &m->layout.layers[l];

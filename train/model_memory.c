@@ -1,4 +1,5 @@
-/* See model.h: makes a model. Everything on the device is in one allocation; `place` counts its size first.
+/* See model.h: makes a model. All its device memory is one allocation. `place` runs twice: the first run
+ * computes the size.
  */
 #include "train/arena.h"
 #include "train/cpu/cpu.h"
@@ -83,7 +84,7 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
     layer->moe.saved = arena_take(a, m->moe.saved_bytes);
 }
 
-/* What every layer has for itself. */
+/* The buffers that every layer has for itself. */
 static void place_layers(model *m, arena *a, int64_t rows)
 {
     const model_config *c = &m->config;
@@ -101,7 +102,7 @@ static void place_layers(model *m, arena *a, int64_t rows)
     for (int64_t l = 0; l < c->layers && !shares_rest(m); l++) place_rest(m, a, &m->layers[l], l, rows);
 }
 
-/* What the layers use one after the other. */
+/* The buffers that the layers use one after the other. */
 static void place_shared(model *m, arena *a, int64_t rows)
 {
     size_t start = a->used, most = start;
@@ -116,7 +117,7 @@ static void place_shared(model *m, arena *a, int64_t rows)
     a->used = most;
 }
 
-/* Gradients on their way through one layer, but for the experts'. */
+/* The gradients inside one layer, without those of the experts. */
 static void place_scratch(model *m, arena *a, int64_t rows)
 {
     const model_config *c = &m->config;
@@ -175,9 +176,9 @@ static int64_t elements_of_layer(const model *m)
     return most;
 }
 
-/* One place for what is never needed at the same time: the head works between forward and backward, and
- * inside a layer the experts' scratch is free before and after their passes. With one_layer the gradients of
- * a layer are there too. */
+/* Gives the same memory to buffers that are never needed at the same time. The head runs between forward and
+ * backward, and the experts' scratch is free before and after the experts run. With one_layer the
+ * gradients of a layer are there too. */
 static void place_in_turns(model *m, arena *a, int64_t rows)
 {
     size_t start = a->used;
@@ -192,7 +193,7 @@ static void place_in_turns(model *m, arena *a, int64_t rows)
     a->used = a->most;
 }
 
-/* What was handed out since *start, which moves on. */
+/* The bytes placed since *start; sets *start to the current position. */
 static size_t since(size_t *start, const arena *a)
 {
     size_t bytes = a->used - *start;
@@ -219,7 +220,7 @@ static size_t place(model *m, arena *a)
     m->scalars = arena_take(a, SCALARS * sizeof *m->scalars);
     m->rope = arena_floats(a, c->context * (d / c->heads));
     if (m->use == MODEL_TRAIN) {
-        m->dx = m->hidden; // which the head was the last to read
+        m->dx = m->hidden; // the head is the last to read hidden
         m->dh = arena_values(a, dv->type, rows * d);
     }
     m->bytes.rest = since(&start, a);
@@ -240,7 +241,7 @@ static bool fill_rope(model *m, error *err)
     return true;
 }
 
-/* Whatever a pass of the usual shape allocates is allocated now. */
+/* Allocates now whatever else a pass of the usual shape needs. */
 static bool prepare(model *m, error *err)
 {
     train_device *dv = m->device;
@@ -280,7 +281,7 @@ static bool allocate(model *m, error *err)
     return fill_rope(m, err) && prepare(m, err);
 }
 
-/* The limits of this device's kernels. */
+/* Checks the limits of this device's kernels. */
 static bool check_device(const model *m, error *err)
 {
     const train_device *dv = m->device;
@@ -300,7 +301,7 @@ static bool check_device(const model *m, error *err)
     return true;
 }
 
-/* Is there room between tensors of a layer's matrices, so that the next starts on ALIGN_FLOATS? */
+/* Is there unused space between the tensors of a layer's matrices, so that each group starts on 64 floats? */
 static bool has_gaps(const param_layout *layout)
 {
     for (size_t i = 0; i < layout->tensor_count; i++) {
@@ -311,7 +312,7 @@ static bool has_gaps(const param_layout *layout)
     return false;
 }
 
-/* All but the memory. */
+/* Makes a model except for its memory. */
 static bool describe(model *m, train_device *device, const model_config *config, const model_options *options,
                      error *err)
 {
@@ -323,7 +324,7 @@ static bool describe(model *m, train_device *device, const model_config *config,
                  .recompute = options->recompute,
                  .one_layer = options->one_layer && options->use == MODEL_TRAIN};
     if (options->routing) m->routing = *options->routing;
-    // The mean over the passes: each adds its part.
+    // The auxiliary losses are means over the passes, so each pass adds its share.
     m->routing.balance_coefficient /= (float)m->parts;
     m->routing.z_coefficient /= (float)m->parts;
     const model_config *c = &m->config;

@@ -35,7 +35,7 @@ static uint64_t larger(uint64_t a, uint64_t b)
     return a > b ? a : b;
 }
 
-/* Raises the bytes that m asks for to what `routing` needs. */
+/* Raises the sizes in m to what `routing` needs. */
 static bool measure(moe *m, int64_t tokens, const moe_routing *routing, error *err)
 {
     smoe_layer layer = describe(m, tokens, routing);

@@ -11,7 +11,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* How a pass routes and what its losses weigh. Validation uses the zeroed struct: plain top-K. */
+/* How a pass routes its tokens, and the coefficients of its auxiliary losses. Validation uses the zeroed
+ * struct: plain top-K. */
 typedef struct moe_routing {
     smoe_rounding rounding;
     int32_t tile;
@@ -22,17 +23,18 @@ typedef struct moe_routing {
 /* What one layer keeps from forward to backward. */
 typedef struct moe_saved {
     float *logits; // (T, E); see moe_keeps_logits
-    void *saved;   // saved_bytes: the library's own; NULL when nothing is kept
+    void *saved;   // saved_bytes, in the library's own layout; NULL if nothing is kept
     float *losses; // (2): load balance, z
 } moe_saved;
 
-/* One a model: the library's context and what all its layers share. Zeroed, then moe_create. */
+/* Each model has one: the library's context, and what all layers share. It must be zeroed before
+ * moe_create. */
 typedef struct moe {
     smoe_context *context;
     train_device *device;
     const model_config *config;
     bool train;
-    int32_t chunks;                      // of the columns, as smoe_layer has them
+    int32_t chunks;                      // column chunks, as in smoe_layer
     uint64_t saved_bytes, scratch_bytes; // of one layer, of all
     void *scratch;                       // the caller's
 } moe;
@@ -44,8 +46,8 @@ typedef struct moe_weights {
     void *w2;     // (E, d, n)
 } moe_weights;
 
-/* For passes of up to `tokens` tokens, under plain top-K or, with `train`, under `routing`; says how much
- * memory they want. config must outlive m. */
+/* Prepares m for passes of up to `tokens` tokens, with plain top-K or, with `train`, with `routing`. Sets the
+ * sizes of the memory that they need. config must outlive m. */
 bool moe_create(moe *m, train_device *device, const model_config *config, int64_t tokens, bool train,
                 int32_t chunks, const moe_routing *routing, error *err);
 void moe_destroy(moe *m);
@@ -54,20 +56,21 @@ void moe_destroy(moe *m);
 bool moe_forward(moe *m, void *out, const void *x, const moe_weights *w, int64_t tokens,
                  const moe_routing *routing, moe_saved *saved, error *err);
 
-/* dx (tokens, d) written; the weights' gradients are added to, or with `add` false written */
+/* Writes dx (tokens, d). The gradients of the weights are added to the old values, or with `add` false
+ * written. */
 bool moe_backward(moe *m, void *dx, const moe_weights *dw, const void *dout, const void *x,
                   const moe_weights *w, int64_t tokens, const moe_routing *routing, moe_saved *saved,
                   bool add, error *err);
 
-/* Does the backward read the logits again? Else passes may share them. */
+/* Does the backward read the logits? If not, layers may share them. */
 bool moe_keeps_logits(const model_config *config, const moe_routing *routing);
 
-/* The plan of a training pass: pointers to the device's memory. */
+/* Fills view with pointers to the plan, on the device, of a training pass that has written `saved`. */
 bool moe_view(moe *m, int64_t tokens, const moe_routing *routing, const moe_saved *saved,
               smoe_plan_view *view, error *err);
 
-/* The rows of each expert under plain top-K and as routed, (E) each, on the host, of the training pass of
- * `tokens` tokens under `routing` whose results `saved` holds. Waits for the device. */
+/* Copies to the host the row counts of all experts (E), under plain top-K and as routed. They belong to the
+ * training pass of `tokens` tokens with `routing` that has written `saved`. Waits for the device. */
 bool moe_counts(moe *m, int64_t tokens, const moe_routing *routing, const moe_saved *saved, int32_t *plain,
                 int32_t *routed, error *err);
 

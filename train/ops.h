@@ -2,10 +2,9 @@
  *
  * Activations, weights and gradients of activations have the device's `type`, gradients of weights
  * `grad_type`. Sums over rows, statistics and losses are f32. Matrices are row-major. Pointers are to memory
- * of the device
- * (`allocate`). The device does the operations one after another; a call may return before its operation is
- * done. If one fails, `failure` notes it, and `finish`, which waits for all of them, reports it. The same
- * inputs give the same bits, on every call.
+ * of the device (`allocate`). The device executes the operations one after another, and a call may return
+ * before its operation is done. If an operation fails, the error is stored in `failure`. `finish` waits for
+ * all operations and reports this error. The same inputs give the same bits, on every call.
  *
  * T rows of a pass (sequences * length), d hidden size. With `add`, results are added to what is there. */
 #ifndef TRAIN_OPS_H
@@ -27,25 +26,25 @@ typedef struct train_device {
     smoe_backend backend;
     smoe_type type, grad_type;
     smoe_type state_type; // of AdamW's moments
-    bool master;          // the optimiser keeps the weights in f32 beside those of `type`
+    bool master;          // the optimiser keeps a copy of the weights in f32
     void *stream;         // what the library's calls are enqueued on
-    bool adds_gradients;  // a step begins with gradients of zero (else its first pass writes them)
+    bool adds_gradients;  // gradients are zero at the start of a step (else its first pass writes them)
     int64_t loss_rows;    // rows whose logits exist at a time, 0: all of a pass
     int64_t most_hidden;  // limits of the hidden size and of a head's; 0: none
     int64_t most_head;
     error failure; // of the first operation that failed
 } train_device;
 
-/* Sequences of a pass, as attention and RoPE see them. d = heads * head_size; rows of q and k have d
- * elements, those of v 3 d: it is a part of the projection. */
+/* The sequences of a pass, for attention and RoPE. d = heads * head_size. Rows of q and k have d elements. v
+ * is a part of the projection, so its rows are 3 d elements apart. */
 typedef struct pass_shape {
     int64_t sequences, length, heads, head_size;
-    int64_t first; // position of a sequence's first row; not 0: one sequence, earlier rows are in k and v
+    int64_t first; // position of the first row; if not 0: one sequence, and earlier rows are in k and v
 } pass_shape;
 
 /* The tokens of one pass on the device. */
 typedef struct device_batch {
-    const int32_t *tokens, *targets; // (T), targets of a pass with a loss
+    const int32_t *tokens, *targets; // (T); targets only for a pass with a loss
     const int32_t *order;            // (T) rows by token, those of one token ascending, and
     const int32_t *runs;             // (T + 2) where each token's rows begin in `order`, T, then -1; or NULL
 } device_batch;
@@ -56,11 +55,12 @@ typedef struct adamw_step {
     int64_t step;                                     // counts from 1
 } adamw_step;
 
-/* One optimiser's arrays, all in the layout of the weights: [0, matrices) decays, [matrices, total) does not.
+/* The arrays of an optimiser, all in the layout of the weights. [0, matrices) has weight decay, [matrices,
+ * total) has not.
  */
 typedef struct adamw_arrays {
     void *weights; // type: what passes read
-    float *master; // the weights in f32, or NULL: `weights` is all there is
+    float *master; // the weights in f32, or NULL if there are only `weights`
     void *first, *second;
     smoe_type state_type; // of the moments
     int64_t matrices, total;
@@ -79,33 +79,36 @@ struct train_ops {
     void (*release)(train_device *dv, void *memory);
     size_t (*available)(train_device *dv); // bytes that allocate can still give, 0: not known
     size_t (*used)(train_device *dv);      // bytes in use by the driver's count, 0: not known
-    /* Memory of the host that copies to and from the device are fast with; NULL: no memory. */
+    /* Host memory with fast copies to and from the device (pinned); NULL: no memory. */
     void *(*allocate_host)(train_device *dv, size_t bytes);
     void (*release_host)(train_device *dv, void *memory);
-    /* Done with `host` on return, unless it is of allocate_host: then at `finish`. */
+    /* Copies to the device. `host` may be changed after the return, or after `finish` if it is memory of
+     * allocate_host. */
     void (*upload)(train_device *dv, void *to, const void *host, size_t bytes);
     void (*download)(train_device *dv, void *host, const void *from, size_t bytes); // done on return
-    /* f32 on the host to `type` on the device (as upload) and back */
+    /* Copies f32 on the host to `type` on the device (as upload), and back */
     void (*store)(train_device *dv, void *to, smoe_type type, const float *host, int64_t count);
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
-    /* count normal values of a stream (train/random.h) times deviation, or ones where that is 0, to `to`
-     * (type) and, rounded to it last, to master. NULL on the CPU: the caller
-     * draws. */
+    /* Writes count normal values of a stream (train/random.h) times deviation, or ones if deviation is 0, in
+     * f32 to master (unless NULL) and rounded to `to` (type). NULL on the CPU, where the caller draws. */
     void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
                  uint64_t stream);
-    /* Prepares a batch, while the device may still work on the one before: for each of its `parts` passes
-     * `rows` tokens; targets may be NULL. to (parts): where load_batch will bring it; the first call gives
-     * the most tokens that will ever come, and the places stay. On the CPU they are the arguments themselves.
+    /* Prepares a batch with `rows` tokens for each of its `parts` passes. The device may still be working on
+     * the batch before. targets may be NULL. to (parts) receives the device pointers to which load_batch will
+     * copy the batch. The first call must have the most tokens of all calls, and the pointers stay the same.
+     * On the CPU they point to the arguments themselves.
      */
     void (*stage_batch)(train_device *dv, device_batch *to, const int32_t *tokens, const int32_t *targets,
                         int64_t rows, int64_t parts, int64_t most, int64_t vocab);
     void (*load_batch)(train_device *dv);
     bool (*finish)(train_device *dv, error *err);
-    /* Builds what passes of a shape need besides the caller's memory, before the first of them. */
+    /* Builds what passes of this shape need in addition to the caller's memory. To be called before the first
+     * of them. */
     void (*prepare)(train_device *dv, const pass_shape *shape, bool backward);
-    /* Recording: between record and recorded operations are noted instead of done; replay does them, any
-     * number of times, on the same memory. All NULL where a device cannot. recorded: NULL when it failed. */
+    /* Recording. Between record and recorded, operations are recorded instead of executed. replay executes
+     * them, any number of times, on the same memory. All three are NULL if the device cannot record. recorded
+     * returns NULL on failure. */
     void (*record)(train_device *dv);
     void *(*recorded)(train_device *dv);
     void (*replay)(train_device *dv, void *recording);
@@ -125,8 +128,9 @@ struct train_ops {
      * rstd (2, T); rope: rope_table */
     void (*qk_norm_rope)(train_device *dv, void *q, void *k, float *rstd, const void *qkv, const void *wq,
                          const void *wk, const float *rope, const pass_shape *shape, double eps);
-    /* Causal: out[i] = sum over j <= i of softmax(<q[i], k[j]> / sqrt(head_size)) v[j]. With shape->first, q
-     * and out begin at that position, k and v at 0. `saved` (attention_saved bytes) goes to the backward. */
+    /* Causal attention: out[i] = sum over j <= i of softmax(<q[i], k[j]> / sqrt(head_size)) v[j]. q and out
+     * begin at position shape->first, k and v at position 0. The backward reads `saved` (attention_saved
+     * bytes). */
     void (*attention)(train_device *dv, void *out, void *saved, const void *q, const void *k, const void *v,
                       const pass_shape *shape);
     size_t (*attention_saved)(train_device *dv, const pass_shape *shape);
@@ -155,7 +159,7 @@ struct train_ops {
     /* to (grad_type) = (with add, +=) f32 values, as the sum of several linear_dw is kept; asked only of
      * devices whose grad_type is not f32 */
     void (*narrow)(train_device *dv, void *to, const float *from, int64_t count, bool add);
-    /* The q and k thirds of dqkv from dq and dk, which it may overwrite; dwq, dwk (d) */
+    /* Computes the q and k thirds of dqkv from dq and dk, which it may overwrite, and dwq and dwk (d) */
     void (*qk_norm_rope_backward)(train_device *dv, void *dqkv, void *dwq, void *dwk, void *dq, void *dk,
                                   const void *qkv, const float *rstd, const void *wq, const void *wk,
                                   const float *rope, const pass_shape *shape, bool add, float *scratch);
@@ -163,17 +167,19 @@ struct train_ops {
     void (*attention_backward)(train_device *dv, void *dq, void *dk, void *dvalue, const void *dout,
                                const void *out, const void *saved, const void *q, const void *k,
                                const void *v, const pass_shape *shape, void *scratch);
-    /* h becomes its gradient, from da (rows, width) */
+    /* Overwrites h with its gradient, computed from da (rows, width) */
     void (*swiglu_backward)(train_device *dv, void *h, const void *da, int64_t rows, int64_t width);
 
     /* ---- the optimiser ---- */
     /* *square = the sum of the squares of count gradients */
     void (*gradient_square)(train_device *dv, double *square, const void *grads, int64_t count);
-    /* Before the updates of a step, each of which takes a part of the weights. Where step->clip is not 0 and
-     * the root of *square, the gradient's norm, is larger, they scale the gradient to norm `clip`. */
+    /* Called once before the updates of a step, each of which takes some of the weights. If step->clip is not
+     * 0 and the gradient's norm, the root of *square, is larger, they scale the gradient to norm step->clip.
+     */
     void (*begin_update)(train_device *dv, const adamw_step *step, const double *square);
-    /* Clears the gradients of a device that adds them. Unless `square` is NULL, *square += the sum of the
-     * squares of the span's gradients; scratch: update_scratch bytes. */
+    /* Updates the weights of a span. If the device has adds_gradients, their gradients are then set to zero.
+     * Unless `square` is NULL, *square += the sum of the squares of the gradients. scratch: update_scratch
+     * bytes. */
     void (*update)(train_device *dv, const adamw_arrays *arrays, const grad_span *span, double *square,
                    void *scratch);
     size_t (*update_scratch)(train_device *dv, int64_t count);

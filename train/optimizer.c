@@ -129,8 +129,8 @@ static bool enqueue(optimizer *o, error *err)
     return true;
 }
 
-/* The same launches serve every step but for SR-f, whose draws the host passes in. The first step is not
- * recorded: libraries load kernels then. */
+/* One recording of the launches serves every step, except with SR-f, for which the host passes other
+ * arguments at every step. The first step is not recorded, because libraries load their kernels during it. */
 static bool records(const optimizer *o)
 {
     return o->model->device->ops->record && o->steps > 0 && o->model->routing.rounding != SMOE_ROUNDING_SR_F;

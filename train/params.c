@@ -25,7 +25,7 @@ static void add(param_layout *layout, int64_t rows, int64_t columns, double devi
     layout->total += tensor->count;
 }
 
-/* Where the next group starts. */
+/* The place where the next group starts. */
 static size_t group(param_layout *layout)
 {
     layout->total = (layout->total + ALIGN_FLOATS - 1) / ALIGN_FLOATS * ALIGN_FLOATS;
@@ -59,7 +59,8 @@ static void add_experts(param_layout *layout, const model_config *c, param_layer
 
 static void add_layer_matrices(param_layout *layout, const model_config *c, param_layer *layer, int l)
 {
-    // What is added to the residual stream starts smaller, so that its variance does not grow with the depth.
+    // Matrices whose product is added to the residual stream start smaller, so that the variance of the
+    // stream does not grow with the depth.
     double in = c->initializer_range, out = in / sqrt(2.0 * (double)c->layers);
     char prefix[64];
     layer->qkv = group(layout);

@@ -1,7 +1,7 @@
 /* The place of every parameter of a model in one flat array of floats, and its name in the checkpoint.
- * Weights, gradients and the two AdamW moments are four such arrays with the same layout: first the matrices,
- * which have weight decay, then the norms' vectors. What one GEMM reads is contiguous: q, k, v; the gate and
- * up rows of an expert. */
+ * Weights, gradients and the two AdamW moments are four arrays with the same layout: first the matrices,
+ * which have weight decay, then the vectors of the norms. Matrices that one GEMM reads together are
+ * contiguous: q, k and v; the gate and up rows of an expert. */
 #ifndef TRAIN_PARAMS_H
 #define TRAIN_PARAMS_H
 
@@ -18,7 +18,7 @@ typedef struct param_tensor {
     int64_t shape[2];
     int rank; // 2, or 1 for the norms
     size_t offset, count;
-    double deviation; // of its first, random values; 0: ones
+    double deviation; // standard deviation of its first, random values; 0: they are ones
 } param_tensor;
 
 /* Offsets of one layer in floats. The MLP is either experts (router, w1, w2, and shared_* if there is a
@@ -38,7 +38,7 @@ typedef struct param_layout {
     size_t tensor_count;
     param_layer *layers;
     size_t embedding, head, norm; // (V, d), (V, d) (the embedding if tied), (d)
-    size_t matrices, total;       // floats: those that decay come first
+    size_t matrices, total;       // floats; the matrices come first
 } param_layout;
 
 bool param_layout_create(param_layout *layout, const model_config *config, error *err);

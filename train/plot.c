@@ -29,7 +29,7 @@ static void write_data(FILE *script, const log_line *lines, size_t count, double
     fprintf(script, "EOD\n");
 }
 
-/* Inside single quotes gnuplot takes everything as it is, and two quotes for one. */
+/* Inside single quotes gnuplot reads every character literally, except that two quotes stand for one. */
 static void write_quoted(FILE *script, const char *text)
 {
     fputc('\'', script);
@@ -59,7 +59,8 @@ static bool write_script(const char *path, const char *image, const log_line *li
     return fail(err, ERROR_RUNTIME, "%s: %s", path, strerror(errno));
 }
 
-/* Runs gnuplot on a script, silently; its exit status, -1 if it could not start or crashed. */
+/* Runs gnuplot on a script without output. Returns its exit status, or -1 if it could not be started or
+ * crashed. */
 static int run_gnuplot(char *script)
 {
     pid_t child;

@@ -6,7 +6,8 @@
 
 #include <stdbool.h>
 
-/* Draws OUT/curve.png from OUT/train.jsonl; *drawn is false when there is no gnuplot, which is no error. */
+/* Draws OUT/curve.png from OUT/train.jsonl; If gnuplot is not installed, *drawn is false; this is no
+ * error. */
 bool plot_curves(const char *out, bool *drawn, error *err);
 
 #endif

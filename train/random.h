@@ -5,7 +5,7 @@
 #include <math.h>
 #include <stdint.h>
 
-/* SplitMix64's finaliser over the two. */
+/* The finaliser of SplitMix64, applied to both. */
 static inline uint64_t random_bits(uint64_t seed, uint64_t index)
 {
     uint64_t z = seed * 0xd1342543de82ef95u + (index + 1) * 0x9e3779b97f4a7c15u;

@@ -1,4 +1,5 @@
-/* See routing_report.h. A rule adds rows to an expert or drops some, never both: the counts say all. */
+/* See routing_report.h. A rounding rule either adds rows to an expert or drops rows of it, never both. So the
+ * counts are sufficient. */
 #include "train/routing_report.h"
 
 #include <math.h>

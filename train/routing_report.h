@@ -14,8 +14,8 @@ typedef struct routing_report {
 
 extern const routing_report routing_report_none; // all NAN
 
-/* Of the training pass that m made last, with nothing passed since. With RECOMPUTE_LAYERS of the first MoE
- * layer alone, since the layers share their memory. Waits for the device. */
+/* Reports on the training pass that m ran last; no other pass may have run since. With RECOMPUTE_LAYERS it
+ * reports on the first MoE layer only, because the layers share their memory. Waits for the device. */
 bool routing_report_read(routing_report *report, model *m, error *err);
 
 #endif

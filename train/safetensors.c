@@ -44,7 +44,7 @@ static bool parse_dtype(const json_t *value, tensor_dtype *dtype, error *err)
 static bool parse_size(const json_t *value, const char *what, int64_t *out, error *err)
 {
     if (!json_is_integer(value) || json_integer_value(value) < 0)
-        return fail(err, ERROR_RUNTIME, "%s holds something else than integers of at least 0", what);
+        return fail(err, ERROR_RUNTIME, "%s must hold integers of at least 0 only", what);
     *out = json_integer_value(value);
     return true;
 }
@@ -117,8 +117,8 @@ static int by_place(const void *a, const void *b)
     return (x->end > y->end) - (x->end < y->end);
 }
 
-/* Sorts the entries of one shard by place; each must begin where the one before ends, the last at
- * the file's end. */
+/* Sorts the entries of one shard by their place in the file. Each must begin where the one before ends, and
+ * the last must end at the end of the file. */
 static bool check_tiling(entry *entries, size_t count, size_t data_size, error *err)
 {
     int64_t at = 0;
@@ -212,7 +212,7 @@ static int by_name(const void *a, const void *b)
     return strcmp(((const entry *)a)->t.name, ((const entry *)b)->t.name);
 }
 
-/* After sort_names; NULL: not there. */
+/* Finds a name; the entries must have been sorted by sort_names. NULL: not found. */
 static const entry *find_entry(const safetensors *file, const char *name)
 {
     entry wanted = {.t.name = name};
@@ -224,7 +224,7 @@ static bool sort_names(safetensors *file, error *err)
     if (file->count > 0) qsort(file->entries, file->count, sizeof *file->entries, by_name);
     for (size_t i = 1; i < file->count; i++)
         if (by_name(&file->entries[i - 1], &file->entries[i]) == 0)
-            return fail(err, ERROR_RUNTIME, "%s: tensor %.128s is there twice", file->name,
+            return fail(err, ERROR_RUNTIME, "%s: tensor %.128s occurs twice", file->name,
                         file->entries[i].t.name);
     return true;
 }
@@ -239,13 +239,12 @@ static bool add_shard(safetensors *file, const void *bytes, size_t size, const c
 
 static bool add_file(safetensors *file, const char *path, error *err)
 {
-    file_map *map =
-        &file->shards[file->shard_count].map; // add_shard makes it count, also for safetensors_close
+    file_map *map = &file->shards[file->shard_count].map; // counted, also for safetensors_close, by add_shard
     if (!file_map_open(map, path, err)) return false;
     return add_shard(file, map->data, map->size, path, err);
 }
 
-/* Hands the file over if `ok`, else frees it. */
+/* Passes the file to the caller if `ok`, else frees it. */
 static bool finish(safetensors **out, safetensors *file, bool ok, error *err)
 {
     ok = ok && sort_names(file, err);
@@ -276,7 +275,8 @@ static bool add_beside(safetensors *file, const char *path, const char *shard_na
     return ok;
 }
 
-/* Every tensor of the index must be in the shard that it names: shards are opened in the index's order. */
+/* Every tensor of the index must be in the shard that the index names for it. Shards are opened in the order
+ * of the index. */
 static bool check_index(const safetensors *file, const safetensors_index *index, error *err)
 {
     for (size_t i = 0; i < index->count; i++) {

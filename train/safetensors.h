@@ -4,9 +4,9 @@
  *     header = {"name": {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}, ...,
  *               "__metadata__": {str: str}}
  *
- * Offsets count from the end of the header. A file is accepted when L <= 100,000,000 and the header starts
- * with '{', has no key twice, every shape times its dtype is its byte range, and the ranges tile the data
- * without hole or overlap: then every byte of the file has one meaning. */
+ * Offsets count from the end of the header. A file is accepted if L <= 100,000,000, the header starts with
+ * '{' and has no key twice, the size of every tensor equals its byte range, and the ranges cover the data
+ * without gap or overlap. So every byte of the file has exactly one meaning. */
 #ifndef TRAIN_SAFETENSORS_H
 #define TRAIN_SAFETENSORS_H
 
@@ -43,35 +43,36 @@ typedef struct tensor {
 size_t tensor_dtype_size(tensor_dtype dtype);      // bytes of an element
 const char *tensor_dtype_name(tensor_dtype dtype); // "F32", ...
 
-/* Elements and bytes of a tensor's shape; false (and 0) if a dimension is negative or a product passes 2^63
- * - 1. */
+/* The number of elements and of bytes of a tensor's shape. False (and 0) if a dimension is negative or a
+ * product exceeds 2^63 - 1. */
 bool tensor_size(const tensor *t, int64_t *elements, int64_t *bytes);
 
-/* True for a tensor of exactly this shape whose dtype is F32, F16, BF16 or F64. Errors: another rank, shape
- * or dtype, naming both. */
+/* True if the tensor has exactly this shape and its dtype is F32, F16, BF16 or F64. Otherwise the error names
+ * both ranks, shapes or dtypes. */
 bool tensor_is_real(const tensor *t, int rank, const int64_t *shape, error *err);
 
-/* Copies elements [first, first + count) of a tensor that is real into out, as f32: F32 as is, F16 and BF16
- * exactly, F64 rounded to nearest. */
+/* Copies elements [first, first + count) of a tensor that tensor_is_real has accepted to out, as f32. F32,
+ * F16 and BF16 are copied exactly, F64 is rounded to nearest. */
 void tensor_read_part(const tensor *t, int64_t first, int64_t count, float *out);
 
-/* Both, for a whole tensor. */
+/* Both functions above, for a whole tensor. */
 bool tensor_read_f32(const tensor *t, int rank, const int64_t *shape, float *out, error *err);
 
 /* ---- reading: tensors point into the mapping and live until safetensors_close ---- */
 
 typedef struct safetensors safetensors;
 
-/* One file; or, for a path that ends in ".index.json", all shards that its weight_map names, beside it. */
+/* Opens one file. If the path ends in ".index.json", it opens all shards that its weight_map names; they are
+ * in the same folder. */
 bool safetensors_open(safetensors **file, const char *path, error *err);
 
-/* From memory, which must outlive *file; `name` stands for the file in messages. */
+/* Reads from memory, which must outlive *file; `name` names the file in messages. */
 bool safetensors_parse(safetensors **file, const void *bytes, size_t size, const char *name, error *err);
 
 void safetensors_close(safetensors *file); // NULL is fine
 
-/* Elements [first, first + count) were read and will not be soon: their pages of the mapping leave this
- * process's memory. */
+/* Says that elements [first, first + count) will not be read again soon. Their pages of the mapping are
+ * released from this process's memory. */
 void safetensors_forget(const safetensors *file, const tensor *t, int64_t first, int64_t count);
 
 size_t safetensors_count(const safetensors *file);
@@ -90,18 +91,19 @@ typedef struct safetensors_pair {
     const char *key, *value; // UTF-8
 } safetensors_pair;
 
-/* Writes tensors of the caller's memory and metadata, atomically (train/file.h). In the file larger elements
- * come first, then names in order, and data start 8-aligned: so every tensor is aligned and equal contents
- * give equal bytes whatever the order of the call. Errors: a name twice, "__metadata__" or not UTF-8, a shape
- * past 63 bits, header past the format's limit, everything that file_writer reports. */
+/* Writes tensors of the caller's memory and metadata, atomically (train/file.h). In the file tensors with
+ * larger elements come first, then tensors are sorted by name, and the data start at a multiple of 8 bytes.
+ * So every tensor is aligned, and the bytes of the file do not depend on the order of the arguments. Errors:
+ * a name occurs twice, is "__metadata__" or is not UTF-8; a shape exceeds 63 bits; the header exceeds the
+ * limit of the format; or an error of file_writer. */
 bool safetensors_write(const char *path, const tensor *tensors, size_t count,
                        const safetensors_pair *metadata, size_t pairs, error *err);
 
-/* Gives `size` bytes (at most `most` of the call below) of tensor number `index`, from its byte `from` on.
- * They stay until the next call. NULL and *err: they cannot be had. */
+/* Returns `size` bytes (at most `most` of the call below) of tensor number `index`, from its byte `from` on.
+ * They are valid until the next call. On failure: NULL and *err. */
 typedef const void *(*safetensors_source)(void *user, size_t index, size_t from, size_t size, error *err);
 
-/* The same with bytes that the source gives, piece by piece; the tensors' data are not read. */
+/* The same, but the source gives the bytes, part by part. The data pointers of the tensors are not read. */
 bool safetensors_write_from(const char *path, const tensor *tensors, size_t count,
                             const safetensors_pair *metadata, size_t pairs, safetensors_source source,
                             void *user, size_t most, error *err);

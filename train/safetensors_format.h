@@ -1,4 +1,4 @@
-/* What the reader and the writer of safetensors share, and nobody else uses. */
+/* Constants that only the reader and the writer of safetensors use. */
 #ifndef TRAIN_SAFETENSORS_FORMAT_H
 #define TRAIN_SAFETENSORS_FORMAT_H
 

@@ -10,13 +10,13 @@ static int by_name(const void *a, const void *b)
     return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-/* A file beside the index, that is not hidden: no path leads elsewhere. */
+/* Is this the name of a file in the folder of the index, not hidden and without a path to another folder? */
 static bool is_file_name(const char *text)
 {
     return text != NULL && text[0] != '\0' && text[0] != '.' && strchr(text, '/') == NULL;
 }
 
-/* Every tensor, and the file name of each in `shards`, still unsorted. */
+/* Reads every tensor, and its file name into `shards`, which is not sorted yet. */
 static bool list_entries(safetensors_index *index, json_t *weights, error *err)
 {
     const char *key;

@@ -2,7 +2,7 @@
  *
  *     {"metadata": {..}, "weight_map": {"tensor name": "file name", ..}}
  *
- * The files stand beside the index: a name with a folder in it is refused. */
+ * The files must be in the folder of the index: a name with a folder in it is refused. */
 #ifndef TRAIN_SAFETENSORS_INDEX_H
 #define TRAIN_SAFETENSORS_INDEX_H
 

@@ -45,7 +45,7 @@ static bool add_tensor(json_t *header, const tensor *t, int64_t *at, error *err)
     if (!tensor_size(t, &elements, &bytes) || bytes > INT64_MAX - *at)
         return fail(err, ERROR_RUNTIME, "tensor %.128s: its bytes do not fit into 63 bits", t->name);
     if (strcmp(t->name, SAFETENSORS_METADATA) == 0 || json_object_get(header, t->name) != NULL)
-        return fail(err, ERROR_RUNTIME, "tensor %.128s: the name is reserved or there twice", t->name);
+        return fail(err, ERROR_RUNTIME, "tensor %.128s: the name is reserved or occurs twice", t->name);
     if (json_object_set_new(header, t->name, describe(t, *at, *at + bytes)) != 0)
         return fail(err, ERROR_RUNTIME, "tensor %.128s: the name is not UTF-8", t->name);
     *at += bytes;
@@ -77,7 +77,7 @@ static bool write_header(file_writer **writer, const char *text, error *err)
            file_writer_write(writer, text, length, err) && file_writer_write(writer, spaces, padding, err);
 }
 
-/* What is written: the tensors of a call, in the order of the file, and where their bytes come from. */
+/* The tensors of a call, in the order of the file, and where their bytes come from. */
 typedef struct contents {
     const tensor *tensors, **sorted;
     size_t count;

@@ -6,7 +6,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* Sorts `order` by falling logit, then by rising token: a heap keyed on both. */
+/* Sorts `order` by descending logit, equal logits by ascending token, as a heap sort. */
 static bool before(const float *logits, int32_t a, int32_t b)
 {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
@@ -27,7 +27,7 @@ static void sort(const float *logits, int32_t *order, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) order[i] = (int32_t)i;
     for (int64_t i = count / 2; i-- > 0;) sink(logits, order, i, count);
-    for (int64_t i = count; i-- > 1;) { // the last in the wanted order is at the top
+    for (int64_t i = count; i-- > 1;) { // the element that comes last in the wanted order is at the top
         int32_t kept = order[0];
         order[0] = order[i];
         order[i] = kept;

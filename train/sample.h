@@ -12,11 +12,12 @@ typedef struct sampler {
         cached; // tokens [start, start + cached) have their keys and values in the model; 0 at first
 } sampler;
 
-/* The token after tokens (count >= 1); between calls tokens are only appended. m is MODEL_GENERATE. The model
- * sees the tokens from s->start on: once they pass its context, it goes on from the last half of them. */
+/* Samples the token that follows tokens (count >= 1). Between calls tokens may only be appended. m is
+ * MODEL_GENERATE. The model reads the tokens from s->start on. When these are more than its context, it
+ * continues with the last half of them. */
 bool sample_next(sampler *s, model *m, const int32_t *tokens, int64_t count, int32_t *next, error *err);
 
-/* The choice itself, from logits (vocab); `order` has room for vocab. Also advances the random numbers. */
+/* Chooses a token from logits (vocab). `order` has room for vocab. Also advances the random numbers. */
 int32_t sample_choose(sampler *s, const float *logits, int64_t vocab, int32_t *order);
 
 #endif

@@ -1,4 +1,5 @@
-/* Arrays of a device to and from files through a buffer on the host, so that the host holds no whole array.
+/* Copies arrays of a device to files and back through a buffer on the host, so that the host never holds a
+ * whole array.
  */
 #ifndef TRAIN_STREAM_H
 #define TRAIN_STREAM_H
@@ -16,12 +17,12 @@ typedef struct stream {
 bool stream_open(stream *s, train_device *device, error *err);
 void stream_close(stream *s); // a zeroed one is fine
 
-/* At most STREAM_BYTES from `from` on the device, on the CPU in place: they stay until the next call. NULL
- * and *err: the device failed. */
+/* Returns at most STREAM_BYTES of the device's memory from `from` on; on the CPU without a copy. They are
+ * valid until the next call. NULL and *err: the device failed. */
 const void *stream_read(stream *s, const void *from, size_t bytes, error *err);
 
-/* All elements of a file's tensor, which tensor_is_real has passed, to `to` (type) and, unless it is NULL, to
- * `master`. */
+/* Copies all elements of a file's tensor, which tensor_is_real has accepted, to `to` (type) and, unless it is
+ * NULL, to `master`. */
 bool stream_write(stream *s, void *to, smoe_type type, float *master, const safetensors *file,
                   const tensor *t, error *err);
 

@@ -30,7 +30,8 @@ const char *tensor_dtype_name(tensor_dtype dtype)
     return dtypes[dtype].name;
 }
 
-/* Zero dimensions do not hide an overflow of the others: the product of the nonzero ones must fit too. */
+/* The product of the nonzero dimensions must fit too, so a zero dimension does not hide an overflow of the
+ * others. */
 bool tensor_size(const tensor *t, int64_t *elements, int64_t *bytes)
 {
     int64_t size = (int64_t)tensor_dtype_size(t->dtype), product = 1;

@@ -11,11 +11,11 @@ enum {
     BIN_HEADER = 256 * 4, // bytes: int32[256]
     BIN_MAGIC = 20240520,
     BIN_VERSION = 1,
-    LOOKED_AT = 8192,    // bytes of a text that show whether it is one
-    COPY_BELOW = 1 << 20 // bytes; smaller files are copied: a process has only some 65000 mappings
+    LOOKED_AT = 8192,    // bytes at the beginning of a file that decide whether it is text
+    COPY_BELOW = 1 << 20 // bytes; smaller files are copied, because a process has only some 65000 mappings
 };
 
-static const size_t MOST_BYTES = (size_t)1 << 36; // from one .gz or a pipe: a bomb ends in an error
+static const size_t MOST_BYTES = (size_t)1 << 36; // from one .gz or a pipe: endless data end in an error
 
 static bool ends_with(const char *text, size_t length, const char *end)
 {
@@ -23,7 +23,7 @@ static bool ends_with(const char *text, size_t length, const char *end)
     return length >= tail && memcmp(text + length - tail, end, tail) == 0;
 }
 
-/* ---- bytes of a length that is not known before ---- */
+/* ---- bytes whose number is not known in advance ---- */
 
 typedef struct growing {
     unsigned char *bytes;
@@ -41,7 +41,7 @@ static bool grow(growing *out, error *err)
     return true;
 }
 
-/* Gives back what growing left unused; the caller frees the result. */
+/* Frees the unused end of a buffer that has grown. The caller frees the result. */
 static unsigned char *grown(const growing *out)
 {
     unsigned char *fitting = realloc(out->bytes, out->size + 1);
@@ -50,7 +50,7 @@ static unsigned char *grown(const growing *out)
 
 /* ---- gzip ---- */
 
-/* One call of inflate; *status is zlib's answer. */
+/* One call of inflate; *status is zlib's status. */
 static bool inflate_some(z_stream *z, const unsigned char *end, growing *out, int *status, error *err)
 {
     if (out->size == out->room && !grow(out, err)) return false;
@@ -145,7 +145,7 @@ static bool parse_bin(token_source *s, const unsigned char *bytes, size_t size, 
     return true;
 }
 
-/* `length` of the name counts: without .gz it is the name of the contents. */
+/* Only the first `length` characters of the name count: without .gz they are the name of the contents. */
 static bool parse_contents(token_source *s, const unsigned char *bytes, size_t size, const char *name,
                            size_t length, error *err)
 {
@@ -167,7 +167,7 @@ static bool parse_gzip(token_source *s, const unsigned char *bytes, size_t size,
     return parse_contents(s, s->copy, out.size, name, length, err);
 }
 
-/* Tokens in place of a text's bytes. */
+/* Encodes a text; the tokens replace its bytes. */
 static bool encode(token_source *s, const bpe *table, error *err)
 {
     size_t size = (size_t)s->count, first = table->end >= 0;
@@ -236,7 +236,7 @@ bool token_source_read(token_source *source, FILE *file, const char *name, const
 
 /* ---- files ---- */
 
-/* Takes the bytes over from the mapping of a small file. */
+/* Copies the bytes of a small file, so that its mapping can be closed. */
 static bool parse_copy(token_source *source, const file_map *map, const char *path, const bpe *table,
                        int64_t vocab, error *err)
 {
@@ -244,7 +244,7 @@ static bool parse_copy(token_source *source, const file_map *map, const char *pa
     if (copy == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
     memcpy(copy, map->data, map->size);
     bool ok = token_source_parse(source, copy, map->size, path, table, vocab, err);
-    bool kept = ok && source->copy == NULL; // what is inflated or encoded has memory of its own
+    bool kept = ok && source->copy == NULL; // inflated or encoded data have memory of their own
     if (kept) source->copy = copy;
     if (!kept) free(copy);
     return ok;

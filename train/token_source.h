@@ -15,17 +15,18 @@ typedef struct token_source {
     const unsigned char *bytes; // count * width, little-endian
     int64_t count;              // tokens
     int width;                  // bytes of a token: 1 text without a table, else 2
-    bool text;                  // no token file
-    bool validates;             // by its name (train/tokens.c)
-    file_map map;               // what holds the bytes: a mapping, or
-    unsigned char *copy;        // memory of our own, or neither: the caller's
+    bool text;                  // not a token file
+    bool validates;             // a validation file by its name (train/tokens.c)
+    file_map map;               // the memory of the bytes: a mapping, or
+    unsigned char *copy;        // a copy; if neither, memory of the caller
     bool binary; // a byte of zero among the first 8192 of a text, or a .bin without a token file's magic:
                  // whoever did not name this file leaves it out. The latter is an error too, and sets only
                  // this.
 } token_source;
 
-/* From memory, which must outlive the source unless `name` ends in .gz or a text is encoded. Every token is
- * checked against vocab. With a table (else NULL) a text is encoded by it, its end-of-text token first. */
+/* Reads from memory, which must outlive the source unless `name` ends in .gz or a text is encoded. Checks
+ * that every token is below vocab. With a table (else NULL) a text is encoded with it, and its end-of-text
+ * token is put first. */
 bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name,
                         const bpe *table, int64_t vocab, error *err);
 bool token_source_read(token_source *source, FILE *file, const char *name, const bpe *table, int64_t vocab,

@@ -1,4 +1,5 @@
-/* See tokenizer.h. The files stay mapped: what is written over or removed by a rename stays readable. */
+/* See tokenizer.h. The files stay mapped, so they stay readable even if they are replaced by a rename or
+ * removed. */
 #define _POSIX_C_SOURCE 200809L
 #include "train/tokenizer.h"
 

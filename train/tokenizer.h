@@ -1,4 +1,4 @@
-/* The files of a tokenizer, as tools/make_tokens.py writes them and every checkpoint carries them. */
+/* The files of a tokenizer. tools/make_tokens.py writes them, and every checkpoint has a copy. */
 #ifndef TRAIN_TOKENIZER_H
 #define TRAIN_TOKENIZER_H
 
@@ -9,14 +9,15 @@ enum { TOKENIZER_FILES = 3 }; // bpe.txt, tokenizer.json, tokenizer_config.json
 
 typedef struct tokenizer {
     bpe table;
-    file_map files[TOKENIZER_FILES]; // those that are missing are zeroed, all but the first may be
+    file_map files[TOKENIZER_FILES]; // a missing file is zeroed; only the first must exist
 } tokenizer;
 
-/* Reads the table at `path`; what lies beside it under the other names, for Transformers, comes with it. */
+/* Reads the table at `path`, and the other two files, which are for Transformers, if they are in the same
+ * folder. */
 bool tokenizer_open(tokenizer *t, const char *path, error *err);
 void tokenizer_close(tokenizer *t); // a zeroed one is fine
 
-/* The tokenizer of a checkpoint; t->table.tokens is 0 where it has none. */
+/* Reads the tokenizer of a checkpoint. t->table.tokens is 0 if it has none. */
 bool tokenizer_find(tokenizer *t, const char *checkpoint, error *err);
 
 /* Writes the files into a folder. */

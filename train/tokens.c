@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SPLIT = 20 }; // one token, or one file, in 20 validates
+enum { SPLIT = 20 }; // one token, or one file, in 20 is for validation
 
 /* A run of tokens of one source. */
 typedef struct span {
@@ -115,7 +115,8 @@ static bool names_validation(const char *path)
     return strncmp(name, "val", 3) == 0 && (name[3] == '.' || name[3] == '_' || name[3] == '-');
 }
 
-/* Token files that are validation by their names, if there are such and others. */
+/* Finds the token files that are for validation by their names. They count only if there are other files
+ * too. */
 static bool split_names(tokens *data)
 {
     size_t validation = 0;
@@ -141,7 +142,7 @@ static void split_train(tokens *data)
     split_tails(data);
 }
 
-/* Any target will do: evaluation has a window for the rest. */
+/* One target is enough, because evaluation has a shorter window for the rest. */
 static bool check_evaluated(const stream *s, const char *name, error *err)
 {
     if (s->total >= 2) return true;
@@ -157,7 +158,7 @@ static bool check_stream(const stream *s, const char *what, int64_t context, con
                 (long long)s->total, what, (long long)context, (long long)context + 1);
 }
 
-/* `name` stands for all the data in messages. */
+/* `name` names all the data in messages. */
 static bool make_streams(tokens *data, tokens_split split, const char *name, error *err)
 {
     data->train.spans = malloc((data->source_count + 1) * sizeof(span));
@@ -239,7 +240,8 @@ static bool note_skipped(tokens *data, const char *path, error *err)
     return data->first_skipped != NULL || fail(err, ERROR_RUNTIME, "%s: out of memory", path);
 }
 
-/* Opens all files but the empty and binary ones of folders; those that the user named are read, or an error.
+/* Opens all files, except empty and binary files inside folders. A file that the user named is opened, or it
+ * is an error.
  */
 static bool open_sources(tokens *data, const file_list *list, const char *const *paths, size_t count,
                          int64_t vocab, error *err)
@@ -342,8 +344,9 @@ static void copy_window(const stream *s, int64_t position, int64_t count, int32_
     stream_copy(s, position + 1, count, targets);
 }
 
-/* A random permutation of 0..count-1, at `index`: a Feistel network over the next power of four, walked until
- * it lands below count (under four rounds of it on average). */
+/* Element `index` of a random permutation of 0..count-1. A Feistel network permutes the numbers below the
+ * next power of four. It is applied repeatedly until the result is below count (less than four times on
+ * average). */
 static uint64_t permuted(uint64_t index, uint64_t count, uint64_t key)
 {
     int half = 1;
@@ -361,7 +364,8 @@ static uint64_t permuted(uint64_t index, uint64_t count, uint64_t key)
     return index;
 }
 
-/* Where sample number `sample` starts. An epoch has one window fewer than fit, so that its start can move. */
+/* Where sample number `sample` starts. An epoch has one window less than the stream has room for, so that the
+ * start of the first window can vary. */
 static int64_t sample_position(const tokens *data, uint64_t seed, uint64_t sample)
 {
     uint64_t total = (uint64_t)data->train.total, context = (uint64_t)data->context;

@@ -1,20 +1,21 @@
-/* Training data: a stream of tokens to train on, one to validate on, and batches cut from them.
+/* Training data: a stream of tokens for training, a stream for validation, and batches cut from them.
  *
- * A source is any file or folder (recursively, sorted; train/file.h), or "-", the text on standard input.
- * What a file is follows from its name:
+ * A source is any file or folder (recursively, sorted; train/file.h), or "-", the text on standard input. The
+ * name of a file decides how it is read:
  *   *.bin  llm.c's token file: int32[256] header (magic 20240520, version 1, number of tokens), then
  *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz
  *   else   text: encoded by a table (train/bpe.h), the end-of-text token first; without a table every byte is
  *          a token, so the vocabulary has at least 256 tokens
- * Files of one run are either all text or all token files; empty files inside a folder are skipped, and so
- * are binary ones: texts with a byte of zero among their first 8192, *.bin that are no token files.
+ * Files of one run are either all text or all token files; empty and binary files inside a folder are
+ * skipped. Binary files are texts with a zero byte among their first 8192 bytes, and *.bin that are not token
+ * files.
  *
- * Split. With fewer than 20 files the last 5% of each file validate. With 20 or more every 20th file does, so
- * that no document is in both streams. If those files have less than 2% or more than 10% of all tokens (files
- * of very different sizes), the last 5% of each file validate instead. If some token files are called val.bin
- * or val_ANYTHING.bin (tools/make_tokens.py) and others are not, those validate, and nothing else. A stream
- * is its parts one after the other. */
+ * Split. With fewer than 20 files the last 5% of each file are for validation. With 20 or more files every
+ * 20th file is, so that no document is in both streams. But if these files have less than 2% or more than 10%
+ * of all tokens, because the sizes differ much, the last 5% of each file are for validation instead. If some
+ * token files are called val.bin or val_ANYTHING.bin (tools/make_tokens.py) and others are not, exactly the
+ * files with these names are for validation. A stream consists of its parts, one after the other. */
 #ifndef TRAIN_TOKENS_H
 #define TRAIN_TOKENS_H
 
@@ -29,45 +30,46 @@ typedef struct tokens tokens;
 
 typedef enum tokens_split {
     TOKENS_TRAIN, // split as above
-    TOKENS_EVAL   // all tokens validate, none train
+    TOKENS_EVAL   // all tokens are for validation, none for training
 } tokens_split;
 
 /* Reads `count` files or folders for a model of `vocab` tokens and `context` tokens a sequence. `table` is
- * that of the tokens, which must outlive *data, or NULL. Small files
- * are copied, large ones mapped. Errors: missing, empty, malformed or truncated files (expected and found), a
- * token id past the vocabulary, fewer than context + 1 tokens in a stream of TOKENS_TRAIN, than 2 in
- * TOKENS_EVAL's. */
+ * the table of the tokens, which must outlive *data, or NULL. Small files are copied, large ones mapped.
+ * Errors: missing, empty, malformed or truncated files (the message has the expected and the found size); a
+ * token id past the vocabulary; fewer than context + 1 tokens in a stream of TOKENS_TRAIN; fewer than 2
+ * tokens with TOKENS_EVAL. */
 bool tokens_open(tokens **data, const char *const *paths, size_t count, const bpe *table, int64_t vocab,
                  int64_t context, tokens_split split, error *err);
 
-/* The same from one file in memory, which must outlive *data; `name` says what it is, as above. */
+/* The same for one file in memory, which must outlive *data; `name` decides how it is read, as above. */
 bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *name, const bpe *table,
                   int64_t vocab, int64_t context, tokens_split split, error *err);
 
 void tokens_close(tokens *data); // NULL is fine
 
-/* The bytes of text that `count` tokens of the data stand for; 0: not known, token files without their table.
+/* The bytes of text that `count` tokens of the data stand for. 0 if this is not known, for token files
+ * without their table.
  */
 int64_t tokens_bytes(const tokens *data, const int32_t *ids, int64_t count);
 
-/* Binary files of folders that were left out, and the path of the first (NULL: none), which lives as long as
- * data. */
+/* The number of binary files in folders that were skipped, and the path of the first (NULL: none), which is
+ * valid as long as data. */
 size_t tokens_skipped(const tokens *data, const char **first);
 
 int64_t tokens_train_count(const tokens *data); // tokens
 int64_t tokens_validation_count(const tokens *data);
 
 /* Batch number `step` of the training stream: inputs and targets (batch, context), targets one token later.
- * A pure function of its arguments: resuming needs the step alone. Sample i = step * batch + row goes through
- * the stream in epochs: each cuts it into adjoining windows from a random start and visits every window once,
- * in random order. Opened with TOKENS_TRAIN. */
+ * The result depends only on the arguments, so resuming needs only the step. Sample i = step * batch + row
+ * goes through the stream in epochs. An epoch cuts the stream into adjoining windows from a random start, and
+ * visits every window once, in random order. The data must be opened with TOKENS_TRAIN. */
 void tokens_batch(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int32_t *inputs,
                   int32_t *targets);
 
-/* Adjoining windows of the validation stream, (count - 1) / context of them, and the rest, 0..context - 1
- * targets after the last: together every token but the first is a target once. _window copies windows first
- * .. first + count - 1 to inputs and targets (count, context), _rest_window the rest to inputs and targets
- * (rest). */
+/* The validation stream consists of (count - 1) / context adjoining windows, and a rest of 0..context - 1
+ * targets after the last window. So every token but the first is a target once. _window copies windows first
+ * .. first + count - 1 to inputs and targets (count, context); _rest_window copies the rest to inputs and
+ * targets (rest). */
 int64_t tokens_windows(const tokens *data);
 int64_t tokens_rest(const tokens *data);
 void tokens_window(const tokens *data, int64_t first, int64_t count, int32_t *inputs, int32_t *targets);

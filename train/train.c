@@ -27,12 +27,12 @@ typedef struct run {
     optimizer optimizer;
     train_state state;
     train_log *log;
-    routing_report routing;    // of the last step before a line or a validation
+    routing_report routing;    // of the last step before a log line or a validation
     int32_t *inputs, *targets; // (batch, context)
-    int64_t staged;            // the step whose batch they and the device have prepared, -1: none
+    int64_t staged;            // the step whose batch is in them and prepared on the device, -1: none
     double started;            // the clock when state.elapsed was `before`
     double before;
-    double line_time;     // elapsed at the line of the log before
+    double line_time;     // elapsed at the last line of the log
     int64_t line_tokens;  // tokens then
     double val_loss;      // newest
     double lr, grad_norm; // of the last step
@@ -57,7 +57,7 @@ static bool allocate(run *r, error *err)
     return true;
 }
 
-/* Loads OUT/latest; its shape, seed and batch must be those asked for. */
+/* Loads OUT/latest. Its model's sizes, its seed and its batch must be those of the settings. */
 static bool resume(run *r, error *err)
 {
     const train_settings *s = r->settings;
@@ -67,7 +67,8 @@ static bool resume(run *r, error *err)
     if (!checkpoint_find(s->out, path, sizeof path, err) || !checkpoint_load_config(path, &have, err))
         return false;
     if (!model_config_same(&have, &s->config, &why))
-        return fail(err, ERROR_USAGE, "%.200s holds a checkpoint of another shape: %.250s", path, why.text);
+        return fail(err, ERROR_USAGE, "%.200s holds a checkpoint with other sizes or settings: %.250s", path,
+                    why.text);
     const adamw_arrays *arrays = &r->optimizer.arrays;
     if (!checkpoint_load_weights(path, &r->model, arrays->master, err) ||
         !checkpoint_load_state(path, &r->model, arrays, &r->state, err))
@@ -80,7 +81,7 @@ static bool resume(run *r, error *err)
     return true;
 }
 
-/* The first weights: those of settings->from, or random ones. */
+/* Sets the first weights: those of settings->from, or random ones. */
 static bool take_weights(run *r, error *err)
 {
     const train_settings *s = r->settings;
@@ -95,7 +96,7 @@ static bool take_weights(run *r, error *err)
         return false;
     have.context = s->config.context; // no weight depends on it
     if (!model_config_same(&have, &s->config, &why))
-        return fail(err, ERROR_USAGE, "%.200s is of another shape: %.250s", path, why.text);
+        return fail(err, ERROR_USAGE, "%.200s has other sizes or settings: %.250s", path, why.text);
     return checkpoint_load_weights(path, &r->model, r->optimizer.arrays.master, err);
 }
 
@@ -113,16 +114,17 @@ static bool start(run *r, error *err)
     if (s->resume) return resume(r, err);
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
-        return fail(err, ERROR_USAGE, "%s is there already: resume it, or choose another folder", path);
+        return fail(err, ERROR_USAGE, "%s exists already: resume it, or choose another folder", path);
     if (!take_weights(r, err)) return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;
-    // Saved before the first step: there always is a good checkpoint, and a full disk shows at once.
+    // A checkpoint is saved before the first step. So there is always a usable checkpoint, and a full disk is
+    // noticed at once.
     return save(r, err);
 }
 
-/* The one asked for, which must be the one of a checkpoint resumed, or that one, or that of the checkpoint
- * that the weights come from. */
+/* Chooses the tokenizer: the one of the settings, which must equal that of a resumed checkpoint; or that of
+ * the resumed checkpoint; or that of the checkpoint from which the weights come. */
 static bool open_tokenizer(run *r, error *err)
 {
     const train_settings *s = r->settings;
@@ -173,7 +175,8 @@ static bool open_run(run *r, error *err)
     r->started = clock_seconds();
     r->before = r->line_time = r->state.elapsed;
     r->line_tokens = tokens_done(r);
-    // With losses that no line has yet, a line of this step is a later run's: it is written again.
+    // If there are losses that are in no line yet, a line of this step was written after the checkpoint. It
+    // is removed and written again.
     return log_open(&r->log, path, r->state.loss_count ? r->state.step - 1 : r->state.step, err);
 }
 
@@ -197,7 +200,7 @@ static double progress_of(const run *r)
     return progress < 1.0 ? progress : 1.0;
 }
 
-/* Warm-up counts the step at hand, so that the first is not lost at rate 0. */
+/* The warm-up counts the current step too, so that the first step does not have rate 0. */
 static double rate_now(const run *r)
 {
     const train_settings *s = r->settings;
@@ -220,7 +223,7 @@ static adamw_step update_of(const run *r)
                         .step = r->state.step + 1};
 }
 
-/* Not finite: what to say, with the newest checkpoint's name. */
+/* The error for a value that is not finite. It names the newest checkpoint. */
 static bool stop_not_finite(const run *r, const char *what, double value, error *err)
 {
     return fail(
@@ -240,7 +243,7 @@ static void stage(run *r, int64_t number)
     r->staged = number;
 }
 
-/* The next step's batch is read while the device works on this one. */
+/* One step. The batch of the next step is read while the device works on this one. */
 static bool step(run *r, double *loss, error *err)
 {
     const train_settings *s = r->settings;
@@ -267,7 +270,7 @@ static bool step(run *r, double *loss, error *err)
 
 /* ---- after a step ---- */
 
-/* Does one of `count` evenly spaced marks lie between two states of progress? */
+/* Is one of `count` evenly spaced points of the run between the two values of progress? */
 static bool passes(double from, double to, int64_t count)
 {
     return floor(to * (double)count) > floor(from * (double)count);
@@ -319,17 +322,17 @@ static void report(run *r, double loss, double seconds, train_observer observer,
 static bool validate(run *r, int64_t count, evaluation *result, error *err)
 {
     int64_t context = r->settings->config.context, windows = (count + context - 1) / context;
-    r->staged = -1; // its windows take the batch's place
+    r->staged = -1; // the windows overwrite the prepared batch
     return evaluate(result, &r->model, r->data, windows, r->settings->stop, err);
 }
 
-/* Evaluation, log line and checkpoint when their time has come; a stop leaves them to finish(). */
+/* Evaluation, log line and checkpoint, if they are due. After a stop finish() does them. */
 static bool keep_records(run *r, double from, error *err)
 {
     const train_settings *s = r->settings;
     double to = progress_of(r), val_loss = NAN;
     bool end = to >= 1.0, validates = !end && passes(from, to, s->evaluations);
-    // Before a validation, whose passes take the place of the step's.
+    // Before a validation, whose passes overwrite the results of the step's.
     if ((end || validates || passes(from, to, s->logs)) && !routing_report_read(&r->routing, &r->model, err))
         return false;
     if (validates) {
@@ -360,8 +363,8 @@ static bool loop(run *r, train_observer observer, void *user, train_result *resu
     return true;
 }
 
-/* The last evaluation, the last line and the last checkpoint; of an interrupted run the checkpoint alone. Its
- * losses since the line before are in the checkpoint: the resumed run writes the line. */
+/* The last evaluation, the last line and the last checkpoint. An interrupted run only saves the checkpoint.
+ * The checkpoint has the losses since the last line, and the resumed run writes the line. */
 static bool finish(run *r, int64_t first, train_result *result, error *err)
 {
     const train_settings *s = r->settings;
@@ -380,7 +383,7 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
                              .parameters = r->model.layout.total,
                              .active = model_active_weights(&s->config),
                              .device_bytes = r->device->ops->used(r->device)};
-    error ignored = {0}; // a curve that cannot be drawn does not undo a run
+    error ignored = {0}; // a curve that cannot be drawn is no error of the run
     plot_curves(s->out, &result->drawn, &ignored);
     return true;
 }

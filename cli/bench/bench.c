@@ -1,5 +1,5 @@
-/* `smoe bench`: times of a layer and its stages beside a yardstick measured between them, memory beside what
- * the query predicted, and errors against fp64. docs/benchmarks.md says how. */
+/* `smoe bench`: measures the times of a layer, of its stages and of a reference, the used memory compared
+ * with the predicted one, and errors against fp64. docs/benchmarks.md describes how. */
 #include "cli/bench/cuda.h"
 #include "cli/bench/options.h"
 #include "cli/bench/yardstick.h"

@@ -1,6 +1,6 @@
-/* Correctness beside the time: rows of O and dX of some tokens against fp64. Each token is computed again by
- * the oracle from the inputs, its routing scored anew; only which pairs rounding kept or added is taken from
- * the library's plan. */
+/* Checks the results of the bench: compares the rows of O and dX of some tokens with fp64. The oracle
+ * computes each token from the inputs, routing included. Only one thing is taken from the library's plan:
+ * which pairs rounding kept or added. */
 #ifndef CLI_BENCH_CHECK_H
 #define CLI_BENCH_CHECK_H
 

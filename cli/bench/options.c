@@ -24,23 +24,26 @@ enum {
 
 static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The measurement:", 2},
-    {"device", KEY_DEVICE, "NAME", 0, "cpu (default), or cuda: there --dtype is bf16 unless given", 2},
-    {"threads", KEY_THREADS, "N", 0, "Threads of library and reference (default: OpenMP's)", 2},
+    {"device", KEY_DEVICE, "NAME", 0, "cpu (default) or cuda; with cuda the default --dtype is bf16", 2},
+    {"threads", KEY_THREADS, "N", 0, "Threads of the library and of the reference (default: OpenMP's)", 2},
     {"repeats", KEY_REPEATS, "N", 0,
-     "How often each pass is timed (cuda: in two rounds at least, rounded up)", 2},
-    {"seconds", KEY_SECONDS, "S", 0, "Repeat for so long (cpu: 5 times at least; default 10)", 2},
-    {"settle", KEY_SETTLE, "S", 0, "cuda: run each job untimed for so long before it is timed (default 0.02)",
-     2},
+     "How often each pass is timed (cuda: in at least two rounds, so the number may be rounded up)", 2},
+    {"seconds", KEY_SECONDS, "S", 0, "Repeat for S seconds (default 10; cpu: at least 5 times)", 2},
+    {"settle", KEY_SETTLE, "S", 0,
+     "cuda: run each job untimed for S seconds before it is timed (default 0.02)", 2},
     {"pass", KEY_PASS, "NAME", 0,
      "forward, backward, layer (both together), several of them (forward,backward) or all (default)", 2},
     {"scope", KEY_SCOPE, "NAME", 0,
-     "layer (default): from tokens, router included; experts: from given routing, plan included", 2},
+     "layer (default): the whole layer, router included; experts: the experts on given routing, plan "
+     "included",
+     2},
     {"entry", KEY_ENTRY, "NAME", 0,
-     "Scope experts: topk (default; back to the weights' gradient) or logits (route runs untimed; back to "
-     "dlogits)",
+     "What scope experts starts from: topk (default; the backward ends with the gradient of the top-K "
+     "weights) "
+     "or logits (top-K runs untimed; the backward ends with dlogits)",
      2},
     {"no-bound", KEY_NO_BOUND, NULL, 0, "Leave the reference out", 2},
-    {"alone", KEY_ALONE, NULL, 0, "cuda, no rounding: time every kernel of a pass by itself, too", 2},
+    {"alone", KEY_ALONE, NULL, 0, "cuda, without rounding: also time every kernel of a pass by itself", 2},
     {NULL, 0, NULL, 0, "Output:", 3},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 3},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 3},
@@ -69,7 +72,7 @@ static bool parse_pass(const char *text, int *passes, error *err)
     for (const char *at = text; at;) {
         const size_t length = strcspn(at, ",");
         if (!parse_one_pass(at, length, passes))
-            return fail(err, ERROR_USAGE, "--pass: '%.*s' is none of forward, backward, layer, all",
+            return fail(err, ERROR_USAGE, "--pass: '%.*s' is not one of forward, backward, layer, all",
                         (int)length, at);
         at = at[length] == ',' ? at + length + 1 : NULL;
     }
@@ -142,8 +145,8 @@ static const struct argp bench_argp = {
     .options = options_table,
     .parser = parse,
     .children = children,
-    .doc = "Measures a layer, stage by stage, beside dense GEMMs of the same sizes; without a problem: "
-           "--thiek 4096,768,256,32,4."};
+    .doc = "Measures a layer, stage by stage, and for comparison dense GEMMs of the same FLOPs. The default "
+           "problem is --thiek 4096,768,256,32,4."};
 
 static void add_default_problem(problem_options *problem)
 {

@@ -1,6 +1,6 @@
-/* The subcommands of `smoe`, one file each. argv[0] is the name to show ("smoe bench"); the result is the
- * exit status: 0 ok, 1 a check failed, 2 usage, 3 run-time failure; train interrupted by INT or TERM, its
- * checkpoint saved: 130, 143. */
+/* The subcommands of `smoe`, one file each. argv[0] is the name to show ("smoe bench"). The result is the
+ * exit status: 0 success, 1 a check failed, 2 wrong arguments, 3 run-time failure; 130 and 143 if train was
+ * interrupted by INT or TERM and saved a checkpoint. */
 #ifndef CLI_H
 #define CLI_H
 

@@ -1,6 +1,6 @@
-/* What a problem costs on paper: model FLOPs, compulsory traffic, arithmetic intensity, what others keep.
- * T tokens, d hidden, n intermediate, E experts, K top-k; R = T K; w = 2n columns of H with a gate, n
- * without; e bytes an element. */
+/* The computed costs of a problem: model FLOPs, compulsory bytes, arithmetic intensity, and the bytes that
+ * ScatterMoE would keep. T tokens, d hidden size, n intermediate size, E experts, K experts of a token; R = T
+ * K; w columns of H (2n with a gate, n without); e bytes an element. */
 #ifndef CLI_COSTS_H
 #define CLI_COSTS_H
 
@@ -15,22 +15,22 @@ int64_t dtype_bytes(smoe_type dtype);
  * NaN for stages without matrix work. */
 double stage_flops(const smoe_layer *layer, smoe_stage stage);
 
-/* Bytes of every tensor the stage must read or write, each once: the weights whole, X and dO at R gathered
- * rows for the GEMMs. */
+/* Bytes of every tensor that the stage must read or write, each counted once. All weights count. For the
+ * GEMMs X and dO count with R gathered rows. */
 double stage_bytes(const smoe_layer *layer, smoe_stage stage);
 
 /* 6 T K n d forward and 12 T K n d backward with a gate; 4 and 8 without. */
 double flops_forward(const smoe_layer *layer);
 double flops_backward(const smoe_layer *layer);
 
-/* 3 / (2/d + 2/n + 3/Te) FLOPs an element moved, Te = T K / E (SonicMoE, section 3). */
+/* FLOPs for each element moved: 3 / (2/d + 2/n + 3/Te) with Te = T K / E (SonicMoE, section 3). */
 double arithmetic_intensity(const smoe_layer *layer);
 
-/* What a layer that caches as ScatterMoE does keeps from forward to backward: X, H, A and Y, and id and gate
+/* Bytes that ScatterMoE keeps from forward to backward for such a layer: X, H, A and Y, and the id and weight
  * (4 bytes each) of every row: e (T d + R w + R n + R d) + 8 R. */
 double scatter_bytes(const smoe_layer *layer);
 
-/* What a pass holds at once of `saved`, scratch, logits and outputs (see docs/benchmarks.md). */
+/* The memory that a pass needs at once for `saved`, scratch, logits and outputs (see docs/benchmarks.md). */
 typedef struct pass_bytes {
     double forward;  // saved, scratch, O
     double backward; // saved, scratch, dX, dW1, dW2

@@ -75,10 +75,10 @@ static bool parse_choice(const char *option, const choice *choices, const char *
         const size_t used = strlen(names);
         snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", c->name);
     }
-    return fail(err, ERROR_USAGE, "%s: '%s' is none of %s", option, text, names);
+    return fail(err, ERROR_USAGE, "%s: '%s' is not one of %s", option, text, names);
 }
 
-/* A decimal number, also as 1e9 or 4.096e3, that is whole; *wide: 64 bits do not hold it. */
+/* Reads a whole number in decimal, also as 1e9 or 4.096e3. *wide: it does not fit 64 bits. */
 static bool read_whole(const char *text, int64_t *value, bool *wide)
 {
     char *end;
@@ -108,7 +108,7 @@ bool parse_integer(const char *option, const char *text, int64_t least, int64_t 
     return true;
 }
 
-/* Limits of smoe.h; products of sizes stay far inside 64 bits. */
+/* The limits of smoe.h. With them products of sizes are far below 2^63. */
 enum {
     MAX_SIZE = 1 << 30,
     MAX_WIDTH = 1 << 20,
@@ -182,7 +182,8 @@ static bool add_suite(problem_options *options, const char *suite, error *err)
     for (int i = 0; i < count; i++)
         if (strcmp(all[i].suite, suite) == 0 && !add_shape(options, &all[i], err)) return false;
     if (options->shape_count > before) return true;
-    return fail(err, ERROR_USAGE, "--suite: '%s' is none of paper, models, ep, rounding, granularity", suite);
+    return fail(err, ERROR_USAGE, "--suite: '%s' is not one of paper, models, ep, rounding, granularity",
+                suite);
 }
 
 /* NAME, or SUITE/NAME. */
@@ -260,7 +261,7 @@ static const struct argp_option problem_argp_options[] = {
     {"thiek", KEY_THIEK, "T,H,I,E,K", 0,
      "Tokens, hidden (d), intermediate (n), experts, experts a token (K); may come several times", 1},
     {"suite", KEY_SUITE, "NAME", 0, "The shapes of a suite: paper, models, ep, rounding or granularity", 1},
-    {"shape", KEY_SHAPE, "NAME", 0, "The shapes of this name: 7B-n256 in any suite, or paper/7B-n256", 1},
+    {"shape", KEY_SHAPE, "NAME", 0, "Shapes by name, in any suite (7B-n256) or in one (paper/7B-n256)", 1},
     {"dtype", KEY_DTYPE, "TYPE", 0, "f32 (default), bf16 or fp16 (cuda only)", 1},
     {"activation", KEY_ACTIVATION, "NAME", 0,
      "swiglu (default), geglu, geglu_tanh, reglu, swiglu_oai; without a gate: silu, gelu, relu, relu2", 1},
@@ -277,7 +278,7 @@ static const struct argp_option problem_argp_options[] = {
      1},
     {"chunks", KEY_CHUNKS, "N", 0,
      "Column chunks of Y and dX~: 1 (default), 2, 4, ..., 64; bench takes several: 1,2,4", 1},
-    {"reuse", KEY_REUSE, NULL, 0, "The backward may destroy the saved H: dH takes its place", 1},
+    {"reuse", KEY_REUSE, NULL, 0, "The backward may overwrite the saved H with dH", 1},
     {"seed", KEY_SEED, "N", 0, "Seed of data and routing (default 0)", 1},
     {0}};
 
@@ -300,7 +301,7 @@ static bool parse_routing(const char *text, int *value, error *err)
     return parse_choice("--routing", routings, text, value, err);
 }
 
-/* "4", or "1,2,4" where several may be given. */
+/* Reads "4", or "1,2,4" if several values are allowed. */
 static bool parse_list(const char *option, const char *text, bool several,
                        bool (*parse_one)(const char *, int *, error *), option_list *list, error *err)
 {

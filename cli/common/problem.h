@@ -14,7 +14,7 @@ typedef enum routing_kind { ROUTING_UNIFORM, ROUTING_RANDOM, ROUTING_SKEWED } ro
 
 enum { PROBLEM_MAX_SHAPES = 256, PROBLEM_MAX_LIST = 7 };
 
-/* The values of an option that may have several, in the order given. */
+/* The values of an option that can have several, in the given order. */
 typedef struct option_list {
     int values[PROBLEM_MAX_LIST];
     int count;
@@ -25,7 +25,7 @@ typedef struct problem_options {
     char names[PROBLEM_MAX_SHAPES][96];
     int shape_count;
     smoe_type dtype;
-    bool dtype_given; // not the default
+    bool dtype_given; // given on the command line
     smoe_activation activation;
     smoe_layout layout;
     smoe_score score;
@@ -48,13 +48,13 @@ void problem_options_init(problem_options *options);
 /* Put it among the children of a subcommand's argp and set state->child_inputs[i] on ARGP_KEY_INIT. */
 extern const struct argp problem_argp;
 
-/* "T,H,I,E,K" as written by users of the paper; checks every limit of the library. */
+/* Reads "T,H,I,E,K", the paper's notation. Checks all limits of the library. */
 bool problem_parse_thiek(const char *text, bench_shape *parsed, error *err);
 
 /* The library's description of one shape. */
 smoe_layer problem_layer(const problem_options *options, const bench_shape *shape);
 
-/* The names users type, and records carry. */
+/* The names on the command line and in records. */
 const char *dtype_name(smoe_type dtype);
 const char *activation_name(smoe_activation activation);
 const char *rounding_name(smoe_rounding rounding);

@@ -12,7 +12,7 @@ enum { STAGE_COUNT = 13, CLOCK_MARKS = 4096, CLOCK_SPANS = CLOCK_MARKS / 2 };
 int stage_index(smoe_stage stage);
 smoe_stage stage_at(int index);
 
-/* What marks are made of. */
+/* A kind of marks. */
 typedef struct clock_kind {
     void *(*open)(int marks); // NULL when there is no memory
     void (*close)(void *state);
@@ -31,8 +31,8 @@ const clock_kind *clock_of(const device *on);
 typedef struct stage_clock {
     const clock_kind *kind;
     void *state;
-    bool paused; // stages set no marks: their calls are recorded into a graph, or not asked for
-    void (*on_end)(void *user, int stage); // told of every stage's end, marks or not; or NULL
+    bool paused; // stages set no marks: their calls are captured in a graph, or not timed
+    void (*on_end)(void *user, int stage); // called at the end of every stage, even without marks; or NULL
     void *on_end_user;
     int marks;
     struct {

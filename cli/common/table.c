@@ -34,7 +34,7 @@ table *table_open(FILE *file, table_format format, const table_column *columns, 
     return t;
 }
 
-/* The first failure counts: what comes later may follow from it, or fail for reasons of its own. */
+/* Only the first failure is kept. Later ones may be its consequences, or have other causes. */
 static void note_failure(table *t, int reason)
 {
     if (t->reason == 0) t->reason = reason;
@@ -97,7 +97,8 @@ static void put_line(FILE *file, const table_column *column, const char *text)
         fprintf(file, "%-24s %18s\n", column->name, text);
 }
 
-/* `text` for people and CSV ("" = nothing), `value` for JSON, whose reference is taken. */
+/* Adds a cell: `text` for tables and CSV ("" = nothing), `value` for JSON. Takes over the reference to
+ * `value`. */
 static void put_cell(table *t, const char *text, json_t *value)
 {
     assert(t->next < t->count);

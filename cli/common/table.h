@@ -31,12 +31,13 @@ typedef struct table table;
 /* Columns are borrowed until table_close. NULL when memory is out. */
 table *table_open(FILE *file, table_format format, const table_column *columns, int count);
 
-/* The next cell of the row; its column must have this type. The text (NULL: nothing) is copied. Integers also
- * fill BYTES, which people read in KiB, MiB or GiB and programs as they are. */
+/* Adds the next cell of the row; its column must have this type. The text (NULL: nothing) is copied. An
+ * integer may also be given for a BYTES column. Tables show it in KiB, MiB or GiB, JSON and CSV in bytes. */
 void table_text(table *t, const char *value);
 void table_integer(table *t, int64_t value);
 
-/* A whole number that may pass 63 bits, in an INTEGER column. JSON then has a real number in its place. */
+/* Adds a whole number that may need more than 63 bits, in an INTEGER column. If it does, JSON has a real
+ * number instead. */
 void table_count(table *t, double value);
 
 void table_number(table *t, double value);
@@ -44,7 +45,7 @@ void table_number(table *t, double value);
 /* Ends the row: all cells must be there. JSON and CSV write it at once. */
 void table_end_row(table *t);
 
-/* ALIGNED: prints header and rows collected so far and forgets them. */
+/* ALIGNED: prints the header and the rows collected so far, and removes them. */
 void table_flush(table *t);
 
 /* Flushes and frees. false when something could not be written (a full disk) or memory ran out. */

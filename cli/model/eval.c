@@ -1,4 +1,4 @@
-/* `smoe eval`: loss and bits per byte of a checkpoint on files, with plain top-K. */
+/* `smoe eval`: computes loss and bits per byte of a checkpoint on files, with plain top-K. */
 #include "cli/common/cli.h"
 #include "cli/common/problem.h"
 #include "cli/common/table.h"
@@ -25,9 +25,8 @@ typedef struct eval_options {
 static const struct argp_option options_table[] = {
     {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
     {"context", KEY_CONTEXT, "N", 0,
-     "Tokens of a window (default: the checkpoint's context); the last window is shorter, so that every "
-     "token but "
-     "the first counts",
+     "Tokens of a window (default: the checkpoint's context); the last window may be shorter, so that "
+     "every token except the first is predicted",
      0},
     {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
     {"json", KEY_JSON, NULL, 0, "One JSON object", 0},
@@ -53,12 +52,13 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-static const struct argp eval_argp = {.options = options_table,
-                                      .parser = parse,
-                                      .args_doc = "FILE...",
-                                      .doc = "Loss of a checkpoint on text files, folders of them, or token "
-                                             "files, in windows of its context; - is "
-                                             "the text on standard input."};
+static const struct argp eval_argp = {
+    .options = options_table,
+    .parser = parse,
+    .args_doc = "FILE...",
+    .doc = "Computes the loss of a checkpoint on text files, folders of them, or token "
+           "files, window by window; - is "
+           "the text on standard input."};
 
 static const table_column columns[] = {
     {"tokens", COLUMN_INTEGER, 0, false, NULL},

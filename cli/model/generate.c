@@ -23,12 +23,14 @@ enum { KEY_TEMPERATURE = 1, KEY_TOP_P, KEY_SEED, KEY_DEVICE };
 static const struct argp_option options_table[] = {
     {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
     {"prompt", 'p', "TEXT", 0, "What the text begins with (default nothing)", 0},
-    {"tokens", 'n', "N", 0, "How many to sample at most, 0..1e9 (default 400); the end of text ends it", 0},
+    {"tokens", 'n', "N", 0,
+     "Largest number of tokens to sample, 0..1e9 (default 400). Sampling stops at an end-of-text token", 0},
     {"temperature", KEY_TEMPERATURE, "X", 0,
-     "0 takes the likeliest, 1 samples as the model says (default 0.8)", 0},
-    {"top-p", KEY_TOP_P, "X", 0, "Among the likeliest that together have this probability (default 0.95)", 0},
+     "0: always take the most likely token; 1: sample with the model's probabilities (default 0.8)", 0},
+    {"top-p", KEY_TOP_P, "X", 0,
+     "Sample among the most likely tokens that together have this probability (default 0.95)", 0},
     {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
-    {"seed", KEY_SEED, "N", 0, "Of the random numbers (default 1)", 0},
+    {"seed", KEY_SEED, "N", 0, "Seed of the random numbers (default 1)", 0},
     {0}};
 
 static double number(struct argp_state *state, const char *name, const char *text, double low, double high)
@@ -36,14 +38,14 @@ static double number(struct argp_state *state, const char *name, const char *tex
     char *end;
     double value = strtod(text, &end);
     if (end == text || *end || !(value >= low && value <= high))
-        argp_error(state, "--%s: '%s' is no number in %g..%g", name, text, low, high);
+        argp_error(state, "--%s: '%s' is not a number in %g..%g", name, text, low, high);
     return value;
 }
 
 static int64_t whole(struct argp_state *state, const char *name, const char *text, double high)
 {
     double value = number(state, name, text, 0, high);
-    if (value != floor(value)) argp_error(state, "--%s: '%s' is no whole number", name, text);
+    if (value != floor(value)) argp_error(state, "--%s: '%s' is not a whole number", name, text);
     return (int64_t)value;
 }
 
@@ -63,10 +65,10 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-static const struct argp generate_argp = {
-    .options = options_table,
-    .parser = parse,
-    .doc = "Samples text from a checkpoint: of bytes, or of the tokens of its tokenizer (bpe.txt)."};
+static const struct argp generate_argp = {.options = options_table,
+                                          .parser = parse,
+                                          .doc = "Samples text from a checkpoint. Its tokens are bytes, or "
+                                                 "those of the checkpoint's tokenizer (bpe.txt)."};
 
 static bool print(const void *bytes, size_t length, error *err)
 {
@@ -74,13 +76,14 @@ static bool print(const void *bytes, size_t length, error *err)
            fail(err, ERROR_RUNTIME, "cannot write: %s", strerror(errno));
 }
 
-/* Without the first token, which runs the whole prompt. */
+/* Tokens per second, without the first token, because its pass processes the whole prompt. */
 static void show_rate(int64_t sampled, double seconds)
 {
     if (sampled > 1) fprintf(stderr, "%.0f tokens a second\n", (double)(sampled - 1) / seconds);
 }
 
-/* `text` holds `count` tokens and has room for as many more as are asked for. The end of text ends it. */
+/* `text` has `count` tokens and room for the tokens that will be sampled. Sampling stops at an end-of-text
+ * token. */
 static bool generate(generate_options *o, model *m, const bpe *table, int32_t *text, int64_t count,
                      error *err)
 {
@@ -103,8 +106,9 @@ static bool generate(generate_options *o, model *m, const bpe *table, int32_t *t
     return true;
 }
 
-/* The tokens that stand before those sampled: the end of text, after which a document begins, and the prompt.
- * A table without that token continues a newline when there is no prompt. Returns their number. */
+/* The tokens before the sampled ones: an end-of-text token, after which a document begins, and the prompt. If
+ * the table has no end-of-text token and there is no prompt, the text continues a newline. Returns the number
+ * of tokens. */
 static int64_t begin(const bpe *table, const char *prompt, uint16_t *room, int32_t *text)
 {
     int64_t first = 0;
@@ -128,7 +132,7 @@ static bool generate_from(generate_options *o, model *m, const bpe *table, error
     return done;
 }
 
-/* A model without a tokenizer is one of bytes: a table without merges. */
+/* A model without a tokenizer has bytes as tokens, which is a table without merges. */
 static bool find_table(tokenizer *words, const generate_options *o, const model *m, error *err)
 {
     static const char bytes[] = "smoe-bpe 1 256 0\n";

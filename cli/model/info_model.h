@@ -1,4 +1,4 @@
-/* `smoe info --model`: the memory that training a model needs, before any of it is asked for. */
+/* `smoe info --model`: computes the memory that training a model needs, without allocating it. */
 #ifndef CLI_INFO_MODEL_H
 #define CLI_INFO_MODEL_H
 
@@ -8,7 +8,7 @@
 typedef struct info_model {
     const char *path; // config.json, or a checkpoint's folder; NULL: not asked
     int64_t batch;    // sequences of a step
-    int64_t parts;    // micro-batches that these are passed in
+    int64_t parts;    // micro-batches of a step
     bool bf16;        // --precision bf16
     model_recompute recompute;
     int64_t chunks; // column chunks of the experts

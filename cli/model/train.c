@@ -1,4 +1,4 @@
-/* `smoe train`: trains, then prints what came out. The run itself is train/train.h's. */
+/* `smoe train`: trains, then prints the result. train/train.h has the run itself. */
 #include "cli/common/cli.h"
 #include "cli/common/table.h"
 #include "cli/model/progress.h"
@@ -13,7 +13,8 @@
 
 enum { PATH_BYTES = 4096 };
 
-/* The signal that came, 0: none. A signal handler has nowhere else to say so. */
+/* The signal that was received, 0: none. It is global because a signal handler has no other way to pass it
+ * on. */
 static volatile sig_atomic_t stop_asked;
 
 static void ask_to_stop(int number)
@@ -21,14 +22,14 @@ static void ask_to_stop(int number)
     stop_asked = number;
 }
 
-/* The first interrupt finishes the step, or leaves the validation, and saves; a second one ends the program:
- * that loses no checkpoint. */
+/* At the first interrupt the run finishes its step, or stops its validation, and saves a checkpoint. A second
+ * interrupt ends the program at once. Finished checkpoints stay. */
 static void catch_signals(void)
 {
     struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = (int)(SA_RESETHAND | SA_RESTART)};
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
-    signal(SIGXFSZ, SIG_IGN); // a file past its limit is then an error of the write
+    signal(SIGXFSZ, SIG_IGN); // so that writing past the limit of a file's size is an error of the write
 }
 
 static const table_column columns[] = {
@@ -66,8 +67,8 @@ static bool print_result(const train_options *options, const train_result *r, er
     return table_close(t, err);
 }
 
-/* A run takes its shape from the checkpoint that it starts from; a resumed one unless the command line
- * insists. */
+/* A run that starts from a checkpoint takes the model's sizes from it. A resumed run does so unless the
+ * command line gives sizes. */
 static bool adopt_shape(train_options *options, error *err)
 {
     train_settings *s = &options->settings;
@@ -82,7 +83,8 @@ static bool adopt_shape(train_options *options, error *err)
     return true;
 }
 
-/* The files left out, and what is left of a resumed run: its steps or seconds count those before. */
+/* Prints which files were left out, and how much a resumed run still has to do: its steps or seconds include
+ * those before. */
 static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
@@ -100,7 +102,7 @@ static void show_start(const train_settings *s, const train_start *start)
                 start->elapsed, s->seconds);
 }
 
-/* A vocabulary that was not given is that of the tokenizer, a multiple of 64. */
+/* If no vocabulary is given, it is that of the tokenizer, rounded up to a multiple of 64. */
 static bool adopt_vocabulary(train_settings *s, error *err)
 {
     tokenizer words;
@@ -132,7 +134,7 @@ static bool train(train_options *options, bool *interrupted, error *err)
 
 int smoe_cli_train(int argc, char **argv)
 {
-    enum { BY_SIGNAL = 128 }; // a shell's status of what the signal of this number ended
+    enum { BY_SIGNAL = 128 }; // status = 128 + number of the signal, as a shell has it
     train_options options;
     error err = {0};
     bool interrupted = false;

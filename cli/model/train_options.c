@@ -10,7 +10,7 @@
 
 enum { GROUP_RUN = 1, GROUP_MODEL, GROUP_ROUTING, GROUP_OPTIMISER };
 
-/* A number of the settings. */
+/* An option whose value is a number of the settings. */
 typedef struct number_option {
     const char *name, *argument;
     size_t offset; // in train_settings
@@ -25,40 +25,43 @@ typedef struct number_option {
 
 static const number_option numbers[] = {
     {"steps", "N", AT(steps), INT64, 1, 1e15, GROUP_RUN,
-     "Train for N steps, those before a --resume included, and not by the clock: then a resumed run has the "
-     "bits of an unbroken one"},
+     "Train for N steps instead of a time, those before a --resume included. A resumed run then gives the "
+     "same bits as an uninterrupted one"},
     {"seconds", "X", AT(seconds), REAL, 0.001, 1e9, GROUP_RUN,
-     "Train for X seconds, those before a --resume included; not with --steps"},
-    {"seed", "N", AT(seed), INT64, 0, 9e15, GROUP_RUN, "Of the weights, the samples and SR-f"},
-    {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Lines of the log over the run"},
+     "Train for X seconds, those before a --resume included; cannot be combined with --steps"},
+    {"seed", "N", AT(seed), INT64, 0, 9e15, GROUP_RUN,
+     "Seed of the first weights, the order of the samples and the rounding rule SR-f"},
+    {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Number of log lines over the run"},
     {"evaluations", "N", AT(evaluations), INT64, 0, 1e9, GROUP_RUN,
-     "Validations over the run, each on windows evenly spread over the validation stream; 0: none"},
+     "Number of validations over the run, 0: none. Each is on windows at equal distances in the validation "
+     "text"},
     {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
-     "Tokens of each validation but the last"},
+     "Tokens of each validation except the last one"},
     {"last-evaluation-tokens", "N", AT(last_evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
      "Tokens of the last validation"},
-    {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN, "Checkpoints over the run, 0: none"},
-    {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Newest checkpoints that stay"},
+    {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN,
+     "Number of checkpoints over the run, 0: none"},
+    {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Keep the N newest checkpoints"},
 
     {"chunks", "C", AT(chunks), INT32, 1, 64, GROUP_RUN,
-     "Column chunks of the experts, a power of two: more need less memory and give the same bits"},
+     "Column chunks of the experts, a power of two. More chunks need less memory and give the same bits"},
 
-    {"layers", "L", CONFIG(layers), INT64, 1, 4096, GROUP_MODEL, "Layers"},
+    {"layers", "L", CONFIG(layers), INT64, 1, 4096, GROUP_MODEL, "Number of layers"},
     {"hidden", "D", CONFIG(hidden), INT64, 8, 1 << 18, GROUP_MODEL, "Hidden size, a multiple of 8"},
-    {"heads", "N", CONFIG(heads), INT64, 1, 4096, GROUP_MODEL, "Attention heads"},
+    {"heads", "N", CONFIG(heads), INT64, 1, 4096, GROUP_MODEL, "Number of attention heads"},
     {"intermediate", "N", CONFIG(intermediate), INT64, 8, 1 << 20, GROUP_MODEL,
      "Intermediate size of an expert, a multiple of 8"},
-    {"experts", "E", CONFIG(experts), INT64, 1, 4096, GROUP_MODEL, "Experts of a layer"},
-    {"topk", "K", CONFIG(topk), INT64, 1, 64, GROUP_MODEL, "Experts of a token"},
+    {"experts", "E", CONFIG(experts), INT64, 1, 4096, GROUP_MODEL, "Number of experts of a layer"},
+    {"topk", "K", CONFIG(topk), INT64, 1, 64, GROUP_MODEL, "Number of experts of a token"},
     {"shared", "N", CONFIG(shared_intermediate), INT64, 0, 1 << 20, GROUP_MODEL,
      "Intermediate size of a shared expert, 0: none"},
     {"dense-layers", "N", CONFIG(dense_layers), INT64, 0, 4096, GROUP_MODEL,
      "The first N layers have a dense MLP"},
     {"dense-intermediate", "N", CONFIG(dense_intermediate), INT64, 0, 1 << 20, GROUP_MODEL,
-     "Its intermediate size, 0: K times an expert's"},
+     "Intermediate size of a dense MLP, 0: K times an expert's"},
     {"context", "TOKENS", CONFIG(context), INT64, 1, 1 << 24, GROUP_MODEL, "Tokens of a sequence"},
     {"vocab", "N", CONFIG(vocab), INT64, 2, 1 << 24, GROUP_MODEL,
-     "Vocabulary; text without --tokenizer needs 256"},
+     "Size of the vocabulary; text without --tokenizer needs 256"},
     {"init", "X", CONFIG(initializer_range), REAL, 0, 10, GROUP_MODEL,
      "Standard deviation of the first weights"},
 
@@ -70,14 +73,17 @@ static const number_option numbers[] = {
 
     {"batch", "N", AT(batch), INT64, 1, 1 << 20, GROUP_OPTIMISER, "Sequences of a step"},
     {"micro-batches", "M", AT(parts), INT64, 1, 1 << 20, GROUP_OPTIMISER,
-     "Pass them in M parts of equal size, whose gradients are added up in f32: needs the memory of one part"},
+     "Process a batch in M parts of equal size and add their gradients in f32, which needs the memory of one "
+     "part"},
     {"lr", "X", AT(lr), REAL, 0, 1e3, GROUP_OPTIMISER, "Peak learning rate"},
-    {"end-lr", "X", AT(end_lr), REAL, 0, 1, GROUP_OPTIMISER, "Its fraction at the end of the cosine"},
-    {"warmup", "X", AT(warmup), REAL, 0, 1, GROUP_OPTIMISER, "Fraction of the run for the linear warm-up"},
-    {"beta1", "X", AT(beta1), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay of the first moment"},
-    {"beta2", "X", AT(beta2), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay of the second moment"},
-    {"weight-decay", "X", AT(weight_decay), REAL, 0, 1e3, GROUP_OPTIMISER, "Decay of the matrices"},
-    {"clip", "X", AT(clip), REAL, 0, 1e9, GROUP_OPTIMISER, "Largest norm of the gradient, 0: any"},
+    {"end-lr", "X", AT(end_lr), REAL, 0, 1, GROUP_OPTIMISER,
+     "Learning rate at the end of the cosine, as a fraction of --lr"},
+    {"warmup", "X", AT(warmup), REAL, 0, 1, GROUP_OPTIMISER,
+     "Length of the linear warm-up, as a fraction of the run"},
+    {"beta1", "X", AT(beta1), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay rate of the first moment"},
+    {"beta2", "X", AT(beta2), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay rate of the second moment"},
+    {"weight-decay", "X", AT(weight_decay), REAL, 0, 1e3, GROUP_OPTIMISER, "Weight decay of the matrices"},
+    {"clip", "X", AT(clip), REAL, 0, 1e9, GROUP_OPTIMISER, "Clip the gradient to this norm, 0: do not clip"},
 };
 
 enum {
@@ -101,39 +107,40 @@ enum {
 static const struct argp_option others[] = {
     {NULL, 0, NULL, 0, "Run:", GROUP_RUN},
     {"out", 'o', "DIR", 0, "Folder of the log, the curve and the checkpoints", GROUP_RUN},
-    {"minutes", KEY_MINUTES, "X", 0, "The same in minutes", GROUP_RUN},
-    {"resume", KEY_RESUME, NULL, 0, "Go on from the newest checkpoint in DIR; its sizes are the model's",
+    {"minutes", KEY_MINUTES, "X", 0, "Train for X minutes, as --seconds", GROUP_RUN},
+    {"resume", KEY_RESUME, NULL, 0, "Continue from the newest checkpoint in DIR, with the sizes of its model",
      GROUP_RUN},
     {"from", KEY_FROM, "CHECKPOINT", 0,
-     "Start with the weights of a checkpoint (smoe's or OLMoE's, also in shards) instead of random ones. Its "
-     "sizes are the model's, its tokenizer the run's; --context may differ",
+     "Start with the weights of a checkpoint (smoe's or OLMoE's, also in shards) instead of random ones. The "
+     "model's sizes and the tokenizer are the checkpoint's; --context may differ",
      GROUP_RUN},
     {"tokenizer", KEY_TOKENIZER, "TABLE", 0,
-     "The table of the token files, or by which text is encoded: bpe.txt of tools/make_tokens.py. "
-     "Checkpoints "
-     "carry it; --vocab is then its size, rounded up to a multiple of 64, unless given",
+     "bpe.txt of tools/make_tokens.py: the table of the token files, or the table to encode text with. Every "
+     "checkpoint has a copy. Unless --vocab is given, it is the size of the table, rounded up to a multiple "
+     "of 64",
      GROUP_RUN},
     {"device", KEY_DEVICE, "NAME", 0,
-     "cpu, cuda, auto (the GPU where there is one) or cuda-plain (without libraries, slow)", GROUP_RUN},
+     "cpu, cuda, auto (the GPU if there is one) or cuda-plain (a GPU without cuBLASLt and cuDNN, slow)",
+     GROUP_RUN},
     {"precision", KEY_PRECISION, "TYPE", 0,
-     "cuda: f32 weights and AdamW states beside bf16 arithmetic, or bf16 alone (f32 or bf16)", GROUP_RUN},
+     "cuda: type of weights and AdamW states, f32 or bf16; arithmetic is bf16 with both", GROUP_RUN},
     {"fastest", KEY_FASTEST, NULL, 0,
-     "cuda: attention's backward may sum in any order: two runs then differ in their last bits", GROUP_RUN},
+     "cuda: the backward of attention may sum in any order, so two runs differ in their last bits",
+     GROUP_RUN},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0,
-     "What the backward computes again instead of the forward keeping it: none, norms (the norms' outputs, "
-     "at "
-     "little cost), norms-qk (also the normalised and rotated q and k) or layers (all but a layer's input)",
+     "What the backward computes again to save memory: none; norms (the outputs of the norms, at little "
+     "cost); norms-qk (also q and k after norm and RoPE); layers (all but the input of a layer)",
      GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
-    {"quiet", 'q', NULL, 0, "No progress on the terminal", GROUP_RUN},
+    {"quiet", 'q', NULL, 0, "Do not show progress on the terminal", GROUP_RUN},
     {NULL, 0, NULL, 0, "Model:", GROUP_MODEL},
     {"renormalize", KEY_RENORMALIZE, NULL, 0, "Divide the weights of a token's experts by their sum",
      GROUP_MODEL},
-    {"tied", KEY_TIED, NULL, 0, "The output head is the embedding", GROUP_MODEL},
+    {"tied", KEY_TIED, NULL, 0, "Use the embedding as the output head", GROUP_MODEL},
     {"dense-twin", KEY_DENSE_TWIN, NULL, 0,
-     "Instead of this model the dense one of equal active FLOPs: in every layer an MLP as wide as a token's "
-     "K "
-     "experts and the shared expert",
+     "Train a dense model of equal active FLOPs instead: every layer has an MLP as wide as the K experts of "
+     "a "
+     "token and the shared expert together",
      GROUP_MODEL},
     {NULL, 0, NULL, 0, "Routing while training (validation is always plain top-K):", GROUP_ROUTING},
     {"rounding", KEY_ROUNDING, "RULE", 0, "Token rounding: none, nr-f, sr-f, nr-s, balance-f, up or down",
@@ -170,15 +177,16 @@ static double parse_real(struct argp_state *state, const char *name, const char 
     char *end;
     double value = strtod(text, &end);
     if (end == text || *end || !(value >= low && value <= high))
-        argp_error(state, "--%s: '%s' is no number in %.9g..%.9g", name, text, low, high);
+        argp_error(state, "--%s: '%s' is not a number in %.9g..%.9g", name, text, low, high);
     return value;
 }
 
-/* A run ends by its steps or by the clock: of the options that say which, one may be there. */
+/* A run ends after a number of steps or after a time. Of the options that set this, only one may be given. */
 static void note_length(train_options *options, const char *name, struct argp_state *state)
 {
     if (options->length && strcmp(options->length, name) != 0)
-        argp_error(state, "--%s beside --%s: a run ends by one of them", name, options->length);
+        argp_error(state, "--%s cannot be combined with --%s: a run ends by one of them", name,
+                   options->length);
     options->length = name;
 }
 
@@ -187,7 +195,7 @@ static void parse_number(train_options *options, int index, const char *text, st
     const number_option *o = &numbers[index];
     double value = parse_real(state, o->name, text, o->low, o->high);
     if ((o->type == INT64 || o->type == INT32) && value != floor(value))
-        argp_error(state, "--%s: '%s' is no whole number", o->name, text);
+        argp_error(state, "--%s: '%s' is not a whole number", o->name, text);
     number_set(&options->settings, o, value);
     options->sizes_given |=
         o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
@@ -202,7 +210,7 @@ static void parse_rounding(train_options *options, const char *text, struct argp
             options->settings.routing.rounding = rule;
             return;
         }
-    argp_error(state, "--rounding: '%s' is none of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
+    argp_error(state, "--rounding: '%s' is not one of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
 }
 
 /* The place of `text` among the count choices. */
@@ -211,7 +219,7 @@ static int parse_choice(struct argp_state *state, const char *name, const char *
 {
     for (int i = 0; i < count; i++)
         if (strcmp(text, choices[i]) == 0) return i;
-    argp_error(state, "--%s: '%s' is none of its choices (--help lists them)", name, text);
+    argp_error(state, "--%s: '%s' is not one of its choices (--help lists them)", name, text);
     return 0;
 }
 
@@ -264,7 +272,8 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-/* "" for a default that the option itself would refuse: no steps mean "by the clock". */
+/* "" for a default that the option itself would refuse. Such is 0 steps, which means that the run ends after
+ * a time. */
 static void number_text(char *text, size_t size, const train_settings *s, const number_option *o)
 {
     const double value = number_get(s, o);
@@ -295,13 +304,14 @@ static bool complete(train_options *options, error *err)
     train_settings *s = &options->settings;
     model_config *c = &s->config;
     if (s->from && (s->resume || options->sizes_given))
-        return fail(err, ERROR_USAGE, "--from beside %s",
-                    s->resume ? "--resume: a run goes on from its own checkpoint"
-                              : "sizes of the model: they are the checkpoint's");
+        return fail(err, ERROR_USAGE, "--from cannot be combined with %s",
+                    s->resume ? "--resume: a run continues from its own checkpoint"
+                              : "options of the model's sizes: they are the checkpoint's");
     c->router_aux_loss_coef = (double)s->routing.balance_coefficient;
     if (options->dense_twin) {
         if (c->dense_layers)
-            return fail(err, ERROR_USAGE, "--dense-twin beside --dense-layers: its layers are all dense");
+            return fail(err, ERROR_USAGE,
+                        "--dense-twin cannot be combined with --dense-layers: all its layers are dense");
         c->dense_layers = c->layers;
         c->dense_intermediate = c->topk * c->intermediate + c->shared_intermediate;
         c->shared_intermediate = 0;
@@ -321,14 +331,15 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
         .options = table,
         .parser = parse,
         .args_doc = "FILE...",
-        .doc = "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
-               "them, or token files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a "
-               "JSON "
-               "object a line), curve.png when gnuplot is there, and checkpoints (DIR/latest is the newest). "
-               "Hugging Face transformers opens those of models without --shared and --dense-layers as they "
-               "are; "
-               "the others have the model type smoe, which the Python package registers: import "
-               "smoe.transformers.",
+        .doc =
+            "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
+            "them, or token files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a "
+            "JSON "
+            "object a line), curve.png if gnuplot is installed, and checkpoints (DIR/latest is the newest). "
+            "Hugging Face transformers opens the checkpoint of a model without --shared and --dense-layers "
+            "as "
+            "it is. Any other checkpoint has the model type smoe, which the Python package registers: import "
+            "smoe.transformers.",
         .help_filter = add_default,
     };
     argp_err_exit_status = ERROR_USAGE;

@@ -10,10 +10,10 @@
 typedef struct train_options {
     train_settings settings;
     const char **paths; // settings.paths: pointers into argv
-    bool sizes_given;   // some option of the model's shape but the context was there
+    bool sizes_given;   // some option of the model's sizes, other than --context, was given
     bool context_given;
     bool dense_twin;
-    const char *length; // which of steps, seconds, minutes was there; NULL: the default's seconds
+    const char *length; // which of steps, seconds, minutes was given; NULL: none, so the default seconds
     bool json, quiet;
 } train_options;
 

@@ -1,5 +1,5 @@
-/* The same bits, however the same thing is asked for: again, with other threads, in chunks, stage by stage,
- * over the saved H, for inference, or a thousand times while something else uses the memory. */
+/* Checks that equivalent calls give the same bits: a repeated call, other numbers of threads, chunks, stage
+ * by stage, dH in the place of H, inference, and a thousand calls while another stream copies memory. */
 #include "cli/verify/checks.h"
 
 #include <stdio.h>
@@ -29,7 +29,7 @@ static void compare(verify *v, const char *way, const tensors *base, const tenso
             check_zero(v, tensor_names[i], tensor_differing_bits(&base->at[i], &other->at[i]), note);
 }
 
-/* One other way, against the base. */
+/* Runs one variant and compares it with the base. */
 static void try_way(verify *v, smoe_context *context, const char *way, const smoe_layer *layer,
                     const oracle_drawn *drawn, const run_options *options, const tensors *base, common which)
 {

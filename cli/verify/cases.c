@@ -1,5 +1,5 @@
-/* The cases of `smoe verify`. Fields that are not named take the defaults of verify_complete_layer; a case
- * without a check is compared with the oracle, tensor by tensor. */
+/* The cases of `smoe verify`. Fields that are not named have the defaults of verify_complete_layer. A case
+ * without a check of its own is compared with the oracle, tensor by tensor. */
 #include "cli/verify/verify.h"
 
 #include "src/activations.h"
@@ -8,7 +8,8 @@
 static const int64_t small_counts[] = {0, 1, 63, 64, 65, 2, 31, 33};
 static const int64_t block_counts[] = {127, 128, 129, 191, 192, 193, 0, 320};
 static const int64_t large_counts[] = {255, 256, 257, 0};
-/* With tile 16: halves of a tile, multiples of it, one off; and one that may round up to T exactly. */
+/* For tile 16: halves of a tile, multiples of it, and counts one off; and one count that may be rounded up to
+ * exactly T. */
 static const int64_t half_counts[] = {0, 8, 24, 16, 7, 9, 40, 25};
 static const int64_t full_counts[] = {60, 0, 4, 0, 0, 0, 0, 0};
 enum { SMALL_TOKENS = 259, BLOCK_TOKENS = 1280, LARGE_TOKENS = 768, HALF_TOKENS = 129, FULL_TOKENS = 64 };
@@ -18,7 +19,8 @@ enum { SMALL_TOKENS = 259, BLOCK_TOKENS = 1280, LARGE_TOKENS = 768, HALF_TOKENS 
 #define LOSSES .balance_coefficient = 0.25, .z_coefficient = 0.125
 #define QUICK  .quick = true
 
-/* Every activation of the list with and without biases, those with a gate in the other layout too. */
+/* Every activation of the list with and without biases, and those with a gate also in the interleaved
+ * layout. */
 #define CASES_plain(activation_, name)                                                                       \
     {name, QUICK, .layer = {.activation = activation_}, .draw = {ROUTER}},                                   \
         {name ", biases", .layer = {.activation = activation_}, .draw = {ROUTER, BIASES}},

@@ -1,4 +1,5 @@
-/* The library against the oracle, tensor by tensor: within the limits of storage, or element by element. */
+/* Compares the library with the oracle, tensor by tensor: within the error limits of the storage type, or
+ * exactly. */
 #include "cli/verify/checks.h"
 
 #include "harness/check.h"

@@ -1,4 +1,5 @@
-/* NaN stays where it belongs: with its expert and tokens, or with the token whose logit it is. */
+/* Checks how far a NaN spreads: no further than its expert and the tokens of this expert, or the token whose
+ * logit it is. */
 #include "cli/verify/checks.h"
 
 #include "harness/check.h"
@@ -12,7 +13,7 @@
 
 enum { VICTIM = 2 }; /* the expert that gets NaN */
 
-/* The same bits, or within the limit; 0: nothing but bits. */
+/* Have the values the same bits, or an error within the limit? Limit 0: only the same bits count. */
 static bool same_row(const tensor *a, const tensor *b, int64_t row, int64_t width, double limit)
 {
     const size_t bytes = (size_t)width * oracle_type_bytes(a->type), at = (size_t)row * bytes;
@@ -21,7 +22,7 @@ static bool same_row(const tensor *a, const tensor *b, int64_t row, int64_t widt
            oracle_relative_error(a->values + row * width, b->values + row * width, (size_t)width) <= limit;
 }
 
-/* Rows of `width` elements that differ, among those with skip[row] false. */
+/* The number of rows of `width` elements that differ. Rows with skip[row] true are left out. */
 static int64_t differing_rows(const tensor *a, const tensor *b, int64_t width, const bool *skip, double limit)
 {
     if (!a->bits || !b->bits || a->count != b->count) return -1;
@@ -31,7 +32,7 @@ static int64_t differing_rows(const tensor *a, const tensor *b, int64_t width, c
     return differing;
 }
 
-/* Rows among those with marked[row] true that hold no NaN. */
+/* The number of rows with marked[row] true that have no NaN. */
 static int64_t clean_rows(const tensor *t, int64_t width, const bool *marked)
 {
     int64_t clean = 0;
@@ -43,7 +44,7 @@ static int64_t clean_rows(const tensor *t, int64_t width, const bool *marked)
     return clean;
 }
 
-/* One expert a token: its own in offsets, or given. */
+/* One expert for each token: by offsets, or given as ids. */
 static bool on_victim(const smoe_layer *layer, const oracle_drawn *drawn, int64_t token)
 {
     if (layer->entry == SMOE_ENTRY_FROM_ROWS)
@@ -80,7 +81,7 @@ static void compare_others(verify *v, const smoe_layer *layer, const oracle_draw
     free(experts);
 }
 
-/* NaN in the tokens of one expert, infinity in its weights. */
+/* The tokens of one expert have NaN, and its weights have infinity. */
 void check_isolation(verify *v, const verify_case *c, const smoe_layer *layer)
 {
     const run_options options = {0};
@@ -101,7 +102,8 @@ void check_isolation(verify *v, const verify_case *c, const smoe_layer *layer)
     oracle_drawn_free(&drawn);
 }
 
-/* Token 3: no number at all. Token 7: one NaN, never kept. Token 11: too few numbers to fill the top-K. */
+/* Logits. Token 3: all NaN. Token 7: one NaN, which top-K does not select. Token 11: fewer than K numbers, so
+ * top-K must select a NaN. */
 static void break_logits(const smoe_layer *layer, oracle_drawn *drawn, bool *broken)
 {
     const int64_t experts = layer->experts;
@@ -129,9 +131,10 @@ static void judge_broken(verify *v, const smoe_layer *layer, const oracle_drawn 
     tensors_free(&stored);
 }
 
-/* The outputs and gradients of broken tokens are NaN, those of the others stay. Rows that a broken token no
- * longer takes make others stand elsewhere in their expert: on the GPU they keep their bits even so, but what
- * order a BLAS sums a row in may depend on where it stands (OpenBLAS on Haswell, Zen and Prescott). */
+/* The outputs and gradients of broken tokens are NaN, those of all other tokens do not change. A broken token
+ * goes to other experts, so the rows of other tokens move inside an expert. On the GPU they still have the
+ * same bits. On the CPU the order in which a BLAS sums a row may depend on the place of the row (OpenBLAS on
+ * Haswell, Zen and Prescott). */
 static void judge_others(verify *v, const smoe_layer *layer, const tensors *clean, const tensors *dirty,
                          const bool *broken)
 {

@@ -1,4 +1,4 @@
-/* The report: every line, or of each case what failed and else its worst line. */
+/* The report. It has every line; or for each case the lines that failed, or its worst line if none failed. */
 #include "cli/verify/verify.h"
 
 #include <math.h>
@@ -23,7 +23,7 @@ void report_begin(verify_report *report, const char *name, const char *dtype)
     report->any = report->any_failed = false;
 }
 
-/* How much of its limit a line uses. */
+/* The error of a line divided by its limit. */
 static double share(const verify_line *line)
 {
     return line->limit > 0.0 ? line->error / line->limit : line->error;
@@ -49,7 +49,7 @@ void report_line(verify_report *report, verify_line line)
 void report_skip(verify_report *report, const char *reason)
 {
     report->skipped++;
-    report->any_failed = true; /* no summary line besides this one */
+    report->any_failed = true; /* so that no summary line is printed as well */
     const verify_line line = {NULL, NAN, NAN, false, reason};
     write_row(report, &line, "skipped");
 }

@@ -1,4 +1,4 @@
-/* The aux-free bias update, and the memory claim. */
+/* Checks the aux-free bias update, and the formula for the bytes kept. */
 #include "cli/verify/checks.h"
 
 #include "harness/buffer.h"
@@ -39,7 +39,7 @@ void check_bias_update(verify *v, const verify_case *c, const smoe_layer *given)
                done ? "differing elements" : smoe_last_error(v->context));
 }
 
-/* 2 T d + 4 n R + metadata (bf16, gated) to the byte, R the bound on rows. */
+/* Exactly 2 T d + 4 n R + metadata bytes (bf16, gated), with R the bound on rows. */
 void check_saved_bytes(verify *v, const verify_case *c, const smoe_layer *layer)
 {
     (void)c;

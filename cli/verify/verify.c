@@ -1,4 +1,4 @@
-/* `smoe verify`: the library against the fp64 oracle on this machine. */
+/* `smoe verify`: compares the library with the fp64 oracle on this machine. */
 #include "cli/verify/verify.h"
 
 #include "cli/common/cli.h"
@@ -22,11 +22,12 @@ enum { KEY_DEVICE = 1, KEY_QUICK, KEY_JSON, KEY_CSV, KEY_SEED, KEY_THREADS, KEY_
 
 static const struct argp_option options_table[] = {
     {"device", KEY_DEVICE, "NAME", 0, "Backend: cpu (default) or cuda", 1},
-    {"quick", KEY_QUICK, NULL, 0, "The short list of cases", 1},
-    {"only", KEY_ONLY, "TEXT", 0, "Only the cases with TEXT in their name", 1},
+    {"quick", KEY_QUICK, NULL, 0, "Run a short list of cases", 1},
+    {"only", KEY_ONLY, "TEXT", 0, "Run only the cases with TEXT in their names", 1},
     {"seed", KEY_SEED, "N", 0, "Seed of the inputs (default 1)", 1},
     {"threads", KEY_THREADS, "N", 0, "Threads of the cpu backend (default: OpenMP's)", 1},
-    {"repeats", KEY_REPEATS, "N", 0, "Runs of the cases that repeat beside copies (default 1000)", 1},
+    {"repeats", KEY_REPEATS, "N", 0,
+     "cuda: how often the repeated cases run, while a second stream copies memory (default 1000)", 1},
     {"verbose", 'v', NULL, 0, "A line for every tensor, not only the worst of each case", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line, every tensor", 2},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values, every tensor", 2},
@@ -62,15 +63,15 @@ static error_t parse(int key, char *text, struct argp_state *state)
     }
 }
 
-static const struct argp verify_argp = {.options = options_table,
-                                        .parser = parse,
-                                        .doc = "Checks the library against an fp64 reference on this "
-                                               "machine: every stage, activation, score, rounding "
-                                               "rule and way in, edge cases, and that the same thing asked "
-                                               "for in other ways gives the same bits. An "
-                                               "error is the relative Frobenius error of a tensor, or a "
-                                               "number of elements that has to be 0. The exit "
-                                               "status is 1 when a check failed."};
+static const struct argp verify_argp = {
+    .options = options_table,
+    .parser = parse,
+    .doc = "Compares the library on this machine with an fp64 oracle: every stage, activation, score "
+           "function, rounding "
+           "rule and entry, and edge cases. Also checks that equivalent calls give the same bits. An "
+           "error is the relative Frobenius error of a tensor, or a "
+           "number of elements that must be 0. The exit "
+           "status is 1 if a check failed."};
 
 static const table_column columns[] = {
     {"case", COLUMN_TEXT, 0, false, NULL},    {"dtype", COLUMN_TEXT, 0, false, NULL},
@@ -78,7 +79,7 @@ static const table_column columns[] = {
     {"limit", COLUMN_NUMBER, 8, false, NULL}, {"ok", COLUMN_TEXT, 0, false, NULL},
     {"note", COLUMN_TEXT, 0, false, NULL}};
 
-/* A layer this backend should run; NULL, or why it does not store this type. */
+/* Tries a layer that every backend runs. Returns NULL, or why the backend does not store this type. */
 static const char *refuses_type(verify *v, smoe_type dtype)
 {
     const verify_case any = {.name = "", .layer = {.entry = SMOE_ENTRY_FROM_TOPK}}; /* every backend has it */

@@ -7,7 +7,7 @@
 #include "harness/device.h"
 #include "oracle/draw.h"
 
-/* Where results go: a line for each tensor, or the worst of each case. */
+/* The report: a line for each tensor, or the worst line of each case. */
 typedef struct verify_line {
     const char *tensor;
     double error, limit;
@@ -20,8 +20,8 @@ typedef struct verify_report {
     bool every_tensor;
     int64_t passed, failed, skipped; /* lines that passed and failed, cases that were skipped */
     const char *name, *dtype;        /* of the case that runs */
-    verify_line worst;               /* of those that passed: the nearest to its limit */
-    char worst_note[96];             /* its note: the line's own does not live until the case ends */
+    verify_line worst;               /* the line that passed with the error nearest to its limit */
+    char worst_note[96];             /* a copy of its note, which may be freed before the case ends */
     bool any, any_failed;            /* of this case */
 } verify_report;
 
@@ -45,7 +45,7 @@ struct verify_case {
     bool quick;          /* part of --quick */
     bool f32_only;       /* not once for each storage type */
     bool stages;         /* the stages one by one instead of the whole layer */
-    smoe_layer layer;    /* what is 0 takes its default, see verify_complete_layer */
+    smoe_layer layer;    /* fields that are 0 have their default, see verify_complete_layer */
     oracle_draw draw;
 };
 
@@ -58,13 +58,13 @@ smoe_layer verify_complete_layer(const verify_case *c, smoe_type dtype);
 /* ---- Checks ---- */
 
 verify_check check_against_oracle; /* every tensor, forward and backward */
-verify_check check_exact;          /* small integers: every element the same */
-verify_check check_same_bits;   /* repeats, stages, threads, chunks, reuse_saved, inference: the same bits */
-verify_check check_repeats;     /* again and again beside a stream that copies memory about: the same bits */
-verify_check check_isolation;   /* a NaN reaches nobody else */
-verify_check check_nan_logits;  /* a token that keeps a NaN logit, and no other, is NaN */
+verify_check check_exact;          /* small integers: every element is equal */
+verify_check check_same_bits;   /* the same bits: repeats, stages, threads, chunks, reuse_saved, inference */
+verify_check check_repeats;     /* the same bits in many runs while another stream copies memory */
+verify_check check_isolation;   /* a NaN of one expert does not reach others */
+verify_check check_nan_logits;  /* exactly the tokens that keep a NaN logit are NaN */
 verify_check check_bias_update; /* smoe_update_selection_bias */
-verify_check check_saved_bytes; /* the memory claim */
+verify_check check_saved_bytes; /* the formula for the bytes kept */
 
 /* ---- The report: begin, lines or one skip, end ---- */
 

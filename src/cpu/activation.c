@@ -1,7 +1,7 @@
-/* Activations, their slopes, and the exp that they use.
+/* Activations, their derivatives (called slopes here), and the exp that they use.
  *
  * Every curve is a function of one float, without branches, that returns value and slope. It is inlined into
- * the loops below, which the compiler vectorises. Where the compiler can, each loop is built for several
+ * the loops below, which the compiler vectorises. If the compiler supports it, each loop is built for several
  * vector widths, and the loader picks one. All of them give the same bits, because multiplications and
  * additions are never contracted (-ffp-contract=off). */
 #include "activation.h"
@@ -139,7 +139,7 @@ INLINE curve gelu_tanh(float x)
     return (curve){x * s.plus, s.plus * (1.0f + z * s.minus * inner)};
 }
 
-/* The comparisons of these two let NaN through. */
+/* The comparisons of these two are written so that NaN stays NaN. */
 INLINE curve relu(float x)
 {
     return (curve){choose(x <= 0.0f, 0.0f, x), choose(x <= 0.0f, 0.0f, 1.0f)};
@@ -216,7 +216,7 @@ INLINE void gated_backward(curve_function f, int64_t n, const float *restrict h,
     }
 }
 
-/* Outside the limits the clamped argument does not move: slope 0. */
+/* Outside the limits the clamped argument is constant, so its slope is 0. */
 INLINE void limited_backward(curve_function f, int64_t n, const float *restrict h, const float *restrict da,
                              float weight, float *restrict a, float *restrict dh)
 {

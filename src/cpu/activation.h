@@ -1,7 +1,8 @@
 /* The activations of activations.h on one row, their backward, and the dot product of two rows, all in f32.
  *
- * Accurate to a few units in the last place of f32, gelu by erf in its far tail too. NaN gives NaN. The
- * bits do not depend on the processor: wider vectors do the same operations on every element. */
+ * The results are accurate to a few units in the last place of f32, GELU (by erf) even in its far tail. NaN
+ * gives NaN. The bits do not depend on the processor, because wider vectors do the same operations on every
+ * element. */
 #ifndef SMOE_CPU_ACTIVATION_H
 #define SMOE_CPU_ACTIVATION_H
 

@@ -1,4 +1,5 @@
-/* The CPU backend's table: what it supports, and its scratch as the sum of what its stages ask for. */
+/* The CPU backend's table of functions: what the backend supports, and the size of its scratch, which is the
+ * sum over its stages. */
 #define _DEFAULT_SOURCE /* getpid */
 #include "blas.h"
 #include "convert.h"

@@ -1,5 +1,5 @@
-/* What OpenBLAS has once for the whole process, its number of threads and its buffers; and a row-major
- * wrapper of cblas_sgemm. */
+/* Handles the two states that OpenBLAS has for the whole process: its number of threads and its buffers. Also
+ * wraps cblas_sgemm for row-major matrices. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #include "blas.h"
 #include "problem.h"
@@ -15,7 +15,7 @@ static_assert(sizeof(blasint) >= sizeof(int), "sizes up to INT_MAX fit a blasint
 
 /* The only process-wide state of the library. OpenBLAS (its pthread build) keeps its number of threads in a
  * global variable. A context that sets it back must know whether another context still needs it at 1. So the
- * library counts the sections that are open, under a mutex. OpenBLAS's buffers too belong to the process. */
+ * library counts the sections that are open, under a mutex. OpenBLAS's buffers also belong to the process. */
 static struct {
     pthread_mutex_t mutex;
     pthread_once_t at_fork;
@@ -25,8 +25,8 @@ static struct {
     int64_t buffers_there;
 } guard = {.mutex = PTHREAD_MUTEX_INITIALIZER, .at_fork = PTHREAD_ONCE_INIT};
 
-/* The number of threads to set afterwards. It is the number found here, which is the application's unless
- * this file set it. */
+/* Notes the number of threads to restore afterwards. In a nested section a 1 was set by this file; any other
+ * number was set by the application. */
 static void hold_one_thread(int nested)
 {
     const int threads = openblas_get_num_threads();
@@ -77,9 +77,10 @@ static int reserve(int threads)
     /* OpenBLAS's own threads take one buffer each, perhaps later than this. */
     const int own_threads = (guard.open ? guard.threads_before : openblas_get_num_threads()) - 1;
     int64_t needed = guard.buffers_needed + threads + own_threads;
-    if (needed > SMOE_MAX_THREADS) needed = SMOE_MAX_THREADS; /* OpenBLAS can hold few more */
+    if (needed > SMOE_MAX_THREADS) needed = SMOE_MAX_THREADS; /* OpenBLAS cannot have many more */
     if (needed > guard.buffers_there) {
-        /* Buffers that an open section uses cannot be taken here, so up to as many more are allocated. */
+        /* Buffers that an open section uses cannot be taken here. So up to as many additional buffers may be
+         * allocated. */
         if (!address_space_fits(guard.open ? needed : needed - guard.buffers_there)) return 0;
         take_buffers(needed);
         guard.buffers_there = needed;

@@ -7,16 +7,16 @@
 
 /* Between enter and leave OpenBLAS computes on the calling thread alone. Sections may nest and overlap
  * (several contexts on several threads): the first to enter saves OpenBLAS's number of threads, the last to
- * leave restores it. If the application sets another number in between, that one stays; a 1 cannot be told
- * from the section's own and is replaced by the saved number. */
+ * leave restores it. If the application sets another number in between, that number stays. Only if it sets 1,
+ * which is also the number inside a section, the saved number replaces it. */
 void moe_blas_enter(void);
 void moe_blas_leave(void);
 
 /* OpenBLAS needs one buffer for every thread that computes a product. It allocates a buffer when none is
- * free, and tries forever when there is no address space for it. reserve makes it allocate the buffers of
- * `threads` more threads now and returns 0 when they do not fit. release says that they are no longer needed;
- * OpenBLAS keeps them for the next context. */
-enum { MOE_BLAS_BUFFER_MIB = 129 }; /* 128 and what OpenBLAS adds, where it is built for many processors */
+ * free, and tries forever when there is no address space for it. reserve makes OpenBLAS allocate the buffers
+ * of `threads` more threads now. It returns 0 if they do not fit. release says that these buffers are no
+ * longer needed; OpenBLAS keeps them for the next context. */
+enum { MOE_BLAS_BUFFER_MIB = 129 }; /* 128, and what OpenBLAS adds if it is built for many processors */
 int moe_blas_reserve(int threads);
 void moe_blas_release(int threads);
 

@@ -1,5 +1,5 @@
-/* combine: O[t] = sum over the rows r of t of s[r] Y[r], rows ascending, in f32, rounded once to dtype; for
- * the columns of one chunk. A token without rows gets zeros. */
+/* combine: O[t] = sum over the rows r of t of s[r] Y[r], for the columns of one chunk. The rows are added in
+ * ascending order in f32, and the sum is rounded once to dtype. A token without rows gets zeros. */
 #include "convert.h"
 #include "experts.h"
 

@@ -18,7 +18,7 @@ static inline float f32_of_bf16(uint16_t value)
 }
 
 /* Adding 0x7fff plus the lowest kept bit carries into the upper half exactly when the lower half rounds up.
- * A NaN could carry over into an infinity, or lose its payload, so it is cut and made quiet instead. */
+ * For a NaN the carry could give an infinity. So a NaN is truncated instead and made quiet. */
 static inline uint16_t bf16_of_f32(float value)
 {
     uint32_t bits;
@@ -28,7 +28,7 @@ static inline uint16_t bf16_of_f32(float value)
     return (uint16_t)(value != value ? quiet : rounded);
 }
 
-/* What a storage type can do; element counts as in convert.h. */
+/* The operations of a storage type. Elements are counted as in convert.h. */
 typedef struct storage {
     void (*load)(float *to, const void *from, int64_t first_element, int64_t count);
     void (*store)(void *to, int64_t first_element, const float *from, int64_t count);
@@ -36,7 +36,8 @@ typedef struct storage {
     void (*round)(float *row, int64_t count);
 } storage;
 
-/* The four loops of a type of elements `element` with conversions f32_of_NAME and NAME_of_f32. */
+/* The four loops of the storage type NAME, whose elements have the C type `element` and the conversions
+ * f32_of_NAME and NAME_of_f32. */
 #define STORAGE(name, element)                                                                               \
     static void load_##name(float *restrict to, const void *from, int64_t first_element, int64_t count)      \
     {                                                                                                        \

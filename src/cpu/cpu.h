@@ -13,8 +13,8 @@ static inline int64_t moe_min(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* ---- router.c, rounding.c, plan.c: scratch holds the selection mask that round leaves to plan, and then
- * work space ---- */
+/* ---- router.c, rounding.c, plan.c: scratch begins with the selection mask, which plan reads after round;
+ * work space follows ---- */
 
 /* Scratch of route, round and plan together, mask included. */
 uint64_t moe_cpu_routing_scratch(const smoe_context *context, const moe_problem *problem);

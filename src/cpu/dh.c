@@ -1,8 +1,9 @@
 /* dh: dA'[r] = dO[t(r)] W2[e]; dS[r] = <dA'[r], A[r]> + <dO[t(r)], b2[e]>; dH[r] = dact(H[r], s[r] dA'[r]),
- * stored as dtype in scratch, or in H's place with reuse_saved. A is recomputed from the stored H. dS is 0 in
- * pad rows.
+ * stored as dtype in scratch, or in H's place with reuse_saved. A is recomputed from the stored H. Pad rows
+ * have dS 0.
  *
- * A work item is a row panel: dO's rows gathered (256, d), times W2[e] by panels of 256 of its n columns. */
+ * A work item is a row panel: up to 256 rows of dO are gathered (256, d) and multiplied by W2[e], 256 of its
+ * n columns at a time. */
 #include "activation.h"
 #include "blas.h"
 #include "convert.h"

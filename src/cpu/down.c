@@ -1,8 +1,8 @@
 /* down: Y[r] = A[r] W2[e]^T + b2[e] for the columns of one chunk, to scratch (padded_rows, chunk_columns). Y
  * is f32 for every dtype, so that O is rounded only once. A is act(H) of the stored H, rounded to dtype.
  *
- * A work item is a row panel: A (256, n), times W2's rows by panels of 64 columns of Y. With several chunks A
- * is recomputed for each; that costs less than keeping it. */
+ * A work item is a row panel: A (256, n) is multiplied by rows of W2, 64 columns of Y at a time. With several
+ * chunks A is recomputed for each chunk, because this costs less than to keep A. */
 #include "activation.h"
 #include "blas.h"
 #include "convert.h"
@@ -23,7 +23,7 @@ static void load_a(const moe_cpu_pass *pass, const moe_row_panel *panel, const m
     moe_round_row(at->gathered, panel->count * n, p->layer.dtype);
 }
 
-/* y (count, columns) starts from b2[e]'s columns `column`.., which the product is then added to. */
+/* Fills y (count, columns) with b2[e] from column `column` on. The product is added to it later. */
 static void spread_bias(const moe_cpu_pass *pass, const moe_row_panel *panel, const void *b2, int64_t column,
                         int64_t columns, float *y)
 {

@@ -1,10 +1,10 @@
 /* dw2: dW2[e] = sum_r dO[t(r)]^T A'[r], db2[e] = sum_r s[r] dO[t(r)], with A'[r] = s[r] act(H[r]) recomputed,
  * so that A' is never stored; dw1: dW1[e] = sum_r dH[r]^T X[t(r)],  db1[e] = sum_r dH[r].
  *
- * A work item is a tile of one expert's matrix, at most 512 of d by 256 features. It sums over the expert's
- * row panels in ascending order in f32 and is rounded once, into gradient_type; with accumulate it is added
- * to what is there. Experts come by falling count. One without rows gets zeros. The gradient of a
- * matrix or of its bias is NULL when it is not wanted. */
+ * A work item is a tile of one expert's matrix, at most 512 of d by 256 features. It is summed over the
+ * expert's row panels in ascending order in f32. With accumulate the old value is then added. The sum is
+ * rounded once, to gradient_type. Experts are processed by descending count. An expert without rows gets
+ * zeros. The gradient of a matrix or of its bias is NULL if it is not wanted. */
 #include "activation.h"
 #include "blas.h"
 #include "convert.h"
@@ -12,15 +12,15 @@
 
 #include <string.h>
 
-/* A tile: d columns [hidden, hidden + hiddens), and features [feature, feature + features): of A' for dW2, of
- * H for dW1. */
+/* A tile: columns [hidden, hidden + hiddens) of d, and columns [feature, feature + features) of A' (for dW2)
+ * or of dH (for dW1). */
 typedef struct tile {
     int64_t expert;
     int64_t hidden, hiddens;
     int64_t feature, features;
 } tile;
 
-/* The cut of [0, total) into equal parts of at most `limit`, multiples of 64 but for the last. */
+/* Cuts [0, total) into equal parts of at most `limit`. Every part but the last is a multiple of 64. */
 static int64_t part_width(int64_t total, int64_t limit)
 {
     const int64_t parts = (total + limit - 1) / limit;
@@ -38,7 +38,8 @@ static int64_t tiles_of_expert(const moe_problem *p, int64_t features)
     return part_count(p->layer.hidden, SMOE_TILE_HIDDEN) * part_count(features, SMOE_PANEL_FEATURES);
 }
 
-/* Tile `index` of all, experts by falling count. `features` is n for dW2, h_width for dW1. */
+/* Tile number `index` of all tiles, with the experts by descending count. `features` is n for dW2 and h_width
+ * for dW1. */
 static tile tile_at(const moe_cpu_pass *pass, int64_t features, int64_t tiles_each, int64_t index)
 {
     const int64_t d = pass->problem->layer.hidden, inside = index % tiles_each;
@@ -63,8 +64,8 @@ static void give_row(const moe_problem *p, void *to, int64_t first, const float 
         moe_store_row(to, first, from, count, p->layer.gradient_type);
 }
 
-/* sum (columns) += the column sums of values (count, columns), each row times its weight when there are
- * weights. Each panel is summed by itself first, because long sums lose more bits. */
+/* sum (columns) += the column sums of values (count, columns). With weights, each row is multiplied by its
+ * weight. Each panel is first summed by itself, because long sums lose more bits. */
 static void add_column_sums(float *restrict sum, float *restrict panel_sum, const float *values,
                             int64_t count, int64_t columns, const float *weights)
 {

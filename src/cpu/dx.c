@@ -2,7 +2,7 @@
  * dx: dX[t] = dlogits[t] Wr (when the router's term is asked for) + sum over the rows r of t of dX~[r], rows
  *     ascending, in f32, rounded once to dtype. A token without rows gets the router's term, or zeros.
  *
- * Both go by fixed panels of 256 rows or tokens and 64 columns. */
+ * Both work on fixed panels of 256 rows or tokens and 64 columns. */
 #include "blas.h"
 #include "convert.h"
 #include "experts.h"

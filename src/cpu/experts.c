@@ -114,8 +114,8 @@ int64_t moe_block_count(const moe_cpu_pass *pass)
     return pass->plan->block_offsets[pass->problem->layer.experts];
 }
 
-/* The last expert whose first block is at or before `block`: experts without rows share their first block
- * with the next one, which is the one returned. */
+/* The last expert whose first block is at or before `block`. An expert without rows has the same first block
+ * as the next expert, and then the later one is returned. */
 int64_t moe_expert_of_block(const moe_plan_arrays *plan, int64_t experts, int64_t block)
 {
     int64_t low = 0, high = experts;

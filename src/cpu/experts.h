@@ -17,8 +17,8 @@ enum {
     SMOE_TILE_HIDDEN = 512     /* the most d columns of a tile of dW */
 };
 
-/* The parts of scratch, and what the stages of one pass read. Threads have `panel_bytes` each from `panels`
- * on, cut by moe_cpu_panels_of. */
+/* The parts of scratch, and what the stages of one pass read. From `panels` on each thread has `panel_bytes`,
+ * which moe_cpu_panels_of divides. */
 typedef struct moe_cpu_pass {
     const smoe_context *context;
     const moe_problem *problem;
@@ -36,7 +36,7 @@ typedef struct moe_cpu_pass {
     uint64_t bytes;       /* of all */
 } moe_cpu_pass;
 
-/* One thread's panels; each stage says what it keeps in them. */
+/* One thread's panels. Each stage describes what it keeps in them. */
 typedef struct moe_cpu_panels {
     float *gathered; /* (256, d or n or h_width); in dx the router's term (256, chunk_columns) */
     float *product;  /* (256, h_width) */
@@ -65,7 +65,8 @@ typedef struct moe_row_panel {
 int64_t moe_block_count(const moe_cpu_pass *pass);
 int moe_row_panel_at(const moe_cpu_pass *pass, int64_t block, moe_row_panel *panel);
 
-/* The panels of one expert, first row on: the first one, then what follows it; 0 at the end. */
+/* Iterates over the panels of one expert: sets the first panel, then the one after it; returns 0 at the
+ * end. */
 int moe_first_row_panel(const moe_cpu_pass *pass, int64_t expert, moe_row_panel *panel);
 int moe_next_row_panel(const moe_cpu_pass *pass, moe_row_panel *panel);
 
@@ -76,13 +77,14 @@ int64_t moe_expert_of_block(const moe_plan_arrays *plan, int64_t experts, int64_
 void moe_gather_tokens(const moe_cpu_pass *pass, const moe_row_panel *panel, const void *from,
                        int64_t first_column, int64_t columns, float *to);
 
-/* A matrix of weights in f32 (rows, columns): in place when it is stored so, else converted into `panel`.
- * `row_step` is its rows' stride in elements; `ld` gets the stride of what is returned. */
+/* A matrix of weights in f32 (rows, columns). If it is stored in f32, the result points to the matrix itself,
+ * else to a converted copy in `panel`. `row_step` is the stride of the stored rows in elements; `ld` receives
+ * the stride of the result. */
 const float *moe_weights_f32(float *panel, const void *weights, int64_t first_element, int64_t rows,
                              int64_t row_step, int64_t columns, smoe_type type, int64_t *ld);
 
-/* Which row of W1[e] gives column j of H, and by how many rows the next column's is further on. That step is
- * the same up to column moe_w1_run_end. */
+/* Which row of W1[e] gives column j of H, and how many rows after it is the row of the next column. This step
+ * is the same up to column moe_w1_run_end. */
 static inline int moe_interleaved(const moe_problem *p)
 {
     switch (p->layer.layout) {

@@ -18,7 +18,8 @@ uint64_t moe_cpu_backward_scratch(const smoe_context *context, const moe_problem
     return moe_cpu_backward_pass(context, problem, NULL, NULL, NULL).bytes;
 }
 
-/* dtopk_weights[t, k] = dS of the row of (t, ids[t, k]): the lowest k of a repeated id, 0 for all else. */
+/* dtopk_weights[t, k] = dS of the row of the pair (t, ids[t, k]). If a token repeats an id, its lowest k gets
+ * dS. All other entries are 0. */
 static void give_topk_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
     const smoe_layer *layer = &pass->problem->layer;
@@ -37,13 +38,13 @@ static void give_topk_gradients(const moe_cpu_pass *pass, const smoe_backward_ar
     }
 }
 
-/* From logits, drow_weights: dS of the padded rows as it is. */
+/* For layers from logits drow_weights is dS of the padded rows, unchanged. */
 static void give_padded_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
     memcpy(args->drow_weights, pass->ds, (size_t)pass->problem->padded_rows * sizeof *pass->ds);
 }
 
-/* From rows, drow_weights (T): 0 for rows past the last. */
+/* For layers from rows drow_weights has T values; rows past the last one get 0. */
 static void give_row_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
     const smoe_layer *layer = &pass->problem->layer;

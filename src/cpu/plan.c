@@ -1,11 +1,11 @@
-/* plan: rows sorted by expert, tokens rising inside an expert, every expert padded to blocks of 64 rows, and
- * the map back from tokens to rows.
+/* plan: sorts the rows by expert, with the tokens of an expert ascending, pads every expert to blocks of 64
+ * rows, and makes the map from tokens to rows.
  *
- * FROM_LOGITS and FROM_TOPK arrive as selection bits (routing.h). There are two passes over the panels of
- * tokens. The first counts the rows of each (panel, expert) and of each token. Sums over the panels tell
- * where they go. The second pass writes the rows. FROM_ROWS copies the offsets and limits them: offsets[0]
- * counts as 0, and each of the others as at least the one before it and at most T. So no value can lead
- * outside of the arrays. */
+ * With FROM_LOGITS and FROM_TOPK the routing is given as selection bits (routing.h). There are two passes
+ * over the panels of tokens. The first counts the rows of each (panel, expert) and of each token. Sums of
+ * these counts over the panels give the places of the rows. The second pass writes the rows. FROM_ROWS copies
+ * the offsets and limits them: offsets[0] counts as 0, and each of the others as at least the one before it
+ * and at most T. So no value can lead outside of the arrays. */
 #include "convert.h"
 #include "routing.h"
 
@@ -19,7 +19,8 @@ typedef struct plan_call {
 
 /* ---- the first pass: counts ---- */
 
-/* FROM_TOPK: the bits of one panel. Ids outside 0..E-1 set none, a repeated id sets the same bit again. */
+/* FROM_TOPK: sets the bits of one panel. An id outside 0..E-1 sets no bit. A repeated id sets the same bit
+ * again. */
 static void select_given(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
@@ -35,7 +36,8 @@ static void select_given(const plan_call *c, int64_t panel)
     }
 }
 
-/* panel_counts (P, E), panel_rows (P), and in token_offsets[t] the rows of token t. */
+/* Fills panel_counts (P, E) and panel_rows (P), and sets token_offsets[t] to the number of rows of token
+ * t. */
 static void count_panel(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
@@ -55,7 +57,7 @@ static void count_panel(const plan_call *c, int64_t panel)
 
 /* ---- between the passes: sums ---- */
 
-/* Replaces values by the sums of those before them; returns the sum of all. */
+/* Replaces each value by the sum of the values before it. Returns the sum of all. */
 static int32_t sum_before(int32_t *values, int64_t count, int64_t stride)
 {
     int32_t sum = 0;
@@ -78,9 +80,9 @@ static void place_experts(const moe_plan_arrays *plan, int64_t experts)
     }
 }
 
-/* order: experts by falling count, then rising id. Radix sort by bytes of the complemented count, lowest byte
- * first; stable, so equal counts stay in the order of their ids. After four passes the result is in the array
- * that they started from. */
+/* order: experts by descending count, equal counts by ascending id. This is a radix sort by the bytes of the
+ * complemented count, lowest byte first. It is stable, so equal counts stay in the order of their ids. After
+ * four passes the result is in the array from which the first pass started. */
 static void order_experts(const moe_plan_arrays *plan, int32_t *work, int64_t experts)
 {
     int32_t *from = plan->order, *to = work;
@@ -101,8 +103,8 @@ static void order_experts(const moe_plan_arrays *plan, int32_t *work, int64_t ex
 
 /* ---- the second pass: rows ---- */
 
-/* Weight of a (token, expert) pair: the kept one's at its lowest k; an added pair has p or sigma,
- * times the scale. */
+/* Weight of a (token, expert) pair. A kept pair has its top-K weight (at the lowest k if the id is repeated).
+ * An added pair has p or sigma, times the route scale. */
 static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
 {
     const smoe_layer *l = &c->problem->layer;
@@ -123,7 +125,8 @@ static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
     return moe_mul(score, l->route_scale);
 }
 
-/* Rows of one panel's tokens, and these tokens' part of the map back; experts rise, so a token's rows do. */
+/* Writes the rows of one panel's tokens, and the map from these tokens to their rows. Experts are visited in
+ * ascending order, so the rows of a token are ascending too. */
 static void write_panel(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;

@@ -1,10 +1,10 @@
-/* round: picks lo or hi for the count of every expert, then moves the selection there. Inside an expert
- * selected tokens rank first, then the higher key, then the lower token: rounding down drops the last
- * selected tokens, rounding up adds the first unselected ones.
+/* round: picks lo or hi as the count of every expert, then adds or drops tokens to reach this count. The
+ * tokens of an expert are ranked: selected tokens come first, then higher keys, then lower tokens. Rounding
+ * down drops the last selected tokens; rounding up adds the first unselected ones.
  *
- * The n best of an expert's candidates are found without sorting: three counting passes over 11, 11 and
- * 10 bits of the key give the n-th largest key and how many tokens with exactly that key are in. O(T)
- * for each expert. */
+ * The n best candidates of an expert are found without sorting. Three counting passes over 11, 11 and 10 bits
+ * of the key give the n-th largest key, and how many tokens with exactly this key are among the n best. This
+ * takes O(T) for each expert. */
 #include "routing.h"
 
 typedef struct round_call {
@@ -22,7 +22,7 @@ typedef struct score_column {
     int64_t tokens;
 } score_column;
 
-/* Candidates with a key above `key`, and the first `ties` with exactly that key, are in. */
+/* The n best candidates are those with a key above `key`, and the first `ties` with exactly this key. */
 typedef struct rank_cut {
     uint32_t key;
     int64_t ties;
@@ -43,7 +43,8 @@ static uint64_t *word_at(const score_column *column, int64_t first_token)
            first_token % SMOE_TOKEN_PANEL / 64;
 }
 
-/* The candidates among tokens first..first+63 as bits: those that are selected, or those that are not. */
+/* The candidates among tokens first..first+63 as bits. Candidates are the selected tokens, or the unselected
+ * ones. */
 static uint64_t candidates_at(const score_column *column, int64_t first, int selected)
 {
     const uint64_t word = *word_at(column, first);
@@ -52,8 +53,9 @@ static uint64_t candidates_at(const score_column *column, int64_t first, int sel
     return (selected ? word : ~word) & present;
 }
 
-/* One digit of cut_after: of the candidates whose key agrees with `prefix` above bit shift + bits, finds the
- * digit of the *rank-th largest and takes those above it off *rank. */
+/* One digit of cut_after. Looks at the candidates whose key agrees with `prefix` above bit shift + bits.
+ * Finds the digit of the *rank-th largest of them, and subtracts from *rank the number of candidates with a
+ * higher digit. */
 static uint32_t find_digit(const score_column *column, int selected, uint32_t prefix, int shift, int bits,
                            int64_t *rank)
 {
@@ -71,7 +73,7 @@ static uint32_t find_digit(const score_column *column, int selected, uint32_t pr
     return digit;
 }
 
-/* The cut that lets in the n best candidates, of which there are at least n. */
+/* The cut that contains exactly the n best candidates. There are at least n candidates. */
 static rank_cut cut_after(const score_column *column, int selected, int64_t n)
 {
     if (n == 0) return (rank_cut){UINT32_MAX, 0};
@@ -81,7 +83,8 @@ static rank_cut cut_after(const score_column *column, int selected, int64_t n)
     return (rank_cut){key, n};
 }
 
-/* Those in `word` (tokens first..first+63) that are in; ties counts down. */
+/* The tokens of `word` (tokens first..first+63) that are inside the cut. The ties among them are subtracted
+ * from cut->ties. */
 static uint64_t within_cut(const score_column *column, int64_t first, uint64_t word, rank_cut *cut)
 {
     uint64_t in = 0;
@@ -93,7 +96,8 @@ static uint64_t within_cut(const score_column *column, int64_t first, uint64_t w
     return in;
 }
 
-/* Keeps the `target` best of `count` selected tokens, or adds the best unselected ones up to the target. */
+/* Keeps the `target` best of `count` selected tokens, or adds the best unselected tokens until there are
+ * `target`. */
 static void move_count(const score_column *column, int64_t count, int64_t target)
 {
     if (target == count) return;
@@ -107,7 +111,7 @@ static void move_count(const score_column *column, int64_t count, int64_t target
     }
 }
 
-/* The sum in fixed point of the scores of the n best candidates, or of those after them. */
+/* The sum, in fixed point, of the scores of the n best candidates or of the other candidates. */
 static int64_t score_of(const score_column *column, int selected, int64_t n, int best)
 {
     rank_cut limit = cut_after(column, selected, n);

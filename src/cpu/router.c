@@ -1,6 +1,6 @@
-/* route: logits = X Wr^T + br (T, E) on fixed panels of tokens; then of every token the K best experts, their
- * weights, and what the stages after it read: the selection bits, and for rounding the ranking keys and the
- * softmax's max and sum. The arithmetic of scores is in rank.h. */
+/* route: computes logits = X Wr^T + br (T, E) on fixed panels of tokens. Then it finds the K best experts of
+ * every token and their weights. It also writes what later stages read: the selection bits, and for rounding
+ * the ranking keys and the softmax's max and sum. The arithmetic of scores is in rank.h. */
 #include "blas.h"
 #include "convert.h"
 #include "routing.h"
@@ -57,14 +57,14 @@ static void compute_logits(const smoe_context *context, const moe_problem *probl
 
 /* ---- top-K of one token ---- */
 
-/* The K best so far by falling key, then rising expert. */
+/* The K best experts so far, by descending key; equal keys by ascending expert. */
 typedef struct best_experts {
     int64_t filled;
     uint32_t keys[SMOE_MAX_TOPK];
     int32_t *ids; /* (K) */
 } best_experts;
 
-/* Offers experts first..end-1; experts must come in rising order over all calls. */
+/* Offers experts first..end-1 as candidates. Over all calls experts must come in ascending order. */
 static void offer_experts(best_experts *best, int64_t topk, const uint32_t *keys, int64_t first, int64_t end)
 {
     for (int64_t e = first; e < end; e++) {
@@ -128,7 +128,7 @@ static void selection_scores(float *scores, const float *logits, int64_t experts
     }
 }
 
-/* p of all experts into w->scores, and the token's share of the losses into its panel's sums. */
+/* Writes p of all experts to w->scores, and adds the token's share of the losses to the sums of its panel. */
 static void add_losses(const route_call *c, int64_t panel, const float *p, float max, float sum)
 {
     const int64_t experts = c->problem->layer.experts;
@@ -193,7 +193,7 @@ static void route_panel(const route_call *c, int64_t panel)
     for (int64_t t = panel * SMOE_TOKEN_PANEL; t < end; t++) route_token(c, &work, panel, t);
 }
 
-/* counts of plain top-K, and the losses from them: sums over the panels in order. */
+/* Counts of plain top-K, and the losses, as sums over the panels in order. */
 static void finish_route(const route_call *c)
 {
     const smoe_layer *l = &c->problem->layer;

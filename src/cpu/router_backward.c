@@ -1,7 +1,7 @@
 /* router_bwd: from dS to dlogits through the score function, and from there to the router's gradients.
  *
- * With c the route scale, g = c dS of a pair (0 for kept pairs that rounding dropped: they stay in the
- * normaliser), p the softmax over E, w the weights before c, and 1_e over the kept or added experts:
+ * Here c is the route scale, p the softmax over E, and w the weights before c. g = c dS of a pair; for a kept
+ * pair that rounding dropped g is 0, but the pair stays in the normaliser.
  *
  *   SOFTMAX_TOPK, added pairs of both softmax scores, losses:
  *       dl_e = p_e (v_e - sum_j v_j p_j),  v_e the sum of g_e, balance E count_e / T^2 and z 2 logsumexp / T
@@ -58,7 +58,8 @@ static int64_t find_k(const int32_t *ids, int64_t topk, int64_t expert)
     return k;
 }
 
-/* Sorts the token's rows into w->kept and, by expert, w->v (zero elsewhere). */
+/* Writes c dS of the token's rows to w->kept (kept pairs, by k) and to w->v (added pairs, by expert; zero for
+ * all other experts). */
 static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, token_work *w)
 {
     const smoe_layer *l = &c->problem->layer;
@@ -82,8 +83,8 @@ static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, t
     }
 }
 
-/* Through the softmax over all experts: p (v - sum v p), v from pairs and losses. Like the functions below it
- * adds to out (E). */
+/* Gradient through the softmax over all experts: p (v - sum v p), with v from pairs and losses. Like the
+ * functions below, it adds to out (E). */
 static void softmax_gradient(const gradient_call *c, float max, float sum, token_work *w, float *out)
 {
     const smoe_layer *l = &c->problem->layer;
@@ -100,7 +101,7 @@ static void softmax_gradient(const gradient_call *c, float max, float sum, token
     for (int64_t e = 0; e < l->experts; e++) out[e] += w->p[e] * (w->v[e] - (float)inner + z);
 }
 
-/* Through the softmax over the kept logits: w (g - sum g w). */
+/* Gradient through the softmax over the kept logits: w (g - sum g w). */
 static void kept_softmax_gradient(const token_work *w, const int32_t *ids, int64_t topk, float *out)
 {
     float inner = 0.0f;
@@ -114,7 +115,7 @@ static float sigmoid_slope(float logit)
     return sigma * (1.0f - sigma);
 }
 
-/* Through the sigmoids: of the kept pairs (their sum was `divisor` when renormalised), ... */
+/* Gradient through the sigmoids of the kept pairs (if they were renormalised, `divisor` is their sum), ... */
 static void kept_sigmoid_gradient(const token_work *w, const float *logits, const int32_t *ids,
                                   const smoe_layer *l, float divisor, float *out)
 {

@@ -20,8 +20,8 @@ moe_routing_scratch moe_routing_scratch_at(const smoe_context *context, const mo
     const smoe_layer *l = &problem->layer;
     moe_routing_scratch s = {0};
     s.panels = (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL;
-    /* Columns start a cache line apart modulo 4 KiB, so that writing one token's keys does not hit
-     * one cache set. */
+    /* The distance between columns is a cache line modulo 4 KiB. So the keys of one token, which are in
+     * different columns, fall into different cache sets. */
     s.key_stride = (l->tokens + 15) / 16 * 16 + 16;
     const int64_t cells = s.panels * l->experts;
     s.targets = take(&s, scratch, 4 * l->experts);
@@ -59,8 +59,8 @@ void moe_softmax_of(const float *logits, int64_t experts, float *terms, float *m
     *max = moe_rank_value(largest);
     const float m = *max; /* a copy, so that the loop does not reload it and vectorises */
     for (int64_t e = 0; e < experts; e++) terms[e] = moe_softmax_term(logits[e], m);
-    /* The sum of moe_softmax_fixed by halves of 16 bits, each of which fits 32-bit lanes for up
-     * to 4096 terms. */
+    /* The sum of moe_softmax_fixed. The low and high 16 bits of the terms are summed apart, so that each sum
+     * of up to 4096 terms fits a 32-bit lane. */
     int32_t high = 0, low = 0;
     for (int64_t e = 0; e < experts; e++) {
         const float scaled = moe_mul(terms[e], 65536.0f);

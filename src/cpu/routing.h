@@ -1,9 +1,9 @@
-/* What route, round and plan share: the scratch that they leave to each other, and the scores and weights of
- * one token.
+/* What route, round and plan share: the scratch in which one stage leaves results to the next, and the scores
+ * and weights of one token.
  *
- * Tokens are cut into fixed panels of 256. The selection is a bit for every (token, expert), four 64-bit
- * words for a panel and an expert: setting bits of one panel writes no other panel's words, a repeated id
- * sets the same bit again, and an expert's bits in order are its tokens in rising order. */
+ * Tokens are cut into fixed panels of 256. The selection has one bit for every (token, expert): four 64-bit
+ * words for each panel and expert. So panels do not share words, a repeated id sets the same bit again, and
+ * the set bits of an expert, in order, are its tokens in ascending order. */
 #ifndef SMOE_CPU_ROUTING_H
 #define SMOE_CPU_ROUTING_H
 
@@ -12,7 +12,7 @@
 
 enum { SMOE_TOKEN_PANEL = 256, SMOE_PANEL_WORDS = SMOE_TOKEN_PANEL / 64 };
 
-/* P panels. NULL where a layer needs none of it. */
+/* P is the number of panels. Parts that a layer does not need are NULL. */
 typedef struct moe_routing_scratch {
     uint64_t *mask;   /* (P, E, 4): bit t % 64 of word t % 256 / 64 is set when token t has expert e */
     uint32_t *keys;   /* (E, key_stride): moe_score_key of every token; rounding */
@@ -49,13 +49,14 @@ static inline int moe_next_bit(uint64_t *word)
     return bit;
 }
 
-/* One token's logits (E): their max (NaN apart; -inf when there is none), the terms exp(logit - max) (E),
- * their sum. */
+/* From one token's logits (E): their max (without NaNs; -inf if there is no number), the terms exp(logit -
+ * max) (E), and the sum of the terms. */
 void moe_softmax_of(const float *logits, int64_t experts, float *terms, float *max, float *sum);
 
 /* Weights of the K kept experts before the route scale, from logits (E); max and sum are read for
- * SOFTMAX_TOPK. All NaN when a kept logit is NaN. Returns what the weights were divided by when they were
- * renormalised, else 1; should that be 0 (every sigmoid below 1e-38), the weights are 0. */
+ * SOFTMAX_TOPK. If a kept logit is NaN, all weights are NaN. Returns the sum by which the weights were
+ * divided if they are renormalised, else 1. If this sum is 0 (every sigmoid is below 1e-38), the weights are
+ * 0. */
 float moe_kept_weights(const smoe_layer *layer, const float *logits, float max, float sum, const int32_t *ids,
                        float *weights);
 

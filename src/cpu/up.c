@@ -1,8 +1,9 @@
-/* up: H[r] = X[t(r)] W1[e]^T + b1[e], rows by expert, to dtype in saved; for inference A[r] =
- * act(H[r]) to dtype in scratch instead, from the H that would have been stored, so that both ways
- * give the same output bits.
+/* up: H[r] = X[t(r)] W1[e]^T + b1[e], with the rows sorted by expert, stored as dtype in saved. For inference
+ * A[r] = act(H[r]) is stored as dtype in scratch instead. It is computed from H rounded to dtype, so that
+ * inference gives the same output bits.
  *
- * A work item is a row panel: X's rows gathered (256, d), times W1's rows by panels of 256 features. */
+ * A work item is a row panel: up to 256 rows of X are gathered (256, d) and multiplied by rows of W1, 256
+ * columns of H at a time. */
 #include "activation.h"
 #include "blas.h"
 #include "convert.h"
@@ -16,7 +17,7 @@ static void load_bias(const moe_problem *p, const void *b1, int64_t expert, floa
         moe_load_row(row + j, b1, first + moe_w1_row(p, j), 1, p->layer.dtype);
 }
 
-/* h (count, h_width) starts from the bias, which the products are then added to. */
+/* Fills h (count, h_width) with the bias. The products are added to it later. */
 static void spread_bias(const moe_cpu_pass *pass, const moe_row_panel *panel, const void *b1,
                         const moe_cpu_panels *at)
 {

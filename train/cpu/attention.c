@@ -32,7 +32,7 @@ static void softmax_row(float *restrict row, int64_t keep, int64_t width, float 
     for (int64_t j = keep; j < width; j++) row[j] = 0.0f;
 }
 
-/* One head of one sequence: pointers at its first row and column. */
+/* One head of one sequence; the pointers point to its first row and column. */
 static void head_forward(float *out, float *p, const float *q, const float *k, const float *v,
                          const pass_shape *s)
 {
@@ -62,7 +62,7 @@ void attention_forward(float *out, float *p, const float *q, const float *k, con
         }
 }
 
-/* One query of one head: `keep` keys; the weights are summed without being kept. */
+/* One query of one head, with `keep` keys. The weights are used at once and not stored. */
 static void query_forward(float *restrict out, const float *q, const float *k, const float *v, int64_t keep,
                           int64_t d, int64_t size)
 {
@@ -92,7 +92,7 @@ void attention_continue(float *out, const float *q, const float *k, const float 
                           s->first + i + 1, d, size);
 }
 
-/* ds, over dp in place, from one row of p */
+/* Overwrites one row of dp with ds, computed from a row of p */
 static void softmax_row_backward(float *restrict dp, const float *restrict p, int64_t width, float scale)
 {
     float dot = 0.0f;
@@ -108,7 +108,8 @@ static void head_backward(float *dq, float *dk, float *dv, const float *dout, co
     int d = (int)(s->heads * s->head_size), size = (int)s->head_size, length = (int)s->length;
     int stride = 3 * d;
     float scale = 1.0f / sqrtf((float)size);
-    // The last tile touches every key, so it goes first and writes; the others add to their first rows.
+    // The last tile has every key. So it is processed first and writes dk and dv, and the other tiles add to
+    // the first rows of these.
     int last = (length - 1) / ATTENTION_ROWS * ATTENTION_ROWS;
     for (int first = last; first >= 0; first -= ATTENTION_ROWS) {
         int end = first + ATTENTION_ROWS < length ? first + ATTENTION_ROWS : length, rows = end - first;

@@ -12,18 +12,19 @@
 
 enum { ATTENTION_ROWS = 64 };
 
-/* Floats of p, kept from forward to backward: every tile's rows are `length` wide. */
+/* The number of floats of p, which is kept from forward to backward. The rows of every tile are `length`
+ * wide. */
 int64_t attention_saved(const pass_shape *shape);
 
-/* Floats of scratch that attention_backward wants, for omp_get_max_threads() threads. */
+/* The number of floats of scratch that attention_backward needs for omp_get_max_threads() threads. */
 int64_t attention_scratch(const pass_shape *shape);
 
 /* out, q, k (rows, d); v (rows, d) with row stride 3 d; p: attention_saved floats */
 void attention_forward(float *out, float *p, const float *q, const float *k, const float *v,
                        const pass_shape *shape);
 
-/* shape->length rows of q and out that begin at position shape->first of one sequence, against all of k and v
- * up to them. */
+/* For shape->length rows of q and out, which begin at position shape->first of one sequence, with all rows of
+ * k and v up to each row's position. */
 void attention_continue(float *out, const float *q, const float *k, const float *v, const pass_shape *shape);
 
 /* Writes dq, dk (rows, d) and dv (row stride 3 d) from dout (rows, d). */

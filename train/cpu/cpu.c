@@ -1,4 +1,4 @@
-/* The table of operations on the CPU, all in f32. Every operation is done on return. */
+/* The table of operations on the CPU, all in f32. When a call returns, its operation is done. */
 #include "train/cpu/cpu.h"
 
 #include "train/cpu/adamw.h"

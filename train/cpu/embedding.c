@@ -14,7 +14,8 @@ void embedding_forward(float *x, const float *weight, const int32_t *tokens, int
 
 void embedding_backward(float *dweight, const float *dx, const int32_t *tokens, int64_t rows, int64_t d)
 {
-    // Threads take columns, not rows: a row of dweight then adds its tokens in order, whoever does it.
+    // Threads share the columns, not the rows. So the tokens of a row of dweight are added in order, for any
+    // number of threads.
     const int64_t panel = 32;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t first = 0; first < d; first += panel) {

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* x (rows, d) = weight (vocab, d) at tokens (rows) */
+/* x (rows, d) = the rows of weight (vocab, d) that tokens (rows) names */
 void embedding_forward(float *x, const float *weight, const int32_t *tokens, int64_t rows, int64_t d);
 
 /* dweight (vocab, d) += dx (rows, d), row by row in order */

@@ -6,8 +6,8 @@
 #include <cblas.h>
 
 enum {
-    ROW_PANEL = 128, // rows of x or dy that one call takes
-    OUT_PANEL = 64,  // dw is cut into tiles of 64 x 128: even a 128 x 128 matrix then feeds two threads
+    ROW_PANEL = 128, // rows of x or dy in one call of sgemm
+    OUT_PANEL = 64,  // dw is cut into tiles of 64 x 128, so even a 128 x 128 matrix has work for two threads
     IN_PANEL = 128,
 };
 

@@ -1,6 +1,6 @@
 /* The linear map of every projection, without bias: y = x w^T, w (out, in) as PyTorch keeps it.
  *
- * Single-threaded OpenBLAS calls on fixed panels inside OpenMP: the bits do not depend on the number of
+ * OpenMP threads call single-threaded OpenBLAS on fixed panels, so the bits do not depend on the number of
  * threads. The program must have called openblas_set_num_threads(1). */
 #ifndef TRAIN_CPU_LINEAR_H
 #define TRAIN_CPU_LINEAR_H

@@ -1,6 +1,6 @@
-/* Elementary functions that the compiler turns into vector code: the same bits on every call, no table,
- * no branch. exp_poly is within 2 units in the last place of expf on [-87, 88]; outside it saturates,
- * NaN stays NaN. */
+/* Elementary functions without tables and branches, so that the compiler can vectorise them. They give the
+ * same bits on every call. exp_poly is within 2 units in the last place of expf on [-87, 88]; outside it
+ * saturates, NaN stays NaN. */
 #ifndef TRAIN_CPU_MATH_H
 #define TRAIN_CPU_MATH_H
 
@@ -35,7 +35,8 @@ static inline float sigmoid_poly(float x)
     return 1.0f / (1.0f + exp_poly(-x));
 }
 
-/* The largest of count >= 1 values, in lanes: a plain maximum is a chain that compilers leave scalar. */
+/* The largest of count >= 1 values, computed in lanes, because compilers do not vectorise a plain loop for
+ * the maximum. */
 static inline float largest(const float *x, int64_t count)
 {
     enum { LANES = 16 };

@@ -53,7 +53,7 @@ static void backward_row(float *dx, float *restrict dw, const float *dy, const f
     for (int64_t i = 0; i < size; i++) {
         float g = dy[i];
         dw[i] += g * x[i] * rstd;
-        // a first write must not read what lay there: it may be anything
+        // without add the old values of dx must not be read, because they may be anything
         dx[i] = (add ? dx[i] : 0.0f) + (g * w[i] * rstd - x[i] * mean);
     }
 }

@@ -6,16 +6,16 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { NORM_PANEL = 128 }; // rows whose part of dw one thread sums: fixed, so that the order of sums is
+enum { NORM_PANEL = 128 }; // rows whose part of dw one thread sums; it fixes the order of the sums
 
 /* y (rows, size) row stride ldy, rstd (rows), x (rows, size) row stride ldx, w (size) */
 void norm_forward(float *y, int64_t ldy, float *rstd, const float *x, int64_t ldx, const float *w,
                   int64_t rows, int64_t size, float eps);
 
-/* The y (rows, size) of norm_forward from its rstd, the same bits. */
+/* Computes the y (rows, size) of norm_forward again from its rstd, with the same bits. */
 void norm_again(float *y, const float *rstd, const float *x, const float *w, int64_t rows, int64_t size);
 
-/* Floats that norm_backward wants as scratch. */
+/* The number of floats that norm_backward needs as scratch. */
 int64_t norm_scratch(int64_t rows, int64_t size);
 
 /* dx = (with `add`, +=) the gradient of x, dw (size) += that of w. dx may be dy itself. */

@@ -38,8 +38,8 @@ __global__ void prepare(constants *to, const adamw_step *step, const double *squ
     *to = c;
 }
 
-// G: gradients, S: moments. The first `matrices` weights decay. They are read from `master` where there is
-// one. Returns the sum of the squares of the thread's gradients.
+// G is the type of the gradients, S that of the moments. The first `matrices` weights decay. Weights are read
+// from `master` if there is one. Returns the sum of the squares of the thread's gradients.
 template <typename G, typename S, bool MASTER>
 TRAIN_DEVICE float update(bf16 *weights, float *master, const G *grads, S *first, S *second, int64_t matrices,
                           int64_t at, const constants c)

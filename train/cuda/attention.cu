@@ -37,7 +37,8 @@ TRAIN_DEVICE float dot(const bf16 *a, const bf16 *b, int size)
     return sum;
 }
 
-// acc[slice] += sum over the `count` first lanes' weights of the rows from `rows` on, a lane an element.
+// acc += the sum of `count` rows from `rows` on, each times its weight. A lane has one element of each slice
+// of WARP elements.
 TRAIN_DEVICE void add_rows(float (&acc)[SLICES], const float *weights, const bf16 *rows, int64_t stride,
                            int count, int size)
 {
@@ -51,7 +52,7 @@ TRAIN_DEVICE void add_rows(float (&acc)[SLICES], const float *weights, const bf1
     }
 }
 
-// The warps' vectors added up; warp 0 stores them, times factor.
+// Adds the vectors of the warps; warp 0 stores the sum times factor.
 TRAIN_DEVICE void store_sum(bf16 *to, const float (&acc)[SLICES], float factor, int size,
                             float (*memory)[KERNELS_MOST_HEAD])
 {

@@ -39,7 +39,7 @@ struct cublaslt {
     __typeof__(cublasLtMatmulAlgoGetHeuristic) *choose;
 };
 
-/* function: where the pointer to the function goes. */
+/* function: where the pointer to the function is stored. */
 static bool find(const cublaslt *in, const char *name, void *function)
 {
     void *found = dlsym(in->library, name);
@@ -125,7 +125,7 @@ static cublasStatus_t describe(const cublaslt *with, plan *p)
     return status;
 }
 
-/* The heuristic's first choice: no timing, so that the bits are the same on every run. */
+/* Takes the heuristic's first choice. Nothing is timed, so that the bits are the same on every run. */
 static cublasStatus_t choose(const cublaslt *with, plan *p)
 {
     const size_t workspace = WORKSPACE_BYTES;

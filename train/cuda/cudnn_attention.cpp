@@ -14,7 +14,7 @@ namespace fe = cudnn_frontend;
 
 namespace cudnn_frontend
 {
-void *cudnn_dlhandle = nullptr; // the frontend's own: where it looks for cuDNN
+void *cudnn_dlhandle = nullptr; // the frontend's own variable: where it finds cuDNN
 }
 
 namespace
@@ -128,7 +128,7 @@ static bool failed(error *err, const char *doing, const std::string &why)
 static bool grow(cudnn_attention *with, int64_t bytes, error *err)
 {
     if (bytes <= with->workspace_bytes) return true;
-    (void)cudaDeviceSynchronize(); // whatever still uses the old one
+    (void)cudaDeviceSynchronize(); // because enqueued work may still use the old one
     if (with->workspace) (void)cudaFree(with->workspace);
     with->workspace = nullptr;
     with->workspace_bytes = 0;

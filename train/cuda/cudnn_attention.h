@@ -1,5 +1,5 @@
-/* Causal attention through cuDNN's fused kernels. cuDNN's graphs are built by its header-only C++ frontend,
- * in cudnn_attention.cpp alone; the library itself is loaded at run time. */
+/* Causal attention through cuDNN's fused kernels. Only cudnn_attention.cpp uses cuDNN's header-only C++
+ * frontend, which builds the graphs. The library itself is loaded at run time. */
 #ifndef TRAIN_CUDA_CUDNN_ATTENTION_H
 #define TRAIN_CUDA_CUDNN_ATTENTION_H
 
@@ -11,15 +11,16 @@ extern "C" {
 
 typedef struct cudnn_attention cudnn_attention;
 
-/* `deterministic`: the backward gives the same bits on every run. NULL and *err: what is missing. */
+/* `deterministic`: the backward gives the same bits on every run. On failure NULL, and *err says what is
+ * missing. */
 cudnn_attention *cudnn_attention_open(void *stream, bool deterministic, error *err);
 void cudnn_attention_close(cudnn_attention *closed); // NULL is fine
 
-/* Builds the plans of a shape and allocates what they need besides; later calls for it do nothing of the
- * kind. A pass calls it by itself; called before, it keeps allocations out of the pass. */
+/* Builds the plans of a shape and allocates the memory that they need. Later calls for the same shape do
+ * nothing. A pass calls it itself. If it is called before the pass, the pass allocates nothing. */
 bool cudnn_attention_prepare(cudnn_attention *with, const pass_shape *shape, bool backward, error *err);
 
-/* As the operations of the table. lse (sequences, heads, length). shape->first is 0. */
+/* As the operations of train/ops.h. lse (sequences, heads, length). shape->first is 0. */
 bool cudnn_attention_forward(cudnn_attention *with, void *out, float *lse, const void *q, const void *k,
                              const void *v, const pass_shape *shape, error *err);
 bool cudnn_attention_backward(cudnn_attention *with, void *dq, void *dk, void *dv, const void *dout,

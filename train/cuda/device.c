@@ -116,7 +116,7 @@ static void cuda_clear(train_device *dv, void *memory, size_t bytes)
     cuda_note(dv, cudaMemsetAsync(memory, 0, bytes, dv->stream), "clearing memory");
 }
 
-/* The device is done with all that was enqueued. */
+/* All enqueued work is done. */
 static void wait(cuda_device *cuda)
 {
     cuda_note(&cuda->base, cudaStreamSynchronize(cuda->base.stream), "a pass");
@@ -153,8 +153,9 @@ static void release_batch(cuda_device *cuda)
     cuda->batch_rows = cuda->batch_vocab = 0;
 }
 
-/* Pinned and on the device: tokens, targets and order (most each), and the runs of each part, two more than
- * its rows: with parts of one row 3 most. */
+/* Size of a batch, in pinned memory and on the device. tokens, targets and order have `most` elements each.
+ * The runs of a part have two elements more than the part has rows, so with parts of one row they have 3 most
+ * in total. */
 static bool make_room(cuda_device *cuda, int64_t most, int64_t vocab)
 {
     if (most <= cuda->batch_rows && vocab <= cuda->batch_vocab) return true;
@@ -171,7 +172,8 @@ static bool make_room(cuda_device *cuda, int64_t most, int64_t vocab)
     return true;
 }
 
-/* The rows sorted by token, those of one token ascending; where each token that occurs begins, then -1. */
+/* Sorts the rows by token, those of one token ascending. `runs` gets the place where each occurring token
+ * begins, then the number of rows, then -1 up to its end. */
 static void sort_rows(int32_t *order, int32_t *runs, int32_t *heads, const int32_t *tokens, int64_t rows,
                       int64_t vocab)
 {
@@ -212,7 +214,7 @@ static void cuda_stage_batch(train_device *dv, device_batch *to, const int32_t *
 static void cuda_load_batch(train_device *dv)
 {
     cuda_device *cuda = cuda_of(dv);
-    if (dv->failure.code) return; // perhaps there is no batch
+    if (dv->failure.code) return; // after a failure there may be no batch
     cuda_upload(dv, cuda->batch, cuda->pinned[cuda->staged], cuda->staged_bytes);
     cuda->busy[cuda->staged] = true;
     cuda->staged ^= 1;
@@ -298,7 +300,7 @@ static bool open(cuda_device *cuda, const cuda_options *options, error *err)
     cudaStream_t stream = NULL;
     size_t small = KERNELS_NORM_PARTS * sizeof(double) + 16 * sizeof(float);
     if (!cuda_present())
-        return fail(err, ERROR_RUNTIME, "no GPU of compute capability 9.0 (Hopper) is there");
+        return fail(err, ERROR_RUNTIME, "there is no GPU of compute capability 9.0 (Hopper)");
     if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess ||
         cudaDeviceGetAttribute(&cuda->processors, cudaDevAttrMultiProcessorCount, 0) != cudaSuccess ||
         cudaMalloc((void **)&cuda->small, small) != cudaSuccess ||

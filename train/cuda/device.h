@@ -8,14 +8,14 @@
 #include "train/cuda/kernels.h"
 
 typedef struct cuda_device {
-    train_device base; // first: the table's functions are given its address
+    train_device base; // must be first, because the functions of the table receive its address
     train_ops ops;
     int processors;
     cublaslt *products;         // NULL: plain loops
     cudnn_attention *attention; // NULL: plain loops
-    int64_t planned_length;     // sequences of this length have plans
+    int64_t planned_length;     // the plans exist for sequences of this length
     double *small;              // KERNELS_NORM_PARTS sums, then the optimiser's constants
-    void *staging;              // what conversion passes through
+    void *staging;              // buffer for conversions
     int32_t *pinned[2], *batch; // batches on the host and on the device: tokens, targets, order, runs
     bool busy[2];               // the device may still read from this one
     int staged;                 // which of the two is written or loaded next

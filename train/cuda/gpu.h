@@ -5,10 +5,10 @@
 #include "train/ops.h"
 
 typedef struct cuda_options {
-    bool bf16;    // weights and AdamW's states in bf16 alone; else f32 ones besides
-    bool sums;    // gradients in f32 whatever the weights are
+    bool bf16;    // weights and AdamW's states in bf16 alone; else states and master weights in f32
+    bool sums;    // gradients in f32, for any type of the weights
     bool fastest; // attention's backward may sum in any order: the last bits then differ from run to run
-    bool plain;   // no libraries: products and attention by plain loops, slowly
+    bool plain;   // without libraries: products and attention by plain loops, which are slow
 } cuda_options;
 
 bool cuda_present(void); // is there a GPU that this build can use?

@@ -24,8 +24,8 @@ cudaError_t kernel_qk_norm_rope(void *q, void *k, float *rstd, const void *qkv, 
                                 const void *wk, const float *rope, const pass_shape *shape, float eps,
                                 cudaStream_t stream);
 
-/* CTAs for each of the `norms` that one of the two below takes (1 and 2): that many rows of (d) floats are a
- * norm's part of the scratch. */
+/* The number of CTAs for each norm of one of the two functions below, which compute 1 norm and 2 norms. Each
+ * norm needs as many rows of (d) floats of scratch. */
 int64_t kernel_norm_parts(int64_t rows, int64_t d, int norms, int processors);
 
 /* y, unless NULL: as kernel_norm wrote it */
@@ -37,8 +37,8 @@ cudaError_t kernel_qk_norm_rope_backward(void *dqkv, const void *dq, const void 
                                          const float *rstd, const void *wq, const void *wk, const float *rope,
                                          const pass_shape *shape, float *parts, int64_t count,
                                          cudaStream_t stream);
-/* to (d, type) = (with add, +=) the sum of parts (count, d); second, unless NULL, that of the parts after
- * them */
+/* to (d, type) = (with add, +=) the sum of parts (count, d). second, unless NULL, gets the sum of the next
+ * `count` parts */
 cudaError_t kernel_sum_parts(void *to, void *second, smoe_type type, const float *parts, int64_t count,
                              int64_t d, bool add, cudaStream_t stream);
 
@@ -46,7 +46,7 @@ cudaError_t kernel_sum_parts(void *to, void *second, smoe_type type, const float
 
 cudaError_t kernel_embed(void *x, const void *weight, const int32_t *tokens, int64_t rows, int64_t d,
                          cudaStream_t stream);
-/* dweight (vocab, d, type) += dx, a CTA a token; order, runs: device_batch */
+/* dweight (vocab, d, type) += dx, one CTA for each token; order and runs are those of device_batch */
 cudaError_t kernel_embed_backward(void *dweight, smoe_type type, const void *dx, const device_batch *batch,
                                   int64_t rows, int64_t vocab, int64_t d, cudaStream_t stream);
 
@@ -58,7 +58,8 @@ cudaError_t kernel_mean(double *mean, const float *values, int64_t count, cudaSt
 
 /* ---- draw.cu ---- */
 
-/* to (bf16) and, unless NULL, master: count normal values times deviation, ones where that is 0 */
+/* Writes count normal values times deviation, or ones if deviation is 0, to `to` (bf16) and, unless NULL, to
+ * master */
 cudaError_t kernel_draw(void *to, float *master, int64_t count, double deviation, uint64_t key,
                         cudaStream_t stream);
 
@@ -88,7 +89,7 @@ cudaError_t kernel_convert(void *to, smoe_type to_type, const void *from, smoe_t
 
 /* ---- multiply.cu: c (m, n) = a b, for machines without cuBLAS ---- */
 
-/* One of its matrices: element (i, j) at row_stride i + column_stride j. */
+/* One of the matrices: element (i, j) is at row_stride i + column_stride j. */
 typedef struct kernel_matrix {
     const void *at;
     int64_t row_stride, column_stride;
@@ -100,11 +101,12 @@ cudaError_t kernel_multiply(void *c, smoe_type type, const kernel_matrix *a, con
 
 /* ---- attention.cu: plain attention, for machines without cuDNN and for generation ---- */
 
-/* lse (sequences, heads, length): the logarithm of the softmax's denominator, scores scaled; NULL: not wanted
+/* lse (sequences, heads, length): the logarithm of the softmax's denominator, of scaled scores; NULL: not
+ * wanted
  */
 cudaError_t kernel_attention(void *out, float *lse, const void *q, const void *k, const void *v,
                              const pass_shape *shape, cudaStream_t stream);
-/* dots: as lse, scratch */
+/* dots: scratch of the shape of lse */
 cudaError_t kernel_attention_backward(void *dq, void *dk, void *dv, const void *dout, const void *out,
                                       const float *lse, const void *q, const void *k, const void *v,
                                       const pass_shape *shape, float *dots, cudaStream_t stream);

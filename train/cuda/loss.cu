@@ -2,9 +2,10 @@
 //
 //   loss[r] = log sum_i exp(x[r, i]) - x[r, target];   x[r, i] = scale (softmax(x[r])[i] - [i = target])
 //
-// A CTA takes a row and goes through it twice: once for its largest element and the sum, once more for the
-// gradient, by then from shared memory: the rows in flight would not fit L2. What of a row is longer than
-// KEPT is read again. 4 T V bytes of memory traffic for V up to KEPT.
+// A CTA takes a row and goes through it twice: first for its largest element and the sum, then for the
+// gradient. The second time it reads the first KEPT elements from shared memory, because the rows of all CTAs
+// together do not fit L2. The elements after KEPT are read again. 4 T V bytes of memory traffic for V up to
+// KEPT.
 #include "kernels.h"
 #include "vector.cuh"
 
@@ -18,7 +19,7 @@ enum { LOSS_THREADS = 512, LOSS_CTAS = 2, UNROLL = 4, KEPT = 56 * 1024, MEAN_THR
 static_assert(LOSS_CTAS * (KEPT * 2 + 1024 + 1024) <= 228 * 1024,
               "shared memory of an SM: dynamic, static, the system's");
 
-// A softmax's running largest element and sum.
+// The largest element and the sum of a softmax so far.
 struct partial {
     float top, sum;
 };
@@ -49,7 +50,7 @@ template <int N> TRAIN_DEVICE void join(partial &p, const float (&v)[N])
     p = {top, sum};
 }
 
-// N neighbouring logits: 8, or 1 where the vocabulary is no multiple of 8.
+// N neighbouring logits: 8, or 1 if the vocabulary is not a multiple of 8.
 template <int N> struct __align__(N * 2) part
 {
     bf16 v[N];
@@ -86,13 +87,13 @@ __global__ void __launch_bounds__(LOSS_THREADS, LOSS_CTAS)
     }
     mine = joined_in_warp(mine);
     if (threadIdx.x % WARP == 0) memory[threadIdx.x / WARP] = mine;
-    __syncthreads(); // also: everyone has read x[target]
+    __syncthreads(); // also ensures that all threads have read x[target]
     partial all = memory[0];
     for (int w = 1; w < LOSS_THREADS / WARP; w++) all = joined(all, memory[w]);
     if (threadIdx.x == 0) losses[row] = logf(all.sum) + all.top - wanted;
     const float factor = scale / all.sum;
 #pragma unroll 2
-    for (int at = threadIdx.x * N; at < vocab; at += STEP) { // each thread's own again
+    for (int at = threadIdx.x * N; at < vocab; at += STEP) { // each thread reads its own elements again
         part<N> raw = *(const part<N> *)(at < kept ? row_kept + at : x + at);
 #pragma unroll
         for (int i = 0; i < N; i++) {

@@ -1,5 +1,5 @@
-/* Replaces cudnn_attention.cpp in a build without cuDNN's headers: opening it is an error that says what is
- * missing. */
+/* Replaces cudnn_attention.cpp in a build without cuDNN's headers. Its open function fails with an error that
+ * says what is missing. */
 #include "train/cuda/cudnn_attention.h"
 
 #ifndef SMOE_HAVE_CUDNN

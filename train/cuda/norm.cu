@@ -1,14 +1,16 @@
 // RMSNorm and, for queries and keys, RMSNorm followed by RoPE.
 //
 //   forward    x += residual;  rstd = 1 / sqrt(mean(x^2) + eps);  y = x rstd w
-//   backward   g = dy w, n = x rstd:  dx = rstd (g - n mean(g n));  dw = sum over rows of dy n;  again y = n
-//   w RoPE       inside a head of size h, (y[i], y[i + h/2]) turns by the position's angle i
+//   backward   g = dy w, n = x rstd:  dx = rstd (g - n mean(g n));  dw = sum over rows of dy n
+//   y again    y = n w
+//   RoPE       inside a head of size h, (y[i], y[i + h/2]) turns by the position's angle i
 //
-// A CTA takes a row; a thread holds eight neighbouring elements of it in registers, so every byte moves once:
-// forward 4 T d bytes, 8 T d with a residual; backward 6 T d, 2 T d more when it adds and when it writes y. A
-// thread loads the partners of its elements as well, from L1 (ALIGNED: half a head is a multiple of eight, so
-// they are one vector too), and the angles, which stay in L2. The backward's CTAs, as many as fit the GPU at
-// once, each take many rows and keep their part of dw in registers; the parts are summed in a fixed order.
+// A CTA takes a row, and each thread holds eight neighbouring elements of it in registers. So every byte
+// moves once: forward 4 T d bytes, or 8 T d with a residual; backward 6 T d, and 2 T d more if it adds to dx
+// or writes y. For RoPE a thread also loads the partners of its elements from L1, and the angles, which stay
+// in L2. If ALIGNED, half a head is a multiple of eight, and the partners are one vector too. The backward
+// has as many CTAs as fit the GPU at once. Each takes many rows and keeps its part of dw in registers. The
+// parts are summed in a fixed order.
 #include "kernels.h"
 #include "vector.cuh"
 
@@ -57,7 +59,8 @@ struct turning {
     int length, first, size;
 };
 
-// Of an element at `at`: its head's half, its place in that, and its partner.
+// For an element at `at`: in which half of its head it is, its place in that half, and the place of its
+// partner.
 struct turn_place {
     bool low;
     int angle, partner;
@@ -70,7 +73,7 @@ TRAIN_DEVICE turn_place place_of(int at, int size)
     return {false, inside - half, at - half};
 }
 
-// The partners of a row's elements from `at` on.
+// The partners of the eight elements from `at` on.
 template <bool ALIGNED> TRAIN_DEVICE eight<bf16> load_partners(const bf16 *row, int at, int size)
 {
     if constexpr (ALIGNED) {
@@ -83,12 +86,12 @@ template <bool ALIGNED> TRAIN_DEVICE eight<bf16> load_partners(const bf16 *row, 
     }
 }
 
-// What the elements and their partners are multiplied by.
+// The factors of the elements and of their partners.
 struct turn_factors {
     float own[VECTOR], partner[VECTOR];
 };
 
-// sign: 1, or -1 to turn back.
+// sign: 1, or -1 to rotate back.
 template <bool ALIGNED>
 TRAIN_DEVICE void load_factors(turn_factors &to, const turning &t, int64_t row, int at, float sign)
 {
@@ -136,7 +139,7 @@ TRAIN_DEVICE float square_of(const eight<bf16> &raw)
     return sum;
 }
 
-// A row's queries and keys together.
+// The queries and keys of a row together.
 template <bool ALIGNED>
 __global__ void __launch_bounds__(MOST_THREADS)
     qk_norm_rope(bf16 *q, bf16 *k, float *rstd, const bf16 *qkv, const bf16 *wq, const bf16 *wk, turning t,
@@ -175,8 +178,8 @@ __global__ void __launch_bounds__(MOST_THREADS)
     }
 }
 
-// One norm's backward over the rows that this CTA takes; the row strides of x and dx are ld. y (rows, d),
-// unless NULL: the norm's output again.
+// The backward of one norm over the rows of this CTA. The row strides of x and dx are ld. If y (rows, d) is
+// not NULL, the output of the norm is written there again.
 template <bool ROPE, bool ALIGNED>
 TRAIN_DEVICE void backward_rows(bf16 *dx, bf16 *y, const bf16 *dy, const bf16 *x, int64_t ld,
                                 const float *rstd, const bf16 *w, const turning &t, int64_t rows, int d,
@@ -210,7 +213,7 @@ TRAIN_DEVICE void backward_rows(bf16 *dx, bf16 *y, const bf16 *dy, const bf16 *x
             g[i] *= weight[i];
             product += g[i] * n[i];
         }
-        // Whoever writes these sums again has passed the barrier of the row between.
+        // Before a thread writes these sums again, it has passed the barrier of the next row.
         const float mean = sum_of_block_once(product, memory[turns]) / (float)d;
         if (!mine) continue;
 #pragma unroll
@@ -242,8 +245,8 @@ __global__ void __launch_bounds__(MOST_THREADS)
                                  parts + which * gridDim.x * (int64_t)d);
 }
 
-// A CTA takes SUM_COLUMNS columns; SUM_GROUPS warps each take every SUM_GROUPS-th part. blockIdx.y: `first`
-// of the first `count` parts, `second` of those after them.
+// A CTA takes SUM_COLUMNS columns, and each of its SUM_GROUPS warps takes every SUM_GROUPS-th part.
+// blockIdx.y 0 sums the first `count` parts to `first`, 1 the parts after them to `second`.
 template <typename T>
 __global__ void __launch_bounds__(SUM_COLUMNS *SUM_GROUPS)
     sum_parts(T *first, T *second, const float *parts, int64_t count, int d, bool add)

@@ -57,7 +57,7 @@ static void cuda_attention(train_device *dv, void *out, void *saved, const void 
                            const void *v, const pass_shape *shape)
 {
     cuda_device *cuda = cuda_of(dv);
-    // Other lengths are generation's prompts, for each of which a plan would have to be made.
+    // Other lengths are those of prompts in generation, each of which would need a plan of its own.
     if (cuda->attention && shape->first == 0 && shape->length == cuda->planned_length)
         cudnn_attention_forward(cuda->attention, out, saved, q, k, v, shape,
                                 dv->failure.code ? NULL : &dv->failure);

@@ -47,7 +47,7 @@ template <typename T> TRAIN_DEVICE void store8(T *to, const float (&v)[VECTOR])
     *(eight<T> *)to = raw;
 }
 
-// What a reader of the stored values will see.
+// Rounds the values to bf16, as a reader of the stored values sees them.
 TRAIN_DEVICE void round8(float (&v)[VECTOR])
 {
 #pragma unroll
@@ -72,8 +72,8 @@ TRAIN_DEVICE float largest_of_warp(float v)
     return v;
 }
 
-// Every thread gets the sum over the CTA of whole warps. `memory` has a V a warp, which nobody may write
-// again before the CTA's next barrier.
+// Every thread gets the sum over the CTA, which consists of whole warps. `memory` has one V for each warp. It
+// must not be written again before the CTA's next barrier.
 template <typename V> TRAIN_DEVICE V sum_of_block_once(V v, V *memory)
 {
     v = sum_of_warp(v);
@@ -86,7 +86,7 @@ template <typename V> TRAIN_DEVICE V sum_of_block_once(V v, V *memory)
     return sum;
 }
 
-// The same, where `memory` may be written again at once.
+// The same, but `memory` may be written again at once.
 template <typename V> TRAIN_DEVICE V sum_of_block(V v, V *memory)
 {
     v = sum_of_block_once(v, memory);

@@ -10,10 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Offsets of the parts of the forward's scratch, from the end of the plan on. */
+/* Offsets of the parts of the forward's scratch, counted from the end of the plan. */
 typedef struct forward_scratch {
     uint64_t counts, tiles, pieces, a, y, routing,
-        end; /* routing, or the plan's work space, uses a's memory */
+        end; /* a's memory is also used by routing, or by the plan as work space */
 } forward_scratch;
 
 /* What route, round and plan use besides the work lists. */
@@ -62,7 +62,7 @@ static moe_cuda_lists lists_at(const moe_problem *p, const forward_scratch *s, c
 static const moe_kernels *const generations[] = {&moe_sm90_kernels};
 enum { GENERATIONS = sizeof generations / sizeof *generations };
 
-/* NULL: there are none for this compute capability. */
+/* NULL: there are no kernels for this compute capability. */
 static const moe_kernels *kernels_for(int major, int minor)
 {
     for (int i = 0; i < GENERATIONS; i++)

@@ -12,10 +12,10 @@ typedef struct router_scratch {
     uint64_t end;                                         /* of the parts that dx still reads */
     uint64_t dense;                                       /* dlogits (T, stride) dtype */
     uint64_t bias_sums;                                   /* (moe_cuda_dlogits_ctas, stride) */
-    uint64_t parts;                                       /* tiles of dWr by pieces of the tokens */
+    uint64_t parts;                                       /* dWr's tiles of each piece of the tokens */
     uint64_t passing_end;                                 /* of the parts that only router_bwd uses */
     int32_t stride;                                       /* E to the next multiple of 8 */
-    int32_t pieces_at_once; /* pieces of the tokens for which dWr's tiles are one wave */
+    int32_t pieces_at_once; /* number of pieces whose units of dWr fit on the SMs at once */
     int32_t parts_count;    /* 0: the tokens are one piece */
 } router_scratch;
 
@@ -23,7 +23,7 @@ typedef struct router_scratch {
 typedef struct backward_scratch {
     uint64_t counts, tiles, pieces, splits, block_expert, ds, dh, a, parts2, end;
     int64_t parts;          /* bound on pieces of split experts */
-    uint64_t shared;        /* a, and later dw1's tiles of split experts, the router's, and dX~ */
+    uint64_t shared;        /* a; later dw1's tiles of split experts, the router's parts, and dX~ */
     int32_t tiles2, tiles1; /* of an expert's dW2 and dW1 */
     int32_t ds_parts;       /* without b2's */
     router_scratch router;  /* FROM_LOGITS */
@@ -46,15 +46,16 @@ typedef struct backward_call {
 
 /* ---- router_backward.c ---- */
 
-/* The parts from `at` on. Those that only router_bwd uses start at `end`, in memory that other stages use
- * too. */
+/* Lays out the parts from `at` on. The parts that only router_bwd uses start at `end`, in memory that other
+ * stages use too. */
 router_scratch moe_cuda_router_scratch(const device_state *state, const moe_problem *problem, uint64_t at);
 
 /* Does router_bwd need its work lists? For dWr and for dense dlogits Wr. */
 int moe_cuda_router_has_lists(const backward_call *call);
 moe_cuda_make_lists moe_cuda_router_lists(const backward_call *call);
 
-/* The wanted ones of dlogits, dbr and dWr, and if dlogits is dense the router's term of dX, written to dx. */
+/* Computes those of dlogits, dbr and dWr that are wanted. If dlogits is dense, it also writes the router's
+ * term of dX to dx. */
 cudaError_t moe_cuda_router_backward(backward_call *call);
 
 /* What dx adds to the sums over rows, for the chunk from first_column on. */

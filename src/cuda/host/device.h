@@ -8,7 +8,7 @@
 /* context->state */
 typedef struct device_state {
     int device;
-    int ctas; /* multiprocessors: one CTA of the GEMMs each */
+    int ctas; /* number of SMs; the GEMMs run one CTA on each */
     moe_encode_map encode;
     const moe_kernels *kernels; /* of the device's generation */
 } device_state;

@@ -1,7 +1,7 @@
-/* The kernels that are written anew for every generation of GPUs, behind one table; a context picks its table
- * by the compute capability of its device. The host side describes what is to be computed, in pointers and
- * sizes; tile shapes, shared memory and tensor maps are known to the kernel alone. What runs on any GPU is
- * launched by the functions of launch.h and launch_backward.h. */
+/* The kernels that every generation of GPUs has in a version of its own, as one table of functions. A context
+ * picks its table by the compute capability of its device. The host code passes pointers and sizes; only the
+ * kernel knows tile shapes, shared memory and tensor maps. Kernels that run on any GPU are launched by the
+ * functions of launch.h and launch_backward.h. */
 #ifndef SMOE_CUDA_KERNELS_H
 #define SMOE_CUDA_KERNELS_H
 
@@ -12,7 +12,8 @@
 extern "C" {
 #endif
 
-/* cuTensorMapEncodeTiled, found at run time so that the library loads where no driver is. */
+/* cuTensorMapEncodeTiled, found at run time so that the library can be loaded on a machine without a
+ * driver. */
 typedef CUresult (*moe_encode_map)(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
                                    const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
                                    const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
@@ -23,12 +24,13 @@ typedef CUresult (*moe_encode_map)(CUtensorMap *map, CUtensorMapDataType type, c
 typedef struct moe_launch {
     moe_encode_map encode;
     smoe_type dtype;
-    int ctas; /* multiprocessors of the device */
+    int ctas; /* number of SMs of the device */
     cudaStream_t stream;
-    CUresult map_status; /* out: the driver's error when it refused a tensor map; the first one stays */
+    CUresult map_status; /* out: the driver's first error, if it refused a tensor map */
 } moe_launch;
 
-/* H = X W1^T + b1, A = act(H); rows of one expert follow each other, blocks of 64 rows. */
+/* H = X W1^T + b1, A = act(H). The rows are sorted by expert, and every expert is padded to blocks of 64
+ * rows. */
 typedef struct moe_up {
     const void *x;                /* (T, hidden) */
     const void *w1;               /* (experts, 2 or 1 times intermediate, hidden) */
@@ -55,7 +57,7 @@ typedef struct moe_down {
     int64_t first_column, columns;
 } moe_down;
 
-/* dA' = dO W2, and from H what follows of it: dS, dH, A'. */
+/* dA' = dO W2; and from dA' and H: dS, dH, A'. */
 typedef struct moe_dh {
     const void *dout; /* (T, hidden) */
     const void *w2;   /* (experts, hidden, intermediate) */
@@ -74,7 +76,7 @@ typedef struct moe_dh {
 /* dW2[e] = sum_r tokens[t(r)]^T features[r], or transposed dW1[e] and dWr = sum_r features[r]^T tokens[t(r)].
  */
 typedef struct moe_dw {
-    const void *features; /* A', dH or dlogits (rows, halves, row_width), of which `intermediate` are read */
+    const void *features; /* A', dH or dlogits (rows, halves, row_width); reads `intermediate` of row_width */
     const void *tokens;   /* dO or X (T, hidden) */
     void *gradient;       /* (experts, hidden, intermediate), transposed (experts, halves x intermediate,
                              hidden) */
@@ -86,8 +88,8 @@ typedef struct moe_dw {
     smoe_type gradient_type; /* F32 or dtype */
 } moe_dw;
 
-/* dX~ = dH W1 for columns first_column to first_column + columns - 1 of d; also dlogits Wr, E the width of
- * the only expert. */
+/* dX~ = dH W1 for columns first_column to first_column + columns - 1 of d. Also used for dlogits Wr, with all
+ * tokens as the rows of one expert and E as its width. */
 typedef struct moe_dx_rows {
     const void *dh;               /* (rows, halves, row_width) */
     const void *w1;               /* (experts, halves x intermediate, hidden); intermediate <= row_width */
@@ -101,11 +103,11 @@ typedef struct moe_dx_rows {
 
 typedef struct moe_kernels {
     int major, minor;          /* compute capability */
-    cudaError_t (*init)(void); /* once a device */
+    cudaError_t (*init)(void); /* to be called once for each device */
     int (*stores)(smoe_type dtype);
     /* What the kernels need in scratch. */
-    int32_t ds_columns;         /* of dA' to a part of dS */
-    uint64_t weight_tile_bytes; /* of a tile of a weight gradient, as a split expert leaves it */
+    int32_t ds_columns;         /* columns of dA' for each part of dS */
+    uint64_t weight_tile_bytes; /* bytes of a tile of a weight gradient in the f32 sums of a split expert */
     int32_t (*weight_tiles)(int32_t hidden, int32_t intermediate, int32_t halves); /* of one expert */
     /* Each enqueues on the stream and returns the runtime's status. */
     cudaError_t (*up)(moe_launch *on, const moe_up *up);

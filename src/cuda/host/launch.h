@@ -18,7 +18,7 @@ typedef struct moe_cuda_lists {
     moe_work *tiles;  /* limit SMOE_TILE_BLOCKS */
     moe_work *pieces; /* limit piece_limit */
     int32_t piece_limit;
-    int32_t *turn; /* (2) zero between launches: feed.cuh */
+    int32_t *turn; /* (2) counters, zero between launches; see feed.cuh */
 } moe_cuda_lists;
 
 /* ---- plan ---- */
@@ -33,7 +33,7 @@ typedef struct moe_cuda_plan {
     int32_t tokens, experts, topk;
     int32_t padded_rows; /* of the arrays */
     int32_t segment;     /* FROM_TOPK, of plan_size.h */
-    int32_t counted; /* the kernel before left the segments' counts in `work`, and wrote ids and weights */
+    int32_t counted; /* the kernel before has written the segments' counts to `work`, and ids and weights */
     /* out, as in smoe_plan_view */
     int32_t *counts, *row_offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
     float *row_weight;
@@ -47,7 +47,7 @@ uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t segme
 cudaError_t moe_cuda_plan_init(void);
 cudaError_t moe_cuda_plan_rows_init(void);
 cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *plan, cudaStream_t stream);
-/* most_ctas: the multiprocessors of the device */
+/* most_ctas: the number of SMs of the device */
 cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *plan, int most_ctas, cudaStream_t stream);
 
 /* ---- combine ---- */
@@ -58,7 +58,7 @@ typedef struct moe_cuda_term {
     float dlogit;
 } moe_cuda_term;
 
-/* The number of rows of every token if no pair was skipped; 0: any number. */
+/* The number of rows of every token if no pair was skipped; 0 if it differs between tokens. */
 static inline int32_t moe_rows_of_a_token(const smoe_layer *layer)
 {
     return layer->entry == SMOE_ENTRY_FROM_ROWS || layer->rounding != SMOE_ROUNDING_NONE
@@ -72,7 +72,8 @@ typedef struct moe_cuda_combine {
     const int32_t *token_offsets, *token_rows;
     const float *row_weight; /* NULL: ones */
     int32_t topk;            /* moe_rows_of_a_token */
-    /* the router's term: the sum starts from what is in `out`; or every row comes with dlogit Wr[expert] */
+    /* the router's term: the sum starts from the values in `out`, or dlogit Wr[expert] is added with every
+     * row */
     int32_t onto;
     const moe_cuda_term *terms; /* as token_rows, or NULL */
     const void *router_weight;  /* Wr (E, hidden), at the chunk's first column; with terms */

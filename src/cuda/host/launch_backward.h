@@ -15,7 +15,7 @@ extern "C" {
 typedef struct moe_cuda_backward_lists {
     int32_t *counts;       /* (3) entries of tiles, pieces and splits */
     moe_work *tiles;       /* limit SMOE_TILE_BLOCKS */
-    moe_piece *pieces;     /* (experts + bound of the split ones) */
+    moe_piece *pieces;     /* (experts + bound on the pieces of split experts) */
     moe_split *splits;     /* (experts) */
     int32_t *block_expert; /* (padded blocks) the expert of each block of rows, -1 past the last */
     int32_t *turn;         /* (2) as in moe_cuda_lists */
@@ -28,14 +28,14 @@ typedef struct moe_cuda_make_lists {
     int32_t weight_tiles, ctas; /* moe_split_limit */
 } moe_cuda_make_lists;
 
-/* router: the lists of a second problem, or NULL. */
+/* router: the lists of a second problem, which are made in the same launch, or NULL. */
 cudaError_t moe_cuda_lists_launch(const moe_cuda_make_lists *experts, const moe_cuda_make_lists *router,
                                   cudaStream_t stream);
 
 /* ---- ds ---- */
 
 typedef struct moe_cuda_ds {
-    float *partial; /* (parts, padded_rows); with bias the last part is written here first */
+    float *partial; /* (parts, padded_rows); with bias this launch first writes the last part */
     int32_t parts;
     const void *dout, *bias; /* (T, hidden), b2 (E, hidden) or NULL */
     const int32_t *row_token, *block_expert, *token_offsets, *token_rows;
@@ -84,7 +84,8 @@ typedef struct moe_cuda_dlogits {
     void *bias_gradient;  /* dbr (E), with bias_sums */
 } moe_cuda_dlogits;
 
-/* CTAs, each with so many tokens; at most this many for any coefficients. */
+/* The number of CTAs, each of which takes several tokens. It is a bound for all coefficients of the
+ * losses. */
 int64_t moe_cuda_dlogits_ctas(const smoe_layer *layer);
 cudaError_t moe_cuda_dlogits_launch(const moe_cuda_dlogits *dlogits, cudaStream_t stream);
 

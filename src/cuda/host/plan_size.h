@@ -8,12 +8,12 @@
 
 enum {
     SMOE_PLAN_THREADS = 512,
-    SMOE_PLAN_EACH = 2, /* quads of a thread: a token's ids stand in quads of four */
-    SMOE_PLAN_PAIRS = 4 * SMOE_PLAN_EACH * SMOE_PLAN_THREADS, /* the most of a segment */
+    SMOE_PLAN_EACH = 2, /* quads of a thread; a quad is four ids of one token */
+    SMOE_PLAN_PAIRS = 4 * SMOE_PLAN_EACH * SMOE_PLAN_THREADS, /* the most pairs of a segment */
     SMOE_PLAN_SEGMENT = 256,       /* the most tokens of a segment; a multiple of 32 */
     SMOE_PLAN_SMALL_SEGMENT = 128, /* for few tokens, so that more CTAs share them */
     SMOE_PLAN_FEW_TOKENS = 8192,
-    SMOE_PLAN_SUMMED_TOKENS = 65535, /* no count of theirs passes 16 bits */
+    SMOE_PLAN_SUMMED_TOKENS = 65535, /* the counts of so many tokens fit 16 bits */
     SMOE_PLAN_SUMMED_CELLS = 65536,  /* 128 KB, read by every CTA */
     SMOE_PLAN_SHARED = 232448
 };
@@ -35,17 +35,17 @@ typedef struct moe_plan_shared {
     uint32_t summed; /* uint32 [all segments, those before][4][experts / 8]: expert 8 c + 2 j in the low half
                         of [j][c], 8 c + 2 j + 1 above it */
     uint32_t totals; /* uint32 [4] */
-    uint32_t rows;   /* uint32 [experts]: rows of the expert */
-    uint32_t before; /* uint32 [experts]: those of the segments before */
-    uint32_t place; /* int32 [experts][2]: padded row less place in `sorted`, and that place, of the segment's
-                       first pair */
-    uint32_t local; /* uint32 [experts]: pairs of the segment with this expert */
-    uint32_t token_first;  /* uint32 [segment + 1]: pairs of the segment's tokens before */
+    uint32_t rows;   /* uint32 [experts]: number of rows of the expert */
+    uint32_t before; /* uint32 [experts]: number of its rows in earlier segments */
+    uint32_t place;  /* int32 [experts][2]: of the segment's first pair with this expert: its padded row minus
+                      * its place in `sorted`, and this place */
+    uint32_t local;  /* uint32 [experts]: number of pairs of the segment with this expert */
+    uint32_t token_first;  /* uint32 [segment + 1]: number of pairs of the earlier tokens of the segment */
     uint32_t sorted;       /* uint32 [segment * topk][2]: expert << 16 | token and the weight, by expert, then
                               token */
     uint32_t token_rows;   /* int32 [segment * topk]: padded rows by token */
     uint32_t ids;          /* uint16 [segment][quads][4] */
-    uint32_t group_before; /* uint16 [segment/32][experts]: pairs of the expert in the groups before */
+    uint32_t group_before; /* uint16 [segment/32][experts]: number of the expert's pairs in earlier groups */
     uint32_t scratch;      /* uint32 [32] */
     uint32_t end;
 } moe_plan_shared;
@@ -72,7 +72,7 @@ SMOE_HD moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int
     return s;
 }
 
-/* May a segment have so many tokens? */
+/* May a segment have this many tokens? */
 SMOE_HD int moe_plan_segment_fits(int32_t segment, int32_t experts, int32_t topk)
 {
     return segment <= SMOE_PLAN_SEGMENT && segment * moe_plan_quads(topk) * 4 <= SMOE_PLAN_PAIRS &&
@@ -94,17 +94,17 @@ SMOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
            moe_divide_up(tokens, segment) * moe_plan_padded_experts(experts) <= SMOE_PLAN_SUMMED_CELLS;
 }
 
-/* CTAs of the plan from given rows: each warp writes one block at a time, and no more CTAs than the device
- * has multiprocessors. */
+/* The number of CTAs of the plan from given rows. Each warp writes one block at a time. There are at most as
+ * many CTAs as the device has SMs. */
 SMOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t multiprocessors)
 {
     const int64_t wanted = moe_divide_up(padded_rows, (int64_t)SMOE_PLAN_THREADS / 32 * SMOE_BLOCK_ROWS);
     return (int32_t)(wanted < 1 ? 1 : wanted > multiprocessors ? multiprocessors : wanted);
 }
 
-/* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095;
- * an entry that does not count has 0x4000 or more. Two entries at a time: bit 15 of (id + 0x7fff) - entry is
- * set exactly when entry < id. The counts of both halves gather in a word. ---- */
+/* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095.
+ * An entry that does not count is 0x4000 or more. Two entries are compared at a time: bit 15 of (id + 0x7fff)
+ * - entry is set exactly if entry < id. One word holds the counts of both halves. ---- */
 
 enum { SMOE_PLAN_NO_ID = 0x7fff, SMOE_PLAN_REPEATED = 0x4000 };
 

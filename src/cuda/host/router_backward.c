@@ -7,7 +7,8 @@
  * sparse, combine.cu adds the term row by row; the list of nonzeros stays in scratch until then. */
 #include "host/backward.h"
 
-/* The tokens' list of work is cut by moe_split_limit with these: one tile, so many CTAs as pieces. */
+/* The arguments with which moe_split_limit cuts the tokens' work list: one tile, and as many CTAs as there
+ * are pieces. */
 enum { ONE_TILE = 1 };
 
 static int32_t token_blocks(const smoe_layer *layer)
@@ -47,13 +48,13 @@ static int is_sparse(const backward_call *c)
     return moe_dlogits_are_sparse(&c->problem->layer, c->args->balance_coefficient, c->args->z_coefficient);
 }
 
-/* dX has the router's term. */
+/* Does dX contain the router's term? */
 static int wants_term(const backward_call *c)
 {
     return c->args->dx && c->args->router_weight;
 }
 
-/* Dense dlogits are read, by dWr or by the term of dX. */
+/* Is dense dlogits read, by dWr or by the router's term of dX? */
 static int wants_dense(const backward_call *c)
 {
     return c->args->drouter_weight || (wants_term(c) && !is_sparse(c));

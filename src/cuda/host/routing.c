@@ -1,4 +1,4 @@
-/* route, round and plan of layers from logits: where everything is in scratch, and which kernels are
+/* route, round and plan of layers from logits: the layout of their scratch, and which kernels are
  * launched. */
 #include "host/routing.h"
 #include "host/plan_size.h"
@@ -11,7 +11,7 @@ static void *take(moe_cuda_routing *r, char *scratch, int64_t bytes)
     return scratch && bytes ? scratch + at : NULL;
 }
 
-/* Can the plan use the segments of top-K? The top-K kernel then counts them. */
+/* Can the plan use the segments of top-K? If so, the top-K kernel counts the pairs of each segment. */
 static int topk_counts_segments(const smoe_layer *l)
 {
     const int32_t segment = moe_cuda_topk_segment(l), experts = (int32_t)l->experts;
@@ -93,7 +93,7 @@ cudaError_t moe_cuda_route(const smoe_context *context, const moe_problem *probl
     }
     moe_stage_begin(context, SMOE_STAGE_TOPK, stream);
     if (status == cudaSuccess) status = moe_cuda_topk(&r, stream);
-    if (moe_cuda_topk_segment(&problem->layer)) r.keys = NULL; /* they are there */
+    if (moe_cuda_topk_segment(&problem->layer)) r.keys = NULL; /* topk wrote them */
     if (status == cudaSuccess && (r.losses || r.layer.rounding == SMOE_ROUNDING_BALANCE_F))
         status = moe_cuda_count(&r, stream);
     if (status == cudaSuccess && (r.losses || r.keys)) status = moe_cuda_scores(&r, stream);

@@ -1,5 +1,5 @@
-/* Routing on the device: what route leaves to round and plan in scratch, and the launch functions of the
- * kernels. Each enqueues on the stream and returns the runtime's status. */
+/* Routing on the device: what route writes to scratch for round and plan, and the launch functions of the
+ * kernels. Each launch function enqueues on the stream and returns the runtime's status. */
 #ifndef SMOE_CUDA_ROUTING_H
 #define SMOE_CUDA_ROUTING_H
 
@@ -21,8 +21,8 @@ typedef struct moe_token_softmax {
     float max, sum;
 } moe_token_softmax;
 
-/* What the kernels are given: device pointers, NULL where a layer needs none. W = 8 P words of 32 tokens, P
- * panels. */
+/* The arguments of the kernels: device pointers, NULL if the layer does not need them. There are P panels,
+ * and W = 8 P words of 32 tokens. */
 typedef struct moe_cuda_routing {
     smoe_layer layer;
     /* from the caller */
@@ -45,9 +45,9 @@ typedef struct moe_cuda_routing {
     double *panel_probability;  /* (P, E) sums of p; losses */
     double *panel_z;            /* (P) sums of logsumexp^2; losses */
     double *expert_balance;     /* (E) count[e] sum_t p[t,e]; losses */
-    void *plan_work;            /* of the plan from top-K; no rounding */
-    uint16_t *segment_counts;   /* its start, (segments, E) counts, where top-K makes them */
-    int32_t plan_segment;       /* tokens of its segments */
+    void *plan_work;            /* work space of the plan from top-K; without rounding */
+    uint16_t *segment_counts;   /* at its start: counts (segments, E), if the top-K kernel makes them */
+    int32_t plan_segment;       /* tokens of each of its segments */
     int64_t panels, words;
     uint64_t bytes;
 } moe_cuda_routing;
@@ -57,7 +57,7 @@ static inline int moe_routing_rounded(const moe_cuda_routing *r)
     return r->layer.rounding != SMOE_ROUNDING_NONE;
 }
 
-/* Every token's softmax is read later on. */
+/* Does a later stage read every token's softmax? */
 static inline int moe_routing_needs_softmax(const moe_cuda_routing *r)
 {
     return r->losses || (moe_routing_rounded(r) && !moe_ranks_by_sigmoid(r->layer.score));
@@ -75,45 +75,47 @@ cudaError_t moe_cuda_router_gemm_init(void);
 cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
                                  const void *bias, void *logits, cudaStream_t stream);
 
-/* topk_ids, topk_weights, mask and softmax where they are needed; the fast kernel also keys and
- * segment_counts.
+/* Writes topk_ids and topk_weights, and mask and softmax if they are needed. The fast kernel also writes keys
+ * and segment_counts.
  */
 cudaError_t moe_cuda_topk(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* Every layer runs by the general kernel; the fast one is for SOFTMAX_TOPK and TOPK_SOFTMAX with E a multiple
- * of 8 up to 512 and K <= 16. Tokens of its CTAs, 0 for the other layers. */
+/* The general kernel can run every layer. The fast kernel is for SOFTMAX_TOPK and TOPK_SOFTMAX with E a
+ * multiple of 8 up to 512 and K <= 16. Returns the number of tokens of a CTA of the fast kernel, 0 for all
+ * other layers. */
 int32_t moe_cuda_topk_segment(const smoe_layer *layer);
 cudaError_t moe_cuda_topk_general(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* keys where they are needed, and the panels' sums for losses. */
+/* Writes keys if they are needed, and the panels' sums if there are losses. */
 cudaError_t moe_cuda_scores(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* topk_counts from the mask, for layers that need them before round or plan: losses and balance rounding. */
+/* Writes topk_counts from the mask, for layers that need them before round or plan: those with losses or
+ * balance rounding. */
 cudaError_t moe_cuda_count(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* losses, from scores' sums. */
+/* Writes losses, from the sums that scores has written. */
 cudaError_t moe_cuda_losses(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* Moves the mask to the rule's counts, which go to `counts`; topk_counts. */
+/* Changes the mask so that it has the rule's counts. Writes these to `counts`, and topk_counts. */
 cudaError_t moe_cuda_rounding(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* The plan from the mask. `plan`: the outputs, tokens, experts, padded_rows and lists. */
+/* Makes the plan from the mask. Of `plan` it reads the outputs, tokens, experts, padded_rows and lists. */
 cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *routing, const moe_cuda_plan *plan,
                                   cudaStream_t stream);
 
 cudaError_t moe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts, float gamma,
                                     cudaStream_t stream);
 
-/* ---- routing.c: what the backend's functions enqueue ---- */
+/* ---- routing.c: functions that the backend calls ---- */
 
 /* Scratch that route, round and plan share. */
 uint64_t moe_cuda_routing_scratch(const moe_problem *problem);
 
-/* All that the kernels of one call are given. */
+/* The arguments of all kernels of one call. */
 moe_cuda_routing moe_cuda_routing_of(const moe_problem *problem, const smoe_forward_args *args,
                                      const moe_plan_arrays *plan, void *scratch);
 
-/* The context is asked for its stage callback only. */
+/* Of the context only its stage callback is used. */
 cudaError_t moe_cuda_route(const smoe_context *context, const moe_problem *problem,
                            const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                            cudaStream_t stream);

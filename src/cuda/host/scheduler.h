@@ -37,22 +37,23 @@ SMOE_HD int64_t moe_divide_up(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Where entry `i` of the `entries` that `blocks` blocks of an expert are cut into begins: as equal as they
- * can be, the longer ones first. */
+/* The `blocks` blocks of an expert are cut into `entries` entries, as equal as possible, the longer ones
+ * first. Returns the first block of entry `i`. */
 SMOE_HD int32_t moe_cut(int32_t blocks, int32_t entries, int32_t i)
 {
     const int32_t each = blocks / entries, longer = blocks % entries;
     return i * each + (i < longer ? i : longer);
 }
 
-/* More entries than any routing of `rows` rows can make with this limit. */
+/* A bound on the number of entries that any routing of `rows` rows makes with this limit. */
 SMOE_HD int64_t moe_work_bound(int64_t padded_rows, int64_t experts, int32_t limit)
 {
     return padded_rows / SMOE_BLOCK_ROWS / limit + experts + 1;
 }
 
-/* The limit of the pieces: whole experts under even routing, so that weights are loaded once an expert; what
- * is a quarter above the mean is cut, so that a skewed routing still spreads over the CTAs. */
+/* The limit of the pieces. Under even routing a piece is a whole expert, so that weights are loaded once for
+ * each expert. An expert more than a quarter above the mean is cut, so that skewed routing is still spread
+ * over the CTAs. */
 SMOE_HD int32_t moe_piece_limit(int64_t rows, int64_t experts)
 {
     const int64_t blocks = moe_divide_up(rows * 5, experts * 4 * SMOE_BLOCK_ROWS);
@@ -71,16 +72,16 @@ SMOE_HD uint32_t moe_divide(uint32_t i, uint32_t reciprocal)
     return (uint32_t)((uint64_t)i * reciprocal >> 24);
 }
 
-/* ---- Pieces of experts for the weight gradients: one an expert, unless it holds more than a CTA's share of
- * all the work; then its pieces leave their tiles in f32 and a second kernel adds them in order. Pieces come
- * in the plan's order, experts by falling count. ---- */
+/* ---- Pieces of experts for the weight gradients. An expert is one piece, unless it has more than a CTA's
+ * share of all the work. Then it has several pieces, whose sums are stored in f32, and a second kernel adds
+ * these sums in order. The pieces are in the plan's order: experts by descending count. ---- */
 
 enum {
-    SMOE_LEAST_SPLIT = 16,     /* blocks: shorter pieces are not worth a second pass */
+    SMOE_LEAST_SPLIT = 16,     /* blocks: shorter pieces are not worth the second kernel */
     SMOE_MOST_SPLIT = 1 << 18, /* blocks that a piece may have */
 };
 
-/* Some blocks of an expert, ready for the device: 16 bytes. */
+/* A piece: consecutive blocks of one expert. 16 bytes. */
 typedef struct moe_piece {
     int32_t row; /* first padded row */
     int32_t expert;
@@ -93,7 +94,7 @@ typedef struct moe_split {
     int32_t expert, first_part, parts;
 } moe_split;
 
-/* Blocks a piece may have: a CTA's share of `blocks` blocks times `tiles` tiles. */
+/* The most blocks of a piece: a CTA's share of the work of `blocks` blocks times `tiles` tiles. */
 SMOE_HD int32_t moe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
 {
     const int64_t share = moe_divide_up(blocks * tiles, ctas);
@@ -102,8 +103,8 @@ SMOE_HD int32_t moe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
                                                : share);
 }
 
-/* More pieces of split experts than any routing of at most `blocks` blocks can make: such an expert has more
- * than limit blocks, so fewer than 2 blocks / limit pieces. */
+/* A bound on the pieces of split experts, for any routing of at most `blocks` blocks. A split expert has more
+ * than limit blocks, so it has fewer than 2 blocks / limit pieces. */
 static inline int64_t moe_split_bound(int64_t blocks, int32_t tiles, int32_t ctas)
 {
     const int64_t by_share = 2 * (int64_t)ctas / tiles, by_least = 2 * blocks / SMOE_LEAST_SPLIT;
