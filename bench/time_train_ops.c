@@ -26,6 +26,8 @@ typedef struct bench {
     float *rstd, *rope, *norm_scratch, *losses, *wide;
     device_batch batch;
     adamw_arrays optimizer;
+    grad_span span;
+    void *update_scratch;
     adamw_step *step;
     double *scalar;
 } bench;
@@ -54,8 +56,15 @@ static void norm_residual(const bench *b)
 
 static void norm_backward(const bench *b)
 {
-    b->ops->norm_backward(b->dv, b->x, b->embedding, b->y, b->z, b->rstd, b->w, ROWS, HIDDEN, true, false,
-                          b->norm_scratch);
+    b->ops->norm_backward(b->dv, b->x, b->embedding, NULL, b->y, b->z, b->rstd, b->w, ROWS, HIDDEN, true,
+                          false, b->norm_scratch);
+}
+
+/* And the norm's output again, for --recompute norms. */
+static void norm_backward_again(const bench *b)
+{
+    b->ops->norm_backward(b->dv, b->x, b->embedding, b->qkv, b->y, b->z, b->rstd, b->w, ROWS, HIDDEN, true,
+                          false, b->norm_scratch);
 }
 
 static void qk(const bench *b)
@@ -140,14 +149,22 @@ static void narrow(const bench *b)
     b->ops->narrow(b->dv, b->embedding, b->wide, (int64_t)VOCAB * HIDDEN, false);
 }
 
-static void gradient_norm(const bench *b)
+static void gradient_square(const bench *b)
 {
-    b->ops->gradient_norm(b->dv, b->scalar, b->optimizer.grads, WEIGHTS);
+    b->ops->gradient_square(b->dv, b->scalar, b->span.grads, WEIGHTS);
 }
 
 static void adamw(const bench *b)
 {
-    b->ops->adamw(b->dv, &b->optimizer, b->step, b->scalar);
+    b->ops->begin_update(b->dv, b->step, b->scalar);
+    b->ops->update(b->dv, &b->optimizer, &b->span, NULL, NULL);
+}
+
+/* A layer's share of the weights. */
+static void adamw_layer(const bench *b)
+{
+    const grad_span span = {b->span.grads, 0, WEIGHTS / LAYERS / 64 * 64};
+    b->ops->update(b->dv, &b->optimizer, &span, b->scalar, b->update_scratch);
 }
 
 typedef struct job {
@@ -224,12 +241,13 @@ static void fill(bench *b)
     b->ops->upload(b->dv, b->step, &step, sizeof step);
     const double weights = (double)WEIGHTS;
     b->optimizer = (adamw_arrays){.weights = draw(b, weights, 0.02),
-                                  .grads = draw(b, weights, 0),
                                   .first = draw(b, weights, 0),
                                   .second = draw(b, weights, 0),
                                   .state_type = SMOE_TYPE_BF16,
                                   .matrices = WEIGHTS,
                                   .total = WEIGHTS};
+    b->span = (grad_span){draw(b, weights, 0), 0, WEIGHTS};
+    b->update_scratch = place(b, (double)b->ops->update_scratch(b->dv, WEIGHTS));
     int32_t *tokens = malloc(2 * ROWS * sizeof *tokens);
     for (int i = 0; i < 2 * ROWS; i++) tokens[i] = (int32_t)((uint32_t)i * 2654435761u % VOCAB);
     b->ops->stage_batch(b->dv, &b->batch, tokens, tokens + ROWS, ROWS, 1, ROWS, VOCAB);
@@ -252,6 +270,7 @@ static const job jobs[] = {
     {"head dx", head_dx, ROWS / PART, 0, 2.0 * PART *HIDDEN *VOCAB},
     {"head dw, f32", head_dw, ROWS / PART, 0, 2.0 * PART *HIDDEN *VOCAB},
     {"norm backward", norm_backward, 2 * LAYERS + 1, 4 * TD, 0},
+    {"norm backward, output again", norm_backward_again, 0, 5 * TD, 0},
     {"output dx", out_dx, LAYERS, 0, GEMM},
     {"output dw", out_dw, LAYERS, 0, GEMM},
     {"attention backward", attention_backward, LAYERS, 0, 2.5 * ATTENTION_FLOPS},
@@ -260,8 +279,9 @@ static const job jobs[] = {
     {"qkv dw", qkv_dw, LAYERS, 0, 3 * GEMM},
     {"embedding backward", embed_backward, 1, TD, 0},
     {"head's gradient to bf16", narrow, 1, 6.0 * VOCAB *HIDDEN, 0},
-    {"gradient's norm", gradient_norm, 1, 2.0 * WEIGHTS, 0},
-    {"AdamW", adamw, 1, 14.0 * WEIGHTS, 0},
+    {"gradient's norm to clip", gradient_square, 0, 2.0 * WEIGHTS, 0},
+    {"AdamW after the backward", adamw, 0, 14.0 * WEIGHTS, 0},
+    {"AdamW and norm by layer", adamw_layer, LAYERS, 14.0 * WEIGHTS / LAYERS, 0},
 };
 
 int main(int argc, char **argv)

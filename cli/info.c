@@ -30,6 +30,7 @@ enum {
     KEY_PARTS,
     KEY_CHUNKS,
     KEY_PRECISION,
+    KEY_CLIP,
     KEY_RECOMPUTE
 };
 
@@ -39,8 +40,9 @@ static const struct argp_option options_table[] = {
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
     {"micro-batches", KEY_PARTS, "M", 0, "Number of parts of a batch, as for train (default 1)", 3},
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as for train", 3},
+    {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as for train (default 1; 0: any)", 3},
     {"chunks", KEY_CHUNKS, "C", 0, "Column chunks of the experts, as for train (default 1)", 3},
-    {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default) or layers, as for train", 3},
+    {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as for train", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 2},
@@ -49,9 +51,9 @@ static const struct argp_option options_table[] = {
 
 static void parse_model(int key, const char *text, struct argp_state *state)
 {
-    static const char *const recomputed[] = {"none", "norms", "layers"};
     info_model *wanted = &((info_options *)state->input)->model;
     error err = {0};
+    char *end;
     int at = 0;
     switch (key) {
     case KEY_MODEL: wanted->path = text; return;
@@ -71,9 +73,14 @@ static void parse_model(int key, const char *text, struct argp_state *state)
         if (!wanted->bf16 && strcmp(text, "f32") != 0)
             argp_error(state, "--precision: '%s' is neither f32 nor bf16", text);
         return;
+    case KEY_CLIP:
+        wanted->clip = strtod(text, &end);
+        if (end == text || *end || !(wanted->clip >= 0)) argp_error(state, "--clip: '%s' is no norm", text);
+        return;
     default:
-        while (at < 3 && strcmp(text, recomputed[at]) != 0) at++;
-        if (at == 3) argp_error(state, "--recompute: '%s' is not one of none, norms, layers", text);
+        while (at < RECOMPUTE_NAMES && strcmp(text, model_recompute_names[at]) != 0) at++;
+        if (at == RECOMPUTE_NAMES)
+            argp_error(state, "--recompute: '%s' is not one of none, norms, norms-qk, layers", text);
         wanted->recompute = (model_recompute)at;
     }
 }
@@ -274,7 +281,8 @@ int smoe_cli_info(int argc, char **argv)
         return ERROR_RUNTIME;
     }
     problem_options_init(&options->problem);
-    options->model = (info_model){.batch = 8, .parts = 1, .chunks = 1, .recompute = RECOMPUTE_NORMS};
+    options->model =
+        (info_model){.batch = 8, .parts = 1, .chunks = 1, .clip = 1.0, .recompute = RECOMPUTE_NORMS};
     error err = {0};
     if (argp_parse(&info_argp, argc, argv, 0, NULL, options) != 0) {
         err.code = ERROR_USAGE;

@@ -169,6 +169,20 @@ static bool give_initial_gradient(run *r, slot_id id)
     return done;
 }
 
+/* Does the backward read the logits? What it does not read it has to take as NULL. */
+static bool reads_logits(const run *r)
+{
+    const smoe_layer *l = &r->layer;
+    const bool losses = r->backward.balance_coefficient != 0.0f || r->backward.z_coefficient != 0.0f;
+    if (losses || l->rounding != SMOE_ROUNDING_NONE) return true;
+    switch (l->score) {
+    case SMOE_SCORE_SOFTMAX_TOPK: return !l->renormalize;
+    case SMOE_SCORE_TOPK_SOFTMAX: return false;
+    case SMOE_SCORE_SIGMOID: break;
+    }
+    return true;
+}
+
 bool run_inputs(run *r, const oracle_drawn *d)
 {
     const struct {
@@ -198,6 +212,7 @@ bool run_inputs(run *r, const oracle_drawn *d)
     r->forward.step = d->input.step;
     r->backward.balance_coefficient = router ? (float)d->input.balance_coefficient : 0.0f;
     r->backward.z_coefficient = router ? (float)d->input.z_coefficient : 0.0f;
+    r->backward.logits = reads_logits(r) ? slot_data(r, SLOT_LOGITS) : NULL;
     return true;
 }
 

@@ -347,8 +347,8 @@ typedef struct smoe_forward_args {
     /* FROM_LOGITS */
     const void *router_weight; /* Wr (E, d) dtype, or NULL when the caller gives the logits */
     const void *router_bias;   /* br (E) dtype, or NULL */
-    void *logits; /* (T, E) logits_type: written if router_weight is given, else read. The backward reads them
-                     again */
+    void *logits; /* (T, E) logits_type: written if router_weight is given, else read. The backward may
+                     read them again */
     const float *selection_bias; /* (E) or NULL; SIGMOID only: part of the selection score */
     uint64_t step;               /* SR_F: the number of the training step; the random draws depend on it */
     float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / T) mean_t p[t,e]
@@ -446,8 +446,8 @@ typedef struct smoe_backward_args {
     /* the forward's inputs and results, with the same values */
     const void *x;               /* (T, d); read for dw1, drouter_weight */
     const void *router_weight;   /* (E, d), or NULL: dx does not include the router's term */
-    const void *logits;          /* FROM_LOGITS: (T, E); smoe_layer_backward reads it for dlogits,
-                                    drouter_weight, drouter_bias and, with router_weight, dx */
+    const void *logits;          /* FROM_LOGITS: (T, E); read for dlogits, the router's gradients and the
+                                    router's term of dx, unless the dlogits of a softmax are sparse */
     const float *selection_bias; /* unused */
     const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
     const float *topk_weights;   /* unused */

@@ -279,7 +279,7 @@ static smoe_status check_backward_pointers(smoe_context *context, const char *fu
     const moe_pointer_check checks[] = {
         {"x", a->x, a->dw1 || (router && a->drouter_weight)},
         {"router_weight", a->router_weight, 0},
-        {"logits", a->logits, router},
+        {"logits", a->logits, router && moe_reads_logits(layer, a)},
         {"topk_ids", a->topk_ids, from_topk && a->dtopk_weights},
         {"w1", a->w1, a->dx != NULL},
         {"w2", a->w2, da},

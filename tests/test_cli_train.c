@@ -263,6 +263,12 @@ static void test_info_model(void **state)
     const char *const much = "info --model run/latest --batch 100 --recompute none",
                       *const less = "info --model run/latest/config.json --batch 100 --recompute layers";
     assert_true(figure(state, much, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
+    const char *const norms = "info --model run/latest --batch 100 --recompute norms",
+                      *const qk = "info --model run/latest --batch 100 --recompute norms-qk";
+    assert_true(figure(state, much, "layers_bytes", "") > figure(state, norms, "layers_bytes", ""));
+    assert_true(figure(state, norms, "layers_bytes", "") > figure(state, qk, "layers_bytes", ""));
+    assert_true(figure(state, qk, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
+    expect(state, "train " TINY "--steps 1 --recompute norms-qk --out again text.txt", 0, "done");
     const char *const wide = "info --model wide/latest --batch 64 --chunks 1",
                       *const cut = "info --model wide/latest --batch 64 --chunks 4";
     expect(state,
@@ -278,6 +284,21 @@ static void test_info_model(void **state)
     assert_true(figure(state, much, "layers_bytes", "") > 2 * figure(state, fewer, "layers_bytes", ""));
     expect(state, "info --model run/latest --batch 10 --micro-batches 3", 2, "does not divide");
     expect(state, "info --model run/latest --recompute all", 2, "--recompute: 'all'");
+    // Without clipping the gradients of one layer at a time.
+    expect(state, "train " TINY "--layers 3 --steps 1 --checkpoints 1 --out deep text.txt", 0, "done");
+    const char *const clipped = "info --model deep/latest", *const any = "info --model deep/latest --clip 0",
+                      *const added = "info --model deep/latest --clip 0 --micro-batches 2";
+    const double all = figure(state, clipped, "gradients_bytes", "");
+    assert_true(figure(state, any, "gradients_bytes", "") < all);
+    assert_true(figure(state, any, "total_bytes", "") < figure(state, clipped, "total_bytes", ""));
+    assert_true(figure(state, added, "gradients_bytes", "") == all);
+    expect(state, "info --model run/latest --clip none", 2, "--clip: 'none'");
+    // Without losses, and with weights divided by their sum, the layers share the router's logits.
+    expect(state, "train " TINY "--layers 3 --renormalize --steps 1 --out kept text.txt", 0, "done");
+    expect(state, "train " TINY "--layers 3 --renormalize --balance 0 --steps 1 --out shared text.txt", 0,
+           "done");
+    assert_true(figure(state, "info --model shared/latest", "layers_bytes", "") <
+                figure(state, "info --model kept/latest", "layers_bytes", ""));
 }
 
 /* - is standard input. */

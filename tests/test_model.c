@@ -199,19 +199,20 @@ static double total_loss(model *m, const model_batch *batch)
 }
 
 /* A number that changes when any token of any layer keeps other experts. */
-static uint64_t routes(const model *m, int64_t rows)
+static uint64_t routes(model *m, int64_t rows)
 {
     const model_config *c = &m->config;
     uint64_t hash = 0;
-    for (int64_t l = c->dense_layers; l < c->layers; l++)
+    for (int64_t l = c->dense_layers; l < c->layers; l++) {
+        smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+        error err = {0};
+        if (!moe_view(&m->moe, rows, &m->routing, &m->layers[l].moe, &view, &err)) fail_msg("%s", err.text);
         for (int64_t t = 0; t < rows; t++) {
-            const float *logits = m->layers[l].moe.logits + t * c->experts;
-            for (int64_t e = 0; e < c->experts; e++) {
-                int above = 0;
-                for (int64_t other = 0; other < c->experts; other++) above += logits[other] > logits[e];
-                hash = random_bits(hash, above < c->topk);
-            }
+            uint64_t chosen = 0; // of at most 64 experts
+            for (int64_t k = 0; k < c->topk; k++) chosen |= 1ull << view.topk_ids[t * c->topk + k];
+            hash = random_bits(hash, chosen);
         }
+    }
     return hash;
 }
 
@@ -380,6 +381,33 @@ static void chunks_change_nothing(void **state)
     free(tokens), free(targets);
 }
 
+/* Loss and all gradients, bit for bit, whatever the backward computes again; each choice keeps less. */
+static void recomputation_changes_nothing(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.dense_layers = 1;
+    c.shared_intermediate = 16;
+    int32_t *tokens = tokens_of(2 * c.context, c.vocab, 1), *targets = tokens_of(2 * c.context, c.vocab, 2);
+    model_batch batch = {tokens, targets, 2, c.context};
+    model m[RECOMPUTE_NAMES];
+    double loss[RECOMPUTE_NAMES];
+    for (int i = 0; i < RECOMPUTE_NAMES; i++) {
+        error err = {0};
+        const model_options options = {.sequences = 2, .use = MODEL_TRAIN, .recompute = (model_recompute)i};
+        if (!model_create(&m[i], NULL, &c, &options, &err)) fail_msg("%s", err.text);
+        param_init(m[i].weights, &m[i].layout, 7);
+        for (size_t w = m[i].layout.matrices; w < m[i].layout.total; w++) // norms away from one
+            m[i].weights[w] += (float)(0.2 * random_normal(9, w));
+        if (!model_gradients(&m[i], &batch, &loss[i], &err)) fail_msg("%s", err.text);
+        assert_true(loss[i] == loss[0]);
+        assert_memory_equal(m[i].grads, m[0].grads, m[0].layout.total * sizeof(float));
+        assert_true(i == 0 || m[i].bytes.layers < m[i - 1].bytes.layers);
+    }
+    for (int i = 0; i < RECOMPUTE_NAMES; i++) model_destroy(&m[i]);
+    free(tokens), free(targets);
+}
+
 /* Loss and all gradients, bit for bit, on one to three threads. */
 static void threads_change_nothing(void **state)
 {
@@ -429,6 +457,7 @@ int main(void)
         cmocka_unit_test(auxiliary_gradients),
         cmocka_unit_test(micro_batches_add_up),
         cmocka_unit_test(chunks_change_nothing),
+        cmocka_unit_test(recomputation_changes_nothing),
         cmocka_unit_test(threads_change_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

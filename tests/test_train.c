@@ -1,7 +1,7 @@
 /* Training runs on a small text: resuming gives the bits of an unbroken run, checkpoints survive what a kill
  * leaves, the log goes on where the checkpoint was, and each kind of bad input has its error. */
 #define _POSIX_C_SOURCE 200809L
-#include "train/train.h"
+#include "train_case.h"
 
 #include "train/checkpoint.h"
 #include "train/file.h"
@@ -26,163 +26,6 @@
 #include <unistd.h>
 
 #include <cmocka.h>
-
-enum { PATH_BYTES = 512 };
-
-/* A folder of its own for every test: text.txt in it, runs beside it. */
-typedef struct place {
-    char folder[64], text[128], out[128];
-    const char *paths[1];
-} place;
-
-static int set_up(void **state)
-{
-    static const char words[] = "the quick brown fox jumps over the lazy dog; ";
-    place *p = calloc(1, sizeof *p);
-    strcpy(p->folder, "/tmp/smoe-test-train-XXXXXX");
-    if (!mkdtemp(p->folder)) return -1;
-    snprintf(p->text, sizeof p->text, "%s/text.txt", p->folder);
-    snprintf(p->out, sizeof p->out, "%s/out", p->folder);
-    FILE *file = fopen(p->text, "w");
-    for (int i = 0; i < 200; i++) fprintf(file, "%s%d\n", words, i * i);
-    fclose(file);
-    p->paths[0] = p->text;
-    *state = p;
-    return 0;
-}
-
-static int tear_down(void **state)
-{
-    char command[PATH_BYTES];
-    place *p = *state;
-    snprintf(command, sizeof command, "rm -rf '%s'", p->folder);
-    int status = system(command);
-    free(p);
-    return status;
-}
-
-static train_settings settings_of(const place *p)
-{
-    train_settings s = train_settings_default();
-    s.paths = p->paths;
-    s.path_count = 1;
-    s.out = p->out;
-    s.steps = 20;
-    s.batch = 3;
-    s.checkpoints = 2; // after steps 10 and 20
-    s.logs = 5;
-    s.evaluations = 4;
-    s.config.hidden = 16;
-    s.config.heads = 2;
-    s.config.layers = 2;
-    s.config.experts = 4;
-    s.config.topk = 2;
-    s.config.intermediate = 8;
-    s.config.context = 16;
-    s.routing.rounding = SMOE_ROUNDING_SR_F; // draws depend on seed and step: resume must restore both
-    s.routing.tile = 4;
-    return s;
-}
-
-static void train_ok(const train_settings *s, train_result *result)
-{
-    error err = {0};
-    if (!train_run(s, NULL, NULL, result, &err)) fail_msg("%s", err.text);
-}
-
-static void train_fails(const train_settings *s, int code, const char *part)
-{
-    error err = {0};
-    train_result result;
-    assert_false(train_run(s, NULL, NULL, &result, &err));
-    if (err.code != code || !strstr(err.text, part))
-        fail_msg("code %d, \"%s\"; wanted %d, ...%s...", err.code, err.text, code, part);
-}
-
-static void assert_same_file(const char *a, const char *b)
-{
-    file_map x, y;
-    error err = {0};
-    if (!file_map_open(&x, a, &err) || !file_map_open(&y, b, &err)) fail_msg("%s", err.text);
-    assert_int_equal(x.size, y.size);
-    assert_memory_equal(x.data, y.data, x.size);
-    file_map_close(&x);
-    file_map_close(&y);
-}
-
-/* The observer that stops a run after a step. */
-typedef struct stopper {
-    volatile sig_atomic_t flag;
-    int64_t at;
-} stopper;
-
-static void stop_at(void *user, const train_report *report)
-{
-    stopper *s = user;
-    if (report->step == s->at) s->flag = 1;
-}
-
-static void assert_same_checkpoints(const char *a, const char *b)
-{
-    char x[PATH_BYTES], y[PATH_BYTES];
-    error err = {0};
-    model m[2];
-    train_state state[2] = {{0}, {0}};
-    adamw_arrays arrays[2];
-    snprintf(x, sizeof x, "%s/latest/model.safetensors", a);
-    snprintf(y, sizeof y, "%s/latest/model.safetensors", b);
-    assert_same_file(x, y);
-    for (int i = 0; i < 2; i++) { // the states apart from their seconds
-        model_config config;
-        snprintf(x, sizeof x, "%s/latest", i ? b : a);
-        if (!checkpoint_load_config(x, &config, &err) ||
-            !model_create(&m[i], NULL, &config, &(model_options){.sequences = 1}, &err))
-            fail_msg("%s", err.text);
-        arrays[i] = (adamw_arrays){.first = malloc(m[i].layout.total * sizeof(float)),
-                                   .second = malloc(m[i].layout.total * sizeof(float)),
-                                   .state_type = SMOE_TYPE_F32};
-        if (!checkpoint_load_state(x, &m[i], &arrays[i], &state[i], &err)) fail_msg("%s", err.text);
-    }
-    assert_int_equal(state[0].step, state[1].step);
-    assert_true(state[0].loss_sum == state[1].loss_sum);
-    assert_memory_equal(arrays[0].first, arrays[1].first, m[0].layout.total * sizeof(float));
-    assert_memory_equal(arrays[0].second, arrays[1].second, m[0].layout.total * sizeof(float));
-    for (int i = 0; i < 2; i++) {
-        model_destroy(&m[i]);
-        free(arrays[i].first);
-        free(arrays[i].second);
-    }
-}
-
-static void resume_gives_the_same_bits(void **state)
-{
-    place *p = *state;
-    train_settings s = settings_of(p);
-    train_result whole, part;
-    char other[128];
-    snprintf(other, sizeof other, "%s/other", p->folder);
-    omp_set_num_threads(1); // the unbroken run on one thread, the other on two: that changes nothing either
-    train_ok(&s, &whole);
-    omp_set_num_threads(2);
-    stopper stop = {.at = 7}; // between two log lines: the running sum must come back too
-    s.out = other;
-    s.stop = &stop.flag;
-    error err = {0};
-    if (!train_run(&s, stop_at, &stop, &part, &err)) fail_msg("%s", err.text);
-    assert_true(part.interrupted);
-    assert_int_equal(part.step, 7);
-    stop.flag = 0;
-    s.resume = true;
-    train_ok(&s, &part);
-    assert_int_equal(part.step, 20);
-    assert_true(part.validation.loss == whole.validation.loss);
-    assert_true(part.loss == whole.loss);
-    assert_same_checkpoints(p->out, other);
-    assert_true(whole.loss < 5.0); // below ln 256: it learned something
-    train_ok(&s, &part);           // resuming what is finished changes nothing
-    assert_same_checkpoints(p->out, other);
-    omp_set_num_threads(1);
-}
 
 /* A batch of 4 in 1, 2 and 4 parts: the losses of the runs agree, and one in parts resumes bit for bit. */
 static void micro_batches_train_alike(void **state)
@@ -329,13 +172,6 @@ static void log_has_what_rounding_did(void **state)
     free(lines);
 }
 
-static int access_in(const char *out, const char *name)
-{
-    char path[PATH_BYTES];
-    snprintf(path, sizeof path, "%s/%s", out, name);
-    return access(path, F_OK);
-}
-
 static size_t count_lines(const place *p, int64_t step)
 {
     char path[PATH_BYTES];
@@ -387,15 +223,6 @@ static void the_last_validation_is_bounded(void **state)
     train_ok(&s, &result);
     assert_int_equal(result.validation.tokens, 112);
     assert_true(isfinite(result.validation.loss));
-}
-
-static int count_folders(const char *out)
-{
-    int count = 0;
-    DIR *entries = opendir(out);
-    for (struct dirent *e; (e = readdir(entries));) count += strncmp(e->d_name, "step-", 5) == 0;
-    closedir(entries);
-    return count;
 }
 
 /* What kills leave: a half-written folder, a finished one that `latest` does not point to yet. */
@@ -542,31 +369,6 @@ static void a_batch_without_memory_is_an_error(void **state)
     failing_size = 0;
 }
 
-/* A learning rate that blows the weights up. */
-static void a_loss_that_is_not_finite_stops_the_run(void **state)
-{
-    place *p = *state;
-    train_settings s = settings_of(p);
-    char path[PATH_BYTES], name[PATH_BYTES];
-    error err = {0};
-    s.lr = 1e38;
-    s.warmup = 0.0;
-    train_result result;
-    assert_false(train_run(&s, NULL, NULL, &result, &err));
-    assert_int_equal(err.code, ERROR_RUNTIME);
-    assert_non_null(strstr(err.text, "the loss of step 2 is")); // not its gradient, which is checked later
-    assert_non_null(strstr(err.text, "last good checkpoint"));
-    err = (error){0};
-    assert_true(checkpoint_find(p->out, name, sizeof name, &err));
-    model m;
-    assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
-    assert_true(checkpoint_load_weights(name, &m, NULL, &err));
-    for (size_t i = 0; i < m.layout.total; i++) assert_true(isfinite(m.weights[i]));
-    model_destroy(&m);
-    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
-    assert_int_equal(access(path, R_OK), 0);
-}
-
 static void every_rounding_rule_trains(void **state)
 {
     place *p = *state;
@@ -632,7 +434,6 @@ int main(void)
     omp_set_num_threads(1); // tiny models: a second thread has nothing to do but wait
 #define RUN(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
     const struct CMUnitTest tests[] = {
-        RUN(resume_gives_the_same_bits),
         RUN(micro_batches_train_alike),
         RUN(micro_batches_resume),
         RUN(a_run_starts_from_a_checkpoint),
@@ -645,7 +446,6 @@ int main(void)
         RUN(bad_input_has_its_error),
         RUN(truncated_checkpoints_are_errors),
         RUN(a_batch_without_memory_is_an_error),
-        RUN(a_loss_that_is_not_finite_stops_the_run),
         RUN(every_rounding_rule_trains),
         RUN(a_run_by_the_clock_ends_by_it),
         cmocka_unit_test(schedule_warms_up_and_falls),

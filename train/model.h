@@ -43,9 +43,14 @@ typedef enum model_use {
 /* What the backward computes again, so that the forward need not keep it. */
 typedef enum model_recompute {
     RECOMPUTE_NONE,
-    RECOMPUTE_NORMS, // both norms' outputs, q and k after norm and RoPE
-    RECOMPUTE_LAYERS // all but the layer's input
+    RECOMPUTE_NORMS,    // both norms' outputs, which then share one place
+    RECOMPUTE_NORMS_QK, // also q and k after norm and RoPE
+    RECOMPUTE_LAYERS    // all but the layer's input
 } model_recompute;
+
+/* Their names as options have them. */
+enum { RECOMPUTE_NAMES = RECOMPUTE_LAYERS + 1 };
+extern const char *const model_recompute_names[RECOMPUTE_NAMES];
 
 typedef struct model_options {
     int64_t sequences;          // most sequences of a pass, each of up to config.context tokens
@@ -54,7 +59,12 @@ typedef struct model_options {
     model_use use;
     model_recompute recompute;
     int32_t chunks; // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
+    bool one_layer; // the gradients of one layer exist at a time (see grads_ready); one part
 } model_options;
+
+/* Told in the backward of a model with `one_layer` that a layer's gradients are complete. The next layer's
+ * take their place. */
+typedef void grads_ready(void *user, const grad_span *span);
 
 /* Bytes on the device, by what they are for. */
 typedef struct model_bytes {
@@ -63,7 +73,7 @@ typedef struct model_bytes {
     size_t rest;
 } model_bytes;
 
-enum { SCALAR_LOSS, SCALAR_NORM, SCALARS };
+enum { SCALAR_LOSS, SCALAR_SQUARE, SCALARS }; // the gradient's norm, squared
 
 typedef struct model {
     train_device *device;
@@ -72,7 +82,14 @@ typedef struct model {
     param_layout layout;
     float *weights; // (layout.total) on the CPU: `params`; else NULL
     void *params;   // (layout.total) on the device: what passes read
-    void *grads;    // (layout.total) on the device, grad_type; NULL when the model was made without training
+    void *grads;    // (layout.total) on the device, grad_type; NULL when the model was made without training.
+                    // With one_layer: of the weights before the layers' matrices, then of those after them
+    bool one_layer; // and then
+    void *layer_grads;  // of the matrices of the layer whose backward is on, which begin at
+    size_t layer_first; // in the layout
+    bool clears_layer;  // they begin with zeros
+    grads_ready *ready; // set by who calls model_enqueue_gradients
+    void *ready_user;
     moe moe;
     moe_routing routing; // of training passes
     int64_t sequences, parts;
@@ -136,7 +153,15 @@ void model_stage_batch(model *m, const model_batch *batch, int64_t parts);
 void model_load_batch(model *m);
 bool model_enqueue_gradients(model *m, int64_t sequences, int64_t length, bool add, error *err);
 
-/* All three steps; returns the loss too. */
+/* The weights whose gradients are complete only after model_enqueue_gradients: all weights, or with one_layer
+ * those that `ready` was not called for. Returns the number of spans. */
+enum { MOST_SPANS = 2 };
+int model_spans(const model *m, grad_span spans[MOST_SPANS]);
+
+/* The matrices of layer l in the layout. */
+grad_span model_layer_span(const model *m, int64_t l);
+
+/* All three steps; returns the loss too. Not with one_layer. */
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err);
 
 /* The number of weights that one token uses, without the embedding. 6 times this number is the FLOPs of

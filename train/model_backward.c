@@ -10,7 +10,23 @@ static void *param(const model *m, size_t offset)
 
 static void *grad(const model *m, size_t offset)
 {
-    return (char *)m->grads + offset * type_size(m->device->grad_type);
+    const size_t size = type_size(m->device->grad_type), before = m->layout.layers[0].qkv;
+    if (!m->one_layer || offset < before) return (char *)m->grads + offset * size;
+    if (offset < m->layout.matrices) return (char *)m->layer_grads + (offset - m->layer_first) * size;
+    return (char *)m->grads + (before + offset - m->layout.matrices) * size;
+}
+
+/* The gradients of one_layer take the place of those of the layer before in the backward, first that of the
+ * head's logits. A device that adds gradients has cleared the former, but not the latter; and the updates see
+ * what lies between the tensors of a layer, which is another thing after a layer of other tensors. */
+static void begin_layer(model *m, int64_t l)
+{
+    const grad_span span = model_layer_span(m, l);
+    const int64_t dense = m->config.dense_layers;
+    const bool first = l + 1 == m->config.layers, other = (l < dense) != (l + 1 < dense);
+    m->layer_first = (size_t)span.first;
+    if (m->clears_layer && (first || other))
+        m->device->ops->clear(m->device, span.grads, (size_t)span.count * type_size(m->device->grad_type));
 }
 
 static void dense_backward(model *m, model_layer *layer, const param_layer *at, int64_t rows, int64_t width,
@@ -43,7 +59,7 @@ static bool mlp_half(model *m, model_layer *layer, int64_t l, int64_t rows, bool
             return false;
     }
     if (width) dense_backward(m, layer, at, rows, width, !dense, add);
-    dv->ops->norm_backward(dv, m->dx, grad(m, at->mlp_norm), m->dh, layer->x_mid, layer->rstd2,
+    dv->ops->norm_backward(dv, m->dx, grad(m, at->mlp_norm), NULL, m->dh, layer->x_mid, layer->rstd2,
                            param(m, at->mlp_norm), rows, c->hidden, true, add, m->norm_scratch);
     return true;
 }
@@ -65,12 +81,14 @@ static void attention_half(model *m, model_layer *layer, const param_layer *at, 
                                layer->qkv, layer->rstd_qk, param(m, at->q_norm), param(m, at->k_norm),
                                m->rope, shape, add, m->norm_scratch);
     ops->linear_dx(dv, m->dh, m->dqkv, param(m, at->qkv), rows, d, 3 * d, false);
+    // h2 may lie where h1 did.
+    ops->norm_backward(dv, m->dx, grad(m, at->input_norm), m->recompute == RECOMPUTE_NONE ? NULL : layer->h1,
+                       m->dh, layer->x, layer->rstd1, param(m, at->input_norm), rows, d, true, add,
+                       m->norm_scratch);
     ops->linear_dw(dv, grad(m, at->qkv), type, m->dqkv, layer->h1, rows, d, 3 * d, add);
-    ops->norm_backward(dv, m->dx, grad(m, at->input_norm), m->dh, layer->x, layer->rstd1,
-                       param(m, at->input_norm), rows, d, true, add, m->norm_scratch);
 }
 
-/* Computes again what the forward of a layer did not keep. */
+/* Computes again what the forward of a layer did not keep, except h1: the backward of its norm writes h1. */
 static bool recompute(model *m, model_layer *layer, int64_t l, const pass_shape *shape, error *err)
 {
     const param_layer *at = &m->layout.layers[l];
@@ -79,13 +97,14 @@ static bool recompute(model *m, model_layer *layer, int64_t l, const pass_shape 
     int64_t rows = shape->sequences * shape->length, d = m->config.hidden;
     double eps = m->config.norm_eps;
     if (m->recompute == RECOMPUTE_NONE) return true;
-    ops->norm(dv, layer->h1, layer->rstd1, layer->x, NULL, param(m, at->input_norm), rows, d, eps);
     if (m->recompute == RECOMPUTE_LAYERS) {
+        ops->norm(dv, layer->h1, layer->rstd1, layer->x, NULL, param(m, at->input_norm), rows, d, eps);
         model_attention_half(m, layer, at, shape);
         return model_mlp(m, m->dh, layer, l, rows, &m->routing, err); // its output is not used
     }
-    ops->qk_norm_rope(dv, layer->q, layer->k, layer->rstd_qk, layer->qkv, param(m, at->q_norm),
-                      param(m, at->k_norm), m->rope, shape, eps);
+    if (m->recompute == RECOMPUTE_NORMS_QK)
+        ops->qk_norm_rope(dv, layer->q, layer->k, layer->rstd_qk, layer->qkv, param(m, at->q_norm),
+                          param(m, at->k_norm), m->rope, shape, eps);
     ops->norm(dv, layer->h2, layer->rstd2, layer->x_mid, NULL, param(m, at->mlp_norm), rows, d, eps);
     return true;
 }
@@ -96,12 +115,15 @@ bool model_backward(model *m, const pass_shape *shape, bool add, error *err)
     const param_layout *layout = &m->layout;
     train_device *dv = m->device;
     int64_t rows = shape->sequences * shape->length, d = c->hidden;
-    dv->ops->norm_backward(dv, m->dx, grad(m, layout->norm), m->dh, m->x_last, m->rstd,
+    dv->ops->norm_backward(dv, m->dx, grad(m, layout->norm), NULL, m->dh, m->x_last, m->rstd,
                            param(m, layout->norm), rows, d, false, add, m->norm_scratch);
     for (int64_t l = c->layers - 1; l >= 0; l--) {
+        begin_layer(m, l);
         if (!recompute(m, &m->layers[l], l, shape, err)) return false;
         if (!mlp_half(m, &m->layers[l], l, rows, add, err)) return false;
         attention_half(m, &m->layers[l], &layout->layers[l], shape, add);
+        const grad_span span = model_layer_span(m, l);
+        if (m->one_layer) m->ready(m->ready_user, &span);
     }
     dv->ops->embed_backward(dv, grad(m, layout->embedding), m->dx, &m->batch, rows, c->vocab, d,
                             add || c->tied);

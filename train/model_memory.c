@@ -8,6 +8,8 @@
 
 #include <stdlib.h>
 
+const char *const model_recompute_names[RECOMPUTE_NAMES] = {"none", "norms", "norms-qk", "layers"};
+
 static int64_t larger(int64_t a, int64_t b)
 {
     return a > b ? a : b;
@@ -18,17 +20,47 @@ static int64_t dense_width(const model_config *c, int64_t layer)
     return layer < c->dense_layers ? c->dense_intermediate : c->shared_intermediate;
 }
 
+/* Which parts of the layers share their memory follows from what passes keep. */
+static bool shares_norms(const model *m)
+{
+    return m->use != MODEL_TRAIN || m->recompute != RECOMPUTE_NONE;
+}
+
+static bool shares_qk(const model *m)
+{
+    return m->use != MODEL_TRAIN || m->recompute >= RECOMPUTE_NORMS_QK;
+}
+
+static bool shares_rest(const model *m)
+{
+    return m->use != MODEL_TRAIN || m->recompute == RECOMPUTE_LAYERS;
+}
+
+static bool shares_logits(const model *m)
+{
+    return shares_rest(m) || !moe_keeps_logits(&m->config, &m->routing);
+}
+
+static void place_logits(const model *m, arena *a, model_layer *layer, int64_t rows)
+{
+    layer->moe.logits = arena_floats(a, rows * m->config.experts);
+}
+
+/* Shared, h1 and h2 are one: h1 was read when h2 is written. */
 static void place_norms(model *m, arena *a, model_layer *layer, int64_t rows)
 {
     smoe_type type = m->device->type;
     int64_t d = m->config.hidden;
     layer->h1 = arena_values(a, type, rows * d);
-    layer->rstd1 = arena_floats(a, rows);
-    layer->rstd_qk = arena_floats(a, 2 * rows);
+    layer->h2 = shares_norms(m) ? layer->h1 : arena_values(a, type, rows * d);
+}
+
+static void place_qk(model *m, arena *a, model_layer *layer, int64_t rows)
+{
+    smoe_type type = m->device->type;
+    int64_t d = m->config.hidden;
     layer->q = arena_values(a, type, rows * d);
     if (m->use != MODEL_GENERATE) layer->k = arena_values(a, type, rows * d);
-    layer->h2 = arena_values(a, type, rows * d);
-    layer->rstd2 = arena_floats(a, rows);
 }
 
 static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_t rows)
@@ -37,6 +69,9 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
     smoe_type type = m->device->type;
     int64_t d = c->hidden, width = dense_width(c, l);
     pass_shape shape = model_shape(m, m->sequences, c->context);
+    layer->rstd1 = arena_floats(a, rows);
+    layer->rstd_qk = arena_floats(a, 2 * rows);
+    layer->rstd2 = arena_floats(a, rows);
     if (m->use != MODEL_GENERATE) layer->qkv = arena_values(a, type, rows * 3 * d);
     layer->p = arena_take(a, m->device->ops->attention_saved(m->device, &shape));
     layer->mixed = arena_values(a, type, rows * d);
@@ -44,20 +79,9 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
     layer->dense_h = arena_values(a, type, rows * 2 * width);
     layer->dense_a = arena_values(a, type, rows * width);
     if (l < c->dense_layers) return;
-    layer->moe.logits = arena_floats(a, rows * c->experts);
+    if (!shares_logits(m)) place_logits(m, a, layer, rows);
     layer->moe.losses = arena_floats(a, 4);
     layer->moe.saved = arena_take(a, m->moe.saved_bytes);
-}
-
-/* Which buffers the layers share depends on what the passes keep. */
-static bool shares_norms(const model *m)
-{
-    return m->use != MODEL_TRAIN || m->recompute != RECOMPUTE_NONE;
-}
-
-static bool shares_rest(const model *m)
-{
-    return m->use != MODEL_TRAIN || m->recompute == RECOMPUTE_LAYERS;
 }
 
 /* The buffers that every layer has for itself. */
@@ -74,6 +98,7 @@ static void place_layers(model *m, arena *a, int64_t rows)
         m->layers[l].qkv = arena_values(a, type, rows * 3 * c->hidden);
     }
     for (int64_t l = 0; l < c->layers && !shares_norms(m); l++) place_norms(m, a, &m->layers[l], rows);
+    for (int64_t l = 0; l < c->layers && !shares_qk(m); l++) place_qk(m, a, &m->layers[l], rows);
     for (int64_t l = 0; l < c->layers && !shares_rest(m); l++) place_rest(m, a, &m->layers[l], l, rows);
 }
 
@@ -84,7 +109,9 @@ static void place_shared(model *m, arena *a, int64_t rows)
     for (int64_t l = 0; l < m->config.layers; l++) {
         a->used = start;
         if (shares_norms(m)) place_norms(m, a, &m->layers[l], rows);
+        if (shares_qk(m)) place_qk(m, a, &m->layers[l], rows);
         if (shares_rest(m)) place_rest(m, a, &m->layers[l], l, rows);
+        if (shares_logits(m) && l >= m->config.dense_layers) place_logits(m, a, &m->layers[l], rows);
         if (a->used > most) most = a->used;
     }
     a->used = most;
@@ -114,14 +141,51 @@ static void place_head(model *m, arena *a, int64_t rows)
         m->head_grads = arena_floats(a, c->vocab * c->hidden);
 }
 
+grad_span model_layer_span(const model *m, int64_t l)
+{
+    const param_layout *layout = &m->layout;
+    const size_t first = layout->layers[l].qkv,
+                 end = l + 1 < m->config.layers ? layout->layers[l + 1].qkv : layout->matrices;
+    return (grad_span){m->layer_grads, (int64_t)first, (int64_t)(end - first)};
+}
+
+int model_spans(const model *m, grad_span spans[MOST_SPANS])
+{
+    const int64_t total = (int64_t)m->layout.total, matrices = (int64_t)m->layout.matrices,
+                  before = (int64_t)m->layout.layers[0].qkv;
+    spans[0] = (grad_span){m->grads, 0, m->one_layer ? before : total};
+    if (!m->one_layer) return 1;
+    char *after = (char *)m->grads + (size_t)before * type_size(m->device->grad_type);
+    spans[1] = (grad_span){m->grads ? after : NULL, matrices, total - matrices};
+    return 2;
+}
+
+static int64_t elements_of_gradients(const model *m)
+{
+    grad_span spans[MOST_SPANS];
+    int64_t elements = 0;
+    for (int i = model_spans(m, spans); i > 0; i--) elements += spans[i - 1].count;
+    return elements;
+}
+
+static int64_t elements_of_layer(const model *m)
+{
+    int64_t most = 0;
+    for (int64_t l = 0; m->one_layer && l < m->config.layers; l++)
+        most = larger(most, model_layer_span(m, l).count);
+    return most;
+}
+
 /* Gives the same memory to buffers that are never needed at the same time. The head runs between forward and
- * backward, and the experts' scratch is free before and after the experts run. */
+ * backward, and the experts' scratch is free before and after the experts run. With one_layer the
+ * gradients of a layer are there too. */
 static void place_in_turns(model *m, arena *a, int64_t rows)
 {
     size_t start = a->used;
     place_head(m, a, rows);
     a->used = start;
     place_shared(m, a, rows);
+    m->layer_grads = arena_values(a, m->device->grad_type, elements_of_layer(m));
     start = a->used;
     m->moe.scratch = arena_take(a, m->moe.scratch_bytes);
     a->used = start;
@@ -145,7 +209,7 @@ static size_t place(model *m, arena *a)
     size_t start = 0;
     m->params = arena_values(a, dv->type, (int64_t)m->layout.total);
     m->bytes.weights = since(&start, a);
-    if (m->use == MODEL_TRAIN) m->grads = arena_values(a, dv->grad_type, (int64_t)m->layout.total);
+    if (m->use == MODEL_TRAIN) m->grads = arena_values(a, dv->grad_type, elements_of_gradients(m));
     m->bytes.gradients = since(&start, a);
     place_layers(m, a, rows);
     m->bytes.layers = since(&start, a);
@@ -213,7 +277,7 @@ static bool allocate(model *m, error *err)
     place(m, &(arena){.base = m->memory});
     m->weights = dv->backend == SMOE_BACKEND_CPU ? m->params : NULL;
     dv->ops->clear(dv, m->params, m->layout.total * type_size(dv->type));
-    if (m->grads) dv->ops->clear(dv, m->grads, m->layout.total * type_size(dv->grad_type));
+    if (m->grads) dv->ops->clear(dv, m->grads, (size_t)elements_of_gradients(m) * type_size(dv->grad_type));
     return fill_rope(m, err) && prepare(m, err);
 }
 
@@ -237,6 +301,17 @@ static bool check_device(const model *m, error *err)
     return true;
 }
 
+/* Is there unused space between the tensors of a layer's matrices, so that each group starts on 64 floats? */
+static bool has_gaps(const param_layout *layout)
+{
+    for (size_t i = 0; i < layout->tensor_count; i++) {
+        const param_tensor *t = &layout->tensors[i];
+        const size_t next = i + 1 < layout->tensor_count ? t[1].offset : layout->total;
+        if (t->offset + t->count < next && t->offset < layout->matrices) return true;
+    }
+    return false;
+}
+
 /* Makes a model except for its memory. */
 static bool describe(model *m, train_device *device, const model_config *config, const model_options *options,
                      error *err)
@@ -246,7 +321,8 @@ static bool describe(model *m, train_device *device, const model_config *config,
                  .sequences = options->sequences,
                  .parts = options->parts ? options->parts : 1,
                  .use = options->use,
-                 .recompute = options->recompute};
+                 .recompute = options->recompute,
+                 .one_layer = options->one_layer && options->use == MODEL_TRAIN};
     if (options->routing) m->routing = *options->routing;
     // The auxiliary losses are means over the passes, so each pass adds its share.
     m->routing.balance_coefficient /= (float)m->parts;
@@ -257,6 +333,10 @@ static bool describe(model *m, train_device *device, const model_config *config,
     m->loss_rows = m->device->loss_rows && m->device->loss_rows < rows ? m->device->loss_rows : rows;
     if (!model_config_check(c, err) || !check_device(m, err) || !param_layout_create(&m->layout, c, err))
         return false;
+    m->clears_layer = m->one_layer && (m->device->adds_gradients || has_gaps(&m->layout));
+    if (m->parts > 1 && m->one_layer)
+        return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients of one layer at a time at most 1",
+                    (long long)m->parts);
     if (m->parts > 1 && m->device->grad_type != SMOE_TYPE_F32)
         return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients that are not f32 at most 1",
                     (long long)m->parts);

@@ -113,15 +113,27 @@ bool moe_backward(moe *m, void *dx, const moe_weights *dw, const void *dout, con
     return check(m, smoe_layer_backward(m->context, &layer, &args, m->device->stream), err);
 }
 
-bool moe_counts(moe *m, int64_t tokens, const moe_routing *routing, const moe_saved *saved, int32_t *plain,
-                int32_t *routed, error *err)
+bool moe_keeps_logits(const model_config *config, const moe_routing *routing)
+{
+    return !config->norm_topk_prob || routing->rounding != SMOE_ROUNDING_NONE ||
+           routing->balance_coefficient != 0.0f || routing->z_coefficient != 0.0f;
+}
+
+bool moe_view(moe *m, int64_t tokens, const moe_routing *routing, const moe_saved *saved,
+              smoe_plan_view *view, error *err)
 {
     smoe_layer layer = describe(m, tokens, routing);
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
-    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
     args.saved = saved->saved;
     args.saved_size = m->saved_bytes;
-    if (!check(m, smoe_view_plan(m->context, &layer, &args, &view), err)) return false;
+    return check(m, smoe_view_plan(m->context, &layer, &args, view), err);
+}
+
+bool moe_counts(moe *m, int64_t tokens, const moe_routing *routing, const moe_saved *saved, int32_t *plain,
+                int32_t *routed, error *err)
+{
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    if (!moe_view(m, tokens, routing, saved, &view, err)) return false;
     const size_t bytes = (size_t)m->config->experts * sizeof *plain;
     m->device->ops->download(m->device, plain, view.topk_counts, bytes);
     m->device->ops->download(m->device, routed, view.counts, bytes);

@@ -22,7 +22,7 @@ typedef struct moe_routing {
 
 /* What one layer keeps from forward to backward. */
 typedef struct moe_saved {
-    float *logits; // (T, E)
+    float *logits; // (T, E); see moe_keeps_logits
     void *saved;   // saved_bytes, in the library's own layout; NULL if nothing is kept
     float *losses; // (2): load balance, z
 } moe_saved;
@@ -61,6 +61,13 @@ bool moe_forward(moe *m, void *out, const void *x, const moe_weights *w, int64_t
 bool moe_backward(moe *m, void *dx, const moe_weights *dw, const void *dout, const void *x,
                   const moe_weights *w, int64_t tokens, const moe_routing *routing, moe_saved *saved,
                   bool add, error *err);
+
+/* Does the backward read the logits? If not, layers may share them. */
+bool moe_keeps_logits(const model_config *config, const moe_routing *routing);
+
+/* Fills view with pointers to the plan, on the device, of a training pass that has written `saved`. */
+bool moe_view(moe *m, int64_t tokens, const moe_routing *routing, const moe_saved *saved,
+              smoe_plan_view *view, error *err);
 
 /* Copies to the host the row counts of all experts (E), under plain top-K and as routed. They belong to the
  * training pass of `tokens` tokens with `routing` that has written `saved`. Waits for the device. */

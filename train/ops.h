@@ -61,11 +61,16 @@ typedef struct adamw_step {
 typedef struct adamw_arrays {
     void *weights; // type: what passes read
     float *master; // the weights in f32, or NULL if there are only `weights`
-    void *grads;   // grad_type
     void *first, *second;
     smoe_type state_type; // of the moments
     int64_t matrices, total;
 } adamw_arrays;
+
+/* Weights [first, first + count) of that layout and where their gradients are; both multiples of 8. */
+typedef struct grad_span {
+    void *grads; // grad_type
+    int64_t first, count;
+} grad_span;
 
 struct train_ops {
     /* ---- the device ---- */
@@ -141,9 +146,9 @@ struct train_ops {
     /* ---- backward ---- */
     void (*embed_backward)(train_device *dv, void *dweight, const void *dx, const device_batch *batch,
                            int64_t rows, int64_t vocab, int64_t d, bool add);
-    /* dx = (with add_dx, +=) the gradient of x, dw = (with add_dw, +=) that of w; scratch: norm_scratch
-     * floats */
-    void (*norm_backward)(train_device *dv, void *dx, void *dw, const void *dy, const void *x,
+    /* dx = (with add_dx, +=) the gradient of x, dw = (with add_dw, +=) that of w; y, unless NULL: the norm's
+     * output again, with the bits of `norm`; scratch: norm_scratch floats */
+    void (*norm_backward)(train_device *dv, void *dx, void *dw, void *y, const void *dy, const void *x,
                           const float *rstd, const void *w, int64_t rows, int64_t d, bool add_dx, bool add_dw,
                           float *scratch);
     int64_t (*norm_scratch)(train_device *dv, int64_t rows, int64_t d);
@@ -166,10 +171,18 @@ struct train_ops {
     void (*swiglu_backward)(train_device *dv, void *h, const void *da, int64_t rows, int64_t width);
 
     /* ---- the optimiser ---- */
-    void (*gradient_norm)(train_device *dv, double *norm, const void *grads, int64_t count);
-    /* One step. If `norm` is larger than `clip`, the gradient is scaled to norm `clip`. If the device has
-     * adds_gradients, the gradients are then set to zero. */
-    void (*adamw)(train_device *dv, const adamw_arrays *arrays, const adamw_step *step, const double *norm);
+    /* *square = the sum of the squares of count gradients */
+    void (*gradient_square)(train_device *dv, double *square, const void *grads, int64_t count);
+    /* Called once before the updates of a step, each of which takes some of the weights. If step->clip is not
+     * 0 and the gradient's norm, the root of *square, is larger, they scale the gradient to norm step->clip.
+     */
+    void (*begin_update)(train_device *dv, const adamw_step *step, const double *square);
+    /* Updates the weights of a span. If the device has adds_gradients, their gradients are then set to zero.
+     * Unless `square` is NULL, *square += the sum of the squares of the gradients. scratch: update_scratch
+     * bytes. */
+    void (*update)(train_device *dv, const adamw_arrays *arrays, const grad_span *span, double *square,
+                   void *scratch);
+    size_t (*update_scratch)(train_device *dv, int64_t count);
 };
 
 /* Bytes of an element. */

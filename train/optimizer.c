@@ -3,11 +3,30 @@
 
 #include "train/arena.h"
 
+#include <math.h>
+
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+/* The largest span of weights that is updated together with the sum of its squares. */
+static int64_t largest_span(const model *m)
+{
+    grad_span spans[MOST_SPANS];
+    int64_t most = 0;
+    if (!m->one_layer) return 0;
+    for (int i = model_spans(m, spans) - 1; i >= 0; i--) most = larger(most, spans[i].count);
+    for (int64_t l = 0; l < m->config.layers; l++) most = larger(most, model_layer_span(m, l).count);
+    return most;
+}
+
 static void place(optimizer *o, arena *a)
 {
-    const train_device *dv = o->model->device;
+    train_device *dv = o->model->device;
     int64_t total = o->arrays.total;
     o->step = arena_take(a, sizeof *o->step);
+    o->scratch = arena_take(a, dv->ops->update_scratch(dv, largest_span(o->model)));
     o->arrays.first = arena_values(a, o->arrays.state_type, total);
     o->arrays.second = arena_values(a, o->arrays.state_type, total);
     if (dv->master) o->arrays.master = arena_floats(a, total);
@@ -17,7 +36,6 @@ static optimizer describe(model *m)
 {
     return (optimizer){.model = m,
                        .arrays = {.weights = m->params,
-                                  .grads = m->grads,
                                   .state_type = m->device->state_type,
                                   .matrices = (int64_t)m->layout.matrices,
                                   .total = (int64_t)m->layout.total}};
@@ -79,14 +97,35 @@ void optimizer_draw(optimizer *o, uint64_t seed)
     }
 }
 
+/* A grads_ready. */
+static void update(void *user, const grad_span *span)
+{
+    optimizer *o = user;
+    model *m = o->model;
+    m->device->ops->update(m->device, &o->arrays, span, m->one_layer ? &m->scalars[SCALAR_SQUARE] : NULL,
+                           o->scratch);
+}
+
 static bool enqueue(optimizer *o, error *err)
 {
     model *m = o->model;
     int64_t sequences = m->sequences * m->parts, length = m->config.context;
     train_device *dv = m->device;
+    double *square = &m->scalars[SCALAR_SQUARE];
+    grad_span spans[MOST_SPANS];
+    const int count = model_spans(m, spans);
+    m->ready = update;
+    m->ready_user = o;
+    if (m->one_layer) {
+        dv->ops->clear(dv, square, sizeof *square);
+        dv->ops->begin_update(dv, o->step, square);
+    }
     if (!model_enqueue_gradients(m, sequences, length, dv->adds_gradients, err)) return false;
-    dv->ops->gradient_norm(dv, &m->scalars[SCALAR_NORM], m->grads, o->arrays.total);
-    dv->ops->adamw(dv, &o->arrays, o->step, &m->scalars[SCALAR_NORM]);
+    if (!m->one_layer) {
+        dv->ops->gradient_square(dv, square, m->grads, o->arrays.total);
+        dv->ops->begin_update(dv, o->step, square);
+    }
+    for (int i = 0; i < count; i++) update(o, &spans[i]);
     return true;
 }
 
@@ -106,6 +145,8 @@ bool optimizer_step(optimizer *o, const adamw_step *step, error *err)
 {
     model *m = o->model;
     train_device *dv = m->device;
+    if (m->one_layer && step->clip != 0.0)
+        return fail(err, ERROR_USAGE, "clipping needs the gradients of all layers at once");
     model_load_batch(m);
     dv->ops->upload(dv, o->step, step, sizeof *step);
     if (!records(o)) {
@@ -128,6 +169,6 @@ bool optimizer_finish(optimizer *o, step_result *result, error *err)
     model *m = o->model;
     double scalars[SCALARS];
     m->device->ops->download(m->device, scalars, m->scalars, sizeof scalars);
-    *result = (step_result){scalars[SCALAR_LOSS], scalars[SCALAR_NORM]};
+    *result = (step_result){scalars[SCALAR_LOSS], sqrt(scalars[SCALAR_SQUARE])};
     return m->device->ops->finish(m->device, err);
 }

@@ -9,6 +9,7 @@ typedef struct optimizer {
     model *model;
     adamw_arrays arrays;
     adamw_step *step; // on the device
+    void *scratch;    // of updates that sum squares, on the device
     void *memory;     // on the device
     void *recording;  // a recorded step; NULL: none yet, or the device cannot record
     int64_t steps;    // enqueued so far
@@ -18,6 +19,14 @@ typedef struct optimizer {
 typedef struct step_result {
     double loss, norm; // nats; the gradient's norm before clipping
 } step_result;
+
+/* May the model be made with one_layer? Its layers are then updated in the backward. The weights get the same
+ * bits; the norm is summed in another order. Clipping needs the norm of all gradients before any update, and
+ * micro-batches add up the gradients of several backwards. */
+static inline bool optimizer_takes_layers(double clip, int64_t parts)
+{
+    return clip == 0.0 && parts == 1;
+}
 
 /* Bytes that the optimiser of such a model takes on the device. */
 size_t optimizer_bytes(model *model);

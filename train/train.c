@@ -159,7 +159,8 @@ static bool open_run(run *r, error *err)
                              .routing = &routing,
                              .use = MODEL_TRAIN,
                              .recompute = s->recompute,
-                             .chunks = s->chunks};
+                             .chunks = s->chunks,
+                             .one_layer = optimizer_takes_layers(s->clip, s->parts)};
     if (s->batch % s->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)s->parts, (long long)s->batch);

@@ -16,7 +16,8 @@ static const table_column columns[] = {
     {"micro_batches", COLUMN_INTEGER, 0, false, "parts that a batch is passed in"},
     {"context", COLUMN_INTEGER, 0, false, "tokens of a sequence"},
     {"weights_bytes", COLUMN_BYTES, 0, false, "as passes read them"},
-    {"gradients_bytes", COLUMN_BYTES, 0, false, NULL},
+    {"gradients_bytes", COLUMN_BYTES, 0, false,
+     "with --clip 0 and one part without the layers', which are among turns"},
     {"adamw_bytes", COLUMN_BYTES, 0, false, "moments and, with --precision f32, f32 weights"},
     {"layers_bytes", COLUMN_BYTES, 0, false, "what the layers keep from forward to backward"},
     {"turns_bytes", COLUMN_BYTES, 0, false,
@@ -64,17 +65,21 @@ bool info_model_print(const info_model *wanted, smoe_backend backend, table_form
     const device_options device = {.name = backend == SMOE_BACKEND_CUDA ? "cuda-plain" : "cpu",
                                    .bf16 = wanted->bf16,
                                    .sums = wanted->parts > 1};
+    moe_routing routing = {.rounding = SMOE_ROUNDING_NONE};
     const model_options options = {.sequences = wanted->batch / wanted->parts,
                                    .parts = wanted->parts,
+                                   .routing = &routing,
                                    .use = MODEL_TRAIN,
                                    .recompute = wanted->recompute,
-                                   .chunks = (int32_t)wanted->chunks};
+                                   .chunks = (int32_t)wanted->chunks,
+                                   .one_layer = optimizer_takes_layers(wanted->clip, wanted->parts)};
     model_config config;
     model m;
     if (wanted->batch % wanted->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)wanted->parts, (long long)wanted->batch);
     if (!read_config(&config, wanted->path, err)) return false;
+    routing.balance_coefficient = (float)config.router_aux_loss_coef;
     train_device *dv = device_open(&device, err);
     if (!dv) return false;
     bool done = model_measure(&m, dv, &config, &options, err);

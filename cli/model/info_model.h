@@ -12,6 +12,7 @@ typedef struct info_model {
     bool bf16;        // --precision bf16
     model_recompute recompute;
     int64_t chunks; // column chunks of the experts
+    double clip;    // largest norm of the gradient
 } info_model;
 
 bool info_model_print(const info_model *wanted, smoe_backend backend, table_format format, error *err);

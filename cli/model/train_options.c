@@ -128,7 +128,9 @@ static const struct argp_option others[] = {
      "cuda: the backward of attention may sum in any order, so two runs differ in their last bits",
      GROUP_RUN},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0,
-     "What the backward computes again to save memory: none, norms or layers", GROUP_RUN},
+     "What the backward computes again to save memory: none; norms (the outputs of the norms, at little "
+     "cost); norms-qk (also q and k after norm and RoPE); layers (all but the input of a layer)",
+     GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
     {"quiet", 'q', NULL, 0, "Do not show progress on the terminal", GROUP_RUN},
     {NULL, 0, NULL, 0, "Model:", GROUP_MODEL},
@@ -223,16 +225,16 @@ static int parse_choice(struct argp_state *state, const char *name, const char *
 
 static error_t parse_device(int key, const char *text, struct argp_state *state)
 {
-    static const char *const names[] = {"auto", "cpu", "cuda", "cuda-plain"},
-                             *const precisions[] = {"f32", "bf16"},
-                             *const recomputed[] = {"none", "norms", "layers"};
+    static const char *const names[] = {"auto", "cpu", "cuda", "cuda-plain"}, *const precisions[] = {"f32",
+                                                                                                     "bf16"};
     train_settings *s = &((train_options *)state->input)->settings;
     switch (key) {
     case KEY_DEVICE: s->device.name = names[parse_choice(state, "device", text, names, 4)]; return 0;
     case KEY_PRECISION: s->device.bf16 = parse_choice(state, "precision", text, precisions, 2); return 0;
     case KEY_FASTEST: s->device.fastest = true; return 0;
     case KEY_RECOMPUTE:
-        s->recompute = (model_recompute)parse_choice(state, "recompute", text, recomputed, 3);
+        s->recompute =
+            (model_recompute)parse_choice(state, "recompute", text, model_recompute_names, RECOMPUTE_NAMES);
         return 0;
     default: return ARGP_ERR_UNKNOWN;
     }

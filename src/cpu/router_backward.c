@@ -21,6 +21,7 @@
 #include "blas.h"
 #include "convert.h"
 #include "routing.h"
+#include "wanted.h"
 
 #include <math.h>
 #include <omp.h>
@@ -139,6 +140,26 @@ static int keeps_nan(const float *logits, const int32_t *ids, int64_t topk)
     return nan;
 }
 
+static void fill_nan(float *out, int64_t experts)
+{
+    for (int64_t e = 0; e < experts; e++) out[e] = moe_float_of(0x7fc00000u);
+}
+
+/* From the weights of the plan, without the logits: sparse dlogits of a softmax. If one weight is NaN, all of
+ * the token's are. */
+static void token_dlogits_of_weights(const gradient_call *c, int64_t t, token_work *w, float *out)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int32_t *ids = c->plan->topk_ids + t * l->topk;
+    const float *weights = c->plan->topk_weights + t * l->topk;
+    gather_rows(c, ids, t, w);
+    memset(out, 0, sizeof *out * (size_t)l->experts);
+    for (int64_t k = 0; k < l->topk; k++)
+        w->weights[k] = l->route_scale == 1.0f ? weights[k] : moe_div(weights[k], l->route_scale);
+    kept_softmax_gradient(w, ids, l->topk, out);
+    if (moe_is_nan(weights[0])) fill_nan(out, l->experts);
+}
+
 static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, float *out)
 {
     const smoe_layer *l = &c->problem->layer;
@@ -171,8 +192,7 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
         else
             kept_softmax_gradient(w, ids, l->topk, out);
     }
-    if (keeps_nan(logits, ids, l->topk))
-        for (int64_t e = 0; e < experts; e++) out[e] = moe_float_of(0x7fc00000u);
+    if (keeps_nan(logits, ids, l->topk)) fill_nan(out, experts);
 }
 
 static void panel_dlogits(const gradient_call *c, int64_t panel)
@@ -181,7 +201,9 @@ static void panel_dlogits(const gradient_call *c, int64_t panel)
     const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
     float *out = c->dlogits + first * l->experts;
     token_work work;
-    for (int64_t i = 0; i < count; i++) token_dlogits(c, first + i, &work, out + i * l->experts);
+    void (*const each)(const gradient_call *c, int64_t t, token_work *w, float *out) =
+        moe_reads_logits(l, c->args) ? token_dlogits : token_dlogits_of_weights;
+    for (int64_t i = 0; i < count; i++) each(c, first + i, &work, out + i * l->experts);
     if (c->args->dlogits)
         moe_store_row(c->args->dlogits, first * l->experts, out, count * l->experts, l->logits_type);
 }

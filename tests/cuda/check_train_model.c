@@ -2,7 +2,7 @@
  * weights (rounded to bf16), then two equal passes bit for bit. check_train_model [DEVICE]: cuda, or
  * cuda-plain. */
 #include "train/device.h"
-#include "train/model.h"
+#include "train/optimizer.h"
 #include "train/random.h"
 
 #include <cblas.h>
@@ -51,34 +51,33 @@ static float *gradients(model *m, const model_batch *batch, double *loss)
     return grads;
 }
 
-/* Is the expert among the topk largest of a token's logits? Ties go to the lower expert. */
-static bool chosen(const float *logits, int64_t expert, const model_config *c)
+/* The experts of each token of a layer, a bit each; at most 64. */
+static uint64_t *experts_of(model *m, int64_t layer, int64_t rows)
 {
-    int64_t before = 0;
-    for (int64_t e = 0; e < c->experts; e++)
-        before += logits[e] > logits[expert] || (logits[e] == logits[expert] && e < expert);
-    return before < c->topk;
+    error err = {0};
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    const int64_t topk = m->config.topk;
+    const size_t bytes = (size_t)(rows * topk) * sizeof(int32_t);
+    int32_t *ids = malloc(bytes);
+    uint64_t *chosen = calloc((size_t)rows, sizeof *chosen);
+    if (!moe_view(&m->moe, rows, &m->routing, &m->layers[layer].moe, &view, &err)) die(&err);
+    m->device->ops->download(m->device, ids, view.topk_ids, bytes);
+    if (!m->device->ops->finish(m->device, &err)) die(&err);
+    for (int64_t i = 0; i < rows * topk; i++) chosen[i / topk] |= 1ull << ids[i];
+    free(ids);
+    return chosen;
 }
 
 /* Tokens, over all layers with experts, that the two models send to different experts. Logits from GEMMs that
  * round in another order differ in their last bits, which decides between experts that are nearly equal. */
-static int64_t tokens_routed_otherwise(const model *cpu, const model *gpu, int64_t rows)
+static int64_t tokens_routed_otherwise(model *cpu, model *gpu, int64_t rows)
 {
-    const model_config *c = &cpu->config;
-    const size_t bytes = (size_t)(rows * c->experts) * sizeof(float);
-    float *logits = malloc(bytes);
     int64_t moved = 0;
-    for (int64_t l = c->dense_layers; l < c->layers; l++) {
-        gpu->device->ops->download(gpu->device, logits, gpu->layers[l].moe.logits, bytes);
-        for (int64_t t = 0; t < rows; t++) {
-            bool same = true;
-            for (int64_t e = 0; e < c->experts; e++)
-                same &= chosen(logits + t * c->experts, e, c) ==
-                        chosen(cpu->layers[l].moe.logits + t * c->experts, e, c);
-            moved += !same;
-        }
+    for (int64_t l = cpu->config.dense_layers; l < cpu->config.layers; l++) {
+        uint64_t *want = experts_of(cpu, l, rows), *have = experts_of(gpu, l, rows);
+        for (int64_t t = 0; t < rows; t++) moved += have[t] != want[t];
+        free(want), free(have);
     }
-    free(logits);
     return moved;
 }
 
@@ -139,6 +138,106 @@ static void check(const char *name, const device_options *options, const model_c
         printf("   two passes differ\n"), wrong++;
     free(reference), free(first), free(second), free(tokens);
     model_destroy(&cpu), model_destroy(&gpu);
+    device->ops->close(device);
+}
+
+/* Loss and gradients bit for bit, whatever the backward computes again; each choice keeps less. */
+static void check_recompute(const char *name, const device_options *options, const model_config *c)
+{
+    error err = {0};
+    const int64_t rows = 2 * c->context;
+    int32_t *tokens = malloc(2 * (size_t)rows * sizeof *tokens);
+    for (int64_t i = 0; i < 2 * rows; i++)
+        tokens[i] = (int32_t)(random_bits(1, (uint64_t)i) % (uint64_t)c->vocab);
+    const model_batch batch = {tokens, tokens + rows, 2, c->context};
+    train_device *device = device_open(options, &err);
+    if (!device) die(&err);
+    float *first = NULL;
+    double loss = 0, want = 0;
+    size_t layers = SIZE_MAX;
+    for (int i = 0; i < RECOMPUTE_NAMES; i++) {
+        model m;
+        make(&m, device, c,
+             &(model_options){.sequences = 2, .use = MODEL_TRAIN, .recompute = (model_recompute)i});
+        float *grads = gradients(&m, &batch, &loss);
+        printf("%s, %s recomputed: loss %.9g, layers keep %zu bytes\n", name, model_recompute_names[i], loss,
+               m.bytes.layers);
+        if (!first) first = grads, want = loss;
+        if (loss != want || memcmp(first, grads, m.layout.total * sizeof *grads) != 0)
+            printf("   other bits\n"), wrong++;
+        if (m.bytes.layers >= layers) printf("   no less\n"), wrong++;
+        layers = m.bytes.layers;
+        if (grads != first) free(grads);
+        model_destroy(&m);
+    }
+    free(first), free(tokens);
+    device->ops->close(device);
+}
+
+/* Bits of an array on the device. */
+static void *bits_of(train_device *dv, const void *array, size_t bytes)
+{
+    error err = {0};
+    void *bits = malloc(bytes);
+    dv->ops->download(dv, bits, array, bytes);
+    if (!dv->ops->finish(dv, &err)) die(&err);
+    return bits;
+}
+
+/* Steps with updates in the backward, layer by layer, and with one after it, which a limit of the norm that
+ * is never reached asks for: the same weights, moments and losses bit for bit. The last steps are replayed.
+ */
+static void check_updates(const char *name, const device_options *options, const model_config *c)
+{
+    enum { STEPS = 4, ARRAYS = 4 };
+    error err = {0};
+    const int64_t rows = 2 * c->context;
+    int32_t *tokens = malloc(2 * (size_t)rows * sizeof *tokens);
+    for (int64_t i = 0; i < 2 * rows; i++)
+        tokens[i] = (int32_t)(random_bits(1, (uint64_t)i) % (uint64_t)c->vocab);
+    const model_batch batch = {tokens, tokens + rows, 2, c->context};
+    train_device *device = device_open(options, &err);
+    if (!device) die(&err);
+    void *bits[2][ARRAYS];
+    size_t bytes[ARRAYS], gradients[2];
+    step_result found[2][STEPS];
+    for (int layers = 0; layers < 2; layers++) {
+        model m;
+        optimizer o;
+        make(&m, device, c, &(model_options){.sequences = 2, .use = MODEL_TRAIN, .one_layer = layers});
+        if (!optimizer_create(&o, &m, &err)) die(&err);
+        gradients[layers] = m.bytes.gradients;
+        for (int i = 0; i < STEPS; i++) {
+            const adamw_step step = {.lr = 0.01,
+                                     .beta1 = 0.9,
+                                     .beta2 = 0.95,
+                                     .eps = 1e-8,
+                                     .weight_decay = 0.1,
+                                     .clip = layers ? 0 : 1e9,
+                                     .step = i + 1};
+            optimizer_stage(&o, &batch);
+            if (!optimizer_step(&o, &step, &err) || !optimizer_finish(&o, &found[layers][i], &err)) die(&err);
+        }
+        const size_t total = m.layout.total, state = type_size(o.arrays.state_type);
+        const void *arrays[ARRAYS] = {m.params, o.arrays.first, o.arrays.second, o.arrays.master};
+        const size_t sizes[ARRAYS] = {total * type_size(device->type), total * state, total * state,
+                                      o.arrays.master ? total * sizeof(float) : 0};
+        for (int i = 0; i < ARRAYS; i++) bits[layers][i] = bits_of(device, arrays[i], bytes[i] = sizes[i]);
+        optimizer_destroy(&o);
+        model_destroy(&m);
+    }
+    printf("%s: gradients of %zu bytes, at once %zu; norm of the last step %.9g, at once %.9g\n", name,
+           gradients[1], gradients[0], found[1][STEPS - 1].norm, found[0][STEPS - 1].norm);
+    if (gradients[1] >= gradients[0]) printf("   no less\n"), wrong++;
+    for (int i = 0; i < STEPS; i++)
+        if (found[0][i].loss != found[1][i].loss || !(fabs(found[1][i].norm / found[0][i].norm - 1) < 1e-6))
+            printf("   step %d differs\n", i + 1), wrong++;
+    if (!(found[0][STEPS - 1].loss < found[0][0].loss)) printf("   nothing learned\n"), wrong++;
+    for (int i = 0; i < ARRAYS; i++) {
+        if (memcmp(bits[0][i], bits[1][i], bytes[i]) != 0) printf("   array %d differs\n", i), wrong++;
+        free(bits[0][i]), free(bits[1][i]);
+    }
+    free(tokens);
     device->ops->close(device);
 }
 
@@ -212,6 +311,7 @@ int main(int argc, char **argv)
     c.shared_intermediate = 0;
     c.norm_topk_prob = true;
     moe_routing routing = {.balance_coefficient = 0.1f, .z_coefficient = 0.01f};
+    check("experts, weights divided by their sum", &narrow, &c, 2, NULL, RECOMPUTE_NORMS, 0.1);
     check("experts with losses", &narrow, &c, 2, &routing, RECOMPUTE_NONE, 0.1);
     c.tied = false;
     narrow.sums = true;
@@ -220,6 +320,20 @@ int main(int argc, char **argv)
     c.dense_layers = 1;
     c.dense_intermediate = 96;
     check_parts(&options, &c);
+    narrow.sums = false;
+    c.layers = 3;
+    check_updates("updates in the backward, bf16", &narrow, &c);
+    c.hidden = 80; // and 5 experts: a gap after the router
+    c.heads = 5; // heads of 16, as cuDNN takes them above
+    c.experts = 5;
+    check_updates("updates in the backward, f32 states", &options, &c);
+    c.tied = false;
+    c.dense_layers = 0;
+    c.dense_intermediate = 0;
+    check_updates("updates in the backward, three layers with experts", &narrow, &c);
+    check_recompute("experts", &narrow, &c);
+    c.shared_intermediate = 48;
+    check_recompute("experts and a shared expert", &options, &c);
     printf("%d wrong\n", wrong);
     return wrong > 0;
 }

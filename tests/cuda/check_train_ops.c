@@ -166,7 +166,7 @@ static const double ROUNDED = 0.004; // a result in bf16: rounding leaves about 
 typedef struct norm_case {
     int64_t rows, d;
     bool add;
-    array *y, *rstd, *x, *residual, *w, *dx, *dw;
+    array *y, *rstd, *x, *residual, *w, *dx, *dw, *again;
 } norm_case;
 
 static void run_norm(bench *b, int side, const void *with)
@@ -194,9 +194,9 @@ static void run_norm_backward(bench *b, int side, const void *with)
     const train_ops *ops = ops_of(b, side);
     train_device *dv = b->device[side];
     float *scratch = scratch_of(b, side, (size_t)ops->norm_scratch(dv, c->rows, c->d) * sizeof(float));
-    ops->norm_backward(dv, c->dx->at[side], c->dw->at[side], c->y->at[side], c->x->at[side],
-                       c->rstd->at[side], c->w->at[side], c->rows, c->d, c->add, c->add || side == CPU,
-                       scratch);
+    ops->norm_backward(dv, c->dx->at[side], c->dw->at[side], c->again ? c->again->at[side] : NULL,
+                       c->y->at[side], c->x->at[side], c->rstd->at[side], c->w->at[side], c->rows, c->d,
+                       c->add, c->add || side == CPU, scratch);
     ops->release(dv, scratch);
 }
 
@@ -212,7 +212,12 @@ static void check_norm_backward(bench *b, int64_t rows, int64_t d, bool add)
     c.rstd = add_values(b, "rstd", SMOE_TYPE_F32, rows, 1, 0.1, NULL);
     c.dx = add ? values(b, "dx", rows * d) : result(b, "dx", SMOE_TYPE_BF16, rows * d);
     c.dw = add ? add_values(b, "dw", type, d, 0, 1, NULL) : result(b, "dw", type, d);
-    CHECK(b, run_norm_backward, &c, ROUNDED, c.dx, c.dw);
+    if (add) {
+        CHECK(b, run_norm_backward, &c, ROUNDED, c.dx, c.dw);
+        return;
+    }
+    c.again = result(b, "y again", SMOE_TYPE_BF16, rows * d);
+    CHECK(b, run_norm_backward, &c, ROUNDED, c.dx, c.dw, c.again);
 }
 
 /* ---- attention ---- */
@@ -429,7 +434,11 @@ static void check_tokens(bench *b, int64_t rows, int64_t vocab, int64_t d, bool 
 typedef struct adamw_case {
     int64_t matrices, total;
     adamw_step step;
+    int spans; // that the weights are updated in
     array *weights, *master, *grads, *first, *second;
+    struct adamw_found {
+        double square[SIDES];
+    } * found;
 } adamw_case;
 
 static void run_adamw(bench *b, int side, const void *with)
@@ -437,24 +446,40 @@ static void run_adamw(bench *b, int side, const void *with)
     const adamw_case *c = with;
     const train_ops *ops = ops_of(b, side);
     train_device *dv = b->device[side];
-    char *small = scratch_of(b, side, sizeof c->step + 256);
-    double *norm = (double *)(void *)(small + 256);
+    char *small = scratch_of(b, side, sizeof c->step + 256), *grads = c->grads->at[side];
+    double *square = (double *)(void *)(small + 256);
+    void *scratch = scratch_of(b, side, ops->update_scratch(dv, c->total));
     ops->upload(dv, small, &c->step, sizeof c->step);
-    adamw_arrays a = {c->weights->at[side], side == GPU && c->master ? c->master->at[side] : NULL,
-                      c->grads->at[side],   c->first->at[side],
-                      c->second->at[side],  side == GPU ? c->first->type : SMOE_TYPE_F32,
-                      c->matrices,          c->total};
-    ops->gradient_norm(dv, norm, a.grads, a.total);
-    ops->adamw(dv, &a, (adamw_step *)(void *)small, norm);
+    adamw_arrays a = {c->weights->at[side],
+                      side == GPU && c->master ? c->master->at[side] : NULL,
+                      c->first->at[side],
+                      c->second->at[side],
+                      side == GPU ? c->first->type : SMOE_TYPE_F32,
+                      c->matrices,
+                      c->total};
+    if (c->step.clip > 0) ops->gradient_square(dv, square, grads, a.total);
+    ops->begin_update(dv, (adamw_step *)(void *)small, square);
+    for (int i = 0; i < c->spans; i++) {
+        const int64_t at = i * c->total / c->spans / 64 * 64, end = (i + 1) * c->total / c->spans / 64 * 64;
+        const size_t past = (size_t)at * type_size(dv->grad_type);
+        ops->update(dv, &a, &(grad_span){grads + past, at, end - at}, c->step.clip > 0 ? NULL : square,
+                    scratch);
+    }
+    ops->download(dv, &c->found->square[side], square, sizeof *square);
+    ops->release(dv, scratch);
     ops->release(dv, small);
 }
 
+/* Without clipping the updates sum the squares, in several spans. */
 static void check_adamw(bench *b, int64_t matrices, int64_t total, double clip)
 {
+    struct adamw_found found;
     const train_device *dv = b->device[GPU];
     b->title = clip > 0 ? "AdamW, clipped" : "AdamW";
     adamw_case c = {.matrices = matrices,
                     .total = total,
+                    .spans = clip > 0 ? 1 : 3,
+                    .found = &found,
                     .step = {.lr = 0.1,
                              .beta1 = 0.9,
                              .beta2 = 0.95,
@@ -468,6 +493,8 @@ static void check_adamw(bench *b, int64_t matrices, int64_t total, double clip)
     c.first = add_values(b, "first", dv->state_type, total, 0, 1, NULL);
     c.second = add_values(b, "second", dv->state_type, total, 3, 0.5, NULL);
     CHECK(b, run_adamw, &c, ROUNDED, c.weights, c.first, c.second);
+    const double apart = fabs(found.square[GPU] / found.square[CPU] - 1);
+    if (!(apart < 1e-6)) printf("%s: the squares' sums differ by %g  WRONG\n", b->title, apart), wrong++;
 }
 
 /* ---- all ---- */
@@ -495,7 +522,7 @@ static void check_all(const device_options *options)
     check_tokens(&b, 40, 64, 24, false), check_tokens(&b, 1200, 40, 16, true),
         check_tokens(&b, 3, 100, 8, true);
     check_tokens(&b, 3, 58000, 8, false); // past what the loss keeps of a row
-    check_adamw(&b, 4096, 5120, 0), check_adamw(&b, 64, 4096, 0.5);
+    check_adamw(&b, 4096, 5120, 0), check_adamw(&b, 64, 4096, 0.5), check_adamw(&b, 9984, 10240, 0);
     b.device[GPU]->ops->close(b.device[GPU]);
     b.device[CPU]->ops->close(b.device[CPU]);
 }

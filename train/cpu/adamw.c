@@ -46,7 +46,7 @@ static double panel_sum(const float *grad, int64_t count)
     return sum;
 }
 
-double gradient_norm(const float *grad, int64_t count)
+double gradient_square(const float *grad, int64_t count)
 {
     enum { SUMS = 64 }; // fixed, whatever the number of threads
     double sums[SUMS];
@@ -59,5 +59,10 @@ double gradient_norm(const float *grad, int64_t count)
     }
     double total = 0.0;
     for (int p = 0; p < SUMS; p++) total += sums[p];
-    return sqrt(total);
+    return total;
+}
+
+double gradient_norm(const float *grad, int64_t count)
+{
+    return sqrt(gradient_square(grad, count));
 }

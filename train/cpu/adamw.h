@@ -1,4 +1,4 @@
-/* AdamW and the norm of the whole gradient. Weight decay is decoupled; the caller says which
+/* AdamW and the norm of a gradient. Weight decay is decoupled; the caller says which
  * range of weights it applies to. */
 #ifndef TRAIN_CPU_ADAMW_H
 #define TRAIN_CPU_ADAMW_H
@@ -10,7 +10,8 @@
 void adamw_update(float *w, float *grad, float *m, float *v, int64_t count, const adamw_step *s,
                   float factor);
 
-/* The Euclidean norm of count gradients. The squares are summed in double over fixed panels. */
+/* The sum of the squares of count gradients, in double over fixed panels, and its root, their norm. */
+double gradient_square(const float *grad, int64_t count);
 double gradient_norm(const float *grad, int64_t count);
 
 #endif

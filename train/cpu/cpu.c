@@ -9,10 +9,17 @@
 #include "train/cpu/rope.h"
 #include "train/cpu/swiglu.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { ALIGN = 256 };
+
+typedef struct cpu_device {
+    train_device base;
+    adamw_step step; // of the updates at hand, which multiply the gradient by
+    float factor;
+} cpu_device;
 
 /* ---- the device ---- */
 
@@ -178,12 +185,13 @@ static void cpu_embed_backward(train_device *dv, void *dweight, const void *dx, 
     embedding_backward(dweight, dx, batch->tokens, rows, d);
 }
 
-static void cpu_norm_backward(train_device *dv, void *dx, void *dw, const void *dy, const void *x,
+static void cpu_norm_backward(train_device *dv, void *dx, void *dw, void *y, const void *dy, const void *x,
                               const float *rstd, const void *w, int64_t rows, int64_t d, bool add_dx,
                               bool add_dw, float *scratch)
 {
     (void)dv, (void)add_dw;
     norm_backward(dx, d, dw, dy, d, x, d, rstd, w, rows, d, add_dx, scratch);
+    if (y) norm_again(y, rstd, x, w, rows, d);
 }
 
 static int64_t cpu_norm_scratch(train_device *dv, int64_t rows, int64_t d)
@@ -236,22 +244,40 @@ static void cpu_swiglu_backward(train_device *dv, void *h, const void *da, int64
 
 /* ---- the optimiser ---- */
 
-static void cpu_gradient_norm(train_device *dv, double *norm, const void *grads, int64_t count)
+static void cpu_gradient_square(train_device *dv, double *square, const void *grads, int64_t count)
 {
     (void)dv;
-    *norm = gradient_norm(grads, count);
+    *square = gradient_square(grads, count);
 }
 
-static void cpu_adamw(train_device *dv, const adamw_arrays *a, const adamw_step *step, const double *norm)
+static void cpu_begin_update(train_device *dv, const adamw_step *step, const double *square)
 {
-    (void)dv;
-    adamw_step s = *step;
-    float factor = s.clip > 0.0 && *norm > s.clip ? (float)(s.clip / *norm) : 1.0f;
-    float *w = a->weights, *g = a->grads, *first = a->first, *second = a->second;
-    int64_t at = a->matrices;
-    adamw_update(w, g, first, second, at, &s, factor);
+    cpu_device *cpu = (cpu_device *)dv;
+    const double norm = sqrt(*square);
+    cpu->step = *step;
+    cpu->factor = step->clip > 0.0 && norm > step->clip ? (float)(step->clip / norm) : 1.0f;
+}
+
+static void cpu_update(train_device *dv, const adamw_arrays *a, const grad_span *span, double *square,
+                       void *scratch)
+{
+    (void)scratch;
+    const cpu_device *cpu = (cpu_device *)dv;
+    adamw_step s = cpu->step;
+    float *g = span->grads, *w = (float *)a->weights + span->first, *first = (float *)a->first + span->first,
+          *second = (float *)a->second + span->first;
+    int64_t decays = a->matrices - span->first, at = decays < 0 ? 0 : decays;
+    if (at > span->count) at = span->count;
+    if (square) *square += gradient_square(g, span->count);
+    adamw_update(w, g, first, second, at, &s, cpu->factor);
     s.weight_decay = 0.0;
-    adamw_update(w + at, g + at, first + at, second + at, a->total - at, &s, factor);
+    adamw_update(w + at, g + at, first + at, second + at, span->count - at, &s, cpu->factor);
+}
+
+static size_t cpu_update_scratch(train_device *dv, int64_t count)
+{
+    (void)dv, (void)count;
+    return 0;
 }
 
 static void cpu_close(train_device *dv)
@@ -294,23 +320,25 @@ static const train_ops cpu_ops = {
     .qk_norm_rope_backward = cpu_qk_norm_rope_backward,
     .attention_backward = cpu_attention_backward,
     .swiglu_backward = cpu_swiglu_backward,
-    .gradient_norm = cpu_gradient_norm,
-    .adamw = cpu_adamw,
+    .gradient_square = cpu_gradient_square,
+    .begin_update = cpu_begin_update,
+    .update = cpu_update,
+    .update_scratch = cpu_update_scratch,
 };
 
 train_device *cpu_open(error *err)
 {
-    train_device *dv = calloc(1, sizeof *dv);
-    if (!dv) {
+    cpu_device *cpu = calloc(1, sizeof *cpu);
+    if (!cpu) {
         fail(err, ERROR_RUNTIME, "out of memory: the device");
         return NULL;
     }
-    *dv = (train_device){.ops = &cpu_ops,
-                         .name = "cpu",
-                         .backend = SMOE_BACKEND_CPU,
-                         .type = SMOE_TYPE_F32,
-                         .grad_type = SMOE_TYPE_F32,
-                         .state_type = SMOE_TYPE_F32,
-                         .adds_gradients = true};
-    return dv;
+    cpu->base = (train_device){.ops = &cpu_ops,
+                               .name = "cpu",
+                               .backend = SMOE_BACKEND_CPU,
+                               .type = SMOE_TYPE_F32,
+                               .grad_type = SMOE_TYPE_F32,
+                               .state_type = SMOE_TYPE_F32,
+                               .adds_gradients = true};
+    return &cpu->base;
 }

@@ -5,20 +5,31 @@
 #include <math.h>
 #include <string.h>
 
+static void scale_row(float *restrict y, const float *restrict x, const float *restrict w, float scale,
+                      int64_t size)
+{
+    for (int64_t i = 0; i < size; i++) y[i] = x[i] * scale * w[i];
+}
+
 void norm_forward(float *y, int64_t ldy, float *rstd, const float *x, int64_t ldx, const float *w,
                   int64_t rows, int64_t size, float eps)
 {
 #pragma omp parallel for schedule(dynamic, 64)
     for (int64_t r = 0; r < rows; r++) {
         const float *restrict in = x + r * ldx;
-        float *restrict out = y + r * ldy;
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < size; i++) sum += in[i] * in[i];
         float scale = 1.0f / sqrtf(sum / (float)size + eps);
         rstd[r] = scale;
-        for (int64_t i = 0; i < size; i++) out[i] = in[i] * scale * w[i];
+        scale_row(y + r * ldy, in, w, scale, size);
     }
+}
+
+void norm_again(float *y, const float *rstd, const float *x, const float *w, int64_t rows, int64_t size)
+{
+#pragma omp parallel for schedule(dynamic, 64)
+    for (int64_t r = 0; r < rows; r++) scale_row(y + r * size, x + r * size, w, rstd[r], size);
 }
 
 static int64_t norm_panels(int64_t rows)

@@ -12,6 +12,9 @@ enum { NORM_PANEL = 128 }; // rows whose part of dw one thread sums; it fixes th
 void norm_forward(float *y, int64_t ldy, float *rstd, const float *x, int64_t ldx, const float *w,
                   int64_t rows, int64_t size, float eps);
 
+/* Computes the y (rows, size) of norm_forward again from its rstd, with the same bits. */
+void norm_again(float *y, const float *rstd, const float *x, const float *w, int64_t rows, int64_t size);
+
 /* The number of floats that norm_backward needs as scratch. */
 int64_t norm_scratch(int64_t rows, int64_t size);
 

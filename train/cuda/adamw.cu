@@ -3,9 +3,10 @@
 //   g = clip factor * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
 //
-// One launch for all weights; arithmetic in f32. Bytes for each weight: 14 with everything in bf16; 30 with
-// f32 states, master weights and gradients, of which 2 are the bf16 copy that is written. The norm sums
-// squares of 8 elements in f32, then in double, in a fixed order.
+// One launch for a span of weights, or for all; arithmetic in f32. Bytes for each weight: 14 with everything
+// in bf16; 30 with f32 states, master weights and gradients, of which 2 are the bf16 copy that is written.
+// The norm sums squares of 8 elements in f32, then in double, in a fixed order. With SUM the update itself
+// does that: the gradients are read once, and 8 bytes are written for each 2048 of them.
 #include "kernels.h"
 #include "vector.cuh"
 
@@ -20,12 +21,12 @@ struct constants {
 };
 static_assert(sizeof(constants) <= 16 * sizeof(float), "the scratch that callers give");
 
-__global__ void prepare(constants *to, const adamw_step *step, const double *norm)
+__global__ void prepare(constants *to, const adamw_step *step, const double *square)
 {
     const adamw_step s = *step;
-    const double t = (double)s.step;
+    const double t = (double)s.step, norm = sqrt(*square);
     constants c;
-    c.factor = s.clip > 0.0 && *norm > s.clip ? (float)(s.clip / *norm) : 1.0f;
+    c.factor = s.clip > 0.0 && norm > s.clip ? (float)(s.clip / norm) : 1.0f;
     c.b1 = (float)s.beta1;
     c.b2 = (float)s.beta2;
     c.c1 = (float)(1.0 - s.beta1);
@@ -37,17 +38,14 @@ __global__ void prepare(constants *to, const adamw_step *step, const double *nor
     *to = c;
 }
 
-// G is the type of the gradients, S that of the moments. Weights are read from `master` if there is one.
+// G is the type of the gradients, S that of the moments. The first `matrices` weights decay. Weights are read
+// from `master` if there is one. Returns the sum of the squares of the thread's gradients.
 template <typename G, typename S, bool MASTER>
-__global__ void __launch_bounds__(ADAMW_THREADS)
-    adamw(bf16 *weights, float *master, const G *grads, S *first, S *second, int64_t matrices, int64_t total,
-          const constants *with)
+TRAIN_DEVICE float update(bf16 *weights, float *master, const G *grads, S *first, S *second, int64_t matrices,
+                          int64_t at, const constants c)
 {
-    const int64_t at = ((int64_t)blockIdx.x * ADAMW_THREADS + threadIdx.x) * VECTOR;
-    if (at >= total) return;
-    const constants c = *with;
     const float keep = at < matrices ? c.keep : 1.0f;
-    float w[VECTOR], g[VECTOR], m[VECTOR], v[VECTOR];
+    float w[VECTOR], g[VECTOR], m[VECTOR], v[VECTOR], square = 0.0f;
     load8(g, grads + at);
     load8(m, first + at);
     load8(v, second + at);
@@ -61,11 +59,29 @@ __global__ void __launch_bounds__(ADAMW_THREADS)
         m[i] = c.b1 * m[i] + c.c1 * grad;
         v[i] = c.b2 * v[i] + c.c2 * grad * grad;
         w[i] = keep * w[i] - c.rate * m[i] / (sqrtf(v[i]) * c.root + c.eps);
+        square += g[i] * g[i];
     }
     store8(first + at, m);
     store8(second + at, v);
     if (MASTER) store8(master + at, w);
     store8(weights + at, w);
+    return square;
+}
+
+// SUM: parts[CTA] = the sum of the squares of its gradients.
+template <typename G, typename S, bool MASTER, bool SUM>
+__global__ void __launch_bounds__(ADAMW_THREADS)
+    adamw(bf16 *weights, float *master, const G *grads, S *first, S *second, int64_t matrices, int64_t count,
+          const constants *with, double *parts)
+{
+    const int64_t at = ((int64_t)blockIdx.x * ADAMW_THREADS + threadIdx.x) * VECTOR;
+    float square = 0.0f;
+    if (at < count) square = update<G, S, MASTER>(weights, master, grads, first, second, matrices, at, *with);
+    if constexpr (SUM) {
+        __shared__ double memory[WARP];
+        const double sum = sum_of_block_once((double)square, memory);
+        if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+    }
 }
 
 template <typename G>
@@ -85,11 +101,15 @@ __global__ void __launch_bounds__(NORM_THREADS) sum_squares(double *parts, const
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(FINAL_THREADS) finish_norm(double *norm, const double *parts)
+__global__ void __launch_bounds__(FINAL_THREADS)
+    finish_square(double *square, const double *parts, int64_t count, bool add)
 {
     __shared__ double memory[WARP];
-    const double sum = sum_of_block(parts[threadIdx.x], memory);
-    if (threadIdx.x == 0) *norm = sqrt(sum);
+    double sum = 0.0;
+#pragma unroll 8
+    for (int64_t i = threadIdx.x; i < count; i += FINAL_THREADS) sum += parts[i];
+    sum = sum_of_block(sum, memory);
+    if (threadIdx.x == 0) *square = add ? *square + sum : sum;
 }
 
 template <typename T, typename F>
@@ -106,44 +126,61 @@ unsigned ctas_of(int64_t count, int threads)
 }
 
 template <typename G, typename S, bool MASTER>
-void run_adamw(const adamw_arrays *a, const constants *with, cudaStream_t stream)
+void run_adamw(const adamw_arrays *a, const grad_span *span, const constants *with, double *parts,
+               cudaStream_t stream)
 {
-    const unsigned ctas = ctas_of(a->total, ADAMW_THREADS);
-    adamw<G, S, MASTER><<<ctas, ADAMW_THREADS, 0, stream>>>((bf16 *)a->weights, a->master,
-                                                            (const G *)a->grads, (S *)a->first,
-                                                            (S *)a->second, a->matrices, a->total, with);
+    const unsigned ctas = ctas_of(span->count, ADAMW_THREADS);
+    const int64_t first = span->first;
+    const auto kernel = parts ? adamw<G, S, MASTER, true> : adamw<G, S, MASTER, false>;
+    kernel<<<ctas, ADAMW_THREADS, 0, stream>>>(
+        (bf16 *)a->weights + first, MASTER ? a->master + first : NULL, (const G *)span->grads,
+        (S *)a->first + first, (S *)a->second + first, a->matrices - first, span->count, with, parts);
 }
 
 } // namespace
 
-extern "C" cudaError_t kernel_gradient_norm(double *norm, double *parts, const void *grads, smoe_type type,
-                                            int64_t count, cudaStream_t stream)
+extern "C" cudaError_t kernel_gradient_square(double *square, double *parts, const void *grads,
+                                              smoe_type type, int64_t count, cudaStream_t stream)
 {
     if (type == SMOE_TYPE_F32)
         sum_squares<float>
             <<<KERNELS_NORM_PARTS, NORM_THREADS, 0, stream>>>(parts, (const float *)grads, count);
     else
         sum_squares<bf16><<<KERNELS_NORM_PARTS, NORM_THREADS, 0, stream>>>(parts, (const bf16 *)grads, count);
-    finish_norm<<<1, FINAL_THREADS, 0, stream>>>(norm, parts);
+    finish_square<<<1, FINAL_THREADS, 0, stream>>>(square, parts, KERNELS_NORM_PARTS, false);
     return cudaGetLastError();
 }
 
-extern "C" cudaError_t kernel_adamw(const adamw_arrays *a, smoe_type grad_type, const adamw_step *step,
-                                    const double *norm, float *scratch, cudaStream_t stream)
+extern "C" cudaError_t kernel_begin_update(float *scratch, const adamw_step *step, const double *square,
+                                           cudaStream_t stream)
 {
-    constants *with = (constants *)scratch;
-    prepare<<<1, 1, 0, stream>>>(with, step, norm);
+    prepare<<<1, 1, 0, stream>>>((constants *)scratch, step, square);
+    return cudaGetLastError();
+}
+
+extern "C" int64_t kernel_update_parts(int64_t count)
+{
+    return ctas_of(count, ADAMW_THREADS);
+}
+
+extern "C" cudaError_t kernel_update(const adamw_arrays *a, const grad_span *span, smoe_type grad_type,
+                                     const float *scratch, double *square, double *parts, cudaStream_t stream)
+{
+    const constants *with = (const constants *)scratch;
     const bool wide_grads = grad_type == SMOE_TYPE_F32, wide_states = a->state_type == SMOE_TYPE_F32;
+    double *to = square ? parts : NULL;
     if (a->master && wide_grads && wide_states)
-        run_adamw<float, float, true>(a, with, stream);
+        run_adamw<float, float, true>(a, span, with, to, stream);
     else if (a->master && !wide_grads && wide_states)
-        run_adamw<bf16, float, true>(a, with, stream);
+        run_adamw<bf16, float, true>(a, span, with, to, stream);
     else if (!a->master && wide_grads && !wide_states)
-        run_adamw<float, bf16, false>(a, with, stream);
+        run_adamw<float, bf16, false>(a, span, with, to, stream);
     else if (!a->master && !wide_grads && !wide_states)
-        run_adamw<bf16, bf16, false>(a, with, stream);
+        run_adamw<bf16, bf16, false>(a, span, with, to, stream);
     else
         return cudaErrorInvalidValue;
+    if (square)
+        finish_square<<<1, FINAL_THREADS, 0, stream>>>(square, parts, kernel_update_parts(span->count), true);
     return cudaGetLastError();
 }
 

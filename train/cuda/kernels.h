@@ -28,9 +28,10 @@ cudaError_t kernel_qk_norm_rope(void *q, void *k, float *rstd, const void *qkv, 
  * norm needs as many rows of (d) floats of scratch. */
 int64_t kernel_norm_parts(int64_t rows, int64_t d, int norms, int processors);
 
-cudaError_t kernel_norm_backward(void *dx, const void *dy, const void *x, const float *rstd, const void *w,
-                                 int64_t rows, int64_t d, bool add_dx, float *parts, int64_t count,
-                                 cudaStream_t stream);
+/* y, unless NULL: as kernel_norm wrote it */
+cudaError_t kernel_norm_backward(void *dx, void *y, const void *dy, const void *x, const float *rstd,
+                                 const void *w, int64_t rows, int64_t d, bool add_dx, float *parts,
+                                 int64_t count, cudaStream_t stream);
 /* parts (2, count, d): of wq, of wk */
 cudaError_t kernel_qk_norm_rope_backward(void *dqkv, const void *dq, const void *dk, const void *qkv,
                                          const float *rstd, const void *wq, const void *wk, const float *rope,
@@ -71,12 +72,17 @@ cudaError_t kernel_swiglu_backward(void *h, const void *da, int64_t rows, int64_
 
 enum { KERNELS_NORM_PARTS = 1024 };
 
-/* *norm = the Euclidean norm of count gradients; parts: KERNELS_NORM_PARTS doubles */
-cudaError_t kernel_gradient_norm(double *norm, double *parts, const void *grads, smoe_type type,
-                                 int64_t count, cudaStream_t stream);
-/* constants: 16 floats of scratch */
-cudaError_t kernel_adamw(const adamw_arrays *arrays, smoe_type grad_type, const adamw_step *step,
-                         const double *norm, float *constants, cudaStream_t stream);
+/* *square = the sum of the squares of count gradients; parts: KERNELS_NORM_PARTS doubles */
+cudaError_t kernel_gradient_square(double *square, double *parts, const void *grads, smoe_type type,
+                                   int64_t count, cudaStream_t stream);
+/* constants (16 floats): what the updates of this step multiply by */
+cudaError_t kernel_begin_update(float *constants, const adamw_step *step, const double *square,
+                                cudaStream_t stream);
+/* Unless square is NULL, *square += the sum of the squares of the span's gradients; parts:
+ * kernel_update_parts(span->count) doubles */
+cudaError_t kernel_update(const adamw_arrays *arrays, const grad_span *span, smoe_type grad_type,
+                          const float *constants, double *square, double *parts, cudaStream_t stream);
+int64_t kernel_update_parts(int64_t count);
 /* to = from, or with add += (bf16 and f32 either way) */
 cudaError_t kernel_convert(void *to, smoe_type to_type, const void *from, smoe_type from_type, int64_t count,
                            bool add, cudaStream_t stream);

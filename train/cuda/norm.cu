@@ -2,14 +2,15 @@
 //
 //   forward    x += residual;  rstd = 1 / sqrt(mean(x^2) + eps);  y = x rstd w
 //   backward   g = dy w, n = x rstd:  dx = rstd (g - n mean(g n));  dw = sum over rows of dy n
+//   y again    y = n w
 //   RoPE       inside a head of size h, (y[i], y[i + h/2]) turns by the position's angle i
 //
 // A CTA takes a row, and each thread holds eight neighbouring elements of it in registers. So every byte
-// moves once: forward 4 T d bytes, or 8 T d with a residual; backward 6 T d, or 8 T d if it adds to dx. For
-// RoPE a thread also loads the partners of its elements from L1, and the angles, which stay in L2. If
-// ALIGNED, half a head is a multiple of eight, and the partners are one vector too. The backward has as many
-// CTAs as fit the GPU at once. Each takes many rows and keeps its part of dw in registers. The parts are
-// summed in a fixed order.
+// moves once: forward 4 T d bytes, or 8 T d with a residual; backward 6 T d, and 2 T d more if it adds to dx
+// or writes y. For RoPE a thread also loads the partners of its elements from L1, and the angles, which stay
+// in L2. If ALIGNED, half a head is a multiple of eight, and the partners are one vector too. The backward
+// has as many CTAs as fit the GPU at once. Each takes many rows and keeps its part of dw in registers. The
+// parts are summed in a fixed order.
 #include "kernels.h"
 #include "vector.cuh"
 
@@ -177,10 +178,12 @@ __global__ void __launch_bounds__(MOST_THREADS)
     }
 }
 
-// The backward of one norm over the rows of this CTA. The row strides of x and dx are ld.
+// The backward of one norm over the rows of this CTA. The row strides of x and dx are ld. If y (rows, d) is
+// not NULL, the output of the norm is written there again.
 template <bool ROPE, bool ALIGNED>
-TRAIN_DEVICE void backward_rows(bf16 *dx, const bf16 *dy, const bf16 *x, int64_t ld, const float *rstd,
-                                const bf16 *w, const turning &t, int64_t rows, int d, bool add, float *part)
+TRAIN_DEVICE void backward_rows(bf16 *dx, bf16 *y, const bf16 *dy, const bf16 *x, int64_t ld,
+                                const float *rstd, const bf16 *w, const turning &t, int64_t rows, int d,
+                                bool add, float *part)
 {
     __shared__ float memory[2][WARP];
     const int at = threadIdx.x * VECTOR;
@@ -216,15 +219,19 @@ TRAIN_DEVICE void backward_rows(bf16 *dx, const bf16 *dy, const bf16 *x, int64_t
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) old[i] += scale * (g[i] - n[i] * mean);
         store8(dx + row * ld + at, old);
+        if (!y) continue;
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) n[i] *= weight[i]; // as `norm` does
+        store8(y + row * d + at, n);
     }
     if (mine) store8(part + blockIdx.x * (int64_t)d + at, sums);
 }
 
 __global__ void __launch_bounds__(MOST_THREADS)
-    norm_backward(bf16 *dx, const bf16 *dy, const bf16 *x, const float *rstd, const bf16 *w, int64_t rows,
-                  int d, bool add, float *parts)
+    norm_backward(bf16 *dx, bf16 *y, const bf16 *dy, const bf16 *x, const float *rstd, const bf16 *w,
+                  int64_t rows, int d, bool add, float *parts)
 {
-    backward_rows<false, false>(dx, dy, x, d, rstd, w, turning(), rows, d, add, parts);
+    backward_rows<false, false>(dx, y, dy, x, d, rstd, w, turning(), rows, d, add, parts);
 }
 
 template <bool ALIGNED>
@@ -233,7 +240,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
                           const bf16 *wq, const bf16 *wk, turning t, int64_t rows, int d, float *parts)
 {
     const int which = blockIdx.y;
-    backward_rows<true, ALIGNED>(dqkv + which * d, which ? dk : dq, qkv + which * d, 3 * (int64_t)d,
+    backward_rows<true, ALIGNED>(dqkv + which * d, NULL, which ? dk : dq, qkv + which * d, 3 * (int64_t)d,
                                  rstd + which * rows, which ? wk : wq, t, rows, d, false,
                                  parts + which * gridDim.x * (int64_t)d);
 }
@@ -301,12 +308,13 @@ extern "C" int64_t kernel_norm_parts(int64_t rows, int64_t d, int norms, int pro
     return rows < most ? rows : most;
 }
 
-extern "C" cudaError_t kernel_norm_backward(void *dx, const void *dy, const void *x, const float *rstd,
-                                            const void *w, int64_t rows, int64_t d, bool add_dx, float *parts,
-                                            int64_t count, cudaStream_t stream)
+extern "C" cudaError_t kernel_norm_backward(void *dx, void *y, const void *dy, const void *x,
+                                            const float *rstd, const void *w, int64_t rows, int64_t d,
+                                            bool add_dx, float *parts, int64_t count, cudaStream_t stream)
 {
-    norm_backward<<<(unsigned)count, threads_of(d), 0, stream>>>(
-        (bf16 *)dx, (const bf16 *)dy, (const bf16 *)x, rstd, (const bf16 *)w, rows, (int)d, add_dx, parts);
+    norm_backward<<<(unsigned)count, threads_of(d), 0, stream>>>((bf16 *)dx, (bf16 *)y, (const bf16 *)dy,
+                                                                 (const bf16 *)x, rstd, (const bf16 *)w, rows,
+                                                                 (int)d, add_dx, parts);
     return cudaGetLastError();
 }
 

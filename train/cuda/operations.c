@@ -106,12 +106,12 @@ static void cuda_embed_backward(train_device *dv, void *dweight, const void *dx,
               "embedding's gradient");
 }
 
-static void cuda_norm_backward(train_device *dv, void *dx, void *dw, const void *dy, const void *x,
+static void cuda_norm_backward(train_device *dv, void *dx, void *dw, void *y, const void *dy, const void *x,
                                const float *rstd, const void *w, int64_t rows, int64_t d, bool add_dx,
                                bool add_dw, float *scratch)
 {
     int64_t parts = kernel_norm_parts(rows, d, 1, cuda_of(dv)->processors);
-    cuda_note(dv, kernel_norm_backward(dx, dy, x, rstd, w, rows, d, add_dx, scratch, parts, dv->stream),
+    cuda_note(dv, kernel_norm_backward(dx, y, dy, x, rstd, w, rows, d, add_dx, scratch, parts, dv->stream),
               "norm's gradient");
     cuda_note(dv, kernel_sum_parts(dw, NULL, dv->grad_type, scratch, parts, d, add_dw, dv->stream),
               "norm's gradient");
@@ -178,17 +178,33 @@ static void cuda_swiglu_backward(train_device *dv, void *h, const void *da, int6
 
 /* ---- the optimiser ---- */
 
-static void cuda_gradient_norm(train_device *dv, double *norm, const void *grads, int64_t count)
+static void cuda_gradient_square(train_device *dv, double *square, const void *grads, int64_t count)
 {
-    cuda_note(dv, kernel_gradient_norm(norm, cuda_of(dv)->small, grads, dv->grad_type, count, dv->stream),
+    cuda_note(dv, kernel_gradient_square(square, cuda_of(dv)->small, grads, dv->grad_type, count, dv->stream),
               "the gradient's norm");
 }
 
-static void cuda_adamw(train_device *dv, const adamw_arrays *arrays, const adamw_step *step,
-                       const double *norm)
+static float *constants_of(train_device *dv)
 {
-    float *constants = (float *)(cuda_of(dv)->small + KERNELS_NORM_PARTS);
-    cuda_note(dv, kernel_adamw(arrays, dv->grad_type, step, norm, constants, dv->stream), "AdamW");
+    return (float *)(cuda_of(dv)->small + KERNELS_NORM_PARTS);
+}
+
+static void cuda_begin_update(train_device *dv, const adamw_step *step, const double *square)
+{
+    cuda_note(dv, kernel_begin_update(constants_of(dv), step, square, dv->stream), "AdamW");
+}
+
+static void cuda_update(train_device *dv, const adamw_arrays *arrays, const grad_span *span, double *square,
+                        void *scratch)
+{
+    cuda_note(dv, kernel_update(arrays, span, dv->grad_type, constants_of(dv), square, scratch, dv->stream),
+              "AdamW");
+}
+
+static size_t cuda_update_scratch(train_device *dv, int64_t count)
+{
+    (void)dv;
+    return (size_t)kernel_update_parts(count) * sizeof(double);
 }
 
 static void cuda_prepare(train_device *dv, const pass_shape *shape, bool backward)
@@ -222,6 +238,8 @@ void cuda_add_operations(train_ops *ops)
     ops->qk_norm_rope_backward = cuda_qk_norm_rope_backward;
     ops->attention_backward = cuda_attention_backward;
     ops->swiglu_backward = cuda_swiglu_backward;
-    ops->gradient_norm = cuda_gradient_norm;
-    ops->adamw = cuda_adamw;
+    ops->gradient_square = cuda_gradient_square;
+    ops->begin_update = cuda_begin_update;
+    ops->update = cuda_update;
+    ops->update_scratch = cuda_update_scratch;
 }

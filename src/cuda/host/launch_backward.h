@@ -4,6 +4,7 @@
 
 #include "host/launch.h"
 #include "rank.h"
+#include "wanted.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -65,14 +66,6 @@ cudaError_t moe_cuda_db_launch(const moe_cuda_db *db, smoe_type dtype, smoe_type
                                cudaStream_t stream);
 
 /* ---- dlogits ---- */
-
-/* Is dlogits sparse: nonzero only at the K experts of each token? This holds if the weights depend only on
- * the logits of the kept experts, without rounding and without a loss. */
-static inline int moe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
-{
-    return layer->rounding == SMOE_ROUNDING_NONE &&
-           (!moe_weights_from_softmax(layer->score) || layer->renormalize) && balance == 0.0f && z == 0.0f;
-}
 
 typedef struct moe_cuda_dlogits {
     smoe_layer layer;

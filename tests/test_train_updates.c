@@ -1,0 +1,166 @@
+/* Updates of the weights: in the backward or after it with the same bits, resumed with the same bits, and
+ * none that is saved once a loss or gradient is not finite. */
+#define _POSIX_C_SOURCE 200809L
+#include "train/log.h"
+#include "train_case.h"
+
+#include <cblas.h>
+#include <math.h>
+#include <omp.h>
+
+static void resume_with(const place *p, double clip)
+{
+    train_settings s = settings_of(p);
+    s.clip = clip;
+    train_result whole, part;
+    char other[128];
+    snprintf(other, sizeof other, "%s/other", p->folder);
+    omp_set_num_threads(1); // the unbroken run on one thread, the other on two: that changes nothing either
+    train_ok(&s, &whole);
+    omp_set_num_threads(2);
+    stopper stop = {.at = 7}; // between two log lines: the running sum must come back too
+    s.out = other;
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &part, &err)) fail_msg("%s", err.text);
+    assert_true(part.interrupted);
+    assert_int_equal(part.step, 7);
+    stop.flag = 0;
+    s.resume = true;
+    train_ok(&s, &part);
+    assert_int_equal(part.step, 20);
+    assert_true(part.validation.loss == whole.validation.loss);
+    assert_true(part.loss == whole.loss);
+    assert_same_checkpoints(p->out, other);
+    assert_true(whole.loss < 5.0); // below ln 256: it learned something
+    train_ok(&s, &part);           // resuming what is finished changes nothing
+    assert_same_checkpoints(p->out, other);
+    omp_set_num_threads(1);
+}
+
+static void resume_gives_the_same_bits(void **state)
+{
+    resume_with(*state, 1.0);
+}
+
+static void resume_without_clipping_gives_the_same_bits(void **state)
+{
+    resume_with(*state, 0.0);
+}
+
+/* Without clipping each layer is updated in the backward. A limit that is never reached forces the update of
+ * all layers after it: the same weights and moments bit for bit, and the same norms but for the order of
+ * their sums. Sizes with gaps between the tensors, and layers of different tensors, whose gradients lie in
+ * one place. */
+static void updates_in_the_backward_give_the_same_bits(void **state)
+{
+    place *p = *state;
+    for (int variant = 0; variant < 4; variant++) {
+        train_settings s = settings_of(p);
+        train_result result;
+        log_line *lines[2];
+        size_t count[2];
+        char out[2][128], path[PATH_BYTES];
+        error err = {0};
+        s.logs = s.steps = 5;
+        s.config.hidden = 24;
+        s.config.experts = 5;
+        s.config.layers = 3;
+        s.config.tied = variant % 2;
+        s.config.dense_layers = variant < 3 ? variant : 3;
+        s.config.dense_intermediate = variant ? 12 : 0;
+        s.config.shared_intermediate = variant == 1 ? 4 : 0;
+        for (int i = 0; i < 2; i++) {
+            s.clip = i ? 1e9 : 0;
+            s.out = out[i];
+            snprintf(out[i], sizeof out[i], "%s/variant%d-%d", p->folder, variant, i);
+            train_ok(&s, &result);
+            snprintf(path, sizeof path, "%s/train.jsonl", out[i]);
+            if (!log_read(path, &lines[i], &count[i], &err)) fail_msg("%s", err.text);
+        }
+        assert_same_checkpoints(out[0], out[1]);
+        assert_int_equal(count[0], count[1]);
+        assert_int_equal(count[0], 5);
+        for (size_t l = 0; l < count[0]; l++) {
+            assert_true(lines[0][l].loss == lines[1][l].loss);
+            assert_true(lines[0][l].grad_norm > 0.1);
+            assert_float_equal(lines[0][l].grad_norm / lines[1][l].grad_norm, 1, 1e-6);
+        }
+        free(lines[0]), free(lines[1]);
+    }
+}
+
+/* A learning rate that blows the weights up. */
+static void stop_with(const place *p, double clip)
+{
+    train_settings s = settings_of(p);
+    char path[PATH_BYTES], name[PATH_BYTES];
+    error err = {0};
+    s.clip = clip;
+    s.lr = 1e38;
+    s.warmup = 0.0;
+    train_result result;
+    assert_false(train_run(&s, NULL, NULL, &result, &err));
+    assert_int_equal(err.code, ERROR_RUNTIME);
+    assert_non_null(strstr(err.text, "the loss of step 2 is")); // not its gradient, which is checked later
+    assert_non_null(strstr(err.text, "last good checkpoint"));
+    err = (error){0};
+    assert_true(checkpoint_find(p->out, name, sizeof name, &err));
+    model m;
+    assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
+    assert_true(checkpoint_load_weights(name, &m, NULL, &err));
+    for (size_t i = 0; i < m.layout.total; i++) assert_true(isfinite(m.weights[i]));
+    model_destroy(&m);
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    assert_int_equal(access(path, R_OK), 0);
+    assert_int_equal(count_folders(p->out), 1);
+    assert_int_equal(access_in(p->out, "step-0000000"), 0);
+}
+
+static void a_loss_that_is_not_finite_stops_the_run(void **state)
+{
+    stop_with(*state, 1.0);
+}
+
+/* Its step has touched the weights of some layers. */
+static void a_loss_that_is_not_finite_stops_the_run_without_clipping(void **state)
+{
+    stop_with(*state, 0.0);
+}
+
+/* A gradient that is not finite, of a finite loss. */
+static void a_gradient_that_is_not_finite_stops_the_run(void **state)
+{
+    place *p = *state;
+    for (int clips = 0; clips < 2; clips++) {
+        train_settings s = settings_of(p);
+        error err = {0};
+        train_result result;
+        char out[128];
+        snprintf(out, sizeof out, "%s/clip%d", p->folder, clips);
+        s.out = out;
+        s.clip = clips;
+        s.routing.balance_coefficient = INFINITY; // it is no part of the loss
+        assert_false(train_run(&s, NULL, NULL, &result, &err));
+        assert_int_equal(err.code, ERROR_RUNTIME);
+        if (!strstr(err.text, "the gradient's norm of step 1 is")) fail_msg("%s", err.text);
+        assert_int_equal(count_folders(out), 1);
+        assert_int_equal(access_in(out, "step-0000000"), 0);
+    }
+}
+
+int main(void)
+{
+    openblas_set_num_threads(1);
+    omp_set_num_threads(1); // tiny models: a second thread has nothing to do but wait
+#define RUN(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
+    const struct CMUnitTest tests[] = {
+        RUN(resume_gives_the_same_bits),
+        RUN(resume_without_clipping_gives_the_same_bits),
+        RUN(updates_in_the_backward_give_the_same_bits),
+        RUN(a_loss_that_is_not_finite_stops_the_run),
+        RUN(a_loss_that_is_not_finite_stops_the_run_without_clipping),
+        RUN(a_gradient_that_is_not_finite_stops_the_run),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
