@@ -347,7 +347,7 @@ def test_a_plain_fork():
 
 
 def test_a_step_runs_nothing_besides_the_calls():
-    """No copy, fill or cast: PyTorch's own operators in a step of smoe.MoE only allocate and make views."""
+    """No copy, fill or cast: PyTorch's own operators in a step of smoe.MoE only allocate."""
     moe = smoe.MoE(H, I, E, K)
     x, dout = torch.randn(40, H, requires_grad=True), torch.randn(40, H)
     leaves = [x, *moe.parameters()]
@@ -357,7 +357,8 @@ def test_a_step_runs_nothing_besides_the_calls():
         step()
     ran = {event.key for event in profiler.key_averages() if event.key.startswith(("aten::", "smoe::"))}
     assert {"smoe::moe_forward", "smoe::moe_backward"} <= ran
-    assert ran <= {"smoe::moe_forward", "smoe::moe_backward", "aten::empty", "aten::empty_like", "aten::view", "aten::reshape"}
+    allocations = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+    assert ran <= {"smoe::moe_forward", "smoe::moe_backward"} | allocations
 
 
 def test_no_gradient_for_the_output():
