@@ -41,13 +41,15 @@ def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 _Known = tuple[str, ops.Call | None]  # the operators' options, and the Call of tensors that need no dispatcher
-_checked: dict[tuple, _Known] = {}  # by the signatures of eager calls that passed every check
+# By the signatures of eager calls that passed every check. A signature is what the checks look at, so equal ones pass alike.
+_checked: dict[tuple, _Known] = {}
 _KEPT_SIGNATURES = 4096
 _NONE = None, None
 
+
 def _traits(tensor: Tensor | None) -> tuple:
-    """What a signature holds of an optional tensor. Those of the others are written out in each function: a small layer is
-    bound by the host, and each Python function costs it 0.3 to 0.5 us."""
+    """What a signature holds of an optional tensor. For the others it is written out: a small layer is bound by the host,
+    and a function called costs it about 0.4 us."""
     if tensor is None:
         return _NONE
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()
@@ -91,9 +93,9 @@ def _dispatched(operator, wanted: tuple[bool, ...], *arguments) -> list[Tensor |
     return spread
 
 
-# Whether an eager call has to go through PyTorch's dispatcher: under a dispatch mode (selective checkpointing, fake tensors,
-# FLOP counters) and under the profiler. Otherwise nobody looks, and calling the functions behind the operators saves about
-# 20 us of a forward and backward.
+# These say whether an eager call has to go through PyTorch's dispatcher: dispatch modes (selective checkpointing, fake
+# tensors, FLOP counters) and the profiler. Otherwise nobody looks, and calling the functions behind the operators saves
+# about 20 us of a forward and backward.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _profiled = torch.autograd._profiler_enabled
 
@@ -114,24 +116,20 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        if torch.is_grad_enabled():  # with create_graph: a second differentiation is refused
-            return once_differentiable(_experts_backward)(ctx, dout)
-        return _experts_backward(ctx, dout)
-
-
-def _experts_backward(ctx, dout):
-    wants_x, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
-    wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
-    x, ids, w1, w2, b2, saved = ctx.saved_tensors
-    call = ctx.call
-    if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
-        found = _dispatched(
-            _call.experts_backward.default, wanted, dout.contiguous(), x, ids, w1, w2, b2, saved, ctx.options
-        )
-    else:
-        found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, ids)
-    dx, dw1, db1, dw2, db2, dweights, _, _ = found
-    return dx, None, dweights, dw1, db1, dw2, db2, None, None
+        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
+            return once_differentiable(_Experts.backward)(ctx, dout)
+        wants_x, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
+        wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
+        x, ids, w1, w2, b2, saved = ctx.saved_tensors
+        call = ctx.call
+        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
+            found = _dispatched(
+                _call.experts_backward.default, wanted, dout.contiguous(), x, ids, w1, w2, b2, saved, ctx.options
+            )
+        else:
+            found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, ids)
+        dx, dw1, db1, dw2, db2, dweights, _, _ = found
+        return dx, None, dweights, dw1, db1, dw2, db2, None, None
 
 
 def experts(
@@ -186,7 +184,7 @@ def experts(
         call = None
     if weights.dtype is not torch.float32:
         weights = weights.float()
-    if torch.is_grad_enabled() and _any_requires_grad(x, w1, w2, weights, b1, b2):
+    if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or _any_requires_grad(w2, weights, b1, b2)):
         return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options, call)
     if call is None:
         return _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, False)[0]
@@ -209,22 +207,20 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        if torch.is_grad_enabled():  # with create_graph: a second differentiation is refused
-            return once_differentiable(_rows_backward)(ctx, dout)
-        return _rows_backward(ctx, dout)
-
-
-def _rows_backward(ctx, dout):
-    wants_rows, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
-    wanted = (wants_rows, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
-    rows, w1, w2, b2, saved = ctx.saved_tensors
-    call = ctx.call
-    if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
-        found = _dispatched(_call.rows_backward.default, wanted, dout.contiguous(), rows, w1, w2, b2, saved, ctx.options)
-    else:
-        found = ops.backward(call, wanted, dout, rows, w1, w2, b2, saved)
-    drows, dw1, db1, dw2, db2, dweights, _, _ = found
-    return drows, None, dweights, dw1, db1, dw2, db2, None, None
+        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
+            return once_differentiable(_Rows.backward)(ctx, dout)
+        wants_rows, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
+        wanted = (wants_rows, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
+        rows, w1, w2, b2, saved = ctx.saved_tensors
+        call = ctx.call
+        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
+            found = _dispatched(
+                _call.rows_backward.default, wanted, dout.contiguous(), rows, w1, w2, b2, saved, ctx.options
+            )
+        else:
+            found = ops.backward(call, wanted, dout, rows, w1, w2, b2, saved)
+        drows, dw1, db1, dw2, db2, dweights, _, _ = found
+        return drows, None, dweights, dw1, db1, dw2, db2, None, None
 
 
 def experts_rows(
@@ -277,7 +273,9 @@ def experts_rows(
         call = None
     if row_weights is not None and row_weights.dtype is not torch.float32:
         row_weights = row_weights.float()
-    if torch.is_grad_enabled() and _any_requires_grad(rows, w1, w2, row_weights, b1, b2):
+    if torch.is_grad_enabled() and (
+        rows.requires_grad or w1.requires_grad or _any_requires_grad(w2, row_weights, b1, b2)
+    ):
         return _Rows.apply(rows, offsets, row_weights, w1, b1, w2, b2, options, call)
     if call is None:
         return _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, False)[0]
@@ -319,27 +317,23 @@ class _Moe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *_):
-        if torch.is_grad_enabled():  # with create_graph: a second differentiation is refused
-            return once_differentiable(_moe_backward)(ctx, dout)
-        return _moe_backward(ctx, dout)
-
-
-def _moe_backward(ctx, dout):
-    if dout is None:  # what follows the layer has no gradient for it
-        return (None,) * 15
-    wants_x, wants_router, wants_router_bias, wants_logits, _, wants_w1, wants_b1, wants_w2, wants_b2, *_ = (
-        ctx.needs_input_grad
-    )
-    wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_logits, wants_router, wants_router_bias)
-    x, router_weight, logits, w1, w2, b2, saved = ctx.saved_tensors
-    call = ctx.call
-    if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
-        kept = (x, router_weight, logits, w1, w2, b2, saved)
-        found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept, ctx.top_k, ctx.options)
-    else:
-        found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits)
-    dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = found
-    return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None, None
+        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
+            return once_differentiable(_Moe.backward)(ctx, dout)
+        if dout is None:  # what follows the layer has no gradient for it
+            return (None,) * 15
+        wants_x, wants_router, wants_router_bias, wants_logits, _, wants_w1, wants_b1, wants_w2, wants_b2, *_ = (
+            ctx.needs_input_grad
+        )
+        wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_logits, wants_router, wants_router_bias)
+        x, router_weight, logits, w1, w2, b2, saved = ctx.saved_tensors
+        call = ctx.call
+        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
+            kept = (x, router_weight, logits, w1, w2, b2, saved)
+            found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept, ctx.top_k, ctx.options)
+        else:
+            found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits)
+        dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = found
+        return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None, None
 
 
 def moe(
@@ -426,7 +420,9 @@ def moe(
         call = None
     if selection_bias is not None:
         given = (*given[:4], selection_bias.detach().float(), *given[5:])
-    if torch.is_grad_enabled() and _any_requires_grad(x, w1, w2, router_weight, router_bias, logits, b1, b2):
+    if torch.is_grad_enabled() and (
+        x.requires_grad or w1.requires_grad or _any_requires_grad(w2, router_weight, router_bias, logits, b1, b2)
+    ):
         out, made, losses_, counts_ = _Moe.apply(*given, top_k, options, step, losses, counts, call)
     elif call is None:
         found = _call.moe_forward.default(*given, top_k, options, step, False)
