@@ -1,22 +1,21 @@
 """Contexts and descriptions for the PyTorch operators.
 
 A thread has its own context for each device (the autograd engine runs backwards in threads of its own), made at the
-first call. A context keeps, by shape, the C description of the layer and the sizes that the library asks for, so that a
-call with a known shape builds neither. When a thread ends its contexts go to the next thread that needs one: they are
-never destroyed, because work that they enqueued may still run.
+first call. When a thread ends its contexts go to the next thread that needs one: they are never destroyed, because work
+that they enqueued may still run. The C description of a layer and the sizes that the library asks for are kept by
+smoe/_ops.py, so that a call with a known shape builds neither.
 """
 
 import ctypes
+import functools
 import os
 import struct
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable
 
 import torch
 
 from . import native
-
-_KEPT_DESCRIPTIONS = 4096  # then all are dropped: a bound on memory, not a tuning
 
 TYPE_CODES = {
     torch.float32: native.TYPES["f32"],
@@ -27,16 +26,44 @@ TYPE_CODES = {
 }
 
 
-def _pack_format(layout: type[ctypes.Structure]) -> str:
-    """The struct-module format of a ctypes struct: packing all fields at once is several times faster than ctypes."""
+try:  # the stream as an integer, without building a torch.cuda.Stream
+    _raw_stream = torch._C._cuda_getCurrentRawStream
+except AttributeError:  # a torch without CUDA, or one that renamed it
+
+    def _raw_stream(device: int) -> int:
+        return torch.cuda.current_stream(device).cuda_stream
+
+
+def _packer(layout: type[ctypes.Structure], names: str) -> Callable[..., bytes]:
+    """A function that packs the named fields of a ctypes struct (in its order) as the struct's bytes and leaves the others
+    zero. This is several times faster than a ctypes struct, and ctypes takes bytes for a pointer."""
     codes = {ctypes.c_void_p: "Q", ctypes.c_size_t: "Q", ctypes.c_uint64: "Q", ctypes.c_float: "f"}
-    return "@" + "".join(codes[kind] for _, kind in layout._fields_)
+    named, format = ["struct_size", *names.split()], "@"
+    for name, kind in layout._fields_:
+        format += codes[kind] if name in named else f"{ctypes.sizeof(kind)}x"
+    packed = struct.Struct(format)
+    order = [name for name, _ in layout._fields_ if name in named]
+    assert order == named and packed.size == ctypes.sizeof(layout), (order, named)
+    return functools.partial(packed.pack, packed.size)
 
 
-_FORWARD = struct.Struct(_pack_format(native.ForwardArgs))
-_BACKWARD = struct.Struct(_pack_format(native.BackwardArgs))
-assert _FORWARD.size == ctypes.sizeof(native.ForwardArgs)
-assert _BACKWARD.size == ctypes.sizeof(native.BackwardArgs)
+# The fields that calls have: with a router those of the moe calls.
+_EXPERTS = "w1 b1 w2 b2 out saved saved_size scratch scratch_size"
+pack_forward = _packer(native.ForwardArgs, f"x topk_ids topk_weights offsets row_weights {_EXPERTS}")
+pack_moe_forward = _packer(
+    native.ForwardArgs, f"x router_weight router_bias logits selection_bias step losses {_EXPERTS}"
+)
+_READ, _WRITTEN = "w1 w2 b2 saved saved_size dout", "dx dw1 dw2 db1 db2"
+pack_backward = _packer(
+    native.BackwardArgs, f"x topk_ids {_READ} {_WRITTEN} dtopk_weights drow_weights scratch scratch_size"
+)
+pack_moe_backward = _packer(
+    native.BackwardArgs,
+    f"x router_weight logits {_READ} balance_coefficient z_coefficient {_WRITTEN} drouter_weight drouter_bias dlogits "
+    "scratch scratch_size",
+)
+
+_layer_forward, _layer_backward = native.library.smoe_layer_forward, native.library.smoe_layer_backward
 
 
 class Description:
@@ -54,17 +81,17 @@ class Description:
 
 
 class Context:
-    """A smoe_context, its descriptions by shape, and memory for the argument structs of one call at a time."""
+    """A smoe_context of a device."""
 
-    __slots__ = ("handle", "descriptions", "_forward", "_backward", "_forward_at", "_backward_at")
+    __slots__ = ("handle", "device")
 
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-        self.descriptions: dict[Hashable, Description] = {}
-        self._forward = ctypes.create_string_buffer(_FORWARD.size)
-        self._backward = ctypes.create_string_buffer(_BACKWARD.size)
-        self._forward_at = ctypes.addressof(self._forward)
-        self._backward_at = ctypes.addressof(self._backward)
+    def __init__(self, handle: int, device: int) -> None:
+        """`device`: CUDA's ordinal, negative for the CPU."""
+        self.handle, self.device = handle, device
+
+    def stream(self) -> int:
+        """The device's current stream."""
+        return _raw_stream(self.device) if self.device >= 0 else 0
 
     def query(self, layer: native.Layer) -> native.Sizes:
         sizes = native.Sizes(ctypes.sizeof(native.Sizes))
@@ -73,45 +100,41 @@ class Context:
             raise native.last_error(self.handle, status)
         return sizes
 
-    def describe(self, key: Hashable, layer: native.Layer, saved: int) -> Description:
-        """Keeps the description of `layer` under `key`. `saved` is the affine bound that the operators allocate (0 for
-        inference); the fake kernels state the same number, so it must cover what the library asks for."""
+    def describe(self, layer: native.Layer, saved: int) -> Description:
+        """`saved` is the affine bound that the operators allocate (0 for inference); the fake kernels state the same number,
+        so it must cover what the library asks for."""
         made = Description(layer, self.query(layer), saved)
         if saved < made.saved_needed:
             raise RuntimeError(
                 f"smoe: saved needs {made.saved_needed} bytes, but its bound is {saved}: smoe/_layout.py and "
                 "src/problem.c disagree"
             )
-        if len(self.descriptions) >= _KEPT_DESCRIPTIONS:
-            self.descriptions.clear()
-        self.descriptions[key] = made
         return made
 
-    def forward(self, layer: int, stream: int, *fields: int) -> None:
-        """smoe_layer_forward; `fields` are those of smoe_forward_args after struct_size, pointers as addresses."""
-        _FORWARD.pack_into(self._forward, 0, _FORWARD.size, *fields)
-        status = native.library.smoe_layer_forward(self.handle, layer, self._forward_at, stream)
+    def forward(self, layer: int, arguments: bytes) -> None:
+        """smoe_layer_forward on the current stream; `arguments` from pack_forward or pack_moe_forward."""
+        stream = _raw_stream(self.device) if self.device >= 0 else 0
+        status = _layer_forward(self.handle, layer, arguments, stream)
         if status:
             raise native.last_error(self.handle, status)
 
-    def backward(self, layer: int, stream: int, *fields: int | float) -> None:
-        """smoe_layer_backward; `fields` are those of smoe_backward_args after struct_size."""
-        _BACKWARD.pack_into(self._backward, 0, _BACKWARD.size, *fields)
-        status = native.library.smoe_layer_backward(self.handle, layer, self._backward_at, stream)
+    def backward(self, layer: int, arguments: bytes) -> None:
+        """smoe_layer_backward, likewise."""
+        stream = _raw_stream(self.device) if self.device >= 0 else 0
+        status = _layer_backward(self.handle, layer, arguments, stream)
         if status:
             raise native.last_error(self.handle, status)
 
-    def plan_view(self, layer: int, *fields: int) -> native.PlanView:
-        """smoe_view_plan on the forward's fields."""
-        _FORWARD.pack_into(self._forward, 0, _FORWARD.size, *fields)
+    def plan_view(self, layer: int, arguments: bytes) -> native.PlanView:
+        """smoe_view_plan on a forward's arguments."""
         view = native.PlanView(ctypes.sizeof(native.PlanView))
-        status = native.library.smoe_view_plan(self.handle, layer, self._forward_at, ctypes.addressof(view))
+        status = native.library.smoe_view_plan(self.handle, layer, arguments, ctypes.addressof(view))
         if status:
             raise native.last_error(self.handle, status)
         return view
 
-    def update_selection_bias(self, layer: int, counts: int, bias: int, gamma: float, stream: int) -> None:
-        status = native.library.smoe_update_selection_bias(self.handle, layer, counts, bias, gamma, stream)
+    def update_selection_bias(self, layer: int, counts: int, bias: int, gamma: float) -> None:
+        status = native.library.smoe_update_selection_bias(self.handle, layer, counts, bias, gamma, self.stream())
         if status:
             raise native.last_error(self.handle, status)
 
@@ -145,13 +168,13 @@ def _make(key: int) -> Context:
     if idle := _idle.get(key):
         return idle.pop()
     if key < 0:
-        return Context(native.create_context("cpu", threads=1 if _forked else -key))
+        return Context(native.create_context("cpu", threads=1 if _forked else -key), key)
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError(
             "smoe: this process was forked after CUDA was initialised and cannot use the GPU; start workers with the "
             "'spawn' method, or give the fork only CPU tensors"
         )
-    return Context(native.create_context("cuda", device=key))
+    return Context(native.create_context("cuda", device=key), key)
 
 
 def context_of(tensor: torch.Tensor) -> Context:

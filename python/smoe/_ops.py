@@ -1,224 +1,128 @@
 """The PyTorch operators over the C calls: torch.ops.smoe.{experts,rows,moe}_{forward,backward}.
 
-Every buffer is a torch tensor: outputs, `saved` and scratch come from torch.empty, so the caching allocator and the pools
-of CUDA graphs own them. The operators only enqueue on the current stream and never read from the device. They take what
+Every buffer is a torch tensor: outputs, `saved` and scratch are torch's empty tensors, so the caching allocator and the
+pools of CUDA graphs own them. The operators only enqueue on the current stream and never read from the device. They take what
 smoe/functional.py has checked; a tensor that is not contiguous or not aligned to 16 bytes is copied.
 
 Operators return a list that leaves out what is not wanted: forward [out], then `saved` when something is differentiated;
-backward the gradients of the bits in `needs`, in the order of the constants below. `options` is the string of
+backward the gradients of the bits in `needs`, in the order of NEEDS. `options` is the string of
 smoe/_layout.py. Sizes are bounds affine in the number of tokens, the same in the fake kernels and in the real ones.
+
+The functions behind the operators, `forward`, `moe_forward` and `backward`, take a Call, which holds what follows from
+options, shapes and dtypes alone. smoe/functional.py calls them directly where nothing observes the dispatcher. They call
+few Python functions on purpose: a small layer is bound by the host, and a function called between PyTorch's own code
+costs about 0.4 us.
 """
 
-from collections.abc import Iterable
+import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
+from . import native
 from ._context import TYPE_CODES, Context, Description, context_of
+from ._context import pack_backward, pack_forward, pack_moe_backward, pack_moe_forward
 from ._layout import Options, parse
 
-# Bits of `needs`, in the order in which a backward returns gradients.
-NEEDS_X, NEEDS_W1, NEEDS_B1, NEEDS_W2, NEEDS_B2 = 1, 2, 4, 8, 16
-NEEDS_ROUTING = 32  # the top-k weights, the row weights or the logits
-NEEDS_ROUTER_WEIGHT, NEEDS_ROUTER_BIAS = 64, 128
+# Bits of `needs`, in the order in which a backward returns gradients: of x, w1, b1, w2, b2, of the routing (the top-k
+# weights, the row weights or the logits), of the router's weight and of its bias.
 NEEDS = (1, 2, 4, 8, 16, 32, 64, 128)
 
-_BUFFER_ALIGN = 64  # what the library wants of saved and scratch
-
-try:  # the stream as an integer, without building a torch.cuda.Stream
-    _raw_stream = torch._C._cuda_getCurrentRawStream
-except AttributeError:  # a torch without CUDA, or one that renamed it
-
-    def _raw_stream(device: int) -> int:
-        return torch.cuda.current_stream(device).cuda_stream
-
-
-def _stream(tensor: Tensor) -> int:
-    return _raw_stream(tensor.get_device()) if tensor.is_cuda else 0
+_ALIGN, _BUFFER_ALIGN = 16, 64  # what the library wants of tensors; of saved and scratch
+_CONTIGUOUS = torch.contiguous_format
 
 
 def _buffer(size: int, like: Tensor) -> Tensor:
     """`size` bytes on the tensor's device; torch aligns what it allocates to 64 bytes at least."""
-    return torch.empty(size, dtype=torch.uint8, device=like.device)
+    return like.new_empty(size, dtype=torch.uint8)
 
 
-def _new_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A new contiguous tensor of its shape; from Python this takes half the time of torch.empty with a shape."""
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+def _readable(tensor: Tensor | None, align: int = _ALIGN) -> Tensor | None:
+    """The tensor, or a copy that the library can read in place."""
+    if tensor is None or (tensor.data_ptr() % align == 0 and tensor.is_contiguous()):
+        return tensor
+    return tensor.clone(memory_format=_CONTIGUOUS)
 
 
-def _addresses(copies: list[Tensor], tensors: Iterable[Tensor | None]) -> list[int]:
-    """Addresses of tensors, 0 for None. What the library cannot read in place is copied; `copies` keeps the copies."""
-    found = []
-    for tensor in tensors:
-        if tensor is None:
-            found.append(0)
-            continue
-        address = tensor.data_ptr()
-        if address & 15 or not tensor.is_contiguous():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-            copies.append(tensor)
-            address = tensor.data_ptr()
-        found.append(address)
-    return found
+class Call:
+    """An entry with its options at given shapes and dtypes: what a call needs besides its tensors, worked out once."""
+
+    __slots__ = (
+        "entry", "options", "tokens", "topk", "w2", "dtype", "index", "gradient_dtype", "training", "inference"
+    )  # fmt: skip
+
+    def __init__(self, entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype) -> None:
+        self.entry, self.options, self.topk, self.index = entry, parse(options), topk, index
+        self.tokens, self.w2, self.dtype = x.shape[0], tuple(w2.shape), x.dtype
+        self.gradient_dtype = _gradient_dtype(self.options, x)
+        self.training: dict[Context, Description] = {}
+        self.inference: dict[Context, Description] = {}
+
+    def saved_bytes(self) -> int:
+        return self.options.saved_bytes(self.entry, self.tokens, self.topk, self.w2, self.dtype.itemsize)
+
+    def describe(self, context: Context, save: bool) -> Description:
+        """What `training` or `inference` is to hold for the context."""
+        codes = TYPE_CODES[self.dtype], TYPE_CODES[self.index]
+        layer = self.options.layer(self.entry, self.tokens, self.topk, self.w2, *codes, save)
+        made = context.describe(layer, self.saved_bytes() if save else 0)
+        (self.training if save else self.inference)[context] = made
+        return made
 
 
-def _saved_address(copies: list[Tensor], saved: Tensor) -> int:
-    """Of `saved`, copied if hooks on saved tensors brought it back at a lesser alignment."""
-    address = saved.data_ptr()
-    if address % _BUFFER_ALIGN:
-        copy = _buffer(saved.numel(), saved)
-        copies.append(copy.copy_(saved))
-        address = copy.data_ptr()
-    return address
+_calls: dict[tuple, Call] = {}
+_KEPT_CALLS = 4096  # then all are dropped: a bound on memory, not a tuning
 
 
-def _describe(
-    context: Context, entry: str, options: str, save: bool, x: Tensor, topk: int, w2: Tensor, index: torch.dtype
-) -> Description:
-    tokens, shape = x.shape[0], w2.shape
-    key = (entry, options, save, tokens, topk, shape, x.dtype, index)
-    known = context.descriptions.get(key)
-    if known is not None:
-        return known
-    parsed, code = parse(options), TYPE_CODES[x.dtype]
-    saved = parsed.saved_bytes(entry, tokens, topk, shape, x.element_size()) if save else 0
-    return context.describe(
-        key, parsed.layer(entry, tokens, topk, shape, code, TYPE_CODES.get(index, TYPE_CODES[torch.int32]), save), saved
-    )
-
-
-def _saved_without_tokens(entry: str, options: str, x: Tensor, topk: int, w2: Tensor) -> Tensor:
-    return _buffer(parse(options).saved_bytes(entry, 0, topk, w2.shape, x.element_size()), x)
+def call_of(entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype = torch.int32) -> Call:
+    """`index` is the type of the ids or offsets."""
+    key = (entry, options, x.shape[0], topk, w2.shape, x.dtype, index)
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= _KEPT_CALLS:
+            _calls.clear()
+        call = _calls[key] = Call(entry, options, x, topk, w2, index)
+    return call
 
 
 def _given(*tensors: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-# ---- gradients ----
+# ---- forward ----
 
 
-def _expert_gradients(options: str, needs: int, x: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor | None]:
-    """dx, dw1, db1, dw2, db2: new tensors for those wanted."""
-    device, dtype = x.device, torch.float32 if parse(options).f32_gradients else x.dtype
-    return [
-        _new_like(x) if needs & NEEDS_X else None,
-        _new_like(w1, dtype) if needs & NEEDS_W1 else None,
-        torch.empty(w1.shape[:2], dtype=dtype, device=device) if needs & NEEDS_B1 else None,
-        _new_like(w2, dtype) if needs & NEEDS_W2 else None,
-        torch.empty(w2.shape[:2], dtype=dtype, device=device) if needs & NEEDS_B2 else None,
-    ]
-
-
-def _finish(
-    entry: str, gradients: list[Tensor | None], dout: Tensor, x: Tensor, router_weight: Tensor | None,
-    logits: Tensor | None, ids: Tensor | None, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str,
-    topk: int,
-) -> list[Tensor | None]:  # fmt: skip
-    """Runs smoe_layer_backward into `gradients` (in the order of the bits, None where not wanted) and returns them."""
-    if x.shape[0] == 0:
-        for gradient in _given(*gradients):
-            gradient.zero_()
-        return gradients
+def forward(
+    call: Call, save: bool, x: Tensor, routing: Tensor, weights: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
+    b2: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """out and saved from given ids and weights, or from offsets and row weights. w1, b1, w2, b2 are contiguous."""
+    x_at, routing_at, w1_at, w2_at = x.data_ptr(), routing.data_ptr(), w1.data_ptr(), w2.data_ptr()
+    weights_at = 0 if weights is None else weights.data_ptr()
+    b1_at = 0 if b1 is None else b1.data_ptr()
+    b2_at = 0 if b2 is None else b2.data_ptr()
+    if (
+        (x_at | routing_at | weights_at | w1_at | b1_at | w2_at | b2_at) % _ALIGN
+        or not (x.is_contiguous() and routing.is_contiguous())
+        or not (weights is None or weights.is_contiguous())
+    ):
+        return forward(call, save, *[_readable(t) for t in (x, routing, weights, w1, b1, w2, b2)])
+    out = torch.empty_like(x)
+    if call.tokens == 0:
+        return out, _buffer(call.saved_bytes(), x) if save else None
     context = context_of(x)
-    layer = _describe(context, entry, options, True, x, topk, w2, ids.dtype if ids is not None else torch.int32)
-    parsed = parse(options)
-    scratch = _buffer(layer.scratch_backward, x)
-    copies: list[Tensor] = []
-    x_at, router_at, logits_at, ids_at, w1_at, w2_at, b2_at, dout_at = _addresses(
-        copies, (x, router_weight, logits, ids, w1, w2, b2, dout)
-    )
-    dx, dw1, db1, dw2, db2, drouting, drouter_weight, drouter_bias = (
-        0 if gradient is None else gradient.data_ptr() for gradient in gradients
-    )
-    dlogits = drouting if entry == "from_logits" else 0
-    dtopk_weights = drouting if entry == "from_topk" else 0
-    drow_weights = drouting if entry == "from_rows" else 0
-    context.backward(
-        layer.address, _stream(x),
-        x_at, router_at, logits_at, 0, ids_at, 0, 0, 0, w1_at, 0, w2_at, b2_at,
-        _saved_address(copies, saved), saved.numel(), dout_at, parsed.balance_coefficient, parsed.z_coefficient,
-        dx, dw1, dw2, db1, db2, drouter_weight, drouter_bias, dlogits, dtopk_weights, drow_weights,
-        scratch.data_ptr(), layer.scratch_backward,
-    )  # fmt: skip
-    return gradients
-
-
-# ---- given ids and weights ----
-
-
-def experts_forward(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
-    options: str, save: bool,
-) -> list[Tensor]:  # fmt: skip
-    out = _new_like(x)
-    topk = ids.shape[1]
-    if x.shape[0] == 0:
-        return [out, _saved_without_tokens("from_topk", options, x, topk, w2)] if save else [out]
-    context = context_of(x)
-    layer = _describe(context, "from_topk", options, save, x, topk, w2, ids.dtype)
+    layer = (call.training if save else call.inference).get(context) or call.describe(context, save)
     saved = _buffer(layer.saved, x) if save else None
-    scratch = _buffer(layer.scratch_forward, x)
-    copies: list[Tensor] = []
-    x_at, ids_at, weights_at, w1_at, b1_at, w2_at, b2_at = _addresses(copies, (x, ids, weights, w1, b1, w2, b2))
-    context.forward(
-        layer.address, _stream(x),
-        x_at, 0, 0, 0, 0, 0, 0, ids_at, weights_at, 0, 0, w1_at, b1_at, w2_at, b2_at,
+    scratch = saved.new_empty(layer.scratch_forward) if save else _buffer(layer.scratch_forward, x)
+    ids_at, ids_weights_at, offsets_at, row_weights_at = (
+        (0, 0, routing_at, weights_at) if call.entry == "from_rows" else (routing_at, weights_at, 0, 0)
+    )
+    context.forward(layer.address, pack_forward(
+        x_at, ids_at, ids_weights_at, offsets_at, row_weights_at, w1_at, b1_at, w2_at, b2_at,
         out.data_ptr(), saved.data_ptr() if save else 0, layer.saved, scratch.data_ptr(), layer.scratch_forward,
-    )  # fmt: skip
-    return [out, saved] if save else [out]
-
-
-def _new_experts_gradients(needs: int, x: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, options: str):
-    dweights = _new_like(ids, torch.float32) if needs & NEEDS_ROUTING else None
-    return [*_expert_gradients(options, needs, x, w1, w2), dweights, None, None]
-
-
-def experts_gradients(
-    dout: Tensor, x: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str, needs: int
-) -> list[Tensor | None]:
-    """What experts_backward returns, with None for what is not wanted; the same for rows_gradients and moe_gradients."""
-    gradients = _new_experts_gradients(needs, x, ids, w1, w2, options)
-    return _finish("from_topk", gradients, dout, x, None, None, ids, w1, w2, b2, saved, options, ids.shape[1])
-
-
-# ---- rows sorted by expert ----
-
-
-def rows_forward(
-    rows: Tensor, offsets: Tensor, row_weights: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
-    b2: Tensor | None, options: str, save: bool,
-) -> list[Tensor]:  # fmt: skip
-    out = _new_like(rows)
-    if rows.shape[0] == 0:
-        return [out, _saved_without_tokens("from_rows", options, rows, 1, w2)] if save else [out]
-    context = context_of(rows)
-    layer = _describe(context, "from_rows", options, save, rows, 1, w2, offsets.dtype)
-    saved = _buffer(layer.saved, rows) if save else None
-    scratch = _buffer(layer.scratch_forward, rows)
-    copies: list[Tensor] = []
-    given = (offsets, row_weights, w1, b1, w2, b2)
-    context.forward(
-        layer.address, _stream(rows), *_addresses(copies, (rows,)), 0, 0, 0, 0, 0, 0, 0, 0, *_addresses(copies, given),
-        out.data_ptr(), saved.data_ptr() if save else 0, layer.saved, scratch.data_ptr(), layer.scratch_forward,
-    )  # fmt: skip
-    return [out, saved] if save else [out]
-
-
-def _new_rows_gradients(needs: int, rows: Tensor, w1: Tensor, w2: Tensor, options: str) -> list[Tensor | None]:
-    dweights = torch.empty(rows.shape[:1], dtype=torch.float32, device=rows.device) if needs & NEEDS_ROUTING else None
-    return [*_expert_gradients(options, needs, rows, w1, w2), dweights, None, None]
-
-
-def rows_gradients(
-    dout: Tensor, rows: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor, options: str, needs: int
-) -> list[Tensor | None]:
-    gradients = _new_rows_gradients(needs, rows, w1, w2, options)
-    return _finish("from_rows", gradients, dout, rows, None, None, None, w1, w2, b2, saved, options, 1)
-
-
-# ---- the whole layer, from the router's weight or its logits ----
+    ))  # fmt: skip
+    return out, saved
 
 
 def _logits_dtype(options: Options) -> torch.dtype:
@@ -230,7 +134,7 @@ def _moe_outputs(x: Tensor, router_weight: Tensor | None, w2: Tensor, options: O
     experts = w2.shape[0]
     logits = losses = counts = None
     if router_weight is not None:
-        logits = torch.empty((x.shape[0], experts), dtype=_logits_dtype(options), device=x.device)
+        logits = torch.empty(x.shape[0], experts, dtype=_logits_dtype(options), device=x.device)
     if options.losses:
         losses = torch.empty(2, dtype=torch.float32, device=x.device)
     if options.counts:
@@ -239,68 +143,151 @@ def _moe_outputs(x: Tensor, router_weight: Tensor | None, w2: Tensor, options: O
 
 
 def moe_forward(
-    x: Tensor, router_weight: Tensor | None, router_bias: Tensor | None, given_logits: Tensor | None,
-    selection_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, topk: int,
-    options: str, step: int, save: bool,
-) -> list[Tensor]:  # fmt: skip
-    """[out], saved with `save`, logits with router_weight, losses and counts with those options."""
-    parsed = parse(options)
-    out = _new_like(x)
-    logits, losses, counts = _moe_outputs(x, router_weight, w2, parsed)
-    if x.shape[0] == 0:
-        saved = _saved_without_tokens("from_logits", options, x, topk, w2) if save else None
-        return _given(out, saved, logits, *(t.zero_() for t in _given(losses, counts)))
+    call: Call, save: bool, x: Tensor, router_weight: Tensor | None, router_bias: Tensor | None, given_logits: Tensor | None,
+    selection_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, step: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """out, saved with `save`, logits with router_weight, losses and counts with those options."""
+    given = (x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2)
+    at, bits = [], 0
+    for tensor in given:
+        address = 0 if tensor is None else tensor.data_ptr()
+        bits |= address if address == 0 or tensor.is_contiguous() else 1
+        at.append(address)
+    if bits % _ALIGN:
+        return moe_forward(call, save, *[_readable(tensor) for tensor in given], step)
+    out = torch.empty_like(x)
+    logits, losses, counts = _moe_outputs(x, router_weight, w2, call.options)
+    if call.tokens == 0:
+        for empty in _given(losses, counts):
+            empty.zero_()
+        return out, _buffer(call.saved_bytes(), x) if save else None, logits, losses, counts
     context = context_of(x)
-    layer = _describe(context, "from_logits", options, save, x, topk, w2, torch.int32)
+    layer = (call.training if save else call.inference).get(context) or call.describe(context, save)
     saved = _buffer(layer.saved, x) if save else None
-    scratch = _buffer(layer.scratch_forward, x)
-    copies: list[Tensor] = []
-    read = (x, router_weight, router_bias, given_logits if logits is None else logits, selection_bias)
-    fields = (
-        *_addresses(copies, read), step, 0 if losses is None else losses.data_ptr(), 0, 0, 0, 0,
-        *_addresses(copies, (w1, b1, w2, b2)), out.data_ptr(), saved.data_ptr() if save else 0, layer.saved,
-        scratch.data_ptr(), layer.scratch_forward,
+    scratch = saved.new_empty(layer.scratch_forward) if save else _buffer(layer.scratch_forward, x)
+    x_at, router_at, bias_at, logits_at, selection_at, w1_at, b1_at, w2_at, b2_at = at
+    arguments = pack_moe_forward(
+        x_at, router_at, bias_at, logits_at if logits is None else logits.data_ptr(),
+        selection_at, step, 0 if losses is None else losses.data_ptr(), w1_at, b1_at, w2_at, b2_at,
+        out.data_ptr(), saved.data_ptr() if save else 0, layer.saved, scratch.data_ptr(), layer.scratch_forward,
     )  # fmt: skip
-    context.forward(layer.address, _stream(x), *fields)
+    context.forward(layer.address, arguments)
     if counts is not None:
         plan = saved if save else scratch
-        start = context.plan_view(layer.address, *fields).topk_counts - plan.data_ptr()
+        start = context.plan_view(layer.address, arguments).topk_counts - plan.data_ptr()
         counts.copy_(plan[start : start + 4 * counts.numel()].view(torch.int32))
-    return _given(out, saved, logits, losses, counts)
+    return out, saved, logits, losses, counts
 
 
-def _new_moe_gradients(needs: int, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, options: str) -> list[Tensor | None]:
-    (count, hidden, _), device = w2.shape, x.device
-    dtype = torch.float32 if parse(options).f32_gradients else x.dtype
-    return [
-        *_expert_gradients(options, needs, x, w1, w2),
-        _new_like(logits) if needs & NEEDS_ROUTING else None,
-        torch.empty((count, hidden), dtype=dtype, device=device) if needs & NEEDS_ROUTER_WEIGHT else None,
-        torch.empty(count, dtype=dtype, device=device) if needs & NEEDS_ROUTER_BIAS else None,
-    ]
+# ---- backward ----
 
 
-def moe_gradients(
-    dout: Tensor, x: Tensor, router_weight: Tensor | None, logits: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None,
-    saved: Tensor, topk: int, options: str, needs: int,
-) -> list[Tensor | None]:  # fmt: skip
-    gradients = _new_moe_gradients(needs, x, logits, w1, w2, options)
-    return _finish("from_logits", gradients, dout, x, router_weight, logits, None, w1, w2, b2, saved, options, topk)
+def _gradient_dtype(options: Options, x: Tensor) -> torch.dtype:
+    return torch.float32 if options.f32_gradients else x.dtype
+
+
+def _gradients(
+    wanted: tuple[bool, ...], dtype: torch.dtype, x: Tensor, w1: Tensor, w2: Tensor, ids: Tensor | None, logits: Tensor | None
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """New tensors for those `wanted`, in the order of the bits."""
+    dx = dw1 = db1 = dw2 = db2 = drouting = drouter_weight = drouter_bias = None
+    wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_routing, wants_router_weight, wants_router_bias = wanted
+    if wants_x:
+        dx = torch.empty_like(x, memory_format=_CONTIGUOUS)
+    if wants_w1:
+        dw1 = torch.empty_like(w1, dtype=dtype, memory_format=_CONTIGUOUS)
+    if wants_b1:
+        db1 = torch.empty(w1.shape[0], w1.shape[1], dtype=dtype, device=x.device)
+    if wants_w2:
+        dw2 = torch.empty_like(w2, dtype=dtype, memory_format=_CONTIGUOUS)
+    if wants_b2:
+        db2 = torch.empty(w2.shape[0], w2.shape[1], dtype=dtype, device=x.device)
+    if wants_routing:
+        if logits is not None:
+            drouting = torch.empty_like(logits, memory_format=_CONTIGUOUS)
+        elif ids is not None:
+            drouting = torch.empty_like(ids, dtype=torch.float32, memory_format=_CONTIGUOUS)
+        else:
+            drouting = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    if wants_router_weight:
+        drouter_weight = torch.empty(w2.shape[0], w2.shape[1], dtype=dtype, device=x.device)
+    if wants_router_bias:
+        drouter_bias = torch.empty(w2.shape[0], dtype=dtype, device=x.device)
+    return dx, dw1, db1, dw2, db2, drouting, drouter_weight, drouter_bias
+
+
+def backward(
+    call: Call, wanted: tuple[bool, ...], dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor,
+    ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients in the order of the bits, None where `wanted` is false. Hooks on saved tensors may have brought
+    anything that was saved back at another address and alignment."""
+    dout_at, x_at, w1_at, w2_at = dout.data_ptr(), x.data_ptr(), w1.data_ptr(), w2.data_ptr()
+    saved_at = saved.data_ptr()
+    b2_at = 0 if b2 is None else b2.data_ptr()
+    ids_at = 0 if ids is None else ids.data_ptr()
+    router_at = 0 if router_weight is None else router_weight.data_ptr()
+    logits_at = 0 if logits is None else logits.data_ptr()
+    if (
+        (dout_at | x_at | w1_at | w2_at | b2_at | ids_at | router_at | logits_at) % _ALIGN
+        or saved_at % _BUFFER_ALIGN
+        or not (dout.is_contiguous() and x.is_contiguous() and w1.is_contiguous() and w2.is_contiguous())
+        or not (b2 is None or b2.is_contiguous())
+        or not (ids is None or ids.is_contiguous())
+        or not (router_weight is None or router_weight.is_contiguous())
+        or not (logits is None or logits.is_contiguous())
+    ):
+        dout, x, w1, w2, b2, ids, router_weight, logits = [
+            _readable(t) for t in (dout, x, w1, w2, b2, ids, router_weight, logits)
+        ]
+        saved = _readable(saved, _BUFFER_ALIGN)
+        return backward(call, wanted, dout, x, w1, w2, b2, saved, ids, router_weight, logits)
+    made = _gradients(wanted, call.gradient_dtype, x, w1, w2, ids, logits)
+    if call.tokens == 0:
+        for gradient in _given(*made):
+            gradient.zero_()
+        return made
+    context = context_of(x)
+    layer = call.training.get(context) or call.describe(context, True)
+    scratch = saved.new_empty(layer.scratch_backward)
+    dx, dw1, db1, dw2, db2, drouting, drouter_weight, drouter_bias = made
+    dx_at = 0 if dx is None else dx.data_ptr()
+    dw1_at = 0 if dw1 is None else dw1.data_ptr()
+    dw2_at = 0 if dw2 is None else dw2.data_ptr()
+    db1_at = 0 if db1 is None else db1.data_ptr()
+    db2_at = 0 if db2 is None else db2.data_ptr()
+    drouting_at = 0 if drouting is None else drouting.data_ptr()
+    if call.entry == "from_logits":
+        drouter_weight_at = 0 if drouter_weight is None else drouter_weight.data_ptr()
+        drouter_bias_at = 0 if drouter_bias is None else drouter_bias.data_ptr()
+        context.backward(layer.address, pack_moe_backward(
+            x_at, router_at, logits_at, w1_at, w2_at, b2_at, saved_at, saved.numel(), dout_at,
+            call.options.balance_coefficient, call.options.z_coefficient, dx_at, dw1_at, dw2_at, db1_at, db2_at,
+            drouter_weight_at, drouter_bias_at, drouting_at, scratch.data_ptr(), layer.scratch_backward,
+        ))  # fmt: skip
+    else:
+        dweights_at, drow_weights_at = (0, drouting_at) if call.entry == "from_rows" else (drouting_at, 0)
+        context.backward(layer.address, pack_backward(
+            x_at, ids_at, w1_at, w2_at, b2_at, saved_at, saved.numel(), dout_at, dx_at, dw1_at, dw2_at, db1_at, db2_at,
+            dweights_at, drow_weights_at, scratch.data_ptr(), layer.scratch_backward,
+        ))  # fmt: skip
+    return made
+
+
+# ---- the bias of the selection ----
+
+
+@functools.lru_cache(maxsize=64)
+def _bias_layer(experts: int) -> native.Layer:
+    """Every size but the number of experts is arbitrary."""
+    codes = TYPE_CODES[torch.bfloat16], TYPE_CODES[torch.int32]
+    return parse("swiglu concatenated 1 0 sigmoid").layer("from_logits", 1, 1, (experts, 64, 64), *codes, False)
 
 
 def update_selection_bias(bias: Tensor, counts: Tensor, gamma: float) -> None:
     """bias[e] += gamma sign(mean count - counts[e]), in place."""
-    context = context_of(bias)
-    experts = bias.shape[0]
-    options = "swiglu concatenated 1 0 sigmoid"
-    key = ("bias", experts)
-    layer = context.descriptions.get(key)
-    if layer is None:  # every size but the number of experts is arbitrary
-        dtype = TYPE_CODES[torch.bfloat16]
-        layer = context.describe(
-            key, parse(options).layer("from_logits", 1, 1, (experts, 64, 64), dtype, TYPE_CODES[torch.int32], False), 0
-        )
-    context.update_selection_bias(layer.address, counts.data_ptr(), bias.data_ptr(), gamma, _stream(bias))
+    layer = _bias_layer(bias.shape[0])
+    context_of(bias).update_selection_bias(ctypes.addressof(layer), counts.data_ptr(), bias.data_ptr(), gamma)
 
 
 # ---- fake kernels: shapes and dtypes alone, the number of tokens may be symbolic ----
@@ -312,7 +299,12 @@ def _fake_saved(entry: str, options: str, x: Tensor, topk: int, w2: Tensor) -> T
 
 
 def _fake_out(x: Tensor) -> Tensor:
-    return _new_like(x)
+    return torch.empty_like(x, memory_format=_CONTIGUOUS)
+
+
+def _wanted(needs: int) -> tuple[bool, ...]:
+    """`needs` as the functions take it."""
+    return tuple([bool(needs & bit) for bit in NEEDS])
 
 
 def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
@@ -320,7 +312,7 @@ def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
 
 
 def _fake_experts_backward(dout, x, ids, w1, w2, b2, saved, options, needs):
-    return _given(*_new_experts_gradients(needs, x, ids, w1, w2, options))
+    return _given(*_gradients(_wanted(needs), _gradient_dtype(parse(options), x), x, w1, w2, ids, None))
 
 
 def _fake_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
@@ -328,7 +320,7 @@ def _fake_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save
 
 
 def _fake_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
-    return _given(*_new_rows_gradients(needs, rows, w1, w2, options))
+    return _given(*_gradients(_wanted(needs), _gradient_dtype(parse(options), rows), rows, w1, w2, None, None))
 
 
 def _fake_moe_forward(
@@ -339,7 +331,40 @@ def _fake_moe_forward(
 
 
 def _fake_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
-    return _given(*_new_moe_gradients(needs, x, logits, w1, w2, options))
+    return _given(*_gradients(_wanted(needs), _gradient_dtype(parse(options), x), x, w1, w2, None, logits))
+
+
+# ---- the operators ----
+
+
+def _op_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
+    call = call_of("from_topk", options, x, ids.shape[1], w2, ids.dtype)
+    return _given(*forward(call, save, x, ids, weights, *[_readable(t) for t in (w1, b1, w2, b2)]))
+
+
+def _op_experts_backward(dout, x, ids, w1, w2, b2, saved, options, needs):
+    call = call_of("from_topk", options, x, ids.shape[1], w2, ids.dtype)
+    return _given(*backward(call, _wanted(needs), dout, x, w1, w2, b2, saved, ids))
+
+
+def _op_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
+    call = call_of("from_rows", options, rows, 1, w2, offsets.dtype)
+    return _given(*forward(call, save, rows, offsets, row_weights, *[_readable(t) for t in (w1, b1, w2, b2)]))
+
+
+def _op_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
+    call = call_of("from_rows", options, rows, 1, w2)
+    return _given(*backward(call, _wanted(needs), dout, rows, w1, w2, b2, saved))
+
+
+def _op_moe_forward(x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2, topk, options, step, save):
+    given = (x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2)
+    return _given(*moe_forward(call_of("from_logits", options, x, topk, w2), save, *given, step))
+
+
+def _op_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
+    call = call_of("from_logits", options, x, topk, w2)
+    return _given(*backward(call, _wanted(needs), dout, x, w1, w2, b2, saved, None, router_weight, logits))
 
 
 # ---- registration ----
@@ -348,17 +373,17 @@ _EXPERTS = "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2"
 _KEPT = "Tensor w1, Tensor w2, Tensor? b2, Tensor saved"  # what a backward reads besides its own
 _OPERATORS = {
     f"experts_forward(Tensor x, Tensor ids, Tensor weights, {_EXPERTS}, str options, bool save) -> Tensor[]": (
-        experts_forward, _fake_experts_forward),
+        _op_experts_forward, _fake_experts_forward),
     f"experts_backward(Tensor dout, Tensor x, Tensor ids, {_KEPT}, str options, int needs) -> Tensor[]": (
-        lambda *arguments: _given(*experts_gradients(*arguments)), _fake_experts_backward),
+        _op_experts_backward, _fake_experts_backward),
     f"rows_forward(Tensor rows, Tensor offsets, Tensor? row_weights, {_EXPERTS}, str options, bool save) -> Tensor[]": (
-        rows_forward, _fake_rows_forward),
+        _op_rows_forward, _fake_rows_forward),
     f"rows_backward(Tensor dout, Tensor rows, {_KEPT}, str options, int needs) -> Tensor[]": (
-        lambda *arguments: _given(*rows_gradients(*arguments)), _fake_rows_backward),
+        _op_rows_backward, _fake_rows_backward),
     f"moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, {_EXPERTS}, "
-    "int topk, str options, SymInt step, bool save) -> Tensor[]": (moe_forward, _fake_moe_forward),
+    "int topk, str options, SymInt step, bool save) -> Tensor[]": (_op_moe_forward, _fake_moe_forward),
     f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor logits, {_KEPT}, int topk, str options, int needs) "
-    "-> Tensor[]": (lambda *arguments: _given(*moe_gradients(*arguments)), _fake_moe_backward),
+    "-> Tensor[]": (_op_moe_backward, _fake_moe_backward),
 }  # fmt: skip
 _library = torch.library.Library("smoe", "DEF")
 _library.define("update_selection_bias(Tensor(a!) bias, Tensor counts, float gamma) -> ()")

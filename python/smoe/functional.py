@@ -32,117 +32,72 @@ class MoEOutput(NamedTuple):
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # one look instead of one by device type
 
 
-def _autocasts(x: Tensor) -> bool:
-    if not torch.compiler.is_compiling() and not _any_autocast():
-        return False
-    return isinstance(x, Tensor) and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
-
-
 def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As they are, or in autocast's dtype where it is on for x's device."""
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
+        return x, *others
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in (x, *others))
 
 
-def _differentiates(*tensors: Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
+_Known = tuple[str, ops.Call | None]  # the operators' options, and the Call of tensors that need no dispatcher
+# By the signatures of eager calls that passed every check. A signature is what the checks look at, so equal ones pass alike.
+_checked: dict[tuple, _Known] = {}
+_KEPT_SIGNATURES = 4096
+_NONE = None, None
+
+
+def _traits(tensor: Tensor | None) -> tuple:
+    """What a signature holds of an optional tensor. For the others it is written out: a small layer is bound by the host,
+    and a function called costs it about 0.4 us."""
+    if tensor is None:
+        return _NONE
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
             return True
     return False
 
 
-_checked: dict[tuple, str] = {}  # signatures of eager calls that passed every check, and their options string
-_KEPT_SIGNATURES = 4096
-
-
-def _signature(tensors: tuple[Tensor | None, ...], matrices: tuple[Tensor | None, ...], options: tuple) -> tuple | None:
-    """What the checks look at: equal signatures pass or fail alike. None where no signature can be made, and while a graph
-    is traced: there the checks are evaluated once and leave nothing in the graph. Of `matrices` the checks want contiguous
-    memory too."""
-    if torch.compiler.is_compiling():
-        return None
-    made = [*options]
-    try:
-        for t in tensors:
-            made += (None,) if t is None else (t.shape, t.dtype, t.device)
-        for t in matrices:
-            made += (None,) if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
-    except AttributeError:  # not a tensor: the checks say which
-        return None
-    return tuple(made)
-
-
-def _remember(signature: tuple | None, options: str) -> str:
-    if signature is not None:
-        if len(_checked) >= _KEPT_SIGNATURES:
-            _checked.clear()
-        _checked[signature] = options
-    return options
-
-
-def _needs(x: bool, w1: bool, b1: bool, w2: bool, b2: bool, routing: bool) -> int:
-    return (
-        ops.NEEDS_X * x
-        + ops.NEEDS_W1 * w1
-        + ops.NEEDS_B1 * b1
-        + ops.NEEDS_W2 * w2
-        + ops.NEEDS_B2 * b2
-        + ops.NEEDS_ROUTING * routing
-    )
-
-
-def _spread(found: list[Tensor], needs: int) -> list[Tensor | None]:
-    """The gradients in the order of the bits, None for those not wanted."""
-    spread, position = [], 0
-    for bit in ops.NEEDS:
-        spread.append(found[position] if needs & bit else None)
-        position += 1 if needs & bit else 0
-    return spread
-
-
-_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _operators(*tensors: Tensor | None):
-    """Where a call finds its operators: PyTorch's dispatcher while a graph is traced, under a dispatch mode (selective
-    checkpointing, fake tensors, FLOP counters), under the profiler, for tensor subclasses and for tensors without memory;
-    otherwise, where nobody looks, the functions behind them, which saves about 20 us of a forward and backward."""
-    if torch.compiler.is_compiling() or _modes is None or _modes() or torch.autograd._profiler_enabled():
-        return _DISPATCHED
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
-            return _DISPATCHED
-    return ops
+def _remember(
+    signature: tuple | None, options: str, tensors: tuple[Tensor | None, ...], entry: str, topk: int, w2: Tensor,
+    index: torch.dtype = torch.int32,
+) -> ops.Call | None:  # fmt: skip
+    """The checks passed. Subclasses of tensors and tensors without memory go through PyTorch's dispatcher."""
+    if signature is None:
+        return None
+    if len(_checked) >= _KEPT_SIGNATURES:
+        _checked.clear()
+    plain = all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in tensors)
+    call = ops.call_of(entry, options, tensors[0], topk, w2, index) if plain else None
+    _checked[signature] = options, call
+    return call
 
 
-class _Dispatched:
-    """The operators under the names that their functions have in smoe/_ops.py."""
-
-    experts_forward = _call.experts_forward.default
-    rows_forward = _call.rows_forward.default
-    moe_forward = _call.moe_forward.default
-
-    @staticmethod
-    def experts_gradients(*arguments):
-        return _spread(_call.experts_backward.default(*arguments), arguments[-1])
-
-    @staticmethod
-    def rows_gradients(*arguments):
-        return _spread(_call.rows_backward.default(*arguments), arguments[-1])
-
-    @staticmethod
-    def moe_gradients(*arguments):
-        return _spread(_call.moe_backward.default(*arguments), arguments[-1])
+def _dispatched(operator, wanted: tuple[bool, ...], *arguments) -> list[Tensor | None]:
+    """A backward through the dispatcher: the gradients in the order of the bits, None for those not wanted."""
+    needs = 0
+    for bit, want in zip(ops.NEEDS, wanted):
+        needs += bit if want else 0
+    found = operator(*arguments, needs)
+    spread, position = [], 0
+    for want in wanted:
+        spread.append(found[position] if want else None)
+        position += 1 if want else 0
+    return spread
 
 
-_DISPATCHED = _Dispatched()
-
-
-def _backward(function, ctx, dout: Tensor):
-    """A second differentiation is refused; the wrapper that does it is only needed where one could come."""
-    return (once_differentiable(function) if torch.is_grad_enabled() else function)(ctx, dout)
+# These say whether an eager call has to go through PyTorch's dispatcher: dispatch modes (selective checkpointing, fake
+# tensors, FLOP counters) and the profiler. Otherwise nobody looks, and calling the functions behind the operators saves
+# about 20 us of a forward and backward.
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_profiled = torch.autograd._profiler_enabled
 
 
 # ---- given ids and weights ----
@@ -150,24 +105,31 @@ def _backward(function, ctx, dout: Tensor):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ids, weights, w1, b1, w2, b2, options):
-        run = _operators(x, ids, weights, w1, b1, w2, b2).experts_forward
-        out, saved = run(x, ids, weights, w1, b1, w2, b2, options, True)
+    def forward(ctx, x, ids, weights, w1, b1, w2, b2, options, call):
+        if call is None:
+            out, saved = _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, True)
+        else:
+            out, saved = ops.forward(call, True, x, ids, weights, w1, b1, w2, b2)
         ctx.save_for_backward(x, ids, w1, w2, b2, saved)
-        ctx.options = options
+        ctx.options, ctx.call = options, call
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        return _backward(_experts_backward, ctx, dout)
-
-
-def _experts_backward(ctx, dout):
-    x, _, weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
-    needs = _needs(x, w1, b1, w2, b2, weights)
-    run = _operators(dout).experts_gradients
-    dx, dw1, db1, dw2, db2, dweights, *_ = run(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
-    return dx, None, dweights, dw1, db1, dw2, db2, None
+        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
+            return once_differentiable(_Experts.backward)(ctx, dout)
+        wants_x, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
+        wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
+        x, ids, w1, w2, b2, saved = ctx.saved_tensors
+        call = ctx.call
+        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
+            found = _dispatched(
+                _call.experts_backward.default, wanted, dout.contiguous(), x, ids, w1, w2, b2, saved, ctx.options
+            )
+        else:
+            found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, ids)
+        dx, dw1, db1, dw2, db2, dweights, _, _ = found
+        return dx, None, dweights, dw1, db1, dw2, db2, None, None
 
 
 def experts(
@@ -192,23 +154,41 @@ def experts(
     chunks: 1, 2, 4, ... 64 column chunks; scratch memory falls, the bits of the results stay.
     gradient_dtype: torch.float32 makes the kernels write the weights' gradients in float32.
     """
-    if _autocasts(x):
+    traced = torch.compiler.is_dynamo_compiling()
+    if traced or _any_autocast():
         x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2)
-    chosen = ("experts", activation, layout, chunks, gradient_dtype)
-    signature = _signature((x, ids, weights), (w1, b1, w2, b2), chosen)
-    options = _checked.get(signature) if signature is not None else None
+    options = signature = None
+    if not traced:
+        try:
+            signature = (
+                "experts", activation, layout, chunks, gradient_dtype,
+                type(x), x.shape, x.dtype, x.device,
+                type(ids), ids.shape, ids.dtype, ids.device,
+                type(weights), weights.shape, weights.dtype, weights.device,
+                type(w1), w1.shape, w1.dtype, w1.device, w1.is_contiguous(),
+                type(w2), w2.shape, w2.dtype, w2.device, w2.is_contiguous(),
+                None if b1 is None else _traits(b1), None if b2 is None else _traits(b2),
+            )  # fmt: skip
+            options, call = _checked.get(signature, _NONE)
+        except (AttributeError, TypeError):  # the checks say which argument is no tensor
+            signature = None
     if options is None:
         function = "smoe.experts"
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
         _checks.ids(function, ids, x, w2.shape[0])
         _checks.weights(function, "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
-        options = _remember(signature, f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}")
+        options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
+        given = (x, ids, weights, w1, b1, w2, b2)
+        call = _remember(signature, options, given, "from_topk", ids.shape[1], w2, ids.dtype)
+    if call is not None and (_modes() or _profiled()):
+        call = None
     if weights.dtype is not torch.float32:
         weights = weights.float()
-    if _differentiates(x, weights, w1, b1, w2, b2):
-        return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options)
-    run = _operators(x, ids, weights, w1, b1, w2, b2).experts_forward
-    return run(x, ids, weights, w1, b1, w2, b2, options, False)[0]
+    if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or _any_requires_grad(w2, weights, b1, b2)):
+        return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options, call)
+    if call is None:
+        return _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, False)[0]
+    return ops.forward(call, False, x, ids, weights, w1, b1, w2, b2)[0]
 
 
 # ---- rows sorted by expert ----
@@ -216,24 +196,31 @@ def experts(
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, offsets, row_weights, w1, b1, w2, b2, options):
-        run = _operators(rows, offsets, row_weights, w1, b1, w2, b2).rows_forward
-        out, saved = run(rows, offsets, row_weights, w1, b1, w2, b2, options, True)
+    def forward(ctx, rows, offsets, row_weights, w1, b1, w2, b2, options, call):
+        if call is None:
+            out, saved = _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, True)
+        else:
+            out, saved = ops.forward(call, True, rows, offsets, row_weights, w1, b1, w2, b2)
         ctx.save_for_backward(rows, w1, w2, b2, saved)
-        ctx.options = options
+        ctx.options, ctx.call = options, call
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        return _backward(_rows_backward, ctx, dout)
-
-
-def _rows_backward(ctx, dout):
-    rows, _, row_weights, w1, b1, w2, b2, _ = ctx.needs_input_grad
-    needs = _needs(rows, w1, b1, w2, b2, row_weights)
-    run = _operators(dout).rows_gradients
-    drows, dw1, db1, dw2, db2, dweights, *_ = run(dout.contiguous(), *ctx.saved_tensors, ctx.options, needs)
-    return drows, None, dweights, dw1, db1, dw2, db2, None
+        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
+            return once_differentiable(_Rows.backward)(ctx, dout)
+        wants_rows, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
+        wanted = (wants_rows, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
+        rows, w1, w2, b2, saved = ctx.saved_tensors
+        call = ctx.call
+        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
+            found = _dispatched(
+                _call.rows_backward.default, wanted, dout.contiguous(), rows, w1, w2, b2, saved, ctx.options
+            )
+        else:
+            found = ops.backward(call, wanted, dout, rows, w1, w2, b2, saved)
+        drows, dw1, db1, dw2, db2, dweights, _, _ = found
+        return drows, None, dweights, dw1, db1, dw2, db2, None, None
 
 
 def experts_rows(
@@ -256,32 +243,51 @@ def experts_rows(
     for ones. Returns (R, H) in the rows' order. Rows past offsets[E] may hold anything, NaN too: their outputs and
     gradients are zero. The other arguments are those of smoe.experts.
     """
-    if _autocasts(rows):
+    traced = torch.compiler.is_dynamo_compiling()
+    if traced or _any_autocast():
         rows, w1, b1, w2, b2 = _autocast(rows, w1, b1, w2, b2)
-    function = "smoe.experts_rows"
-    chosen = ("rows", activation, layout, chunks, gradient_dtype)
-    signature = _signature((rows, offsets, row_weights), (w1, b1, w2, b2), chosen)
-    options = _checked.get(signature) if signature is not None else None
+    options = signature = None
+    if not traced:
+        try:
+            signature = (
+                "rows", activation, layout, chunks, gradient_dtype,
+                type(rows), rows.shape, rows.dtype, rows.device,
+                type(offsets), offsets.shape, offsets.dtype, offsets.device,
+                type(w1), w1.shape, w1.dtype, w1.device, w1.is_contiguous(),
+                type(w2), w2.shape, w2.dtype, w2.device, w2.is_contiguous(),
+                _traits(b1), _traits(b2), _traits(row_weights),
+            )  # fmt: skip
+            options, call = _checked.get(signature, _NONE)
+        except (AttributeError, TypeError):
+            signature = None
     if options is None:
+        function = "smoe.experts_rows"
         _checks.experts(function, "rows", rows, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
         _checks.offsets(function, offsets, rows, w2.shape[0])
         if row_weights is not None:
             _checks.weights(function, "row_weights", row_weights, rows, (rows.shape[0],), "(R)")
-        options = _remember(signature, f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}")
+        options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
+        given = (rows, offsets, row_weights, w1, b1, w2, b2)
+        call = _remember(signature, options, given, "from_rows", 1, w2, offsets.dtype)
+    if call is not None and (_modes() or _profiled()):
+        call = None
     if row_weights is not None and row_weights.dtype is not torch.float32:
         row_weights = row_weights.float()
-    if _differentiates(rows, row_weights, w1, b1, w2, b2):
-        return _Rows.apply(rows, offsets, row_weights, w1, b1, w2, b2, options)
-    run = _operators(rows, offsets, row_weights, w1, b1, w2, b2).rows_forward
-    return run(rows, offsets, row_weights, w1, b1, w2, b2, options, False)[0]
+    if torch.is_grad_enabled() and (
+        rows.requires_grad or w1.requires_grad or _any_requires_grad(w2, row_weights, b1, b2)
+    ):
+        return _Rows.apply(rows, offsets, row_weights, w1, b1, w2, b2, options, call)
+    if call is None:
+        return _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, False)[0]
+    return ops.forward(call, False, rows, offsets, row_weights, w1, b1, w2, b2)[0]
 
 
 # ---- the whole layer ----
 
 
 def _unpack(found: list[Tensor], save: bool, router: bool, losses: bool, counts: bool) -> tuple[Tensor | None, ...]:
-    """saved, logits, losses, counts of moe_forward's list after out."""
-    unpacked, position = [], 1
+    """out, saved, logits, losses, counts from moe_forward's list."""
+    unpacked, position = [found[0]], 1
     for there in (save, router, losses, counts):
         unpacked.append(found[position] if there else None)
         position += 1 if there else 0
@@ -292,35 +298,42 @@ class _Moe(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2, top_k, options, step,
-        wants_losses, wants_counts,
+        wants_losses, wants_counts, call,
     ):  # fmt: skip
         given = (x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2)
-        found = _operators(*given).moe_forward(*given, top_k, options, step, True)
-        saved, logits, losses, counts = _unpack(found, True, router_weight is not None, wants_losses, wants_counts)
+        if call is None:
+            found = _call.moe_forward.default(*given, top_k, options, step, True)
+            found = _unpack(found, True, router_weight is not None, wants_losses, wants_counts)
+        else:
+            found = ops.moe_forward(call, True, *given, step)
+        out, saved, logits, losses, counts = found
         kept = given_logits if logits is None else logits
         ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
-        ctx.top_k, ctx.options = top_k, options
+        ctx.top_k, ctx.options, ctx.call = top_k, options, call
         ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])
         if not torch.compiler.is_compiling():  # else the engine fills a zero gradient of the logits in every backward
             ctx.set_materialize_grads(False)
-        return found[0], logits, losses, counts
+        return out, logits, losses, counts
 
     @staticmethod
     def backward(ctx, dout, *_):
-        return _backward(_moe_backward, ctx, dout)
-
-
-def _moe_backward(ctx, dout):
-    if dout is None:  # what follows the layer has no gradient for it
-        return (None,) * 14
-    x, router_weight, router_bias, logits, _, w1, b1, w2, b2 = ctx.needs_input_grad[:9]
-    needs = _needs(x, w1, b1, w2, b2, logits)
-    needs += ops.NEEDS_ROUTER_WEIGHT * router_weight + ops.NEEDS_ROUTER_BIAS * router_bias
-    run = _operators(dout).moe_gradients
-    dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = run(
-        dout.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.options, needs
-    )
-    return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None
+        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
+            return once_differentiable(_Moe.backward)(ctx, dout)
+        if dout is None:  # what follows the layer has no gradient for it
+            return (None,) * 15
+        wants_x, wants_router, wants_router_bias, wants_logits, _, wants_w1, wants_b1, wants_w2, wants_b2, *_ = (
+            ctx.needs_input_grad
+        )
+        wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_logits, wants_router, wants_router_bias)
+        x, router_weight, logits, w1, w2, b2, saved = ctx.saved_tensors
+        call = ctx.call
+        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
+            kept = (x, router_weight, logits, w1, w2, b2, saved)
+            found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept, ctx.top_k, ctx.options)
+        else:
+            found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits)
+        dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = found
+        return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None, None
 
 
 def moe(
@@ -366,16 +379,29 @@ def moe(
     The gradient of balance_coefficient losses[0] + z_coefficient losses[1] is added in the backward, with weight 1: the
     returned losses are values to log. For a loss of your own on the logits compute them outside and pass `logits`.
     """
-    if _autocasts(x):
+    traced = torch.compiler.is_dynamo_compiling()
+    if traced or _any_autocast():
         x, router_weight, router_bias, w1, b1, w2, b2 = _autocast(x, router_weight, router_bias, w1, b1, w2, b2)
     function = "smoe.moe"
-    _checks.between(function, "step", step, 0, 2**64 - 1)
-    chosen = (
-        "moe", top_k, activation, layout, score, norm_topk_prob, n_group, topk_group, routed_scaling_factor, rounding, tile,
-        seed, balance_coefficient, z_coefficient, losses, counts, chunks, logits_dtype, gradient_dtype,
-    )  # fmt: skip
-    signature = _signature((x, router_weight, logits, router_bias, selection_bias), (w1, b1, w2, b2), chosen)
-    options = _checked.get(signature) if signature is not None else None
+    if not 0 <= step < 2**64:
+        _checks.between(function, "step", step, 0, 2**64 - 1)
+    options = signature = None
+    if not traced:
+        try:
+            signature = (
+                "moe", top_k, activation, layout, score, norm_topk_prob, n_group, topk_group, routed_scaling_factor,
+                rounding, tile, seed, balance_coefficient, z_coefficient, losses, counts, chunks, logits_dtype,
+                gradient_dtype,
+                type(x), x.shape, x.dtype, x.device,
+                type(w1), w1.shape, w1.dtype, w1.device, w1.is_contiguous(),
+                type(w2), w2.shape, w2.dtype, w2.device, w2.is_contiguous(),
+                _traits(b1), _traits(b2), _traits(router_weight), _traits(router_bias), _traits(logits),
+                _traits(selection_bias),
+            )  # fmt: skip
+            options, call = _checked.get(signature, _NONE)
+        except (AttributeError, TypeError):
+            signature = None
+    given = (x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2)
     if options is None:
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
         count = w2.shape[0]
@@ -383,20 +409,26 @@ def moe(
         _checks.routing(function, count, top_k, score, n_group, topk_group, rounding, tile, seed, logits_dtype)
         if logits is not None:
             logits_dtype = logits.dtype
-        options = _remember(signature, (
+        options = (
             f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)} {score} {int(norm_topk_prob)} "
             f"{n_group} {topk_group} {float(routed_scaling_factor)} {rounding} {tile} {seed} "
             f"{int(logits_dtype is torch.bfloat16)} {float(balance_coefficient)} {float(z_coefficient)} {int(losses)} "
             f"{int(counts)}"
-        ))  # fmt: skip
+        )
+        call = _remember(signature, options, given, "from_logits", top_k, w2)
+    if call is not None and (_modes() or _profiled()):
+        call = None
     if selection_bias is not None:
-        selection_bias = selection_bias.detach().float()
-    arguments = (x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2, top_k, options, step)
-    if _differentiates(x, router_weight, router_bias, logits, w1, b1, w2, b2):
-        out, made, losses_, counts_ = _Moe.apply(*arguments, losses, counts)
+        given = (*given[:4], selection_bias.detach().float(), *given[5:])
+    if torch.is_grad_enabled() and (
+        x.requires_grad or w1.requires_grad or _any_requires_grad(w2, router_weight, router_bias, logits, b1, b2)
+    ):
+        out, made, losses_, counts_ = _Moe.apply(*given, top_k, options, step, losses, counts, call)
+    elif call is None:
+        found = _call.moe_forward.default(*given, top_k, options, step, False)
+        out, _, made, losses_, counts_ = _unpack(found, False, logits is None, losses, counts)
     else:
-        found = _operators(*arguments[:9]).moe_forward(*arguments, False)
-        out, (_, made, losses_, counts_) = found[0], _unpack(found, False, logits is None, losses, counts)
+        out, _, made, losses_, counts_ = ops.moe_forward(call, False, *given, step)
     return MoEOutput(out, logits if made is None else made, losses_, counts_)
 
 

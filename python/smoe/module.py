@@ -24,10 +24,11 @@ class _Experts(nn.Module):
         super().__init__()
         width = 2 * intermediate if gated else intermediate
         self.up_name = "gate_up_proj" if gated else "up_proj"
+        self.up_bias_name = self.up_name + "_bias"  # an attribute's name that is made at each call is slow to look up
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(experts, width, hidden, **kind)))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, **kind))
         up_bias = nn.Parameter(torch.empty(experts, width, **kind)) if bias else None
-        self.register_parameter(self.up_name + "_bias", up_bias)
+        self.register_parameter(self.up_bias_name, up_bias)
         self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden, **kind)) if bias else None
 
 
@@ -77,23 +78,23 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, *, step: int = 0, losses: bool = False, counts: bool = False):
         """x (..., H) to out (..., H); with `losses` or `counts` the smoe.MoEOutput (logits (T, E) of the flattened
         tokens). `step` is for stochastic token rounding."""
-        gate, experts = self.gate, self.experts
+        gate, experts, flat = self.gate, self.experts, x.dim() == 2
         found = functional.moe(
-            x.reshape(-1, x.shape[-1]),
+            x if flat else x.reshape(-1, x.shape[-1]),
             gate.weight,
             getattr(experts, experts.up_name),
             experts.down_proj,
             top_k=self.top_k,
             router_bias=gate.bias,
             selection_bias=gate.e_score_correction_bias,
-            b1=getattr(experts, experts.up_name + "_bias"),
+            b1=getattr(experts, experts.up_bias_name),
             b2=experts.down_proj_bias,
             step=step,
             losses=losses,
             counts=counts,
             **self.options,
         )
-        out = found.out.view(x.shape)
+        out = found.out if flat else found.out.view_as(x)
         if not (losses or counts):
             return out
         return functional.MoEOutput(out, found.logits, found.losses, found.counts)  # torch 2.6 does not trace _replace

@@ -29,45 +29,42 @@ def host_us(cases):
 
 
 def record(method, function):
-    """(context, the arguments) of the last call of a Context method while `function` runs, and everything that those
-    addresses need to stay valid: what the function returned and its buffers."""
-    taken, buffers, real, buffer = [], [], getattr(_context.Context, method), _ops._buffer
-
-    def keeping(size, like):
-        buffers.append(buffer(size, like))
-        return buffers[-1]
-
-    setattr(_context.Context, method, lambda self, *fields: taken.append((self, fields)) or real(self, *fields))
-    _ops._buffer = keeping
+    """(context, layer, arguments) of the last call of a Context method while `function` runs, and what it returned, which
+    the addresses in the arguments need."""
+    taken, real = [], getattr(_context.Context, method)
+    setattr(_context.Context, method, lambda *call: taken.append(call) or real(*call))
     try:
         kept = function()
     finally:
         setattr(_context.Context, method, real)
-        _ops._buffer = buffer
-    return taken[-1], kept, buffers
+    return taken[-1], kept
 
 
-def c_call(function, context, packed, fields):
-    """The bare C call on a recorded call's fields, in a struct of its own."""
-    struct = ctypes.create_string_buffer(packed.size)
-    packed.pack_into(struct, 0, packed.size, *fields[2:])
-    at = ctypes.addressof(struct)
-    return lambda _kept=struct: function(context.handle, fields[0], at, fields[1])
+def c_call(function, context, layer, arguments, layout):
+    """The bare C call on recorded arguments, with scratch memory of its own: the recorded call's has been freed."""
+    struct = layout.from_buffer_copy(arguments)
+    scratch = torch.empty(struct.scratch_size, dtype=torch.uint8, device=target.device)
+    struct.scratch = scratch.data_ptr()
+    at, stream = ctypes.addressof(struct), context.stream()
+    return lambda _kept=(struct, scratch): function(context.handle, layer, at, stream)
 
 
-def empty_function(saved, gradients):
+def empty_function(saved, gradients, in_forward=None, in_backward=None):
     """A torch.autograd.Function with the inputs, output, saved tensors and gradients of smoe.experts that computes and
-    allocates nothing: what remains is PyTorch's."""
+    allocates nothing: what remains is PyTorch's, and the calls that it is given."""
+    call_forward, call_backward = in_forward or (lambda: None), in_backward or (lambda: None)
 
     class Empty(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, ids, weights, w1, b1, w2, b2, options):
+            call_forward()
             ctx.save_for_backward(x, ids, w1, w2, b2, saved)
             return x.detach()
 
         @staticmethod
         def backward(ctx, dout):
             _ = ctx.saved_tensors
+            call_backward()
             return gradients
 
     return Empty.apply
@@ -92,10 +89,13 @@ def host():
     leaves, dout = [x, weights, w1, w2], torch.ones(T, H, device=target.device, dtype=target.dtype)
     grad = torch.autograd.grad
     smoe.experts(**made)
-    (context, fields), out, *keep = record("forward", lambda: smoe.experts(**made))
-    (engine_context, back), *keep_too = record("backward", lambda: grad(out, leaves, dout, retain_graph=True))
-    dx, dweights, dw1, dw2 = keep_too[0]
-    empty = empty_function(out.grad_fn.saved_tensors[-1], (dx, None, dweights, dw1, None, dw2, None, None))
+    recorded, out = record("forward", lambda: smoe.experts(**made))
+    recorded_back, found = record("backward", lambda: grad(out, leaves, dout, retain_graph=True))
+    c_forward = c_call(native.library.smoe_layer_forward, *recorded, native.ForwardArgs)
+    c_backward = c_call(native.library.smoe_layer_backward, *recorded_back, native.BackwardArgs)
+    dx, dweights, dw1, dw2 = found
+    saved, gradients = out.grad_fn.saved_tensors[-1], (dx, None, dweights, dw1, None, dw2, None, None)
+    empty, with_c = empty_function(saved, gradients), empty_function(saved, gradients, c_forward, c_backward)
     inputs = (x, ids, weights, w1, None, w2, None, "swiglu concatenated 1 0")
     with torch.no_grad():
         functional._Experts.backward(out.grad_fn, dout)  # makes this thread's context
@@ -113,12 +113,13 @@ def host():
     forward_and_backward = {
         "smoe.experts": lambda: grad(smoe.experts(**made), leaves, dout),
         "an empty Function": lambda: grad(empty(*inputs), leaves, dout),
+        "with C": lambda: grad(with_c(*inputs), leaves, dout),
         "F.linear": lambda: grad(F.linear(x, weight), [x, weight], dout),
         "smoe.MoE": lambda: grad(module(x), parameters, dout),
     }
     us = host_us({
-        "C forward": c_call(native.library.smoe_layer_forward, context, _context._FORWARD, fields),
-        "C backward": c_call(native.library.smoe_layer_backward, engine_context, _context._BACKWARD, back),
+        "C forward": c_forward,
+        "C backward": c_backward,
         "forward": lambda: smoe.experts(**made),
         "empty forward": lambda: empty(*inputs),
         "inference": without_gradients(lambda: smoe.experts(**made)),
@@ -146,7 +147,8 @@ def report(us):
         ours, empty = us["smoe.experts" + where] - c, us["an empty Function" + where]
         line(f"forward and backward{where}, us above C", ours, None if where else 70)
         line("   of it: an empty Function, PyTorch's part", empty)
-        line("   of it: smoe's Python", ours - empty)
+        line("   of it: the C calls, slower there than in a loop", us["with C" + where] - empty - c)
+        line("   of it: smoe's Python and its buffers", ours - us["with C" + where] + c)
         line("   for comparison: all of F.linear's", us["F.linear" + where])
         line("   for comparison: all of smoe.MoE's", us["smoe.MoE" + where])
     line("the Python function of the backward alone, us above C", us["backward's Python"] - us["C backward"])

@@ -1,5 +1,6 @@
 """Where PyTorch runs a layer: compile, checkpointing, autocast, hooks, modes, threads, forks."""
 
+import ctypes
 import os
 import threading
 
@@ -138,6 +139,48 @@ def test_bound_of_saved(rounding):
                 assert bound >= needed
                 if tokens == 24576 and experts > 1:  # one expert cannot take rows that are not there
                     assert bound <= 1.001 * needed + 4096
+
+
+def test_packed_arguments():
+    """Every value lands in the field that the packer names it for, the other fields are zero."""
+    from smoe import _context, native
+
+    structs = {native.ForwardArgs: ("pack_forward", "pack_moe_forward"), native.BackwardArgs: ("pack_backward", "pack_moe_backward")}
+    for layout, packers in structs.items():
+        named = []
+        for packer in packers:
+            pack = getattr(_context, packer)
+            count = sum(code in "Qf" for code in pack.func.__self__.format) - 1
+            packed = layout.from_buffer_copy(pack(*range(1, count + 1)))
+            values = [getattr(packed, name) for name, _ in layout._fields_]
+            assert values[0] == ctypes.sizeof(layout)
+            assert [value for value in values[1:] if value] == list(range(1, count + 1))
+            named.append({name for name, _ in layout._fields_ if getattr(packed, name)})
+        assert {"x", "w2", "saved_size", "scratch", "scratch_size"} <= named[0] & named[1]
+        assert not {"topk_ids", "topk_weights", "dtopk_weights"} & named[1]
+        assert not {"logits", "router_weight", "dlogits"} & named[0]
+
+
+def test_fake_tensors():
+    """Fake tensors in eager mode, their number of tokens symbolic in a traced graph."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def both(x, ids, weights, w1, w2):
+        out = smoe.experts(x, ids, weights, w1, w2)
+        return out, *torch.autograd.grad(out.sum(), (x, weights, w1, w2))
+
+    def inputs(tokens):
+        torch.manual_seed(0)
+        leaves = [torch.randn(*shape, requires_grad=True) for shape in ((tokens, H), (tokens, K), (E, 2 * I, H), (E, H, I))]
+        return leaves[0], torch.rand(tokens, E).topk(K).indices, *leaves[1:]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = both(*inputs(9))
+    real = both(*inputs(9))
+    assert [fake.shape for fake in fakes] == [tensor.shape for tensor in real]
+    graph = make_fx(both, tracing_mode="symbolic")(*inputs(9))
+    assert same(graph(*inputs(21)), both(*inputs(21)))
 
 
 # ---- checkpointing, hooks, modes ----
@@ -347,7 +390,7 @@ def test_a_plain_fork():
 
 
 def test_a_step_runs_nothing_besides_the_calls():
-    """No copy, fill or cast: PyTorch's own operators in a step of smoe.MoE only allocate and make views."""
+    """No copy, fill or cast: PyTorch's own operators in a step of smoe.MoE only allocate."""
     moe = smoe.MoE(H, I, E, K)
     x, dout = torch.randn(40, H, requires_grad=True), torch.randn(40, H)
     leaves = [x, *moe.parameters()]
@@ -357,7 +400,8 @@ def test_a_step_runs_nothing_besides_the_calls():
         step()
     ran = {event.key for event in profiler.key_averages() if event.key.startswith(("aten::", "smoe::"))}
     assert {"smoe::moe_forward", "smoe::moe_backward"} <= ran
-    assert ran <= {"smoe::moe_forward", "smoe::moe_backward", "aten::empty", "aten::empty_like", "aten::view", "aten::reshape"}
+    allocations = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+    assert ran <= {"smoe::moe_forward", "smoe::moe_backward"} | allocations
 
 
 def test_no_gradient_for_the_output():
