@@ -49,7 +49,7 @@ class Call:
     """An entry with its options at given shapes and dtypes: what a call needs besides its tensors, worked out once."""
 
     __slots__ = (
-        "entry", "options", "tokens", "topk", "w2", "dtype", "index", "gradient_dtype", "training", "inference"
+        "entry", "options", "tokens", "topk", "w2", "dtype", "index", "gradient_dtype", "training", "reusing", "inference"
     )  # fmt: skip
 
     def __init__(self, entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype) -> None:
@@ -57,17 +57,19 @@ class Call:
         self.tokens, self.w2, self.dtype = x.shape[0], tuple(w2.shape), x.dtype
         self.gradient_dtype = _gradient_dtype(self.options, x)
         self.training: dict[Context, Description] = {}
+        self.reusing: dict[Context, Description] = {}  # of a backward that overwrites H in `saved` with dH
         self.inference: dict[Context, Description] = {}
 
     def saved_bytes(self) -> int:
         return self.options.saved_bytes(self.entry, self.tokens, self.topk, self.w2, self.dtype.itemsize)
 
-    def describe(self, context: Context, save: bool) -> Description:
-        """What `training` or `inference` is to hold for the context."""
+    def describe(self, context: Context, save: bool, reuse: bool = False) -> Description:
+        """What `training`, `reusing` or `inference` is to hold for the context."""
         codes = TYPE_CODES[self.dtype], TYPE_CODES[self.index]
         layer = self.options.layer(self.entry, self.tokens, self.topk, self.w2, *codes, save)
+        layer.reuse_saved = reuse
         made = context.describe(layer, self.saved_bytes() if save else 0)
-        (self.training if save else self.inference)[context] = made
+        (self.reusing if reuse else self.training if save else self.inference)[context] = made
         return made
 
 
@@ -218,10 +220,11 @@ def _gradients(
 
 def backward(
     call: Call, wanted: tuple[bool, ...], dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor,
-    ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None,
+    ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None, reuse: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients in the order of the bits, None where `wanted` is false. Hooks on saved tensors may have brought
-    anything that was saved back at another address and alignment."""
+    anything that was saved back at another address and alignment. With `reuse` nobody reads `saved` after this call, and
+    dH takes the place of H there."""
     dout_at, x_at, w1_at, w2_at = dout.data_ptr(), x.data_ptr(), w1.data_ptr(), w2.data_ptr()
     saved_at = saved.data_ptr()
     b2_at = 0 if b2 is None else b2.data_ptr()
@@ -241,14 +244,14 @@ def backward(
             _readable(t) for t in (dout, x, w1, w2, b2, ids, router_weight, logits)
         ]
         saved = _readable(saved, _BUFFER_ALIGN)
-        return backward(call, wanted, dout, x, w1, w2, b2, saved, ids, router_weight, logits)
+        return backward(call, wanted, dout, x, w1, w2, b2, saved, ids, router_weight, logits, reuse)
     made = _gradients(wanted, call.gradient_dtype, x, w1, w2, ids, logits)
     if call.tokens == 0:
         for gradient in _given(*made):
             gradient.zero_()
         return made
     context = context_of(x)
-    layer = call.training.get(context) or call.describe(context, True)
+    layer = (call.reusing if reuse else call.training).get(context) or call.describe(context, True, reuse)
     scratch = saved.new_empty(layer.scratch_backward)
     dx, dw1, db1, dw2, db2, drouting, drouter_weight, drouter_bias = made
     dx_at = 0 if dx is None else dx.data_ptr()

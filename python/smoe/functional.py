@@ -98,6 +98,14 @@ def _dispatched(operator, wanted: tuple[bool, ...], *arguments) -> list[Tensor |
 # about 20 us of a forward and backward.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _profiled = torch.autograd._profiler_enabled
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+
+
+def _last_reader(dout: Tensor) -> bool:
+    """Whether the backward that runs is the last to read what the forward saved: without retain_graph, and not in the
+    capture of a CUDA graph, which may be replayed several times after one replay of the forward's."""
+    return not (_keeps_graph() or (dout.is_cuda and _captures()))
 
 
 # ---- given ids and weights ----
@@ -127,7 +135,7 @@ class _Experts(torch.autograd.Function):
                 _call.experts_backward.default, wanted, dout.contiguous(), x, ids, w1, w2, b2, saved, ctx.options
             )
         else:
-            found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, ids)
+            found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, ids, reuse=_last_reader(dout))
         dx, dw1, db1, dw2, db2, dweights, _, _ = found
         return dx, None, dweights, dw1, db1, dw2, db2, None, None
 
@@ -218,7 +226,7 @@ class _Rows(torch.autograd.Function):
                 _call.rows_backward.default, wanted, dout.contiguous(), rows, w1, w2, b2, saved, ctx.options
             )
         else:
-            found = ops.backward(call, wanted, dout, rows, w1, w2, b2, saved)
+            found = ops.backward(call, wanted, dout, rows, w1, w2, b2, saved, reuse=_last_reader(dout))
         drows, dw1, db1, dw2, db2, dweights, _, _ = found
         return drows, None, dweights, dw1, db1, dw2, db2, None, None
 
@@ -331,7 +339,9 @@ class _Moe(torch.autograd.Function):
             kept = (x, router_weight, logits, w1, w2, b2, saved)
             found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept, ctx.top_k, ctx.options)
         else:
-            found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits)
+            found = ops.backward(
+                call, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits, _last_reader(dout)
+            )
         dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = found
         return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None, None
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import smoe
 import smoe.functional  # registers torch.ops.smoe
+from smoe import _context, native
 
 H, I, E, K = 32, 16, 8, 2
 
@@ -321,6 +322,24 @@ def test_backward_twice():
     out = model(x).sum()
     first = torch.autograd.grad(out, x, retain_graph=True)
     assert same(first, torch.autograd.grad(out, x))
+
+
+def test_the_last_backward_overwrites_what_was_saved(monkeypatch):
+    reused, real = [], _context.Context.backward
+
+    def watched(self, layer, arguments):
+        reused.append(native.Layer.from_address(layer).reuse_saved)
+        real(self, layer, arguments)
+
+    monkeypatch.setattr(_context.Context, "backward", watched)
+    model, x = Block(), torch.randn(9, H, requires_grad=True)
+    leaves = [x, *model.parameters()]
+    out = model(x).sum()
+    kept = [torch.autograd.grad(out, leaves, retain_graph=True) for _ in range(2)]
+    assert reused == [0] * 6 and same(*kept)  # three entries, two backwards
+    assert same(kept[0], torch.autograd.grad(out, leaves)) and reused[6:] == [1] * 3
+    out = checkpoint(model, x, use_reentrant=False).sum()  # its graph is made again for each backward
+    assert same(kept[0], torch.autograd.grad(out, leaves)) and reused[9:] == [1] * 3
 
 
 # ---- threads and processes ----
