@@ -157,7 +157,7 @@ def show(options, chosen):
         print(form(tables.make(chosen)))
         if chosen:
             print(f"versions: {tables.versions(chosen)}")
-    if options.plot and chosen:
+    if options.plot and any(record["part"] != "e2e" for record in chosen):  # the picture shows layers
         tables.plot(chosen, options.plot)
 
 

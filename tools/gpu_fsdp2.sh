@@ -127,10 +127,13 @@ finetune() { # seconds, name, options...
 }
 
 part_finetune() {
-    finetune 170 finetune_full --steps 12 --modes full || return
-    finetune 60 finetune_text --steps 30 --modes full --layers 4 --lr 1e-3 --batch 4 --context 1024 "$dir"/docs/*.md || return
-    "$python" -c 'import peft' 2>/dev/null || { echo "peft is not installed: no LoRA"; return 0; }
-    finetune 120 finetune_lora --steps 12 --modes lora
+    local wrong=0
+    finetune 170 finetune_full --steps 12 --modes full || wrong=1
+    # With a learning rate of 1e-3 the loss rises to 19 first, and the implementations' roundings grow with it.
+    finetune 60 finetune_text --steps 30 --modes full --layers 4 --lr 1e-4 --batch 4 --context 1024 "$dir"/docs/*.md || wrong=1
+    "$python" -c 'import peft' 2>/dev/null || { echo "peft is not installed: no LoRA"; return $wrong; }
+    finetune 120 finetune_lora --steps 12 --modes lora || wrong=1
+    return $wrong
 }
 
 run() { # DIR, parts

@@ -5,7 +5,7 @@ import time
 
 import reference
 import torch
-from gpu_host import record
+from gpu_host import c_call, record
 from gpu_parts import against_f64, find, layer, part, randn, run, synchronize, target
 
 import smoe
@@ -96,12 +96,14 @@ def speed():
     leaves = [x, *moe.parameters()]
     eager_step = lambda: torch.autograd.grad(moe(x), leaves, dout)
     eager_step()
-    (forward, fields), out, *keep = record("forward", lambda: moe(x))
-    (backward, back), *keep_too = record("backward", lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    recorded, out = record("forward", lambda: moe(x))
+    recorded_back, _gradients = record("backward", lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    c_forward = c_call(native.library.smoe_layer_forward, *recorded, native.ForwardArgs)
+    c_backward = c_call(native.library.smoe_layer_backward, *recorded_back, native.BackwardArgs)
 
     def c_step():
-        forward.forward(*fields)
-        backward.backward(*back)
+        c_forward()
+        c_backward()
 
     def once(function, steps=20):
         """Device ms a step as in training, where the host runs ahead: one step of the same kind goes first, so that the

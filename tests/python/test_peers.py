@@ -1,6 +1,8 @@
 """bench/peers.py without a GPU: suites, records, ratios, tables, errors against fp64, times. test_peers_run.py has the
 processes and the command."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -215,6 +217,14 @@ def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     tables.plot(some_records(), tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_alone_are_shown_without_a_picture(tmp_path):
+    numbers = dict(step_ms=160.0, tokens_per_s=250600.0, step_tflops=337.0, peak_bytes=2**30, first_step_s=10.0)
+    (tmp_path / "peers.jsonl").write_text(json.dumps(a_record(suite="e2e", part="e2e", shape="1.4B", **numbers)) + "\n")
+    command = [sys.executable, ROOT / "bench" / "peers.py", "--records", "peers.jsonl", "--show", "--plot", "ratios.png"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0 and "250.6" in shown.stdout and not (tmp_path / "ratios.png").exists(), shown.stderr
 
 
 # ---- inputs and errors ----
