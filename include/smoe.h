@@ -38,7 +38,7 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
- * The plan is all that up, down and combine read about the routing. From logits it has the results of topk.
+ * The plan is all that up, down and combine read about the routing, and the results of topk.
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
@@ -296,7 +296,7 @@ typedef struct smoe_layer {
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
     int32_t renormalize; /* 0 or 1; see smoe_score */
-    int32_t groups;      /* SIGMOID: number of groups of E / groups >= 2 consecutive experts; 1: no groups */
+    int32_t groups;      /* SIGMOID: number of equal groups of consecutive experts, at least 2 each; or 1 */
     int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
                             selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */
@@ -446,8 +446,8 @@ typedef struct smoe_backward_args {
     /* the forward's inputs and results, with the same values */
     const void *x;               /* (T, d); read for dw1, drouter_weight */
     const void *router_weight;   /* (E, d), or NULL: dx does not include the router's term */
-    const void *logits;          /* FROM_LOGITS: (T, E); read for dlogits, the router's gradients and the
-                                    router's term of dx, unless the dlogits of a softmax are sparse */
+    const void *logits;          /* FROM_LOGITS: (T, E); read for dlogits, the router's gradients and term of
+                                    dx. May be NULL if the score is a softmax and dlogits are sparse */
     const float *selection_bias; /* unused */
     const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
     const float *topk_weights;   /* unused */
@@ -456,8 +456,8 @@ typedef struct smoe_backward_args {
     const void *w1;              /* read for dx */
     const void *b1;              /* unused */
     const void *w2;              /* required for every gradient except db2, even for dw2 alone */
-    const void *b2; /* the forward's b2, which dS has a term with; NULL if the forward had none */
-    void *saved;    /* as the forward left it; overwritten only with reuse_saved */
+    const void *b2;              /* the forward's b2, read for a term of dS; NULL if the forward had no b2 */
+    void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;
     /* the gradient of O, loss coefficients, and the gradients to compute */
     const void *dout;          /* dO (T, d) dtype */

@@ -2,7 +2,7 @@
 // bias, groups. Shapes: logits (T, E), ids and weights (T, K).
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Tile: one warp takes a token, one CTA 32 tokens.
+// Tile: a CTA of 8 warps takes 32 tokens; a warp works on one token at a time.
 //
 // A ranking key is 0 for an expert that cannot be chosen. For any other expert it is k + 1, where the integer
 // k compares as the score does. A warp keeps the ranking key of every expert in shared memory, and the

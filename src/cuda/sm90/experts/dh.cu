@@ -33,9 +33,9 @@
 //
 // The four warps of the third warpgroup read these rows one by one; a warp takes one row of 256 columns at a
 // time. For each row it also needs H: 512 bytes or, with a gate, 512 bytes of the gate half and 512 bytes of
-// the up half. Each lane copies 16 bytes of each half to shared memory with cp.async, four rows ahead. The
-// lane writes the matching 16 bytes of dH and A' from registers. Since a lane reads its bytes of H before it
-// writes the same bytes of dH, dH may overwrite H.
+// the up half. Each lane copies 16 bytes of each half to shared memory with cp.async, four rows ahead. From
+// registers the lane writes the matching 16 bytes of A' and of each half of dH. Since a lane reads its bytes
+// of H before it writes the same bytes of dH, dH may overwrite H.
 //
 // Each column tile has its own partial sums of dS, so no atomics are needed.
 #include "common/activation_gradient.cuh"
