@@ -38,7 +38,8 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
- * The plan is all that up, down and combine read about the routing, and the results of topk.
+ * The plan contains all that up, down and combine read about the routing. For FROM_LOGITS it also contains
+ * the results of topk.
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
@@ -104,9 +105,8 @@ extern "C" {
 
 SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked */
 
-/* ---- Status -------------------------------------------------------------------------------------------- */
+/* ---- Status. The values never change. ------------------------------------------------------------------ */
 
-/* The values never change. */
 typedef enum smoe_status {
     SMOE_OK = 0,
     SMOE_ERROR_ARGUMENT = 100,    /* a NULL pointer, a value outside its enum, arguments that contradict each
@@ -271,8 +271,7 @@ typedef enum smoe_rounding {
 
 typedef struct smoe_layer {
     size_t struct_size;
-    int64_t tokens;       /* T >= 1; for FROM_ROWS an upper bound on R. Limits:
-                             padded_rows < 2^31 (smoe_sizes), T E <= 2^40 */
+    int64_t tokens;       /* T >= 1; for FROM_ROWS an upper bound on R. padded_rows < 2^31, T E <= 2^40 */
     int64_t hidden;       /* d, a multiple of 8, at most 2^20 */
     int64_t intermediate; /* n, a multiple of 8, at most 2^20 */
     int64_t experts;      /* E, 1..4096 */
@@ -296,7 +295,8 @@ typedef struct smoe_layer {
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
     int32_t renormalize; /* 0 or 1; see smoe_score */
-    int32_t groups;      /* SIGMOID: number of equal groups of consecutive experts, at least 2 each; or 1 */
+    int32_t groups;      /* number of groups. 1: no groups. More, only for SIGMOID: the experts are cut
+                            into so many equal runs of consecutive experts, each with at least 2 */
     int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
                             selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */
@@ -403,8 +403,8 @@ SMOE_API smoe_status smoe_experts_forward(smoe_context *context, const smoe_laye
                                           const smoe_forward_args *args, void *stream);
 
 /* Where the results of routing and plan are inside saved (for inference: inside scratch). topk_ids and
- * topk_weights are valid after smoe_route, h after smoe_experts_forward, all others after smoe_plan. The
- * first three are for FROM_LOGITS only. */
+ * topk_weights are valid after smoe_route, h after smoe_experts_forward, all others after smoe_plan. Only
+ * FROM_LOGITS has topk_ids, topk_weights and topk_counts. */
 typedef struct smoe_plan_view {
     size_t struct_size;
     const int32_t *topk_ids;      /* (T, K) each token's experts by falling score */
@@ -446,8 +446,8 @@ typedef struct smoe_backward_args {
     /* the forward's inputs and results, with the same values */
     const void *x;               /* (T, d); read for dw1, drouter_weight */
     const void *router_weight;   /* (E, d), or NULL: dx does not include the router's term */
-    const void *logits;          /* FROM_LOGITS: (T, E); read for dlogits, the router's gradients and term of
-                                    dx. May be NULL if the score is a softmax and dlogits are sparse */
+    const void *logits;          /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
+                                    the router's term of dx. May be NULL for sparse dlogits of a softmax */
     const float *selection_bias; /* unused */
     const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
     const float *topk_weights;   /* unused */

@@ -30,10 +30,10 @@
 // token are NaN. No other token changes.
 //
 // Two kernels:
-// - sparse: for layers in which every token has K rows, and nonzero dlogits only for the experts of these
-// rows. 8, 16 or
-//   32 lanes work on a token, each lane on one pair, or on two if K > 32. The rows of a token ascend with
-//   the expert's id. So the rank of an id among the token's ids tells which row the pair has.
+// - sparse: for layers in which every token has K rows and dlogits are nonzero only for the experts of these
+//   rows. 8, 16 or 32 lanes work on a token: the smallest of these numbers that is at least K, or 32 for
+//   larger K. Each lane works on one pair, or on two if K > 32. The rows of a token ascend with the expert's
+//   id. So the rank of an id among the token's ids tells which row the pair has.
 // - general: for all other layers. One warp works on a token.
 //
 // Both build the dlogits of a CTA's tokens in shared memory. From there they write those of the following
