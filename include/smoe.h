@@ -295,8 +295,8 @@ typedef struct smoe_layer {
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
     int32_t renormalize; /* 0 or 1; see smoe_score */
-    int32_t groups;      /* number of groups. 1: no groups. More, only for SIGMOID: the experts are cut
-                            into so many equal runs of consecutive experts, each with at least 2 */
+    int32_t groups;      /* 1: no groups. A value above 1 is for SIGMOID only: the experts are cut into
+                            this many runs of consecutive experts, of equal length, which is at least 2 */
     int32_t groups_kept; /* top-K searches only this many groups: those in which the sum of the two best
                             selection scores is highest */
     float route_scale;   /* multiplies every row weight, after renormalisation */

@@ -22,8 +22,8 @@
 // order in which threads run.
 //
 // A segment's time goes into instructions and round trips to L2 (docs/lab-notebook.md). So:
-// - A thread works on four pairs of a token at a time. It loads their ids and weights as vectors and finds
-//   their token with one division.
+// - A thread works on up to four pairs of one token at a time. It finds their token with one division, and
+//   loads their ids and weights with the widest loads that K allows.
 // - Counts, offsets, pad rows and work lists exist once for the whole plan. All CTAs write them together,
 //   each for some experts.
 // - A CTA requests all its ids and weights at its start.

@@ -1,6 +1,6 @@
 // The scores of all pairs of a token and an expert. There are two results:
-// - for rounding: ranking keys (E, T), integers that compare as the scores do. They are not computed if the
-//   top-K kernel has already written them;
+// - for rounding: keys (E, T), integers that compare as the scores do. They are not computed here if
+//   topk_fast.cu has chosen the experts, because it has written them already;
 // - for the losses: sums of p (the softmax over E) and of logsumexp^2 over a panel of 256 tokens.
 //
 // Terms: docs/glossary.md; symbols: include/smoe.h.

@@ -29,7 +29,7 @@
 // A consumer warp writes its 16 rows of dA' (256 columns) to shared memory as fp16. Before that, each row is
 // scaled by a power of two so that its largest magnitude is in [2^14, 2^15). Then every element whose
 // magnitude is at least 2^-28 times the largest is a normal fp16 number, and its rounding has a relative
-// error of at most 2^-11. Smaller elements become subnormal or 0.
+// error of at most 2^-11. Smaller elements may become subnormal or 0.
 //
 // The four warps of the third warpgroup read these rows one by one; a warp takes one row of 256 columns at a
 // time. For each row it also needs H: 512 bytes or, with a gate, 512 bytes of the gate half and 512 bytes of
