@@ -76,12 +76,15 @@ static void place_rest(model *m, arena *a, model_layer *layer, int64_t l, int64_
     layer->p = arena_take(a, m->device->ops->attention_saved(m->device, &shape));
     layer->mixed = arena_values(a, type, rows * d);
     layer->x_mid = arena_values(a, type, rows * d);
+    // Where layers share one place, those of the last pass are read for the log: no dense layer may lie over
+    // them.
+    if (l >= c->dense_layers || shares_rest(m)) {
+        if (!shares_logits(m)) place_logits(m, a, layer, rows);
+        layer->moe.losses = arena_floats(a, 4);
+        layer->moe.saved = arena_take(a, m->moe.saved_bytes);
+    }
     layer->dense_h = arena_values(a, type, rows * 2 * width);
     layer->dense_a = arena_values(a, type, rows * width);
-    if (l < c->dense_layers) return;
-    if (!shares_logits(m)) place_logits(m, a, layer, rows);
-    layer->moe.losses = arena_floats(a, 4);
-    layer->moe.saved = arena_take(a, m->moe.saved_bytes);
 }
 
 /* The buffers that every layer has for itself. */
@@ -155,8 +158,8 @@ int model_spans(const model *m, grad_span spans[MOST_SPANS])
                   before = (int64_t)m->layout.layers[0].qkv;
     spans[0] = (grad_span){m->grads, 0, m->one_layer ? before : total};
     if (!m->one_layer) return 1;
-    char *after = (char *)m->grads + (size_t)before * type_size(m->device->grad_type);
-    spans[1] = (grad_span){m->grads ? after : NULL, matrices, total - matrices};
+    void *after = m->grads ? (char *)m->grads + (size_t)before * type_size(m->device->grad_type) : NULL;
+    spans[1] = (grad_span){after, matrices, total - matrices};
     return 2;
 }
 

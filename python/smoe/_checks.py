@@ -61,6 +61,8 @@ def choice(function: str, name: str, value: Any, allowed: Collection[str]) -> No
 
 
 def between(function: str, name: str, value: int, low: int, high: int, meaning: str = "") -> None:
+    if type(value) is not int and (isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__")):
+        raise TypeError(f"{function}: {name} is {value!r}; expected an integer")
     if not low <= value <= high:
         raise ValueError(f"{function}: {name} is {value}; expected {low}..{high}{meaning}")
 

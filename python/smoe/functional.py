@@ -5,6 +5,7 @@ swiglu_oai) has w1 (E, 2I, H), one without a gate (silu, gelu, relu, relu2) has 
 are float32 or bfloat16, CUDA tensors bfloat16 or float16. Under autocast the matrices and x are cast as for a matmul.
 """
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -102,10 +103,35 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 _captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
 
 
-def _last_reader(dout: Tensor) -> bool:
-    """Whether the backward that runs is the last to read what the forward saved: without retain_graph, and not in the
-    capture of a CUDA graph, which may be replayed several times after one replay of the forward's."""
-    return not (_keeps_graph() or (dout.is_cuda and _captures()))
+_claims = threading.Lock()
+
+
+def _claim(ctx, dout: Tensor) -> bool:
+    """Before a backward reads what `ctx` saved: whether it may overwrite it. So it may if it is the last to read it (without
+    retain_graph, and not in the capture of a CUDA graph, which may be replayed several times after one replay of the
+    forward's) and no other thread reads it now."""
+    last = not (_keeps_graph() or (dout.is_cuda and _captures()))
+    with _claims:
+        if ctx.overwritten:
+            raise RuntimeError(
+                "smoe: a backward through this call has overwritten what its forward saved; give every backward but the last "
+                "retain_graph=True"
+            )
+        ctx.readers += 1
+        ctx.overwritten = last and ctx.readers == 1
+        return ctx.overwritten
+
+
+def _backward(ctx, wanted: tuple[bool, ...], dout: Tensor, *kept: Tensor | None) -> tuple[Tensor | None, ...]:
+    reuse = _claim(ctx, dout)
+    try:
+        return ops.backward(ctx.call, wanted, dout, *kept, reuse=reuse)
+    except torch.OutOfMemoryError:  # of a buffer, before anything was overwritten
+        ctx.overwritten = False
+        raise
+    finally:
+        with _claims:
+            ctx.readers -= 1
 
 
 # ---- given ids and weights ----
@@ -119,7 +145,7 @@ class _Experts(torch.autograd.Function):
         else:
             out, saved = ops.forward(call, True, x, ids, weights, w1, b1, w2, b2)
         ctx.save_for_backward(x, ids, w1, w2, b2, saved)
-        ctx.options, ctx.call = options, call
+        ctx.options, ctx.call, ctx.readers, ctx.overwritten = options, call, 0, False
         return out
 
     @staticmethod
@@ -135,7 +161,7 @@ class _Experts(torch.autograd.Function):
                 _call.experts_backward.default, wanted, dout.contiguous(), x, ids, w1, w2, b2, saved, ctx.options
             )
         else:
-            found = ops.backward(call, wanted, dout, x, w1, w2, b2, saved, ids, reuse=_last_reader(dout))
+            found = _backward(ctx, wanted, dout, x, w1, w2, b2, saved, ids)
         dx, dw1, db1, dw2, db2, dweights, _, _ = found
         return dx, None, dweights, dw1, db1, dw2, db2, None, None
 
@@ -210,7 +236,7 @@ class _Rows(torch.autograd.Function):
         else:
             out, saved = ops.forward(call, True, rows, offsets, row_weights, w1, b1, w2, b2)
         ctx.save_for_backward(rows, w1, w2, b2, saved)
-        ctx.options, ctx.call = options, call
+        ctx.options, ctx.call, ctx.readers, ctx.overwritten = options, call, 0, False
         return out
 
     @staticmethod
@@ -226,7 +252,7 @@ class _Rows(torch.autograd.Function):
                 _call.rows_backward.default, wanted, dout.contiguous(), rows, w1, w2, b2, saved, ctx.options
             )
         else:
-            found = ops.backward(call, wanted, dout, rows, w1, w2, b2, saved, reuse=_last_reader(dout))
+            found = _backward(ctx, wanted, dout, rows, w1, w2, b2, saved)
         drows, dw1, db1, dw2, db2, dweights, _, _ = found
         return drows, None, dweights, dw1, db1, dw2, db2, None, None
 
@@ -317,7 +343,7 @@ class _Moe(torch.autograd.Function):
         out, saved, logits, losses, counts = found
         kept = given_logits if logits is None else logits
         ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
-        ctx.top_k, ctx.options, ctx.call = top_k, options, call
+        ctx.top_k, ctx.options, ctx.call, ctx.readers, ctx.overwritten = top_k, options, call, 0, False
         ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])
         if not torch.compiler.is_compiling():  # else the engine fills a zero gradient of the logits in every backward
             ctx.set_materialize_grads(False)
@@ -339,9 +365,7 @@ class _Moe(torch.autograd.Function):
             kept = (x, router_weight, logits, w1, w2, b2, saved)
             found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept, ctx.top_k, ctx.options)
         else:
-            found = ops.backward(
-                call, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits, _last_reader(dout)
-            )
+            found = _backward(ctx, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits)
         dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = found
         return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None, None
 
@@ -393,7 +417,7 @@ def moe(
     if traced or _any_autocast():
         x, router_weight, router_bias, w1, b1, w2, b2 = _autocast(x, router_weight, router_bias, w1, b1, w2, b2)
     function = "smoe.moe"
-    if not 0 <= step < 2**64:
+    if type(step) is not int or not 0 <= step < 2**64:
         _checks.between(function, "step", step, 0, 2**64 - 1)
     options = signature = None
     if not traced:

@@ -145,19 +145,26 @@ static void fill_nan(float *out, int64_t experts)
     for (int64_t e = 0; e < experts; e++) out[e] = moe_float_of(0x7fc00000u);
 }
 
+/* The kept weights of the plan before route_scale, in w->weights. */
+static void weights_of_plan(const gradient_call *c, int64_t t, token_work *w)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const float *weights = c->plan->topk_weights + t * l->topk;
+    for (int64_t k = 0; k < l->topk; k++)
+        w->weights[k] = l->route_scale == 1.0f ? weights[k] : moe_div(weights[k], l->route_scale);
+}
+
 /* From the weights of the plan, without the logits: sparse dlogits of a softmax. If one weight is NaN, all of
  * the token's are. */
 static void token_dlogits_of_weights(const gradient_call *c, int64_t t, token_work *w, float *out)
 {
     const smoe_layer *l = &c->problem->layer;
     const int32_t *ids = c->plan->topk_ids + t * l->topk;
-    const float *weights = c->plan->topk_weights + t * l->topk;
     gather_rows(c, ids, t, w);
     memset(out, 0, sizeof *out * (size_t)l->experts);
-    for (int64_t k = 0; k < l->topk; k++)
-        w->weights[k] = l->route_scale == 1.0f ? weights[k] : moe_div(weights[k], l->route_scale);
+    weights_of_plan(c, t, w);
     kept_softmax_gradient(w, ids, l->topk, out);
-    if (moe_is_nan(weights[0])) fill_nan(out, l->experts);
+    if (moe_is_nan(c->plan->topk_weights[t * l->topk])) fill_nan(out, l->experts);
 }
 
 static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, float *out)
@@ -185,12 +192,12 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
         softmax_gradient(c, max, sum, w, out);
     }
     if (!w->kept_rows) return;
-    if (!plain_softmax) {
+    if (sigmoid) {
         const float divisor = moe_kept_weights(l, logits, max, sum, ids, w->weights);
-        if (sigmoid)
-            kept_sigmoid_gradient(w, logits, ids, l, divisor, out);
-        else
-            kept_softmax_gradient(w, ids, l->topk, out);
+        kept_sigmoid_gradient(w, logits, ids, l, divisor, out);
+    } else if (!plain_softmax) {
+        weights_of_plan(c, t, w);
+        kept_softmax_gradient(w, ids, l->topk, out);
     }
     if (keeps_nan(logits, ids, l->topk)) fill_nan(out, experts);
 }

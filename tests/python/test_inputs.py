@@ -110,3 +110,15 @@ def test_unknown_names():
         smoe.expert
     with pytest.raises(TypeError, match="no_such_option"):
         smoe.MoE(16, 8, 4, 2, no_such_option=1)(torch.randn(2, 16))
+
+
+def test_sizes_are_integers_also_after_a_failed_call():
+    layer, x = smoe.MoE(32, 16, 8, 2.0), torch.randn(3, 32)
+    with pytest.raises(TypeError, match="top_k is 2.0; expected an integer"):
+        layer(x)
+    layer.top_k = 2
+    layer(x)
+    given = dict(top_k=2, w1=torch.randn(8, 32, 32), w2=torch.randn(8, 32, 16))
+    for step in (1.5, None, True, torch.tensor(3)):
+        with pytest.raises(TypeError, match="smoe.moe: step is"):
+            smoe.moe(x, torch.randn(8, 32), step=step, **given)

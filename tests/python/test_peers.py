@@ -1,8 +1,7 @@
 """bench/peers.py without a GPU: suites, records, ratios, tables, errors against fp64, times. test_peers_run.py has the
 processes and the command."""
 
-import json
-import subprocess
+import argparse
 import sys
 from pathlib import Path
 
@@ -219,12 +218,12 @@ def test_plot(tmp_path):
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_steps_alone_are_shown_without_a_picture(tmp_path):
+def test_steps_alone_are_shown_without_a_picture(monkeypatch, capsys):
+    monkeypatch.setattr(tables, "plot", lambda *arguments: pytest.fail("the picture shows layers"))
     numbers = dict(step_ms=160.0, tokens_per_s=250600.0, step_tflops=337.0, peak_bytes=2**30, first_step_s=10.0)
-    (tmp_path / "peers.jsonl").write_text(json.dumps(a_record(suite="e2e", part="e2e", shape="1.4B", **numbers)) + "\n")
-    command = [sys.executable, ROOT / "bench" / "peers.py", "--records", "peers.jsonl", "--show", "--plot", "ratios.png"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0 and "250.6" in shown.stdout and not (tmp_path / "ratios.png").exists(), shown.stderr
+    options = argparse.Namespace(csv=False, markdown=False, docs=None, plot="ratios.png")
+    peers.show(options, [a_record(suite="e2e", part="e2e", shape="1.4B", **numbers)])
+    assert "250.6" in capsys.readouterr().out
 
 
 # ---- inputs and errors ----

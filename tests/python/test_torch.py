@@ -342,6 +342,37 @@ def test_the_last_backward_overwrites_what_was_saved(monkeypatch):
     assert same(kept[0], torch.autograd.grad(out, leaves)) and reused[9:] == [1] * 3
 
 
+def test_a_retried_backward_says_that_saved_is_overwritten():
+    """A post-hook runs before the engine lets go of what was saved: the same node could run again."""
+    model, x = Block(), torch.randn(9, H, requires_grad=True)
+    out = smoe.experts(x, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), model.w1, model.w2)
+    hook = out.grad_fn.register_hook(lambda *gradients: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad(out.sum(), x)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        torch.autograd.grad(out.sum(), x)
+
+
+def test_backwards_of_two_threads(monkeypatch):
+    """While another thread's backward reads what was saved, one without retain_graph overwrites nothing."""
+    model, x = Block(), torch.randn(9, H, requires_grad=True)
+    out = smoe.experts(x, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), model.w1, model.w2)
+    reused, real, inside = [], _context.Context.backward, []
+
+    def watched(self, layer, arguments):
+        reused.append(native.Layer.from_address(layer).reuse_saved)
+        if len(reused) == 1:  # the first, with retain_graph, is still inside when the second comes
+            second = threading.Thread(target=lambda: inside.append(torch.autograd.grad(out.sum(), x)))
+            second.start()
+            second.join()
+        real(self, layer, arguments)
+
+    monkeypatch.setattr(_context.Context, "backward", watched)
+    first = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    assert reused == [0, 0] and same(first, inside[0])
+
+
 # ---- threads and processes ----
 
 
