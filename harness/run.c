@@ -173,14 +173,10 @@ static bool give_initial_gradient(run *r, slot_id id)
 static bool reads_logits(const run *r)
 {
     const smoe_layer *l = &r->layer;
-    const bool losses = r->backward.balance_coefficient != 0.0f || r->backward.z_coefficient != 0.0f;
-    if (losses || l->rounding != SMOE_ROUNDING_NONE) return true;
-    switch (l->score) {
-    case SMOE_SCORE_SOFTMAX_TOPK: return !l->renormalize;
-    case SMOE_SCORE_TOPK_SOFTMAX: return false;
-    case SMOE_SCORE_SIGMOID: break;
-    }
-    return true;
+    const bool losses = r->backward.balance_coefficient != 0.0f || r->backward.z_coefficient != 0.0f,
+               softmax_of_kept = l->score == SMOE_SCORE_TOPK_SOFTMAX ||
+                                 (l->score == SMOE_SCORE_SOFTMAX_TOPK && l->renormalize);
+    return losses || l->rounding != SMOE_ROUNDING_NONE || !softmax_of_kept;
 }
 
 bool run_inputs(run *r, const oracle_drawn *d)

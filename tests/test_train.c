@@ -1,6 +1,6 @@
 /* Training runs on a small text: resuming gives the bits of an unbroken run, checkpoints survive what a kill
  * leaves, the log goes on where the checkpoint was, and each kind of bad input has its error. */
-#define _POSIX_C_SOURCE 200809L
+#define _DEFAULT_SOURCE
 #include "train_case.h"
 
 #include "train/checkpoint.h"

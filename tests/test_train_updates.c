@@ -1,6 +1,6 @@
 /* Updates of the weights: in the backward or after it with the same bits, resumed with the same bits, and
  * none that is saved once a loss or gradient is not finite. */
-#define _POSIX_C_SOURCE 200809L
+#define _DEFAULT_SOURCE
 #include "train/log.h"
 #include "train_case.h"
 

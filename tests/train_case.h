@@ -3,6 +3,7 @@
 #ifndef TESTS_TRAIN_CASE_H
 #define TESTS_TRAIN_CASE_H
 
+#include "tests/folder.h"
 #include "train/checkpoint.h"
 #include "train/file.h"
 #include "train/train.h"
@@ -22,7 +23,7 @@ enum { PATH_BYTES = 512 };
 
 /* A folder of its own for every test: text.txt in it, runs beside it. */
 typedef struct place {
-    char folder[64], text[128], out[128];
+    char *folder, text[128], out[128];
     const char *paths[1];
 } place;
 
@@ -30,8 +31,9 @@ static inline int set_up(void **state)
 {
     static const char words[] = "the quick brown fox jumps over the lazy dog; ";
     place *p = calloc(1, sizeof *p);
-    strcpy(p->folder, "/tmp/smoe-test-train-XXXXXX");
-    if (!mkdtemp(p->folder)) return -1;
+    void *folder;
+    if (folder_setup(&folder) != 0) return -1;
+    p->folder = folder;
     snprintf(p->text, sizeof p->text, "%s/text.txt", p->folder);
     snprintf(p->out, sizeof p->out, "%s/out", p->folder);
     FILE *file = fopen(p->text, "w");
@@ -44,12 +46,10 @@ static inline int set_up(void **state)
 
 static inline int tear_down(void **state)
 {
-    char command[PATH_BYTES];
     place *p = *state;
-    snprintf(command, sizeof command, "rm -rf '%s'", p->folder);
-    int status = system(command);
+    void *folder = p->folder;
     free(p);
-    return status;
+    return folder_teardown(&folder);
 }
 
 static inline train_settings settings_of(const place *p)
