@@ -43,6 +43,10 @@ class Options:
         self.z_coefficient = float(words.get("z_coefficient", 0))
         self.losses = bool(int(words.get("losses", 0)))
         self.counts = bool(int(words.get("counts", 0)))
+        # Does the backward of a layer from logits read them? moe_reads_logits in src/wanted.h says the same.
+        over_all = self.score == native.SCORES["softmax_topk"] and not self.renormalize
+        dense = over_all or self.rounding_name != "none" or self.balance_coefficient != 0 or self.z_coefficient != 0
+        self.reads_logits = dense or self.score == native.SCORES["sigmoid"]
 
     def rows_added_at_most(self, experts: int) -> int:
         """The most rows that token rounding adds to T K (src/problem.c has the reasons)."""

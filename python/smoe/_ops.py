@@ -32,6 +32,10 @@ NEEDS = (1, 2, 4, 8, 16, 32, 64, 128)
 _ALIGN, _BUFFER_ALIGN = 16, 64  # what the library wants of tensors; of saved and scratch
 _CONTIGUOUS = torch.contiguous_format
 
+# From this size of dX~ on an eager backward has two column chunks at least. dX~ is then the largest buffer of a backward,
+# and two chunks take no longer than one (docs/gpu.md, 30B-n256); below, they take up to 1 % longer.
+_LARGE = 2**30
+
 
 def _buffer(size: int, like: Tensor) -> Tensor:
     """`size` bytes on the tensor's device; torch aligns what it allocates to 64 bytes at least."""
@@ -49,13 +53,15 @@ class Call:
     """An entry with its options at given shapes and dtypes: what a call needs besides its tensors, worked out once."""
 
     __slots__ = (
-        "entry", "options", "tokens", "topk", "w2", "dtype", "index", "gradient_dtype", "training", "reusing", "inference"
+        "entry", "options", "tokens", "topk", "w2", "dtype", "index", "gradient_dtype", "logits_dtype", "training",
+        "reusing", "inference",
     )  # fmt: skip
 
     def __init__(self, entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype) -> None:
         self.entry, self.options, self.topk, self.index = entry, parse(options), topk, index
         self.tokens, self.w2, self.dtype = x.shape[0], tuple(w2.shape), x.dtype
         self.gradient_dtype = _gradient_dtype(self.options, x)
+        self.logits_dtype = _logits_dtype(self.options) if entry == "from_logits" else None
         self.training: dict[Context, Description] = {}
         self.reusing: dict[Context, Description] = {}  # of a backward that overwrites H in `saved` with dH
         self.inference: dict[Context, Description] = {}
@@ -63,11 +69,17 @@ class Call:
     def saved_bytes(self) -> int:
         return self.options.saved_bytes(self.entry, self.tokens, self.topk, self.w2, self.dtype.itemsize)
 
+    def _bytes_of_dx_rows(self) -> int:
+        """Of dX~, for which a backward with one chunk needs memory: H columns for each row."""
+        return self.tokens * self.topk * self.w2[1] * self.dtype.itemsize
+
     def describe(self, context: Context, save: bool, reuse: bool = False) -> Description:
         """What `training`, `reusing` or `inference` is to hold for the context."""
         codes = TYPE_CODES[self.dtype], TYPE_CODES[self.index]
         layer = self.options.layer(self.entry, self.tokens, self.topk, self.w2, *codes, save)
         layer.reuse_saved = reuse
+        if reuse and self._bytes_of_dx_rows() > _LARGE:
+            layer.chunks = max(layer.chunks, 2)
         made = context.describe(layer, self.saved_bytes() if save else 0)
         (self.reusing if reuse else self.training if save else self.inference)[context] = made
         return made
@@ -125,6 +137,12 @@ def forward(
         out.data_ptr(), saved.data_ptr() if save else 0, layer.saved, scratch.data_ptr(), layer.scratch_forward,
     ))  # fmt: skip
     return out, saved
+
+
+@torch.compiler.assume_constant_result
+def reads_logits(options: str) -> bool:
+    """Does the backward of a layer from logits read them? For code that may be traced."""
+    return parse(options).reads_logits
 
 
 def _logits_dtype(options: Options) -> torch.dtype:
@@ -189,9 +207,10 @@ def _gradient_dtype(options: Options, x: Tensor) -> torch.dtype:
 
 
 def _gradients(
-    wanted: tuple[bool, ...], dtype: torch.dtype, x: Tensor, w1: Tensor, w2: Tensor, ids: Tensor | None, logits: Tensor | None
+    wanted: tuple[bool, ...], dtype: torch.dtype, x: Tensor, w1: Tensor, w2: Tensor, ids: Tensor | None,
+    logits_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """New tensors for those `wanted`, in the order of the bits."""
+    """New tensors for those `wanted`, in the order of the bits. `logits_dtype` is that of a layer from logits, else None."""
     dx = dw1 = db1 = dw2 = db2 = drouting = drouter_weight = drouter_bias = None
     wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_routing, wants_router_weight, wants_router_bias = wanted
     if wants_x:
@@ -205,8 +224,8 @@ def _gradients(
     if wants_b2:
         db2 = torch.empty(w2.shape[0], w2.shape[1], dtype=dtype, device=x.device)
     if wants_routing:
-        if logits is not None:
-            drouting = torch.empty_like(logits, memory_format=_CONTIGUOUS)
+        if logits_dtype is not None:
+            drouting = torch.empty(x.shape[0], w2.shape[0], dtype=logits_dtype, device=x.device)
         elif ids is not None:
             drouting = torch.empty_like(ids, dtype=torch.float32, memory_format=_CONTIGUOUS)
         else:
@@ -245,7 +264,7 @@ def backward(
         ]
         saved = _readable(saved, _BUFFER_ALIGN)
         return backward(call, wanted, dout, x, w1, w2, b2, saved, ids, router_weight, logits, reuse)
-    made = _gradients(wanted, call.gradient_dtype, x, w1, w2, ids, logits)
+    made = _gradients(wanted, call.gradient_dtype, x, w1, w2, ids, call.logits_dtype)
     if call.tokens == 0:
         for gradient in _given(*made):
             gradient.zero_()
@@ -334,7 +353,8 @@ def _fake_moe_forward(
 
 
 def _fake_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
-    return _given(*_gradients(_wanted(needs), _gradient_dtype(parse(options), x), x, w1, w2, None, logits))
+    parsed = parse(options)
+    return _given(*_gradients(_wanted(needs), _gradient_dtype(parsed, x), x, w1, w2, None, _logits_dtype(parsed)))
 
 
 # ---- the operators ----
@@ -385,7 +405,7 @@ _OPERATORS = {
         _op_rows_backward, _fake_rows_backward),
     f"moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, {_EXPERTS}, "
     "int topk, str options, SymInt step, bool save) -> Tensor[]": (_op_moe_forward, _fake_moe_forward),
-    f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor logits, {_KEPT}, int topk, str options, int needs) "
+    f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor? logits, {_KEPT}, int topk, str options, int needs) "
     "-> Tensor[]": (_op_moe_backward, _fake_moe_backward),
 }  # fmt: skip
 _library = torch.library.Library("smoe", "DEF")

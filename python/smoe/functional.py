@@ -341,7 +341,8 @@ class _Moe(torch.autograd.Function):
         else:
             found = ops.moe_forward(call, True, *given, step)
         out, saved, logits, losses, counts = found
-        kept = given_logits if logits is None else logits
+        reads_logits = ops.reads_logits(options) if call is None else call.options.reads_logits
+        kept = (given_logits if logits is None else logits) if reads_logits else None
         ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
         ctx.top_k, ctx.options, ctx.call, ctx.readers, ctx.overwritten = top_k, options, call, 0, False
         ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])

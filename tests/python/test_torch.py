@@ -120,6 +120,48 @@ def test_operators_pass_torchs_own_checks():
     torch.library.opcheck(ops.moe_backward.default, given, test_utils=tests)
 
 
+LOGITS_READ = [
+    ({"score": "softmax_topk", "norm_topk_prob": True}, False),
+    ({"score": "topk_softmax"}, False),
+    ({"score": "softmax_topk"}, True),
+    ({"score": "sigmoid", "norm_topk_prob": True}, True),
+    ({"score": "topk_softmax", "rounding": "nr_f", "tile": 8}, True),
+    ({"score": "topk_softmax", "balance_coefficient": 0.1}, True),
+    ({"score": "topk_softmax", "z_coefficient": 0.1}, True),
+]
+
+
+@pytest.mark.parametrize("options, read", LOGITS_READ)
+@pytest.mark.parametrize("given", [False, True])
+def test_logits_are_kept_only_if_read(options, read, given):
+    """A layer keeps its logits for the backward exactly where the library's backward demands them."""
+    torch.manual_seed(0)
+    x, w1, w2 = torch.randn(9, H, requires_grad=True), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    router = None if given else torch.randn(E, H)
+    logits = torch.randn(9, E, dtype=torch.bfloat16, requires_grad=True) if given else None
+    out = smoe.moe(x, router, w1, w2, top_k=K, logits=logits, **options).out
+    _, _, kept, _, _, _, saved = out.grad_fn.saved_tensors
+    assert (kept is not None) == read
+    needs = 1 if router is not None else 1 + 32
+    demand = (out, x.detach(), router, None, w1, w2, None, saved, K, out.grad_fn.options, needs)
+    if read:
+        with pytest.raises(ValueError, match="logits is NULL"):
+            torch.ops.smoe.moe_backward(*demand)
+    else:
+        wanted = torch.autograd.grad(out, [x, logits] if given else [x], out.detach(), retain_graph=True)
+        assert same(torch.ops.smoe.moe_backward(*demand), wanted)
+        assert wanted[-1].dtype == (torch.bfloat16 if given else torch.float32)
+
+
+def test_compile_without_logits():
+    """The traced backward of a layer that keeps no logits."""
+    torch._dynamo.reset()
+    model = smoe.MoE(H, I, E, K, initializer_range=0.3, norm_topk_prob=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (21, 40):
+        assert same(step(compiled, model, tokens), step(model, model, tokens))
+
+
 @pytest.mark.parametrize("rounding", ["none", "nr_f", "sr_f", "nr_s", "balance_f", "up", "down"])
 def test_bound_of_saved(rounding):
     """The affine bound covers what the library asks for, within the padding of its parts (smoe checks it at every new
@@ -140,6 +182,18 @@ def test_bound_of_saved(rounding):
                 assert bound >= needed
                 if tokens == 24576 and experts > 1:  # one expert cannot take rows that are not there
                     assert bound <= 1.001 * needed + 4096
+
+
+def test_chunks_of_a_large_backward():
+    """Past 1 GiB of dX~ a backward that overwrites `saved` has two chunks at least; others have what was asked for."""
+    from smoe import _context, _ops
+
+    context, w2 = _context.context_of(torch.empty(0)), torch.empty(8, 1024, 64, device="meta")
+    for tokens, asked, chunks in ((2**18 - 1, 1, 1), (2**18, 1, 1), (2**18 + 1, 1, 2), (2**18 + 1, 4, 4)):
+        x = torch.empty(tokens, 1024, dtype=torch.bfloat16, device="meta")
+        call = _ops.call_of("from_topk", f"swiglu concatenated {asked} 0", x, 2, w2)
+        assert call.describe(context, True).layer.chunks == call.describe(context, False).layer.chunks == asked
+        assert call.describe(context, True, reuse=True).layer.chunks == chunks
 
 
 def test_packed_arguments():
