@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad  # its level is -1 outside dual_level; inside, the Functions refuse tangents
 
 from . import _checks
 from . import _ops as ops
@@ -95,10 +95,11 @@ def _dispatched(operator, wanted: tuple[bool, ...], *arguments) -> list[Tensor |
 
 
 # These say whether an eager call has to go through PyTorch's dispatcher: dispatch modes (selective checkpointing, fake
-# tensors, FLOP counters) and the profiler. Otherwise nobody looks, and calling the functions behind the operators saves
-# about 20 us of a forward and backward.
+# tensors, FLOP counters), the profiler, and the transforms of torch.func, which the dispatcher refuses. Otherwise nobody
+# looks, and calling the functions behind the operators saves about 20 us of a forward and backward.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _profiled = torch.autograd._profiler_enabled
+_transforms = getattr(torch._C._functorch, "maybe_current_level", lambda: 0)  # the level, None without a transform
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
 
@@ -122,7 +123,10 @@ def _claim(ctx, dout: Tensor) -> bool:
         return ctx.overwritten
 
 
-def _backward(ctx, wanted: tuple[bool, ...], dout: Tensor, *kept: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx, wanted: tuple[bool, ...], dout: Tensor, *kept: Tensor | None) -> tuple[Tensor | None, ...] | None:
+    """The gradients in the order of the bits, or None if the backward has to go through the dispatcher."""
+    if torch.compiler.is_dynamo_compiling() or ctx.call is None or type(dout) not in _PLAIN or _modes() or _profiled():
+        return None
     reuse = _claim(ctx, dout)
     try:
         return ops.backward(ctx.call, wanted, dout, *kept, reuse=reuse)
@@ -132,6 +136,15 @@ def _backward(ctx, wanted: tuple[bool, ...], dout: Tensor, *kept: Tensor | None)
     finally:
         with _claims:
             ctx.readers -= 1
+
+
+def _once(function: type[torch.autograd.Function], ctx, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    """A backward whose gradients raise an error when they are differentiated. PyTorch's once_differentiable does the same only
+    if dout has a gradient; else its gradients are constants, although H depends on x."""
+    with torch.no_grad():
+        found = function.backward(ctx, dout)
+    error = torch._C._functions.DelayedError(b"smoe: cannot differentiate twice: the backward has no backward", len(found))
+    return error(*[None if gradient is None else gradient.detach().requires_grad_() for gradient in found])
 
 
 # ---- given ids and weights ----
@@ -150,18 +163,15 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
-            return once_differentiable(_Experts.backward)(ctx, dout)
+        if torch.is_grad_enabled():  # with create_graph
+            return _once(_Experts, ctx, dout)
         wants_x, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
         wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
         x, ids, w1, w2, b2, saved = ctx.saved_tensors
-        call = ctx.call
-        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
-            found = _dispatched(
-                _call.experts_backward.default, wanted, dout.contiguous(), x, ids, w1, w2, b2, saved, ctx.options
-            )
-        else:
-            found = _backward(ctx, wanted, dout, x, w1, w2, b2, saved, ids)
+        found = _backward(ctx, wanted, dout, x, w1, w2, b2, saved, ids)
+        if found is None:
+            kept = x, ids, w1, w2, b2, saved, ctx.options
+            found = _dispatched(_call.experts_backward.default, wanted, dout.contiguous(), *kept)
         dx, dw1, db1, dw2, db2, dweights, _, _ = found
         return dx, None, dweights, dw1, db1, dw2, db2, None, None
 
@@ -214,11 +224,13 @@ def experts(
         options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
         given = (x, ids, weights, w1, b1, w2, b2)
         call = _remember(signature, options, given, "from_topk", ids.shape[1], w2, ids.dtype)
-    if call is not None and (_modes() or _profiled()):
+    if call is not None and (_modes() or _profiled() or _transforms() is not None):
         call = None
     if weights.dtype is not torch.float32:
         weights = weights.float()
-    if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or _any_requires_grad(w2, weights, b1, b2)):
+    if forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or _any_requires_grad(w2, weights, b1, b2))
+    ):
         return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options, call)
     if call is None:
         return _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, False)[0]
@@ -241,18 +253,15 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
-            return once_differentiable(_Rows.backward)(ctx, dout)
+        if torch.is_grad_enabled():  # with create_graph
+            return _once(_Rows, ctx, dout)
         wants_rows, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
         wanted = (wants_rows, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
         rows, w1, w2, b2, saved = ctx.saved_tensors
-        call = ctx.call
-        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
-            found = _dispatched(
-                _call.rows_backward.default, wanted, dout.contiguous(), rows, w1, w2, b2, saved, ctx.options
-            )
-        else:
-            found = _backward(ctx, wanted, dout, rows, w1, w2, b2, saved)
+        found = _backward(ctx, wanted, dout, rows, w1, w2, b2, saved)
+        if found is None:
+            kept = rows, w1, w2, b2, saved, ctx.options
+            found = _dispatched(_call.rows_backward.default, wanted, dout.contiguous(), *kept)
         drows, dw1, db1, dw2, db2, dweights, _, _ = found
         return drows, None, dweights, dw1, db1, dw2, db2, None, None
 
@@ -303,12 +312,12 @@ def experts_rows(
         options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
         given = (rows, offsets, row_weights, w1, b1, w2, b2)
         call = _remember(signature, options, given, "from_rows", 1, w2, offsets.dtype)
-    if call is not None and (_modes() or _profiled()):
+    if call is not None and (_modes() or _profiled() or _transforms() is not None):
         call = None
     if row_weights is not None and row_weights.dtype is not torch.float32:
         row_weights = row_weights.float()
-    if torch.is_grad_enabled() and (
-        rows.requires_grad or w1.requires_grad or _any_requires_grad(w2, row_weights, b1, b2)
+    if forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and (rows.requires_grad or w1.requires_grad or _any_requires_grad(w2, row_weights, b1, b2))
     ):
         return _Rows.apply(rows, offsets, row_weights, w1, b1, w2, b2, options, call)
     if call is None:
@@ -352,8 +361,8 @@ class _Moe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *_):
-        if torch.is_grad_enabled():  # with create_graph; the wrapper refuses a second differentiation
-            return once_differentiable(_Moe.backward)(ctx, dout)
+        if torch.is_grad_enabled():  # with create_graph
+            return _once(_Moe, ctx, dout)
         if dout is None:  # what follows the layer has no gradient for it
             return (None,) * 15
         wants_x, wants_router, wants_router_bias, wants_logits, _, wants_w1, wants_b1, wants_w2, wants_b2, *_ = (
@@ -361,12 +370,10 @@ class _Moe(torch.autograd.Function):
         )
         wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_logits, wants_router, wants_router_bias)
         x, router_weight, logits, w1, w2, b2, saved = ctx.saved_tensors
-        call = ctx.call
-        if torch.compiler.is_dynamo_compiling() or call is None or type(dout) not in _PLAIN or _modes() or _profiled():
-            kept = (x, router_weight, logits, w1, w2, b2, saved)
-            found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept, ctx.top_k, ctx.options)
-        else:
-            found = _backward(ctx, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits)
+        found = _backward(ctx, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits)
+        if found is None:
+            kept = x, router_weight, logits, w1, w2, b2, saved, ctx.top_k, ctx.options
+            found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept)
         dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = found
         return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None, None
 
@@ -451,12 +458,13 @@ def moe(
             f"{int(counts)}"
         )
         call = _remember(signature, options, given, "from_logits", top_k, w2)
-    if call is not None and (_modes() or _profiled()):
+    if call is not None and (_modes() or _profiled() or _transforms() is not None):
         call = None
     if selection_bias is not None:
         given = (*given[:4], selection_bias.detach().float(), *given[5:])
-    if torch.is_grad_enabled() and (
-        x.requires_grad or w1.requires_grad or _any_requires_grad(w2, router_weight, router_bias, logits, b1, b2)
+    if forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled()
+        and (x.requires_grad or w1.requires_grad or _any_requires_grad(w2, router_weight, router_bias, logits, b1, b2))
     ):
         out, made, losses_, counts_ = _Moe.apply(*given, top_k, options, step, losses, counts, call)
     elif call is None:

@@ -371,6 +371,43 @@ def test_double_backward_says_so():
         gradient.sum().backward()
 
 
+def entries():
+    """Each of the three entries, as a function of x."""
+    model = Block()
+    router, w1, w2 = (p.detach() for p in (model.router, model.w1, model.w2))
+    ids, weights = torch.arange(9 * K).view(9, K) % E, torch.rand(9, K)
+    offsets = torch.tensor([0, 2, 3, 4, 5, 6, 7, 8, 9])
+    return [
+        lambda x: smoe.experts(x, ids, weights, w1, w2),
+        lambda x: smoe.experts_rows(x, offsets, w1, w2),
+        lambda x: smoe.moe(x, router, w1, w2, top_k=K).out,
+    ]
+
+
+@pytest.mark.parametrize("entry", range(3))
+def test_penalty_on_a_gradient(entry):
+    """The gradient of a sum is no constant: its second derivative is refused, not left out."""
+    x = torch.randn(9, H, requires_grad=True)
+    (gradient,) = torch.autograd.grad(entries()[entry](x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (gradient.square().sum() + x.sum()).backward()
+
+
+@pytest.mark.parametrize("entry", range(3))
+def test_transforms_are_refused(entry):
+    """torch.func and forward-mode derivatives: an error, never a derivative without smoe's part."""
+    function, x = entries()[entry], torch.randn(9, H)
+    function(x)  # what the checks found is kept: the second call must look again
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for smoe::"):
+        torch.vmap(function)(torch.stack([x, x]))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: function(x).sum())(x)
+    with torch.autograd.forward_ad.dual_level():
+        assert same([function(x)], [function(x.clone())])
+        with pytest.raises(NotImplementedError, match="jvp"):
+            function(torch.autograd.forward_ad.make_dual(x, x))
+
+
 def test_backward_twice():
     model, x = Block(), torch.randn(9, H, requires_grad=True)
     out = model(x).sum()
