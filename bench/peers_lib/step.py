@@ -163,12 +163,14 @@ def measure(name, implementation, device, seconds):
     while len(times) < 3 or time.perf_counter() - begin < seconds:
         times += clock.each(step, 1)
     ms, last_loss = statistics.median(times), step().item()
+    free, total = torch.cuda.mem_get_info() if cuda else (0, 0)
     return {
         "step_ms": ms,
         "steps": len(times),
         "tokens_per_s": model.T / ms * 1e3,
         "step_tflops": step_flops(model, sum(p.numel() for p in parameters)) / ms / 1e9,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "driver_bytes": total - free if cuda else None,  # of all processes on the GPU
         "first_step_s": first_s,
         "losses": [first_loss, last_loss],
     }

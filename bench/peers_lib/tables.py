@@ -155,13 +155,14 @@ def _step_table(title, records):
     rows = []
     for (model, peer), record in least.items():
         if record is None:
-            rows.append([model, peer, "failed"] + [""] * 6)
+            rows.append([model, peer, "failed"] + [""] * 7)
             continue
         mine = least.get((model, BASE))
         rows.append([
             model, peer, f"{record['step_ms']:.1f}", f"{record['tokens_per_s'] / 1e3:.1f}",
             f"{record['tokens_per_s'] * 86400 / 1e9:.2f}", f"{record['step_tflops']:.0f}",
-            _cell(lambda b: f"{b / 2**30:.1f}", record["peak_bytes"]), f"{record['first_step_s']:.0f}",
+            _cell(lambda b: f"{b / 2**30:.1f}", record["peak_bytes"]),
+            _cell(lambda b: f"{b / 1e9:.2f}", record.get("driver_bytes")), f"{record['first_step_s']:.0f}",
             "" if mine is None or peer == BASE else f"{record['step_ms'] / mine['step_ms']:.3f}",
         ])  # fmt: skip
     columns = [
@@ -172,6 +173,7 @@ def _step_table(title, records):
         "B tokens/day",
         "TFLOP/s",
         "peak GiB",
+        "GB by the driver",
         "first step s",
         "ratio",
     ]

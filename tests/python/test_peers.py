@@ -204,11 +204,11 @@ def test_newest_commit_is_shown():
 
 
 def test_step_table():
-    numbers = dict(tokens_per_s=250600.0, step_tflops=337.0, peak_bytes=2**30, first_step_s=10.0)
+    numbers = dict(tokens_per_s=250600.0, step_tflops=337.0, peak_bytes=2**30, driver_bytes=2e9, first_step_s=10.0)
     steps = [a_record(peer, suite="e2e", part="e2e", shape="1.4B", step_ms=ms, tuning=i, **numbers)
              for peer, ms, i in (("smoe", 160.0, 0), ("sonicmoe", 176.0, 0), ("sonicmoe", 168.0, 1))]  # fmt: skip
     (table,) = tables.make(steps)
-    assert table.rows[0][2:] == ["160.0", "250.6", "21.65", "337", "1.0", "10", ""]
+    assert table.rows[0][2:] == ["160.0", "250.6", "21.65", "337", "1.0", "2.00", "10", ""]
     assert table.rows[1][2] == "168.0" and table.rows[1][-1] == "1.050"
 
 
