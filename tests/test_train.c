@@ -159,11 +159,17 @@ static void log_has_what_rounding_did(void **state)
             assert_true(rules[i] == SMOE_ROUNDING_UP ? r->added > 0.02 : r->added == 0);
             assert_true(rules[i] == SMOE_ROUNDING_DOWN ? r->dropped > 0.02 : r->dropped == 0);
             assert_true(r->added < 0.67 && r->dropped < 0.67); // 16 of 24
-            assert_true(r->busiest >= 1 && r->busiest <= 2);   // each expert has at most 48 of 96 pairs
+            assert_true(rules[i] == SMOE_ROUNDING_DOWN ? r->emptied < 1 : r->emptied == 0);
+            assert_true(r->busiest >= 1 && r->busiest <= 2); // each expert has at most 48 of 96 pairs
             assert_true(lines[l].seconds > (l ? lines[l - 1].seconds : 0));
         }
         free(lines);
     }
+    s.routing.tile = 64; // more than any expert can have: down drops every pair
+    train_ok(&s, &result);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_true(lines[0].routing.dropped == 1 && lines[0].routing.emptied > 0.5);
+    free(lines);
     s.config.dense_layers = s.config.layers; // nothing is routed
     s.config.dense_intermediate = 16;
     train_ok(&s, &result);
