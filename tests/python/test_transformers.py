@@ -158,6 +158,40 @@ def test_trainer(tmp_path):
     assert losses["smoe"] == pytest.approx(losses["eager"], abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_lora_on_expert_weights(name, calls):
+    """PEFT computes W + B A at every forward, in a class of its own."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], init_lora_weights=False,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+    gradients = {}
+    for implementation in ("eager", "smoe"):
+        model = tiny(name)
+        torch.manual_seed(7)
+        adapted = peft.get_peft_model(model, config)
+        gradients[implementation] = step(model, implementation, adapted)
+    assert len(calls) == 2 and any("lora_A" in name for name in gradients["eager"])
+    for key, wanted in gradients["eager"].items():
+        assert error(gradients["smoe"][key], wanted) < 2e-5, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_keeps_the_dtype(dtype, calls):
+    """float32 weights and what comes into the experts, as it is or from a product under autocast: the output has the input's
+    dtype, as every implementation of Transformers gives it."""
+    experts = tiny("olmoe").model.layers[0].mlp.experts
+    x, ids, weights = torch.randn(30, 32, dtype=dtype), torch.rand(30, 8).topk(2).indices, torch.rand(30, 2)
+    found = {}
+    for implementation in ("eager", "smoe"):
+        experts.config._experts_implementation = implementation
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            found[implementation] = experts(x, ids, weights)
+    assert len(calls) == 1 and found["smoe"].dtype == found["eager"].dtype == dtype
+    assert error(found["smoe"], found["eager"]) < 2e-2
+
+
 # ---- what smoe has not: eager, with one warning ----
 
 
