@@ -258,10 +258,12 @@ class ByteTokenizer(PreTrainedTokenizer):
         return ord(token)
 
     def _convert_id_to_token(self, index: int) -> str:
-        return chr(index)
+        return chr(index) if index < 256 else "\ufffd"  # a model may have a larger vocabulary
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return bytes(map(ord, tokens)).decode(errors="replace")
+        """Bytes, and between them added tokens (a padding token) as they are written."""
+        latin = lambda token: len(token) == 1 and ord(token) < 256
+        return b"".join(bytes([ord(t)]) if latin(t) else t.encode() for t in tokens).decode(errors="replace")
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         return ()

@@ -294,6 +294,17 @@ def test_byte_tokenizer(tmp_path):
     assert again(text)["input_ids"] == ids and again.decode(ids) == text
 
 
+def test_byte_tokenizer_pads():
+    """A batch with an added padding token, and an id of a model whose vocabulary is larger than 256."""
+    tokenizer = smoe.transformers.ByteTokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    ids = tokenizer(["a", "€"], padding=True)["input_ids"]
+    assert ids == [[97, 256, 256], list("€".encode())]
+    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == ["a", "€"]
+    assert tokenizer.batch_decode(ids) == ["a<pad><pad>", "€"]
+    assert tokenizer.decode([97, 300, 98]) == "a\ufffdb"
+
+
 KINDS = {"olmoe": [], "smoe": ["--shared=24", "--dense-layers=1", "--tied"]}
 
 
