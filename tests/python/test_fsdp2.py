@@ -212,6 +212,13 @@ def test_usage_errors(arguments, message, tmp_path, capsys):
     assert status == 2 and "train_fsdp2.py: " in said and message in said, said
 
 
+def test_init_of_another_model(tmp_path):
+    """What this model has not must not be left out of a checkpoint's."""
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="olmoe", clip_qkv=8.0)))
+    with pytest.raises(train_fsdp2.UsageError, match="clip_qkv is not supported"):
+        train_fsdp2.models.Checkpoint(str(tmp_path))
+
+
 def test_failures(tmp_path):
     run = ["--device", "cpu", "--steps", "2"]
     (tmp_path / "short.bin").write_bytes(token_file(range(5))[:-2])
