@@ -48,7 +48,7 @@ def _context(backend: str) -> int:
 
 
 def _threads(backend: str) -> int:
-    return len(os.sched_getaffinity(0)) if backend == "cpu" else 0
+    return min(len(os.sched_getaffinity(0)), native.MOST_THREADS) if backend == "cpu" else 0
 
 
 def _backend() -> str:
