@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import functional
 
-_SONICMOE_ACTIVATIONS = {"relu_sq": "relu2"}
+_SONICMOE_ACTIVATIONS = {"relu_sq": "relu2", "geglu": "geglu_tanh"}  # its kernels' GEGLU has tanh's approximation of GELU
 
 
 def _activation(name) -> str:
