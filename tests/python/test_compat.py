@@ -130,6 +130,19 @@ def test_prime_rl_rows(layer):
     assert near(ours.view_as(theirs), theirs, 1e-4)
 
 
+def test_prime_rl_compiled(layer):
+    """prime-rl compiles its layers; the views of one parameter are seen outside of the graph."""
+    torch._dynamo.reset()
+    made, counts = layer(T=40), torch.full((E,), 5)
+    w13 = made["w1"].detach().view(E, 2, I, H).clone().requires_grad_()
+    run = lambda x: compat.grouped_experts(x * 2, counts, w13[:, 0], made["w2"], w13[:, 1]) + 1
+    x = made["x"].detach()
+    out, again = run(x), torch.compile(run, backend="aot_eager")(x)
+    assert torch.equal(out, again)
+    (plain,), (compiled,) = gradients(out, [w13]), gradients(again, [w13])
+    assert torch.equal(plain, compiled)
+
+
 # ---- torchtitan: its names and signatures, our own bodies ----
 
 
