@@ -7,6 +7,8 @@ layers) with its byte tokenizer. What a model has and smoe has not (an activatio
 as Transformers' own eager code, with one warning that says why.
 """
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from transformers import (
     activations,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
@@ -123,6 +126,12 @@ def _keep_possible(ids: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Te
     return ids.gather(1, first), weights.gather(1, first)
 
 
+def _eager(experts: nn.Module, reason: str, *arguments: Tensor) -> Tensor:
+    """The class's own forward, below every wrapper that chooses an implementation."""
+    _logger.warning_once(f"smoe: {type(experts).__name__} runs as eager: {reason}.")
+    return inspect.unwrap(type(experts).forward)(experts, *arguments)
+
+
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The function behind experts_implementation="smoe": hidden_states (T, H), ids and weights (T, K) to (T, H) in the dtype
     of hidden_states."""
@@ -133,8 +142,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         w1, b1, w2, b2 = map(_local, _weights_of(self))
         reason = _why_not(hidden_states, w1, b1, w2, b2)
     if activation is None or reason:
-        _logger.warning_once(f"smoe: {type(self).__name__} runs as eager: {reason}.")
-        return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+        return _eager(self, reason, hidden_states, top_k_index, top_k_weights)
     if top_k_index.shape[1] > w2.shape[0]:
         top_k_index, top_k_weights = _keep_possible(top_k_index, top_k_weights, w2.shape[0])
     out = functional.experts(
@@ -176,7 +184,13 @@ def prepare(model: nn.Module) -> nn.Module:
     return model
 
 
+def _quantized_forward(self: nn.Module, *arguments: Tensor) -> Tensor:
+    """Behind the name "smoe" for the experts of an FP8 checkpoint, which have functions of their own."""
+    return _eager(self, "its weights are FP8; load the model with dequantize=True in its quantization config", *arguments)
+
+
 ALL_EXPERTS_FUNCTIONS.register("smoe", experts_forward)
+ALL_FP8_EXPERTS_FUNCTIONS.register("smoe", _quantized_forward)
 
 # ---- smoe's own model type ----
 

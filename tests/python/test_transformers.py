@@ -231,6 +231,29 @@ def test_other_gates_run_as_eager(caplog):
     assert torch.equal(found, wanted) and len(messages) == 1 and "limit 5.0" in messages[0]
 
 
+def test_fp8_runs_as_eager(caplog):
+    """The experts of an FP8 checkpoint have an interface of their own. As float weights their matrices need no kernel. The
+    class is wrapped once for each layer, as Transformers does."""
+    from transformers.integrations import finegrained_fp8 as fp8
+
+    config = tiny("qwen3_moe").config
+    for _ in range(2):
+        wrapped = fp8.use_experts_implementation(
+            experts_class=fp8.FP8Experts, experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS
+        )
+    experts = wrapped(config, block_size=(8, 8))
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, torch.nn.Parameter(torch.randn(getattr(experts, name).shape) * 0.2))
+    arguments = torch.randn(30, 32), torch.rand(30, 8).topk(2).indices, torch.rand(30, 2)
+    config._experts_implementation = "eager"
+    wanted = experts(*arguments)
+    config._experts_implementation = "smoe"
+    transformers.utils.logging.warning_once.cache_clear()
+    found = experts(*arguments)
+    messages = [record.getMessage() for record in caplog.records if record.name == "smoe.transformers"]
+    assert torch.equal(found, wanted) and len(messages) == 1 and "FP8" in messages[0]
+
+
 def test_post_expert_norm_runs_as_eager():
     experts = tiny("olmoe").model.layers[0].mlp.experts
     experts.has_post_expert_norm = True
