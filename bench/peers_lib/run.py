@@ -6,15 +6,11 @@ import sys
 import time
 
 from . import records
-from .processes import Died, group
+from .processes import Died, Failed, group
 
 BASE = "smoe"
 PEERS = ("smoe", "smoe-concatenated", "sonicmoe", "scattermoe", "momoe", "grouped_mm", "transformers", "loop", "cublas")
 NEW_TUNING = {"QUACK_FORCE_CACHE_UPDATE": "1"}  # SonicMoE's tuner keeps timings in files; the others' start anew anyhow
-
-
-class Failed(RuntimeError):
-    """Nothing can be measured; exit status 3."""
 
 
 def say(text):

@@ -99,16 +99,19 @@ def check_new(out: str) -> None:
         raise UsageError(f"--out {out} holds {newest(out).name} already: give --resume, or another folder")
 
 
-def read_note(out: str, wanted: dict) -> int:
-    """The newest checkpoint's step, if it is of the same run."""
+def read_note(out: str) -> dict:
+    """Of the newest checkpoint."""
     path = newest(out)
     if path is None:
         raise UsageError(f"--resume: {out} holds no checkpoint")
-    note = json.loads((path / NOTE).read_text())
+    return json.loads((path / NOTE).read_text())
+
+
+def check_same(out: str, note: dict, wanted: dict) -> None:
+    """The checkpoint is of the same run."""
     for key, value in wanted.items():
         if note.get(key) != value:
-            raise UsageError(f"--resume: {path} was trained with {key} {note.get(key)}, not {value}")
-    return note["step"]
+            raise UsageError(f"--resume: {newest(out)} was trained with {key} {note.get(key)}, not {value}")
 
 
 def load(out: str, model, optimizer) -> None:

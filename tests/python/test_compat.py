@@ -62,6 +62,19 @@ def test_sonicmoe_layer(layer, concat, score):
     assert all(near(a, b, 1e-4) for a, b in zip(ours, theirs))
 
 
+def test_sonicmoes_activations(layer):
+    """GEGLU is QuACK's kernel there, with tanh's approximation; ReGLU is smoe's."""
+    made = layer()
+    x, router, w1, w2 = (made[name].detach() for name in ("x", "router_weight", "w1", "w2"))
+    for theirs, ours in (("geglu", "geglu_tanh"), ("reglu", "reglu")):
+        kind = types.SimpleNamespace(value=theirs)  # an ActivationType
+        out = compat.moe_TC_softmax_topk_layer(
+            x, router, w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None, K, 0, kind, concat_layout=True
+        )[0]
+        logits = x @ router.T
+        assert torch.equal(out, smoe.moe(x, None, w1, w2, top_k=K, logits=logits, score="topk_softmax", activation=ours).out)
+
+
 def test_sonicmoe_general_routing(layer):
     """Tokens with none, one and several pairs; an id outside is skipped."""
     made = layer()
@@ -115,6 +128,19 @@ def test_prime_rl_rows(layer):
     assert near(out, wanted) and torch.all(out[45:] == 0)
     (ours,), (theirs,) = gradients(out, [w13]), gradients(wanted, [made["w1"]])
     assert near(ours.view_as(theirs), theirs, 1e-4)
+
+
+def test_prime_rl_compiled(layer):
+    """prime-rl compiles its layers; the views of one parameter are seen outside of the graph."""
+    torch._dynamo.reset()
+    made, counts = layer(T=40), torch.full((E,), 5)
+    w13 = made["w1"].detach().view(E, 2, I, H).clone().requires_grad_()
+    run = lambda x: compat.grouped_experts(x * 2, counts, w13[:, 0], made["w2"], w13[:, 1]) + 1
+    x = made["x"].detach()
+    out, again = run(x), torch.compile(run, backend="aot_eager")(x)
+    assert torch.equal(out, again)
+    (plain,), (compiled,) = gradients(out, [w13]), gradients(again, [w13])
+    assert torch.equal(plain, compiled)
 
 
 # ---- torchtitan: its names and signatures, our own bodies ----
