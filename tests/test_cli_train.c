@@ -100,6 +100,9 @@ static void test_bad_input(void **state)
          "hidden_size is 16, wanted 32"},
         {"train " TINY "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --out wild text.txt", 3,
          "the last good checkpoint is wild/latest"},
+        {"train " TINY
+         "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --checkpoints 0 --out bare text.txt",
+         3, "training stopped; no checkpoint was saved"},
         {"train " TINY "--steps 2 --out full text.txt >/dev/full", 3, "could not be written"},
         {"generate stray", 2, "'stray' is not expected"},
         {"generate -c missing", 3, "missing: no checkpoint there"},
@@ -347,11 +350,14 @@ static void test_signals(void **state)
     static const struct {
         const char *signal, *arguments;
         int status;
+        const char *message;
     } cases[] = {
-        {"INT", "--steps 100000000 --out a text.txt", 130},
-        {"TERM", "--steps 100000000 --out b text.txt", 143},
-        {"INT", "--steps 1 --last-evaluation-tokens 1e9 --out c long.txt", 130},
-        {"TERM", "--steps 1 --last-evaluation-tokens 1e9 --out d long.txt", 143},
+        {"INT", "--steps 100000000 --out a text.txt", 130,
+         "interrupted, go on with --resume: a/{train.jsonl"},
+        {"TERM", "--steps 100000000 --out b text.txt", 143, "interrupted, go on with --resume"},
+        {"INT", "--steps 1 --last-evaluation-tokens 1e9 --out c long.txt", 130, "go on with --resume"},
+        {"TERM", "--steps 1 --last-evaluation-tokens 1e9 --out d long.txt", 143, "go on with --resume"},
+        {"INT", "--steps 100000000 --checkpoints 0 --out e text.txt", 130, "no checkpoint was saved: e/"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char prefix[96], arguments[256];
@@ -360,9 +366,17 @@ static void test_signals(void **state)
                  cases[i].signal);
         snprintf(arguments, sizeof arguments, "train " TINY "%s", cases[i].arguments);
         const int status = run(state, prefix, arguments, output);
-        if (status != cases[i].status || !strstr(output, "interrupted, go on with --resume"))
+        if (status != cases[i].status || !strstr(output, cases[i].message))
             fail_msg("%s: exit status %d, '%s' instead of %d", arguments, status, output, cases[i].status);
     }
+    assert_null(strstr(output, "latest")); // without checkpoints
+    // No line has a loss yet, and the validation that was stopped has no tokens.
+    assert_int_equal(run_for(state, "timeout --foreground -k 60 --preserve-status -s TERM 2",
+                             "train " TINY "--json --steps 1 --last-evaluation-tokens 1e9 --out f long.txt",
+                             OUTPUT, output),
+                     143);
+    assert_non_null(strstr(output, "\"loss\":null"));
+    assert_non_null(strstr(output, "\"val_tokens\":0"));
     assert_int_equal(access(in_folder(path, state, "c/step-0000001/state.safetensors"), F_OK), 0);
     expect(state, "eval -c a text.txt", 0, "");
     expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");

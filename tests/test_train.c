@@ -185,6 +185,45 @@ static size_t count_lines(const place *p, int64_t step)
     return found;
 }
 
+static void read_last_line(const place *p, log_line *last)
+{
+    char path[PATH_BYTES];
+    log_line *lines;
+    size_t count;
+    error err = {0};
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_true(count > 0);
+    *last = lines[count - 1];
+    free(lines);
+}
+
+/* One of each at every step, also where (step / steps) * steps is less than step in doubles. */
+static void every_step_has_what_was_asked(void **state)
+{
+    enum { STEPS = 22, ROUNDED = 15 };
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    log_line *lines;
+    size_t count;
+    char path[PATH_BYTES];
+    error err = {0};
+    assert_true((double)ROUNDED / STEPS * STEPS < ROUNDED);
+    s.steps = s.logs = s.evaluations = s.checkpoints = STEPS;
+    s.keep = STEPS + 1;
+    train_ok(&s, &result);
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_int_equal(count, STEPS);
+    for (size_t i = 0; i < count; i++) {
+        assert_int_equal(lines[i].step, i + 1);
+        assert_true(isfinite(lines[i].val_loss));
+    }
+    assert_int_equal(count_folders(p->out), STEPS + 1);
+    free(lines);
+}
+
 /* A stop after the last step, and so before or in the last validation: the checkpoint is there, the loss and
  * its line are the resumed run's, once however often it is resumed. */
 static void a_stop_before_the_last_validation(void **state)
@@ -192,6 +231,7 @@ static void a_stop_before_the_last_validation(void **state)
     place *p = *state;
     train_settings s = settings_of(p);
     train_result result;
+    log_line last;
     s.logs = 3; // no line at the last step but the end's
     stopper stop = {.at = 20};
     s.stop = &stop.flag;
@@ -204,13 +244,17 @@ static void a_stop_before_the_last_validation(void **state)
     s.resume = true; // *stop is still set: no step is left, the validation is interrupted
     if (!train_run(&s, NULL, NULL, &result, &err)) fail_msg("%s", err.text);
     assert_true(result.interrupted && result.validation.stopped);
+    assert_true(isnan(result.loss)); // of no line
     assert_int_equal(count_lines(p, 20), 0);
     stop.flag = 0;
     for (int i = 0; i < 2; i++) {
         train_ok(&s, &result);
         assert_true(!result.interrupted && isfinite(result.validation.loss));
+        assert_true(isfinite(result.loss));
         assert_int_equal(count_lines(p, 20), 1);
     }
+    read_last_line(p, &last); // no step of its own run is before it
+    assert_true(isfinite(last.loss) && isnan(last.lr) && isnan(last.grad_norm));
 }
 
 static void the_last_validation_is_bounded(void **state)
@@ -439,6 +483,7 @@ int main(void)
         RUN(a_run_starts_from_a_checkpoint),
         RUN(log_goes_on_where_the_checkpoint_was),
         RUN(log_has_what_rounding_did),
+        RUN(every_step_has_what_was_asked),
         RUN(a_stop_before_the_last_validation),
         RUN(the_last_validation_is_bounded),
         RUN(leftovers_of_a_kill_do_not_matter),

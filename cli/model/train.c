@@ -61,7 +61,7 @@ static bool print_result(const train_options *options, const train_result *r, er
     table_number(t, r->loss);
     table_number(t, validated ? r->validation.loss : (double)NAN);
     table_number(t, validated ? evaluation_bits_per_byte(&r->validation) : (double)NAN);
-    table_integer(t, r->validation.tokens);
+    table_integer(t, validated ? r->validation.tokens : 0);
     table_number(t, r->device_bytes ? (double)r->device_bytes / 1e9 : (double)NAN);
     table_end_row(t);
     return table_close(t, err);
@@ -102,6 +102,18 @@ static void show_start(const train_settings *s, const train_start *start)
                 start->elapsed, s->seconds);
 }
 
+/* What the run has written. Without checkpoints none can be resumed. */
+static void show_end(const train_settings *s, const train_result *result)
+{
+    const char *curve = result->drawn ? ", curve.png" : "", *latest = s->checkpoints ? ", latest" : "";
+    const char *state = !result->interrupted ? "done"
+                        : s->checkpoints     ? "interrupted, go on with --resume"
+                                             : "interrupted, no checkpoint was saved";
+    const bool several = *curve || *latest;
+    fprintf(stderr, "%s: %s/%strain.jsonl%s%s%s\n", state, s->out, several ? "{" : "", curve, latest,
+            several ? "}" : "");
+}
+
 /* If no vocabulary is given, it is that of the tokenizer, rounded up to a multiple of 64. */
 static bool adopt_vocabulary(train_settings *s, error *err)
 {
@@ -126,9 +138,7 @@ static bool train(train_options *options, bool *interrupted, error *err)
     progress_end(&shown);
     if (!done || !print_result(options, &result, err)) return false;
     *interrupted = result.interrupted;
-    const char *curve = result.drawn ? ", curve.png" : "";
-    fprintf(stderr, "%s: %s/{train.jsonl%s, latest}\n",
-            result.interrupted ? "interrupted, go on with --resume" : "done", s->out, curve);
+    show_end(s, &result);
     return true;
 }
 
