@@ -59,7 +59,8 @@ static bool print(model *m, table_format format, error *err)
     return table_close(t, err);
 }
 
-bool info_model_print(const info_model *wanted, smoe_backend backend, table_format format, error *err)
+bool info_model_print(const info_model *wanted, int32_t chunks, smoe_backend backend, table_format format,
+                      error *err)
 {
     // Counting needs no libraries.
     const device_options device = {.name = backend == SMOE_BACKEND_CUDA ? "cuda-plain" : "cpu",
@@ -71,7 +72,7 @@ bool info_model_print(const info_model *wanted, smoe_backend backend, table_form
                                    .routing = &routing,
                                    .use = MODEL_TRAIN,
                                    .recompute = wanted->recompute,
-                                   .chunks = (int32_t)wanted->chunks,
+                                   .chunks = chunks,
                                    .one_layer = optimizer_takes_layers(wanted->clip, wanted->parts)};
     model_config config;
     model m;
