@@ -150,6 +150,26 @@ static void test_from(void **state)
     expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
 }
 
+/* A model whose tokens are not bytes, and no tokenizer: its numbers on a text would mean nothing. */
+static void test_text_without_tokenizer(void **state)
+{
+    enum { COUNT = 2000, HEADER = 256 };
+    int32_t header[HEADER] = {20240520, 1, COUNT};
+    unsigned char bytes[sizeof header + 2 * COUNT] = {0};
+    const char *message =
+        "text.txt: text without a tokenizer (bpe.txt) has 256 tokens, the model's vocabulary 300";
+    char path[4096];
+    put_texts(state);
+    memcpy(bytes, header, sizeof header);
+    for (int i = 0; i < COUNT; i++) bytes[sizeof header + 2 * (size_t)i] = (unsigned char)i;
+    put_file(in_folder(path, state, "ids.bin"), bytes, sizeof bytes);
+    expect(state, "train " TINY "--vocab 300 --steps 2 --out run ids.bin", 0, "done");
+    expect(state, "train " TINY "--vocab 300 --steps 2 --out other text.txt", 2, message);
+    expect(state, "train --from run --batch 2 -q --steps 2 --out other text.txt", 2, message);
+    expect(state, "eval -c run text.txt", 2, message);
+    expect(state, "eval -c run ids.bin", 0, "");
+}
+
 /* A figure of `smoe ARGUMENTS --json`; `redirect` says where its standard input comes from. */
 static double figure(void **state, const char *arguments, const char *key, const char *redirect)
 {
@@ -445,6 +465,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_from, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_text_without_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
