@@ -139,10 +139,19 @@ static void test_resumed(void **state)
 /* Weights from a checkpoint: its sizes, another context, and what cannot be asked for beside them. */
 static void test_from(void **state)
 {
+    char command[4096];
     put_texts(state);
     expect(state, "train " TINY "--topk 3 --tied --steps 3 --out run text.txt", 0, "done");
     expect(state, "train --from run --context 8 --batch 2 -q --steps 2 --out next text.txt", 0, "done");
     expect(state, "train --resume --batch 2 -q --steps 3 --out next text.txt", 0, "resumed at step 2 of 3\n");
+    // A context alone asks for no other sizes, and config.json has the coefficient that was used last.
+    expect(state, "train --resume --context 8 --balance 0.5 --batch 2 -q --steps 4 --out next text.txt", 0,
+           "done");
+    expect(state, "train --resume --context 16 --batch 2 -q --steps 5 --out next text.txt", 2,
+           "max_position_embeddings is 8, wanted 16");
+    snprintf(command, sizeof command, "grep -q '\"router_aux_loss_coef\": 0.5' '%s/next/latest/config.json'",
+             (const char *)*state);
+    assert_int_equal(system(command), 0);
     expect(state, "train --from run --batch 2 -q --resume --steps 3 --out next text.txt", 2,
            "--from cannot be combined with --resume");
     expect(state, "train --from run --layers 1 --steps 3 --out other text.txt", 2,

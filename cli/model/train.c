@@ -68,18 +68,18 @@ static bool print_result(const train_options *options, const train_result *r, er
 }
 
 /* A run that starts from a checkpoint takes the model's sizes from it. A resumed run does so unless the
- * command line gives sizes. */
+ * command line gives sizes. A context and the coefficient of the load-balance loss are no sizes. */
 static bool adopt_shape(train_options *options, error *err)
 {
     train_settings *s = &options->settings;
     const int64_t context = s->config.context;
     char path[PATH_BYTES];
-    if (!s->from && (!s->resume || options->sizes_given || options->context_given)) return true;
+    if (!s->from && (!s->resume || options->sizes_given)) return true;
     if (!checkpoint_find(s->from ? s->from : s->out, path, sizeof path, err) ||
         !checkpoint_load_config(path, &s->config, err))
         return false;
-    if (s->from) s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
-    if (s->from && options->context_given) s->config.context = context;
+    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    if (options->context_given) s->config.context = context;
     return true;
 }
 
