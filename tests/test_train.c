@@ -297,6 +297,20 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     model_destroy(&m);
 }
 
+/* What `rm -rf out/step-*` leaves is no checkpoint that the first one of a new run could be. */
+static void a_link_to_nothing_is_no_checkpoint(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char command[PATH_BYTES];
+    snprintf(command, sizeof command, "mkdir '%s' && ln -s step-0000000 '%s/latest'", p->out, p->out);
+    assert_int_equal(system(command), 0);
+    s.keep = 10;
+    train_ok(&s, &result);
+    assert_int_equal(access_in(p->out, "step-0000000/state.safetensors"), 0);
+}
+
 /* No file may pass `bytes`; 0: any may. A write past it fails with EFBIG, as one on a full disk with ENOSPC.
  */
 static void limit_files(rlim_t bytes)
@@ -487,6 +501,7 @@ int main(void)
         RUN(a_stop_before_the_last_validation),
         RUN(the_last_validation_is_bounded),
         RUN(leftovers_of_a_kill_do_not_matter),
+        RUN(a_link_to_nothing_is_no_checkpoint),
         RUN(a_full_disk_leaves_no_half_checkpoint),
         RUN(bad_input_has_its_error),
         RUN(truncated_checkpoints_are_errors),
