@@ -388,7 +388,7 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
                              .loss = r->line.loss,
                              .validation = result->validation,
                              .interrupted = result->interrupted,
-                             .parameters = r->model.layout.total,
+                             .parameters = param_count(&r->model.layout),
                              .active = model_active_weights(&s->config),
                              .device_bytes = r->device->ops->used(r->device)};
     error ignored = {0}; // a curve that cannot be drawn is no error of the run

@@ -43,7 +43,7 @@ static bool print(model *m, table_format format, error *err)
     table *t = table_open(stdout, format == TABLE_ALIGNED ? TABLE_VERTICAL : format, columns,
                           sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "info: out of memory");
-    table_integer(t, (int64_t)m->layout.total);
+    table_integer(t, (int64_t)param_count(&m->layout));
     table_integer(t, model_active_weights(&m->config));
     table_integer(t, m->sequences * m->parts);
     table_integer(t, m->parts);
