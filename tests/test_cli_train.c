@@ -395,7 +395,7 @@ static void test_signals(void **state)
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char prefix[96], arguments[256];
-        // --foreground: one signal and not another to the group, which would end the program at once
+        // --foreground: one signal and not another to the group
         snprintf(prefix, sizeof prefix, "timeout --foreground -k 60 --preserve-status -s %s 2",
                  cases[i].signal);
         snprintf(arguments, sizeof arguments, "train " TINY "%s", cases[i].arguments);
@@ -414,6 +414,31 @@ static void test_signals(void **state)
     assert_int_equal(access(in_folder(path, state, "c/step-0000001/state.safetensors"), F_OK), 0);
     expect(state, "eval -c a text.txt", 0, "");
     expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
+}
+
+/* `timeout` and some schedulers send a signal to the process and to its group, so it comes twice. Here the
+ * run waits for its text when it does. */
+static void test_signal_sent_twice(void **state)
+{
+#define WAITING "sh -c 'mkfifo pipe; \"$@\" <pipe & p=$!; exec 3>pipe; sleep 0.5; kill -TERM $p; "
+    static const struct {
+        const char *prefix, *message;
+    } cases[] = {
+        {WAITING "sleep 0.1; kill -TERM $p; cat text.txt >&3; exec 3>&-; wait $p' sh", "go on with --resume"},
+        {WAITING "sleep 1.5; kill -TERM $p; wait $p' sh", ""}, // later it ends the program
+    };
+    char path[4096];
+    put_texts(state);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        static char output[OUTPUT_BYTES];
+        const int status = run(state, cases[i].prefix, "train " TINY "--steps 9 --out run -", output);
+        if (status != 143 || !strstr(output, cases[i].message))
+            fail_msg("%s: exit status %d, '%s'", cases[i].prefix, status, output);
+        assert_int_equal(access(in_folder(path, state, "run/latest"), F_OK), i == 0 ? 0 : -1);
+        snprintf(path, sizeof path, "rm -rf '%s/run' '%s/pipe'", (const char *)*state, (const char *)*state);
+        assert_int_equal(system(path), 0);
+    }
+#undef WAITING
 }
 
 static void expect_text(void **state, const char *arguments, const char *wanted)
@@ -471,6 +496,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_signal_sent_twice, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_dense_twin, folder_setup, folder_teardown),

@@ -4,6 +4,7 @@
 #include "cli/model/progress.h"
 #include "cli/model/skipped.h"
 #include "cli/model/train_options.h"
+#include "common/clock.h"
 #include "train/checkpoint.h"
 
 #include <math.h>
@@ -17,16 +18,28 @@ enum { PATH_BYTES = 4096 };
  * on. */
 static volatile sig_atomic_t stop_asked;
 
+/* A signal within a second of the first is the same request: `timeout` sends one to the process and one to
+ * its group. A later one ends the program. */
 static void ask_to_stop(int number)
 {
-    stop_asked = number;
+    static double first;
+    const double now = clock_seconds();
+    if (!stop_asked) {
+        stop_asked = number;
+        first = now;
+    } else if (now - first > 1.0) {
+        signal(number, SIG_DFL);
+        raise(number); // comes when the handler returns
+    }
 }
 
 /* At the first interrupt the run finishes its step, or stops its validation, and saves a checkpoint. A second
- * interrupt ends the program at once. Finished checkpoints stay. */
+ * interrupt, a second later or more, ends the program at once. Finished checkpoints stay. */
 static void catch_signals(void)
 {
-    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = (int)(SA_RESETHAND | SA_RESTART)};
+    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = SA_RESTART};
+    sigaddset(&action.sa_mask, SIGINT); // one at a time
+    sigaddset(&action.sa_mask, SIGTERM);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     signal(SIGXFSZ, SIG_IGN); // so that writing past the limit of a file's size is an error of the write
