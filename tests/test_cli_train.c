@@ -477,6 +477,10 @@ static void test_tokenizer(void **state)
            "text.txt: is not a table of tokens");
     expect(state, "train --resume -q --batch 2 --steps 64 --tokenizer other.txt --out run text.txt", 2,
            "run/latest was trained with another tokenizer than other.txt");
+    expect(state, "train --from run -q --batch 2 --steps 2 --tokenizer other.txt --out no text.txt", 2,
+           "run/latest was trained with another tokenizer than other.txt");
+    expect(state, "train --from run -q --batch 2 --steps 2 --tokenizer bpe.txt --out next text.txt", 0,
+           "done");
 
     // Nothing but the checkpoint is needed any more, and a resumed run hands the files on.
     for (int i = 0; i < 2; i++) unlink(in_folder(path, state, i ? "bpe.txt" : "tokenizer.json"));

@@ -123,18 +123,19 @@ static bool start(run *r, error *err)
     return save(r, err);
 }
 
-/* Chooses the tokenizer: the one of the settings, which must equal that of a resumed checkpoint; or that of
- * the resumed checkpoint; or that of the checkpoint from which the weights come. */
+/* Chooses the tokenizer: the one of the settings, or that of the checkpoint that is resumed or that the
+ * weights come from. If both are there, they must be equal; a resumed run without one cannot get one. */
 static bool open_tokenizer(run *r, error *err)
 {
     const train_settings *s = r->settings;
     char path[PATH_BYTES];
     tokenizer had = {0};
     if (s->tokenizer && !tokenizer_open(&r->words, s->tokenizer, err)) return false;
-    const char *before = s->resume ? s->out : s->tokenizer ? NULL : s->from;
+    const char *before = s->resume ? s->out : s->from;
     if (before && (!checkpoint_find(before, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
         return false;
-    bool same = !s->resume || !s->tokenizer || tokenizer_same(&r->words, &had);
+    const bool bound = s->resume || had.table.tokens > 0;
+    bool same = !s->tokenizer || !bound || tokenizer_same(&r->words, &had);
     if (!s->tokenizer)
         r->words = had;
     else
