@@ -467,6 +467,20 @@ static void schedule_warms_up_and_falls(void **state)
     assert_float_equal(schedule_factor(0.0, 0.0, 0.1), 1.0, 1e-12);
 }
 
+/* A run that only warms up ends with the peak rate. */
+static void a_warm_up_may_be_the_whole_run(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    log_line last;
+    s.steps = s.logs = 4;
+    s.warmup = 1.0;
+    train_ok(&s, &result);
+    read_last_line(p, &last);
+    assert_float_equal(last.lr, s.lr, 1e-8 * s.lr);
+}
+
 static void sampling_follows_the_probabilities(void **state)
 {
     (void)state;
@@ -508,6 +522,7 @@ int main(void)
         RUN(a_batch_without_memory_is_an_error),
         RUN(every_rounding_rule_trains),
         RUN(a_run_by_the_clock_ends_by_it),
+        RUN(a_warm_up_may_be_the_whole_run),
         cmocka_unit_test(schedule_warms_up_and_falls),
         cmocka_unit_test(sampling_follows_the_probabilities),
     };

@@ -207,8 +207,8 @@ static double rate_now(const run *r)
     const train_settings *s = r->settings;
     double progress = progress_of(r), one = r->state.step ? progress / (double)r->state.step : 0.0;
     if (s->steps) one = 1.0 / (double)s->steps;
-    double factor = schedule_factor(progress < s->warmup ? fmin(progress + one, s->warmup) : progress,
-                                    s->warmup, s->end_lr);
+    double factor = progress < s->warmup ? fmin((progress + one) / s->warmup, 1.0)
+                                         : schedule_factor(progress, s->warmup, s->end_lr);
     return s->lr * factor;
 }
 
