@@ -86,6 +86,7 @@ static void test_bad_input(void **state)
         {"train --seconds 9 --minutes 1 text.txt", 2, "--minutes cannot be combined with --seconds"},
         {"train " TINY "--steps 900 --steps 2 --out last text.txt", 0, "done"},
         {"train --lr nan text.txt", 2, "--lr: 'nan' is not a number in 0..1000"},
+        {"train --init 0 text.txt", 2, "--init: '0' is not a number in 1e-06..10"},
         {"train --tile 0 text.txt", 2, "--tile: '0' is not a number in 1..4096"},
         {"train --rounding nearest text.txt", 2, "'nearest' is not one of none, nr-f"},
         {"train --experts 4 --topk 9 text.txt", 2, "num_experts_per_tok = 9 is more than num_experts = 4"},
