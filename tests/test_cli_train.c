@@ -474,6 +474,8 @@ static void test_tokenizer(void **state)
     expect(state, "train " TINY "--steps 60 --lr 0.1 --tokenizer bpe.txt --out run text.txt", 0, "done");
     expect(state, "train " TINY "--steps 2 --vocab 260 --tokenizer bpe.txt --out no text.txt", 2,
            "the tokenizer has 261 tokens, the model's vocabulary 260");
+    expect(state, "train " TINY "--steps 2 --vocab 256 --tokenizer bpe.txt --out no text.txt", 2,
+           "the tokenizer has 261 tokens, the model's vocabulary 256");
     expect(state, "train " TINY "--steps 2 --tokenizer text.txt --out no text.txt", 3,
            "text.txt: is not a table of tokens");
     expect(state, "train --resume -q --batch 2 --steps 64 --tokenizer other.txt --out run text.txt", 2,

@@ -128,10 +128,11 @@ static void show_end(const train_settings *s, const train_result *result)
 }
 
 /* If no vocabulary is given, it is that of the tokenizer, rounded up to a multiple of 64. */
-static bool adopt_vocabulary(train_settings *s, error *err)
+static bool adopt_vocabulary(train_options *options, error *err)
 {
+    train_settings *s = &options->settings;
     tokenizer words;
-    if (!s->tokenizer || s->config.vocab != train_settings_default().config.vocab) return true;
+    if (!s->tokenizer || options->vocab_given) return true;
     if (!tokenizer_open(&words, s->tokenizer, err)) return false;
     s->config.vocab = (words.table.tokens + 63) / 64 * 64;
     tokenizer_close(&words);
@@ -142,7 +143,7 @@ static bool train(train_options *options, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
     train_result result;
-    if (!adopt_vocabulary(s, err) || !adopt_shape(options, err)) return false;
+    if (!adopt_vocabulary(options, err) || !adopt_shape(options, err)) return false;
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();
     s->stop = &stop_asked;

@@ -200,6 +200,7 @@ static void parse_number(train_options *options, int index, const char *text, st
     options->sizes_given |=
         o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
     options->context_given |= o->offset == CONFIG(context);
+    options->vocab_given |= o->offset == CONFIG(vocab);
     if (o->offset == AT(steps) || o->offset == AT(seconds)) note_length(options, o->name, state);
 }
 
