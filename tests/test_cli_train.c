@@ -5,6 +5,7 @@
 
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -14,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 enum { OUTPUT_BYTES = 1 << 16 };
@@ -497,9 +499,35 @@ static void test_tokenizer(void **state)
     assert_float_equal(bits, loss / log(2) * 2000 / 7000, 1e-3 * bits);
 }
 
+/* Does the curve's script, which a gnuplot of this test keeps, have the text? */
+static bool curve_has(void **state, const char *arguments, const char *text)
+{
+    static char output[OUTPUT_BYTES];
+    char command[8192];
+    assert_int_equal(run(state, "env PATH=\"$PWD:$PATH\"", arguments, output), 0);
+    snprintf(command, sizeof command, "grep -q '%s' '%s/script'", text, (const char *)*state);
+    return system(command) == 0;
+}
+
+/* The losses of tokens of several bytes are drawn in nats a token: the log has no validation loss for each
+ * byte. */
+static void test_curve(void **state)
+{
+    static const char gnuplot[] = "#!/bin/sh\ncp \"$1\" script\n", table[] = "smoe-bpe 1 258 1\n97 98 256\n";
+    char path[4096];
+    put_texts(state);
+    put_file(in_folder(path, state, "bpe.txt"), table, sizeof table - 1);
+    put_file(in_folder(path, state, "gnuplot"), gnuplot, sizeof gnuplot - 1);
+    assert_int_equal(chmod(path, 0700), 0);
+    assert_true(curve_has(state, "train " TINY "--steps 2 --out bytes text.txt", "ylabel .bits per byte"));
+    assert_true(curve_has(state, "train " TINY "--steps 2 --tokenizer bpe.txt --out words text.txt",
+                          "ylabel .loss, nats a token"));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_curve, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
