@@ -191,6 +191,45 @@ static size_t count_lines(const place *p, int64_t step)
     return found;
 }
 
+static void read_last_line(const place *p, log_line *last)
+{
+    char path[PATH_BYTES];
+    log_line *lines;
+    size_t count;
+    error err = {0};
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_true(count > 0);
+    *last = lines[count - 1];
+    free(lines);
+}
+
+/* One of each at every step, also where (step / steps) * steps is less than step in doubles. */
+static void every_step_has_what_was_asked(void **state)
+{
+    enum { STEPS = 22, ROUNDED = 15 };
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    log_line *lines;
+    size_t count;
+    char path[PATH_BYTES];
+    error err = {0};
+    assert_true((double)ROUNDED / STEPS * STEPS < ROUNDED);
+    s.steps = s.logs = s.evaluations = s.checkpoints = STEPS;
+    s.keep = STEPS + 1;
+    train_ok(&s, &result);
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_int_equal(count, STEPS);
+    for (size_t i = 0; i < count; i++) {
+        assert_int_equal(lines[i].step, i + 1);
+        assert_true(isfinite(lines[i].val_loss));
+    }
+    assert_int_equal(count_folders(p->out), STEPS + 1);
+    free(lines);
+}
+
 /* A stop after the last step, and so before or in the last validation: the checkpoint is there, the loss and
  * its line are the resumed run's, once however often it is resumed. */
 static void a_stop_before_the_last_validation(void **state)
@@ -198,6 +237,7 @@ static void a_stop_before_the_last_validation(void **state)
     place *p = *state;
     train_settings s = settings_of(p);
     train_result result;
+    log_line last;
     s.logs = 3; // no line at the last step but the end's
     stopper stop = {.at = 20};
     s.stop = &stop.flag;
@@ -210,13 +250,17 @@ static void a_stop_before_the_last_validation(void **state)
     s.resume = true; // *stop is still set: no step is left, the validation is interrupted
     if (!train_run(&s, NULL, NULL, &result, &err)) fail_msg("%s", err.text);
     assert_true(result.interrupted && result.validation.stopped);
+    assert_true(isnan(result.loss)); // of no line
     assert_int_equal(count_lines(p, 20), 0);
     stop.flag = 0;
     for (int i = 0; i < 2; i++) {
         train_ok(&s, &result);
         assert_true(!result.interrupted && isfinite(result.validation.loss));
+        assert_true(isfinite(result.loss));
         assert_int_equal(count_lines(p, 20), 1);
     }
+    read_last_line(p, &last); // no step of its own run is before it
+    assert_true(isfinite(last.loss) && isnan(last.lr) && isnan(last.grad_norm));
 }
 
 static void the_last_validation_is_bounded(void **state)
@@ -257,6 +301,20 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
     assert_true(checkpoint_load_weights(latest, &m, NULL, &err));
     model_destroy(&m);
+}
+
+/* What `rm -rf out/step-*` leaves is no checkpoint that the first one of a new run could be. */
+static void a_link_to_nothing_is_no_checkpoint(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char command[PATH_BYTES];
+    snprintf(command, sizeof command, "mkdir '%s' && ln -s step-0000000 '%s/latest'", p->out, p->out);
+    assert_int_equal(system(command), 0);
+    s.keep = 10;
+    train_ok(&s, &result);
+    assert_int_equal(access_in(p->out, "step-0000000/state.safetensors"), 0);
 }
 
 /* No file may pass `bytes`; 0: any may. A write past it fails with EFBIG, as one on a full disk with ENOSPC.
@@ -415,6 +473,20 @@ static void schedule_warms_up_and_falls(void **state)
     assert_float_equal(schedule_factor(0.0, 0.0, 0.1), 1.0, 1e-12);
 }
 
+/* A run that only warms up ends with the peak rate. */
+static void a_warm_up_may_be_the_whole_run(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    log_line last;
+    s.steps = s.logs = 4;
+    s.warmup = 1.0;
+    train_ok(&s, &result);
+    read_last_line(p, &last);
+    assert_float_equal(last.lr, s.lr, 1e-8 * s.lr);
+}
+
 static void sampling_follows_the_probabilities(void **state)
 {
     (void)state;
@@ -445,15 +517,18 @@ int main(void)
         RUN(a_run_starts_from_a_checkpoint),
         RUN(log_goes_on_where_the_checkpoint_was),
         RUN(log_has_what_rounding_did),
+        RUN(every_step_has_what_was_asked),
         RUN(a_stop_before_the_last_validation),
         RUN(the_last_validation_is_bounded),
         RUN(leftovers_of_a_kill_do_not_matter),
+        RUN(a_link_to_nothing_is_no_checkpoint),
         RUN(a_full_disk_leaves_no_half_checkpoint),
         RUN(bad_input_has_its_error),
         RUN(truncated_checkpoints_are_errors),
         RUN(a_batch_without_memory_is_an_error),
         RUN(every_rounding_rule_trains),
         RUN(a_run_by_the_clock_ends_by_it),
+        RUN(a_warm_up_may_be_the_whole_run),
         cmocka_unit_test(schedule_warms_up_and_falls),
         cmocka_unit_test(sampling_follows_the_probabilities),
     };
