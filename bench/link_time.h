@@ -1,4 +1,5 @@
-/* The time of short work: links of it in one CUDA graph, so that launch gaps count and the host does not. */
+/* Times work that takes microseconds. A CUDA graph holds LINKS copies of the work, here called links, one
+ * after the other. So the gaps between launches count, and the time of the host does not. */
 #ifndef SMOE_TESTS_CUDA_LINK_TIME_H
 #define SMOE_TESTS_CUDA_LINK_TIME_H
 
@@ -6,7 +7,7 @@
 
 enum { LINKS = 20, REPLAYS = 30 };
 
-/* Enqueues link `i` of what `work` describes. */
+/* Enqueues link number `i` of the work that `work` describes. */
 typedef cudaError_t enqueue_link(const void *work, int i, cudaStream_t stream);
 
 static inline int compare_floats(const void *a, const void *b)
@@ -15,7 +16,7 @@ static inline int compare_floats(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Median microseconds of a link. */
+/* Microseconds of a link: the median over the replays of the graph. */
 static inline float link_time(const void *work, enqueue_link *enqueue)
 {
     cudaStream_t stream;

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Compares smoe with SonicMoE, ScatterMoE, MoMoE, torch's grouped_mm, Transformers' experts and cuBLAS's batched GEMMs, on the
-same tensors, in turns. docs/peers.md says how it measures and how to read the tables.
+"""Compares smoe with SonicMoE, ScatterMoE, MoMoE, torch's grouped_mm, Transformers' experts and cuBLAS's batched GEMMs.
+All get the same tensors and run by turns. docs/peers.md describes the method and the tables.
 
     bench/peers.py                                        # the paper's layers: experts on given routing
     bench/peers.py --part layer --peers sonicmoe          # with the router
@@ -10,8 +10,8 @@ same tensors, in turns. docs/peers.md says how it measures and how to read the t
     bench/peers.py --show --markdown --plot ratios.png    # from the records, nothing is measured
     bench/peers.py --device cpu --suite tiny --dtype f32  # tests the program without a GPU
 
-After each layer records are appended to docs/results/peers.jsonl. A measurement is skipped if it has a record of this
-commit and device.
+After each layer its records are appended to docs/results/peers.jsonl. A measurement that has a record of this commit
+and device is skipped.
 Exit status: 0 all was measured, or time was up; 2 wrong arguments; 3 nothing could be measured, read or
 written.
 """
@@ -36,7 +36,7 @@ BEGIN, END = "<!-- begin of what bench/peers.py --docs writes -->", "<!-- end --
 
 
 def words(known):
-    """The type of a comma-separated argument whose words are all known."""
+    """The parser of a comma-separated argument whose words must all be in `known`."""
 
     def parse(text):
         found = [word for word in text.split(",") if word]
@@ -99,8 +99,8 @@ def parser():
 
 
 def commit(root=ROOT):
-    """The last commit that changed what is measured, with -dirty if the clone differs from it. Committing records or
-    documents does not change it, so that a run can be gone on with."""
+    """The last commit that changed the library or the package, with -dirty if the clone differs from it. A commit of
+    records or documents does not change the result, so a run can be continued after it."""
 
     def git(*words):
         return subprocess.run(
@@ -121,7 +121,7 @@ def default_peers(device):
 
 
 def complete(options):
-    """Fills in what follows from the arguments."""
+    """Adds to the options the values that are derived from them."""
     options.parts, options.routings, options.pythons = options.part, options.routing, dict(options.python)
     chosen = options.peers or default_peers(options.device)
     options.peers = [BASE] + [peer for peer in chosen if peer != BASE]
@@ -136,7 +136,7 @@ def complete(options):
 
 
 def renewed(text, block):
-    """The text of a document with what stands between the marks replaced. Failed without the marks."""
+    """The text of a document in which `block` replaces the text between the marks. Failed without the marks."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -181,7 +181,7 @@ def measure(options, shapes):
 def main():
     if sys.argv[1:] == ["--worker"]:
         answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # what libraries print, from their import on, must not mix with the answers
+        os.dup2(2, 1)  # libraries print to stdout; from here on that is stderr, apart from the answers
         sys.path.append(str(ROOT / "python"))
         from peers_lib import worker
 

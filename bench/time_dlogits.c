@@ -1,7 +1,8 @@
 /* Times the kernels that make dlogits from dS, in microseconds. A figure is the median of 30 replays of a
- * CUDA graph of 20 launches, divided by 20. Routing is random; the launches take turns on four sets of dS.
- * Columns: sparse dlogits (softmax over the kept logits), with the results that dWr and the combine of dX
- * read; the same, and dlogits for the caller in f32; dense dlogits (softmax over all experts).
+ * CUDA graph of 20 launches, divided by 20. Routing is random; the launches use four sets of dS by turns.
+ * There are three columns. First: sparse dlogits (softmax over the kept logits), with the results that dWr
+ * and the combine of dX read. Second: the same, and also dlogits in f32 for the caller. Third: dense dlogits
+ * (softmax over all experts).
  *
  * check_layer_backward.c checks the results of these kernels. */
 #include "bench/link_time.h"
@@ -18,7 +19,7 @@ typedef struct inputs {
     gpu_buffer ds, memory[10];
 } inputs;
 
-/* What is timed: the call on one of SETS sets of dS after the other. */
+/* The timed work: link i is `call` on set number i % SETS of dS. */
 typedef struct dlogits_links {
     const moe_cuda_dlogits *call;
     int64_t padded_rows;
@@ -39,7 +40,7 @@ static float time_launches(const inputs *in, const moe_cuda_dlogits *call)
     return link_time(&links, enqueue_dlogits);
 }
 
-/* K distinct experts of every token, and the plan's arrays that follow. */
+/* K distinct experts of every token, and the arrays of the plan that result from them. */
 typedef struct host_plan {
     int32_t *ids, *counts, *token_offsets, *token_rows, *block_expert;
 } host_plan;

@@ -73,7 +73,7 @@ static void *zeros(size_t bytes)
     return b.memory;
 }
 
-/* Values do not matter here: zeros route every token to the lowest experts. */
+/* The values have no effect on the host's time: zeros route every token to the lowest experts. */
 static void fill(layer_run *r)
 {
     const smoe_layer *l = &r->layer;

@@ -1,8 +1,9 @@
 /* Times routing on the device, in microseconds. A figure is the median of 30 replays of a CUDA graph of 20
- * links (calls), divided by 20. The calls take turns on 256 MB of logits, so that these are read from device
- * memory. For layers from logits the figures are cumulative: top-K; also the rest of route; also rounding;
- * also the plan, which is the whole. For given top-K: the whole plan, and its second kernel alone. The last
- * figure of a line is the target, if there is one. */
+ * links (calls), divided by 20. The calls read 256 MB of logits by turns, so that each reads its logits from
+ * device memory and not from the L2 cache. For layers from logits the figures are cumulative: top-K; top-K
+ * and the rest of route; these and rounding; these and the plan, which is everything. For given top-K: the
+ * second kernel of the plan alone, and the whole plan. The last figure of a line is the target, if there is
+ * one. */
 #include "bench/link_time.h"
 #include "cuda/host/plan_size.h"
 #include "cuda/host/routing.h"
@@ -24,7 +25,7 @@ typedef struct route_timing {
 typedef cudaError_t (*link_function)(const route_timing *t, const smoe_forward_args *args,
                                      cudaStream_t stream);
 
-/* The timed work: `enqueue`, on one set of logits after the other. */
+/* The timed work: link i is `enqueue` on set number i % sets of the logits. */
 typedef struct route_links {
     const route_timing *t;
     link_function enqueue;
@@ -75,7 +76,7 @@ static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *arg
     return moe_cuda_topk(&r, stream);
 }
 
-/* From given top-K: the ids and weights that route has written to the plan's arrays. */
+/* The plan from given top-K: from the ids and weights that route has written to the plan's arrays. */
 static cudaError_t given_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
 {
     (void)args;
@@ -162,7 +163,8 @@ static void end_line(double target)
     fflush(stdout);
 }
 
-/* target: microseconds of the whole; with rounding, of the time that it adds to top-K. 0: none. */
+/* target: microseconds of all stages together; with rounding, of the time that the stages add to top-K.
+ * 0: no target. */
 static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, smoe_score score,
                        smoe_rounding rounding, double target)
 {

@@ -1,11 +1,11 @@
 /* Times the operations of one training step of the paper's 1.4B model: 18 layers, d 768, 12 heads, T 40960 in
- * sequences of 4096, vocabulary 50304. For each operation it prints milliseconds a call, calls a step,
- * milliseconds a step, and GB/s of compulsory bytes or TFLOP/s; at the end the sum. Each figure is the mean
- * of many calls on one stream.
+ * sequences of 4096, vocabulary 50304. For each operation it prints the milliseconds of a call, the calls of
+ * a step, the milliseconds of a step, and TFLOP/s or GB/s (of the bytes that must be read and written at
+ * least); at the end the sum. Each figure is the mean of REPEATS calls on one stream.
  *
  *     cuda_time_train_ops [cuda | cuda-plain] [fastest]
  *
- * `smoe bench` times the experts. So the sum lacks forward and backward of the experts of 18 layers. */
+ * The sum does not contain the experts of the 18 layers: `smoe bench` times them. */
 #include "train/device.h"
 #include "train/model.h"
 
@@ -16,7 +16,7 @@
 
 enum { LAYERS = 18, HIDDEN = 768, HEADS = 12, LENGTH = 4096, SEQUENCES = 10, VOCAB = 50304 };
 enum { ROWS = LENGTH * SEQUENCES, PART = 8192, REPEATS = 10 };
-#define WEIGHTS 1441880832 // of the whole model
+#define WEIGHTS 1441880832 // number of weights of the whole model
 
 typedef struct bench {
     train_device *dv;
@@ -60,7 +60,7 @@ static void norm_backward(const bench *b)
                           false, b->norm_scratch);
 }
 
-/* And the norm's output again, for --recompute norms. */
+/* The same, and it computes the norm's output again, as --recompute norms needs it. */
 static void norm_backward_again(const bench *b)
 {
     b->ops->norm_backward(b->dv, b->x, b->embedding, b->qkv, b->y, b->z, b->rstd, b->w, ROWS, HIDDEN, true,
@@ -170,15 +170,15 @@ static void adamw_layer(const bench *b)
 typedef struct job {
     const char *name;
     call *run;
-    double calls; // a step
-    double work;  // bytes of a call, or
-    double flops;
+    double calls; // of a step
+    double work;  // bytes of a call, if flops is 0
+    double flops; // of a call
 } job;
 
 static const double TD = 2.0 * ROWS * HIDDEN, GEMM = 2.0 * ROWS * HIDDEN * HIDDEN;
-#define ATTENTION_FLOPS (2.0 * ROWS * LENGTH * HIDDEN) // causal: half of q k^T and of p v
+#define ATTENTION_FLOPS (2.0 * ROWS * LENGTH * HIDDEN) // causal: half of the FLOPs of q k^T and of p v
 
-/* Milliseconds a step. */
+/* Prints the figures of an operation and returns its milliseconds in a step. */
 static double time_job(const bench *b, const job *j)
 {
     cudaEvent_t start, end;

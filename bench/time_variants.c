@@ -1,12 +1,12 @@
-/* Measures which of several builds of the library is faster. All run in one process, on the same inputs, in
- * turns:
+/* Measures which of several builds of the library is the fastest. All run in one process, on the same inputs,
+ * by turns:
  *
  *   time_variants ROUNDS uniform|random T,d,n,E,K LIBRARY...     libsmoe.so of each; "self" is this program's
  *
- * Every pass is timed in two ways. After 20 ms of idling the GPU is not yet at its power limit, and
- * differences of 0.1 % can be detected. In sustained runs, as users have them, only differences of 1 % can.
- * Differences are relative to the first library: the mean over the rounds, with its standard error. `bits`:
- * do all results equal the first library's? */
+ * Every pass is timed in two ways: after 20 ms of idling, when the GPU is not yet at its power limit and
+ * differences of 0.1 % can be detected; and in sustained runs, as users have them, where only differences of
+ * 1 % can be detected. Differences are relative to the first library: the mean over the rounds, with its
+ * standard error. The last column tells whether all results have the same bits as the first library's. */
 #define _GNU_SOURCE
 #include "bench/link_time.h"
 #include "tests/cuda/gpu.h"
@@ -26,7 +26,7 @@ enum {
     SETTLE_MS = 15,
     WARM_ROUNDS = 2, /* before the sustained ones */
     LAUNCHES = 16,
-    PATTERN = 1 << 22, /* normal numbers, laid down again and again */
+    PATTERN = 1 << 22, /* normal numbers, of which all inputs are copies */
     NO_DEVICE = 77
 };
 
@@ -51,8 +51,8 @@ typedef struct variant {
     double ms[PASSES][WAYS][MOST_ROUNDS];
 } variant;
 
-/* Copies the address of a function to `member`: dlsym has it as an object's, a conversion C leaves to POSIX.
- */
+/* Copies the address of a function to `member`. dlsym returns it as the address of an object, and ISO C does
+ * not define the conversion (POSIX does). */
 static void find(void *member, void *library, const char *variant_name, const char *name)
 {
     void *found = dlsym(library, name);
@@ -120,7 +120,7 @@ static uint16_t to_bf16(float value)
     return (uint16_t)((bits + 0x8000) >> 16);
 }
 
-/* (count) normal numbers times `scale`: runs of one pattern, each from another place on. */
+/* `count` normal numbers times `scale`: copies of parts of one pattern, each part with another start. */
 static gpu_buffer normal(int64_t count, float scale, uint64_t seed)
 {
     uint16_t *host = malloc(sizeof *host * PATTERN);
@@ -193,7 +193,7 @@ static void make_problem(problem *p, int drawn, const variant *variants, int cou
     p->ds = gpu_alloc((size_t)pairs * sizeof(float));
     p->scratch_forward = gpu_alloc(forward);
     p->scratch_backward = gpu_alloc(backward);
-    CHECK_CUDA(cudaDeviceSynchronize()); // poison is laid down by another stream
+    CHECK_CUDA(cudaDeviceSynchronize()); // another stream writes the buffers' poison
 }
 
 /* ---- Passes ---- */
@@ -232,7 +232,7 @@ static void record(const problem *p, variant *v)
     }
 }
 
-/* FNV-1a of what the passes left in the outputs, eight bytes at a time. */
+/* Continues the FNV-1a hash `sum` over a result, eight bytes at a time. */
 static uint64_t hash(uint64_t sum, gpu_buffer b)
 {
     enum { STEP = 1 << 26 };
@@ -257,7 +257,7 @@ static void run_once(const problem *p, variant *v)
 
 /* ---- Times ---- */
 
-/* Median ms of launches [skipped, count). */
+/* Median milliseconds of `count` launches without the first `skipped`. */
 static double time_launches(const problem *p, cudaGraphExec_t pass, int count, int skipped)
 {
     cudaEvent_t marks[LAUNCHES][2];
@@ -374,7 +374,7 @@ int main(int argc, char **argv)
     }
     make_problem(&p, strcmp(argv[2], "random") == 0, variants, count);
     for (int i = 0; i < count; i++) {
-        run_once(&p, variants + i); // loads the kernels, which a recording must not
+        run_once(&p, variants + i); // loads the kernels, which must not happen during a stream capture
         record(&p, variants + i);
     }
     time_all(&p, variants, count, rounds);

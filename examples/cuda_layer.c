@@ -44,7 +44,7 @@ int main(void)
     layer.tokens = 1024, layer.hidden = 256, layer.intermediate = 64, layer.experts = 32, layer.topk = 4;
     smoe_sizes sizes = SMOE_SIZES_INIT;
     if (smoe_query_sizes(context, &layer, &sizes) != SMOE_OK) return puts(smoe_last_error(context)), 1;
-    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT; /* every pointer in it is the device's */
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT; /* every pointer in it points to device memory */
     args.x = random_bf16(1024 * 256);
     args.router_weight = random_bf16(32 * 256);
     args.w1 = random_bf16(32 * 2 * 64 * 256);

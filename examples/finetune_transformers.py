@@ -5,10 +5,11 @@
   python examples/finetune_transformers.py --model PATH text.txt  a checkpoint and its tokenizer
   python examples/finetune_transformers.py --tiny README.md       on the CPU, in seconds
 
-Two modes: `full` trains every weight; `lora` (needs peft) trains low-rank updates of the attention and freezes the
-rest, the experts too, and then smoe computes no gradient of an expert's weights. Each pair of mode and implementation
-is a run of its own from the same weights and batches; several --rounds run in turns, every other one backwards, and the
-table has the medians. Needs torch 2.6 and Transformers 5.17 or later.
+There are two modes. `full` trains every weight. `lora` (needs peft) trains low-rank updates of the attention and
+freezes all other weights; smoe then computes no gradient of the experts' weights. Each pair of mode and implementation
+is one run. All runs of a mode start from the same weights and see the same batches. With --rounds N every run is
+repeated N times; every other round takes the implementations in reverse order, and the table has the medians.
+Needs torch 2.6 and Transformers 5.17 or later.
 
 Exit status: 0 ok, 1 the implementations' losses differ by more than --tolerance, 2 usage, 3 run-time failure.
 """
@@ -26,7 +27,7 @@ import time
 import traceback
 from collections.abc import Iterable
 
-if "WORLD_SIZE" not in os.environ:  # else Trainer would spread the batch over all GPUs by DataParallel
+if "WORLD_SIZE" not in os.environ:  # with several GPUs Trainer would spread the batch over them with DataParallel
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 import torch
@@ -66,14 +67,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in dict(
         layers=16, hidden=2048, intermediate=1024, experts=64, topk=8, heads=16, vocabulary=50304
     ).items():
-        p.add_argument(f"--{name}", type=int, help=f"of random weights ({value})", default=None)
+        p.add_argument(f"--{name}", type=int, help=f"value for the model with random weights ({value})", default=None)
         p.set_defaults(**{f"default_{name}": value})
     p.add_argument("--context", type=int, help="tokens of a sequence (4096)")
     p.add_argument("--batch", type=int, help="sequences of a step (2)")
-    p.add_argument("--steps", type=int, help="of each run (20)")
+    p.add_argument("--steps", type=int, help="steps of each run (20)")
     p.set_defaults(default_context=4096, default_batch=2, default_steps=20)
     p.add_argument("--lr", type=float, default=1e-4)
-    p.add_argument("--rank", type=int, default=16, help="of the low-rank updates (16)")
+    p.add_argument("--rank", type=int, default=16, help="rank of the low-rank updates (16)")
     p.add_argument("--modes", default="full,lora", help="full, lora or both (full,lora)")
     p.add_argument(
         "--implementations", default="smoe,grouped_mm", help="values of experts_implementation (smoe,grouped_mm)"
@@ -81,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=1)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument(
-        "--tolerance", type=float, default=0.05, help="largest difference of two losses of a step, nats (0.05)"
+        "--tolerance", type=float, default=0.05, help="largest difference of two runs' losses at a step, nats (0.05)"
     )
     p.add_argument("--json", metavar="FILE", help="appends a JSON object for every run")
     o = p.parse_args(arguments)
@@ -107,7 +108,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 class Windows(Dataset):
-    """Sample i: a window of `context` tokens at a place that follows from the seed and i."""
+    """Sample i is a window of `context` tokens at a random place, drawn from the seed and i."""
 
     def __init__(self, o: argparse.Namespace) -> None:
         self.o, self.vocabulary = o, o.vocabulary
@@ -129,8 +130,8 @@ class Windows(Dataset):
 
 
 def read_text(o: argparse.Namespace) -> torch.Tensor:
-    """The checkpoint's tokens of the files. Without a checkpoint their bytes, and with a vocabulary of 256 too: `smoe train`
-    without --tokenizer writes such checkpoints, and no tokenizer's files."""
+    """The tokens of the files: with --model those of the checkpoint's tokenizer, else the bytes. The bytes too if the
+    checkpoint's vocabulary is 256: `smoe train` without --tokenizer writes such checkpoints, without a tokenizer's files."""
     try:
         text = b"".join(open(path, "rb").read() for path in o.text)
     except OSError as error:
@@ -146,7 +147,7 @@ def read_text(o: argparse.Namespace) -> torch.Tensor:
 
 
 def build(o: argparse.Namespace, implementation: str) -> torch.nn.Module:
-    """The same weights for every implementation."""
+    """The model, with the same weights for every implementation."""
     dtype = torch.bfloat16 if o.device == "cuda" else torch.float32
     if o.model:
         model = AutoModelForCausalLM.from_pretrained(o.model, dtype=dtype, experts_implementation=implementation)
@@ -171,7 +172,7 @@ def with_lora(model: torch.nn.Module, o: argparse.Namespace) -> torch.nn.Module:
 
 
 class Watch(TrainerCallback):
-    """When each step ended, without making the host wait in between, and its loss."""
+    """Records the end and the loss of each step. Recording an end does not make the host wait for the GPU."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda, self.marks, self.losses = cuda, [], []
@@ -187,7 +188,7 @@ class Watch(TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
     def milliseconds(self) -> float:
-        """The median step, the first third left out."""
+        """The median time of a step. The first third of the steps is left out."""
         if self.cuda:
             torch.cuda.synchronize()
         pairs = list(zip(self.marks, self.marks[1:], strict=False))[len(self.marks) // 3 :]
@@ -259,7 +260,7 @@ def line(cells: Iterable[str]) -> str:
 
 
 def table(o: argparse.Namespace, runs: list[dict]) -> None:
-    """A line for each mode and implementation: medians over the rounds, the losses of the first."""
+    """Prints a line for each mode and implementation: medians over the rounds, and the losses of the first round."""
     print(line(name for name, _ in COLUMNS))
     for mode in dict.fromkeys(run["mode"] for run in runs):
         for kind in o.implementations:
@@ -271,7 +272,7 @@ def table(o: argparse.Namespace, runs: list[dict]) -> None:
 
 
 def agree(o: argparse.Namespace, runs: list[dict]) -> bool:
-    """Every step's loss of every run beside the first of its mode."""
+    """Compares the losses of every run, step by step, with those of the first run of the same mode."""
     good = True
     for mode in dict.fromkeys(run["mode"] for run in runs):
         first, *others = [run["losses"] for run in runs if run["mode"] == mode]

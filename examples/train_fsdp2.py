@@ -10,7 +10,7 @@ Model, data order, optimizer and schedule are those of `smoe train`: from the sa
 print the same losses within rounding. It runs on one process without torchrun, and on the CPU with gloo. Needs torch
 2.6 or later; 2.11 and 2.15 were tried.
 
-Exit status: 0 ok, 1 --compare found a difference, 2 usage, 3 run-time failure. torchrun ends with 1 for the last three.
+Exit status: 0 ok, 1 --compare found a difference, 2 usage, 3 run-time failure. torchrun turns the last three into 1.
 docs/python.md, "FSDP-2", has what to know about fully_shard and expert layers.
 """
 
@@ -22,7 +22,8 @@ import time
 import traceback
 from dataclasses import replace
 
-# NVLink multicast (NVLS) is switched off on the machines where this was measured. The environment may say 1 elsewhere.
+# NVLink multicast (NVLS) was off on the machines where this program was measured. NCCL_NVLS_ENABLE=1 in the environment
+# turns it on.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
@@ -40,7 +41,7 @@ NAN = float("nan")
 
 
 def start_processes(wanted: str) -> torch.device:
-    """Joins the others that torchrun started, or is alone; this process's device."""
+    """Joins torchrun's process group, or makes a group of one process. Returns this process's device."""
     kind = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     place = int(os.environ.get("LOCAL_RANK", 0))
     if kind == "cuda" and place >= torch.cuda.device_count():
@@ -67,23 +68,26 @@ def configure(o, source: models.Checkpoint | None) -> models.Config:
 
 
 def shard(model: models.LanguageModel, o, device: torch.device) -> None:
-    """Every block is one unit that is gathered and freed as a whole; embedding, head and last norm are the root's."""
+    """The weights of a block are gathered and freed together. Embedding, head and last norm belong to the root
+    module."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Without cast_forward_inputs=False the hooks would round RoPE's float32 tables to bf16 on their way into a block.
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[o.compute], reduce_dtype=DTYPES[o.reduce], cast_forward_inputs=False
     )
     last = model.blocks[-1]
-    for block in model.blocks:  # the last one is needed again at once
+    for block in model.blocks:  # the last one keeps its weights, because the backward starts with it
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=o.zero == 3 and block is not last)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    # By itself the gathering of a block starts when the host reaches it: late if the experts made the host wait.
+    # Without prefetching, a block's weights are gathered only when the host reaches the block. This is late if the
+    # experts of the block before made the host wait.
     for block, following in zip(model.blocks, model.blocks[1:]):
         block.set_modules_to_forward_prefetch([following])
 
 
 def build(o, config: models.Config, source: models.Checkpoint | None, device: torch.device) -> models.LanguageModel:
-    """The model is described without memory, cut, and then each process makes its own shards on its device."""
+    """Builds the model without memory (on the meta device) and shards it. Then each process allocates and fills its own
+    shards on its device."""
     routing = experts.Routing(config.topk, config.renormalize, o.balance)
     run = experts.make_experts(o.experts, routing, device.type, o.compile)
     with torch.device("meta"):
@@ -98,7 +102,7 @@ def build(o, config: models.Config, source: models.Checkpoint | None, device: to
 
 
 def make_optimizer(model: torch.nn.Module, o) -> torch.optim.Optimizer:
-    """After fully_shard, which replaces the parameters. The norms' weights do not decay."""
+    """To be called after fully_shard, which replaces the parameters. The norms' weights have no weight decay."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [dict(params=matrices, weight_decay=o.weight_decay), dict(params=vectors, weight_decay=0.0)]
@@ -106,7 +110,8 @@ def make_optimizer(model: torch.nn.Module, o) -> torch.optim.Optimizer:
 
 
 def learning_rate(o, step: int) -> float:
-    """Linear warm-up, then a cosine; as train/schedule.h, the first step is not lost at rate 0."""
+    """Linear warm-up, then a cosine, as in train/schedule.h. The first step's rate is above 0, so the step has an
+    effect."""
     progress = step / o.steps
     if progress < o.warmup:
         progress = min(progress + 1 / o.steps, o.warmup)
@@ -116,7 +121,7 @@ def learning_rate(o, step: int) -> float:
     return o.lr * (o.end_lr + (1 - o.end_lr) * 0.5 * (1 + math.cos(turn)))
 
 
-# ---- what is said ----
+# ---- output ----
 
 
 class Report:
@@ -223,7 +228,8 @@ class Run:
         self.pending.append((self.step, loss.detach(), norm))
 
     def write_line(self) -> None:
-        """Waits for the GPU. A loss is the mean over the processes' shares of the batch."""
+        """Records all steps since the last line and prints the last one. Waits for the GPU. A step's loss is the mean
+        over the processes, each of which has an equal share of the batch."""
         if not self.pending:
             return
         sums = torch.stack([loss for _, loss, _ in self.pending]).double()
@@ -318,7 +324,8 @@ class Run:
         return found
 
     def paired(self, lines: list[dict]) -> list[tuple[float, float]]:
-        """(ours, theirs) for each line. A line of smoe train has the mean over the steps since the line before."""
+        """For each line of the other run: (this run's loss, the other run's loss). A line of smoe train has the mean
+        loss of the steps since the line before; this run's losses are averaged over the same steps."""
         pairs, before = [], 0
         for line in (line for line in lines if line.get("kind", "step") == "step"):
             steps = [line["step"]] if "kind" in line else range(before + 1, line["step"] + 1)
@@ -328,7 +335,7 @@ class Run:
         return pairs
 
     def compare(self) -> bool:
-        """Every loss that both runs have."""
+        """Compares all losses that both runs have. Returns whether they differ by at most --tolerance."""
         if not self.o.compare:
             return True
         try:

@@ -1,5 +1,5 @@
-/* A folder of its own for each test that writes files: made by folder_setup, removed with all its contents by
- * folder_teardown; *state is its path. Include after the feature macro _DEFAULT_SOURCE. */
+/* A folder for each test that writes files. folder_setup makes the folder and stores its path in *state;
+ * folder_teardown removes it with all its contents. Define _DEFAULT_SOURCE before including this header. */
 #ifndef TESTS_FOLDER_H
 #define TESTS_FOLDER_H
 
@@ -29,14 +29,14 @@ static inline int folder_teardown(void **state)
     return 0;
 }
 
-/* FOLDER/name in a buffer of the caller. */
+/* Writes FOLDER/name to `path`, a buffer of the caller, and returns it. */
 static inline const char *in_folder(char path[4096], void **state, const char *name)
 {
     snprintf(path, 4096, "%s/%s", (const char *)*state, name);
     return path;
 }
 
-/* Plain, unchecked by what is tested. */
+/* Writes a file with the C library alone, not with the code under test. */
 static inline void put_file(const char *path, const void *bytes, size_t size)
 {
     FILE *f = fopen(path, "wb");

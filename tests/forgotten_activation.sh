@@ -1,9 +1,10 @@
 #!/bin/sh
-# An activation that is forgotten in one place does not compile, and the message names it.
+# If an activation is missing in one place, that file must not compile, and the compiler's message must name the activation.
 #
 #   forgotten_activation.sh SOURCE_FOLDER CC                    CPU backend, oracle and tests
-#   forgotten_activation.sh SOURCE_FOLDER CXX CONVERTED TOOLKIT CUDA backend, as the folder CONVERTED has it for the
-#                                                               emulator; TOOLKIT: the toolkit's headers
+#   forgotten_activation.sh SOURCE_FOLDER CXX CONVERTED TOOLKIT CUDA backend. CONVERTED: the folder of its sources that
+#                                                               are converted for the emulator; TOOLKIT: the CUDA
+#                                                               toolkit's headers
 #
 # A trial activation is put into copies of smoe.h and of the list; the sources themselves stay as they are.
 set -eu
@@ -18,7 +19,7 @@ sed 's/^#define MOE_ACTIVATIONS(X) .*/#define MOE_ACTIVATIONS(X) X(SMOE_TRIAL, "
 grep -q SMOE_TRIAL "$folder/enum/smoe.h"
 grep -q SMOE_TRIAL "$folder/list/activations.h"
 
-# accepted FLAG... FILE: compiles. refused WORD FLAG... FILE: does not, and the message has the word.
+# accepted COMMAND...: the command must succeed. refused WORD COMMAND...: it must fail with a message that contains WORD.
 accepted() {
     "$@" 2> "$folder/messages" || { cat "$folder/messages"; echo "does not compile: $*"; exit 1; }
 }
@@ -46,7 +47,7 @@ else
     }
     for file in src/cpu/activation.c oracle/activation.c tests/test_activation.c; do
         accepted compile "$source/$file"
-        refused SMOE_TRIAL compile -I"$folder/enum" "$source/$file" # in the enum alone
+        refused SMOE_TRIAL compile -I"$folder/enum" "$source/$file" # the activation is in the enum, but not in the list
     done
     refused trial_curve compile -I"$folder/enum" -I"$folder/list" "$source/src/cpu/activation.c"
     refused "has no reference" compile -I"$folder/enum" -I"$folder/list" "$source/tests/test_activation.c"

@@ -1,6 +1,7 @@
 #!/bin/sh
-# A storage type, score function, rounding rule, entry or layout that is forgotten in one place does not compile, and
-# the message names it: forgotten_enumerator.sh SOURCE_FOLDER CC. A trial enumerator is put into copies of smoe.h.
+# If a storage type, score function, rounding rule, entry or layout is missing in one place, that file must not compile, and
+# the compiler's message must name the enumerator: forgotten_enumerator.sh SOURCE_FOLDER CC. The test adds a trial enumerator
+# to copies of smoe.h.
 set -eu
 source=$1 compiler=$2
 folder=$(mktemp -d)
@@ -11,7 +12,7 @@ compile() { # FLAG... FILE
         -I"$source" 2> "$folder/messages"
 }
 
-# refused ENUM FILE...: compiles, and no longer when the enum has one more enumerator.
+# refused ENUM FILE...: each file must compile, but not if the enum has one more enumerator.
 refused() {
     enum=$1
     shift

@@ -1,12 +1,12 @@
 #!/bin/sh
-# No file of src/ includes itself by way of others, and no room of src/cuda includes what stands above it:
-# include_order.sh SOURCE_FOLDER. Prints the circle, or the lines that break the order; exit status 1.
+# The includes of src/ must have no cycle, and a folder of src/cuda must not include files of the folders that depend on it:
+# include_order.sh SOURCE_FOLDER. If not, prints the cycle or the forbidden includes; exit status 1.
 set -eu
 cd "$1/src"
 pairs=$(mktemp)
 trap 'rm -f "$pairs"' EXIT
 
-# Every file that src/ has, and the files of src/ that it includes by name: "file included" a line.
+# One line "FILE INCLUDED" for each include of a file of src/ by a file of src/.
 find . -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' | sed 's|^\./||' | sort | while read -r file; do
     sed -n 's|^[[:space:]]*#[[:space:]]*include[[:space:]]*"\(.*\)".*|\1|p' "$file" | while read -r name; do
         for folder in "$(dirname "$file")" . cuda; do
@@ -24,8 +24,9 @@ if ! tsort "$pairs" >/dev/null; then
     status=1
 fi
 
-# What a room may not include. topk_fast takes bulk copies and mbarriers from sm90: later generations have them too.
-forbid() { # ROOM FILES-IT-MAY-NOT-INCLUDE [EXCEPTION]
+# Which folders must not include which. topk_fast may include the bulk copies and mbarriers of sm90, because later GPU generations
+# have them too.
+forbid() { # FOLDER FOLDERS-IT-MUST-NOT-INCLUDE [EXCEPTION]
     if grep -E "^cuda/$1/[^ ]* cuda/$2/" "$pairs" | grep -vE "${3:-^$}"; then
         echo "include_order: src/cuda/$1 must not include src/cuda/$2" >&2
         status=1

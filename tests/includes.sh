@@ -1,11 +1,11 @@
 #!/bin/sh
-# Who may include whom: includes.sh SOURCE_FOLDER. The trainer is for the model commands alone; tool, harness and
-# trainer see of the library its public header and the list of activations; the oracle sees no more than the header.
+# Which folders may include which: includes.sh SOURCE_FOLDER. Only the model commands include the trainer. Of the library, tool,
+# harness and trainer include only the public header and the list of activations; the oracle includes only the header.
 set -eu
 cd "$1"
 wrong=0
 
-# forbidden PATTERN ALLOWED FILES...: no #include "PATTERN..." in them but of ALLOWED.
+# forbidden PATTERN ALLOWED FILES...: the files must have no #include "PATTERN..." except of ALLOWED.
 forbidden() {
     pattern=$1 allowed=$2
     shift 2

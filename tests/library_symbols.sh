@@ -1,6 +1,6 @@
 #!/bin/sh
-# The static library has no symbol map, so what it defines must not clash with a caller's names: every external
-# symbol is public API (smoe.map) or begins with moe_ (C++, and what nvcc makes of a kernel: is in namespace moe).
+# The static library has no symbol map, so its symbols must not clash with a caller's. Every external symbol must be in the
+# public API (smoe.map), begin with moe_, or be in the C++ namespace moe (also the symbols that nvcc makes for kernels).
 # library_symbols.sh LIBRARY MAP
 set -eu
 library=$1 map=$2

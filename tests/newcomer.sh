@@ -1,6 +1,6 @@
 #!/bin/sh
-# A newcomer's build: newcomer.sh SOURCE FOLDER. Where neither cmocka nor jansson nor zlib nor gnuplot is there, the
-# library is built, and one line of configure names what is left out and the packages that bring it.
+# The first build on a new machine: newcomer.sh SOURCE FOLDER. Without cmocka, jansson, zlib and gnuplot the library must be
+# built, and one line of CMake's output must name the parts that are left out and the packages to install.
 set -eu
 source=$1 folder=$2
 rm -rf "$folder"

@@ -1,4 +1,4 @@
-/* One layer's route, round and plan through the public API, on poisoned buffers with canaries behind them. */
+/* Route, round and plan of one layer through the public API, in poisoned buffers that end with a canary. */
 #ifndef ROUTING_CASE_H
 #define ROUTING_CASE_H
 
@@ -35,7 +35,7 @@ static inline smoe_layer routing_layer(int64_t tokens, int64_t experts, int64_t 
     return layer;
 }
 
-/* `bytes` of poison, aligned, with a canary behind; free with free(). */
+/* An aligned buffer of `bytes` poisoned bytes, followed by a canary. Release it with free(). */
 static inline void *poisoned(uint64_t bytes)
 {
     const uint64_t whole = (bytes + CANARY + 255) / 256 * 256;
@@ -66,7 +66,7 @@ static inline routing_case open_case(const smoe_layer *layer, int threads)
     return c;
 }
 
-/* The stages that the layer has, up to the plan; the caller has filled the args. */
+/* Runs the stages that the layer has, up to the plan. The caller has filled the args. */
 static inline void run_case(routing_case *c)
 {
     smoe_status status = SMOE_OK;
@@ -119,7 +119,7 @@ static inline float float_of_bf16(uint16_t bits)
     return x;
 }
 
-/* Truncates: enough to make up inputs. */
+/* Truncates instead of rounding, which is good enough for test inputs. */
 static inline uint16_t bf16_of_float(float x)
 {
     uint32_t bits;
@@ -130,8 +130,8 @@ static inline uint16_t bf16_of_float(float x)
 
 /* ---- what every plan must satisfy ---- */
 
-/* Checks the plan against `rows_of`, which says what weight token t has with expert e and returns 0 for none.
- * NaN weights match NaN. */
+/* What check_plan compares the plan with: returns 1 if token t has a row for expert e, with the row's weight
+ * in *weight, else 0. In the comparison NaN weights are equal. */
 typedef int (*wanted_row)(const void *user, int64_t t, int64_t e, float *weight);
 
 static inline int same_float(float a, float b)

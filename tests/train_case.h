@@ -1,5 +1,5 @@
-/* What the tests of training runs share: a folder with a short text, a small model's settings, and
- * checkpoints compared bit for bit. */
+/* Shared by the tests of training runs: a folder with a short text, the settings of a small model, and a
+ * comparison of checkpoints bit for bit. */
 #ifndef TESTS_TRAIN_CASE_H
 #define TESTS_TRAIN_CASE_H
 
@@ -21,7 +21,7 @@
 
 enum { PATH_BYTES = 512 };
 
-/* A folder of its own for every test: text.txt in it, runs beside it. */
+/* The folder of one test: it has the file text.txt, and the runs write into it. */
 typedef struct place {
     char *folder, text[128], out[128];
     const char *paths[1];
@@ -101,7 +101,7 @@ static inline void assert_same_file(const char *a, const char *b)
     file_map_close(&y);
 }
 
-/* The observer that stops a run after a step. */
+/* An observer that stops a run after step number `at`. */
 typedef struct stopper {
     volatile sig_atomic_t flag;
     int64_t at;
@@ -123,7 +123,7 @@ static inline void assert_same_checkpoints(const char *a, const char *b)
     snprintf(x, sizeof x, "%s/latest/model.safetensors", a);
     snprintf(y, sizeof y, "%s/latest/model.safetensors", b);
     assert_same_file(x, y);
-    for (int i = 0; i < 2; i++) { // the states apart from their seconds
+    for (int i = 0; i < 2; i++) { // the states, without the training time in them
         model_config config;
         snprintf(x, sizeof x, "%s/latest", i ? b : a);
         if (!checkpoint_load_config(x, &config, &err) ||

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""A full-size OLMoE-1B-7B with random weights, on a GPU: Transformers writes it in bf16 shards and evaluates it, `smoe eval`
-evaluates the same files, and `smoe train --from` takes five steps.
+"""Checks smoe with a full-size OLMoE-1B-7B with random weights, on a GPU. Transformers writes the model in bf16 shards
+and evaluates it, `smoe eval` evaluates the same files, and `smoe train --from` takes five steps.
 
 Usage: check_olmoe.py SMOE [tiny]      tiny: two small layers on the CPU
 Works in the folder where it is called, and leaves olmoe/ (14 GB) and olmoe_run/ there. At most 110 s on an H200 (the limit of
@@ -61,7 +61,7 @@ def transformers_loss(model, tokens: np.ndarray, context: int, device: str) -> f
 
 
 def call(*command: str) -> dict:
-    """The JSON object that smoe writes. Ends the program with status 3 if smoe fails."""
+    """Runs smoe and returns the JSON object that it writes. Ends the program with status 3 if smoe fails."""
     start = time.time()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -2,7 +2,8 @@
 """Compares the machine code of every kernel of two builds: compare_kernels.py OLD_BUILD NEW_BUILD.
 
 Prints the kernels whose instructions differ and those that only one build has; exit status 1 if there are any.
-A kernel is found again by its code when its name has changed (a renamed namespace or parameter type)."""
+Kernels with different names (a renamed namespace or parameter type) count as the same if their instructions are
+equal."""
 import collections
 import hashlib
 import pathlib
@@ -12,7 +13,7 @@ import sys
 
 
 def kernels(build):
-    """Name of every kernel below `build`/src/cuda to a hash of its instructions."""
+    """Maps the name of every kernel below `build`/src/cuda to a hash of its instructions."""
     code = {}
     for path in sorted(pathlib.Path(build, "src/cuda").rglob("*.cu.o")):
         listing = subprocess.run(["cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout

@@ -2,7 +2,7 @@
 # Gathers the text of docs/training.md, "Ten minutes on one H200": documentation and source code of Debian 12's packages.
 #
 # Usage: tools/corpus.sh OUT        needs Debian 12 with apt-get, dpkg-deb, and Python with the package lxml
-# OUT/deb receives the packages (1.1 GB), OUT/text one text file a document (about 300 MB).
+# OUT/deb receives the packages (1.1 GB), OUT/text one text file for each document (about 300 MB).
 # Then: tools/make_tokens.py OUT/data OUT/text --sample 48 --validation 0.02
 set -eu
 if [ $# -ne 1 ]; then
@@ -13,7 +13,7 @@ mkdir -p "$1/deb"
 tools=$(cd "$(dirname "$0")" && pwd)
 cd "$1"
 
-# PACKAGE, or PACKAGE=MB where other than 5 MB of prose and 4 MB of code are taken.
+# PACKAGE: at most 5 MB of prose and 4 MB of code are taken. PACKAGE=MB: at most MB of each.
 packages="
 ada-reference-manual-2020 anarchism=12 ansible-core apache2-doc aptitude-doc-en asymptote-doc bacula-doc bash-doc
 bind9-doc binutils-doc bioperl cinder-doc clang-16-doc cmake-data cmake-doc cppreference-doc-en-html csound-doc

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Takes the English prose and the source code out of Debian packages, as one text file a document.
+"""Takes the English prose and the source code out of Debian packages, as one text file for each document.
 
-Usage: corpus_text.py OUT PROSE_MB DEB...       needs the package lxml
-At most PROSE_MB million bytes of a package's prose are taken, and CODE_MB of its code; which of its files, follows
-from a hash of their names. A package with a limit of its own is called FILE.deb=MB. Into the folder OUT go
-PACKAGE/NNNNN.txt. OUT.packages.txt lists package, version, documents, bytes.
-Left out: what is no UTF-8, short or very long files, tables and other text of few letters, prose that is not English,
-navigation of HTML pages, text that is there as HTML too, files and paragraphs of prose that the package has twice.
+Usage: corpus_text.py OUT PROSE_MB DEB...       needs the package lxml At most PROSE_MB million characters of a
+package's prose are taken, and CODE_MB of its code; a hash of their names selects the files. FILE.deb=MB sets both
+limits of a package to MB. The documents are written as OUT/PACKAGE/NNNNN.txt. OUT.packages.txt lists package, version,
+documents, bytes. Left out: files that are not UTF-8, short or very long files, tables and other text of few letters,
+prose that is not English, navigation of HTML pages, text that the package has as HTML too, and files and paragraphs of
+prose that the package has twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import lxml.etree
 import lxml.html
 
 CODE_MB = 4
-HTML_SHARE = 6  # bytes of HTML that are read for a byte of text wanted
+HTML_SHARE = 6  # bytes of HTML that are read for each byte of text that is wanted
 LEAST, MOST = 600, 1_000_000  # characters of a document; longer ones are cut at a blank line
 HTML = re.compile(r"\.x?html?(\.gz)?$")
 PROSE = re.compile(r"(\.(txt|rst|md|pod|adoc|dict|texi|texinfo|info(-\d+)?)(\.gz)?|\.dict\.dz)$|/fortunes/[a-z-]+$")
@@ -119,7 +119,7 @@ def open_package(path: str) -> tuple[subprocess.Popen, tarfile.TarFile]:
 
 
 def members(path: str) -> Iterator[tuple[str, int, object]]:
-    """Name, size and a reader of every file; the files of an archive inside the package too."""
+    """Name, size and a function that reads it, for every file, also for those of an archive inside the package."""
     process, archive = open_package(path)
     with process, archive:
         for member in archive:
@@ -137,7 +137,7 @@ def stem(name: str) -> str:
 
 
 def documents(job: tuple[str, float, float]) -> tuple[str, list[tuple[bool, str]]]:
-    """The wanted documents of one package: (code?, text)."""
+    """The wanted documents of one package: (whether it is code, text)."""
     path, prose, code = job
     left = {True: code * 1e6, False: prose * 1e6 * HTML_SHARE}
     listed = [(name, size) for name, size, _ in members(path) if size < 60e6 and not LEFT_OUT.search("/" + name)]

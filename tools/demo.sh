@@ -17,7 +17,7 @@ if ! { cmake -S . -B "$native" -DCMAKE_BUILD_TYPE=Release -DSMOE_NATIVE=ON -DSMO
 fi
 
 text=/usr/share/doc/jargon-text/jargon.txt.gz
-if [ ! -e $text ]; then # an image whose packages come without documentation
+if [ ! -e $text ]; then # some images install packages without their documentation
     (cd "$build" && apt-get download -qq jargon-text && dpkg-deb -x jargon-text_*.deb jargon)
     text=$build/jargon$text
 fi

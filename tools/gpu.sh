@@ -12,11 +12,11 @@
 # Everything that docs/gpu.md shows, in four calls of less than ten minutes each (run DIR correct and so on):
 #   correct    check check_route check_layer check_backward check_layer_backward check_limits gradients
 #              time_route time_dlogits verify memcheck synccheck
-#   paper      the paper's shapes, both passes, uniform and random routing, back to dlogits; memory by chunks
-#              (paper_topk: the backward ends with dS, without the router's backward)
-#   settled    the paper's forward with 50 ms of settling, and again with --settle 0.4, so that library and reference
-#              each run at the clock that they reach by themselves
-#   alone      each of the paper's kernels by itself; combine and dx compared with copies of as many bytes
+#   paper      the paper's shapes, uniform and random routing: forward, and backward as far as dlogits; peak memory by
+#              number of chunks (paper_topk: the same, but the backward ends with dS, without the router's backward)
+#   settled    the paper's forward with --settle 0.05, and again with --settle 0.4, so that library and reference each
+#              run at the clock that they reach by themselves
+#   alone      each kernel of the paper's shapes by itself; combine and dx compared with copies of as many bytes
 #   rest       token rounding by number of experts; each kernel by itself at T = 512; the models' layers; the layers
 #              that one GPU holds under expert parallelism; skewed routing
 #
@@ -48,7 +48,7 @@ pack() {
 
 # ---- One part ----
 
-# A command within its own seconds and what is left of all.
+# Runs a command for at most the given seconds, and not longer than until the end of BUDGET.
 within() { # seconds, command...
     seconds=$1
     left=$((end - $(date +%s)))
@@ -68,7 +68,7 @@ words() {
     echo "$1" | tr '+' ' '
 }
 
-# The cases of a check, most of whose time the reference on the CPU takes, in 14 processes.
+# Runs the cases of a check in 14 processes, because the computation on the CPU that it compares with takes most of its time.
 in_shards() { # program
     for shard in 0 1 2 3 4 5 6 7 8 9 10 11 12 13; do
         OMP_NUM_THREADS=1 LAUNCHES="${LAUNCHES:-1000}" within 120 "./$1" --shard $shard 14 \
@@ -95,7 +95,7 @@ sanitize() { # tool
     [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_route few
 }
 
-# A suite's shapes run in a process each: one that crashes or hangs costs its own figures and a minute.
+# Runs each shape of a suite in its own process. If one crashes or hangs, only its figures and at most 60 s are lost.
 bench_shapes() { # words with --suite NAME among them
     suite=$(echo "$*" | sed 's/.*--suite \([a-z]*\).*/\1/')
     others=$(echo "$*" | sed 's/--suite [a-z]*//')
@@ -149,7 +149,7 @@ one_part() {
     esac
 }
 
-# Is a failure the lack of a GPU?
+# Whether a part failed because there is no GPU.
 no_gpu() { # exit status
     [ "$1" -eq 77 ] || { [ "$1" -ne 0 ] && grep -q 'no usable CUDA device\|CUDA driver version is insufficient' "$out/part.txt"; }
 }

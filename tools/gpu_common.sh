@@ -3,7 +3,7 @@
 
 tools=$(cd "$(dirname "$0")" && pwd)
 
-# The library and what runs with it: python/ and the folders that are named.
+# Copies the library, the shared libraries that it needs, python/ and the named folders into $folder.
 pack_python() { # BUILD, folders of the repository...
     cp -L "$1/src/libsmoe.so" "$folder/lib/" && "$tools/copy_libraries.sh" "$folder/lib" "$folder/lib/libsmoe.so" || exit 3
     shift
@@ -11,13 +11,14 @@ pack_python() { # BUILD, folders of the repository...
     tar -C "$tools/.." --exclude=__pycache__ -c python "$@" | tar -C "$folder" -x || exit 3
 }
 
-# A scratch folder with lib/, to be filled and packed: $folder.
+# Makes $folder, a scratch folder with lib/ in it. It is then filled, and pack_end packs it.
 pack_begin() { # DIR
     mkdir -p "$1"
     folder=$(mktemp -d) && mkdir "$folder/lib" || exit 3
 }
 
-# A library of four functions in OpenBLAS's place, which is most of a pack: for what runs on the GPU alone.
+# Replaces OpenBLAS, which is most of a pack, by a library with the four functions that smoe needs to load. It is for programs
+# that compute on the GPU alone.
 without_blas() {
     rm -f "$folder"/lib/libopenblas* "$folder"/lib/libgfortran* "$folder"/lib/libquadmath*
     cc -shared -fPIC -x c -o "$folder/lib/libopenblas.so.0" - <<'C' || exit 3
@@ -37,7 +38,7 @@ pack_end() { # DIR
 }
 
 # On the GPU machine: unpacks DIR/pack.tar.gz into $work/pack and sets dir (that folder), packed (DIR), out, work, python, end
-# and the path of libraries.
+# and LD_LIBRARY_PATH.
 run_begin() { # DIR
     nvidia-smi --query-gpu=name,power.limit,driver_version --format=csv,noheader || exit 77
     packed=$(cd "$1" && pwd) || exit 3
@@ -51,8 +52,8 @@ run_begin() { # DIR
     export LD_LIBRARY_PATH
 }
 
-# Peers' Python packages, which gpu_peers.sh has packed, into $work/site, and the kernels that they have compiled, into
-# $work/cache. Sets peer_path.
+# Unpacks the peers' Python packages, which gpu_peers.sh has packed, into $work/site, and the kernels that they have compiled
+# into $work/cache. Sets peer_path.
 unpack_peers() { # DIR
     export QUACK_CACHE_DIR="$work/cache/o" QUACK_HOME="$work/cache" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
     mkdir -p "$work/cache" "$work/site"
@@ -64,12 +65,12 @@ unpack_peers() { # DIR
     peer_path=$work/site:$work/site/nvidia_cutlass_dsl/python_packages
 }
 
-# By Python, because the machine may have no xz.
+# Unpacks with Python, because the machine may have no xz.
 untar() { # archive, folder
     "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="fully_trusted")' "$@"
 }
 
-# A command within its own seconds and what is left of all.
+# Runs a command for at most the given seconds, and not longer than until the end of BUDGET.
 within() { # seconds, command...
     seconds=$1
     left=$((end - $(date +%s)))
@@ -79,7 +80,7 @@ within() { # seconds, command...
     timeout -k 5 "$seconds" "$@"
 }
 
-# Lets python/ find the library.
+# Sets the variables with which Python finds the package smoe and its library.
 use_python() {
     export PYTHONPATH="$dir/python" SMOE_LIBRARY="$dir/lib/libsmoe.so"
 }

@@ -8,7 +8,7 @@
 #
 # part       GPUs   seconds, and what it does
 #   two      2      350   7B model: smoe, SonicMoE, ScatterMoE on two GPUs, then on one; smoe without fully_shard
-#   many     all    540   7B model on 1, 2, 4, ... GPUs by peer: weak scaling (seconds on 8)
+#   many     all    540   7B model on 1, 2, 4, ... GPUs by peer: weak scaling (540 s with 8 GPUs)
 #   losses   2      120   0.5B model on text, from the same weights: smoe and grouped_mm on one GPU, smoe on all GPUs
 #   finetune 1      180   OLMoE-1B-7B's shape, random weights: in full and LoRA, smoe and grouped_mm; 4 layers on text
 # The GPU machine needs torch. Part finetune also needs Transformers, and peft for LoRA. PEERS=FOLDER: where `gpu_peers.sh pack` left SonicMoE
@@ -28,8 +28,8 @@ pack() { # BUILD, DIR
 
 # ---- One run ----
 
-# The processes of a run are started as torchrun would, without its rendezvous, which looks for the host's name in the network.
-# When one fails the others would wait for it: they are ended.
+# Starts the processes of a run as torchrun would, but without torchrun's rendezvous, which looks up the host's name in the
+# network. If one process fails, the others are ended, because they would wait for it.
 start_processes() { # name, GPUs (as 0,1), seconds, options of train_fsdp2.py...
     local name=$1 gpus=$2 limit=$3 count rank code=0 status=0 port=$((20000 + RANDOM % 20000)) pids=()
     shift 3
@@ -61,14 +61,14 @@ train() { # name, GPUs, seconds, options...
     return $status
 }
 
-by_peer() { # name, GPUs, seconds, peer, options...: with the peer's packages on the path
+by_peer() { # name, GPUs, seconds, peer, options...: the peer's packages are on PYTHONPATH
     local name=$1 gpus=$2 limit=$3 peer=$4
     shift 4
     [ "$peer" = smoe ] || local -x PYTHONPATH=$PYTHONPATH:$peer_path
     train "$name" "$gpus" "$limit" $big --experts "$peer" "$@"
 }
 
-# Two runs beside each other, so that both GPUs are as busy and as warm as in a run on two.
+# Waits for two runs on one GPU each. They run at the same time, so that both GPUs are as busy and as warm as in a run on two.
 both() { # two process ids
     local status=0
     wait "$1" || status=1
@@ -79,7 +79,7 @@ both() { # two process ids
 # ---- Parts ----
 
 big="--model 7B --precision bf16 --random --steps ${STEPS:-20} --log-every 5 --clip 0 --seed 1"
-# With a learning rate of 1e-3 single losses jumped after 20 steps.
+# The learning rate is 2e-4, because with 1e-3 single losses jumped after 20 steps.
 small="--model 0.5B --batch 16 --steps 40 --log-every 10 --lr 2e-4 --warmup 0.3 --seed 3"
 
 part_two() {
@@ -129,7 +129,7 @@ finetune() { # seconds, name, options...
 part_finetune() {
     local wrong=0
     finetune 170 finetune_full --steps 12 --modes full || wrong=1
-    # With a learning rate of 1e-3 the loss rises to 19 first, and the implementations' roundings grow with it.
+    # The learning rate is 1e-4. With 1e-3 the loss first rises to 19, and the implementations' rounding differences grow too.
     finetune 60 finetune_text --steps 30 --modes full --layers 4 --lr 1e-4 --batch 4 --context 1024 "$dir"/docs/*.md || wrong=1
     "$python" -c 'import peft' 2>/dev/null || { echo "peft is not installed: no LoRA"; return $wrong; }
     finetune 120 finetune_lora --steps 12 --modes lora || wrong=1
@@ -143,7 +143,7 @@ run() { # DIR, parts
     use_python
     export PYTHONPATH=$PYTHONPATH${SITE:+:$SITE} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4 QUACK_COMPILE_WORKERS=8
     export TORCHINDUCTOR_CACHE_DIR=$work/inductor TRITON_CACHE_DIR=$work/triton
-    # NVLink multicast is off on many hosts that lend GPUs, and NCCL fails there if it may use it.
+    # NVLink multicast does not work on many rented hosts. NCCL fails there unless its use is switched off.
     export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
     logs=$work/logs all=$(nvidia-smi -L | wc -l) peers=smoe
     mkdir -p "$logs"

@@ -14,7 +14,7 @@ HEAD = "run | GPUs | ms a step | k tokens/s | k tokens/s a GPU | G tokens a day 
 
 
 def read(folder: Path) -> dict[str, list[dict]]:
-    """The lines of every training run by its name."""
+    """The lines of every training run, by the run's name."""
     files = sorted(path for path in folder.glob("*.jsonl") if not path.stem.startswith("finetune"))
     return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in files}
 
@@ -28,7 +28,8 @@ def row(name: str, end: dict) -> str:
 
 
 def pairs(names: list[str]) -> list[tuple[str, str]]:
-    """smoe beside a peer on as many GPUs, and a run on several GPUs beside its peer's on one."""
+    """Pairs of runs to compare: smoe and a peer on equally many GPUs, an implementation on several GPUs and on one, and
+    smoe with and without fully_shard."""
     found = []
     for name in names:
         if "smoe" in name.split("_"):

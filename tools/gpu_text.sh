@@ -22,11 +22,11 @@
 set -u
 . "$(dirname "$0")/gpu_common.sh"
 
-parts="0 1 2 3" # archives that are unpacked beside one another
+parts="0 1 2 3" # numbers of the archives, which are unpacked at the same time
 
 # ---- pack ----
 
-# The folders of the text by turns into archives, with the program that unpacks them on a machine without it.
+# Distributes the folders of the text over the archives, and adds the program that unpacks them, which the GPU machine may lack.
 pack_text() { # CORPUS
     compressor=$(command -v bzip3 || command -v xz) || exit 3
     options=-9

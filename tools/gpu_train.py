@@ -3,7 +3,7 @@
 
 Usage: gpu_train.py tokens FILE COUNT VOCABULARY     writes COUNT random tokens as a token file
        gpu_train.py compare LOG LOG LIMIT            largest relative difference of the losses of two train.jsonl
-       gpu_train.py speed LOG                        median tokens/s of a train.jsonl but its first two lines
+       gpu_train.py speed LOG                        median tokens/s of a train.jsonl without its first two lines
        gpu_train.py checkpoint OPTIONS...            runs `OPTIONS... --out checkpoint` (smoe train) and times its
                                                      checkpoints beside dd, which copies their files
 Exit status: 0, 1 a limit is exceeded, 2 usage, 3 the program failed.
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-MOST = 1.2  # seconds of a checkpoint over those of dd
+MOST = 1.2  # largest ratio of the seconds of a checkpoint to those of dd
 
 
 def read(log: str) -> list[dict]:
@@ -55,7 +55,7 @@ def speed(log: str) -> int:
 
 
 def memory(process: int) -> tuple[float, float]:
-    """Highest resident and present anonymous memory of a process, GB."""
+    """The peak of a process's resident memory, and its present anonymous memory, in GB."""
     with open(f"/proc/{process}/status") as file:
         status = file.read()
     found = [re.search(rf"{key}:\s+(\d+)", status) for key in ("VmHWM", "RssAnon")]
@@ -63,7 +63,8 @@ def memory(process: int) -> tuple[float, float]:
 
 
 def watch(run: subprocess.Popen, folder: str) -> tuple[list[float], float, float]:
-    """Until the run ends: seconds from a checkpoint's first file to its rename, peak memory in all and anonymous, GB."""
+    """Watches a run until it ends. Returns for each checkpoint the seconds from its first file to its rename, and the
+    peaks of resident and of anonymous memory in GB."""
     begun, ended, peak, anonymous = {}, {}, 0.0, 0.0
     while run.poll() is None:
         try:
@@ -72,12 +73,12 @@ def watch(run: subprocess.Popen, folder: str) -> tuple[list[float], float, float
                     begun.setdefault(name[: -len(".tmp")], time.time())
             ended.setdefault(os.readlink(f"{folder}/latest"), time.time())
         except OSError:
-            pass  # not there yet
+            pass  # the folder or the link does not exist yet
         try:
             most, now = memory(run.pid)
             peak, anonymous = max(peak, most), max(anonymous, now)
         except OSError:
-            pass  # it has just ended
+            pass  # the process has just ended
         time.sleep(0.01)
     return [ended[name] - begun[name] for name in ended if name in begun], peak, anonymous
 

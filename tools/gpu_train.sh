@@ -50,7 +50,7 @@ train() { # NAME, seconds, options...
     return $status
 }
 
-# A status that is not 0 is expected.
+# Runs smoe train and checks its exit status.
 expect() { # status, what follows "train"
     wanted=$1
     shift
@@ -128,7 +128,7 @@ part_nan() {
         head -c 100000 "$dir/small.txt" >short.txt && within 30 "$dir/smoe" eval --json --device cuda -c nan/latest short.txt
 }
 
-# A file may have 2 MB: writing past it fails as on a full disk.
+# ulimit limits a file to 2 MB: a write beyond that fails as on a full disk.
 part_disk() {
     (ulimit -f 4000; expect 3 --out disk --steps 20 "$dir/small.txt") &&
         expect 0 --out later --steps 5 --checkpoints 1 "$dir/small.txt" &&

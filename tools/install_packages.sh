@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs those of the named Debian packages that are missing. Without the right to install, it says what to do.
+# Installs those of the named Debian packages that are missing. Without the right to install, it prints the command.
 set -eu
 missing=
 for package in "$@"; do

@@ -34,7 +34,7 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256  # llm.c's token file; HEADER int32
 CHUNK = 1 << 20  # characters that are encoded as one string
 BATCH = 16  # chunks that are encoded at once
 
-# The words of train/bpe.h. A letter is whatever is none of ASCII's other characters.
+# The words of train/bpe.h. A letter is a letter of ASCII, or any character outside of ASCII.
 LETTER = r"[^\x00-@\[-`{-\x7F]"
 SIGN = r"[\x00-\x08\x0E-\x1F!-/:-@\[-`{-\x7F]"
 SPACE, OTHER_SPACE, NO_SPACE = r"[\t-\r ]", r"[\t-\r]", r"[^\t-\r ]"
@@ -42,7 +42,7 @@ WORDS = (
     f" ?{LETTER}{{1,64}}| ?[0-9]{{1,3}}| ?{SIGN}{{1,64}}"
     f"|{SPACE}{{0,63}}{OTHER_SPACE}(?!{SPACE})|{SPACE}{{1,64}}(?!{NO_SPACE})"
 )
-# A word always ends before white space that follows something else: the text can be cut there.
+# A word always ends where white space follows another character, so the text can be cut there.
 CUT = re.compile(f"{NO_SPACE}(?={SPACE})")
 
 
@@ -128,14 +128,14 @@ def new_tokenizer(model: models.BPE) -> Tokenizer:
 
 
 def byte_characters() -> list[str]:
-    """The character that stands for each byte in tokenizer.json, GPT-2's way: itself where it can be printed."""
+    """The character that stands for each byte in tokenizer.json, as in GPT-2: the byte itself if it can be printed."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     return [chr(byte) if byte in printed else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def train(texts: Iterable[str], vocab: int, progress: bool) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges. Tokens 0..255 are the bytes, the rest are numbered as the merges make them."""
+    """Vocabulary and merges. Tokens 0..255 are the bytes; the others are numbered in the order of the merges."""
     tokenizer = new_tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab - 1, initial_alphabet=byte_characters(), special_tokens=[], show_progress=progress
@@ -183,7 +183,7 @@ def copy_tokenizer(made: Path, out: Path) -> Tokenizer:
 
 
 class TokenFiles:
-    """Writes tokens to OUT/NAME_000.bin and on, each finished one by rename."""
+    """Writes tokens to OUT/NAME_000.bin, NAME_001.bin and so on. Each file gets its name when it is complete."""
 
     def __init__(self, out: Path, name: str, most: int):
         self.out, self.name, self.most = out, name, most
@@ -222,10 +222,11 @@ class TokenFiles:
 
 
 def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[array.array]:
-    """The tokens of each document, the end of text first. The text <|endoftext|> is text like any other."""
+    """The tokens of each document, which start with the token <|endoftext|>. Where a document contains this word, it is
+    encoded like other text."""
     tokenizer.encode_special_tokens = True
     end = tokenizer.token_to_id(END)
-    waiting: list[tuple[bool, str]] = []  # (the first of its document?, chunk)
+    waiting: list[tuple[bool, str]] = []  # (whether it is the first of its document, chunk)
     tokens = array.array("H")
 
     def flush() -> Iterator[array.array]:
@@ -252,7 +253,8 @@ def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[array.arr
 
 
 def write_tokens(out: Path, tokenizer: Tokenizer, documents: Documents, options: argparse.Namespace) -> tuple[int, int]:
-    """Splits by whole documents or at the end of each; returns the tokens to train and to validate on."""
+    """Writes the token files. Validation gets whole documents, or the end of each. Returns the numbers of tokens to
+    train and to validate on."""
     train_files = TokenFiles(out, "train", options.file_tokens)
     validation_files = TokenFiles(out, "val", options.file_tokens)
     share = options.validation

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Makes tables in Markdown, and a picture, from the records of `smoe bench --json`.
 #
-#   tools/report.sh passes FILE...          every problem's passes and stages: time in ms, the reference's time / smoe's; means
-#   tools/report.sh peaks FILE...           memory: measured, and asked for, by chunks and `reuse_saved`
+#   tools/report.sh passes FILE...          each pass and stage: time in ms, the reference's time / smoe's; geometric means
+#   tools/report.sh peaks FILE...           peak memory, measured and as `smoe_query_sizes` states it, by chunks and `reuse_saved`
 #   tools/report.sh launches FILE...        kernels of a pass, and the time of each by itself (--alone)
 #   tools/report.sh rounding FILE... [PNG]  rounding rules, plain top-K and uniform routing, by E
 #
@@ -104,7 +104,8 @@ launches() {
     }' "$@"
 }
 
-# One line a shape, tab-separated: d n K E, then ms of uniform, plain and rounded, TFLOP/s of the three, the rule.
+# One line for each shape, tab-separated: d n K E; ms with uniform routing, plain top-K and token rounding; TFLOP/s of the three;
+# the rounding rule.
 rounding_lines() {
     awk "$reader"'
     {

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Tables and a picture of what tools/rounding_study.sh trained.
 
-Usage: rounding_study.py OUT [PICTURE.png [RECORDS.jsonl]]      the picture needs the package matplotlib; - for none
-OUT is rounding_study.sh's folder. RECORDS.jsonl receives a line for each finished run of OUT; what it has of other runs stays
-and counts.
-A difference is that of a rule to plain top-K of the same case and seed; its interval is Student's t at 95 %. "seeds" is how many
-paired seeds with the standard deviation found have an interval of 0.02 perplexity to either side.
-Exit status: 0, 2 usage, 3 no finished run.
+Usage: rounding_study.py OUT [PICTURE.png [RECORDS.jsonl]]      the picture needs the package matplotlib; - for none OUT
+is rounding_study.sh's folder. RECORDS.jsonl receives a line for each finished run of OUT. Lines of other runs stay in
+it, and the tables count them too. A difference is a rule's value less that of plain top-K with the same case and seed.
+Its 95 % interval is from Student's t. "seeds" is the number of paired seeds for which the interval would be 0.02
+perplexity to either side, given the measured standard deviation. Exit status: 0, 2 usage, 3 no finished run.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ CASES = {
     "four": "four tiles",
     "coarse": "coarse model, 32 tiles",
 }
-SHOWN = 0.02  # perplexity
+SHOWN = 0.02  # half width, in perplexity, of the interval for which "seeds" is computed
 MOST_SEEDS = 100_000
-# Student's t, 97.5 %, for 1 to 10 degrees of freedom; past them its expansion around the normal distribution.
+# The 97.5 % quantile of Student's t for 1 to 10 degrees of freedom. For more, student_t expands around the normal
+# distribution.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
 
@@ -39,7 +39,7 @@ def student_t(freedom: int) -> float:
 
 
 def read_run(result: Path) -> dict:
-    """A finished run: its result, and the means of the routing's figures over the second half of its log."""
+    """A finished run: its result, and the means of `added`, `dropped` and `busiest` over the second half of its log."""
     case, rule, seed = result.name.removesuffix(".json").split(".")
     run = json.loads(result.read_text())
     lines = [
@@ -54,7 +54,7 @@ def read_run(result: Path) -> dict:
 
 
 def read_runs(out: Path, kept: Path | None) -> list[dict]:
-    """The finished runs of `out`, and those that the file `kept` has besides."""
+    """The finished runs of `out`, and those of the file `kept` that `out` does not have."""
     lines = kept.read_text().splitlines() if kept and kept.exists() else []
     found = [json.loads(line) for line in lines] + [read_run(result) for result in out.glob("*.*.[0-9]*.json")]
     return sorted(
@@ -73,7 +73,8 @@ def interval(values: list[float]) -> float:
 
 
 def seeds_needed(deviation: float) -> int | None:
-    """The fewest values of this deviation whose mean has an interval of SHOWN to either side."""
+    """The smallest number of values with this standard deviation whose mean has an interval of at most SHOWN to either
+    side."""
     if math.isnan(deviation):
         return None
     return next((n for n in range(2, MOST_SEEDS) if student_t(n - 1) * deviation / math.sqrt(n) <= SHOWN), MOST_SEEDS)

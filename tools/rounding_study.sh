@@ -1,12 +1,12 @@
 #!/bin/sh
 # Does token rounding cost quality? Trains small models with and without it, with several seeds each: docs/training.md, "Token rounding".
 #
-# Usage: tools/rounding_study.sh OUT SECONDS     makes runs that are not done, for at most SECONDS; repeat it until none is left
+# Usage: tools/rounding_study.sh OUT SECONDS     makes missing runs, for at most SECONDS; repeat it until none is missing
 #        tools/rounding_study.sh --plan OUT      lists the runs, what each takes, and which are done
 # A finished run leaves OUT/NAME.json (its result) and OUT/NAME/train.jsonl. An interrupted run leaves no result and is made
 # again. A run is started only if it should end in time. tools/rounding_study.py OUT makes tables and a picture of the results.
 # Runs that have a record in the file RECORDS (rounding_study.py's RECORDS.jsonl, from another machine) count as done too.
-# Environment: SMOE (the program), DATA (folder of tools/make_tokens.py), GPUS ("0": a run at a time on each that is named),
+# Environment: SMOE (the program), DATA (folder of tools/make_tokens.py), GPUS (numbers of the GPUs, one run at a time on each; "0"),
 # RECORDS, STEPS (3072), BATCH (16 sequences), CONTEXT (1024), SIZES (the model without its experts), TILE (128), MOST (runs in
 # this call), CASES.
 # Exit status: 0 all runs are made, 1 runs are left, 2 wrong arguments, 3 a run failed.
@@ -21,16 +21,17 @@ if [ -z "$out" ] || { [ -z "$plan" ] && [ "$seconds" -le 0 ]; }; then
 fi
 smoe=${SMOE:-smoe} data=${DATA:-data} steps=${STEPS:-3072} batch=${BATCH:-16} context=${CONTEXT:-1024} tile=${TILE:-128}
 sizes=${SIZES:---layers 12 --hidden 768 --heads 12 --intermediate 256 --tied --init 0.02}
-start=5 # seconds of a run before its first step and after its last one
+start=5 # seconds that a run takes before its first step and after its last one, together
 
-# case, experts, K, passes a step, tokens a second expected of an H200, rows of a mean expert in a pass over the tile.
-# With 16 sequences of 1024 tokens and passes 1, 2 and 4 a mean expert of 128 has 4, 2 and 1 tiles of 128 rows.
+# Case, experts, K, micro-batches of a step, expected tokens/s on an H200. The case is named after the mean number of tiles of rows
+# that an expert has in a micro-batch: with 16 sequences of 1024 tokens, 128 experts, K = 4 and tiles of 128 rows this number is
+# 4, 2 and 1 for 1, 2 and 4 micro-batches.
 cases=${CASES:-'two 128 4 2 420000
 one 128 4 4 300000
 four 128 4 1 480000
 coarse 16 4 1 550000'}
 
-# "case rule seed", the most important first.
+# All runs as "case rule seed", the most important ones first.
 list() {
     for seed in 1 2 3 4 5; do printf 'two none %s\ntwo nr-f %s\n' $seed $seed; done
     for seed in 1 2 3; do
@@ -74,7 +75,8 @@ train() { # case, rule, seed, GPU, seconds left
         "$data"/*.bin >"$out/$name.tmp" 2>"$out/$name.log" && mv "$out/$name.tmp" "$out/$name.json"
 }
 
-# One lane of runs on one GPU. A folder is made or is not: so two lanes never take the same run.
+# Makes runs on one GPU, one after the other. A run is taken by making a folder. Only one process succeeds in this, so the processes
+# of two GPUs never take the same run.
 work() { # GPU
     list | while read -r case rule seed; do
         name=$case.$rule.$seed
@@ -112,7 +114,7 @@ if [ "$plan" ]; then
     exit 0
 fi
 mkdir -p "$out"
-rm -rf "$out/taken" "$out/failed" # of a call that was ended
+rm -rf "$out/taken" "$out/failed" # left by a call that was ended
 mkdir "$out/taken"
 end=$(($(date +%s) + seconds))
 for gpu in ${GPUS:-0}; do work "$gpu" & done

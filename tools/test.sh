@@ -11,7 +11,7 @@ tools/install_packages.sh build-essential cmake pkg-config libopenblas-dev libja
 
 passed=0 failed=0 skipped=0
 
-# One step that either works or fails as a whole.
+# Counts a step that has only one result as one test.
 count_step() { # description, exit status
     if [ "$2" -eq 0 ]; then
         passed=$((passed + 1))
@@ -25,7 +25,7 @@ run_tests() { # build directory, log
     ctest --test-dir "$1" --output-on-failure --timeout 900 2>&1 | tee "$2"
 }
 
-# Configures, builds and runs ctest; adds what ctest counted.
+# Configures, builds and runs ctest; adds ctest's numbers of passed, failed and skipped tests.
 run_suite() { # name, then CMake options
     name=$1
     shift
@@ -39,8 +39,8 @@ run_suite() { # name, then CMake options
         return
     fi
     run_tests "$dir" "$log"
-    # The leak sanitizer's own tracer crashes at the exit of about one in a hundred programs with OpenMP threads. Such
-    # a run found nothing out: it is taken once more, and what that says counts.
+    # The leak sanitizer itself crashes at the exit of about one in a hundred programs with OpenMP threads. Such a run
+    # has no result. It is repeated once, and the result of the second run counts.
     if grep -q 'LeakSanitizer has encountered a fatal error' "$log"; then
         echo "== $name, once more: the leak sanitizer crashed"
         run_tests "$dir" "$log"

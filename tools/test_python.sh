@@ -15,7 +15,7 @@ passed=0 failed=0 skipped=0
 export PYTHONPATH="$PWD/python" SMOE_LIBRARY="$release/src/libsmoe.so" SMOE_PROGRAM="$release/smoe" SMOE_BUILD="$release" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 export TORCHINDUCTOR_CACHE_DIR="$folder/inductor" OMP_WAIT_POLICY=passive
 
-# An environment with what a requirements file lists; made once for each content of the file.
+# Makes an environment with the packages of a requirements file, once for each content of the file.
 install() { # environment, requirements file
     cmp -s "$2" "$1/requirements.txt" && return 0
     rm -rf "$1"
@@ -24,7 +24,7 @@ install() { # environment, requirements file
         cp "$2" "$1/requirements.txt"
 }
 
-# Installs, or counts one test as skipped (in CI as failed) and says why.
+# Installs the packages. If that fails, it counts one test as skipped (in CI as failed) and prints why.
 have() { # environment, requirements file
     install "$1" "$2" >"$folder/install.log" 2>&1 && return 0
     tail -n 3 "$folder/install.log"
@@ -42,7 +42,7 @@ count() { # log, word
     tail -n 1 "$1" | sed -n "s/^\(.*[^0-9]\)\{0,1\}\([0-9][0-9]*\) $2.*/\2/p"
 }
 
-# Runs pytest and adds what its last line counts.
+# Runs pytest and adds the numbers of its last line.
 run_pytest() { # environment, log, arguments
     environment=$1 log=$2
     shift 2

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Trains a 0.5B MoE model and its dense twin on text for the same time, in pieces: docs/training.md, "Ten minutes on one H200".
+# Trains a 0.5B MoE model and its dense twin on text for equally long, in several calls: docs/training.md, "Ten minutes on one H200".
 #
 # Usage: tools/text_run.sh OUT SECONDS [moe|twin]
 # Starts or resumes the runs OUT/moe and OUT/twin at the same time on GPU 0 and GPU 1, or only the run that is named. It ends
@@ -24,7 +24,7 @@ fi
 
 # The paper's 0.5B model (12 layers, 8 of 64 experts) with a context of 1024.
 sizes=${SIZES:---layers 12 --hidden 768 --heads 12 --intermediate 256 --experts 64 --topk 8 --renormalize --tied --context 1024 --init 0.02}
-# By progress through the budget: every validation is on the same windows, also the last one.
+# Every validation, also the last one, reads the same tokens, so that all points of the curve can be compared.
 evaluation=${EVALUATION_TOKENS:-262144}
 schedule="--seconds $budget --batch ${BATCH:-64} --lr ${LR:-1e-3} --warmup ${WARMUP:-0.03} --end-lr 0.1 --weight-decay 0.1
     --logs 600 --evaluations ${EVALUATIONS:-40} --evaluation-tokens $evaluation --last-evaluation-tokens $evaluation
@@ -42,7 +42,7 @@ finish() { # run
         sample "$1" && mv "$out/$1.json.tmp" "$out/$1.json" && echo "$1: finished"
 }
 
-# The signal ends a run after its step, with a checkpoint: status 128 + 15. The budget counts over all pieces.
+# SIGTERM makes smoe train finish its step, write a checkpoint and end with status 128 + 15. The budget is the sum over all calls.
 train() { # run, GPU
     if [ -e "$out/$1.json" ]; then
         echo "$1: finished"

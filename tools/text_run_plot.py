@@ -28,7 +28,8 @@ def read_log(path: Path) -> list[dict]:
 
 
 def first_below(lines: list[dict], loss: float, what: str) -> float | None:
-    """Where the validation loss first falls to `loss`, on straight lines between the validations; None: nowhere."""
+    """The value of `what` at which the validation loss first falls to `loss`, interpolated linearly between
+    validations. None if it never does."""
     before = None
     for line in lines:
         if line["val_loss"] <= loss:

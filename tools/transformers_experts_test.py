@@ -44,7 +44,7 @@ def common_tests(folder: Path):
 
 
 def make_tests(folder: Path) -> dict[str, type]:
-    """One unittest class a model type."""
+    """One unittest class for each model type."""
     import transformers
 
     import smoe.functional
@@ -68,8 +68,9 @@ def make_tests(folder: Path) -> dict[str, type]:
             all_model_classes = (getattr(transformers, f"{prefix}Model"), getattr(transformers, f"{prefix}ForCausalLM"))
 
             def setUp(self):
-                # At 0.02 the experts change the outputs by less than the test tolerates, so that only a crash shows. At 0.2
-                # half precision sends tokens to other experts in the second layer, whichever function computes the first.
+                # With weights of deviation 0.02 the experts change the outputs by less than the test tolerates, so that
+                # the test finds only crashes. In half precision a deviation of 0.2 is too large: rounding then changes
+                # the routing in the second layer, whichever function computes the experts of the first.
                 scale = 0.2 if self._testMethodName.endswith("fp32") else 0.02
                 config = transformers.AutoConfig.for_model(model_type, initializer_range=scale, **SIZES, **sizes)
                 self.model_tester = Inputs(config)

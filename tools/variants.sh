@@ -1,17 +1,17 @@
 #!/bin/sh
-# Measures which of several variants of the library is faster. Each is a patch on top of HEAD. All are measured in turns in one
-# process on the GPU machine (bench/time_variants.c says which differences can be detected).
+# Measures which of several variants of the library is the fastest. Each is a patch on top of HEAD. All are measured by turns in
+# one process on the GPU machine (bench/time_variants.c says which differences can be detected).
 #
-#   tools/variants.sh build DIR PATCH...            here: into DIR/carry the library, check and check_backward of HEAD
-#                                                   (`base`) and of every PATCH (NAME.patch; several joined by + are
-#                                                   applied in turn)
-#   CARRY/variants.sh run CARRY ROUNDS SHAPE...     there: every check, then a table of all variants for every shape
-#                                                   of docs/shapes.csv (NAME: random routing; or NAME:uniform)
+#   tools/variants.sh build DIR PATCH...            on the build machine: packs into DIR/carry the library and its checks,
+#                                                   of HEAD (`base`) and with every PATCH (NAME.patch; several joined by +
+#                                                   are applied one after the other)
+#   CARRY/variants.sh run CARRY ROUNDS SHAPE...     on the GPU machine: every check, then a table of all variants for every
+#                                                   SHAPE of docs/shapes.csv (NAME: random routing; or NAME:uniform)
 #
 # A patch named bound-* leaves out work to show what this work costs. It is measured although its results are wrong.
 set -u
 
-# Tree and build folder are reused, so that a variant compiles only what it changes.
+# All variants share one worktree and one build folder, so that only the files that a variant changes are compiled again.
 build() {
     directory=$(realpath -m "$1")
     shift
@@ -83,7 +83,7 @@ run() {
     for library in *.so; do
         name=${library%.so}
         case $name in bound-*) good="$good ./$library"; continue ;; esac
-        # Exact integers at all edges, both ways.
+        # The forward's and the backward's cases with small sizes, which are no multiples of a tile.
         if timeout 60 "./check.$name" eights >"$out/check.txt" 2>&1 &&
             timeout 60 "./check_backward.$name" "eights d 8" >>"$out/check.txt" 2>&1; then
             [ "$name" = base ] || good="$good ./$library"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds the Python wheel with the Python on PATH, makes it a manylinux wheel and checks it.
-# usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it one of its own
+# usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it a new one is made
 # Needs pip, scikit-build-core, auditwheel and patchelf. Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl.
 set -eu
 cd "$(dirname "$0")/.."
@@ -48,7 +48,7 @@ print(info["library"].rsplit("/smoe/", 1)[0])
 PY
 )
 if nm -D "$site"/smoe/lib/libsmoe*.so* | grep -E ' U .*(torch|c10|Py[A-Z_])'; then
-    echo "$wheel: libsmoe.so wants symbols of torch or Python" >&2
+    echo "$wheel: libsmoe.so needs symbols of torch or Python" >&2
     exit 1
 fi
 if ldd "$site"/smoe/lib/libsmoe*.so* | grep -E 'openblas|gomp|gfortran|quadmath' | grep -v "$(basename "$out")"; then

@@ -1,4 +1,4 @@
-"""The implementations of the layer. Each imports its packages when it is loaded, in the process that measures it.
+"""The implementations of the layer. Each imports its packages in `load`, in the process that measures it.
 
 All compute O (T, d) from X (T, d), ids and weights (T, K), W1 and W2, with SwiGLU, in the type of X. The gradients of
 the weights have that type too.
@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 
 class Implementation:
-    """One implementation. `load` imports it (ImportError: not installed), `bind` gives the function for a layer's
-    weights. The class attributes say how to install it, which packages' versions count, on which devices it runs,
-    and the layouts of its weights (inputs.py)."""
+    """One implementation. `load` imports it (ImportError: not installed), `bind` returns the function for a layer's
+    weights. The class attributes are the command that installs it, the packages whose versions are recorded, the
+    devices on which it runs, and the layouts of its weights (inputs.py)."""
 
     name, install, packages, devices = "", "", ("torch",), ("cuda",)
     w1_layout, w2_layout = "concatenated", ""
@@ -20,11 +20,12 @@ class Implementation:
         pass
 
     def given(self, ids, weights, E, dtype):
-        """The routing as `bind`'s function takes it, for X of `dtype`; what is differentiated comes last."""
+        """The routing in the form that `bind`'s function takes, for X of `dtype`. The last tensor is the one that has a
+        gradient."""
         return ids, weights.to(dtype)
 
     def by_token(self, gradient, ids):
-        """dS (T, K) from the gradient of given's last."""
+        """dS (T, K), made from the gradient of the last tensor of `given`."""
         return gradient
 
     def bind(self, shape, w1, w2):
@@ -89,7 +90,7 @@ class SonicMoe(Implementation):
         return ids.int(), weights.float()
 
     def bind(self, shape, w1, w2):
-        """The layer's two autograd functions on given routing, with the metadata that the layer would make."""
+        """SonicMoE's two autograd functions on given routing, with the metadata that SonicMoE's layer would make."""
         E, K, functional = shape.E, shape.K, self.functional
         up_weight, down_weight = w1.permute(1, 2, 0), w2.permute(1, 2, 0)
 
@@ -100,7 +101,7 @@ class SonicMoe(Implementation):
             gather, scatter, reverse = integers(rows), integers(rows), integers(rows)
             self.metadata(ids, E, counts, offsets, gather, scatter, reverse)
             maps = (gather, scatter, reverse, None, False, self.swiglu)
-            alone = not torch.is_grad_enabled()  # its inference mode: H is not written
+            alone = not torch.is_grad_enabled()  # SonicMoE's inference mode, which does not write H
             a, h = functional._UpProjection.apply(x, up_weight, None, offsets, rows, K, *maps, alone, False)
             return functional._DownProjection.apply(a, h, down_weight, None, weights, offsets, T, K, *maps)
 
@@ -139,7 +140,7 @@ class Momoe(Implementation):
     name, packages = "momoe", ("momoe", "triton", "torch")
     install = "pip install einops and a clone of github.com/tilde-research/MoMoE-impl at d6e2d68"
     w1_layout, w2_layout = "up_first transposed", "transposed"
-    SAVE_PERCENT = 100  # keeps everything for the backward, its fastest setting
+    SAVE_PERCENT = 100  # MoMoE's fastest setting: everything is kept for the backward
 
     def load(self):
         from momoe.momoe import MoEFunction
@@ -147,7 +148,7 @@ class Momoe(Implementation):
         self.function = MoEFunction
 
     def given(self, ids, weights, E, dtype):
-        """A mask (E, T) of ones and zeros, and the weights (E, T), zero where the mask is."""
+        """A mask (E, T) of ones and zeros, and the weights (E, T), which are zero where the mask is zero."""
         chosen, size = ids.t(), (E, ids.shape[0])
         mask = torch.zeros(size, dtype=torch.int32, device=ids.device).scatter(0, chosen, 1)
         dense = torch.zeros(size, dtype=dtype, device=ids.device)
@@ -224,7 +225,7 @@ class Transformers(Implementation):
 
 
 class Loop(Implementation):
-    """A loop over the experts in plain PyTorch: for the CPU, where the others do not run."""
+    """A loop over the experts in plain PyTorch, for comparisons on the CPU."""
 
     name, install, devices = "loop", "pip install torch", ("cpu",)
 
@@ -242,7 +243,8 @@ class Loop(Implementation):
 
 
 class Bound:
-    """Not an implementation: the same FLOPs in cuBLAS's batched GEMMs (torch.bmm), equal counts, nothing else."""
+    """Not an implementation of the layer: only batched GEMMs (torch.bmm, cuBLAS) with the layer's FLOPs and equal
+    counts."""
 
     name, install, packages, devices = "cublas", "pip install torch", ("torch",), ("cuda", "cpu")
 
@@ -250,7 +252,8 @@ class Bound:
         pass
 
     def jobs(self, inputs):
-        """{"forward", "both"}, and the factor that makes up for rows that do not divide by the number of experts."""
+        """{pass: job} for "forward" and "both", and a factor for the times. The factor is above 1 if the rows do not
+        divide by the number of experts, since the GEMMs then have fewer rows."""
         shape, rows = inputs.shape, inputs.shape.T * inputs.shape.K
         batch = min(shape.E, rows)
         each = max(1, rows // batch)

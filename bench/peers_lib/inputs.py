@@ -1,8 +1,8 @@
 """The tensors that every implementation gets: the same values, and each its own layout of the weights.
 
-The layout of W1 names the rows: `concatenated` gate rows, then up rows; `interleaved` every other row; `up_first` up
-rows, then gate rows. ` transposed` after it: (E, d, 2n) instead of (E, 2n, d). W2 is (E, d, n), or (E, n, d) with
-` transposed`.
+The layout of W1 names the order of its rows. `concatenated`: gate rows, then up rows. `interleaved`: gate and up rows
+in turn. `up_first`: up rows, then gate rows. With ` transposed` at its end W1 is (E, d, 2n) instead of (E, 2n, d). W2
+is (E, d, n), or (E, n, d) with ` transposed`.
 """
 
 import torch
@@ -11,7 +11,7 @@ ROUTINGS = ("random", "uniform", "skewed")
 
 
 def arrange_w1(w1, layout):
-    """w1 (E, 2n, d), gate rows then up rows, in another layout; a new tensor unless the layout is its own."""
+    """w1 (E, 2n, d), which is concatenated, in the given layout; a new tensor unless this is `concatenated`."""
     rows, _, transposed = layout.partition(" ")
     halves = w1.unflatten(1, (2, -1))  # (E, 2, n, d)
     if rows == "interleaved":
@@ -75,7 +75,7 @@ class Inputs:
         self._arranged = {}
 
     def first(self, tokens):
-        """The same layer with its first tokens alone; weights are shared."""
+        """The same layer with only its first `tokens` tokens. The weights are shared."""
         fewer = object.__new__(Inputs)
         fewer.__dict__ |= self.__dict__ | {"shape": self.shape._replace(T=tokens)}
         for name in ("x", "dout", "ids", "weights"):
@@ -83,7 +83,7 @@ class Inputs:
         return fewer
 
     def arranged(self, w1_layout, w2_layout):
-        """W1 and W2 in these layouts as parameters, made once for all that share a layout."""
+        """W1 and W2 in these layouts as parameters, made once for all implementations that share a layout."""
         for name, layout, arrange in (("w1", w1_layout, arrange_w1), ("w2", w2_layout, arrange_w2)):
             if (name, layout) not in self._arranged:
                 self._arranged[name, layout] = torch.nn.Parameter(arrange(getattr(self, name), layout))

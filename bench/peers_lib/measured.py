@@ -1,4 +1,4 @@
-"""One implementation on one layer: its jobs, and what is measured once: first calls, memory, errors."""
+"""One implementation on one layer: its jobs, and the measurements that are made once: first calls, memory, errors."""
 
 import time
 
@@ -9,7 +9,7 @@ from . import reference
 
 class Measured:
     """The jobs of an implementation on the inputs' layer. Part `experts` starts from given routing, part `layer` from
-    the router's weight. A forward keeps what its backward needs; `both` is a forward and a backward to all gradients.
+    the router's weight. A forward keeps what its backward needs; `both` is a forward and a backward with all gradients.
     """
 
     def __init__(self, implementation, inputs, part):
@@ -39,7 +39,7 @@ class Measured:
             return self.forward()
 
     def captured(self):
-        """The inference as a CUDA graph; a job that replays it."""
+        """Captures the inference in a CUDA graph. Returns the job that replays the graph."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -52,7 +52,7 @@ class Measured:
         return graph.replay
 
     def jobs(self, passes):
-        """{pass: job}; a pass that the implementation cannot be captured for is left out."""
+        """{pass: job}. The pass `graph` is left out if the implementation cannot be captured."""
         made = {}
         for name in passes:
             if name == "graph":
@@ -78,8 +78,8 @@ class Measured:
         return times, out.detach(), gradients
 
     def errors(self, out, gradients):
-        """Relative Frobenius errors against fp64. None for the whole layer: near ties of the logits go to different
-        experts with different routers, so one reference would measure the routing."""
+        """Relative Frobenius errors against fp64. None for the whole layer: routers whose logits differ by rounding
+        choose different experts at near ties, so that the errors would mostly show the routing."""
         if self.part == "layer":
             return None
         dx, dw1, dw2, dlast = gradients
@@ -89,8 +89,8 @@ class Measured:
         return reference.errors(self.inputs, found, implementation.w1_layout, implementation.w2_layout)
 
     def memory(self):
-        """Bytes that are kept from forward to backward, X included and O not, and the most that forward and backward
-        hold at once besides X, dO, the routing and the weights. None on the CPU."""
+        """Bytes that are kept from forward to backward, with X and without O, and the peak of forward and backward
+        without X, dO, the routing and the weights. None on the CPU."""
         if not self.inputs.x.is_cuda:
             return None, None
         torch.cuda.synchronize()
@@ -107,12 +107,12 @@ class Measured:
 
 
 def new_tokens(shape):
-    """Another number of tokens for the same weights: an eighth less, None for one token."""
+    """Another number of tokens for the same weights: an eighth less. None for one token."""
     return shape.T - max(1, shape.T // 8) or None
 
 
 def new_t_seconds(implementation, inputs, part, clock):
-    """Seconds of the first forward and backward with another number of tokens, None where there is no other."""
+    """Seconds of the first forward and backward with new_tokens(shape) tokens. None if that is None."""
     tokens = new_tokens(inputs.shape)
     if tokens is None:
         return None

@@ -1,4 +1,4 @@
-"""The measuring processes, seen from bench/peers.py. No torch here."""
+"""The measuring processes, as bench/peers.py starts and commands them. This module needs no torch."""
 
 import json
 import os
@@ -15,7 +15,7 @@ class Failed(RuntimeError):
 
 
 class Died(RuntimeError):
-    """A measuring process ended; `peer` had its turn."""
+    """A measuring process ended while `peer` was running in it."""
 
     def __init__(self, peer, status):
         super().__init__(f"its process ended with status {status}")
@@ -23,7 +23,7 @@ class Died(RuntimeError):
 
 
 class Process:
-    """One measuring process: Python interpreter, implementations in it, environment to add."""
+    """One measuring process: its Python interpreter, its implementations, and variables to add to the environment."""
 
     def __init__(self, python, peers, environment):
         self.python, self.peers = python, list(peers)
@@ -43,7 +43,7 @@ class Process:
             raise Failed(f"{self.python}: {error.strerror}") from None
 
     def ask(self, do, **arguments):
-        """The answer to a command. Died if the process ends first."""
+        """Sends a command and returns the answer. Raises Died if the process ends first."""
         try:
             self.child.stdin.write(json.dumps({"do": do} | arguments).encode() + b"\n")
             self.child.stdin.flush()
@@ -57,8 +57,8 @@ class Process:
         raise Died(self.at, self.child.wait())
 
     def _line(self):
-        """The next line of the process, None once it has ended. What it started may outlive it and hold its pipe open,
-        so the pipe's end alone does not tell."""
+        """The next line of the process, None once the process has ended. A process that it started may live longer and
+        keep the pipe open, so the end of the pipe alone does not show that the process has ended."""
         while b"\n" not in self.unread:
             ended = self.child.poll() is not None
             if select.select([self.child.stdout], [], [], 0 if ended else 1)[0]:
@@ -78,7 +78,7 @@ class Process:
             try:
                 stream.close()
             except OSError:
-                pass  # it ended before it had read everything
+                pass  # the process ended before it had read everything
         try:
             self.child.wait(30)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The records: one JSON object a line, for each layer, implementation and tuning. No torch here."""
+"""The records: a line with a JSON object for each layer, implementation and tuning. This module needs no torch."""
 
 import json
 import os
@@ -12,7 +12,7 @@ class Broken(ValueError):
 
 
 def key_of(record):
-    """What a record measures: two with one key are the same measurement."""
+    """The fields that identify a measurement: two records with equal keys are of the same measurement."""
     return tuple(record.get(name) for name in KEY)
 
 
@@ -33,7 +33,7 @@ def read(path):
 
 
 def write_file(path, text):
-    """Replaces a file: written under another name in its folder, synced and renamed."""
+    """Replaces a file: writes the text under another name in the same folder, flushes it to the disk and renames it."""
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".")
@@ -50,7 +50,7 @@ def write_file(path, text):
 
 
 def append(path, new):
-    """Adds records to a file; those of the same key that stand there go."""
+    """Adds records to a file. They replace records with the same key."""
     replaced = {key_of(record) for record in new}
     kept = [record for record in read(path) if key_of(record) not in replaced]
     write_file(path, "".join(json.dumps(record) + "\n" for record in kept + list(new)))

@@ -1,4 +1,4 @@
-"""The layer in fp64 on the device, one expert after the other, so that memory suffices; and errors against it."""
+"""The layer in fp64 on the device, one expert after the other to save memory; and errors against it."""
 
 import torch
 
@@ -8,7 +8,7 @@ NAMES = ("O", "dX", "dW1", "dW2", "dS")
 
 
 class _Error:
-    """Relative Frobenius error of a tensor that comes in parts."""
+    """The relative Frobenius error of a tensor, added up part by part."""
 
     def __init__(self):
         self.difference = self.norm = 0.0

@@ -1,4 +1,5 @@
-"""The measuring loop: tunings, layers, rounds; records appended after each layer. No torch here."""
+"""The measuring loop over tunings, layers and rounds. Records are appended after each layer. This module needs no
+torch."""
 
 import datetime
 import statistics
@@ -10,7 +11,8 @@ from .processes import Died, Failed, group
 
 BASE = "smoe"
 PEERS = ("smoe", "smoe-concatenated", "sonicmoe", "scattermoe", "momoe", "grouped_mm", "transformers", "loop", "cublas")
-NEW_TUNING = {"QUACK_FORCE_CACHE_UPDATE": "1"}  # SonicMoE's tuner keeps timings in files; the others' start anew anyhow
+# Makes SonicMoE's tuner ignore the timings that it keeps in files. The other tuners start anew in every process.
+NEW_TUNING = {"QUACK_FORCE_CACHE_UPDATE": "1"}
 
 
 def say(text):
@@ -22,8 +24,8 @@ def now():
 
 
 def times_of(rounds, peer, factor=1.0):
-    """{"forward_ms", "both_ms", "backward_ms", ...} of one peer: medians over the rounds, a backward as both less
-    forward. rounds: a list of {"peer pass": ms}."""
+    """{"forward_ms", "both_ms", "backward_ms", ...} of one peer: medians over the rounds. The backward's time is that
+    of both less that of the forward. rounds: a list of {"peer pass": ms}."""
     found = {}
     for name in dict.fromkeys(key for one in rounds for key in one):
         owner, measured = name.split()
@@ -49,12 +51,12 @@ class Run:
     # ---- processes ----
 
     def start(self, peers, environment):
-        """Starts the processes and asks what each can measure; a line on stderr for each peer that it cannot."""
+        """Starts the processes and asks which peers each can measure. Prints a line for each peer that it cannot."""
         self.processes = group(peers, self.options.pythons, BASE, environment)
         for process in self.processes:
             self._start_one(process)
         for process in self.processes[1:]:
-            if process.peers == [BASE]:  # nothing is left to compare in it
+            if process.peers == [BASE]:  # no peer is left to compare with
                 process.stop()
                 self.processes.remove(process)
 
@@ -88,7 +90,7 @@ class Run:
     # ---- layers ----
 
     def measure(self):
-        """Everything that has no record yet. Returns whether time ran out before the end."""
+        """Measures everything that has no record yet. Returns whether time ran out before the end."""
         for tuning in range(self.options.tunings):
             if self.out_of_time():
                 return True
@@ -110,7 +112,7 @@ class Run:
         return False
 
     def _fields(self, shape, part, routing, tuning):
-        """A record's key but the peer."""
+        """All fields of a record's key but the peer."""
         o = self.options
         return {"commit": o.commit, "device": self.device, "suite": shape.suite, "shape": shape.name, "T": shape.T,
                 "d": shape.d, "n": shape.n, "E": shape.E, "K": shape.K, "part": part, "routing": routing,
@@ -134,8 +136,9 @@ class Run:
         records.append(self.options.records, new)
 
     def _take_turns(self, shape, part, routing, wanted):
-        """{peer: what was found}. A peer whose process ends is left out of the rest of the run; its process begins
-        the layer again without it, and the others' earlier rounds count."""
+        """{peer: its figures, or the failure}. A peer during whose turn the process ends is left out of the rest of the
+        run. The process then begins the layer again without this peer; earlier rounds of the other peers still
+        count."""
         found = {}
         busy = [process for process in self.processes if set(process.peers) & set(wanted)]
         ready = {id(process): self._prepare(process, shape, part, routing, wanted, found) for process in busy}
@@ -182,7 +185,7 @@ class Run:
         try:
             process.ask("drop")
         except Died:
-            pass  # all rounds are there; the next command finds out
+            pass  # all rounds are measured; the next command finds the process ended
 
     def _leave_out(self, process, died, found):
         if died.peer in (None, BASE):
@@ -196,7 +199,7 @@ class Run:
     def _collect(self, process, ready, rounds, found):
         base = times_of(rounds, BASE)
         for peer, once in ready.items():
-            if peer in found:  # smoe, whose own record is that of the first process
+            if peer in found:  # smoe, of which the first process makes the record
                 continue
             if "failed" in once:
                 say(f"{peer} failed: {once['failed']}")
@@ -208,8 +211,9 @@ class Run:
     # ---- a whole training step ----
 
     def steps(self, model):
-        """One process for each implementation and turn, one after the other: their memory does not fit at once. The
-        second turn goes backwards."""
+        """Measures training steps, one process for each implementation and tuning. The processes run one after the
+        other, because their memory does not fit at once. Every second tuning takes the implementations in reverse
+        order. Returns whether time ran out before the end."""
         for tuning in range(self.options.tunings):
             peers = [peer for peer in self.options.peers if peer != "cublas"]
             for peer in peers if tuning % 2 == 0 else peers[::-1]:

@@ -1,8 +1,8 @@
-"""A whole training step of the paper's models on one GPU, the experts by implementation.
+"""A whole training step of the paper's models on one GPU, with the experts of each implementation.
 
-bf16 weights, gradients and AdamW states; compiled attention and norms; tied head; cross-entropy in chunks of tokens
-that are computed again in the backward; random tokens. OLMoE's block: RMS norm, attention with normed q and k and RoPE,
-RMS norm, Mixture-of-Experts layer.
+Weights, gradients and AdamW's states are bf16. Attention and norms are compiled. The head is the embedding. The
+cross-entropy is computed for some of the tokens at a time and again in the backward. Tokens are random. The block is
+OLMoE's: RMS norm, attention with normed q and k and RoPE, RMS norm, Mixture-of-Experts layer.
 """
 
 import statistics
@@ -19,7 +19,8 @@ from .inputs import arrange_w1, arrange_w2
 
 
 class Model(NamedTuple):
-    """layers, heads, context; the layer's sizes as in suites.Shape, T tokens a step."""
+    """Numbers of layers and heads, and the context. The other sizes are those of suites.Shape; T is the tokens of a
+    step."""
 
     layers: int
     heads: int
@@ -129,13 +130,13 @@ class LanguageModel(nn.Module):
 
 def step_flops(model, parameters):
     """FLOPs of a step's forward and backward: 6 for each token and active parameter, and causal attention, counted at
-    half of all pairs. Idle experts do not count."""
+    half of all pairs. An expert counts only for the tokens that it computes."""
     active = parameters - model.layers * (model.E - model.K) * 3 * model.n * model.d
     return 6 * model.T * (active + model.layers * model.context * model.d)
 
 
 def measure(name, implementation, device, seconds):
-    """Median step time over about `seconds`, tokens a second, memory, first step and losses."""
+    """The median step time over about `seconds`, tokens/s, memory, the first step's time and losses."""
     model = MODELS[name]
     torch.manual_seed(0)
     network = LanguageModel(model, implementation, device)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One layer: T tokens, hidden size d, intermediate size n, E experts, K experts of a token."""
+    """One layer: T tokens, hidden size d, intermediate size n, E experts, K experts for each token."""
 
     suite: str
     name: str

@@ -1,4 +1,4 @@
-"""Tables, geometric means and the plot, made from the records. No torch here."""
+"""Tables, geometric means and the plot, made from the records. This module needs no torch."""
 
 import csv
 import io
@@ -21,8 +21,8 @@ class Table(NamedTuple):
 
 
 def ratio(record, measured):
-    """The peer's time over smoe's time in the same process: above 1, smoe is faster. None where one was not measured,
-    or where noise made a difference of two times negative."""
+    """The peer's time divided by smoe's time in the same process. Above 1 smoe is faster. None if one was not measured,
+    or if a backward's time, which is a difference of two times, is not positive."""
     mine, theirs = (record.get(BASE) or {}).get(measured + "_ms"), record.get(measured + "_ms")
     return theirs / mine if (mine or 0) > 0 and (theirs or 0) > 0 else None
 
@@ -32,8 +32,8 @@ def geometric_mean(values):
 
 
 def best(tunings, measured):
-    """Of one peer's records the one with the least ratio: the tuning in which the peer was best. For smoe itself the
-    one with the median time."""
+    """The record with the least ratio among those of one peer: the tuning in which the peer was best. For smoe itself
+    the record with the median time."""
     with_time = [record for record in tunings if record.get(measured + "_ms") is not None]
     if not with_time:
         return None
@@ -43,7 +43,7 @@ def best(tunings, measured):
 
 
 def tflops(record, measured):
-    """Model FLOPs over time, in 10^12 a second: 6TKnd forward, twice as many backward."""
+    """Model FLOPs divided by the time, in TFLOP/s: 6TKnd FLOPs forward, twice as many backward."""
     forward = 6 * record["T"] * record["K"] * record["n"] * record["d"]
     factor = {"backward": 2, "both": 3}.get(measured, 1)
     return factor * forward / record[measured + "_ms"] / 1e9
@@ -99,7 +99,7 @@ def _times(name, peer, tunings, passes):
 
 
 def means(by_layer, passes):
-    """One sentence for each peer and pass: geometric mean and least of its ratios."""
+    """One sentence for each peer: of each pass the geometric mean and the least of the ratios."""
     sentences = []
     for peer in dict.fromkeys(peer for _, peer in by_layer if peer != BASE):
         found = []
@@ -114,7 +114,7 @@ def means(by_layer, passes):
 
 
 def _once(name, peer, record):
-    """Memory and first calls of a record."""
+    """The cells with the memory and the first calls of a record."""
     first, new = record.get("first_call_s"), record.get("new_t_s")
     mark = "*" if record.get("first_in_process") else ""
     return [
@@ -185,7 +185,7 @@ def _step_table(title, records):
 
 
 def make(records):
-    """All tables of these records: of each commit, device, suite, part, routing and type."""
+    """All tables of these records: one for each commit, device, suite, part, routing and type."""
     made = []
     key = lambda record: (record["commit"], *_kind(record))
     for (commit, device, suite, part, routing, dtype), together in grouped(records, key).items():
@@ -239,7 +239,7 @@ def as_markdown(tables):
 
 
 def as_csv(records):
-    """One line a record, nested fields as `errors.O`."""
+    """A line for each record, with nested fields as `errors.O`."""
     flat = [_flat(record) for record in records]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n")
@@ -259,7 +259,7 @@ def _flat(record, prefix=""):
 
 
 def plot(records, path):
-    """Bars of the ratios by layer: forward above, backward below, one colour a peer. Needs matplotlib."""
+    """Draws the ratios by layer as bars: forward above, backward below, one colour for each peer. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,5 @@
-"""Times of jobs in turns: each runs a while untimed, then timed; the order rotates and reverses."""
+"""Times jobs by turns. In its turn a job runs a while untimed and then timed. The order of the jobs rotates and
+reverses from round to round."""
 
 import statistics
 import time
@@ -7,7 +8,8 @@ import torch
 
 
 class CudaClock:
-    """Times on the device between events, so that a job that the host cannot enqueue fast enough counts in full."""
+    """Times a job on the device, between two events. If the host cannot enqueue the job's kernels fast enough, the time
+    includes the waiting."""
 
     def synchronize(self):
         torch.cuda.synchronize()
@@ -46,7 +48,7 @@ MOST_RUNS, LEAST_RUNS = 200, 3
 
 
 def turn(clock, job, settle_s, timed_s):
-    """The median ms of one turn of a job: about settle_s of untimed runs, then about timed_s of timed ones."""
+    """The median ms of a job in one turn: about settle_s seconds of untimed runs, then about timed_s of timed ones."""
     begin = time.perf_counter()
     ran = 0
     while ran == 0 or time.perf_counter() - begin < settle_s:
@@ -60,12 +62,13 @@ def turn(clock, job, settle_s, timed_s):
 
 
 def order_of(names, round_index):
-    """The jobs' order in a round: it starts one job later in each pair of rounds; the second of a pair is reversed."""
+    """The order of the jobs in a round. Each pair of rounds starts one job later than the pair before; the second round
+    of a pair has the reverse order of the first."""
     start = (round_index // 2) % max(1, len(names))
     order = names[start:] + names[:start]
     return order[::-1] if round_index % 2 else order
 
 
 def one_round(clock, jobs, round_index, settle_s, timed_s):
-    """{name: ms} of one turn of every job."""
+    """{name: ms}, one turn for every job."""
     return {name: turn(clock, jobs[name], settle_s, timed_s) for name in order_of(list(jobs), round_index)}

@@ -1,7 +1,8 @@
-"""The process that measures: commands come in on stdin as lines of JSON, answers go out the same way.
+"""A measuring process: it reads commands from stdin as lines of JSON, and writes answers to stdout in the same way.
 
-bench/peers.py starts one for each Python interpreter among the implementations. What libraries print goes to stderr.
-Before anything that can end the process it says whose turn it is ({"at": name}), so that the other side knows.
+bench/peers.py starts one for each Python interpreter among the implementations. Output of libraries goes to stderr.
+Before an implementation runs, the process sends its name ({"at": name}). So bench/peers.py knows which implementation
+was running if the process ends.
 """
 
 import importlib.metadata
@@ -26,7 +27,7 @@ def one_line(error):
 
 
 def version_of(package):
-    """What the module says (torch's names the CUDA version too), otherwise what the package manager knows."""
+    """The module's __version__ (torch's contains the CUDA version), or else the version of the installed package."""
     said = getattr(sys.modules.get(package), "__version__", None)
     try:
         return said or importlib.metadata.version(package)
@@ -42,7 +43,7 @@ class Worker:
     # ---- commands ----
 
     def hello(self, device, peers):
-        """What the device is, and for each implementation its versions or why it cannot run."""
+        """The device's name, and for each implementation its versions or the reason why it cannot run."""
         if device == "cuda" and not torch.cuda.is_available():
             return {"no_device": "torch finds no CUDA device"}
         self.device, self.clock = device, timing.clock_of(device)
@@ -63,7 +64,7 @@ class Worker:
         return {"versions": {package: version_of(package) for package in implementation.packages}}
 
     def prepare(self, shape, part, routing, dtype, seed, passes, new_t, peers):
-        """Makes the layer's inputs and each implementation's jobs. Answers with what is measured once."""
+        """Makes the layer's inputs and each implementation's jobs. Answers with the figures that are measured once."""
         self.drop()
         torch._dynamo.reset()
         self.inputs = Inputs(Shape(*shape), self.device, DTYPES[dtype], routing, seed)
@@ -104,7 +105,8 @@ class Worker:
         self.jobs |= {f"{name} {key}": job for key, job in jobs.items()}
 
     def _forget(self, name):
-        """Drops a peer that failed. If its failure broke the device's context, this process cannot go on."""
+        """Drops a peer that failed. Ends the process if the failure broke the CUDA context, which no later job could
+        use."""
         self.jobs = {key: job for key, job in self.jobs.items() if key.split()[0] != name}
         if self.device == "cuda":
             try:

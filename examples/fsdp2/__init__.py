@@ -2,8 +2,8 @@
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be: exit status 2."""
+    """The user's options or files cannot be used: exit status 2."""
 
 
 class RunError(Exception):
-    """Something went wrong while it ran: exit status 3."""
+    """A failure during the run: exit status 3."""

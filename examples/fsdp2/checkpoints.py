@@ -1,8 +1,8 @@
 """Checkpoints by torch.distributed.checkpoint: every process writes its shards, any number of processes reads them.
 
-OUT/step-0000100 is finished and never touched again; OUT/latest is a link to the newest. A checkpoint is written into
-step-0000100.tmp, flushed to the disk and renamed, and only then does the link move: a run that is killed at any moment
-leaves the last good one.
+OUT/step-0000100 is complete and never changed again. OUT/latest is a link to the newest checkpoint. A checkpoint is
+written into step-0000100.tmp, flushed to the disk and renamed; only then is the link changed. So a run that is killed
+at any moment leaves the last complete checkpoint.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from . import RunError, UsageError
 
-NOTE = "run.json"  # beside the shards: step and what a resumed run must agree on
+NOTE = "run.json"  # a file beside the shards: the step, and the settings that a resumed run must share
 
 
 def folder_of(step: int) -> str:
@@ -33,13 +33,13 @@ def _sync(path: Path) -> None:
 
 
 def _commit(out: Path, made: Path, name: str, note: dict, keep: int) -> None:
-    """On one process: makes the finished folder the newest checkpoint."""
+    """Makes the finished folder the newest checkpoint. Only process 0 calls it."""
     with open(made / NOTE, "w") as file:
         json.dump(note, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync(made)
-    if (out / name).exists():  # left by a kill between the renaming and the link
+    if (out / name).exists():  # left by a run that was killed between the renaming and the change of the link
         shutil.rmtree(out / name)
     os.rename(made, out / name)
     link = out / "latest.tmp"
@@ -80,7 +80,7 @@ def save(out: str, step: int, model, optimizer, note: dict, keep: int) -> None:
     _on_first(lambda: _prepare(folder, made), f"{made}: cannot make the folder")
     weights, states = get_state_dict(model, optimizer)
     try:
-        with warnings.catch_warnings():  # with one process that nothing shards
+        with warnings.catch_warnings():  # these come with one process and --no-shard
             warnings.filterwarnings("ignore", message=".*torch.distributed.*")
             dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(made))
     except (dcp.api.CheckpointException, OSError) as error:
@@ -100,7 +100,7 @@ def check_new(out: str) -> None:
 
 
 def read_note(out: str) -> dict:
-    """Of the newest checkpoint."""
+    """The note of the newest checkpoint: its step and settings."""
     path = newest(out)
     if path is None:
         raise UsageError(f"--resume: {out} holds no checkpoint")
@@ -108,7 +108,7 @@ def read_note(out: str) -> dict:
 
 
 def check_same(out: str, note: dict, wanted: dict) -> None:
-    """The checkpoint is of the same run."""
+    """A checkpoint whose settings are not those of `wanted` raises UsageError."""
     for key, value in wanted.items():
         if note.get(key) != value:
             raise UsageError(f"--resume: {newest(out)} was trained with {key} {note.get(key)}, not {value}")

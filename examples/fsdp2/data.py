@@ -1,10 +1,11 @@
 """Batches of tokens in the order of `smoe train`: the same files, seed, batch and context give the same sequences.
 
-How a batch is drawn. Sample number step * batch + row of the run is a window of `context` tokens and their targets, one
-token later. The training stream is cut into adjoining windows from a random start; a pass over all of them visits each
-once, in random order; the next pass has another start and another order. Everything follows from the seed by a
-counter-based generator, so a batch is a function of (seed, step) alone, and a resumed run needs nothing but its step.
-train/tokens.h describes files and split, train/tokens.c and train/random.h are the code that this repeats.
+How a batch is drawn: row `row` of a step's batch is the run's sample number step * batch + row. A sample is a window of
+`context` tokens, and its targets are the tokens one place later. The training stream is cut into adjoining windows from
+a random start. One pass over the data visits each window once, in random order; the next pass has another start and
+another order. All random numbers come from a counter-based generator, so a batch depends on (seed, step) alone, and a
+resumed run needs nothing but its step. train/tokens.h describes the files and how they are split into training and
+validation. This module repeats the code of train/tokens.c and train/random.h.
 """
 
 import gzip
@@ -18,8 +19,8 @@ from . import RunError, UsageError
 
 MASK = (1 << 64) - 1
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4  # of llm.c's token files
-SPLIT = 20  # one token, or one file, in 20 validates
-LOOKED_AT = 8192  # bytes of a text that show whether it is one
+SPLIT = 20  # one token of 20, or one file of 20, is for validation
+LOOKED_AT = 8192  # a file with a zero byte among its first LOOKED_AT bytes is binary
 
 
 def random_bits(seed: int, index: int) -> int:
@@ -31,7 +32,8 @@ def random_bits(seed: int, index: int) -> int:
 
 
 def permuted(index: int, count: int, key: int) -> int:
-    """A random permutation of 0..count-1 at `index`: a Feistel network over a power of four, walked to below count."""
+    """Element `index` of a random permutation of 0..count-1. A Feistel network permutes the numbers below a power of
+    four that is at least count; it is applied until the result is below count."""
     half = 1
     while half < 31 and 1 << 2 * half < count:
         half += 1
@@ -99,7 +101,7 @@ def list_files(path: str) -> list[str]:
 
 
 def open_sources(paths: list[str]) -> list[Source]:
-    """Every file but the empty and binary ones of folders."""
+    """All files, except those that were found in a folder and are empty or binary."""
     named, sources = set(paths), []
     for path in (file for root in paths for file in list_files(root)):
         if os.path.getsize(path) == 0 and path not in named:
@@ -115,7 +117,7 @@ def open_sources(paths: list[str]) -> list[Source]:
 
 
 def training_parts(sources: list[Source]) -> list[numpy.ndarray]:
-    """What `smoe train` trains on; the rest is what it validates on."""
+    """The tokens that `smoe train` trains on. It validates on the others."""
     validates = [source.validates for source in sources]
     if any(validates) and not all(validates):
         return [source.tokens for source in sources if not source.validates]
@@ -147,7 +149,7 @@ class FileTokens:
     def position(self, sample: int) -> int:
         windows = max(self.total // self.context - 1, 1)
         slack = self.total - 1 - windows * self.context
-        key = random_bits(self.seed, sample // windows)  # of the pass
+        key = random_bits(self.seed, sample // windows)  # of this pass over the data
         start = random_bits(key, 0) % (slack + 1)
         return start + permuted(sample % windows, windows, key) * self.context
 
@@ -167,7 +169,7 @@ class FileTokens:
 
 
 class RandomTokens:
-    """Uniform random tokens: for measurements, there is nothing to learn but their frequencies."""
+    """Uniform random tokens, for measurements. A model can learn nothing from them but their frequencies."""
 
     def __init__(self, vocabulary: int, context: int, seed: int) -> None:
         self.vocabulary, self.context, self.seed = vocabulary, context, seed

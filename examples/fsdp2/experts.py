@@ -1,5 +1,6 @@
-"""The experts by peer, all with the same parameters and the same function of them, so that one checkpoint and one loss
-curve serve all: router weight wr (E, d), w1 (E, 2n, d), w2 (E, d, n), x (T, d) to (T, d)."""
+"""The MoE layer by smoe and by its peers, the other implementations. All have the same parameters and compute the same
+function, so that all can start from the same weights and should give the same losses: router weight wr (E, d),
+w1 (E, 2n, d), w2 (E, d, n), from x (T, d) to (T, d)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class Routing:
         return ids, weights, logits
 
     def balanced(self, out: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
-        """`out`, whose backward also adds the gradient of the load-balance loss, as smoe's does inside the layer."""
+        """Returns `out`. Its backward adds the gradient of the load-balance loss too, which smoe adds inside the
+        layer."""
         if not self.balance:
             return out
         count = logits.shape[1]
@@ -144,12 +146,12 @@ CUDA_ALONE = ("sonicmoe", "scattermoe")
 
 
 def layout_of(peer: str) -> str:
-    """Where w1 has the gate rows: SonicMoE's kernels are fastest with every other row."""
+    """Where w1 has the gate rows. SonicMoE's kernels are fastest if every other row is a gate row."""
     return "interleaved" if peer == "sonicmoe" else "concatenated"
 
 
 def interleave(w1: Tensor) -> Tensor:
-    """(E, 2n, d) with the gate rows first to every other row a gate row."""
+    """Reorders w1 (E, 2n, d), which has all gate rows first, so that every other row is a gate row."""
     experts, rows, columns = w1.shape
     return w1.view(experts, 2, rows // 2, columns).transpose(1, 2).reshape(experts, rows, columns)
 

@@ -1,4 +1,4 @@
-"""Times, memory and what the profiler says about communication."""
+"""Measures step times, peak memory and, with the profiler, the share of communication."""
 
 import contextlib
 import resource
@@ -12,7 +12,7 @@ PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4}  # bf16, dense, of SXM boards as NV
 
 
 def peak_of(device: torch.device) -> float | None:
-    """TFLOP/s of one GPU by its name, None where it is not known."""
+    """Peak TFLOP/s of one GPU, found by the GPU's name; None if the name is not in PEAK_TFLOPS."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -26,7 +26,7 @@ class StepClock:
         self.cuda, self.marks = device.type == "cuda", []
 
     def mark(self, counts: bool) -> None:
-        """The end of a step. What lies between it and the mark before is a step's time only if it counts."""
+        """Marks the end of a step. The time since the mark before is used as a step's time only if `counts` is true."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -48,7 +48,7 @@ def median(values: list[float]) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB, the largest of all processes: on CUDA the most that tensors took, on the CPU that the process took."""
+    """Peak memory in GiB, the largest of all processes: on CUDA that of all tensors, on the CPU that of the process."""
     used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     if device.type != "cuda":
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -61,7 +61,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union."""
+    """Length of the union of the spans."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))
@@ -94,12 +94,12 @@ class Profile:
             kernel = self.cuda and not getattr(event, "is_user_annotation", False)
             if event.device_type == wanted and (kernel or _is_communication(event.name)):
                 self.spans.append((event.name, event.time_range.start, event.time_range.end))
-        if self.cuda and self.spans:  # the profiler delays the first launch
+        if self.cuda and self.spans:  # counts from the first kernel, because the profiler delays the first launch
             self.elapsed = max(end for _, _, end in self.spans) - min(start for _, start, _ in self.spans)
 
     def summary(self) -> dict:
-        """Shares of the watched time: collectives running (waiting for other GPUs counts), collectives running while no
-        other kernel does, and nothing running (the last two None on the CPU)."""
+        """Shares of the watched time. communication: a collective runs, which includes waiting for other GPUs. exposed:
+        a collective runs and no other kernel does. idle: no kernel runs. On the CPU exposed and idle are None."""
         talk = [(a, b) for name, a, b in self.spans if _is_communication(name)]
         work = [(a, b) for name, a, b in self.spans if not _is_communication(name)]
         total = self.elapsed or float("nan")
@@ -108,7 +108,7 @@ class Profile:
         return {"communication": _covered(talk) / total, "exposed": exposed, "idle": idle}
 
     def longest(self, count: int) -> list[tuple[str, float]]:
-        """Names and milliseconds, summed over the watched steps."""
+        """The names of the longest kernels, and their milliseconds, summed over the watched steps."""
         sums: dict[str, float] = {}
         for name, first, last in self.spans:
             sums[name] = sums.get(name, 0.0) + (last - first) / 1e3

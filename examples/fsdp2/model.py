@@ -1,6 +1,7 @@
 """The language model of `smoe train` (OLMoE's decoder) in PyTorch, and where its weights come from.
 
-d hidden, n intermediate, E experts, V vocabulary. Tokens are flat: a batch of B sequences is (B * context) rows.
+d is the hidden size, n the intermediate size, E the number of experts, V that of tokens in the vocabulary. A batch of B
+sequences is one matrix with B * context rows.
 """
 
 import json
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import RunError, UsageError, experts
 
-LOSS_ROWS = 8192  # of the logits (rows, V) at a time
+LOSS_ROWS = 8192  # rows of the logits (rows, V) that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Config:
     topk: int
     vocabulary: int = 50304
     context: int = 4096
-    sequences: int = 10  # of a process in a step
+    sequences: int = 10  # of each process in a step
     renormalize: bool = True  # the weights of a token's experts are divided by their sum
     tied: bool = True  # the head is the embedding
     theta: float = 10000.0
     epsilon: float = 1e-5
-    deviation: float = 0.02  # of the first weights
+    deviation: float = 0.02  # standard deviation of the first weights
 
     def total_weights(self) -> int:
         d, attention = self.hidden, 4 * self.hidden**2 + 4 * self.hidden
@@ -42,17 +43,18 @@ class Config:
         return self.layers * layer + d + (1 if self.tied else 2) * self.vocabulary * d
 
     def active_weights(self) -> int:
-        """Those that a token is multiplied with: K experts a layer, and the head but no second embedding."""
+        """The weights that a token is multiplied with: K experts in each layer, and the head. An embedding that is not
+        the head does not count, because it is only looked up."""
         unused = self.layers * (self.experts - self.topk) * 3 * self.intermediate * self.hidden
         return self.total_weights() - unused - (0 if self.tied else self.vocabulary * self.hidden)
 
     def flops_per_token(self) -> int:
         """Model FLOPs of forward and backward: 6 for each active weight, and for each layer 6 * context * d of causal
-        attention (12 * context * d without a mask). What is computed again does not count."""
+        attention (12 * context * d without a mask). Recomputation in the backward does not count."""
         return 6 * self.active_weights() + 6 * self.layers * self.context * self.hidden
 
 
-CONFIGS = {  # 0.5B, 1.4B and 7B: the models of the SonicMoE paper, at its tokens for each GPU
+CONFIGS = {  # 0.5B, 1.4B and 7B: the models of the SonicMoE paper, with the paper's number of tokens for each GPU
     "tiny": Config(2, 32, 4, 16, 8, 2, vocabulary=256, context=32, sequences=8, deviation=0.1),
     "0.5B": Config(12, 768, 12, 256, 64, 8),
     "1.4B": Config(18, 768, 12, 256, 128, 8),
@@ -88,7 +90,7 @@ def summed_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 class Functions:
-    """These three, compiled or not."""
+    """The three functions above, compiled or not."""
 
     def __init__(self, compiled: bool) -> None:
         wrap = torch.compile if compiled else lambda function: function
@@ -111,7 +113,8 @@ class Block(nn.Module):
         self.qkv, self.output, self.moe = _matrix(3 * d, d), _matrix(d, d), moe
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        # Inside the forward that fully_shard hooks: its backward hook has gathered the weights when this runs again.
+        # The checkpoint is inside the forward that fully_shard hooks. So fully_shard's backward hook has gathered the
+        # weights when the layer is computed again.
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer, x, cosine, sine, use_reentrant=False, preserve_rng_state=False)
         return self._layer(x, cosine, sine)
@@ -125,8 +128,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """forward(tokens, targets), both (rows) int64, gives the mean cross-entropy in nats. The loss is computed in here
-    because the head's weights are whole only inside this forward."""
+    """forward(tokens, targets), both (rows) int64, gives the mean cross-entropy in nats. The loss is computed in this
+    forward because fully_shard gathers the head's weights only during it."""
 
     def __init__(self, config: Config, run_experts: Callable, compiled: bool, recompute: bool) -> None:
         super().__init__()
@@ -162,8 +165,9 @@ class LanguageModel(nn.Module):
 
 
 def drawn(config: Config, seed: int, device: torch.device) -> Callable[[int, str, torch.Size], Tensor]:
-    """Normal values, ones for the norms; what is added to the residual stream starts smaller by sqrt(2 layers). A
-    parameter's values depend on the seed and its number alone: every number of processes starts from the same weights.
+    """Normal values for matrices, ones for the norms. Matrices whose results are added to the residual stream are
+    divided by sqrt(2 layers). A parameter's values depend only on the seed and on the parameter's number, so a run with
+    any number of processes starts from the same weights.
     """
     generator = torch.Generator(device)
 
@@ -271,7 +275,8 @@ def named_shapes(model: LanguageModel) -> Iterator[tuple[int, str, nn.Parameter]
 
 @torch.no_grad()
 def fill(model: LanguageModel, give: Callable, layout: str, rank: int, processes: int) -> None:
-    """Every parameter, or this process's rows of it: one whole parameter is in memory at a time, and only here."""
+    """Fills every parameter; of a sharded one, this process's rows. At most one whole parameter is in memory at a
+    time."""
     for index, name, parameter in named_shapes(model):
         value = give(index, name, parameter.shape)
         if layout == "interleaved" and name.endswith("gate_up_proj"):
@@ -284,7 +289,7 @@ def fill(model: LanguageModel, give: Callable, layout: str, rank: int, processes
 
 
 def described(config: Config) -> dict:
-    """What a checkpoint must agree on."""
+    """The settings of the model that a resumed run must share with its checkpoint."""
     kept = asdict(config)
     del kept["sequences"], kept["deviation"]
     return kept

@@ -10,7 +10,7 @@ from .model import CONFIGS
 
 
 class Parser(argparse.ArgumentParser):
-    """One process of several prints what is wrong."""
+    """Only process 0 prints what is wrong with the arguments."""
 
     def error(self, message: str):
         if int(os.environ.get("RANK", 0)) == 0:
@@ -42,55 +42,55 @@ def parser(description: str) -> argparse.ArgumentParser:
     data.add_argument("--random", action="store_true", help="uniform random tokens instead")
     data.add_argument(
         "--batch", type=_count,
-        help="sequences of a step on all processes together (the model's x processes; with --resume the checkpoint's)",
+        help="sequences in a step of all processes together (the model's for each process; with --resume the checkpoint's)",
     )  # fmt: skip
-    data.add_argument("--seed", type=int, default=1, help="of weights and samples (1)")
+    data.add_argument("--seed", type=int, default=1, help="seed of the first weights and of the samples (1)")
     model = p.add_argument_group("model")
     model.add_argument("--model", choices=CONFIGS, default="tiny", help="the paper's 0.5B, 1.4B, 7B, or tiny")
-    model.add_argument("--layers", type=_count, help="another number of layers")
-    model.add_argument("--context", type=_count, help="another number of tokens in a sequence")
-    model.add_argument("--vocabulary", type=_count, help="another size of the vocabulary")
+    model.add_argument("--layers", type=_count, help="number of layers, if not the model's")
+    model.add_argument("--context", type=_count, help="tokens in a sequence, if not the model's")
+    model.add_argument("--vocabulary", type=_count, help="size of the vocabulary, if not the model's")
     model.add_argument(
-        "--init", metavar="CHECKPOINT", help="first weights and shape: a folder of smoe train, or any OLMoE"
+        "--init", metavar="CHECKPOINT", help="first weights and model shape: a checkpoint of smoe train, or any OLMoE"
     )
-    model.add_argument("--experts", choices=MAKERS, default="smoe", help="who computes the experts (smoe)")
+    model.add_argument("--experts", choices=MAKERS, default="smoe", help="implementation of the experts (smoe)")
     model.add_argument(
-        "--balance", type=_not_negative, default=0.0, help="coefficient of the load-balance loss, by process (0)"
+        "--balance", type=_not_negative, default=0.0, help="coefficient of each process's own load-balance loss (0)"
     )
     step = p.add_argument_group("step")
     step.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    step.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of weights and AdamW's states (f32)")
+    step.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="type of weights and AdamW (f32)")
     step.add_argument(
-        "--compute", choices=("f32", "bf16"), help="of the arithmetic (bf16 on CUDA, on the CPU --precision's)"
+        "--compute", choices=("f32", "bf16"), help="type of the arithmetic (bf16 on CUDA, on the CPU --precision's)"
     )
-    step.add_argument("--reduce", choices=("f32", "bf16"), help="of the gradients' sum over processes (--precision's)")
+    step.add_argument("--reduce", choices=("f32", "bf16"), help="type in which gradients are summed (--precision's)")
     step.add_argument(
         "--checkpoint", choices=("none", "full"), default="none", help="full: the backward computes layers again"
     )
     step.add_argument(
-        "--zero", type=int, choices=(2, 3), default=3, help="3: weights are freed after a layer's forward (3)"
+        "--zero", type=int, choices=(2, 3), default=3, help="3: weights are freed after a layer's forward; 2: not (3)"
     )
     step.add_argument(
-        "--no-shard", action="store_true", help="without fully_shard; one process, --compute as --precision"
+        "--no-shard", action="store_true", help="no fully_shard; needs one process and --compute equal to --precision"
     )
-    step.add_argument("--compile", action=argparse.BooleanOptionalAction, help="norms, attention, loss (on CUDA)")
+    step.add_argument("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (on CUDA)")
     optimizer = p.add_argument_group("optimizer, AdamW with warm-up and cosine")
     optimizer.add_argument(
         "--steps", type=_count, default=100, help="length of the run, steps before a --resume included (100)"
     )
     optimizer.add_argument("--lr", type=_not_negative, default=4e-4, help="peak learning rate (4e-4)")
-    optimizer.add_argument("--end-lr", type=_not_negative, default=0.1, help="its fraction at the end (0.1)")
-    optimizer.add_argument("--warmup", type=_not_negative, default=0.05, help="fraction of the run (0.05)")
+    optimizer.add_argument("--end-lr", type=_not_negative, default=0.1, help="last rate as a fraction of --lr (0.1)")
+    optimizer.add_argument("--warmup", type=_not_negative, default=0.05, help="length, as a fraction of the run (0.05)")
     optimizer.add_argument("--beta1", type=_not_negative, default=0.9)
     optimizer.add_argument("--beta2", type=_not_negative, default=0.95)
-    optimizer.add_argument("--weight-decay", type=_not_negative, default=0.1, help="of the matrices (0.1)")
+    optimizer.add_argument("--weight-decay", type=_not_negative, default=0.1, help="for the matrices (0.1)")
     optimizer.add_argument("--clip", type=_not_negative, default=1.0, help="largest norm of the gradient, 0: any (1)")
     out = p.add_argument_group("output")
     out.add_argument("--out", help="folder of the checkpoints; none without it")
     out.add_argument("--resume", action="store_true", help="go on from OUT/latest, on any number of processes")
-    out.add_argument("--save-every", type=_count, help="steps; one at the end is always made")
-    out.add_argument("--keep", type=_count, default=2, help="checkpoints that stay (2)")
-    out.add_argument("--log-every", type=_count, default=10, help="steps between lines (10)")
+    out.add_argument("--save-every", type=_count, help="steps between checkpoints; the last step has one too")
+    out.add_argument("--keep", type=_count, default=2, help="number of checkpoints that are kept (2)")
+    out.add_argument("--log-every", type=_count, default=10, help="steps between printed lines (10)")
     out.add_argument("--json", metavar="FILE", help="appends a JSON object for the start, every step and the end")
     out.add_argument("--skip", type=int, default=5, help="first steps that the median step time leaves out (5)")
     out.add_argument("--profile", type=int, nargs="?", const=3, default=0, metavar="STEPS",
@@ -120,7 +120,7 @@ def parse(arguments: list[str] | None, description: str) -> argparse.Namespace:
 
 
 def settle(options: argparse.Namespace, device: str, processes: int) -> None:
-    """The defaults that depend on where it runs."""
+    """Sets the defaults that depend on the device, and checks that the options fit together."""
     options.device = device
     if options.compute is None:
         options.compute = "bf16" if device == "cuda" else options.precision

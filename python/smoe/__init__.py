@@ -1,7 +1,7 @@
-"""smoe: Mixture-of-Experts layers, forward and backward, lean in memory and deterministic.
+"""smoe: Mixture-of-Experts layers, forward and backward, with little memory and deterministic results.
 
-`import smoe` needs no torch: it loads the C library and gives `__version__`, `build_info()` and the ctypes layer
-(`smoe.native`). The PyTorch functions and the module below are imported when they are first used.
+`import smoe` needs no torch: it loads the C library and gives `__version__`, `build_info()` and the ctypes interface
+(`smoe.native`). The PyTorch functions and the module smoe.MoE are imported when they are first used.
 """
 
 from typing import Any

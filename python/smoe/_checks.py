@@ -1,5 +1,6 @@
-"""What the functions say about bad input: TypeError for a wrong type, dtype or device, ValueError for the rest. Each
-message names the function, the argument, its value and what was expected."""
+"""Checks of the functions' arguments. They raise TypeError for a wrong type or dtype and for a device that smoe does
+not support, and ValueError for everything else. Each message names the function, the argument, its value and what was
+expected."""
 
 from collections.abc import Collection
 from typing import Any
@@ -68,7 +69,7 @@ def between(function: str, name: str, value: int, low: int, high: int, meaning: 
 
 
 def experts_dtype(function: str, name: str, x: Tensor) -> None:
-    """x's device and dtype decide the backend."""
+    """Checks that smoe has a backend for x's device, and that this backend supports x's dtype."""
     kind = x.device.type
     if kind not in DTYPES:
         raise TypeError(f"{function}: {name} is on {x.device}; expected a tensor on the CPU or a CUDA device")
@@ -79,7 +80,7 @@ def experts(
     function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str, layout: str, chunks: int,
     gradient_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """Everything that all three entries share; `name` is what the function calls x."""
+    """The checks that all three entries share. `name` is the name of the argument x in the function's signature."""
     biases = [(label, bias) for label, bias in (("b1", b1), ("b2", b2)) if bias is not None]
     for label, value in ((name, x), ("w1", w1), ("w2", w2), *biases):
         tensor(function, label, value)
@@ -120,7 +121,7 @@ def ids(function: str, value: Any, x: Tensor, count: int) -> None:
 
 
 def weights(function: str, name: str, value: Any, x: Tensor, expected: tuple, meaning: str) -> None:
-    """Weights of rows or of (token, expert) pairs: any floating type but f64, they are converted to f32."""
+    """Weights of rows or of (token, expert) pairs. The functions convert float16 and bfloat16 to float32."""
     tensor(function, name, value)
     dtype(function, name, value, (torch.float32, torch.bfloat16, torch.float16))
     device(function, name, value, x)

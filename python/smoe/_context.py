@@ -1,9 +1,9 @@
 """Contexts and descriptions for the PyTorch operators.
 
-A thread has its own context for each device (the autograd engine runs backwards in threads of its own), made at the
-first call. When a thread ends its contexts go to the next thread that needs one: they are never destroyed, because work
-that they enqueued may still run. The C description of a layer and the sizes that the library asks for are kept by
-smoe/_ops.py, so that a call with a known shape builds neither.
+Each thread has its own context for each device, made at the thread's first call for that device. (PyTorch's autograd
+engine runs backward passes in its own threads.) When a thread ends, its contexts go to the next thread that needs one.
+Contexts are never destroyed, because work that they enqueued may still run. smoe/_ops.py keeps the C description of
+each layer and the buffer sizes that the library asks for, so that a call with a known shape builds neither.
 """
 
 import ctypes
@@ -35,8 +35,9 @@ except AttributeError:  # a torch without CUDA, or one that renamed it
 
 
 def _packer(layout: type[ctypes.Structure], names: str) -> Callable[..., bytes]:
-    """A function that packs the named fields of a ctypes struct (in its order) as the struct's bytes and leaves the others
-    zero. This is several times faster than a ctypes struct, and ctypes takes bytes for a pointer."""
+    """Returns a function that packs the values of the named fields into the bytes of the ctypes struct `layout`.
+    `names` has the struct's order; all other fields are zero. Packing is several times faster than filling a ctypes
+    struct, and ctypes accepts bytes where a C function takes a pointer."""
     codes = {ctypes.c_void_p: "Q", ctypes.c_size_t: "Q", ctypes.c_uint64: "Q", ctypes.c_float: "f"}
     named, format = ["struct_size", *names.split()], "@"
     for name, kind in layout._fields_:
@@ -47,7 +48,7 @@ def _packer(layout: type[ctypes.Structure], names: str) -> Callable[..., bytes]:
     return functools.partial(packed.pack, packed.size)
 
 
-# The fields that calls have: with a router those of the moe calls.
+# The fields that each kind of call fills. The moe calls are those of layers with a router.
 _EXPERTS = "w1 b1 w2 b2 out saved saved_size scratch scratch_size"
 pack_forward = _packer(native.ForwardArgs, f"x topk_ids topk_weights offsets row_weights {_EXPERTS}")
 pack_moe_forward = _packer(
@@ -67,7 +68,7 @@ _layer_forward, _layer_backward = native.library.smoe_layer_forward, native.libr
 
 
 class Description:
-    """One layer at one shape: the C struct's address and what the library asks for."""
+    """One layer at one shape: the address of the C struct, and the buffer sizes in bytes that the library asks for."""
 
     __slots__ = ("layer", "address", "saved", "saved_needed", "scratch_forward", "scratch_backward")
 
@@ -101,8 +102,9 @@ class Context:
         return sizes
 
     def describe(self, layer: native.Layer, saved: int) -> Description:
-        """`saved` is the affine bound that the operators allocate (0 for inference); the fake kernels state the same number,
-        so it must cover what the library asks for."""
+        """`saved` is the number of bytes that the operators allocate for the buffer of that name, 0 for inference. The
+        fake kernels use the same number, which is a bound affine in the number of tokens. It must not be below the size
+        that the library asks for."""
         made = Description(layer, self.query(layer), saved)
         if saved < made.saved_needed:
             raise RuntimeError(
@@ -119,7 +121,7 @@ class Context:
             raise native.last_error(self.handle, status)
 
     def backward(self, layer: int, arguments: bytes) -> None:
-        """smoe_layer_backward, likewise."""
+        """smoe_layer_backward on the current stream; `arguments` from pack_backward or pack_moe_backward."""
         stream = _raw_stream(self.device) if self.device >= 0 else 0
         status = _layer_backward(self.handle, layer, arguments, stream)
         if status:
@@ -139,11 +141,12 @@ class Context:
             raise native.last_error(self.handle, status)
 
 
-_idle: dict[int, list[Context]] = {}  # of threads that ended, by the key below
+_idle: dict[int, list[Context]] = {}  # contexts of threads that ended; the keys are those of _OfThread
 
 
 class _OfThread(dict):
-    """Contexts of one thread: by device ordinal for CUDA, by minus the number of threads for the CPU."""
+    """Contexts of one thread. The key is the device ordinal for CUDA, and minus the number of OpenMP threads for the
+    CPU."""
 
     def __del__(self, idle: dict[int, list[Context]] = _idle) -> None:
         for key, context in self.items():
@@ -155,7 +158,8 @@ _forked = False
 
 
 def _forget_parent() -> None:
-    """After a fork: the parent's contexts may hold a team of threads or a CUDA context that the child does not have."""
+    """Drops the parent's contexts after a fork: they may need OpenMP threads or a CUDA context that the child process
+    does not have."""
     global _local, _forked
     _local, _forked = threading.local(), True
     _idle.clear()

@@ -1,7 +1,7 @@
 """What a layer's options mean for the C description and for the size of `saved`.
 
-Options travel through the operators as one string, so that a traced graph holds them by content: words in the order of
-`_WORDS`, as `options()` writes them.
+The operators take the options as one string of words in the order of `_WORDS`, so that a traced graph contains their
+values. smoe/functional.py and smoe/jax.py write the string.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import functools
 from . import native
 
 _ROW_BLOCK = 64  # every expert's rows are padded to a multiple of this
-_ALIGN = 256  # of every part of `saved`
+_ALIGN = 256  # alignment in bytes of every part of `saved`
 _PLAN_PARTS = 12  # H and the plan's parts, each rounded up to _ALIGN
 
 _WORDS = (
@@ -20,7 +20,7 @@ _WORDS = (
 
 
 class Options:
-    """The parsed words; numbers as numbers, names as the header's values."""
+    """The parsed options. A name is stored as the value of the header's enumerator."""
 
     def __init__(self, text: str) -> None:
         words = dict(zip(_WORDS, text.split()))
@@ -43,13 +43,14 @@ class Options:
         self.z_coefficient = float(words.get("z_coefficient", 0))
         self.losses = bool(int(words.get("losses", 0)))
         self.counts = bool(int(words.get("counts", 0)))
-        # Does the backward of a layer from logits read them? moe_reads_logits in src/wanted.h says the same.
+        # Whether the backward of a layer from logits reads the logits: the same rule as moe_reads_logits in
+        # src/wanted.h.
         over_all = self.score == native.SCORES["softmax_topk"] and not self.renormalize
         dense = over_all or self.rounding_name != "none" or self.balance_coefficient != 0 or self.z_coefficient != 0
         self.reads_logits = dense or self.score == native.SCORES["sigmoid"]
 
     def rows_added_at_most(self, experts: int) -> int:
-        """The most rows that token rounding adds to T K (src/problem.c has the reasons)."""
+        """The most rows that token rounding can add to the T K rows of plain top-K (src/problem.c has the reasons)."""
         if self.rounding_name == "nr_f":
             return experts * ((self.tile - 1) // 2)
         if self.rounding_name == "balance_f":
@@ -57,8 +58,8 @@ class Options:
         return experts * (self.tile - 1) if self.rounding_name in ("sr_f", "nr_s", "up") else 0
 
     def saved_bytes(self, entry: str, tokens: int, topk: int, w2: tuple[int, int, int], element: int) -> int:
-        """Bytes to allocate as `saved`: affine in `tokens`, which may be symbolic, and never less than
-        smoe_query_sizes asks for (smoe/_context.py checks it for every shape). w2 is the shape (E, H, I)."""
+        """Bytes to allocate as `saved`. The number is affine in `tokens`, which may be symbolic. It is never below the
+        size that smoe_query_sizes asks for; smoe/_context.py checks this for every shape. w2 is the shape (E, H, I)."""
         experts, _, intermediate = w2
         width = (2 if self.gated else 1) * intermediate
         rows = tokens * topk + self.rows_added_at_most(experts)

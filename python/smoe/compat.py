@@ -1,6 +1,7 @@
-"""Other projects' signatures over smoe's functions, so that their call sites need only another import.
+"""smoe's functions with the signatures of other projects, so that a caller changes only the import.
 
-Weights are taken as views: what is laid out in another way raises, because turning it would cost a copy at every step.
+Weights are read in place. A weight with another memory layout raises ValueError, because converting it would cost a
+copy at every step.
 """
 
 import torch
@@ -13,13 +14,13 @@ _SONICMOE_ACTIVATIONS = {"relu_sq": "relu2", "geglu": "geglu_tanh"}  # its kerne
 
 
 def _activation(name) -> str:
-    """SonicMoE's ActivationType or its value."""
+    """smoe's name for SonicMoE's ActivationType or for the value of one."""
     name = str(getattr(name, "value", name))
     return _SONICMOE_ACTIVATIONS.get(name, name)
 
 
 def _expert_major(function: str, name: str, weight: Tensor) -> Tensor:
-    """SonicMoE's (rows, columns, E) view of a parameter [E, rows, columns], turned back."""
+    """The contiguous parameter [E, rows, columns] of which `weight` is SonicMoE's view (rows, columns, E)."""
     turned = weight.permute(2, 0, 1)
     if not turned.is_contiguous():
         raise ValueError(
@@ -38,9 +39,11 @@ def moe_TC_softmax_topk_layer(
     activation_type="swiglu", is_inference_mode_enabled: bool = False, is_softmax_over_topk: bool = True,
     norm_topk_probs: bool = False, concat_layout: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """SonicMoE's layer, as lm-engine calls it too: x (T, H), router_w (E, H), w1 (2I, H, E), w2 (H, I, E) to out (T, H),
-    router logits (T, E), differentiable, and tokens of each expert (E) int32. The work goes to the current stream:
-    stream_id is ignored, and so is is_inference_mode_enabled (torch.no_grad() says it)."""
+    """SonicMoE's layer, which lm-engine calls too: x (T, H), router_w (E, H), w1 (2I, H, E), w2 (H, I, E).
+
+    Returns out (T, H), the router logits (T, E), which are differentiable, and the number of tokens of each expert (E)
+    int32. The work goes to the current stream: stream_id is ignored. is_inference_mode_enabled is ignored too; under
+    torch.no_grad() nothing is kept for a backward."""
     function = "smoe.compat.moe_TC_softmax_topk_layer"
     logits = F.linear(x, router_w)
     found = functional.moe(
@@ -57,9 +60,9 @@ def moe_general_routing_inputs(
     w2: Tensor, b2: Tensor | None, E: int, stream_id: int, activation_type="swiglu",
     is_inference_mode_enabled: bool = False, concat_layout: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """SonicMoE's entry for any number of pairs a token: pair i is token_indices[i] at expert_indices[i] with
-    router_scores[i]. Returns out (T, H) and the pairs of each expert (E) int32. Every pair is a row of its own here; with K
-    pairs for every token smoe.experts is the faster call."""
+    """SonicMoE's function for any number of pairs for each token: pair i sends token token_indices[i] to expert
+    expert_indices[i] with the weight router_scores[i]. Returns out (T, H) and the number of pairs of each expert (E)
+    int32. The rows of x are copied, one for each pair; if every token has K pairs, smoe.experts is faster."""
     function = "smoe.compat.moe_general_routing_inputs"
     tokens = token_indices.long()
     rows = functional.experts(
@@ -76,7 +79,7 @@ def moe_general_routing_inputs(
 
 
 def _offsets(tokens_per_expert: Tensor, like: Tensor) -> Tensor:
-    """(E + 1) int32 on the device of `like`, without waiting for it."""
+    """The offsets (E + 1) int32 on the device of `like`, made without waiting for the device."""
     counts = tokens_per_expert.to(device=like.device, non_blocking=True)
     return F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
@@ -85,9 +88,9 @@ def te_grouped_mlp(
     permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor | None, w1: Tensor, w2: Tensor,
     **options,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Megatron-Core's TEGroupedMLP.forward with the weights beside it: rows (R, H) sorted by expert, tokens_per_expert (E),
-    permuted_probs (R), w1 [E, 2I, H] (gate rows first), w2 [E, H, I] to (out (R, H), no bias). `options` are those of
-    smoe.experts_rows."""
+    """Megatron-Core's TEGroupedMLP.forward with the weights as arguments: permuted_local_hidden_states (R, H) sorted by
+    expert, tokens_per_expert (E), permuted_probs (R), w1 [E, 2I, H] (gate rows first), w2 [E, H, I]. Returns out (R,
+    H), and None in place of a bias. `options` are those of smoe.experts_rows."""
     rows = permuted_local_hidden_states
     probs = None if permuted_probs is None else permuted_probs.reshape(-1)
     return functional.experts_rows(rows, _offsets(tokens_per_expert, rows), w1, w2, probs, **options), None
@@ -95,8 +98,8 @@ def te_grouped_mlp(
 
 @torch.compiler.disable  # a graph that is traced does not know whose views its tensors are
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
-    """Gate and up weights [E, I, H] that are the halves w13[:, 0] and w13[:, 1] of one [E, 2, I, H]: the view
-    [E, 2I, H] of it. Separate tensors raise. torch.compile breaks its graph here."""
+    """The view [E, 2I, H] of a contiguous w13 [E, 2, I, H], given the gate weights w1 = w13[:, 0] and the up weights
+    w3 = w13[:, 1]. Other tensors raise ValueError. torch.compile breaks its graph here."""
     whole = w1._base
     experts, rows, columns = w1.shape
     if (
@@ -118,5 +121,5 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 
 def grouped_experts(x: Tensor, num_tokens_per_expert: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """The forward of torchtitan's and prime-rl's GroupedExperts: rows x (R, H) that a dispatcher sorted by expert,
-    num_tokens_per_expert (E), w1 and w3 [E, I, H] views of one parameter (see joined), w2 [E, H, I] to (R, H)."""
+    num_tokens_per_expert (E), w1 and w3 [E, I, H] views of one parameter (see joined), w2 [E, H, I]. Returns (R, H)."""
     return functional.experts_rows(x, _offsets(num_tokens_per_expert, x), joined(w1, w3), w2)

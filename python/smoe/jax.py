@@ -1,7 +1,8 @@
 """smoe in JAX: the experts and the whole layer as functions under jit and grad, through XLA's foreign function interface.
 
-Arrays are float32 or bfloat16 on the CPU, bfloat16 or float16 on CUDA. T tokens, H hidden, I intermediate, E experts, K of a
-token, as in smoe.functional; every option is a static Python value.
+Arrays are float32 or bfloat16 on the CPU, bfloat16 or float16 on CUDA. As in smoe.functional, T is the number of
+tokens, H the hidden size, I the intermediate size, E the number of experts and K that of a token. Every option is a
+static Python value.
 """
 
 import ctypes
@@ -25,7 +26,8 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # smoe's backends and XLA's names
 
 @functools.cache
 def _register() -> None:
-    """Hands the handlers to XLA, once. libsmoe is loaded already, so the loader finds it by its soname."""
+    """Registers the handlers with XLA, once. libsmoe_xla.so needs libsmoe, which is already loaded, so that the dynamic
+    loader finds it by its soname."""
     path = native.path.with_name("libsmoe_xla.so")
     try:
         library = ctypes.CDLL(str(path))
@@ -43,7 +45,7 @@ def _register() -> None:
 
 @functools.cache
 def _context(backend: str) -> int:
-    """For sizes alone; with as many threads as the handler's contexts have."""
+    """A context for smoe_query_sizes alone. It has as many threads as the contexts of the handlers."""
     return native.create_context(backend, threads=_threads(backend))
 
 
@@ -70,8 +72,9 @@ class _Problem(NamedTuple):
 
 
 def _call(direction: str, backend: str, layer: native.Layer, struct, scalars: dict, arguments: dict, results: dict) -> dict:
-    """One handler call. arguments: field -> array or None; results: field -> (shape, dtype) or None. Fields that have a
-    <field>_size beside them are buffers of bytes."""
+    """Calls a handler once and returns its results by field. arguments: field of `struct` -> array or None; results:
+    field -> (shape, dtype) or None. If `struct` has a field <field>_size too, it is filled with the buffer's size in
+    bytes."""
     arguments = {field: value for field, value in arguments.items() if value is not None}
     results = {field: shape for field, shape in results.items() if shape is not None}
     template = struct(struct_size=ctypes.sizeof(struct), **scalars)
@@ -110,7 +113,8 @@ def _index_dtype(operands: dict):
 
 
 def _forward(problem: _Problem, operands: dict, save: bool) -> dict:
-    """out, and with `save` saved; logits and losses of the whole layer."""
+    """A dict with `out` and `scratch`; with `save` also `saved`; with a router also `logits` and, if wanted,
+    `losses`."""
     _register()
     x, w2, backend = operands["x"], operands["w2"], _backend()
     layer = problem.layer(x, w2, _index_dtype(operands), save)
@@ -131,7 +135,7 @@ _GRADIENTS |= {"drouter_bias": "router_bias", "dtopk_weights": "topk_weights", "
 
 
 def _backward(problem: _Problem, operands: dict, saved, logits, dout) -> dict:
-    """The gradients by the operands' names, as `operands` has them."""
+    """The gradients, each under the name of its operand."""
     x, backend, options = operands["x"], _backend(), parse(problem.options)
     layer = problem.layer(x, operands["w2"], _index_dtype(operands), True)
     results = {
@@ -149,7 +153,7 @@ def _backward(problem: _Problem, operands: dict, saved, logits, dout) -> dict:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(problem: _Problem, operands: dict):
-    """out, losses or None"""
+    """Returns out, and the losses, or None without a router."""
     found = _forward(problem, operands, save=False)
     return found["out"], found.get("losses")
 
@@ -254,9 +258,9 @@ def moe(
     layout="concatenated", score="softmax_topk", norm_topk_prob=False, n_group=1, topk_group=1, routed_scaling_factor=1.0,
     rounding="none", tile=128, seed=0, step=0, balance_coefficient=0.0, z_coefficient=0.0, chunks=1,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E); options as in
-    smoe.moe. Returns out (T, H) and the losses (2) float32, load balance and z, as values: their gradient, weighted by the
-    coefficients, is added in the backward."""
+    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E); options as in smoe.moe.
+    Returns out (T, H) and the losses (2) float32, load balance and z. The losses are not differentiable: the backward
+    itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1]."""
     function = "smoe.jax.moe"
     operands = _operands(function, x, w1, w2, b1, b2, activation, layout)
     _choice(function, "score", score, native.SCORES)

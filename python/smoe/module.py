@@ -7,7 +7,7 @@ from . import functional, native
 
 
 class _Router(nn.Module):
-    """`gate.weight` (E, H), and where asked for `gate.bias` (E) and `gate.e_score_correction_bias` (E) float32."""
+    """`gate.weight` (E, H), and on request `gate.bias` (E) and `gate.e_score_correction_bias` (E) float32."""
 
     def __init__(self, experts: int, hidden: int, bias: bool, selection_bias: bool, **kind) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Experts(nn.Module):
         super().__init__()
         width = 2 * intermediate if gated else intermediate
         self.up_name = "gate_up_proj" if gated else "up_proj"
-        self.up_bias_name = self.up_name + "_bias"  # an attribute's name that is made at each call is slow to look up
+        self.up_bias_name = self.up_name + "_bias"  # kept, because looking up a name that is built at each call is slow
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(experts, width, hidden, **kind)))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, **kind))
         up_bias = nn.Parameter(torch.empty(experts, width, **kind)) if bias else None
@@ -46,7 +46,7 @@ class MoE(nn.Module):
 
     The state dict has Hugging Face's names: gate.weight (E, H), experts.gate_up_proj (E, 2I, H), experts.down_proj
     (E, H, I), and with the options gate.bias, gate.e_score_correction_bias, experts.gate_up_proj_bias,
-    experts.down_proj_bias. Shard the module as a whole (`fully_shard(moe)`): its forward reads all of them at once.
+    experts.down_proj_bias. Shard the module as a whole (`fully_shard(moe)`): its forward reads all parameters at once.
 
     `options` are those of smoe.moe that do not change from call to call: activation, layout, score, norm_topk_prob, n_group,
     topk_group, routed_scaling_factor, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype,
@@ -77,7 +77,8 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices normal with deviation initializer_range, biases zero; the selection bias too."""
+        """Draws matrices from a normal distribution with standard deviation initializer_range; sets biases to zero, the
+        selection bias too."""
         for name, value in (*self.named_parameters(), *self.named_buffers()):
             if name.endswith("bias"):
                 nn.init.zeros_(value)
@@ -85,8 +86,8 @@ class MoE(nn.Module):
                 nn.init.normal_(value, std=self.initializer_range)
 
     def forward(self, x: Tensor, *, step: int = 0, losses: bool = False, counts: bool = False):
-        """x (..., H) to out (..., H); with `losses` or `counts` the smoe.MoEOutput (logits (T, E) of the flattened
-        tokens). `step` is for stochastic token rounding."""
+        """Maps x (..., H) to out (..., H). With `losses` or `counts` it returns an smoe.MoEOutput, whose logits (T, E)
+        are those of the flattened tokens. `step` is used by stochastic token rounding."""
         gate, experts, flat = self.gate, self.experts, x.dim() == 2
         found = functional.moe(
             x if flat else x.reshape(-1, x.shape[-1]),
@@ -109,8 +110,8 @@ class MoE(nn.Module):
         return functional.MoEOutput(out, found.logits, found.losses, found.counts)  # torch 2.6 does not trace _replace
 
     def update_selection_bias(self, counts: Tensor, gamma: float = 1e-3) -> None:
-        """The aux-free balancing step after an optimizer step; `counts` as forward(counts=True) gave them, or their sum
-        over micro-batches and ranks."""
+        """The aux-free bias update, to be called after an optimizer step. `counts` are those of forward(counts=True),
+        or their sum over micro-batches and ranks."""
         functional.update_selection_bias(self.gate.e_score_correction_bias, counts, gamma)
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
-"""The C library through ctypes: loading, the structs and enums of include/smoe.h, errors. No torch here.
+"""The C library through ctypes: loading, the structs and enums of include/smoe.h, errors. This module needs no torch.
 
-The structs repeat the header's fields in order; tests/python/test_native.py compiles a C program that compares every
-offset and size, and compares every enumerator, so a change of the header that is not repeated here fails a test.
+The structs repeat the header's fields in order. tests/python/test_native.py compares every offset, size and enumerator
+with the header's, so a change of the header that is not repeated here fails a test.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _I32, _I64, _U64, _F32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float
 _ENUM = ctypes.c_int
 
-# ---- enums: the header's pinned values by the names that Python callers use ----
+# ---- enums: the header's values by the names that Python callers use ----
 
 OK, ERROR_ARGUMENT, ERROR_SHAPE, ERROR_ALIGNMENT = 0, 100, 110, 120
 ERROR_BUFFER, ERROR_UNSUPPORTED, ERROR_MEMORY, ERROR_DEVICE = 130, 140, 150, 160
@@ -170,8 +170,8 @@ def version() -> str:
 
 
 def build_info() -> dict[str, str | None]:
-    """version, library (its path), and from the build: cuda (the toolkit's version, or None for a library of the CPU
-    backend alone), compiler, build_type."""
+    """A dict with version and library (its path). If build_info.json stands beside the library, it also has cuda (the
+    toolkit's version, None for a library that has only the CPU backend), compiler and build_type."""
     info: dict[str, str | None] = {"version": version(), "library": str(path)}
     try:
         built = json.loads(path.with_name("build_info.json").read_text())
@@ -206,8 +206,8 @@ MOST_THREADS = 512  # of a context; a machine may have more processors
 
 
 def create_context(backend: str, device: int = 0, threads: int = 0) -> int:
-    """A new smoe_context, as an address. cuda: of `device`; cpu: with a team of `threads`, MOST_THREADS at most (0: OpenMP's
-    default)."""
+    """The address of a new smoe_context. `device` is the GPU of a cuda context; `threads` is the number of OpenMP
+    threads of a cpu context (0: OpenMP's default), at most MOST_THREADS."""
     threads = min(threads, MOST_THREADS)
     text = ctypes.create_string_buffer(512)
     options = ContextOptions(ctypes.sizeof(ContextOptions), BACKENDS[backend], device, threads)

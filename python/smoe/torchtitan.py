@@ -2,9 +2,10 @@
 
     converters=[SmoeConverter.Config()]
 
-It replaces each RoutedExperts of the stock grouped linears (w13 [E, 2, F, D], w2 [E, D, F]) and SwiGLU; parameters, their
-names and their sharding stay. Without expert parallelism one call takes the tokens with their ids and scores, no dispatched
-copy is made; with it smoe computes the rows that the dispatcher brings.
+It replaces every RoutedExperts that has torchtitan's own grouped linears (w13 [E, 2, F, D], w2 [E, D, F]) and SwiGLU.
+Parameters, their names and their sharding stay as they are. Without expert parallelism smoe reads the tokens with their
+ids and scores directly, and no copy sorted by expert is made. With expert parallelism smoe computes the rows that the
+dispatcher delivers.
 """
 
 import logging

@@ -2,9 +2,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="smoe")
 
-It registers the experts function, and the model type of `smoe train` ("smoe": OLMoE with a shared expert and dense first
-layers) with its byte tokenizer. What a model has and smoe has not (an activation, a norm after the experts, a dtype) runs
-as Transformers' own eager code, with one warning that says why.
+It registers the experts function, and the model type of `smoe train` ("smoe": OLMoE with a shared expert and dense
+first layers) with its byte tokenizer. Experts that smoe cannot compute, because of their activation, a norm after the
+experts or their dtype, run as Transformers' own eager code. One warning states the reason.
 """
 
 import inspect
@@ -62,7 +62,8 @@ def _has_gpt_oss_gate(experts: nn.Module) -> bool:
 
 
 def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
-    """activation, layout, and if there is no activation the reason."""
+    """smoe's activation and layout for these experts. If smoe cannot compute them, the activation is None and the third
+    value is the reason."""
     if getattr(experts, "has_post_expert_norm", False):
         return None, "", "it has a norm after each expert"
     gated = getattr(experts, "has_gate", True)
@@ -71,7 +72,7 @@ def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
             return "swiglu_oai", "interleaved", ""
         return None, "", f"its gate has alpha {experts.alpha} and limit {experts.limit}; smoe has 1.702 and 7"
     if gated and type(experts)._apply_gate is not _default_apply_gate:
-        return None, "", "its gate is its own"
+        return None, "", "its class has its own _apply_gate"
     activation = _activation_of(experts.act_fn, gated)
     return activation, "concatenated", f"smoe has no activation {type(experts.act_fn).__name__}"
 
@@ -95,7 +96,8 @@ def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tens
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:
-    """A DTensor's shard, as tensor and expert parallel plans want it."""
+    """The local shard of a DTensor, which tensor- and expert-parallel plans make of a weight; any other tensor as it
+    is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -117,8 +119,9 @@ def _why_not(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
 
 
 def _keep_possible(ids: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """With more ids a token than experts (a rank's share of a larger layer): only `count` of them can be valid and
-    different, and those come first, in their order."""
+    """Cuts ids and weights (T, K) to `count` columns, where a token has more ids than this rank has experts (`count`,
+    its share of a larger layer). At most `count` ids of a token are valid and distinct; they come first, in their
+    order. The others become `count`, which smoe skips."""
     repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)
     valid = (ids >= 0) & (ids < count) & ~repeated
     ids = ids.masked_fill(~valid, count)
@@ -156,13 +159,15 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 @torch.no_grad()
 def _turn(parameter: nn.Parameter) -> None:
-    """Lays the memory out as (E, rows, columns) of the transposed matrix; shape, name and values stay."""
+    """Changes the memory layout so that the transpose of dimensions 1 and 2 is contiguous; shape, name and values
+    stay."""
     if not parameter.transpose(1, 2).is_contiguous():
         parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _prepare_if_plain(experts: nn.Module) -> None:
-    """At the first call of a model that nothing shards."""
+    """Does what prepare() does, at the first call, unless torch.distributed is initialised: then parameters may be
+    sharded."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
     up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
@@ -172,10 +177,11 @@ def _prepare_if_plain(experts: nn.Module) -> None:
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Lays out in memory what smoe cannot read in place: expert weights stored transposed (gpt-oss). Each is rewritten
-    once; shapes, names, values and the saved checkpoint stay. It happens by itself at the first eager call; call it
-    before torch.compile, before DistributedDataParallel, and before an optimizer has state. (fully_shard refuses such
-    parameters: there the experts run as eager.)"""
+    """Changes the memory layout of expert weights that are stored transposed (gpt-oss), which smoe cannot read in
+    place. Each weight is rewritten once; shapes, names, values and the saved checkpoint stay. Without torch.distributed
+    the first eager call does this by itself. Call prepare() before torch.compile, before DistributedDataParallel, and
+    before an optimizer has state. (fully_shard refuses the changed parameters, so under fully_shard these experts run
+    as eager.)"""
     for module in model.modules():
         if getattr(module, "is_transposed", False) and _math_of(module)[0] is not None:
             up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
@@ -196,8 +202,9 @@ ALL_FP8_EXPERTS_FUNCTIONS.register("smoe", _quantized_forward)
 
 
 class SmoeConfig(OlmoeConfig):
-    """OLMoE's, and: shared_expert_intermediate_size (0: no shared expert), first_k_dense_replace dense layers of
-    dense_intermediate_size before the sparse ones."""
+    """OLMoE's configuration with three more fields: shared_expert_intermediate_size (0: no shared expert),
+    first_k_dense_replace (the number of dense layers, which come before the sparse ones) and
+    dense_intermediate_size."""
 
     model_type = "smoe"
 

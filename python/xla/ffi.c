@@ -1,9 +1,10 @@
 /* XLA's handlers for smoe_layer_forward and smoe_layer_backward (python/smoe/jax.py registers them).
  *
- * A call's attributes say all of it: `layer` holds the bytes of a smoe_layer, `arguments` those of a
- * smoe_forward_args or smoe_backward_args without pointers, `threads` one number (CPU), and for XLA's
- * arguments and then its results `pointers` holds the offset of the field that takes the buffer's address,
- * `sizes` that of the field that takes its bytes, or -1. An offset of -1 in `pointers` leaves a buffer out.
+ * The attributes describe a call completely. `layer` holds the bytes of a smoe_layer. `arguments` holds the
+ * bytes of a smoe_forward_args or smoe_backward_args whose pointers are NULL. `threads` is one number: the
+ * OpenMP threads of a CPU context. `pointers` and `sizes` have one number for each of XLA's arguments and
+ * then for each of its results: `pointers` the offset of the field that takes the buffer's address, `sizes`
+ * the offset of the field that takes the buffer's size in bytes. The number is -1 if there is no such field.
  */
 #include "smoe.h"
 #include "xla_ffi.h"
@@ -56,8 +57,9 @@ static int code_of(smoe_status status)
 
 /* ---- Contexts ----
  *
- * XLA calls from threads of its own, several at once. A call takes an idle context and gives it back; a
- * context may move between threads. They live as long as the process: work that they enqueued may still run.
+ * XLA calls the handlers from its own threads, several at once. A call takes an idle context, or makes one,
+ * and gives it back, so one context may serve several threads in turn. Contexts live as long as the process,
+ * because work that they enqueued may still run.
  */
 
 typedef struct idle_context {
@@ -127,14 +129,15 @@ static const xla_array *find_array(const xla_call *call, const char *name, int t
     return NULL;
 }
 
-static uint64_t buffer_bytes(const xla_buffer *buffer) /* of U8 */
+static uint64_t buffer_bytes(const xla_buffer *buffer) /* whose elements are of type U8 */
 {
     uint64_t bytes = 1;
     for (int64_t i = 0; i < buffer->rank; i++) bytes *= (uint64_t)buffer->dims[i];
     return bytes;
 }
 
-/* Puts addresses and sizes into the fields of `args`; false when an offset lies outside. */
+/* Puts addresses and sizes into the fields of `args`; false if an offset lies outside of `args` or if the
+ * arrays do not have one number for each buffer. */
 static bool fill(call_args *args, const xla_call *call, const xla_array *pointers, const xla_array *sizes)
 {
     const int64_t arguments = call->arguments.size, total = arguments + call->results.size;

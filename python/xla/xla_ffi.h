@@ -1,5 +1,5 @@
 /* The part of XLA's foreign function interface (its C API, version 0.x) that python/xla/ffi.c uses, declared
- * here so that the library builds without jaxlib. Structs only grow at their ends, and each tells its size;
+ * here so that the library builds without jaxlib. XLA extends its structs only at their ends.
  * tests/python/test_jax.py compares every offset and value with jaxlib's own header. */
 #ifndef SMOE_XLA_FFI_H
 #define SMOE_XLA_FFI_H

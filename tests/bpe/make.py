@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the table, the text and the tokens of tests/test_bpe.c into this folder, with the package `tokenizers`.
 
-Run it with make_tokens.py's rules changed, or not at all.
+Run it again only if the rules of tools/make_tokens.py have changed.
 """
 import subprocess
 import sys

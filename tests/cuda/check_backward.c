@@ -5,9 +5,13 @@
 
 typedef enum routing { RANDOM, ONE_EXPERT, HALF_EMPTY, EDGES, BROKEN, ROWS } routing;
 
-/* Integers, one in 8 of them not 0; normal numbers; integers of -1, 0 and 1, whose sums are far too large for
- * 16 bits to hold exactly: a sum that was rounded before it is accumulated would show; the same integers for
- * an activation that limits its arguments to -7..7: many elements of H are exactly 7 or -7. */
+/* The values of the inputs.
+ * SPARSE: integers, one in 8 of them not 0.
+ * NORMAL: normal numbers.
+ * DENSE: integers of -1, 0 and 1. Their sums need more than 16 bits to be exact. So a sum that is rounded
+ * before it is accumulated is found.
+ * LIMITS: the same integers, for an activation that limits its arguments to -7..7. Many elements of H are
+ * exactly 7 or -7. */
 enum { SPARSE, NORMAL, DENSE, LIMITS };
 
 typedef struct test_case {

@@ -1,10 +1,10 @@
 /* The whole forward from logits through the public API: router, rounding, plan and experts of the cuda
  * backend against the CPU backend. X and the router's weight are small integers, so that both sides have the
- * same logits and must decide alike: ids, counts, rows and tokens' rows equal, outputs close. The call runs
- * from a CUDA graph; forward and backward in one graph give the same bits as without one (where the build has
- * a backward; what it computes is check_layer_backward.c's matter). Exit 0 if all agree, 1 if not, 3 if CUDA
- * fails, 77 without a GPU. With the argument `few` the scores share out the rounding rules, one layer each.
- */
+ * same logits and must route alike: ids, counts, rows and tokens' rows must be equal, outputs close. The
+ * forward runs from a CUDA graph. Forward and backward in one graph must also give the same bits as without a
+ * graph; check_layer_backward.c checks the backward's results. Exit 0 if all agree, 1 if not, 3 if CUDA
+ * fails, 77 without a GPU. With the argument `few` each rounding rule is checked with only one score
+ * function. */
 #include "gpu.h"
 #include "route_cases.h"
 
@@ -69,7 +69,7 @@ static double relative_error(const uint16_t *expected, const void *device, int64
     return sqrt(error / norm);
 }
 
-/* Twice from one graph; the backward too unless it is NULL. */
+/* Captures the forward in a graph, also the backward unless `back` is NULL, and launches the graph twice. */
 static void run_in_graph(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                          const smoe_backward_args *back)
 {
@@ -119,7 +119,7 @@ static size_t take(size_t *used, size_t bytes)
     return at;
 }
 
-/* Forward and backward enqueued one by one, then from a graph: the same bits. */
+/* Forward and backward must give the same bits if they are enqueued one by one and if a graph runs them. */
 static int compare_with_graph(smoe_context *context, const smoe_layer *l, const smoe_forward_args *f,
                               uint64_t scratch_bytes)
 {

@@ -1,5 +1,6 @@
-/* The whole layer from logits, forward and back on the cuda backend: every score function, rounding, losses,
- * both gradient types, accumulated, by chunks, odd E and K, each in other ways too: see run_checks.h. */
+/* Forward and backward of the whole layer from logits on the cuda backend: every score function, rounding,
+ * losses, both gradient types, accumulated gradients, chunks, odd E and K. Every case also runs the
+ * comparison `other_ways` of run_checks.h. */
 #include "run_checks.h"
 
 typedef struct layer_case {
@@ -10,11 +11,11 @@ typedef struct layer_case {
 
 #define ROUTER .router = true
 #define BIASES .router_bias = true, .b1 = true, .b2 = true
-/* Large enough to be a good part of dlogits. */
+/* Coefficients that are large enough for the losses to be a considerable part of dlogits. */
 #define LOSSES .balance_coefficient = 40, .z_coefficient = 20
 
 static const layer_case cases[] = {
-    /* sparse dlogits: the router's term comes with dX's rows */
+    /* sparse dlogits: the stage dx adds the router's term of dX while it sums the rows of dX~ */
     {"topk-softmax", {.score = SMOE_SCORE_TOPK_SOFTMAX}, {ROUTER}},
     {"renormalised, scaled, biases", {.renormalize = 1, .route_scale = 2.5f}, {ROUTER, BIASES}},
     {"sigmoid", {.score = SMOE_SCORE_SIGMOID}, {ROUTER, .selection_bias = true}},

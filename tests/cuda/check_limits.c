@@ -1,7 +1,7 @@
-/* Where a caller or a shape goes to the limits: smoe_round left out although the layer rounds (nothing is
- * written or pointed to outside the plan, whatever stands in the place of the counts), the combine of a row
- * of more parts than a grid has CTAs in y, and the plan from given rows on as many multiprocessors as the
- * device has. */
+/* Three extreme cases. A caller leaves out smoe_round although the layer rounds: whatever the memory of the
+ * counts contains, nothing is written outside the plan, and no index points outside. A row of O is so long
+ * that the combine would have more parts than a grid may have CTAs in y. The plan from given rows has a CTA
+ * on every multiprocessor of the device. */
 #include "gpu.h"
 #include "host/launch.h"
 #include "open_cuda.h"
@@ -36,7 +36,7 @@ static void must(smoe_context *context, smoe_status status, const char *name)
     exit(1);
 }
 
-/* Every index that a later kernel follows points into what it is used on. */
+/* Checks that every index that a later kernel uses is inside the array that it indexes. */
 static void check_plan(const smoe_plan_view *view, const smoe_sizes *sizes, const char *name)
 {
     const int64_t padded = sizes->padded_rows;
@@ -54,7 +54,7 @@ static void check_plan(const smoe_plan_view *view, const smoe_sizes *sizes, cons
     for (int t = 0; t < T; t++)
         for (int i = offsets[t]; i < offsets[t + 1]; i++)
             good_rows = good_rows && i >= 0 && i < sizes->rows && rows[i] >= 0 && rows[i] < padded;
-    for (int e = 0; e < E && good_blocks; e++) /* an expert has no more rows than its count */
+    for (int e = 0; e < E && good_blocks; e++) /* rows of an expert after its count must be pad rows */
         for (int r = blocks[e] * 64 + counts[e]; r < blocks[e + 1] * 64; r++) good_tokens &= token[r] == -1;
     for (int64_t r = blocks[E] * 64; r < padded && good_blocks; r++) good_tokens &= token[r] == -1;
     check(good_order, name, "order is no permutation");
@@ -85,17 +85,17 @@ static void skip_round(smoe_context *context, smoe_rounding rounding, int patter
     smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
     must(context, smoe_view_plan(context, &l, &f, &view), name);
     must(context, smoe_route(context, &l, &f, NULL), name);
-    int32_t counts[E]; /* what is there instead */
+    int32_t counts[E]; /* what the memory of the counts contains instead of the result of smoe_round */
     int64_t blocks_left = sizes.padded_rows / 64;
     for (int e = 0; e < E; e++) {
         const int64_t fitting = blocks_left * 64 < T ? blocks_left * 64 : T;
         blocks_left -= (fitting + 63) / 64;
         counts[e] = pattern == 0   ? -1         /* poison */
-                    : pattern == 1 ? 0x7fffffff /* larger than any */
+                    : pattern == 1 ? 0x7fffffff /* the largest number */
                     : pattern == 2
                         ? (int32_t)fitting /* possible: all blocks are taken before the last experts */
                     : pattern == 3 ? (e % 2 ? 0 : 16) /* too few */
-                    : pattern == 4 ? T                /* each possible, together too many */
+                    : pattern == 4 ? T                /* each count is possible, but the sum is too large */
                                    : (e ? 40 : T + 1);
     }
     CHECK_CUDA(cudaMemcpy((void *)(uintptr_t)view.counts, counts, sizeof counts, cudaMemcpyHostToDevice));
@@ -111,7 +111,8 @@ static void skip_round(smoe_context *context, smoe_rounding rounding, int patter
 
 /* ---- A long row of the combine ---- */
 
-/* O[0] = Y[0] + Y[1] for d of one part of 8 columns more than a grid's y has CTAs, a prime number of them. */
+/* O[0] = Y[0] + Y[1], where d is 65537 times 8: the number of groups of 8 columns is a prime number, and
+ * larger than the 65535 CTAs that a grid may have in y. */
 static void combine_long_row(void)
 {
     const char *name = "combine, d 524296";
@@ -142,7 +143,7 @@ static void combine_long_row(void)
 
 /* ---- The plan from given rows on any device ---- */
 
-/* The largest number of CTAs in x of the kernels that are captured on the stream between begin and now. */
+/* Ends a stream capture. Returns the largest number of CTAs in x among the captured kernels. */
 static int end_capture(cudaStream_t stream)
 {
     cudaGraph_t graph;
@@ -163,8 +164,8 @@ static int end_capture(cudaStream_t stream)
     return most;
 }
 
-/* With rows for three CTAs of every multiprocessor there is one CTA for each multiprocessor, however many the
- * device has. */
+/* If the rows would suffice for three CTAs on every multiprocessor, the plan must launch one CTA for each
+ * multiprocessor, however many the device has. */
 static void plan_on_every_multiprocessor(smoe_context *context)
 {
     const char *name = "plan from rows, CTAs";

@@ -1,7 +1,7 @@
-/* Routing on the device against the CPU backend on the same logits: ids, weights, counts, the selection after
- * rounding and the whole plan must be equal bit for bit; losses to 1e-6. Outputs and scratch are poisoned
- * before. Then the router's GEMM on small integers, the step of the selection bias, and every call captured
- * in a graph.
+/* Compares routing on the device with the CPU backend on the same logits. Ids, weights, counts, the selection
+ * after rounding and the whole plan must be equal bit for bit, losses to 1e-6. Outputs and scratch are
+ * poisoned before. Every call is captured in a graph. Also checked: the router's GEMM with small integers,
+ * and the update of the selection bias.
  *
  *   cuda_check_route          all of it; exit 0 if all is equal, 1 if not, 3 if CUDA fails, 77 without a GPU
  *   cuda_check_route few      what a memory checker can run in a minute
@@ -22,7 +22,7 @@ static void must_be_ok(smoe_status status, const smoe_context *context, const ch
     exit(3);
 }
 
-/* Frees buffers; complains if a kernel wrote outside of one. */
+/* Frees buffers; reports an error if a kernel wrote outside of one. */
 static void free_all(const gpu_buffer *buffers, int count, const char *what)
 {
     for (int i = 0; i < count; i++)
@@ -49,7 +49,7 @@ typedef struct route_case {
     int with_losses;
     _Alignas(16) float losses[2];
     float device_losses[2];
-    char *cpu, *device; /* the plan: as laid out, on the host */
+    char *cpu, *device; /* the plans of both sides, in host memory, with the layout of `saved` */
     moe_plan_arrays cpu_plan, device_plan;
     int32_t *list_counts; /* the device's work lists */
     moe_work *tiles, *pieces;
@@ -79,7 +79,7 @@ static void run_cpu(smoe_context *context, route_case *c)
     c->cpu_plan = moe_plan_at(&c->problem, c->cpu);
 }
 
-/* Every call of the forward's routing, captured in a graph of its own. */
+/* Enqueues all calls of the forward's routing, each from a graph that contains only this call. */
 static void enqueue(const moe_problem *problem, const smoe_forward_args *args, const moe_plan_arrays *plan,
                     const moe_cuda_lists *lists, void *scratch, cudaStream_t stream)
 {
@@ -153,7 +153,7 @@ static int is_nan_word(uint32_t word)
     return (word & 0x7fffffffu) > 0x7f800000u;
 }
 
-/* Words of both sides; with floats any NaN is as good as another. */
+/* Compares the 32-bit words of both sides. If they are floats, all NaNs count as equal. */
 static int same_words(const route_case *c, const char *what, const void *cpu, const void *device,
                       int64_t count, int floats)
 {
@@ -167,7 +167,7 @@ static int same_words(const route_case *c, const char *what, const void *cpu, co
     return 1;
 }
 
-/* A work list covers every expert's blocks in order, in pieces of at most `limit`. */
+/* Checks that a work list covers the blocks of all experts in order, in entries of at most `limit` blocks. */
 static void check_list(const route_case *c, const char *what, const moe_work *list, int32_t count,
                        int32_t limit)
 {
@@ -253,12 +253,12 @@ static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind
     free(c.list_counts), free(c.tiles), free(c.pieces);
 }
 
-/* How much of it all is run. */
+/* Which of all cases are run. */
 typedef struct extent {
     const char *name;
-    int64_t most_tokens, most_rounded_cells; /* a shape's, and its tokens times experts where it is rounded */
-    int64_t most_products;                   /* of a GEMM */
-    int every, gemm_every;                   /* of the cases and GEMMs; 0: as the shape says */
+    int64_t most_tokens, most_rounded_cells; /* limits of T, and of T E in cases with token rounding */
+    int64_t most_products;                   /* limit of the products of a GEMM */
+    int every, gemm_every; /* one of so many cases, or GEMMs, is run; every = 0: route_shape.every counts */
 } extent;
 
 static const extent extents[] = {{"all", INT64_MAX, INT64_MAX, INT64_MAX, 0, 1},
@@ -381,7 +381,7 @@ static void check_selection_bias(smoe_context *cpu, int64_t experts)
         counts[e] = (int32_t)(next_random(&random) % 5), bias[e] = bell(&random);
     int64_t total = 0;
     for (int64_t e = 0; e < experts; e++) total += counts[e];
-    counts[0] += (int32_t)((experts - total % experts) % experts); // the mean is a count, whose experts stay
+    counts[0] += (int32_t)((experts - total % experts) % experts); // an integer mean: some biases stay
     const gpu_buffer buffers[] = {gpu_copy(counts, 4 * (size_t)experts), gpu_copy(bias, 4 * (size_t)experts)};
     CHECK_CUDA(moe_cuda_selection_bias((int32_t *)buffers[0].memory, (float *)buffers[1].memory, experts,
                                        1e-3f, NULL));

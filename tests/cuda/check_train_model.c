@@ -1,6 +1,6 @@
-/* The whole model on the GPU against the CPU: loss and every tensor's gradient of one batch, from the same
- * weights (rounded to bf16), then two equal passes bit for bit. check_train_model [DEVICE]: cuda, or
- * cuda-plain. */
+/* Compares the whole model on the GPU with the CPU: the loss and the gradient of every tensor for one batch,
+ * from the same weights (rounded to bf16). A second pass must give the same bits. check_train_model [DEVICE]:
+ * cuda, or cuda-plain. */
 #include "train/device.h"
 #include "train/optimizer.h"
 #include "train/random.h"
@@ -51,7 +51,7 @@ static float *gradients(model *m, const model_batch *batch, double *loss)
     return grads;
 }
 
-/* The experts of each token of a layer, a bit each; at most 64. */
+/* The experts of each token of a layer as a mask with one bit for each expert, at most 64. */
 static uint64_t *experts_of(model *m, int64_t layer, int64_t rows)
 {
     error err = {0};
@@ -68,8 +68,9 @@ static uint64_t *experts_of(model *m, int64_t layer, int64_t rows)
     return chosen;
 }
 
-/* Tokens, over all layers with experts, that the two models send to different experts. Logits from GEMMs that
- * round in another order differ in their last bits, which decides between experts that are nearly equal. */
+/* The number of tokens, summed over all layers with experts, that the two models send to different experts.
+ * GEMMs that sum in another order give logits with other last bits; these decide between experts whose logits
+ * are nearly equal. */
 static int64_t tokens_routed_otherwise(model *cpu, model *gpu, int64_t rows)
 {
     int64_t moved = 0;
@@ -81,8 +82,8 @@ static int64_t tokens_routed_otherwise(model *cpu, model *gpu, int64_t rows)
     return moved;
 }
 
-/* Relative Frobenius errors of the tensors' gradients; prints those past the limit, and the worst. Of `all`
- * tensors together the error must stay within a limit too. */
+/* Computes the relative Frobenius error of each tensor's gradient and prints the errors above `limit` and the
+ * worst one. The error of all tensors together must be at most `limit_all`. */
 static void compare(const model *m, const float *have, const float *want, double limit, double limit_all)
 {
     double worst = 0;
@@ -131,8 +132,8 @@ static void check(const char *name, const device_options *options, const model_c
     const int64_t moved = tokens_routed_otherwise(&cpu, &gpu, rows);
     if (moved > 0) printf("   %lld tokens routed otherwise\n", (long long)moved);
     if (moved > rows / 20) printf("   more than one token in twenty\n"), wrong++;
-    /* A token at another expert is a large part of that expert's gradient here, and a small one of them all.
-     */
+    /* Experts have few tokens here. So a token that moved changes the gradients of two experts much, and
+     * those of all tensors together little. */
     compare(&gpu, first, reference, moved > 0 ? INFINITY : limit, moved > 0 ? 0.06 : 0.03);
     if (have != again || memcmp(first, second, gpu.layout.total * sizeof *first) != 0)
         printf("   two passes differ\n"), wrong++;
@@ -141,7 +142,8 @@ static void check(const char *name, const device_options *options, const model_c
     device->ops->close(device);
 }
 
-/* Loss and gradients bit for bit, whatever the backward computes again; each choice keeps less. */
+/* Loss and gradients must have the same bits for every choice of what the backward computes again. Each
+ * choice must keep less memory than the choice before. */
 static void check_recompute(const char *name, const device_options *options, const model_config *c)
 {
     error err = {0};
@@ -174,7 +176,7 @@ static void check_recompute(const char *name, const device_options *options, con
     device->ops->close(device);
 }
 
-/* Bits of an array on the device. */
+/* A copy of an array of the device. */
 static void *bits_of(train_device *dv, const void *array, size_t bytes)
 {
     error err = {0};
@@ -184,9 +186,9 @@ static void *bits_of(train_device *dv, const void *array, size_t bytes)
     return bits;
 }
 
-/* Steps with updates in the backward, layer by layer, and with one after it, which a limit of the norm that
- * is never reached asks for: the same weights, moments and losses bit for bit. The last steps are replayed.
- */
+/* Compares steps that update the weights during the backward, layer by layer, with steps that update all
+ * weights after it. A clipping limit that is never reached causes the second kind. Weights, moments and
+ * losses must be equal bit for bit. The last steps are replays of a CUDA graph. */
 static void check_updates(const char *name, const device_options *options, const model_config *c)
 {
     enum { STEPS = 4, ARRAYS = 4 };
@@ -241,8 +243,9 @@ static void check_updates(const char *name, const device_options *options, const
     device->ops->close(device);
 }
 
-/* Four sequences in several passes: loss and gradients of one pass but for the order of the sums. cuBLASLt
- * computes products of fewer rows in another order too, whose results are rounded to bf16. */
+/* Four sequences in several micro-batches must give the loss and the gradients of one batch, except for the
+ * order of the sums. With fewer rows cuBLASLt sums its products in another order too, and rounds them to
+ * bf16. */
 static void check_parts(const device_options *options, const model_config *c)
 {
     enum { SEQUENCES = 4 };

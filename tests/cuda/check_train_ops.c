@@ -1,6 +1,7 @@
-/* Every operation of the trainer on the GPU against the CPU's, whose arithmetic is f32, on the same inputs
- * (rounded to bf16): relative Frobenius errors, canaries around each array, and a second call's bits.
- * check_train_ops [DEVICE]: cuda, or cuda-plain. */
+/* Compares every operation of the trainer on the GPU with that on the CPU, whose arithmetic is f32, on the
+ * same inputs (rounded to bf16). The relative Frobenius errors must be within limits, nothing may be written
+ * outside of the arrays (canaries), and a second call must give the same bits. check_train_ops [DEVICE]:
+ * cuda, or cuda-plain. */
 #include "gpu.h"
 #include "train/device.h"
 #include "train/random.h"
@@ -12,12 +13,12 @@
 
 enum { CPU, GPU, SIDES, MOST_ARRAYS = 16 };
 
-/* Values on both sides: f32 on the CPU, `type` on the GPU. */
+/* An array on both sides: f32 on the CPU, `type` on the GPU. */
 typedef struct array {
     const char *name;
     int64_t count;
     smoe_type type;
-    float *start; // what both began with
+    float *start; // the first values on both sides
     void *at[SIDES];
     gpu_buffer buffer;
 } array;
@@ -57,7 +58,7 @@ static void restore(const bench *b, const array *a, int side)
                            a->count);
 }
 
-/* An array of `count` normal values of a mean and deviation, or those at `given`. */
+/* An array of `count` normal values with this mean and deviation; or, unless NULL, of the values `given`. */
 static array *add_values(bench *b, const char *name, smoe_type type, int64_t count, double mean,
                          double deviation, const float *given)
 {
@@ -86,11 +87,11 @@ static void finish(const bench *b, int side)
     if (!ops_of(b, side)->finish(b->device[side], &err)) die(&err);
 }
 
-/* An array that an operation writes: what is there before must not show. */
+/* An array that an operation writes. It is poisoned on the GPU, because its old values must have no effect. */
 static array *result(bench *b, const char *name, smoe_type type, int64_t count)
 {
     array *a = add_values(b, name, type, count, 0, 0, NULL);
-    finish(b, GPU); /* what add_values uploaded, on the device's own stream */
+    finish(b, GPU); /* waits for the upload of add_values, which runs on the device's own stream */
     CHECK_CUDA(cudaMemset(a->at[GPU], 0xFF, (size_t)count * type_size(type)));
     CHECK_CUDA(cudaDeviceSynchronize());
     return a;
@@ -119,7 +120,7 @@ static void compare(const bench *b, const array *a, double limit)
     free(got);
 }
 
-/* Bits of the GPU's side, to be compared after a second call. */
+/* A copy of the GPU's values, to be compared with those of a second call. */
 static void *bits_of(const array *a)
 {
     return gpu_read(a->at[GPU], (size_t)a->count * type_size(a->type));
@@ -127,7 +128,8 @@ static void *bits_of(const array *a)
 
 typedef void call(bench *b, int side, const void *with);
 
-/* The operation on both sides, each of the `count` results within its limit, and twice the same bits. */
+/* Runs the operation on both sides. Each of the `count` results must be within its limit, and a second call
+ * on the GPU must give the same bits. */
 static void check(bench *b, call *run, const void *with, array *const *results, int count, double limit)
 {
     void *bits[MOST_ARRAYS];
@@ -159,7 +161,7 @@ static void check(bench *b, call *run, const void *with, array *const *results, 
     check(b, run, with, (array *const[]){__VA_ARGS__}, sizeof((array *[]){__VA_ARGS__}) / sizeof(array *),   \
           limit)
 
-static const double ROUNDED = 0.004; // a result in bf16: rounding leaves about 0.0017
+static const double ROUNDED = 0.004; // limit for a result in bf16, whose rounding error is about 0.0017
 
 /* ---- norms ---- */
 
@@ -278,7 +280,7 @@ static void check_qk(bench *b, pass_shape shape)
     c.wq = values(b, "wq", d), c.wk = values(b, "wk", d);
     c.rstd = add_values(b, "rstd", SMOE_TYPE_F32, 2 * rows, 1, 0.1, NULL);
     c.dq = values(b, "dq", rows * d), c.dk = values(b, "dk", rows * d);
-    c.dqkv = values(b, "dqkv", rows * 3 * d); // its last third stays
+    c.dqkv = values(b, "dqkv", rows * 3 * d); // its last third must not change
     c.dwq = result(b, "dwq", type, d), c.dwk = result(b, "dwk", type, d);
     CHECK(b, run_qk_backward, &c, ROUNDED, c.dqkv, c.dwq, c.dwk);
 }
@@ -288,7 +290,7 @@ static void *third(const array *a, int side, int64_t d)
     return (char *)a->at[side] + 2 * d * (side == GPU ? 2 : 4);
 }
 
-/* Forward and, from position 0, backward. */
+/* Runs the forward, and the backward if the first position is 0. */
 static void run_attention(bench *b, int side, const void *with)
 {
     const heads_case *c = with;
@@ -324,7 +326,7 @@ static void check_attention(bench *b, pass_shape shape)
         return;
     }
     c.dq = result(b, "dq", SMOE_TYPE_BF16, rows * d), c.dk = result(b, "dk", SMOE_TYPE_BF16, rows * d);
-    c.dqkv = values(b, "dqkv", rows * 3 * d); // its first two thirds stay
+    c.dqkv = values(b, "dqkv", rows * 3 * d); // its first two thirds must not change
     CHECK(b, run_attention, &c, 2.5 * ROUNDED, c.out, c.dq, c.dk, c.dqkv);
 }
 
@@ -434,7 +436,7 @@ static void check_tokens(bench *b, int64_t rows, int64_t vocab, int64_t d, bool 
 typedef struct adamw_case {
     int64_t matrices, total;
     adamw_step step;
-    int spans; // that the weights are updated in
+    int spans; // the weights are updated in so many parts
     array *weights, *master, *grads, *first, *second;
     struct adamw_found {
         double square[SIDES];
@@ -470,7 +472,7 @@ static void run_adamw(bench *b, int side, const void *with)
     ops->release(dv, small);
 }
 
-/* Without clipping the updates sum the squares, in several spans. */
+/* Without clipping the updates run in several spans, and they also sum the squares of the gradients. */
 static void check_adamw(bench *b, int64_t matrices, int64_t total, double clip)
 {
     struct adamw_found found;
@@ -521,7 +523,7 @@ static void check_all(const device_options *options)
     check_swiglu(&b, 5, 24), check_swiglu(&b, 3, 600);
     check_tokens(&b, 40, 64, 24, false), check_tokens(&b, 1200, 40, 16, true),
         check_tokens(&b, 3, 100, 8, true);
-    check_tokens(&b, 3, 58000, 8, false); // past what the loss keeps of a row
+    check_tokens(&b, 3, 58000, 8, false); // more logits in a row than the loss kernel keeps in shared memory
     check_adamw(&b, 4096, 5120, 0), check_adamw(&b, 64, 4096, 0.5), check_adamw(&b, 9984, 10240, 0);
     b.device[GPU]->ops->close(b.device[GPU]);
     b.device[CPU]->ops->close(b.device[CPU]);

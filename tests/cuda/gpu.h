@@ -20,7 +20,7 @@
 enum { CANARY_BYTES = 4096, CANARY = 0xA5 };
 
 typedef struct gpu_buffer {
-    char *memory; /* past the first canary */
+    char *memory; /* starts after the first canary */
     size_t bytes;
 } gpu_buffer;
 
@@ -32,7 +32,7 @@ static inline gpu_buffer gpu_alloc(size_t bytes)
     CHECK_CUDA(cudaMemset(b.memory, CANARY, rounded + 2 * CANARY_BYTES));
     b.memory += CANARY_BYTES;
     CHECK_CUDA(cudaMemset(b.memory, 0xFF, rounded));
-    CHECK_CUDA(cudaDeviceSynchronize()); /* streams of other code do not wait for it */
+    CHECK_CUDA(cudaDeviceSynchronize()); /* non-blocking streams do not wait for the memsets */
     return b;
 }
 
@@ -40,8 +40,8 @@ static inline gpu_buffer gpu_copy(const void *from, size_t bytes)
 {
     const gpu_buffer b = gpu_alloc(bytes);
     CHECK_CUDA(cudaMemcpy(b.memory, from, bytes, cudaMemcpyHostToDevice));
-    /* From pageable memory the copy may return before its last bytes arrive, and a stream that was made as
-     * non-blocking does not wait for it. */
+    /* cudaMemcpy from pageable memory may return before the last bytes arrive, and a non-blocking stream does
+     * not wait for them. */
     CHECK_CUDA(cudaDeviceSynchronize());
     return b;
 }
@@ -53,7 +53,7 @@ static inline void *gpu_read(const void *from, size_t bytes)
     return host;
 }
 
-/* Frees it; 1 if a canary was touched. */
+/* Frees a buffer; returns 1 if a canary was overwritten. */
 static inline int gpu_free(gpu_buffer b)
 {
     if (!b.memory) return 0;

@@ -1,5 +1,6 @@
 #!/bin/sh
-# A run killed in mid-step and resumed ends with the bits of an unbroken one, and goes on on the CPU and back:
+# A run that is killed and resumed must end with the same bits as an uninterrupted run. It must then continue on the CPU and
+# again on DEVICE:
 #   kill_and_resume.sh SMOE DEVICE [STEPS [OPTIONS]]
 smoe=$1 device=$2 steps=${3:-6} options=$4
 folder=$(mktemp -d) || exit 3
@@ -35,7 +36,7 @@ status=$?
 [ $status -eq 137 ] || { echo "not killed: exit status $status"; exit 1; }
 [ "$(lines killed)" -lt "$steps" ] || { echo "killed too late"; exit 1; }
 train killed "$steps" "$device" --resume
-# The moments were in use since: they need no comparison of their own.
+# The weights after the resume depend on the optimizer's moments, so only the weights are compared.
 cmp "$folder/whole/latest/model.safetensors" "$folder/killed/latest/model.safetensors" || exit 1
 train killed $((steps + 2)) cpu --resume
 train killed $((steps + 3)) "$device" --resume

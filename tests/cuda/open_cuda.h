@@ -8,7 +8,8 @@
 
 enum { EXIT_NO_DEVICE = 77, EXIT_BROKEN = 3 };
 
-/* Ends the program when there is none: with 77, which ctest counts as skipped, where no device is usable. */
+/* Makes a context. If this fails, it ends the program: with 77, which ctest counts as skipped, if no device
+ * is usable, else with 3. */
 static inline smoe_context *open_cuda(void)
 {
     smoe_context *context;

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Reads what ptxas -v said of every kernel (cmake/keep_output.sh kept it): fails on a spill, on a stack frame, on a
-# C75xx line (wgmma serialised, setmaxnreg ignored), and when there is nothing to read.
+# Reads the output of ptxas -v for every kernel, which cmake/keep_output.sh has kept. Fails if a kernel has a spill or a stack
+# frame, if there is a message C75xx (wgmma serialised, setmaxnreg ignored), or if there is no output.
 set -eu
 cd "$1"
 logs=$(find . -name '*.cu.o.log')

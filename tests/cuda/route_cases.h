@@ -6,15 +6,15 @@
 
 enum { KINDS = 7 };
 
-/* Inputs: what the logits look like. */
+/* The values of the logits. */
 typedef enum logits_kind {
-    NORMAL = 0,    /* a bell curve */
+    NORMAL = 0,    /* normal numbers */
     LEVELS = 1,    /* five values: many ties */
     EQUAL = 2,     /* all the same */
-    DOMINATED = 3, /* expert 0 far above in every token */
-    SKEWED = 4,    /* later experts rarer and rarer */
-    STRANGE = 5,   /* a bell curve with NaN, infinities, both zeros, huge and subnormal values strewn in */
-    LOST = 6       /* most tokens are NaN or -inf altogether */
+    DOMINATED = 3, /* expert 0 has by far the highest logit of every token */
+    SKEWED = 4,    /* the higher an expert's number, the lower its logits */
+    STRANGE = 5,   /* normal numbers, and one in 50 is NaN, infinite, +0 or -0, huge or subnormal */
+    LOST = 6       /* as NORMAL in every fourth token; the others have only the special values of STRANGE */
 } logits_kind;
 
 static inline const char *kind_name(logits_kind kind)
@@ -70,7 +70,7 @@ typedef struct route_shape {
     int64_t tokens, experts, topk;
     smoe_type logits_type;
     int32_t tile;
-    int every; /* of the scores, rules and kinds one in this many is run */
+    int every; /* one of `every` combinations of score, rounding rule and kind of logits is run */
 } route_shape;
 
 static const route_shape route_shapes[] = {
@@ -92,7 +92,8 @@ enum { SHAPES = sizeof route_shapes / sizeof *route_shapes };
 
 enum { SCORES = 9 };
 
-/* Score number `i` of a layer; returns 1 if there is a selection bias. -1: the layer cannot have it. */
+/* Sets score number `i` of a layer. Returns 1 if this score has a selection bias, 0 if it has none, and -1 if
+ * the layer cannot have this score. */
 static inline int set_score(smoe_layer *layer, int i)
 {
     layer->score = i < 2    ? SMOE_SCORE_SOFTMAX_TOPK
@@ -102,7 +103,7 @@ static inline int set_score(smoe_layer *layer, int i)
     layer->renormalize = i == 1 || i == 3 || i == 5 || i == 7;
     layer->route_scale = i == 3 || i == 7 ? 2.5f : 1.0f;
     if (i < 7) return i == 6 ? 1 : 0;
-    /* groups: a quarter of eight, or half of as many as there can be */
+    /* 2 of 8 groups are kept; or there are E / 2 groups, and one more than half of them are kept */
     const int64_t groups = i == 7 ? 8 : layer->experts / 2;
     if (layer->experts % groups || layer->experts / groups < 2) return -1;
     layer->groups = (int32_t)groups;

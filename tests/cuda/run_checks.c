@@ -12,7 +12,7 @@ typedef struct checker {
     int repeats;
     const gpu_case *now;
     int wrong, wrong_total;
-    tensor_id worst; /* the nearest to its limit */
+    tensor_id worst; /* the tensor whose error is the largest share of its limit */
     double worst_share;
 } checker;
 

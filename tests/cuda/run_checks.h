@@ -1,5 +1,6 @@
-/* Cases of a check of the cuda backend against the oracle, on the harness: buffers poisoned and between
- * canaries, every case repeated with the same bits. The programs of this folder are tables of cases.
+/* Compares the cuda backend with the oracle, case by case, with the functions of harness/. Buffers are
+ * poisoned and lie between canaries. Every case is repeated and must give the same bits. The programs that
+ * include this header are tables of cases.
  *
  *   PROGRAM [NAME]          cases whose name contains NAME
  *   PROGRAM --shard I N     every N-th case from I on
@@ -12,14 +13,15 @@
 
 typedef struct gpu_case {
     const char *name;
-    smoe_layer layer; /* what is 0 takes its default, see run_checks.c */
-    oracle_draw draw; /* with integers every element has to be the same, unless inexact */
-    bool inexact;     /* the integers meet an activation that leaves them */
+    smoe_layer layer; /* a field that is 0 gets its default, see run_checks.c */
+    oracle_draw draw; /* if it draws integers, every element must be equal, unless `inexact` is set */
+    bool inexact;     /* the activation's results for these integers are not integers */
     bool forward_only;
-    bool other_ways; /* other chunks, and no dlogits and drouter_bias, have to give the same bits too */
+    bool other_ways; /* another number of chunks, without dlogits and drouter_bias, must give the same bits */
 } gpu_case;
 
-/* counts (E) for ORACLE_COUNTS: around every multiple of 64 up to 320, for as many tokens as there are. */
+/* The counts (E) for ORACLE_COUNTS: below, at and above multiples of 64 up to 320, as far as the tokens
+ * suffice. The last expert has the tokens that are left. */
 enum { EDGE_EXPERTS = 16 };
 void edge_counts(int64_t tokens, int64_t counts[EDGE_EXPERTS]);
 

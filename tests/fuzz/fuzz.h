@@ -1,5 +1,5 @@
-/* A fuzz target is one function over any bytes. It must not crash, leak or hang, and aborts where what was
- * accepted breaks a promise of the parser. */
+/* A fuzz target is one function that takes any bytes. It must not crash, leak or hang. It aborts if the
+ * parser accepted the bytes and its result breaks a promise of the parser. */
 #ifndef TESTS_FUZZ_H
 #define TESTS_FUZZ_H
 
@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* True if the parser took the bytes: the regression driver compares with the name of the file. */
+/* True if the parser accepted the bytes. The regression driver compares this with the name of the file. */
 bool fuzz_accepts(const uint8_t *bytes, size_t size);
 
 /* libFuzzer's entry. */

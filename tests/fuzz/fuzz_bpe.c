@@ -1,5 +1,5 @@
-/* A table of tokens, a zero byte, a text (or a table alone): what is accepted encodes any text, the table's
- * own included, to tokens whose bytes are the text. */
+/* The input is a table of tokens, a zero byte and a text, or a table alone. A table that is accepted must
+ * encode any text to tokens whose bytes are the text; the table itself is used as a text too. */
 #include "tests/fuzz/fuzz.h"
 #include "train/bpe.h"
 
@@ -21,7 +21,7 @@ static void check_tokens(const bpe *table)
 
 static void check_text(const bpe *table, const uint8_t *text, size_t size)
 {
-    uint16_t *tokens = malloc(size * sizeof *tokens + 1); // exact: the sanitizer sees a write past the end
+    uint16_t *tokens = malloc(size * sizeof *tokens + 1); // no larger, so the sanitizer sees a write past it
     PROMISE(tokens != NULL);
     size_t count = bpe_encode(table, text, size, tokens), at = 0;
     PROMISE(count <= size);

@@ -1,4 +1,4 @@
-/* Any bytes as a config.json: what is accepted lies inside the limits. */
+/* Any bytes as a config.json. The values of a configuration that is accepted must be inside the limits. */
 #include "tests/fuzz/fuzz.h"
 #include "train/config.h"
 

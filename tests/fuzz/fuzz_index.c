@@ -1,4 +1,5 @@
-/* Any bytes as a model.safetensors.index.json: what is accepted names files beside it alone, each once. */
+/* Any bytes as a model.safetensors.index.json. An index that is accepted must name only files of its own
+ * folder, and each once. */
 #include "tests/fuzz/fuzz.h"
 #include "train/safetensors_index.h"
 

@@ -1,4 +1,5 @@
-/* Any bytes as a safetensors file: what is accepted can be read to its last byte, and looked up by name. */
+/* Any bytes as a safetensors file. Every tensor of a file that is accepted can be found by its name and read
+ * to its last byte. */
 #include "tests/fuzz/fuzz.h"
 #include "train/safetensors.h"
 
@@ -11,7 +12,7 @@ static void check_tensor(const safetensors *file, const tensor *t, const uint8_t
     const uint8_t *data = t->data;
     PROMISE(data >= bytes && data <= bytes + size && count <= bytes + size - data);
     PROMISE(safetensors_find(file, t->name) == t);
-    volatile uint8_t sum = 0; // every byte is touched under the address sanitizer
+    volatile uint8_t sum = 0; // reads every byte, so that the address sanitizer checks each address
     for (int64_t i = 0; i < count; i++) sum = (uint8_t)(sum + data[i]);
 
     float *out = malloc((size_t)elements * sizeof *out + 1);

@@ -1,5 +1,6 @@
-/* The first three bytes choose a kind of file, the context and the vocabulary; the rest is the file. Batches
- * and windows of what is accepted hold tokens of the vocabulary, targets one later than inputs. */
+/* The first three bytes choose the kind of file, the context and the vocabulary; the rest is the file. If the
+ * file is accepted, all tokens of its batches and windows must be in the vocabulary, and target i must be
+ * input i + 1. */
 #include "tests/fuzz/fuzz.h"
 #include "train/tokens.h"
 
@@ -17,7 +18,7 @@ static void check_batches(const tokens *data, int64_t context, int64_t vocab)
 {
     size_t bytes = (size_t)(BATCH * context) * sizeof(int32_t);
     int32_t *inputs = malloc(bytes),
-            *targets = malloc(bytes); // exact: the sanitizer sees a write past the end
+            *targets = malloc(bytes); // no larger, so the sanitizer sees a write past it
     PROMISE(inputs != NULL && targets != NULL);
     for (uint64_t step = 0; step < 4 && tokens_train_count(data) > 0; step++) {
         tokens_batch(data, 7, step * 0x5555555555555555u, BATCH, inputs, targets);
@@ -29,7 +30,7 @@ static void check_batches(const tokens *data, int64_t context, int64_t vocab)
     PROMISE(rest < context && windows * context + rest == tokens_validation_count(data) - 1);
     tokens_rest_window(data, inputs, targets);
     check_window(inputs, targets, rest, vocab);
-    for (int64_t i = 0; i < 2 && windows > 0; i++) { // the first and the last
+    for (int64_t i = 0; i < 2 && windows > 0; i++) { // the first and the last window
         tokens_window(data, i * (windows - 1), 1, inputs, targets);
         check_window(inputs, targets, context, vocab);
     }

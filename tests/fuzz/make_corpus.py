@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Writes the regression corpus of the fuzz targets: tests/fuzz/corpus/NAME/{good,bad}-*.
 
-Small files, each with one thing right or wrong; deterministic, standard library only. Files that a fuzzer found and
-that were added by hand have other names and stay. Run it after changing this script and commit what it wrote.
+Each file is small and has one thing right or wrong. The files are the same in every run; only the standard library is
+needed. Files that a fuzzer found and that were added by hand have other names and are kept. After changing this script,
+run it and commit the files that it wrote.
 """
 import gzip
 import json

@@ -1,12 +1,12 @@
-/* Runs a fuzz target over the files of a folder, without libFuzzer: `fuzz_NAME FOLDER`. A file good-* must be
- * accepted, a file bad-* refused, any other only survived. Exit status 0, 1 (a wrong verdict), 2 (no files).
- */
+/* Runs a fuzz target over the files of a folder, without libFuzzer: `fuzz_NAME FOLDER`. The target must
+ * accept files named good-* and refuse files named bad-*. With other files it must only not crash. Exit
+ * status 0, 1 (a wrong result), 2 (no files). */
 #include "tests/fuzz/fuzz.h"
 #include "train/file.h"
 
 #include <string.h>
 
-/* In memory of exactly the file's size, so that a read past its end is seen by the sanitizer. */
+/* Copies the file into memory of exactly its size, so that the sanitizer sees a read past its end. */
 static bool run_bytes(const unsigned char *data, size_t size)
 {
     uint8_t *bytes = malloc(size > 0 ? size : 1);

@@ -1,11 +1,11 @@
-/* Uses the installed library as an outsider would: a tiny layer forward on the CPU. */
+/* A program outside of this repository that uses the installed library: a tiny layer's forward on the CPU. */
 #include <smoe.h>
 
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-/* size bytes, zeroed, aligned as smoe.h asks of saved and scratch */
+/* `size` zero bytes, aligned as smoe.h requires for saved and scratch */
 static void *aligned(uint64_t size)
 {
     static unsigned char pool[1 << 22];

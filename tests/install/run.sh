@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs the build into a prefix of its own and consumes it from outside, by find_package and by pkg-config, with
-# -Werror; checks that the header stands alone as C99 and as C++, and what the shared library exports.
+# Installs the build into a new prefix and compiles programs that use it, found by find_package and by pkg-config, with -Werror.
+# Checks that the header compiles by itself as C99 and as C++, and which symbols the shared library exports.
 set -eu
 build=$1
 here=$(cd "$(dirname "$0")" && pwd)

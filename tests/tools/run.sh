@@ -1,5 +1,6 @@
 #!/bin/sh
-# tools/report.sh on records made up for it, tools/gpu.sh and tools/variants.sh with programs that only play their part.
+# Tests tools/report.sh with invented records, and tools/gpu.sh and tools/variants.sh with scripts in place of the programs that
+# they run.
 set -u
 tools=$(cd "$(dirname "$0")/../../tools" && pwd)
 here=$(cd "$(dirname "$0")" && pwd)
@@ -7,7 +8,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 wrong=0
 
-expect() { # what, file, a line of it
+expect() { # what is tested, file, a line that the file must have
     grep -qxF -- "$3" "$2" && return
     echo "$1: no line '$3' in:"
     cat "$2"
@@ -81,7 +82,7 @@ run() { # wanted status, parts
     OUT=$folder/out BUDGET=8 "$folder/gpu/gpu.sh" run "$folder/gpu" "$@" >"$folder/run.txt" 2>&1
     expect_status "gpu.sh run $*" $? "$wanted"
 }
-untimed() { # as expect, without the seconds at a line's end
+untimed() { # a line that the output must have, where the seconds at the line's end are not compared
     sed 's/, [0-9]* s$//; s/after [0-9]* s/after N s/' "$folder/run.txt" >"$folder/untimed.txt"
     expect "$1" "$folder/untimed.txt" "$1"
 }
@@ -128,7 +129,7 @@ variant() { # name, status of its check
 variant base 0
 variant broken 1
 variant another 0
-variant bound-nothing 1 # wrong results are what it is for
+variant bound-nothing 1 # a variant named bound-* may have wrong results
 "$tools/variants.sh" run "$pack" 2 30B-n256 7B-n256:uniform >"$folder/variants.txt"
 expect_status "variants.sh run" $? 0
 expect variants.sh "$folder/variants.txt" "broken: FAILED, not measured"

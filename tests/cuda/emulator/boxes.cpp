@@ -1,4 +1,4 @@
-// TMA: boxes of tensor maps. The map stands in the place of the real one.
+// TMA: tensor maps and copies of boxes. A box_map is stored in the memory of the CUtensorMap.
 #include "emulator.h"
 
 namespace emulator

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes C++ for the emulator of a source of src/cuda: convert.py FROM TO."""
+"""Converts a source of src/cuda to C++ for the emulator: convert.py FROM TO."""
 import re
 import sys
 
 
 def end_of(text, at, opening, closing):
-    """Past the bracket that closes the one at `at`."""
+    """The position after the bracket that closes the one at `at`."""
     depth = 0
     while True:
         depth += {opening: 1, closing: -1}.get(text[at], 0)
@@ -15,7 +15,7 @@ def end_of(text, at, opening, closing):
 
 
 def arguments(text):
-    """Split at the commas that stand in no parentheses."""
+    """The text split at the commas that are not in parentheses."""
     parts, depth = [""], 0
     for c in text:
         depth += {"(": 1, ")": -1}.get(c, 0)
@@ -27,7 +27,8 @@ def arguments(text):
 
 
 def launch(text):
-    """The first kernel<<<grid, cta, bytes, stream>>>(arguments) as a call of emulator::launch."""
+    """The text with its first kernel<<<grid, cta, bytes, stream>>>(arguments) replaced by a call of
+    emulator::launch."""
     middle = start = text.index("<<<")
     while text[start - 1].isspace():
         start -= 1

@@ -1,6 +1,6 @@
-// Stands in for cuBLAS, as the program finds it: instead of the library's, dlsym gives the functions below
-// (the linker wraps dlopen, dlsym and dlclose). The product's sizes are checked as cuBLAS checks them, its
-// operands must lie in device memory; nothing is multiplied.
+// Replaces cuBLAS. The program loads cuBLAS with dlopen; the linker wraps dlopen, dlsym and dlclose, so that
+// dlsym returns the functions below. They check the sizes of a product as cuBLAS does, and that its operands
+// lie in device memory. They multiply nothing.
 #include "emulator.h"
 
 #include <cublas_v2.h>
@@ -35,7 +35,7 @@ static cublasStatus_t set_workspace(cublasHandle_t handle, void *workspace, size
     return emulator::is_allocated(workspace, bytes) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
 }
 
-// `count` column-major matrices of 16-bit elements, one every `stride`.
+// Whether `count` column-major matrices of 16-bit elements, `stride` elements apart, lie in allocated memory.
 static bool fits(const void *matrix, int rows, int columns, int leading, long long stride, int count)
 {
     const size_t elements = (size_t)stride * (count - 1) + (size_t)leading * (columns - 1) + rows;

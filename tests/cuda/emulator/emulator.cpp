@@ -18,7 +18,7 @@ alignas(1024) static char shared_memory[SHARED_BYTES];
 char *const shared = shared_memory;
 static const bool early_loads = getenv("EMULATOR_EARLY") != nullptr;
 
-// EMULATOR_SLOW: warps of a CTA that get on only when no other thread can, "4-7".
+// EMULATOR_SLOW, for example "4-7": the warps of a CTA that run only when no other thread can.
 static struct slow_warps {
     int first = 1, last = 0;
     slow_warps()
@@ -37,7 +37,8 @@ namespace
 
 enum { STACK_BYTES = 128 << 10, MOST_IDLE_ROUNDS = 1000, MOST_WARPS = 32, NAMED_BARRIERS = 16 };
 
-// Entered once by makecontext and from then on, CTA after CTA, by longjmp: swapcontext calls the system.
+// The fiber is entered once with makecontext, and after that with longjmp, in one CTA after another.
+// swapcontext would make a system call at every switch.
 struct running {
     fiber state;
     bool entered = false;
@@ -54,7 +55,7 @@ struct meeting {
 jmp_buf scheduler;
 std::vector<std::unique_ptr<running>> fibers; // kept from CTA to CTA
 std::function<void()> body;
-bool progress; // since the round of all fibers began
+bool progress; // whether there was any since this round of all fibers began
 meeting warps[MOST_WARPS], cta, named[NAMED_BARRIERS];
 std::map<uint32_t, barrier> barriers;
 std::deque<std::function<void()>> landings;
@@ -106,7 +107,7 @@ void prepare(int i, int count)
     f.lanes = std::min<int>(WARP, count - f.warp * WARP);
 }
 
-// Until it yields or ends.
+// Runs a fiber until it yields or ends.
 __attribute__((noinline)) void run(running &r)
 {
     current = &r.state;
@@ -137,7 +138,7 @@ void land_oldest()
     landing();
 }
 
-// One turn of all threads, or of those that are slow.
+// Runs each thread that can run once: the slow threads, or all others.
 void run_turn(int count, bool slow_ones)
 {
     for (int i = 0; i < count; i++) {

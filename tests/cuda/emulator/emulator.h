@@ -1,14 +1,21 @@
-// The kernels of src/cuda on the CPU: every CUDA thread is a fiber, all of them on one thread of the host.
+// Runs the kernels of src/cuda on the CPU. Every CUDA thread is a fiber; all fibers run on one host thread.
 //
-// What is emulated: CTAs one after the other; warp shuffles, votes, stmatrix, ldmatrix and mma.sync (all
-// lanes meet); named barriers and mbarriers with their transaction bytes; TMA boxes with swizzle,
-// out-of-bounds rule and reduction; wgmma through its descriptors; streams that run at once, or record for a
-// graph. TMA stores and wgmma read shared memory as late as they may; cp.async and TMA loads land so late,
-// too, or with EMULATOR_EARLY in the environment at once: what is filled too soon is seen then. A generic
-// write to shared memory that TMA or wgmma reads without a fence ends the program. Threads take turns in
-// their order; those of the warps of EMULATOR_SLOW ("4-7") only when no other gets on. What is not: the rest
-// of memory ordering, registers, time. convert.py makes C++ of the sources; the headers beside this one stand
-// in for those of the same name that hold instructions.
+// Emulated are:
+// - CTAs, one after the other; their threads run by turns, in the order of their numbers.
+// - Warp shuffles, votes, stmatrix, ldmatrix and mma.sync. All lanes of the warp wait for one another there.
+// - Named barriers, and mbarriers with their transaction bytes.
+// - TMA boxes with swizzle, the rule for elements outside of the tensor, and reduction.
+// - wgmma with its descriptors.
+// - Streams, which run work at once or record it for a graph.
+//
+// Asynchronous work is done as late as the program allows, so that missing waits change results. TMA stores
+// and wgmma read shared memory late; cp.async and TMA loads write it late. With EMULATOR_EARLY in the
+// environment, cp.async and TMA loads write at once: this shows whether a slot is filled too early. With
+// EMULATOR_SLOW, for example "4-7", these warps run only when no other thread can. The program ends if TMA or
+// wgmma reads shared memory that was written by other instructions with no fence since.
+//
+// Not emulated: all other memory ordering, registers, time. convert.py converts the sources to C++. The
+// headers in this folder replace those of src/cuda with the same names, which contain PTX instructions.
 #pragma once
 #include "hazards.h"
 #include <cmath>
@@ -39,7 +46,7 @@
 #define __grid_constant__
 #define __host__
 #define __launch_bounds__(...)
-#define __shared__ static // convert.py sees to the dynamic part
+#define __shared__ static // convert.py converts dynamic shared memory
 
 namespace emulator
 {
@@ -53,15 +60,15 @@ struct copy {
 
 struct fiber {
     uint3 index;
-    int warp, lane, lanes; // lanes: of the warp
+    int warp, lane, lanes; // lanes: number of lanes of the warp
     bool done;
-    const uint32_t *watched; // runs again when this is no longer `seen`; nullptr: any time
+    const uint32_t *watched; // the fiber runs again when *watched != seen; nullptr: at any time
     uint32_t seen;
-    uint32_t exchanges;                    // of the warp
-    uint64_t fenced;                       // when it last fenced its writes from TMA and wgmma
-    late_groups stores, multiplies;        // TMA's, wgmma's
-    std::vector<std::vector<copy>> groups; // of cp.async, oldest first
-    std::vector<copy> open;                // not committed
+    uint32_t exchanges;                    // number of exchanges that the warp has made
+    uint64_t fenced;                       // hazard_time at the fiber's last fence_async_proxy
+    late_groups stores, multiplies;        // TMA stores, wgmma multiplications
+    std::vector<std::vector<copy>> groups; // committed groups of cp.async, oldest first
+    std::vector<copy> open;                // copies of cp.async that are not committed
 };
 
 struct barrier {
@@ -73,7 +80,7 @@ struct barrier {
 extern fiber *current;
 extern uint3 cta_index;
 extern dim3 cta_size, grid_size;
-extern char *const shared; // SHARED_BYTES
+extern char *const shared; // the CTA's shared memory, SHARED_BYTES
 
 void run_grid(dim3 grid, dim3 cta, const std::function<void()> &kernel);
 void yield();
@@ -82,18 +89,19 @@ void meet_warp();
 void meet_cta();
 
 barrier &barrier_at(uint32_t address);
-void settle(barrier &b); // the next phase, if nothing is pending
+void settle(barrier &b); // begins the next phase if no arrivals and no bytes are pending
 void named_arrive(int number, int count, bool wait);
 
 void start_copy(copy c);
 void land_copies(size_t groups_left, bool open_too);
 
-// Done when no thread can go on without it, in the order of the calls.
+// `landing` runs when no thread can make progress without it. Several run in the order of these calls.
 void later(std::function<void()> landing);
 
 enum transfer { LOAD, STORE, ADD };
-void check_box(const CUtensorMap *map, uint32_t address); // before it is stored: fenced?
-uint32_t move_box(const CUtensorMap *map, uint32_t address, const int *coordinates, transfer how); // bytes
+void check_box(const CUtensorMap *map, uint32_t address); // ends the program if the box is not fenced
+// Returns the bytes of the box.
+uint32_t move_box(const CUtensorMap *map, uint32_t address, const int *coordinates, transfer how);
 
 inline uint32_t swizzled(uint32_t address)
 {
@@ -114,12 +122,12 @@ template <class T> void write_shared(uint32_t address, T value)
     memcpy(shared + address, &value, sizeof value);
 }
 
-// Where a warp's lanes show each other their values: two places in turn, since a lane may be at the next
-// exchange before another has read this one.
+// The memory in which the lanes of a warp exchange their values. Exchanges use two places by turns, because a
+// lane may be at the next exchange before another lane has read the values of this one.
 enum { EXCHANGE_BYTES = 48 };
 char *exchange();
 
-// All lanes' values, until the next exchange but one.
+// The values of all lanes. They are valid until the exchange after the next one.
 template <class T> const T *gather(const T &value)
 {
     static_assert(sizeof(T) <= EXCHANGE_BYTES, "a lane's place");
@@ -149,24 +157,24 @@ inline int cta_sum(int value)
     return sum;
 }
 
-// Runs at once; on a stream that is captured, when its graph is launched. `early`: may start before what the
-// stream has before it ends.
+// Runs `work` at once, or if the stream is captured when its graph is launched. `early`: programmatic
+// dependent launch, so that the work may start before the stream's earlier work ends.
 void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early = false,
              dim3 grid = dim3());
 bool is_capturing();
 
-inline cudaError_t last_error = cudaSuccess; // cudaGetLastError's
+inline cudaError_t last_error = cudaSuccess; // the result of cudaGetLastError
 
 inline thread_local int current_device = 0; // of the calling thread
 int launching_device();
 
-bool is_allocated(const void *memory, size_t bytes); // by cudaMalloc, in one allocation
+bool is_allocated(const void *memory, size_t bytes); // whether one allocation of cudaMalloc contains it
 
-// Ends the program where a kernel is to have more dynamic shared memory than it has leave for. What it
-// declares itself counts too on a GPU and is not known here.
+// Ends the program if a kernel is launched with more dynamic shared memory than its attribute allows. On a
+// GPU the kernel's static shared memory counts too; its size is not known here.
 void check_shared(const void *kernel, size_t bytes);
 
-// What cudaLaunchKernelEx does.
+// Does what cudaLaunchKernelEx does.
 template <class... Formal, class... Actual>
 void launch(dim3 grid, dim3 cta, size_t shared_bytes, cudaStream_t stream, bool early,
             void (*kernel)(Formal...), const Actual &...actual)
@@ -302,14 +310,14 @@ inline int __ffs(int v)
     return __builtin_ffs(v);
 }
 
-// The larger of each two unsigned halves.
+// The maximum of each of the two unsigned 16-bit halves.
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b)
 {
     const uint32_t low = (uint16_t)a > (uint16_t)b ? (uint16_t)a : (uint16_t)b;
     return (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16 | low;
 }
 
-// The bytes of b and a that the selector's digits name.
+// The four bytes of a and b that the hexadecimal digits of the selector choose.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector)
 {
     const uint64_t bytes = (uint64_t)b << 32 | a;

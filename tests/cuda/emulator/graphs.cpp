@@ -1,7 +1,7 @@
 // Streams, graphs and events. A stream runs its work at once, or adds it to a graph while it is captured; the
-// default stream is nullptr. Graphs are as unhelpful as the runtime may be: they list the newest node first,
-// and run first what was added last among the nodes that wait for nothing. Time is not measured: every part
-// of work takes WORK_MS.
+// default stream is nullptr. The CUDA runtime does not specify the order of a graph's nodes. Here graphs list
+// the newest node first, and of the nodes that can run, the newest one runs first. Time is not measured:
+// every piece of work takes WORK_MS.
 #include "emulator.h"
 
 #include <algorithm>
@@ -13,9 +13,9 @@ static const double WORK_MS = 60.0;
 struct CUgraphNode_st {
     std::function<void()> work;
     cudaGraphNodeType type;
-    bool early; // its edges
+    bool early; // whether its edges are programmatic
     std::vector<cudaGraphNode_t> after;
-    cudaGraphNode_t original; // in the graph this one was cloned from
+    cudaGraphNode_t original; // the node from which this one was cloned
     cudaGraph_t graph;
     dim3 grid; // of a kernel
 };
@@ -29,12 +29,12 @@ struct CUgraphExec_st {
 };
 
 struct CUstream_st {
-    cudaGraph_t graph; // while it is captured
+    cudaGraph_t graph; // set while the stream is captured
     cudaGraphNode_t last;
 };
 
 struct CUevent_st {
-    double ms; // < 0: never passed
+    double ms; // < 0: was never recorded, or only in a capture
 };
 
 static int captures;
@@ -65,7 +65,7 @@ static std::vector<std::function<void()>> in_order(const CUgraph_st &graph)
     };
     while (!left.empty()) {
         const auto next = std::find_if(left.begin(), left.end(), is_free);
-        if (next == left.end()) abort(); // a circle
+        if (next == left.end()) abort(); // the graph has a cycle
         order.push_back((*next)->work);
         left.erase(next);
     }
@@ -190,7 +190,7 @@ cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType *type)
     return cudaSuccess;
 }
 
-// The grid alone.
+// Sets only the grid's size.
 cudaError_t cudaGraphKernelNodeGetParams(cudaGraphNode_t node, cudaKernelNodeParams *params)
 {
     if (node->type != cudaGraphNodeTypeKernel) return cudaErrorInvalidValue;
@@ -218,7 +218,7 @@ cudaError_t cudaGraphGetEdges(cudaGraph_t graph, cudaGraphNode_t *from, cudaGrap
     return cudaSuccess;
 }
 
-// What waited for it no longer does.
+// Removes the node, and the edges from it to other nodes.
 cudaError_t cudaGraphDestroyNode(cudaGraphNode_t node)
 {
     auto &nodes = node->graph->nodes;
@@ -235,7 +235,7 @@ cudaError_t cudaGraphAddChildGraphNode(cudaGraphNode_t *added, cudaGraph_t graph
     const auto work = in_order(*child);
     const auto all = [=] {
         for (const auto &one : work) run(one);
-        now_ms -= WORK_MS; // it takes no time but its work's
+        now_ms -= WORK_MS; // run() adds WORK_MS for the child graph, which takes only the time of its work
     };
     *added = add_node(graph, {all, cudaGraphNodeTypeGraph, false, {before, before + count}, nullptr});
     return cudaSuccess;
@@ -274,7 +274,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event)
     return cudaSuccess;
 }
 
-// Captured, it tells no time.
+// An event that is recorded during a capture has no time.
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     event->ms = stream && stream->graph ? -1.0 : now_ms;

@@ -1,5 +1,5 @@
-// What lets races show on one thread of the host: asynchronous work is done as late as the program allows,
-// and shared memory knows what was written to it through the generic proxy and has not been fenced since.
+// Makes races visible although one host thread runs everything: asynchronous work is done as late as the
+// program allows, and writes to shared memory through the generic proxy are recorded until they are fenced.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -11,7 +11,8 @@
 namespace emulator
 {
 
-// A thread's TMA stores or multiplies, in groups: done in order when a wait asks for them.
+// The TMA stores or the wgmma multiplications of a thread, in groups. A wait does the groups that it waits
+// for, in order.
 class late_groups
 {
     std::deque<std::vector<std::function<void()>>> groups; // committed, oldest first
@@ -38,10 +39,10 @@ class late_groups
     }
 };
 
-// Times count writes and fences. What st.shared and stmatrix wrote is fenced by its writer, what cp.async
-// copied by its reader.
+// Times are counts of writes and fences. The thread that wrote with st.shared or stmatrix must fence its
+// writes. Data that cp.async copied is fenced by the thread that reads it.
 struct generic_write {
-    const uint64_t *writer_fenced; // nullptr: a copy, or nothing since TMA filled the place
+    const uint64_t *writer_fenced; // nullptr: written by cp.async, or not since a TMA load
     uint64_t time;
 };
 
@@ -55,7 +56,7 @@ inline void note_write(uint32_t address, const uint64_t *writer_fenced, bool gen
     w = {writer_fenced, generic ? ++hazard_time : 0};
 }
 
-// TMA or wgmma reads what stands at `address` for a thread whose last fence was at `fenced`.
+// TMA or wgmma reads shared memory at `address` for a thread whose last fence was at time `fenced`.
 inline void check_fenced(uint32_t address, uint64_t fenced, const char *reader)
 {
     const generic_write &w = generic_writes[address / GRANULE];

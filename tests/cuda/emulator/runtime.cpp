@@ -1,5 +1,5 @@
-// As much of the CUDA runtime as the backend, its checks and the program call; graphs.cpp has streams,
-// graphs and events. Device memory is the host's.
+// The functions of the CUDA runtime that the backend, its checks and the program call; streams, graphs and
+// events are in graphs.cpp. Device memory is host memory.
 #include "emulator.h"
 
 #include <cstdlib>
@@ -23,7 +23,7 @@ static size_t memory_bytes()
 }
 static size_t held;
 static std::map<const char *, size_t> sizes;
-static std::map<const void *, size_t> shared_limits; // of kernels that may have more than 48 KB
+static std::map<const void *, size_t> shared_limits; // bytes, for kernels that may have more than 48 KB
 
 bool emulator::is_allocated(const void *memory, size_t bytes)
 {
@@ -51,7 +51,7 @@ void emulator::check_shared(const void *kernel, size_t bytes)
 
 extern "C" {
 
-// Device 0, and with EMULATOR_DEVICE=1 a device 1. Only the last one launches kernels.
+// There is device 0, and with EMULATOR_DEVICE=1 also device 1. Only the last device can launch kernels.
 cudaError_t cudaGetDeviceCount(int *count)
 {
     *count = 1 + emulator::launching_device();
@@ -127,7 +127,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
     return cudaSuccess;
 }
 
-// None of what follows while a stream is captured: the runtime refuses it, and so does the emulator.
+// The functions below fail while a stream is captured, as in the CUDA runtime.
 
 cudaError_t cudaMalloc(void **memory, size_t bytes)
 {

@@ -1,4 +1,4 @@
-/* `smoe bench --device cuda` on the emulator, where every launch takes 60 ms: all of its times are known. */
+/* `smoe bench --device cuda` on the emulator. Every launch takes 60 ms there, so all times are known. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -67,7 +67,7 @@ static const json_t *record_of(const records *r, const char *pass, const char *k
     return found;
 }
 
-/* A record's times are those of its launches. */
+/* Checks that a record has so many launches and that its times are their sum. */
 static void check_launches(const json_t *record, int launches, int alone)
 {
     const double ms = launches * LAUNCH_MS;
@@ -84,8 +84,8 @@ static void check_memory(const json_t *all)
     assert_true(number_of(all, "max_rel_err") < 5e-3);
 }
 
-/* Forward and backward of the experts: stages, passes and launches alone. So few tokens are one segment, so
- * the plan is one launch. */
+/* Forward and backward of the experts: times of stages, of passes, and of each stage alone (--alone). The
+ * tokens are so few that they are one segment, so the plan is one launch. */
 static void test_experts(void **state)
 {
     static const struct {
@@ -105,7 +105,7 @@ static void test_experts(void **state)
     free_records(&r);
 }
 
-/* Two column chunks have down and combine twice, and hold less. */
+/* With two column chunks down and combine run twice, and the peak of memory is lower. */
 static void test_chunks(void **state)
 {
     (void)state;
@@ -124,7 +124,7 @@ static void test_chunks(void **state)
     free_records(&r);
 }
 
-/* The whole layer with rounding, and the bound: one GEMM a stage and a copy. */
+/* The whole layer with rounding, and the reference (bound_ms): one GEMM for a stage. */
 static void test_layer(void **state)
 {
     (void)state;
@@ -133,13 +133,13 @@ static void test_layer(void **state)
     check_launches(record_of(&r, "forward", "round"), 1, 0);
     check_launches(record_of(&r, "forward", "all"), 9, 0);
     check_memory(record_of(&r, "forward", "all"));
-    /* cuBLAS takes the rows an expert has on average: what rounding adds is scaled up */
+    /* cuBLAS multiplies a whole number of rows for each expert; the time is scaled to the actual rows */
     const double bound = number_of(record_of(&r, "forward", "up"), "bound_ms");
     assert_true(bound >= LAUNCH_MS && bound < 2 * LAUNCH_MS);
     free_records(&r);
 }
 
-/* Beside the combine a copy of as many bytes, each run of it as long as any launch; nowhere else. */
+/* Only the combine has the time of a copy of as many bytes (alone_copy_ms), which is that of one launch. */
 static void test_copy(void **state)
 {
     (void)state;

@@ -1,5 +1,6 @@
-// Stands in for src/cuda/common/mma.cuh. Lane t holds rows t / 4 and t / 4 + 8 of a and c, column t / 4 of b;
-// pairs of columns of a and rows of b from 2 (t % 4) and 8 more, columns 2 (t % 4) and the next of c.
+// Replaces src/cuda/common/mma.cuh. Lane t holds rows t / 4 and t / 4 + 8 of a and c, and column t / 4 of b.
+// With j = 2 (t % 4) it holds columns j, j + 1, j + 8 and j + 9 of a, the same rows of b, and columns j and
+// j + 1 of c.
 #pragma once
 #include "common/storage.cuh"
 

@@ -1,4 +1,4 @@
-// Stands in for src/cuda/common/ptx.cuh.
+// Replaces src/cuda/common/ptx.cuh.
 #pragma once
 #include "emulator.h"
 
@@ -42,7 +42,8 @@ SMOE_DEVICE void named_barrier_arrive(int barrier, int threads)
     emulator::named_arrive(barrier, threads, false);
 }
 
-// stmatrix: lane 8 j + i names row i of matrix j; lane t holds elements 2 (t % 4) and the next of row t / 4.
+// stmatrix: lane 8 j + i has the address of row i of matrix j. Lane t holds elements 2 (t % 4) and
+// 2 (t % 4) + 1 of row t / 4.
 SMOE_DEVICE void store_four(uint32_t address, const uint32_t (&pairs)[4], bool transposed)
 {
     const uint32_t *rows = emulator::gather(address);
@@ -66,7 +67,7 @@ SMOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_
     store_four(address, {a, b, c, d}, true);
 }
 
-// ldmatrix: the way back.
+// ldmatrix: the reverse of store_four without transposition.
 SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
 {
     const uint32_t *rows = emulator::gather(address);

@@ -1,4 +1,4 @@
-// Stands in for src/cuda/common/storage.cuh.
+// Replaces src/cuda/common/storage.cuh.
 #pragma once
 #include "common/ptx.cuh"
 

@@ -1,4 +1,4 @@
-// Stands in for src/cuda/sm90/mbarrier.cuh.
+// Replaces src/cuda/sm90/mbarrier.cuh.
 #pragma once
 #include "sm90/ring.cuh"
 

@@ -1,4 +1,4 @@
-// Stands in for src/cuda/sm90/tma.cuh.
+// Replaces src/cuda/sm90/tma.cuh.
 #pragma once
 #include "sm90/mbarrier.cuh"
 

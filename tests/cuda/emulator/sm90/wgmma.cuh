@@ -1,5 +1,4 @@
-// Stands in for src/cuda/sm90/wgmma.cuh: each lane computes its own accumulators, as late as their group
-// allows.
+// Replaces src/cuda/sm90/wgmma.cuh. Each lane computes its own accumulators in the wait for their group.
 #pragma once
 #include "common/storage.cuh"
 #include "sm90/descriptor.cuh"
@@ -54,7 +53,7 @@ template <typename T> struct tensor_core {
         emulator::current->multiplies.add([=, &c] { multiply_now<A, B>(c, a, b, keep); });
     }
 
-    // The 16 bytes of an operand of `count` rows or columns that fall to this lane, and so on.
+    // Checks the fences of an operand of `count` rows or columns. Each lane checks some of its vectors.
     static void check(uint64_t descriptor, operand_order order, int count)
     {
         for (int i = emulator::current->lane; i < count * STEP / 8; i += emulator::WARP) {

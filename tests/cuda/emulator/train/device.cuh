@@ -1,4 +1,4 @@
-// Stands in for train/cuda/device.cuh.
+// Replaces train/cuda/device.cuh.
 #pragma once
 #include "emulator.h"
 #include <algorithm>
