@@ -266,7 +266,8 @@ def plot(records, path):
     from matplotlib import pyplot
 
     layers = [record for record in records if record["part"] != "e2e"]
-    shown = ["shape"] + [key for key in ("part", "routing", "dtype", "device") if len({record[key] for record in layers}) > 1]
+    kinds = ("part", "routing", "dtype", "device")
+    shown = ["shape"] + [key for key in kinds if len({record[key] for record in layers}) > 1]
     by_layer = grouped(layers, lambda record: (" ".join(record[key] for key in shown), record["peer"]))
     names = list(dict.fromkeys(name for name, _ in by_layer))
     peers = list(dict.fromkeys(peer for _, peer in by_layer if peer != BASE))

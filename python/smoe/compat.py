@@ -10,7 +10,8 @@ from torch import Tensor
 
 from . import functional
 
-_SONICMOE_ACTIVATIONS = {"relu_sq": "relu2", "geglu": "geglu_tanh"}  # its kernels' GEGLU has tanh's approximation of GELU
+# Its kernels' GEGLU has tanh's approximation of GELU.
+_SONICMOE_ACTIVATIONS = {"relu_sq": "relu2", "geglu": "geglu_tanh"}
 
 
 def _activation(name) -> str:

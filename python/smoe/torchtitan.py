@@ -49,12 +49,13 @@ class SmoeRoutedExperts(RoutedExperts):
         w13, w2 = _local(self.w13.weight).flatten(1, 2), _local(self.w2.weight)
         w13, w2 = w13.to(x_TD.dtype), w2.to(x_TD.dtype)
         if type(self.token_dispatcher) is LocalTokenDispatcher:
-            return functional.experts(x_TD, topk_expert_ids_TK, topk_scores_TK, w13, w2)
+            out = functional.experts(x_TD, topk_expert_ids_TK, topk_scores_TK, w13, w2)
+            return out.type_as(x_TD)  # under autocast too, as the stock module
         rows, counts, metadata = self.token_dispatcher.dispatch(
             x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
         )
         out, _ = compat.te_grouped_mlp(rows, counts, None, w13, w2)
-        return self.token_dispatcher.combine(out, metadata, x_TD)
+        return self.token_dispatcher.combine(out.type_as(rows), metadata, x_TD)
 
 
 class SmoeConverter(ModelConfigConverter):

@@ -192,7 +192,7 @@ def prepare(model: nn.Module) -> nn.Module:
 
 def _quantized_forward(self: nn.Module, *arguments: Tensor) -> Tensor:
     """Behind the name "smoe" for the experts of an FP8 checkpoint, which have functions of their own."""
-    return _eager(self, "its weights are FP8; load the model with dequantize=True in its quantization config", *arguments)
+    return _eager(self, "its weights are FP8; dequantize=True in the quantization config makes them bf16", *arguments)
 
 
 ALL_EXPERTS_FUNCTIONS.register("smoe", experts_forward)

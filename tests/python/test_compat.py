@@ -295,6 +295,8 @@ def test_torchtitan(titan, dispatcher):
     exact = gradients(wanted, inputs + list(stock[1].parameters()))
     assert all(near(a, b, 1e-4) for a, b in zip(found, exact, strict=True))
     assert found[2].shape == (E, 2, I, H)
+    with torch.autocast("cpu", torch.bfloat16):  # as torchtitan runs on one GPU
+        assert ours(x, scores, ids, counts).dtype == x.dtype
 
 
 def test_torchtitan_refuses_what_is_not_stock(titan):

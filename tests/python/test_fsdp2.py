@@ -237,7 +237,8 @@ def test_failures(tmp_path):
 def test_torchrun(tmp_path):
     """As a user starts it, and another seed is no resumption."""
     script, out = str(ROOT / "examples/train_fsdp2.py"), str(tmp_path / "out")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--random", *RUN]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # at a free port: tests may run side by side
+    command += ["--nproc-per-node", "2", script, "--random", *RUN]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--steps", "2", "--out", out], capture_output=True, text=True, timeout=120, env=environment
