@@ -1,5 +1,5 @@
-/* `smoe train`, `generate` and `eval` as programs: what each says to bad input, with which exit status, and
- * that a run killed at any moment leaves a checkpoint that evaluates and resumes. */
+/* `smoe train`, `generate` and `eval` as programs: the messages and exit statuses for bad input; and a run
+ * that is killed at any moment must leave a checkpoint that can be evaluated and resumed. */
 #define _DEFAULT_SOURCE
 #include "tests/folder.h"
 
@@ -22,7 +22,8 @@ enum { OUTPUT_BYTES = 1 << 16 };
 
 enum stream { OUTPUT, ERRORS };
 
-/* Runs PREFIX `smoe ARGUMENTS` inside the test's folder; one of its streams in `output`. The exit status. */
+/* Runs PREFIX `smoe ARGUMENTS` in the test's folder and returns the exit status. `output` receives one of its
+ * streams. */
 static int run_for(void **state, const char *prefix, const char *arguments, enum stream stream, char *output)
 {
     char command[8192];
@@ -118,7 +119,7 @@ static void test_bad_input(void **state)
         expect(state, cases[i].arguments, cases[i].status, cases[i].message);
 }
 
-/* A resumed run says what of its length is left. */
+/* A resumed run must print where it resumes, or that nothing of its steps or seconds is left. */
 static void test_resumed(void **state)
 {
     put_texts(state);
@@ -133,7 +134,7 @@ static void test_resumed(void **state)
            " s of training; of the 0.4 s, which count them, 0.");
 }
 
-/* Weights from a checkpoint: its sizes, another context, and what cannot be asked for beside them. */
+/* --from: the sizes are the checkpoint's, the context may differ, and some options are refused with it. */
 static void test_from(void **state)
 {
     put_texts(state);
@@ -147,7 +148,7 @@ static void test_from(void **state)
     expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
 }
 
-/* A figure of `smoe ARGUMENTS --json`; `redirect` says where its standard input comes from. */
+/* A number of the result of `smoe ARGUMENTS --json`; `redirect` redirects its standard input. */
 static double figure(void **state, const char *arguments, const char *key, const char *redirect)
 {
     static char output[OUTPUT_BYTES];
@@ -181,7 +182,7 @@ static void test_eval_counts_every_token(void **state)
     expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
 }
 
-/* Binary files of a folder are left out, and it is said. */
+/* Binary files of a folder must be left out, with a message. */
 static void test_binary_files(void **state)
 {
     char path[4096];
@@ -200,7 +201,7 @@ static void test_binary_files(void **state)
     assert_true(figure(state, "eval -c run mixed/zeros", "tokens", "") == 8999);
 }
 
-/* The help promises no more of transformers than config.json's model type keeps. */
+/* What the help says about Transformers must agree with the model type in config.json. */
 static void test_help_about_transformers(void **state)
 {
     static char output[OUTPUT_BYTES];
@@ -224,7 +225,7 @@ static void test_help_about_transformers(void **state)
     }
 }
 
-/* The dense model of equal active FLOPs: its checkpoint says so and evaluates. */
+/* --dense-twin, the dense model with equal active FLOPs: its checkpoint has the right sizes and evaluates. */
 static void test_dense_twin(void **state)
 {
     static const char *const lines[] = {"\"model_type\": \"smoe\"", "\"first_k_dense_replace\": 2",
@@ -247,7 +248,8 @@ static void test_dense_twin(void **state)
            "--dense-twin cannot be combined with --dense-layers");
 }
 
-/* The memory that `info --model` counts: of a known size the weights, of all its parts the total. */
+/* The memory that `info --model` states: the weights have a known size, and the total is the sum of all
+ * parts. */
 static void test_info_model(void **state)
 {
     static const char *const parts[] = {"weights_bytes", "gradients_bytes", "adamw_bytes",
@@ -278,13 +280,13 @@ static void test_info_model(void **state)
     assert_true(figure(state, wide, "turns_bytes", "") > figure(state, cut, "turns_bytes", ""));
     expect(state, "info --model nothing", 3, "config.json");
     expect(state, "info --model run/latest --batch 0", 2, "--batch: 0 is outside");
-    // Of the batch only a part is kept at a time; gradients in bf16 become f32.
+    // With micro-batches only a part of the batch is in memory at a time; bf16 gradients are summed in f32.
     const char *const fewer = "info --model run/latest --batch 100 --recompute none --micro-batches 4";
     assert_true(figure(state, fewer, "batch", "") == 100);
     assert_true(figure(state, much, "layers_bytes", "") > 2 * figure(state, fewer, "layers_bytes", ""));
     expect(state, "info --model run/latest --batch 10 --micro-batches 3", 2, "does not divide");
     expect(state, "info --model run/latest --recompute all", 2, "--recompute: 'all'");
-    // Without clipping the gradients of one layer at a time.
+    // Without clipping only the gradients of one layer are in memory at a time.
     expect(state, "train " TINY "--layers 3 --steps 1 --checkpoints 1 --out deep text.txt", 0, "done");
     const char *const clipped = "info --model deep/latest", *const any = "info --model deep/latest --clip 0",
                       *const added = "info --model deep/latest --clip 0 --micro-batches 2";
@@ -316,7 +318,7 @@ static void test_standard_input(void **state)
     assert_true(figure(state, "eval -c piped text.txt", "loss", "") == file);
 }
 
-/* A checkpoint after every step, so that most kills fall into one. */
+/* The run writes a checkpoint after every step, so that most kills happen during a checkpoint. */
 static void test_killed_at_any_moment(void **state)
 {
     static char output[OUTPUT_BYTES];
@@ -333,8 +335,8 @@ static void test_killed_at_any_moment(void **state)
     }
 }
 
-/* INT and TERM in the middle of training, and in a last validation that would take minutes: a checkpoint, the
- * signal's exit status, and a run that resumes. */
+/* SIGINT and SIGTERM in the middle of training, and in a last validation that would take minutes: the run
+ * must write a checkpoint, end with the signal's exit status, and resume. */
 static void test_signals(void **state)
 {
     enum { BYTES = 64 << 20 };
@@ -355,7 +357,7 @@ static void test_signals(void **state)
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char prefix[96], arguments[256];
-        // --foreground: one signal and not another to the group, which would end the program at once
+        // --foreground: without it timeout signals the group too, and a second signal ends smoe at once
         snprintf(prefix, sizeof prefix, "timeout --foreground -k 60 --preserve-status -s %s 2",
                  cases[i].signal);
         snprintf(arguments, sizeof arguments, "train " TINY "%s", cases[i].arguments);
@@ -383,10 +385,10 @@ static double eval_number(void **state, const char *arguments, const char *key)
     assert_int_equal(run_for(state, "", arguments, OUTPUT, output), 0);
     const char *at = strstr(output, key);
     assert_non_null(at);
-    return strtod(at + strlen(key) + 2, NULL); // past the key's quote and the colon
+    return strtod(at + strlen(key) + 2, NULL); // after the key's quote and the colon
 }
 
-/* A checkpoint carries its tokenizer: text is encoded by it, and its bytes are what bits per byte counts. */
+/* A checkpoint contains its tokenizer, which encodes text. Bits per byte counts the bytes of the text. */
 static void test_tokenizer(void **state)
 {
     static const char table[] = "smoe-bpe 1 261 4\n97 98 256\n256 99 257\n257 257 258\n100 32 259\n",
@@ -405,7 +407,7 @@ static void test_tokenizer(void **state)
     expect(state, "train --resume -q --batch 2 --steps 64 --tokenizer other.txt --out run text.txt", 2,
            "run/latest was trained with another tokenizer than other.txt");
 
-    // Nothing but the checkpoint is needed any more, and a resumed run hands the files on.
+    // From here on only the checkpoint is needed; a resumed run copies the tokenizer to its next checkpoint.
     for (int i = 0; i < 2; i++) unlink(in_folder(path, state, i ? "bpe.txt" : "tokenizer.json"));
     expect(state, "train --resume -q --batch 2 --steps 64 --out run text.txt", 0, "done");
     assert_int_equal(access(in_folder(path, state, "run/step-0000064/bpe.txt"), R_OK), 0);
@@ -413,7 +415,7 @@ static void test_tokenizer(void **state)
     expect_text(state, "generate -c run -n 3 --temperature 0 --prompt abcabc", "abcabc\nabcabc\n\n");
     const char *eval = "eval -c run --json text.txt";
     double loss = eval_number(state, eval, "\"loss"), bits = eval_number(state, eval, "bits_per_byte");
-    assert_true(eval_number(state, eval, "\"tokens") == 2000); // the end of text is no target
+    assert_true(eval_number(state, eval, "\"tokens") == 2000); // the token <|endoftext|> is no target
     assert_float_equal(bits, loss / log(2) * 2000 / 7000, 1e-3 * bits);
 }
 
