@@ -1,4 +1,4 @@
-/* Computations of the program without running a layer: parsing, shapes, costs, expected tile waste, medians. */
+/* What the program computes without running a layer: parsing, shapes, costs, expected tile waste, medians. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

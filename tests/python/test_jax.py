@@ -1,5 +1,5 @@
-"""smoe.jax on the CPU against a dense JAX layer in float32, under jit and grad; our declarations of XLA's interface against
-jaxlib's header."""
+"""smoe.jax on the CPU compared with a dense JAX layer in float32, under jit and grad; python/xla/xla_ffi.h compared
+with jaxlib's header."""
 
 import re
 import subprocess
@@ -29,7 +29,7 @@ def made(dtype=jnp.float32, T=T):
 
 
 def every_expert(x, w1, w2, b1=None, b2=None):
-    """(E, T, H)"""
+    """The outputs (E, T, H) of all experts for all tokens."""
     h = jnp.einsum("th,enh->etn", x, w1) + (0 if b1 is None else b1[:, None])
     gate, up = jnp.split(h, 2, -1)
     return jnp.einsum("etn,ehn->eth", jax.nn.silu(gate) * up, w2) + (0 if b2 is None else b2[:, None])
@@ -117,7 +117,7 @@ def test_bf16():
 
 
 def test_scan_over_layers():
-    """Residuals that XLA stacks and slices stand at other addresses in the backward."""
+    """XLA stacks and slices the residuals of a scan, so that the backward gets them at other addresses."""
     given, layers = made(), 5
     stack = lambda name: jnp.stack([given[name] * (1 + 0.1 * layer) for layer in range(layers)])
     weights = dict(w1=stack("w1"), w2=stack("w2"))
@@ -142,7 +142,7 @@ def test_bad_input():
         smoe.jax.moe(given["x"], given["router_weight"], given["w1"], given["w2"], top_k=9)
 
 
-# Ours and jaxlib's: struct, then field by field.
+# Our structs and jaxlib's, and the names of their fields.
 STRUCTS = {
     "xla_extension XLA_FFI_Extension_Base": "struct_size type next",
     "xla_version XLA_FFI_Api_Version": "struct_size extensions=extension_start major_version minor_version",
@@ -155,7 +155,7 @@ STRUCTS = {
     "xla_ordinal_get_args XLA_FFI_DeviceOrdinal_Get_Args": "struct_size context=ctx ordinal=device_ordinal",
     "xla_metadata_extension XLA_FFI_Metadata_Extension": "base=extension_base metadata",
 }
-PREFIXES = {  # jaxlib's may be longer
+PREFIXES = {  # structs of which ours may have fewer fields at the end than jaxlib's
     "xla_buffers XLA_FFI_Args": "struct_size size types buffers=args",
     "xla_buffers XLA_FFI_Rets": "struct_size size types buffers=rets",
     "xla_metadata XLA_FFI_Metadata": "struct_size api_version traits",

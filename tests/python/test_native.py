@@ -1,4 +1,5 @@
-"""The ctypes layer against include/smoe.h: layouts by a C program, enumerators by their values; no torch needed."""
+"""smoe/native.py compared with include/smoe.h: layouts of structs by a C program, values of enumerators. Needs no
+torch."""
 
 import ctypes
 import os
@@ -14,7 +15,7 @@ from smoe import native
 ROOT = Path(__file__).parents[2]
 HEADER = (ROOT / "include" / "smoe.h").read_text()
 
-# The header's enums and the dictionary that has their values; an enumerator ends in the upper-case key.
+# The header's enums and the dictionaries that have their values. An enumerator's name ends in the upper-case key.
 ENUMS = {
     "smoe_backend": native.BACKENDS,
     "smoe_type": native.TYPES,
@@ -27,7 +28,7 @@ ENUMS = {
 
 
 def layout_of(program: str, folder: Path) -> dict[str, str]:
-    """Runs a C program and returns its lines "key value"."""
+    """Runs a C program that prints lines "key value". Returns them as a dictionary."""
     source, binary = folder / "layout.c", folder / "layout"
     source.write_text(program)
     compiler = os.environ.get("CC", "cc")

@@ -1,4 +1,4 @@
-"""experts_implementation="smoe" against "eager" on tiny models with random weights, and smoe's own model type."""
+"""experts_implementation="smoe" compared with "eager" on tiny models with random weights; smoe's own model type."""
 
 import copy
 import json
@@ -61,7 +61,7 @@ def error(found, exact):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the library ran, so that a silent fallback to eager fails the test."""
+    """A list with one item for each forward of the library, so that a silent fallback to eager fails the test."""
     from smoe._context import Context
 
     counted, forward = [], Context.forward
@@ -81,7 +81,7 @@ def test_as_eager(name, calls):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_within_the_error_of_eager(name):
-    """In bf16 no further from eager f32 than eager bf16 is, over all the gradients together."""
+    """In bf16 the error of all gradients together, against eager float32, must be below 1.25 times that of eager."""
     exact = step(tiny(name), "eager")
     model = tiny(name, torch.bfloat16)
     eager, ours = step(model, "eager"), step(model, "smoe")
@@ -123,7 +123,8 @@ def test_compile(name, calls):
 
 
 def test_gpt_oss_keeps_its_state_dict(tmp_path):
-    """The memory is laid out once; names, shapes, values and what is saved stay; eager still works."""
+    """The memory layout is changed once. Names, shapes, values and the saved checkpoint must stay, and eager must still
+    work."""
     model = tiny("gpt_oss")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step(model, "smoe")
@@ -140,7 +141,7 @@ def test_gpt_oss_keeps_its_state_dict(tmp_path):
 
 
 def test_trainer(tmp_path):
-    """Three steps of Trainer give the losses that eager gives."""
+    """Three steps of Trainer must give the losses of eager."""
     pytest.importorskip("accelerate")
     data = [{"input_ids": row, "labels": row} for row in tokens(24, 16)]
     losses = {}
@@ -158,7 +159,7 @@ def test_trainer(tmp_path):
     assert losses["smoe"] == pytest.approx(losses["eager"], abs=1e-3)
 
 
-# ---- what smoe has not: eager, with one warning ----
+# ---- what smoe does not support runs as eager, with one warning ----
 
 
 def warned(caplog, model, ids):
@@ -215,7 +216,7 @@ def test_activations(hidden_act, calls):
 
 
 def test_sentinels_and_more_ids_than_experts():
-    """A rank with 3 of 8 experts sees all K = 4 ids of a token, those of other ranks as the sentinel 3."""
+    """A rank with 3 of 8 experts gets all K = 4 ids of a token. The ids of other ranks' experts are replaced by 3."""
     whole = tiny("qwen3_moe", num_experts_per_tok=4).model.layers[0].mlp.experts
     x = torch.randn(30, 32)
     ids, weights = torch.rand(30, 8).topk(4).indices, torch.rand(30, 4, requires_grad=True)
@@ -265,7 +266,7 @@ KINDS = {"olmoe": [], "smoe": ["--shared=24", "--dense-layers=1", "--tied"]}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_of_smoe_train(kind, tmp_path):
-    """AutoModel opens what `smoe train` wrote, and its loss there is `smoe eval`'s, by eager and by smoe."""
+    """AutoModel must open a checkpoint of `smoe train` and give the loss of `smoe eval`, with eager and with smoe."""
     program = os.environ.get("SMOE_PROGRAM")
     if not program:
         pytest.skip("SMOE_PROGRAM does not name the smoe program")
@@ -302,7 +303,7 @@ def token_file(path, data):
 
 
 def test_olmoe_in_shards(tmp_path):
-    """`smoe eval` and `smoe train --from` open an OLMoE that Transformers wrote in bf16 and in shards."""
+    """`smoe eval` and `smoe train --from` must open an OLMoE that Transformers wrote in bf16 shards."""
     program = os.environ.get("SMOE_PROGRAM")
     if not program:
         pytest.skip("SMOE_PROGRAM does not name the smoe program")
