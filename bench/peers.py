@@ -12,7 +12,8 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
 
 After each layer its records are appended to docs/results/peers.jsonl. A measurement that has a record of this commit
 and device is skipped.
-Exit status: 0 all was measured, or time was up; 2 wrong arguments; 3 nothing could be measured.
+Exit status: 0 all was measured, or time was up; 2 wrong arguments; 3 nothing could be measured, read or
+written.
 """
 
 import argparse
@@ -135,12 +136,17 @@ def complete(options):
 
 
 def renewed(text, block):
-    """The text of a document in which `block` replaces the text between the marks. ValueError without the marks."""
+    """The text of a document in which `block` replaces the text between the marks. Failed without the marks."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"it has no lines {BEGIN} and {END}")
+        raise Failed(f"--docs: the file has no lines {BEGIN} and {END}")
     return f"{head}{BEGIN}\n\n{block}\n{END}{tail}"
+
+
+def renew(path, file_of_records):
+    block = docs_block(tables.newest(records.read(file_of_records)))
+    records.write_file(path, renewed(path.read_text(), block))
 
 
 def docs_block(chosen):
@@ -190,19 +196,17 @@ def main():
     if options.plot and not can_plot():
         print("peers.py: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 3
-    if options.docs:
-        path = Path(options.docs)
-        block = docs_block(tables.newest(records.read(options.records)))
-        records.write_file(path, renewed(path.read_text(), block))
-        return 0
-    if not options.show:
-        try:
+    try:
+        if options.docs:
+            renew(Path(options.docs), options.records)
+            return 0
+        if not options.show:
             measure(options, shapes)
-        except Failed as error:
-            print(f"peers.py: {error}", file=sys.stderr)
-            return 3
-    show(options, tables.newest(records.read(options.records)))
-    return 0
+        show(options, tables.newest(records.read(options.records)))
+        return 0
+    except (Failed, records.Broken, OSError) as error:
+        print(f"peers.py: {error}", file=sys.stderr)
+        return 3
 
 
 if __name__ == "__main__":

@@ -28,20 +28,18 @@ enum {
     KEY_MODEL,
     KEY_BATCH,
     KEY_PARTS,
-    KEY_CHUNKS,
     KEY_PRECISION,
     KEY_CLIP,
     KEY_RECOMPUTE
 };
 
 static const struct argp_option options_table[] = {
-    {NULL, 0, NULL, 0, "The memory that training a model needs:", 3},
+    {NULL, 0, NULL, 0, "The memory that training a model needs (--chunks and --device count too):", 3},
     {"model", KEY_MODEL, "PATH", 0, "config.json or a checkpoint's folder", 3},
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
     {"micro-batches", KEY_PARTS, "M", 0, "Number of parts of a batch, as for train (default 1)", 3},
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as for train", 3},
     {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as for train (default 1; 0: any)", 3},
-    {"chunks", KEY_CHUNKS, "C", 0, "Column chunks of the experts, as for train (default 1)", 3},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as for train", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
@@ -64,9 +62,6 @@ static void parse_model(int key, const char *text, struct argp_state *state)
     case KEY_PARTS:
         if (!parse_integer("--micro-batches", text, 1, 1 << 20, &wanted->parts, &err))
             argp_error(state, "%s", err.text);
-        return;
-    case KEY_CHUNKS:
-        if (!parse_integer("--chunks", text, 1, 64, &wanted->chunks, &err)) argp_error(state, "%s", err.text);
         return;
     case KEY_PRECISION:
         wanted->bf16 = strcmp(text, "bf16") == 0;
@@ -256,7 +251,9 @@ static bool print_problems(const info_options *options, smoe_context *context, e
 
 static bool print_info(const info_options *options, error *err)
 {
-    if (options->model.path) return info_model_print(&options->model, options->backend, options->format, err);
+    if (options->model.path)
+        return info_model_print(&options->model, options->problem.chunks, options->backend, options->format,
+                                err);
     if (options->problem.shape_count == 0) return print_build(options, err);
     smoe_context_options wanted = SMOE_CONTEXT_OPTIONS_INIT;
     wanted.backend = options->backend;
@@ -281,8 +278,7 @@ int smoe_cli_info(int argc, char **argv)
         return ERROR_RUNTIME;
     }
     problem_options_init(&options->problem);
-    options->model =
-        (info_model){.batch = 8, .parts = 1, .chunks = 1, .clip = 1.0, .recompute = RECOMPUTE_NORMS};
+    options->model = (info_model){.batch = 8, .parts = 1, .clip = 1.0, .recompute = RECOMPUTE_NORMS};
     error err = {0};
     if (argp_parse(&info_argp, argc, argv, 0, NULL, options) != 0) {
         err.code = ERROR_USAGE;

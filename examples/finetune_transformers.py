@@ -49,6 +49,7 @@ import smoe.transformers  # noqa: F401, registers "smoe"
 TINY = dict(
     layers=2, hidden=32, intermediate=16, experts=8, topk=2, heads=4, vocabulary=256, context=32, batch=4, steps=8
 )
+BYTES = 256  # different ones
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -129,15 +130,16 @@ class Windows(Dataset):
 
 
 def read_text(o: argparse.Namespace) -> torch.Tensor:
-    """The tokens of the files: with --model those of the checkpoint's tokenizer, else the bytes."""
+    """The tokens of the files: with --model those of the checkpoint's tokenizer, else the bytes. The bytes too if the
+    checkpoint's vocabulary is 256: `smoe train` without --tokenizer writes such checkpoints, without a tokenizer's files."""
     try:
         text = b"".join(open(path, "rb").read() for path in o.text)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}")
-    if o.model:
+    if o.model and o.vocabulary != BYTES:
         return torch.tensor(AutoTokenizer.from_pretrained(o.model)(text.decode(errors="replace"))["input_ids"])
-    if o.vocabulary < 256:
-        raise UsageError(f"--vocabulary {o.vocabulary}: text needs 256")
+    if o.vocabulary < BYTES:
+        raise UsageError(f"--vocabulary {o.vocabulary}: text needs {BYTES}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 

@@ -158,12 +158,13 @@ class Run:
         options.settle(o, self.device.type, self.processes)
         source = models.Checkpoint(o.init) if o.init else None
         self.config = configure(o, source)
-        self.batch = o.batch or self.config.sequences * self.processes
+        found = checkpoints.read_note(o.out) if o.resume else {}
+        self.batch = o.batch or found.get("batch") or self.config.sequences * self.processes
         if self.batch % self.processes:
             raise UsageError(f"--batch {self.batch} is not a multiple of the {self.processes} processes")
         self.tokens_a_step = self.batch * self.config.context
         self.data = data.open_tokens(o.data, o.random, self.config.vocabulary, self.config.context, o.seed)
-        self.step = self.find_start()
+        self.step = self.find_start(found)
         self.report = Report(o.json)
         self.model = build(o, self.config, None if o.resume else source, self.device)
         self.optimizer = make_optimizer(self.model, o)
@@ -180,14 +181,15 @@ class Run:
             layout=experts.layout_of(self.o.experts),
         )  # fmt: skip
 
-    def find_start(self) -> int:
+    def find_start(self, found: dict) -> int:
+        """The step of the checkpoint whose note is `found`, 0 without one."""
         o = self.o
-        if not o.out:
-            return 0
-        if not o.resume:
+        if o.out and not o.resume:
             checkpoints.check_new(o.out)
+        if not found:
             return 0
-        step = checkpoints.read_note(o.out, self.note())
+        checkpoints.check_same(o.out, found, self.note())
+        step = found["step"]
         if step >= o.steps:
             raise UsageError(f"--resume: {o.out} has {step} steps done of --steps {o.steps}")
         return step

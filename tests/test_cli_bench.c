@@ -306,6 +306,7 @@ static void test_bad_input(void **state)
         {"bench --dtype fp16 --thiek 64,32,16,8,2", 3, "needs the cuda backend"},
         {"bench --thiek 1000000,65536,65536,4096,8", 3, "MiB of memory are free"},
         {"info --thiek 1,2,3", 2, "five numbers"},
+        {"info --chunks 3 --thiek 64,32,16,8,2", 2, "--chunks: 3 is not a power of two"},
         {"info --device tpu", 2, "neither cpu nor cuda"},
         {"info --dtype fp16 --thiek 64,32,16,8,2", 3, "needs the cuda backend"},
         {"info --json --thiek 64,32,16,8,2 2>&1 >/dev/full #", 3,
@@ -358,6 +359,24 @@ static void test_info_problem(void **state)
     assert_string_equal(at, "");
 }
 
+/* `smoe info` must use --chunks for a problem too, not only for a --model. */
+static void test_info_chunks(void **state)
+{
+    double scratch[2];
+    for (int i = 0; i < 2; i++) {
+        char *output = *state, *at = output;
+        assert_int_equal(run(i ? "info --json --thiek 4096,512,64,8,4 --chunks 4"
+                               : "info --json --thiek 4096,512,64,8,4 --chunks 1",
+                             false, output),
+                         0);
+        json_t *object = next_object(&at);
+        assert_true(number_of(object, "chunks") == (i ? 4 : 1));
+        scratch[i] = number_of(object, "scratch_forward_bytes");
+        json_decref(object);
+    }
+    assert_true(scratch[1] < scratch[0]);
+}
+
 /* 6 T K n d = 1.3e22 FLOPs, which an int64_t cannot hold. */
 static void test_info_of_many_flops(void **state)
 {
@@ -392,6 +411,7 @@ int main(void)
         cmocka_unit_test(test_bench_variants),     cmocka_unit_test(test_bench_table),
         cmocka_unit_test(test_bad_input),          cmocka_unit_test(test_info_problem),
         cmocka_unit_test(test_info_of_many_flops), cmocka_unit_test(test_info_build),
+        cmocka_unit_test(test_info_chunks),
     };
     return cmocka_run_group_tests(tests, make_output, free_output);
 }

@@ -5,6 +5,7 @@
 
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -14,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 enum { OUTPUT_BYTES = 1 << 16 };
@@ -87,6 +89,7 @@ static void test_bad_input(void **state)
         {"train --seconds 9 --minutes 1 text.txt", 2, "--minutes cannot be combined with --seconds"},
         {"train " TINY "--steps 900 --steps 2 --out last text.txt", 0, "done"},
         {"train --lr nan text.txt", 2, "--lr: 'nan' is not a number in 0..1000"},
+        {"train --init 0 text.txt", 2, "--init: '0' is not a number in 1e-06..10"},
         {"train --tile 0 text.txt", 2, "--tile: '0' is not a number in 1..4096"},
         {"train --rounding nearest text.txt", 2, "'nearest' is not one of none, nr-f"},
         {"train --experts 4 --topk 9 text.txt", 2, "num_experts_per_tok = 9 is more than num_experts = 4"},
@@ -101,6 +104,9 @@ static void test_bad_input(void **state)
          "hidden_size is 16, wanted 32"},
         {"train " TINY "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --out wild text.txt", 3,
          "the last good checkpoint is wild/latest"},
+        {"train " TINY
+         "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --checkpoints 0 --out bare text.txt",
+         3, "training stopped; no checkpoint was saved"},
         {"train " TINY "--steps 2 --out full text.txt >/dev/full", 3, "could not be written"},
         {"generate stray", 2, "'stray' is not expected"},
         {"generate -c missing", 3, "missing: no checkpoint there"},
@@ -137,15 +143,45 @@ static void test_resumed(void **state)
 /* --from: the sizes are the checkpoint's, the context may differ, and some options are refused with it. */
 static void test_from(void **state)
 {
+    char command[4096];
     put_texts(state);
     expect(state, "train " TINY "--topk 3 --tied --steps 3 --out run text.txt", 0, "done");
     expect(state, "train --from run --context 8 --batch 2 -q --steps 2 --out next text.txt", 0, "done");
     expect(state, "train --resume --batch 2 -q --steps 3 --out next text.txt", 0, "resumed at step 2 of 3\n");
+    // A context alone asks for no other sizes, and config.json has the coefficient that was used last.
+    expect(state, "train --resume --context 8 --balance 0.5 --batch 2 -q --steps 4 --out next text.txt", 0,
+           "done");
+    expect(state, "train --resume --context 16 --batch 2 -q --steps 5 --out next text.txt", 2,
+           "max_position_embeddings is 8, wanted 16");
+    snprintf(command, sizeof command, "grep -q '\"router_aux_loss_coef\": 0.5' '%s/next/latest/config.json'",
+             (const char *)*state);
+    assert_int_equal(system(command), 0);
     expect(state, "train --from run --batch 2 -q --resume --steps 3 --out next text.txt", 2,
            "--from cannot be combined with --resume");
     expect(state, "train --from run --layers 1 --steps 3 --out other text.txt", 2,
            "--from cannot be combined with options of the model's sizes");
     expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
+}
+
+/* Text is refused if the model's tokens are not bytes and there is no tokenizer: the loss would be
+ * meaningless. */
+static void test_text_without_tokenizer(void **state)
+{
+    enum { COUNT = 2000, HEADER = 256 };
+    int32_t header[HEADER] = {20240520, 1, COUNT};
+    unsigned char bytes[sizeof header + 2 * COUNT] = {0};
+    const char *message =
+        "text.txt: text without a tokenizer (bpe.txt) has 256 tokens, the model's vocabulary 300";
+    char path[4096];
+    put_texts(state);
+    memcpy(bytes, header, sizeof header);
+    for (int i = 0; i < COUNT; i++) bytes[sizeof header + 2 * (size_t)i] = (unsigned char)i;
+    put_file(in_folder(path, state, "ids.bin"), bytes, sizeof bytes);
+    expect(state, "train " TINY "--vocab 300 --steps 2 --out run ids.bin", 0, "done");
+    expect(state, "train " TINY "--vocab 300 --steps 2 --out other text.txt", 2, message);
+    expect(state, "train --from run --batch 2 -q --steps 2 --out other text.txt", 2, message);
+    expect(state, "eval -c run text.txt", 2, message);
+    expect(state, "eval -c run ids.bin", 0, "");
 }
 
 /* A number of the result of `smoe ARGUMENTS --json`; `redirect` redirects its standard input. */
@@ -260,8 +296,13 @@ static void test_info_model(void **state)
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
         sum += figure(state, "info --model run/latest", parts[i], "");
     assert_true(figure(state, "info --model run/latest", "total_bytes", "") == sum);
-    assert_true(figure(state, "info --model run/latest", "weights_bytes", "") ==
-                4 * figure(state, "info --model run/latest", "parameters", ""));
+    // Hidden size 16, intermediate size 8, 4 experts; two embeddings of 256 bytes, five norms. In memory the
+    // tensors do not adjoin.
+    const double weights = 2 * 256 * 16 + 4 * 16 * 16 + 4 * 16 + 4 * 3 * 8 * 16 + 5 * 16;
+    assert_true(figure(state, "info --model run/latest", "parameters", "") == weights);
+    assert_true(figure(state, "info --model run/latest", "weights_bytes", "") >= 4 * weights);
+    assert_true(figure(state, "info --model run/latest", "weights_bytes", "") < 4.2 * weights);
+    assert_true(figure(state, "train " TINY "--steps 1 --out counted text.txt", "parameters", "") == weights);
     const char *const much = "info --model run/latest --batch 100 --recompute none",
                       *const less = "info --model run/latest/config.json --batch 100 --recompute layers";
     assert_true(figure(state, much, "layers_bytes", "") > figure(state, less, "layers_bytes", ""));
@@ -349,25 +390,61 @@ static void test_signals(void **state)
     static const struct {
         const char *signal, *arguments;
         int status;
+        const char *message;
     } cases[] = {
-        {"INT", "--steps 100000000 --out a text.txt", 130},
-        {"TERM", "--steps 100000000 --out b text.txt", 143},
-        {"INT", "--steps 1 --last-evaluation-tokens 1e9 --out c long.txt", 130},
-        {"TERM", "--steps 1 --last-evaluation-tokens 1e9 --out d long.txt", 143},
+        {"INT", "--steps 100000000 --out a text.txt", 130,
+         "interrupted, go on with --resume: a/{train.jsonl"},
+        {"TERM", "--steps 100000000 --out b text.txt", 143, "interrupted, go on with --resume"},
+        {"INT", "--steps 1 --last-evaluation-tokens 1e9 --out c long.txt", 130, "go on with --resume"},
+        {"TERM", "--steps 1 --last-evaluation-tokens 1e9 --out d long.txt", 143, "go on with --resume"},
+        {"INT", "--steps 100000000 --checkpoints 0 --out e text.txt", 130, "no checkpoint was saved: e/"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char prefix[96], arguments[256];
-        // --foreground: without it timeout signals the group too, and a second signal ends smoe at once
+        // --foreground: without it timeout would also signal the process group
         snprintf(prefix, sizeof prefix, "timeout --foreground -k 60 --preserve-status -s %s 2",
                  cases[i].signal);
         snprintf(arguments, sizeof arguments, "train " TINY "%s", cases[i].arguments);
         const int status = run(state, prefix, arguments, output);
-        if (status != cases[i].status || !strstr(output, "interrupted, go on with --resume"))
+        if (status != cases[i].status || !strstr(output, cases[i].message))
             fail_msg("%s: exit status %d, '%s' instead of %d", arguments, status, output, cases[i].status);
     }
+    assert_null(strstr(output, "latest")); // without checkpoints
+    // No line has a loss yet, and the validation that was stopped has no tokens.
+    assert_int_equal(run_for(state, "timeout --foreground -k 60 --preserve-status -s TERM 2",
+                             "train " TINY "--json --steps 1 --last-evaluation-tokens 1e9 --out f long.txt",
+                             OUTPUT, output),
+                     143);
+    assert_non_null(strstr(output, "\"loss\":null"));
+    assert_non_null(strstr(output, "\"val_tokens\":0"));
     assert_int_equal(access(in_folder(path, state, "c/step-0000001/state.safetensors"), F_OK), 0);
     expect(state, "eval -c a text.txt", 0, "");
     expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
+}
+
+/* `timeout` and some schedulers send a signal to the process and to its group, so it comes twice. Here the
+ * run waits for its text when it does. */
+static void test_signal_sent_twice(void **state)
+{
+#define WAITING "sh -c 'mkfifo pipe; \"$@\" <pipe & p=$!; exec 3>pipe; sleep 0.5; kill -TERM $p; "
+    static const struct {
+        const char *prefix, *message;
+    } cases[] = {
+        {WAITING "sleep 0.1; kill -TERM $p; cat text.txt >&3; exec 3>&-; wait $p' sh", "go on with --resume"},
+        {WAITING "sleep 1.5; kill -TERM $p; wait $p' sh", ""}, // later it ends the program
+    };
+    char path[4096];
+    put_texts(state);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        static char output[OUTPUT_BYTES];
+        const int status = run(state, cases[i].prefix, "train " TINY "--steps 9 --out run -", output);
+        if (status != 143 || !strstr(output, cases[i].message))
+            fail_msg("%s: exit status %d, '%s'", cases[i].prefix, status, output);
+        assert_int_equal(access(in_folder(path, state, "run/latest"), F_OK), i == 0 ? 0 : -1);
+        snprintf(path, sizeof path, "rm -rf '%s/run' '%s/pipe'", (const char *)*state, (const char *)*state);
+        assert_int_equal(system(path), 0);
+    }
+#undef WAITING
 }
 
 static void expect_text(void **state, const char *arguments, const char *wanted)
@@ -402,10 +479,16 @@ static void test_tokenizer(void **state)
     expect(state, "train " TINY "--steps 60 --lr 0.1 --tokenizer bpe.txt --out run text.txt", 0, "done");
     expect(state, "train " TINY "--steps 2 --vocab 260 --tokenizer bpe.txt --out no text.txt", 2,
            "the tokenizer has 261 tokens, the model's vocabulary 260");
+    expect(state, "train " TINY "--steps 2 --vocab 256 --tokenizer bpe.txt --out no text.txt", 2,
+           "the tokenizer has 261 tokens, the model's vocabulary 256");
     expect(state, "train " TINY "--steps 2 --tokenizer text.txt --out no text.txt", 3,
            "text.txt: is not a table of tokens");
     expect(state, "train --resume -q --batch 2 --steps 64 --tokenizer other.txt --out run text.txt", 2,
            "run/latest was trained with another tokenizer than other.txt");
+    expect(state, "train --from run -q --batch 2 --steps 2 --tokenizer other.txt --out no text.txt", 2,
+           "run/latest was trained with another tokenizer than other.txt");
+    expect(state, "train --from run -q --batch 2 --steps 2 --tokenizer bpe.txt --out next text.txt", 0,
+           "done");
 
     // From here on only the checkpoint is needed; a resumed run copies the tokenizer to its next checkpoint.
     for (int i = 0; i < 2; i++) unlink(in_folder(path, state, i ? "bpe.txt" : "tokenizer.json"));
@@ -419,12 +502,39 @@ static void test_tokenizer(void **state)
     assert_float_equal(bits, loss / log(2) * 2000 / 7000, 1e-3 * bits);
 }
 
+/* Does the curve's script, which a gnuplot of this test keeps, have the text? */
+static bool curve_has(void **state, const char *arguments, const char *text)
+{
+    static char output[OUTPUT_BYTES];
+    char command[8192];
+    assert_int_equal(run(state, "env PATH=\"$PWD:$PATH\"", arguments, output), 0);
+    snprintf(command, sizeof command, "grep -q '%s' '%s/script'", text, (const char *)*state);
+    return system(command) == 0;
+}
+
+/* The losses of tokens of several bytes are drawn in nats a token: the log has no validation loss for each
+ * byte. */
+static void test_curve(void **state)
+{
+    static const char gnuplot[] = "#!/bin/sh\ncp \"$1\" script\n", table[] = "smoe-bpe 1 258 1\n97 98 256\n";
+    char path[4096];
+    put_texts(state);
+    put_file(in_folder(path, state, "bpe.txt"), table, sizeof table - 1);
+    put_file(in_folder(path, state, "gnuplot"), gnuplot, sizeof gnuplot - 1);
+    assert_int_equal(chmod(path, 0700), 0);
+    assert_true(curve_has(state, "train " TINY "--steps 2 --out bytes text.txt", "ylabel .bits per byte"));
+    assert_true(curve_has(state, "train " TINY "--steps 2 --tokenizer bpe.txt --out words text.txt",
+                          "ylabel .loss, nats a token"));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_curve, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_signal_sent_twice, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_dense_twin, folder_setup, folder_teardown),
@@ -433,6 +543,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_from, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_text_without_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -161,11 +161,17 @@ static void log_has_what_rounding_did(void **state)
             assert_true(rules[i] == SMOE_ROUNDING_UP ? r->added > 0.02 : r->added == 0);
             assert_true(rules[i] == SMOE_ROUNDING_DOWN ? r->dropped > 0.02 : r->dropped == 0);
             assert_true(r->added < 0.67 && r->dropped < 0.67); // 16 of 24
-            assert_true(r->busiest >= 1 && r->busiest <= 2);   // each expert has at most 48 of 96 pairs
+            assert_true(rules[i] == SMOE_ROUNDING_DOWN ? r->emptied < 1 : r->emptied == 0);
+            assert_true(r->busiest >= 1 && r->busiest <= 2); // each expert has at most 48 of 96 pairs
             assert_true(lines[l].seconds > (l ? lines[l - 1].seconds : 0));
         }
         free(lines);
     }
+    s.routing.tile = 64; // more than any expert can have: down drops every pair
+    train_ok(&s, &result);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_true(lines[0].routing.dropped == 1 && lines[0].routing.emptied > 0.5);
+    free(lines);
     s.config.dense_layers = s.config.layers; // nothing is routed
     s.config.dense_intermediate = 16;
     train_ok(&s, &result);
@@ -187,6 +193,46 @@ static size_t count_lines(const place *p, int64_t step)
     return found;
 }
 
+static void read_last_line(const place *p, log_line *last)
+{
+    char path[PATH_BYTES];
+    log_line *lines;
+    size_t count;
+    error err = {0};
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_true(count > 0);
+    *last = lines[count - 1];
+    free(lines);
+}
+
+/* With as many lines, evaluations and checkpoints as steps, every step must have one of each, also if
+ * (step / steps) * steps is less than step in double. */
+static void every_step_has_what_was_asked(void **state)
+{
+    enum { STEPS = 22, ROUNDED = 15 };
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    log_line *lines;
+    size_t count;
+    char path[PATH_BYTES];
+    error err = {0};
+    assert_true((double)ROUNDED / STEPS * STEPS < ROUNDED);
+    s.steps = s.logs = s.evaluations = s.checkpoints = STEPS;
+    s.keep = STEPS + 1;
+    train_ok(&s, &result);
+    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
+    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    assert_int_equal(count, STEPS);
+    for (size_t i = 0; i < count; i++) {
+        assert_int_equal(lines[i].step, i + 1);
+        assert_true(isfinite(lines[i].val_loss));
+    }
+    assert_int_equal(count_folders(p->out), STEPS + 1);
+    free(lines);
+}
+
 /* A stop after the last step, before or in the last validation. The checkpoint must be complete. The resumed
  * run must compute the validation loss and write the line of the log, once even if it is resumed again. */
 static void a_stop_before_the_last_validation(void **state)
@@ -194,6 +240,7 @@ static void a_stop_before_the_last_validation(void **state)
     place *p = *state;
     train_settings s = settings_of(p);
     train_result result;
+    log_line last;
     s.logs = 3; // the last step has a line only because it is the last
     stopper stop = {.at = 20};
     s.stop = &stop.flag;
@@ -206,13 +253,17 @@ static void a_stop_before_the_last_validation(void **state)
     s.resume = true; // *stop is still set: no step is left, the validation is interrupted
     if (!train_run(&s, NULL, NULL, &result, &err)) fail_msg("%s", err.text);
     assert_true(result.interrupted && result.validation.stopped);
+    assert_true(isnan(result.loss)); // of no line
     assert_int_equal(count_lines(p, 20), 0);
     stop.flag = 0;
     for (int i = 0; i < 2; i++) {
         train_ok(&s, &result);
         assert_true(!result.interrupted && isfinite(result.validation.loss));
+        assert_true(isfinite(result.loss));
         assert_int_equal(count_lines(p, 20), 1);
     }
+    read_last_line(p, &last); // no step of its own run is before it
+    assert_true(isfinite(last.loss) && isnan(last.lr) && isnan(last.grad_norm));
 }
 
 static void the_last_validation_is_bounded(void **state)
@@ -253,6 +304,21 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
     assert_true(checkpoint_load_weights(latest, &m, NULL, &err));
     model_destroy(&m);
+}
+
+/* `rm -rf out/step-*` leaves the link `latest` without its folder. A new run must not take this for a
+ * checkpoint that is already written. */
+static void a_link_to_nothing_is_no_checkpoint(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char command[PATH_BYTES];
+    snprintf(command, sizeof command, "mkdir '%s' && ln -s step-0000000 '%s/latest'", p->out, p->out);
+    assert_int_equal(system(command), 0);
+    s.keep = 10;
+    train_ok(&s, &result);
+    assert_int_equal(access_in(p->out, "step-0000000/state.safetensors"), 0);
 }
 
 /* Limits the size of files to `bytes`; 0: no limit. A larger write fails with EFBIG, on a full disk with
@@ -411,6 +477,20 @@ static void schedule_warms_up_and_falls(void **state)
     assert_float_equal(schedule_factor(0.0, 0.0, 0.1), 1.0, 1e-12);
 }
 
+/* A run that only warms up ends with the peak rate. */
+static void a_warm_up_may_be_the_whole_run(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    log_line last;
+    s.steps = s.logs = 4;
+    s.warmup = 1.0;
+    train_ok(&s, &result);
+    read_last_line(p, &last);
+    assert_float_equal(last.lr, s.lr, 1e-8 * s.lr);
+}
+
 static void sampling_follows_the_probabilities(void **state)
 {
     (void)state;
@@ -441,15 +521,18 @@ int main(void)
         RUN(a_run_starts_from_a_checkpoint),
         RUN(log_goes_on_where_the_checkpoint_was),
         RUN(log_has_what_rounding_did),
+        RUN(every_step_has_what_was_asked),
         RUN(a_stop_before_the_last_validation),
         RUN(the_last_validation_is_bounded),
         RUN(leftovers_of_a_kill_do_not_matter),
+        RUN(a_link_to_nothing_is_no_checkpoint),
         RUN(a_full_disk_leaves_no_half_checkpoint),
         RUN(bad_input_has_its_error),
         RUN(truncated_checkpoints_are_errors),
         RUN(a_batch_without_memory_is_an_error),
         RUN(every_rounding_rule_trains),
         RUN(a_run_by_the_clock_ends_by_it),
+        RUN(a_warm_up_may_be_the_whole_run),
         cmocka_unit_test(schedule_warms_up_and_falls),
         cmocka_unit_test(sampling_follows_the_probabilities),
     };

@@ -47,7 +47,7 @@ def read_run(result: Path) -> dict:
     ]
     record = {"case": case, "rounding": rule, "seed": int(seed), "perplexity": math.exp(run["val_loss"])}
     record |= {key: run[key] for key in ("val_loss", "loss", "val_tokens", "tokens", "seconds", "tokens_per_s")}
-    for key in ("added", "dropped", "busiest"):
+    for key in ("added", "dropped", "emptied", "busiest"):
         values = [line[key] for line in lines[len(lines) // 2 :] if key in line]
         record[key] = fmean(values) if values else None
     return record
@@ -89,7 +89,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def mean(runs: dict[int, dict], key: str) -> float | None:
-    values = [run[key] for run in runs.values() if run[key] is not None]
+    values = [run[key] for run in runs.values() if run.get(key) is not None]
     return fmean(values) if values else None
 
 
@@ -106,7 +106,7 @@ def row(case: str, rule: str, runs: dict[int, dict], plain: dict[int, dict]) -> 
         cells += ["" if needed is None else f"{needed}{'+' if needed == MOST_SEEDS else ''}"]
     else:
         cells += ["", "", ""]
-    shares = (mean(runs, "added"), mean(runs, "dropped"))
+    shares = (mean(runs, "added"), mean(runs, "dropped"), mean(runs, "emptied"))
     cells += [number(None if share is None else 100 * share, ".2f") for share in shares]
     cells += [number(mean(runs, "busiest"), ".2f"), number(mean(runs, "tokens_per_s"), ".0f")]
     return "| " + " | ".join(cells) + " |"
@@ -115,13 +115,13 @@ def row(case: str, rule: str, runs: dict[int, dict], plain: dict[int, dict]) -> 
 def print_tables(arms: dict[tuple[str, str], dict[int, dict]]) -> None:
     head = (
         "| rule | runs | loss, nats | sd | perplexity | sd | paired difference, nats | in perplexity, 95 % | seeds | added, % | dropped, % "
-        "| busiest expert | tokens/s |"
+        "| emptied experts, % | busiest expert | tokens/s |"
     )
     for case, text in CASES.items():
         rules = [rule for rule in RULES if (case, rule) in arms]
         if not rules:
             continue
-        print(f"\n{case}: {text}\n\n{head}\n{'|---' * 13}|")
+        print(f"\n{case}: {text}\n\n{head}\n{'|---' * 14}|")
         for rule in rules:
             print(row(case, rule, arms[case, rule], arms.get((case, "none"), {})))
 

@@ -62,13 +62,13 @@ static bool sync_folder(int out, const char *name)
     return done;
 }
 
-/* The step that `latest` points to, -1 if there is none. */
+/* The step that `latest` points to, -1 if there is none or its folder is gone. */
 static int64_t latest_step(int out)
 {
     char target[NAME_BYTES];
     ssize_t length = readlinkat(out, "latest", target, sizeof target - 1);
     long long step;
-    if (length < 0) return -1;
+    if (length < 0 || faccessat(out, "latest/config.json", F_OK, 0) != 0) return -1;
     target[length] = 0;
     return sscanf(target, "step-%lld", &step) == 1 ? step : -1;
 }

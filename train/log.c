@@ -35,17 +35,17 @@ static bool parse_line(const char *text, size_t size, log_line *line)
     json_t *object = json_loadb(text, size, 0, NULL);
     bool done = json_is_object(object) && json_is_integer(json_object_get(object, "step"));
     if (done)
-        *line = (log_line){
-            .step = json_integer_value(json_object_get(object, "step")),
-            .tokens = json_integer_value(json_object_get(object, "tokens")),
-            .seconds = real_of(object, "seconds"),
-            .loss = real_of(object, "loss"),
-            .bits_per_byte = real_of(object, "bits_per_byte"),
-            .val_loss = real_of(object, "val_loss"),
-            .tokens_per_s = real_of(object, "tokens_per_s"),
-            .lr = real_of(object, "lr"),
-            .grad_norm = real_of(object, "grad_norm"),
-            .routing = {real_of(object, "added"), real_of(object, "dropped"), real_of(object, "busiest")}};
+        *line = (log_line){.step = json_integer_value(json_object_get(object, "step")),
+                           .tokens = json_integer_value(json_object_get(object, "tokens")),
+                           .seconds = real_of(object, "seconds"),
+                           .loss = real_of(object, "loss"),
+                           .bits_per_byte = real_of(object, "bits_per_byte"),
+                           .val_loss = real_of(object, "val_loss"),
+                           .tokens_per_s = real_of(object, "tokens_per_s"),
+                           .lr = real_of(object, "lr"),
+                           .grad_norm = real_of(object, "grad_norm"),
+                           .routing = {real_of(object, "added"), real_of(object, "dropped"),
+                                       real_of(object, "emptied"), real_of(object, "busiest")}};
     json_decref(object);
     return done;
 }
@@ -107,6 +107,7 @@ bool log_write(train_log *log, const log_line *line, error *err)
         set_finite(object, "val_loss", line->val_loss);
         set_finite(object, "added", line->routing.added);
         set_finite(object, "dropped", line->routing.dropped);
+        set_finite(object, "emptied", line->routing.emptied);
         set_finite(object, "busiest", line->routing.busiest);
     }
     bool done = object && json_dumpf(object, log->file, JSON_COMPACT | JSON_REAL_PRECISION(9)) == 0 &&

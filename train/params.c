@@ -131,6 +131,13 @@ void param_layout_destroy(param_layout *layout)
     *layout = (param_layout){0};
 }
 
+size_t param_count(const param_layout *layout)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < layout->tensor_count; i++) count += layout->tensors[i].count;
+    return count;
+}
+
 uint64_t param_stream(uint64_t seed, size_t index)
 {
     return random_bits(seed, index);

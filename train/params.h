@@ -38,11 +38,14 @@ typedef struct param_layout {
     size_t tensor_count;
     param_layer *layers;
     size_t embedding, head, norm; // (V, d), (V, d) (the embedding if tied), (d)
-    size_t matrices, total;       // floats; the matrices come first
+    size_t matrices, total;       // floats, with the space between the groups; the matrices come first
 } param_layout;
 
 bool param_layout_create(param_layout *layout, const model_config *config, error *err);
 void param_layout_destroy(param_layout *layout);
+
+/* The number of weights, without the space between the groups. */
+size_t param_count(const param_layout *layout);
 
 /* The stream of random values (train/random.h) that tensor `index` starts from. */
 uint64_t param_stream(uint64_t seed, size_t index);

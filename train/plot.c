@@ -40,11 +40,17 @@ static void write_quoted(FILE *script, const char *text)
     fputs("'\n", script);
 }
 
+/* Is a token a byte? Then a loss in bits a token is one in bits per byte. */
+static bool has_bytes(const log_line *line)
+{
+    return fabs(line->bits_per_byte * log(2.0) - line->loss) <= 1e-6 * fabs(line->loss); // false for NAN
+}
+
 static bool write_script(const char *path, const char *image, const log_line *lines, size_t count, error *err)
 {
     FILE *script = fopen(path, "w");
     if (!script) return fail(err, ERROR_RUNTIME, "%s: %s", path, strerror(errno));
-    bool bytes = count > 0 && isfinite(lines[0].bits_per_byte);
+    bool bytes = count > 0 && has_bytes(&lines[0]);
     double unit = bytes ? 1.0 / log(2.0) : 1.0;
     write_data(script, lines, count, unit, false);
     write_data(script, lines, count, unit, true);

@@ -5,19 +5,21 @@
 #include <math.h>
 #include <stdlib.h>
 
-const routing_report routing_report_none = {(double)NAN, (double)NAN, (double)NAN};
+const routing_report routing_report_none = {(double)NAN, (double)NAN, (double)NAN, (double)NAN};
 
 static void add_layer(routing_report *sum, const int32_t *plain, const int32_t *routed, int64_t experts,
                       double pairs)
 {
-    int64_t added = 0, dropped = 0, most = 0;
+    int64_t added = 0, dropped = 0, emptied = 0, most = 0;
     for (int64_t e = 0; e < experts; e++) {
         if (routed[e] > plain[e]) added += routed[e] - plain[e];
         if (routed[e] < plain[e]) dropped += plain[e] - routed[e];
+        if (plain[e] > 0 && routed[e] == 0) emptied++;
         if (plain[e] > most) most = plain[e];
     }
     sum->added += (double)added / pairs;
     sum->dropped += (double)dropped / pairs;
+    sum->emptied += (double)emptied / (double)experts;
     sum->busiest += (double)most * (double)experts / pairs;
 }
 
@@ -38,6 +40,6 @@ bool routing_report_read(routing_report *report, model *m, error *err)
     }
     free(counts);
     const double n = (double)layers;
-    if (done) *report = (routing_report){sum.added / n, sum.dropped / n, sum.busiest / n};
+    if (done) *report = (routing_report){sum.added / n, sum.dropped / n, sum.emptied / n, sum.busiest / n};
     return done;
 }

@@ -9,6 +9,7 @@
 typedef struct routing_report {
     double added,
         dropped;    // pairs that token rounding added and dropped, as a share of the T K of plain top-K
+    double emptied; // experts that plain top-K gave rows and rounding left none, as a share of the E experts
     double busiest; // the largest count of plain top-K over the mean count, T K / E
 } routing_report;
 

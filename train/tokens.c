@@ -11,7 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SPLIT = 20 }; // one token, or one file, in 20 is for validation
+enum {
+    SPLIT = 20, // one token, or one file, in 20 is for validation
+    BYTES = 256 // tokens of a text without a table
+};
 
 /* A run of tokens of one source. */
 typedef struct span {
@@ -271,6 +274,17 @@ static bool fail_empty(const tokens *data, const char *name, error *err)
                 data->skipped);
 }
 
+/* The tokens of a larger vocabulary are not bytes, so the bytes of a text would be other tokens of it. */
+static bool check_bytes(const tokens *data, int64_t vocab, const char *name, error *err)
+{
+    if (!data->sources[0].text || data->table != NULL || vocab <= BYTES) return true;
+    return fail(
+        err, ERROR_USAGE,
+        "%s: text without a tokenizer (bpe.txt) has %d tokens, the model's vocabulary %lld: token files "
+        "(*.bin) are needed",
+        name, (int)BYTES, (long long)vocab);
+}
+
 static bool open_list(tokens **data, const file_list *list, const char *const *paths, size_t count,
                       const bpe *table, int64_t vocab, int64_t context, tokens_split split, error *err)
 {
@@ -279,7 +293,7 @@ static bool open_list(tokens **data, const file_list *list, const char *const *p
     if (!tokens_new(data, list->count, table, context, name, err)) return false;
     bool ok = open_sources(*data, list, paths, count, vocab, err);
     if (ok && (*data)->source_count == 0) ok = fail_empty(*data, name, err);
-    return finish(data, ok && make_streams(*data, split, name, err));
+    return finish(data, ok && make_streams(*data, split, name, err) && check_bytes(*data, vocab, name, err));
 }
 
 bool tokens_open(tokens **data, const char *const *paths, size_t count, const bpe *table, int64_t vocab,

@@ -6,7 +6,7 @@
  *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz
  *   else   text: encoded by a table (train/bpe.h), the end-of-text token first; without a table every byte is
- *          a token, so the vocabulary has at least 256 tokens
+ *          a token, so the vocabulary has 256 tokens
  * Files of one run are either all text or all token files; empty and binary files inside a folder are
  * skipped. Binary files are texts with a zero byte among their first 8192 bytes, and *.bin that are not token
  * files.
@@ -36,12 +36,13 @@ typedef enum tokens_split {
 /* Reads `count` files or folders for a model of `vocab` tokens and `context` tokens a sequence. `table` is
  * the table of the tokens, which must outlive *data, or NULL. Small files are copied, large ones mapped.
  * Errors: missing, empty, malformed or truncated files (the message has the expected and the found size); a
- * token id past the vocabulary; fewer than context + 1 tokens in a stream of TOKENS_TRAIN; fewer than 2
- * tokens with TOKENS_EVAL. */
+ * token id past the vocabulary; text without a table for a larger vocabulary than its bytes; fewer than
+ * context + 1 tokens in a stream of TOKENS_TRAIN; fewer than 2 tokens with TOKENS_EVAL. */
 bool tokens_open(tokens **data, const char *const *paths, size_t count, const bpe *table, int64_t vocab,
                  int64_t context, tokens_split split, error *err);
 
-/* The same for one file in memory, which must outlive *data; `name` decides how it is read, as above. */
+/* The same for one file in memory, which must outlive *data; `name` decides how it is read, as above. The
+ * vocabulary of a text may be larger than its bytes. */
 bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *name, const bpe *table,
                   int64_t vocab, int64_t context, tokens_split split, error *err);
 

@@ -123,18 +123,19 @@ static bool start(run *r, error *err)
     return save(r, err);
 }
 
-/* Chooses the tokenizer: the one of the settings, which must equal that of a resumed checkpoint; or that of
- * the resumed checkpoint; or that of the checkpoint from which the weights come. */
+/* Chooses the tokenizer: the one of the settings, or that of the checkpoint that is resumed or that the
+ * weights come from. If both are there, they must be equal; a resumed run without one cannot get one. */
 static bool open_tokenizer(run *r, error *err)
 {
     const train_settings *s = r->settings;
     char path[PATH_BYTES];
     tokenizer had = {0};
     if (s->tokenizer && !tokenizer_open(&r->words, s->tokenizer, err)) return false;
-    const char *before = s->resume ? s->out : s->tokenizer ? NULL : s->from;
+    const char *before = s->resume ? s->out : s->from;
     if (before && (!checkpoint_find(before, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
         return false;
-    bool same = !s->resume || !s->tokenizer || tokenizer_same(&r->words, &had);
+    const bool bound = s->resume || had.table.tokens > 0;
+    bool same = !s->tokenizer || !bound || tokenizer_same(&r->words, &had);
     if (!s->tokenizer)
         r->words = had;
     else
@@ -206,8 +207,8 @@ static double rate_now(const run *r)
     const train_settings *s = r->settings;
     double progress = progress_of(r), one = r->state.step ? progress / (double)r->state.step : 0.0;
     if (s->steps) one = 1.0 / (double)s->steps;
-    double factor = schedule_factor(progress < s->warmup ? fmin(progress + one, s->warmup) : progress,
-                                    s->warmup, s->end_lr);
+    double factor = progress < s->warmup ? fmin((progress + one) / s->warmup, 1.0)
+                                         : schedule_factor(progress, s->warmup, s->end_lr);
     return s->lr * factor;
 }
 
@@ -223,13 +224,18 @@ static adamw_step update_of(const run *r)
                         .step = r->state.step + 1};
 }
 
-/* The error for a value that is not finite. It names the newest checkpoint. */
+/* The error for a value that is not finite. It names the newest checkpoint, if there is one. */
 static bool stop_not_finite(const run *r, const char *what, double value, error *err)
 {
-    return fail(
-        err, ERROR_RUNTIME,
-        "the %s of step %lld is %g: training stopped; the last good checkpoint is %s/latest (a lower --lr?)",
-        what, (long long)r->state.step + 1, value, r->settings->out);
+    const train_settings *s = r->settings;
+    if (s->checkpoints || s->resume)
+        return fail(err, ERROR_RUNTIME,
+                    "the %s of step %lld is %g: training stopped; the last good checkpoint is %s/latest (a "
+                    "lower --lr?)",
+                    what, (long long)r->state.step + 1, value, s->out);
+    return fail(err, ERROR_RUNTIME,
+                "the %s of step %lld is %g: training stopped; no checkpoint was saved (a lower --lr?)", what,
+                (long long)r->state.step + 1, value);
 }
 
 /* Reads the batch of a step. */
@@ -270,10 +276,13 @@ static bool step(run *r, double *loss, error *err)
 
 /* ---- after a step ---- */
 
-/* Is one of `count` evenly spaced points of the run between the two values of progress? */
-static bool passes(double from, double to, int64_t count)
+/* Was one of `count` evenly spaced points of the run reached by the last step, which began at the progress
+ * `from`? With `steps` the points are computed from the step: (29 / 100) * 100 is less than 29 in doubles. */
+static bool passes(const run *r, double from, int64_t count)
 {
-    return floor(to * (double)count) > floor(from * (double)count);
+    const double points = (double)count, steps = (double)r->settings->steps, step = (double)r->state.step;
+    if (r->settings->steps) return floor(step * points / steps) > floor((step - 1.0) * points / steps);
+    return floor(progress_of(r) * points) > floor(from * points);
 }
 
 static bool write_line(run *r, double val_loss, error *err)
@@ -330,10 +339,10 @@ static bool validate(run *r, int64_t count, evaluation *result, error *err)
 static bool keep_records(run *r, double from, error *err)
 {
     const train_settings *s = r->settings;
-    double to = progress_of(r), val_loss = NAN;
-    bool end = to >= 1.0, validates = !end && passes(from, to, s->evaluations);
+    double val_loss = NAN;
+    bool end = progress_of(r) >= 1.0, validates = !end && passes(r, from, s->evaluations);
     // Before a validation, whose passes overwrite the results of the step's.
-    if ((end || validates || passes(from, to, s->logs)) && !routing_report_read(&r->routing, &r->model, err))
+    if ((end || validates || passes(r, from, s->logs)) && !routing_report_read(&r->routing, &r->model, err))
         return false;
     if (validates) {
         evaluation part;
@@ -341,9 +350,9 @@ static bool keep_records(run *r, double from, error *err)
         if (part.stopped) return true;
         r->val_loss = val_loss = part.loss;
     }
-    if (!end && (passes(from, to, s->logs) || isfinite(val_loss)) && !write_line(r, val_loss, err))
+    if (!end && (passes(r, from, s->logs) || isfinite(val_loss)) && !write_line(r, val_loss, err))
         return false;
-    if (end || !passes(from, to, s->checkpoints)) return true;
+    if (end || !passes(r, from, s->checkpoints)) return true;
     return save(r, err);
 }
 
@@ -380,7 +389,7 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
                              .loss = r->line.loss,
                              .validation = result->validation,
                              .interrupted = result->interrupted,
-                             .parameters = r->model.layout.total,
+                             .parameters = param_count(&r->model.layout),
                              .active = model_active_weights(&s->config),
                              .device_bytes = r->device->ops->used(r->device)};
     error ignored = {0}; // a curve that cannot be drawn is no error of the run
@@ -399,7 +408,13 @@ static void tell_start(const run *r)
 bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
                error *err)
 {
-    run r = {.settings = settings, .val_loss = NAN, .routing = routing_report_none, .staged = -1};
+    run r = {.settings = settings,
+             .val_loss = NAN,
+             .lr = NAN, // not known until a step, nor the line's loss until a line
+             .grad_norm = NAN,
+             .line = {.loss = NAN},
+             .routing = routing_report_none,
+             .staged = -1};
     *result = (train_result){0};
     bool done = open_run(&r, err);
     int64_t first = r.state.step;

@@ -10,6 +10,10 @@ from pathlib import Path
 ENTRY = Path(__file__).resolve().parent.parent / "peers.py"
 
 
+class Failed(RuntimeError):
+    """Nothing can be measured; exit status 3."""
+
+
 class Died(RuntimeError):
     """A measuring process ended while `peer` was running in it."""
 
@@ -28,12 +32,15 @@ class Process:
 
     def start(self):
         self.at, self.unread = None, b""
-        self.child = subprocess.Popen(
-            [self.python, str(ENTRY), "--worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=self.environment,
-        )
+        try:
+            self.child = subprocess.Popen(
+                [self.python, str(ENTRY), "--worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self.environment,
+            )
+        except OSError as error:
+            raise Failed(f"{self.python}: {error.strerror}") from None
 
     def ask(self, do, **arguments):
         """Sends a command and returns the answer. Raises Died if the process ends first."""

@@ -7,13 +7,17 @@ import tempfile
 KEY = ("commit", "device", "suite", "shape", "T", "d", "n", "E", "K", "part", "routing", "dtype", "peer", "tuning")
 
 
+class Broken(ValueError):
+    """A line that is no record."""
+
+
 def key_of(record):
     """The fields that identify a measurement: two records with equal keys are of the same measurement."""
     return tuple(record.get(name) for name in KEY)
 
 
 def read(path):
-    """The records of a file, in order; none if there is no file. A line that is no record raises ValueError."""
+    """The records of a file, in order; none if there is no file. Broken names a line that is no record."""
     try:
         with open(path) as file:
             lines = file.read().splitlines()
@@ -24,7 +28,7 @@ def read(path):
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not a JSON object: {error}") from None
+            raise Broken(f"{path}, line {number}: not a JSON object: {error}") from None
     return records
 
 

@@ -7,16 +7,12 @@ import sys
 import time
 
 from . import records
-from .processes import Died, group
+from .processes import Died, Failed, group
 
 BASE = "smoe"
 PEERS = ("smoe", "smoe-concatenated", "sonicmoe", "scattermoe", "momoe", "grouped_mm", "transformers", "loop", "cublas")
 # Makes SonicMoE's tuner ignore the timings that it keeps in files. The other tuners start anew in every process.
 NEW_TUNING = {"QUACK_FORCE_CACHE_UPDATE": "1"}
-
-
-class Failed(RuntimeError):
-    """Nothing can be measured; exit status 3."""
 
 
 def say(text):

@@ -52,13 +52,17 @@ def tflops(record, measured):
 # ---- which records belong together ----
 
 
+def _kind(record):
+    """What all records of a table share, besides the commit."""
+    return tuple(record.get(name) for name in ("device", "suite", "part", "routing", "dtype"))
+
+
 def newest(records):
-    """The records of the newest commit for each device, suite, part and routing."""
-    group = lambda record: (record["device"], record["suite"], record["part"], record.get("routing"))
+    """The records of the newest commit for each device, suite, part, routing and type."""
     commits = {}
     for record in sorted(records, key=lambda record: record["date"]):
-        commits[group(record)] = record["commit"]
-    return [record for record in records if commits[group(record)] == record["commit"]]
+        commits[_kind(record)] = record["commit"]
+    return [record for record in records if commits[_kind(record)] == record["commit"]]
 
 
 def grouped(records, key):
@@ -181,16 +185,17 @@ def _step_table(title, records):
 
 
 def make(records):
-    """All tables of these records: one for each device, commit, suite, part and routing."""
+    """All tables of these records: one for each commit, device, suite, part, routing and type."""
     made = []
-    key = lambda record: (record["device"], record["commit"], record["suite"], record["part"], record.get("routing"))
-    for (device, commit, suite, part, routing), together in grouped(records, key).items():
+    key = lambda record: (record["commit"], *_kind(record))
+    for (commit, device, suite, part, routing, dtype), together in grouped(records, key).items():
         days = sorted({record["date"][:10] for record in together})
         where = f"{device}, commit {commit}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"
         if part == "e2e":
             made.append(_step_table(f"A whole training step, {where}", together))
         else:
-            made += _layer_tables(f"Suite {suite}, {part}, {routing} routing, {where}", together)
+            other = "" if dtype == "bf16" else f"{dtype}, "
+            made += _layer_tables(f"Suite {suite}, {part}, {routing} routing, {other}{where}", together)
     return made
 
 
@@ -261,7 +266,7 @@ def plot(records, path):
     from matplotlib import pyplot
 
     layers = [record for record in records if record["part"] != "e2e"]
-    shown = ["shape"] + [key for key in ("part", "routing", "device") if len({record[key] for record in layers}) > 1]
+    shown = ["shape"] + [key for key in ("part", "routing", "dtype", "device") if len({record[key] for record in layers}) > 1]
     by_layer = grouped(layers, lambda record: (" ".join(record[key] for key in shown), record["peer"]))
     names = list(dict.fromkeys(name for name, _ in by_layer))
     peers = list(dict.fromkeys(peer for _, peer in by_layer if peer != BASE))

@@ -43,7 +43,7 @@ static bool print(model *m, table_format format, error *err)
     table *t = table_open(stdout, format == TABLE_ALIGNED ? TABLE_VERTICAL : format, columns,
                           sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "info: out of memory");
-    table_integer(t, (int64_t)m->layout.total);
+    table_integer(t, (int64_t)param_count(&m->layout));
     table_integer(t, model_active_weights(&m->config));
     table_integer(t, m->sequences * m->parts);
     table_integer(t, m->parts);
@@ -59,7 +59,8 @@ static bool print(model *m, table_format format, error *err)
     return table_close(t, err);
 }
 
-bool info_model_print(const info_model *wanted, smoe_backend backend, table_format format, error *err)
+bool info_model_print(const info_model *wanted, int32_t chunks, smoe_backend backend, table_format format,
+                      error *err)
 {
     // Counting needs no libraries.
     const device_options device = {.name = backend == SMOE_BACKEND_CUDA ? "cuda-plain" : "cpu",
@@ -71,7 +72,7 @@ bool info_model_print(const info_model *wanted, smoe_backend backend, table_form
                                    .routing = &routing,
                                    .use = MODEL_TRAIN,
                                    .recompute = wanted->recompute,
-                                   .chunks = (int32_t)wanted->chunks,
+                                   .chunks = chunks,
                                    .one_layer = optimizer_takes_layers(wanted->clip, wanted->parts)};
     model_config config;
     model m;

@@ -11,10 +11,11 @@ typedef struct info_model {
     int64_t parts;    // micro-batches of a step
     bool bf16;        // --precision bf16
     model_recompute recompute;
-    int64_t chunks; // column chunks of the experts
-    double clip;    // largest norm of the gradient
+    double clip; // largest norm of the gradient
 } info_model;
 
-bool info_model_print(const info_model *wanted, smoe_backend backend, table_format format, error *err);
+/* `chunks`: column chunks of the experts */
+bool info_model_print(const info_model *wanted, int32_t chunks, smoe_backend backend, table_format format,
+                      error *err);
 
 #endif

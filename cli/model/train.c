@@ -4,6 +4,7 @@
 #include "cli/model/progress.h"
 #include "cli/model/skipped.h"
 #include "cli/model/train_options.h"
+#include "common/clock.h"
 #include "train/checkpoint.h"
 
 #include <math.h>
@@ -17,16 +18,28 @@ enum { PATH_BYTES = 4096 };
  * on. */
 static volatile sig_atomic_t stop_asked;
 
+/* A signal within a second of the first is the same request: `timeout` sends one to the process and one to
+ * its group. A later one ends the program. */
 static void ask_to_stop(int number)
 {
-    stop_asked = number;
+    static double first;
+    const double now = clock_seconds();
+    if (!stop_asked) {
+        stop_asked = number;
+        first = now;
+    } else if (now - first > 1.0) {
+        signal(number, SIG_DFL);
+        raise(number); // comes when the handler returns
+    }
 }
 
 /* At the first interrupt the run finishes its step, or stops its validation, and saves a checkpoint. A second
- * interrupt ends the program at once. Finished checkpoints stay. */
+ * interrupt, a second later or more, ends the program at once. Finished checkpoints stay. */
 static void catch_signals(void)
 {
-    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = (int)(SA_RESETHAND | SA_RESTART)};
+    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = SA_RESTART};
+    sigaddset(&action.sa_mask, SIGINT); // one at a time
+    sigaddset(&action.sa_mask, SIGTERM);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     signal(SIGXFSZ, SIG_IGN); // so that writing past the limit of a file's size is an error of the write
@@ -61,25 +74,25 @@ static bool print_result(const train_options *options, const train_result *r, er
     table_number(t, r->loss);
     table_number(t, validated ? r->validation.loss : (double)NAN);
     table_number(t, validated ? evaluation_bits_per_byte(&r->validation) : (double)NAN);
-    table_integer(t, r->validation.tokens);
+    table_integer(t, validated ? r->validation.tokens : 0);
     table_number(t, r->device_bytes ? (double)r->device_bytes / 1e9 : (double)NAN);
     table_end_row(t);
     return table_close(t, err);
 }
 
 /* A run that starts from a checkpoint takes the model's sizes from it. A resumed run does so unless the
- * command line gives sizes. */
+ * command line gives sizes. A context and the coefficient of the load-balance loss are no sizes. */
 static bool adopt_shape(train_options *options, error *err)
 {
     train_settings *s = &options->settings;
     const int64_t context = s->config.context;
     char path[PATH_BYTES];
-    if (!s->from && (!s->resume || options->sizes_given || options->context_given)) return true;
+    if (!s->from && (!s->resume || options->sizes_given)) return true;
     if (!checkpoint_find(s->from ? s->from : s->out, path, sizeof path, err) ||
         !checkpoint_load_config(path, &s->config, err))
         return false;
-    if (s->from) s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
-    if (s->from && options->context_given) s->config.context = context;
+    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    if (options->context_given) s->config.context = context;
     return true;
 }
 
@@ -102,11 +115,24 @@ static void show_start(const train_settings *s, const train_start *start)
                 start->elapsed, s->seconds);
 }
 
-/* If no vocabulary is given, it is that of the tokenizer, rounded up to a multiple of 64. */
-static bool adopt_vocabulary(train_settings *s, error *err)
+/* What the run has written. Without checkpoints none can be resumed. */
+static void show_end(const train_settings *s, const train_result *result)
 {
+    const char *curve = result->drawn ? ", curve.png" : "", *latest = s->checkpoints ? ", latest" : "";
+    const char *state = !result->interrupted ? "done"
+                        : s->checkpoints     ? "interrupted, go on with --resume"
+                                             : "interrupted, no checkpoint was saved";
+    const bool several = *curve || *latest;
+    fprintf(stderr, "%s: %s/%strain.jsonl%s%s%s\n", state, s->out, several ? "{" : "", curve, latest,
+            several ? "}" : "");
+}
+
+/* If no vocabulary is given, it is that of the tokenizer, rounded up to a multiple of 64. */
+static bool adopt_vocabulary(train_options *options, error *err)
+{
+    train_settings *s = &options->settings;
     tokenizer words;
-    if (!s->tokenizer || s->config.vocab != train_settings_default().config.vocab) return true;
+    if (!s->tokenizer || options->vocab_given) return true;
     if (!tokenizer_open(&words, s->tokenizer, err)) return false;
     s->config.vocab = (words.table.tokens + 63) / 64 * 64;
     tokenizer_close(&words);
@@ -117,7 +143,7 @@ static bool train(train_options *options, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
     train_result result;
-    if (!adopt_vocabulary(s, err) || !adopt_shape(options, err)) return false;
+    if (!adopt_vocabulary(options, err) || !adopt_shape(options, err)) return false;
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();
     s->stop = &stop_asked;
@@ -126,9 +152,7 @@ static bool train(train_options *options, bool *interrupted, error *err)
     progress_end(&shown);
     if (!done || !print_result(options, &result, err)) return false;
     *interrupted = result.interrupted;
-    const char *curve = result.drawn ? ", curve.png" : "";
-    fprintf(stderr, "%s: %s/{train.jsonl%s, latest}\n",
-            result.interrupted ? "interrupted, go on with --resume" : "done", s->out, curve);
+    show_end(s, &result);
     return true;
 }
 

@@ -62,7 +62,7 @@ static const number_option numbers[] = {
     {"context", "TOKENS", CONFIG(context), INT64, 1, 1 << 24, GROUP_MODEL, "Tokens of a sequence"},
     {"vocab", "N", CONFIG(vocab), INT64, 2, 1 << 24, GROUP_MODEL,
      "Size of the vocabulary; text without --tokenizer needs 256"},
-    {"init", "X", CONFIG(initializer_range), REAL, 0, 10, GROUP_MODEL,
+    {"init", "X", CONFIG(initializer_range), REAL, 1e-6, 10, GROUP_MODEL,
      "Standard deviation of the first weights"},
 
     {"tile", "M", AT(routing.tile), INT32, 1, 4096, GROUP_ROUTING, "Tile of the rounding rules"},
@@ -200,6 +200,7 @@ static void parse_number(train_options *options, int index, const char *text, st
     options->sizes_given |=
         o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
     options->context_given |= o->offset == CONFIG(context);
+    options->vocab_given |= o->offset == CONFIG(vocab);
     if (o->offset == AT(steps) || o->offset == AT(seconds)) note_length(options, o->name, state);
 }
 

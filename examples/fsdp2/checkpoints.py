@@ -99,16 +99,19 @@ def check_new(out: str) -> None:
         raise UsageError(f"--out {out} holds {newest(out).name} already: give --resume, or another folder")
 
 
-def read_note(out: str, wanted: dict) -> int:
-    """The newest checkpoint's step. A checkpoint whose settings are not those of `wanted` raises UsageError."""
+def read_note(out: str) -> dict:
+    """The note of the newest checkpoint: its step and settings."""
     path = newest(out)
     if path is None:
         raise UsageError(f"--resume: {out} holds no checkpoint")
-    note = json.loads((path / NOTE).read_text())
+    return json.loads((path / NOTE).read_text())
+
+
+def check_same(out: str, note: dict, wanted: dict) -> None:
+    """A checkpoint whose settings are not those of `wanted` raises UsageError."""
     for key, value in wanted.items():
         if note.get(key) != value:
-            raise UsageError(f"--resume: {path} was trained with {key} {note.get(key)}, not {value}")
-    return note["step"]
+            raise UsageError(f"--resume: {newest(out)} was trained with {key} {note.get(key)}, not {value}")
 
 
 def load(out: str, model, optimizer) -> None:

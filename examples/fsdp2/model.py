@@ -205,7 +205,8 @@ class Checkpoint:
             self.keys = json.loads((self.folder / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise UsageError(f"--init {folder}: no readable config.json ({error})")
-        extra = [key for key in ("shared_expert_intermediate_size", "first_k_dense_replace") if self.keys.get(key)]
+        beyond = ("shared_expert_intermediate_size", "first_k_dense_replace", "clip_qkv", "attention_bias", "rope_scaling")
+        extra = [key for key in beyond if self.keys.get(key)]
         if self.keys.get("model_type") not in ("olmoe", "smoe") or extra:
             what = extra[0] if extra else f"model_type {self.keys.get('model_type')}"
             raise UsageError(f"--init {folder}: {what} is not supported, only OLMoE's decoder")

@@ -41,8 +41,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     data.add_argument("--random", action="store_true", help="uniform random tokens instead")
     data.add_argument(
-        "--batch", type=_count, help="sequences in a step of all processes together (the model's for each process)"
-    )
+        "--batch", type=_count,
+        help="sequences in a step of all processes together (the model's for each process; with --resume the checkpoint's)",
+    )  # fmt: skip
     data.add_argument("--seed", type=int, default=1, help="seed of the first weights and of the samples (1)")
     model = p.add_argument_group("model")
     model.add_argument("--model", choices=CONFIGS, default="tiny", help="the paper's 0.5B, 1.4B, 7B, or tiny")

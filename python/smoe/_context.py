@@ -169,8 +169,10 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _make(key: int) -> Context:
-    if idle := _idle.get(key):
-        return idle.pop()
+    try:
+        return _idle[key].pop()  # one step: another thread that starts may take the last one at any moment
+    except (KeyError, IndexError):
+        pass
     if key < 0:
         return Context(native.create_context("cpu", threads=1 if _forked else -key), key)
     if torch.cuda._is_in_bad_fork():

@@ -20,6 +20,7 @@ from ._layout import parse
 __all__ = ["experts", "experts_rows", "moe"]
 
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32", "int64": "i64"}
+_INDEX_DTYPES = ("int32", "int64")
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # smoe's backends and XLA's names
 
 
@@ -27,7 +28,14 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # smoe's backends and XLA's names
 def _register() -> None:
     """Registers the handlers with XLA, once. libsmoe_xla.so needs libsmoe, which is already loaded, so that the dynamic
     loader finds it by its soname."""
-    library = ctypes.CDLL(str(native.path.with_name("libsmoe_xla.so")))
+    path = native.path.with_name("libsmoe_xla.so")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"smoe.jax: the XLA handlers {path} do not load: {error}. They stand beside libsmoe.so in the installed package and "
+            "in a build's src folder"
+        ) from error
     for backend, platform in _PLATFORMS.items():
         for direction in ("forward", "backward"):
             name = f"smoe_xla_{backend}_{direction}"
@@ -42,7 +50,7 @@ def _context(backend: str) -> int:
 
 
 def _threads(backend: str) -> int:
-    return len(os.sched_getaffinity(0)) if backend == "cpu" else 0
+    return min(len(os.sched_getaffinity(0)), native.MOST_THREADS) if backend == "cpu" else 0
 
 
 def _backend() -> str:
@@ -73,7 +81,9 @@ def _call(direction: str, backend: str, layer: native.Layer, struct, scalars: di
     fields = [*arguments, *results]
     offset = lambda field: getattr(struct, field).offset if hasattr(struct, field) else -1
     call = jax.ffi.ffi_call(
-        f"smoe_xla_{backend}_{direction}", [jax.ShapeDtypeStruct(*shape) for shape in results.values()]
+        f"smoe_xla_{backend}_{direction}",
+        [jax.ShapeDtypeStruct(*shape) for shape in results.values()],
+        vmap_method="sequential",
     )
     found = call(
         *arguments.values(),
@@ -162,18 +172,38 @@ def _run_backward(problem: _Problem, kept, cotangents):
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _check(function: str, x, w1, w2, activation: str) -> None:
-    if activation not in native.ACTIVATIONS:
-        raise ValueError(f"{function}: activation is {activation!r}; expected one of {', '.join(native.ACTIVATIONS)}")
+def _choice(function: str, name: str, value, allowed) -> None:
+    if value not in allowed:
+        raise ValueError(f"{function}: {name} is {value!r}; expected one of {', '.join(allowed)}")
+
+
+def _expect(function: str, name: str, value, shape: tuple, dtypes: tuple[str, ...]) -> None:
+    """The library gets an address alone, so an array of another shape or dtype would be read, or written, past its end."""
+    if value.shape != shape:
+        raise ValueError(f"{function}: {name} has shape {value.shape}; expected {shape}")
+    if value.dtype.name not in dtypes:
+        raise TypeError(f"{function}: {name} has dtype {value.dtype}; expected {' or '.join(dtypes)}")
+
+
+def _operands(function: str, x, w1, w2, b1, b2, activation: str, layout: str) -> dict:
+    """Those that all functions share, as arrays that were checked."""
+    _choice(function, "activation", activation, native.ACTIVATIONS)
+    _choice(function, "layout", layout, native.LAYOUTS)
+    operands = dict(x=x, w1=w1, w2=w2, b1=b1, b2=b2)
+    operands = {name: None if value is None else jnp.asarray(value) for name, value in operands.items()}
+    x, w2 = operands["x"], operands["w2"]
+    if w2.ndim != 3:
+        raise ValueError(f"{function}: w2 has shape {w2.shape}; expected (E, H, I)")
     count, hidden, intermediate = w2.shape
-    width = (2 if activation in native.GATED_ACTIVATIONS else 1) * intermediate
     if x.ndim != 2 or x.shape[1] != hidden:
         raise ValueError(f"{function}: x has shape {x.shape}; expected (T, {hidden})")
-    if w1.shape != (count, width, hidden):
-        raise ValueError(f"{function}: w1 has shape {w1.shape}; expected {(count, width, hidden)}")
-    for name, value in (("w1", w1), ("w2", w2)):
-        if value.dtype != x.dtype:
-            raise TypeError(f"{function}: {name} has dtype {value.dtype}; expected {x.dtype}, the dtype of x")
+    _expect(function, "x", x, x.shape, ("float32", "bfloat16", "float16"))
+    width = (2 if activation in native.GATED_ACTIVATIONS else 1) * intermediate
+    shapes = dict(w1=(count, width, hidden), w2=w2.shape, b1=(count, width), b2=(count, hidden))
+    for name, shape in shapes.items():
+        if operands[name] is not None:
+            _expect(function, name, operands[name], shape, (x.dtype.name,))
+    return operands
 
 
 def experts(
@@ -181,12 +211,14 @@ def experts(
 ) -> jax.Array:
     """out[t] = sum over k of weights[t, k] expert[ids[t, k]](x[t]); x (T, H), ids (T, K) int32 or int64, weights (T, K),
     w1 (E, 2I or I, H), w2 (E, H, I), b1 (E, 2I or I), b2 (E, H)."""
-    _check("smoe.jax.experts", x, w1, w2, activation)
-    if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
-        raise ValueError(f"smoe.jax.experts: ids has shape {ids.shape} and weights {weights.shape}; expected (T, K) of both")
-    operands = dict(x=x, topk_ids=ids, topk_weights=weights.astype(jnp.float32), w1=w1, w2=w2, b1=b1, b2=b2)
+    function = "smoe.jax.experts"
+    operands = _operands(function, x, w1, w2, b1, b2, activation, layout)
+    x, ids, weights = operands["x"], jnp.asarray(ids), jnp.asarray(weights, jnp.float32)
+    if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"{function}: ids has shape {ids.shape} and weights {weights.shape}; expected (T, K) of both")
+    _expect(function, "ids", ids, ids.shape, _INDEX_DTYPES)
     problem = _Problem("from_topk", f"{activation} {layout} {chunks} 0", ids.shape[1])
-    return _run(problem, operands)[0] if x.shape[0] else jnp.zeros_like(x)
+    return _run(problem, operands | dict(topk_ids=ids, topk_weights=weights))[0] if x.shape[0] else jnp.zeros_like(x)
 
 
 def experts_rows(
@@ -194,13 +226,31 @@ def experts_rows(
 ) -> jax.Array:
     """The experts on rows (R, H) sorted by expert: expert e has rows offsets[e] to offsets[e + 1] - 1, offsets (E + 1)
     int32 or int64; row_weights (R) or None for ones. Rows past offsets[E] give zeros."""
-    _check("smoe.jax.experts_rows", rows, w1, w2, activation)
-    if offsets.shape != (w2.shape[0] + 1,):
-        raise ValueError(f"smoe.jax.experts_rows: offsets has shape {offsets.shape}; expected ({w2.shape[0] + 1},)")
-    weights = None if row_weights is None else row_weights.astype(jnp.float32)
-    operands = dict(x=rows, offsets=offsets, row_weights=weights, w1=w1, w2=w2, b1=b1, b2=b2)
+    function = "smoe.jax.experts_rows"
+    operands = _operands(function, rows, w1, w2, b1, b2, activation, layout)
+    rows, offsets = operands["x"], jnp.asarray(offsets)
+    _expect(function, "offsets", offsets, (operands["w2"].shape[0] + 1,), _INDEX_DTYPES)
+    weights = None if row_weights is None else jnp.asarray(row_weights, jnp.float32)
+    if weights is not None:
+        _expect(function, "row_weights", weights, rows.shape[:1], ("float32",))
     problem = _Problem("from_rows", f"{activation} {layout} {chunks} 0", 1)
+    operands |= dict(offsets=offsets, row_weights=weights)
     return _run(problem, operands)[0] if rows.shape[0] else jnp.zeros_like(rows)
+
+
+def _router(function: str, operands: dict, router_weight, router_bias, selection_bias, score: str) -> dict:
+    (count, hidden, _), dtype = operands["w2"].shape, operands["x"].dtype.name
+    router = dict(router_weight=router_weight, router_bias=router_bias, selection_bias=selection_bias)
+    router = {name: None if value is None else jnp.asarray(value) for name, value in router.items()}
+    _expect(function, "router_weight", router["router_weight"], (count, hidden), (dtype,))
+    if router_bias is not None:
+        _expect(function, "router_bias", router["router_bias"], (count,), (dtype,))
+    if selection_bias is not None:
+        if score != "sigmoid":
+            raise ValueError(f"{function}: selection_bias is given with score {score!r}; only 'sigmoid' has one")
+        router["selection_bias"] = router["selection_bias"].astype(jnp.float32)
+        _expect(function, "selection_bias", router["selection_bias"], (count,), ("float32",))
+    return router
 
 
 def moe(
@@ -208,14 +258,18 @@ def moe(
     layout="concatenated", score="softmax_topk", norm_topk_prob=False, n_group=1, topk_group=1, routed_scaling_factor=1.0,
     rounding="none", tile=128, seed=0, step=0, balance_coefficient=0.0, z_coefficient=0.0, chunks=1,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E) float32; options as in
-    smoe.moe. Returns out (T, H) and the losses (2) float32, load balance and z. The losses are not differentiable: the
-    backward itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1]."""
-    _check("smoe.jax.moe", x, w1, w2, activation)
+    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E); options as in smoe.moe.
+    Returns out (T, H) and the losses (2) float32, load balance and z. The losses are not differentiable: the backward
+    itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1]."""
+    function = "smoe.jax.moe"
+    operands = _operands(function, x, w1, w2, b1, b2, activation, layout)
+    _choice(function, "score", score, native.SCORES)
+    _choice(function, "rounding", rounding, native.ROUNDINGS)
+    operands |= _router(function, operands, router_weight, router_bias, selection_bias, score)
     options = (
         f"{activation} {layout} {chunks} 0 {score} {int(norm_topk_prob)} {n_group} {topk_group} "
         f"{float(routed_scaling_factor)} {rounding} {tile} {seed} 0 {float(balance_coefficient)} {float(z_coefficient)} 1 0"
     )
-    operands = dict(x=x, router_weight=router_weight, router_bias=router_bias, w1=w1, w2=w2, b1=b1, b2=b2)
-    operands["selection_bias"] = selection_bias
+    if not operands["x"].shape[0]:
+        return jnp.zeros_like(operands["x"]), jnp.zeros(2, jnp.float32)
     return _run(_Problem("from_logits", options, top_k, step), operands)

@@ -16,6 +16,15 @@ class _Router(nn.Module):
         shift = torch.zeros(experts, dtype=torch.float32, device=kind["device"]) if selection_bias else None
         self.register_buffer("e_score_correction_bias", shift)
 
+    def _apply(self, fn, recurse=True):
+        """`.to(dtype)` and `.bfloat16()` leave the selection bias float32: its steps of gamma are too small for bfloat16."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if after is not None and after.dtype is not torch.float32:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
+
 
 class _Experts(nn.Module):
     """`gate_up_proj` (E, 2I, H) (without a gate `up_proj` (E, I, H)), `down_proj` (E, H, I), and their biases."""
@@ -68,12 +77,13 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws matrices from a normal distribution with standard deviation initializer_range; sets biases to zero."""
-        for name, parameter in self.named_parameters():
+        """Draws matrices from a normal distribution with standard deviation initializer_range; sets biases to zero, the
+        selection bias too."""
+        for name, value in (*self.named_parameters(), *self.named_buffers()):
             if name.endswith("bias"):
-                nn.init.zeros_(parameter)
+                nn.init.zeros_(value)
             else:
-                nn.init.normal_(parameter, std=self.initializer_range)
+                nn.init.normal_(value, std=self.initializer_range)
 
     def forward(self, x: Tensor, *, step: int = 0, losses: bool = False, counts: bool = False):
         """Maps x (..., H) to out (..., H). With `losses` or `counts` it returns an smoe.MoEOutput, whose logits (T, E)

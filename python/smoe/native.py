@@ -130,12 +130,15 @@ def _library_path() -> Path:
 
 def _load(path: Path) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
+        return _declared(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:  # no library, or one without smoe's functions
         raise ImportError(
             f"smoe: the C library {path} does not load: {error}. Install the package with `pip install .`, or let "
             "the environment variable SMOE_LIBRARY name a libsmoe.so"
         ) from error
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     calls = {
         "smoe_create": 2,
         "smoe_supports": 2,
@@ -199,9 +202,13 @@ def last_error(context: int, status: int) -> Exception:
     return error(status, (library.smoe_last_error(context) or b"").decode())
 
 
+MOST_THREADS = 512  # of a context; a machine may have more processors
+
+
 def create_context(backend: str, device: int = 0, threads: int = 0) -> int:
     """The address of a new smoe_context. `device` is the GPU of a cuda context; `threads` is the number of OpenMP
-    threads of a cpu context (0: OpenMP's default)."""
+    threads of a cpu context (0: OpenMP's default), at most MOST_THREADS."""
+    threads = min(threads, MOST_THREADS)
     text = ctypes.create_string_buffer(512)
     options = ContextOptions(ctypes.sizeof(ContextOptions), BACKENDS[backend], device, threads)
     options.error_text, options.error_size = ctypes.addressof(text), len(text)

@@ -7,6 +7,8 @@ first layers) with its byte tokenizer. Experts that smoe cannot compute, because
 experts or their dtype, run as Transformers' own eager code. One warning states the reason.
 """
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from transformers import (
     activations,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
@@ -51,10 +54,11 @@ def _activation_of(function, gated: bool) -> str | None:
     return None
 
 
-def _is_gpt_oss(experts: nn.Module) -> bool:
-    kind = type(experts)
-    home = (kind.__module__, kind.__name__)
-    return home == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
+def _has_gpt_oss_gate(experts: nn.Module) -> bool:
+    """By the gate's function: PEFT's LoRA on expert weights makes a class of its own that inherits it."""
+    gate = type(experts)._apply_gate
+    home = (gate.__module__, gate.__qualname__)
+    return home == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate")
 
 
 def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
@@ -63,7 +67,7 @@ def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
     if getattr(experts, "has_post_expert_norm", False):
         return None, "", "it has a norm after each expert"
     gated = getattr(experts, "has_gate", True)
-    if _is_gpt_oss(experts):
+    if _has_gpt_oss_gate(experts):
         if experts.alpha == 1.702 and experts.limit == 7.0:
             return "swiglu_oai", "interleaved", ""
         return None, "", f"its gate has alpha {experts.alpha} and limit {experts.limit}; smoe has 1.702 and 7"
@@ -73,12 +77,19 @@ def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
     return activation, "concatenated", f"smoe has no activation {type(experts.act_fn).__name__}"
 
 
+def _transposed(weight: Tensor) -> Tensor:
+    """The view (E, columns, rows). A weight that is computed at every forward (PEFT's LoRA on expert weights) has no memory
+    that prepare could lay out: of it a copy."""
+    turned = weight.transpose(1, 2)
+    return turned if isinstance(weight, nn.Parameter) else turned.contiguous()
+
+
 def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """w1, b1, w2, b2 as views in smoe's orientation."""
+    """w1, b1, w2, b2 in smoe's orientation."""
     up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     w1, w2 = getattr(experts, up), experts.down_proj
     if getattr(experts, "is_transposed", False):
-        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+        w1, w2 = _transposed(w1), _transposed(w2)
     if not getattr(experts, "has_bias", False):
         return w1, None, w2, None
     return w1, getattr(experts, up + "_bias"), w2, experts.down_proj_bias
@@ -92,12 +103,11 @@ def _local(tensor: Tensor | None) -> Tensor | None:
 
 def _why_not(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> str:
     """Why these tensors cannot go to smoe, "" if they can."""
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    casts = torch.is_autocast_enabled(x.device.type)  # x and the weights, to one dtype
+    dtype = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
     if dtype not in _checks.DTYPES.get(x.device.type, ()):
         return f"{dtype} on {x.device.type} is not supported"
-    if x.dtype != w1.dtype and dtype == x.dtype:
+    if x.dtype != w1.dtype and not casts:
         return f"its inputs are {x.dtype} and its weights {w1.dtype}"
     if w2.shape[1] % 8 or w2.shape[2] % 8:
         return f"its sizes {w2.shape[1]} and {w2.shape[2]} are not multiples of 8"
@@ -119,8 +129,15 @@ def _keep_possible(ids: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Te
     return ids.gather(1, first), weights.gather(1, first)
 
 
+def _eager(experts: nn.Module, reason: str, *arguments: Tensor) -> Tensor:
+    """The class's own forward, below every wrapper that chooses an implementation."""
+    _logger.warning_once(f"smoe: {type(experts).__name__} runs as eager: {reason}.")
+    return inspect.unwrap(type(experts).forward)(experts, *arguments)
+
+
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function behind experts_implementation="smoe": hidden_states (T, H), ids and weights (T, K) to (T, H)."""
+    """The function behind experts_implementation="smoe": hidden_states (T, H), ids and weights (T, K) to (T, H) in the dtype
+    of hidden_states."""
     activation, layout, reason = _math_of(self)
     if activation is not None:
         if getattr(self, "is_transposed", False) and not torch.compiler.is_compiling():
@@ -128,13 +145,13 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         w1, b1, w2, b2 = map(_local, _weights_of(self))
         reason = _why_not(hidden_states, w1, b1, w2, b2)
     if activation is None or reason:
-        _logger.warning_once(f"smoe: {type(self).__name__} runs as eager: {reason}.")
-        return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+        return _eager(self, reason, hidden_states, top_k_index, top_k_weights)
     if top_k_index.shape[1] > w2.shape[0]:
         top_k_index, top_k_weights = _keep_possible(top_k_index, top_k_weights, w2.shape[0])
-    return functional.experts(
+    out = functional.experts(
         hidden_states, top_k_index, top_k_weights, w1, w2, b1=b1, b2=b2, activation=activation, layout=layout
     )
+    return out.to(hidden_states.dtype)  # under autocast too, as Transformers' own experts functions do
 
 
 # ---- weights stored [E, H, 2I], [E, I, H] (gpt-oss) ----
@@ -173,7 +190,13 @@ def prepare(model: nn.Module) -> nn.Module:
     return model
 
 
+def _quantized_forward(self: nn.Module, *arguments: Tensor) -> Tensor:
+    """Behind the name "smoe" for the experts of an FP8 checkpoint, which have functions of their own."""
+    return _eager(self, "its weights are FP8; load the model with dequantize=True in its quantization config", *arguments)
+
+
 ALL_EXPERTS_FUNCTIONS.register("smoe", experts_forward)
+ALL_FP8_EXPERTS_FUNCTIONS.register("smoe", _quantized_forward)
 
 # ---- smoe's own model type ----
 
@@ -256,10 +279,12 @@ class ByteTokenizer(PreTrainedTokenizer):
         return ord(token)
 
     def _convert_id_to_token(self, index: int) -> str:
-        return chr(index)
+        return chr(index) if index < 256 else "\ufffd"  # a model may have a larger vocabulary
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return bytes(map(ord, tokens)).decode(errors="replace")
+        """Bytes, and between them added tokens (a padding token) as they are written."""
+        latin = lambda token: len(token) == 1 and ord(token) < 256
+        return b"".join(bytes([ord(t)]) if latin(t) else t.encode() for t in tokens).decode(errors="replace")
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         return ()

@@ -63,6 +63,19 @@ def test_sonicmoe_layer(layer, concat, score):
     assert all(near(a, b, 1e-4) for a, b in zip(ours, theirs))
 
 
+def test_sonicmoes_activations(layer):
+    """SonicMoE's GEGLU is a kernel of QuACK with the tanh approximation; its ReGLU is the same as smoe's."""
+    made = layer()
+    x, router, w1, w2 = (made[name].detach() for name in ("x", "router_weight", "w1", "w2"))
+    for theirs, ours in (("geglu", "geglu_tanh"), ("reglu", "reglu")):
+        kind = types.SimpleNamespace(value=theirs)  # an ActivationType
+        out = compat.moe_TC_softmax_topk_layer(
+            x, router, w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None, K, 0, kind, concat_layout=True
+        )[0]
+        logits = x @ router.T
+        assert torch.equal(out, smoe.moe(x, None, w1, w2, top_k=K, logits=logits, score="topk_softmax", activation=ours).out)
+
+
 def test_sonicmoe_general_routing(layer):
     """Tokens with no pair, one pair and several pairs. A pair with an expert outside of 0..E-1 is skipped."""
     made = layer()
@@ -116,6 +129,19 @@ def test_prime_rl_rows(layer):
     assert near(out, wanted) and torch.all(out[45:] == 0)
     (ours,), (theirs,) = gradients(out, [w13]), gradients(wanted, [made["w1"]])
     assert near(ours.view_as(theirs), theirs, 1e-4)
+
+
+def test_prime_rl_compiled(layer):
+    """prime-rl compiles its layers. That w1 and w3 are views of one parameter is checked outside of the graph."""
+    torch._dynamo.reset()
+    made, counts = layer(T=40), torch.full((E,), 5)
+    w13 = made["w1"].detach().view(E, 2, I, H).clone().requires_grad_()
+    run = lambda x: compat.grouped_experts(x * 2, counts, w13[:, 0], made["w2"], w13[:, 1]) + 1
+    x = made["x"].detach()
+    out, again = run(x), torch.compile(run, backend="aot_eager")(x)
+    assert torch.equal(out, again)
+    (plain,), (compiled,) = gradients(out, [w13]), gradients(again, [w13])
+    assert torch.equal(plain, compiled)
 
 
 # ---- torchtitan: stand-ins with torchtitan's names and signatures ----

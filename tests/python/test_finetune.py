@@ -41,16 +41,18 @@ def test_modes(tmp_path, monkeypatch, capsys):
     assert "tokens/s" in capsys.readouterr().out
 
 
-def test_checkpoint(tmp_path, monkeypatch):
-    """--model uses the checkpoint's weights and vocabulary. Only one of the two runs calls smoe."""
-    sizes = dict(layers=1, hidden=32, intermediate=16, experts=4, topk=2, heads=2, vocabulary=64, context=16)
+@pytest.mark.parametrize("vocabulary, text", [(64, []), (256, [__file__])], ids=["random", "bytes"])
+def test_checkpoint(vocabulary, text, tmp_path, monkeypatch):
+    """--model uses the checkpoint's weights and vocabulary. Only one of the two runs calls smoe. A checkpoint without a
+    tokenizer and with a vocabulary of 256 takes text as bytes."""
+    sizes = dict(layers=1, hidden=32, intermediate=16, experts=4, topk=2, heads=2, vocabulary=vocabulary, context=16)
     o = argparse.Namespace(**sizes, model=None, device="cpu", seed=3)
     finetune_transformers.build(o, "eager").save_pretrained(tmp_path / "model")
     calls, real = [], functional.experts
     monkeypatch.setattr(functional, "experts", lambda *a, **k: calls.append(1) or real(*a, **k))
     short = ["--modes", "full", "--context", "16", "--batch", "2", "--steps", "2", "--json", str(tmp_path / "log")]
     monkeypatch.setattr(finetune_transformers.torch.cuda, "is_available", lambda: False)
-    assert finetune_transformers.main(["--model", str(tmp_path / "model"), *short, "--tolerance", "2e-4"]) == 0
+    assert finetune_transformers.main(["--model", str(tmp_path / "model"), *text, *short, "--tolerance", "2e-4"]) == 0
     assert len(calls) == 2
 
 

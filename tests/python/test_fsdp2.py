@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train_fsdp2  # noqa: E402
 
 TEXT = str(ROOT / "README.md")
-RUN = ["--device", "cpu", "--batch", "8", "--lr", "4e-3", "--log-every", "1", "--seed", "5"]
+SETTINGS = ["--device", "cpu", "--lr", "4e-3", "--log-every", "1", "--seed", "5"]
+RUN = [*SETTINGS, "--batch", "8"]
 STEPS = 8
 
 # The fork server imports torch once for all processes. It finds modules only by PYTHONPATH.
@@ -101,14 +102,15 @@ def alone(tmp_path_factory):
 
 
 def test_two_then_four_processes(alone, tmp_path):
-    run = [TEXT, *RUN, "--steps", str(STEPS), "--out", str(tmp_path / "out")]
-    status, said = train(tmp_path / "two", 2, *run, "--save-every", "4")
+    """The second run is not told the batch: it is the checkpoint's."""
+    run = ["--steps", str(STEPS), "--out", str(tmp_path / "out")]
+    status, said = train(tmp_path / "two", 2, TEXT, *RUN, *run, "--save-every", "4")
     assert status == [0, 0], said
     assert close(losses(tmp_path / "two"), alone)
     latest = tmp_path / "out/latest"
     latest.unlink()
     latest.symlink_to("step-0000004")
-    status, said = train(tmp_path / "four", 4, *run, "--resume")
+    status, said = train(tmp_path / "four", 4, TEXT, *SETTINGS, *run, "--resume")
     assert status == [0] * 4, said
     assert close(losses(tmp_path / "four"), {step: alone[step] for step in range(5, STEPS + 1)})
 
@@ -210,6 +212,13 @@ def test_usage_errors(arguments, message, tmp_path, capsys):
             torch.distributed.destroy_process_group()
     said = capsys.readouterr().err
     assert status == 2 and "train_fsdp2.py: " in said and message in said, said
+
+
+def test_init_of_another_model(tmp_path):
+    """What this model has not must not be left out of a checkpoint's."""
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="olmoe", clip_qkv=8.0)))
+    with pytest.raises(train_fsdp2.UsageError, match="clip_qkv is not supported"):
+        train_fsdp2.models.Checkpoint(str(tmp_path))
 
 
 def test_failures(tmp_path):

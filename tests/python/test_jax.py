@@ -1,8 +1,10 @@
 """smoe.jax on the CPU compared with a dense JAX layer in float32, under jit and grad; python/xla/xla_ffi.h compared
 with jaxlib's header."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,85 @@ def test_bad_input():
         smoe.jax.experts(given["x"], given["ids"], given["weights"], given["w1"], given["w2"].astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="topk is 9|experts"):
         smoe.jax.moe(given["x"], given["router_weight"], given["w1"], given["w2"], top_k=9)
+
+
+def test_wrong_shapes_and_dtypes():
+    """Arguments with which the library would access memory past a buffer's end, or read numbers as another type."""
+    given, half = made(), jnp.bfloat16
+    router, biases = given["router_weight"], dict(b1=given["b1"], b2=given["b2"])
+    moe, experts, rows = smoe.jax.moe, smoe.jax.experts, smoe.jax.experts_rows
+    x_w = (given["x"], given["w1"], given["w2"])
+    ids, weights, offsets = given["ids"], given["weights"], jnp.arange(E + 1)
+    with_router = lambda router_weight, **more: lambda: moe(x_w[0], router_weight, *x_w[1:], top_k=K, **more)
+    with_ids = lambda ids, **more: lambda: experts(x_w[0], ids, weights, *x_w[1:], **more)
+    with_rows = lambda offsets, *more: lambda: rows(x_w[0], offsets, *x_w[1:], *more)
+    sigmoid = dict(score="sigmoid")
+    cases = [
+        (with_router(router[:4]), ValueError, "router_weight has shape"),
+        (with_router(router.astype(half)), TypeError, "router_weight has dtype bfloat16; expected float32"),
+        (with_router(router, router_bias=jnp.ones(2)), ValueError, "router_bias has shape"),
+        (with_router(router, router_bias=jnp.ones(E, half)), TypeError, "router_bias has dtype"),
+        (with_router(router, selection_bias=jnp.ones(2), **sigmoid), ValueError, "selection_bias has shape"),
+        (with_router(router, selection_bias=jnp.ones(E)), ValueError, "only 'sigmoid' has one"),
+        (with_router(router, score="soft"), ValueError, "score is 'soft'"),
+        (with_router(router, rounding="nrs"), ValueError, "rounding is 'nrs'"),
+        (with_ids(ids, b1=biases["b1"][:2]), ValueError, "b1 has shape"),
+        (with_ids(ids, b2=biases["b2"].astype(half)), TypeError, "b2 has dtype"),
+        (with_ids(ids[:, 0]), ValueError, "ids has shape"),
+        (with_ids(ids.astype(jnp.int16)), TypeError, "ids has dtype int16"),
+        (with_ids(ids, layout="rows"), ValueError, "layout is 'rows'"),
+        (with_rows(offsets.astype(jnp.float32)), TypeError, "offsets has dtype"),
+        (with_rows(offsets, jnp.ones(3)), ValueError, "row_weights has shape"),
+    ]
+    for call, exception, text in cases:
+        with pytest.raises(exception, match=text):
+            call()
+
+
+def test_selection_bias_of_another_dtype():
+    given, bias = made(), jnp.linspace(0, 1, E)
+    call = lambda bias: smoe.jax.moe(
+        given["x"], given["router_weight"], given["w1"], given["w2"], top_k=K, score="sigmoid", selection_bias=bias
+    )[0]
+    half = bias.astype(jnp.bfloat16)
+    assert jnp.array_equal(call(half), call(half.astype(jnp.float32)))
+
+
+def test_without_the_handlers_library(tmp_path):
+    """A folder with libsmoe.so but without libsmoe_xla.so, as `cmake --install` makes it."""
+    alone = tmp_path / "libsmoe.so"
+    alone.symlink_to(smoe.native.path.resolve())
+    code = (
+        "import jax.numpy as jnp, smoe.jax\n"
+        "ids, one = jnp.zeros((1, 1), jnp.int32), jnp.ones\n"
+        "smoe.jax.experts(one((1, 8)), ids, one((1, 1)), one((2, 16, 8)), one((2, 8, 8)))"
+    )
+    environment = os.environ | dict(SMOE_LIBRARY=str(alone), JAX_PLATFORMS="cpu")
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert found.returncode == 1 and "ImportError: smoe.jax: the XLA handlers" in found.stderr, found.stderr
+
+
+def test_no_tokens():
+    given = made(T=0)
+    out, losses = smoe.jax.moe(given["x"], given["router_weight"], given["w1"], given["w2"], top_k=K)
+    assert out.shape == (0, H) and losses.tolist() == [0, 0]
+    assert smoe.jax.experts(*(given[name] for name in ("x", "ids", "weights", "w1", "w2"))).shape == (0, H)
+
+
+def test_vmap():
+    """vmap over batches of tokens and ids, with the weights of one layer and their gradients."""
+    given, batch = made(), 3
+    x = jnp.stack([given["x"] * (1 + index) for index in range(batch)])
+    ids = jnp.stack([(given["ids"] + index) % E for index in range(batch)])
+
+    def loss(function, x, w1, w2):
+        return (jax.vmap(lambda x, ids: function(x, ids, given["weights"], w1, w2))(x, ids) ** 2).sum()
+
+    arguments = (x, given["w1"], given["w2"])
+    ours = jax.jit(jax.grad(lambda *a: loss(smoe.jax.experts, *a), (0, 1, 2)))(*arguments)
+    theirs = jax.jit(jax.grad(lambda *a: loss(dense_experts, *a), (0, 1, 2)))(*arguments)
+    for found, exact in zip(ours, theirs):
+        assert jnp.linalg.norm(found - exact) < 1e-4 * jnp.linalg.norm(exact)
 
 
 # Our structs and jaxlib's, and the names of their fields.

@@ -56,5 +56,28 @@ def test_aux_free_bias_balances():
     assert before.max() > 390 and after.max() < 130 and after.sum() == 800
 
 
+def test_the_selection_bias_stays_float32():
+    moe = smoe.MoE(32, 16, 8, 2, score="sigmoid", selection_bias=True)
+    moe.gate.e_score_correction_bias.copy_(torch.linspace(0, 1, 8))
+    before = moe.gate.e_score_correction_bias.clone()
+    moe.to(torch.bfloat16)
+    assert moe.gate.weight.dtype == torch.bfloat16 and torch.equal(moe.gate.e_score_correction_bias, before)
+    counts = moe(torch.randn(40, 32, dtype=torch.bfloat16), counts=True).counts
+    moe.update_selection_bias(counts, 0.001)
+    assert not torch.equal(moe.gate.e_score_correction_bias, before)
+
+
+def test_reset_after_meta():
+    """to_empty leaves arbitrary values in the buffer too."""
+    with torch.device("meta"):
+        moe = smoe.MoE(32, 16, 8, 2, score="sigmoid", selection_bias=True, bias=True)
+    moe.to_empty(device="cpu")
+    for value in moe.state_dict().values():
+        value.fill_(7)
+    moe.reset_parameters()
+    for name, value in moe.state_dict().items():
+        assert torch.all(value == 0) == name.endswith("bias") and value.abs().max() < 1, name
+
+
 def test_repr():
     assert "hidden_size=32, intermediate_size=16, num_experts=8, top_k=2, tile=64" in repr(smoe.MoE(32, 16, 8, 2, tile=64))

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,13 +105,23 @@ def test_import_needs_no_torch():
     assert (done.stdout, done.returncode) == ("no torch\n", 0), done.stderr
 
 
-def test_a_library_that_does_not_load_is_named(tmp_path):
-    missing = tmp_path / "libsmoe.so"
+@pytest.mark.parametrize("missing", ["/nowhere/libsmoe.so", "libc.so.6"])
+def test_a_library_that_does_not_load_is_named(missing):
+    """No library, and one of something else."""
     done = subprocess.run(
         [sys.executable, "-c", "import smoe"], capture_output=True, text=True,
-        env=dict(os.environ, SMOE_LIBRARY=str(missing)),
+        env=dict(os.environ, SMOE_LIBRARY=missing),
     )  # fmt: skip
-    assert done.returncode != 0 and "ImportError" in done.stderr and str(missing) in done.stderr
+    assert done.returncode != 0 and f"ImportError: smoe: the C library {missing} does not load" in done.stderr
+
+
+def test_a_machine_with_many_processors(monkeypatch):
+    asked = []
+    create = lambda context, options: asked.append(options._obj.threads) or native.OK
+    monkeypatch.setattr(native, "library", SimpleNamespace(smoe_create=create))
+    for threads in (2, 768):
+        native.create_context("cpu", threads=threads)
+    assert asked == [2, 512]
 
 
 def test_status_becomes_the_fitting_exception():

@@ -203,6 +203,16 @@ def test_newest_commit_is_shown():
     assert tables.newest([new, old]) == [new]
 
 
+def test_types_have_tables_of_their_own():
+    half = timed("smoe", 2.0, 4.0)
+    single = timed("smoe", 1.0, 2.0, dtype="f32", commit="c0", date="2025-01-01T00:00:00Z")
+    assert tables.newest([half, single]) == [half, single]
+    of_half, of_single = tables.make([half, single])
+    assert of_half.title == "Suite paper, experts, random routing, GPU, commit c1, 2026-01-02"
+    assert of_single.title == "Suite paper, experts, random routing, f32, GPU, commit c0, 2025-01-01"
+    assert (of_half.rows[0][2], of_single.rows[0][2]) == ("2.0000", "1.0000")
+
+
 def test_step_table():
     numbers = dict(tokens_per_s=250600.0, step_tflops=337.0, peak_bytes=2**30, driver_bytes=2e9, first_step_s=10.0)
     steps = [a_record(peer, suite="e2e", part="e2e", shape="1.4B", step_ms=ms, tuning=i, **numbers)

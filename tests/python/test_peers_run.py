@@ -278,5 +278,19 @@ def test_renewing_a_document(tmp_path):
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "| 7B-n256 | sonicmoe |" in text and "Versions: torch 2.11." in text
-    with pytest.raises(ValueError, match="no lines"):
-        peers.renewed("nothing", "block")
+
+
+def test_files_and_programs_that_do_not_serve(tmp_path):
+    """One line and status 3, no traceback."""
+    (tmp_path / "unmarked.md").write_text("nothing")
+    (tmp_path / "broken.jsonl").write_text('{"commit"\n')
+    none, broken = tmp_path / "none.jsonl", tmp_path / "broken.jsonl"
+    cases = [
+        (none, ["--docs", str(tmp_path / "unmarked.md")], "has no lines"),
+        (none, ["--docs", str(tmp_path / "missing.md")], "missing.md"),
+        (broken, ["--show"], "broken.jsonl, line 1"),
+        (none, ["--device", "cpu", "--suite", "tiny", "--python", "loop=/no/python"], "/no/python: No such file"),
+    ]
+    for path, arguments, text in cases:
+        done = command(path, *arguments)
+        assert done.returncode == 3 and text in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -47,7 +47,7 @@ def write_run(out, name, perplexity, added):
     }
     (out / f"{name}.json").write_text(json.dumps(result))
     (out / name).mkdir()
-    lines = [{"step": step, "added": 9.0 if step < 2 else added, "dropped": 0.5, "busiest": 2.0} for step in range(4)]
+    lines = [{"step": step, "added": 9.0 if step < 2 else added, "dropped": 0.5, "emptied": 0.01, "busiest": 2.0} for step in range(4)]
     (out / name / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -64,7 +64,7 @@ def test_paired_differences(tmp_path):
     assert rows["| none"][4:6] == ["21.000", "1.000"]
     # mean 0.2, deviation 0.1: 4.3027 * 0.1 / sqrt(3); 99 seeds, since 1.9845 * 0.1 / sqrt(99) < 0.02
     assert rows["| nr-f"][1] == "4" and rows["| nr-f"][7:11] == ["+0.200 ± 0.248", "99", "25.00", "50.00"]
-    assert rows["| nr-f"][11:] == ["2.00", "50"]
+    assert rows["| nr-f"][11:] == ["1.00", "2.00", "50"]
     if HAS_MATPLOTLIB:
         call(sys.executable, TOOLS / "rounding_study.py", tmp_path, tmp_path / "study.png", records)
         assert (tmp_path / "study.png").stat().st_size > 1000 and len(records.read_text().splitlines()) == 7

@@ -471,6 +471,18 @@ def test_backwards_of_two_threads(monkeypatch):
 # ---- threads and processes ----
 
 
+def test_two_new_threads_and_one_idle_context(monkeypatch):
+    """Another thread takes the last idle context between a look at the list and its pop."""
+    from smoe import _context
+
+    class Emptied(list):
+        def __bool__(self):
+            return True
+
+    monkeypatch.setattr(_context, "_idle", {-1: Emptied()})
+    assert _context._make(-1).handle
+
+
 def test_threads_run_side_by_side():
     model = Block()
     x = torch.randn(64, H)

@@ -159,6 +159,40 @@ def test_trainer(tmp_path):
     assert losses["smoe"] == pytest.approx(losses["eager"], abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_lora_on_expert_weights(name, calls):
+    """With LoRA on the expert weights PEFT computes W + B A at every forward, in its own subclass."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], init_lora_weights=False,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+    gradients = {}
+    for implementation in ("eager", "smoe"):
+        model = tiny(name)
+        torch.manual_seed(7)
+        adapted = peft.get_peft_model(model, config)
+        gradients[implementation] = step(model, implementation, adapted)
+    assert len(calls) == 2 and any("lora_A" in name for name in gradients["eager"])
+    for key, wanted in gradients["eager"].items():
+        assert error(gradients["smoe"][key], wanted) < 2e-5, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_keeps_the_dtype(dtype, calls):
+    """float32 weights under autocast, and an input in float32 or in autocast's dtype. The output must have the input's
+    dtype, as with every implementation of Transformers."""
+    experts = tiny("olmoe").model.layers[0].mlp.experts
+    x, ids, weights = torch.randn(30, 32, dtype=dtype), torch.rand(30, 8).topk(2).indices, torch.rand(30, 2)
+    found = {}
+    for implementation in ("eager", "smoe"):
+        experts.config._experts_implementation = implementation
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            found[implementation] = experts(x, ids, weights)
+    assert len(calls) == 1 and found["smoe"].dtype == found["eager"].dtype == dtype
+    assert error(found["smoe"], found["eager"]) < 2e-2
+
+
 # ---- what smoe does not support runs as eager, with one warning ----
 
 
@@ -196,6 +230,29 @@ def test_other_gates_run_as_eager(caplog):
     model.set_experts_implementation("smoe")
     found, messages = warned(caplog, model, tokens())
     assert torch.equal(found, wanted) and len(messages) == 1 and "limit 5.0" in messages[0]
+
+
+def test_fp8_runs_as_eager(caplog):
+    """The experts of an FP8 checkpoint have an interface of their own. As float weights their matrices need no kernel. The
+    class is wrapped once for each layer, as Transformers does."""
+    from transformers.integrations import finegrained_fp8 as fp8
+
+    config = tiny("qwen3_moe").config
+    for _ in range(2):
+        wrapped = fp8.use_experts_implementation(
+            experts_class=fp8.FP8Experts, experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS
+        )
+    experts = wrapped(config, block_size=(8, 8))
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, torch.nn.Parameter(torch.randn(getattr(experts, name).shape) * 0.2))
+    arguments = torch.randn(30, 32), torch.rand(30, 8).topk(2).indices, torch.rand(30, 2)
+    config._experts_implementation = "eager"
+    wanted = experts(*arguments)
+    config._experts_implementation = "smoe"
+    transformers.utils.logging.warning_once.cache_clear()
+    found = experts(*arguments)
+    messages = [record.getMessage() for record in caplog.records if record.name == "smoe.transformers"]
+    assert torch.equal(found, wanted) and len(messages) == 1 and "FP8" in messages[0]
 
 
 def test_post_expert_norm_runs_as_eager():
@@ -259,6 +316,17 @@ def test_byte_tokenizer(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(text)["input_ids"] == ids and again.decode(ids) == text
+
+
+def test_byte_tokenizer_pads():
+    """A batch with an added padding token, and an id of a model whose vocabulary is larger than 256."""
+    tokenizer = smoe.transformers.ByteTokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    ids = tokenizer(["a", "€"], padding=True)["input_ids"]
+    assert ids == [[97, 256, 256], list("€".encode())]
+    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == ["a", "€"]
+    assert tokenizer.batch_decode(ids) == ["a<pad><pad>", "€"]
+    assert tokenizer.decode([97, 300, 98]) == "a\ufffdb"
 
 
 KINDS = {"olmoe": [], "smoe": ["--shared=24", "--dense-layers=1", "--tied"]}
