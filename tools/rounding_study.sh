@@ -37,10 +37,10 @@ list() {
     for seed in 1 2 3; do
         for case in one four; do printf '%s none %s\n%s nr-f %s\n' $case $seed $case $seed; done
     done
-    for seed in 1 2; do
-        for rule in up down sr-f nr-s balance-f; do printf 'two %s %s\n' $rule $seed; done
+    for seed in 1 2 3; do
+        if [ $seed -lt 3 ]; then for rule in up down sr-f nr-s balance-f; do printf 'two %s %s\n' $rule $seed; done; fi
+        printf 'coarse none %s\ncoarse nr-f %s\n' $seed $seed
     done
-    for seed in 1 2 3; do printf 'coarse none %s\ncoarse nr-f %s\n' $seed $seed; done
 }
 
 finished() { # case, rule, seed

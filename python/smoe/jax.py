@@ -160,7 +160,8 @@ def _run(problem: _Problem, operands: dict):
 
 def _run_forward(problem: _Problem, operands: dict):
     found = _forward(problem, operands, save=True)
-    return (found["out"], found.get("losses")), (operands, found["saved"], found.get("logits"))
+    logits = found.get("logits") if parse(problem.options).reads_logits else None
+    return (found["out"], found.get("losses")), (operands, found["saved"], logits)
 
 
 def _run_backward(problem: _Problem, kept, cotangents):
