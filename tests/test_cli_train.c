@@ -148,7 +148,7 @@ static void test_from(void **state)
     expect(state, "train " TINY "--topk 3 --tied --steps 3 --out run text.txt", 0, "done");
     expect(state, "train --from run --context 8 --batch 2 -q --steps 2 --out next text.txt", 0, "done");
     expect(state, "train --resume --batch 2 -q --steps 3 --out next text.txt", 0, "resumed at step 2 of 3\n");
-    // A context alone asks for no other sizes, and config.json has the coefficient that was used last.
+    // --context is no size of the model; config.json must have the --balance that was used last.
     expect(state, "train --resume --context 8 --balance 0.5 --batch 2 -q --steps 4 --out next text.txt", 0,
            "done");
     expect(state, "train --resume --context 16 --batch 2 -q --steps 5 --out next text.txt", 2,
@@ -296,8 +296,8 @@ static void test_info_model(void **state)
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
         sum += figure(state, "info --model run/latest", parts[i], "");
     assert_true(figure(state, "info --model run/latest", "total_bytes", "") == sum);
-    // Hidden size 16, intermediate size 8, 4 experts; two embeddings of 256 bytes, five norms. In memory the
-    // tensors do not adjoin.
+    // Hidden size 16, intermediate size 8, 4 experts; embedding and head for 256 tokens, five norms. In
+    // memory there are gaps between the tensors.
     const double weights = 2 * 256 * 16 + 4 * 16 * 16 + 4 * 16 + 4 * 3 * 8 * 16 + 5 * 16;
     assert_true(figure(state, "info --model run/latest", "parameters", "") == weights);
     assert_true(figure(state, "info --model run/latest", "weights_bytes", "") >= 4 * weights);
@@ -409,7 +409,7 @@ static void test_signals(void **state)
         if (status != cases[i].status || !strstr(output, cases[i].message))
             fail_msg("%s: exit status %d, '%s' instead of %d", arguments, status, output, cases[i].status);
     }
-    assert_null(strstr(output, "latest")); // without checkpoints
+    assert_null(strstr(output, "latest")); // the last case writes no checkpoints
     // No line has a loss yet, and the validation that was stopped has no tokens.
     assert_int_equal(run_for(state, "timeout --foreground -k 60 --preserve-status -s TERM 2",
                              "train " TINY "--json --steps 1 --last-evaluation-tokens 1e9 --out f long.txt",
@@ -422,8 +422,8 @@ static void test_signals(void **state)
     expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
 }
 
-/* `timeout` and some schedulers send a signal to the process and to its group, so it comes twice. Here the
- * run waits for its text when it does. */
+/* `timeout` and some schedulers send a signal to the process and to its group, so that it comes twice. In
+ * this test the signals come while the run waits for its text. */
 static void test_signal_sent_twice(void **state)
 {
 #define WAITING "sh -c 'mkfifo pipe; \"$@\" <pipe & p=$!; exec 3>pipe; sleep 0.5; kill -TERM $p; "
@@ -431,7 +431,7 @@ static void test_signal_sent_twice(void **state)
         const char *prefix, *message;
     } cases[] = {
         {WAITING "sleep 0.1; kill -TERM $p; cat text.txt >&3; exec 3>&-; wait $p' sh", "go on with --resume"},
-        {WAITING "sleep 1.5; kill -TERM $p; wait $p' sh", ""}, // later it ends the program
+        {WAITING "sleep 1.5; kill -TERM $p; wait $p' sh", ""}, // a later second signal ends the program
     };
     char path[4096];
     put_texts(state);
@@ -502,7 +502,7 @@ static void test_tokenizer(void **state)
     assert_float_equal(bits, loss / log(2) * 2000 / 7000, 1e-3 * bits);
 }
 
-/* Does the curve's script, which a gnuplot of this test keeps, have the text? */
+/* Whether the gnuplot script of the curve contains `text`. The test's own gnuplot saves the script. */
 static bool curve_has(void **state, const char *arguments, const char *text)
 {
     static char output[OUTPUT_BYTES];
@@ -512,8 +512,8 @@ static bool curve_has(void **state, const char *arguments, const char *text)
     return system(command) == 0;
 }
 
-/* The losses of tokens of several bytes are drawn in nats a token: the log has no validation loss for each
- * byte. */
+/* If tokens have several bytes, the curve must be in nats a token, because the log has no loss for each byte.
+ */
 static void test_curve(void **state)
 {
     static const char gnuplot[] = "#!/bin/sh\ncp \"$1\" script\n", table[] = "smoe-bpe 1 258 1\n97 98 256\n";

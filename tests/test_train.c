@@ -253,7 +253,7 @@ static void a_stop_before_the_last_validation(void **state)
     s.resume = true; // *stop is still set: no step is left, the validation is interrupted
     if (!train_run(&s, NULL, NULL, &result, &err)) fail_msg("%s", err.text);
     assert_true(result.interrupted && result.validation.stopped);
-    assert_true(isnan(result.loss)); // of no line
+    assert_true(isnan(result.loss)); // the run has written no line
     assert_int_equal(count_lines(p, 20), 0);
     stop.flag = 0;
     for (int i = 0; i < 2; i++) {
@@ -262,7 +262,7 @@ static void a_stop_before_the_last_validation(void **state)
         assert_true(isfinite(result.loss));
         assert_int_equal(count_lines(p, 20), 1);
     }
-    read_last_line(p, &last); // no step of its own run is before it
+    read_last_line(p, &last); // the run that wrote it has made no step
     assert_true(isfinite(last.loss) && isnan(last.lr) && isnan(last.grad_norm));
 }
 
@@ -477,7 +477,7 @@ static void schedule_warms_up_and_falls(void **state)
     assert_float_equal(schedule_factor(0.0, 0.0, 0.1), 1.0, 1e-12);
 }
 
-/* A run that only warms up ends with the peak rate. */
+/* With a warm-up as long as the run, the last step must have the peak rate. */
 static void a_warm_up_may_be_the_whole_run(void **state)
 {
     place *p = *state;

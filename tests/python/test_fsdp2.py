@@ -102,7 +102,7 @@ def alone(tmp_path_factory):
 
 
 def test_two_then_four_processes(alone, tmp_path):
-    """The second run is not told the batch: it is the checkpoint's."""
+    """The second run has no --batch and must use the checkpoint's batch."""
     run = ["--steps", str(STEPS), "--out", str(tmp_path / "out")]
     status, said = train(tmp_path / "two", 2, TEXT, *RUN, *run, "--save-every", "4")
     assert status == [0, 0], said
@@ -215,7 +215,7 @@ def test_usage_errors(arguments, message, tmp_path, capsys):
 
 
 def test_init_of_another_model(tmp_path):
-    """What this model has not must not be left out of a checkpoint's."""
+    """A checkpoint with a feature that this model does not have must be refused."""
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="olmoe", clip_qkv=8.0)))
     with pytest.raises(train_fsdp2.UsageError, match="clip_qkv is not supported"):
         train_fsdp2.models.Checkpoint(str(tmp_path))

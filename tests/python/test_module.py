@@ -68,7 +68,7 @@ def test_the_selection_bias_stays_float32():
 
 
 def test_reset_after_meta():
-    """to_empty leaves arbitrary values in the buffer too."""
+    """reset_parameters must set the selection bias too, because to_empty leaves arbitrary values in all tensors."""
     with torch.device("meta"):
         moe = smoe.MoE(32, 16, 8, 2, score="sigmoid", selection_bias=True, bias=True)
     moe.to_empty(device="cpu")

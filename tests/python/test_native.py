@@ -107,7 +107,7 @@ def test_import_needs_no_torch():
 
 @pytest.mark.parametrize("missing", ["/nowhere/libsmoe.so", "libc.so.6"])
 def test_a_library_that_does_not_load_is_named(missing):
-    """No library, and one of something else."""
+    """SMOE_LIBRARY names a file that does not exist, or another library."""
     done = subprocess.run(
         [sys.executable, "-c", "import smoe"], capture_output=True, text=True,
         env=dict(os.environ, SMOE_LIBRARY=missing),

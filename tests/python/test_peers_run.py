@@ -281,7 +281,7 @@ def test_renewing_a_document(tmp_path):
 
 
 def test_files_and_programs_that_do_not_serve(tmp_path):
-    """One line and status 3, no traceback."""
+    """The command must print one line and end with status 3, without a traceback."""
     (tmp_path / "unmarked.md").write_text("nothing")
     (tmp_path / "broken.jsonl").write_text('{"commit"\n')
     none, broken = tmp_path / "none.jsonl", tmp_path / "broken.jsonl"

@@ -472,7 +472,7 @@ def test_backwards_of_two_threads(monkeypatch):
 
 
 def test_two_new_threads_and_one_idle_context(monkeypatch):
-    """Another thread takes the last idle context between a look at the list and its pop."""
+    """Another thread takes the last idle context after the list was checked and before its pop."""
     from smoe import _context
 
     class Emptied(list):

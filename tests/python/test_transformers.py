@@ -233,8 +233,8 @@ def test_other_gates_run_as_eager(caplog):
 
 
 def test_fp8_runs_as_eager(caplog):
-    """The experts of an FP8 checkpoint have an interface of their own. As float weights their matrices need no kernel. The
-    class is wrapped once for each layer, as Transformers does."""
+    """Transformers has a separate list of functions for the experts of an FP8 checkpoint. The weights here are float,
+    so that no FP8 kernel is needed. The class is wrapped once for each layer, as Transformers does."""
     from transformers.integrations import finegrained_fp8 as fp8
 
     config = tiny("qwen3_moe").config
@@ -319,7 +319,7 @@ def test_byte_tokenizer(tmp_path):
 
 
 def test_byte_tokenizer_pads():
-    """A batch with an added padding token, and an id of a model whose vocabulary is larger than 256."""
+    """A batch with an added padding token, and an id above 255, which a model with a larger vocabulary may generate."""
     tokenizer = smoe.transformers.ByteTokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     ids = tokenizer(["a", "€"], padding=True)["input_ids"]
