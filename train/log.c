@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 struct train_log {
     FILE *file;
@@ -114,6 +115,12 @@ bool log_write(train_log *log, const log_line *line, error *err)
                 fputc('\n', log->file) != EOF && fflush(log->file) == 0;
     json_decref(object);
     return done || fail(err, ERROR_RUNTIME, "%s: cannot write a line: %s", log->path, strerror(errno));
+}
+
+bool log_sync(const train_log *log, error *err)
+{
+    if (fsync(fileno(log->file)) == 0 || errno == EINVAL) return true; // EINVAL: not a file on a disk
+    return fail(err, ERROR_RUNTIME, "%s: cannot sync: %s", log->path, strerror(errno));
 }
 
 void log_close(train_log *log)

@@ -18,7 +18,8 @@ typedef struct log_line {
                             // not known
     double val_loss;        // nats a token on the validation stream; NAN (no such key) when not measured
     double tokens_per_s;    // since the line before
-    double lr, grad_norm;   // of the last step; grad_norm is taken before clipping
+    double lr, grad_norm;   // of the last step, NAN (null in the file): of none; grad_norm is taken before
+                            // clipping
     routing_report routing; // of the last pass; NAN (no such key) when not known
 } log_line;
 
@@ -29,7 +30,8 @@ typedef struct train_log train_log;
  * rename. */
 bool log_open(train_log **log, const char *path, int64_t step, error *err);
 bool log_write(train_log *log, const log_line *line, error *err);
-void log_close(train_log *log); // NULL is fine
+bool log_sync(const train_log *log, error *err); // the lines so far are on the disk
+void log_close(train_log *log);                  // NULL is fine
 
 /* Reads all lines of a log; the caller frees *lines. For a malformed line the error names the line. */
 bool log_read(const char *path, log_line **lines, size_t *count, error *err);

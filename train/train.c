@@ -100,9 +100,11 @@ static bool take_weights(run *r, error *err)
     return checkpoint_load_weights(path, &r->model, r->optimizer.arrays.master, err);
 }
 
+/* The log first, so that it never lacks lines before a checkpoint that survives a loss of power. */
 static bool save(run *r, error *err)
 {
     if (r->settings->checkpoints == 0) return file_make_folder(r->settings->out, err);
+    if (r->log && !log_sync(r->log, err)) return false;
     return checkpoint_save(r->settings->out, &r->model, &r->optimizer.arrays, &r->state, &r->words,
                            r->settings->keep, err);
 }
