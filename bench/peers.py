@@ -136,7 +136,8 @@ def complete(options):
 
 
 def renewed(text, block):
-    """The text of a document in which `block` replaces the text between the marks. Failed without the marks."""
+    """The text of a document in which `block` replaces the text between the marks. Without the marks it raises
+    Failed."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:

@@ -49,7 +49,7 @@ import smoe.transformers  # noqa: F401, registers "smoe"
 TINY = dict(
     layers=2, hidden=32, intermediate=16, experts=8, topk=2, heads=4, vocabulary=256, context=32, batch=4, steps=8
 )
-BYTES = 256  # different ones
+BYTES = 256  # number of values of a byte
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -130,8 +130,9 @@ class Windows(Dataset):
 
 
 def read_text(o: argparse.Namespace) -> torch.Tensor:
-    """The tokens of the files: with --model those of the checkpoint's tokenizer, else the bytes. The bytes too if the
-    checkpoint's vocabulary is 256: `smoe train` without --tokenizer writes such checkpoints, without a tokenizer's files."""
+    """The tokens of the files: with --model those of the checkpoint's tokenizer, else the bytes. If the checkpoint's
+    vocabulary is 256, the tokens are also the bytes: `smoe train` without --tokenizer writes such checkpoints, which
+    have no tokenizer."""
     try:
         text = b"".join(open(path, "rb").read() for path in o.text)
     except OSError as error:

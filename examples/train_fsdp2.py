@@ -182,7 +182,7 @@ class Run:
         )  # fmt: skip
 
     def find_start(self, found: dict) -> int:
-        """The step of the checkpoint whose note is `found`, 0 without one."""
+        """The step of the checkpoint whose note is `found`; 0 if `found` is empty."""
         o = self.o
         if o.out and not o.resume:
             checkpoints.check_new(o.out)

@@ -1,7 +1,7 @@
-/* The binary interface, pinned: offset and size of every field, size of every struct, value of every
- * enumerator, what the _INIT macros give. Bindings in other languages write these numbers down by hand, so
- * none may ever change: a field may only be appended to a struct (then its size here grows), an enumerator
- * only be added. The numbers hold on 64-bit machines. */
+/* The binary interface: offset and size of every field, size of every struct, value of every enumerator, and
+ * the values that the _INIT macros set. Bindings in other languages repeat these numbers, so none may ever
+ * change. A field may only be appended to a struct (then the struct's size in this file grows), and an
+ * enumerator may only be added. The numbers are those of 64-bit machines. */
 #include <smoe.h>
 
 #include <setjmp.h>
@@ -233,7 +233,7 @@ static void enumerators_keep_their_values(void **state)
     check_all(rows, COUNT(rows));
 }
 
-/* Every byte of an _INIT is zero but for these. */
+/* All bytes that an _INIT macro sets must be zero, except for the defaults below. */
 static void defaults_stay(void **state)
 {
     (void)state;

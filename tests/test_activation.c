@@ -1,6 +1,6 @@
-/* The activations and their slopes against libm in fp64: every argument of a fine grid for accuracy,
- * then the special values, the limits of swiglu_oai, and rows of every length. Also the dot product of a row,
- * and the conversions of rows, on all bf16 values. */
+/* Compares the activations and their slopes with libm in fp64: accuracy on a fine grid of arguments, special
+ * values, the limits of swiglu_oai, and rows of every length. Also tested: the dot product of a row, and the
+ * conversion of rows for all bf16 values. */
 #include "activations.h"
 #include "cpu/activation.h"
 #include "cpu/convert.h"
@@ -62,7 +62,7 @@ static double tanh_argument(double x)
     return sqrt(2.0 / acos(-1.0)) * (x + 0.044715 * x * x * x);
 }
 
-/* 1 + tanh(z) as 2 sigmoid(2z): no cancellation in the reference either. */
+/* 1 + tanh(z) is computed as 2 sigmoid(2z), so that the expected value has no cancellation. */
 static double gelu_tanh(double x)
 {
     return x * sigmoid(2.0 * tanh_argument(x));
@@ -95,8 +95,9 @@ static double relu2_slope(double x)
     return x > 0.0 ? 2.0 * x : 0.0;
 }
 
-/* The last two columns' bounds are looser where the sigmoid's argument is itself rounded: that costs
- * |argument| units in the last place, far out where the value is next to nothing. */
+/* The bound is looser for geglu_tanh and swiglu_oai, where the sigmoid's argument is itself rounded. This
+ * costs |argument| units in the last place. The error is largest at large |argument|, where the value is
+ * tiny. */
 static const activation_case cases[] = {
     {SMOE_ACTIVATION_SWIGLU, 1, silu, silu_slope, 6e-7},
     {SMOE_ACTIVATION_GEGLU, 1, gelu, gelu_slope, 8e-7},
@@ -116,7 +117,7 @@ static double clamp(double x, double low, double high)
     return x < low ? low : x > high ? high : x;
 }
 
-/* What the row functions have to give for one feature: a, and the gradients of a times da. */
+/* The expected results of the row functions for one feature: a, and the gradients of a times da. */
 typedef struct reference {
     double a, dgate, dup;
 } reference;
@@ -131,7 +132,8 @@ static reference refer(const activation_case *c, double gate, double up, double 
                        fabs(up) > 7.0 ? 0.0 : da * c->curve(g)};
 }
 
-/* One row of gates (and ups): forward alone, then forward and backward. Poisoned before. */
+/* One row of gates (and ups). The results, of the forward alone and of forward and backward, are poisoned
+ * before. */
 typedef struct row_results {
     float *h, *da, *forward, *a, *dh;
 } row_results;
@@ -178,8 +180,8 @@ static double sum_of_squares(double x, double y)
     return x + y * y;
 }
 
-/* |x| up to 13 in steps of 2^-10, where the tails come close to the smallest normal number; ups and
- * da vary along. */
+/* |x| up to 13 in steps of 2^-10. At 13 the tails are close to the smallest normal number. The ups and da
+ * vary too. */
 static void test_accuracy(void **state)
 {
     (void)state;
@@ -224,7 +226,7 @@ static void assert_close(const activation_case *c, const char *what, double at, 
     fail_msg("activation %d, %s at %g: %.9g, not %.9g", (int)c->activation, what, at, got, want);
 }
 
-/* Zeros, tiny and huge numbers: no NaN is born of finite ones, the limits are right. */
+/* Zeros, tiny and huge numbers: finite arguments must not give NaN, and the limits must be right. */
 static void test_extremes(void **state)
 {
     (void)state;
@@ -245,7 +247,7 @@ static void test_extremes(void **state)
     free_rows(&r);
 }
 
-/* +inf as a gate is itself; NaN anywhere is NaN, in its own feature alone. */
+/* The gate +inf gives +inf, or the limit for swiglu_oai. A NaN gives NaN, in its own feature alone. */
 static void test_nan_and_infinity(void **state)
 {
     (void)state;
@@ -276,7 +278,7 @@ static void test_nan_and_infinity(void **state)
     }
 }
 
-/* swiglu_oai on both sides of its limits, and on them: 7 itself still moves. */
+/* swiglu_oai on both sides of its limits, and exactly at them: at 7 itself the slope is not zero. */
 static void test_oai_limits(void **state)
 {
     (void)state;
@@ -295,8 +297,8 @@ static void test_oai_limits(void **state)
     free_rows(&r);
 }
 
-/* A feature's bits do not depend on where in the row it stands, nor on the row's length: the vector loop and
- * its remainder agree. */
+/* A feature's bits must depend neither on its place in the row nor on the row's length: the vector loop and
+ * the loop for the remainder must agree. */
 static void test_any_length(void **state)
 {
     (void)state;
@@ -325,7 +327,7 @@ static void test_any_length(void **state)
     free_rows(&whole);
 }
 
-/* Integers, so every order of the sum is exact: no element lost, none twice. */
+/* Integers, so that the sum is exact in every order: no element may be missing or counted twice. */
 static void test_dot(void **state)
 {
     (void)state;
@@ -339,7 +341,8 @@ static void test_dot(void **state)
     }
 }
 
-/* Every bf16 value survives; halfway values go to even; a NaN stays one, whatever its payload. */
+/* Every bf16 value must be converted to f32 and back unchanged, halfway values must go to even, and a NaN
+ * must stay a NaN, whatever its payload. */
 static void test_bf16(void **state)
 {
     (void)state;
@@ -367,7 +370,7 @@ static void test_bf16(void **state)
     free(values);
 }
 
-/* Sums are made in f32 and rounded once, at the place asked for and nowhere else. */
+/* Sums must be made in f32 and rounded once. Only the given place may be written. */
 static void test_add_row(void **state)
 {
     (void)state;

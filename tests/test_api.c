@@ -1,5 +1,5 @@
-/* The API's manners: every bad argument gets its status and a text that names function, argument, value and
- * limit; growable structs; sizes. No arithmetic of a layer is tested here. */
+/* Everything of the API but the arithmetic of a layer: every bad argument must give its status and a text
+ * that names function, argument, value and limit; structs of other versions of the header; sizes. */
 #include <smoe.h>
 
 #include <setjmp.h>
@@ -183,7 +183,7 @@ static void test_struct_sizes(void **state)
     smoe_sizes full = SMOE_SIZES_INIT;
     assert_int_equal(smoe_query_sizes(context, &layer, &full), SMOE_OK);
 
-    /* a caller from before `chunks`: what lies behind its struct is not read */
+    /* a caller whose header had no `chunks`: the memory after its struct must not be read */
     smoe_layer older = layer;
     older.struct_size = offsetof(smoe_layer, chunks);
     older.chunks = -1;
@@ -193,7 +193,7 @@ static void test_struct_sizes(void **state)
     assert_int_equal(smoe_query_sizes(context, &older, &sizes), SMOE_OK);
     assert_memory_equal(&sizes, &full, sizeof full);
 
-    /* and what lies behind a smaller result is not written */
+    /* the memory after a smaller result must not be written */
     memset(&sizes, 0xAB, sizeof sizes);
     sizes.struct_size = offsetof(smoe_sizes, saved_bytes);
     assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
@@ -215,8 +215,7 @@ static void test_struct_sizes(void **state)
     smoe_destroy(context);
 }
 
-/* A caller built with a later header: its structs are longer. What this library does not know must be zero.
- */
+/* The structs of a caller with a later header are longer. Bytes that this library does not know must be 0. */
 static void test_longer_structs(void **state)
 {
     (void)state;
@@ -261,7 +260,7 @@ static void test_longer_structs(void **state)
     smoe_destroy(context);
 }
 
-/* It asks for the memory that holds the plan, and for nothing else. */
+/* smoe_view_plan must require the memory that contains the plan, and no other argument. */
 static void test_view_plan(void **state)
 {
     (void)state;
@@ -273,7 +272,7 @@ static void test_view_plan(void **state)
     assert_non_null(pool);
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.saved = pool, args.saved_size = sizes.saved_buffer_bytes;
-    args.scratch = pool + 1, args.w1 = pool + 1; /* not looked at */
+    args.scratch = pool + 1, args.w1 = pool + 1; /* misaligned, but must not be checked */
     smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
     assert_int_equal(smoe_view_plan(context, &layer, &args, &view), SMOE_OK);
     assert_ptr_equal(view.h, pool);
@@ -357,7 +356,7 @@ static void test_rounded_row_bounds(void **state)
     smoe_destroy(context);
 }
 
-/* Scratch falls with chunks. */
+/* With more chunks the scratch must be smaller. */
 static void test_chunks_cut_scratch(void **state)
 {
     (void)state;

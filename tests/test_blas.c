@@ -1,5 +1,5 @@
-/* The sgemm wrapper on small integers, so exactly: every transposition, strides wider than the matrices, C
- * that is poison when beta is 0. And the guard over OpenBLAS's thread count. */
+/* The sgemm wrapper with small integers, whose results are exact: every transposition, strides larger than
+ * the rows, and a poisoned C if beta is 0. Also the guard that sets OpenBLAS's number of threads. */
 #include "cpu/blas.h"
 
 #include <math.h>
@@ -11,7 +11,7 @@
 
 #include <cmocka.h>
 
-/* OpenBLAS's own, from cblas.h, which is the library's private dependency. */
+/* Declared here, because cblas.h is a private dependency of the library. */
 void openblas_set_num_threads(int threads);
 int openblas_get_num_threads(void);
 
@@ -23,7 +23,7 @@ static float *matrix(int64_t rows, int64_t stride, int seed)
     return m;
 }
 
-/* Strides are 3 past the widths; what lies between stays as it was. */
+/* The strides are 3 more than the widths; the elements between the rows must not change. */
 static void check_product(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, float beta)
 {
     const int64_t lda = (transpose_a ? m : k) + 3, ldb = (transpose_b ? k : n) + 3, ldc = n + 3;
@@ -54,7 +54,8 @@ static void test_products(void **state)
             check_product(kind & 1, kind >> 1 & 1, sizes[i][0], sizes[i][1], sizes[i][2], (float)(kind >> 2));
 }
 
-/* Sections on several threads, nested in one another: one thread inside, the old count after the last. */
+/* Nested guarded sections on several threads: inside, OpenBLAS must use one thread; after the last section it
+ * must have its old number of threads. */
 static void test_guard(void **state)
 {
     (void)state;
@@ -75,8 +76,8 @@ static void test_guard(void **state)
     assert_int_equal(openblas_get_num_threads(), 3);
 }
 
-/* A count that the application sets while a section is open: it comes back after the last one, and a section
- * that begins later computes with one thread all the same. */
+/* The application sets a number of threads while a section is open. It must have this number after the last
+ * section, and a section that begins later must still compute with one thread. */
 static void test_application_sets_threads(void **state)
 {
     (void)state;

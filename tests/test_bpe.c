@@ -1,5 +1,6 @@
-/* train/bpe.h against what the Python package `tokenizers` made of the same text (tests/bpe/make.py), and by
- * hand: where pieces end, the order of merges, errors with their line. */
+/* Compares train/bpe.h with the tokens that the Python package `tokenizers` made of the same text
+ * (tests/bpe/make.py). Small cases have results worked out by hand: the ends of words, the order of merges,
+ * and errors with their line. A piece is what train/bpe.h calls a word. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -34,7 +35,7 @@ static file_map open_data(const char *name)
     return map;
 }
 
-/* The text decodes to itself too. */
+/* The tokens must also decode to the text. */
 static void test_as_tokenizers(void **state)
 {
     (void)state;
@@ -81,18 +82,18 @@ static void expect(const bpe *table, const char *text, size_t count, const uint1
 static void test_merges(void **state)
 {
     (void)state;
-    // ab; bc before abc; abc in two ways; aa
+    // the merges bc, ab, a + bc, ab + c (two ways to abc), aa
     bpe table = parse("smoe-bpe 1 261 5\n98 99 256\n97 98 257\n97 256 258\n257 99 258\n97 97 259\n");
     assert_int_equal(table.end, 260);
     EXPECT(&table, "abc", 258); // bc first, then a + bc
     EXPECT(&table, "abab", 257, 257);
-    EXPECT(&table, "aaa", 259, 97); // the leftmost
-    EXPECT(&table, "aaab", 259, 257) /* ab stands before aa */;
+    EXPECT(&table, "aaa", 259, 97); // the leftmost pair is merged
+    EXPECT(&table, "aaab", 259, 257) /* ab is merged before aa */;
     EXPECT(&table, "ab c", 257, ' ', 'c');
     bpe_free(&table);
 }
 
-/* One merge a test: two bytes of one piece become token 256. */
+/* Each case has one merge: two bytes must become token 256 if and only if they are in the same piece. */
 static void test_pieces(void **state)
 {
     (void)state;
@@ -136,7 +137,7 @@ static void test_long_pieces(void **state)
     assert_int_equal(bpe_encode(&table, (unsigned char *)text, 65, got), 33);
     assert_int_equal(bpe_encode(&table, (unsigned char *)text, 66, got), 33);
     assert_int_equal(bpe_encode(&table, (unsigned char *)text, 129, got), 65);
-    text[0] = ' '; // does not count
+    text[0] = ' '; // does not count for the length of a piece
     assert_int_equal(bpe_encode(&table, (unsigned char *)text, 65, got), 33);
     assert_int_equal(bpe_encode(&table, (unsigned char *)text, 0, got), 0);
     bpe_free(&table);

@@ -1,5 +1,5 @@
-/* What a checkpoint's weights may look like: one file or shards; no tensor that config.json does not explain;
- * with a tied head no other head than the embedding. */
+/* Which files of weights a checkpoint may have: one file or shards; no tensor that is not part of the model
+ * of config.json; with a tied head no other head than the embedding. */
 #define _DEFAULT_SOURCE
 #include "tests/folder.h"
 
@@ -18,7 +18,7 @@
 
 enum { MOST_TENSORS = 128 };
 
-/* The tensors of a written checkpoint, to be written again in another way. */
+/* The tensors of a checkpoint, which the tests write again in other ways. */
 typedef struct checkpoint {
     char folder[4096];
     model m;
@@ -62,7 +62,7 @@ static void write_checkpoint(checkpoint *c, void **state, bool tied)
         fail_msg("%s", err.text);
     free(moments);
     snprintf(c->folder, sizeof c->folder, "%s", in_folder(path, state, "out/latest"));
-    // the tensors' bytes stay in the mapping of a file that goes
+    // the file is removed; its mapping keeps the tensors' bytes
     snprintf(command, sizeof command, "%s/model.safetensors", c->folder);
     if (!safetensors_open(&c->file, command, &err)) fail_msg("%s", err.text);
     assert_int_equal(remove(command), 0);
@@ -142,7 +142,7 @@ static void test_shards(void **state)
     put_index(&c, half);
     put_tensors(&c, "2.safetensors", half, c.count - 1);
     assert_refused(&c, "is missing from 2.safetensors");
-    put_tensors(&c, "model.safetensors", 0, c.count); // both there: the whole file, as transformers does
+    put_tensors(&c, "model.safetensors", 0, c.count); // with both the whole file is read, as by Transformers
     assert_loads(&c);
     close_checkpoint(&c);
 }
@@ -162,7 +162,7 @@ static void test_unexplained(void **state)
     close_checkpoint(&c);
 }
 
-/* A tied checkpoint may hold its head, if that is the embedding. */
+/* A checkpoint with a tied head may contain lm_head.weight, if it equals the embedding. */
 static void test_tied(void **state)
 {
     checkpoint c;
@@ -190,7 +190,7 @@ static void test_tied(void **state)
     close_checkpoint(&c);
 }
 
-/* Tensors and moments larger than the buffer that they pass through. */
+/* Tensors and moments that are larger than the buffer through which they are copied. */
 static void test_pieces(void **state)
 {
     char path[4096];

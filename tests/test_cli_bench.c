@@ -16,7 +16,8 @@
 
 enum { OUTPUT_BYTES = 1 << 20 };
 
-/* Runs `smoe ARGUMENTS`; standard output, or with errors standard error, in `output`. The exit status. */
+/* Runs `smoe ARGUMENTS` and returns the exit status. `output` receives standard output, or if `errors` is
+ * true standard error. */
 static int run(const char *arguments, bool errors, char *output)
 {
     char command[4096];
@@ -42,7 +43,7 @@ static int free_output(void **state)
     return 0;
 }
 
-/* The next line of *at as an object. */
+/* Parses the next line of *at as a JSON object. */
 static json_t *next_object(char **at)
 {
     char *end = strchr(*at, '\n');
@@ -60,7 +61,7 @@ typedef struct field {
     char type; // s: string, i: integer, n: number, 0: number or null
 } field;
 
-/* Exactly these names, in this order. */
+/* Checks that an object has exactly these fields, in this order. */
 static void check_fields(json_t *object, const field *fields, size_t count)
 {
     assert_int_equal(json_object_size(object), count);
@@ -166,7 +167,7 @@ static void test_bench_records(void **state)
     assert_int_equal(bench("--thiek 200,64,32,8,2 --no-bound --reuse", output, "layer", "all"), 1);
 }
 
-/* The records' fields of the first whole layer of each variant, in order. */
+/* Lists of options: the records of the layer must come in this order of the variants. */
 static void test_bench_lists(void **state)
 {
     static const char *const want[] = {"uniform none 1", "uniform none 2", "uniform nr-f 1", "uniform nr-f 2",
@@ -193,8 +194,7 @@ static void test_bench_lists(void **state)
     assert_int_equal(found, 8);
 }
 
-/* reuse: dH needs no place of its own, and chunks shrink what Y and dX~ take; both show in what is measured.
- */
+/* With --reuse dH needs no memory, and with chunks Y and dX~ need less. Both must lower the measured peak. */
 static void test_bench_peaks(void **state)
 {
     static const char *const variants[] = {"", "--reuse", "--reuse --chunks 4"};
@@ -209,7 +209,7 @@ static void test_bench_peaks(void **state)
         json_t *object = next_object(&at);
         const double peak = number_of(object, "peak_bytes");
         assert_true(peak < last && peak > number_of(object, "saved_bytes"));
-        // R rows of 2n f32 is what reuse spares, three quarters of R rows of d what four chunks do, or more
+        // --reuse saves R rows of 2n floats or more, four chunks three quarters of R rows of d floats or more
         if (i == 1) assert_true(last - peak >= 8000 * 128 * 4);
         last = peak;
         json_decref(object);
@@ -359,7 +359,7 @@ static void test_info_problem(void **state)
     assert_string_equal(at, "");
 }
 
-/* --chunks is of the problem too, not only of a --model. */
+/* `smoe info` must use --chunks for a problem too, not only for a --model. */
 static void test_info_chunks(void **state)
 {
     double scratch[2];
@@ -377,7 +377,7 @@ static void test_info_chunks(void **state)
     assert_true(scratch[1] < scratch[0]);
 }
 
-/* 6 T K n d = 1.3e22 has no place in 63 bits. */
+/* 6 T K n d = 1.3e22 FLOPs, which an int64_t cannot hold. */
 static void test_info_of_many_flops(void **state)
 {
     char *output = *state, *at = output;

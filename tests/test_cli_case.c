@@ -1,5 +1,6 @@
-/* What a bench stands on: routing as named, inputs that lead the library to it, a check that sees a wrong
- * result, high-water marks, canaries; and no allocation on a step. */
+/* The parts of `smoe bench`: it must make the named routing and inputs for which the library's router chooses
+ * this routing. Its check must find a wrong result, peaks of memory and canaries must work, and a step must
+ * allocate nothing. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -15,10 +16,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Allocations of everything linked in, counted ----
+/* ---- Counting the allocations of all statically linked code ----
  *
- * The linker sends the library's calls here (--wrap, tests/CMakeLists.txt). OpenBLAS, a shared library, keeps
- * its own: its kernels for very small matrices take a block from malloc and give it back. */
+ * The linker replaces the library's calls of malloc by calls of these functions (--wrap,
+ * tests/CMakeLists.txt). The calls of OpenBLAS, a shared library, are not replaced: its kernels for very
+ * small matrices allocate and free a block. */
 
 static atomic_int allocations;
 
@@ -135,7 +137,7 @@ static int by_value(const void *a, const void *b)
     return *(const int32_t *)a - *(const int32_t *)b;
 }
 
-/* The library's own router picks the routing that was made. */
+/* From the inputs, the library's router must choose the routing that was made. */
 static void test_steered(void **state)
 {
     (void)state;
@@ -184,7 +186,7 @@ static void test_check_sees_errors(void **state)
     }
 }
 
-/* Every smoe_entry at both types; what comes back beside dX is written too. */
+/* Entries and types of --scope experts. The gradient of the routing must be written too. */
 static void test_entries(void **state)
 {
     (void)state;
@@ -259,7 +261,7 @@ static void test_no_allocation(void **state)
         step(&c);
         assert_int_equal(atomic_load(&allocations), before);
         bench_case_free(&c);
-        assert_true(before > 0); // the case itself was counted
+        assert_true(before > 0); // the counting works: making the case has allocated memory
     }
 }
 

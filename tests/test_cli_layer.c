@@ -1,7 +1,7 @@
-/* The whole layer on the CPU, forward and backward, against the oracle: every activation with every layout,
- * score, rounding rule, storage type and entry. run_library poisons outputs, saved and scratch before the
- * forward, and before the backward everything but X, the weights, the logits and saved; all of it lies
- * between canaries. */
+/* Compares forward and backward of the whole layer on the CPU with the oracle: every activation with every
+ * layout, score, rounding rule, storage type and entry. run_library poisons outputs, saved and scratch before
+ * the forward. Before the backward it poisons everything but X, the weights, the logits and saved. All
+ * buffers lie between canaries. */
 #include "harness/check.h"
 
 #include "src/activations.h"
@@ -83,8 +83,9 @@ static void assert_ok(void *user, tensor_id id, const verdict *judged)
     fail_msg("%s: %s is off by %g, the limit is %g", what, tensor_names[id], judged->error, judged->limit);
 }
 
-/* Twice the cap for bf16: in shapes this small a tensor may consist of a few terms, and what storage costs
- * does not average out. The bound of 1.5 times storage stays. */
+/* For bf16 the largest allowed error (check_cap) is doubled: in shapes this small a tensor may be the sum of
+ * a few terms, so rounding errors of storage do not average out. The other limit, 1.5 times the error that
+ * storage makes, is unchanged. */
 static void check(smoe_context *context, const smoe_layer *layer, const oracle_draw *draw, uint64_t seed)
 {
     const check_options options = {.run.backwards = layer->accumulate ? 2 : 1,
@@ -99,8 +100,8 @@ static void check(smoe_context *context, const smoe_layer *layer, const oracle_d
     fail_msg("%s: %s", what, text);
 }
 
-/* Of the product of scores and rounding rules every STRIDE-th, another one for each activation and layout:
- * all pairs of two are met. */
+/* Checks every STRIDE-th pair of score and rounding rule. Each activation and layout begins at another pair,
+ * so that every combination of two choices is checked. */
 static void check_scores(smoe_context *context, smoe_layer layer, uint64_t *seed)
 {
     enum { STRIDE = 4 };
@@ -197,9 +198,9 @@ static void test_the_same_bits_again(void **state)
     }
 }
 
-/* The claim, worked out by hand. T = 100, d = 64, n = 32, E = 8, K = 2, so R = 200. The plan: 3 R for the
- * rows, T + 1, counts and order E each, two offsets E + 1 each; from logits 2 T K and E more; 4 bytes each.
- */
+/* The sizes that smoe_query_sizes states, worked out by hand. T = 100, d = 64, n = 32, E = 8, K = 2, so
+ * R = 200. The plan has 3 R numbers for the rows, T + 1 for the tokens, E counts, E numbers of the order, and
+ * two arrays of E + 1 offsets; from logits 2 T K + E more. Each number has 4 bytes. */
 static void test_saved_bytes(void **state)
 {
     const int64_t plan = 4 * (3 * 200 + 101 + 8 + 8 + 9 + 9), router = 4 * (2 * 200 + 8);

@@ -1,5 +1,4 @@
-/* What the program knows about problems on paper: parsing, the shapes, costs, expected tile waste, medians.
- */
+/* What the program computes without running a layer: parsing, shapes, costs, expected tile waste, medians. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -30,7 +29,7 @@ static void test_thiek(void **state)
     assert_int_equal(shape.topk, 4);
 }
 
-/* Numbers as --steps of smoe train takes them. */
+/* The numbers that --steps of smoe train accepts. */
 static void test_whole_numbers(void **state)
 {
     (void)state;
@@ -102,7 +101,7 @@ static void test_bad_thiek(void **state)
     }
 }
 
-/* docs/shapes.csv, line by line. */
+/* Compares the program's shapes with docs/shapes.csv, line by line. */
 static void test_shapes(void **state)
 {
     (void)state;

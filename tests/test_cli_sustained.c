@@ -1,12 +1,13 @@
-/* Timing on a device that works behind the host's back, with a device that is none: what is timed, what is
- * not, in which order, and what becomes of it. And the arithmetic of the GPU's yardstick and data. */
+/* The timing of work on an asynchronous device, tested with a pretended stream: what is timed and what is
+ * not, in which order, and the statistics of the times. Also the arithmetic of the reference on a GPU (called
+ * yardstick in the code), and the inputs. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include <cmocka.h>
-#undef fail // the program's own
+#undef fail // a macro of the program
 
 #include "cli/bench/data.h"
 #include "cli/bench/samples.h"
@@ -18,13 +19,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- A stream that counts its own milliseconds ---- */
+/* ---- A pretended stream, which counts milliseconds ---- */
 
 typedef struct fake {
-    double now;   // of the stream
-    int befores;  // jobs' untimed parts so far
-    int launches; // jobs so far
-    int fails_at; // the launch that fails; 0: none
+    double now;   // the stream's time in ms
+    int befores;  // number of untimed parts of jobs so far
+    int launches; // number of jobs so far
+    int fails_at; // number of the launch that fails; 0: none
     bool marks_fail, sync_fails;
 } fake;
 
@@ -62,7 +63,7 @@ static bool fake_sync(void)
 static const clock_kind fake_clock = {fake_open, fake_close, fake_mark, fake_ms};
 static const device fake_device = {.name = "fake", .sync = fake_sync};
 
-/* The n-th launch takes n milliseconds, what comes before it 1000. */
+/* The n-th launch takes n milliseconds, and the untimed part before it 1000. */
 static bool fake_before(void *user, error *err)
 {
     (void)user;
@@ -76,7 +77,7 @@ static bool fake_launch(void *user, error *err)
 {
     stream.launches++;
     stream.now += stream.launches;
-    stage_clock_on_stage(user, SMOE_STAGE_UP, 0, &stream); // must not be seen
+    stage_clock_on_stage(user, SMOE_STAGE_UP, 0, &stream); // must not be counted
     return stream.launches != stream.fails_at || fail(err, ERROR_RUNTIME, "launch %d", stream.launches);
 }
 
@@ -93,7 +94,8 @@ static bool measure(bool with_before, double *ms, error *err)
     return good;
 }
 
-/* Two launches to learn that one takes 2 ms, two more to settle for 7 ms, then those that count. */
+/* Two launches show that one takes 2 ms. Two more are for the 7 ms of settling. The launches after them
+ * count. */
 static void test_sustained(void **state)
 {
     (void)state;
@@ -137,7 +139,8 @@ static void expect_turns(sustained_turns turns, int rounds, int launches)
     assert_int_equal(turns.launches, launches);
 }
 
-/* As many rounds as fit, half of each settling; a number of repeats; the least and the most of both. */
+/* The rounds that fit into the given time, half of which is for settling; a given number of repeats; the
+ * least and the largest number of both. */
 static void test_turns(void **state)
 {
     (void)state;
@@ -153,8 +156,8 @@ static void test_turns(void **state)
     expect_turns(sustained_take_turns(7, 20, 100, 1001, 250), 5, 201);
 }
 
-/* Every round has every job once, in 2 count rounds every job every place twice; two jobs begin as A B B A.
- */
+/* In every round every job has one turn. In 2 count rounds every job has each place twice. With two jobs A
+ * and B, the jobs that begin the rounds are A, B, B, A and so on. */
 static void test_order(void **state)
 {
     enum { MOST = 9 };
@@ -178,7 +181,7 @@ static void test_order(void **state)
     for (int round = 0; round < 8; round++) assert_int_equal(sustained_turn(round, 0, 2), first[round % 4]);
 }
 
-/* Stages on that stream: spans of one stage add up, marks past the room are told. */
+/* Stages on this stream: several spans of one stage are added up, and too many marks are an error. */
 static void test_stages(void **state)
 {
     (void)state;
@@ -219,7 +222,7 @@ static void test_summary(void **state)
     for (int i = 0; i < 200; i++) many[i] = 200 - i;
     s = summarize(many, 200);
     assert_true(s.median == 100.5 && s.least == 1 && s.p99 == 198);
-    assert_true(isnan(summarize(unknown, 2).median)); // a yardstick that is not there
+    assert_true(isnan(summarize(unknown, 2).median)); // without a yardstick the times are NaN
     assert_true(isnan(summarize(NULL, 0).median));
 }
 
@@ -237,13 +240,13 @@ static void test_yardstick(void **state)
     assert_true(cuda_yardstick_bytes(&layer, (int64_t)rows, true) ==
                 2 * rows * (2 * 4096 + 512 + 256 + 256) + fixed);
     assert_true(cuda_yardstick_scale(&layer, 300) == 300.0 / 256);
-    assert_true(cuda_yardstick_scale(&layer, 10) == 10.0 / 256); // one row an expert is the least
-    layer.activation = SMOE_ACTIVATION_RELU; // no gate: H is n wide; the copy's size is the least
+    assert_true(cuda_yardstick_scale(&layer, 10) == 10.0 / 256); // at least one row for each expert
+    layer.activation = SMOE_ACTIVATION_RELU; // no gate: H has n columns; the copy has its least size
     assert_true(cuda_yardstick_bytes(&layer, 256, false) ==
                 2 * UINT64_C(1) * CUDA_COPY_BYTES + 2 * 256 * (256 + 256) + fixed);
 }
 
-/* Every value comes from one pattern; no two stretches as long as a small expert are the same. */
+/* All values come from one pattern, but no two parts of the length of a small expert may be equal. */
 static void test_tiled(void **state)
 {
     (void)state;

@@ -29,7 +29,7 @@ static void put_row(table *t, const char *name, int64_t count, int64_t bytes, do
     table_end_row(t);
 }
 
-/* What two rows look like; the caller frees it. */
+/* The text of two rows in a format; the caller frees it. */
 static char *print(table_format format)
 {
     char *text = NULL;
@@ -112,7 +112,7 @@ static void test_full_disk(void **state)
     }
 }
 
-/* The reason is the failed write's, whatever failed between it and the end. */
+/* The message must have the reason of the write that failed, whatever fails after it. */
 static void test_reason_of_a_full_disk(void **state)
 {
     (void)state;

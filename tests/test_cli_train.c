@@ -1,5 +1,5 @@
-/* `smoe train`, `generate` and `eval` as programs: what each says to bad input, with which exit status, and
- * that a run killed at any moment leaves a checkpoint that evaluates and resumes. */
+/* `smoe train`, `generate` and `eval` as programs: the messages and exit statuses for bad input; and a run
+ * that is killed at any moment must leave a checkpoint that can be evaluated and resumed. */
 #define _DEFAULT_SOURCE
 #include "tests/folder.h"
 
@@ -24,7 +24,8 @@ enum { OUTPUT_BYTES = 1 << 16 };
 
 enum stream { OUTPUT, ERRORS };
 
-/* Runs PREFIX `smoe ARGUMENTS` inside the test's folder; one of its streams in `output`. The exit status. */
+/* Runs PREFIX `smoe ARGUMENTS` in the test's folder and returns the exit status. `output` receives one of its
+ * streams. */
 static int run_for(void **state, const char *prefix, const char *arguments, enum stream stream, char *output)
 {
     char command[8192];
@@ -124,7 +125,7 @@ static void test_bad_input(void **state)
         expect(state, cases[i].arguments, cases[i].status, cases[i].message);
 }
 
-/* A resumed run says what of its length is left. */
+/* A resumed run must print where it resumes, or that nothing of its steps or seconds is left. */
 static void test_resumed(void **state)
 {
     put_texts(state);
@@ -139,7 +140,7 @@ static void test_resumed(void **state)
            " s of training; of the 0.4 s, which count them, 0.");
 }
 
-/* Weights from a checkpoint: its sizes, another context, and what cannot be asked for beside them. */
+/* --from: the sizes are the checkpoint's, the context may differ, and some options are refused with it. */
 static void test_from(void **state)
 {
     char command[4096];
@@ -147,7 +148,7 @@ static void test_from(void **state)
     expect(state, "train " TINY "--topk 3 --tied --steps 3 --out run text.txt", 0, "done");
     expect(state, "train --from run --context 8 --batch 2 -q --steps 2 --out next text.txt", 0, "done");
     expect(state, "train --resume --batch 2 -q --steps 3 --out next text.txt", 0, "resumed at step 2 of 3\n");
-    // A context alone asks for no other sizes, and config.json has the coefficient that was used last.
+    // --context is no size of the model; config.json must have the --balance that was used last.
     expect(state, "train --resume --context 8 --balance 0.5 --batch 2 -q --steps 4 --out next text.txt", 0,
            "done");
     expect(state, "train --resume --context 16 --batch 2 -q --steps 5 --out next text.txt", 2,
@@ -162,7 +163,8 @@ static void test_from(void **state)
     expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
 }
 
-/* A model whose tokens are not bytes, and no tokenizer: its numbers on a text would mean nothing. */
+/* Text is refused if the model's tokens are not bytes and there is no tokenizer: the loss would be
+ * meaningless. */
 static void test_text_without_tokenizer(void **state)
 {
     enum { COUNT = 2000, HEADER = 256 };
@@ -182,7 +184,7 @@ static void test_text_without_tokenizer(void **state)
     expect(state, "eval -c run ids.bin", 0, "");
 }
 
-/* A figure of `smoe ARGUMENTS --json`; `redirect` says where its standard input comes from. */
+/* A number of the result of `smoe ARGUMENTS --json`; `redirect` redirects its standard input. */
 static double figure(void **state, const char *arguments, const char *key, const char *redirect)
 {
     static char output[OUTPUT_BYTES];
@@ -216,7 +218,7 @@ static void test_eval_counts_every_token(void **state)
     expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
 }
 
-/* Binary files of a folder are left out, and it is said. */
+/* Binary files of a folder must be left out, with a message. */
 static void test_binary_files(void **state)
 {
     char path[4096];
@@ -235,7 +237,7 @@ static void test_binary_files(void **state)
     assert_true(figure(state, "eval -c run mixed/zeros", "tokens", "") == 8999);
 }
 
-/* The help promises no more of transformers than config.json's model type keeps. */
+/* What the help says about Transformers must agree with the model type in config.json. */
 static void test_help_about_transformers(void **state)
 {
     static char output[OUTPUT_BYTES];
@@ -259,7 +261,7 @@ static void test_help_about_transformers(void **state)
     }
 }
 
-/* The dense model of equal active FLOPs: its checkpoint says so and evaluates. */
+/* --dense-twin, the dense model with equal active FLOPs: its checkpoint has the right sizes and evaluates. */
 static void test_dense_twin(void **state)
 {
     static const char *const lines[] = {"\"model_type\": \"smoe\"", "\"first_k_dense_replace\": 2",
@@ -282,7 +284,8 @@ static void test_dense_twin(void **state)
            "--dense-twin cannot be combined with --dense-layers");
 }
 
-/* The memory that `info --model` counts: of a known size the weights, of all its parts the total. */
+/* The memory that `info --model` states: the weights have a known size, and the total is the sum of all
+ * parts. */
 static void test_info_model(void **state)
 {
     static const char *const parts[] = {"weights_bytes", "gradients_bytes", "adamw_bytes",
@@ -293,8 +296,8 @@ static void test_info_model(void **state)
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
         sum += figure(state, "info --model run/latest", parts[i], "");
     assert_true(figure(state, "info --model run/latest", "total_bytes", "") == sum);
-    // Hidden size 16, intermediate size 8, 4 experts; two embeddings of 256 bytes, five norms. In memory the
-    // tensors do not adjoin.
+    // Hidden size 16, intermediate size 8, 4 experts; embedding and head for 256 tokens, five norms. In
+    // memory there are gaps between the tensors.
     const double weights = 2 * 256 * 16 + 4 * 16 * 16 + 4 * 16 + 4 * 3 * 8 * 16 + 5 * 16;
     assert_true(figure(state, "info --model run/latest", "parameters", "") == weights);
     assert_true(figure(state, "info --model run/latest", "weights_bytes", "") >= 4 * weights);
@@ -318,13 +321,13 @@ static void test_info_model(void **state)
     assert_true(figure(state, wide, "turns_bytes", "") > figure(state, cut, "turns_bytes", ""));
     expect(state, "info --model nothing", 3, "config.json");
     expect(state, "info --model run/latest --batch 0", 2, "--batch: 0 is outside");
-    // Of the batch only a part is kept at a time; gradients in bf16 become f32.
+    // With micro-batches only a part of the batch is in memory at a time; bf16 gradients are summed in f32.
     const char *const fewer = "info --model run/latest --batch 100 --recompute none --micro-batches 4";
     assert_true(figure(state, fewer, "batch", "") == 100);
     assert_true(figure(state, much, "layers_bytes", "") > 2 * figure(state, fewer, "layers_bytes", ""));
     expect(state, "info --model run/latest --batch 10 --micro-batches 3", 2, "does not divide");
     expect(state, "info --model run/latest --recompute all", 2, "--recompute: 'all'");
-    // Without clipping the gradients of one layer at a time.
+    // Without clipping only the gradients of one layer are in memory at a time.
     expect(state, "train " TINY "--layers 3 --steps 1 --checkpoints 1 --out deep text.txt", 0, "done");
     const char *const clipped = "info --model deep/latest", *const any = "info --model deep/latest --clip 0",
                       *const added = "info --model deep/latest --clip 0 --micro-batches 2";
@@ -356,7 +359,7 @@ static void test_standard_input(void **state)
     assert_true(figure(state, "eval -c piped text.txt", "loss", "") == file);
 }
 
-/* A checkpoint after every step, so that most kills fall into one. */
+/* The run writes a checkpoint after every step, so that most kills happen during a checkpoint. */
 static void test_killed_at_any_moment(void **state)
 {
     static char output[OUTPUT_BYTES];
@@ -373,8 +376,8 @@ static void test_killed_at_any_moment(void **state)
     }
 }
 
-/* INT and TERM in the middle of training, and in a last validation that would take minutes: a checkpoint, the
- * signal's exit status, and a run that resumes. */
+/* SIGINT and SIGTERM in the middle of training, and in a last validation that would take minutes: the run
+ * must write a checkpoint, end with the signal's exit status, and resume. */
 static void test_signals(void **state)
 {
     enum { BYTES = 64 << 20 };
@@ -398,7 +401,7 @@ static void test_signals(void **state)
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char prefix[96], arguments[256];
-        // --foreground: one signal and not another to the group
+        // --foreground: without it timeout would also signal the process group
         snprintf(prefix, sizeof prefix, "timeout --foreground -k 60 --preserve-status -s %s 2",
                  cases[i].signal);
         snprintf(arguments, sizeof arguments, "train " TINY "%s", cases[i].arguments);
@@ -406,7 +409,7 @@ static void test_signals(void **state)
         if (status != cases[i].status || !strstr(output, cases[i].message))
             fail_msg("%s: exit status %d, '%s' instead of %d", arguments, status, output, cases[i].status);
     }
-    assert_null(strstr(output, "latest")); // without checkpoints
+    assert_null(strstr(output, "latest")); // the last case writes no checkpoints
     // No line has a loss yet, and the validation that was stopped has no tokens.
     assert_int_equal(run_for(state, "timeout --foreground -k 60 --preserve-status -s TERM 2",
                              "train " TINY "--json --steps 1 --last-evaluation-tokens 1e9 --out f long.txt",
@@ -419,8 +422,8 @@ static void test_signals(void **state)
     expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
 }
 
-/* `timeout` and some schedulers send a signal to the process and to its group, so it comes twice. Here the
- * run waits for its text when it does. */
+/* `timeout` and some schedulers send a signal to the process and to its group, so that it comes twice. In
+ * this test the signals come while the run waits for its text. */
 static void test_signal_sent_twice(void **state)
 {
 #define WAITING "sh -c 'mkfifo pipe; \"$@\" <pipe & p=$!; exec 3>pipe; sleep 0.5; kill -TERM $p; "
@@ -428,7 +431,7 @@ static void test_signal_sent_twice(void **state)
         const char *prefix, *message;
     } cases[] = {
         {WAITING "sleep 0.1; kill -TERM $p; cat text.txt >&3; exec 3>&-; wait $p' sh", "go on with --resume"},
-        {WAITING "sleep 1.5; kill -TERM $p; wait $p' sh", ""}, // later it ends the program
+        {WAITING "sleep 1.5; kill -TERM $p; wait $p' sh", ""}, // a later second signal ends the program
     };
     char path[4096];
     put_texts(state);
@@ -459,10 +462,10 @@ static double eval_number(void **state, const char *arguments, const char *key)
     assert_int_equal(run_for(state, "", arguments, OUTPUT, output), 0);
     const char *at = strstr(output, key);
     assert_non_null(at);
-    return strtod(at + strlen(key) + 2, NULL); // past the key's quote and the colon
+    return strtod(at + strlen(key) + 2, NULL); // after the key's quote and the colon
 }
 
-/* A checkpoint carries its tokenizer: text is encoded by it, and its bytes are what bits per byte counts. */
+/* A checkpoint contains its tokenizer, which encodes text. Bits per byte counts the bytes of the text. */
 static void test_tokenizer(void **state)
 {
     static const char table[] = "smoe-bpe 1 261 4\n97 98 256\n256 99 257\n257 257 258\n100 32 259\n",
@@ -487,7 +490,7 @@ static void test_tokenizer(void **state)
     expect(state, "train --from run -q --batch 2 --steps 2 --tokenizer bpe.txt --out next text.txt", 0,
            "done");
 
-    // Nothing but the checkpoint is needed any more, and a resumed run hands the files on.
+    // From here on only the checkpoint is needed; a resumed run copies the tokenizer to its next checkpoint.
     for (int i = 0; i < 2; i++) unlink(in_folder(path, state, i ? "bpe.txt" : "tokenizer.json"));
     expect(state, "train --resume -q --batch 2 --steps 64 --out run text.txt", 0, "done");
     assert_int_equal(access(in_folder(path, state, "run/step-0000064/bpe.txt"), R_OK), 0);
@@ -495,11 +498,11 @@ static void test_tokenizer(void **state)
     expect_text(state, "generate -c run -n 3 --temperature 0 --prompt abcabc", "abcabc\nabcabc\n\n");
     const char *eval = "eval -c run --json text.txt";
     double loss = eval_number(state, eval, "\"loss"), bits = eval_number(state, eval, "bits_per_byte");
-    assert_true(eval_number(state, eval, "\"tokens") == 2000); // the end of text is no target
+    assert_true(eval_number(state, eval, "\"tokens") == 2000); // the token <|endoftext|> is no target
     assert_float_equal(bits, loss / log(2) * 2000 / 7000, 1e-3 * bits);
 }
 
-/* Does the curve's script, which a gnuplot of this test keeps, have the text? */
+/* Whether the gnuplot script of the curve contains `text`. The test's own gnuplot saves the script. */
 static bool curve_has(void **state, const char *arguments, const char *text)
 {
     static char output[OUTPUT_BYTES];
@@ -509,8 +512,8 @@ static bool curve_has(void **state, const char *arguments, const char *text)
     return system(command) == 0;
 }
 
-/* The losses of tokens of several bytes are drawn in nats a token: the log has no validation loss for each
- * byte. */
+/* If tokens have several bytes, the curve must be in nats a token, because the log has no loss for each byte.
+ */
 static void test_curve(void **state)
 {
     static const char gnuplot[] = "#!/bin/sh\ncp \"$1\" script\n", table[] = "smoe-bpe 1 258 1\n97 98 256\n";

@@ -1,5 +1,6 @@
-/* `smoe verify` sees faults. The linker puts the wrappers below between the tool and the library; each fault
- * is one thing a broken library might do, and the exit status has to be 1. Runs go in child processes. */
+/* `smoe verify` must find faults. The linker puts the wrappers below between the tool and the library. Each
+ * fault is something that a broken library might do; the exit status must then be 1. Each run is a child
+ * process. */
 #include "harness/buffer.h"
 #include "cli/common/cli.h"
 #include "harness/tensors.h"
@@ -22,17 +23,17 @@
 
 typedef enum fault {
     NO_FAULT,
-    ELEMENT_OFF,      /* one element of out is not quite right */
+    ELEMENT_OFF,      /* one element of out is slightly wrong */
     LEFT_UNWRITTEN,   /* the last row of out is not written */
-    PAST_THE_END,     /* one byte after out */
-    BEFORE_THE_START, /* one byte before scratch */
-    INPUT_CHANGED,    /* a weight moves */
-    NOT_REPEATABLE,   /* the last bit of an element of dx, every other call */
-    NOT_ACCUMULATED,  /* dw1 is written where it should be added to */
-    NEEDS_SCRATCH,    /* the backward reads what the forward left in its scratch */
-    PLAN_WRONG,       /* two rows of the plan trade places */
+    PAST_THE_END,     /* the byte after out is written */
+    BEFORE_THE_START, /* the byte before scratch is written */
+    INPUT_CHANGED,    /* a weight is changed */
+    NOT_REPEATABLE,   /* the last bit of an element of dx changes at every second call */
+    NOT_ACCUMULATED,  /* dw1 is overwritten instead of added to */
+    NEEDS_SCRATCH,    /* the backward reads data that the forward left in its scratch */
+    PLAN_WRONG,       /* two rows of the plan are exchanged */
     NAN_SPREADS,      /* a NaN anywhere in x makes out[0] NaN */
-    QUERY_OFF,        /* the query forgets a byte */
+    QUERY_OFF,        /* smoe_query_sizes states one byte less */
     CALL_FAILS
 } fault;
 
@@ -164,7 +165,7 @@ static void test_exit_statuses(void **state)
     assert_int_equal(verify_with(NO_FAULT, "stray", NULL), 2);
 }
 
-/* One corrupted tensor at a time, against itself. */
+/* Judges tensors with errors of known size. */
 static void test_judging(void **state)
 {
     (void)state;
@@ -179,7 +180,7 @@ static void test_judging(void **state)
     const tensor got_tensor = {.values = got, .count = SIZE}, fewer = {.values = got, .count = SIZE - 1},
                  none = {0};
     const struct {
-        double scale; /* of the error that storage makes */
+        double scale; /* the error, as a multiple of the error that storage makes */
         bool ok;
     } cases[] = {{0.0, true}, {1.0, true}, {1.49, true}, {1.51, false}, {-1.51, false}, {NAN, false}};
     for (size_t c = 0; c < COUNT(cases); c++) {

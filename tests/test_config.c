@@ -1,5 +1,6 @@
-/* train/config.h: config.json is OLMoE's, comes back as it was, and every refusal names key, value and limit.
- * More malformed files are in tests/fuzz/corpus/config. */
+/* train/config.h: config.json must have OLMoE's keys, and reading a written file must give the same
+ * configuration. Every refusal must name key, value and limit. More malformed files are in
+ * tests/fuzz/corpus/config. */
 #define _DEFAULT_SOURCE
 #include <setjmp.h>
 #include <stdarg.h>
@@ -78,7 +79,7 @@ static void assert_string(const json_t *root, const char *key, const char *want)
     if (have == NULL || strcmp(have, want) != 0) fail_msg("%s is %s, not %s", key, have, want);
 }
 
-/* The keys by which transformers builds an OlmoeForCausalLM of this shape. */
+/* The keys from which Transformers builds an OlmoeForCausalLM of this shape. */
 static void test_keys_of_olmoe(void **state)
 {
     static const struct {
@@ -113,7 +114,7 @@ static void test_keys_of_olmoe(void **state)
     json_decref(root);
 }
 
-/* A shared expert or dense layers alone already make it another model. */
+/* A model with a shared expert, or with dense layers, has another model type. */
 static void test_model_type(void **state)
 {
     model_config shared = model_config_default(), dense = shared;
@@ -181,7 +182,7 @@ static void test_write_refused(void **state)
     assert_int_equal(access(path, F_OK), -1);
 }
 
-/* A text that must be refused for this reason. */
+/* Checks that a text is refused with this reason. */
 static void assert_unread(const char *text, const char *part)
 {
     model_config config;

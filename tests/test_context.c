@@ -1,5 +1,5 @@
-/* Contexts: how they are created and why not, their move from thread to thread, what the CPU backend does in
- * a process that was forked, and with little address space. */
+/* Contexts: their creation and its errors, their use in several threads, and the CPU backend in a forked
+ * process and with little address space. */
 #define _DEFAULT_SOURCE /* fork, alarm, setrlimit */
 #include <smoe.h>
 
@@ -58,7 +58,7 @@ static void test_contexts(void **state)
     assert_int_equal(smoe_create(&context, &options), SMOE_ERROR_ARGUMENT);
 }
 
-/* Without a driver the CUDA backend says so and nothing else breaks; with one this creates a context. */
+/* With a usable driver this creates a context of the CUDA backend, else it must fail with a message. */
 static void test_cuda_context(void **state)
 {
     (void)state;
@@ -86,7 +86,7 @@ typedef struct layer_memory {
     smoe_layer layer;
     smoe_forward_args forward;
     smoe_backward_args backward;
-    float *out, *dx, *dw1, *dw2, *drouter_weight; /* of `bytes` in all, from out on */
+    float *out, *dx, *dw1, *dw2, *drouter_weight; /* one block of `bytes` bytes that starts at out */
     size_t bytes;
 } layer_memory;
 
@@ -107,7 +107,7 @@ static float *numbers(size_t count, unsigned seed)
     return v;
 }
 
-/* Scratch for a context of so many threads. */
+/* A layer with buffers as large as this context needs them, which depends on its threads. */
 static layer_memory make_layer(smoe_context *context)
 {
     layer_memory m = {.layer = SMOE_LAYER_INIT};
@@ -185,7 +185,8 @@ static void run_elsewhere(smoe_context *context, layer_memory *m, int backward)
     assert_int_equal(j.status, SMOE_OK);
 }
 
-/* Created on one thread, forward on a second, backward on a third: the same bits as on one alone. */
+/* A context that one thread creates, a second uses for the forward and a third for the backward must give the
+ * same bits as in one thread. */
 static void test_moves_between_threads(void **state)
 {
     (void)state;
@@ -202,7 +203,7 @@ static void test_moves_between_threads(void **state)
 
 /* ---- Forks ---- */
 
-/* Runs in a child that a signal ends after 30 s; its exit status is 0 when all went as it should. */
+/* Runs a function in a child process, which a signal ends after 30 s. Its exit status must be 0. */
 static void in_child(int (*run)(void *), void *argument)
 {
     const pid_t child = fork();
@@ -218,7 +219,7 @@ static void in_child(int (*run)(void *), void *argument)
 }
 
 typedef struct fork_case {
-    smoe_context *two; /* threads, the parent's */
+    smoe_context *two; /* the parent's context with two threads */
     layer_memory *m, *expected;
 } fork_case;
 
@@ -230,7 +231,8 @@ static int refuses(smoe_context *context, layer_memory *m)
            strstr(text, "forked") && strstr(text, "threads = 1");
 }
 
-/* The parent's team of two is not there: an error from its context and from a new one. */
+/* The child does not have the parent's OpenMP threads and cannot start some. So a call must fail with the
+ * parent's context of two threads and with a new one. */
 static int refuse_teams(void *argument)
 {
     const fork_case *c = argument;
@@ -281,7 +283,7 @@ static void *fork_first(void *argument)
 static void test_forks(void **state)
 {
     (void)state;
-    if (SANITIZED) skip(); /* their runtimes start no thread in the child of a process with threads */
+    if (SANITIZED) skip(); /* sanitizers start no thread in the forked child of a process with threads */
     smoe_context *two = open_threads(2);
     layer_memory expected = make_layer(two), child = make_layer(two);
     fork_case c = {two, &child, &expected};
@@ -289,7 +291,7 @@ static void test_forks(void **state)
     in_child(refuse_teams, &c);
     in_child(run_one_thread, &c);
     in_child(run_new_thread, &c);
-    /* a thread that has run no team yet forks */
+    /* the thread that forks has not used OpenMP threads yet */
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, fork_first, &c), 0);
     assert_int_equal(pthread_join(thread, NULL), 0);
@@ -336,7 +338,7 @@ static int refuse_to_create(void *argument)
     return strstr(text, "smoe_create: ") && strstr(text, "OpenBLAS") && strstr(text, "129 MiB") ? 0 : 3;
 }
 
-/* All that the products need was taken when the context was created: nothing is left for the call. */
+/* Creating the context must reserve all memory that OpenBLAS needs, so that the calls need no more. */
 static int run_without_more(void *argument)
 {
     layer_memory *m = argument;
@@ -344,7 +346,7 @@ static int run_without_more(void *argument)
     smoe_context *context;
     if (create_threads(&context, 4, text) != SMOE_OK) return 1;
     omp_set_dynamic(0);
-    int threads = 0; /* the team, whose stacks are the OpenMP runtime's */
+    int threads = 0; /* starts the OpenMP threads, whose stacks the OpenMP runtime allocates */
 #pragma omp parallel num_threads(4) reduction(+ : threads)
     threads++;
     const size_t before = address_space();
@@ -354,11 +356,11 @@ static int run_without_more(void *argument)
     return address_space() == before ? 0 : 5;
 }
 
-/* Runs first: a child can start a team as long as this thread has not. */
+/* Must run first: a child can start OpenMP threads only if this thread has not started any. */
 static void test_address_space(void **state)
 {
     (void)state;
-    if (SANITIZED) skip(); /* they need address space of their own */
+    if (SANITIZED) skip(); /* sanitizers need much address space */
     in_child(refuse_to_create, NULL);
     smoe_context *four = open_threads(4);
     layer_memory m = make_layer(four);

@@ -1,5 +1,5 @@
-/* The index arithmetic of the Hopper backward, on the host and by brute force: tiles of the weight gradients,
- * the cut of experts into pieces, and where a tile's elements stand in staging. */
+/* The index arithmetic of the Hopper backward, checked on the host by brute force: tiles of the weight
+ * gradients, the cut of experts into pieces, and the places of a tile's elements in the staging buffer. */
 #include "cuda/sm90/weight_tiles.h"
 
 #include <setjmp.h>
@@ -32,7 +32,7 @@ static void test_stripes(void **state)
         }
 }
 
-/* Columns of both operands that the tiles from `first` on read, when those before them in the expert were in
+/* The columns of both operands that the tiles from number `first` on read, if the tiles before them were in
  * an earlier wave. */
 static int read_again(int first, int hidden_tiles, int feature_tiles)
 {
@@ -62,9 +62,9 @@ static void test_weight_places(void **state)
             for (int i = 0; i < hidden_tiles * feature_tiles; i++) assert_int_equal(seen[i], 1);
             free(seen);
         }
-    /* d = 768, 2n = 2048: of the last quarter all of d and two of eight tiles of features */
+    /* d = 768, 2n = 2048: the last quarter of the tiles reads all of d and two of eight tiles of features */
     assert_int_equal(read_again(36, 6, 8), 768 + 2 * 256);
-    /* d = 1536, 2n = 512: all features and three of twelve tiles of d */
+    /* d = 1536, 2n = 512: it reads all features and three of twelve tiles of d */
     assert_int_equal(read_again(18, 12, 2), 512 + 3 * 128);
 }
 
@@ -93,8 +93,8 @@ static void check_split(const int32_t *blocks, int experts, int tiles, int ctas)
         if (pieces > 1) split += pieces;
     }
     assert_true(split <= moe_split_bound(all, tiles, ctas));
-    assert_true(split <= moe_split_bound(all + 1000, tiles, ctas)); /* the bound is taken for more rows */
-    assert_true(split < 1 << 16);                                   /* lists.cu packs it */
+    assert_true(split <= moe_split_bound(all + 1000, tiles, ctas)); /* the library may ask for more rows */
+    assert_true(split < 1 << 16); /* lists.cu stores the number in 16 bits */
 }
 
 static void test_split(void **state)
@@ -114,7 +114,8 @@ static void test_split(void **state)
     check_split(huge, 2, 100, 132);
 }
 
-/* Even routing of the paper's shapes is never split; a single expert keeps all CTAs busy. */
+/* With uniform routing and a shape of the paper no expert may be split. A single expert must be split so that
+ * all CTAs have work. */
 static void test_split_chooses(void **state)
 {
     (void)state;
@@ -129,8 +130,8 @@ static void test_split_chooses(void **state)
 
 enum { BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES };
 
-/* Element i of a thread's accumulators: feature and row of d, counted from the part and the consumer's 64
- * rows. */
+/* The feature and the row of d of element i of a thread's accumulators. The feature counts from the start of
+ * the part, the row from the consumer's first of 64 rows. */
 static int feature_of(int lane, int i)
 {
     return (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
@@ -170,8 +171,8 @@ static void test_f32_staging(void **state)
     }
 }
 
-/* stmatrix: lane 8 j + i names row i of matrix j; thread t holds elements 2 (t % 4) and the next of row t /
- * 4, or transposed of column t / 4. */
+/* stmatrix: lane 8 j + i has the address of row i of matrix j. Thread t holds elements 2 (t % 4) and
+ * 2 (t % 4) + 1 of row t / 4, or with transposition of column t / 4. */
 static void test_16_bit_staging(void **state)
 {
     (void)state;

@@ -1,5 +1,5 @@
-/* The index arithmetic of the Hopper kernels, on the host by brute force: where elements stand in shared
- * memory, how work is cut, the plan's arithmetic. No CUDA is needed. */
+/* The index arithmetic of the Hopper kernels, checked on the host by brute force: the places of elements in
+ * shared memory, the cut of the work, and the arithmetic of the plan. No CUDA is needed. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -25,7 +25,7 @@ static uint32_t draw(uint32_t below)
 
 /* ---- Shared memory ---- */
 
-/* The 128-byte swizzle as the hardware does it on addresses: bits 4 to 6 are exchanged by bits 7 to 9. */
+/* The 128-byte swizzle as the hardware applies it to an address: bits 7 to 9 are XORed into bits 4 to 6. */
 static uint32_t hardware_swizzle(uint32_t address)
 {
     return address ^ ((address >> 7 & 7) << 4);
@@ -39,7 +39,7 @@ static void subtiles_are_swizzled(void **state)
             assert_int_equal(moe_subtile_offset(row, vector), hardware_swizzle(row * 128 + vector * 16));
 }
 
-/* What the 64 gathering threads of the up-projection write is where wgmma looks for row m, element k. */
+/* The 64 gathering threads of the up-projection must write element k of row m where wgmma reads it. */
 static void gather_fills_the_tile(void **state)
 {
     (void)state;
@@ -62,8 +62,8 @@ static void gather_fills_the_tile(void **state)
         }
 }
 
-/* The accumulators of a thread, stored as write_half of gemm_cooperative.cuh does: every element of the half
- * once, at the subtile and vector of its octet. */
+/* Stores a thread's accumulators as write_half of gemm_cooperative.cuh does. Every element of the half must
+ * be stored once, at the subtile and vector of its octet. */
 static void staging_is_complete(void **state)
 {
     (void)state;
@@ -88,9 +88,9 @@ static void staging_is_complete(void **state)
     }
 }
 
-/* The box of W1 holds, gated, eight gate rows, the same features' eight up rows, and so on; an octet of
- * columns of the tile must stand for the features the box has there, and a subtile for 64 neighbouring ones.
- */
+/* With a gate, the box of W1 has eight gate rows, the eight up rows of the same features, and so on. An octet
+ * of columns of the tile must have the features that the box has there, and a subtile 64 neighbouring
+ * features. */
 static void octets_stand_for_their_features(void **state)
 {
     (void)state;
@@ -139,7 +139,8 @@ static void cuts_cover_everything_once(void **state)
         assert_int_equal(moe_cut(total, 132, 132), total);
 }
 
-/* Random routings: the bounds hold, and tiles counted as (blocks + odd experts) / 2 are right. */
+/* Random routings: the lists must be within their bounds, and the number of tiles must be (blocks + experts
+ * with an odd number of blocks) / 2. */
 static void lists_fit_their_bounds(void **state)
 {
     (void)state;
@@ -168,8 +169,9 @@ static void lists_fit_their_bounds(void **state)
     }
 }
 
-/* The weight-stationary down-projection: whole units in waves, the rest in shares. Every block of every unit
- * is done exactly once, and no CTA has more than its even part when the whole units leave room. */
+/* The weight-stationary down-projection does whole units in waves and cuts the rest into shares. Every block
+ * of every unit must be done exactly once. If the whole units leave room, no CTA may have more than an equal
+ * part. */
 static void shares_cover_every_block_once(void **state)
 {
     (void)state;
@@ -277,12 +279,12 @@ static void lower_entries_are_counted(void **state)
                 assert_int_equal(moe_plan_both(moe_plan_lower(id, entry | others[j] << 16)), want);
                 assert_int_equal(moe_plan_both(moe_plan_lower(id, others[j] | entry << 16)), want);
             }
-    /* every entry that counts is below the mark of those that do not */
+    /* every valid id is below the marks of entries that do not count */
     assert_int_equal(moe_plan_both(moe_plan_lower(SMOE_PLAN_REPEATED, 4095 | SMOE_PLAN_NO_ID << 16)), 1);
     assert_int_equal(moe_plan_both(moe_plan_lower(SMOE_PLAN_REPEATED, SMOE_PLAN_REPEATED << 16)), 1);
 }
 
-/* 64 entries that all count make 32 in each half of the word: nothing overflows into the other. */
+/* If all of 64 entries count, each half of the word has 32: no half may overflow into the other. */
 static void counts_of_both_halves_add_up(void **state)
 {
     (void)state;
@@ -303,14 +305,14 @@ static void shared_memory_of_the_plan_fits(void **state)
                 assert_true(moe_plan_segment_fits(segment, experts, topk));
                 assert_true(segment >= 32 && segment % 32 == 0 && segment < SMOE_PLAN_THREADS);
                 assert_true(p.end <= SMOE_PLAN_SHARED);
-                assert_int_equal(p.rows % 16, 0); /* cleared by 16 bytes up to there */
+                assert_int_equal(p.rows % 16, 0); /* the memory before it is cleared 16 bytes at a time */
                 assert_int_equal(p.place % 8 + p.sorted % 8 + p.ids % 8, 0);
                 assert_int_equal(p.token_rows % 4 + p.group_before % 2 + p.token_first % 4, 0);
                 assert_true(p.scratch >= p.token_first + 4 * (uint32_t)(segment + 1));
             }
 }
 
-/* Counts that every CTA sums fit 16 bits, and a column's thread is found without a division. */
+/* Counts that every CTA sums must fit into 16 bits. Products with a reciprocal must be exact quotients. */
 static void summed_counts_fit(void **state)
 {
     (void)state;
@@ -323,8 +325,8 @@ static void summed_counts_fit(void **state)
             assert_int_equal(moe_divide(i, moe_reciprocal(columns)), i / columns);
 }
 
-/* The plan from given rows: 1024 padded rows for each CTA, at least one CTA, and at most one for each
- * multiprocessor, on GPUs of any size. */
+/* The plan from given rows must have one CTA for each 1024 padded rows, but at least one CTA, and at most one
+ * for each multiprocessor of the GPU. */
 static void ctas_follow_the_device(void **state)
 {
     (void)state;

@@ -1,7 +1,7 @@
-/* The routing kernels' arithmetic that also compiles for the host (src/cuda/routing/route_math.h), by brute
- * force: sorting networks by the 0-1 principle, packed keys against rank.h over all bf16 values, the
- * fixed-point term, 16-bit keys, the order of moves against a sort, balance rounding against the walk over
- * experts. */
+/* The arithmetic of the routing kernels that also compiles for the host (src/cuda/routing/route_math.h),
+ * checked by brute force: sorting networks by the 0-1 principle, packed keys compared with rank.h for all
+ * bf16 values, the fixed-point term, 16-bit keys, the order of added and dropped tokens compared with a sort,
+ * and balance rounding compared with a loop over the experts. */
 #include "cuda/routing/route_math.h"
 
 #include <math.h>
@@ -25,7 +25,7 @@ static int falls(const int32_t *a, int count)
     return 1;
 }
 
-/* A network that sorts every sequence of zeros and ones sorts everything. */
+/* The 0-1 principle: a network that sorts every sequence of zeros and ones sorts every sequence. */
 static void networks_sort(void **state)
 {
     (void)state;
@@ -72,8 +72,7 @@ static float bf16_value(uint32_t bits)
     return moe_float_of(bits << 16);
 }
 
-/* Rank keys and packed keys order every two neighbouring bf16 values alike, and ties go to the lower expert.
- */
+/* Rank keys and packed keys must order all neighbouring bf16 values alike; ties go to the lower expert. */
 static void packed_bf16_keys_rank(void **state)
 {
     (void)state;
@@ -92,7 +91,7 @@ static void packed_bf16_keys_rank(void **state)
     }
 }
 
-/* Where two f32 packed keys do not collide, they rank as the values do. */
+/* If two f32 packed keys do not collide, they must be in the order of the values. */
 static void packed_f32_keys_rank_or_collide(void **state)
 {
     (void)state;
@@ -124,8 +123,8 @@ static void fixed_terms_agree(void **state)
         assert_int_equal(moe_softmax_fixed_fast(moe_float_of(bits)), moe_softmax_fixed(moe_float_of(bits)));
 }
 
-/* The quotient by way of the reciprocal is IEEE division's: random terms and sums, sums next to powers of two
- * and with all bits set, the smallest term that counts. */
+/* The quotient that is computed from a reciprocal must have the bits of IEEE division. Tested with random
+ * terms and sums, sums next to powers of two, sums with all bits set, and the smallest term. */
 static void quotients_are_divisions(void **state)
 {
     (void)state;
@@ -163,8 +162,8 @@ static int adds_before(const void *a, const void *b)
     return x->token < y->token ? -1 : 1;
 }
 
-/* Orders sort tokens as the ranking inside an expert does: added from its best end, dropped from its worst.
- */
+/* Orders must sort tokens as the ranking of an expert does: the best are added first, the worst dropped
+ * first. */
 static void moves_come_in_order(void **state)
 {
     (void)state;
@@ -212,8 +211,8 @@ static void balance_needs_no_walk(void **state)
     }
 }
 
-/* The bounds hold the exact score with the hardware's exp2 anywhere within its error, and are close enough to
- * decide nearly every key. */
+/* The exact score must be within the bounds for every error that the hardware's exp2 may have. The bounds
+ * must be so close that they decide nearly every key. */
 static void bounds_hold_the_score(void **state)
 {
     (void)state;

@@ -1,6 +1,7 @@
-/* The experts forward and backward through the public API: against the fp64 oracle, exactly on small
- * integers, and the promises of smoe.h: the same bits for any number of threads and chunks, accumulation,
- * experts without rows, NaN that stays where the mathematics puts it, buffers' limits. */
+/* Forward and backward of the experts through the public API, compared with the fp64 oracle; with small
+ * integers the results must be exact. Also the promises of smoe.h: the same bits for any number of threads
+ * and chunks, accumulation, experts without rows, a NaN only where the formulas give one, no access outside
+ * of buffers. */
 #include "harness/check.h"
 #include "oracle/number.h"
 #include "src/activations.h"
@@ -102,7 +103,7 @@ static void assert_ok(void *user, tensor_id id, const verdict *judged)
                  (int)l->activation, (int)l->layout);
 }
 
-/* Both passes twice, with the same bits; then against the oracle. */
+/* Runs both passes twice, which must give the same bits, and compares the results with the oracle. */
 static void check_with(const smoe_layer *layer, oracle_draw draw, uint64_t seed, bool exact)
 {
     int64_t differing[TENSORS] = {0};
@@ -128,7 +129,7 @@ static void check_against_oracle(const smoe_layer *layer, oracle_draw draw, uint
 static const smoe_activation activations[] = {MOE_ACTIVATIONS(VALUE)};
 #undef VALUE
 
-/* Every activation, type and layout; entries, biases, gradient types, index types and chunks take turns. */
+/* Every activation, type and layout; entries, biases, gradient types, index types and chunks alternate. */
 static void test_all_kinds(void **state)
 {
     (void)state;
@@ -183,8 +184,8 @@ static void test_smallest(void **state)
 
 /* ---- Exactness ---- */
 
-/* Small integers through max(., 0): every sum is exact in f32, so every bit has to be right. The sparse ones
- * keep H, A and Y within the integers that bf16 holds. */
+/* Small integers and activations made of max(., 0): every sum is exact in f32, so every bit must be right.
+ * The inputs for bf16 are sparse, so that H, A and Y are integers that bf16 can hold. */
 static void test_exact_integers(void **state)
 {
     (void)state;
@@ -211,7 +212,7 @@ static void test_exact_integers(void **state)
 
 /* ---- The same bits ---- */
 
-/* Everything that the backward gives, and out. */
+/* Whether a slot is a result: out or a gradient. */
 static bool is_result(int id)
 {
     return id == SLOT_OUT || id >= SLOT_DX;
@@ -248,8 +249,8 @@ static void check_same_bits(const smoe_layer *layer, oracle_draw draw, uint64_t 
     case_free(first);
 }
 
-/* Sizes on both sides of OpenBLAS's own path for small products (m n k up to a million or so), a d that ends
- * in a panel of 8 columns. */
+/* OpenBLAS has another code path for small products (m n k up to about a million); the sizes are below and
+ * above this limit. One d ends in a panel of 8 columns. */
 static void test_bits_by_threads_and_chunks(void **state)
 {
     (void)state;
@@ -268,7 +269,7 @@ static void test_bits_by_threads_and_chunks(void **state)
     }
 }
 
-/* Inference stores A where training stores H; the output is the same. */
+/* Inference stores A where training stores H. The output must be the same. */
 static void test_inference(void **state)
 {
     (void)state;
@@ -305,8 +306,8 @@ static void test_saved_is_kept(void **state)
 
 /* ---- Gradients written and accumulated ---- */
 
-/* Twice into zeros is exactly twice the gradient; without accumulate what was there is gone (it was poison).
- */
+/* Two accumulating backwards that start from zeros must give exactly twice the gradient. Without accumulate
+ * the poison in the gradients must be overwritten. */
 static void test_accumulate(void **state)
 {
     (void)state;
@@ -344,7 +345,7 @@ static void fill_with_negative_zeros(const buffer *b)
     for (size_t i = 0; i < b->bytes / sizeof(float); i++) ((float *)b->data)[i] = -0.0f;
 }
 
-/* Are all floats of expert e's part of a tensor zeros with this sign? */
+/* Whether all floats of expert e's part of a tensor are zeros with this sign. */
 static int part_is_zero(const buffer *b, int64_t experts, int64_t e, int negative)
 {
     const size_t each = b->bytes / sizeof(float) / (size_t)experts;
@@ -354,8 +355,8 @@ static int part_is_zero(const buffer *b, int64_t experts, int64_t e, int negativ
     return 1;
 }
 
-/* Experts without rows: zeros when written; when accumulated not touched, which -0 shows: adding 0 gives +0.
- */
+/* Gradients of experts without rows must be zero if they are written, and unchanged if they are accumulated:
+ * -0 must remain, since adding 0 would make it +0. */
 static void test_empty_experts(void **state)
 {
     (void)state;
@@ -379,7 +380,7 @@ static void test_empty_experts(void **state)
     check_against_oracle(&layer, (oracle_draw){.routing = ORACLE_ONE_TAKES_ALL, .row_weights = true}, 4);
 }
 
-/* FROM_TOPK with every id skipped, FROM_ROWS with no row: zeros everywhere. */
+/* FROM_TOPK with every id skipped, and FROM_ROWS with no row: all results must be zero. */
 static void test_no_rows_at_all(void **state)
 {
     (void)state;
@@ -416,7 +417,7 @@ static void assert_same_row(const run *one, const run *other, slot_id id, int64_
                         (const char *)slot_data(other, id) + (size_t)row * bytes, bytes);
 }
 
-/* Writes a NaN into an f32 input, on purpose. */
+/* Writes a NaN into an f32 input. */
 static void spoil(run *r, slot_id id, int64_t element)
 {
     ((float *)slot_data(r, id))[element] = NAN;

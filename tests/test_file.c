@@ -1,6 +1,6 @@
 /* train/file.h: mappings, atomic writes (abort, kill, size limit, full disk), folders and their listing. */
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE // unshare, to mount a full disk of our own
+#define _GNU_SOURCE // unshare, to mount a small file system that gets full
 #endif
 #include <setjmp.h>
 #include <stdarg.h>
@@ -65,7 +65,7 @@ static void test_map(void **state)
     assert_no_map(*state, "is a folder");
     assert_no_map("/dev/null", "not a regular file");
     assert_int_equal(mkfifo(in_folder(path, state, "pipe"), 0600), 0);
-    assert_no_map(path, "not a regular file"); // and does not wait for a writer
+    assert_no_map(path, "not a regular file"); // and the call does not wait for a writer of the pipe
 }
 
 static void test_write(void **state)
@@ -114,7 +114,7 @@ static void test_write_refused(void **state)
     assert_non_null(strstr(err.text, "No such file"));
 }
 
-/* Writes `size` bytes over path in one call; the caller made that impossible. */
+/* Replaces the file `path` by `size` zero bytes in one call, which the test has made impossible. */
 static bool write_zeros(const char *path, size_t size, error *err)
 {
     char *bytes = calloc(1, size);
@@ -123,7 +123,7 @@ static bool write_zeros(const char *path, size_t size, error *err)
     return ok;
 }
 
-/* Fails while it writes (more than the buffer), then only when it commits (less). */
+/* A file larger than the writer's buffer fails during the writes, a smaller one only at the commit. */
 static void test_size_limit(void **state)
 {
     char path[4096];
@@ -148,8 +148,8 @@ static void test_size_limit(void **state)
     signal(SIGXFSZ, SIG_DFL);
 }
 
-/* In a child: a disk of 1 MiB on the folder, seen by the child alone. 77: not allowed here. Else 0 or the
- * failed step. */
+/* Runs in a child process: mounts a file system of 1 MiB on the folder, which only the child sees. Returns 0,
+ * the number of the step that failed, or 77 if mounting is not allowed. */
 static int fill_disk(void **state)
 {
     char path[4096];
@@ -162,7 +162,7 @@ static int fill_disk(void **state)
     if (strstr(err.text, strerror(ENOSPC)) == NULL || err.code != ERROR_RUNTIME) return 3;
     if (files_in(state) != 1) return 4;
     assert_contents(path, "old", 3);
-    return file_write(path, "newer", 5, &err) ? 0 : 5; // the space is free again
+    return file_write(path, "newer", 5, &err) ? 0 : 5; // the failed write has freed its space
 }
 
 static void test_full_disk(void **state)
@@ -184,7 +184,7 @@ static void kill_child(pid_t child)
     assert_true(WIFSIGNALED(status));
 }
 
-/* Killed when half of the new bytes are certainly in the temporary file: the old file stays. */
+/* A process is killed when half of the new bytes or more are in the temporary file: the old file stays. */
 static void test_kill_half_way(void **state)
 {
     char path[4096], *bytes = calloc(1, BIG), ready;
@@ -211,7 +211,7 @@ static void test_kill_half_way(void **state)
     free(bytes);
 }
 
-/* Writes generation after generation, each a file of one repeated byte, until it is killed. */
+/* Replaces the file again and again until the process is killed. Each version repeats one byte value. */
 static void write_generations(const char *path, unsigned char *bytes)
 {
     error err;
@@ -221,7 +221,7 @@ static void write_generations(const char *path, unsigned char *bytes)
     }
 }
 
-/* Killed at any moment: the file is one generation, whole. */
+/* After a kill at any moment the file must be one complete version. */
 static void test_kill_any_time(void **state)
 {
     char path[4096];
@@ -304,7 +304,7 @@ static void test_error_text(void **state)
     assert_int_equal(strlen(err.text), sizeof err.text - 1);
     assert_string_equal(err.text + sizeof err.text - 5, "x...");
     (fail)(&err, ERROR_RUNTIME, "inner");
-    (fail)(&err, ERROR_RUNTIME, "outer: %s", err.text); // the old text is an argument
+    (fail)(&err, ERROR_RUNTIME, "outer: %s", err.text); // the text that is replaced is also an argument
     assert_string_equal(err.text, "outer: inner");
     assert_false((fail)(NULL, ERROR_RUNTIME, "nobody listens"));
 }

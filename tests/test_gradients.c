@@ -1,8 +1,8 @@
-/* Every choice of gradients that are wanted: a gradient has the bits of the backward that gives all of them,
- * what only the others need is NULL, and only the stages that it needs run. On the CPU every subset; on a
- * GPU, or the emulator, none, each alone, each left out, and those of frozen weights. All gradients also have
- * the same bits when the backward runs on another thread than the forward. TEST_DEVICE in the environment:
- * the number of the GPU. */
+/* The caller may want any subset of the gradients. A gradient must have the same bits as in a backward that
+ * computes all gradients. Arguments that only the other gradients need are NULL, and only the stages that the
+ * wanted gradients need may run. On the CPU every subset is tested. On a GPU, or the emulator: no gradient,
+ * each alone, all but one, and those with frozen weights. The gradients must also have the same bits if the
+ * backward runs on another thread than the forward. TEST_DEVICE in the environment: the number of the GPU. */
 #include <smoe.h>
 
 #include <pthread.h>
@@ -122,16 +122,16 @@ typedef struct layer_run {
     smoe_context *context;
     smoe_forward_args forward;
     smoe_backward_args backward; /* with all gradients */
-    void *saved_after;           /* the forward's, on the host */
+    void *saved_after;           /* host copy of `saved` after the forward */
     void *given[16];
     int given_count;
     void *gradient[GRADIENTS]; /* NULL: the layer has none */
     size_t bytes[GRADIENTS];
-    void *full[GRADIENTS]; /* on the host */
-    unsigned stages;       /* bit stage / 10 */
+    void *full[GRADIENTS]; /* host copies of the gradients of a backward that computes all */
+    unsigned stages;       /* the stages that ran: bit number stage / 10 */
 } layer_run;
 
-/* The CPU backend hands on whatever it is given. */
+/* The CPU backend passes any stream pointer to on_stage, so the test uses it for its own data. */
 #ifdef TEST_ON_CUDA
 #define STREAM_OF(run) ((void)(run), NULL)
 #else
@@ -191,7 +191,7 @@ static void make_inputs(layer_run *run, const gradient_case *c, const smoe_sizes
         int32_t *ids = malloc(sizeof *ids * t * (size_t)l->topk);
         assert_non_null(ids);
         for (size_t i = 0; i < t * (size_t)l->topk; i++)
-            ids[i] = (int32_t)(i * 7 % (e + 1)); /* E is skipped */
+            ids[i] = (int32_t)(i * 7 % (e + 1)); /* pairs with id E are skipped */
         f.topk_ids = keep(run, copy_in(ids, sizeof *ids * t * (size_t)l->topk));
         f.topk_weights = keep(run, make_numbers(t * (size_t)l->topk, SMOE_TYPE_F32, 0, 9));
         free(ids);
@@ -242,7 +242,7 @@ static void make_gradients(layer_run *run, const smoe_sizes *sizes)
     }
 }
 
-/* What the gradients of `wanted` start from: with accumulate numbers, else NaN. */
+/* Sets the gradients before a backward: to numbers with accumulate, else to NaN. */
 static void start_gradients(const layer_run *run)
 {
     for (int i = 0; i < GRADIENTS; i++) {
@@ -286,8 +286,8 @@ static smoe_backward_args arguments_for(const layer_run *run, unsigned wanted)
     return b;
 }
 
-/* The stages that some gradients need, from smoe.h's equations. A' comes from the stored H on the CPU and out
- * of dh on a GPU. */
+/* The stages that some gradients need, by the equations of smoe.h. On the CPU A' is computed from the stored
+ * H; on a GPU the stage dh writes it. */
 static unsigned stages_for(const layer_run *run, unsigned wanted)
 {
     const smoe_backward_args b = arguments_for(run, wanted);
@@ -305,7 +305,7 @@ static unsigned stages_for(const layer_run *run, unsigned wanted)
     return stages;
 }
 
-/* reuse_saved destroys H, so every backward starts from what the forward left. */
+/* reuse_saved overwrites H, so `saved` is restored before every backward. */
 static smoe_backward_args prepare_backward(layer_run *run, unsigned wanted)
 {
     const smoe_backward_args b = arguments_for(run, wanted);
@@ -326,7 +326,7 @@ static void run_backward(layer_run *run, unsigned wanted)
     must(run, smoe_layer_backward(run->context, &run->layer, &b, STREAM_OF(run)));
 }
 
-/* Has every wanted gradient the bits of the first backward that gave all? */
+/* Checks that every wanted gradient has the bits of the backward that computed all gradients. */
 static void compare_gradients(const layer_run *run, const char *name, unsigned wanted, const char *how)
 {
     for (int i = 0; i < GRADIENTS; i++) {
@@ -379,7 +379,7 @@ static void free_run(layer_run *run)
     free(run->saved_after);
 }
 
-/* The forward, and the backward with all gradients, which are kept in run->full. Returns which there are. */
+/* Runs the forward, and the backward with all gradients, which run->full keeps. Returns a mask of them. */
 static unsigned make_full(const gradient_case *c, layer_run *run)
 {
     make_run(c, run);
@@ -413,7 +413,7 @@ static void check_case(const gradient_case *c)
 }
 
 #ifdef TEST_ON_CUDA
-#define WIDE SMOE_TYPE_BF16 /* f32 is the CPU's alone */
+#define WIDE SMOE_TYPE_BF16 /* only the CPU backend has f32 */
 #else
 #define WIDE SMOE_TYPE_F32
 #endif
@@ -441,7 +441,7 @@ typedef struct job {
     smoe_backward_args arguments;
     int backward;
     smoe_status status;
-    int same_device; /* the thread's current device is after the call what it was before */
+    int same_device; /* whether the call has not changed the thread's current device */
 } job;
 
 static void *run_job(void *argument)
@@ -471,8 +471,8 @@ static void run_elsewhere(job j)
     assert_true(j.same_device);
 }
 
-/* As PyTorch's autograd does it: the forward on one thread, the backward on another, with the context of a
- * third. A new thread's current device is 0, whichever the context's is. */
+/* As in PyTorch's autograd, one thread runs the forward and another the backward, with a context that a third
+ * thread has created. The current device of a new thread is 0, which may not be the context's. */
 static void test_other_threads(void **state)
 {
     (void)state;
@@ -490,8 +490,8 @@ static void test_other_threads(void **state)
 }
 
 #ifdef TEST_ON_CUDA
-/* An error that the caller's own code left in the runtime is the caller's: no call of the library reports it
- * or takes it away. */
+/* The caller's own code has caused a CUDA error that cudaGetLastError would return. No call of the library
+ * may report or clear it. */
 static void test_caller_error(void **state)
 {
     (void)state;
@@ -512,7 +512,7 @@ static void test_caller_error(void **state)
 int main(void)
 {
 #ifdef TEST_ON_CUDA
-    smoe_destroy(open_cuda()); /* or ends here */
+    smoe_destroy(open_cuda()); /* without a GPU the program ends here */
     CHECK_CUDA(cudaSetDevice(test_device()));
 #endif
     const struct CMUnitTest tests[] = {

@@ -1,6 +1,6 @@
-/* The trainer's model: every parameter's gradient against finite differences of the loss, RMSNorm, RoPE
- * and attention against plain double loops, AdamW against its formula, and the same bits on every
- * number of threads. */
+/* The trainer's model. The gradient of every parameter is compared with finite differences of the loss;
+ * RMSNorm, RoPE and attention with plain loops in double; AdamW with its formula. Every number of threads
+ * must give the same bits. */
 #include "train/cpu/adamw.h"
 #include "train/cpu/attention.h"
 #include "train/cpu/embedding.h"
@@ -78,7 +78,7 @@ static void norm_matches_formula(void **state)
     free(x), free(w), free(y), free(rstd), free(want);
 }
 
-/* q, k, v at position i against its scores in double; length not a multiple of the tile */
+/* Attention at every position compared with its formula in double. The length is no multiple of the tile. */
 static void attention_matches_formula(void **state)
 {
     (void)state;
@@ -182,7 +182,7 @@ static void make(model *m, const model_config *c, const moe_routing *routing)
     model_options options = {.sequences = 2, .routing = routing, .use = MODEL_TRAIN};
     if (!model_create(m, NULL, c, &options, &err)) fail_msg("%s", err.text);
     param_init(m->weights, &m->layout, 7);
-    // norms away from one, so that their gradients count
+    // norms' weights that are not one, so that their gradients have an effect
     for (size_t i = m->layout.matrices; i < m->layout.total; i++)
         m->weights[i] += (float)(0.2 * random_normal(9, i));
 }
@@ -198,7 +198,7 @@ static double total_loss(model *m, const model_batch *batch)
     return loss;
 }
 
-/* A number that changes when any token of any layer keeps other experts. */
+/* A hash of the experts of all tokens in all layers. */
 static uint64_t routes(model *m, int64_t rows)
 {
     const model_config *c = &m->config;
@@ -216,8 +216,8 @@ static uint64_t routes(model *m, int64_t rows)
     return hash;
 }
 
-/* The slope of the loss along `direction` of one tensor, by central differences; NAN when a token changes its
- * experts on the way, for there the loss jumps. */
+/* The slope of the loss along `direction` of one tensor, by central differences. NAN if a token's experts
+ * change between the two points, because the loss is not continuous there. */
 static double slope(model *m, const model_batch *batch, const param_tensor *tensor, const float *direction,
                     double step)
 {
@@ -236,8 +236,8 @@ static double slope(model *m, const model_batch *batch, const param_tensor *tens
     return route[0] == route[1] ? (loss[1] - loss[0]) / (2 * step) : NAN;
 }
 
-/* Along the gradient (trial 0) or along it plus as much noise: the slope is the product with the gradient.
- * False when the routes changed. */
+/* Compares the slope along a direction with the product of direction and gradient. The direction is the
+ * gradient (trial 0), or the gradient plus noise of the same norm. False if the routing changed. */
 static bool check_slope(model *m, const model_batch *batch, const param_tensor *tensor, uint64_t trial)
 {
     const float *grad = (const float *)m->grads + tensor->offset;
@@ -316,8 +316,8 @@ static void auxiliary_gradients(void **state)
     check_gradients(&c, &routing);
 }
 
-/* Four sequences in one, two and four passes: the same loss and gradients but for the order of the sums. The
- * load-balance loss is not among the losses: it is no mean over tokens. */
+/* Four sequences in one, two and four micro-batches must give the same loss and gradients, except for the
+ * order of the sums. The load-balance loss is left out, because it is not a mean over tokens. */
 static void micro_batches_add_up(void **state)
 {
     (void)state;
@@ -356,7 +356,7 @@ static void micro_batches_add_up(void **state)
     free(whole), free(tokens), free(targets);
 }
 
-/* Loss and all gradients, bit for bit, with one column chunk and with two. */
+/* One and two column chunks must give the same bits of the loss and of all gradients. */
 static void chunks_change_nothing(void **state)
 {
     (void)state;
@@ -381,7 +381,8 @@ static void chunks_change_nothing(void **state)
     free(tokens), free(targets);
 }
 
-/* Loss and all gradients, bit for bit, whatever the backward computes again; each choice keeps less. */
+/* Every choice of what the backward computes again must give the same bits of the loss and of all gradients,
+ * and must keep less memory than the choice before. */
 static void recomputation_changes_nothing(void **state)
 {
     (void)state;
@@ -397,7 +398,7 @@ static void recomputation_changes_nothing(void **state)
         const model_options options = {.sequences = 2, .use = MODEL_TRAIN, .recompute = (model_recompute)i};
         if (!model_create(&m[i], NULL, &c, &options, &err)) fail_msg("%s", err.text);
         param_init(m[i].weights, &m[i].layout, 7);
-        for (size_t w = m[i].layout.matrices; w < m[i].layout.total; w++) // norms away from one
+        for (size_t w = m[i].layout.matrices; w < m[i].layout.total; w++) // norms' weights that are not one
             m[i].weights[w] += (float)(0.2 * random_normal(9, w));
         if (!model_gradients(&m[i], &batch, &loss[i], &err)) fail_msg("%s", err.text);
         assert_true(loss[i] == loss[0]);
@@ -408,7 +409,7 @@ static void recomputation_changes_nothing(void **state)
     free(tokens), free(targets);
 }
 
-/* Loss and all gradients, bit for bit, on one to three threads. */
+/* One, two and three threads must give the same bits of the loss and of all gradients. */
 static void threads_change_nothing(void **state)
 {
     (void)state;

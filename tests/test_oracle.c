@@ -1,5 +1,5 @@
-/* The oracle itself: storage types against what is known of them, tiny layers against values worked out by
- * hand, and every gradient against finite differences of the oracle's own forward, in fp64. */
+/* Tests of the oracle: storage types are compared with known values, tiny layers with values worked out by
+ * hand, and every gradient with finite differences of the oracle's own forward, in fp64. */
 #include "oracle/compare.h"
 #include "oracle/draw.h"
 #include "oracle/number.h"
@@ -36,7 +36,7 @@ static void test_known_bits(void **state)
     assert_int_equal(bits_of(1.0, SMOE_TYPE_BF16), 0x3f80);
     assert_int_equal(bits_of(-2.5, SMOE_TYPE_BF16), 0xc020);
     assert_int_equal(bits_of(1.0 + 0x1p-8, SMOE_TYPE_BF16), 0x3f80);           /* a tie goes to even */
-    assert_int_equal(bits_of(1.0 + 0x3p-8, SMOE_TYPE_BF16), 0x3f82);           /* here upwards */
+    assert_int_equal(bits_of(1.0 + 0x3p-8, SMOE_TYPE_BF16), 0x3f82);           /* this tie goes up */
     assert_int_equal(bits_of(1.0 + 0x1p-8 + 0x1p-30, SMOE_TYPE_BF16), 0x3f81); /* past the tie */
     assert_int_equal(bits_of(65504.0, SMOE_TYPE_F16), 0x7bff);
     assert_int_equal(bits_of(65519.9, SMOE_TYPE_F16), 0x7bff);
@@ -136,8 +136,8 @@ static void test_one_relu_by_hand(void **state)
     oracle_forward_free(&f);
 }
 
-/* x = 1 and rows 1, 2, 3, 4 of W1: H has gate columns first, whichever way they lie. max(g, 0) u times W2 =
- * (1, 10). */
+/* x = 1 and rows 1, 2, 3, 4 of W1. H has the gate columns first with both layouts of W1. The output is
+ * max(g, 0) u times W2 = (1, 10). */
 static void test_layouts_by_hand(void **state)
 {
     (void)state;
@@ -189,8 +189,9 @@ static void test_scores_by_hand(void **state)
     }
 }
 
-/* Groups {0, 1}, {2, 3}, {4, 5}, one is kept: the middle one wins with the two best together although expert
- * 0 is the best alone. The bias moves expert 3 over 2, not the weights. */
+/* Groups {0, 1}, {2, 3}, {4, 5}, of which one is kept. The middle group has the largest sum of two scores,
+ * although expert 0 has the best score of all. The bias puts expert 3 before expert 2 and does not change the
+ * weights. */
 static void test_groups_and_selection_bias(void **state)
 {
     (void)state;
@@ -241,7 +242,7 @@ static void test_ties_and_nan(void **state)
     oracle_route(&layer, &input, &f);
     const int64_t want[] = {0, 1, 1, 2, 0, 1};
     for (int i = 0; i < 6; i++) assert_int_equal(f.topk_ids[i], want[i]);
-    assert_close(f.topk_weights[2], 1, 0); /* -inf is kept before NaN */
+    assert_close(f.topk_weights[2], 1, 0); /* -inf ranks before NaN */
     assert_close(f.topk_weights[3], 0, 0);
     assert_true(isnan(f.topk_weights[4]) && isnan(f.topk_weights[5]));
     oracle_forward_free(&f);
@@ -274,8 +275,8 @@ static void test_rounding_counts(void **state)
     assert_int_equal(rounded(SMOE_ROUNDING_BALANCE_F, 15, -4, 0, 0), 8);
 }
 
-/* The known answers of Philox4x32-10 (Random123's kat_vectors), first word, met at (c - lo) / M with M =
- * 2^20: u lies between (c - lo) / M and the next step. */
+/* The first words of Random123's known answers for Philox4x32-10 (kat_vectors). With M = 2^20 the decision
+ * u < (c - lo) / M is tested just below and just above the expected u. */
 static void test_stochastic_rounding_draws_philox(void **state)
 {
     (void)state;
@@ -334,7 +335,8 @@ static void test_rounding_picks_by_rank(void **state)
     }
 }
 
-/* Expert 0 has token 0 alone (0.4) and could add token 1 (0.45): that moves more than it drops. */
+/* Expert 0 has only token 0 (0.4) and could add token 1 (0.45). Adding would change the sum of scores by more
+ * than dropping. */
 static void test_nearest_by_score_goes_down(void **state)
 {
     (void)state;
@@ -387,7 +389,7 @@ static void test_plan_by_hand(void **state)
 typedef struct objective {
     smoe_layer layer;
     oracle_drawn drawn;
-    oracle_forward base; /* the decisions that must not move */
+    oracle_forward base; /* the routing, which must not change between the points */
 } objective;
 
 /* <dO, O> + balance losses[0] + z losses[1] */
@@ -404,7 +406,7 @@ static double evaluate(const objective *o)
     return sum;
 }
 
-/* The derivative along random directions, on both sides of `values`, which the objective reads. */
+/* Compares a gradient with central differences along random directions. The objective reads `values`. */
 static void check_gradient(const objective *o, const char *name, double *values, const double *gradient,
                            int64_t count)
 {
@@ -471,7 +473,7 @@ static void check_all_gradients(const smoe_layer *layer, const oracle_draw *draw
     oracle_drawn_free(&o.drawn);
 }
 
-/* With the router's weight everything goes through x; with given logits dlogits itself is seen. */
+/* With the router's weight the gradient of x has the router's term. With given logits dlogits is tested. */
 static void test_gradients_of_every_score_and_rounding(void **state)
 {
     (void)state;
@@ -523,7 +525,7 @@ static void test_gradients_of_every_activation_and_entry(void **state)
     }
 }
 
-/* The clamps of swiglu_oai: beyond 7 the gate is flat, beyond +-7 the up half is. */
+/* The limits of swiglu_oai: the slope is zero for a gate above 7, and for an up value above 7 or below -7. */
 static void test_clamps(void **state)
 {
     (void)state;

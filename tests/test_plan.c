@@ -1,5 +1,6 @@
-/* plan against a brute force: given top-K with skipped and repeated ids, rows with offsets (also malformed
- * ones), counts round the block of 64, pads, the map back, and equal bits for 1, 2 and 3 threads. */
+/* Compares the stage plan with a brute force: given top-K with skipped and repeated ids, rows with offsets
+ * (also malformed ones), counts near multiples of 64, pad rows, token_offsets and token_rows, and equal bits
+ * for 1, 2 and 3 threads. */
 #include "routing_case.h"
 
 /* ---- FROM_TOPK ---- */
@@ -36,8 +37,7 @@ static int wanted_topk(const void *user, int64_t t, int64_t e, float *weight)
     return 0;
 }
 
-/* Runs with both index types and 1, 2, 3 threads; all against the brute force, all plans equal in every bit.
- */
+/* Runs with both index types and 1, 2 and 3 threads. All plans must equal the brute force and one another. */
 static void check_topk(given_topk *g, int64_t experts)
 {
     smoe_layer layer = routing_layer(g->tokens, experts, g->topk);
@@ -88,11 +88,11 @@ static void far_ids_are_skipped(void **state)
         g.ids[2 * t + 1] = 1;
     }
     check_topk(&g, 3);
-    for (int64_t i = 0; i < 132; i++) g.ids[i] = i % 2 ? -1 : 3; /* none left */
+    for (int64_t i = 0; i < 132; i++) g.ids[i] = i % 2 ? -1 : 3; /* no valid id */
     check_topk(&g, 3);
     free_topk(&g);
 
-    /* An int64 id whose low half is a valid id is out of range all the same. */
+    /* An int64 id whose low 32 bits are a valid id must still be skipped. */
     smoe_layer layer = routing_layer(1, 3, 1);
     layer.entry = SMOE_ENTRY_FROM_TOPK;
     layer.index_type = SMOE_TYPE_I64;
@@ -153,14 +153,14 @@ static void order_is_by_count_over_many_experts(void **state)
     int64_t t = 0;
     for (int e = 0; e < EXPERTS; e++)
         for (int32_t i = 0; i < counts[e]; i++) g.ids[t++] = e;
-    check_topk(&g, EXPERTS); /* counts past 255: two bytes of the key */
+    check_topk(&g, EXPERTS); /* counts above 255 need two bytes of the sort key */
     free_topk(&g);
 }
 
 /* ---- FROM_ROWS ---- */
 
 typedef struct given_rows {
-    const int64_t *offsets; /* as they should be taken */
+    const int64_t *offsets; /* the valid offsets that the plan must use */
     const float *weights;
 } given_rows;
 
@@ -203,7 +203,7 @@ static void rows_with_offsets(void **state)
     int64_t offsets[18] = {0};
     for (int e = 0; e < 17; e++) offsets[e + 1] = offsets[e] + counts[e];
     check_rows(offsets[17], 17, offsets, offsets);
-    check_rows(offsets[17] + 100, 17, offsets, offsets); /* rows past the last offset belong to nobody */
+    check_rows(offsets[17] + 100, 17, offsets, offsets); /* rows after the last offset have no expert */
     check_rows(1, 1, (int64_t[]){0, 1}, (int64_t[]){0, 1});
     check_rows(1, 2, (int64_t[]){0, 0, 0}, (int64_t[]){0, 0, 0});
 }

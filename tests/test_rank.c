@@ -1,6 +1,6 @@
-/* rank.h: the exp polynomial and the sigmoid against libm in double, ordered keys, order-free sums,
- * Philox4x32-10 against the known answers published with Random123, and the rounding rules' picks against
- * plain arithmetic. */
+/* rank.h: the exp polynomial and the sigmoid compared with libm in double, ordered keys, sums that do not
+ * depend on the order, Philox4x32-10 compared with the known answers published with Random123, and the counts
+ * of the rounding rules compared with plain arithmetic. */
 #include "rank.h"
 
 #include <setjmp.h>
@@ -141,7 +141,7 @@ static void philox_gives_the_known_answers(void **state)
         moe_philox(x, known[i].key[0], known[i].key[1]);
         assert_memory_equal(x, known[i].words, sizeof x);
     }
-    /* Where seed, step and expert go. */
+    /* The places of seed, step and expert in key and counter. */
     uint32_t x[4] = {0x33334444, 0x11112222, 77, 0};
     moe_philox(x, 0x77778888, 0x55556666);
     assert_int_equal(moe_round_draw(0x5555666677778888u, 0x1111222233334444u, 77), x[0]);

@@ -1,6 +1,7 @@
-/* round against a brute force that sorts every expert's tokens: all rules, scores, key widths, any tile; then
- * the properties themselves, and equal bits for 1, 2 and 3 threads. Scores come from the arithmetic of
- * rank.h, which test_rank checks; decisions are made here anew. */
+/* Compares the stage round with a brute force that sorts every expert's tokens: all rules, scores and key
+ * widths, many tiles. Then checks the properties that token rounding must have, and equal bits for 1, 2 and 3
+ * threads. The brute force computes scores with rank.h, which test_rank checks, and makes all decisions
+ * itself. */
 #include "rank.h"
 #include "routing_case.h"
 
@@ -55,7 +56,7 @@ static int64_t fixed_score(float score)
     return isnan(score) ? 0 : (int64_t)((double)score * 4294967296.0);
 }
 
-/* Random bits of Philox4x32-10 by the definition, with 128-bit counters spelled out. */
+/* A random number of Philox4x32-10, computed by the definition of the algorithm. */
 static double uniform_draw(uint64_t seed, uint64_t step, uint32_t expert)
 {
     uint64_t c0 = step & 0xffffffffu, c1 = step >> 32, c2 = expert, c3 = 0;
@@ -71,7 +72,8 @@ static double uniform_draw(uint64_t seed, uint64_t step, uint32_t expert)
     return (double)c0 / 4294967296.0;
 }
 
-/* How many of an expert's ranked tokens the rule takes; c selected, residual of BALANCE_F so far. */
+/* The number of an expert's ranked tokens that the rule keeps. c: the number of selected pairs; residual: the
+ * error that BALANCE_F has carried over so far. */
 static int64_t wanted_count(const rounding_case *r, const ranked *rank, int64_t expert, int64_t c,
                             int64_t residual)
 {
@@ -129,9 +131,9 @@ static unsigned char *brute_force(const rounding_case *r)
 
 typedef enum shape_of_logits {
     RANDOM,     /* -1..1 */
-    SKEWED,     /* plus a preference for the low experts */
-    ONE_EXPERT, /* the first K experts take all */
-    HALF_EMPTY, /* nobody wants the upper half */
+    SKEWED,     /* RANDOM, with higher logits for the lower experts */
+    ONE_EXPERT, /* all tokens select the first K experts */
+    HALF_EMPTY, /* no token selects the upper half of the experts */
     TIES,       /* three values */
     ALL_EQUAL,
     STRANGE, /* with NaN and both infinities */
@@ -287,8 +289,8 @@ static int is_kept(const rounding_case *r, int64_t t, int64_t e)
     return 0;
 }
 
-/* Nobody is added while a selected token is dropped, and whoever is in scores at least as high as
- * whoever is out. */
+/* An expert must not both add and drop tokens. Added tokens must have at least the score of those that are
+ * not added, and kept tokens at least the score of dropped ones. */
 static void check_ranks(const rounding_case *r)
 {
     const smoe_layer *l = &r->c.layer;

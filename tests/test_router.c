@@ -1,5 +1,6 @@
-/* route: logits, top-K, weights of every score function and losses against plain double arithmetic; ties, NaN
- * and infinite logits; groups; the selection bias step; equal bits for 1, 2 and 3 threads. */
+/* The stage route: logits, top-K, weights of every score function and losses compared with plain arithmetic
+ * in double; ties, NaN and infinite logits; groups; the update of the selection bias; equal bits for 1, 2 and
+ * 3 threads. */
 #include "routing_case.h"
 
 #include <math.h>
@@ -80,7 +81,7 @@ static double selection_score(const router_case *r, const float *logits, int64_t
     return sigmoid_of((double)logits[e]) + (r->c.args.selection_bias ? (double)r->bias[e] : 0.0);
 }
 
-/* Does a rank before b? NaN last, ties by index. */
+/* Whether a ranks before b. NaN ranks last; ties go to the lower index. */
 static int before(double a, double b, int64_t ia, int64_t ib)
 {
     if (isnan(a) || isnan(b)) return isnan(a) == isnan(b) ? ia < ib : isnan(b);
@@ -259,8 +260,8 @@ static void ties_go_to_the_lower(void **state)
     }
 }
 
-/* One token with NaN among its best, one with NaN that it need not keep, infinities, all NaN, all -inf; the
- * rest of the tokens must be as without them, to the bit. */
+/* Some tokens have strange logits: a NaN that must be selected, a NaN that need not be selected, infinities,
+ * all NaN, all -inf. All other tokens must have the same bits as without these tokens. */
 static void strange_logits_stay_at_home(void **state)
 {
     (void)state;
@@ -393,8 +394,8 @@ static void threads_do_not_matter(void **state)
     free(w);
 }
 
-/* Two of a token's logits are +inf: in a softmax they share the weight. The z-loss is +inf, from one such
- * token on. */
+/* If two of a token's logits are +inf, a softmax must give each half of the weight. One such token must make
+ * the z-loss +inf. */
 static void infinite_logits_share_the_weight(void **state)
 {
     (void)state;

@@ -1,6 +1,6 @@
-/* router_bwd through the public API: dlogits against central differences in double of the weights and losses,
- * with the dS that the same call reports; dWr and dbr against plain sums; NaN; accumulation; equal bits for
- * any threads. */
+/* The stage router_bwd through the public API. dlogits is compared with central differences in double of
+ * weights and losses, with the dS that the same call returns; dWr and dbr with plain sums. Also NaN,
+ * accumulation, and equal bits for any number of threads. */
 #include "harness/run.h"
 #include "oracle/number.h"
 
@@ -185,7 +185,7 @@ static void gradients_match_differences(void **state)
                 backward_case *b = open_backward(
                     layer_with(functions[f].score, functions[f].renormalize, roundings[rounding]), false, 2);
                 b->drawn.input.balance_coefficient =
-                    losses & 1 ? 30.0 : 0.0; /* large, so that they are seen */
+                    losses & 1 ? 30.0 : 0.0; /* so large that a missing loss changes the result */
                 b->drawn.input.z_coefficient = losses & 2 ? 20.0 : 0.0;
                 run_both(b);
                 worst = fmax(worst, dlogits_error(b));
@@ -197,7 +197,8 @@ static void gradients_match_differences(void **state)
     assert_true(worst < 1e-6);
 }
 
-/* exp of such logits is 0 in f32, but not relative to the token's largest logit. */
+/* The logits are so low that exp of them is 0 in f32; exp of their difference to the token's largest logit is
+ * not. */
 static void low_logits_have_gradients(void **state)
 {
     (void)state;
@@ -227,7 +228,7 @@ static void bf16_logits_round_once(void **state)
     }
 }
 
-/* A sparse score function leaves exact zeros outside the kept experts. */
+/* With a sparse score function dlogits must be exactly zero for all experts but the token's own. */
 static void sparse_is_sparse(void **state)
 {
     (void)state;
@@ -249,8 +250,8 @@ static void nan_stays_in_its_token(void **state)
             smoe_layer layer = layer_with(functions[f].score, functions[f].renormalize, SMOE_ROUNDING_NONE);
             backward_case *b = open_backward(layer, false, 2);
             b->drawn.input.balance_coefficient = losses;
-            for (int64_t e = 0; e < 5; e++) b->drawn.logits[7 * 6 + e] = (double)NAN; /* keeps one */
-            b->drawn.logits[9 * 6 + 3] = (double)NAN;                                 /* need not keep it */
+            for (int64_t e = 0; e < 5; e++) b->drawn.logits[7 * 6 + e] = (double)NAN; /* one is selected */
+            b->drawn.logits[9 * 6 + 3] = (double)NAN; /* need not be selected */
             run_both(b);
             for (int64_t i = 0; i < 300 * 6; i++) assert_int_equal(isnan(b->dlogits[i]) != 0, i / 6 == 7);
             close_backward(b);

@@ -1,5 +1,5 @@
-/* train/safetensors.h: what is written is read back and has the format's bytes; f32 conversion; shards;
- * errors that name the cause. Malformed files by the dozen are in tests/fuzz/corpus/safetensors. */
+/* train/safetensors.h: written files must have the bytes of the format and be read back unchanged; conversion
+ * to f32; shards; errors that name the cause. Many malformed files are in tests/fuzz/corpus/safetensors. */
 #define _DEFAULT_SOURCE
 #include <setjmp.h>
 #include <stdarg.h>
@@ -77,7 +77,7 @@ static void test_round_trip(void **state)
     safetensors_close(file);
 }
 
-/* The bytes of a file, written out by hand; the order of the call does not matter. */
+/* The bytes of a file must be those written out here, for any order of the tensors in the call. */
 static void test_bytes(void **state)
 {
     static const float two[2] = {1, 2};
@@ -104,7 +104,7 @@ static void test_bytes(void **state)
     }
 }
 
-/* As many tensors as OLMoE has: every one is found and holds its own value. */
+/* As many tensors as OLMoE has: each must be found and have its own value. */
 static void test_many(void **state)
 {
     enum { MANY = 3219 };
@@ -131,7 +131,7 @@ static void test_many(void **state)
     safetensors_close(file);
 }
 
-/* IEEE half by its definition. */
+/* The value of an fp16 number, by its definition. */
 static double half_value(unsigned bits)
 {
     int exponent = (int)(bits >> 10 & 31), fraction = (int)(bits & 1023);
@@ -187,7 +187,7 @@ static void test_read_f32(void **state)
     assert_text(&err, "shape [2], wanted []");
 }
 
-/* What cannot be written leaves the old file. */
+/* If a file cannot be written, the old file must stay. */
 static void test_write_errors(void **state)
 {
     static const float x[4] = {0};
@@ -223,7 +223,7 @@ static void test_write_errors(void **state)
     file_map_close(&map);
 }
 
-/* A malformed header and its message; the data are 8 bytes. */
+/* Malformed headers and their messages; each file has 8 bytes of data. */
 static void test_messages(void **state)
 {
     (void)state;

@@ -1,8 +1,8 @@
-/* What the order of an expert's tiles costs in DRAM, by a model of L2: 132 CTAs take the tiles in their
- * order, each step reads a slice of the row tile's rows and one of the column tile's weights, and what L2
- * does not hold (least recently used first out) comes from DRAM. The simple form of a model that also has
- * tiles of one block and claims ahead of time (docs/lab-notebook.md: 37 GB for an up-projection for which an
- * H200 read 37). */
+/* The DRAM traffic that the order of an expert's tiles causes, by a model of the L2 cache. 132 CTAs take the
+ * tiles in their order. Each step reads a slice of the row tile's rows and one of the column tile's weights.
+ * A slice that is not in L2 is read from DRAM and replaces the least recently used slices.
+ * docs/lab-notebook.md has a larger model, which also has tiles of one block and units that are claimed
+ * early: it predicted 37 GB for an up-projection for which an H200 read 37 GB. */
 #include "cuda/sm90/work_order.h"
 
 #include <setjmp.h>
@@ -22,7 +22,8 @@ enum {
     COLUMN_KB = 32 * SLICE,
 };
 
-/* When every slice was last used, 0: it is not in L2; and in which order they came, to find the oldest. */
+/* For every slice the time of its last use, 0 if it is not in L2; and a queue of all uses, to find the slice
+ * that was not used for the longest time. */
 typedef struct cache {
     int64_t *last;
     int32_t *queue_slice;
@@ -40,7 +41,7 @@ static void drop_oldest(cache *c)
 {
     const int32_t slice = c->queue_slice[c->head];
     const int64_t time = c->queue_time[c->head++];
-    if (c->last[slice] != time) return; /* used again since */
+    if (c->last[slice] != time) return; /* the slice was used again after this use */
     c->last[slice] = 0;
     c->kb -= slice_kb(c, slice);
 }
@@ -69,8 +70,9 @@ static moe_place rows_first(int32_t unit, int32_t row_tiles, int32_t column_tile
     return moe_place_in(unit, row_tiles, column_tiles, 0);
 }
 
-/* DRAM over what has to come once, for one expert of so many tiles and K / 64 steps. CTA i begins i / CTAS of
- * a tile's time after CTA 0, as they stand when each takes the next tile as it becomes free. */
+/* The DRAM traffic of one expert, divided by the bytes that must be read at least once. The expert has so
+ * many tiles, and each tile `steps` = K / 64 steps. CTA i begins i / CTAS of a tile's time after CTA 0, as in
+ * a long run in which each CTA takes the next tile when it is free. */
 static double traffic(order *place, int32_t row_tiles, int32_t column_tiles, int32_t steps)
 {
     const int32_t slices = steps / SLICE, units = row_tiles * column_tiles;

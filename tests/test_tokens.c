@@ -1,5 +1,6 @@
-/* train/tokens.h: split, sampling (pure in its arguments, every window once an epoch), validation windows,
- * kinds of files, and errors that name the file, expected and found. */
+/* train/tokens.h: the split; sampling, which must depend only on its arguments and give every window once in
+ * an epoch; validation windows; kinds of files; errors that name the file, what was expected and what was
+ * found. */
 #define _DEFAULT_SOURCE
 #include <setjmp.h>
 #include <stdarg.h>
@@ -17,7 +18,7 @@
 
 enum { IDS = 10000, HEADER = 1024, CONTEXT = 30 };
 
-/* An llm.c token file of the ids 0, 1, .. IDS-1: a token tells its place. Returns its size. */
+/* An llm.c token file of the ids 0, 1, .. IDS-1, so that a token shows its place. Returns the file's size. */
 static size_t make_bin(unsigned char bytes[HEADER + 2 * IDS])
 {
     const int32_t header[3] = {20240520, 1, IDS};
@@ -69,7 +70,8 @@ static void test_split(void **state)
     tokens_close(data);
 }
 
-/* All windows and the rest in order, poisoned before: every token but the first is a target once. */
+/* Reads all windows and the rest in order into poisoned memory: every token but the first must be a target
+ * once. */
 static void test_windows(void **state)
 {
     (void)state;
@@ -95,8 +97,8 @@ static void test_windows(void **state)
     tokens_close(data);
 }
 
-/* One epoch: adjoining windows, each once, all inside the training stream, in another order
- * than the stream's. */
+/* One epoch must have adjoining windows, each once, all inside the training stream, in another order than the
+ * stream's. */
 static void check_epoch(const tokens *data, uint64_t seed, uint64_t epoch, int32_t *first)
 {
     enum { WINDOWS = (IDS - IDS / 20) / CONTEXT - 1 };
@@ -136,8 +138,7 @@ static void test_epochs(void **state)
     tokens_close(data);
 }
 
-/* Resume: a batch depends on its arguments alone, and rows of larger batches are the samples of smaller ones.
- */
+/* For resuming, a batch must depend on its arguments alone. Larger batches must have the same samples. */
 static void test_resume(void **state)
 {
     (void)state;
@@ -155,7 +156,7 @@ static void test_resume(void **state)
         assert_memory_equal(one_out, out[sample / 4] + sample % 4 * CONTEXT, sizeof one);
     }
     for (int row = 0; row < 4; row++) assert_int_equal(in[0][row * CONTEXT], golden[row]);
-    tokens_batch(data, 42, UINT64_MAX / 3, 4, in[0], out[0]); // far away is fine too
+    tokens_batch(data, 42, UINT64_MAX / 3, 4, in[0], out[0]); // a very large step must work too
     tokens_close(data);
 }
 
@@ -201,7 +202,7 @@ static void put_filled(void **state, const char *name, int byte, size_t size)
     free(bytes);
 }
 
-/* Few files: the end of each validates; windows go on from file to file. */
+/* With few files the end of each is for validation. Windows continue from one file to the next. */
 static void test_few_files(void **state)
 {
     int32_t inputs[8], targets[8];
@@ -221,7 +222,8 @@ static void test_few_files(void **state)
     tokens_close(data);
 }
 
-/* Many files of like sizes: whole files validate; one that outweighs all others is cut instead. */
+/* With many files of similar sizes, whole files are for validation. If one file is larger than all others
+ * together, the end of each file is for validation. */
 static void test_many_files(void **state)
 {
     char name[32];
@@ -249,8 +251,8 @@ static void test_many_files(void **state)
     tokens_close(data);
 }
 
-/* In a folder, what is no text is left out and counted: bytes of zero at the beginning, also of what a .gz
- * holds, and a .bin that is no token file. Named, it is read as before. */
+/* Files of a folder that are not text are left out and counted: those with a zero byte near the beginning,
+ * also inside a .gz, and a .bin that is no token file. A file that is named directly is read anyway. */
 static void test_binary_files(void **state)
 {
     static unsigned char picture[20000], bytes[HEADER + 2 * IDS];
@@ -271,7 +273,7 @@ static void test_binary_files(void **state)
 
     put_filled(state, "text", 't', 500);
     picture[6] = 'p';
-    picture[sizeof picture - 1] = 0; // far from the beginning: text that has a zero in it
+    picture[sizeof picture - 1] = 0; // a zero far from the beginning: the file counts as text
     put_file(in_folder(late, state, "text-late"), picture, sizeof picture);
     data = open_paths(1, (const char *const *)state, 8, TOKENS_EVAL);
     assert_int_equal(tokens_validation_count(data), 500 + sizeof picture);
@@ -279,7 +281,7 @@ static void test_binary_files(void **state)
     assert_string_equal(found, in_folder(path, state, "a.png"));
     tokens_close(data);
 
-    bpe table; // the same where texts are encoded
+    bpe table; // the same if texts are encoded with a tokenizer
     const char pairs[] = "smoe-bpe 1 257 1\n116 116 256\n";
     assert_true(bpe_parse(&table, pairs, strlen(pairs), "table", &err));
     assert_true(tokens_open(&data, (const char *const *)state, 1, &table, 257, 8, TOKENS_EVAL, &err));
@@ -324,7 +326,7 @@ static void test_gzip(void **state)
     tokens_close(data);
 }
 
-/* Past the size up to which files are copied. */
+/* A file that is larger than the files that are copied into memory. */
 static void test_large_file(void **state)
 {
     char path[4096];
@@ -345,7 +347,7 @@ static void test_large_file(void **state)
     free(bytes);
 }
 
-/* ---- texts by a table, token files by their names ---- */
+/* ---- texts encoded with a table of tokens; token files chosen by their names ---- */
 
 static void test_table(void **state)
 {
@@ -369,7 +371,7 @@ static void test_table(void **state)
 
     static unsigned char bytes[HEADER + 2 * IDS];
     assert_true(tokens_parse(&data, bytes, make_bin(bytes), "x.bin", &table, IDS, 6, TOKENS_EVAL, &err));
-    assert_int_equal(tokens_validation_count(data), IDS); // these are tokens already
+    assert_int_equal(tokens_validation_count(data), IDS); // a token file is not encoded
     assert_int_equal(tokens_bytes(data, (const int32_t[]){255, 256, 257, 258}, 4), 3);
     tokens_close(data);
     bpe_free(&table);

@@ -1,5 +1,6 @@
-/* Training runs on a small text: resuming gives the bits of an unbroken run, checkpoints survive what a kill
- * leaves, the log goes on where the checkpoint was, and each kind of bad input has its error. */
+/* Training runs on a small text. A resumed run must give the bits of an uninterrupted run, files that a
+ * killed run leaves must do no harm, the log must continue at the checkpoint, and each kind of bad input must
+ * have its error. */
 #define _DEFAULT_SOURCE
 #include "train_case.h"
 
@@ -28,7 +29,7 @@
 
 #include <cmocka.h>
 
-/* A batch of 4 in 1, 2 and 4 parts: the losses of the runs agree, and one in parts resumes bit for bit. */
+/* A batch of 4 sequences in 1, 2 and 4 micro-batches: the losses of the runs must agree. */
 static void micro_batches_train_alike(void **state)
 {
     place *p = *state;
@@ -52,7 +53,8 @@ static void micro_batches_train_alike(void **state)
     train_fails(&s, ERROR_USAGE, "--micro-batches is 3, which does not divide the batch of 4");
 }
 
-/* Draws of SR-f follow step and part. */
+/* A run with micro-batches must resume bit for bit. The random numbers of SR-f depend on step and
+ * micro-batch. */
 static void micro_batches_resume(void **state)
 {
     place *p = *state;
@@ -76,7 +78,7 @@ static void micro_batches_resume(void **state)
     assert_same_checkpoints(p->out, other);
 }
 
-/* A run that starts with the weights of another, and with moments of zero, has that one's loss at first. */
+/* A run that starts with the weights of another and moments of zero must begin with that run's loss. */
 static void a_run_starts_from_a_checkpoint(void **state)
 {
     place *p = *state;
@@ -109,7 +111,7 @@ static void log_goes_on_where_the_checkpoint_was(void **state)
     train_ok(&s, &result);
     snprintf(path, sizeof path, "%s/train.jsonl", p->out);
     assert_true(log_read(path, &lines, &count, &err));
-    // what a run that was killed after step 10 leaves: lines past its checkpoint, the last one torn
+    // what a run leaves that was killed after step 10: lines after its checkpoint, the last one incomplete
     FILE *file = fopen(path, "a");
     fprintf(file, "{\"step\":21,\"tokens\":1,\"loss\":1.0}\n{\"step\":22,\"tok");
     fclose(file);
@@ -136,8 +138,8 @@ static void log_goes_on_where_the_checkpoint_was(void **state)
     free(again);
 }
 
-/* A rule that always adds drops nothing, one that always drops adds nothing, and plain top-K does neither.
- * The log has them of the last step, not of the validation after it, which is plain top-K. */
+/* Up must drop no pairs, Down must add none, and plain top-K does neither. The log must have the numbers of
+ * the last training step, not of the validation after it, which uses plain top-K. */
 static void log_has_what_rounding_did(void **state)
 {
     static const smoe_rounding rules[] = {SMOE_ROUNDING_NONE, SMOE_ROUNDING_UP, SMOE_ROUNDING_DOWN};
@@ -149,7 +151,7 @@ static void log_has_what_rounding_did(void **state)
     size_t count;
     error err = {0};
     s.checkpoints = 0;
-    s.routing.tile = 16; // 24 rows a mean expert
+    s.routing.tile = 16; // an expert has 24 rows on average
     snprintf(path, sizeof path, "%s/train.jsonl", p->out);
     for (int i = 0; i < 3; i++) {
         s.routing.rounding = rules[i];
@@ -205,7 +207,8 @@ static void read_last_line(const place *p, log_line *last)
     free(lines);
 }
 
-/* One of each at every step, also where (step / steps) * steps is less than step in doubles. */
+/* With as many lines, evaluations and checkpoints as steps, every step must have one of each, also if
+ * (step / steps) * steps is less than step in double. */
 static void every_step_has_what_was_asked(void **state)
 {
     enum { STEPS = 22, ROUNDED = 15 };
@@ -231,15 +234,15 @@ static void every_step_has_what_was_asked(void **state)
     free(lines);
 }
 
-/* A stop after the last step, and so before or in the last validation: the checkpoint is there, the loss and
- * its line are the resumed run's, once however often it is resumed. */
+/* A stop after the last step, before or in the last validation. The checkpoint must be complete. The resumed
+ * run must compute the validation loss and write the line of the log, once even if it is resumed again. */
 static void a_stop_before_the_last_validation(void **state)
 {
     place *p = *state;
     train_settings s = settings_of(p);
     train_result result;
     log_line last;
-    s.logs = 3; // no line at the last step but the end's
+    s.logs = 3; // the last step has a line only because it is the last
     stopper stop = {.at = 20};
     s.stop = &stop.flag;
     error err = {0};
@@ -251,7 +254,7 @@ static void a_stop_before_the_last_validation(void **state)
     s.resume = true; // *stop is still set: no step is left, the validation is interrupted
     if (!train_run(&s, NULL, NULL, &result, &err)) fail_msg("%s", err.text);
     assert_true(result.interrupted && result.validation.stopped);
-    assert_true(isnan(result.loss)); // of no line
+    assert_true(isnan(result.loss)); // the run has written no line
     assert_int_equal(count_lines(p, 20), 0);
     stop.flag = 0;
     for (int i = 0; i < 2; i++) {
@@ -260,7 +263,7 @@ static void a_stop_before_the_last_validation(void **state)
         assert_true(isfinite(result.loss));
         assert_int_equal(count_lines(p, 20), 1);
     }
-    read_last_line(p, &last); // no step of its own run is before it
+    read_last_line(p, &last); // the run that wrote it has made no step
     assert_true(isfinite(last.loss) && isnan(last.lr) && isnan(last.grad_norm));
 }
 
@@ -276,7 +279,7 @@ static void the_last_validation_is_bounded(void **state)
     assert_true(isfinite(result.validation.loss));
 }
 
-/* What kills leave: a half-written folder, a finished one that `latest` does not point to yet. */
+/* What killed runs leave: a half-written folder, or a complete one to which `latest` does not point yet. */
 static void leftovers_of_a_kill_do_not_matter(void **state)
 {
     place *p = *state;
@@ -304,7 +307,8 @@ static void leftovers_of_a_kill_do_not_matter(void **state)
     model_destroy(&m);
 }
 
-/* What `rm -rf out/step-*` leaves is no checkpoint that the first one of a new run could be. */
+/* `rm -rf out/step-*` leaves the link `latest` without its folder. A new run must not take this for a
+ * checkpoint that is already written. */
 static void a_link_to_nothing_is_no_checkpoint(void **state)
 {
     place *p = *state;
@@ -318,8 +322,8 @@ static void a_link_to_nothing_is_no_checkpoint(void **state)
     assert_int_equal(access_in(p->out, "step-0000000/state.safetensors"), 0);
 }
 
-/* No file may pass `bytes`; 0: any may. A write past it fails with EFBIG, as one on a full disk with ENOSPC.
- */
+/* Limits the size of files to `bytes`; 0: no limit. A larger write fails with EFBIG, on a full disk with
+ * ENOSPC. */
 static void limit_files(rlim_t bytes)
 {
     struct rlimit limit;
@@ -329,7 +333,7 @@ static void limit_files(rlim_t bytes)
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
 }
 
-/* Whichever file of the checkpoint does not fit: config.json, the weights (59 KB) or the moments (112 KB). */
+/* One of the checkpoint's files does not fit: config.json, the weights (59 KB) or the moments (112 KB). */
 static void a_full_disk_leaves_no_half_checkpoint(void **state)
 {
     place *p = *state;
@@ -353,7 +357,7 @@ static void a_full_disk_leaves_no_half_checkpoint(void **state)
     if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
     stop.flag = 0;
     s.resume = true;
-    for (size_t i = 1; i < sizeof cases / sizeof cases[0]; i++) { // a later one: those before it stay
+    for (size_t i = 1; i < sizeof cases / sizeof cases[0]; i++) { // a later one: earlier ones must stay
         limit_files(cases[i].bytes);
         train_fails(&s, ERROR_RUNTIME, cases[i].part);
         limit_files(0);
@@ -383,7 +387,7 @@ static void bad_input_has_its_error(void **state)
     train_fails(&other, ERROR_USAGE, "seed");
     other = settings_of(p);
     other.config.heads = 3;
-    other.out = p->text; // a file where a folder should be is not reached
+    other.out = p->text; // this error comes before the one that --out is a file
     train_fails(&other, ERROR_USAGE, "hidden_size");
     other.config.heads = 2;
     train_fails(&other, ERROR_RUNTIME, "text.txt");
@@ -413,7 +417,7 @@ static void truncated_checkpoints_are_errors(void **state)
     }
 }
 
-/* The allocation of exactly this size fails, 0: none does. */
+/* Allocations of exactly this size fail; 0: none fails. */
 static size_t failing_size;
 
 void *__real_malloc(size_t size);
@@ -442,7 +446,7 @@ int __wrap_fsync(int descriptor)
     return -1;
 }
 
-/* As on file systems that cannot sync a folder. */
+/* fsync of a folder fails with EINVAL, as on some file systems. The checkpoints must be written anyway. */
 static void folders_need_no_fsync(void **state)
 {
     place *p = *state;
@@ -455,7 +459,8 @@ static void folders_need_no_fsync(void **state)
     assert_int_equal(access_in(p->out, "latest/state.safetensors"), 0);
 }
 
-/* What survives a loss of power has the lines up to its checkpoint. */
+/* The log must be synced before each checkpoint, so that after a loss of power it has all lines before the
+ * checkpoint that is resumed. */
 static void the_log_is_synced_before_a_checkpoint(void **state)
 {
     place *p = *state;
@@ -463,10 +468,10 @@ static void the_log_is_synced_before_a_checkpoint(void **state)
     train_result result;
     synced_logs = 0;
     train_ok(&s, &result);
-    assert_int_equal(synced_logs, s.checkpoints); // before the first, at step 0, there is no log
+    assert_int_equal(synced_logs, s.checkpoints); // at the first checkpoint, at step 0, there is no log yet
 }
 
-/* The undefined-behaviour sanitizer sees arithmetic on the missing batch. */
+/* An allocation of the batch fails. The undefined-behaviour sanitizer would find arithmetic on NULL. */
 static void a_batch_without_memory_is_an_error(void **state)
 {
     place *p = *state;
@@ -517,7 +522,7 @@ static void schedule_warms_up_and_falls(void **state)
     assert_float_equal(schedule_factor(0.0, 0.0, 0.1), 1.0, 1e-12);
 }
 
-/* A run that only warms up ends with the peak rate. */
+/* With a warm-up as long as the run, the last step must have the peak rate. */
 static void a_warm_up_may_be_the_whole_run(void **state)
 {
     place *p = *state;
@@ -553,7 +558,7 @@ static void sampling_follows_the_probabilities(void **state)
 int main(void)
 {
     openblas_set_num_threads(1);
-    omp_set_num_threads(1); // tiny models: a second thread has nothing to do but wait
+    omp_set_num_threads(1); // the models are so small that a second thread would only wait
 #define RUN(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
     const struct CMUnitTest tests[] = {
         RUN(micro_batches_train_alike),

@@ -1,5 +1,5 @@
-/* Updates of the weights: in the backward or after it with the same bits, resumed with the same bits, and
- * none that is saved once a loss or gradient is not finite. */
+/* Updates of the weights. Updates during the backward and after it must give the same bits, also in resumed
+ * runs. If a loss or gradient is not finite, no checkpoint may be written any more. */
 #define _DEFAULT_SOURCE
 #include "train/log.h"
 #include "train_case.h"
@@ -15,10 +15,10 @@ static void resume_with(const place *p, double clip)
     train_result whole, part;
     char other[128];
     snprintf(other, sizeof other, "%s/other", p->folder);
-    omp_set_num_threads(1); // the unbroken run on one thread, the other on two: that changes nothing either
+    omp_set_num_threads(1); // the first run has one thread, the second two: the bits must be equal
     train_ok(&s, &whole);
     omp_set_num_threads(2);
-    stopper stop = {.at = 7}; // between two log lines: the running sum must come back too
+    stopper stop = {.at = 7}; // between two log lines: the sum of the losses must be restored too
     s.out = other;
     s.stop = &stop.flag;
     error err = {0};
@@ -33,7 +33,7 @@ static void resume_with(const place *p, double clip)
     assert_true(part.loss == whole.loss);
     assert_same_checkpoints(p->out, other);
     assert_true(whole.loss < 5.0); // below ln 256: it learned something
-    train_ok(&s, &part);           // resuming what is finished changes nothing
+    train_ok(&s, &part);           // resuming a finished run must change nothing
     assert_same_checkpoints(p->out, other);
     omp_set_num_threads(1);
 }
@@ -48,10 +48,10 @@ static void resume_without_clipping_gives_the_same_bits(void **state)
     resume_with(*state, 0.0);
 }
 
-/* Without clipping each layer is updated in the backward. A limit that is never reached forces the update of
- * all layers after it: the same weights and moments bit for bit, and the same norms but for the order of
- * their sums. Sizes with gaps between the tensors, and layers of different tensors, whose gradients lie in
- * one place. */
+/* Without clipping each layer is updated during the backward. A clipping limit that is never reached forces
+ * the update of all layers after the backward. Weights and moments must be equal bit for bit, and the norms
+ * equal except for the order of their sums. The sizes leave gaps between the tensors, and layers have
+ * different tensors whose gradients use the same memory. */
 static void updates_in_the_backward_give_the_same_bits(void **state)
 {
     place *p = *state;
@@ -90,7 +90,7 @@ static void updates_in_the_backward_give_the_same_bits(void **state)
     }
 }
 
-/* A learning rate that blows the weights up. */
+/* The learning rate is so large that the weights overflow. */
 static void stop_with(const place *p, double clip)
 {
     train_settings s = settings_of(p);
@@ -122,7 +122,7 @@ static void a_loss_that_is_not_finite_stops_the_run(void **state)
     stop_with(*state, 1.0);
 }
 
-/* Its step has touched the weights of some layers. */
+/* The step that fails has already updated the weights of some layers. */
 static void a_loss_that_is_not_finite_stops_the_run_without_clipping(void **state)
 {
     stop_with(*state, 0.0);
@@ -140,7 +140,7 @@ static void a_gradient_that_is_not_finite_stops_the_run(void **state)
         snprintf(out, sizeof out, "%s/clip%d", p->folder, clips);
         s.out = out;
         s.clip = clips;
-        s.routing.balance_coefficient = INFINITY; // it is no part of the loss
+        s.routing.balance_coefficient = INFINITY; // the load-balance loss is not part of the reported loss
         assert_false(train_run(&s, NULL, NULL, &result, &err));
         assert_int_equal(err.code, ERROR_RUNTIME);
         if (!strstr(err.text, "the gradient's norm of step 1 is")) fail_msg("%s", err.text);
@@ -152,7 +152,7 @@ static void a_gradient_that_is_not_finite_stops_the_run(void **state)
 int main(void)
 {
     openblas_set_num_threads(1);
-    omp_set_num_threads(1); // tiny models: a second thread has nothing to do but wait
+    omp_set_num_threads(1); // the models are so small that a second thread would only wait
 #define RUN(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
     const struct CMUnitTest tests[] = {
         RUN(resume_gives_the_same_bits),

@@ -8,7 +8,7 @@ KEY = ("commit", "device", "suite", "shape", "T", "d", "n", "E", "K", "part", "r
 
 
 class Broken(ValueError):
-    """A line that is no record."""
+    """A line of a file of records is not a JSON object."""
 
 
 def key_of(record):
@@ -17,7 +17,7 @@ def key_of(record):
 
 
 def read(path):
-    """The records of a file, in order; none if there is no file. Broken names a line that is no record."""
+    """The records of a file, in order; none if there is no file. A line that is not a JSON object raises Broken."""
     try:
         with open(path) as file:
             lines = file.read().splitlines()

@@ -53,7 +53,7 @@ def tflops(record, measured):
 
 
 def _kind(record):
-    """What all records of a table share, besides the commit."""
+    """The fields, besides the commit, that all records of a table have in common."""
     return tuple(record.get(name) for name in ("device", "suite", "part", "routing", "dtype"))
 
 

@@ -170,7 +170,7 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 def _make(key: int) -> Context:
     try:
-        return _idle[key].pop()  # one step: another thread that starts may take the last one at any moment
+        return _idle[key].pop()  # no check before: another thread may take the last context at any moment
     except (KeyError, IndexError):
         pass
     if key < 0:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from . import functional
 
-# Its kernels' GEGLU has tanh's approximation of GELU.
-_SONICMOE_ACTIVATIONS = {"relu_sq": "relu2", "geglu": "geglu_tanh"}
+_SONICMOE_ACTIVATIONS = {"relu_sq": "relu2", "geglu": "geglu_tanh"}  # SonicMoE's GEGLU uses the tanh approximation
 
 
 def _activation(name) -> str:
@@ -97,10 +96,10 @@ def te_grouped_mlp(
     return functional.experts_rows(rows, _offsets(tokens_per_expert, rows), w1, w2, probs, **options), None
 
 
-@torch.compiler.disable  # a graph that is traced does not know whose views its tensors are
+@torch.compiler.disable  # a traced graph does not know of which tensor w1 and w3 are views
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
     """The view [E, 2I, H] of a contiguous w13 [E, 2, I, H], given the gate weights w1 = w13[:, 0] and the up weights
-    w3 = w13[:, 1]. Other tensors raise ValueError. torch.compile breaks its graph here."""
+    w3 = w13[:, 1]. Other tensors raise ValueError. torch.compile has a graph break at this function."""
     whole = w1._base
     experts, rows, columns = w1.shape
     if (

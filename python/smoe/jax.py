@@ -179,7 +179,8 @@ def _choice(function: str, name: str, value, allowed) -> None:
 
 
 def _expect(function: str, name: str, value, shape: tuple, dtypes: tuple[str, ...]) -> None:
-    """The library gets an address alone, so an array of another shape or dtype would be read, or written, past its end."""
+    """Checks an array's shape and dtype. The library gets only its address, so with another shape or dtype it would
+    access memory past the array's end."""
     if value.shape != shape:
         raise ValueError(f"{function}: {name} has shape {value.shape}; expected {shape}")
     if value.dtype.name not in dtypes:
@@ -187,7 +188,7 @@ def _expect(function: str, name: str, value, shape: tuple, dtypes: tuple[str, ..
 
 
 def _operands(function: str, x, w1, w2, b1, b2, activation: str, layout: str) -> dict:
-    """Those that all functions share, as arrays that were checked."""
+    """Checks the operands that all functions share, and returns them as arrays."""
     _choice(function, "activation", activation, native.ACTIVATIONS)
     _choice(function, "layout", layout, native.LAYOUTS)
     operands = dict(x=x, w1=w1, w2=w2, b1=b1, b2=b2)

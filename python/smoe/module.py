@@ -17,7 +17,8 @@ class _Router(nn.Module):
         self.register_buffer("e_score_correction_bias", shift)
 
     def _apply(self, fn, recurse=True):
-        """`.to(dtype)` and `.bfloat16()` leave the selection bias float32: its steps of gamma are too small for bfloat16."""
+        """Keeps the selection bias in float32 under `.to(dtype)` and `.bfloat16()`, because the steps of gamma by which
+        it is updated are too small for bfloat16."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias

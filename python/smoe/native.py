@@ -131,7 +131,7 @@ def _library_path() -> Path:
 def _load(path: Path) -> ctypes.CDLL:
     try:
         return _declared(ctypes.CDLL(str(path)))
-    except (OSError, AttributeError) as error:  # no library, or one without smoe's functions
+    except (OSError, AttributeError) as error:  # not a library, or a library without smoe's functions
         raise ImportError(
             f"smoe: the C library {path} does not load: {error}. Install the package with `pip install .`, or let "
             "the environment variable SMOE_LIBRARY name a libsmoe.so"
@@ -202,7 +202,7 @@ def last_error(context: int, status: int) -> Exception:
     return error(status, (library.smoe_last_error(context) or b"").decode())
 
 
-MOST_THREADS = 512  # of a context; a machine may have more processors
+MOST_THREADS = 512  # limit of a context; a machine may have more processors
 
 
 def create_context(backend: str, device: int = 0, threads: int = 0) -> int:

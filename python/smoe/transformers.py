@@ -55,7 +55,8 @@ def _activation_of(function, gated: bool) -> str | None:
 
 
 def _has_gpt_oss_gate(experts: nn.Module) -> bool:
-    """By the gate's function: PEFT's LoRA on expert weights makes a class of its own that inherits it."""
+    """Whether the experts have gpt-oss's _apply_gate. The class is not compared, because PEFT's LoRA on expert weights
+    makes a subclass."""
     gate = type(experts)._apply_gate
     home = (gate.__module__, gate.__qualname__)
     return home == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate")
@@ -78,8 +79,8 @@ def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
 
 
 def _transposed(weight: Tensor) -> Tensor:
-    """The view (E, columns, rows). A weight that is computed at every forward (PEFT's LoRA on expert weights) has no memory
-    that prepare could lay out: of it a copy."""
+    """The view (E, columns, rows) of a parameter. A weight that is computed at every forward (PEFT's LoRA on expert
+    weights) is copied, because prepare() cannot change its memory layout."""
     turned = weight.transpose(1, 2)
     return turned if isinstance(weight, nn.Parameter) else turned.contiguous()
 
@@ -103,7 +104,7 @@ def _local(tensor: Tensor | None) -> Tensor | None:
 
 def _why_not(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> str:
     """Why these tensors cannot go to smoe, "" if they can."""
-    casts = torch.is_autocast_enabled(x.device.type)  # x and the weights, to one dtype
+    casts = torch.is_autocast_enabled(x.device.type)  # autocast casts x and the weights to one dtype
     dtype = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
     if dtype not in _checks.DTYPES.get(x.device.type, ()):
         return f"{dtype} on {x.device.type} is not supported"
@@ -130,7 +131,7 @@ def _keep_possible(ids: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Te
 
 
 def _eager(experts: nn.Module, reason: str, *arguments: Tensor) -> Tensor:
-    """The class's own forward, below every wrapper that chooses an implementation."""
+    """Runs the class's own forward, without the wrappers that choose an implementation."""
     _logger.warning_once(f"smoe: {type(experts).__name__} runs as eager: {reason}.")
     return inspect.unwrap(type(experts).forward)(experts, *arguments)
 
@@ -191,7 +192,8 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 def _quantized_forward(self: nn.Module, *arguments: Tensor) -> Tensor:
-    """Behind the name "smoe" for the experts of an FP8 checkpoint, which have functions of their own."""
+    """The function behind experts_implementation="smoe" for the experts of an FP8 checkpoint, for which Transformers
+    has a separate list of functions."""
     return _eager(self, "its weights are FP8; dequantize=True in the quantization config makes them bf16", *arguments)
 
 
@@ -282,7 +284,7 @@ class ByteTokenizer(PreTrainedTokenizer):
         return chr(index) if index < 256 else "\ufffd"  # a model may have a larger vocabulary
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """Bytes, and between them added tokens (a padding token) as they are written."""
+        """Decodes bytes; added tokens between them, for example a padding token, stay as their text."""
         latin = lambda token: len(token) == 1 and ord(token) < 256
         return b"".join(bytes([ord(t)]) if latin(t) else t.encode() for t in tokens).decode(errors="replace")
 

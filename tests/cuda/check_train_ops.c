@@ -87,7 +87,7 @@ static void finish(const bench *b, int side)
     if (!ops_of(b, side)->finish(b->device[side], &err)) die(&err);
 }
 
-/* An array that an operation writes. It is poisoned on the GPU, because its old values must have no effect. */
+/* An array that an operation writes. On the GPU it is poisoned: its old values must have no effect. */
 static array *result(bench *b, const char *name, smoe_type type, int64_t count)
 {
     array *a = add_values(b, name, type, count, 0, 0, NULL);

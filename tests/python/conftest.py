@@ -1,4 +1,4 @@
-"""What the tests share. They import the package from python/ and the library that SMOE_LIBRARY names."""
+"""Shared by the tests, which import the package from python/ and load the library that SMOE_LIBRARY names."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ try:
     import torch
 
     torch.set_num_threads(2)
-except ImportError:  # test_tokenize.py runs without
+except ImportError:  # test_tokenize.py runs without torch
     torch = None
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""The Python package on a GPU: right answers under everything PyTorch does, host times, memory, Transformers.
+"""Checks the Python package on a GPU: results in all ways in which PyTorch runs a layer, host times, memory,
+Transformers.
 
 usage: SMOE_LIBRARY=libsmoe.so tests/python/gpu.py [--only NAME[,NAME...]] [--list] [--device cpu [--bf16]]
 
-Needs torch; the part on Transformers needs it too. One line a finding: part, what, figure, limit, verdict. A part that
-raises is one finding that failed; the next part runs. Exit 0: nothing failed, 1: something did. --device cpu runs what
-can run there, in float32: a dry run of the script itself. Meant to take under four minutes on one H200. The parts are
-functions in gpu_numerics.py, gpu_pytorch.py, gpu_host.py, gpu_speed.py and gpu_transformers.py; gpu_parts.py is what they share.
+Needs torch; the part on Transformers also needs Transformers. Prints one line for each finding: part, what was checked,
+figure, limit, verdict. A part that raises an exception is one failed finding, and the next part runs. Exit 0: nothing
+failed, 1: something did. --device cpu runs the parts that can run there, in float32, to test this script itself. A run
+should take less than four minutes on one H200. The parts are functions in gpu_numerics.py, gpu_pytorch.py, gpu_host.py,
+gpu_speed.py and gpu_transformers.py, which share gpu_parts.py.
 """
 
 import argparse

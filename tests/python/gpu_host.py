@@ -1,4 +1,4 @@
-"""Part of gpu.py: what a call costs the host, taken apart into the C calls, PyTorch's autograd, and smoe's Python."""
+"""Part of gpu.py: the host time of a call, split into the C calls, PyTorch's autograd, and smoe's Python code."""
 
 import ctypes
 import time
@@ -15,7 +15,7 @@ CALLS, BATCHES = 20, 60  # the device's queue holds the work of one batch
 
 
 def host_us(cases):
-    """Least host microseconds a call of each case over repeated batches; the cases take turns."""
+    """The host microseconds of a call of each case: the least over BATCHES batches. The cases run by turns."""
     best = dict.fromkeys(cases, float("inf"))
     for _ in range(BATCHES):
         for name, function in cases.items():
@@ -29,8 +29,8 @@ def host_us(cases):
 
 
 def record(method, function):
-    """(context, layer, arguments) of the last call of a Context method while `function` runs, and what it returned, which
-    the addresses in the arguments need."""
+    """Runs `function`. Returns (context, layer, arguments) of its last call of a Context method, and its result. The
+    result keeps the memory at the addresses in the arguments."""
     taken, real = [], getattr(_context.Context, method)
     setattr(_context.Context, method, lambda *call: taken.append(call) or real(*call))
     try:
@@ -41,7 +41,8 @@ def record(method, function):
 
 
 def c_call(function, context, layer, arguments, layout):
-    """The bare C call on recorded arguments, with scratch memory of its own: the recorded call's has been freed."""
+    """A function that makes only the C call, with recorded arguments. It has new scratch memory, because that of the
+    recorded call has been freed."""
     struct = layout.from_buffer_copy(arguments)
     scratch = torch.empty(struct.scratch_size, dtype=torch.uint8, device=target.device)
     struct.scratch = scratch.data_ptr()
@@ -51,7 +52,7 @@ def c_call(function, context, layer, arguments, layout):
 
 def empty_function(saved, gradients, in_forward=None, in_backward=None):
     """A torch.autograd.Function with the inputs, output, saved tensors and gradients of smoe.experts that computes and
-    allocates nothing: what remains is PyTorch's, and the calls that it is given."""
+    allocates nothing. Its time is that of PyTorch and of the two given functions."""
     call_forward, call_backward = in_forward or (lambda: None), in_backward or (lambda: None)
 
     class Empty(torch.autograd.Function):
@@ -71,7 +72,7 @@ def empty_function(saved, gradients, in_forward=None, in_backward=None):
 
 
 def on_this_thread(function):
-    """The backward on the calling thread instead of the engine's thread for the device."""
+    """`function`, with its backward on the calling thread instead of the autograd engine's thread for the device."""
 
     def run():
         with torch.autograd.set_multithreading_enabled(False):

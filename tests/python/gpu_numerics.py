@@ -1,4 +1,4 @@
-"""Parts of gpu.py: answers and gradients against float64."""
+"""Parts of gpu.py: outputs and gradients compared with float64."""
 
 import reference
 import torch
@@ -81,7 +81,7 @@ def routers():
 
 
 def exact_moe(inputs, **options):
-    """The reference on the CPU, under the dout that run() gave the device."""
+    """The reference's output and gradients on the CPU, for the same dout that run() uses on the device."""
     out = reference.moe(**inputs, top_k=4, **options)[0]
     dout = randn(*out.shape, dtype=torch.float32, seed=1).to(target.dtype).cpu().double()
     gradients = torch.autograd.grad(out, list(inputs.values()), dout)

@@ -1,4 +1,4 @@
-"""What the files of parts share: the registry, the findings, the device and type under test, inputs and comparisons."""
+"""Shared by the files of parts: the registry, the findings, the device and type under test, inputs and comparisons."""
 
 import torch
 
@@ -6,7 +6,8 @@ PARTS, FINDINGS = {}, []
 
 
 class Target:
-    """Where and in which type the parts run, and the part that runs now. gpu.py sets it before the first part."""
+    """The device and type in which the parts run, and the part that runs now. gpu.py sets them before the first
+    part."""
 
     device, dtype, part = "cuda", torch.bfloat16, ""
 
@@ -59,7 +60,7 @@ def layer(T=512, H=256, I=128, E=16, K=4, gated=True, biases=False, dtype=None, 
 
 
 def run(function, inputs, seed=1, **options):
-    """Output and gradients of all leaves under a fixed dout."""
+    """The output, and the gradients of all leaves for a fixed dout."""
     out = function(**inputs, **options)
     out = out[0] if isinstance(out, tuple) else out
     dout = randn(*out.shape, dtype=torch.float32, seed=seed).to(out.dtype)
@@ -73,7 +74,8 @@ def doubled(inputs):
 
 
 def against_f64(what, ours, theirs, inputs, **options):
-    """No further from float64 than 1.2 times eager PyTorch in the same dtype, or 2e-3 (2e-5 in float32)."""
+    """Checks that the errors against float64 are at most 1.2 times those of eager PyTorch in the same dtype, or at most
+    2e-3 (2e-5 in float32)."""
     exact = run(theirs, doubled(inputs), **options)
     found, eager = run(ours, inputs, **options), run(theirs, inputs, **options)
     floor = 2e-5 if inputs["w1"].dtype == torch.float32 else 2e-3

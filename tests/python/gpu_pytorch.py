@@ -1,4 +1,4 @@
-"""Parts of gpu.py: what PyTorch does with a layer: eager, compiled, on another stream, in a CUDA graph."""
+"""Parts of gpu.py: ways in which PyTorch runs a layer: eager, compiled, on another stream, in a CUDA graph."""
 
 import contextlib
 import copy
@@ -151,7 +151,7 @@ def devices():
         find("no host synchronisation in forward and backward", True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # A forked worker: CPU layers run, CUDA says why not.
+    # In a forked worker CPU layers must work, and CUDA must raise an error with the reason.
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -165,7 +165,8 @@ def devices():
 
 
 class GivenRouting(Block):
-    """Block with its routing from outside: rounding differences of a compiled router cannot change which experts run."""
+    """Block with given routing, so that rounding differences of a compiled router cannot change the experts of a
+    token."""
 
     def forward(self, x, ids, weights, logits):
         x = x + smoe.experts(F.rms_norm(x, (self.H,)), ids, weights, self.w1, self.w2)
@@ -175,7 +176,7 @@ class GivenRouting(Block):
 
 
 def given_step(function, model, T):
-    """Output and all gradients, from x, ids, weights and logits that only T decides."""
+    """The output and all gradients, for inputs that depend only on T."""
     x, logits = randn(T, model.H, seed=T, grad=True), randn(T, 16, seed=T + 1, dtype=torch.float32, grad=True)
     ids = randn(T, 16, seed=T + 2, dtype=torch.float32).topk(model.K, -1).indices
     weights = randn(T, model.K, seed=T + 3, dtype=torch.float32).softmax(-1).requires_grad_()
@@ -186,7 +187,8 @@ def given_step(function, model, T):
 
 
 class OwnRouting(Block):
-    """Block with its routers inside, without token rounding (there one token's choice moves others'); also returns the ids."""
+    """Block with its routers, but without token rounding, with which one token's experts depend on other tokens. Also
+    returns the ids."""
 
     def forward(self, x):
         h = F.rms_norm(x, (self.H,))
@@ -225,7 +227,8 @@ def same_routing(what, function, model, counts, repeats=1):
 
 
 def own_routing(what, function, model, counts):
-    """A router compiled with other roundings decides near-ties otherwise: those tokens are counted, the others compared."""
+    """A compiled router rounds differently and may select other experts at near ties. Such tokens are counted; the
+    others are compared."""
     worst, moved = 0.0, 0
     for T in counts:
         (out, dx, ids), (wanted_out, wanted_dx, wanted_ids) = own_step(function, T), own_step(model, T)

@@ -14,7 +14,7 @@ from smoe import _context, _layout, native
 
 @part()
 def new_tokens():
-    """100 different token counts in a row, eager, after one call at the largest."""
+    """100 different token counts one after the other, in eager mode, after one call with the largest."""
     made = layer(4096 if target.device == "cuda" else 256)
     inputs = lambda T: {n: v[:T].detach().requires_grad_(v.requires_grad) if n in ("x", "weights") else v[:T] if n == "ids" else v
                         for n, v in made.items()}  # fmt: skip
@@ -89,7 +89,7 @@ def memory():
 
 @part(cuda_only=True)
 def speed():
-    """A step of eager PyTorch with smoe.MoE beside the same C calls, in turns in one process."""
+    """Compares a step of eager PyTorch with smoe.MoE with the same C calls, by turns in one process."""
     s = shape()
     moe = smoe.MoE(s["H"], s["I"], s["E"], s["K"], device=target.device, dtype=target.dtype)
     x, dout = randn(s["T"], s["H"], grad=True), randn(s["T"], s["H"])
@@ -106,8 +106,8 @@ def speed():
         c_backward()
 
     def once(function, steps=20):
-        """Device ms a step as in training, where the host runs ahead: one step of the same kind goes first, so that the
-        queue is not empty when the clock starts."""
+        """Device milliseconds of a step, as in training, where the host is ahead of the device: one untimed step comes
+        first, so that the device has work when the timing starts."""
         start, end = torch.cuda.Event(True), torch.cuda.Event(True)
         function()
         start.record()
@@ -121,7 +121,7 @@ def speed():
 
     once(c_step), once(eager_step)
     pairs = []
-    for turn in range(20):  # each goes first in every other turn
+    for turn in range(20):  # each is the first in every second turn
         order = (c_step, eager_step) if turn % 2 == 0 else (eager_step, c_step)
         took = {function: once(function) for function in order}
         pairs.append((took[c_step][0], took[eager_step][0], took[eager_step][1]))
@@ -143,7 +143,7 @@ def speed():
 
 
 def device_work(function):
-    """How often each kernel, copy or fill ran on the device while `function` did."""
+    """The number of runs of each kernel, copy and fill on the device during `function`."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -156,7 +156,8 @@ def device_work(function):
 
 @part(cuda_only=True)
 def top_1():
-    """K = 1 with unit weights and unsorted ids against K = 8 on as many rows: time a row, forward and backward."""
+    """Forward and backward with K = 1, unit weights and unsorted ids must not take longer for a row than with K = 8 and
+    equally many rows."""
     H, I, E, T = 2048, 768, 128, 4096
     times = {}
     for K, tokens in ((8, T), (1, 8 * T)):

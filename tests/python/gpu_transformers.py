@@ -52,7 +52,7 @@ def hugging_face():
     import smoe.transformers
 
     model = smoe.transformers.prepare(tiny("gpt_oss", target.dtype, num_hidden_layers=1))
-    with torch.no_grad():  # logits 0.5 apart whatever the token: roundings change no choice
+    with torch.no_grad():  # small weights, biases 0.5 apart: rounding of the logits cannot change a token's experts
         for module in model.modules():
             if type(module).__name__ == "GptOssTopKRouter":
                 module.weight.mul_(0.02)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""smoe.jax on a GPU: output and gradients against a dense layer in float32, under jit, and the same bits at every call.
+"""smoe.jax on a GPU: output and gradients compared with a dense layer in float32, under jit; equal bits at every call.
 
 usage: SMOE_LIBRARY=libsmoe.so tests/python/jax_gpu.py [--device cpu]
 
-Needs jax with CUDA, and libsmoe_xla.so beside libsmoe.so. A process of its own: JAX and PyTorch each take a share of the GPU's
-memory. One line a finding. Exit 0: nothing failed, 1: something did, 77: JAX sees no GPU. --device cpu is a dry run.
+Needs jax with CUDA, and libsmoe_xla.so beside libsmoe.so. Not part of gpu.py, because JAX and PyTorch each reserve a
+share of the GPU's memory. Prints one line for each finding. Exit 0: nothing failed, 1: something did, 77: JAX finds no
+GPU. --device cpu tests this script itself.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import jax.numpy as jnp  # noqa: E402
 import smoe.jax  # noqa: E402
 
 T, H, I, E, K = 1000, 256, 128, 16, 4
-LIMIT = 0.02  # relative, of bf16 or f16 against float32
+LIMIT = 0.02  # relative error of bf16 and f16 against float32
 FAILED = []
 
 

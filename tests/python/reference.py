@@ -1,5 +1,5 @@
-"""The layer again in plain PyTorch, for float64: slow, differentiable by autograd, every option of smoe.moe but the random
-rounding. W is the dense (T, E) matrix of pair weights, zero where a pair is not selected."""
+"""The layer in plain PyTorch, to be used in float64: slow, differentiable by autograd, with every option of smoe.moe
+except stochastic rounding. W is the dense (T, E) matrix of pair weights, zero where a pair is not selected."""
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,8 @@ def from_pairs(x, pairs, w1, w2, b1=None, b2=None, activation="swiglu", layout="
 
 
 def pairs_of(ids, weights, count):
-    """(T, E) from ids and weights (T, K): ids outside are skipped, of equal ids the first counts."""
+    """The matrix (T, E) of weights from ids and weights (T, K). Ids outside of 0..E-1 are skipped. If a token has equal
+    ids, the first counts."""
     columns = []
     for e in range(count):
         hit = (ids == e).to(weights.dtype)
@@ -59,7 +60,7 @@ def experts_rows(rows, offsets, w1, w2, row_weights=None, b1=None, b2=None, acti
 
 
 def select(choice, top_k, n_group, topk_group):
-    """The mask (T, E) of the top_k best of `choice`, searched in the best groups."""
+    """The mask (T, E) of the top_k largest elements of `choice` within the best groups."""
     if n_group > 1:
         grouped = choice.unflatten(1, (n_group, -1))
         best = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices

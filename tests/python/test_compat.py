@@ -1,6 +1,7 @@
-"""The other projects' signatures. SonicMoE 0.1.2.post1, Megatron-Core 0.16.1 (TEGroupedMLP.forward), prime-rl 049a80af
-(GroupedExperts.forward) and torchtitan 00a4c147 (RoutedExperts, ModelConfigConverter) need a GPU or are not on PyPI in that
-version: their signatures are repeated here, and their arithmetic is the reference's."""
+"""smoe's functions with the signatures of SonicMoE 0.1.2.post1, Megatron-Core 0.16.1 (TEGroupedMLP.forward), prime-rl
+049a80af (GroupedExperts.forward) and torchtitan 00a4c147 (RoutedExperts, ModelConfigConverter). These projects need a
+GPU, or PyPI does not have these versions. So this file repeats their signatures, and the results are compared with
+reference.py."""
 
 import inspect
 import sys
@@ -56,14 +57,14 @@ def test_sonicmoe_layer(layer, concat, score):
         score="topk_softmax" if score == "topk_softmax" else "softmax_topk", norm_topk_prob=score == "renormalised",
     )  # fmt: skip
     assert near(out, wanted) and torch.equal(counts, wanted_counts.int())
-    # A loss on the logits, too: they are differentiable.
+    # The sum includes the logits, because they must be differentiable too.
     ours = gradients(torch.cat([out.flatten(), logits.flatten()]), leaves)
     theirs = gradients(torch.cat([wanted.flatten(), (x @ router.T).flatten()]), leaves)
     assert all(near(a, b, 1e-4) for a, b in zip(ours, theirs))
 
 
 def test_sonicmoes_activations(layer):
-    """GEGLU is QuACK's kernel there, with tanh's approximation; ReGLU is smoe's."""
+    """SonicMoE's GEGLU is a kernel of QuACK with the tanh approximation; its ReGLU is the same as smoe's."""
     made = layer()
     x, router, w1, w2 = (made[name].detach() for name in ("x", "router_weight", "w1", "w2"))
     for theirs, ours in (("geglu", "geglu_tanh"), ("reglu", "reglu")):
@@ -76,7 +77,7 @@ def test_sonicmoes_activations(layer):
 
 
 def test_sonicmoe_general_routing(layer):
-    """Tokens with none, one and several pairs; an id outside is skipped."""
+    """Tokens with no pair, one pair and several pairs. A pair with an expert outside of 0..E-1 is skipped."""
     made = layer()
     tokens = torch.tensor([0, 0, 0, 2, 3, 3, 9, 9], dtype=torch.int32)
     ids = torch.tensor([1, 5, 2, 7, 0, 8, 5, 1], dtype=torch.int32)
@@ -131,7 +132,7 @@ def test_prime_rl_rows(layer):
 
 
 def test_prime_rl_compiled(layer):
-    """prime-rl compiles its layers; the views of one parameter are seen outside of the graph."""
+    """prime-rl compiles its layers. That w1 and w3 are views of one parameter is checked outside of the graph."""
     torch._dynamo.reset()
     made, counts = layer(T=40), torch.full((E,), 5)
     w13 = made["w1"].detach().view(E, 2, I, H).clone().requires_grad_()
@@ -143,7 +144,7 @@ def test_prime_rl_compiled(layer):
     assert torch.equal(plain, compiled)
 
 
-# ---- torchtitan: its names and signatures, our own bodies ----
+# ---- torchtitan: stand-ins with torchtitan's names and signatures ----
 
 
 class _Configurable:
@@ -205,7 +206,8 @@ class _LocalTokenDispatcher(_Configurable):
 
 
 class _AllToAll(_LocalTokenDispatcher):
-    """One rank: sorts, pads the buffer with NaN rows, and weighs on the way back."""
+    """A dispatcher for one rank: it sorts the rows by expert and pads the buffer with NaN rows; combine multiplies by
+    the scores."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(_LocalTokenDispatcher.Config):

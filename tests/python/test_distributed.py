@@ -1,4 +1,5 @@
-"""Two ranks on gloo: fully_shard and DistributedDataParallel give what one process gives on the whole batch."""
+"""Two ranks on gloo: fully_shard and DistributedDataParallel must give the results of one process with the whole
+batch."""
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def batch(rank):
 
 
 def single(steps=2):
-    """Losses and weights of training on the mean over both ranks' batches."""
+    """The losses and weights of one process that trains on the batches of both ranks."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []

@@ -1,4 +1,5 @@
-"""examples/finetune_transformers.py on the CPU: both modes, both implementations, and what it says when they differ."""
+"""examples/finetune_transformers.py on the CPU: both modes, both implementations, and the message if their losses
+differ."""
 
 import argparse
 import importlib.util
@@ -36,13 +37,14 @@ def test_modes(tmp_path, monkeypatch, capsys):
     assert [(run["mode"], run["implementation"]) for run in runs] == pairs
     assert len({run["trained"] for run in runs}) == len(modes) and all(run["tokens_per_s"] > 0 for run in runs)
     assert all(len(run["losses"]) == 4 and run["losses"][-1] < run["losses"][0] - 0.01 for run in runs)
-    assert calls == [True] * 8 + [False] * (8 * (len(modes) - 1))  # 2 layers, 4 steps; frozen with lora
+    assert calls == [True] * 8 + [False] * (8 * (len(modes) - 1))  # 2 layers, 4 steps; lora freezes the experts
     assert "tokens/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("vocabulary, text", [(64, []), (256, [__file__])], ids=["random", "bytes"])
 def test_checkpoint(vocabulary, text, tmp_path, monkeypatch):
-    """Its weights, its vocabulary, and smoe for the run that asks for it alone. Of bytes if it is `smoe train`'s of text."""
+    """--model uses the checkpoint's weights and vocabulary. Only one of the two runs calls smoe. A checkpoint without a
+    tokenizer and with a vocabulary of 256 takes text as bytes."""
     sizes = dict(layers=1, hidden=32, intermediate=16, experts=4, topk=2, heads=2, vocabulary=vocabulary, context=16)
     o = argparse.Namespace(**sizes, model=None, device="cpu", seed=3)
     finetune_transformers.build(o, "eager").save_pretrained(tmp_path / "model")

@@ -1,5 +1,5 @@
-"""examples/train_fsdp2.py on gloo: the same losses on 1, 2, 4 and 8 processes, from checkpoints of other numbers of
-processes, after a kill, and as `smoe train` has them."""
+"""examples/train_fsdp2.py on gloo: the losses must be the same with 1, 2, 4 and 8 processes, from checkpoints of other
+numbers of processes, after a kill, and in `smoe train`."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SETTINGS = ["--device", "cpu", "--lr", "4e-3", "--log-every", "1", "--seed", "5"
 RUN = [*SETTINGS, "--batch", "8"]
 STEPS = 8
 
-# The server that forks the processes imports torch once for all of them. It finds modules by PYTHONPATH alone.
+# The fork server imports torch once for all processes. It finds modules only by PYTHONPATH.
 SPAWN = get_context("forkserver")
 SPAWN.set_forkserver_preload(["test_fsdp2", "torch._dynamo", "smoe.functional"])
 
@@ -65,7 +65,7 @@ def _kill_at(function, step):
 
 
 def train(folder, processes, *arguments, kill_at=None):
-    """Exit statuses of the processes, and what process 0 said."""
+    """Runs train_fsdp2.py. Returns the exit statuses of the processes, and the output of process 0."""
     folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     work = (str(folder), [*arguments, "--json", str(folder / "log.jsonl")], kill_at)
@@ -81,7 +81,7 @@ def train(folder, processes, *arguments, kill_at=None):
 
 
 def losses(folder):
-    """Of every step; of one that ran twice the later."""
+    """The loss of every step. If a step ran twice, the later loss."""
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
 
@@ -92,7 +92,7 @@ def close(ours, theirs):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Losses of one process."""
+    """The losses of a run with one process."""
     folder = tmp_path_factory.mktemp("alone")
     status, said = train(folder, 1, TEXT, *RUN, "--steps", str(STEPS))
     assert status == [0], said
@@ -102,7 +102,7 @@ def alone(tmp_path_factory):
 
 
 def test_two_then_four_processes(alone, tmp_path):
-    """The second run is not told the batch: it is the checkpoint's."""
+    """The second run has no --batch and must use the checkpoint's batch."""
     run = ["--steps", str(STEPS), "--out", str(tmp_path / "out")]
     status, said = train(tmp_path / "two", 2, TEXT, *RUN, *run, "--save-every", "4")
     assert status == [0, 0], said
@@ -116,7 +116,7 @@ def test_two_then_four_processes(alone, tmp_path):
 
 
 def test_eight_processes_profiled(alone, tmp_path):
-    """With layers computed again, and weights that stay gathered after the forward."""
+    """With recomputation of the layers, and with weights that stay gathered after the forward."""
     kind = ["--checkpoint", "full", "--zero", "2", "--profile", "2"]
     status, said = train(tmp_path, 8, TEXT, *RUN, "--steps", str(STEPS), *kind)
     assert status == [0] * 8, said
@@ -127,7 +127,7 @@ def test_eight_processes_profiled(alone, tmp_path):
 
 @pytest.mark.parametrize("function", ["rename", "replace"])
 def test_kill_while_saving(alone, tmp_path, function):
-    """Killed before the finished folder has its name, and before the link points to it."""
+    """The run is killed before the complete folder gets its name, or before the link points to it."""
     run = [TEXT, *RUN, "--steps", str(STEPS), "--out", str(tmp_path / "out")]
     status, said = train(tmp_path / "a", 1, *run, "--save-every", "3", kill_at=(function, 6))
     assert status == [-signal.SIGKILL], said
@@ -151,11 +151,13 @@ def smoe_train(folder, *arguments):
 
 
 def test_losses_of_smoe_train(tmp_path):
-    """From the same weights and a folder, with load-balance loss: float32, then bf16; on given token files by eager."""
+    """The same weights and the same folder of text, with load-balance loss, in float32 and in bf16; and token files
+    with the eager experts."""
     same = ["--seed", "7", "--batch", "4", "--lr", "0.004", "--balance", "0.01"]
     run = ["--device", "cpu", "--steps", "20", *same]
     reference = [f"--init={tmp_path}/c/step-0000000", f"--compare={tmp_path}/c/train.jsonl"]
-    # Made text, not this repository's: where two logits nearly tie, torch and smoe may route a token differently.
+    # The text is generated, so that it never changes: at a near tie of two logits torch and smoe may route a token
+    # differently.
     draw = random.Random(1)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randrange(1, 9))) for _ in range(400)]
     text = tmp_path / "text"
@@ -213,7 +215,7 @@ def test_usage_errors(arguments, message, tmp_path, capsys):
 
 
 def test_init_of_another_model(tmp_path):
-    """What this model has not must not be left out of a checkpoint's."""
+    """A checkpoint with a feature that this model does not have must be refused."""
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="olmoe", clip_qkv=8.0)))
     with pytest.raises(train_fsdp2.UsageError, match="clip_qkv is not supported"):
         train_fsdp2.models.Checkpoint(str(tmp_path))
@@ -235,7 +237,7 @@ def test_failures(tmp_path):
 
 
 def test_torchrun(tmp_path):
-    """As a user starts it, and another seed is no resumption."""
+    """Started by torchrun, as users do. Resuming with another seed must be refused."""
     script, out = str(ROOT / "examples/train_fsdp2.py"), str(tmp_path / "out")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # at a free port: tests may run side by side
     command += ["--nproc-per-node", "2", script, "--random", *RUN]

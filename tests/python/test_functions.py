@@ -1,4 +1,4 @@
-"""smoe.experts, smoe.experts_rows, smoe.moe and smoe.MoE against eager PyTorch in float64, option by option."""
+"""smoe.experts, smoe.experts_rows, smoe.moe and smoe.MoE compared with eager PyTorch in float64, option by option."""
 
 import pytest
 import reference
@@ -11,7 +11,7 @@ GATED, PLAIN = list(native.GATED_ACTIVATIONS), list(native.PLAIN_ACTIVATIONS)
 
 
 def run(function, inputs, options, seed=1):
-    """The function's output and the gradients of every leaf that requires one, under a fixed dout."""
+    """The function's output, and the gradients of every leaf that requires one, for a fixed dout."""
     found = function(**inputs, **options)
     out = found[0] if isinstance(found, tuple) else found
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ def test_experts_interleaved(layer, activation):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_experts_ids(layer, dtype):
-    """Sentinels on both sides are skipped; of a token's equal ids the first counts."""
+    """Ids below 0 and ids from E on are skipped. If a token has equal ids, the first counts."""
     made = layer(K=3)
     ids = made["ids"].clone()
     ids[3, 1], ids[5], ids[7, 0], ids[9, 2], ids[11] = 8, 8, -1, 2**31 - 1, ids[11, 0]
@@ -76,7 +76,7 @@ def test_experts_ids(layer, dtype):
 
 
 def test_experts_bf16_within_eager_bf16(layer):
-    """bf16 storage is no further from f64 than eager bf16 is."""
+    """The errors in bf16, against float64, must be at most 1.1 times those of eager PyTorch in bf16."""
     made = pick(layer(T=200, H=64, I=64, dtype=torch.bfloat16), *EXPERTS)
     (ours, mine), (eager, theirs) = run(smoe.experts, made, {}), run(reference.experts, made, {})
     exact_out, exact = run(reference.experts, doubled(made), {})
@@ -93,7 +93,7 @@ def test_experts_chunks_change_no_bit(layer):
 
 
 def test_gradients_in_f32(layer):
-    """A parameter whose grad_dtype is float32 gets what the kernels summed in float32."""
+    """A parameter with grad_dtype float32 must get the float32 sums of the kernels."""
     made = pick(layer(T=300, dtype=torch.bfloat16), *EXPERTS)
     _, exact = run(reference.experts, doubled(made), {})
     if not hasattr(torch.Tensor, "grad_dtype"):
@@ -117,7 +117,7 @@ def test_gradients_in_f32(layer):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "relu2"])
 def test_rows(layer, weighted, dtype, activation):
-    """Rows past the last offset hold NaN and stay out of everything."""
+    """Rows after the last offset contain NaN, which must have no effect on any result."""
     made = layer(gated=activation in GATED, biases=True)
     offsets = torch.tensor([0, 3, 3, 10, 10, 11, 30, 40, 41], dtype=dtype)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_rows(layer, weighted, dtype, activation):
 
 
 def test_top_1_of_dispatched_rows(layer):
-    """What expert-parallel code asks for: K = 1, unit weights, ids not sorted; and a single dummy row."""
+    """The calls of expert-parallel code: K = 1, unit weights, ids that are not sorted; and a single dummy row."""
     made = layer(K=1)
     made["weights"] = torch.ones(48, 1)
     compare(smoe.experts, reference.experts, pick(made, *EXPERTS), {})
@@ -184,7 +184,8 @@ def test_moe(layer, router, given):
 
 
 def test_moe_stochastic_rounding(layer):
-    """Drawn from seed and step: the same again, another at another step; counts are multiples of the tile."""
+    """The draws depend on seed and step: equal for an equal step, different for another. Counts are multiples of the
+    tile."""
     made = pick(layer(T=500), "x", "router_weight", "w1", "w2")
     at = lambda **a: smoe.moe(**made, top_k=2, rounding="sr_f", tile=64, **a).out
     assert torch.equal(at(seed=3, step=5), at(seed=3, step=5))
@@ -217,7 +218,7 @@ class _OneGradient(torch.autograd.Function):
 
 
 def _with_gradient(value, like):
-    """Zeros like `like` whose backward gives `value` the gradient 1."""
+    """Zeros with the shape of `like`, whose backward gives `value` the gradient 1."""
     return _OneGradient.apply(value, like)
 
 
@@ -280,7 +281,7 @@ FROZEN = [{"w1", "w2"}, {"x"}, {"weights"}, {"w1", "b1"}, {"w2"}, {"x", "w1", "w
 
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)))
 def test_frozen(layer, frozen):
-    """Whatever is frozen, the other gradients keep every bit."""
+    """If some tensors are frozen, the gradients of the others must have the same bits."""
     made = pick(layer(biases=True), *EXPERTS)
     out, gradients = run(smoe.experts, made, {})
     some = {n: v.detach() if n in frozen else v for n, v in made.items()}

@@ -1,4 +1,5 @@
-"""Bad input: an exception of the fitting type that names argument, value and what was expected. Nothing prints."""
+"""Bad arguments must raise an exception of the right type that names argument, value and what was expected. Nothing may
+be printed."""
 
 import pytest
 import torch

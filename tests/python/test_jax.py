@@ -1,5 +1,5 @@
-"""smoe.jax on the CPU against a dense JAX layer in float32, under jit and grad; our declarations of XLA's interface against
-jaxlib's header."""
+"""smoe.jax on the CPU compared with a dense JAX layer in float32, under jit and grad; python/xla/xla_ffi.h compared
+with jaxlib's header."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def made(dtype=jnp.float32, T=T):
 
 
 def every_expert(x, w1, w2, b1=None, b2=None):
-    """(E, T, H)"""
+    """The outputs (E, T, H) of all experts for all tokens."""
     h = jnp.einsum("th,enh->etn", x, w1) + (0 if b1 is None else b1[:, None])
     gate, up = jnp.split(h, 2, -1)
     return jnp.einsum("etn,ehn->eth", jax.nn.silu(gate) * up, w2) + (0 if b2 is None else b2[:, None])
@@ -119,7 +119,7 @@ def test_bf16():
 
 
 def test_scan_over_layers():
-    """Residuals that XLA stacks and slices stand at other addresses in the backward."""
+    """XLA stacks and slices the residuals of a scan, so that the backward gets them at other addresses."""
     given, layers = made(), 5
     stack = lambda name: jnp.stack([given[name] * (1 + 0.1 * layer) for layer in range(layers)])
     weights = dict(w1=stack("w1"), w2=stack("w2"))
@@ -145,7 +145,7 @@ def test_bad_input():
 
 
 def test_wrong_shapes_and_dtypes():
-    """What the library would read or write past the end, or as numbers of another type."""
+    """Arguments with which the library would access memory past a buffer's end, or read numbers as another type."""
     given, half = made(), jnp.bfloat16
     router, biases = given["router_weight"], dict(b1=given["b1"], b2=given["b2"])
     moe, experts, rows = smoe.jax.moe, smoe.jax.experts, smoe.jax.experts_rows
@@ -187,7 +187,7 @@ def test_selection_bias_of_another_dtype():
 
 
 def test_without_the_handlers_library(tmp_path):
-    """libsmoe.so alone, as `cmake --install` puts it."""
+    """A folder with libsmoe.so but without libsmoe_xla.so, as `cmake --install` makes it."""
     alone = tmp_path / "libsmoe.so"
     alone.symlink_to(smoe.native.path.resolve())
     code = (
@@ -208,7 +208,7 @@ def test_no_tokens():
 
 
 def test_vmap():
-    """Over a batch of tokens and ids with the weights of one layer, and the gradients of those."""
+    """vmap over batches of tokens and ids, with the weights of one layer and their gradients."""
     given, batch = made(), 3
     x = jnp.stack([given["x"] * (1 + index) for index in range(batch)])
     ids = jnp.stack([(given["ids"] + index) % E for index in range(batch)])
@@ -223,7 +223,7 @@ def test_vmap():
         assert jnp.linalg.norm(found - exact) < 1e-4 * jnp.linalg.norm(exact)
 
 
-# Ours and jaxlib's: struct, then field by field.
+# Our structs and jaxlib's, and the names of their fields.
 STRUCTS = {
     "xla_extension XLA_FFI_Extension_Base": "struct_size type next",
     "xla_version XLA_FFI_Api_Version": "struct_size extensions=extension_start major_version minor_version",
@@ -236,7 +236,7 @@ STRUCTS = {
     "xla_ordinal_get_args XLA_FFI_DeviceOrdinal_Get_Args": "struct_size context=ctx ordinal=device_ordinal",
     "xla_metadata_extension XLA_FFI_Metadata_Extension": "base=extension_base metadata",
 }
-PREFIXES = {  # jaxlib's may be longer
+PREFIXES = {  # structs of which ours may have fewer fields at the end than jaxlib's
     "xla_buffers XLA_FFI_Args": "struct_size size types buffers=args",
     "xla_buffers XLA_FFI_Rets": "struct_size size types buffers=rets",
     "xla_metadata XLA_FFI_Metadata": "struct_size api_version traits",

@@ -1,4 +1,4 @@
-"""smoe.MoE: names and layouts of its state dict, its output, the aux-free bias, nothing printed."""
+"""smoe.MoE: names and layouts of its state dict, its output, and the aux-free bias update. Nothing may be printed."""
 
 import pytest
 import reference
@@ -43,7 +43,7 @@ def test_output_is_the_layers(shape):
 
 
 def test_aux_free_bias_balances():
-    """The bias moves tokens from a favoured expert to the others."""
+    """The aux-free bias update must move tokens from a favoured expert to the others."""
     torch.manual_seed(0)
     moe = smoe.MoE(32, 16, 8, 2, score="sigmoid", selection_bias=True, router_bias=True, initializer_range=0.1)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_the_selection_bias_stays_float32():
 
 
 def test_reset_after_meta():
-    """to_empty leaves arbitrary values in the buffer too."""
+    """reset_parameters must set the selection bias too, because to_empty leaves arbitrary values in all tensors."""
     with torch.device("meta"):
         moe = smoe.MoE(32, 16, 8, 2, score="sigmoid", selection_bias=True, bias=True)
     moe.to_empty(device="cpu")

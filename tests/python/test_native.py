@@ -1,4 +1,5 @@
-"""The ctypes layer against include/smoe.h: layouts by a C program, enumerators by their values; no torch needed."""
+"""smoe/native.py compared with include/smoe.h: layouts of structs by a C program, values of enumerators. Needs no
+torch."""
 
 import ctypes
 import os
@@ -15,7 +16,7 @@ from smoe import native
 ROOT = Path(__file__).parents[2]
 HEADER = (ROOT / "include" / "smoe.h").read_text()
 
-# The header's enums and the dictionary that has their values; an enumerator ends in the upper-case key.
+# The header's enums and the dictionaries that have their values. An enumerator's name ends in the upper-case key.
 ENUMS = {
     "smoe_backend": native.BACKENDS,
     "smoe_type": native.TYPES,
@@ -28,7 +29,7 @@ ENUMS = {
 
 
 def layout_of(program: str, folder: Path) -> dict[str, str]:
-    """Runs a C program and returns its lines "key value"."""
+    """Runs a C program that prints lines "key value". Returns them as a dictionary."""
     source, binary = folder / "layout.c", folder / "layout"
     source.write_text(program)
     compiler = os.environ.get("CC", "cc")
@@ -106,7 +107,7 @@ def test_import_needs_no_torch():
 
 @pytest.mark.parametrize("missing", ["/nowhere/libsmoe.so", "libc.so.6"])
 def test_a_library_that_does_not_load_is_named(missing):
-    """No library, and one of something else."""
+    """SMOE_LIBRARY names a file that does not exist, or another library."""
     done = subprocess.run(
         [sys.executable, "-c", "import smoe"], capture_output=True, text=True,
         env=dict(os.environ, SMOE_LIBRARY=missing),

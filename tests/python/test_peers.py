@@ -1,5 +1,5 @@
-"""bench/peers.py without a GPU: suites, records, ratios, tables, errors against fp64, times. test_peers_run.py has the
-processes and the command."""
+"""bench/peers.py without a GPU: suites, records, ratios, tables, errors against fp64, times. test_peers_run.py tests
+the processes and the command."""
 
 import argparse
 import sys
@@ -78,7 +78,7 @@ def test_records_are_appended_and_found(tmp_path):
     records.append(path, [a_record()])
     records.append(path, [a_record("momoe"), a_record(tuning=1)])
     assert [(r["peer"], r["tuning"]) for r in records.read(path)] == [("sonicmoe", 0), ("momoe", 0), ("sonicmoe", 1)]
-    records.append(path, [a_record(rounds=7)])  # measured again: the old record goes
+    records.append(path, [a_record(rounds=7)])  # measured again: the new record replaces the old one
     assert [r.get("rounds") for r in records.read(path)] == [None, None, 7]
     assert [file.name for file in path.parent.iterdir()] == ["peers.jsonl"]
     fields = {key: value for key, value in a_record().items() if key in records.KEY and key != "peer"}
@@ -128,7 +128,7 @@ def test_ratio_and_geometric_mean():
 
 
 def test_a_peers_best_tuning_counts():
-    # The least ratio, beside smoe's time of the same process: the second is slower in ms but on a slower card.
+    # The least ratio to smoe's time in the same process counts. The second tuning has more ms, but on a slower GPU.
     tunings = [timed("sonicmoe", 3.0, 9.0), timed("sonicmoe", 3.2, 4.4, (2.4, 4.0), tuning=1)]
     assert tables.best(tunings, "forward")["tuning"] == 1 and tables.best(tunings, "backward")["tuning"] == 1
     tunings.append(timed("sonicmoe", 2.2, 8.0, tuning=2))
@@ -244,7 +244,7 @@ LAYOUTS = [
 
 
 def exact_results(made, dout):
-    """O and its gradients in fp64 by autograd through the tests' own reference."""
+    """O and the gradients in fp64, by autograd through reference.py."""
     leaves = [made[name].detach().double().requires_grad_() for name in ("x", "w1", "w2", "weights")]
     out = plain.experts(leaves[0], made["ids"], leaves[3], leaves[1], leaves[2])
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
@@ -329,7 +329,7 @@ def test_weights_are_exact_in_bf16(tiny):
 
 
 class CountingClock:
-    """Every run of a job takes what the job returns."""
+    """A clock for which every run of a job takes the time that the job returns."""
 
     def synchronize(self):
         pass
@@ -367,7 +367,8 @@ def test_the_document_shows_the_records():
 
 
 def test_every_layer_of_the_step_differentiates():
-    """The step's network in eager mode: all parameters get gradients, and a step lowers the loss of its tokens."""
+    """The network of step.py in eager mode: all parameters must get gradients, and a step must lower the loss of its
+    tokens."""
     model = step.Model(1, 2, 16, 32, 32, 16, 8, 2)
     with torch._dynamo.config.patch(disable=True):
         network = step.LanguageModel(model, implementations.ALL["loop"], "cpu")

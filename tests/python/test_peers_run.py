@@ -16,11 +16,11 @@ import peers  # noqa: E402
 from peers_lib import processes, records, run, suites, tables  # noqa: E402
 from test_peers import EVERY, some_records  # noqa: E402
 
-# ---- the loop, with processes that measure nothing ----
+# ---- the loop, with pretended processes ----
 
 
 class Pretended:
-    """A measuring process that answers at once. Peers in `fatal` end it when they are prepared, or in a round."""
+    """A pretended measuring process, which answers at once. A peer in `fatal` ends it in `prepare` or in a round."""
 
     log, fatal = [], {}
 
@@ -56,7 +56,8 @@ class Pretended:
 
 @pytest.fixture
 def pretend(monkeypatch, tmp_path):
-    """pretend(arguments) -> (late, records): a Run on pretended processes; pretend.log has what they were asked."""
+    """pretend(arguments) -> (late, records): a Run with pretended processes. pretend.log has the commands that they
+    got."""
     monkeypatch.setattr(Pretended, "log", [])
     monkeypatch.setattr(Pretended, "fatal", {})
 
@@ -86,7 +87,7 @@ def test_a_run_resumes(pretend, capsys):
     before, pretend.log[:] = pretend.path.read_bytes(), []
     pretend("--peers", "sonicmoe,momoe")
     assert pretend.path.read_bytes() == before and {do for do, _ in pretend.log} == {"start", "hello"}
-    _, found = pretend("--peers", "sonicmoe,scattermoe")  # only the new peer, beside smoe
+    _, found = pretend("--peers", "sonicmoe,scattermoe")  # measures only smoe and the new peer
     assert [r["peer"] for r in found] == ["smoe", "sonicmoe"] * 2 + ["scattermoe"] * 2
     pretend.log[:] = []
     _, found = pretend("--peers", "sonicmoe", "--again")
@@ -109,7 +110,7 @@ def test_tunings_are_processes(pretend):
 def test_packages_that_disagree_alternate(pretend):
     _, found = pretend("--peers", "sonicmoe,scattermoe", "--python", "sonicmoe=/other/python")
     by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
-    assert by_peer["smoe"]["forward_ms"] == 2.0  # the first process'; ratios are to smoe in the same process
+    assert by_peer["smoe"]["forward_ms"] == 2.0  # of the first process; ratios use smoe's time in the same process
     assert tables.ratio(by_peer["sonicmoe"], "forward") == 0.6 and tables.ratio(by_peer["scattermoe"], "forward") == 2
     rounds = [python for do, python in pretend.log if do == "round"][:8]
     ours = sys.executable
@@ -133,7 +134,7 @@ def test_a_peer_that_ends_its_process_in_a_round(pretend):
     _, found = pretend("--peers", "sonicmoe,scattermoe")
     by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
     assert "status 70" in by_peer["sonicmoe"]["failed"] and by_peer["scattermoe"]["forward_ms"] == 4
-    pretend.fatal["sonicmoe"] = ("round", 3)  # the last: the earlier rounds of the others count
+    pretend.fatal["sonicmoe"] = ("round", 3)  # the last round: the earlier rounds of the other peers count
     _, found = pretend("--peers", "sonicmoe,scattermoe", "--again")
     by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
     assert "failed" in by_peer["sonicmoe"] and by_peer["scattermoe"]["rounds"] == 3
@@ -163,7 +164,7 @@ def test_a_process_that_ends_while_its_child_lives(monkeypatch, tmp_path):
 
 
 def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch):
-    """Its failure is its record; the others have times without a ratio, and the run goes on."""
+    """smoe's record must have the failure. The other peers have times without a ratio, and the run continues."""
     real = Pretended.ask
 
     def ask(self, do, **arguments):
@@ -280,7 +281,7 @@ def test_renewing_a_document(tmp_path):
 
 
 def test_files_and_programs_that_do_not_serve(tmp_path):
-    """One line and status 3, no traceback."""
+    """The command must print one line and end with status 3, without a traceback."""
     (tmp_path / "unmarked.md").write_text("nothing")
     (tmp_path / "broken.jsonl").write_text('{"commit"\n')
     none, broken = tmp_path / "none.jsonl", tmp_path / "broken.jsonl"

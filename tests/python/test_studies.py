@@ -1,5 +1,5 @@
-"""tools/rounding_study.py and tools/text_run_plot.py on made records whose figures are known, and the studies' scripts from
-end to end with a tiny model on the CPU: train, stop, resume, repeat.
+"""tools/rounding_study.py and tools/text_run_plot.py with invented records whose results are known; and the studies'
+scripts from end to end with a tiny model on the CPU: train, stop, resume, repeat.
 
 SMOE_BUILD names the build folder with the program smoe (default build/release).
 """
@@ -55,7 +55,7 @@ def test_paired_differences(tmp_path):
     for seed, plain, rounded in ((1, 20.0, 20.1), (2, 21.0, 21.2), (3, 22.0, 22.3)):
         write_run(tmp_path, f"two.none.{seed}", plain, 0.0)
         write_run(tmp_path, f"two.nr-f.{seed}", rounded, 0.25)
-    write_run(tmp_path, "two.nr-f.4", 50.0, 0.25)  # has no partner: no part of the difference
+    write_run(tmp_path, "two.nr-f.4", 50.0, 0.25)  # no plain run has this seed, so it is not part of the difference
     records = tmp_path / "records.jsonl"
     text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path)
     rows = {
@@ -87,7 +87,7 @@ def test_where_a_curve_passes_a_loss():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Token files whose tokens are bytes, and their table, as tools/make_tokens.py leaves them."""
+    """Token files whose tokens are bytes, and the table of tokens, as tools/make_tokens.py writes them."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "bpe.txt").write_text("smoe-bpe 1 257 0\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -108,7 +108,7 @@ def test_text_run_stops_and_resumes(tmp_path, data):
     call(*run, "3", status=2, **environment)  # nothing would be left to train
     said = call(*run, "6", **environment)
     assert "moe: interrupted" in said and "twin: interrupted" in said
-    for _ in range(5):  # on a busy machine a piece may be too short
+    for _ in range(5):  # several calls, because on a busy machine one may be too short
         if not said.count("interrupted"):
             break
         said = call(*run, "12", **environment)
@@ -120,7 +120,7 @@ def test_text_run_stops_and_resumes(tmp_path, data):
         assert json.loads((tmp_path / f"{name}.eval.json").read_text())["tokens"] == 3999
         assert (tmp_path / f"{name}.samples.txt").read_text().count("--------") == 4
         assert ("busiest" in lines[-1]) == (name == "moe")
-    assert "finished" in call(*run, "6", **environment)  # and trains no more
+    assert "finished" in call(*run, "6", **environment)  # and the call trains no more
     if HAS_MATPLOTLIB:
         said = call(sys.executable, TOOLS / "text_run_plot.py", tmp_path, tmp_path / "run.png", tmp_path)
         assert "passes the twin's last loss" in said and (tmp_path / "text_run_moe.jsonl").exists()
@@ -135,7 +135,7 @@ def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
     study = [TOOLS / "rounding_study.sh", tmp_path]
     (tmp_path / "two.none.1").mkdir()  # an interrupted run
     (tmp_path / "two.none.1" / "train.jsonl").write_text('{"step":1,"tokens":1,"loss":77.0}\n')
-    assert "38 runs are left" in call(*study, "4", status=1, **environment)  # none would end in time
+    assert "38 runs are left" in call(*study, "4", status=1, **environment)  # no run would end in 4 s
     assert "36 runs are left" in call(*study, "40", status=1, MOST="2", **environment)
     first = (tmp_path / "two.none.1.json").read_text()
     assert "77.0" not in (tmp_path / "two.none.1" / "train.jsonl").read_text()
@@ -145,7 +145,7 @@ def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
     assert plan.count(" done\n") == 4 and "38 runs" in plan.splitlines()[-1]
     records = tmp_path / "records.jsonl"
     text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path, "-", records)
-    elsewhere = tmp_path / "elsewhere"  # another machine, which has the records alone
+    elsewhere = tmp_path / "elsewhere"  # as on another machine, which has only the records
     plan = call(TOOLS / "rounding_study.sh", "--plan", elsewhere, RECORDS=str(records), **environment)
     assert plan.count(" done\n") == 4
     elsewhere.mkdir()

@@ -1,4 +1,4 @@
-"""tools/make_tokens.py and train/bpe.c: C encodes as the package `tokenizers` does, token for token.
+"""tools/make_tokens.py and train/bpe.c: train/bpe.c must give the same tokens as the package `tokenizers`.
 
 The C side is the program bpe_encode of a CMake build: SMOE_BUILD names the build folder (default build/release).
 """
@@ -54,7 +54,8 @@ def sources():
 
 
 def random_text(size, seed):
-    """Words, numbers, signs, control characters, runs longer than a piece, and letters of two to four bytes."""
+    """Words, numbers, signs, control characters, runs longer than a word of train/bpe.h, letters of two to four
+    bytes."""
     choose = random.Random(seed)
     parts = (
         lambda: choose.choice(["the", "of", "static", "int", "Größe", "naïve", "это", "モデル", "模型", "🙂🙃", "e\u0301"]),
@@ -75,7 +76,7 @@ def random_text(size, seed):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A tokenizer of this repository's text and of some random text."""
+    """A tokenizer that was trained on this repository's text and some random text."""
     folder = tmp_path_factory.mktemp("tokens")
     extra = folder / "extra.txt"
     extra.write_text(random_text(200_000, 1), newline="")
@@ -102,7 +103,8 @@ def test_c_encodes_as_tokenizers_does(made):
 
 @needs_encoder
 def test_every_place_where_a_piece_can_end(made):
-    """All strings of four characters of all kinds, one after the other with a sign between them, and at the end."""
+    """All strings of four characters of the kinds that train/bpe.h distinguishes, separated by a sign; several
+    endings."""
     theirs = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
     texts = ["".join(text) for text in itertools.product(" \na7=é", repeat=4)]
     for ending in ["", " ", "\n", "  ", "\n ", " \n", "é", "1", "="]:
@@ -119,7 +121,7 @@ def test_table_is_the_tokenizer(made):
 
 
 def test_documents_and_split_by_share(made):
-    """Every document has the end of text and then its tokens; the last 5 % of each validate."""
+    """Every document has the token <|endoftext|> and then its own. The last 5 % of each document are for validation."""
     theirs = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
     train, validation = read_tokens(made / "train_000.bin"), read_tokens(made / "val_000.bin")
     assert train.count(5999) + validation.count(5999) == train.count(5999) == len(sources()) + 1
@@ -172,7 +174,7 @@ def test_standard_input_and_small_files(tmp_path):
 
 @pytest.mark.skipif(not (BUILD / "smoe").exists(), reason=f"{BUILD}/smoe is not built (SMOE_BUILD)")
 def test_training_on_token_files(tmp_path):
-    """A text and its token file give the same loss; the checkpoint carries the tokenizer."""
+    """A text and its token file must give the same loss. The checkpoint must contain the tokenizer."""
     text, out, run = tmp_path / "text.txt", tmp_path / "out", tmp_path / "run"
     text.write_text(random_text(60_000, 5), newline="")
     make_tokens(out, text, "--vocab", 500, "--quiet")

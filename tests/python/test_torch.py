@@ -1,4 +1,4 @@
-"""Where PyTorch runs a layer: compile, checkpointing, autocast, hooks, modes, threads, forks."""
+"""Ways in which PyTorch runs a layer: compile, checkpointing, autocast, hooks, modes, threads, forks."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ H, I, E, K = 32, 16, 8, 2
 
 
 class Block(torch.nn.Module):
-    """All three entries behind one another."""
+    """A module that runs all three entries one after the other."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Block(torch.nn.Module):
 
 
 def step(function, model, tokens, dtype=torch.float32):
-    """Output, dx and every parameter's gradient."""
+    """The output, dx, and the gradient of every parameter."""
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, H, generator=generator).to(dtype).requires_grad_()
     model.zero_grad()
@@ -60,7 +60,7 @@ def near(ours, theirs, tolerance=1e-5):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(backend):
-    """fullgraph, dynamic: new numbers of tokens cost no compilation."""
+    """With fullgraph and dynamic shapes a new number of tokens must not cause a compilation."""
     torch._dynamo.reset()
     model = Block()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -134,7 +134,7 @@ LOGITS_READ = [
 @pytest.mark.parametrize("options, read", LOGITS_READ)
 @pytest.mark.parametrize("given", [False, True])
 def test_logits_are_kept_only_if_read(options, read, given):
-    """A layer keeps its logits for the backward exactly where the library's backward demands them."""
+    """A layer must keep its logits for the backward if and only if the library's backward requires them."""
     torch.manual_seed(0)
     x, w1, w2 = torch.randn(9, H, requires_grad=True), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
     router = None if given else torch.randn(E, H)
@@ -164,8 +164,8 @@ def test_compile_without_logits():
 
 @pytest.mark.parametrize("rounding", ["none", "nr_f", "sr_f", "nr_s", "balance_f", "up", "down"])
 def test_bound_of_saved(rounding):
-    """The affine bound covers what the library asks for, within the padding of its parts (smoe checks it at every new
-    shape), and is below 2 % above it at a training size."""
+    """The affine bound must not be below the size that the library asks for (smoe itself checks this at every new
+    shape). With 24576 tokens it must be at most 0.1 % and 4096 bytes above that size."""
     from smoe import _context, _layout, native
 
     context = _context.context_of(torch.empty(0))
@@ -180,12 +180,13 @@ def test_bound_of_saved(rounding):
                 needed = context.query(layer).saved_buffer_bytes
                 bound = options.saved_bytes(entry, tokens, topk, w2, 2)
                 assert bound >= needed
-                if tokens == 24576 and experts > 1:  # one expert cannot take rows that are not there
+                if tokens == 24576 and experts > 1:  # with one expert token rounding cannot add rows: it has all tokens
                     assert bound <= 1.001 * needed + 4096
 
 
 def test_chunks_of_a_large_backward():
-    """Past 1 GiB of dX~ a backward that overwrites `saved` has two chunks at least; others have what was asked for."""
+    """If dX~ is larger than 1 GiB, a backward that overwrites `saved` must have at least two chunks. All other calls
+    must have the given number."""
     from smoe import _context, _ops
 
     context, w2 = _context.context_of(torch.empty(0)), torch.empty(8, 1024, 64, device="meta")
@@ -197,7 +198,7 @@ def test_chunks_of_a_large_backward():
 
 
 def test_packed_arguments():
-    """Every value lands in the field that the packer names it for, the other fields are zero."""
+    """Every value must be packed into its named field; all other fields must be zero."""
     from smoe import _context, native
 
     structs = {native.ForwardArgs: ("pack_forward", "pack_moe_forward"), native.BackwardArgs: ("pack_backward", "pack_moe_backward")}
@@ -217,7 +218,7 @@ def test_packed_arguments():
 
 
 def test_fake_tensors():
-    """Fake tensors in eager mode, their number of tokens symbolic in a traced graph."""
+    """Fake tensors in eager mode, and with a symbolic number of tokens in a traced graph."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -249,7 +250,7 @@ def test_checkpointing(reentrant):
 
 
 def test_selective_checkpointing_keeps_the_experts(monkeypatch):
-    """A policy can name the operator: its outputs are kept and it runs once, the other two entries twice."""
+    """A policy keeps the outputs of one operator. This operator must run once, those of the other two entries twice."""
     from smoe._context import Context
 
     model, calls, forward = Block(), [], Context.forward
@@ -266,7 +267,7 @@ def test_selective_checkpointing_keeps_the_experts(monkeypatch):
 
 
 def test_saved_tensors_may_move():
-    """Hooks that bring saved tensors back at another address and alignment."""
+    """Hooks that return saved tensors at another address and alignment."""
     model = Block()
 
     def unpack(packed):
@@ -283,7 +284,8 @@ def test_saved_tensors_may_move():
 
 
 def test_saved_bytes():
-    """Kept for the backward: X, ids, the weights' matrices and `saved`, whose size is the query's up to padding."""
+    """The backward must keep only X, ids, w1, w2 and `saved`, whose size is that of smoe_query_sizes and some
+    padding."""
     kept = {}
 
     def pack(tensor):
@@ -305,7 +307,8 @@ def test_saved_bytes():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_autocast(dtype):
-    """float32 parameters compute in autocast's dtype, as a matmul does, and get float32 gradients."""
+    """Under autocast the layer must compute in autocast's dtype, as a matmul does. Its float32 parameters must get
+    float32 gradients."""
     model = Block()
 
     def cast(x):
@@ -338,7 +341,7 @@ def test_gradients_of_any_strides():
     views = smoe.experts(wide[:, H : 2 * H], ids.T.contiguous().T, far[1:, 1:], model.w1, model.w2)
     copies = smoe.experts(wide[:, H : 2 * H].contiguous(), ids, far[1:, 1:].contiguous(), model.w1, model.w2)
     assert torch.equal(views, copies)
-    flat = torch.randn(E * 2 * I * H + 1)[1:].view(E, 2 * I, H)  # four bytes off
+    flat = torch.randn(E * 2 * I * H + 1)[1:].view(E, 2 * I, H)  # four bytes from an aligned address
     assert torch.equal(smoe.experts(dense, ids, weights, flat, model.w2), smoe.experts(dense, ids, weights, flat.clone(), model.w2))
 
 
@@ -386,7 +389,7 @@ def entries():
 
 @pytest.mark.parametrize("entry", range(3))
 def test_penalty_on_a_gradient(entry):
-    """The gradient of a sum is no constant: its second derivative is refused, not left out."""
+    """The gradient of a sum is not a constant. Its derivative must raise an error and must not be treated as zero."""
     x = torch.randn(9, H, requires_grad=True)
     (gradient,) = torch.autograd.grad(entries()[entry](x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
@@ -395,9 +398,9 @@ def test_penalty_on_a_gradient(entry):
 
 @pytest.mark.parametrize("entry", range(3))
 def test_transforms_are_refused(entry):
-    """torch.func and forward-mode derivatives: an error, never a derivative without smoe's part."""
+    """torch.func and forward-mode derivatives must raise an error. A derivative without smoe's part would be wrong."""
     function, x = entries()[entry], torch.randn(9, H)
-    function(x)  # what the checks found is kept: the second call must look again
+    function(x)  # this call remembers that its arguments passed the checks; the calls below must still be refused
     with pytest.raises(RuntimeError, match="Batching rule not implemented for smoe::"):
         torch.vmap(function)(torch.stack([x, x]))
     with pytest.raises(RuntimeError, match="functorch transforms"):
@@ -429,12 +432,13 @@ def test_the_last_backward_overwrites_what_was_saved(monkeypatch):
     kept = [torch.autograd.grad(out, leaves, retain_graph=True) for _ in range(2)]
     assert reused == [0] * 6 and same(*kept)  # three entries, two backwards
     assert same(kept[0], torch.autograd.grad(out, leaves)) and reused[6:] == [1] * 3
-    out = checkpoint(model, x, use_reentrant=False).sum()  # its graph is made again for each backward
+    out = checkpoint(model, x, use_reentrant=False).sum()  # each backward makes the graph of the layer again
     assert same(kept[0], torch.autograd.grad(out, leaves)) and reused[9:] == [1] * 3
 
 
 def test_a_retried_backward_says_that_saved_is_overwritten():
-    """A post-hook runs before the engine lets go of what was saved: the same node could run again."""
+    """A post-hook that raises ends the backward before the engine frees the saved tensors, so the same node can run
+    again. The second backward must raise an error, because the first has overwritten `saved`."""
     model, x = Block(), torch.randn(9, H, requires_grad=True)
     out = smoe.experts(x, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), model.w1, model.w2)
     hook = out.grad_fn.register_hook(lambda *gradients: 1 / 0)
@@ -446,14 +450,14 @@ def test_a_retried_backward_says_that_saved_is_overwritten():
 
 
 def test_backwards_of_two_threads(monkeypatch):
-    """While another thread's backward reads what was saved, one without retain_graph overwrites nothing."""
+    """A backward without retain_graph must not overwrite `saved` while the backward of another thread reads it."""
     model, x = Block(), torch.randn(9, H, requires_grad=True)
     out = smoe.experts(x, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), model.w1, model.w2)
     reused, real, inside = [], _context.Context.backward, []
 
     def watched(self, layer, arguments):
         reused.append(native.Layer.from_address(layer).reuse_saved)
-        if len(reused) == 1:  # the first, with retain_graph, is still inside when the second comes
+        if len(reused) == 1:  # the second backward runs while the first, with retain_graph, has not returned
             second = threading.Thread(target=lambda: inside.append(torch.autograd.grad(out.sum(), x)))
             second.start()
             second.join()
@@ -468,7 +472,7 @@ def test_backwards_of_two_threads(monkeypatch):
 
 
 def test_two_new_threads_and_one_idle_context(monkeypatch):
-    """Another thread takes the last idle context between a look at the list and its pop."""
+    """Another thread takes the last idle context after the list was checked and before its pop."""
     from smoe import _context
 
     class Emptied(list):
@@ -499,7 +503,7 @@ def test_threads_run_side_by_side():
 
 
 class _Data(torch.utils.data.Dataset):
-    """Every item runs a layer in the worker."""
+    """A data set whose items run a layer in the worker process."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -515,7 +519,7 @@ class _Data(torch.utils.data.Dataset):
 
 
 def test_forked_workers():
-    """DataLoader workers, forked after the parent ran a team of threads."""
+    """DataLoader workers that are forked after the parent has used OpenMP threads."""
     data = _Data()
     wanted = torch.stack([data[index] for index in range(len(data))])
     loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
@@ -523,7 +527,7 @@ def test_forked_workers():
 
 
 def test_a_plain_fork():
-    """A child of os.fork, where torch still asks for two threads: its context has one."""
+    """In a child of os.fork torch still has two threads, but the child's context must have one."""
     data = _Data()
     wanted = data[0]
     assert torch.get_num_threads() == 2
@@ -539,11 +543,11 @@ def test_a_plain_fork():
     assert os.read(reader, 1) == b"1"
 
 
-# ---- what a step runs ----
+# ---- the operators of a step ----
 
 
 def test_a_step_runs_nothing_besides_the_calls():
-    """No copy, fill or cast: PyTorch's own operators in a step of smoe.MoE only allocate."""
+    """PyTorch's own operators in a step of smoe.MoE must only allocate: no copy, fill or cast."""
     moe = smoe.MoE(H, I, E, K)
     x, dout = torch.randn(40, H, requires_grad=True), torch.randn(40, H)
     leaves = [x, *moe.parameters()]
@@ -558,7 +562,7 @@ def test_a_step_runs_nothing_besides_the_calls():
 
 
 def test_no_gradient_for_the_output():
-    """A consumer that gives out no gradient leaves the layer's inputs without one."""
+    """If the function after the layer returns no gradient for `out`, the layer's inputs must get none."""
 
     class Stop(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""experts_implementation="smoe" against "eager" on tiny models with random weights, and smoe's own model type."""
+"""experts_implementation="smoe" compared with "eager" on tiny models with random weights; smoe's own model type."""
 
 import copy
 import json
@@ -61,7 +61,7 @@ def error(found, exact):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the library ran, so that a silent fallback to eager fails the test."""
+    """A list with one item for each forward of the library, so that a silent fallback to eager fails the test."""
     from smoe._context import Context
 
     counted, forward = [], Context.forward
@@ -81,7 +81,7 @@ def test_as_eager(name, calls):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_within_the_error_of_eager(name):
-    """In bf16 no further from eager f32 than eager bf16 is, over all the gradients together."""
+    """In bf16 the error of all gradients together, against eager float32, must be below 1.25 times that of eager."""
     exact = step(tiny(name), "eager")
     model = tiny(name, torch.bfloat16)
     eager, ours = step(model, "eager"), step(model, "smoe")
@@ -123,7 +123,8 @@ def test_compile(name, calls):
 
 
 def test_gpt_oss_keeps_its_state_dict(tmp_path):
-    """The memory is laid out once; names, shapes, values and what is saved stay; eager still works."""
+    """The memory layout is changed once. Names, shapes, values and the saved checkpoint must stay, and eager must still
+    work."""
     model = tiny("gpt_oss")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step(model, "smoe")
@@ -140,7 +141,7 @@ def test_gpt_oss_keeps_its_state_dict(tmp_path):
 
 
 def test_trainer(tmp_path):
-    """Three steps of Trainer give the losses that eager gives."""
+    """Three steps of Trainer must give the losses of eager."""
     pytest.importorskip("accelerate")
     data = [{"input_ids": row, "labels": row} for row in tokens(24, 16)]
     losses = {}
@@ -160,7 +161,7 @@ def test_trainer(tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_lora_on_expert_weights(name, calls):
-    """PEFT computes W + B A at every forward, in a class of its own."""
+    """With LoRA on the expert weights PEFT computes W + B A at every forward, in its own subclass."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         r=4, target_modules=["q_proj"], init_lora_weights=False,
@@ -179,8 +180,8 @@ def test_lora_on_expert_weights(name, calls):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_keeps_the_dtype(dtype, calls):
-    """float32 weights and what comes into the experts, as it is or from a product under autocast: the output has the input's
-    dtype, as every implementation of Transformers gives it."""
+    """float32 weights under autocast, and an input in float32 or in autocast's dtype. The output must have the input's
+    dtype, as with every implementation of Transformers."""
     experts = tiny("olmoe").model.layers[0].mlp.experts
     x, ids, weights = torch.randn(30, 32, dtype=dtype), torch.rand(30, 8).topk(2).indices, torch.rand(30, 2)
     found = {}
@@ -192,7 +193,7 @@ def test_autocast_keeps_the_dtype(dtype, calls):
     assert error(found["smoe"], found["eager"]) < 2e-2
 
 
-# ---- what smoe has not: eager, with one warning ----
+# ---- what smoe does not support runs as eager, with one warning ----
 
 
 def warned(caplog, model, ids):
@@ -232,8 +233,8 @@ def test_other_gates_run_as_eager(caplog):
 
 
 def test_fp8_runs_as_eager(caplog):
-    """The experts of an FP8 checkpoint have an interface of their own. As float weights their matrices need no kernel. The
-    class is wrapped once for each layer, as Transformers does."""
+    """Transformers has a separate list of functions for the experts of an FP8 checkpoint. The weights here are float,
+    so that no FP8 kernel is needed. The class is wrapped once for each layer, as Transformers does."""
     from transformers.integrations import finegrained_fp8 as fp8
 
     config = tiny("qwen3_moe").config
@@ -272,7 +273,7 @@ def test_activations(hidden_act, calls):
 
 
 def test_sentinels_and_more_ids_than_experts():
-    """A rank with 3 of 8 experts sees all K = 4 ids of a token, those of other ranks as the sentinel 3."""
+    """A rank with 3 of 8 experts gets all K = 4 ids of a token. The ids of other ranks' experts are replaced by 3."""
     whole = tiny("qwen3_moe", num_experts_per_tok=4).model.layers[0].mlp.experts
     x = torch.randn(30, 32)
     ids, weights = torch.rand(30, 8).topk(4).indices, torch.rand(30, 4, requires_grad=True)
@@ -318,7 +319,7 @@ def test_byte_tokenizer(tmp_path):
 
 
 def test_byte_tokenizer_pads():
-    """A batch with an added padding token, and an id of a model whose vocabulary is larger than 256."""
+    """A batch with an added padding token, and an id above 255, which a model with a larger vocabulary may generate."""
     tokenizer = smoe.transformers.ByteTokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     ids = tokenizer(["a", "€"], padding=True)["input_ids"]
@@ -333,7 +334,7 @@ KINDS = {"olmoe": [], "smoe": ["--shared=24", "--dense-layers=1", "--tied"]}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_of_smoe_train(kind, tmp_path):
-    """AutoModel opens what `smoe train` wrote, and its loss there is `smoe eval`'s, by eager and by smoe."""
+    """AutoModel must open a checkpoint of `smoe train` and give the loss of `smoe eval`, with eager and with smoe."""
     program = os.environ.get("SMOE_PROGRAM")
     if not program:
         pytest.skip("SMOE_PROGRAM does not name the smoe program")
@@ -370,7 +371,7 @@ def token_file(path, data):
 
 
 def test_olmoe_in_shards(tmp_path):
-    """`smoe eval` and `smoe train --from` open an OLMoE that Transformers wrote in bf16 and in shards."""
+    """`smoe eval` and `smoe train --from` must open an OLMoE that Transformers wrote in bf16 shards."""
     program = os.environ.get("SMOE_PROGRAM")
     if not program:
         pytest.skip("SMOE_PROGRAM does not name the smoe program")
