@@ -105,10 +105,11 @@ def experts(
     for label, size in (("H", hidden), ("I", intermediate)):
         if size < 8 or size % 8:
             raise ValueError(f"{function}: {label} is {size}; expected a multiple of 8")
-    if chunks not in (1, 2, 4, 8, 16, 32, MAX_CHUNKS):
+    if type(chunks) is not int or chunks not in (1, 2, 4, 8, 16, 32, MAX_CHUNKS):
         raise ValueError(f"{function}: chunks is {chunks}; expected a power of two from 1 to {MAX_CHUNKS}")
     if gradient_dtype not in (None, x.dtype, torch.float32):
-        raise TypeError(f"{function}: gradient_dtype is {gradient_dtype}; expected None, {x.dtype} or torch.float32")
+        others = name_of(dict.fromkeys((x.dtype, torch.float32)))
+        raise TypeError(f"{function}: gradient_dtype is {gradient_dtype}; expected None or {others}")
 
 
 def ids(function: str, value: Any, x: Tensor, count: int) -> None:
@@ -172,8 +173,13 @@ def _router_tensor(
 
 def routing(
     function: str, count: int, top_k: int, score: str, n_group: int, topk_group: int, rounding: str, tile: int,
-    seed: int, logits_dtype: torch.dtype,
+    seed: int, logits_dtype: torch.dtype, norm_topk_prob: bool, coefficients: dict[str, float],
 ) -> None:  # fmt: skip
+    for name, value in coefficients.items():
+        if isinstance(value, (bool, Tensor)) or not hasattr(value, "__float__"):
+            raise TypeError(f"{function}: {name} is a {type(value).__name__}; expected a number")
+    if isinstance(norm_topk_prob, Tensor) or norm_topk_prob not in (False, True):
+        raise TypeError(f"{function}: norm_topk_prob is {norm_topk_prob!r}; expected True or False")
     between(function, "top_k", top_k, 1, min(count, MAX_TOPK), ", the number of experts at most")
     choice(function, "score", score, native.SCORES)
     choice(function, "rounding", rounding, native.ROUNDINGS)

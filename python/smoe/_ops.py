@@ -29,11 +29,11 @@ from ._layout import Options, parse
 # weights, the row weights or the logits), of the router's weight and of its bias.
 NEEDS = (1, 2, 4, 8, 16, 32, 64, 128)
 
-_ALIGN, _BUFFER_ALIGN = 16, 64  # what the library wants of tensors; of saved and scratch
+_ALIGN, _BUFFER_ALIGN = 16, 64  # in bytes, that the library requires of tensors, and of saved and scratch
 _CONTIGUOUS = torch.contiguous_format
 
-# From this size of dX~ on an eager backward has two column chunks at least. dX~ is then the largest buffer of a backward,
-# and two chunks take no longer than one (docs/gpu.md, 30B-n256); below, they take up to 1 % longer.
+# If dX~ is larger than this many bytes, an eager backward has at least two column chunks. dX~ is then the largest buffer of a
+# backward, and two chunks take no longer than one (docs/gpu.md, 30B-n256); below, they take up to 1 % longer.
 _LARGE = 2**30
 
 
@@ -74,7 +74,7 @@ class Call:
         return self.tokens * self.topk * self.w2[1] * self.dtype.itemsize
 
     def describe(self, context: Context, save: bool, reuse: bool = False) -> Description:
-        """What `training`, `reusing` or `inference` is to hold for the context."""
+        """Makes the Description for this context and stores it in `training`, `reusing` or `inference`."""
         codes = TYPE_CODES[self.dtype], TYPE_CODES[self.index]
         layer = self.options.layer(self.entry, self.tokens, self.topk, self.w2, *codes, save)
         layer.reuse_saved = reuse
@@ -86,7 +86,7 @@ class Call:
 
 
 _calls: dict[tuple, Call] = {}
-_KEPT_CALLS = 4096  # then all are dropped: a bound on memory, not a tuning
+_KEPT_CALLS = 4096  # if there are more, all are dropped, to bound memory
 
 
 def call_of(entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype = torch.int32) -> Call:
@@ -141,7 +141,7 @@ def forward(
 
 @torch.compiler.assume_constant_result
 def reads_logits(options: str) -> bool:
-    """Does the backward of a layer from logits read them? For code that may be traced."""
+    """Whether the backward of a layer from logits reads the logits. For code that may be traced."""
     return parse(options).reads_logits
 
 
@@ -242,8 +242,8 @@ def backward(
     ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None, reuse: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients in the order of the bits, None where `wanted` is false. Hooks on saved tensors may have brought
-    anything that was saved back at another address and alignment. With `reuse` nobody reads `saved` after this call, and
-    dH takes the place of H there."""
+    anything that was saved back at another address and alignment. With `reuse` no later call reads `saved`, and dH
+    takes the place of H there."""
     dout_at, x_at, w1_at, w2_at = dout.data_ptr(), x.data_ptr(), w1.data_ptr(), w2.data_ptr()
     saved_at = saved.data_ptr()
     b2_at = 0 if b2 is None else b2.data_ptr()

@@ -1,8 +1,9 @@
 """Mixture-of-Experts layers as differentiable functions of PyTorch tensors.
 
-T tokens, H hidden, I intermediate, E experts, K experts of a token. A gated activation (swiglu, geglu, geglu_tanh, reglu,
-swiglu_oai) has w1 (E, 2I, H), one without a gate (silu, gelu, relu, relu2) has w1 (E, I, H); w2 is (E, H, I). CPU tensors
-are float32 or bfloat16, CUDA tensors bfloat16 or float16. Under autocast the matrices and x are cast as for a matmul.
+T is the number of tokens, H the hidden size, I the intermediate size, E the number of experts, K that of each token. A
+gated activation (swiglu, geglu, geglu_tanh, reglu, swiglu_oai) has w1 (E, 2I, H), one without a gate (silu, gelu, relu,
+relu2) has w1 (E, I, H); w2 is (E, H, I). CPU tensors are float32 or bfloat16, CUDA tensors bfloat16 or float16. Under
+autocast the matrices and x are cast as for a matmul.
 """
 
 import threading
@@ -30,11 +31,11 @@ class MoEOutput(NamedTuple):
 # ---- what every entry does with its arguments ----
 
 
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # one look instead of one by device type
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # one call for all device types
 
 
 def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As they are, or in autocast's dtype where it is on for x's device."""
+    """Casts floating-point tensors to autocast's dtype if autocast is on for x's device."""
     if not isinstance(x, Tensor) or not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
         return x, *others
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -42,15 +43,15 @@ def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 _Known = tuple[str, ops.Call | None]  # the operators' options, and the Call of tensors that need no dispatcher
-# By the signatures of eager calls that passed every check. A signature is what the checks look at, so equal ones pass alike.
+# Maps the signature of an eager call that passed all checks. A signature has everything that the checks read.
 _checked: dict[tuple, _Known] = {}
 _KEPT_SIGNATURES = 4096
 _NONE = None, None
 
 
 def _traits(tensor: Tensor | None) -> tuple:
-    """What a signature holds of an optional tensor. For the others it is written out: a small layer is bound by the host,
-    and a function called costs it about 0.4 us."""
+    """What a signature has of an optional tensor. For the other tensors it is written out, because the time of a small layer
+    is host time and each Python call takes about 0.4 us of it."""
     if tensor is None:
         return _NONE
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()
@@ -95,8 +96,8 @@ def _dispatched(operator, wanted: tuple[bool, ...], *arguments) -> list[Tensor |
 
 
 # These say whether an eager call has to go through PyTorch's dispatcher: dispatch modes (selective checkpointing, fake
-# tensors, FLOP counters), the profiler, and the transforms of torch.func, which the dispatcher refuses. Otherwise nobody
-# looks, and calling the functions behind the operators saves about 20 us of a forward and backward.
+# tensors, FLOP counters), the profiler, and the transforms of torch.func, which the dispatcher refuses. Otherwise no code
+# observes the dispatcher, and calling the functions behind the operators directly saves about 20 us in a forward and backward.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _profiled = torch.autograd._profiler_enabled
 _transforms = getattr(torch._C._functorch, "maybe_current_level", lambda: 0)  # the level, None without a transform
@@ -108,9 +109,9 @@ _claims = threading.Lock()
 
 
 def _claim(ctx, dout: Tensor) -> bool:
-    """Before a backward reads what `ctx` saved: whether it may overwrite it. So it may if it is the last to read it (without
-    retain_graph, and not in the capture of a CUDA graph, which may be replayed several times after one replay of the
-    forward's) and no other thread reads it now."""
+    """Returns whether this backward may overwrite what `ctx` saved. It may if it is the last to read it and no other thread
+    reads it now. It is not the last with retain_graph, nor in the capture of a CUDA graph, which may be replayed several
+    times after one replay of the forward's."""
     last = not (_keeps_graph() or (dout.is_cuda and _captures()))
     with _claims:
         if ctx.overwritten:
@@ -140,7 +141,7 @@ def _backward(ctx, wanted: tuple[bool, ...], dout: Tensor, *kept: Tensor | None)
 
 def _once(function: type[torch.autograd.Function], ctx, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     """A backward whose gradients raise an error when they are differentiated. PyTorch's once_differentiable does the same only
-    if dout has a gradient; else its gradients are constants, although H depends on x."""
+    if dout has a gradient; otherwise it treats the gradients as constants, which is wrong because H depends on x."""
     with torch.no_grad():
         found = function.backward(ctx, dout)
     error = torch._C._functions.DelayedError(b"smoe: cannot differentiate twice: the backward has no backward", len(found))
@@ -192,10 +193,10 @@ def experts(
 ) -> Tensor:
     """The experts on given routing: out[t] = sum over k of weights[t, k] expert[ids[t, k]](x[t]), (T, H).
 
-    x (T, H); ids (T, K) int32 or int64: pairs outside 0..E-1 are skipped, of a token's equal ids the first counts;
+    x (T, H); ids (T, K) int32 or int64: pairs outside 0..E-1 are skipped; if a token has equal ids, the first counts;
     weights (T, K); w1, w2 and the biases b1 (E, 2I or I), b2 (E, H) contiguous and in x's dtype.
     layout: where w1's gate rows stand, "concatenated" (first) or "interleaved" (every other row).
-    chunks: 1, 2, 4, ... 64 column chunks; scratch memory falls, the bits of the results stay.
+    chunks: 1, 2, 4, ... 64 column chunks. More chunks need less scratch memory; the results have the same bits.
     gradient_dtype: torch.float32 makes the kernels write the weights' gradients in float32.
     """
     traced = torch.compiler.is_dynamo_compiling()
@@ -355,7 +356,7 @@ class _Moe(torch.autograd.Function):
         ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
         ctx.top_k, ctx.options, ctx.call, ctx.readers, ctx.overwritten = top_k, options, call, 0, False
         ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])
-        if not torch.compiler.is_compiling():  # else the engine fills a zero gradient of the logits in every backward
+        if not torch.compiler.is_compiling():  # otherwise autograd allocates a zero gradient of the logits in every backward
             ctx.set_materialize_grads(False)
         return out, logits, losses, counts
 
@@ -418,8 +419,8 @@ def moe(
     not the weights, norm_topk_prob, n_group and topk_group). routed_scaling_factor multiplies every weight.
     rounding: token rounding with tiles of `tile` rows: "none", "nr_f", "sr_f" (drawn from `seed` and `step`), "nr_s",
     "balance_f", "up", "down".
-    The gradient of balance_coefficient losses[0] + z_coefficient losses[1] is added in the backward, with weight 1: the
-    returned losses are values to log. For a loss of your own on the logits compute them outside and pass `logits`.
+    The backward itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1]; the returned losses are
+    not differentiable. For a loss of your own on the logits compute them outside and pass `logits`.
     """
     traced = torch.compiler.is_dynamo_compiling()
     if traced or _any_autocast():
@@ -448,7 +449,13 @@ def moe(
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
         count = w2.shape[0]
         _checks.router(function, x, count, router_weight, logits, router_bias, selection_bias, score)
-        _checks.routing(function, count, top_k, score, n_group, topk_group, rounding, tile, seed, logits_dtype)
+        factors = dict(
+            routed_scaling_factor=routed_scaling_factor, balance_coefficient=balance_coefficient,
+            z_coefficient=z_coefficient,
+        )  # fmt: skip
+        _checks.routing(
+            function, count, top_k, score, n_group, topk_group, rounding, tile, seed, logits_dtype, norm_topk_prob, factors
+        )
         if logits is not None:
             logits_dtype = logits.dtype
         options = (

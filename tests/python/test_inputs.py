@@ -82,6 +82,12 @@ MOE = [
     (dict(n_group=2, topk_group=3, score="sigmoid"), ValueError, "topk_group is 3; expected 1..2"),
     (dict(n_group=3, score="sigmoid"), ValueError, "n_group|groups"),
     (dict(logits_dtype=torch.float16), TypeError, "logits_dtype is torch.float16"),
+    (dict(routed_scaling_factor=torch.tensor(2.0)), TypeError, "routed_scaling_factor is a Tensor; expected a number"),
+    (dict(balance_coefficient=torch.tensor(0.1)), TypeError, "balance_coefficient is a Tensor; expected a number"),
+    (dict(z_coefficient=None), TypeError, "z_coefficient is a NoneType; expected a number"),
+    (dict(norm_topk_prob=None), TypeError, "norm_topk_prob is None; expected True or False"),
+    (dict(chunks=2.0), ValueError, "chunks is 2.0; expected a power of two"),
+    (dict(gradient_dtype=torch.float16), TypeError, "gradient_dtype is torch.float16; expected None or torch.float32$"),
 ]  # fmt: skip
 
 CASES = [(smoe.experts, good, *case) for case in EXPERTS]
