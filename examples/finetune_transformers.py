@@ -42,6 +42,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging
 
 import smoe.transformers  # noqa: F401, registers "smoe"
@@ -73,14 +74,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--batch", type=int, help="sequences of a step (2)")
     p.add_argument("--steps", type=int, help="steps of each run (20)")
     p.set_defaults(default_context=4096, default_batch=2, default_steps=20)
-    p.add_argument("--lr", type=float, default=1e-4)
+    p.add_argument("--lr", type=float, default=1e-4, help="peak learning rate (1e-4)")
     p.add_argument("--rank", type=int, default=16, help="rank of the low-rank updates (16)")
     p.add_argument("--modes", default="full,lora", help="full, lora or both (full,lora)")
     p.add_argument(
         "--implementations", default="smoe,grouped_mm", help="values of experts_implementation (smoe,grouped_mm)"
     )
-    p.add_argument("--rounds", type=int, default=1)
-    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--rounds", type=int, default=1, help="number of runs of each mode and implementation (1)")
+    p.add_argument("--seed", type=int, default=1, help="seed of the weights and the data (1)")
     p.add_argument(
         "--tolerance", type=float, default=0.05, help="largest difference of two runs' losses at a step, nats (0.05)"
     )
@@ -93,6 +94,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         elif value < 1:
             raise UsageError(f"--{name} {value} is less than 1")
     o.modes, o.implementations = o.modes.split(","), o.implementations.split(",")
+    known = ("eager", *ALL_EXPERTS_FUNCTIONS.valid_keys())
+    strange = [name for name in o.implementations if name not in known]
+    if strange:
+        raise UsageError(f"--implementations {strange[0]}: expected {', '.join(known)}")
+    if o.json:
+        try:
+            open(o.json, "a").close()
+        except OSError as error:
+            raise UsageError(f"--json {o.json}: {error.strerror}")
     unknown = [mode for mode in o.modes if mode not in ("full", "lora")]
     if unknown or o.rounds < 1:
         raise UsageError(

@@ -64,6 +64,7 @@ def test_differing_losses(monkeypatch, capsys):
 
 
 WRONG = [["--modes", "half"], ["--layers", "0"], ["missing.txt"], ["--context", "99999999", __file__], ["--model", "x"]]
+WRONG += [["--implementations", "smoe,fast"], ["--json", "/"]]
 
 
 @pytest.mark.parametrize("arguments", WRONG)
