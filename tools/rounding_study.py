@@ -137,7 +137,7 @@ def draw(arms: dict[tuple[str, str], dict[int, dict]], picture: Path) -> None:
         for rule in RULES[1:]:
             values = differences(arms.get((case, rule), {}), arms.get((case, "none"), {}), "perplexity")
             if values:
-                found[f"{case}, {rule}"] = values
+                found[f"{CASES[case].split(' of ')[0]}, {rule}"] = values
     figure, axis = pyplot.subplots(figsize=(8, 0.8 + 0.4 * max(1, len(found))))
     for place, values in enumerate(found.values()):
         axis.plot(values, [place] * len(values), "o", color="#9ab8d8", markersize=5)
@@ -153,8 +153,8 @@ def draw(arms: dict[tuple[str, str], dict[int, dict]], picture: Path) -> None:
         )
     axis.axvline(0, color="#555555", linewidth=0.8)
     axis.set_yticks(range(len(found)), list(found))
-    axis.invert_yaxis()
-    axis.set_xlabel("perplexity less that of plain top-K with the same seed; mean with its 95 % interval")
+    axis.set_ylim(len(found) - 0.5, -0.5)
+    axis.set_xlabel("perplexity less plain top-K's with the same seed; diamond: mean, 95 % interval")
     axis.grid(axis="x", color="#dddddd")
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
