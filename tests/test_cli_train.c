@@ -426,7 +426,8 @@ static void test_signals(void **state)
  * this test the signals come while the run waits for its text. */
 static void test_signal_sent_twice(void **state)
 {
-#define WAITING "sh -c 'mkfifo pipe; \"$@\" <pipe & p=$!; exec 3>pipe; sleep 0.5; kill -TERM $p; "
+#define WAITING                                                                                              \
+    "timeout -s KILL 60 sh -c 'mkfifo pipe; \"$@\" <pipe & p=$!; exec 3>pipe; sleep 0.5; kill -TERM $p; "
     static const struct {
         const char *prefix, *message;
     } cases[] = {
