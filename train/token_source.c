@@ -5,7 +5,6 @@
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include <zlib.h>
 
 enum {
@@ -207,19 +206,17 @@ bool token_source_parse(token_source *source, const void *bytes, size_t size, co
 
 /* ---- standard input ---- */
 
-static bool read_all(growing *out, int file, error *err)
+static bool read_all(growing *out, FILE *file, error *err)
 {
-    ssize_t got = 1;
-    while (got != 0) {
+    while (!feof(file)) {
         if (out->size == out->room && !grow(out, err)) return false;
-        got = read(file, out->bytes + out->size, out->room - out->size);
-        if (got > 0) out->size += (size_t)got;
-        if (got < 0 && errno != EINTR) return fail(err, ERROR_RUNTIME, "cannot read: %s", strerror(errno));
+        out->size += fread(out->bytes + out->size, 1, out->room - out->size, file);
+        if (ferror(file)) return fail(err, ERROR_RUNTIME, "cannot read: %s", strerror(errno));
     }
     return out->size > 0 || fail(err, ERROR_RUNTIME, "holds no text");
 }
 
-bool token_source_read(token_source *source, int file, const char *name, const bpe *table, int64_t vocab,
+bool token_source_read(token_source *source, FILE *file, const char *name, const bpe *table, int64_t vocab,
                        error *err)
 {
     error reason;

@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
 typedef struct token_source {
     const unsigned char *bytes; // count * width, little-endian
@@ -28,9 +29,8 @@ typedef struct token_source {
  * token is put first. */
 bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name,
                         const bpe *table, int64_t vocab, error *err);
-/* The same for the text that the descriptor `file` gives. */
-bool token_source_read(token_source *source, int file, const char *name, const bpe *table, int64_t vocab,
-                       error *err);
+bool token_source_read(token_source *source, FILE *file, const char *name, const bpe *table, int64_t vocab,
+                       error *err); // text
 bool token_source_open(token_source *source, const char *path, const bpe *table, int64_t vocab, error *err);
 void token_source_close(token_source *source);
 

@@ -10,7 +10,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 enum {
     SPLIT = 20, // one token, or one file, in 20 is for validation
@@ -233,7 +232,7 @@ static bool is_input(const char *path)
 
 static bool open_source(token_source *source, const char *path, const bpe *table, int64_t vocab, error *err)
 {
-    if (is_input(path)) return token_source_read(source, STDIN_FILENO, "standard input", table, vocab, err);
+    if (is_input(path)) return token_source_read(source, stdin, "standard input", table, vocab, err);
     return token_source_open(source, path, table, vocab, err);
 }
 
