@@ -53,17 +53,11 @@ bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t
     return done;
 }
 
-/* Some file systems have no fsync for folders (EINVAL); this is no error. */
-static bool sync_open(int folder)
-{
-    return fsync(folder) == 0 || errno == EINVAL;
-}
-
 static bool sync_folder(int out, const char *name)
 {
     int folder = openat(out, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (folder < 0) return false;
-    bool done = sync_open(folder);
+    bool done = file_sync(folder);
     close(folder);
     return done;
 }
@@ -89,11 +83,11 @@ static bool rename_and_point(int out, int64_t step)
     name_of(name, step, "");
     if (latest_step(out) == step) return remove_folder(out, made);
     if (!sync_folder(out, made) || !remove_folder(out, name)) return false;
-    if (renameat(out, made, out, name) != 0 || !sync_open(out)) return false;
+    if (renameat(out, made, out, name) != 0 || !file_sync(out)) return false;
     if (unlinkat(out, "latest.tmp", 0) != 0 && errno != ENOENT) return false;
     if (symlinkat(name, out, "latest.tmp") != 0 || renameat(out, "latest.tmp", out, "latest") != 0)
         return false;
-    return sync_open(out);
+    return file_sync(out);
 }
 
 static int by_step(const void *a, const void *b)

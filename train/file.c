@@ -173,14 +173,18 @@ static char *folder_of(const char *path)
     return slash == path ? strdup("/") : strndup(path, (size_t)(slash - path));
 }
 
-/* Makes a rename inside the folder durable. Some file systems have no fsync for folders (EINVAL); this is no
- * error. */
+bool file_sync(int descriptor)
+{
+    return fsync(descriptor) == 0 || errno == EINVAL;
+}
+
+/* Makes a rename inside the folder durable. */
 static bool sync_folder(const char *path, error *err)
 {
     char *folder = folder_of(path);
     if (folder == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
     int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    bool ok = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL);
+    bool ok = descriptor >= 0 && file_sync(descriptor);
     if (!ok)
         fail(err, ERROR_RUNTIME, "%s: written, but its folder cannot be synced: %s", path, strerror(errno));
     if (descriptor >= 0) close(descriptor);

@@ -39,6 +39,10 @@ void file_writer_abort(file_writer **writer);              // a NULL writer is f
 /* All three steps for contents in memory. */
 bool file_write(const char *path, const void *bytes, size_t size, error *err);
 
+/* Waits until what was written to the file or folder is on the disk. Some file systems have no fsync for
+ * folders, and pipes have none (EINVAL); this is no error. On failure errno says why. */
+bool file_sync(int descriptor);
+
 /* Makes the folder and its missing parents. A folder that exists is fine. */
 bool file_make_folder(const char *path, error *err);
 

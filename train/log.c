@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 struct train_log {
     FILE *file;
@@ -119,7 +118,7 @@ bool log_write(train_log *log, const log_line *line, error *err)
 
 bool log_sync(const train_log *log, error *err)
 {
-    if (fsync(fileno(log->file)) == 0 || errno == EINVAL) return true; // EINVAL: not a file on a disk
+    if (file_sync(fileno(log->file))) return true;
     return fail(err, ERROR_RUNTIME, "%s: cannot sync: %s", log->path, strerror(errno));
 }
 

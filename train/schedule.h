@@ -8,7 +8,7 @@
 static inline double schedule_factor(double progress, double warmup, double end)
 {
     const double pi = 3.14159265358979323846;
-    if (progress < warmup) return progress / warmup;
+    if (warmup > 0.0 && progress <= warmup) return progress / warmup; // also if the warm-up is the whole run
     if (progress >= 1.0) return end;
     return end + (1.0 - end) * 0.5 * (1.0 + cos(pi * (progress - warmup) / (1.0 - warmup)));
 }

@@ -209,9 +209,8 @@ static double rate_now(const run *r)
     const train_settings *s = r->settings;
     double progress = progress_of(r), one = r->state.step ? progress / (double)r->state.step : 0.0;
     if (s->steps) one = 1.0 / (double)s->steps;
-    double factor = progress < s->warmup ? fmin((progress + one) / s->warmup, 1.0)
-                                         : schedule_factor(progress, s->warmup, s->end_lr);
-    return s->lr * factor;
+    if (progress < s->warmup) progress = fmin(progress + one, s->warmup);
+    return s->lr * schedule_factor(progress, s->warmup, s->end_lr);
 }
 
 static adamw_step update_of(const run *r)

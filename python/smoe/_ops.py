@@ -29,7 +29,7 @@ from ._layout import Options, parse
 # weights, the row weights or the logits), of the router's weight and of its bias.
 NEEDS = (1, 2, 4, 8, 16, 32, 64, 128)
 
-_ALIGN, _BUFFER_ALIGN = 16, 64  # in bytes, that the library requires of tensors, and of saved and scratch
+_ALIGN, _BUFFER_ALIGN = 16, 64  # in bytes; what the library requires of tensors, and of saved and scratch
 _CONTIGUOUS = torch.contiguous_format
 
 # If dX~ is larger than this many bytes, an eager backward has at least two column chunks. dX~ is then the largest buffer of a
@@ -69,16 +69,13 @@ class Call:
     def saved_bytes(self) -> int:
         return self.options.saved_bytes(self.entry, self.tokens, self.topk, self.w2, self.dtype.itemsize)
 
-    def _bytes_of_dx_rows(self) -> int:
-        """Of dX~, for which a backward with one chunk needs memory: H columns for each row."""
-        return self.tokens * self.topk * self.w2[1] * self.dtype.itemsize
-
     def describe(self, context: Context, save: bool, reuse: bool = False) -> Description:
         """Makes the Description for this context and stores it in `training`, `reusing` or `inference`."""
         codes = TYPE_CODES[self.dtype], TYPE_CODES[self.index]
         layer = self.options.layer(self.entry, self.tokens, self.topk, self.w2, *codes, save)
         layer.reuse_saved = reuse
-        if reuse and self._bytes_of_dx_rows() > _LARGE:
+        dx_rows = self.tokens * self.topk * self.w2[1] * self.dtype.itemsize  # bytes of dX~: H columns for each row
+        if reuse and dx_rows > _LARGE:
             layer.chunks = max(layer.chunks, 2)
         made = context.describe(layer, self.saved_bytes() if save else 0)
         (self.reusing if reuse else self.training if save else self.inference)[context] = made
