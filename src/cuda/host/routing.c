@@ -93,7 +93,7 @@ cudaError_t moe_cuda_route(const smoe_context *context, const moe_problem *probl
     }
     moe_stage_begin(context, SMOE_STAGE_TOPK, stream);
     if (status == cudaSuccess) status = moe_cuda_topk(&r, stream);
-    if (moe_cuda_topk_segment(&problem->layer)) r.keys = NULL; /* topk wrote them */
+    if (moe_cuda_topk_writes_keys(&problem->layer)) r.keys = NULL;
     if (status == cudaSuccess && (r.losses || r.layer.rounding == SMOE_ROUNDING_BALANCE_F))
         status = moe_cuda_count(&r, stream);
     if (status == cudaSuccess && (r.losses || r.keys)) status = moe_cuda_scores(&r, stream);

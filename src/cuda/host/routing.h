@@ -75,15 +75,19 @@ cudaError_t moe_cuda_router_gemm_init(void);
 cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
                                  const void *bias, void *logits, cudaStream_t stream);
 
-/* Writes topk_ids and topk_weights, and mask and softmax if they are needed. The fast kernel also writes keys
- * and segment_counts.
- */
+/* Writes topk_ids and topk_weights, and mask and softmax if they are needed. The fast kernel also writes
+ * segment_counts and, by softmax scores, keys. */
 cudaError_t moe_cuda_topk(const moe_cuda_routing *routing, cudaStream_t stream);
 
-/* The general kernel can run every layer. The fast kernel is for SOFTMAX_TOPK and TOPK_SOFTMAX with E a
- * multiple of 8 up to 512 and K <= 16. Returns the number of tokens of a CTA of the fast kernel, 0 for all
- * other layers. */
+/* The general kernel can run every layer. The fast kernel is for E a multiple of 8 up to 512 and K <= 16,
+ * without groups. Returns the number of tokens of a CTA of the fast kernel, 0 for all other layers. */
 int32_t moe_cuda_topk_segment(const smoe_layer *layer);
+
+static inline int moe_cuda_topk_writes_keys(const smoe_layer *layer)
+{
+    return moe_cuda_topk_segment(layer) && !moe_ranks_by_sigmoid(layer->score);
+}
+
 cudaError_t moe_cuda_topk_general(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* Writes keys if they are needed, and the panels' sums if there are losses. */

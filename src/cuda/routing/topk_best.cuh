@@ -1,5 +1,5 @@
 // The K best experts of a token, found by SHARE threads of one warp from its row of logits in shared memory.
-// Terms: docs/glossary.md; symbols: include/smoe.h.
+// Selection scores of SIGMOID take the place of f32 logits. Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Most logits are never sorted. A row of logits is read as vectors of 16 bytes. Let P be the least of 4, 8,
 // 16 that is at least K. Order the vectors by their largest logits, ties to the lower expert. The K best
@@ -245,6 +245,20 @@ SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk
     if constexpr (sizeof(L) == 4)
         if (__any_sync(~0u, close)) order_exactly<P>(ids, row, experts);
     return again;
+}
+
+// The largest logit of a token's row, by its threads; -inf for a row of NaN.
+template <typename L, int SHARE> SMOE_DEVICE float largest_of_row(const L *row, int experts, int part)
+{
+    float largest = __uint_as_float(0xff800000u);
+    for (int e = part; e < experts; e += SHARE) {
+        const float logit = logits_of<L>::value(row[e]);
+        largest = logit > largest ? logit : largest; // false for NaN
+    }
+#pragma unroll
+    for (int other = 1; other < SHARE; other *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+    return largest;
 }
 
 // The sum of the softmax's terms over a token's row, by its threads.

@@ -1,23 +1,26 @@
-// Top-K of SOFTMAX_TOPK and TOPK_SOFTMAX for E a multiple of 8 up to 512 and K <= 16: ids and weights.
+// Top-K for E a multiple of 8 up to 512 and K <= 16, without groups: ids and weights.
 // Shapes: logits (T, E), ids and weights (T, K).
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Tile: a CTA takes a segment, a run of consecutive tokens. SHARE threads work on a token: four if a token's
-// row of logits has 512 bytes or more, else two. One bulk copy brings a warp's rows of logits into shared
-// memory. If the rows of a CTA take more than 128 KiB, they come in two steps.
+// row in shared memory has 512 bytes or more, else two. A row has the numbers that experts are chosen by. For
+// SOFTMAX_TOPK and TOPK_SOFTMAX these are the logits, and one bulk copy brings a warp's rows. For SIGMOID
+// they are selection scores in f32, which the warp computes from the logits. If the rows of a CTA take more
+// than 128 KiB, they come in two steps.
 //
 // How the threads of a token find its K best experts: topk_best.cuh.
 //
 // For later kernels the kernel also writes (sizes in bytes):
 // - for the plan, the counts of each segment, 2 E for a segment;
-// - for rounding, ranking keys, as many bytes as the logits;
+// - for rounding, ranking keys, as many bytes as the logits (for SIGMOID scores.cu writes them);
 // - for rounding and losses, the mask, E / 8 for each token: one bit for each expert, set if top-K selected
 //   it;
 // - for rounding and losses, the largest logit and the denominator of the softmax over E, 8 for each token.
 //
 // Bytes: the logits once, 8 K written for each token, and what the list above says.
 // FLOPs: T E exp polynomials for the denominator of the softmax over E where it is needed, and as many again
-// for the ranking keys of rounding; K exps and at most 2 K divisions for the weights of each token.
+// for the ranking keys of rounding; T E sigmoids for SIGMOID; K exps or sigmoids and at most 2 K divisions
+// for the weights of each token.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "host/routing.h"
@@ -43,6 +46,14 @@ enum {
     MOST_STEPS = 2,
     MANY_CTAS = 128,
     MOST_BYTES = ROWS_BYTES + 81920
+};
+
+// The type of a row's numbers: logits, or selection scores.
+template <typename L, bool SIGMOID> struct row_of {
+    using type = L;
+};
+template <typename L> struct row_of<L, true> {
+    using type = float;
 };
 
 // The mask in shared memory is [32 tokens][expert]. Its rows are padded, so that reading it by words hits all
@@ -89,17 +100,19 @@ template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
         for (int i = 0; i < COUNT; i++) x[i] = moe_div(x[i], sum);
 }
 
-// What the threads of one token write: each writes ids, weights and mask bits of P / SHARE ranks.
-template <typename L, int P, int SHARE>
-SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], const L *row, int64_t token,
+// What the threads of one token write: each writes ids, weights and mask bits of P / SHARE ranks. logits: the
+// token's row.
+template <typename L, bool SIGMOID, int P, int SHARE>
+SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], const L *logits, int64_t token,
                               bool there, uint32_t *mask_words, uint32_t bit, token_scale *scale, int lane)
 {
     constexpr int OWN = P / SHARE;
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
-    const float first_logit = logits_of<L>::value(row[ids[0]]);
+    const float first_logit = logits_of<L>::value(logits[ids[0]]);
     moe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
-    if (moe_weights_from_softmax(r.layer.score) || r.softmax)
-        softmax.sum = sum_of_row<L, SHARE>(row, (int)r.layer.experts, part, lane, softmax.max);
+    if (SIGMOID && r.softmax) softmax.max = largest_of_row<L, SHARE>(logits, (int)r.layer.experts, part);
+    if ((!SIGMOID && moe_weights_from_softmax(r.layer.score)) || r.softmax)
+        softmax.sum = sum_of_row<L, SHARE>(logits, (int)r.layer.experts, part, lane, softmax.max);
 
     int own_ids[OWN];
     float weights[OWN], sum = 0.0f;
@@ -107,12 +120,14 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
 #pragma unroll
     for (int k = 0; k < P; k++)
         if (k / OWN == part) own_ids[k % OWN] = ids[k];
-    const bool of_all = moe_weights_from_softmax(r.layer.score), divided = moe_weights_are_divided(&r.layer);
+    const bool of_all = !SIGMOID && moe_weights_from_softmax(r.layer.score);
+    const bool divided = moe_weights_are_divided(&r.layer);
 #pragma unroll
     for (int i = 0; i < OWN; i++) { // as moe_raw_weight does it, for several ranks
-        const float logit = logits_of<L>::value(row[min(own_ids[i], (int)r.layer.experts - 1)]);
+        const float logit = logits_of<L>::value(logits[min(own_ids[i], (int)r.layer.experts - 1)]);
         nan |= first + i < topk && moe_is_nan(logit);
-        weights[i] = moe_softmax_term(logit, of_all ? softmax.max : first_logit);
+        weights[i] =
+            SIGMOID ? moe_sigmoid(logit) : moe_softmax_term(logit, of_all ? softmax.max : first_logit);
         if (first + i >= topk) weights[i] = 1.0f; // unused
     }
     if (of_all) divide<OWN>(weights, softmax.sum);
@@ -146,12 +161,13 @@ struct layout {
     uint32_t masks, scales, staging, barriers, end;
 };
 
-template <typename L>
+// S: the type of a row's numbers
+template <typename S>
 __host__ SMOE_DEVICE layout layout_of(const moe_cuda_routing &r, int of_step, int steps, int warps)
 {
     const int segment = of_step * steps;
     layout at;
-    at.masks = (uint32_t)(of_step * (int)r.layer.experts * (int)sizeof(L));
+    at.masks = (uint32_t)(of_step * (int)r.layer.experts * (int)sizeof(S));
     at.scales = at.masks + (uint32_t)(segment / 32 * mask_pitch((int)r.layer.experts) * 4);
     at.staging = at.scales + (r.keys ? (uint32_t)segment * (uint32_t)sizeof(token_scale) : 0);
     at.barriers = at.staging + (r.keys ? (uint32_t)(warps * STAGING_BYTES) : 0);
@@ -188,18 +204,60 @@ SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, in
         load_bytes(shared_address(rows), (const L *)r.logits + first * r.layer.experts, bytes, barrier);
 }
 
+// Selection scores of a vector of logits: sigmoid, plus the bias of its experts (NULL: none).
+template <typename L> SMOE_DEVICE void score_vector(float *scores, uint4 logits, const float *bias)
+{
+    constexpr int SIZE = vector_of<L>::type::SIZE;
+    const uint32_t words[4] = {logits.x, logits.y, logits.z, logits.w};
+    float s[SIZE];
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) {
+        const uint32_t word = words[i * 4 / SIZE];
+        s[i] = moe_sigmoid(__uint_as_float(SIZE == 4 ? word : i % 2 ? word & 0xffff0000u : word << 16));
+    }
+#pragma unroll
+    for (int i = 0; i < SIZE; i += 4) {
+        const float4 b = bias ? *(const float4 *)(bias + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        *(float4 *)(scores + i) = make_float4(moe_add(s[i], b.x), moe_add(s[i + 1], b.y),
+                                              moe_add(s[i + 2], b.z), moe_add(s[i + 3], b.w));
+    }
+}
+
+// The rows of a warp's tokens with SIGMOID. BATCH vectors are loaded together.
+template <typename L>
+SMOE_DEVICE void score_rows(float *rows, const moe_cuda_routing &r, int64_t first, int tokens, int lane)
+{
+    constexpr int SIZE = vector_of<L>::type::SIZE, BATCH = 4;
+    const int experts = (int)r.layer.experts, vectors = tokens * experts / SIZE;
+    const uint4 *logits = (const uint4 *)((const L *)r.logits + first * experts);
+#pragma unroll 1
+    for (int begin = lane; begin < vectors; begin += 32 * BATCH) {
+        uint4 words[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) words[i] = logits[min(begin + 32 * i, vectors - 1)];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int at = (begin + 32 * i) * SIZE;
+            if (at < tokens * experts)
+                score_vector<L>(rows + at, words[i],
+                                r.selection_bias ? r.selection_bias + at % experts : NULL);
+        }
+    }
+}
+
 // A segment is done in `steps` steps. In each step a warp's rows take the memory of those of the step before.
-template <typename L, int P, int SHARE>
+template <typename L, bool SIGMOID, int P, int SHARE>
 __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
 {
+    using S = typename row_of<L, SIGMOID>::type;
     constexpr int TOKENS = 32 / SHARE;                               // of a warp
-    const int steps = sizeof(L) == 4 && SHARE == 4 ? most_steps : 1; // shorter rows need no loop
+    const int steps = sizeof(S) == 4 && SHARE == 4 ? most_steps : 1; // shorter rows need no loop
     extern __shared__ __align__(128) char memory[];
     const int experts = (int)r.layer.experts, topk = (int)r.layer.topk, pitch = mask_pitch(experts);
     const int of_step = blockDim.x / SHARE, segment = steps * of_step;
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    const layout at = layout_of<L>(r, of_step, steps, blockDim.x / 32);
-    L *rows = (L *)memory + warp * TOKENS * experts;
+    const layout at = layout_of<S>(r, of_step, steps, blockDim.x / 32);
+    S *rows = (S *)memory + warp * TOKENS * experts;
     uint32_t *masks = (uint32_t *)(memory + at.masks);
     token_scale *scales = (token_scale *)(memory + at.scales);
     const uint32_t barrier = shared_address(memory + at.barriers) + 8 * warp;
@@ -218,32 +276,41 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda
         const int tokens = (int)min(r.layer.tokens - first, (int64_t)TOKENS);
         if (tokens <= 0) break;
         __syncwarp();
-        if (lane == 0) {
-            if (step) fence_async_proxy();
-            load_rows<L>(rows, r, first, tokens, barrier);
-        }
-        barrier_wait(barrier, step & 1);
         const int within = min(lane / SHARE, tokens - 1), in_segment = begin + within;
-        const L *row = rows + within * experts;
+        const S *row = rows + within * experts;
+        const L *logits;
+        if constexpr (SIGMOID) {
+            score_rows<L>(rows, r, first, tokens, lane);
+            __syncwarp();
+            logits = (const L *)r.logits + (first + within) * experts;
+        } else {
+            if (lane == 0) {
+                if (step) fence_async_proxy();
+                load_rows<L>(rows, r, first, tokens, barrier);
+            }
+            barrier_wait(barrier, step & 1);
+            logits = row;
+        }
         int ids[P];
-        const bool again = best_experts<L, P, SHARE>(ids, row, experts, topk, lane);
+        const bool again = best_experts<S, P, SHARE>(ids, row, experts, topk, lane);
         const uint32_t redone = __ballot_sync(~0u, again && lane / SHARE < tokens);
         for (int token = 0; redone && token < TOKENS; token++)
             if (redone >> (token * SHARE) & ((1u << SHARE) - 1u))
-                redo<L, P>(ids, rows + token * experts, experts, topk, lane / SHARE == token, lane);
-        finish_token<L, P, SHARE>(r, ids, row, first + within, lane / SHARE < tokens,
-                                  masks + (in_segment >> 5) * pitch, 1u << (in_segment & 31),
-                                  scales + in_segment, lane);
+                redo<S, P>(ids, rows + token * experts, experts, topk, lane / SHARE == token, lane);
+        finish_token<L, SIGMOID, P, SHARE>(r, ids, logits, first + within, lane / SHARE < tokens,
+                                           masks + (in_segment >> 5) * pitch, 1u << (in_segment & 31),
+                                           scales + in_segment, lane);
     }
     __syncthreads();
     write_masks(r, masks, segment / 32);
-    if (r.keys) write_keys<L>(r, (const L *)memory, scales, memory + at.staging, segment);
+    if constexpr (!SIGMOID)
+        if (r.keys) write_keys<L>(r, (const L *)memory, scales, memory + at.staging, segment);
     let_next_start();
 }
 
 int64_t row_bytes(const smoe_layer &layer)
 {
-    return layer.experts * moe_type_bytes(layer.logits_type);
+    return layer.experts * (moe_ranks_by_sigmoid(layer.score) ? 4 : moe_type_bytes(layer.logits_type));
 }
 
 int share_of(const smoe_layer &layer)
@@ -265,33 +332,40 @@ int segment_of(const smoe_layer &layer)
     return segment;
 }
 
-template <typename L, int P, int SHARE> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
+template <typename L, bool SIGMOID, int P, int SHARE>
+cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
     const int segment = segment_of(r.layer),
               steps = segment * row_bytes(r.layer) > ROWS_BYTES ? MOST_STEPS : 1;
     const int of_step = segment / steps, threads = SHARE * of_step;
     const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
     const unsigned ctas = (unsigned)moe_divide_up(tokens, segment);
-    return launch_early(fast<L, P, SHARE>, dim3(ctas), dim3((unsigned)threads),
-                        layout_of<L>(r, of_step, steps, threads / 32).end, stream, r, steps);
+    const layout at = layout_of<typename row_of<L, SIGMOID>::type>(r, of_step, steps, threads / 32);
+    return launch_early(fast<L, SIGMOID, P, SHARE>, dim3(ctas), dim3((unsigned)threads), at.end, stream, r,
+                        steps);
 }
 
-template <typename L, int P> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
+template <typename L, bool SIGMOID, int P> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
-    return share_of(r.layer) == 4 ? launch<L, P, 4>(r, stream) : launch<L, P, 2>(r, stream);
+    return share_of(r.layer) == 4 ? launch<L, SIGMOID, P, 4>(r, stream) : launch<L, SIGMOID, P, 2>(r, stream);
 }
 
-template <typename L> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
+template <typename L, bool SIGMOID> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
 {
-    return r.layer.topk <= 4   ? launch<L, 4>(r, stream)
-           : r.layer.topk <= 8 ? launch<L, 8>(r, stream)
-                               : launch<L, 16>(r, stream);
+    return r.layer.topk <= 4   ? launch<L, SIGMOID, 4>(r, stream)
+           : r.layer.topk <= 8 ? launch<L, SIGMOID, 8>(r, stream)
+                               : launch<L, SIGMOID, 16>(r, stream);
 }
 
 template <typename L, int P> cudaError_t raise_limits()
 {
-    const cudaError_t status = allow_shared(fast<L, P, 2>, MOST_BYTES);
-    return status == cudaSuccess ? allow_shared(fast<L, P, 4>, MOST_BYTES) : status;
+    cudaError_t status = cudaSuccess;
+    const auto raise = [&](auto *kernel) {
+        if (status == cudaSuccess) status = allow_shared(kernel, MOST_BYTES);
+    };
+    raise(fast<L, false, P, 2>), raise(fast<L, false, P, 4>);
+    raise(fast<L, true, P, 2>), raise(fast<L, true, P, 4>);
+    return status;
 }
 
 } // namespace
@@ -300,7 +374,7 @@ template <typename L, int P> cudaError_t raise_limits()
 
 extern "C" int32_t moe_cuda_topk_segment(const smoe_layer *layer)
 {
-    const bool fast = !moe_ranks_by_sigmoid(layer->score) && layer->experts % 8 == 0 &&
+    const bool fast = layer->groups <= 1 && layer->experts % 8 == 0 &&
                       layer->experts <= moe::topk::MOST_EXPERTS && layer->topk <= moe::topk::MOST_TOPK;
     return fast ? moe::topk::segment_of(*layer) : 0;
 }
@@ -308,8 +382,14 @@ extern "C" int32_t moe_cuda_topk_segment(const smoe_layer *layer)
 extern "C" cudaError_t moe_cuda_topk(const moe_cuda_routing *r, cudaStream_t stream)
 {
     if (!moe_cuda_topk_segment(&r->layer)) return moe_cuda_topk_general(r, stream);
-    return moe::for_type(moe::logits_types(), r->layer.logits_type,
-                         [&](auto l) { return moe::topk::launch<typename decltype(l)::type>(*r, stream); });
+    moe_cuda_routing routing = *r;
+    const bool sigmoid = moe_ranks_by_sigmoid(r->layer.score);
+    if (sigmoid) routing.keys = NULL; // scores.cu writes them
+    return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
+        using L = typename decltype(l)::type;
+        return sigmoid ? moe::topk::launch<L, true>(routing, stream)
+                       : moe::topk::launch<L, false>(routing, stream);
+    });
 }
 
 extern "C" cudaError_t moe_cuda_topk_fast_init(void)
