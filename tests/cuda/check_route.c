@@ -237,7 +237,7 @@ static void fill_inputs(route_case *c, logits_kind kind, int biased)
     }
     if (!biased) return;
     c->bias = malloc(4 * (size_t)experts);
-    for (int64_t e = 0; e < experts; e++) c->bias[e] = kind == EQUAL ? 0.0f : 0.3f * bell(&random) - 0.2f;
+    for (int64_t e = 0; e < experts; e++) c->bias[e] = draw_bias(kind, &random);
 }
 
 static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind kind, int biased,
@@ -265,8 +265,16 @@ static const extent extents[] = {{"all", INT64_MAX, INT64_MAX, INT64_MAX, 0, 1},
                                  {"few", 1000, INT64_MAX, INT64_MAX, 23, 1},
                                  {"fewest", 1000, 45000, 100000000, 87, 3}};
 
+/* Cases for which the fast top-K does a token again with exact keys, which a sample would mostly miss. */
+static int is_always_run(const route_shape *shape, int score, int rounding, int kind)
+{
+    return score == 9 && rounding == SMOE_ROUNDING_NONE && (kind == LOST || kind == DOMINATED) &&
+           shape->experts >= 128 && shape->tokens <= 1000;
+}
+
 static int is_left_out(const extent *how, const route_shape *shape, int score, int rounding, int kind)
 {
+    if (is_always_run(shape, score, rounding, kind)) return 0;
     const int every = how->every ? how->every : shape->every;
     const int shift = how->every ? 5 * (int)(shape - route_shapes) : 0;
     return (rounding != SMOE_ROUNDING_NONE && shape->tokens * shape->experts > how->most_rounded_cells) ||

@@ -2,6 +2,7 @@
 #ifndef ROUTE_CASES_H
 #define ROUTE_CASES_H
 
+#include <math.h>
 #include <smoe.h>
 
 enum { KINDS = 7 };
@@ -66,6 +67,16 @@ static inline float draw_logit(logits_kind kind, int64_t token, int64_t expert, 
     return x;
 }
 
+/* The bias of DOMINATED shuts out half of the experts, and with LOST only one expert in four has an ordinary
+ * bias. With groups, experts that are not kept then compete with kept ones whose score is -inf or NaN. */
+static inline float draw_bias(logits_kind kind, uint64_t *random)
+{
+    const float x = 0.3f * bell(random) - 0.2f;
+    if (kind == DOMINATED && next_random(random) % 2) return -INFINITY;
+    if (kind == LOST && next_random(random) % 4) return strange_value(random);
+    return kind == EQUAL ? 0.0f : x;
+}
+
 typedef struct route_shape {
     int64_t tokens, experts, topk;
     smoe_type logits_type;
@@ -90,7 +101,7 @@ static const route_shape route_shapes[] = {
 };
 enum { SHAPES = sizeof route_shapes / sizeof *route_shapes };
 
-enum { SCORES = 9 };
+enum { SCORES = 10 };
 
 /* Sets score number `i` of a layer. Returns 1 if this score has a selection bias, 0 if it has none, and -1 if
  * the layer cannot have this score. */
@@ -103,12 +114,13 @@ static inline int set_score(smoe_layer *layer, int i)
     layer->renormalize = i == 1 || i == 3 || i == 5 || i == 7;
     layer->route_scale = i == 3 || i == 7 ? 2.5f : 1.0f;
     if (i < 7) return i == 6 ? 1 : 0;
-    /* 2 of 8 groups are kept; or there are E / 2 groups, and one more than half of them are kept */
-    const int64_t groups = i == 7 ? 8 : layer->experts / 2;
-    if (layer->experts % groups || layer->experts / groups < 2) return -1;
+    /* 7: 2 of 8 groups are kept. 8: there are E / 2 groups, and one more than half of them are kept. 9: there
+     * are 16 groups, and as few as can be are kept, so that even the worst of their experts may be chosen */
+    const int64_t groups = i == 7 ? 8 : i == 8 ? layer->experts / 2 : 16, size = layer->experts / groups;
+    if (layer->experts % groups || size < 2) return -1;
     layer->groups = (int32_t)groups;
-    layer->groups_kept = (int32_t)(i == 7 ? 2 : groups / 2 + 1);
-    if (layer->experts / groups * layer->groups_kept < layer->topk) return -1;
+    layer->groups_kept = (int32_t)(i == 7 ? 2 : i == 8 ? groups / 2 + 1 : (layer->topk + size - 1) / size);
+    if (size * layer->groups_kept < layer->topk || layer->groups_kept > groups) return -1;
     return 1;
 }
 

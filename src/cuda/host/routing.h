@@ -80,7 +80,8 @@ cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const v
 cudaError_t moe_cuda_topk(const moe_cuda_routing *routing, cudaStream_t stream);
 
 /* The general kernel can run every layer. The fast kernel is for E a multiple of 8 up to 512 and K <= 16,
- * without groups. Returns the number of tokens of a CTA of the fast kernel, 0 for all other layers. */
+ * with up to 16 groups if E >= 128. Returns the number of tokens of a CTA of the fast kernel, 0 for all other
+ * layers. */
 int32_t moe_cuda_topk_segment(const smoe_layer *layer);
 
 static inline int moe_cuda_topk_writes_keys(const smoe_layer *layer)

@@ -92,7 +92,8 @@ template <> struct vector_of<__nv_bfloat16> {
     using type = bf16_vector;
 };
 
-enum : int32_t { NOBODY = INT32_MIN }; // below every key
+enum : int32_t { NOBODY = INT32_MIN };    // below every key
+enum : uint32_t { LOWEST = 0xff800000u }; // the bits of -inf
 
 // The keys of P vectors of a token's row: batch `batch` of the thread's vectors. The thread has every
 // SHARE-th vector of the row. Different tokens start at different vectors, so that lanes read different
@@ -250,7 +251,7 @@ SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk
 // The largest logit of a token's row, by its threads; -inf for a row of NaN.
 template <typename L, int SHARE> SMOE_DEVICE float largest_of_row(const L *row, int experts, int part)
 {
-    float largest = __uint_as_float(0xff800000u);
+    float largest = __uint_as_float(LOWEST);
     for (int e = part; e < experts; e += SHARE) {
         const float logit = logits_of<L>::value(row[e]);
         largest = logit > largest ? logit : largest; // false for NaN
@@ -289,10 +290,13 @@ SMOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, floa
     return moe_softmax_sum(sum);
 }
 
-// The exact top-K of one token by the whole warp; the token's own threads take the ids.
-template <typename L, int P>
-SMOE_DEVICE void redo(int (&ids)[P], const L *row, int experts, int topk, bool owner, int lane)
+// The exact top-K of one token by the whole warp; the token's own threads take the ids. `kept`: with GROUPS,
+// a bit for each group of experts among which it chooses.
+template <typename L, int P, bool GROUPS>
+SMOE_DEVICE void redo(int (&ids)[P], const L *row, const smoe_layer &layer, uint32_t kept, bool owner,
+                      int lane)
 {
+    const int experts = (int)layer.experts, topk = (int)layer.topk, size = experts / layer.groups;
     uint32_t used = 0;
 #pragma unroll 1
     for (int k = 0; k < topk; k++) {
@@ -300,7 +304,7 @@ SMOE_DEVICE void redo(int (&ids)[P], const L *row, int experts, int topk, bool o
         int best_expert = MOST_EXPERTS;
         for (int i = 0; i < (experts + 31) / 32; i++) {
             const int e = i * 32 + lane;
-            if (e >= experts || (used >> i & 1)) continue;
+            if (e >= experts || (used >> i & 1) || (GROUPS && !(kept >> e / size & 1))) continue;
             const uint32_t key = moe_rank_key(logits_of<L>::value(row[e])) + 1;
             if (key > best) {
                 best = key;

@@ -1,12 +1,12 @@
-// Top-K for E a multiple of 8 up to 512 and K <= 16, without groups: ids and weights.
+// Top-K for E a multiple of 8 up to 512 and K <= 16, with up to 16 groups if E >= 128: ids and weights.
 // Shapes: logits (T, E), ids and weights (T, K).
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Tile: a CTA takes a segment, a run of consecutive tokens. SHARE threads work on a token: four if a token's
 // row in shared memory has 512 bytes or more, else two. A row has the numbers that experts are chosen by. For
 // SOFTMAX_TOPK and TOPK_SOFTMAX these are the logits, and one bulk copy brings a warp's rows. For SIGMOID
-// they are selection scores in f32, which the warp computes from the logits. If the rows of a CTA take more
-// than 128 KiB, they come in two steps.
+// they are selection scores in f32, which the warp computes from the logits; in groups that are not kept they
+// become -inf. If the rows of a CTA take more than 128 KiB, they come in two steps.
 //
 // How the threads of a token find its K best experts: topk_best.cuh.
 //
@@ -40,6 +40,7 @@ enum {
     THREADS = 512,
     LONG_ROW = 512,
     MOST_TOPK = 16,
+    MOST_GROUPS = 16,
     ROWS_BYTES = 131072,
     LONGEST_ROW = 1024, // with rounding, longer rows have small segments: several CTAs on an SM
     LONGEST_ROWS_BYTES = 65536,
@@ -245,6 +246,56 @@ SMOE_DEVICE void score_rows(float *rows, const moe_cuda_routing &r, int64_t firs
     }
 }
 
+// The sum of the two best selection scores of a group, as a ranking key. Each lane starts elsewhere in its
+// group, so that lanes read different banks.
+SMOE_DEVICE uint32_t group_key(const float *scores, int size, int lane)
+{
+    uint32_t first = 0, second = 0;
+    int at = lane % size;
+    for (int i = 0; i < size; i++) {
+        const uint32_t key = moe_rank_key(scores[at]);
+        second = max(second, min(key, first));
+        first = max(first, key);
+        at = at + 1 == size ? 0 : at + 1;
+    }
+    return moe_rank_key(moe_add(moe_rank_value(first), moe_rank_value(second)));
+}
+
+// Sets the scores of a token's groups that are not kept to -inf. If a kept expert's score is -inf too and one
+// of the two is chosen, best_experts cannot tell them apart, and the token is done again with exact keys. The
+// result has a bit for each kept group. A thread of the token has every SHARE-th group.
+template <int SHARE> SMOE_DEVICE uint32_t keep_groups(float *row, const smoe_layer &layer, int lane)
+{
+    constexpr int OWN = MOST_GROUPS / SHARE;
+    const int groups = layer.groups, size = (int)layer.experts / groups, part = lane % SHARE;
+    uint32_t keys[OWN], kept = 0;
+    int better[OWN] = {0};
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int g = i * SHARE + part;
+        keys[i] = g < groups ? group_key(row + g * size, size, lane) : 0;
+    }
+#pragma unroll
+    for (int h = 0; h < MOST_GROUPS; h++) {
+        const uint32_t key = __shfl_sync(~0u, keys[h / SHARE], lane - part + h % SHARE);
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+            better[i] += h < groups && (key > keys[i] || (key == keys[i] && h < i * SHARE + part));
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int g = i * SHARE + part;
+        if (g >= groups) continue;
+        if (better[i] < layer.groups_kept)
+            kept |= 1u << g;
+        else
+            for (int at = 0; at < size; at++) row[g * size + (at + lane) % size] = __uint_as_float(LOWEST);
+    }
+#pragma unroll
+    for (int other = 1; other < SHARE; other *= 2) kept |= __shfl_xor_sync(~0u, kept, other);
+    return kept;
+}
+
 // A segment is done in `steps` steps. In each step a warp's rows take the memory of those of the step before.
 template <typename L, bool SIGMOID, int P, int SHARE>
 __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
@@ -279,9 +330,15 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda
         const int within = min(lane / SHARE, tokens - 1), in_segment = begin + within;
         const S *row = rows + within * experts;
         const L *logits;
+        constexpr bool GROUPS = SIGMOID && SHARE == 4; // can the layer have groups?
+        uint32_t kept = ~0u;                           // of them
         if constexpr (SIGMOID) {
             score_rows<L>(rows, r, first, tokens, lane);
             __syncwarp();
+            if (GROUPS && r.layer.groups > 1) {
+                kept = keep_groups<SHARE>(rows + within * experts, r.layer, lane);
+                __syncwarp();
+            }
             logits = (const L *)r.logits + (first + within) * experts;
         } else {
             if (lane == 0) {
@@ -296,7 +353,9 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda
         const uint32_t redone = __ballot_sync(~0u, again && lane / SHARE < tokens);
         for (int token = 0; redone && token < TOKENS; token++)
             if (redone >> (token * SHARE) & ((1u << SHARE) - 1u))
-                redo<S, P>(ids, rows + token * experts, experts, topk, lane / SHARE == token, lane);
+                redo<S, P, GROUPS>(ids, rows + token * experts, r.layer,
+                                   GROUPS ? __shfl_sync(~0u, kept, token * SHARE) : kept,
+                                   lane / SHARE == token, lane);
         finish_token<L, SIGMOID, P, SHARE>(r, ids, logits, first + within, lane / SHARE < tokens,
                                            masks + (in_segment >> 5) * pitch, 1u << (in_segment & 31),
                                            scales + in_segment, lane);
@@ -374,9 +433,10 @@ template <typename L, int P> cudaError_t raise_limits()
 
 extern "C" int32_t moe_cuda_topk_segment(const smoe_layer *layer)
 {
-    const bool fast = layer->groups <= 1 && layer->experts % 8 == 0 &&
-                      layer->experts <= moe::topk::MOST_EXPERTS && layer->topk <= moe::topk::MOST_TOPK;
-    return fast ? moe::topk::segment_of(*layer) : 0;
+    using namespace moe::topk;
+    const bool fast = layer->experts % 8 == 0 && layer->experts <= MOST_EXPERTS && layer->topk <= MOST_TOPK;
+    const bool grouped = layer->groups > 1, few_groups = layer->groups <= MOST_GROUPS;
+    return fast && (!grouped || (few_groups && share_of(*layer) == 4)) ? segment_of(*layer) : 0;
 }
 
 extern "C" cudaError_t moe_cuda_topk(const moe_cuda_routing *r, cudaStream_t stream)
