@@ -181,27 +181,10 @@ static void log_has_what_rounding_did(void **state)
     free(lines);
 }
 
-static size_t count_lines(const place *p, int64_t step)
-{
-    char path[PATH_BYTES];
-    log_line *lines;
-    size_t count, found = 0;
-    error err = {0};
-    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
-    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
-    for (size_t i = 0; i < count; i++) found += lines[i].step == step;
-    free(lines);
-    return found;
-}
-
 static void read_last_line(const place *p, log_line *last)
 {
-    char path[PATH_BYTES];
     log_line *lines;
-    size_t count;
-    error err = {0};
-    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
-    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    const size_t count = read_log(p->out, &lines);
     assert_true(count > 0);
     *last = lines[count - 1];
     free(lines);
@@ -232,39 +215,6 @@ static void every_step_has_what_was_asked(void **state)
     }
     assert_int_equal(count_folders(p->out), STEPS + 1);
     free(lines);
-}
-
-/* A stop after the last step, before or in the last validation. The checkpoint must be complete. The resumed
- * run must compute the validation loss and write the line of the log, once even if it is resumed again. */
-static void a_stop_before_the_last_validation(void **state)
-{
-    place *p = *state;
-    train_settings s = settings_of(p);
-    train_result result;
-    log_line last;
-    s.logs = 3; // the last step has a line only because it is the last
-    stopper stop = {.at = 20};
-    s.stop = &stop.flag;
-    error err = {0};
-    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
-    assert_true(result.interrupted);
-    assert_int_equal(result.step, 20);
-    assert_int_equal(access_in(p->out, "step-0000020/state.safetensors"), 0);
-    assert_int_equal(count_lines(p, 20), 0);
-    s.resume = true; // *stop is still set: no step is left, the validation is interrupted
-    if (!train_run(&s, NULL, NULL, &result, &err)) fail_msg("%s", err.text);
-    assert_true(result.interrupted && result.validation.stopped);
-    assert_true(isnan(result.loss)); // the run has written no line
-    assert_int_equal(count_lines(p, 20), 0);
-    stop.flag = 0;
-    for (int i = 0; i < 2; i++) {
-        train_ok(&s, &result);
-        assert_true(!result.interrupted && isfinite(result.validation.loss));
-        assert_true(isfinite(result.loss));
-        assert_int_equal(count_lines(p, 20), 1);
-    }
-    read_last_line(p, &last); // the run that wrote it has made no step
-    assert_true(isfinite(last.loss) && isnan(last.lr) && isnan(last.grad_norm));
 }
 
 static void the_last_validation_is_bounded(void **state)
@@ -567,7 +517,6 @@ int main(void)
         RUN(log_goes_on_where_the_checkpoint_was),
         RUN(log_has_what_rounding_did),
         RUN(every_step_has_what_was_asked),
-        RUN(a_stop_before_the_last_validation),
         RUN(the_last_validation_is_bounded),
         RUN(leftovers_of_a_kill_do_not_matter),
         RUN(a_link_to_nothing_is_no_checkpoint),

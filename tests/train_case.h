@@ -6,6 +6,7 @@
 #include "tests/folder.h"
 #include "train/checkpoint.h"
 #include "train/file.h"
+#include "train/log.h"
 #include "train/train.h"
 
 #include <dirent.h>
@@ -99,6 +100,17 @@ static inline void assert_same_file(const char *a, const char *b)
     assert_memory_equal(x.data, y.data, x.size);
     file_map_close(&x);
     file_map_close(&y);
+}
+
+/* The lines of the log in the folder `out`, which the caller frees, and their number. */
+static inline size_t read_log(const char *out, log_line **lines)
+{
+    char path[PATH_BYTES];
+    size_t count;
+    error err = {0};
+    snprintf(path, sizeof path, "%s/train.jsonl", out);
+    if (!log_read(path, lines, &count, &err)) fail_msg("%s", err.text);
+    return count;
 }
 
 /* An observer that stops a run after step number `at`. */

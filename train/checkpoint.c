@@ -12,7 +12,19 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { PATH_BYTES = 4096, COUNTERS = 7 };
+enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 7, MOST_PAIRS = COUNTERS + VALUES + 1 };
+
+/* The values that are left out of the file while they are not known. */
+static const struct {
+    const char *key;
+    size_t offset;
+} values[VALUES] = {{"line_elapsed", offsetof(train_state, line_elapsed)},
+                    {"lr", offsetof(train_state, lr)},
+                    {"grad_norm", offsetof(train_state, grad_norm)},
+                    {"added", offsetof(train_state, routing.added)},
+                    {"dropped", offsetof(train_state, routing.dropped)},
+                    {"emptied", offsetof(train_state, routing.emptied)},
+                    {"busiest", offsetof(train_state, routing.busiest)}};
 
 static bool join(char *path, const char *folder, const char *name, error *err)
 {
@@ -85,7 +97,8 @@ static bool write_weights(const char *folder, const model *m, const adamw_arrays
 static bool write_state(const char *folder, const model *m, const adamw_arrays *arrays, const train_state *s,
                         error *err)
 {
-    char path[PATH_BYTES], text[COUNTERS][32];
+    char path[PATH_BYTES], text[MOST_PAIRS][32];
+    size_t count = COUNTERS;
     if (!join(path, folder, "state.safetensors", err)) return false;
     snprintf(text[0], sizeof text[0], "%lld", (long long)s->step);
     snprintf(text[1], sizeof text[1], "%llu", (unsigned long long)s->seed);
@@ -94,16 +107,24 @@ static bool write_state(const char *folder, const model *m, const adamw_arrays *
     snprintf(text[4], sizeof text[4], "%a", s->loss_sum);
     snprintf(text[5], sizeof text[5], "%lld", (long long)s->loss_count);
     snprintf(text[6], sizeof text[6], "%lld", (long long)s->loss_bytes);
-    const safetensors_pair pairs[COUNTERS] = {
+    safetensors_pair pairs[MOST_PAIRS] = {
         {"step", text[0]},     {"seed", text[1]},       {"batch", text[2]},     {"elapsed", text[3]},
         {"loss_sum", text[4]}, {"loss_count", text[5]}, {"loss_bytes", text[6]}};
+    for (size_t i = 0; i < VALUES; i++) {
+        const double value = *(const double *)((const char *)s + values[i].offset);
+        if (!isfinite(value)) continue;
+        snprintf(text[count], sizeof text[count], "%a", value);
+        pairs[count] = (safetensors_pair){values[i].key, text[count]};
+        count++;
+    }
+    if (s->line_due) pairs[count++] = (safetensors_pair){"line_due", "1"};
     int64_t total = (int64_t)m->layout.total;
     const tensor_dtype dtype = dtype_of(arrays->state_type);
     const tensor moments[] = {
         {.name = "adamw.first", .dtype = dtype, .rank = 1, .shape = {total}, .data = arrays->first},
         {.name = "adamw.second", .dtype = dtype, .rank = 1, .shape = {total}, .data = arrays->second},
     };
-    return write_tensors(path, m->device, moments, 2, pairs, COUNTERS, err);
+    return write_tensors(path, m->device, moments, 2, pairs, count, err);
 }
 
 static bool write_files(const char *folder, const model *m, const adamw_arrays *arrays,
@@ -285,6 +306,14 @@ static bool read_counters(const safetensors *file, const char *path, train_state
         !read_counter(file, path, "loss_bytes", NULL, &s->loss_bytes, err))
         return false;
     s->seed = (uint64_t)seed;
+    for (size_t i = 0; i < VALUES; i++) {
+        double *value = (double *)((char *)s + values[i].offset);
+        *value = (double)NAN;
+        if (safetensors_metadata(file, values[i].key) &&
+            !read_counter(file, path, values[i].key, value, NULL, err))
+            return false;
+    }
+    s->line_due = safetensors_metadata(file, "line_due") != NULL;
     return true;
 }
 

@@ -15,17 +15,23 @@
 #define TRAIN_CHECKPOINT_H
 
 #include "train/model.h"
+#include "train/routing_report.h"
 #include "train/tokenizer.h"
 
-/* The counters of the training loop. */
+/* The counters of the training loop, and what the next line of the log needs. The values after loss_bytes
+ * are NAN or false if they are not known. */
 typedef struct train_state {
-    int64_t step;       // steps done; also the counter of the sampler
-    uint64_t seed;      // of the samples
-    int64_t batch;      // sequences of a step
-    double elapsed;     // seconds of training
-    double loss_sum;    // of the steps since the last line of the log
-    int64_t loss_count; // how many these are
-    int64_t loss_bytes; // bytes of text in their targets, 0: not known
+    int64_t step;           // steps done; also the counter of the sampler
+    uint64_t seed;          // of the samples
+    int64_t batch;          // sequences of a step
+    double elapsed;         // seconds of training
+    double loss_sum;        // of the steps since the last line of the log
+    int64_t loss_count;     // how many these are
+    int64_t loss_bytes;     // bytes of text in their targets, 0: not known
+    double line_elapsed;    // elapsed at the last line of the log
+    double lr, grad_norm;   // of the last step
+    routing_report routing; // of the last step, if its line is due and not yet in the log
+    bool line_due;          // the line of the last step, which has a validation, is not yet in the log
 } train_state;
 
 /* Writes a checkpoint of m, the optimiser's arrays and state under `out`, points `latest` to it and removes

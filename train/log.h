@@ -18,7 +18,7 @@ typedef struct log_line {
                             // not known
     double val_loss;        // nats a token on the validation stream; NAN (no such key) when not measured
     double tokens_per_s;    // since the line before
-    double lr, grad_norm;   // of the last step, NAN (null in the file): of none; grad_norm is taken before
+    double lr, grad_norm;   // of the last step, NAN (null in the file): not known; grad_norm is taken before
                             // clipping
     routing_report routing; // of the last pass; NAN (no such key) when not known
 } log_line;

@@ -27,22 +27,18 @@ typedef struct run {
     optimizer optimizer;
     train_state state;
     train_log *log;
-    routing_report routing;    // of the last step before a log line or a validation
     int32_t *inputs, *targets; // (batch, context)
     int64_t staged;            // the step whose batch is in them and prepared on the device, -1: none
     double started;            // the clock when state.elapsed was `before`
     double before;
-    double line_time;     // elapsed at the last line of the log
-    int64_t line_tokens;  // tokens then
-    double val_loss;      // newest
-    double lr, grad_norm; // of the last step
-    log_line line;        // newest
-    double rate;          // tokens a second, smoothed
+    double val_loss; // newest
+    log_line line;   // newest
+    double rate;     // tokens a second, smoothed
 } run;
 
-static int64_t tokens_done(const run *r)
+static int64_t tokens_of(const run *r, int64_t steps)
 {
-    return r->state.step * r->settings->batch * r->settings->config.context;
+    return steps * r->settings->batch * r->settings->config.context;
 }
 
 /* ---- start ---- */
@@ -176,8 +172,7 @@ static bool open_run(run *r, error *err)
     if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
         return fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
     r->started = clock_seconds();
-    r->before = r->line_time = r->state.elapsed;
-    r->line_tokens = tokens_done(r);
+    r->before = r->state.elapsed;
     // If there are losses that are in no line yet, a line of this step was written after the checkpoint. It
     // is removed and written again.
     return log_open(&r->log, path, r->state.loss_count ? r->state.step - 1 : r->state.step, err);
@@ -216,7 +211,7 @@ static double rate_now(const run *r)
 static adamw_step update_of(const run *r)
 {
     const train_settings *s = r->settings;
-    return (adamw_step){.lr = r->lr,
+    return (adamw_step){.lr = r->state.lr,
                         .beta1 = s->beta1,
                         .beta2 = s->beta2,
                         .eps = s->adam_eps,
@@ -255,7 +250,7 @@ static bool step(run *r, double *loss, error *err)
 {
     const train_settings *s = r->settings;
     r->model.routing.step = (uint64_t)r->state.step;
-    r->lr = rate_now(r);
+    r->state.lr = rate_now(r);
     adamw_step update = update_of(r);
     step_result found;
     stage(r, r->state.step);
@@ -264,9 +259,9 @@ static bool step(run *r, double *loss, error *err)
     stage(r, r->state.step + 1);
     if (!optimizer_finish(&r->optimizer, &found, err)) return false;
     *loss = found.loss;
-    r->grad_norm = found.norm;
+    r->state.grad_norm = found.norm;
     if (!isfinite(*loss)) return stop_not_finite(r, "loss", *loss, err);
-    if (!isfinite(r->grad_norm)) return stop_not_finite(r, "gradient's norm", r->grad_norm, err);
+    if (!isfinite(found.norm)) return stop_not_finite(r, "gradient's norm", found.norm, err);
     r->state.step++;
     r->state.loss_sum += *loss;
     r->state.loss_count++;
@@ -288,43 +283,42 @@ static bool passes(const run *r, double from, int64_t count)
 
 static bool write_line(run *r, double val_loss, error *err)
 {
-    double seconds = r->state.elapsed - r->line_time, loss = r->state.loss_sum / (double)r->state.loss_count;
-    const evaluation trained = {.loss = loss,
-                                .tokens =
-                                    r->state.loss_count * r->settings->batch * r->settings->config.context,
-                                .bytes = r->state.loss_bytes};
-    r->line = (log_line){.step = r->state.step,
-                         .tokens = tokens_done(r),
-                         .seconds = r->state.elapsed,
-                         .loss = loss,
+    train_state *now = &r->state;
+    const evaluation trained = {.loss = now->loss_sum / (double)now->loss_count,
+                                .tokens = tokens_of(r, now->loss_count),
+                                .bytes = now->loss_bytes};
+    r->line = (log_line){.step = now->step,
+                         .tokens = tokens_of(r, now->step),
+                         .seconds = now->elapsed,
+                         .loss = trained.loss,
                          .bits_per_byte = evaluation_bits_per_byte(&trained),
                          .val_loss = val_loss,
-                         .tokens_per_s = (double)(tokens_done(r) - r->line_tokens) / seconds,
-                         .lr = r->lr,
-                         .grad_norm = r->grad_norm,
-                         .routing = r->routing};
-    r->line_time = r->state.elapsed;
-    r->line_tokens = tokens_done(r);
-    r->state.loss_sum = 0.0;
-    r->state.loss_count = 0;
-    r->state.loss_bytes = 0;
+                         .tokens_per_s = (double)trained.tokens / (now->elapsed - now->line_elapsed),
+                         .lr = now->lr,
+                         .grad_norm = now->grad_norm,
+                         .routing = now->routing};
+    now->line_elapsed = now->elapsed;
+    now->loss_sum = 0.0;
+    now->loss_count = 0;
+    now->loss_bytes = 0;
+    now->routing = routing_report_none;
+    now->line_due = false;
     return log_write(r->log, &r->line, err);
 }
 
 static void report(run *r, double loss, double seconds, train_observer observer, void *user)
 {
     const train_settings *s = r->settings;
-    double progress = progress_of(r), now = (double)(s->batch * s->config.context) / seconds;
+    double progress = progress_of(r), now = (double)tokens_of(r, 1) / seconds;
     r->rate = r->rate > 0.0 ? 0.98 * r->rate + 0.02 * now : now;
     train_report told = {.step = r->state.step,
-                         .tokens = tokens_done(r),
+                         .tokens = tokens_of(r, r->state.step),
                          .loss = loss,
                          .val_loss = r->val_loss,
                          .tokens_per_s = r->rate,
                          .progress = progress};
     told.remaining =
-        s->steps ? (double)(s->steps - r->state.step) * (double)(s->batch * s->config.context) / r->rate
-                 : s->seconds * (1.0 - progress);
+        s->steps ? (double)tokens_of(r, s->steps - r->state.step) / r->rate : s->seconds * (1.0 - progress);
     if (observer) observer(user, &told);
 }
 
@@ -336,39 +330,45 @@ static bool validate(run *r, int64_t count, evaluation *result, error *err)
     return evaluate(result, &r->model, r->data, windows, r->settings->stop, err);
 }
 
+/* Writes the line of the last step, after a validation if one is wanted. A stop during the validation leaves
+ * both to the resumed run. */
+static bool record(run *r, bool validates, error *err)
+{
+    evaluation part = {.loss = NAN};
+    r->state.line_due = true;
+    if (validates && !validate(r, r->settings->evaluation_tokens, &part, err)) return false;
+    if (part.stopped) return true;
+    if (validates) r->val_loss = part.loss;
+    return write_line(r, part.loss, err);
+}
+
 /* Evaluation, log line and checkpoint, if they are due. After a stop finish() does them. */
 static bool keep_records(run *r, double from, error *err)
 {
     const train_settings *s = r->settings;
-    double val_loss = NAN;
-    bool end = progress_of(r) >= 1.0, validates = !end && passes(r, from, s->evaluations);
+    const bool end = progress_of(r) >= 1.0, validates = passes(r, from, s->evaluations),
+               line = end || validates || passes(r, from, s->logs);
     // Before a validation, whose passes overwrite the results of the step's.
-    if ((end || validates || passes(r, from, s->logs)) && !routing_report_read(&r->routing, &r->model, err))
-        return false;
-    if (validates) {
-        evaluation part;
-        if (!validate(r, s->evaluation_tokens, &part, err)) return false;
-        if (part.stopped) return true;
-        r->val_loss = val_loss = part.loss;
-    }
-    if (!end && (passes(r, from, s->logs) || isfinite(val_loss)) && !write_line(r, val_loss, err))
-        return false;
-    if (end || !passes(r, from, s->checkpoints)) return true;
+    if (line && !routing_report_read(&r->state.routing, &r->model, err)) return false;
+    if (end) return true; // finish() does the rest
+    if (line && !record(r, validates, err)) return false;
+    if (r->state.line_due || !passes(r, from, s->checkpoints)) return true;
     return save(r, err);
 }
 
 static bool loop(run *r, train_observer observer, void *user, train_result *result, error *err)
 {
     const train_settings *s = r->settings;
-    for (double from = progress_of(r); from < 1.0; from = progress_of(r)) {
+    if (r->state.line_due && progress_of(r) < 1.0) {
+        if (!record(r, s->evaluations > 0, err)) return false;
+        result->interrupted = r->state.line_due;
+    }
+    for (double from = progress_of(r); from < 1.0 && !result->interrupted; from = progress_of(r)) {
         double loss, before = r->state.elapsed;
         if (!step(r, &loss, err)) return false;
         report(r, loss, r->state.elapsed - before, observer, user);
         if (!keep_records(r, from, err)) return false;
-        if (s->stop && *s->stop) {
-            result->interrupted = true;
-            break;
-        }
+        result->interrupted = s->stop && *s->stop;
     }
     return true;
 }
@@ -385,7 +385,7 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
     if (!result->interrupted && r->state.loss_count && !write_line(r, val_loss, err)) return false;
     if (r->state.step > first && !save(r, err)) return false;
     *result = (train_result){.step = r->state.step,
-                             .tokens = tokens_done(r),
+                             .tokens = tokens_of(r, r->state.step),
                              .elapsed = r->state.elapsed,
                              .loss = r->line.loss,
                              .validation = result->validation,
@@ -410,11 +410,9 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
                error *err)
 {
     run r = {.settings = settings,
-             .val_loss = NAN,
-             .lr = NAN, // not known until a step, nor the line's loss until a line
-             .grad_norm = NAN,
+             .val_loss = NAN, // not known until a validation
+             .state = {.lr = NAN, .grad_norm = NAN, .routing = routing_report_none},
              .line = {.loss = NAN},
-             .routing = routing_report_none,
              .staged = -1};
     *result = (train_result){0};
     bool done = open_run(&r, err);

@@ -1,8 +1,8 @@
 /* A training run: data, model, optimiser, log, checkpoints.
  *
  * The result of a run with `steps` depends only on its settings. If it is stopped at any checkpoint and
- * resumed, it gives the same bits. A run with `seconds` ends after this time. Its learning rate follows the
- * time spent so far, which is stored in the checkpoint. */
+ * resumed, it gives the same bits and the same lines of the log. A run with `seconds` ends after this time.
+ * Its learning rate follows the time spent so far, which is stored in the checkpoint. */
 #ifndef TRAIN_TRAIN_H
 #define TRAIN_TRAIN_H
 
@@ -49,8 +49,8 @@ struct train_settings {
     int64_t evaluation_tokens;              // tokens of each evaluation except the last
     int64_t last_evaluation_tokens;         // of the last; limits the time after the last step
     int64_t keep;                           // checkpoints that stay
-    const volatile sig_atomic_t
-        *stop; // if *stop becomes not 0: finish the step, stop a validation, save, return
+    const volatile sig_atomic_t *stop; // if *stop becomes not 0: finish the step, stop a validation, save,
+                                       // return. The resumed run makes this validation first
     void (*on_start)(const train_settings *settings, const train_start *start); // may be NULL
 };
 
