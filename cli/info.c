@@ -38,7 +38,7 @@ static const struct argp_option options_table[] = {
     {"model", KEY_MODEL, "PATH", 0, "config.json or a checkpoint's folder", 3},
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
     {"micro-batches", KEY_PARTS, "M", 0, "Number of parts of a batch, as for train (default 1)", 3},
-    {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or bf16, as for train", 3},
+    {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or, with --device cuda, bf16, as for train", 3},
     {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as for train (default 1; 0: any)", 3},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as for train", 3},
     {NULL, 0, NULL, 0, "Output:", 2},

@@ -16,7 +16,12 @@ train_device *device_open(const device_options *o, error *err)
     if (strcmp(o->name, "cuda") == 0 || cuda.plain || (strcmp(o->name, "auto") == 0 && cuda_present()))
         return cuda_open(&cuda, err);
 #endif
-    if (strcmp(o->name, "auto") == 0 || strcmp(o->name, "cpu") == 0) return cpu_open(err);
+    if (strcmp(o->name, "auto") == 0 || strcmp(o->name, "cpu") == 0) {
+        if (!o->bf16) return cpu_open(err);
+        fail(err, ERROR_USAGE,
+             "--precision bf16 is only for the GPU (--device cuda): the CPU computes in f32");
+        return NULL;
+    }
     if (strncmp(o->name, "cuda", 4) == 0)
         fail(err, ERROR_USAGE, "--device %s: this build has no cuda backend", o->name);
     else

@@ -123,7 +123,9 @@ static const struct argp_option others[] = {
      "cpu, cuda, auto (the GPU if there is one) or cuda-plain (a GPU without cuBLASLt and cuDNN, slow)",
      GROUP_RUN},
     {"precision", KEY_PRECISION, "TYPE", 0,
-     "cuda: type of weights and AdamW states, f32 or bf16; arithmetic is bf16 with both", GROUP_RUN},
+     "cuda: type of weights and AdamW states, f32 or bf16; arithmetic is bf16 with both. The CPU has f32 "
+     "only",
+     GROUP_RUN},
     {"fastest", KEY_FASTEST, NULL, 0,
      "cuda: the backward of attention may sum in any order, so two runs differ in their last bits",
      GROUP_RUN},

@@ -13,8 +13,10 @@ common="$sizes --seed 5 -q --evaluations 0 --checkpoints $steps --logs $((steps 
 train() {
     out=$folder/$1 count=$2 on=$3
     shift 3
+    given=$common
+    [ "$on" != cpu ] || given=$(echo "$common" | sed 's/--precision bf16//') # the CPU has f32 only
     # shellcheck disable=SC2086
-    "$smoe" train "$folder/text" --out "$out" --steps "$count" --device "$on" $common "$@" \
+    "$smoe" train "$folder/text" --out "$out" --steps "$count" --device "$on" $given "$@" \
         >/dev/null 2>"$folder/errors" && return
     echo "train --out $out --steps $count --device $on $*: exit status $?"
     cat "$folder/errors"
