@@ -83,7 +83,7 @@ static void attention_matches_formula(void **state)
 {
     (void)state;
     enum { B = 2, C = 150, H = 2, S = 8, D = H * S };
-    pass_shape shape = {B, C, H, S, 0};
+    pass_shape shape = {B, C, H, S, 0, false};
     float *q = values(B * C * D, 1.5, 1), *k = values(B * C * D, 1.5, 2), *v = values(B * C * 3 * D, 1.0, 3);
     float *out = poisoned(B * C * D), *p = poisoned(attention_saved(&shape));
     attention_forward(out, p, q, k, v, &shape);
@@ -113,7 +113,7 @@ static void rope_turns_pairs(void **state)
     enum { C = 7, H = 2, S = 6 };
     float table[C * S], *x = values(2 * C * H * S, 1.0, 5), *y = malloc(sizeof(float) * 2 * C * H * S);
     memcpy(y, x, sizeof(float) * 2 * C * H * S);
-    pass_shape shape = {2, C, H, S, 0};
+    pass_shape shape = {2, C, H, S, 0, false};
     rope_table(table, C, S, 100.0);
     rope_apply(y, table, 2 * C, &shape, false);
     for (int r = 0; r < 2 * C; r++)
@@ -443,6 +443,54 @@ static void threads_change_nothing(void **state)
     free(first), free(tokens), free(targets);
 }
 
+/* The bytes that a model for passes of 2 sequences needs beside its weights. */
+static size_t pass_bytes(const model_config *c, model_use use)
+{
+    error err = {0};
+    model m;
+    if (!model_measure(&m, NULL, c, &(model_options){.sequences = 2, .use = use}, &err))
+        fail_msg("%s", err.text);
+    const size_t bytes = m.bytes.layers + m.bytes.turns + m.bytes.rest;
+    model_destroy(&m);
+    return bytes;
+}
+
+/* A model without a backward must not have the memory of all attention weights, which grows with the square
+ * of the context, and must give the bits of a training model, with any number of threads. */
+static void evaluation_keeps_no_attention_weights(void **state)
+{
+    (void)state;
+    const int most = omp_get_max_threads();
+    model_config c = tiny();
+    c.context = 150; // the last tile of attention is a part
+    int32_t *tokens = tokens_of(2 * c.context, c.vocab, 1), *targets = tokens_of(2 * c.context, c.vocab, 2);
+    const model_batch batch = {tokens, targets, 2, c.context};
+    for (int threads = 1; threads <= 3; threads++) {
+        omp_set_num_threads(threads);
+        double loss[2];
+        for (int i = 0; i < 2; i++) {
+            const model_options options = {.sequences = 2, .use = i ? MODEL_EVALUATE : MODEL_TRAIN};
+            error err = {0};
+            model m;
+            if (!model_create(&m, NULL, &c, &options, &err)) fail_msg("%s", err.text);
+            param_init(m.weights, &m.layout, 7);
+            if (!model_loss(&m, &batch, NULL, &loss[i], &err)) fail_msg("%s", err.text);
+            model_destroy(&m);
+        }
+        assert_true(loss[0] == loss[1] && isfinite(loss[0]));
+        for (model_use use = MODEL_EVALUATE; use <= MODEL_GENERATE; use++) {
+            if (use == MODEL_TRAIN) continue;
+            model_config longer = c;
+            longer.context = 4096;
+            const size_t bytes = pass_bytes(&longer, use);
+            longer.context = 8192;
+            assert_true(pass_bytes(&longer, use) < 2.1 * (double)bytes);
+        }
+    }
+    omp_set_num_threads(most);
+    free(tokens), free(targets);
+}
+
 int main(void)
 {
     openblas_set_num_threads(1);
@@ -460,6 +508,7 @@ int main(void)
         cmocka_unit_test(chunks_change_nothing),
         cmocka_unit_test(recomputation_changes_nothing),
         cmocka_unit_test(threads_change_nothing),
+        cmocka_unit_test(evaluation_keeps_no_attention_weights),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -9,7 +9,11 @@ void *model_past(const model *m, const void *base, int64_t count)
 pass_shape model_shape(const model *m, int64_t sequences, int64_t length)
 {
     const model_config *c = &m->config;
-    return (pass_shape){sequences, length, c->heads, c->hidden / c->heads, 0};
+    return (pass_shape){.sequences = sequences,
+                        .length = length,
+                        .heads = c->heads,
+                        .head_size = c->hidden / c->heads,
+                        .forward_only = m->use != MODEL_TRAIN};
 }
 
 static void *param(const model *m, size_t offset)

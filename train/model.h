@@ -25,7 +25,7 @@ typedef struct model_layer {
     void *qkv;               // (rows, 3d) as projected
     float *rstd_qk;          // (2, rows)
     void *q, *k;             // (rows, d) after norm and RoPE
-    void *p;                 // attention_saved bytes
+    void *p;                 // attention_saved bytes; without a backward they are scratch
     void *mixed;             // (rows, d) attention's output
     void *x_mid;             // (rows, d) after attention
     void *h2;                // (rows, d)

@@ -39,7 +39,8 @@ typedef struct train_device {
  * is a part of the projection, so its rows are 3 d elements apart. */
 typedef struct pass_shape {
     int64_t sequences, length, heads, head_size;
-    int64_t first; // position of the first row; if not 0: one sequence, and earlier rows are in k and v
+    int64_t first;     // position of the first row; if not 0: one sequence, and earlier rows are in k and v
+    bool forward_only; // no backward follows, so attention need not save anything for it
 } pass_shape;
 
 /* The tokens of one pass on the device. */
@@ -130,7 +131,7 @@ struct train_ops {
                          const void *wk, const float *rope, const pass_shape *shape, double eps);
     /* Causal attention: out[i] = sum over j <= i of softmax(<q[i], k[j]> / sqrt(head_size)) v[j]. q and out
      * begin at position shape->first, k and v at position 0. The backward reads `saved` (attention_saved
-     * bytes). */
+     * bytes); with shape->forward_only it is scratch. */
     void (*attention)(train_device *dv, void *out, void *saved, const void *q, const void *k, const void *v,
                       const pass_shape *shape);
     size_t (*attention_saved)(train_device *dv, const pass_shape *shape);

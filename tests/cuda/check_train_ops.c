@@ -512,10 +512,11 @@ static void check_all(const device_options *options)
     check_norm(&b, 5, 24, false), check_norm(&b, 3, 768, true), check_norm(&b, 2, 8192, true);
     check_norm_backward(&b, 5, 24, false), check_norm_backward(&b, 50, 768, true);
     check_norm_backward(&b, 40, 2048, false);
-    check_qk(&b, (pass_shape){2, 5, 3, 8, 0}), check_qk(&b, (pass_shape){2, 20, 4, 24, 0});
-    check_qk(&b, (pass_shape){2, 25, 12, 64, 0}), check_qk(&b, (pass_shape){1, 3, 2, 16, 7});
-    check_attention(&b, (pass_shape){2, 40, 2, 16, 0}), check_attention(&b, (pass_shape){1, 128, 2, 64, 0});
-    check_attention(&b, (pass_shape){1, 3, 2, 24, 37});
+    check_qk(&b, (pass_shape){2, 5, 3, 8, 0, false}), check_qk(&b, (pass_shape){2, 20, 4, 24, 0, false});
+    check_qk(&b, (pass_shape){2, 25, 12, 64, 0, false}), check_qk(&b, (pass_shape){1, 3, 2, 16, 7, false});
+    check_attention(&b, (pass_shape){2, 40, 2, 16, 0, false}),
+        check_attention(&b, (pass_shape){1, 128, 2, 64, 0, false});
+    check_attention(&b, (pass_shape){1, 3, 2, 24, 37, false});
     for (int add = 0; add < 2; add++) {
         check_linear(&b, 24, 16, 40, add, b.device[GPU]->grad_type);
         check_linear(&b, 72, 64, 8, add, SMOE_TYPE_F32);

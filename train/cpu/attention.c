@@ -8,14 +8,14 @@
 #include <math.h>
 #include <omp.h>
 
-int64_t attention_saved(const pass_shape *s)
-{
-    return s->sequences * s->heads * s->length * s->length;
-}
-
 int64_t attention_scratch(const pass_shape *s)
 {
     return (int64_t)omp_get_max_threads() * ATTENTION_ROWS * s->length;
+}
+
+int64_t attention_saved(const pass_shape *s)
+{
+    return s->forward_only ? attention_scratch(s) : s->sequences * s->heads * s->length * s->length;
 }
 
 /* Row i of a tile: softmax over its first `keep` entries, zero after them up to `width`. */
@@ -32,7 +32,8 @@ static void softmax_row(float *restrict row, int64_t keep, int64_t width, float 
     for (int64_t j = keep; j < width; j++) row[j] = 0.0f;
 }
 
-/* One head of one sequence; the pointers point to its first row and column. */
+/* One head of one sequence; the pointers point to its first row and column. With forward_only all tiles of p
+ * are in one place. */
 static void head_forward(float *out, float *p, const float *q, const float *k, const float *v,
                          const pass_shape *s)
 {
@@ -40,7 +41,7 @@ static void head_forward(float *out, float *p, const float *q, const float *k, c
     float scale = 1.0f / sqrtf((float)size);
     for (int first = 0; first < length; first += ATTENTION_ROWS) {
         int end = first + ATTENTION_ROWS < length ? first + ATTENTION_ROWS : length, rows = end - first;
-        float *tile = p + (int64_t)first * length; // (rows, end) of row stride length
+        float *tile = s->forward_only ? p : p + (int64_t)first * length; // (rows, end) of row stride length
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, end, size, 1.0f, q + (int64_t)first * d, d,
                     k, d, 0.0f, tile, length);
         for (int i = 0; i < rows; i++) softmax_row(tile + (int64_t)i * length, first + i + 1, end, scale);
@@ -57,8 +58,9 @@ void attention_forward(float *out, float *p, const float *q, const float *k, con
     for (int64_t b = 0; b < s->sequences; b++)
         for (int64_t h = 0; h < s->heads; h++) {
             int64_t at = b * s->length * d + h * s->head_size;
-            head_forward(out + at, p + (b * s->heads + h) * s->length * s->length, q + at, k + at,
-                         v + b * s->length * 3 * d + h * s->head_size, s);
+            int64_t at_p = s->forward_only ? (int64_t)omp_get_thread_num() * ATTENTION_ROWS * s->length
+                                           : (b * s->heads + h) * s->length * s->length;
+            head_forward(out + at, p + at_p, q + at, k + at, v + b * s->length * 3 * d + h * s->head_size, s);
         }
 }
 

@@ -13,7 +13,7 @@
 enum { ATTENTION_ROWS = 64 };
 
 /* The number of floats of p, which is kept from forward to backward. The rows of every tile are `length`
- * wide. */
+ * wide. With shape->forward_only p has one tile for each of omp_get_max_threads() threads. */
 int64_t attention_saved(const pass_shape *shape);
 
 /* The number of floats of scratch that attention_backward needs for omp_get_max_threads() threads. */
