@@ -35,7 +35,7 @@ enum {
 
 static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The memory that training a model needs (--chunks and --device count too):", 3},
-    {"model", KEY_MODEL, "PATH", 0, "config.json or a checkpoint's folder", 3},
+    {"model", KEY_MODEL, "PATH", 0, "config.json, or the folder of a checkpoint or a run", 3},
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
     {"micro-batches", KEY_PARTS, "M", 0, "Number of parts of a batch, as for train (default 1)", 3},
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or, with --device cuda, bf16, as for train", 3},
@@ -80,11 +80,19 @@ static void parse_model(int key, const char *text, struct argp_state *state)
     }
 }
 
+static void note_given(info_options *options, int key)
+{
+    const struct argp_option *o = options_table;
+    while (o->key != key) o++;
+    options->model.given = o->name;
+}
+
 static error_t parse(int key, char *text, struct argp_state *state)
 {
     info_options *options = state->input;
     if (key >= KEY_MODEL && key <= KEY_RECOMPUTE) {
         parse_model(key, text, state);
+        note_given(options, key);
         return 0;
     }
     switch (key) {
@@ -100,6 +108,10 @@ static error_t parse(int key, char *text, struct argp_state *state)
             argp_error(state, "--device: '%s' is neither cpu nor cuda", text);
         return 0;
     case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;
+    case ARGP_KEY_END:
+        if (options->model.given && !options->model.path)
+            argp_error(state, "--%s is only for --model", options->model.given);
+        return 0;
     default: return ARGP_ERR_UNKNOWN;
     }
 }

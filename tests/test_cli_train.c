@@ -117,6 +117,13 @@ static void test_bad_input(void **state)
         {"train " TINY "--out text.txt text.txt", 3, "text.txt: cannot make the folder"},
         {"train " TINY "--out /proc/run text.txt", 3, "/proc/run: cannot make the folder"},
         {"train " TINY "--steps 2 --out run text.txt", 2, "exists already"},
+        {"train " TINY "--steps 2 --out run/latest text.txt", 2,
+         "run/latest exists already: choose another folder"},
+        {"train " TINY "--resume --steps 4 --out run/latest text.txt", 2,
+         "run/latest is a checkpoint, not the folder of a run"},
+        {"info --batch 8", 2, "--batch is only for --model"},
+        {"info --precision f32 --json", 2, "--precision is only for --model"},
+        {"info --model run", 0, ""},
         {"train " TINY "--hidden 32 --resume --steps 4 --out run text.txt", 2,
          "hidden_size is 16, wanted 32"},
         {"train " TINY "--steps 60 --lr 1000 --weight-decay 1000 --clip 1e9 --out wild text.txt", 3,
@@ -177,6 +184,8 @@ static void test_from(void **state)
            "--from cannot be combined with --resume");
     expect(state, "train --from run --layers 1 --steps 3 --out other text.txt", 2,
            "--from cannot be combined with options of the model's sizes");
+    expect(state, "train --from run --init 0.2 --steps 3 --out other text.txt", 2,
+           "--from cannot be combined with --init: the first weights are the checkpoint's");
     expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
 }
 

@@ -25,6 +25,6 @@ train_device *device_open(const device_options *o, error *err)
     if (strncmp(o->name, "cuda", 4) == 0)
         fail(err, ERROR_USAGE, "--device %s: this build has no cuda backend", o->name);
     else
-        fail(err, ERROR_USAGE, "--device: '%s' is not one of auto, cpu, cuda", o->name);
+        fail(err, ERROR_USAGE, "--device: '%s' is not one of auto, cpu, cuda, cuda-plain", o->name);
     return NULL;
 }

@@ -62,6 +62,11 @@ static bool resume(run *r, error *err)
     error why = {0};
     if (!checkpoint_find(s->out, path, sizeof path, err) || !checkpoint_load_config(path, &have, err))
         return false;
+    // The run would write its checkpoints into this one, and the next resume would not find them.
+    if (strcmp(path, s->out) == 0)
+        return fail(err, ERROR_USAGE,
+                    "%s is a checkpoint, not the folder of a run: resume that folder, or start with --from",
+                    path);
     if (!model_config_same(&have, &s->config, &why))
         return fail(err, ERROR_USAGE, "%.200s holds a checkpoint with other sizes or settings: %.250s", path,
                     why.text);
@@ -112,7 +117,8 @@ static bool start(run *r, error *err)
     if (s->resume) return resume(r, err);
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
-        return fail(err, ERROR_USAGE, "%s exists already: resume it, or choose another folder", path);
+        return fail(err, ERROR_USAGE, "%s exists already: %schoose another folder", path,
+                    strcmp(path, s->out) == 0 ? "" : "resume it, or ");
     if (!take_weights(r, err)) return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;

@@ -1,6 +1,7 @@
 /* See info_model.h. */
 #include "cli/model/info_model.h"
 
+#include "train/checkpoint.h"
 #include "train/device.h"
 #include "train/optimizer.h"
 
@@ -31,9 +32,7 @@ static bool read_config(model_config *config, const char *path, error *err)
     struct stat about;
     char inside[PATH_BYTES];
     if (stat(path, &about) != 0 || !S_ISDIR(about.st_mode)) return model_config_read(config, path, err);
-    if (snprintf(inside, sizeof inside, "%s/config.json", path) >= PATH_BYTES)
-        return fail(err, ERROR_USAGE, "%s: the path is too long", path);
-    return model_config_read(config, inside, err);
+    return checkpoint_find(path, inside, sizeof inside, err) && checkpoint_load_config(inside, config, err);
 }
 
 static bool print(model *m, table_format format, error *err)

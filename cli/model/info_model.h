@@ -6,10 +6,11 @@
 #include "train/model.h"
 
 typedef struct info_model {
-    const char *path; // config.json, or a checkpoint's folder; NULL: not asked
-    int64_t batch;    // sequences of a step
-    int64_t parts;    // micro-batches of a step
-    bool bf16;        // --precision bf16
+    const char *path;  // config.json, or the folder of a checkpoint or of a run; NULL: not asked
+    const char *given; // an option that was given and is only for a path; NULL: none
+    int64_t batch;     // sequences of a step
+    int64_t parts;     // micro-batches of a step
+    bool bf16;         // --precision bf16
     model_recompute recompute;
     double clip; // largest norm of the gradient
 } info_model;

@@ -203,6 +203,7 @@ static void parse_number(train_options *options, int index, const char *text, st
         o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
     options->context_given |= o->offset == CONFIG(context);
     options->vocab_given |= o->offset == CONFIG(vocab);
+    options->init_given |= o->offset == CONFIG(initializer_range);
     if (o->offset == AT(steps) || o->offset == AT(seconds)) note_length(options, o->name, state);
 }
 
@@ -310,6 +311,9 @@ static bool complete(train_options *options, error *err)
         return fail(err, ERROR_USAGE, "--from cannot be combined with %s",
                     s->resume ? "--resume: a run continues from its own checkpoint"
                               : "options of the model's sizes: they are the checkpoint's");
+    if (s->from && options->init_given)
+        return fail(err, ERROR_USAGE,
+                    "--from cannot be combined with --init: the first weights are the checkpoint's");
     c->router_aux_loss_coef = (double)s->routing.balance_coefficient;
     if (options->dense_twin) {
         if (c->dense_layers)

@@ -11,7 +11,7 @@ typedef struct train_options {
     train_settings settings;
     const char **paths; // settings.paths: pointers into argv
     bool sizes_given;   // some option of the model's sizes, other than --context, was given
-    bool context_given, vocab_given;
+    bool context_given, vocab_given, init_given;
     bool dense_twin;
     const char *length; // which of steps, seconds, minutes was given; NULL: none, so the default seconds
     bool json, quiet;
