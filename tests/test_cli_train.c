@@ -509,6 +509,9 @@ static void test_tokenizer(void **state)
     expect(state, "train " TINY "--steps 60 --lr 0.1 --tokenizer bpe.txt --out run text.txt", 0, "done");
     expect(state, "train " TINY "--steps 2 --vocab 260 --tokenizer bpe.txt --out no text.txt", 2,
            "the tokenizer has 261 tokens, the model's vocabulary 260");
+    expect(state, "train " TINY "--steps 1 --out bytes text.txt", 0, "done"); // --vocab is no remedy here
+    expect(state, "train --from bytes -q --steps 1 --tokenizer bpe.txt --out no text.txt", 2,
+           "the tokenizer has 261 tokens, the model's vocabulary 256\n");
     expect(state, "train " TINY "--steps 2 --vocab 256 --tokenizer bpe.txt --out no text.txt", 2,
            "the tokenizer has 261 tokens, the model's vocabulary 256");
     expect(state, "train " TINY "--steps 2 --tokenizer text.txt --out no text.txt", 3,

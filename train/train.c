@@ -147,8 +147,8 @@ static bool open_tokenizer(run *r, error *err)
     if (!same)
         return fail(err, ERROR_USAGE, "%s was trained with another tokenizer than %s", path, s->tokenizer);
     return r->words.table.tokens <= s->config.vocab ||
-           fail(err, ERROR_USAGE, "the tokenizer has %lld tokens, the model's vocabulary %lld (--vocab)",
-                (long long)r->words.table.tokens, (long long)s->config.vocab);
+           fail(err, ERROR_USAGE, "the tokenizer has %lld tokens, the model's vocabulary %lld%s",
+                (long long)r->words.table.tokens, (long long)s->config.vocab, before ? "" : " (--vocab)");
 }
 
 static bool open_run(run *r, error *err)

@@ -1,8 +1,9 @@
 /* A training run: data, model, optimiser, log, checkpoints.
  *
  * The result of a run with `steps` depends only on its settings. If it is stopped at any checkpoint and
- * resumed, it gives the same bits and the same lines of the log. A run with `seconds` ends after this time.
- * Its learning rate follows the time spent so far, which is stored in the checkpoint. */
+ * resumed, it gives the same bits and, but for the clock's values, the same lines of the log. A run with
+ * `seconds` ends after this time. Its learning rate follows the time spent so far, which is stored in the
+ * checkpoint. */
 #ifndef TRAIN_TRAIN_H
 #define TRAIN_TRAIN_H
 
