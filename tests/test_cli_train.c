@@ -154,6 +154,8 @@ static void test_resumed(void **state)
 {
     put_texts(state);
     expect(state, "train " TINY "--steps 3 --out run text.txt", 0, "done");
+    expect(state, "train --resume -q --steps 5 --out run text.txt", 2,
+           "run/latest was trained with --seed 1 --batch 2, not --seed 1 --batch 8");
     expect(state, "train " TINY "--resume --steps 5 --out run text.txt", 0, "resumed at step 3 of 5\n");
     expect(state, "train " TINY "--resume --steps 5 --out run text.txt", 0,
            "resumed at step 5 of 5: nothing is left\n");

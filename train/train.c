@@ -76,7 +76,7 @@ static bool resume(run *r, error *err)
         return false;
     if (r->state.seed != s->seed || r->state.batch != s->batch)
         return fail(err, ERROR_USAGE,
-                    "%s was trained with seed %llu and batch %lld, not seed %llu and batch %lld", path,
+                    "%s was trained with --seed %llu --batch %lld, not --seed %llu --batch %lld", path,
                     (unsigned long long)r->state.seed, (long long)r->state.batch, (unsigned long long)s->seed,
                     (long long)s->batch);
     return true;
