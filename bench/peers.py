@@ -11,7 +11,7 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
     bench/peers.py --device cpu --suite tiny --dtype f32  # tests the program without a GPU
 
 After each layer its records are appended to docs/results/peers.jsonl. A measurement that has a record of this commit
-and device is skipped.
+and device with the same passes is skipped.
 Exit status: 0 all was measured, or time was up; 2 wrong arguments; 3 nothing could be measured, read or
 written.
 """
@@ -88,6 +88,7 @@ def parser():
     group = made.add_argument_group("records and output")
     add = group.add_argument
     add("--records", default=str(ROOT / "docs/results/peers.jsonl"), help="the file of records")
+    add("--copy", metavar="FILE", help="after each layer or step, copy the file of records to this file")
     add("--again", action="store_true", help="also measure what has a record, and replace the record")
     add("--commit", help="commit to write into records (the last one that changed the library or the package)")
     add("--show", action="store_true", help="measure nothing; show the tables of the records")

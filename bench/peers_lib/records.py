@@ -33,7 +33,8 @@ def read(path):
 
 
 def write_file(path, text):
-    """Replaces a file: writes the text under another name in the same folder, flushes it to the disk and renames it."""
+    """Replaces a file: writes the text under another name in the same folder, flushes it to the disk, renames it and
+    flushes the folder."""
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".")
@@ -47,6 +48,11 @@ def write_file(path, text):
     except BaseException:
         os.unlink(temporary)
         raise
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(place)  # without this the new name may be lost if the machine stops
+    finally:
+        os.close(place)
 
 
 def append(path, new):
@@ -56,7 +62,19 @@ def append(path, new):
     write_file(path, "".join(json.dumps(record) + "\n" for record in kept + list(new)))
 
 
-def missing(records, wanted, peers):
-    """The peers that have no record with the fields of `wanted`, which are all of KEY but the peer."""
-    there = {key_of(record) for record in records}
+def copy(path, target):
+    with open(path) as file:
+        write_file(target, file.read())
+
+
+def has_passes(record, passes):
+    """Whether the record is the result of measuring all these passes. A record names the passes that were tried. Where
+    it names none, they are those that have a time. A failure is the result of every pass."""
+    tried = record.get("passes") or [name for name in passes if name + "_ms" in record]
+    return "failed" in record or set(passes) <= set(tried)
+
+
+def missing(records, wanted, peers, passes=()):
+    """The peers that have no record of these passes with the fields of `wanted`, which are all of KEY but the peer."""
+    there = {key_of(record) for record in records if has_passes(record, passes)}
     return [peer for peer in peers if key_of(wanted | {"peer": peer}) not in there]

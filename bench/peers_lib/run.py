@@ -122,18 +122,24 @@ class Run:
         fields = self._fields(shape, part, routing, tuning)
         there = [] if self.options.again else records.read(self.options.records)
         present = list(dict.fromkeys(peer for process in self.processes for peer in process.peers))
-        wanted = records.missing(there, fields, present)
+        passes = self.options.passes_of(shape)
+        wanted = records.missing(there, fields, present, passes)
         if not wanted:
             return
         say(f"{shape.name} {part} {routing}" + (f" tuning {tuning}" if self.options.tunings > 1 else ""))
         found = self._take_turns(shape, part, routing, wanted)
         date = now()
         new = [
-            fields | {"peer": peer, "date": date, "versions": self.versions[peer]} | found[peer]
+            fields | {"peer": peer, "date": date, "versions": self.versions[peer], "passes": passes} | found[peer]
             for peer in wanted
             if peer in found
         ]
+        self._append(new)
+
+    def _append(self, new):
         records.append(self.options.records, new)
+        if self.options.copy:
+            records.copy(self.options.records, self.options.copy)
 
     def _take_turns(self, shape, part, routing, wanted):
         """{peer: its figures, or the failure}. A peer during whose turn the process ends is left out of the rest of the
@@ -254,4 +260,4 @@ class Run:
         if "failed" in answer:
             say(f"{peer} failed: {answer['failed']}")
         found = answer.get("measured", answer)
-        records.append(o.records, [fields | {"date": now(), "versions": fact["versions"]} | found])
+        self._append([fields | {"date": now(), "versions": fact["versions"]} | found])

@@ -2,6 +2,7 @@
 the processes and the command."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -85,6 +86,15 @@ def test_records_are_appended_and_found(tmp_path):
     assert records.missing(records.read(path), fields, ["smoe", "sonicmoe", "momoe"]) == ["smoe"]
     for other in ({"commit": "c2"}, {"device": "other"}, {"suite": "models"}, {"tuning": 2}, {"part": "layer"}):
         assert records.missing(records.read(path), fields | other, ["momoe"]) == ["momoe"], other
+
+
+def test_a_written_file_is_on_the_disk(tmp_path, monkeypatch):
+    """The file must be flushed before it gets its name, and the folder after that."""
+    done, path, real = [], tmp_path / "peers.jsonl", os.replace
+    monkeypatch.setattr(records.os, "fsync", lambda handle: done.append(os.path.isdir(f"/proc/self/fd/{handle}")))
+    monkeypatch.setattr(records.os, "replace", lambda *names: done.append("named") or real(*names))
+    records.write_file(path, "text")
+    assert done == [False, "named", True] and path.read_text() == "text"
 
 
 def test_a_failing_write_leaves_the_file(tmp_path, monkeypatch):

@@ -43,13 +43,15 @@ class Pretended:
             if self.fatal.get(peer) in (do, (do, arguments.get("index"))):
                 raise processes.Died(peer, 70)
         if do == "prepare":
-            self.prepared = arguments["peers"]
+            self.prepared, self.passes = arguments["peers"], arguments["passes"]
             once = lambda peer: {"failed": "too large"} if peer == "grouped_mm" else {"kept_bytes": 1}
             return {"measured": {peer: once(peer) for peer in arguments["peers"]}}
         if do == "round":
             times = {"smoe": 2.0 if self.python == sys.executable else 5.0, "sonicmoe": 3.0}
             alive = [peer for peer in self.prepared if peer != "grouped_mm"]
-            made = {f"{peer} {p}": times.get(peer, 4.0) * k for peer in alive for p, k in (("forward", 1), ("both", 3))}
+            known = {"forward": 1, "both": 3, "inference": 0.5}  # graph: none can be captured
+            factors = [(p, known[p]) for p in self.passes if p in known]
+            made = {f"{peer} {p}": times.get(peer, 4.0) * k for peer in alive for p, k in factors}
             return {"times": made}
         return {}
 
@@ -92,6 +94,40 @@ def test_a_run_resumes(pretend, capsys):
     pretend.log[:] = []
     _, found = pretend("--peers", "sonicmoe", "--again")
     assert len(found) == 6 and [do for do, _ in pretend.log].count("prepare") == 2
+
+
+def test_passes_without_a_record_are_measured(pretend):
+    """A record without inference is replaced by one with it. Records of all passes, and failures, stay."""
+    prepares = lambda: [do for do, _ in pretend.log].count("prepare")
+    pretend("--peers", "sonicmoe,grouped_mm")
+    assert prepares() == 2
+    _, found = pretend("--peers", "sonicmoe,grouped_mm", "--inference")
+    assert prepares() == 4 and len(found) == 6
+    assert [r.get("inference_ms") for r in found if r["shape"] == "tiny-a"] == [None, 1.0, 1.5]
+    assert all(r["failed"] == "too large" for r in found if r["peer"] == "grouped_mm")
+    before = pretend.path.read_bytes()
+    pretend("--peers", "sonicmoe,grouped_mm", "--inference")  # the pass graph was tried, although no peer has a time
+    pretend("--peers", "sonicmoe,grouped_mm")
+    assert prepares() == 4 and pretend.path.read_bytes() == before
+    old = [{key: value for key, value in r.items() if key != "passes"} for r in found]  # of an earlier version
+    records.append(pretend.path, old)
+    pretend("--peers", "sonicmoe,grouped_mm")
+    assert prepares() == 4
+    pretend("--peers", "sonicmoe,grouped_mm", "--inference")
+    assert prepares() == 6
+
+
+def test_the_records_are_copied_after_each_layer(pretend, tmp_path, monkeypatch):
+    copy, seen, real = tmp_path / "out" / "copy.jsonl", [], Pretended.ask
+
+    def ask(self, do, **arguments):
+        if do == "prepare":
+            seen.append(len(records.read(copy)))
+        return real(self, do, **arguments)
+
+    monkeypatch.setattr(Pretended, "ask", ask)
+    pretend("--peers", "sonicmoe", "--copy", str(copy))
+    assert seen == [0, 2] and copy.read_bytes() == pretend.path.read_bytes()
 
 
 def test_time_is_up_between_layers(pretend, monkeypatch):
