@@ -9,11 +9,15 @@
 # part       GPUs   seconds, and what it does
 #   two      2      350   7B model: smoe, SonicMoE, ScatterMoE on two GPUs, then on one; smoe without fully_shard
 #   many     all    540   7B model on 1, 2, 4, ... GPUs by peer: weak scaling (540 s with 8 GPUs)
-#   losses   2      120   0.5B model on text, from the same weights: smoe and grouped_mm on one GPU, smoe on all GPUs
-#   finetune 1      180   OLMoE-1B-7B's shape, random weights: in full and LoRA, smoe and grouped_mm; 4 layers on text
-# The GPU machine needs torch. Part finetune also needs Transformers, and peft for LoRA. PEERS=FOLDER: where `gpu_peers.sh pack` left SonicMoE
-# and ScatterMoE; without it smoe alone is measured. SITE: a folder or zip of more packages. STEPS (20): of a 7B run.
-# Logs and JSON lines come back as $OUT/logs.tar.gz (default DIR/out), the table as $OUT/table.md; scratch is $WORK (DIR/work).
+#   losses   1      120   0.5B model on text, from the same weights: smoe and grouped_mm on one GPU each, smoe on all GPUs. With one
+#                         GPU smoe and grouped_mm run one after the other, and there is no third run
+#   finetune 1      120   OLMoE-1B-7B's shape, random weights, in full: smoe and grouped_mm; 4 layers on text
+#   lora     1       60   the same model with LoRA
+# The GPU machine needs torch. Parts finetune and lora also need Transformers, and lora needs peft. SITE: a folder or zip of more
+# packages. PEERS=FOLDER: where `gpu_peers.sh pack` left SonicMoE and ScatterMoE; without it parts two and many measure smoe alone.
+# STEPS (20): of a 7B run.
+# After each part logs and JSON lines come back as $OUT/logs.tar.gz (default DIR/out), the table as $OUT/table.md; scratch is $WORK
+# (DIR/work).
 # Exit status: 0 all well, 1 a run failed or losses differ, 2 wrong arguments, 3 nothing could be unpacked, 77 no GPU.
 # shellcheck source-path=SCRIPTDIR disable=SC2086 # options are words
 set -u
@@ -108,6 +112,11 @@ part_many() {
 
 part_losses() {
     local wrong=0 first text="$dir/docs $dir/src $dir/train $dir/include"
+    if [ "$all" -eq 1 ]; then
+        train loss_smoe 0 90 $small --experts smoe $text || wrong=1
+        train loss_grouped_mm 0 90 $small --experts grouped_mm $text || wrong=1
+        return $wrong
+    fi
     train loss_smoe 0 60 $small --experts smoe $text & first=$!
     train loss_grouped_mm 1 60 $small --experts grouped_mm $text &
     both $first $! || wrong=1
@@ -131,9 +140,17 @@ part_finetune() {
     finetune 170 finetune_full --steps 12 --modes full || wrong=1
     # The learning rate is 1e-4. With 1e-3 the loss first rises to 19, and the implementations' rounding differences grow too.
     finetune 60 finetune_text --steps 30 --modes full --layers 4 --lr 1e-4 --batch 4 --context 1024 "$dir"/docs/*.md || wrong=1
-    "$python" -c 'import peft' 2>/dev/null || { echo "peft is not installed: no LoRA"; return $wrong; }
-    finetune 120 finetune_lora --steps 12 --modes lora || wrong=1
     return $wrong
+}
+
+part_lora() {
+    finetune 120 finetune_lora --steps 12 --modes lora
+}
+
+# The table and the logs of all runs so far.
+keep_results() {
+    "$python" "$dir/gpu_fsdp2_table.py" "$logs" >"$out/table.md"
+    tar -C "$logs" -czf "$work/logs.tar.gz" . && mv "$work/logs.tar.gz" "$out/"
 }
 
 run() { # DIR, parts
@@ -150,12 +167,12 @@ run() { # DIR, parts
     [ -z "${PEERS:-}" ] || { unpack_peers "$PEERS"; peers="smoe sonicmoe scattermoe"; }
     for part; do
         case $part in
-        two | many | losses | finetune) "part_$part" || worst=1 ;;
+        two | many | losses | finetune | lora) "part_$part" || worst=1 ;;
         *) echo "unknown part $part" >&2; worst=1 ;;
         esac
+        keep_results
     done
-    "$python" "$dir/gpu_fsdp2_table.py" "$logs" | tee "$out/table.md"
-    tar -C "$logs" -czf "$out/logs.tar.gz" .
+    cat "$out/table.md"
     exit $worst
 }
 

@@ -1,4 +1,4 @@
-#!/bin/sh
+#!/bin/bash
 # Packs bench/peers.py (docs/peers.md) and runs it on a machine that has a GPU and PyTorch, but no network.
 #
 #   tools/gpu_peers.sh pack BUILD DIR [SITE]    on a machine with a network: libsmoe.so of BUILD, bench/, python/ and the
@@ -6,15 +6,19 @@
 #                                               folder SITE; without SITE into a scratch folder. Packages that are already in
 #                                               SITE are not downloaded again. An existing DIR/site.tar.xz is kept: remove it
 #                                               to pack other packages.
-#   DIR/gpu_peers.sh run DIR [ARGUMENTS]        on the GPU machine: bench/peers.py with ARGUMENTS; without them the paper's
-#                                               layers, part experts, compared with SonicMoE, ScatterMoE and cuBLAS
+#   DIR/gpu_peers.sh run DIR [ARGUMENTS [-- ARGUMENTS]...]
+#                                               on the GPU machine: bench/peers.py with ARGUMENTS, once for each list between
+#                                               the words --; without ARGUMENTS the paper's layers, part experts, compared
+#                                               with SonicMoE, ScatterMoE and cuBLAS
 # pack needs pip, git and xz; PYTHON_VERSION is the GPU machine's Python (3.12). run needs torch and, for the picture, matplotlib.
-# run ends within BUDGET seconds (default 560); the default ARGUMENTS take 430 s. It leaves peers.jsonl,
-# tables.txt, log.txt, ratios.png and cache.tar.xz under $OUT (default DIR/out). If cache.tar.xz is copied to DIR, SonicMoE need
-# not compile and tune again on the next machine. Scratch is $WORK (default DIR/work). A record of
-# docs/results/peers.jsonl or of an earlier run in the same $WORK is not measured again.
-# Exit status: 0 all well, 2 wrong arguments, 3 nothing could be unpacked or measured, 77 no GPU, 124 out of time (what was measured is
-# in the tables).
+# run ends within BUDGET seconds (default 560), the last 40 of which are for tables, picture and cache; the default ARGUMENTS take
+# 430 s. --seconds N among ARGUMENTS ends a list between two layers. Without caches SonicMoE tunes for 5 to 60 s at each layer.
+# run leaves peers.jsonl, tables.txt, log.txt, ratios.png and cache.tar.xz under $OUT (default DIR/out). peers.jsonl is there from
+# the first layer on, and has every layer as soon as it is measured. If cache.tar.xz is copied to DIR, SonicMoE need not compile
+# and tune again on the next machine. Scratch is $WORK (default DIR/work). A record of docs/results/peers.jsonl or of an
+# earlier run in the same $WORK is not measured again.
+# Exit status: 0 all well, else that of the first list that failed: 1 no time was left to start it, 2 wrong arguments, 3 nothing
+# could be measured, 124 out of time (what was measured is in the tables). 3 also if nothing could be unpacked, 77 no GPU.
 # shellcheck source-path=SCRIPTDIR
 set -u
 . "$(dirname "$0")/gpu_common.sh"
@@ -65,11 +69,24 @@ peers() { # arguments of bench/peers.py
     "$python" "$dir/bench/peers.py" --records "$work/peers.jsonl" "$@"
 }
 
-# The records, the picture and the compiled kernels, also of a run that was ended.
+# One run of bench/peers.py, which copies its records to $out after each layer. Then the tables of all records so far.
+one_part() { # arguments
+    within 3600 "$python" "$dir/bench/peers.py" --records "$work/peers.jsonl" --copy "$out/peers.jsonl" --commit "$(cat "$dir/commit")" \
+        "$@" 2>>"$out/log.txt"
+    local status=$?
+    echo "== $*: exit status $status" | tee -a "$out/log.txt" >&2
+    [ $status -ne 0 ] || return 0
+    tail -n 5 "$out/log.txt" >&2
+    [ $worst -ne 0 ] || worst=$status
+}
+
+# The tables, the picture and the compiled kernels, also of a run that was ended. Little compression, because the machine is lent.
 keep_results() {
     [ ! -e "$work/peers.jsonl" ] || cp "$work/peers.jsonl" "$out/"
-    peers --show --plot "$out/ratios.png" >"$out/tables.txt"
-    "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1], "w:xz").add(sys.argv[2], ".")' "$out/cache.tar.xz" "$work/cache"
+    peers --show >"$out/tables.txt"
+    timeout 20 "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1], "w:xz", preset=1).add(sys.argv[2], ".")' \
+        "$work/cache.tar.xz" "$work/cache" && mv "$work/cache.tar.xz" "$out/"
+    timeout 10 "$python" "$dir/bench/peers.py" --records "$work/peers.jsonl" --show --plot "$out/ratios.png" >/dev/null
 }
 
 run() { # DIR, arguments
@@ -80,13 +97,20 @@ run() { # DIR, arguments
     export PYTHONPATH="$PYTHONPATH:$peer_path" QUACK_COMPILE_WORKERS=$(($(nproc) > 2 ? $(nproc) - 2 : 1))
     [ -e "$work/peers.jsonl" ] || cp "$dir/docs/results/peers.jsonl" "$work/" 2>/dev/null
     [ $# -gt 0 ] || set -- --suite paper --peers sonicmoe,scattermoe,cublas --no-new-t --shape-seconds 5 --seconds 430
-    # 30 s are left for the results.
-    end=$((end - 30))
-    within 3600 "$python" "$dir/bench/peers.py" --records "$work/peers.jsonl" --commit "$(cat "$dir/commit")" "$@" 2>"$out/log.txt"
-    status=$?
-    tail -n 5 "$out/log.txt" >&2
+    end=$((end - 40))
+    worst=0
+    : >"$out/log.txt"
+    part=()
+    for word in "$@" --; do
+        if [ "$word" = -- ]; then
+            one_part "${part[@]}"
+            part=()
+        else
+            part+=("$word")
+        fi
+    done
     keep_results
-    exit $status
+    exit $worst
 }
 
 case ${1:-}:$# in

@@ -1,0 +1,120 @@
+"""tools/gpu_peers.sh and tools/gpu_fsdp2.sh on a machine without a GPU: an invented nvidia-smi, packs made here. Whatever
+is under $OUT comes back from a GPU machine, so it must hold the results so far at any time."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TRAIN = """
+import argparse, json
+options, _ = (p := argparse.ArgumentParser(), p.add_argument("--json"), p.add_argument("--experts"))[0].parse_known_args()
+ends = dict(kind="end", processes=1, step_ms=1.0, tokens_per_s=1.0, tokens_per_s_each=1.0, tokens_per_day_each=1.0)
+losses = dict(kind="step", step=1, loss=2.0 if options.experts == "smoe" else 2.5)
+open(options.json, "a").write("".join(json.dumps(x) + "\\n" for x in (losses, dict(ends, memory_gib=1.0))))
+"""
+FINETUNE = """
+import glob, os, sys
+assert sys.argv[-2:] == ["--modes", "lora"], sys.argv
+assert glob.glob(os.environ["OUT"] + "/table.md"), "the part before has left nothing"
+open(sys.argv[sys.argv.index("--json") + 1], "a").write("{}\\n")
+"""
+
+
+def pack(folder, script, files):
+    """A folder as `tools/SCRIPT pack` leaves it: files {place in the pack: file, folder or text}."""
+    inside = folder / "inside"
+    (inside / "lib").mkdir(parents=True)
+    for place, what in files.items():
+        target = inside / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(what, str):
+            target.write_text(what)
+        elif what.is_dir():
+            shutil.copytree(what, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(what, target)
+    for name in (script, "gpu_common.sh"):
+        shutil.copy(ROOT / "tools" / name, folder)
+    with tarfile.open(folder / "pack.tar.gz", "w:gz", compresslevel=1) as archive:
+        archive.add(inside, ".")
+    smi = folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'GPU 0: invented'\n")
+    smi.chmod(0o755)
+
+
+def run(folder, script, *arguments, **variables):
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(folder / "out"), "OMP_WAIT_POLICY": "passive"}
+    environment |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"} | variables
+    line = [str(folder / script), "run", str(folder), *arguments]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def peers(tmp_path):
+    with tarfile.open(tmp_path / "site.tar.xz", "w:xz"):
+        pass
+    files = {"bench": ROOT / "bench", "python": ROOT / "python", "docs/shapes.csv": ROOT / "docs/shapes.csv"}
+    files |= {"lib/libsmoe.so": Path(os.environ["SMOE_LIBRARY"]), "commit": "c1\n"}
+    pack(tmp_path, "gpu_peers.sh", files)
+    return tmp_path
+
+
+def test_peers_in_two_lists(peers):
+    tiny = "--device cpu --suite tiny --dtype f32 --shape-seconds 0 --settle 0 --timed 0 --peers loop".split()
+    done = run(peers, "gpu_peers.sh", *tiny, "--shape", "tiny-a", "--", "--suite", "nosuch", "--", *tiny)
+    assert done.returncode == 2, done.stderr  # the status of the list that failed; the next list runs
+    found = records(peers / "out/peers.jsonl")
+    assert [(r["shape"], r["peer"], r["commit"]) for r in found] == [
+        (shape, peer, "c1") for shape in ("tiny-a", "tiny-b") for peer in ("smoe", "loop")]  # fmt: skip
+    log = (peers / "out/log.txt").read_text()
+    assert log.count("tiny-a experts") == 1 and "--suite nosuch: the suites are" in log and "exit status 2" in log
+    assert "tiny-b" in (peers / "out/tables.txt").read_text() and (peers / "out/cache.tar.xz").exists()
+
+
+STUCK = """
+import json, sys, time
+if "--show" not in sys.argv:
+    value = lambda name: sys.argv[sys.argv.index(name) + 1]
+    for path in (value("--records"), value("--copy")):
+        open(path, "a").write(json.dumps({"shape": "first"}) + "\\n")
+    assert value("--copy").startswith(sys.argv[-1]), "records are copied out of reach"
+    time.sleep(60)
+"""
+
+
+def test_peers_that_run_out_of_time(peers):
+    """The list that is stuck is ended. The next list must not start, and the first layer's record must be there."""
+    shutil.rmtree(peers / "inside/bench")
+    (peers / "inside/bench").mkdir()
+    (peers / "inside/bench/peers.py").write_text(STUCK)
+    with tarfile.open(peers / "pack.tar.gz", "w:gz", compresslevel=1) as archive:
+        archive.add(peers / "inside", ".")
+    out = str(peers / "out")
+    done = run(peers, "gpu_peers.sh", out, "--", out, BUDGET="48")
+    assert done.returncode == 124 and "no time left" in done.stderr + (peers / "out/log.txt").read_text(), done.stderr
+    assert records(peers / "out/peers.jsonl") == [{"shape": "first"}]
+
+
+def test_fsdp2_on_one_gpu(tmp_path):
+    """Part losses makes two runs with one GPU. Its table is there before the next part."""
+    files = {"examples/train_fsdp2.py": TRAIN, "examples/finetune_transformers.py": FINETUNE}
+    pack(tmp_path, "gpu_fsdp2.sh", files | {"gpu_fsdp2_table.py": ROOT / "tools/gpu_fsdp2_table.py"})
+    done = run(tmp_path, "gpu_fsdp2.sh", "losses", "lora")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loss_grouped_mm and loss_smoe: 1 losses, at most 0.5000 apart" in (tmp_path / "out/table.md").read_text()
+    with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"loss_smoe.jsonl", "loss_grouped_mm.jsonl", "finetune.jsonl"} <= names and "loss_all.jsonl" not in names
