@@ -8,7 +8,7 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
     bench/peers.py --suite small                          # 1 to 4096 tokens
     bench/peers.py --e2e 1.4B                             # whole training steps
     bench/peers.py --show --markdown --plot ratios.png    # from the records, nothing is measured
-    bench/peers.py --device cpu --suite tiny --dtype f32  # tests the program without a GPU
+    bench/peers.py --device cpu --dtype f32               # tries the program on tiny layers, without a GPU
 
 After each layer its records are appended to docs/results/peers.jsonl. A measurement that has a record of this commit
 and device with the same passes is skipped.
@@ -63,7 +63,8 @@ def parser():
     what = "what is measured"
     group = made.add_argument_group(what)
     add = group.add_argument
-    add("--suite", default="", help="suites of docs/shapes.csv, `small`, `tiny` or `all`, comma-separated (paper)")
+    add("--suite", default="", help="suites of docs/shapes.csv, `small`, `tiny` or `all`, comma-separated (paper; tiny "
+        "with --device cpu)")  # fmt: skip
     add("--shape", default="", help="layers by name, comma-separated")
     add("--thiek", action="append", default=[], metavar="T,d,n,E,K", help="measure a layer of these sizes")
     add("--part", type=words(PARTS), default=["experts"], help="experts (on given routing) or layer (with the router)")
@@ -119,6 +120,12 @@ def default_peers(device):
     if device == "cpu":
         return ["smoe", "transformers", "loop"]
     return [peer for peer in PEERS if peer not in ("loop", "smoe-concatenated")]
+
+
+def default_suite(options):
+    if options.shape or options.thiek:
+        return ""
+    return "tiny" if options.device == "cpu" else "paper"
 
 
 def complete(options):
@@ -190,7 +197,7 @@ def main():
         return worker.main(answers)
     options = complete(parser().parse_args())
     try:
-        suite = options.suite or ("" if options.shape or options.thiek else "paper")
+        suite = options.suite or default_suite(options)
         shapes = suites.choose(suites.read(ROOT / "docs/shapes.csv"), suite, options.shape, options.thiek)
     except ValueError as error:
         print(f"peers.py: {error}", file=sys.stderr)

@@ -150,9 +150,18 @@ class Report:
 # ---- the run ----
 
 
+def read_log(path: str) -> list[dict]:
+    try:
+        with open(path) as file:
+            return [json.loads(line) for line in file]
+    except (OSError, ValueError) as error:
+        raise RunError(f"--compare {path}: {error}")
+
+
 class Run:
     def __init__(self, o) -> None:
         self.o = o
+        self.compared = read_log(o.compare) if o.compare else []
         self.device = start_processes(o.device)
         self.rank, self.processes = dist.get_rank(), dist.get_world_size()
         options.settle(o, self.device.type, self.processes)
@@ -338,12 +347,7 @@ class Run:
         """Compares all losses that both runs have. Returns whether they differ by at most --tolerance."""
         if not self.o.compare:
             return True
-        try:
-            with open(self.o.compare) as file:
-                lines = [json.loads(line) for line in file]
-        except (OSError, ValueError) as error:
-            raise RunError(f"--compare {self.o.compare}: {error}")
-        pairs = self.paired(lines)
+        pairs = self.paired(self.compared)
         if not pairs:
             raise RunError(f"--compare {self.o.compare}: no step of it is in this run")
         most = max(abs(ours - theirs) for ours, theirs in pairs)

@@ -80,6 +80,10 @@ def _ms(value):
     return f"{value:.4f}" if value < 100 else f"{value:.1f}"
 
 
+def _tflops(value):
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def _cell(form, value):
     return "" if value is None else form(value)
 
@@ -92,7 +96,7 @@ def _times(name, peer, tunings, passes):
     for measured in passes:
         record = best(tunings, measured)
         cells.append(_cell(lambda r: _ms(r[measured + "_ms"]), record))
-        cells.append(_cell(lambda r: f"{tflops(r, measured):.0f}", record))
+        cells.append(_cell(lambda r: _tflops(tflops(r, measured)), record))
         known = None if record is None or peer == BASE else ratio(record, measured)
         cells.append(_cell("{:.3f}".format, known))
     return cells
@@ -164,7 +168,7 @@ def _step_table(title, records):
         mine = least.get((model, BASE))
         rows.append([
             model, peer, f"{record['step_ms']:.1f}", f"{record['tokens_per_s'] / 1e3:.1f}",
-            f"{record['tokens_per_s'] * 86400 / 1e9:.2f}", f"{record['step_tflops']:.0f}",
+            f"{record['tokens_per_s'] * 86400 / 1e9:.2f}", _tflops(record['step_tflops']),
             _cell(lambda b: f"{b / 2**30:.1f}", record["peak_bytes"]),
             _cell(lambda b: f"{b / 1e9:.2f}", record.get("driver_bytes")), f"{record['first_step_s']:.0f}",
             "" if mine is None or peer == BASE else f"{record['step_ms'] / mine['step_ms']:.3f}",
@@ -254,7 +258,7 @@ def _flat(record, prefix=""):
         if isinstance(value, dict):
             found |= _flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
+            found[prefix + name] = " ".join(map(str, value)) if isinstance(value, list) else value
     return found
 
 

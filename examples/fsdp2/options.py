@@ -20,14 +20,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
 
 
 def _not_negative(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return value
@@ -93,8 +99,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument("--log-every", type=_count, default=10, help="steps between printed lines (10)")
     out.add_argument("--json", metavar="FILE", help="appends a JSON object for the start, every step and the end")
     out.add_argument("--skip", type=int, default=5, help="first steps that the median step time leaves out (5)")
-    out.add_argument("--profile", type=int, nargs="?", const=3, default=0, metavar="STEPS",
-                     help="profiles the last STEPS (3) steps: share of communication, longest kernels")  # fmt: skip
+    out.add_argument("--profile", type=_count, nargs="?", const=3, default=0, metavar="STEPS",
+                     help="profiles the last STEPS (3) steps: share of communication, longest kernels. "
+                          "Without STEPS it must not stand before a file")  # fmt: skip
     out.add_argument(
         "--compare", metavar="LOG", help="JSON lines of another run (train.jsonl of smoe train, or --json's)"
     )

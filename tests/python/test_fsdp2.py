@@ -198,6 +198,9 @@ USAGE = [  # arguments, part of the message
     (["--random", "--device", "cpu", "--no-shard", "--compute", "bf16"], "--no-shard"),
     (["--random", "--device", "cpu", "--init", "{}/none"], "no readable config.json"),
     (["--random", "--steps", "3", "--profile", "3"], "leaves no step"),
+    (["--profile", TEXT], "README.md' is not a whole number"),
+    (["--random", "--profile", "-1"], "-1 is less than 1"),
+    (["--random", "--lr", "fast"], "fast is not a number"),
 ]
 
 
@@ -231,6 +234,8 @@ def test_failures(tmp_path):
         assert status == [3] and data in said and message in said, said
     status, said = train(tmp_path / "run", 2, TEXT, *run, "--batch", "7")
     assert status == [2, 2] and "not a multiple" in said, said
+    status, said = train(tmp_path / "run", 1, TEXT, *run, "--compare", str(tmp_path / "missing.jsonl"))
+    assert status == [3] and "--compare" in said and "tokens/s" not in said, said  # said before the training
     out = tmp_path / "out"
     status, said = train(tmp_path / "run", 1, TEXT, *run, "--lr", "1e30", "--steps", "5", "--out", str(out))
     assert status == [3] and "the loss is" in said and not out.exists(), said

@@ -206,6 +206,13 @@ def test_markdown_and_csv():
     assert rows[0].startswith("commit,device,suite,shape,T,d,n,E,K,part") and "errors.dW1" in rows[0] and len(rows) == 4
 
 
+def test_numbers_below_10_and_lists():
+    """TFLOP/s of tiny layers must not be 0, and a list must be words in CSV."""
+    tiny = timed("smoe", 2.0, 4.0) | dict(T=96, d=64, n=32, E=8, K=2, passes=["forward", "both"])
+    assert tables.make([tiny])[0].rows[0][3] == f"{6 * 96 * 2 * 32 * 64 / 2e-3 / 1e12:.2g}" == "0.0012"
+    assert ",forward both\n" in tables.as_csv([tiny, a_record()])
+
+
 def test_newest_commit_is_shown():
     old, new = a_record(), a_record(commit="c2", date="2026-02-01T00:00:00Z")
     layer = a_record(part="layer")

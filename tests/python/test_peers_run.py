@@ -254,6 +254,7 @@ def command(path, *arguments, hide=None):
 
 
 def test_the_command_on_the_cpu(tmp_path):
+    """The suite is `tiny` without an argument."""
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "transformers.py").write_text("raise ImportError('not here')\n")
     path = tmp_path / "peers.jsonl"
@@ -262,8 +263,6 @@ def test_the_command_on_the_cpu(tmp_path):
         "cpu",
         "--dtype",
         "f32",
-        "--suite",
-        "tiny",
         "--shape-seconds",
         "0",
         "--settle",
@@ -292,6 +291,12 @@ def test_without_a_gpu(tmp_path):
     done = command(tmp_path / "peers.jsonl", "--suite", "tiny")
     assert done.returncode == 3 and "torch finds no CUDA device" in done.stderr and "--device cpu" in done.stderr
     assert not (tmp_path / "peers.jsonl").exists()
+
+
+def test_the_suite_without_arguments():
+    """The paper's layers would take hours on the CPU."""
+    suite = lambda *arguments: peers.default_suite(peers.parser().parse_args(arguments))
+    assert (suite(), suite("--device", "cpu"), suite("--shape", "7B-n256")) == ("paper", "tiny", "")
 
 
 def test_wrong_arguments(tmp_path):
