@@ -374,6 +374,15 @@ def test_medians_over_rounds():
     assert run.times_of(rounds, "y") == {"forward_ms": 9.0}
 
 
+def test_a_capture_that_fails_leaves_out_the_graph(monkeypatch):
+    """Whatever a library raises in a capture, the other passes must be measured."""
+    monkeypatch.setattr(measured.torch.cuda, "synchronize", lambda: None)
+    for error in (RuntimeError("capturing"), ValueError("not during a capture")):
+        layer = object.__new__(measured.Measured)
+        layer.forward, layer.captured = (lambda: None), (lambda error=error: exec("raise error", {"error": error}))
+        assert list(layer.jobs(["forward", "inference", "graph"])) == ["forward", "inference"]
+
+
 # ---- the document ----
 
 
