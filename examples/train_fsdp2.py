@@ -53,6 +53,7 @@ def start_processes(wanted: str) -> torch.device:
     if kind == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", **extra)
+    dist.barrier()  # if a process ended before all are connected, the others would report the lost connection
     return device
 
 
