@@ -165,24 +165,44 @@ static void end_line(double target)
 
 /* target: microseconds of all stages together; with rounding, of the time that the stages add to top-K.
  * 0: no target. */
-static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, smoe_score score,
-                       smoe_rounding rounding, double target)
+static void time_layer(const smoe_layer *l, double target)
+{
+    route_timing t = set_up(l);
+    const double topk = time_links(&t, topk_link), route = time_links(&t, route_link);
+    const double rounded = l->rounding ? time_links(&t, round_link) : route, plan = time_links(&t, plan_link);
+    printf("T %6lld E %4lld K %2lld %-4s score %d groups %d rounding %d | topk %6.2f route %6.2f round %6.2f "
+           "plan %6.2f | %s %6.2f",
+           (long long)l->tokens, (long long)l->experts, (long long)l->topk,
+           l->logits_type == SMOE_TYPE_F32 ? "f32" : "bf16", (int)l->score, (int)l->groups, (int)l->rounding,
+           topk, route, rounded, plan, l->rounding ? "adds" : "in all", l->rounding ? plan - topk : plan);
+    end_line(target);
+    tear_down(&t);
+}
+
+static smoe_layer layer_of(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, smoe_score score)
 {
     smoe_layer l = SMOE_LAYER_INIT;
     l.tokens = tokens, l.experts = experts, l.topk = topk, l.logits_type = type, l.score = score;
     l.renormalize = 1;
-    l.hidden = l.intermediate = 8, l.inference = 1, l.rounding = rounding;
-    route_timing t = set_up(&l);
-    const double topk_time = time_links(&t, topk_link), route = time_links(&t, route_link);
-    const double rounded = rounding ? time_links(&t, round_link) : route, plan = time_links(&t, plan_link);
-    printf(
-        "T %6lld E %4lld K %2lld %-4s score %d rounding %d | topk %6.2f route %6.2f round %6.2f plan %6.2f | "
-        "%s %6.2f",
-        (long long)tokens, (long long)experts, (long long)topk, type == SMOE_TYPE_F32 ? "f32" : "bf16",
-        (int)score, (int)rounding, topk_time, route, rounded, plan, rounding ? "adds" : "in all",
-        rounding ? plan - topk_time : plan);
-    end_line(target);
-    tear_down(&t);
+    l.hidden = l.intermediate = 8, l.inference = 1;
+    return l;
+}
+
+static void time_shape(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, smoe_score score,
+                       smoe_rounding rounding, double target)
+{
+    smoe_layer l = layer_of(tokens, experts, topk, type, score);
+    l.rounding = rounding;
+    time_layer(&l, target);
+}
+
+/* Sigmoid; top-K searches `kept` of the groups. */
+static void time_groups(int64_t tokens, int64_t experts, int64_t topk, smoe_type type, int32_t groups,
+                        int32_t kept)
+{
+    smoe_layer l = layer_of(tokens, experts, topk, type, SMOE_SCORE_SIGMOID);
+    l.groups = groups, l.groups_kept = kept;
+    time_layer(&l, 0);
 }
 
 static void time_given(int64_t tokens, int64_t experts, int64_t topk, double target)
@@ -251,6 +271,8 @@ int main(void)
         time_shape(16384, 256, 4, type, SMOE_SCORE_SOFTMAX_TOPK, SMOE_ROUNDING_NR_S, 0);
         time_shape(16384, 256, 4, type, SMOE_SCORE_SOFTMAX_TOPK, SMOE_ROUNDING_BALANCE_F, 0);
         time_shape(16384, 256, 8, type, SMOE_SCORE_SIGMOID, SMOE_ROUNDING_NONE, 0);
+        time_shape(40960, 128, 8, type, SMOE_SCORE_SIGMOID, SMOE_ROUNDING_NONE, 0);
+        time_groups(16384, 256, 8, type, 8, 4); /* as DeepSeek-V3 routes */
     }
     time_gemm(32768, 2048, 128);
     time_gemm(16384, 4096, 256);
