@@ -109,10 +109,11 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
 {
     constexpr int OWN = P / SHARE;
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
+    const bool of_all = !SIGMOID && moe_weights_from_softmax(r.layer.score);
     const float first_logit = logits_of<L>::value(logits[ids[0]]);
     moe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
     if (SIGMOID && r.softmax) softmax.max = largest_of_row<L, SHARE>(logits, (int)r.layer.experts, part);
-    if ((!SIGMOID && moe_weights_from_softmax(r.layer.score)) || r.softmax)
+    if (of_all || r.softmax)
         softmax.sum = sum_of_row<L, SHARE>(logits, (int)r.layer.experts, part, lane, softmax.max);
 
     int own_ids[OWN];
@@ -121,7 +122,6 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
 #pragma unroll
     for (int k = 0; k < P; k++)
         if (k / OWN == part) own_ids[k % OWN] = ids[k];
-    const bool of_all = !SIGMOID && moe_weights_from_softmax(r.layer.score);
     const bool divided = moe_weights_are_divided(&r.layer);
 #pragma unroll
     for (int i = 0; i < OWN; i++) { // as moe_raw_weight does it, for several ranks
@@ -443,12 +443,11 @@ extern "C" cudaError_t moe_cuda_topk(const moe_cuda_routing *r, cudaStream_t str
 {
     if (!moe_cuda_topk_segment(&r->layer)) return moe_cuda_topk_general(r, stream);
     moe_cuda_routing routing = *r;
-    const bool sigmoid = moe_ranks_by_sigmoid(r->layer.score);
-    if (sigmoid) routing.keys = NULL; // scores.cu writes them
+    if (!moe_cuda_topk_writes_keys(&r->layer)) routing.keys = NULL; // scores.cu writes them
     return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
         using L = typename decltype(l)::type;
-        return sigmoid ? moe::topk::launch<L, true>(routing, stream)
-                       : moe::topk::launch<L, false>(routing, stream);
+        return moe_ranks_by_sigmoid(r->layer.score) ? moe::topk::launch<L, true>(routing, stream)
+                                                    : moe::topk::launch<L, false>(routing, stream);
     });
 }
 
