@@ -202,6 +202,17 @@ SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
                  : "memory");
 }
 
+// 16 bytes that no kernel writes meanwhile and this SM does not read again soon: they are not kept in L1. L2
+// fetches the 256 bytes around them. In a row of such loads all are issued before the first one is awaited.
+SMOE_DEVICE uint4 load_once16(const void *from)
+{
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+
 SMOE_DEVICE void prefetch_l2(const void *address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");

@@ -2,6 +2,7 @@
  * forward's stages. */
 #include "check.h"
 #include "host/device.h"
+#include "host/few_rows.h"
 #include "host/launch.h"
 #include "host/plan_size.h"
 #include "host/routing.h"
@@ -271,6 +272,8 @@ typedef struct experts_call {
     moe_cuda_lists lists;
     char *a, *y;
     int64_t rows; /* whole blocks of the padded rows */
+    int few_rows; /* the kernels of few_rows.cu run */
+    int64_t few_rows_tiles;
     moe_launch on;
     cudaStream_t stream;
 } experts_call;
@@ -295,6 +298,7 @@ static cudaError_t run_up(experts_call *c)
         .interleaved = c->problem->gated && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .activation = layer->activation,
     };
+    if (c->few_rows) return moe_cuda_up_few_rows(&up, c->few_rows_tiles, layer->dtype, c->stream);
     return c->state->kernels->up(&c->on, &up);
 }
 
@@ -306,6 +310,7 @@ static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t colum
         .w2 = c->args->w2,
         .b2 = c->args->b2,
         .y = c->y,
+        .row_token = c->plan->row_token,
         .block_offsets = c->plan->block_offsets,
         .lists = c->lists,
         .rows = c->rows,
@@ -315,6 +320,7 @@ static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t colum
         .first_column = first_column,
         .columns = columns,
     };
+    if (c->few_rows) return moe_cuda_down_few_rows(&down, c->few_rows_tiles, layer->dtype, c->stream);
     return c->state->kernels->down(&c->on, &down);
 }
 
@@ -369,6 +375,8 @@ static smoe_status experts_forward(smoe_context *context, const moe_problem *pro
         .a = (char *)scratch + s.a,
         .y = (char *)scratch + s.y,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
+        .few_rows = moe_few_rows(problem->rows, problem->layer.experts),
+        .few_rows_tiles = moe_few_rows_tiles(problem->rows, problem->layer.experts),
         .on = launch_on(state, problem->layer.dtype, stream),
         .stream = stream,
     };

@@ -51,11 +51,17 @@ typedef struct moe_down {
     const void *w2;               /* (experts, hidden, intermediate) */
     const void *b2;               /* (experts, hidden) or NULL */
     void *y;                      /* (rows, columns) */
+    const int32_t *row_token;     /* (rows) */
     const int32_t *block_offsets; /* (experts + 1) */
     moe_cuda_lists lists;
     int64_t rows, hidden, intermediate, experts;
     int64_t first_column, columns;
 } moe_down;
+
+/* The same for few rows, on any GPU (experts/few_rows.cu; few_rows.h says when). tiles: a bound on the row
+ * tiles. The pad rows of A and Y are not written. */
+cudaError_t moe_cuda_up_few_rows(const moe_up *up, int64_t tiles, smoe_type dtype, cudaStream_t stream);
+cudaError_t moe_cuda_down_few_rows(const moe_down *down, int64_t tiles, smoe_type dtype, cudaStream_t stream);
 
 /* dA' = dO W2; and from dA' and H: dS, dH, A'. */
 typedef struct moe_dh {

@@ -183,6 +183,14 @@ SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
     if (wanted) store_global16(to, v);
 }
 
+SMOE_DEVICE uint4 load_once16(const void *from)
+{
+    if ((uintptr_t)from % 16) abort();
+    uint4 v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
 SMOE_DEVICE void prefetch_l2(const void *)
 {
 }
