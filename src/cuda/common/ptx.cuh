@@ -202,14 +202,16 @@ SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
                  : "memory");
 }
 
-// 16 bytes that no kernel writes meanwhile and this SM does not read again soon: they are not kept in L1. L2
-// fetches the 256 bytes around them. In a row of such loads all are issued before the first one is awaited.
-SMOE_DEVICE uint4 load_once16(const void *from)
+// 16 bytes of global memory, or zeros without a load when `real` is 0.
+SMOE_DEVICE uint4 load_global16_if(uint32_t real, const void *from)
 {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+                 "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+                 "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "l"(from), "r"(real)
+                 : "memory");
     return v;
 }
 

@@ -39,17 +39,21 @@ namespace
 enum {
     WARPS = 4,
     THREADS = WARPS * 32,
-    CTAS_AN_SM = 8,
+    CTAS_AN_SM = 6,
     GROUP = SMOE_FEW_ROWS_GROUP,
     WEIGHTS = SMOE_FEW_ROWS_WEIGHTS,
-    CHUNK = 32, // places of K that a warp loads with one instruction for each row
-    BATCH = 4,  // chunks that are loaded together
-    STEP = CHUNK * BATCH,
-    PITCH = WEIGHTS + 4, // of the partial sums in shared memory: no bank conflicts
-    LINE = 128           // bytes that one prefetch brings to L2
+    CHUNK = 32, // places of K: four lanes' vectors
+    STEP = WARPS * CHUNK,
+    SLOTS = 6,            // of a warp's ring
+    HALF_BYTES = 32 * 16, // a chunk of eight rows of weights
+    SLOT_BYTES = 2 * HALF_BYTES,
+    RING_BYTES = SLOTS * SLOT_BYTES,
+    SUMS = WARPS * RING_BYTES,
+    PITCH = WEIGHTS + 4, // of the sums of a row: no bank conflicts
+    SHARED_BYTES = SUMS + WARPS * GROUP * PITCH * 4
 };
-static_assert(STEP * 2 * WEIGHTS == 32 * LINE, "each lane prefetches one line of a batch");
-static_assert(GROUP * WEIGHTS == THREADS, "each thread finishes one element");
+static_assert(GROUP == 16 && WEIGHTS == 16, "two mma of 16 rows x 8 rows of weights");
+static_assert(CTAS_AN_SM * (SHARED_BYTES + 1024) <= 233472, "shared memory of an SM");
 
 // The CTA's 16 rows of weights. Row i < 8 starts at `first` + i `stride`, row 8 + i at `second` + i `stride`.
 struct weight_rows {
@@ -57,88 +61,115 @@ struct weight_rows {
     int64_t stride; // bytes
 };
 
-// The partial sums of two groups by turns, so that one barrier for each group is enough.
-typedef float partial_sums[2][WARPS][GROUP][PITCH];
+// The weights that a lane multiplies: 16 bytes of row lane / 4 of both eights for each chunk of its warp. It
+// copies them to shared memory, SLOTS chunks ahead, and reads them itself, so no thread waits for another
+// one.
+struct weight_stream {
+    const char *first, *second; // of the next chunk to be copied
+    int left;                   // elements from there to the end of the row
+    int chunks;                 // of the warp
+    uint32_t ring, slot;        // the lane's place in slot 0 and in the next slot to be read
 
-// Begins to read the warp's first two batches.
-SMOE_DEVICE void prefetch(const weight_rows &weights, int length, int warp, int lane)
-{
-    const char *row = (lane & 16 ? weights.second : weights.first) + (lane >> 1 & 7) * weights.stride;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int place = (warp + i * WARPS) * STEP + (lane & 1) * LINE / 2;
-        if (place < length) prefetch_l2(row + place * 2);
+    // Copies the first chunks.
+    SMOE_DEVICE weight_stream(const weight_rows &rows, int length, uint32_t memory, int warp, int lane)
+    {
+        const int place = warp * CHUNK + (lane & 3) * 8;
+        const int64_t at = (lane >> 2) * rows.stride + place * 2;
+        first = rows.first + at;
+        second = rows.second + at;
+        left = length - place;
+        chunks = (length - warp * CHUNK + STEP - 1) / STEP;
+        ring = slot = memory + warp * RING_BYTES + lane * 16;
+        begin();
     }
-}
-
-// 16 bytes of each chunk of a batch, and zeros past the end of the rows. `left`: number of elements from here
-// to the end of the row.
-template <bool WHOLE> SMOE_DEVICE void load_weights(uint4 (&to)[BATCH], const char *from, int left)
-{
+    SMOE_DEVICE void begin()
+    {
 #pragma unroll
-    for (int i = 0; i < BATCH; i++)
-        to[i] = WHOLE || i * CHUNK < left ? load_once16(from + i * CHUNK * 2) : make_uint4(0, 0, 0, 0);
-}
-
-// acc (16 rows of weights x 8 rows) += a batch.
-template <typename T, bool WHOLE>
-SMOE_DEVICE void multiply_batch(float (&acc)[4], const char *first, const char *second, const char *row,
-                                int left)
-{
-    uint4 w0[BATCH], w1[BATCH], x[BATCH];
-    load_weights<WHOLE>(w0, first, left);
-    load_weights<WHOLE>(w1, second, left);
-#pragma unroll
-    for (int i = 0; i < BATCH; i++)
-        x[i] = WHOLE || i * CHUNK < left ? *(const uint4 *)(row + i * CHUNK * 2) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-        multiply(acc, {w0[i].x, w1[i].x, w0[i].y, w1[i].y}, x[i].x, x[i].y, T());
-        multiply(acc, {w0[i].z, w1[i].z, w0[i].w, w1[i].w}, x[i].z, x[i].w, T());
+        for (int i = 0; i < SLOTS; i++) copy();
     }
-}
+    // The next chunk into `slot`, with zeros past the end of the row.
+    SMOE_DEVICE void copy()
+    {
+        copy16_async_if(left > 0, slot, first);
+        copy16_async_if(left > 0, slot + HALF_BYTES, second);
+        commit_copies();
+        first = advance_by_adds(first, STEP * 2);
+        second = advance_by_adds(second, STEP * 2);
+        left -= STEP;
+        slot = slot == ring + (SLOTS - 1) * SLOT_BYTES ? ring : slot + SLOT_BYTES;
+    }
+    // Begins again, when all chunks have been read.
+    SMOE_DEVICE void rewind()
+    {
+        wait_all_copies(); // the zeros behind the last chunk
+        const int back = (chunks + SLOTS) * STEP;
+        first -= back * 2;
+        second -= back * 2;
+        left += back;
+        begin();
+    }
+};
 
-// The sums of one group, of which each lane has row lane / 4: writes them to `sums`, whose second index is
-// the row and third index the row of weights.
+// The sums of the warps: of each row with each of the 16 rows of weights.
+typedef float partial_sums[WARPS][GROUP][PITCH];
+
+// The warp's share of the sums of one group. The lane has rows lane / 4 and lane / 4 + 8 of the group;
+// `upper` and `lower` are its vectors of them. They are loaded one chunk ahead.
 template <typename T>
-SMOE_DEVICE void multiply_group(float (&sums)[WARPS][GROUP][PITCH], const weight_rows &weights,
-                                const char *row, int length, int warp, int lane)
+SMOE_DEVICE void multiply_group(float (&sums)[GROUP][PITCH], weight_stream &weights, const char *upper,
+                                const char *lower, int lane)
 {
-    const int own = lane >> 2, vector = (lane & 3) * 8;
-    const char *first = weights.first + own * weights.stride, *second = weights.second + own * weights.stride;
-    float acc[4] = {};
-    for (int k = warp * STEP; k < length; k += WARPS * STEP) {
-        const int64_t at = (k + vector) * 2;
-        if (k + STEP <= length)
-            multiply_batch<T, true>(acc, first + at, second + at, row + at, 0);
-        else
-            multiply_batch<T, false>(acc, first + at, second + at, row + at, length - k - vector);
+    float acc[2][4] = {};
+    int left = weights.left + SLOTS * STEP;
+    uint4 x = load_global16_if(left > 0, upper), y = load_global16_if(left > 0, lower);
+#pragma unroll 1
+    for (int chunk = 0; chunk < weights.chunks; chunk++) {
+        upper = advance_by_adds(upper, STEP * 2);
+        lower = advance_by_adds(lower, STEP * 2);
+        left -= STEP;
+        const uint4 next_x = load_global16_if(left > 0, upper), next_y = load_global16_if(left > 0, lower);
+        wait_copies<SLOTS - 1>();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint4 w = load_shared16(weights.slot + half * HALF_BYTES);
+            multiply(acc[half], {x.x, y.x, x.y, y.y}, w.x, w.y, T());
+            multiply(acc[half], {x.z, y.z, x.w, y.w}, w.z, w.w, T());
+        }
+        weights.copy();
+        x = next_x, y = next_y;
     }
-    float(*to)[PITCH] = sums[warp] + (lane & 3) * 2;
-    to[0][own] = acc[0];
-    to[1][own] = acc[1];
-    to[0][own + 8] = acc[2];
-    to[1][own + 8] = acc[3];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        sums[(lane >> 2) + (i & 2) * 4][(i & 4) * 2 + (lane & 3) * 2 + (i & 1)] = acc[i >> 2][i & 3];
 }
 
-// One tile: all groups of its `rows` rows. row_of(i) is where row i of X or A starts; finish(first, sum)
-// stores the results of the group from row `first` on, where sum(i, j) is row first + i times row j of the
-// weights.
+// All groups of a tile, which has `rows` rows. row_of(i) is where row i of X or A
+// starts. finish(i, j, sum) stores element j of the CTA's `columns` columns of row i; its argument sum(j) is
+// row i times row j of the weights.
 template <typename T, class R, class F>
-SMOE_DEVICE void multiply_rows(partial_sums &sums, const weight_rows &weights, int rows, int length,
+SMOE_DEVICE void multiply_rows(partial_sums &sums, weight_stream &weights, int rows, int columns,
                                const R &row_of, const F &finish)
 {
-    const int warp = warp_number(), lane = threadIdx.x & 31;
-    for (int first = 0, turn = 0; first < rows; first += GROUP, turn ^= 1) {
-        // If the group has fewer than 8 rows, its last one is multiplied several times.
-        const char *row = row_of(min(first + (lane >> 2), rows - 1));
-        multiply_group<T>(sums[turn], weights, row, length, warp, lane);
+    const int warp = warp_number(), lane = threadIdx.x & 31, place = warp * CHUNK + (lane & 3) * 8;
+    for (int first = 0; first < rows; first += GROUP) {
+        if (first) {
+            weights.rewind();
+            __syncthreads(); // the sums of the group before have been read
+        }
+        // If the group has fewer than 16 rows, its last one is multiplied several times.
+        const int row = first + (lane >> 2);
+        multiply_group<T>(sums[warp], weights, row_of(min(row, rows - 1)) + place * 2,
+                          row_of(min(row + 8, rows - 1)) + place * 2, lane);
         __syncthreads();
-        finish(first, [&](int i, int j) {
-            float sum = sums[turn][0][i][j];
-            for (int w = 1; w < WARPS; w++) sum += sums[turn][w][i][j];
-            return sum;
-        });
+#pragma unroll 1
+        for (int i = (int)threadIdx.x; i < min(rows - first, (int)GROUP) * columns; i += THREADS) {
+            const int row = i / columns;
+            finish(first + row, i % columns, [&](int j) {
+                float sum = sums[0][row][j];
+                for (int w = 1; w < WARPS; w++) sum += sums[w][row][j];
+                return sum;
+            });
+        }
     }
 }
 
@@ -167,15 +198,6 @@ SMOE_DEVICE void store_element(void *tensor, int64_t at, uint32_t value)
 }
 
 // ---- Up
-
-// The feature of a thread's element, counted from the CTA's first one, and the first row of this element.
-// Threads in a row have features in a row.
-struct up_place {
-    int row, feature;
-    SMOE_DEVICE up_place(int i, int gated) : row(i / (gated ? 8 : 16)), feature(i % (gated ? 8 : 16))
-    {
-    }
-};
 
 // b1 of row `half` (0: gate, 1: up) of a feature, or 0.
 template <typename T> SMOE_DEVICE float bias_of(const moe_up &u, int expert, int feature, int half)
@@ -216,39 +238,39 @@ SMOE_DEVICE weight_rows w1_rows(const moe_up &u, int expert, int feature)
 template <typename T>
 __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant__ moe_up u)
 {
-    __shared__ partial_sums sums;
+    extern __shared__ __align__(128) char memory[];
+    partial_sums &sums = *(partial_sums *)(memory + SUMS);
     wait_for_previous();
     const moe_work tile = read_tile(u.lists);
     if (!moe_work_blocks(tile)) return;
-    const int expert = moe_work_expert(tile), feature0 = (int)blockIdx.x * (u.gated ? 8 : 16);
+    const int columns = u.gated ? 8 : 16;
+    const int expert = moe_work_expert(tile), feature0 = (int)blockIdx.x * columns;
     const int n = (int)u.intermediate, length = (int)u.hidden;
-    const weight_rows weights = w1_rows(u, expert, feature0);
-    prefetch(weights, length, warp_number(), threadIdx.x & 31);
+    weight_stream weights(w1_rows(u, expert, feature0), length, shared_address(memory), warp_number(),
+                          threadIdx.x & 31);
     const int rows = count_rows(u.row_token, tile);
     const auto row_of = [&](int i) {
         return (const char *)u.x + (int64_t)u.row_token[tile.row + i] * u.hidden * 2;
     };
-    multiply_rows<T>(sums, weights, rows, length, row_of, [&](int first, const auto &sum) {
-        const up_place at((int)threadIdx.x, u.gated);
-        const int row = first + at.row, feature = feature0 + at.feature;
-        if (at.row >= GROUP || row >= rows || feature >= n) return;
-        const float gate = sum(at.row, at.feature) + bias_of<T>(u, expert, feature, 0);
-        const float up = u.gated ? sum(at.row, at.feature + 8) + bias_of<T>(u, expert, feature, 1) : 0.0f;
-        const uint32_t pair = storage<T>::pack(gate, up);
-        if (u.h) store_h(u, tile.row + row, feature, pair);
-        store_element(u.a, (int64_t)(tile.row + row) * n + feature,
+    multiply_rows<T>(sums, weights, rows, columns, row_of, [&](int i, int j, const auto &sum) {
+        const int row = tile.row + i, feature = feature0 + j;
+        if (feature >= n) return;
+        const uint32_t pair =
+            storage<T>::pack(sum(j) + bias_of<T>(u, expert, feature, 0),
+                             u.gated ? sum(j + 8) + bias_of<T>(u, expert, feature, 1) : 0.0f);
+        if (u.h) store_h(u, row, feature, pair);
+        store_element(u.a, (int64_t)row * n + feature,
                       storage<T>::pack(activate_element<T>(u.activation, pair), 0.0f));
     });
-    if (u.h)
-        for (int i = (int)threadIdx.x;; i += THREADS) { // the pad rows
-            const up_place at(i, u.gated);
-            const int row = rows + at.row, feature = feature0 + at.feature;
-            if (row >= moe_work_blocks(tile) * SMOE_BLOCK_ROWS) break;
-            if (feature < n)
-                store_h(u, tile.row + row, feature,
-                        storage<T>::pack(bias_of<T>(u, expert, feature, 0),
-                                         u.gated ? bias_of<T>(u, expert, feature, 1) : 0.0f));
-        }
+    const int pad_rows = u.h ? moe_work_blocks(tile) * SMOE_BLOCK_ROWS - rows : 0;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < pad_rows * columns; i += THREADS) {
+        const int row = tile.row + rows + i / columns, feature = feature0 + i % columns;
+        if (feature < n)
+            store_h(u, row, feature,
+                    storage<T>::pack(bias_of<T>(u, expert, feature, 0),
+                                     u.gated ? bias_of<T>(u, expert, feature, 1) : 0.0f));
+    }
     let_next_start();
 }
 
@@ -266,22 +288,26 @@ SMOE_DEVICE weight_rows w2_rows(const moe_down &d, int expert, int column)
 template <typename T>
 __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) down(const __grid_constant__ moe_down d)
 {
-    __shared__ partial_sums sums;
+    extern __shared__ __align__(128) char memory[];
+    partial_sums &sums = *(partial_sums *)(memory + SUMS);
     const moe_work tile = read_tile(d.lists);
+    if (!moe_work_blocks(tile)) {
+        wait_for_previous(); // so that the next kernel waits for the one before this
+        return;
+    }
     const int expert = moe_work_expert(tile), column0 = (int)blockIdx.x * WEIGHTS;
     const int length = (int)d.intermediate;
-    const weight_rows weights = w2_rows(d, expert, column0);
-    if (moe_work_blocks(tile)) prefetch(weights, length, warp_number(), threadIdx.x & 31);
+    weight_stream weights(w2_rows(d, expert, column0), length, shared_address(memory), warp_number(),
+                          threadIdx.x & 31);
     wait_for_previous();
-    if (!moe_work_blocks(tile)) return;
     const int rows = count_rows(d.row_token, tile);
     const auto row_of = [&](int i) { return (const char *)d.a + (int64_t)(tile.row + i) * length * 2; };
-    multiply_rows<T>(sums, weights, rows, length, row_of, [&](int first, const auto &sum) {
-        const int i = (int)threadIdx.x / WEIGHTS, j = (int)threadIdx.x % WEIGHTS, column = column0 + j;
-        if (first + i >= rows || column >= d.columns) return;
-        float value = sum(i, j);
+    multiply_rows<T>(sums, weights, rows, WEIGHTS, row_of, [&](int i, int j, const auto &sum) {
+        const int column = column0 + j;
+        if (column >= d.columns) return;
+        float value = sum(j);
         if (d.b2) value += to_float(((const T *)d.b2)[expert * d.hidden + d.first_column + column]);
-        store_element(d.y, (tile.row + first + i) * d.columns + column, storage<T>::pack(value, 0.0f));
+        store_element(d.y, (tile.row + i) * d.columns + column, storage<T>::pack(value, 0.0f));
     });
     let_next_start();
 }
@@ -293,7 +319,7 @@ cudaError_t launch(K kernel, int64_t columns, int columns_a_cta, int64_t tiles, 
 {
     if (tiles == 0) return cudaSuccess;
     const dim3 grid((unsigned)moe_divide_up(columns, columns_a_cta), (unsigned)tiles);
-    return launch_early(kernel, grid, THREADS, 0, stream, problem);
+    return launch_early(kernel, grid, THREADS, SHARED_BYTES, stream, problem);
 }
 
 } // namespace

@@ -7,7 +7,7 @@
 enum {
     SMOE_FEW_ROWS = 128,       /* the most rows of a layer for which these kernels run */
     SMOE_FEW_ROWS_MEAN = 4,    /* the most rows for each expert, on average */
-    SMOE_FEW_ROWS_GROUP = 8,   /* rows that a CTA multiplies with one read of its weights */
+    SMOE_FEW_ROWS_GROUP = 16,  /* rows that a CTA multiplies with one read of its weights */
     SMOE_FEW_ROWS_WEIGHTS = 16 /* rows of weights of a CTA: it computes so many columns of H or Y */
 };
 

@@ -183,11 +183,11 @@ SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
     if (wanted) store_global16(to, v);
 }
 
-SMOE_DEVICE uint4 load_once16(const void *from)
+SMOE_DEVICE uint4 load_global16_if(uint32_t real, const void *from)
 {
     if ((uintptr_t)from % 16) abort();
-    uint4 v;
-    memcpy(&v, from, sizeof v);
+    uint4 v = {0, 0, 0, 0};
+    if (real) memcpy(&v, from, 16);
     return v;
 }
 
