@@ -9,6 +9,7 @@
 
 #include <cmocka.h>
 
+#include "cuda/host/few_rows.h"
 #include "cuda/host/plan_size.h"
 #include "cuda/host/scheduler.h"
 #include "cuda/sm90/gemm_choice.h"
@@ -257,6 +258,46 @@ static void the_down_kernel_fits_its_shape(void **state)
     assert_int_equal(moe_gemm_choose(2048, 4096, 0), SMOE_GEMM_TILES);
 }
 
+/* ---- Few rows ---- */
+
+static void few_rows_are_decode_steps(void **state)
+{
+    (void)state;
+    for (int64_t tokens = 1; tokens <= 16; tokens++) {
+        assert_true(moe_few_rows(tokens * 8, 64));  /* OLMoE-1B-7B */
+        assert_true(moe_few_rows(tokens * 8, 128)); /* Qwen3-30B-A3B */
+        assert_true(moe_few_rows(tokens * 2, 8));   /* Mixtral */
+        assert_true(moe_few_rows(tokens, 1));       /* one expert, one group of rows */
+    }
+    assert_false(moe_few_rows(17 * 8, 64));
+    assert_false(moe_few_rows(17, 1));
+    assert_false(moe_few_rows(33, 4)); /* more than 8 rows for each expert */
+}
+
+/* The work list, as the plan makes it, from random counts. */
+static void the_grid_has_every_tile_of_few_rows(void **state)
+{
+    (void)state;
+    for (int64_t rows = 0; rows <= 1000; rows += rows < 20 ? 1 : 7)
+        for (int64_t experts = 1; experts <= 40; experts += 3) {
+            const int64_t bound = moe_few_rows_tiles(rows, experts), padded_rows = rows + 63 * experts;
+            assert_true(bound <= moe_work_bound(padded_rows, experts, SMOE_TILE_BLOCKS));
+            for (int i = 0; i < 20; i++) {
+                int64_t tiles = 0, left = rows;
+                for (int64_t e = 0; e < experts; e++) {
+                    const uint32_t most = (uint32_t)left + 1;
+                    const int64_t count = e + 1 == experts ? left : draw(i % 2 || most < 200 ? most : 200);
+                    left -= count;
+                    tiles += moe_divide_up(moe_divide_up(count, SMOE_BLOCK_ROWS), SMOE_TILE_BLOCKS);
+                }
+                assert_true(tiles <= bound);
+            }
+        }
+    assert_int_equal(moe_few_rows_tiles(8, 64), 8);
+    assert_int_equal(moe_few_rows_tiles(128, 64), 64);
+    assert_int_equal(moe_few_rows_tiles(129, 1), 2);
+}
+
 /* ---- Plan ---- */
 
 static void division_is_exact(void **state)
@@ -357,6 +398,8 @@ int main(void)
         cmocka_unit_test(shares_cover_every_block_once),
         cmocka_unit_test(places_cover_an_expert_once),
         cmocka_unit_test(the_down_kernel_fits_its_shape),
+        cmocka_unit_test(few_rows_are_decode_steps),
+        cmocka_unit_test(the_grid_has_every_tile_of_few_rows),
         cmocka_unit_test(division_is_exact),
         cmocka_unit_test(lower_entries_are_counted),
         cmocka_unit_test(counts_of_both_halves_add_up),

@@ -84,6 +84,28 @@ static const test_case cases[] = {
     {"fp16 swiglu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 1},
     {"fp16 geglu_tanh", 800, 512, 512, 6, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, F, INT, 0, 0, 0, 1, 0, 1},
     {"fp16 silu", 800, 512, 320, 6, 2, SMOE_ACTIVATION_SILU, RANDOM, F, CAT, 0, 1, 0, 1, 0, 1},
+    /* the kernels for few rows (src/cuda/experts/few_rows.cu) */
+    {"few rows", 16, 256, 320, 16, 4, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"few long sums", 3, 1160, 1032, 4, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 1, 1, 0, 0},
+    {"few bias", 9, 200, 136, 16, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
+    {"few bias inter", 12, 328, 192, 8, 4, SMOE_ACTIVATION_REGLU, RANDOM, B, INT, 0, 1, 0, 1, 0, 0},
+    {"few relu d 136 n 24", 20, 136, 24, 7, 2, SMOE_ACTIVATION_RELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},
+    {"few d 8 n 8", 16, 8, 8, 7, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, INT, 0, 0, 0, 1, 0, 0},
+    {"few one expert", 100, 192, 72, 32, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, CAT, 0, 1, 0, 1, 0, 0},
+    {"few chunks 4", 16, 712, 40, 8, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 1, 0, 4, 0, 0},
+    {"few chunks 64", 30, 200, 512, 6, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 1, 64, 0, 0},
+    {"few given rows", 12, 256, 64, 9, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 1, 1, 0, 1, 0, 0},
+    {"few invalid ids", 16, 128, 72, 10, 5, SMOE_ACTIVATION_REGLU, INVALID, B, INT, 0, 0, 0, 1, 1, 0},
+    {"few experts 4096", 2, 64, 16, 4096, 64, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"few fp16 bias", 11, 320, 192, 6, 4, SMOE_ACTIVATION_REGLU, RANDOM, F, INT, 0, 1, 0, 1, 0, 0},
+    {"few swiglu", 8, 512, 256, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
+    {"few swiglu_oai", 8, 360, 360, 6, 2, SMOE_ACTIVATION_SWIGLU_OAI, RANDOM, B, INT, 0, 1, 0, 1, 0, 1},
+    {"few geglu", 8, 256, 136, 6, 2, SMOE_ACTIVATION_GEGLU, RANDOM, B, CAT, 0, 0, 1, 1, 0, 1},
+    {"few geglu_tanh", 8, 256, 136, 6, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
+    {"few silu", 8, 256, 136, 6, 2, SMOE_ACTIVATION_SILU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
+    {"few gelu", 8, 256, 136, 6, 2, SMOE_ACTIVATION_GELU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
+    {"few relu2", 16, 128, 136, 6, 2, SMOE_ACTIVATION_RELU2, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"few fp16 swiglu", 8, 512, 256, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 1},
 };
 
 enum { CASES = sizeof cases / sizeof cases[0], DENSITY = 3 };

@@ -97,6 +97,14 @@ static const test_case cases[] = {
     {"limits fp16", 300, 72, 40, 4, 2, SMOE_ACTIVATION_SWIGLU_OAI, RANDOM, H, F, INT, 0, 1, 0, 0, 0, LIMITS},
     {"fp16 gelu one expert", 2000, 192, 128, 4, 1, SMOE_ACTIVATION_GELU, ONE_EXPERT, H, F, CAT, 0, 1, 0, 0, 0,
      1},
+    /* after the forward for few rows (src/cuda/experts/few_rows.cu) */
+    {"few rows", 16, 128, 72, 16, 4, SMOE_ACTIVATION_REGLU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
+    {"few bias inter", 12, 200, 136, 8, 4, SMOE_ACTIVATION_REGLU, RANDOM, B, B, INT, 1, 1, 0, 1, 0, 0},
+    {"few relu bias", 20, 136, 24, 7, 2, SMOE_ACTIVATION_RELU, RANDOM, B, F, CAT, 1, 1, 0, 0, 0, 0},
+    {"few one expert chunks 2", 100, 192, 72, 32, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, F, CAT, 1, 2, 0, 0,
+     0, 0},
+    {"few given rows", 37, 136, 40, 9, 1, SMOE_ACTIVATION_REGLU, ROWS, H, H, CAT, 1, 1, 0, 0, 0, 0},
+    {"few swiglu", 8, 256, 136, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, B, F, CAT, 1, 1, 0, 0, 0, 1},
 };
 
 enum { CASES = sizeof cases / sizeof cases[0] };
