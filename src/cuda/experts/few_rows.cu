@@ -5,25 +5,25 @@
 // Shapes: X (T, d), W1 (E, h, d), H (padded rows, h), A (padded rows, n), W2 (E, d, n), Y (padded rows,
 // columns of the chunk), where h is 2n with a gate and n without. FLOPs 2 R d h and 2 R d n.
 //
-// Bytes, of 16-bit elements, with C experts that have rows: 2 C d h of W1 and 2 C d n of W2, for every 8 rows
-// of an expert once more. All other bytes are few: X, A and Y have R rows, and for training H has the pad
-// rows too.
+// Bytes, of 16-bit elements, where C experts have rows: 2 C d h of W1 and 2 C d n of W2, once more for every
+// further 16 rows of an expert. All other bytes are few: X, A and Y have R rows, and H, which only training
+// stores, also has the pad rows.
 //
-// So the kernels must read the weights at the speed of the memory. The kernels for many rows (sm90/experts/)
-// have too few tiles for this: with 8 rows of 8 experts and n = 1024, 64 of 132 SMs have one. Here a CTA
-// takes 16 rows of weights over the whole length of the sums, and 8 such CTAs are on an SM at once. Each
-// warp has 4 KB of weights in flight, an SM 128 KB. The memory's latency times its speed is about 32 KB for
-// each SM.
+// So the weights must be read at the speed of the memory. The kernels for many rows (sm90/experts/) have too
+// few tiles for this: with one row for each of 8 experts and n = 1024, 64 of 132 SMs have one. Here a CTA
+// takes 16 rows of weights over the whole length of the sums, and 6 CTAs are on an SM at once. Every warp has
+// a ring of 6 KB in shared memory that it fills with cp.async, so an SM has up to 144 KB in flight. At 4.8
+// TB/s and about 800 ns, 29 KB on each SM are on their way at any time.
 //
-// Tile: 16 rows of weights x 8 rows of X or A. mma multiplies it in steps of 16 along K (d for up, n for
-// down) with the weights as operand a, straight from global memory to registers, and X or A as operand b.
-// A lane loads 16 contiguous bytes of a row, and four lanes 64. The places of K are thereby permuted, in both
-// operands alike, which does not change the sum's terms. The four warps of a CTA take 128 places of K by
-// turns (256 contiguous bytes of each row); their sums are added in the order of the warps.
+// Tile: 16 rows of X or A by 16 rows of weights. mma multiplies 16 by 8 rows, 16 places of K at a time (K is
+// d for up and n for down), with the weights as operand b. A lane copies 16 contiguous bytes of a row of
+// weights and reads them itself; four lanes copy 64 bytes. These are not the places of K that mma assigns to
+// a lane. But both operands are permuted alike, so the same products are added. The four warps of a CTA take
+// chunks of 32 places of K by turns, and their sums are added in the order of the warps.
 //
-// With a gate the 16 rows of W1 are the gate rows and the up rows of 8 features. An expert's rows are taken
-// in groups of 8; the weights are read again for each group. Pad rows are not multiplied. Only the backward
-// reads them, and only in H: there they get the same values as from the other kernels, b1 or 0.
+// With a gate the 16 rows of W1 are the gate rows and the up rows of 8 features. If an expert has more than
+// 16 rows, the CTA reads its weights again for each group of 16. Pad rows are not multiplied. Only the
+// backward reads them, and only in H: there they get the same values as from the other kernels, b1 or 0.
 #include "common/activation.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"
@@ -143,9 +143,9 @@ SMOE_DEVICE void multiply_group(float (&sums)[GROUP][PITCH], weight_stream &weig
         sums[(lane >> 2) + (i & 2) * 4][(i & 4) * 2 + (lane & 3) * 2 + (i & 1)] = acc[i >> 2][i & 3];
 }
 
-// All groups of a tile, which has `rows` rows. row_of(i) is where row i of X or A
-// starts. finish(i, j, sum) stores element j of the CTA's `columns` columns of row i; its argument sum(j) is
-// row i times row j of the weights.
+// All groups of a tile, which has `rows` rows. row_of(i) is where row i of X or A starts. finish(i, j, sum)
+// stores element j of the CTA's `columns` columns of row i; its argument sum(j) is row i times row j of the
+// weights.
 template <typename T, class R, class F>
 SMOE_DEVICE void multiply_rows(partial_sums &sums, weight_stream &weights, int rows, int columns,
                                const R &row_of, const F &finish)
