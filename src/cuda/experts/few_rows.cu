@@ -144,10 +144,10 @@ SMOE_DEVICE void multiply_group(float (&sums)[GROUP][PITCH], weight_stream &weig
 }
 
 // All groups of a tile, which has `rows` rows. row_of(i) is where row i of X or A starts. finish(i, j, sum)
-// stores element j of the CTA's `columns` columns of row i; its argument sum(j) is row i times row j of the
-// weights.
+// stores element j of row i, where the CTA has 1 << shift elements of every row; its argument sum(j) is row i
+// times row j of the weights.
 template <typename T, class R, class F>
-SMOE_DEVICE void multiply_rows(partial_sums &sums, weight_stream &weights, int rows, int columns,
+SMOE_DEVICE void multiply_rows(partial_sums &sums, weight_stream &weights, int rows, int shift,
                                const R &row_of, const F &finish)
 {
     const int warp = warp_number(), lane = threadIdx.x & 31, place = warp * CHUNK + (lane & 3) * 8;
@@ -162,9 +162,9 @@ SMOE_DEVICE void multiply_rows(partial_sums &sums, weight_stream &weights, int r
                           row_of(min(row + 8, rows - 1)) + place * 2, lane);
         __syncthreads();
 #pragma unroll 1
-        for (int i = (int)threadIdx.x; i < min(rows - first, (int)GROUP) * columns; i += THREADS) {
-            const int row = i / columns;
-            finish(first + row, i % columns, [&](int j) {
+        for (int i = (int)threadIdx.x; i < min(rows - first, (int)GROUP) << shift; i += THREADS) {
+            const int row = i >> shift;
+            finish(first + row, i & ((1 << shift) - 1), [&](int j) {
                 float sum = sums[0][row][j];
                 for (int w = 1; w < WARPS; w++) sum += sums[w][row][j];
                 return sum;
@@ -243,8 +243,8 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant_
     wait_for_previous();
     const moe_work tile = read_tile(u.lists);
     if (!moe_work_blocks(tile)) return;
-    const int columns = u.gated ? 8 : 16;
-    const int expert = moe_work_expert(tile), feature0 = (int)blockIdx.x * columns;
+    const int shift = u.gated ? 3 : 4; // 8 or 16 features
+    const int expert = moe_work_expert(tile), feature0 = (int)blockIdx.x << shift;
     const int n = (int)u.intermediate, length = (int)u.hidden;
     weight_stream weights(w1_rows(u, expert, feature0), length, shared_address(memory), warp_number(),
                           threadIdx.x & 31);
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant_
     const auto row_of = [&](int i) {
         return (const char *)u.x + (int64_t)u.row_token[tile.row + i] * u.hidden * 2;
     };
-    multiply_rows<T>(sums, weights, rows, columns, row_of, [&](int i, int j, const auto &sum) {
+    multiply_rows<T>(sums, weights, rows, shift, row_of, [&](int i, int j, const auto &sum) {
         const int row = tile.row + i, feature = feature0 + j;
         if (feature >= n) return;
         const uint32_t pair =
@@ -264,8 +264,8 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant_
     });
     const int pad_rows = u.h ? moe_work_blocks(tile) * SMOE_BLOCK_ROWS - rows : 0;
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < pad_rows * columns; i += THREADS) {
-        const int row = tile.row + rows + i / columns, feature = feature0 + i % columns;
+    for (int i = (int)threadIdx.x; i < pad_rows << shift; i += THREADS) {
+        const int row = tile.row + rows + (i >> shift), feature = feature0 + (i & ((1 << shift) - 1));
         if (feature < n)
             store_h(u, row, feature,
                     storage<T>::pack(bias_of<T>(u, expert, feature, 0),
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) down(const __grid_constan
     wait_for_previous();
     const int rows = count_rows(d.row_token, tile);
     const auto row_of = [&](int i) { return (const char *)d.a + (int64_t)(tile.row + i) * length * 2; };
-    multiply_rows<T>(sums, weights, rows, WEIGHTS, row_of, [&](int i, int j, const auto &sum) {
+    multiply_rows<T>(sums, weights, rows, 4, row_of, [&](int i, int j, const auto &sum) {
         const int column = column0 + j;
         if (column >= d.columns) return;
         float value = sum(j);
