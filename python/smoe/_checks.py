@@ -176,7 +176,9 @@ def routing(
     seed: int, logits_dtype: torch.dtype, norm_topk_prob: bool, coefficients: dict[str, float],
 ) -> None:  # fmt: skip
     for name, value in coefficients.items():
-        if isinstance(value, (bool, Tensor)) or not hasattr(value, "__float__"):
+        # torch.compile makes floats symbolic, and torch 2.11 cannot ask these for an attribute.
+        number = torch.compiler.is_compiling() or hasattr(value, "__float__")
+        if isinstance(value, (bool, Tensor)) or not number:
             raise TypeError(f"{function}: {name} is a {type(value).__name__}; expected a number")
     if isinstance(norm_topk_prob, Tensor) or norm_topk_prob not in (False, True):
         raise TypeError(f"{function}: norm_topk_prob is {norm_topk_prob!r}; expected True or False")

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 from transformers.utils import logging
@@ -54,21 +55,14 @@ def _activation_of(function, gated: bool) -> str | None:
     return None
 
 
-def _has_gpt_oss_gate(experts: nn.Module) -> bool:
-    """Whether the experts have gpt-oss's _apply_gate. The class is not compared, because PEFT's LoRA on expert weights
-    makes a subclass."""
-    gate = type(experts)._apply_gate
-    home = (gate.__module__, gate.__qualname__)
-    return home == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate")
-
-
 def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
     """smoe's activation and layout for these experts. If smoe cannot compute them, the activation is None and the third
     value is the reason."""
     if getattr(experts, "has_post_expert_norm", False):
         return None, "", "it has a norm after each expert"
     gated = getattr(experts, "has_gate", True)
-    if _has_gpt_oss_gate(experts):
+    # The function and not the class is compared, because PEFT's LoRA on expert weights makes a subclass.
+    if type(experts)._apply_gate is modeling_gpt_oss.GptOssExperts._apply_gate:
         if experts.alpha == 1.702 and experts.limit == 7.0:
             return "swiglu_oai", "interleaved", ""
         return None, "", f"its gate has alpha {experts.alpha} and limit {experts.limit}; smoe has 1.702 and 7"

@@ -157,28 +157,27 @@ def device_work(function):
 @part(cuda_only=True)
 def top_1():
     """Forward and backward with K = 1, unit weights and unsorted ids must not take longer for a row than with K = 8 and
-    equally many rows."""
+    equally many rows, except for what eight times as many tokens cost: 0.6 GB of x, out and their gradients, 7 % here.
+    The two are timed in turns."""
     H, I, E, T = 2048, 768, 128, 4096
-    times = {}
+    works = {}
     for K, tokens in ((8, T), (1, 8 * T)):
         made = layer(tokens, H, I, E, K)
         if K == 1:
             made["weights"] = torch.ones(tokens, 1, device=target.device)
-        dout = randn(tokens, H)
-        leaves = [made[n] for n in ("x", "w1", "w2")]
-        work = lambda: torch.autograd.grad(smoe.experts(**made), leaves, dout)
-        for _ in range(3):
-            work()
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        best = float("inf")
-        for _ in range(10):
+        dout, leaves = randn(tokens, H), [made[n] for n in ("x", "w1", "w2")]
+        works[K] = lambda made=made, dout=dout, leaves=leaves: torch.autograd.grad(smoe.experts(**made), leaves, dout)
+    start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+    times = dict.fromkeys(works, float("inf"))
+    for turn in range(13):
+        for K, work in works.items():
             start.record()
             for _ in range(3):
                 work()
             end.record()
             end.synchronize()
-            best = min(best, start.elapsed_time(end) / 3)
-        times[K] = best
+            if turn > 2:
+                times[K] = min(times[K], start.elapsed_time(end) / 3)
     find(
         "K = 1 against K = 8 on as many rows",
         times[1] <= 1.1 * times[8],
