@@ -158,10 +158,12 @@ static void test_resumed(void **state)
            "run/latest was trained with --seed 1 --batch 2, not --seed 1 --batch 8");
     expect(state, "train " TINY "--resume --steps 5 --out run text.txt", 0, "resumed at step 3 of 5\n");
     expect(state, "train " TINY "--resume --steps 5 --out run text.txt", 0,
+           "resumed at step 5 of 5: nothing is left but the last validation\n");
+    expect(state, "train " TINY "--resume --steps 5 --evaluations 0 --out run text.txt", 0,
            "resumed at step 5 of 5: nothing is left\n");
     expect(state, "train " TINY "--seconds 0.3 --out clock text.txt", 0, "done");
     expect(state, "train " TINY "--resume --seconds 0.2 --out clock text.txt", 0,
-           " s of training; of the 0.2 s, which count them, nothing is left\n");
+           " s of training; of the 0.2 s, which count them, nothing is left but the last validation\n");
     expect(state, "train " TINY "--resume --seconds 0.4 --out clock text.txt", 0,
            " s of training; of the 0.4 s, which count them, 0.");
 }

@@ -149,6 +149,37 @@ static void a_stop_before_the_last_validation(void **state)
     }
 }
 
+/* The last validation is stopped and then made by a resumed run, which makes no step. If the run is then made
+ * longer, the log keeps the line with this validation. */
+static void a_longer_run_keeps_the_last_validation(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char out[128];
+    s.logs = 3; // the line of step 20 is there only because the step is the last
+    train_ok(&s, &result);
+    s.resume = true;
+    s.steps = 24;
+    train_ok(&s, &result);
+    snprintf(out, sizeof out, "%s/other", p->folder);
+    s.out = out;
+    s.resume = false;
+    s.steps = 20;
+    train_stopped(&s, 20, &result);
+    s.resume = true;
+    train_stopped(&s, 0, &result);
+    assert_true(result.validation.stopped);
+    train_ok(&s, &result);
+    const double loss = result.loss;
+    train_ok(&s, &result);
+    assert_float_equal(result.loss, loss, 1e-7); // of the line that is in the log already
+    s.steps = 24;
+    train_ok(&s, &result);
+    assert_same_logs(p->out, out);
+    assert_same_checkpoints(p->out, out);
+}
+
 int main(void)
 {
     openblas_set_num_threads(1);
@@ -159,6 +190,7 @@ int main(void)
         RUN(a_stopped_validation_stays_due),
         RUN(a_stopped_validation_need_not_be_made),
         RUN(a_stop_before_the_last_validation),
+        RUN(a_longer_run_keeps_the_last_validation),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -51,9 +51,10 @@ static bool parse_line(const char *text, size_t size, log_line *line)
 }
 
 /* Keeps the lines from the beginning up to `step`. */
-static bool truncate_log(const char *path, int64_t step, error *err)
+static bool truncate_log(const char *path, int64_t step, log_line *last, error *err)
 {
     struct stat status;
+    *last = (log_line){.step = -1};
     if (stat(path, &status) != 0 || status.st_size == 0) return true;
     file_map map;
     if (!file_map_open(&map, path, err)) return false;
@@ -61,17 +62,19 @@ static bool truncate_log(const char *path, int64_t step, error *err)
     size_t kept = 0, length;
     log_line line;
     while ((length = line_length(text + kept, map.size - kept)) > 0 &&
-           parse_line(text + kept, length, &line) && line.step <= step)
+           parse_line(text + kept, length, &line) && line.step <= step) {
         kept += length;
+        *last = line;
+    }
     bool done = kept == map.size || file_write(path, map.data, kept, err);
     file_map_close(&map);
     return done;
 }
 
-bool log_open(train_log **log, const char *path, int64_t step, error *err)
+bool log_open(train_log **log, const char *path, int64_t step, log_line *last, error *err)
 {
     *log = NULL;
-    if (!truncate_log(path, step, err)) return false;
+    if (!truncate_log(path, step, last, err)) return false;
     train_log *made = calloc(1, sizeof *made);
     if (!made) return fail(err, ERROR_RUNTIME, "out of memory: the log");
     made->path = strdup(path);

@@ -27,8 +27,8 @@ typedef struct train_log train_log;
 
 /* Opens `path` for appending. First it removes the lines past `step`, which a run wrote after the checkpoint
  * that is now resumed, and an incomplete last line of a killed process. The file is replaced in one
- * rename. */
-bool log_open(train_log **log, const char *path, int64_t step, error *err);
+ * rename. *last receives the last line that stays; its step is -1 if there is none. */
+bool log_open(train_log **log, const char *path, int64_t step, log_line *last, error *err);
 bool log_write(train_log *log, const log_line *line, error *err);
 bool log_sync(const train_log *log, error *err); // the lines so far are on the disk
 void log_close(train_log *log);                  // NULL is fine

@@ -41,6 +41,17 @@ static int64_t tokens_of(const run *r, int64_t steps)
     return steps * r->settings->batch * r->settings->config.context;
 }
 
+/* The line of the last step is in the log: the next line begins after this step. */
+static void begin_line(train_state *state)
+{
+    state->line_elapsed = state->elapsed;
+    state->loss_sum = 0.0;
+    state->loss_count = 0;
+    state->loss_bytes = 0;
+    state->routing = routing_report_none;
+    state->line_due = false;
+}
+
 /* ---- start ---- */
 
 static bool allocate(run *r, error *err)
@@ -151,6 +162,18 @@ static bool open_tokenizer(run *r, error *err)
                 (long long)r->words.table.tokens, (long long)s->config.vocab, before ? "" : " (--vocab)");
 }
 
+/* If the log has the line of the checkpoint's step, the line may have been written after the checkpoint: the
+ * validation of this step was stopped and made by a resumed run, which made no further step. */
+static bool open_log(run *r, const char *path, error *err)
+{
+    log_line last;
+    if (!log_open(&r->log, path, r->state.step, &last, err)) return false;
+    if (last.step != r->state.step) return true;
+    r->line = last;
+    begin_line(&r->state);
+    return true;
+}
+
 static bool open_run(run *r, error *err)
 {
     const train_settings *s = r->settings;
@@ -179,9 +202,7 @@ static bool open_run(run *r, error *err)
         return fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
     r->started = clock_seconds();
     r->before = r->state.elapsed;
-    // If there are losses that are in no line yet, a line of this step was written after the checkpoint. It
-    // is removed and written again.
-    return log_open(&r->log, path, r->state.loss_count ? r->state.step - 1 : r->state.step, err);
+    return open_log(r, path, err);
 }
 
 static void close_run(run *r)
@@ -303,12 +324,7 @@ static bool write_line(run *r, double val_loss, error *err)
                          .lr = now->lr,
                          .grad_norm = now->grad_norm,
                          .routing = now->routing};
-    now->line_elapsed = now->elapsed;
-    now->loss_sum = 0.0;
-    now->loss_count = 0;
-    now->loss_bytes = 0;
-    now->routing = routing_report_none;
-    now->line_due = false;
+    begin_line(now);
     return log_write(r->log, &r->line, err);
 }
 

@@ -73,7 +73,8 @@ typedef void (*train_observer)(void *user, const train_report *report);
 typedef struct train_result {
     int64_t step, tokens;
     double elapsed;        // seconds of training, those before a resume included
-    double loss;           // of the last log line, nats; NAN: there was none
+    double loss;           // of the last line that the run wrote, or of the line of the step at which it was
+                           // resumed, nats; NAN: there is none
     evaluation validation; // the last one, over last_evaluation_tokens
     bool interrupted;      // by *stop, during training or during the last validation, which then has no loss
     bool drawn;            // curve.png is there

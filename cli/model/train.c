@@ -101,18 +101,19 @@ static bool adopt_shape(train_options *options, error *err)
 static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
+    const char *nothing = s->evaluations ? "nothing is left but the last validation" : "nothing is left";
     show_skipped(start->data);
     if (!start->resumed) return;
     fprintf(stderr, "resumed at step %lld", (long long)start->step);
     if (s->steps)
-        fprintf(stderr, " of %lld%s\n", (long long)s->steps,
-                start->step < s->steps ? "" : ": nothing is left");
+        fprintf(stderr, " of %lld%s%s\n", (long long)s->steps, start->step < s->steps ? "" : ": ",
+                start->step < s->steps ? "" : nothing);
     else if (left > 0)
         fprintf(stderr, " after %.1f s of training; of the %g s, which count them, %.1f s are left\n",
                 start->elapsed, s->seconds, left);
     else
-        fprintf(stderr, " after %.1f s of training; of the %g s, which count them, nothing is left\n",
-                start->elapsed, s->seconds);
+        fprintf(stderr, " after %.1f s of training; of the %g s, which count them, %s\n", start->elapsed,
+                s->seconds, nothing);
 }
 
 /* What the run has written. Without checkpoints none can be resumed. */
