@@ -138,6 +138,16 @@ static void log_goes_on_where_the_checkpoint_was(void **state)
     free(again);
 }
 
+/* Reads the log of a run without checkpoints and removes it, so that the next run may have the folder. */
+static size_t take_log(const char *out, log_line **lines)
+{
+    char path[PATH_BYTES];
+    const size_t count = read_log(out, lines);
+    snprintf(path, sizeof path, "%s/train.jsonl", out);
+    assert_int_equal(remove(path), 0);
+    return count;
+}
+
 /* Up must drop no pairs, Down must add none, and plain top-K does neither. The log must have the numbers of
  * the last training step, not of the validation after it, which uses plain top-K. */
 static void log_has_what_rounding_did(void **state)
@@ -146,17 +156,13 @@ static void log_has_what_rounding_did(void **state)
     place *p = *state;
     train_settings s = settings_of(p);
     train_result result;
-    char path[PATH_BYTES];
     log_line *lines;
-    size_t count;
-    error err = {0};
     s.checkpoints = 0;
     s.routing.tile = 16; // an expert has 24 rows on average
-    snprintf(path, sizeof path, "%s/train.jsonl", p->out);
     for (int i = 0; i < 3; i++) {
         s.routing.rounding = rules[i];
         train_ok(&s, &result);
-        if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+        const size_t count = take_log(p->out, &lines);
         for (size_t l = 0; l < count; l++) {
             const routing_report *r = &lines[l].routing;
             assert_true(rules[i] == SMOE_ROUNDING_UP ? r->added > 0.02 : r->added == 0);
@@ -170,13 +176,13 @@ static void log_has_what_rounding_did(void **state)
     }
     s.routing.tile = 64; // more than any expert can have: down drops every pair
     train_ok(&s, &result);
-    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    take_log(p->out, &lines);
     assert_true(lines[0].routing.dropped == 1 && lines[0].routing.emptied > 0.5);
     free(lines);
     s.config.dense_layers = s.config.layers; // nothing is routed
     s.config.dense_intermediate = 16;
     train_ok(&s, &result);
-    if (!log_read(path, &lines, &count, &err)) fail_msg("%s", err.text);
+    take_log(p->out, &lines);
     assert_true(isnan(lines[0].routing.added) && isnan(lines[0].routing.busiest));
     free(lines);
 }

@@ -121,15 +121,31 @@ static bool save(run *r, error *err)
                            r->settings->keep, err);
 }
 
-static bool start(run *r, error *err)
+static bool log_path(const train_settings *s, char *path, error *err)
 {
-    const train_settings *s = r->settings;
+    return snprintf(path, PATH_BYTES, "%s/train.jsonl", s->out) < PATH_BYTES ||
+           fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
+}
+
+/* A new run must not replace the checkpoints or the log of another one. */
+static bool check_unused(const train_settings *s, error *err)
+{
     char path[PATH_BYTES];
-    if (s->resume) return resume(r, err);
+    struct stat about;
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
         return fail(err, ERROR_USAGE, "%s exists already: %schoose another folder", path,
                     strcmp(path, s->out) == 0 ? "" : "resume it, or ");
+    if (!log_path(s, path, err)) return false;
+    if (stat(path, &about) != 0 || about.st_size == 0) return true;
+    return fail(err, ERROR_USAGE,
+                "%s exists already, the log of a run without a checkpoint: choose another folder", path);
+}
+
+static bool start(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    if (s->resume) return resume(r, err);
     if (!take_weights(r, err)) return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;
@@ -164,10 +180,12 @@ static bool open_tokenizer(run *r, error *err)
 
 /* If the log has the line of the checkpoint's step, the line may have been written after the checkpoint: the
  * validation of this step was stopped and made by a resumed run, which made no further step. */
-static bool open_log(run *r, const char *path, error *err)
+static bool open_log(run *r, error *err)
 {
+    char path[PATH_BYTES];
     log_line last;
-    if (!log_open(&r->log, path, r->state.step, &last, err)) return false;
+    if (!log_path(r->settings, path, err) || !log_open(&r->log, path, r->state.step, &last, err))
+        return false;
     if (last.step != r->state.step) return true;
     r->line = last;
     begin_line(&r->state);
@@ -177,7 +195,6 @@ static bool open_log(run *r, const char *path, error *err)
 static bool open_run(run *r, error *err)
 {
     const train_settings *s = r->settings;
-    char path[PATH_BYTES];
     moe_routing routing = s->routing;
     routing.seed = s->seed;
     device_options device = s->device;
@@ -192,17 +209,15 @@ static bool open_run(run *r, error *err)
     if (s->batch % s->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)s->parts, (long long)s->batch);
-    if (!open_tokenizer(r, err) ||
+    if ((!s->resume && !check_unused(s, err)) || !open_tokenizer(r, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
                      s->config.vocab, s->config.context, TOKENS_TRAIN, err) ||
         !(r->device = device_open(&device, err)) ||
         !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
-    if (snprintf(path, sizeof path, "%s/train.jsonl", s->out) >= PATH_BYTES)
-        return fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
     r->started = clock_seconds();
     r->before = r->state.elapsed;
-    return open_log(r, path, err);
+    return open_log(r, err);
 }
 
 static void close_run(run *r)

@@ -32,7 +32,8 @@ struct train_settings {
     size_t path_count;
     const char *tokenizer; // table of the tokens (train/bpe.h); NULL: that of the checkpoint resumed or
                            // started from, or none
-    const char *out;       // folder of log, curve and checkpoints
+    const char *out;       // folder of log, curve and checkpoints; a new run must not find a checkpoint or
+                           // lines of a log there
     bool resume;           // continue from OUT/latest, whose config.json must equal `config`
     const char *from;      // a checkpoint with the first weights; NULL: random weights. Its config.json
                            // must equal `config` except for the context
