@@ -12,7 +12,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 7, MOST_PAIRS = COUNTERS + VALUES + 1 };
+enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 7, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
 
 /* The values that are left out of the file while they are not known. */
 static const struct {
@@ -25,6 +25,9 @@ static const struct {
                     {"dropped", offsetof(train_state, routing.dropped)},
                     {"emptied", offsetof(train_state, routing.emptied)},
                     {"busiest", offsetof(train_state, routing.busiest)}};
+
+/* The fields of tokens_mark. */
+static const char *const marks[MARKS] = {"train_tokens", "validation_tokens", "text_checksum"};
 
 static bool join(char *path, const char *folder, const char *name, error *err)
 {
@@ -115,6 +118,12 @@ static bool write_state(const char *folder, const model *m, const adamw_arrays *
         if (!isfinite(value)) continue;
         snprintf(text[count], sizeof text[count], "%a", value);
         pairs[count] = (safetensors_pair){values[i].key, text[count]};
+        count++;
+    }
+    const uint64_t mark[MARKS] = {(uint64_t)s->text.train, (uint64_t)s->text.validation, s->text.checksum};
+    for (size_t i = 0; i < MARKS && s->text.train > 0; i++) {
+        snprintf(text[count], sizeof text[count], "%llu", (unsigned long long)mark[i]);
+        pairs[count] = (safetensors_pair){marks[i], text[count]};
         count++;
     }
     if (s->line_due) pairs[count++] = (safetensors_pair){"line_due", "1"};
@@ -294,6 +303,19 @@ static bool read_moments(const safetensors *file, const model *m, const adamw_ar
     return done;
 }
 
+static bool read_mark(const safetensors *file, const char *path, tokens_mark *mark, error *err)
+{
+    int64_t checksum = 0;
+    *mark = (tokens_mark){0};
+    if (!safetensors_metadata(file, marks[0])) return true;
+    if (!read_counter(file, path, marks[0], NULL, &mark->train, err) ||
+        !read_counter(file, path, marks[1], NULL, &mark->validation, err) ||
+        !read_counter(file, path, marks[2], NULL, &checksum, err))
+        return false;
+    mark->checksum = (uint64_t)checksum;
+    return true;
+}
+
 static bool read_counters(const safetensors *file, const char *path, train_state *s, error *err)
 {
     int64_t seed = 0;
@@ -303,7 +325,8 @@ static bool read_counters(const safetensors *file, const char *path, train_state
         !read_counter(file, path, "elapsed", &s->elapsed, NULL, err) ||
         !read_counter(file, path, "loss_sum", &s->loss_sum, NULL, err) ||
         !read_counter(file, path, "loss_count", NULL, &s->loss_count, err) ||
-        !read_counter(file, path, "loss_bytes", NULL, &s->loss_bytes, err))
+        !read_counter(file, path, "loss_bytes", NULL, &s->loss_bytes, err) ||
+        !read_mark(file, path, &s->text, err))
         return false;
     s->seed = (uint64_t)seed;
     for (size_t i = 0; i < VALUES; i++) {

@@ -17,6 +17,7 @@
 #include "train/model.h"
 #include "train/routing_report.h"
 #include "train/tokenizer.h"
+#include "train/tokens.h"
 
 /* The counters of the training loop, and what the next line of the log needs. The values after loss_bytes
  * are NAN or false if they are not known. */
@@ -24,6 +25,7 @@ typedef struct train_state {
     int64_t step;           // steps done; also the counter of the sampler
     uint64_t seed;          // of the samples
     int64_t batch;          // sequences of a step
+    tokens_mark text;       // what the run is trained on; zeroed by programs that did not write it
     double elapsed;         // seconds of training
     double loss_sum;        // of the steps since the last line of the log
     int64_t loss_count;     // how many these are

@@ -350,6 +350,29 @@ int64_t tokens_validation_count(const tokens *data)
     return data->validation.total;
 }
 
+/* ---- the mark of a text ---- */
+
+/* At equal distances, the first at the beginning and the last at the end. Of a short stream all tokens. */
+static uint64_t stream_checksum(const stream *s, uint64_t sum)
+{
+    enum { PLACES = 256, RUN = 64 };
+    const int64_t run = s->total < RUN ? s->total : RUN, all = (s->total + RUN - 1) / RUN;
+    const int64_t places = all < PLACES ? all : PLACES;
+    for (int64_t i = 0; i < places; i++) {
+        int32_t ids[RUN];
+        stream_copy(s, places > 1 ? i * (s->total - run) / (places - 1) : 0, run, ids);
+        for (int64_t k = 0; k < run; k++) sum = random_bits(sum, (uint64_t)ids[k]);
+    }
+    return sum;
+}
+
+tokens_mark tokens_identify(const tokens *data)
+{
+    return (tokens_mark){.train = data->train.total,
+                         .validation = data->validation.total,
+                         .checksum = stream_checksum(&data->validation, stream_checksum(&data->train, 0))};
+}
+
 /* ---- batches ---- */
 
 static void copy_window(const stream *s, int64_t position, int64_t count, int32_t *inputs, int32_t *targets)

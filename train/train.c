@@ -64,7 +64,24 @@ static bool allocate(run *r, error *err)
     return true;
 }
 
-/* Loads OUT/latest. Its model's sizes, its seed and its batch must be those of the settings. */
+/* The place in the text that a run has reached means nothing in another text. A checkpoint of an earlier
+ * program does not say what its text was. */
+static bool check_text(const run *r, const char *path, error *err)
+{
+    const tokens_mark was = r->state.text, is = tokens_identify(r->data);
+    if (was.train == 0 ||
+        (was.train == is.train && was.validation == is.validation && was.checksum == is.checksum))
+        return true;
+    return fail(
+        err, ERROR_USAGE,
+        "%.120s was trained on another text (%lld tokens to train on, %lld to validate on, checksum "
+        "%016llx) than this one (%lld, %lld, %016llx): resume with the text of the run, or start a new "
+        "run with its weights (--from)",
+        path, (long long)was.train, (long long)was.validation, (unsigned long long)was.checksum,
+        (long long)is.train, (long long)is.validation, (unsigned long long)is.checksum);
+}
+
+/* Loads OUT/latest. Its model's sizes, its seed, its batch and its text must be those of the settings. */
 static bool resume(run *r, error *err)
 {
     const train_settings *s = r->settings;
@@ -90,6 +107,8 @@ static bool resume(run *r, error *err)
                     "%s was trained with --seed %llu --batch %lld, not --seed %llu --batch %lld", path,
                     (unsigned long long)r->state.seed, (long long)r->state.batch, (unsigned long long)s->seed,
                     (long long)s->batch);
+    if (!check_text(r, path, err)) return false;
+    r->state.text = tokens_identify(r->data); // unknown in a checkpoint of an earlier program
     return true;
 }
 
@@ -149,6 +168,7 @@ static bool start(run *r, error *err)
     if (!take_weights(r, err)) return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;
+    r->state.text = tokens_identify(r->data);
     // A checkpoint is saved before the first step. So there is always a usable checkpoint, and a full disk is
     // noticed at once.
     return save(r, err);
