@@ -1,24 +1,11 @@
 /* `smoe train`, `generate` and `eval` as programs: the messages and exit statuses for bad input; and a run
  * that is killed at any moment must leave a checkpoint that can be evaluated and resumed. */
 #define _DEFAULT_SOURCE
-#include "tests/folder.h"
-
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
+#include "tests/cli_case.h"
 
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include <stdbool.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-
-enum { OUTPUT_BYTES = 1 << 16 };
 
 /* The thread sanitizer holds signals back until a read returns. */
 #if defined(__SANITIZE_THREAD__)
@@ -31,53 +18,6 @@ enum { OUTPUT_BYTES = 1 << 16 };
 #ifndef LATE_SIGNALS
 #define LATE_SIGNALS 0
 #endif
-
-#define TINY "--hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 16 --batch 2 -q "
-
-enum stream { OUTPUT, ERRORS };
-
-/* Runs PREFIX `smoe ARGUMENTS` in the test's folder and returns the exit status. `output` receives one of its
- * streams. */
-static int run_for(void **state, const char *prefix, const char *arguments, enum stream stream, char *output)
-{
-    char command[8192];
-    snprintf(command, sizeof command, "cd '%s' && OMP_NUM_THREADS=1 %s '%s' %s %s", (const char *)*state,
-             prefix, SMOE_PROGRAM, stream == OUTPUT ? "2>/dev/null" : "2>&1 >/dev/null", arguments);
-    FILE *pipe = popen(command, "r");
-    assert_non_null(pipe);
-    const size_t length = fread(output, 1, OUTPUT_BYTES - 1, pipe);
-    output[length] = '\0';
-    const int status = pclose(pipe);
-    assert_true(WIFEXITED(status));
-    return WEXITSTATUS(status);
-}
-
-static int run(void **state, const char *prefix, const char *arguments, char *output)
-{
-    return run_for(state, prefix, arguments, ERRORS, output);
-}
-
-static void expect(void **state, const char *arguments, int status, const char *message)
-{
-    static char output[OUTPUT_BYTES];
-    const int got = run(state, "", arguments, output);
-    if (got != status || !strstr(output, message))
-        fail_msg("smoe %s: exit status %d, '%s' instead of %d, '%s'", arguments, got, output, status,
-                 message);
-}
-
-/* text.txt, empty.txt and the folder `nothing`, which holds an empty file. */
-static void put_texts(void **state)
-{
-    enum { BYTES = 8192 };
-    char path[4096], text[BYTES];
-    for (int i = 0; i < BYTES; i++) text[i] = (char)('a' + i * i % 23);
-    put_file(in_folder(path, state, "text.txt"), text, BYTES);
-    put_file(in_folder(path, state, "empty.txt"), text, 0);
-    snprintf(path, sizeof path, "mkdir '%s/nothing' && : >'%s/nothing/empty'", (const char *)*state,
-             (const char *)*state);
-    assert_int_equal(system(path), 0);
-}
 
 static void test_bad_input(void **state)
 {
@@ -217,40 +157,6 @@ static void test_text_without_tokenizer(void **state)
     expect(state, "train --from run --batch 2 -q --steps 2 --out other text.txt", 2, message);
     expect(state, "eval -c run text.txt", 2, message);
     expect(state, "eval -c run ids.bin", 0, "");
-}
-
-/* A number of the result of `smoe ARGUMENTS --json`; `redirect` redirects its standard input. */
-static double figure(void **state, const char *arguments, const char *key, const char *redirect)
-{
-    static char output[OUTPUT_BYTES];
-    char whole[1024], quoted[64];
-    snprintf(whole, sizeof whole, "%s --json %s", arguments, redirect);
-    const int status = run_for(state, "", whole, OUTPUT, output);
-    if (status != 0) fail_msg("smoe %s: exit status %d", arguments, status);
-    snprintf(quoted, sizeof quoted, "\"%s\":", key);
-    const char *at = strstr(output, quoted);
-    if (!at) fail_msg("smoe %s: '%s' lacks %s", arguments, output, key);
-    return strtod(at + strlen(quoted), NULL);
-}
-
-/* Every token but the first is a target: with a rest, of a text shorter than the context, at any context. */
-static void test_eval_counts_every_token(void **state)
-{
-    char path[4096];
-    put_texts(state);
-    put_file(in_folder(path, state, "nine.txt"), "abcdefghi", 9);
-    put_file(in_folder(path, state, "one.txt"), "a", 1);
-    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
-    assert_true(figure(state, "eval -c run text.txt", "tokens", "") == 8191);
-    assert_true(figure(state, "eval -c run nine.txt", "tokens", "") == 8);
-    assert_true(figure(state, "eval -c run --context 3 text.txt", "tokens", "") == 8191);
-    assert_true(figure(state, "eval -c run --context 1e2 text.txt", "tokens", "") == 8191);
-    const double whole = figure(state, "eval -c run --context 8 nine.txt", "loss", "");
-    const double same = figure(state, "eval -c run nine.txt", "loss", "");
-    const double cut = figure(state, "eval -c run --context 3 nine.txt", "loss", "");
-    assert_true(whole == same); // 8 tokens in one window, whole or partial
-    assert_true(whole != cut);
-    expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
 }
 
 /* Binary files of a folder must be left out, with a message. */
@@ -578,7 +484,6 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signal_sent_twice, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_later_signal, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_dense_twin, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_info_model, folder_setup, folder_teardown),

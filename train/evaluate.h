@@ -22,8 +22,8 @@ static inline double evaluation_bits_per_byte(const evaluation *e)
 }
 
 /* Evaluates every token but the first; or, if most > 0, at most `most` windows at equal distances. The
- * model's context must be the one with which the data was opened. If *stop is not 0, ends early, without an
- * error; stop may be NULL.
+ * model's context must be the one with which the data was opened; if the data have no whole window, their
+ * rest is enough. If *stop is not 0, ends early, without an error; stop may be NULL.
  */
 bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most,
               const volatile sig_atomic_t *stop, error *err);

@@ -25,8 +25,8 @@ typedef struct eval_options {
 static const struct argp_option options_table[] = {
     {"checkpoint", 'c', "DIR", 0, "A checkpoint, or the folder of a run (default smoe-out)", 0},
     {"context", KEY_CONTEXT, "N", 0,
-     "Tokens of a window (default: the checkpoint's context); the last window may be shorter, so that "
-     "every token except the first is predicted",
+     "Tokens of a window (default: the checkpoint's context, for which the model was trained); at most those "
+     "of the text. The last window may be shorter, so that every token except the first is predicted",
      0},
     {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
     {"json", KEY_JSON, NULL, 0, "One JSON object", 0},
@@ -79,26 +79,49 @@ static bool print_result(const eval_options *o, const evaluation *e, error *err)
     return table_close(t, err);
 }
 
-static bool measure(const eval_options *o, model *m, const tokens *data, error *err)
+/* The tokens of a window: --context, but no more than can be predicted, or else the model's own context. A
+ * line says if the text has fewer, or if the model was trained with fewer. */
+static int64_t choose_context(const eval_options *o, int64_t trained, const tokens *data)
 {
+    const int64_t most = tokens_validation_count(data) - 1;
+    if (o->context == 0) return trained;
+    if (o->context > most)
+        fprintf(stderr, "--context %lld is longer than the text: it is one window of %lld tokens\n",
+                (long long)o->context, (long long)most);
+    const int64_t context = o->context < most ? o->context : most;
+    if (context > trained)
+        fprintf(stderr,
+                "windows of %lld tokens, but the model was trained with a context of %lld: its loss may be "
+                "higher past it\n",
+                (long long)context, (long long)trained);
+    return context;
+}
+
+static bool measure(train_device *device, const eval_options *o, const tokens *data, int64_t context,
+                    error *err)
+{
+    model m;
     evaluation result;
-    show_skipped(data);
-    return evaluate(&result, m, data, 0, NULL, err) && print_result(o, &result, err);
+    if (!load_model(&m, o->checkpoint, SEQUENCES, context, MODEL_EVALUATE, device, err)) return false;
+    bool done = evaluate(&result, &m, data, 0, NULL, err) && print_result(o, &result, err);
+    model_destroy(&m);
+    return done;
 }
 
 static bool run_on(train_device *device, const eval_options *o, error *err)
 {
-    model m;
+    model_config config;
     tokenizer words = {0};
     tokens *data = NULL;
-    if (!load_model(&m, o->checkpoint, SEQUENCES, o->context, MODEL_EVALUATE, device, err)) return false;
-    bool done = load_tokenizer(&words, o->checkpoint, err) &&
-                tokens_open(&data, o->paths, o->path_count, words.table.tokens ? &words.table : NULL,
-                            m.config.vocab, m.config.context, TOKENS_EVAL, err) &&
-                measure(o, &m, data, err);
+    if (!load_config(&config, o->checkpoint, err) || !load_tokenizer(&words, o->checkpoint, err))
+        return false;
+    const int64_t wanted = o->context ? o->context : config.context;
+    bool done = tokens_open(&data, o->paths, o->path_count, words.table.tokens ? &words.table : NULL,
+                            config.vocab, wanted, TOKENS_EVAL, err);
+    if (done) show_skipped(data);
+    done = done && measure(device, o, data, choose_context(o, config.context, data), err);
     tokens_close(data);
     tokenizer_close(&words);
-    model_destroy(&m);
     return done;
 }
 

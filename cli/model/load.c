@@ -3,6 +3,12 @@
 
 #include "train/checkpoint.h"
 
+bool load_config(model_config *config, const char *path, error *err)
+{
+    char name[4096];
+    return checkpoint_find(path, name, sizeof name, err) && checkpoint_load_config(name, config, err);
+}
+
 bool load_model(model *m, const char *path, int64_t sequences, int64_t context, model_use use,
                 train_device *device, error *err)
 {

@@ -5,6 +5,9 @@
 #include "train/model.h"
 #include "train/tokenizer.h"
 
+/* Reads config.json of a checkpoint, or of the newest checkpoint of a run. */
+bool load_config(model_config *config, const char *path, error *err);
+
 /* `path` is a checkpoint, or the folder of a run, whose newest checkpoint is taken. The model can run passes
  * of up to `sequences` sequences of up to `context` tokens (0: the checkpoint's context), without gradients.
  * If the context is longer than the checkpoint's, a pass has fewer sequences, so that it has no more tokens.

@@ -1,0 +1,55 @@
+/* `smoe eval` as a program: which tokens count, and what it says about the length of its windows. */
+#define _DEFAULT_SOURCE
+#include "tests/cli_case.h"
+
+/* Every token but the first is a target: with a rest, of a text shorter than the context, at any context. */
+static void test_eval_counts_every_token(void **state)
+{
+    char path[4096];
+    put_texts(state);
+    put_file(in_folder(path, state, "nine.txt"), "abcdefghi", 9);
+    put_file(in_folder(path, state, "one.txt"), "a", 1);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    assert_true(figure(state, "eval -c run text.txt", "tokens", "") == 8191);
+    assert_true(figure(state, "eval -c run nine.txt", "tokens", "") == 8);
+    assert_true(figure(state, "eval -c run --context 3 text.txt", "tokens", "") == 8191);
+    assert_true(figure(state, "eval -c run --context 1e2 text.txt", "tokens", "") == 8191);
+    const double whole = figure(state, "eval -c run --context 8 nine.txt", "loss", "");
+    const double same = figure(state, "eval -c run nine.txt", "loss", "");
+    const double cut = figure(state, "eval -c run --context 3 nine.txt", "loss", "");
+    assert_true(whole == same); // 8 tokens in one window, whole or partial
+    assert_true(whole != cut);
+    expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
+}
+
+/* A window has no more tokens than the text. A line says so, and another one that the model was not trained
+ * for windows of this length. */
+static void test_eval_says_what_its_windows_are(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    char path[4096];
+    put_texts(state);
+    put_file(in_folder(path, state, "nine.txt"), "abcdefghi", 9);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    expect(state, "eval -c run --context 1e7 nine.txt", 0,
+           "--context 10000000 is longer than the text: it is one window of 8 tokens\n");
+    assert_true(figure(state, "eval -c run --context 1e7 text.txt", "loss", "") ==
+                figure(state, "eval -c run --context 8191 text.txt", "loss", ""));
+    expect(state, "eval -c run --context 17 text.txt", 0,
+           "windows of 17 tokens, but the model was trained with a context of 16: its loss may be higher");
+    expect_quiet(state, "eval -c run --context 16 text.txt");
+    expect_quiet(state, "eval -c run nine.txt");
+    // The memory is that of the window, not of the 1e7 tokens. A sanitizer does not start with this limit.
+    const char *const limit = "ulimit -v 8000000 &&";
+    if (run(state, limit, "--version", output) != 0) return;
+    assert_int_equal(run(state, limit, "eval -c run --context 1e7 text.txt", output), 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_eval_says_what_its_windows_are, folder_setup, folder_teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
