@@ -223,13 +223,61 @@ static void test_pieces(void **state)
     model_destroy(&again);
 }
 
+/* Counters that no run can have are errors. A run that went on from them would compute with other numbers
+ * than it prints, or read outside of its text. */
+static void test_impossible_counters(void **state)
+{
+    static const struct {
+        const char *key, *value, *reason; // NULL: none
+    } cases[] = {
+        {"step", "12", NULL},
+        {"step", "9223372036854775807", "\"step\" is 9223372036854775807, more than 1000000000000000000"},
+        {"step", "18446744073709551615", "\"step\" is 18446744073709551615, more than"},
+        {"step", "99999999999999999999", "\"step\" is \"99999999999999999999\", not a number"},
+        {"step", "-1", "\"step\" is \"-1\", not a number"},
+        {"step", "", "not a number"},
+        {"seed", "18446744073709551615", NULL},
+        {"elapsed", "-0x1p+3", "\"elapsed\" is -8, less than 0"},
+        {"elapsed", "inf", "\"elapsed\" is \"inf\", not a number"},
+        {"loss_count", "2000000000000000000", "\"loss_count\" is"},
+        {"train_tokens", "2000000000000000000", "\"train_tokens\" is"},
+        {"text_checksum", "18446744073709551615", NULL},
+    };
+    checkpoint c;
+    char path[8192];
+    write_checkpoint(&c, state, false);
+    snprintf(path, sizeof path, "%s/state.safetensors", c.folder);
+    float *moments = calloc(c.m.layout.total, sizeof *moments);
+    const adamw_arrays arrays = {.first = moments, .second = moments, .state_type = SMOE_TYPE_F32};
+    const int64_t total = (int64_t)c.m.layout.total;
+    const tensor tensors[] = {{.name = "adamw.first", TENSOR_F32, 1, {total}, moments},
+                              {.name = "adamw.second", TENSOR_F32, 1, {total}, moments}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        safetensors_pair pairs[] = {{"step", "5"},         {"seed", "1"},         {"batch", "1"},
+                                    {"elapsed", "1"},      {"loss_sum", "0"},     {"loss_count", "0"},
+                                    {"loss_bytes", "0"},   {"train_tokens", "1"}, {"validation_tokens", "1"},
+                                    {"text_checksum", "1"}};
+        enum { PAIRS = sizeof pairs / sizeof pairs[0] };
+        train_state read;
+        error err = {0};
+        for (size_t k = 0; k < PAIRS; k++)
+            if (strcmp(pairs[k].key, cases[i].key) == 0) pairs[k].value = cases[i].value;
+        if (!safetensors_write(path, tensors, 2, pairs, PAIRS, &err)) fail_msg("%s", err.text);
+        const bool done = checkpoint_load_state(c.folder, &c.m, &arrays, &read, &err);
+        if (done == (cases[i].reason != NULL) || (!done && !strstr(err.text, cases[i].reason)))
+            fail_msg("%s is %s: '%s'", cases[i].key, cases[i].value, done ? "" : err.text);
+    }
+    free(moments);
+    close_checkpoint(&c);
+}
+
 #define IN_FOLDER(test) cmocka_unit_test_setup_teardown(test, folder_setup, folder_teardown)
 
 int main(void)
 {
     omp_set_num_threads(1);
-    const struct CMUnitTest tests[] = {IN_FOLDER(test_one_file), IN_FOLDER(test_shards),
+    const struct CMUnitTest tests[] = {IN_FOLDER(test_one_file),    IN_FOLDER(test_shards),
                                        IN_FOLDER(test_unexplained), IN_FOLDER(test_tied),
-                                       IN_FOLDER(test_pieces)};
+                                       IN_FOLDER(test_pieces),      IN_FOLDER(test_impossible_counters)};
     return cmocka_run_group_tests_name("checkpoint", tests, NULL, NULL);
 }

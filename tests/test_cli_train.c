@@ -40,6 +40,8 @@ static void test_bad_input(void **state)
          "--steps cannot be combined with --minutes: a run ends by one of them"},
         {"train --seconds 9 --minutes 1 text.txt", 2, "--minutes cannot be combined with --seconds"},
         {"train " TINY "--steps 900 --steps 2 --out last text.txt", 0, "done"},
+        {"train --steps 1e15 --batch 1e4 --context 1e4 text.txt", 2,
+         "1000000000000000 steps of 100000000 tokens are more than 2^63 tokens"},
         {"train --lr nan text.txt", 2, "--lr: 'nan' is not a number in 0..1000"},
         {"train --init 0 text.txt", 2, "--init: '0' is not a number in 1e-06..10"},
         {"train --tile 0 text.txt", 2, "--tile: '0' is not a number in 1..4096"},

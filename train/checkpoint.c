@@ -6,6 +6,7 @@
 #include "train/safetensors.h"
 #include "train/stream.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,6 +26,8 @@ static const struct {
                     {"dropped", offsetof(train_state, routing.dropped)},
                     {"emptied", offsetof(train_state, routing.emptied)},
                     {"busiest", offsetof(train_state, routing.busiest)}};
+
+static const uint64_t MOST_COUNTED = 1000000000000000000; // 1e18 steps or tokens
 
 /* The fields of tokens_mark. */
 static const char *const marks[MARKS] = {"train_tokens", "validation_tokens", "text_checksum"};
@@ -268,19 +271,42 @@ bool checkpoint_load_weights(const char *path, model *m, float *master, error *e
     return done;
 }
 
-static bool read_counter(const safetensors *file, const char *path, const char *key, double *real,
-                         int64_t *whole, error *err)
+static bool find_text(const safetensors *file, const char *path, const char *key, const char **text,
+                      error *err)
 {
-    const char *text = safetensors_metadata(file, key);
-    if (!text) return fail(err, ERROR_RUNTIME, "%s: no \"%s\" among its metadata", path, key);
+    *text = safetensors_metadata(file, key);
+    return *text || fail(err, ERROR_RUNTIME, "%s: no \"%s\" among its metadata", path, key);
+}
+
+static bool read_bits(const safetensors *file, const char *path, const char *key, uint64_t *value, error *err)
+{
+    const char *text;
     char *end;
-    if (real)
-        *real = strtod(text, &end);
-    else
-        *whole = (int64_t)strtoull(text, &end, 10);
-    if (end == text || *end || (real && !isfinite(*real)) || (whole && text[0] == '-'))
-        return fail(err, ERROR_RUNTIME, "%s: \"%s\" is \"%.40s\", not a number", path, key, text);
-    return true;
+    if (!find_text(file, path, key, &text, err)) return false;
+    errno = 0;
+    *value = strtoull(text, &end, 10);
+    return (end != text && !*end && errno == 0 && text[0] != '-') ||
+           fail(err, ERROR_RUNTIME, "%s: \"%s\" is \"%.40s\", not a number", path, key, text);
+}
+
+static bool read_counter(const safetensors *file, const char *path, const char *key, int64_t *value,
+                         error *err)
+{
+    uint64_t bits;
+    if (!read_bits(file, path, key, &bits, err)) return false;
+    *value = (int64_t)bits;
+    return bits <= MOST_COUNTED || fail(err, ERROR_RUNTIME, "%s: \"%s\" is %llu, more than %llu", path, key,
+                                        (unsigned long long)bits, (unsigned long long)MOST_COUNTED);
+}
+
+static bool read_real(const safetensors *file, const char *path, const char *key, double *value, error *err)
+{
+    const char *text;
+    char *end;
+    if (!find_text(file, path, key, &text, err)) return false;
+    *value = strtod(text, &end);
+    return (end != text && !*end && isfinite(*value)) ||
+           fail(err, ERROR_RUNTIME, "%s: \"%s\" is \"%.40s\", not a number", path, key, text);
 }
 
 static bool read_moment(const safetensors *file, const char *name, void *to, smoe_type type, int64_t total,
@@ -305,35 +331,28 @@ static bool read_moments(const safetensors *file, const model *m, const adamw_ar
 
 static bool read_mark(const safetensors *file, const char *path, tokens_mark *mark, error *err)
 {
-    int64_t checksum = 0;
     *mark = (tokens_mark){0};
-    if (!safetensors_metadata(file, marks[0])) return true;
-    if (!read_counter(file, path, marks[0], NULL, &mark->train, err) ||
-        !read_counter(file, path, marks[1], NULL, &mark->validation, err) ||
-        !read_counter(file, path, marks[2], NULL, &checksum, err))
-        return false;
-    mark->checksum = (uint64_t)checksum;
-    return true;
+    return !safetensors_metadata(file, marks[0]) ||
+           (read_counter(file, path, marks[0], &mark->train, err) &&
+            read_counter(file, path, marks[1], &mark->validation, err) &&
+            read_bits(file, path, marks[2], &mark->checksum, err));
 }
 
 static bool read_counters(const safetensors *file, const char *path, train_state *s, error *err)
 {
-    int64_t seed = 0;
-    if (!read_counter(file, path, "step", NULL, &s->step, err) ||
-        !read_counter(file, path, "seed", NULL, &seed, err) ||
-        !read_counter(file, path, "batch", NULL, &s->batch, err) ||
-        !read_counter(file, path, "elapsed", &s->elapsed, NULL, err) ||
-        !read_counter(file, path, "loss_sum", &s->loss_sum, NULL, err) ||
-        !read_counter(file, path, "loss_count", NULL, &s->loss_count, err) ||
-        !read_counter(file, path, "loss_bytes", NULL, &s->loss_bytes, err) ||
-        !read_mark(file, path, &s->text, err))
+    if (!read_counter(file, path, "step", &s->step, err) || !read_bits(file, path, "seed", &s->seed, err) ||
+        !read_counter(file, path, "batch", &s->batch, err) ||
+        !read_real(file, path, "elapsed", &s->elapsed, err) ||
+        !read_real(file, path, "loss_sum", &s->loss_sum, err) ||
+        !read_counter(file, path, "loss_count", &s->loss_count, err) ||
+        !read_counter(file, path, "loss_bytes", &s->loss_bytes, err) || !read_mark(file, path, &s->text, err))
         return false;
-    s->seed = (uint64_t)seed;
+    if (s->elapsed < 0.0)
+        return fail(err, ERROR_RUNTIME, "%s: \"elapsed\" is %g, less than 0", path, s->elapsed);
     for (size_t i = 0; i < VALUES; i++) {
         double *value = (double *)((char *)s + values[i].offset);
         *value = (double)NAN;
-        if (safetensors_metadata(file, values[i].key) &&
-            !read_counter(file, path, values[i].key, value, NULL, err))
+        if (safetensors_metadata(file, values[i].key) && !read_real(file, path, values[i].key, value, err))
             return false;
     }
     s->line_due = safetensors_metadata(file, "line_due") != NULL;

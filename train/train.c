@@ -54,6 +54,14 @@ static void begin_line(train_state *state)
 
 /* ---- start ---- */
 
+/* The tokens of the whole run are counted in 63 bits. */
+static bool check_length(const run *r, int64_t steps, error *err)
+{
+    return steps < INT64_MAX / tokens_of(r, 1) ||
+           fail(err, ERROR_USAGE, "%lld steps of %lld tokens are more than 2^63 tokens", (long long)steps,
+                (long long)tokens_of(r, 1));
+}
+
 static bool allocate(run *r, error *err)
 {
     size_t rows = (size_t)(r->settings->batch * r->settings->config.context);
@@ -107,7 +115,7 @@ static bool resume(run *r, error *err)
                     "%s was trained with --seed %llu --batch %lld, not --seed %llu --batch %lld", path,
                     (unsigned long long)r->state.seed, (long long)r->state.batch, (unsigned long long)s->seed,
                     (long long)s->batch);
-    if (!check_text(r, path, err)) return false;
+    if (!check_length(r, r->state.step, err) || !check_text(r, path, err)) return false;
     r->state.text = tokens_identify(r->data); // unknown in a checkpoint of an earlier program
     return true;
 }
@@ -229,7 +237,7 @@ static bool open_run(run *r, error *err)
     if (s->batch % s->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)s->parts, (long long)s->batch);
-    if ((!s->resume && !check_unused(s, err)) || !open_tokenizer(r, err) ||
+    if (!check_length(r, s->steps, err) || (!s->resume && !check_unused(s, err)) || !open_tokenizer(r, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
                      s->config.vocab, s->config.context, TOKENS_TRAIN, err) ||
         !(r->device = device_open(&device, err)) ||
