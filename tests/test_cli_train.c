@@ -180,6 +180,22 @@ static void test_binary_files(void **state)
     assert_true(figure(state, "eval -c run mixed/zeros", "tokens", "") == 8999);
 }
 
+/* A run inside the folder of its text is not part of the text, so that it can be resumed. */
+static void test_run_inside_its_text(void **state)
+{
+    char command[8192];
+    snprintf(command, sizeof command, "mkdir -p '%s/all/sub'", (const char *)*state);
+    assert_int_equal(system(command), 0);
+    put_texts(state);
+    snprintf(command, sizeof command, "cp '%s/text.txt' '%s/all/sub'", (const char *)*state,
+             (const char *)*state);
+    assert_int_equal(system(command), 0);
+    expect(state, "train " TINY "--steps 2 --out all/run all", 0, "done");
+    expect(state, "train " TINY "--resume --steps 3 --out all/run all", 0, "resumed at step 2 of 3");
+    assert_true(figure(state, "eval -c all/run all", "tokens", "") == 8191);
+    assert_true(figure(state, "eval -c all/run all/run", "tokens", "") > 500); // it was named
+}
+
 /* What the help says about Transformers must agree with the model type in config.json. */
 static void test_help_about_transformers(void **state)
 {
@@ -491,6 +507,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_info_model, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_run_inside_its_text, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_from, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_text_without_tokenizer, folder_setup, folder_teardown),

@@ -265,6 +265,15 @@ static int by_name(const FTSENT **a, const FTSENT **b)
     return strcmp((*a)->fts_name, (*b)->fts_name);
 }
 
+/* The folder of a run has a link `latest` to one of its checkpoints (train/checkpoint.h). */
+static bool is_run(const char *folder)
+{
+    char link[4096], target[8];
+    const int length = snprintf(link, sizeof link, "%s/latest", folder);
+    return length < (int)sizeof link && readlink(link, target, sizeof target) > 5 &&
+           memcmp(target, "step-", 5) == 0;
+}
+
 /* Handles one entry of the walk. */
 static bool list_visit(file_list *list, FTS *walk, FTSENT *entry, error *err)
 {
@@ -275,6 +284,9 @@ static bool list_visit(file_list *list, FTS *walk, FTSENT *entry, error *err)
     }
     switch (entry->fts_info) {
     case FTS_F: return file_list_append(list, entry->fts_path, (uint64_t)entry->fts_statp->st_size, err);
+    case FTS_D:
+        if (entry->fts_level > 0 && is_run(entry->fts_accpath)) fts_set(walk, entry, FTS_SKIP);
+        return true;
     case FTS_SL: // a link: the file that it points to counts
         if (stat(entry->fts_accpath, &target) != 0 || !S_ISREG(target.st_mode)) return true;
         return file_list_append(list, entry->fts_path, (uint64_t)target.st_size, err);
