@@ -352,6 +352,25 @@ static void bad_input_has_its_error(void **state)
     train_fails(&other, ERROR_RUNTIME, "/nonexistent/text");
 }
 
+/* Two runs in one folder would mix their logs and remove each other's checkpoints. */
+static void two_runs_do_not_share_a_folder(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    int lock;
+    error err = {0};
+    assert_true(file_make_folder(p->out, &err) && file_lock_folder(&lock, p->out, &err));
+    train_fails(&s, ERROR_RUNTIME, "out: another run is writing into this folder");
+    close(lock);
+    train_ok(&s, &result);
+    s.resume = true;
+    assert_true(file_lock_folder(&lock, p->out, &err));
+    train_fails(&s, ERROR_RUNTIME, "out: another run is writing into this folder");
+    close(lock);
+    train_ok(&s, &result); // the run before has given its folder back
+}
+
 static void truncated_checkpoints_are_errors(void **state)
 {
     place *p = *state;
@@ -528,6 +547,7 @@ int main(void)
         RUN(a_link_to_nothing_is_no_checkpoint),
         RUN(a_full_disk_leaves_no_half_checkpoint),
         RUN(bad_input_has_its_error),
+        RUN(two_runs_do_not_share_a_folder),
         RUN(truncated_checkpoints_are_errors),
         RUN(a_batch_without_memory_is_an_error),
         RUN(folders_need_no_fsync),

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -244,6 +245,16 @@ bool file_make_folder(const char *path, error *err)
     ok = ok && make_one_folder(copy, err);
     free(copy);
     return ok;
+}
+
+bool file_lock_folder(int *descriptor, const char *path, error *err)
+{
+    *descriptor = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (*descriptor < 0) return fail(err, ERROR_RUNTIME, "%s: cannot open: %s", path, strerror(errno));
+    if (flock(*descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
+    close(*descriptor);
+    *descriptor = -1;
+    return fail(err, ERROR_RUNTIME, "%s: another run is writing into this folder", path);
 }
 
 bool file_list_append(file_list *list, const char *path, uint64_t size, error *err)

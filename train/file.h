@@ -46,6 +46,10 @@ bool file_sync(int descriptor);
 /* Makes the folder and its missing parents. A folder that exists is fine. */
 bool file_make_folder(const char *path, error *err);
 
+/* Takes the folder for this process until *descriptor is closed, or the process ends. If another one has it,
+ * this is an error. On file systems without locks every process gets it. */
+bool file_lock_folder(int *descriptor, const char *path, error *err);
+
 typedef struct file_entry {
     char *path;
     uint64_t size; // bytes, may be 0

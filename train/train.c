@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 enum { PATH_BYTES = 4096 };
 
@@ -26,6 +27,7 @@ typedef struct run {
     model model;
     optimizer optimizer;
     train_state state;
+    int lock; // of the folder `out`, -1: none
     train_log *log;
     int32_t *inputs, *targets; // (batch, context)
     int64_t staged;            // the step whose batch is in them and prepared on the device, -1: none
@@ -142,7 +144,7 @@ static bool take_weights(run *r, error *err)
 /* The log first, so that it never lacks lines before a checkpoint that survives a loss of power. */
 static bool save(run *r, error *err)
 {
-    if (r->settings->checkpoints == 0) return file_make_folder(r->settings->out, err);
+    if (r->settings->checkpoints == 0) return true;
     if (r->log && !log_sync(r->log, err)) return false;
     return checkpoint_save(r->settings->out, &r->model, &r->optimizer.arrays, &r->state, &r->words,
                            r->settings->keep, err);
@@ -172,8 +174,10 @@ static bool check_unused(const train_settings *s, error *err)
 static bool start(run *r, error *err)
 {
     const train_settings *s = r->settings;
-    if (s->resume) return resume(r, err);
-    if (!take_weights(r, err)) return false;
+    if (s->resume) return file_lock_folder(&r->lock, s->out, err) && resume(r, err);
+    if (!take_weights(r, err) || !file_make_folder(s->out, err) || !file_lock_folder(&r->lock, s->out, err) ||
+        !check_unused(s, err)) // once more: another run may have begun since
+        return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;
     r->state.text = tokens_identify(r->data);
@@ -251,6 +255,7 @@ static bool open_run(run *r, error *err)
 static void close_run(run *r)
 {
     log_close(r->log);
+    if (r->lock >= 0) close(r->lock);
     optimizer_destroy(&r->optimizer);
     free(r->inputs);
     model_destroy(&r->model);
@@ -478,6 +483,7 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
              .val_loss = NAN, // not known until a validation
              .state = {.lr = NAN, .grad_norm = NAN, .routing = routing_report_none},
              .line = {.loss = NAN},
+             .lock = -1,
              .staged = -1};
     *result = (train_result){0};
     bool done = open_run(&r, err);
