@@ -111,6 +111,9 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case ARGP_KEY_END:
         if (options->model.given && !options->model.path)
             argp_error(state, "--%s is only for --model", options->model.given);
+        if (options->model.path && options->problem.given)
+            argp_error(state, "--%s cannot be combined with --model: it is for a layer",
+                       options->problem.given);
         return 0;
     default: return ARGP_ERR_UNKNOWN;
     }

@@ -1,6 +1,9 @@
-/* `smoe eval` as a program: which tokens count, and what it says about the length of its windows. */
+/* `smoe eval` as a program: which tokens count, what it says about the length of its windows, and what broken
+ * weights lead to. */
 #define _DEFAULT_SOURCE
 #include "tests/cli_case.h"
+
+#include <math.h>
 
 /* Every token but the first is a target: with a rest, of a text shorter than the context, at any context. */
 static void test_eval_counts_every_token(void **state)
@@ -45,11 +48,37 @@ static void test_eval_says_what_its_windows_are(void **state)
     assert_int_equal(run(state, limit, "eval -c run --context 1e7 text.txt", output), 0);
 }
 
+/* Overwrites the first weight of the file's data, that of lm_head.weight, with a NaN. */
+static void spoil(const char *path)
+{
+    const float nan = (float)NAN;
+    uint64_t header = 0;
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    assert_int_equal(fread(&header, sizeof header, 1, file), 1);
+    assert_int_equal(fseek(file, (long)(sizeof header + header), SEEK_SET), 0);
+    assert_int_equal(fwrite(&nan, sizeof nan, 1, file), 1);
+    assert_int_equal(fclose(file), 0);
+}
+
+/* A model with a NaN has no loss, and no text can be sampled from it. */
+static void test_broken_weights(void **state)
+{
+    char path[4096];
+    put_texts(state);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    spoil(in_folder(path, state, "run/latest/model.safetensors"));
+    expect(state, "generate -c run -n 5 --temperature 0", 3, "after 1 tokens the logit of token 0 is nan");
+    expect(state, "generate -c run -n 5", 3, "no token can be sampled");
+    expect(state, "eval -c run text.txt", 3, "run: its loss is nan");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_says_what_its_windows_are, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_broken_weights, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

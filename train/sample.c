@@ -68,13 +68,24 @@ static bool run(sampler *s, model *m, const int32_t *tokens, int64_t count, floa
     return true;
 }
 
+/* Broken weights, or values beyond their range. There are no probabilities then. */
+static bool check_finite(const float *logits, int64_t vocab, int64_t count, error *err)
+{
+    for (int64_t i = 0; i < vocab; i++)
+        if (!isfinite(logits[i]))
+            return fail(err, ERROR_RUNTIME,
+                        "after %lld tokens the logit of token %lld is %g: no token can be sampled",
+                        (long long)count, (long long)i, (double)logits[i]);
+    return true;
+}
+
 bool sample_next(sampler *s, model *m, const int32_t *tokens, int64_t count, int32_t *next, error *err)
 {
     int64_t vocab = m->config.vocab;
     float *logits = malloc((size_t)vocab * (sizeof *logits + sizeof(int32_t)));
     if (!logits)
         return fail(err, ERROR_RUNTIME, "out of memory: %lld tokens to choose from", (long long)vocab);
-    bool done = run(s, m, tokens, count, logits, err);
+    bool done = run(s, m, tokens, count, logits, err) && check_finite(logits, vocab, count, err);
     if (done) *next = sample_choose(s, logits, vocab, (int32_t *)(logits + vocab));
     free(logits);
     return done;

@@ -14,7 +14,7 @@ typedef struct sampler {
 
 /* Samples the token that follows tokens (count >= 1). Between calls tokens may only be appended. m is
  * MODEL_GENERATE. The model reads the tokens from s->start on. When these are more than its context, it
- * continues with the last half of them. */
+ * continues with the last half of them. Logits that are not finite are an error. */
 bool sample_next(sampler *s, model *m, const int32_t *tokens, int64_t count, int32_t *next, error *err);
 
 /* Chooses a token from logits (vocab). `order` has room for vocab. Also advances the random numbers. */

@@ -377,7 +377,12 @@ static error_t parse(int key, char *text, struct argp_state *state)
 {
     if (key < KEY_THIEK || key > KEY_SEED) return ARGP_ERR_UNKNOWN;
     error err = {0};
-    if (!parse_option(state->input, key, text, &err)) argp_error(state, "%s", err.text);
+    problem_options *options = state->input;
+    if (!parse_option(options, key, text, &err)) argp_error(state, "%s", err.text);
+    if (key == KEY_CHUNKS) return 0;
+    const struct argp_option *o = problem_argp_options;
+    while (o->key != key) o++;
+    options->given = o->name;
     return 0;
 }
 

@@ -25,7 +25,9 @@ typedef struct problem_options {
     char names[PROBLEM_MAX_SHAPES][96];
     int shape_count;
     smoe_type dtype;
-    bool dtype_given; // given on the command line
+    bool dtype_given;  // given on the command line
+    const char *given; // the last option on the command line that is for layers only: any but --chunks; NULL:
+                       // none
     smoe_activation activation;
     smoe_layout layout;
     smoe_score score;

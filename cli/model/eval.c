@@ -103,7 +103,11 @@ static bool measure(train_device *device, const eval_options *o, const tokens *d
     model m;
     evaluation result;
     if (!load_model(&m, o->checkpoint, SEQUENCES, context, MODEL_EVALUATE, device, err)) return false;
-    bool done = evaluate(&result, &m, data, 0, NULL, err) && print_result(o, &result, err);
+    bool done = evaluate(&result, &m, data, 0, NULL, err);
+    if (done && !isfinite(result.loss))
+        done = fail(err, ERROR_RUNTIME, "%s: its loss is %g: the weights are broken or too large",
+                    o->checkpoint, result.loss);
+    done = done && print_result(o, &result, err);
     model_destroy(&m);
     return done;
 }

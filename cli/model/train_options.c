@@ -311,6 +311,9 @@ static bool complete(train_options *options, error *err)
         return fail(err, ERROR_USAGE, "--from cannot be combined with %s",
                     s->resume ? "--resume: a run continues from its own checkpoint"
                               : "options of the model's sizes: they are the checkpoint's");
+    if (s->resume && options->init_given)
+        return fail(err, ERROR_USAGE,
+                    "--init cannot be combined with --resume: the weights are those of the run");
     if (s->from && options->init_given)
         return fail(err, ERROR_USAGE,
                     "--from cannot be combined with --init: the first weights are the checkpoint's");
