@@ -5,6 +5,7 @@
 
 #include <cblas.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -66,8 +67,18 @@ static void check_output(int status, void *unused)
     _exit(ERROR_RUNTIME);
 }
 
+/* If a standard stream is closed, the next file that is opened would get its number, and messages would be
+ * written into this file. So the number is taken. Reading or writing it fails, as on the closed stream. */
+static void take_standard_streams(void)
+{
+    for (int stream = 0; stream < 3; stream++)
+        if (fcntl(stream, F_GETFD) < 0 && open("/dev/null", stream == 0 ? O_WRONLY : O_RDONLY) < 0)
+            _exit(ERROR_RUNTIME);
+}
+
 int main(int argc, char **argv)
 {
+    take_standard_streams();
     on_exit(check_output, NULL);
     openblas_set_num_threads(1); // the program's threads are OpenMP's; each calls BLAS by itself
     const char *name = argc > 1 ? argv[1] : "";

@@ -185,6 +185,32 @@ static void test_binary_files(void **state)
     assert_true(figure(state, "eval -c run mixed/zeros", "tokens", "") == 8999);
 }
 
+/* Messages go to no file of the run if the standard streams are closed. A log into which an earlier program
+ * wrote one loses only this line. */
+static void test_closed_streams(void **state)
+{
+    static const char *const closed[] = {"2>&-", ">&- 2>&-", "<&- >&- 2>&-"};
+    char command[8192];
+    put_texts(state);
+    for (size_t i = 0; i < sizeof closed / sizeof closed[0]; i++) {
+        const char *const run =
+            "OMP_NUM_THREADS=1 '" SMOE_PROGRAM "' train " TINY "--logs 4 --out run text.txt";
+        snprintf(command, sizeof command,
+                 "cd '%s' && rm -rf run && { %s --steps 2 %s; %s --resume --steps 4 %s; test $(wc -l "
+                 "<run/train.jsonl) "
+                 "= 4 && ! grep -v '^{' run/train.jsonl; } >/dev/null",
+                 (const char *)*state, run, closed[i], run, closed[i]);
+        if (system(command) != 0) fail_msg("%s", command);
+    }
+    snprintf(command, sizeof command, "cd '%s' && sed -i '2a resumed' run/train.jsonl", (const char *)*state);
+    assert_int_equal(system(command), 0);
+    expect(state, "train " TINY "--resume --steps 5 --logs 5 --out run text.txt", 0, "done");
+    snprintf(command, sizeof command,
+             "cd '%s' && test \"$(grep -o 'step\":[0-9]' run/train.jsonl | tr -dc 0-9)\" = 12345",
+             (const char *)*state);
+    assert_int_equal(system(command), 0);
+}
+
 /* A run inside the folder of its text is not part of the text, so that it can be resumed. */
 static void test_run_inside_its_text(void **state)
 {
@@ -513,6 +539,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_run_inside_its_text, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_closed_streams, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_from, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_text_without_tokenizer, folder_setup, folder_teardown),

@@ -50,7 +50,20 @@ static bool parse_line(const char *text, size_t size, log_line *line)
     return done;
 }
 
-/* Keeps the lines from the beginning up to `step`. */
+/* Copies the lines up to `step` to `kept` and returns their bytes. What is no line of a log is left out. */
+static size_t keep_lines(const char *text, size_t size, int64_t step, char *kept, log_line *last)
+{
+    size_t bytes = 0, length;
+    log_line line;
+    for (size_t at = 0; (length = line_length(text + at, size - at)) > 0; at += length) {
+        if (!parse_line(text + at, length, &line) || line.step > step) continue;
+        memcpy(kept + bytes, text + at, length);
+        bytes += length;
+        *last = line;
+    }
+    return bytes;
+}
+
 static bool truncate_log(const char *path, int64_t step, log_line *last, error *err)
 {
     struct stat status;
@@ -58,15 +71,13 @@ static bool truncate_log(const char *path, int64_t step, log_line *last, error *
     if (stat(path, &status) != 0 || status.st_size == 0) return true;
     file_map map;
     if (!file_map_open(&map, path, err)) return false;
-    const char *text = (const char *)map.data;
-    size_t kept = 0, length;
-    log_line line;
-    while ((length = line_length(text + kept, map.size - kept)) > 0 &&
-           parse_line(text + kept, length, &line) && line.step <= step) {
-        kept += length;
-        *last = line;
+    char *kept = malloc(map.size);
+    bool done = kept || fail(err, ERROR_RUNTIME, "%s: out of memory: %zu bytes", path, map.size);
+    if (kept) {
+        const size_t bytes = keep_lines((const char *)map.data, map.size, step, kept, last);
+        done = bytes == map.size || file_write(path, kept, bytes, err);
     }
-    bool done = kept == map.size || file_write(path, map.data, kept, err);
+    free(kept);
     file_map_close(&map);
     return done;
 }

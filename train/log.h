@@ -26,8 +26,9 @@ typedef struct log_line {
 typedef struct train_log train_log;
 
 /* Opens `path` for appending. First it removes the lines past `step`, which a run wrote after the checkpoint
- * that is now resumed, and an incomplete last line of a killed process. The file is replaced in one
- * rename. *last receives the last line that stays; its step is -1 if there is none. */
+ * that is now resumed, and what is no line of a log, such as an incomplete last line of a killed process. The
+ * file is replaced in one rename. *last receives the last line that stays; its step is -1 if there is none.
+ */
 bool log_open(train_log **log, const char *path, int64_t step, log_line *last, error *err);
 bool log_write(train_log *log, const log_line *line, error *err);
 bool log_sync(const train_log *log, error *err); // the lines so far are on the disk
