@@ -71,6 +71,10 @@ static void test_broken_weights(void **state)
     expect(state, "generate -c run -n 5 --temperature 0", 3, "after 1 tokens the logit of token 0 is nan");
     expect(state, "generate -c run -n 5", 3, "no token can be sampled");
     expect(state, "eval -c run text.txt", 3, "run: its loss is nan");
+    expect(state, "train " TINY "--resume --steps 4 --out run text.txt", 3,
+           "the loss of step 3 is nan with the weights that the run began with (run)");
+    expect(state, "train --from run --batch 2 -q --steps 4 --out next text.txt", 3,
+           "the loss of step 1 is nan with the weights that the run began with (run)");
 }
 
 int main(void)

@@ -337,6 +337,7 @@ static void test_info_model(void **state)
 /* - is standard input. */
 static void test_standard_input(void **state)
 {
+    char path[4096];
     put_texts(state);
     expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
     const double file = figure(state, "eval -c run text.txt", "loss", "");
@@ -344,6 +345,9 @@ static void test_standard_input(void **state)
     assert_true(figure(state, "eval -c run - text.txt", "tokens", "<text.txt") == 2 * 8192 - 1);
     expect(state, "eval -c run - </dev/null", 3, "standard input: holds no text");
     expect(state, "eval -c run - - <text.txt", 3, "standard input: holds no text");
+    snprintf(path, sizeof path, "ln -s nowhere '%s/link'", (const char *)*state);
+    assert_int_equal(system(path), 0);
+    expect(state, "eval -c run link", 3, "link: cannot read: No such file");
     expect(state, "eval -c run - <nothing", 3, "standard input: cannot read: Is a directory");
     expect(state, "train " TINY "--steps 2 --out piped - <text.txt", 0, "done");
     assert_true(figure(state, "eval -c piped text.txt", "loss", "") == file);

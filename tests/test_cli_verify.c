@@ -1,8 +1,8 @@
 /* `smoe verify` must find faults. The linker puts the wrappers below between the tool and the library. Each
  * fault is something that a broken library might do; the exit status must then be 1. Each run is a child
  * process. */
-#include "harness/buffer.h"
 #include "cli/common/cli.h"
+#include "harness/buffer.h"
 #include "harness/tensors.h"
 
 #include <smoe.h>

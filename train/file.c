@@ -299,6 +299,9 @@ static bool list_visit(file_list *list, FTS *walk, FTSENT *entry, error *err)
         if (entry->fts_level > 0 && is_run(entry->fts_accpath)) fts_set(walk, entry, FTS_SKIP);
         return true;
     case FTS_SL: // a link: the file that it points to counts
+    case FTS_SLNONE:
+        if (stat(entry->fts_accpath, &target) != 0 && entry->fts_level == 0)
+            return fail(err, ERROR_RUNTIME, "%s: cannot read: %s", entry->fts_path, strerror(errno));
         if (stat(entry->fts_accpath, &target) != 0 || !S_ISREG(target.st_mode)) return true;
         return file_list_append(list, entry->fts_path, (uint64_t)target.st_size, err);
     case FTS_DNR:

@@ -31,6 +31,7 @@ typedef struct run {
     train_log *log;
     int32_t *inputs, *targets; // (batch, context)
     int64_t staged;            // the step whose batch is in them and prepared on the device, -1: none
+    int64_t first;             // the step at which the run began
     double started;            // the clock when state.elapsed was `before`
     double before;
     double val_loss; // newest
@@ -247,6 +248,7 @@ static bool open_run(run *r, error *err)
         !(r->device = device_open(&device, err)) ||
         !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
+    r->first = r->state.step;
     r->started = clock_seconds();
     r->before = r->state.elapsed;
     return open_log(r, err);
@@ -295,10 +297,18 @@ static adamw_step update_of(const run *r)
                         .step = r->state.step + 1};
 }
 
-/* The error for a value that is not finite. It names the newest checkpoint, if there is one. */
+/* The error for a value that is not finite. It names the newest checkpoint, if there is one; or, if this run
+ * has not changed the weights yet, where they are from. */
 static bool stop_not_finite(const run *r, const char *what, double value, error *err)
 {
     const train_settings *s = r->settings;
+    if (r->state.step == r->first)
+        return fail(err, ERROR_RUNTIME,
+                    "the %s of step %lld is %g with the weights that the run began with (%s)", what,
+                    (long long)r->state.step + 1, value,
+                    s->resume ? s->out
+                    : s->from ? s->from
+                              : "random; a smaller --init?");
     if (s->checkpoints || s->resume)
         return fail(err, ERROR_RUNTIME,
                     "the %s of step %lld is %g: training stopped; the last good checkpoint is %s/latest (a "
@@ -445,7 +455,7 @@ static bool loop(run *r, train_observer observer, void *user, train_result *resu
 
 /* The last evaluation, the last line and the last checkpoint. An interrupted run only saves the checkpoint.
  * The checkpoint has the losses since the last line, and the resumed run writes the line. */
-static bool finish(run *r, int64_t first, train_result *result, error *err)
+static bool finish(run *r, train_result *result, error *err)
 {
     const train_settings *s = r->settings;
     bool evaluates = !result->interrupted && s->evaluations > 0;
@@ -453,7 +463,7 @@ static bool finish(run *r, int64_t first, train_result *result, error *err)
     result->interrupted |= result->validation.stopped;
     double val_loss = !evaluates || result->interrupted ? (double)NAN : result->validation.loss;
     if (!result->interrupted && r->state.loss_count && !write_line(r, val_loss, err)) return false;
-    if (r->state.step > first && !save(r, err)) return false;
+    if (r->state.step > r->first && !save(r, err)) return false;
     *result = (train_result){.step = r->state.step,
                              .tokens = tokens_of(r, r->state.step),
                              .elapsed = r->state.elapsed,
@@ -487,9 +497,8 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
              .staged = -1};
     *result = (train_result){0};
     bool done = open_run(&r, err);
-    int64_t first = r.state.step;
     if (done) tell_start(&r);
-    done = done && loop(&r, observer, user, result, err) && finish(&r, first, result, err);
+    done = done && loop(&r, observer, user, result, err) && finish(&r, result, err);
     close_run(&r);
     return done;
 }
