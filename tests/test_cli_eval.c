@@ -25,6 +25,16 @@ static void test_eval_counts_every_token(void **state)
     expect(state, "eval -c run one.txt", 3, "one.txt: 1 tokens to evaluate, at least 2 are needed");
 }
 
+static void set_context(void **state, int context)
+{
+    char command[8192];
+    snprintf(command, sizeof command,
+             "sed -i 's/\"max_position_embeddings\": [0-9]*/\"max_position_embeddings\": %d/' "
+             "'%s/run/latest/config.json'",
+             context, (const char *)*state);
+    assert_int_equal(system(command), 0);
+}
+
 /* A window has no more tokens than the text. A line says so, and another one that the model was not trained
  * for windows of this length. */
 static void test_eval_says_what_its_windows_are(void **state)
@@ -46,6 +56,13 @@ static void test_eval_says_what_its_windows_are(void **state)
     const char *const limit = "ulimit -v 8000000 &&";
     if (run(state, limit, "--version", output) != 0) return;
     assert_int_equal(run(state, limit, "eval -c run --context 1e7 text.txt", output), 0);
+    // A model of a long context has one window in memory, not sixteen, if the text has only one.
+    set_context(state, 2000000);
+    assert_int_equal(run(state, limit, "eval -c run text.txt", output), 0);
+    set_context(state, 16000000);
+    assert_int_equal(run(state, limit, "eval -c run text.txt", output), 3);
+    assert_non_null(strstr(output, "(a shorter --context?)"));
+    assert_int_equal(run(state, limit, "eval -c run --context 512 text.txt", output), 0);
 }
 
 /* Overwrites the first weight of the file's data, that of lm_head.weight, with a NaN. */

@@ -255,6 +255,7 @@ static bool prepare(model *m, error *err)
 
 const char *model_lower_memory(const model *m)
 {
+    if (m->use == MODEL_EVALUATE) return " (a shorter --context?)";
     if (m->use != MODEL_TRAIN) return "";
     return m->device->master ? " (more --micro-batches, --recompute layers, --precision bf16?)"
                              : " (more --micro-batches, --recompute layers?)";

@@ -102,7 +102,10 @@ static bool measure(train_device *device, const eval_options *o, const tokens *d
 {
     model m;
     evaluation result;
-    if (!load_model(&m, o->checkpoint, SEQUENCES, context, MODEL_EVALUATE, device, err)) return false;
+    const int64_t windows = (tokens_validation_count(data) + context - 1) / context;
+    if (!load_model(&m, o->checkpoint, windows < SEQUENCES ? windows : SEQUENCES, context, MODEL_EVALUATE,
+                    device, err))
+        return false;
     bool done = evaluate(&result, &m, data, 0, NULL, err);
     if (done && !isfinite(result.loss))
         done = fail(err, ERROR_RUNTIME, "%s: its loss is %g: the weights are broken or too large",
