@@ -125,7 +125,7 @@ bool model_create(model *m, train_device *device, const model_config *config, co
                   error *err);
 void model_destroy(model *m); // a zeroed model is fine
 
-/* The options that may reduce the memory of a training run, for messages. */
+/* The options that may reduce the memory of a training run or an evaluation, for messages. */
 const char *model_lower_memory(const model *m);
 
 /* Computes m->bytes of such a model without allocating its memory. The model can run no passes. The caller
