@@ -113,6 +113,18 @@ static void test_resumed(void **state)
            "resumed at step 5 of 5: nothing is left but the last validation\n");
     expect(state, "train " TINY "--resume --steps 5 --evaluations 0 --out run text.txt", 0,
            "resumed at step 5 of 5: nothing is left\n");
+    // Options that are not given again have their defaults, and a line for each says so.
+    static char output[OUTPUT_BYTES];
+    expect(state, "train " TINY "--lr 0.001 --rounding nr-f --balance 0.5 --steps 2 --out other text.txt", 0,
+           "done");
+    assert_int_equal(run(state, "", "train " TINY "--resume --steps 3 --out other text.txt", output), 0);
+    if (strcmp(output,
+               "resumed at step 2 of 3\n--lr is 0.004 from here on, it was 0.001\n"
+               "--balance is 0.01 from here on, it was 0.5\n"
+               "--rounding is none from here on, it was nr-f\ndone: other/{train.jsonl, latest}\n") != 0)
+        fail_msg("'%s'", output);
+    assert_int_equal(run(state, "", "train " TINY "--resume --steps 4 --out other text.txt", output), 0);
+    assert_string_equal(output, "resumed at step 3 of 4\ndone: other/{train.jsonl, latest}\n");
     expect(state, "train " TINY "--seconds 0.3 --out clock text.txt", 0, "done");
     expect(state, "train " TINY "--resume --seconds 0.2 --out clock text.txt", 0,
            " s of training; of the 0.2 s, which count them, nothing is left but the last validation\n");

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 7, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
+enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 18, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
 
 /* The values that are left out of the file while they are not known. */
 static const struct {
@@ -25,7 +25,18 @@ static const struct {
                     {"added", offsetof(train_state, routing.added)},
                     {"dropped", offsetof(train_state, routing.dropped)},
                     {"emptied", offsetof(train_state, routing.emptied)},
-                    {"busiest", offsetof(train_state, routing.busiest)}};
+                    {"busiest", offsetof(train_state, routing.busiest)},
+                    {"option.lr", offsetof(train_state, recipe.lr)},
+                    {"option.end-lr", offsetof(train_state, recipe.end_lr)},
+                    {"option.warmup", offsetof(train_state, recipe.warmup)},
+                    {"option.beta1", offsetof(train_state, recipe.beta1)},
+                    {"option.beta2", offsetof(train_state, recipe.beta2)},
+                    {"option.weight-decay", offsetof(train_state, recipe.weight_decay)},
+                    {"option.clip", offsetof(train_state, recipe.clip)},
+                    {"option.rounding", offsetof(train_state, recipe.rounding)},
+                    {"option.tile", offsetof(train_state, recipe.tile)},
+                    {"option.balance", offsetof(train_state, recipe.balance)},
+                    {"option.z-loss", offsetof(train_state, recipe.z_loss)}};
 
 static const uint64_t MOST_COUNTED = 1000000000000000000; // 1e18 steps or tokens
 

@@ -19,6 +19,13 @@
 #include "train/tokenizer.h"
 #include "train/tokens.h"
 
+/* The options that a resumed run may change. The file has them so that a change can be told. NAN: not known,
+ * in a file of an earlier program. */
+typedef struct train_recipe {
+    double lr, end_lr, warmup, beta1, beta2, weight_decay, clip;
+    double rounding, tile, balance, z_loss; // rounding: a smoe_rounding
+} train_recipe;
+
 /* The counters of the training loop, and what the next line of the log needs. The values after loss_bytes
  * are NAN or false if they are not known. */
 typedef struct train_state {
@@ -26,6 +33,7 @@ typedef struct train_state {
     uint64_t seed;          // of the samples
     int64_t batch;          // sequences of a step
     tokens_mark text;       // what the run is trained on; zeroed by programs that did not write it
+    train_recipe recipe;    // of the steps up to now
     double elapsed;         // seconds of training
     double loss_sum;        // of the steps since the last line of the log
     int64_t loss_count;     // how many these are

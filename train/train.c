@@ -31,9 +31,10 @@ typedef struct run {
     train_log *log;
     int32_t *inputs, *targets; // (batch, context)
     int64_t staged;            // the step whose batch is in them and prepared on the device, -1: none
+    train_recipe before;       // of the checkpoint that was resumed
     int64_t first;             // the step at which the run began
-    double started;            // the clock when state.elapsed was `before`
-    double before;
+    double started;            // the clock when state.elapsed was elapsed_before
+    double elapsed_before;
     double val_loss; // newest
     log_line line;   // newest
     double rate;     // tokens a second, smoothed
@@ -92,6 +93,21 @@ static bool check_text(const run *r, const char *path, error *err)
         (long long)is.train, (long long)is.validation, (unsigned long long)is.checksum);
 }
 
+static train_recipe recipe_of(const train_settings *s)
+{
+    return (train_recipe){.lr = s->lr,
+                          .end_lr = s->end_lr,
+                          .warmup = s->warmup,
+                          .beta1 = s->beta1,
+                          .beta2 = s->beta2,
+                          .weight_decay = s->weight_decay,
+                          .clip = s->clip,
+                          .rounding = (double)s->routing.rounding,
+                          .tile = (double)s->routing.tile,
+                          .balance = (double)s->routing.balance_coefficient,
+                          .z_loss = (double)s->routing.z_coefficient};
+}
+
 /* Loads OUT/latest. Its model's sizes, its seed, its batch and its text must be those of the settings. */
 static bool resume(run *r, error *err)
 {
@@ -119,6 +135,8 @@ static bool resume(run *r, error *err)
                     (unsigned long long)r->state.seed, (long long)r->state.batch, (unsigned long long)s->seed,
                     (long long)s->batch);
     if (!check_length(r, r->state.step, err) || !check_text(r, path, err)) return false;
+    r->before = r->state.recipe;
+    r->state.recipe = recipe_of(s);
     r->state.text = tokens_identify(r->data); // unknown in a checkpoint of an earlier program
     return true;
 }
@@ -182,6 +200,7 @@ static bool start(run *r, error *err)
     r->state.seed = s->seed;
     r->state.batch = s->batch;
     r->state.text = tokens_identify(r->data);
+    r->state.recipe = recipe_of(s);
     // A checkpoint is saved before the first step. So there is always a usable checkpoint, and a full disk is
     // noticed at once.
     return save(r, err);
@@ -250,7 +269,7 @@ static bool open_run(run *r, error *err)
         return false;
     r->first = r->state.step;
     r->started = clock_seconds();
-    r->before = r->state.elapsed;
+    r->elapsed_before = r->state.elapsed;
     return open_log(r, err);
 }
 
@@ -351,7 +370,7 @@ static bool step(run *r, double *loss, error *err)
     r->state.loss_sum += *loss;
     r->state.loss_count++;
     r->state.loss_bytes += bytes;
-    r->state.elapsed = r->before + clock_seconds() - r->started;
+    r->state.elapsed = r->elapsed_before + clock_seconds() - r->started;
     return true;
 }
 
@@ -481,8 +500,12 @@ static bool finish(run *r, train_result *result, error *err)
 static void tell_start(const run *r)
 {
     const train_settings *s = r->settings;
-    const train_start start = {
-        .resumed = s->resume, .step = r->state.step, .elapsed = r->state.elapsed, .data = r->data};
+    const train_start start = {.resumed = s->resume,
+                               .step = r->state.step,
+                               .elapsed = r->state.elapsed,
+                               .before = r->before,
+                               .now = r->state.recipe,
+                               .data = r->data};
     if (s->on_start) s->on_start(s, &start);
 }
 

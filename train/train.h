@@ -7,6 +7,7 @@
 #ifndef TRAIN_TRAIN_H
 #define TRAIN_TRAIN_H
 
+#include "train/checkpoint.h"
 #include "train/device.h"
 #include "train/evaluate.h"
 #include "train/model.h"
@@ -16,8 +17,10 @@
 /* What on_start is told before the first step. */
 typedef struct train_start {
     bool resumed;
-    int64_t step;   // steps done before this run
-    double elapsed; // seconds of training before this run
+    int64_t step;        // steps done before this run
+    double elapsed;      // seconds of training before this run
+    train_recipe before; // the options of the run up to now; NAN: not known
+    train_recipe now;
     const tokens *data;
 } train_start;
 

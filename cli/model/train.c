@@ -1,5 +1,6 @@
 /* `smoe train`: trains, then prints the result. train/train.h has the run itself. */
 #include "cli/common/cli.h"
+#include "cli/common/problem.h"
 #include "cli/common/table.h"
 #include "cli/model/progress.h"
 #include "cli/model/skipped.h"
@@ -96,8 +97,39 @@ static bool adopt_shape(train_options *options, error *err)
     return true;
 }
 
-/* Prints which files were left out, and how much a resumed run still has to do: its steps or seconds include
- * those before. */
+static void show_change(const char *name, double before, double now)
+{
+    if (isnan(before) || before == now) return;
+    fprintf(stderr, "--%s is %g from here on, it was %g\n", name, now, before);
+}
+
+static const char *rule_name(double rule)
+{
+    return rule >= SMOE_ROUNDING_NONE && rule <= SMOE_ROUNDING_DOWN ? rounding_name((smoe_rounding)rule)
+                                                                    : "?";
+}
+
+/* Options that a resumed run has not been given again have their defaults. Prints those that differ from the
+ * run's before. */
+static void show_changes(const train_recipe *before, const train_recipe *now)
+{
+    show_change("lr", before->lr, now->lr);
+    show_change("end-lr", before->end_lr, now->end_lr);
+    show_change("warmup", before->warmup, now->warmup);
+    show_change("beta1", before->beta1, now->beta1);
+    show_change("beta2", before->beta2, now->beta2);
+    show_change("weight-decay", before->weight_decay, now->weight_decay);
+    show_change("clip", before->clip, now->clip);
+    show_change("balance", before->balance, now->balance);
+    show_change("z-loss", before->z_loss, now->z_loss);
+    if (!isnan(before->rounding) && before->rounding != now->rounding)
+        fprintf(stderr, "--rounding is %s from here on, it was %s\n", rule_name(now->rounding),
+                rule_name(before->rounding));
+    if (now->rounding != (double)SMOE_ROUNDING_NONE) show_change("tile", before->tile, now->tile);
+}
+
+/* Prints which files were left out, how much a resumed run still has to do (its steps or seconds include
+ * those before), and which options have changed. */
 static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
@@ -114,6 +146,7 @@ static void show_start(const train_settings *s, const train_start *start)
     else
         fprintf(stderr, " after %.1f s of training; of the %g s, which count them, %s\n", start->elapsed,
                 s->seconds, nothing);
+    show_changes(&start->before, &start->now);
 }
 
 /* What the run has written. Without checkpoints none can be resumed. */

@@ -108,7 +108,9 @@ static const struct argp_option others[] = {
     {NULL, 0, NULL, 0, "Run:", GROUP_RUN},
     {"out", 'o', "DIR", 0, "Folder of the log, the curve and the checkpoints", GROUP_RUN},
     {"minutes", KEY_MINUTES, "X", 0, "Train for X minutes, as --seconds", GROUP_RUN},
-    {"resume", KEY_RESUME, NULL, 0, "Continue from the newest checkpoint in DIR, with the sizes of its model",
+    {"resume", KEY_RESUME, NULL, 0,
+     "Continue from the newest checkpoint in DIR, on the same text, with the sizes of its model. The other "
+     "options are to be given again, or they have their defaults",
      GROUP_RUN},
     {"from", KEY_FROM, "CHECKPOINT", 0,
      "Start with the weights of a checkpoint (smoe's or OLMoE's, also in shards) instead of random ones. The "
