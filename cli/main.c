@@ -34,9 +34,9 @@ static void print_help(FILE *to)
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
         fprintf(to, "  %-10s %s\n", commands[i].name, commands[i].does);
     fprintf(to, "\n`smoe COMMAND --help` lists a command's options; `smoe --version` prints the version.\n"
-                "Exit status: 0 success, 1 a check failed, 2 wrong arguments, 3 run-time failure; 130 and "
-                "143: train\n"
-                "was interrupted by INT or TERM and saved a checkpoint.\n");
+                "Exit status: 0 success, 1 a check failed, 2 wrong arguments, 3 run-time failure; 129, 130 "
+                "and 143:\n"
+                "train was interrupted by HUP, INT or TERM and saved a checkpoint.\n");
 }
 
 /* OpenMP's threads spin for milliseconds at every barrier. On a machine with other work they take processor

@@ -401,6 +401,7 @@ static void test_signals(void **state)
         {"INT", "--steps 100000000 --out a text.txt", 130,
          "interrupted, go on with --resume: a/{train.jsonl"},
         {"TERM", "--steps 100000000 --out b text.txt", 143, "interrupted, go on with --resume"},
+        {"HUP", "--steps 100000000 --out g text.txt", 129, "interrupted, go on with --resume"},
         {"INT", "--steps 1 --last-evaluation-tokens 1e9 --out c long.txt", 130, "go on with --resume"},
         {"TERM", "--steps 1 --last-evaluation-tokens 1e9 --out d long.txt", 143, "go on with --resume"},
         {"INT", "--steps 100000000 --checkpoints 0 --out e text.txt", 130, "no checkpoint was saved: e/"},
@@ -449,6 +450,18 @@ static void expect_end(void **state, const char *then, const char *message, bool
 static void test_signal_sent_twice(void **state)
 {
     expect_end(state, "sleep 0.1; kill -TERM $p; cat text.txt >&3; exec 3>&-", "go on with --resume", true);
+}
+
+/* nohup ignores HUP. */
+static void test_ignored_hangup(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    put_texts(state);
+    assert_int_equal(run(state,
+                         "timeout --foreground -k 60 --preserve-status -s TERM 2 sh -c 'trap \"\" HUP; "
+                         "(sleep 1; kill -HUP $$) & exec \"$@\"' sh",
+                         "train " TINY "--steps 100000000 --out run text.txt", output),
+                     143);
 }
 
 static void test_later_signal(void **state)
@@ -548,6 +561,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_signal_sent_twice, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_ignored_hangup, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_later_signal, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_dense_twin, folder_setup, folder_teardown),

@@ -1,6 +1,6 @@
 /* The subcommands of `smoe`, one file each. argv[0] is the name to show ("smoe bench"). The result is the
- * exit status: 0 success, 1 a check failed, 2 wrong arguments, 3 run-time failure; 130 and 143 if train was
- * interrupted by INT or TERM and saved a checkpoint. */
+ * exit status: 0 success, 1 a check failed, 2 wrong arguments, 3 run-time failure; 129, 130 and 143 if train
+ * was interrupted by HUP, INT or TERM and saved a checkpoint. */
 #ifndef CLI_H
 #define CLI_H
 

@@ -38,11 +38,15 @@ static void ask_to_stop(int number)
  * interrupt, a second later or more, ends the program at once. Finished checkpoints stay. */
 static void catch_signals(void)
 {
-    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = SA_RESTART};
+    struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = SA_RESTART}, hangup;
     sigaddset(&action.sa_mask, SIGINT); // one at a time
     sigaddset(&action.sa_mask, SIGTERM);
+    sigaddset(&action.sa_mask, SIGHUP);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    // The terminal was closed. nohup has it ignored, and so it stays.
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN)
+        sigaction(SIGHUP, &action, NULL);
     signal(SIGXFSZ, SIG_IGN); // so that writing past the limit of a file's size is an error of the write
 }
 
