@@ -61,9 +61,9 @@ typedef struct file_list {
 } file_list;
 
 /* Appends to *list (zeroed at first) all regular files under `path`, or `path` itself if it is a file. At
- * each level names are sorted by bytes. Inside a folder two things are skipped: names that start with a dot, and
- * folders of runs, which have a link `latest` to a step-N. Links to files are followed; links to folders only
- * if `path` itself is one. On failure the list is unchanged. */
+ * each level names are sorted by bytes. Inside a folder two things are skipped: names that start with a dot,
+ * and folders of runs, which have a link `latest` to a step-N. Links to files are followed; links to folders
+ * only if `path` itself is one. On failure the list is unchanged. */
 bool file_list_add(file_list *list, const char *path, error *err);
 
 /* Appends `path` without looking at it. */
