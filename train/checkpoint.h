@@ -4,7 +4,7 @@
  *     config.json               the model's shape (train/config.h says which transformers opens)
  *     model.safetensors         its weights under OLMoE's names, in f32; in bf16 where the run has no others
  *     bpe.txt, tokenizer*.json  the tokenizer, if there is one (train/tokenizer.h)
- * state.safetensors what else is needed to resume: the AdamW moments and the counters of the training loop
+ *     state.safetensors         what else is needed to resume: the AdamW moments and train_state
  *
  * A checkpoint is written as step-0000100.tmp, synced and renamed. Only then `latest` is made to point to it,
  * by a rename too. So whenever the process is killed, `latest` is a complete checkpoint. If a checkpoint
