@@ -19,7 +19,7 @@
 // d for up and n for down), with the weights as operand b. A lane copies 16 contiguous bytes of a row of
 // weights and reads them itself; four lanes copy 64 bytes. These are not the places of K that mma assigns to
 // a lane. But both operands are permuted alike, so the same products are added. The four warps of a CTA take
-// chunks of 32 places of K by turns, and their sums are added in the order of the warps.
+// slices of 32 places of K by turns, and their sums are added in the order of the warps.
 //
 // With a gate the 16 rows of W1 are the gate rows and the up rows of 8 features. If an expert has more than
 // 16 rows, the CTA reads its weights again for each group of 16. Pad rows are not multiplied. Only the
@@ -42,10 +42,10 @@ enum {
     CTAS_AN_SM = 6,
     GROUP = SMOE_FEW_ROWS_GROUP,
     WEIGHTS = SMOE_FEW_ROWS_WEIGHTS,
-    CHUNK = 32, // places of K: four lanes' vectors
-    STEP = WARPS * CHUNK,
+    SLICE = 32, // places of K: four lanes, 16 bytes each
+    STEP = WARPS * SLICE,
     SLOTS = 6,            // of a warp's ring
-    HALF_BYTES = 32 * 16, // a chunk of eight rows of weights
+    HALF_BYTES = 32 * 16, // a slice of eight rows of weights
     SLOT_BYTES = 2 * HALF_BYTES,
     RING_BYTES = SLOTS * SLOT_BYTES,
     SUMS = WARPS * RING_BYTES,
@@ -61,24 +61,24 @@ struct weight_rows {
     int64_t stride; // bytes
 };
 
-// The weights that a lane multiplies: 16 bytes of row lane / 4 of both eights for each chunk of its warp. It
-// copies them to shared memory, SLOTS chunks ahead, and reads them itself, so no thread waits for another
+// The weights that a lane multiplies: 16 bytes of row lane / 4 of both eights for each slice of its warp. It
+// copies them to shared memory, SLOTS slices ahead, and reads them itself, so no thread waits for another
 // one.
 struct weight_stream {
-    const char *first, *second; // of the next chunk to be copied
+    const char *first, *second; // of the next slice to be copied
     int left;                   // elements from there to the end of the row
-    int chunks;                 // of the warp
+    int slices;                 // of the warp
     uint32_t ring, slot;        // the lane's place in slot 0 and in the next slot to be read
 
-    // Copies the first chunks.
+    // Copies the first slices.
     SMOE_DEVICE weight_stream(const weight_rows &rows, int length, uint32_t memory, int warp, int lane)
     {
-        const int place = warp * CHUNK + (lane & 3) * 8;
+        const int place = warp * SLICE + (lane & 3) * 8;
         const int64_t at = (lane >> 2) * rows.stride + place * 2;
         first = rows.first + at;
         second = rows.second + at;
         left = length - place;
-        chunks = (length - warp * CHUNK + STEP - 1) / STEP;
+        slices = (length - warp * SLICE + STEP - 1) / STEP;
         ring = slot = memory + warp * RING_BYTES + lane * 16;
         begin();
     }
@@ -87,7 +87,7 @@ struct weight_stream {
 #pragma unroll
         for (int i = 0; i < SLOTS; i++) copy();
     }
-    // The next chunk into `slot`, with zeros past the end of the row.
+    // The next slice into `slot`, with zeros past the end of the row.
     SMOE_DEVICE void copy()
     {
         copy16_async_if(left > 0, slot, first);
@@ -98,11 +98,11 @@ struct weight_stream {
         left -= STEP;
         slot = slot == ring + (SLOTS - 1) * SLOT_BYTES ? ring : slot + SLOT_BYTES;
     }
-    // Begins again, when all chunks have been read.
+    // Begins again, when all slices have been read.
     SMOE_DEVICE void rewind()
     {
-        wait_all_copies(); // the zeros behind the last chunk
-        const int back = (chunks + SLOTS) * STEP;
+        wait_all_copies(); // the zeros behind the last slice
+        const int back = (slices + SLOTS) * STEP;
         first -= back * 2;
         second -= back * 2;
         left += back;
@@ -114,7 +114,7 @@ struct weight_stream {
 typedef float partial_sums[WARPS][GROUP][PITCH];
 
 // The warp's share of the sums of one group. The lane has rows lane / 4 and lane / 4 + 8 of the group;
-// `upper` and `lower` are its vectors of them. They are loaded one chunk ahead.
+// `upper` and `lower` are its vectors of them. They are loaded one slice ahead.
 template <typename T>
 SMOE_DEVICE void multiply_group(float (&sums)[GROUP][PITCH], weight_stream &weights, const char *upper,
                                 const char *lower, int lane)
@@ -123,7 +123,7 @@ SMOE_DEVICE void multiply_group(float (&sums)[GROUP][PITCH], weight_stream &weig
     int left = weights.left + SLOTS * STEP;
     uint4 x = load_global16_if(left > 0, upper), y = load_global16_if(left > 0, lower);
 #pragma unroll 1
-    for (int chunk = 0; chunk < weights.chunks; chunk++) {
+    for (int slice = 0; slice < weights.slices; slice++) {
         upper = advance_by_adds(upper, STEP * 2);
         lower = advance_by_adds(lower, STEP * 2);
         left -= STEP;
@@ -150,7 +150,7 @@ template <typename T, class R, class F>
 SMOE_DEVICE void multiply_rows(partial_sums &sums, weight_stream &weights, int rows, int shift,
                                const R &row_of, const F &finish)
 {
-    const int warp = warp_number(), lane = threadIdx.x & 31, place = warp * CHUNK + (lane & 3) * 8;
+    const int warp = warp_number(), lane = threadIdx.x & 31, place = warp * SLICE + (lane & 3) * 8;
     for (int first = 0; first < rows; first += GROUP) {
         if (first) {
             weights.rewind();
