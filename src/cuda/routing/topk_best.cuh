@@ -15,7 +15,7 @@
 // the expert's id. Packed keys of bf16 logits are exact. Packed keys of f32 logits lose their lowest bits to
 // the id, so neighbours in the list whose high bits are equal are put in order by their logits. In two cases
 // the warp does the token again with exact keys: if the K-th best cannot be told from an expert that was left
-// out, and if the row has a NaN.
+// out, unless their logits are equal, and if the row has a NaN.
 #pragma once
 #include "common/storage.cuh"
 #include "routing/logits.cuh"
@@ -248,6 +248,23 @@ SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk
     return again;
 }
 
+// Whether the K-th best's logit equals those of all experts that its packed key is not told from. Then the
+// packed keys have ordered them rightly, by id. False for a row with a NaN, and for -inf, which experts of
+// groups that are not kept have too. Called by the whole warp. Sigmoids of bf16 logits often are equal.
+SMOE_DEVICE bool equals_its_neighbours(const float *row, int experts, int kth, int lane)
+{
+    const uint32_t mask = moe_packed_mask(experts);
+    const auto key_of = [&](int e) {
+        return moe_packed_f32(__float_as_uint(__fadd_rn(row[e], 0.0f)), (uint32_t)e, mask);
+    };
+    const float logit = row[kth];
+    const int32_t key = key_of(kth);
+    bool equal = logit != __uint_as_float(LOWEST);
+    for (int e = lane; e < experts; e += 32)
+        equal &= row[e] == logit || (row[e] == row[e] && !moe_packed_collide(key_of(e), key, mask));
+    return __all_sync(~0u, equal);
+}
+
 // The largest logit of a token's row, by its threads; -inf for a row of NaN.
 template <typename L, int SHARE> SMOE_DEVICE float largest_of_row(const L *row, int experts, int part)
 {
@@ -290,13 +307,21 @@ SMOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, floa
     return moe_softmax_sum(sum);
 }
 
-// The exact top-K of one token by the whole warp; the token's own threads take the ids. `kept`: with GROUPS,
-// a bit for each group of experts among which it chooses.
+// The exact top-K of one token by the whole warp, if `ids` is not certain to be it; the token's own threads
+// take the ids. `kept`: with GROUPS, a bit for each group of experts among which it chooses.
 template <typename L, int P, bool GROUPS>
 SMOE_DEVICE void redo(int (&ids)[P], const L *row, const smoe_layer &layer, uint32_t kept, bool owner,
                       int lane)
 {
     const int experts = (int)layer.experts, topk = (int)layer.topk, size = experts / layer.groups;
+    if constexpr (sizeof(L) == 4) {
+        int kth = 0; // of the owner
+#pragma unroll
+        for (int k = 0; k < P; k++)
+            if (k == topk - 1) kth = ids[k];
+        kth = __shfl_sync(~0u, kth, __ffs(__ballot_sync(~0u, owner)) - 1);
+        if (equals_its_neighbours(row, experts, min(kth, experts - 1), lane)) return;
+    }
     uint32_t used = 0;
 #pragma unroll 1
     for (int k = 0; k < topk; k++) {
