@@ -149,6 +149,22 @@ def test_top_1_of_dispatched_rows(layer):
     compare(smoe.experts, reference.experts, pick(one, *EXPERTS), {})
 
 
+def test_skipped_rows_may_hold_anything(layer):
+    """Rows of a padded buffer whose ids are skipped contain NaN, in x and in dout. No other result may change."""
+    made = layer(K=1)
+    made["ids"][40:] = 8
+    results = []
+    for filling in (0.0, torch.nan):
+        with torch.no_grad():
+            made["x"][40:] = filling
+        leaves = [made[name] for name in ("x", "weights", "w1", "w2")]
+        dout = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+        dout[40:] = filling
+        out = smoe.experts(**pick(made, *EXPERTS))
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 # ---- the whole layer ----
 
 ROUTERS = {
@@ -184,13 +200,32 @@ def test_moe(layer, router, given):
 
 
 def test_moe_stochastic_rounding(layer):
-    """The draws depend on seed and step: equal for an equal step, different for another. Counts are multiples of the
-    tile."""
+    """The draws depend on seed and step: equal for an equal step, different for another. Every expert has the number of
+    tokens below or above its count that is a multiple of the tile, those with the highest scores, and the results are
+    those of these pairs."""
     made = pick(layer(T=500), "x", "router_weight", "w1", "w2")
-    at = lambda **a: smoe.moe(**made, top_k=2, rounding="sr_f", tile=64, **a).out
+    options = dict(top_k=2, rounding="sr_f", tile=64)
+    at = lambda **a: smoe.moe(**made, **options, **a).out
     assert torch.equal(at(seed=3, step=5), at(seed=3, step=5))
     assert not torch.equal(at(seed=3, step=5), at(seed=3, step=6))
     assert not torch.equal(at(seed=3, step=5), at(seed=4, step=5))
+    found, exact = at(seed=3, step=5).double(), {name: value.detach() for name, value in doubled(made).items()}
+    p = (exact["x"] @ exact["router_weight"].T).softmax(-1)
+    kept = reference.select(p, 2, 1, 1)
+    math = exact["w1"], exact["w2"], None, None, "swiglu", "concatenated"
+    values = torch.stack([reference.expert(exact["x"], e, *math) for e in range(8)])
+    ways = []  # for each expert the masks with the lower and with the higher multiple
+    for e in range(8):
+        order = sorted(range(500), key=lambda t: (not kept[t, e], -p[t, e].item(), t))
+        count = int(kept[:, e].sum())
+        ways.append([torch.zeros(500, dtype=torch.bool).index_fill(0, torch.tensor(order[:m], dtype=torch.int64), True)
+                     for m in (count // 64 * 64, -(-count // 64) * 64)])  # fmt: skip
+    chosen = 0
+    for choice in range(2**8):
+        mask = torch.stack([ways[e][choice >> e & 1] for e in range(8)], -1)
+        out = torch.einsum("te,eth->th", p * mask, values)
+        chosen += bool((found - out).abs().max() <= 1e-5 * out.abs().max())
+    assert chosen == 1
 
 
 def test_moe_loss_gradients(layer):
@@ -230,6 +265,42 @@ def test_moe_bf16_logits(layer):
     assert gradients["logits"].dtype == torch.bfloat16
     _, exact = run(reference.moe, doubled(made), dict(top_k=2))
     close(gradients["logits"], exact["logits"], 0.02)
+
+
+def test_logits_dtype(layer):
+    """The router's logits in bf16, with their gradient through the router."""
+    made = pick(layer(dtype=torch.bfloat16), "x", "router_weight", "w1", "w2")
+    found, gradients = run(smoe.moe, made, dict(top_k=8, logits_dtype=torch.bfloat16))
+    wide = smoe.moe(**made, top_k=8).logits
+    assert found.logits.dtype == torch.bfloat16 and wide.dtype == torch.float32
+    assert torch.equal(found.logits, wide.bfloat16())
+    _, exact = run(reference.moe, doubled(made), dict(top_k=8))
+    for name in gradients:
+        assert (gradients[name].double() - exact[name]).norm() <= 0.02 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("score", ["softmax_topk", "topk_softmax", "sigmoid"])
+def test_moe_bf16_within_eager_bf16(layer, score):
+    """The whole layer with bf16 tensors; every token has all experts, so that rounding changes no selection."""
+    made = pick(layer(T=200, H=64, I=64, dtype=torch.bfloat16), "x", "router_weight", "w1", "w2")
+    options = dict(top_k=8, score=score)
+    (ours, mine), (eager, theirs) = run(smoe.moe, made, options), run(reference.moe, made, options)
+    exact_out, exact = run(reference.moe, doubled(made), options)
+    error = lambda a, b: (a.double() - b).norm() / b.norm()
+    assert error(ours.out, exact_out[0]) <= 1.1 * error(eager[0], exact_out[0])
+    for name in mine:
+        assert error(mine[name], exact[name]) <= 1.1 * error(theirs[name], exact[name]), name
+
+
+def test_rows_bf16_within_eager_bf16(layer):
+    made = layer(T=200, H=64, I=64, dtype=torch.bfloat16)
+    inputs = dict(rows=made["x"], offsets=torch.tensor([0, 30, 30, 70, 100, 101, 150, 180, 190]), **pick(made, "w1", "w2"))
+    (ours, mine), (eager, theirs) = run(smoe.experts_rows, inputs, {}), run(reference.experts_rows, inputs, {})
+    exact_out, exact = run(reference.experts_rows, doubled(inputs), {})
+    error = lambda a, b: (a.double() - b).norm() / b.norm()
+    assert error(ours, exact_out) <= 1.1 * error(eager, exact_out)
+    for name in mine:
+        assert error(mine[name], exact[name]) <= 1.1 * error(theirs[name], exact[name]), name
 
 
 def test_update_selection_bias():

@@ -283,26 +283,72 @@ def test_saved_tensors_may_move():
     assert same(ours, step(model, model, 50))
 
 
-def test_saved_bytes():
-    """The backward must keep only X, ids, w1, w2 and `saved`, whose size is that of smoe_query_sizes and some
-    padding."""
+SAVED_BYTES = {  # what the backward keeps besides x, w1, w2 and `saved`
+    "experts": ("ids",),
+    "rows": (),
+    "moe": ("router", "logits"),
+    "moe, logits not read": ("router",),
+}
+
+
+@pytest.mark.parametrize("entry", SAVED_BYTES)
+def test_saved_bytes(entry):
+    """The backward must keep only X, the weights, ids, logits that it reads, and `saved`, whose size is that of
+    smoe_query_sizes and some padding."""
+    from smoe import _layout
+
     kept = {}
 
     def pack(tensor):
         kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
-    x = torch.randn(1000, H, requires_grad=True)
-    w1, w2 = torch.randn(E, 2 * I, H, requires_grad=True), torch.randn(E, H, I, requires_grad=True)
-    ids, weights = torch.rand(1000, E).topk(K).indices, torch.rand(1000, K, requires_grad=True)
+    made = dict(x=torch.randn(1000, H), w1=torch.randn(E, 2 * I, H), w2=torch.randn(E, H, I), router=torch.randn(E, H))
+    x, w1, w2, router = (tensor.requires_grad_() for tensor in made.values())
+    made["ids"], weights = torch.rand(1000, E).topk(K).indices, torch.rand(1000, K, requires_grad=True)
+    made["logits"] = torch.empty(1000, E)  # of that size
+    offsets = torch.tensor([0, *[125 * e for e in range(1, E + 1)]])
+    renormalised = entry == "moe, logits not read"
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        smoe.experts(x, ids, weights, w1, w2)
-    inputs = sum(t.numel() * t.element_size() for t in (x, w1, w2, ids))
-    from smoe import _context, _layout, native
-
-    layer = _layout.parse("swiglu concatenated 1 0").layer("from_topk", 1000, K, w2.shape, native.TYPES["f32"], 11, True)
+        if entry == "experts":
+            smoe.experts(x, made["ids"], weights, w1, w2)
+        elif entry == "rows":
+            smoe.experts_rows(x, offsets, w1, w2)
+        else:
+            smoe.moe(x, router, w1, w2, top_k=K, norm_topk_prob=renormalised)
+    size = lambda name: made[name].numel() * made[name].element_size()
+    others = sum(size(name) for name in ("x", "w1", "w2", *SAVED_BYTES[entry]))
+    name, topk, index = {"experts": ("from_topk", K, "i64"), "rows": ("from_rows", 1, "i64")}.get(entry, ("from_logits", K, "i32"))
+    options = _layout.parse(f"swiglu concatenated 1 0 softmax_topk {int(renormalised)}")
+    layer = options.layer(name, 1000, topk, w2.shape, native.TYPES["f32"], native.TYPES[index], True)
     needed = _context.context_of(x).query(layer).saved_buffer_bytes
-    assert needed <= sum(kept.values()) - inputs <= needed + 12 * 256
+    assert needed <= sum(kept.values()) - others <= needed + 12 * 256
+
+
+@pytest.mark.parametrize("entry", ["experts", "moe"])
+@pytest.mark.parametrize("frozen", [("w1", "w2"), ("w1", "w2", "weights", "router"), ("x",), ("w2", "x")])
+def test_frozen_tensors_have_no_gradient_in_the_call(entry, frozen, monkeypatch):
+    """For a frozen tensor the C call must get no place for a gradient: the library launches what the others need. (The
+    library's side is tests/test_gradients.c.)"""
+    given, real = [], _context.Context.backward
+
+    def watched(self, layer, arguments):
+        given.append(native.BackwardArgs.from_buffer_copy(arguments))
+        real(self, layer, arguments)
+
+    monkeypatch.setattr(_context.Context, "backward", watched)
+    shapes = dict(x=(9, H), weights=(9, K), w1=(E, 2 * I, H), w2=(E, H, I), router=(E, H))
+    made = {name: torch.rand(*shape).requires_grad_(name not in frozen) for name, shape in shapes.items()}
+    x, weights, w1, w2, router = made.values()
+    if entry == "experts":
+        out = smoe.experts(x, torch.arange(9 * K).view(9, K) % E, weights, w1, w2)
+        names = {"x": "dx", "weights": "dtopk_weights", "w1": "dw1", "w2": "dw2"}
+    else:
+        out = smoe.moe(x, router, w1, w2, top_k=K).out
+        names = {"x": "dx", "router": "drouter_weight", "w1": "dw1", "w2": "dw2"}
+    out.sum().backward()
+    written = {field for field, _ in native.BackwardArgs._fields_ if field.startswith("d") and getattr(given[0], field)}
+    assert written - {"dout"} == {field for name, field in names.items() if name not in frozen}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
@@ -541,6 +587,12 @@ def test_a_plain_fork():
     os.close(writer)
     os.waitpid(child, 0)
     assert os.read(reader, 1) == b"1"
+
+
+def test_cuda_after_a_fork_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(RuntimeError, match="forked after CUDA was initialised and cannot use the GPU; start workers with"):
+        _context._make(0)
 
 
 # ---- the operators of a step ----
