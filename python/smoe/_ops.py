@@ -136,10 +136,13 @@ def forward(
     return out, saved
 
 
-@torch.compiler.assume_constant_result
 def reads_logits(options: str) -> bool:
     """Whether the backward of a layer from logits reads the logits. For code that may be traced."""
     return parse(options).reads_logits
+
+
+# This is all that torch.compiler.assume_constant_result does, besides an import of torch._dynamo, which takes 2 s.
+reads_logits._dynamo_marked_constant = True
 
 
 def _logits_dtype(options: Options) -> torch.dtype:

@@ -96,10 +96,15 @@ def te_grouped_mlp(
     return functional.experts_rows(rows, _offsets(tokens_per_expert, rows), w1, w2, probs, **options), None
 
 
-@torch.compiler.disable  # a traced graph does not know of which tensor w1 and w3 are views
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
     """The view [E, 2I, H] of a contiguous w13 [E, 2, I, H], given the gate weights w1 = w13[:, 0] and the up weights
     w3 = w13[:, 1]. Other tensors raise ValueError. torch.compile has a graph break at this function."""
+    if torch.compiler.is_dynamo_compiling():  # a traced graph does not know of which tensor w1 and w3 are views
+        return torch.compiler.disable(_joined)(w1, w3)  # not as a decorator: it imports torch._dynamo, which takes 2 s
+    return _joined(w1, w3)
+
+
+def _joined(w1: Tensor, w3: Tensor) -> Tensor:
     whole = w1._base
     experts, rows, columns = w1.shape
     if (

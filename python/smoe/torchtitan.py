@@ -5,12 +5,14 @@
 It replaces every RoutedExperts that has torchtitan's own grouped linears (w13 [E, 2, F, D], w2 [E, D, F]) and SwiGLU.
 Parameters, their names and their sharding stay as they are. Without expert parallelism smoe reads the tokens with their
 ids and scores directly, and no copy sorted by expert is made. With expert parallelism smoe computes the rows that the
-dispatcher delivers.
+dispatcher delivers. For a dtype that smoe does not support on the device, torchtitan's own code runs, with one warning.
 """
 
+import functools
 import logging
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 try:
@@ -25,7 +27,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.protocols.model import ModelConfigConverter
 
-from . import compat, functional
+from . import _checks, compat, functional
 
 __all__ = ["SmoeConverter", "SmoeRoutedExperts"]
 
@@ -34,6 +36,22 @@ _logger = logging.getLogger(__name__)
 
 def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+@functools.cache
+def _warn_once(dtype: torch.dtype, device: str) -> None:
+    _logger.warning("smoe: RoutedExperts run as torchtitan's own: %s on %s is not supported.", dtype, device)
+
+
+def _supported(x: Tensor) -> bool:
+    """Whether smoe computes tensors like x, which autocast may cast before."""
+    casts, device = torch.is_autocast_enabled(x.device.type), x.device.type
+    dtype = torch.get_autocast_dtype(device) if casts else x.dtype
+    if dtype in _checks.DTYPES.get(device, ()):
+        return True
+    if not torch.compiler.is_compiling():
+        _warn_once(dtype, device)
+    return False
 
 
 class SmoeRoutedExperts(RoutedExperts):
@@ -46,6 +64,8 @@ class SmoeRoutedExperts(RoutedExperts):
     def forward(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
+        if not _supported(x_TD):
+            return super().forward(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         w13, w2 = _local(self.w13.weight).flatten(1, 2), _local(self.w2.weight)
         w13, w2 = w13.to(x_TD.dtype), w2.to(x_TD.dtype)
         if type(self.token_dispatcher) is LocalTokenDispatcher:

@@ -301,6 +301,19 @@ def test_torchtitan(titan, dispatcher):
         assert ours(x, scores, ids, counts).dtype == x.dtype
 
 
+def test_torchtitan_runs_its_own_code_for_other_dtypes(titan, caplog):
+    """float64 tensors, which smoe does not support: torchtitan's code and one warning."""
+    converted = titan.SmoeConverter(None).convert(_Model(layers=[routed()])).layers[0].build().double()
+    stock = routed().build().double()
+    stock.load_state_dict(converted.state_dict())
+    x, scores = torch.randn(T, H, dtype=torch.float64), torch.rand(T, K)
+    ids = torch.rand(T, E).topk(K).indices
+    given = x, scores, ids, torch.bincount(ids.flatten(), minlength=E)
+    assert torch.equal(converted(*given), stock(*given)) and torch.equal(converted(*given), stock(*given))
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert messages == ["smoe: RoutedExperts run as torchtitan's own: torch.float64 on cpu is not supported."]
+
+
 def test_torchtitan_refuses_what_is_not_stock(titan):
     class Other(_SwiGLU):
         @dataclass(kw_only=True, slots=True)

@@ -88,6 +88,56 @@ def test_status_codes_have_the_headers_values():
     assert len(ours) == len(header)
 
 
+KINDS = {  # the C types of fields and parameters, and what ctypes declares for them
+    "size_t": ctypes.c_size_t, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float, "int": ctypes.c_int,
+}  # fmt: skip
+
+
+def kind_of(declaration: str):
+    """What ctypes declares for "TYPE name" or "TYPE *name"."""
+    if "*" in declaration or "(" in declaration or declaration.startswith("smoe_stage_callback"):
+        return ctypes.c_void_p
+    word = declaration.replace("const ", "").split()[0]
+    return ctypes.c_int if word in ENUMS else KINDS[word]
+
+
+def test_fields_have_the_headers_types():
+    """Not only the size: a float in place of an int32_t would go unnoticed otherwise."""
+    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+    for name, struct in native.STRUCTS.items():
+        body = re.search(r"typedef struct " + name + r" \{(.*?)\n\} ", plain, re.S).group(1)
+        found = []
+        for line in filter(None, (line.strip() for line in body.split(";"))):
+            declared = line.split(",")
+            word = declared[0].replace("const ", "").split()[0]
+            found += [kind_of(declared[0])] + [kind_of(f"{word} {more.strip()}") for more in declared[1:]]
+        assert found == [kind for _, kind in struct._fields_], name
+
+
+def test_functions_have_the_headers_parameters():
+    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+    header = dict(re.findall(r"SMOE_API [\w *]*?(smoe_\w+)\(([^)]*)\);", plain))
+    declared = {name: function for name, function in vars(native.library).items() if name.startswith("smoe_")}
+    assert {"smoe_layer_forward", "smoe_update_selection_bias", "smoe_version"} <= set(declared)
+    for name, function in declared.items():
+        parameters = [word.strip() for word in header[name].split(",") if word.strip() != "void"]
+        kinds = [ctypes.c_int if word.startswith("smoe_status ") else kind_of(word) for word in parameters]
+        assert kinds == list(function.argtypes), name
+
+
+def test_limits_are_the_librarys():
+    checks = pytest.importorskip("smoe._checks")
+    from smoe import _layout, _ops
+
+    source = (ROOT / "src" / "problem.h").read_text()
+    limit = {key: int(value) for key, value in re.findall(r"SMOE_(\w+) = (\d+)", source)}
+    ours = dict(MAX_EXPERTS=checks.MAX_EXPERTS, MAX_TOPK=checks.MAX_TOPK, MAX_CHUNKS=checks.MAX_CHUNKS, MAX_TILE=checks.MAX_TILE)
+    ours |= dict(MAX_THREADS=native.MOST_THREADS, TENSOR_ALIGN=_ops._ALIGN, BUFFER_ALIGN=_ops._BUFFER_ALIGN)
+    ours |= dict(BLOCK_ROWS=_layout._ROW_BLOCK, PART_ALIGN=_layout._ALIGN)
+    assert ours == limit
+
+
 def test_version_is_cmakes():
     cmake = (ROOT / "CMakeLists.txt").read_text()
     assert native.version() == re.search(r"project\(smoe VERSION ([\d.]+)", cmake).group(1)
@@ -103,6 +153,21 @@ def test_import_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ))
     assert (done.stdout, done.returncode) == ("no torch\n", 0), done.stderr
+
+
+def test_import_beyond_torch_takes_little_time():
+    """The least of three processes. The limit is 0.2 s. torch._dynamo alone, which a decorator may import, takes 2 s."""
+    pytest.importorskip("torch")
+    program = (
+        "import sys, time, torch; start = time.perf_counter()\n"
+        "import smoe, smoe.compat; smoe.moe, smoe.MoE\n"
+        "print(time.perf_counter() - start)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    run = lambda: subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ))
+    done = [run() for _ in range(3)]
+    assert all(process.returncode == 0 for process in done), done[0].stderr
+    assert min(float(process.stdout) for process in done) < 0.2
 
 
 @pytest.mark.parametrize("missing", ["/nowhere/libsmoe.so", "libc.so.6"])
