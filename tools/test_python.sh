@@ -1,12 +1,13 @@
 #!/bin/sh
 # Runs the tests of the Python package that need no GPU, each in an environment of its own in the build folder: with PyTorch and
-# Transformers, with a wheel that is built, checked and installed into an empty environment, and with JAX.
+# Transformers, with Transformers' own test of experts functions, with a wheel that is built, checked and installed into an
+# empty environment, and with JAX.
 # usage: tools/test_python.sh BUILD   BUILD/release: a finished build of the library
 # The last line reads "N passed, N failed, N skipped". Without a network the tests count as skipped, or with CI=true as failed.
 set -u
 cd "$(dirname "$0")/.." || exit 3
 [ $# -eq 1 ] || {
-    sed -n '2,5s/^# //p' "$0" >&2
+    sed -n '2,6s/^# //p' "$0" >&2
     exit 2
 }
 mkdir -p "$1/python" || exit 3
@@ -24,29 +25,52 @@ install() { # environment, requirements file
         cp "$2" "$1/requirements.txt"
 }
 
-# Installs the packages. If that fails, it counts one test as skipped (in CI as failed) and prints why.
-have() { # environment, requirements file
-    install "$1" "$2" >"$folder/install.log" 2>&1 && return 0
-    tail -n 3 "$folder/install.log"
+# Counts one test as skipped (in CI as failed), and prints why.
+lacks() { # what could not be installed, log
+    tail -n 3 "$2"
     if [ "${CI:-}" = true ]; then
-        echo "FAILED: the packages of $2 could not be installed"
+        echo "FAILED: $1 could not be installed"
         failed=$((failed + 1))
     else
-        echo "skipped: the packages of $2 could not be installed (no network?)"
+        echo "skipped: $1 could not be installed (no network?)"
         skipped=$((skipped + 1))
     fi
+}
+
+# Installs the packages of a requirements file.
+have() { # environment, requirements file
+    install "$1" "$2" >"$folder/install.log" 2>&1 && return 0
+    lacks "the packages of $2" "$folder/install.log"
     return 1
+}
+
+# Other projects' code that tests read or run, without what it depends on: the wheels of SonicMoE and Megatron-Core, and
+# Transformers' source distribution, which has its tests. Unpacked in $folder/fetched, once for each list of versions.
+transformers=$(sed -n 's/^transformers==//p' tests/python/requirements.txt)
+sources="sonic-moe==0.1.2.post1 megatron-core==0.16.1 transformers==$transformers"
+download() {
+    "$folder/torch/bin/python" -m pip download --quiet --no-cache-dir --disable-pip-version-check --no-deps -d "$folder/fetched" "$@"
+}
+fetch() {
+    [ "$(cat "$folder/fetched/versions" 2>/dev/null)" = "$sources" ] && return 0
+    rm -rf "$folder/fetched" && mkdir -p "$folder/fetched" || return 1
+    # shellcheck disable=SC2086 # two words
+    download --python-version 3.12 --only-binary :all: ${sources% *} &&
+        download --no-binary :all: "${sources##* }" &&
+        for wheel in "$folder"/fetched/*.whl; do "$folder/torch/bin/python" -m zipfile -e "$wheel" "$folder/fetched" || return 1; done &&
+        tar -C "$folder/fetched" -xzf "$folder/fetched/transformers-$transformers.tar.gz" &&
+        rm "$folder"/fetched/*.whl "$folder"/fetched/*.gz && echo "$sources" >"$folder/fetched/versions"
 }
 
 count() { # log, word
     tail -n 1 "$1" | sed -n "s/^\(.*[^0-9]\)\{0,1\}\([0-9][0-9]*\) $2.*/\2/p"
 }
 
-# Runs pytest and adds the numbers of its last line.
-run_pytest() { # environment, log, arguments
+# Runs pytest, or a script that runs it, and adds the numbers of its last line.
+run_pytest() { # environment, log, arguments of python
     environment=$1 log=$2
     shift 2
-    timeout 1500 "$environment/bin/python" -m pytest -q -rs "$@" 2>&1 | tee "$log"
+    timeout 1500 "$environment/bin/python" "$@" 2>&1 | tee "$log"
     good=$(count "$log" passed) bad=$(count "$log" failed) left=$(count "$log" skipped) broken=$(count "$log" error)
     good=${good:-0} bad=$((${bad:-0} + ${broken:-0})) left=${left:-0}
     [ $((good + bad + left)) -gt 0 ] || bad=1 # it ran nothing, or never came to its last line
@@ -54,7 +78,14 @@ run_pytest() { # environment, log, arguments
 }
 
 if have "$folder/torch" tests/python/requirements.txt; then
-    run_pytest "$folder/torch" "$folder/pytest.log" --durations=5 --ignore=tests/python/test_jax.py tests/python
+    if fetch >"$folder/fetch.log" 2>&1; then
+        export SMOE_FETCHED="$folder/fetched"
+        run_pytest "$folder/torch" "$folder/transformers.log" tools/transformers_experts_test.py \
+            "$folder/fetched/transformers-$transformers" -W ignore
+    else
+        lacks "$sources" "$folder/fetch.log"
+    fi
+    run_pytest "$folder/torch" "$folder/pytest.log" -m pytest -q -rs --durations=5 --ignore=tests/python/test_jax.py tests/python
     echo "== wheel"
     if PATH=$folder/torch/bin:$PATH tools/wheel.sh "$folder/wheel" "$release"; then
         passed=$((passed + 1))
@@ -65,7 +96,7 @@ if have "$folder/torch" tests/python/requirements.txt; then
 fi
 echo "== jax"
 if have "$folder/jax" tests/python/requirements-jax.txt; then
-    run_pytest "$folder/jax" "$folder/jax.log" --noconftest tests/python/test_jax.py
+    run_pytest "$folder/jax" "$folder/jax.log" -m pytest -q -rs --noconftest tests/python/test_jax.py
 fi
 
 echo "$passed passed, $failed failed, $skipped skipped"

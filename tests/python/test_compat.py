@@ -1,7 +1,7 @@
 """smoe's functions with the signatures of SonicMoE 0.1.2.post1, Megatron-Core 0.16.1 (TEGroupedMLP.forward), prime-rl
-049a80af (GroupedExperts.forward) and torchtitan 00a4c147 (RoutedExperts, ModelConfigConverter). These projects need a
-GPU, or PyPI does not have these versions. So this file repeats their signatures, and the results are compared with
-reference.py."""
+049a80af (GroupedExperts.forward) and torchtitan 00a4c147 (RoutedExperts, ModelConfigConverter). PyPI does not have
+the last two. So this file repeats the signatures, and the results are compared with reference.py. test_fetched.py
+compares with the code of the first two."""
 
 import inspect
 import sys
