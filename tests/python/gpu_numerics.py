@@ -36,6 +36,9 @@ def rows():
             k: made[k] for k in ("w1", "w2", "b1", "b2")
         }
         against_f64(f"rows, offsets {str(dtype)[6:]}", smoe.experts_rows, reference.experts_rows, inputs)
+    if target.device == "cuda":
+        half = {n: v if n == "offsets" else v.detach().half().requires_grad_() for n, v in inputs.items()}
+        against_f64("rows, float16", smoe.experts_rows, reference.experts_rows, half)
     clean = run(smoe.experts_rows, inputs)
     with torch.no_grad():
         made["x"][650:] = torch.nan
@@ -62,6 +65,12 @@ def routers():
         )
         worst = max((error(found[n].to("cpu"), exact[n]), n) for n in found)
         find(f"{name} against float64", worst[0] < 0.02, f"{worst[0]:.1e} ({worst[1]})", 0.02)
+    if target.device == "cuda":
+        half = {name: value.detach().half().requires_grad_() for name, value in inputs.items()}
+        found = run(smoe.moe, half, top_k=4)
+        exact = exact_moe({n: v.detach().cpu().double().requires_grad_() for n, v in half.items()}, torch.float16)
+        worst = max((error(found[n].to("cpu"), exact[n]), n) for n in found)
+        find("float16 against float64", worst[0] < 0.02, f"{worst[0]:.1e} ({worst[1]})", 0.02)
     router = randn(16, 256, seed=5)
     found = smoe.moe(made["x"], router, made["w1"], made["w2"], top_k=4, losses=True, counts=True)
     with torch.no_grad():
@@ -80,9 +89,9 @@ def routers():
     find("update_selection_bias", torch.equal(bias.sign(), (found.counts.float().mean() - found.counts).sign()))
 
 
-def exact_moe(inputs, **options):
-    """The reference's output and gradients on the CPU, for the same dout that run() uses on the device."""
+def exact_moe(inputs, dtype=None, **options):
+    """The reference's output and gradients on the CPU, for the same dout, of `dtype`, that run() uses on the device."""
     out = reference.moe(**inputs, top_k=4, **options)[0]
-    dout = randn(*out.shape, dtype=torch.float32, seed=1).to(target.dtype).cpu().double()
+    dout = randn(*out.shape, dtype=torch.float32, seed=1).to(dtype or target.dtype).cpu().double()
     gradients = torch.autograd.grad(out, list(inputs.values()), dout)
     return dict(zip(["out", *inputs], [out.detach(), *gradients]))

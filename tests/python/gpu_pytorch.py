@@ -249,6 +249,18 @@ def compile():
     given_step(compiled, model, TOKEN_COUNTS[0])
     first = counter.frame_count
     same_routing("inductor, fullgraph, dynamic, six token counts, given routing", compiled, model, TOKEN_COUNTS)
+    if target.device == "cuda":
+        T = TOKEN_COUNTS[0]
+        x, weights = randn(T, model.H, grad=True), torch.rand(T, model.K, device=target.device).requires_grad_()
+        ids = torch.rand(T, 16, device=target.device).topk(model.K, -1).indices
+        logits = randn(T, 16, dtype=torch.float32, grad=True)
+        compiled(x, ids, weights, logits).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            compiled(x, ids, weights, logits).sum().backward()
+            find("compiled: no host synchronisation in forward and backward", True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     find("compilations after the first token count", counter.frame_count == first, counter.frame_count - first, 0)
     torch._dynamo.reset()
     own = OwnRouting()

@@ -109,6 +109,68 @@ def test_moe_losses():
     np.testing.assert_allclose(losses, jnp.stack([balance, z]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("activation", ["relu2", "geglu_tanh"])
+def test_layouts_and_activations(activation):
+    """Interleaved rows of w1, an activation with and one without a gate."""
+    gated, given = activation == "geglu_tanh", made()
+    arguments = {name: given[name] for name in ("x", "ids", "weights", "w1", "w2")}
+    arguments["w1"] = given["w1"] if gated else given["w1"][:, :I]
+    layout = "interleaved" if gated else "concatenated"
+    ours = lambda **a: smoe.jax.experts(**a, activation=activation, layout=layout)
+
+    def theirs(x, ids, weights, w1, w2):
+        h = jnp.einsum("th,enh->etn", x, w1)
+        h = jax.nn.gelu(h[..., ::2], approximate=True) * h[..., 1::2] if gated else jnp.square(jax.nn.relu(h))
+        pairs = jnp.zeros((len(x), E)).at[jnp.arange(len(x))[:, None], ids].add(weights)
+        return jnp.einsum("te,eth->th", pairs, jnp.einsum("etn,ehn->eth", h, w2))
+
+    compare(ours, theirs, arguments, ["x", "weights", "w1", "w2"])
+
+
+def test_sigmoid_with_coefficients():
+    """Sigmoid scores with a selection bias, renormalised and scaled; the backward adds the losses' gradients."""
+    given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
+    bias = jnp.linspace(-0.3, 0.3, E)
+    options = dict(score="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, selection_bias=bias)
+    ours = lambda **a: smoe.jax.moe(**a, top_k=K, balance_coefficient=0.3, z_coefficient=0.2, **options)[0]
+
+    @jax.custom_vjp
+    def with_loss(out, loss):
+        return out
+
+    with_loss.defvjp(lambda out, loss: (out, None), lambda _, dout: (dout, jnp.ones(())))
+
+    def theirs(x, router_weight, w1, w2):
+        logits = x @ router_weight.T
+        ids = jax.lax.top_k(jax.nn.sigmoid(logits) + bias, K)[1]
+        weights = jnp.take_along_axis(jax.nn.sigmoid(logits), ids, -1)
+        counts = jnp.zeros(E).at[ids.ravel()].add(1)
+        balance = E * (counts / T * jax.nn.softmax(logits).mean(0)).sum()
+        loss = 0.3 * balance + 0.2 * jnp.square(jax.nn.logsumexp(logits, -1)).mean()
+        return with_loss(dense_experts(x, ids, 2.5 * weights / weights.sum(-1, keepdims=True), w1, w2), loss)
+
+    compare(ours, theirs, given, list(given))
+
+
+def test_rounding_and_chunks():
+    """Rounding down to whole tiles is plain top-K without the pairs that it drops; chunks change no bit."""
+    given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
+    p = jax.nn.softmax(given["x"] @ given["router_weight"].T)
+    values, ids = jax.lax.top_k(p, K)
+    kept = np.zeros((T, K), bool)
+    for e in range(E):
+        pairs = sorted(((-float(values[t, k]), t, k) for t, k in zip(*np.nonzero(np.asarray(ids) == e))))
+        for _, t, k in pairs[: len(pairs) // 4 * 4]:
+            kept[t, k] = True
+    assert 0 < kept.sum() < T * K
+    out = smoe.jax.moe(**given, top_k=K, rounding="down", tile=4)[0]
+    exact = dense_experts(given["x"], ids, values * kept, given["w1"], given["w2"])
+    assert jnp.linalg.norm(out - exact) < 1e-5 * jnp.linalg.norm(exact)
+    wide = dict(x=jnp.tile(given["x"], 16), w1=jnp.tile(given["w1"], 16), w2=jnp.tile(given["w2"], (1, 16, 1)))
+    run = lambda chunks: smoe.jax.experts(**wide, ids=ids, weights=values, chunks=chunks)
+    assert jnp.array_equal(run(1), run(4))
+
+
 def test_bf16():
     given = made(jnp.bfloat16)
     arguments = {name: given[name] for name in ("x", "ids", "weights", "w1", "w2")}
