@@ -1,7 +1,6 @@
 """Ways in which PyTorch runs a layer: compile, checkpointing, autocast, hooks, modes, threads, forks."""
 
 import ctypes
-import os
 import threading
 
 import pytest
@@ -512,87 +511,6 @@ def test_backwards_of_two_threads(monkeypatch):
     monkeypatch.setattr(_context.Context, "backward", watched)
     first = torch.autograd.grad(out.sum(), x, retain_graph=True)
     assert reused == [0, 0] and same(first, inside[0])
-
-
-# ---- threads and processes ----
-
-
-def test_two_new_threads_and_one_idle_context(monkeypatch):
-    """Another thread takes the last idle context after the list was checked and before its pop."""
-    from smoe import _context
-
-    class Emptied(list):
-        def __bool__(self):
-            return True
-
-    monkeypatch.setattr(_context, "_idle", {-1: Emptied()})
-    assert _context._make(-1).handle
-
-
-def test_threads_run_side_by_side():
-    model = Block()
-    x = torch.randn(64, H)
-    with torch.no_grad():
-        wanted = model(x)
-    wrong = []
-
-    def work():
-        with torch.no_grad():
-            wrong.extend(1 for _ in range(30) if not torch.equal(model(x), wanted))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-class _Data(torch.utils.data.Dataset):
-    """A data set whose items run a layer in the worker process."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        self.moe = smoe.MoE(H, I, E, K, initializer_range=0.3)
-        self.x = torch.randn(8, 200, H)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        with torch.no_grad():
-            return self.moe(self.x[index])
-
-
-def test_forked_workers():
-    """DataLoader workers that are forked after the parent has used OpenMP threads."""
-    data = _Data()
-    wanted = torch.stack([data[index] for index in range(len(data))])
-    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
-    assert torch.equal(torch.cat(list(loader)), wanted)
-
-
-def test_a_plain_fork():
-    """In a child of os.fork torch still has two threads, but the child's context must have one."""
-    data = _Data()
-    wanted = data[0]
-    assert torch.get_num_threads() == 2
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, b"1" if torch.equal(data[0], wanted) else b"0")
-        finally:
-            os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    assert os.read(reader, 1) == b"1"
-
-
-def test_cuda_after_a_fork_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(RuntimeError, match="forked after CUDA was initialised and cannot use the GPU; start workers with"):
-        _context._make(0)
 
 
 # ---- the operators of a step ----
