@@ -10,16 +10,18 @@
 // stores, also has the pad rows.
 //
 // So the weights must be read at the speed of the memory. The kernels for many rows (sm90/experts/) have too
-// few tiles for this: with one row for each of 8 experts and n = 1024, 64 of 132 SMs have one. Here a CTA
-// takes 16 rows of weights over the whole length of the sums, and 6 CTAs are on an SM at once. Every warp has
-// a ring of 6 KB in shared memory that it fills with cp.async, so an SM has up to 144 KB in flight. At 4.8
-// TB/s and about 800 ns, 29 KB on each SM are on their way at any time.
+// few tiles for this: with one row for each of 8 experts and n = 1024, 64 of 132 SMs have one. Here a unit is
+// a row tile and 16 rows of weights, over the whole length of the sums. The kernels are persistent, two CTAs
+// on an SM, and CTA b of g takes units b, b + g, b + 2 g and so on. One warp of a CTA is the producer. It
+// copies up to 1 KB of each of the 16 rows at once into a slot of a ring, by bulk copies, and goes on to the
+// next unit without waiting for the sums. So an SM always has up to 160 KB on their way. At 4.8 TB/s and
+// about 800 ns, 29 KB are enough; the rest covers the time in which sums are added and stored.
 //
 // Tile: 16 rows of X or A by 16 rows of weights. mma multiplies 16 by 8 rows, 16 places of K at a time (K is
-// d for up and n for down), with the weights as operand b. A lane copies 16 contiguous bytes of a row of
-// weights and reads them itself; four lanes copy 64 bytes. These are not the places of K that mma assigns to
-// a lane. But both operands are permuted alike, so the same products are added. The four warps of a CTA take
-// slices of 32 places of K by turns, and their sums are added in the order of the warps.
+// d for up and n for down), with the weights as operand b. A lane reads 16 contiguous bytes of a row of
+// weights; four lanes read 64 bytes. These are not the places of K that mma assigns to a lane. But both
+// operands are permuted alike, so the same products are added. Eight warps take steps of 32 places of K by
+// turns, and their sums are added in the order of the warps.
 //
 // With a gate the 16 rows of W1 are the gate rows and the up rows of 8 features. If an expert has more than
 // 16 rows, the CTA reads its weights again for each group of 16. Pad rows are not multiplied. Only the
@@ -30,6 +32,8 @@
 #include "common/mma.cuh"
 #include "host/few_rows.h"
 #include "host/kernels.h"
+#include "sm90/mbarrier.cuh"
+#include "sm90/tma.cuh"
 
 namespace moe
 {
@@ -37,159 +41,206 @@ namespace
 {
 
 enum {
-    WARPS = 4,
-    THREADS = WARPS * 32,
-    CTAS_AN_SM = 6,
+    WARPS = 8, // that multiply
+    MULTIPLIERS = WARPS * 32,
+    THREADS = MULTIPLIERS + 32, // and the producer
+    CTAS_AN_SM = 2,
     GROUP = SMOE_FEW_ROWS_GROUP,
     WEIGHTS = SMOE_FEW_ROWS_WEIGHTS,
-    SLICE = 32, // places of K: four lanes, 16 bytes each
-    STEP = WARPS * SLICE,
-    SLOTS = 6,            // of a warp's ring
-    HALF_BYTES = 32 * 16, // a slice of eight rows of weights
-    SLOT_BYTES = 2 * HALF_BYTES,
-    RING_BYTES = SLOTS * SLOT_BYTES,
-    SUMS = WARPS * RING_BYTES,
-    PITCH = WEIGHTS + 4, // of the sums of a row: no bank conflicts
-    SHARED_BYTES = SUMS + WARPS * GROUP * PITCH * 4
+    STEP = 32, // places of K: four lanes, 16 bytes each
+    STEPS = 2, // of a warp in a slice
+    SLICE = WARPS * STEP * STEPS,
+    ROW_BYTES = SLICE * 2 + 64, // of a row of weights in a slot: two rows of 64 bytes have no bank conflicts
+    SLOTS = 5,
+    PITCH = WEIGHTS + 4 // of the sums of a row: no bank conflicts
 };
 static_assert(GROUP == 16 && WEIGHTS == 16, "two mma of 16 rows x 8 rows of weights");
-static_assert(CTAS_AN_SM * (SHARED_BYTES + 1024) <= 233472, "shared memory of an SM");
 
-// The CTA's 16 rows of weights. Row i < 8 starts at `first` + i `stride`, row 8 + i at `second` + i `stride`.
+// The sums of the warps: of each row with each of the 16 rows of weights.
+typedef float partial_sums[WARPS][GROUP][PITCH];
+
+// Up to 16 rows of a tile, to be multiplied by the weights of a column tile.
+struct row_group {
+    int row, rows; // the first padded row; 0 rows: there is no more work
+    int pad_rows;  // behind them, if they are the tile's last
+    int expert, column_tile;
+};
+
+struct shared_memory {
+    char weights[SLOTS][WEIGHTS][ROW_BYTES];
+    partial_sums sums[2]; // of units by turns
+    uint64_t full[SLOTS], empty[SLOTS];
+    row_group groups[SLOTS]; // in the slot of the group's first slice
+    int tokens[SLOTS][GROUP];
+};
+static_assert(CTAS_AN_SM * (sizeof(shared_memory) + 1024) <= 233472, "shared memory of an SM");
+
+SMOE_DEVICE shared_memory &shared_of_cta()
+{
+    extern __shared__ __align__(128) char memory[];
+    return *(shared_memory *)memory;
+}
+
+SMOE_DEVICE void init_ring(shared_memory &shared)
+{
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < SLOTS; i++) {
+            barrier_init(shared_address(shared.full + i), 1);
+            barrier_init(shared_address(shared.empty + i), WARPS);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+}
+
+// ---- The producer
+
+// 16 rows of weights. Row i < 8 starts at `first` + i `stride`, row 8 + i at `second` + i `stride`.
 struct weight_rows {
     const char *first, *second;
     int64_t stride; // bytes
 };
 
-// The weights that a lane multiplies: 16 bytes of row lane / 4 of both eights for each slice of its warp. It
-// copies them to shared memory, SLOTS slices ahead, and reads them itself, so no thread waits for another
-// one.
-struct weight_stream {
-    const char *first, *second; // of the next slice to be copied
-    int left;                   // elements from there to the end of the row
-    int slices;                 // of the warp
-    uint32_t ring, slot;        // the lane's place in slot 0 and in the next slot to be read
-
-    // Copies the first slices.
-    SMOE_DEVICE weight_stream(const weight_rows &rows, int length, uint32_t memory, int warp, int lane)
-    {
-        const int place = warp * SLICE + (lane & 3) * 8;
-        const int64_t at = (lane >> 2) * rows.stride + place * 2;
-        first = rows.first + at;
-        second = rows.second + at;
-        left = length - place;
-        slices = (length - warp * SLICE + STEP - 1) / STEP;
-        ring = slot = memory + warp * RING_BYTES + lane * 16;
-        begin();
-    }
-    SMOE_DEVICE void begin()
-    {
-#pragma unroll
-        for (int i = 0; i < SLOTS; i++) copy();
-    }
-    // The next slice into `slot`, with zeros past the end of the row.
-    SMOE_DEVICE void copy()
-    {
-        copy16_async_if(left > 0, slot, first);
-        copy16_async_if(left > 0, slot + HALF_BYTES, second);
-        commit_copies();
-        first = advance_by_adds(first, STEP * 2);
-        second = advance_by_adds(second, STEP * 2);
-        left -= STEP;
-        slot = slot == ring + (SLOTS - 1) * SLOT_BYTES ? ring : slot + SLOT_BYTES;
-    }
-    // Begins again, when all slices have been read.
-    SMOE_DEVICE void rewind()
-    {
-        wait_all_copies(); // the zeros behind the last slice
-        const int back = (slices + SLOTS) * STEP;
-        first -= back * 2;
-        second -= back * 2;
-        left += back;
-        begin();
-    }
-};
-
-// The sums of the warps: of each row with each of the 16 rows of weights.
-typedef float partial_sums[WARPS][GROUP][PITCH];
-
-// The warp's share of the sums of one group. The lane has rows lane / 4 and lane / 4 + 8 of the group;
-// `upper` and `lower` are its vectors of them. They are loaded one slice ahead.
-template <typename T>
-SMOE_DEVICE void multiply_group(float (&sums)[GROUP][PITCH], weight_stream &weights, const char *upper,
-                                const char *lower, int lane)
+// `bytes` of each row, from byte `from` on.
+SMOE_DEVICE void copy_slice(uint32_t slot, const weight_rows &rows, int64_t from, uint32_t bytes,
+                            uint32_t barrier)
 {
+    const char *first = rows.first + from, *second = rows.second + from;
+    for (int i = 0; i < 8; i++, first += rows.stride, second += rows.stride) {
+        load_bytes(slot + i * ROW_BYTES, first, bytes, barrier);
+        load_bytes(slot + (i + 8) * ROW_BYTES, second, bytes, barrier);
+    }
+}
+
+// The number of the tile's rows that are no pad rows.
+SMOE_DEVICE int count_rows(const int32_t *row_token, moe_work tile, int lane)
+{
+    uint32_t count = 0;
+    for (int row = lane; row < moe_work_blocks(tile) * SMOE_BLOCK_ROWS; row += 32)
+        count += __ldcg(row_token + tile.row + row) >= 0;
+    return (int)__reduce_add_sync(~0u, count);
+}
+
+// Writes the group of a tile of `rows` rows that begins with its row `first`.
+SMOE_DEVICE void describe(shared_memory &shared, uint32_t slot, const int32_t *row_token, moe_work tile,
+                          int column_tile, int first, int rows, int lane)
+{
+    const int pad_rows = moe_work_blocks(tile) * SMOE_BLOCK_ROWS - rows;
+    if (lane < GROUP) // after the last row, the last row again
+        shared.tokens[slot][lane] = __ldcg(row_token + tile.row + min(first + lane, rows - 1));
+    if (lane == 0)
+        shared.groups[slot] = {tile.row + first, min(rows - first, (int)GROUP),
+                               first + GROUP < rows ? 0 : pad_rows, moe_work_expert(tile), column_tile};
+}
+
+// One warp fills the ring for all units of the CTA. weights_of(expert, column tile) are 16 rows of `length`
+// elements. The copies of a slice do not depend on the number of rows, so the first ones begin before it is
+// known.
+template <class W>
+SMOE_DEVICE void produce(shared_memory &shared, const moe_cuda_lists &lists, const int32_t *row_token,
+                         int column_tiles, int length, const W &weights_of)
+{
+    ring_position<SLOTS> at(1);
+    const int lane = threadIdx.x & 31, units = __ldcg(lists.counts) * column_tiles;
+    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+        const int2 entry = __ldcg((const int2 *)lists.tiles + unit / column_tiles);
+        const moe_work tile = {entry.x, entry.y};
+        const int column_tile = unit % column_tiles;
+        const weight_rows weights = weights_of(moe_work_expert(tile), column_tile);
+        int rows = 1;
+        for (int first = 0; first < rows; first += GROUP)
+            for (int place = 0; place < length; place += SLICE, at.advance()) {
+                const uint32_t bytes = min(length - place, (int)SLICE) * 2;
+                const uint32_t full = shared_address(shared.full + at.slot);
+                barrier_wait(shared_address(shared.empty + at.slot), at.phase);
+                if (lane == 0)
+                    copy_slice(shared_address(shared.weights[at.slot]), weights, place * 2, bytes, full);
+                if (place == 0) {
+                    if (first == 0) rows = count_rows(row_token, tile, lane);
+                    describe(shared, at.slot, row_token, tile, column_tile, first, rows, lane);
+                }
+                __syncwarp();
+                if (lane == 0) barrier_expect(full, WEIGHTS * bytes);
+            }
+    }
+    barrier_wait(shared_address(shared.empty + at.slot), at.phase);
+    if (lane == 0) {
+        shared.groups[at.slot].rows = 0;
+        barrier_arrive(shared_address(shared.full + at.slot));
+    }
+}
+
+// ---- The other warps
+
+// The warp's share of the sums of one group. The lane has rows lane / 4 and lane / 4 + 8 of the group, which
+// begin at `upper` and `lower`.
+template <typename T>
+SMOE_DEVICE void multiply_group(shared_memory &shared, float (&sums)[GROUP][PITCH], ring_position<SLOTS> &at,
+                                int length, const char *upper, const char *lower)
+{
+    const int warp = warp_number(), lane = threadIdx.x & 31, own = warp * STEP + (lane & 3) * 8;
     float acc[2][4] = {};
-    int left = weights.left + SLOTS * STEP;
-    uint4 x = load_global16_if(left > 0, upper), y = load_global16_if(left > 0, lower);
 #pragma unroll 1
-    for (int slice = 0; slice < weights.slices; slice++) {
-        upper = advance_by_adds(upper, STEP * 2);
-        lower = advance_by_adds(lower, STEP * 2);
-        left -= STEP;
-        const uint4 next_x = load_global16_if(left > 0, upper), next_y = load_global16_if(left > 0, lower);
-        wait_copies<SLOTS - 1>();
+    for (int place = own; place - own < length; place += SLICE, at.advance()) {
+        const uint32_t from = shared_address(shared.weights[at.slot][lane >> 2]) + own * 2;
+        uint4 x[STEPS], y[STEPS];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint4 w = load_shared16(weights.slot + half * HALF_BYTES);
-            multiply(acc[half], {x.x, y.x, x.y, y.y}, w.x, w.y, T());
-            multiply(acc[half], {x.z, y.z, x.w, y.w}, w.z, w.w, T());
+        for (int i = 0; i < STEPS; i++) {
+            const int k = place + i * WARPS * STEP;
+            x[i] = load_global16_if(k < length, upper + k * 2);
+            y[i] = load_global16_if(k < length, lower + k * 2);
         }
-        weights.copy();
-        x = next_x, y = next_y;
+        barrier_wait(shared_address(shared.full + at.slot), at.phase);
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                // Past the end of the row the slot has old bytes, which may be NaN.
+                uint4 w = {0, 0, 0, 0};
+                if (place + i * WARPS * STEP < length)
+                    w = load_shared16(from + half * 8 * ROW_BYTES + i * WARPS * STEP * 2);
+                multiply(acc[half], {x[i].x, y[i].x, x[i].y, y[i].y}, w.x, w.y, T());
+                multiply(acc[half], {x[i].z, y[i].z, x[i].w, y[i].w}, w.z, w.w, T());
+            }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(shared.empty + at.slot));
     }
 #pragma unroll
     for (int i = 0; i < 8; i++)
         sums[(lane >> 2) + (i & 2) * 4][(i & 4) * 2 + (lane & 3) * 2 + (i & 1)] = acc[i >> 2][i & 3];
 }
 
-// All groups of a tile, which has `rows` rows. row_of(i) is where row i of X or A starts. finish(i, j, sum)
-// stores element j of row i, where the CTA has 1 << shift elements of every row; its argument sum(j) is row i
-// times row j of the weights.
-template <typename T, class R, class F>
-SMOE_DEVICE void multiply_rows(partial_sums &sums, weight_stream &weights, int rows, int shift,
-                               const R &row_of, const F &finish)
+// All groups of the CTA. start_of(row, token) is where a row of X or A starts. finish(group, i, j, sum)
+// stores element j of row i of the group, where a column tile has 1 << shift elements of every row; its
+// argument sum(j) is row i times row j of the weights. finish_pads(group) stores pad rows.
+template <typename T, class R, class F, class P>
+SMOE_DEVICE void multiply_groups(shared_memory &shared, int length, int shift, const R &start_of,
+                                 const F &finish, const P &finish_pads)
 {
-    const int warp = warp_number(), lane = threadIdx.x & 31, place = warp * SLICE + (lane & 3) * 8;
-    for (int first = 0; first < rows; first += GROUP) {
-        if (first) {
-            weights.rewind();
-            __syncthreads(); // the sums of the group before have been read
-        }
-        // If the group has fewer than 16 rows, its last one is multiplied several times.
-        const int row = first + (lane >> 2);
-        multiply_group<T>(sums[warp], weights, row_of(min(row, rows - 1)) + place * 2,
-                          row_of(min(row + 8, rows - 1)) + place * 2, lane);
-        __syncthreads();
-#pragma unroll 1
-        for (int i = (int)threadIdx.x; i < min(rows - first, (int)GROUP) << shift; i += THREADS) {
-            const int row = i >> shift;
-            finish(first + row, i & ((1 << shift) - 1), [&](int j) {
-                float sum = sums[0][row][j];
-                for (int w = 1; w < WARPS; w++) sum += sums[w][row][j];
+    const int quad = (threadIdx.x & 31) >> 2;
+    ring_position<SLOTS> at(0);
+    for (int turn = 0;; turn ^= 1) {
+        barrier_wait(shared_address(shared.full + at.slot), at.phase);
+        const row_group group = shared.groups[at.slot];
+        if (!group.rows) return;
+        const int *tokens = shared.tokens[at.slot], last = group.rows - 1;
+        const char *upper = start_of(group.row + min(quad, last), tokens[quad]);
+        const char *lower = start_of(group.row + min(quad + 8, last), tokens[quad + 8]);
+        partial_sums &sums = shared.sums[turn];
+        multiply_group<T>(shared, sums[warp_number()], at, length, upper, lower);
+        // Other warps may still read the sums of the unit before, but none those of the one before that.
+        named_barrier_sync(1, MULTIPLIERS);
+        const int i = (int)threadIdx.x >> shift, j = threadIdx.x & ((1 << shift) - 1);
+        if (i < group.rows)
+            finish(group, i, j, [&](int column) {
+                float sum = sums[0][i][column];
+                for (int w = 1; w < WARPS; w++) sum += sums[w][i][column];
                 return sum;
             });
-        }
+        finish_pads(group);
     }
 }
-
-// The tile of the CTA; no blocks if there is none.
-SMOE_DEVICE moe_work read_tile(const moe_cuda_lists &lists)
-{
-    const int tiles = __ldcg(lists.counts);
-    const int2 entry = __ldcg((const int2 *)(lists.tiles + blockIdx.y));
-    const moe_work none = {0, 0}, tile = {entry.x, entry.y};
-    return (int)blockIdx.y < tiles ? tile : none;
-}
-
-// The number of the tile's rows that are no pad rows.
-SMOE_DEVICE int count_rows(const int32_t *row_token, moe_work tile)
-{
-    const int row = (int)threadIdx.x;
-    return __syncthreads_count(row < moe_work_blocks(tile) * SMOE_BLOCK_ROWS &&
-                               row_token[tile.row + row] >= 0);
-}
-static_assert(THREADS == SMOE_TILE_BLOCKS * SMOE_BLOCK_ROWS, "each thread looks at one row of the tile");
+static_assert(MULTIPLIERS == GROUP * WEIGHTS, "each thread stores at most one element");
 
 // Element `at` of a tensor: the low 16 bits of `value`.
 SMOE_DEVICE void store_element(void *tensor, int64_t at, uint32_t value)
@@ -235,43 +286,44 @@ SMOE_DEVICE weight_rows w1_rows(const moe_up &u, int expert, int feature)
     return {first, first + second * row, step * row};
 }
 
+// The next kernel may begin as soon as CTAs of this one have ended: what this one writes it reads after its
+// wait_for_previous.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant__ moe_up u)
 {
-    extern __shared__ __align__(128) char memory[];
-    partial_sums &sums = *(partial_sums *)(memory + SUMS);
+    shared_memory &shared = shared_of_cta();
+    init_ring(shared);
     wait_for_previous();
-    const moe_work tile = read_tile(u.lists);
-    if (!moe_work_blocks(tile)) return;
+    let_next_start();
     const int shift = u.gated ? 3 : 4; // 8 or 16 features
-    const int expert = moe_work_expert(tile), feature0 = (int)blockIdx.x << shift;
     const int n = (int)u.intermediate, length = (int)u.hidden;
-    weight_stream weights(w1_rows(u, expert, feature0), length, shared_address(memory), warp_number(),
-                          threadIdx.x & 31);
-    const int rows = count_rows(u.row_token, tile);
-    const auto row_of = [&](int i) {
-        return (const char *)u.x + (int64_t)u.row_token[tile.row + i] * u.hidden * 2;
-    };
-    multiply_rows<T>(sums, weights, rows, shift, row_of, [&](int i, int j, const auto &sum) {
-        const int row = tile.row + i, feature = feature0 + j;
+    if (warp_number() == WARPS) {
+        produce(shared, u.lists, u.row_token, (n + (1 << shift) - 1) >> shift, length,
+                [&](int expert, int column_tile) { return w1_rows(u, expert, column_tile << shift); });
+        return;
+    }
+    const auto start_of = [&](int, int token) { return (const char *)u.x + token * u.hidden * 2; };
+    const auto finish = [&](const row_group &group, int i, int j, const auto &sum) {
+        const int row = group.row + i, feature = (group.column_tile << shift) + j;
         if (feature >= n) return;
         const uint32_t pair =
-            storage<T>::pack(sum(j) + bias_of<T>(u, expert, feature, 0),
-                             u.gated ? sum(j + 8) + bias_of<T>(u, expert, feature, 1) : 0.0f);
+            storage<T>::pack(sum(j) + bias_of<T>(u, group.expert, feature, 0),
+                             u.gated ? sum(j + 8) + bias_of<T>(u, group.expert, feature, 1) : 0.0f);
         if (u.h) store_h(u, row, feature, pair);
         store_element(u.a, (int64_t)row * n + feature,
                       storage<T>::pack(activate_element<T>(u.activation, pair), 0.0f));
-    });
-    const int pad_rows = u.h ? moe_work_blocks(tile) * SMOE_BLOCK_ROWS - rows : 0;
+    };
+    multiply_groups<T>(shared, length, shift, start_of, finish, [&](const row_group &group) {
+        if (!u.h) return;
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < pad_rows << shift; i += THREADS) {
-        const int row = tile.row + rows + (i >> shift), feature = feature0 + (i & ((1 << shift) - 1));
-        if (feature < n)
-            store_h(u, row, feature,
-                    storage<T>::pack(bias_of<T>(u, expert, feature, 0),
-                                     u.gated ? bias_of<T>(u, expert, feature, 1) : 0.0f));
-    }
-    let_next_start();
+        for (int i = (int)threadIdx.x; i < group.pad_rows << shift; i += MULTIPLIERS) {
+            const int feature = (group.column_tile << shift) + (i & ((1 << shift) - 1));
+            if (feature < n)
+                store_h(u, group.row + group.rows + (i >> shift), feature,
+                        storage<T>::pack(bias_of<T>(u, group.expert, feature, 0),
+                                         u.gated ? bias_of<T>(u, group.expert, feature, 1) : 0.0f));
+        }
+    });
 }
 
 // ---- Down
@@ -283,62 +335,68 @@ SMOE_DEVICE weight_rows w2_rows(const moe_down &d, int expert, int column)
     return {first, first + (column + 8 < d.columns ? 8 : 0) * row, row};
 }
 
-// Reads the tile and asks for weights before the kernel before has ended. This kernel is only launched behind
-// kernels that began when the plan was complete.
+// Begins to read the weights before the kernel before has ended. This kernel is only launched behind kernels
+// that began when the plan was complete.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) down(const __grid_constant__ moe_down d)
 {
-    extern __shared__ __align__(128) char memory[];
-    partial_sums &sums = *(partial_sums *)(memory + SUMS);
-    const moe_work tile = read_tile(d.lists);
-    if (!moe_work_blocks(tile)) {
-        wait_for_previous(); // so that the next kernel waits for the one before this
+    shared_memory &shared = shared_of_cta();
+    init_ring(shared);
+    const int length = (int)d.intermediate;
+    if (warp_number() == WARPS) {
+        produce(shared, d.lists, d.row_token, (int)((d.columns + WEIGHTS - 1) / WEIGHTS), length,
+                [&](int expert, int column_tile) { return w2_rows(d, expert, column_tile * WEIGHTS); });
         return;
     }
-    const int expert = moe_work_expert(tile), column0 = (int)blockIdx.x * WEIGHTS;
-    const int length = (int)d.intermediate;
-    weight_stream weights(w2_rows(d, expert, column0), length, shared_address(memory), warp_number(),
-                          threadIdx.x & 31);
     wait_for_previous();
-    const int rows = count_rows(d.row_token, tile);
-    const auto row_of = [&](int i) { return (const char *)d.a + (int64_t)(tile.row + i) * length * 2; };
-    multiply_rows<T>(sums, weights, rows, 4, row_of, [&](int i, int j, const auto &sum) {
-        const int column = column0 + j;
+    let_next_start();
+    const auto start_of = [&](int row, int) { return (const char *)d.a + (int64_t)row * length * 2; };
+    const auto finish = [&](const row_group &group, int i, int j, const auto &sum) {
+        const int column = group.column_tile * WEIGHTS + j;
         if (column >= d.columns) return;
         float value = sum(j);
-        if (d.b2) value += to_float(((const T *)d.b2)[expert * d.hidden + d.first_column + column]);
-        store_element(d.y, (tile.row + i) * d.columns + column, storage<T>::pack(value, 0.0f));
-    });
-    let_next_start();
+        if (d.b2) value += to_float(((const T *)d.b2)[group.expert * d.hidden + d.first_column + column]);
+        store_element(d.y, (group.row + i) * d.columns + column, storage<T>::pack(value, 0.0f));
+    };
+    multiply_groups<T>(shared, length, 4, start_of, finish, [](const row_group &) {});
 }
 
-// One CTA for each group of columns and each row tile there can be; CTAs without a tile end at once.
+// As many CTAs as the SMs hold at once, unless there are fewer units for any routing.
 template <class K, class P>
-cudaError_t launch(K kernel, int64_t columns, int columns_a_cta, int64_t tiles, cudaStream_t stream,
+cudaError_t launch(K kernel, const moe_launch *on, int64_t columns, int columns_a_tile, int64_t tiles,
                    const P &problem)
 {
     if (tiles == 0) return cudaSuccess;
-    const dim3 grid((unsigned)moe_divide_up(columns, columns_a_cta), (unsigned)tiles);
-    return launch_early(kernel, grid, THREADS, SHARED_BYTES, stream, problem);
+    const int64_t units = moe_divide_up(columns, columns_a_tile) * tiles, most = on->ctas * CTAS_AN_SM;
+    return launch_early(kernel, (unsigned)(units < most ? units : most), THREADS, sizeof(shared_memory),
+                        on->stream, problem);
 }
 
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_up_few_rows(const moe_up *u, int64_t tiles, smoe_type dtype,
-                                            cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_few_rows_init(void)
 {
     using namespace moe;
-    return for_type(storage_types(), dtype, [&](auto t) {
-        return launch(up<typename decltype(t)::type>, u->intermediate, u->gated ? 8 : 16, tiles, stream, *u);
+    return for_every_type(storage_types(), [](auto t) {
+        using T = typename decltype(t)::type;
+        const cudaError_t status = allow_shared(up<T>, sizeof(shared_memory));
+        return status == cudaSuccess ? allow_shared(down<T>, sizeof(shared_memory)) : status;
     });
 }
 
-extern "C" cudaError_t moe_cuda_down_few_rows(const moe_down *d, int64_t tiles, smoe_type dtype,
-                                              cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_up_few_rows(const moe_launch *on, const moe_up *u, int64_t tiles)
 {
     using namespace moe;
-    return for_type(storage_types(), dtype, [&](auto t) {
-        return launch(down<typename decltype(t)::type>, d->columns, WEIGHTS, tiles, stream, *d);
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        return launch(up<typename decltype(t)::type>, on, u->intermediate, u->gated ? 8 : 16, tiles, *u);
+    });
+}
+
+extern "C" cudaError_t moe_cuda_down_few_rows(const moe_launch *on, const moe_down *d, int64_t tiles)
+{
+    using namespace moe;
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        return launch(down<typename decltype(t)::type>, on, d->columns, WEIGHTS, tiles, *d);
     });
 }

@@ -106,6 +106,7 @@ static cudaError_t prepare_kernels(device_state *state)
     if (status == cudaSuccess) status = moe_cuda_plan_init();
     if (status == cudaSuccess) status = moe_cuda_plan_rows_init();
     if (status == cudaSuccess) status = moe_cuda_routing_init();
+    if (status == cudaSuccess) status = moe_cuda_few_rows_init();
     return status == cudaSuccess ? state->kernels->init() : status;
 }
 
@@ -298,7 +299,7 @@ static cudaError_t run_up(experts_call *c)
         .interleaved = c->problem->gated && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .activation = layer->activation,
     };
-    if (c->few_rows) return moe_cuda_up_few_rows(&up, c->few_rows_tiles, layer->dtype, c->stream);
+    if (c->few_rows) return moe_cuda_up_few_rows(&c->on, &up, c->few_rows_tiles);
     return c->state->kernels->up(&c->on, &up);
 }
 
@@ -320,7 +321,7 @@ static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t colum
         .first_column = first_column,
         .columns = columns,
     };
-    if (c->few_rows) return moe_cuda_down_few_rows(&down, c->few_rows_tiles, layer->dtype, c->stream);
+    if (c->few_rows) return moe_cuda_down_few_rows(&c->on, &down, c->few_rows_tiles);
     return c->state->kernels->down(&c->on, &down);
 }
 

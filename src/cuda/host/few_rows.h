@@ -8,7 +8,7 @@ enum {
     SMOE_FEW_ROWS = 128,        /* the most rows of a layer for which these kernels run */
     SMOE_FEW_ROWS_MEAN = 8,     /* the most rows for each expert, on average */
     SMOE_FEW_ROWS_GROUP = 16,   /* rows that are multiplied with one read of the weights */
-    SMOE_FEW_ROWS_WEIGHTS = 16, /* rows of weights of a CTA: it computes so many columns of H or Y */
+    SMOE_FEW_ROWS_WEIGHTS = 16, /* rows of weights of a unit: it computes so many columns of H or Y */
 };
 
 /* The kernels read an expert's weights once for every group of 16 of its rows. The host does not know the
@@ -21,7 +21,7 @@ SMOE_HD int moe_few_rows(int64_t rows, int64_t experts)
 }
 
 /* A bound on the row tiles of any routing of at most `rows` rows: an expert with c > 0 rows has
- * 1 + floor((c - 1) / 128). The grid has so many CTAs in y. */
+ * 1 + floor((c - 1) / 128). The grid has no more CTAs than these tiles have units. */
 SMOE_HD int64_t moe_few_rows_tiles(int64_t rows, int64_t experts)
 {
     const int64_t active = rows < experts ? rows : experts;

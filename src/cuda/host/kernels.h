@@ -59,9 +59,10 @@ typedef struct moe_down {
 } moe_down;
 
 /* The same for few rows, on any GPU (experts/few_rows.cu; few_rows.h says when). tiles: a bound on the row
- * tiles. The pad rows of A and Y are not written. */
-cudaError_t moe_cuda_up_few_rows(const moe_up *up, int64_t tiles, smoe_type dtype, cudaStream_t stream);
-cudaError_t moe_cuda_down_few_rows(const moe_down *down, int64_t tiles, smoe_type dtype, cudaStream_t stream);
+ * tiles. The pad rows of A and Y are not written. moe_cuda_few_rows_init is called once for each device. */
+cudaError_t moe_cuda_few_rows_init(void);
+cudaError_t moe_cuda_up_few_rows(const moe_launch *on, const moe_up *up, int64_t tiles);
+cudaError_t moe_cuda_down_few_rows(const moe_launch *on, const moe_down *down, int64_t tiles);
 
 /* dA' = dO W2; and from dA' and H: dS, dH, A'. */
 typedef struct moe_dh {
