@@ -106,7 +106,6 @@ static cudaError_t prepare_kernels(device_state *state)
     if (status == cudaSuccess) status = moe_cuda_plan_init();
     if (status == cudaSuccess) status = moe_cuda_plan_rows_init();
     if (status == cudaSuccess) status = moe_cuda_routing_init();
-    if (status == cudaSuccess) status = moe_cuda_few_rows_init();
     return status == cudaSuccess ? state->kernels->init() : status;
 }
 
@@ -273,7 +272,7 @@ typedef struct experts_call {
     moe_cuda_lists lists;
     char *a, *y;
     int64_t rows; /* whole blocks of the padded rows */
-    int few_rows; /* the kernels of few_rows.cu run */
+    int few_rows; /* the kernels for few rows run */
     int64_t few_rows_tiles;
     moe_launch on;
     cudaStream_t stream;
@@ -299,7 +298,7 @@ static cudaError_t run_up(experts_call *c)
         .interleaved = c->problem->gated && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .activation = layer->activation,
     };
-    if (c->few_rows) return moe_cuda_up_few_rows(&c->on, &up, c->few_rows_tiles);
+    if (c->few_rows) return c->state->kernels->up_few_rows(&c->on, &up, c->few_rows_tiles);
     return c->state->kernels->up(&c->on, &up);
 }
 
@@ -321,7 +320,7 @@ static cudaError_t run_down(experts_call *c, int64_t first_column, int64_t colum
         .first_column = first_column,
         .columns = columns,
     };
-    if (c->few_rows) return moe_cuda_down_few_rows(&c->on, &down, c->few_rows_tiles);
+    if (c->few_rows) return c->state->kernels->down_few_rows(&c->on, &down, c->few_rows_tiles);
     return c->state->kernels->down(&c->on, &down);
 }
 

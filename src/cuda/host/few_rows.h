@@ -1,4 +1,4 @@
-/* When the kernels for few rows compute up and down (experts/few_rows.cu), and their grid. */
+/* When the kernels for few rows compute up and down (sm90/experts/few_rows.cu), and their grid. */
 #ifndef SMOE_CUDA_FEW_ROWS_H
 #define SMOE_CUDA_FEW_ROWS_H
 
@@ -16,8 +16,7 @@ enum {
  * long as the mean is at most 8: under random routing 1 of 250. */
 SMOE_HD int moe_few_rows(int64_t rows, int64_t experts)
 {
-    return rows <= SMOE_FEW_ROWS &&
-           (rows <= SMOE_FEW_ROWS_GROUP || rows <= SMOE_FEW_ROWS_MEAN * experts);
+    return rows <= SMOE_FEW_ROWS && (rows <= SMOE_FEW_ROWS_GROUP || rows <= SMOE_FEW_ROWS_MEAN * experts);
 }
 
 /* A bound on the row tiles of any routing of at most `rows` rows: an expert with c > 0 rows has

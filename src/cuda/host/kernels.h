@@ -58,12 +58,6 @@ typedef struct moe_down {
     int64_t first_column, columns;
 } moe_down;
 
-/* The same for few rows, on any GPU (experts/few_rows.cu; few_rows.h says when). tiles: a bound on the row
- * tiles. The pad rows of A and Y are not written. moe_cuda_few_rows_init is called once for each device. */
-cudaError_t moe_cuda_few_rows_init(void);
-cudaError_t moe_cuda_up_few_rows(const moe_launch *on, const moe_up *up, int64_t tiles);
-cudaError_t moe_cuda_down_few_rows(const moe_launch *on, const moe_down *down, int64_t tiles);
-
 /* dA' = dO W2; and from dA' and H: dS, dH, A'. */
 typedef struct moe_dh {
     const void *dout; /* (T, hidden) */
@@ -119,6 +113,9 @@ typedef struct moe_kernels {
     /* Each enqueues on the stream and returns the runtime's status. */
     cudaError_t (*up)(moe_launch *on, const moe_up *up);
     cudaError_t (*down)(moe_launch *on, const moe_down *down);
+    /* For few rows (few_rows.h). tiles: a bound on the row tiles. The pad rows of A and Y are not written. */
+    cudaError_t (*up_few_rows)(moe_launch *on, const moe_up *up, int64_t tiles);
+    cudaError_t (*down_few_rows)(moe_launch *on, const moe_down *down, int64_t tiles);
     cudaError_t (*dh)(moe_launch *on, const moe_dh *dh);
     cudaError_t (*dw)(moe_launch *on, const moe_dw *dw);
     cudaError_t (*dx_rows)(moe_launch *on, const moe_dx_rows *dx);

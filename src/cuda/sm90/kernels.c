@@ -4,8 +4,8 @@
 
 static cudaError_t init(void)
 {
-    cudaError_t (*const inits[])(void) = {moe_sm90_up_init, moe_sm90_down_init, moe_sm90_dh_init,
-                                          moe_sm90_dw_init, moe_sm90_dx_rows_init};
+    cudaError_t (*const inits[])(void) = {moe_sm90_up_init, moe_sm90_down_init, moe_sm90_few_rows_init,
+                                          moe_sm90_dh_init, moe_sm90_dw_init,   moe_sm90_dx_rows_init};
     for (size_t i = 0; i < sizeof inits / sizeof *inits; i++) {
         const cudaError_t status = inits[i]();
         if (status != cudaSuccess) return status;
@@ -28,6 +28,8 @@ const moe_kernels moe_sm90_kernels = {
     .weight_tiles = weight_tiles,
     .up = moe_sm90_up,
     .down = moe_sm90_down,
+    .up_few_rows = moe_sm90_up_few_rows,
+    .down_few_rows = moe_sm90_down_few_rows,
     .dh = moe_sm90_dh,
     .dw = moe_sm90_dw,
     .dx_rows = moe_sm90_dx_rows,

@@ -1,5 +1,5 @@
 // Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one column chunk of d.
-// For few rows experts/few_rows.cu computes it.
+// For few rows few_rows.cu computes it.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: A (padded rows, n), W2 (E, d, n), Y (padded rows, columns of the chunk). FLOPs 2 R d n over all

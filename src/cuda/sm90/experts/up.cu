@@ -1,5 +1,5 @@
 // Up-projection: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]).
-// For few rows experts/few_rows.cu computes them.
+// For few rows few_rows.cu computes them.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: X (T, d), W1 (E, h, d), H (padded rows, h), A (padded rows, n), where h is 2n with a gate and n

@@ -1,20 +1,13 @@
-// Up- and down-projection of few rows: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]) and
-// Y[r] = A[r] W2[e]^T + b2[e], the latter for one column chunk of d. host/few_rows.h says for which layers.
+// The few-rows core: a row tile that has few rows times 16 rows of weights. It takes the time to read the
+// weights.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
-//
-// Shapes: X (T, d), W1 (E, h, d), H (padded rows, h), A (padded rows, n), W2 (E, d, n), Y (padded rows,
-// columns of the chunk), where h is 2n with a gate and n without. FLOPs 2 R d h and 2 R d n.
-//
-// Bytes, of 16-bit elements, where C experts have rows: 2 C d h of W1 and 2 C d n of W2, once more for every
-// further 16 rows of an expert. All other bytes are few: X, A and Y have R rows, and H, which only training
-// stores, also has the pad rows.
 //
 // So the weights must be read at the speed of the memory. The kernels for many rows (sm90/experts/) have too
 // few tiles for this: with one row for each of 8 experts and n = 1024, 64 of 132 SMs have one. Here a unit is
 // a row tile and 16 rows of weights, over the whole length of the sums. The kernels are persistent, two CTAs
 // on an SM, and CTA b of g takes units b, b + g, b + 2 g and so on. One warp of a CTA is the producer. It
-// copies up to 1 KB of each of the 16 rows at once into a slot of a ring, by bulk copies, and goes on to the
-// next unit without waiting for the sums. So an SM always has up to 160 KB on their way. At 4.8 TB/s and
+// copies up to 1 KB of each of the 16 rows into a slot of a ring, by bulk copies, and goes on to the next
+// unit without waiting for the sums. So up to 160 KB are on their way to an SM at all times. At 4.8 TB/s and
 // about 800 ns, 29 KB are enough; the rest covers the time in which sums are added and stored.
 //
 // Tile: 16 rows of X or A by 16 rows of weights. mma multiplies 16 by 8 rows, 16 places of K at a time (K is
@@ -22,12 +15,7 @@
 // weights; four lanes read 64 bytes. These are not the places of K that mma assigns to a lane. But both
 // operands are permuted alike, so the same products are added. Eight warps take steps of 32 places of K by
 // turns, and their sums are added in the order of the warps.
-//
-// With a gate the 16 rows of W1 are the gate rows and the up rows of 8 features. If an expert has more than
-// 16 rows, the CTA reads its weights again for each group of 16. Pad rows are not multiplied. Only the
-// backward reads them, and only in H: there they get the same values as from the other kernels, b1 or 0.
-#include "common/activation.cuh"
-#include "common/instances.cuh"
+#pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "host/few_rows.h"
@@ -37,7 +25,7 @@
 
 namespace moe
 {
-namespace
+namespace few_rows
 {
 
 enum {
@@ -141,10 +129,13 @@ SMOE_DEVICE void produce(shared_memory &shared, const moe_cuda_lists &lists, con
                          int column_tiles, int length, const W &weights_of)
 {
     ring_position<SLOTS> at(1);
-    const int lane = threadIdx.x & 31, units = __ldcg(lists.counts) * column_tiles;
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        const int2 entry = __ldcg((const int2 *)lists.tiles + unit / column_tiles);
-        const moe_work tile = {entry.x, entry.y};
+    const int lane = threadIdx.x & 31, ctas = (int)gridDim.x;
+    // The tile of the next unit is read a unit ahead. The first one is no tile if there are no units.
+    int2 next = __ldcg((const int2 *)lists.tiles + blockIdx.x / column_tiles);
+    const int units = __ldcg(lists.counts) * column_tiles;
+    for (int unit = blockIdx.x; unit < units; unit += ctas) {
+        const moe_work tile = {next.x, next.y};
+        if (unit + ctas < units) next = __ldcg((const int2 *)lists.tiles + (unit + ctas) / column_tiles);
         const int column_tile = unit % column_tiles;
         const weight_rows weights = weights_of(moe_work_expert(tile), column_tile);
         int rows = 1;
@@ -180,15 +171,17 @@ SMOE_DEVICE void multiply_group(shared_memory &shared, float (&sums)[GROUP][PITC
 {
     const int warp = warp_number(), lane = threadIdx.x & 31, own = warp * STEP + (lane & 3) * 8;
     float acc[2][4] = {};
+    upper += own * 2, lower += own * 2;
 #pragma unroll 1
-    for (int place = own; place - own < length; place += SLICE, at.advance()) {
+    for (int place = own; place - own < length;
+         place += SLICE, upper += SLICE * 2, lower += SLICE * 2, at.advance()) {
         const uint32_t from = shared_address(shared.weights[at.slot][lane >> 2]) + own * 2;
         uint4 x[STEPS], y[STEPS];
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            const int k = place + i * WARPS * STEP;
-            x[i] = load_global16_if(k < length, upper + k * 2);
-            y[i] = load_global16_if(k < length, lower + k * 2);
+            const int ahead = i * WARPS * STEP;
+            x[i] = load_global16_if(place + ahead < length, upper + ahead * 2);
+            y[i] = load_global16_if(place + ahead < length, lower + ahead * 2);
         }
         barrier_wait(shared_address(shared.full + at.slot), at.phase);
 #pragma unroll
@@ -242,125 +235,6 @@ SMOE_DEVICE void multiply_groups(shared_memory &shared, int length, int shift, c
 }
 static_assert(MULTIPLIERS == GROUP * WEIGHTS, "each thread stores at most one element");
 
-// Element `at` of a tensor: the low 16 bits of `value`.
-SMOE_DEVICE void store_element(void *tensor, int64_t at, uint32_t value)
-{
-    ((uint16_t *)tensor)[at] = (uint16_t)value;
-}
-
-// ---- Up
-
-// b1 of row `half` (0: gate, 1: up) of a feature, or 0.
-template <typename T> SMOE_DEVICE float bias_of(const moe_up &u, int expert, int feature, int half)
-{
-    if (!u.b1) return 0.0f;
-    const int64_t n = u.intermediate, row = u.interleaved ? 2 * feature + half : half * n + feature;
-    return to_float(((const T *)u.b1)[expert * (u.gated ? 2 * n : n) + row]);
-}
-
-// `pair`: gate and up of a feature.
-SMOE_DEVICE void store_h(const moe_up &u, int row, int feature, uint32_t pair)
-{
-    const int64_t n = u.intermediate, at = row * (u.gated ? 2 * n : n) + feature;
-    store_element(u.h, at, pair);
-    if (u.gated) store_element(u.h, at + n, pair >> 16);
-}
-
-template <typename T> SMOE_DEVICE float activate_element(smoe_activation kind, uint32_t pair)
-{
-    const float gate = storage<T>::low(pair), up = storage<T>::high(pair);
-    switch (kind) {
-#define SMOE_ACTIVATE(enumerator, name, shape, curve)                                                        \
-    case enumerator: return activate<T, enumerator>(gate, up);
-        MOE_ACTIVATIONS(SMOE_ACTIVATE)
-#undef SMOE_ACTIVATE
-    }
-    __builtin_unreachable(); // the host refuses other values
-}
-
-SMOE_DEVICE weight_rows w1_rows(const moe_up &u, int expert, int feature)
-{
-    const int64_t row = u.hidden * 2, n = u.intermediate, step = u.interleaved ? 2 : 1;
-    const char *first = (const char *)u.w1 + (expert * (u.gated ? 2 * n : n) + feature * step) * row;
-    const int64_t second = u.gated ? (u.interleaved ? 1 : n) : feature + 8 < n ? 8 : 0;
-    return {first, first + second * row, step * row};
-}
-
-// The next kernel may begin as soon as CTAs of this one have ended: what this one writes it reads after its
-// wait_for_previous.
-template <typename T>
-__global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant__ moe_up u)
-{
-    shared_memory &shared = shared_of_cta();
-    init_ring(shared);
-    wait_for_previous();
-    let_next_start();
-    const int shift = u.gated ? 3 : 4; // 8 or 16 features
-    const int n = (int)u.intermediate, length = (int)u.hidden;
-    if (warp_number() == WARPS) {
-        produce(shared, u.lists, u.row_token, (n + (1 << shift) - 1) >> shift, length,
-                [&](int expert, int column_tile) { return w1_rows(u, expert, column_tile << shift); });
-        return;
-    }
-    const auto start_of = [&](int, int token) { return (const char *)u.x + token * u.hidden * 2; };
-    const auto finish = [&](const row_group &group, int i, int j, const auto &sum) {
-        const int row = group.row + i, feature = (group.column_tile << shift) + j;
-        if (feature >= n) return;
-        const uint32_t pair =
-            storage<T>::pack(sum(j) + bias_of<T>(u, group.expert, feature, 0),
-                             u.gated ? sum(j + 8) + bias_of<T>(u, group.expert, feature, 1) : 0.0f);
-        if (u.h) store_h(u, row, feature, pair);
-        store_element(u.a, (int64_t)row * n + feature,
-                      storage<T>::pack(activate_element<T>(u.activation, pair), 0.0f));
-    };
-    multiply_groups<T>(shared, length, shift, start_of, finish, [&](const row_group &group) {
-        if (!u.h) return;
-#pragma unroll 1
-        for (int i = (int)threadIdx.x; i < group.pad_rows << shift; i += MULTIPLIERS) {
-            const int feature = (group.column_tile << shift) + (i & ((1 << shift) - 1));
-            if (feature < n)
-                store_h(u, group.row + group.rows + (i >> shift), feature,
-                        storage<T>::pack(bias_of<T>(u, group.expert, feature, 0),
-                                         u.gated ? bias_of<T>(u, group.expert, feature, 1) : 0.0f));
-        }
-    });
-}
-
-// ---- Down
-
-SMOE_DEVICE weight_rows w2_rows(const moe_down &d, int expert, int column)
-{
-    const int64_t row = d.intermediate * 2;
-    const char *first = (const char *)d.w2 + (expert * d.hidden + d.first_column + column) * row;
-    return {first, first + (column + 8 < d.columns ? 8 : 0) * row, row};
-}
-
-// Begins to read the weights before the kernel before has ended. This kernel is only launched behind kernels
-// that began when the plan was complete.
-template <typename T>
-__global__ void __launch_bounds__(THREADS, CTAS_AN_SM) down(const __grid_constant__ moe_down d)
-{
-    shared_memory &shared = shared_of_cta();
-    init_ring(shared);
-    const int length = (int)d.intermediate;
-    if (warp_number() == WARPS) {
-        produce(shared, d.lists, d.row_token, (int)((d.columns + WEIGHTS - 1) / WEIGHTS), length,
-                [&](int expert, int column_tile) { return w2_rows(d, expert, column_tile * WEIGHTS); });
-        return;
-    }
-    wait_for_previous();
-    let_next_start();
-    const auto start_of = [&](int row, int) { return (const char *)d.a + (int64_t)row * length * 2; };
-    const auto finish = [&](const row_group &group, int i, int j, const auto &sum) {
-        const int column = group.column_tile * WEIGHTS + j;
-        if (column >= d.columns) return;
-        float value = sum(j);
-        if (d.b2) value += to_float(((const T *)d.b2)[group.expert * d.hidden + d.first_column + column]);
-        store_element(d.y, (group.row + i) * d.columns + column, storage<T>::pack(value, 0.0f));
-    };
-    multiply_groups<T>(shared, length, 4, start_of, finish, [](const row_group &) {});
-}
-
 // As many CTAs as the SMs hold at once, unless there are fewer units for any routing.
 template <class K, class P>
 cudaError_t launch(K kernel, const moe_launch *on, int64_t columns, int columns_a_tile, int64_t tiles,
@@ -372,31 +246,5 @@ cudaError_t launch(K kernel, const moe_launch *on, int64_t columns, int columns_
                         on->stream, problem);
 }
 
-} // namespace
+} // namespace few_rows
 } // namespace moe
-
-extern "C" cudaError_t moe_cuda_few_rows_init(void)
-{
-    using namespace moe;
-    return for_every_type(storage_types(), [](auto t) {
-        using T = typename decltype(t)::type;
-        const cudaError_t status = allow_shared(up<T>, sizeof(shared_memory));
-        return status == cudaSuccess ? allow_shared(down<T>, sizeof(shared_memory)) : status;
-    });
-}
-
-extern "C" cudaError_t moe_cuda_up_few_rows(const moe_launch *on, const moe_up *u, int64_t tiles)
-{
-    using namespace moe;
-    return for_type(storage_types(), on->dtype, [&](auto t) {
-        return launch(up<typename decltype(t)::type>, on, u->intermediate, u->gated ? 8 : 16, tiles, *u);
-    });
-}
-
-extern "C" cudaError_t moe_cuda_down_few_rows(const moe_launch *on, const moe_down *d, int64_t tiles)
-{
-    using namespace moe;
-    return for_type(storage_types(), on->dtype, [&](auto t) {
-        return launch(down<typename decltype(t)::type>, on, d->columns, WEIGHTS, tiles, *d);
-    });
-}
