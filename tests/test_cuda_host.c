@@ -263,15 +263,13 @@ static void the_down_kernel_fits_its_shape(void **state)
 static void few_rows_are_decode_steps(void **state)
 {
     (void)state;
-    for (int64_t tokens = 1; tokens <= 16; tokens++) {
-        assert_true(moe_few_rows(tokens * 8, 64));  /* OLMoE-1B-7B */
-        assert_true(moe_few_rows(tokens * 8, 128)); /* Qwen3-30B-A3B */
-        assert_true(moe_few_rows(tokens * 2, 8));   /* Mixtral */
-        assert_true(moe_few_rows(tokens, 1));       /* one expert, one group of rows */
+    for (int64_t rows = 1; rows <= SMOE_FEW_ROWS; rows++) {
+        assert_true(moe_few_rows(rows, SMOE_FEW_ROWS)); /* many experts */
+        assert_true(moe_few_rows(rows, 8) == (rows <= SMOE_FEW_ROWS_MEAN * 8));
+        assert_true(moe_few_rows(rows, 1) == (rows <= SMOE_FEW_ROWS_GROUP)); /* one expert, one group of rows */
     }
-    assert_false(moe_few_rows(17 * 8, 64));
-    assert_false(moe_few_rows(17, 1));
-    assert_false(moe_few_rows(33, 4)); /* more than 8 rows for each expert */
+    assert_false(moe_few_rows(SMOE_FEW_ROWS + 1, 4096));
+    assert_false(moe_few_rows(SMOE_FEW_ROWS + 1, 1));
 }
 
 /* The work list, as the plan makes it, from random counts. */
