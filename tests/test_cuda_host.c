@@ -266,7 +266,8 @@ static void few_rows_are_decode_steps(void **state)
     for (int64_t rows = 1; rows <= SMOE_FEW_ROWS; rows++) {
         assert_true(moe_few_rows(rows, SMOE_FEW_ROWS)); /* many experts */
         assert_true(moe_few_rows(rows, 8) == (rows <= SMOE_FEW_ROWS_MEAN * 8));
-        assert_true(moe_few_rows(rows, 1) == (rows <= SMOE_FEW_ROWS_GROUP)); /* one expert, one group of rows */
+        assert_true(moe_few_rows(rows, 1) ==
+                    (rows <= SMOE_FEW_ROWS_GROUP)); /* one expert, one group of rows */
     }
     assert_false(moe_few_rows(SMOE_FEW_ROWS + 1, 4096));
     assert_false(moe_few_rows(SMOE_FEW_ROWS + 1, 1));
