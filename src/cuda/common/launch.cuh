@@ -28,7 +28,8 @@ cudaError_t enqueue(void (*kernel)(Formal...), dim3 ctas, dim3 threads, size_t s
 }
 
 // A kernel whose first part may run while the kernel before it ends: it calls wait_for_previous before it
-// touches what that one reads or writes, and let_next_start after its own last store.
+// touches what that one reads or writes, and let_next_start after its own last store. up of few rows calls it
+// earlier: the first part of the next kernel reads nothing that it writes.
 template <typename... Formal, typename... Actual>
 cudaError_t launch_early(void (*kernel)(Formal...), dim3 ctas, dim3 threads, size_t shared_bytes,
                          cudaStream_t stream, const Actual &...arguments)
