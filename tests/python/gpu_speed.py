@@ -75,10 +75,11 @@ def peaks(name, forward, leaves, asked, logits):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    requested = lambda: torch.cuda.memory_stats()["requested_bytes.all.current"]  # without what allocations leave unused
+    before, before_requested = torch.cuda.memory_allocated(), requested()
     out = forward()
     forward_peak = torch.cuda.max_memory_allocated() - before
-    kept = torch.cuda.memory_allocated() - before - out.numel() * 2
+    kept = requested() - before_requested - out.numel() * 2
     need = asked.saved_buffer_bytes + logits
     find(f"{name}: kept for the backward, bytes over the query's", need <= kept <= need + 16384, kept - need, "16384")
     dout = torch.ones_like(out)
