@@ -253,6 +253,7 @@ SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk
 // groups that are not kept have too. Called by the whole warp. Sigmoids of bf16 logits often are equal.
 SMOE_DEVICE bool equals_its_neighbours(const float *row, int experts, int kth, int lane)
 {
+    kth = min(kth, experts - 1); // of a row with a NaN it may be no expert
     const uint32_t mask = moe_packed_mask(experts);
     const auto key_of = [&](int e) {
         return moe_packed_f32(__float_as_uint(__fadd_rn(row[e], 0.0f)), (uint32_t)e, mask);
@@ -307,21 +308,13 @@ SMOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, floa
     return moe_softmax_sum(sum);
 }
 
-// The exact top-K of one token by the whole warp, if `ids` is not certain to be it; the token's own threads
-// take the ids. `kept`: with GROUPS, a bit for each group of experts among which it chooses.
+// The exact top-K of one token by the whole warp; the token's own threads take the ids. `kept`: with GROUPS,
+// a bit for each group of experts among which it chooses.
 template <typename L, int P, bool GROUPS>
 SMOE_DEVICE void redo(int (&ids)[P], const L *row, const smoe_layer &layer, uint32_t kept, bool owner,
                       int lane)
 {
     const int experts = (int)layer.experts, topk = (int)layer.topk, size = experts / layer.groups;
-    if constexpr (sizeof(L) == 4) {
-        int kth = 0; // of the owner
-#pragma unroll
-        for (int k = 0; k < P; k++)
-            if (k == topk - 1) kth = ids[k];
-        kth = __shfl_sync(~0u, kth, __ffs(__ballot_sync(~0u, owner)) - 1);
-        if (equals_its_neighbours(row, experts, min(kth, experts - 1), lane)) return;
-    }
     uint32_t used = 0;
 #pragma unroll 1
     for (int k = 0; k < topk; k++) {

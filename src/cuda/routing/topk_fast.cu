@@ -351,11 +351,20 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda
         int ids[P];
         const bool again = best_experts<S, P, SHARE>(ids, row, experts, topk, lane);
         const uint32_t redone = __ballot_sync(~0u, again && lane / SHARE < tokens);
-        for (int token = 0; redone && token < TOKENS; token++)
-            if (redone >> (token * SHARE) & ((1u << SHARE) - 1u))
-                redo<S, P, GROUPS>(ids, rows + token * experts, r.layer,
-                                   GROUPS ? __shfl_sync(~0u, kept, token * SHARE) : kept,
-                                   lane / SHARE == token, lane);
+        int kth = 0;
+#pragma unroll
+        for (int k = 0; k < P; k++)
+            kth = k < topk ? ids[k] : kth; // not ids[topk - 1], which would put ids into local memory
+        for (int token = 0; redone && token < TOKENS; token++) {
+            if (!(redone >> (token * SHARE) & ((1u << SHARE) - 1u))) continue;
+            const S *again_row = rows + token * experts;
+            if constexpr (sizeof(S) == 4)
+                if (equals_its_neighbours((const float *)again_row, experts,
+                                          __shfl_sync(~0u, kth, token * SHARE), lane))
+                    continue;
+            redo<S, P, GROUPS>(ids, again_row, r.layer, GROUPS ? __shfl_sync(~0u, kept, token * SHARE) : kept,
+                               lane / SHARE == token, lane);
+        }
         finish_token<L, SIGMOID, P, SHARE>(r, ids, logits, first + within, lane / SHARE < tokens,
                                            masks + (in_segment >> 5) * pitch, 1u << (in_segment & 31),
                                            scales + in_segment, lane);
