@@ -376,7 +376,7 @@ bool checkpoint_load_state(const char *path, const model *m, const adamw_arrays 
     char name[PATH_BYTES];
     safetensors *file;
     if (!join(name, path, "state.safetensors", err) || !safetensors_open(&file, name, err)) return false;
-    bool done = read_counters(file, name, state, err) && read_moments(file, m, arrays, err);
+    bool done = read_counters(file, name, state, err) && (!m || read_moments(file, m, arrays, err));
     safetensors_close(file);
     return done;
 }

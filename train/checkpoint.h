@@ -62,7 +62,7 @@ bool checkpoint_load_config(const char *path, model_config *config, error *err);
  * that differs from the embedding. */
 bool checkpoint_load_weights(const char *path, model *m, float *master, error *err);
 
-/* Reads state, and the AdamW moments into arrays. */
+/* Reads state and, unless m is NULL, the AdamW moments into arrays. */
 bool checkpoint_load_state(const char *path, const model *m, const adamw_arrays *arrays, train_state *state,
                            error *err);
 

@@ -85,6 +85,21 @@ static bool print_result(const train_options *options, const train_result *r, er
     return table_close(t, err);
 }
 
+/* A resumed run goes on as it was, unless options say otherwise. */
+static bool adopt_recipe(train_options *options, error *err)
+{
+    train_settings *s = &options->settings;
+    train_state run;
+    char path[PATH_BYTES];
+    if (!s->resume) return true;
+    if (!checkpoint_find(s->out, path, sizeof path, err) ||
+        !checkpoint_load_state(path, NULL, NULL, &run, err))
+        return false;
+    train_options_adopt(options, &run);
+    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    return true;
+}
+
 /* A run that starts from a checkpoint takes the model's sizes from it. A resumed run does so unless the
  * command line gives sizes. A context and the coefficient of the load-balance loss are no sizes. */
 static bool adopt_shape(train_options *options, error *err)
@@ -113,8 +128,7 @@ static const char *rule_name(double rule)
                                                                     : "?";
 }
 
-/* Options that a resumed run has not been given again have their defaults. Prints those that differ from the
- * run's before. */
+/* Prints the options with which a resumed run differs from what it was. */
 static void show_changes(const train_recipe *before, const train_recipe *now)
 {
     show_change("lr", before->lr, now->lr);
@@ -181,7 +195,8 @@ static bool train(train_options *options, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
     train_result result;
-    if (!adopt_vocabulary(options, err) || !adopt_shape(options, err)) return false;
+    if (!adopt_vocabulary(options, err) || !adopt_recipe(options, err) || !adopt_shape(options, err))
+        return false;
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();
     s->stop = &stop_asked;

@@ -3,6 +3,7 @@
 
 #include "cli/common/problem.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -103,14 +104,16 @@ enum {
     KEY_FASTEST,
     KEY_RECOMPUTE
 };
+static_assert((int)NUMBERS <= (int)TRAIN_NUMBER_OPTIONS, "a mark for each option with a number");
 
 static const struct argp_option others[] = {
     {NULL, 0, NULL, 0, "Run:", GROUP_RUN},
     {"out", 'o', "DIR", 0, "Folder of the log, the curve and the checkpoints", GROUP_RUN},
     {"minutes", KEY_MINUTES, "X", 0, "Train for X minutes, as --seconds", GROUP_RUN},
     {"resume", KEY_RESUME, NULL, 0,
-     "Continue from the newest checkpoint in DIR, on the same text, with the sizes of its model. The other "
-     "options are to be given again, or they have their defaults",
+     "Continue from the newest checkpoint in DIR, on the same text. The sizes of the model, --batch, --seed, "
+     "and what is under Routing and Optimiser except --micro-batches are those of the run unless they are "
+     "given",
      GROUP_RUN},
     {"from", KEY_FROM, "CHECKPOINT", 0,
      "Start with the weights of a checkpoint (smoe's or OLMoE's, also in shards) instead of random ones. The "
@@ -201,6 +204,7 @@ static void parse_number(train_options *options, int index, const char *text, st
     if ((o->type == INT64 || o->type == INT32) && value != floor(value))
         argp_error(state, "--%s: '%s' is not a whole number", o->name, text);
     number_set(&options->settings, o, value);
+    options->given[index] = true;
     options->sizes_given |=
         o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
     options->context_given |= o->offset == CONFIG(context);
@@ -214,6 +218,7 @@ static void parse_rounding(train_options *options, const char *text, struct argp
     for (smoe_rounding rule = SMOE_ROUNDING_NONE; rule <= SMOE_ROUNDING_DOWN; rule++)
         if (strcmp(text, rounding_name(rule)) == 0) {
             options->settings.routing.rounding = rule;
+            options->rounding_given = true;
             return;
         }
     argp_error(state, "--rounding: '%s' is not one of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
@@ -362,4 +367,36 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
     error_t status = argp_parse(&argp, argc, argv, 0, NULL, options);
     if (status != 0) return fail(err, ERROR_USAGE, "%s", strerror(status));
     return complete(options, err);
+}
+
+/* NAN: not known, because an earlier program wrote the checkpoint. */
+static void adopt(train_options *options, size_t offset, double value)
+{
+    for (int i = 0; i < NUMBERS; i++)
+        if (numbers[i].offset == offset && !options->given[i] && !isnan(value))
+            number_set(&options->settings, &numbers[i], value);
+}
+
+void train_options_adopt(train_options *options, const train_state *run)
+{
+    const train_recipe *r = &run->recipe;
+    const struct {
+        size_t offset;
+        double value;
+    } values[] = {{AT(batch), (double)run->batch},
+                  {AT(seed), (double)run->seed},
+                  {AT(lr), r->lr},
+                  {AT(end_lr), r->end_lr},
+                  {AT(warmup), r->warmup},
+                  {AT(beta1), r->beta1},
+                  {AT(beta2), r->beta2},
+                  {AT(weight_decay), r->weight_decay},
+                  {AT(clip), r->clip},
+                  {AT(routing.tile), r->tile},
+                  {AT(routing.balance_coefficient), r->balance},
+                  {AT(routing.z_coefficient), r->z_loss}};
+    for (size_t i = 0; i < sizeof values / sizeof values[0]; i++)
+        adopt(options, values[i].offset, values[i].value);
+    if (!options->rounding_given && r->rounding >= SMOE_ROUNDING_NONE && r->rounding <= SMOE_ROUNDING_DOWN)
+        options->settings.routing.rounding = (smoe_rounding)r->rounding;
 }

@@ -3,15 +3,19 @@
 #ifndef CLI_TRAIN_OPTIONS_H
 #define CLI_TRAIN_OPTIONS_H
 
+#include "train/checkpoint.h"
 #include "train/train.h"
 
 #include <argp.h>
+
+enum { TRAIN_NUMBER_OPTIONS = 64 }; // at least as many as there are
 
 typedef struct train_options {
     train_settings settings;
     const char **paths; // settings.paths: pointers into argv
     bool sizes_given;   // some option of the model's sizes, other than --context, was given
-    bool context_given, vocab_given, init_given;
+    bool context_given, vocab_given, init_given, rounding_given;
+    bool given[TRAIN_NUMBER_OPTIONS]; // those with a number
     bool dense_twin;
     const char *length; // which of steps, seconds, minutes was given; NULL: none, so the default seconds
     bool json, quiet;
@@ -20,5 +24,8 @@ typedef struct train_options {
 /* Fills *options from the command line. argp prints help and usage errors and exits (0, 2); other errors come
  * back. The caller frees options->paths. */
 bool train_options_parse(train_options *options, int argc, char **argv, error *err);
+
+/* Takes batch, seed and recipe of the run that is resumed, except for options that were given. */
+void train_options_adopt(train_options *options, const train_state *run);
 
 #endif
