@@ -358,7 +358,7 @@ static void two_runs_do_not_share_a_folder(void **state)
     place *p = *state;
     train_settings s = settings_of(p);
     train_result result;
-    int lock;
+    int lock = -1;
     error err = {0};
     assert_true(file_make_folder(p->out, &err) && file_lock_folder(&lock, p->out, &err));
     train_fails(&s, ERROR_RUNTIME, "out: another run is writing into this folder");
