@@ -1,14 +1,14 @@
-// The few-rows core: a row tile that has few rows times 16 rows of weights. It takes the time to read the
-// weights.
+// The few-rows core: a row tile that has few rows times 16 rows of weights.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// So the weights must be read at the speed of the memory. The kernels for many rows (sm90/experts/) have too
-// few tiles for this: with one row for each of 8 experts and n = 1024, 64 of 132 SMs have one. Here a unit is
-// a row tile and 16 rows of weights, over the whole length of the sums. The kernels are persistent, two CTAs
-// on an SM, and CTA b of g takes units b, b + g, b + 2 g and so on. One warp of a CTA is the producer. It
-// copies up to 1 KB of each of the 16 rows into a slot of a ring, by bulk copies, and goes on to the next
-// unit without waiting for the sums. So up to 160 KB are on their way to an SM at all times. At 4.8 TB/s and
-// about 800 ns, 29 KB are enough; the rest covers the time in which sums are added and stored.
+// Nearly all its time is spent on reading weights, so they must be read at the speed of the memory. The
+// kernels for many rows (sm90/experts/) have too few tiles for this: with one row for each of 8 experts and n
+// = 1024, 64 of 132 SMs have one. Here a unit is a row tile and 16 rows of weights, over the whole length of
+// the sums. The kernels are persistent, two CTAs on an SM, and CTA b of g takes units b, b + g, b + 2 g and
+// so on. One warp of a CTA is the producer. It copies up to 1 KB of each of the 16 rows into a slot of a
+// ring, by bulk copies, and goes on to the next unit without waiting for the sums. So up to 160 KB are on
+// their way to an SM at all times. At 4.8 TB/s and about 800 ns, 29 KB are enough; the rest covers the time
+// in which sums are added and stored.
 //
 // Tile: 16 rows of X or A by 16 rows of weights. mma multiplies 16 by 8 rows, 16 places of K at a time (K is
 // d for up and n for down), with the weights as operand b. A lane reads 16 contiguous bytes of a row of
