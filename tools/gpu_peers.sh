@@ -4,7 +4,7 @@
 #   tools/gpu_peers.sh pack BUILD DIR [SITE]    on a machine with a network: libsmoe.so of BUILD, bench/, python/ and the
 #                                               peers' packages into DIR (about 48 MB). The packages are downloaded into the
 #                                               folder SITE; without SITE into a scratch folder. Packages that are already in
-#                                               SITE (its folders sonicmoe, scattermoe) are not downloaded again. An existing
+#                                               SITE (its folders sonicmoe, scattermoe, einops, momoe) are not downloaded again. An existing
 #                                               DIR/site.tar.xz is kept: remove it to pack other packages.
 #   DIR/gpu_peers.sh run DIR [ARGUMENTS [-- ARGUMENTS]...]
 #                                               on the GPU machine: bench/peers.py with ARGUMENTS, once for each list between
@@ -45,6 +45,8 @@ download() { # SITE
         --no-compile --ignore-requires-python --python-version "${PYTHON_VERSION:-3.12}" \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 $sonicmoe || exit 3
     clone shawntan/scattermoe 47b5e15 scattermoe "$1/scattermoe" || exit 3
+    [ -e "$1/einops" ] || python3 -m pip install --quiet --target "$1" --no-deps --no-compile einops || exit 3
+    clone tilde-research/MoMoE-impl d6e2d68 momoe "$1/momoe" || exit 3
 }
 
 pack() { # BUILD, DIR, SITE
