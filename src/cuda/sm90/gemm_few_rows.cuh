@@ -144,14 +144,14 @@ SMOE_DEVICE void produce(shared_memory &shared, const moe_cuda_lists &lists, con
                 const uint32_t bytes = min(length - place, (int)SLICE) * 2;
                 const uint32_t full = shared_address(shared.full + at.slot);
                 barrier_wait(shared_address(shared.empty + at.slot), at.phase);
-                if (lane == 0)
+                if (elect_lane())
                     copy_slice(shared_address(shared.weights[at.slot]), weights, place * 2, bytes, full);
                 if (place == 0) {
                     if (first == 0) rows = count_rows(row_token, tile, lane);
                     describe(shared, at.slot, row_token, tile, column_tile, first, rows, lane);
                 }
                 __syncwarp();
-                if (lane == 0) barrier_expect(full, WEIGHTS * bytes);
+                if (elect_lane()) barrier_expect(full, WEIGHTS * bytes);
             }
     }
     barrier_wait(shared_address(shared.empty + at.slot), at.phase);

@@ -5,6 +5,12 @@
 namespace moe
 {
 
+SMOE_DEVICE bool elect_lane()
+{
+    __syncwarp();
+    return (threadIdx.x & 31) == 0;
+}
+
 SMOE_DEVICE void prefetch_map(const CUtensorMap *)
 {
 }
