@@ -75,6 +75,8 @@ def parser():
     add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
     add("--seed", type=int, default=0)
     add("--inference", action="store_true", help="also measure the forward without gradients, eager and as a CUDA graph")
+    add("--kernels", action="store_true", help="also measure the kernels of each pass, by PyTorch's profiler: tables of the "
+        "GPU's time without waiting for the host; with --show, print every kernel's time")  # fmt: skip
     add("--no-new-t", dest="new_t", action="store_false", help="do not time the first call with another T")
     group = made.add_argument_group("how")
     add = group.add_argument
@@ -169,7 +171,7 @@ def show(options, chosen):
         sys.stdout.write(tables.as_csv(chosen))
     else:
         form = tables.as_markdown if options.markdown else tables.as_text
-        print(form(tables.make(chosen)))
+        print(form(tables.make(chosen) + (tables.of_kernels(chosen) if options.kernels else [])))
         if chosen:
             print(f"versions: {tables.versions(chosen)}")
     if options.plot and any(record["part"] != "e2e" for record in chosen):  # the picture shows layers
@@ -201,6 +203,9 @@ def main():
         shapes = suites.choose(suites.read(ROOT / "docs/shapes.csv"), suite, options.shape, options.thiek)
     except ValueError as error:
         print(f"peers.py: {error}", file=sys.stderr)
+        return 2
+    if options.kernels and options.device == "cpu":
+        print("peers.py: --kernels: needs a GPU", file=sys.stderr)
         return 2
     if options.plot and not can_plot():
         print("peers.py: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)

@@ -36,6 +36,16 @@ def times_of(rounds, peer, factor=1.0):
     return found
 
 
+def times_of_kernels(kernels, peer, factor=1.0):
+    """{"gpu_forward_ms", "gpu_both_ms", "gpu_backward_ms", ..., "kernels": {pass: [[kernel, launches, us]]}} of one peer:
+    the sums of the times of its kernels, and these times. kernels: {"peer pass": [[kernel, launches, us]]}."""
+    own = {key.split()[1]: list_of for key, list_of in kernels.items() if key.split()[0] == peer}
+    if not own:
+        return {}
+    sums = {f"{peer} {name}": sum(us for *_, us in list_of) / 1e3 for name, list_of in own.items()}
+    return {"gpu_" + name: ms for name, ms in times_of([sums], peer, factor).items()} | {"kernels": own}
+
+
 class Run:
     """One run of bench/peers.py: options (its arguments), the layers, the deadline."""
 
@@ -122,7 +132,7 @@ class Run:
         fields = self._fields(shape, part, routing, tuning)
         there = [] if self.options.again else records.read(self.options.records)
         present = list(dict.fromkeys(peer for process in self.processes for peer in process.peers))
-        passes = self.options.passes_of(shape)
+        passes = self.options.passes_of(shape) + ["kernels"] * self.options.kernels
         wanted = records.missing(there, fields, present, passes)
         if not wanted:
             return
@@ -157,8 +167,9 @@ class Run:
                     ready[id(process)] = self._prepare(process, shape, part, routing, wanted, found)
             index += 1
         for process in busy:
+            kernels = self._kernels(process, found)
             self._drop(process)
-            self._collect(process, ready[id(process)], rounds[id(process)], found)
+            self._collect(process, ready[id(process)], rounds[id(process)], kernels, found)
         return found
 
     def _goes_on(self, begin, rounds, ready):
@@ -187,6 +198,16 @@ class Run:
             self._leave_out(process, died, found)
             return False
 
+    def _kernels(self, process, found):
+        """The kernels of every job if they were asked for: {"peer pass": [[kernel, launches, us]]}."""
+        if not self.options.kernels:
+            return {}
+        try:
+            return process.ask("kernels", settle_s=self.options.settle)["kernels"]
+        except Died as died:
+            self._leave_out(process, died, found)
+            return {}
+
     def _drop(self, process):
         try:
             process.ask("drop")
@@ -202,8 +223,9 @@ class Run:
         process.stop()
         self._start_one(process)
 
-    def _collect(self, process, ready, rounds, found):
-        base = times_of(rounds, BASE)
+    def _collect(self, process, ready, rounds, kernels, found):
+        base = times_of(rounds, BASE) | times_of_kernels(kernels, BASE)
+        base.pop("kernels", None)
         for peer, once in ready.items():
             if peer in found:  # smoe, of which the first process makes the record
                 continue
@@ -212,7 +234,8 @@ class Run:
                 found[peer] = once
                 continue
             factor = once.pop("factor", 1.0)
-            found[peer] = {"rounds": len(rounds), BASE: base} | times_of(rounds, peer, factor) | once
+            times = times_of(rounds, peer, factor) | times_of_kernels(kernels, peer, factor)
+            found[peer] = {"rounds": len(rounds), BASE: base} | times | once
 
     # ---- a whole training step ----
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 BASE = "smoe"
 RATIO_PASSES = ("forward", "backward", "both", "inference", "graph")
+GPU_PASSES = tuple("gpu_" + name for name in RATIO_PASSES)
 MIB = 2**20
+KERNEL_NAME = 70  # characters that are shown
 
 
 class Table(NamedTuple):
@@ -45,7 +47,7 @@ def best(tunings, measured):
 def tflops(record, measured):
     """Model FLOPs divided by the time, in TFLOP/s: 6TKnd FLOPs forward, twice as many backward."""
     forward = 6 * record["T"] * record["K"] * record["n"] * record["d"]
-    factor = {"backward": 2, "both": 3}.get(measured, 1)
+    factor = {"backward": 2, "both": 3}.get(measured.removeprefix("gpu_"), 1)
     return factor * forward / record[measured + "_ms"] / 1e9
 
 
@@ -111,7 +113,8 @@ def means(by_layer, passes):
             records = [best(tunings, measured) for (_, name), tunings in by_layer.items() if name == peer]
             values = [value for record in records if record and (value := ratio(record, measured))]
             if values:
-                found.append(f"{measured} {geometric_mean(values):.3f} (least {min(values):.3f}, {len(values)} layers)")
+                name = measured.removeprefix("gpu_")
+                found.append(f"{name} {geometric_mean(values):.3f} (least {min(values):.3f}, {len(values)} layers)")
         if found:
             sentences.append(f"{peer} / {BASE}, geometric mean: " + ", ".join(found))
     return sentences
@@ -138,13 +141,22 @@ def _errors(name, peer, record):
 # ---- tables ----
 
 
+def _times_tables(title, by_layer, known):
+    """A table of those of the passes `known` that were measured; none if no pass was."""
+    records = [record for tunings in by_layer.values() for record in tunings]
+    passes = [p for p in known if any(record.get(p + "_ms") is not None for record in records)]
+    if not passes:
+        return []
+    head = [column for p in passes for column in (f"{p.removeprefix('gpu_')} ms", "TFLOP/s", "ratio")]
+    times = [_times(name, peer, tunings, passes) for (name, peer), tunings in by_layer.items()]
+    return [Table(title, ["layer", "peer"] + head, times, means(by_layer, passes))]
+
+
 def _layer_tables(title, records):
     by_layer = grouped(records, lambda record: (record["shape"], record["peer"]))
-    passes = [p for p in RATIO_PASSES if any(record.get(p + "_ms") is not None for record in records)]
-    head = [column for p in passes for column in (f"{p} ms", "TFLOP/s", "ratio")]
-    times = [_times(name, peer, tunings, passes) for (name, peer), tunings in by_layer.items()]
     whole = [(name, peer, tunings[0]) for (name, peer), tunings in by_layer.items() if "first_call_s" in tunings[0]]
-    made = [Table(title, ["layer", "peer"] + head, times, means(by_layer, passes))]
+    made = _times_tables(title, by_layer, RATIO_PASSES)
+    made += _times_tables(title + ": the kernels' times alone", by_layer, GPU_PASSES)
     if whole:
         once = [_once(*one) for one in whole]
         made.append(Table(title + ": memory and first calls", ["layer", "peer", "kept MiB", "peak MiB", "first call s",
@@ -203,6 +215,21 @@ def make(records):
     return made
 
 
+def of_kernels(records):
+    """One table of every kernel of the records that have them: its time, and its share of the pass."""
+    rows = []
+    for record in records:
+        for measured, kernels in (record.get("kernels") or {}).items():
+            whole = sum(us for *_, us in kernels)
+            rows += [
+                [record["shape"], record["peer"], measured, kernel[:KERNEL_NAME], f"{launches:g}", f"{us:.1f}",
+                 f"{100 * us / whole:.1f}"]
+                for kernel, launches, us in kernels
+            ]  # fmt: skip
+    columns = ["layer", "peer", "pass", "kernel", "launches", "us", "%"]
+    return [Table("Kernels", columns, rows, [])] if rows else []
+
+
 def versions(records):
     """One sentence: the versions of every peer, as the records have them."""
     found = {}
@@ -243,8 +270,8 @@ def as_markdown(tables):
 
 
 def as_csv(records):
-    """A line for each record, with nested fields as `errors.O`."""
-    flat = [_flat(record) for record in records]
+    """A line for each record, with nested fields as `errors.O`, without the lists of kernels."""
+    flat = [_flat({name: value for name, value in record.items() if name != "kernels"}) for record in records]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n")
     writer.writeheader()

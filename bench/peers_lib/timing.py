@@ -47,18 +47,35 @@ def clock_of(device):
 MOST_RUNS, LEAST_RUNS = 200, 3
 
 
-def turn(clock, job, settle_s, timed_s):
-    """The median ms of a job in one turn: about settle_s seconds of untimed runs, then about timed_s of timed ones."""
-    begin = time.perf_counter()
-    ran = 0
-    while ran == 0 or time.perf_counter() - begin < settle_s:
+def settle(clock, job, seconds):
+    """Runs a job untimed for so many seconds, at least once. Returns the seconds that the last run took."""
+    begin, last = time.perf_counter(), None
+    while last is None or time.perf_counter() - begin < seconds:
         last = time.perf_counter()
         job()
         clock.synchronize()
         last = time.perf_counter() - last
-        ran += 1
+    return last
+
+
+def turn(clock, job, settle_s, timed_s):
+    """The median ms of a job in one turn: about settle_s seconds of untimed runs, then about timed_s of timed ones."""
+    last = settle(clock, job, settle_s)
     count = min(MOST_RUNS, max(LEAST_RUNS, int(timed_s / max(last, 1e-9))))
     return statistics.median(clock.each(job, count))
+
+
+def kernels_of(clock, job, settle_s, runs):
+    """What one run of a job executes on the GPU, as CUPTI records it: a list of [kernel or copy, launches, us], the
+    longest first. Unlike the times of `turn` these do not include that the GPU waits for the host."""
+    settle(clock, job, settle_s)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(runs):
+            job()
+        clock.synchronize()
+    on_gpu = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(([e.key, e.count / runs, e.self_device_time_total / runs] for e in on_gpu), key=lambda one: -one[2])
 
 
 def order_of(names, round_index):

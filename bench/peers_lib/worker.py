@@ -18,6 +18,7 @@ from .inputs import Inputs
 from .measured import Measured, new_t_seconds
 from .suites import Shape
 
+PROFILED_RUNS = 5
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
@@ -122,6 +123,14 @@ class Worker:
             self.send({"at": name.split()[0]})
             times[name] = timing.turn(self.clock, self.jobs[name], settle_s, timed_s)
         return {"times": times}
+
+    def kernels(self, settle_s):
+        """The kernels of every job, and their times: {"kernels": {"peer pass": [[kernel, launches, us]]}}."""
+        found = {}
+        for name in self.jobs:
+            self.send({"at": name.split()[0]})
+            found[name] = timing.kernels_of(self.clock, self.jobs[name], settle_s, PROFILED_RUNS)
+        return {"kernels": found}
 
     def step(self, model, peer, seconds):
         """A whole training step with one implementation's experts."""

@@ -197,6 +197,30 @@ def test_text_table():
     assert "3.70e-03" in text and "momoe / smoe" not in text
 
 
+def test_times_of_kernels():
+    """Of each pass the sum of its kernels; the backward is both less the forward. Two tables: sums, and every kernel."""
+    launched = {
+        "smoe forward": [["up", 1, 1500.0], ["down", 1, 500.0]],
+        "smoe both": [["dw", 2, 4000.0]],
+        "sonicmoe forward": [["k" * 100, 1, 2200.0]],
+        "sonicmoe both": [["k", 1, 4500.0]],
+    }
+    ours, theirs = (run.times_of_kernels(launched, peer) for peer in ("smoe", "sonicmoe"))
+    assert [ours[f"gpu_{name}_ms"] for name in ("forward", "both", "backward")] == [2.0, 4.0, 2.0]
+    assert run.times_of_kernels({}, "smoe") == {} and run.times_of_kernels(launched, "smoe", 1.5)["gpu_both_ms"] == 6.0
+    made = [timed("smoe", 3.0, 5.0) | ours, timed("sonicmoe", 9.0, 9.0) | theirs]
+    for record in made:
+        record["smoe"] = record["smoe"] | {key: ms for key, ms in ours.items() if key != "kernels"}
+    _, alone = tables.make(made)
+    assert alone.title.endswith(": the kernels' times alone") and alone.columns[2] == "forward ms"
+    assert alone.rows[1][2:5] == ["2.2000", f"{6 * 24576 * 8 * 256 * 1536 / 2.2e-3 / 1e12:.0f}", "1.100"]
+    assert alone.foot[0].startswith("sonicmoe / smoe, geometric mean: forward 1.100 (least 1.100, 1 layers), backward 1.150")
+    (table,) = tables.of_kernels(made)
+    assert table.rows[0] == ["7B-n256", "smoe", "forward", "up", "1", "1500.0", "75.0"]
+    assert table.rows[3][3] == "k" * tables.KERNEL_NAME and tables.of_kernels([a_record()]) == []
+    assert "kernels" not in tables.as_csv(made)
+
+
 def test_markdown_and_csv():
     lines = tables.as_markdown(tables.make(some_records())).splitlines()
     rows = [line for line in lines if line.startswith("|")]
@@ -248,7 +272,7 @@ def test_plot(tmp_path):
 def test_steps_alone_are_shown_without_a_picture(monkeypatch, capsys):
     monkeypatch.setattr(tables, "plot", lambda *arguments: pytest.fail("the picture shows layers"))
     numbers = dict(step_ms=160.0, tokens_per_s=250600.0, step_tflops=337.0, peak_bytes=2**30, first_step_s=10.0)
-    options = argparse.Namespace(csv=False, markdown=False, docs=None, plot="ratios.png")
+    options = argparse.Namespace(csv=False, markdown=False, docs=None, kernels=False, plot="ratios.png")
     peers.show(options, [a_record(suite="e2e", part="e2e", shape="1.4B", **numbers)])
     assert "250.6" in capsys.readouterr().out
 

@@ -53,6 +53,8 @@ class Pretended:
             factors = [(p, known[p]) for p in self.passes if p in known]
             made = {f"{peer} {p}": times.get(peer, 4.0) * k for peer in alive for p, k in factors}
             return {"times": made}
+        if do == "kernels":
+            return {"kernels": {"smoe forward": [["up", 1, 2e3]], "sonicmoe forward": [["gemm", 2, 3e3]]}}
         return {}
 
 
@@ -115,6 +117,21 @@ def test_passes_without_a_record_are_measured(pretend):
     assert prepares() == 4
     pretend("--peers", "sonicmoe,grouped_mm", "--inference")
     assert prepares() == 6
+
+
+def test_kernels_are_measured_where_asked_for(pretend):
+    _, found = pretend("--peers", "sonicmoe")
+    assert "kernels" not in found[1] and ("kernels", sys.executable) not in pretend.log
+    _, found = pretend("--peers", "sonicmoe", "--kernels")
+    assert len(found) == 4 and found[1]["kernels"] == {"forward": [["gemm", 2, 3e3]]}
+    assert tables.ratio(found[1], "gpu_forward") == 1.5 and tables.ratio(found[1], "forward") == 1.5
+    before = pretend.path.read_bytes()
+    pretend("--peers", "sonicmoe", "--kernels")
+    assert pretend.path.read_bytes() == before
+    pretend.fatal["sonicmoe"] = "kernels"
+    _, found = pretend("--peers", "sonicmoe,scattermoe", "--kernels", "--again")
+    by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
+    assert "status 70" in by_peer["sonicmoe"]["failed"] and by_peer["scattermoe"]["forward_ms"] == 4
 
 
 def test_the_records_are_copied_after_each_layer(pretend, tmp_path, monkeypatch):
