@@ -54,7 +54,7 @@ static void parse_model(int key, const char *text, struct argp_state *state)
     char *end;
     int at = 0;
     switch (key) {
-    case KEY_MODEL: wanted->path = text; return;
+    case KEY_MODEL: wanted->path = parse_path("--model", text, state); return;
     case KEY_BATCH:
         if (!parse_integer("--batch", text, 1, 1 << 20, &wanted->batch, &err))
             argp_error(state, "%s", err.text);

@@ -108,6 +108,12 @@ bool parse_integer(const char *option, const char *text, int64_t least, int64_t 
     return true;
 }
 
+const char *parse_path(const char *name, const char *text, struct argp_state *state)
+{
+    if (!*text) argp_error(state, "%s: '' is not a path, it has at least one character", name);
+    return text;
+}
+
 /* The limits of smoe.h. With them products of sizes are far below 2^63. */
 enum {
     MAX_SIZE = 1 << 30,

@@ -67,4 +67,7 @@ const char *routing_name(routing_kind routing);
 bool parse_integer(const char *option, const char *text, int64_t least, int64_t most, int64_t *value,
                    error *err);
 
+/* The path that an option or argument names. If it is empty, argp prints a usage error and exits. */
+const char *parse_path(const char *name, const char *text, struct argp_state *state);
+
 #endif

@@ -38,7 +38,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     eval_options *o = state->input;
     error err = {0};
     switch (key) {
-    case 'c': o->checkpoint = text; return 0;
+    case 'c': o->checkpoint = parse_path("--checkpoint", text, state); return 0;
     case KEY_CONTEXT:
         if (!parse_integer("--context", text, 1, MOST_CONTEXT, &o->context, &err))
             argp_error(state, "%s", err.text);
@@ -46,7 +46,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_DEVICE: o->device = text; return 0;
     case KEY_JSON: o->format = TABLE_JSON; return 0;
     case KEY_CSV: o->format = TABLE_CSV; return 0;
-    case ARGP_KEY_ARG: o->paths[o->path_count++] = text; return 0;
+    case ARGP_KEY_ARG: o->paths[o->path_count++] = parse_path("FILE", text, state); return 0;
     case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to evaluate on"); return 0;
     default: return ARGP_ERR_UNKNOWN;
     }

@@ -1,5 +1,6 @@
 /* `smoe generate`: samples text from a checkpoint and writes it token by token. */
 #include "cli/common/cli.h"
+#include "cli/common/problem.h"
 #include "cli/model/load.h"
 #include "common/clock.h"
 #include "train/device.h"
@@ -53,7 +54,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
 {
     generate_options *o = state->input;
     switch (key) {
-    case 'c': o->checkpoint = text; return 0;
+    case 'c': o->checkpoint = parse_path("--checkpoint", text, state); return 0;
     case 'p': o->prompt = text; return 0;
     case 'n': o->tokens = whole(state, "tokens", text, 1e9); return 0;
     case KEY_TEMPERATURE: o->sampler.temperature = number(state, "temperature", text, 0, 100); return 0;

@@ -260,12 +260,12 @@ static error_t parse(int key, char *text, struct argp_state *state)
         return 0;
     }
     switch (key) {
-    case 'o': s->out = text; return 0;
+    case 'o': s->out = parse_path("--out", text, state); return 0;
     case 'q': options->quiet = true; return 0;
     case KEY_JSON: options->json = true; return 0;
     case KEY_RESUME: s->resume = true; return 0;
-    case KEY_FROM: s->from = text; return 0;
-    case KEY_TOKENIZER: s->tokenizer = text; return 0;
+    case KEY_FROM: s->from = parse_path("--from", text, state); return 0;
+    case KEY_TOKENIZER: s->tokenizer = parse_path("--tokenizer", text, state); return 0;
     case KEY_MINUTES:
         s->seconds = 60.0 * parse_real(state, "minutes", text, 1e-4, 1e7);
         note_length(options, "minutes", state);
@@ -277,7 +277,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
         return 0;
     case KEY_DENSE_TWIN: options->dense_twin = options->sizes_given = true; return 0;
     case KEY_ROUNDING: parse_rounding(options, text, state); return 0;
-    case ARGP_KEY_ARG: options->paths[s->path_count++] = text; return 0;
+    case ARGP_KEY_ARG: options->paths[s->path_count++] = parse_path("FILE", text, state); return 0;
     case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to train on"); return 0;
     default: return parse_device(key, text, state);
     }
