@@ -3,7 +3,7 @@
  *
  *     config.json               the model's shape (train/config.h says which transformers opens)
  *     model.safetensors         its weights under OLMoE's names, in f32; in bf16 where the run has no others
- *     bpe.txt, tokenizer*.json  the tokenizer, if there is one (train/tokenizer.h)
+ *     bpe.txt, tokenizer*.json  the tokenizer; bytes have only the json files (train/tokenizer.h)
  *     state.safetensors         what else is needed to resume: the AdamW moments and train_state
  *
  * A checkpoint is written as step-0000100.tmp, synced and renamed. Only then `latest` is made to point to it,
@@ -45,7 +45,7 @@ typedef struct train_state {
 } train_state;
 
 /* Writes a checkpoint of m, the optimiser's arrays and state under `out`, points `latest` to it and removes
- * the oldest beyond `keep`. `words` is the tokenizer that is saved with it; zeroed if there is none. */
+ * the oldest beyond `keep`. `words` is the tokenizer that is saved with it; zeroed for token files without one. */
 bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
                      const tokenizer *words, int64_t keep, error *err);
 

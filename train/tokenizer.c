@@ -47,9 +47,48 @@ bool tokenizer_find(tokenizer *t, const char *checkpoint, error *err)
            (access(path, F_OK) != 0 || tokenizer_open(t, path, err));
 }
 
+/* Appends `"CHARACTER":BYTE` to JSON and returns its new length. A byte-level BPE of Transformers has a byte
+ * as a character: a printable one of Latin-1 as itself, the others, in their order, from U+0100 on. */
+static size_t put_byte(char *json, size_t length, int byte, int *others)
+{
+    const bool printable = (byte > ' ' && byte < 127) || (byte > 160 && byte != 173);
+    const int character = printable ? byte : 256 + (*others)++;
+    json[length++] = '"';
+    if (character == '"' || character == '\\') json[length++] = '\\';
+    if (character > 127) json[length++] = (char)(0xc0 | character >> 6);
+    json[length++] = (char)(character > 127 ? 0x80 | (character & 63) : character);
+    return length + (size_t)sprintf(json + length, "\":%d%s", byte, byte < 255 ? "," : "");
+}
+
+/* A BPE without merges, whose tokens are the bytes. */
+static bool save_bytes(const char *folder, error *err)
+{
+    static const char head[] =
+        "{\"version\":\"1.0\",\"truncation\":null,\"padding\":null,\"added_tokens\":[],\"normalizer\":null,"
+        "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"trim_offsets\":true,"
+        "\"use_regex\":false},\"post_processor\":null,\"decoder\":{\"type\":\"ByteLevel\","
+        "\"add_prefix_space\":false,\"trim_offsets\":true,\"use_regex\":false},\"model\":{\"type\":\"BPE\","
+        "\"dropout\":null,\"unk_token\":null,\"continuing_subword_prefix\":null,"
+        "\"end_of_word_suffix\":null,\"fuse_unk\":false,\"byte_fallback\":false,\"vocab\":{",
+                      tail[] = "},\"merges\":[]}}\n",
+                      config[] = "{\"tokenizer_class\":\"PreTrainedTokenizerFast\",\"clean_up_tokenization_"
+                                 "spaces\":false}\n";
+    char path[PATH_BYTES], json[sizeof head + 256 * 16 + sizeof tail];
+    size_t length = sizeof head - 1;
+    int others = 0;
+    memcpy(json, head, length);
+    for (int byte = 0; byte < 256; byte++) length = put_byte(json, length, byte, &others);
+    memcpy(json + length, tail, sizeof tail - 1);
+    length += sizeof tail - 1;
+    const int folder_length = (int)strlen(folder);
+    return join(path, folder_length, folder, "/tokenizer.json", err) && file_write(path, json, length, err) &&
+           join(path, folder_length, folder, "/tokenizer_config.json", err) &&
+           file_write(path, config, sizeof config - 1, err);
+}
+
 bool tokenizer_save(const tokenizer *t, const char *folder, error *err)
 {
-    bool done = true;
+    bool done = !t->bytes || save_bytes(folder, err);
     for (int i = 0; done && i < TOKENIZER_FILES; i++) {
         char path[PATH_BYTES], name[64];
         snprintf(name, sizeof name, "/%s", names[i]);

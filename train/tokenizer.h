@@ -1,4 +1,5 @@
-/* The files of a tokenizer. tools/make_tokens.py writes them, and every checkpoint has a copy. */
+/* The files of a tokenizer. tools/make_tokens.py writes them, and every checkpoint has a copy. The checkpoint
+ * of a model of bytes has the two files that are for Transformers. */
 #ifndef TRAIN_TOKENIZER_H
 #define TRAIN_TOKENIZER_H
 
@@ -10,6 +11,7 @@ enum { TOKENIZER_FILES = 3 }; // bpe.txt, tokenizer.json, tokenizer_config.json
 typedef struct tokenizer {
     bpe table;
     file_map files[TOKENIZER_FILES]; // a missing file is zeroed; only the first must exist
+    bool bytes;                      // there is none: the tokens are bytes
 } tokenizer;
 
 /* Reads the table at `path`, and the other two files, which are for Transformers, if they are in the same
@@ -20,7 +22,7 @@ void tokenizer_close(tokenizer *t); // a zeroed one is fine
 /* Reads the tokenizer of a checkpoint. t->table.tokens is 0 if it has none. */
 bool tokenizer_find(tokenizer *t, const char *checkpoint, error *err);
 
-/* Writes the files into a folder. */
+/* Writes the files into a folder; for bytes, those with which Transformers encodes text as bytes. */
 bool tokenizer_save(const tokenizer *t, const char *folder, error *err);
 
 bool tokenizer_same(const tokenizer *a, const tokenizer *b); // the same table

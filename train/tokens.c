@@ -328,6 +328,11 @@ size_t tokens_skipped(const tokens *data, const char **first)
     return data->skipped;
 }
 
+bool tokens_are_bytes(const tokens *data)
+{
+    return data->sources[0].text && data->table == NULL;
+}
+
 int64_t tokens_bytes(const tokens *data, const int32_t *ids, int64_t count)
 {
     if (data->sources[0].width == 1) return count;

@@ -48,6 +48,8 @@ bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *nam
 
 void tokens_close(tokens *data); // NULL is fine
 
+bool tokens_are_bytes(const tokens *data); // text without a table
+
 /* The bytes of text that `count` tokens of the data stand for. 0 if this is not known, for token files
  * without their table.
  */

@@ -263,8 +263,10 @@ static bool open_run(run *r, error *err)
                     (long long)s->parts, (long long)s->batch);
     if (!check_length(r, s->steps, err) || (!s->resume && !check_unused(s, err)) || !open_tokenizer(r, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
-                     s->config.vocab, s->config.context, TOKENS_TRAIN, err) ||
-        !(r->device = device_open(&device, err)) ||
+                     s->config.vocab, s->config.context, TOKENS_TRAIN, err))
+        return false;
+    r->words.bytes = tokens_are_bytes(r->data);
+    if (!(r->device = device_open(&device, err)) ||
         !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
     r->first = r->state.step;

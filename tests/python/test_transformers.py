@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -329,19 +330,25 @@ def test_byte_tokenizer_pads():
     assert tokenizer.decode([97, 300, 98]) == "a\ufffdb"
 
 
-KINDS = {"olmoe": [], "smoe": ["--shared=24", "--dense-layers=1", "--tied"]}
+KINDS = {
+    "olmoe": ("olmoe", []),
+    "smoe": ("smoe", ["--shared=24", "--dense-layers=1", "--tied"]),
+    "dense twin": ("smoe", ["--dense-twin"]),
+    "dense twin, shared": ("smoe", ["--dense-twin", "--shared=24", "--tied"]),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_of_smoe_train(kind, tmp_path):
     """AutoModel must open a checkpoint of `smoe train` and give the loss of `smoe eval`, with eager and with smoe."""
+    model_type, options = KINDS[kind]
     program = os.environ.get("SMOE_PROGRAM")
     if not program:
         pytest.skip("SMOE_PROGRAM does not name the smoe program")
     text = tmp_path / "text.txt"
     text.write_bytes(Path(__file__).read_bytes())
     run = [program, "train", f"--out={tmp_path / 'run'}", "--steps=20", "--context=64", "--hidden=32", "--intermediate=16"]
-    subprocess.run([*run, "--device=cpu", "--quiet", *KINDS[kind], text], check=True, capture_output=True)
+    subprocess.run([*run, "--device=cpu", "--quiet", *options, text], check=True, capture_output=True)
     windows = 40
     part = tmp_path / "part.txt"
     part.write_bytes(text.read_bytes()[: windows * 64 + 1])
@@ -350,17 +357,47 @@ def test_checkpoints_of_smoe_train(kind, tmp_path):
         [program, "eval", "--json", "--device=cpu", "-c", checkpoint, part], check=True, capture_output=True
     )
     theirs = json.loads(found.stdout)["loss"]
-    data = torch.tensor(smoe.transformers.ByteTokenizer()(part.read_text())["input_ids"])
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    data = torch.tensor(tokenizer(part.read_text())["input_ids"])
+    assert data.tolist() == list(part.read_bytes()) and tokenizer.decode(data) == part.read_text()
     assert len(data) == windows * 64 + 1
     for implementation in ("eager", "smoe"):
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, experts_implementation=implementation
         )
-        assert model.config.model_type == kind
+        assert model.config.model_type == model_type
         with torch.no_grad():
             logits = model(data[:-1].view(windows, 64)).logits
         ours = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[1:]).item()
         assert ours == pytest.approx(theirs, rel=1e-5), implementation
+
+
+def test_tokenizer_of_bytes(tmp_path):
+    """Transformers alone, without smoe's package, must encode text for a checkpoint of bytes: every byte that UTF-8
+    text can have, and single bytes decode. Token files without a tokenizer have none to save."""
+    program = os.environ.get("SMOE_PROGRAM")
+    if not program:
+        pytest.skip("SMOE_PROGRAM does not name the smoe program")
+    text = "".join(map(chr, range(0x800))) + "\u20ac\U0001f600 \r\n\t \\\" left.  "
+    (tmp_path / "text.txt").write_bytes(text.encode() * 3)
+    token_file(tmp_path / "ids.bin", torch.randint(256, (4000,)))
+    run = [program, "train", "--steps=2", "--context=16", "--hidden=16", "--intermediate=8", "--device=cpu", "--quiet"]
+    for name in ("text.txt", "ids.bin"):
+        subprocess.run([*run, f"--out={tmp_path / 'run' / name}", tmp_path / name], check=True, capture_output=True)
+    checkpoint = tmp_path / "run" / "text.txt" / "latest"
+    assert not list((tmp_path / "run" / "ids.bin" / "latest").glob("tokenizer*"))
+    alone = """
+import sys
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+text = open(sys.argv[2], newline="").read()
+ids = tokenizer(text)["input_ids"]
+assert tokenizer.vocab_size == 256 and ids == list(text.encode()) and tokenizer.decode(ids) == text
+assert sorted(tokenizer.get_vocab().values()) == list(range(256))
+assert tokenizer.decode([104, 0xFF, 105]) == "h\\ufffdi"
+assert not any(name.startswith("smoe") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", alone, checkpoint, tmp_path / "text.txt"], check=True, text=True)
 
 
 def token_file(path, data):
