@@ -49,6 +49,7 @@ static const struct argp_option options_table[] = {
 
 static void parse_model(int key, const char *text, struct argp_state *state)
 {
+    const double most_clip = 1e9; // as for train
     info_model *wanted = &((info_options *)state->input)->model;
     error err = {0};
     char *end;
@@ -70,7 +71,8 @@ static void parse_model(int key, const char *text, struct argp_state *state)
         return;
     case KEY_CLIP:
         wanted->clip = strtod(text, &end);
-        if (end == text || *end || !(wanted->clip >= 0)) argp_error(state, "--clip: '%s' is no norm", text);
+        if (end == text || *end || !(wanted->clip >= 0 && wanted->clip <= most_clip))
+            argp_error(state, "--clip: '%s' is not a number in 0..%.9g", text, most_clip);
         return;
     default:
         while (at < RECOMPUTE_NAMES && strcmp(text, model_recompute_names[at]) != 0) at++;

@@ -46,7 +46,7 @@ static void test_bad_input(void **state)
         {"train --init 0 text.txt", 2, "--init: '0' is not a number in 1e-06..10"},
         {"train --tile 0 text.txt", 2, "--tile: '0' is not a number in 1..4096"},
         {"train --rounding nearest text.txt", 2, "'nearest' is not one of none, nr-f"},
-        {"train --experts 4 --topk 9 text.txt", 2, "num_experts_per_tok = 9 is more than num_experts = 4"},
+        {"train --experts 4 --topk 9 text.txt", 2, "--topk is 9, more than --experts, which is 4"},
         {"train --heads 2 --hidden 20 --steps 1 text.txt", 2, "hidden is 20, it must be a multiple of 8"},
         {"train " TINY "--device cpu --precision bf16 --steps 1 --out narrow text.txt", 2,
          "--precision bf16 is only for the GPU (--device cuda): the CPU computes in f32"},
@@ -507,10 +507,10 @@ static void test_tokenizer(void **state)
     put_file(in_folder(path, state, "other.txt"), other, sizeof other - 1);
     expect(state, "train " TINY "--steps 60 --lr 0.1 --tokenizer bpe.txt --out run text.txt", 0, "done");
     expect(state, "train " TINY "--steps 2 --vocab 260 --tokenizer bpe.txt --out no text.txt", 2,
-           "the tokenizer has 261 tokens, the model's vocabulary 260");
+           "bpe.txt: the tokenizer has 261 tokens, the model's vocabulary 260 (--vocab)\n");
     expect(state, "train " TINY "--steps 1 --out bytes text.txt", 0, "done"); // --vocab is no remedy here
     expect(state, "train --from bytes -q --steps 1 --tokenizer bpe.txt --out no text.txt", 2,
-           "the tokenizer has 261 tokens, the model's vocabulary 256\n");
+           "bpe.txt: the tokenizer has 261 tokens, the model's vocabulary 256\n");
     expect(state, "train " TINY "--steps 2 --vocab 256 --tokenizer bpe.txt --out no text.txt", 2,
            "the tokenizer has 261 tokens, the model's vocabulary 256");
     expect(state, "train " TINY "--steps 2 --tokenizer text.txt --out no text.txt", 3,

@@ -3,6 +3,13 @@
 #define _DEFAULT_SOURCE
 #include "tests/cli_case.h"
 
+static void shell(void **state, const char *command)
+{
+    char whole[8192];
+    snprintf(whole, sizeof whole, "cd '%s' && %s", (const char *)*state, command);
+    assert_int_equal(system(whole), 0);
+}
+
 /* An option that takes a path takes no empty one, wherever that would lead. */
 static void test_empty_paths(void **state)
 {
@@ -28,10 +35,139 @@ static void test_empty_paths(void **state)
     }
 }
 
+/* Messages name the options that were given, not the keys of config.json. */
+static void test_contradictions(void **state)
+{
+    put_texts(state);
+    static const struct {
+        const char *arguments, *message;
+    } cases[] = {
+        {"--experts 4 --topk 5", "--topk is 5, more than --experts, which is 4"},
+        {"--hidden 24 --heads 5", "--hidden is 24, it must be a multiple of 10, twice --heads"},
+        {"--layers 2 --dense-layers 3", "--dense-layers is 3, more than --layers, which is 2"},
+        {"--dense-intermediate 8", "--dense-intermediate is only for --dense-layers"},
+        {"--device gpu", "--device: 'gpu' is not one of auto, cpu, cuda, cuda-plain"},
+        {"--precision f16", "--precision: 'f16' is not one of f32, bf16"},
+        {"--recompute all", "--recompute: 'all' is not one of none, norms, norms-qk, layers"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char arguments[256];
+        snprintf(arguments, sizeof arguments, "train " TINY "--steps 1 %s --out run text.txt",
+                 cases[i].arguments);
+        expect(state, arguments, 2, cases[i].message);
+    }
+    expect(state, "train " TINY "--steps 1 --out run text.txt", 0, "done");
+    // Else the checkpoint could not generate: its tokens would be fewer than the bytes.
+    shell(state, "yes 0123456789 | head -200 >digits.txt");
+    expect(state, "train " TINY "--steps 1 --vocab 100 --out no digits.txt", 2,
+           "digits.txt: text without a tokenizer (bpe.txt) has 256 tokens, the model's vocabulary 100");
+    expect(state, "info --model run --clip -1", 2, "--clip: '-1' is not a number in 0..1e+09");
+    expect(state, "info --model run --clip inf", 2, "--clip: 'inf' is not a number in 0..1e+09");
+}
+
+/* Of the sizes of a resumed run only those that are given again are compared with the checkpoint's. */
+static void test_some_sizes_again(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--topk 1 --tied --renormalize --steps 1 --out run text.txt", 0, "done");
+    expect(state, "train --resume -q --steps 2 --tied --out run text.txt", 0, "resumed at step 1 of 2\ndone");
+    expect(state, "train --resume -q --steps 3 --renormalize --topk 1 --out run text.txt", 0,
+           "resumed at step 2");
+    expect(state, "train --resume -q --steps 4 --topk 2 --out run text.txt", 2,
+           "num_experts_per_tok is 1, wanted 2");
+    expect(state, "train --resume -q --steps 4 --topk 9 --out run text.txt", 2,
+           "--topk is 9, more than --experts, which is 4");
+    expect(state, "train --resume -q --steps 4 --dense-twin --out run text.txt", 2,
+           "first_k_dense_replace is 0, wanted 1");
+    expect(state, "train " TINY "--steps 1 --out plain text.txt", 0, "done");
+    expect(state, "train --resume -q --steps 2 --tied --out plain text.txt", 2,
+           "tie_word_embeddings is 0, wanted 1");
+
+    expect(state, "train " TINY "--shared 8 --dense-twin --steps 1 --out twin text.txt", 0, "done");
+    expect(state, "train --resume -q --steps 2 --dense-twin --out twin text.txt", 0,
+           "resumed at step 1 of 2");
+    expect(state, "train " TINY "--resume --shared 8 --dense-twin --steps 3 --out twin text.txt", 0,
+           "resumed at step 2");
+    expect(state, "train " TINY "--resume --shared 16 --dense-twin --steps 4 --out twin text.txt", 2,
+           "dense_intermediate_size is 24, wanted 32");
+}
+
+/* scp and cp -L copy a link as what it points to. Such a run is resumed, and its later checkpoints are found.
+ */
+static void test_copied_without_links(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    shell(state, "cp -rL run all && cp -rL run one && rm -r one/step-*");
+    static const char *const copies[] = {"all", "one"};
+    for (size_t i = 0; i < 2; i++) {
+        char text[256];
+        snprintf(text, sizeof text, "train --resume -q --steps 4 --out %s text.txt", copies[i]);
+        expect(state, text, 0, "resumed at step 2 of 4\ndone");
+        snprintf(text, sizeof text, "test $(readlink %s/latest) = step-0000004", copies[i]);
+        shell(state, text);
+        snprintf(text, sizeof text, "train --resume -q --steps 5 --out %s text.txt", copies[i]);
+        expect(state, text, 0, "resumed at step 4 of 5\ndone");
+    }
+    // A run that writes no checkpoints leaves the folder as it is.
+    shell(state, "cp -rL run none");
+    expect(state, "train --resume -q --steps 3 --checkpoints 0 --out none text.txt", 0, "resumed at step 2");
+    shell(state, "test ! -L none/latest && test -d none/latest");
+}
+
+/* Why a checkpoint is not found. */
+static void test_lost_checkpoints(void **state)
+{
+    put_texts(state);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    shell(state, "rm -r run/step-0000002 && ln -s loop loop");
+    expect(state, "eval -c run text.txt", 3,
+           "run: no checkpoint there: latest is a link to step-0000002, which has no config.json");
+    expect(state, "generate -c nothing", 3, "nothing: no checkpoint there (neither config.json nor latest/");
+    expect(state, "generate -c text.txt", 3, "text.txt: no checkpoint there (neither");
+    expect(state, "eval -c loop text.txt", 3, "loop/config.json: cannot read: Too many levels");
+    expect(state, "info --model run", 3, "latest is a link to step-0000002");
+}
+
+/* A token file whose tokens the tokenizer does not have is of another tokenizer; a checkpoint whose tokenizer
+ * has more tokens than the model is broken. */
+static void test_other_tokenizers(void **state)
+{
+    enum { COUNT = 2000, HEADER = 256 };
+    static const char table[] = "smoe-bpe 1 261 4\n97 98 256\n256 99 257\n257 257 258\n100 32 259\n";
+    const int32_t header[HEADER] = {20240520, 1, COUNT};
+    unsigned char bytes[sizeof header + 2 * COUNT] = {0};
+    const char *message = "ids.bin: token 1999 is 261, outside the tokenizer's vocabulary of 261";
+    char path[4096];
+    put_texts(state);
+    memcpy(bytes, header, sizeof header);
+    bytes[sizeof bytes - 2] = 261 & 255;
+    bytes[sizeof bytes - 1] = 261 >> 8;
+    put_file(in_folder(path, state, "ids.bin"), bytes, sizeof bytes);
+    put_file(in_folder(path, state, "bpe.txt"), table, sizeof table - 1);
+    expect(state, "train " TINY "--steps 1 --tokenizer bpe.txt --out run text.txt", 0, "done");
+    expect(state, "train " TINY "--steps 1 --tokenizer bpe.txt --out no ids.bin", 3, message);
+    expect(state, "eval -c run ids.bin", 3, message);
+
+    expect(state, "train " TINY "--steps 1 --out bytes text.txt", 0, "done");
+    expect(state, "train --resume -q --steps 2 --tokenizer bpe.txt --out bytes text.txt", 2,
+           "bytes/latest was trained without a tokenizer, not with bpe.txt\n");
+    shell(state, "cp bpe.txt bytes/latest/");
+    message = "bytes/latest/bpe.txt: the tokenizer has 261 tokens, the model's vocabulary 256\n";
+    expect(state, "eval -c bytes text.txt", 3, message);
+    expect(state, "generate -c bytes", 3, message);
+    expect(state, "train --resume -q --steps 2 --out bytes text.txt", 2, message);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_empty_paths, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_contradictions, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_some_sizes_again, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_copied_without_links, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_lost_checkpoints, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_other_tokenizers, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -370,9 +370,15 @@ static void test_table(void **state)
     assert_non_null(strstr(err.text, "a.txt: token 0 is 257, outside the vocabulary of 257"));
 
     static unsigned char bytes[HEADER + 2 * IDS];
-    assert_true(tokens_parse(&data, bytes, make_bin(bytes), "x.bin", &table, IDS, 6, TOKENS_EVAL, &err));
-    assert_int_equal(tokens_validation_count(data), IDS); // a token file is not encoded
-    assert_int_equal(tokens_bytes(data, (const int32_t[]){255, 256, 257, 258}, 4), 3);
+    size_t size = make_bin(bytes);
+    assert_false(tokens_parse(&data, bytes, size, "x.bin", &table, IDS, 6, TOKENS_EVAL, &err));
+    assert_non_null(strstr(err.text, "x.bin: token 258 is 258, outside the tokenizer's vocabulary of 258"));
+    bytes[8] = 258 & 255; // only the tokens of the table
+    bytes[9] = 258 >> 8;
+    size = HEADER + 2 * 258;
+    assert_true(tokens_parse(&data, bytes, size, "x.bin", &table, IDS, 6, TOKENS_EVAL, &err));
+    assert_int_equal(tokens_validation_count(data), 258); // a token file is not encoded
+    assert_int_equal(tokens_bytes(data, (const int32_t[]){255, 256, 257}, 3), 3);
     tokens_close(data);
     bpe_free(&table);
 }

@@ -1,4 +1,5 @@
 /* See checkpoint.h: the contents of the three files. checkpoint_folder.c handles the folders. */
+#define _POSIX_C_SOURCE 200809L
 #include "train/checkpoint.h"
 
 #include "train/checkpoint_folder.h"
@@ -12,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 18, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
 
@@ -174,6 +176,20 @@ bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays
 
 /* ---- reading ---- */
 
+/* A link whose folder was removed is named, because the folder of the run has no other sign of it. */
+static bool fail_missing(const char *path, error *err)
+{
+    char latest[PATH_BYTES], target[256];
+    if (!join(latest, path, "latest", err)) return false;
+    const ssize_t length = readlink(latest, target, sizeof target);
+    if (length > 0)
+        return fail(err, ERROR_RUNTIME,
+                    "%s: no checkpoint there: latest is a link to %.*s, which has no config.json", path,
+                    (int)length, target);
+    return fail(err, ERROR_RUNTIME, "%s: no checkpoint there (neither config.json nor latest/config.json)",
+                path);
+}
+
 bool checkpoint_find(const char *path, char *name, size_t size, error *err)
 {
     const char *inside[] = {"", "/latest"};
@@ -183,12 +199,14 @@ bool checkpoint_find(const char *path, char *name, size_t size, error *err)
         int length = snprintf(config, sizeof config, "%s%s/config.json", path, inside[i]);
         if (length >= (int)sizeof config || length >= (int)size)
             return fail(err, ERROR_USAGE, "%s: the path is too long", path);
-        if (stat(config, &status) != 0) continue;
-        snprintf(name, size, "%s%s", path, inside[i]);
-        return true;
+        if (stat(config, &status) == 0) {
+            snprintf(name, size, "%s%s", path, inside[i]);
+            return true;
+        }
+        if (errno != ENOENT && errno != ENOTDIR)
+            return fail(err, ERROR_RUNTIME, "%s: cannot read: %s", config, strerror(errno));
     }
-    return fail(err, ERROR_RUNTIME, "%s: no checkpoint there (neither config.json nor latest/config.json)",
-                path);
+    return fail_missing(path, err);
 }
 
 bool checkpoint_load_config(const char *path, model_config *config, error *err)

@@ -73,6 +73,13 @@ static int64_t latest_step(int out)
     return sscanf(target, "step-%lld", &step) == 1 ? step : -1;
 }
 
+static bool point_to(int out, const char *name)
+{
+    if (unlinkat(out, "latest.tmp", 0) != 0 && errno != ENOENT) return false;
+    return symlinkat(name, out, "latest.tmp") == 0 && renameat(out, "latest.tmp", out, "latest") == 0 &&
+           file_sync(out);
+}
+
 /* If a folder of this step exists and `latest` does not point to it, a killed process has left it, and it is
  * removed. If `latest` points to it, it is this checkpoint, complete. Then it stays, and the new copy is
  * removed. */
@@ -83,11 +90,7 @@ static bool rename_and_point(int out, int64_t step)
     name_of(name, step, "");
     if (latest_step(out) == step) return remove_folder(out, made);
     if (!sync_folder(out, made) || !remove_folder(out, name)) return false;
-    if (renameat(out, made, out, name) != 0 || !file_sync(out)) return false;
-    if (unlinkat(out, "latest.tmp", 0) != 0 && errno != ENOENT) return false;
-    if (symlinkat(name, out, "latest.tmp") != 0 || renameat(out, "latest.tmp", out, "latest") != 0)
-        return false;
-    return file_sync(out);
+    return renameat(out, made, out, name) == 0 && file_sync(out) && point_to(out, name);
 }
 
 static int by_step(const void *a, const void *b)
@@ -140,6 +143,23 @@ bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error
         remove_oldest(root, keep);
     else
         fail(err, ERROR_RUNTIME, "%s: cannot finish the checkpoint of step %lld: %s", out, (long long)step,
+             strerror(errno));
+    close(root);
+    return done;
+}
+
+bool checkpoint_folder_relink(const char *out, int64_t step, error *err)
+{
+    char name[NAME_BYTES];
+    struct stat about;
+    int root = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (root < 0) return fail(err, ERROR_RUNTIME, "%s: %s", out, strerror(errno));
+    name_of(name, step, "");
+    bool done =
+        fstatat(root, "latest", &about, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISDIR(about.st_mode) ||
+        (remove_folder(root, name) && renameat(root, "latest", root, name) == 0 && point_to(root, name));
+    if (!done)
+        fail(err, ERROR_RUNTIME, "%s: latest is a folder and cannot be made a link to %s: %s", out, name,
              strerror(errno));
     close(root);
     return done;

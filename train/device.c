@@ -23,7 +23,7 @@ train_device *device_open(const device_options *o, error *err)
         return NULL;
     }
     if (strncmp(o->name, "cuda", 4) == 0)
-        fail(err, ERROR_USAGE, "--device %s: this build has no cuda backend", o->name);
+        fail(err, ERROR_USAGE, "--device: this build has no cuda backend");
     else
         fail(err, ERROR_USAGE, "--device: '%s' is not one of auto, cpu, cuda, cuda-plain", o->name);
     return NULL;

@@ -98,13 +98,17 @@ static int64_t token_at(const token_source *s, int64_t i)
     return s->width == 1 ? s->bytes[i] : s->bytes[2 * i] | s->bytes[2 * i + 1] << 8;
 }
 
-static bool check_vocab(const token_source *s, int64_t vocab, error *err)
+/* A token past the table is of another tokenizer. The model's vocabulary may be larger than the table. */
+static bool check_vocab(const token_source *s, const bpe *table, int64_t vocab, error *err)
 {
-    if (vocab >= (int64_t)1 << 8 * s->width) return true; // no token can be larger
+    const bool words = table != NULL && table->tokens < vocab;
+    const int64_t limit = words ? table->tokens : vocab;
+    if (limit >= (int64_t)1 << 8 * s->width) return true; // no token can be larger
     for (int64_t i = 0; i < s->count; i++)
-        if (token_at(s, i) >= vocab)
-            return fail(err, ERROR_RUNTIME, "token %lld is %lld, outside the vocabulary of %lld",
-                        (long long)i, (long long)token_at(s, i), (long long)vocab);
+        if (token_at(s, i) >= limit)
+            return fail(err, ERROR_RUNTIME, "token %lld is %lld, outside the %s of %lld", (long long)i,
+                        (long long)token_at(s, i), words ? "tokenizer's vocabulary" : "vocabulary",
+                        (long long)limit);
     return true;
 }
 
@@ -197,7 +201,7 @@ bool token_source_parse(token_source *source, const void *bytes, size_t size, co
     bool ok = ends_with(name, length, ".gz") ? parse_gzip(source, bytes, size, name, length - 3, &reason)
                                              : parse_contents(source, bytes, size, name, length, &reason);
     if (ok && source->text && table != NULL) ok = encode(source, table, &reason);
-    if (ok && check_vocab(source, vocab, &reason)) return true;
+    if (ok && check_vocab(source, table, vocab, &reason)) return true;
     const bool binary = source->binary;
     token_source_close(source);
     source->binary = binary;

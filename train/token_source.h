@@ -25,8 +25,8 @@ typedef struct token_source {
 } token_source;
 
 /* Reads from memory, which must outlive the source unless `name` ends in .gz or a text is encoded. Checks
- * that every token is below vocab. With a table (else NULL) a text is encoded with it, and its end-of-text
- * token is put first. */
+ * that every token is below vocab, and one of the table's. With a table (else NULL) a text is encoded with
+ * it, and its end-of-text token is put first. */
 bool token_source_parse(token_source *source, const void *bytes, size_t size, const char *name,
                         const bpe *table, int64_t vocab, error *err);
 bool token_source_read(token_source *source, FILE *file, const char *name, const bpe *table, int64_t vocab,

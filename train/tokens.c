@@ -274,10 +274,10 @@ static bool fail_empty(const tokens *data, const char *name, error *err)
                 data->skipped);
 }
 
-/* The tokens of a larger vocabulary are not bytes, so the bytes of a text would be other tokens of it. */
+/* The tokens of another vocabulary are not bytes, so the bytes of a text would be other tokens of it. */
 static bool check_bytes(const tokens *data, int64_t vocab, const char *name, error *err)
 {
-    if (!data->sources[0].text || data->table != NULL || vocab <= BYTES) return true;
+    if (!tokens_are_bytes(data) || vocab == BYTES) return true;
     return fail(
         err, ERROR_USAGE,
         "%s: text without a tokenizer (bpe.txt) has %d tokens, the model's vocabulary %lld: token files "

@@ -36,8 +36,8 @@ typedef enum tokens_split {
 /* Reads `count` files or folders for a model of `vocab` tokens and `context` tokens a sequence. `table` is
  * the table of the tokens, which must outlive *data, or NULL. Small files are copied, large ones mapped.
  * Errors: missing, empty, malformed or truncated files (the message has the expected and the found size); a
- * token id past the vocabulary; text without a table for a larger vocabulary than its bytes; fewer than
- * context + 1 tokens in a stream of TOKENS_TRAIN; fewer than 2 tokens with TOKENS_EVAL. */
+ * token id past the vocabulary or the table; text without a table for a vocabulary that is not its bytes;
+ * fewer than context + 1 tokens in a stream of TOKENS_TRAIN; fewer than 2 tokens with TOKENS_EVAL. */
 bool tokens_open(tokens **data, const char *const *paths, size_t count, const bpe *table, int64_t vocab,
                  int64_t context, tokens_split split, error *err);
 

@@ -4,6 +4,7 @@
 
 #include "common/clock.h"
 #include "train/checkpoint.h"
+#include "train/checkpoint_folder.h"
 #include "train/file.h"
 #include "train/log.h"
 #include "train/optimizer.h"
@@ -193,7 +194,9 @@ static bool check_unused(const train_settings *s, error *err)
 static bool start(run *r, error *err)
 {
     const train_settings *s = r->settings;
-    if (s->resume) return file_lock_folder(&r->lock, s->out, err) && resume(r, err);
+    if (s->resume)
+        return file_lock_folder(&r->lock, s->out, err) && resume(r, err) &&
+               (s->checkpoints == 0 || checkpoint_folder_relink(s->out, r->state.step, err));
     if (!take_weights(r, err) || !file_make_folder(s->out, err) || !file_lock_folder(&r->lock, s->out, err) ||
         !check_unused(s, err)) // once more: another run may have begun since
         return false;
@@ -217,16 +220,18 @@ static bool open_tokenizer(run *r, error *err)
     const char *before = s->resume ? s->out : s->from;
     if (before && (!checkpoint_find(before, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
         return false;
-    const bool bound = s->resume || had.table.tokens > 0;
+    const bool none = had.table.tokens == 0, bound = s->resume || !none;
     bool same = !s->tokenizer || !bound || tokenizer_same(&r->words, &had);
     if (!s->tokenizer)
         r->words = had;
     else
         tokenizer_close(&had);
     if (!same)
-        return fail(err, ERROR_USAGE, "%s was trained with another tokenizer than %s", path, s->tokenizer);
+        return fail(err, ERROR_USAGE, "%s was trained %s %s", path,
+                    none ? "without a tokenizer, not with" : "with another tokenizer than", s->tokenizer);
     return r->words.table.tokens <= s->config.vocab ||
-           fail(err, ERROR_USAGE, "the tokenizer has %lld tokens, the model's vocabulary %lld%s",
+           fail(err, ERROR_USAGE, "%s%s: the tokenizer has %lld tokens, the model's vocabulary %lld%s",
+                s->tokenizer ? s->tokenizer : path, s->tokenizer ? "" : "/bpe.txt",
                 (long long)r->words.table.tokens, (long long)s->config.vocab, before ? "" : " (--vocab)");
 }
 

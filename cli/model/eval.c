@@ -120,7 +120,8 @@ static bool run_on(train_device *device, const eval_options *o, error *err)
     model_config config;
     tokenizer words = {0};
     tokens *data = NULL;
-    if (!load_config(&config, o->checkpoint, err) || !load_tokenizer(&words, o->checkpoint, err))
+    if (!load_config(&config, o->checkpoint, err) ||
+        !load_tokenizer(&words, o->checkpoint, config.vocab, err))
         return false;
     const int64_t wanted = o->context ? o->context : config.context;
     bool done = tokens_open(&data, o->paths, o->path_count, words.table.tokens ? &words.table : NULL,

@@ -137,10 +137,7 @@ static bool generate_from(generate_options *o, model *m, const bpe *table, error
 static bool find_table(tokenizer *words, const generate_options *o, const model *m, error *err)
 {
     static const char bytes[] = "smoe-bpe 1 256 0\n";
-    if (!load_tokenizer(words, o->checkpoint, err)) return false;
-    if (words->table.tokens > m->config.vocab)
-        return fail(err, ERROR_RUNTIME, "%s: its tokenizer has %lld tokens, the model's vocabulary %lld",
-                    o->checkpoint, (long long)words->table.tokens, (long long)m->config.vocab);
+    if (!load_tokenizer(words, o->checkpoint, m->config.vocab, err)) return false;
     if (words->table.tokens > 0) return true;
     if (m->config.vocab != 256)
         return fail(err, ERROR_USAGE, "%s: a vocabulary of %lld and no tokenizer (bpe.txt); bytes are 256",

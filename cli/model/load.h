@@ -15,7 +15,8 @@ bool load_config(model_config *config, const char *path, error *err);
 bool load_model(model *m, const char *path, int64_t sequences, int64_t context, model_use use,
                 train_device *device, error *err);
 
-/* Loads the checkpoint's tokenizer. t->table.tokens is 0 if it has none. The caller calls tokenizer_close. */
-bool load_tokenizer(tokenizer *t, const char *path, error *err);
+/* Loads the checkpoint's tokenizer for a model of `vocab` tokens. t->table.tokens is 0 if it has none. The
+ * caller calls tokenizer_close. */
+bool load_tokenizer(tokenizer *t, const char *path, int64_t vocab, error *err);
 
 #endif

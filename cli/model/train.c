@@ -96,24 +96,18 @@ static bool adopt_recipe(train_options *options, error *err)
         !checkpoint_load_state(path, NULL, NULL, &run, err))
         return false;
     train_options_adopt(options, &run);
-    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
     return true;
 }
 
-/* A run that starts from a checkpoint takes the model's sizes from it. A resumed run does so unless the
- * command line gives sizes. A context and the coefficient of the load-balance loss are no sizes. */
-static bool adopt_shape(train_options *options, error *err)
+/* A run that starts from a checkpoint takes the model's sizes from it. */
+static bool adopt_sizes(train_options *options, error *err)
 {
-    train_settings *s = &options->settings;
-    const int64_t context = s->config.context;
+    const train_settings *s = &options->settings;
     char path[PATH_BYTES];
-    if (!s->from && (!s->resume || options->sizes_given)) return true;
-    if (!checkpoint_find(s->from ? s->from : s->out, path, sizeof path, err) ||
-        !checkpoint_load_config(path, &s->config, err))
-        return false;
-    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
-    if (options->context_given) s->config.context = context;
-    return true;
+    model_config run;
+    if (!s->from && !s->resume) return true;
+    return checkpoint_find(s->from ? s->from : s->out, path, sizeof path, err) &&
+           checkpoint_load_config(path, &run, err) && train_options_adopt_sizes(options, &run, err);
 }
 
 static void show_change(const char *name, double before, double now)
@@ -195,7 +189,7 @@ static bool train(train_options *options, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
     train_result result;
-    if (!adopt_vocabulary(options, err) || !adopt_recipe(options, err) || !adopt_shape(options, err))
+    if (!adopt_vocabulary(options, err) || !adopt_recipe(options, err) || !adopt_sizes(options, err))
         return false;
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();

@@ -207,7 +207,6 @@ static void parse_number(train_options *options, int index, const char *text, st
     options->given[index] = true;
     options->sizes_given |=
         o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
-    options->context_given |= o->offset == CONFIG(context);
     options->vocab_given |= o->offset == CONFIG(vocab);
     options->init_given |= o->offset == CONFIG(initializer_range);
     if (o->offset == AT(steps) || o->offset == AT(seconds)) note_length(options, o->name, state);
@@ -228,9 +227,13 @@ static void parse_rounding(train_options *options, const char *text, struct argp
 static int parse_choice(struct argp_state *state, const char *name, const char *text,
                         const char *const *choices, int count)
 {
-    for (int i = 0; i < count; i++)
+    char all[128] = "";
+    for (int i = 0; i < count; i++) {
+        const size_t length = strlen(all);
         if (strcmp(text, choices[i]) == 0) return i;
-    argp_error(state, "--%s: '%s' is not one of its choices (--help lists them)", name, text);
+        snprintf(all + length, sizeof all - length, "%s%s", i ? ", " : "", choices[i]);
+    }
+    argp_error(state, "--%s: '%s' is not one of %s", name, text, all);
     return 0;
 }
 
@@ -309,7 +312,39 @@ static char *add_default(int key, const char *text, void *input)
     return made;
 }
 
-/* Sizes that follow from others. */
+/* The limits that relate two options. model_config_check has them too, with the names of config.json. */
+static bool check_sizes(const model_config *c, error *err)
+{
+    if (c->topk > c->experts)
+        return fail(err, ERROR_USAGE, "--topk is %lld, more than --experts, which is %lld",
+                    (long long)c->topk, (long long)c->experts);
+    if (c->hidden % (2 * c->heads) != 0)
+        return fail(err, ERROR_USAGE,
+                    "--hidden is %lld, it must be a multiple of %lld, twice --heads (RoPE turns pairs)",
+                    (long long)c->hidden, 2 * (long long)c->heads);
+    if (c->dense_layers > c->layers)
+        return fail(err, ERROR_USAGE, "--dense-layers is %lld, more than --layers, which is %lld",
+                    (long long)c->dense_layers, (long long)c->layers);
+    if (c->dense_intermediate > 0 && c->dense_layers == 0)
+        return fail(err, ERROR_USAGE, "--dense-intermediate is only for --dense-layers");
+    return true;
+}
+
+/* Sizes that follow from others. The config.json of a dense twin has its own already; a shared expert counts
+ * if it was given again. */
+static bool derive_sizes(train_options *options, error *err)
+{
+    model_config *c = &options->settings.config;
+    if (options->dense_twin && (c->dense_layers < c->layers || c->shared_intermediate > 0)) {
+        c->dense_layers = c->layers;
+        c->dense_intermediate = c->topk * c->intermediate + c->shared_intermediate;
+        c->shared_intermediate = 0;
+    }
+    if (c->dense_layers && !c->dense_intermediate) c->dense_intermediate = c->topk * c->intermediate;
+    return check_sizes(c, err);
+}
+
+/* Options that contradict each other. The sizes of a run that takes them from a checkpoint come later. */
 static bool complete(train_options *options, error *err)
 {
     train_settings *s = &options->settings;
@@ -325,16 +360,10 @@ static bool complete(train_options *options, error *err)
         return fail(err, ERROR_USAGE,
                     "--from cannot be combined with --init: the first weights are the checkpoint's");
     c->router_aux_loss_coef = (double)s->routing.balance_coefficient;
-    if (options->dense_twin) {
-        if (c->dense_layers)
-            return fail(err, ERROR_USAGE,
-                        "--dense-twin cannot be combined with --dense-layers: all its layers are dense");
-        c->dense_layers = c->layers;
-        c->dense_intermediate = c->topk * c->intermediate + c->shared_intermediate;
-        c->shared_intermediate = 0;
-    }
-    if (c->dense_layers && !c->dense_intermediate) c->dense_intermediate = c->topk * c->intermediate;
-    return true;
+    if (options->dense_twin && c->dense_layers)
+        return fail(err, ERROR_USAGE,
+                    "--dense-twin cannot be combined with --dense-layers: all its layers are dense");
+    return s->from || s->resume || derive_sizes(options, err);
 }
 
 bool train_options_parse(train_options *options, int argc, char **argv, error *err)
@@ -367,6 +396,20 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
     error_t status = argp_parse(&argp, argc, argv, 0, NULL, options);
     if (status != 0) return fail(err, ERROR_USAGE, "%s", strerror(status));
     return complete(options, err);
+}
+
+bool train_options_adopt_sizes(train_options *options, const model_config *run, error *err)
+{
+    train_settings *s = &options->settings;
+    const train_settings given = *s;
+    s->config = *run;
+    for (int i = 0; i < NUMBERS; i++)
+        if (options->given[i] && numbers[i].group == GROUP_MODEL)
+            number_set(s, &numbers[i], number_get(&given, &numbers[i]));
+    s->config.tied |= given.config.tied;
+    s->config.norm_topk_prob |= given.config.norm_topk_prob;
+    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    return derive_sizes(options, err);
 }
 
 /* NAN: not known, because an earlier program wrote the checkpoint. */

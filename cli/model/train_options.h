@@ -14,7 +14,7 @@ typedef struct train_options {
     train_settings settings;
     const char **paths; // settings.paths: pointers into argv
     bool sizes_given;   // some option of the model's sizes, other than --context, was given
-    bool context_given, vocab_given, init_given, rounding_given;
+    bool vocab_given, init_given, rounding_given;
     bool given[TRAIN_NUMBER_OPTIONS]; // those with a number
     bool dense_twin;
     const char *length; // which of steps, seconds, minutes was given; NULL: none, so the default seconds
@@ -24,6 +24,10 @@ typedef struct train_options {
 /* Fills *options from the command line. argp prints help and usage errors and exits (0, 2); other errors come
  * back. The caller frees options->paths. */
 bool train_options_parse(train_options *options, int argc, char **argv, error *err);
+
+/* Takes the sizes of the model that is resumed, or whose weights are the first (--from), except for options
+ * that were given. */
+bool train_options_adopt_sizes(train_options *options, const model_config *run, error *err);
 
 /* Takes batch, seed and recipe of the run that is resumed, except for options that were given. */
 void train_options_adopt(train_options *options, const train_state *run);
