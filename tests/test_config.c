@@ -202,8 +202,10 @@ static void test_messages(void **state)
     assert_unread("", "line 1");
     assert_unread("{\n\n\"a\" 1}", "line 3");
     assert_unread("[]", "is not a JSON object");
-    assert_unread("{}", "vocab_size is missing");
-    assert_unread("{\"vocab_size\": 2.5}", "vocab_size is not an integer");
+    assert_unread("{}", "model_type is missing");
+    assert_unread("{\"model_type\":\"llama\"}", "model_type = \"llama\" is not supported");
+    assert_unread("{\"model_type\":\"olmoe\"}", "vocab_size is missing");
+    assert_unread("{\"model_type\":\"olmoe\",\"vocab_size\": 2.5}", "vocab_size is not an integer");
     assert_unread("{" SIZES "}", "model_type is missing");
     assert_unread("{\"model_type\":\"llama\"," SIZES "}", "model_type = \"llama\" is not supported");
     assert_unread("{\"model_type\":\"olmoe\",\"rms_norm_eps\":\"x\"," SIZES "}",

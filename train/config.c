@@ -254,17 +254,23 @@ static bool read_rope(const json_t *root, model_config *config, error *err)
     return true;
 }
 
-/* "olmoe" (no shared expert, no dense layer) or "smoe"; no other type has this forward pass. */
-static bool check_model_type(const json_t *root, const model_config *config, error *err)
+/* "olmoe" or "smoe"; no other type has this forward pass. Before all else, because other types lack other
+ * keys too. */
+static bool read_model_type(const json_t *root, bool *olmoe, error *err)
 {
     const json_t *value = json_object_get(root, "model_type");
     const char *type = json_string_value(value);
     if (is_absent(value)) return fail(err, ERROR_RUNTIME, "model_type is missing");
     if (type == NULL) return fail(err, ERROR_RUNTIME, "model_type is not a string");
-    bool olmoe = strcmp(type, "olmoe") == 0;
-    if (!olmoe && strcmp(type, "smoe") != 0)
-        return fail(err, ERROR_RUNTIME,
-                    "model_type = \"%.64s\" is not supported, only \"olmoe\" and \"smoe\"", type);
+    *olmoe = strcmp(type, "olmoe") == 0;
+    return *olmoe || strcmp(type, "smoe") == 0 ||
+           fail(err, ERROR_RUNTIME, "model_type = \"%.64s\" is not supported, only \"olmoe\" and \"smoe\"",
+                type);
+}
+
+/* What the type "olmoe" does not have. */
+static bool check_model_type(bool olmoe, const model_config *config, error *err)
+{
     if (olmoe && config->shared_intermediate != 0)
         return fail(err, ERROR_RUNTIME,
                     "shared_expert_intermediate_size = %lld, but model_type \"olmoe\" has no shared expert",
@@ -297,9 +303,10 @@ static bool check_unsupported(const json_t *root, const model_config *config, er
 static bool read_root(const json_t *root, model_config *config, error *err)
 {
     if (!json_is_object(root)) return fail(err, ERROR_RUNTIME, "is not a JSON object");
-    return read_fields(root, config, err) && read_rope(root, config, err) &&
-           check_model_type(root, config, err) && model_config_check(config, err) &&
-           check_unsupported(root, config, err);
+    bool olmoe = false;
+    return read_model_type(root, &olmoe, err) && read_fields(root, config, err) &&
+           read_rope(root, config, err) && check_model_type(olmoe, config, err) &&
+           model_config_check(config, err) && check_unsupported(root, config, err);
 }
 
 bool model_config_parse(model_config *config, const void *text, size_t size, const char *name, error *err)
