@@ -46,6 +46,7 @@ static void test_contradictions(void **state)
         {"--hidden 24 --heads 5", "--hidden is 24, it must be a multiple of 10, twice --heads"},
         {"--layers 2 --dense-layers 3", "--dense-layers is 3, more than --layers, which is 2"},
         {"--dense-intermediate 8", "--dense-intermediate is only for --dense-layers"},
+        {"--dense-twin --dense-intermediate 8", "--dense-intermediate is only for --dense-layers"},
         {"--device gpu", "--device: 'gpu' is not one of auto, cpu, cuda, cuda-plain"},
         {"--precision f16", "--precision: 'f16' is not one of f32, bf16"},
         {"--recompute all", "--recompute: 'all' is not one of none, norms, norms-qk, layers"},
@@ -82,6 +83,11 @@ static void test_some_sizes_again(void **state)
     expect(state, "train " TINY "--steps 1 --out plain text.txt", 0, "done");
     expect(state, "train --resume -q --steps 2 --tied --out plain text.txt", 2,
            "tie_word_embeddings is 0, wanted 1");
+
+    expect(state, "train " TINY "--layers 2 --dense-layers 1 --steps 1 --out dense text.txt", 0, "done");
+    expect(state, "train --resume -q --steps 2 --dense-intermediate 16 --out dense text.txt", 0, "resumed");
+    expect(state, "train --resume -q --steps 3 --dense-intermediate 8 --out dense text.txt", 2,
+           "dense_intermediate_size is 16, wanted 8");
 
     expect(state, "train " TINY "--shared 8 --dense-twin --steps 1 --out twin text.txt", 0, "done");
     expect(state, "train --resume -q --steps 2 --dense-twin --out twin text.txt", 0,

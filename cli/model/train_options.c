@@ -325,8 +325,6 @@ static bool check_sizes(const model_config *c, error *err)
     if (c->dense_layers > c->layers)
         return fail(err, ERROR_USAGE, "--dense-layers is %lld, more than --layers, which is %lld",
                     (long long)c->dense_layers, (long long)c->layers);
-    if (c->dense_intermediate > 0 && c->dense_layers == 0)
-        return fail(err, ERROR_USAGE, "--dense-intermediate is only for --dense-layers");
     return true;
 }
 
@@ -363,6 +361,8 @@ static bool complete(train_options *options, error *err)
     if (options->dense_twin && c->dense_layers)
         return fail(err, ERROR_USAGE,
                     "--dense-twin cannot be combined with --dense-layers: all its layers are dense");
+    if (c->dense_intermediate && !c->dense_layers && !s->resume)
+        return fail(err, ERROR_USAGE, "--dense-intermediate is only for --dense-layers");
     return s->from || s->resume || derive_sizes(options, err);
 }
 
