@@ -6,6 +6,7 @@
 #include <cblas.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,6 +77,16 @@ static void take_standard_streams(void)
             _exit(ERROR_RUNTIME);
 }
 
+/* Texts and weights are read through mappings of their files. A read past the end of a file that became
+ * shorter is this signal, and no call returns an error. */
+static void explain_bus_error(int number)
+{
+    static const char text[] = "smoe: a file that is being read became shorter, or its disk failed\n";
+    const ssize_t written = write(STDERR_FILENO, text, sizeof text - 1);
+    (void)number, (void)written;
+    _exit(ERROR_RUNTIME);
+}
+
 int main(int argc, char **argv)
 {
     take_standard_streams();
@@ -85,6 +96,7 @@ int main(int argc, char **argv)
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++) {
         if (strcmp(name, commands[i].name) != 0) continue;
         if (commands[i].sleeps) sleep_while_waiting(argv);
+        signal(SIGBUS, explain_bus_error);
         char title[32];
         snprintf(title, sizeof title, "smoe %s", name);
         argv[1] = title;

@@ -135,6 +135,22 @@ static void test_lost_checkpoints(void **state)
     expect(state, "info --model run", 3, "latest is a link to step-0000002");
 }
 
+/* A large text is mapped, not copied. If it is made shorter during the run, the run ends with a message, and
+ * its last checkpoint stays. */
+static void test_shortened_text(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    put_texts(state);
+    shell(state, "yes 'a text of some words' | head -100000 >long.txt");
+    const int status = run(state,
+                           "timeout -s KILL 60 sh -c '\"$@\" & p=$!; until test -e run/latest; do sleep 0.1; "
+                           "done; : >long.txt; wait $p' sh",
+                           "train " TINY "--steps 100000000 --checkpoints 100000 --out run long.txt", output);
+    if (status != 3 || !strstr(output, "smoe: a file that is being read became shorter"))
+        fail_msg("exit status %d, '%s'", status, output);
+    expect(state, "eval -c run text.txt", 0, "");
+}
+
 /* A token file whose tokens the tokenizer does not have is of another tokenizer; a checkpoint whose tokenizer
  * has more tokens than the model is broken. */
 static void test_other_tokenizers(void **state)
@@ -173,6 +189,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_some_sizes_again, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_copied_without_links, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_lost_checkpoints, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_shortened_text, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_other_tokenizers, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
