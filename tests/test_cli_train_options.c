@@ -62,6 +62,11 @@ static void test_contradictions(void **state)
     shell(state, "yes 0123456789 | head -200 >digits.txt");
     expect(state, "train " TINY "--steps 1 --vocab 100 --out no digits.txt", 2,
            "digits.txt: text without a tokenizer (bpe.txt) has 256 tokens, the model's vocabulary 100");
+#ifndef SMOE_HAVE_CUDA
+    // The device of this command has another name inside.
+    expect(state, "info --model run --device cuda", 2,
+           "smoe info: --device: this build has no cuda backend\n");
+#endif
     expect(state, "info --model run --clip -1", 2, "--clip: '-1' is not a number in 0..1e+09");
     expect(state, "info --model run --clip inf", 2, "--clip: 'inf' is not a number in 0..1e+09");
 }

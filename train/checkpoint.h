@@ -45,7 +45,8 @@ typedef struct train_state {
 } train_state;
 
 /* Writes a checkpoint of m, the optimiser's arrays and state under `out`, points `latest` to it and removes
- * the oldest beyond `keep`. `words` is the tokenizer that is saved with it; zeroed for token files without one. */
+ * the oldest beyond `keep`. `words` is the tokenizer that is saved with it; zeroed for token files without
+ * one. */
 bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
                      const tokenizer *words, int64_t keep, error *err);
 
