@@ -82,6 +82,26 @@ def _remember(
     return call
 
 
+def _has_address(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() is not None
+    except RuntimeError:
+        return False
+
+
+def _apply(function: type[torch.autograd.Function], call: ops.Call | None, given: tuple) -> Tensor | tuple[Tensor | None, ...]:
+    """function.apply(*given). With a Call it skips the method that torch.autograd.Function has in Python (2.7 us in torch 2.11)
+    and calls that of its base class in C. The method does two things more: it handles the transforms of torch.func, during which
+    there is no Call, and unwraps tensors that a transform left behind. Those have no address, so `function` raised an error."""
+    if call is not None:
+        try:
+            return super(torch.autograd.Function, function).apply(*given)
+        except RuntimeError:
+            if all(_has_address(value) for value in given if isinstance(value, Tensor)):
+                raise
+    return function.apply(*given)
+
+
 def _dispatched(operator, wanted: tuple[bool, ...], *arguments) -> list[Tensor | None]:
     """A backward through the dispatcher: the gradients in the order of the bits, None for those not wanted."""
     needs = 0
@@ -232,7 +252,7 @@ def experts(
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or _any_requires_grad(w2, weights, b1, b2))
     ):
-        return _Experts.apply(x, ids, weights, w1, b1, w2, b2, options, call)
+        return _apply(_Experts, call, (x, ids, weights, w1, b1, w2, b2, options, call))
     if call is None:
         return _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, False)[0]
     return ops.forward(call, False, x, ids, weights, w1, b1, w2, b2)[0]
@@ -320,7 +340,7 @@ def experts_rows(
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and (rows.requires_grad or w1.requires_grad or _any_requires_grad(w2, row_weights, b1, b2))
     ):
-        return _Rows.apply(rows, offsets, row_weights, w1, b1, w2, b2, options, call)
+        return _apply(_Rows, call, (rows, offsets, row_weights, w1, b1, w2, b2, options, call))
     if call is None:
         return _call.rows_forward.default(rows, offsets, row_weights, w1, b1, w2, b2, options, False)[0]
     return ops.forward(call, False, rows, offsets, row_weights, w1, b1, w2, b2)[0]
@@ -473,7 +493,9 @@ def moe(
         torch.is_grad_enabled()
         and (x.requires_grad or w1.requires_grad or _any_requires_grad(w2, router_weight, router_bias, logits, b1, b2))
     ):
-        out, made, losses_, counts_ = _Moe.apply(*given, top_k, options, step, losses, counts, call)
+        out, made, losses_, counts_ = _apply(
+            _Moe, call, (*given, top_k, options, step, losses, counts, call)
+        )
     elif call is None:
         found = _call.moe_forward.default(*given, top_k, options, step, False)
         out, _, made, losses_, counts_ = _unpack(found, False, logits is None, losses, counts)
