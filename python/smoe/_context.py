@@ -84,11 +84,13 @@ class Description:
 class Context:
     """A smoe_context of a device."""
 
-    __slots__ = ("handle", "device")
+    __slots__ = ("handle", "device", "new_bytes")
 
     def __init__(self, handle: int, device: int) -> None:
         """`device`: CUDA's ordinal, negative for the CPU."""
         self.handle, self.device = handle, device
+        # Allocates a buffer of so many bytes. Without the arguments dtype and device an allocation takes 0.2 us less.
+        self.new_bytes = torch.empty(0, dtype=torch.uint8, device=device if device >= 0 else "cpu").new_empty
 
     def stream(self) -> int:
         """The device's current stream."""
@@ -185,7 +187,9 @@ def _make(key: int) -> Context:
 
 def context_of(tensor: torch.Tensor) -> Context:
     """This thread's context for the tensor's device."""
-    key = tensor.get_device() if tensor.is_cuda else -torch.get_num_threads()
+    key = tensor.get_device()
+    if key < 0:
+        key = -torch.get_num_threads()
     try:
         return _local.contexts[key]
     except AttributeError:

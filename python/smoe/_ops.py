@@ -124,8 +124,8 @@ def forward(
         return out, _buffer(call.saved_bytes(), x) if save else None
     context = context_of(x)
     layer = (call.training if save else call.inference).get(context) or call.describe(context, save)
-    saved = _buffer(layer.saved, x) if save else None
-    scratch = saved.new_empty(layer.scratch_forward) if save else _buffer(layer.scratch_forward, x)
+    saved = context.new_bytes(layer.saved) if save else None
+    scratch = context.new_bytes(layer.scratch_forward)
     ids_at, ids_weights_at, offsets_at, row_weights_at = (
         (0, 0, routing_at, weights_at) if call.entry == "from_rows" else (routing_at, weights_at, 0, 0)
     )
@@ -183,8 +183,8 @@ def moe_forward(
         return out, _buffer(call.saved_bytes(), x) if save else None, logits, losses, counts
     context = context_of(x)
     layer = (call.training if save else call.inference).get(context) or call.describe(context, save)
-    saved = _buffer(layer.saved, x) if save else None
-    scratch = saved.new_empty(layer.scratch_forward) if save else _buffer(layer.scratch_forward, x)
+    saved = context.new_bytes(layer.saved) if save else None
+    scratch = context.new_bytes(layer.scratch_forward)
     x_at, router_at, bias_at, logits_at, selection_at, w1_at, b1_at, w2_at, b2_at = at
     arguments = pack_moe_forward(
         x_at, router_at, bias_at, logits_at if logits is None else logits.data_ptr(),
@@ -210,24 +210,26 @@ def _gradients(
     wanted: tuple[bool, ...], dtype: torch.dtype, x: Tensor, w1: Tensor, w2: Tensor, ids: Tensor | None,
     logits_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """New tensors for those `wanted`, in the order of the bits. `logits_dtype` is that of a layer from logits, else None."""
+    """New tensors for those `wanted`, in the order of the bits. x, w1, w2 and ids are contiguous. `logits_dtype` is that of a
+    layer from logits, else None."""
+    like = torch.empty_like if dtype is x.dtype else functools.partial(torch.empty_like, dtype=dtype)
     dx = dw1 = db1 = dw2 = db2 = drouting = drouter_weight = drouter_bias = None
     wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_routing, wants_router_weight, wants_router_bias = wanted
     if wants_x:
-        dx = torch.empty_like(x, memory_format=_CONTIGUOUS)
+        dx = torch.empty_like(x)
     if wants_w1:
-        dw1 = torch.empty_like(w1, dtype=dtype, memory_format=_CONTIGUOUS)
+        dw1 = like(w1)
     if wants_b1:
         db1 = torch.empty(w1.shape[0], w1.shape[1], dtype=dtype, device=x.device)
     if wants_w2:
-        dw2 = torch.empty_like(w2, dtype=dtype, memory_format=_CONTIGUOUS)
+        dw2 = like(w2)
     if wants_b2:
         db2 = torch.empty(w2.shape[0], w2.shape[1], dtype=dtype, device=x.device)
     if wants_routing:
         if logits_dtype is not None:
             drouting = torch.empty(x.shape[0], w2.shape[0], dtype=logits_dtype, device=x.device)
         elif ids is not None:
-            drouting = torch.empty_like(ids, dtype=torch.float32, memory_format=_CONTIGUOUS)
+            drouting = torch.empty_like(ids, dtype=torch.float32)
         else:
             drouting = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if wants_router_weight:
@@ -238,8 +240,8 @@ def _gradients(
 
 
 def backward(
-    call: Call, wanted: tuple[bool, ...], dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None, saved: Tensor,
-    ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None, reuse: bool = False,
+    call: Call, wanted: tuple[bool, ...], reuse: bool, dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None,
+    saved: Tensor, ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients in the order of the bits, None where `wanted` is false. Hooks on saved tensors may have brought
     anything that was saved back at another address and alignment. With `reuse` no later call reads `saved`, and dH
@@ -263,7 +265,7 @@ def backward(
             _readable(t) for t in (dout, x, w1, w2, b2, ids, router_weight, logits)
         ]
         saved = _readable(saved, _BUFFER_ALIGN)
-        return backward(call, wanted, dout, x, w1, w2, b2, saved, ids, router_weight, logits, reuse)
+        return backward(call, wanted, reuse, dout, x, w1, w2, b2, saved, ids, router_weight, logits)
     made = _gradients(wanted, call.gradient_dtype, x, w1, w2, ids, call.logits_dtype)
     if call.tokens == 0:
         for gradient in _given(*made):
@@ -271,7 +273,7 @@ def backward(
         return made
     context = context_of(x)
     layer = (call.reusing if reuse else call.training).get(context) or call.describe(context, True, reuse)
-    scratch = saved.new_empty(layer.scratch_backward)
+    scratch = context.new_bytes(layer.scratch_backward)
     dx, dw1, db1, dw2, db2, drouting, drouter_weight, drouter_bias = made
     dx_at = 0 if dx is None else dx.data_ptr()
     dw1_at = 0 if dw1 is None else dw1.data_ptr()
@@ -329,12 +331,17 @@ def _wanted(needs: int) -> tuple[bool, ...]:
     return tuple([bool(needs & bit) for bit in NEEDS])
 
 
+def _fake_gradients(needs, options, x, w1, w2, ids=None, logits_dtype=None):
+    x, w1, w2, ids = [None if tensor is None else tensor.contiguous() for tensor in (x, w1, w2, ids)]
+    return _given(*_gradients(_wanted(needs), _gradient_dtype(options, x), x, w1, w2, ids, logits_dtype))
+
+
 def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
     return [_fake_out(x)] + ([_fake_saved("from_topk", options, x, ids.shape[1], w2)] if save else [])
 
 
 def _fake_experts_backward(dout, x, ids, w1, w2, b2, saved, options, needs):
-    return _given(*_gradients(_wanted(needs), _gradient_dtype(parse(options), x), x, w1, w2, ids, None))
+    return _fake_gradients(needs, parse(options), x, w1, w2, ids)
 
 
 def _fake_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
@@ -342,7 +349,7 @@ def _fake_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save
 
 
 def _fake_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
-    return _given(*_gradients(_wanted(needs), _gradient_dtype(parse(options), rows), rows, w1, w2, None, None))
+    return _fake_gradients(needs, parse(options), rows, w1, w2)
 
 
 def _fake_moe_forward(
@@ -354,7 +361,7 @@ def _fake_moe_forward(
 
 def _fake_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
     parsed = parse(options)
-    return _given(*_gradients(_wanted(needs), _gradient_dtype(parsed, x), x, w1, w2, None, _logits_dtype(parsed)))
+    return _fake_gradients(needs, parsed, x, w1, w2, logits_dtype=_logits_dtype(parsed))
 
 
 # ---- the operators ----
@@ -367,7 +374,7 @@ def _op_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
 
 def _op_experts_backward(dout, x, ids, w1, w2, b2, saved, options, needs):
     call = call_of("from_topk", options, x, ids.shape[1], w2, ids.dtype)
-    return _given(*backward(call, _wanted(needs), dout, x, w1, w2, b2, saved, ids))
+    return _given(*backward(call, _wanted(needs), False, dout, x, w1, w2, b2, saved, ids))
 
 
 def _op_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
@@ -377,7 +384,7 @@ def _op_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
 
 def _op_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
     call = call_of("from_rows", options, rows, 1, w2)
-    return _given(*backward(call, _wanted(needs), dout, rows, w1, w2, b2, saved))
+    return _given(*backward(call, _wanted(needs), False, dout, rows, w1, w2, b2, saved))
 
 
 def _op_moe_forward(x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2, topk, options, step, save):
@@ -387,7 +394,7 @@ def _op_moe_forward(x, router_weight, router_bias, logits, selection_bias, w1, b
 
 def _op_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
     call = call_of("from_logits", options, x, topk, w2)
-    return _given(*backward(call, _wanted(needs), dout, x, w1, w2, b2, saved, None, router_weight, logits))
+    return _given(*backward(call, _wanted(needs), False, dout, x, w1, w2, b2, saved, None, router_weight, logits))
 
 
 # ---- registration ----

@@ -144,13 +144,13 @@ def _claim(ctx, dout: Tensor) -> bool:
         return ctx.overwritten
 
 
-def _backward(ctx, wanted: tuple[bool, ...], dout: Tensor, *kept: Tensor | None) -> tuple[Tensor | None, ...] | None:
+def _backward(ctx, wanted: tuple[bool, ...], dout: Tensor, kept: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
     """The gradients in the order of the bits, or None if the backward has to go through the dispatcher."""
     if torch.compiler.is_dynamo_compiling() or ctx.call is None or type(dout) not in _PLAIN or _modes() or _profiled():
         return None
     reuse = _claim(ctx, dout)
     try:
-        return ops.backward(ctx.call, wanted, dout, *kept, reuse=reuse)
+        return ops.backward(ctx.call, wanted, reuse, dout, *kept)
     except torch.OutOfMemoryError:  # of a buffer, before anything was overwritten
         ctx.overwritten = False
         raise
@@ -189,7 +189,7 @@ class _Experts(torch.autograd.Function):
         wants_x, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
         wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
         x, ids, w1, w2, b2, saved = ctx.saved_tensors
-        found = _backward(ctx, wanted, dout, x, w1, w2, b2, saved, ids)
+        found = _backward(ctx, wanted, dout, (x, w1, w2, b2, saved, ids))
         if found is None:
             kept = x, ids, w1, w2, b2, saved, ctx.options
             found = _dispatched(_call.experts_backward.default, wanted, dout.contiguous(), *kept)
@@ -279,7 +279,7 @@ class _Rows(torch.autograd.Function):
         wants_rows, _, wants_weights, wants_w1, wants_b1, wants_w2, wants_b2, *_ = ctx.needs_input_grad
         wanted = (wants_rows, wants_w1, wants_b1, wants_w2, wants_b2, wants_weights, False, False)
         rows, w1, w2, b2, saved = ctx.saved_tensors
-        found = _backward(ctx, wanted, dout, rows, w1, w2, b2, saved)
+        found = _backward(ctx, wanted, dout, (rows, w1, w2, b2, saved))
         if found is None:
             kept = rows, w1, w2, b2, saved, ctx.options
             found = _dispatched(_call.rows_backward.default, wanted, dout.contiguous(), *kept)
@@ -391,7 +391,7 @@ class _Moe(torch.autograd.Function):
         )
         wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_logits, wants_router, wants_router_bias)
         x, router_weight, logits, w1, w2, b2, saved = ctx.saved_tensors
-        found = _backward(ctx, wanted, dout, x, w1, w2, b2, saved, None, router_weight, logits)
+        found = _backward(ctx, wanted, dout, (x, w1, w2, b2, saved, None, router_weight, logits))
         if found is None:
             kept = x, router_weight, logits, w1, w2, b2, saved, ctx.top_k, ctx.options
             found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept)
