@@ -89,13 +89,15 @@ def _has_address(tensor: Tensor) -> bool:
         return False
 
 
-def _apply(function: type[torch.autograd.Function], call: ops.Call | None, given: tuple) -> Tensor | tuple[Tensor | None, ...]:
-    """function.apply(*given). With a Call it skips the method that torch.autograd.Function has in Python (2.7 us in torch 2.11)
-    and calls that of its base class in C. The method does two things more: it handles the transforms of torch.func, during which
-    there is no Call, and unwraps tensors that a transform left behind. Those have no address, so `function` raised an error."""
+def _apply(
+    function: type[torch.autograd.Function], call: ops.Call | None, given: tuple
+) -> Tensor | tuple[Tensor | None, ...]:
+    """function.apply(*given). With a Call it skips what torch.autograd.Function.apply does in Python before it calls its base
+    class, because that takes 2.7 us in torch 2.11. It would handle the transforms of torch.func, during which there is no
+    Call, and tensors that such a transform left behind. These have no address, and `function` raises an error for them."""
     if call is not None:
         try:
-            return super(torch.autograd.Function, function).apply(*given)
+            return _IN_C[function](*given)
         except RuntimeError:
             if all(_has_address(value) for value in given if isinstance(value, Tensor)):
                 raise
@@ -521,3 +523,6 @@ def update_selection_bias(bias: Tensor, counts: Tensor, gamma: float) -> None:
         _checks.contiguous(function, name, value)
     with torch.no_grad():
         _call.update_selection_bias.default(bias, counts, gamma)
+
+
+_IN_C = {function: super(torch.autograd.Function, function).apply for function in (_Experts, _Rows, _Moe)}

@@ -105,6 +105,8 @@ def test_operators_pass_torchs_own_checks():
     given = (x, ids, weights, w1, None, w2, None)
     torch.library.opcheck(ops.experts_forward.default, (*given, options, True), test_utils=tests)
     torch.library.opcheck(ops.experts_backward.default, (x, x, ids, w1, w2, None, saved, options, 43), test_utils=tests)
+    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, ids, w1, w2)]
+    torch.library.opcheck(ops.experts_backward.default, (x, *strided, None, saved, options, 43), test_utils=tests)
     offsets = torch.arange(E + 1)
     _, saved = ops.rows_forward(x, offsets, None, w1, None, w2, None, options, True)
     given = (x, offsets, None, w1, None, w2, None)
@@ -454,6 +456,15 @@ def test_transforms_are_refused(entry):
         assert same([function(x)], [function(x.clone())])
         with pytest.raises(NotImplementedError, match="jvp"):
             function(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("entry", range(3))
+def test_a_tensor_that_a_transform_left_behind(entry):
+    """After torch.func.grad its tensors have no address of their own, but PyTorch's functions still take them."""
+    function, x, left = entries()[entry], torch.randn(9, H, requires_grad=True), []
+    torch.func.grad(lambda x: left.append(x) or x.sum())(x)
+    assert same(torch.autograd.grad(function(left[0]).sum(), x), torch.autograd.grad(function(x).sum(), x))
+    assert same(torch.autograd.grad(function(left[0]).sum(), x), torch.autograd.grad(function(x).sum(), x))  # checked before
 
 
 def test_backward_twice():
