@@ -525,4 +525,5 @@ def update_selection_bias(bias: Tensor, counts: Tensor, gamma: float) -> None:
         _call.update_selection_bias.default(bias, counts, gamma)
 
 
+# `apply` of the base class of torch.autograd.Function, looked up once
 _IN_C = {function: super(torch.autograd.Function, function).apply for function in (_Experts, _Rows, _Moe)}
