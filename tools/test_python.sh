@@ -96,7 +96,8 @@ if have "$folder/torch" tests/python/requirements.txt; then
 fi
 echo "== jax"
 if have "$folder/jax" tests/python/requirements-jax.txt; then
-    run_pytest "$folder/jax" "$folder/jax.log" -m pytest -q -rs --noconftest tests/python/test_jax.py
+    run_pytest "$folder/jax" "$folder/jax.log" -m pytest -q -rs --noconftest -k jax \
+        tests/python/test_jax.py tests/python/test_docs_code.py
 fi
 
 echo "$passed passed, $failed failed, $skipped skipped"
