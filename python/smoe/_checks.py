@@ -81,6 +81,8 @@ def experts(
     gradient_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
     """The checks that all three entries share. `name` is the name of the argument x in the function's signature."""
+    if torch.jit.is_tracing():  # every call comes here then, because the tracer makes each size a new tensor
+        raise NotImplementedError(f"{function}: torch.jit.trace is not supported; use torch.compile or torch.export")
     biases = [(label, bias) for label, bias in (("b1", b1), ("b2", b2)) if bias is not None]
     for label, value in ((name, x), ("w1", w1), ("w2", w2), *biases):
         tensor(function, label, value)

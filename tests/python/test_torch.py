@@ -467,6 +467,25 @@ def test_a_tensor_that_a_transform_left_behind(entry):
     assert same(torch.autograd.grad(function(left[0]).sum(), x), torch.autograd.grad(function(x).sum(), x))  # checked before
 
 
+@pytest.mark.parametrize("entry", range(3))
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
+def test_trace_is_refused(entry):
+    """A traced module could have the sizes of the traced call as constants. The error names what to use instead."""
+    function, x = entries()[entry], torch.randn(9, H)
+    function(x)
+    with pytest.raises(NotImplementedError, match="smoe.* torch.jit.trace is not supported; use torch.compile or torch.export"):
+        torch.jit.trace(function, x)
+
+
+def test_export():
+    """An exported program takes any number of tokens."""
+    model = Block().requires_grad_(False)
+    tokens = {0: torch.export.Dim("tokens", min=2)}
+    exported = torch.export.export(model, (torch.randn(40, H),), dynamic_shapes=(tokens,)).module()
+    for x in (torch.randn(17, H), torch.randn(64, H)):
+        assert torch.equal(exported(x), model(x))
+
+
 def test_backward_twice():
     model, x = Block(), torch.randn(9, H, requires_grad=True)
     out = model(x).sum()
