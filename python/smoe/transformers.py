@@ -8,6 +8,7 @@ experts or their dtype, run as Transformers' own eager code. One warning states 
 """
 
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,11 +154,14 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 
 @torch.no_grad()
-def _turn(parameter: nn.Parameter) -> None:
+def _turn(parameter: nn.Parameter, states: dict[str, Any]) -> None:
     """Changes the memory layout so that the transpose of dimensions 1 and 2 is contiguous; shape, name and values
-    stay."""
-    if not parameter.transpose(1, 2).is_contiguous():
-        parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+    stay. The gradient and the optimizer's states of the parameter change with it, because fused optimizers on the CPU
+    read all of them in memory order."""
+    for tensor in (parameter, parameter.grad, *states.values()):
+        same = isinstance(tensor, Tensor) and tensor.shape == parameter.shape
+        if same and not tensor.transpose(1, 2).is_contiguous():
+            tensor.data = tensor.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _prepare_if_plain(experts: nn.Module) -> None:
@@ -168,20 +172,21 @@ def _prepare_if_plain(experts: nn.Module) -> None:
     up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     for parameter in (getattr(experts, up), experts.down_proj):
         if type(parameter) is nn.Parameter and parameter.is_leaf:
-            _turn(parameter)
+            _turn(parameter, {})
 
 
-def prepare(model: nn.Module) -> nn.Module:
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
     """Changes the memory layout of expert weights that are stored transposed (gpt-oss), which smoe cannot read in
     place. Each weight is rewritten once; shapes, names, values and the saved checkpoint stay. Without torch.distributed
-    the first eager call does this by itself. Call prepare() before torch.compile, before DistributedDataParallel, and
-    before an optimizer has state. (fully_shard refuses the changed parameters, so under fully_shard these experts run
-    as eager.)"""
+    the first call outside of torch.compile does this by itself. Call prepare() before torch.compile, before
+    DistributedDataParallel, and before an optimizer has state. If the optimizer has taken steps already, pass it too:
+    its states change with their weights. (fully_shard refuses the changed parameters, so under fully_shard these
+    experts run as eager.)"""
     for module in model.modules():
         if getattr(module, "is_transposed", False) and _math_of(module)[0] is not None:
             up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
             for parameter in (getattr(module, up), module.down_proj):
-                _turn(parameter)
+                _turn(parameter, {} if optimizer is None else optimizer.state.get(parameter, {}))
     return model
 
 

@@ -141,6 +141,24 @@ def test_gpt_oss_keeps_its_state_dict(tmp_path):
     assert torch.equal(step(loaded, "smoe")["logits"], step(model, "smoe")["logits"])
 
 
+@pytest.mark.parametrize("switch", ["before a step", "after a step"])
+def test_gpt_oss_switches_to_smoe_while_it_trains(switch):
+    """A fused optimizer on the CPU reads weights, gradients and states in memory order. All of them must change together."""
+    found = {}
+    for second in ("eager", "smoe"):
+        model = tiny("gpt_oss")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for index, implementation in enumerate(["eager", second, second]):
+            if implementation == "smoe" and switch == "after a step":
+                smoe.transformers.prepare(model, optimizer)
+            model.set_experts_implementation(implementation)
+            model(input_ids=tokens(), labels=tokens()).loss.backward()
+            if index > 0 or switch == "after a step":
+                optimizer.step()
+        found[second] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert error(found["smoe"], found["eager"]) < 1e-4
+
+
 def test_trainer(tmp_path):
     """Three steps of Trainer must give the losses of eager."""
     pytest.importorskip("accelerate")
