@@ -71,6 +71,17 @@ class _Problem(NamedTuple):
         return parse(self.options).layer(self.entry, x.shape[0], self.topk, w2.shape, dtype, index, save)
 
 
+def _axes(array) -> frozenset[str]:
+    """The mesh axes over whose devices the array varies, inside of a jax.shard_map that checks them. Empty elsewhere."""
+    return getattr(getattr(jax.typeof(array), "manual_axis_type", None), "varying", frozenset())
+
+
+def _varying(array, axes: frozenset[str]):
+    """The array, marked as varying over these axes too. The transpose of the mark sums a gradient over the devices."""
+    missing = tuple(sorted(axes - _axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
 def _call(direction: str, backend: str, layer: native.Layer, struct, scalars: dict, arguments: dict, results: dict) -> dict:
     """Calls a handler once and returns its results by field. arguments: field of `struct` -> array or None; results:
     field -> (shape, dtype) or None. If `struct` has a field <field>_size too, it is filled with the buffer's size in
@@ -93,7 +104,8 @@ def _call(direction: str, backend: str, layer: native.Layer, struct, scalars: di
         sizes=np.array([offset(field + "_size") for field in fields], np.int64),
         threads=np.array([_threads(backend)], np.int64),
     )
-    return dict(zip(results, found))
+    axes = _axes(arguments["x"])
+    return {field: _varying(value, axes) for field, value in zip(results, found)}
 
 
 def _sizes(backend: str, layer: native.Layer) -> native.Sizes:
@@ -152,7 +164,7 @@ def _backward(problem: _Problem, operands: dict, saved, logits, dout) -> dict:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(problem: _Problem, operands: dict):
+def _run_same_axes(problem: _Problem, operands: dict):
     """Returns out, and the losses, or None without a router."""
     found = _forward(problem, operands, save=False)
     return found["out"], found.get("losses")
@@ -170,7 +182,15 @@ def _run_backward(problem: _Problem, kept, cotangents):
     return ({name: gradients.get(name) for name in operands},)
 
 
-_run.defvjp(_run_forward, _run_backward)
+_run_same_axes.defvjp(_run_forward, _run_backward)
+
+
+def _run(problem: _Problem, operands: dict):
+    """_run_same_axes for operands that vary over different mesh axes, for example x over that of the data and w1 over
+    none."""
+    axes = frozenset().union(*[_axes(value) for value in operands.values() if value is not None])
+    marked = {name: value if value is None else _varying(value, axes) for name, value in operands.items()}
+    return _run_same_axes(problem, marked)
 
 
 def _choice(function: str, name: str, value, allowed) -> None:

@@ -16,6 +16,8 @@ import numpy as np  # noqa: E402
 
 import smoe.jax  # noqa: E402
 
+jax.config.update("jax_num_cpu_devices", 2)  # for shard_map
+
 ROOT = Path(__file__).parents[2]
 T, H, I, E, K = 40, 32, 16, 8, 2
 
@@ -283,6 +285,45 @@ def test_vmap():
     theirs = jax.jit(jax.grad(lambda *a: loss(dense_experts, *a), (0, 1, 2)))(*arguments)
     for found, exact in zip(ours, theirs):
         assert jnp.linalg.norm(found - exact) < 1e-4 * jnp.linalg.norm(exact)
+
+
+def over_experts(x, ids, weights, w1, w2):
+    """Expert parallelism: this device has half of the experts. The ids of the others are outside of 0..E/2-1."""
+    return jax.lax.psum(smoe.jax.experts(x, ids - E // 2 * jax.lax.axis_index("d"), weights, w1, w2), "d")
+
+
+def routed(x, ids, weights, w1, w2, **options):
+    """The whole layer. w2[:, :, 0] is the weight of its router."""
+    return smoe.jax.moe(x, w2[:, :, 0], w1, w2, top_k=K, **options)[0]
+
+
+each, whole = jax.P("d"), jax.P()  # cut into one part for each device, or replicated
+SHARDED = {  # what runs on each device, on all devices as one, the specs of x, ids, weights, w1, w2, and of the output
+    "tokens": (smoe.jax.experts, smoe.jax.experts, (each, each, each, whole, whole), each),
+    "tokens with a router": (routed, routed, (each, whole, whole, whole, whole), each),
+    "experts": (over_experts, smoe.jax.experts, (whole, whole, whole, each, each), whole),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("check", [True, False])
+def test_shard_map(name, check):
+    """The layer over two devices: its gradients are those of one device. `check` is JAX's default."""
+    part, all, inputs, output = SHARDED[name]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    sharded = jax.shard_map(part, mesh=mesh, in_specs=inputs, out_specs=output, check_vma=check)
+    given = made()
+    del given["b1"], given["b2"], given["router_weight"]
+    order = lambda function: lambda x, ids, weights, w1, w2: function(x, ids, weights, w1, w2)
+    compare(order(sharded), order(all), given, ["x", "weights", "w1", "w2"])
+
+
+def test_shard_map_refuses_a_wrong_spec():
+    """An output that differs between the devices cannot be declared as replicated."""
+    given, mesh = made(), jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    part = lambda x: smoe.jax.experts(x, *(given[name][: T // 2] for name in ("ids", "weights")), given["w1"], given["w2"])
+    with pytest.raises(ValueError, match="replication"):
+        jax.shard_map(part, mesh=mesh, in_specs=each, out_specs=whole)(given["x"])
 
 
 # Our structs and jaxlib's, and the names of their fields.
