@@ -352,7 +352,7 @@ def experts_rows(
 
 
 def _unpack(found: list[Tensor], save: bool, router: bool, losses: bool, counts: bool) -> tuple[Tensor | None, ...]:
-    """out, saved, logits, losses, counts from moe_forward's list."""
+    """out, saved, logits, losses, counts from a list that has only those that are there."""
     unpacked, position = [found[0]], 1
     for there in (save, router, losses, counts):
         unpacked.append(found[position] if there else None)
@@ -378,8 +378,9 @@ class _Moe(torch.autograd.Function):
         ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
         ctx.top_k, ctx.options, ctx.call, ctx.readers, ctx.overwritten = top_k, options, call, 0, False
         ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])
-        if not torch.compiler.is_compiling():  # otherwise autograd allocates a zero gradient of the logits in every backward
-            ctx.set_materialize_grads(False)
+        if torch.compiler.is_dynamo_compiling():
+            return tuple([t for t in (out, logits, losses, counts) if t is not None])  # torch 2.6 traces no None here
+        ctx.set_materialize_grads(False)  # otherwise autograd allocates a zero gradient of the logits in every backward
         return out, logits, losses, counts
 
     @staticmethod
@@ -495,9 +496,11 @@ def moe(
         torch.is_grad_enabled()
         and (x.requires_grad or w1.requires_grad or _any_requires_grad(w2, router_weight, router_bias, logits, b1, b2))
     ):
-        out, made, losses_, counts_ = _apply(
-            _Moe, call, (*given, top_k, options, step, losses, counts, call)
-        )
+        found = _apply(_Moe, call, (*given, top_k, options, step, losses, counts, call))
+        if traced:
+            out, _, made, losses_, counts_ = _unpack(found, False, logits is None, losses, counts)
+        else:
+            out, made, losses_, counts_ = found
     elif call is None:
         found = _call.moe_forward.default(*given, top_k, options, step, False)
         out, _, made, losses_, counts_ = _unpack(found, False, logits is None, losses, counts)
