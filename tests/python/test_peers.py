@@ -321,6 +321,8 @@ def test_layouts_hold_the_same_rows(tiny, w1_layout, w2_layout):
 @pytest.mark.parametrize("name", ["smoe", "smoe-concatenated", "transformers", "loop"])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_implementations_on_the_cpu(tiny, name, dtype, limit):
+    if name == "transformers":
+        pytest.importorskip(name)
     implementation = implementations.ALL[name]
     implementation.load()
     given = inputs.Inputs(TINY, "cpu", dtype, seed=3)
