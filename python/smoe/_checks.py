@@ -26,6 +26,9 @@ def name_of(values: Collection[torch.dtype]) -> str:
 def tensor(function: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{function}: {name} is a {type(value).__name__}; expected a torch.Tensor")
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "is a nested tensor" if value.is_nested else f"has layout {value.layout}"
+        raise TypeError(f"{function}: {name} {kind}; expected a dense tensor")
 
 
 def dtype(function: str, name: str, value: Tensor, expected: Collection[torch.dtype], why: str = "") -> None:
@@ -57,7 +60,7 @@ def contiguous(function: str, name: str, value: Tensor) -> None:
 
 
 def choice(function: str, name: str, value: Any, allowed: Collection[str]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{function}: {name} is {value!r}; expected one of {', '.join(allowed)}")
 
 
@@ -66,6 +69,25 @@ def between(function: str, name: str, value: int, low: int, high: int, meaning: 
         raise TypeError(f"{function}: {name} is {value!r}; expected an integer")
     if not low <= value <= high:
         raise ValueError(f"{function}: {name} is {value}; expected {low}..{high}{meaning}")
+
+
+def flag(function: str, name: str, value: Any) -> None:
+    if isinstance(value, Tensor) or value not in (False, True):
+        raise TypeError(f"{function}: {name} is {value!r}; expected True or False")
+
+
+def number(function: str, name: str, value: Any, low: float, high: float = 1e30) -> None:
+    # torch.compile makes floats symbolic, and torch 2.11 cannot ask these for an attribute.
+    real = torch.compiler.is_compiling() or hasattr(value, "__float__")
+    if isinstance(value, (bool, Tensor)) or not real:
+        raise TypeError(f"{function}: {name} is a {type(value).__name__}; expected a number")
+    if not low < value < high:
+        raise ValueError(f"{function}: {name} is {value!r}; expected a number above {low:g} and below {high:g}")
+
+
+def multiple_of_8(function: str, name: str, value: int) -> None:
+    if value < 8 or value % 8:
+        raise ValueError(f"{function}: {name} is {value}; expected a multiple of 8")
 
 
 def experts_dtype(function: str, name: str, x: Tensor) -> None:
@@ -104,14 +126,13 @@ def experts(
         dtype(function, label, value, (x.dtype,), f", the dtype of {name}")
         contiguous(function, label, value)
     between(function, "the number of experts", count, 1, MAX_EXPERTS)
-    for label, size in (("H", hidden), ("I", intermediate)):
-        if size < 8 or size % 8:
-            raise ValueError(f"{function}: {label} is {size}; expected a multiple of 8")
+    multiple_of_8(function, "H", hidden)
+    multiple_of_8(function, "I", intermediate)
     if type(chunks) is not int or chunks not in (1, 2, 4, 8, 16, 32, MAX_CHUNKS):
-        raise ValueError(f"{function}: chunks is {chunks}; expected a power of two from 1 to {MAX_CHUNKS}")
+        raise ValueError(f"{function}: chunks is {chunks!r}; expected a power of two from 1 to {MAX_CHUNKS}")
     if gradient_dtype not in (None, x.dtype, torch.float32):
         others = name_of(dict.fromkeys((x.dtype, torch.float32)))
-        raise TypeError(f"{function}: gradient_dtype is {gradient_dtype}; expected None or {others}")
+        raise TypeError(f"{function}: gradient_dtype is {gradient_dtype!r}; expected None or {others}")
 
 
 def ids(function: str, value: Any, x: Tensor, count: int) -> None:
@@ -175,15 +196,13 @@ def _router_tensor(
 
 def routing(
     function: str, count: int, top_k: int, score: str, n_group: int, topk_group: int, rounding: str, tile: int,
-    seed: int, logits_dtype: torch.dtype, norm_topk_prob: bool, coefficients: dict[str, float],
+    seed: int, logits_dtype: torch.dtype, route_scale: float, coefficients: dict[str, float], flags: dict[str, bool],
 ) -> None:  # fmt: skip
+    number(function, "routed_scaling_factor", route_scale, 0)
     for name, value in coefficients.items():
-        # torch.compile makes floats symbolic, and torch 2.11 cannot ask these for an attribute.
-        number = torch.compiler.is_compiling() or hasattr(value, "__float__")
-        if isinstance(value, (bool, Tensor)) or not number:
-            raise TypeError(f"{function}: {name} is a {type(value).__name__}; expected a number")
-    if isinstance(norm_topk_prob, Tensor) or norm_topk_prob not in (False, True):
-        raise TypeError(f"{function}: norm_topk_prob is {norm_topk_prob!r}; expected True or False")
+        number(function, name, value, -1e30)
+    for name, value in flags.items():
+        flag(function, name, value)
     between(function, "top_k", top_k, 1, min(count, MAX_TOPK), ", the number of experts at most")
     choice(function, "score", score, native.SCORES)
     choice(function, "rounding", rounding, native.ROUNDINGS)
@@ -191,5 +210,34 @@ def routing(
     between(function, "seed", seed, 0, 2**64 - 1)
     between(function, "n_group", n_group, 1, count)
     between(function, "topk_group", topk_group, 1, n_group, ", n_group at most")
+    if n_group > 1 and score != "sigmoid":
+        raise ValueError(f"{function}: n_group is {n_group} with score {score!r}; only 'sigmoid' has groups")
+    if n_group > 1 and (count % n_group or count // n_group < 2):
+        raise ValueError(f"{function}: n_group is {n_group}; expected a divisor of E = {count}, with groups of at least 2")
+    if top_k > count // n_group * topk_group:
+        raise ValueError(
+            f"{function}: top_k is {top_k}; expected {count // n_group * topk_group} at most, the experts of topk_group = "
+            f"{topk_group} groups"
+        )
+    if flags["norm_topk_prob"] and score == "topk_softmax":
+        raise ValueError(f"{function}: norm_topk_prob is True with score 'topk_softmax', whose weights sum to one already")
     if logits_dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"{function}: logits_dtype is {logits_dtype}; expected torch.float32 or torch.bfloat16")
+        raise TypeError(f"{function}: logits_dtype is {logits_dtype!r}; expected torch.float32 or torch.bfloat16")
+
+
+def module(
+    function: str, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, flags: dict[str, bool],
+    options: dict[str, Any], known: Collection[str],
+) -> None:  # fmt: skip
+    """The arguments of smoe.MoE that are used before its first call."""
+    between(function, "num_experts", num_experts, 1, MAX_EXPERTS)
+    between(function, "top_k", top_k, 1, min(num_experts, MAX_TOPK), ", num_experts at most")
+    for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+        between(function, name, size, 8, 2**31 - 1)
+        multiple_of_8(function, name, size)
+    for name, value in flags.items():
+        flag(function, name, value)
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function}: {name} is no option; expected one of {', '.join(sorted(known))}")
+    choice(function, "activation", options.get("activation", "swiglu"), native.ACTIVATIONS)

@@ -20,7 +20,7 @@ import functools
 import torch
 from torch import Tensor
 
-from . import native
+from . import _checks, native
 from ._context import TYPE_CODES, Context, Description, context_of
 from ._context import pack_backward, pack_forward, pack_moe_backward, pack_moe_forward
 from ._layout import Options, parse
@@ -97,6 +97,18 @@ def call_of(entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: t
     return call
 
 
+_FUNCTIONS = {"from_topk": "smoe.experts", "from_rows": "smoe.experts_rows", "from_logits": "smoe.moe"}
+_ROUTING = {"from_topk": ("x", "ids", "weights"), "from_rows": ("rows", "offsets", "row_weights")}
+
+
+def _refuse(call: Call, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    """Raises the error for a tensor without an address, such as a sparse one. The kept signatures of calls have no
+    layout, because to ask every tensor for it costs time."""
+    for name, tensor in zip(names, tensors):
+        if tensor is not None:
+            _checks.tensor(_FUNCTIONS[call.entry], name, tensor)
+
+
 def _given(*tensors: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
@@ -109,10 +121,14 @@ def forward(
     b2: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out and saved from given ids and weights, or from offsets and row weights. w1, b1, w2, b2 are contiguous."""
-    x_at, routing_at, w1_at, w2_at = x.data_ptr(), routing.data_ptr(), w1.data_ptr(), w2.data_ptr()
-    weights_at = 0 if weights is None else weights.data_ptr()
-    b1_at = 0 if b1 is None else b1.data_ptr()
-    b2_at = 0 if b2 is None else b2.data_ptr()
+    try:
+        x_at, routing_at, w1_at, w2_at = x.data_ptr(), routing.data_ptr(), w1.data_ptr(), w2.data_ptr()
+        weights_at = 0 if weights is None else weights.data_ptr()
+        b1_at = 0 if b1 is None else b1.data_ptr()
+        b2_at = 0 if b2 is None else b2.data_ptr()
+    except RuntimeError:
+        _refuse(call, (*_ROUTING[call.entry], "w1", "b1", "w2", "b2"), (x, routing, weights, w1, b1, w2, b2))
+        raise
     if (
         (x_at | routing_at | weights_at | w1_at | b1_at | w2_at | b2_at) % _ALIGN
         or not (x.is_contiguous() and routing.is_contiguous())
@@ -169,10 +185,15 @@ def moe_forward(
     """out, saved with `save`, logits with router_weight, losses and counts with those options."""
     given = (x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2)
     at, bits = [], 0
-    for tensor in given:
-        address = 0 if tensor is None else tensor.data_ptr()
-        bits |= address if address == 0 or tensor.is_contiguous() else 1
-        at.append(address)
+    try:
+        for tensor in given:
+            address = 0 if tensor is None else tensor.data_ptr()
+            bits |= address if address == 0 or tensor.is_contiguous() else 1
+            at.append(address)
+    except RuntimeError:
+        names = ("x", "router_weight", "router_bias", "logits", "selection_bias", "w1", "b1", "w2", "b2")
+        _refuse(call, names, given)
+        raise
     if bits % _ALIGN:
         return moe_forward(call, save, *[_readable(tensor) for tensor in given], step)
     out = torch.empty_like(x)

@@ -237,7 +237,7 @@ def experts(
                 None if b1 is None else _traits(b1), None if b2 is None else _traits(b2),
             )  # fmt: skip
             options, call = _checked.get(signature, _NONE)
-        except (AttributeError, TypeError):  # the checks say which argument is no tensor
+        except (AttributeError, TypeError, RuntimeError):  # the checks say which argument is no tensor
             signature = None
     if options is None:
         function = "smoe.experts"
@@ -324,7 +324,7 @@ def experts_rows(
                 _traits(b1), _traits(b2), _traits(row_weights),
             )  # fmt: skip
             options, call = _checked.get(signature, _NONE)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, RuntimeError):
             signature = None
     if options is None:
         function = "smoe.experts_rows"
@@ -465,20 +465,19 @@ def moe(
                 _traits(selection_bias),
             )  # fmt: skip
             options, call = _checked.get(signature, _NONE)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, RuntimeError):
             signature = None
     given = (x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2)
     if options is None:
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
         count = w2.shape[0]
         _checks.router(function, x, count, router_weight, logits, router_bias, selection_bias, score)
-        factors = dict(
-            routed_scaling_factor=routed_scaling_factor, balance_coefficient=balance_coefficient,
-            z_coefficient=z_coefficient,
-        )  # fmt: skip
+        coefficients = dict(balance_coefficient=balance_coefficient, z_coefficient=z_coefficient)
+        flags = dict(norm_topk_prob=norm_topk_prob, losses=losses, counts=counts)
         _checks.routing(
-            function, count, top_k, score, n_group, topk_group, rounding, tile, seed, logits_dtype, norm_topk_prob, factors
-        )
+            function, count, top_k, score, n_group, topk_group, rounding, tile, seed, logits_dtype, routed_scaling_factor,
+            coefficients, flags,
+        )  # fmt: skip
         if logits is not None:
             logits_dtype = logits.dtype
         options = (
@@ -524,6 +523,7 @@ def update_selection_bias(bias: Tensor, counts: Tensor, gamma: float) -> None:
         raise ValueError(f"{function}: counts is on {counts.device}; expected {bias.device}, where bias is")
     for name, value in (("bias", bias), ("counts", counts)):
         _checks.contiguous(function, name, value)
+    _checks.number(function, "gamma", gamma, -1e30)
     with torch.no_grad():
         _call.update_selection_bias.default(bias, counts, gamma)
 

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from . import functional, native
+from . import _checks, functional, native
+
+# What smoe.moe takes by name, without what forward() gives it.
+_OPTIONS = functional.moe.__kwdefaults__.keys() - set("logits router_bias selection_bias b1 b2 step losses counts".split())
 
 
 class _Router(nn.Module):
@@ -69,6 +72,8 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
         **options,
     ) -> None:
+        flags = dict(bias=bias, router_bias=router_bias, selection_bias=selection_bias)
+        _checks.module("smoe.MoE", hidden_size, intermediate_size, num_experts, top_k, flags, options, _OPTIONS)
         super().__init__()
         self.top_k, self.options, self.initializer_range = top_k, options, initializer_range
         gated = options.get("activation", "swiglu") not in native.PLAIN_ACTIVATIONS
@@ -89,7 +94,12 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, *, step: int = 0, losses: bool = False, counts: bool = False):
         """Maps x (..., H) to out (..., H). With `losses` or `counts` it returns an smoe.MoEOutput, whose logits (T, E)
         are those of the flattened tokens. `step` is used by stochastic token rounding."""
-        gate, experts, flat = self.gate, self.experts, x.dim() == 2
+        if not isinstance(x, Tensor):
+            _checks.tensor("smoe.MoE", "x", x)
+        gate, experts, dimensions = self.gate, self.experts, x.dim()
+        if dimensions == 0:
+            raise ValueError("smoe.MoE: x has shape (); expected (..., H)")
+        flat = dimensions == 2
         found = functional.moe(
             x if flat else x.reshape(-1, x.shape[-1]),
             gate.weight,

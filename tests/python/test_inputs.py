@@ -30,6 +30,10 @@ def meta(*shape):
     return torch.empty(*shape, device="meta")
 
 
+def nested(rows, columns):
+    return torch.nested.nested_tensor([torch.randn(columns)] * rows, layout=torch.jagged)
+
+
 EXPERTS = [
     (dict(x=[1, 2]), TypeError, "x is a list; expected a torch.Tensor"),
     (dict(x=torch.randn(T, H, dtype=torch.float64)), TypeError, "x has dtype torch.float64; expected torch.bfloat16"),
@@ -54,7 +58,15 @@ EXPERTS = [
     (dict(weights=torch.rand(T, K).double()), TypeError, "weights has dtype torch.float64"),
     (dict(activation="tanh"), ValueError, "activation is 'tanh'; expected one of swiglu, geglu"),
     (dict(layout="transposed"), ValueError, "layout is 'transposed'; expected one of concatenated, interleaved"),
+    (dict(activation=["swiglu"]), ValueError, r"activation is \['swiglu'\]; expected one of swiglu, geglu"),
     (dict(chunks=3), ValueError, "chunks is 3; expected a power of two"),
+    (dict(chunks="2"), ValueError, "chunks is '2'; expected a power of two"),
+    (dict(x=torch.randn(T, H).to_sparse()), TypeError, "smoe.experts: x has layout torch.sparse_coo; expected a dense tensor"),
+    (dict(ids=torch.ones(T, K, dtype=torch.int64).to_sparse()), TypeError, "ids has layout torch.sparse_coo"),
+    (dict(w2=torch.randn(E, H, I).to_mkldnn()), TypeError, "w2 has layout torch._mkldnn; expected a dense tensor"),
+    (dict(b1=torch.randn(E, 2 * I).to_sparse()), TypeError, "b1 has layout torch.sparse_coo; expected a dense tensor"),
+    (dict(x=nested(T, H)), TypeError, "x is a nested tensor; expected a dense tensor"),
+    (dict(weights=nested(T, K)), TypeError, "weights is a nested tensor; expected a dense tensor"),
     (dict(gradient_dtype=torch.float64), TypeError, "gradient_dtype is torch.float64"),
 ]  # fmt: skip
 
@@ -62,6 +74,7 @@ ROWS = [
     (dict(rows=torch.randn(T, H).double()), TypeError, "rows has dtype torch.float64"),
     (dict(offsets=torch.zeros(E, dtype=torch.int32)), ValueError, r"offsets has shape \(4,\); expected \(E \+ 1\) = \(5,\)"),
     (dict(offsets=torch.zeros(E + 1)), TypeError, "offsets has dtype torch.float32"),
+    (dict(offsets=torch.ones(E + 1, dtype=torch.int32).to_sparse()), TypeError, "smoe.experts_rows: offsets has layout"),
     (dict(row_weights=torch.rand(T + 1)), ValueError, r"row_weights has shape \(7,\); expected \(R\) = \(6,\)"),
 ]  # fmt: skip
 
@@ -80,7 +93,18 @@ MOE = [
     (dict(tile=0), ValueError, "tile is 0; expected 1..4096"),
     (dict(step=-1), ValueError, "step is -1"),
     (dict(n_group=2, topk_group=3, score="sigmoid"), ValueError, "topk_group is 3; expected 1..2"),
-    (dict(n_group=3, score="sigmoid"), ValueError, "n_group|groups"),
+    (dict(n_group=3, score="sigmoid"), ValueError, "n_group is 3; expected a divisor of E = 4"),
+    (dict(n_group=2), ValueError, "n_group is 2 with score 'softmax_topk'; only 'sigmoid' has groups"),
+    (dict(n_group=2, top_k=3, score="sigmoid"), ValueError, "top_k is 3; expected 2 at most, .* topk_group = 1"),
+    (dict(score="topk_softmax", norm_topk_prob=True), ValueError, "norm_topk_prob is True with score 'topk_softmax'"),
+    (dict(routed_scaling_factor=0.0), ValueError, "routed_scaling_factor is 0.0; expected a number above 0"),
+    (dict(routed_scaling_factor=float("nan")), ValueError, "routed_scaling_factor is nan; expected a number above 0"),
+    (dict(balance_coefficient=float("nan")), ValueError, "balance_coefficient is nan; expected a number"),
+    (dict(z_coefficient=float("inf")), ValueError, "z_coefficient is inf; expected a number"),
+    (dict(losses="yes"), TypeError, "losses is 'yes'; expected True or False"),
+    (dict(counts=torch.tensor(True)), TypeError, r"counts is tensor\(True\); expected True or False"),
+    (dict(router_weight=torch.randn(E, H).to_sparse()), TypeError, "smoe.moe: router_weight has layout torch.sparse_coo"),
+    (dict(selection_bias=torch.randn(E).to_sparse(), score="sigmoid"), TypeError, "selection_bias has layout"),
     (dict(logits_dtype=torch.float16), TypeError, "logits_dtype is torch.float16"),
     (dict(routed_scaling_factor=torch.tensor(2.0)), TypeError, "routed_scaling_factor is a Tensor; expected a number"),
     (dict(balance_coefficient=torch.tensor(0.1)), TypeError, "balance_coefficient is a Tensor; expected a number"),
@@ -112,15 +136,58 @@ def test_update_selection_bias_input():
         smoe.update_selection_bias(bias, counts[1:], 0.1)
 
 
+    for gamma in (None, torch.tensor(0.1)):
+        with pytest.raises(TypeError, match="gamma is a .*; expected a number"):
+            smoe.update_selection_bias(bias, counts, gamma)
+    with pytest.raises(ValueError, match="gamma is nan"):
+        smoe.update_selection_bias(bias, counts, float("nan"))
+
+
 def test_unknown_names():
     with pytest.raises(AttributeError, match="no attribute 'expert'"):
         smoe.expert
-    with pytest.raises(TypeError, match="no_such_option"):
-        smoe.MoE(16, 8, 4, 2, no_such_option=1)(torch.randn(2, 16))
+
+
+MODULE = [
+    (dict(hidden_size=12), ValueError, "smoe.MoE: hidden_size is 12; expected a multiple of 8"),
+    (dict(hidden_size=-16), ValueError, "hidden_size is -16; expected 8.."),
+    (dict(intermediate_size=8.0), TypeError, "intermediate_size is 8.0; expected an integer"),
+    (dict(num_experts=None), TypeError, "num_experts is None; expected an integer"),
+    (dict(top_k=5), ValueError, "top_k is 5; expected 1..4, num_experts at most"),
+    (dict(activation="swish"), ValueError, "activation is 'swish'; expected one of swiglu"),
+    (dict(selection_bias=torch.zeros(E)), TypeError, "selection_bias is tensor.*; expected True or False"),
+    (dict(no_such_option=1), TypeError, "no_such_option is no option; expected one of activation, balance_coefficient"),
+    (dict(losses=True), TypeError, "losses is no option"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, kind, text", MODULE)
+def test_module(change, kind, text):
+    with pytest.raises(kind, match=text):
+        smoe.MoE(**(dict(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K) | change))
+
+
+def test_input_of_the_module():
+    layer = smoe.MoE(H, I, E, K)
+    layer(torch.randn(T, H))
+    with pytest.raises(TypeError, match="smoe.MoE: x is a NoneType; expected a torch.Tensor"):
+        layer(None)
+    with pytest.raises(ValueError, match=r"smoe.MoE: x has shape \(\); expected \(..., H\)"):
+        layer(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"smoe.moe: x has shape \(6, 15\); expected \(T, H\) = \(6, 16\)"):
+        layer(torch.randn(2, 3, 15))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor_has_no_shape():
+    x = torch.nested.nested_tensor([torch.randn(H)] * T)
+    with pytest.raises(TypeError, match="smoe.experts: x is a nested tensor"):
+        smoe.experts(**(good() | dict(x=x)))
 
 
 def test_sizes_are_integers_also_after_a_failed_call():
-    layer, x = smoe.MoE(32, 16, 8, 2.0), torch.randn(3, 32)
+    layer, x = smoe.MoE(32, 16, 8, 2), torch.randn(3, 32)
+    layer.top_k = 2.0
     with pytest.raises(TypeError, match="top_k is 2.0; expected an integer"):
         layer(x)
     layer.top_k = 2
