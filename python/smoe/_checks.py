@@ -1,6 +1,6 @@
-"""Checks of the functions' arguments. They raise TypeError for a wrong type or dtype and for a device that smoe does
-not support, and ValueError for everything else. Each message names the function, the argument, its value and what was
-expected."""
+"""Checks of the functions' arguments. They raise TypeError for a wrong type or dtype, for a sparse or nested tensor and for
+a device that smoe does not support, and ValueError for everything else. Each message names the function, the argument,
+its value and what was expected."""
 
 from collections.abc import Collection
 from typing import Any
