@@ -5,8 +5,9 @@
  *
  * Every pass is timed in two ways: after 20 ms of idling, when the GPU is not yet at its power limit and
  * differences of 0.1 % can be detected; and in sustained runs, as users have them, where only differences of
- * 1 % can be detected. Differences are relative to the first library: the mean over the rounds, with its
- * standard error. The last column tells whether all results have the same bits as the first library's. */
+ * 1 % can be detected. Differences are relative to the first library: the geometric mean over the rounds,
+ * with its standard error. The last column tells whether all results have the same bits as the first
+ * library's. */
 #define _GNU_SOURCE
 #include "bench/link_time.h"
 #include "tests/cuda/gpu.h"
@@ -326,7 +327,8 @@ static difference compare(const double *ms, const double *first, int rounds)
         sum += ms[i], logs += change, squares += change * change;
     }
     const double mean = logs / rounds, spread = fmax(squares / rounds - mean * mean, 0.0);
-    return (difference){sum / rounds, 100.0 * mean, rounds > 1 ? 100.0 * sqrt(spread / (rounds - 1)) : 0.0};
+    const double error = rounds > 1 ? exp(mean) * sqrt(spread / (rounds - 1)) : 0.0;
+    return (difference){sum / rounds, 100.0 * expm1(mean), 100.0 * error};
 }
 
 static void print_table(const variant *variants, int count, int rounds)

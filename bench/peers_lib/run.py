@@ -36,6 +36,20 @@ def times_of(rounds, peer, factor=1.0):
     return found
 
 
+def median_kernels(rounds):
+    """Of each kernel of a job the median time over the rounds. rounds: a list of {"peer pass": [[kernel, launches,
+    us]]}."""
+    found = {}
+    for job in rounds[0] if rounds else ():
+        times = {}
+        for one in rounds:
+            for kernel, launches, us in one.get(job, ()):
+                times.setdefault(kernel, (launches, []))[1].append(us)
+        found[job] = [[kernel, launches, statistics.median(us)] for kernel, (launches, us) in times.items()]
+        found[job].sort(key=lambda one: -one[2])
+    return found
+
+
 def times_of_kernels(kernels, peer, factor=1.0):
     """{"gpu_forward_ms", "gpu_both_ms", "gpu_backward_ms", ..., "kernels": {pass: [[kernel, launches, us]]}} of one peer:
     the sums of the times of its kernels, and these times. kernels: {"peer pass": [[kernel, launches, us]]}."""
@@ -200,13 +214,13 @@ class Run:
 
     def _kernels(self, process, found):
         """The kernels of every job if they were asked for: {"peer pass": [[kernel, launches, us]]}."""
-        if not self.options.kernels:
-            return {}
+        rounds = []
         try:
-            return process.ask("kernels", settle_s=self.options.settle)["kernels"]
+            for index in range(self.options.least_rounds if self.options.kernels else 0):
+                rounds.append(process.ask("kernels", index=index, settle_s=self.options.settle)["kernels"])
         except Died as died:
             self._leave_out(process, died, found)
-            return {}
+        return median_kernels(rounds)
 
     def _drop(self, process):
         try:

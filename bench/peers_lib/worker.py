@@ -124,10 +124,10 @@ class Worker:
             times[name] = timing.turn(self.clock, self.jobs[name], settle_s, timed_s)
         return {"times": times}
 
-    def kernels(self, settle_s):
-        """The kernels of every job, and their times: {"kernels": {"peer pass": [[kernel, launches, us]]}}."""
+    def kernels(self, index, settle_s):
+        """One turn of every job: its kernels and their times, {"kernels": {"peer pass": [[kernel, launches, us]]}}."""
         found = {}
-        for name in self.jobs:
+        for name in timing.order_of(list(self.jobs), index):
             self.send({"at": name.split()[0]})
             found[name] = timing.kernels_of(self.clock, self.jobs[name], settle_s, PROFILED_RUNS)
         return {"kernels": found}

@@ -197,6 +197,12 @@ def test_text_table():
     assert "3.70e-03" in text and "momoe / smoe" not in text
 
 
+def test_the_median_of_each_kernel():
+    turns = [[["a", 1, us], ["b", 2, 5.0]] for us in (1.0, 9.0, 6.0)]
+    rounds = [{"smoe both": turn} for turn in turns] + [{"smoe both": [["a", 1, 6.0]], "smoe forward": []}]
+    assert run.median_kernels(rounds) == {"smoe both": [["a", 1, 6.0], ["b", 2, 5.0]]} and run.median_kernels([]) == {}
+
+
 def test_times_of_kernels():
     """Of each pass the sum of its kernels; the backward is both less the forward. Two tables: sums, and every kernel."""
     launched = {
