@@ -161,7 +161,9 @@ def _turn(parameter: nn.Parameter, states: dict[str, Any]) -> None:
     for tensor in (parameter, parameter.grad, *states.values()):
         same = isinstance(tensor, Tensor) and tensor.shape == parameter.shape
         if same and not tensor.transpose(1, 2).is_contiguous():
-            tensor.data = tensor.data.transpose(1, 2).contiguous().transpose(1, 2)
+            # Inference tensors stay inference tensors, and no other tensor becomes one: a backward could not use it.
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = tensor.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _prepare_if_plain(experts: nn.Module) -> None:

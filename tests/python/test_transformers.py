@@ -159,6 +159,27 @@ def test_gpt_oss_switches_to_smoe_while_it_trains(switch):
     assert error(found["smoe"], found["eager"]) < 1e-4
 
 
+def test_gpt_oss_is_trained_after_a_call_in_inference_mode():
+    """The call changes the order of the weights. It must not make inference tensors of them, which no backward can use."""
+    model, eager = tiny("gpt_oss"), tiny("gpt_oss")
+    model.set_experts_implementation("smoe")
+    with torch.inference_mode():
+        model(input_ids=tokens())
+    found, exact = step(model, "smoe"), step(eager, "eager")
+    for name, value in exact.items():
+        assert error(found[name], value) < 1e-4, name
+
+
+def test_gpt_oss_made_in_inference_mode():
+    """Its weights are inference tensors before and after their order changes, so a later call outside of this mode works."""
+    with torch.inference_mode():
+        model, eager = tiny("gpt_oss"), tiny("gpt_oss")
+    model.set_experts_implementation("smoe")
+    with torch.no_grad():
+        for _ in range(2):
+            assert error(model(input_ids=tokens()).logits, eager(input_ids=tokens()).logits) < 1e-5
+
+
 def test_trainer(tmp_path):
     """Three steps of Trainer must give the losses of eager."""
     pytest.importorskip("accelerate")
