@@ -17,6 +17,11 @@ import numpy as np
 from . import native
 from ._layout import parse
 
+if jax.__version_info__ < (0, 8, 1):
+    raise ImportError(
+        f"smoe.jax: needs jax 0.8.1 or later, this is {jax.__version__}: earlier ones crash when they register its XLA handlers"
+    )
+
 __all__ = ["experts", "experts_rows", "moe"]
 
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32", "int64": "i64"}

@@ -326,6 +326,14 @@ def test_shard_map_refuses_a_wrong_spec():
         jax.shard_map(part, mesh=mesh, in_specs=each, out_specs=whole)(given["x"])
 
 
+def test_an_old_jax_is_refused():
+    """It would crash. pyproject.toml names the same version as the message."""
+    alone = "import jax; jax.__version_info__, jax.__version__ = (0, 8, 0), '0.8.0'; import smoe.jax"
+    run = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True)
+    assert "ImportError: smoe.jax: needs jax 0.8.1 or later, this is 0.8.0" in run.stderr
+    assert "jax>=0.8.1" in (ROOT / "pyproject.toml").read_text()
+
+
 # Our structs and jaxlib's, and the names of their fields.
 STRUCTS = {
     "xla_extension XLA_FFI_Extension_Base": "struct_size type next",
