@@ -39,7 +39,7 @@ def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     if not isinstance(x, Tensor) or not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
         return x, *others
     dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in (x, *others))
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in (x, *others))
 
 
 _Known = tuple[str, ops.Call | None]  # the operators' options, and the Call of tensors that need no dispatcher

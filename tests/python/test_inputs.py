@@ -134,13 +134,16 @@ def test_update_selection_bias_input():
         smoe.update_selection_bias(bias, counts.long(), 0.1)
     with pytest.raises(ValueError, match="counts has shape"):
         smoe.update_selection_bias(bias, counts[1:], 0.1)
-
-
     for gamma in (None, torch.tensor(0.1)):
         with pytest.raises(TypeError, match="gamma is a .*; expected a number"):
             smoe.update_selection_bias(bias, counts, gamma)
     with pytest.raises(ValueError, match="gamma is nan"):
         smoe.update_selection_bias(bias, counts, float("nan"))
+
+
+def test_under_autocast():
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="smoe.experts: w1 is a list; expected a torch.Tensor"):
+        smoe.experts(**(good() | dict(w1=[1])))
 
 
 def test_unknown_names():

@@ -477,13 +477,17 @@ def test_trace_is_refused(entry):
         torch.jit.trace(function, x)
 
 
-def test_export():
-    """An exported program takes any number of tokens."""
-    model = Block().requires_grad_(False)
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict):
+    """An exported program takes any number of tokens. Without gradients it keeps nothing for a backward."""
+    model = Block()
     tokens = {0: torch.export.Dim("tokens", min=2)}
-    exported = torch.export.export(model, (torch.randn(40, H),), dynamic_shapes=(tokens,)).module()
-    for x in (torch.randn(17, H), torch.randn(64, H)):
-        assert torch.equal(exported(x), model(x))
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(40, H),), dynamic_shapes=(tokens,), strict=strict)
+        for x in (torch.randn(17, H), torch.randn(64, H)):
+            assert torch.equal(program.module()(x), model(x))
+    calls = [node for node in program.graph.nodes if "smoe" in str(node.target)]
+    assert calls and not any(node.args[-1] for node in calls)  # their last argument is `save`
 
 
 def test_backward_twice():
