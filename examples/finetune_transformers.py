@@ -141,8 +141,8 @@ class Windows(Dataset):
 
 def read_text(o: argparse.Namespace) -> torch.Tensor:
     """The tokens of the files: with --model those of the checkpoint's tokenizer, else the bytes. If the checkpoint's
-    vocabulary is 256, the tokens are also the bytes, as `smoe train` without --tokenizer has them; earlier ones of such
-    checkpoints have no tokenizer."""
+    vocabulary is 256, the tokens are also the bytes, because `smoe train` without --tokenizer makes such checkpoints, and
+    its earlier versions saved no tokenizer with them."""
     try:
         text = b"".join(open(path, "rb").read() for path in o.text)
     except OSError as error:

@@ -92,9 +92,10 @@ def _has_address(tensor: Tensor) -> bool:
 def _apply(
     function: type[torch.autograd.Function], call: ops.Call | None, given: tuple
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """function.apply(*given). With a Call it skips what torch.autograd.Function.apply does in Python before it calls its base
-    class, because that takes 2.7 us in torch 2.11. It would handle the transforms of torch.func, during which there is no
-    Call, and tensors that such a transform left behind. These have no address, and `function` raises an error for them."""
+    """function.apply(*given). With a Call, the `apply` in C of its base class is called directly, because what
+    torch.autograd.Function.apply does before in Python takes 2.7 us in torch 2.11. It is needed in two cases: during the
+    transforms of torch.func, when there is no Call, and for tensors that such a transform left behind. These have no
+    address, so `function` raises an error for them, and the call is repeated with function.apply."""
     if call is not None:
         try:
             return _IN_C[function](*given)
