@@ -88,6 +88,8 @@ static void test_some_sizes_again(void **state)
     expect(state, "train " TINY "--steps 1 --out plain text.txt", 0, "done");
     expect(state, "train --resume -q --steps 2 --tied --out plain text.txt", 2,
            "tie_word_embeddings is 0, wanted 1");
+    expect(state, "train --resume -q --steps 2 --dense-intermediate 8 --out plain text.txt", 2,
+           "--dense-intermediate is only for --dense-layers");
 
     expect(state, "train " TINY "--layers 2 --dense-layers 1 --steps 1 --out dense text.txt", 0, "done");
     expect(state, "train --resume -q --steps 2 --dense-intermediate 16 --out dense text.txt", 0, "resumed");
@@ -124,6 +126,25 @@ static void test_copied_without_links(void **state)
     shell(state, "cp -rL run none");
     expect(state, "train --resume -q --steps 3 --checkpoints 0 --out none text.txt", 0, "resumed at step 2");
     shell(state, "test ! -L none/latest && test -d none/latest");
+}
+
+/* At every moment `latest` is the checkpoint: as a folder, or as a link to a complete one. */
+static void test_kept_while_linked(void **state)
+{
+    const char *resume = "train --resume -q --steps 2 --out copy text.txt",
+               *linked =
+                   "test $(readlink copy/latest) = step-0000002 && test -d copy/step-0000002 && rm -r copy";
+    put_texts(state);
+    expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
+    // No second link can be made beside the folder: `latest` must not have been moved away before.
+    shell(state, "cp -rL run copy && mkdir copy/latest.tmp");
+    expect(state, resume, 0, "resumed at step 2 of 2");
+    shell(state, linked);
+    // A process was killed when it had made its link to step-0000002, but had not yet exchanged it.
+    shell(state, "cp -rL run copy && rm -r copy/step-* && ln -s step-0000002 copy/step-0000002");
+    expect(state, "eval -c copy text.txt", 0, "");
+    expect(state, resume, 0, "resumed at step 2 of 2");
+    shell(state, linked);
 }
 
 /* Why a checkpoint is not found. */
@@ -193,6 +214,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_contradictions, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_some_sizes_again, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_copied_without_links, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_kept_while_linked, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_lost_checkpoints, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_shortened_text, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_other_tokenizers, folder_setup, folder_teardown),

@@ -1,5 +1,5 @@
 /* See checkpoint_folder.h. All names are relative to an open descriptor of OUT. */
-#define _POSIX_C_SOURCE 200809L
+#define _GNU_SOURCE 1 // Linux's renameat2
 #include "train/checkpoint_folder.h"
 
 #include "train/file.h"
@@ -148,6 +148,18 @@ bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error
     return done;
 }
 
+/* Makes a link `name` to itself and exchanges it with the folder `latest` in one step, so `latest` is the
+ * checkpoint at every moment. A link that a killed process left is removed first. A file system without this
+ * exchange has no `latest` for a moment. */
+static bool exchange_latest(int out, const char *name)
+{
+    unlinkat(out, name, 0); // not if it is a folder
+    if (!remove_folder(out, name) || symlinkat(name, out, name) != 0) return false;
+    if (renameat2(out, "latest", out, name, RENAME_EXCHANGE) == 0) return file_sync(out);
+    return errno == EINVAL && unlinkat(out, name, 0) == 0 && renameat(out, "latest", out, name) == 0 &&
+           point_to(out, name);
+}
+
 bool checkpoint_folder_relink(const char *out, int64_t step, error *err)
 {
     char name[NAME_BYTES];
@@ -155,9 +167,8 @@ bool checkpoint_folder_relink(const char *out, int64_t step, error *err)
     int root = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (root < 0) return fail(err, ERROR_RUNTIME, "%s: %s", out, strerror(errno));
     name_of(name, step, "");
-    bool done =
-        fstatat(root, "latest", &about, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISDIR(about.st_mode) ||
-        (remove_folder(root, name) && renameat(root, "latest", root, name) == 0 && point_to(root, name));
+    bool done = fstatat(root, "latest", &about, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISDIR(about.st_mode) ||
+                exchange_latest(root, name);
     if (!done)
         fail(err, ERROR_RUNTIME, "%s: latest is a folder and cannot be made a link to %s: %s", out, name,
              strerror(errno));

@@ -18,8 +18,8 @@ bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t
 bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error *err);
 
 /* If OUT/latest is a folder, as in a copy that was made without links, it becomes OUT/step-N, and a link to
- * it takes its place. `step` is that of the checkpoint in it. Without this no later checkpoint could be the
- * newest. */
+ * it takes its place in the same moment. `step` is that of the checkpoint in it. Without this no later
+ * checkpoint could be the newest. */
 bool checkpoint_folder_relink(const char *out, int64_t step, error *err);
 
 /* Removes OUT/step-N.tmp and its files, so that a checkpoint that could not be written takes no space on a

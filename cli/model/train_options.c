@@ -333,6 +333,8 @@ static bool check_sizes(const model_config *c, error *err)
 static bool derive_sizes(train_options *options, error *err)
 {
     model_config *c = &options->settings.config;
+    if (c->dense_intermediate && !c->dense_layers)
+        return fail(err, ERROR_USAGE, "--dense-intermediate is only for --dense-layers");
     if (options->dense_twin && (c->dense_layers < c->layers || c->shared_intermediate > 0)) {
         c->dense_layers = c->layers;
         c->dense_intermediate = c->topk * c->intermediate + c->shared_intermediate;
@@ -361,8 +363,6 @@ static bool complete(train_options *options, error *err)
     if (options->dense_twin && c->dense_layers)
         return fail(err, ERROR_USAGE,
                     "--dense-twin cannot be combined with --dense-layers: all its layers are dense");
-    if (c->dense_intermediate && !c->dense_layers && !s->resume)
-        return fail(err, ERROR_USAGE, "--dense-intermediate is only for --dense-layers");
     return s->from || s->resume || derive_sizes(options, err);
 }
 
