@@ -118,3 +118,10 @@ def test_fsdp2_on_one_gpu(tmp_path):
     with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
         names = {Path(name).name for name in archive.getnames()}
     assert {"loss_smoe.jsonl", "loss_grouped_mm.jsonl", "finetune.jsonl"} <= names and "loss_all.jsonl" not in names
+
+
+@pytest.mark.parametrize("script", ["gpu_train.sh", "gpu_text.sh", "gpu_peers.sh", "gpu_fsdp2.sh"])
+def test_usage(script):
+    done = subprocess.run([str(ROOT / "tools" / script)], capture_output=True, text=True)
+    assert done.returncode == 2 and f"tools/{script} pack" in done.stderr, done.stderr
+    assert "shellcheck" not in done.stderr  # a line for another reader
