@@ -105,8 +105,7 @@ static void test_some_sizes_again(void **state)
            "dense_intermediate_size is 24, wanted 32");
 }
 
-/* scp and cp -L copy a link as what it points to. Such a run is resumed, and its later checkpoints are found.
- */
+/* scp and cp -L copy a link as what it points to. Such a run is resumed, and later checkpoints are found. */
 static void test_copied_without_links(void **state)
 {
     put_texts(state);

@@ -4,8 +4,8 @@
 #   tools/gpu_peers.sh pack BUILD DIR [SITE]    on a machine with a network: libsmoe.so of BUILD, bench/, python/ and the
 #                                               peers' packages into DIR (about 48 MB). The packages are downloaded into the
 #                                               folder SITE; without SITE into a scratch folder. Packages that are already in
-#                                               SITE (its folders sonicmoe, scattermoe, einops, momoe) are not downloaded again. An existing
-#                                               DIR/site.tar.xz is kept: remove it to pack other packages.
+#                                               SITE (its folders sonicmoe, scattermoe, einops, momoe) are not downloaded
+#                                               again. An existing DIR/site.tar.xz is kept: remove it to pack other packages.
 #   DIR/gpu_peers.sh run DIR [ARGUMENTS [-- ARGUMENTS]...]
 #                                               on the GPU machine: bench/peers.py with ARGUMENTS, once for each list between
 #                                               the words --; without ARGUMENTS the paper's layers, part experts, compared

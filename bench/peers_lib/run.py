@@ -37,8 +37,8 @@ def times_of(rounds, peer, factor=1.0):
 
 
 def median_kernels(rounds):
-    """Of each kernel of a job the median time over the rounds. rounds: a list of {"peer pass": [[kernel, launches,
-    us]]}."""
+    """Of each kernel of a job the median time over the rounds, the longest first. rounds: a list of {"peer pass":
+    [[kernel, launches, us]]}."""
     found = {}
     for job in rounds[0] if rounds else ():
         times = {}

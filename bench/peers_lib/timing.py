@@ -66,8 +66,8 @@ def turn(clock, job, settle_s, timed_s):
 
 
 def kernels_of(clock, job, settle_s, runs):
-    """What one run of a job executes on the GPU, as CUPTI records it: a list of [kernel or copy, launches, us], the
-    longest first. Unlike the times of `turn` these do not include that the GPU waits for the host."""
+    """What one run of a job executes on the GPU, as CUPTI records it: a list of [kernel or copy, launches, us]. Unlike
+    the times of `turn` these do not include that the GPU waits for the host."""
     settle(clock, job, settle_s)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
@@ -75,7 +75,7 @@ def kernels_of(clock, job, settle_s, runs):
             job()
         clock.synchronize()
     on_gpu = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return sorted(([e.key, e.count / runs, e.self_device_time_total / runs] for e in on_gpu), key=lambda one: -one[2])
+    return [[event.key, event.count / runs, event.self_device_time_total / runs] for event in on_gpu]
 
 
 def order_of(names, round_index):
