@@ -2,7 +2,8 @@
 """Small jobs of tools/gpu_train.sh. Needs numpy for `tokens`.
 
 Usage: gpu_train.py tokens FILE COUNT VOCABULARY     writes COUNT random tokens as a token file
-       gpu_train.py compare LOG LOG LIMIT            largest relative difference of the losses of two train.jsonl
+       gpu_train.py compare LOG LOG LIMIT [LINES]    largest relative difference of the losses of two train.jsonl; with
+                                                     LINES of the means over LINES lines in a row
        gpu_train.py speed LOG                        median tokens/s of a train.jsonl without its first two lines
        gpu_train.py checkpoint OPTIONS...            runs `OPTIONS... --out checkpoint` (smoe train) and times its
                                                      checkpoints beside dd, which copies their files
@@ -38,13 +39,21 @@ def write_tokens(path: str, count: int, vocabulary: int) -> int:
     return 0
 
 
-def compare(first: str, second: str, limit: float) -> int:
-    a, b = read(first), read(second)
-    if not a or len(a) != len(b):
-        print(f"{len(a)} and {len(b)} lines")
+def difference(a: list[float], b: list[float], lines: int) -> float:
+    """The largest relative difference between the means of a and b over `lines` values in a row."""
+    means = [[statistics.fmean(c[i : i + lines]) for i in range(len(c) - lines + 1)] for c in (a, b)]
+    return max(abs(x / y - 1) for x, y in zip(*means, strict=True))
+
+
+def compare(first: str, second: str, limit: float, lines: int) -> int:
+    a, b = ([line["loss"] for line in read(log)] for log in (first, second))
+    if len(a) != len(b) or not 1 <= lines <= len(a):
+        print(f"{len(a)} and {len(b)} lines; expected as many in both, at least {lines}")
         return 1
-    worst = max(abs(x["loss"] / y["loss"] - 1) for x, y in zip(a, b))
-    print(f"{len(a)} lines, largest relative difference of the loss {worst:.2e} (limit {limit:g})")
+    worst = difference(a, b, lines)
+    single = f", {difference(a, b, 1):.2e} of single lines" if lines > 1 else ""
+    means = f"means over {lines} lines" if lines > 1 else "loss"
+    print(f"{len(a)} lines, largest relative difference of the {means} {worst:.2e} (limit {limit:g}){single}")
     return 0 if worst <= limit else 1
 
 
@@ -116,7 +125,9 @@ def main() -> int:
         case ["tokens", path, count, vocabulary]:
             return write_tokens(path, int(count), int(vocabulary))
         case ["compare", first, second, limit]:
-            return compare(first, second, float(limit))
+            return compare(first, second, float(limit), 1)
+        case ["compare", first, second, limit, lines]:
+            return compare(first, second, float(limit), int(lines))
         case ["speed", log]:
             return speed(log)
         case ["checkpoint", *command] if command:

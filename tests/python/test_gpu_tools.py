@@ -120,6 +120,24 @@ def test_fsdp2_on_one_gpu(tmp_path):
     assert {"loss_smoe.jsonl", "loss_grouped_mm.jsonl", "finetune.jsonl"} <= names and "loss_all.jsonl" not in names
 
 
+def test_compare_losses(tmp_path):
+    """Means over lines compare the curves. A single loss that is off does not count, a curve that is off does."""
+    smooth = [3 - i / 30 for i in range(30)]
+    curves = {"smooth": smooth, "one": [1.02 * x if i == 7 else x for i, x in enumerate(smooth)]}
+    curves |= {"higher": [x * (1.015 if i >= 10 else 1) for i, x in enumerate(smooth)], "short": smooth[:4]}
+    for name, losses in curves.items():
+        (tmp_path / name).write_text("".join(json.dumps({"loss": x}) + "\n" for x in losses))
+
+    def compare(other, *arguments):
+        line = [sys.executable, ROOT / "tools/gpu_train.py", "compare", tmp_path / "smooth", tmp_path / other, "0.01"]
+        done = subprocess.run([*line, *arguments], capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    assert [compare(other)[0] for other in ("smooth", "one", "higher", "short")] == [0, 1, 1, 1]
+    assert [compare(other, "5")[0] for other in ("smooth", "one", "higher", "short")] == [0, 0, 1, 1]
+    assert "means over 5 lines 4.0" in compare("one", "5")[1] and "1.96e-02 of single lines" in compare("one", "5")[1]
+
+
 @pytest.mark.parametrize("script", ["gpu_train.sh", "gpu_text.sh", "gpu_peers.sh", "gpu_fsdp2.sh"])
 def test_usage(script):
     done = subprocess.run([str(ROOT / "tools" / script)], capture_output=True, text=True)
