@@ -155,8 +155,9 @@ def _times_tables(title, by_layer, known):
 def _layer_tables(title, records):
     by_layer = grouped(records, lambda record: (record["shape"], record["peer"]))
     whole = [(name, peer, tunings[0]) for (name, peer), tunings in by_layer.items() if "first_call_s" in tunings[0]]
+    profiled = {one: tunings for one, tunings in by_layer.items() if any("kernels" in record for record in tunings)}
     made = _times_tables(title, by_layer, RATIO_PASSES)
-    made += _times_tables(title + ": the kernels' times alone", by_layer, GPU_PASSES)
+    made += _times_tables(title + ": the kernels' times alone", profiled, GPU_PASSES)
     if whole:
         once = [_once(*one) for one in whole]
         made.append(Table(title + ": memory and first calls", ["layer", "peer", "kept MiB", "peak MiB", "first call s",

@@ -217,7 +217,8 @@ def test_times_of_kernels():
     made = [timed("smoe", 3.0, 5.0) | ours, timed("sonicmoe", 9.0, 9.0) | theirs]
     for record in made:
         record["smoe"] = record["smoe"] | {key: ms for key, ms in ours.items() if key != "kernels"}
-    _, alone = tables.make(made)
+    _, alone = tables.make([*made, timed("smoe", 3.0, 5.0) | {"shape": "without kernels"}])
+    assert [row[:2] for row in alone.rows] == [["7B-n256", "smoe"], ["7B-n256", "sonicmoe"]]
     assert alone.title.endswith(": the kernels' times alone") and alone.columns[2] == "forward ms"
     assert alone.rows[1][2:5] == ["2.2000", f"{6 * 24576 * 8 * 256 * 1536 / 2.2e-3 / 1e12:.0f}", "1.100"]
     assert alone.foot[0].startswith("sonicmoe / smoe, geometric mean: forward 1.100 (least 1.100, 1 layers), backward 1.150")
