@@ -6,9 +6,9 @@
   torchrun --nproc-per-node 4 examples/train_fsdp2.py --model 1.4B data/*.bin --out run --resume
   python examples/train_fsdp2.py --init run/step-0000000 text.txt --compare run/train.jsonl
 
-Model, data order, optimizer and schedule are those of `smoe train`: from the same weights, files, seed and batch both
-print the same losses within rounding. It runs on one process without torchrun, and on the CPU with gloo. Needs torch
-2.6 or later; 2.11 and 2.15 were tried.
+Model, data order, optimizer and schedule are those of `smoe train` with validations: from the same weights, files,
+seed and batch both print the same losses within rounding. It runs on one process without torchrun, and on the CPU with
+gloo. Needs torch 2.6 or later; 2.11 and 2.15 were tried.
 
 Exit status: 0 ok, 1 --compare found a difference, 2 usage, 3 run-time failure. torchrun turns the last three into 1.
 docs/python.md, "FSDP-2", has what to know about fully_shard and expert layers.

@@ -206,6 +206,30 @@ static void test_other_tokenizers(void **state)
     expect(state, "train --resume -q --steps 2 --out bytes text.txt", 2, message);
 }
 
+/* Without validations no text is needed for them. A resumed run has none either, also without the option. */
+static void test_no_validations(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    put_texts(state);
+    shell(state, "head -c 40 text.txt >short.txt");
+    expect(state, "train " TINY "--steps 1 --out no short.txt", 3,
+           "short.txt: 2 tokens to validate on, context 16 needs 17: give more data or a shorter context, or "
+           "--evaluations 0\n");
+    expect(state, "train " TINY "--steps 1 --evaluations 0 --out run short.txt", 0, "done: run/");
+    expect(state, "train --resume -q --steps 2 --evaluations 1 --out run short.txt", 2,
+           "--evaluations is 1, but run/latest is of a run that began with --evaluations 0");
+    expect(state, "train --resume -q --steps 2 --out run short.txt", 0, "resumed at step 1 of 2\ndone");
+    expect(state, "train --resume -q --steps 2 --out run short.txt", 0,
+           "resumed at step 2 of 2: nothing is left\ndone");
+    expect(state, "train --resume -q --steps 2 --out run text.txt", 2,
+           "run/latest was trained on another text (40 tokens to train on, 0 to validate on, ");
+    assert_int_equal(
+        run_for(state, "", "train --resume -q --json --steps 3 --out run short.txt", OUTPUT, output), 0);
+    if (!strstr(output, "\"val_loss\":null,\"val_bits_per_byte\":null,\"val_tokens\":0"))
+        fail_msg("'%s'", output);
+    shell(state, "test $(wc -l <run/train.jsonl) = 3 && ! grep -q val_loss run/train.jsonl");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -217,6 +241,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_lost_checkpoints, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_shortened_text, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_other_tokenizers, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_no_validations, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

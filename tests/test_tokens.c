@@ -401,15 +401,60 @@ static void expect_split(void **state, int64_t train, int64_t validation)
     tokens_close(data);
 }
 
+static void expect_whole(void **state, int64_t train)
+{
+    tokens *data;
+    error err = {0};
+    if (!tokens_open(&data, (const char *const *)state, 1, NULL, IDS, 8, TOKENS_WHOLE, &err))
+        fail_msg("%s", err.text);
+    const tokens_mark mark = tokens_identify(data);
+    assert_int_equal(mark.train, train);
+    assert_int_equal(mark.validation, 0);
+    assert_true(tokens_are_whole(&mark));
+    tokens_close(data);
+}
+
 static void test_names(void **state)
 {
     put_ids(state, "val_000.bin");
     expect_split(state, IDS - IDS / 20, IDS / 20); // there is nothing else to train on
+    expect_whole(state, IDS);
     put_ids(state, "train_000.bin");
     put_ids(state, "valley.bin");
     expect_split(state, 2 * IDS, IDS);
     put_ids(state, "val.bin");
     expect_split(state, 2 * IDS, 2 * IDS);
+    expect_whole(state, 2 * IDS);
+}
+
+/* Without validations nothing is set aside, and the last token of a text is trained on. */
+static void test_whole(void **state)
+{
+    char text[9], name[32];
+    int32_t inputs[8], targets[8];
+    tokens *data;
+    error err = {0};
+    for (int i = 0; i < 9; i++) text[i] = (char)('a' + i);
+    assert_true(tokens_parse(&data, text, 9, "x.txt", NULL, 256, 8, TOKENS_WHOLE, &err));
+    tokens_batch(data, 1, 0, 1, inputs, targets);
+    assert_int_equal(inputs[0], 'a');
+    assert_int_equal(targets[7], 'i');
+    tokens_close(data);
+    assert_false(tokens_parse(&data, text, 8, "x.txt", NULL, 256, 8, TOKENS_WHOLE, &err));
+    assert_string_equal(
+        err.text, "x.txt: 8 tokens to train on, context 8 needs 9: give more data or a shorter context");
+    assert_false(tokens_parse(&data, text, 9, "x.txt", NULL, 256, 8, TOKENS_TRAIN, &err));
+    assert_string_equal(err.text, "x.txt: 0 tokens to validate on, context 8 needs 9: give more data or a "
+                                  "shorter context, or --evaluations 0");
+
+    for (int i = 0; i < 20; i++) {
+        snprintf(name, sizeof name, "%02d", i);
+        put_filled(state, name, 'a', 100);
+    }
+    data = open_paths(1, (const char *const *)state, 8, TOKENS_WHOLE);
+    assert_int_equal(tokens_train_count(data), 2000);
+    assert_int_equal(tokens_validation_count(data), 0);
+    tokens_close(data);
 }
 
 /* ---- errors ---- */
@@ -496,6 +541,7 @@ int main(void)
         IN_FOLDER(test_many_files),    IN_FOLDER(test_binary_files),      IN_FOLDER(test_gzip),
         IN_FOLDER(test_large_file),    cmocka_unit_test(test_bin_errors), cmocka_unit_test(test_text_errors),
         IN_FOLDER(test_path_errors),   cmocka_unit_test(test_table),      IN_FOLDER(test_names),
+        IN_FOLDER(test_whole),
     };
     return cmocka_run_group_tests_name("tokens", tests, NULL, NULL);
 }

@@ -59,6 +59,60 @@ static void a_state_without_a_text_resumes(void **state)
     train_fails(&s, ERROR_USAGE, "another text");
 }
 
+/* A run without validations trains on the whole text, of which nothing need be left to validate on. When it
+ * is resumed, the text is not split either, and nothing can be validated. */
+static void a_run_without_validations_trains_on_all(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char out[128];
+    put_text(p->text, 2, 1000); // 80 tokens, of which 4 would be set aside
+    train_fails(&s, ERROR_RUNTIME, "text.txt: 4 tokens to validate on, context 16 needs 17: ");
+    s.evaluations = 0;
+    train_ok(&s, &result);
+    assert_int_equal(result.validation.tokens, 0);
+    snprintf(out, sizeof out, "%s/parts", p->folder);
+    s.out = out;
+    stopper stop = {0, 7};
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
+    assert_int_equal(result.step, 7);
+    s.stop = NULL;
+    s.resume = true;
+    s.evaluations = 3;
+    train_fails(&s, ERROR_USAGE, "--evaluations is 3, but ");
+    train_fails(&s, ERROR_USAGE, "parts/latest is of a run that began with --evaluations 0");
+    s.evaluations = 0;
+    train_ok(&s, &result);
+    assert_int_equal(result.step, 20);
+    assert_same_checkpoints(p->out, out);
+}
+
+/* A run that set text aside goes on without it when it is resumed without validations: no sample moves. So do
+ * the runs without validations of earlier programs, which set text aside. */
+static void a_resumed_run_keeps_its_split(void **state)
+{
+    place *p = *state;
+    train_settings s = settings_of(p);
+    train_result result;
+    char out[128];
+    train_ok(&s, &result);
+    snprintf(out, sizeof out, "%s/parts", p->folder);
+    s.out = out;
+    stopper stop = {0, 10};
+    s.stop = &stop.flag;
+    error err = {0};
+    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
+    assert_int_equal(result.step, 10);
+    s.stop = NULL;
+    s.resume = true;
+    s.evaluations = 0;
+    train_ok(&s, &result);
+    assert_same_checkpoints(p->out, out);
+}
+
 /* The checksum has the first and the last token of both streams in it, and changes if two tokens change
  * places. */
 static void the_checksum_reads_both_streams(void **state)
@@ -94,6 +148,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         RUN(a_run_keeps_its_text),
         RUN(a_state_without_a_text_resumes),
+        RUN(a_run_without_validations_trains_on_all),
+        RUN(a_resumed_run_keeps_its_split),
         cmocka_unit_test(the_checksum_reads_both_streams),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -145,6 +145,15 @@ static void split_train(tokens *data)
     split_tails(data);
 }
 
+/* Files that are for validation by their names are in no stream. */
+static void split_whole(tokens *data)
+{
+    const bool named = split_names(data);
+    stream_clear(&data->validation);
+    for (size_t i = 0; !named && i < data->source_count; i++)
+        stream_add(&data->train, &data->sources[i], 0, data->sources[i].count);
+}
+
 /* One target is enough, because evaluation has a shorter window for the rest. */
 static bool check_evaluated(const stream *s, const char *name, error *err)
 {
@@ -153,12 +162,14 @@ static bool check_evaluated(const stream *s, const char *name, error *err)
                 (long long)s->total);
 }
 
-static bool check_stream(const stream *s, const char *what, int64_t context, const char *name, error *err)
+/* `what` the tokens are for, `other` the end of the message. */
+static bool check_stream(const stream *s, const char *what, const char *other, int64_t context,
+                         const char *name, error *err)
 {
     if (s->total > context) return true;
     return fail(err, ERROR_RUNTIME,
-                "%s: %lld tokens %s, context %lld needs %lld: give more data or a shorter context", name,
-                (long long)s->total, what, (long long)context, (long long)context + 1);
+                "%s: %lld tokens to %s on, context %lld needs %lld: give more data or a shorter context%s",
+                name, (long long)s->total, what, (long long)context, (long long)context + 1, other);
 }
 
 /* `name` names all the data in messages. */
@@ -176,9 +187,13 @@ static bool make_streams(tokens *data, tokens_split split, const char *name, err
             stream_add(&data->validation, &data->sources[i], 0, data->sources[i].count);
         return check_evaluated(&data->validation, name, err);
     }
-    split_train(data);
-    return check_stream(&data->train, "to train on", data->context, name, err) &&
-           check_stream(&data->validation, "to validate on", data->context, name, err);
+    if (split == TOKENS_WHOLE)
+        split_whole(data);
+    else
+        split_train(data);
+    return check_stream(&data->train, "train", "", data->context, name, err) &&
+           (split == TOKENS_WHOLE ||
+            check_stream(&data->validation, "validate", ", or --evaluations 0", data->context, name, err));
 }
 
 /* ---- opening ---- */

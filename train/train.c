@@ -235,6 +235,25 @@ static bool open_tokenizer(run *r, error *err)
                 (long long)r->words.table.tokens, (long long)s->config.vocab, before ? "" : " (--vocab)");
 }
 
+/* A run without validations trains on the whole text. A resumed run splits its text as it did when it began,
+ * because the order of the data depends on it. */
+static bool choose_split(const train_settings *s, tokens_split *split, error *err)
+{
+    char path[PATH_BYTES];
+    train_state before;
+    *split = s->evaluations ? TOKENS_TRAIN : TOKENS_WHOLE;
+    if (!s->resume) return true;
+    if (!checkpoint_find(s->out, path, sizeof path, err) ||
+        !checkpoint_load_state(path, NULL, NULL, &before, err))
+        return false;
+    *split = tokens_are_whole(&before.text) ? TOKENS_WHOLE : TOKENS_TRAIN;
+    return *split == TOKENS_TRAIN || !s->evaluations ||
+           fail(err, ERROR_USAGE,
+                "--evaluations is %lld, but %s is of a run that began with --evaluations 0 and trains on the "
+                "whole text: no text is left to validate on",
+                (long long)s->evaluations, path);
+}
+
 /* If the log has the line of the checkpoint's step, the line may have been written after the checkpoint: the
  * validation of this step was stopped and made by a resumed run, which made no further step. */
 static bool open_log(run *r, error *err)
@@ -263,12 +282,14 @@ static bool open_run(run *r, error *err)
                              .recompute = s->recompute,
                              .chunks = s->chunks,
                              .one_layer = optimizer_takes_layers(s->clip, s->parts)};
+    tokens_split split;
     if (s->batch % s->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)s->parts, (long long)s->batch);
     if (!check_length(r, s->steps, err) || (!s->resume && !check_unused(s, err)) || !open_tokenizer(r, err) ||
+        !choose_split(s, &split, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
-                     s->config.vocab, s->config.context, TOKENS_TRAIN, err))
+                     s->config.vocab, s->config.context, split, err))
         return false;
     r->words.bytes = tokens_are_bytes(r->data);
     if (!(r->device = device_open(&device, err)) ||

@@ -50,7 +50,9 @@ struct train_settings {
     double clip;         // largest norm of the gradient
     moe_routing routing; // rounding, tile, auxiliary losses; its seed and step are set by the run
     uint64_t seed;       // of the weights, the samples and SR-f
-    int64_t logs, evaluations, checkpoints; // how many of each over the run; the last two may be 0
+    int64_t logs, evaluations, checkpoints; // how many of each over the run; the last two may be 0. A run
+                                            // that begins with 0 evaluations trains on the whole text and
+                                            // cannot be resumed with more
     int64_t evaluation_tokens;              // tokens of each evaluation except the last
     int64_t last_evaluation_tokens;         // of the last; limits the time after the last step
     int64_t keep;                           // checkpoints that stay

@@ -34,8 +34,8 @@ static const number_option numbers[] = {
      "Seed of the first weights, the order of the samples and the rounding rule SR-f"},
     {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Number of log lines over the run"},
     {"evaluations", "N", AT(evaluations), INT64, 0, 1e9, GROUP_RUN,
-     "Number of validations over the run, 0: none. Each is on windows at equal distances in the validation "
-     "text"},
+     "Number of validations over the run, each on windows at equal distances in the validation text. With 0 "
+     "no text is set aside: all of it is trained on, except token files named val_*.bin beside others"},
     {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
      "Tokens of each validation except the last one"},
     {"last-evaluation-tokens", "N", AT(last_evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
@@ -440,6 +440,7 @@ void train_options_adopt(train_options *options, const train_state *run)
                   {AT(routing.z_coefficient), r->z_loss}};
     for (size_t i = 0; i < sizeof values / sizeof values[0]; i++)
         adopt(options, values[i].offset, values[i].value);
+    if (tokens_are_whole(&run->text)) adopt(options, AT(evaluations), 0.0);
     if (!options->rounding_given && r->rounding >= SMOE_ROUNDING_NONE && r->rounding <= SMOE_ROUNDING_DOWN)
         options->settings.routing.rounding = (smoe_rounding)r->rounding;
 }

@@ -29,7 +29,8 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
  * that were given. */
 bool train_options_adopt_sizes(train_options *options, const model_config *run, error *err);
 
-/* Takes batch, seed and recipe of the run that is resumed, except for options that were given. */
+/* Takes batch, seed and recipe of the run that is resumed, except for options that were given; and no
+ * validations, if it has no text for them. */
 void train_options_adopt(train_options *options, const train_state *run);
 
 #endif

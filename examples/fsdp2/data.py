@@ -117,7 +117,7 @@ def open_sources(paths: list[str]) -> list[Source]:
 
 
 def training_parts(sources: list[Source]) -> list[numpy.ndarray]:
-    """The tokens that `smoe train` trains on. It validates on the others."""
+    """The tokens that `smoe train` trains on, unless it makes no validations. It validates on the others."""
     validates = [source.validates for source in sources]
     if any(validates) and not all(validates):
         return [source.tokens for source in sources if not source.validates]

@@ -202,9 +202,9 @@ def config():
     put("config", "bad-not-utf8.json", b'{"\xff\xfe": 1}')
 
 
-# ---- tokens: kind (0 text, 1 .bin, 2 .gz, 3 .bin.gz; + 4 evaluation), context, (vocabulary - 1) / 257, the file ----
+# ---- tokens: kind (0 text, 1 .bin, 2 .gz, 3 .bin.gz; + 4 evaluation, + 8 whole), context, (vocabulary - 1) / 257, the file ----
 
-TEXT, BIN, GZ, BIN_GZ, EVAL = 0, 1, 2, 3, 4
+TEXT, BIN, GZ, BIN_GZ, EVAL, WHOLE = 0, 1, 2, 3, 4, 8
 
 
 def token_file(tokens, magic=20240520, version=1, count=None):
@@ -225,6 +225,7 @@ def tokens():
     case("good-text-eval", TEXT + EVAL, 8, 1, b"123456789")
     case("good-text-eval-rest", TEXT + EVAL, 8, 1, b"123456789012")
     case("good-text-eval-short", TEXT + EVAL, 8, 1, b"12")
+    case("good-text-whole", TEXT + WHOLE, 8, 1, b"123456789")
     case("good-bin", BIN, 8, 4, token_file(ids))
     case("good-bin-eval", BIN + EVAL, 200, 4, token_file(ids))
     case("good-gz", GZ, 8, 1, zipped)
@@ -235,6 +236,7 @@ def tokens():
     case("bad-context-zero", TEXT, 0, 1, text)
     case("bad-text-short", TEXT, 8, 1, text[:100])
     case("bad-text-eval-short", TEXT + EVAL, 8, 1, b"1")
+    case("bad-text-whole-short", TEXT + WHOLE, 8, 1, b"12345678")
     case("bad-text-vocab", TEXT, 8, 0, text)
     case("bad-bin-empty", BIN, 8, 4, b"")
     case("bad-bin-header-cut", BIN, 8, 4, token_file(ids)[:1023])

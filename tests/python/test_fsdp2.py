@@ -151,7 +151,8 @@ def smoe_train(folder, *arguments):
     if not program:
         pytest.skip("SMOE_PROGRAM names no smoe")
     sizes = "--layers 2 --hidden 32 --heads 4 --experts 8 --intermediate 16 --topk 2 --vocab 256 --context 32".split()
-    kept = "--logs 20 --evaluations 0 --checkpoints 1 --device cpu --quiet".split()
+    # Without a validation smoe train would not set text aside, and its samples would be others.
+    kept = "--logs 20 --evaluations 1 --last-evaluation-tokens 1 --checkpoints 1 --device cpu --quiet".split()
     subprocess.run(
         [program, "train", "--out", str(folder), "--steps", "20", *sizes, *kept, *arguments],
         check=True, capture_output=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"},
