@@ -46,6 +46,8 @@ static void test_contradictions(void **state)
         {"--hidden 24 --heads 5", "--hidden is 24, it must be a multiple of 10, twice --heads"},
         {"--layers 2 --dense-layers 3", "--dense-layers is 3, more than --layers, which is 2"},
         {"--dense-intermediate 8", "--dense-intermediate is only for --dense-layers"},
+        {"--layers 2 --dense-layers 2 --shared 8",
+         "--shared is 8, but no layer has experts: --dense-layers is 2, as --layers is\n"},
         {"--dense-twin --dense-intermediate 8", "--dense-intermediate is only for --dense-layers"},
         {"--device gpu", "--device: 'gpu' is not one of auto, cpu, cuda, cuda-plain"},
         {"--precision f16", "--precision: 'f16' is not one of f32, bf16"},
@@ -206,6 +208,41 @@ static void test_other_tokenizers(void **state)
     expect(state, "train --resume -q --steps 2 --out bytes text.txt", 2, message);
 }
 
+/* Some options are without effect beside others, so that one can be changed in a command and the rest may
+ * stay. The help says which. */
+static void test_without_effect(void **state)
+{
+    static const char *const sentences[] = {
+        "Without effect on the CPU and with cuda-plain\n",
+        "--experts, --renormalize, --chunks and those under Routing are without effect\n",
+        "; without effect if --rounding is none (default 16)\n",
+        "; without effect if --checkpoints is 0 (default 2)\n",
+        "; without effect if --evaluations is 0 (default 1048576)\n",
+        "; without effect if --evaluations is less than 2 (default 16384)\n",
+    };
+    static const char *const pairs[][2] = {
+        {"--device cpu", "--fastest --device cpu"},
+        {"--rounding none", "--rounding none --tile 4"},
+        {"--evaluations 1", "--evaluations 1 --evaluation-tokens 1"},
+        {"--dense-twin", "--dense-twin --experts 8 --renormalize --chunks 2 --rounding nr-f --tile 4 "
+                         "--balance 0.5 --z-loss 0.5"},
+    };
+    static char output[OUTPUT_BYTES];
+    run_for(state, "ARGP_HELP_FMT=rmargin=1000", "train --help", OUTPUT, output);
+    for (size_t i = 0; i < sizeof sentences / sizeof sentences[0]; i++)
+        if (!strstr(output, sentences[i])) fail_msg("no '%s' in '%s'", sentences[i], output);
+    put_texts(state);
+    for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
+        for (int k = 0; k < 2; k++) {
+            char arguments[256];
+            snprintf(arguments, sizeof arguments, "train " TINY "--steps 3 %s --out run%d text.txt",
+                     pairs[i][k], k);
+            expect(state, arguments, 0, "done");
+        }
+        shell(state, "cmp run0/latest/model.safetensors run1/latest/model.safetensors && rm -r run0 run1");
+    }
+}
+
 /* Without validations no text is needed for them. A resumed run has none either, also without the option. */
 static void test_no_validations(void **state)
 {
@@ -241,6 +278,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_lost_checkpoints, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_shortened_text, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_other_tokenizers, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_without_effect, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_no_validations, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -37,12 +37,13 @@ static const number_option numbers[] = {
      "Number of validations over the run, each on windows at equal distances in the validation text. With 0 "
      "no text is set aside: all of it is trained on, except token files named val_*.bin beside others"},
     {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
-     "Tokens of each validation except the last one"},
+     "Tokens of each validation except the last one; without effect if --evaluations is less than 2"},
     {"last-evaluation-tokens", "N", AT(last_evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
-     "Tokens of the last validation"},
+     "Tokens of the last validation; without effect if --evaluations is 0"},
     {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN,
      "Number of checkpoints over the run, 0: none"},
-    {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN, "Keep the N newest checkpoints"},
+    {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN,
+     "Keep the N newest checkpoints; without effect if --checkpoints is 0"},
 
     {"chunks", "C", AT(chunks), INT32, 1, 64, GROUP_RUN,
      "Column chunks of the experts, a power of two. More chunks need less memory and give the same bits"},
@@ -55,9 +56,9 @@ static const number_option numbers[] = {
     {"experts", "E", CONFIG(experts), INT64, 1, 4096, GROUP_MODEL, "Number of experts of a layer"},
     {"topk", "K", CONFIG(topk), INT64, 1, 64, GROUP_MODEL, "Number of experts of a token"},
     {"shared", "N", CONFIG(shared_intermediate), INT64, 0, 1 << 20, GROUP_MODEL,
-     "Intermediate size of a shared expert, 0: none"},
+     "Intermediate size of a shared expert in every layer with experts, 0: none"},
     {"dense-layers", "N", CONFIG(dense_layers), INT64, 0, 4096, GROUP_MODEL,
-     "The first N layers have a dense MLP"},
+     "The first N layers have a dense MLP and no experts"},
     {"dense-intermediate", "N", CONFIG(dense_intermediate), INT64, 0, 1 << 20, GROUP_MODEL,
      "Intermediate size of a dense MLP, 0: K times an expert's"},
     {"context", "TOKENS", CONFIG(context), INT64, 1, 1 << 24, GROUP_MODEL, "Tokens of a sequence"},
@@ -66,7 +67,8 @@ static const number_option numbers[] = {
     {"init", "X", CONFIG(initializer_range), REAL, 1e-6, 10, GROUP_MODEL,
      "Standard deviation of the first weights"},
 
-    {"tile", "M", AT(routing.tile), INT32, 1, 4096, GROUP_ROUTING, "Tile of the rounding rules"},
+    {"tile", "M", AT(routing.tile), INT32, 1, 4096, GROUP_ROUTING,
+     "Tile of the rounding rules; without effect if --rounding is none"},
     {"balance", "X", AT(routing.balance_coefficient), SINGLE, 0, 100, GROUP_ROUTING,
      "Coefficient of the load-balance loss"},
     {"z-loss", "X", AT(routing.z_coefficient), SINGLE, 0, 100, GROUP_ROUTING,
@@ -132,7 +134,8 @@ static const struct argp_option others[] = {
      "only",
      GROUP_RUN},
     {"fastest", KEY_FASTEST, NULL, 0,
-     "cuda: the backward of attention may sum in any order, so two runs differ in their last bits",
+     "With --device cuda the backward of attention may sum in any order, so two runs differ in their last "
+     "bits. Without effect on the CPU and with cuda-plain",
      GROUP_RUN},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0,
      "What the backward computes again to save memory: none; norms (the outputs of the norms, at little "
@@ -146,10 +149,11 @@ static const struct argp_option others[] = {
     {"tied", KEY_TIED, NULL, 0, "Use the embedding as the output head", GROUP_MODEL},
     {"dense-twin", KEY_DENSE_TWIN, NULL, 0,
      "Train a dense model of equal active FLOPs instead: every layer has an MLP as wide as the K experts of "
-     "a "
-     "token and the shared expert together",
+     "a token and the shared expert together. The options of its MoE model may stay: --experts, "
+     "--renormalize, --chunks and those under Routing are without effect",
      GROUP_MODEL},
-    {NULL, 0, NULL, 0, "Routing while training (validation is always plain top-K):", GROUP_ROUTING},
+    {NULL, 0, NULL, 0,
+     "Routing while training, in layers with experts (validation is always plain top-K):", GROUP_ROUTING},
     {"rounding", KEY_ROUNDING, "RULE", 0, "Token rounding: none, nr-f, sr-f, nr-s, balance-f, up or down",
      GROUP_ROUTING},
     {NULL, 0, NULL, 0, "Optimiser, AdamW:", GROUP_OPTIMISER},
@@ -363,6 +367,10 @@ static bool complete(train_options *options, error *err)
     if (options->dense_twin && c->dense_layers)
         return fail(err, ERROR_USAGE,
                     "--dense-twin cannot be combined with --dense-layers: all its layers are dense");
+    if (!options->dense_twin && !s->resume && c->shared_intermediate && c->dense_layers == c->layers)
+        return fail(err, ERROR_USAGE,
+                    "--shared is %lld, but no layer has experts: --dense-layers is %lld, as --layers is",
+                    (long long)c->shared_intermediate, (long long)c->dense_layers);
     return s->from || s->resume || derive_sizes(options, err);
 }
 
