@@ -508,12 +508,12 @@ static void test_tokenizer(void **state)
     put_file(in_folder(path, state, "other.txt"), other, sizeof other - 1);
     expect(state, "train " TINY "--steps 60 --lr 0.1 --tokenizer bpe.txt --out run text.txt", 0, "done");
     expect(state, "train " TINY "--steps 2 --vocab 260 --tokenizer bpe.txt --out no text.txt", 2,
-           "bpe.txt: the tokenizer has 261 tokens, the model's vocabulary 260 (--vocab)\n");
+           "--tokenizer bpe.txt has 261 tokens, more than the model's vocabulary of 260 (--vocab)\n");
     expect(state, "train " TINY "--steps 1 --out bytes text.txt", 0, "done"); // --vocab is no remedy here
     expect(state, "train --from bytes -q --steps 1 --tokenizer bpe.txt --out no text.txt", 2,
-           "bpe.txt: the tokenizer has 261 tokens, the model's vocabulary 256\n");
+           "--tokenizer bpe.txt has 261 tokens, more than the model's vocabulary of 256\n");
     expect(state, "train " TINY "--steps 2 --vocab 256 --tokenizer bpe.txt --out no text.txt", 2,
-           "the tokenizer has 261 tokens, the model's vocabulary 256");
+           "--tokenizer bpe.txt has 261 tokens, more than the model's vocabulary of 256 (--vocab)\n");
     expect(state, "train " TINY "--steps 2 --tokenizer text.txt --out no text.txt", 3,
            "text.txt: is not a table of tokens");
     expect(state, "train --resume -q --batch 2 --steps 64 --tokenizer other.txt --out run text.txt", 2,

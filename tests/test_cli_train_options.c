@@ -205,7 +205,11 @@ static void test_other_tokenizers(void **state)
     message = "bytes/latest/bpe.txt: the tokenizer has 261 tokens, the model's vocabulary 256\n";
     expect(state, "eval -c bytes text.txt", 3, message);
     expect(state, "generate -c bytes", 3, message);
-    expect(state, "train --resume -q --steps 2 --out bytes text.txt", 2, message);
+    expect(state, "train --resume -q --steps 2 --out bytes text.txt", 3, message);
+    expect(state, "train --from bytes --batch 2 -q --steps 2 --out no text.txt", 3, message);
+    // Here the checkpoint is whole, and the option is wrong.
+    expect(state, "train --resume -q --steps 2 --vocab 256 --out run text.txt", 2,
+           "vocab_size is 320, wanted 256\n");
 }
 
 /* Some options are without effect beside others, so that one can be changed in a command and the rest may

@@ -39,12 +39,18 @@ void tokenizer_close(tokenizer *t)
     for (int i = 0; i < TOKENIZER_FILES; i++) file_map_close(&t->files[i]);
 }
 
-bool tokenizer_find(tokenizer *t, const char *checkpoint, error *err)
+bool tokenizer_find(tokenizer *t, const char *checkpoint, int64_t vocab, error *err)
 {
     char path[PATH_BYTES];
     *t = (tokenizer){0};
-    return join(path, (int)strlen(checkpoint), checkpoint, "/bpe.txt", err) &&
-           (access(path, F_OK) != 0 || tokenizer_open(t, path, err));
+    if (!join(path, (int)strlen(checkpoint), checkpoint, "/bpe.txt", err)) return false;
+    if (access(path, F_OK) != 0) return true;
+    if (!tokenizer_open(t, path, err)) return false;
+    if (t->table.tokens <= vocab) return true;
+    fail(err, ERROR_RUNTIME, "%s: the tokenizer has %lld tokens, the model's vocabulary %lld", path,
+         (long long)t->table.tokens, (long long)vocab);
+    tokenizer_close(t);
+    return false;
 }
 
 /* Appends `"CHARACTER":BYTE` to JSON and returns its new length. A byte-level BPE of Transformers has a byte

@@ -19,8 +19,9 @@ typedef struct tokenizer {
 bool tokenizer_open(tokenizer *t, const char *path, error *err);
 void tokenizer_close(tokenizer *t); // a zeroed one is fine
 
-/* Reads the tokenizer of a checkpoint. t->table.tokens is 0 if it has none. */
-bool tokenizer_find(tokenizer *t, const char *checkpoint, error *err);
+/* Reads the tokenizer of a checkpoint whose model has `vocab` tokens. t->table.tokens is 0 if it has none.
+ * With more tokens than the model the checkpoint is broken, ERROR_RUNTIME. */
+bool tokenizer_find(tokenizer *t, const char *checkpoint, int64_t vocab, error *err);
 
 /* Writes the files into a folder; for bytes, those with which Transformers encodes text as bytes. */
 bool tokenizer_save(const tokenizer *t, const char *folder, error *err);

@@ -109,23 +109,12 @@ static train_recipe recipe_of(const train_settings *s)
                           .z_loss = (double)s->routing.z_coefficient};
 }
 
-/* Loads OUT/latest. Its model's sizes, its seed, its batch and its text must be those of the settings. */
+/* Loads OUT/latest. Its seed, its batch and its text must be those of the settings. */
 static bool resume(run *r, error *err)
 {
     const train_settings *s = r->settings;
     char path[PATH_BYTES];
-    model_config have;
-    error why = {0};
-    if (!checkpoint_find(s->out, path, sizeof path, err) || !checkpoint_load_config(path, &have, err))
-        return false;
-    // The run would write its checkpoints into this one, and the next resume would not find them.
-    if (strcmp(path, s->out) == 0)
-        return fail(err, ERROR_USAGE,
-                    "%s is a checkpoint, not the folder of a run: resume that folder, or start with --from",
-                    path);
-    if (!model_config_same(&have, &s->config, &why))
-        return fail(err, ERROR_USAGE, "%.200s holds a checkpoint with other sizes or settings: %.250s", path,
-                    why.text);
+    if (!checkpoint_find(s->out, path, sizeof path, err)) return false;
     const adamw_arrays *arrays = &r->optimizer.arrays;
     if (!checkpoint_load_weights(path, &r->model, arrays->master, err) ||
         !checkpoint_load_state(path, &r->model, arrays, &r->state, err))
@@ -218,7 +207,8 @@ static bool open_tokenizer(run *r, error *err)
     tokenizer had = {0};
     if (s->tokenizer && !tokenizer_open(&r->words, s->tokenizer, err)) return false;
     const char *before = s->resume ? s->out : s->from;
-    if (before && (!checkpoint_find(before, path, sizeof path, err) || !tokenizer_find(&had, path, err)))
+    if (before && (!checkpoint_find(before, path, sizeof path, err) ||
+                   !tokenizer_find(&had, path, s->config.vocab, err)))
         return false;
     const bool none = had.table.tokens == 0, bound = s->resume || !none;
     bool same = !s->tokenizer || !bound || tokenizer_same(&r->words, &had);
@@ -230,20 +220,37 @@ static bool open_tokenizer(run *r, error *err)
         return fail(err, ERROR_USAGE, "%s was trained %s %s", path,
                     none ? "without a tokenizer, not with" : "with another tokenizer than", s->tokenizer);
     return r->words.table.tokens <= s->config.vocab ||
-           fail(err, ERROR_USAGE, "%s%s: the tokenizer has %lld tokens, the model's vocabulary %lld%s",
-                s->tokenizer ? s->tokenizer : path, s->tokenizer ? "" : "/bpe.txt",
+           fail(err, ERROR_USAGE,
+                "--tokenizer %s has %lld tokens, more than the model's vocabulary of %lld%s", s->tokenizer,
                 (long long)r->words.table.tokens, (long long)s->config.vocab, before ? "" : " (--vocab)");
 }
 
-/* A run without validations trains on the whole text. A resumed run splits its text as it did when it began,
- * because the order of the data depends on it. */
-static bool choose_split(const train_settings *s, tokens_split *split, error *err)
+/* OUT/latest must be a checkpoint of a run, and its model must have the sizes of the settings. */
+static bool check_model(const char *path, const train_settings *s, error *err)
+{
+    model_config have;
+    error why = {0};
+    if (!checkpoint_load_config(path, &have, err)) return false;
+    // The run would write its checkpoints into this one, and the next resume would not find them.
+    if (strcmp(path, s->out) == 0)
+        return fail(err, ERROR_USAGE,
+                    "%s is a checkpoint, not the folder of a run: resume that folder, or start with --from",
+                    path);
+    return model_config_same(&have, &s->config, &why) ||
+           fail(err, ERROR_USAGE, "%.200s holds a checkpoint with other sizes or settings: %.250s", path,
+                why.text);
+}
+
+/* Checks what is resumed before the text is read, and chooses how the text is split. A new run without
+ * validations trains on the whole text. A resumed run splits its text as it did when it began, because the
+ * order of the data depends on it. */
+static bool check_resumed(const train_settings *s, tokens_split *split, error *err)
 {
     char path[PATH_BYTES];
     train_state before;
     *split = s->evaluations ? TOKENS_TRAIN : TOKENS_WHOLE;
     if (!s->resume) return true;
-    if (!checkpoint_find(s->out, path, sizeof path, err) ||
+    if (!checkpoint_find(s->out, path, sizeof path, err) || !check_model(path, s, err) ||
         !checkpoint_load_state(path, NULL, NULL, &before, err))
         return false;
     *split = tokens_are_whole(&before.text) ? TOKENS_WHOLE : TOKENS_TRAIN;
@@ -286,8 +293,8 @@ static bool open_run(run *r, error *err)
     if (s->batch % s->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)s->parts, (long long)s->batch);
-    if (!check_length(r, s->steps, err) || (!s->resume && !check_unused(s, err)) || !open_tokenizer(r, err) ||
-        !choose_split(s, &split, err) ||
+    if (!check_length(r, s->steps, err) || (!s->resume && !check_unused(s, err)) ||
+        !check_resumed(s, &split, err) || !open_tokenizer(r, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
                      s->config.vocab, s->config.context, split, err))
         return false;
