@@ -65,13 +65,9 @@ static void micro_batches_resume(void **state)
     s.batch = 4;
     s.parts = 2;
     train_ok(&s, &whole);
-    stopper stop = {.at = 7};
     s.out = other;
-    s.stop = &stop.flag;
-    error err = {0};
-    if (!train_run(&s, stop_at, &stop, &part, &err)) fail_msg("%s", err.text);
+    train_stopped(&s, 7, &part);
     assert_int_equal(part.step, 7);
-    stop.flag = 0;
     s.resume = true;
     train_ok(&s, &part);
     assert_true(part.validation.loss == whole.validation.loss);
@@ -307,11 +303,7 @@ static void a_full_disk_leaves_no_half_checkpoint(void **state)
         limit_files(0);
         assert_int_equal(count_folders(p->out), 0);
     }
-    stopper stop = {.at = 7};
-    s.stop = &stop.flag;
-    error err = {0};
-    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
-    stop.flag = 0;
+    train_stopped(&s, 7, &result);
     s.resume = true;
     for (size_t i = 1; i < sizeof cases / sizeof cases[0]; i++) { // a later one: earlier ones must stay
         limit_files(cases[i].bytes);

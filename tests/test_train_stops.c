@@ -48,17 +48,6 @@ static void assert_same_logs(const char *a, const char *b)
     free(y);
 }
 
-/* Runs with a stop after step `at`; 0: with *stop set from the beginning. */
-static void train_stopped(train_settings *s, int64_t at, train_result *result)
-{
-    stopper stop = {.flag = at == 0, .at = at};
-    error err = {0};
-    s->stop = &stop.flag;
-    if (!train_run(s, stop_at, &stop, result, &err)) fail_msg("%s", err.text);
-    assert_true(result->interrupted);
-    s->stop = NULL;
-}
-
 /* A stop after every step of a run. After steps 5, 10 and 15 it ends a validation. */
 static void a_stop_loses_nothing(void **state)
 {

@@ -74,12 +74,8 @@ static void a_run_without_validations_trains_on_all(void **state)
     assert_int_equal(result.validation.tokens, 0);
     snprintf(out, sizeof out, "%s/parts", p->folder);
     s.out = out;
-    stopper stop = {0, 7};
-    s.stop = &stop.flag;
-    error err = {0};
-    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
+    train_stopped(&s, 7, &result);
     assert_int_equal(result.step, 7);
-    s.stop = NULL;
     s.resume = true;
     s.evaluations = 3;
     train_fails(&s, ERROR_USAGE, "--evaluations is 3, but ");
@@ -101,12 +97,8 @@ static void a_resumed_run_keeps_its_split(void **state)
     train_ok(&s, &result);
     snprintf(out, sizeof out, "%s/parts", p->folder);
     s.out = out;
-    stopper stop = {0, 10};
-    s.stop = &stop.flag;
-    error err = {0};
-    if (!train_run(&s, stop_at, &stop, &result, &err)) fail_msg("%s", err.text);
+    train_stopped(&s, 10, &result);
     assert_int_equal(result.step, 10);
-    s.stop = NULL;
     s.resume = true;
     s.evaluations = 0;
     train_ok(&s, &result);

@@ -18,14 +18,9 @@ static void resume_with(const place *p, double clip)
     omp_set_num_threads(1); // the first run has one thread, the second two: the bits must be equal
     train_ok(&s, &whole);
     omp_set_num_threads(2);
-    stopper stop = {.at = 7}; // between two log lines: the sum of the losses must be restored too
     s.out = other;
-    s.stop = &stop.flag;
-    error err = {0};
-    if (!train_run(&s, stop_at, &stop, &part, &err)) fail_msg("%s", err.text);
-    assert_true(part.interrupted);
+    train_stopped(&s, 7, &part); // between two log lines: the sum of the losses must be restored too
     assert_int_equal(part.step, 7);
-    stop.flag = 0;
     s.resume = true;
     train_ok(&s, &part);
     assert_int_equal(part.step, 20);

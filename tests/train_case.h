@@ -125,6 +125,17 @@ static inline void stop_at(void *user, const train_report *report)
     if (report->step == s->at) s->flag = 1;
 }
 
+/* Runs with a stop after step `at`; 0: with *stop set from the beginning. */
+static inline void train_stopped(train_settings *s, int64_t at, train_result *result)
+{
+    stopper stop = {.flag = at == 0, .at = at};
+    error err = {0};
+    s->stop = &stop.flag;
+    if (!train_run(s, stop_at, &stop, result, &err)) fail_msg("%s", err.text);
+    assert_true(result->interrupted);
+    s->stop = NULL;
+}
+
 static inline void assert_same_checkpoints(const char *a, const char *b)
 {
     char x[PATH_BYTES], y[PATH_BYTES];
