@@ -11,6 +11,7 @@
 // late. Such a tile is claimed three tiles ahead of the tile that is being stored.
 #pragma once
 #include "sm90/gemm_cooperative.cuh"
+#include "sm90/unit_ring.cuh"
 #include "sm90/work_order.h"
 
 namespace moe
@@ -31,8 +32,7 @@ struct work_item {
 struct work_queue {
     tile_walk walk;
     const int32_t *block_offsets; // (E + 1), or NULL: the order of the list, column tiles fastest
-    int *turn; // (2) the next unit, and the number of CTAs that have finished; both zero before and after the
-               // kernel
+    int *turn;                    // see unit_ring.cuh
     template <class P>
     SMOE_DEVICE work_queue(const P &p, int column_tiles)
         : walk(p.lists.tiles, p.lists.counts, column_tiles), block_offsets(p.block_offsets),
@@ -63,15 +63,15 @@ enum {
     MANY_STEPS = 24, // and of many:
     ASK_BEFORE = 12, // so many steps before a tile's last one the loaders ask for the next item
     READ_BEFORE = 4, // and so many steps before the last one they read it, to know its tokens in time
-    FEED_BYTES = ITEMS * (16 + 8 + 8) + 16
+    FEED_BYTES = unit_ring<ITEMS, 1>::BYTES + 16
 };
 static_assert((int)READ_BEFORE < (int)ASK_BEFORE && (int)ASK_BEFORE < (int)MANY_STEPS, "asked, then read");
 
-// Item i is in slot i % ITEMS. When the claiming warp comes to tile i, loaders and consumers have read all
-// items up to i - 4, because the ring of slots does not let them be further behind. The other store warp can
-// be, so it reports what it has read.
+// When the claiming warp comes to tile i, loaders and consumers have read all items up to i - 4, because the
+// ring of slots does not let them be further behind. The other store warp can be, so it reports what it has
+// read.
 struct feed {
-    uint32_t at;
+    unit_ring<ITEMS, 1> ring;
     int steps; // of a tile
     SMOE_DEVICE bool asks() const
     {
@@ -81,42 +81,29 @@ struct feed {
     {
         return asks() ? 1 : FEW_LEAD;
     }
-    SMOE_DEVICE uint32_t slot(int i) const
-    {
-        return at + i % ITEMS * 16;
-    }
-    SMOE_DEVICE uint32_t known(int i) const
-    {
-        return at + ITEMS * 16 + i % ITEMS * 8;
-    }
     SMOE_DEVICE uint32_t free(int i) const
     {
-        return at + ITEMS * 24 + i % ITEMS * 8;
+        return ring.free(i);
     }
     SMOE_DEVICE uint32_t asked() const
     {
-        return at + ITEMS * 32;
+        return ring.at + ring.BYTES;
     }
     SMOE_DEVICE void init() const
     {
         barrier_init(asked(), 1);
-        for (int i = 0; i < ITEMS; i++) {
-            barrier_init(known(i), 1);
-            barrier_init(free(i), 1);
-        }
+        ring.init();
     }
     SMOE_DEVICE work_item read(int i) const
     {
-        barrier_wait(known(i), i / ITEMS & 1);
-        const uint4 v = load_shared16(slot(i));
+        const uint4 v = load_shared16(ring.wait_known(i));
         return {{(int)v.x, (int)v.y}, (int)v.z};
     }
     SMOE_DEVICE void publish(int i, work_item item) const
     {
-        barrier_wait(free(i), (i / ITEMS & 1) ^ 1);
-        store_shared16(slot(i),
+        store_shared16(ring.wait_free(i),
                        {(uint32_t)item.tile.row, (uint32_t)item.tile.what, (uint32_t)item.column, 0});
-        barrier_arrive(known(i));
+        barrier_arrive(ring.known(i));
     }
     // The step of a tile at which a loader arrives at asked(), or -1.
     SMOE_DEVICE int asks_at() const
@@ -131,13 +118,12 @@ struct feed {
     SMOE_DEVICE void claim(int i, const work_queue &queue) const
     {
         if (asks()) barrier_wait(asked(), i & 1);
-        publish(i + lead(), queue.item(atomicAdd(queue.turn, 1) + lead() * (int)gridDim.x));
+        publish(i + lead(), queue.item(claim_unit(queue.turn, lead())));
     }
-    // After its last claim. The last CTA that calls this sets both words back to zero.
+    // After its last claim.
     SMOE_DEVICE void end(const work_queue &queue) const
     {
-        __threadfence();
-        if (atomicAdd(queue.turn + 1, 1) == (int)gridDim.x - 1) queue.turn[0] = queue.turn[1] = 0;
+        finish_claims(queue.turn);
     }
 };
 

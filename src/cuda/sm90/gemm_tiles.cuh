@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     const shared_layout shared = {base, base + BARRIERS};
     const int warp = warp_number(), lane = threadIdx.x & 31;
     const int steps = operands<P>::steps(p);
-    const feed items = {base + FEED, steps};
+    const feed items = {{base + FEED}, steps};
     if (threadIdx.x == 0) {
         items.init();
         init_barriers(shared, 1);

@@ -38,6 +38,7 @@
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
+#include "sm90/weight_feed.cuh"
 #include "sm90/weight_tiles.h"
 
 namespace moe
@@ -64,7 +65,8 @@ enum {
     LOADERS = 64,
     ROWS_A_LOADER = STEP / (LOADERS / 16), // sixteen threads copy the 256 bytes of a row
     BARRIERS = STAGING_END,
-    SHARED_BYTES = BARRIERS + BARRIER_BYTES,
+    FEED = (BARRIERS + BARRIER_BYTES + 15) / 16 * 16, // units are 16-byte vectors
+    SHARED_BYTES = FEED + weight_feed::BYTES,
     CONSUMER_THREADS = 256,
     SLICES = SMOE_WEIGHT_TILE / (4 * CONSUMER_THREADS) // of a tile: four floats a thread
 };
@@ -73,46 +75,37 @@ static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_TILE_HIDDEN &&
                   (int)TILE_COLUMNS == (int)SMOE_WEIGHT_TILE_FEATURES,
               "weight_tiles.h");
 
-// The CTA's units (piece, tile); moe_weight_place_of says where a tile is.
-struct weight_walk {
-    const moe_piece *pieces;
-    int units, tiles, hidden_tiles, feature_tiles, stripes_of_half;
-    bool skip_empty;
-    SMOE_DEVICE explicit weight_walk(const dw_params &p)
-        : pieces(p.lists.pieces), tiles(moe_weight_tiles(p.hidden, p.intermediate, p.halves)),
+static_assert((int)weight_feed::AHEAD + SLOTS + 1 < (int)weight_feed::UNITS, "see weight_claims");
+
+// Where the tiles of an expert's matrix are.
+struct weight_matrix {
+    int tiles, hidden_tiles, feature_tiles, stripes_of_half;
+    SMOE_DEVICE explicit weight_matrix(const dw_params &p)
+        : tiles(moe_weight_tiles(p.hidden, p.intermediate, p.halves)),
           hidden_tiles(moe_hidden_tiles(p.hidden)),
           feature_tiles(moe_feature_tiles(p.intermediate, p.halves)),
-          stripes_of_half(moe_stripes_of_half(p.intermediate)), skip_empty(p.accumulate)
+          stripes_of_half(moe_stripes_of_half(p.intermediate))
     {
-        units = __ldg(p.lists.counts + 1) * tiles;
     }
-    SMOE_DEVICE moe_piece piece(int unit) const
+    SMOE_DEVICE moe_place place(int tile) const
     {
-        const int4 v = __ldg((const int4 *)(pieces + unit / tiles));
-        return {v.x, v.y, v.z, v.w};
+        return moe_weight_place_of(tile, hidden_tiles, feature_tiles);
     }
-    SMOE_DEVICE bool skips(const moe_piece &piece) const
+    SMOE_DEVICE int hidden(int tile) const
     {
-        return skip_empty && piece.blocks == 0;
+        return place(tile).row_tile * TILE_ROWS;
     }
-    // An expert without rows has one step, of zeros.
-    static SMOE_DEVICE int steps(const moe_piece &piece)
+    SMOE_DEVICE moe_stripe stripe(int tile, int i) const
     {
-        return max(piece.blocks, 1);
-    }
-    SMOE_DEVICE moe_place place(int unit) const
-    {
-        return moe_weight_place_of(unit % tiles, hidden_tiles, feature_tiles);
-    }
-    SMOE_DEVICE int hidden(int unit) const
-    {
-        return place(unit).row_tile * TILE_ROWS;
-    }
-    SMOE_DEVICE moe_stripe stripe(int unit, int i) const
-    {
-        return moe_stripe_of(place(unit).column_tile * 2 + i, stripes_of_half);
+        return moe_stripe_of(place(tile).column_tile * 2 + i, stripes_of_half);
     }
 };
+
+SMOE_DEVICE weight_queue queue_of(const dw_params &p, const weight_matrix &matrix)
+{
+    return {p.lists.pieces, __ldg(p.lists.counts + 1) * matrix.tiles, matrix.tiles, p.accumulate != 0,
+            p.lists.turn};
+}
 
 // ---- Loads
 
@@ -137,7 +130,8 @@ SMOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
     return piece.blocks ? token_of(p, piece.row + row) : -1;
 }
 
-SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared)
+SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix &matrix, const shared_layout &shared,
+                            weight_feed units)
 {
     const int thread = threadIdx.x - 256, vector = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
     const uint32_t subtile = (vector >> 3) * SMOE_SUBTILE_BYTES;
@@ -146,20 +140,15 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const s
     const uint32_t row_bytes = (uint32_t)p.hidden * 2;
     const int row = row0 + 4 * vector; // of a step: the lanes that copy a row read its token together
     ring_position<SLOTS> ring(1);
-    moe_piece next_piece = {0, 0, 0, -1};
-    if (blockIdx.x < walk.units) next_piece = walk.piece(blockIdx.x);
-    int next = first_token(p, next_piece, row);
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const moe_piece piece = next_piece;
-        if (unit + gridDim.x < walk.units) next_piece = walk.piece(unit + gridDim.x);
-        if (walk.skips(piece)) {
-            next = first_token(p, next_piece, row);
-            continue;
-        }
-        const bool inside = walk.hidden(unit) + vector * 8 < p.hidden;
-        const char *from = (const char *)p.tokens + walk.hidden(unit) * 2;
-        const int steps = weight_walk::steps(piece);
-        const moe_stripe left = walk.stripe(unit, 0), right = walk.stripe(unit, 1);
+    weight_unit unit = units.read(0);
+    int next = first_token(p, unit.piece, row);
+    for (int t = 0; unit.exists(); t++) {
+        const moe_piece piece = unit.piece;
+        const int hidden = matrix.hidden(unit.tile);
+        const bool inside = hidden + vector * 8 < p.hidden;
+        const char *from = (const char *)p.tokens + hidden * 2;
+        const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
+        const moe_stripe left = matrix.stripe(unit.tile, 0), right = matrix.stripe(unit.tile, 1);
         for (int k = 0; k < steps; k++) {
             // The lane that has a row's token computes its address for all lanes. All shuffles are before the
             // wait, because after it the compiler does not know that the warp has converged.
@@ -168,8 +157,13 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_walk &walk, const s
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
                 rows[i] = advance_by_adds(lane_address(mine, (thread & 16) | i), vector * 16);
-            next = k + 1 < steps ? token_of(p, piece.row + row + (k + 1) * STEP)
-                                 : first_token(p, next_piece, row);
+            if (thread == 0 && k == ask_at) barrier_arrive(units.asked(t));
+            if (k + 1 < steps)
+                next = token_of(p, piece.row + row + (k + 1) * STEP);
+            else {
+                unit = units.read(t + 1);
+                next = first_token(p, unit.piece, row);
+            }
             barrier_wait(shared.empty(ring.slot), ring.phase);
             const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
             if (thread == 0) {
@@ -293,11 +287,11 @@ template <typename G, bool TRANSPOSED> struct part_place {
     enum { BOXES = TRANSPOSED && sizeof(G) == 2 ? 1 : 2 };
     moe_stripe stripe;
     int hidden, feature;
-    SMOE_DEVICE part_place(const weight_walk &walk, int unit, int consumer, int part)
+    SMOE_DEVICE part_place(const weight_matrix &matrix, int tile, int consumer, int part)
     {
         const int column = part * output<G>::PART_FEATURES; // in the tile
-        hidden = walk.hidden(unit) + consumer * 64;
-        stripe = walk.stripe(unit, column / SMOE_WEIGHT_STRIPE);
+        hidden = matrix.hidden(tile) + consumer * 64;
+        stripe = matrix.stripe(tile, column / SMOE_WEIGHT_STRIPE);
         feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
     }
     SMOE_DEVICE bool inside(const dw_params &p) const
@@ -316,13 +310,11 @@ template <typename G, bool TRANSPOSED> struct part_place {
 
 // Starts the load of a part's old values into its staging buffer.
 template <typename G, bool TRANSPOSED>
-SMOE_DEVICE void load_part(const dw_params &p, const weight_walk &walk, const shared_layout &shared, int unit,
-                           int consumer, int part)
+SMOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED> &at,
+                           const shared_layout &shared, int expert, uint32_t number)
 {
-    const part_place<G, TRANSPOSED> at(walk, unit, consumer, part);
-    const uint32_t number = output<G>::buffer(consumer, part), empty = shared.buffer_empty(number);
+    const uint32_t empty = shared.buffer_empty(number);
     if (at.inside(p)) {
-        const int expert = walk.piece(unit).expert;
         barrier_expect(empty, BUFFER_BYTES);
         for (int i = 0; i < at.BOXES; i++)
             load_box(shared.buffer(number) + i * SMOE_SUBTILE_BYTES, &p.gradient, empty, at.x(i), at.y(),
@@ -331,56 +323,60 @@ SMOE_DEVICE void load_part(const dw_params &p, const weight_walk &walk, const sh
         barrier_arrive(empty);
 }
 
-// The CTA's first unit from `unit` on that is stored through staging.
-SMOE_DEVICE int staged_unit(const weight_walk &walk, int unit)
+// Stores a part that a consumer has left in its staging buffer.
+template <typename G, bool TRANSPOSED, bool MERGES>
+SMOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED> &at,
+                            const shared_layout &shared, int expert, uint32_t number, uint32_t parity)
 {
-    for (; unit < walk.units; unit += gridDim.x) {
-        const moe_piece piece = walk.piece(unit);
-        if (piece.part < 0 && !walk.skips(piece)) break;
+    barrier_wait(shared.buffer_full(number), parity);
+    if (at.inside(p)) {
+        for (int i = 0; i < at.BOXES; i++) {
+            const uint32_t subtile = shared.buffer(number) + i * SMOE_SUBTILE_BYTES;
+            if (!MERGES && p.accumulate)
+                add_box(&p.gradient, subtile, at.x(i), at.y(), at.stripe.half, expert);
+            else
+                store_box(&p.gradient, subtile, at.x(i), at.y(), at.stripe.half, expert);
+        }
     }
-    return unit;
+    commit_stores();
+    wait_stores_read<0>();
 }
 
-// One lane of a store warp stores its consumer's parts. MERGES: a buffer counts as empty only when the old
-// values of the next tile are in it, so its phase is one ahead.
+// One lane of a store warp stores its consumer's parts; that of consumer 0 also claims the CTA's units.
+// MERGES: a buffer counts as empty only when the old values of the next tile are in it, so its phase is one
+// ahead.
 template <typename G, bool TRANSPOSED, bool MERGES>
-SMOE_DEVICE void store_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared,
-                             int consumer)
+SMOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix &matrix, const shared_layout &shared,
+                             weight_feed units, int consumer)
 {
     using O = output<G>;
     static_assert(!MERGES || O::ROUNDS == 1, "the buffers hold all parts of a tile");
+    const bool claims = consumer == 0;
+    const weight_queue queue = queue_of(p, matrix);
+    weight_claims claimed(units, queue);
+    if (claims) claimed.begin();
     uint32_t count = 0;
-    if constexpr (MERGES) {
-        const int first = staged_unit(walk, blockIdx.x);
-        for (int part = 0; part < O::PARTS && first < walk.units; part++)
-            load_part<G, TRANSPOSED>(p, walk, shared, first, consumer, part);
-    }
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const moe_piece piece = walk.piece(unit);
-        if (piece.part >= 0 || walk.skips(piece)) continue;
-        const int next = MERGES ? staged_unit(walk, unit + gridDim.x) : 0;
+    for (int t = 0;; t++) {
+        const weight_unit unit = units.read(t);
+        if (!claims) barrier_arrive(units.ring.free(t));
+        if (!unit.exists()) break;
+        const bool staged = unit.piece.part < 0;
+        const int expert = unit.piece.expert;
+        if (MERGES && staged)
+            for (int part = 0; part < O::PARTS; part++)
+                load_part<G, TRANSPOSED>(p, {matrix, unit.tile, consumer, part}, shared, expert,
+                                         O::buffer(consumer, part));
+        if (claims) claimed.claim_after(t, unit);
+        if (!staged) continue;
         for (int part = 0; part < O::PARTS; part++) {
-            const uint32_t number = O::buffer(consumer, part), from = shared.buffer(number);
-            const part_place<G, TRANSPOSED> at(walk, unit, consumer, part);
-            barrier_wait(shared.buffer_full(number), O::parity(count, part));
-            if (at.inside(p)) {
-                for (int i = 0; i < at.BOXES; i++) {
-                    const uint32_t subtile = from + i * SMOE_SUBTILE_BYTES;
-                    if (!MERGES && p.accumulate)
-                        add_box(&p.gradient, subtile, at.x(i), at.y(), at.stripe.half, piece.expert);
-                    else
-                        store_box(&p.gradient, subtile, at.x(i), at.y(), at.stripe.half, piece.expert);
-                }
-            }
-            commit_stores();
-            wait_stores_read<0>();
-            if constexpr (MERGES) {
-                if (next < walk.units) load_part<G, TRANSPOSED>(p, walk, shared, next, consumer, part);
-            } else
-                barrier_arrive(shared.buffer_empty(number));
+            const uint32_t number = O::buffer(consumer, part);
+            store_part<G, TRANSPOSED, MERGES>(p, {matrix, unit.tile, consumer, part}, shared, expert, number,
+                                              O::parity(count, part));
+            if (!MERGES) barrier_arrive(shared.buffer_empty(number));
         }
         count++;
     }
+    if (claims) finish_claims(queue.turn);
     wait_stores_done();
 }
 
@@ -394,22 +390,19 @@ SMOE_DEVICE float *part_of(const dw_params &p, int part, int tiles, int tile, in
 }
 
 template <typename T, typename G, bool TRANSPOSED, bool MERGES>
-SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_walk &walk, const shared_layout &shared,
-                                int consumer, int lane)
+SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix &matrix, const shared_layout &shared,
+                                weight_feed units, int consumer, int lane)
 {
     ring_position<SLOTS> ring(0);
     uint32_t count = 0;
     float acc[128];
-    moe_piece next = {0, 0, 0, -1};
-    if (blockIdx.x < walk.units) next = walk.piece(blockIdx.x);
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const moe_piece piece = next;
-        if (unit + gridDim.x < walk.units) next = walk.piece(unit + gridDim.x);
-        if (walk.skips(piece)) continue;
-        multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, weight_walk::steps(piece), consumer,
+    for (int t = 0;; t++) {
+        const weight_unit unit = units.read(t);
+        if (!unit.exists()) break;
+        multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, unit.steps(), consumer,
                                               release_slot{shared, lane});
-        if (piece.part >= 0) {
-            float4 *to = (float4 *)part_of(p, piece.part, walk.tiles, unit % walk.tiles, threadIdx.x);
+        if (unit.piece.part >= 0) {
+            float4 *to = (float4 *)part_of(p, unit.piece.part, matrix.tiles, unit.tile, threadIdx.x);
 #pragma unroll
             for (int i = 0; i < SLICES; i++)
                 to[i * CONSUMER_THREADS] =
@@ -427,19 +420,23 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
     const shared_layout shared = {base, base + BARRIERS};
+    const weight_feed units = {{base + FEED}};
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) init_barriers(shared, 1 + LOADERS);
+    if (threadIdx.x == 0) {
+        units.init();
+        init_barriers(shared, 1 + LOADERS);
+    }
     __syncthreads();
-    const weight_walk walk(p);
+    const weight_matrix matrix(p);
     if (warp >= 8) {
         give_registers<88>();
         if (warp < 10)
-            load_tiles(p, walk, shared);
+            load_tiles(p, matrix, shared, units);
         else if (lane == 0)
-            store_tiles<G, TRANSPOSED, MERGES>(p, walk, shared, warp - 10);
+            store_tiles<G, TRANSPOSED, MERGES>(p, matrix, shared, units, warp - 10);
     } else {
         take_registers<208>();
-        multiply_tiles<T, G, TRANSPOSED, MERGES>(p, walk, shared, warp >> 2, lane);
+        multiply_tiles<T, G, TRANSPOSED, MERGES>(p, matrix, shared, units, warp >> 2, lane);
     }
 }
 
@@ -458,26 +455,27 @@ SMOE_DEVICE int64_t gradient_element(const dw_params &p, int expert, int half, i
 template <typename G, bool TRANSPOSED>
 __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ dw_params p)
 {
-    const weight_walk walk(p);
-    const int slices = __ldg(p.lists.counts + 2) * walk.tiles * SLICES, lane = threadIdx.x & 31;
+    const weight_matrix matrix(p);
+    const int slices = __ldg(p.lists.counts + 2) * matrix.tiles * SLICES, lane = threadIdx.x & 31;
     const int row = (threadIdx.x >> 5) * 16 + (lane >> 2);
     for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
         const int unit = slice / SLICES, i = slice % SLICES, column = i * 8 + (lane & 3) * 2;
-        const moe_stripe stripe = walk.stripe(unit, column / SMOE_WEIGHT_STRIPE);
+        const int tile = unit % matrix.tiles;
+        const moe_stripe stripe = matrix.stripe(tile, column / SMOE_WEIGHT_STRIPE);
         const int feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
         if (stripe.half >= p.halves || feature >= p.intermediate) continue;
-        const moe_split split = p.lists.splits[unit / walk.tiles];
+        const moe_split split = p.lists.splits[unit / matrix.tiles];
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (int part = 0; part < split.parts; part++) {
-            const float4 v = ((const float4 *)part_of(p, split.first_part + part, walk.tiles,
-                                                      unit % walk.tiles, threadIdx.x))[i * CONSUMER_THREADS];
+            const float4 v = ((const float4 *)part_of(p, split.first_part + part, matrix.tiles, tile,
+                                                      threadIdx.x))[i * CONSUMER_THREADS];
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int d = walk.hidden(unit) + row + (j >> 1) * 8;
+            const int d = matrix.hidden(tile) + row + (j >> 1) * 8;
             if (d >= p.hidden || feature + (j & 1) >= p.intermediate) continue;
             G *to = (G *)p.weight_gradient +
                     gradient_element<TRANSPOSED>(p, split.expert, stripe.half, feature + (j & 1), d);

@@ -251,7 +251,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __g
     const shared_layout shared = {base, base + BARRIERS};
     const int warp = warp_number(), lane = threadIdx.x & 31;
     const int steps = (p.hidden + STEP - 1) / STEP;
-    const feed items = {base + FEED, steps};
+    const feed items = {{base + FEED}, steps};
     if (threadIdx.x == 0) {
         items.init();
         init_barriers(shared, 1 + LOADERS);

@@ -1,0 +1,112 @@
+// How a CTA of dw gets its units, one by one, from a counter in global memory. A unit is a piece of an
+// expert and a tile of its gradient. Pieces are as long as the counts of the experts are different, so CTAs
+// with a fixed number of units would end at different times.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
+//
+// The store warp of consumer 0 claims the units and hands them to the other warps in a ring (unit_ring.cuh).
+// In each unit the loaders ask once, AHEAD steps before the unit's end, or at its first step if it is
+// shorter. Then the claiming warp claims units until those after this one have AHEAD steps. An earlier claim
+// would take a unit from a CTA that can start it sooner; with a later one the loaders would wait.
+#pragma once
+#include "host/scheduler.h"
+#include "sm90/unit_ring.cuh"
+
+namespace moe
+{
+
+struct weight_unit {
+    moe_piece piece;
+    int tile; // of the expert's matrix; -1: there is no more work
+    SMOE_DEVICE bool exists() const
+    {
+        return tile >= 0;
+    }
+    // Of 64 rows. An expert without rows has one step, of zeros.
+    SMOE_DEVICE int steps() const
+    {
+        return max(piece.blocks, 1);
+    }
+};
+
+// The list of pieces, and the counter of units; consecutive units have consecutive tiles.
+struct weight_queue {
+    const moe_piece *pieces; // the longest experts first
+    int units, tiles;        // tiles: of an expert's matrix
+    bool skips_empty;        // experts without rows have no work
+    int *turn;               // see unit_ring.cuh
+    SMOE_DEVICE weight_unit unit(int number) const
+    {
+        const weight_unit none = {{0, 0, 0, -1}, -1};
+        if (number >= units) return none;
+        const int4 v = __ldg((const int4 *)(pieces + number / tiles));
+        // all pieces after an empty one are empty, too
+        return skips_empty && v.z == 0 ? none : weight_unit{{v.x, v.y, v.z, v.w}, number % tiles};
+    }
+};
+
+struct weight_feed {
+    enum { UNITS = 16, AHEAD = 8, BYTES = unit_ring<UNITS, 2>::BYTES + UNITS * 8 };
+    unit_ring<UNITS, 2> ring;
+    // One barrier for each slot: with short units the loaders ask several times before the first answer.
+    SMOE_DEVICE uint32_t asked(int i) const
+    {
+        return ring.at + ring.BYTES + i % UNITS * 8;
+    }
+    SMOE_DEVICE void init() const
+    {
+        ring.init();
+        for (int i = 0; i < UNITS; i++) barrier_init(asked(i), 1);
+    }
+    SMOE_DEVICE weight_unit read(int i) const
+    {
+        const uint32_t from = ring.wait_known(i);
+        const uint4 piece = load_shared16(from), tile = load_shared16(from + 16);
+        return {{(int)piece.x, (int)piece.y, (int)piece.z, (int)piece.w}, (int)tile.x};
+    }
+    SMOE_DEVICE void publish(int i, const weight_unit &unit) const
+    {
+        const uint32_t to = ring.wait_free(i);
+        const moe_piece &p = unit.piece;
+        store_shared16(to, {(uint32_t)p.row, (uint32_t)p.expert, (uint32_t)p.blocks, (uint32_t)p.part});
+        store_shared16(to + 16, {(uint32_t)unit.tile, 0, 0, 0});
+        barrier_arrive(ring.known(i));
+    }
+    // The step of a unit at which a loader arrives at asked().
+    static SMOE_DEVICE int asks_at(int steps)
+    {
+        return max(steps - AHEAD, 0);
+    }
+};
+
+// What the claiming thread knows. When it claims for unit i, the loaders have asked for it, and the ring of
+// slots lets loaders and consumers be at most SLOTS units behind each other, so they have read all units up
+// to i - 4. It claims at most unit i + AHEAD. The other store warp can be further behind, so it arrives at
+// free() of each unit that it has read.
+struct weight_claims {
+    weight_feed feed;
+    const weight_queue &queue;
+    int published = 0, steps = 0; // steps: of the published units after the one that was claimed for last
+    bool ended = false;
+    SMOE_DEVICE weight_claims(weight_feed f, const weight_queue &q) : feed(f), queue(q)
+    {
+    }
+    SMOE_DEVICE void begin()
+    {
+        add(queue.unit(blockIdx.x));
+    }
+    SMOE_DEVICE void add(const weight_unit &unit)
+    {
+        feed.publish(published++, unit);
+        ended = !unit.exists();
+        if (!ended) steps += unit.steps();
+    }
+    // Unit i is `unit`.
+    SMOE_DEVICE void claim_after(int i, const weight_unit &unit)
+    {
+        steps -= unit.steps();
+        barrier_wait(feed.asked(i), i / feed.UNITS & 1);
+        while (!ended && steps < feed.AHEAD) add(queue.unit(claim_unit(queue.turn, 1)));
+    }
+};
+
+} // namespace moe
