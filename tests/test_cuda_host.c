@@ -13,6 +13,7 @@
 #include "cuda/host/plan_size.h"
 #include "cuda/host/scheduler.h"
 #include "cuda/sm90/gemm_choice.h"
+#include "cuda/sm90/stationary_shares.h"
 #include "cuda/sm90/swizzle.h"
 #include "cuda/sm90/work_order.h"
 
@@ -171,48 +172,99 @@ static void lists_fit_their_bounds(void **state)
 }
 
 /* The weight-stationary down-projection does whole units in waves and cuts the rest into shares. Every block
- * of every unit must be done exactly once. If the whole units leave room, no CTA may have more than an equal
- * part. */
+ * of every unit must be done exactly once, and every CTA must have its equal part of the blocks. */
+enum { MOST_UNITS = 800, MOST_CTAS = 150 };
+
+typedef struct shared_work {
+    moe_stationary_units units;
+    int32_t before[MOST_UNITS + 1];
+    int waves;
+} shared_work;
+
+/* kind 0: pieces of almost equal length; 1: of lengths between 1 and 30; 2: a few long ones among short ones
+ */
+static void draw_pieces(shared_work *w, int kind)
+{
+    const int32_t tiles = 1 + (int32_t)draw(5), pieces = 1 + (int32_t)draw((uint32_t)(MOST_UNITS / tiles));
+    w->units = (moe_stationary_units){w->before, pieces, tiles, 1 + (int32_t)draw(MOST_CTAS)};
+    w->before[0] = 0;
+    for (int i = 0; i < pieces; i++) {
+        const uint32_t of_kind[] = {24 + draw(3), 1 + draw(30), draw(8) ? 1 : 200};
+        w->before[i + 1] = w->before[i] + (int32_t)of_kind[kind];
+    }
+}
+
+static int count_waves(const shared_work *w)
+{
+    const moe_stationary_units *u = &w->units;
+    int waves = u->pieces * u->column_tiles / u->ctas;
+    for (int c = 0; c < u->ctas; c++) waves = moe_waves_within(u, c, waves, moe_equal_part(u, c)).waves;
+    return waves;
+}
+
+static int unit_blocks(const shared_work *w, int unit)
+{
+    const int piece = unit / w->units.column_tiles;
+    return w->before[piece + 1] - w->before[piece];
+}
+
+/* Counts the blocks of a share in `done`, block by block of each unit. */
+static void do_share(const shared_work *w, moe_share share, int *done)
+{
+    while (share.length > 0) {
+        assert_in_range(share.unit, 0, w->units.pieces * w->units.column_tiles - 1);
+        const int left = unit_blocks(w, share.unit) - share.block;
+        const int some = left < share.length ? left : share.length;
+        assert_true(some > 0);
+        done[share.unit] += some;
+        share = (moe_share){share.unit + 1, 0, share.length - some};
+    }
+}
+
 static void shares_cover_every_block_once(void **state)
 {
     (void)state;
-    enum { MOST = 600, CTAS = 132 };
-    for (int turn = 0; turn < 300; turn++) {
-        const int units = 1 + (int)draw(MOST), ctas = 1 + (int)draw(CTAS), waves = units / ctas;
-        const int first = waves * ctas;
-        static int blocks[MOST + 1], done[MOST + 1];
-        int64_t total = 0, rest = 0, lacking[CTAS], all = 0, before = 0;
-        for (int u = 0; u < units; u++) {
-            blocks[u] = turn % 2 ? 1 + (int)draw(30) : 24 + (int)draw(3);
-            done[u] = u < first ? blocks[u] : 0;
-            total += blocks[u];
-            if (u >= first) rest += blocks[u];
-        }
-        for (int c = 0; c < ctas; c++) {
-            int64_t whole = 0;
-            for (int wave = 0; wave < waves; wave++) whole += blocks[wave * ctas + c];
-            const int64_t target = moe_cut((int32_t)total, ctas, c + 1) - moe_cut((int32_t)total, ctas, c);
-            lacking[c] = target > whole ? target - whole : 0;
-            all += lacking[c];
-        }
-        int64_t previous_end = 0;
-        for (int c = 0; c < ctas; c++) {
-            const int64_t begin = moe_rest_share(rest, before, all, c, ctas);
-            before += lacking[c];
-            const int64_t end = moe_rest_share(rest, before, all, c + 1, ctas);
-            assert_int_equal(begin, previous_end);
-            assert_true(end >= begin && end - begin <= lacking[c] + 1);
-            previous_end = end;
-            int64_t at = 0;
-            for (int u = first; u < units; u++) {
-                const int64_t low = begin > at ? begin : at,
-                              high = end < at + blocks[u] ? end : at + blocks[u];
-                if (high > low) done[u] += (int)(high - low);
-                at += blocks[u];
+    static shared_work w;
+    int fewer = 0;
+    for (int turn = 0; turn < 600; turn++) {
+        draw_pieces(&w, turn % 3);
+        const moe_stationary_units *u = &w.units;
+        const int units = u->pieces * u->column_tiles;
+        w.waves = count_waves(&w);
+        fewer += w.waves < units / u->ctas;
+        int done[MOST_UNITS] = {0};
+        int at = moe_blocks_before(u, w.waves * u->ctas);
+        for (int c = 0; c < u->ctas; c++) {
+            int whole = 0;
+            for (int wave = 0; wave < w.waves; wave++) {
+                whole += unit_blocks(&w, wave * u->ctas + c);
+                done[wave * u->ctas + c] += unit_blocks(&w, wave * u->ctas + c);
             }
+            const int part = moe_equal_part(u, c);
+            assert_int_equal(moe_waves_within(u, c, w.waves, part).blocks, whole);
+            assert_true(whole <= part);
+            moe_share share = {0, 0, part - whole};
+            int found = 0;
+            for (int piece = 0; piece < u->pieces; piece++) found += moe_share_begins(u, piece, at, &share);
+            assert_int_equal(found, at < moe_stationary_blocks(u));
+            do_share(&w, share, done);
+            at += share.length;
         }
-        assert_int_equal(previous_end, rest);
-        for (int u = 0; u < units; u++) assert_int_equal(done[u], blocks[u]);
+        assert_int_equal(at, moe_stationary_blocks(u));
+        for (int unit = 0; unit < units; unit++) assert_int_equal(done[unit], unit_blocks(&w, unit));
+    }
+    assert_true(fewer > 50); /* so it was tested that waves are left out */
+}
+
+/* With pieces of equal length all full waves there are units for are taken. */
+static void equal_pieces_come_in_full_waves(void **state)
+{
+    (void)state;
+    static shared_work w;
+    for (int turn = 0; turn < 100; turn++) {
+        draw_pieces(&w, 0);
+        for (int i = 0; i < w.units.pieces; i++) w.before[i + 1] = w.before[i] + 40;
+        assert_int_equal(count_waves(&w), w.units.pieces * w.units.column_tiles / w.units.ctas);
     }
 }
 
@@ -395,6 +447,7 @@ int main(void)
         cmocka_unit_test(cuts_cover_everything_once),
         cmocka_unit_test(lists_fit_their_bounds),
         cmocka_unit_test(shares_cover_every_block_once),
+        cmocka_unit_test(equal_pieces_come_in_full_waves),
         cmocka_unit_test(places_cover_an_expert_once),
         cmocka_unit_test(the_down_kernel_fits_its_shape),
         cmocka_unit_test(few_rows_are_decode_steps),

@@ -39,4 +39,27 @@ template <int WARPS> SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *m
     return sum;
 }
 
+// Over the lanes up to this one.
+SMOE_DEVICE uint32_t sum_up_to_lane(uint32_t value, int lane)
+{
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const uint32_t left = __shfl_up_sync(~0u, value, step);
+        if (lane >= step) value += left;
+    }
+    return value;
+}
+
+// Over the threads of the CTA before this one. `memory`: one word for each warp.
+SMOE_DEVICE uint32_t sum_of_threads_before(uint32_t value, uint32_t *memory)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const uint32_t sum = sum_up_to_lane(value, lane);
+    if (lane == 31) memory[warp] = sum;
+    __syncthreads();
+    const uint32_t others = __reduce_add_sync(~0u, lane < warp ? memory[lane] : 0);
+    __syncthreads();
+    return sum - value + others;
+}
+
 } // namespace moe

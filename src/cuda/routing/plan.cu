@@ -332,7 +332,7 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
         const uint32_t id[4] = {SMOE_PLAN_REPEATED, 0, 0, 0};
         uint32_t own[4] = {0, 0, 0, 0};
         if (token < tokens) count_lower(q, m, token, id, own);
-        first = scan(own[0], m.scratch);
+        first = sum_of_threads_before(own[0], m.scratch);
     }
     if (token <= tokens) m.token_first[token] = first;
 }

@@ -128,7 +128,7 @@ SMOE_DEVICE row_range place_expert(const moe_cuda_plan &p, uint32_t *rows, uint3
     __syncthreads();
     if (!fits)
         for (int e = begin; e < end; e++) rows[e] = 0;
-    uint32_t block = scan(fits ? own : 0, scratch);
+    uint32_t block = sum_of_threads_before(fits ? own : 0, scratch);
     for (int e = begin; e < end; e++) {
         if (e == (int)blockIdx.x) place.first = block * SMOE_BLOCK_ROWS;
         block += blocks_of(rows[e]);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         uint32_t word = next;
         next = w + THREADS < r.words ? mask[w + THREADS] : 0;
         const int rows = __popc(word);
-        int at = (int)scan((uint32_t)rows, scratch);
+        int at = (int)sum_of_threads_before((uint32_t)rows, scratch);
         if (w < r.words) word_rows[w] = row + at;
         if (threadIdx.x == THREADS - 1) strip_rows = at + rows;
         for (; word; word &= word - 1) within[at++] = (uint16_t)(threadIdx.x * 32 + __ffs(word) - 1);
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(THREADS)
     int all = 0;
     if (threadIdx.x < MAP_TOKENS)
         for (int q = 0; q < 4; q++) all += quarter_rows[q][threadIdx.x];
-    const int first = (int)scan((uint32_t)all, scratch);
+    const int first = (int)sum_of_threads_before((uint32_t)all, scratch);
     if (threadIdx.x < MAP_TOKENS) { // its quarter is 0, its token threadIdx.x
         const int64_t t = (int64_t)blockIdx.x * MAP_TOKENS + threadIdx.x;
         first_of[threadIdx.x] = first;

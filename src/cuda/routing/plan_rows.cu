@@ -47,7 +47,8 @@ SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
         own_blocks += blocks_of(s.rows[e]);
         own_rows += s.rows[e];
     }
-    uint32_t block = scan(own_blocks, s.scratch), row = scan(own_rows, s.scratch);
+    uint32_t block = sum_of_threads_before(own_blocks, s.scratch),
+             row = sum_of_threads_before(own_rows, s.scratch);
 #pragma unroll 1
     for (int e = begin; e < end; e++) {
         s.first_block[e] = block;

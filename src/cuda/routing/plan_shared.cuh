@@ -1,8 +1,8 @@
-// What the kernels of the plan share: sums over the threads of a CTA, and writing one expert's part of the
-// plan's arrays and work lists by one warp.
+// What the kernels of the plan share: writing one expert's part of the plan's arrays and work lists by one
+// warp.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/reduce.cuh"
 #include "host/launch.h"
 #include "host/plan_size.h"
 
@@ -16,29 +16,6 @@ enum { THREADS = SMOE_PLAN_THREADS, WARPS = THREADS / 32 };
 SMOE_DEVICE uint32_t blocks_of(uint32_t rows)
 {
     return (rows + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
-}
-
-// Sum over the lanes up to this one.
-SMOE_DEVICE uint32_t sum_up_to_lane(uint32_t value, int lane)
-{
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const uint32_t left = __shfl_up_sync(~0u, value, step);
-        if (lane >= step) value += left;
-    }
-    return value;
-}
-
-// Exclusive sum over the threads of the CTA; `memory`: one word for each warp.
-SMOE_DEVICE uint32_t scan(uint32_t value, uint32_t *memory)
-{
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const uint32_t sum = sum_up_to_lane(value, lane);
-    if (lane == 31) memory[warp] = sum;
-    __syncthreads();
-    const uint32_t others = __reduce_add_sync(~0u, lane < warp ? memory[lane] : 0);
-    __syncthreads();
-    return sum - value + others;
 }
 
 // For one expert: sums over the experts before it, and its position in the order.

@@ -6,20 +6,20 @@
 // A block costs 32 KB of loads; the cooperative core would load 64 KB for it. The two consumer warpgroups
 // take blocks in turns: one converts and stores while the other multiplies.
 //
-// A unit of work is a piece and a column tile. As long as there is a unit for every CTA, each CTA takes a
-// whole unit (a full wave), so that neighbouring CTAs read the same rows at the same time and share them in
-// L2. The units that are left over are cut by blocks so that all CTAs end at the same time (moe_rest_share).
+// A unit of work is a piece and a column tile. First each CTA takes whole units (full waves), so that
+// neighbouring CTAs read the same rows at the same time and share them in L2. The units that are left over
+// are cut by blocks so that all CTAs end at the same time (stationary_shares.h).
 //
 // P, the kernel's parameters, has the tensor maps a (boxes of 64 rows), w2 (256 rows) and y (64 rows), and
 // lists, hidden, first_column and columns.
 #pragma once
+#include "common/reduce.cuh"
 #include "common/storage.cuh"
-#include "host/scheduler.h"
 #include "sm90/mbarrier.cuh"
+#include "sm90/stationary_shares.h"
 #include "sm90/swizzle.h"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
-#include "sm90/work_order.h"
 
 namespace moe
 {
@@ -38,13 +38,16 @@ enum {
     RING = SLICES * SLICE_BYTES,
     STAGING = RING + SLOTS * SLOT_BYTES,
     BARRIERS = STAGING + 2 * BUFFER_BYTES,
-    SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 4), // three ints of rest_share: unit, block, length
+    SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 4), // cta_shares
+    SHARED_BYTES = SHARES + 80,
     MAX_CTAS = 256,
-    SUMS = SHARES + 16, // int2 [MAX_CTAS]
-    SHARED_BYTES = SUMS + 8 * MAX_CTAS
+    // moe_work_bound with the limit of moe_piece_limit, for 4096 experts and 2^31 rows: less than 2 E + 1, or
+    // 8192 + E + 1 if the pieces have 4096 blocks
+    MOST_PIECES = 2 * 4096 + 8192
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert(MAX_CTAS <= THREADS, "one thread for each CTA's share");
+static_assert(4 * (MOST_PIECES + 1) <= SLICES * SLICE_BYTES, "sums over the pieces, before the first slice");
 
 struct shared_layout {
     uint32_t base;
@@ -88,70 +91,76 @@ struct shared_layout {
 
 struct unit_list {
     const moe_work *pieces;
-    int units, waves, column_tiles; // waves: number of whole units of every CTA
-    template <class P>
-    SMOE_DEVICE explicit unit_list(const P &p)
-        : pieces(p.lists.pieces), column_tiles((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS)
-    {
-        units = __ldg(p.lists.counts + 1) * column_tiles;
-        waves = units / (int)gridDim.x;
-    }
+    int column_tiles;
+    int waves; // number of whole units of every CTA
     SMOE_DEVICE moe_work piece(int unit) const
     {
         const int2 entry = __ldg((const int2 *)(pieces + unit / column_tiles));
         return {entry.x, entry.y};
     }
-    SMOE_DEVICE int blocks(int unit) const
-    {
-        return moe_work_blocks(piece(unit));
-    }
 };
 
-// A CTA's share of the units that are left over after the full waves: `length` blocks from block `block` of
-// unit `unit` on.
-struct rest_share {
-    int unit, block, length;
+// In shared memory: what the threads of a CTA tell each other while they compute its share.
+struct cta_shares {
+    uint32_t sums[THREADS / 32];
+    int waves; // the least of all CTAs
+    int begin; // of this CTA's share of the rest, in blocks of the rest
+    moe_share rest;
 };
+static_assert(sizeof(cta_shares) <= SHARED_BYTES - SHARES, "shared memory");
 
-// Inclusive sums over the first MAX_CTAS threads, left in `sums`. Called by all threads of the CTA.
-SMOE_DEVICE void scan(int2 value, int2 *sums)
+// before[i] = the blocks of the pieces before piece i, for i <= pieces. Called by all threads of the CTA;
+// each of them sums EACH neighbouring pieces at a time.
+SMOE_DEVICE void sum_pieces(const moe_work *list, int pieces, int *before, uint32_t *memory)
 {
-    const int c = threadIdx.x;
-    if (c < MAX_CTAS) sums[c] = value;
-    for (int step = 1; step < MAX_CTAS; step *= 2) {
+    enum { EACH = 2 };
+    int done = 0;
+    if (threadIdx.x == 0) before[0] = 0;
+    for (int first = 0; first < pieces; first += THREADS * EACH) {
+        const int own = first + threadIdx.x * EACH;
+        int sums[EACH], sum = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const moe_work piece = {0, own + i < pieces ? __ldg(&list[own + i].what) : 0};
+            sums[i] = sum += moe_work_blocks(piece);
+        }
+        const int others = done + (int)sum_of_threads_before(sum, memory);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (own + i < pieces) before[own + i + 1] = others + sums[i];
         __syncthreads();
-        const int2 left = c >= step && c < MAX_CTAS ? sums[c - step] : int2{0, 0};
-        __syncthreads();
-        value = {value.x + left.x, value.y + left.y};
-        if (c < MAX_CTAS) sums[c] = value;
+        done = before[min(first + THREADS * EACH, pieces)];
     }
-    __syncthreads();
 }
 
-// Called by all threads of the CTA. Thread c computes how many blocks CTA c lacks and how many blocks unit c
-// of the rest has. The thread whose unit contains this CTA's first block writes *share.
-SMOE_DEVICE void share_rest(const unit_list &list, rest_share *share, int2 *sums)
+// The CTA's whole units and its share of the rest. Called by all threads of the CTA. Thread c computes how
+// many whole units CTA c could have and how many blocks it then lacks.
+SMOE_DEVICE moe_share share_units(const moe_stationary_units &units, int *waves, cta_shares *shared)
 {
-    const int ctas = gridDim.x, c = threadIdx.x, first = list.waves * ctas;
-    int whole = 0, length = 0;
-    if (c < ctas) {
-        for (int wave = 0; wave < list.waves; wave++) whole += list.blocks(wave * ctas + c);
-        if (first + c < list.units) length = list.blocks(first + c);
-    }
-    if (c == 0) *share = {0, 0, 0};
-    scan({whole, length}, sums);
-    const int rest = sums[MAX_CTAS - 1].y, total = sums[MAX_CTAS - 1].x + rest;
-    __syncthreads();
-    const int target = moe_cut(total, ctas, c + 1) - moe_cut(total, ctas, c);
-    scan({c < ctas ? max(0, target - whole) : 0, length}, sums);
-    const int own = blockIdx.x, all = sums[MAX_CTAS - 1].x;
-    const int begin = (int)moe_rest_share(rest, own > 0 ? sums[own - 1].x : 0, all, own, ctas);
-    const int end = (int)moe_rest_share(rest, sums[own].x, all, own + 1, ctas);
-    if (c < ctas && begin < end) {
-        const int before = sums[c].y - length;
-        if (before <= begin && begin < before + length) *share = {first + c, begin - before, end - begin};
+    const int c = threadIdx.x, part = c < units.ctas ? moe_equal_part(&units, c) : 0;
+    const int most = units.pieces * units.column_tiles / units.ctas;
+    if (c == 0) {
+        shared->waves = most;
+        shared->rest = {0, 0, 0};
     }
     __syncthreads();
+    moe_whole_units whole = {most, 0};
+    if (c < units.ctas) whole = moe_waves_within(&units, c, most, part);
+    if (whole.waves < most) atomicMin(&shared->waves, whole.waves);
+    __syncthreads();
+    *waves = shared->waves;
+    if (c < units.ctas && whole.waves > *waves) whole = moe_waves_within(&units, c, *waves, part);
+    const int lacking = part - whole.blocks, begin = (int)sum_of_threads_before(lacking, shared->sums);
+    if (c == (int)blockIdx.x) {
+        shared->begin = begin;
+        shared->rest.length = lacking;
+    }
+    __syncthreads();
+    const int at = moe_blocks_before(&units, *waves * units.ctas) + shared->begin;
+    for (int piece = c; piece < units.pieces; piece += THREADS)
+        moe_share_begins(&units, piece, at, &shared->rest);
+    __syncthreads();
+    return shared->rest;
 }
 
 // One item of the CTA's work. Producers and consumers go through the same items in the same order.
@@ -161,9 +170,9 @@ struct item {
 
 struct item_walk {
     const unit_list &list;
-    rest_share rest;
+    moe_share rest;
     int wave = 0;
-    SMOE_DEVICE item_walk(const unit_list &l, const rest_share &r) : list(l), rest(r)
+    SMOE_DEVICE item_walk(const unit_list &l, const moe_share &r) : list(l), rest(r)
     {
     }
     SMOE_DEVICE bool next(item &it)
@@ -342,10 +351,16 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
         }
         barrier_init_done();
     }
-    const unit_list list(p);
-    rest_share *share = (rest_share *)(memory + SHARES);
-    share_rest(list, share, (int2 *)(memory + SUMS));
-    const item_walk walk(list, *share);
+    const int pieces = __ldg(p.lists.counts + 1),
+              column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    int *before = (int *)memory; // until the first slice is loaded
+    cta_shares *shares = (cta_shares *)(memory + SHARES);
+    sum_pieces(p.lists.pieces, pieces, before, shares->sums);
+    unit_list list = {p.lists.pieces, column_tiles, 0};
+    const moe_share rest = share_units({before, pieces, column_tiles, (int)gridDim.x}, &list.waves, shares);
+    fence_async_proxy(); // TMA writes where the sums were
+    __syncthreads();
+    const item_walk walk(list, rest);
     if (warp >= 8) {
         give_registers<40>();
         if (lane == 0) {

@@ -1,5 +1,4 @@
-/* The order in which the Hopper kernels go through a work list, and how the weight-stationary core shares
- * the units that are left over after the full waves. */
+/* The order in which the Hopper kernels go through a work list. */
 #ifndef SMOE_CUDA_WORK_ORDER_H
 #define SMOE_CUDA_WORK_ORDER_H
 
@@ -42,19 +41,6 @@ SMOE_HD moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_t
         moe_place_in(unit - first * column_tiles, left < height ? left : height, column_tiles, 0);
     place.row_tile += first;
     return place;
-}
-
-/* ---- Shares of the weight-stationary down-projection ----
- * Whole units are dealt to the CTAs in full waves. The blocks of the units left over are divided so that all
- * CTAs end at the same time: CTA c lacks max(0, target - blocks of its whole units) blocks and gets a share
- * of the rest in that proportion.
- */
-
-/* Blocks of the rest before the CTA whose predecessors lack `lacking_before` of `lacking` blocks in all. */
-SMOE_HD int64_t moe_rest_share(int64_t rest, int64_t lacking_before, int64_t lacking, int32_t cta,
-                               int32_t ctas)
-{
-    return lacking > 0 ? rest * lacking_before / lacking : rest * cta / ctas;
 }
 
 #endif

@@ -278,6 +278,13 @@ inline uint32_t atomicOr(uint32_t *to, uint32_t value)
     return before;
 }
 
+inline int atomicMin(int *to, int value)
+{
+    const int before = *to;
+    if (value < before) *to = value;
+    return before;
+}
+
 inline uint32_t atomicXor(uint32_t *to, uint32_t value)
 {
     const uint32_t before = *to;

@@ -1,0 +1,82 @@
+/* How the weight-stationary down-projection shares its units among the CTAs. A unit is a piece (a run of
+ * blocks of one expert) and a column tile; consecutive units have consecutive column tiles.
+ * Terms: docs/glossary.md.
+ *
+ * The first waves are full: in wave w, CTA c has the whole unit w ctas + c. Pieces are of unequal length when
+ * the counts of the experts are. So there are only as many full waves as leave no CTA with more than an equal
+ * part of all blocks. Of the units after them, the rest, each CTA has as many blocks as it lacks to its part;
+ * the shares of the CTAs follow each other. */
+#ifndef SMOE_CUDA_STATIONARY_SHARES_H
+#define SMOE_CUDA_STATIONARY_SHARES_H
+
+#include "host/scheduler.h"
+
+typedef struct moe_stationary_units {
+    const int32_t *before; /* (pieces + 1) blocks of the pieces before this one */
+    int32_t pieces, column_tiles, ctas;
+} moe_stationary_units;
+
+/* A CTA's full waves: how many it has, and their blocks. */
+typedef struct moe_whole_units {
+    int32_t waves, blocks;
+} moe_whole_units;
+
+SMOE_HD int32_t moe_stationary_blocks(const moe_stationary_units *units)
+{
+    return units->before[units->pieces] * units->column_tiles;
+}
+
+/* CTA `cta`'s equal part of all blocks. */
+SMOE_HD int32_t moe_equal_part(const moe_stationary_units *units, int32_t cta)
+{
+    const int32_t blocks = moe_stationary_blocks(units);
+    return moe_cut(blocks, units->ctas, cta + 1) - moe_cut(blocks, units->ctas, cta);
+}
+
+/* The most waves, but not more than `waves`, in which CTA `cta` has at most `most` blocks. */
+SMOE_HD moe_whole_units moe_waves_within(const moe_stationary_units *units, int32_t cta, int32_t waves,
+                                         int32_t most)
+{
+    const int32_t tiles = units->column_tiles, columns = units->ctas % tiles;
+    int32_t piece = cta / tiles, column = cta % tiles;
+    moe_whole_units whole = {0, 0};
+    while (whole.waves < waves) {
+        const int32_t blocks = whole.blocks + units->before[piece + 1] - units->before[piece];
+        if (blocks > most) break;
+        whole.blocks = blocks;
+        whole.waves++;
+        piece += units->ctas / tiles;
+        column += columns;
+        if (column >= tiles) {
+            column -= tiles;
+            piece++;
+        }
+    }
+    return whole;
+}
+
+/* The blocks of the units before unit `unit`. */
+SMOE_HD int32_t moe_blocks_before(const moe_stationary_units *units, int32_t unit)
+{
+    const int32_t piece = unit / units->column_tiles, column = unit % units->column_tiles;
+    const int32_t before = units->before[piece] * units->column_tiles;
+    return column ? before + (units->before[piece + 1] - units->before[piece]) * column : before;
+}
+
+/* A CTA's share of the rest: `length` blocks from block `block` of unit `unit` on. */
+typedef struct moe_share {
+    int32_t unit, block, length;
+} moe_share;
+
+/* Whether block `at` of the blocks of all units is in piece `piece`; then *share begins there. */
+SMOE_HD int moe_share_begins(const moe_stationary_units *units, int32_t piece, int32_t at, moe_share *share)
+{
+    const int32_t tiles = units->column_tiles, before = units->before[piece] * tiles;
+    const int32_t blocks = units->before[piece + 1] - units->before[piece];
+    if (at < before || at >= before + blocks * tiles) return 0;
+    share->unit = piece * tiles + (at - before) / blocks;
+    share->block = (at - before) % blocks;
+    return 1;
+}
+
+#endif
