@@ -1,7 +1,8 @@
 /* Measures which of several builds of the library is the fastest. All run in one process, on the same inputs,
  * by turns:
  *
- *   time_variants ROUNDS uniform|random T,d,n,E,K LIBRARY...     libsmoe.so of each; "self" is this program's
+ *   time_variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...     libsmoe.so of each; "self" is this
+ *                                                                       program's
  *
  * Every pass is timed in two ways: after 20 ms of idling, when the GPU is not yet at its power limit and
  * differences of 0.1 % can be detected; and in sustained runs, as users have them, where only differences of
@@ -139,23 +140,60 @@ static gpu_buffer normal(int64_t count, float scale, uint64_t seed)
     return made;
 }
 
-/* K distinct experts for each token: in turn, so that all experts have equal counts, or drawn at random. */
-static gpu_buffer route(const smoe_layer *l, int drawn)
+typedef enum routing { IN_TURN, AT_RANDOM, BY_ZIPF, ROUTINGS } routing;
+
+static const char *const routing_names[ROUTINGS] = {"uniform", "random", "skewed"};
+
+/* cumulated (E): the sums of Zipf's weights 1 / (rank + 1) up to each rank. */
+static int32_t draw_rank(const double *cumulated, int64_t experts, uint64_t *random)
+{
+    const double at = (double)next_random(random) * 0x1p-32 * cumulated[experts - 1];
+    int64_t low = 0, high = experts - 1;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (cumulated[middle] > at)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return (int32_t)low;
+}
+
+/* The expert of every rank: all experts in an order drawn at random. */
+static void shuffle(int32_t *experts_by_rank, int64_t experts, uint64_t *random)
+{
+    for (int64_t e = 0; e < experts; e++) {
+        const int64_t at = next_random(random) % (uint32_t)(e + 1);
+        experts_by_rank[e] = experts_by_rank[at];
+        experts_by_rank[at] = (int32_t)e;
+    }
+}
+
+/* K distinct experts for each token: in turn, so that all experts have equal counts; drawn at random; or
+ * drawn by Zipf's weights, as `smoe bench --routing skewed` does. */
+static gpu_buffer route(const smoe_layer *l, routing kind)
 {
     const int64_t T = l->tokens, E = l->experts, K = l->topk;
-    int32_t *ids = malloc((size_t)(T * K) * sizeof *ids);
-    uint64_t random = 3;
+    int32_t *ids = malloc((size_t)(T * K) * sizeof *ids), *by_rank = malloc((size_t)E * sizeof *by_rank);
+    double *cumulated = malloc((size_t)E * sizeof *cumulated), sum = 0;
+    uint64_t random = 3, order = 5;
+    for (int64_t e = 0; e < E; e++) cumulated[e] = sum += 1.0 / (double)(e + 1);
+    shuffle(by_rank, E, &order);
     for (int64_t i = 0; i < T * K; i++) {
         const int64_t first = i - i % K;
         int again = 1;
         while (again) {
-            ids[i] = (int32_t)(drawn ? next_random(&random) % (uint32_t)E : (uint32_t)(i % E));
+            ids[i] = (int32_t)(kind == IN_TURN     ? (uint32_t)(i % E)
+                               : kind == AT_RANDOM ? next_random(&random) % (uint32_t)E
+                                                   : (uint32_t)by_rank[draw_rank(cumulated, E, &random)]);
             again = 0;
             for (int64_t j = first; j < i; j++) again |= ids[j] == ids[i];
         }
     }
     const gpu_buffer made = gpu_copy(ids, (size_t)(T * K) * sizeof *ids);
     free(ids);
+    free(by_rank);
+    free(cumulated);
     return made;
 }
 
@@ -170,7 +208,7 @@ static gpu_buffer weights(int64_t count, float mean)
     return made;
 }
 
-static void make_problem(problem *p, int drawn, const variant *variants, int count)
+static void make_problem(problem *p, routing kind, const variant *variants, int count)
 {
     const smoe_layer *l = &p->layer;
     const int64_t T = l->tokens, d = l->hidden, n = l->intermediate, E = l->experts, pairs = T * l->topk;
@@ -185,7 +223,7 @@ static void make_problem(problem *p, int drawn, const variant *variants, int cou
     p->w1 = normal(E * 2 * n * d, 1.0f / sqrtf((float)d), 12);
     p->w2 = normal(E * d * n, 1.0f / sqrtf((float)n), 13);
     p->dout = normal(T * d, 1.0f, 14);
-    p->ids = route(l, drawn);
+    p->ids = route(l, kind);
     p->weights = weights(pairs, 1.0f / (float)l->topk);
     p->out = gpu_alloc((size_t)(T * d) * 2);
     p->dx = gpu_alloc((size_t)(T * d) * 2);
@@ -348,10 +386,10 @@ static void print_table(const variant *variants, int count, int rounds)
 
 static int usage(void)
 {
-    fprintf(
-        stderr,
-        "time_variants ROUNDS uniform|random T,d,n,E,K LIBRARY...   (rounds 1 to %d, libraries 1 to %d)\n",
-        (int)MOST_ROUNDS, (int)MOST_VARIANTS);
+    fprintf(stderr,
+            "time_variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...   (rounds 1 to %d, libraries 1 "
+            "to %d)\n",
+            (int)MOST_ROUNDS, (int)MOST_VARIANTS);
     return 2;
 }
 
@@ -362,8 +400,9 @@ int main(int argc, char **argv)
     smoe_layer *l = &p.layer;
     long long shape[5];
     const int count = argc - 4, rounds = argc > 1 ? atoi(argv[1]) : 0;
-    if (count < 1 || count > MOST_VARIANTS || rounds < 1 || rounds > MOST_ROUNDS ||
-        (strcmp(argv[2], "uniform") != 0 && strcmp(argv[2], "random") != 0) ||
+    int kind = 0;
+    while (kind < ROUTINGS && argc > 2 && strcmp(argv[2], routing_names[kind]) != 0) kind++;
+    if (count < 1 || count > MOST_VARIANTS || rounds < 1 || rounds > MOST_ROUNDS || kind == ROUTINGS ||
         sscanf(argv[3], "%lld,%lld,%lld,%lld,%lld", shape, shape + 1, shape + 2, shape + 3, shape + 4) != 5)
         return usage();
     l->tokens = shape[0], l->hidden = shape[1], l->intermediate = shape[2], l->experts = shape[3];
@@ -374,7 +413,7 @@ int main(int argc, char **argv)
         open_variant(variants + i, argv[4 + i]);
         make_context(variants + i, l);
     }
-    make_problem(&p, strcmp(argv[2], "random") == 0, variants, count);
+    make_problem(&p, (routing)kind, variants, count);
     for (int i = 0; i < count; i++) {
         run_once(&p, variants + i); // loads the kernels, which must not happen during a stream capture
         record(&p, variants + i);
