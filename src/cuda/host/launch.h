@@ -18,7 +18,7 @@ typedef struct moe_cuda_lists {
     moe_work *tiles;  /* limit SMOE_TILE_BLOCKS */
     moe_work *pieces; /* limit piece_limit */
     int32_t piece_limit;
-    int32_t *turn; /* (2) counters, zero between launches; see feed.cuh */
+    int32_t *turn; /* (2) counters, zero between launches; see unit_ring.cuh */
 } moe_cuda_lists;
 
 /* ---- plan ---- */

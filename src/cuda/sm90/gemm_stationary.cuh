@@ -109,27 +109,19 @@ struct cta_shares {
 };
 static_assert(sizeof(cta_shares) <= SHARED_BYTES - SHARES, "shared memory");
 
-// before[i] = the blocks of the pieces before piece i, for i <= pieces. Called by all threads of the CTA;
-// each of them sums EACH neighbouring pieces at a time.
+// before[i] = the blocks of the pieces before piece i, for i <= pieces. Called by all threads of the CTA.
 SMOE_DEVICE void sum_pieces(const moe_work *list, int pieces, int *before, uint32_t *memory)
 {
-    enum { EACH = 2 };
     int done = 0;
     if (threadIdx.x == 0) before[0] = 0;
-    for (int first = 0; first < pieces; first += THREADS * EACH) {
-        const int own = first + threadIdx.x * EACH;
-        int sums[EACH], sum = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const moe_work piece = {0, own + i < pieces ? __ldg(&list[own + i].what) : 0};
-            sums[i] = sum += moe_work_blocks(piece);
-        }
-        const int others = done + (int)sum_of_threads_before(sum, memory);
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (own + i < pieces) before[own + i + 1] = others + sums[i];
+    for (int first = 0; first < pieces; first += THREADS) {
+        const int own = first + threadIdx.x;
+        const moe_work piece = {0, own < pieces ? __ldg(&list[own].what) : 0};
+        const int blocks = moe_work_blocks(piece);
+        const int others = done + (int)sum_of_threads_before(blocks, memory);
+        if (own < pieces) before[own + 1] = others + blocks;
         __syncthreads();
-        done = before[min(first + THREADS * EACH, pieces)];
+        done = before[min(first + THREADS, pieces)];
     }
 }
 
