@@ -27,7 +27,7 @@ static double *draw_weights(oracle_random *random, int64_t count, int integers)
 }
 
 /* The expert of each token under COUNTS. The tokens are dealt to the experts in turn, and an expert that has
- * its count is passed over. */
+ * its count is passed over. -1: all experts have theirs. */
 static void deal(const smoe_layer *layer, const int64_t *counts, int64_t *expert_of)
 {
     int64_t *left = oracle_alloc((size_t)layer->experts, sizeof *left);
@@ -36,8 +36,8 @@ static void deal(const smoe_layer *layer, const int64_t *counts, int64_t *expert
     for (int64_t t = 0; t < layer->tokens; t++) {
         int64_t looked = 0;
         while (!left[e] && looked++ < layer->experts) e = (e + 1) % layer->experts;
+        expert_of[t] = left[e] ? e : -1;
         if (left[e]) left[e]--;
-        expert_of[t] = e;
         e = (e + 1) % layer->experts;
     }
     free(left);

@@ -256,7 +256,7 @@ static void shares_cover_every_block_once(void **state)
     assert_true(fewer > 50); /* so it was tested that waves are left out */
 }
 
-/* With pieces of equal length all full waves there are units for are taken. */
+/* With pieces of equal length the number of full waves is units / CTAs, rounded down. */
 static void equal_pieces_come_in_full_waves(void **state)
 {
     (void)state;

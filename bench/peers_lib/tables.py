@@ -60,11 +60,18 @@ def _kind(record):
 
 
 def newest(records):
-    """The records of the newest commit for each device, suite, part, routing and type."""
+    """The records of the newest commit for each device, suite, part, routing, type and peer, and smoe's records of the
+    same commits."""
     commits = {}
     for record in sorted(records, key=lambda record: record["date"]):
-        commits[_kind(record)] = record["commit"]
-    return [record for record in records if commits[_kind(record)] == record["commit"]]
+        commits[_kind(record), record["peer"]] = record["commit"]
+    together = {(kind, commit) for (kind, _), commit in commits.items()}
+    return [
+        record
+        for record in records
+        if record["commit"] == commits[_kind(record), record["peer"]]
+        or (record["peer"] == BASE and (_kind(record), record["commit"]) in together)
+    ]
 
 
 def grouped(records, key):

@@ -3,7 +3,9 @@
  */
 #include "run_checks.h"
 
-typedef enum routing { RANDOM, ONE_EXPERT, HALF_EMPTY, EDGES, INVALID } routing;
+#include <string.h>
+
+typedef enum routing { RANDOM, ONE_EXPERT, HALF_EMPTY, EDGES, INVALID, NO_ROWS } routing;
 
 typedef struct test_case {
     const char *name;
@@ -32,6 +34,7 @@ static const test_case cases[] = {
     {"stationary one expert", 5000, 512, 256, 9, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, CAT, 0, 0, 0, 1, 0,
      0},
     {"stationary edges", 3000, 512, 256, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
+    {"stationary no rows", 200, 256, 256, 16, 1, SMOE_ACTIVATION_REGLU, NO_ROWS, B, CAT, 0, 0, 0, 1, 0, 0},
     {"stationary experts 450", 2000, 200, 200, 450, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0,
      0},
     {"ping-pong", 900, 768, 512, 5, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
@@ -116,9 +119,10 @@ static gpu_case make(size_t i)
 {
     static int64_t counts[EDGE_EXPERTS];
     static const oracle_routing routings[] = {ORACLE_RANDOM, ORACLE_ONE_TAKES_ALL, ORACLE_HALF_EMPTY,
-                                              ORACLE_COUNTS, ORACLE_RANDOM};
+                                              ORACLE_COUNTS, ORACLE_RANDOM,        ORACLE_COUNTS};
     const test_case *c = &cases[i];
     const bool bias = c->bias;
+    memset(counts, 0, sizeof counts);
     if (c->routing == EDGES) edge_counts(c->tokens, counts);
     return (gpu_case){.name = c->name,
                       .layer = {.tokens = c->rows ? c->tokens * c->topk : c->tokens,

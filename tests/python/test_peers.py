@@ -251,6 +251,14 @@ def test_newest_commit_is_shown():
     assert tables.newest([new, old]) == [new]
 
 
+def test_a_peer_missing_in_the_newest_commit_is_shown_beside_smoe_of_its_own():
+    smoe, peer, gone = a_record(), a_record(peer="sonicmoe"), a_record(peer="scattermoe")
+    newer = dict(commit="c2", date="2026-02-01T00:00:00Z")
+    new = [a_record(**newer), a_record(peer="sonicmoe", **newer)]
+    assert tables.newest([smoe, peer, gone, *new]) == [smoe, gone, *new]
+    assert tables.newest([smoe, peer, *new]) == new
+
+
 def test_types_have_tables_of_their_own():
     half = timed("smoe", 2.0, 4.0)
     single = timed("smoe", 1.0, 2.0, dtype="f32", commit="c0", date="2025-01-01T00:00:00Z")

@@ -17,7 +17,7 @@
 // to each list, so E is at most 4096. Prefix sums of these counts tell where each expert's entries begin.
 // Then a warp writes the entries of one expert at a time.
 #include "common/launch.cuh"
-#include "common/ptx.cuh"
+#include "common/reduce.cuh"
 #include "host/launch_backward.h"
 
 namespace moe
@@ -43,12 +43,7 @@ SMOE_DEVICE sums sums_before(sums own, uint32_t (&memory)[4][WARPS])
     uint32_t value[4] = {own.tiles, own.pieces, own.parts, own.splits}, sum[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        sum[i] = value[i];
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const uint32_t left = __shfl_up_sync(~0u, sum[i], step);
-            if (lane >= step) sum[i] += left;
-        }
+        sum[i] = sum_up_to_lane(value[i], lane);
         if (lane == 31) memory[i][warp] = sum[i];
     }
     __syncthreads();

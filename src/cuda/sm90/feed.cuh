@@ -81,10 +81,6 @@ struct feed {
     {
         return asks() ? 1 : FEW_LEAD;
     }
-    SMOE_DEVICE uint32_t free(int i) const
-    {
-        return ring.free(i);
-    }
     SMOE_DEVICE uint32_t asked() const
     {
         return ring.at + ring.BYTES;
@@ -119,11 +115,6 @@ struct feed {
     {
         if (asks()) barrier_wait(asked(), i & 1);
         publish(i + lead(), queue.item(claim_unit(queue.turn, lead())));
-    }
-    // After its last claim.
-    SMOE_DEVICE void end(const work_queue &queue) const
-    {
-        finish_claims(queue.turn);
     }
 };
 

@@ -41,8 +41,8 @@ enum {
     SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 4), // cta_shares
     SHARED_BYTES = SHARES + 80,
     MAX_CTAS = 256,
-    // moe_work_bound with the limit of moe_piece_limit, for 4096 experts and 2^31 rows: less than 2 E + 1, or
-    // 8192 + E + 1 if the pieces have 4096 blocks
+    // moe_work_bound with the limit of moe_piece_limit, for 4096 experts and 2^31 rows, is at most 2 E + 1,
+    // or 8192 + E + 1 if the limit is its highest, 4096 blocks
     MOST_PIECES = 2 * 4096 + 8192
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
@@ -100,7 +100,7 @@ struct unit_list {
     }
 };
 
-// In shared memory: what the threads of a CTA tell each other while they compute its share.
+// What the threads of a CTA share while they compute the CTA's units. In shared memory.
 struct cta_shares {
     uint32_t sums[THREADS / 32];
     int waves; // the least of all CTAs
@@ -129,13 +129,14 @@ SMOE_DEVICE void sum_pieces(const moe_work *list, int pieces, int *before, uint3
 // many whole units CTA c could have and how many blocks it then lacks.
 SMOE_DEVICE moe_share share_units(const moe_stationary_units &units, int *waves, cta_shares *shared)
 {
-    const int c = threadIdx.x, part = c < units.ctas ? moe_equal_part(&units, c) : 0;
+    const int c = threadIdx.x;
     const int most = units.pieces * units.column_tiles / units.ctas;
     if (c == 0) {
         shared->waves = most;
         shared->rest = {0, 0, 0};
     }
     __syncthreads();
+    const int part = c < units.ctas ? moe_equal_part(&units, c) : 0;
     moe_whole_units whole = {most, 0};
     if (c < units.ctas) whole = moe_waves_within(&units, c, most, part);
     if (whole.waves < most) atomicMin(&shared->waves, whole.waves);
@@ -151,6 +152,7 @@ SMOE_DEVICE moe_share share_units(const moe_stationary_units &units, int *waves,
     const int at = moe_blocks_before(&units, *waves * units.ctas) + shared->begin;
     for (int piece = c; piece < units.pieces; piece += THREADS)
         moe_share_begins(&units, piece, at, &shared->rest);
+    fence_async_proxy(); // TMA writes slices of weights where `before` is
     __syncthreads();
     return shared->rest;
 }
@@ -350,8 +352,6 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     sum_pieces(p.lists.pieces, pieces, before, shares->sums);
     unit_list list = {p.lists.pieces, column_tiles, 0};
     const moe_share rest = share_units({before, pieces, column_tiles, (int)gridDim.x}, &list.waves, shares);
-    fence_async_proxy(); // TMA writes where the sums were
-    __syncthreads();
     const item_walk walk(list, rest);
     if (warp >= 8) {
         give_registers<40>();

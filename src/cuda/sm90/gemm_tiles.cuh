@@ -49,7 +49,7 @@ SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_l
     if (consumer == 0) items.begin(queue);
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
-        if (consumer == 1) barrier_arrive(items.free(t));
+        if (consumer == 1) barrier_arrive(items.ring.free(t));
         if (!item.exists()) break;
         const moe_work tile = item.tile;
         if (consumer >= moe_work_blocks(tile)) continue;
@@ -67,7 +67,7 @@ SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_l
         }
         count++;
     }
-    if (consumer == 0) items.end(queue);
+    if (consumer == 0) finish_claims(queue.turn);
     wait_stores_done();
 }
 

@@ -2,10 +2,10 @@
  * blocks of one expert) and a column tile; consecutive units have consecutive column tiles.
  * Terms: docs/glossary.md.
  *
- * The first waves are full: in wave w, CTA c has the whole unit w ctas + c. Pieces are of unequal length when
- * the counts of the experts are. So there are only as many full waves as leave no CTA with more than an equal
- * part of all blocks. Of the units after them, the rest, each CTA has as many blocks as it lacks to its part;
- * the shares of the CTAs follow each other. */
+ * The first waves are full: in wave w, CTA c has the whole unit w * ctas + c. Experts have different counts,
+ * so pieces have different lengths. The number of full waves is the highest with which no CTA has more blocks
+ * than an equal part of all blocks. The units after the full waves are the rest. Each CTA gets as many blocks
+ * of the rest as it lacks to its equal part. The CTAs' shares of the rest follow each other in order. */
 #ifndef SMOE_CUDA_STATIONARY_SHARES_H
 #define SMOE_CUDA_STATIONARY_SHARES_H
 

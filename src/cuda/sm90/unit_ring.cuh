@@ -8,8 +8,8 @@ namespace moe
 {
 
 // A ring of UNITS units in shared memory, each of VECTORS vectors of 16 bytes. Unit i is in slot i % UNITS.
-// A slot is free for unit i when free(i) has one more arrival. So if some readers are known to be close to
-// the writer, it suffices that one of the others arrives.
+// One reader arrives at free(i) when it has read unit i. The kernel must ensure that all other readers have
+// read the unit, too, when its slot is written again.
 template <int UNITS, int VECTORS> struct unit_ring {
     enum { BYTES = UNITS * (VECTORS * 16 + 8 + 8) };
     uint32_t at;
@@ -41,8 +41,8 @@ template <int UNITS, int VECTORS> struct unit_ring {
     }
 };
 
-// turn (2): the number of units claimed, and of CTAs that have finished. Both are zero before and after a
-// kernel. A CTA's first units are those that its number gives it, so that it can start at once.
+// turn (2): the number of claims, and of CTAs that have finished. Both are zero before and after a kernel. A
+// CTA's first units are not claimed: its number gives them, so that it can start at once.
 SMOE_DEVICE int claim_unit(int *turn, int units_at_start)
 {
     return atomicAdd(turn, 1) + units_at_start * (int)gridDim.x;

@@ -1,12 +1,13 @@
 // How a CTA of dw gets its units, one by one, from a counter in global memory. A unit is a piece of an
-// expert and a tile of its gradient. Pieces are as long as the counts of the experts are different, so CTAs
-// with a fixed number of units would end at different times.
+// expert and a tile of its gradient. Experts have different counts, so pieces have different lengths. CTAs
+// with equal numbers of units would end at different times.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The store warp of consumer 0 claims the units and hands them to the other warps in a ring (unit_ring.cuh).
-// In each unit the loaders ask once, AHEAD steps before the unit's end, or at its first step if it is
-// shorter. Then the claiming warp claims units until those after this one have AHEAD steps. An earlier claim
-// would take a unit from a CTA that can start it sooner; with a later one the loaders would wait.
+// In each unit a loader arrives once at asked(): AHEAD steps before the unit's end, or at the first step of a
+// shorter unit. Then the claiming warp claims units until the units after this one have AHEAD steps in all.
+// An earlier claim would take a unit from a CTA that can start it sooner; with a later one the loaders would
+// wait.
 #pragma once
 #include "host/scheduler.h"
 #include "sm90/unit_ring.cuh"
@@ -47,7 +48,8 @@ struct weight_queue {
 struct weight_feed {
     enum { UNITS = 16, AHEAD = 8, BYTES = unit_ring<UNITS, 2>::BYTES + UNITS * 8 };
     unit_ring<UNITS, 2> ring;
-    // One barrier for each slot: with short units the loaders ask several times before the first answer.
+    // One barrier for each slot: with short units a loader can arrive for several units before the claiming
+    // warp waits for the first of them.
     SMOE_DEVICE uint32_t asked(int i) const
     {
         return ring.at + ring.BYTES + i % UNITS * 8;
@@ -78,14 +80,15 @@ struct weight_feed {
     }
 };
 
-// What the claiming thread knows. When it claims for unit i, the loaders have asked for it, and the ring of
-// slots lets loaders and consumers be at most SLOTS units behind each other, so they have read all units up
-// to i - 4. It claims at most unit i + AHEAD. The other store warp can be further behind, so it arrives at
+// What the claiming thread knows. When it claims units after unit i, the loaders have begun unit i. The ring
+// of operands has SLOTS slots, so all loaders and consumers have read the units up to i - SLOTS - 1. The
+// thread publishes at most unit i + AHEAD. The other store warp can be further behind, so it arrives at
 // free() of each unit that it has read.
 struct weight_claims {
     weight_feed feed;
     const weight_queue &queue;
-    int published = 0, steps = 0; // steps: of the published units after the one that was claimed for last
+    int published = 0;
+    int steps = 0; // of the published units after the last unit that claim_after was called with
     bool ended = false;
     SMOE_DEVICE weight_claims(weight_feed f, const weight_queue &q) : feed(f), queue(q)
     {
@@ -100,7 +103,7 @@ struct weight_claims {
         ended = !unit.exists();
         if (!ended) steps += unit.steps();
     }
-    // Unit i is `unit`.
+    // Claims units after unit i, which is `unit`.
     SMOE_DEVICE void claim_after(int i, const weight_unit &unit)
     {
         steps -= unit.steps();

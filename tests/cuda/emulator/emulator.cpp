@@ -154,7 +154,7 @@ void run_cta()
     std::fill(std::begin(named), std::end(named), meeting{});
     cta = {};
     barriers.clear();
-    memset(shared, 0xFF, SHARED_BYTES);
+    std::fill_n((uint16_t *)shared, SHARED_BYTES / 2, 0x7FFF); // NaN in every type, and a large integer
     generic_writes.assign(SHARED_BYTES / GRANULE, {});
     for (int i = 0; i < count; i++) prepare(i, count);
     for (int left = count, idle = 0; left;) {

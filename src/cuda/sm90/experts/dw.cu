@@ -65,7 +65,7 @@ enum {
     LOADERS = 64,
     ROWS_A_LOADER = STEP / (LOADERS / 16), // sixteen threads copy the 256 bytes of a row
     BARRIERS = STAGING_END,
-    FEED = (BARRIERS + BARRIER_BYTES + 15) / 16 * 16, // units are 16-byte vectors
+    FEED = (BARRIERS + BARRIER_BYTES + 15) / 16 * 16, // load_shared16 needs multiples of 16
     SHARED_BYTES = FEED + weight_feed::BYTES,
     CONSUMER_THREADS = 256,
     SLICES = SMOE_WEIGHT_TILE / (4 * CONSUMER_THREADS) // of a tile: four floats a thread

@@ -161,7 +161,7 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
         __syncwarp();
-        if (consumer == 1 && lane == 0) barrier_arrive(items.free(t));
+        if (consumer == 1 && lane == 0) barrier_arrive(items.ring.free(t));
         if (!item.exists()) break;
         const moe_work tile = item.tile;
         if (consumer >= moe_work_blocks(tile)) continue;
@@ -193,7 +193,7 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
         }
         count++;
     }
-    if (claims) items.end(queue);
+    if (claims) finish_claims(queue.turn);
     if (lane == 0) wait_stores_done();
 }
 
