@@ -1,5 +1,5 @@
-"""tools/gpu_peers.sh and tools/gpu_fsdp2.sh on a machine without a GPU: an invented nvidia-smi, packs made here. Whatever
-is under $OUT comes back from a GPU machine, so it must hold the results so far at any time."""
+"""tools/gpu_peers.sh, gpu_fsdp2.sh and gpu_python.sh on a machine without a GPU: an invented nvidia-smi, packs made here.
+Whatever is under $OUT comes back from a GPU machine, so it must hold the results so far at any time."""
 
 import json
 import os
@@ -120,6 +120,29 @@ def test_fsdp2_on_one_gpu(tmp_path):
     assert {"loss_smoe.jsonl", "loss_grouped_mm.jsonl", "finetune.jsonl"} <= names and "loss_all.jsonl" not in names
 
 
+CHECKS = """
+import os, sys
+print("arguments", *sys.argv[1:])
+sys.exit(int(os.environ[os.path.basename(sys.argv[0])[:3].upper()]))
+"""
+
+
+def test_python_checks(tmp_path):
+    """The status is that of the checks: 1 if one failed, else 77 if one found no GPU. Each leaves a log."""
+    files = {"tests/python/gpu.py": CHECKS, "tests/python/jax_gpu.py": CHECKS, "python/smoe/__init__.py": ""}
+    pack(tmp_path, "gpu_python.sh", files)
+
+    def status(torch, jax, *arguments):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        return run(tmp_path, "gpu_python.sh", *arguments, GPU=str(torch), JAX=str(jax)).returncode
+
+    assert [status(*both) for both in ((0, 0), (0, 77), (77, 1), (1, 77), (3, 0))] == [0, 77, 1, 1, 1]
+    assert status(0, 1, "torch", "--", "--only", "host") == 0
+    assert (tmp_path / "out/torch.log").read_text() == "arguments --only host --device cuda\n"
+    assert not (tmp_path / "out/jax.log").exists()
+    assert status(0, 0, "numpy") == 2
+
+
 def test_compare_losses(tmp_path):
     """Means over lines compare the curves. A single loss that is off does not count, a curve that is off does."""
     smooth = [3 - i / 30 for i in range(30)]
@@ -138,7 +161,7 @@ def test_compare_losses(tmp_path):
     assert "means over 5 lines 4.0" in compare("one", "5")[1] and "1.96e-02 of single lines" in compare("one", "5")[1]
 
 
-@pytest.mark.parametrize("script", ["gpu_train.sh", "gpu_text.sh", "gpu_peers.sh", "gpu_fsdp2.sh"])
+@pytest.mark.parametrize("script", ["gpu_train.sh", "gpu_text.sh", "gpu_peers.sh", "gpu_fsdp2.sh", "gpu_python.sh"])
 def test_usage(script):
     done = subprocess.run([str(ROOT / "tools" / script)], capture_output=True, text=True)
     assert done.returncode == 2 and f"tools/{script} pack" in done.stderr, done.stderr

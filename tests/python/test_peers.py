@@ -252,9 +252,9 @@ def test_newest_commit_is_shown():
 
 
 def test_a_peer_missing_in_the_newest_commit_is_shown_beside_smoe_of_its_own():
-    smoe, peer, gone = a_record(), a_record(peer="sonicmoe"), a_record(peer="scattermoe")
+    smoe, peer, gone = a_record("smoe"), a_record("sonicmoe"), a_record("scattermoe")
     newer = dict(commit="c2", date="2026-02-01T00:00:00Z")
-    new = [a_record(**newer), a_record(peer="sonicmoe", **newer)]
+    new = [a_record("smoe", **newer), a_record("sonicmoe", **newer)]
     assert tables.newest([smoe, peer, gone, *new]) == [smoe, gone, *new]
     assert tables.newest([smoe, peer, *new]) == new
 
