@@ -219,6 +219,7 @@ static void test_without_effect(void **state)
     static const char *const sentences[] = {
         "Without effect on the CPU and with cuda-plain\n",
         "--experts, --renormalize, --chunks and those under Routing are without effect\n",
+        "; without effect if --warmup is 1 (default 0.1)\n",
         "; without effect if --rounding is none (default 16)\n",
         "; without effect if --checkpoints is 0 (default 2)\n",
         "; without effect if --evaluations is 0 (default 1048576)\n",
@@ -226,6 +227,7 @@ static void test_without_effect(void **state)
     };
     static const char *const pairs[][2] = {
         {"--device cpu", "--fastest --device cpu"},
+        {"--warmup 1", "--warmup 1 --end-lr 0.5"},
         {"--rounding none", "--rounding none --tile 4"},
         {"--evaluations 1", "--evaluations 1 --evaluation-tokens 1"},
         {"--dense-twin", "--dense-twin --experts 8 --renormalize --chunks 2 --rounding nr-f --tile 4 "

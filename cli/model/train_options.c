@@ -80,7 +80,7 @@ static const number_option numbers[] = {
      "part"},
     {"lr", "X", AT(lr), REAL, 0, 1e3, GROUP_OPTIMISER, "Peak learning rate"},
     {"end-lr", "X", AT(end_lr), REAL, 0, 1, GROUP_OPTIMISER,
-     "Learning rate at the end of the cosine, as a fraction of --lr"},
+     "Learning rate at the end of the cosine, as a fraction of --lr; without effect if --warmup is 1"},
     {"warmup", "X", AT(warmup), REAL, 0, 1, GROUP_OPTIMISER,
      "Length of the linear warm-up, as a fraction of the run"},
     {"beta1", "X", AT(beta1), REAL, 0, 0.999999, GROUP_OPTIMISER, "Decay rate of the first moment"},
