@@ -172,7 +172,7 @@ static void lists_fit_their_bounds(void **state)
 }
 
 /* The weight-stationary down-projection does whole units in waves and cuts the rest into shares. Every block
- * of every unit must be done exactly once, and every CTA must have its equal part of the blocks. */
+ * of every unit must be done exactly once, and every CTA must have its equal share of the blocks. */
 enum { MOST_UNITS = 800, MOST_CTAS = 150 };
 
 typedef struct shared_work {
@@ -198,7 +198,7 @@ static int count_waves(const shared_work *w)
 {
     const moe_stationary_units *u = &w->units;
     int waves = u->pieces * u->column_tiles / u->ctas;
-    for (int c = 0; c < u->ctas; c++) waves = moe_waves_within(u, c, waves, moe_equal_part(u, c)).waves;
+    for (int c = 0; c < u->ctas; c++) waves = moe_waves_within(u, c, waves, moe_equal_share(u, c)).waves;
     return waves;
 }
 
@@ -240,10 +240,10 @@ static void shares_cover_every_block_once(void **state)
                 whole += unit_blocks(&w, wave * u->ctas + c);
                 done[wave * u->ctas + c] += unit_blocks(&w, wave * u->ctas + c);
             }
-            const int part = moe_equal_part(u, c);
-            assert_int_equal(moe_waves_within(u, c, w.waves, part).blocks, whole);
-            assert_true(whole <= part);
-            moe_share share = {0, 0, part - whole};
+            const int equal = moe_equal_share(u, c);
+            assert_int_equal(moe_waves_within(u, c, w.waves, equal).blocks, whole);
+            assert_true(whole <= equal);
+            moe_share share = {0, 0, equal - whole};
             int found = 0;
             for (int piece = 0; piece < u->pieces; piece++) found += moe_share_begins(u, piece, at, &share);
             assert_int_equal(found, at < moe_stationary_blocks(u));

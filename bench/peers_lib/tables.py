@@ -60,16 +60,15 @@ def _kind(record):
 
 
 def newest(records):
-    """The records of the newest commit for each device, suite, part, routing, type and peer, and smoe's records of the
-    same commits."""
-    commits = {}
-    for record in sorted(records, key=lambda record: record["date"]):
-        commits[_kind(record), record["peer"]] = record["commit"]
-    together = {(kind, commit) for (kind, _), commit in commits.items()}
+    """The records of the newest commit for each device, suite, part, routing, type and peer, with and without the
+    kernels' times, and smoe's records of the same commits."""
+    measured = lambda record: (_kind(record), record["peer"], "kernels" in record)  # noqa: E731
+    commits = {measured(record): record["commit"] for record in sorted(records, key=lambda record: record["date"])}
+    together = {(kind, commit) for (kind, _, _), commit in commits.items()}
     return [
         record
         for record in records
-        if record["commit"] == commits[_kind(record), record["peer"]]
+        if record["commit"] == commits[measured(record)]
         or (record["peer"] == BASE and (_kind(record), record["commit"]) in together)
     ]
 

@@ -257,6 +257,8 @@ def test_a_peer_missing_in_the_newest_commit_is_shown_beside_smoe_of_its_own():
     new = [a_record("smoe", **newer), a_record("sonicmoe", **newer)]
     assert tables.newest([smoe, peer, gone, *new]) == [smoe, gone, *new]
     assert tables.newest([smoe, peer, *new]) == new
+    timed_kernels = peer | {"kernels": {}}  # the newer record has none
+    assert tables.newest([smoe, timed_kernels, *new]) == [smoe, timed_kernels, *new]
 
 
 def test_types_have_tables_of_their_own():

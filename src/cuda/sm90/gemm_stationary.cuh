@@ -41,8 +41,8 @@ enum {
     SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 4), // cta_shares
     SHARED_BYTES = SHARES + 80,
     MAX_CTAS = 256,
-    // moe_work_bound with the limit of moe_piece_limit, for 4096 experts and 2^31 rows, is at most 2 E + 1,
-    // or 8192 + E + 1 if the limit is its highest, 4096 blocks
+    // moe_work_bound for E <= 4096 experts and 2^31 rows is at most 2 E + 1. If a piece may have 4096 blocks,
+    // the highest limit, it is at most 8192 + E + 1.
     MOST_PIECES = 2 * 4096 + 8192
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
@@ -136,14 +136,14 @@ SMOE_DEVICE moe_share share_units(const moe_stationary_units &units, int *waves,
         shared->rest = {0, 0, 0};
     }
     __syncthreads();
-    const int part = c < units.ctas ? moe_equal_part(&units, c) : 0;
+    const int equal = c < units.ctas ? moe_equal_share(&units, c) : 0;
     moe_whole_units whole = {most, 0};
-    if (c < units.ctas) whole = moe_waves_within(&units, c, most, part);
+    if (c < units.ctas) whole = moe_waves_within(&units, c, most, equal);
     if (whole.waves < most) atomicMin(&shared->waves, whole.waves);
     __syncthreads();
     *waves = shared->waves;
-    if (c < units.ctas && whole.waves > *waves) whole = moe_waves_within(&units, c, *waves, part);
-    const int lacking = part - whole.blocks, begin = (int)sum_of_threads_before(lacking, shared->sums);
+    if (c < units.ctas && whole.waves > *waves) whole = moe_waves_within(&units, c, *waves, equal);
+    const int lacking = equal - whole.blocks, begin = (int)sum_of_threads_before(lacking, shared->sums);
     if (c == (int)blockIdx.x) {
         shared->begin = begin;
         shared->rest.length = lacking;

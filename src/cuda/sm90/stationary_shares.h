@@ -4,8 +4,9 @@
  *
  * The first waves are full: in wave w, CTA c has the whole unit w * ctas + c. Experts have different counts,
  * so pieces have different lengths. The number of full waves is the highest with which no CTA has more blocks
- * than an equal part of all blocks. The units after the full waves are the rest. Each CTA gets as many blocks
- * of the rest as it lacks to its equal part. The CTAs' shares of the rest follow each other in order. */
+ * than an equal share of all blocks. The units after the full waves are the rest. Each CTA gets as many
+ * blocks of the rest as it lacks to its equal share. The CTAs' shares of the rest follow each other in order.
+ */
 #ifndef SMOE_CUDA_STATIONARY_SHARES_H
 #define SMOE_CUDA_STATIONARY_SHARES_H
 
@@ -26,8 +27,8 @@ SMOE_HD int32_t moe_stationary_blocks(const moe_stationary_units *units)
     return units->before[units->pieces] * units->column_tiles;
 }
 
-/* CTA `cta`'s equal part of all blocks. */
-SMOE_HD int32_t moe_equal_part(const moe_stationary_units *units, int32_t cta)
+/* CTA `cta`'s equal share of all blocks. */
+SMOE_HD int32_t moe_equal_share(const moe_stationary_units *units, int32_t cta)
 {
     const int32_t blocks = moe_stationary_blocks(units);
     return moe_cut(blocks, units->ctas, cta + 1) - moe_cut(blocks, units->ctas, cta);
