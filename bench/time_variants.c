@@ -1,9 +1,9 @@
 /* Measures which of several builds of the library is the fastest. All run in one process, on the same inputs,
  * by turns:
  *
- *   time_variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...     libsmoe.so of each; "self" is this
- *                                                                       program's
+ *   time_variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...
  *
+ * A LIBRARY is the libsmoe.so of a build; "self" is this program's.
  * Every pass is timed in two ways: after 20 ms of idling, when the GPU is not yet at its power limit and
  * differences of 0.1 % can be detected; and in sustained runs, as users have them, where only differences of
  * 1 % can be detected. Differences are relative to the first library: the geometric mean over the rounds,
@@ -148,15 +148,9 @@ static const char *const routing_names[ROUTINGS] = {"uniform", "random", "skewed
 static int32_t draw_rank(const double *cumulated, int64_t experts, uint64_t *random)
 {
     const double at = (double)next_random(random) * 0x1p-32 * cumulated[experts - 1];
-    int64_t low = 0, high = experts - 1;
-    while (low < high) {
-        const int64_t middle = (low + high) / 2;
-        if (cumulated[middle] > at)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return (int32_t)low;
+    int32_t rank = 0;
+    while (rank + 1 < experts && cumulated[rank] <= at) rank++;
+    return rank;
 }
 
 /* The expert of every rank: all experts in an order drawn at random. */

@@ -10,7 +10,7 @@ typedef enum oracle_routing {
     ORACLE_ONE_TAKES_ALL, /* expert 0 is every token's first choice */
     ORACLE_HALF_EMPTY,    /* odd experts get no tokens, if K allows it */
     ORACLE_TIES,          /* all logits equal */
-    ORACLE_COUNTS /* K = 1 or rows: expert e gets counts[e] tokens, dealt out in turn; others get none */
+    ORACLE_COUNTS         /* K = 1 or rows: expert e gets counts[e] tokens in turn, the other tokens none */
 } oracle_routing;
 
 typedef struct oracle_draw {

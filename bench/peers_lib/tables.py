@@ -59,16 +59,20 @@ def _kind(record):
     return tuple(record.get(name) for name in ("device", "suite", "part", "routing", "dtype"))
 
 
+def _measurement(record):
+    return _kind(record), record["peer"], "kernels" in record
+
+
 def newest(records):
     """The records of the newest commit for each device, suite, part, routing, type and peer, with and without the
     kernels' times, and smoe's records of the same commits."""
-    measured = lambda record: (_kind(record), record["peer"], "kernels" in record)  # noqa: E731
-    commits = {measured(record): record["commit"] for record in sorted(records, key=lambda record: record["date"])}
+    by_date = sorted(records, key=lambda record: record["date"])
+    commits = {_measurement(record): record["commit"] for record in by_date}
     together = {(kind, commit) for (kind, _, _), commit in commits.items()}
     return [
         record
         for record in records
-        if record["commit"] == commits[measured(record)]
+        if record["commit"] == commits[_measurement(record)]
         or (record["peer"] == BASE and (_kind(record), record["commit"]) in together)
     ]
 
