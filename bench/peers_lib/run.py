@@ -36,6 +36,18 @@ def times_of(rounds, peer, factor=1.0):
     return found
 
 
+def in_rounds(rounds, peer, beside, factor=1.0):
+    """{"forward": [ms, ...], "both": [ms, ...], ...} of one peer, of the rounds in which every job of both peers had its
+    turn. rounds: a list of {"peer pass": ms}."""
+    jobs = {name for one in rounds for name in one if name.split()[0] in (peer, beside)}
+    whole = [one for one in rounds if jobs <= one.keys()]
+    return {
+        name.split()[1]: [round(factor * one[name], 5) for one in whole]
+        for name in sorted(jobs)
+        if name.split()[0] == peer
+    }
+
+
 def median_kernels(rounds):
     """Of each kernel of a job the median time over the rounds, the longest first. rounds: a list of {"peer pass":
     [[kernel, launches, us]]}."""
@@ -249,7 +261,10 @@ class Run:
                 continue
             factor = once.pop("factor", 1.0)
             times = times_of(rounds, peer, factor) | times_of_kernels(kernels, peer, factor)
-            found[peer] = {"rounds": len(rounds), BASE: base} | times | once
+            found[peer] = {"rounds": len(rounds), BASE: dict(base)} | times | once
+            if peer != BASE:
+                found[peer]["round_ms"] = in_rounds(rounds, peer, BASE, factor)
+                found[peer][BASE]["round_ms"] = in_rounds(rounds, BASE, peer)
 
     # ---- a whole training step ----
 

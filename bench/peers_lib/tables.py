@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import statistics
 from typing import NamedTuple
 
 BASE = "smoe"
@@ -22,11 +23,52 @@ class Table(NamedTuple):
 # ---- arithmetic ----
 
 
+class Ratio(NamedTuple):
+    value: float
+    error: float | None  # standard error; None if the record has no times of single rounds
+
+    def __str__(self):
+        return f"{self.value:.3f}" + ("" if self.error is None else f" ± {self.error:.3f}")
+
+
+def _round_ms(of, measured):
+    """The ms of a pass in every round, from a record or from its part `smoe`; [] if they are not known."""
+    known = of.get("round_ms") or {}
+    if measured != "backward":
+        return known.get(measured, [])
+    if not known.keys() >= {"forward", "both"}:
+        return []
+    return [both - forward for both, forward in zip(known["both"], known["forward"], strict=True)]
+
+
+def _standard_error(values):
+    """Of the median of `values`, from their quartiles: for normally distributed values 1.2533 sigma / sqrt(n), and sigma is
+    the distance of the quartiles / 1.349. None for one value."""
+    if len(values) < 2:
+        return None
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return 1.2533 / 1.349 * (high - low) / math.sqrt(len(values))
+
+
 def ratio(record, measured):
-    """The peer's time divided by smoe's time in the same process. Above 1 smoe is faster. None if one was not measured,
-    or if a backward's time, which is a difference of two times, is not positive."""
-    mine, theirs = (record.get(BASE) or {}).get(measured + "_ms"), record.get(measured + "_ms")
-    return theirs / mine if (mine or 0) > 0 and (theirs or 0) > 0 else None
+    """The peer's time divided by smoe's time in the same round: the median over the rounds. Above 1 smoe is faster. From a
+    record without the times of single rounds: the ratio of the medians. None if one was not measured, or if a
+    backward's time, which is a difference of two times, is not positive."""
+    base = record.get(BASE) or {}
+    mine, theirs = base.get(measured + "_ms"), record.get(measured + "_ms")
+    if not ((mine or 0) > 0 and (theirs or 0) > 0):
+        return None
+    pairs = zip(_round_ms(record, measured), _round_ms(base, measured), strict=True)
+    ratios = [t / m for t, m in pairs if t > 0 and m > 0]
+    return Ratio(statistics.median(ratios), _standard_error(ratios)) if ratios else Ratio(theirs / mine, None)
+
+
+def mean_of(ratios):
+    """The geometric mean of some layers' ratios. Its standard error is known if every ratio's is."""
+    mean = geometric_mean([one.value for one in ratios])
+    if any(one.error is None for one in ratios):
+        return Ratio(mean, None)
+    return Ratio(mean, mean * math.hypot(*(one.error / one.value for one in ratios)) / len(ratios))
 
 
 def geometric_mean(values):
@@ -41,7 +83,7 @@ def best(tunings, measured):
         return None
     if with_time[0]["peer"] == BASE:
         return sorted(with_time, key=lambda record: record[measured + "_ms"])[(len(with_time) - 1) // 2]
-    return min(with_time, key=lambda record: ratio(record, measured) or math.inf)
+    return min(with_time, key=lambda record: getattr(ratio(record, measured), "value", math.inf))
 
 
 def tflops(record, measured):
@@ -110,7 +152,7 @@ def _times(name, peer, tunings, passes):
         cells.append(_cell(lambda r: _ms(r[measured + "_ms"]), record))
         cells.append(_cell(lambda r: _tflops(tflops(r, measured)), record))
         known = None if record is None or peer == BASE else ratio(record, measured)
-        cells.append(_cell("{:.3f}".format, known))
+        cells.append(_cell(str, known))
     return cells
 
 
@@ -123,8 +165,9 @@ def means(by_layer, passes):
             records = [best(tunings, measured) for (_, name), tunings in by_layer.items() if name == peer]
             values = [value for record in records if record and (value := ratio(record, measured))]
             if values:
+                least = min(values, key=lambda one: one.value)
                 name = measured.removeprefix("gpu_")
-                found.append(f"{name} {geometric_mean(values):.3f} (least {min(values):.3f}, {len(values)} layers)")
+                found.append(f"{name} {mean_of(values)} (least {least}, {len(values)} layers)")
         if found:
             sentences.append(f"{peer} / {BASE}, geometric mean: " + ", ".join(found))
     return sentences
@@ -281,8 +324,8 @@ def as_markdown(tables):
 
 
 def as_csv(records):
-    """A line for each record, with nested fields as `errors.O`, without the lists of kernels."""
-    flat = [_flat({name: value for name, value in record.items() if name != "kernels"}) for record in records]
+    """A line for each record, with nested fields as `errors.O`, without the times of kernels and of single rounds."""
+    flat = [_flat(record) for record in records]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n")
     writer.writeheader()
@@ -293,6 +336,8 @@ def as_csv(records):
 def _flat(record, prefix=""):
     found = {}
     for name, value in record.items():
+        if name in ("kernels", "round_ms"):
+            continue
         if isinstance(value, dict):
             found |= _flat(value, f"{prefix}{name}.")
         else:
@@ -317,7 +362,8 @@ def plot(records, path):
     for panel, measured in zip(panels, ("forward", "backward"), strict=True):
         for position, peer in enumerate(peers):
             records_of = [best(by_layer.get((name, peer), []), measured) for name in names]
-            heights = [(ratio(record, measured) if record else None) or 0 for record in records_of]
+            ratios = [ratio(record, measured) if record else None for record in records_of]
+            heights = [one.value if one else 0 for one in ratios]
             places = [i + 0.8 * (position + 0.5) / len(peers) - 0.4 for i in range(len(names))]
             panel.bar(places, heights, 0.8 / len(peers), label=peer)
         panel.axhline(1, color="black", linewidth=0.8)

@@ -1,6 +1,7 @@
-"""Times jobs by turns. In its turn a job runs a while untimed and then timed. The order of the jobs rotates and
-reverses from round to round."""
+"""Times jobs by turns. In its turn a job runs a while untimed and then timed. The order of the jobs is drawn anew for
+every two rounds."""
 
+import random
 import statistics
 import time
 
@@ -79,10 +80,11 @@ def kernels_of(clock, job, settle_s, runs):
 
 
 def order_of(names, round_index):
-    """The order of the jobs in a round. Each pair of rounds starts one job later than the pair before; the second round
-    of a pair has the reverse order of the first."""
-    start = (round_index // 2) % max(1, len(names))
-    order = names[start:] + names[:start]
+    """The order of the jobs in a round: drawn for each pair of rounds, the same on every call; the second round of a pair
+    has the reverse order of the first. In a fixed cycle every job would always follow the same jobs. The power that the
+    job before has drawn would then favour the same implementation in every round."""
+    order = list(names)
+    random.Random(round_index // 2).shuffle(order)
     return order[::-1] if round_index % 2 else order
 
 

@@ -2,6 +2,7 @@
 the processes and the command."""
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -129,12 +130,45 @@ def timed(peer, forward, backward, mine=(2.0, 4.0), **more):
 
 def test_ratio_and_geometric_mean():
     record = timed("sonicmoe", 3.0, 5.0)
-    assert tables.ratio(record, "forward") == 1.5 and tables.ratio(record, "both") == pytest.approx(8 / 6)
+    assert tables.ratio(record, "forward") == (1.5, None) and tables.ratio(record, "both").value == pytest.approx(8 / 6)
     assert tables.ratio(record, "inference") is None
     for theirs, mine in ((-1.0, -4.0), (-1.0, 4.0), (1.0, -4.0)):  # differences of two times, on a noisy machine
         assert tables.ratio(timed("sonicmoe", 3.0, theirs, (2.0, mine)), "backward") is None
     assert tables.geometric_mean([1, 4]) == pytest.approx(2)
     assert tables.geometric_mean([1.1, 1.2, 1.3]) == pytest.approx((1.1 * 1.2 * 1.3) ** (1 / 3))
+
+
+def in_rounds(record, theirs, mine):
+    record["round_ms"], record["smoe"]["round_ms"] = ({"forward": f, "both": b} for f, b in (theirs, mine))
+    return record
+
+
+def test_a_ratio_is_of_the_same_round():
+    """The GPU's clock differs from round to round: here by a factor of 4. Medians that come from different rounds would
+    say 3.0 / 1.0."""
+    record = timed("sonicmoe", 3.0, 6.0, (1.0, 2.0))
+    record = in_rounds(record, ([1.1, 4.8, 3.0], [3.3, 14.4, 9.0]), ([1.0, 4.0, 2.0], [3.0, 12.0, 8.0]))
+    forward, backward = tables.ratio(record, "forward"), tables.ratio(record, "backward")
+    assert forward.value == pytest.approx(1.2) and backward.value == pytest.approx(1.1)  # of 1.1 1.2 1.5; 1.1 1.2 1.0
+    # The quartiles of 1.1, 1.2, 1.5 are 1.15 and 1.35.
+    assert forward.error == pytest.approx(1.2533 * 0.2 / 1.349 / 3**0.5) and str(forward) == "1.200 ± 0.107"
+    # A backward of a single round may be negative; that round does not count.
+    record = in_rounds(record, ([1.0, 1.0], [2.0, 3.0]), ([1.0, 1.0], [0.5, 2.0]))
+    assert tables.ratio(record, "backward") == (2.0, None)
+
+
+def test_standard_error_of_a_mean():
+    known = [tables.Ratio(1.0, 0.03), tables.Ratio(4.0, 0.16)]
+    mean = tables.mean_of(known)
+    assert mean.value == pytest.approx(2) and mean.error == pytest.approx(2 * math.hypot(0.03, 0.04) / 2)
+    assert tables.mean_of([*known, tables.Ratio(1.0, None)]).error is None
+
+
+def test_rounds_in_which_both_had_their_turn():
+    rounds = [{"smoe forward": 1.0, "smoe both": 3.0, "x forward": 1.5, "x both": 4.0}, {"smoe forward": 9.0, "smoe both": 9.0}]
+    assert run.in_rounds(rounds, "x", "smoe", 2.0) == {"both": [8.0], "forward": [3.0]}
+    assert run.in_rounds(rounds, "smoe", "x") == {"both": [3.0], "forward": [1.0]}
+    assert run.in_rounds(rounds, "smoe", "smoe") == {"both": [3.0, 9.0], "forward": [1.0, 9.0]}
 
 
 def test_a_peers_best_tuning_counts():
@@ -399,15 +433,19 @@ class CountingClock:
 
 
 def test_turns_and_their_order():
-    names = ["a", "b", "c"]
-    orders = [timing.order_of(names, i) for i in range(6)]
-    assert orders[:4] == [["a", "b", "c"], ["c", "b", "a"], ["b", "c", "a"], ["a", "c", "b"]]
-    for place in range(3):
+    names = ["a", "b", "c", "d"]
+    orders = [timing.order_of(names, i) for i in range(60)]
+    assert orders == [timing.order_of(names, i) for i in range(60)]
+    assert all(sorted(one) == names for one in orders)
+    assert all(one[::-1] == other for one, other in zip(orders[::2], orders[1::2], strict=True))
+    for place in range(4):
         assert {order[place] for order in orders} == set(names)
+    before = {(a, b) for order in orders for a, b in zip(order, order[1:])}  # noqa: B905, the last has no next
+    assert len(before) == 12  # every job follows every other one
     ran = []
     jobs = {name: lambda name=name: ran.append(name) or float(ord(name)) for name in names}
-    assert timing.one_round(CountingClock(), jobs, 1, 0, 0) == {"c": 99.0, "b": 98.0, "a": 97.0}
-    assert ran == ["c"] * 4 + ["b"] * 4 + ["a"] * 4  # one untimed, three timed
+    assert timing.one_round(CountingClock(), jobs, 1, 0, 0) == {"a": 97.0, "b": 98.0, "c": 99.0, "d": 100.0}
+    assert ran == [name for name in orders[1] for _ in range(4)]  # one untimed, three timed
 
 
 def test_medians_over_rounds():

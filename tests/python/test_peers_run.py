@@ -86,7 +86,7 @@ def test_a_run_resumes(pretend, capsys):
     assert not late and [(r["shape"], r["peer"]) for r in found] == [
         ("tiny-a", "smoe"), ("tiny-a", "sonicmoe"), ("tiny-b", "smoe"), ("tiny-b", "sonicmoe")]  # fmt: skip
     assert found[1]["forward_ms"] == 3 and found[1]["backward_ms"] == 6 and found[1]["rounds"] == 4
-    assert tables.ratio(found[1], "backward") == 1.5 and found[1]["versions"] == {"sonicmoe": "1"}
+    assert tables.ratio(found[1], "backward") == (1.5, 0.0) and found[1]["versions"] == {"sonicmoe": "1"}
     assert "momoe skipped: No module named 'momoe'; to install: pip install momoe\n" in capsys.readouterr().err
     before, pretend.log[:] = pretend.path.read_bytes(), []
     pretend("--peers", "sonicmoe,momoe")
@@ -124,7 +124,7 @@ def test_kernels_are_measured_where_asked_for(pretend):
     assert "kernels" not in found[1] and ("kernels", sys.executable) not in pretend.log
     _, found = pretend("--peers", "sonicmoe", "--kernels")
     assert len(found) == 4 and found[1]["kernels"] == {"forward": [["gemm", 2, 3e3]]}
-    assert tables.ratio(found[1], "gpu_forward") == 1.5 and tables.ratio(found[1], "forward") == 1.5
+    assert tables.ratio(found[1], "gpu_forward") == (1.5, None) and tables.ratio(found[1], "forward") == (1.5, 0.0)
     before = pretend.path.read_bytes()
     pretend("--peers", "sonicmoe", "--kernels")
     assert pretend.path.read_bytes() == before
@@ -164,7 +164,8 @@ def test_packages_that_disagree_alternate(pretend):
     _, found = pretend("--peers", "sonicmoe,scattermoe", "--python", "sonicmoe=/other/python")
     by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
     assert by_peer["smoe"]["forward_ms"] == 2.0  # of the first process; ratios use smoe's time in the same process
-    assert tables.ratio(by_peer["sonicmoe"], "forward") == 0.6 and tables.ratio(by_peer["scattermoe"], "forward") == 2
+    assert tables.ratio(by_peer["sonicmoe"], "forward") == (0.6, 0.0)
+    assert tables.ratio(by_peer["scattermoe"], "forward") == (2.0, 0.0) and "round_ms" not in by_peer["smoe"]
     rounds = [python for do, python in pretend.log if do == "round"][:8]
     ours = sys.executable
     assert rounds == [ours, "/other/python", "/other/python", ours] * 2
