@@ -327,7 +327,7 @@ int main(int argc, char **argv)
     c.layers = 3;
     check_updates("updates in the backward, bf16", &narrow, &c);
     c.hidden = 80; // and 5 experts: a gap after the router
-    c.heads = 5; // heads of 16, as cuDNN takes them above
+    c.heads = 5;   // heads of 16, as cuDNN takes them above
     c.experts = 5;
     check_updates("updates in the backward, f32 states", &options, &c);
     c.tied = false;
