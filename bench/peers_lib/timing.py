@@ -81,8 +81,8 @@ def kernels_of(clock, job, settle_s, runs):
 
 def order_of(names, round_index):
     """The order of the jobs in a round: drawn for each pair of rounds, the same on every call; the second round of a pair
-    has the reverse order of the first. In a fixed cycle every job would always follow the same jobs. The power that the
-    job before has drawn would then favour the same implementation in every round."""
+    has the reverse order of the first. In a fixed cycle every job would always follow the same two jobs, and the clock
+    that they leave behind could favour the same implementation in every round."""
     order = list(names)
     random.Random(round_index // 2).shuffle(order)
     return order[::-1] if round_index % 2 else order
