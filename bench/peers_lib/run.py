@@ -37,15 +37,15 @@ def times_of(rounds, peer, factor=1.0):
 
 
 def in_rounds(rounds, peer, beside, factor=1.0):
-    """{"forward": [ms, ...], "both": [ms, ...], ...} of one peer, of the rounds in which every job of both peers had its
-    turn. rounds: a list of {"peer pass": ms}."""
-    jobs = {name for one in rounds for name in one if name.split()[0] in (peer, beside)}
-    whole = [one for one in rounds if jobs <= one.keys()]
-    return {
-        name.split()[1]: [round(factor * one[name], 5) for one in whole]
-        for name in sorted(jobs)
-        if name.split()[0] == peer
-    }
+    """{"forward": [ms, ...], "both": [ms, ...], ...} of one peer, of the rounds in which both peers were measured.
+    forward and both have the same rounds, so that their differences are the backward's times. rounds: a list of
+    {"peer pass": ms}."""
+    found = {}
+    for measured in sorted({name.split()[1] for one in rounds for name in one if name.split()[0] == peer}):
+        together = {"forward", "both"} if measured in ("forward", "both") else {measured}
+        needed = {f"{one} {name}" for one in (peer, beside) for name in together}
+        found[measured] = [round(factor * one[f"{peer} {measured}"], 5) for one in rounds if needed <= one.keys()]
+    return found
 
 
 def median_kernels(rounds):
@@ -79,6 +79,7 @@ class Run:
         self.options, self.shapes = options, shapes
         self.deadline = time.monotonic() + options.seconds
         self.processes, self.versions, self.device = [], {}, ""
+        self.layer = ""  # the layer that is measured, with part, routing and tuning
         self.told = set()
 
     def out_of_time(self):
@@ -162,7 +163,8 @@ class Run:
         wanted = records.missing(there, fields, present, passes)
         if not wanted:
             return
-        say(f"{shape.name} {part} {routing}" + (f" tuning {tuning}" if self.options.tunings > 1 else ""))
+        self.layer = f"{shape.name} {part} {routing}" + (f" tuning {tuning}" if self.options.tunings > 1 else "")
+        say(self.layer)
         found = self._take_turns(shape, part, routing, wanted)
         date = now()
         new = [
@@ -218,7 +220,8 @@ class Run:
     def _round(self, process, index, rounds, found):
         o = self.options
         try:
-            rounds.append(process.ask("round", index=index, settle_s=o.settle, timed_s=o.timed)["times"])
+            answer = process.ask("round", index=index, layer=self.layer, settle_s=o.settle, timed_s=o.timed)
+            rounds.append(answer["times"])
             return True
         except Died as died:
             self._leave_out(process, died, found)
@@ -229,7 +232,8 @@ class Run:
         rounds = []
         try:
             for index in range(self.options.least_rounds if self.options.kernels else 0):
-                rounds.append(process.ask("kernels", index=index, settle_s=self.options.settle)["kernels"])
+                answer = process.ask("kernels", index=index, layer=self.layer, settle_s=self.options.settle)
+                rounds.append(answer["kernels"])
         except Died as died:
             self._leave_out(process, died, found)
         return median_kernels(rounds)

@@ -42,25 +42,29 @@ def _round_ms(of, measured):
 
 
 def _standard_error(values):
-    """Of the median of `values`, from their quartiles: for normally distributed values 1.2533 sigma / sqrt(n), and sigma is
-    the distance of the quartiles / 1.349. None for one value."""
+    """Of the median of `values`, from their quartiles: for normally distributed values 1.2533 sigma / sqrt(n), and sigma
+    is the distance of the quartiles / 1.349. None for one value, or if a quartile is infinite."""
     if len(values) < 2:
         return None
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return 1.2533 / 1.349 * (high - low) / math.sqrt(len(values))
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.2533 / 1.349 * (high - low) / math.sqrt(len(values)) if math.isfinite(high - low) else None
 
 
 def ratio(record, measured):
-    """The peer's time divided by smoe's time in the same round: the median over the rounds. Above 1 smoe is faster. From a
-    record without the times of single rounds: the ratio of the medians. None if one was not measured, or if a
-    backward's time, which is a difference of two times, is not positive."""
+    """The peer's time divided by smoe's time in the same round: the median over the rounds. Above 1 smoe is faster. From
+    a record without the times of single rounds: the ratio of the medians. None if one was not measured, or if a
+    backward's time, which is a difference of two times, is not positive. In a single round it may be negative; there
+    smoe's counts as infinitely short, so that the median stays the middle of all rounds."""
     base = record.get(BASE) or {}
     mine, theirs = base.get(measured + "_ms"), record.get(measured + "_ms")
     if not ((mine or 0) > 0 and (theirs or 0) > 0):
         return None
     pairs = zip(_round_ms(record, measured), _round_ms(base, measured), strict=True)
-    ratios = [t / m for t, m in pairs if t > 0 and m > 0]
-    return Ratio(statistics.median(ratios), _standard_error(ratios)) if ratios else Ratio(theirs / mine, None)
+    ratios = [t / m if m > 0 else math.inf for t, m in pairs]
+    if not ratios:
+        return Ratio(theirs / mine, None)
+    middle = statistics.median(ratios)
+    return Ratio(middle, _standard_error(ratios)) if 0 < middle < math.inf else None
 
 
 def mean_of(ratios):
@@ -364,8 +368,9 @@ def plot(records, path):
             records_of = [best(by_layer.get((name, peer), []), measured) for name in names]
             ratios = [ratio(record, measured) if record else None for record in records_of]
             heights = [one.value if one else 0 for one in ratios]
+            errors = [(one.error if one else None) or 0 for one in ratios]
             places = [i + 0.8 * (position + 0.5) / len(peers) - 0.4 for i in range(len(names))]
-            panel.bar(places, heights, 0.8 / len(peers), label=peer)
+            panel.bar(places, heights, 0.8 / len(peers), yerr=errors if any(errors) else None, label=peer)
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_ylabel(f"{measured}: time / smoe's time")
     panels[0].legend(ncols=len(peers), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)

@@ -1,5 +1,5 @@
 """Times jobs by turns. In its turn a job runs a while untimed and then timed. The order of the jobs is drawn anew for
-every two rounds."""
+every round."""
 
 import random
 import statistics
@@ -79,15 +79,11 @@ def kernels_of(clock, job, settle_s, runs):
     return [[event.key, event.count / runs, event.self_device_time_total / runs] for event in on_gpu]
 
 
-def order_of(names, round_index):
-    """The order of the jobs in a round: drawn for each pair of rounds, the same on every call; the second round of a pair
-    has the reverse order of the first. In a fixed cycle every job would always follow the same two jobs, and the clock
-    that they leave behind could favour the same implementation in every round."""
+def order_of(names, round_index, layer):
+    """The order of the jobs in a round: drawn anew for each round and layer, the same on every call. In a fixed cycle
+    every job would always follow the same job, and the clock frequency after that job could favour the same
+    implementation in every round. layer: a text; with one order for all layers, their errors would not be
+    independent."""
     order = list(names)
-    random.Random(round_index // 2).shuffle(order)
-    return order[::-1] if round_index % 2 else order
-
-
-def one_round(clock, jobs, round_index, settle_s, timed_s):
-    """{name: ms}, one turn for every job."""
-    return {name: turn(clock, jobs[name], settle_s, timed_s) for name in order_of(list(jobs), round_index)}
+    random.Random(f"{layer} {round_index}").shuffle(order)
+    return order

@@ -116,18 +116,18 @@ class Worker:
             except RuntimeError:
                 os._exit(70)
 
-    def round(self, index, settle_s, timed_s):
+    def round(self, index, layer, settle_s, timed_s):
         """One turn of every job: {"times": {"peer pass": ms}}."""
         times = {}
-        for name in timing.order_of(list(self.jobs), index):
+        for name in timing.order_of(list(self.jobs), index, layer):
             self.send({"at": name.split()[0]})
             times[name] = timing.turn(self.clock, self.jobs[name], settle_s, timed_s)
         return {"times": times}
 
-    def kernels(self, index, settle_s):
+    def kernels(self, index, layer, settle_s):
         """One turn of every job: its kernels and their times, {"kernels": {"peer pass": [[kernel, launches, us]]}}."""
         found = {}
-        for name in timing.order_of(list(self.jobs), index):
+        for name in timing.order_of(list(self.jobs), index, layer):
             self.send({"at": name.split()[0]})
             found[name] = timing.kernels_of(self.clock, self.jobs[name], settle_s, PROFILED_RUNS)
         return {"kernels": found}

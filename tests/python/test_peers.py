@@ -150,11 +150,17 @@ def test_a_ratio_is_of_the_same_round():
     record = in_rounds(record, ([1.1, 4.8, 3.0], [3.3, 14.4, 9.0]), ([1.0, 4.0, 2.0], [3.0, 12.0, 8.0]))
     forward, backward = tables.ratio(record, "forward"), tables.ratio(record, "backward")
     assert forward.value == pytest.approx(1.2) and backward.value == pytest.approx(1.1)  # of 1.1 1.2 1.5; 1.1 1.2 1.0
-    # The quartiles of 1.1, 1.2, 1.5 are 1.15 and 1.35.
-    assert forward.error == pytest.approx(1.2533 * 0.2 / 1.349 / 3**0.5) and str(forward) == "1.200 ± 0.107"
-    # A backward of a single round may be negative; that round does not count.
-    record = in_rounds(record, ([1.0, 1.0], [2.0, 3.0]), ([1.0, 1.0], [0.5, 2.0]))
-    assert tables.ratio(record, "backward") == (2.0, None)
+    # The quartiles of 1.1, 1.2, 1.5 are 1.1 and 1.5.
+    assert forward.error == pytest.approx(1.2533 * 0.4 / 1.349 / 3**0.5) and str(forward) == "1.200 ± 0.215"
+
+
+def test_negative_backwards_of_single_rounds():
+    """No round is left out, so the median is the middle of all of them."""
+    ratio = lambda theirs, mine: tables.ratio(
+        in_rounds(timed("x", 1.0, 1.0), ([0.0] * 3, theirs), ([0.0] * 3, mine)), "backward")  # fmt: skip
+    assert ratio([2.0, 3.0, -1.0], [1.0, 1.0, 1.0]).value == 2.0  # of -1, 2 and 3; 2.5 without the negative one
+    assert ratio([2.0, 3.0, 4.0], [1.0, 1.0, -1.0]) == (3.0, None)
+    assert ratio([2.0, 3.0, 4.0], [1.0, -1.0, -1.0]) is None and ratio([-2.0, -3.0, 4.0], [1.0] * 3) is None
 
 
 def test_standard_error_of_a_mean():
@@ -169,6 +175,11 @@ def test_rounds_in_which_both_had_their_turn():
     assert run.in_rounds(rounds, "x", "smoe", 2.0) == {"both": [8.0], "forward": [3.0]}
     assert run.in_rounds(rounds, "smoe", "x") == {"both": [3.0], "forward": [1.0]}
     assert run.in_rounds(rounds, "smoe", "smoe") == {"both": [3.0, 9.0], "forward": [1.0, 9.0]}
+    # A peer that lost one pass keeps the rounds of the others.
+    rounds = [one | {"smoe graph": 1.0} for one in rounds[:1] * 2]
+    rounds[0]["x graph"] = 5.0
+    assert run.in_rounds(rounds, "x", "smoe") == {"both": [4.0] * 2, "forward": [1.5] * 2, "graph": [5.0]}
+    assert run.in_rounds(rounds, "smoe", "x")["graph"] == [1.0]
 
 
 def test_a_peers_best_tuning_counts():
@@ -434,18 +445,17 @@ class CountingClock:
 
 def test_turns_and_their_order():
     names = ["a", "b", "c", "d"]
-    orders = [timing.order_of(names, i) for i in range(60)]
-    assert orders == [timing.order_of(names, i) for i in range(60)]
+    orders = [timing.order_of(names, i, "a layer") for i in range(60)]
+    assert orders == [timing.order_of(names, i, "a layer") for i in range(60)]
+    assert orders != [timing.order_of(names, i, "another layer") for i in range(60)]
     assert all(sorted(one) == names for one in orders)
-    assert all(one[::-1] == other for one, other in zip(orders[::2], orders[1::2], strict=True))
     for place in range(4):
         assert {order[place] for order in orders} == set(names)
     before = {(a, b) for order in orders for a, b in zip(order, order[1:])}  # noqa: B905, the last has no next
     assert len(before) == 12  # every job follows every other one
     ran = []
-    jobs = {name: lambda name=name: ran.append(name) or float(ord(name)) for name in names}
-    assert timing.one_round(CountingClock(), jobs, 1, 0, 0) == {"a": 97.0, "b": 98.0, "c": 99.0, "d": 100.0}
-    assert ran == [name for name in orders[1] for _ in range(4)]  # one untimed, three timed
+    assert timing.turn(CountingClock(), lambda: ran.append(1) or 97.0, 0, 0) == 97.0
+    assert len(ran) == 4  # one untimed, three timed
 
 
 def test_medians_over_rounds():
