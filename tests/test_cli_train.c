@@ -131,6 +131,14 @@ static void test_resumed(void **state)
             "train -q --resume --lr 0.004 --rounding up --balance 0 --steps 4 --out other text.txt", output),
         0);
     if (strncmp(output, changed, strlen(changed)) != 0) fail_msg("'%s'", output);
+    // A model without experts has no router that an option could change.
+    const char *dense = "resumed at step 1 of 2\n--lr is 0.002 from here on, it was 0.001\ndone: twin/";
+    expect(state, "train " TINY "--dense-twin --lr 0.001 --steps 1 --out twin text.txt", 0, "done");
+    assert_int_equal(
+        run(state, "", "train -q --resume --lr 0.002 --rounding up --balance 0 --steps 2 --out twin text.txt",
+            output),
+        0);
+    if (strncmp(output, dense, strlen(dense)) != 0) fail_msg("'%s'", output);
     expect(state, "train " TINY "--seconds 0.3 --out clock text.txt", 0, "done");
     expect(state, "train " TINY "--resume --seconds 0.2 --out clock text.txt", 0,
            " s of training; of the 0.2 s, which count them, nothing is left but the last validation\n");

@@ -122,8 +122,9 @@ static const char *rule_name(double rule)
                                                                     : "?";
 }
 
-/* Prints the options with which a resumed run differs from what it was. */
-static void show_changes(const train_recipe *before, const train_recipe *now)
+/* Prints the options with which a resumed run differs from what it was. routed: the model has a layer with
+ * experts; without one the options of the router are without effect. */
+static void show_changes(const train_recipe *before, const train_recipe *now, bool routed)
 {
     show_change("lr", before->lr, now->lr);
     show_change("end-lr", before->end_lr, now->end_lr);
@@ -132,6 +133,7 @@ static void show_changes(const train_recipe *before, const train_recipe *now)
     show_change("beta2", before->beta2, now->beta2);
     show_change("weight-decay", before->weight_decay, now->weight_decay);
     show_change("clip", before->clip, now->clip);
+    if (!routed) return;
     show_change("balance", before->balance, now->balance);
     show_change("z-loss", before->z_loss, now->z_loss);
     if (!isnan(before->rounding) && before->rounding != now->rounding)
@@ -158,7 +160,7 @@ static void show_start(const train_settings *s, const train_start *start)
     else
         fprintf(stderr, " after %.1f s of training; of the %g s, which count them, %s\n", start->elapsed,
                 s->seconds, nothing);
-    show_changes(&start->before, &start->now);
+    show_changes(&start->before, &start->now, s->config.dense_layers < s->config.layers);
 }
 
 /* What the run has written. Without checkpoints none can be resumed. */
