@@ -171,13 +171,13 @@ def test_standard_error_of_a_mean():
 
 
 def test_rounds_in_which_both_had_their_turn():
-    rounds = [{"smoe forward": 1.0, "smoe both": 3.0, "x forward": 1.5, "x both": 4.0}, {"smoe forward": 9.0, "smoe both": 9.0}]
+    whole = {"smoe forward": 1.0, "smoe both": 3.0, "x forward": 1.5, "x both": 4.0}
+    rounds = [whole, {"smoe forward": 9.0, "smoe both": 9.0}]
     assert run.in_rounds(rounds, "x", "smoe", 2.0) == {"both": [8.0], "forward": [3.0]}
     assert run.in_rounds(rounds, "smoe", "x") == {"both": [3.0], "forward": [1.0]}
     assert run.in_rounds(rounds, "smoe", "smoe") == {"both": [3.0, 9.0], "forward": [1.0, 9.0]}
     # A peer that lost one pass keeps the rounds of the others.
-    rounds = [one | {"smoe graph": 1.0} for one in rounds[:1] * 2]
-    rounds[0]["x graph"] = 5.0
+    rounds = [whole | {"smoe graph": 1.0, "x graph": 5.0}, whole | {"smoe graph": 1.0}]
     assert run.in_rounds(rounds, "x", "smoe") == {"both": [4.0] * 2, "forward": [1.5] * 2, "graph": [5.0]}
     assert run.in_rounds(rounds, "smoe", "x")["graph"] == [1.0]
 
