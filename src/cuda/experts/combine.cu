@@ -17,11 +17,12 @@
 //   loads up to four rows at a time. If fewer rows are left, the thread loads the last row again and does
 //   not add it. So no branch stands between the four loads, and all of them start before the first result
 //   is needed.
-// - The short path is for K <= 4. A token with few rows is bound by latency: the index of a row must arrive
-//   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
+// - The short path is for a fixed K. The sum is bound by latency: the index of a row must arrive before the
+//   row can be loaded. If every token has exactly K rows, the row indices of token t start at
 //   token_rows[K t]. The path assumes this and reads them there, without waiting for token_offsets. At the
 //   same time it reads R to check the assumption: no token has more than K rows here, so R = T K if
-//   and only if every token has K rows. If R is smaller, the thread takes the long path.
+//   and only if every token has K rows. If R is smaller, the thread takes the long path. For K > 4 the thread
+//   takes four rows at a time, and loads the indices of the next four together with these rows.
 //
 // The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
 // there is no rounding. C is the number of columns of the chunk.
@@ -31,15 +32,15 @@
 //   fixed, K = 1, C a multiple of 32                 short  1             4
 //   fixed, K <= 2, C a multiple of 24                short  2             3
 //   fixed, K <= 2, C a multiple of 16                short  2             2
-//   fixed, K <= 4, C a multiple of 16 and > 1024     short  4             2
-//   fixed, K <= 4                                    short  4             1
+//   fixed, C a multiple of 16 and > 1024             short  4             2
+//   fixed                                            short  4             1
 //   C a multiple of 16 and > 1024                    long   4             2
 //   all others                                       long   4             1
 //
 // A CTA has about 128 threads (64 in the line with 3 vectors): it computes one token, or several if a token
 // needs fewer threads. Many CTAs of this size are on an SM at once, so while some wait for indices,
-// others have loads in flight. A token that needs more threads has a CTA of up to 512; beyond that its
-// columns are shared among several CTAs.
+// others have loads in flight. A token that needs more threads has a CTA of up to 512 (256 for K > 4); beyond
+// that its columns are shared among several CTAs.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"
@@ -50,14 +51,7 @@ namespace moe
 namespace
 {
 
-enum {
-    COLUMNS = 8,
-    SHORT_COLUMNS = 1024,
-    MOST_THREADS = 512,
-    FEW_THREADS = 128,
-    FEWEST_THREADS = 64,
-    MOST_PARTS = 65535
-};
+enum { COLUMNS = 8, SHORT_COLUMNS = 1024, FEW_THREADS = 128, FEWEST_THREADS = 64, MOST_PARTS = 65535 };
 
 template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
 {
@@ -95,6 +89,18 @@ template <int ROWS, int VECTORS> struct row_vectors {
     }
 };
 
+// What the sums start from.
+template <typename T, int VECTORS>
+SMOE_DEVICE void begin(float (&sum)[VECTORS][COLUMNS], const moe_cuda_combine &p, const char *out)
+{
+#pragma unroll
+    for (int j = 0; j < VECTORS; j++) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) sum[j][i] = 0.0f;
+        if (p.onto) add<T>(sum[j], *(const uint4 *)(out + j * (int)blockDim.x * COLUMNS * 2), 1.0f);
+    }
+}
+
 template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUMNS])
 {
     using S = storage<T>;
@@ -102,32 +108,38 @@ template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUM
                                S::pack(sum[6], sum[7]));
 }
 
-// For 1 <= topk <= ROWS. If there are T topk rows, no pair was skipped, so the rows of token t are at t topk
-// in token_rows. The indices are loaded before this is known. Returns false, and has stored nothing, if pairs
-// were skipped. The branch is after the loads (which then read row 0), because without a branch there the
-// compiler moves each load to its first use, and the loads would run one after the other.
-template <typename T, int ROWS, int VECTORS>
+// For topk >= 1; MANY: topk > ROWS. If there are T topk rows, no pair was skipped, so the rows of token t are
+// at t topk in token_rows. The first indices are loaded before this is known. Returns false, and has stored
+// nothing, if pairs were skipped. The branch is after the loads (which then read row 0), because without a
+// branch there the compiler moves each load to its first use, and the loads would run one after the other.
+// MANY: while the rows of a batch are on their way, the indices of the next batch are, too.
+template <typename T, int ROWS, int VECTORS, bool MANY>
 SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
-    const int first = (int)token * p.topk;
+    const int step = (int)blockDim.x * COLUMNS;
+    const int first = (int)token * p.topk, end = first + p.topk;
     int row[ROWS];
-    read_rows(row, p, first, first + p.topk);
+    read_rows(row, p, first, end);
     const bool all = __ldg(p.token_offsets + p.tokens) == p.tokens * p.topk;
 #pragma unroll
     for (int k = 0; k < ROWS; k++) row[k] = all ? row[k] : 0;
-    row_vectors<ROWS, VECTORS> some;
-    some.fetch(p, row, column);
-    if (!all) return false;
-#pragma unroll
-    for (int j = 0; j < VECTORS; j++) {
-        float sum[COLUMNS] = {};
-        char *to = out + j * (int)blockDim.x * COLUMNS * 2;
-        if (p.onto) add<T>(sum, *(const uint4 *)to, 1.0f);
+    float sum[VECTORS][COLUMNS];
+    int i = first;
+    do {
+        row_vectors<ROWS, VECTORS> some;
+        some.fetch(p, row, column);
+        if (!all) return false;
+        if (i == first) begin<T>(sum, p, out);
+        if (MANY) read_rows(row, p, i + ROWS, end);
 #pragma unroll
         for (int k = 0; k < ROWS; k++)
-            if (k < p.topk) add<T>(sum, some.v[k][j], some.weight[k]);
-        store<T>(to, sum);
-    }
+            if (i + k < end)
+#pragma unroll
+                for (int j = 0; j < VECTORS; j++) add<T>(sum[j], some.v[k][j], some.weight[k]);
+        i += ROWS;
+    } while (MANY && i < end);
+#pragma unroll
+    for (int j = 0; j < VECTORS; j++) store<T>(out + j * step * 2, sum[j]);
     return true;
 }
 
@@ -138,10 +150,8 @@ SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t 
     const char *weights = (const char *)p.router_weight + column * 2;
     const int step = (int)blockDim.x * COLUMNS;
     const int first = __ldg(p.token_offsets + token), end = __ldg(p.token_offsets + token + 1);
-    float sum[VECTORS][COLUMNS] = {};
-    if (p.onto)
-#pragma unroll
-        for (int j = 0; j < VECTORS; j++) add<T>(sum[j], *(const uint4 *)(out + j * step * 2), 1.0f);
+    float sum[VECTORS][COLUMNS];
+    begin<T>(sum, p, out);
     for (int i = first; i < end; i += ROWS) {
         int row[ROWS];
         int2 term[ROWS];
@@ -171,50 +181,58 @@ SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t 
     for (int j = 0; j < VECTORS; j++) store<T>(out + j * step * 2, sum[j]);
 }
 
-// blockDim: (threads of a token, tokens). gridDim: (CTAs for all tokens, parts of a token's columns).
-// FEW: 1 <= topk <= ROWS.
-template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
-__global__ void __launch_bounds__(MOST_THREADS, 2) combine(const __grid_constant__ moe_cuda_combine p)
+// The path, and with it the most threads of a CTA: the loop over batches needs up to 80 registers.
+enum path { LONG, SHORT, SHORT_BATCHES }; // SHORT: 1 <= topk <= ROWS; SHORT_BATCHES: topk > ROWS
+constexpr int most_threads(path path)
 {
-    enum { AT_ONCE = FEW && VECTORS > 2 ? 1 : VECTORS }; // of the general path: registers
+    return path == SHORT_BATCHES ? 256 : 512;
+}
+
+// blockDim: (threads of a token, tokens). gridDim: (CTAs for all tokens, parts of a token's columns).
+template <typename T, int ROWS, int VECTORS, path PATH, bool ROUTER>
+__global__ void __launch_bounds__(most_threads(PATH), PATH == SHORT_BATCHES ? 3 : 2)
+    combine(const __grid_constant__ moe_cuda_combine p)
+{
+    enum { AT_ONCE = PATH == SHORT && VECTORS > 2 ? 1 : VECTORS }; // of the long path: registers
     const int64_t token = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     const int64_t column = ((int64_t)blockIdx.y * VECTORS * blockDim.x + threadIdx.x) * COLUMNS;
     const int step = (int)blockDim.x * COLUMNS;
     if (token >= p.tokens || column + (VECTORS - 1) * step >= p.columns) return;
     char *out = (char *)p.out + (token * p.hidden + column) * 2;
-    if (FEW && combine_topk<T, ROWS, VECTORS>(p, token, column, out)) return;
+    if (PATH != LONG && combine_topk<T, ROWS, VECTORS, PATH == SHORT_BATCHES>(p, token, column, out)) return;
     for (int j = 0; j < VECTORS; j += AT_ONCE)
         combine_rows<T, ROWS, AT_ONCE, ROUTER>(p, token, column + j * step, out + j * step * 2);
 }
 
 // CTAs of about `threads`.
-template <typename T, int ROWS, int VECTORS, bool FEW, bool ROUTER>
+template <typename T, int ROWS, int VECTORS, path PATH, bool ROUTER = false>
 cudaError_t launch(const moe_cuda_combine &p, unsigned threads, cudaStream_t stream)
 {
-    const int64_t shares = p.columns / COLUMNS / VECTORS, fewest = moe_divide_up(shares, MOST_THREADS);
+    const int64_t shares = p.columns / COLUMNS / VECTORS, fewest = moe_divide_up(shares, most_threads(PATH));
     int64_t parts = fewest;
     while (shares % parts) parts++;
     if (VECTORS == 1 && parts > MOST_PARTS) parts = fewest; // the last part is narrower
     const unsigned across = (unsigned)moe_divide_up(shares, parts),
                    tokens = across >= threads ? 1 : threads / across;
     const dim3 cta(across, tokens), grid((unsigned)moe_divide_up(p.tokens, tokens), (unsigned)parts);
-    return enqueue(combine<T, ROWS, VECTORS, FEW, ROUTER>, grid, cta, 0, stream, p);
+    return enqueue(combine<T, ROWS, VECTORS, PATH, ROUTER>, grid, cta, 0, stream, p);
 }
 
 template <typename T> cudaError_t launch(const moe_cuda_combine &p, cudaStream_t stream)
 {
     const bool even = p.topk > 0, twice = p.columns % (2 * COLUMNS) == 0;
     const bool wide = twice && p.columns > SHORT_COLUMNS;
-    if (p.terms) return launch<T, 4, 1, false, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
-    if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0)
-        return launch<T, 1, 4, true, false>(p, FEW_THREADS, stream);
+    if (p.terms) return launch<T, 4, 1, LONG, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
+    if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0) return launch<T, 1, 4, SHORT>(p, FEW_THREADS, stream);
     if (even && p.topk <= 2 && p.columns % (3 * COLUMNS) == 0)
-        return launch<T, 2, 3, true, false>(p, FEWEST_THREADS, stream);
-    if (even && p.topk <= 2 && twice) return launch<T, 2, 2, true, false>(p, FEW_THREADS, stream);
-    if (even && p.topk <= 4 && wide) return launch<T, 4, 2, true, false>(p, FEW_THREADS, stream);
-    if (even && p.topk <= 4) return launch<T, 4, 1, true, false>(p, FEW_THREADS, stream);
-    if (wide) return launch<T, 4, 2, false, false>(p, FEW_THREADS, stream);
-    return launch<T, 4, 1, false, false>(p, FEW_THREADS, stream);
+        return launch<T, 2, 3, SHORT>(p, FEWEST_THREADS, stream);
+    if (even && p.topk <= 2 && twice) return launch<T, 2, 2, SHORT>(p, FEW_THREADS, stream);
+    if (even && p.topk <= 4 && wide) return launch<T, 4, 2, SHORT>(p, FEW_THREADS, stream);
+    if (even && p.topk <= 4) return launch<T, 4, 1, SHORT>(p, FEW_THREADS, stream);
+    if (even && wide) return launch<T, 4, 2, SHORT_BATCHES>(p, FEW_THREADS, stream);
+    if (even) return launch<T, 4, 1, SHORT_BATCHES>(p, FEW_THREADS, stream);
+    if (wide) return launch<T, 4, 2, LONG>(p, FEW_THREADS, stream);
+    return launch<T, 4, 1, LONG>(p, FEW_THREADS, stream);
 }
 
 // A grid has at most 65535 CTAs in y. There are never more parts where a thread has several groups of 8
