@@ -101,26 +101,35 @@ def tflops(record, measured):
 
 
 def _kind(record):
-    """The fields, besides the commit, that all records of a table have in common."""
+    """The fields that all records of a table have in common."""
     return tuple(record.get(name) for name in ("device", "suite", "part", "routing", "dtype"))
 
 
-def _measurement(record):
-    return _kind(record), record["peer"], "kernels" in record
+def _layer(record):
+    return _kind(record), record["shape"]
 
 
-def newest(records):
-    """The records of the newest commit for each device, suite, part, routing, type and peer, with and without the
-    kernels' times, and smoe's records of the same commits."""
+def _latest(records):
+    """Of each layer and peer the records of the newest commit, and smoe's records of the same layers and commits."""
     by_date = sorted(records, key=lambda record: record["date"])
-    commits = {_measurement(record): record["commit"] for record in by_date}
-    together = {(kind, commit) for (kind, _, _), commit in commits.items()}
+    commits = {(_layer(record), record["peer"]): record["commit"] for record in by_date}
+    beside = {(layer, commit) for (layer, _), commit in commits.items()}
     return [
         record
         for record in records
-        if record["commit"] == commits[_measurement(record)]
-        or (record["peer"] == BASE and (_kind(record), record["commit"]) in together)
+        if record["commit"] == commits[_layer(record), record["peer"]]
+        or (record["peer"] == BASE and (_layer(record), record["commit"]) in beside)
     ]
+
+
+def _with_kernels(records):
+    return _latest([record for record in records if "kernels" in record])
+
+
+def newest(records):
+    """The records that tables are made of: the latest ones, and the latest ones that have the kernels' times."""
+    shown = {id(record) for record in _latest(records) + _with_kernels(records)}
+    return [record for record in records if id(record) in shown]
 
 
 def grouped(records, key):
@@ -146,11 +155,11 @@ def _cell(form, value):
     return "" if value is None else form(value)
 
 
-def _times(name, peer, tunings, passes):
+def _times(peer, tunings, passes):
     failures = [record["failed"] for record in tunings if "failed" in record]
     if len(failures) == len(tunings):
-        return [name, peer, "failed"] + [""] * (3 * len(passes) - 1)
-    cells = [name, peer]
+        return ["failed"] + [""] * (3 * len(passes) - 1)
+    cells = []
     for measured in passes:
         record = best(tunings, measured)
         cells.append(_cell(lambda r: _ms(r[measured + "_ms"]), record))
@@ -160,13 +169,13 @@ def _times(name, peer, tunings, passes):
     return cells
 
 
-def means(by_layer, passes):
+def means(rows, passes):
     """One sentence for each peer: of each pass the geometric mean and the least of the ratios."""
     sentences = []
-    for peer in dict.fromkeys(peer for _, peer in by_layer if peer != BASE):
+    for peer in dict.fromkeys(peer for *_, peer in rows if peer != BASE):
         found = []
         for measured in passes:
-            records = [best(tunings, measured) for (_, name), tunings in by_layer.items() if name == peer]
+            records = [best(tunings, measured) for (*_, name), tunings in rows.items() if name == peer]
             values = [value for record in records if record and (value := ratio(record, measured))]
             if values:
                 least = min(values, key=lambda one: one.value)
@@ -177,12 +186,11 @@ def means(by_layer, passes):
     return sentences
 
 
-def _once(name, peer, record):
+def _once(record):
     """The cells with the memory and the first calls of a record."""
     first, new = record.get("first_call_s"), record.get("new_t_s")
     mark = "*" if record.get("first_in_process") else ""
     return [
-        name, peer,
         _cell(lambda b: f"{b / MIB:.0f}", record.get("kept_bytes")),
         _cell(lambda b: f"{b / MIB:.0f}", record.get("peak_bytes")),
         _cell(lambda s: f"{s['forward'] + s['backward']:.2f}{mark}", first),
@@ -190,81 +198,93 @@ def _once(name, peer, record):
     ]  # fmt: skip
 
 
-def _errors(name, peer, record):
+def _errors(record):
     errors = record.get("errors") or {}
-    return [name, peer] + [_cell("{:.2e}".format, errors.get(key)) for key in ("O", "dX", "dW1", "dW2", "dS")]
+    return [_cell("{:.2e}".format, errors.get(key)) for key in ("O", "dX", "dW1", "dW2", "dS")]
 
 
 # ---- tables ----
 
 
-def _times_tables(title, by_layer, known):
+def _rows(records):
+    """{(layer, commit, peer): tunings}: each layer's records of a commit stand together, smoe's first."""
+    order = {name: i for i, name in enumerate(dict.fromkeys(record["shape"] for record in records))}
+    commits = {commit: i for i, commit in enumerate(dict.fromkeys(record["commit"] for record in records))}
+    place = lambda record: (order[record["shape"]], commits[record["commit"]], record["peer"] != BASE)
+    return grouped(sorted(records, key=place), lambda record: (record["shape"], record["commit"], record["peer"]))
+
+
+def _table(title, columns, rows, foot=()):
+    """rows: {(layer, commit, peer): cells}. Records of several commits get a column with the commit."""
+    several = len({commit for _, commit, _ in rows}) > 1
+    names = lambda row: list(row) if several else [row[0], row[2]]
+    head = ["model" if columns[0] == "ms a step" else "layer", "commit", "peer"]
+    return Table(title, names(head) + columns, [names(row) + cells for row, cells in rows.items()], list(foot))
+
+
+def _times_tables(title, rows, known):
     """A table of those of the passes `known` that were measured; none if no pass was."""
-    records = [record for tunings in by_layer.values() for record in tunings]
+    records = [record for tunings in rows.values() for record in tunings]
     passes = [p for p in known if any(record.get(p + "_ms") is not None for record in records)]
     if not passes:
         return []
-    head = [column for p in passes for column in (f"{p.removeprefix('gpu_')} ms", "TFLOP/s", "ratio")]
-    times = [_times(name, peer, tunings, passes) for (name, peer), tunings in by_layer.items()]
-    return [Table(title, ["layer", "peer"] + head, times, means(by_layer, passes))]
+    columns = [column for p in passes for column in (f"{p.removeprefix('gpu_')} ms", "TFLOP/s", "ratio")]
+    cells = {row: _times(row[2], tunings, passes) for row, tunings in rows.items()}
+    return [_table(title, columns, cells, means(rows, passes))]
 
 
 def _layer_tables(title, records):
-    by_layer = grouped(records, lambda record: (record["shape"], record["peer"]))
-    whole = [(name, peer, tunings[0]) for (name, peer), tunings in by_layer.items() if "first_call_s" in tunings[0]]
-    profiled = {one: tunings for one, tunings in by_layer.items() if any("kernels" in record for record in tunings)}
-    made = _times_tables(title, by_layer, RATIO_PASSES)
-    made += _times_tables(title + ": the kernels' times alone", profiled, GPU_PASSES)
+    rows = _rows(_latest(records))
+    made = _times_tables(title, rows, RATIO_PASSES)
+    made += _times_tables(title + ": the kernels' times alone", _rows(_with_kernels(records)), GPU_PASSES)
+    whole = {row: tunings[0] for row, tunings in rows.items() if "first_call_s" in tunings[0]}
     if whole:
-        once = [_once(*one) for one in whole]
-        made.append(Table(title + ": memory and first calls", ["layer", "peer", "kept MiB", "peak MiB", "first call s",
-                                                               "new T s"], once, []))  # fmt: skip
-    with_errors = [_errors(*one) for one in whole if one[2].get("errors")]
-    if with_errors:
-        made.append(Table(title + ": relative error against fp64", ["layer", "peer", "O", "dX", "dW1", "dW2", "dS"],
-                          with_errors, []))  # fmt: skip
+        once = {row: _once(record) for row, record in whole.items()}
+        columns = ["kept MiB", "peak MiB", "first call s", "new T s"]
+        made.append(_table(title + ": memory and first calls", columns, once))
+    errors = {row: _errors(record) for row, record in whole.items() if record.get("errors")}
+    if errors:
+        columns = ["O", "dX", "dW1", "dW2", "dS"]
+        made.append(_table(title + ": relative error against fp64", columns, errors))
     return made
 
 
+STEP_COLUMNS = ["ms a step", "k tokens/s", "B tokens/day", "TFLOP/s", "peak GiB", "GB by the driver", "first step s",
+                "ratio"]  # fmt: skip
+
+
+def _step(record, mine):
+    """mine: smoe's record, or None."""
+    if record is None:
+        return ["failed"] + [""] * (len(STEP_COLUMNS) - 1)
+    return [
+        f"{record['step_ms']:.1f}", f"{record['tokens_per_s'] / 1e3:.1f}",
+        f"{record['tokens_per_s'] * 86400 / 1e9:.2f}", _tflops(record["step_tflops"]),
+        _cell(lambda b: f"{b / 2**30:.1f}", record["peak_bytes"]),
+        _cell(lambda b: f"{b / 1e9:.2f}", record.get("driver_bytes")), f"{record['first_step_s']:.0f}",
+        "" if mine is None or mine is record else f"{record['step_ms'] / mine['step_ms']:.3f}",
+    ]  # fmt: skip
+
+
 def _step_table(title, records):
-    by_peer = grouped(records, lambda record: (record["shape"], record["peer"]))
-    least = {key: min((r for r in tunings if "step_ms" in r), key=lambda r: r["step_ms"], default=None)
-             for key, tunings in by_peer.items()}  # fmt: skip
-    rows = []
-    for (model, peer), record in least.items():
-        if record is None:
-            rows.append([model, peer, "failed"] + [""] * 7)
-            continue
-        mine = least.get((model, BASE))
-        rows.append([
-            model, peer, f"{record['step_ms']:.1f}", f"{record['tokens_per_s'] / 1e3:.1f}",
-            f"{record['tokens_per_s'] * 86400 / 1e9:.2f}", _tflops(record['step_tflops']),
-            _cell(lambda b: f"{b / 2**30:.1f}", record["peak_bytes"]),
-            _cell(lambda b: f"{b / 1e9:.2f}", record.get("driver_bytes")), f"{record['first_step_s']:.0f}",
-            "" if mine is None or peer == BASE else f"{record['step_ms'] / mine['step_ms']:.3f}",
-        ])  # fmt: skip
-    columns = [
-        "model",
-        "peer",
-        "ms a step",
-        "k tokens/s",
-        "B tokens/day",
-        "TFLOP/s",
-        "peak GiB",
-        "GB by the driver",
-        "first step s",
-        "ratio",
-    ]
-    return Table(title, columns, rows, [])
+    least = {row: min((r for r in tunings if "step_ms" in r), key=lambda r: r["step_ms"], default=None)
+             for row, tunings in _rows(_latest(records)).items()}  # fmt: skip
+    return _table(title, STEP_COLUMNS, {row: _step(least[row], least.get((*row[:2], BASE))) for row in least})
+
+
+def _when(records):
+    """The commit, if there is one only, and the days of the measurement."""
+    commits = {record["commit"] for record in records}
+    days = sorted({record["date"][:10] for record in records})
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return when if len(commits) > 1 else f"commit {commits.pop()}, {when}"
 
 
 def make(records):
-    """All tables of these records: one for each commit, device, suite, part, routing and type."""
+    """All tables of these records: one for each device, suite, part, routing and type."""
     made = []
-    key = lambda record: (record["commit"], *_kind(record))
-    for (commit, device, suite, part, routing, dtype), together in grouped(records, key).items():
-        days = sorted({record["date"][:10] for record in together})
-        where = f"{device}, commit {commit}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+    for (device, suite, part, routing, dtype), together in grouped(records, _kind).items():
+        where = f"{device}, {_when(together)}"
         if part == "e2e":
             made.append(_step_table(f"A whole training step, {where}", together))
         else:
@@ -308,7 +328,8 @@ def as_text(tables):
         widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
         out.append(table.title)
         for line in lines:
-            cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+            names = 3 if "commit" in table.columns else 2
+            cells = [c.ljust(w) if i < names else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
             out.append("  ".join(cells).rstrip())
         out += table.foot + [""]
     return "\n".join(out)
@@ -356,7 +377,7 @@ def plot(records, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    layers = [record for record in records if record["part"] != "e2e"]
+    layers = _latest([record for record in records if record["part"] != "e2e"])
     kinds = ("part", "routing", "dtype", "device")
     shown = ["shape"] + [key for key in kinds if len({record[key] for record in layers}) > 1]
     by_layer = grouped(layers, lambda record: (" ".join(record[key] for key in shown), record["peer"]))
@@ -376,7 +397,7 @@ def plot(records, path):
     panels[0].legend(ncols=len(peers), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
     panels[1].set_xticks(range(len(names)), names, rotation=45, ha="right")
     first = layers[0]
-    figure.suptitle(f"{first['device']}, commit {first['commit']}, {first['date'][:10]}; above 1: smoe is faster")
+    figure.suptitle(f"{first['device']}, {_when(layers)}; above 1: smoe is faster")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

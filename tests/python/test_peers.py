@@ -302,8 +302,37 @@ def test_a_peer_missing_in_the_newest_commit_is_shown_beside_smoe_of_its_own():
     new = [a_record("smoe", **newer), a_record("sonicmoe", **newer)]
     assert tables.newest([smoe, peer, gone, *new]) == [smoe, gone, *new]
     assert tables.newest([smoe, peer, *new]) == new
-    timed_kernels = peer | {"kernels": {}}  # the newer record has none
-    assert tables.newest([smoe, timed_kernels, *new]) == [smoe, timed_kernels, *new]
+    profiled = [smoe | {"kernels": {}}, peer | {"kernels": {}}]  # the newer records have none
+    assert tables.newest([*profiled, *new]) == [*profiled, *new]
+
+
+def test_each_layer_is_shown_at_its_newest_commit():
+    """One table: a layer that only an older commit has, and of a layer that both have the newer records. The commits get
+    a column; a ratio is to smoe at the same commit."""
+    layers = ("first", "second")
+    old = [timed(peer, ms, 2 * ms, (2.0, 4.0), shape=shape) for shape in layers for peer, ms in (("smoe", 2.0), ("sonicmoe", 3.0))]
+    newer = dict(commit="c2", date="2026-02-01T00:00:00Z", shape="second")
+    new = [timed("smoe", 4.0, 8.0, (4.0, 8.0), **newer), timed("sonicmoe", 5.0, 10.0, (4.0, 8.0), **newer)]
+    (table,) = tables.make(tables.newest([*new, *old]))
+    assert table.columns[:3] == ["layer", "commit", "peer"] and ", 2026-01-02 to 2026-02-01" in table.title
+    assert [row[:4] for row in table.rows] == [
+        ["second", "c2", "smoe", "4.0000"],
+        ["second", "c2", "sonicmoe", "5.0000"],
+        ["first", "c1", "smoe", "2.0000"],
+        ["first", "c1", "sonicmoe", "3.0000"],
+    ]
+    assert [row[5] for row in table.rows] == ["", "1.250", "", "1.500"]
+    assert "(least 1.250, 2 layers)" in table.foot[0]
+    assert "second  c2      sonicmoe" in tables.as_text([table])
+
+
+def test_the_kernels_times_may_be_older_than_the_passes():
+    sums = {"gpu_forward_ms": 1.0, "kernels": {}}
+    old = [timed(peer, 2.0, 4.0) | sums | {"smoe": sums} for peer in ("smoe", "sonicmoe")]
+    new = [timed(peer, 3.0, 6.0, commit="c2", date="2026-02-01T00:00:00Z") for peer in ("smoe", "sonicmoe")]
+    times, kernels = tables.make(tables.newest([*old, *new]))
+    assert [row[:3] for row in times.rows] == [["7B-n256", "smoe", "3.0000"], ["7B-n256", "sonicmoe", "3.0000"]]
+    assert [row[:3] for row in kernels.rows] == [["7B-n256", "smoe", "1.0000"], ["7B-n256", "sonicmoe", "1.0000"]]
 
 
 def test_types_have_tables_of_their_own():
