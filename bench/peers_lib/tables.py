@@ -156,8 +156,7 @@ def _cell(form, value):
 
 
 def _times(peer, tunings, passes):
-    failures = [record["failed"] for record in tunings if "failed" in record]
-    if len(failures) == len(tunings):
+    if all("failed" in record for record in tunings):
         return ["failed"] + [""] * (3 * len(passes) - 1)
     cells = []
     for measured in passes:
@@ -180,7 +179,9 @@ def means(rows, passes):
             if values:
                 least = min(values, key=lambda one: one.value)
                 name = measured.removeprefix("gpu_")
-                found.append(f"{name} {mean_of(values)} (least {least}, {len(values)} layers)")
+                commits = {record["commit"] for record in records if record}
+                of = f"{len(values)} layers" + (f" of {len(commits)} commits" if len(commits) > 1 else "")
+                found.append(f"{name} {mean_of(values)} (least {least}, {of})")
         if found:
             sentences.append(f"{peer} / {BASE}, geometric mean: " + ", ".join(found))
     return sentences
@@ -214,12 +215,22 @@ def _rows(records):
     return grouped(sorted(records, key=place), lambda record: (record["shape"], record["commit"], record["peer"]))
 
 
-def _table(title, columns, rows, foot=()):
-    """rows: {(layer, commit, peer): cells}. Records of several commits get a column with the commit."""
-    several = len({commit for _, commit, _ in rows}) > 1
+def _when(records):
+    """The commit, if there is one only, and the days of the measurement."""
+    commits = {record["commit"] for record in records}
+    days = sorted({record["date"][:10] for record in records})
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return when if len(commits) > 1 else f"commit {commits.pop()}, {when}"
+
+
+def _table(title, first, columns, rows, cells, foot=()):
+    """title: text around {when}. first: the name of the first column. cells: {row: strings} of some of the rows. Rows of
+    several commits get a column with the commit."""
+    several = len({commit for _, commit, _ in cells}) > 1
     names = lambda row: list(row) if several else [row[0], row[2]]
-    head = ["model" if columns[0] == "ms a step" else "layer", "commit", "peer"]
-    return Table(title, names(head) + columns, [names(row) + cells for row, cells in rows.items()], list(foot))
+    when = _when([record for row in cells for record in rows[row]])
+    return Table(title.format(when=when), names((first, "commit", "peer")) + columns,
+                 [names(row) + own for row, own in cells.items()], list(foot))  # fmt: skip
 
 
 def _times_tables(title, rows, known):
@@ -230,7 +241,7 @@ def _times_tables(title, rows, known):
         return []
     columns = [column for p in passes for column in (f"{p.removeprefix('gpu_')} ms", "TFLOP/s", "ratio")]
     cells = {row: _times(row[2], tunings, passes) for row, tunings in rows.items()}
-    return [_table(title, columns, cells, means(rows, passes))]
+    return [_table(title, "layer", columns, rows, cells, means(rows, passes))]
 
 
 def _layer_tables(title, records):
@@ -241,11 +252,11 @@ def _layer_tables(title, records):
     if whole:
         once = {row: _once(record) for row, record in whole.items()}
         columns = ["kept MiB", "peak MiB", "first call s", "new T s"]
-        made.append(_table(title + ": memory and first calls", columns, once))
+        made.append(_table(title + ": memory and first calls", "layer", columns, rows, once))
     errors = {row: _errors(record) for row, record in whole.items() if record.get("errors")}
     if errors:
         columns = ["O", "dX", "dW1", "dW2", "dS"]
-        made.append(_table(title + ": relative error against fp64", columns, errors))
+        made.append(_table(title + ": relative error against fp64", "layer", columns, rows, errors))
     return made
 
 
@@ -267,24 +278,19 @@ def _step(record, mine):
 
 
 def _step_table(title, records):
+    rows = _rows(_latest(records))
     least = {row: min((r for r in tunings if "step_ms" in r), key=lambda r: r["step_ms"], default=None)
-             for row, tunings in _rows(_latest(records)).items()}  # fmt: skip
-    return _table(title, STEP_COLUMNS, {row: _step(least[row], least.get((*row[:2], BASE))) for row in least})
-
-
-def _when(records):
-    """The commit, if there is one only, and the days of the measurement."""
-    commits = {record["commit"] for record in records}
-    days = sorted({record["date"][:10] for record in records})
-    when = " to ".join(dict.fromkeys((days[0], days[-1])))
-    return when if len(commits) > 1 else f"commit {commits.pop()}, {when}"
+             for row, tunings in rows.items()}  # fmt: skip
+    cells = {row: _step(record, least.get((*row[:2], BASE))) for row, record in least.items()}
+    return _table(title, "model", STEP_COLUMNS, rows, cells)
 
 
 def make(records):
-    """All tables of these records: one for each device, suite, part, routing and type."""
+    """The tables of each device, suite, part, routing and type. Of the records they show the newest of each layer and
+    peer; those of the kernels' times may be older than the others."""
     made = []
     for (device, suite, part, routing, dtype), together in grouped(records, _kind).items():
-        where = f"{device}, {_when(together)}"
+        where = f"{device}, {{when}}"
         if part == "e2e":
             made.append(_step_table(f"A whole training step, {where}", together))
         else:
@@ -300,11 +306,11 @@ def of_kernels(records):
         for measured, kernels in (record.get("kernels") or {}).items():
             whole = sum(us for *_, us in kernels)
             rows += [
-                [record["shape"], record["peer"], measured, kernel[:KERNEL_NAME], f"{launches:g}", f"{us:.1f}",
-                 f"{100 * us / whole:.1f}"]
+                [record["shape"], record["commit"], record["peer"], measured, kernel[:KERNEL_NAME], f"{launches:g}",
+                 f"{us:.1f}", f"{100 * us / whole:.1f}"]
                 for kernel, launches, us in kernels
             ]  # fmt: skip
-    columns = ["layer", "peer", "pass", "kernel", "launches", "us", "%"]
+    columns = ["layer", "commit", "peer", "pass", "kernel", "launches", "us", "%"]
     return [Table("Kernels", columns, rows, [])] if rows else []
 
 

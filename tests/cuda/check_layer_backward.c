@@ -56,6 +56,7 @@ static const layer_case cases[] = {
     {"dense E 13 K 5 bf16 logits",
      {.experts = 13, .topk = 5, .logits_type = SMOE_TYPE_BF16, .gradient_type = SMOE_TYPE_BF16},
      {ROUTER, BIASES, LOSSES}},
+    {"dense E 13 K 5 d 1040", {.experts = 13, .topk = 5, .hidden = 1040, .tokens = 90}, {ROUTER, LOSSES}},
     {"dense d 200 chunks accumulated, reuse",
      {.hidden = 200, .chunks = 2, .accumulate = 1, .reuse_saved = 1, .topk = 3},
      {ROUTER, BIASES, LOSSES}},

@@ -195,9 +195,9 @@ def test_a_peers_best_tuning_counts():
 
 def test_means_at_the_foot():
     by_layer = {
-        ("a", "x"): [timed("x", 2.2, 4.0)],
-        ("b", "x"): [timed("x", 2.4, 8.0)],
-        ("a", "smoe"): [timed("smoe", 2, 4)],
+        ("a", "c1", "x"): [timed("x", 2.2, 4.0)],
+        ("b", "c1", "x"): [timed("x", 2.4, 8.0)],
+        ("a", "c1", "smoe"): [timed("smoe", 2, 4)],
     }
     (sentence,) = tables.means(by_layer, ["forward", "backward"])
     forward, backward = (1.1 * 1.2) ** 0.5, 2**0.5
@@ -268,8 +268,8 @@ def test_times_of_kernels():
     assert alone.rows[1][2:5] == ["2.2000", f"{6 * 24576 * 8 * 256 * 1536 / 2.2e-3 / 1e12:.0f}", "1.100"]
     assert alone.foot[0].startswith("sonicmoe / smoe, geometric mean: forward 1.100 (least 1.100, 1 layers), backward 1.150")
     (table,) = tables.of_kernels(made)
-    assert table.rows[0] == ["7B-n256", "smoe", "forward", "up", "1", "1500.0", "75.0"]
-    assert table.rows[3][3] == "k" * tables.KERNEL_NAME and tables.of_kernels([a_record()]) == []
+    assert table.rows[0] == ["7B-n256", "c1", "smoe", "forward", "up", "1", "1500.0", "75.0"]
+    assert table.rows[3][4] == "k" * tables.KERNEL_NAME and tables.of_kernels([a_record()]) == []
     assert "kernels" not in tables.as_csv(made)
 
 
@@ -322,7 +322,7 @@ def test_each_layer_is_shown_at_its_newest_commit():
         ["first", "c1", "sonicmoe", "3.0000"],
     ]
     assert [row[5] for row in table.rows] == ["", "1.250", "", "1.500"]
-    assert "(least 1.250, 2 layers)" in table.foot[0]
+    assert "(least 1.250, 2 layers of 2 commits)" in table.foot[0]
     assert "second  c2      sonicmoe" in tables.as_text([table])
 
 
@@ -333,6 +333,21 @@ def test_the_kernels_times_may_be_older_than_the_passes():
     times, kernels = tables.make(tables.newest([*old, *new]))
     assert [row[:3] for row in times.rows] == [["7B-n256", "smoe", "3.0000"], ["7B-n256", "sonicmoe", "3.0000"]]
     assert [row[:3] for row in kernels.rows] == [["7B-n256", "smoe", "1.0000"], ["7B-n256", "sonicmoe", "1.0000"]]
+    assert ", commit c2, 2026-02-01" in times.title and ", commit c1, 2026-01-02" in kernels.title
+
+
+def test_two_peers_of_a_layer_at_different_commits():
+    """smoe has a row for each commit, and a ratio is to smoe at the same commit."""
+    newer = dict(commit="c2", date="2026-02-01T00:00:00Z")
+    old = [timed("smoe", 2.0, 4.0, (2.0, 4.0)), timed("momoe", 3.0, 6.0, (2.0, 4.0))]
+    new = [timed("smoe", 4.0, 8.0, (4.0, 8.0), **newer), timed("sonicmoe", 5.0, 10.0, (4.0, 8.0), **newer)]
+    (table,) = tables.make(tables.newest([*old, *new]))
+    assert [(row[1], row[2], row[5]) for row in table.rows] == [
+        ("c1", "smoe", ""),
+        ("c1", "momoe", "1.500"),
+        ("c2", "smoe", ""),
+        ("c2", "sonicmoe", "1.250"),
+    ]
 
 
 def test_types_have_tables_of_their_own():
@@ -352,6 +367,16 @@ def test_step_table():
     (table,) = tables.make(steps)
     assert table.rows[0][2:] == ["160.0", "250.6", "21.65", "337", "1.0", "2.00", "10", ""]
     assert table.rows[1][2] == "168.0" and table.rows[1][-1] == "1.050"
+    newer = dict(suite="e2e", part="e2e", shape="1.4B", commit="c2", date="2026-02-01T00:00:00Z", tuning=0, **numbers)
+    new = [a_record("smoe", step_ms=150.0, **newer), a_record("scattermoe", step_ms=300.0, **newer)]
+    (table,) = tables.make([*steps, *new])
+    assert table.columns[:3] == ["model", "commit", "peer"]
+    assert [(*row[1:4], row[-1]) for row in table.rows] == [
+        ("c1", "smoe", "160.0", ""),
+        ("c1", "sonicmoe", "168.0", "1.050"),
+        ("c2", "smoe", "150.0", ""),
+        ("c2", "scattermoe", "300.0", "2.000"),
+    ]
 
 
 def test_plot(tmp_path):

@@ -17,8 +17,9 @@
 //   loads up to four rows at a time. If fewer rows are left, the thread loads the last row again and does
 //   not add it. So no branch stands between the four loads, and all of them start before the first result
 //   is needed.
-// - The short path is for a fixed K. The sum is bound by latency: the index of a row must arrive before the
-//   row can be loaded. If every token has exactly K rows, the row indices of token t start at
+// - The short path is for a fixed K. A token with few rows is bound by latency: the index of a row must
+// arrive
+//   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
 //   token_rows[K t]. The path assumes this and reads them there, without waiting for token_offsets. At the
 //   same time it reads R to check the assumption: no token has more than K rows here, so R = T K if
 //   and only if every token has K rows. If R is smaller, the thread takes the long path. For K > 4 the thread
@@ -39,8 +40,8 @@
 //
 // A CTA has about 128 threads (64 in the line with 3 vectors): it computes one token, or several if a token
 // needs fewer threads. Many CTAs of this size are on an SM at once, so while some wait for indices,
-// others have loads in flight. A token that needs more threads has a CTA of up to 512 (256 for K > 4); beyond
-// that its columns are shared among several CTAs.
+// others have loads in flight. A token that needs more threads has a CTA of up to 512 (256 on the short path
+// for K > 4); beyond that its columns are shared among several CTAs.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"
@@ -63,7 +64,8 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float
     }
 }
 
-// Entries of token_rows from `at` on; past the end the last entry is repeated. at < end.
+// Entries of token_rows from `at` on. Past the end the last entry is repeated, also if `at` is there. end >
+// 0.
 template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_combine &p, int at, int end)
 {
 #pragma unroll
@@ -108,38 +110,65 @@ template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUM
                                S::pack(sum[6], sum[7]));
 }
 
-// For topk >= 1; MANY: topk > ROWS. If there are T topk rows, no pair was skipped, so the rows of token t are
-// at t topk in token_rows. The first indices are loaded before this is known. Returns false, and has stored
-// nothing, if pairs were skipped. The branch is after the loads (which then read row 0), because without a
-// branch there the compiler moves each load to its first use, and the loads would run one after the other.
-// MANY: while the rows of a batch are on their way, the indices of the next batch are, too.
-template <typename T, int ROWS, int VECTORS, bool MANY>
-SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
+// The first rows of token `first` / topk, if every token has topk rows. If there are T topk rows, no pair was
+// skipped, so the rows of token t are at t topk in token_rows. The indices are loaded before this is known.
+// If it is not so, returns false, and all rows are 0. The callers return after they have loaded the rows,
+// because with a branch before that the compiler moves each load to its first use, and the loads would run
+// one after the other.
+template <int ROWS> SMOE_DEVICE bool read_first_rows(int (&row)[ROWS], const moe_cuda_combine &p, int first)
 {
-    const int step = (int)blockDim.x * COLUMNS;
-    const int first = (int)token * p.topk, end = first + p.topk;
-    int row[ROWS];
-    read_rows(row, p, first, end);
+    read_rows(row, p, first, first + p.topk);
     const bool all = __ldg(p.token_offsets + p.tokens) == p.tokens * p.topk;
 #pragma unroll
     for (int k = 0; k < ROWS; k++) row[k] = all ? row[k] : 0;
+    return all;
+}
+
+// For 1 <= topk <= ROWS. Returns false, and has stored nothing, if pairs were skipped.
+template <typename T, int ROWS, int VECTORS>
+SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
+{
+    int row[ROWS];
+    const bool all = read_first_rows(row, p, (int)token * p.topk);
+    row_vectors<ROWS, VECTORS> some;
+    some.fetch(p, row, column);
+    if (!all) return false;
+#pragma unroll
+    for (int j = 0; j < VECTORS; j++) {
+        float sum[1][COLUMNS];
+        char *to = out + j * (int)blockDim.x * COLUMNS * 2;
+        begin<T>(sum, p, to);
+#pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            if (k < p.topk) add<T>(sum[0], some.v[k][j], some.weight[k]);
+        store<T>(to, sum[0]);
+    }
+    return true;
+}
+
+// For topk > ROWS, ROWS at a time. While the rows of a batch are on their way, the indices of the next batch
+// are, too. Returns as combine_topk.
+template <typename T, int ROWS, int VECTORS>
+SMOE_DEVICE bool combine_batches(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
+{
+    const int first = (int)token * p.topk, end = first + p.topk;
+    int row[ROWS];
+    const bool all = read_first_rows(row, p, first);
     float sum[VECTORS][COLUMNS];
-    int i = first;
-    do {
+    for (int i = first; i < end; i += ROWS) {
         row_vectors<ROWS, VECTORS> some;
         some.fetch(p, row, column);
         if (!all) return false;
         if (i == first) begin<T>(sum, p, out);
-        if (MANY) read_rows(row, p, i + ROWS, end);
+        read_rows(row, p, i + ROWS, end);
 #pragma unroll
         for (int k = 0; k < ROWS; k++)
             if (i + k < end)
 #pragma unroll
                 for (int j = 0; j < VECTORS; j++) add<T>(sum[j], some.v[k][j], some.weight[k]);
-        i += ROWS;
-    } while (MANY && i < end);
+    }
 #pragma unroll
-    for (int j = 0; j < VECTORS; j++) store<T>(out + j * step * 2, sum[j]);
+    for (int j = 0; j < VECTORS; j++) store<T>(out + j * (int)blockDim.x * COLUMNS * 2, sum[j]);
     return true;
 }
 
@@ -181,7 +210,8 @@ SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t 
     for (int j = 0; j < VECTORS; j++) store<T>(out + j * step * 2, sum[j]);
 }
 
-// The path, and with it the most threads of a CTA: the loop over batches needs up to 80 registers.
+// The path, and with it the most threads of a CTA. The loop over batches takes up to 80 registers, so three
+// CTAs of 256 threads fit an SM.
 enum path { LONG, SHORT, SHORT_BATCHES }; // SHORT: 1 <= topk <= ROWS; SHORT_BATCHES: topk > ROWS
 constexpr int most_threads(path path)
 {
@@ -199,7 +229,8 @@ __global__ void __launch_bounds__(most_threads(PATH), PATH == SHORT_BATCHES ? 3 
     const int step = (int)blockDim.x * COLUMNS;
     if (token >= p.tokens || column + (VECTORS - 1) * step >= p.columns) return;
     char *out = (char *)p.out + (token * p.hidden + column) * 2;
-    if (PATH != LONG && combine_topk<T, ROWS, VECTORS, PATH == SHORT_BATCHES>(p, token, column, out)) return;
+    if (PATH == SHORT && combine_topk<T, ROWS, VECTORS>(p, token, column, out)) return;
+    if (PATH == SHORT_BATCHES && combine_batches<T, ROWS, VECTORS>(p, token, column, out)) return;
     for (int j = 0; j < VECTORS; j += AT_ONCE)
         combine_rows<T, ROWS, AT_ONCE, ROUTER>(p, token, column + j * step, out + j * step * 2);
 }
