@@ -18,12 +18,11 @@
 //   not add it. So no branch stands between the four loads, and all of them start before the first result
 //   is needed.
 // - The short path is for a fixed K. A token with few rows is bound by latency: the index of a row must
-// arrive
-//   before the row can be loaded. If every token has exactly K rows, the row indices of token t start at
-//   token_rows[K t]. The path assumes this and reads them there, without waiting for token_offsets. At the
-//   same time it reads R to check the assumption: no token has more than K rows here, so R = T K if
-//   and only if every token has K rows. If R is smaller, the thread takes the long path. For K > 4 the thread
-//   takes four rows at a time, and loads the indices of the next four together with these rows.
+//   arrive before the row can be loaded. If every token has exactly K rows, the row indices of token t start
+//   at token_rows[K t]. The path assumes this and reads them there, without waiting for token_offsets. At the
+//   same time it reads R to check the assumption: no token has more than K rows here, so R = T K if and only
+//   if every token has K rows. If R is smaller, the thread takes the long path. For K > 4 the thread takes
+//   four rows at a time, and loads the indices of the next four together with these rows.
 //
 // The first line of this table that applies decides. "Fixed" means that the entry is not FROM_ROWS and that
 // there is no rounding. C is the number of columns of the chunk.
@@ -64,8 +63,8 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float
     }
 }
 
-// Entries of token_rows from `at` on. Past the end the last entry is repeated, also if `at` is there. end >
-// 0.
+// Entries of token_rows from `at` on, where end > 0. Past the end the last entry is repeated, also if `at` is
+// already past the end.
 template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_combine &p, int at, int end)
 {
 #pragma unroll
