@@ -49,7 +49,7 @@ static int read_again(int first, int hidden_tiles, int feature_tiles)
 static void test_weight_places(void **state)
 {
     (void)state;
-    for (int hidden_tiles = 1; hidden_tiles <= 40; hidden_tiles++)
+    for (int hidden_tiles = 1; hidden_tiles <= 50; hidden_tiles++)
         for (int feature_tiles = 1; feature_tiles <= 40; feature_tiles++) {
             char *seen = calloc((size_t)(hidden_tiles * feature_tiles), 1);
             assert_non_null(seen);

@@ -3,7 +3,7 @@
  * A slice that is not in L2 is read from DRAM and replaces the least recently used slices.
  * docs/lab-notebook.md has a larger model, which also has tiles of one block and units that are claimed
  * early: it predicted 37 GB for an up-projection for which an H200 read 37 GB. */
-#include "cuda/sm90/work_order.h"
+#include "cuda/sm90/weight_tiles.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -138,12 +138,66 @@ static void many_columns_and_few_rows_do_not_go_columns_first(void **state)
     assert_true(chosen < 0.5 * columns);
 }
 
+/* dw of one expert of Mixtral-8x22B: d 6144, 32768 features, 4096 rows. Its rows are columns of d. */
+static void wide_weight_gradients_go_in_bands(void **state)
+{
+    (void)state;
+    const double bands = traffic(moe_weight_place_of, 48, 128, 64),
+                 hidden_first = traffic(rows_first, 48, 128, 64);
+    print_message("dw of 48 x 128 tiles: %.2f, hidden tiles first %.2f\n", bands, hidden_first);
+    assert_true(bands < 0.5 * hidden_first);
+}
+
+/* dh of Mixtral-8x22B with random routing: about 260 row tiles, 64 column tiles, d 6144. The model has one
+ * expert with all rows, so it has fewer weights than dh reads. */
+static void the_list_of_wide_experts_goes_in_bands(void **state)
+{
+    (void)state;
+    const double bands = traffic(moe_place_in_list, 260, 64, 96),
+                 columns = traffic(columns_first, 260, 64, 96);
+    print_message("260 x 64 tiles of a list: %.2f, columns first %.2f\n", bands, columns);
+    assert_true(bands < 0.5 * columns);
+}
+
+/* In every band a column tile's rows follow each other, and every tile is there once. */
+static void bands_of_a_list(void **state)
+{
+    (void)state;
+    for (int row_tiles = 1; row_tiles <= 70; row_tiles++)
+        for (int column_tiles = 1; column_tiles <= 20; column_tiles++) {
+            char *seen = calloc((size_t)(row_tiles * column_tiles), 1);
+            assert_non_null(seen);
+            for (int unit = 0; unit < row_tiles * column_tiles; unit++) {
+                const moe_place at = moe_place_in_list(unit, row_tiles, column_tiles);
+                assert_in_range(at.row_tile, 0, row_tiles - 1);
+                assert_in_range(at.column_tile, 0, column_tiles - 1);
+                assert_int_equal(seen[at.row_tile * column_tiles + at.column_tile]++, 0);
+                /* the units of a band are those of its rows */
+                const int band = SMOE_BAND * column_tiles;
+                if (unit / band < row_tiles / SMOE_BAND)
+                    assert_int_equal(at.row_tile / SMOE_BAND, unit / band);
+            }
+            free(seen);
+        }
+    const moe_place second = moe_place_in_list(1, 16, 9), next_column = moe_place_in_list(16, 16, 9);
+    assert_int_equal(second.row_tile, 1);
+    assert_int_equal(second.column_tile, 0);
+    assert_int_equal(next_column.row_tile, 0);
+    assert_int_equal(next_column.column_tile, 1);
+    const moe_place rest = moe_place_in_list(16 * 9 + 1, 17, 9);
+    assert_int_equal(rest.row_tile, 16);
+    assert_int_equal(rest.column_tile, 1);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_order_reads_all_of_it),
         cmocka_unit_test(many_rows_and_columns_go_in_bands),
         cmocka_unit_test(many_columns_and_few_rows_do_not_go_columns_first),
+        cmocka_unit_test(wide_weight_gradients_go_in_bands),
+        cmocka_unit_test(the_list_of_wide_experts_goes_in_bands),
+        cmocka_unit_test(bands_of_a_list),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -16,6 +16,7 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/swizzle.h"
 #include "sm90/wgmma.cuh"
+#include "sm90/work_order.h"
 
 namespace moe
 {
@@ -82,18 +83,31 @@ SMOE_DEVICE void init_barriers(const shared_layout &shared, uint32_t loaders)
     barrier_init_done();
 }
 
+struct work_item {
+    moe_work tile; // without blocks: there is no more work
+    int column;    // tile
+    SMOE_DEVICE bool exists() const
+    {
+        return moe_work_blocks(tile) != 0;
+    }
+};
+
 // The CTA's share of the work: units w of (entry of the tile list, column tile), column tile fastest.
 struct tile_walk {
     const moe_work *tiles;
-    int units, column_tiles;
+    int row_tiles, column_tiles, units;
     SMOE_DEVICE tile_walk(const moe_work *list, const int32_t *count, int columns)
-        : tiles(list), units(__ldg(count) * columns), column_tiles(columns)
+        : tiles(list), row_tiles(__ldg(count)), column_tiles(columns), units(row_tiles * columns)
     {
+    }
+    SMOE_DEVICE moe_work entry(int row_tile) const
+    {
+        const int2 words = __ldg((const int2 *)(tiles + row_tile));
+        return {words.x, words.y};
     }
     SMOE_DEVICE moe_work tile(int unit) const
     {
-        const int2 entry = __ldg((const int2 *)(tiles + unit / column_tiles));
-        return {entry.x, entry.y};
+        return entry(unit / column_tiles);
     }
     SMOE_DEVICE int column(int unit) const
     {

@@ -39,12 +39,15 @@ SMOE_HD int32_t moe_weight_tiles(int32_t hidden, int32_t intermediate, int32_t h
 
 /* Where tile `tile` of an expert's matrix is: rows of d, columns of features. The position along the shorter
  * side changes fastest. So if an expert's tiles are split over two waves, the second wave reads the shorter
- * operand again but only a part of the longer one. */
+ * operand again but only a part of the longer one. If d is the shorter side and has many tiles, the expert's
+ * tokens do not stay in L2. Then d is cut into bands whose columns do. */
 SMOE_HD moe_place moe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
 {
     const int hidden_first =
         hidden_tiles * SMOE_WEIGHT_TILE_HIDDEN < feature_tiles * SMOE_WEIGHT_TILE_FEATURES;
-    return moe_place_in(tile, hidden_tiles, feature_tiles, !hidden_first);
+    if (!hidden_first || hidden_tiles < SMOE_LEAST_BANDED)
+        return moe_place_in(tile, hidden_tiles, feature_tiles, !hidden_first);
+    return moe_place_in_bands(tile, hidden_tiles, feature_tiles);
 }
 
 /* Stripe `stripe` of all: its half and first feature there. Past the last stripe the half does not exist. */

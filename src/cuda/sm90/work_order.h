@@ -10,7 +10,11 @@
  * a column tile are used up before those of the next. If there are many row tiles too, they are cut into
  * bands whose rows stay in L2. */
 
-enum { SMOE_MOST_COLUMNS_FIRST = 8, SMOE_BAND = 16 };
+enum {
+    SMOE_MOST_COLUMNS_FIRST = 8,
+    SMOE_BAND = 16,                                /* row tiles */
+    SMOE_LEAST_BANDED = SMOE_BAND + SMOE_BAND / 2, /* fewer row tiles are one band */
+};
 
 typedef struct moe_place {
     int32_t row_tile, column_tile;
@@ -32,13 +36,33 @@ SMOE_HD int32_t moe_band_height(int32_t row_tiles)
     return bands > 1 ? (row_tiles + bands - 1) / bands : row_tiles;
 }
 
-SMOE_HD moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+/* Position of unit `unit`: bands of row tiles one after the other, in each band row tiles fastest. */
+SMOE_HD moe_place moe_place_in_bands(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
-    if (column_tiles <= SMOE_MOST_COLUMNS_FIRST) return moe_place_in(unit, row_tiles, column_tiles, 1);
     const int32_t height = moe_band_height(row_tiles), first = unit / (height * column_tiles) * height;
     const int32_t left = row_tiles - first;
     moe_place place =
         moe_place_in(unit - first * column_tiles, left < height ? left : height, column_tiles, 0);
+    place.row_tile += first;
+    return place;
+}
+
+SMOE_HD moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+{
+    if (column_tiles <= SMOE_MOST_COLUMNS_FIRST) return moe_place_in(unit, row_tiles, column_tiles, 1);
+    return moe_place_in_bands(unit, row_tiles, column_tiles);
+}
+
+/* Position of unit `unit` of a whole work list, whose rows are those of all experts: bands of SMOE_BAND row
+ * tiles. A band may have rows of two experts; then it reads the weights of both. The fewer than SMOE_BAND row
+ * tiles after the last band go with column tiles fastest, because a division by their number would make dh.cu
+ * spill registers. */
+SMOE_HD moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+{
+    const int32_t row = unit / column_tiles;
+    if (row >= row_tiles / SMOE_BAND * SMOE_BAND) return moe_place_in(unit, row_tiles, column_tiles, 1);
+    const int32_t first = row / SMOE_BAND * SMOE_BAND;
+    moe_place place = moe_place_in(unit - first * column_tiles, SMOE_BAND, column_tiles, 0);
     place.row_tile += first;
     return place;
 }
