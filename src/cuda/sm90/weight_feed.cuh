@@ -4,6 +4,7 @@
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The store warp of consumer 0 claims the units and hands them to the other warps in a ring (unit_ring.cuh).
+// It also computes where a unit's tile is, because the divisions would take longer in the warps that load.
 // In each unit a loader arrives once at asked(): AHEAD steps before the unit's end, or at the first step of a
 // shorter unit. Then the claiming warp claims units until the units after this one have AHEAD steps in all.
 // An earlier claim would take a unit from a CTA that can start it sooner; with a later one the loaders would
@@ -11,6 +12,7 @@
 #pragma once
 #include "host/scheduler.h"
 #include "sm90/unit_ring.cuh"
+#include "sm90/weight_tiles.h"
 
 namespace moe
 {
@@ -18,6 +20,7 @@ namespace moe
 struct weight_unit {
     moe_piece piece;
     int tile; // of the expert's matrix; -1: there is no more work
+    moe_place at;
     SMOE_DEVICE bool exists() const
     {
         return tile >= 0;
@@ -32,16 +35,18 @@ struct weight_unit {
 // The list of pieces, and the counter of units; consecutive units have consecutive tiles.
 struct weight_queue {
     const moe_piece *pieces; // the longest experts first
-    int units, tiles;        // tiles: of an expert's matrix
-    bool skips_empty;        // experts without rows have no work
-    int *turn;               // see unit_ring.cuh
+    int units;
+    int hidden_tiles, feature_tiles; // of an expert's matrix
+    bool skips_empty;                // experts without rows have no work
+    int *turn;                       // see unit_ring.cuh
     SMOE_DEVICE weight_unit unit(int number) const
     {
-        const weight_unit none = {{0, 0, 0, -1}, -1};
+        const weight_unit none = {{0, 0, 0, -1}, -1, {0, 0}};
         if (number >= units) return none;
+        const int tiles = hidden_tiles * feature_tiles, tile = number % tiles;
         const int4 v = __ldg((const int4 *)(pieces + number / tiles));
-        // all pieces after an empty one are empty, too
-        return skips_empty && v.z == 0 ? none : weight_unit{{v.x, v.y, v.z, v.w}, number % tiles};
+        if (skips_empty && v.z == 0) return none; // all pieces after an empty one are empty, too
+        return {{v.x, v.y, v.z, v.w}, tile, moe_weight_place_of(tile, hidden_tiles, feature_tiles)};
     }
 };
 
@@ -63,14 +68,17 @@ struct weight_feed {
     {
         const uint32_t from = ring.wait_known(i);
         const uint4 piece = load_shared16(from), tile = load_shared16(from + 16);
-        return {{(int)piece.x, (int)piece.y, (int)piece.z, (int)piece.w}, (int)tile.x};
+        return {{(int)piece.x, (int)piece.y, (int)piece.z, (int)piece.w},
+                (int)tile.x,
+                {(int)tile.y, (int)tile.z}};
     }
     SMOE_DEVICE void publish(int i, const weight_unit &unit) const
     {
         const uint32_t to = ring.wait_free(i);
         const moe_piece &p = unit.piece;
         store_shared16(to, {(uint32_t)p.row, (uint32_t)p.expert, (uint32_t)p.blocks, (uint32_t)p.part});
-        store_shared16(to + 16, {(uint32_t)unit.tile, 0, 0, 0});
+        store_shared16(to + 16,
+                       {(uint32_t)unit.tile, (uint32_t)unit.at.row_tile, (uint32_t)unit.at.column_tile, 0});
         barrier_arrive(ring.known(i));
     }
     // The step of a unit at which a loader arrives at asked().

@@ -91,20 +91,17 @@ struct weight_matrix {
     {
         return moe_weight_place_of(tile, hidden_tiles, feature_tiles);
     }
-    SMOE_DEVICE int hidden(int tile) const
+    SMOE_DEVICE moe_stripe stripe(moe_place at, int i) const
     {
-        return place(tile).row_tile * TILE_ROWS;
-    }
-    SMOE_DEVICE moe_stripe stripe(int tile, int i) const
-    {
-        return moe_stripe_of(place(tile).column_tile * 2 + i, stripes_of_half);
+        return moe_stripe_of(at.column_tile * 2 + i, stripes_of_half);
     }
 };
 
 SMOE_DEVICE weight_queue queue_of(const dw_params &p, const weight_matrix &matrix)
 {
-    return {p.lists.pieces, __ldg(p.lists.counts + 1) * matrix.tiles, matrix.tiles, p.accumulate != 0,
-            p.lists.turn};
+    return {p.lists.pieces,      __ldg(p.lists.counts + 1) * matrix.tiles,
+            matrix.hidden_tiles, matrix.feature_tiles,
+            p.accumulate != 0,   p.lists.turn};
 }
 
 // ---- Loads
@@ -144,11 +141,11 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix &matrix, con
     int next = first_token(p, unit.piece, row);
     for (int t = 0; unit.exists(); t++) {
         const moe_piece piece = unit.piece;
-        const int hidden = matrix.hidden(unit.tile);
+        const int hidden = unit.at.row_tile * TILE_ROWS;
         const bool inside = hidden + vector * 8 < p.hidden;
         const char *from = (const char *)p.tokens + hidden * 2;
         const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
-        const moe_stripe left = matrix.stripe(unit.tile, 0), right = matrix.stripe(unit.tile, 1);
+        const moe_stripe left = matrix.stripe(unit.at, 0), right = matrix.stripe(unit.at, 1);
         for (int k = 0; k < steps; k++) {
             // The lane that has a row's token computes its address for all lanes. All shuffles are before the
             // wait, because after it the compiler does not know that the warp has converged.
@@ -287,10 +284,10 @@ template <typename G, bool TRANSPOSED> struct part_place {
     enum { BOXES = TRANSPOSED && sizeof(G) == 2 ? 1 : 2 };
     moe_stripe stripe;
     int hidden, feature;
-    SMOE_DEVICE part_place(const weight_matrix &matrix, int tile, int consumer, int part)
+    SMOE_DEVICE part_place(const weight_matrix &matrix, moe_place tile, int consumer, int part)
     {
         const int column = part * output<G>::PART_FEATURES; // in the tile
-        hidden = matrix.hidden(tile) + consumer * 64;
+        hidden = tile.row_tile * TILE_ROWS + consumer * 64;
         stripe = matrix.stripe(tile, column / SMOE_WEIGHT_STRIPE);
         feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
     }
@@ -364,13 +361,13 @@ SMOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix &matrix, co
         const int expert = unit.piece.expert;
         if (MERGES && staged)
             for (int part = 0; part < O::PARTS; part++)
-                load_part<G, TRANSPOSED>(p, {matrix, unit.tile, consumer, part}, shared, expert,
+                load_part<G, TRANSPOSED>(p, {matrix, unit.at, consumer, part}, shared, expert,
                                          O::buffer(consumer, part));
         if (claims) claimed.claim_after(t, unit);
         if (!staged) continue;
         for (int part = 0; part < O::PARTS; part++) {
             const uint32_t number = O::buffer(consumer, part);
-            store_part<G, TRANSPOSED, MERGES>(p, {matrix, unit.tile, consumer, part}, shared, expert, number,
+            store_part<G, TRANSPOSED, MERGES>(p, {matrix, unit.at, consumer, part}, shared, expert, number,
                                               O::parity(count, part));
             if (!MERGES) barrier_arrive(shared.buffer_empty(number));
         }
@@ -461,7 +458,8 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
     for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
         const int unit = slice / SLICES, i = slice % SLICES, column = i * 8 + (lane & 3) * 2;
         const int tile = unit % matrix.tiles;
-        const moe_stripe stripe = matrix.stripe(tile, column / SMOE_WEIGHT_STRIPE);
+        const moe_place at = matrix.place(tile);
+        const moe_stripe stripe = matrix.stripe(at, column / SMOE_WEIGHT_STRIPE);
         const int feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
         if (stripe.half >= p.halves || feature >= p.intermediate) continue;
         const moe_split split = p.lists.splits[unit / matrix.tiles];
@@ -475,7 +473,7 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
         const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int d = matrix.hidden(tile) + row + (j >> 1) * 8;
+            const int d = at.row_tile * TILE_ROWS + row + (j >> 1) * 8;
             if (d >= p.hidden || feature + (j & 1) >= p.intermediate) continue;
             G *to = (G *)p.weight_gradient +
                     gradient_element<TRANSPOSED>(p, split.expert, stripe.half, feature + (j & 1), d);
