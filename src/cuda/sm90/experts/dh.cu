@@ -13,7 +13,7 @@
 // Bytes (elements of tensors have 16 bits):
 // - dO: 2 R d, gathered once for each column tile. L2 can serve every column tile after the first.
 // - W2: 2 E d n, read once if L2 serves all row tiles of each expert except its first.
-//   With more than 8 column tiles W2 does not stay in L2. Then units go in bands of 16 row tiles
+//   With more than 8 column tiles W2 may not stay in L2. Then units go in bands of 16 row tiles
 //   (work_order.h), and W2 is read once or twice for each band.
 // - H: 2 R h read.
 // - dH: 2 R h written.
