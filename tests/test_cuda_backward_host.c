@@ -46,22 +46,10 @@ static int read_again(int first, int hidden_tiles, int feature_tiles)
     return sum;
 }
 
+/* That every tile is there once: test_tile_order.c. */
 static void test_weight_places(void **state)
 {
     (void)state;
-    for (int hidden_tiles = 1; hidden_tiles <= 50; hidden_tiles++)
-        for (int feature_tiles = 1; feature_tiles <= 40; feature_tiles++) {
-            char *seen = calloc((size_t)(hidden_tiles * feature_tiles), 1);
-            assert_non_null(seen);
-            for (int tile = 0; tile < hidden_tiles * feature_tiles; tile++) {
-                const moe_place at = moe_weight_place_of(tile, hidden_tiles, feature_tiles);
-                assert_in_range(at.row_tile, 0, hidden_tiles - 1);
-                assert_in_range(at.column_tile, 0, feature_tiles - 1);
-                seen[at.row_tile * feature_tiles + at.column_tile]++;
-            }
-            for (int i = 0; i < hidden_tiles * feature_tiles; i++) assert_int_equal(seen[i], 1);
-            free(seen);
-        }
     /* d = 768, 2n = 2048: the last quarter of the tiles reads all of d and two of eight tiles of features */
     assert_int_equal(read_again(36, 6, 8), 768 + 2 * 256);
     /* d = 1536, 2n = 512: it reads all features and three of twelve tiles of d */

@@ -129,23 +129,27 @@ static void many_rows_and_columns_go_in_bands(void **state)
     }
 }
 
+/* `chosen` must read less than half of what `other` reads. */
+static void assert_halved(order *chosen, order *other, int32_t row_tiles, int32_t column_tiles, int32_t steps)
+{
+    const double reads = traffic(chosen, row_tiles, column_tiles, steps);
+    const double others = traffic(other, row_tiles, column_tiles, steps);
+    print_message("%d x %d tiles: %.2f, the other order %.2f\n", (int)row_tiles, (int)column_tiles, reads,
+                  others);
+    assert_true(reads < 0.5 * others);
+}
+
 static void many_columns_and_few_rows_do_not_go_columns_first(void **state)
 {
     (void)state;
-    const double chosen = traffic(moe_place_of, 16, 128, 96);
-    const double columns = traffic(columns_first, 16, 128, 96);
-    print_message("16 x 128 tiles: %.2f, columns first %.2f\n", chosen, columns);
-    assert_true(chosen < 0.5 * columns);
+    assert_halved(moe_place_of, columns_first, 16, 128, 96);
 }
 
 /* dw of one expert of Mixtral-8x22B: d 6144, 32768 features, 4096 rows. Its rows are columns of d. */
 static void wide_weight_gradients_go_in_bands(void **state)
 {
     (void)state;
-    const double bands = traffic(moe_weight_place_of, 48, 128, 64),
-                 hidden_first = traffic(rows_first, 48, 128, 64);
-    print_message("dw of 48 x 128 tiles: %.2f, hidden tiles first %.2f\n", bands, hidden_first);
-    assert_true(bands < 0.5 * hidden_first);
+    assert_halved(moe_weight_place_of, rows_first, 48, 128, 64);
 }
 
 /* dh of Mixtral-8x22B with random routing: about 260 row tiles, 64 column tiles, d 6144. The model has one
@@ -153,31 +157,50 @@ static void wide_weight_gradients_go_in_bands(void **state)
 static void the_list_of_wide_experts_goes_in_bands(void **state)
 {
     (void)state;
-    const double bands = traffic(moe_place_in_list, 260, 64, 96),
-                 columns = traffic(columns_first, 260, 64, 96);
-    print_message("260 x 64 tiles of a list: %.2f, columns first %.2f\n", bands, columns);
-    assert_true(bands < 0.5 * columns);
+    assert_halved(moe_place_in_list, columns_first, 260, 64, 96);
 }
 
-/* In every band a column tile's rows follow each other, and every tile is there once. */
+static void assert_every_tile_once(order *place, int32_t row_tiles, int32_t column_tiles)
+{
+    char *seen = calloc((size_t)(row_tiles * column_tiles), 1);
+    assert_non_null(seen);
+    for (int32_t unit = 0; unit < row_tiles * column_tiles; unit++) {
+        const moe_place at = place(unit, row_tiles, column_tiles);
+        assert_in_range(at.row_tile, 0, row_tiles - 1);
+        assert_in_range(at.column_tile, 0, column_tiles - 1);
+        assert_int_equal(seen[at.row_tile * column_tiles + at.column_tile]++, 0);
+    }
+    free(seen);
+}
+
+static void every_order_has_every_tile_once(void **state)
+{
+    (void)state;
+    order *const orders[] = {moe_place_of, moe_place_in_list, moe_weight_place_of};
+    for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++)
+        for (int32_t row_tiles = 1; row_tiles <= 70; row_tiles++)
+            for (int32_t column_tiles = 1; column_tiles <= 40; column_tiles++)
+                assert_every_tile_once(orders[i], row_tiles, column_tiles);
+}
+
+/* SMOE_LEAST_BANDED is the least number of row tiles that moe_band_height cuts. */
+static void band_heights(void **state)
+{
+    (void)state;
+    for (int32_t row_tiles = 1; row_tiles <= 200; row_tiles++)
+        assert_true((moe_band_height(row_tiles) < row_tiles) == (row_tiles >= SMOE_LEAST_BANDED));
+}
+
+/* The units of a band are those of its rows, and in a band a column tile's rows follow each other. */
 static void bands_of_a_list(void **state)
 {
     (void)state;
-    for (int row_tiles = 1; row_tiles <= 70; row_tiles++)
-        for (int column_tiles = 1; column_tiles <= 20; column_tiles++) {
-            char *seen = calloc((size_t)(row_tiles * column_tiles), 1);
-            assert_non_null(seen);
-            for (int unit = 0; unit < row_tiles * column_tiles; unit++) {
-                const moe_place at = moe_place_in_list(unit, row_tiles, column_tiles);
-                assert_in_range(at.row_tile, 0, row_tiles - 1);
-                assert_in_range(at.column_tile, 0, column_tiles - 1);
-                assert_int_equal(seen[at.row_tile * column_tiles + at.column_tile]++, 0);
-                /* the units of a band are those of its rows */
-                const int band = SMOE_BAND * column_tiles;
-                if (unit / band < row_tiles / SMOE_BAND)
-                    assert_int_equal(at.row_tile / SMOE_BAND, unit / band);
-            }
-            free(seen);
+    for (int32_t row_tiles = 1; row_tiles <= 70; row_tiles++)
+        for (int32_t column_tiles = 1; column_tiles <= 20; column_tiles++) {
+            const int32_t band = SMOE_BAND * column_tiles;
+            for (int32_t unit = 0; unit < row_tiles / SMOE_BAND * band; unit++)
+                assert_int_equal(moe_place_in_list(unit, row_tiles, column_tiles).row_tile / SMOE_BAND,
+                                 unit / band);
         }
     const moe_place second = moe_place_in_list(1, 16, 9), next_column = moe_place_in_list(16, 16, 9);
     assert_int_equal(second.row_tile, 1);
@@ -197,6 +220,8 @@ int main(void)
         cmocka_unit_test(many_columns_and_few_rows_do_not_go_columns_first),
         cmocka_unit_test(wide_weight_gradients_go_in_bands),
         cmocka_unit_test(the_list_of_wide_experts_goes_in_bands),
+        cmocka_unit_test(every_order_has_every_tile_once),
+        cmocka_unit_test(band_heights),
         cmocka_unit_test(bands_of_a_list),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

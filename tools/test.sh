@@ -74,8 +74,8 @@ fi
 
 LSAN_OPTIONS="suppressions=$PWD/tests/lsan.supp:print_suppressions=0 ${LSAN_OPTIONS:-}"
 export LSAN_OPTIONS
-# With this interception LLVM 14's leak sanitizer crashed in 13 of 655 runs of `smoe train --resume` on a busy machine ("Tracer caught
-# signal 11"), without it in none of 357.
+# LLVM 14's leak sanitizer itself crashed ("Tracer caught signal 11") in 13 of 655 runs of `smoe train --resume` on a busy machine,
+# and with this option in none of 357.
 ASAN_OPTIONS="intercept_tls_get_addr=0 ${ASAN_OPTIONS:-}"
 export ASAN_OPTIONS
 OMP_NUM_THREADS=2 run_suite address -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COMPILER=clang -DSMOE_CUDA=OFF \

@@ -20,7 +20,7 @@ namespace moe
 struct weight_unit {
     moe_piece piece;
     int tile; // of the expert's matrix; -1: there is no more work
-    moe_place at;
+    moe_place at; // the tile's
     SMOE_DEVICE bool exists() const
     {
         return tile >= 0;
