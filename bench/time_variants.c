@@ -6,11 +6,13 @@
  * A LIBRARY is the libsmoe.so of a build; "self" is this program's.
  * Every pass is timed in two ways: after 20 ms of idling, when the GPU is not yet at its power limit and
  * differences of 0.1 % can be detected; and in sustained runs, as users have them, where only differences of
- * 1 % can be detected. Differences are relative to the first library: the geometric mean over the rounds,
- * with its standard error. The last column tells whether all results have the same bits as the first
+ * 1 % can be detected. Differences are relative to the first library in the same round: the median over the
+ * rounds, with its standard error. The last column tells whether all results have the same bits as the first
  * library's. */
 #define _GNU_SOURCE
 #include "bench/link_time.h"
+#include "bench/median.h"
+#include "common/turns.h"
 #include "tests/cuda/gpu.h"
 #include "tests/cuda/route_cases.h"
 
@@ -31,6 +33,7 @@ enum {
     PATTERN = 1 << 22, /* normal numbers, of which all inputs are copies */
     NO_DEVICE = 77
 };
+_Static_assert((int)MOST_VARIANTS <= (int)TURNS_MOST, "jobs that take turns");
 
 /* ---- A build of the library ---- */
 
@@ -329,20 +332,21 @@ static double time_sustained(const problem *p, const variant *v, int pass)
     return time_launches(p, v->pass[pass], LAUNCHES, 0);
 }
 
-/* Every round begins with another variant, and every second round has the reverse order. All rounds after
- * idling come before all sustained rounds. Otherwise the GPU would neither be idle in the first kind nor at
- * its power limit in the second. */
+/* All rounds after idling come before all sustained rounds. Otherwise the GPU would neither be idle in the
+ * first kind nor at its power limit in the second. */
 static void time_all(const problem *p, variant *variants, int count, int rounds)
 {
     for (int way = 0; way < WAYS; way++)
-        for (int pass = 0; pass < PASSES; pass++)
-            for (int round = way == 0 ? 0 : -WARM_ROUNDS; round < rounds; round++)
+        for (int pass = 0; pass < PASSES; pass++) {
+            const uint64_t seed = (uint64_t)(way * PASSES + pass);
+            const int warm = way == 0 ? 0 : WARM_ROUNDS;
+            for (int round = 0; round < warm + rounds; round++)
                 for (int i = 0; i < count; i++) {
-                    const int turn = (i + abs(round) / 2) % count;
-                    variant *v = variants + (round % 2 ? count - 1 - turn : turn);
+                    variant *v = variants + turn_of(seed, round, i, count);
                     const double ms = way == 0 ? time_after_idling(p, v, pass) : time_sustained(p, v, pass);
-                    if (round >= 0) v->ms[pass][way][round] = ms;
+                    if (round >= warm) v->ms[pass][way][round - warm] = ms;
                 }
+        }
 }
 
 /* ---- The table ---- */
@@ -353,14 +357,10 @@ typedef struct difference {
 
 static difference compare(const double *ms, const double *first, int rounds)
 {
-    double sum = 0, logs = 0, squares = 0;
-    for (int i = 0; i < rounds; i++) {
-        const double change = log(ms[i] / first[i]);
-        sum += ms[i], logs += change, squares += change * change;
-    }
-    const double mean = logs / rounds, spread = fmax(squares / rounds - mean * mean, 0.0);
-    const double error = rounds > 1 ? exp(mean) * sqrt(spread / (rounds - 1)) : 0.0;
-    return (difference){sum / rounds, 100.0 * expm1(mean), 100.0 * error};
+    double times[MOST_ROUNDS], changes[MOST_ROUNDS];
+    for (int i = 0; i < rounds; i++) times[i] = ms[i], changes[i] = 100.0 * (ms[i] / first[i] - 1.0);
+    const middle change = middle_of(changes, rounds);
+    return (difference){middle_of(times, rounds).median, change.median, change.error};
 }
 
 static void print_table(const variant *variants, int count, int rounds)

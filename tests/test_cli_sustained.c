@@ -156,31 +156,6 @@ static void test_turns(void **state)
     expect_turns(sustained_take_turns(7, 20, 100, 1001, 250), 5, 201);
 }
 
-/* In every round every job has one turn. In 2 count rounds every job has each place twice. With two jobs A
- * and B, the jobs that begin the rounds are A, B, B, A and so on. */
-static void test_order(void **state)
-{
-    enum { MOST = 9 };
-    (void)state;
-    for (int count = 1; count <= MOST; count++) {
-        int places[MOST][MOST] = {{0}};
-        for (int round = 0; round < 2 * count; round++) {
-            int seen[MOST] = {0};
-            for (int i = 0; i < count; i++) {
-                const int which = sustained_turn(round, i, count);
-                assert_in_range(which, 0, count - 1);
-                seen[which]++;
-                places[which][i]++;
-            }
-            for (int which = 0; which < count; which++) assert_int_equal(seen[which], 1);
-        }
-        for (int which = 0; which < count; which++)
-            for (int i = 0; i < count; i++) assert_int_equal(places[which][i], 2);
-    }
-    const int first[] = {0, 1, 1, 0};
-    for (int round = 0; round < 8; round++) assert_int_equal(sustained_turn(round, 0, 2), first[round % 4]);
-}
-
 /* Stages on this stream: several spans of one stage are added up, and too many marks are an error. */
 static void test_stages(void **state)
 {
@@ -276,7 +251,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sustained), cmocka_unit_test(test_failures), cmocka_unit_test(test_turns),
-        cmocka_unit_test(test_order),     cmocka_unit_test(test_stages),   cmocka_unit_test(test_summary),
+             cmocka_unit_test(test_stages),   cmocka_unit_test(test_summary),
         cmocka_unit_test(test_yardstick), cmocka_unit_test(test_tiled),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -3,9 +3,10 @@
 #
 #   tools/gpu_peers.sh pack BUILD DIR [SITE]    on a machine with a network: libsmoe.so of BUILD, bench/, python/ and the
 #                                               peers' packages into DIR (about 48 MB). The packages are downloaded into the
-#                                               folder SITE; without SITE into a scratch folder. Packages that are already in
-#                                               SITE (its folders sonicmoe, scattermoe, einops, momoe) are not downloaded
-#                                               again. An existing DIR/site.tar.xz is kept: remove it to pack other packages.
+#                                               folder SITE; without SITE into a scratch folder. What SITE already has (its
+#                                               folders sonicmoe, scattermoe, einops and momoe, which are the packages
+#                                               themselves) is not downloaded again. An existing DIR/site.tar.xz is kept:
+#                                               remove it to pack other packages.
 #   DIR/gpu_peers.sh run DIR [ARGUMENTS [-- ARGUMENTS]...]
 #                                               on the GPU machine: bench/peers.py with ARGUMENTS, once for each list between
 #                                               the words --; without ARGUMENTS the paper's layers, part experts, compared
@@ -59,6 +60,12 @@ pack() { # BUILD, DIR, SITE
     if [ ! -e "$2/site.tar.xz" ]; then
         site=${3:-$(mktemp -d)}
         download "$site"
+        for module in sonicmoe quack tvm_ffi scattermoe einops momoe; do
+            [ -e "$site/$module/__init__.py" ] || {
+                echo "gpu_peers.sh: $site has no package $module" >&2
+                exit 3
+            }
+        done
         # A dictionary as large as most of the packages: 46 MB instead of 56 MB, in 4 minutes.
         XZ_OPT=--lzma2=preset=9,dict=192MiB tar -C "$site" --exclude=__pycache__ -cJf "$2/site.tar.xz.tmp" . && mv "$2/site.tar.xz.tmp" "$2/site.tar.xz" || exit 3
         [ -n "$3" ] || rm -r "$site"

@@ -96,6 +96,8 @@ class Run:
             if process.peers == [BASE]:  # no peer is left to compare with
                 process.stop()
                 self.processes.remove(process)
+        if set(peers) - {BASE} and self.processes[0].peers == [BASE]:
+            raise Failed("none of the implementations that smoe is to be compared with can run here")
 
     def _environment(self, tuning):
         return NEW_TUNING if tuning else {}

@@ -5,6 +5,7 @@
 #include "cli/bench/alone.h"
 #include "cli/bench/sustained.h"
 #include "cli/bench/yardstick_cuda.h"
+#include "common/turns.h"
 
 #include <math.h>
 #include <stddef.h>
@@ -13,6 +14,7 @@
 
 enum { MOST_IN_ROUND = 250, ALONE_SETTLE_MS = 50, HEAT_MS = 1000, AHEAD_MS = 1, MOST_TURNS = 9 };
 _Static_assert((int)MOST_IN_ROUND <= (int)SUSTAINED_MOST, "a round's launches fit between the clock's marks");
+_Static_assert((int)MOST_TURNS <= (int)TURNS_MOST, "jobs that take turns");
 
 /* A job. It has one turn in each round. */
 typedef struct turn {
@@ -187,10 +189,20 @@ static bool take_turn(meter *m, const turn *job, int launches, bench_times *time
     return true;
 }
 
+/* Another order of turns for every problem. */
+static uint64_t turns_seed(const smoe_layer *l)
+{
+    const int64_t sizes[] = {l->tokens, l->hidden, l->intermediate, l->experts, l->topk};
+    uint64_t seed = 0;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) seed = seed * 31 + (uint64_t)sizes[i];
+    return seed;
+}
+
 static bool time_round(meter *m, int round, int launches, bench_times *times, error *err)
 {
+    const uint64_t seed = turns_seed(&m->c->run.layer);
     for (int i = 0; i < m->turn_count; i++)
-        if (!take_turn(m, &m->turns[sustained_turn(round, i, m->turn_count)], launches, times, err))
+        if (!take_turn(m, &m->turns[turn_of(seed, round, i, m->turn_count)], launches, times, err))
             return false;
     return true;
 }

@@ -73,9 +73,3 @@ sustained_turns sustained_take_turns(double seconds, double step_ms, double sett
                           SUSTAINED_MOST_ROUNDS);
     return turns;
 }
-
-int sustained_turn(int round, int i, int count)
-{
-    const int which = (round / 2 + i) % count;
-    return round % 2 ? count - 1 - which : which;
-}

@@ -44,8 +44,4 @@ enum { SUSTAINED_LEAST_ROUNDS = 2, SUSTAINED_MOST_ROUNDS = 64 };
 sustained_turns sustained_take_turns(double seconds, double step_ms, double settle_ms, int64_t repeats,
                                      int most);
 
-/* Which of `count` jobs has turn i of a round: every second round starts one job further on, the others go
- * through it backwards. In 2 count rounds every job has had every place twice. */
-int sustained_turn(int round, int i, int count);
-
 #endif

@@ -72,6 +72,18 @@ def peers(tmp_path):
     return tmp_path
 
 
+def test_packages_one_folder_too_deep_are_not_packed(tmp_path):
+    """They could not be imported on the GPU machine, which would be found out only there."""
+    site = tmp_path / "site"
+    for place in ("sonicmoe/sonicmoe", "scattermoe", "einops", "momoe"):
+        (site / place).mkdir(parents=True)
+        (site / place / "__init__.py").touch()
+    line = [str(ROOT / "tools/gpu_peers.sh"), "pack", os.environ["SMOE_BUILD"], str(tmp_path / "packed"), str(site)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and "has no package sonicmoe" in done.stderr, done.stderr
+    assert not list((tmp_path / "packed").glob("*.xz*"))
+
+
 def test_peers_in_two_lists(peers):
     tiny = "--device cpu --suite tiny --dtype f32 --shape-seconds 0 --settle 0 --timed 0 --peers loop".split()
     done = run(peers, "gpu_peers.sh", *tiny, "--shape", "tiny-a", "--", "--suite", "nosuch", "--", *tiny)

@@ -98,6 +98,18 @@ def test_a_run_resumes(pretend, capsys):
     assert len(found) == 6 and [do for do, _ in pretend.log].count("prepare") == 2
 
 
+def test_nothing_to_compare_with(pretend, capsys):
+    """If every peer that is asked for is skipped, smoe is not measured by itself, unless it was asked for alone."""
+    with pytest.raises(processes.Failed, match="none of the implementations"):
+        pretend("--peers", "momoe")
+    assert "momoe skipped" in capsys.readouterr().err
+    assert [do for do, _ in pretend.log] == ["start", "hello"] and not pretend.path.exists()
+    with pytest.raises(processes.Failed, match="none of the implementations"):
+        pretend("--peers", "momoe", "--python", "momoe=/other/python")
+    _, found = pretend("--peers", "smoe")
+    assert [r["peer"] for r in found] == ["smoe"] * 2
+
+
 def test_passes_without_a_record_are_measured(pretend):
     """A record without inference is replaced by one with it. Records of all passes, and failures, stay."""
     prepares = lambda: [do for do, _ in pretend.log].count("prepare")
