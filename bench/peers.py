@@ -48,6 +48,12 @@ def words(known):
     return parse
 
 
+def positive(text):
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
 def interpreter(text):
     peer, _, python = text.partition("=")
     if peer not in PEERS or not python:
@@ -73,18 +79,18 @@ def parser():
     add("--e2e", choices=MODELS, help="measure whole training steps of this model instead")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the inputs; a record does not name it, so use other --records (0)")
     add("--inference", action="store_true", help="also measure the forward without gradients, eager and as a CUDA graph")
     add("--kernels", action="store_true", help="also measure the kernels of each pass, by PyTorch's profiler: tables of the "
         "GPU's time without waiting for the host; with --show, print every kernel's time")  # fmt: skip
     add("--no-new-t", dest="new_t", action="store_false", help="do not time the first call with another T")
     group = made.add_argument_group("how")
     add = group.add_argument
-    add("--tunings", type=int, default=1, help="number of processes that tune anew; each peer's best tuning counts (1)")
+    add("--tunings", type=positive, default=1, help="number of processes that tune anew; each peer's best tuning counts (1)")
     add("--python", type=interpreter, action="append", default=[], metavar="PEER=INTERPRETER",
         help="the Python that has this peer's packages; peers of one interpreter share a process")  # fmt: skip
     add("--shape-seconds", type=float, default=6.0, help="seconds of rounds of a layer, or of steps of a model (6)")
-    add("--least-rounds", type=int, default=4, help="least number of rounds (4)")
+    add("--least-rounds", type=positive, default=4, help="least number of rounds (4)")
     add("--settle", type=float, default=0.03, help="seconds that a job runs untimed in its turn (0.03)")
     add("--timed", type=float, default=0.06, help="seconds that it is then timed (0.06)")
     add("--seconds", type=float, default=float("inf"), help="stop between two layers after this many seconds")
@@ -94,7 +100,8 @@ def parser():
     add("--copy", metavar="FILE", help="after each layer or step, copy the file of records to this file")
     add("--again", action="store_true", help="also measure what has a record, and replace the record")
     add("--commit", help="commit to write into records (the last one that changed the library or the package)")
-    add("--show", action="store_true", help="measure nothing; show the tables of the records")
+    add("--show", action="store_true", help="measure nothing; show the tables of the records, of --suite and --peers only "
+        "if these are given")  # fmt: skip
     add("--markdown", action="store_true", help="print the tables in Markdown")
     add("--csv", action="store_true", help="print the records as CSV")
     add("--plot", metavar="FILE.png", help="draw the ratios as bars; needs matplotlib")
@@ -133,6 +140,7 @@ def default_suite(options):
 def complete(options):
     """Adds to the options the values that are derived from them."""
     options.parts, options.routings, options.pythons = options.part, options.routing, dict(options.python)
+    options.peers_shown = options.peers and {BASE, *options.peers}
     chosen = options.peers or default_peers(options.device)
     options.peers = [BASE] + [peer for peer in chosen if peer != BASE]
     options.commit = options.commit or commit()
@@ -166,6 +174,18 @@ def docs_block(chosen):
     return f"{tables.as_markdown(tables.make(chosen))}\nVersions: {tables.versions(chosen)}.\n"
 
 
+def shown(options):
+    """The records that tables are made of. With --show only those of the suites and peers that are named."""
+    there = records.read(options.records)
+    if options.show:
+        if not there:
+            raise Failed(f"--show: no records in {options.records}")
+        suites_shown = options.suite and options.suite != "all" and set(options.suite.split(","))
+        there = [record for record in there if not suites_shown or record["suite"] in suites_shown]
+        there = [record for record in there if not options.peers_shown or record["peer"] in options.peers_shown]
+    return tables.newest(there)
+
+
 def show(options, chosen):
     if options.csv:
         sys.stdout.write(tables.as_csv(chosen))
@@ -175,14 +195,29 @@ def show(options, chosen):
         if chosen:
             print(f"versions: {tables.versions(chosen)}")
     if options.plot and any(record["part"] != "e2e" for record in chosen):  # the picture shows layers
-        tables.plot(chosen, options.plot)
+        try:
+            tables.plot(chosen, options.plot)
+        except ValueError as error:  # an ending that matplotlib does not know
+            raise Failed(f"--plot {options.plot}: {error}") from None
 
 
 def can_plot():
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def check_files(options):
+    """Fails before anything is measured, instead of after the first layer."""
+    for option, path in (("--records", options.records), ("--copy", options.copy)):
+        try:
+            if path:
+                records.check_writable(path)
+        except OSError as error:
+            raise Failed(f"{option} {path}: {error.strerror}") from None
+
+
 def measure(options, shapes):
+    check_files(options)
+    records.read(options.records)  # a broken file is found at once, too
     run = Run(options, shapes)
     late = run.steps(options.e2e) if options.e2e else run.measure()
     if late:
@@ -194,9 +229,13 @@ def main():
         answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)  # libraries print to stdout; from here on that is stderr, apart from the answers
         sys.path.append(str(ROOT / "python"))
-        from peers_lib import worker
+        try:
+            from peers_lib import worker
 
-        return worker.main(answers)
+            worker.main(answers)
+        except (BrokenPipeError, KeyboardInterrupt):  # nobody waits for answers any more
+            os._exit(130)
+        return 0
     options = complete(parser().parse_args())
     try:
         suite = options.suite or default_suite(options)
@@ -216,11 +255,14 @@ def main():
             return 0
         if not options.show:
             measure(options, shapes)
-        show(options, tables.newest(records.read(options.records)))
+        show(options, shown(options))
         return 0
     except (Failed, records.Broken, OSError) as error:
         print(f"peers.py: {error}", file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on where this one stopped")
+        return 130
 
 
 if __name__ == "__main__":

@@ -92,12 +92,12 @@ class Run:
         self.processes = group(peers, self.options.pythons, BASE, environment)
         for process in self.processes:
             self._start_one(process)
+        if set(peers) - {BASE} and all(process.peers == [BASE] for process in self.processes):
+            raise Failed("none of the implementations that smoe is to be compared with can run here")
         for process in self.processes[1:]:
             if process.peers == [BASE]:  # no peer is left to compare with
                 process.stop()
                 self.processes.remove(process)
-        if set(peers) - {BASE} and self.processes[0].peers == [BASE]:
-            raise Failed("none of the implementations that smoe is to be compared with can run here")
 
     def _environment(self, tuning):
         return NEW_TUNING if tuning else {}
@@ -277,23 +277,28 @@ class Run:
     def steps(self, model):
         """Measures training steps, one process for each implementation and tuning. The processes run one after the
         other, because their memory does not fit at once. Every second tuning takes the implementations in reverse
-        order. Returns whether time ran out before the end."""
+        order. Returns whether time ran out before the end. If no implementation can run it raises Failed."""
+        can_run = False
         for tuning in range(self.options.tunings):
             peers = [peer for peer in self.options.peers if peer != "cublas"]
             for peer in peers if tuning % 2 == 0 else peers[::-1]:
                 if self.out_of_time():
                     return True
-                self._step(model, peer, tuning)
+                can_run |= self._step(model, peer, tuning)
+        if not can_run:
+            raise Failed("no implementation can run here")
         return False
 
     def _step(self, model, peer, tuning):
+        """Returns whether the implementation can run here. It is measured unless it has a record."""
         o = self.options
         self.processes = group([peer], o.pythons, peer, self._environment(tuning))
         try:
             self.processes[0].start()
-            self._step_in(self.processes[0], model, peer, tuning)
+            return self._step_in(self.processes[0], model, peer, tuning)
         except Died as died:
             say(f"{peer} could not be loaded: {died}")
+            return False
         finally:
             self.stop()
 
@@ -305,11 +310,11 @@ class Run:
         fact = facts["peers"][peer]
         if "skipped" in fact:
             say(f"{peer} skipped: {fact['skipped']}")
-            return
+            return False
         fields = {"commit": o.commit, "device": facts["device"], "suite": "e2e", "shape": model, "part": "e2e",
                   "dtype": "bf16", "tuning": tuning, "peer": peer}  # fmt: skip
         if not o.again and not records.missing(records.read(o.records), fields, [peer]):
-            return
+            return True
         say(f"step of {model}, {peer}")
         try:
             answer = process.ask("step", model=model, peer=peer, seconds=o.shape_seconds)
@@ -319,3 +324,4 @@ class Run:
             say(f"{peer} failed: {answer['failed']}")
         found = answer.get("measured", answer)
         self._append([fields | {"date": now(), "versions": fact["versions"]} | found])
+        return True

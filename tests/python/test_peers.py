@@ -2,8 +2,10 @@
 the processes and the command."""
 
 import argparse
+import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -112,11 +114,52 @@ def test_a_failing_write_leaves_the_file(tmp_path, monkeypatch):
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_broken_line_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        (b'{"peer"', "not a JSON object"),
+        (b"3", "not a JSON object"),
+        (b"\xff\xfe", "not a JSON object"),
+        (b'{"peer": "smoe"}', "a record without commit, date, device, part, shape, suite"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, why):
     path = tmp_path / "peers.jsonl"
-    path.write_text('{"peer": "smoe"}\n{"peer"\n')
-    with pytest.raises(ValueError, match="line 2"):
+    path.write_bytes(json.dumps(a_record()).encode() + b"\n" + line + b"\n")
+    with pytest.raises(records.Broken, match=f"line 2: {why}"):
         records.read(path)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    real, link = tmp_path / "real" / "peers.jsonl", tmp_path / "peers.jsonl"
+    real.parent.mkdir()
+    real.touch()
+    link.symlink_to(real)
+    records.append(link, [a_record()])
+    assert link.is_symlink() and len(records.read(real)) == 1
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", tmp_path):
+        for write in (records.check_writable, lambda path: records.write_file(path, "text")):
+            with pytest.raises(OSError, match="not a regular file"):
+                write(place)
+    assert [one.name for one in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_two_programs_append_to_one_file(tmp_path):
+    path, each = tmp_path / "peers.jsonl", 40
+    program = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from peers_lib import records\n"
+        "for i in range(int(sys.argv[4])):\n"
+        "    records.append(sys.argv[2], [json.loads(sys.argv[3]) | {'shape': f'{sys.argv[5]} {i}'}])"
+    )
+    start = lambda name: subprocess.Popen(
+        [sys.executable, "-c", program, str(ROOT / "bench"), str(path), json.dumps(a_record()), str(each), name]
+    )
+    assert [one.wait(120) for one in [start("a"), start("b")]] == [0, 0]
+    assert len({record["shape"] for record in records.read(path)}) == 2 * each
 
 
 # ---- ratios and tables ----

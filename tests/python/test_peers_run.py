@@ -1,6 +1,7 @@
 """bench/peers.py without a GPU: the loop over layers, the measuring processes, the command."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -108,6 +109,8 @@ def test_nothing_to_compare_with(pretend, capsys):
         pretend("--peers", "momoe", "--python", "momoe=/other/python")
     _, found = pretend("--peers", "smoe")
     assert [r["peer"] for r in found] == ["smoe"] * 2
+    _, found = pretend("--peers", "sonicmoe", "--python", "sonicmoe=/other/python")  # the only peer is in the other one
+    assert [r["peer"] for r in found] == ["smoe"] * 2 + ["sonicmoe"] * 2
 
 
 def test_passes_without_a_record_are_measured(pretend):
@@ -333,6 +336,8 @@ def test_wrong_arguments(tmp_path):
     for arguments in (("--suite", "nosuch"), ("--peers", "nosuch"), ("--python", "nosuch=python3")):
         done = command(tmp_path / "peers.jsonl", *arguments)
         assert done.returncode == 2 and "nosuch" in done.stderr, arguments
+    done = command(tmp_path / "peers.jsonl", "--tunings", "0")
+    assert done.returncode == 2 and "'0': expected a number of at least 1" in done.stderr
 
 
 def test_a_plot_needs_matplotlib(tmp_path, monkeypatch, capsys):
@@ -356,12 +361,48 @@ def test_files_and_programs_that_do_not_serve(tmp_path):
     (tmp_path / "unmarked.md").write_text("nothing")
     (tmp_path / "broken.jsonl").write_text('{"commit"\n')
     none, broken = tmp_path / "none.jsonl", tmp_path / "broken.jsonl"
+    records.append(tmp_path / "one.jsonl", some_records()[:1])
+    tiny = ["--device", "cpu", "--suite", "tiny"]
     cases = [
+        (none, ["--show"], "--show: no records in"),
+        (broken, tiny, "broken.jsonl, line 1"),
+        (tmp_path / "one.jsonl", ["--show", "--plot", str(tmp_path / "x.foo")], "--plot"),
+        (none, [*tiny, "--copy", "/proc/nope/x"], "--copy /proc/nope/x: No such file"),
+        (Path("/dev/null"), tiny, "--records /dev/null: not a regular file"),
+        (none, ["--device", "cpu", "--e2e", "tiny", "--peers", "smoe", "--python", "smoe=/bin/false"], "can run here"),
         (none, ["--docs", str(tmp_path / "unmarked.md")], "has no lines"),
         (none, ["--docs", str(tmp_path / "missing.md")], "missing.md"),
         (broken, ["--show"], "broken.jsonl, line 1"),
-        (none, ["--device", "cpu", "--suite", "tiny", "--python", "loop=/no/python"], "/no/python: No such file"),
+        (none, [*tiny, "--python", "loop=/no/python"], "/no/python: No such file"),
     ]
     for path, arguments, text in cases:
         done = command(path, *arguments)
         assert done.returncode == 3 and text in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_shown_suites_and_peers(tmp_path):
+    path = tmp_path / "peers.jsonl"
+    records.append(path, some_records())
+    done = command(path, "--show", "--peers", "sonicmoe")
+    assert done.returncode == 0 and "sonicmoe" in done.stdout and "momoe" not in done.stdout.replace("sonicmoe", "")
+    assert "momoe" in command(path, "--show", "--suite", "paper").stdout.replace("sonicmoe", "")
+    assert "momoe" not in command(path, "--show", "--suite", "models").stdout.replace("sonicmoe", "")
+
+
+def test_an_interrupted_run_keeps_its_records(tmp_path):
+    """Ctrl-C reaches the program and its measuring processes. No traceback; the same command then goes on."""
+    path, log = tmp_path / "peers.jsonl", tmp_path / "log"
+    tiny = "--device cpu --dtype f32 --peers loop --settle 0 --timed 0 --shape-seconds".split()
+    line = [sys.executable, str(ROOT / "bench/peers.py"), "--records", str(path), *tiny]
+    with open(log, "w") as errors:
+        running = subprocess.Popen([*line, "1"], stderr=errors, stdout=errors, start_new_session=True)
+        until = time.monotonic() + 120
+        while len(records.read(path)) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.wait(60) == 130
+    said = log.read_text()
+    assert "interrupted; the same command goes on" in said and "Traceback" not in said, said
+    assert [record["shape"] for record in records.read(path)] == ["tiny-a"] * 2
+    assert subprocess.run([*line, "0"], capture_output=True, timeout=120).returncode == 0
+    assert [record["shape"] for record in records.read(path)] == ["tiny-a"] * 2 + ["tiny-b"] * 2
