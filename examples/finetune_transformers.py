@@ -288,9 +288,10 @@ def agree(o: argparse.Namespace, runs: list[dict]) -> bool:
     for mode in dict.fromkeys(run["mode"] for run in runs):
         first, *others = [run["losses"] for run in runs if run["mode"] == mode]
         for other in others:
-            apart = max(abs(a - b) for a, b in zip(first, other, strict=True))
-            if not apart <= o.tolerance:
-                print(f"{mode}: losses differ by {apart:.4f}, more than --tolerance {o.tolerance:g}", file=sys.stderr)
+            apart = [abs(a - b) for a, b in zip(first, other, strict=True)]
+            wrong = [one for one in apart if not one <= o.tolerance]  # NaN, too
+            if wrong:
+                print(f"{mode}: losses differ by {wrong[0]:.4f}, more than --tolerance {o.tolerance:g}", file=sys.stderr)
                 good = False
     return good
 

@@ -45,7 +45,7 @@ def start_processes(wanted: str) -> torch.device:
     kind = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     place = int(os.environ.get("LOCAL_RANK", 0))
     if kind == "cuda" and place >= torch.cuda.device_count():
-        raise UsageError(f"process {place} of this host has no GPU: {torch.cuda.device_count()} are there")
+        raise RunError(f"process {place} of this host has no GPU: {torch.cuda.device_count()} are there")
     device = torch.device("cuda", place) if kind == "cuda" else torch.device("cpu")
     extra = {"device_id": device} if kind == "cuda" else {}
     if "WORLD_SIZE" not in os.environ:
@@ -152,11 +152,20 @@ class Report:
 
 
 def read_log(path: str) -> list[dict]:
+    """The lines of another run that have the loss of a step. A loss that is not finite is NaN."""
+    found = []
     try:
         with open(path) as file:
-            return [json.loads(line) for line in file]
-    except (OSError, ValueError) as error:
+            for number, text in enumerate(file, 1):
+                line = json.loads(text)
+                if line.get("kind", "step") == "step":
+                    loss = NAN if line["loss"] is None else float(line["loss"])
+                    found.append({**line, "step": int(line["step"]), "loss": loss})
+    except OSError as error:
         raise RunError(f"--compare {path}: {error}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(f"--compare {path}, line {number}: not a line of a run: {type(error).__name__}: {error}")
+    return found
 
 
 class Run:
@@ -202,6 +211,8 @@ class Run:
         step = found["step"]
         if step >= o.steps:
             raise UsageError(f"--resume: {o.out} has {step} steps done of --steps {o.steps}")
+        if o.profile >= o.steps - step:
+            raise UsageError(f"--profile {o.profile} leaves no step of the {o.steps - step} after step {step} to time")
         return step
 
     def tell_start(self) -> None:
@@ -251,7 +262,8 @@ class Run:
             self.losses[step] = loss
             self.report.record("step", step=step, tokens=step * self.tokens_a_step, loss=loss, grad_norm=norm)
             if not math.isfinite(loss) or (self.o.clip and not math.isfinite(norm)):
-                kept = f"; the last good checkpoint is {self.o.out}/latest" if self.o.out else ""
+                newest = self.o.out and checkpoints.newest(self.o.out)
+                kept = f"; the newest checkpoint is {newest}" if newest else ""
                 raise RunError(f"step {step}: the loss is {loss:g}, the gradient's norm {norm:g}{kept}")
         rate = learning_rate(self.o, self.step - 1)
         shown = f"{norms[-1]:9.4f}" if self.o.clip else f"{'-':>9}"
@@ -337,7 +349,7 @@ class Run:
         """For each line of the other run: (this run's loss, the other run's loss). A line of smoe train has the mean
         loss of the steps since the line before; this run's losses are averaged over the same steps."""
         pairs, before = [], 0
-        for line in (line for line in lines if line.get("kind", "step") == "step"):
+        for line in lines:
             steps = [line["step"]] if "kind" in line else range(before + 1, line["step"] + 1)
             before = line["step"]
             if steps and all(step in self.losses for step in steps):
@@ -351,8 +363,9 @@ class Run:
         pairs = self.paired(self.compared)
         if not pairs:
             raise RunError(f"--compare {self.o.compare}: no step of it is in this run")
-        most = max(abs(ours - theirs) for ours, theirs in pairs)
-        good = most <= self.o.tolerance
+        apart = [abs(ours - theirs) for ours, theirs in pairs]
+        good = all(one <= self.o.tolerance for one in apart)  # false for NaN
+        most = NAN if any(math.isnan(one) for one in apart) else max(apart)
         verdict = "within" if good else "NOT within"
         self.report.fact(
             "compared", f"{len(pairs)} losses, largest difference {most:.2e}, {verdict} {self.o.tolerance:g}"
@@ -377,6 +390,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"train_fsdp2.py: {error}", file=sys.stderr)
         return 2
     except RunError as error:
+        print(f"train_fsdp2.py: process {rank}: {error}", file=sys.stderr)
+        return 3
+    except OSError as error:  # of a file that is written
         print(f"train_fsdp2.py: process {rank}: {error}", file=sys.stderr)
         return 3
     except Exception as error:

@@ -155,6 +155,9 @@ keep_results() {
 
 run() { # DIR, parts
     local worst=0 part
+    for part in "${@:2}"; do
+        case $part in two | many | losses | finetune | lora) ;; *) echo "unknown part $part" >&2; exit 2 ;; esac
+    done
     run_begin "$1"
     shift
     use_python
@@ -166,10 +169,7 @@ run() { # DIR, parts
     mkdir -p "$logs"
     [ -z "${PEERS:-}" ] || { unpack_peers "$PEERS"; peers="smoe sonicmoe scattermoe"; }
     for part; do
-        case $part in
-        two | many | losses | finetune | lora) "part_$part" || worst=1 ;;
-        *) echo "unknown part $part" >&2; worst=1 ;;
-        esac
+        "part_$part" || worst=1
         keep_results
     done
     cat "$out/table.md"

@@ -104,7 +104,11 @@ def read_note(out: str) -> dict:
     path = newest(out)
     if path is None:
         raise UsageError(f"--resume: {out} holds no checkpoint")
-    return json.loads((path / NOTE).read_text())
+    try:
+        note = json.loads((path / NOTE).read_text())
+        return {**note, "step": int(note["step"])}
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise RunError(f"{path / NOTE}: not the note of a checkpoint: {type(error).__name__}: {error}")
 
 
 def check_same(out: str, note: dict, wanted: dict) -> None:
@@ -115,10 +119,14 @@ def check_same(out: str, note: dict, wanted: dict) -> None:
 
 
 def load(out: str, model, optimizer) -> None:
+    """Loads weights and the optimizer's states. Weight decay and betas stay as they are: those of this run's options."""
     path = newest(out)
+    own = [{key: group[key] for key in ("weight_decay", "betas")} for group in optimizer.param_groups]
     weights, states = get_state_dict(model, optimizer)
     try:
         dcp.load({"model": weights, "optimizer": states}, checkpoint_id=str(path))
     except (dcp.api.CheckpointException, OSError) as error:
         raise RunError(f"{path}: cannot load: {str(error).strip().splitlines()[-1]}")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)

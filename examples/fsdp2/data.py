@@ -10,6 +10,7 @@ validation. This module repeats the code of train/tokens.c and train/random.h.
 
 import gzip
 import os
+import zlib
 
 import numpy
 import torch
@@ -59,7 +60,7 @@ class Source:
             data = numpy.memmap(path, numpy.uint8, "r") if os.path.getsize(path) else numpy.empty(0, numpy.uint8)
             if path.endswith(".gz"):
                 data = numpy.frombuffer(gzip.decompress(data.tobytes()), numpy.uint8)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise RunError(f"{path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}")
         if self.text:
             self.tokens, self.binary = data, bool((data[:LOOKED_AT] == 0).any())

@@ -19,14 +19,18 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def _count(text: str) -> int:
+def _whole(text: str, least: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
     return value
+
+
+def _count(text: str) -> int:
+    return _whole(text, 1)
 
 
 def _not_negative(text: str) -> float:
@@ -98,7 +102,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument("--keep", type=_count, default=2, help="number of checkpoints that are kept (2)")
     out.add_argument("--log-every", type=_count, default=10, help="steps between printed lines (10)")
     out.add_argument("--json", metavar="FILE", help="appends a JSON object for the start, every step and the end")
-    out.add_argument("--skip", type=int, default=5, help="first steps that the median step time leaves out (5)")
+    out.add_argument("--skip", type=_whole, default=5, help="first steps that the median step time leaves out (5)")
     out.add_argument("--profile", type=_count, nargs="?", const=3, default=0, metavar="STEPS",
                      help="profiles the last STEPS (3) steps: share of communication, longest kernels. "
                           "Without STEPS it must not stand before a file")  # fmt: skip

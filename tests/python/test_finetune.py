@@ -63,6 +63,16 @@ def test_differing_losses(monkeypatch, capsys):
     assert "losses differ" in capsys.readouterr().err
 
 
+def test_losses_that_are_no_numbers_do_not_agree(capsys):
+    o = finetune_transformers.argparse.Namespace(tolerance=0.05)
+    nan = float("nan")
+    for other in ([1.0, 2.0, nan], [nan, 2.0, 2.0], [1.0, 2.0, 2.06]):
+        assert not finetune_transformers.agree(o, [{"mode": "full", "losses": each} for each in ([1.0, 2.0, 2.0], other)])
+    assert not finetune_transformers.agree(o, [{"mode": "full", "losses": [1.0, nan]}] * 2)
+    assert finetune_transformers.agree(o, [{"mode": "full", "losses": [1.0, 2.0]}, {"mode": "full", "losses": [1.01, 2.0]}])
+    assert capsys.readouterr().err.count("losses differ by") == 4
+
+
 WRONG = [["--modes", "half"], ["--layers", "0"], ["missing.txt"], ["--context", "99999999", __file__], ["--model", "x"]]
 WRONG += [["--implementations", "smoe,fast"], ["--json", "/"]]
 

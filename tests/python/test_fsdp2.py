@@ -211,6 +211,7 @@ USAGE = [  # arguments, part of the message
     (["--profile", TEXT], "README.md' is not a whole number"),
     (["--random", "--profile", "-1"], "-1 is less than 1"),
     (["--random", "--lr", "fast"], "fast is not a number"),
+    (["--random", "--skip", "-5"], "-5 is less than 0"),
 ]
 
 
@@ -247,9 +248,46 @@ def test_failures(tmp_path):
     assert status == [2, 2] and "not a multiple" in said, said
     status, said = train(tmp_path / "run", 1, TEXT, *run, "--compare", str(tmp_path / "missing.jsonl"))
     assert status == [3] and "--compare" in said and "tokens/s" not in said, said  # said before the training
+    (tmp_path / "bad.txt.gz").write_bytes(b"\x1f\x8b\x08\x00" + bytes(range(100, 200)))
+    status, said = train(tmp_path / "run", 1, str(tmp_path / "bad.txt.gz"), *run)
+    assert status == [3] and "bad.txt.gz: " in said and "Traceback" not in said, said
+    for line in ("3", "{}", '{"step": 1}', '{"step": "x", "loss": 1}'):
+        (tmp_path / "log.jsonl").write_text(line + "\n")
+        status, said = train(tmp_path / "run", 1, TEXT, *run, "--compare", str(tmp_path / "log.jsonl"))
+        assert status == [3] and "log.jsonl, line 1: not a line of a run" in said and "tokens/s" not in said, said
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 2, "loss": null}\n')  # a run whose loss was NaN
+    tolerant = ["--compare", str(tmp_path / "log.jsonl"), "--tolerance", "1e9"]
+    status, said = train(tmp_path / "run", 1, TEXT, *run, *tolerant)
+    assert status == [1] and "NOT within" in said, said
     out = tmp_path / "out"
     status, said = train(tmp_path / "run", 1, TEXT, *run, "--lr", "1e30", "--steps", "5", "--out", str(out))
-    assert status == [3] and "the loss is" in said and not out.exists(), said
+    assert status == [3] and "the loss is" in said and "checkpoint" not in said.split("the loss is")[1], said
+    assert not out.exists()
+    status, said = train(tmp_path / "full", 1, TEXT, *run, "--out", "/dev/full/out")
+    assert status == [3] and "/dev/full" in said and "Traceback" not in said, said
+
+
+@shards
+def test_resuming_with_other_options(tmp_path):
+    """Weight decay and betas are those of the command that resumes, as the learning rate is."""
+    out = tmp_path / "out"
+    run = ["--device", "cpu", "--random", "--out", str(out)]
+    status, said = train(tmp_path / "run", 1, *run, "--steps", "2")
+    assert status == [0], said
+    status, said = train(tmp_path / "run", 1, *run, "--steps", "4", "--resume", "--profile", "2")
+    assert status == [2] and "leaves no step of the 2 after step 2" in said, said
+    changed = ["--weight-decay", "0.75", "--beta1", "0.5", "--beta2", "0.625"]
+    status, said = train(tmp_path / "run", 1, *run, "--steps", "4", "--resume", *changed)
+    assert status == [0], said
+    reader = torch.distributed.checkpoint.FileSystemReader(str(out / "latest"))
+    names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith("optimizer.param_groups.")]
+    values = {name: torch.empty(()) for name in names if name.endswith((".weight_decay", ".betas"))}
+    assert values
+    torch.distributed.checkpoint.load(values, storage_reader=reader, no_dist=True)
+    assert {tuple(v) if isinstance(v, (list, tuple)) else v for v in values.values()} == {0.75, 0.0, (0.5, 0.625)}
+    (out / "latest" / "run.json").write_text('{"batch": 4}')
+    status, said = train(tmp_path / "run", 1, *run, "--steps", "6", "--resume")
+    assert status == [3] and "run.json: not the note of a checkpoint: KeyError" in said and "Traceback" not in said, said
 
 
 @shards

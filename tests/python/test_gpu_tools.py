@@ -84,6 +84,12 @@ def test_packages_one_folder_too_deep_are_not_packed(tmp_path):
     assert not list((tmp_path / "packed").glob("*.xz*"))
 
 
+def test_an_unknown_part_is_a_usage_error(tmp_path):
+    line = [str(ROOT / "tools/gpu_fsdp2.sh"), "run", str(tmp_path), "two", "nosuch"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "unknown part nosuch" in done.stderr
+
+
 def test_peers_in_two_lists(peers):
     tiny = "--device cpu --suite tiny --dtype f32 --shape-seconds 0 --settle 0 --timed 0 --peers loop".split()
     done = run(peers, "gpu_peers.sh", *tiny, "--shape", "tiny-a", "--", "--suite", "nosuch", "--", *tiny)
