@@ -405,4 +405,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's shutdown: model and mesh still hold gloo's process group, whose threads can then end
+    # the process by SIGABRT (seen once, on a busy machine; github.com/pytorch/pytorch/issues/190489).
+    os._exit(status)
