@@ -1,6 +1,7 @@
 /* The trainer's model. The gradient of every parameter is compared with finite differences of the loss;
  * RMSNorm, RoPE and attention with plain loops in double; AdamW with its formula. Every number of threads
  * must give the same bits. */
+#include "common/random.h"
 #include "train/cpu/adamw.h"
 #include "train/cpu/attention.h"
 #include "train/cpu/embedding.h"
@@ -8,7 +9,6 @@
 #include "train/cpu/norm.h"
 #include "train/cpu/rope.h"
 #include "train/model.h"
-#include "train/random.h"
 #include "train/rope_table.h"
 
 #include <cblas.h>

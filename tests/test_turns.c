@@ -33,8 +33,7 @@ static void the_second_of_two_rounds_is_reversed(void **state)
             assert_int_equal(turn_of(3, round, i, 9), turn_of(3, round + 1, 8 - i, 9));
 }
 
-/* Of 4 jobs, each follows each of the others in a quarter of the 3/4 of the rounds in which it is not first.
- */
+/* Of 4 jobs each begins a quarter of the rounds, and follows each of the others in a quarter. */
 static void every_job_follows_every_other_as_often(void **state)
 {
     enum { COUNT = 4 };

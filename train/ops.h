@@ -91,7 +91,7 @@ struct train_ops {
     void (*store)(train_device *dv, void *to, smoe_type type, const float *host, int64_t count);
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
-    /* Writes count normal values of a stream (train/random.h) times deviation, or ones if deviation is 0, in
+    /* Writes count normal values of a stream (common/random.h) times deviation, or ones if deviation is 0, in
      * f32 to master (unless NULL) and rounded to `to` (type). NULL on the CPU, where the caller draws. */
     void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
                  uint64_t stream);

@@ -1,7 +1,7 @@
 /* See params.h. */
 #include "train/params.h"
 
-#include "train/random.h"
+#include "common/random.h"
 
 #include <math.h>
 #include <stdarg.h>

@@ -47,7 +47,7 @@ void param_layout_destroy(param_layout *layout);
 /* The number of weights, without the space between the groups. */
 size_t param_count(const param_layout *layout);
 
-/* The stream of random values (train/random.h) that tensor `index` starts from. */
+/* The stream of random values (common/random.h) that tensor `index` starts from. */
 uint64_t param_stream(uint64_t seed, size_t index);
 
 /* Fills weights (total): normal values from the seed, each tensor its own stream; ones for the norms. */

@@ -1,7 +1,7 @@
 /* See sample.h. */
 #include "train/sample.h"
 
-#include "train/random.h"
+#include "common/random.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -2,8 +2,8 @@
 #define _POSIX_C_SOURCE 200809L
 #include "train/tokens.h"
 
+#include "common/random.h"
 #include "train/file.h"
-#include "train/random.h"
 #include "train/token_source.h"
 
 #include <assert.h>

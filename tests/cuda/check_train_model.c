@@ -1,9 +1,9 @@
 /* Compares the whole model on the GPU with the CPU: the loss and the gradient of every tensor for one batch,
  * from the same weights (rounded to bf16). A second pass must give the same bits. check_train_model [DEVICE]:
  * cuda, or cuda-plain. */
+#include "common/random.h"
 #include "train/device.h"
 #include "train/optimizer.h"
-#include "train/random.h"
 
 #include <cblas.h>
 #include <math.h>

@@ -2,9 +2,9 @@
  * same inputs (rounded to bf16). The relative Frobenius errors must be within limits, nothing may be written
  * outside of the arrays (canaries), and a second call must give the same bits. check_train_ops [DEVICE]:
  * cuda, or cuda-plain. */
+#include "common/random.h"
 #include "gpu.h"
 #include "train/device.h"
-#include "train/random.h"
 #include "train/rope_table.h"
 
 #include <cblas.h>

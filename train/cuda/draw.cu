@@ -1,4 +1,4 @@
-// The first weights: value i of a stream of random numbers (train/random.h), made normal by Box and Muller,
+// The first weights: value i of a stream of random numbers (common/random.h), made normal by Box and Muller,
 // in
 // double as on the host. The GPU's logarithm and cosine may differ from the host's in the last bit, so after
 // rounding to f32 a rare value differs. 2 or 6 bytes for each weight.
@@ -10,7 +10,7 @@ namespace
 
 enum { DRAW_THREADS = 256 };
 
-// random_bits of train/random.h.
+// random_bits of common/random.h.
 TRAIN_DEVICE uint64_t bits_of(uint64_t key, uint64_t index)
 {
     uint64_t z = key * 0xd1342543de82ef95u + (index + 1) * 0x9e3779b97f4a7c15u;

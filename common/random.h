@@ -1,6 +1,6 @@
 /* Counter-based random numbers: value number `index` of the stream `seed`, independent of earlier calls. */
-#ifndef TRAIN_RANDOM_H
-#define TRAIN_RANDOM_H
+#ifndef COMMON_RANDOM_H
+#define COMMON_RANDOM_H
 
 #include <math.h>
 #include <stdint.h>
