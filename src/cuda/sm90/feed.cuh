@@ -12,11 +12,21 @@
 #pragma once
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/unit_ring.cuh"
+#include "sm90/work_order.h"
 
 namespace moe
 {
 namespace gemm_cooperative
 {
+
+struct work_item {
+    moe_work tile; // without blocks: there is no more work
+    int column;    // tile
+    SMOE_DEVICE bool exists() const
+    {
+        return moe_work_blocks(tile) != 0;
+    }
+};
 
 // The work list, and the counter of units.
 struct work_queue {

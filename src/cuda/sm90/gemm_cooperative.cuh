@@ -16,7 +16,6 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/swizzle.h"
 #include "sm90/wgmma.cuh"
-#include "sm90/work_order.h"
 
 namespace moe
 {
@@ -82,15 +81,6 @@ SMOE_DEVICE void init_barriers(const shared_layout &shared, uint32_t loaders)
     }
     barrier_init_done();
 }
-
-struct work_item {
-    moe_work tile; // without blocks: there is no more work
-    int column;    // tile
-    SMOE_DEVICE bool exists() const
-    {
-        return moe_work_blocks(tile) != 0;
-    }
-};
 
 // The CTA's share of the work: units w of (entry of the tile list, column tile), column tile fastest.
 struct tile_walk {

@@ -114,6 +114,11 @@ SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
     copy16_async(to, from, real ? 16 : 0);
 }
 
+SMOE_DEVICE void copy16_async_if_plain(uint32_t real, uint32_t to, const void *from)
+{
+    copy16_async(to, from, real ? 16 : 0);
+}
+
 SMOE_DEVICE const char *advance_by_adds(const char *from, uint32_t bytes)
 {
     return from + bytes;
