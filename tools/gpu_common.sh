@@ -53,6 +53,18 @@ run_begin() { # DIR
     export LD_LIBRARY_PATH
 }
 
+# Ends if one of the peers' packages is not among the files that standard input lists, as paths that begin with "./". Without this
+# check a run would skip the peer and measure smoe alone.
+require_peers() { # what the list is of
+    listed=$(cat)
+    for module in sonicmoe quack tvm_ffi scattermoe einops momoe; do
+        printf '%s\n' "$listed" | grep -qxF "./$module/__init__.py" || {
+            echo "$(basename "$0"): $1 has no package $module" >&2
+            exit 3
+        }
+    done
+}
+
 # Unpacks the peers' Python packages, which gpu_peers.sh has packed, into $work/site, and the kernels that they have compiled
 # into $work/cache. Sets peer_path.
 unpack_peers() { # DIR
@@ -60,6 +72,7 @@ unpack_peers() { # DIR
     mkdir -p "$work/cache" "$work/site"
     if [ ! -e "$work/site.done" ]; then
         untar "$1/site.tar.xz" "$work/site" || exit 3
+        (cd "$work/site" && find . -maxdepth 2) | require_peers "$1/site.tar.xz" || exit 3
         [ ! -e "$1/cache.tar.xz" ] || untar "$1/cache.tar.xz" "$work/cache" || exit 3
         touch "$work/site.done"
     fi

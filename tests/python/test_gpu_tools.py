@@ -62,10 +62,19 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def pack_site(path, *places):
+    """An archive of empty Python packages, as `tools/gpu_peers.sh pack` writes it."""
+    with tarfile.open(path, "w:xz") as archive:
+        for place in places:
+            archive.addfile(tarfile.TarInfo(f"./{place}/__init__.py"))
+
+
+PACKAGES = ("sonicmoe", "quack", "tvm_ffi", "scattermoe", "einops", "momoe")
+
+
 @pytest.fixture
 def peers(tmp_path):
-    with tarfile.open(tmp_path / "site.tar.xz", "w:xz"):
-        pass
+    pack_site(tmp_path / "site.tar.xz", *PACKAGES)
     files = {"bench": ROOT / "bench", "python": ROOT / "python", "docs/shapes.csv": ROOT / "docs/shapes.csv"}
     files |= {"lib/libsmoe.so": Path(os.environ["SMOE_LIBRARY"]), "commit": "c1\n"}
     pack(tmp_path, "gpu_peers.sh", files)
@@ -82,6 +91,20 @@ def test_packages_one_folder_too_deep_are_not_packed(tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3 and "has no package sonicmoe" in done.stderr, done.stderr
     assert not list((tmp_path / "packed").glob("*.xz*"))
+    (tmp_path / "packed").mkdir(exist_ok=True)
+    pack_site(tmp_path / "packed/site.tar.xz", *PACKAGES[1:], "sonicmoe/sonicmoe")  # from an earlier pack
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and "site.tar.xz has no package sonicmoe" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("script", ["gpu_peers.sh", "gpu_fsdp2.sh"])
+def test_packages_that_are_missing_end_a_run(peers, script):
+    """smoe would be measured alone, for minutes."""
+    pack_site(peers / "site.tar.xz", *PACKAGES[:3], *PACKAGES[4:])
+    shutil.copy(ROOT / "tools" / script, peers)
+    done = run(peers, script, "two", PEERS=str(peers))
+    assert done.returncode == 3 and "site.tar.xz has no package scattermoe" in done.stderr, done.stderr
+    assert not (peers / "out/table.md").exists() and not (peers / "out/log.txt").exists()
 
 
 def test_an_unknown_part_is_a_usage_error(tmp_path):
