@@ -91,7 +91,8 @@ def parser():
         help="the Python that has this peer's packages; peers of one interpreter share a process")  # fmt: skip
     add("--shape-seconds", type=float, default=6.0, help="seconds of rounds of a layer, or of steps of a model (6)")
     add("--least-rounds", type=positive, default=4, help="least number of rounds (4)")
-    add("--settle", type=float, default=0.03, help="seconds that a job runs untimed in its turn (0.03)")
+    add("--settle", type=float, default=records.SETTLE_S,
+        help=f"seconds that a job runs untimed in its turn ({records.SETTLE_S:g}); tables show each value by itself")  # fmt: skip
     add("--timed", type=float, default=0.06, help="seconds that it is then timed (0.06)")
     add("--seconds", type=float, default=float("inf"), help="stop between two layers after this many seconds")
     group = made.add_argument_group("records and output")

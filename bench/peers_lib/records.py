@@ -8,7 +8,10 @@ import os
 import tempfile
 
 ALWAYS = {"commit", "device", "suite", "shape", "part", "peer", "date"}  # fields of every record
-KEY = ("commit", "device", "suite", "shape", "T", "d", "n", "E", "K", "part", "routing", "dtype", "peer", "tuning")
+KEY = (
+    "commit", "device", "suite", "shape", "T", "d", "n", "E", "K", "part", "routing", "dtype", "settle_s", "peer", "tuning"
+)  # fmt: skip
+SETTLE_S = 0.03  # of a record that does not name it; the default of --settle
 
 
 class Broken(ValueError):
@@ -17,7 +20,12 @@ class Broken(ValueError):
 
 def key_of(record):
     """The fields that identify a measurement: two records with equal keys are of the same measurement."""
-    return tuple(record.get(name) for name in KEY)
+    return tuple(settle_of(record) if name == "settle_s" else record.get(name) for name in KEY)
+
+
+def settle_of(record):
+    """Seconds that every job ran untimed in its turn."""
+    return record.get("settle_s", SETTLE_S)
 
 
 def read(path):

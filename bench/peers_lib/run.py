@@ -24,26 +24,24 @@ def now():
 
 
 def times_of(rounds, peer, factor=1.0):
-    """{"forward_ms", "both_ms", "backward_ms", ...} of one peer: medians over the rounds. The backward's time is that
-    of both less that of the forward. rounds: a list of {"peer pass": ms}."""
+    """{"forward_ms", "both_ms", "backward_ms", ...} of one peer: medians over the rounds. Without times of the backward,
+    it is both less the forward. rounds: a list of {"peer pass": ms}."""
     found = {}
     for name in dict.fromkeys(key for one in rounds for key in one):
         owner, measured = name.split()
         if owner == peer:
             found[measured + "_ms"] = factor * statistics.median(one[name] for one in rounds if name in one)
-    if "forward_ms" in found and "both_ms" in found:
+    if "backward_ms" not in found and "forward_ms" in found and "both_ms" in found:
         found["backward_ms"] = found["both_ms"] - found["forward_ms"]
     return found
 
 
 def in_rounds(rounds, peer, beside, factor=1.0):
-    """{"forward": [ms, ...], "both": [ms, ...], ...} of one peer, of the rounds in which both peers were measured.
-    forward and both have the same rounds, so that their differences are the backward's times. rounds: a list of
-    {"peer pass": ms}."""
+    """{"forward": [ms, ...], "backward": [ms, ...], "both": [ms, ...], ...} of one peer, of the rounds in which both
+    peers were measured. rounds: a list of {"peer pass": ms}."""
     found = {}
     for measured in sorted({name.split()[1] for one in rounds for name in one if name.split()[0] == peer}):
-        together = {"forward", "both"} if measured in ("forward", "both") else {measured}
-        needed = {f"{one} {name}" for one in (peer, beside) for name in together}
+        needed = {f"{one} {measured}" for one in (peer, beside)}
         found[measured] = [round(factor * one[f"{peer} {measured}"], 5) for one in rounds if needed <= one.keys()]
     return found
 
@@ -155,7 +153,7 @@ class Run:
         o = self.options
         return {"commit": o.commit, "device": self.device, "suite": shape.suite, "shape": shape.name, "T": shape.T,
                 "d": shape.d, "n": shape.n, "E": shape.E, "K": shape.K, "part": part, "routing": routing,
-                "dtype": o.dtype, "tuning": tuning}  # fmt: skip
+                "dtype": o.dtype, "settle_s": o.settle, "tuning": tuning}  # fmt: skip
 
     def _measure_layer(self, shape, part, routing, tuning):
         fields = self._fields(shape, part, routing, tuning)

@@ -162,7 +162,7 @@ def measure(name, implementation, device, seconds):
         torch.cuda.reset_peak_memory_stats()
     clock, times, begin = timing.clock_of(device), [], time.perf_counter()
     while len(times) < 3 or time.perf_counter() - begin < seconds:
-        times += clock.each(step, 1)
+        times += clock.each(step, 1)[0]
     ms, last_loss = statistics.median(times), step().item()
     free, total = torch.cuda.mem_get_info() if cuda else (0, 0)
     return {

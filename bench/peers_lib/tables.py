@@ -6,6 +6,8 @@ import math
 import statistics
 from typing import NamedTuple
 
+from .records import SETTLE_S, settle_of
+
 BASE = "smoe"
 RATIO_PASSES = ("forward", "backward", "both", "inference", "graph")
 GPU_PASSES = tuple("gpu_" + name for name in RATIO_PASSES)
@@ -32,9 +34,10 @@ class Ratio(NamedTuple):
 
 
 def _round_ms(of, measured):
-    """The ms of a pass in every round, from a record or from its part `smoe`; [] if they are not known."""
+    """The ms of a pass in every round, from a record or from its part `smoe`; [] if they are not known. In records
+    without its times the backward is both less the forward."""
     known = of.get("round_ms") or {}
-    if measured != "backward":
+    if measured != "backward" or measured in known:
         return known.get(measured, [])
     if not known.keys() >= {"forward", "both"}:
         return []
@@ -53,8 +56,8 @@ def _standard_error(values):
 def ratio(record, measured):
     """The peer's time divided by smoe's time in the same round: the median over the rounds. Above 1 smoe is faster. From
     a record without the times of single rounds: the ratio of the medians. None if one was not measured, or if a
-    backward's time, which is a difference of two times, is not positive. In a single round it may be negative; there
-    smoe's counts as infinitely short, so that the median stays the middle of all rounds."""
+    backward's time is a difference of two times and not positive. In a single round it may be negative; there smoe's
+    counts as infinitely short, so that the median stays the middle of all rounds."""
     base = record.get(BASE) or {}
     mine, theirs = base.get(measured + "_ms"), record.get(measured + "_ms")
     if not ((mine or 0) > 0 and (theirs or 0) > 0):
@@ -102,7 +105,8 @@ def tflops(record, measured):
 
 def _kind(record):
     """The fields that all records of a table have in common."""
-    return tuple(record.get(name) for name in ("device", "suite", "part", "routing", "dtype"))
+    names = ("device", "suite", "part", "routing", "dtype")
+    return (*(record.get(name) for name in names), settle_of(record))
 
 
 def _layer(record):
@@ -286,15 +290,16 @@ def _step_table(title, records):
 
 
 def make(records):
-    """The tables of each device, suite, part, routing and type. Of the records they show the newest of each layer and
+    """The tables of each device, suite, part, routing, type and time of settling. Of the records they show the newest of each layer and
     peer; those of the kernels' times may be older than the others."""
     made = []
-    for (device, suite, part, routing, dtype), together in grouped(records, _kind).items():
+    for (device, suite, part, routing, dtype, settle_s), together in grouped(records, _kind).items():
         where = f"{device}, {{when}}"
         if part == "e2e":
             made.append(_step_table(f"A whole training step, {where}", together))
         else:
             other = "" if dtype == "bf16" else f"{dtype}, "
+            other += "" if settle_s == SETTLE_S else f"settled for {settle_s:g} s, "
             made += _layer_tables(f"Suite {suite}, {part}, {routing} routing, {other}{where}", together)
     return made
 

@@ -117,11 +117,14 @@ class Worker:
                 os._exit(70)
 
     def round(self, index, layer, settle_s, timed_s):
-        """One turn of every job: {"times": {"peer pass": ms}}."""
+        """One turn of every job: {"times": {"peer pass": ms}}. The second function of the pair `both` is the pass
+        `backward`."""
         times = {}
         for name in timing.order_of(list(self.jobs), index, layer):
-            self.send({"at": name.split()[0]})
-            times[name] = timing.turn(self.clock, self.jobs[name], settle_s, timed_s)
+            peer = name.split()[0]
+            self.send({"at": peer})
+            times[name], *backward = timing.turn(self.clock, self.jobs[name], settle_s, timed_s)
+            times |= {f"{peer} backward": ms for ms in backward}
         return {"times": times}
 
     def kernels(self, index, layer, settle_s):

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import peers  # noqa: E402
 from peers_lib import implementations, inputs, measured, records, reference, run, step, suites  # noqa: E402
-from peers_lib import tables, timing  # noqa: E402
+from peers_lib import tables, timing, worker  # noqa: E402
 
 EVERY = suites.read(ROOT / "docs/shapes.csv")
 TINY = suites.TINY[0]
@@ -87,8 +88,10 @@ def test_records_are_appended_and_found(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["peers.jsonl"]
     fields = {key: value for key, value in a_record().items() if key in records.KEY and key != "peer"}
     assert records.missing(records.read(path), fields, ["smoe", "sonicmoe", "momoe"]) == ["smoe"]
-    for other in ({"commit": "c2"}, {"device": "other"}, {"suite": "models"}, {"tuning": 2}, {"part": "layer"}):
-        assert records.missing(records.read(path), fields | other, ["momoe"]) == ["momoe"], other
+    changes = {"commit": "c2", "device": "other", "suite": "models", "tuning": 2, "part": "layer", "settle_s": 0.4}
+    for name, value in changes.items():
+        assert records.missing(records.read(path), fields | {name: value}, ["momoe"]) == ["momoe"], name
+    assert not records.missing(records.read(path), fields | {"settle_s": 0.03}, ["momoe"])  # the default
 
 
 def test_a_written_file_is_on_the_disk(tmp_path, monkeypatch):
@@ -197,6 +200,15 @@ def test_a_ratio_is_of_the_same_round():
     assert forward.error == pytest.approx(1.2533 * 0.4 / 1.349 / 3**0.5) and str(forward) == "1.200 ± 0.215"
 
 
+def test_a_backward_with_times_of_its_own():
+    """The forward alone may run at another clock than in `both`, so the difference would be another time."""
+    record = timed("sonicmoe", 3.0, 6.0, (1.0, 2.0))
+    record = in_rounds(record, ([1.0, 1.0], [9.0, 9.0]), ([1.0, 1.0], [5.0, 5.0]))
+    assert tables.ratio(record, "backward") == (2.0, 0.0)
+    record["round_ms"]["backward"], record["smoe"]["round_ms"]["backward"] = [3.0, 3.0], [2.0, 2.0]
+    assert tables.ratio(record, "backward") == (1.5, 0.0)
+
+
 def test_negative_backwards_of_single_rounds():
     """No round is left out, so the median is the middle of all of them."""
     ratio = lambda theirs, mine: tables.ratio(
@@ -283,6 +295,15 @@ def test_text_table():
     assert "sonicmoe / smoe, geometric mean: forward 1.100 (least 1.100, 1 layers)" in text
     assert "7B-n256  sonicmoe       266      1213         1.50*     0.25" in text
     assert "3.70e-03" in text and "momoe / smoe" not in text
+
+
+def test_times_of_settling_have_tables_of_their_own():
+    """With a longer one a job is at its own clock, so the ratios are others."""
+    short, long = some_records(), [record | {"settle_s": 0.4, "commit": "c2"} for record in some_records()]
+    titles = [table.title for table in tables.make(short + long)]
+    assert titles[0] == "Suite paper, experts, random routing, GPU, commit c1, 2026-01-02"
+    assert titles[3] == "Suite paper, experts, random routing, settled for 0.4 s, GPU, commit c2, 2026-01-02"
+    assert len(titles) == 6
 
 
 def test_the_median_of_each_kernel():
@@ -493,7 +514,8 @@ def test_implementations_on_the_cpu(tiny, name, dtype, limit):
     layer = measured.Measured(implementation, given, "layer")
     _, out, gradients = layer.first_call(timing.CpuClock())
     loop = implementations.ALL["loop"]
-    wanted = measured.Measured(loop, given, "layer").both()
+    forward, backward = measured.Measured(loop, given, "layer").both
+    wanted = backward(forward())
     for mine, theirs in zip(gradients[::3], wanted[::3], strict=True):  # of x and of the router
         assert (mine - theirs).norm() < (0.05 if dtype is torch.bfloat16 else 1e-4) * theirs.norm()
     assert measured.new_t_seconds(implementation, given, "experts", timing.CpuClock()) > 0
@@ -537,7 +559,7 @@ class CountingClock:
         pass
 
     def each(self, job, count):
-        return [job() for _ in range(count)]
+        return [[job()] for _ in range(count)]
 
 
 def test_turns_and_their_order():
@@ -551,8 +573,28 @@ def test_turns_and_their_order():
     before = {(a, b) for order in orders for a, b in zip(order, order[1:])}  # noqa: B905, the last has no next
     assert len(before) == 12  # every job follows every other one
     ran = []
-    assert timing.turn(CountingClock(), lambda: ran.append(1) or 97.0, 0, 0) == 97.0
+    assert timing.turn(CountingClock(), lambda: ran.append(1) or 97.0, 0, 0) == [97.0]
     assert len(ran) == 4  # one untimed, three timed
+
+
+def test_the_second_of_a_pair_has_a_time_of_its_own():
+    """It gets what the first returns. Its time starts where the first ends."""
+    got = []
+    pair = (lambda: time.sleep(0.1) or "kept", lambda kept: got.append(kept) or time.sleep(0.01))
+    for whole, second in (*timing.CpuClock().each(pair, 3), timing.turn(timing.CpuClock(), pair, 0, 0)):
+        assert 110 <= whole and 10 <= second < 100 <= whole - second
+    assert got == ["kept"] * 7
+    (whole,) = timing.turn(timing.CpuClock(), pair[0], 0, 0)
+    assert whole >= 100
+
+
+def test_a_round_times_the_backward_in_both(tiny):
+    asked = worker.Worker(lambda message: None)
+    asked.hello("cpu", ["loop", "cublas"])
+    asked.prepare(list(TINY), "experts", "random", "f32", 0, ["forward", "both"], False, ["loop", "cublas"])
+    times = asked.round(0, "a layer", 0, 0)["times"]
+    assert times.keys() == {f"{peer} {name}" for peer in ("loop", "cublas") for name in ("forward", "backward", "both")}
+    assert all(0 < times[f"{peer} backward"] < times[f"{peer} both"] for peer in ("loop", "cublas"))
 
 
 def test_medians_over_rounds():
@@ -560,6 +602,8 @@ def test_medians_over_rounds():
     assert run.times_of(rounds, "x") == {"forward_ms": 2.0, "both_ms": 4.0, "backward_ms": 2.0}
     assert run.times_of(rounds, "x", 2.0)["backward_ms"] == 4.0
     assert run.times_of(rounds, "y") == {"forward_ms": 9.0}
+    with_backward = [one | {"x backward": 1.5} for one in rounds]
+    assert run.times_of(with_backward, "x")["backward_ms"] == 1.5
 
 
 def test_a_capture_that_fails_leaves_out_the_graph(monkeypatch):
