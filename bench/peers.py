@@ -10,8 +10,8 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
     bench/peers.py --show --markdown --plot ratios.png    # from the records, nothing is measured
     bench/peers.py --device cpu --dtype f32               # tries the program on tiny layers, without a GPU
 
-After each layer its records are appended to docs/results/peers.jsonl. A measurement that has a record of this commit
-and device with the same passes is skipped.
+After each layer its records are appended to docs/results/peers.jsonl. A measurement that has a record of this commit,
+device and --settle with the same passes is skipped.
 Exit status: 0 all was measured, or time was up; 2 wrong arguments; 3 nothing could be measured, read or
 written.
 """

@@ -32,7 +32,7 @@ typedef enum fault {
     NOT_ACCUMULATED,  /* dw1 is overwritten instead of added to */
     NEEDS_SCRATCH,    /* the backward reads data that the forward left in its scratch */
     PLAN_WRONG,       /* two rows of the plan are exchanged */
-    NAN_SPREADS,      /* a NaN anywhere in x makes out[0] NaN */
+    NAN_SPREADS,      /* a NaN anywhere in x makes the last number of out NaN */
     QUERY_OFF,        /* smoe_query_sizes states one byte less */
     CALL_FAILS
 } fault;
@@ -84,7 +84,7 @@ smoe_status __wrap_smoe_layer_forward(smoe_context *context, const smoe_layer *l
     if (wanted == BEFORE_THE_START) ((char *)args->scratch)[-1] ^= 1;
     if (wanted == INPUT_CHANGED) memset((char *)out + ((const char *)args->w1 - (const char *)out), 0, 4);
     if (wanted == PLAN_WRONG) swap_rows(context, layer, args);
-    if (wanted == NAN_SPREADS && any_nan(args->x, size)) out[0] = NAN;
+    if (wanted == NAN_SPREADS && any_nan(args->x, size)) out[size - 1] = NAN;
     return status;
 }
 

@@ -53,12 +53,11 @@ run_begin() { # DIR
     export LD_LIBRARY_PATH
 }
 
-# Ends if one of the peers' packages is not among the files that standard input lists, as paths that begin with "./". Without this
-# check a run would skip the peer and measure smoe alone.
-require_peers() { # what the list is of
-    listed=$(cat)
+# Ends if one of the peers' packages is not among the listed files. Without this check bench/peers.py would measure for minutes
+# without the peer.
+require_peers() { # what the list is of, list
     for module in sonicmoe quack tvm_ffi scattermoe einops momoe; do
-        printf '%s\n' "$listed" | grep -qxF "./$module/__init__.py" || {
+        printf '%s\n' "$2" | sed 's|^\./||' | grep -qxF "$module/__init__.py" || {
             echo "$(basename "$0"): $1 has no package $module" >&2
             exit 3
         }
@@ -69,10 +68,11 @@ require_peers() { # what the list is of
 # into $work/cache. Sets peer_path.
 unpack_peers() { # DIR
     export QUACK_CACHE_DIR="$work/cache/o" QUACK_HOME="$work/cache" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-    mkdir -p "$work/cache" "$work/site"
+    mkdir -p "$work/cache"
     if [ ! -e "$work/site.done" ]; then
-        untar "$1/site.tar.xz" "$work/site" || exit 3
-        (cd "$work/site" && find . -maxdepth 2) | require_peers "$1/site.tar.xz" || exit 3
+        rm -rf "$work/site"
+        mkdir "$work/site" && untar "$1/site.tar.xz" "$work/site" || exit 3
+        require_peers "$1/site.tar.xz" "$(cd "$work/site" && find . -maxdepth 2)"
         [ ! -e "$1/cache.tar.xz" ] || untar "$1/cache.tar.xz" "$work/cache" || exit 3
         touch "$work/site.done"
     fi

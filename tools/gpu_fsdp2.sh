@@ -18,7 +18,8 @@
 # STEPS (20): of a 7B run.
 # After each part logs and JSON lines come back as $OUT/logs.tar.gz (default DIR/out), the table as $OUT/table.md; scratch is $WORK
 # (DIR/work).
-# Exit status: 0 all well, 1 a run failed or losses differ, 2 wrong arguments, 3 nothing could be unpacked, 77 no GPU.
+# Exit status: 0 all well, 1 a run failed or losses differ, 2 wrong arguments, 3 nothing could be unpacked or a package of a peer is
+# missing, 77 no GPU.
 # shellcheck source-path=SCRIPTDIR disable=SC2086 # options are words
 set -u
 . "$(dirname "$0")/gpu_common.sh"

@@ -19,7 +19,8 @@
 # and tune again on the next machine. Scratch is $WORK (default DIR/work). A record of docs/results/peers.jsonl or of an
 # earlier run in the same $WORK is not measured again.
 # Exit status: 0 all well, else that of the first list that failed: 1 no time was left to start it, 2 wrong arguments, 3 nothing
-# could be measured, 124 out of time (what was measured is in the tables). 3 also if nothing could be unpacked, 77 no GPU.
+# could be measured, 124 out of time (what was measured is in the tables). 3 also if nothing could be unpacked or a package of a peer is
+# missing, 77 no GPU.
 # shellcheck source-path=SCRIPTDIR
 set -u
 . "$(dirname "$0")/gpu_common.sh"
@@ -60,12 +61,13 @@ pack() { # BUILD, DIR, SITE
     if [ ! -e "$2/site.tar.xz" ]; then
         site=${3:-$(mktemp -d)}
         download "$site"
-        (cd "$site" && find . -maxdepth 2) | require_peers "$site" || exit 3
+        require_peers "$site" "$(cd "$site" && find . -maxdepth 2)"
         # A dictionary as large as most of the packages: 46 MB instead of 56 MB, in 4 minutes.
         XZ_OPT=--lzma2=preset=9,dict=192MiB tar -C "$site" --exclude=__pycache__ -cJf "$2/site.tar.xz.tmp" . && mv "$2/site.tar.xz.tmp" "$2/site.tar.xz" || exit 3
         [ -n "$3" ] || rm -r "$site"
     else
-        tar -tJf "$2/site.tar.xz" | require_peers "$2/site.tar.xz" || exit 3
+        packed=$(tar -tJf "$2/site.tar.xz") || exit 3
+        require_peers "$2/site.tar.xz" "$packed"
     fi
     pack_end "$2"
 }

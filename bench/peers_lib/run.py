@@ -159,7 +159,9 @@ class Run:
         fields = self._fields(shape, part, routing, tuning)
         there = [] if self.options.again else records.read(self.options.records)
         present = list(dict.fromkeys(peer for process in self.processes for peer in process.peers))
-        passes = self.options.passes_of(shape) + ["kernels"] * self.options.kernels
+        passes = self.options.passes_of(shape)
+        # In records without the pass `backward` it is a difference.
+        passes = passes + ["backward"] * ("both" in passes) + ["kernels"] * self.options.kernels
         wanted = records.missing(there, fields, present, passes)
         if not wanted:
             return
@@ -168,7 +170,8 @@ class Run:
         found = self._take_turns(shape, part, routing, wanted)
         date = now()
         new = [
-            fields | {"peer": peer, "date": date, "versions": self.versions[peer], "passes": passes} | found[peer]
+            fields | {"timed_s": self.options.timed, "peer": peer, "date": date, "versions": self.versions[peer],
+                      "passes": passes} | found[peer]
             for peer in wanted
             if peer in found
         ]

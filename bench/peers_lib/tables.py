@@ -290,8 +290,8 @@ def _step_table(title, records):
 
 
 def make(records):
-    """The tables of each device, suite, part, routing, type and time of settling. Of the records they show the newest of each layer and
-    peer; those of the kernels' times may be older than the others."""
+    """The tables of each device, suite, part, routing, type and time of settling. Of the records they show the newest of
+    each layer and peer; those of the kernels' times may be older than the others."""
     made = []
     for (device, suite, part, routing, dtype, settle_s), together in grouped(records, _kind).items():
         where = f"{device}, {{when}}"
@@ -311,11 +311,11 @@ def of_kernels(records):
         for measured, kernels in (record.get("kernels") or {}).items():
             whole = sum(us for *_, us in kernels)
             rows += [
-                [record["shape"], record["commit"], record["peer"], measured, kernel[:KERNEL_NAME], f"{launches:g}",
-                 f"{us:.1f}", f"{100 * us / whole:.1f}"]
+                [record["shape"], record["commit"], record["peer"], f"{settle_of(record):g}", str(record["tuning"]), measured,
+                 kernel[:KERNEL_NAME], f"{launches:g}", f"{us:.1f}", f"{100 * us / whole:.1f}"]
                 for kernel, launches, us in kernels
             ]  # fmt: skip
-    columns = ["layer", "commit", "peer", "pass", "kernel", "launches", "us", "%"]
+    columns = ["layer", "commit", "peer", "settled s", "tuning", "pass", "kernel", "launches", "us", "%"]
     return [Table("Kernels", columns, rows, [])] if rows else []
 
 
@@ -361,7 +361,7 @@ def as_markdown(tables):
 
 def as_csv(records):
     """A line for each record, with nested fields as `errors.O`, without the times of kernels and of single rounds."""
-    flat = [_flat(record) for record in records]
+    flat = [_flat(record | {"settle_s": settle_of(record)}) for record in records]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n")
     writer.writeheader()
@@ -381,6 +381,14 @@ def _flat(record, prefix=""):
     return found
 
 
+def _by_label(layers):
+    """{(label, peer): tunings}. A label tells the shape, and in which of _kind's fields the layers differ."""
+    words = lambda record: (record["shape"], *map(str, _kind(record)[2:5]), record["device"],
+                            f"settled for {settle_of(record):g} s")  # fmt: skip
+    differ = [i for i, seen in enumerate(zip(*map(words, layers), strict=True)) if i == 0 or len(set(seen)) > 1]
+    return grouped(layers, lambda record: (" ".join(words(record)[i] for i in differ), record["peer"]))
+
+
 def plot(records, path):
     """Draws the ratios by layer as bars: forward above, backward below, one colour for each peer. Needs matplotlib."""
     import matplotlib
@@ -389,9 +397,7 @@ def plot(records, path):
     from matplotlib import pyplot
 
     layers = _latest([record for record in records if record["part"] != "e2e"])
-    kinds = ("part", "routing", "dtype", "device")
-    shown = ["shape"] + [key for key in kinds if len({record[key] for record in layers}) > 1]
-    by_layer = grouped(layers, lambda record: (" ".join(record[key] for key in shown), record["peer"]))
+    by_layer = _by_label(layers)
     names = list(dict.fromkeys(name for name, _ in by_layer))
     peers = list(dict.fromkeys(peer for _, peer in by_layer if peer != BASE))
     figure, panels = pyplot.subplots(2, 1, sharex=True, figsize=(max(8, 0.9 * len(names)), 7))

@@ -11,8 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { VICTIM = 2 }; /* the expert that gets NaN */
-
 /* Have the values the same bits, or an error within the limit? Limit 0: only the same bits count. */
 static bool same_row(const tensor *a, const tensor *b, int64_t row, int64_t width, double limit)
 {
@@ -44,12 +42,19 @@ static int64_t clean_rows(const tensor *t, int64_t width, const bool *marked)
     return clean;
 }
 
-/* One expert for each token: by offsets, or given as ids. */
-static bool on_victim(const smoe_layer *layer, const oracle_drawn *drawn, int64_t token)
+/* The only expert of a token: by offsets, or given as ids. */
+static int64_t expert_of(const smoe_layer *layer, const oracle_drawn *drawn, int64_t token)
 {
-    if (layer->entry == SMOE_ENTRY_FROM_ROWS)
-        return token >= drawn->offsets[VICTIM] && token < drawn->offsets[VICTIM + 1];
-    return drawn->topk_ids[token] == VICTIM;
+    if (layer->entry != SMOE_ENTRY_FROM_ROWS) return drawn->topk_ids[token];
+    int64_t expert = 0;
+    while (token >= drawn->offsets[expert + 1]) expert++;
+    return expert;
+}
+
+/* The expert that gets NaN: token 0's. A gather that reads a row for padding reads that of token 0. */
+static int64_t victim_of(const smoe_layer *layer, const oracle_drawn *drawn)
+{
+    return expert_of(layer, drawn, 0);
 }
 
 static void compare_others(verify *v, const smoe_layer *layer, const oracle_drawn *drawn,
@@ -58,8 +63,9 @@ static void compare_others(verify *v, const smoe_layer *layer, const oracle_draw
     const int64_t hidden = layer->hidden, n = layer->intermediate, width = oracle_h_width(layer);
     bool *tokens = oracle_alloc((size_t)layer->tokens, sizeof *tokens);
     bool *experts = oracle_alloc((size_t)layer->experts, sizeof *experts);
-    for (int64_t t = 0; t < layer->tokens; t++) tokens[t] = on_victim(layer, drawn, t);
-    experts[VICTIM] = true;
+    const int64_t victim = victim_of(layer, drawn);
+    for (int64_t t = 0; t < layer->tokens; t++) tokens[t] = expert_of(layer, drawn, t) == victim;
+    experts[victim] = true;
     const struct {
         tensor_id id;
         int64_t width;
@@ -81,7 +87,7 @@ static void compare_others(verify *v, const smoe_layer *layer, const oracle_draw
     free(experts);
 }
 
-/* The tokens of one expert have NaN, and its weights have infinity. */
+/* X and dO of one expert's tokens are NaN, and its weights have infinity. */
 void check_isolation(verify *v, const verify_case *c, const smoe_layer *layer)
 {
     const run_options options = {0};
@@ -90,9 +96,10 @@ void check_isolation(verify *v, const verify_case *c, const smoe_layer *layer)
     tensors clean, dirty;
     oracle_draw_inputs(layer, &c->draw, v->seed, &drawn);
     if (check_run(v, NULL, layer, &drawn, &options, &clean)) {
+        const int64_t victim = victim_of(layer, &drawn);
         for (int64_t i = 0; i < layer->tokens * layer->hidden; i++)
-            if (on_victim(layer, &drawn, i / layer->hidden)) drawn.x[i] = NAN;
-        drawn.w1[VICTIM * w1_size] = INFINITY;
+            if (expert_of(layer, &drawn, i / layer->hidden) == victim) drawn.x[i] = drawn.dout[i] = NAN;
+        drawn.w1[victim * w1_size] = INFINITY;
         if (check_run(v, NULL, layer, &drawn, &options, &dirty)) {
             compare_others(v, layer, &drawn, &clean, &dirty);
             tensors_free(&dirty);

@@ -91,10 +91,17 @@ def test_packages_one_folder_too_deep_are_not_packed(tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3 and "has no package sonicmoe" in done.stderr, done.stderr
     assert not list((tmp_path / "packed").glob("*.xz*"))
-    (tmp_path / "packed").mkdir(exist_ok=True)
-    pack_site(tmp_path / "packed/site.tar.xz", *PACKAGES[1:], "sonicmoe/sonicmoe")  # from an earlier pack
+    earlier = tmp_path / "packed/site.tar.xz"
+    earlier.parent.mkdir(exist_ok=True)
+    pack_site(earlier, *PACKAGES[:4], "einops/einops", "momoe")
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 3 and "site.tar.xz has no package sonicmoe" in done.stderr, done.stderr
+    assert done.returncode == 3 and "site.tar.xz has no package einops" in done.stderr, done.stderr
+    earlier.write_bytes(earlier.read_bytes()[:-40])
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and "has no package" not in done.stderr and "pack.tar.gz" not in os.listdir(earlier.parent)
+    pack_site(earlier, *PACKAGES)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and {"pack.tar.gz", "gpu_peers.sh"} <= set(os.listdir(earlier.parent)), done.stderr
 
 
 @pytest.mark.parametrize("script", ["gpu_peers.sh", "gpu_fsdp2.sh"])

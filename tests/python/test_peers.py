@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -235,6 +234,8 @@ def test_rounds_in_which_both_had_their_turn():
     rounds = [whole | {"smoe graph": 1.0, "x graph": 5.0}, whole | {"smoe graph": 1.0}]
     assert run.in_rounds(rounds, "x", "smoe") == {"both": [4.0] * 2, "forward": [1.5] * 2, "graph": [5.0]}
     assert run.in_rounds(rounds, "smoe", "x")["graph"] == [1.0]
+    rounds = [whole | {"smoe backward": 1.5, "x backward": 2.0}]
+    assert run.in_rounds(rounds, "x", "smoe", 3.0)["backward"] == [6.0]
 
 
 def test_a_peers_best_tuning_counts():
@@ -332,8 +333,8 @@ def test_times_of_kernels():
     assert alone.rows[1][2:5] == ["2.2000", f"{6 * 24576 * 8 * 256 * 1536 / 2.2e-3 / 1e12:.0f}", "1.100"]
     assert alone.foot[0].startswith("sonicmoe / smoe, geometric mean: forward 1.100 (least 1.100, 1 layers), backward 1.150")
     (table,) = tables.of_kernels(made)
-    assert table.rows[0] == ["7B-n256", "c1", "smoe", "forward", "up", "1", "1500.0", "75.0"]
-    assert table.rows[3][4] == "k" * tables.KERNEL_NAME and tables.of_kernels([a_record()]) == []
+    assert table.rows[0] == ["7B-n256", "c1", "smoe", "0.03", "0", "forward", "up", "1", "1500.0", "75.0"]
+    assert table.rows[3][6] == "k" * tables.KERNEL_NAME and tables.of_kernels([a_record()]) == []
     assert "kernels" not in tables.as_csv(made)
 
 
@@ -350,7 +351,7 @@ def test_numbers_below_10_and_lists():
     """TFLOP/s of tiny layers must not be 0, and a list must be words in CSV."""
     tiny = timed("smoe", 2.0, 4.0) | dict(T=96, d=64, n=32, E=8, K=2, passes=["forward", "both"])
     assert tables.make([tiny])[0].rows[0][3] == f"{6 * 96 * 2 * 32 * 64 / 2e-3 / 1e12:.2g}" == "0.0012"
-    assert ",forward both\n" in tables.as_csv([tiny, a_record()])
+    assert ",forward both,0.03\n" in tables.as_csv([tiny, a_record()])
 
 
 def test_newest_commit_is_shown():
@@ -447,6 +448,14 @@ def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     tables.plot(some_records(), tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_of_bars():
+    layers = [record for record in some_records() if "failed" not in record]
+    assert list(tables._by_label(layers)) == [("7B-n256", "smoe"), ("7B-n256", "sonicmoe")]
+    other = [record | {"settle_s": 0.4, "part": "layer"} for record in layers]
+    labels = [label for label, _ in tables._by_label(layers + other)]
+    assert labels[::2] == ["7B-n256 experts settled for 0.03 s", "7B-n256 layer settled for 0.4 s"]
 
 
 def test_steps_alone_are_shown_without_a_picture(monkeypatch, capsys):
@@ -577,15 +586,20 @@ def test_turns_and_their_order():
     assert len(ran) == 4  # one untimed, three timed
 
 
-def test_the_second_of_a_pair_has_a_time_of_its_own():
+def test_the_second_of_a_pair_has_a_time_of_its_own(monkeypatch):
     """It gets what the first returns. Its time starts where the first ends."""
-    got = []
-    pair = (lambda: time.sleep(0.1) or "kept", lambda kept: got.append(kept) or time.sleep(0.01))
-    for whole, second in (*timing.CpuClock().each(pair, 3), timing.turn(timing.CpuClock(), pair, 0, 0)):
-        assert 110 <= whole and 10 <= second < 100 <= whole - second
+    now, got = [0.0], []
+    monkeypatch.setattr(timing, "time", argparse.Namespace(perf_counter=lambda: now[0]))
+
+    def passes(seconds):
+        now[0] += seconds
+
+    pair = (lambda: passes(0.1) or "kept", lambda kept: got.append(kept) or passes(0.01))
+    for times in (*timing.CpuClock().each(pair, 3), timing.turn(timing.CpuClock(), pair, 0, 0)):
+        assert times == pytest.approx([110, 10])
     assert got == ["kept"] * 7
     (whole,) = timing.turn(timing.CpuClock(), pair[0], 0, 0)
-    assert whole >= 100
+    assert whole == pytest.approx(100)
 
 
 def test_a_round_times_the_backward_in_both(tiny):

@@ -134,6 +134,15 @@ def test_passes_without_a_record_are_measured(pretend):
     assert prepares() == 6
 
 
+def test_backwards_that_are_differences_are_measured_anew(pretend):
+    """Their records do not name the pass `backward`."""
+    _, found = pretend("--peers", "sonicmoe")
+    assert all(r["passes"] == ["forward", "both", "backward"] and r["timed_s"] == 0.06 for r in found)
+    records.append(pretend.path, [r | {"passes": ["forward", "both"]} for r in found])
+    _, found = pretend("--peers", "sonicmoe")
+    assert len(found) == 4 and all("backward" in r["passes"] for r in found)
+
+
 def test_kernels_are_measured_where_asked_for(pretend):
     _, found = pretend("--peers", "sonicmoe")
     assert "kernels" not in found[1] and ("kernels", sys.executable) not in pretend.log
