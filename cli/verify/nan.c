@@ -42,12 +42,13 @@ static int64_t clean_rows(const tensor *t, int64_t width, const bool *marked)
     return clean;
 }
 
-/* The only expert of a token: by offsets, or given as ids. */
+/* The only expert of a token: by offsets, or given as ids. A row after the last expert's has none; then it is
+ * the number of experts. */
 static int64_t expert_of(const smoe_layer *layer, const oracle_drawn *drawn, int64_t token)
 {
     if (layer->entry != SMOE_ENTRY_FROM_ROWS) return drawn->topk_ids[token];
     int64_t expert = 0;
-    while (token >= drawn->offsets[expert + 1]) expert++;
+    while (expert < layer->experts && token >= drawn->offsets[expert + 1]) expert++;
     return expert;
 }
 
