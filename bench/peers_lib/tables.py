@@ -382,9 +382,9 @@ def _flat(record, prefix=""):
 
 
 def _by_label(layers):
-    """{(label, peer): tunings}. A label tells the shape, and in which of _kind's fields the layers differ."""
-    words = lambda record: (record["shape"], *map(str, _kind(record)[2:5]), record["device"],
-                            f"settled for {settle_of(record):g} s")  # fmt: skip
+    """{(label, peer): tunings}. A label is the shape and those of the other words that are not the same for all layers."""
+    names = ("shape", "part", "routing", "dtype", "device")
+    words = lambda record: (*(record[name] for name in names), f"settled for {settle_of(record):g} s")
     differ = [i for i, seen in enumerate(zip(*map(words, layers), strict=True)) if i == 0 or len(set(seen)) > 1]
     return grouped(layers, lambda record: (" ".join(words(record)[i] for i in differ), record["peer"]))
 

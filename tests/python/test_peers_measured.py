@@ -1,0 +1,198 @@
+"""What bench/peers.py measures, without a GPU: inputs, errors against fp64, times, the whole step."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import reference as plain
+import torch
+from conftest import make_layer
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+from peers_lib import implementations, inputs, measured, reference, run, step, suites, timing, worker  # noqa: E402
+
+TINY = suites.TINY[0]
+
+# ---- inputs and errors ----
+
+LAYOUTS = [
+    (rows + turned, turned) for rows in ("concatenated", "interleaved", "up_first") for turned in ("", " transposed")
+]
+
+
+def exact_results(made, dout):
+    """O and the gradients in fp64, by autograd through reference.py."""
+    leaves = [made[name].detach().double().requires_grad_() for name in ("x", "w1", "w2", "weights")]
+    out = plain.experts(leaves[0], made["ids"], leaves[3], leaves[1], leaves[2])
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+
+
+@pytest.fixture
+def tiny():
+    return inputs.Inputs(TINY, "cpu", torch.float32, seed=3)
+
+
+@pytest.mark.parametrize("w1_layout, w2_layout", LAYOUTS)
+def test_errors_of_exact_and_of_wrong_results(tiny, w1_layout, w2_layout):
+    made = {name: getattr(tiny, name) for name in ("x", "w1", "w2", "weights", "ids")}
+    out, dx, dw1, dw2, ds = exact_results(made, tiny.dout)
+    dw1, dw2 = inputs.arrange_w1(dw1, w1_layout), inputs.arrange_w2(dw2, w2_layout)
+    found = {"O": out, "dX": dx, "dW1": dw1, "dW2": dw2, "dS": ds}
+    for name, error in reference.errors(tiny, found, w1_layout, w2_layout).items():
+        assert error < 1e-12, name
+    for name in reference.NAMES:
+        wrong = found | {name: found[name] * 1.01}
+        for other, error in reference.errors(tiny, wrong, w1_layout, w2_layout).items():
+            assert error == pytest.approx(0.01 if other == name else 0, abs=1e-9), (name, other)
+
+
+@pytest.mark.parametrize("w1_layout, w2_layout", LAYOUTS)
+def test_layouts_hold_the_same_rows(tiny, w1_layout, w2_layout):
+    n = TINY.n
+    gate, up = inputs.gate_and_up(inputs.arrange_w1(tiny.w1, w1_layout)[2], w1_layout)
+    assert torch.equal(gate, tiny.w1[2, :n]) and torch.equal(up, tiny.w1[2, n:])
+    assert inputs.arrange_w2(tiny.w2, w2_layout).shape == ((8, 32, 64) if w2_layout else (8, 64, 32))
+
+
+@pytest.mark.parametrize("name", ["smoe", "smoe-concatenated", "transformers", "loop"])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_implementations_on_the_cpu(tiny, name, dtype, limit):
+    if name == "transformers":
+        pytest.importorskip(name)
+    implementation = implementations.ALL[name]
+    implementation.load()
+    given = inputs.Inputs(TINY, "cpu", dtype, seed=3)
+    one = measured.Measured(implementation, given, "experts")
+    times, out, gradients = one.first_call(timing.CpuClock())
+    errors = one.errors(out, gradients)
+    assert set(errors) == {"O", "dX", "dW1", "dW2", "dS"} and min(times.values()) > 0
+    assert max(errors.values()) < limit and min(errors.values()) > 0, errors
+    layer = measured.Measured(implementation, given, "layer")
+    _, out, gradients = layer.first_call(timing.CpuClock())
+    loop = implementations.ALL["loop"]
+    forward, backward = measured.Measured(loop, given, "layer").both
+    wanted = backward(forward())
+    for mine, theirs in zip(gradients[::3], wanted[::3], strict=True):  # of x and of the router
+        assert (mine - theirs).norm() < (0.05 if dtype is torch.bfloat16 else 1e-4) * theirs.norm()
+    assert measured.new_t_seconds(implementation, given, "experts", timing.CpuClock()) > 0
+
+
+def test_scattered_weights_of_momoe():
+    made = make_layer(T=5, E=4, K=2)
+    momoe = implementations.ALL["momoe"]
+    mask, dense = momoe.given(made["ids"], made["weights"].detach(), 4, torch.float32)
+    assert torch.equal(mask.sum(0), torch.full((5,), 2)) and torch.equal(dense != 0, mask != 0)
+    assert torch.equal(momoe.by_token(dense, made["ids"]), made["weights"].detach())
+
+
+def test_routings():
+    generator = torch.Generator().manual_seed(0)
+    counts = {}
+    for routing in inputs.ROUTINGS:
+        ids = inputs.make_ids(1000, 16, 3, routing, generator)
+        assert all(len(set(row)) == 3 for row in ids.tolist()) and ids.min() >= 0 and ids.max() < 16
+        counts[routing] = ids.flatten().bincount(minlength=16).sort().values.tolist()
+    assert counts["uniform"][-1] - counts["uniform"][0] <= 1
+    assert counts["random"][-1] < 250 and counts["skewed"][-1] > 600 and counts["skewed"][0] < 100
+    with pytest.raises(ValueError, match="--routing nosuch"):
+        inputs.make_ids(4, 4, 1, "nosuch", generator)
+
+
+def test_weights_are_exact_in_bf16(tiny):
+    assert torch.equal(tiny.weights, tiny.weights.bfloat16().float())
+    fewer = tiny.first(7)
+    assert fewer.shape.T == len(fewer.ids) == 7 and fewer.w1 is tiny.w1 and tiny.shape.T == 96
+    assert measured.new_tokens(TINY) == 84 and measured.new_tokens(TINY._replace(T=1)) is None
+
+
+# ---- times ----
+
+
+class CountingClock:
+    """A clock for which every run of a job takes the time that the job returns."""
+
+    def synchronize(self):
+        pass
+
+    def each(self, job, count):
+        return [[job()] for _ in range(count)]
+
+
+def test_turns_and_their_order():
+    names = ["a", "b", "c", "d"]
+    orders = [timing.order_of(names, i, "a layer") for i in range(60)]
+    assert orders == [timing.order_of(names, i, "a layer") for i in range(60)]
+    assert orders != [timing.order_of(names, i, "another layer") for i in range(60)]
+    assert all(sorted(one) == names for one in orders)
+    for place in range(4):
+        assert {order[place] for order in orders} == set(names)
+    before = {(a, b) for order in orders for a, b in zip(order, order[1:])}  # noqa: B905, the last has no next
+    assert len(before) == 12  # every job follows every other one
+    ran = []
+    assert timing.turn(CountingClock(), lambda: ran.append(1) or 97.0, 0, 0) == [97.0]
+    assert len(ran) == 4  # one untimed, three timed
+
+
+def test_the_second_of_a_pair_has_a_time_of_its_own(monkeypatch):
+    """It gets what the first returns. Its time starts where the first ends."""
+    now, got = [0.0], []
+    monkeypatch.setattr(timing, "time", argparse.Namespace(perf_counter=lambda: now[0]))
+
+    def passes(seconds):
+        now[0] += seconds
+
+    pair = (lambda: passes(0.1) or "kept", lambda kept: got.append(kept) or passes(0.01))
+    for times in (*timing.CpuClock().each(pair, 3), timing.turn(timing.CpuClock(), pair, 0, 0)):
+        assert times == pytest.approx([110, 10])
+    assert got == ["kept"] * 7
+    (whole,) = timing.turn(timing.CpuClock(), pair[0], 0, 0)
+    assert whole == pytest.approx(100)
+
+
+def test_a_round_times_the_backward_in_both(tiny):
+    asked = worker.Worker(lambda message: None)
+    asked.hello("cpu", ["loop", "cublas"])
+    asked.prepare(list(TINY), "experts", "random", "f32", 0, ["forward", "both"], False, ["loop", "cublas"])
+    times = asked.round(0, "a layer", 0, 0)["times"]
+    assert times.keys() == {f"{peer} {name}" for peer in ("loop", "cublas") for name in ("forward", "backward", "both")}
+    assert all(0 < times[f"{peer} backward"] < times[f"{peer} both"] for peer in ("loop", "cublas"))
+
+
+def test_medians_over_rounds():
+    rounds = [{"x forward": f, "x both": b, "y forward": 9.0} for f, b in ((1.0, 3.0), (9.0, 4.0), (2.0, 5.0))]
+    assert run.times_of(rounds, "x") == {"forward_ms": 2.0, "both_ms": 4.0, "backward_ms": 2.0}
+    assert run.times_of(rounds, "x", 2.0)["backward_ms"] == 4.0
+    assert run.times_of(rounds, "y") == {"forward_ms": 9.0}
+    with_backward = [one | {"x backward": 1.5} for one in rounds]
+    assert run.times_of(with_backward, "x")["backward_ms"] == 1.5
+
+
+def test_a_capture_that_fails_leaves_out_the_graph(monkeypatch):
+    """Whatever a library raises in a capture, the other passes must be measured."""
+    monkeypatch.setattr(measured.torch.cuda, "synchronize", lambda: None)
+    for error in (RuntimeError("capturing"), ValueError("not during a capture")):
+        layer = object.__new__(measured.Measured)
+        layer.forward, layer.captured = (lambda: None), (lambda error=error: exec("raise error", {"error": error}))
+        assert list(layer.jobs(["forward", "inference", "graph"])) == ["forward", "inference"]
+
+
+# ---- the whole step ----
+
+
+def test_every_layer_of_the_step_differentiates():
+    """The network of step.py in eager mode: all parameters must get gradients, and a step must lower the loss of its
+    tokens."""
+    model = step.Model(1, 2, 16, 32, 32, 16, 8, 2)
+    with torch._dynamo.config.patch(disable=True):
+        network = step.LanguageModel(model, implementations.ALL["loop"], "cpu")
+        tokens = torch.randint(0, step.VOCABULARY, (33,))
+        loss = network(tokens[:-1], tokens[1:])
+        loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    assert loss.item() == pytest.approx(torch.tensor(float(step.VOCABULARY)).log().item(), rel=0.02)
+    parameters = sum(p.numel() for p in network.parameters())
+    idle = 6 * 3 * 16 * 32
+    assert step.step_flops(model, parameters) == 6 * 32 * (parameters - idle + 16 * 32)
