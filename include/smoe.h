@@ -320,7 +320,7 @@ SMOE_API smoe_status smoe_supports(smoe_context *context, const smoe_layer *laye
 typedef struct smoe_sizes {
     size_t struct_size;
     int64_t rows;                /* upper bound on R: T K, plus the pairs that rounding can add */
-    int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 E */
+    int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 min(E, rows) */
     uint64_t saved_bytes;        /* kept from forward to backward: X, H and the plan, without padding. With R
                                     standing for `rows`, in bf16: 2 T d + 4 n R + metadata_bytes. Without a
                                     gate 4 n R becomes 2 n R. In f32 X and H take twice as much */

@@ -89,7 +89,7 @@ void moe_problem_init(moe_problem *problem, const smoe_layer *layer)
     p->h_width = moe_h_width(layer);
     p->element = moe_type_bytes(layer->dtype);
     p->rows = rows_at_most(layer);
-    p->padded_rows = p->rows + (SMOE_BLOCK_ROWS - 1) * layer->experts;
+    p->padded_rows = moe_padded_rows(p->rows, layer->experts);
     const int64_t per_chunk = (int64_t)SMOE_BLOCK_ROWS * layer->chunks;
     p->chunk_columns = SMOE_BLOCK_ROWS * ((layer->hidden + per_chunk - 1) / per_chunk);
     if (p->chunk_columns > layer->hidden) p->chunk_columns = layer->hidden;

@@ -43,7 +43,7 @@ typedef struct moe_problem {
     int64_t h_width;             /* columns of H and rows of W1[e]: 2n gated, n otherwise */
     int64_t element;             /* bytes of dtype */
     int64_t rows;                /* bound on R */
-    int64_t padded_rows;         /* rows + 63 E */
+    int64_t padded_rows;         /* moe_padded_rows */
     int64_t chunk_columns;       /* 64 ceil(d / (64 chunks)): columns of a chunk of Y or dX~; the last may be
                                     narrower */
     uint64_t metadata_bytes;     /* of the plan, unpadded */
@@ -56,6 +56,13 @@ typedef struct moe_problem {
 static inline uint64_t moe_align_up(uint64_t bytes)
 {
     return (bytes + SMOE_PART_ALIGN - 1) / SMOE_PART_ALIGN * SMOE_PART_ALIGN;
+}
+
+/* A bound on rows and pad rows: an expert with rows has at most 63 pad rows, and `rows` rows have at most as
+ * many experts. */
+static inline int64_t moe_padded_rows(int64_t rows, int64_t experts)
+{
+    return rows + (SMOE_BLOCK_ROWS - 1) * (rows < experts ? rows : experts);
 }
 
 int64_t moe_type_bytes(smoe_type type);

@@ -303,6 +303,21 @@ static uint64_t metadata(const smoe_layer *l, uint64_t rows)
     return l->entry == SMOE_ENTRY_FROM_LOGITS ? plan + 8 * tokens * topk + 4 * experts : plan;
 }
 
+/* Fewer rows than experts: each row is alone with 63 pad rows. */
+static void test_padding_of_few_rows(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    smoe_layer layer = small_layer();
+    for (layer.tokens = 1; layer.tokens * layer.topk <= 2 * layer.experts; layer.tokens++) {
+        const int64_t rows = layer.tokens * layer.topk;
+        smoe_sizes sizes = SMOE_SIZES_INIT;
+        assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+        assert_int_equal(sizes.padded_rows, rows < layer.experts ? 64 * rows : rows + 63 * layer.experts);
+    }
+    smoe_destroy(context);
+}
+
 static void test_saved_bytes(void **state)
 {
     (void)state;
@@ -566,12 +581,19 @@ static void test_texts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bad_layers),         cmocka_unit_test(test_rows_past_int32),
-        cmocka_unit_test(test_struct_sizes),       cmocka_unit_test(test_longer_structs),
-        cmocka_unit_test(test_saved_bytes),        cmocka_unit_test(test_rounded_row_bounds),
-        cmocka_unit_test(test_chunks_cut_scratch), cmocka_unit_test(test_forward_pointers),
-        cmocka_unit_test(test_view_plan),          cmocka_unit_test(test_backward_pointers),
-        cmocka_unit_test(test_selection_bias),     cmocka_unit_test(test_texts),
+        cmocka_unit_test(test_bad_layers),
+        cmocka_unit_test(test_rows_past_int32),
+        cmocka_unit_test(test_struct_sizes),
+        cmocka_unit_test(test_longer_structs),
+        cmocka_unit_test(test_padding_of_few_rows),
+        cmocka_unit_test(test_saved_bytes),
+        cmocka_unit_test(test_rounded_row_bounds),
+        cmocka_unit_test(test_chunks_cut_scratch),
+        cmocka_unit_test(test_forward_pointers),
+        cmocka_unit_test(test_view_plan),
+        cmocka_unit_test(test_backward_pointers),
+        cmocka_unit_test(test_selection_bias),
+        cmocka_unit_test(test_texts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

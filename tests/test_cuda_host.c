@@ -164,7 +164,7 @@ static void lists_fit_their_bounds(void **state)
             pieces += moe_divide_up(own, limit);
         }
         assert_int_equal(tiles, (blocks + odd) / 2);
-        const int64_t padded = capacity + 63 * experts;
+        const int64_t padded = moe_padded_rows(capacity, experts);
         assert_true(blocks * SMOE_BLOCK_ROWS <= padded);
         assert_true(tiles < moe_work_bound(padded, experts, SMOE_TILE_BLOCKS));
         assert_true(pieces < moe_work_bound(padded, experts, limit));
@@ -331,7 +331,8 @@ static void the_grid_has_every_tile_of_few_rows(void **state)
     (void)state;
     for (int64_t rows = 0; rows <= 1000; rows += rows < 20 ? 1 : 7)
         for (int64_t experts = 1; experts <= 40; experts += 3) {
-            const int64_t bound = moe_few_rows_tiles(rows, experts), padded_rows = rows + 63 * experts;
+            const int64_t bound = moe_few_rows_tiles(rows, experts),
+                          padded_rows = moe_padded_rows(rows, experts);
             assert_true(bound <= moe_work_bound(padded_rows, experts, SMOE_TILE_BLOCKS));
             for (int i = 0; i < 20; i++) {
                 int64_t tiles = 0, left = rows;

@@ -114,8 +114,8 @@ SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
 }
 
 // The same without the hint to L2, for threads that read all 256 bytes together. There the hint brings
-// nothing, and with n = 256 it makes the backward up to 0.3 % slower.
-SMOE_DEVICE void copy16_async_if_plain(uint32_t real, uint32_t to, const void *from)
+// nothing, and with n = 256 it makes the backward up to 0.3 % slower, after idling.
+SMOE_DEVICE void copy16_async_if_unhinted(uint32_t real, uint32_t to, const void *from)
 {
     asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n"
                  "cp.async.cg.shared.global [%0], [%1], 16, p;\n}" ::"r"(to),
@@ -142,7 +142,7 @@ SMOE_DEVICE const char *lane_address(const char *address, int lane)
 }
 
 // copy16_async without the hint to prefetch the neighbouring bytes into L2.
-SMOE_DEVICE void copy16_async_once(uint32_t to, const void *from, uint32_t bytes)
+SMOE_DEVICE void copy16_async_unhinted(uint32_t to, const void *from, uint32_t bytes)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }

@@ -271,8 +271,8 @@ template <bool GATED> struct h_ring {
     SMOE_DEVICE void fetch(const char *gate, int column, int slot) const
     {
         const uint32_t bytes = column < p.intermediate ? 16u : 0u;
-        copy16_async_once(slots + slot * RING_ROW, gate, bytes);
-        if (GATED) copy16_async_once(slots + slot * RING_ROW + RING_HALF, up_half(gate, p), bytes);
+        copy16_async_unhinted(slots + slot * RING_ROW, gate, bytes);
+        if (GATED) copy16_async_unhinted(slots + slot * RING_ROW + RING_HALF, up_half(gate, p), bytes);
         commit_copies();
     }
     SMOE_DEVICE uint4 gate(int slot) const

@@ -171,9 +171,9 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix &matrix, con
             }
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
-                copy16_async_if_plain(real & 1u << i,
-                                      slot + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES,
-                                      rows[i]);
+                copy16_async_if_unhinted(real & 1u << i,
+                                         slot + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES,
+                                         rows[i]);
             barrier_arrive_after_copies(full);
             ring.advance();
         }

@@ -114,7 +114,7 @@ SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
     copy16_async(to, from, real ? 16 : 0);
 }
 
-SMOE_DEVICE void copy16_async_if_plain(uint32_t real, uint32_t to, const void *from)
+SMOE_DEVICE void copy16_async_if_unhinted(uint32_t real, uint32_t to, const void *from)
 {
     copy16_async(to, from, real ? 16 : 0);
 }
@@ -129,7 +129,7 @@ SMOE_DEVICE const char *lane_address(const char *address, int lane)
     return (const char *)__shfl_sync(~0u, (unsigned long long)address, lane);
 }
 
-SMOE_DEVICE void copy16_async_once(uint32_t to, const void *from, uint32_t bytes)
+SMOE_DEVICE void copy16_async_unhinted(uint32_t to, const void *from, uint32_t bytes)
 {
     copy16_async(to, from, bytes);
 }
