@@ -13,7 +13,7 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
 After each layer its records are appended to docs/results/peers.jsonl. A measurement that has a record of this commit,
 device and --settle with the same passes is skipped.
 Exit status: 0 all was measured, or time was up; 2 wrong arguments; 3 nothing could be measured, read or
-written.
+written, or smoe itself failed at a layer (the other layers are measured).
 """
 
 import argparse
@@ -91,8 +91,8 @@ def parser():
         help="the Python that has this peer's packages; peers of one interpreter share a process")  # fmt: skip
     add("--shape-seconds", type=float, default=6.0, help="seconds of rounds of a layer, or of steps of a model (6)")
     add("--least-rounds", type=positive, default=4, help="least number of rounds (4)")
-    add("--settle", type=float, default=records.SETTLE_S,
-        help=f"seconds that a job runs untimed in its turn ({records.SETTLE_S:g}); tables show each value by itself")  # fmt: skip
+    add("--settle", type=float, help=f"seconds that a job runs untimed in its turn ({records.SETTLE_S:g}); each value has "
+        "tables of its own")  # fmt: skip
     add("--timed", type=float, default=0.06, help="seconds that it is then timed (0.06)")
     add("--seconds", type=float, default=float("inf"), help="stop between two layers after this many seconds")
     group = made.add_argument_group("records and output")
@@ -101,8 +101,8 @@ def parser():
     add("--copy", metavar="FILE", help="after each layer or step, copy the file of records to this file")
     add("--again", action="store_true", help="also measure what has a record, and replace the record")
     add("--commit", help="commit to write into records (the last one that changed the library or the package)")
-    add("--show", action="store_true", help="measure nothing; show the tables of the records, of --suite and --peers only "
-        "if these are given")  # fmt: skip
+    add("--show", action="store_true", help="measure nothing; show the tables of the records, of --suite, --peers and "
+        "--settle only if these are given")  # fmt: skip
     add("--markdown", action="store_true", help="print the tables in Markdown")
     add("--csv", action="store_true", help="print the records as CSV")
     add("--plot", metavar="FILE.png", help="draw the ratios as bars; needs matplotlib")
@@ -142,6 +142,8 @@ def complete(options):
     """Adds to the options the values that are derived from them."""
     options.parts, options.routings, options.pythons = options.part, options.routing, dict(options.python)
     options.peers_shown = options.peers and {BASE, *options.peers}
+    options.settle_shown = options.settle
+    options.settle = records.SETTLE_S if options.settle is None else options.settle
     chosen = options.peers or default_peers(options.device)
     options.peers = [BASE] + [peer for peer in chosen if peer != BASE]
     options.commit = options.commit or commit()
@@ -176,7 +178,7 @@ def docs_block(chosen):
 
 
 def shown(options):
-    """The records that tables are made of. With --show only those of the suites and peers that are named."""
+    """The records that tables are made of. With --show only those of the suites, peers and --settle that are given."""
     there = records.read(options.records)
     if options.show:
         if not there:
@@ -184,6 +186,7 @@ def shown(options):
         suites_shown = options.suite and options.suite != "all" and set(options.suite.split(","))
         there = [record for record in there if not suites_shown or record["suite"] in suites_shown]
         there = [record for record in there if not options.peers_shown or record["peer"] in options.peers_shown]
+        there = [record for record in there if options.settle_shown in (None, records.settle_of(record))]
     return tables.newest(there)
 
 
@@ -217,12 +220,14 @@ def check_files(options):
 
 
 def measure(options, shapes):
+    """Returns the layers and steps that smoe could not compute."""
     check_files(options)
     records.read(options.records)  # a broken file is found at once, too
     run = Run(options, shapes)
     late = run.steps(options.e2e) if options.e2e else run.measure()
     if late:
         say(f"time is up after {options.seconds:g} s; the same command goes on where this one stopped")
+    return run.failed
 
 
 def main():
@@ -254,9 +259,10 @@ def main():
         if options.docs:
             renew(Path(options.docs), options.records)
             return 0
-        if not options.show:
-            measure(options, shapes)
+        failed = [] if options.show else measure(options, shapes)
         show(options, shown(options))
+        if failed:
+            raise Failed(f"{BASE} itself failed: {'; '.join(failed)}")
         return 0
     except (Failed, records.Broken, OSError) as error:
         print(f"peers.py: {error}", file=sys.stderr)

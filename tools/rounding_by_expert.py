@@ -78,8 +78,8 @@ class Experts:
             self.sums[name][layer] += value
         routed = self.route(layer, selected, rounded)
         order = routed.sort(dim=1, descending=True, stable=True).indices[:, : max(1, int(routed.sum(1).max()))]
-        # Transformers skips the expert E, which does not exist.
-        return logits, weights.gather(1, order), order.where(routed.gather(1, order), self.shape[1])
+        # A token with fewer pairs than others has further experts with weight 0.
+        return logits, weights.gather(1, order) * routed.gather(1, order), order
 
     @torch.no_grad()
     def loss(self, passes: Tensor, route=lambda layer, selected, rounded: selected) -> float:

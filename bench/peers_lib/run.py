@@ -79,6 +79,7 @@ class Run:
         self.processes, self.versions, self.device = [], {}, ""
         self.layer = ""  # the layer that is measured, with part, routing and tuning
         self.told = set()
+        self.failed = []  # the layers and steps that smoe itself could not compute
 
     def out_of_time(self):
         return time.monotonic() >= self.deadline
@@ -263,7 +264,7 @@ class Run:
             if peer in found:  # smoe, of which the first process makes the record
                 continue
             if "failed" in once:
-                say(f"{peer} failed: {once['failed']}")
+                self._say_failed(peer, self.layer, once["failed"])
                 found[peer] = once
                 continue
             factor = once.pop("factor", 1.0)
@@ -272,6 +273,11 @@ class Run:
             if peer != BASE:
                 found[peer]["round_ms"] = in_rounds(rounds, peer, BASE, factor)
                 found[peer][BASE]["round_ms"] = in_rounds(rounds, BASE, peer)
+
+    def _say_failed(self, peer, what, why):
+        say(f"{peer} failed: {why}")
+        if peer == BASE:
+            self.failed.append(what)
 
     # ---- a whole training step ----
 
@@ -322,7 +328,7 @@ class Run:
         except Died as died:
             answer = {"failed": str(died)}
         if "failed" in answer:
-            say(f"{peer} failed: {answer['failed']}")
+            self._say_failed(peer, f"step of {model}", answer["failed"])
         found = answer.get("measured", answer)
         self._append([fields | {"date": now(), "versions": fact["versions"]} | found])
         return True

@@ -16,7 +16,7 @@ import finetune_transformers  # noqa: E402
 
 from smoe import functional  # noqa: E402
 
-TINY = ["--tiny", "--steps", "4", "--lr", "0.02", str(ROOT / "README.md")]
+TINY = ["--tiny", "--steps", "4", "--lr", "0.02", str(ROOT / "LICENSE")]
 
 
 def test_modes(tmp_path, monkeypatch, capsys):

@@ -241,8 +241,9 @@ def test_a_process_that_ends_while_its_child_lives(monkeypatch, tmp_path):
     assert died.value.peer == "momoe" and time.monotonic() - begin < 15
 
 
-def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch):
-    """smoe's record must have the failure. The other peers have times without a ratio, and the run continues."""
+def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch, capsys):
+    """smoe's record must have the failure. The other peers have times without a ratio, and the run continues. The command
+    then ends with exit status 3."""
     real = Pretended.ask
 
     def ask(self, do, **arguments):
@@ -256,6 +257,10 @@ def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch):
     assert [r.get("failed") for r in found] == ["out of memory", None] * 2
     assert found[1]["forward_ms"] == 3 and tables.ratio(found[1], "forward") is None
     assert tables.make(found)
+    again = f"--records {pretend.path} --again --suite tiny --peers sonicmoe --shape-seconds 0".split()
+    monkeypatch.setattr(sys, "argv", ["peers.py", *again])
+    assert peers.main() == 3
+    assert "smoe itself failed: tiny-a experts random; tiny-b experts random" in capsys.readouterr().err
 
 
 # ---- the command ----
@@ -396,6 +401,11 @@ def test_shown_suites_and_peers(tmp_path):
     assert done.returncode == 0 and "sonicmoe" in done.stdout and "momoe" not in done.stdout.replace("sonicmoe", "")
     assert "momoe" in command(path, "--show", "--suite", "paper").stdout.replace("sonicmoe", "")
     assert "momoe" not in command(path, "--show", "--suite", "models").stdout.replace("sonicmoe", "")
+    records.append(path, [record | {"settle_s": 0.4} for record in some_records()])
+    shown = [command(path, "--show", *settle).stdout for settle in ((), ("--settle", "0.4"), ("--settle", "0.03"))]
+    assert ["settled for 0.4 s" in text for text in shown] == [True, True, False]
+    counts = [text.count("Suite paper, experts, random routing") for text in shown]
+    assert counts[0] == counts[1] + counts[2] and counts[1] == counts[2] > 0
 
 
 def test_an_interrupted_run_keeps_its_records(tmp_path):
