@@ -1,12 +1,19 @@
-/* Counter-based random numbers: value number `index` of the stream `seed`, independent of earlier calls. */
+/* Counter-based random numbers: value number `index` of the stream `seed`, independent of earlier calls. In
+ * CUDA C the functions are for host and device. */
 #ifndef COMMON_RANDOM_H
 #define COMMON_RANDOM_H
 
 #include <math.h>
 #include <stdint.h>
 
+#ifdef __CUDACC__
+#define RANDOM_FUNCTION static __host__ __device__ __forceinline__
+#else
+#define RANDOM_FUNCTION static inline
+#endif
+
 /* The finaliser of SplitMix64, applied to both. */
-static inline uint64_t random_bits(uint64_t seed, uint64_t index)
+RANDOM_FUNCTION uint64_t random_bits(uint64_t seed, uint64_t index)
 {
     uint64_t z = seed * 0xd1342543de82ef95u + (index + 1) * 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -15,13 +22,13 @@ static inline uint64_t random_bits(uint64_t seed, uint64_t index)
 }
 
 /* In [0, 1), 53 bits. */
-static inline double random_uniform(uint64_t seed, uint64_t index)
+RANDOM_FUNCTION double random_uniform(uint64_t seed, uint64_t index)
 {
     return (double)(random_bits(seed, index) >> 11) * 0x1p-53;
 }
 
 /* Normal with mean 0 and variance 1, by Box and Muller. */
-static inline double random_normal(uint64_t seed, uint64_t index)
+RANDOM_FUNCTION double random_normal(uint64_t seed, uint64_t index)
 {
     double u = 1.0 - random_uniform(seed, 2 * index), v = random_uniform(seed, 2 * index + 1);
     return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v);

@@ -1,6 +1,7 @@
 // The first weights: value i of a stream of random numbers (common/random.h), made normal by Box and Muller,
 // in double as on the host. The GPU's logarithm and cosine may differ from the host's in the last bit, so
 // after rounding to f32 a rare value differs. 2 or 6 bytes for each weight.
+#include "common/random.h"
 #include "kernels.h"
 #include "vector.cuh"
 
@@ -9,20 +10,6 @@ namespace
 
 enum { DRAW_THREADS = 256 };
 
-// random_bits of common/random.h.
-TRAIN_DEVICE uint64_t bits_of(uint64_t key, uint64_t index)
-{
-    uint64_t z = key * 0xd1342543de82ef95u + (index + 1) * 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
-TRAIN_DEVICE double uniform(uint64_t key, uint64_t index)
-{
-    return (double)(bits_of(key, index) >> 11) * 0x1p-53;
-}
-
 __global__ void __launch_bounds__(DRAW_THREADS)
     draw(bf16 *to, float *master, int64_t count, double deviation, uint64_t key)
 {
@@ -30,7 +17,8 @@ __global__ void __launch_bounds__(DRAW_THREADS)
     if (i >= count) return;
     float value = 1.0f;
     if (deviation > 0.0) {
-        const double u = 1.0 - uniform(key, 2 * (uint64_t)i), v = uniform(key, 2 * (uint64_t)i + 1);
+        const double u = 1.0 - random_uniform(key, 2 * (uint64_t)i),
+                     v = random_uniform(key, 2 * (uint64_t)i + 1);
         value = (float)(deviation * (sqrt(-2.0 * log(u)) * cospi(2.0 * v)));
     }
     if (master) master[i] = value;
