@@ -73,8 +73,8 @@ def parser():
         "with --device cpu)")  # fmt: skip
     add("--shape", default="", help="layers by name, comma-separated")
     add("--thiek", action="append", default=[], metavar="T,d,n,E,K", help="measure a layer of these sizes")
-    add("--part", type=words(PARTS), default=["experts"], help="experts (on given routing) or layer (with the router)")
-    add("--routing", type=words(ROUTINGS), default=["random"], help="routing of part experts: random, uniform or skewed")
+    add("--part", type=words(PARTS), help="experts (on given routing) or layer (with the router) (experts)")
+    add("--routing", type=words(ROUTINGS), help="routing of part experts: random, uniform or skewed (random)")
     add("--peers", type=words(PEERS), help="implementations to compare with, comma-separated")
     add("--e2e", choices=MODELS, help="measure whole training steps of this model instead")
     add("--device", choices=("cuda", "cpu"), default="cuda")
@@ -101,8 +101,8 @@ def parser():
     add("--copy", metavar="FILE", help="after each layer or step, copy the file of records to this file")
     add("--again", action="store_true", help="also measure what has a record, and replace the record")
     add("--commit", help="commit to write into records (the last one that changed the library or the package)")
-    add("--show", action="store_true", help="measure nothing; show the tables of the records, of --suite, --peers and "
-        "--settle only if these are given")  # fmt: skip
+    add("--show", action="store_true", help="measure nothing; show the tables of the records, of --suite, --peers, --part, "
+        "--routing and --settle only if these are given")  # fmt: skip
     add("--markdown", action="store_true", help="print the tables in Markdown")
     add("--csv", action="store_true", help="print the records as CSV")
     add("--plot", metavar="FILE.png", help="draw the ratios as bars; needs matplotlib")
@@ -140,9 +140,10 @@ def default_suite(options):
 
 def complete(options):
     """Adds to the options the values that are derived from them."""
-    options.parts, options.routings, options.pythons = options.part, options.routing, dict(options.python)
+    options.parts, options.routings = options.part or ["experts"], options.routing or ["random"]
+    options.pythons = dict(options.python)
     options.peers_shown = options.peers and {BASE, *options.peers}
-    options.settle_shown = options.settle
+    options.settle_shown = None if options.settle is None else {options.settle}
     options.settle = records.SETTLE_S if options.settle is None else options.settle
     chosen = options.peers or default_peers(options.device)
     options.peers = [BASE] + [peer for peer in chosen if peer != BASE]
@@ -171,23 +172,34 @@ def renew(path, file_of_records):
     records.write_file(path, renewed(path.read_text(), block))
 
 
+def in_order(chosen):
+    """The records in the order of docs/shapes.csv; those of other layers and of steps are the last."""
+    places = {(shape.suite, shape.name): place for place, shape in enumerate(suites.read(ROOT / "docs/shapes.csv"))}
+    return sorted(chosen, key=lambda record: places.get((record["suite"], record["shape"]), len(places)))
+
+
 def docs_block(chosen):
     if not chosen:
         return "No records yet.\n"
-    return f"{tables.as_markdown(tables.make(chosen))}\nVersions: {tables.versions(chosen)}.\n"
+    return f"{tables.as_markdown(tables.make(in_order(chosen)))}\nVersions: {tables.versions(chosen)}.\n"
+
+
+def is_shown(options, record):
+    """Does a record have those suites, peers, parts, routings and --settle that are given?"""
+    given = options.suite.split(",") if options.suite not in ("", "all") else None
+    wanted = ((given, record["suite"]), (options.peers_shown, record["peer"]), (options.part, record["part"]),
+              (options.routing, record.get("routing")), (options.settle_shown, records.settle_of(record)))  # fmt: skip
+    return all(not choice or value in choice for choice, value in wanted)
 
 
 def shown(options):
-    """The records that tables are made of. With --show only those of the suites, peers and --settle that are given."""
+    """The records that tables are made of. With --show only those that are asked for."""
     there = records.read(options.records)
     if options.show:
         if not there:
             raise Failed(f"--show: no records in {options.records}")
-        suites_shown = options.suite and options.suite != "all" and set(options.suite.split(","))
-        there = [record for record in there if not suites_shown or record["suite"] in suites_shown]
-        there = [record for record in there if not options.peers_shown or record["peer"] in options.peers_shown]
-        there = [record for record in there if options.settle_shown in (None, records.settle_of(record))]
-    return tables.newest(there)
+        there = [record for record in there if is_shown(options, record)]
+    return in_order(tables.newest(there))
 
 
 def show(options, chosen):

@@ -390,11 +390,12 @@ def _by_label(layers):
 
 
 def plot(records, path):
-    """Draws the ratios by layer as bars: forward above, backward below, one colour for each peer. Needs matplotlib."""
+    """Draws the ratios by layer as bars from 1, with a logarithmic scale: forward above, backward below, one colour for
+    each peer. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     layers = _latest([record for record in records if record["part"] != "e2e"])
     by_layer = _by_label(layers)
@@ -405,10 +406,14 @@ def plot(records, path):
         for position, peer in enumerate(peers):
             records_of = [best(by_layer.get((name, peer), []), measured) for name in names]
             ratios = [ratio(record, measured) if record else None for record in records_of]
-            heights = [one.value if one else 0 for one in ratios]
+            heights = [one.value - 1 if one else 0 for one in ratios]
             errors = [(one.error if one else None) or 0 for one in ratios]
             places = [i + 0.8 * (position + 0.5) / len(peers) - 0.4 for i in range(len(names))]
-            panel.bar(places, heights, 0.8 / len(peers), yerr=errors if any(errors) else None, label=peer)
+            panel.bar(places, heights, 0.8 / len(peers), bottom=1, yerr=errors if any(errors) else None, label=peer)
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5)))
+        panel.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        panel.yaxis.set_minor_locator(ticker.NullLocator())
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_ylabel(f"{measured}: time / smoe's time")
     panels[0].legend(ncols=len(peers), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)

@@ -406,6 +406,16 @@ def test_shown_suites_and_peers(tmp_path):
     assert ["settled for 0.4 s" in text for text in shown] == [True, True, False]
     counts = [text.count("Suite paper, experts, random routing") for text in shown]
     assert counts[0] == counts[1] + counts[2] and counts[1] == counts[2] > 0
+    records.append(path, [record | {"part": "layer"} for record in some_records()])
+    for choice in (("--part", "layer"), ("--routing", "skewed")):
+        text = command(path, "--show", *choice).stdout
+        assert "Suite paper, experts" not in text and ("Suite paper, layer" in text) == (choice[1] == "layer")
+
+
+def test_tables_are_in_the_order_of_the_shapes():
+    made = [{"suite": suite, "shape": shape} for suite, shape in (
+        ("e2e", "7B"), ("models", "OLMoE-1B-7B"), ("paper", "7B-n512"), ("thiek", "1x8x8x8x1"), ("paper", "7B-n256"))]  # fmt: skip
+    assert [one["shape"] for one in peers.in_order(made)] == ["7B-n256", "7B-n512", "OLMoE-1B-7B", "7B", "1x8x8x8x1"]
 
 
 def test_an_interrupted_run_keeps_its_records(tmp_path):
