@@ -173,9 +173,19 @@ def renew(path, file_of_records):
 
 
 def in_order(chosen):
-    """The records in the order of docs/shapes.csv; those of other layers and of steps are the last."""
-    places = {(shape.suite, shape.name): place for place, shape in enumerate(suites.read(ROOT / "docs/shapes.csv"))}
-    return sorted(chosen, key=lambda record: places.get((record["suite"], record["shape"]), len(places)))
+    """The records by suite, part, routing and --settle, and then by layer. Suites and layers have the order of
+    docs/shapes.csv; other ones, and steps, are the last."""
+    every = suites.read(ROOT / "docs/shapes.csv")
+    known = [list(dict.fromkeys(shape.suite for shape in every)), PARTS, ROUTINGS, [shape.name for shape in every]]
+
+    def place(record):
+        suite, part, routing, layer = (
+            names.index(name) if name in names else len(names)
+            for names, name in zip(known, (record.get(field) for field in ("suite", "part", "routing", "shape")), strict=True)
+        )
+        return suite, part, routing, records.settle_of(record), layer
+
+    return sorted(chosen, key=place)
 
 
 def docs_block(chosen):

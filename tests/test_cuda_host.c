@@ -335,14 +335,15 @@ static void the_grid_has_every_tile_of_few_rows(void **state)
                           padded_rows = moe_padded_rows(rows, experts);
             assert_true(bound <= moe_work_bound(padded_rows, experts, SMOE_TILE_BLOCKS));
             for (int i = 0; i < 20; i++) {
-                int64_t tiles = 0, left = rows;
+                int64_t tiles = 0, blocks = 0, left = rows;
                 for (int64_t e = 0; e < experts; e++) {
                     const uint32_t most = (uint32_t)left + 1;
                     const int64_t count = e + 1 == experts ? left : draw(i % 2 || most < 200 ? most : 200);
                     left -= count;
+                    blocks += moe_divide_up(count, SMOE_BLOCK_ROWS);
                     tiles += moe_divide_up(moe_divide_up(count, SMOE_BLOCK_ROWS), SMOE_TILE_BLOCKS);
                 }
-                assert_true(tiles <= bound);
+                assert_true(tiles <= bound && blocks * SMOE_BLOCK_ROWS <= padded_rows);
             }
         }
     assert_int_equal(moe_few_rows_tiles(8, 64), 8);

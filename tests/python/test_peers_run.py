@@ -416,6 +416,10 @@ def test_tables_are_in_the_order_of_the_shapes():
     made = [{"suite": suite, "shape": shape} for suite, shape in (
         ("e2e", "7B"), ("models", "OLMoE-1B-7B"), ("paper", "7B-n512"), ("thiek", "1x8x8x8x1"), ("paper", "7B-n256"))]  # fmt: skip
     assert [one["shape"] for one in peers.in_order(made)] == ["7B-n256", "7B-n512", "OLMoE-1B-7B", "7B", "1x8x8x8x1"]
+    kinds = [("layer", "random", 0.03), ("experts", "skewed", 0.03), ("experts", "random", 0.4), ("experts", "random", 0.03)]
+    made = [{"suite": "paper", "part": part, "routing": routing, "settle_s": settle, "shape": shape}
+            for part, routing, settle in kinds for shape in ("7B-n256", "1.4B-n256")]  # fmt: skip
+    assert peers.in_order(made) == made[::-1]
 
 
 def test_an_interrupted_run_keeps_its_records(tmp_path):
