@@ -3,7 +3,7 @@
 //
 //   list           an entry is                                            for
 //   tiles          up to 128 rows of one expert                           dh, dx_rows
-//   pieces         a run of blocks of one expert                          dw2, dw1
+//   pieces         a run of blocks of one expert; last those without rows dw2, dw1
 //   splits         an expert that is cut into more than one piece         dw2, dw1
 //   block_expert   the expert of a block                                  dS, dlogits
 //
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
         if (at < p.experts) {
             const expert_work by_id = work_of(p, at, limit), by_size = work_of(p, expert_at(p, at), limit);
             own[i].tiles = (by_id.blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS;
-            own[i].pieces = by_size.pieces;
+            own[i].pieces = by_size.blocks ? by_size.pieces : 0;
             own[i].splits = by_size.pieces > 1;
             own[i].parts = by_size.pieces > 1 ? by_size.pieces : 0;
         }
@@ -115,6 +115,8 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
         p.lists.counts[0] = before.tiles;
         p.lists.counts[1] = before.pieces;
         p.lists.counts[2] = before.splits;
+        p.lists.counts[3] =
+            p.experts + before.parts - before.splits; // entries: an expert without rows has one
         p.lists.turn[0] = p.lists.turn[1] = 0;
     }
     __syncthreads();

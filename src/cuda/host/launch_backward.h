@@ -13,7 +13,7 @@ extern "C" {
 /* ---- lists: the work lists of a plan, made anew, because the forward's were in its scratch ---- */
 
 typedef struct moe_cuda_backward_lists {
-    int32_t *counts;       /* (3) entries of tiles, pieces and splits */
+    int32_t *counts;       /* (4) entries of tiles, of pieces with blocks, of splits, and of pieces */
     moe_work *tiles;       /* limit SMOE_TILE_BLOCKS */
     moe_piece *pieces;     /* (experts + bound on the pieces of split experts) */
     moe_split *splits;     /* (experts) */

@@ -85,7 +85,7 @@ enum {
 typedef struct moe_piece {
     int32_t row; /* first padded row */
     int32_t expert;
-    int32_t blocks; /* 0: an expert without rows */
+    int32_t blocks; /* 0: an expert without rows; such pieces are the last */
     int32_t part;   /* -1: the expert's only piece; else its number among the pieces of split experts */
 } moe_piece;
 

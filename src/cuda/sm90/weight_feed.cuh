@@ -19,16 +19,15 @@ namespace moe
 
 struct weight_unit {
     moe_piece piece;
-    int tile; // of the expert's matrix; -1: there is no more work
+    int tile;     // of the expert's matrix; -1: there is no more work
     moe_place at; // the tile's
     SMOE_DEVICE bool exists() const
     {
         return tile >= 0;
     }
-    // Of 64 rows. An expert without rows has one step, of zeros.
-    SMOE_DEVICE int steps() const
+    SMOE_DEVICE int steps() const // of 64 rows
     {
-        return max(piece.blocks, 1);
+        return piece.blocks;
     }
 };
 
@@ -37,7 +36,6 @@ struct weight_queue {
     const moe_piece *pieces; // the longest experts first
     int units;
     int hidden_tiles, feature_tiles; // of an expert's matrix
-    bool skips_empty;                // experts without rows have no work
     int *turn;                       // see unit_ring.cuh
     SMOE_DEVICE weight_unit unit(int number) const
     {
@@ -45,7 +43,6 @@ struct weight_queue {
         if (number >= units) return none;
         const int tiles = hidden_tiles * feature_tiles, tile = number % tiles;
         const int4 v = __ldg((const int4 *)(pieces + number / tiles));
-        if (skips_empty && v.z == 0) return none; // all pieces after an empty one are empty, too
         return {{v.x, v.y, v.z, v.w}, tile, moe_weight_place_of(tile, hidden_tiles, feature_tiles)};
     }
 };

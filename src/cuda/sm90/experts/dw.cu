@@ -23,7 +23,8 @@
 // memory. dO or X is gathered with cp.async; TMA loads A' or dH. Pad rows and columns past d are zeros.
 // stmatrix.trans transposes the accumulators of dW1 on their way to shared memory.
 //
-// The gradient of an expert without rows is 0. With accumulate such a gradient stays as it is.
+// The gradient of an expert without rows is 0. The consumers write these zeros when they have no more tiles,
+// all CTAs a part of each such expert. With accumulate such a gradient stays as it is.
 //
 // With accumulate the sum is added to the old gradient in f32, and the result is rounded once:
 // - f32 gradients: TMA adds while it stores.
@@ -99,9 +100,8 @@ struct weight_matrix {
 
 SMOE_DEVICE weight_queue queue_of(const dw_params &p, const weight_matrix &matrix)
 {
-    return {p.lists.pieces,      __ldg(p.lists.counts + 1) * matrix.tiles,
-            matrix.hidden_tiles, matrix.feature_tiles,
-            p.accumulate != 0,   p.lists.turn};
+    return {p.lists.pieces, __ldg(p.lists.counts + 1) * matrix.tiles, matrix.hidden_tiles,
+            matrix.feature_tiles, p.lists.turn};
 }
 
 // ---- Loads
@@ -164,7 +164,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix &matrix, con
             barrier_wait(shared.empty(ring.slot), ring.phase);
             const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
             if (thread == 0) {
-                const int first = piece.blocks ? piece.row + k * STEP : -STEP; // below 0 reads as zeros
+                const int first = piece.row + k * STEP;
                 barrier_expect(full, B_BYTES);
                 load_stripe(p, left, first, slot + A_BYTES, full);
                 load_stripe(p, right, first, slot + A_BYTES + BUFFER_BYTES, full);
@@ -412,6 +412,19 @@ SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix &matrix,
     }
 }
 
+// The gradients of experts without rows, whose pieces are the last of the list.
+template <typename G> SMOE_DEVICE void clear_gradients(const dw_params &p)
+{
+    const int64_t vectors = (int64_t)p.hidden * p.intermediate * p.halves * (int)sizeof(G) / 16;
+    const int pieces = __ldg(p.lists.counts + 3);
+    for (int i = __ldg(p.lists.counts + 1); i < pieces; i++) {
+        uint4 *to = (uint4 *)p.weight_gradient + __ldg(&p.lists.pieces[i].expert) * vectors;
+        for (int64_t v = blockIdx.x * CONSUMER_THREADS + threadIdx.x; v < vectors;
+             v += gridDim.x * CONSUMER_THREADS)
+            to[v] = make_uint4(0, 0, 0, 0);
+    }
+}
+
 template <typename T, typename G, bool TRANSPOSED, bool MERGES>
 __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_params p)
 {
@@ -435,6 +448,7 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
     } else {
         take_registers<208>();
         multiply_tiles<T, G, TRANSPOSED, MERGES>(p, matrix, shared, units, warp >> 2, lane);
+        if (!MERGES && !p.accumulate) clear_gradients<G>(p);
     }
 }
 
