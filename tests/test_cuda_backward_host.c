@@ -17,7 +17,7 @@ static void test_stripes(void **state)
     (void)state;
     for (int n = 8; n <= 1040; n += 8)
         for (int halves = 1; halves <= 2; halves++) {
-            const int tiles = moe_feature_tiles(n, halves), each = moe_stripes_of_half(n);
+            const int each = moe_stripes_of_half(n), tiles = (each * halves + 1) / 2; /* wide ones */
             char *seen = calloc((size_t)(n * halves), 1);
             assert_non_null(seen);
             for (int stripe = 0; stripe < 2 * tiles; stripe++) {
@@ -32,16 +32,42 @@ static void test_stripes(void **state)
         }
 }
 
+static void check_grid(moe_weight_grid grid, int hidden_tiles, int feature_tiles, int tall)
+{
+    assert_int_equal(grid.hidden_tiles, hidden_tiles);
+    assert_int_equal(grid.feature_tiles, feature_tiles);
+    assert_int_equal(grid.tall, tall);
+}
+
+/* Tiles are tall where that makes fewer of them. */
+static void test_grids(void **state)
+{
+    (void)state;
+    check_grid(moe_weight_grid_of(1536, 256, 2), 12, 2, 0);
+    check_grid(moe_weight_grid_of(768, 128, 1), 3, 1, 1);
+    check_grid(moe_weight_grid_of(768, 128, 2), 6, 1, 0);
+    check_grid(moe_weight_grid_of(768, 64, 1), 3, 1, 1);
+    check_grid(moe_weight_grid_of(768, 64, 2), 3, 1, 1);      /* both halves are one stripe */
+    check_grid(moe_weight_grid_of(2048, 1408, 1), 8, 11, 1);  /* 16 x 6 wide tiles */
+    check_grid(moe_weight_grid_of(2880, 2880, 1), 23, 12, 0); /* 12 x 23 tall tiles are as many */
+    for (int d = 8; d <= 800; d += 8)
+        for (int n = 8; n <= 800; n += 8) {
+            const moe_weight_grid grid = moe_weight_grid_of(d, n, 1);
+            assert_true(grid.hidden_tiles * (grid.tall ? 256 : 128) >= d);
+            assert_true(grid.feature_tiles * (grid.tall ? 128 : 256) >= n);
+        }
+}
+
 /* The columns of both operands that the tiles from number `first` on read, if the tiles before them were in
  * an earlier wave. */
-static int read_again(int first, int hidden_tiles, int feature_tiles)
+static int read_again(int first, moe_weight_grid grid)
 {
     char hidden[64] = {0}, feature[64] = {0};
     int sum = 0;
-    for (int tile = first; tile < hidden_tiles * feature_tiles; tile++) {
-        const moe_place at = moe_weight_place_of(tile, hidden_tiles, feature_tiles);
-        if (!hidden[at.row_tile]++) sum += SMOE_WEIGHT_TILE_HIDDEN;
-        if (!feature[at.column_tile]++) sum += SMOE_WEIGHT_TILE_FEATURES;
+    for (int tile = first; tile < moe_grid_tiles(grid); tile++) {
+        const moe_place at = moe_weight_place_of(tile, grid);
+        if (!hidden[at.row_tile]++) sum += grid.tall ? 256 : 128;
+        if (!feature[at.column_tile]++) sum += grid.tall ? 128 : 256;
     }
     return sum;
 }
@@ -51,9 +77,9 @@ static void test_weight_places(void **state)
 {
     (void)state;
     /* d = 768, 2n = 2048: the last quarter of the tiles reads all of d and two of eight tiles of features */
-    assert_int_equal(read_again(36, 6, 8), 768 + 2 * 256);
+    assert_int_equal(read_again(36, moe_weight_grid_of(768, 1024, 2)), 768 + 2 * 256);
     /* d = 1536, 2n = 512: it reads all features and three of twelve tiles of d */
-    assert_int_equal(read_again(18, 12, 2), 512 + 3 * 128);
+    assert_int_equal(read_again(18, moe_weight_grid_of(1536, 256, 2)), 512 + 3 * 128);
 }
 
 /* ---- Pieces ---- */
@@ -107,7 +133,7 @@ static void test_split(void **state)
 static void test_split_chooses(void **state)
 {
     (void)state;
-    const int32_t tiles = moe_weight_tiles(1536, 256, 1);
+    const int32_t tiles = moe_grid_tiles(moe_weight_grid_of(1536, 256, 1));
     assert_int_equal(tiles, 12);
     assert_true(moe_split_limit(24576 * 8 / 64, tiles, 132) > 24576 * 8 / 128 / 64);
     const int64_t blocks = 3072, pieces = moe_divide_up(blocks, moe_split_limit(blocks, tiles, 132));
@@ -196,9 +222,10 @@ static void test_16_bit_staging(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_stripes),     cmocka_unit_test(test_weight_places),
-        cmocka_unit_test(test_split),       cmocka_unit_test(test_split_chooses),
-        cmocka_unit_test(test_f32_staging), cmocka_unit_test(test_16_bit_staging),
+        cmocka_unit_test(test_stripes),        cmocka_unit_test(test_grids),
+        cmocka_unit_test(test_weight_places),  cmocka_unit_test(test_split),
+        cmocka_unit_test(test_split_chooses),  cmocka_unit_test(test_f32_staging),
+        cmocka_unit_test(test_16_bit_staging),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

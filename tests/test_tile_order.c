@@ -145,11 +145,23 @@ static void many_columns_and_few_rows_do_not_go_columns_first(void **state)
     assert_halved(moe_place_of, columns_first, 16, 128, 96);
 }
 
+static moe_place place_in_wide_tiles(int32_t tile, int32_t row_tiles, int32_t column_tiles)
+{
+    const moe_weight_grid grid = {row_tiles, column_tiles, 0};
+    return moe_weight_place_of(tile, grid);
+}
+
+static moe_place place_in_tall_tiles(int32_t tile, int32_t row_tiles, int32_t column_tiles)
+{
+    const moe_weight_grid grid = {row_tiles, column_tiles, 1};
+    return moe_weight_place_of(tile, grid);
+}
+
 /* dw of one expert of Mixtral-8x22B: d 6144, 32768 features, 4096 rows. Its rows are columns of d. */
 static void wide_weight_gradients_go_in_bands(void **state)
 {
     (void)state;
-    assert_halved(moe_weight_place_of, rows_first, 48, 128, 64);
+    assert_halved(place_in_wide_tiles, rows_first, 48, 128, 64);
 }
 
 /* dh of Mixtral-8x22B with random routing: about 260 row tiles, 64 column tiles, d 6144. The model has one
@@ -176,7 +188,7 @@ static void assert_every_tile_once(order *place, int32_t row_tiles, int32_t colu
 static void every_order_has_every_tile_once(void **state)
 {
     (void)state;
-    order *const orders[] = {moe_place_of, moe_place_in_list, moe_weight_place_of};
+    order *const orders[] = {moe_place_of, moe_place_in_list, place_in_wide_tiles, place_in_tall_tiles};
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++)
         for (int32_t row_tiles = 1; row_tiles <= 70; row_tiles++)
             for (int32_t column_tiles = 1; column_tiles <= 40; column_tiles++)

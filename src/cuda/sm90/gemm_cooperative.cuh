@@ -1,6 +1,6 @@
 // The cooperative core: a CTA computes tiles of 128 x 256. Each of its two consumer warpgroups computes 64
-// rows of the tile.
-// Terms: docs/glossary.md; symbols: include/smoe.h.
+// rows of the tile. Two other tiles are for matrices with few columns: narrow ones of 128 x 128, and tall
+// ones of 256 x 128, where a consumer computes 128 rows. Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots in shared memory. A slot
 // holds 128 x 64 elements of operand A and 256 x 64 of operand B. Warps 10 and 11 store the finished tiles
@@ -31,7 +31,9 @@ enum {
     A_BYTES = TILE_ROWS * STEP * 2,
     B_BYTES = TILE_COLUMNS * STEP * 2,
     SLOT_BYTES = A_BYTES + B_BYTES,
-    BUFFERS = 4, // two for each consumer
+    NARROW_COLUMNS = TILE_COLUMNS / 2,
+    TALL_ROWS = TILE_ROWS * 2, // of a tall tile, which has NARROW_COLUMNS columns
+    BUFFERS = 4,               // two for each consumer
     BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES,
     CONSUMER_WARPS = 8,
     STAGING = SLOTS * SLOT_BYTES,
@@ -117,26 +119,45 @@ struct release_slot {
     }
 };
 
-// acc = the consumer's 64 rows times the tile's 256 columns. One group of wgmma stays in flight while the
-// warp waits for the next slot. Then the warp has finished with the slot before it and calls done(slot).
-// COPIED: A was written by cp.async. steps >= 1.
-template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, class Done>
-SMOE_DEVICE void multiply(float (&acc)[128], ring_position<SLOTS> &ring, const shared_layout &shared,
+// 64 rows of a tall tile.
+SMOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
+{
+    return *(float(*)[64])(acc + half * 64);
+}
+
+// acc = the consumer's rows times the tile's columns: 64 rows times 256 columns, or 128 if acc has 64
+// elements; TALL: 128 rows times 128 columns, the first 64 rows first. One group of wgmma stays in flight
+// while the warp waits for the next slot. Then the warp has finished with the slot before it and calls
+// done(slot). COPIED: A was written by cp.async. steps >= 1.
+template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, bool TALL = false,
+          int COUNT, class Done>
+SMOE_DEVICE void multiply(float (&acc)[COUNT], ring_position<SLOTS> &ring, const shared_layout &shared,
                           int steps, int consumer, const Done &done)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
         barrier_wait(shared.full(ring.slot), ring.phase);
         if (COPIED) fence_async_proxy();
-        const uint32_t a = descriptor_address(shared.slot(ring.slot) + consumer * SMOE_SUBTILE_BYTES);
-        const uint32_t b = descriptor_address(shared.slot(ring.slot) + A_BYTES);
+        const uint32_t a =
+            descriptor_address(shared.slot(ring.slot) + consumer * (TALL ? 2 : 1) * SMOE_SUBTILE_BYTES);
+        const uint32_t b = descriptor_address(shared.slot(ring.slot) + A_BYTES * (TALL ? 2 : 1));
         pin(acc);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < STEP / 16; j++)
-            tensor_core<T>::template multiply<A, B>(acc, descriptor<A>(a + descriptor_step<A>() * j),
-                                                    descriptor<B>(b + descriptor_step<B>() * j),
-                                                    (k | j) != 0);
+        for (int j = 0; j < STEP / 16; j++) {
+            if constexpr (TALL) {
+                const uint64_t right = descriptor<B>(b + descriptor_step<B>() * j);
+                for (int half = 0; half < 2; half++)
+                    tensor_core<T>::template multiply<A, B>(
+                        rows_of(acc, half),
+                        descriptor<A>(a + descriptor_address(half * SMOE_SUBTILE_BYTES) +
+                                      descriptor_step<A>() * j),
+                        right, (k | j) != 0);
+            } else
+                tensor_core<T>::template multiply<A, B>(acc, descriptor<A>(a + descriptor_step<A>() * j),
+                                                        descriptor<B>(b + descriptor_step<B>() * j),
+                                                        (k | j) != 0);
+        }
         wgmma_commit();
         pin(acc);
         wgmma_wait<1>();

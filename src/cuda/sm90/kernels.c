@@ -15,7 +15,7 @@ static cudaError_t init(void)
 
 static int32_t weight_tiles(int32_t hidden, int32_t intermediate, int32_t halves)
 {
-    return moe_weight_tiles(hidden, intermediate, halves);
+    return moe_grid_tiles(moe_weight_grid_of(hidden, intermediate, halves));
 }
 
 const moe_kernels moe_sm90_kernels = {

@@ -35,15 +35,15 @@ struct weight_unit {
 struct weight_queue {
     const moe_piece *pieces; // the longest experts first
     int units;
-    int hidden_tiles, feature_tiles; // of an expert's matrix
-    int *turn;                       // see unit_ring.cuh
+    moe_weight_grid grid;
+    int *turn; // see unit_ring.cuh
     SMOE_DEVICE weight_unit unit(int number) const
     {
         const weight_unit none = {{0, 0, 0, -1}, -1, {0, 0}};
         if (number >= units) return none;
-        const int tiles = hidden_tiles * feature_tiles, tile = number % tiles;
+        const int tiles = moe_grid_tiles(grid), tile = number % tiles;
         const int4 v = __ldg((const int4 *)(pieces + number / tiles));
-        return {{v.x, v.y, v.z, v.w}, tile, moe_weight_place_of(tile, hidden_tiles, feature_tiles)};
+        return {{v.x, v.y, v.z, v.w}, tile, moe_weight_place_of(tile, grid)};
     }
 };
 

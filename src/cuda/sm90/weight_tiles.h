@@ -1,7 +1,9 @@
-/* How the Hopper kernel cuts the weight gradients. Terms: docs/glossary.md. A tile is 128 columns of d by
- * 256 features: two stripes of 128 features. A stripe never crosses from the gate half of H to the up
- * half. The GEMM sums over the rows of a piece (scheduler.h). A unit is a piece and a tile, in the order
- * of moe_weight_place_of. */
+/* How the Hopper kernel cuts the weight gradients. Terms: docs/glossary.md. Features are cut into stripes of
+ * 128. A wide tile is 128 columns of d by two stripes, a tall tile 256 columns of d by one stripe. All tiles
+ * of a matrix are of one kind, that with fewer tiles: with an odd number of stripes half of the last wide
+ * tile is not needed. A stripe never crosses from the gate half of H to the up half, except that both halves
+ * of 64 features are one stripe, and tiles are tall. The GEMM sums over the rows of a piece (scheduler.h). A
+ * unit is a piece and a tile, in the order of moe_weight_place_of. */
 #ifndef SMOE_CUDA_WEIGHT_TILES_H
 #define SMOE_CUDA_WEIGHT_TILES_H
 
@@ -10,44 +12,54 @@
 #include "sm90/work_order.h"
 
 enum {
-    SMOE_WEIGHT_TILE_HIDDEN = 128,
-    SMOE_WEIGHT_TILE_FEATURES = 256,
     SMOE_WEIGHT_STRIPE = 128,
-    SMOE_WEIGHT_TILE = SMOE_WEIGHT_TILE_HIDDEN * SMOE_WEIGHT_TILE_FEATURES,
+    SMOE_WEIGHT_SHORT = 128, /* the sides of a tile */
+    SMOE_WEIGHT_LONG = 256,
+    SMOE_WEIGHT_TILE = SMOE_WEIGHT_SHORT * SMOE_WEIGHT_LONG,
+    SMOE_SHARED_STRIPE_HALF = SMOE_WEIGHT_STRIPE / 2, /* features of halves that share a stripe */
 };
+
+/* The gate half and the up half of a row of H are neighbours, and together one stripe. */
+SMOE_HD int moe_halves_share_stripe(int32_t intermediate, int32_t halves)
+{
+    return halves == 2 && intermediate == SMOE_SHARED_STRIPE_HALF;
+}
 
 SMOE_HD int32_t moe_stripes_of_half(int32_t intermediate)
 {
     return (intermediate + SMOE_WEIGHT_STRIPE - 1) / SMOE_WEIGHT_STRIPE;
 }
 
-/* Tiles over d, over the features of `halves` halves, and of one expert's matrix. */
-SMOE_HD int32_t moe_hidden_tiles(int32_t hidden)
+/* The tiles of one expert's matrix: tiles over d, and over the features of both halves. */
+typedef struct moe_weight_grid {
+    int32_t hidden_tiles, feature_tiles, tall;
+} moe_weight_grid;
+
+SMOE_HD int32_t moe_grid_tiles(moe_weight_grid grid)
 {
-    return (hidden + SMOE_WEIGHT_TILE_HIDDEN - 1) / SMOE_WEIGHT_TILE_HIDDEN;
+    return grid.hidden_tiles * grid.feature_tiles;
 }
 
-SMOE_HD int32_t moe_feature_tiles(int32_t intermediate, int32_t halves)
+SMOE_HD moe_weight_grid moe_weight_grid_of(int32_t hidden, int32_t intermediate, int32_t halves)
 {
-    return (moe_stripes_of_half(intermediate) * halves + 1) / 2;
-}
-
-SMOE_HD int32_t moe_weight_tiles(int32_t hidden, int32_t intermediate, int32_t halves)
-{
-    return moe_hidden_tiles(hidden) * moe_feature_tiles(intermediate, halves);
+    const int shared = moe_halves_share_stripe(intermediate, halves);
+    const int32_t stripes = shared ? 1 : moe_stripes_of_half(intermediate) * halves;
+    const moe_weight_grid wide = {(hidden + SMOE_WEIGHT_SHORT - 1) / SMOE_WEIGHT_SHORT, (stripes + 1) / 2, 0};
+    const moe_weight_grid tall = {(hidden + SMOE_WEIGHT_LONG - 1) / SMOE_WEIGHT_LONG, stripes, 1};
+    return shared || moe_grid_tiles(tall) < moe_grid_tiles(wide) ? tall : wide;
 }
 
 /* Where tile `tile` of an expert's matrix is: rows of d, columns of features. The position along the shorter
  * side changes fastest. So if an expert's tiles are split over two waves, the second wave reads the shorter
  * operand again but only a part of the longer one. If d is the shorter side and has many tiles, the expert's
  * tokens do not stay in L2. Then d is cut into bands whose columns do. */
-SMOE_HD moe_place moe_weight_place_of(int32_t tile, int32_t hidden_tiles, int32_t feature_tiles)
+SMOE_HD moe_place moe_weight_place_of(int32_t tile, moe_weight_grid grid)
 {
-    const int hidden_first =
-        hidden_tiles * SMOE_WEIGHT_TILE_HIDDEN < feature_tiles * SMOE_WEIGHT_TILE_FEATURES;
-    if (!hidden_first || hidden_tiles < SMOE_LEAST_BANDED)
-        return moe_place_in(tile, hidden_tiles, feature_tiles, !hidden_first);
-    return moe_place_in_bands(tile, hidden_tiles, feature_tiles);
+    const int hidden_first = grid.hidden_tiles * (grid.tall ? SMOE_WEIGHT_LONG : SMOE_WEIGHT_SHORT) <
+                             grid.feature_tiles * (grid.tall ? SMOE_WEIGHT_SHORT : SMOE_WEIGHT_LONG);
+    if (!hidden_first || grid.hidden_tiles < SMOE_LEAST_BANDED)
+        return moe_place_in(tile, grid.hidden_tiles, grid.feature_tiles, !hidden_first);
+    return moe_place_in_bands(tile, grid.hidden_tiles, grid.feature_tiles);
 }
 
 /* Stripe `stripe` of all: its half and first feature there. Past the last stripe the half does not exist. */

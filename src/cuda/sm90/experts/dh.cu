@@ -20,7 +20,8 @@
 // - A': 2 R n written.
 // - dS: 4 R written for each column tile, one partial sum in f32 for each row.
 //
-// Tile: 128 x 256 of dA' on the cooperative core (gemm_cooperative.cuh). W2 is MN-major, as it is in memory.
+// Tile: 128 x 256 of dA' on the cooperative core (gemm_cooperative.cuh), or 128 x 128 for n <= 128. W2 is
+// MN-major, as it is in memory.
 //
 // Some columns of dO and the matching part of W2 share a slot of a ring in shared memory. The two consumer
 // warpgroups gather dO themselves. When a consumer has multiplied its 64 rows of a slot, it refills their
@@ -28,16 +29,17 @@
 // W2 into the slot when both consumers are done with it.
 // The third warpgroup does not gather, because it works on H, dH and A'.
 //
-// A consumer warp writes its 16 rows of dA' (256 columns) to shared memory as fp16. Before that, each row is
-// scaled by a power of two so that its largest magnitude is in [2^14, 2^15). Then every element whose
+// A consumer warp writes its 16 rows of dA' (256 or 128 columns) to shared memory as fp16. Before that, each
+// row is scaled by a power of two so that its largest magnitude is in [2^14, 2^15). Then every element whose
 // magnitude is at least 2^-28 times the largest is a normal fp16 number, and its rounding has a relative
 // error of at most 2^-11. Smaller elements may become subnormal or 0.
 //
 // The four warps of the third warpgroup read these rows one by one; a warp takes one row of 256 columns at a
-// time. For each row it also needs H: 512 bytes or, with a gate, 512 bytes of the gate half and 512 bytes of
-// the up half. Each lane copies 16 bytes of each half to shared memory with cp.async, four rows ahead. From
-// registers the lane writes the matching 16 bytes of A' and of each half of dH. Since a lane reads its bytes
-// of H before it writes the same bytes of dH, dH may overwrite H.
+// time, or two of 128. For each row it also needs H: 512 bytes or, with a gate, 512 bytes of the gate half
+// and 512 bytes of the up half (narrow tiles: half of it). Each lane copies 16 bytes of each half to shared
+// memory with cp.async, four rows ahead. From registers the lane writes the matching 16 bytes of A' and of
+// each half of dH. Since a lane reads its bytes of H before it writes the same bytes of dH, dH may overwrite
+// H.
 //
 // Each column tile has its own partial sums of dS, so no atomics are needed.
 #include "common/activation_gradient.cuh"
@@ -79,11 +81,11 @@ enum {
     CONSUMER_BARRIER = 1,                              // named, one a consumer
     WARP_TILE_ROWS = 16, // rows of a consumer warp; one worker warp takes them at a time
     WARP_TILES = CONSUMER_WARPS,
-    SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,
+    SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,          // of a warp tile, if it is not narrow
     SUBTILE_BYTES = WARP_TILE_ROWS * SMOE_SUBTILE_ROW_BYTES, // of a warp tile: 16 rows x 64 columns
     WARP_TILE_BYTES = SUBTILES * SUBTILE_BYTES,
-    AHEAD = 4,                                     // rows of H in flight, 8 columns for each lane
-    RING = STAGING + WARP_TILES * WARP_TILE_BYTES, // a worker warp: 4 rows x (gate 512 bytes, up 512 bytes)
+    AHEAD = 4,                                     // steps of H in flight, 8 columns for each lane
+    RING = STAGING + WARP_TILES * WARP_TILE_BYTES, // a worker warp: 4 steps x (gate 512 bytes, up 512 bytes)
     RING_HALF = TILE_COLUMNS * 2,
     RING_ROW = 2 * RING_HALF,
     RING_WARP = AHEAD * RING_ROW,
@@ -99,6 +101,33 @@ static_assert((int)TILE_COLUMNS == (int)MOE_SM90_DS_COLUMNS,
 static_assert(TILE_COLUMNS == 32 * 8, "a warp's lanes have a row of the tile, 16 bytes each");
 static_assert(WARP_TILE_ROWS % (2 * AHEAD) == 0,
               "the ring's slots, and the rows' places in a subtile, repeat");
+
+// How n is cut into column tiles.
+enum width {
+    NARROW, // one tile of up to 128 columns
+    MIDDLE,
+    WIDE // more than SMOE_MOST_COLUMNS_FIRST tiles
+};
+
+template <width W> struct tile_width {
+    enum {
+        COLUMNS = W == NARROW ? NARROW_COLUMNS : TILE_COLUMNS,
+        SUBTILES = COLUMNS / SMOE_SUBTILE_COLUMNS,
+        LANES = COLUMNS / 8,      // that have a row
+        ROWS = 32 / LANES,        // that a worker warp takes at a time, a step
+        GROUP_ROWS = AHEAD * ROWS // that are between two uses of a slot of the ring
+    };
+    // This lane's row of a step, and its first column.
+    static SMOE_DEVICE int row(int lane)
+    {
+        return lane / LANES;
+    }
+    static SMOE_DEVICE int column(int lane)
+    {
+        return lane % LANES * 8;
+    }
+};
+static_assert(WARP_TILE_ROWS % tile_width<NARROW>::GROUP_ROWS == 0, "whole groups");
 
 struct dh_layout : shared_layout {
     SMOE_DEVICE explicit dh_layout(uint32_t start)
@@ -137,21 +166,21 @@ SMOE_DEVICE int steps_of(const dh_params &p)
     return (p.hidden + STEP - 1) / STEP;
 }
 
-// The tile of a unit, and its column tile. WIDE: there are more than SMOE_MOST_COLUMNS_FIRST column tiles.
-// WIDE is a template parameter and there are two functions, because otherwise a backward with d = 768 takes
-// longer: 0.5 % with both orders in one kernel, 0.2 to 0.6 % with one function.
-template <bool WIDE> SMOE_DEVICE moe_work tile_of(const tile_walk &walk, int unit)
+// The tile of a unit, and its column tile. The width is a template parameter and there are two functions,
+// because otherwise a backward with d = 768 takes longer: 0.5 % with both orders in one kernel, 0.2 to 0.6 %
+// with one function.
+template <width W> SMOE_DEVICE moe_work tile_of(const tile_walk &walk, int unit)
 {
-    if (!WIDE) return walk.tile(unit);
+    if (W != WIDE) return walk.tile(unit);
     return walk.entry(moe_place_in_list(unit, walk.row_tiles, walk.column_tiles).row_tile);
 }
-template <bool WIDE> SMOE_DEVICE int column_of(const tile_walk &walk, int unit)
+template <width W> SMOE_DEVICE int column_of(const tile_walk &walk, int unit)
 {
-    if (!WIDE) return walk.column(unit);
+    if (W != WIDE) return walk.column(unit);
     return moe_place_in_list(unit, walk.row_tiles, walk.column_tiles).column_tile;
 }
 
-template <bool WIDE> struct gatherer {
+template <width W> struct gatherer {
     const dh_params &p;
     const tile_walk &walk;
     const dh_layout &shared;
@@ -166,7 +195,7 @@ template <bool WIDE> struct gatherer {
           real(0)
     {
         if (unit >= walk.units) return;
-        read_token(tile_of<WIDE>(walk, unit));
+        read_token(tile_of<W>(walk, unit));
         begin_tile();
     }
 
@@ -200,19 +229,19 @@ template <bool WIDE> struct gatherer {
             from[i] = (const char *)p.dout + (uint64_t)(uint32_t)max(row, 0) * ((uint32_t)p.hidden * 2) +
                       vector() * 16;
         }
-        tile = tile_of<WIDE>(walk, unit);
-        column = column_of<WIDE>(walk, unit) * TILE_COLUMNS;
+        tile = tile_of<W>(walk, unit);
+        column = column_of<W>(walk, unit) * TILE_COLUMNS;
         k = 0;
-        if (unit + gridDim.x < walk.units) read_token(tile_of<WIDE>(walk, unit + gridDim.x));
+        if (unit + gridDim.x < walk.units) read_token(tile_of<W>(walk, unit + gridDim.x));
     }
 
     SMOE_DEVICE void load_weights(uint32_t to, uint32_t full) const
     {
-        barrier_expect(full, B_BYTES);
+        barrier_expect(full, tile_width<W>::SUBTILES * SMOE_SUBTILE_BYTES);
         const int expert = moe_work_expert(tile);
         if (!p.subtiles_apart)
             return load_box(to, &p.w2, full, 0, k * STEP, column / SMOE_SUBTILE_COLUMNS, expert);
-        for (int i = 0; i < SUBTILES; i++)
+        for (int i = 0; i < tile_width<W>::SUBTILES; i++)
             load_box(to + i * SMOE_SUBTILE_BYTES, &p.w2, full, column + i * SMOE_SUBTILE_COLUMNS, k * STEP, 0,
                      expert);
     }
@@ -241,7 +270,7 @@ template <bool WIDE> struct gatherer {
 // ---- The worker warps: worker warp `worker` takes the warp tiles of warp `worker` of both consumers. The
 // addresses of a row follow from those of the row before by additions.
 
-// A warp tile in global memory: its first row and this lane's first column.
+// A warp tile in global memory: its first row, and this lane's first column.
 struct place {
     int row, column;
 };
@@ -302,104 +331,114 @@ SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const
     return ds;
 }
 
-// Every lane has a part of the sums of 4 rows. Lanes 8 i to 8 i + 7 get the sum of row i.
-SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
+// Every lane has a part of the sums of 4 steps. Of the LANES lanes that have a row, the i-th quarter gets the
+// sum of step i.
+template <int LANES> SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
 {
-    const bool high = lane & 16, odd = lane & 8;
+    const bool high = lane & LANES / 2, odd = lane & LANES / 4;
     float first = high ? v[2] : v[0], second = high ? v[3] : v[1];
-    first += __shfl_xor_sync(~0u, high ? v[0] : v[2], 16);
-    second += __shfl_xor_sync(~0u, high ? v[1] : v[3], 16);
+    first += __shfl_xor_sync(~0u, high ? v[0] : v[2], LANES / 2);
+    second += __shfl_xor_sync(~0u, high ? v[1] : v[3], LANES / 2);
     float sum = odd ? second : first;
-    sum += __shfl_xor_sync(~0u, odd ? first : second, 8);
-    sum += __shfl_xor_sync(~0u, sum, 4);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    return sum + __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, odd ? first : second, LANES / 4);
+#pragma unroll
+    for (int apart = LANES / 8; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    return sum;
 }
 
-// Stores dS of rows `row` to `row` + 3 of a warp tile. row < 0: there are none yet.
+// Stores dS of a group of rows of a warp tile, from `row` on. row < 0: there are none yet.
+template <width W>
 SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float scales, int lane)
 {
-    const float sum = sum_of_lanes(ds, lane), scale = __shfl_sync(~0u, scales, row + (lane >> 3));
-    if (row >= 0 && (lane & 7) == 0) ds_out[row + (lane >> 3)] = sum * scale;
+    constexpr int LANES = tile_width<W>::LANES;
+    const int own = row + lane % LANES / (LANES / 4) * tile_width<W>::ROWS + tile_width<W>::row(lane);
+    const float sum = sum_of_lanes<LANES>(ds, lane), scale = __shfl_sync(~0u, scales, own);
+    if (row >= 0 && lane % (LANES / 4) == 0) ds_out[own] = sum * scale;
 }
 
-// Computes one warp tile. Each row of H is fetched four rows ahead. `next`: the warp tile after it.
-template <typename T, int KIND>
+// Computes one warp tile. Each row of H is fetched four steps ahead. `next`: the warp tile after it.
+template <typename T, int KIND, width W>
 SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
                                 const dh_layout &shared, uint32_t warp_tile, place at, place next,
                                 float weights, float *ds_out, int lane)
 {
-    const int a_width = p.intermediate, h_width = h_width_of<T, KIND>(p);
+    constexpr int ROWS = tile_width<W>::ROWS, GROUP_ROWS = tile_width<W>::GROUP_ROWS;
+    const int a_width = p.intermediate, h_width = h_width_of<T, KIND>(p), own = tile_width<W>::row(lane);
+    const int vector = tile_width<W>::column(lane) / 8;
     const float scales = load_shared_float(shared.scale(warp_tile, lane & 15)), y_weights = weights * scales;
     const bool exists = at.column < p.intermediate;
-    const char *to_dh = vector_of(p.dh, at.row, h_width, at.column),
-               *to_a = vector_of(p.a, at.row, a_width, at.column),
-               *ahead = vector_of(p.h, at.row + AHEAD - 1, h_width, at.column);
-    const char *const behind = vector_of(p.h, next.row, h_width, next.column);
+    const char *to_dh = vector_of(p.dh, at.row + own, h_width, at.column),
+               *to_a = vector_of(p.a, at.row + own, a_width, at.column),
+               *ahead = vector_of(p.h, at.row + own + (AHEAD - 1) * ROWS, h_width, at.column);
+    const char *const behind = vector_of(p.h, next.row + own, h_width, next.column);
     uint32_t here =
-        shared.warp_tile(warp_tile) + (lane >> 3) * SUBTILE_BYTES + moe_subtile_offset(0, lane & 7);
+        shared.warp_tile(warp_tile) + (vector >> 3) * SUBTILE_BYTES + moe_subtile_offset(own, vector & 7);
     float ds[AHEAD] = {};
     wait_copies<AHEAD - 1>();
     uint4 x = load_shared16(here), g = ring.gate(0), u = ring.up(0);
 #pragma unroll 1
-    for (int row = 0; row < WARP_TILE_ROWS; row += AHEAD) {
-        const bool last = row == WARP_TILE_ROWS - AHEAD;
+    for (int row = 0; row < WARP_TILE_ROWS; row += GROUP_ROWS) {
+        const bool last = row == WARP_TILE_ROWS - GROUP_ROWS;
         const int ahead_column = last ? next.column : at.column;
-        write_sums(ds_out, row - AHEAD, ds, scales, lane); // nothing here waits for this load
+        write_sums<W>(ds_out, row - GROUP_ROWS, ds, scales, lane); // nothing here waits for this load
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             uint4 x_next = x, g_next = g, u_next = u;
-            ahead = last && i == 0 ? behind : advance_by_adds(ahead, h_width * 2);
+            ahead = last && i == 0 ? behind : advance_by_adds(ahead, h_width * 2 * ROWS);
             ring.fetch(ahead, ahead_column,
                        i); // the row of this slot has been in registers since the last iteration
             wait_copies<AHEAD - 1>();
             if (i + 1 < AHEAD || !last) {
-                // Rows i + 1 to 3 of these four, then row 0 of the next four; their vectors are exchanged
-                // four rows at a time.
-                const uint32_t below = (here ^ (i + 1) << 4) + (i + 1) * SMOE_SUBTILE_ROW_BYTES;
+                // Steps i + 1 to 3 of these four, then step 0 of the next four; the vectors of their rows are
+                // exchanged.
+                const int further = (i + 1) * ROWS;
+                const uint32_t below = (here ^ (further & 7) << 4) + further * SMOE_SUBTILE_ROW_BYTES;
                 if (i + 1 == AHEAD) here = below;
                 x_next = load_shared16(below);
                 g_next = ring.gate((i + 1) % AHEAD), u_next = ring.up((i + 1) % AHEAD);
             }
-            ds[i] = write_row<T, KIND>(p, x, g, u, to_dh, to_a, exists, __shfl_sync(~0u, weights, row + i),
-                                       __shfl_sync(~0u, y_weights, row + i));
-            to_dh = advance_by_adds(to_dh, h_width * 2), to_a = advance_by_adds(to_a, a_width * 2);
+            const int of_row = row + i * ROWS + own;
+            ds[i] = write_row<T, KIND>(p, x, g, u, to_dh, to_a, exists, __shfl_sync(~0u, weights, of_row),
+                                       __shfl_sync(~0u, y_weights, of_row));
+            to_dh = advance_by_adds(to_dh, h_width * 2 * ROWS);
+            to_a = advance_by_adds(to_a, a_width * 2 * ROWS);
             x = x_next, g = g_next, u = u_next;
         }
     }
-    write_sums(ds_out, WARP_TILE_ROWS - AHEAD, ds, scales, lane);
+    write_sums<W>(ds_out, WARP_TILE_ROWS - GROUP_ROWS, ds, scales, lane);
 }
 
-template <typename T, bool WIDE, int KIND>
+template <typename T, width W, int KIND>
 SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int worker,
                             int lane)
 {
     if (blockIdx.x >= walk.units) return;
     const h_ring<activation<T, KIND>::GATED> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
     uint32_t phases = 0; // bit c: parity of consumer c's next warp tile
-    moe_work tile = tile_of<WIDE>(walk, blockIdx.x);
-    place at = {tile.row + worker * WARP_TILE_ROWS,
-                column_of<WIDE>(walk, blockIdx.x) * TILE_COLUMNS + lane * 8};
+    moe_work tile = tile_of<W>(walk, blockIdx.x);
+    const int own = tile_width<W>::row(lane), column = tile_width<W>::column(lane);
+    place at = {tile.row + worker * WARP_TILE_ROWS, column_of<W>(walk, blockIdx.x) * TILE_COLUMNS + column};
     float weights = __ldg(p.row_weight + at.row + (lane & 15));
     const int h_width = h_width_of<T, KIND>(p);
-    for (int i = 0; i < AHEAD; i++) ring.fetch(vector_of(p.h, at.row + i, h_width, at.column), at.column, i);
+    for (int i = 0; i < AHEAD; i++)
+        ring.fetch(vector_of(p.h, at.row + i * tile_width<W>::ROWS + own, h_width, at.column), at.column, i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const int blocks = moe_work_blocks(tile);
-        const int column_tile = column_of<WIDE>(walk, unit);
+        const int column_tile = column_of<W>(walk, unit);
         moe_work after = tile;
         place first = at; // of the next tile; after the last tile it is fetched once more
         if (unit + gridDim.x < walk.units) {
-            after = tile_of<WIDE>(walk, unit + gridDim.x);
+            after = tile_of<W>(walk, unit + gridDim.x);
             first = {after.row + worker * WARP_TILE_ROWS,
-                     column_of<WIDE>(walk, unit + gridDim.x) * TILE_COLUMNS + lane * 8};
+                     column_of<W>(walk, unit + gridDim.x) * TILE_COLUMNS + column};
         }
         for (int consumer = 0; consumer < blocks; consumer++) {
             const uint32_t warp_tile = consumer * 4 + worker, parity = phases >> consumer & 1;
             const place next = consumer + 1 < blocks ? place{at.row + SMOE_BLOCK_ROWS, at.column} : first;
             const float next_weights = __ldg(p.row_weight + next.row + (lane & 15));
             barrier_wait(shared.warp_tile_full(warp_tile), parity);
-            work_warp_tile<T, KIND>(p, ring, shared, warp_tile, at, next, weights,
-                                    p.ds + column_tile * p.padded_rows + at.row, lane);
+            work_warp_tile<T, KIND, W>(p, ring, shared, warp_tile, at, next, weights,
+                                       p.ds + column_tile * p.padded_rows + at.row, lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared.warp_tile_empty(warp_tile));
             at = next;
@@ -411,13 +450,13 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
     wait_copies<0>();
 }
 
-template <typename T, bool WIDE>
+template <typename T, width W>
 SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int worker,
                             int lane)
 {
     switch (p.activation) {
 #define SMOE_WORK(enumerator, name, shape, curve)                                                            \
-    case enumerator: return work_tiles<T, WIDE, enumerator>(p, walk, shared, worker, lane);
+    case enumerator: return work_tiles<T, W, enumerator>(p, walk, shared, worker, lane);
         MOE_ACTIVATIONS(SMOE_WORK)
 #undef SMOE_WORK
     }
@@ -435,15 +474,16 @@ SMOE_DEVICE uint32_t row_exponent(float most)
     return max(__float_as_uint(most) >> 23, 20u);
 }
 
-// Writes the warp's 16 x 256 accumulators to its warp tile: x 2^(141 - e) in fp16, and the row's scale
+// Writes the warp's 16 rows of accumulators to its warp tile: x 2^(141 - e) in fp16, and the row's scale
 // 2^(e - 141) to the array of scales.
-SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t warp_tile, uint32_t parity,
+template <int COUNT>
+SMOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout &shared, uint32_t warp_tile, uint32_t parity,
                       int lane)
 {
     using H = storage<__half>;
     float most_upper = 0.0f, most_lower = 0.0f; // rows lane / 4 and lane / 4 + 8
 #pragma unroll
-    for (int i = 0; i < 128; i += 4) {
+    for (int i = 0; i < COUNT; i += 4) {
         most_upper = fmaxf(most_upper, fmaxf(fabsf(acc[i]), fabsf(acc[i + 1])));
         most_lower = fmaxf(most_lower, fmaxf(fabsf(acc[i + 2]), fabsf(acc[i + 3])));
     }
@@ -457,7 +497,7 @@ SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t
     }
     const uint32_t to = shared.warp_tile(warp_tile);
 #pragma unroll
-    for (int q = 0; q < 16; q++) {
+    for (int q = 0; q < COUNT / 8; q++) {
         const float *v = acc + q * 8;
         store_matrices(to + (q >> 2) * SUBTILE_BYTES +
                            moe_subtile_offset(lane & 15, (q & 3) * 2 + (lane >> 4)),
@@ -468,15 +508,15 @@ SMOE_DEVICE void dump(const float (&acc)[128], const dh_layout &shared, uint32_t
     if (lane == 0) barrier_arrive(shared.warp_tile_full(warp_tile));
 }
 
-template <typename T, bool WIDE>
+template <typename T, width W>
 SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int warp,
                                 int lane)
 {
     ring_position<SLOTS> ring(0);
     const int consumer = warp >> 2, steps = steps_of(p);
     uint32_t count = 0;
-    float acc[128];
-    gatherer<WIDE> gather(p, walk, shared);
+    float acc[tile_width<W>::COLUMNS / 2];
+    gatherer<W> gather(p, walk, shared);
     const auto refill = [&](uint32_t slot) {
         named_barrier_sync(CONSUMER_BARRIER + consumer, CONSUMER_THREADS);
         gather.fill(slot);
@@ -484,7 +524,7 @@ SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const
 #pragma unroll 1
     for (int i = 0; i < SLOTS; i++) gather.fill(i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const moe_work tile = tile_of<WIDE>(walk, unit); // the thread that gathers has read it before
+        const moe_work tile = tile_of<W>(walk, unit); // the thread that gathers has read it before
         if (consumer >= moe_work_blocks(tile)) {
             pass_over(ring, shared, steps, refill);
             continue;
@@ -508,7 +548,7 @@ SMOE_DEVICE void init_barriers(const dh_layout &shared)
     barrier_init_done();
 }
 
-template <typename T, bool WIDE>
+template <typename T, width W>
 __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_params p)
 {
     extern __shared__ __align__(1024) char memory[];
@@ -519,11 +559,17 @@ __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_para
     const tile_walk walk(p.lists.tiles, p.lists.counts, (p.intermediate + TILE_COLUMNS - 1) / TILE_COLUMNS);
     if (warp >= 8) {
         give_registers<120>();
-        work_tiles<T, WIDE>(p, walk, shared, warp - 8, lane);
+        work_tiles<T, W>(p, walk, shared, warp - 8, lane);
     } else {
         take_registers<192>();
-        multiply_tiles<T, WIDE>(p, walk, shared, warp, lane);
+        multiply_tiles<T, W>(p, walk, shared, warp, lane);
     }
+}
+
+width width_of(const moe_dh &d)
+{
+    if (d.intermediate <= NARROW_COLUMNS) return NARROW;
+    return d.intermediate > SMOE_MOST_COLUMNS_FIRST * TILE_COLUMNS ? WIDE : MIDDLE;
 }
 
 dh_params prepare(moe_launch *on, const moe_dh &d)
@@ -531,7 +577,8 @@ dh_params prepare(moe_launch *on, const moe_dh &d)
     const int64_t row_bytes = d.intermediate * moe_type_bytes(on->dtype);
     const moe_subtiles w2 = {d.w2, d.intermediate, d.hidden, row_bytes, d.experts, d.hidden * row_bytes};
     dh_params p = {};
-    moe_map_subtiles(on, &p.w2, &w2, SUBTILES);
+    moe_map_subtiles(on, &p.w2, &w2,
+                     (width_of(d) == NARROW ? NARROW_COLUMNS : TILE_COLUMNS) / SMOE_SUBTILE_COLUMNS);
     p.dout = d.dout;
     p.h = d.h;
     p.dh = d.dh;
@@ -557,8 +604,11 @@ extern "C" cudaError_t moe_sm90_dh_init(void)
     using namespace moe;
     return for_every_type(storage_types(), [](auto t) {
         using T = typename decltype(t)::type;
-        const cudaError_t status = allow_shared(dh<T, false>, SHARED_BYTES);
-        return status != cudaSuccess ? status : allow_shared(dh<T, true>, SHARED_BYTES);
+        for (const auto kernel : {dh<T, NARROW>, dh<T, MIDDLE>, dh<T, WIDE>}) {
+            const cudaError_t status = allow_shared(kernel, SHARED_BYTES);
+            if (status != cudaSuccess) return status;
+        }
+        return cudaSuccess;
     });
 }
 
@@ -569,7 +619,10 @@ extern "C" cudaError_t moe_sm90_dh(moe_launch *on, const moe_dh *d)
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
-        const bool wide = d->intermediate > SMOE_MOST_COLUMNS_FIRST * TILE_COLUMNS;
-        return enqueue(wide ? dh<T, true> : dh<T, false>, on->ctas, THREADS, SHARED_BYTES, on->stream, p);
+        const width w = width_of(*d);
+        return enqueue(w == NARROW   ? dh<T, NARROW>
+                       : w == MIDDLE ? dh<T, MIDDLE>
+                                     : dh<T, WIDE>,
+                       on->ctas, THREADS, SHARED_BYTES, on->stream, p);
     });
 }

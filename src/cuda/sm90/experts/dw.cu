@@ -13,15 +13,16 @@
 // sums of an expert's pieces in a fixed order.
 //
 // Bytes:
-// - A' or dH: 2 R w, read once for each 128 columns of d.
-// - dO or X: 2 R d, gathered once for each 256 columns of w.
+// - A' or dH: 2 R w, read once for each 128 columns of d (tall tiles: 256).
+// - dO or X: 2 R d, gathered once for each 256 columns of w (tall tiles: 128).
 // - The gradient: E d w elements written. With accumulate they are also read.
 // - For each piece of a split expert: 4 d w written and read again.
 //
-// Tile: 128 columns of d by 256 columns of w, on the cooperative core (gemm_cooperative.cuh). The GEMM sums
-// over the rows of an expert, 64 rows in a slot of the ring. Both operands are MN-major, as they are in
-// memory. dO or X is gathered with cp.async; TMA loads A' or dH. Pad rows and columns past d are zeros.
-// stmatrix.trans transposes the accumulators of dW1 on their way to shared memory.
+// Tile: 128 columns of d by 256 columns of w, on the cooperative core (gemm_cooperative.cuh); TALL: 256 by
+// 128 (weight_tiles.h). The GEMM sums over the rows of an expert, 64 rows in a slot of the ring. Both
+// operands are MN-major, as they are in memory. dO or X is gathered with cp.async; TMA loads A' or dH. Pad
+// rows and columns past d are zeros. stmatrix.trans transposes the accumulators of dW1 on their way to shared
+// memory.
 //
 // The gradient of an expert without rows is 0. The consumers write these zeros when they have no more tiles,
 // all CTAs a part of each such expert. With accumulate such a gradient stays as it is.
@@ -58,13 +59,15 @@ struct dw_params {
     float *parts;             // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
     const int32_t *row_token; // NULL: row r is token r, for r < rows
     moe_cuda_backward_lists lists;
-    int32_t hidden, intermediate, halves, rows;
+    int32_t hidden, intermediate, halves, rows; // halves that share a stripe count as one
+    int32_t half_features;                      // of the gradient
     int32_t subtiles_apart, interleaved, accumulate;
+    moe_weight_grid grid;
 };
 
 enum {
     LOADERS = 64,
-    ROWS_A_LOADER = STEP / (LOADERS / 16), // sixteen threads copy the 256 bytes of a row
+    ROWS_A_LOADER = STEP / (LOADERS / 16), // sixteen threads copy the 256 bytes of a row (TALL: 512)
     BARRIERS = STAGING_END,
     FEED = (BARRIERS + BARRIER_BYTES + 15) / 16 * 16, // load_shared16 needs multiples of 16
     SHARED_BYTES = FEED + weight_feed::BYTES,
@@ -72,36 +75,35 @@ enum {
     SLICES = SMOE_WEIGHT_TILE / (4 * CONSUMER_THREADS) // of a tile: four floats a thread
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
-static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_TILE_HIDDEN &&
-                  (int)TILE_COLUMNS == (int)SMOE_WEIGHT_TILE_FEATURES,
+static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_SHORT && (int)TILE_COLUMNS == (int)SMOE_WEIGHT_LONG &&
+                  (int)TALL_ROWS == (int)SMOE_WEIGHT_LONG && (int)NARROW_COLUMNS == (int)SMOE_WEIGHT_STRIPE,
               "weight_tiles.h");
 
 static_assert((int)weight_feed::AHEAD + SLOTS + 1 < (int)weight_feed::UNITS, "see weight_claims");
 
 // Where the tiles of an expert's matrix are.
-struct weight_matrix {
-    int tiles, hidden_tiles, feature_tiles, stripes_of_half;
+template <bool TALL> struct weight_matrix {
+    enum {
+        TILE_HIDDEN = TALL ? TALL_ROWS : TILE_ROWS,
+        CONSUMER_HIDDEN = TILE_HIDDEN / 2,
+        STRIPES = TALL ? 1 : 2 // of a tile
+    };
+    moe_weight_grid grid;
+    int tiles, stripes_of_half;
     SMOE_DEVICE explicit weight_matrix(const dw_params &p)
-        : tiles(moe_weight_tiles(p.hidden, p.intermediate, p.halves)),
-          hidden_tiles(moe_hidden_tiles(p.hidden)),
-          feature_tiles(moe_feature_tiles(p.intermediate, p.halves)),
+        : grid({p.grid.hidden_tiles, p.grid.feature_tiles, TALL}), tiles(moe_grid_tiles(grid)),
           stripes_of_half(moe_stripes_of_half(p.intermediate))
     {
     }
-    SMOE_DEVICE moe_place place(int tile) const
-    {
-        return moe_weight_place_of(tile, hidden_tiles, feature_tiles);
-    }
     SMOE_DEVICE moe_stripe stripe(moe_place at, int i) const
     {
-        return moe_stripe_of(at.column_tile * 2 + i, stripes_of_half);
+        return moe_stripe_of(at.column_tile * STRIPES + i, stripes_of_half);
     }
 };
 
-SMOE_DEVICE weight_queue queue_of(const dw_params &p, const weight_matrix &matrix)
+template <bool TALL> SMOE_DEVICE weight_queue queue_of(const dw_params &p, const weight_matrix<TALL> &matrix)
 {
-    return {p.lists.pieces, __ldg(p.lists.counts + 1) * matrix.tiles, matrix.hidden_tiles,
-            matrix.feature_tiles, p.lists.turn};
+    return {p.lists.pieces, __ldg(p.lists.counts + 1) * matrix.tiles, matrix.grid, p.lists.turn};
 }
 
 // ---- Loads
@@ -127,9 +129,12 @@ SMOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
     return piece.blocks ? token_of(p, piece.row + row) : -1;
 }
 
-SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix &matrix, const shared_layout &shared,
-                            weight_feed units)
+template <bool TALL>
+SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
+                            const shared_layout &shared, weight_feed units)
 {
+    constexpr int LEFT_BYTES = TALL ? 2 * A_BYTES : A_BYTES, RIGHT_BYTES = SLOT_BYTES - LEFT_BYTES;
+    static_assert(RIGHT_BYTES == matrix.STRIPES * BUFFER_BYTES, "a stripe has two subtiles");
     const int thread = threadIdx.x - 256, vector = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
     const uint32_t subtile = (vector >> 3) * SMOE_SUBTILE_BYTES;
     const uint32_t even = subtile + moe_subtile_offset(row0, vector & 7),
@@ -141,16 +146,17 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix &matrix, con
     int next = first_token(p, unit.piece, row);
     for (int t = 0; unit.exists(); t++) {
         const moe_piece piece = unit.piece;
-        const int hidden = unit.at.row_tile * TILE_ROWS;
-        const bool inside = hidden + vector * 8 < p.hidden;
-        const char *from = (const char *)p.tokens + hidden * 2;
+        const int hidden = unit.at.row_tile * matrix.TILE_HIDDEN + vector * 8;
+        const bool inside = hidden < p.hidden, inside2 = TALL && hidden + TILE_ROWS < p.hidden;
+        const char *from = (const char *)p.tokens + unit.at.row_tile * matrix.TILE_HIDDEN * 2;
         const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
         const moe_stripe left = matrix.stripe(unit.at, 0), right = matrix.stripe(unit.at, 1);
         for (int k = 0; k < steps; k++) {
             // The lane that has a row's token computes its address for all lanes. All shuffles are before the
             // wait, because after it the compiler does not know that the warp has converged.
             const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
-            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 16), real = inside ? some : 0;
+            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 16), real = inside ? some : 0,
+                           real2 = inside2 ? some : 0;
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
                 rows[i] = advance_by_adds(lane_address(mine, (thread & 16) | i), vector * 16);
@@ -165,15 +171,22 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix &matrix, con
             const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
             if (thread == 0) {
                 const int first = piece.row + k * STEP;
-                barrier_expect(full, B_BYTES);
-                load_stripe(p, left, first, slot + A_BYTES, full);
-                load_stripe(p, right, first, slot + A_BYTES + BUFFER_BYTES, full);
+                barrier_expect(full, RIGHT_BYTES);
+                load_stripe(p, left, first, slot + LEFT_BYTES, full);
+                if (!TALL) load_stripe(p, right, first, slot + LEFT_BYTES + BUFFER_BYTES, full);
             }
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
                 copy16_async_if_unhinted(real & 1u << i,
                                          slot + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES,
                                          rows[i]);
+            if (TALL)
+#pragma unroll
+                for (int i = 0; i < ROWS_A_LOADER; i++)
+                    copy16_async_if_unhinted(real2 & 1u << i,
+                                             slot + A_BYTES + (i & 1 ? odd : even) +
+                                                 (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES,
+                                             rows[i] + TILE_ROWS * 2);
             barrier_arrive_after_copies(full);
             ring.advance();
         }
@@ -184,8 +197,9 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix &matrix, con
     }
 }
 
-// ---- From accumulators to global memory. A tile is stored in PARTS parts of 64 rows of d by PART_FEATURES.
-// A part takes one staging buffer of two subtiles.
+// ---- From accumulators to global memory. A tile is stored in PARTS parts of 64 rows of d by PART_FEATURES;
+// TALL: the first half of the parts has the consumer's first 64 rows. A part takes one staging buffer of two
+// subtiles.
 
 template <typename G> struct output {
     enum {
@@ -281,14 +295,15 @@ SMOE_DEVICE void write_tile(float (&acc)[128], const shared_layout &shared, int 
 }
 
 // Where a part is in the gradient. Its boxes are neighbours in x and in the staging buffer.
-template <typename G, bool TRANSPOSED> struct part_place {
+template <typename G, bool TRANSPOSED, bool TALL> struct part_place {
     enum { BOXES = TRANSPOSED && sizeof(G) == 2 ? 1 : 2 };
     moe_stripe stripe;
     int hidden, feature;
-    SMOE_DEVICE part_place(const weight_matrix &matrix, moe_place tile, int consumer, int part)
+    SMOE_DEVICE part_place(const weight_matrix<TALL> &matrix, moe_place tile, int consumer, int part)
     {
-        const int column = part * output<G>::PART_FEATURES; // in the tile
-        hidden = tile.row_tile * TILE_ROWS + consumer * 64;
+        constexpr int ACROSS = output<G>::PARTS / (TALL ? 2 : 1);    // parts side by side
+        const int column = part % ACROSS * output<G>::PART_FEATURES; // in the tile
+        hidden = tile.row_tile * matrix.TILE_HIDDEN + consumer * matrix.CONSUMER_HIDDEN + part / ACROSS * 64;
         stripe = matrix.stripe(tile, column / SMOE_WEIGHT_STRIPE);
         feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
     }
@@ -300,30 +315,39 @@ template <typename G, bool TRANSPOSED> struct part_place {
     {
         return (TRANSPOSED ? hidden : feature) + box * output<G>::SUBTILE_ELEMENTS;
     }
-    SMOE_DEVICE int y() const
+    SMOE_DEVICE int y(const dw_params &p) const
     {
-        return TRANSPOSED ? feature : hidden;
+        return TRANSPOSED ? feature - up(p) * p.half_features : hidden;
+    }
+    SMOE_DEVICE int half(const dw_params &p) const
+    {
+        return stripe.half + up(p);
+    }
+    // Halves share the stripe, and these are features of the up half.
+    SMOE_DEVICE int up(const dw_params &p) const
+    {
+        return TRANSPOSED && TALL && feature >= p.half_features;
     }
 };
 
 // Starts the load of a part's old values into its staging buffer.
-template <typename G, bool TRANSPOSED>
-SMOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED> &at,
+template <typename G, bool TRANSPOSED, bool TALL>
+SMOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
                            const shared_layout &shared, int expert, uint32_t number)
 {
     const uint32_t empty = shared.buffer_empty(number);
     if (at.inside(p)) {
         barrier_expect(empty, BUFFER_BYTES);
         for (int i = 0; i < at.BOXES; i++)
-            load_box(shared.buffer(number) + i * SMOE_SUBTILE_BYTES, &p.gradient, empty, at.x(i), at.y(),
-                     at.stripe.half, expert);
+            load_box(shared.buffer(number) + i * SMOE_SUBTILE_BYTES, &p.gradient, empty, at.x(i), at.y(p),
+                     at.half(p), expert);
     } else
         barrier_arrive(empty);
 }
 
 // Stores a part that a consumer has left in its staging buffer.
-template <typename G, bool TRANSPOSED, bool MERGES>
-SMOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED> &at,
+template <typename G, bool TRANSPOSED, bool MERGES, bool TALL>
+SMOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
                             const shared_layout &shared, int expert, uint32_t number, uint32_t parity)
 {
     barrier_wait(shared.buffer_full(number), parity);
@@ -331,9 +355,9 @@ SMOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED> 
         for (int i = 0; i < at.BOXES; i++) {
             const uint32_t subtile = shared.buffer(number) + i * SMOE_SUBTILE_BYTES;
             if (!MERGES && p.accumulate)
-                add_box(&p.gradient, subtile, at.x(i), at.y(), at.stripe.half, expert);
+                add_box(&p.gradient, subtile, at.x(i), at.y(p), at.half(p), expert);
             else
-                store_box(&p.gradient, subtile, at.x(i), at.y(), at.stripe.half, expert);
+                store_box(&p.gradient, subtile, at.x(i), at.y(p), at.half(p), expert);
         }
     }
     commit_stores();
@@ -343,9 +367,9 @@ SMOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED> 
 // One lane of a store warp stores its consumer's parts; that of consumer 0 also claims the CTA's units.
 // MERGES: a buffer counts as empty only when the old values of the next tile are in it, so its phase is one
 // ahead.
-template <typename G, bool TRANSPOSED, bool MERGES>
-SMOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix &matrix, const shared_layout &shared,
-                             weight_feed units, int consumer)
+template <typename G, bool TRANSPOSED, bool MERGES, bool TALL>
+SMOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
+                             const shared_layout &shared, weight_feed units, int consumer)
 {
     using O = output<G>;
     static_assert(!MERGES || O::ROUNDS == 1, "the buffers hold all parts of a tile");
@@ -362,14 +386,14 @@ SMOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix &matrix, co
         const int expert = unit.piece.expert;
         if (MERGES && staged)
             for (int part = 0; part < O::PARTS; part++)
-                load_part<G, TRANSPOSED>(p, {matrix, unit.at, consumer, part}, shared, expert,
-                                         O::buffer(consumer, part));
+                load_part<G, TRANSPOSED, TALL>(p, {matrix, unit.at, consumer, part}, shared, expert,
+                                               O::buffer(consumer, part));
         if (claims) claimed.claim_after(t, unit);
         if (!staged) continue;
         for (int part = 0; part < O::PARTS; part++) {
             const uint32_t number = O::buffer(consumer, part);
-            store_part<G, TRANSPOSED, MERGES>(p, {matrix, unit.at, consumer, part}, shared, expert, number,
-                                              O::parity(count, part));
+            store_part<G, TRANSPOSED, MERGES, TALL>(p, {matrix, unit.at, consumer, part}, shared, expert,
+                                                    number, O::parity(count, part));
             if (!MERGES) barrier_arrive(shared.buffer_empty(number));
         }
         count++;
@@ -387,9 +411,9 @@ SMOE_DEVICE float *part_of(const dw_params &p, int part, int tiles, int tile, in
     return p.parts + ((int64_t)part * tiles + tile) * SMOE_WEIGHT_TILE + thread * 4;
 }
 
-template <typename T, typename G, bool TRANSPOSED, bool MERGES>
-SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix &matrix, const shared_layout &shared,
-                                weight_feed units, int consumer, int lane)
+template <typename T, typename G, bool TRANSPOSED, bool MERGES, bool TALL>
+SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
+                                const shared_layout &shared, weight_feed units, int consumer, int lane)
 {
     ring_position<SLOTS> ring(0);
     uint32_t count = 0;
@@ -397,8 +421,8 @@ SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix &matrix,
     for (int t = 0;; t++) {
         const weight_unit unit = units.read(t);
         if (!unit.exists()) break;
-        multiply<T, true, MN_MAJOR, MN_MAJOR>(acc, ring, shared, unit.steps(), consumer,
-                                              release_slot{shared, lane});
+        multiply<T, true, MN_MAJOR, MN_MAJOR, TALL>(acc, ring, shared, unit.steps(), consumer,
+                                                    release_slot{shared, lane});
         if (unit.piece.part >= 0) {
             float4 *to = (float4 *)part_of(p, unit.piece.part, matrix.tiles, unit.tile, threadIdx.x);
 #pragma unroll
@@ -425,7 +449,7 @@ template <typename G> SMOE_DEVICE void clear_gradients(const dw_params &p)
     }
 }
 
-template <typename T, typename G, bool TRANSPOSED, bool MERGES>
+template <typename T, typename G, bool TRANSPOSED, bool MERGES, bool TALL>
 __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_params p)
 {
     extern __shared__ __align__(1024) char memory[];
@@ -438,7 +462,7 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
         init_barriers(shared, 1 + LOADERS);
     }
     __syncthreads();
-    const weight_matrix matrix(p);
+    const weight_matrix<TALL> matrix(p);
     if (warp >= 8) {
         give_registers<88>();
         if (warp < 10)
@@ -455,25 +479,32 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
 // ---- The second pass over split experts
 
 // Element (d, feature of half) of the expert's gradient.
-template <bool TRANSPOSED>
+template <bool TRANSPOSED, bool TALL>
 SMOE_DEVICE int64_t gradient_element(const dw_params &p, int expert, int half, int feature, int d)
 {
     if (!TRANSPOSED) return ((int64_t)expert * p.hidden + d) * p.intermediate + feature;
-    const int row = p.interleaved ? feature * 2 + half : half * p.intermediate + feature;
+    if (TALL && feature >= p.half_features) { // halves share the stripe
+        feature -= p.half_features;
+        half++;
+    }
+    const int row = p.interleaved ? feature * 2 + half : half * p.half_features + feature;
     return ((int64_t)expert * p.halves * p.intermediate + row) * p.hidden + d;
 }
 
 // The work of a CTA: 16 bytes of a tile for each thread. So few tiles suffice for many CTAs.
-template <typename G, bool TRANSPOSED>
+template <typename G, bool TRANSPOSED, bool TALL>
 __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ dw_params p)
 {
-    const weight_matrix matrix(p);
+    constexpr int OCTETS = weight_matrix<TALL>::STRIPES * SMOE_WEIGHT_STRIPE / 8; // of features, in a row
+    const weight_matrix<TALL> matrix(p);
     const int slices = __ldg(p.lists.counts + 2) * matrix.tiles * SLICES, lane = threadIdx.x & 31;
-    const int row = (threadIdx.x >> 5) * 16 + (lane >> 2);
+    const int consumer = threadIdx.x / 128;
+    const int first_row = (threadIdx.x >> 5) * 16 + consumer * (matrix.CONSUMER_HIDDEN - 64) + (lane >> 2);
     for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
-        const int unit = slice / SLICES, i = slice % SLICES, column = i * 8 + (lane & 3) * 2;
-        const int tile = unit % matrix.tiles;
-        const moe_place at = matrix.place(tile);
+        const int unit = slice / SLICES, i = slice % SLICES,
+                  column = (TALL ? i % OCTETS : i) * 8 + (lane & 3) * 2;
+        const int row = first_row + (TALL ? i / OCTETS * 64 : 0), tile = unit % matrix.tiles;
+        const moe_place at = moe_weight_place_of(tile, matrix.grid);
         const moe_stripe stripe = matrix.stripe(at, column / SMOE_WEIGHT_STRIPE);
         const int feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
         if (stripe.half >= p.halves || feature >= p.intermediate) continue;
@@ -488,10 +519,10 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
         const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int d = at.row_tile * TILE_ROWS + row + (j >> 1) * 8;
+            const int d = at.row_tile * matrix.TILE_HIDDEN + row + (j >> 1) * 8;
             if (d >= p.hidden || feature + (j & 1) >= p.intermediate) continue;
             G *to = (G *)p.weight_gradient +
-                    gradient_element<TRANSPOSED>(p, split.expert, stripe.half, feature + (j & 1), d);
+                    gradient_element<TRANSPOSED, TALL>(p, split.expert, stripe.half, feature + (j & 1), d);
             give(to, values[j], p.accumulate);
         }
     }
@@ -501,7 +532,8 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
 
 // The gradient (experts, hidden, intermediate): boxes of 128 bytes of n by 64 of d, at (feature, d, 0,
 // expert). Transposed (experts, halves, intermediate, hidden) in either layout: 128 bytes of d by a part's
-// features (64 for f32, two boxes), at (d, feature, half, expert).
+// features (64 for f32, two boxes), at (d, feature, half, expert). A part of halves that share a stripe has
+// the features of both.
 void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
 {
     const int64_t element = moe_type_bytes(d.gradient_type);
@@ -511,11 +543,12 @@ void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
     if (d.transposed) {
         const moe_w1 w1 = {d.gradient, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
         const moe_w1_strides s = moe_strides_of_w1(&w1, element);
+        const bool both = element == 2 && moe_halves_share_stripe((int32_t)d.intermediate, d.halves);
         const moe_boxes boxes = {d.gradient,
                                  4,
                                  {hidden, n, (cuuint64_t)d.halves, experts},
                                  {s.feature, s.half, s.expert},
-                                 {wide, element == 2 ? 128u : 64u, 1, 1}};
+                                 {wide, element == 2 && !both ? 128u : 64u, both ? 2u : 1u, 1}};
         moe_map_boxes(on, map, d.gradient_type, &boxes);
     } else {
         const moe_boxes boxes = {
@@ -527,8 +560,10 @@ void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
 dw_params prepare(moe_launch *on, const moe_dw &d)
 {
     const int64_t half_bytes = d.row_width * moe_type_bytes(on->dtype);
-    const moe_subtiles features = {d.features, d.intermediate, d.rows, d.halves * half_bytes,
-                                   d.halves,   half_bytes};
+    const int both = moe_halves_share_stripe((int32_t)d.intermediate, d.halves) ? 2 : 1; // halves in a stripe
+    const int64_t features_of_stripes = d.intermediate * both;
+    const moe_subtiles features = {d.features,      features_of_stripes, d.rows, d.halves * half_bytes,
+                                   d.halves / both, half_bytes};
     dw_params p = {};
     moe_map_subtiles(on, &p.features, &features, SMOE_WEIGHT_STRIPE / SMOE_SUBTILE_COLUMNS);
     map_gradient(on, &p.gradient, d);
@@ -538,28 +573,45 @@ dw_params prepare(moe_launch *on, const moe_dw &d)
     p.row_token = d.row_token;
     p.lists = d.lists;
     p.hidden = (int32_t)d.hidden;
-    p.intermediate = (int32_t)d.intermediate;
-    p.halves = d.halves;
+    p.intermediate = (int32_t)features_of_stripes;
+    p.halves = d.halves / both;
+    p.half_features = (int32_t)d.intermediate;
     p.rows = (int32_t)d.rows;
     p.subtiles_apart = moe_subtiles_apart(d.intermediate);
+    p.grid = moe_weight_grid_of((int32_t)d.hidden, (int32_t)d.intermediate, d.halves);
     p.interleaved = d.interleaved;
     p.accumulate = d.accumulate;
     return p;
 }
 
-template <typename T, typename G, bool TRANSPOSED> auto kernel_of(bool accumulate)
+template <typename T, typename G, bool TRANSPOSED, bool TALL> auto kernel_of(bool accumulate)
 {
     constexpr bool CAN_MERGE = sizeof(G) == 2;
-    return CAN_MERGE && accumulate ? dw<T, G, TRANSPOSED, CAN_MERGE> : dw<T, G, TRANSPOSED, false>;
+    return CAN_MERGE && accumulate ? dw<T, G, TRANSPOSED, CAN_MERGE, TALL>
+                                   : dw<T, G, TRANSPOSED, false, TALL>;
+}
+
+template <typename T, typename G, bool TRANSPOSED, bool TALL>
+cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
+{
+    const auto kernel = kernel_of<T, G, TRANSPOSED, TALL>(p.accumulate);
+    const cudaError_t status = enqueue(kernel, ctas, THREADS, SHARED_BYTES, stream, p);
+    if (status != cudaSuccess || !p.parts) return status;
+    return enqueue(add_parts<G, TRANSPOSED, TALL>, ctas, CONSUMER_THREADS, 0, stream, p);
 }
 
 template <typename T, typename G, bool TRANSPOSED>
 cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
 {
-    const auto kernel = kernel_of<T, G, TRANSPOSED>(p.accumulate);
-    const cudaError_t status = enqueue(kernel, ctas, THREADS, SHARED_BYTES, stream, p);
-    if (status != cudaSuccess || !p.parts) return status;
-    return enqueue(add_parts<G, TRANSPOSED>, ctas, CONSUMER_THREADS, 0, stream, p);
+    return p.grid.tall ? launch<T, G, TRANSPOSED, true>(p, ctas, stream)
+                       : launch<T, G, TRANSPOSED, false>(p, ctas, stream);
+}
+
+template <typename T, typename G, bool TRANSPOSED, bool TALL> cudaError_t allow()
+{
+    const cudaError_t status = allow_shared(kernel_of<T, G, TRANSPOSED, TALL>(false), SHARED_BYTES);
+    return status != cudaSuccess ? status
+                                 : allow_shared(kernel_of<T, G, TRANSPOSED, TALL>(true), SHARED_BYTES);
 }
 
 } // namespace
@@ -572,11 +624,10 @@ extern "C" cudaError_t moe_sm90_dw_init(void)
         using T = typename decltype(t)::type;
         return for_every_type(gradient_types<T>(), [](auto g) {
             using G = typename decltype(g)::type;
-            cudaError_t status = cudaSuccess;
-            for (const auto kernel : {kernel_of<T, G, false>(false), kernel_of<T, G, false>(true),
-                                      kernel_of<T, G, true>(false), kernel_of<T, G, true>(true)})
-                if (status == cudaSuccess) status = allow_shared(kernel, SHARED_BYTES);
-            return status;
+            for (const cudaError_t status : {allow<T, G, false, false>(), allow<T, G, false, true>(),
+                                             allow<T, G, true, false>(), allow<T, G, true, true>()})
+                if (status != cudaSuccess) return status;
+            return cudaSuccess;
         });
     });
 }

@@ -12,7 +12,8 @@
 // - A: 2 R n written.
 //
 // Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh). A larger tile would leave no room
-// in shared memory for staging, the buffers through which finished tiles are stored.
+// in shared memory for staging, the buffers through which finished tiles are stored. NARROW: 128 x 128, for
+// h <= 128.
 //
 // Warps 8 and 9 gather rows of X with cp.async into the ring of shared memory that feeds wgmma. They write
 // zeros for pad rows and for columns past d. Warps 10 and 11
@@ -62,6 +63,16 @@ enum {
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert(FEED % 16 == 0, "items are 16 bytes");
 
+// Of a tile: columns, and staging buffers of a consumer.
+template <bool NARROW> SMOE_DEVICE constexpr int columns_of()
+{
+    return NARROW ? NARROW_COLUMNS : TILE_COLUMNS;
+}
+template <bool NARROW> SMOE_DEVICE constexpr int halves_of()
+{
+    return NARROW ? 1 : 2;
+}
+
 // Eight lanes copy the same rows row0 + 8 i of a tile, i < 16, one vector each. Lane `vector` of the eight
 // reads the tokens of rows i = 2 vector and 2 vector + 1. If the tile has no second block, its rows have no
 // tokens.
@@ -72,6 +83,7 @@ SMOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int ve
     return {__ldg(rows), __ldg(rows + 8)};
 }
 
+template <bool NARROW>
 SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, feed items, int steps)
 {
     const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3;
@@ -104,7 +116,7 @@ SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, fee
                 barrier_wait(shared.empty(ring.slot), ring.phase);
                 const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
                 if (thread == 0) {
-                    barrier_expect(full, B_BYTES);
+                    barrier_expect(full, columns_of<NARROW>() * STEP * 2);
                     load_box(slot + A_BYTES, &p.w1, full, k * STEP, 0, 0, group, moe_work_expert(now.tile));
                 }
                 const uint32_t wanted = k * STEP + vector * 8 < p.hidden ? real : 0;
@@ -149,7 +161,7 @@ SMOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t 
 }
 
 // A store warp stores its consumer's buffers, one after the other.
-template <typename T>
+template <typename T, bool NARROW>
 SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const shared_layout &shared,
                              feed items, int consumer, int lane)
 {
@@ -167,7 +179,7 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
         if (consumer >= moe_work_blocks(tile)) continue;
         if (claims) items.claim(t, queue);
         const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < halves_of<NARROW>(); half++) {
             const uint32_t buffer = consumer * 2 + half, subtile = shared.buffer(buffer);
             const int feature = (item.column * 2 + half) * buffer_features;
             barrier_wait(shared.buffer_full(buffer), count & 1);
@@ -218,14 +230,14 @@ SMOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column
     }
 }
 
-template <typename T>
+template <typename T, bool NARROW>
 SMOE_DEVICE void multiply_tiles(const up_params &p, const shared_layout &shared, feed items, int steps,
                                 int consumer, int lane)
 {
     ring_position<SLOTS> ring(0);
     const release_slot done = {shared, lane};
     uint32_t count = 0;
-    float acc[128];
+    float acc[columns_of<NARROW>() / 2];
     for (int t = 0;; t++) {
         const work_item item = items.read(t);
         if (!item.exists()) break;
@@ -236,7 +248,7 @@ SMOE_DEVICE void multiply_tiles(const up_params &p, const shared_layout &shared,
         }
         multiply<T, true>(acc, ring, shared, steps, consumer, done);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < halves_of<NARROW>(); half++) {
             if (p.bias) add_bias<T>(acc + half * 64, p, moe_work_expert(tile), item.column, half, lane);
             write_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
         }
@@ -244,7 +256,8 @@ SMOE_DEVICE void multiply_tiles(const up_params &p, const shared_layout &shared,
     }
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ up_params p)
+template <typename T, bool NARROW>
+__global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ up_params p)
 {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
@@ -262,13 +275,18 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __g
     if (warp >= 8) {
         give_registers<72>();
         if (warp < 10)
-            load_tiles(p, shared, items, steps);
+            load_tiles<NARROW>(p, shared, items, steps);
         else
-            store_tiles<T>(p, queue, shared, items, warp - 10, lane);
+            store_tiles<T, NARROW>(p, queue, shared, items, warp - 10, lane);
     } else {
         take_registers<216>();
-        multiply_tiles<T>(p, shared, items, steps, warp >> 2, lane);
+        multiply_tiles<T, NARROW>(p, shared, items, steps, warp >> 2, lane);
     }
+}
+
+bool is_narrow(const moe_up &u)
+{
+    return (u.gated ? 2 : 1) * u.intermediate <= NARROW_COLUMNS;
 }
 
 up_params prepare(moe_launch *on, const moe_up &u)
@@ -276,7 +294,7 @@ up_params prepare(moe_launch *on, const moe_up &u)
     const int halves = u.gated ? 2 : 1;
     const moe_w1 w1 = {u.w1, u.experts, u.hidden, u.intermediate, halves, u.interleaved};
     up_params p = {};
-    moe_map_w1(on, &p.w1, &w1, TILE_COLUMNS);
+    moe_map_w1(on, &p.w1, &w1, is_narrow(u) ? NARROW_COLUMNS : TILE_COLUMNS);
     if (u.h) moe_map_halves(on, &p.h, u.h, u.rows, halves, u.intermediate, SMOE_BLOCK_ROWS);
     moe_map_matrix(on, &p.a, u.a, u.rows, u.intermediate, SMOE_BLOCK_ROWS);
     p.x = u.x;
@@ -299,8 +317,11 @@ up_params prepare(moe_launch *on, const moe_up &u)
 extern "C" cudaError_t moe_sm90_up_init(void)
 {
     using namespace moe;
-    return for_every_type(storage_types(),
-                          [](auto t) { return allow_shared(up<typename decltype(t)::type>, SHARED_BYTES); });
+    return for_every_type(storage_types(), [](auto t) {
+        using T = typename decltype(t)::type;
+        const cudaError_t status = allow_shared(up<T, false>, SHARED_BYTES);
+        return status != cudaSuccess ? status : allow_shared(up<T, true>, SHARED_BYTES);
+    });
 }
 
 extern "C" int moe_sm90_stores(smoe_type dtype)
@@ -315,6 +336,8 @@ extern "C" cudaError_t moe_sm90_up(moe_launch *on, const moe_up *u)
     const up_params p = prepare(on, *u);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue(up<typename decltype(t)::type>, on->ctas, THREADS, SHARED_BYTES, on->stream, p);
+        using T = typename decltype(t)::type;
+        return enqueue(is_narrow(*u) ? up<T, true> : up<T, false>, on->ctas, THREADS, SHARED_BYTES,
+                       on->stream, p);
     });
 }
