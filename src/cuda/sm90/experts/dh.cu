@@ -42,120 +42,22 @@
 // H.
 //
 // Each column tile has its own partial sums of dS, so no atomics are needed.
-#include "common/activation_gradient.cuh"
+//
+// This file has the gathering and the consumers, sm90/dh_rows.cuh the worker warps, sm90/dh_layout.cuh shared
+// memory.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
-#include "problem.h"
-#include "sm90/gemm_cooperative.cuh"
+#include "sm90/dh_rows.cuh"
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
-#include "sm90/work_order.h"
 
 namespace moe
 {
 namespace
 {
 
-using namespace gemm_cooperative;
-
-struct dh_params {
-    CUtensorMap w2;   // moe_map_subtiles of (E, hidden, intermediate): a tile's columns
-    const void *dout; // (T, hidden)
-    const void *h;    // (padded_rows, h_width)
-    void *dh;         // the same shape; may be h
-    void *a;          // A' (padded_rows, intermediate)
-    float *ds;        // (column tiles, padded_rows) partial sums of dS
-    const int32_t *row_token;
-    const float *row_weight;
-    moe_cuda_backward_lists lists;
-    int64_t padded_rows;
-    int32_t hidden, intermediate;
-    int32_t gated, subtiles_apart;
-    smoe_activation activation;
-};
-
-enum {
-    CONSUMER_THREADS = 128,
-    COPIES = SMOE_BLOCK_ROWS / (CONSUMER_THREADS / 8), // a thread's: eight copy the 128 bytes of a row
-    CONSUMER_BARRIER = 1,                              // named, one a consumer
-    WARP_TILE_ROWS = 16, // rows of a consumer warp; one worker warp takes them at a time
-    WARP_TILES = CONSUMER_WARPS,
-    SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,          // of a warp tile, if it is not narrow
-    SUBTILE_BYTES = WARP_TILE_ROWS * SMOE_SUBTILE_ROW_BYTES, // of a warp tile: 16 rows x 64 columns
-    WARP_TILE_BYTES = SUBTILES * SUBTILE_BYTES,
-    AHEAD = 4,                                     // steps of H in flight, 8 columns for each lane
-    RING = STAGING + WARP_TILES * WARP_TILE_BYTES, // a worker warp: 4 steps x (gate 512 bytes, up 512 bytes)
-    RING_HALF = TILE_COLUMNS * 2,
-    RING_ROW = 2 * RING_HALF,
-    RING_WARP = AHEAD * RING_ROW,
-    BARRIERS = RING + 4 * RING_WARP,
-    SCALES = BARRIERS + 8 * (2 * SLOTS + 2 * WARP_TILES), // (WARP_TILES, WARP_TILE_ROWS) float
-    DONE = SCALES + WARP_TILES * WARP_TILE_ROWS *
-                        4, // one word for each slot: how many consumers have finished with it
-    SHARED_BYTES = DONE + SLOTS * 4
-};
-static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
-static_assert((int)TILE_COLUMNS == (int)MOE_SM90_DS_COLUMNS,
-              "the host has room for a part of dS a column tile");
-static_assert(TILE_COLUMNS == 32 * 8, "a warp's lanes have a row of the tile, 16 bytes each");
-static_assert(WARP_TILE_ROWS % (2 * AHEAD) == 0,
-              "the ring's slots, and the rows' places in a subtile, repeat");
-
-// How n is cut into column tiles.
-enum width {
-    NARROW, // one tile of up to 128 columns
-    MIDDLE,
-    WIDE // more than SMOE_MOST_COLUMNS_FIRST tiles
-};
-
-template <width W> struct tile_width {
-    enum {
-        COLUMNS = W == NARROW ? NARROW_COLUMNS : TILE_COLUMNS,
-        SUBTILES = COLUMNS / SMOE_SUBTILE_COLUMNS,
-        LANES = COLUMNS / 8,      // that have a row
-        ROWS = 32 / LANES,        // that a worker warp takes at a time, a step
-        GROUP_ROWS = AHEAD * ROWS // that are between two uses of a slot of the ring
-    };
-    // This lane's row of a step, and its first column.
-    static SMOE_DEVICE int row(int lane)
-    {
-        return lane / LANES;
-    }
-    static SMOE_DEVICE int column(int lane)
-    {
-        return lane % LANES * 8;
-    }
-};
-static_assert(WARP_TILE_ROWS % tile_width<NARROW>::GROUP_ROWS == 0, "whole groups");
-
-struct dh_layout : shared_layout {
-    SMOE_DEVICE explicit dh_layout(uint32_t start)
-    {
-        base = start;
-        barriers = start + BARRIERS;
-    }
-    SMOE_DEVICE uint32_t warp_tile(uint32_t b) const
-    {
-        return base + STAGING + b * WARP_TILE_BYTES;
-    }
-    SMOE_DEVICE uint32_t scale(uint32_t b, uint32_t row) const
-    {
-        return base + SCALES + (b * WARP_TILE_ROWS + row) * 4;
-    }
-    SMOE_DEVICE uint32_t done(uint32_t slot) const
-    {
-        return base + DONE + slot * 4;
-    }
-    SMOE_DEVICE uint32_t warp_tile_full(uint32_t b) const
-    {
-        return barriers + 8 * (2 * SLOTS + b);
-    }
-    SMOE_DEVICE uint32_t warp_tile_empty(uint32_t b) const
-    {
-        return barriers + 8 * (2 * SLOTS + WARP_TILES + b);
-    }
-};
+using namespace dh_kernel;
 
 // ---- Gathering: a consumer that has finished with a slot fills it again. All its threads copy the
 // consumer's own 64 rows of dO. The consumer that finishes with the slot last also starts the copy of W2's
@@ -164,20 +66,6 @@ struct dh_layout : shared_layout {
 SMOE_DEVICE int steps_of(const dh_params &p)
 {
     return (p.hidden + STEP - 1) / STEP;
-}
-
-// The tile of a unit, and its column tile. The width is a template parameter and there are two functions,
-// because otherwise a backward with d = 768 takes longer: 0.5 % with both orders in one kernel, 0.2 to 0.6 %
-// with one function.
-template <width W> SMOE_DEVICE moe_work tile_of(const tile_walk &walk, int unit)
-{
-    if (W != WIDE) return walk.tile(unit);
-    return walk.entry(moe_place_in_list(unit, walk.row_tiles, walk.column_tiles).row_tile);
-}
-template <width W> SMOE_DEVICE int column_of(const tile_walk &walk, int unit)
-{
-    if (W != WIDE) return walk.column(unit);
-    return moe_place_in_list(unit, walk.row_tiles, walk.column_tiles).column_tile;
 }
 
 template <width W> struct gatherer {
@@ -266,202 +154,6 @@ template <width W> struct gatherer {
         if (unit < walk.units) begin_tile();
     }
 };
-
-// ---- The worker warps: worker warp `worker` takes the warp tiles of warp `worker` of both consumers. The
-// addresses of a row follow from those of the row before by additions.
-
-// A warp tile in global memory: its first row, and this lane's first column.
-struct place {
-    int row, column;
-};
-
-// This lane's 16 bytes of a row, in H's or dH's gate half, or in A'.
-SMOE_DEVICE const char *vector_of(const void *matrix, int row, int width, int column)
-{
-    return (const char *)matrix + ((int64_t)row * width + column) * 2;
-}
-
-template <typename T, int KIND> SMOE_DEVICE int h_width_of(const dh_params &p)
-{
-    return activation<T, KIND>::GATED ? 2 * p.intermediate : p.intermediate;
-}
-
-// The address in the up half that belongs to an address in the gate half.
-SMOE_DEVICE const char *up_half(const char *gate, const dh_params &p)
-{
-    return advance_by_adds(gate, (uint32_t)p.intermediate * 2);
-}
-
-template <bool GATED> struct h_ring {
-    const dh_params &p;
-    uint32_t slots; // of this lane
-
-    // Starts the copy of a row into a slot. Columns that do not exist are not read.
-    SMOE_DEVICE void fetch(const char *gate, int column, int slot) const
-    {
-        const uint32_t bytes = column < p.intermediate ? 16u : 0u;
-        copy16_async_unhinted(slots + slot * RING_ROW, gate, bytes);
-        if (GATED) copy16_async_unhinted(slots + slot * RING_ROW + RING_HALF, up_half(gate, p), bytes);
-        commit_copies();
-    }
-    SMOE_DEVICE uint4 gate(int slot) const
-    {
-        return load_shared16(slots + slot * RING_ROW);
-    }
-    SMOE_DEVICE uint4 up(int slot) const
-    {
-        return GATED ? load_shared16(slots + slot * RING_ROW + RING_HALF) : make_uint4(0, 0, 0, 0);
-    }
-};
-
-// Computes and stores a row's vectors of dH and A'. Returns the lane's part of <dA', A>.
-template <typename T, int KIND>
-SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
-                            const char *to_a, bool exists, float weight, float y_weight)
-{
-    uint4 gate, up, scaled;
-    float ds = 0.0f;
-    differentiate_pair<T, KIND>(g.x, u.x, x.x, weight, y_weight, ds, gate.x, up.x, scaled.x);
-    differentiate_pair<T, KIND>(g.y, u.y, x.y, weight, y_weight, ds, gate.y, up.y, scaled.y);
-    differentiate_pair<T, KIND>(g.z, u.z, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
-    differentiate_pair<T, KIND>(g.w, u.w, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
-    store_streaming16_if(exists, (void *)to_dh, gate);
-    if (activation<T, KIND>::GATED) store_streaming16_if(exists, (void *)up_half(to_dh, p), up);
-    store_streaming16_if(exists, (void *)to_a, scaled);
-    return ds;
-}
-
-// Every lane has a part of the sums of 4 steps. Of the LANES lanes that have a row, the i-th quarter gets the
-// sum of step i.
-template <int LANES> SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
-{
-    const bool high = lane & LANES / 2, odd = lane & LANES / 4;
-    float first = high ? v[2] : v[0], second = high ? v[3] : v[1];
-    first += __shfl_xor_sync(~0u, high ? v[0] : v[2], LANES / 2);
-    second += __shfl_xor_sync(~0u, high ? v[1] : v[3], LANES / 2);
-    float sum = odd ? second : first;
-    sum += __shfl_xor_sync(~0u, odd ? first : second, LANES / 4);
-#pragma unroll
-    for (int apart = LANES / 8; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    return sum;
-}
-
-// Stores dS of a group of rows of a warp tile, from `row` on. row < 0: there are none yet.
-template <width W>
-SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float scales, int lane)
-{
-    constexpr int LANES = tile_width<W>::LANES;
-    const int own = row + lane % LANES / (LANES / 4) * tile_width<W>::ROWS + tile_width<W>::row(lane);
-    const float sum = sum_of_lanes<LANES>(ds, lane), scale = __shfl_sync(~0u, scales, own);
-    if (row >= 0 && lane % (LANES / 4) == 0) ds_out[own] = sum * scale;
-}
-
-// Computes one warp tile. Each row of H is fetched four steps ahead. `next`: the warp tile after it.
-template <typename T, int KIND, width W>
-SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
-                                const dh_layout &shared, uint32_t warp_tile, place at, place next,
-                                float weights, float *ds_out, int lane)
-{
-    constexpr int ROWS = tile_width<W>::ROWS, GROUP_ROWS = tile_width<W>::GROUP_ROWS;
-    const int a_width = p.intermediate, h_width = h_width_of<T, KIND>(p), own = tile_width<W>::row(lane);
-    const int vector = tile_width<W>::column(lane) / 8;
-    const float scales = load_shared_float(shared.scale(warp_tile, lane & 15)), y_weights = weights * scales;
-    const bool exists = at.column < p.intermediate;
-    const char *to_dh = vector_of(p.dh, at.row + own, h_width, at.column),
-               *to_a = vector_of(p.a, at.row + own, a_width, at.column),
-               *ahead = vector_of(p.h, at.row + own + (AHEAD - 1) * ROWS, h_width, at.column);
-    const char *const behind = vector_of(p.h, next.row + own, h_width, next.column);
-    uint32_t here =
-        shared.warp_tile(warp_tile) + (vector >> 3) * SUBTILE_BYTES + moe_subtile_offset(own, vector & 7);
-    float ds[AHEAD] = {};
-    wait_copies<AHEAD - 1>();
-    uint4 x = load_shared16(here), g = ring.gate(0), u = ring.up(0);
-#pragma unroll 1
-    for (int row = 0; row < WARP_TILE_ROWS; row += GROUP_ROWS) {
-        const bool last = row == WARP_TILE_ROWS - GROUP_ROWS;
-        const int ahead_column = last ? next.column : at.column;
-        write_sums<W>(ds_out, row - GROUP_ROWS, ds, scales, lane); // nothing here waits for this load
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            uint4 x_next = x, g_next = g, u_next = u;
-            ahead = last && i == 0 ? behind : advance_by_adds(ahead, h_width * 2 * ROWS);
-            ring.fetch(ahead, ahead_column,
-                       i); // the row of this slot has been in registers since the last iteration
-            wait_copies<AHEAD - 1>();
-            if (i + 1 < AHEAD || !last) {
-                // Steps i + 1 to 3 of these four, then step 0 of the next four; the vectors of their rows are
-                // exchanged.
-                const int further = (i + 1) * ROWS;
-                const uint32_t below = (here ^ (further & 7) << 4) + further * SMOE_SUBTILE_ROW_BYTES;
-                if (i + 1 == AHEAD) here = below;
-                x_next = load_shared16(below);
-                g_next = ring.gate((i + 1) % AHEAD), u_next = ring.up((i + 1) % AHEAD);
-            }
-            const int of_row = row + i * ROWS + own;
-            ds[i] = write_row<T, KIND>(p, x, g, u, to_dh, to_a, exists, __shfl_sync(~0u, weights, of_row),
-                                       __shfl_sync(~0u, y_weights, of_row));
-            to_dh = advance_by_adds(to_dh, h_width * 2 * ROWS);
-            to_a = advance_by_adds(to_a, a_width * 2 * ROWS);
-            x = x_next, g = g_next, u = u_next;
-        }
-    }
-    write_sums<W>(ds_out, WARP_TILE_ROWS - GROUP_ROWS, ds, scales, lane);
-}
-
-template <typename T, width W, int KIND>
-SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int worker,
-                            int lane)
-{
-    if (blockIdx.x >= walk.units) return;
-    const h_ring<activation<T, KIND>::GATED> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
-    uint32_t phases = 0; // bit c: parity of consumer c's next warp tile
-    moe_work tile = tile_of<W>(walk, blockIdx.x);
-    const int own = tile_width<W>::row(lane), column = tile_width<W>::column(lane);
-    place at = {tile.row + worker * WARP_TILE_ROWS, column_of<W>(walk, blockIdx.x) * TILE_COLUMNS + column};
-    float weights = __ldg(p.row_weight + at.row + (lane & 15));
-    const int h_width = h_width_of<T, KIND>(p);
-    for (int i = 0; i < AHEAD; i++)
-        ring.fetch(vector_of(p.h, at.row + i * tile_width<W>::ROWS + own, h_width, at.column), at.column, i);
-    for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
-        const int blocks = moe_work_blocks(tile);
-        const int column_tile = column_of<W>(walk, unit);
-        moe_work after = tile;
-        place first = at; // of the next tile; after the last tile it is fetched once more
-        if (unit + gridDim.x < walk.units) {
-            after = tile_of<W>(walk, unit + gridDim.x);
-            first = {after.row + worker * WARP_TILE_ROWS,
-                     column_of<W>(walk, unit + gridDim.x) * TILE_COLUMNS + column};
-        }
-        for (int consumer = 0; consumer < blocks; consumer++) {
-            const uint32_t warp_tile = consumer * 4 + worker, parity = phases >> consumer & 1;
-            const place next = consumer + 1 < blocks ? place{at.row + SMOE_BLOCK_ROWS, at.column} : first;
-            const float next_weights = __ldg(p.row_weight + next.row + (lane & 15));
-            barrier_wait(shared.warp_tile_full(warp_tile), parity);
-            work_warp_tile<T, KIND, W>(p, ring, shared, warp_tile, at, next, weights,
-                                       p.ds + column_tile * p.padded_rows + at.row, lane);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared.warp_tile_empty(warp_tile));
-            at = next;
-            weights = next_weights;
-            phases ^= 1 << consumer;
-        }
-        tile = after;
-    }
-    wait_copies<0>();
-}
-
-template <typename T, width W>
-SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int worker,
-                            int lane)
-{
-    switch (p.activation) {
-#define SMOE_WORK(enumerator, name, shape, curve)                                                            \
-    case enumerator: return work_tiles<T, W, enumerator>(p, walk, shared, worker, lane);
-        MOE_ACTIVATIONS(SMOE_WORK)
-#undef SMOE_WORK
-    }
-    __builtin_unreachable(); // the host refuses other values
-}
 
 // ---- Consumers
 

@@ -1,0 +1,128 @@
+// Parameters, tile widths and shared memory of dh.cu, which explains them.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
+#pragma once
+#include "sm90/gemm_cooperative.cuh"
+#include "sm90/kernels.h"
+#include "sm90/work_order.h"
+
+namespace moe
+{
+namespace dh_kernel
+{
+
+using namespace gemm_cooperative;
+
+struct dh_params {
+    CUtensorMap w2;   // moe_map_subtiles of (E, hidden, intermediate): a tile's columns
+    const void *dout; // (T, hidden)
+    const void *h;    // (padded_rows, h_width)
+    void *dh;         // the same shape; may be h
+    void *a;          // A' (padded_rows, intermediate)
+    float *ds;        // (column tiles, padded_rows) partial sums of dS
+    const int32_t *row_token;
+    const float *row_weight;
+    moe_cuda_backward_lists lists;
+    int64_t padded_rows;
+    int32_t hidden, intermediate;
+    int32_t gated, subtiles_apart;
+    smoe_activation activation;
+};
+
+enum {
+    CONSUMER_THREADS = 128,
+    COPIES = SMOE_BLOCK_ROWS / (CONSUMER_THREADS / 8), // a thread's: eight copy the 128 bytes of a row
+    CONSUMER_BARRIER = 1,                              // named, one a consumer
+    WARP_TILE_ROWS = 16, // rows of a consumer warp; one worker warp takes them at a time
+    WARP_TILES = CONSUMER_WARPS,
+    SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,          // of a warp tile, if it is not narrow
+    SUBTILE_BYTES = WARP_TILE_ROWS * SMOE_SUBTILE_ROW_BYTES, // of a warp tile: 16 rows x 64 columns
+    WARP_TILE_BYTES = SUBTILES * SUBTILE_BYTES,
+    AHEAD = 4,                                     // steps of H in flight, 8 columns for each lane
+    RING = STAGING + WARP_TILES * WARP_TILE_BYTES, // a worker warp: 4 steps x (gate 512 bytes, up 512 bytes)
+    RING_HALF = TILE_COLUMNS * 2,
+    RING_ROW = 2 * RING_HALF,
+    RING_WARP = AHEAD * RING_ROW,
+    BARRIERS = RING + 4 * RING_WARP,
+    SCALES = BARRIERS + 8 * (2 * SLOTS + 2 * WARP_TILES), // (WARP_TILES, WARP_TILE_ROWS) float
+    DONE = SCALES + WARP_TILES * WARP_TILE_ROWS *
+                        4, // one word for each slot: how many consumers have finished with it
+    SHARED_BYTES = DONE + SLOTS * 4
+};
+static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
+static_assert((int)TILE_COLUMNS == (int)MOE_SM90_DS_COLUMNS,
+              "the host has room for a part of dS a column tile");
+static_assert(TILE_COLUMNS == 32 * 8, "a warp's lanes have a row of the tile, 16 bytes each");
+static_assert(WARP_TILE_ROWS % (2 * AHEAD) == 0,
+              "the ring's slots, and the rows' places in a subtile, repeat");
+
+// How n is cut into column tiles.
+enum width {
+    NARROW, // one tile of up to 128 columns
+    MIDDLE,
+    WIDE // more than SMOE_MOST_COLUMNS_FIRST tiles
+};
+
+template <width W> struct tile_width {
+    enum {
+        COLUMNS = W == NARROW ? NARROW_COLUMNS : TILE_COLUMNS,
+        SUBTILES = COLUMNS / SMOE_SUBTILE_COLUMNS,
+        LANES = COLUMNS / 8,      // that have a row
+        ROWS = 32 / LANES,        // that a worker warp takes at a time, a step
+        GROUP_ROWS = AHEAD * ROWS // that are between two uses of a slot of the ring
+    };
+    // This lane's row of a step, and its first column.
+    static SMOE_DEVICE int row(int lane)
+    {
+        return lane / LANES;
+    }
+    static SMOE_DEVICE int column(int lane)
+    {
+        return lane % LANES * 8;
+    }
+};
+static_assert(WARP_TILE_ROWS % tile_width<NARROW>::GROUP_ROWS == 0, "whole groups");
+
+struct dh_layout : shared_layout {
+    SMOE_DEVICE explicit dh_layout(uint32_t start)
+    {
+        base = start;
+        barriers = start + BARRIERS;
+    }
+    SMOE_DEVICE uint32_t warp_tile(uint32_t b) const
+    {
+        return base + STAGING + b * WARP_TILE_BYTES;
+    }
+    SMOE_DEVICE uint32_t scale(uint32_t b, uint32_t row) const
+    {
+        return base + SCALES + (b * WARP_TILE_ROWS + row) * 4;
+    }
+    SMOE_DEVICE uint32_t done(uint32_t slot) const
+    {
+        return base + DONE + slot * 4;
+    }
+    SMOE_DEVICE uint32_t warp_tile_full(uint32_t b) const
+    {
+        return barriers + 8 * (2 * SLOTS + b);
+    }
+    SMOE_DEVICE uint32_t warp_tile_empty(uint32_t b) const
+    {
+        return barriers + 8 * (2 * SLOTS + WARP_TILES + b);
+    }
+};
+
+// The tile of a unit, and its column tile. The width is a template parameter and there are two functions,
+// because otherwise a backward with d = 768 takes longer: 0.5 % with both orders in one kernel, 0.2 to 0.6 %
+// with one function.
+template <width W> SMOE_DEVICE moe_work tile_of(const tile_walk &walk, int unit)
+{
+    if (W != WIDE) return walk.tile(unit);
+    return walk.entry(moe_place_in_list(unit, walk.row_tiles, walk.column_tiles).row_tile);
+}
+template <width W> SMOE_DEVICE int column_of(const tile_walk &walk, int unit)
+{
+    if (W != WIDE) return walk.column(unit);
+    return moe_place_in_list(unit, walk.row_tiles, walk.column_tiles).column_tile;
+}
+
+} // namespace dh_kernel
+} // namespace moe

@@ -1,0 +1,111 @@
+// From the accumulators of a weight gradient to staging buffers, of which dw.cu stores them. A tile is stored
+// in PARTS parts of 64 rows of d by PART_FEATURES; of a tall tile the first half of the parts has the
+// consumer's first 64 rows. A part takes one staging buffer of two subtiles. Terms: docs/glossary.md;
+// symbols: include/smoe.h.
+#pragma once
+#include "sm90/gemm_cooperative.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/weight_tiles.h"
+
+namespace moe
+{
+namespace weight_staging
+{
+
+using namespace gemm_cooperative;
+
+template <typename G> struct output {
+    enum {
+        ROUNDS = sizeof(G) / 2, // how often a buffer is filled for one tile
+        PARTS = 2 * ROUNDS,
+        PART_FEATURES = TILE_COLUMNS / PARTS,
+        SUBTILE_ELEMENTS = SMOE_SUBTILE_ROW_BYTES / sizeof(G)
+    };
+    static SMOE_DEVICE uint32_t buffer(int consumer, int part)
+    {
+        return consumer * 2 + (part & 1);
+    }
+    // Parity of a buffer's phase at the consumer's `count`-th tile.
+    static SMOE_DEVICE uint32_t parity(uint32_t count, int part)
+    {
+        return (count * ROUNDS + (part >> 1)) & 1;
+    }
+};
+
+// acc: the part's accumulators, octets of features.
+template <typename T>
+SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lane, bool transposed, T)
+{
+    using S = storage<T>;
+#pragma unroll
+    for (int q = 0; q < 8; q++) {
+        const float *v = acc + q * 8;
+        if (transposed)
+            store_matrices_transposed(buffer + moe_part_transposed(warp, lane, q), S::pack(v[0], v[1]),
+                                      S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+        else
+            store_matrices(buffer + moe_part_plain(warp, lane, q), S::pack(v[0], v[1]), S::pack(v[2], v[3]),
+                           S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+    }
+}
+
+SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lane, bool transposed, float)
+{
+    const uint32_t row = warp * 16 + (lane >> 2), pair = (lane & 3) * 2;
+    uint32_t to[4]; // of the first octet
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t d = row + (i >> 1) * 8, feature = pair + (i & 1);
+        to[i] = buffer + (transposed ? moe_part_f32(feature, d) : moe_part_f32(d, feature));
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        const int octet = i >> 2;
+        if (transposed)
+            store_shared_float(to[i & 3] + octet * 8 * SMOE_SUBTILE_ROW_BYTES, acc[i]);
+        else if (i % 2 == 0)
+            store_shared_floats(buffer + moe_part_f32(row + (i >> 1 & 1) * 8, octet * 8 + pair), acc[i],
+                                acc[i + 1]);
+    }
+}
+
+// Adds to the accumulators the old values that the stores of write_part will overwrite.
+template <typename T>
+SMOE_DEVICE void add_old(float *acc, uint32_t buffer, int warp, int lane, bool transposed)
+{
+#pragma unroll
+    for (int q = 0; q < 8; q++) {
+        uint32_t old[4];
+        if (transposed)
+            load_matrices_transposed(old, buffer + moe_part_transposed(warp, lane, q));
+        else
+            load_matrices(old, buffer + moe_part_plain(warp, lane, q));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            acc[q * 8 + 2 * i] += storage<T>::low(old[i]);
+            acc[q * 8 + 2 * i + 1] += storage<T>::high(old[i]);
+        }
+    }
+}
+
+template <typename G, bool MERGES>
+SMOE_DEVICE void write_tile(float (&acc)[128], const shared_layout &shared, int consumer, uint32_t count,
+                            int lane, bool transposed)
+{
+    using O = output<G>;
+    const int warp = (threadIdx.x >> 5) & 3;
+#pragma unroll
+    for (int part = 0; part < O::PARTS; part++) {
+        const uint32_t buffer = O::buffer(consumer, part);
+        float *of_part = acc + part * (128 / O::PARTS);
+        barrier_wait(shared.buffer_empty(buffer), O::parity(count, part) ^ !MERGES);
+        if constexpr (MERGES) add_old<G>(of_part, shared.buffer(buffer), warp, lane, transposed);
+        write_part(of_part, shared.buffer(buffer), warp, lane, transposed, G());
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared.buffer_full(buffer));
+    }
+}
+
+} // namespace weight_staging
+} // namespace moe
