@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
         p.lists.counts[0] = before.tiles;
         p.lists.counts[1] = before.pieces;
         p.lists.counts[2] = before.splits;
-        p.lists.counts[3] =
-            p.experts + before.parts - before.splits; // entries: an expert without rows has one
+        p.lists.counts[3] = p.experts + before.parts -
+                            before.splits; // all: an expert that is not split has one, also without rows
         p.lists.turn[0] = p.lists.turn[1] = 0;
     }
     __syncthreads();

@@ -128,7 +128,7 @@ SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, K
             uint4 x_next = x, g_next = g, u_next = u;
             ahead = last && i == 0 ? behind : advance_by_adds(ahead, h_width * 2 * ROWS);
             ring.fetch(ahead, ahead_column,
-                       i); // the row of this slot has been in registers since the last iteration
+                       i); // what was in this slot has been in registers since the last iteration
             wait_copies<AHEAD - 1>();
             if (i + 1 < AHEAD || !last) {
                 // Steps i + 1 to 3 of these four, then step 0 of the next four; the vectors of their rows are

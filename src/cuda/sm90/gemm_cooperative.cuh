@@ -1,9 +1,11 @@
 // The cooperative core: a CTA computes tiles of 128 x 256. Each of its two consumer warpgroups computes 64
-// rows of the tile. Two other tiles are for matrices with few columns: narrow ones of 128 x 128, and tall
-// ones of 256 x 128, where a consumer computes 128 rows. Terms: docs/glossary.md; symbols: include/smoe.h.
+// rows of the tile. There are two other tiles: a narrow one of 128 x 128 for up to 128 columns, and a tall
+// one of 256 x 128, where a consumer computes 128 rows, for an odd number of 128 columns.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots in shared memory. A slot
-// holds 128 x 64 elements of operand A and 256 x 64 of operand B. Warps 10 and 11 store the finished tiles
+// holds 64 columns of K: 128 x 64 elements of operand A and 256 x 64 of operand B (tall: 256 x 64 and 128 x
+// 64; narrow: 128 x 64 of each). Warps 10 and 11 store the finished tiles
 // of consumers 0 and 1. The epilogue of a consumer is short: it converts its accumulators, writes them to
 // staging buffers with stmatrix, and arrives on the barriers of these buffers. It starts the next tile while
 // the store warps work.
@@ -125,8 +127,8 @@ SMOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
     return *(float(*)[64])(acc + half * 64);
 }
 
-// acc = the consumer's rows times the tile's columns: 64 rows times 256 columns, or 128 if acc has 64
-// elements; TALL: 128 rows times 128 columns, the first 64 rows first. One group of wgmma stays in flight
+// acc = the consumer's rows times the tile's columns: 64 rows times 256 columns, or 64 times 128 if acc has
+// 64 elements; TALL: 128 rows times 128 columns, the first 64 rows first. One group of wgmma stays in flight
 // while the warp waits for the next slot. Then the warp has finished with the slot before it and calls
 // done(slot). COPIED: A was written by cp.async. steps >= 1.
 template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, bool TALL = false,
@@ -147,6 +149,7 @@ SMOE_DEVICE void multiply(float (&acc)[COUNT], ring_position<SLOTS> &ring, const
         for (int j = 0; j < STEP / 16; j++) {
             if constexpr (TALL) {
                 const uint64_t right = descriptor<B>(b + descriptor_step<B>() * j);
+#pragma unroll
                 for (int half = 0; half < 2; half++)
                     tensor_core<T>::template multiply<A, B>(
                         rows_of(acc, half),

@@ -20,9 +20,9 @@ SMOE_HD uint32_t moe_subtile_offset(uint32_t row, uint32_t vector)
 
 /* The up-projection's tile has 256 columns. With a gate they are 128 features: eight gate columns, then the
  * up columns of the same eight features, and so on, so that one thread has both columns of a feature. Half h
- * of the tile (128 columns, 16 octets) fills one staging buffer of two subtiles: with a gate, a gate and an
- * up subtile of 64 features; without, two subtiles of 64 columns. Octet b of the half goes to this subtile
- * and vector. */
+ * of the tile (128 columns, 16 octets; a narrow tile has only half 0) fills one staging buffer of two
+ * subtiles: with a gate, a gate and an up subtile of 64 features; without, two subtiles of 64 columns. Octet
+ * b of the half goes to this subtile and vector. */
 SMOE_HD uint32_t moe_octet_subtile(uint32_t octet, int gated)
 {
     return gated ? octet & 1 : octet >> 3;

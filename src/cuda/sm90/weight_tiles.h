@@ -1,9 +1,9 @@
 /* How the Hopper kernel cuts the weight gradients. Terms: docs/glossary.md. Features are cut into stripes of
  * 128. A wide tile is 128 columns of d by two stripes, a tall tile 256 columns of d by one stripe. All tiles
  * of a matrix are of one kind, that with fewer tiles: with an odd number of stripes half of the last wide
- * tile is not needed. A stripe never crosses from the gate half of H to the up half, except that both halves
- * of 64 features are one stripe, and tiles are tall. The GEMM sums over the rows of a piece (scheduler.h). A
- * unit is a piece and a tile, in the order of moe_weight_place_of. */
+ * tile is not needed. A stripe never crosses from the gate half of H to the up half. Exception: with a gate
+ * and n = 64 both halves are one stripe, and the tiles are tall. The GEMM sums over the rows of a piece
+ * (scheduler.h). A unit is a piece and a tile, in the order of moe_weight_place_of. */
 #ifndef SMOE_CUDA_WEIGHT_TILES_H
 #define SMOE_CUDA_WEIGHT_TILES_H
 

@@ -34,12 +34,12 @@
 // magnitude is at least 2^-28 times the largest is a normal fp16 number, and its rounding has a relative
 // error of at most 2^-11. Smaller elements may become subnormal or 0.
 //
-// The four warps of the third warpgroup read these rows one by one; a warp takes one row of 256 columns at a
-// time, or two of 128. For each row it also needs H: 512 bytes or, with a gate, 512 bytes of the gate half
-// and 512 bytes of the up half (narrow tiles: half of it). Each lane copies 16 bytes of each half to shared
-// memory with cp.async, four rows ahead. From registers the lane writes the matching 16 bytes of A' and of
-// each half of dH. Since a lane reads its bytes of H before it writes the same bytes of dH, dH may overwrite
-// H.
+// The four warps of the third warpgroup read these rows from shared memory. In a step a warp takes one row of
+// 256 columns or two rows of 128. For each row it also needs H: 512 bytes or, with a gate, 512 bytes of the
+// gate half and 512 bytes of the up half (narrow tiles: half of it). Each lane copies 16 bytes of each half
+// to shared memory with cp.async, four steps ahead. From registers the lane writes the matching 16 bytes of
+// A' and of each half of dH. Since a lane reads its bytes of H before it writes the same bytes of dH, dH may
+// overwrite H.
 //
 // Each column tile has its own partial sums of dS, so no atomics are needed.
 //

@@ -18,8 +18,8 @@
 // - The gradient: E d w elements written. With accumulate they are also read.
 // - For each piece of a split expert: 4 d w written and read again.
 //
-// Tile: 128 columns of d by 256 columns of w, on the cooperative core (gemm_cooperative.cuh); TALL: 256 by
-// 128 (weight_tiles.h). The GEMM sums over the rows of an expert, 64 rows in a slot of the ring. Both
+// Tile: 128 columns of d by 256 columns of w (wide) or 256 by 128 (TALL; weight_tiles.h), on the cooperative
+// core (gemm_cooperative.cuh). The GEMM sums over the rows of an expert, 64 rows in a slot of the ring. Both
 // operands are MN-major, as they are in memory. dO or X is gathered with cp.async; TMA loads A' or dH. Pad
 // rows and columns past d are zeros. stmatrix.trans transposes the accumulators of dW1 on their way to shared
 // memory.
@@ -61,8 +61,9 @@ struct dw_params {
     float *parts;             // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
     const int32_t *row_token; // NULL: row r is token r, for r < rows
     moe_cuda_backward_lists lists;
-    int32_t hidden, intermediate, halves, rows; // halves that share a stripe count as one
-    int32_t half_features;                      // of the gradient
+    // intermediate: features of a half, or of both if they share a stripe; then halves is 1
+    int32_t hidden, intermediate, halves, rows;
+    int32_t half_features; // n of the gradient
     int32_t subtiles_apart, interleaved, accumulate;
     moe_weight_grid grid;
 };
@@ -136,7 +137,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
                             const shared_layout &shared, weight_feed units)
 {
     constexpr int LEFT_BYTES = TALL ? 2 * A_BYTES : A_BYTES, RIGHT_BYTES = SLOT_BYTES - LEFT_BYTES;
-    static_assert(RIGHT_BYTES == matrix.STRIPES * BUFFER_BYTES, "a stripe has two subtiles");
+    static_assert(RIGHT_BYTES == weight_matrix<TALL>::STRIPES * BUFFER_BYTES, "a stripe has two subtiles");
     const int thread = threadIdx.x - 256, vector = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
     const uint32_t subtile = (vector >> 3) * SMOE_SUBTILE_BYTES;
     const uint32_t even = subtile + moe_subtile_offset(row0, vector & 7),
@@ -230,7 +231,7 @@ template <typename G, bool TRANSPOSED, bool TALL> struct part_place {
     {
         return stripe.half + up(p);
     }
-    // Halves share the stripe, and these are features of the up half.
+    // 1 if the halves share the stripe and the part begins in the up half, else 0.
     SMOE_DEVICE int up(const dw_params &p) const
     {
         return TRANSPOSED && TALL && feature >= p.half_features;

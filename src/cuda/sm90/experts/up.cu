@@ -20,9 +20,9 @@
 // store H from staging, apply the activation to H in staging, and store A.
 //
 // With a gate the tensor map of W1 delivers 8 gate rows, then the 8 up rows of the same features, and so on.
-// So the 256 columns of a tile are the gate columns and the up columns of 128 features. The consumers write
-// gate values and up values to separate subtiles of staging (64 columns each), at equal positions. There a
-// store warp reads both values of a feature to compute A.
+// So the 256 columns of a tile are the gate columns and the up columns of 128 features, and the 128 columns
+// of a narrow tile those of 64. The consumers write gate values and up values to separate subtiles of staging
+// (64 columns each), at equal positions. There a store warp reads both values of a feature to compute A.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/activate_subtile.cuh"
