@@ -3,7 +3,7 @@
 //
 //   list           an entry is                                            for
 //   tiles          up to 128 rows of one expert                           dh, dx_rows
-//   pieces         a run of blocks of one expert; last those without rows dw2, dw1
+//   pieces         a run of blocks of one expert; the last have none      dw2, dw1
 //   splits         an expert that is cut into more than one piece         dw2, dw1
 //   block_expert   the expert of a block                                  dS, dlogits
 //
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
         p.lists.counts[0] = before.tiles;
         p.lists.counts[1] = before.pieces;
         p.lists.counts[2] = before.splits;
-        p.lists.counts[3] = p.experts + before.parts -
-                            before.splits; // all: an expert that is not split has one, also without rows
+        // All pieces: an expert that is not split has one, also if it has no rows.
+        p.lists.counts[3] = p.experts + before.parts - before.splits;
         p.lists.turn[0] = p.lists.turn[1] = 0;
     }
     __syncthreads();

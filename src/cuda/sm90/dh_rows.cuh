@@ -1,6 +1,6 @@
-// The worker warps of dh.cu: from rows of dA' in shared memory and rows of H they compute dH, A' and the
-// partial sums of dS. Worker warp `worker` takes the warp tiles of warp `worker` of both consumers. The
-// addresses of a row follow from those of the row before by additions.
+// The worker warps of dh.cu: from rows of dA' in shared memory and rows of H they compute dH, A' and
+// the partial sums of dS. Worker warp `worker` takes the warp tiles of warp `worker` of both consumers.
+// The addresses of a row follow from those of the row before by additions.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
 #include "common/activation_gradient.cuh"

@@ -5,10 +5,9 @@
 //
 // The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots in shared memory. A slot
 // holds 64 columns of K: 128 x 64 elements of operand A and 256 x 64 of operand B (tall: 256 x 64 and 128 x
-// 64; narrow: 128 x 64 of each). Warps 10 and 11 store the finished tiles
-// of consumers 0 and 1. The epilogue of a consumer is short: it converts its accumulators, writes them to
-// staging buffers with stmatrix, and arrives on the barriers of these buffers. It starts the next tile while
-// the store warps work.
+// 64; narrow: 128 x 64 of each). Warps 10 and 11 store the finished tiles of consumers 0 and 1. The epilogue
+// of a consumer is short: it converts its accumulators, writes them to staging buffers with stmatrix, and
+// arrives on the barriers of these buffers. It starts the next tile while the store warps work.
 //
 // The staging buffers hold a whole tile: for each consumer two buffers of 128 columns, each of two subtiles
 // of 64 x 64.

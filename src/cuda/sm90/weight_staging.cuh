@@ -1,7 +1,7 @@
-// From the accumulators of a weight gradient to staging buffers, from which dw.cu stores them. A tile is
-// stored in PARTS parts of 64 rows of d by PART_FEATURES; of a tall tile the first half of the parts has the
-// consumer's first 64 rows. A part takes one staging buffer of two subtiles. Terms: docs/glossary.md;
-// symbols: include/smoe.h.
+// From the accumulators of a weight gradient to staging buffers, from which dw.cu stores them. A tile
+// is stored in PARTS parts of 64 rows of d by PART_FEATURES; of a tall tile the first half of the parts
+// has the consumer's first 64 rows. A part takes one staging buffer of two subtiles.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/tma.cuh"

@@ -150,7 +150,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
     for (int t = 0; unit.exists(); t++) {
         const moe_piece piece = unit.piece;
         const int hidden = unit.at.row_tile * matrix.TILE_HIDDEN + vector * 8;
-        const bool inside = hidden < p.hidden, inside2 = TALL && hidden + TILE_ROWS < p.hidden;
+        const bool inside = hidden < p.hidden, also_inside = TALL && hidden + TILE_ROWS < p.hidden;
         const char *from = (const char *)p.tokens + unit.at.row_tile * matrix.TILE_HIDDEN * 2;
         const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
         const moe_stripe left = matrix.stripe(unit.at, 0), right = matrix.stripe(unit.at, 1);
@@ -159,7 +159,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
             // wait, because after it the compiler does not know that the warp has converged.
             const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
             const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 16), real = inside ? some : 0,
-                           real2 = inside2 ? some : 0;
+                           also_real = also_inside ? some : 0;
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
                 rows[i] = advance_by_adds(lane_address(mine, (thread & 16) | i), vector * 16);
@@ -183,10 +183,10 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
                 copy16_async_if_unhinted(real & 1u << i,
                                          slot + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES,
                                          rows[i]);
-            if (TALL)
+            if (TALL) // the next 128 columns
 #pragma unroll
                 for (int i = 0; i < ROWS_A_LOADER; i++)
-                    copy16_async_if_unhinted(real2 & 1u << i,
+                    copy16_async_if_unhinted(also_real & 1u << i,
                                              slot + A_BYTES + (i & 1 ? odd : even) +
                                                  (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES,
                                              rows[i] + TILE_ROWS * 2);
