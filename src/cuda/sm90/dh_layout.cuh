@@ -43,10 +43,10 @@ enum {
     RING_ROW = 2 * RING_HALF,
     RING_WARP = AHEAD * RING_ROW,
     BARRIERS = RING + 4 * RING_WARP,
-    SCALES = BARRIERS + 8 * (2 * SLOTS + 2 * WARP_TILES), // (WARP_TILES, WARP_TILE_ROWS) float
+    SCALES = BARRIERS + 8 * (2 * NARROW_SLOTS + 2 * WARP_TILES), // (WARP_TILES, WARP_TILE_ROWS) float
     DONE = SCALES + WARP_TILES * WARP_TILE_ROWS *
                         4, // one word for each slot: how many consumers have finished with it
-    SHARED_BYTES = DONE + SLOTS * 4
+    SHARED_BYTES = DONE + NARROW_SLOTS * 4
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert((int)TILE_COLUMNS == (int)MOE_SM90_DS_COLUMNS,
@@ -65,6 +65,7 @@ enum width {
 template <width W> struct tile_width {
     enum {
         COLUMNS = W == NARROW ? NARROW_COLUMNS : TILE_COLUMNS,
+        RING_SLOTS = W == NARROW ? NARROW_SLOTS : SLOTS,
         SUBTILES = COLUMNS / SMOE_SUBTILE_COLUMNS,
         LANES = COLUMNS / 8,      // that have a row
         ROWS = 32 / LANES,        // that a worker warp takes at a time, a step
@@ -82,31 +83,31 @@ template <width W> struct tile_width {
 };
 static_assert(WARP_TILE_ROWS % tile_width<NARROW>::GROUP_ROWS == 0, "whole groups");
 
-struct dh_layout : shared_layout {
+template <width W> struct dh_layout : ring_layout<tile_width<W>::RING_SLOTS> {
+    enum { RING_SLOTS = tile_width<W>::RING_SLOTS };
     SMOE_DEVICE explicit dh_layout(uint32_t start)
+        : ring_layout<tile_width<W>::RING_SLOTS>{start, start + BARRIERS}
     {
-        base = start;
-        barriers = start + BARRIERS;
     }
     SMOE_DEVICE uint32_t warp_tile(uint32_t b) const
     {
-        return base + STAGING + b * WARP_TILE_BYTES;
+        return this->base + STAGING + b * WARP_TILE_BYTES;
     }
     SMOE_DEVICE uint32_t scale(uint32_t b, uint32_t row) const
     {
-        return base + SCALES + (b * WARP_TILE_ROWS + row) * 4;
+        return this->base + SCALES + (b * WARP_TILE_ROWS + row) * 4;
     }
     SMOE_DEVICE uint32_t done(uint32_t slot) const
     {
-        return base + DONE + slot * 4;
+        return this->base + DONE + slot * 4;
     }
     SMOE_DEVICE uint32_t warp_tile_full(uint32_t b) const
     {
-        return barriers + 8 * (2 * SLOTS + b);
+        return this->barriers + 8 * (2 * RING_SLOTS + b);
     }
     SMOE_DEVICE uint32_t warp_tile_empty(uint32_t b) const
     {
-        return barriers + 8 * (2 * SLOTS + WARP_TILES + b);
+        return this->barriers + 8 * (2 * RING_SLOTS + WARP_TILES + b);
     }
 };
 

@@ -101,7 +101,7 @@ SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], fl
 // Computes one warp tile. Each row of H is fetched four steps ahead. `next`: the warp tile after it.
 template <typename T, int KIND, width W>
 SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
-                                const dh_layout &shared, uint32_t warp_tile, place at, place next,
+                                const dh_layout<W> &shared, uint32_t warp_tile, place at, place next,
                                 float weights, float *ds_out, int lane)
 {
     constexpr int ROWS = tile_width<W>::ROWS, GROUP_ROWS = tile_width<W>::GROUP_ROWS;
@@ -151,7 +151,7 @@ SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, K
 }
 
 template <typename T, width W, int KIND>
-SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int worker,
+SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared, int worker,
                             int lane)
 {
     if (blockIdx.x >= walk.units) return;
@@ -193,7 +193,7 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
 }
 
 template <typename T, width W>
-SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int worker,
+SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared, int worker,
                             int lane)
 {
     switch (p.activation) {

@@ -7,13 +7,13 @@
 typedef enum moe_gemm {
     SMOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
     SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
-    SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory; used for K = 200..256 */
+    SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory; K <= 256 */
 } moe_gemm;
 
 /* Relative speed on full tiles (docs/lab-notebook.md) times the share of columns that is real; 0: not to be
  * used. intermediate: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the
- * chunk. The stationary core always multiplies 256 columns of K. So it cannot run above 256, and at 192 and
- * below a quarter or more of its products would be with zeros. */
+ * chunk. The stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256, and from 129
+ * to 192 a quarter or more of its products would be with zeros. */
 static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t columns)
 {
     const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;
@@ -21,9 +21,9 @@ static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t
     switch (kind) {
     case SMOE_GEMM_TILES: return real;
     case SMOE_GEMM_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
-    case SMOE_GEMM_STATIONARY: return intermediate > 192 && intermediate <= 256 ? real * 1.13 : 0.0;
+    case SMOE_GEMM_STATIONARY: break;
     }
-    return 0.0;
+    return intermediate <= 128 || (intermediate > 192 && intermediate <= 256) ? real * 1.13 : 0.0;
 }
 
 static inline moe_gemm moe_gemm_choose(int64_t intermediate, int64_t columns, int bias)

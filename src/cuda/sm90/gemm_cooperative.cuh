@@ -33,6 +33,8 @@ enum {
     B_BYTES = TILE_COLUMNS * STEP * 2,
     SLOT_BYTES = A_BYTES + B_BYTES,
     NARROW_COLUMNS = TILE_COLUMNS / 2,
+    NARROW_SLOTS = 4, // of a narrow tile's ring, in the same place
+    NARROW_SLOT_BYTES = A_BYTES + NARROW_COLUMNS * STEP * 2,
     TALL_ROWS = TILE_ROWS * 2, // of a tall tile, which has NARROW_COLUMNS columns
     BUFFERS = 4,               // two for each consumer
     BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES,
@@ -42,12 +44,14 @@ enum {
     BARRIER_BYTES = 8 * (2 * SLOTS + 2 * BUFFERS)
 };
 
-// Addresses in shared memory.
-struct shared_layout {
+static_assert((int)NARROW_SLOTS * (int)NARROW_SLOT_BYTES <= (int)STAGING, "staging is behind the ring");
+
+// Addresses in shared memory, with a ring of COUNT slots.
+template <int COUNT> struct ring_layout {
     uint32_t base, barriers;
     SMOE_DEVICE uint32_t slot(uint32_t s) const
     {
-        return base + s * SLOT_BYTES;
+        return base + s * (COUNT == NARROW_SLOTS ? NARROW_SLOT_BYTES : SLOT_BYTES);
     }
     SMOE_DEVICE uint32_t buffer(uint32_t s) const
     {
@@ -59,22 +63,23 @@ struct shared_layout {
     }
     SMOE_DEVICE uint32_t empty(uint32_t s) const
     {
-        return barriers + 8 * (SLOTS + s);
+        return barriers + 8 * (COUNT + s);
     }
     SMOE_DEVICE uint32_t buffer_full(uint32_t s) const
     {
-        return barriers + 8 * (2 * SLOTS + s);
+        return barriers + 8 * (2 * COUNT + s);
     }
     SMOE_DEVICE uint32_t buffer_empty(uint32_t s) const
     {
-        return barriers + 8 * (2 * SLOTS + BUFFERS + s);
+        return barriers + 8 * (2 * COUNT + BUFFERS + s);
     }
 };
+using shared_layout = ring_layout<SLOTS>;
 
 // By one thread. `loaders`: arrivals that complete a slot.
-SMOE_DEVICE void init_barriers(const shared_layout &shared, uint32_t loaders)
+template <int COUNT> SMOE_DEVICE void init_barriers(const ring_layout<COUNT> &shared, uint32_t loaders)
 {
-    for (int i = 0; i < SLOTS; i++) {
+    for (int i = 0; i < COUNT; i++) {
         barrier_init(shared.full(i), loaders);
         barrier_init(shared.empty(i), CONSUMER_WARPS);
     }
@@ -111,14 +116,15 @@ struct tile_walk {
 // ---- Consumers
 
 // After the last use of a slot: tells the threads that fill it.
-struct release_slot {
-    const shared_layout &shared;
+template <int COUNT> struct release_slot {
+    const ring_layout<COUNT> &shared;
     int lane;
     SMOE_DEVICE void operator()(uint32_t slot) const
     {
         if (lane == 0) barrier_arrive(shared.empty(slot));
     }
 };
+template <int COUNT> release_slot(const ring_layout<COUNT> &, int) -> release_slot<COUNT>;
 
 // 64 rows of a tall tile.
 SMOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
@@ -131,8 +137,8 @@ SMOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
 // while the warp waits for the next slot. Then the warp has finished with the slot before it and calls
 // done(slot). COPIED: A was written by cp.async. steps >= 1.
 template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, bool TALL = false,
-          int COUNT, class Done>
-SMOE_DEVICE void multiply(float (&acc)[COUNT], ring_position<SLOTS> &ring, const shared_layout &shared,
+          int SUMS, int COUNT, class Done>
+SMOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const ring_layout<COUNT> &shared,
                           int steps, int consumer, const Done &done)
 {
     uint32_t previous = 0;
@@ -163,7 +169,7 @@ SMOE_DEVICE void multiply(float (&acc)[COUNT], ring_position<SLOTS> &ring, const
         wgmma_commit();
         pin(acc);
         wgmma_wait<1>();
-        if (k) done(ring.slot == 0 ? SLOTS - 1 : ring.slot - 1);
+        if (k) done(ring.slot == 0 ? COUNT - 1 : ring.slot - 1);
         previous = ring.slot;
         ring.advance();
     }
@@ -173,8 +179,8 @@ SMOE_DEVICE void multiply(float (&acc)[COUNT], ring_position<SLOTS> &ring, const
 }
 
 // A tile of which this consumer has no rows: skips its slots.
-template <class Done>
-SMOE_DEVICE void pass_over(ring_position<SLOTS> &ring, const shared_layout &shared, int steps,
+template <int COUNT, class Done>
+SMOE_DEVICE void pass_over(ring_position<COUNT> &ring, const ring_layout<COUNT> &shared, int steps,
                            const Done &done)
 {
     for (int k = 0; k < steps; k++) {
@@ -186,8 +192,8 @@ SMOE_DEVICE void pass_over(ring_position<SLOTS> &ring, const shared_layout &shar
 
 // Half `half` (64 accumulators, 16 octets of 8 columns) of the consumer's `count`-th tile goes to its buffer.
 // gated: see moe_octet_subtile. Of every four octets, one stmatrix stores 0 and 2, the next one 1 and 3.
-template <typename T, bool GATED_CHOICE>
-SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int consumer, int half,
+template <typename T, bool GATED_CHOICE, int COUNT>
+SMOE_DEVICE void write_half(const float *acc, const ring_layout<COUNT> &shared, int consumer, int half,
                             uint32_t count, int gated, int lane)
 {
     using S = storage<T>;

@@ -1,7 +1,7 @@
-// The operands of the cores in gemm_tiles.cuh and gemm_ping_pong.cuh, chosen by the type P of the kernel's
-// parameters. A step of the GEMM covers 64 elements of its K dimension. For one step this file loads 64
-// columns of 128 rows, and the same 64 of the weights of COLUMNS result columns.
-// Terms: docs/glossary.md; symbols: include/smoe.h.
+// The operands of the cores in gemm_tiles.cuh, gemm_ping_pong.cuh and gemm_stationary.cuh, chosen by the type
+// P of the kernel's parameters. A step of the GEMM covers 64 elements of its K dimension. For one step this
+// file loads 64 columns of a box of rows, and the same 64 of the weights of COLUMNS result columns. Terms:
+// docs/glossary.md; symbols: include/smoe.h.
 //
 // P has lists, y (the tensor map of the result's column chunk) and columns. With HAS_BIAS it also has bias,
 // hidden and first_column.
@@ -16,6 +16,7 @@ namespace moe
 //   WEIGHTS: their order in shared memory; HAS_BIAS; STEP: columns of K in a step
 //   steps(p): of K;  prefetch(p): its tensor maps
 //   load_rows(p, to, full, k, tile);  load_weights<COLUMNS>(p, to, full, k, tile, column)
+//   piece(p, i): entry i of the list of pieces, for gemm_stationary.cuh
 template <class P> struct operands;
 
 } // namespace moe

@@ -1,20 +1,26 @@
-// The weight-stationary core, for the down-projection with n <= 256. 256 columns of one expert's weights
-// stay in shared memory (128 KB), and the blocks of a piece, a run of this expert's blocks, are loaded one
-// after the other.
+// The weight-stationary core, for rows times weights with K <= 256. 256 columns of one expert's weights
+// stay in shared memory, and the blocks of a piece, a run of this expert's blocks, are loaded one after the
+// other.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// A block costs 32 KB of loads; the cooperative core would load 64 KB for it. The two consumer warpgroups
-// take blocks in turns: one converts and stores while the other multiplies.
+// Weights come in slices of 64 of K, 32 KB each. SLICES, a template parameter, is how many a unit has: 1, 2
+// or 4 for K up to 64, 128 or 256. Shared memory has places for four slices, so with 1 or 2 of them the
+// weights of the next units are loaded ahead.
+//
+// A block costs 8 KB of loads for each slice. With K = 256 these are 32 KB, where the cooperative core would
+// load 64 KB. The two consumer warpgroups take blocks in turns: one converts and stores while the other
+// multiplies.
 //
 // A unit of work is a piece and a column tile. First each CTA takes whole units (full waves), so that
 // neighbouring CTAs read the same rows at the same time and share them in L2. The units that are left over
 // are cut by blocks so that all CTAs end at the same time (stationary_shares.h).
 //
-// P, the kernel's parameters, has the tensor maps a (boxes of 64 rows), w2 (256 rows) and y (64 rows), and
-// lists, hidden, first_column and columns.
+// P, the kernel's parameters, has lists, columns and the tensor map y (boxes of 64 rows). operands<P> loads
+// 64 rows or the weights of 256 columns, and has piece(p, i), entry i of the list of pieces.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/storage.cuh"
+#include "sm90/gemm_operands.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/stationary_shares.h"
 #include "sm90/swizzle.h"
@@ -30,15 +36,15 @@ enum {
     THREADS = 384,
     TILE_COLUMNS = 256,
     STEP = 64,
-    SLICES = 4, // of weights
+    MOST_SLICES = 4, // places for slices of weights
     SLICE_BYTES = TILE_COLUMNS * STEP * 2,
     SLOTS = 8, // of A: 64 rows x 64
     SLOT_BYTES = SMOE_SUBTILE_BYTES,
     BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES, // staging of a consumer: 64 rows x 128 columns
-    RING = SLICES * SLICE_BYTES,
+    RING = MOST_SLICES * SLICE_BYTES,
     STAGING = RING + SLOTS * SLOT_BYTES,
     BARRIERS = STAGING + 2 * BUFFER_BYTES,
-    SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 4), // cta_shares
+    SHARES = BARRIERS + 8 * (2 * SLOTS + 2 * MOST_SLICES + 4), // cta_shares
     SHARED_BYTES = SHARES + 80,
     MAX_CTAS = 256,
     // moe_work_bound for E <= 4096 experts and 2^31 rows is at most 2 E + 1. If a piece may have 4096 blocks,
@@ -47,7 +53,8 @@ enum {
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert(MAX_CTAS <= THREADS, "one thread for each CTA's share");
-static_assert(4 * (MOST_PIECES + 1) <= SLICES * SLICE_BYTES, "sums over the pieces, before the first slice");
+static_assert(4 * (MOST_PIECES + 1) <= MOST_SLICES * SLICE_BYTES,
+              "sums over the pieces, before the first slice");
 
 struct shared_layout {
     uint32_t base;
@@ -77,26 +84,25 @@ struct shared_layout {
     }
     SMOE_DEVICE uint32_t slice_empty(int j) const
     {
-        return base + BARRIERS + 8 * (2 * SLOTS + SLICES + j);
+        return base + BARRIERS + 8 * (2 * SLOTS + MOST_SLICES + j);
     }
     SMOE_DEVICE uint32_t buffer_full(int consumer) const
     {
-        return base + BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + consumer);
+        return base + BARRIERS + 8 * (2 * SLOTS + 2 * MOST_SLICES + consumer);
     }
     SMOE_DEVICE uint32_t buffer_empty(int consumer) const
     {
-        return base + BARRIERS + 8 * (2 * SLOTS + 2 * SLICES + 2 + consumer);
+        return base + BARRIERS + 8 * (2 * SLOTS + 2 * MOST_SLICES + 2 + consumer);
     }
 };
 
-struct unit_list {
-    const moe_work *pieces;
+template <class P> struct unit_list {
+    const P &p;
     int column_tiles;
     int waves; // number of whole units of every CTA
     SMOE_DEVICE moe_work piece(int unit) const
     {
-        const int2 entry = __ldg((const int2 *)(pieces + unit / column_tiles));
-        return {entry.x, entry.y};
+        return operands<P>::piece(p, unit / column_tiles);
     }
 };
 
@@ -110,14 +116,13 @@ struct cta_shares {
 static_assert(sizeof(cta_shares) <= SHARED_BYTES - SHARES, "shared memory");
 
 // before[i] = the blocks of the pieces before piece i, for i <= pieces. Called by all threads of the CTA.
-SMOE_DEVICE void sum_pieces(const moe_work *list, int pieces, int *before, uint32_t *memory)
+template <class P> SMOE_DEVICE void sum_pieces(const P &p, int pieces, int *before, uint32_t *memory)
 {
     int done = 0;
     if (threadIdx.x == 0) before[0] = 0;
     for (int first = 0; first < pieces; first += THREADS) {
         const int own = first + threadIdx.x;
-        const moe_work piece = {0, own < pieces ? __ldg(&list[own].what) : 0};
-        const int blocks = moe_work_blocks(piece);
+        const int blocks = own < pieces ? moe_work_blocks(operands<P>::piece(p, own)) : 0;
         const int others = done + (int)sum_of_threads_before(blocks, memory);
         if (own < pieces) before[own + 1] = others + blocks;
         __syncthreads();
@@ -160,13 +165,17 @@ SMOE_DEVICE moe_share share_units(const moe_stationary_units &units, int *waves,
 // One item of the CTA's work. Producers and consumers go through the same items in the same order.
 struct item {
     int row, blocks, column, expert;
+    SMOE_DEVICE moe_work block(int i) const
+    {
+        return moe_work_make(row + i * SMOE_BLOCK_ROWS, expert, 1);
+    }
 };
 
-struct item_walk {
-    const unit_list &list;
+template <class P> struct item_walk {
+    const unit_list<P> &list;
     moe_share rest;
     int wave = 0;
-    SMOE_DEVICE item_walk(const unit_list &l, const moe_share &r) : list(l), rest(r)
+    SMOE_DEVICE item_walk(const unit_list<P> &l, const moe_share &r) : list(l), rest(r)
     {
     }
     SMOE_DEVICE bool next(item &it)
@@ -189,44 +198,57 @@ struct item_walk {
     }
 };
 
+// Where the slices of the weights of the CTA's `count`-th item are.
+template <int SLICES> struct slice_set {
+    enum { SETS = MOST_SLICES / SLICES };
+    static_assert(MOST_SLICES % SLICES == 0, "a set does not wrap around");
+    int first;
+    uint32_t phase; // in which the slices become full
+    SMOE_DEVICE explicit slice_set(uint32_t count) : first(count % SETS * SLICES), phase(count / SETS & 1)
+    {
+    }
+};
+
 // ---- Producers, one thread each
 
-template <class P> SMOE_DEVICE void load_rows(const P &p, item_walk walk, const shared_layout &shared)
+template <int SLICES, class P>
+SMOE_DEVICE void load_rows(const P &p, item_walk<P> walk, const shared_layout &shared)
 {
     ring_position<SLOTS> ring(1);
-    prefetch_map(&p.a);
+    operands<P>::prefetch(p);
     for (item it; walk.next(it);)
         for (int block = 0; block < it.blocks; block++)
 #pragma unroll 1
             for (int j = 0; j < SLICES; j++) {
                 barrier_wait(shared.empty(ring.slot), ring.phase);
                 barrier_expect(shared.full(ring.slot), SLOT_BYTES);
-                load_box(shared.slot(ring.slot), &p.a, shared.full(ring.slot), j * STEP,
-                         it.row + block * SMOE_BLOCK_ROWS);
+                operands<P>::load_rows(p, shared.slot(ring.slot), shared.full(ring.slot), j, it.block(block));
                 ring.advance();
             }
 }
 
 // Slice by slice, each when its last readers have finished with it.
-template <class P> SMOE_DEVICE void load_weights(const P &p, item_walk walk, const shared_layout &shared)
+template <int SLICES, class P>
+SMOE_DEVICE void load_weights(const P &p, item_walk<P> walk, const shared_layout &shared)
 {
-    uint32_t phase = 1;
-    prefetch_map(&p.w2);
-    for (item it; walk.next(it); phase ^= 1)
+    uint32_t count = 0;
+    for (item it; walk.next(it); count++) {
+        const slice_set<SLICES> set(count);
         for (int j = 0; j < SLICES; j++) {
-            barrier_wait(shared.slice_empty(j), phase);
-            barrier_expect(shared.slice_full(j), SLICE_BYTES);
-            load_box(shared.slice(j), &p.w2, shared.slice_full(j), j * STEP,
-                     it.expert * p.hidden + p.first_column + it.column);
+            const int place = set.first + j;
+            barrier_wait(shared.slice_empty(place), set.phase ^ 1);
+            barrier_expect(shared.slice_full(place), SLICE_BYTES);
+            operands<P>::template load_weights<TILE_COLUMNS>(p, shared.slice(place), shared.slice_full(place),
+                                                             j, it.block(0), it.column);
         }
+    }
 }
 
 // `done` is the number of blocks of all items so far. Consumer (done + block) % 2 has block `block`.
 template <class P>
-SMOE_DEVICE void store_blocks(const P &p, item_walk walk, const shared_layout &shared, int consumer)
+SMOE_DEVICE void store_blocks(const P &p, item_walk<P> walk, const shared_layout &shared, int consumer)
 {
     uint32_t done = 0, count = 0;
-    prefetch_map(&p.y);
     for (item it; walk.next(it); done += it.blocks)
         for (int block = (consumer - done) & 1; block < it.blocks; block += 2)
             for (int half = 0; half < 2; half++, count++) {
@@ -245,30 +267,32 @@ SMOE_DEVICE void store_blocks(const P &p, item_walk walk, const shared_layout &s
 // ---- Consumers. Named barriers 4 and 5: the turns of consumers 0 and 1 at the tensor cores.
 enum { TURN_BARRIER = 4 };
 
-template <typename T>
+template <typename T, operand_order WEIGHTS, int SLICES>
 SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<SLOTS> ring, const shared_layout &shared,
-                                int consumer, bool first, bool last, uint32_t weight_phase, int lane)
+                                int consumer, bool first, bool last, slice_set<SLICES> weights, int lane)
 {
     uint32_t previous = 0;
     named_barrier_sync(TURN_BARRIER + consumer, 256);
 #pragma unroll
     for (int j = 0; j < SLICES; j++) {
-        if (first) barrier_wait(shared.slice_full(j), weight_phase);
+        if (first) barrier_wait(shared.slice_full(weights.first + j), weights.phase);
         barrier_wait(shared.full(ring.slot), ring.phase);
         const uint32_t a = descriptor_address(shared.slot(ring.slot)),
-                       b = descriptor_address(shared.slice(j));
+                       b = descriptor_address(shared.slice(weights.first + j));
         pin(acc);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < STEP / 16; i++)
-            tensor_core<T>::multiply(acc, descriptor(a + 2 * i), descriptor(b + 2 * i), (j | i) != 0);
+            tensor_core<T>::template multiply<K_MAJOR, WEIGHTS>(
+                acc, descriptor<K_MAJOR>(a + descriptor_step<K_MAJOR>() * i),
+                descriptor<WEIGHTS>(b + descriptor_step<WEIGHTS>() * i), (j | i) != 0);
         wgmma_commit();
         pin(acc);
         if (j == SLICES - 1) named_barrier_arrive(TURN_BARRIER + (consumer ^ 1), 256);
         wgmma_wait<1>();
         if (j > 0 && lane == 0) {
             barrier_arrive(shared.empty(previous));
-            if (last) barrier_arrive(shared.slice_empty(j - 1));
+            if (last) barrier_arrive(shared.slice_empty(weights.first + j - 1));
         }
         previous = ring.slot;
         ring.advance();
@@ -277,7 +301,7 @@ SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<SLOTS> ring, co
     pin(acc);
     if (lane == 0) {
         barrier_arrive(shared.empty(previous));
-        if (last) barrier_arrive(shared.slice_empty(SLICES - 1));
+        if (last) barrier_arrive(shared.slice_empty(weights.first + SLICES - 1));
     }
 }
 
@@ -300,31 +324,32 @@ SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int c
     if (lane == 0) barrier_arrive(shared.buffer_full(consumer));
 }
 
-template <typename T>
-SMOE_DEVICE void multiply_blocks(item_walk walk, const shared_layout &shared, int consumer, int lane)
+template <typename T, int SLICES, class P>
+SMOE_DEVICE void multiply_blocks(item_walk<P> walk, const shared_layout &shared, int consumer, int lane)
 {
     float acc[128];
-    uint32_t done = 0, count = 0, weight_phase = 0;
+    uint32_t done = 0, count = 0, items = 0;
     if (consumer == 1) named_barrier_arrive(TURN_BARRIER, 256); // consumer 0 begins
-    for (item it; walk.next(it); done += it.blocks, weight_phase ^= 1) {
+    for (item it; walk.next(it); done += it.blocks, items++) {
+        const slice_set<SLICES> weights(items);
         const int own = (consumer - done) & 1;
         if (own >= it.blocks) // this consumer has no block of this item: it only releases the slices
             for (int j = 0; j < SLICES; j++) {
-                barrier_wait(shared.slice_full(j), weight_phase);
-                if (lane == 0) barrier_arrive(shared.slice_empty(j));
+                barrier_wait(shared.slice_full(weights.first + j), weights.phase);
+                if (lane == 0) barrier_arrive(shared.slice_empty(weights.first + j));
             }
         for (int block = own; block < it.blocks; block += 2) {
             ring_position<SLOTS> ring(0);
             ring.advance((done + block) * SLICES % (2 * SLOTS));
-            multiply_block<T>(acc, ring, shared, consumer, block == own, block + 2 >= it.blocks, weight_phase,
-                              lane);
+            multiply_block<T, operands<P>::WEIGHTS>(acc, ring, shared, consumer, block == own,
+                                                    block + 2 >= it.blocks, weights, lane);
             write_half<T>(acc, shared, consumer, count++, lane);
             write_half<T>(acc + 64, shared, consumer, count++, lane);
         }
     }
 }
 
-template <typename T, class P>
+template <typename T, int SLICES, class P>
 __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p)
 {
     extern __shared__ __align__(1024) char memory[];
@@ -335,7 +360,7 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
             barrier_init(shared.full(i), 1);
             barrier_init(shared.empty(i), 4); // the warps of the consumer whose block it is
         }
-        for (int i = 0; i < SLICES; i++) {
+        for (int i = 0; i < MOST_SLICES; i++) {
             barrier_init(shared.slice_full(i), 1);
             barrier_init(shared.slice_empty(i), 8);
         }
@@ -349,23 +374,23 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
               column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     int *before = (int *)memory; // until the first slice is loaded
     cta_shares *shares = (cta_shares *)(memory + SHARES);
-    sum_pieces(p.lists.pieces, pieces, before, shares->sums);
-    unit_list list = {p.lists.pieces, column_tiles, 0};
+    sum_pieces(p, pieces, before, shares->sums);
+    unit_list<P> list = {p, column_tiles, 0};
     const moe_share rest = share_units({before, pieces, column_tiles, (int)gridDim.x}, &list.waves, shares);
-    const item_walk walk(list, rest);
+    const item_walk<P> walk(list, rest);
     if (warp >= 8) {
         give_registers<40>();
         if (lane == 0) {
             if (warp == 8)
-                load_rows(p, walk, shared);
+                load_rows<SLICES>(p, walk, shared);
             else if (warp == 9)
-                load_weights(p, walk, shared);
+                load_weights<SLICES>(p, walk, shared);
             else
                 store_blocks(p, walk, shared, warp - 10);
         }
     } else {
         take_registers<232>();
-        multiply_blocks<T>(walk, shared, warp >> 2, lane);
+        multiply_blocks<T, SLICES>(walk, shared, warp >> 2, lane);
     }
 }
 

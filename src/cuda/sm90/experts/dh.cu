@@ -71,14 +71,14 @@ SMOE_DEVICE int steps_of(const dh_params &p)
 template <width W> struct gatherer {
     const dh_params &p;
     const tile_walk &walk;
-    const dh_layout &shared;
+    const dh_layout<W> &shared;
     int unit, column, k; // of the step to load next; column: first of the tile
     int next;            // token of row row0 + 16 (vector % 4) of the tile after this one
     moe_work tile;
     uint32_t real;            // bit i: row row0 + 16 i exists
     const char *from[COPIES]; // this thread's 16 bytes of the step
 
-    SMOE_DEVICE gatherer(const dh_params &params, const tile_walk &work, const dh_layout &layout)
+    SMOE_DEVICE gatherer(const dh_params &params, const tile_walk &work, const dh_layout<W> &layout)
         : p(params), walk(work), shared(layout), unit(blockIdx.x), column(0), k(0), next(-1), tile({0, 0}),
           real(0)
     {
@@ -168,9 +168,9 @@ SMOE_DEVICE uint32_t row_exponent(float most)
 
 // Writes the warp's 16 rows of accumulators to its warp tile: x 2^(141 - e) in fp16, and the row's scale
 // 2^(e - 141) to the array of scales.
-template <int COUNT>
-SMOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout &shared, uint32_t warp_tile, uint32_t parity,
-                      int lane)
+template <width W, int COUNT>
+SMOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout<W> &shared, uint32_t warp_tile,
+                      uint32_t parity, int lane)
 {
     using H = storage<__half>;
     float most_upper = 0.0f, most_lower = 0.0f; // rows lane / 4 and lane / 4 + 8
@@ -201,10 +201,10 @@ SMOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout &shared, uint32
 }
 
 template <typename T, width W>
-SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const dh_layout &shared, int warp,
-                                int lane)
+SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared,
+                                int warp, int lane)
 {
-    ring_position<SLOTS> ring(0);
+    ring_position<dh_layout<W>::RING_SLOTS> ring(0);
     const int consumer = warp >> 2, steps = steps_of(p);
     uint32_t count = 0;
     float acc[tile_width<W>::COLUMNS / 2];
@@ -214,7 +214,7 @@ SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const
         gather.fill(slot);
     };
 #pragma unroll 1
-    for (int i = 0; i < SLOTS; i++) gather.fill(i);
+    for (int i = 0; i < shared.RING_SLOTS; i++) gather.fill(i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x) {
         const moe_work tile = tile_of<W>(walk, unit); // the thread that gathers has read it before
         if (consumer >= moe_work_blocks(tile)) {
@@ -227,9 +227,9 @@ SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const
     }
 }
 
-SMOE_DEVICE void init_barriers(const dh_layout &shared)
+template <width W> SMOE_DEVICE void init_barriers(const dh_layout<W> &shared)
 {
-    for (int i = 0; i < SLOTS; i++) {
+    for (int i = 0; i < shared.RING_SLOTS; i++) {
         barrier_init(shared.full(i), 1 + 2 * CONSUMER_THREADS);
         store_shared_word(shared.done(i), 0);
     }
@@ -244,7 +244,7 @@ template <typename T, width W>
 __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_params p)
 {
     extern __shared__ __align__(1024) char memory[];
-    const dh_layout shared(shared_address(memory));
+    const dh_layout<W> shared(shared_address(memory));
     const int warp = warp_number(), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) init_barriers(shared);
     __syncthreads();

@@ -58,6 +58,11 @@ template <> struct operands<down_params> {
         prefetch_map(&p.w2);
         prefetch_map(&p.y);
     }
+    static SMOE_DEVICE moe_work piece(const down_params &p, int i)
+    {
+        const int2 entry = __ldg((const int2 *)(p.lists.pieces + i));
+        return {entry.x, entry.y};
+    }
     static SMOE_DEVICE void load_rows(const down_params &p, uint32_t to, uint32_t full, int k, moe_work tile)
     {
         load_box(to, &p.a, full, k * STEP, tile.row);
@@ -96,14 +101,16 @@ core core_of(moe_gemm kind)
 
 typedef void (*down_kernel)(down_params);
 
-template <typename T> down_kernel kernel_of(moe_gemm kind)
+template <typename T> down_kernel kernel_of(moe_gemm kind, int64_t intermediate)
 {
     switch (kind) {
     case SMOE_GEMM_TILES: return gemm_tiles::kernel<T, down_params>;
     case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, down_params>;
     case SMOE_GEMM_STATIONARY: break;
     }
-    return gemm_stationary::kernel<T, down_params>;
+    return intermediate <= 64    ? gemm_stationary::kernel<T, 1, down_params>
+           : intermediate <= 128 ? gemm_stationary::kernel<T, 2, down_params>
+                                 : gemm_stationary::kernel<T, 4, down_params>;
 }
 
 down_params prepare(moe_launch *on, const moe_down &d, const core &with)
@@ -129,11 +136,13 @@ extern "C" cudaError_t moe_sm90_down_init(void)
 {
     using namespace moe;
     return for_every_type(storage_types(), [](auto t) {
-        cudaError_t status = cudaSuccess;
-        for (int kind = SMOE_GEMM_TILES; kind <= SMOE_GEMM_STATIONARY && status == cudaSuccess; kind++)
-            status = allow_shared(kernel_of<typename decltype(t)::type>((moe_gemm)kind),
-                                  core_of((moe_gemm)kind).shared_bytes);
-        return status;
+        for (int kind = SMOE_GEMM_TILES; kind <= SMOE_GEMM_STATIONARY; kind++)
+            for (const int64_t intermediate : {64, 128, 256}) {
+                const auto kernel = kernel_of<typename decltype(t)::type>((moe_gemm)kind, intermediate);
+                const cudaError_t status = allow_shared(kernel, core_of((moe_gemm)kind).shared_bytes);
+                if (status != cudaSuccess) return status;
+            }
+        return cudaSuccess;
     });
 }
 
@@ -146,7 +155,7 @@ extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     const int ctas = on->ctas < with.most_ctas ? on->ctas : with.most_ctas;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        const down_kernel kernel = kernel_of<typename decltype(t)::type>(kind);
+        const down_kernel kernel = kernel_of<typename decltype(t)::type>(kind, d->intermediate);
         return enqueue(kernel, ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream, p);
     });
 }

@@ -9,13 +9,15 @@
 // - W1: 2 E d h, read once if L2 serves all row tiles of each expert except its first.
 // - dX~: 2 R d written.
 //
-// Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh) or 128 x 192 on the ping-pong core
-// (gemm_ping_pong.cuh); see choose(). W1 is MN-major, as it is in
-// memory. The GEMM sums over the gate rows of W1 and then over the up rows, in both layouts of W1.
+// Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh), 128 x 192 on the ping-pong core
+// (gemm_ping_pong.cuh) or 64 x 256 on the weight-stationary core (gemm_stationary.cuh); see choose(). W1 is
+// MN-major, as it is in memory. The GEMM sums over the gate rows of W1 and then over the up rows, in both
+// layouts of W1.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/gemm_choice.h"
 #include "sm90/gemm_ping_pong.cuh"
+#include "sm90/gemm_stationary.cuh"
 #include "sm90/gemm_tiles.cuh"
 #include "sm90/kernels.h"
 #include "sm90/tensor_map.h"
@@ -53,6 +55,11 @@ template <> struct operands<dx_rows_params> {
         prefetch_map(&p.w1);
         prefetch_map(&p.y);
     }
+    static SMOE_DEVICE moe_work piece(const dx_rows_params &p, int i)
+    {
+        const int4 v = __ldg((const int4 *)(p.lists.pieces + i)); // moe_piece
+        return moe_work_make(v.x, v.y, v.z);
+    }
     static SMOE_DEVICE void load_rows(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
                                       moe_work tile)
     {
@@ -76,44 +83,68 @@ template <> struct operands<dx_rows_params> {
 namespace
 {
 
-// The core that is expected to be faster. For K = 1024 and d = 4096, where 3 % of the columns that ping-pong
-// multiplies do not exist, moe_gemm_merit alone says that it is 2 % faster. It was 0 to 4 % slower
+// Of the GEMM.
+int64_t steps_of(const moe_dx_rows &d)
+{
+    return d.halves * moe_divide_up(d.row_width, operands<dx_rows_params>::STEP);
+}
+
+// The core that is expected to be the fastest. For K = 1024 and d = 4096, where 3 % of the columns that
+// ping-pong multiplies do not exist, moe_gemm_merit alone says that it is 2 % faster. It was 0 to 4 % slower
 // (docs/lab-notebook.md), so its merit is lowered there. Other K from 513 to 1024 were not measured.
 moe_gemm choose(const moe_dx_rows &d)
 {
     const int64_t k = d.halves * d.row_width;
-    const double lowered = k > 512 && k <= 1024 ? 0.98 : 1.0;
-    return moe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) * lowered >
-                   moe_gemm_merit(SMOE_GEMM_TILES, k, d.columns)
-               ? SMOE_GEMM_PING_PONG
-               : SMOE_GEMM_TILES;
+    const double stationary = steps_of(d) <= gemm_stationary::MOST_SLICES
+                                  ? moe_gemm_merit(SMOE_GEMM_STATIONARY, k, d.columns)
+                                  : 0.0;
+    const double ping_pong =
+        moe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) * (k > 512 && k <= 1024 ? 0.98 : 1.0);
+    const double tiles = moe_gemm_merit(SMOE_GEMM_TILES, k, d.columns);
+    if (stationary > ping_pong && stationary > tiles) return SMOE_GEMM_STATIONARY;
+    return ping_pong > tiles ? SMOE_GEMM_PING_PONG : SMOE_GEMM_TILES;
 }
 
 typedef void (*dx_rows_kernel)(dx_rows_params);
 
-template <typename T> dx_rows_kernel kernel_of(moe_gemm kind)
+template <typename T> dx_rows_kernel kernel_of(moe_gemm kind, int64_t steps)
 {
-    return kind == SMOE_GEMM_PING_PONG ? gemm_ping_pong::kernel<T, dx_rows_params>
-                                       : gemm_tiles::kernel<T, dx_rows_params>;
+    switch (kind) {
+    case SMOE_GEMM_TILES: return gemm_tiles::kernel<T, dx_rows_params>;
+    case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, dx_rows_params>;
+    case SMOE_GEMM_STATIONARY: break;
+    }
+    return steps <= 1   ? gemm_stationary::kernel<T, 1, dx_rows_params>
+           : steps <= 2 ? gemm_stationary::kernel<T, 2, dx_rows_params>
+                        : gemm_stationary::kernel<T, 4, dx_rows_params>;
 }
 
-int shared_bytes_of(moe_gemm kind)
-{
-    return kind == SMOE_GEMM_PING_PONG ? (int)gemm_ping_pong::SHARED_BYTES : (int)gemm_tiles::SHARED_BYTES;
-}
+// What the host has to know of a core.
+struct core {
+    int shared_bytes, most_ctas;
+    int rows, columns; // rows of a box of dH; columns of a tile
+};
 
-int columns_of(moe_gemm kind)
+core core_of(moe_gemm kind)
 {
-    return kind == SMOE_GEMM_PING_PONG ? (int)gemm_ping_pong::TILE_COLUMNS : (int)gemm_tiles::TILE_COLUMNS;
+    constexpr int ANY = 1 << 30;
+    switch (kind) {
+    case SMOE_GEMM_TILES:
+        return {gemm_tiles::SHARED_BYTES, ANY, gemm_tiles::TILE_ROWS, gemm_tiles::TILE_COLUMNS};
+    case SMOE_GEMM_PING_PONG:
+        return {gemm_ping_pong::SHARED_BYTES, ANY, gemm_ping_pong::TILE_ROWS, gemm_ping_pong::TILE_COLUMNS};
+    case SMOE_GEMM_STATIONARY: break;
+    }
+    return {gemm_stationary::SHARED_BYTES, gemm_stationary::MAX_CTAS, SMOE_BLOCK_ROWS,
+            gemm_stationary::TILE_COLUMNS};
 }
-static_assert((int)gemm_ping_pong::TILE_ROWS == (int)gemm_tiles::TILE_ROWS, "boxes of dH");
 
 dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
 {
     const moe_w1 w1 = {d.w1, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
     dx_rows_params p = {};
-    moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, gemm_tiles::TILE_ROWS);
-    moe_map_w1_subtiles(on, &p.w1, &w1, columns_of(kind) / SMOE_SUBTILE_COLUMNS);
+    moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, core_of(kind).rows);
+    moe_map_w1_subtiles(on, &p.w1, &w1, core_of(kind).columns / SMOE_SUBTILE_COLUMNS);
     moe_map_matrix(on, &p.y, d.dx, d.rows, d.columns, SMOE_BLOCK_ROWS);
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;
@@ -133,11 +164,13 @@ extern "C" cudaError_t moe_sm90_dx_rows_init(void)
 {
     using namespace moe;
     return for_every_type(storage_types(), [](auto t) {
-        cudaError_t status = cudaSuccess;
-        for (const moe_gemm kind : {SMOE_GEMM_TILES, SMOE_GEMM_PING_PONG})
-            if (status == cudaSuccess)
-                status = allow_shared(kernel_of<typename decltype(t)::type>(kind), shared_bytes_of(kind));
-        return status;
+        for (int kind = SMOE_GEMM_TILES; kind <= SMOE_GEMM_STATIONARY; kind++)
+            for (const int64_t steps : {1, 2, 4}) {
+                const auto kernel = kernel_of<typename decltype(t)::type>((moe_gemm)kind, steps);
+                const cudaError_t status = allow_shared(kernel, core_of((moe_gemm)kind).shared_bytes);
+                if (status != cudaSuccess) return status;
+            }
+        return cudaSuccess;
     });
 }
 
@@ -147,8 +180,10 @@ extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
     const moe_gemm kind = choose(*d);
     const dx_rows_params p = prepare(on, *d, kind);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    const core with = core_of(kind);
+    const int ctas = on->ctas < with.most_ctas ? on->ctas : with.most_ctas;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        const dx_rows_kernel kernel = kernel_of<typename decltype(t)::type>(kind);
-        return enqueue(kernel, on->ctas, gemm_cooperative::THREADS, shared_bytes_of(kind), on->stream, p);
+        const dx_rows_kernel kernel = kernel_of<typename decltype(t)::type>(kind, steps_of(*d));
+        return enqueue(kernel, ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream, p);
     });
 }

@@ -57,7 +57,7 @@ enum {
     ROWS_A_LOADER = TILE_ROWS / (LOADERS / 8), // eight threads copy the 128 bytes of a row
     ACTIVATED = STAGING_END,                   // a subtile of A for each store warp
     BARRIERS = ACTIVATED + 2 * SMOE_SUBTILE_BYTES,
-    FEED = BARRIERS + BARRIER_BYTES,
+    FEED = BARRIERS + 8 * (2 * NARROW_SLOTS + 2 * BUFFERS),
     SHARED_BYTES = FEED + FEED_BYTES
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
@@ -68,6 +68,11 @@ template <bool NARROW> SMOE_DEVICE constexpr int columns_of()
 {
     return NARROW ? NARROW_COLUMNS : TILE_COLUMNS;
 }
+template <bool NARROW> SMOE_DEVICE constexpr int slots_of()
+{
+    return NARROW ? NARROW_SLOTS : SLOTS;
+}
+template <bool NARROW> using layout = ring_layout<slots_of<NARROW>()>;
 template <bool NARROW> SMOE_DEVICE constexpr int halves_of()
 {
     return NARROW ? 1 : 2;
@@ -84,11 +89,11 @@ SMOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int ve
 }
 
 template <bool NARROW>
-SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, feed items, int steps)
+SMOE_DEVICE void load_tiles(const up_params &p, const layout<NARROW> &shared, feed items, int steps)
 {
     const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3;
     const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
-    ring_position<SLOTS> ring(1);
+    ring_position<slots_of<NARROW>()> ring(1);
     work_item item = items.read(0);
     int2 next = item.exists() ? read_tokens(p, item.tile, row0, vector) : int2{-1, -1};
     for (int t = 0; item.exists(); t++) {
@@ -139,7 +144,7 @@ SMOE_DEVICE void load_tiles(const up_params &p, const shared_layout &shared, fee
         follow();
         load(done, steps);
     }
-    for (int i = 0; i < SLOTS; i++) { // the last copies have arrived and have been read
+    for (int i = 0; i < slots_of<NARROW>(); i++) { // the last copies have arrived and have been read
         barrier_wait(shared.empty(ring.slot), ring.phase);
         ring.advance();
     }
@@ -162,7 +167,7 @@ SMOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t 
 
 // A store warp stores its consumer's buffers, one after the other.
 template <typename T, bool NARROW>
-SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const shared_layout &shared,
+SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const layout<NARROW> &shared,
                              feed items, int consumer, int lane)
 {
     const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_SUBTILE_BYTES;
@@ -231,10 +236,10 @@ SMOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column
 }
 
 template <typename T, bool NARROW>
-SMOE_DEVICE void multiply_tiles(const up_params &p, const shared_layout &shared, feed items, int steps,
+SMOE_DEVICE void multiply_tiles(const up_params &p, const layout<NARROW> &shared, feed items, int steps,
                                 int consumer, int lane)
 {
-    ring_position<SLOTS> ring(0);
+    ring_position<slots_of<NARROW>()> ring(0);
     const release_slot done = {shared, lane};
     uint32_t count = 0;
     float acc[columns_of<NARROW>() / 2];
@@ -261,7 +266,7 @@ __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ up_para
 {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
-    const shared_layout shared = {base, base + BARRIERS};
+    const layout<NARROW> shared = {base, base + BARRIERS};
     const int warp = warp_number(), lane = threadIdx.x & 31;
     const int steps = (p.hidden + STEP - 1) / STEP;
     const feed items = {{base + FEED}, steps};
