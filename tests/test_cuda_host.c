@@ -302,10 +302,13 @@ static void the_down_kernel_fits_its_shape(void **state)
         for (int64_t columns = 8; columns <= 4096; columns += 56) {
             assert_int_equal(moe_gemm_choose(n, columns, 1), SMOE_GEMM_TILES);
             const moe_gemm kind = moe_gemm_choose(n, columns, 0);
-            if (kind == SMOE_GEMM_STATIONARY) assert_true(n <= 128 || (n > 192 && n <= 256));
+            if (kind == SMOE_GEMM_STATIONARY)
+                assert_true(columns % 64 == 0 && (n <= 128 || (n > 192 && n <= 256)));
         }
     assert_int_equal(moe_gemm_choose(256, 768, 0), SMOE_GEMM_STATIONARY);
     assert_int_equal(moe_gemm_choose(256, 384, 0), SMOE_GEMM_PING_PONG); /* 1.5 tiles of 256 */
+    assert_int_equal(moe_gemm_choose(256, 448, 0), SMOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose(256, 760, 0), SMOE_GEMM_PING_PONG); /* no multiple of 64 */
     assert_int_equal(moe_gemm_choose(512, 4096, 0), SMOE_GEMM_PING_PONG);
     assert_int_equal(moe_gemm_choose(2048, 4096, 0), SMOE_GEMM_TILES);
 }

@@ -59,7 +59,7 @@ static const test_case cases[] = {
     {"stationary dx n 64", 900, 512, 64, 9, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, B, INT, 0, 1, 0, 0, 0, 0},
     {"stationary dx n 128 edges", 2241, 512, 128, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, B, CAT, 0, 1, 0, 0,
      0, 0},
-    {"stationary dx n 104 half empty", 900, 488, 104, 12, 3, SMOE_ACTIVATION_REGLU, HALF_EMPTY, B, B, INT, 0,
+    {"stationary dx n 104 half empty", 900, 448, 104, 12, 3, SMOE_ACTIVATION_REGLU, HALF_EMPTY, B, B, INT, 0,
      1, 0, 0, 0, 0},
     {"stationary dx n 40 relu f16", 900, 256, 40, 9, 3, SMOE_ACTIVATION_RELU, RANDOM, H, H, CAT, 0, 1, 0, 0,
      0, 0},

@@ -13,7 +13,8 @@ typedef enum moe_gemm {
 /* Relative speed on full tiles (docs/lab-notebook.md) times the share of columns that is real; 0: not to be
  * used. intermediate: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the
  * chunk. The stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256, and from 129
- * to 192 a quarter or more of its products would be with zeros. */
+ * to 192 a quarter or more of its products would be with zeros. It stores 128 columns of a row at once, with
+ * a tensor map that counts columns in units of 64. */
 static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t columns)
 {
     const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;
@@ -23,6 +24,7 @@ static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t
     case SMOE_GEMM_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
     case SMOE_GEMM_STATIONARY: break;
     }
+    if (columns % 64 != 0) return 0.0;
     return intermediate <= 128 || (intermediate > 192 && intermediate <= 256) ? real * 1.13 : 0.0;
 }
 

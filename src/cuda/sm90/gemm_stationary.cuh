@@ -252,11 +252,11 @@ SMOE_DEVICE void store_blocks(const P &p, item_walk<P> walk, const shared_layout
     for (item it; walk.next(it); done += it.blocks)
         for (int block = (consumer - done) & 1; block < it.blocks; block += 2)
             for (int half = 0; half < 2; half++, count++) {
-                const uint32_t subtile = shared.buffer(consumer);
+                const uint32_t buffer = shared.buffer(consumer);
                 const int column = it.column + half * 128, row = it.row + block * SMOE_BLOCK_ROWS;
                 barrier_wait(shared.buffer_full(consumer), count & 1);
-                if (column < p.columns) store_box(&p.y, subtile, column, row);
-                if (column + 64 < p.columns) store_box(&p.y, subtile + SMOE_SUBTILE_BYTES, column + 64, row);
+                if (column < p.columns)
+                    store_box_evict_first(&p.y, buffer, 0, column / SMOE_SUBTILE_COLUMNS, row);
                 commit_stores();
                 wait_stores_read<0>();
                 barrier_arrive(shared.buffer_empty(consumer));
@@ -312,12 +312,12 @@ SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int c
     using S = storage<T>;
     barrier_wait(shared.buffer_empty(consumer), (count & 1) ^ 1);
     const int row = ((threadIdx.x >> 5) & 3) * 16 + (lane & 15);
-    const uint32_t to = shared.buffer(consumer) + row * SMOE_SUBTILE_ROW_BYTES;
 #pragma unroll
     for (int q = 0; q < 8; q++) {
         const float *v = acc + q * 8;
-        store_matrices(to + (q >> 2) * SMOE_SUBTILE_BYTES + ((((q & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
-                       S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7]));
+        const uint32_t at = moe_subtile_offset(2 * row + (q >> 2), (q & 3) * 2 + (lane >> 4));
+        store_matrices(shared.buffer(consumer) + at, S::pack(v[0], v[1]), S::pack(v[2], v[3]),
+                       S::pack(v[4], v[5]), S::pack(v[6], v[7]));
     }
     fence_async_proxy();
     __syncwarp();

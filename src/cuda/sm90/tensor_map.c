@@ -52,6 +52,19 @@ void moe_map_matrix(moe_launch *on, CUtensorMap *map, const void *base, int64_t 
     moe_map_boxes(on, map, on->dtype, &boxes);
 }
 
+void moe_map_wide(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int64_t columns)
+{
+    const cuuint64_t wide = box_columns(on);
+    const moe_boxes boxes = {
+        .base = base,
+        .rank = 3,
+        .sizes = {wide, (cuuint64_t)columns / wide, (cuuint64_t)rows},
+        .strides = {BOX_BYTES, (cuuint64_t)columns * element_of(on)},
+        .box = {(cuuint32_t)wide, 2, SUBTILE_ROWS},
+    };
+    moe_map_boxes(on, map, on->dtype, &boxes);
+}
+
 void moe_map_halves(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int halves,
                     int64_t columns, int box_rows)
 {

@@ -72,6 +72,16 @@ SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, 
         : "memory");
 }
 
+// The same for what only a later kernel reads, if it is larger than L2: L2 evicts it first.
+SMOE_DEVICE void store_box_evict_first(const CUtensorMap *map, uint32_t from, int x, int y, int z)
+{
+    const uint64_t evict_first = 0x12F0000000000000; // what createpolicy.fractional.L2::evict_first returns
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint "
+                 "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "l"(evict_first)
+                 : "memory");
+}
+
 SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
 {
     asm volatile(

@@ -113,12 +113,13 @@ template <typename T> down_kernel kernel_of(moe_gemm kind, int64_t intermediate)
                                  : gemm_stationary::kernel<T, 4, down_params>;
 }
 
-down_params prepare(moe_launch *on, const moe_down &d, const core &with)
+down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
 {
+    const core with = core_of(kind);
     down_params p = {};
     moe_map_matrix(on, &p.a, d.a, d.rows, d.intermediate, with.rows);
     moe_map_matrix(on, &p.w2, d.w2, d.experts * d.hidden, d.intermediate, with.weights);
-    moe_map_matrix(on, &p.y, d.y, d.rows, d.columns, SMOE_BLOCK_ROWS);
+    map_result(on, &p.y, kind, d.y, d.rows, d.columns);
     p.bias = d.b2;
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;
@@ -151,7 +152,7 @@ extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
     using namespace moe;
     const moe_gemm kind = moe_gemm_choose(d->intermediate, d->columns, d->b2 != NULL);
     const core with = core_of(kind);
-    const down_params p = prepare(on, *d, with);
+    const down_params p = prepare(on, *d, kind);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     const int ctas = on->ctas < with.most_ctas ? on->ctas : with.most_ctas;
     return for_type(storage_types(), on->dtype, [&](auto t) {

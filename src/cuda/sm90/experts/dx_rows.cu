@@ -145,7 +145,7 @@ dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
     dx_rows_params p = {};
     moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, core_of(kind).rows);
     moe_map_w1_subtiles(on, &p.w1, &w1, core_of(kind).columns / SMOE_SUBTILE_COLUMNS);
-    moe_map_matrix(on, &p.y, d.dx, d.rows, d.columns, SMOE_BLOCK_ROWS);
+    map_result(on, &p.y, kind, d.dx, d.rows, d.columns);
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;
     p.hidden = (int32_t)d.hidden;

@@ -49,6 +49,12 @@ SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, Coordinates...
 }
 
 template <class... Coordinates>
+SMOE_DEVICE void store_box_evict_first(const CUtensorMap *map, uint32_t from, Coordinates... x)
+{
+    store_box(map, from, x...);
+}
+
+template <class... Coordinates>
 SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
 {
     emulator::check_box(map, from);
