@@ -13,8 +13,8 @@ typedef enum moe_gemm {
 /* Relative speed on full tiles (docs/lab-notebook.md) times the share of columns that is real; 0: not to be
  * used. intermediate: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the
  * chunk. The stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256, and from 129
- * to 192 a quarter or more of its products would be with zeros. It stores 128 columns of a row at once, with
- * a tensor map that counts columns in units of 64. */
+ * to 192 a quarter or more of its products would be with zeros. Its tensor map of the result counts columns
+ * in units of 64. */
 static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t columns)
 {
     const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;
@@ -37,6 +37,12 @@ static inline moe_gemm moe_gemm_choose(int64_t intermediate, int64_t columns, in
             moe_gemm_merit(best, intermediate, columns))
             best = (moe_gemm)kind;
     return best;
+}
+
+/* Slices of 64 columns of K for which the weight-stationary core has a kernel: at least `steps`. */
+static inline int moe_stationary_slices(int64_t steps)
+{
+    return steps <= 2 ? (int)steps : 4;
 }
 
 #endif

@@ -7,8 +7,6 @@
 // hidden and first_column.
 #pragma once
 #include "host/scheduler.h"
-#include "sm90/gemm_choice.h"
-#include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -20,15 +18,5 @@ namespace moe
 //   load_rows(p, to, full, k, tile);  load_weights<COLUMNS>(p, to, full, k, tile, column)
 //   piece(p, i): entry i of the list of pieces, for gemm_stationary.cuh
 template <class P> struct operands;
-
-// Makes the tensor map y for a core.
-inline void map_result(moe_launch *on, CUtensorMap *y, moe_gemm kind, const void *base, int64_t rows,
-                       int64_t columns)
-{
-    if (kind == SMOE_GEMM_STATIONARY)
-        moe_map_wide(on, y, base, rows, columns);
-    else
-        moe_map_matrix(on, y, base, rows, columns, SMOE_BLOCK_ROWS);
-}
 
 } // namespace moe

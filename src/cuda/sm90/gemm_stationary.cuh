@@ -15,7 +15,7 @@
 // neighbouring CTAs read the same rows at the same time and share them in L2. The units that are left over
 // are cut by blocks so that all CTAs end at the same time (stationary_shares.h).
 //
-// P, the kernel's parameters, has lists, columns and the tensor map y (boxes of 64 rows). operands<P> loads
+// P, the kernel's parameters, has lists, columns and the tensor map y (map_result). operands<P> loads
 // 64 rows or the weights of 256 columns, and has piece(p, i), entry i of the list of pieces.
 #pragma once
 #include "common/reduce.cuh"
@@ -24,6 +24,7 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/stationary_shares.h"
 #include "sm90/swizzle.h"
+#include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -244,8 +245,33 @@ SMOE_DEVICE void load_weights(const P &p, item_walk<P> walk, const shared_layout
     }
 }
 
+// The boxes in which half a block, 64 rows x 128 columns, is stored. L2 writes 256 bytes of a row faster to
+// DRAM if they reach it together (docs/lab-notebook.md), so a box has two subtiles. But then two rows of a
+// stmatrix share their banks. With four slices shared memory is busy enough for this to cost more than it
+// gains. There the boxes are low and the subtiles take turns.
+template <int SLICES> struct stored_box {
+    enum { SUBTILES = SLICES <= 2 ? 2 : 1, ROWS = SLICES <= 2 ? 64 : 16 };
+};
+
+// Byte of staging where vector `vector` (0..7) of a row of subtile `subtile` is.
+template <int SLICES> SMOE_DEVICE uint32_t staged_offset(uint32_t row, uint32_t subtile, uint32_t vector)
+{
+    return stored_box<SLICES>::SUBTILES == 2 ? moe_subtile_offset(2 * row + subtile, vector)
+                                             : subtile * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, vector);
+}
+
+template <int SLICES, class P> SMOE_DEVICE void store_half(const P &p, uint32_t buffer, int column, int row)
+{
+    using box = stored_box<SLICES>;
+    for (int i = 0; i < SMOE_BLOCK_ROWS; i += box::ROWS)
+        for (int subtile = 0; subtile < 2; subtile += box::SUBTILES)
+            if (column + subtile * SMOE_SUBTILE_COLUMNS < p.columns)
+                store_box_evict_first(&p.y, buffer + staged_offset<SLICES>(i, subtile, 0), 0,
+                                      column / SMOE_SUBTILE_COLUMNS + subtile, row + i);
+}
+
 // `done` is the number of blocks of all items so far. Consumer (done + block) % 2 has block `block`.
-template <class P>
+template <int SLICES, class P>
 SMOE_DEVICE void store_blocks(const P &p, item_walk<P> walk, const shared_layout &shared, int consumer)
 {
     uint32_t done = 0, count = 0;
@@ -255,8 +281,7 @@ SMOE_DEVICE void store_blocks(const P &p, item_walk<P> walk, const shared_layout
                 const uint32_t buffer = shared.buffer(consumer);
                 const int column = it.column + half * 128, row = it.row + block * SMOE_BLOCK_ROWS;
                 barrier_wait(shared.buffer_full(consumer), count & 1);
-                if (column < p.columns)
-                    store_box_evict_first(&p.y, buffer, 0, column / SMOE_SUBTILE_COLUMNS, row);
+                store_half<SLICES>(p, buffer, column, row);
                 commit_stores();
                 wait_stores_read<0>();
                 barrier_arrive(shared.buffer_empty(consumer));
@@ -305,7 +330,7 @@ SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<SLOTS> ring, co
     }
 }
 
-template <typename T>
+template <typename T, int SLICES>
 SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int consumer, uint32_t count,
                             int lane)
 {
@@ -315,7 +340,7 @@ SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int c
 #pragma unroll
     for (int q = 0; q < 8; q++) {
         const float *v = acc + q * 8;
-        const uint32_t at = moe_subtile_offset(2 * row + (q >> 2), (q & 3) * 2 + (lane >> 4));
+        const uint32_t at = staged_offset<SLICES>(row, q >> 2, (q & 3) * 2 + (lane >> 4));
         store_matrices(shared.buffer(consumer) + at, S::pack(v[0], v[1]), S::pack(v[2], v[3]),
                        S::pack(v[4], v[5]), S::pack(v[6], v[7]));
     }
@@ -343,8 +368,8 @@ SMOE_DEVICE void multiply_blocks(item_walk<P> walk, const shared_layout &shared,
             ring.advance((done + block) * SLICES % (2 * SLOTS));
             multiply_block<T, operands<P>::WEIGHTS>(acc, ring, shared, consumer, block == own,
                                                     block + 2 >= it.blocks, weights, lane);
-            write_half<T>(acc, shared, consumer, count++, lane);
-            write_half<T>(acc + 64, shared, consumer, count++, lane);
+            write_half<T, SLICES>(acc, shared, consumer, count++, lane);
+            write_half<T, SLICES>(acc + 64, shared, consumer, count++, lane);
         }
     }
 }
@@ -386,12 +411,22 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
             else if (warp == 9)
                 load_weights<SLICES>(p, walk, shared);
             else
-                store_blocks(p, walk, shared, warp - 10);
+                store_blocks<SLICES>(p, walk, shared, warp - 10);
         }
     } else {
         take_registers<232>();
         multiply_blocks<T, SLICES>(walk, shared, warp >> 2, lane);
     }
+}
+
+// Makes the tensor map y for the kernel with `slices` slices.
+inline void map_result(moe_launch *on, CUtensorMap *y, int slices, const void *base, int64_t rows,
+                       int64_t columns)
+{
+    if (slices <= 2)
+        moe_map_side_by_side(on, y, base, rows, columns, stored_box<2>::SUBTILES, stored_box<2>::ROWS);
+    else
+        moe_map_side_by_side(on, y, base, rows, columns, stored_box<4>::SUBTILES, stored_box<4>::ROWS);
 }
 
 } // namespace gemm_stationary

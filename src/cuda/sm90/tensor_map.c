@@ -52,7 +52,8 @@ void moe_map_matrix(moe_launch *on, CUtensorMap *map, const void *base, int64_t 
     moe_map_boxes(on, map, on->dtype, &boxes);
 }
 
-void moe_map_wide(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int64_t columns)
+void moe_map_side_by_side(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int64_t columns,
+                          int subtiles, int box_rows)
 {
     const cuuint64_t wide = box_columns(on);
     const moe_boxes boxes = {
@@ -60,7 +61,7 @@ void moe_map_wide(moe_launch *on, CUtensorMap *map, const void *base, int64_t ro
         .rank = 3,
         .sizes = {wide, (cuuint64_t)columns / wide, (cuuint64_t)rows},
         .strides = {BOX_BYTES, (cuuint64_t)columns * element_of(on)},
-        .box = {(cuuint32_t)wide, 2, SUBTILE_ROWS},
+        .box = {(cuuint32_t)wide, (cuuint32_t)subtiles, (cuuint32_t)box_rows},
     };
     moe_map_boxes(on, map, on->dtype, &boxes);
 }

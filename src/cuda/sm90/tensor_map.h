@@ -25,9 +25,11 @@ void moe_map_boxes(moe_launch *on, CUtensorMap *map, smoe_type type, const moe_b
 void moe_map_matrix(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int64_t columns,
                     int box_rows);
 
-/* (rows, columns), columns contiguous and a multiple of 64; boxes of 128 columns and 64 rows at coordinates
- * (0, column / 64, row). A row of the box is two rows of 128 bytes in shared memory. */
-void moe_map_wide(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int64_t columns);
+/* (rows, columns), columns contiguous and a multiple of 64; boxes of `subtiles` times 64 columns and box_rows
+ * rows at coordinates (0, column / 64, row). A row of a box is `subtiles` rows of 128 bytes in shared memory.
+ */
+void moe_map_side_by_side(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int64_t columns,
+                          int subtiles, int box_rows);
 
 /* H (rows, halves, columns), halves 2 gated and 1 plain; boxes of one half and box_rows rows. */
 void moe_map_halves(moe_launch *on, CUtensorMap *map, const void *base, int64_t rows, int halves,

@@ -99,6 +99,11 @@ core core_of(moe_gemm kind)
             gemm_stationary::TILE_COLUMNS};
 }
 
+int slices_of(int64_t intermediate)
+{
+    return moe_stationary_slices(moe_divide_up(intermediate, operands<down_params>::STEP));
+}
+
 typedef void (*down_kernel)(down_params);
 
 template <typename T> down_kernel kernel_of(moe_gemm kind, int64_t intermediate)
@@ -108,9 +113,11 @@ template <typename T> down_kernel kernel_of(moe_gemm kind, int64_t intermediate)
     case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, down_params>;
     case SMOE_GEMM_STATIONARY: break;
     }
-    return intermediate <= 64    ? gemm_stationary::kernel<T, 1, down_params>
-           : intermediate <= 128 ? gemm_stationary::kernel<T, 2, down_params>
-                                 : gemm_stationary::kernel<T, 4, down_params>;
+    switch (slices_of(intermediate)) {
+    case 1: return gemm_stationary::kernel<T, 1, down_params>;
+    case 2: return gemm_stationary::kernel<T, 2, down_params>;
+    default: return gemm_stationary::kernel<T, 4, down_params>;
+    }
 }
 
 down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
@@ -119,7 +126,10 @@ down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
     down_params p = {};
     moe_map_matrix(on, &p.a, d.a, d.rows, d.intermediate, with.rows);
     moe_map_matrix(on, &p.w2, d.w2, d.experts * d.hidden, d.intermediate, with.weights);
-    map_result(on, &p.y, kind, d.y, d.rows, d.columns);
+    if (kind == SMOE_GEMM_STATIONARY)
+        gemm_stationary::map_result(on, &p.y, slices_of(d.intermediate), d.y, d.rows, d.columns);
+    else
+        moe_map_matrix(on, &p.y, d.y, d.rows, d.columns, SMOE_BLOCK_ROWS);
     p.bias = d.b2;
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;

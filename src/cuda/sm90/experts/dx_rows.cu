@@ -114,9 +114,11 @@ template <typename T> dx_rows_kernel kernel_of(moe_gemm kind, int64_t steps)
     case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, dx_rows_params>;
     case SMOE_GEMM_STATIONARY: break;
     }
-    return steps <= 1   ? gemm_stationary::kernel<T, 1, dx_rows_params>
-           : steps <= 2 ? gemm_stationary::kernel<T, 2, dx_rows_params>
-                        : gemm_stationary::kernel<T, 4, dx_rows_params>;
+    switch (moe_stationary_slices(steps)) {
+    case 1: return gemm_stationary::kernel<T, 1, dx_rows_params>;
+    case 2: return gemm_stationary::kernel<T, 2, dx_rows_params>;
+    default: return gemm_stationary::kernel<T, 4, dx_rows_params>;
+    }
 }
 
 // What the host has to know of a core.
@@ -145,7 +147,10 @@ dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
     dx_rows_params p = {};
     moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, core_of(kind).rows);
     moe_map_w1_subtiles(on, &p.w1, &w1, core_of(kind).columns / SMOE_SUBTILE_COLUMNS);
-    map_result(on, &p.y, kind, d.dx, d.rows, d.columns);
+    if (kind == SMOE_GEMM_STATIONARY)
+        gemm_stationary::map_result(on, &p.y, moe_stationary_slices(steps_of(d)), d.dx, d.rows, d.columns);
+    else
+        moe_map_matrix(on, &p.y, d.dx, d.rows, d.columns, SMOE_BLOCK_ROWS);
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;
     p.hidden = (int32_t)d.hidden;
