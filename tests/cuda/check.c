@@ -41,7 +41,7 @@ static const test_case cases[] = {
      0},
     {"stationary edges", 3000, 512, 256, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},
     {"stationary no rows", 200, 256, 256, 16, 1, SMOE_ACTIVATION_REGLU, NO_ROWS, B, CAT, 0, 0, 0, 1, 0, 0},
-    {"stationary experts 450", 2000, 200, 200, 450, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0,
+    {"stationary experts 450", 2000, 256, 200, 450, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0,
      0},
     {"ping-pong", 900, 768, 512, 5, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
     {"ping-pong edges", 3000, 384, 512, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, CAT, 0, 0, 0, 1, 0, 0},

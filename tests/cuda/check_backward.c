@@ -63,6 +63,8 @@ static const test_case cases[] = {
      1, 0, 0, 0, 0},
     {"stationary dx n 40 relu f16", 900, 256, 40, 9, 3, SMOE_ACTIVATION_RELU, RANDOM, H, H, CAT, 0, 1, 0, 0,
      0, 0},
+    {"stationary dx experts 450", 2000, 256, 64, 450, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0,
+     0, 0},
     {"stationary dx one expert", 2400, 512, 64, 4, 1, SMOE_ACTIVATION_REGLU, ONE_EXPERT, B, B, CAT, 0, 1, 0,
      0, 0, 0},
     {"tall", 500, 520, 384, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 1, 0, 0, 0},

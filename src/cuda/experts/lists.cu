@@ -3,7 +3,7 @@
 //
 //   list           an entry is                                            for
 //   tiles          up to 128 rows of one expert                           dh, dx_rows
-//   pieces         a run of blocks of one expert; the last have none      dw2, dw1
+//   pieces         a run of blocks of one expert; the last have none      dw2, dw1, dx_rows
 //   splits         an expert that is cut into more than one piece         dw2, dw1
 //   block_expert   the expert of a block                                  dS, dlogits
 //

@@ -12,9 +12,10 @@ typedef enum moe_gemm {
 
 /* Relative speed on full tiles (docs/lab-notebook.md) times the share of columns that is real; 0: not to be
  * used. intermediate: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the
- * chunk. The stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256, and from 129
- * to 192 a quarter or more of its products would be with zeros. Its tensor map of the result counts columns
- * in units of 64. */
+ * chunk. The stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256. From 129 to
+ * 192 it is not used, because the other cores multiply only 192 columns there. (Gated dx_rows with n of 72 to
+ * 96 would lose nothing, because each half of dH is padded to 128 in every core; it was not measured.) The
+ * core's tensor map of the result counts columns in units of 64. */
 static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t columns)
 {
     const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;

@@ -3,11 +3,12 @@
 // one of 256 x 128, where a consumer computes 128 rows, for an odd number of 128 columns.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots in shared memory. A slot
-// holds 64 columns of K: 128 x 64 elements of operand A and 256 x 64 of operand B (tall: 256 x 64 and 128 x
-// 64; narrow: 128 x 64 of each). Warps 10 and 11 store the finished tiles of consumers 0 and 1. The epilogue
-// of a consumer is short: it converts its accumulators, writes them to staging buffers with stmatrix, and
-// arrives on the barriers of these buffers. It starts the next tile while the store warps work.
+// The third warpgroup loads and stores. Warps 8 and 9 fill a ring of three slots in shared memory, of
+// four with narrow tiles. A slot holds 64 columns of K: 128 x 64 elements of operand A and 256 x 64 of
+// operand B (tall: 256 x 64 and 128 x 64; narrow: 128 x 64 of each). Warps 10 and 11 store the finished tiles
+// of consumers 0 and 1. The epilogue of a consumer is short: it converts its accumulators, writes them to
+// staging buffers with stmatrix, and arrives on the barriers of these buffers. It starts the next tile while
+// the store warps work.
 //
 // The staging buffers hold a whole tile: for each consumer two buffers of 128 columns, each of two subtiles
 // of 64 x 64.
@@ -33,7 +34,7 @@ enum {
     B_BYTES = TILE_COLUMNS * STEP * 2,
     SLOT_BYTES = A_BYTES + B_BYTES,
     NARROW_COLUMNS = TILE_COLUMNS / 2,
-    NARROW_SLOTS = 4, // of a narrow tile's ring, in the same place
+    NARROW_SLOTS = 4, // of 32 KB, in the bytes of three of 48 KB
     NARROW_SLOT_BYTES = A_BYTES + NARROW_COLUMNS * STEP * 2,
     TALL_ROWS = TILE_ROWS * 2, // of a tall tile, which has NARROW_COLUMNS columns
     BUFFERS = 4,               // two for each consumer
@@ -45,6 +46,7 @@ enum {
 };
 
 static_assert((int)NARROW_SLOTS * (int)NARROW_SLOT_BYTES <= (int)STAGING, "staging is behind the ring");
+static_assert((int)NARROW_SLOTS != (int)SLOTS, "the number of slots tells how large they are");
 
 // Addresses in shared memory, with a ring of COUNT slots.
 template <int COUNT> struct ring_layout {

@@ -4,8 +4,8 @@
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Weights come in slices of 64 of K, 32 KB each. SLICES, a template parameter, is how many a unit has: 1, 2
-// or 4 for K up to 64, 128 or 256. Shared memory has places for four slices, so with 1 or 2 of them the
-// weights of the next units are loaded ahead.
+// or 4 for K up to 64, 128 or 256, where gated dx_rows counts each half of dH as a multiple of 64. Shared
+// memory has places for four slices, so with 1 or 2 of them the weights of the next units are loaded ahead.
 //
 // A block costs 8 KB of loads for each slice. With K = 256 these are 32 KB, where the cooperative core would
 // load 64 KB. The two consumer warpgroups take blocks in turns: one converts and stores while the other
@@ -49,7 +49,8 @@ enum {
     SHARED_BYTES = SHARES + 80,
     MAX_CTAS = 256,
     // moe_work_bound for E <= 4096 experts and 2^31 rows is at most 2 E + 1. If a piece may have 4096 blocks,
-    // the highest limit, it is at most 8192 + E + 1.
+    // the highest limit, it is at most 8192 + E + 1. The backward has at most E + moe_split_bound pieces with
+    // blocks, which is less.
     MOST_PIECES = 2 * 4096 + 8192
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
@@ -116,7 +117,8 @@ struct cta_shares {
 };
 static_assert(sizeof(cta_shares) <= SHARED_BYTES - SHARES, "shared memory");
 
-// before[i] = the blocks of the pieces before piece i, for i <= pieces. Called by all threads of the CTA.
+// before[i] = the blocks of the pieces before piece i, for i <= pieces. Every piece has blocks (the
+// backward's that have none are not counted in counts[1]). Called by all threads of the CTA.
 template <class P> SMOE_DEVICE void sum_pieces(const P &p, int pieces, int *before, uint32_t *memory)
 {
     int done = 0;
@@ -246,9 +248,10 @@ SMOE_DEVICE void load_weights(const P &p, item_walk<P> walk, const shared_layout
 }
 
 // The boxes in which half a block, 64 rows x 128 columns, is stored. L2 writes 256 bytes of a row faster to
-// DRAM if they reach it together (docs/lab-notebook.md), so a box has two subtiles. But then two rows of a
-// stmatrix share their banks. With four slices shared memory is busy enough for this to cost more than it
-// gains. There the boxes are low and the subtiles take turns.
+// DRAM if they reach it together (docs/lab-notebook.md). So with one or two slices a box has both subtiles,
+// and a row of it is two rows of 128 bytes in shared memory. Then rows r and r + 4 of each matrix of a
+// stmatrix use the same banks. With four slices, where shared memory is busier, it was faster to store 16
+// rows of one subtile and then the same rows of the other.
 template <int SLICES> struct stored_box {
     enum { SUBTILES = SLICES <= 2 ? 2 : 1, ROWS = SLICES <= 2 ? 64 : 16 };
 };

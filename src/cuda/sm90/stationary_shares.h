@@ -1,4 +1,4 @@
-/* How the weight-stationary down-projection shares its units among the CTAs. A unit is a piece (a run of
+/* How the weight-stationary core shares its units among the CTAs. A unit is a piece (a run of
  * blocks of one expert) and a column tile; consecutive units have consecutive column tiles.
  * Terms: docs/glossary.md.
  *

@@ -1,7 +1,7 @@
 /* Tensor maps: how TMA finds the boxes of a tensor in global memory. All have the 128-byte swizzle, so a
- * box is 128 bytes wide; the kernels say how high a box is. What lies outside of the tensor reads as zero
- * and is not written. If the driver refuses a map, on->map_status has the reason. Elements are of
- * on->dtype. */
+ * subtile is 128 bytes wide; a box has one or several side by side. The kernels say how high a box is. What
+ * lies outside of the tensor reads as zero and is not written. If the driver refuses a map, on->map_status
+ * has the reason. Elements are of on->dtype. */
 #ifndef SMOE_CUDA_TENSOR_MAP_H
 #define SMOE_CUDA_TENSOR_MAP_H
 

@@ -72,7 +72,7 @@ SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, 
         : "memory");
 }
 
-// The same for what only a later kernel reads, if it is larger than L2: L2 evicts it first.
+// As store_box, but L2 evicts these lines first. For a result larger than L2 that only a later kernel reads.
 SMOE_DEVICE void store_box_evict_first(const CUtensorMap *map, uint32_t from, int x, int y, int z)
 {
     const uint64_t evict_first = 0x12F0000000000000; // what createpolicy.fractional.L2::evict_first returns

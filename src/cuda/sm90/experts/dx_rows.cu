@@ -95,9 +95,7 @@ int64_t steps_of(const moe_dx_rows &d)
 moe_gemm choose(const moe_dx_rows &d)
 {
     const int64_t k = d.halves * d.row_width;
-    const double stationary = steps_of(d) <= gemm_stationary::MOST_SLICES
-                                  ? moe_gemm_merit(SMOE_GEMM_STATIONARY, k, d.columns)
-                                  : 0.0;
+    const double stationary = moe_gemm_merit(SMOE_GEMM_STATIONARY, k, d.columns);
     const double ping_pong =
         moe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) * (k > 512 && k <= 1024 ? 0.98 : 1.0);
     const double tiles = moe_gemm_merit(SMOE_GEMM_TILES, k, d.columns);
