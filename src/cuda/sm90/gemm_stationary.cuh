@@ -15,8 +15,9 @@
 // neighbouring CTAs read the same rows at the same time and share them in L2. The units that are left over
 // are cut by blocks so that all CTAs end at the same time (stationary_shares.h).
 //
-// P, the kernel's parameters, has lists, columns and the tensor map y (map_result). operands<P> loads
-// 64 rows or the weights of 256 columns, and has piece(p, i), entry i of the list of pieces.
+// P, the kernel's parameters, has lists, columns and the tensor map y (map_result in gemm_launch.cuh).
+// operands<P> loads 64 rows or the weights of 256 columns, and has piece(p, i), entry i of the list of
+// pieces.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/storage.cuh"
@@ -24,7 +25,6 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/stationary_shares.h"
 #include "sm90/swizzle.h"
-#include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -420,16 +420,6 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
         take_registers<232>();
         multiply_blocks<T, SLICES>(walk, shared, warp >> 2, lane);
     }
-}
-
-// Makes the tensor map y for the kernel with `slices` slices.
-inline void map_result(moe_launch *on, CUtensorMap *y, int slices, const void *base, int64_t rows,
-                       int64_t columns)
-{
-    if (slices <= 2)
-        moe_map_side_by_side(on, y, base, rows, columns, stored_box<2>::SUBTILES, stored_box<2>::ROWS);
-    else
-        moe_map_side_by_side(on, y, base, rows, columns, stored_box<4>::SUBTILES, stored_box<4>::ROWS);
 }
 
 } // namespace gemm_stationary

@@ -20,13 +20,8 @@
 // Only the cooperative core can add a bias, so a layer with b2 uses it. For other layers moe_gemm_choose
 // estimates from n and from the columns of the chunk which core is fastest.
 #include "common/instances.cuh"
-#include "common/launch.cuh"
-#include "sm90/gemm_choice.h"
-#include "sm90/gemm_ping_pong.cuh"
-#include "sm90/gemm_stationary.cuh"
-#include "sm90/gemm_tiles.cuh"
+#include "sm90/gemm_launch.cuh"
 #include "sm90/kernels.h"
-#include "sm90/tensor_map.h"
 
 namespace moe
 {
@@ -78,58 +73,18 @@ template <> struct operands<down_params> {
 namespace
 {
 
-// What the host has to know of a core.
-struct core {
-    int shared_bytes, most_ctas;
-    int rows, weights; // rows of a box of A; rows of a box of W2
-};
-
-constexpr int ANY = 1 << 30;
-
-core core_of(moe_gemm kind)
+int64_t steps_of(const moe_down &d)
 {
-    switch (kind) {
-    case SMOE_GEMM_TILES:
-        return {gemm_tiles::SHARED_BYTES, ANY, gemm_tiles::TILE_ROWS, gemm_tiles::TILE_COLUMNS};
-    case SMOE_GEMM_PING_PONG:
-        return {gemm_ping_pong::SHARED_BYTES, ANY, gemm_ping_pong::TILE_ROWS, gemm_ping_pong::TILE_COLUMNS};
-    case SMOE_GEMM_STATIONARY: break;
-    }
-    return {gemm_stationary::SHARED_BYTES, gemm_stationary::MAX_CTAS, SMOE_BLOCK_ROWS,
-            gemm_stationary::TILE_COLUMNS};
-}
-
-int slices_of(int64_t intermediate)
-{
-    return moe_stationary_slices(moe_divide_up(intermediate, operands<down_params>::STEP));
-}
-
-typedef void (*down_kernel)(down_params);
-
-template <typename T> down_kernel kernel_of(moe_gemm kind, int64_t intermediate)
-{
-    switch (kind) {
-    case SMOE_GEMM_TILES: return gemm_tiles::kernel<T, down_params>;
-    case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, down_params>;
-    case SMOE_GEMM_STATIONARY: break;
-    }
-    switch (slices_of(intermediate)) {
-    case 1: return gemm_stationary::kernel<T, 1, down_params>;
-    case 2: return gemm_stationary::kernel<T, 2, down_params>;
-    default: return gemm_stationary::kernel<T, 4, down_params>;
-    }
+    return moe_divide_up(d.intermediate, operands<down_params>::STEP);
 }
 
 down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
 {
-    const core with = core_of(kind);
+    const gemm_core core = core_of(kind);
     down_params p = {};
-    moe_map_matrix(on, &p.a, d.a, d.rows, d.intermediate, with.rows);
-    moe_map_matrix(on, &p.w2, d.w2, d.experts * d.hidden, d.intermediate, with.weights);
-    if (kind == SMOE_GEMM_STATIONARY)
-        gemm_stationary::map_result(on, &p.y, slices_of(d.intermediate), d.y, d.rows, d.columns);
-    else
-        moe_map_matrix(on, &p.y, d.y, d.rows, d.columns, SMOE_BLOCK_ROWS);
+    moe_map_matrix(on, &p.a, d.a, d.rows, d.intermediate, core.rows);
+    moe_map_matrix(on, &p.w2, d.w2, d.experts * d.hidden, d.intermediate, core.columns);
+    map_result(on, &p.y, kind, steps_of(d), d.y, d.rows, d.columns);
     p.bias = d.b2;
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;
@@ -146,27 +101,17 @@ down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
 extern "C" cudaError_t moe_sm90_down_init(void)
 {
     using namespace moe;
-    return for_every_type(storage_types(), [](auto t) {
-        for (int kind = SMOE_GEMM_TILES; kind <= SMOE_GEMM_STATIONARY; kind++)
-            for (const int64_t intermediate : {64, 128, 256}) {
-                const auto kernel = kernel_of<typename decltype(t)::type>((moe_gemm)kind, intermediate);
-                const cudaError_t status = allow_shared(kernel, core_of((moe_gemm)kind).shared_bytes);
-                if (status != cudaSuccess) return status;
-            }
-        return cudaSuccess;
-    });
+    return for_every_type(storage_types(),
+                          [](auto t) { return init_gemms<typename decltype(t)::type, down_params>(); });
 }
 
 extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
 {
     using namespace moe;
     const moe_gemm kind = moe_gemm_choose(d->intermediate, d->columns, d->b2 != NULL);
-    const core with = core_of(kind);
     const down_params p = prepare(on, *d, kind);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    const int ctas = on->ctas < with.most_ctas ? on->ctas : with.most_ctas;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        const down_kernel kernel = kernel_of<typename decltype(t)::type>(kind, d->intermediate);
-        return enqueue(kernel, ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream, p);
+        return enqueue_gemm<typename decltype(t)::type>(on, kind, steps_of(*d), p);
     });
 }

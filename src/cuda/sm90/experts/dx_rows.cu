@@ -14,13 +14,8 @@
 // MN-major, as it is in memory. The GEMM sums over the gate rows of W1 and then over the up rows, in both
 // layouts of W1.
 #include "common/instances.cuh"
-#include "common/launch.cuh"
-#include "sm90/gemm_choice.h"
-#include "sm90/gemm_ping_pong.cuh"
-#include "sm90/gemm_stationary.cuh"
-#include "sm90/gemm_tiles.cuh"
+#include "sm90/gemm_launch.cuh"
 #include "sm90/kernels.h"
-#include "sm90/tensor_map.h"
 
 namespace moe
 {
@@ -103,52 +98,14 @@ moe_gemm choose(const moe_dx_rows &d)
     return ping_pong > tiles ? SMOE_GEMM_PING_PONG : SMOE_GEMM_TILES;
 }
 
-typedef void (*dx_rows_kernel)(dx_rows_params);
-
-template <typename T> dx_rows_kernel kernel_of(moe_gemm kind, int64_t steps)
-{
-    switch (kind) {
-    case SMOE_GEMM_TILES: return gemm_tiles::kernel<T, dx_rows_params>;
-    case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, dx_rows_params>;
-    case SMOE_GEMM_STATIONARY: break;
-    }
-    switch (moe_stationary_slices(steps)) {
-    case 1: return gemm_stationary::kernel<T, 1, dx_rows_params>;
-    case 2: return gemm_stationary::kernel<T, 2, dx_rows_params>;
-    default: return gemm_stationary::kernel<T, 4, dx_rows_params>;
-    }
-}
-
-// What the host has to know of a core.
-struct core {
-    int shared_bytes, most_ctas;
-    int rows, columns; // rows of a box of dH; columns of a tile
-};
-
-core core_of(moe_gemm kind)
-{
-    constexpr int ANY = 1 << 30;
-    switch (kind) {
-    case SMOE_GEMM_TILES:
-        return {gemm_tiles::SHARED_BYTES, ANY, gemm_tiles::TILE_ROWS, gemm_tiles::TILE_COLUMNS};
-    case SMOE_GEMM_PING_PONG:
-        return {gemm_ping_pong::SHARED_BYTES, ANY, gemm_ping_pong::TILE_ROWS, gemm_ping_pong::TILE_COLUMNS};
-    case SMOE_GEMM_STATIONARY: break;
-    }
-    return {gemm_stationary::SHARED_BYTES, gemm_stationary::MAX_CTAS, SMOE_BLOCK_ROWS,
-            gemm_stationary::TILE_COLUMNS};
-}
-
 dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
 {
     const moe_w1 w1 = {d.w1, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
+    const gemm_core core = core_of(kind);
     dx_rows_params p = {};
-    moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, core_of(kind).rows);
-    moe_map_w1_subtiles(on, &p.w1, &w1, core_of(kind).columns / SMOE_SUBTILE_COLUMNS);
-    if (kind == SMOE_GEMM_STATIONARY)
-        gemm_stationary::map_result(on, &p.y, moe_stationary_slices(steps_of(d)), d.dx, d.rows, d.columns);
-    else
-        moe_map_matrix(on, &p.y, d.dx, d.rows, d.columns, SMOE_BLOCK_ROWS);
+    moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, core.rows);
+    moe_map_w1_subtiles(on, &p.w1, &w1, core.columns / SMOE_SUBTILE_COLUMNS);
+    map_result(on, &p.y, kind, steps_of(d), d.dx, d.rows, d.columns);
     p.block_offsets = d.block_offsets;
     p.lists = d.lists;
     p.hidden = (int32_t)d.hidden;
@@ -166,15 +123,8 @@ dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
 extern "C" cudaError_t moe_sm90_dx_rows_init(void)
 {
     using namespace moe;
-    return for_every_type(storage_types(), [](auto t) {
-        for (int kind = SMOE_GEMM_TILES; kind <= SMOE_GEMM_STATIONARY; kind++)
-            for (const int64_t steps : {1, 2, 4}) {
-                const auto kernel = kernel_of<typename decltype(t)::type>((moe_gemm)kind, steps);
-                const cudaError_t status = allow_shared(kernel, core_of((moe_gemm)kind).shared_bytes);
-                if (status != cudaSuccess) return status;
-            }
-        return cudaSuccess;
-    });
+    return for_every_type(storage_types(),
+                          [](auto t) { return init_gemms<typename decltype(t)::type, dx_rows_params>(); });
 }
 
 extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
@@ -183,10 +133,7 @@ extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
     const moe_gemm kind = choose(*d);
     const dx_rows_params p = prepare(on, *d, kind);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    const core with = core_of(kind);
-    const int ctas = on->ctas < with.most_ctas ? on->ctas : with.most_ctas;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        const dx_rows_kernel kernel = kernel_of<typename decltype(t)::type>(kind, steps_of(*d));
-        return enqueue(kernel, ctas, gemm_cooperative::THREADS, with.shared_bytes, on->stream, p);
+        return enqueue_gemm<typename decltype(t)::type>(on, kind, steps_of(*d), p);
     });
 }
