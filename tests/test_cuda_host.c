@@ -295,6 +295,39 @@ static void places_cover_an_expert_once(void **state)
     }
 }
 
+/* Every unit is taken once, and the CTAs' shares of each column tile are about equal on a real GPU. */
+static void turns_share_out_every_column_tile(void **state)
+{
+    (void)state;
+    enum { ROWS = 400, COLUMNS = 48, LARGE = 144 };
+    static const int32_t grids[] = {1, 7, 114, 132, LARGE};
+    for (size_t g = 0; g < sizeof grids / sizeof *grids; g++)
+        for (int32_t columns = 1; columns <= COLUMNS; columns++) {
+            const int32_t ctas = grids[g], turn = moe_turn(ctas, columns), units = ROWS * columns;
+            char seen[ROWS * COLUMNS] = {0};
+            int32_t share[LARGE][COLUMNS] = {{0}}, total = 0;
+            assert_true(turn >= 0 && turn < columns);
+            for (int32_t cta = 0; cta < ctas; cta++) {
+                int32_t unit;
+                for (int32_t wave = 0; (unit = moe_unit_in_turns(cta, wave, ctas, turn)) < units; wave++) {
+                    assert_true(unit / ctas == wave);
+                    assert_int_equal(seen[unit]++, 0);
+                    share[cta][unit % columns]++;
+                    total++;
+                }
+            }
+            assert_int_equal(total, units);
+            for (int32_t c = 0; c < columns; c++) {
+                int32_t least = ROWS, most = 0;
+                for (int32_t cta = 0; cta < ctas; cta++) {
+                    if (share[cta][c] < least) least = share[cta][c];
+                    if (share[cta][c] > most) most = share[cta][c];
+                }
+                assert_true(ctas < 100 || most - least <= 4);
+            }
+        }
+}
+
 static void the_down_kernel_fits_its_shape(void **state)
 {
     (void)state;
@@ -307,10 +340,23 @@ static void the_down_kernel_fits_its_shape(void **state)
         }
     assert_int_equal(moe_gemm_choose(256, 768, 0), SMOE_GEMM_STATIONARY);
     assert_int_equal(moe_gemm_choose(256, 384, 0), SMOE_GEMM_PING_PONG); /* 1.5 tiles of 256 */
-    assert_int_equal(moe_gemm_choose(256, 448, 0), SMOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose(256, 448, 0), SMOE_GEMM_PING_PONG); /* 1.75; 2.33 tiles of 192 */
+    assert_int_equal(moe_gemm_choose(256, 1984, 0), SMOE_GEMM_STATIONARY);
     assert_int_equal(moe_gemm_choose(256, 760, 0), SMOE_GEMM_PING_PONG); /* no multiple of 64 */
     assert_int_equal(moe_gemm_choose(512, 4096, 0), SMOE_GEMM_PING_PONG);
     assert_int_equal(moe_gemm_choose(2048, 4096, 0), SMOE_GEMM_TILES);
+}
+
+static void the_kernel_of_dx_rows_fits_its_shape(void **state)
+{
+    (void)state;
+    assert_int_equal(moe_gemm_choose_dx(64, 768), SMOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose_dx(256, 4096), SMOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose_dx(512, 4096), SMOE_GEMM_PING_PONG);
+    assert_int_equal(moe_gemm_choose_dx(1024, 1536), SMOE_GEMM_PING_PONG);
+    assert_int_equal(moe_gemm_choose_dx(1024, 4096), SMOE_GEMM_TILES);    /* its last tile has 64 columns */
+    assert_int_equal(moe_gemm_choose_dx(1024, 320), SMOE_GEMM_PING_PONG); /* 1.25 tiles of 256 */
+    assert_int_equal(moe_gemm_choose_dx(2048, 1536), SMOE_GEMM_TILES);
 }
 
 /* ---- Few rows ---- */
@@ -454,7 +500,9 @@ int main(void)
         cmocka_unit_test(shares_cover_every_block_once),
         cmocka_unit_test(equal_pieces_come_in_full_waves),
         cmocka_unit_test(places_cover_an_expert_once),
+        cmocka_unit_test(turns_share_out_every_column_tile),
         cmocka_unit_test(the_down_kernel_fits_its_shape),
+        cmocka_unit_test(the_kernel_of_dx_rows_fits_its_shape),
         cmocka_unit_test(few_rows_are_decode_steps),
         cmocka_unit_test(the_grid_has_every_tile_of_few_rows),
         cmocka_unit_test(division_is_exact),

@@ -4,40 +4,54 @@
 
 #include "host/scheduler.h"
 
+enum { SMOE_PING_PONG_COLUMNS = 192 }; /* of a tile */
+
 typedef enum moe_gemm {
     SMOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
     SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
     SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory; K <= 256 */
 } moe_gemm;
 
-/* Relative speed on full tiles (docs/lab-notebook.md) times the share of columns that is real; 0: not to be
- * used. intermediate: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the
- * chunk. The stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256. From 129 to
+/* Relative speed on full tiles (docs/lab-notebook.md) times the share of the multiplied columns that is real;
+ * 0: not to be used. k: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the
+ * chunk. The last tile of the ping-pong core has 64, 128 or 192 columns, that of the others is a full one.
+ * The stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256. From 129 to
  * 192 it is not used, because the other cores multiply only 192 columns there. (Gated dx_rows with n of 72 to
  * 96 would lose nothing, because each half of dH is padded to 128 in every core; it was not measured.) The
  * core's tensor map of the result counts columns in units of 64. */
-static inline double moe_gemm_merit(moe_gemm kind, int64_t intermediate, int64_t columns)
+static inline double moe_gemm_merit(moe_gemm kind, int64_t k, int64_t columns)
 {
-    const int64_t width = kind == SMOE_GEMM_PING_PONG ? 192 : 256;
-    const double real = (double)columns / (double)(moe_divide_up(columns, width) * width);
+    const int64_t unit = kind == SMOE_GEMM_PING_PONG ? 64 : 256;
+    const double real = (double)columns / (double)(moe_divide_up(columns, unit) * unit);
     switch (kind) {
     case SMOE_GEMM_TILES: return real;
-    case SMOE_GEMM_PING_PONG: return real * (intermediate <= 512 ? 1.06 : intermediate <= 1024 ? 1.05 : 0.99);
+    case SMOE_GEMM_PING_PONG: return real * (k <= 512 ? 1.06 : k <= 1024 ? 1.05 : 0.99);
     case SMOE_GEMM_STATIONARY: break;
     }
     if (columns % 64 != 0) return 0.0;
-    return intermediate <= 128 || (intermediate > 192 && intermediate <= 256) ? real * 1.13 : 0.0;
+    return k <= 128 || (k > 192 && k <= 256) ? real * 1.13 : 0.0;
 }
 
-static inline moe_gemm moe_gemm_choose(int64_t intermediate, int64_t columns, int bias)
+/* The core that is expected to be the fastest: for down. */
+static inline moe_gemm moe_gemm_choose(int64_t k, int64_t columns, int bias)
 {
     moe_gemm best = SMOE_GEMM_TILES;
     if (bias) return best;
     for (int kind = SMOE_GEMM_PING_PONG; kind <= SMOE_GEMM_STATIONARY; kind++)
-        if (moe_gemm_merit((moe_gemm)kind, intermediate, columns) >
-            moe_gemm_merit(best, intermediate, columns))
+        if (moe_gemm_merit((moe_gemm)kind, k, columns) > moe_gemm_merit(best, k, columns))
             best = (moe_gemm)kind;
     return best;
+}
+
+/* For dx_rows. With K = 1024 the ping-pong core is about 1 % of a backward faster than the cooperative one if
+ * its column tiles are equal (d = 768, 1536). With a smaller last tile (d = 4096) it is up to 1 % slower. */
+static inline moe_gemm moe_gemm_choose_dx(int64_t k, int64_t columns)
+{
+    const moe_gemm best = moe_gemm_choose(k, columns, 0);
+    if (best != SMOE_GEMM_PING_PONG || k <= 512 || columns % SMOE_PING_PONG_COLUMNS == 0) return best;
+    return 0.95 * moe_gemm_merit(best, k, columns) > moe_gemm_merit(SMOE_GEMM_TILES, k, columns)
+               ? best
+               : SMOE_GEMM_TILES;
 }
 
 /* Slices of 64 columns of K for which the weight-stationary core has a kernel: at least `steps`. */

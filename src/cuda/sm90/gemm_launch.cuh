@@ -49,6 +49,13 @@ template <typename T, class P> gemm_kernel<P> kernel_of(moe_gemm kind, int64_t s
     }
 }
 
+// For the ping-pong core (moe_turn). 0 if all column tiles are equal.
+inline int32_t turn_of(const moe_launch *on, int64_t columns)
+{
+    const int64_t tiles = moe_divide_up(columns, gemm_ping_pong::TILE_COLUMNS);
+    return columns % gemm_ping_pong::TILE_COLUMNS ? moe_turn(on->ctas, (int32_t)tiles) : 0;
+}
+
 // Makes the tensor map y of the result, (rows, columns).
 inline void map_result(moe_launch *on, CUtensorMap *y, moe_gemm kind, int64_t steps, const void *base,
                        int64_t rows, int64_t columns)

@@ -1,5 +1,6 @@
 // The ping-pong core, for a short K dimension and no bias: the same product as in gemm_tiles.cuh, in tiles
-// of 128 x 192.
+// of 128 x 192. If the columns of the chunk are no multiple of 192, the last column tile has 128 or 64
+// columns.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Each of the two consumer warpgroups holds a whole tile (192 accumulators a thread). The two use the tensor
@@ -7,10 +8,12 @@
 // epilogue would otherwise take a large part of a tile's time.
 #pragma once
 #include "common/storage.cuh"
+#include "sm90/gemm_choice.h"
 #include "sm90/gemm_operands.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/swizzle.h"
 #include "sm90/wgmma.cuh"
+#include "sm90/work_order.h"
 
 namespace moe
 {
@@ -20,7 +23,7 @@ namespace gemm_ping_pong
 enum {
     THREADS = 384,
     TILE_ROWS = 128,
-    TILE_COLUMNS = 192,
+    TILE_COLUMNS = SMOE_PING_PONG_COLUMNS,
     SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,
     STEP = 64,
     SLOTS = 4,
@@ -34,7 +37,8 @@ enum {
     SHARED_BYTES = BARRIERS + 8 * 2 * SLOTS
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
-static_assert(BUFFERS == 2 && SUBTILES % 2 == 1, "store_subtile: which store a buffer waits for");
+static_assert(BUFFERS == 2, "store_subtile: which store a buffer waits for");
+static_assert(SUBTILES == 3, "multiply_columns: a tile has one to three subtiles");
 
 // Named barriers: 1 and 2 for the staging of consumers 0 and 1, 4 and 5 for their turns at the tensor cores.
 enum { STAGING_BARRIER = 1, TURN_BARRIER = 4 };
@@ -59,10 +63,21 @@ struct shared_layout {
     }
 };
 
-template <class P> SMOE_DEVICE moe_work tile_of(const P &p, int unit, int column_tiles)
+struct placed_tile {
+    moe_work work;
+    int column; // its first one in the chunk
+};
+
+template <class P> SMOE_DEVICE placed_tile tile_of(const P &p, int unit, int column_tiles)
 {
-    const int2 entry = __ldg((const int2 *)(p.lists.tiles + unit / column_tiles));
-    return {entry.x, entry.y};
+    const int row_tile = unit / column_tiles;
+    const int2 entry = __ldg((const int2 *)(p.lists.tiles + row_tile));
+    return {{entry.x, entry.y}, (unit - row_tile * column_tiles) * TILE_COLUMNS};
+}
+
+template <class P> SMOE_DEVICE int unit_of(const P &p, int wave)
+{
+    return moe_unit_in_turns(blockIdx.x, wave, gridDim.x, p.turn);
 }
 
 template <class P>
@@ -70,21 +85,28 @@ SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, int units, 
 {
     ring_position<SLOTS> ring(1);
     operands<P>::prefetch(p);
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        const moe_work tile = tile_of(p, unit, column_tiles);
-        const int column = unit % column_tiles * TILE_COLUMNS;
+    for (int wave = 0, unit; (unit = unit_of(p, wave)) < units; wave++) {
+        const placed_tile tile = tile_of(p, unit, column_tiles);
         for (int k = 0; k < steps; k++) {
             barrier_wait(shared.empty(ring.slot), ring.phase);
             const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
             barrier_expect(full, SLOT_BYTES);
-            operands<P>::load_rows(p, slot, full, k, tile);
-            operands<P>::template load_weights<TILE_COLUMNS>(p, slot + A_BYTES, full, k, tile, column);
+            operands<P>::load_rows(p, slot, full, k, tile.work);
+            operands<P>::template load_weights<TILE_COLUMNS>(p, slot + A_BYTES, full, k, tile.work,
+                                                             tile.column);
             ring.advance();
         }
     }
 }
 
-template <typename T, operand_order WEIGHTS>
+// The sums of 64 rows and the first 2 COUNT columns of a tile.
+template <int COUNT> SMOE_DEVICE float (&first_sums(float (&acc)[96]))[COUNT]
+{
+    return *(float(*)[COUNT])acc;
+}
+
+// Multiplies the first COLUMNS columns of a tile.
+template <typename T, operand_order WEIGHTS, int COLUMNS>
 SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const shared_layout &shared,
                           int steps, int lane)
 {
@@ -99,10 +121,12 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const
 #pragma unroll
         for (int j = 0; j < STEP / 16; j++) {
             const uint64_t weights = descriptor<WEIGHTS>(b + descriptor_step<WEIGHTS>() * j);
-            tensor_core<T>::template multiply<K_MAJOR, WEIGHTS>(acc[0], descriptor(a + 2 * j), weights,
-                                                                (k | j) != 0);
-            tensor_core<T>::template multiply<K_MAJOR, WEIGHTS>(acc[1], descriptor(a + 512 + 2 * j), weights,
-                                                                (k | j) != 0);
+#pragma unroll
+            for (int block = 0; block < 2; block++)
+                tensor_core<T>::template multiply<K_MAJOR, WEIGHTS>(
+                    first_sums<COLUMNS / 2>(acc[block]),
+                    descriptor(a + descriptor_address(block * SMOE_SUBTILE_BYTES) + 2 * j), weights,
+                    (k | j) != 0);
         }
         wgmma_commit();
         pin(acc[0]);
@@ -112,6 +136,19 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const
         previous = ring.slot;
         ring.advance();
     }
+}
+
+// columns: from the tile's first one to the end of the chunk.
+template <typename T, operand_order WEIGHTS>
+SMOE_DEVICE void multiply_columns(int columns, float (&acc)[2][96], ring_position<SLOTS> &ring,
+                                  const shared_layout &shared, int steps, int lane)
+{
+    if (columns > 128)
+        multiply<T, WEIGHTS, 192>(acc, ring, shared, steps, lane);
+    else if (columns > 64)
+        multiply<T, WEIGHTS, 128>(acc, ring, shared, steps, lane);
+    else
+        multiply<T, WEIGHTS, 64>(acc, ring, shared, steps, lane);
 }
 
 // Writes one subtile of 64 columns of both row blocks to buffer `subtile % BUFFERS`; then the leader stores
@@ -124,7 +161,7 @@ SMOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t s
     const bool leader = (threadIdx.x & 127) == 0;
     const uint32_t buffer = staging + subtile % BUFFERS * BUFFER_BYTES;
     if (leader) {
-        if (subtile == 0) // SUBTILES is odd, so the tile before ended with this buffer
+        if (subtile == 0) // the tile before may have ended with this buffer
             wait_stores_read<0>();
         else
             wait_stores_read<BUFFERS - 1>();
@@ -143,11 +180,9 @@ SMOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t s
     fence_async_proxy();
     named_barrier_sync(STAGING_BARRIER + consumer, 128);
     if (leader) {
-        if (column < p.columns) {
-            store_box(&p.y, buffer, column, tile.row);
-            if (moe_work_blocks(tile) > 1)
-                store_box(&p.y, buffer + SMOE_SUBTILE_BYTES, column, tile.row + SMOE_BLOCK_ROWS);
-        }
+        store_box(&p.y, buffer, column, tile.row);
+        if (moe_work_blocks(tile) > 1)
+            store_box(&p.y, buffer + SMOE_SUBTILE_BYTES, column, tile.row + SMOE_BLOCK_ROWS);
         commit_stores();
     }
 }
@@ -162,21 +197,23 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int uni
         named_barrier_arrive(TURN_BARRIER, 256); // consumer 0 begins
         if (blockIdx.x < units) ring.advance(steps);
     }
-    for (int unit = blockIdx.x + consumer * gridDim.x; unit < units; unit += 2 * gridDim.x) {
+    for (int wave = consumer, unit; (unit = unit_of(p, wave)) < units; wave += 2) {
+        const placed_tile tile = tile_of(p, unit, column_tiles);
         named_barrier_sync(TURN_BARRIER + consumer, 256);
-        multiply<T, operands<P>::WEIGHTS>(acc, ring, shared, steps, lane);
+        multiply_columns<T, operands<P>::WEIGHTS>(p.columns - tile.column, acc, ring, shared, steps, lane);
         named_barrier_arrive(TURN_BARRIER + (consumer ^ 1), 256);
         wgmma_wait<0>();
         pin(acc[0]);
         pin(acc[1]);
         if (lane == 0) barrier_arrive(shared.empty(ring.slot == 0 ? SLOTS - 1 : ring.slot - 1));
         ring.advance(steps); // a tile of the other consumer
-        const moe_work tile = tile_of(p, unit, column_tiles);
-        const int column = unit % column_tiles * TILE_COLUMNS;
 #pragma unroll
-        for (int subtile = 0; subtile < SUBTILES; subtile++)
-            store_subtile<T>(acc, p, shared.staging(consumer), subtile, consumer, tile,
-                             column + subtile * SMOE_SUBTILE_COLUMNS, lane);
+        for (int subtile = 0; subtile < SUBTILES; subtile++) {
+            const int column = tile.column + subtile * SMOE_SUBTILE_COLUMNS;
+            if (column < p.columns)
+                store_subtile<T>(acc, p, shared.staging(consumer), subtile, consumer, tile.work, column,
+                                 lane);
+        }
     }
     if ((threadIdx.x & 127) == 0) wait_stores_done();
 }

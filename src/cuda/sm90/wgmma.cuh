@@ -39,6 +39,9 @@ template <int COUNT> SMOE_DEVICE void pin(float (&c)[COUNT])
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]),              \
         "+f"(c[i + 6]), "+f"(c[i + 7])
 #define SMOE_ACC32(c, i) SMOE_ACC8(c, i), SMOE_ACC8(c, i + 8), SMOE_ACC8(c, i + 16), SMOE_ACC8(c, i + 24)
+#define SMOE_NAMES32                                                                                         \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                 \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SMOE_NAMES64                                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                 \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                       \
@@ -62,6 +65,12 @@ template <int COUNT> SMOE_DEVICE void pin(float (&c)[COUNT])
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // acc = (keep ? acc : 0) + A B. One 16-element step of K.
+#define SMOE_WGMMA64(TYPE)                                                                                   \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" SMOE_NAMES32               \
+                 "}, %32, %33, p, 1, 1, %35, %36;\n}"                                                        \
+                 : SMOE_ACC32(c, 0)                                                                          \
+                 : "l"(a), "l"(b), "r"(keep), "n"((int)A), "n"((int)B))
 #define SMOE_WGMMA128(TYPE)                                                                                  \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                \
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" SMOE_NAMES64              \
@@ -85,6 +94,11 @@ template <typename T> struct tensor_core;
 
 template <> struct tensor_core<__nv_bfloat16> {
     template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
+    static SMOE_DEVICE void multiply(float (&c)[32], uint64_t a, uint64_t b, int keep)
+    {
+        SMOE_WGMMA64("bf16");
+    }
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static SMOE_DEVICE void multiply(float (&c)[64], uint64_t a, uint64_t b, int keep)
     {
         SMOE_WGMMA128("bf16");
@@ -102,6 +116,11 @@ template <> struct tensor_core<__nv_bfloat16> {
 };
 
 template <> struct tensor_core<__half> {
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
+    static SMOE_DEVICE void multiply(float (&c)[32], uint64_t a, uint64_t b, int keep)
+    {
+        SMOE_WGMMA64("f16");
+    }
     template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static SMOE_DEVICE void multiply(float (&c)[64], uint64_t a, uint64_t b, int keep)
     {

@@ -67,4 +67,29 @@ SMOE_HD moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t col
     return place;
 }
 
+/* ---- Units in fixed order, column tiles fastest ----
+ * In wave w the CTAs take units w ctas to (w + 1) ctas - 1, one each. If the last column tile has less work
+ * than the others, every CTA must get its share of them. So the CTAs are shifted by `turn` units from one
+ * wave to the next. */
+
+/* The least turn with which a CTA comes to every column tile: ctas + turn and column_tiles have no common
+ * divisor. */
+SMOE_HD int32_t moe_turn(int32_t ctas, int32_t column_tiles)
+{
+    for (int32_t turn = 0;; turn++) {
+        int32_t a = ctas + turn, b = column_tiles;
+        while (b) {
+            const int32_t rest = a % b;
+            a = b;
+            b = rest;
+        }
+        if (a == 1) return turn;
+    }
+}
+
+SMOE_HD int32_t moe_unit_in_turns(int32_t cta, int32_t wave, int32_t ctas, int32_t turn)
+{
+    return wave * ctas + (cta + wave * turn) % ctas;
+}
+
 #endif

@@ -35,6 +35,7 @@ struct down_params {
     moe_cuda_lists lists;
     int32_t hidden, intermediate;
     int32_t first_column, columns; // the chunk
+    int32_t turn;                  // moe_turn, for the ping-pong core
 };
 
 // K = n, the weights K-major
@@ -92,6 +93,7 @@ down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
     p.intermediate = (int32_t)d.intermediate;
     p.first_column = (int32_t)d.first_column;
     p.columns = (int32_t)d.columns;
+    p.turn = turn_of(on, d.columns);
     return p;
 }
 

@@ -10,8 +10,8 @@
 // - dX~: 2 R d written.
 //
 // Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh), 128 x 192 on the ping-pong core
-// (gemm_ping_pong.cuh) or 64 x 256 on the weight-stationary core (gemm_stationary.cuh); see choose(). W1 is
-// MN-major, as it is in memory. The GEMM sums over the gate rows of W1 and then over the up rows, in both
+// (gemm_ping_pong.cuh) or 64 x 256 on the weight-stationary core (gemm_stationary.cuh); see gemm_choice.h. W1
+// is MN-major, as it is in memory. The GEMM sums over the gate rows of W1 and then over the up rows, in both
 // layouts of W1.
 #include "common/instances.cuh"
 #include "sm90/gemm_launch.cuh"
@@ -29,6 +29,7 @@ struct dx_rows_params {
     int32_t hidden, intermediate, halves; // intermediate: columns of a half of dH
     int32_t subtiles_apart;
     int32_t first_column, columns; // the chunk
+    int32_t turn;                  // moe_turn, for the ping-pong core
 };
 
 template <> struct operands<dx_rows_params> {
@@ -84,20 +85,6 @@ int64_t steps_of(const moe_dx_rows &d)
     return d.halves * moe_divide_up(d.row_width, operands<dx_rows_params>::STEP);
 }
 
-// The core that is expected to be the fastest. For K = 1024 and d = 4096, where 3 % of the columns that
-// ping-pong multiplies do not exist, moe_gemm_merit alone says that it is 2 % faster. It was 0 to 4 % slower
-// (docs/lab-notebook.md), so its merit is lowered there. Other K from 513 to 1024 were not measured.
-moe_gemm choose(const moe_dx_rows &d)
-{
-    const int64_t k = d.halves * d.row_width;
-    const double stationary = moe_gemm_merit(SMOE_GEMM_STATIONARY, k, d.columns);
-    const double ping_pong =
-        moe_gemm_merit(SMOE_GEMM_PING_PONG, k, d.columns) * (k > 512 && k <= 1024 ? 0.98 : 1.0);
-    const double tiles = moe_gemm_merit(SMOE_GEMM_TILES, k, d.columns);
-    if (stationary > ping_pong && stationary > tiles) return SMOE_GEMM_STATIONARY;
-    return ping_pong > tiles ? SMOE_GEMM_PING_PONG : SMOE_GEMM_TILES;
-}
-
 dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
 {
     const moe_w1 w1 = {d.w1, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
@@ -114,6 +101,7 @@ dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
     p.subtiles_apart = moe_subtiles_apart(d.hidden);
     p.first_column = (int32_t)d.first_column;
     p.columns = (int32_t)d.columns;
+    p.turn = turn_of(on, d.columns);
     return p;
 }
 
@@ -130,7 +118,7 @@ extern "C" cudaError_t moe_sm90_dx_rows_init(void)
 extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
 {
     using namespace moe;
-    const moe_gemm kind = choose(*d);
+    const moe_gemm kind = moe_gemm_choose_dx(d->halves * d->row_width, d->columns);
     const dx_rows_params p = prepare(on, *d, kind);
     if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
