@@ -81,10 +81,11 @@ static const test_case cases[] = {
     {"ping-pong", 400, 384, 256, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
     {"ping-pong inter edges", 1400, 192, 256, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, B, INT, 0, 1, 0, 0, 0,
      0},
-    /* the last column tile has 128 or 64 columns; there are more units than CTAs */
+    /* The last column tile has 128 or 64 columns. The second case has more units than CTAs, and a turn
+     * (work_order.h). */
     {"ping-pong tail 128 edges", 1400, 320, 256, 16, 1, SMOE_ACTIVATION_REGLU, EDGES, B, B, CAT, 0, 1, 0, 0,
      0, 0},
-    {"ping-pong tail 64 inter", 1400, 832, 200, 30, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, B, INT, 0, 1, 0, 0,
+    {"ping-pong tail 64 inter", 1400, 640, 200, 40, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, B, INT, 0, 1, 0, 0,
      0, 0},
     {"long K", 300, 320, 640, 2, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
     {"many steps", 300, 256, 792, 3, 2, SMOE_ACTIVATION_REGLU, RANDOM, B, B, CAT, 0, 1, 0, 0, 0, 0},
