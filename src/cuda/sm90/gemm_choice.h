@@ -8,21 +8,22 @@ enum { SMOE_PING_PONG_COLUMNS = 192 }; /* of a tile */
 
 typedef enum moe_gemm {
     SMOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
-    SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the two warpgroups take turns */
+    SMOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the last one may be narrower; warpgroups take turns */
     SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory; K <= 256 */
 } moe_gemm;
 
-/* Relative speed on full tiles (docs/lab-notebook.md) times the share of the multiplied columns that is real;
- * 0: not to be used. k: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the
- * chunk. The last tile of the ping-pong core has 64, 128 or 192 columns, that of the others is a full one.
- * The stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256. From 129 to
- * 192 it is not used, because the other cores multiply only 192 columns there. (Gated dx_rows with n of 72 to
- * 96 would lose nothing, because each half of dH is padded to 128 in every core; it was not measured.) The
- * core's tensor map of the result counts columns in units of 64. */
+/* Relative speed on full tiles (docs/lab-notebook.md) times the share of columns that is real if every tile
+ * is full; 0: not to be used. k: the GEMM's K, which is n for down and the width of H for dx_rows. columns:
+ * of the chunk. The last tile of the ping-pong core may be narrower, so the core is faster than this says if
+ * columns is no multiple of 192. Whether it is then the fastest at more sizes was not measured. The
+ * stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256. From 129 to 192 it is
+ * not used, because the other cores multiply only 192 columns there. (Gated dx_rows with n of 72 to 96 would
+ * lose nothing, because each half of dH is padded to 128 in every core; it was not measured.) The core's
+ * tensor map of the result counts columns in units of 64. */
 static inline double moe_gemm_merit(moe_gemm kind, int64_t k, int64_t columns)
 {
-    const int64_t unit = kind == SMOE_GEMM_PING_PONG ? 64 : 256;
-    const double real = (double)columns / (double)(moe_divide_up(columns, unit) * unit);
+    const int64_t width = kind == SMOE_GEMM_PING_PONG ? SMOE_PING_PONG_COLUMNS : 256;
+    const double real = (double)columns / (double)(moe_divide_up(columns, width) * width);
     switch (kind) {
     case SMOE_GEMM_TILES: return real;
     case SMOE_GEMM_PING_PONG: return real * (k <= 512 ? 1.06 : k <= 1024 ? 1.05 : 0.99);
@@ -43,13 +44,15 @@ static inline moe_gemm moe_gemm_choose(int64_t k, int64_t columns, int bias)
     return best;
 }
 
-/* For dx_rows. With K = 1024 the ping-pong core is about 1 % of a backward faster than the cooperative one if
- * its column tiles are equal (d = 768, 1536). With a smaller last tile (d = 4096) it is up to 1 % slower. */
+/* For dx_rows. Measured with K = 1024: if column tiles are equal (d = 768, 1536), the ping-pong core makes
+ * the backward about 1 % faster than the cooperative one. If the last one is smaller (d = 4096), the backward
+ * is between 1 % faster and 2 % slower. So there the merit of ping-pong is lowered by as much as makes the
+ * cooperative core win at d = 4096. Other K from 513 to 1024 were not measured. */
 static inline moe_gemm moe_gemm_choose_dx(int64_t k, int64_t columns)
 {
     const moe_gemm best = moe_gemm_choose(k, columns, 0);
-    if (best != SMOE_GEMM_PING_PONG || k <= 512 || columns % SMOE_PING_PONG_COLUMNS == 0) return best;
-    return 0.95 * moe_gemm_merit(best, k, columns) > moe_gemm_merit(SMOE_GEMM_TILES, k, columns)
+    if (best != SMOE_GEMM_PING_PONG || k <= 512 || k > 1024) return best;
+    return 0.98 * moe_gemm_merit(best, k, columns) > moe_gemm_merit(SMOE_GEMM_TILES, k, columns)
                ? best
                : SMOE_GEMM_TILES;
 }

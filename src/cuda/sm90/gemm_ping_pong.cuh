@@ -1,6 +1,7 @@
 // The ping-pong core, for a short K dimension and no bias: the same product as in gemm_tiles.cuh, in tiles
 // of 128 x 192. If the columns of the chunk are no multiple of 192, the last column tile has 128 or 64
-// columns.
+// columns. The weights of 192 columns are loaded for it too, so that every slot has the same number of bytes.
+// Those past the tile are not multiplied.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Each of the two consumer warpgroups holds a whole tile (192 accumulators a thread). The two use the tensor
@@ -99,7 +100,7 @@ SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, int units, 
     }
 }
 
-// The sums of 64 rows and the first 2 COUNT columns of a tile.
+// A thread's first COUNT accumulators. Those of the warpgroup together are 64 rows by 2 COUNT columns.
 template <int COUNT> SMOE_DEVICE float (&first_sums(float (&acc)[96]))[COUNT]
 {
     return *(float(*)[COUNT])acc;

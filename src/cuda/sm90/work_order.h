@@ -69,11 +69,11 @@ SMOE_HD moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t col
 
 /* ---- Units in fixed order, column tiles fastest ----
  * In wave w the CTAs take units w ctas to (w + 1) ctas - 1, one each. If the last column tile has less work
- * than the others, every CTA must get its share of them. So the CTAs are shifted by `turn` units from one
- * wave to the next. */
+ * than the others, all CTAs should get about equally many of these short tiles. So the CTAs are shifted by
+ * `turn` units from one wave to the next. */
 
-/* The least turn with which a CTA comes to every column tile: ctas + turn and column_tiles have no common
- * divisor. */
+/* The least turn for which ctas + turn and column_tiles have no common divisor but 1. If there are many more
+ * CTAs than column tiles, every CTA then gets about the same number of units of each column tile. */
 SMOE_HD int32_t moe_turn(int32_t ctas, int32_t column_tiles)
 {
     for (int32_t turn = 0;; turn++) {

@@ -14,7 +14,7 @@
 //
 //   core               file                 tile
 //   cooperative        gemm_cooperative.cuh 128 x 256
-//   ping-pong          gemm_ping_pong.cuh   128 x 192
+//   ping-pong          gemm_ping_pong.cuh   128 x 192, the last column tile may be narrower
 //   weight-stationary  gemm_stationary.cuh  64 x 256
 //
 // Only the cooperative core can add a bias, so a layer with b2 uses it. For other layers moe_gemm_choose
