@@ -10,9 +10,9 @@
 // - dX~: 2 R d written.
 //
 // Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh), 128 x 192 on the ping-pong core
-// (gemm_ping_pong.cuh) or 64 x 256 on the weight-stationary core (gemm_stationary.cuh); see gemm_choice.h. W1
-// is MN-major, as it is in memory. The GEMM sums over the gate rows of W1 and then over the up rows, in both
-// layouts of W1.
+// (gemm_ping_pong.cuh; the last column tile may be narrower) or 64 x 256 on the weight-stationary core
+// (gemm_stationary.cuh); see gemm_choice.h. W1 is MN-major, as it is in memory. The GEMM sums over the gate
+// rows of W1 and then over the up rows, in both layouts of W1.
 #include "common/instances.cuh"
 #include "sm90/gemm_launch.cuh"
 #include "sm90/kernels.h"
