@@ -295,8 +295,7 @@ static void places_cover_an_expert_once(void **state)
     }
 }
 
-/* Every unit is taken once, and the CTAs' shares of each column tile are about equal with 100 CTAs or more.
- */
+/* Every unit is taken once. With 100 CTAs or more their shares of each column tile are about equal. */
 static void turns_share_out_every_column_tile(void **state)
 {
     (void)state;

@@ -87,6 +87,7 @@ SMOE_HD int32_t moe_turn(int32_t ctas, int32_t column_tiles)
     }
 }
 
+/* The unit of CTA `cta` in wave `wave`. turn: of moe_turn; 0 if all column tiles are equal. */
 SMOE_HD int32_t moe_unit_in_turns(int32_t cta, int32_t wave, int32_t ctas, int32_t turn)
 {
     return wave * ctas + (cta + wave * turn) % ctas;
