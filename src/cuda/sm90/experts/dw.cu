@@ -70,7 +70,7 @@ struct dw_params {
 
 enum {
     LOADERS = 64,
-    ROWS_A_LOADER = STEP / (LOADERS / 16), // sixteen threads copy the 256 bytes of a row (TALL: 512)
+    ROWS_A_LOADER = STEP / (LOADERS / 8), // eight threads copy 128 bytes of each subtile of a row
     BARRIERS = STAGING_END,
     FEED = (BARRIERS + BARRIER_BYTES + 15) / 16 * 16, // load_shared16 needs multiples of 16
     SHARED_BYTES = FEED + weight_feed::BYTES,
@@ -137,20 +137,19 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
                             const shared_layout &shared, weight_feed units)
 {
     constexpr int LEFT_BYTES = TALL ? 2 * A_BYTES : A_BYTES, RIGHT_BYTES = SLOT_BYTES - LEFT_BYTES;
+    constexpr int SUBTILES = LEFT_BYTES / SMOE_SUBTILE_BYTES;
     static_assert(RIGHT_BYTES == weight_matrix<TALL>::STRIPES * BUFFER_BYTES, "a stripe has two subtiles");
-    const int thread = threadIdx.x - 256, vector = thread & 15, row0 = thread >> 4; // rows row0 + 4 i
-    const uint32_t subtile = (vector >> 3) * SMOE_SUBTILE_BYTES;
-    const uint32_t even = subtile + moe_subtile_offset(row0, vector & 7),
-                   odd = subtile + moe_subtile_offset(row0 + 4, vector & 7);
-    const uint32_t row_bytes = (uint32_t)p.hidden * 2;
-    const int row = row0 + 4 * vector; // of a step: the lanes that copy a row read its token together
+    const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3; // rows row0 + 8 i
+    const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
+    const int row = row0 + 8 * vector; // of a step: the lanes that copy a row read its token together
     ring_position<SLOTS> ring(1);
     weight_unit unit = units.read(0);
     int next = first_token(p, unit.piece, row);
     for (int t = 0; unit.exists(); t++) {
         const moe_piece piece = unit.piece;
         const int hidden = unit.at.row_tile * matrix.TILE_HIDDEN + vector * 8;
-        const bool inside = hidden < p.hidden, also_inside = TALL && hidden + TILE_ROWS < p.hidden;
+        bool inside[SUBTILES];
+        for (int j = 0; j < SUBTILES; j++) inside[j] = hidden + j * SMOE_SUBTILE_COLUMNS < p.hidden;
         const char *from = (const char *)p.tokens + unit.at.row_tile * matrix.TILE_HIDDEN * 2;
         const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
         const moe_stripe left = matrix.stripe(unit.at, 0), right = matrix.stripe(unit.at, 1);
@@ -158,11 +157,10 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
             // The lane that has a row's token computes its address for all lanes. All shuffles are before the
             // wait, because after it the compiler does not know that the warp has converged.
             const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
-            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 16), real = inside ? some : 0,
-                           also_real = also_inside ? some : 0;
+            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 24);
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
-                rows[i] = advance_by_adds(lane_address(mine, (thread & 16) | i), vector * 16);
+                rows[i] = advance_by_adds(lane_address(mine, (thread & 24) | i), vector * 16);
             if (thread == 0 && k == ask_at) barrier_arrive(units.asked(t));
             if (k + 1 < steps)
                 next = token_of(p, piece.row + row + (k + 1) * STEP);
@@ -180,16 +178,12 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
             }
 #pragma unroll
             for (int i = 0; i < ROWS_A_LOADER; i++)
-                copy16_async_if_unhinted(real & 1u << i,
-                                         slot + (i & 1 ? odd : even) + (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES,
-                                         rows[i]);
-            if (TALL) // the next 128 columns
 #pragma unroll
-                for (int i = 0; i < ROWS_A_LOADER; i++)
-                    copy16_async_if_unhinted(also_real & 1u << i,
-                                             slot + A_BYTES + (i & 1 ? odd : even) +
-                                                 (i >> 1) * 8 * SMOE_SUBTILE_ROW_BYTES,
-                                             rows[i] + TILE_ROWS * 2);
+                for (int j = 0; j < SUBTILES; j++)
+                    copy16_async_if_unhinted(inside[j] ? some & 1u << i : 0,
+                                             slot + to + i * 8 * SMOE_SUBTILE_ROW_BYTES +
+                                                 j * SMOE_SUBTILE_BYTES,
+                                             rows[i] + j * SMOE_SUBTILE_ROW_BYTES);
             barrier_arrive_after_copies(full);
             ring.advance();
         }
