@@ -113,8 +113,9 @@ SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
                  : "memory");
 }
 
-// The same without the hint to L2, for threads that read all 256 bytes together. There the hint brings
-// nothing, and with n = 256 it makes the backward up to 0.3 % slower, after idling.
+// The same without the hint to L2, for threads that read all 256 bytes with this copy and the next. With
+// sixteen threads for a row the hint brought nothing, and with n = 256 it made the backward up to 0.3 %
+// slower, after idling.
 SMOE_DEVICE void copy16_async_if_unhinted(uint32_t real, uint32_t to, const void *from)
 {
     asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n"

@@ -70,7 +70,7 @@ struct dw_params {
 
 enum {
     LOADERS = 64,
-    ROWS_A_LOADER = STEP / (LOADERS / 8), // eight threads copy 128 bytes of each subtile of a row
+    ROWS_A_LOADER = STEP / (LOADERS / 8), // eight threads copy a row, 16 bytes each of every subtile
     BARRIERS = STAGING_END,
     FEED = (BARRIERS + BARRIER_BYTES + 15) / 16 * 16, // load_shared16 needs multiples of 16
     SHARED_BYTES = FEED + weight_feed::BYTES,
@@ -141,7 +141,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
     static_assert(RIGHT_BYTES == weight_matrix<TALL>::STRIPES * BUFFER_BYTES, "a stripe has two subtiles");
     const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3; // rows row0 + 8 i
     const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
-    const int row = row0 + 8 * vector; // of a step: the lanes that copy a row read its token together
+    const int row = row0 + 8 * vector; // of a step: of the eight rows of eight lanes, each reads one token
     ring_position<SLOTS> ring(1);
     weight_unit unit = units.read(0);
     int next = first_token(p, unit.piece, row);
@@ -149,6 +149,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
         const moe_piece piece = unit.piece;
         const int hidden = unit.at.row_tile * matrix.TILE_HIDDEN + vector * 8;
         bool inside[SUBTILES];
+#pragma unroll
         for (int j = 0; j < SUBTILES; j++) inside[j] = hidden + j * SMOE_SUBTILE_COLUMNS < p.hidden;
         const char *from = (const char *)p.tokens + unit.at.row_tile * matrix.TILE_HIDDEN * 2;
         const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
