@@ -141,7 +141,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
     static_assert(RIGHT_BYTES == weight_matrix<TALL>::STRIPES * BUFFER_BYTES, "a stripe has two subtiles");
     const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3; // rows row0 + 8 i
     const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
-    const int row = row0 + 8 * vector; // of a step: of the eight rows of eight lanes, each reads one token
+    const int row = row0 + 8 * vector; // the row of a step whose token this lane reads
     ring_position<SLOTS> ring(1);
     weight_unit unit = units.read(0);
     int next = first_token(p, unit.piece, row);
