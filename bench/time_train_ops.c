@@ -7,7 +7,7 @@
  *
  * The sum does not contain the experts of the 18 layers: `smoe bench` times them. */
 #include "train/device.h"
-#include "train/model.h"
+#include "train/model/model.h"
 
 #include <cuda_runtime_api.h>
 #include <stdio.h>

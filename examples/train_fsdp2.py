@@ -111,7 +111,7 @@ def make_optimizer(model: torch.nn.Module, o) -> torch.optim.Optimizer:
 
 
 def learning_rate(o, step: int) -> float:
-    """Linear warm-up, then a cosine, as in train/schedule.h. The first step's rate is above 0, so the step has an
+    """Linear warm-up, then a cosine, as in train/run/schedule.h. The first step's rate is above 0, so the step has an
     effect."""
     progress = step / o.steps
     if progress < o.warmup:

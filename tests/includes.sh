@@ -1,6 +1,7 @@
 #!/bin/sh
 # Which folders may include which: includes.sh SOURCE_FOLDER. Only the model commands include the trainer. Of the library, tool,
-# harness and trainer include only the public header and the list of activations; the oracle includes only the header.
+# harness and trainer include only the public header and the list of activations; the oracle includes only the header. In the
+# trainer, run/ stands on model/ and data/, both on files/.
 set -eu
 cd "$1"
 wrong=0
@@ -19,5 +20,8 @@ forbidden 'train/' 'none' cli/*.c cli/common/*.[ch] cli/bench/*.[ch] cli/verify/
 forbidden 'src/|cuda/|cpu/' 'src/activations.h' cli/*.c cli/*/*.[ch] harness/*.[ch] train/*.[ch] train/*/*.[ch] common/*.[ch]
 forbidden 'cli/' 'none' harness/*.[ch] train/*.[ch] train/*/*.[ch] oracle/*.[ch] common/*.[ch] src/*.[ch]
 forbidden 'src/|cli/|harness/|train/' 'none' oracle/*.[ch]
+forbidden 'train/(data|model|run)/' 'none' train/*.[ch] train/cpu/*.[ch] train/cuda/*.[ch] train/files/*.[ch]
+forbidden 'train/(model|run)/' 'none' train/data/*.[ch]
+forbidden 'train/(data|run)/' 'none' train/model/*.[ch]
 [ $wrong -eq 0 ] || { echo "these includes cross a border"; exit 1; }
 echo "no include crosses a border"

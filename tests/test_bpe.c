@@ -1,6 +1,6 @@
-/* Compares train/bpe.h with the tokens that the Python package `tokenizers` made of the same text
+/* Compares train/data/bpe.h with the tokens that the Python package `tokenizers` made of the same text
  * (tests/bpe/make.py). Small cases have results worked out by hand: the ends of words, the order of merges,
- * and errors with their line. A piece is what train/bpe.h calls a word. */
+ * and errors with their line. A piece is what train/data/bpe.h calls a word. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -8,8 +8,8 @@
 
 #include <cmocka.h>
 
-#include "train/bpe.h"
-#include "train/file.h"
+#include "train/data/bpe.h"
+#include "train/files/file.h"
 
 #include <stdio.h>
 #include <stdlib.h>

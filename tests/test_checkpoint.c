@@ -10,9 +10,9 @@
 
 #include <cmocka.h>
 
-#include "train/checkpoint.h"
-#include "train/safetensors.h"
-#include "train/stream.h"
+#include "train/files/safetensors.h"
+#include "train/files/stream.h"
+#include "train/run/checkpoint.h"
 
 #include <omp.h>
 

@@ -1,4 +1,4 @@
-/* train/config.h: config.json must have OLMoE's keys, and reading a written file must give the same
+/* train/model/config.h: config.json must have OLMoE's keys, and reading a written file must give the same
  * configuration. Every refusal must name key, value and limit. More malformed files are in
  * tests/fuzz/corpus/config. */
 #define _DEFAULT_SOURCE
@@ -10,7 +10,7 @@
 #include <cmocka.h>
 
 #include "tests/folder.h"
-#include "train/config.h"
+#include "train/model/config.h"
 
 #include <jansson.h>
 #include <math.h>

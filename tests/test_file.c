@@ -1,4 +1,5 @@
-/* train/file.h: mappings, atomic writes (abort, kill, size limit, full disk), folders and their listing. */
+/* train/files/file.h: mappings, atomic writes (abort, kill, size limit, full disk), folders and their
+ * listing. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // unshare, to mount a small file system that gets full
 #endif
@@ -10,7 +11,7 @@
 #include <cmocka.h>
 
 #include "tests/folder.h"
-#include "train/file.h"
+#include "train/files/file.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -8,8 +8,8 @@
 #include "train/cpu/math.h"
 #include "train/cpu/norm.h"
 #include "train/cpu/rope.h"
-#include "train/model.h"
-#include "train/rope_table.h"
+#include "train/model/model.h"
+#include "train/model/rope_table.h"
 
 #include <cblas.h>
 #include <math.h>

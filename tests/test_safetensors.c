@@ -1,5 +1,6 @@
-/* train/safetensors.h: written files must have the bytes of the format and be read back unchanged; conversion
- * to f32; shards; errors that name the cause. Many malformed files are in tests/fuzz/corpus/safetensors. */
+/* train/files/safetensors.h: written files must have the bytes of the format and be read back unchanged;
+ * conversion to f32; shards; errors that name the cause. Many malformed files are in
+ * tests/fuzz/corpus/safetensors. */
 #define _DEFAULT_SOURCE
 #include <setjmp.h>
 #include <stdarg.h>
@@ -9,8 +10,8 @@
 #include <cmocka.h>
 
 #include "tests/folder.h"
-#include "train/file.h"
-#include "train/safetensors.h"
+#include "train/files/file.h"
+#include "train/files/safetensors.h"
 
 #include <math.h>
 

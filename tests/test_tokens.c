@@ -1,6 +1,6 @@
-/* train/tokens.h: the split; sampling, which must depend only on its arguments and give every window once in
- * an epoch; validation windows; kinds of files; errors that name the file, what was expected and what was
- * found. */
+/* train/data/tokens.h: the split; sampling, which must depend only on its arguments and give every window
+ * once in an epoch; validation windows; kinds of files; errors that name the file, what was expected and what
+ * was found. */
 #define _DEFAULT_SOURCE
 #include <setjmp.h>
 #include <stdarg.h>
@@ -10,8 +10,8 @@
 #include <cmocka.h>
 
 #include "tests/folder.h"
-#include "train/file.h"
-#include "train/tokens.h"
+#include "train/data/tokens.h"
+#include "train/files/file.h"
 
 #include <sys/stat.h>
 #include <zlib.h>

@@ -4,13 +4,13 @@
 #define _DEFAULT_SOURCE
 #include "train_case.h"
 
-#include "train/checkpoint.h"
-#include "train/file.h"
-#include "train/log.h"
-#include "train/params.h"
-#include "train/safetensors.h"
-#include "train/sample.h"
-#include "train/schedule.h"
+#include "train/files/file.h"
+#include "train/files/safetensors.h"
+#include "train/model/params.h"
+#include "train/run/checkpoint.h"
+#include "train/run/log.h"
+#include "train/run/sample.h"
+#include "train/run/schedule.h"
 
 #include <cblas.h>
 #include <dirent.h>

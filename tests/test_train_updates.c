@@ -1,7 +1,7 @@
 /* Updates of the weights. Updates during the backward and after it must give the same bits, also in resumed
  * runs. If a loss or gradient is not finite, no checkpoint may be written any more. */
 #define _DEFAULT_SOURCE
-#include "train/log.h"
+#include "train/run/log.h"
 #include "train_case.h"
 
 #include <cblas.h>

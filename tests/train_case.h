@@ -4,10 +4,10 @@
 #define TESTS_TRAIN_CASE_H
 
 #include "tests/folder.h"
-#include "train/checkpoint.h"
-#include "train/file.h"
-#include "train/log.h"
-#include "train/train.h"
+#include "train/files/file.h"
+#include "train/run/checkpoint.h"
+#include "train/run/log.h"
+#include "train/run/train.h"
 
 #include <dirent.h>
 #include <setjmp.h>

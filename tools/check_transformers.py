@@ -17,7 +17,7 @@ except ImportError as missing:
 
 
 def transformers_loss(checkpoint, data):
-    """Mean loss over adjoining windows of the context, as train/tokens.h cuts them."""
+    """Mean loss over adjoining windows of the context, as train/data/tokens.h cuts them."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     context = model.config.max_position_embeddings
     windows = (len(data) - 1) // context

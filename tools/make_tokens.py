@@ -3,7 +3,7 @@
 
 Usage: make_tokens.py OUT TEXT...      TEXT: files, folders (all files in them), or - for standard input
 Into the folder OUT:
-    bpe.txt                 the table by which smoe encodes and decodes (train/bpe.h): smoe train --tokenizer OUT/bpe.txt
+    bpe.txt                 the table by which smoe encodes and decodes (train/data/bpe.h): smoe train --tokenizer OUT/bpe.txt
     tokenizer.json, tokenizer_config.json      the same for Transformers
     train_NNN.bin, val_NNN.bin                 llm.c's token files; `smoe train OUT/*.bin` validates on val_*
 A file is a document: <|endoftext|> and then its text. Files that end in .gz are inflated, those with a zero byte are
@@ -34,7 +34,7 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256  # llm.c's token file; HEADER int32
 CHUNK = 1 << 20  # characters that are encoded as one string
 BATCH = 16  # chunks that are encoded at once
 
-# The words of train/bpe.h. A letter is a letter of ASCII, or any character outside of ASCII.
+# The words of train/data/bpe.h. A letter is a letter of ASCII, or any character outside of ASCII.
 LETTER = r"[^\x00-@\[-`{-\x7F]"
 SIGN = r"[\x00-\x08\x0E-\x1F!-/:-@\[-`{-\x7F]"
 SPACE, OTHER_SPACE, NO_SPACE = r"[\t-\r ]", r"[\t-\r]", r"[^\t-\r ]"

@@ -5,7 +5,7 @@
 #include "cli/model/load.h"
 #include "cli/model/skipped.h"
 #include "train/device.h"
-#include "train/evaluate.h"
+#include "train/run/evaluate.h"
 
 #include <argp.h>
 #include <math.h>

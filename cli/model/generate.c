@@ -4,7 +4,7 @@
 #include "cli/model/load.h"
 #include "common/clock.h"
 #include "train/device.h"
-#include "train/sample.h"
+#include "train/run/sample.h"
 
 #include <argp.h>
 #include <errno.h>

@@ -1,9 +1,9 @@
 /* See info_model.h. */
 #include "cli/model/info_model.h"
 
-#include "train/checkpoint.h"
 #include "train/device.h"
-#include "train/optimizer.h"
+#include "train/run/checkpoint.h"
+#include "train/run/optimizer.h"
 
 #include <stdio.h>
 #include <sys/stat.h>

@@ -3,7 +3,7 @@
 #define CLI_INFO_MODEL_H
 
 #include "cli/common/table.h"
-#include "train/model.h"
+#include "train/model/model.h"
 
 typedef struct info_model {
     const char *path;  // config.json, or the folder of a checkpoint or of a run; NULL: not asked

@@ -1,7 +1,7 @@
 /* See load.h. */
 #include "cli/model/load.h"
 
-#include "train/checkpoint.h"
+#include "train/run/checkpoint.h"
 
 bool load_config(model_config *config, const char *path, error *err)
 {

@@ -2,8 +2,8 @@
 #ifndef CLI_LOAD_H
 #define CLI_LOAD_H
 
-#include "train/model.h"
-#include "train/tokenizer.h"
+#include "train/data/tokenizer.h"
+#include "train/model/model.h"
 
 /* Reads config.json of a checkpoint, or of the newest checkpoint of a run. */
 bool load_config(model_config *config, const char *path, error *err);

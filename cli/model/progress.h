@@ -2,7 +2,7 @@
 #ifndef CLI_PROGRESS_H
 #define CLI_PROGRESS_H
 
-#include "train/train.h"
+#include "train/run/train.h"
 
 typedef struct progress {
     bool terminal;

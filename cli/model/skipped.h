@@ -2,7 +2,7 @@
 #ifndef CLI_SKIPPED_H
 #define CLI_SKIPPED_H
 
-#include "train/tokens.h"
+#include "train/data/tokens.h"
 
 void show_skipped(const tokens *data);
 

@@ -1,4 +1,4 @@
-/* `smoe train`: trains, then prints the result. train/train.h has the run itself. */
+/* `smoe train`: trains, then prints the result. train/run/train.h has the run itself. */
 #include "cli/common/cli.h"
 #include "cli/common/problem.h"
 #include "cli/common/table.h"
@@ -6,7 +6,7 @@
 #include "cli/model/skipped.h"
 #include "cli/model/train_options.h"
 #include "common/clock.h"
-#include "train/checkpoint.h"
+#include "train/run/checkpoint.h"
 
 #include <math.h>
 #include <signal.h>

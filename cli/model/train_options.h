@@ -3,8 +3,8 @@
 #ifndef CLI_TRAIN_OPTIONS_H
 #define CLI_TRAIN_OPTIONS_H
 
-#include "train/checkpoint.h"
-#include "train/train.h"
+#include "train/run/checkpoint.h"
+#include "train/run/train.h"
 
 #include <argp.h>
 

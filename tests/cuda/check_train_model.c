@@ -3,7 +3,7 @@
  * cuda, or cuda-plain. */
 #include "common/random.h"
 #include "train/device.h"
-#include "train/optimizer.h"
+#include "train/run/optimizer.h"
 
 #include <cblas.h>
 #include <math.h>

@@ -5,7 +5,7 @@
 #include "common/random.h"
 #include "gpu.h"
 #include "train/device.h"
-#include "train/rope_table.h"
+#include "train/model/rope_table.h"
 
 #include <cblas.h>
 #include <math.h>

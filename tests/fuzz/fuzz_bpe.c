@@ -1,7 +1,7 @@
 /* The input is a table of tokens, a zero byte and a text, or a table alone. A table that is accepted must
  * encode any text to tokens whose bytes are the text; the table itself is used as a text too. */
 #include "tests/fuzz/fuzz.h"
-#include "train/bpe.h"
+#include "train/data/bpe.h"
 
 #include <string.h>
 

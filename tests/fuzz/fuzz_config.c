@@ -1,6 +1,6 @@
 /* Any bytes as a config.json. The values of a configuration that is accepted must be inside the limits. */
 #include "tests/fuzz/fuzz.h"
-#include "train/config.h"
+#include "train/model/config.h"
 
 bool fuzz_accepts(const uint8_t *bytes, size_t size)
 {

@@ -1,7 +1,7 @@
 /* Any bytes as a model.safetensors.index.json. An index that is accepted must name only files of its own
  * folder, and each once. */
 #include "tests/fuzz/fuzz.h"
-#include "train/safetensors_index.h"
+#include "train/files/safetensors_index.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* Any bytes as a safetensors file. Every tensor of a file that is accepted can be found by its name and read
  * to its last byte. */
 #include "tests/fuzz/fuzz.h"
-#include "train/safetensors.h"
+#include "train/files/safetensors.h"
 
 #include <string.h>
 

@@ -2,7 +2,7 @@
  * file is accepted, all tokens of its batches and windows must be in the vocabulary, and target i must be
  * input i + 1. */
 #include "tests/fuzz/fuzz.h"
-#include "train/tokens.h"
+#include "train/data/tokens.h"
 
 enum { PREFIX = 3, BATCH = 3 };
 

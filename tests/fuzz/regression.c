@@ -2,7 +2,7 @@
  * accept files named good-* and refuse files named bad-*. With other files it must only not crash. Exit
  * status 0, 1 (a wrong result), 2 (no files). */
 #include "tests/fuzz/fuzz.h"
-#include "train/file.h"
+#include "train/files/file.h"
 
 #include <string.h>
 

@@ -3,8 +3,8 @@
  * cannot be read). */
 #define _POSIX_C_SOURCE 200809L
 #include "common/clock.h"
-#include "train/bpe.h"
-#include "train/file.h"
+#include "train/data/bpe.h"
+#include "train/files/file.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""tools/make_tokens.py and train/bpe.c: train/bpe.c must give the same tokens as the package `tokenizers`.
+"""tools/make_tokens.py and train/data/bpe.c: train/data/bpe.c must give the same tokens as the package `tokenizers`.
 
 The C side is the program bpe_encode of a CMake build: SMOE_BUILD names the build folder (default build/release).
 """
@@ -54,7 +54,7 @@ def sources():
 
 
 def random_text(size, seed):
-    """Words, numbers, signs, control characters, runs longer than a word of train/bpe.h, letters of two to four
+    """Words, numbers, signs, control characters, runs longer than a word of train/data/bpe.h, letters of two to four
     bytes."""
     choose = random.Random(seed)
     parts = (
@@ -103,7 +103,7 @@ def test_c_encodes_as_tokenizers_does(made):
 
 @needs_encoder
 def test_every_place_where_a_piece_can_end(made):
-    """All strings of four characters of the kinds that train/bpe.h distinguishes, separated by a sign; several
+    """All strings of four characters of the kinds that train/data/bpe.h distinguishes, separated by a sign; several
     endings."""
     theirs = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
     texts = ["".join(text) for text in itertools.product(" \na7=é", repeat=4)]

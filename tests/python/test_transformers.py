@@ -442,7 +442,7 @@ assert not any(name.startswith("smoe") for name in sys.modules)
 
 
 def token_file(path, data):
-    """llm.c's format, which `smoe` reads (train/tokens.h)."""
+    """llm.c's format, which `smoe` reads (train/data/tokens.h)."""
     header = torch.zeros(256, dtype=torch.int32)
     header[:3] = torch.tensor([20240520, 1, len(data)])
     path.write_bytes(header.numpy().tobytes() + data.to(torch.int32).numpy().astype("uint16").tobytes())

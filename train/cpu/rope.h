@@ -1,5 +1,5 @@
 /* Rotary position embedding in the rotate-half form: inside a head of size h, the pair (x[i], x[i + h/2]) at
- * position p is rotated by the angle p theta^(-2 i / h). train/rope_table.h computes the angles. */
+ * position p is rotated by the angle p theta^(-2 i / h). train/model/rope_table.h computes the angles. */
 #ifndef TRAIN_CPU_ROPE_H
 #define TRAIN_CPU_ROPE_H
 

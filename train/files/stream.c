@@ -1,0 +1,40 @@
+/* See stream.h. */
+#include "train/files/stream.h"
+
+bool stream_open(stream *s, train_device *device, error *err)
+{
+    *s = (stream){device, device->ops->allocate_host(device, STREAM_BYTES)};
+    return s->buffer ||
+           fail(err, ERROR_RUNTIME, "out of memory: a buffer of %d MB on the host", STREAM_BYTES / 1000000);
+}
+
+void stream_close(stream *s)
+{
+    if (s->buffer) s->device->ops->release_host(s->device, s->buffer);
+    *s = (stream){0};
+}
+
+const void *stream_read(stream *s, const void *from, size_t bytes, error *err)
+{
+    if (s->device->backend == SMOE_BACKEND_CPU) return from;
+    s->device->ops->download(s->device, s->buffer, from, bytes);
+    return s->device->ops->finish(s->device, err) ? s->buffer : NULL;
+}
+
+bool stream_write(stream *s, void *to, smoe_type type, float *master, const safetensors *file,
+                  const tensor *t, error *err)
+{
+    const train_ops *ops = s->device->ops;
+    const int64_t most = STREAM_BYTES / sizeof(float);
+    int64_t elements, bytes;
+    tensor_size(t, &elements, &bytes);
+    for (int64_t first = 0; first < elements; first += most) {
+        const int64_t count = elements - first < most ? elements - first : most;
+        tensor_read_part(t, first, count, s->buffer);
+        safetensors_forget(file, t, first, count);
+        ops->store(s->device, (char *)to + (size_t)first * type_size(type), type, s->buffer, count);
+        if (master) ops->store(s->device, master + first, SMOE_TYPE_F32, s->buffer, count);
+        if (!ops->finish(s->device, err)) return false; // the device is done with the buffer
+    }
+    return true;
+}

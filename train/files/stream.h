@@ -1,0 +1,29 @@
+/* Copies arrays of a device to files and back through a buffer on the host, so that the host never holds a
+ * whole array.
+ */
+#ifndef TRAIN_STREAM_H
+#define TRAIN_STREAM_H
+
+#include "train/files/safetensors.h"
+#include "train/ops.h"
+
+enum { STREAM_BYTES = 16 << 20 };
+
+typedef struct stream {
+    train_device *device;
+    void *buffer; // STREAM_BYTES, the device's allocate_host
+} stream;
+
+bool stream_open(stream *s, train_device *device, error *err);
+void stream_close(stream *s); // a zeroed one is fine
+
+/* Returns at most STREAM_BYTES of the device's memory from `from` on; on the CPU without a copy. They are
+ * valid until the next call. NULL and *err: the device failed. */
+const void *stream_read(stream *s, const void *from, size_t bytes, error *err);
+
+/* Copies all elements of a file's tensor, which tensor_is_real has accepted, to `to` (type) and, unless it is
+ * NULL, to `master`. */
+bool stream_write(stream *s, void *to, smoe_type type, float *master, const safetensors *file,
+                  const tensor *t, error *err);
+
+#endif

@@ -1,0 +1,396 @@
+/* See config.h. Two tables describe the numeric keys: one row for each key with its field, limits and
+ * default. */
+#include "train/model/config.h"
+
+#include "train/files/file.h"
+
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { REQUIRED = -1 }; // no default: the key must be there
+
+typedef struct integer_key {
+    const char *key;
+    size_t offset; // of an int64_t in model_config
+    int64_t low, high;
+    int64_t absent; // value when the key is missing or null, or REQUIRED
+} integer_key;
+
+typedef struct real_key {
+    const char *key;
+    size_t offset; // of a double in model_config
+    double low, high;
+    double absent;
+} real_key;
+
+typedef struct boolean_key {
+    const char *key;
+    size_t offset; // of a bool in model_config
+    bool absent;
+} boolean_key;
+
+#define FIELD(name) offsetof(model_config, name)
+
+/* The limits keep a tensor under 2^16 experts * 2^21 rows * 2^18 columns = 2^55 weights: bytes fit
+ * into 63 bits. */
+static const integer_key integer_keys[] = {
+    {"vocab_size", FIELD(vocab), 2, 1 << 24, REQUIRED},
+    {"hidden_size", FIELD(hidden), 2, 1 << 18, REQUIRED},
+    {"intermediate_size", FIELD(intermediate), 1, 1 << 20, REQUIRED},
+    {"num_hidden_layers", FIELD(layers), 1, 1 << 12, REQUIRED},
+    {"num_attention_heads", FIELD(heads), 1, 1 << 12, REQUIRED},
+    {"num_experts", FIELD(experts), 1, 1 << 16, REQUIRED},
+    {"num_experts_per_tok", FIELD(topk), 1, 1 << 16, REQUIRED},
+    {"shared_expert_intermediate_size", FIELD(shared_intermediate), 0, 1 << 20, 0},
+    {"first_k_dense_replace", FIELD(dense_layers), 0, 1 << 12, 0},
+    {"dense_intermediate_size", FIELD(dense_intermediate), 0, 1 << 20, 0},
+    {"max_position_embeddings", FIELD(context), 1, 1 << 24, 4096},
+};
+
+static const real_key real_keys[] = {
+    {"rope_theta", FIELD(rope_theta), 1, 1e12, 10000},
+    {"rms_norm_eps", FIELD(norm_eps), 1e-12, 0.1, 1e-5},
+    {"router_aux_loss_coef", FIELD(router_aux_loss_coef), 0, 100, 0.01},
+    {"initializer_range", FIELD(initializer_range), 0, 10, 0.02},
+};
+
+static const boolean_key boolean_keys[] = {
+    {"norm_topk_prob", FIELD(norm_topk_prob), false},
+    {"tie_word_embeddings", FIELD(tied), false},
+};
+
+#define COUNT(table) (sizeof(table) / sizeof *(table))
+
+static int64_t *integer_field(model_config *config, size_t i)
+{
+    return (int64_t *)(void *)((char *)config + integer_keys[i].offset);
+}
+
+static double *real_field(model_config *config, size_t i)
+{
+    return (double *)(void *)((char *)config + real_keys[i].offset);
+}
+
+static bool *boolean_field(model_config *config, size_t i)
+{
+    return (bool *)(void *)((char *)config + boolean_keys[i].offset);
+}
+
+model_config model_config_default(void)
+{
+    return (model_config){.vocab = 256,
+                          .hidden = 128,
+                          .intermediate = 128,
+                          .layers = 4,
+                          .heads = 4,
+                          .experts = 16,
+                          .topk = 2,
+                          .context = 256,
+                          .rope_theta = 10000,
+                          .norm_eps = 1e-5,
+                          .router_aux_loss_coef = 0.01,
+                          .initializer_range = 0.02};
+}
+
+/* ---- checks ---- */
+
+static bool check_limits(model_config *config, error *err)
+{
+    for (size_t i = 0; i < COUNT(integer_keys); i++) {
+        const integer_key *k = &integer_keys[i];
+        int64_t value = *integer_field(config, i);
+        if (value < k->low || value > k->high)
+            return fail(err, ERROR_USAGE, "%s = %lld is outside %lld..%lld", k->key, (long long)value,
+                        (long long)k->low, (long long)k->high);
+    }
+    for (size_t i = 0; i < COUNT(real_keys); i++) {
+        const real_key *k = &real_keys[i];
+        double value = *real_field(config, i);
+        if (!(value >= k->low && value <= k->high)) // also NaN
+            return fail(err, ERROR_USAGE, "%s = %g is outside %g..%g", k->key, value, k->low, k->high);
+    }
+    return true;
+}
+
+/* The limits that relate two values. */
+static bool check_relations(const model_config *c, error *err)
+{
+    if (c->topk > c->experts)
+        return fail(err, ERROR_USAGE, "num_experts_per_tok = %lld is more than num_experts = %lld",
+                    (long long)c->topk, (long long)c->experts);
+    if (c->hidden % (2 * c->heads) != 0)
+        return fail(
+            err, ERROR_USAGE,
+            "hidden_size = %lld is not a multiple of 2 * num_attention_heads = %lld (RoPE turns pairs)",
+            (long long)c->hidden, 2 * (long long)c->heads);
+    if (c->dense_layers > c->layers)
+        return fail(err, ERROR_USAGE, "first_k_dense_replace = %lld is more than num_hidden_layers = %lld",
+                    (long long)c->dense_layers, (long long)c->layers);
+    if ((c->dense_layers > 0) != (c->dense_intermediate > 0))
+        return fail(
+            err, ERROR_USAGE,
+            "first_k_dense_replace = %lld and dense_intermediate_size = %lld: both or neither must be 0",
+            (long long)c->dense_layers, (long long)c->dense_intermediate);
+    return true;
+}
+
+bool model_config_check(const model_config *config, error *err)
+{
+    model_config copy = *config;
+    return check_limits(&copy, err) && check_relations(config, err);
+}
+
+bool model_config_same(const model_config *have, const model_config *want, error *err)
+{
+    model_config a = *have, b = *want;
+    b.router_aux_loss_coef = a.router_aux_loss_coef;
+    b.initializer_range = a.initializer_range;
+    for (size_t i = 0; i < COUNT(integer_keys); i++) {
+        long long x = *integer_field(&a, i), y = *integer_field(&b, i);
+        if (x != y) return fail(err, ERROR_RUNTIME, "%s is %lld, wanted %lld", integer_keys[i].key, x, y);
+    }
+    for (size_t i = 0; i < COUNT(real_keys); i++) {
+        double x = *real_field(&a, i), y = *real_field(&b, i);
+        if (!(x == y)) return fail(err, ERROR_RUNTIME, "%s is %.17g, wanted %.17g", real_keys[i].key, x, y);
+    }
+    for (size_t i = 0; i < COUNT(boolean_keys); i++) {
+        bool x = *boolean_field(&a, i), y = *boolean_field(&b, i);
+        if (x != y) return fail(err, ERROR_RUNTIME, "%s is %d, wanted %d", boolean_keys[i].key, x, y);
+    }
+    return true;
+}
+
+/* ---- reading ---- */
+
+static bool is_absent(const json_t *value)
+{
+    return value == NULL || json_is_null(value);
+}
+
+static bool read_integer(const json_t *root, const char *key, int64_t absent, int64_t *out, error *err)
+{
+    const json_t *value = json_object_get(root, key);
+    if (is_absent(value)) {
+        if (absent == REQUIRED) return fail(err, ERROR_RUNTIME, "%s is missing", key);
+        *out = absent;
+        return true;
+    }
+    if (!json_is_integer(value)) return fail(err, ERROR_RUNTIME, "%s is not an integer", key);
+    *out = json_integer_value(value);
+    return true;
+}
+
+static bool read_real(const json_t *root, const char *key, double absent, double *out, error *err)
+{
+    const json_t *value = json_object_get(root, key);
+    if (!is_absent(value) && !json_is_number(value))
+        return fail(err, ERROR_RUNTIME, "%s is not a number", key);
+    *out = is_absent(value) ? absent : json_number_value(value);
+    return true;
+}
+
+static bool read_boolean(const json_t *root, const char *key, bool absent, bool *out, error *err)
+{
+    const json_t *value = json_object_get(root, key);
+    if (!is_absent(value) && !json_is_boolean(value))
+        return fail(err, ERROR_RUNTIME, "%s is neither true nor false", key);
+    *out = is_absent(value) ? absent : json_is_true(value);
+    return true;
+}
+
+static bool read_fields(const json_t *root, model_config *c, error *err)
+{
+    for (size_t i = 0; i < COUNT(integer_keys); i++)
+        if (!read_integer(root, integer_keys[i].key, integer_keys[i].absent, integer_field(c, i), err))
+            return false;
+    for (size_t i = 0; i < COUNT(real_keys); i++)
+        if (!read_real(root, real_keys[i].key, real_keys[i].absent, real_field(c, i), err)) return false;
+    for (size_t i = 0; i < COUNT(boolean_keys); i++)
+        if (!read_boolean(root, boolean_keys[i].key, boolean_keys[i].absent, boolean_field(c, i), err))
+            return false;
+    return true;
+}
+
+/* A key that, if present, must have the string `only` as its value. */
+static bool expect_string(const json_t *root, const char *key, const char *only, error *err)
+{
+    const json_t *value = json_object_get(root, key);
+    if (is_absent(value)) return true;
+    if (!json_is_string(value)) return fail(err, ERROR_RUNTIME, "%s is not a string", key);
+    if (strcmp(json_string_value(value), only) != 0)
+        return fail(err, ERROR_RUNTIME, "%s = \"%.64s\" is not supported, only \"%s\"", key,
+                    json_string_value(value), only);
+    return true;
+}
+
+static bool expect_integer(const json_t *root, const char *key, int64_t only, const char *why, error *err)
+{
+    int64_t value = only;
+    if (!read_integer(root, key, only, &value, err)) return false;
+    if (value != only)
+        return fail(err, ERROR_RUNTIME, "%s = %lld is not supported, only %lld (%s)", key, (long long)value,
+                    (long long)only, why);
+    return true;
+}
+
+/* Newer files have the RoPE base in rope_parameters, older ones in rope_theta. If a file has both, they must
+ * agree. */
+static bool read_rope(const json_t *root, model_config *config, error *err)
+{
+    if (!is_absent(json_object_get(root, "rope_scaling")))
+        return fail(err, ERROR_RUNTIME, "rope_scaling is not supported, only null");
+    const json_t *rope = json_object_get(root, "rope_parameters");
+    if (is_absent(rope)) return true;
+    if (!json_is_object(rope)) return fail(err, ERROR_RUNTIME, "rope_parameters is not an object");
+    if (!expect_string(rope, "rope_type", "default", err)) return false;
+    double theta = 0;
+    if (!read_real(rope, "rope_theta", config->rope_theta, &theta, err)) return false;
+    if (!is_absent(json_object_get(root, "rope_theta")) && theta != config->rope_theta)
+        return fail(err, ERROR_RUNTIME, "rope_theta = %g, but rope_parameters.rope_theta = %g",
+                    config->rope_theta, theta);
+    config->rope_theta = theta;
+    return true;
+}
+
+/* "olmoe" or "smoe"; no other type has this forward pass. Before all else, because other types lack other
+ * keys too. */
+static bool read_model_type(const json_t *root, bool *olmoe, error *err)
+{
+    const json_t *value = json_object_get(root, "model_type");
+    const char *type = json_string_value(value);
+    if (is_absent(value)) return fail(err, ERROR_RUNTIME, "model_type is missing");
+    if (type == NULL) return fail(err, ERROR_RUNTIME, "model_type is not a string");
+    *olmoe = strcmp(type, "olmoe") == 0;
+    return *olmoe || strcmp(type, "smoe") == 0 ||
+           fail(err, ERROR_RUNTIME, "model_type = \"%.64s\" is not supported, only \"olmoe\" and \"smoe\"",
+                type);
+}
+
+/* What the type "olmoe" does not have. */
+static bool check_model_type(bool olmoe, const model_config *config, error *err)
+{
+    if (olmoe && config->shared_intermediate != 0)
+        return fail(err, ERROR_RUNTIME,
+                    "shared_expert_intermediate_size = %lld, but model_type \"olmoe\" has no shared expert",
+                    (long long)config->shared_intermediate);
+    if (olmoe && config->dense_layers != 0)
+        return fail(err, ERROR_RUNTIME,
+                    "first_k_dense_replace = %lld, but model_type \"olmoe\" has no dense layers",
+                    (long long)config->dense_layers);
+    return true;
+}
+
+/* Keys that would change the forward pass. Only the values that this model implements are accepted. */
+static bool check_unsupported(const json_t *root, const model_config *config, error *err)
+{
+    bool attention_bias = false;
+    double dropout = 0;
+    if (!read_boolean(root, "attention_bias", false, &attention_bias, err)) return false;
+    if (attention_bias) return fail(err, ERROR_RUNTIME, "attention_bias = true is not supported, only false");
+    if (!read_real(root, "attention_dropout", 0, &dropout, err)) return false;
+    if (dropout != 0)
+        return fail(err, ERROR_RUNTIME, "attention_dropout = %g is not supported, only 0", dropout);
+    if (!is_absent(json_object_get(root, "clip_qkv")))
+        return fail(err, ERROR_RUNTIME, "clip_qkv is not supported, only null");
+    return expect_string(root, "hidden_act", "silu", err) &&
+           expect_integer(root, "num_key_value_heads", config->heads, "num_attention_heads", err) &&
+           expect_integer(root, "head_dim", config->hidden / config->heads,
+                          "hidden_size / num_attention_heads", err);
+}
+
+static bool read_root(const json_t *root, model_config *config, error *err)
+{
+    if (!json_is_object(root)) return fail(err, ERROR_RUNTIME, "is not a JSON object");
+    bool olmoe = false;
+    return read_model_type(root, &olmoe, err) && read_fields(root, config, err) &&
+           read_rope(root, config, err) && check_model_type(olmoe, config, err) &&
+           model_config_check(config, err) && check_unsupported(root, config, err);
+}
+
+bool model_config_parse(model_config *config, const void *text, size_t size, const char *name, error *err)
+{
+    *config = (model_config){0};
+    json_error_t problem;
+    json_t *root = json_loadb(text, size, JSON_REJECT_DUPLICATES, &problem);
+    if (root == NULL) return fail(err, ERROR_RUNTIME, "%s: line %d: %s", name, problem.line, problem.text);
+    error reason;
+    bool ok = read_root(root, config, &reason);
+    json_decref(root);
+    return ok || fail(err, ERROR_RUNTIME, "%s: %s", name, reason.text);
+}
+
+bool model_config_read(model_config *config, const char *path, error *err)
+{
+    file_map map;
+    if (!file_map_open(&map, path, err)) return false;
+    bool ok = model_config_parse(config, map.data, map.size, path, err);
+    file_map_close(&map);
+    return ok;
+}
+
+/* ---- writing ---- */
+
+static json_t *build_root(const model_config *config, const char *dtype)
+{
+    bool olmoe = config->shared_intermediate == 0 && config->dense_layers == 0;
+    model_config c = *config;
+    json_t *root =
+        json_pack("{s:[s], s:s, s:s, s:I, s:b, s:f, s:n, s:n, s:n, s:n, s:n, s:b, s:b, s:{s:s, s:f}}", //
+                  "architectures", olmoe ? "OlmoeForCausalLM" : "SmoeForCausalLM",                     //
+                  "model_type", olmoe ? "olmoe" : "smoe",                                              //
+                  "hidden_act", "silu",                                                                //
+                  "num_key_value_heads", (json_int_t)c.heads,                                          //
+                  "attention_bias", 0, "attention_dropout", 0.0, "clip_qkv", "rope_scaling",           //
+                  "bos_token_id", "eos_token_id", "pad_token_id",                                      //
+                  "output_router_logits", 0, "use_cache", 1,                                           //
+                  "rope_parameters", "rope_type", "default", "rope_theta", c.rope_theta);
+    if (root == NULL) return NULL;
+    bool ok = json_object_set_new(root, "dtype", json_string(dtype)) == 0 &&
+              json_object_set_new(root, "torch_dtype", json_string(dtype)) == 0;
+    for (size_t i = 0; i < COUNT(integer_keys); i++) {
+        int64_t value = *integer_field(&c, i);
+        if (olmoe && integer_keys[i].low == 0) continue; // the shared expert's and dense layers' keys
+        ok = ok && json_object_set_new(root, integer_keys[i].key, json_integer(value)) == 0;
+    }
+    for (size_t i = 0; i < COUNT(real_keys); i++)
+        ok = ok && json_object_set_new(root, real_keys[i].key, json_real(*real_field(&c, i))) == 0;
+    for (size_t i = 0; i < COUNT(boolean_keys); i++)
+        ok = ok && json_object_set_new(root, boolean_keys[i].key, json_boolean(*boolean_field(&c, i))) == 0;
+    if (ok) return root;
+    json_decref(root);
+    return NULL;
+}
+
+/* The least number of digits with which every real is read back exactly, so that 1e-05 is not written as
+ * 1.0000000000000001e-05. */
+static int real_digits(const model_config *config)
+{
+    model_config c = *config;
+    int digits = 6;
+    for (size_t i = 0; i < COUNT(real_keys); i++) {
+        double value = *real_field(&c, i);
+        char text[32];
+        for (; digits < 17; digits++) {
+            snprintf(text, sizeof text, "%.*g", digits, value);
+            if (strtod(text, NULL) == value) break;
+        }
+    }
+    return digits;
+}
+
+bool model_config_write(const model_config *config, const char *dtype, const char *path, error *err)
+{
+    if (!model_config_check(config, err)) return false;
+    size_t flags = JSON_REAL_PRECISION((size_t)real_digits(config));
+    json_t *root = build_root(config, dtype);
+    char *text = root == NULL ? NULL : json_dumps(root, JSON_INDENT(2) | JSON_SORT_KEYS | flags);
+    json_decref(root);
+    if (text == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);
+    size_t length = strlen(text);
+    text[length] = '\n'; // replaces the terminating zero; the file is written by length
+    bool ok = file_write(path, text, length + 1, err);
+    free(text);
+    return ok;
+}

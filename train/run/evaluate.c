@@ -1,0 +1,68 @@
+/* See evaluate.h. */
+#include "train/run/evaluate.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+typedef struct pass_memory {
+    int32_t *inputs, *targets; // (m->sequences, context)
+} pass_memory;
+
+/* Runs one pass on the tokens in `memory` and adds its losses. */
+static bool add_pass(evaluation *result, model *m, const tokens *data, const pass_memory *memory,
+                     int64_t sequences, int64_t length, error *err)
+{
+    const model_batch batch = {memory->inputs, memory->targets, sequences, length};
+    double loss;
+    if (!model_loss(m, &batch, NULL, &loss, err)) return false;
+    result->loss += loss * (double)(sequences * length); // the sum, until run() divides it
+    result->tokens += sequences * length;
+    result->bytes += tokens_bytes(data, memory->targets, sequences * length);
+    return true;
+}
+
+/* Passes of up to m->sequences windows. */
+static bool add_windows(evaluation *result, model *m, const tokens *data, int64_t count,
+                        const pass_memory *memory, const volatile sig_atomic_t *stop, error *err)
+{
+    int64_t windows = tokens_windows(data), context = m->config.context;
+    for (int64_t first = 0; first < count; first += m->sequences) {
+        if (stop && *stop) {
+            result->stopped = true;
+            return true;
+        }
+        int64_t sequences = count - first < m->sequences ? count - first : m->sequences;
+        for (int64_t i = 0; i < sequences; i++)
+            tokens_window(data, (first + i) * windows / count, 1, memory->inputs + i * context,
+                          memory->targets + i * context);
+        if (!add_pass(result, m, data, memory, sequences, context, err)) return false;
+    }
+    return true;
+}
+
+static bool run(evaluation *result, model *m, const tokens *data, int64_t most, const pass_memory *memory,
+                const volatile sig_atomic_t *stop, error *err)
+{
+    const int64_t windows = tokens_windows(data), rest = tokens_rest(data);
+    const bool all = most <= 0 || most > windows;
+    *result = (evaluation){0};
+    if (!add_windows(result, m, data, all ? windows : most, memory, stop, err)) return false;
+    if (all && rest > 0 && !result->stopped) {
+        tokens_rest_window(data, memory->inputs, memory->targets);
+        if (!add_pass(result, m, data, memory, 1, rest, err)) return false;
+    }
+    result->loss = result->stopped ? (double)NAN : result->loss / (double)result->tokens;
+    return true;
+}
+
+bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most,
+              const volatile sig_atomic_t *stop, error *err)
+{
+    int64_t rows = m->sequences * m->config.context;
+    int32_t *inputs = malloc(2 * (size_t)rows * sizeof *inputs);
+    if (!inputs) return fail(err, ERROR_RUNTIME, "out of memory: a batch of %lld tokens", (long long)rows);
+    const pass_memory memory = {inputs, inputs + rows};
+    bool done = run(result, m, data, most, &memory, stop, err);
+    free(inputs);
+    return done;
+}

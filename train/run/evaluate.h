@@ -1,0 +1,31 @@
+/* Loss of a model on the validation stream, always with plain top-K. */
+#ifndef TRAIN_EVALUATE_H
+#define TRAIN_EVALUATE_H
+
+#include "train/data/tokens.h"
+#include "train/model/model.h"
+
+#include <math.h>
+#include <signal.h>
+
+typedef struct evaluation {
+    double loss;    // mean, nats a token
+    int64_t tokens; // number of targets of the mean
+    int64_t bytes;  // bytes of text that the targets stand for, 0: not known
+    bool stopped;   // stopped by *stop before the end; loss is then NAN
+} evaluation;
+
+/* NAN if the bytes are not known. */
+static inline double evaluation_bits_per_byte(const evaluation *e)
+{
+    return e->bytes > 0 ? e->loss * (double)e->tokens / (double)e->bytes / log(2.0) : (double)NAN;
+}
+
+/* Evaluates every token but the first; or, if most > 0, at most `most` windows at equal distances. The
+ * model's context must be the one with which the data was opened; if the data have no whole window, their
+ * rest is enough. If *stop is not 0, ends early, without an error; stop may be NULL.
+ */
+bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most,
+              const volatile sig_atomic_t *stop, error *err);
+
+#endif

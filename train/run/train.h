@@ -1,0 +1,97 @@
+/* A training run: data, model, optimiser, log, checkpoints.
+ *
+ * The result of a run with `steps` depends only on its settings. If it is stopped at any checkpoint and
+ * resumed, it gives the same bits and, but for the clock's values, the same lines of the log. A run with
+ * `seconds` ends after this time. Its learning rate follows the time spent so far, which is stored in the
+ * checkpoint. */
+#ifndef TRAIN_TRAIN_H
+#define TRAIN_TRAIN_H
+
+#include "train/device.h"
+#include "train/model/model.h"
+#include "train/run/checkpoint.h"
+#include "train/run/evaluate.h"
+
+#include <signal.h>
+
+/* What on_start is told before the first step. */
+typedef struct train_start {
+    bool resumed;
+    int64_t step;        // steps done before this run
+    double elapsed;      // seconds of training before this run
+    train_recipe before; // the options of the run up to now; NAN: not known
+    train_recipe now;
+    const tokens *data;
+} train_start;
+
+typedef struct train_settings train_settings;
+
+struct train_settings {
+    model_config config;
+    device_options device;
+    model_recompute recompute;
+    int32_t chunks;           // column chunks of the experts
+    const char *const *paths; // files and folders of text, or token files
+    size_t path_count;
+    const char *tokenizer; // table of the tokens (train/data/bpe.h); NULL: that of the checkpoint resumed or
+                           // started from, or none
+    const char *out;       // folder of log, curve and checkpoints; a new run must not find a checkpoint or
+                           // lines of a log there
+    bool resume;           // continue from OUT/latest, whose config.json must equal `config`
+    const char *from;      // a checkpoint with the first weights; NULL: random weights. Its config.json
+                           // must equal `config` except for the context
+    int64_t batch;         // sequences of a step
+    int64_t parts;         // micro-batches: passes of a step; must divide batch
+    int64_t steps;         // length of the run in steps, or
+    double seconds;        // in seconds of training when steps is 0
+    double lr, end_lr;     // peak rate, and the final rate as a fraction of it
+    double warmup;         // fraction of the run
+    double beta1, beta2, adam_eps, weight_decay;
+    double clip;         // largest norm of the gradient
+    moe_routing routing; // rounding, tile, auxiliary losses; its seed and step are set by the run
+    uint64_t seed;       // of the weights, the samples and SR-f
+    int64_t logs, evaluations, checkpoints; // how many of each over the run; the last two may be 0. A run
+                                            // that begins with 0 evaluations trains on the whole text and
+                                            // cannot be resumed with more
+    int64_t evaluation_tokens;              // tokens of each evaluation except the last
+    int64_t last_evaluation_tokens;         // of the last; limits the time after the last step
+    int64_t keep;                           // checkpoints that stay
+    const volatile sig_atomic_t *stop; // if *stop becomes not 0: finish the step, stop a validation, save,
+                                       // return. The resumed run makes this validation first
+    void (*on_start)(const train_settings *settings, const train_start *start); // may be NULL
+};
+
+/* Valid settings for the demo: a small model with tuned sizes. paths and out are not set. */
+train_settings train_settings_default(void);
+
+/* What an observer receives after every step. */
+typedef struct train_report {
+    int64_t step, tokens;
+    double loss;         // of this step, nats
+    double val_loss;     // newest, NAN before the first
+    double tokens_per_s; // over the last seconds
+    double progress;     // 0..1
+    double remaining;    // seconds to the end, NAN when not known yet
+} train_report;
+
+typedef void (*train_observer)(void *user, const train_report *report);
+
+typedef struct train_result {
+    int64_t step, tokens;
+    double elapsed;        // seconds of training, those before a resume included
+    double loss;           // of the last line that the run wrote, or of the line of the step at which it was
+                           // resumed, nats; NAN: there is none
+    evaluation validation; // the last one, over last_evaluation_tokens
+    bool interrupted;      // by *stop, during training or during the last validation, which then has no loss
+    bool drawn;            // curve.png is there
+    size_t parameters;
+    int64_t active;      // weights a token uses
+    size_t device_bytes; // bytes in use on the device at the end, as its driver counts them; 0: not known
+} train_result;
+
+/* Runs to the end. If a loss or gradient is not finite, the run ends with an error that names the newest
+ * checkpoint. This checkpoint is not changed. */
+bool train_run(const train_settings *settings, train_observer observer, void *user, train_result *result,
+               error *err);
+
+#endif
