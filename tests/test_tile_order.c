@@ -1,7 +1,7 @@
 /* The DRAM traffic that the order of an expert's tiles causes, by a model of the L2 cache. 132 CTAs take the
  * tiles in their order. Each step reads a slice of the row tile's rows and one of the column tile's weights.
  * A slice that is not in L2 is read from DRAM and replaces the least recently used slices.
- * docs/lab-notebook.md has a larger model, which also has tiles of one block and units that are claimed
+ * docs/log/2026-11-22.md has a larger model, which also has tiles of one block and units that are claimed
  * early: it predicted 37 GB for an up-projection for which an H200 read 37 GB. */
 #include "cuda/sm90/weight_tiles.h"
 

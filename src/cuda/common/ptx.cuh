@@ -125,7 +125,7 @@ SMOE_DEVICE void copy16_async_if_unhinted(uint32_t real, uint32_t to, const void
 }
 
 // Addresses of copies while a wgmma runs, by additions of 32 bits. ptxas would use IMAD.WIDE, which then
-// waits about 30 clocks for the register file (docs/lab-notebook.md).
+// waits about 30 clocks for the register file.
 SMOE_DEVICE const char *advance_by_adds(const char *from, uint32_t bytes)
 {
     uint64_t to;

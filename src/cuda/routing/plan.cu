@@ -21,7 +21,8 @@
 // The padded index of a pair's row follows from counts of bits alone. So the result does not depend on the
 // order in which threads run.
 //
-// A segment's time goes into instructions and round trips to L2 (docs/lab-notebook.md). So:
+// A segment's time goes into instructions and round trips to L2 (docs/log/2026-11-21.md, "The small kernels
+// again"). So:
 // - A thread works on up to four pairs of one token at a time. It finds their token with one division, and
 //   loads their ids and weights with the widest loads that K allows.
 // - Counts, offsets, pad rows and work lists exist once for the whole plan. All CTAs write them together,

@@ -12,10 +12,10 @@ typedef enum moe_gemm {
     SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory; K <= 256 */
 } moe_gemm;
 
-/* Relative speed on full tiles (docs/lab-notebook.md) times the share of columns that is real if every tile
- * is full; 0: not to be used. k: the GEMM's K, which is n for down and the width of H for dx_rows. columns:
- * of the chunk. The last tile of the ping-pong core may be narrower, so the core is faster than this says if
- * columns is no multiple of 192. Whether it is then the fastest at more sizes was not measured. The
+/* Relative speed on full tiles (docs/log, 21 and 26 November) times the share of columns that is real if
+ * every tile is full; 0: not to be used. k: the GEMM's K, which is n for down and the width of H for dx_rows.
+ * columns: of the chunk. The last tile of the ping-pong core may be narrower, so the core is faster than this
+ * says if columns is no multiple of 192. Whether it is then the fastest at more sizes was not measured. The
  * stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256. From 129 to 192 it is
  * not used, because the other cores multiply only 192 columns there. (Gated dx_rows with n of 72 to 96 would
  * lose nothing, because each half of dH is padded to 128 in every core; it was not measured.) The core's

@@ -248,10 +248,10 @@ SMOE_DEVICE void load_weights(const P &p, item_walk<P> walk, const shared_layout
 }
 
 // The boxes in which half a block, 64 rows x 128 columns, is stored. L2 writes 256 bytes of a row faster to
-// DRAM if they reach it together (docs/lab-notebook.md). So with one or two slices a box has both subtiles,
-// and a row of it is two rows of 128 bytes in shared memory. Then rows r and r + 4 of each matrix of a
-// stmatrix use the same banks. With four slices, where shared memory is busier, it was faster to store 16
-// rows of one subtile and then the same rows of the other.
+// DRAM if they reach it together (docs/log/2026-11-26.md, fourth session). So with one or two slices a box
+// has both subtiles, and a row of it is two rows of 128 bytes in shared memory. Then rows r and r + 4 of each
+// matrix of a stmatrix use the same banks. With four slices, where shared memory is busier, it was faster to
+// store 16 rows of one subtile and then the same rows of the other.
 template <int SLICES> struct stored_box {
     enum { SUBTILES = SLICES <= 2 ? 2 : 1, ROWS = SLICES <= 2 ? 64 : 16 };
 };
