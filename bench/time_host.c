@@ -94,7 +94,7 @@ static void fill(layer_run *r)
         b->router_weight = f->router_weight, b->logits = f->logits, b->drouter_weight = zeros(4 * e * d);
     } else {
         f->topk_ids = zeros(4 * t * k), f->topk_weights = zeros(4 * t * k);
-        b->topk_ids = f->topk_ids, b->topk_weights = f->topk_weights, b->dtopk_weights = zeros(4 * t * k);
+        b->topk_ids = f->topk_ids, b->dtopk_weights = zeros(4 * t * k);
     }
     b->x = f->x, b->w1 = f->w1, b->w2 = f->w2, b->saved = f->saved, b->saved_size = f->saved_size;
     b->dout = zeros(2 * t * d), b->dx = zeros(2 * t * d), b->dw1 = zeros(4 * e * n * d),

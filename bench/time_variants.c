@@ -248,7 +248,7 @@ static smoe_status enqueue_backward(const problem *p, const variant *v)
 {
     smoe_backward_args a = SMOE_BACKWARD_ARGS_INIT;
     a.x = p->x.memory, a.w1 = p->w1.memory, a.w2 = p->w2.memory, a.dout = p->dout.memory;
-    a.topk_ids = p->ids.memory, a.topk_weights = (const float *)(const void *)p->weights.memory;
+    a.topk_ids = p->ids.memory;
     a.saved = v->saved.memory, a.saved_size = v->saved.bytes;
     a.dx = p->dx.memory, a.dw1 = p->dw1.memory, a.dw2 = p->dw2.memory;
     a.dtopk_weights = (float *)(void *)p->ds.memory;

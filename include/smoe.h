@@ -439,25 +439,19 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 /* ---- Backward ------------------------------------------------------------------------------------------ */
 
 /* Pass NULL for each gradient that is not wanted. Work that only unwanted gradients need is not done. An
- * input is required if it is read for a wanted gradient; otherwise it may be NULL. Fields marked unused are
- * never read and may be NULL. */
+ * input is required if it is read for a wanted gradient; otherwise it may be NULL. */
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* the forward's inputs and results, with the same values */
-    const void *x;               /* (T, d); read for dw1, drouter_weight */
-    const void *router_weight;   /* (E, d), or NULL: dx does not include the router's term */
-    const void *logits;          /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
-                                    the router's term of dx. May be NULL for sparse dlogits of a softmax */
-    const float *selection_bias; /* unused */
-    const void *topk_ids;        /* FROM_TOPK: (T, K); read for dtopk_weights */
-    const float *topk_weights;   /* unused */
-    const void *offsets;         /* unused */
-    const float *row_weights;    /* unused */
-    const void *w1;              /* read for dx */
-    const void *b1;              /* unused */
-    const void *w2;              /* required for every gradient except db2, even for dw2 alone */
-    const void *b2;              /* the forward's b2, read for a term of dS; NULL if the forward had no b2 */
-    void *saved;                 /* as the forward left it; overwritten only with reuse_saved */
+    const void *x;             /* (T, d); read for dw1, drouter_weight */
+    const void *router_weight; /* (E, d), or NULL: dx does not include the router's term */
+    const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
+                                  the router's term of dx. May be NULL for sparse dlogits of a softmax */
+    const void *topk_ids;      /* FROM_TOPK: (T, K); read for dtopk_weights */
+    const void *w1;            /* read for dx */
+    const void *w2;            /* required for every gradient except db2, even for dw2 alone */
+    const void *b2;            /* the forward's b2, read for a term of dS; NULL if the forward had no b2 */
+    void *saved;               /* as the forward left it; overwritten only with reuse_saved */
     uint64_t saved_size;
     /* the gradient of O, loss coefficients, and the gradients to compute */
     const void *dout;          /* dO (T, d) dtype */
@@ -480,8 +474,8 @@ typedef struct smoe_backward_args {
 } smoe_backward_args;
 #define SMOE_BACKWARD_ARGS_INIT                                                                              \
     {                                                                                                        \
-        sizeof(smoe_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,  \
-            NULL, 0, NULL, 0.0f, 0.0f, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0   \
+        sizeof(smoe_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, 0.0f, 0.0f,     \
+            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0                              \
     }
 
 /* The whole backward: computes the gradients that are wanted. */

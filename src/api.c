@@ -269,8 +269,8 @@ smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *
 
 /* ---- Backward ---- */
 
-/* An input is required if a wanted gradient is computed from it. Fields that smoe.h marks unused are ignored.
- * `router` says that a gradient of the router is wanted. */
+/* An input is required if a wanted gradient is computed from it. `router` says that a gradient of the router
+ * is wanted. */
 static smoe_status check_backward_pointers(smoe_context *context, const char *function,
                                            const smoe_layer *layer, const smoe_backward_args *a, int router)
 {

@@ -256,7 +256,34 @@ static void test_longer_structs(void **state)
     assert_error(context, smoe_layer_forward(context, &layer.known, &forward.known, NULL),
                  SMOE_ERROR_ARGUMENT, "args->struct_size is 176", "byte 168 is not zero");
     assert_error(context, smoe_layer_backward(context, &layer.known, &backward.known, NULL),
-                 SMOE_ERROR_ARGUMENT, "args->struct_size is 240", "byte 239 is not zero");
+                 SMOE_ERROR_ARGUMENT, "args->struct_size is 200", "byte 199 is not zero");
+    smoe_destroy(context);
+}
+
+/* smoe_backward_args as it was before 0.1.0, with five fields that no backend read. A library that has the
+ * newer struct must not read one field as another. */
+static void test_former_backward_args(void **state)
+{
+    (void)state;
+    enum { X = 1, LOGITS = 3, W1 = 9, W2 = 11, SAVED = 13, DOUT = 15, DX = 17, SCRATCH = 27, FIELDS = 29 };
+    smoe_context *context = open_cpu();
+    const smoe_layer layer = small_layer();
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+    const size_t part = (sizes.saved_buffer_bytes + sizes.scratch_backward_bytes + (1 << 20)) / 256 * 256;
+    char *pool = aligned_alloc(256, 8 * part);
+    assert_non_null(pool);
+    memset(pool, 0, 8 * part);
+    const int pointers[] = {X, LOGITS, W1, W2, SAVED, DOUT, DX, SCRATCH};
+    uint64_t former[FIELDS] = {sizeof former, [SAVED + 1] = part, [SCRATCH + 1] = part};
+    for (size_t i = 0; i < 8; i++) former[pointers[i]] = (uint64_t)(uintptr_t)(pool + i * part);
+    smoe_backward_args *args = malloc(sizeof former);
+    assert_non_null(args);
+    memcpy(args, former, sizeof former);
+    assert_error(context, smoe_layer_backward(context, &layer, args, NULL), SMOE_ERROR_ARGUMENT,
+                 "smoe_layer_backward: ", "");
+    free(args);
+    free(pool);
     smoe_destroy(context);
 }
 
@@ -585,6 +612,7 @@ int main(void)
         cmocka_unit_test(test_rows_past_int32),
         cmocka_unit_test(test_struct_sizes),
         cmocka_unit_test(test_longer_structs),
+        cmocka_unit_test(test_former_backward_args),
         cmocka_unit_test(test_padding_of_few_rows),
         cmocka_unit_test(test_saved_bytes),
         cmocka_unit_test(test_rounded_row_bounds),

@@ -89,7 +89,7 @@ class ForwardArgs(ctypes.Structure):
 class BackwardArgs(ctypes.Structure):
     _fields_ = [
         ("struct_size", _SIZE),
-        *_pointers("x router_weight logits selection_bias topk_ids topk_weights offsets row_weights w1 b1 w2 b2 saved"),
+        *_pointers("x router_weight logits topk_ids w1 w2 b2 saved"),
         ("saved_size", _U64),
         ("dout", _POINTER),
         ("balance_coefficient", _F32),
