@@ -427,6 +427,46 @@ static void test_names(void **state)
     expect_whole(state, 2 * IDS);
 }
 
+/* The names of llm.c's files and others; words of which val is only a part are none of them. */
+static void test_validation_names(void **state)
+{
+    static const char *const validate[] = {"fineweb_val_000000.bin",
+                                           "tiny_shakespeare_val.bin",
+                                           "x-valid.bin",
+                                           "valid3.bin",
+                                           "2val.bin",
+                                           "Validation.part.bin",
+                                           "x.VAL.bin",
+                                           "valid/00.bin",
+                                           NULL};
+    static const char *const train[] = {
+        "fineweb_train_000001.bin", "interval_0.bin", "valuation.bin", "val/x/0.bin", "validated.bin", NULL};
+    char path[4096];
+    const char *from;
+    assert_int_equal(mkdir(in_folder(path, state, "valid"), 0700), 0);
+    assert_int_equal(mkdir(in_folder(path, state, "val"), 0700), 0);
+    assert_int_equal(mkdir(in_folder(path, state, "val/x"), 0700), 0);
+    for (int i = 0; train[i]; i++) put_ids(state, train[i]);
+    expect_split(state, 5 * (IDS - IDS / 20), 5 * (IDS / 20));
+    for (int i = 0; validate[i]; i++) {
+        put_ids(state, validate[i]);
+        tokens *data;
+        error err = {0};
+        if (!tokens_open(&data, (const char *const *)state, 1, NULL, IDS, 8, TOKENS_TRAIN, &err))
+            fail_msg("%s", err.text);
+        if (tokens_train_count(data) != 5 * IDS || tokens_validation_count(data) != IDS)
+            fail_msg("%s: %lld tokens to validate on", validate[i], (long long)tokens_validation_count(data));
+        from = tokens_validation_file(data, 0);
+        assert_non_null(from);
+        in_folder(path, state, validate[i]);
+        assert_string_equal(from, path);
+        assert_null(tokens_validation_file(data, 1));
+        assert_int_equal(tokens_validation_kind(data), TOKENS_HELD_NAMED);
+        tokens_close(data);
+        remove(path);
+    }
+}
+
 /* Without validations nothing is set aside, and the last token of a text is trained on. */
 static void test_whole(void **state)
 {
@@ -541,7 +581,7 @@ int main(void)
         IN_FOLDER(test_many_files),    IN_FOLDER(test_binary_files),      IN_FOLDER(test_gzip),
         IN_FOLDER(test_large_file),    cmocka_unit_test(test_bin_errors), cmocka_unit_test(test_text_errors),
         IN_FOLDER(test_path_errors),   cmocka_unit_test(test_table),      IN_FOLDER(test_names),
-        IN_FOLDER(test_whole),
+        IN_FOLDER(test_whole),         IN_FOLDER(test_validation_names),
     };
     return cmocka_run_group_tests_name("tokens", tests, NULL, NULL);
 }

@@ -2,8 +2,8 @@
 #include "cli/common/cli.h"
 #include "cli/common/problem.h"
 #include "cli/common/table.h"
+#include "cli/model/data.h"
 #include "cli/model/load.h"
-#include "cli/model/skipped.h"
 #include "train/device.h"
 #include "train/run/evaluate.h"
 

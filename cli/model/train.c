@@ -2,8 +2,8 @@
 #include "cli/common/cli.h"
 #include "cli/common/problem.h"
 #include "cli/common/table.h"
+#include "cli/model/data.h"
 #include "cli/model/progress.h"
-#include "cli/model/skipped.h"
 #include "cli/model/train_options.h"
 #include "common/clock.h"
 #include "train/run/checkpoint.h"
@@ -142,13 +142,14 @@ static void show_changes(const train_recipe *before, const train_recipe *now, bo
     if (now->rounding != (double)SMOE_ROUNDING_NONE) show_change("tile", before->tile, now->tile);
 }
 
-/* Prints which files were left out, how much a resumed run still has to do (its steps or seconds include
- * those before), and which options have changed. */
+/* Prints which files were left out, on which a new run validates, how much a resumed run still has to do (its
+ * steps or seconds include those before), and which options have changed. */
 static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
     const char *nothing = s->evaluations ? "nothing is left but the last validation" : "nothing is left";
     show_skipped(start->data);
+    if (!start->resumed) show_validation(start->data);
     if (!start->resumed) return;
     fprintf(stderr, "resumed at step %lld", (long long)start->step);
     if (s->steps)

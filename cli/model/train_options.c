@@ -35,7 +35,8 @@ static const number_option numbers[] = {
     {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Number of log lines over the run"},
     {"evaluations", "N", AT(evaluations), INT64, 0, 1e9, GROUP_RUN,
      "Number of validations over the run, each on windows at equal distances in the validation text. With 0 "
-     "no text is set aside: all of it is trained on, except token files named val_*.bin beside others"},
+     "no text is set aside: all of it is trained on, except token files that are for validation by their "
+     "names"},
     {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
      "Tokens of each validation except the last one; without effect if --evaluations is less than 2"},
     {"last-evaluation-tokens", "N", AT(last_evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
@@ -387,7 +388,8 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
         .args_doc = "FILE...",
         .doc =
             "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
-            "them, or token files (*.bin); - is the text on standard input.\vDIR receives train.jsonl (a "
+            "them, or token files (*.bin); - is the text on standard input. Token files with val, valid or "
+            "validation in their names are for validation only.\vDIR receives train.jsonl (a "
             "JSON "
             "object a line), curve.png if gnuplot is installed, and checkpoints (DIR/latest is the newest). "
             "Hugging Face transformers opens the checkpoint of a model without --shared and --dense-layers "

@@ -273,5 +273,6 @@ void token_source_close(token_source *source)
 {
     file_map_close(&source->map);
     free(source->copy);
+    free(source->path);
     *source = (token_source){0};
 }

@@ -17,6 +17,7 @@ typedef struct token_source {
     int width;                  // bytes of a token: 1 text without a table, else 2
     bool text;                  // not a token file
     bool validates;             // a validation file by its name (train/data/tokens.c)
+    char *path;                 // set by train/data/tokens.c, freed here; NULL: not a file
     file_map map;               // the memory of the bytes: a mapping, or
     unsigned char *copy;        // a copy; if neither, memory of the caller
     bool binary; // a byte of zero among the first 8192 of a text, or a .bin without a token file's magic:

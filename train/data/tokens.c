@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 enum {
     SPLIT = 20, // one token, or one file, in 20 is for validation
@@ -35,6 +36,7 @@ struct tokens {
     size_t skipped; // binary files of folders
     char *first_skipped;
     stream train, validation;
+    tokens_held held;
     const bpe *table; // NULL: none
     int64_t context;
 };
@@ -111,11 +113,38 @@ static void split_tails(tokens *data)
     }
 }
 
-/* val.bin, val_000.bin, val-x.bin.gz */
+static bool parts_words(char c)
+{
+    return c == '_' || c == '-' || c == '.' || (c >= '0' && c <= '9');
+}
+
+/* Is a word of the name that `from` .. `to` delimit one of val, valid, validation? */
+static bool has_validation_word(const char *from, const char *to)
+{
+    static const char *const words[] = {"val", "valid", "validation"};
+    for (const char *at = from; at < to; at++) {
+        const char *end = at;
+        while (end < to && !parts_words(*end)) end++;
+        for (size_t i = 0; i < sizeof words / sizeof words[0]; i++)
+            if ((size_t)(end - at) == strlen(words[i]) && strncasecmp(at, words[i], strlen(words[i])) == 0)
+                return true;
+        at = end;
+    }
+    return false;
+}
+
+/* fineweb_val_000000.bin, tiny_shakespeare_val.bin, val.bin.gz; also val/000.bin */
 static bool names_validation(const char *path)
 {
-    const char *slash = strrchr(path, '/'), *name = slash != NULL ? slash + 1 : path;
-    return strncmp(name, "val", 3) == 0 && (name[3] == '.' || name[3] == '_' || name[3] == '-');
+    const char *end = path + strlen(path);
+    for (int part = 0; part < 2; part++) {
+        const char *from = end;
+        while (from > path && from[-1] != '/') from--;
+        if (has_validation_word(from, end)) return true;
+        if (from == path) return false;
+        end = from - 1;
+    }
+    return false;
 }
 
 /* Finds the token files that are for validation by their names. They count only if there are other files
@@ -129,6 +158,7 @@ static bool split_names(tokens *data)
         const token_source *source = &data->sources[i];
         stream_add(source->validates ? &data->validation : &data->train, source, 0, source->count);
     }
+    data->held = TOKENS_HELD_NAMED;
     return true;
 }
 
@@ -138,10 +168,12 @@ static void split_train(tokens *data)
     if (data->source_count >= SPLIT) {
         split_files(data);
         double share = (double)data->validation.total / (double)(data->validation.total + data->train.total);
+        data->held = TOKENS_HELD_FILES;
         if (share >= 0.02 && share <= 0.10) return;
         stream_clear(&data->train);
         stream_clear(&data->validation);
     }
+    data->held = TOKENS_HELD_TAILS;
     split_tails(data);
 }
 
@@ -276,8 +308,10 @@ static bool open_sources(tokens *data, const file_list *list, const char *const 
             continue;
         }
         if (!ok) return false;
-        source->validates = !source->text && names_validation(entry->path);
         data->source_count++;
+        source->path = strdup(entry->path);
+        if (source->path == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", entry->path);
+        source->validates = !source->text && names_validation(entry->path);
     }
     return true;
 }
@@ -343,6 +377,28 @@ size_t tokens_skipped(const tokens *data, const char **first)
     return data->skipped;
 }
 
+tokens_held tokens_validation_kind(const tokens *data)
+{
+    return data->held;
+}
+
+size_t tokens_file_count(const tokens *data)
+{
+    return data->source_count;
+}
+
+const char *tokens_validation_file(const tokens *data, size_t place)
+{
+    for (size_t i = 0; data->held == TOKENS_HELD_NAMED && i < data->source_count; i++)
+        if (data->sources[i].validates && place-- == 0) return data->sources[i].path;
+    return NULL;
+}
+
+bool tokens_are_text(const tokens *data)
+{
+    return data->sources[0].text;
+}
+
 bool tokens_are_bytes(const tokens *data)
 {
     return data->sources[0].text && data->table == NULL;
@@ -368,6 +424,13 @@ int64_t tokens_train_count(const tokens *data)
 int64_t tokens_validation_count(const tokens *data)
 {
     return data->validation.total;
+}
+
+int64_t tokens_all_count(const tokens *data)
+{
+    int64_t all = 0;
+    for (size_t i = 0; i < data->source_count; i++) all += data->sources[i].count;
+    return all;
 }
 
 /* ---- the mark of a text ---- */

@@ -12,10 +12,12 @@
  *
  * Split. With fewer than 20 files the last 5% of each file are for validation. With 20 or more files every
  * 20th file is, so that no document is in both streams. But if these files have less than 2% or more than 10%
- * of all tokens, because the sizes differ much, the last 5% of each file are for validation instead. If some
- * token files are called val.bin or val_ANYTHING.bin (tools/make_tokens.py) and others are not, exactly the
- * files with these names are for validation. A stream consists of its parts, one after the other. A run
- * without validations trains on all files; only those with these names stay out of it. */
+ * of all tokens, because the sizes differ much, the last 5% of each file are for validation instead. Token
+ * files for validation can be told by their names: the name of the file, or of the folder that it is in, has
+ * val, valid or validation (in either case) between its start, its end, '_', '-', '.' and digits, as in
+ * fineweb_val_000000.bin. If some token files have such a name and others do not, exactly those are for
+ * validation. A stream consists of its parts, one after the other. A run without validations trains on all
+ * files; only those with these names stay out of it. */
 #ifndef TRAIN_TOKENS_H
 #define TRAIN_TOKENS_H
 
@@ -63,6 +65,22 @@ size_t tokens_skipped(const tokens *data, const char **first);
 
 int64_t tokens_train_count(const tokens *data); // tokens
 int64_t tokens_validation_count(const tokens *data);
+int64_t tokens_all_count(const tokens *data); // of all files, those that are in neither stream included
+
+/* What of the files is not trained on. */
+typedef enum tokens_held {
+    TOKENS_HELD_NONE,  // nothing, or TOKENS_EVAL
+    TOKENS_HELD_NAMED, // token files that are for validation by their names
+    TOKENS_HELD_FILES, // every 20th file
+    TOKENS_HELD_TAILS  // the last 5% of each file
+} tokens_held;
+
+tokens_held tokens_validation_kind(const tokens *data);
+size_t tokens_file_count(const tokens *data);
+bool tokens_are_text(const tokens *data); // not token files
+
+/* The path of the file number `place` (0, 1, ..) of those of TOKENS_HELD_NAMED; NULL past the last. */
+const char *tokens_validation_file(const tokens *data, size_t place);
 
 /* Tells one text from another. `checksum` is of both streams' tokens at 256 places of each, 64 at a place. So
  * large data need not be read when a run starts. A change that leaves both numbers as they are and is at none

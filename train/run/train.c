@@ -77,14 +77,22 @@ static bool allocate(run *r, error *err)
     return true;
 }
 
-/* The place in the text that a run has reached means nothing in another text. A checkpoint of an earlier
- * program does not say what its text was. */
+/* The place in the text that a run has reached means nothing in another text, or in one that is split
+ * otherwise. A checkpoint of an earlier program does not say what its text was. */
 static bool check_text(const run *r, const char *path, error *err)
 {
     const tokens_mark was = r->state.text, is = tokens_identify(r->data);
-    if (was.train == 0 ||
-        (was.train == is.train && was.validation == is.validation && was.checksum == is.checksum))
-        return true;
+    const bool same_counts = was.train == is.train && was.validation == is.validation;
+    if (was.train == 0 || (same_counts && was.checksum == is.checksum)) return true;
+    if (!same_counts && was.train + was.validation == tokens_all_count(r->data))
+        return fail(
+            err, ERROR_USAGE,
+            "%.120s: the split of the text would change: the run has %lld tokens to train on and %lld "
+            "to validate on, these files give %lld and %lld. The split follows from the number of the "
+            "files and their names: resume with the files of the run, or start a new run with its "
+            "weights (--from)",
+            path, (long long)was.train, (long long)was.validation, (long long)is.train,
+            (long long)is.validation);
     return fail(
         err, ERROR_USAGE,
         "%.120s was trained on another text (%lld tokens to train on, %lld to validate on, checksum "
