@@ -225,6 +225,73 @@ static void test_messages(void **state)
                   "max_position_embeddings = 0 is outside 1..");
 }
 
+#define OLMOE "{\"model_type\":\"olmoe\"," SIZES ","
+
+/* What a config says about RoPE is computed or refused, and the message names the key. */
+static void test_rope_refused(void **state)
+{
+    (void)state;
+    static const char *const refused[][2] = {
+        {"'rope_parameters':{'type':'linear','factor':2,'rope_theta':1e4}",
+         "rope_parameters.type = \"linear\" is not supported, only \"default\""},
+        {"'rope_parameters':{'factor':2,'rope_type':'default','type':'yarn'}",
+         "rope_parameters.type = \"yarn\""},
+        {"'rope_parameters':{'rope_type':7}", "rope_parameters.rope_type = 7 is not supported"},
+        {"'rope_parameters':{'rope_type':'default','factor':2}",
+         "rope_parameters.factor = 2 is not supported, only 1"},
+        {"'rope_parameters':{'partial_rotary_factor':0.5}", "rope_parameters.partial_rotary_factor = 0.5"},
+        {"'rope_parameters':{'mrope_section':[1,2]}",
+         "rope_parameters.mrope_section = [1,2] is not supported"},
+        {"'rope_parameters':{'full_attention':{'rope_type':'default'}}",
+         "rope_parameters.full_attention = {"},
+        {"'rope_parameters':[1]", "rope_parameters is not an object"},
+        {"'rope_parameters':{'rope_theta':'x'}", "rope_parameters.rope_theta is not a number"},
+        {"'rope_scaling':{'type':'linear','factor':2}", "rope_scaling.type = \"linear\""},
+        {"'rope_scaling':{'rope_type':'llama3'}", "rope_scaling.rope_type = \"llama3\""},
+        {"'rope_scaling':{'factor':4}", "rope_scaling.factor = 4"},
+        {"'rope_scaling':'linear'", "rope_scaling is not an object"},
+        {"'rope_theta':5,'rope_scaling':{'rope_theta':6}", "rope_theta = 5, but rope_scaling.rope_theta = 6"},
+        {"'rope_parameters':{'rope_theta':5},'rope_scaling':{'rope_theta':6}",
+         "rope_parameters.rope_theta = 5, but rope_scaling.rope_theta = 6"},
+        {"'partial_rotary_factor':0.25", "partial_rotary_factor = 0.25 is not supported, only 1"},
+        {"'rope_type':'linear'", "rope_type = \"linear\""},
+        {"'rope_interleaved':true", "rope_interleaved = true is not supported, only null"},
+        {"'no_rope_layers':[0,1]", "no_rope_layers = [0,1] is not supported"},
+        {"'rotary_emb_base':500", "rotary_emb_base = 500 is not supported"},
+    };
+    char text[1024];
+    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
+        snprintf(text, sizeof text, OLMOE "%s}", refused[i][0]);
+        for (char *c = text; *c; c++) *c = *c == '\'' ? '"' : *c;
+        assert_unread(text, refused[i][1]);
+    }
+}
+
+/* Values with which plain RoPE is meant. */
+static void test_rope_neutral(void **state)
+{
+    (void)state;
+    static const char *const read[] = {
+        "'rope_parameters':{'type':'default','rope_theta':77}",
+        "'rope_parameters':{'rope_type':'default','type':'default','rope_theta':77,'factor':1.0,"
+        "'attention_factor':null,'partial_rotary_factor':1,'original_max_position_embeddings':4096}",
+        "'rope_scaling':{'type':'default'},'rope_theta':77",
+        "'rope_scaling':{'rope_type':'default','rope_theta':77},'rope_parameters':{'rope_theta':77}",
+        "'rope_scaling':{},'rope_parameters':null,'rope_theta':77",
+        "'rope_theta':77,'partial_rotary_factor':1.0,'rope_type':'default','rope_interleaved':false,"
+        "'no_rope_layers':null",
+    };
+    char text[1024];
+    model_config config;
+    error err = {0};
+    for (size_t i = 0; i < sizeof read / sizeof read[0]; i++) {
+        snprintf(text, sizeof text, OLMOE "%s}", read[i]);
+        for (char *c = text; *c; c++) *c = *c == '\'' ? '"' : *c;
+        if (!model_config_parse(&config, text, strlen(text), "NAME", &err)) fail_msg("%s", err.text);
+        assert_true(config.rope_theta == 77);
+    }
+}
+
 static void test_absent_keys(void **state)
 {
     (void)state;
@@ -266,9 +333,11 @@ static void test_same(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        IN_FOLDER(test_round_trip),         IN_FOLDER(test_keys_of_olmoe), IN_FOLDER(test_model_type),
-        cmocka_unit_test(test_limits),      IN_FOLDER(test_write_refused), cmocka_unit_test(test_messages),
-        cmocka_unit_test(test_absent_keys), cmocka_unit_test(test_same),
+        IN_FOLDER(test_round_trip),          IN_FOLDER(test_keys_of_olmoe),
+        IN_FOLDER(test_model_type),          cmocka_unit_test(test_limits),
+        IN_FOLDER(test_write_refused),       cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_absent_keys),  cmocka_unit_test(test_same),
+        cmocka_unit_test(test_rope_refused), cmocka_unit_test(test_rope_neutral),
     };
     return cmocka_run_group_tests_name("config", tests, NULL, NULL);
 }

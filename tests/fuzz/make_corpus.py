@@ -158,6 +158,7 @@ def config():
          attention_bias=False, attention_dropout=0.0, hidden_act="silu", initializer_range=0.02,
          router_aux_loss_coef=0.01, pad_token_id=1, eos_token_id=50279, torch_dtype="bfloat16")
     good("rope-parameters", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    good("rope-neutral", rope_scaling={"type": "default", "factor": 1.0}, partial_rotary_factor=1.0)
     good("shared", model_type="smoe", shared_expert_intermediate_size=16)
     good("dense", model_type="smoe", first_k_dense_replace=1, dense_intermediate_size=96)
     good("unknown-keys", anything={"a": [1, None]})
@@ -186,6 +187,9 @@ def config():
     bad("theta-zero", rope_theta=0)
     bad("theta-differs", rope_parameters={"rope_type": "default", "rope_theta": 1.0e6})
     bad("rope-type", rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0})
+    bad("rope-legacy-type", rope_parameters={"type": "linear", "factor": 2.0})
+    bad("rope-nested", rope_parameters={"full_attention": {"rope_theta": 10000.0}})
+    bad("rope-interleaved", rope_interleaved=True)
     bad("rope-scaling", rope_scaling={"type": "linear", "factor": 2.0})
     bad("act", hidden_act="gelu")
     bad("bias", attention_bias=True)

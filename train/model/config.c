@@ -3,6 +3,7 @@
 #include "train/model/config.h"
 
 #include "train/files/file.h"
+#include "train/model/config_rope.h"
 
 #include <jansson.h>
 #include <stdio.h>
@@ -235,25 +236,6 @@ static bool expect_integer(const json_t *root, const char *key, int64_t only, co
     return true;
 }
 
-/* Newer files have the RoPE base in rope_parameters, older ones in rope_theta. If a file has both, they must
- * agree. */
-static bool read_rope(const json_t *root, model_config *config, error *err)
-{
-    if (!is_absent(json_object_get(root, "rope_scaling")))
-        return fail(err, ERROR_RUNTIME, "rope_scaling is not supported, only null");
-    const json_t *rope = json_object_get(root, "rope_parameters");
-    if (is_absent(rope)) return true;
-    if (!json_is_object(rope)) return fail(err, ERROR_RUNTIME, "rope_parameters is not an object");
-    if (!expect_string(rope, "rope_type", "default", err)) return false;
-    double theta = 0;
-    if (!read_real(rope, "rope_theta", config->rope_theta, &theta, err)) return false;
-    if (!is_absent(json_object_get(root, "rope_theta")) && theta != config->rope_theta)
-        return fail(err, ERROR_RUNTIME, "rope_theta = %g, but rope_parameters.rope_theta = %g",
-                    config->rope_theta, theta);
-    config->rope_theta = theta;
-    return true;
-}
-
 /* "olmoe" or "smoe"; no other type has this forward pass. Before all else, because other types lack other
  * keys too. */
 static bool read_model_type(const json_t *root, bool *olmoe, error *err)
@@ -305,7 +287,7 @@ static bool read_root(const json_t *root, model_config *config, error *err)
     if (!json_is_object(root)) return fail(err, ERROR_RUNTIME, "is not a JSON object");
     bool olmoe = false;
     return read_model_type(root, &olmoe, err) && read_fields(root, config, err) &&
-           read_rope(root, config, err) && check_model_type(olmoe, config, err) &&
+           config_rope_read(root, &config->rope_theta, err) && check_model_type(olmoe, config, err) &&
            model_config_check(config, err) && check_unsupported(root, config, err);
 }
 
