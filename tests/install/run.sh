@@ -17,9 +17,17 @@ cmake --build "$work/cmake" >/dev/null
 PKG_CONFIG_PATH=$(dirname "$(find "$work/prefix" -name smoe.pc)")
 export PKG_CONFIG_PATH
 libdir=$(pkg-config --variable=libdir smoe)
+# The shared library works where OpenBLAS's development files are missing: PKG_CONFIG_LIBDIR hides openblas.pc. The program
+# runs as it was linked.
+export PKG_CONFIG_LIBDIR="$work"
 # shellcheck disable=SC2046
 cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/consumer.c" -o "$work/consumer" $(pkg-config --cflags --libs smoe)
-LD_LIBRARY_PATH=$libdir "$work/consumer"
+env -u LD_LIBRARY_PATH "$work/consumer"
+cmake -S "$here" -B "$work/cmake-shared" -DCMAKE_PREFIX_PATH="$work/prefix" -DKINDS=smoe >/dev/null
+cmake --build "$work/cmake-shared" >/dev/null
+"$work/cmake-shared/consumer_smoe"
+if pkg-config --exists openblas; then exit 1; fi # or the above shows nothing
+unset PKG_CONFIG_LIBDIR
 # shellcheck disable=SC2046
 cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/consumer.c" -o "$work/consumer_static" "$libdir/libsmoe.a" \
     -Wl,--as-needed $(pkg-config --static --cflags --libs smoe)

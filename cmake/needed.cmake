@@ -1,0 +1,17 @@
+# What the library itself needs: OpenMP and OpenBLAS. smoe_missing: what is not there, with the Debian packages in brackets.
+find_package(OpenMP QUIET COMPONENTS C)
+find_package(PkgConfig QUIET)
+if(PkgConfig_FOUND)
+  pkg_check_modules(OPENBLAS QUIET IMPORTED_TARGET openblas)
+endif()
+
+set(smoe_missing "")
+if(NOT OpenMP_C_FOUND)
+  list(APPEND smoe_missing "OpenMP for ${CMAKE_C_COMPILER_ID} (gcc brings it; clang: libomp-dev)")
+endif()
+if(NOT PkgConfig_FOUND)
+  list(APPEND smoe_missing "pkg-config (pkg-config), which finds OpenBLAS (libopenblas-dev)")
+elseif(NOT OPENBLAS_FOUND)
+  list(APPEND smoe_missing "OpenBLAS (libopenblas-dev)")
+endif()
+list(JOIN smoe_missing ", " smoe_missing)
