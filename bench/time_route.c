@@ -5,8 +5,8 @@
  * second kernel of the plan alone, and the whole plan. The last figure of a line is the target, if there is
  * one. */
 #include "bench/link_time.h"
-#include "cuda/host/plan_size.h"
 #include "cuda/host/routing.h"
+#include "cuda/schedule/plan_size.h"
 #include "tests/cuda/gpu.h"
 #include "tests/cuda/route_cases.h"
 

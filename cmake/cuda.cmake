@@ -3,9 +3,11 @@ set(SMOE_HAVE_CUDA OFF)
 if(NOT SMOE_CUDA STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
+    # The kernels for any GPU: routing/ and experts/ of src/cuda, and the trainer's.
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 90a-real) # wgmma and setmaxnreg exist there alone
+      set(CMAKE_CUDA_ARCHITECTURES 90a-real)
     endif()
+    set(SMOE_CUDA_ARCHITECTURES_sm90 90a-real) # wgmma and setmaxnreg exist there alone
     enable_language(CUDA)
     find_package(CUDAToolkit 12.5 QUIET) # cudaGetDriverEntryPointByVersion
     set(SMOE_HAVE_CUDA ${CUDAToolkit_FOUND})

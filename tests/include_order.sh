@@ -24,17 +24,18 @@ if ! tsort "$pairs" >/dev/null; then
     status=1
 fi
 
-# Which folders must not include which. topk_fast may include the bulk copies and mbarriers of sm90, because later GPU generations
-# have them too.
-forbid() { # FOLDER FOLDERS-IT-MUST-NOT-INCLUDE [EXCEPTION]
-    if grep -E "^cuda/$1/[^ ]* cuda/$2/" "$pairs" | grep -vE "${3:-^$}"; then
+# Which folders must not include which.
+forbid() { # FOLDER FOLDERS-IT-MUST-NOT-INCLUDE
+    if grep -E "^cuda/$1/[^ ]* cuda/$2/" "$pairs"; then
         echo "include_order: src/cuda/$1 must not include src/cuda/$2" >&2
         status=1
     fi
 }
-forbid common '(host|routing|experts|sm90)'
-forbid host '(routing|experts|sm90)'
-forbid routing '(experts|sm90)' '^cuda/routing/topk_fast\.cu cuda/sm90/(mbarrier|tma)\.cuh$'
+forbid common '(schedule|host|tma|routing|experts|sm90)'
+forbid schedule '(host|tma|routing|experts|sm90)'
+forbid host '(tma|routing|experts|sm90)'
+forbid tma '(routing|experts|sm90)'
+forbid routing '(experts|sm90)'
 forbid experts '(routing|sm90)'
 forbid sm90 '(routing|experts)'
 exit $status

@@ -1,6 +1,6 @@
 /* The index arithmetic of the Hopper backward, checked on the host by brute force: tiles of the weight
  * gradients, the cut of experts into pieces, and the places of a tile's elements in the staging buffer. */
-#include "cuda/sm90/weight_tiles.h"
+#include "cuda/schedule/weight_tiles.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

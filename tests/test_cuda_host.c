@@ -9,13 +9,13 @@
 
 #include <cmocka.h>
 
-#include "cuda/host/few_rows.h"
-#include "cuda/host/plan_size.h"
-#include "cuda/host/scheduler.h"
+#include "cuda/common/swizzle.h"
+#include "cuda/schedule/few_rows.h"
+#include "cuda/schedule/plan_size.h"
+#include "cuda/schedule/scheduler.h"
+#include "cuda/schedule/stationary_shares.h"
+#include "cuda/schedule/work_order.h"
 #include "cuda/sm90/gemm_choice.h"
-#include "cuda/sm90/stationary_shares.h"
-#include "cuda/sm90/swizzle.h"
-#include "cuda/sm90/work_order.h"
 
 static uint32_t random_state = 1;
 

@@ -3,7 +3,7 @@
  * A slice that is not in L2 is read from DRAM and replaces the least recently used slices.
  * docs/log/2026-11-22.md has a larger model, which also has tiles of one block and units that are claimed
  * early: it predicted 37 GB for an up-projection for which an H200 read 37 GB. */
-#include "cuda/sm90/weight_tiles.h"
+#include "cuda/schedule/weight_tiles.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

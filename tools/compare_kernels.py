@@ -34,7 +34,7 @@ def main():
         return 2
     old, new = kernels(sys.argv[1]), kernels(sys.argv[2])
     if not old or not new:
-        print("no kernels found: build the target smoe_cuda_objects in both folders", file=sys.stderr)
+        print("no kernels found: build the target smoe_shared in both folders", file=sys.stderr)
         return 3
     changed = [name for name in old if name in new and old[name] != new[name]]
     gone = [name for name in old if name not in new]

@@ -34,8 +34,7 @@ build() {
             tail "$directory/log.txt"
             exit 3
         }
-        sh "$directory/source/tests/cuda/resources.sh" \
-            "$directory/build/src/cuda/CMakeFiles/smoe_cuda_objects.dir" || exit 3
+        sh "$directory/source/tests/cuda/resources.sh" "$directory/build/src/cuda" 1 || exit 3
         strip -o "$directory/pack/$name.so" "$directory/build/src/libsmoe.so" || exit 3
         for program in check check_backward; do
             strip -o "$directory/pack/$program.$name" "$directory/build/tests/cuda/cuda_$program" || exit 3

@@ -1,4 +1,4 @@
-// Hopper instructions that have no C name: registers, fences, named barriers, stmatrix and ldmatrix, 16-byte
+// Instructions that have no C name: registers, fences, named barriers, stmatrix and ldmatrix, 16-byte
 // copies, the sum of bf16 pairs.
 #pragma once
 #include <cstdint>

@@ -2,10 +2,10 @@
  * forward's stages. */
 #include "check.h"
 #include "host/device.h"
-#include "host/few_rows.h"
 #include "host/launch.h"
-#include "host/plan_size.h"
 #include "host/routing.h"
+#include "schedule/few_rows.h"
+#include "schedule/plan_size.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -123,6 +123,11 @@ typedef struct moe_kernels {
 
 extern const moe_kernels moe_sm90_kernels;
 
+/* experts/few_rows.cu, for the tables */
+cudaError_t moe_cuda_few_rows_init(void);
+cudaError_t moe_cuda_up_few_rows(moe_launch *on, const moe_up *up, int64_t tiles);
+cudaError_t moe_cuda_down_few_rows(moe_launch *on, const moe_down *down, int64_t tiles);
+
 #ifdef __cplusplus
 }
 #endif

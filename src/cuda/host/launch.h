@@ -4,7 +4,7 @@
 #ifndef SMOE_CUDA_LAUNCH_H
 #define SMOE_CUDA_LAUNCH_H
 
-#include "host/scheduler.h"
+#include "schedule/scheduler.h"
 #include <cuda_runtime_api.h>
 #include <smoe.h>
 

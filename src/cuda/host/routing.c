@@ -1,7 +1,7 @@
 /* route, round and plan of layers from logits: the layout of their scratch, and which kernels are
  * launched. */
 #include "host/routing.h"
-#include "host/plan_size.h"
+#include "schedule/plan_size.h"
 
 /* The next `bytes` of the scratch; NULL for none. Without a scratch it only counts. */
 static void *take(moe_cuda_routing *r, char *scratch, int64_t bytes)

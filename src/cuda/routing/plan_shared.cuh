@@ -4,7 +4,7 @@
 #pragma once
 #include "common/reduce.cuh"
 #include "host/launch.h"
-#include "host/plan_size.h"
+#include "schedule/plan_size.h"
 
 namespace moe
 {

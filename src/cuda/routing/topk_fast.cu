@@ -26,8 +26,8 @@
 #include "host/routing.h"
 #include "routing/score_keys.cuh"
 #include "routing/topk_best.cuh"
-#include "sm90/mbarrier.cuh"
-#include "sm90/tma.cuh"
+#include "tma/mbarrier.cuh"
+#include "tma/tma.cuh"
 
 namespace moe
 {

@@ -1,9 +1,10 @@
 // Parameters, tile widths and shared memory of dh.cu, which explains them.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
+#include "schedule/tile_walk.cuh"
+#include "schedule/work_order.h"
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/kernels.h"
-#include "sm90/work_order.h"
 
 namespace moe
 {

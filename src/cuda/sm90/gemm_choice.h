@@ -2,7 +2,7 @@
 #ifndef SMOE_CUDA_GEMM_CHOICE_H
 #define SMOE_CUDA_GEMM_CHOICE_H
 
-#include "host/scheduler.h"
+#include "schedule/scheduler.h"
 
 enum { SMOE_PING_PONG_COLUMNS = 192 }; /* of a tile */
 

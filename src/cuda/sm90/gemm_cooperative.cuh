@@ -14,10 +14,9 @@
 // of 64 x 64.
 #pragma once
 #include "common/storage.cuh"
-#include "host/scheduler.h"
-#include "sm90/mbarrier.cuh"
-#include "sm90/swizzle.h"
+#include "common/swizzle.h"
 #include "sm90/wgmma.cuh"
+#include "tma/mbarrier.cuh"
 
 namespace moe
 {
@@ -91,29 +90,6 @@ template <int COUNT> SMOE_DEVICE void init_barriers(const ring_layout<COUNT> &sh
     }
     barrier_init_done();
 }
-
-// The CTA's share of the work: units w of (entry of the tile list, column tile), column tile fastest.
-struct tile_walk {
-    const moe_work *tiles;
-    int row_tiles, column_tiles, units;
-    SMOE_DEVICE tile_walk(const moe_work *list, const int32_t *count, int columns)
-        : tiles(list), row_tiles(__ldg(count)), column_tiles(columns), units(row_tiles * columns)
-    {
-    }
-    SMOE_DEVICE moe_work entry(int row_tile) const
-    {
-        const int2 words = __ldg((const int2 *)(tiles + row_tile));
-        return {words.x, words.y};
-    }
-    SMOE_DEVICE moe_work tile(int unit) const
-    {
-        return entry(unit / column_tiles);
-    }
-    SMOE_DEVICE int column(int unit) const
-    {
-        return unit % column_tiles;
-    }
-};
 
 // ---- Consumers
 

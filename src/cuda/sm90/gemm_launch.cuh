@@ -9,7 +9,7 @@
 #include "sm90/gemm_ping_pong.cuh"
 #include "sm90/gemm_stationary.cuh"
 #include "sm90/gemm_tiles.cuh"
-#include "sm90/tensor_map.h"
+#include "tma/tensor_map.h"
 
 namespace moe
 {

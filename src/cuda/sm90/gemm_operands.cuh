@@ -6,9 +6,9 @@
 // P has lists, y (the tensor map of the result's column chunk) and columns. With HAS_BIAS it also has bias,
 // hidden and first_column.
 #pragma once
-#include "host/scheduler.h"
-#include "sm90/tma.cuh"
+#include "schedule/scheduler.h"
 #include "sm90/wgmma.cuh"
+#include "tma/tma.cuh"
 
 namespace moe
 {

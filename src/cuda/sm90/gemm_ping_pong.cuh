@@ -9,12 +9,12 @@
 // epilogue would otherwise take a large part of a tile's time.
 #pragma once
 #include "common/storage.cuh"
+#include "common/swizzle.h"
+#include "schedule/work_order.h"
 #include "sm90/gemm_choice.h"
 #include "sm90/gemm_operands.cuh"
-#include "sm90/mbarrier.cuh"
-#include "sm90/swizzle.h"
 #include "sm90/wgmma.cuh"
-#include "sm90/work_order.h"
+#include "tma/mbarrier.cuh"
 
 namespace moe
 {

@@ -21,12 +21,12 @@
 #pragma once
 #include "common/reduce.cuh"
 #include "common/storage.cuh"
+#include "common/swizzle.h"
+#include "schedule/stationary_shares.h"
 #include "sm90/gemm_operands.cuh"
-#include "sm90/mbarrier.cuh"
-#include "sm90/stationary_shares.h"
-#include "sm90/swizzle.h"
-#include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
+#include "tma/mbarrier.cuh"
+#include "tma/tma.cuh"
 
 namespace moe
 {

@@ -5,8 +5,9 @@
 // Tiles of 128 x 256. TMA loads both operands, with zeros past the end of the K dimension. TMA also stores
 // the result and leaves out what is past the end of the column chunk. Warps 10 and 11 start the stores.
 #pragma once
-#include "sm90/feed.cuh"
+#include "sm90/gemm_cooperative.cuh"
 #include "sm90/gemm_operands.cuh"
+#include "tma/feed.cuh"
 
 namespace moe
 {
@@ -15,7 +16,7 @@ namespace gemm_tiles
 
 using namespace gemm_cooperative;
 
-enum { BARRIERS = STAGING_END, FEED = BARRIERS + BARRIER_BYTES, SHARED_BYTES = FEED + FEED_BYTES };
+enum { BARRIERS = STAGING_END, FEED = BARRIERS + BARRIER_BYTES, SHARED_BYTES = FEED + feed::BYTES };
 static_assert(FEED % 16 == 0, "items are 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 

@@ -1,10 +1,10 @@
 /* The table of Hopper. */
 #include "sm90/kernels.h"
-#include "sm90/weight_tiles.h"
+#include "schedule/weight_tiles.h"
 
 static cudaError_t init(void)
 {
-    cudaError_t (*const inits[])(void) = {moe_sm90_up_init, moe_sm90_down_init, moe_sm90_few_rows_init,
+    cudaError_t (*const inits[])(void) = {moe_sm90_up_init, moe_sm90_down_init, moe_cuda_few_rows_init,
                                           moe_sm90_dh_init, moe_sm90_dw_init,   moe_sm90_dx_rows_init};
     for (size_t i = 0; i < sizeof inits / sizeof *inits; i++) {
         const cudaError_t status = inits[i]();
@@ -28,8 +28,8 @@ const moe_kernels moe_sm90_kernels = {
     .weight_tiles = weight_tiles,
     .up = moe_sm90_up,
     .down = moe_sm90_down,
-    .up_few_rows = moe_sm90_up_few_rows,
-    .down_few_rows = moe_sm90_down_few_rows,
+    .up_few_rows = moe_cuda_up_few_rows,
+    .down_few_rows = moe_cuda_down_few_rows,
     .dh = moe_sm90_dh,
     .dw = moe_sm90_dw,
     .dx_rows = moe_sm90_dx_rows,

@@ -3,9 +3,9 @@
 // has the consumer's first 64 rows. A part takes one staging buffer of two subtiles.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
+#include "schedule/weight_tiles.h"
 #include "sm90/gemm_cooperative.cuh"
-#include "sm90/tma.cuh"
-#include "sm90/weight_tiles.h"
+#include "tma/tma.cuh"
 
 namespace moe
 {

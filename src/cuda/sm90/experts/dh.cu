@@ -49,8 +49,8 @@
 #include "common/launch.cuh"
 #include "sm90/dh_rows.cuh"
 #include "sm90/kernels.h"
-#include "sm90/tensor_map.h"
-#include "sm90/tma.cuh"
+#include "tma/tensor_map.h"
+#include "tma/tma.cuh"
 
 namespace moe
 {

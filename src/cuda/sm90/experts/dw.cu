@@ -36,13 +36,13 @@
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "problem.h"
+#include "schedule/weight_tiles.h"
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/kernels.h"
-#include "sm90/tensor_map.h"
-#include "sm90/tma.cuh"
-#include "sm90/weight_feed.cuh"
 #include "sm90/weight_staging.cuh"
-#include "sm90/weight_tiles.h"
+#include "tma/tensor_map.h"
+#include "tma/tma.cuh"
+#include "tma/weight_feed.cuh"
 
 namespace moe
 {

@@ -23,13 +23,14 @@
 // So the 256 columns of a tile are the gate columns and the up columns of 128 features, and the 128 columns
 // of a narrow tile those of 64. The consumers write gate values and up values to separate subtiles of staging
 // (64 columns each), at equal positions. There a store warp reads both values of a feature to compute A.
+#include "common/activate_subtile.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"
-#include "sm90/activate_subtile.cuh"
-#include "sm90/feed.cuh"
+#include "sm90/gemm_cooperative.cuh"
 #include "sm90/kernels.h"
-#include "sm90/tensor_map.h"
-#include "sm90/tma.cuh"
+#include "tma/feed.cuh"
+#include "tma/tensor_map.h"
+#include "tma/tma.cuh"
 
 namespace moe
 {
@@ -58,7 +59,7 @@ enum {
     ACTIVATED = STAGING_END,                   // a subtile of A for each store warp
     BARRIERS = ACTIVATED + 2 * SMOE_SUBTILE_BYTES,
     FEED = BARRIERS + 8 * (2 * NARROW_SLOTS + 2 * BUFFERS),
-    SHARED_BYTES = FEED + FEED_BYTES
+    SHARED_BYTES = FEED + feed::BYTES
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert(FEED % 16 == 0, "items are 16 bytes");
@@ -138,8 +139,8 @@ SMOE_DEVICE void load_tiles(const up_params &p, const layout<NARROW> &shared, fe
         if (items.asks()) {
             load(0, items.asks_at());
             if (thread == 0) barrier_arrive(items.asked());
-            load(items.asks_at(), steps - READ_BEFORE);
-            done = steps - READ_BEFORE;
+            load(items.asks_at(), steps - feed::READ_BEFORE);
+            done = steps - feed::READ_BEFORE;
         }
         follow();
         load(done, steps);

@@ -1,4 +1,4 @@
-#include "sm90/tensor_map.h"
+#include "tma/tensor_map.h"
 #include "problem.h"
 
 enum { BOX_BYTES = 128, SUBTILE_ROWS = 64 };

@@ -10,7 +10,7 @@
 #ifndef SMOE_CUDA_STATIONARY_SHARES_H
 #define SMOE_CUDA_STATIONARY_SHARES_H
 
-#include "host/scheduler.h"
+#include "schedule/scheduler.h"
 
 typedef struct moe_stationary_units {
     const int32_t *before; /* (pieces + 1) blocks of the pieces before this one */

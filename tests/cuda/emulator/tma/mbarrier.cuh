@@ -1,6 +1,6 @@
-// Replaces src/cuda/sm90/mbarrier.cuh.
+// Replaces src/cuda/tma/mbarrier.cuh.
 #pragma once
-#include "sm90/ring.cuh"
+#include "tma/ring.cuh"
 
 namespace moe
 {

@@ -1,4 +1,4 @@
-/* How the Hopper kernel cuts the weight gradients. Terms: docs/glossary.md. Features are cut into stripes of
+/* How dw cuts the weight gradients. Terms: docs/glossary.md. Features are cut into stripes of
  * 128. A wide tile is 128 columns of d by two stripes, a tall tile 256 columns of d by one stripe. All tiles
  * of a matrix are of one kind, that with fewer tiles: with an odd number of stripes half of the last wide
  * tile is not needed. A stripe never crosses from the gate half of H to the up half. Exception: with a gate
@@ -7,9 +7,9 @@
 #ifndef SMOE_CUDA_WEIGHT_TILES_H
 #define SMOE_CUDA_WEIGHT_TILES_H
 
-#include "host/scheduler.h"
-#include "sm90/swizzle.h"
-#include "sm90/work_order.h"
+#include "common/swizzle.h"
+#include "schedule/scheduler.h"
+#include "schedule/work_order.h"
 
 enum {
     SMOE_WEIGHT_STRIPE = 128,

@@ -10,15 +10,12 @@
 // when the loaders ask for it, shortly before they need it. For a tile with few steps that would be too
 // late. Such a tile is claimed three tiles ahead of the tile that is being stored.
 #pragma once
-#include "sm90/gemm_cooperative.cuh"
-#include "sm90/unit_ring.cuh"
-#include "sm90/work_order.h"
+#include "schedule/tile_walk.cuh"
+#include "schedule/work_order.h"
+#include "tma/unit_ring.cuh"
 
 namespace moe
 {
-namespace gemm_cooperative
-{
-
 struct work_item {
     moe_work tile; // without blocks: there is no more work
     int column;    // tile
@@ -57,20 +54,20 @@ struct work_queue {
     }
 };
 
-enum {
-    ITEMS = 8,
-    FEW_LEAD = 3,    // tiles of few steps
-    MANY_STEPS = 24, // and of many:
-    ASK_BEFORE = 12, // so many steps before a tile's last one the loaders ask for the next item
-    READ_BEFORE = 4, // and so many steps before the last one they read it, to know its tokens in time
-    FEED_BYTES = unit_ring<ITEMS, 1>::BYTES + 16
-};
-static_assert((int)READ_BEFORE < (int)ASK_BEFORE && (int)ASK_BEFORE < (int)MANY_STEPS, "asked, then read");
-
 // When the claiming warp comes to tile i, loaders and consumers have read all items up to i - 4, because the
 // ring of slots does not let them be further behind. The other store warp can be, so it reports what it has
 // read.
 struct feed {
+    enum {
+        ITEMS = 8,
+        FEW_LEAD = 3,    // tiles of few steps
+        MANY_STEPS = 24, // and of many:
+        ASK_BEFORE = 12, // so many steps before a tile's last one the loaders ask for the next item
+        READ_BEFORE = 4, // and so many steps before the last one they read it, to know its tokens in time
+        BYTES = unit_ring<ITEMS, 1>::BYTES + 16
+    };
+    static_assert((int)READ_BEFORE < (int)ASK_BEFORE && (int)ASK_BEFORE < (int)MANY_STEPS,
+                  "asked, then read");
     unit_ring<ITEMS, 1> ring;
     int steps; // of a tile
     SMOE_DEVICE bool asks() const
@@ -118,5 +115,4 @@ struct feed {
     }
 };
 
-} // namespace gemm_cooperative
 } // namespace moe

@@ -1,6 +1,6 @@
 // mbarriers in shared memory, by their 32-bit address.
 #pragma once
-#include "sm90/ring.cuh"
+#include "tma/ring.cuh"
 
 namespace moe
 {

@@ -1,6 +1,6 @@
 // Up- and down-projection of few rows: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]) and
-// Y[r] = A[r] W2[e]^T + b2[e], the latter for one column chunk of d. host/few_rows.h says for which layers.
-// Terms: docs/glossary.md; symbols: include/smoe.h.
+// Y[r] = A[r] W2[e]^T + b2[e], the latter for one column chunk of d. schedule/few_rows.h says for which
+// layers. Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: X (T, d), W1 (E, h, d), H (padded rows, h), A (padded rows, n), W2 (E, d, n), Y (padded rows,
 // columns of the chunk), where h is 2n with a gate and n without. FLOPs 2 R d h and 2 R d n.
@@ -14,8 +14,8 @@
 // backward reads them, and only in H: there they get the same values as from the other kernels, b1 or 0.
 #include "common/activation.cuh"
 #include "common/instances.cuh"
-#include "sm90/gemm_few_rows.cuh"
-#include "sm90/kernels.h"
+#include "experts/gemm_few_rows.cuh"
+#include "host/kernels.h"
 
 namespace moe
 {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) down(const __grid_constan
 } // namespace few_rows
 } // namespace moe
 
-extern "C" cudaError_t moe_sm90_few_rows_init(void)
+extern "C" cudaError_t moe_cuda_few_rows_init(void)
 {
     using namespace moe::few_rows;
     return moe::for_every_type(moe::storage_types(), [](auto t) {
@@ -157,7 +157,7 @@ extern "C" cudaError_t moe_sm90_few_rows_init(void)
     });
 }
 
-extern "C" cudaError_t moe_sm90_up_few_rows(moe_launch *on, const moe_up *u, int64_t tiles)
+extern "C" cudaError_t moe_cuda_up_few_rows(moe_launch *on, const moe_up *u, int64_t tiles)
 {
     using namespace moe::few_rows;
     return moe::for_type(moe::storage_types(), on->dtype, [&](auto t) {
@@ -165,7 +165,7 @@ extern "C" cudaError_t moe_sm90_up_few_rows(moe_launch *on, const moe_up *u, int
     });
 }
 
-extern "C" cudaError_t moe_sm90_down_few_rows(moe_launch *on, const moe_down *d, int64_t tiles)
+extern "C" cudaError_t moe_cuda_down_few_rows(moe_launch *on, const moe_down *d, int64_t tiles)
 {
     using namespace moe::few_rows;
     return moe::for_type(moe::storage_types(), on->dtype, [&](auto t) {

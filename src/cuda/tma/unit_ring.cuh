@@ -2,7 +2,7 @@
 // Terms: docs/glossary.md.
 #pragma once
 #include "common/ptx.cuh"
-#include "sm90/mbarrier.cuh"
+#include "tma/mbarrier.cuh"
 
 namespace moe
 {

@@ -4,7 +4,7 @@
 #ifndef SMOE_CUDA_PLAN_SIZE_H
 #define SMOE_CUDA_PLAN_SIZE_H
 
-#include "host/scheduler.h"
+#include "schedule/scheduler.h"
 
 enum {
     SMOE_PLAN_THREADS = 512,

@@ -2,7 +2,7 @@
 // for storage, so that A is the same as the A that the backward computes from the saved H.
 #pragma once
 #include "common/activation.cuh"
-#include "sm90/swizzle.h"
+#include "common/swizzle.h"
 
 namespace moe
 {

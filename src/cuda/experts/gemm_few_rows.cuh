@@ -2,8 +2,8 @@
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Nearly all its time is spent on reading weights, so they must be read at the speed of the memory. The
-// kernels for many rows (sm90/experts/) have too few tiles for this: with one row for each of 8 experts and n
-// = 1024, 64 of 132 SMs have one. Here a unit is a row tile and 16 rows of weights, over the whole length of
+// kernels for many rows have too few tiles for this: with one row for each of 8 experts and n = 1024, 64 of
+// 132 SMs have one. Here a unit is a row tile and 16 rows of weights, over the whole length of
 // the sums. The kernels are persistent, two CTAs on an SM, and CTA b of g takes units b, b + g, b + 2 g and
 // so on. One warp of a CTA is the producer. It copies up to 1 KB of each of the 16 rows into a slot of a
 // ring, by bulk copies, and goes on to the next unit without waiting for the sums. So up to 160 KB are on
@@ -18,10 +18,10 @@
 #pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"
-#include "host/few_rows.h"
 #include "host/kernels.h"
-#include "sm90/mbarrier.cuh"
-#include "sm90/tma.cuh"
+#include "schedule/few_rows.h"
+#include "tma/mbarrier.cuh"
+#include "tma/tma.cuh"
 
 namespace moe
 {

@@ -1,8 +1,8 @@
-/* When the kernels for few rows compute up and down (sm90/experts/few_rows.cu), and their grid. */
+/* When the kernels for few rows compute up and down (experts/few_rows.cu), and their grid. */
 #ifndef SMOE_CUDA_FEW_ROWS_H
 #define SMOE_CUDA_FEW_ROWS_H
 
-#include "host/scheduler.h"
+#include "schedule/scheduler.h"
 
 enum {
     SMOE_FEW_ROWS = 128,        /* the most rows of a layer for which these kernels run */

@@ -1,4 +1,4 @@
-/* The order in which the Hopper kernels go through a work list. */
+/* The order in which kernels go through a work list. */
 #ifndef SMOE_CUDA_WORK_ORDER_H
 #define SMOE_CUDA_WORK_ORDER_H
 

@@ -10,9 +10,9 @@
 // An earlier claim would take a unit from a CTA that can start it sooner; with a later one the loaders would
 // wait.
 #pragma once
-#include "host/scheduler.h"
-#include "sm90/unit_ring.cuh"
-#include "sm90/weight_tiles.h"
+#include "schedule/scheduler.h"
+#include "schedule/weight_tiles.h"
+#include "tma/unit_ring.cuh"
 
 namespace moe
 {

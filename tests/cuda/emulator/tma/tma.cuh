@@ -1,6 +1,6 @@
-// Replaces src/cuda/sm90/tma.cuh.
+// Replaces src/cuda/tma/tma.cuh.
 #pragma once
-#include "sm90/mbarrier.cuh"
+#include "tma/mbarrier.cuh"
 
 namespace moe
 {
