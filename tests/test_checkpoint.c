@@ -54,8 +54,8 @@ static void write_checkpoint(checkpoint *c, void **state, bool tied)
     error err = {0};
     const model_config config = small_config(tied);
     make_model(&c->m, &config);
-    param_init(c->m.weights, &c->m.layout, 7);
-    float *moments = calloc(c->m.layout.total, sizeof *moments);
+    param_init(c->m.weights.host, &c->m.weights.layout, 7);
+    float *moments = calloc(c->m.weights.layout.total, sizeof *moments);
     const adamw_arrays arrays = {.first = moments, .second = moments, .state_type = SMOE_TYPE_F32};
     const train_state progress = {.batch = 1};
     if (!checkpoint_save(in_folder(path, state, "out"), &c->m, &arrays, &progress, &(tokenizer){0}, 1, &err))
@@ -91,7 +91,7 @@ static void assert_loads(const checkpoint *c)
     error err = {0};
     make_model(&again, &c->m.config);
     if (!checkpoint_load_weights(c->folder, &again, NULL, &err)) fail_msg("%s", err.text);
-    assert_memory_equal(again.weights, c->m.weights, c->m.layout.total * sizeof(float));
+    assert_memory_equal(again.weights.host, c->m.weights.host, c->m.weights.layout.total * sizeof(float));
     model_destroy(&again);
 }
 
@@ -200,9 +200,9 @@ static void test_pieces(void **state)
     model m, again;
     make_model(&m, &config);
     make_model(&again, &config);
-    param_init(m.weights, &m.layout, 7);
-    const size_t total = m.layout.total;
-    assert_true(m.layout.tensors[0].count > STREAM_BYTES / sizeof(float));
+    param_init(m.weights.host, &m.weights.layout, 7);
+    const size_t total = m.weights.layout.total;
+    assert_true(m.weights.layout.tensors[0].count > STREAM_BYTES / sizeof(float));
     float *moments = malloc(4 * total * sizeof *moments);
     for (size_t i = 0; i < 2 * total; i++) moments[i] = (float)i;
     const adamw_arrays arrays = {.first = moments, .second = moments + total, .state_type = SMOE_TYPE_F32},
@@ -216,7 +216,7 @@ static void test_pieces(void **state)
     if (!checkpoint_load_weights(path, &again, NULL, &err) ||
         !checkpoint_load_state(path, &again, &back, &progress, &err))
         fail_msg("%s", err.text);
-    assert_memory_equal(m.weights, again.weights, total * sizeof *moments);
+    assert_memory_equal(m.weights.host, again.weights.host, total * sizeof *moments);
     assert_memory_equal(moments, moments + 2 * total, 2 * total * sizeof *moments);
     free(moments);
     model_destroy(&m);
@@ -247,9 +247,9 @@ static void test_impossible_counters(void **state)
     char path[8192];
     write_checkpoint(&c, state, false);
     snprintf(path, sizeof path, "%s/state.safetensors", c.folder);
-    float *moments = calloc(c.m.layout.total, sizeof *moments);
+    float *moments = calloc(c.m.weights.layout.total, sizeof *moments);
     const adamw_arrays arrays = {.first = moments, .second = moments, .state_type = SMOE_TYPE_F32};
-    const int64_t total = (int64_t)c.m.layout.total;
+    const int64_t total = (int64_t)c.m.weights.layout.total;
     const tensor tensors[] = {{.name = "adamw.first", TENSOR_F32, 1, {total}, moments},
                               {.name = "adamw.second", TENSOR_F32, 1, {total}, moments}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {

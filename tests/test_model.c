@@ -8,6 +8,7 @@
 #include "train/cpu/math.h"
 #include "train/cpu/norm.h"
 #include "train/cpu/rope.h"
+#include "train/model/experts.h"
 #include "train/model/model.h"
 #include "train/model/rope_table.h"
 
@@ -181,10 +182,10 @@ static void make(model *m, const model_config *c, const moe_routing *routing)
     error err = {0};
     model_options options = {.sequences = 2, .routing = routing, .use = MODEL_TRAIN};
     if (!model_create(m, NULL, c, &options, &err)) fail_msg("%s", err.text);
-    param_init(m->weights, &m->layout, 7);
+    param_init(m->weights.host, &m->weights.layout, 7);
     // norms' weights that are not one, so that their gradients have an effect
-    for (size_t i = m->layout.matrices; i < m->layout.total; i++)
-        m->weights[i] += (float)(0.2 * random_normal(9, i));
+    for (size_t i = m->weights.layout.matrices; i < m->weights.layout.total; i++)
+        m->weights.host[i] += (float)(0.2 * random_normal(9, i));
 }
 
 static double total_loss(model *m, const model_batch *batch)
@@ -193,8 +194,8 @@ static double total_loss(model *m, const model_batch *batch)
     double loss;
     if (!model_loss(m, batch, &m->routing, &loss, &err)) fail_msg("%s", err.text);
     for (int64_t l = m->config.dense_layers; l < m->config.layers; l++)
-        loss += m->routing.balance_coefficient * m->layers[l].moe.losses[0] +
-                m->routing.z_coefficient * m->layers[l].moe.losses[1];
+        loss += m->routing.balance_coefficient * experts_losses(model_experts(m, l))[0] +
+                m->routing.z_coefficient * experts_losses(model_experts(m, l))[1];
     return loss;
 }
 
@@ -206,7 +207,7 @@ static uint64_t routes(model *m, int64_t rows)
     for (int64_t l = c->dense_layers; l < c->layers; l++) {
         smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
         error err = {0};
-        if (!moe_view(&m->moe, rows, &m->routing, &m->layers[l].moe, &view, &err)) fail_msg("%s", err.text);
+        if (!experts_view(model_experts(m, l), rows, &view, &err)) fail_msg("%s", err.text);
         for (int64_t t = 0; t < rows; t++) {
             uint64_t chosen = 0; // of at most 64 experts
             for (int64_t k = 0; k < c->topk; k++) chosen |= 1ull << view.topk_ids[t * c->topk + k];
@@ -221,7 +222,7 @@ static uint64_t routes(model *m, int64_t rows)
 static double slope(model *m, const model_batch *batch, const param_tensor *tensor, const float *direction,
                     double step)
 {
-    float *w = m->weights + tensor->offset, *kept = malloc(tensor->count * sizeof *kept);
+    float *w = m->weights.host + tensor->offset, *kept = malloc(tensor->count * sizeof *kept);
     double loss[2];
     uint64_t route[2];
     memcpy(kept, w, tensor->count * sizeof *kept);
@@ -240,7 +241,7 @@ static double slope(model *m, const model_batch *batch, const param_tensor *tens
  * gradient (trial 0), or the gradient plus noise of the same norm. False if the routing changed. */
 static bool check_slope(model *m, const model_batch *batch, const param_tensor *tensor, uint64_t trial)
 {
-    const float *grad = (const float *)m->grads + tensor->offset;
+    const float *grad = (const float *)m->weights.grads + tensor->offset;
     int64_t count = (int64_t)tensor->count;
     double norm = gradient_norm(grad, count), want = 0;
     float *direction = values(count, trial ? norm / sqrt((double)count) : 0.0, 40 + trial);
@@ -269,9 +270,9 @@ static void check_gradients(const model_config *c, const moe_routing *routing)
     error err = {0};
     double loss;
     if (!model_gradients(&m, &batch, &loss, &err)) fail_msg("%s", err.text);
-    size_t checked = 0, trials = TRIALS * m.layout.tensor_count;
+    size_t checked = 0, trials = TRIALS * m.weights.layout.tensor_count;
     for (size_t i = 0; i < trials; i++)
-        checked += check_slope(&m, &batch, &m.layout.tensors[i / TRIALS], i % TRIALS);
+        checked += check_slope(&m, &batch, &m.weights.layout.tensors[i / TRIALS], i % TRIALS);
     if (checked < trials * 3 / 4) fail_msg("only %zu of %zu slopes had one routing", checked, trials);
     free(tokens), free(targets);
     model_destroy(&m);
@@ -337,10 +338,10 @@ static void micro_batches_add_up(void **state)
         const model_options options = {
             .sequences = SEQUENCES / parts, .parts = parts, .routing = &routing, .use = MODEL_TRAIN};
         if (!model_create(&m, NULL, &c, &options, &err)) fail_msg("%s", err.text);
-        param_init(m.weights, &m.layout, 7);
+        param_init(m.weights.host, &m.weights.layout, 7);
         if (!model_gradients(&m, &batch, &loss, &err)) fail_msg("%s", err.text);
-        const int64_t total = (int64_t)m.layout.total;
-        float *grads = m.grads;
+        const int64_t total = (int64_t)m.weights.layout.total;
+        float *grads = m.weights.grads;
         if (!whole) {
             whole = malloc((size_t)total * sizeof *whole);
             memcpy(whole, grads, (size_t)total * sizeof *whole);
@@ -371,12 +372,12 @@ static void chunks_change_nothing(void **state)
         error err = {0};
         const model_options options = {.sequences = 2, .use = MODEL_TRAIN, .chunks = i + 1};
         if (!model_create(&m[i], NULL, &c, &options, &err)) fail_msg("%s", err.text);
-        param_init(m[i].weights, &m[i].layout, 7);
+        param_init(m[i].weights.host, &m[i].weights.layout, 7);
         if (!model_gradients(&m[i], &batch, &loss[i], &err)) fail_msg("%s", err.text);
     }
-    assert_true(m[1].moe.scratch_bytes < m[0].moe.scratch_bytes);
+    assert_true(m[1].bytes.turns < m[0].bytes.turns);
     assert_true(loss[0] == loss[1]);
-    assert_memory_equal(m[0].grads, m[1].grads, m[0].layout.total * sizeof(float));
+    assert_memory_equal(m[0].weights.grads, m[1].weights.grads, m[0].weights.layout.total * sizeof(float));
     for (int i = 0; i < 2; i++) model_destroy(&m[i]);
     free(tokens), free(targets);
 }
@@ -397,12 +398,14 @@ static void recomputation_changes_nothing(void **state)
         error err = {0};
         const model_options options = {.sequences = 2, .use = MODEL_TRAIN, .recompute = (model_recompute)i};
         if (!model_create(&m[i], NULL, &c, &options, &err)) fail_msg("%s", err.text);
-        param_init(m[i].weights, &m[i].layout, 7);
-        for (size_t w = m[i].layout.matrices; w < m[i].layout.total; w++) // norms' weights that are not one
-            m[i].weights[w] += (float)(0.2 * random_normal(9, w));
+        param_init(m[i].weights.host, &m[i].weights.layout, 7);
+        for (size_t w = m[i].weights.layout.matrices; w < m[i].weights.layout.total;
+             w++) // norms' weights that are not one
+            m[i].weights.host[w] += (float)(0.2 * random_normal(9, w));
         if (!model_gradients(&m[i], &batch, &loss[i], &err)) fail_msg("%s", err.text);
         assert_true(loss[i] == loss[0]);
-        assert_memory_equal(m[i].grads, m[0].grads, m[0].layout.total * sizeof(float));
+        assert_memory_equal(m[i].weights.grads, m[0].weights.grads,
+                            m[0].weights.layout.total * sizeof(float));
         assert_true(i == 0 || m[i].bytes.layers < m[i - 1].bytes.layers);
     }
     for (int i = 0; i < RECOMPUTE_NAMES; i++) model_destroy(&m[i]);
@@ -429,14 +432,14 @@ static void threads_change_nothing(void **state)
         make(&m, &c, NULL);
         double loss;
         assert_true(model_gradients(&m, &batch, &loss, &err));
-        size_t bytes = m.layout.total * sizeof(float);
+        size_t bytes = m.weights.layout.total * sizeof(float);
         if (!first) {
             first = malloc(bytes);
-            memcpy(first, m.grads, bytes);
+            memcpy(first, m.weights.grads, bytes);
             first_loss = loss;
         }
         assert_true(loss == first_loss);
-        assert_memory_equal(first, m.grads, bytes);
+        assert_memory_equal(first, m.weights.grads, bytes);
         model_destroy(&m);
     }
     omp_set_num_threads(most);
@@ -473,7 +476,7 @@ static void evaluation_keeps_no_attention_weights(void **state)
             error err = {0};
             model m;
             if (!model_create(&m, NULL, &c, &options, &err)) fail_msg("%s", err.text);
-            param_init(m.weights, &m.layout, 7);
+            param_init(m.weights.host, &m.weights.layout, 7);
             if (!model_loss(&m, &batch, NULL, &loss[i], &err)) fail_msg("%s", err.text);
             model_destroy(&m);
         }

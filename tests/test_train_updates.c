@@ -104,7 +104,7 @@ static void stop_with(const place *p, double clip)
     model m;
     assert_true(model_create(&m, NULL, &s.config, &(model_options){.sequences = 1}, &err));
     assert_true(checkpoint_load_weights(name, &m, NULL, &err));
-    for (size_t i = 0; i < m.layout.total; i++) assert_true(isfinite(m.weights[i]));
+    for (size_t i = 0; i < m.weights.layout.total; i++) assert_true(isfinite(m.weights.host[i]));
     model_destroy(&m);
     snprintf(path, sizeof path, "%s/train.jsonl", p->out);
     assert_int_equal(access(path, R_OK), 0);

@@ -152,15 +152,15 @@ static inline void assert_same_checkpoints(const char *a, const char *b)
         if (!checkpoint_load_config(x, &config, &err) ||
             !model_create(&m[i], NULL, &config, &(model_options){.sequences = 1}, &err))
             fail_msg("%s", err.text);
-        arrays[i] = (adamw_arrays){.first = malloc(m[i].layout.total * sizeof(float)),
-                                   .second = malloc(m[i].layout.total * sizeof(float)),
+        arrays[i] = (adamw_arrays){.first = malloc(m[i].weights.layout.total * sizeof(float)),
+                                   .second = malloc(m[i].weights.layout.total * sizeof(float)),
                                    .state_type = SMOE_TYPE_F32};
         if (!checkpoint_load_state(x, &m[i], &arrays[i], &state[i], &err)) fail_msg("%s", err.text);
     }
     assert_int_equal(state[0].step, state[1].step);
     assert_true(state[0].loss_sum == state[1].loss_sum);
-    assert_memory_equal(arrays[0].first, arrays[1].first, m[0].layout.total * sizeof(float));
-    assert_memory_equal(arrays[0].second, arrays[1].second, m[0].layout.total * sizeof(float));
+    assert_memory_equal(arrays[0].first, arrays[1].first, m[0].weights.layout.total * sizeof(float));
+    assert_memory_equal(arrays[0].second, arrays[1].second, m[0].weights.layout.total * sizeof(float));
     for (int i = 0; i < 2; i++) {
         model_destroy(&m[i]);
         free(arrays[i].first);

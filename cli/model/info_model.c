@@ -3,7 +3,7 @@
 
 #include "train/device.h"
 #include "train/run/checkpoint.h"
-#include "train/run/optimizer.h"
+#include "train/run/step.h"
 
 #include <stdio.h>
 #include <sys/stat.h>
@@ -42,9 +42,9 @@ static bool print(model *m, table_format format, error *err)
     table *t = table_open(stdout, format == TABLE_ALIGNED ? TABLE_VERTICAL : format, columns,
                           sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "info: out of memory");
-    table_integer(t, (int64_t)param_count(&m->layout));
+    table_integer(t, (int64_t)param_count(&m->weights.layout));
     table_integer(t, model_active_weights(&m->config));
-    table_integer(t, m->sequences * m->parts);
+    table_integer(t, m->frame.sequences * m->parts);
     table_integer(t, m->parts);
     table_integer(t, m->config.context);
     table_integer(t, (int64_t)b->weights);
@@ -72,7 +72,7 @@ bool info_model_print(const info_model *wanted, int32_t chunks, smoe_backend bac
                                    .use = MODEL_TRAIN,
                                    .recompute = wanted->recompute,
                                    .chunks = chunks,
-                                   .one_layer = optimizer_takes_layers(wanted->clip, wanted->parts)};
+                                   .one_layer = step_takes_layers(wanted->clip, wanted->parts)};
     model_config config;
     model m;
     if (wanted->batch % wanted->parts)

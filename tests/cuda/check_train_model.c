@@ -3,7 +3,8 @@
  * cuda, or cuda-plain. */
 #include "common/random.h"
 #include "train/device.h"
-#include "train/run/optimizer.h"
+#include "train/model/experts.h"
+#include "train/run/step.h"
 
 #include <cblas.h>
 #include <math.h>
@@ -32,21 +33,23 @@ static void make(model *m, train_device *device, const model_config *c, const mo
 {
     error err = {0};
     if (!model_create(m, device, c, options, &err)) die(&err);
-    float *weights = malloc(m->layout.total * sizeof *weights);
-    param_init(weights, &m->layout, 7);
-    for (size_t i = m->layout.matrices; i < m->layout.total; i++) // norms away from one
+    float *weights = malloc(m->weights.layout.total * sizeof *weights);
+    param_init(weights, &m->weights.layout, 7);
+    for (size_t i = m->weights.layout.matrices; i < m->weights.layout.total; i++) // norms away from one
         weights[i] += (float)(0.2 * random_normal(9, i));
-    for (size_t i = 0; i < m->layout.total; i++) weights[i] = to_bf16(weights[i]);
-    m->device->ops->store(m->device, m->params, m->device->type, weights, (int64_t)m->layout.total);
+    for (size_t i = 0; i < m->weights.layout.total; i++) weights[i] = to_bf16(weights[i]);
+    m->device->ops->store(m->device, m->weights.params, m->device->type, weights,
+                          (int64_t)m->weights.layout.total);
     free(weights);
 }
 
 static float *gradients(model *m, const model_batch *batch, double *loss)
 {
     error err = {0};
-    float *grads = malloc(m->layout.total * sizeof *grads);
+    float *grads = malloc(m->weights.layout.total * sizeof *grads);
     if (!model_gradients(m, batch, loss, &err)) die(&err);
-    m->device->ops->load(m->device, grads, m->grads, m->device->grad_type, (int64_t)m->layout.total);
+    m->device->ops->load(m->device, grads, m->weights.grads, m->device->grad_type,
+                         (int64_t)m->weights.layout.total);
     if (!m->device->ops->finish(m->device, &err)) die(&err);
     return grads;
 }
@@ -60,7 +63,7 @@ static uint64_t *experts_of(model *m, int64_t layer, int64_t rows)
     const size_t bytes = (size_t)(rows * topk) * sizeof(int32_t);
     int32_t *ids = malloc(bytes);
     uint64_t *chosen = calloc((size_t)rows, sizeof *chosen);
-    if (!moe_view(&m->moe, rows, &m->routing, &m->layers[layer].moe, &view, &err)) die(&err);
+    if (!experts_view(model_experts(m, layer), rows, &view, &err)) die(&err);
     m->device->ops->download(m->device, ids, view.topk_ids, bytes);
     if (!m->device->ops->finish(m->device, &err)) die(&err);
     for (int64_t i = 0; i < rows * topk; i++) chosen[i / topk] |= 1ull << ids[i];
@@ -89,8 +92,8 @@ static void compare(const model *m, const float *have, const float *want, double
     double worst = 0;
     const char *where = "";
     double all = 0, miss_all = 0;
-    for (size_t i = 0; i < m->layout.tensor_count; i++) {
-        const param_tensor *t = &m->layout.tensors[i];
+    for (size_t i = 0; i < m->weights.layout.tensor_count; i++) {
+        const param_tensor *t = &m->weights.layout.tensors[i];
         double miss = 0, norm = 0;
         for (size_t j = t->offset; j < t->offset + t->count; j++) {
             miss += ((double)have[j] - want[j]) * ((double)have[j] - want[j]);
@@ -135,7 +138,7 @@ static void check(const char *name, const device_options *options, const model_c
     /* Experts have few tokens here. So a token that moved changes the gradients of two experts much, and
      * those of all tensors together little. */
     compare(&gpu, first, reference, moved > 0 ? INFINITY : limit, moved > 0 ? 0.06 : 0.03);
-    if (have != again || memcmp(first, second, gpu.layout.total * sizeof *first) != 0)
+    if (have != again || memcmp(first, second, gpu.weights.layout.total * sizeof *first) != 0)
         printf("   two passes differ\n"), wrong++;
     free(reference), free(first), free(second), free(tokens);
     model_destroy(&cpu), model_destroy(&gpu);
@@ -165,7 +168,7 @@ static void check_recompute(const char *name, const device_options *options, con
         printf("%s, %s recomputed: loss %.9g, layers keep %zu bytes\n", name, model_recompute_names[i], loss,
                m.bytes.layers);
         if (!first) first = grads, want = loss;
-        if (loss != want || memcmp(first, grads, m.layout.total * sizeof *grads) != 0)
+        if (loss != want || memcmp(first, grads, m.weights.layout.total * sizeof *grads) != 0)
             printf("   other bits\n"), wrong++;
         if (m.bytes.layers >= layers) printf("   no less\n"), wrong++;
         layers = m.bytes.layers;
@@ -206,25 +209,28 @@ static void check_updates(const char *name, const device_options *options, const
     for (int layers = 0; layers < 2; layers++) {
         model m;
         optimizer o;
+        train_step s;
         make(&m, device, c, &(model_options){.sequences = 2, .use = MODEL_TRAIN, .one_layer = layers});
         if (!optimizer_create(&o, &m, &err)) die(&err);
+        step_open(&s, &m, &o);
         gradients[layers] = m.bytes.gradients;
         for (int i = 0; i < STEPS; i++) {
-            const adamw_step step = {.lr = 0.01,
-                                     .beta1 = 0.9,
-                                     .beta2 = 0.95,
-                                     .eps = 1e-8,
-                                     .weight_decay = 0.1,
-                                     .clip = layers ? 0 : 1e9,
-                                     .step = i + 1};
-            optimizer_stage(&o, &batch);
-            if (!optimizer_step(&o, &step, &err) || !optimizer_finish(&o, &found[layers][i], &err)) die(&err);
+            const adamw_step update = {.lr = 0.01,
+                                       .beta1 = 0.9,
+                                       .beta2 = 0.95,
+                                       .eps = 1e-8,
+                                       .weight_decay = 0.1,
+                                       .clip = layers ? 0 : 1e9,
+                                       .step = i + 1};
+            step_stage(&s, &batch);
+            if (!step_run(&s, &update, &err) || !step_finish(&s, &found[layers][i], &err)) die(&err);
         }
-        const size_t total = m.layout.total, state = type_size(o.arrays.state_type);
-        const void *arrays[ARRAYS] = {m.params, o.arrays.first, o.arrays.second, o.arrays.master};
+        const size_t total = m.weights.layout.total, state = type_size(o.arrays.state_type);
+        const void *arrays[ARRAYS] = {m.weights.params, o.arrays.first, o.arrays.second, o.arrays.master};
         const size_t sizes[ARRAYS] = {total * type_size(device->type), total * state, total * state,
                                       o.arrays.master ? total * sizeof(float) : 0};
         for (int i = 0; i < ARRAYS; i++) bits[layers][i] = bits_of(device, arrays[i], bytes[i] = sizes[i]);
+        step_close(&s);
         optimizer_destroy(&o);
         model_destroy(&m);
     }

@@ -1,12 +1,12 @@
-/* The place of every parameter of a model in one flat array of floats, and its name in the checkpoint.
- * Weights, gradients and the two AdamW moments are four arrays with the same layout: first the matrices,
- * which have weight decay, then the vectors of the norms. Matrices that one GEMM reads together are
- * contiguous: q, k and v; the gate and up rows of an expert. */
+/* The place of every parameter of a model in one flat array, and its name in the checkpoint. Weights,
+ * gradients and the two AdamW moments are four arrays with the same layout: embedding and head, then layer by
+ * layer the matrices, which have weight decay, then the vectors of the norms. Each block adds its own
+ * (block.h). Matrices that one GEMM reads together are contiguous: q, k and v; the gate and up rows of an
+ * expert. */
 #ifndef TRAIN_PARAMS_H
 #define TRAIN_PARAMS_H
 
 #include "common/error.h"
-#include "train/model/config.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -21,28 +21,29 @@ typedef struct param_tensor {
     double deviation; // standard deviation of its first, random values; 0: they are ones
 } param_tensor;
 
-/* Offsets of one layer in floats. The MLP is either experts (router, w1, w2, and shared_* if there is a
- * shared expert) or dense (dense_*); the other offsets are 0. */
-typedef struct param_layer {
-    size_t qkv;                  // (3d, d)
-    size_t output;               // (d, d)
-    size_t router;               // (E, d)
-    size_t w1, w2;               // (E, 2n, d), (E, d, n)
-    size_t dense_w1, dense_w2;   // (2f, d), (d, f): the dense layer's, or the shared expert's
-    size_t input_norm, mlp_norm; // (d)
-    size_t q_norm, k_norm;       // (d)
-} param_layer;
-
 typedef struct param_layout {
     param_tensor *tensors;
-    size_t tensor_count;
-    param_layer *layers;
-    size_t embedding, head, norm; // (V, d), (V, d) (the embedding if tied), (d)
-    size_t matrices, total;       // floats, with the space between the groups; the matrices come first
+    size_t tensor_count, room; // room: for this many
+    size_t *layers; // (layer_count + 1) where the matrices of each layer begin; the last: where all end
+    size_t layer_count;
+    size_t matrices, total; // elements, with the space between the groups; the matrices come first
+    bool failed;            // memory ran out
 } param_layout;
 
-bool param_layout_create(param_layout *layout, const model_config *config, error *err);
+/* An empty layout. Then the tensors are added in the order of the file's. */
+bool param_layout_create(param_layout *layout, int64_t layers, error *err);
 void param_layout_destroy(param_layout *layout);
+bool param_layout_check(const param_layout *layout, error *err); // did all additions find memory?
+
+/* The place where the next group starts. */
+size_t param_group(param_layout *layout);
+
+/* Adds a matrix, or with columns 0 a vector, after what is there. `format` makes its name. */
+void param_add(param_layout *layout, int64_t rows, int64_t columns, double deviation, const char *format, ...)
+    __attribute__((format(printf, 5, 6)));
+
+/* Adds a vector of ones as a group, model.layers.L.WHAT.weight; returns its place. */
+size_t param_add_vector(param_layout *layout, int64_t size, int64_t layer, const char *what);
 
 /* The number of weights, without the space between the groups. */
 size_t param_count(const param_layout *layout);

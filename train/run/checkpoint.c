@@ -91,8 +91,8 @@ static smoe_type weight_type(const model *m, const adamw_arrays *arrays)
 
 static bool write_weights(const char *folder, const model *m, const adamw_arrays *arrays, error *err)
 {
-    const param_layout *layout = &m->layout;
-    const char *weights = arrays->master ? (const void *)arrays->master : m->params;
+    const param_layout *layout = &m->weights.layout;
+    const char *weights = arrays->master ? (const void *)arrays->master : m->weights.params;
     const smoe_type type = weight_type(m, arrays);
     char path[PATH_BYTES];
     if (!join(path, folder, "model.safetensors", err)) return false;
@@ -143,7 +143,7 @@ static bool write_state(const char *folder, const model *m, const adamw_arrays *
         count++;
     }
     if (s->line_due) pairs[count++] = (safetensors_pair){"line_due", "1"};
-    int64_t total = (int64_t)m->layout.total;
+    int64_t total = (int64_t)m->weights.layout.total;
     const tensor_dtype dtype = dtype_of(arrays->state_type);
     const tensor moments[] = {
         {.name = "adamw.first", .dtype = dtype, .rank = 1, .shape = {total}, .data = arrays->first},
@@ -243,11 +243,12 @@ static bool is_of_model(const param_layout *layout, const char *name)
 static bool check_explained(const safetensors *file, const char *path, const model *m, error *err)
 {
     const tensor *head = m->config.tied ? safetensors_find(file, "lm_head.weight") : NULL;
-    const size_t explained = m->layout.tensor_count + (head != NULL), count = safetensors_count(file);
+    const size_t explained = m->weights.layout.tensor_count + (head != NULL), count = safetensors_count(file);
     if (head != NULL && !check_tied_head(file, path, head, err)) return false;
     if (count == explained) return true;
     size_t i = 0;
-    while (safetensors_at(file, i) == head || is_of_model(&m->layout, safetensors_at(file, i)->name)) i++;
+    while (safetensors_at(file, i) == head || is_of_model(&m->weights.layout, safetensors_at(file, i)->name))
+        i++;
     return fail(err, ERROR_RUNTIME,
                 "%.200s: tensor %.128s is not in the model that config.json describes (%zu such tensors)",
                 path, safetensors_at(file, i)->name, count - explained);
@@ -256,14 +257,14 @@ static bool check_explained(const safetensors *file, const char *path, const mod
 static bool read_tensors(const safetensors *file, const char *path, model *m, float *master, stream *pieces,
                          error *err)
 {
-    for (size_t i = 0; i < m->layout.tensor_count; i++) {
-        const param_tensor *p = &m->layout.tensors[i];
+    for (size_t i = 0; i < m->weights.layout.tensor_count; i++) {
+        const param_tensor *p = &m->weights.layout.tensors[i];
         const tensor *t;
         error why = {0};
         if (!safetensors_get(file, p->name, &t, err)) return false;
         if (!tensor_is_real(t, p->rank, p->shape, &why))
             return fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
-        if (!stream_write(pieces, model_past(m, m->params, (int64_t)p->offset), m->device->type,
+        if (!stream_write(pieces, weights_at(&m->weights, p->offset), m->device->type,
                           master ? master + p->offset : NULL, file, t, err))
             return false;
     }
@@ -348,7 +349,7 @@ static bool read_moment(const safetensors *file, const char *name, void *to, smo
 
 static bool read_moments(const safetensors *file, const model *m, const adamw_arrays *arrays, error *err)
 {
-    const int64_t total = (int64_t)m->layout.total;
+    const int64_t total = (int64_t)m->weights.layout.total;
     const smoe_type type = arrays->state_type;
     stream pieces;
     bool done = stream_open(&pieces, m->device, err) &&

@@ -57,7 +57,7 @@ bool checkpoint_find(const char *path, char *name, size_t size, error *err);
 /* Reads config.json. The caller then makes a model of this config, and checkpoint_load_weights fills it. */
 bool checkpoint_load_config(const char *path, model_config *config, error *err);
 
-/* Loads the weights from model.safetensors, or from the shards of model.safetensors.index.json, to m->params
+/* Loads the weights from model.safetensors, or from the shards of model.safetensors.index.json, to the model
  * and, unless it is NULL, in f32 to `master`. Errors: a tensor of the model is missing, has another shape or
  * is an integer; the file has a tensor that the model does not have; a model with a tied embedding has a head
  * that differs from the embedding. */

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 typedef struct pass_memory {
-    int32_t *inputs, *targets; // (m->sequences, context)
+    int32_t *inputs, *targets; // (m->frame.sequences, context)
 } pass_memory;
 
 /* Runs one pass on the tokens in `memory` and adds its losses. */
@@ -21,17 +21,17 @@ static bool add_pass(evaluation *result, model *m, const tokens *data, const pas
     return true;
 }
 
-/* Passes of up to m->sequences windows. */
+/* Passes of up to m->frame.sequences windows. */
 static bool add_windows(evaluation *result, model *m, const tokens *data, int64_t count,
                         const pass_memory *memory, const volatile sig_atomic_t *stop, error *err)
 {
     int64_t windows = tokens_windows(data), context = m->config.context;
-    for (int64_t first = 0; first < count; first += m->sequences) {
+    for (int64_t first = 0; first < count; first += m->frame.sequences) {
         if (stop && *stop) {
             result->stopped = true;
             return true;
         }
-        int64_t sequences = count - first < m->sequences ? count - first : m->sequences;
+        int64_t sequences = count - first < m->frame.sequences ? count - first : m->frame.sequences;
         for (int64_t i = 0; i < sequences; i++)
             tokens_window(data, (first + i) * windows / count, 1, memory->inputs + i * context,
                           memory->targets + i * context);
@@ -58,7 +58,7 @@ static bool run(evaluation *result, model *m, const tokens *data, int64_t most, 
 bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most,
               const volatile sig_atomic_t *stop, error *err)
 {
-    int64_t rows = m->sequences * m->config.context;
+    int64_t rows = m->frame.sequences * m->config.context;
     int32_t *inputs = malloc(2 * (size_t)rows * sizeof *inputs);
     if (!inputs) return fail(err, ERROR_RUNTIME, "out of memory: a batch of %lld tokens", (long long)rows);
     const pass_memory memory = {inputs, inputs + rows};

@@ -2,6 +2,8 @@
  * counts are sufficient. */
 #include "train/run/routing_report.h"
 
+#include "train/model/experts.h"
+
 #include <math.h>
 #include <stdlib.h>
 
@@ -26,7 +28,7 @@ static void add_layer(routing_report *sum, const int32_t *plain, const int32_t *
 bool routing_report_read(routing_report *report, model *m, error *err)
 {
     const model_config *c = &m->config;
-    const int64_t tokens = m->sequences * c->context, layers = c->layers - c->dense_layers;
+    const int64_t tokens = m->frame.rows, layers = c->layers - c->dense_layers;
     *report = routing_report_none;
     if (layers == 0) return true;
     int32_t *counts = malloc(2 * (size_t)c->experts * sizeof *counts);
@@ -35,7 +37,7 @@ bool routing_report_read(routing_report *report, model *m, error *err)
     routing_report sum = {0};
     bool done = true;
     for (int64_t l = c->dense_layers; done && l < c->layers; l++) {
-        done = moe_counts(&m->moe, tokens, &m->routing, &m->layers[l].moe, counts, counts + c->experts, err);
+        done = experts_counts(model_experts(m, l), tokens, counts, counts + c->experts, err);
         if (done) add_layer(&sum, counts, counts + c->experts, c->experts, (double)(tokens * c->topk));
     }
     free(counts);

@@ -7,9 +7,9 @@
 #include "train/files/file.h"
 #include "train/run/checkpoint.h"
 #include "train/run/log.h"
-#include "train/run/optimizer.h"
 #include "train/run/plot.h"
 #include "train/run/schedule.h"
+#include "train/run/step.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -27,6 +27,7 @@ typedef struct run {
     train_device *device;
     model model;
     optimizer optimizer;
+    train_step step;
     train_state state;
     int lock; // of the folder `out`, -1: none
     train_log *log;
@@ -71,6 +72,7 @@ static bool allocate(run *r, error *err)
 {
     size_t rows = (size_t)(r->settings->batch * r->settings->config.context);
     if (!optimizer_create(&r->optimizer, &r->model, err)) return false;
+    step_open(&r->step, &r->model, &r->optimizer);
     r->inputs = malloc(2 * rows * sizeof *r->inputs);
     if (!r->inputs) return fail(err, ERROR_RUNTIME, "out of memory: a batch of %zu tokens", rows);
     r->targets = r->inputs + rows;
@@ -296,7 +298,7 @@ static bool open_run(run *r, error *err)
                              .use = MODEL_TRAIN,
                              .recompute = s->recompute,
                              .chunks = s->chunks,
-                             .one_layer = optimizer_takes_layers(s->clip, s->parts)};
+                             .one_layer = step_takes_layers(s->clip, s->parts)};
     tokens_split split;
     if (s->batch % s->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
@@ -320,6 +322,7 @@ static void close_run(run *r)
 {
     log_close(r->log);
     if (r->lock >= 0) close(r->lock);
+    step_close(&r->step);
     optimizer_destroy(&r->optimizer);
     free(r->inputs);
     model_destroy(&r->model);
@@ -388,12 +391,12 @@ static void stage(run *r, int64_t number)
     const model_batch batch = {r->inputs, r->targets, s->batch, s->config.context};
     if (r->staged == number) return;
     tokens_batch(r->data, s->seed, (uint64_t)number, s->batch, r->inputs, r->targets);
-    optimizer_stage(&r->optimizer, &batch);
+    step_stage(&r->step, &batch);
     r->staged = number;
 }
 
 /* One step. The batch of the next step is read while the device works on this one. */
-static bool step(run *r, double *loss, error *err)
+static bool take_step(run *r, double *loss, error *err)
 {
     const train_settings *s = r->settings;
     r->model.routing.step = (uint64_t)r->state.step;
@@ -401,10 +404,10 @@ static bool step(run *r, double *loss, error *err)
     adamw_step update = update_of(r);
     step_result found;
     stage(r, r->state.step);
-    if (!optimizer_step(&r->optimizer, &update, err)) return false;
+    if (!step_run(&r->step, &update, err)) return false;
     const int64_t bytes = tokens_bytes(r->data, r->targets, s->batch * s->config.context);
     stage(r, r->state.step + 1);
-    if (!optimizer_finish(&r->optimizer, &found, err)) return false;
+    if (!step_finish(&r->step, &found, err)) return false;
     *loss = found.loss;
     r->state.grad_norm = found.norm;
     if (!isfinite(*loss)) return stop_not_finite(r, "loss", *loss, err);
@@ -507,7 +510,7 @@ static bool loop(run *r, train_observer observer, void *user, train_result *resu
     }
     for (double from = progress_of(r); from < 1.0 && !result->interrupted; from = progress_of(r)) {
         double loss, before = r->state.elapsed;
-        if (!step(r, &loss, err)) return false;
+        if (!take_step(r, &loss, err)) return false;
         report(r, loss, r->state.elapsed - before, observer, user);
         if (!keep_records(r, from, err)) return false;
         result->interrupted = s->stop && *s->stop;
@@ -532,7 +535,7 @@ static bool finish(run *r, train_result *result, error *err)
                              .loss = r->line.loss,
                              .validation = result->validation,
                              .interrupted = result->interrupted,
-                             .parameters = param_count(&r->model.layout),
+                             .parameters = param_count(&r->model.weights.layout),
                              .active = model_active_weights(&s->config),
                              .device_bytes = r->device->ops->used(r->device)};
     error ignored = {0}; // a curve that cannot be drawn is no error of the run

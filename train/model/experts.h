@@ -1,0 +1,22 @@
+/* The block of experts: softmax over all experts, top-K, SwiGLU experts, and with shared_intermediate a
+ * shared expert beside them. This is the only file of the trainer that calls the library, and it uses the
+ * public header alone. */
+#ifndef TRAIN_EXPERTS_H
+#define TRAIN_EXPERTS_H
+
+#include "train/model/block.h"
+
+extern const block_kind experts_block;
+
+/* What the last training pass of `tokens` tokens has left of one such block. Fills view with pointers to its
+ * plan, on the device. */
+bool experts_view(const block *b, int64_t tokens, smoe_plan_view *view, error *err);
+
+/* Copies to the host the row counts of all experts (E), under plain top-K and as routed. Waits for the
+ * device. */
+bool experts_counts(const block *b, int64_t tokens, int32_t *plain, int32_t *routed, error *err);
+
+/* Its auxiliary losses (2) on the device: load balance, z. */
+const float *experts_losses(const block *b);
+
+#endif

@@ -1,0 +1,98 @@
+/* See step.h. */
+#include "train/run/step.h"
+
+#include <math.h>
+
+void step_open(train_step *s, model *m, optimizer *o)
+{
+    *s = (train_step){.model = m, .optimizer = o};
+}
+
+void step_close(train_step *s)
+{
+    if (s->recording) s->model->device->ops->forget(s->model->device, s->recording);
+    *s = (train_step){0};
+}
+
+void step_stage(train_step *s, const model_batch *batch)
+{
+    model_stage_batch(s->model, batch);
+}
+
+/* One pass. With one_layer the weights of a layer are updated before the gradients of the next take the place
+ * of its own. */
+static bool pass(train_step *s, int64_t part, error *err)
+{
+    model *m = s->model;
+    block_pass at;
+    if (!model_forward(m, &at, part, m->device->adds_gradients, err)) return false;
+    for (int64_t l = m->config.layers - 1; l >= 0; l--) {
+        const grad_span span = weights_layer_span(&m->weights, l);
+        if (!model_layer_backward(m, &at, l, err)) return false;
+        if (m->weights.one_layer) optimizer_update(s->optimizer, &span, &m->scalars[SCALAR_SQUARE]);
+    }
+    model_end_backward(m, &at);
+    return true;
+}
+
+static bool enqueue(train_step *s, error *err)
+{
+    model *m = s->model;
+    const bool layers = m->weights.one_layer;
+    double *square = &m->scalars[SCALAR_SQUARE];
+    grad_span spans[MOST_SPANS];
+    const int count = weights_spans(&m->weights, spans);
+    if (layers) {
+        m->device->ops->clear(m->device, square, sizeof *square);
+        optimizer_begin(s->optimizer, square);
+    }
+    for (int64_t part = 0; part < m->parts; part++)
+        if (!pass(s, part, err)) return false;
+    model_end_step(m);
+    if (!layers) {
+        m->device->ops->gradient_square(m->device, square, m->weights.grads,
+                                        (int64_t)m->weights.layout.total);
+        optimizer_begin(s->optimizer, square);
+    }
+    for (int i = 0; i < count; i++) optimizer_update(s->optimizer, &spans[i], layers ? square : NULL);
+    return true;
+}
+
+/* One recording of the launches serves every step, except with SR-f, for which the host passes other
+ * arguments at every step. The first step is not recorded, because libraries load their kernels during it. */
+static bool records(const train_step *s)
+{
+    return s->model->device->ops->record && s->steps > 0 && s->model->routing.rounding != SMOE_ROUNDING_SR_F;
+}
+
+bool step_run(train_step *s, const adamw_step *update, error *err)
+{
+    model *m = s->model;
+    train_device *dv = m->device;
+    if (m->weights.one_layer && update->clip != 0.0)
+        return fail(err, ERROR_USAGE, "clipping needs the gradients of all layers at once");
+    model_load_batch(m);
+    optimizer_load(s->optimizer, update);
+    if (!records(s)) {
+        s->steps++;
+        return enqueue(s, err);
+    }
+    if (!s->recording) {
+        dv->ops->record(dv);
+        bool done = enqueue(s, err);
+        s->recording = dv->ops->recorded(dv);
+        if (!done) return false;
+        if (!s->recording) return dv->ops->finish(dv, err);
+    }
+    dv->ops->replay(dv, s->recording);
+    return true;
+}
+
+bool step_finish(train_step *s, step_result *result, error *err)
+{
+    model *m = s->model;
+    double scalars[SCALARS];
+    m->device->ops->download(m->device, scalars, m->scalars, sizeof scalars);
+    *result = (step_result){scalars[SCALAR_LOSS], sqrt(scalars[SCALAR_SQUARE])};
+    return m->device->ops->finish(m->device, err);
+}
