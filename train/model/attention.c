@@ -21,17 +21,12 @@ typedef struct attention_own {
     void *mixed;                        // (rows, d) attention's output
 } attention_own;
 
-static int64_t head_size(const model_config *c)
-{
-    return c->hidden / c->heads;
-}
-
 static pass_shape shape_of(const block_frame *f, int64_t sequences, int64_t length, int64_t first)
 {
     return (pass_shape){.sequences = sequences,
                         .length = length,
                         .heads = f->config->heads,
-                        .head_size = head_size(f->config),
+                        .head_size = model_config_head_size(f->config),
                         .first = first,
                         .forward_only = f->use != MODEL_TRAIN};
 }
@@ -48,7 +43,7 @@ static const void *values(const block *b, const attention_own *s)
 
 bool attention_check(const model_config *c, const train_device *dv, error *err)
 {
-    const int64_t head = head_size(c);
+    const int64_t head = model_config_head_size(c);
     return !dv->most_head || (head <= dv->most_head && head % 8 == 0) ||
            fail(err, ERROR_USAGE,
                 "hidden_size / num_attention_heads is %lld, on %s a multiple of 8, at most %lld",
@@ -109,7 +104,7 @@ static void place(block *b, const block_memory *m)
 
 static int64_t angles(const model_config *c)
 {
-    return c->context * head_size(c);
+    return c->context * model_config_head_size(c);
 }
 
 static void place_constants(void *common, const block_frame *f, arena *a)
@@ -136,7 +131,7 @@ static bool fill(void *common, const block_frame *f, error *err)
     const model_config *c = f->config;
     float *table = malloc((size_t)angles(c) * sizeof *table);
     if (!table) return fail(err, ERROR_RUNTIME, "out of memory: RoPE's %lld angles", (long long)angles(c));
-    rope_table(table, c->context, head_size(c), c->rope_theta);
+    rope_table(table, c->context, model_config_head_size(c), c->rope_theta);
     f->device->ops->store(f->device, all->rope, SMOE_TYPE_F32, table, angles(c));
     free(table);
     return true;

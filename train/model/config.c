@@ -278,7 +278,7 @@ static bool check_unsupported(const json_t *root, const model_config *config, er
         return fail(err, ERROR_RUNTIME, "clip_qkv is not supported, only null");
     return expect_string(root, "hidden_act", "silu", err) &&
            expect_integer(root, "num_key_value_heads", config->heads, "num_attention_heads", err) &&
-           expect_integer(root, "head_dim", config->hidden / config->heads,
+           expect_integer(root, "head_dim", model_config_head_size(config),
                           "hidden_size / num_attention_heads", err);
 }
 

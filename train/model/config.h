@@ -33,6 +33,12 @@ typedef struct model_config {    // key in config.json
     double initializer_range;    // initializer_range, standard deviation of the initial weights
 } model_config;
 
+/* Elements of a head of the attention. */
+static inline int64_t model_config_head_size(const model_config *c)
+{
+    return c->hidden / c->heads;
+}
+
 /* The config of a small, valid model: vocab 256, OLMoE's rope_theta, norm_eps and loss weight. */
 model_config model_config_default(void);
 
