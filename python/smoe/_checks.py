@@ -100,7 +100,7 @@ def experts_dtype(function: str, name: str, x: Tensor) -> None:
 
 def experts(
     function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str, layout: str, chunks: int,
-    gradient_dtype: torch.dtype | None,
+    gradient_dtype: torch.dtype | None, copy_weights: bool = False,
 ) -> None:  # fmt: skip
     """The checks that all three entries share. `name` is the name of the argument x in the function's signature."""
     if torch.jit.is_tracing():  # every call comes here then, because the tracer makes each size a new tensor
@@ -124,7 +124,8 @@ def experts(
     for label, value in (("w1", w1), ("w2", w2), *biases):
         device(function, label, value, x)
         dtype(function, label, value, (x.dtype,), f", the dtype of {name}")
-        contiguous(function, label, value)
+        if not copy_weights or label in ("b1", "b2"):
+            contiguous(function, label, value)
     between(function, "the number of experts", count, 1, MAX_EXPERTS)
     multiple_of_8(function, "H", hidden)
     multiple_of_8(function, "I", intermediate)

@@ -120,7 +120,7 @@ def forward(
     call: Call, save: bool, x: Tensor, routing: Tensor, weights: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
     b2: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """out and saved from given ids and weights, or from offsets and row weights. w1, b1, w2, b2 are contiguous."""
+    """out and saved from given ids and weights, or from offsets and row weights. b1 and b2 are contiguous."""
     try:
         x_at, routing_at, w1_at, w2_at = x.data_ptr(), routing.data_ptr(), w1.data_ptr(), w2.data_ptr()
         weights_at = 0 if weights is None else weights.data_ptr()
@@ -131,7 +131,7 @@ def forward(
         raise
     if (
         (x_at | routing_at | weights_at | w1_at | b1_at | w2_at | b2_at) % _ALIGN
-        or not (x.is_contiguous() and routing.is_contiguous())
+        or not (x.is_contiguous() and routing.is_contiguous() and w1.is_contiguous() and w2.is_contiguous())
         or not (weights is None or weights.is_contiguous())
     ):
         return forward(call, save, *[_readable(t) for t in (x, routing, weights, w1, b1, w2, b2)])

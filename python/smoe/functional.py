@@ -213,6 +213,7 @@ def experts(
     layout: str = "concatenated",
     chunks: int = 1,
     gradient_dtype: torch.dtype | None = None,
+    copy_weights: bool = False,
 ) -> Tensor:
     """The experts on given routing: out[t] = sum over k of weights[t, k] expert[ids[t, k]](x[t]), (T, H).
 
@@ -221,6 +222,8 @@ def experts(
     layout: where w1's gate rows stand, "concatenated" (first) or "interleaved" (every other row).
     chunks: 1, 2, 4, ... 64 column chunks. More chunks need less scratch memory; the results have the same bits.
     gradient_dtype: torch.float32 makes the kernels write the weights' gradients in float32.
+    copy_weights: True lets w1 and w2 have any strides. If they are not contiguous, the forward and the backward each
+    make a contiguous copy of them and free it.
     """
     traced = torch.compiler.is_dynamo_compiling()
     if traced or _any_autocast():
@@ -229,7 +232,7 @@ def experts(
     if not traced:
         try:
             signature = (
-                "experts", activation, layout, chunks, gradient_dtype,
+                "experts", activation, layout, chunks, gradient_dtype, copy_weights,
                 type(x), x.shape, x.dtype, x.device,
                 type(ids), ids.shape, ids.dtype, ids.device,
                 type(weights), weights.shape, weights.dtype, weights.device,
@@ -242,7 +245,8 @@ def experts(
             signature = None
     if options is None:
         function = "smoe.experts"
-        _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+        _checks.flag(function, "copy_weights", copy_weights)
+        _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype, copy_weights)
         _checks.ids(function, ids, x, w2.shape[0])
         _checks.weights(function, "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
         options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"

@@ -73,19 +73,12 @@ def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
     return activation, "concatenated", f"smoe has no activation {type(experts.act_fn).__name__}"
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    """The view (E, columns, rows) of a parameter. A weight that is computed at every forward (PEFT's LoRA on expert
-    weights) is copied, because prepare() cannot change its memory layout."""
-    turned = weight.transpose(1, 2)
-    return turned if isinstance(weight, nn.Parameter) else turned.contiguous()
-
-
 def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """w1, b1, w2, b2 in smoe's orientation."""
     up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     w1, w2 = getattr(experts, up), experts.down_proj
     if getattr(experts, "is_transposed", False):
-        w1, w2 = _transposed(w1), _transposed(w2)
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     if not getattr(experts, "has_bias", False):
         return w1, None, w2, None
     return w1, getattr(experts, up + "_bias"), w2, experts.down_proj_bias
@@ -109,20 +102,33 @@ def _why_not(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
         return f"its sizes {w2.shape[1]} and {w2.shape[2]} are not multiples of 8"
     if w2.shape[0] > _checks.MAX_EXPERTS:
         return f"it has {w2.shape[0]} experts, {_checks.MAX_EXPERTS} is the most"
-    if not (w1.is_contiguous() and w2.is_contiguous()):
-        return "its weights are stored transposed; call smoe.transformers.prepare(model) first"
     return ""
+
+
+def _valid(ids: Tensor, count: int) -> Tensor:
+    """Which of the ids (T, K) count: those in 0..count-1 that their token did not have before."""
+    repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)
+    return (ids >= 0) & (ids < count) & ~repeated
 
 
 def _keep_possible(ids: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Cuts ids and weights (T, K) to `count` columns, where a token has more ids than this rank has experts (`count`,
-    its share of a larger layer). At most `count` ids of a token are valid and distinct; they come first, in their
-    order. The others become `count`, which smoe skips."""
-    repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)
-    valid = (ids >= 0) & (ids < count) & ~repeated
+    its share of a larger layer). At most `count` ids of a token are valid; they come first, in their order. The others
+    become `count`, which smoe skips."""
+    valid = _valid(ids, count)
     ids = ids.masked_fill(~valid, count)
     first = (~valid).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
     return ids.gather(1, first), weights.gather(1, first)
+
+
+def _gather_experts(ids: Tensor, *weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """New ids, and contiguous copies of the weights of the T K pairs' experts alone, an expert as often as it has
+    pairs. For few tokens this is less than a copy of all experts."""
+    pairs, experts = ids.numel(), weights[0].shape[0]
+    valid = _valid(ids, experts).flatten()
+    chosen = ids.flatten().clamp(0, experts - 1)
+    ids = torch.arange(pairs, device=ids.device).masked_fill(~valid, pairs).view_as(ids)
+    return ids, *[None if weight is None else weight.index_select(0, chosen) for weight in weights]
 
 
 def _eager(experts: nn.Module, reason: str, *arguments: Tensor) -> Tensor:
@@ -136,17 +142,19 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     of hidden_states."""
     activation, layout, reason = _math_of(self)
     if activation is not None:
-        if getattr(self, "is_transposed", False) and not torch.compiler.is_compiling():
-            _prepare_if_plain(self)
         w1, b1, w2, b2 = map(_local, _weights_of(self))
         reason = _why_not(hidden_states, w1, b1, w2, b2)
     if activation is None or reason:
         return _eager(self, reason, hidden_states, top_k_index, top_k_weights)
     if top_k_index.shape[1] > w2.shape[0]:
         top_k_index, top_k_weights = _keep_possible(top_k_index, top_k_weights, w2.shape[0])
+    transposed = not (w1.is_contiguous() and w2.is_contiguous())
+    if transposed and not torch.is_grad_enabled() and 0 < top_k_index.numel() < w2.shape[0]:
+        top_k_index, w1, b1, w2, b2 = _gather_experts(top_k_index, w1, b1, w2, b2)
     out = functional.experts(
-        hidden_states, top_k_index, top_k_weights, w1, w2, b1=b1, b2=b2, activation=activation, layout=layout
-    )
+        hidden_states, top_k_index, top_k_weights, w1, w2, b1=b1, b2=b2, activation=activation, layout=layout,
+        copy_weights=transposed,
+    )  # fmt: skip
     return out.to(hidden_states.dtype)  # under autocast too, as Transformers' own experts functions do
 
 
@@ -166,24 +174,12 @@ def _turn(parameter: nn.Parameter, states: dict[str, Any]) -> None:
                 tensor.data = tensor.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _prepare_if_plain(experts: nn.Module) -> None:
-    """Does what prepare() does, at the first call, unless torch.distributed is initialised: then parameters may be
-    sharded."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return
-    up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
-    for parameter in (getattr(experts, up), experts.down_proj):
-        if type(parameter) is nn.Parameter and parameter.is_leaf:
-            _turn(parameter, {})
-
-
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-    """Changes the memory layout of expert weights that are stored transposed (gpt-oss), which smoe cannot read in
-    place. Each weight is rewritten once; shapes, names, values and the saved checkpoint stay. Without torch.distributed
-    the first call outside of torch.compile does this by itself. Call prepare() before torch.compile, before
-    DistributedDataParallel, and before an optimizer has state. If the optimizer has taken steps already, pass it too:
-    its states change with their weights. (fully_shard refuses the changed parameters, so under fully_shard these
-    experts run as eager.)"""
+    """Changes the memory layout of expert weights that are stored transposed (gpt-oss), so that smoe reads them in place
+    and not through a copy. Each weight is rewritten once; shapes, names and values stay. After it the weights are not
+    contiguous: safetensors' save_file, parameters_to_vector, LBFGS and fully_shard refuse them, and states that an
+    optimizer loads must be prepared too. Call it before torch.compile and before DistributedDataParallel. If the
+    optimizer has taken steps or has loaded states, pass it: its states change with their weights."""
     for module in model.modules():
         if getattr(module, "is_transposed", False) and _math_of(module)[0] is not None:
             up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"

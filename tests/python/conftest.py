@@ -36,3 +36,13 @@ def make_layer(T=48, H=32, I=16, E=8, K=2, gated=True, biases=False, dtype=None,
     made["b1"] = leaf(E, width) if biases else None
     made["b2"] = leaf(E, H) if biases else None
     return made
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A list with one item for each forward of the library, so that a silent fallback to eager fails the test."""
+    from smoe._context import Context
+
+    counted, forward = [], Context.forward
+    monkeypatch.setattr(Context, "forward", lambda self, *fields: counted.append(1) or forward(self, *fields))
+    return counted

@@ -12,63 +12,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 import smoe.transformers  # noqa: E402
+from models import EXPERTS, MODELS, error, step, tiny, tokens  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-SMALL |= dict(max_position_embeddings=128, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-EXPERTS = dict(num_experts=8, num_experts_per_tok=2)
-MODELS = {
-    "olmoe": dict(intermediate_size=24, **EXPERTS),
-    "qwen3_moe": dict(intermediate_size=32, moe_intermediate_size=24, norm_topk_prob=True, head_dim=8, **EXPERTS),
-    "mixtral": dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2),
-    "deepseek_v3": dict(
-        intermediate_size=32, moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2,
-        first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
-        num_key_value_heads=4,
-    ),
-    "gpt_oss": dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2, head_dim=8, sliding_window=16),
-    "smoe": dict(intermediate_size=24, shared_expert_intermediate_size=16, first_k_dense_replace=1,
-                 dense_intermediate_size=40, num_key_value_heads=4, **EXPERTS),
-}  # fmt: skip
-
-
-def tiny(name, dtype=torch.float32, seed=0, **more):
-    torch.manual_seed(seed)
-    if name == "gpt_oss" and "num_hidden_layers" in more:
-        more = more | dict(layer_types=["sliding_attention"] * more["num_hidden_layers"])
-    config = AutoConfig.for_model(name, **(SMALL | MODELS[name] | more))
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
-    return model.to(dtype)
-
-
-def tokens(rows=3, length=20, seed=1):
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def step(model, implementation, compiled=None):
-    model.set_experts_implementation(implementation)
-    model.zero_grad()
-    ids = tokens()
-    found = (model if compiled is None else compiled)(input_ids=ids, labels=ids)
-    found.loss.backward()
-    return {"logits": found.logits.detach(), "loss": found.loss.detach()} | {
-        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-
-
-def error(found, exact):
-    return (found.double() - exact.double()).norm() / (exact.double().norm() + 1e-30)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """A list with one item for each forward of the library, so that a silent fallback to eager fails the test."""
-    from smoe._context import Context
-
-    counted, forward = [], Context.forward
-    monkeypatch.setattr(Context, "forward", lambda self, *fields: counted.append(1) or forward(self, *fields))
-    return counted
-
 
 @pytest.mark.parametrize("name", MODELS)
 def test_as_eager(name, calls):
@@ -114,70 +59,13 @@ def test_gradient_checkpointing(name):
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
 def test_compile(name, calls):
     torch._dynamo.reset()
-    model = smoe.transformers.prepare(tiny(name, num_hidden_layers=1))
+    model = tiny(name, num_hidden_layers=1)
     plain = step(model, "smoe")
     before = len(calls)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     again = step(model, "smoe", compiled)
     assert len(calls) - before == 1
     assert all(error(again[key], plain[key]) < 1e-5 for key in plain)
-
-
-def test_gpt_oss_keeps_its_state_dict(tmp_path):
-    """The memory layout is changed once. Names, shapes, values and the saved checkpoint must stay, and eager must still
-    work."""
-    model = tiny("gpt_oss")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    step(model, "smoe")
-    weight = model.model.layers[0].mlp.experts.gate_up_proj
-    address = weight.data_ptr()
-    assert weight.transpose(1, 2).is_contiguous()
-    step(model, "smoe")
-    assert weight.data_ptr() == address
-    after = model.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before) and before.keys() == after.keys()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="smoe")
-    assert torch.equal(step(loaded, "smoe")["logits"], step(model, "smoe")["logits"])
-
-
-@pytest.mark.parametrize("switch", ["before a step", "after a step"])
-def test_gpt_oss_switches_to_smoe_while_it_trains(switch):
-    """A fused optimizer on the CPU reads weights, gradients and states in memory order. All of them must change together."""
-    found = {}
-    for second in ("eager", "smoe"):
-        model = tiny("gpt_oss")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        for index, implementation in enumerate(["eager", second, second]):
-            if implementation == "smoe" and switch == "after a step":
-                smoe.transformers.prepare(model, optimizer)
-            model.set_experts_implementation(implementation)
-            model(input_ids=tokens(), labels=tokens()).loss.backward()
-            if index > 0 or switch == "after a step":
-                optimizer.step()
-        found[second] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert error(found["smoe"], found["eager"]) < 1e-4
-
-
-def test_gpt_oss_is_trained_after_a_call_in_inference_mode():
-    """The call changes the order of the weights. It must not make inference tensors of them, which no backward can use."""
-    model, eager = tiny("gpt_oss"), tiny("gpt_oss")
-    model.set_experts_implementation("smoe")
-    with torch.inference_mode():
-        model(input_ids=tokens())
-    found, exact = step(model, "smoe"), step(eager, "eager")
-    for name, value in exact.items():
-        assert error(found[name], value) < 1e-4, name
-
-
-def test_gpt_oss_made_in_inference_mode():
-    """Its weights are inference tensors before and after their order changes, so a later call outside of this mode works."""
-    with torch.inference_mode():
-        model, eager = tiny("gpt_oss"), tiny("gpt_oss")
-    model.set_experts_implementation("smoe")
-    with torch.no_grad():
-        for _ in range(2):
-            assert error(model(input_ids=tokens()).logits, eager(input_ids=tokens()).logits) < 1e-5
 
 
 def test_trainer(tmp_path):
