@@ -31,12 +31,18 @@ class _Router(nn.Module):
 
 
 class _Experts(nn.Module):
-    """`gate_up_proj` (E, 2I, H) (without a gate `up_proj` (E, I, H)), `down_proj` (E, H, I), and their biases."""
+    """`gate_up_proj` (E, 2I, H) (without a gate `up_proj` (E, I, H)), `down_proj` (E, H, I), and their biases. With
+    interleaved rows the first is `gate_up_proj_interleaved`, so that a state dict in the other order does not load: its
+    shapes are the same."""
 
-    def __init__(self, experts: int, hidden: int, intermediate: int, gated: bool, bias: bool, **kind) -> None:
+    def __init__(
+        self, experts: int, hidden: int, intermediate: int, activation: str, layout: str, bias: bool, **kind
+    ) -> None:
         super().__init__()
+        gated = activation in native.GATED_ACTIVATIONS
         width = 2 * intermediate if gated else intermediate
-        self.up_name = "gate_up_proj" if gated else "up_proj"
+        interleaved = "_interleaved" if layout == "interleaved" else ""
+        self.up_name = "gate_up_proj" + interleaved if gated else "up_proj"
         self.up_bias_name = self.up_name + "_bias"  # kept, because looking up a name that is built at each call is slow
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(experts, width, hidden, **kind)))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, **kind))
@@ -50,7 +56,9 @@ class MoE(nn.Module):
 
     The state dict has Hugging Face's names: gate.weight (E, H), experts.gate_up_proj (E, 2I, H), experts.down_proj
     (E, H, I), and with the options gate.bias, gate.e_score_correction_bias, experts.gate_up_proj_bias,
-    experts.down_proj_bias. Shard the module as a whole (`fully_shard(moe)`): its forward reads all parameters at once.
+    experts.down_proj_bias. With layout="interleaved" the rows of gate_up_proj have another order, so the names are
+    experts.gate_up_proj_interleaved and experts.gate_up_proj_interleaved_bias. Shard the module as a whole
+    (`fully_shard(moe)`): its forward reads all parameters at once.
 
     `options` are those of smoe.moe that do not change from call to call: activation, layout, score, norm_topk_prob, n_group,
     topk_group, routed_scaling_factor, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype,
@@ -76,10 +84,10 @@ class MoE(nn.Module):
         _checks.module("smoe.MoE", hidden_size, intermediate_size, num_experts, top_k, flags, options, _OPTIONS)
         super().__init__()
         self.top_k, self.options, self.initializer_range = top_k, options, initializer_range
-        gated = options.get("activation", "swiglu") not in native.PLAIN_ACTIVATIONS
+        activation, layout = options.get("activation", "swiglu"), options.get("layout", "concatenated")
         kind = dict(device=device, dtype=dtype)
         self.gate = _Router(num_experts, hidden_size, router_bias, selection_bias, **kind)
-        self.experts = _Experts(num_experts, hidden_size, intermediate_size, gated, bias, **kind)
+        self.experts = _Experts(num_experts, hidden_size, intermediate_size, activation, layout, bias, **kind)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -28,6 +28,49 @@ def test_state_dict_has_hugging_faces_names():
         assert torch.all(value == 0) == name.endswith("bias"), name
 
 
+def interleaved(weight):
+    """The rows of a concatenated weight or bias (E, 2I, ...), gate and up rows in turns."""
+    return weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layouts_have_different_names(bias):
+    """Their shapes are equal. A state dict of the other layout must not load, with both orders of the two layers."""
+    torch.manual_seed(0)
+    make = lambda layout: smoe.MoE(32, 16, 8, 2, layout=layout, bias=bias, initializer_range=0.3)
+    there, here = make("concatenated"), make("interleaved")
+    for first, second in ((there, here), (here, there)):
+        with pytest.raises(RuntimeError, match="Missing key.*gate_up_proj"):
+            first.load_state_dict(second.state_dict())
+    turned = {}
+    for name, value in there.state_dict().items():
+        turned[name.replace("gate_up_proj", "gate_up_proj_interleaved")] = interleaved(value) if "gate_up" in name else value
+    here.load_state_dict(turned)
+    x = torch.randn(20, 32)
+    assert torch.allclose(here(x), there(x), atol=1e-6)
+    plain = [smoe.MoE(32, 16, 8, 2, layout=layout, activation="relu") for layout in ("concatenated", "interleaved")]
+    plain[1].load_state_dict(plain[0].state_dict())  # without a gate there is one order
+
+
+def test_layouts_have_different_names_when_sharded(tmp_path):
+    """FSDP-2's sharded state dicts, through load_state_dict and through the functions for distributed checkpoints."""
+    if torch.__version__.startswith("2.6."):
+        pytest.skip("fully_shard of torch 2.6 needs a GPU")
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        there, here = (fully_shard(smoe.MoE(32, 16, 8, 2, layout=layout)) for layout in ("concatenated", "interleaved"))
+        with pytest.raises(RuntimeError, match="Missing key.*gate_up_proj_interleaved"):
+            here.load_state_dict(there.state_dict())
+        with pytest.raises(RuntimeError, match="Missing key.*gate_up_proj_interleaved"):
+            set_model_state_dict(here, get_model_state_dict(there))
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 7, 32)])
 def test_output_is_the_layers(shape):
     torch.manual_seed(0)
