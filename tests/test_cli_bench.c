@@ -317,7 +317,8 @@ static void test_bad_input(void **state)
          "could not be written: No space left on device"},
         {"--help 2>&1 >/dev/full #", 3, "smoe: cannot write to standard output: No space left on device"},
         {"--version 2>&1 >/dev/full #", 3, "No space left on device"},
-        {"train --help 2>&1 >/dev/full #", 3, "No space left on device"},
+        {"train --help 2>&1 >/dev/full #", 3,
+         "smoe: cannot write to standard output: "}, // longer than a buffer
         {"bench --help 2>&1 >/dev/full #", 3, "No space left on device"},
         {"info --usage 2>&1 >/dev/full #", 3, "No space left on device"},
         {"verify --quick --only nothing 2>&1 >/dev/full #", 3, "No space left on device"},

@@ -147,31 +147,6 @@ static void test_resumed(void **state)
            " s of training; of the 2 s, which count them, 1.");
 }
 
-/* --from: the sizes are the checkpoint's, the context may differ, and some options are refused with it. */
-static void test_from(void **state)
-{
-    char command[4096];
-    put_texts(state);
-    expect(state, "train " TINY "--topk 3 --tied --steps 3 --out run text.txt", 0, "done");
-    expect(state, "train --from run --context 8 --batch 2 -q --steps 2 --out next text.txt", 0, "done");
-    expect(state, "train --resume --batch 2 -q --steps 3 --out next text.txt", 0, "resumed at step 2 of 3\n");
-    // --context is no size of the model; config.json must have the --balance that was used last.
-    expect(state, "train --resume --context 8 --balance 0.5 --batch 2 -q --steps 4 --out next text.txt", 0,
-           "done");
-    expect(state, "train --resume --context 16 --batch 2 -q --steps 5 --out next text.txt", 2,
-           "max_position_embeddings is 8, wanted 16");
-    snprintf(command, sizeof command, "grep -q '\"router_aux_loss_coef\": 0.5' '%s/next/latest/config.json'",
-             (const char *)*state);
-    assert_int_equal(system(command), 0);
-    expect(state, "train --from run --batch 2 -q --resume --steps 3 --out next text.txt", 2,
-           "--from cannot be combined with --resume");
-    expect(state, "train --from run --layers 1 --steps 3 --out other text.txt", 2,
-           "--from cannot be combined with options of the model's sizes");
-    expect(state, "train --from run --init 0.2 --steps 3 --out other text.txt", 2,
-           "--from cannot be combined with --init: the first weights are the checkpoint's");
-    expect(state, "train --from nothing --steps 3 --out other text.txt", 3, "nothing: no checkpoint");
-}
-
 /* Text is refused if the model's tokens are not bytes and there is no tokenizer: the loss would be
  * meaningless. */
 static void test_text_without_tokenizer(void **state)
@@ -586,7 +561,6 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_run_inside_its_text, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_closed_streams, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_from, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_text_without_tokenizer, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
     };

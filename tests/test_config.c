@@ -56,7 +56,8 @@ static void test_round_trip(void **state)
     for (int i = 0; i < 2; i++) {
         error err = {0};
         assert_true(model_config_check(&models[i], &err));
-        assert_true(model_config_write(&models[i], "float32", in_folder(path, state, "config.json"), &err));
+        assert_true(model_config_write(&models[i], "float32", &(model_config_extra){.end = -1},
+                                       in_folder(path, state, "config.json"), &err));
         memset(&back, 0xff, sizeof back);
         if (!model_config_read(&back, path, &err)) fail_msg("%s", err.text);
         assert_equal(&back, &models[i]);
@@ -67,7 +68,8 @@ static json_t *written(const model_config *config, void **state)
 {
     char path[4096];
     error err;
-    assert_true(model_config_write(config, "float32", in_folder(path, state, "config.json"), &err));
+    assert_true(model_config_write(config, "float32", &(model_config_extra){.end = -1},
+                                   in_folder(path, state, "config.json"), &err));
     json_t *root = json_load_file(path, JSON_REJECT_DUPLICATES, NULL);
     assert_non_null(root);
     return root;
@@ -177,7 +179,8 @@ static void test_write_refused(void **state)
     error err;
     model_config config = model_config_default();
     config.topk = 17;
-    assert_false(model_config_write(&config, "float32", in_folder(path, state, "config.json"), &err));
+    assert_false(model_config_write(&config, "float32", &(model_config_extra){.end = -1},
+                                    in_folder(path, state, "config.json"), &err));
     assert_text(&err, ERROR_USAGE, "num_experts_per_tok");
     assert_int_equal(access(path, F_OK), -1);
 }
@@ -292,6 +295,46 @@ static void test_rope_neutral(void **state)
     }
 }
 
+/* Keys of the source stay, whatever they are; a run changes the context, the loss weight and the dtype. */
+static void test_source_keys(void **state)
+{
+    static const char source[] =
+        "{\"model_type\":\"olmoe\"," SIZES ",\"eos_token_id\":[7,9],\"pad_token_id\":1,\"bos_token_id\":null,"
+        "\"max_position_embeddings\":32,\"router_aux_loss_coef\":0.5,\"torch_dtype\":\"bfloat16\","
+        "\"rope_theta\":10000,\"note\":{\"a\":[0.01,1e-5,0.1]},\"transformers_version\":\"5.0\"}";
+    char path[4096];
+    error err = {0};
+    model_config config;
+    assert_true(model_config_parse(&config, source, strlen(source), "NAME", &err));
+    config.context = 64;
+    config.router_aux_loss_coef = 0.01;
+    in_folder(path, state, "config.json");
+    for (int other = 0; other < 2; other++) {
+        const model_config_extra extra = {source, strlen(source), other == 1, 255};
+        assert_true(model_config_write(&config, "float32", &extra, path, &err));
+        json_t *root = json_load_file(path, JSON_REJECT_DUPLICATES, NULL);
+        const json_t *eos = json_object_get(root, "eos_token_id"),
+                     *pad = json_object_get(root, "pad_token_id"),
+                     *note = json_object_get(json_object_get(root, "note"), "a");
+        assert_int_equal(json_integer_value(other ? eos : json_array_get(eos, 1)), other ? 255 : 9);
+        assert_int_equal(json_integer_value(json_object_get(root, "bos_token_id")), 255);
+        assert_true(other ? json_is_null(pad) : json_integer_value(pad) == 1);
+        assert_string(root, "transformers_version", "5.0");
+        assert_string(root, "torch_dtype", "float32");
+        assert_string(root, "dtype", "float32");
+        assert_int_equal(json_integer_value(json_object_get(root, "max_position_embeddings")), 64);
+        assert_true(json_real_value(json_object_get(root, "router_aux_loss_coef")) == 0.01);
+        assert_true(json_real_value(json_array_get(note, 0)) == 0.01);
+        json_decref(root);
+    }
+    FILE *file = fopen(path, "r");
+    char text[4096] = "";
+    assert_true(fread(text, 1, sizeof text - 1, file) > 0);
+    fclose(file);
+    assert_non_null(strstr(text, "0.01,")); // with no more digits than needed
+    assert_non_null(strstr(text, "1e-5"));
+}
+
 static void test_absent_keys(void **state)
 {
     (void)state;
@@ -337,7 +380,8 @@ int main(void)
         IN_FOLDER(test_model_type),          cmocka_unit_test(test_limits),
         IN_FOLDER(test_write_refused),       cmocka_unit_test(test_messages),
         cmocka_unit_test(test_absent_keys),  cmocka_unit_test(test_same),
-        cmocka_unit_test(test_rope_refused), cmocka_unit_test(test_rope_neutral),
+        IN_FOLDER(test_source_keys),         cmocka_unit_test(test_rope_refused),
+        cmocka_unit_test(test_rope_neutral),
     };
     return cmocka_run_group_tests_name("config", tests, NULL, NULL);
 }

@@ -120,7 +120,8 @@ static const struct argp_option others[] = {
      GROUP_RUN},
     {"from", KEY_FROM, "CHECKPOINT", 0,
      "Start with the weights of a checkpoint (smoe's or OLMoE's, also in shards) instead of random ones. The "
-     "model's sizes and the tokenizer are the checkpoint's; --context may differ",
+     "model's sizes, the tokenizer and, unless it is given, --balance are the checkpoint's; --context may "
+     "differ",
      GROUP_RUN},
     {"tokenizer", KEY_TOKENIZER, "TABLE", 0,
      "bpe.txt of tools/make_tokens.py: the table of the token files, or the table to encode text with. Every "
@@ -349,6 +350,17 @@ static bool derive_sizes(train_options *options, error *err)
     return check_sizes(c, err);
 }
 
+/* The double of the shortest decimal number that is `value` in single precision: 0.01 for 0.01f. */
+static double decimal(float value)
+{
+    char text[32];
+    for (int digits = 1; digits <= 9; digits++) {
+        snprintf(text, sizeof text, "%.*g", digits, (double)value);
+        if (strtof(text, NULL) == value) break;
+    }
+    return strtod(text, NULL);
+}
+
 /* Options that contradict each other. The sizes of a run that takes them from a checkpoint come later. */
 static bool complete(train_options *options, error *err)
 {
@@ -364,7 +376,7 @@ static bool complete(train_options *options, error *err)
     if (s->from && options->init_given)
         return fail(err, ERROR_USAGE,
                     "--from cannot be combined with --init: the first weights are the checkpoint's");
-    c->router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    c->router_aux_loss_coef = decimal(s->routing.balance_coefficient);
     if (options->dense_twin && c->dense_layers)
         return fail(err, ERROR_USAGE,
                     "--dense-twin cannot be combined with --dense-layers: all its layers are dense");
@@ -408,6 +420,14 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
     return complete(options, err);
 }
 
+/* NAN: not known, because an earlier program wrote the checkpoint. */
+static void adopt(train_options *options, size_t offset, double value)
+{
+    for (int i = 0; i < NUMBERS; i++)
+        if (numbers[i].offset == offset && !options->given[i] && !isnan(value))
+            number_set(&options->settings, &numbers[i], value);
+}
+
 bool train_options_adopt_sizes(train_options *options, const model_config *run, error *err)
 {
     train_settings *s = &options->settings;
@@ -418,16 +438,10 @@ bool train_options_adopt_sizes(train_options *options, const model_config *run, 
             number_set(s, &numbers[i], number_get(&given, &numbers[i]));
     s->config.tied |= given.config.tied;
     s->config.norm_topk_prob |= given.config.norm_topk_prob;
-    s->config.router_aux_loss_coef = (double)s->routing.balance_coefficient;
+    if (s->from) adopt(options, AT(routing.balance_coefficient), run->router_aux_loss_coef);
+    if ((float)run->router_aux_loss_coef != s->routing.balance_coefficient)
+        s->config.router_aux_loss_coef = decimal(s->routing.balance_coefficient);
     return derive_sizes(options, err);
-}
-
-/* NAN: not known, because an earlier program wrote the checkpoint. */
-static void adopt(train_options *options, size_t offset, double value)
-{
-    for (int i = 0; i < NUMBERS; i++)
-        if (numbers[i].offset == offset && !options->given[i] && !isnan(value))
-            number_set(&options->settings, &numbers[i], value);
 }
 
 void train_options_adopt(train_options *options, const train_state *run)

@@ -23,7 +23,7 @@ GIVEN = {
     "transformers": """
 import sys, transformers
 path = sys.argv[1]  # an empty folder
-sizes = dict(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=24, num_experts=8)
+sizes = dict(vocab_size=256, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=24, num_experts=8)
 transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes)).save_pretrained(path)
 del sys, transformers
 """,

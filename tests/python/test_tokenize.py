@@ -204,6 +204,29 @@ def test_transformers_reads_it(made):
     assert theirs.eos_token_id == 5999 and theirs.decode(ids) == text
 
 
+@pytest.mark.skipif(not (BUILD / "smoe").exists(), reason=f"{BUILD}/smoe is not built (SMOE_BUILD)")
+def test_generation_ends_at_the_end_of_text(tmp_path):
+    """Transformers' generate must stop at the end-of-text token, as `smoe generate` does."""
+    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    texts, out, run = tmp_path / "texts", tmp_path / "out", tmp_path / "run"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number:02}").write_text("the cat sat on the mat")
+    make_tokens(out, texts, "--vocab", 280, "--quiet")
+    shape = "--hidden 32 --intermediate 16 --experts 4 --heads 2 --layers 1 --context 10 --batch 8 -q --steps 150 --lr 0.01".split()
+    smoe = [BUILD / "smoe"]
+    files = sorted(out.glob("*.bin"))
+    subprocess.run([*smoe, "train", *shape, "--device", "cpu", "--out", run, "--tokenizer", out / "bpe.txt", *files], check=True)
+    text = subprocess.run(
+        [*smoe, "generate", "-c", run, "-n", "60", "--temperature", "0", "--device", "cpu"], check=True, capture_output=True
+    ).stdout
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "latest")
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "latest")
+    ids = model.generate(max_new_tokens=60, do_sample=False)[0]  # begins with the bos token
+    assert ids[0] == ids[-1] == tokenizer.eos_token_id and len(ids) < 40
+    assert tokenizer.decode(ids[1:-1]) == text.decode().removesuffix("\n").removesuffix("<|endoftext|>")
+
+
 def test_errors(tmp_path):
     make_tokens(tmp_path, "--vocab", 70000, "x", status=2)
     assert b"missing: no such file" in make_tokens(tmp_path, tmp_path / "missing", status=3).stderr

@@ -259,6 +259,27 @@ def test_byte_tokenizer_pads():
     assert tokenizer.decode([97, 300, 98]) == "a\ufffdb"
 
 
+def test_padding_and_eos_of_byte_checkpoints(tmp_path):
+    """The recipe of docs/python.md: prompts of different lengths in a batch, and the byte 0 as the end of a text."""
+    program = os.environ.get("SMOE_PROGRAM")
+    if not program:
+        pytest.skip("SMOE_PROGRAM does not name the smoe program")
+    text = tmp_path / "text"
+    text.write_bytes(b"the cat sat on the mat\0a dog ran\0" * 40)
+    options = "--device=cpu --quiet --steps=250 --lr=0.01 --context=32 --hidden=32 --intermediate=16 --layers=1".split()
+    subprocess.run([program, "train", f"--out={tmp_path / 'run'}", *options, text], check=True, capture_output=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "latest")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "latest")
+
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    batch = tokenizer(["the cat sa", "a d"], padding=True, padding_side="left", return_tensors="pt")
+    batch["input_ids"].clamp_(max=255)
+    made = model.generate(**batch, max_new_tokens=40, do_sample=False, eos_token_id=0, pad_token_id=0)
+    texts = [bytes(row.tolist()).lstrip(b"\xff") for row in made]
+    assert [row.split(b"\0")[0] for row in texts] == [b"the cat sat on the mat", b"a dog ran"]
+    assert all(row.endswith(b"\0") for row in texts) and made.shape[1] < 30
+
+
 KINDS = {
     "olmoe": ("olmoe", []),
     "smoe": ("smoe", ["--shared=24", "--dense-layers=1", "--tied"]),

@@ -92,6 +92,13 @@ static bool save_bytes(const char *folder, error *err)
            file_write(path, config, sizeof config - 1, err);
 }
 
+bool tokenizer_writes(const tokenizer *t, const char *name)
+{
+    for (int i = 0; i < TOKENIZER_FILES; i++)
+        if (t->files[i].data && strcmp(names[i], name) == 0) return true;
+    return false;
+}
+
 bool tokenizer_save(const tokenizer *t, const char *folder, error *err)
 {
     bool done = !t->bytes || save_bytes(folder, err);

@@ -23,6 +23,9 @@ void tokenizer_close(tokenizer *t); // a zeroed one is fine
  * With more tokens than the model the checkpoint is broken, ERROR_RUNTIME. */
 bool tokenizer_find(tokenizer *t, const char *checkpoint, int64_t vocab, error *err);
 
+/* Is `name` one of the files that were read, which tokenizer_save writes? */
+bool tokenizer_writes(const tokenizer *t, const char *name);
+
 /* Writes the files into a folder; for bytes, those with which Transformers encodes text as bytes. */
 bool tokenizer_save(const tokenizer *t, const char *folder, error *err);
 

@@ -6,6 +6,7 @@
 #include "train/model/config_rope.h"
 
 #include <jansson.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -345,28 +346,64 @@ static json_t *build_root(const model_config *config, const char *dtype)
     return NULL;
 }
 
-/* The least number of digits with which every real is read back exactly, so that 1e-05 is not written as
- * 1.0000000000000001e-05. */
-static int real_digits(const model_config *config)
+/* Takes the keys of the source, except for those that a run changes. */
+static bool merge_source(json_t *root, const model_config_extra *extra)
 {
-    model_config c = *config;
-    int digits = 6;
-    for (size_t i = 0; i < COUNT(real_keys); i++) {
-        double value = *real_field(&c, i);
+    static const char *const changed[] = {"max_position_embeddings", "router_aux_loss_coef", "dtype",
+                                          "torch_dtype"};
+    json_t *source = json_loadb(extra->source, extra->size, JSON_REJECT_DUPLICATES, NULL);
+    bool ok = source != NULL;
+    for (size_t i = 0; ok && i < COUNT(changed); i++)
+        ok = json_object_set(source, changed[i], json_object_get(root, changed[i])) == 0;
+    ok = ok && json_object_update(root, source) == 0;
+    json_decref(source);
+    return ok;
+}
+
+static bool set_special_tokens(json_t *root, const model_config_extra *extra)
+{
+    static const char *const keys[] = {"eos_token_id", "bos_token_id", "pad_token_id"};
+    bool ok = true;
+    for (int i = 0; ok && extra->other_tokens && i < 3; i++)
+        ok = json_object_set_new(root, keys[i], json_null()) == 0;
+    for (int i = 0; ok && extra->end >= 0 && i < 2; i++)
+        if (is_absent(json_object_get(root, keys[i])))
+            ok = json_object_set_new(root, keys[i], json_integer(extra->end)) == 0;
+    return ok;
+}
+
+static json_t *build(const model_config *config, const char *dtype, const model_config_extra *extra)
+{
+    json_t *root = build_root(config, dtype);
+    if (root != NULL && (extra->size == 0 || merge_source(root, extra)) && set_special_tokens(root, extra))
+        return root;
+    json_decref(root);
+    return NULL;
+}
+
+/* The least number of digits, at least `digits`, with which every real in `value` is read back exactly, so
+ * that 1e-05 is not written as 1.0000000000000001e-05. */
+static int real_digits(const json_t *value, int digits)
+{
+    for (size_t i = 0; i < json_array_size(value); i++)
+        digits = real_digits(json_array_get(value, i), digits);
+    for (void *at = json_object_iter((json_t *)(uintptr_t)value); at != NULL; // it is only read
+         at = json_object_iter_next((json_t *)(uintptr_t)value, at))
+        digits = real_digits(json_object_iter_value(at), digits);
+    for (; json_is_real(value) && digits < 17; digits++) {
         char text[32];
-        for (; digits < 17; digits++) {
-            snprintf(text, sizeof text, "%.*g", digits, value);
-            if (strtod(text, NULL) == value) break;
-        }
+        snprintf(text, sizeof text, "%.*g", digits, json_real_value(value));
+        if (strtod(text, NULL) == json_real_value(value)) break;
     }
     return digits;
 }
 
-bool model_config_write(const model_config *config, const char *dtype, const char *path, error *err)
+bool model_config_write(const model_config *config, const char *dtype, const model_config_extra *extra,
+                        const char *path, error *err)
 {
     if (!model_config_check(config, err)) return false;
-    size_t flags = JSON_REAL_PRECISION((size_t)real_digits(config));
-    json_t *root = build_root(config, dtype);
+    json_t *root = build(config, dtype, extra);
+    size_t flags = JSON_REAL_PRECISION((size_t)real_digits(root, 6));
     char *text = root == NULL ? NULL : json_dumps(root, JSON_INDENT(2) | JSON_SORT_KEYS | flags);
     json_decref(root);
     if (text == NULL) return fail(err, ERROR_RUNTIME, "%s: out of memory", path);

@@ -58,8 +58,18 @@ bool model_config_same(const model_config *have, const model_config *want, error
 bool model_config_parse(model_config *config, const void *text, size_t size, const char *name, error *err);
 bool model_config_read(model_config *config, const char *path, error *err);
 
+/* What config.json has beside the model. */
+typedef struct model_config_extra {
+    const char *source; // text of the config.json of the model that the weights are from; its keys stay, but
+    size_t size;        // for the context, the loss weight and the dtype. 0: none
+    bool other_tokens;  // the source's ids of special tokens mean nothing: the tokenizer is another
+    int64_t end;        // the end-of-text token, for eos_token_id and bos_token_id if the source has none; a
+                        // text begins with it too. -1: there is none
+} model_config_extra;
+
 /* Writes config.json atomically (train/files/file.h). dtype is the type of the checkpoint's weights:
- * "float32" or "bfloat16". */
-bool model_config_write(const model_config *config, const char *dtype, const char *path, error *err);
+ * "float32" or "bfloat16". The source must be a text that model_config_parse has read. */
+bool model_config_write(const model_config *config, const char *dtype, const model_config_extra *extra,
+                        const char *path, error *err);
 
 #endif

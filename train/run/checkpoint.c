@@ -153,21 +153,26 @@ static bool write_state(const char *folder, const model *m, const adamw_arrays *
 }
 
 static bool write_files(const char *folder, const model *m, const adamw_arrays *arrays,
-                        const train_state *state, const tokenizer *words, error *err)
+                        const train_state *state, const tokenizer *words, const carried *from, error *err)
 {
     char path[PATH_BYTES];
     const char *dtype = weight_type(m, arrays) == SMOE_TYPE_F32 ? "float32" : "bfloat16";
-    return join(path, folder, "config.json", err) && model_config_write(&m->config, dtype, path, err) &&
+    const model_config_extra extra = {.source = (const char *)from->config.data,
+                                      .size = from->config.size,
+                                      .other_tokens = from->other_tokens,
+                                      .end = words->table.tokens > 0 ? words->table.end : -1};
+    return join(path, folder, "config.json", err) &&
+           model_config_write(&m->config, dtype, &extra, path, err) &&
            write_weights(folder, m, arrays, err) && write_state(folder, m, arrays, state, err) &&
-           tokenizer_save(words, folder, err);
+           tokenizer_save(words, folder, err) && carried_save(from, folder, err);
 }
 
 bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
-                     const tokenizer *words, int64_t keep, error *err)
+                     const tokenizer *words, const carried *from, int64_t keep, error *err)
 {
     char folder[PATH_BYTES];
     if (!checkpoint_folder_begin(out, state->step, folder, sizeof folder, err)) return false;
-    if (write_files(folder, m, arrays, state, words, err) &&
+    if (write_files(folder, m, arrays, state, words, from, err) &&
         checkpoint_folder_commit(out, state->step, keep, err))
         return true;
     checkpoint_folder_abort(out, state->step);

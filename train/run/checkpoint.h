@@ -4,6 +4,7 @@
  *     config.json               the model's shape (train/model/config.h says which transformers opens)
  *     model.safetensors         its weights under OLMoE's names, in f32; in bf16 where the run has no others
  *     bpe.txt, tokenizer*.json  the tokenizer; bytes have only the json files (train/data/tokenizer.h)
+ *     generation_config.json, ..  from the checkpoint of --from (train/run/carried.h)
  *     state.safetensors         what else is needed to resume: the AdamW moments and train_state
  *
  * A checkpoint is written as step-0000100.tmp, synced and renamed. Only then `latest` is made to point to it,
@@ -17,6 +18,7 @@
 #include "train/data/tokenizer.h"
 #include "train/data/tokens.h"
 #include "train/model/model.h"
+#include "train/run/carried.h"
 #include "train/run/routing_report.h"
 
 /* The options that a resumed run may change. The file has them so that a change can be told. NAN: not known,
@@ -46,9 +48,9 @@ typedef struct train_state {
 
 /* Writes a checkpoint of m, the optimiser's arrays and state under `out`, points `latest` to it and removes
  * the oldest beyond `keep`. `words` is the tokenizer that is saved with it; zeroed for token files without
- * one. */
+ * one. `from` is what is taken over from an earlier checkpoint; zeroed: nothing. */
 bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
-                     const tokenizer *words, int64_t keep, error *err);
+                     const tokenizer *words, const carried *from, int64_t keep, error *err);
 
 /* Finds the checkpoint that `path` means: path itself if it contains a config.json, else path/latest. `name`
  * (of `size` bytes) receives the checkpoint's path. */

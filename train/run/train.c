@@ -23,6 +23,7 @@ enum { PATH_BYTES = 4096 };
 typedef struct run {
     const train_settings *settings;
     tokenizer words; // zeroed: none
+    carried from;    // of the checkpoint that is resumed or that the weights come from; zeroed: none
     tokens *data;
     train_device *device;
     model model;
@@ -165,7 +166,7 @@ static bool save(run *r, error *err)
 {
     if (r->settings->checkpoints == 0) return true;
     if (r->log && !log_sync(r->log, err)) return false;
-    return checkpoint_save(r->settings->out, &r->model, &r->optimizer.arrays, &r->state, &r->words,
+    return checkpoint_save(r->settings->out, &r->model, &r->optimizer.arrays, &r->state, &r->words, &r->from,
                            r->settings->keep, err);
 }
 
@@ -209,7 +210,8 @@ static bool start(run *r, error *err)
 }
 
 /* Chooses the tokenizer: the one of the settings, or that of the checkpoint that is resumed or that the
- * weights come from. If both are there, they must be equal; a resumed run without one cannot get one. */
+ * weights come from. If both are there, they must be equal; a resumed run without one cannot get one. Also
+ * opens what is carried over from that checkpoint. */
 static bool open_tokenizer(run *r, error *err)
 {
     const train_settings *s = r->settings;
@@ -220,7 +222,7 @@ static bool open_tokenizer(run *r, error *err)
     if (before && (!checkpoint_find(before, path, sizeof path, err) ||
                    !tokenizer_find(&had, path, s->config.vocab, err)))
         return false;
-    const bool none = had.table.tokens == 0, bound = s->resume || !none;
+    const bool none = had.table.tokens == 0, bound = s->resume || !none, replaced = s->tokenizer && !bound;
     bool same = !s->tokenizer || !bound || tokenizer_same(&r->words, &had);
     if (!s->tokenizer)
         r->words = had;
@@ -229,6 +231,8 @@ static bool open_tokenizer(run *r, error *err)
     if (!same)
         return fail(err, ERROR_USAGE, "%s was trained %s %s", path,
                     none ? "without a tokenizer, not with" : "with another tokenizer than", s->tokenizer);
+    if (before && !carried_open(&r->from, path, &r->words, err)) return false;
+    if (replaced) carried_change_tokens(&r->from);
     return r->words.table.tokens <= s->config.vocab ||
            fail(err, ERROR_USAGE,
                 "--tokenizer %s has %lld tokens, more than the model's vocabulary of %lld%s", s->tokenizer,
@@ -308,7 +312,7 @@ static bool open_run(run *r, error *err)
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
                      s->config.vocab, s->config.context, split, err))
         return false;
-    r->words.bytes = tokens_are_bytes(r->data);
+    r->words.bytes = tokens_are_bytes(r->data) && !carried_has_tokenizer(&r->from);
     if (!(r->device = device_open(&device, err)) ||
         !model_create(&r->model, r->device, &s->config, &options, err) || !allocate(r, err) || !start(r, err))
         return false;
@@ -329,6 +333,7 @@ static void close_run(run *r)
     if (r->device) r->device->ops->close(r->device);
     tokens_close(r->data);
     tokenizer_close(&r->words);
+    carried_close(&r->from);
 }
 
 /* ---- one step ---- */
