@@ -7,6 +7,7 @@
 #include "cli/common/table.h"
 #include "cli/common/tile_waste.h"
 #include "cli/model/info_model.h"
+#include "common/blas_core.h"
 
 #include <cblas.h>
 #include <math.h>
@@ -155,6 +156,14 @@ static void backend_state(smoe_backend backend, char *text, size_t size)
     smoe_destroy(context);
 }
 
+static void put_blas(table *t)
+{
+    char text[512];
+    const char *fault = blas_core_fault();
+    snprintf(text, sizeof text, "%s%s%s", openblas_get_config(), fault ? ": " : "", fault ? fault : "");
+    table_text(t, text);
+}
+
 static bool print_build(const info_options *options, error *err)
 {
     const table_format format = options->format == TABLE_ALIGNED ? TABLE_VERTICAL : options->format;
@@ -169,7 +178,7 @@ static bool print_build(const info_options *options, error *err)
     table_text(t, BUILD_SANITIZE[0] ? BUILD_TYPE " -fsanitize=" BUILD_SANITIZE : BUILD_TYPE);
     table_integer(t, _OPENMP);
     table_integer(t, omp_get_max_threads());
-    table_text(t, openblas_get_config());
+    put_blas(t);
     backend_state(SMOE_BACKEND_CPU, state, sizeof state);
     table_text(t, state);
     backend_state(SMOE_BACKEND_CUDA, state, sizeof state);

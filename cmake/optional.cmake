@@ -1,7 +1,9 @@
 # What the program and the tests need beyond the library's own OpenMP and OpenBLAS. Where a package is missing they
 # are left out, and one line says what and which Debian package brings it.
-pkg_check_modules(JANSSON QUIET IMPORTED_TARGET jansson)
-pkg_check_modules(CMOCKA QUIET IMPORTED_TARGET cmocka)
+if(PkgConfig_FOUND)
+  pkg_check_modules(JANSSON QUIET IMPORTED_TARGET jansson)
+  pkg_check_modules(CMOCKA QUIET IMPORTED_TARGET cmocka)
+endif()
 find_package(ZLIB QUIET)
 find_program(SMOE_GNUPLOT gnuplot)
 mark_as_advanced(SMOE_GNUPLOT)

@@ -1,4 +1,7 @@
 /* `smoe bench` and `smoe info` as programs: JSON with exactly the documented names, exit status, figures. */
+#define _DEFAULT_SOURCE
+#include "common/blas_core.h"
+
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -404,14 +407,47 @@ static void test_info_build(void **state)
     assert_non_null(strstr(output, "120B-n2048"));
 }
 
+/* OpenBLAS's kernels without AVX2, as its version 0.3.21 takes them on processors that it does not know. The
+ * reference of `smoe bench` computes with the same kernels. */
+static void slow_blas_kernels_are_named(void **state)
+{
+    char *output = *state, *at = output;
+    const bool slow = blas_core_judge("Prescott", __builtin_cpu_supports("avx2"), 0) != NULL;
+    if (!slow) skip();
+    setenv("OPENBLAS_CORETYPE", "Prescott", 1);
+    assert_int_equal(run("info --json", false, output), 0);
+    json_t *object = next_object(&at);
+    assert_non_null(strstr(text_of(object, "blas"), "Prescott"));
+    assert_non_null(strstr(text_of(object, "blas"), "set OPENBLAS_CORETYPE="));
+    json_decref(object);
+    const char *bench = "bench --json --seconds 0.01 --device cpu --thiek 64,32,16,8,2";
+    assert_int_equal(run(bench, true, output), 0);
+    assert_non_null(strstr(output, "slow kernels (Prescott)"));
+    assert_non_null(strstr(output, "set OPENBLAS_CORETYPE="));
+    assert_int_equal(run(bench, false, output), 0);
+    assert_non_null(object = next_object((at = output, &at)));
+    assert_non_null(strstr(text_of(object, "device"), "slow OpenBLAS kernels (Prescott)"));
+    json_decref(object);
+    setenv("OPENBLAS_CORETYPE", "Haswell", 1);
+    assert_int_equal(run(bench, true, output), 0);
+    assert_null(strstr(output, "slow kernels"));
+    unsetenv("OPENBLAS_CORETYPE");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bench_records),      cmocka_unit_test(test_bench_lists),
-        cmocka_unit_test(test_bench_peaks),        cmocka_unit_test(test_shape_by_name),
-        cmocka_unit_test(test_bench_variants),     cmocka_unit_test(test_bench_table),
-        cmocka_unit_test(test_bad_input),          cmocka_unit_test(test_info_problem),
-        cmocka_unit_test(test_info_of_many_flops), cmocka_unit_test(test_info_build),
+        cmocka_unit_test(slow_blas_kernels_are_named),
+        cmocka_unit_test(test_bench_records),
+        cmocka_unit_test(test_bench_lists),
+        cmocka_unit_test(test_bench_peaks),
+        cmocka_unit_test(test_shape_by_name),
+        cmocka_unit_test(test_bench_variants),
+        cmocka_unit_test(test_bench_table),
+        cmocka_unit_test(test_bad_input),
+        cmocka_unit_test(test_info_problem),
+        cmocka_unit_test(test_info_of_many_flops),
+        cmocka_unit_test(test_info_build),
         cmocka_unit_test(test_info_chunks),
     };
     return cmocka_run_group_tests(tests, make_output, free_output);

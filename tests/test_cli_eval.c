@@ -94,12 +94,30 @@ static void test_broken_weights(void **state)
            "the loss of step 1 is nan with the weights that the run began with (run)");
 }
 
+/* train, eval and generate say so when OpenBLAS runs kernels that are too old for the processor. */
+static void slow_blas_kernels_are_named(void **state)
+{
+    char output[OUTPUT_BYTES];
+    if (!blas_core_judge("Prescott", __builtin_cpu_supports("avx2"), 0)) skip();
+    static const char *const commands[] = {
+        "train --device cpu --steps 2 --out run " TINY "text.txt",
+        "eval --device cpu --checkpoint run/latest text.txt",
+        "generate --device cpu --checkpoint run/latest --tokens 2",
+    };
+    put_texts(state);
+    for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++) {
+        assert_int_equal(run(state, "OPENBLAS_CORETYPE=Prescott", commands[i], output), 0);
+        if (!strstr(output, "smoe: slow kernels (Prescott)")) fail_msg("smoe %s: '%s'", commands[i], output);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_eval_says_what_its_windows_are, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_broken_weights, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(slow_blas_kernels_are_named, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

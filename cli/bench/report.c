@@ -3,10 +3,12 @@
 
 #include "build_info.h"
 #include "cli/bench/samples.h"
+#include "common/blas_core.h"
 
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 static const table_column columns[] = {
     {"commit", COLUMN_TEXT, 0, true, NULL},
@@ -203,11 +205,20 @@ static double error_of_pass(const bench_errors *errors, bench_pass pass)
                                    : fmax(errors->forward, errors->backward);
 }
 
+/* The reference computes with the same OpenBLAS, so ratios do not show that its kernels are slow. */
+static void describe_device(const bench_case *c, char *text, size_t size)
+{
+    c->settings.device->describe(text, size, c->threads);
+    const size_t length = strlen(text);
+    if (c->settings.device->backend == SMOE_BACKEND_CPU && blas_core_fault())
+        snprintf(text + length, size - length, ", slow OpenBLAS kernels (%s)", blas_core());
+}
+
 static void put_problem(table *t, const bench_result *result)
 {
     const smoe_layer *l = &result->c->run.layer;
-    char device_text[96];
-    result->c->settings.device->describe(device_text, sizeof device_text, result->c->threads);
+    char device_text[160];
+    describe_device(result->c, device_text, sizeof device_text);
     table_text(t, BUILD_COMMIT);
     table_text(t, device_text);
     table_text(t, result->c->settings.device->name);
@@ -272,8 +283,8 @@ static void put_pass(table *t, const bench_result *result, bench_pass pass)
 static void put_caption(const bench_result *result)
 {
     const smoe_layer *l = &result->c->run.layer;
-    char device_text[96];
-    result->c->settings.device->describe(device_text, sizeof device_text, result->c->threads);
+    char device_text[160];
+    describe_device(result->c, device_text, sizeof device_text);
     printf("%s %s: T %" PRId64 ", d %" PRId64 ", n %" PRId64 ", E %" PRId64 ", K %" PRId64
            "; %s, %s, %s routing, rounding %s",
            result->shape->suite, result->shape->name, l->tokens, l->hidden, l->intermediate, l->experts,

@@ -4,6 +4,9 @@
 #ifndef CLI_H
 #define CLI_H
 
+/* Says on stderr if OpenBLAS runs slow kernels (common/blas_core.h): for commands that compute on the CPU. */
+void cli_show_blas_fault(void);
+
 int smoe_cli_train(int argc, char **argv);
 int smoe_cli_generate(int argc, char **argv);
 int smoe_cli_eval(int argc, char **argv);

@@ -11,6 +11,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { SEQUENCES = 16, MOST_CONTEXT = 1 << 24, KEY_JSON = 1, KEY_CSV, KEY_CONTEXT, KEY_DEVICE };
 
@@ -137,6 +138,7 @@ static bool run(const eval_options *o, error *err)
 {
     train_device *device = device_open(&(device_options){.name = o->device}, err);
     if (!device) return false;
+    if (strcmp(device->name, "cpu") == 0) cli_show_blas_fault();
     bool done = run_on(device, o, err);
     device->ops->close(device);
     return done;

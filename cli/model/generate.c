@@ -160,6 +160,7 @@ static bool run(generate_options *o, error *err)
 {
     train_device *device = device_open(&(device_options){.name = o->device}, err);
     if (!device) return false;
+    if (strcmp(device->name, "cpu") == 0) cli_show_blas_fault();
     bool done = run_on(device, o, err);
     device->ops->close(device);
     return done;

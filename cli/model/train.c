@@ -12,6 +12,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { PATH_BYTES = 4096 };
 
@@ -148,6 +149,7 @@ static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
     const char *nothing = s->evaluations ? "nothing is left but the last validation" : "nothing is left";
+    if (strcmp(start->device, "cpu") == 0) cli_show_blas_fault();
     show_skipped(start->data);
     if (!start->resumed) show_validation(start->data);
     if (!start->resumed) return;

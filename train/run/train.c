@@ -556,7 +556,8 @@ static void tell_start(const run *r)
                                .elapsed = r->state.elapsed,
                                .before = r->before,
                                .now = r->state.recipe,
-                               .data = r->data};
+                               .data = r->data,
+                               .device = r->device->name};
     if (s->on_start) s->on_start(s, &start);
 }
 

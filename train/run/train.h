@@ -22,6 +22,7 @@ typedef struct train_start {
     train_recipe before; // the options of the run up to now; NAN: not known
     train_recipe now;
     const tokens *data;
+    const char *device; // "cpu" or "cuda"
 } train_start;
 
 typedef struct train_settings train_settings;

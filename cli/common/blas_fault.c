@@ -1,0 +1,11 @@
+/* The message about slow kernels of OpenBLAS. */
+#include "cli/common/cli.h"
+#include "common/blas_core.h"
+
+#include <stdio.h>
+
+void cli_show_blas_fault(void)
+{
+    const char *fault = blas_core_fault();
+    if (fault) fprintf(stderr, "smoe: slow kernels (%s): %s\n", blas_core(), fault);
+}
