@@ -61,14 +61,20 @@
  *    one exception: the first call of a thread starts the OpenMP threads that serve this thread.
  *  - The caller owns all memory. With the cuda backend every pointer to data is a device pointer. Tensors
  *    are aligned to 16 bytes, `saved` and `scratch` to 64. Memory that a call writes must not overlap any
- *    other memory that the call is given: `out` is not `x`, `dx` is not `dout`.
+ *    other memory that the call is given: `out` is not `x`, `dx` is not `dout`. If it does, the call returns
+ *    SMOE_ERROR_ARGUMENT.
+ *  - With the CPU backend a call that reads what an earlier call has left in `saved` or `scratch` returns
+ *    SMOE_ERROR_ARGUMENT if no call can have left these values for this layer.
  *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU
  *    may give other bits: OpenBLAS chooses its kernels by processor, and the cuda backend cuts work by the
  *    number of SMs.
- *  - No value in a tensor causes an error. A NaN logit ranks below -inf. A token with a NaN logit among its
- *    top-K gets NaN weights and a NaN output row; no other token changes. A NaN logit outside the top-K adds
- *    0 to the denominator of a softmax over all E. If some logits of a softmax are +inf, these logits share
- *    the weight equally, all other logits get 0, and the z-loss is +inf. The sigmoid of +inf is 1.
+ *  - No value in a tensor causes an error, except those of `offsets` (smoe_forward_args): offsets against
+ *    their rule are SMOE_ERROR_ARGUMENT with the CPU backend. With the cuda backend they are undefined
+ *    behaviour, and an error only if the context's option check_offsets is set.
+ *  - A NaN logit ranks below -inf. A token with a NaN logit among its top-K gets NaN weights and a NaN output
+ *    row; no other token changes. A NaN logit outside the top-K adds 0 to the denominator of a softmax over
+ *    all E. If some logits of a softmax are +inf, these logits share the weight equally, all other logits get
+ *    0, and the z-loss is +inf. The sigmoid of +inf is 1.
  *  - Every struct starts with struct_size; initialise the struct with its _INIT macro. Later versions only
  *    append fields. The library reads the bytes that struct_size covers and uses defaults for the other
  *    fields. If struct_size is larger than the library's own struct, the additional bytes must be zero.
@@ -110,7 +116,7 @@ SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked *
 typedef enum smoe_status {
     SMOE_OK = 0,
     SMOE_ERROR_ARGUMENT = 100,    /* a NULL pointer, a value outside its enum, arguments that contradict each
-                                     other, a struct_size against the rule above */
+                                     other, memory that overlaps, values against a rule above */
     SMOE_ERROR_SHAPE = 110,       /* a size of zero or above its limit, K > E, d or n not a multiple of 8 */
     SMOE_ERROR_ALIGNMENT = 120,   /* a pointer that is not aligned */
     SMOE_ERROR_BUFFER = 130,      /* saved or scratch smaller than smoe_query_sizes asked for */
@@ -162,10 +168,12 @@ typedef struct smoe_context_options {
     void *on_stage_user;          /* the callback's first argument */
     char *error_text;             /* optional, error_size bytes: smoe_create writes here why it failed */
     size_t error_size;
+    int32_t check_offsets; /* cuda: 1, for debugging: smoe_plan and smoe_layer_forward of a layer FROM_ROWS
+                              wait for the stream and check `offsets`; in a capture they are UNSUPPORTED */
 } smoe_context_options;
 #define SMOE_CONTEXT_OPTIONS_INIT                                                                            \
     {                                                                                                        \
-        sizeof(smoe_context_options), SMOE_BACKEND_CPU, 0, 0, NULL, NULL, NULL, 0                            \
+        sizeof(smoe_context_options), SMOE_BACKEND_CPU, 0, 0, NULL, NULL, NULL, 0, 0                         \
     }
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and

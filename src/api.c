@@ -1,11 +1,10 @@
 /* The public calls. Each copies the caller's structs, checks them and calls the context's backend. */
 #include "backend.h"
 #include "check.h"
+#include "pointers.h"
 #include "wanted.h"
 
 #include <stddef.h>
-
-#define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
 
 /* What a call works with after its checks. */
 typedef struct forward_call {
@@ -14,9 +13,6 @@ typedef struct forward_call {
     moe_plan_arrays plan;
     void *scratch; /* past the plan */
 } forward_call;
-
-/* Which arguments a call reads. */
-enum { READS_ROUTER = 1, READS_ROUTING = 2, READS_EXPERTS = 4 };
 
 static smoe_status take_layer(smoe_context *context, const char *function, const smoe_layer *layer,
                               moe_problem *problem)
@@ -57,36 +53,18 @@ smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smo
     return status;
 }
 
-static smoe_status check_forward_pointers(smoe_context *context, const char *function,
-                                          const smoe_layer *layer, const smoe_forward_args *a, int reads)
+/* Fields that contradict each other. */
+static smoe_status check_forward_fields(smoe_context *context, const smoe_layer *layer,
+                                        const smoe_forward_args *a)
 {
-    const int router = reads & READS_ROUTER && layer->entry == SMOE_ENTRY_FROM_LOGITS;
-    const int routing = reads & READS_ROUTING, experts = reads & READS_EXPERTS;
-    const moe_pointer_check checks[] = {
-        {"x", a->x, experts || (router && a->router_weight)},
-        {"router_weight", a->router_weight, 0},
-        {"router_bias", a->router_bias, 0},
-        {"logits", a->logits, router},
-        {"selection_bias", a->selection_bias, 0},
-        {"losses", a->losses, 0},
-        {"topk_ids", a->topk_ids, routing && layer->entry == SMOE_ENTRY_FROM_TOPK},
-        {"topk_weights", a->topk_weights, routing && layer->entry == SMOE_ENTRY_FROM_TOPK},
-        {"offsets", a->offsets, routing && layer->entry == SMOE_ENTRY_FROM_ROWS},
-        {"row_weights", a->row_weights, 0},
-        {"w1", a->w1, experts},
-        {"b1", a->b1, 0},
-        {"w2", a->w2, experts},
-        {"b2", a->b2, 0},
-        {"out", a->out, experts},
-    };
-    smoe_status status = moe_check_pointers(context, function, checks, COUNT(checks));
-    if (status != SMOE_OK) return status;
-    if (router && a->selection_bias && layer->score != SMOE_SCORE_SIGMOID)
+    if (layer->entry != SMOE_ENTRY_FROM_LOGITS) return SMOE_OK;
+    if (a->selection_bias && layer->score != SMOE_SCORE_SIGMOID)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
-                        "%s: selection_bias is given, but only SMOE_SCORE_SIGMOID has one", function);
-    if (router && a->router_bias && !a->router_weight)
+                        "%s: selection_bias is given, but only SMOE_SCORE_SIGMOID has one",
+                        context->function);
+    if (a->router_bias && !a->router_weight)
         return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: router_bias is given without router_weight",
-                        function);
+                        context->function);
     return SMOE_OK;
 }
 
@@ -101,40 +79,28 @@ static smoe_status take_forward(smoe_context *context, const char *function, con
     return status;
 }
 
-static smoe_status check_scratch(smoe_context *context, const char *function, const forward_call *call)
+static void find_plan(forward_call *call)
 {
-    uint64_t forward, backward;
-    context->backend->scratch(context, &call->problem, &forward, &backward);
-    return moe_check_buffer(context, function, "scratch", call->args.scratch, call->args.scratch_size,
-                            forward);
+    const moe_problem *p = &call->problem;
+    call->plan = moe_plan_at(p, p->layer.inference ? call->args.scratch : call->args.saved);
+    call->scratch = (char *)call->args.scratch + (p->layer.inference ? p->plan_bytes : 0);
 }
 
-/* Finds the plan: in saved, or for inference in scratch. Only the buffer that holds the plan is checked
- * here. */
-static smoe_status find_plan(smoe_context *context, const char *function, forward_call *call)
+static smoe_status check_plan(smoe_context *context, const moe_problem *problem, const moe_plan_arrays *plan)
 {
-    const int inference = call->problem.layer.inference;
-    const smoe_status status =
-        inference ? check_scratch(context, function, call)
-                  : moe_check_buffer(context, function, "saved", call->args.saved, call->args.saved_size,
-                                     call->problem.saved_buffer_bytes);
-    if (status == SMOE_OK)
-        call->plan = moe_plan_at(&call->problem, inference ? call->args.scratch : call->args.saved);
-    return status;
+    return context->backend->check_plan ? context->backend->check_plan(context, problem, plan) : SMOE_OK;
 }
 
 /* Everything that a forward stage does before it calls the backend's function. */
 static smoe_status begin_forward(smoe_context *context, const char *function, const smoe_layer *layer,
-                                 const smoe_forward_args *args, int reads, forward_call *call)
+                                 const smoe_forward_args *args, int needs, forward_call *call)
 {
     smoe_status status = take_forward(context, function, layer, args, call);
-    if (status == SMOE_OK)
-        status = check_forward_pointers(context, function, &call->problem.layer, &call->args, reads);
-    if (status == SMOE_OK) status = find_plan(context, function, call);
-    if (status == SMOE_OK) status = check_scratch(context, function, call);
+    if (status == SMOE_OK) status = moe_check_forward_pointers(context, &call->problem, &call->args, needs);
+    if (status == SMOE_OK && needs & MOE_NEEDS_ROUTER)
+        status = check_forward_fields(context, &call->problem.layer, &call->args);
     if (status != SMOE_OK) return status;
-    call->scratch =
-        (char *)call->args.scratch + (call->problem.layer.inference ? call->problem.plan_bytes : 0);
+    find_plan(call);
     return context->backend->begin(context);
 }
 
@@ -165,7 +131,7 @@ smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smo
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     forward_call call;
-    const smoe_status status = begin_forward(context, "smoe_route", layer, args, READS_ROUTER, &call);
+    const smoe_status status = begin_forward(context, "smoe_route", layer, args, MOE_NEEDS_ROUTER, &call);
     if (status != SMOE_OK) return status;
     if (call.problem.layer.entry != SMOE_ENTRY_FROM_LOGITS)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
@@ -179,7 +145,7 @@ smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smo
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     forward_call call;
-    const smoe_status status = begin_forward(context, "smoe_round", layer, args, READS_ROUTER, &call);
+    const smoe_status status = begin_forward(context, "smoe_round", layer, args, MOE_NEEDS_ROUTER, &call);
     if (status != SMOE_OK) return status;
     if (call.problem.layer.rounding == SMOE_ROUNDING_NONE)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
@@ -193,7 +159,7 @@ smoe_status smoe_plan(smoe_context *context, const smoe_layer *layer, const smoe
     if (!context) return SMOE_ERROR_ARGUMENT;
     forward_call call;
     const smoe_status status =
-        begin_forward(context, "smoe_plan", layer, args, READS_ROUTER | READS_ROUTING, &call);
+        begin_forward(context, "smoe_plan", layer, args, MOE_NEEDS_ROUTER | MOE_NEEDS_ROUTING, &call);
     return status == SMOE_OK ? run_plan(context, &call, stream) : status;
 }
 
@@ -202,8 +168,9 @@ smoe_status smoe_experts_forward(smoe_context *context, const smoe_layer *layer,
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     forward_call call;
-    const smoe_status status =
-        begin_forward(context, "smoe_experts_forward", layer, args, READS_EXPERTS, &call);
+    smoe_status status =
+        begin_forward(context, "smoe_experts_forward", layer, args, MOE_NEEDS_EXPERTS, &call);
+    if (status == SMOE_OK) status = check_plan(context, &call.problem, &call.plan);
     return status == SMOE_OK ? run_experts(context, &call, stream) : status;
 }
 
@@ -213,7 +180,7 @@ smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer *layer, c
     if (!context) return SMOE_ERROR_ARGUMENT;
     forward_call call;
     smoe_status status = begin_forward(context, "smoe_layer_forward", layer, args,
-                                       READS_ROUTER | READS_ROUTING | READS_EXPERTS, &call);
+                                       MOE_NEEDS_ROUTER | MOE_NEEDS_ROUTING | MOE_NEEDS_EXPERTS, &call);
     if (status == SMOE_OK && call.problem.layer.entry == SMOE_ENTRY_FROM_LOGITS) {
         status = run_route(context, &call, stream);
         if (status == SMOE_OK && call.problem.layer.rounding != SMOE_ROUNDING_NONE)
@@ -231,8 +198,9 @@ smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const
     const char *function = "smoe_view_plan";
     forward_call call;
     smoe_status status = take_forward(context, function, layer, args, &call);
-    if (status == SMOE_OK) status = find_plan(context, function, &call);
+    if (status == SMOE_OK) status = moe_check_plan_pointer(context, &call.problem, &call.args);
     if (status != SMOE_OK) return status;
+    find_plan(&call);
     const moe_plan_arrays *p = &call.plan;
     const smoe_plan_view known = {
         .topk_ids = p->topk_ids,
@@ -261,51 +229,25 @@ smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *
     moe_problem problem;
     smoe_status status = take_layer(context, function, layer, &problem);
     if (status != SMOE_OK) return status;
-    const moe_pointer_check checks[] = {{"counts", counts, 1}, {"bias", bias, 1}};
-    status = moe_check_pointers(context, function, checks, COUNT(checks));
+    status = moe_check_bias_pointers(context, &problem, counts, bias);
     if (status != SMOE_OK) return status;
     return context->backend->update_selection_bias(context, &problem, counts, bias, gamma, stream);
 }
 
 /* ---- Backward ---- */
 
-/* An input is required if a wanted gradient is computed from it. `router` says that a gradient of the router
- * is wanted. */
-static smoe_status check_backward_pointers(smoe_context *context, const char *function,
-                                           const smoe_layer *layer, const smoe_backward_args *a, int router)
+/* Fields that contradict each other. */
+static smoe_status check_backward_fields(smoe_context *context, const smoe_layer *layer,
+                                         const smoe_backward_args *a, int router)
 {
-    const int from_topk = layer->entry == SMOE_ENTRY_FROM_TOPK;
-    const int da = moe_wants_ds(layer, a, router) || moe_wants_dh(a) || a->dw2;
-    const moe_pointer_check checks[] = {
-        {"x", a->x, a->dw1 || (router && a->drouter_weight)},
-        {"router_weight", a->router_weight, 0},
-        {"logits", a->logits, router && moe_reads_logits(layer, a)},
-        {"topk_ids", a->topk_ids, from_topk && a->dtopk_weights},
-        {"w1", a->w1, a->dx != NULL},
-        {"w2", a->w2, da},
-        {"b2", a->b2, 0},
-        {"dout", a->dout, da || a->db2},
-        {"dx", a->dx, 0},
-        {"dw1", a->dw1, 0},
-        {"dw2", a->dw2, 0},
-        {"db1", a->db1, 0},
-        {"db2", a->db2, 0},
-        {"drouter_weight", a->drouter_weight, 0},
-        {"drouter_bias", a->drouter_bias, 0},
-        {"dlogits", a->dlogits, 0},
-        {"dtopk_weights", a->dtopk_weights, 0},
-        {"drow_weights", a->drow_weights, 0},
-    };
-    smoe_status status = moe_check_pointers(context, function, checks, COUNT(checks));
-    if (status != SMOE_OK) return status;
     if (layer->inference)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
-                        "%s: layer->inference is 1, nothing was saved for a backward", function);
+                        "%s: layer->inference is 1, nothing was saved for a backward", context->function);
     if (a->db2 && !a->b2)
-        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: db2 is given without b2", function);
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: db2 is given without b2", context->function);
     if (router && !a->router_weight && (a->drouter_weight || a->drouter_bias))
-        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without router_weight", function,
-                        a->drouter_weight ? "drouter_weight" : "drouter_bias");
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without router_weight",
+                        context->function, a->drouter_weight ? "drouter_weight" : "drouter_bias");
     return SMOE_OK;
 }
 
@@ -321,18 +263,15 @@ static smoe_status run_backward(smoe_context *context, const char *function, con
     if (status != SMOE_OK) return status;
     moe_take_struct(&args, sizeof args, given);
     with_router = with_router && problem.layer.entry == SMOE_ENTRY_FROM_LOGITS && moe_wants_router(&args);
-    status = check_backward_pointers(context, function, &problem.layer, &args, with_router);
+    status = moe_check_backward_pointers(context, &problem, &args, with_router);
     if (status != SMOE_OK) return status;
-    uint64_t forward, backward;
-    context->backend->scratch(context, &problem, &forward, &backward);
-    status =
-        moe_check_buffer(context, function, "saved", args.saved, args.saved_size, problem.saved_buffer_bytes);
-    if (status != SMOE_OK) return status;
-    status = moe_check_buffer(context, function, "scratch", args.scratch, args.scratch_size, backward);
+    status = check_backward_fields(context, &problem.layer, &args, with_router);
     if (status != SMOE_OK) return status;
     status = context->backend->begin(context);
     if (status != SMOE_OK) return status;
     const moe_plan_arrays plan = moe_plan_at(&problem, args.saved);
+    status = check_plan(context, &problem, &plan);
+    if (status != SMOE_OK) return status;
     return context->backend->backward(context, &problem, &args, &plan, with_router, stream);
 }
 

@@ -25,6 +25,9 @@ typedef struct moe_backend_table {
                          const moe_plan_arrays *plan, void *scratch, void *stream);
     smoe_status (*plan)(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
                         const moe_plan_arrays *plan, void *scratch, void *stream);
+    /* Called before a stage that reads a plan which another call of the API has made. Can a plan stage have
+     * left these values? NULL: the backend's stages read the plan on the device. */
+    smoe_status (*check_plan)(smoe_context *context, const moe_problem *problem, const moe_plan_arrays *plan);
     smoe_status (*experts_forward)(smoe_context *context, const moe_problem *problem,
                                    const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                                    void *stream);
@@ -48,6 +51,7 @@ struct smoe_context {
     void *state;          /* the backend's own */
     const char *function; /* the public function that was called last, for error texts */
     int32_t threads;
+    int32_t check_offsets;
     smoe_stage_callback on_stage;
     void *on_stage_user;
     char error[SMOE_ERROR_TEXT];

@@ -271,32 +271,23 @@ smoe_status moe_check_layer(smoe_context *context, const char *function, const s
     return status;
 }
 
-smoe_status moe_check_pointers(smoe_context *context, const char *function, const moe_pointer_check *checks,
-                               int count)
+smoe_status moe_check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets)
 {
-    for (int i = 0; i < count; i++) {
-        const moe_pointer_check *c = &checks[i];
-        if (!c->pointer && c->required)
-            return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL", function, c->name);
-        if ((uintptr_t)c->pointer % SMOE_TENSOR_ALIGN)
-            return moe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
-                            function, c->name, c->pointer, SMOE_TENSOR_ALIGN);
+    int64_t before = 0;
+    for (int64_t e = 0; e <= layer->experts; e++) {
+        const int64_t at = moe_load_index(offsets, layer->index_type, e);
+        if (e == 0 && at != 0)
+            return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: offsets[0] is %lld, it must be 0",
+                            context->function, (long long)at);
+        if (at < before)
+            return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                            "%s: offsets[%lld] is %lld, below offsets[%lld], %lld", context->function,
+                            (long long)e, (long long)at, (long long)e - 1, (long long)before);
+        if (at > layer->tokens)
+            return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                            "%s: offsets[%lld] is %lld, but the layer has %lld rows (tokens)",
+                            context->function, (long long)e, (long long)at, (long long)layer->tokens);
+        before = at;
     }
-    return SMOE_OK;
-}
-
-smoe_status moe_check_buffer(smoe_context *context, const char *function, const char *name,
-                             const void *pointer, uint64_t size, uint64_t needed)
-{
-    if (!needed) return SMOE_OK;
-    if (!pointer)
-        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL, %llu bytes are needed", function, name,
-                        (unsigned long long)needed);
-    if ((uintptr_t)pointer % SMOE_BUFFER_ALIGN)
-        return moe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
-                        function, name, pointer, SMOE_BUFFER_ALIGN);
-    if (size < needed)
-        return moe_fail(context, SMOE_ERROR_BUFFER, "%s: %s has %llu bytes, smoe_query_sizes asks for %llu",
-                        function, name, (unsigned long long)size, (unsigned long long)needed);
     return SMOE_OK;
 }

@@ -22,17 +22,9 @@ void moe_give_struct(void *to, const void *from, size_t size);
 const char *moe_type_name(smoe_type type);
 const char *moe_entry_name(smoe_entry entry);
 
-/* Checks one pointer argument. */
-typedef struct moe_pointer_check {
-    const char *name;
-    const void *pointer;
-    int required;
-} moe_pointer_check;
-
 smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer);
-smoe_status moe_check_pointers(smoe_context *context, const char *function, const moe_pointer_check *checks,
-                               int count);
-smoe_status moe_check_buffer(smoe_context *context, const char *function, const char *name,
-                             const void *pointer, uint64_t size, uint64_t needed);
+
+/* Checks the values of offsets (E+1), which must be in host memory. */
+smoe_status moe_check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets);
 
 #endif

@@ -35,12 +35,16 @@ static smoe_status open_backend(smoe_context *context, const smoe_context_option
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "smoe_create: threads is %d, the range is 0 (OpenMP's default) to %d",
                         (int)options->threads, SMOE_MAX_THREADS);
+    if (options->check_offsets != 0 && options->check_offsets != 1)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "smoe_create: check_offsets is %d, it must be 0 or 1",
+                        (int)options->check_offsets);
     context->backend = find_backend(options->backend);
     if (!context->backend)
         return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
                         "smoe_create: this library was built without the cuda backend");
     context->on_stage = options->on_stage;
     context->on_stage_user = options->on_stage_user;
+    context->check_offsets = options->check_offsets;
     return context->backend->create(context, options);
 }
 

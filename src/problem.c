@@ -14,6 +14,18 @@ int64_t moe_type_bytes(smoe_type type)
     return 0;
 }
 
+int64_t moe_load_index(const void *indices, smoe_type type, int64_t at)
+{
+    switch (type) {
+    case SMOE_TYPE_I32: return ((const int32_t *)indices)[at];
+    case SMOE_TYPE_I64: return ((const int64_t *)indices)[at];
+    case SMOE_TYPE_F32:
+    case SMOE_TYPE_BF16:
+    case SMOE_TYPE_F16: break;
+    }
+    return -1;
+}
+
 /* The most rows that a rounding rule can add to T K. NR_F adds less than half a tile to each expert. SR_F,
  * NR_S and UP add less than a tile to each. BALANCE_F adds at most half a tile to all experts together,
  * because its running residual stays within M/2. */

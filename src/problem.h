@@ -67,6 +67,10 @@ static inline int64_t moe_padded_rows(int64_t rows, int64_t experts)
 
 int64_t moe_type_bytes(smoe_type type);
 
+/* indices[at] of topk_ids or of offsets, in host memory. If they cannot have this type: -1, which is not an
+ * expert. */
+int64_t moe_load_index(const void *indices, smoe_type type, int64_t at);
+
 /* Fills *problem from a layer that moe_check_layer has passed. */
 void moe_problem_init(moe_problem *problem, const smoe_layer *layer);
 

@@ -2,15 +2,9 @@
  * the values that the _INIT macros set. Bindings in other languages repeat these numbers, so none may ever
  * change. A field may only be appended to a struct (then the struct's size in this file grows), and an
  * enumerator may only be added. The numbers are those of 64-bit machines. */
-#include <smoe.h>
+#include "api_case.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
-#include <string.h>
-
-#include <cmocka.h>
 
 typedef struct pinned {
     const char *name;
@@ -49,7 +43,7 @@ static void structs_keep_their_layout(void **state)
 {
     (void)state;
     static const pinned rows[] = {
-        SIZE(smoe_context_options, 56),
+        SIZE(smoe_context_options, 64),
         FIELD(smoe_context_options, struct_size, 0, 8),
         FIELD(smoe_context_options, backend, 8, 4),
         FIELD(smoe_context_options, device, 12, 4),
@@ -58,6 +52,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_context_options, on_stage_user, 32, 8),
         FIELD(smoe_context_options, error_text, 40, 8),
         FIELD(smoe_context_options, error_size, 48, 8),
+        FIELD(smoe_context_options, check_offsets, 56, 4),
         SIZE(smoe_layer, 128),
         FIELD(smoe_layer, struct_size, 0, 8),
         FIELD(smoe_layer, tokens, 8, 8),
@@ -258,11 +253,41 @@ static void defaults_stay(void **state)
     static const char zeros[512];
     assert_memory_equal(&layer, zeros, sizeof layer);
     assert_memory_equal(&options, zeros, offsetof(smoe_context_options, on_stage) - sizeof(int32_t));
-    assert_memory_equal(&options.on_stage, zeros, sizeof options - offsetof(smoe_context_options, on_stage));
+    assert_memory_equal(&options.on_stage, zeros,
+                        offsetof(smoe_context_options, check_offsets) -
+                            offsetof(smoe_context_options, on_stage));
+    assert_int_equal(options.check_offsets, 0);
     assert_memory_equal(&sizes, zeros, sizeof sizes);
     assert_memory_equal(&forward, zeros, sizeof forward);
     assert_memory_equal(&backward, zeros, sizeof backward);
     assert_memory_equal(&view, zeros, sizeof view);
+}
+
+/* smoe_backward_args as it was before 0.1.0, with five fields that no backend read. A library that has the
+ * newer struct must not read one field as another. */
+static void test_former_backward_args(void **state)
+{
+    (void)state;
+    enum { X = 1, LOGITS = 3, W1 = 9, W2 = 11, SAVED = 13, DOUT = 15, DX = 17, SCRATCH = 27, FIELDS = 29 };
+    smoe_context *context = open_cpu();
+    const smoe_layer layer = small_layer();
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    assert_int_equal(smoe_query_sizes(context, &layer, &sizes), SMOE_OK);
+    const size_t part = (sizes.saved_buffer_bytes + sizes.scratch_backward_bytes + (1 << 20)) / 256 * 256;
+    char *pool = aligned_alloc(256, 8 * part);
+    assert_non_null(pool);
+    memset(pool, 0, 8 * part);
+    const int pointers[] = {X, LOGITS, W1, W2, SAVED, DOUT, DX, SCRATCH};
+    uint64_t former[FIELDS] = {sizeof former, [SAVED + 1] = part, [SCRATCH + 1] = part};
+    for (size_t i = 0; i < 8; i++) former[pointers[i]] = (uint64_t)(uintptr_t)(pool + i * part);
+    smoe_backward_args *args = malloc(sizeof former);
+    assert_non_null(args);
+    memcpy(args, former, sizeof former);
+    assert_error(context, smoe_layer_backward(context, &layer, args, NULL), SMOE_ERROR_ARGUMENT,
+                 "smoe_layer_backward: ", "");
+    free(args);
+    free(pool);
+    smoe_destroy(context);
 }
 
 int main(void)
@@ -271,6 +296,7 @@ int main(void)
         cmocka_unit_test(structs_keep_their_layout),
         cmocka_unit_test(enumerators_keep_their_values),
         cmocka_unit_test(defaults_stay),
+        cmocka_unit_test(test_former_backward_args),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -46,6 +46,10 @@ static void test_contexts(void **state)
     assert_null(context);
     assert_non_null(strstr(text, "backend is 5"));
     options.backend = SMOE_BACKEND_CPU;
+    options.check_offsets = 2;
+    assert_int_equal(smoe_create(&context, &options), SMOE_ERROR_ARGUMENT);
+    assert_non_null(strstr(text, "check_offsets is 2, it must be 0 or 1"));
+    options.check_offsets = 0;
     options.threads = -1;
     assert_int_equal(smoe_create(&context, &options), SMOE_ERROR_ARGUMENT);
     assert_non_null(strstr(text, "threads is -1"));

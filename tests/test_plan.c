@@ -160,7 +160,7 @@ static void order_is_by_count_over_many_experts(void **state)
 /* ---- FROM_ROWS ---- */
 
 typedef struct given_rows {
-    const int64_t *offsets; /* the valid offsets that the plan must use */
+    const int64_t *offsets;
     const float *weights;
 } given_rows;
 
@@ -171,7 +171,7 @@ static int wanted_rows(const void *user, int64_t t, int64_t e, float *weight)
     return t >= g->offsets[e] && t < g->offsets[e + 1];
 }
 
-static void check_rows(int64_t tokens, int64_t experts, const int64_t *given, const int64_t *taken)
+static void check_rows(int64_t tokens, int64_t experts, const int64_t *given)
 {
     smoe_layer layer = routing_layer(tokens, experts, 1);
     layer.entry = SMOE_ENTRY_FROM_ROWS;
@@ -187,7 +187,7 @@ static void check_rows(int64_t tokens, int64_t experts, const int64_t *given, co
         c.args.offsets = run % 2 ? (const void *)narrow : wide;
         c.args.row_weights = run < 2 ? weights : NULL;
         run_case(&c);
-        check_plan(&c, wanted_rows, &(given_rows){taken, c.args.row_weights});
+        check_plan(&c, wanted_rows, &(given_rows){given, c.args.row_weights});
         close_case(&c);
     }
     free(wide);
@@ -202,21 +202,10 @@ static void rows_with_offsets(void **state)
                                      191, 192, 193, 255, 256, 257, 320, 0};
     int64_t offsets[18] = {0};
     for (int e = 0; e < 17; e++) offsets[e + 1] = offsets[e] + counts[e];
-    check_rows(offsets[17], 17, offsets, offsets);
-    check_rows(offsets[17] + 100, 17, offsets, offsets); /* rows after the last offset have no expert */
-    check_rows(1, 1, (int64_t[]){0, 1}, (int64_t[]){0, 1});
-    check_rows(1, 2, (int64_t[]){0, 0, 0}, (int64_t[]){0, 0, 0});
-}
-
-static void malformed_offsets_stay_inside(void **state)
-{
-    (void)state;
-    const int64_t big = INT32_MAX, small = INT32_MIN;
-    check_rows(10, 3, (int64_t[]){4, 6, 8, 10}, (int64_t[]){0, 6, 8, 10});
-    check_rows(10, 3, (int64_t[]){0, 6, 2, 9}, (int64_t[]){0, 6, 6, 9});
-    check_rows(10, 3, (int64_t[]){0, 6, big, 9}, (int64_t[]){0, 6, 10, 10});
-    check_rows(10, 3, (int64_t[]){small, small, -1, small}, (int64_t[]){0, 0, 0, 0});
-    check_rows(10, 3, (int64_t[]){big, big, big, big}, (int64_t[]){0, 10, 10, 10});
+    check_rows(offsets[17], 17, offsets);
+    check_rows(offsets[17] + 100, 17, offsets); /* rows after the last offset have no expert */
+    check_rows(1, 1, (int64_t[]){0, 1});
+    check_rows(1, 2, (int64_t[]){0, 0, 0});
 }
 
 int main(void)
@@ -228,7 +217,6 @@ int main(void)
         cmocka_unit_test(one_expert_takes_all),
         cmocka_unit_test(order_is_by_count_over_many_experts),
         cmocka_unit_test(rows_with_offsets),
-        cmocka_unit_test(malformed_offsets_stay_inside),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

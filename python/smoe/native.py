@@ -43,6 +43,7 @@ class ContextOptions(ctypes.Structure):
         ("threads", _I32),
         *_pointers("on_stage on_stage_user error_text"),
         ("error_size", _SIZE),
+        ("check_offsets", _I32),
     ]
 
 

@@ -72,6 +72,7 @@ const moe_backend_table moe_cpu_backend = {
     .route = moe_cpu_route,
     .round = moe_cpu_round,
     .plan = moe_cpu_plan,
+    .check_plan = moe_cpu_check_plan,
     .experts_forward = moe_cpu_experts_forward,
     .backward = moe_cpu_backward,
     .update_selection_bias = moe_cpu_update_selection_bias,

@@ -100,15 +100,3 @@ void moe_round_row(float *row, int64_t count, smoe_type type)
 {
     storage_of(type)->round(row, count);
 }
-
-int64_t moe_load_index(const void *indices, smoe_type type, int64_t at)
-{
-    switch (type) {
-    case SMOE_TYPE_I32: return ((const int32_t *)indices)[at];
-    case SMOE_TYPE_I64: return ((const int64_t *)indices)[at];
-    case SMOE_TYPE_F32:
-    case SMOE_TYPE_BF16:
-    case SMOE_TYPE_F16: break;
-    }
-    return -1;
-}

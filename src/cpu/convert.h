@@ -1,5 +1,5 @@
 /* Converts rows from their storage type (f32 or bf16) to f32 and back, for the types that moe_cpu_stores
- * accepts. Also reads indices. `first_element` counts elements of the storage type, so that callers need no
+ * accepts. `first_element` counts elements of the storage type, so that callers need no
  * arithmetic on void pointers. */
 #ifndef SMOE_CPU_CONVERT_H
 #define SMOE_CPU_CONVERT_H
@@ -20,8 +20,5 @@ void moe_add_row(void *to, int64_t first_element, const float *from, int64_t cou
 
 /* row[i] rounded to what `type` stores, in place. */
 void moe_round_row(float *row, int64_t count, smoe_type type);
-
-/* indices[at] of topk_ids or of offsets. If they cannot have this type: -1, which is not an expert. */
-int64_t moe_load_index(const void *indices, smoe_type type, int64_t at);
 
 #endif

@@ -25,6 +25,10 @@ smoe_status moe_cpu_round(smoe_context *context, const moe_problem *problem, con
                           const moe_plan_arrays *plan, void *scratch, void *stream);
 smoe_status moe_cpu_plan(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
                          const moe_plan_arrays *plan, void *scratch, void *stream);
+/* check_plan.c. The error is ARGUMENT. */
+smoe_status moe_cpu_check_plan(smoe_context *context, const moe_problem *problem,
+                               const moe_plan_arrays *plan);
+
 smoe_status moe_cpu_update_selection_bias(smoe_context *context, const moe_problem *problem,
                                           const int32_t *counts, float *bias, float gamma, void *stream);
 

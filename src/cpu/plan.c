@@ -4,13 +4,13 @@
  * With FROM_LOGITS and FROM_TOPK the routing is given as selection bits (routing.h). There are two passes
  * over the panels of tokens. The first counts the rows of each (panel, expert) and of each token. Sums of
  * these counts over the panels give the places of the rows. The second pass writes the rows. FROM_ROWS copies
- * the offsets and limits them: offsets[0] counts as 0, and each of the others as at least the one before it
- * and at most T. So no value can lead outside of the arrays. */
+ * the offsets. */
+#include "check.h"
 #include "convert.h"
 #include "routing.h"
 
 typedef struct plan_call {
-    const smoe_context *context;
+    smoe_context *context;
     const moe_problem *problem;
     const smoe_forward_args *args;
     const moe_plan_arrays *plan;
@@ -36,8 +36,8 @@ static void select_given(const plan_call *c, int64_t panel)
     }
 }
 
-/* Fills panel_counts (P, E) and panel_rows (P), and sets token_offsets[t] to the number of rows of token
- * t. */
+/* Fills panel_counts (P, E) and panel_rows (P), and sets token_offsets[t] to the number of rows of token t.
+ * Bits past the last token, which no route sets, count as too many rows. */
 static void count_panel(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
@@ -51,7 +51,9 @@ static void count_panel(const plan_call *c, int64_t panel)
         }
         c->s.panel_counts[panel * l->experts + e] = rows - before;
     }
-    c->s.panel_rows[panel] = rows;
+    int32_t past = 0;
+    for (int64_t i = count; i < SMOE_TOKEN_PANEL; i++) past += token_count[i];
+    c->s.panel_rows[panel] = past ? INT32_MAX : rows;
     memcpy(c->plan->token_offsets + first, token_count, sizeof *token_count * (size_t)count);
 }
 
@@ -166,7 +168,18 @@ static void write_all_pads(const moe_plan_arrays *plan, int64_t experts, int64_t
     write_pads(plan, (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[experts], padded_rows);
 }
 
-static void plan_selection(const plan_call *c)
+/* smoe_plan may be called without smoe_route before it. */
+static smoe_status check_selected(const plan_call *c)
+{
+    int64_t rows = 0;
+    for (int64_t panel = 0; panel < c->s.panels; panel++) rows += c->s.panel_rows[panel];
+    if (rows <= c->problem->rows) return SMOE_OK;
+    return moe_fail(c->context, SMOE_ERROR_ARGUMENT,
+                    "%s: scratch is not as smoe_route left it: it selects %lld pairs, the bound is %lld",
+                    c->context->function, (long long)rows, (long long)c->problem->rows);
+}
+
+static smoe_status plan_selection(const plan_call *c)
 {
     const int64_t experts = c->problem->layer.experts, panels = c->s.panels;
     const int threads = c->context->threads;
@@ -175,28 +188,29 @@ static void plan_selection(const plan_call *c)
         if (c->problem->layer.entry == SMOE_ENTRY_FROM_TOPK) select_given(c, panel);
         count_panel(c, panel);
     }
+    const smoe_status status = check_selected(c);
+    if (status != SMOE_OK) return status;
     for (int64_t e = 0; e < experts; e++)
         c->plan->counts[e] = sum_before(c->s.panel_counts + e, panels, experts);
     c->plan->token_offsets[c->problem->layer.tokens] = sum_before(c->s.panel_rows, panels, 1);
     place_experts(c->plan, experts);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t panel = 0; panel < panels; panel++) write_panel(c, panel);
+    return SMOE_OK;
 }
 
 /* ---- FROM_ROWS ---- */
 
 /* Row r of expert e is token r of the input. */
-static void plan_rows(const plan_call *c)
+static smoe_status plan_rows(const plan_call *c)
 {
     const smoe_layer *l = &c->problem->layer;
     const moe_plan_arrays *plan = c->plan;
-    int64_t first = 0;
-    for (int64_t e = 0; e < l->experts; e++) {
-        const int64_t given = moe_load_index(c->args->offsets, l->index_type, e + 1);
-        const int64_t end = given < first ? first : moe_min(given, l->tokens);
-        plan->counts[e] = (int32_t)(end - first);
-        first = end;
-    }
+    const smoe_status status = moe_check_offsets(c->context, l, c->args->offsets);
+    if (status != SMOE_OK) return status;
+    for (int64_t e = 0; e < l->experts; e++)
+        plan->counts[e] = (int32_t)(moe_load_index(c->args->offsets, l->index_type, e + 1) -
+                                    moe_load_index(c->args->offsets, l->index_type, e));
     place_experts(plan, l->experts);
     for (int64_t e = 0; e < l->experts; e++) {
         const int32_t row = SMOE_BLOCK_ROWS * plan->block_offsets[e] - plan->offsets[e];
@@ -206,21 +220,26 @@ static void plan_rows(const plan_call *c)
             plan->token_rows[t] = row + t;
         }
     }
-    for (int64_t t = 0; t <= l->tokens; t++) plan->token_offsets[t] = (int32_t)moe_min(t, first);
+    for (int64_t t = 0; t <= l->tokens; t++)
+        plan->token_offsets[t] = (int32_t)moe_min(t, plan->offsets[l->experts]);
+    return SMOE_OK;
 }
 
 smoe_status moe_cpu_plan(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
                          const moe_plan_arrays *plan, void *scratch, void *stream)
 {
     const plan_call call = {context, problem, args, plan, moe_routing_scratch_at(context, problem, scratch)};
+    smoe_status status = SMOE_OK;
     moe_stage_begin(context, SMOE_STAGE_PLAN, stream);
     switch (problem->layer.entry) {
     case SMOE_ENTRY_FROM_LOGITS:
-    case SMOE_ENTRY_FROM_TOPK: plan_selection(&call); break;
-    case SMOE_ENTRY_FROM_ROWS: plan_rows(&call); break;
+    case SMOE_ENTRY_FROM_TOPK: status = plan_selection(&call); break;
+    case SMOE_ENTRY_FROM_ROWS: status = plan_rows(&call); break;
     }
-    order_experts(plan, call.s.targets, problem->layer.experts);
-    write_all_pads(plan, problem->layer.experts, problem->padded_rows);
+    if (status == SMOE_OK) {
+        order_experts(plan, call.s.targets, problem->layer.experts);
+        write_all_pads(plan, problem->layer.experts, problem->padded_rows);
+    }
     moe_stage_end(context, SMOE_STAGE_PLAN, stream);
-    return SMOE_OK;
+    return status;
 }

@@ -1,7 +1,8 @@
-/* Three extreme cases. A caller leaves out smoe_round although the layer rounds: whatever the memory of the
+/* Extreme cases. A caller leaves out smoe_round although the layer rounds: whatever the memory of the
  * counts contains, nothing is written outside the plan, and no index points outside. A row of O is so long
  * that the combine would have more parts than a grid may have CTAs in y. The plan from given rows has a CTA
- * on every multiprocessor of the device. */
+ * on every multiprocessor of the device. Errors of the caller: offsets against their rule, with the context's
+ * option check_offsets, and memory that is given twice. */
 #include "gpu.h"
 #include "host/launch.h"
 #include "open_cuda.h"
@@ -195,6 +196,75 @@ static void plan_on_every_multiprocessor(smoe_context *context)
     check(!gpu_free(offsets) && !gpu_free(saved) && !gpu_free(scratch), name, "written outside a buffer");
 }
 
+/* ---- Errors of the caller ---- */
+
+static void refused(smoe_context *context, smoe_status got, smoe_status expected, const char *text)
+{
+    check(got == expected, text, "has another status");
+    check(strstr(smoe_last_error(context), text) != NULL, text, smoe_last_error(context));
+}
+
+/* Both types of indices. A stream that is captured cannot be waited for. */
+static void refuse_offsets(smoe_type type)
+{
+    smoe_context *context = open_cuda_checking(1);
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.entry = SMOE_ENTRY_FROM_ROWS, l.tokens = 100, l.hidden = 8, l.intermediate = 8, l.experts = 3;
+    l.index_type = type;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &l, &sizes), "check_offsets");
+    const gpu_buffer offsets = gpu_alloc(4 * sizeof(int64_t)), saved = gpu_alloc(sizes.saved_buffer_bytes),
+                     scratch = gpu_alloc(sizes.scratch_forward_bytes);
+    smoe_forward_args f = SMOE_FORWARD_ARGS_INIT;
+    f.offsets = offsets.memory;
+    f.saved = saved.memory, f.saved_size = sizes.saved_buffer_bytes;
+    f.scratch = scratch.memory, f.scratch_size = sizes.scratch_forward_bytes;
+    static const struct {
+        int64_t values[4];
+        const char *text; /* NULL: good */
+    } cases[] = {{{1, 2, 3, 4}, "smoe_plan: offsets[0] is 1,"},
+                 {{0, 50, 40, 90}, "smoe_plan: offsets[2] is 40, below offsets[1], 50"},
+                 {{0, 50, 60, 101}, "smoe_plan: offsets[3] is 101, but the layer has 100 rows"},
+                 {{0, 50, 60, 100}, NULL}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int32_t narrow[4];
+        for (int e = 0; e < 4; e++) narrow[e] = (int32_t)cases[i].values[e];
+        const void *from = type == SMOE_TYPE_I64 ? (const void *)cases[i].values : narrow;
+        CHECK_CUDA(cudaMemcpy(offsets.memory, from, type == SMOE_TYPE_I64 ? 32 : 16, cudaMemcpyHostToDevice));
+        const smoe_status status = smoe_plan(context, &l, &f, NULL);
+        if (!cases[i].text) must(context, status, "good offsets");
+        if (cases[i].text) refused(context, status, SMOE_ERROR_ARGUMENT, cases[i].text);
+    }
+    cudaStream_t stream;
+    CHECK_CUDA(cudaStreamCreate(&stream));
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    refused(context, smoe_plan(context, &l, &f, stream), SMOE_ERROR_UNSUPPORTED,
+            "smoe_plan: the stream is being");
+    end_capture(stream);
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    check(!gpu_free(offsets) && !gpu_free(saved) && !gpu_free(scratch), "check_offsets", "written outside");
+    smoe_destroy(context);
+}
+
+/* The addresses are never read. */
+static void refuse_overlap(smoe_context *context)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = T, l.hidden = D, l.intermediate = N, l.experts = E, l.topk = K;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &l, &sizes), "overlap");
+    char *const base = (char *)(uintptr_t)((uint64_t)1 << 40), *const far = base + ((int64_t)1 << 30);
+    smoe_forward_args f = SMOE_FORWARD_ARGS_INIT;
+    f.x = f.out = base, f.w1 = f.w2 = f.router_weight = base + (1 << 28), f.logits = base + (1 << 29);
+    f.saved = far, f.saved_size = sizes.saved_buffer_bytes;
+    f.scratch = far + (1 << 30), f.scratch_size = sizes.scratch_forward_bytes;
+    refused(context, smoe_layer_forward(context, &l, &f, NULL), SMOE_ERROR_ARGUMENT, "out is written");
+    smoe_backward_args b = SMOE_BACKWARD_ARGS_INIT;
+    b.dx = base, b.dout = base, b.w1 = b.w2 = base + (1 << 28), b.saved = far, b.saved_size = f.saved_size;
+    b.scratch = far + (1 << 30), b.scratch_size = sizes.scratch_backward_bytes;
+    refused(context, smoe_layer_backward(context, &l, &b, NULL), SMOE_ERROR_ARGUMENT, "dx is written");
+}
+
 int main(void)
 {
     smoe_context *context = open_cuda();
@@ -203,6 +273,9 @@ int main(void)
         for (int pattern = 0; pattern < 6; pattern++) skip_round(context, roundings[i], pattern);
     combine_long_row();
     plan_on_every_multiprocessor(context);
+    refuse_offsets(SMOE_TYPE_I32);
+    refuse_offsets(SMOE_TYPE_I64);
+    refuse_overlap(context);
     smoe_destroy(context);
     printf("%d failures\n", failures);
     return failures != 0;

@@ -8,20 +8,26 @@
 
 enum { EXIT_NO_DEVICE = 77, EXIT_BROKEN = 3 };
 
-/* Makes a context. If this fails, it ends the program: with 77, which ctest counts as skipped, if no device
- * is usable, else with 3. */
-static inline smoe_context *open_cuda(void)
+/* Makes a context, with the option check_offsets or without it. If this fails, it ends the program: with 77,
+ * which ctest counts as skipped, if no device is usable, else with 3. */
+static inline smoe_context *open_cuda_checking(int check_offsets)
 {
     smoe_context *context;
     char text[512] = "";
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     options.backend = SMOE_BACKEND_CUDA;
+    options.check_offsets = check_offsets;
     options.error_text = text;
     options.error_size = sizeof text;
     const smoe_status status = smoe_create(&context, &options);
     if (status == SMOE_OK) return context;
     printf("no device: %s\n", text);
     exit(status == SMOE_ERROR_DEVICE ? EXIT_NO_DEVICE : EXIT_BROKEN);
+}
+
+static inline smoe_context *open_cuda(void)
+{
+    return open_cuda_checking(0);
 }
 
 #endif

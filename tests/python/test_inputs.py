@@ -75,6 +75,8 @@ ROWS = [
     (dict(offsets=torch.zeros(E, dtype=torch.int32)), ValueError, r"offsets has shape \(4,\); expected \(E \+ 1\) = \(5,\)"),
     (dict(offsets=torch.zeros(E + 1)), TypeError, "offsets has dtype torch.float32"),
     (dict(offsets=torch.ones(E + 1, dtype=torch.int32).to_sparse()), TypeError, "smoe.experts_rows: offsets has layout"),
+    (dict(offsets=torch.tensor([0, 3, 1, 4, 6])), ValueError, r"offsets\[2\] is 1, below offsets\[1\], 3"),
+    (dict(offsets=torch.tensor([0, 3, 4, 5, 7])), ValueError, r"offsets\[4\] is 7, but the layer has 6 rows"),
     (dict(row_weights=torch.rand(T + 1)), ValueError, r"row_weights has shape \(7,\); expected \(R\) = \(6,\)"),
 ]  # fmt: skip
 

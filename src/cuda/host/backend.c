@@ -248,6 +248,26 @@ static cudaError_t run_plan(const device_state *state, const moe_problem *proble
     return from_rows ? moe_cuda_plan_rows(&p, state->ctas, stream) : moe_cuda_plan_topk(&p, stream);
 }
 
+/* Copies the offsets to the host and checks them. */
+static smoe_status check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets,
+                                 cudaStream_t stream)
+{
+    int64_t values[SMOE_MAX_EXPERTS + 1];
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cudaError_t status = cudaStreamIsCapturing(stream, &capture);
+    if (status == cudaSuccess && capture != cudaStreamCaptureStatusNone)
+        return moe_fail(
+            context, SMOE_ERROR_UNSUPPORTED,
+            "%s: the stream is being captured, but the context's option check_offsets is set, which "
+            "waits for the stream",
+            context->function);
+    const size_t bytes = (size_t)((layer->experts + 1) * moe_type_bytes(layer->index_type));
+    if (status == cudaSuccess)
+        status = cudaMemcpyAsync(values, offsets, bytes, cudaMemcpyDeviceToHost, stream);
+    if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
+    return status == cudaSuccess ? moe_check_offsets(context, layer, values) : device_error(context, status);
+}
+
 static smoe_status plan_stage(smoe_context *context, const moe_problem *problem,
                               const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
                               void *stream)
@@ -256,11 +276,14 @@ static smoe_status plan_stage(smoe_context *context, const moe_problem *problem,
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);
+    smoe_status result = SMOE_OK;
+    if (context->check_offsets && problem->layer.entry == SMOE_ENTRY_FROM_ROWS)
+        result = check_offsets(context, &problem->layer, args->offsets, stream);
     moe_stage_begin(context, SMOE_STAGE_PLAN, stream);
-    status = run_plan(state, problem, args, plan, scratch, stream);
+    if (result == SMOE_OK) status = run_plan(state, problem, args, plan, scratch, stream);
     moe_stage_end(context, SMOE_STAGE_PLAN, stream);
     leave_device(state, before);
-    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
+    return status == cudaSuccess ? result : device_error(context, status);
 }
 
 /* What up, down and combine share. */

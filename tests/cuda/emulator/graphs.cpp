@@ -116,6 +116,12 @@ cudaError_t cudaStreamSynchronize(cudaStream_t)
     return captures ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
 }
 
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status)
+{
+    *status = stream && stream->graph ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph, const cudaGraphNode_t *,
                                           const cudaGraphEdgeData *, size_t dependencies,
                                           cudaStreamCaptureMode)

@@ -1,0 +1,160 @@
+/* One table for each kind of call lists the memory that the call is given. */
+#include "pointers.h"
+#include "wanted.h"
+
+#include <assert.h>
+
+/* What the call does with a memory that it only reads if the pointer is not NULL: 0. */
+enum { NEEDED = 1, WRITTEN = 2, BUFFER = 4 /* saved or scratch */ };
+
+enum { MOST_MEMORIES = 24 };
+
+typedef struct memory {
+    const char *name;
+    const void *pointer;
+    int use;
+    int64_t bytes; /* 0: the call ignores the pointer */
+    uint64_t size; /* of a buffer, as the caller gives it */
+} memory;
+
+static smoe_status check_alone(smoe_context *context, const memory *m)
+{
+    const int buffer = m->use & BUFFER, align = buffer ? SMOE_BUFFER_ALIGN : SMOE_TENSOR_ALIGN;
+    if (!m->pointer && m->use & NEEDED)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL, %lld bytes are needed",
+                        context->function, m->name, (long long)m->bytes);
+    if ((uintptr_t)m->pointer % (uintptr_t)align)
+        return moe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
+                        context->function, m->name, m->pointer, align);
+    if (buffer && m->size < (uint64_t)m->bytes)
+        return moe_fail(context, SMOE_ERROR_BUFFER, "%s: %s has %llu bytes, smoe_query_sizes asks for %lld",
+                        context->function, m->name, (unsigned long long)m->size, (long long)m->bytes);
+    return SMOE_OK;
+}
+
+static int overlap(const memory *a, const memory *b)
+{
+    const uintptr_t p = (uintptr_t)a->pointer, q = (uintptr_t)b->pointer;
+    return p < q ? q - p < (uint64_t)a->bytes : p - q < (uint64_t)b->bytes;
+}
+
+static smoe_status refuse_overlap(smoe_context *context, const memory *written, const memory *other)
+{
+    return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                    "%s: %s (%lld bytes at %p) overlaps %s (%lld bytes at %p), and %s is written",
+                    context->function, other->name, (long long)other->bytes, other->pointer, written->name,
+                    (long long)written->bytes, written->pointer, written->name);
+}
+
+static smoe_status check_memories(smoe_context *context, const memory *all, int count)
+{
+    const memory *used[MOST_MEMORIES];
+    int uses = 0;
+    for (int i = 0; i < count; i++) {
+        const smoe_status status = all[i].bytes ? check_alone(context, &all[i]) : SMOE_OK;
+        if (status != SMOE_OK) return status;
+        if (all[i].pointer && all[i].bytes) used[uses++] = &all[i];
+    }
+    for (int i = 0; i < uses; i++)
+        for (int j = 0; used[i]->use & WRITTEN && j < uses; j++)
+            if (j != i && overlap(used[i], used[j])) return refuse_overlap(context, used[i], used[j]);
+    return SMOE_OK;
+}
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
+smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem *problem,
+                                       const smoe_forward_args *a, int needs)
+{
+    const smoe_layer *l = &problem->layer;
+    const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK,
+              rows = l->entry == SMOE_ENTRY_FROM_ROWS;
+    const int router = logits && needs & MOE_NEEDS_ROUTER, routing = needs & MOE_NEEDS_ROUTING ? NEEDED : 0,
+              experts = needs & MOE_NEEDS_EXPERTS ? NEEDED : 0, gemm = router && a->router_weight;
+    const int64_t element = problem->element, index = moe_type_bytes(l->index_type), e = l->experts;
+    const int64_t td = l->tokens * l->hidden * element, ed = e * l->hidden * element,
+                  tk = l->tokens * l->topk;
+    uint64_t scratch, backward;
+    context->backend->scratch(context, problem, &scratch, &backward);
+    const memory all[] = {
+        {"x", a->x, gemm ? NEEDED : experts, td, 0},
+        {"router_weight", a->router_weight, 0, logits * ed, 0},
+        {"router_bias", a->router_bias, 0, logits * e * element, 0},
+        {"logits", a->logits, (router ? NEEDED : 0) | (gemm ? WRITTEN : 0),
+         logits * l->tokens * e * moe_type_bytes(l->logits_type), 0},
+        {"selection_bias", a->selection_bias, 0, logits * e * 4, 0},
+        {"losses", a->losses, router ? WRITTEN : 0, logits * 2 * 4, 0},
+        {"topk_ids", a->topk_ids, routing, topk * tk * index, 0},
+        {"topk_weights", a->topk_weights, routing, topk * tk * 4, 0},
+        {"offsets", a->offsets, routing, rows * (e + 1) * index, 0},
+        {"row_weights", a->row_weights, 0, rows * l->tokens * 4, 0},
+        {"w1", a->w1, experts, ed * problem->h_width, 0},
+        {"b1", a->b1, 0, e * problem->h_width * element, 0},
+        {"w2", a->w2, experts, ed * l->intermediate, 0},
+        {"b2", a->b2, 0, ed, 0},
+        {"out", a->out, experts ? NEEDED | WRITTEN : 0, td, 0},
+        {"saved", a->saved, NEEDED | WRITTEN | BUFFER, (int64_t)problem->saved_buffer_bytes, a->saved_size},
+        {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch, a->scratch_size},
+    };
+    static_assert(COUNT(all) <= MOST_MEMORIES, "check_memories holds them all");
+    return check_memories(context, all, COUNT(all));
+}
+
+smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem *problem,
+                                        const smoe_backward_args *a, int router)
+{
+    const smoe_layer *l = &problem->layer;
+    const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK;
+    const int da = moe_wants_ds(l, a, router) || moe_wants_dh(a) || a->dw2;
+    const int x = a->dw1 || (router && a->drouter_weight), router_gradient = router ? WRITTEN : 0;
+    const int64_t element = problem->element, gradient = moe_type_bytes(l->gradient_type), e = l->experts;
+    const int64_t te = logits * l->tokens * e * moe_type_bytes(l->logits_type),
+                  tk = topk * l->tokens * l->topk;
+    const int64_t td = l->tokens * l->hidden * element, ed = e * l->hidden, width = problem->h_width;
+    const int64_t ds = topk ? 0 : logits ? problem->padded_rows : l->tokens;
+    uint64_t forward, scratch;
+    context->backend->scratch(context, problem, &forward, &scratch);
+    const memory all[] = {
+        {"x", a->x, x ? NEEDED : 0, td, 0},
+        {"router_weight", a->router_weight, 0, logits * ed * element, 0},
+        {"logits", a->logits, router && moe_reads_logits(l, a) ? NEEDED : 0, te, 0},
+        {"topk_ids", a->topk_ids, a->dtopk_weights ? NEEDED : 0, tk * moe_type_bytes(l->index_type), 0},
+        {"w1", a->w1, a->dx ? NEEDED : 0, ed * width * element, 0},
+        {"w2", a->w2, da ? NEEDED : 0, ed * l->intermediate * element, 0},
+        {"b2", a->b2, 0, ed * element, 0},
+        {"dout", a->dout, da || a->db2 ? NEEDED : 0, td, 0},
+        {"dx", a->dx, WRITTEN, td, 0},
+        {"dw1", a->dw1, WRITTEN, ed * width * gradient, 0},
+        {"dw2", a->dw2, WRITTEN, ed * l->intermediate * gradient, 0},
+        {"db1", a->db1, WRITTEN, e * width * gradient, 0},
+        {"db2", a->db2, WRITTEN, ed * gradient, 0},
+        {"drouter_weight", a->drouter_weight, router_gradient, logits * ed * gradient, 0},
+        {"drouter_bias", a->drouter_bias, router_gradient, logits * e * gradient, 0},
+        {"dlogits", a->dlogits, router_gradient, te, 0},
+        {"dtopk_weights", a->dtopk_weights, WRITTEN, tk * 4, 0},
+        {"drow_weights", a->drow_weights, WRITTEN, ds * 4, 0},
+        {"saved", a->saved, NEEDED | BUFFER | (l->reuse_saved ? WRITTEN : 0),
+         (int64_t)problem->saved_buffer_bytes, a->saved_size},
+        {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch, a->scratch_size},
+    };
+    static_assert(COUNT(all) <= MOST_MEMORIES, "check_memories holds them all");
+    return check_memories(context, all, COUNT(all));
+}
+
+smoe_status moe_check_plan_pointer(smoe_context *context, const moe_problem *problem,
+                                   const smoe_forward_args *a)
+{
+    uint64_t scratch, backward;
+    context->backend->scratch(context, problem, &scratch, &backward);
+    const memory saved = {"saved", a->saved, NEEDED | BUFFER, (int64_t)problem->saved_buffer_bytes,
+                          a->saved_size},
+                 work = {"scratch", a->scratch, NEEDED | BUFFER, (int64_t)scratch, a->scratch_size};
+    return check_memories(context, problem->layer.inference ? &work : &saved, 1);
+}
+
+smoe_status moe_check_bias_pointers(smoe_context *context, const moe_problem *problem, const int32_t *counts,
+                                    const float *bias)
+{
+    const int64_t bytes = 4 * problem->layer.experts;
+    const memory all[] = {{"counts", counts, NEEDED, bytes, 0}, {"bias", bias, NEEDED | WRITTEN, bytes, 0}};
+    return check_memories(context, all, COUNT(all));
+}

@@ -1,0 +1,25 @@
+/* The memory that a call is given. Are the pointers there that the call needs, are they aligned, are saved
+ * and scratch large enough, and does what the call writes overlap nothing else? */
+#ifndef SMOE_POINTERS_H
+#define SMOE_POINTERS_H
+
+#include "backend.h"
+
+/* Which fields a call of the forward needs. */
+enum { MOE_NEEDS_ROUTER = 1, MOE_NEEDS_ROUTING = 2, MOE_NEEDS_EXPERTS = 4 };
+
+smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem *problem,
+                                       const smoe_forward_args *args, int needs);
+
+/* `router`: a gradient of the router is wanted. */
+smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem *problem,
+                                        const smoe_backward_args *args, int router);
+
+/* For smoe_view_plan: the buffer that has the plan, which is `saved`, or for inference scratch. */
+smoe_status moe_check_plan_pointer(smoe_context *context, const moe_problem *problem,
+                                   const smoe_forward_args *args);
+
+smoe_status moe_check_bias_pointers(smoe_context *context, const moe_problem *problem, const int32_t *counts,
+                                    const float *bias);
+
+#endif
