@@ -1,4 +1,5 @@
 /* See device.h. */
+#define _POSIX_C_SOURCE 200809L
 #include "train/device.h"
 
 #include "train/cpu/cpu.h"
@@ -6,14 +7,17 @@
 #include "train/cuda/gpu.h"
 #endif
 
+#include <dirent.h>
+#include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 train_device *device_open(const device_options *o, error *err)
 {
 #ifdef SMOE_HAVE_CUDA
     const cuda_options cuda = {
         .bf16 = o->bf16, .sums = o->sums, .fastest = o->fastest, .plain = strcmp(o->name, "cuda-plain") == 0};
-    if (strcmp(o->name, "cuda") == 0 || cuda.plain || (strcmp(o->name, "auto") == 0 && cuda_present()))
+    if (strcmp(o->name, "cuda") == 0 || cuda.plain || (strcmp(o->name, "auto") == 0 && cuda_usable(NULL)))
         return cuda_open(&cuda, err);
 #endif
     if (strcmp(o->name, "auto") == 0 || strcmp(o->name, "cpu") == 0) {
@@ -27,4 +31,38 @@ train_device *device_open(const device_options *o, error *err)
     else
         fail(err, ERROR_USAGE, "--device: '%s' is not one of auto, cpu, cuda, cuda-plain", o->name);
     return NULL;
+}
+
+static bool has_entries(const char *path)
+{
+    DIR *folder = opendir(path);
+    bool found = false;
+    for (const struct dirent *e; folder != NULL && !found && (e = readdir(folder)) != NULL;)
+        found = e->d_name[0] != '.';
+    if (folder != NULL) closedir(folder);
+    return found;
+}
+
+/* The driver lists its GPUs in /proc; a container may have only the device files, and WSL only /dev/dxg. */
+static bool gpu_is_listed(const char *root)
+{
+    static const char *const files[] = {"/dev/nvidia0", "/dev/dxg"};
+    char path[4096];
+    snprintf(path, sizeof path, "%s/proc/driver/nvidia/gpus", root);
+    bool found = has_entries(path);
+    for (size_t i = 0; !found && i < sizeof files / sizeof files[0]; i++) {
+        snprintf(path, sizeof path, "%s%s", root, files[i]);
+        found = access(path, F_OK) == 0;
+    }
+    return found;
+}
+
+bool device_leaves_gpu(const char *root, error *why)
+{
+#ifdef SMOE_HAVE_CUDA
+    return !cuda_usable(why) && gpu_is_listed(root);
+#else
+    (void)(fail)(why, ERROR_RUNTIME, "this smoe was built without CUDA (build it with nvcc, -DSMOE_CUDA=ON)");
+    return gpu_is_listed(root);
+#endif
 }

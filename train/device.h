@@ -16,4 +16,8 @@ typedef struct device_options {
 /* The caller closes it: device->ops->close(device). NULL and *err: what is missing. */
 train_device *device_open(const device_options *options, error *err);
 
+/* Does "auto" mean the CPU although the machine has an NVIDIA GPU? Then *why says why. Such a GPU is known by
+ * the files that its driver makes under `root`, which is "" except in tests. */
+bool device_leaves_gpu(const char *root, error *why);
+
 #endif

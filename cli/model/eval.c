@@ -136,6 +136,7 @@ static bool run_on(train_device *device, const eval_options *o, error *err)
 
 static bool run(const eval_options *o, error *err)
 {
+    show_device(o->device);
     train_device *device = device_open(&(device_options){.name = o->device}, err);
     if (!device) return false;
     if (strcmp(device->name, "cpu") == 0) cli_show_blas_fault();

@@ -1,7 +1,11 @@
 /* See load.h. */
 #include "cli/model/load.h"
 
+#include "train/device.h"
 #include "train/run/checkpoint.h"
+
+#include <stdio.h>
+#include <string.h>
 
 bool load_config(model_config *config, const char *path, error *err)
 {
@@ -32,4 +36,11 @@ bool load_tokenizer(tokenizer *t, const char *path, int64_t vocab, error *err)
     char name[4096];
     *t = (tokenizer){0};
     return checkpoint_find(path, name, sizeof name, err) && tokenizer_find(t, name, vocab, err);
+}
+
+void show_device(const char *device)
+{
+    error why = {0};
+    if (strcmp(device, "auto") == 0 && device_leaves_gpu("", &why))
+        fprintf(stderr, "runs on the CPU although the machine has an NVIDIA GPU: %s\n", why.text);
 }

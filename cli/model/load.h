@@ -1,4 +1,5 @@
-/* Loads a checkpoint as a model that can run, for `smoe generate` and `smoe eval`. */
+/* Loads a checkpoint as a model that can run, for `smoe generate` and `smoe eval`; and what all commands that
+ * run a model say about its device. */
 #ifndef CLI_LOAD_H
 #define CLI_LOAD_H
 
@@ -18,5 +19,8 @@ bool load_model(model *m, const char *path, int64_t sequences, int64_t context, 
 /* Loads the checkpoint's tokenizer for a model of `vocab` tokens. t->table.tokens is 0 if it has none. The
  * caller calls tokenizer_close. */
 bool load_tokenizer(tokenizer *t, const char *path, int64_t vocab, error *err);
+
+/* If `device` is "auto" and means the CPU although the machine has a GPU, says so on stderr. */
+void show_device(const char *device);
 
 #endif

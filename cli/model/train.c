@@ -3,6 +3,7 @@
 #include "cli/common/problem.h"
 #include "cli/common/table.h"
 #include "cli/model/data.h"
+#include "cli/model/load.h"
 #include "cli/model/progress.h"
 #include "cli/model/train_options.h"
 #include "common/clock.h"
@@ -196,6 +197,7 @@ static bool train(train_options *options, bool *interrupted, error *err)
     train_result result;
     if (!adopt_vocabulary(options, err) || !adopt_recipe(options, err) || !adopt_sizes(options, err))
         return false;
+    show_device(s->device.name);
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();
     s->stop = &stop_asked;

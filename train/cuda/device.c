@@ -286,21 +286,26 @@ static const train_ops device_part = {
     .forget = cuda_forget,
 };
 
-bool cuda_present(void)
+bool cuda_usable(error *why)
 {
-    int count = 0, major = 0;
-    bool there = cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
-                 cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess;
+    int count = 0, major = 0, minor = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0);
     (void)cudaGetLastError();
-    return there && major == 9;
+    if (status != cudaSuccess)
+        return fail(why, ERROR_RUNTIME, "CUDA reports: %s", cudaGetErrorString(status));
+    return major == 9 ||
+           fail(why, ERROR_RUNTIME, "the first GPU has compute capability %d.%d, only 9.0 (Hopper) is served",
+                major, minor);
 }
 
 static bool open(cuda_device *cuda, const cuda_options *options, error *err)
 {
     cudaStream_t stream = NULL;
     size_t small = KERNELS_NORM_PARTS * sizeof(double) + 16 * sizeof(float);
-    if (!cuda_present())
-        return fail(err, ERROR_RUNTIME, "there is no GPU of compute capability 9.0 (Hopper)");
+    error why = {0};
+    if (!cuda_usable(&why)) return fail(err, ERROR_RUNTIME, "no GPU can be used: %.300s", why.text);
     if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess ||
         cudaDeviceGetAttribute(&cuda->processors, cudaDevAttrMultiProcessorCount, 0) != cudaSuccess ||
         cudaMalloc((void **)&cuda->small, small) != cudaSuccess ||

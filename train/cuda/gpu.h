@@ -11,7 +11,8 @@ typedef struct cuda_options {
     bool plain;   // without libraries: products and attention by plain loops, which are slow
 } cuda_options;
 
-bool cuda_present(void); // is there a GPU that this build can use?
+/* Is there a GPU that this build can use? Else *why (NULL is fine) says what CUDA reports. */
+bool cuda_usable(error *why);
 
 /* NULL and *err: no GPU, or a library is missing. */
 train_device *cuda_open(const cuda_options *options, error *err);
