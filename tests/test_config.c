@@ -24,6 +24,11 @@ static const model_config odd_model = {.vocab = 50304,
                                        .heads = 16,
                                        .experts = 60,
                                        .topk = 7,
+                                       .score = 2,
+                                       .groups = 6,
+                                       .groups_kept = 3,
+                                       .route_scale = 2.5,
+                                       .selection_bias = true,
                                        .norm_topk_prob = true,
                                        .shared_intermediate = 320,
                                        .dense_layers = 3,
@@ -165,6 +170,11 @@ static void test_limits(void **state)
     REFUSED(dense_layers, 1, "first_k_dense_replace = 1 and dense_intermediate_size = 0: both or neither");
     REFUSED(dense_intermediate, 8,
             "first_k_dense_replace = 0 and dense_intermediate_size = 8: both or neither");
+    REFUSED(score, 3, "scoring_func = 3 is outside 0..2");
+    REFUSED(groups, 2, "n_group is 2, with scoring_func \"softmax\" it must be 1");
+    REFUSED(selection_bias, true, "selection_bias is 1, with scoring_func \"softmax\" it must be 0");
+    REFUSED(groups_kept, 2, "topk_group = 2 is more than n_group = 1");
+    REFUSED(route_scale, 0, "routed_scaling_factor = 0 is outside");
     REFUSED(context, 0, "max_position_embeddings = 0 is outside 1..");
     REFUSED(rope_theta, 0.5, "rope_theta = 0.5 is outside 1..1e+12");
     REFUSED(rope_theta, (double)NAN, "rope_theta = ");
@@ -220,7 +230,7 @@ static void test_messages(void **state)
     assert_unread("{\"model_type\":\"olmoe\",\"hidden_act\":\"gelu\"," SIZES "}",
                   "hidden_act = \"gelu\" is not");
     assert_unread("{\"model_type\":\"olmoe\",\"shared_expert_intermediate_size\":8," SIZES "}",
-                  "\"olmoe\" has no shared expert");
+                  "shared_expert_intermediate_size is set, but model_type \"olmoe\" has no such key");
     assert_unread("{\"model_type\":\"olmoe\",\"rope_theta\":5,\"rope_parameters\":{\"rope_theta\":6}," SIZES
                   "}",
                   "rope_theta = 5, but rope_parameters.rope_theta = 6");

@@ -306,6 +306,74 @@ static void sparse_gradients(void **state)
     check_gradients(&c, NULL);
 }
 
+/* The other scores, with groups of experts, a scale and selection biases. */
+static void router_gradients(void **state)
+{
+    (void)state;
+    model_config c = tiny();
+    c.context = 6;
+    c.dense_layers = 1;
+    c.score = SMOE_SCORE_TOPK_SOFTMAX;
+    c.route_scale = 1.7;
+    check_gradients(&c, NULL);
+    c.score = SMOE_SCORE_SIGMOID;
+    c.groups = 2;
+    check_gradients(&c, NULL);
+    c.norm_topk_prob = true;
+    c.selection_bias = true;
+    check_gradients(&c, NULL);
+}
+
+/* The counts of experts in layer 1 for one batch, and its biases after a step of `parts` parts. */
+static void count(const model_config *c, const model_batch *batch, int64_t parts, int32_t *counts,
+                  float *biases)
+{
+    const moe_routing routing = {.bias_rate = 0.25f};
+    const model_options options = {
+        .sequences = batch->sequences / parts, .parts = parts, .routing = &routing, .use = MODEL_TRAIN};
+    error err = {0};
+    model m;
+    double loss;
+    int32_t routed[4];
+    if (!model_create(&m, NULL, c, &options, &err)) fail_msg("%s", err.text);
+    param_init(m.weights.host, &m.weights.layout, 7);
+    if (!model_gradients(&m, batch, &loss, &err) || !model_update_biases(&m, &err)) fail_msg("%s", err.text);
+    if (!experts_counts(model_experts(&m, 1), m.frame.rows, counts, routed, &err)) fail_msg("%s", err.text);
+    memcpy(biases, experts_bias(model_experts(&m, 1)), 4 * sizeof *biases);
+    model_destroy(&m);
+}
+
+/* A step of two micro-batches moves the biases by the sum of both counts. Each part has one token over and
+ * over, and so few experts; among the tokens of the second are some with which the last part alone would move
+ * the biases otherwise. */
+static void biases_follow_the_counts_of_all_parts(void **state)
+{
+    (void)state;
+    enum { EXPERTS = 4 };
+    model_config c = tiny();
+    c.score = SMOE_SCORE_SIGMOID;
+    c.selection_bias = true;
+    c.dense_layers = 1;
+    const int64_t half = 2 * c.context;
+    int32_t *tokens = tokens_of(2 * half, c.vocab, 1), *targets = tokens_of(2 * half, c.vocab, 2), differ = 0;
+    for (int32_t token = 0; token < 8; token++) {
+        int32_t counts[3][EXPERTS];
+        float biases[3][EXPERTS];
+        for (int i = 0; i < 2 * half; i++) tokens[i] = i < half ? 9 : token;
+        for (int i = 0; i < 2; i++)
+            count(&c, &(model_batch){tokens + i * half, targets + i * half, 2, c.context}, 1, counts[i],
+                  biases[i]);
+        count(&c, &(model_batch){tokens, targets, 4, c.context}, 2, counts[2], biases[2]);
+        for (int e = 0; e < EXPERTS; e++) {
+            const int64_t sum = counts[0][e] + counts[1][e], mean = 2 * half * c.topk / EXPERTS;
+            assert_true(biases[2][e] == (sum < mean ? 0.25f : sum > mean ? -0.25f : 0.0f));
+            differ += biases[2][e] != biases[1][e];
+        }
+    }
+    assert_true(differ > 0);
+    free(tokens), free(targets);
+}
+
 static void auxiliary_gradients(void **state)
 {
     (void)state;
@@ -507,6 +575,8 @@ int main(void)
         cmocka_unit_test(tied_gradients),
         cmocka_unit_test(sparse_gradients),
         cmocka_unit_test(auxiliary_gradients),
+        cmocka_unit_test(router_gradients),
+        cmocka_unit_test(biases_follow_the_counts_of_all_parts),
         cmocka_unit_test(micro_batches_add_up),
         cmocka_unit_test(chunks_change_nothing),
         cmocka_unit_test(recomputation_changes_nothing),

@@ -171,6 +171,9 @@ struct train_ops {
     /* Overwrites h with its gradient, computed from da (rows, width) */
     void (*swiglu_backward)(train_device *dv, void *h, const void *da, int64_t rows, int64_t width);
 
+    /* to += from, (count) each */
+    void (*add_counts)(train_device *dv, int32_t *to, const int32_t *from, int64_t count);
+
     /* ---- the optimiser ---- */
     /* *square = the sum of the squares of count gradients */
     void (*gradient_square)(train_device *dv, double *square, const void *grads, int64_t count);

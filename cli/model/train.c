@@ -138,6 +138,7 @@ static void show_changes(const train_recipe *before, const train_recipe *now, bo
     if (!routed) return;
     show_change("balance", before->balance, now->balance);
     show_change("z-loss", before->z_loss, now->z_loss);
+    show_change("bias-rate", before->bias_rate, now->bias_rate);
     if (!isnan(before->rounding) && before->rounding != now->rounding)
         fprintf(stderr, "--rounding is %s from here on, it was %s\n", rule_name(now->rounding),
                 rule_name(before->rounding));

@@ -62,6 +62,13 @@ static const number_option numbers[] = {
      "The first N layers have a dense MLP and no experts"},
     {"dense-intermediate", "N", CONFIG(dense_intermediate), INT64, 0, 1 << 20, GROUP_MODEL,
      "Intermediate size of a dense MLP, 0: K times an expert's"},
+    {"groups", "N", CONFIG(groups), INT64, 1, 4096, GROUP_MODEL,
+     "Cut the experts into N groups of equal size, of which a token uses --groups-kept; only with --score "
+     "sigmoid"},
+    {"groups-kept", "N", CONFIG(groups_kept), INT64, 1, 4096, GROUP_MODEL,
+     "Groups in which a token has its experts"},
+    {"route-scale", "X", CONFIG(route_scale), REAL, 1e-6, 1e6, GROUP_MODEL,
+     "Multiply the weights of the experts by X"},
     {"context", "TOKENS", CONFIG(context), INT64, 1, 1 << 24, GROUP_MODEL, "Tokens of a sequence"},
     {"vocab", "N", CONFIG(vocab), INT64, 2, 1 << 24, GROUP_MODEL,
      "Size of the vocabulary; text without --tokenizer needs 256"},
@@ -74,6 +81,10 @@ static const number_option numbers[] = {
      "Coefficient of the load-balance loss"},
     {"z-loss", "X", AT(routing.z_coefficient), SINGLE, 0, 100, GROUP_ROUTING,
      "Coefficient of the router's z-loss"},
+    {"bias-rate", "X", AT(routing.bias_rate), SINGLE, 0, 1, GROUP_ROUTING,
+     "Give the experts selection biases, and after each step raise those of experts with fewer tokens than "
+     "the mean "
+     "by X and lower the others; only with --score sigmoid. 0: the biases of a run that is resumed stay"},
 
     {"batch", "N", AT(batch), INT64, 1, 1 << 20, GROUP_OPTIMISER, "Sequences of a step"},
     {"micro-batches", "M", AT(parts), INT64, 1, 1 << 20, GROUP_OPTIMISER,
@@ -101,6 +112,7 @@ enum {
     KEY_TIED,
     KEY_DENSE_TWIN,
     KEY_ROUNDING,
+    KEY_SCORE,
     KEY_JSON,
     KEY_DEVICE,
     KEY_PRECISION,
@@ -147,6 +159,9 @@ static const struct argp_option others[] = {
     {"quiet", 'q', NULL, 0, "Do not show progress on the terminal", GROUP_RUN},
     {NULL, 0, NULL, 0, "Model:", GROUP_MODEL},
     {"renormalize", KEY_RENORMALIZE, NULL, 0, "Divide the weights of a token's experts by their sum",
+     GROUP_MODEL},
+    {"score", KEY_SCORE, "NAME", 0,
+     "What weights a token's experts: softmax (over all experts), topk-softmax (over the K) or sigmoid",
      GROUP_MODEL},
     {"tied", KEY_TIED, NULL, 0, "Use the embedding as the output head", GROUP_MODEL},
     {"dense-twin", KEY_DENSE_TWIN, NULL, 0,
@@ -285,6 +300,10 @@ static error_t parse(int key, char *text, struct argp_state *state)
         options->sizes_given = true;
         return 0;
     case KEY_DENSE_TWIN: options->dense_twin = options->sizes_given = true; return 0;
+    case KEY_SCORE:
+        s->config.score = parse_choice(state, "score", text, model_score_names, MODEL_SCORES);
+        options->score_given = options->sizes_given = true;
+        return 0;
     case KEY_ROUNDING: parse_rounding(options, text, state); return 0;
     case ARGP_KEY_ARG: options->paths[s->path_count++] = parse_path("FILE", text, state); return 0;
     case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to train on"); return 0;
@@ -313,14 +332,29 @@ static char *add_default(int key, const char *text, void *input)
     if (key == KEY_DEVICE) snprintf(value, sizeof value, "%s", s.device.name);
     if (key == KEY_PRECISION) snprintf(value, sizeof value, "f32");
     if (key == KEY_RECOMPUTE) snprintf(value, sizeof value, "norms");
+    if (key == KEY_SCORE) snprintf(value, sizeof value, "%s", model_score_names[s.config.score]);
     if (key == KEY_ROUNDING) snprintf(value, sizeof value, "%s", rounding_name(s.routing.rounding));
     if (!*value || !text || asprintf(&made, "%s (default %s)", text, value) < 0) return (char *)text;
     return made;
 }
 
+/* The options of a router that only a sigmoid has. */
+static bool check_router(const model_config *c, error *err)
+{
+    const char *only = c->groups > 1 ? "--groups" : c->selection_bias ? "--bias-rate" : NULL;
+    if (only && c->score != SMOE_SCORE_SIGMOID)
+        return fail(err, ERROR_USAGE, "%s needs --score sigmoid, not %s", only, model_score_names[c->score]);
+    if (c->score == SMOE_SCORE_TOPK_SOFTMAX && c->norm_topk_prob)
+        return fail(err, ERROR_USAGE,
+                    "--renormalize cannot be combined with --score topk-softmax: the weights of a "
+                    "token's experts sum to 1 already");
+    return true;
+}
+
 /* The limits that relate two options. model_config_check has them too, with the names of config.json. */
 static bool check_sizes(const model_config *c, error *err)
 {
+    if (!check_router(c, err)) return false;
     if (c->topk > c->experts)
         return fail(err, ERROR_USAGE, "--topk is %lld, more than --experts, which is %lld",
                     (long long)c->topk, (long long)c->experts);
@@ -384,6 +418,7 @@ static bool complete(train_options *options, error *err)
         return fail(err, ERROR_USAGE,
                     "--shared is %lld, but no layer has experts: --dense-layers is %lld, as --layers is",
                     (long long)c->shared_intermediate, (long long)c->dense_layers);
+    if (!s->from && !s->resume) c->selection_bias = s->routing.bias_rate > 0.0f;
     return s->from || s->resume || derive_sizes(options, err);
 }
 
@@ -438,6 +473,7 @@ bool train_options_adopt_sizes(train_options *options, const model_config *run, 
             number_set(s, &numbers[i], number_get(&given, &numbers[i]));
     s->config.tied |= given.config.tied;
     s->config.norm_topk_prob |= given.config.norm_topk_prob;
+    if (options->score_given) s->config.score = given.config.score;
     if (s->from) adopt(options, AT(routing.balance_coefficient), run->router_aux_loss_coef);
     if ((float)run->router_aux_loss_coef != s->routing.balance_coefficient)
         s->config.router_aux_loss_coef = decimal(s->routing.balance_coefficient);
@@ -461,7 +497,8 @@ void train_options_adopt(train_options *options, const train_state *run)
                   {AT(clip), r->clip},
                   {AT(routing.tile), r->tile},
                   {AT(routing.balance_coefficient), r->balance},
-                  {AT(routing.z_coefficient), r->z_loss}};
+                  {AT(routing.z_coefficient), r->z_loss},
+                  {AT(routing.bias_rate), r->bias_rate}};
     for (size_t i = 0; i < sizeof values / sizeof values[0]; i++)
         adopt(options, values[i].offset, values[i].value);
     if (tokens_are_whole(&run->text)) adopt(options, AT(evaluations), 0.0);

@@ -201,15 +201,22 @@ ALL_FP8_EXPERTS_FUNCTIONS.register("smoe", _quantized_forward)
 
 
 class SmoeConfig(OlmoeConfig):
-    """OLMoE's configuration with three more fields: shared_expert_intermediate_size (0: no shared expert),
-    first_k_dense_replace (the number of dense layers, which come before the sparse ones) and
-    dense_intermediate_size."""
+    """OLMoE's configuration with more fields: shared_expert_intermediate_size (0: no shared expert),
+    first_k_dense_replace (the number of dense layers, which come before the sparse ones), dense_intermediate_size; and
+    of the router scoring_func ("softmax", "topk-softmax" or "sigmoid"), n_group, topk_group and routed_scaling_factor as
+    in DeepSeek-V3, and selection_bias (with sigmoid: gate.e_score_correction_bias is added to the scores that top-K
+    compares)."""
 
     model_type = "smoe"
 
     shared_expert_intermediate_size: int = 0
     first_k_dense_replace: int = 0
     dense_intermediate_size: int = 0
+    scoring_func: str = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    selection_bias: bool = False
 
 
 class _SwiGLU(nn.Module):
@@ -221,6 +228,44 @@ class _SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Router(modeling_olmoe.OlmoeTopKRouter):
+    """The router of any score; OLMoE's own has softmax alone."""
+
+    def __init__(self, config: SmoeConfig) -> None:
+        super().__init__(config)
+        if config.scoring_func not in ("softmax", "topk-softmax", "sigmoid"):
+            raise ValueError(f"scoring_func is {config.scoring_func!r}, not 'softmax', 'topk-softmax' or 'sigmoid'")
+        self.score, self.scale = config.scoring_func, config.routed_scaling_factor
+        self.groups, self.groups_kept = config.n_group, config.topk_group
+        bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.selection_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The K experts with the highest scores (T, E), among the groups whose two best scores have the highest sum."""
+        if self.groups > 1:
+            by_group = scores.unflatten(-1, (self.groups, -1))
+            kept = by_group.topk(2).values.sum(-1).topk(self.groups_kept).indices
+            keep = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, kept, True)
+            scores = by_group.masked_fill(~keep[..., None], float("-inf")).flatten(-2)
+        return scores.topk(self.top_k).indices
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        if self.score == "sigmoid":
+            values = logits.float().sigmoid()
+            bias = self.e_score_correction_bias
+            ids = self._choose(values if bias is None else values + bias)
+        else:
+            ids = self._choose(logits)
+            values = logits.float().softmax(-1) if self.score == "softmax" else logits.float()
+        weights = values.gather(-1, ids)
+        if self.score == "topk-softmax":
+            weights = weights.softmax(-1)
+        elif self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, (weights * self.scale).to(logits.dtype), ids
 
 
 class _SharedAndSparse(modeling_olmoe.OlmoeSparseMoeBlock):
@@ -236,9 +281,16 @@ class _Pretrained:
     config_class = SmoeConfig
     config: SmoeConfig
 
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, _Router) and module.e_score_correction_bias is not None:
+            torch.nn.init.zeros_(module.e_score_correction_bias)
 
 
 class SmoeModel(_Pretrained, modeling_olmoe.OlmoeModel):
@@ -247,8 +299,10 @@ class SmoeModel(_Pretrained, modeling_olmoe.OlmoeModel):
         for index, layer in enumerate(self.layers):
             if index < config.first_k_dense_replace:
                 layer.mlp = _SwiGLU(config.hidden_size, config.dense_intermediate_size)
-            elif config.shared_expert_intermediate_size:
+                continue
+            if config.shared_expert_intermediate_size:
                 layer.mlp = _SharedAndSparse(config)
+            layer.mlp.gate = _Router(config)
         self.post_init()
 
 

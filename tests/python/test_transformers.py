@@ -284,6 +284,9 @@ KINDS = {
     "olmoe": ("olmoe", []),
     "smoe": ("smoe", ["--shared=24", "--dense-layers=1", "--tied"]),
     "dense twin": ("smoe", ["--dense-twin"]),
+    "sigmoid": ("smoe", ["--score=sigmoid", "--experts=12", "--topk=3", "--groups=4", "--groups-kept=2", "--route-scale=1.5",
+                         "--bias-rate=0.01", "--renormalize", "--micro-batches=2"]),
+    "topk-softmax": ("smoe", ["--score=topk-softmax", "--route-scale=0.7", "--shared=24"]),
     "dense twin, shared": ("smoe", ["--dense-twin", "--shared=24", "--tied"]),
 }
 
@@ -316,6 +319,9 @@ def test_checkpoints_of_smoe_train(kind, tmp_path):
             checkpoint, dtype=torch.float32, experts_implementation=implementation
         )
         assert model.config.model_type == model_type
+        if "--bias-rate=0.01" in options:
+            for layer in model.model.layers:
+                assert layer.mlp.gate.e_score_correction_bias.abs().max() > 0.02
         with torch.no_grad():
             logits = model(data[:-1].view(windows, 64)).logits
         ours = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[1:]).item()

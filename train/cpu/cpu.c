@@ -242,6 +242,12 @@ static void cpu_swiglu_backward(train_device *dv, void *h, const void *da, int64
     swiglu_backward(h, da, rows, width);
 }
 
+static void cpu_add_counts(train_device *dv, int32_t *to, const int32_t *from, int64_t count)
+{
+    (void)dv;
+    for (int64_t i = 0; i < count; i++) to[i] += from[i];
+}
+
 /* ---- the optimiser ---- */
 
 static void cpu_gradient_square(train_device *dv, double *square, const void *grads, int64_t count)
@@ -320,6 +326,7 @@ static const train_ops cpu_ops = {
     .qk_norm_rope_backward = cpu_qk_norm_rope_backward,
     .attention_backward = cpu_attention_backward,
     .swiglu_backward = cpu_swiglu_backward,
+    .add_counts = cpu_add_counts,
     .gradient_square = cpu_gradient_square,
     .begin_update = cpu_begin_update,
     .update = cpu_update,

@@ -1,4 +1,4 @@
-// The optimiser over flat arrays, the norm of the gradient, and conversions between bf16 and f32.
+// The optimiser over flat arrays, the norm of the gradient, conversions between bf16 and f32, sums of counts.
 //
 //   g = clip factor * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
@@ -120,6 +120,12 @@ __global__ void __launch_bounds__(CONVERT_THREADS) convert(T *to, const F *from,
         to_stored(to[i], to_float(from[i]) + (add ? to_float(to[i]) : 0.0f));
 }
 
+__global__ void __launch_bounds__(CONVERT_THREADS) add_counts(int32_t *to, const int32_t *from, int64_t count)
+{
+    const int64_t at = (int64_t)blockIdx.x * CONVERT_THREADS + threadIdx.x;
+    if (at < count) to[at] += from[at];
+}
+
 unsigned ctas_of(int64_t count, int threads)
 {
     return (unsigned)((count + (int64_t)threads * VECTOR - 1) / ((int64_t)threads * VECTOR));
@@ -196,5 +202,12 @@ extern "C" cudaError_t kernel_convert(void *to, smoe_type to_type, const void *f
             <<<ctas, CONVERT_THREADS, 0, stream>>>((float *)to, (const bf16 *)from, count, add);
     else
         return cudaErrorInvalidValue;
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t kernel_add_counts(int32_t *to, const int32_t *from, int64_t count, cudaStream_t stream)
+{
+    const unsigned ctas = (unsigned)((count + CONVERT_THREADS - 1) / CONVERT_THREADS);
+    add_counts<<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
     return cudaGetLastError();
 }

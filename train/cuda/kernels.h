@@ -87,6 +87,9 @@ int64_t kernel_update_parts(int64_t count);
 cudaError_t kernel_convert(void *to, smoe_type to_type, const void *from, smoe_type from_type, int64_t count,
                            bool add, cudaStream_t stream);
 
+/* to += from */
+cudaError_t kernel_add_counts(int32_t *to, const int32_t *from, int64_t count, cudaStream_t stream);
+
 /* ---- multiply.cu: c (m, n) = a b, for machines without cuBLAS ---- */
 
 /* One of the matrices: element (i, j) is at row_stride i + column_stride j. */

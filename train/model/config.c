@@ -2,9 +2,11 @@
  * default. */
 #include "train/model/config.h"
 
+#include "smoe.h"
 #include "train/files/file.h"
 #include "train/model/config_rope.h"
 
+#include <assert.h>
 #include <jansson.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -17,7 +19,9 @@ typedef struct integer_key {
     const char *key;
     size_t offset; // of an int64_t in model_config
     int64_t low, high;
-    int64_t absent; // value when the key is missing or null, or REQUIRED
+    int64_t absent;           // value when the key is missing or null, or REQUIRED
+    bool own;                 // the type "olmoe" has no such key: its value is `absent`
+    const char *const *names; // the value's text, if the key is a string
 } integer_key;
 
 typedef struct real_key {
@@ -25,42 +29,57 @@ typedef struct real_key {
     size_t offset; // of a double in model_config
     double low, high;
     double absent;
+    bool own;
 } real_key;
 
 typedef struct boolean_key {
     const char *key;
     size_t offset; // of a bool in model_config
     bool absent;
+    bool own;
 } boolean_key;
+
+const char *const model_score_names[MODEL_SCORES] = {[SMOE_SCORE_SOFTMAX_TOPK] = "softmax",
+                                                     [SMOE_SCORE_TOPK_SOFTMAX] = "topk-softmax",
+                                                     [SMOE_SCORE_SIGMOID] = "sigmoid"};
+
+static_assert(SMOE_SCORE_SIGMOID + 1 == MODEL_SCORES, "a score has no name");
+
+static_assert(SMOE_SCORE_SIGMOID + 1 == MODEL_SCORES, "a score has no name");
 
 #define FIELD(name) offsetof(model_config, name)
 
 /* The limits keep a tensor under 2^16 experts * 2^21 rows * 2^18 columns = 2^55 weights: bytes fit
  * into 63 bits. */
 static const integer_key integer_keys[] = {
-    {"vocab_size", FIELD(vocab), 2, 1 << 24, REQUIRED},
-    {"hidden_size", FIELD(hidden), 2, 1 << 18, REQUIRED},
-    {"intermediate_size", FIELD(intermediate), 1, 1 << 20, REQUIRED},
-    {"num_hidden_layers", FIELD(layers), 1, 1 << 12, REQUIRED},
-    {"num_attention_heads", FIELD(heads), 1, 1 << 12, REQUIRED},
-    {"num_experts", FIELD(experts), 1, 1 << 16, REQUIRED},
-    {"num_experts_per_tok", FIELD(topk), 1, 1 << 16, REQUIRED},
-    {"shared_expert_intermediate_size", FIELD(shared_intermediate), 0, 1 << 20, 0},
-    {"first_k_dense_replace", FIELD(dense_layers), 0, 1 << 12, 0},
-    {"dense_intermediate_size", FIELD(dense_intermediate), 0, 1 << 20, 0},
-    {"max_position_embeddings", FIELD(context), 1, 1 << 24, 4096},
+    {"vocab_size", FIELD(vocab), 2, 1 << 24, REQUIRED, false, NULL},
+    {"hidden_size", FIELD(hidden), 2, 1 << 18, REQUIRED, false, NULL},
+    {"intermediate_size", FIELD(intermediate), 1, 1 << 20, REQUIRED, false, NULL},
+    {"num_hidden_layers", FIELD(layers), 1, 1 << 12, REQUIRED, false, NULL},
+    {"num_attention_heads", FIELD(heads), 1, 1 << 12, REQUIRED, false, NULL},
+    {"num_experts", FIELD(experts), 1, 1 << 16, REQUIRED, false, NULL},
+    {"num_experts_per_tok", FIELD(topk), 1, 1 << 16, REQUIRED, false, NULL},
+    {"shared_expert_intermediate_size", FIELD(shared_intermediate), 0, 1 << 20, 0, true, NULL},
+    {"first_k_dense_replace", FIELD(dense_layers), 0, 1 << 12, 0, true, NULL},
+    {"dense_intermediate_size", FIELD(dense_intermediate), 0, 1 << 20, 0, true, NULL},
+    {"scoring_func", FIELD(score), 0, MODEL_SCORES - 1, SMOE_SCORE_SOFTMAX_TOPK, true, model_score_names},
+    {"n_group", FIELD(groups), 1, 1 << 16, 1, true, NULL},
+    {"topk_group", FIELD(groups_kept), 1, 1 << 16, 1, true, NULL},
+    {"max_position_embeddings", FIELD(context), 1, 1 << 24, 4096, false, NULL},
 };
 
 static const real_key real_keys[] = {
-    {"rope_theta", FIELD(rope_theta), 1, 1e12, 10000},
-    {"rms_norm_eps", FIELD(norm_eps), 1e-12, 0.1, 1e-5},
-    {"router_aux_loss_coef", FIELD(router_aux_loss_coef), 0, 100, 0.01},
-    {"initializer_range", FIELD(initializer_range), 0, 10, 0.02},
+    {"rope_theta", FIELD(rope_theta), 1, 1e12, 10000, false},
+    {"rms_norm_eps", FIELD(norm_eps), 1e-12, 0.1, 1e-5, false},
+    {"router_aux_loss_coef", FIELD(router_aux_loss_coef), 0, 100, 0.01, false},
+    {"initializer_range", FIELD(initializer_range), 0, 10, 0.02, false},
+    {"routed_scaling_factor", FIELD(route_scale), 1e-6, 1e6, 1, true},
 };
 
 static const boolean_key boolean_keys[] = {
-    {"norm_topk_prob", FIELD(norm_topk_prob), false},
-    {"tie_word_embeddings", FIELD(tied), false},
+    {"norm_topk_prob", FIELD(norm_topk_prob), false, false},
+    {"tie_word_embeddings", FIELD(tied), false, false},
+    {"selection_bias", FIELD(selection_bias), false, true},
 };
 
 #define COUNT(table) (sizeof(table) / sizeof *(table))
@@ -89,6 +108,9 @@ model_config model_config_default(void)
                           .heads = 4,
                           .experts = 16,
                           .topk = 2,
+                          .groups = 1,
+                          .groups_kept = 1,
+                          .route_scale = 1,
                           .context = 256,
                           .rope_theta = 10000,
                           .norm_eps = 1e-5,
@@ -116,6 +138,30 @@ static bool check_limits(model_config *config, error *err)
     return true;
 }
 
+static bool check_router(const model_config *c, error *err)
+{
+    const char *score = model_score_names[c->score];
+    if (c->score == SMOE_SCORE_TOPK_SOFTMAX && c->norm_topk_prob)
+        return fail(err, ERROR_USAGE, "norm_topk_prob is true, with scoring_func \"%s\" it must be false",
+                    score);
+    if (c->score != SMOE_SCORE_SIGMOID && (c->groups > 1 || c->selection_bias))
+        return fail(err, ERROR_USAGE, "%s is %lld, with scoring_func \"%s\" it must be %d",
+                    c->groups > 1 ? "n_group" : "selection_bias", c->groups > 1 ? (long long)c->groups : 1LL,
+                    score, c->groups > 1);
+    if (c->groups > 1 && (c->experts % c->groups || c->experts / c->groups < 2))
+        return fail(err, ERROR_USAGE,
+                    "n_group = %lld does not divide num_experts = %lld into groups of 2 or more",
+                    (long long)c->groups, (long long)c->experts);
+    if (c->groups_kept > c->groups)
+        return fail(err, ERROR_USAGE, "topk_group = %lld is more than n_group = %lld",
+                    (long long)c->groups_kept, (long long)c->groups);
+    if (c->topk > c->groups_kept * (c->experts / c->groups))
+        return fail(err, ERROR_USAGE,
+                    "num_experts_per_tok = %lld is more than the experts of topk_group = %lld groups of %lld",
+                    (long long)c->topk, (long long)c->groups_kept, (long long)(c->experts / c->groups));
+    return true;
+}
+
 /* The limits that relate two values. */
 static bool check_relations(const model_config *c, error *err)
 {
@@ -135,7 +181,7 @@ static bool check_relations(const model_config *c, error *err)
             err, ERROR_USAGE,
             "first_k_dense_replace = %lld and dense_intermediate_size = %lld: both or neither must be 0",
             (long long)c->dense_layers, (long long)c->dense_intermediate);
-    return true;
+    return check_router(c, err);
 }
 
 bool model_config_check(const model_config *config, error *err)
@@ -202,11 +248,26 @@ static bool read_boolean(const json_t *root, const char *key, bool absent, bool 
     return true;
 }
 
+/* The place of a string among the names. */
+static bool read_name(const json_t *root, const integer_key *k, int64_t *out, error *err)
+{
+    const json_t *value = json_object_get(root, k->key);
+    *out = k->absent;
+    if (is_absent(value)) return true;
+    if (!json_is_string(value)) return fail(err, ERROR_RUNTIME, "%s is not a string", k->key);
+    for (*out = k->low; *out <= k->high; ++*out)
+        if (strcmp(json_string_value(value), k->names[*out]) == 0) return true;
+    return fail(err, ERROR_RUNTIME, "%s = \"%.64s\" is not supported", k->key, json_string_value(value));
+}
+
 static bool read_fields(const json_t *root, model_config *c, error *err)
 {
-    for (size_t i = 0; i < COUNT(integer_keys); i++)
-        if (!read_integer(root, integer_keys[i].key, integer_keys[i].absent, integer_field(c, i), err))
+    for (size_t i = 0; i < COUNT(integer_keys); i++) {
+        const integer_key *k = &integer_keys[i];
+        if (!(k->names ? read_name(root, k, integer_field(c, i), err)
+                       : read_integer(root, k->key, k->absent, integer_field(c, i), err)))
             return false;
+    }
     for (size_t i = 0; i < COUNT(real_keys); i++)
         if (!read_real(root, real_keys[i].key, real_keys[i].absent, real_field(c, i), err)) return false;
     for (size_t i = 0; i < COUNT(boolean_keys); i++)
@@ -251,18 +312,27 @@ static bool read_model_type(const json_t *root, bool *olmoe, error *err)
                 type);
 }
 
-/* What the type "olmoe" does not have. */
+/* A key that only the type "smoe" has and that makes another model of this one; NULL: there is none. */
+static const char *own_key(const model_config *config)
+{
+    model_config c = *config;
+    for (size_t i = 0; i < COUNT(integer_keys); i++)
+        if (integer_keys[i].own && *integer_field(&c, i) != integer_keys[i].absent)
+            return integer_keys[i].key;
+    for (size_t i = 0; i < COUNT(real_keys); i++)
+        if (real_keys[i].own && *real_field(&c, i) != real_keys[i].absent) return real_keys[i].key;
+    for (size_t i = 0; i < COUNT(boolean_keys); i++)
+        if (boolean_keys[i].own && *boolean_field(&c, i) != boolean_keys[i].absent)
+            return boolean_keys[i].key;
+    return NULL;
+}
+
 static bool check_model_type(bool olmoe, const model_config *config, error *err)
 {
-    if (olmoe && config->shared_intermediate != 0)
-        return fail(err, ERROR_RUNTIME,
-                    "shared_expert_intermediate_size = %lld, but model_type \"olmoe\" has no shared expert",
-                    (long long)config->shared_intermediate);
-    if (olmoe && config->dense_layers != 0)
-        return fail(err, ERROR_RUNTIME,
-                    "first_k_dense_replace = %lld, but model_type \"olmoe\" has no dense layers",
-                    (long long)config->dense_layers);
-    return true;
+    const char *key = own_key(config);
+    return !olmoe || !key ||
+           fail(err, ERROR_RUNTIME, "%s is set, but model_type \"olmoe\" has no such key, only \"smoe\" has",
+                key);
 }
 
 /* Keys that would change the forward pass. Only the values that this model implements are accepted. */
@@ -317,7 +387,7 @@ bool model_config_read(model_config *config, const char *path, error *err)
 
 static json_t *build_root(const model_config *config, const char *dtype)
 {
-    bool olmoe = config->shared_intermediate == 0 && config->dense_layers == 0;
+    bool olmoe = own_key(config) == NULL;
     model_config c = *config;
     json_t *root =
         json_pack("{s:[s], s:s, s:s, s:I, s:b, s:f, s:n, s:n, s:n, s:n, s:n, s:b, s:b, s:{s:s, s:f}}", //
@@ -333,14 +403,19 @@ static json_t *build_root(const model_config *config, const char *dtype)
     bool ok = json_object_set_new(root, "dtype", json_string(dtype)) == 0 &&
               json_object_set_new(root, "torch_dtype", json_string(dtype)) == 0;
     for (size_t i = 0; i < COUNT(integer_keys); i++) {
+        const integer_key *k = &integer_keys[i];
         int64_t value = *integer_field(&c, i);
-        if (olmoe && integer_keys[i].low == 0) continue; // the shared expert's and dense layers' keys
-        ok = ok && json_object_set_new(root, integer_keys[i].key, json_integer(value)) == 0;
+        if (olmoe && k->own) continue;
+        ok = ok && json_object_set_new(root, k->key,
+                                       k->names ? json_string(k->names[value]) : json_integer(value)) == 0;
     }
     for (size_t i = 0; i < COUNT(real_keys); i++)
-        ok = ok && json_object_set_new(root, real_keys[i].key, json_real(*real_field(&c, i))) == 0;
+        if (!olmoe || !real_keys[i].own)
+            ok = ok && json_object_set_new(root, real_keys[i].key, json_real(*real_field(&c, i))) == 0;
     for (size_t i = 0; i < COUNT(boolean_keys); i++)
-        ok = ok && json_object_set_new(root, boolean_keys[i].key, json_boolean(*boolean_field(&c, i))) == 0;
+        if (!olmoe || !boolean_keys[i].own)
+            ok = ok &&
+                 json_object_set_new(root, boolean_keys[i].key, json_boolean(*boolean_field(&c, i))) == 0;
     if (ok) return root;
     json_decref(root);
     return NULL;

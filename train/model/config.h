@@ -1,7 +1,7 @@
 /* The shape of a model and its file, Hugging Face's `config.json`.
  *
- * A model without shared expert and dense layers is exactly OLMoE: it is written as model_type "olmoe", which
- * Hugging Face transformers opens as it is. A model with a shared expert or dense layers is written as
+ * A model without shared expert, dense layers and another router is exactly OLMoE: it is written as
+ * model_type "olmoe", which Hugging Face transformers opens as it is. Any other model is written as
  * model_type "smoe". Transformers opens it after `import smoe.transformers` (the Python package), which
  * registers the type. */
 #ifndef TRAIN_CONFIG_H
@@ -21,7 +21,11 @@ typedef struct model_config {    // key in config.json
     int64_t heads;               // num_attention_heads = num_key_value_heads
     int64_t experts;             // num_experts, E
     int64_t topk;                // num_experts_per_tok, K <= E
-    bool norm_topk_prob;         // renormalise the kept softmax weights over the K
+    bool norm_topk_prob;         // norm_topk_prob: divide the weights of a token's experts by their sum
+    int64_t score;               // scoring_func: a smoe_score
+    int64_t groups, groups_kept; // n_group, topk_group: see smoe_layer; 1, 1: no groups
+    double route_scale;          // routed_scaling_factor: multiplies the weights
+    bool selection_bias;         // selection_bias: each expert has one, mlp.gate.e_score_correction_bias
     int64_t shared_intermediate; // shared_expert_intermediate_size, 0: no shared expert
     int64_t dense_layers;        // first_k_dense_replace: the first layers with a dense MLP, 0..layers
     int64_t dense_intermediate;  // dense_intermediate_size: of those; 0 exactly if dense_layers is 0
@@ -32,6 +36,10 @@ typedef struct model_config {    // key in config.json
     double router_aux_loss_coef; // router_aux_loss_coef, weight of the load-balance loss
     double initializer_range;    // initializer_range, standard deviation of the initial weights
 } model_config;
+
+/* The names of the scores, by smoe_score. */
+enum { MODEL_SCORES = 3 };
+extern const char *const model_score_names[MODEL_SCORES];
 
 /* Elements of a head of the attention. */
 static inline int64_t model_config_head_size(const model_config *c)

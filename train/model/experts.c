@@ -9,7 +9,9 @@ typedef struct experts_common {
     smoe_context *context;
     uint64_t saved_bytes, scratch_bytes; // of one block, of all
     void *scratch;
-    void *da; // (rows, shared f), in the place of `scratch`
+    void *da;        // (rows, shared f), in the place of `scratch`
+    float *bias;     // (blocks, E) selection biases; NULL: none
+    int32_t *counts; // (blocks, E) of the step at hand; NULL: they are not changed
 } experts_common;
 
 typedef struct experts_own {
@@ -37,7 +39,11 @@ static smoe_layer describe(const block_frame *f, int64_t tokens, const moe_routi
     layer.inference = f->use != MODEL_TRAIN;
     layer.reuse_saved = 1;
     layer.chunks = f->chunks;
+    layer.score = (smoe_score)config->score;
     layer.renormalize = config->norm_topk_prob;
+    layer.groups = (int32_t)config->groups;
+    layer.groups_kept = (int32_t)config->groups_kept;
+    layer.route_scale = (float)config->route_scale;
     layer.rounding = routing->rounding;
     if (routing->rounding != SMOE_ROUNDING_NONE) layer.tile = routing->tile;
     layer.seed = routing->seed;
@@ -123,8 +129,9 @@ static int64_t active(const model_config *c)
 static bool reads_logits(const block_frame *f)
 {
     const moe_routing *r = f->routing;
-    return !f->config->norm_topk_prob || r->rounding != SMOE_ROUNDING_NONE ||
-           r->balance_coefficient != 0.0f || r->z_coefficient != 0.0f;
+    const bool from_weights = f->config->norm_topk_prob && f->config->score == SMOE_SCORE_SOFTMAX_TOPK;
+    return !from_weights || r->rounding != SMOE_ROUNDING_NONE || r->balance_coefficient != 0.0f ||
+           r->z_coefficient != 0.0f;
 }
 
 static void place(block *b, const block_memory *m)
@@ -149,6 +156,31 @@ static size_t kept_for_log(const void *common)
     return a.used;
 }
 
+/* The number of blocks times E. */
+static int64_t biases(const model_config *c)
+{
+    return (c->layers - c->dense_layers) * c->experts;
+}
+
+static void place_constants(void *common, const block_frame *f, arena *a)
+{
+    experts_common *all = common;
+    if (!f->config->selection_bias) return;
+    all->bias = arena_floats(a, biases(f->config));
+    if (f->routing->bias_rate != 0.0f)
+        all->counts = arena_take(a, (size_t)biases(f->config) * sizeof *all->counts);
+}
+
+static bool fill(void *common, const block_frame *f, error *err)
+{
+    const experts_common *all = common;
+    const size_t count = (size_t)biases(f->config);
+    (void)err;
+    if (all->bias) f->device->ops->clear(f->device, all->bias, count * sizeof *all->bias);
+    if (all->counts) f->device->ops->clear(f->device, all->counts, count * sizeof *all->counts);
+    return true;
+}
+
 static void place_scratch(void *common, const block_frame *f, arena *a)
 {
     experts_common *all = common;
@@ -157,6 +189,46 @@ static void place_scratch(void *common, const block_frame *f, arena *a)
         all->da = arena_values(a, f->device->type, f->rows * f->config->shared_intermediate);
     a->used = start;
     all->scratch = arena_take(a, all->scratch_bytes);
+}
+
+/* ---- selection biases ---- */
+
+/* The block's place in arrays of all blocks. */
+static int64_t place_of(const block *b)
+{
+    return (b->layer - b->frame->config->dense_layers) * b->frame->config->experts;
+}
+
+float *experts_bias(const block *b)
+{
+    const experts_common *all = b->common;
+    return all->bias ? all->bias + place_of(b) : NULL;
+}
+
+bool experts_update_bias(block *b, float rate, error *err)
+{
+    const experts_common *all = b->common;
+    const block_frame *f = b->frame;
+    int32_t *counts = all->counts + place_of(b);
+    const smoe_layer layer = describe(f, f->rows, f->routing);
+    if (!check(all,
+               smoe_update_selection_bias(all->context, &layer, counts, experts_bias(b), rate,
+                                          f->device->stream),
+               err))
+        return false;
+    f->device->ops->clear(f->device, counts, (size_t)f->config->experts * sizeof *counts);
+    return true;
+}
+
+static bool count_tokens(const block *b, const block_pass *p, error *err)
+{
+    const experts_common *all = b->common;
+    train_device *dv = b->frame->device;
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    if (!all->counts) return true;
+    if (!experts_view(b, p->rows, &view, err)) return false;
+    dv->ops->add_counts(dv, all->counts + place_of(b), view.topk_counts, b->frame->config->experts);
+    return true;
 }
 
 /* ---- passes ---- */
@@ -170,6 +242,7 @@ static bool forward(block *b, const block_pass *p, void *out, error *err)
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.x = b->h;
     args.router_weight = block_weight(b, s->router);
+    args.selection_bias = experts_bias(b);
     args.logits = s->logits;
     args.step = p->routing->step;
     args.losses = s->losses;
@@ -211,7 +284,7 @@ static bool backward(block *b, const block_pass *p, void *dh, void *dout, error 
     args.scratch_size = all->scratch_bytes;
     if (!check(all, smoe_layer_backward(all->context, &layer, &args, f->device->stream), err)) return false;
     if (s->shared.width) dense_mlp_backward(b, &s->shared, p, dh, dout, all->da, true);
-    return true;
+    return count_tokens(b, p, err);
 }
 
 /* ---- after a pass ---- */
@@ -252,7 +325,9 @@ const block_kind experts_block = {
     .matrices = matrices,
     .active = active,
     .place = place,
+    .place_constants = place_constants,
     .place_scratch = place_scratch,
+    .fill = fill,
     .kept_for_log = kept_for_log,
     .forward = forward,
     .backward = backward,

@@ -1,5 +1,5 @@
-/* The block of experts: softmax over all experts, top-K, SwiGLU experts, and with shared_intermediate a
- * shared expert beside them. This is the only file of the trainer that calls the library, and it uses the
+/* The block of experts: a router, top-K, SwiGLU experts, and with shared_intermediate a shared expert beside
+ * them. This is the only file of the trainer that calls the library, and it uses the
  * public header alone. */
 #ifndef TRAIN_EXPERTS_H
 #define TRAIN_EXPERTS_H
@@ -18,5 +18,11 @@ bool experts_counts(const block *b, int64_t tokens, int32_t *plain, int32_t *rou
 
 /* Its auxiliary losses (2) on the device: load balance, z. */
 const float *experts_losses(const block *b);
+
+/* The selection biases (E), f32, on the device; NULL: the model has none. They are no weights: no gradient
+ * reaches them. The backwards of the passes of a step count the tokens that top-K gives each expert, and
+ * experts_update_bias moves the biases by `rate` against these counts. */
+float *experts_bias(const block *b);
+bool experts_update_bias(block *b, float rate, error *err);
 
 #endif

@@ -1,6 +1,8 @@
 /* See model.h: the passes. model_create.c makes a model. */
 #include "train/model/model.h"
 
+#include "train/model/experts.h"
+
 static const moe_routing plain_routing = {.rounding = SMOE_ROUNDING_NONE};
 
 static int64_t blocks_of(const model *m)
@@ -152,6 +154,16 @@ void model_end_backward(model *m, const block_pass *p)
 void model_end_step(model *m)
 {
     m->device->ops->mean(m->device, &m->scalars[SCALAR_LOSS], m->losses, m->frame.rows * m->parts);
+}
+
+bool model_update_biases(model *m, error *err)
+{
+    if (m->routing.bias_rate == 0.0f) return true;
+    for (int64_t l = m->config.dense_layers; l < m->config.layers; l++)
+        if (!experts_update_bias(&m->blocks[MODEL_BRANCHES * l + MODEL_BRANCHES - 1], m->routing.bias_rate,
+                                 err))
+            return false;
+    return true;
 }
 
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err)

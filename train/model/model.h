@@ -107,6 +107,13 @@ bool model_layer_backward(model *m, const block_pass *pass, int64_t layer, error
 void model_end_backward(model *m, const block_pass *pass);
 void model_end_step(model *m);
 
+/* Moves the selection biases by routing.bias_rate against the counts of the passes since the last call, if it
+ * is not 0. */
+bool model_update_biases(model *m, error *err);
+
+/* The selection biases of a layer as a tensor of the checkpoint. NULL: it has none. */
+float *model_bias(const model *m, int64_t layer, param_tensor *tensor);
+
 /* All of them; returns the loss too. Not with one_layer. */
 bool model_gradients(model *m, const model_batch *batch, double *loss, error *err);
 

@@ -7,6 +7,7 @@
 #include "train/model/model.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 const char *const model_recompute_names[RECOMPUTE_NAMES] = {"none", "norms", "norms-qk", "layers"};
@@ -31,6 +32,15 @@ const block *model_experts(const model *m, int64_t layer)
 {
     const block *b = &m->blocks[MODEL_BRANCHES * layer + MODEL_BRANCHES - 1];
     return b->kind == &experts_block ? b : NULL;
+}
+
+float *model_bias(const model *m, int64_t layer, param_tensor *t)
+{
+    const block *b = model_experts(m, layer);
+    float *bias = b ? experts_bias(b) : NULL;
+    *t = (param_tensor){.shape = {m->config.experts}, .rank = 1, .count = (size_t)m->config.experts};
+    snprintf(t->name, sizeof t->name, "model.layers.%lld.mlp.gate.e_score_correction_bias", (long long)layer);
+    return bias;
 }
 
 int64_t model_active_weights(const model_config *c)
@@ -285,6 +295,14 @@ static bool check_device(const model *m, error *err)
     return true;
 }
 
+static bool check_biases(const model *m, error *err)
+{
+    return m->routing.bias_rate == 0.0f || m->config.selection_bias ||
+           fail(err, ERROR_USAGE,
+                "the rate of the selection biases is %g, but the model has none (selection_bias)",
+                (double)m->routing.bias_rate);
+}
+
 static bool check_parts(const model *m, error *err)
 {
     if (m->parts > 1 && m->weights.one_layer)
@@ -319,7 +337,7 @@ static bool make(model *m, error *err)
 {
     if (!m->device && !(m->owns_device = (m->device = cpu_open(err)) != NULL)) return false;
     m->frame.device = m->weights.device = m->device;
-    if (!model_config_check(&m->config, err) || !check_device(m, err)) return false;
+    if (!model_config_check(&m->config, err) || !check_device(m, err) || !check_biases(m, err)) return false;
     head_open(&m->head, &m->frame);
     if (!make_blocks(m, err) || !lay_out(m, err) || !check_parts(m, err)) return false;
     m->weights.clears_layer = weights_clear_layers(&m->weights);

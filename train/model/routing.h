@@ -13,6 +13,7 @@ typedef struct moe_routing {
     int32_t tile;
     uint64_t seed, step; // the draws of SR-f
     float balance_coefficient, z_coefficient;
+    float bias_rate; // by which a step changes the selection biases; 0: it does not
 } moe_routing;
 
 #endif

@@ -15,7 +15,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 18, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
+enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 19, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
 
 /* The values that are left out of the file while they are not known. */
 static const struct {
@@ -38,7 +38,8 @@ static const struct {
                     {"option.rounding", offsetof(train_state, recipe.rounding)},
                     {"option.tile", offsetof(train_state, recipe.tile)},
                     {"option.balance", offsetof(train_state, recipe.balance)},
-                    {"option.z-loss", offsetof(train_state, recipe.z_loss)}};
+                    {"option.z-loss", offsetof(train_state, recipe.z_loss)},
+                    {"option.bias-rate", offsetof(train_state, recipe.bias_rate)}};
 
 static const uint64_t MOST_COUNTED = 1000000000000000000; // 1e18 steps or tokens
 
@@ -96,8 +97,14 @@ static bool write_weights(const char *folder, const model *m, const adamw_arrays
     const smoe_type type = weight_type(m, arrays);
     char path[PATH_BYTES];
     if (!join(path, folder, "model.safetensors", err)) return false;
-    tensor *tensors = calloc(layout->tensor_count, sizeof *tensors);
-    if (!tensors) return fail(err, ERROR_RUNTIME, "out of memory: the table of the checkpoint's tensors");
+    param_tensor *biases = NULL;
+    size_t count = layout->tensor_count;
+    tensor *tensors = calloc(count + (size_t)m->config.layers, sizeof *tensors);
+    if (tensors) biases = calloc((size_t)m->config.layers, sizeof *biases);
+    if (!biases) {
+        free(tensors);
+        return fail(err, ERROR_RUNTIME, "out of memory: the table of the checkpoint's tensors");
+    }
     for (size_t i = 0; i < layout->tensor_count; i++) {
         const param_tensor *p = &layout->tensors[i];
         tensors[i] = (tensor){.name = p->name,
@@ -106,9 +113,20 @@ static bool write_weights(const char *folder, const model *m, const adamw_arrays
                               .data = weights + p->offset * type_size(type)};
         memcpy(tensors[i].shape, p->shape, sizeof p->shape);
     }
+    for (int64_t l = 0; l < m->config.layers; l++) {
+        param_tensor *t = &biases[l];
+        const float *bias = model_bias(m, l, t);
+        if (!bias) continue;
+        tensors[count++] = (tensor){.name = t->name,
+                                    .dtype = TENSOR_F32,
+                                    .rank = 1,
+                                    .shape = {t->shape[0]},
+                                    .data = (const void *)bias};
+    }
     const safetensors_pair format = {"format", "pt"}; // transformers asks for it
-    bool done = write_tensors(path, m->device, tensors, layout->tensor_count, &format, 1, err);
+    bool done = write_tensors(path, m->device, tensors, count, &format, 1, err);
     free(tensors);
+    free(biases);
     return done;
 }
 
@@ -236,10 +254,14 @@ static bool check_tied_head(const safetensors *file, const char *path, const ten
                 "%s: tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight", path);
 }
 
-static bool is_of_model(const param_layout *layout, const char *name)
+static bool is_of_model(const model *m, const char *name)
 {
+    const param_layout *layout = &m->weights.layout;
+    param_tensor t;
     for (size_t i = 0; i < layout->tensor_count; i++)
         if (strcmp(layout->tensors[i].name, name) == 0) return true;
+    for (int64_t l = 0; l < m->config.layers; l++)
+        if (model_bias(m, l, &t) && strcmp(t.name, name) == 0) return true;
     return false;
 }
 
@@ -248,15 +270,31 @@ static bool is_of_model(const param_layout *layout, const char *name)
 static bool check_explained(const safetensors *file, const char *path, const model *m, error *err)
 {
     const tensor *head = m->config.tied ? safetensors_find(file, "lm_head.weight") : NULL;
-    const size_t explained = m->weights.layout.tensor_count + (head != NULL), count = safetensors_count(file);
+    const model_config *c = &m->config;
+    const size_t biases = c->selection_bias ? (size_t)(c->layers - c->dense_layers) : 0,
+                 explained = m->weights.layout.tensor_count + biases + (head != NULL),
+                 count = safetensors_count(file);
     if (head != NULL && !check_tied_head(file, path, head, err)) return false;
     if (count == explained) return true;
     size_t i = 0;
-    while (safetensors_at(file, i) == head || is_of_model(&m->weights.layout, safetensors_at(file, i)->name))
-        i++;
+    while (safetensors_at(file, i) == head || is_of_model(m, safetensors_at(file, i)->name)) i++;
     return fail(err, ERROR_RUNTIME,
                 "%.200s: tensor %.128s is not in the model that config.json describes (%zu such tensors)",
                 path, safetensors_at(file, i)->name, count - explained);
+}
+
+static bool read_bias(const safetensors *file, const char *path, model *m, int64_t layer, stream *pieces,
+                      error *err)
+{
+    param_tensor p;
+    const tensor *t;
+    error why = {0};
+    float *bias = model_bias(m, layer, &p);
+    if (!bias) return true;
+    if (!safetensors_get(file, p.name, &t, err)) return false;
+    return tensor_is_real(t, p.rank, p.shape, &why)
+               ? stream_write(pieces, bias, SMOE_TYPE_F32, NULL, file, t, err)
+               : fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
 }
 
 static bool read_tensors(const safetensors *file, const char *path, model *m, float *master, stream *pieces,
@@ -273,6 +311,8 @@ static bool read_tensors(const safetensors *file, const char *path, model *m, fl
                           master ? master + p->offset : NULL, file, t, err))
             return false;
     }
+    for (int64_t l = 0; l < m->config.layers; l++)
+        if (!read_bias(file, path, m, l, pieces, err)) return false;
     return check_explained(file, path, m, err);
 }
 

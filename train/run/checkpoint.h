@@ -25,7 +25,7 @@
  * in a file of an earlier program. */
 typedef struct train_recipe {
     double lr, end_lr, warmup, beta1, beta2, weight_decay, clip;
-    double rounding, tile, balance, z_loss; // rounding: a smoe_rounding
+    double rounding, tile, balance, z_loss, bias_rate; // rounding: a smoe_rounding
 } train_recipe;
 
 /* The counters of the training loop, and what the next line of the log needs. The values after loss_bytes

@@ -55,7 +55,7 @@ static bool enqueue(train_step *s, error *err)
         optimizer_begin(s->optimizer, square);
     }
     for (int i = 0; i < count; i++) optimizer_update(s->optimizer, &spans[i], layers ? square : NULL);
-    return true;
+    return model_update_biases(m, err);
 }
 
 /* One recording of the launches serves every step, except with SR-f, for which the host passes other

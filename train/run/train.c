@@ -117,7 +117,8 @@ static train_recipe recipe_of(const train_settings *s)
                           .rounding = (double)s->routing.rounding,
                           .tile = (double)s->routing.tile,
                           .balance = (double)s->routing.balance_coefficient,
-                          .z_loss = (double)s->routing.z_coefficient};
+                          .z_loss = (double)s->routing.z_coefficient,
+                          .bias_rate = (double)s->routing.bias_rate};
 }
 
 /* Loads OUT/latest. Its seed, its batch and its text must be those of the settings. */
