@@ -7,11 +7,12 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
     bench/peers.py --suite paper,models --routing random,skewed --tunings 3
     bench/peers.py --suite small                          # 1 to 4096 tokens
     bench/peers.py --e2e 1.4B                             # whole training steps
-    bench/peers.py --show --markdown --plot ratios.png    # from the records, nothing is measured
+    bench/peers.py --show --markdown --plot ratios.png    # the repository's records, nothing is measured
     bench/peers.py --device cpu --dtype f32               # tries the program on tiny layers, without a GPU
 
-After each layer its records are appended to docs/results/peers.jsonl. A measurement that has a record of this commit,
-device and --settle with the same passes is skipped.
+After each layer its records are appended to build/peers.jsonl, and the tables of this device are printed at the end. A
+measurement that has a record of this commit, device and --settle with the same passes is skipped. docs/results/peers.jsonl,
+which docs/peers.md shows, changes only if --records names it.
 Exit status: 0 all was measured, or time was up; 2 wrong arguments; 3 nothing could be measured, read or
 written, or smoe itself failed at a layer (the other layers are measured).
 """
@@ -32,6 +33,7 @@ from peers_lib.run import BASE, PEERS, Failed, Run, say  # noqa: E402
 MODELS, ROUTINGS, PARTS = ("0.5B", "1.4B", "7B", "tiny"), ("random", "uniform", "skewed"), ("experts", "layer")
 MEASURED = ("CMakeLists.txt", "cmake", "include", "src", "python")
 SMALL_PASSES = ["inference", "graph"]
+PUBLISHED, MEASURED_HERE = ROOT / "docs/results/peers.jsonl", ROOT / "build/peers.jsonl"
 BEGIN, END = "<!-- begin of what bench/peers.py --docs writes -->", "<!-- end -->"
 
 
@@ -97,7 +99,7 @@ def parser():
     add("--seconds", type=float, default=float("inf"), help="stop between two layers after this many seconds")
     group = made.add_argument_group("records and output")
     add = group.add_argument
-    add("--records", default=str(ROOT / "docs/results/peers.jsonl"), help="the file of records")
+    add("--records", help="the file of records (build/peers.jsonl; with --show and --docs docs/results/peers.jsonl)")
     add("--copy", metavar="FILE", help="after each layer or step, copy the file of records to this file")
     add("--again", action="store_true", help="also measure what has a record, and replace the record")
     add("--commit", help="commit to write into records (the last one that changed the library or the package)")
@@ -148,6 +150,7 @@ def complete(options):
     chosen = options.peers or default_peers(options.device)
     options.peers = [BASE] + [peer for peer in chosen if peer != BASE]
     options.commit = options.commit or commit()
+    options.records = options.records or str(PUBLISHED if options.show or options.docs else MEASURED_HERE)
 
     def passes_of(shape):
         more = SMALL_PASSES if options.inference or shape.suite == "small" else []
@@ -202,13 +205,16 @@ def is_shown(options, record):
     return all(not choice or value in choice for choice, value in wanted)
 
 
-def shown(options):
-    """The records that tables are made of. With --show only those that are asked for."""
+def shown(options, device):
+    """The records that tables are made of: after a measurement those of its device, with --show those that are asked
+    for."""
     there = records.read(options.records)
     if options.show:
         if not there:
             raise Failed(f"--show: no records in {options.records}")
         there = [record for record in there if is_shown(options, record)]
+    else:
+        there = [record for record in there if record["device"] == device]
     return in_order(tables.newest(there))
 
 
@@ -242,14 +248,15 @@ def check_files(options):
 
 
 def measure(options, shapes):
-    """Returns the layers and steps that smoe could not compute."""
+    """Returns the layers and steps that smoe could not compute, and the name of the device."""
+    Path(options.records).parent.mkdir(exist_ok=True)
     check_files(options)
     records.read(options.records)  # a broken file is found at once, too
     run = Run(options, shapes)
     late = run.steps(options.e2e) if options.e2e else run.measure()
     if late:
         say(f"time is up after {options.seconds:g} s; the same command goes on where this one stopped")
-    return run.failed
+    return run.failed, run.device
 
 
 def main():
@@ -281,8 +288,8 @@ def main():
         if options.docs:
             renew(Path(options.docs), options.records)
             return 0
-        failed = [] if options.show else measure(options, shapes)
-        show(options, shown(options))
+        failed, device = ([], "") if options.show else measure(options, shapes)
+        show(options, shown(options, device))
         if failed:
             raise Failed(f"{BASE} itself failed: {'; '.join(failed)}")
         return 0

@@ -314,11 +314,12 @@ class Run:
         facts = process.ask("hello", device=o.device, peers=[peer])
         if "no_device" in facts:
             raise Failed(facts["no_device"])
+        self.device = facts["device"]
         fact = facts["peers"][peer]
         if "skipped" in fact:
             say(f"{peer} skipped: {fact['skipped']}")
             return False
-        fields = {"commit": o.commit, "device": facts["device"], "suite": "e2e", "shape": model, "part": "e2e",
+        fields = {"commit": o.commit, "device": self.device, "suite": "e2e", "shape": model, "part": "e2e",
                   "dtype": "bf16", "tuning": tuning, "peer": peer}  # fmt: skip
         if not o.again and not records.missing(records.read(o.records), fields, [peer]):
             return True

@@ -333,6 +333,26 @@ def test_the_command_on_the_cpu(tmp_path):
     assert "| tiny-a | loop |" in again.stdout
 
 
+def test_a_measurement_keeps_the_published_records_as_they_are(tmp_path, monkeypatch, capsys):
+    """What is measured goes into build/, and nothing of another device is shown beside it."""
+    published, here = tmp_path / "docs.jsonl", tmp_path / "build" / "peers.jsonl"
+    records.append(published, some_records())
+    before = published.read_bytes()
+    monkeypatch.setattr(peers, "PUBLISHED", published)
+    monkeypatch.setattr(peers, "MEASURED_HERE", here)
+    quick = "--device cpu --dtype f32 --shape tiny-a --suite tiny --peers loop --shape-seconds 0 --settle 0 --timed 0"
+    monkeypatch.setattr(sys, "argv", ["peers.py", *quick.split()])
+    assert peers.main() == 0
+    assert published.read_bytes() == before and {record["shape"] for record in records.read(here)} == {"tiny-a"}
+    records.append(here, some_records())  # as if another device had written into the same file
+    capsys.readouterr()
+    assert peers.main() == 0
+    assert "tiny-a" in (text := capsys.readouterr().out) and "7B-n256" not in text and "GPU" not in text
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--show"])
+    assert peers.main() == 0
+    assert "7B-n256" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path):
     done = command(tmp_path / "peers.jsonl", "--suite", "tiny")
