@@ -6,12 +6,14 @@
  *
  * check_layer_backward.c checks the results of these kernels. */
 #include "bench/link_time.h"
-#include "cuda/host/launch_backward.h"
+#include "cuda/host/device.h"
 #include "problem.h"
 #include "tests/cuda/gpu.h"
 #include "tests/cuda/route_cases.h"
 
 enum { SETS = 4 };
+
+static moe_device device;
 
 typedef struct inputs {
     moe_problem problem;
@@ -30,7 +32,8 @@ static cudaError_t enqueue_dlogits(const void *work, int i, cudaStream_t stream)
     const dlogits_links *links = work;
     moe_cuda_dlogits p = *links->call;
     p.ds += i % SETS * p.ds_parts * links->padded_rows;
-    return moe_cuda_dlogits_launch(&p, stream);
+    const moe_launch on = {.device = &device, .sms = device.sms, .stream = stream};
+    return moe_cuda_dlogits_launch(&on, &p);
 }
 
 /* Median microseconds of a launch. */
@@ -156,6 +159,7 @@ int main(void)
         puts("no GPU: skipped");
         return 77;
     }
+    CHECK_CUDA(moe_cuda_open_device(&device, 0));
     time_shape(24576, 128, 8, 1);
     time_shape(24576, 128, 8, 4);
     time_shape(40960, 128, 8, 1);

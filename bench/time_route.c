@@ -5,12 +5,15 @@
  * second kernel of the plan alone, and the whole plan. The last figure of a line is the target, if there is
  * one. */
 #include "bench/link_time.h"
+#include "cuda/host/device.h"
 #include "cuda/host/routing.h"
 #include "cuda/schedule/plan_size.h"
 #include "tests/cuda/gpu.h"
 #include "tests/cuda/route_cases.h"
 
 enum { LOGITS_BYTES = 256 << 20 };
+
+static moe_device device;
 
 typedef struct route_timing {
     moe_problem problem;
@@ -23,7 +26,7 @@ typedef struct route_timing {
 } route_timing;
 
 typedef cudaError_t (*link_function)(const route_timing *t, const smoe_forward_args *args,
-                                     cudaStream_t stream);
+                                     const moe_launch *on);
 
 /* The timed work: link i is `enqueue` on set number i % sets of the logits. */
 typedef struct route_links {
@@ -39,7 +42,8 @@ static cudaError_t enqueue_route(const void *work, int i, cudaStream_t stream)
                                 moe_type_bytes(t->problem.layer.logits_type));
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.logits = t->logits + (size_t)(i % t->sets) * set;
-    return links->enqueue(t, &args, stream);
+    const moe_launch on = {.device = &device, .sms = device.sms, .stream = stream};
+    return links->enqueue(t, &args, &on);
 }
 
 /* Median microseconds of a link. */
@@ -49,46 +53,46 @@ static float time_links(const route_timing *t, link_function enqueue)
     return link_time(&links, enqueue_route);
 }
 
-static cudaError_t route_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+static cudaError_t route_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
     const smoe_context context = {0};
-    return moe_cuda_route(&context, &t->problem, args, &t->plan, t->scratch, stream);
+    return moe_cuda_route(&context, on, &t->problem, args, &t->plan, t->scratch);
 }
 
-static cudaError_t round_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+static cudaError_t round_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
-    const cudaError_t status = route_link(t, args, stream);
-    return status == cudaSuccess ? moe_cuda_round(&t->problem, args, &t->plan, t->scratch, stream) : status;
+    const cudaError_t status = route_link(t, args, on);
+    return status == cudaSuccess ? moe_cuda_round(on, &t->problem, args, &t->plan, t->scratch) : status;
 }
 
-static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
     const int rounded = t->problem.layer.rounding != SMOE_ROUNDING_NONE;
-    const cudaError_t status = rounded ? round_link(t, args, stream) : route_link(t, args, stream);
+    const cudaError_t status = rounded ? round_link(t, args, on) : route_link(t, args, on);
     if (status != cudaSuccess) return status;
-    return moe_cuda_plan_from_logits(&t->problem, args, &t->plan, &t->lists, t->scratch, stream);
+    return moe_cuda_plan_from_logits(on, &t->problem, args, &t->plan, &t->lists, t->scratch);
 }
 
-static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
-    moe_cuda_routing r = moe_cuda_routing_of(&t->problem, args, &t->plan, t->scratch);
+    moe_cuda_routing r = moe_cuda_routing_of(on->device, &t->problem, args, &t->plan, t->scratch);
     r.keys = NULL, r.mask = NULL, r.segment_counts = NULL; /* no results for later kernels */
-    return moe_cuda_topk(&r, stream);
+    return moe_cuda_topk(on, &r);
 }
 
 /* The plan from given top-K: from the ids and weights that route has written to the plan's arrays. */
-static cudaError_t given_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+static cudaError_t given_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
     (void)args;
-    return moe_cuda_plan_topk(&t->given, stream);
+    return moe_cuda_plan_topk(on, &t->given);
 }
 
-static cudaError_t scatter_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+static cudaError_t scatter_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
     (void)args;
     moe_cuda_plan p = t->given;
     p.counted = 1;
-    return moe_cuda_plan_topk(&p, stream);
+    return moe_cuda_plan_topk(on, &p);
 }
 
 static route_timing set_up(const smoe_layer *layer)
@@ -103,7 +107,7 @@ static route_timing set_up(const smoe_layer *layer)
              : (int)(LOGITS_BYTES / set) > LINKS ? LINKS
                                                  : (int)(LOGITS_BYTES / set);
     t.memory[0] = gpu_alloc(t.problem.plan_bytes);
-    t.memory[1] = gpu_alloc(moe_cuda_routing_scratch(&t.problem));
+    t.memory[1] = gpu_alloc(moe_cuda_routing_scratch(&device, &t.problem));
     t.memory[2] = gpu_alloc((size_t)t.sets * set);
     t.memory[3] = gpu_alloc(16);
     t.memory[4] =
@@ -115,7 +119,7 @@ static route_timing set_up(const smoe_layer *layer)
     t.lists = (moe_cuda_lists){(int32_t *)t.memory[3].memory, (moe_work *)t.memory[4].memory,
                                (moe_work *)t.memory[5].memory, limit, (int32_t *)t.memory[3].memory + 2};
     const int32_t experts = (int32_t)layer->experts, topk = (int32_t)layer->topk;
-    const int32_t segment = moe_plan_segment(layer->tokens, experts, topk);
+    const int32_t segment = moe_plan_segment(layer->tokens, experts, topk, device.shared_bytes);
     t.memory[6] = gpu_alloc(moe_cuda_plan_work_bytes(layer->tokens, experts, segment));
     t.given = (moe_cuda_plan){.ids = t.plan.topk_ids,
                               .weights = t.plan.topk_weights,
@@ -213,7 +217,8 @@ static void time_given(int64_t tokens, int64_t experts, int64_t topk, double tar
     route_timing t = set_up(&l);
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.logits = t.logits;
-    CHECK_CUDA(route_link(&t, &args, NULL));
+    const moe_launch on = {.device = &device, .sms = device.sms};
+    CHECK_CUDA(route_link(&t, &args, &on));
     CHECK_CUDA(cudaDeviceSynchronize());
     const double plan = time_links(&t, given_link), scatter = time_links(&t, scatter_link);
     printf("T %6lld E %4lld K %2lld given top-K | scatter %6.2f | in all %6.2f", (long long)tokens,
@@ -225,10 +230,10 @@ static void time_given(int64_t tokens, int64_t experts, int64_t topk, double tar
 static smoe_layer gemm_layer;
 static void *gemm_x, *gemm_weight;
 
-static cudaError_t gemm_link(const route_timing *t, const smoe_forward_args *args, cudaStream_t stream)
+static cudaError_t gemm_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
     (void)t;
-    return moe_cuda_router_gemm(&gemm_layer, gemm_x, gemm_weight, NULL, args->logits, stream);
+    return moe_cuda_router_gemm(on, &gemm_layer, gemm_x, gemm_weight, NULL, args->logits);
 }
 
 static void time_gemm(int64_t tokens, int64_t hidden, int64_t experts)
@@ -253,8 +258,9 @@ static void time_gemm(int64_t tokens, int64_t hidden, int64_t experts)
 
 int main(void)
 {
-    CHECK_CUDA(moe_cuda_routing_init());
-    CHECK_CUDA(moe_cuda_plan_init());
+    CHECK_CUDA(moe_cuda_open_device(&device, 0));
+    CHECK_CUDA(moe_cuda_routing_init(&device));
+    CHECK_CUDA(moe_cuda_plan_init(&device));
     time_given(32768, 256, 16, 12);
     time_given(24576, 128, 8, 0);
     time_given(40960, 128, 8, 0);

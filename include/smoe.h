@@ -170,10 +170,13 @@ typedef struct smoe_context_options {
     size_t error_size;
     int32_t check_offsets; /* cuda: 1, for debugging: smoe_plan and smoe_layer_forward of a layer FROM_ROWS
                               wait for the stream and check `offsets`; in a capture they are UNSUPPORTED */
+    int32_t sms; /* cuda: the experts' kernels run on at most this many SMs (multiprocessors), 1 to those of
+                    the device, so that others stay free for work on other streams; 0: on all. Results do
+                    not depend on it */
 } smoe_context_options;
 #define SMOE_CONTEXT_OPTIONS_INIT                                                                            \
     {                                                                                                        \
-        sizeof(smoe_context_options), SMOE_BACKEND_CPU, 0, 0, NULL, NULL, NULL, 0, 0                         \
+        sizeof(smoe_context_options), SMOE_BACKEND_CPU, 0, 0, NULL, NULL, NULL, 0, 0, 0                      \
     }
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and

@@ -34,7 +34,7 @@ forbid() { # FOLDER FOLDERS-IT-MUST-NOT-INCLUDE
 forbid common '(schedule|host|tma|routing|experts|sm90)'
 forbid schedule '(host|tma|routing|experts|sm90)'
 forbid host '(tma|routing|experts|sm90)'
-forbid tma '(routing|experts|sm90)'
+forbid tma '(host|routing|experts|sm90)'
 forbid routing '(experts|sm90)'
 forbid experts '(routing|sm90)'
 forbid sm90 '(routing|experts)'

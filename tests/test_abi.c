@@ -53,6 +53,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_context_options, error_text, 40, 8),
         FIELD(smoe_context_options, error_size, 48, 8),
         FIELD(smoe_context_options, check_offsets, 56, 4),
+        FIELD(smoe_context_options, sms, 60, 4),
         SIZE(smoe_layer, 128),
         FIELD(smoe_layer, struct_size, 0, 8),
         FIELD(smoe_layer, tokens, 8, 8),

@@ -436,6 +436,8 @@ static void counts_of_both_halves_add_up(void **state)
     assert_int_equal(moe_plan_both(sum), 64);
 }
 
+enum { SHARED_BYTES = 232448 }; /* of a CTA on Hopper */
+
 static void shared_memory_of_the_plan_fits(void **state)
 {
     (void)state;
@@ -443,11 +445,11 @@ static void shared_memory_of_the_plan_fits(void **state)
     for (int32_t experts = 1; experts <= 4096; experts += experts < 40 ? 1 : 169)
         for (int32_t topk = 1; topk <= 64 && topk <= experts; topk++)
             for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
-                const int32_t segment = moe_plan_segment(tokens[i], experts, topk);
+                const int32_t segment = moe_plan_segment(tokens[i], experts, topk, SHARED_BYTES);
                 const moe_plan_shared p = moe_plan_shared_of(segment, experts, topk);
-                assert_true(moe_plan_segment_fits(segment, experts, topk));
+                assert_true(moe_plan_segment_fits(segment, experts, topk, SHARED_BYTES));
                 assert_true(segment >= 32 && segment % 32 == 0 && segment < SMOE_PLAN_THREADS);
-                assert_true(p.end <= SMOE_PLAN_SHARED);
+                assert_true(p.end <= SHARED_BYTES);
                 assert_int_equal(p.rows % 16, 0); /* the memory before it is cleared 16 bytes at a time */
                 assert_int_equal(p.place % 8 + p.sorted % 8 + p.ids % 8, 0);
                 assert_int_equal(p.token_rows % 4 + p.group_before % 2 + p.token_first % 4, 0);

@@ -44,6 +44,7 @@ class ContextOptions(ctypes.Structure):
         *_pointers("on_stage on_stage_user error_text"),
         ("error_size", _SIZE),
         ("check_offsets", _I32),
+        ("sms", _I32),
     ]
 
 

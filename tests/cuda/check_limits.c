@@ -4,7 +4,7 @@
  * on every multiprocessor of the device. Errors of the caller: offsets against their rule, with the context's
  * option check_offsets, and memory that is given twice. */
 #include "gpu.h"
-#include "host/launch.h"
+#include "host/device.h"
 #include "open_cuda.h"
 
 static int failures;
@@ -131,7 +131,10 @@ static void combine_long_row(void)
                                 .tokens = 1,
                                 .hidden = d,
                                 .columns = d};
-    CHECK_CUDA(moe_cuda_combine_launch(&p, SMOE_TYPE_BF16, NULL));
+    moe_device device;
+    CHECK_CUDA(moe_cuda_open_device(&device, 0));
+    const moe_launch on = {.device = &device, .dtype = SMOE_TYPE_BF16};
+    CHECK_CUDA(moe_cuda_combine_launch(&on, &p));
     CHECK_CUDA(cudaDeviceSynchronize());
     const uint16_t *got = gpu_read(out.memory, (size_t)d * sizeof *y);
     int good = 1;

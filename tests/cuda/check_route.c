@@ -6,6 +6,7 @@
  *   cuda_check_route          all of it; exit 0 if all is equal, 1 if not, 3 if CUDA fails, 77 without a GPU
  *   cuda_check_route few      what a memory checker can run in a minute
  *   cuda_check_route fewest   what the emulator can run in seconds */
+#include "cuda/host/device.h"
 #include "cuda/host/routing.h"
 #include "gpu.h"
 #include "route_cases.h"
@@ -81,35 +82,36 @@ static void run_cpu(smoe_context *context, route_case *c)
 
 /* Enqueues all calls of the forward's routing, each from a graph that contains only this call. */
 static void enqueue(const moe_problem *problem, const smoe_forward_args *args, const moe_plan_arrays *plan,
-                    const moe_cuda_lists *lists, void *scratch, cudaStream_t stream)
+                    const moe_cuda_lists *lists, void *scratch, const moe_launch *on)
 {
     const smoe_context context = {0};
-    CHECK_CUDA(moe_cuda_route(&context, problem, args, plan, scratch, stream));
+    CHECK_CUDA(moe_cuda_route(&context, on, problem, args, plan, scratch));
     if (problem->layer.rounding != SMOE_ROUNDING_NONE)
-        CHECK_CUDA(moe_cuda_round(problem, args, plan, scratch, stream));
-    CHECK_CUDA(moe_cuda_plan_from_logits(problem, args, plan, lists, scratch, stream));
+        CHECK_CUDA(moe_cuda_round(on, problem, args, plan, scratch));
+    CHECK_CUDA(moe_cuda_plan_from_logits(on, problem, args, plan, lists, scratch));
 }
 
 static void run_graph(const moe_problem *problem, const smoe_forward_args *args, const moe_plan_arrays *plan,
-                      const moe_cuda_lists *lists, void *scratch, cudaStream_t stream)
+                      const moe_cuda_lists *lists, void *scratch, const moe_launch *on)
 {
     cudaGraph_t graph;
     cudaGraphExec_t run;
-    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    enqueue(problem, args, plan, lists, scratch, stream);
-    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaStreamBeginCapture(on->stream, cudaStreamCaptureModeThreadLocal));
+    enqueue(problem, args, plan, lists, scratch, on);
+    CHECK_CUDA(cudaStreamEndCapture(on->stream, &graph));
     CHECK_CUDA(cudaGraphInstantiate(&run, graph, 0));
-    CHECK_CUDA(cudaGraphLaunch(run, stream));
-    CHECK_CUDA(cudaStreamSynchronize(stream));
+    CHECK_CUDA(cudaGraphLaunch(run, on->stream));
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
     CHECK_CUDA(cudaGraphExecDestroy(run));
     CHECK_CUDA(cudaGraphDestroy(graph));
 }
 
-static void run_device(route_case *c, cudaStream_t stream)
+static void run_device(route_case *c, const moe_launch *on)
 {
     const moe_problem *p = &c->problem;
     const int32_t limit = moe_piece_limit(p->rows, c->layer.experts);
-    const gpu_buffer plan_memory = gpu_alloc(p->plan_bytes), scratch = gpu_alloc(moe_cuda_routing_scratch(p));
+    const gpu_buffer plan_memory = gpu_alloc(p->plan_bytes),
+                     scratch = gpu_alloc(moe_cuda_routing_scratch(on->device, p));
     const gpu_buffer losses = gpu_alloc(sizeof c->losses), list_counts = gpu_alloc(16);
     const gpu_buffer tiles = gpu_alloc(
         sizeof(moe_work) * (size_t)moe_work_bound(p->padded_rows, c->layer.experts, SMOE_TILE_BLOCKS));
@@ -125,7 +127,7 @@ static void run_device(route_case *c, cudaStream_t stream)
     args.step = 77;
     args.losses = c->with_losses ? (float *)losses.memory : NULL;
     const moe_plan_arrays plan = moe_plan_at(p, plan_memory.memory);
-    run_graph(p, &args, &plan, &lists, scratch.memory, stream);
+    run_graph(p, &args, &plan, &lists, scratch.memory, on);
 
     c->device = gpu_read(plan_memory.memory, p->plan_bytes);
     CHECK_CUDA(cudaMemcpy(c->device_losses, losses.memory, sizeof c->losses, cudaMemcpyDeviceToHost));
@@ -241,13 +243,13 @@ static void fill_inputs(route_case *c, logits_kind kind, int biased)
 }
 
 static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind kind, int biased,
-                     cudaStream_t stream)
+                     const moe_launch *on)
 {
     route_case c = {.layer = *layer, .with_losses = kind % 2 == 0};
     moe_problem_init(&c.problem, layer);
     fill_inputs(&c, kind, biased);
     run_cpu(context, &c);
-    run_device(&c, stream);
+    run_device(&c, on);
     compare(&c);
     free(c.logits), free(c.bias), free(c.cpu), free(c.device);
     free(c.list_counts), free(c.tiles), free(c.pieces);
@@ -281,7 +283,7 @@ static int is_left_out(const extent *how, const route_shape *shape, int score, i
            (score * 49 + rounding * 7 + kind + shift) % every;
 }
 
-static int run_shape(smoe_context *context, const route_shape *shape, const extent *how, cudaStream_t stream)
+static int run_shape(smoe_context *context, const route_shape *shape, const extent *how, const moe_launch *on)
 {
     int cases = 0;
     for (int score = 0; score < SCORES; score++)
@@ -300,7 +302,7 @@ static int run_shape(smoe_context *context, const route_shape *shape, const exte
                 layer.seed = 42;
                 const int biased = set_score(&layer, score);
                 if (biased < 0) continue;
-                run_case(context, &layer, (logits_kind)kind, biased, stream);
+                run_case(context, &layer, (logits_kind)kind, biased, on);
                 cases++;
             }
     return cases;
@@ -325,8 +327,8 @@ static uint16_t *integer_matrix(int64_t count, smoe_type type, uint64_t *random,
     return matrix;
 }
 
-static void check_gemm(int64_t tokens, int64_t experts, int64_t hidden, smoe_type type, smoe_type logits_type,
-                       int biased)
+static void check_gemm(const moe_launch *on, int64_t tokens, int64_t experts, int64_t hidden, smoe_type type,
+                       smoe_type logits_type, int biased)
 {
     smoe_layer l = SMOE_LAYER_INIT;
     l.tokens = tokens, l.experts = experts, l.hidden = hidden, l.dtype = type, l.logits_type = logits_type;
@@ -338,8 +340,8 @@ static void check_gemm(int64_t tokens, int64_t experts, int64_t hidden, smoe_typ
     const gpu_buffer buffers[] = {gpu_copy(x, 2 * (size_t)(tokens * hidden)),
                                   gpu_copy(w, 2 * (size_t)(experts * hidden)),
                                   gpu_copy(b, 2 * (size_t)experts), gpu_alloc(logits_bytes(&l))};
-    CHECK_CUDA(moe_cuda_router_gemm(&l, buffers[0].memory, buffers[1].memory,
-                                    biased ? buffers[2].memory : NULL, buffers[3].memory, NULL));
+    CHECK_CUDA(moe_cuda_router_gemm(on, &l, buffers[0].memory, buffers[1].memory,
+                                    biased ? buffers[2].memory : NULL, buffers[3].memory));
     CHECK_CUDA(cudaDeviceSynchronize());
     char *out = gpu_read(buffers[3].memory, logits_bytes(&l));
     for (int64_t t = 0; t < tokens; t++)
@@ -365,19 +367,20 @@ static void check_gemm(int64_t tokens, int64_t experts, int64_t hidden, smoe_typ
     free_all(buffers, 4, "router GEMM");
 }
 
-static void check_gemms(const extent *how)
+static void check_gemms(const moe_launch *on, const extent *how)
 {
     static const int64_t shapes[][3] = {{300, 128, 200},  {1, 1, 8},       {129, 7, 64},    {200, 130, 72},
                                         {130, 300, 1536}, {12300, 50, 72}, {2000, 900, 200}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         if (shapes[i][0] * shapes[i][1] * shapes[i][2] > how->most_products) continue;
         for (int variant = 0; variant < 8; variant += how->gemm_every)
-            check_gemm(shapes[i][0], shapes[i][1], shapes[i][2], variant & 1 ? SMOE_TYPE_F16 : SMOE_TYPE_BF16,
+            check_gemm(on, shapes[i][0], shapes[i][1], shapes[i][2],
+                       variant & 1 ? SMOE_TYPE_F16 : SMOE_TYPE_BF16,
                        variant & 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32, variant & 4);
     }
 }
 
-static void check_selection_bias(smoe_context *cpu, int64_t experts)
+static void check_selection_bias(const moe_launch *on, smoe_context *cpu, int64_t experts)
 {
     smoe_layer l = SMOE_LAYER_INIT;
     l.tokens = 100, l.hidden = l.intermediate = 8, l.experts = experts, l.topk = 1,
@@ -391,8 +394,9 @@ static void check_selection_bias(smoe_context *cpu, int64_t experts)
     for (int64_t e = 0; e < experts; e++) total += counts[e];
     counts[0] += (int32_t)((experts - total % experts) % experts); // an integer mean: some biases stay
     const gpu_buffer buffers[] = {gpu_copy(counts, 4 * (size_t)experts), gpu_copy(bias, 4 * (size_t)experts)};
-    CHECK_CUDA(moe_cuda_selection_bias((int32_t *)buffers[0].memory, (float *)buffers[1].memory, experts,
-                                       1e-3f, NULL));
+    CHECK_CUDA(moe_cuda_selection_bias(on, (int32_t *)buffers[0].memory, (float *)buffers[1].memory, experts,
+                                       1e-3f));
+    CHECK_CUDA(cudaDeviceSynchronize());
     float *out = gpu_read(buffers[1].memory, 4 * (size_t)experts);
     must_be_ok(smoe_update_selection_bias(cpu, &l, counts, bias, 1e-3f, NULL), cpu,
                "smoe_update_selection_bias");
@@ -423,18 +427,20 @@ int main(int argc, char **argv)
         puts("no GPU: skipped");
         return 77;
     }
-    CHECK_CUDA(moe_cuda_routing_init());
-    CHECK_CUDA(moe_cuda_plan_init());
-    cudaStream_t stream;
-    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    check_gemms(how);
-    check_selection_bias(context, 8);
-    check_selection_bias(context, 4096);
+    moe_device device;
+    CHECK_CUDA(moe_cuda_open_device(&device, 0));
+    CHECK_CUDA(moe_cuda_routing_init(&device));
+    CHECK_CUDA(moe_cuda_plan_init(&device));
+    moe_launch on = {.device = &device, .sms = device.sms};
+    CHECK_CUDA(cudaStreamCreateWithFlags(&on.stream, cudaStreamNonBlocking));
+    check_gemms(&on, how);
+    check_selection_bias(&on, context, 8);
+    check_selection_bias(&on, context, 4096);
     int cases = 0;
     for (int i = 0; i < SHAPES; i++) {
         if (route_shapes[i].tokens > how->most_tokens) continue;
         const double start = seconds();
-        const int before = failures, ran = run_shape(context, &route_shapes[i], how, stream);
+        const int before = failures, ran = run_shape(context, &route_shapes[i], how, &on);
         cases += ran;
         printf("T %6lld E %4lld K %2lld %-4s tile %4d: %4d cases, %d differ, %.1f s\n",
                (long long)route_shapes[i].tokens, (long long)route_shapes[i].experts,

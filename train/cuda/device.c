@@ -288,16 +288,16 @@ static const train_ops device_part = {
 
 bool cuda_usable(error *why)
 {
-    int count = 0, major = 0, minor = 0;
-    cudaError_t status = cudaGetDeviceCount(&count);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0);
+    char text[256] = "";
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.backend = SMOE_BACKEND_CUDA;
+    options.error_text = text;
+    options.error_size = sizeof text;
+    smoe_context *context = NULL;
+    const smoe_status status = smoe_create(&context, &options);
     (void)cudaGetLastError();
-    if (status != cudaSuccess)
-        return fail(why, ERROR_RUNTIME, "CUDA reports: %s", cudaGetErrorString(status));
-    return major == 9 ||
-           fail(why, ERROR_RUNTIME, "the first GPU has compute capability %d.%d, only 9.0 (Hopper) is served",
-                major, minor);
+    smoe_destroy(context);
+    return status == SMOE_OK || fail(why, ERROR_RUNTIME, "%s", text);
 }
 
 static bool open(cuda_device *cuda, const cuda_options *options, error *err)

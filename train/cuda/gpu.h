@@ -11,7 +11,7 @@ typedef struct cuda_options {
     bool plain;   // without libraries: products and attention by plain loops, which are slow
 } cuda_options;
 
-/* Is there a GPU that this build can use? Else *why (NULL is fine) says what CUDA reports. */
+/* Is there a GPU that this build can use? Else *why (NULL is fine) says what smoe_create reports. */
 bool cuda_usable(error *why);
 
 /* NULL and *err: no GPU, or a library is missing. */

@@ -56,10 +56,4 @@ template <typename... T, typename F> cudaError_t for_every_type(type_list<T...>,
     return status;
 }
 
-// Allows a kernel so many bytes of dynamic shared memory.
-template <typename K> cudaError_t allow_shared(K *kernel, int bytes)
-{
-    return cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
 } // namespace moe

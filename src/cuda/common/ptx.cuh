@@ -255,15 +255,20 @@ SMOE_DEVICE uint32_t larger_bf16_pairs(uint32_t a, uint32_t b)
 }
 
 // Programmatic dependent launch. let_next_start: the next kernel's CTAs may start. wait_for_previous: returns
-// when all kernels before have finished and what they wrote can be read.
+// when all kernels before have finished and what they wrote can be read. Below 9.0 a kernel starts when the
+// one before it has ended (launch_early), so both do nothing.
 SMOE_DEVICE void let_next_start()
 {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 SMOE_DEVICE void wait_for_previous()
 {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 } // namespace moe

@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(most_threads(PATH), PATH == SHORT_BATCHES ? 3 
 
 // CTAs of about `threads`.
 template <typename T, int ROWS, int VECTORS, path PATH, bool ROUTER = false>
-cudaError_t launch(const moe_cuda_combine &p, unsigned threads, cudaStream_t stream)
+cudaError_t launch(const moe_cuda_combine &p, unsigned threads, const moe_launch *on)
 {
     const int64_t shares = p.columns / COLUMNS / VECTORS, fewest = moe_divide_up(shares, most_threads(PATH));
     int64_t parts = fewest;
@@ -245,24 +245,24 @@ cudaError_t launch(const moe_cuda_combine &p, unsigned threads, cudaStream_t str
     const unsigned across = (unsigned)moe_divide_up(shares, parts),
                    tokens = across >= threads ? 1 : threads / across;
     const dim3 cta(across, tokens), grid((unsigned)moe_divide_up(p.tokens, tokens), (unsigned)parts);
-    return enqueue(combine<T, ROWS, VECTORS, PATH, ROUTER>, grid, cta, 0, stream, p);
+    return enqueue(combine<T, ROWS, VECTORS, PATH, ROUTER>, grid, cta, 0, on->stream, p);
 }
 
-template <typename T> cudaError_t launch(const moe_cuda_combine &p, cudaStream_t stream)
+template <typename T> cudaError_t launch(const moe_cuda_combine &p, const moe_launch *on)
 {
     const bool even = p.topk > 0, twice = p.columns % (2 * COLUMNS) == 0;
     const bool wide = twice && p.columns > SHORT_COLUMNS;
-    if (p.terms) return launch<T, 4, 1, LONG, true>(p, FEW_THREADS, stream); // rows of Wr are in flight too
-    if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0) return launch<T, 1, 4, SHORT>(p, FEW_THREADS, stream);
+    if (p.terms) return launch<T, 4, 1, LONG, true>(p, FEW_THREADS, on); // rows of Wr are in flight too
+    if (p.topk == 1 && p.columns % (4 * COLUMNS) == 0) return launch<T, 1, 4, SHORT>(p, FEW_THREADS, on);
     if (even && p.topk <= 2 && p.columns % (3 * COLUMNS) == 0)
-        return launch<T, 2, 3, SHORT>(p, FEWEST_THREADS, stream);
-    if (even && p.topk <= 2 && twice) return launch<T, 2, 2, SHORT>(p, FEW_THREADS, stream);
-    if (even && p.topk <= 4 && wide) return launch<T, 4, 2, SHORT>(p, FEW_THREADS, stream);
-    if (even && p.topk <= 4) return launch<T, 4, 1, SHORT>(p, FEW_THREADS, stream);
-    if (even && wide) return launch<T, 4, 2, SHORT_BATCHES>(p, FEW_THREADS, stream);
-    if (even) return launch<T, 4, 1, SHORT_BATCHES>(p, FEW_THREADS, stream);
-    if (wide) return launch<T, 4, 2, LONG>(p, FEW_THREADS, stream);
-    return launch<T, 4, 1, LONG>(p, FEW_THREADS, stream);
+        return launch<T, 2, 3, SHORT>(p, FEWEST_THREADS, on);
+    if (even && p.topk <= 2 && twice) return launch<T, 2, 2, SHORT>(p, FEW_THREADS, on);
+    if (even && p.topk <= 4 && wide) return launch<T, 4, 2, SHORT>(p, FEW_THREADS, on);
+    if (even && p.topk <= 4) return launch<T, 4, 1, SHORT>(p, FEW_THREADS, on);
+    if (even && wide) return launch<T, 4, 2, SHORT_BATCHES>(p, FEW_THREADS, on);
+    if (even) return launch<T, 4, 1, SHORT_BATCHES>(p, FEW_THREADS, on);
+    if (wide) return launch<T, 4, 2, LONG>(p, FEW_THREADS, on);
+    return launch<T, 4, 1, LONG>(p, FEW_THREADS, on);
 }
 
 // A grid has at most 65535 CTAs in y. There are never more parts where a thread has several groups of 8
@@ -272,10 +272,9 @@ static_assert((1 << 20) / COLUMNS / 2 <= MOST_PARTS + 1, "2^16 shares make an ev
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_combine_launch(const moe_cuda_combine *p, smoe_type dtype,
-                                               cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_combine_launch(const moe_launch *on, const moe_cuda_combine *p)
 {
     using namespace moe;
-    return for_type(storage_types(), dtype,
-                    [&](auto t) { return launch<typename decltype(t)::type>(*p, stream); });
+    return for_type(storage_types(), on->dtype,
+                    [&](auto t) { return launch<typename decltype(t)::type>(*p, on); });
 }

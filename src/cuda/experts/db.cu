@@ -61,22 +61,21 @@ template <typename T, typename G> __global__ void __launch_bounds__(THREADS) col
     give((G *)p.gradient + (int64_t)expert * p.columns + element, sums[0][threadIdx.x], p.accumulate);
 }
 
-template <typename T, typename G> cudaError_t launch(const moe_cuda_db &p, cudaStream_t stream)
+template <typename T, typename G> cudaError_t launch(const moe_cuda_db &p, const moe_launch *on)
 {
     const dim3 grid((unsigned)moe_divide_up(p.columns, COLUMNS), (unsigned)p.experts);
-    return enqueue(column_sums<T, G>, grid, THREADS, 0, stream, p);
+    return enqueue(column_sums<T, G>, grid, THREADS, 0, on->stream, p);
 }
 
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_db_launch(const moe_cuda_db *p, smoe_type dtype, smoe_type gradient_type,
-                                          cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_db_launch(const moe_launch *on, const moe_cuda_db *p, smoe_type gradient_type)
 {
     using namespace moe;
-    return for_type(storage_types(), dtype, [&](auto t) {
+    return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
         return for_type(gradient_types<T>(), gradient_type,
-                        [&](auto g) { return launch<T, typename decltype(g)::type>(*p, stream); });
+                        [&](auto g) { return launch<T, typename decltype(g)::type>(*p, on); });
     });
 }

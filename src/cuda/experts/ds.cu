@@ -104,21 +104,21 @@ unsigned ctas_of(int64_t items, int64_t each)
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_ds_launch(const moe_cuda_ds *p, smoe_type dtype, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_ds_launch(const moe_launch *on, const moe_cuda_ds *p)
 {
     using namespace moe;
     cudaError_t status = cudaSuccess;
     if (p->bias)
-        status = for_type(storage_types(), dtype, [&](auto t) {
+        status = for_type(storage_types(), on->dtype, [&](auto t) {
             return enqueue(bias_part<typename decltype(t)::type>, ctas_of(p->padded_rows, WARPS), THREADS, 0,
-                           stream, *p);
+                           on->stream, *p);
         });
     if (status == cudaSuccess && p->topk_gradient)
         status = enqueue(p->wide_index ? give_topk<int64_t> : give_topk<int32_t>,
-                         ctas_of(p->tokens * p->topk, THREADS), THREADS, 0, stream, *p);
+                         ctas_of(p->tokens * p->topk, THREADS), THREADS, 0, on->stream, *p);
     if (status == cudaSuccess && p->token_gradient)
-        status = enqueue(give_tokens, ctas_of(p->tokens, THREADS), THREADS, 0, stream, *p);
+        status = enqueue(give_tokens, ctas_of(p->tokens, THREADS), THREADS, 0, on->stream, *p);
     if (status == cudaSuccess && p->row_gradient)
-        status = enqueue(give_rows, ctas_of(p->padded_rows, THREADS), THREADS, 0, stream, *p);
+        status = enqueue(give_rows, ctas_of(p->padded_rows, THREADS), THREADS, 0, on->stream, *p);
     return status;
 }

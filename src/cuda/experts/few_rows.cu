@@ -147,13 +147,13 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) down(const __grid_constan
 } // namespace few_rows
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_few_rows_init(void)
+extern "C" cudaError_t moe_cuda_few_rows_init(const moe_device *device)
 {
     using namespace moe::few_rows;
-    return moe::for_every_type(moe::storage_types(), [](auto t) {
+    return moe::for_every_type(moe::storage_types(), [&](auto t) {
         using T = typename decltype(t)::type;
-        const cudaError_t status = moe::allow_shared(up<T>, sizeof(shared_memory));
-        return status == cudaSuccess ? moe::allow_shared(down<T>, sizeof(shared_memory)) : status;
+        const cudaError_t status = moe::allow_shared(device, up<T>, sizeof(shared_memory));
+        return status == cudaSuccess ? moe::allow_shared(device, down<T>, sizeof(shared_memory)) : status;
     });
 }
 

@@ -241,9 +241,9 @@ cudaError_t launch(K kernel, const moe_launch *on, int64_t columns, int columns_
                    const P &problem)
 {
     if (tiles == 0) return cudaSuccess;
-    const int64_t units = moe_divide_up(columns, columns_a_tile) * tiles, most = on->ctas * CTAS_AN_SM;
-    return launch_early(kernel, (unsigned)(units < most ? units : most), THREADS, sizeof(shared_memory),
-                        on->stream, problem);
+    const int64_t units = moe_divide_up(columns, columns_a_tile) * tiles, most = on->sms * CTAS_AN_SM;
+    return launch_early(kernel, (unsigned)(units < most ? units : most), THREADS, sizeof(shared_memory), on,
+                        problem);
 }
 
 } // namespace few_rows

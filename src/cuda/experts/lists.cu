@@ -146,9 +146,9 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_lists_launch(const moe_cuda_make_lists *experts,
-                                             const moe_cuda_make_lists *router, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_lists_launch(const moe_launch *on, const moe_cuda_make_lists *experts,
+                                             const moe_cuda_make_lists *router)
 {
     const moe::both_lists lists = {{*experts, router ? *router : *experts}};
-    return moe::enqueue(moe::make_lists, router ? 2 : 1, moe::THREADS, 0, stream, lists);
+    return moe::enqueue(moe::make_lists, router ? 2 : 1, moe::THREADS, 0, on->stream, lists);
 }

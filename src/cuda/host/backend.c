@@ -1,15 +1,10 @@
-/* The CUDA backend: the context on a device, what the backend supports, its scratch, and the launches of the
- * forward's stages. */
+/* The CUDA backend: what it supports, its scratch, and the launches of the forward's stages. */
 #include "check.h"
 #include "host/device.h"
 #include "host/launch.h"
 #include "host/routing.h"
 #include "schedule/few_rows.h"
 #include "schedule/plan_size.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* Offsets of the parts of the forward's scratch, counted from the end of the plan. */
 typedef struct forward_scratch {
@@ -18,20 +13,21 @@ typedef struct forward_scratch {
 } forward_scratch;
 
 /* What route, round and plan use besides the work lists. */
-static uint64_t routing_bytes(const moe_problem *p)
+static uint64_t routing_bytes(const moe_device *device, const moe_problem *p)
 {
     const smoe_layer *l = &p->layer;
     switch (l->entry) {
-    case SMOE_ENTRY_FROM_LOGITS: return moe_cuda_routing_scratch(p);
+    case SMOE_ENTRY_FROM_LOGITS: return moe_cuda_routing_scratch(device, p);
     case SMOE_ENTRY_FROM_TOPK:
         return moe_align_up(moe_cuda_plan_work_bytes(
-            l->tokens, l->experts, moe_plan_segment(l->tokens, (int32_t)l->experts, (int32_t)l->topk)));
+            l->tokens, l->experts,
+            moe_plan_segment(l->tokens, (int32_t)l->experts, (int32_t)l->topk, device->shared_bytes)));
     case SMOE_ENTRY_FROM_ROWS: return 0;
     }
     return 0;
 }
 
-static forward_scratch lay_out_forward(const moe_problem *p)
+static forward_scratch lay_out_forward(const device_state *state, const moe_problem *p)
 {
     const uint64_t element = (uint64_t)p->element, rows = (uint64_t)p->padded_rows;
     const int64_t experts = p->layer.experts;
@@ -45,7 +41,7 @@ static forward_scratch lay_out_forward(const moe_problem *p)
     s.routing = s.a;
     s.y = s.a + moe_align_up(rows * (uint64_t)p->layer.intermediate * element);
     const uint64_t experts_end = s.y + moe_align_up(rows * (uint64_t)p->chunk_columns * element);
-    const uint64_t plan_end = s.routing + routing_bytes(p);
+    const uint64_t plan_end = s.routing + routing_bytes(&state->device, p);
     s.end = experts_end > plan_end ? experts_end : plan_end;
     return s;
 }
@@ -56,94 +52,6 @@ static moe_cuda_lists lists_at(const moe_problem *p, const forward_scratch *s, c
         (int32_t *)(scratch + s->counts), (moe_work *)(scratch + s->tiles), (moe_work *)(scratch + s->pieces),
         moe_piece_limit(p->rows, p->layer.experts), (int32_t *)(scratch + s->counts) + 2};
     return lists;
-}
-
-/* ---- Context ---- */
-
-static const moe_kernels *const generations[] = {&moe_sm90_kernels};
-enum { GENERATIONS = sizeof generations / sizeof *generations };
-
-/* NULL: there are no kernels for this compute capability. */
-static const moe_kernels *kernels_for(int major, int minor)
-{
-    for (int i = 0; i < GENERATIONS; i++)
-        if (generations[i]->major == major && generations[i]->minor == minor) return generations[i];
-    return NULL;
-}
-
-static smoe_status refuse_generation(smoe_context *context, int device, int major, int minor)
-{
-    char built_for[8 * GENERATIONS] = "";
-    for (int i = 0; i < GENERATIONS; i++)
-        snprintf(built_for + strlen(built_for), sizeof built_for - strlen(built_for), " %d.%d",
-                 generations[i]->major, generations[i]->minor);
-    return moe_fail(context, SMOE_ERROR_DEVICE,
-                    "smoe_create: device %d has compute capability %d.%d, the kernels are built for%s",
-                    device, major, minor, built_for);
-}
-
-static cudaError_t open_device(device_state *state, int *major, int *minor)
-{
-    cudaError_t status = cudaSetDevice(state->device);
-    if (status == cudaSuccess)
-        status = cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, state->device);
-    if (status == cudaSuccess)
-        status = cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, state->device);
-    if (status == cudaSuccess)
-        status = cudaDeviceGetAttribute(&state->ctas, cudaDevAttrMultiProcessorCount, state->device);
-    return status;
-}
-
-static cudaError_t prepare_kernels(device_state *state)
-{
-    void *function = NULL;
-    enum cudaDriverEntryPointQueryResult found;
-    cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                          cudaEnableDefault, &found);
-    if (status == cudaSuccess && (found != cudaDriverEntryPointSuccess || !function))
-        status = cudaErrorInsufficientDriver;
-    memcpy(&state->encode, &function, sizeof function);
-    if (status == cudaSuccess) status = moe_cuda_plan_init();
-    if (status == cudaSuccess) status = moe_cuda_plan_rows_init();
-    if (status == cudaSuccess) status = moe_cuda_routing_init();
-    return status == cudaSuccess ? state->kernels->init() : status;
-}
-
-static smoe_status create(smoe_context *context, const smoe_context_options *options)
-{
-    int devices = 0, before = 0, major = 0, minor = 0;
-    cudaError_t status = cudaGetDeviceCount(&devices);
-    if (status != cudaSuccess)
-        return moe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: no usable CUDA device: %s (%s)",
-                        cudaGetErrorName(status), cudaGetErrorString(status));
-    if (options->device < 0 || options->device >= devices)
-        return moe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: device is %d, %d CUDA devices are there",
-                        (int)options->device, devices);
-    device_state *state = malloc(sizeof *state);
-    if (!state)
-        return moe_fail(context, SMOE_ERROR_MEMORY, "smoe_create: no memory for %zu bytes", sizeof *state);
-    *state = (device_state){.device = options->device};
-    status = cudaGetDevice(&before);
-    if (status == cudaSuccess) status = open_device(state, &major, &minor);
-    state->kernels = kernels_for(major, minor);
-    smoe_status result = SMOE_OK;
-    if (status == cudaSuccess && !state->kernels)
-        result = refuse_generation(context, state->device, major, minor);
-    else if (status == cudaSuccess)
-        status = prepare_kernels(state);
-    leave_device(state, before);
-    if (status != cudaSuccess) result = device_error(context, status);
-    if (result != SMOE_OK) {
-        free(state);
-        return result;
-    }
-    context->state = state;
-    return SMOE_OK;
-}
-
-static void destroy(smoe_context *context)
-{
-    free(context->state);
 }
 
 static smoe_status supports(smoe_context *context, const moe_problem *problem)
@@ -176,8 +84,9 @@ static smoe_status begin(smoe_context *context)
 static void scratch_bytes(const smoe_context *context, const moe_problem *problem, uint64_t *forward,
                           uint64_t *backward)
 {
-    *forward = (problem->layer.inference ? problem->plan_bytes : 0) + lay_out_forward(problem).end;
-    *backward = moe_cuda_backward_scratch(context->state, problem);
+    const device_state *state = context->state;
+    *forward = (problem->layer.inference ? problem->plan_bytes : 0) + lay_out_forward(state, problem).end;
+    *backward = moe_cuda_backward_scratch(state, problem);
 }
 
 /* ---- Forward ---- */
@@ -190,8 +99,9 @@ static smoe_status route_stage(smoe_context *context, const moe_problem *problem
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);
-    void *routing = (char *)scratch + lay_out_forward(problem).routing;
-    status = moe_cuda_route(context, problem, args, plan, routing, stream);
+    void *routing = (char *)scratch + lay_out_forward(state, problem).routing;
+    const moe_launch on = launch_on(state, problem->layer.dtype, stream);
+    status = moe_cuda_route(context, &on, problem, args, plan, routing);
     leave_device(state, before);
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
@@ -204,9 +114,10 @@ static smoe_status round_stage(smoe_context *context, const moe_problem *problem
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);
-    void *routing = (char *)scratch + lay_out_forward(problem).routing;
+    void *routing = (char *)scratch + lay_out_forward(state, problem).routing;
     moe_stage_begin(context, SMOE_STAGE_ROUND, stream);
-    status = moe_cuda_round(problem, args, plan, routing, stream);
+    const moe_launch on = launch_on(state, problem->layer.dtype, stream);
+    status = moe_cuda_round(&on, problem, args, plan, routing);
     moe_stage_end(context, SMOE_STAGE_ROUND, stream);
     leave_device(state, before);
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);
@@ -218,12 +129,13 @@ static cudaError_t run_plan(const device_state *state, const moe_problem *proble
                             cudaStream_t stream)
 {
     const smoe_layer *layer = &problem->layer;
-    const forward_scratch s = lay_out_forward(problem);
+    const moe_launch on = launch_on(state, layer->dtype, stream);
+    const forward_scratch s = lay_out_forward(state, problem);
     const int from_rows = layer->entry == SMOE_ENTRY_FROM_ROWS;
     const moe_cuda_lists lists = lists_at(problem, &s, scratch);
     void *work = (char *)scratch + s.routing;
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS)
-        return moe_cuda_plan_from_logits(problem, args, plan, &lists, work, stream);
+        return moe_cuda_plan_from_logits(&on, problem, args, plan, &lists, work);
     const moe_cuda_plan p = {
         .ids = args->topk_ids,
         .weights = from_rows ? args->row_weights : args->topk_weights,
@@ -233,7 +145,8 @@ static cudaError_t run_plan(const device_state *state, const moe_problem *proble
         .experts = (int32_t)layer->experts,
         .topk = (int32_t)layer->topk,
         .padded_rows = (int32_t)problem->padded_rows,
-        .segment = moe_plan_segment(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk),
+        .segment = moe_plan_segment(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk,
+                                    state->device.shared_bytes),
         .counts = plan->counts,
         .row_offsets = plan->offsets,
         .block_offsets = plan->block_offsets,
@@ -245,7 +158,7 @@ static cudaError_t run_plan(const device_state *state, const moe_problem *proble
         .lists = lists,
         .work = work,
     };
-    return from_rows ? moe_cuda_plan_rows(&p, state->ctas, stream) : moe_cuda_plan_topk(&p, stream);
+    return from_rows ? moe_cuda_plan_rows(&on, &p) : moe_cuda_plan_topk(&on, &p);
 }
 
 /* Copies the offsets to the host and checks them. */
@@ -361,7 +274,7 @@ static cudaError_t run_combine(const experts_call *c, int64_t first_column, int6
         .hidden = layer->hidden,
         .columns = columns,
     };
-    return moe_cuda_combine_launch(&p, layer->dtype, c->stream);
+    return moe_cuda_combine_launch(&c->on, &p);
 }
 
 static cudaError_t run_stages(smoe_context *context, experts_call *c)
@@ -388,7 +301,7 @@ static smoe_status experts_forward(smoe_context *context, const moe_problem *pro
                                    void *stream)
 {
     const device_state *state = context->state;
-    const forward_scratch s = lay_out_forward(problem);
+    const forward_scratch s = lay_out_forward(state, problem);
     experts_call call = {
         .problem = problem,
         .args = args,
@@ -398,7 +311,7 @@ static smoe_status experts_forward(smoe_context *context, const moe_problem *pro
         .a = (char *)scratch + s.a,
         .y = (char *)scratch + s.y,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
-        .few_rows = moe_few_rows(problem->rows, problem->layer.experts),
+        .few_rows = state->kernels->few_rows(problem->rows, problem->layer.experts),
         .few_rows_tiles = moe_few_rows_tiles(problem->rows, problem->layer.experts),
         .on = launch_on(state, problem->layer.dtype, stream),
         .stream = stream,
@@ -418,7 +331,8 @@ static smoe_status update_selection_bias(smoe_context *context, const moe_proble
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);
-    status = moe_cuda_selection_bias(counts, bias, problem->layer.experts, gamma, stream);
+    const moe_launch on = launch_on(state, problem->layer.dtype, stream);
+    status = moe_cuda_selection_bias(&on, counts, bias, problem->layer.experts, gamma);
     leave_device(state, before);
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
@@ -426,8 +340,8 @@ static smoe_status update_selection_bias(smoe_context *context, const moe_proble
 const moe_backend_table moe_cuda_backend = {
     .id = SMOE_BACKEND_CUDA,
     .name = "cuda",
-    .create = create,
-    .destroy = destroy,
+    .create = moe_cuda_create,
+    .destroy = moe_cuda_destroy,
     .supports = supports,
     .begin = begin,
     .scratch = scratch_bytes,

@@ -21,7 +21,7 @@ static backward_scratch lay_out(const device_state *state, const moe_problem *p)
     backward_scratch s = {0};
     s.tiles2 = kernels->weight_tiles(d, n, 1);
     s.tiles1 = kernels->weight_tiles(d, n, p->gated ? 2 : 1);
-    s.parts = moe_split_bound(blocks, s.tiles2, state->ctas);
+    s.parts = moe_split_bound(blocks, s.tiles2, state->device.sms);
     s.ds_parts = (n + kernels->ds_columns - 1) / kernels->ds_columns;
     const uint64_t parts = (uint64_t)s.parts, tile = kernels->weight_tile_bytes;
     s.tiles = s.counts + moe_align_up(6 * sizeof(int32_t));
@@ -66,11 +66,11 @@ static cudaError_t make_lists(const backward_call *c)
         .experts = (int32_t)c->problem->layer.experts,
         .padded_blocks = (int32_t)(c->rows / SMOE_BLOCK_ROWS),
         .weight_tiles = c->at.tiles2,
-        .ctas = c->state->ctas,
+        .ctas = c->state->device.sms,
     };
-    if (!moe_cuda_router_has_lists(c)) return moe_cuda_lists_launch(&experts, NULL, c->stream);
+    if (!moe_cuda_router_has_lists(c)) return moe_cuda_lists_launch(&c->on, &experts, NULL);
     const moe_cuda_make_lists router = moe_cuda_router_lists(c);
-    return moe_cuda_lists_launch(&experts, &router, c->stream);
+    return moe_cuda_lists_launch(&c->on, &experts, &router);
 }
 
 static cudaError_t run_dh(backward_call *c)
@@ -121,7 +121,7 @@ static cudaError_t run_ds(const backward_call *c)
         .wide_index = layer->index_type == SMOE_TYPE_I64,
     };
     return p.topk_gradient || p.token_gradient || p.row_gradient || c->with_router
-               ? moe_cuda_ds_launch(&p, layer->dtype, c->stream)
+               ? moe_cuda_ds_launch(&c->on, &p)
                : cudaSuccess;
 }
 
@@ -172,7 +172,7 @@ static cudaError_t run_db2(const backward_call *c)
         .experts = (int32_t)layer->experts,
         .accumulate = layer->accumulate,
     };
-    return moe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
+    return moe_cuda_db_launch(&c->on, &bias, layer->gradient_type);
 }
 
 static cudaError_t run_dw1(backward_call *c)
@@ -202,7 +202,7 @@ static cudaError_t run_db1(const backward_call *c)
         .interleaved = c->halves == 2 && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .accumulate = layer->accumulate,
     };
-    return moe_cuda_db_launch(&bias, layer->dtype, layer->gradient_type, c->stream);
+    return moe_cuda_db_launch(&c->on, &bias, layer->gradient_type);
 }
 
 static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t columns)
@@ -241,7 +241,7 @@ static cudaError_t run_dx(const backward_call *c, int64_t first_column, int64_t 
         .columns = columns,
     };
     if (c->with_router && c->args->router_weight) moe_cuda_router_term(c, first_column, &p);
-    return moe_cuda_combine_launch(&p, layer->dtype, c->stream);
+    return moe_cuda_combine_launch(&c->on, &p);
 }
 
 static cudaError_t run_chunks(smoe_context *context, backward_call *c)

@@ -1,4 +1,4 @@
-/* The CUDA backend's context: a device, and what the host side needs of it. */
+/* The CUDA backend's context: a device, and the kernels for it. */
 #ifndef SMOE_CUDA_DEVICE_H
 #define SMOE_CUDA_DEVICE_H
 
@@ -7,15 +7,18 @@
 
 /* context->state */
 typedef struct device_state {
-    int device;
-    int ctas; /* number of SMs; the GEMMs run one CTA on each */
-    moe_encode_map encode;
-    const moe_kernels *kernels; /* of the device's generation */
+    moe_device device;
+    int sms; /* of a launch: those of the device, or fewer */
+    const moe_kernels *kernels;
+    void *own; /* what the kernels' generation keeps for the device */
 } device_state;
 
+/* A stage beside which something else runs may lower `sms` of its launches. No result depends on it: work
+ * that is cut by the number of SMs is cut by that of the device. */
 static inline moe_launch launch_on(const device_state *state, smoe_type dtype, cudaStream_t stream)
 {
-    const moe_launch on = {state->encode, dtype, state->ctas, stream, CUDA_SUCCESS};
+    const moe_launch on = {
+        .device = &state->device, .state = state->own, .dtype = dtype, .sms = state->sms, .stream = stream};
     return on;
 }
 
@@ -24,13 +27,14 @@ static inline moe_launch launch_on(const device_state *state, smoe_type dtype, c
 static inline cudaError_t enter_device(const device_state *state, int *before)
 {
     cudaError_t status = cudaGetDevice(before);
-    if (status == cudaSuccess && *before != state->device) status = cudaSetDevice(state->device);
+    if (status == cudaSuccess && *before != state->device.number)
+        status = cudaSetDevice(state->device.number);
     return status;
 }
 
 static inline void leave_device(const device_state *state, int before)
 {
-    if (before != state->device) cudaSetDevice(before);
+    if (before != state->device.number) cudaSetDevice(before);
 }
 
 static inline smoe_status device_error(smoe_context *context, cudaError_t status)
@@ -42,13 +46,23 @@ static inline smoe_status device_error(smoe_context *context, cudaError_t status
 /* The status of a call whose launches returned `status`. */
 static inline smoe_status launch_result(smoe_context *context, const moe_launch *on, cudaError_t status)
 {
-    if (on->map_status != CUDA_SUCCESS)
-        return moe_fail(context, SMOE_ERROR_DEVICE, "%s: cuTensorMapEncodeTiled failed with driver error %d",
-                        context->function, (int)on->map_status);
+    if (on->refused_call)
+        return moe_fail(context, SMOE_ERROR_DEVICE, "%s: %s failed with driver error %d", context->function,
+                        on->refused_call, on->refusal);
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
-/* backward.c */
+/* ---- device.c ---- */
+
+/* Fills *device. The device becomes the calling thread's current one. */
+cudaError_t moe_cuda_open_device(moe_device *device, int number);
+
+/* The backend's functions `create` and `destroy`. */
+smoe_status moe_cuda_create(smoe_context *context, const smoe_context_options *options);
+void moe_cuda_destroy(smoe_context *context);
+
+/* ---- backward.c ---- */
+
 uint64_t moe_cuda_backward_scratch(const device_state *state, const moe_problem *problem);
 smoe_status moe_cuda_backward(smoe_context *context, const moe_problem *problem,
                               const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,

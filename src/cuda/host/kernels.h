@@ -1,33 +1,15 @@
-/* The kernels that every generation of GPUs has in a version of its own, as one table of functions. A context
- * picks its table by the compute capability of its device. The host code passes pointers and sizes; only the
+/* The kernels that a generation of GPUs has in a version of its own, as one table of functions. A context
+ * takes the best table that serves its device (device.c). The host code passes pointers and sizes; only the
  * kernel knows tile shapes, shared memory and tensor maps. Kernels that run on any GPU are launched by the
  * functions of launch.h and launch_backward.h. */
 #ifndef SMOE_CUDA_KERNELS_H
 #define SMOE_CUDA_KERNELS_H
 
 #include "host/launch_backward.h"
-#include <cuda.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* cuTensorMapEncodeTiled, found at run time so that the library can be loaded on a machine without a
- * driver. */
-typedef CUresult (*moe_encode_map)(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
-                                   const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
-                                   const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
-                                   CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
-                                   CUtensorMapFloatOOBfill fill);
-
-/* What every launch of a call needs. */
-typedef struct moe_launch {
-    moe_encode_map encode;
-    smoe_type dtype;
-    int ctas; /* number of SMs of the device */
-    cudaStream_t stream;
-    CUresult map_status; /* out: the driver's first error, if it refused a tensor map */
-} moe_launch;
 
 /* H = X W1^T + b1, A = act(H). The rows are sorted by expert, and every expert is padded to blocks of 64
  * rows. */
@@ -103,9 +85,13 @@ typedef struct moe_dx_rows {
 } moe_dx_rows;
 
 typedef struct moe_kernels {
-    int major, minor;          /* compute capability */
-    cudaError_t (*init)(void); /* to be called once for each device */
+    const char *devices; /* the compute capabilities that it serves, for error texts */
+    int (*serves)(int major, int minor);
+    size_t state_bytes; /* of what the generation keeps for a device; launches get it as moe_launch.state */
+    /* To be called once for each device. Fills the state and allows the kernels their shared memory. */
+    cudaError_t (*init)(const moe_device *device, void *state);
     int (*stores)(smoe_type dtype);
+    int (*few_rows)(int64_t rows, int64_t experts); /* do the kernels for few rows compute up and down? */
     /* What the kernels need in scratch. */
     int32_t ds_columns;         /* columns of dA' for each part of dS */
     uint64_t weight_tile_bytes; /* bytes of a tile of a weight gradient in the f32 sums of a split expert */
@@ -113,7 +99,7 @@ typedef struct moe_kernels {
     /* Each enqueues on the stream and returns the runtime's status. */
     cudaError_t (*up)(moe_launch *on, const moe_up *up);
     cudaError_t (*down)(moe_launch *on, const moe_down *down);
-    /* For few rows (few_rows.h). tiles: a bound on the row tiles. The pad rows of A and Y are not written. */
+    /* For few rows. tiles: a bound on the row tiles. The pad rows of A and Y are not written. */
     cudaError_t (*up_few_rows)(moe_launch *on, const moe_up *up, int64_t tiles);
     cudaError_t (*down_few_rows)(moe_launch *on, const moe_down *down, int64_t tiles);
     cudaError_t (*dh)(moe_launch *on, const moe_dh *dh);
@@ -124,7 +110,7 @@ typedef struct moe_kernels {
 extern const moe_kernels moe_sm90_kernels;
 
 /* experts/few_rows.cu, for the tables */
-cudaError_t moe_cuda_few_rows_init(void);
+cudaError_t moe_cuda_few_rows_init(const moe_device *device);
 cudaError_t moe_cuda_up_few_rows(moe_launch *on, const moe_up *up, int64_t tiles);
 cudaError_t moe_cuda_down_few_rows(moe_launch *on, const moe_down *down, int64_t tiles);
 

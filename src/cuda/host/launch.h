@@ -4,9 +4,8 @@
 #ifndef SMOE_CUDA_LAUNCH_H
 #define SMOE_CUDA_LAUNCH_H
 
+#include "common/target.h"
 #include "schedule/scheduler.h"
-#include <cuda_runtime_api.h>
-#include <smoe.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -44,11 +43,10 @@ typedef struct moe_cuda_plan {
 } moe_cuda_plan;
 
 uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, int32_t segment);
-cudaError_t moe_cuda_plan_init(void);
-cudaError_t moe_cuda_plan_rows_init(void);
-cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *plan, cudaStream_t stream);
-/* most_ctas: the number of SMs of the device */
-cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *plan, int most_ctas, cudaStream_t stream);
+cudaError_t moe_cuda_plan_init(const moe_device *device);
+cudaError_t moe_cuda_plan_rows_init(const moe_device *device);
+cudaError_t moe_cuda_plan_topk(const moe_launch *on, const moe_cuda_plan *plan);
+cudaError_t moe_cuda_plan_rows(const moe_launch *on, const moe_cuda_plan *plan);
 
 /* ---- combine ---- */
 
@@ -80,7 +78,7 @@ typedef struct moe_cuda_combine {
     int64_t tokens, hidden, columns;
 } moe_cuda_combine;
 
-cudaError_t moe_cuda_combine_launch(const moe_cuda_combine *combine, smoe_type dtype, cudaStream_t stream);
+cudaError_t moe_cuda_combine_launch(const moe_launch *on, const moe_cuda_combine *combine);
 
 #ifdef __cplusplus
 }

@@ -29,8 +29,8 @@ typedef struct moe_cuda_make_lists {
 } moe_cuda_make_lists;
 
 /* router: the lists of a second problem, which are made in the same launch, or NULL. */
-cudaError_t moe_cuda_lists_launch(const moe_cuda_make_lists *experts, const moe_cuda_make_lists *router,
-                                  cudaStream_t stream);
+cudaError_t moe_cuda_lists_launch(const moe_launch *on, const moe_cuda_make_lists *experts,
+                                  const moe_cuda_make_lists *router);
 
 /* ---- ds ---- */
 
@@ -47,7 +47,7 @@ typedef struct moe_cuda_ds {
     int32_t hidden, topk, wide_index;
 } moe_cuda_ds;
 
-cudaError_t moe_cuda_ds_launch(const moe_cuda_ds *ds, smoe_type dtype, cudaStream_t stream);
+cudaError_t moe_cuda_ds_launch(const moe_launch *on, const moe_cuda_ds *ds);
 
 /* ---- db2 and db1 ---- */
 
@@ -62,8 +62,7 @@ typedef struct moe_cuda_db {
     int32_t accumulate;
 } moe_cuda_db;
 
-cudaError_t moe_cuda_db_launch(const moe_cuda_db *db, smoe_type dtype, smoe_type gradient_type,
-                               cudaStream_t stream);
+cudaError_t moe_cuda_db_launch(const moe_launch *on, const moe_cuda_db *db, smoe_type gradient_type);
 
 /* ---- dlogits ---- */
 
@@ -87,7 +86,7 @@ typedef struct moe_cuda_dlogits {
 /* The number of CTAs, each of which takes several tokens. It is a bound for all coefficients of the
  * losses. */
 int64_t moe_cuda_dlogits_ctas(const smoe_layer *layer);
-cudaError_t moe_cuda_dlogits_launch(const moe_cuda_dlogits *dlogits, cudaStream_t stream);
+cudaError_t moe_cuda_dlogits_launch(const moe_launch *on, const moe_cuda_dlogits *dlogits);
 
 #ifdef __cplusplus
 }

@@ -24,7 +24,7 @@ router_scratch moe_cuda_router_scratch(const device_state *state, const moe_prob
     const uint64_t tokens = (uint64_t)layer->tokens, tile = state->kernels->weight_tile_bytes;
     router_scratch s = {.counts = at};
     s.stride = (int32_t)(moe_divide_up(layer->experts, 8) * 8);
-    s.pieces_at_once = tiles < state->ctas ? state->ctas / tiles : 1;
+    s.pieces_at_once = tiles < state->device.sms ? state->device.sms / tiles : 1;
     const int64_t pieces = moe_divide_up(blocks, moe_split_limit(blocks, ONE_TILE, s.pieces_at_once));
     s.parts_count = pieces > 1 ? (int32_t)pieces : 0;
     s.tiles = s.counts + moe_align_up(6 * sizeof(int32_t));
@@ -111,7 +111,7 @@ static cudaError_t run_dlogits(const backward_call *c)
         .bias_sums = args->drouter_bias ? (float *)(c->scratch + c->at.router.bias_sums) : NULL,
         .bias_gradient = args->drouter_bias,
     };
-    return moe_cuda_dlogits_launch(&p, c->stream);
+    return moe_cuda_dlogits_launch(&c->on, &p);
 }
 
 static cudaError_t run_dwr(backward_call *c)

@@ -64,71 +64,71 @@ static inline int moe_routing_needs_softmax(const moe_cuda_routing *r)
 }
 
 /* To be called once for each device: raises the limits of shared memory. */
-cudaError_t moe_cuda_routing_init(void);
-cudaError_t moe_cuda_topk_fast_init(void);
-cudaError_t moe_cuda_topk_general_init(void);
-cudaError_t moe_cuda_rounding_init(void);
-cudaError_t moe_cuda_plan_rounded_init(void);
-cudaError_t moe_cuda_router_gemm_init(void);
+cudaError_t moe_cuda_routing_init(const moe_device *device);
+cudaError_t moe_cuda_topk_fast_init(const moe_device *device);
+cudaError_t moe_cuda_topk_general_init(const moe_device *device);
+cudaError_t moe_cuda_rounding_init(const moe_device *device);
+cudaError_t moe_cuda_plan_rounded_init(const moe_device *device);
+cudaError_t moe_cuda_router_gemm_init(const moe_device *device);
 
 /* logits = x router_weight^T + bias; x (T, d), router_weight (E, d), bias (E) or NULL, all of dtype. */
-cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
-                                 const void *bias, void *logits, cudaStream_t stream);
+cudaError_t moe_cuda_router_gemm(const moe_launch *on, const smoe_layer *layer, const void *x,
+                                 const void *router_weight, const void *bias, void *logits);
 
 /* Writes topk_ids and topk_weights, and mask and softmax if they are needed. The fast kernel also writes
  * segment_counts and, by softmax scores, keys. */
-cudaError_t moe_cuda_topk(const moe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_topk(const moe_launch *on, const moe_cuda_routing *routing);
 
 /* The general kernel can run every layer. The fast kernel is for E a multiple of 8 up to 512 and K <= 16,
  * with up to 16 groups if E >= 128. Returns the number of tokens of a CTA of the fast kernel, 0 for all other
  * layers. */
-int32_t moe_cuda_topk_segment(const smoe_layer *layer);
+int32_t moe_cuda_topk_segment(const moe_device *device, const smoe_layer *layer);
 
-static inline int moe_cuda_topk_writes_keys(const smoe_layer *layer)
+static inline int moe_cuda_topk_writes_keys(const moe_device *device, const smoe_layer *layer)
 {
-    return moe_cuda_topk_segment(layer) && !moe_ranks_by_sigmoid(layer->score);
+    return moe_cuda_topk_segment(device, layer) && !moe_ranks_by_sigmoid(layer->score);
 }
 
-cudaError_t moe_cuda_topk_general(const moe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_topk_general(const moe_launch *on, const moe_cuda_routing *routing);
 
 /* Writes keys if they are needed, and the panels' sums if there are losses. */
-cudaError_t moe_cuda_scores(const moe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_scores(const moe_launch *on, const moe_cuda_routing *routing);
 
 /* Writes topk_counts from the mask, for layers that need them before round or plan: those with losses or
  * balance rounding. */
-cudaError_t moe_cuda_count(const moe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_count(const moe_launch *on, const moe_cuda_routing *routing);
 
 /* Writes losses, from the sums that scores has written. */
-cudaError_t moe_cuda_losses(const moe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_losses(const moe_launch *on, const moe_cuda_routing *routing);
 
 /* Changes the mask so that it has the rule's counts. Writes these to `counts`, and topk_counts. */
-cudaError_t moe_cuda_rounding(const moe_cuda_routing *routing, cudaStream_t stream);
+cudaError_t moe_cuda_rounding(const moe_launch *on, const moe_cuda_routing *routing);
 
 /* Makes the plan from the mask. Of `plan` it reads the outputs, tokens, experts, padded_rows and lists. */
-cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *routing, const moe_cuda_plan *plan,
-                                  cudaStream_t stream);
+cudaError_t moe_cuda_plan_rounded(const moe_launch *on, const moe_cuda_routing *routing,
+                                  const moe_cuda_plan *plan);
 
-cudaError_t moe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts, float gamma,
-                                    cudaStream_t stream);
+cudaError_t moe_cuda_selection_bias(const moe_launch *on, const int32_t *counts, float *bias, int64_t experts,
+                                    float gamma);
 
 /* ---- routing.c: functions that the backend calls ---- */
 
 /* Scratch that route, round and plan share. */
-uint64_t moe_cuda_routing_scratch(const moe_problem *problem);
+uint64_t moe_cuda_routing_scratch(const moe_device *device, const moe_problem *problem);
 
 /* The arguments of all kernels of one call. */
-moe_cuda_routing moe_cuda_routing_of(const moe_problem *problem, const smoe_forward_args *args,
-                                     const moe_plan_arrays *plan, void *scratch);
+moe_cuda_routing moe_cuda_routing_of(const moe_device *device, const moe_problem *problem,
+                                     const smoe_forward_args *args, const moe_plan_arrays *plan,
+                                     void *scratch);
 
 /* Of the context only its stage callback is used. */
-cudaError_t moe_cuda_route(const smoe_context *context, const moe_problem *problem,
-                           const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
-                           cudaStream_t stream);
-cudaError_t moe_cuda_round(const moe_problem *problem, const smoe_forward_args *args,
-                           const moe_plan_arrays *plan, void *scratch, cudaStream_t stream);
-cudaError_t moe_cuda_plan_from_logits(const moe_problem *problem, const smoe_forward_args *args,
-                                      const moe_plan_arrays *plan, const moe_cuda_lists *lists, void *scratch,
-                                      cudaStream_t stream);
+cudaError_t moe_cuda_route(const smoe_context *context, const moe_launch *on, const moe_problem *problem,
+                           const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch);
+cudaError_t moe_cuda_round(const moe_launch *on, const moe_problem *problem, const smoe_forward_args *args,
+                           const moe_plan_arrays *plan, void *scratch);
+cudaError_t moe_cuda_plan_from_logits(const moe_launch *on, const moe_problem *problem,
+                                      const smoe_forward_args *args, const moe_plan_arrays *plan,
+                                      const moe_cuda_lists *lists, void *scratch);
 
 #ifdef __cplusplus
 }

@@ -468,42 +468,43 @@ int tokens_that_fit(int stride, int most)
 // Each sets *ctas to the number of CTAs that it launched; their sums for dbr are added up afterwards.
 
 template <typename L, typename T>
-cudaError_t launch_general(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
+cudaError_t launch_general(const moe_cuda_dlogits &p, const moe_launch *on, int64_t *ctas)
 {
     const int tokens = tokens_that_fit(p.stride, WARPS);
     *ctas = moe_divide_up(p.layer.tokens, tokens);
-    return enqueue(general<L, T>, (unsigned)*ctas, 32 * tokens, tokens * p.stride * 4, stream, p);
+    return enqueue(general<L, T>, (unsigned)*ctas, 32 * tokens, tokens * p.stride * 4, on->stream, p);
 }
 
 template <typename T, typename S, int PLACES>
-cudaError_t launch_places(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
+cudaError_t launch_places(const moe_cuda_dlogits &p, const moe_launch *on, int64_t *ctas)
 {
     const int tokens = tokens_that_fit(p.stride, THREADS / (PLACES < 32 ? PLACES : 32));
     *ctas = moe_divide_up(p.layer.tokens, tokens);
     return launch_early(sparse<T, S, PLACES>, dim3((unsigned)*ctas), dim3(THREADS),
-                        (size_t)(tokens * p.stride) * sizeof(S), stream, p, tokens);
+                        (size_t)(tokens * p.stride) * sizeof(S), on, p, tokens);
 }
 
 template <typename T, typename S>
-cudaError_t launch_sparse(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
+cudaError_t launch_sparse(const moe_cuda_dlogits &p, const moe_launch *on, int64_t *ctas)
 {
-    return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, stream, ctas)
-           : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, stream, ctas)
-           : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, stream, ctas)
-                                : launch_places<T, S, SMOE_MAX_TOPK>(p, stream, ctas);
+    return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, on, ctas)
+           : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, on, ctas)
+           : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, on, ctas)
+                                : launch_places<T, S, SMOE_MAX_TOPK>(p, on, ctas);
 }
 
 template <typename L, typename T>
-cudaError_t launch(const moe_cuda_dlogits &p, cudaStream_t stream, int64_t *ctas)
+cudaError_t launch(const moe_cuda_dlogits &p, const moe_launch *on, int64_t *ctas)
 {
-    if (!moe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, stream, ctas);
-    return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, stream, ctas)
-                                                 : launch_sparse<T, float>(p, stream, ctas);
+    if (!moe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, on, ctas);
+    return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, on, ctas)
+                                                 : launch_sparse<T, float>(p, on, ctas);
 }
 
-template <typename G> cudaError_t launch_bias(const moe_cuda_dlogits &p, int64_t ctas, cudaStream_t stream)
+template <typename G> cudaError_t launch_bias(const moe_cuda_dlogits &p, int64_t ctas, const moe_launch *on)
 {
-    return enqueue(add_bias_sums<G>, (unsigned)moe_divide_up(p.layer.experts, 32), 1024, 0, stream, p, ctas);
+    return enqueue(add_bias_sums<G>, (unsigned)moe_divide_up(p.layer.experts, 32), 1024, 0, on->stream, p,
+                   ctas);
 }
 
 } // namespace
@@ -517,7 +518,7 @@ extern "C" int64_t moe_cuda_dlogits_ctas(const smoe_layer *layer)
     return moe_divide_up(layer->tokens, tokens_that_fit(stride, WARPS));
 }
 
-extern "C" cudaError_t moe_cuda_dlogits_launch(const moe_cuda_dlogits *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_dlogits_launch(const moe_launch *on, const moe_cuda_dlogits *p)
 {
     using namespace moe::dlogits;
     const smoe_layer &layer = p->layer;
@@ -525,11 +526,10 @@ extern "C" cudaError_t moe_cuda_dlogits_launch(const moe_cuda_dlogits *p, cudaSt
         using T = typename decltype(t)::type;
         int64_t ctas = 0;
         const cudaError_t status = moe::for_type(moe::logits_types(), layer.logits_type, [&](auto l) {
-            return launch<typename decltype(l)::type, T>(*p, stream, &ctas);
+            return launch<typename decltype(l)::type, T>(*p, on, &ctas);
         });
         if (status != cudaSuccess || !p->bias_sums) return status;
-        return moe::for_type(moe::gradient_types<T>(), layer.gradient_type, [&](auto g) {
-            return launch_bias<typename decltype(g)::type>(*p, ctas, stream);
-        });
+        return moe::for_type(moe::gradient_types<T>(), layer.gradient_type,
+                             [&](auto g) { return launch_bias<typename decltype(g)::type>(*p, ctas, on); });
     });
 }

@@ -89,23 +89,24 @@ __global__ void __launch_bounds__(THREADS)
 } // namespace losses
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_count(const moe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_count(const moe_launch *on, const moe_cuda_routing *r)
 {
     using namespace moe::losses;
-    return moe::enqueue(count, (unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, stream, *r);
+    return moe::enqueue(count, (unsigned)((r->layer.experts + WARPS - 1) / WARPS), THREADS, 0, on->stream,
+                        *r);
 }
 
-extern "C" cudaError_t moe_cuda_losses(const moe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_losses(const moe_launch *on, const moe_cuda_routing *r)
 {
     using namespace moe::losses;
     const unsigned ctas = (unsigned)((r->layer.experts + WARPS - 1) / WARPS);
-    const cudaError_t status = moe::enqueue(balance_experts, ctas, THREADS, 0, stream, *r);
-    return status == cudaSuccess ? moe::enqueue(sum_losses, 1, THREADS, 0, stream, *r) : status;
+    const cudaError_t status = moe::enqueue(balance_experts, ctas, THREADS, 0, on->stream, *r);
+    return status == cudaSuccess ? moe::enqueue(sum_losses, 1, THREADS, 0, on->stream, *r) : status;
 }
 
-extern "C" cudaError_t moe_cuda_selection_bias(const int32_t *counts, float *bias, int64_t experts,
-                                               float gamma, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_selection_bias(const moe_launch *on, const int32_t *counts, float *bias,
+                                               int64_t experts, float gamma)
 {
     using namespace moe::losses;
-    return moe::enqueue(move_bias, 1, THREADS, 0, stream, counts, bias, experts, gamma);
+    return moe::enqueue(move_bias, 1, THREADS, 0, on->stream, counts, bias, experts, gamma);
 }

@@ -536,18 +536,14 @@ extern "C" uint64_t moe_cuda_plan_work_bytes(int64_t tokens, int64_t experts, in
     return moe_plan_is_summed(tokens, (int32_t)experts, segment) ? cells * 2 : cells * 6 + padded * 4;
 }
 
-extern "C" cudaError_t moe_cuda_plan_init(void)
+extern "C" cudaError_t moe_cuda_plan_init(const moe_device *device)
 {
     using namespace moe::plan;
-    const cudaError_t status = cudaFuncSetAttribute(
-        (const void *)scatter, cudaFuncAttributeMaxDynamicSharedMemorySize, SMOE_PLAN_SHARED);
-    return status == cudaSuccess
-               ? cudaFuncSetAttribute((const void *)count, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      SMOE_PLAN_SHARED)
-               : status;
+    const cudaError_t status = moe::allow_shared(device, scatter, device->shared_bytes);
+    return status == cudaSuccess ? moe::allow_shared(device, count, device->shared_bytes) : status;
 }
 
-extern "C" cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *p, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_topk(const moe_launch *on, const moe_cuda_plan *p)
 {
     using namespace moe::plan;
     problem q = {};
@@ -562,10 +558,10 @@ extern "C" cudaError_t moe_cuda_plan_topk(const moe_cuda_plan *p, cudaStream_t s
     const dim3 ctas((unsigned)q.segments);
     cudaError_t status = cudaSuccess;
     if (!p->counted && q.segments > 1)
-        status = moe::launch_early(count, ctas, dim3(THREADS), q.shared.end, stream, q);
+        status = moe::launch_early(count, ctas, dim3(THREADS), q.shared.end, on, q);
     if (status == cudaSuccess && q.work.totals)
-        status = moe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0,
-                                   stream, q);
-    return status == cudaSuccess ? moe::launch_early(scatter, ctas, dim3(THREADS), q.shared.end, stream, q)
+        status =
+            moe::launch_early(columns, dim3((unsigned)(q.padded_experts + 31) / 32), dim3(32, 32), 0, on, q);
+    return status == cudaSuccess ? moe::launch_early(scatter, ctas, dim3(THREADS), q.shared.end, on, q)
                                  : status;
 }

@@ -321,8 +321,8 @@ size_t expert_rows_bytes(int64_t experts)
 } // namespace plan
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *r, const moe_cuda_plan *p,
-                                             cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_rounded(const moe_launch *on, const moe_cuda_routing *r,
+                                             const moe_cuda_plan *p)
 {
     using namespace moe::plan;
     const size_t counts_bytes = expert_rows_bytes(p->experts),
@@ -330,21 +330,21 @@ extern "C" cudaError_t moe_cuda_plan_rounded(const moe_cuda_routing *r, const mo
     const dim3 experts((unsigned)p->experts), threads(THREADS),
         maps((unsigned)moe_divide_up(r->layer.tokens, MAP_TOKENS));
     const cudaError_t status = moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
-        return moe::launch_early(expert_rows<typename decltype(l)::type>, experts, threads, counts_bytes,
-                                 stream, *r, *p);
+        return moe::launch_early(expert_rows<typename decltype(l)::type>, experts, threads, counts_bytes, on,
+                                 *r, *p);
     });
-    return status == cudaSuccess ? moe::launch_early(token_rows, maps, threads, map_bytes, stream, *r, *p)
+    return status == cudaSuccess ? moe::launch_early(token_rows, maps, threads, map_bytes, on, *r, *p)
                                  : status;
 }
 
-extern "C" cudaError_t moe_cuda_plan_rounded_init(void)
+extern "C" cudaError_t moe_cuda_plan_rounded_init(const moe_device *device)
 {
     using namespace moe::plan;
     // With the kernels' static memory it can exceed the 48 KB that need no permission.
-    const cudaError_t status = moe::allow_shared(token_rows, MOST_EXPERTS * 32);
+    const cudaError_t status = moe::allow_shared(device, token_rows, MOST_EXPERTS * 32);
     if (status != cudaSuccess) return status;
-    return moe::for_every_type(moe::logits_types(), [](auto l) {
-        return moe::allow_shared(expert_rows<typename decltype(l)::type>,
+    return moe::for_every_type(moe::logits_types(), [&](auto l) {
+        return moe::allow_shared(device, expert_rows<typename decltype(l)::type>,
                                  (int)expert_rows_bytes(MOST_EXPERTS));
     });
 }

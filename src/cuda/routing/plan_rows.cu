@@ -109,15 +109,14 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ moe_cuda
 } // namespace plan
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_plan_rows_init(void)
+extern "C" cudaError_t moe_cuda_plan_rows_init(const moe_device *device)
 {
-    return cudaFuncSetAttribute((const void *)moe::plan::rows, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                4096 * 12 + 128);
+    return moe::allow_shared(device, moe::plan::rows, 4096 * 12 + 128);
 }
 
-extern "C" cudaError_t moe_cuda_plan_rows(const moe_cuda_plan *p, int most_ctas, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_plan_rows(const moe_launch *on, const moe_cuda_plan *p)
 {
     using namespace moe::plan;
-    const unsigned ctas = (unsigned)moe_plan_rows_ctas(p->padded_rows, most_ctas);
-    return moe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, stream, *p);
+    const unsigned ctas = (unsigned)moe_plan_rows_ctas(p->padded_rows, on->sms);
+    return moe::launch_early(rows, dim3(ctas), dim3(THREADS), (size_t)p->experts * 12 + 128, on, *p);
 }

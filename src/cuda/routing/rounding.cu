@@ -450,31 +450,29 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     find_limit(all, (uint32_t)(up ? target - count : count - target), mask, m);
 }
 
-template <typename L> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
+template <typename L> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
     const int64_t bytes =
         r.panels * SMOE_ROUTE_PANEL * (int64_t)sizeof(typename logits_of<L>::key) + r.words * 4;
     const bool resident = bytes <= COLUMN_BYTES;
     return launch_early(resident ? round_expert<L, true> : round_expert<L, false>,
-                        dim3((unsigned)r.layer.experts), dim3(THREADS), resident ? (size_t)bytes : 0, stream,
-                        r);
+                        dim3((unsigned)r.layer.experts), dim3(THREADS), resident ? (size_t)bytes : 0, on, r);
 }
 
 } // namespace
 } // namespace rounding
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_rounding(const moe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_rounding(const moe_launch *on, const moe_cuda_routing *r)
 {
-    return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
-        return moe::rounding::launch<typename decltype(l)::type>(*r, stream);
-    });
+    return moe::for_type(moe::logits_types(), r->layer.logits_type,
+                         [&](auto l) { return moe::rounding::launch<typename decltype(l)::type>(*r, on); });
 }
 
-extern "C" cudaError_t moe_cuda_rounding_init(void)
+extern "C" cudaError_t moe_cuda_rounding_init(const moe_device *device)
 {
     using namespace moe::rounding;
-    return moe::for_every_type(moe::logits_types(), [](auto l) {
-        return moe::allow_shared(round_expert<typename decltype(l)::type, true>, COLUMN_BYTES);
+    return moe::for_every_type(moe::logits_types(), [&](auto l) {
+        return moe::allow_shared(device, round_expert<typename decltype(l)::type, true>, COLUMN_BYTES);
     });
 }

@@ -177,19 +177,20 @@ __global__ void __launch_bounds__(THREADS, C::ROWS == 128 ? 2 : 1) gemm(const __
         }
 }
 
-template <class C> cudaError_t launch(const problem &q, smoe_type dtype, cudaStream_t stream)
+template <class C> cudaError_t launch(const problem &q, smoe_type dtype, const moe_launch *on)
 {
     const dim3 ctas((unsigned)((q.experts + COLUMNS - 1) / COLUMNS),
                     (unsigned)((q.tokens + C::ROWS - 1) / C::ROWS));
     return for_type(storage_types(), dtype, [&](auto t) {
-        return enqueue(gemm<typename decltype(t)::type, C>, ctas, THREADS, C::BYTES, stream, q);
+        return enqueue(gemm<typename decltype(t)::type, C>, ctas, THREADS, C::BYTES, on->stream, q);
     });
 }
 
-template <class C> cudaError_t raise_limits()
+template <class C> cudaError_t raise_limits(const moe_device *device)
 {
-    return for_every_type(storage_types(),
-                          [](auto t) { return allow_shared(gemm<typename decltype(t)::type, C>, C::BYTES); });
+    return for_every_type(storage_types(), [&](auto t) {
+        return allow_shared(device, gemm<typename decltype(t)::type, C>, C::BYTES);
+    });
 }
 
 static_assert(length_of(logits_types()) == 2, "problem.logits_bf16");
@@ -205,8 +206,8 @@ bool prefers_large(int64_t tokens, int64_t experts)
 } // namespace moe
 
 // A grid has at most 65535 tiles in y, so longer inputs take several launches.
-extern "C" cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void *x, const void *router_weight,
-                                            const void *bias, void *logits, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_router_gemm(const moe_launch *on, const smoe_layer *layer, const void *x,
+                                            const void *router_weight, const void *bias, void *logits)
 {
     using namespace moe::router;
     const int64_t most = 65535ll * 32, logit = moe_type_bytes(layer->logits_type);
@@ -221,15 +222,15 @@ extern "C" cudaError_t moe_cuda_router_gemm(const smoe_layer *layer, const void 
                            (int32_t)layer->hidden,
                            (int32_t)layer->experts,
                            layer->logits_type == SMOE_TYPE_BF16};
-        status = prefers_large(tokens, layer->experts) ? launch<large_tile>(q, layer->dtype, stream)
-                                                       : launch<small_tile>(q, layer->dtype, stream);
+        status = prefers_large(tokens, layer->experts) ? launch<large_tile>(q, layer->dtype, on)
+                                                       : launch<small_tile>(q, layer->dtype, on);
     }
     return status;
 }
 
-extern "C" cudaError_t moe_cuda_router_gemm_init(void)
+extern "C" cudaError_t moe_cuda_router_gemm_init(const moe_device *device)
 {
     using namespace moe::router;
-    const cudaError_t status = raise_limits<large_tile>();
-    return status != cudaSuccess ? status : raise_limits<small_tile>();
+    const cudaError_t status = raise_limits<large_tile>(device);
+    return status != cudaSuccess ? status : raise_limits<small_tile>(device);
 }

@@ -122,19 +122,19 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
     if (threadIdx.x == 0) r.panel_z[blockIdx.x] = squares;
 }
 
-template <typename L> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
+template <typename L> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
     const dim3 ctas((unsigned)r.panels, (unsigned)((r.layer.experts + 31) / 32));
-    return enqueue(panel<L>, ctas, THREADS, 0, stream, r);
+    return enqueue(panel<L>, ctas, THREADS, 0, on->stream, r);
 }
 
 } // namespace
 } // namespace scores
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_scores(const moe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_scores(const moe_launch *on, const moe_cuda_routing *r)
 {
     using namespace moe::scores;
     return moe::for_type(moe::logits_types(), r->layer.logits_type,
-                         [&](auto l) { return launch<typename decltype(l)::type>(*r, stream); });
+                         [&](auto l) { return launch<typename decltype(l)::type>(*r, on); });
 }

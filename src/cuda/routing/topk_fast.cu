@@ -386,14 +386,20 @@ int share_of(const smoe_layer &layer)
     return row_bytes(layer) >= LONG_ROW ? 4 : 2;
 }
 
+// The most bytes of rows in shared memory.
+int64_t rows_bytes(const moe_device *device)
+{
+    return device->shared_bytes >= MOST_BYTES ? ROWS_BYTES : LONGEST_ROWS_BYTES;
+}
+
 // Tokens of a CTA. If there are few tokens, segments are smaller, so that more SMs have one. The keys for
 // rounding need all rows of a segment in shared memory at the same time.
-int segment_of(const smoe_layer &layer)
+int segment_of(const moe_device *device, const smoe_layer &layer)
 {
-    const int64_t bytes = row_bytes(layer);
-    const int64_t most = layer.rounding == SMOE_ROUNDING_NONE ? MOST_STEPS * ROWS_BYTES
+    const int64_t bytes = row_bytes(layer), rows = rows_bytes(device);
+    const int64_t most = layer.rounding == SMOE_ROUNDING_NONE ? MOST_STEPS * rows
                          : bytes > LONGEST_ROW                ? LONGEST_ROWS_BYTES
-                                                              : ROWS_BYTES;
+                                                              : rows;
     int segment = THREADS / share_of(layer);
     while (segment > 32 && (segment * bytes > most || layer.tokens < (int64_t)segment * MANY_CTAS))
         segment /= 2;
@@ -401,35 +407,35 @@ int segment_of(const smoe_layer &layer)
 }
 
 template <typename L, bool SIGMOID, int P, int SHARE>
-cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
+cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
-    const int segment = segment_of(r.layer),
-              steps = segment * row_bytes(r.layer) > ROWS_BYTES ? MOST_STEPS : 1;
+    const int segment = segment_of(on->device, r.layer),
+              steps = segment * row_bytes(r.layer) > rows_bytes(on->device) ? MOST_STEPS : 1;
     const int of_step = segment / steps, threads = SHARE * of_step;
     const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
     const unsigned ctas = (unsigned)moe_divide_up(tokens, segment);
     const layout at = layout_of<typename row_of<L, SIGMOID>::type>(r, of_step, steps, threads / 32);
-    return launch_early(fast<L, SIGMOID, P, SHARE>, dim3(ctas), dim3((unsigned)threads), at.end, stream, r,
+    return launch_early(fast<L, SIGMOID, P, SHARE>, dim3(ctas), dim3((unsigned)threads), at.end, on, r,
                         steps);
 }
 
-template <typename L, bool SIGMOID, int P> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
+template <typename L, bool SIGMOID, int P> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
-    return share_of(r.layer) == 4 ? launch<L, SIGMOID, P, 4>(r, stream) : launch<L, SIGMOID, P, 2>(r, stream);
+    return share_of(r.layer) == 4 ? launch<L, SIGMOID, P, 4>(r, on) : launch<L, SIGMOID, P, 2>(r, on);
 }
 
-template <typename L, bool SIGMOID> cudaError_t launch(const moe_cuda_routing &r, cudaStream_t stream)
+template <typename L, bool SIGMOID> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
-    return r.layer.topk <= 4   ? launch<L, SIGMOID, 4>(r, stream)
-           : r.layer.topk <= 8 ? launch<L, SIGMOID, 8>(r, stream)
-                               : launch<L, SIGMOID, 16>(r, stream);
+    return r.layer.topk <= 4   ? launch<L, SIGMOID, 4>(r, on)
+           : r.layer.topk <= 8 ? launch<L, SIGMOID, 8>(r, on)
+                               : launch<L, SIGMOID, 16>(r, on);
 }
 
-template <typename L, int P> cudaError_t raise_limits()
+template <typename L, int P> cudaError_t raise_limits(const moe_device *device)
 {
     cudaError_t status = cudaSuccess;
     const auto raise = [&](auto *kernel) {
-        if (status == cudaSuccess) status = allow_shared(kernel, MOST_BYTES);
+        if (status == cudaSuccess) status = allow_shared(device, kernel, MOST_BYTES);
     };
     raise(fast<L, false, P, 2>), raise(fast<L, false, P, 4>);
     raise(fast<L, true, P, 2>), raise(fast<L, true, P, 4>);
@@ -440,33 +446,33 @@ template <typename L, int P> cudaError_t raise_limits()
 } // namespace topk
 } // namespace moe
 
-extern "C" int32_t moe_cuda_topk_segment(const smoe_layer *layer)
+extern "C" int32_t moe_cuda_topk_segment(const moe_device *device, const smoe_layer *layer)
 {
     using namespace moe::topk;
     const bool fast = layer->experts % 8 == 0 && layer->experts <= MOST_EXPERTS && layer->topk <= MOST_TOPK;
     const bool grouped = layer->groups > 1, few_groups = layer->groups <= MOST_GROUPS;
-    return fast && (!grouped || (few_groups && share_of(*layer) == 4)) ? segment_of(*layer) : 0;
+    return fast && (!grouped || (few_groups && share_of(*layer) == 4)) ? segment_of(device, *layer) : 0;
 }
 
-extern "C" cudaError_t moe_cuda_topk(const moe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_topk(const moe_launch *on, const moe_cuda_routing *r)
 {
-    if (!moe_cuda_topk_segment(&r->layer)) return moe_cuda_topk_general(r, stream);
+    if (!moe_cuda_topk_segment(on->device, &r->layer)) return moe_cuda_topk_general(on, r);
     moe_cuda_routing routing = *r;
-    if (!moe_cuda_topk_writes_keys(&r->layer)) routing.keys = NULL; // scores.cu writes them
+    if (!moe_cuda_topk_writes_keys(on->device, &r->layer)) routing.keys = NULL; // scores.cu writes them
     return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
         using L = typename decltype(l)::type;
-        return moe_ranks_by_sigmoid(r->layer.score) ? moe::topk::launch<L, true>(routing, stream)
-                                                    : moe::topk::launch<L, false>(routing, stream);
+        return moe_ranks_by_sigmoid(r->layer.score) ? moe::topk::launch<L, true>(routing, on)
+                                                    : moe::topk::launch<L, false>(routing, on);
     });
 }
 
-extern "C" cudaError_t moe_cuda_topk_fast_init(void)
+extern "C" cudaError_t moe_cuda_topk_fast_init(const moe_device *device)
 {
     using namespace moe::topk;
-    return moe::for_every_type(moe::logits_types(), [](auto l) {
+    return moe::for_every_type(moe::logits_types(), [&](auto l) {
         using L = typename decltype(l)::type;
-        cudaError_t status = raise_limits<L, 4>();
-        if (status == cudaSuccess) status = raise_limits<L, 8>();
-        return status == cudaSuccess ? raise_limits<L, 16>() : status;
+        cudaError_t status = raise_limits<L, 4>(device);
+        if (status == cudaSuccess) status = raise_limits<L, 8>(device);
+        return status == cudaSuccess ? raise_limits<L, 16>(device) : status;
     });
 }

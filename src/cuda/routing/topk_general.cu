@@ -201,21 +201,21 @@ size_t general_memory(const smoe_layer &layer)
 } // namespace topk
 } // namespace moe
 
-extern "C" cudaError_t moe_cuda_topk_general(const moe_cuda_routing *r, cudaStream_t stream)
+extern "C" cudaError_t moe_cuda_topk_general(const moe_launch *on, const moe_cuda_routing *r)
 {
     using namespace moe::topk;
     const size_t memory = general_memory(r->layer);
     return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
         return moe::enqueue(general<typename decltype(l)::type>, (unsigned)r->words, GENERAL_THREADS, memory,
-                            stream, *r);
+                            on->stream, *r);
     });
 }
 
-extern "C" cudaError_t moe_cuda_topk_general_init(void)
+extern "C" cudaError_t moe_cuda_topk_general_init(const moe_device *device)
 {
     using namespace moe::topk;
     enum { MOST = 4 * (4096 * (1 + GENERAL_WARPS) + 2048 * GENERAL_WARPS) };
-    return moe::for_every_type(moe::logits_types(), [](auto l) {
-        return moe::allow_shared(general<typename decltype(l)::type>, MOST);
+    return moe::for_every_type(moe::logits_types(), [&](auto l) {
+        return moe::allow_shared(device, general<typename decltype(l)::type>, MOST);
     });
 }

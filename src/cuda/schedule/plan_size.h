@@ -15,7 +15,6 @@ enum {
     SMOE_PLAN_FEW_TOKENS = 8192,
     SMOE_PLAN_SUMMED_TOKENS = 65535, /* the counts of so many tokens fit 16 bits */
     SMOE_PLAN_SUMMED_CELLS = 65536,  /* 128 KB, read by every CTA */
-    SMOE_PLAN_SHARED = 232448
 };
 
 SMOE_HD int32_t moe_plan_padded_experts(int32_t experts)
@@ -72,18 +71,18 @@ SMOE_HD moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int
     return s;
 }
 
-/* May a segment have this many tokens? */
-SMOE_HD int moe_plan_segment_fits(int32_t segment, int32_t experts, int32_t topk)
+/* May a segment have this many tokens? shared_bytes: the most shared memory of a CTA. */
+SMOE_HD int moe_plan_segment_fits(int32_t segment, int32_t experts, int32_t topk, int32_t shared_bytes)
 {
     return segment <= SMOE_PLAN_SEGMENT && segment * moe_plan_quads(topk) * 4 <= SMOE_PLAN_PAIRS &&
-           moe_plan_shared_of(segment, experts, topk).end <= SMOE_PLAN_SHARED;
+           moe_plan_shared_of(segment, experts, topk).end <= (uint32_t)shared_bytes;
 }
 
-/* Tokens of a segment. */
-SMOE_HD int32_t moe_plan_segment(int64_t tokens, int32_t experts, int32_t topk)
+/* Tokens of a segment; at least 32, even if they do not fit. */
+SMOE_HD int32_t moe_plan_segment(int64_t tokens, int32_t experts, int32_t topk, int32_t shared_bytes)
 {
     int32_t segment = tokens > SMOE_PLAN_FEW_TOKENS ? SMOE_PLAN_SEGMENT : SMOE_PLAN_SMALL_SEGMENT;
-    while (segment > 32 && !moe_plan_segment_fits(segment, experts, topk)) segment /= 2;
+    while (segment > 32 && !moe_plan_segment_fits(segment, experts, topk, shared_bytes)) segment /= 2;
     return segment;
 }
 
@@ -95,11 +94,11 @@ SMOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
 }
 
 /* The number of CTAs of the plan from given rows. Each warp writes one block at a time. There are at most as
- * many CTAs as the device has SMs. */
-SMOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t multiprocessors)
+ * many CTAs as SMs. */
+SMOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t sms)
 {
     const int64_t wanted = moe_divide_up(padded_rows, (int64_t)SMOE_PLAN_THREADS / 32 * SMOE_BLOCK_ROWS);
-    return (int32_t)(wanted < 1 ? 1 : wanted > multiprocessors ? multiprocessors : wanted);
+    return (int32_t)(wanted < 1 ? 1 : wanted > sms ? sms : wanted);
 }
 
 /* ---- Rank of a pair among its token's pairs: how many of the token's ids are lower. Ids are at most 4095.

@@ -5,6 +5,7 @@
 #include "schedule/work_order.h"
 #include "sm90/gemm_cooperative.cuh"
 #include "sm90/kernels.h"
+#include <cuda.h>
 
 namespace moe
 {

@@ -53,7 +53,7 @@ template <typename T, class P> gemm_kernel<P> kernel_of(moe_gemm kind, int64_t s
 inline int32_t turn_of(const moe_launch *on, int64_t columns)
 {
     const int64_t tiles = moe_divide_up(columns, gemm_ping_pong::TILE_COLUMNS);
-    return columns % gemm_ping_pong::TILE_COLUMNS ? moe_turn(on->ctas, (int32_t)tiles) : 0;
+    return columns % gemm_ping_pong::TILE_COLUMNS ? moe_turn(on->sms, (int32_t)tiles) : 0;
 }
 
 // Makes the tensor map y of the result, (rows, columns).
@@ -71,11 +71,12 @@ inline void map_result(moe_launch *on, CUtensorMap *y, moe_gemm kind, int64_t st
 }
 
 // Before the first launch: every kernel may use the shared memory that it needs.
-template <typename T, class P> cudaError_t init_gemms()
+template <typename T, class P> cudaError_t init_gemms(const moe_device *device)
 {
     for (const moe_gemm kind : {SMOE_GEMM_TILES, SMOE_GEMM_PING_PONG, SMOE_GEMM_STATIONARY})
         for (const int64_t steps : {1, 2, 4}) { // the number matters to one core only
-            const cudaError_t status = allow_shared(kernel_of<T, P>(kind, steps), core_of(kind).shared_bytes);
+            const cudaError_t status =
+                allow_shared(device, kernel_of<T, P>(kind, steps), core_of(kind).shared_bytes);
             if (status != cudaSuccess) return status;
         }
     return cudaSuccess;
@@ -85,7 +86,7 @@ template <typename T, class P>
 cudaError_t enqueue_gemm(const moe_launch *on, moe_gemm kind, int64_t steps, const P &p)
 {
     const gemm_core core = core_of(kind);
-    const int ctas = on->ctas < core.most_ctas ? on->ctas : core.most_ctas;
+    const int ctas = on->sms < core.most_ctas ? on->sms : core.most_ctas;
     return enqueue(kernel_of<T, P>(kind, steps), ctas, gemm_cooperative::THREADS, core.shared_bytes,
                    on->stream, p);
 }

@@ -12,11 +12,11 @@ extern "C" {
 
 enum { MOE_SM90_DS_COLUMNS = 256 }; /* of a tile of dh.cu */
 
-cudaError_t moe_sm90_up_init(void);
-cudaError_t moe_sm90_down_init(void);
-cudaError_t moe_sm90_dh_init(void);
-cudaError_t moe_sm90_dw_init(void);
-cudaError_t moe_sm90_dx_rows_init(void);
+cudaError_t moe_sm90_up_init(const moe_device *device);
+cudaError_t moe_sm90_down_init(const moe_device *device);
+cudaError_t moe_sm90_dh_init(const moe_device *device);
+cudaError_t moe_sm90_dw_init(const moe_device *device);
+cudaError_t moe_sm90_dx_rows_init(const moe_device *device);
 
 int moe_sm90_stores(smoe_type dtype);
 

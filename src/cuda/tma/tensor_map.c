@@ -1,7 +1,20 @@
 #include "tma/tensor_map.h"
 #include "problem.h"
 
+#include <string.h>
+
 enum { BOX_BYTES = 128, SUBTILE_ROWS = 64 };
+
+cudaError_t moe_open_maps(moe_maps *maps)
+{
+    void *function = NULL;
+    enum cudaDriverEntryPointQueryResult found;
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                                cudaEnableDefault, &found);
+    memcpy(&maps->encode, &function, sizeof function);
+    if (status != cudaSuccess) return status;
+    return found == cudaDriverEntryPointSuccess && function ? cudaSuccess : cudaErrorInsufficientDriver;
+}
 
 /* False for a type that no map has. */
 static int type_of(smoe_type type, CUtensorMapDataType *of)
@@ -19,14 +32,17 @@ static int type_of(smoe_type type, CUtensorMapDataType *of)
 void moe_map_boxes(moe_launch *on, CUtensorMap *map, smoe_type type, const moe_boxes *b)
 {
     static const cuuint32_t every[] = {1, 1, 1, 1, 1};
+    const moe_maps *maps = on->state;
     CUtensorMapDataType of;
     const CUresult status =
         type_of(type, &of)
-            ? on->encode(map, of, b->rank, (void *)(uintptr_t)b->base, b->sizes, b->strides, b->box, every,
-                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+            ? maps->encode(map, of, b->rank, (void *)(uintptr_t)b->base, b->sizes, b->strides, b->box, every,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
             : CUDA_ERROR_INVALID_VALUE;
-    if (on->map_status == CUDA_SUCCESS) on->map_status = status;
+    if (status == CUDA_SUCCESS || on->refused_call) return;
+    on->refused_call = "cuTensorMapEncodeTiled";
+    on->refusal = (int)status;
 }
 
 static cuuint64_t element_of(const moe_launch *on)

@@ -1,15 +1,28 @@
 /* Tensor maps: how TMA finds the boxes of a tensor in global memory. All have the 128-byte swizzle, so a
  * subtile is 128 bytes wide; a box has one or several side by side. The kernels say how high a box is. What
- * lies outside of the tensor reads as zero and is not written. If the driver refuses a map, on->map_status
- * has the reason. Elements are of on->dtype. */
+ * lies outside of the tensor reads as zero and is not written. If the driver refuses a map, on->refusal has
+ * the reason. Elements are of on->dtype. on->state is a moe_maps. */
 #ifndef SMOE_CUDA_TENSOR_MAP_H
 #define SMOE_CUDA_TENSOR_MAP_H
 
-#include "host/kernels.h"
+#include "common/target.h"
+#include <cuda.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* cuTensorMapEncodeTiled, found at run time so that the library can be loaded on a machine without a
+ * driver. */
+typedef struct moe_maps {
+    CUresult (*encode)(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
+                       const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                       const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
+                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                       CUtensorMapFloatOOBfill fill);
+} moe_maps;
+
+cudaError_t moe_open_maps(moe_maps *maps);
 
 /* Describes a map. strides: bytes from one index of dimension i + 1 to the next. */
 typedef struct moe_boxes {

@@ -71,14 +71,29 @@ cudaError_t cudaSetDevice(int device)
     return cudaSuccess;
 }
 
+static int setting(const char *name, int otherwise)
+{
+    const char *set = getenv(name);
+    return set ? atoi(set) : otherwise;
+}
+
+// EMULATOR_CAPABILITY: of the GPU, major times 10 plus minor. EMULATOR_CTAS: its SMs. EMULATOR_SHARED: the most
+// bytes of shared memory of a CTA.
+static int shared_bytes()
+{
+    return setting("EMULATOR_SHARED", emulator::SHARED_BYTES);
+}
+
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int)
 {
-    const char *ctas = getenv("EMULATOR_CTAS");
-    *value = attribute == cudaDevAttrComputeCapabilityMajor   ? 9
-             : attribute == cudaDevAttrComputeCapabilityMinor ? 0
-             : ctas                                           ? atoi(ctas)
-                                                              : 3;
-    return cudaSuccess;
+    const int capability = setting("EMULATOR_CAPABILITY", 90);
+    switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = capability / 10; return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: *value = capability % 10; return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount: *value = setting("EMULATOR_CTAS", 3); return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = shared_bytes(); return cudaSuccess;
+    default: return cudaErrorInvalidValue;
+    }
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long,
@@ -91,7 +106,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsi
 
 cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute, int bytes)
 {
-    if (bytes > emulator::SHARED_BYTES) return cudaErrorInvalidValue;
+    if (bytes > shared_bytes()) return cudaErrorInvalidValue;
     shared_limits[kernel] = (size_t)bytes;
     return cudaSuccess;
 }

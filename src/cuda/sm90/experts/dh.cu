@@ -291,13 +291,13 @@ dh_params prepare(moe_launch *on, const moe_dh &d)
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_sm90_dh_init(void)
+extern "C" cudaError_t moe_sm90_dh_init(const moe_device *device)
 {
     using namespace moe;
-    return for_every_type(storage_types(), [](auto t) {
+    return for_every_type(storage_types(), [&](auto t) {
         using T = typename decltype(t)::type;
         for (const auto kernel : {dh<T, NARROW>, dh<T, MIDDLE>, dh<T, WIDE>}) {
-            const cudaError_t status = allow_shared(kernel, SHARED_BYTES);
+            const cudaError_t status = allow_shared(device, kernel, SHARED_BYTES);
             if (status != cudaSuccess) return status;
         }
         return cudaSuccess;
@@ -308,13 +308,13 @@ extern "C" cudaError_t moe_sm90_dh(moe_launch *on, const moe_dh *d)
 {
     using namespace moe;
     const dh_params p = prepare(on, *d);
-    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
         const width w = width_of(*d);
         return enqueue(w == NARROW   ? dh<T, NARROW>
                        : w == MIDDLE ? dh<T, MIDDLE>
                                      : dh<T, WIDE>,
-                       on->ctas, THREADS, SHARED_BYTES, on->stream, p);
+                       on->sms, THREADS, SHARED_BYTES, on->stream, p);
     });
 }

@@ -100,11 +100,11 @@ down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_sm90_down_init(void)
+extern "C" cudaError_t moe_sm90_down_init(const moe_device *device)
 {
     using namespace moe;
-    return for_every_type(storage_types(),
-                          [](auto t) { return init_gemms<typename decltype(t)::type, down_params>(); });
+    return for_every_type(
+        storage_types(), [&](auto t) { return init_gemms<typename decltype(t)::type, down_params>(device); });
 }
 
 extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
@@ -112,7 +112,7 @@ extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
     using namespace moe;
     const moe_gemm kind = moe_gemm_choose(d->intermediate, d->columns, d->b2 != NULL);
     const down_params p = prepare(on, *d, kind);
-    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         return enqueue_gemm<typename decltype(t)::type>(on, kind, steps_of(*d), p);
     });

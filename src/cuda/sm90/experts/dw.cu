@@ -510,25 +510,27 @@ cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
                        : launch<T, G, TRANSPOSED, false>(p, ctas, stream);
 }
 
-template <typename T, typename G, bool TRANSPOSED, bool TALL> cudaError_t allow()
+template <typename T, typename G, bool TRANSPOSED, bool TALL> cudaError_t allow(const moe_device *device)
 {
-    const cudaError_t status = allow_shared(kernel_of<T, G, TRANSPOSED, TALL>(false), SHARED_BYTES);
-    return status != cudaSuccess ? status
-                                 : allow_shared(kernel_of<T, G, TRANSPOSED, TALL>(true), SHARED_BYTES);
+    const cudaError_t status = allow_shared(device, kernel_of<T, G, TRANSPOSED, TALL>(false), SHARED_BYTES);
+    return status != cudaSuccess
+               ? status
+               : allow_shared(device, kernel_of<T, G, TRANSPOSED, TALL>(true), SHARED_BYTES);
 }
 
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_sm90_dw_init(void)
+extern "C" cudaError_t moe_sm90_dw_init(const moe_device *device)
 {
     using namespace moe;
-    return for_every_type(storage_types(), [](auto t) {
+    return for_every_type(storage_types(), [&](auto t) {
         using T = typename decltype(t)::type;
-        return for_every_type(gradient_types<T>(), [](auto g) {
+        return for_every_type(gradient_types<T>(), [&](auto g) {
             using G = typename decltype(g)::type;
-            for (const cudaError_t status : {allow<T, G, false, false>(), allow<T, G, false, true>(),
-                                             allow<T, G, true, false>(), allow<T, G, true, true>()})
+            for (const cudaError_t status :
+                 {allow<T, G, false, false>(device), allow<T, G, false, true>(device),
+                  allow<T, G, true, false>(device), allow<T, G, true, true>(device)})
                 if (status != cudaSuccess) return status;
             return cudaSuccess;
         });
@@ -539,13 +541,13 @@ extern "C" cudaError_t moe_sm90_dw(moe_launch *on, const moe_dw *d)
 {
     using namespace moe;
     const dw_params p = prepare(on, *d);
-    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
         return for_type(gradient_types<T>(), d->gradient_type, [&](auto g) {
             using G = typename decltype(g)::type;
-            return d->transposed ? launch<T, G, true>(p, on->ctas, on->stream)
-                                 : launch<T, G, false>(p, on->ctas, on->stream);
+            return d->transposed ? launch<T, G, true>(p, on->sms, on->stream)
+                                 : launch<T, G, false>(p, on->sms, on->stream);
         });
     });
 }

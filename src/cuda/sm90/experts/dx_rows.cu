@@ -108,11 +108,12 @@ dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_sm90_dx_rows_init(void)
+extern "C" cudaError_t moe_sm90_dx_rows_init(const moe_device *device)
 {
     using namespace moe;
-    return for_every_type(storage_types(),
-                          [](auto t) { return init_gemms<typename decltype(t)::type, dx_rows_params>(); });
+    return for_every_type(storage_types(), [&](auto t) {
+        return init_gemms<typename decltype(t)::type, dx_rows_params>(device);
+    });
 }
 
 extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
@@ -120,7 +121,7 @@ extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
     using namespace moe;
     const moe_gemm kind = moe_gemm_choose_dx(d->halves * d->row_width, d->columns);
     const dx_rows_params p = prepare(on, *d, kind);
-    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         return enqueue_gemm<typename decltype(t)::type>(on, kind, steps_of(*d), p);
     });

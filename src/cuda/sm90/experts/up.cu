@@ -320,13 +320,13 @@ up_params prepare(moe_launch *on, const moe_up &u)
 } // namespace
 } // namespace moe
 
-extern "C" cudaError_t moe_sm90_up_init(void)
+extern "C" cudaError_t moe_sm90_up_init(const moe_device *device)
 {
     using namespace moe;
-    return for_every_type(storage_types(), [](auto t) {
+    return for_every_type(storage_types(), [&](auto t) {
         using T = typename decltype(t)::type;
-        const cudaError_t status = allow_shared(up<T, false>, SHARED_BYTES);
-        return status != cudaSuccess ? status : allow_shared(up<T, true>, SHARED_BYTES);
+        const cudaError_t status = allow_shared(device, up<T, false>, SHARED_BYTES);
+        return status != cudaSuccess ? status : allow_shared(device, up<T, true>, SHARED_BYTES);
     });
 }
 
@@ -340,10 +340,10 @@ extern "C" cudaError_t moe_sm90_up(moe_launch *on, const moe_up *u)
 {
     using namespace moe;
     const up_params p = prepare(on, *u);
-    if (on->map_status != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
-        return enqueue(is_narrow(*u) ? up<T, true> : up<T, false>, on->ctas, THREADS, SHARED_BYTES,
-                       on->stream, p);
+        return enqueue(is_narrow(*u) ? up<T, true> : up<T, false>, on->sms, THREADS, SHARED_BYTES, on->stream,
+                       p);
     });
 }

@@ -1,0 +1,107 @@
+/* The context of the CUDA backend: opens a device and chooses its kernels. */
+#include "host/device.h"
+#include "host/launch.h"
+#include "host/routing.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* The best first. */
+static const moe_kernels *const generations[] = {&moe_sm90_kernels};
+enum { GENERATIONS = sizeof generations / sizeof *generations };
+
+/* NULL: no kernels serve this compute capability. */
+static const moe_kernels *kernels_for(const moe_device *device)
+{
+    for (int i = 0; i < GENERATIONS; i++)
+        if (generations[i]->serves(device->major, device->minor)) return generations[i];
+    return NULL;
+}
+
+static smoe_status refuse_generation(smoe_context *context, const moe_device *device)
+{
+    char built_for[128] = "";
+    for (int i = 0; i < GENERATIONS; i++)
+        snprintf(built_for + strlen(built_for), sizeof built_for - strlen(built_for), " %s",
+                 generations[i]->devices);
+    return moe_fail(context, SMOE_ERROR_DEVICE,
+                    "smoe_create: device %d has compute capability %d.%d, the kernels are built for%s",
+                    device->number, device->major, device->minor, built_for);
+}
+
+cudaError_t moe_cuda_open_device(moe_device *device, int number)
+{
+    *device = (moe_device){.number = number};
+    const struct {
+        int *value;
+        enum cudaDeviceAttr attribute;
+    } attributes[] = {
+        {&device->major, cudaDevAttrComputeCapabilityMajor},
+        {&device->minor, cudaDevAttrComputeCapabilityMinor},
+        {&device->sms, cudaDevAttrMultiProcessorCount},
+        {&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+    };
+    cudaError_t status = cudaSetDevice(number);
+    for (size_t i = 0; i < sizeof attributes / sizeof *attributes && status == cudaSuccess; i++)
+        status = cudaDeviceGetAttribute(attributes[i].value, attributes[i].attribute, number);
+    return status;
+}
+
+static cudaError_t prepare_kernels(device_state *state)
+{
+    const moe_device *device = &state->device;
+    cudaError_t status = moe_cuda_plan_init(device);
+    if (status == cudaSuccess) status = moe_cuda_plan_rows_init(device);
+    if (status == cudaSuccess) status = moe_cuda_routing_init(device);
+    return status == cudaSuccess ? state->kernels->init(device, state->own) : status;
+}
+
+/* Chooses and prepares the kernels for the device, which is current. */
+static smoe_status take_kernels(smoe_context *context, device_state *state, int32_t sms)
+{
+    const moe_device *device = &state->device;
+    if (sms < 0 || sms > device->sms)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "smoe_create: sms is %d, the range is 0 (all) to %d, those of device %d", (int)sms,
+                        device->sms, device->number);
+    state->sms = sms ? sms : device->sms;
+    state->kernels = kernels_for(device);
+    if (!state->kernels) return refuse_generation(context, device);
+    const size_t bytes = state->kernels->state_bytes;
+    state->own = calloc(1, bytes ? bytes : 1);
+    if (!state->own)
+        return moe_fail(context, SMOE_ERROR_MEMORY, "smoe_create: no memory for %zu bytes", bytes);
+    const cudaError_t status = prepare_kernels(state);
+    return status == cudaSuccess ? SMOE_OK : device_error(context, status);
+}
+
+smoe_status moe_cuda_create(smoe_context *context, const smoe_context_options *options)
+{
+    int devices = 0, before = 0;
+    cudaError_t status = cudaGetDeviceCount(&devices);
+    if (status != cudaSuccess)
+        return moe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: no usable CUDA device: %s (%s)",
+                        cudaGetErrorName(status), cudaGetErrorString(status));
+    if (options->device < 0 || options->device >= devices)
+        return moe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: device is %d, %d CUDA devices are there",
+                        (int)options->device, devices);
+    device_state *state = calloc(1, sizeof *state);
+    if (!state)
+        return moe_fail(context, SMOE_ERROR_MEMORY, "smoe_create: no memory for %zu bytes", sizeof *state);
+    context->state = state;
+    status = cudaGetDevice(&before);
+    if (status == cudaSuccess) status = moe_cuda_open_device(&state->device, options->device);
+    const smoe_status result =
+        status == cudaSuccess ? take_kernels(context, state, options->sms) : device_error(context, status);
+    leave_device(state, before);
+    if (result != SMOE_OK) moe_cuda_destroy(context);
+    return result;
+}
+
+void moe_cuda_destroy(smoe_context *context)
+{
+    device_state *state = context->state;
+    free(state->own);
+    free(state);
+}

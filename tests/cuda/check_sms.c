@@ -1,0 +1,171 @@
+/* The option `sms` of a context. Values outside of its range are refused. Contexts with 1 SM, with 7, with
+ * all but 16 and with all compute the same bits, and their persistent kernels have as many CTAs as the option
+ * says. */
+#include "gpu.h"
+#include "open_cuda.h"
+
+enum { OUTPUTS = 6, PERSISTENT = 6 }; /* up, down, dh, dw2, dw1, dx_rows */
+
+static int failures;
+
+static void check(int ok, const char *name, int sms, const char *what)
+{
+    if (ok) return;
+    printf("%s, %d SMs: %s\n", name, sms, what);
+    failures++;
+}
+
+static smoe_context *open_with(int32_t sms, smoe_status expected)
+{
+    char text[512] = "";
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.backend = SMOE_BACKEND_CUDA;
+    options.sms = sms;
+    options.error_text = text;
+    options.error_size = sizeof text;
+    smoe_context *context = NULL;
+    const smoe_status status = smoe_create(&context, &options);
+    if (status != expected) printf("smoe_create with %d SMs: status %d, %s\n", (int)sms, (int)status, text);
+    failures += status != expected;
+    if (expected != SMOE_OK && !strstr(text, "smoe_create: sms is ")) {
+        printf("the error text does not name sms: %s\n", text);
+        failures++;
+    }
+    return context;
+}
+
+static gpu_buffer random_bf16(int64_t count)
+{
+    uint16_t *host = malloc((size_t)count * sizeof *host);
+    for (int64_t i = 0; i < count; i++)
+        host[i] = (uint16_t)((rand() & 1) << 15 | (122 + rand() % 4) << 7 | rand() % 128);
+    const gpu_buffer b = gpu_copy(host, (size_t)count * sizeof *host);
+    free(host);
+    return b;
+}
+
+static void must(smoe_context *context, smoe_status status, const char *name)
+{
+    if (status == SMOE_OK) return;
+    printf("%s: %s\n", name, smoe_last_error(context));
+    exit(EXIT_BROKEN);
+}
+
+/* How many of the captured kernels have so many CTAs. */
+static int kernels_of(cudaGraph_t graph, int ctas)
+{
+    cudaGraphNode_t nodes[64];
+    size_t count = sizeof nodes / sizeof *nodes;
+    CHECK_CUDA(cudaGraphGetNodes(graph, nodes, &count));
+    int found = 0;
+    for (size_t i = 0; i < count; i++) {
+        enum cudaGraphNodeType type;
+        struct cudaKernelNodeParams params;
+        CHECK_CUDA(cudaGraphNodeGetType(nodes[i], &type));
+        if (type != cudaGraphNodeTypeKernel) continue;
+        CHECK_CUDA(cudaGraphKernelNodeGetParams(nodes[i], &params));
+        found += (int)params.gridDim.x == ctas;
+    }
+    return found;
+}
+
+typedef struct sms_case {
+    const char *name;
+    int64_t tokens, hidden, intermediate, experts, topk;
+} sms_case;
+
+/* Forward and backward; the outputs go to `into`, one after the other. */
+static void run(smoe_context *context, const sms_case *c, int sms, gpu_buffer into[OUTPUTS])
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.tokens = c->tokens, l.hidden = c->hidden, l.intermediate = c->intermediate, l.experts = c->experts,
+    l.topk = c->topk;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &l, &sizes), c->name);
+    srand(1);
+    const int64_t x_count = l.tokens * l.hidden, w_count = l.experts * l.intermediate * l.hidden;
+    const gpu_buffer x = random_bf16(x_count), wr = random_bf16(l.experts * l.hidden),
+                     w1 = random_bf16(2 * w_count), w2 = random_bf16(w_count), dout = random_bf16(x_count),
+                     logits = gpu_alloc((size_t)(l.tokens * l.experts) * 4),
+                     saved = gpu_alloc(sizes.saved_buffer_bytes),
+                     forward_scratch = gpu_alloc(sizes.scratch_forward_bytes),
+                     backward_scratch = gpu_alloc(sizes.scratch_backward_bytes);
+    const int64_t bytes[OUTPUTS] = {2 * x_count,
+                                    2 * x_count,
+                                    8 * w_count,
+                                    4 * w_count,
+                                    4 * l.experts * l.hidden,
+                                    4 * l.tokens * l.experts};
+    for (int i = 0; i < OUTPUTS; i++) into[i] = gpu_alloc((size_t)bytes[i]);
+    smoe_forward_args f = SMOE_FORWARD_ARGS_INIT;
+    f.x = x.memory, f.router_weight = wr.memory, f.w1 = w1.memory, f.w2 = w2.memory, f.logits = logits.memory;
+    f.out = into[0].memory, f.saved = saved.memory, f.saved_size = sizes.saved_buffer_bytes;
+    f.scratch = forward_scratch.memory, f.scratch_size = sizes.scratch_forward_bytes;
+    smoe_backward_args b = SMOE_BACKWARD_ARGS_INIT;
+    b.x = x.memory, b.router_weight = wr.memory, b.logits = logits.memory, b.w1 = w1.memory;
+    b.w2 = w2.memory, b.saved = saved.memory, b.saved_size = sizes.saved_buffer_bytes, b.dout = dout.memory;
+    b.dx = into[1].memory, b.dw1 = into[2].memory, b.dw2 = into[3].memory, b.drouter_weight = into[4].memory;
+    b.dlogits = into[5].memory;
+    b.scratch = backward_scratch.memory, b.scratch_size = sizes.scratch_backward_bytes;
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t ready;
+    CHECK_CUDA(cudaStreamCreate(&stream));
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    must(context, smoe_layer_forward(context, &l, &f, stream), c->name);
+    must(context, smoe_layer_backward(context, &l, &b, stream), c->name);
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    if (l.tokens * l.topk > 128) /* no kernels for few rows, whose CTAs follow from their units */
+        check(kernels_of(graph, sms) >= PERSISTENT, c->name, sms, "a kernel has another number of CTAs");
+    CHECK_CUDA(cudaGraphInstantiate(&ready, graph, 0));
+    CHECK_CUDA(cudaGraphLaunch(ready, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    CHECK_CUDA(cudaGraphExecDestroy(ready));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    const gpu_buffer all[] = {x, wr, w1, w2, dout, logits, saved, forward_scratch, backward_scratch};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        check(!gpu_free(all[i]), c->name, sms, "something was written outside a buffer");
+}
+
+static void compare(const sms_case *c, int sms, const gpu_buffer all[OUTPUTS], const gpu_buffer got[OUTPUTS])
+{
+    static const char *const names[OUTPUTS] = {"O", "dX", "dW1", "dW2", "dWr", "dlogits"};
+    for (int i = 0; i < OUTPUTS; i++) {
+        void *a = gpu_read(all[i].memory, all[i].bytes), *b = gpu_read(got[i].memory, got[i].bytes);
+        check(!memcmp(a, b, all[i].bytes), c->name, sms, names[i]);
+        free(a), free(b);
+        check(!gpu_free(got[i]), c->name, sms, "something was written outside an output");
+    }
+}
+
+int main(void)
+{
+    static const sms_case cases[] = {
+        {"cooperative", 700, 72, 40, 5, 2}, {"ping-pong, stationary", 300, 200, 200, 4, 2},
+        {"stationary", 600, 256, 64, 3, 2}, {"split experts", 2600, 64, 64, 2, 1},
+        {"few rows", 6, 136, 72, 8, 3},
+    };
+    smoe_destroy(open_cuda());
+    int sms = 0;
+    CHECK_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+    open_with(-1, SMOE_ERROR_ARGUMENT);
+    open_with(sms + 1, SMOE_ERROR_ARGUMENT);
+    const int fewer[] = {1, 7, sms - 16, sms};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        gpu_buffer all[OUTPUTS], got[OUTPUTS];
+        smoe_context *whole = open_with(0, SMOE_OK);
+        run(whole, &cases[i], sms, all);
+        for (size_t j = 0; j < sizeof fewer / sizeof *fewer; j++) {
+            if (fewer[j] < 1 || fewer[j] > sms) continue;
+            smoe_context *part = open_with(fewer[j], SMOE_OK);
+            run(part, &cases[i], fewer[j], got);
+            compare(&cases[i], fewer[j], all, got);
+            smoe_destroy(part);
+        }
+        for (int k = 0; k < OUTPUTS; k++) gpu_free(all[k]);
+        smoe_destroy(whole);
+    }
+    printf("%d failures\n", failures);
+    return failures != 0;
+}
