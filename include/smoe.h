@@ -205,19 +205,19 @@ typedef enum smoe_type {
 
 /* Gated activations: g and u are elements of the gate half and of the up half of a row of H. Activations
  * without a gate have W1 (E, n, d), b1 (E, n) and H (R, n); h is an element of H. At 0 the
- * derivative of max(h, 0) is 0. */
+ * derivative of max(h, 0) is 0. Two activations take values from the layer: cg = gate_limit, cu = up_limit,
+ * a = gate_alpha, b = up_offset. The derivative of a clamp is 1 within its limits and at them, 0 beyond. */
 typedef enum smoe_activation {
-    SMOE_ACTIVATION_SWIGLU = 0,     /* silu(g) u */
-    SMOE_ACTIVATION_GEGLU = 1,      /* gelu(g) u, gelu by erf */
-    SMOE_ACTIVATION_GEGLU_TANH = 2, /* gelu(g) u, gelu by its tanh approximation */
-    SMOE_ACTIVATION_REGLU = 3,      /* max(g, 0) u */
-    SMOE_ACTIVATION_SWIGLU_OAI = 4, /* gpt-oss: g sigmoid(1.702 g) (u + 1), after g has been clamped to at
-                                       most 7 and u to -7..7. The derivative of a clamp is 1 within its limits
-                                       and at them, 0 beyond them */
-    SMOE_ACTIVATION_SILU = 10,      /* h sigmoid(h) */
-    SMOE_ACTIVATION_GELU = 11,      /* gelu(h), by erf */
-    SMOE_ACTIVATION_RELU = 12,      /* max(h, 0) */
-    SMOE_ACTIVATION_RELU2 = 13      /* max(h, 0)^2 */
+    SMOE_ACTIVATION_SWIGLU = 0,         /* silu(g) u */
+    SMOE_ACTIVATION_GEGLU = 1,          /* gelu(g) u, gelu by erf */
+    SMOE_ACTIVATION_GEGLU_TANH = 2,     /* gelu(g) u, gelu by its tanh approximation */
+    SMOE_ACTIVATION_REGLU = 3,          /* max(g, 0) u */
+    SMOE_ACTIVATION_SWIGLU_CLAMPED = 4, /* x sigmoid(a x) (y + b), x = min(g, cg), y = u clamped to -cu..cu */
+    SMOE_ACTIVATION_SWIGLU_CAPPED = 5,  /* cg tanh(g/cg) sigmoid(a g) (cu tanh(u/cu) + b) */
+    SMOE_ACTIVATION_SILU = 10,          /* h sigmoid(h) */
+    SMOE_ACTIVATION_GELU = 11,          /* gelu(h), by erf */
+    SMOE_ACTIVATION_RELU = 12,          /* max(h, 0) */
+    SMOE_ACTIVATION_RELU2 = 13          /* max(h, 0)^2 */
 } smoe_activation;
 
 /* Which of the 2n rows of W1[e] are the gate row and the up row of feature j (a feature is a column of A).
@@ -314,12 +314,18 @@ typedef struct smoe_layer {
     smoe_rounding rounding;
     int32_t tile;  /* M of the rounding rules, 1..4096 */
     uint64_t seed; /* SR_F */
+    /* The values of SWIGLU_CLAMPED and SWIGLU_CAPPED; ignored for other activations. The defaults are
+     * gpt-oss's clamped SwiGLU */
+    float gate_limit; /* above 0, for SWIGLU_CLAMPED also +inf */
+    float up_limit;   /* likewise */
+    float gate_alpha; /* finite */
+    float up_offset;  /* finite */
 } smoe_layer;
 #define SMOE_LAYER_INIT                                                                                      \
     {                                                                                                        \
         sizeof(smoe_layer), 0, 0, 0, 0, 1, SMOE_TYPE_BF16, SMOE_ACTIVATION_SWIGLU, SMOE_LAYOUT_CONCATENATED, \
             SMOE_ENTRY_FROM_LOGITS, SMOE_TYPE_I32, SMOE_TYPE_F32, SMOE_TYPE_F32, 0, 0, 0, 1,                 \
-            SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUNDING_NONE, 128, 0                               \
+            SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUNDING_NONE, 128, 0, 7.0f, 7.0f, 1.702f, 1.0f     \
     }
 
 /* Whether this context can run this layer: OK, or one of ARGUMENT, SHAPE and UNSUPPORTED with the reason in

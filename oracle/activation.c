@@ -11,7 +11,8 @@ bool oracle_gated(smoe_activation activation)
     case SMOE_ACTIVATION_GEGLU:
     case SMOE_ACTIVATION_GEGLU_TANH:
     case SMOE_ACTIVATION_REGLU:
-    case SMOE_ACTIVATION_SWIGLU_OAI: return true;
+    case SMOE_ACTIVATION_SWIGLU_CLAMPED:
+    case SMOE_ACTIVATION_SWIGLU_CAPPED: return true;
     case SMOE_ACTIVATION_SILU:
     case SMOE_ACTIVATION_GELU:
     case SMOE_ACTIVATION_RELU:
@@ -57,10 +58,16 @@ static curve relu(double x)
     return x > 0.0 ? (curve){x, 1.0} : (curve){0.0, 0.0};
 }
 
-/* The curve that the gate (or the only input) goes through. */
-static curve gate_curve(smoe_activation activation, double g)
+static curve soft_cap(double x, double limit)
 {
-    switch (activation) {
+    const double t = tanh(x / limit);
+    return (curve){limit * t, 1.0 - t * t};
+}
+
+/* The curve that the gate (or the only input) goes through. */
+static curve gate_curve(const smoe_layer *layer, double g)
+{
+    switch (layer->activation) {
     case SMOE_ACTIVATION_SWIGLU:
     case SMOE_ACTIVATION_SILU: return swish(g, 1.0);
     case SMOE_ACTIVATION_GEGLU:
@@ -72,33 +79,42 @@ static curve gate_curve(smoe_activation activation, double g)
         const curve r = relu(g);
         return (curve){r.value * r.value, 2.0 * r.value};
     }
-    case SMOE_ACTIVATION_SWIGLU_OAI: {
-        if (!(g > 7.0)) return swish(g, 1.702);
-        return (curve){swish(7.0, 1.702).value, 0.0};
+    case SMOE_ACTIVATION_SWIGLU_CLAMPED: {
+        if (!(g > layer->gate_limit)) return swish(g, layer->gate_alpha);
+        return (curve){swish(layer->gate_limit, layer->gate_alpha).value, 0.0};
+    }
+    case SMOE_ACTIVATION_SWIGLU_CAPPED: {
+        const curve c = soft_cap(g, layer->gate_limit);
+        const double s = sigmoid(layer->gate_alpha * g);
+        return (curve){c.value * s, c.slope * s + c.value * layer->gate_alpha * s * (1.0 - s)};
     }
     }
     return (curve){NAN, NAN};
 }
 
 /* What multiplies the gate's curve. */
-static curve up_curve(smoe_activation activation, double u)
+static curve up_curve(const smoe_layer *layer, double u)
 {
-    if (!oracle_gated(activation)) return (curve){1.0, 0.0};
-    if (activation != SMOE_ACTIVATION_SWIGLU_OAI) return (curve){u, 1.0};
-    if (u > 7.0) return (curve){8.0, 0.0};
-    if (u < -7.0) return (curve){-6.0, 0.0};
-    return (curve){u + 1.0, 1.0};
+    const double limit = layer->up_limit, offset = layer->up_offset;
+    if (!oracle_gated(layer->activation)) return (curve){1.0, 0.0};
+    if (layer->activation == SMOE_ACTIVATION_SWIGLU_CAPPED) {
+        const curve c = soft_cap(u, limit);
+        return (curve){c.value + offset, c.slope};
+    }
+    if (layer->activation != SMOE_ACTIVATION_SWIGLU_CLAMPED) return (curve){u, 1.0};
+    if (u > limit) return (curve){limit + offset, 0.0};
+    if (u < -limit) return (curve){offset - limit, 0.0};
+    return (curve){u + offset, 1.0};
 }
 
-double oracle_activate(smoe_activation activation, double g, double u)
+double oracle_activate(const smoe_layer *layer, double g, double u)
 {
-    return gate_curve(activation, g).value * up_curve(activation, u).value;
+    return gate_curve(layer, g).value * up_curve(layer, u).value;
 }
 
-void oracle_activate_backward(smoe_activation activation, double g, double u, double da, double *dg,
-                              double *du)
+void oracle_activate_backward(const smoe_layer *layer, double g, double u, double da, double *dg, double *du)
 {
-    const curve gate = gate_curve(activation, g), up = up_curve(activation, u);
+    const curve gate = gate_curve(layer, g), up = up_curve(layer, u);
     *dg = da * gate.slope * up.value;
     *du = da * gate.value * up.slope;
 }

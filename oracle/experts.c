@@ -48,7 +48,7 @@ void oracle_experts(const smoe_layer *layer, const oracle_input *input, oracle_f
         const double *h = f->h + r * width;
         double *a = f->a + r * n;
         for (int64_t j = 0; j < n; j++)
-            a[j] = stored(layer, input, oracle_activate(layer->activation, h[j], gated ? h[n + j] : 0.0));
+            a[j] = stored(layer, input, oracle_activate(layer, h[j], gated ? h[n + j] : 0.0));
         for (int64_t i = 0; i < hidden; i++) {
             const double *w2 = input->w2 + (e * hidden + i) * n;
             double sum = input->b2 ? input->b2[e * hidden + i] : 0.0;

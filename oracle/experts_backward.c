@@ -43,11 +43,11 @@ static void through_activation(const smoe_layer *layer, const oracle_input *inpu
         g->da[j] = 0.0;
         for (int64_t i = 0; i < hidden; i++) g->da[j] += dout[i] * input->w2[(e * hidden + i) * n + j];
         g->da[j] = kept_da(layer, input, g->da[j]);
-        const double up = gated ? h[n + j] : 0.0, a = oracle_activate(layer->activation, h[j], up);
+        const double up = gated ? h[n + j] : 0.0, a = oracle_activate(layer, h[j], up);
         *ds += g->da[j] * a;
         g->weighted_a[j] = stored(layer, input, s * a);
         double dgate, dup;
-        oracle_activate_backward(layer->activation, h[j], up, s * g->da[j], &dgate, &dup);
+        oracle_activate_backward(layer, h[j], up, s * g->da[j], &dgate, &dup);
         g->dh[j] = stored(layer, input, dgate);
         if (gated) g->dh[n + j] = stored(layer, input, dup);
     }

@@ -103,10 +103,10 @@ void oracle_experts(const smoe_layer *layer, const oracle_input *input, oracle_f
 bool oracle_gated(smoe_activation activation);
 int64_t oracle_h_width(const smoe_layer *layer); /* w */
 
-/* a = act(g, u); without a gate g is h and u is ignored. Also the gradients of a, times da. */
-double oracle_activate(smoe_activation activation, double g, double u);
-void oracle_activate_backward(smoe_activation activation, double g, double u, double da, double *dg,
-                              double *du);
+/* a = act(g, u) with the layer's activation and its values; without a gate g is h and u is ignored. Also the
+ * gradients of a, times da. */
+double oracle_activate(const smoe_layer *layer, double g, double u);
+void oracle_activate_backward(const smoe_layer *layer, double g, double u, double da, double *dg, double *du);
 
 /* The row of W1[e] that gives the gate (part 0) or up (part 1) of feature j. Without a gate part is 0. */
 int64_t oracle_w1_row(const smoe_layer *layer, int part, int64_t j);

@@ -5,11 +5,13 @@
  *
  *   enumerator  as in smoe.h
  *   name        as `smoe --activation` takes it
+ *   curve       f, the function of g
  *   shape       plain     a = f(h), no gate
  *               gated     a = f(g) u
- *               limited   a = f(min(g, 7)) (clamp(u, -7, 7) + 1)
- * curve       f. The CPU backend defines it and its derivative in src/cpu/activation.c, the CUDA backend in
- * src/cuda/common/activation.cuh. If one is missing, the code does not compile.
+ *               clamped   a = f(g) (u clamped + offset)
+ *               capped    a = f(g) (u capped by tanh + offset)
+ * The CPU backend defines curves and shapes with their derivatives in src/cpu/activation.c, the CUDA backend
+ * in src/cuda/common/activation.cuh. If one is missing, the code does not compile.
  *
  * The oracle takes nothing from here: its switches name every enumerator again. */
 #ifndef MOE_ACTIVATIONS_H
@@ -22,13 +24,14 @@
     X(SMOE_ACTIVATION_GEGLU, "geglu", gated, gelu)                                                           \
     X(SMOE_ACTIVATION_GEGLU_TANH, "geglu_tanh", gated, gelu_tanh)                                            \
     X(SMOE_ACTIVATION_REGLU, "reglu", gated, relu)                                                           \
-    X(SMOE_ACTIVATION_SWIGLU_OAI, "swiglu_oai", limited, silu_oai)                                           \
+    X(SMOE_ACTIVATION_SWIGLU_CLAMPED, "swiglu_clamped", clamped, swish_clamped)                              \
+    X(SMOE_ACTIVATION_SWIGLU_CAPPED, "swiglu_capped", capped, swish_capped)                                  \
     X(SMOE_ACTIVATION_SILU, "silu", plain, silu)                                                             \
     X(SMOE_ACTIVATION_GELU, "gelu", plain, gelu)                                                             \
     X(SMOE_ACTIVATION_RELU, "relu", plain, relu)                                                             \
     X(SMOE_ACTIVATION_RELU2, "relu2", plain, relu_squared)
 
-enum { MOE_HALVES_plain = 1, MOE_HALVES_gated = 2, MOE_HALVES_limited = 2 };
+enum { MOE_HALVES_plain = 1, MOE_HALVES_gated = 2, MOE_HALVES_clamped = 2, MOE_HALVES_capped = 2 };
 
 #define MOE_COUNT_ACTIVATION(enumerator, name, shape, curve) +1
 enum { MOE_ACTIVATION_COUNT = 0 MOE_ACTIVATIONS(MOE_COUNT_ACTIVATION) };
@@ -53,6 +56,16 @@ static inline int moe_activation_halves(smoe_activation activation)
 }
 
 #pragma GCC diagnostic pop
+
+/* The values of clamped and capped activations, as kernels get them. */
+typedef struct moe_gate_values {
+    float gate_limit, up_limit, alpha, offset;
+} moe_gate_values;
+
+static inline moe_gate_values moe_gate_values_of(const smoe_layer *layer)
+{
+    return (moe_gate_values){layer->gate_limit, layer->up_limit, layer->gate_alpha, layer->up_offset};
+}
 
 /* Columns of H, and rows of W1 of one expert. */
 static inline int64_t moe_h_width(const smoe_layer *layer)

@@ -2,6 +2,8 @@
 #include "check.h"
 #include "activations.h"
 
+#include <float.h>
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -201,6 +203,29 @@ static smoe_status check_enums(smoe_context *context, const char *function, cons
     return SMOE_OK;
 }
 
+/* The values of a clamped or capped activation. A NaN fails every comparison. */
+static smoe_status check_gate(smoe_context *context, const char *function, const smoe_layer *l)
+{
+    const int capped = l->activation == SMOE_ACTIVATION_SWIGLU_CAPPED;
+    if (l->activation != SMOE_ACTIVATION_SWIGLU_CLAMPED && !capped) return SMOE_OK;
+    const struct {
+        const char *name;
+        float value, least, most;
+        const char *allowed;
+    } checks[] = {
+        {"gate_limit", l->gate_limit, FLT_MIN, capped ? FLT_MAX : INFINITY, "positive"},
+        {"up_limit", l->up_limit, FLT_MIN, capped ? FLT_MAX : INFINITY, "positive"},
+        {"gate_alpha", l->gate_alpha, -FLT_MAX, FLT_MAX, "finite"},
+        {"up_offset", l->up_offset, -FLT_MAX, FLT_MAX, "finite"},
+    };
+    for (int i = 0; i < COUNT(checks); i++)
+        if (!(checks[i].value >= checks[i].least && checks[i].value <= checks[i].most))
+            return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is %g, it must be %s%s", function,
+                            checks[i].name, (double)checks[i].value, checks[i].allowed,
+                            capped && i < 2 ? " and finite" : "");
+    return SMOE_OK;
+}
+
 /* Expert groups need a sigmoid router. All groups have the same number of experts, at least two, and the kept
  * groups must have at least K experts together. */
 static smoe_status check_groups(smoe_context *context, const char *function, const smoe_layer *l)
@@ -266,6 +291,7 @@ smoe_status moe_check_layer(smoe_context *context, const char *function, const s
 {
     smoe_status status = check_enums(context, function, layer);
     if (status == SMOE_OK) status = check_shape(context, function, layer);
+    if (status == SMOE_OK) status = check_gate(context, function, layer);
     if (status == SMOE_OK) status = check_router(context, function, layer);
     if (status == SMOE_OK) status = check_rows(context, function, layer);
     return status;

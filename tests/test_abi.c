@@ -54,7 +54,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_context_options, error_size, 48, 8),
         FIELD(smoe_context_options, check_offsets, 56, 4),
         FIELD(smoe_context_options, sms, 60, 4),
-        SIZE(smoe_layer, 128),
+        SIZE(smoe_layer, 144),
         FIELD(smoe_layer, struct_size, 0, 8),
         FIELD(smoe_layer, tokens, 8, 8),
         FIELD(smoe_layer, hidden, 16, 8),
@@ -80,6 +80,10 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_layer, rounding, 112, 4),
         FIELD(smoe_layer, tile, 116, 4),
         FIELD(smoe_layer, seed, 120, 8),
+        FIELD(smoe_layer, gate_limit, 128, 4),
+        FIELD(smoe_layer, up_limit, 132, 4),
+        FIELD(smoe_layer, gate_alpha, 136, 4),
+        FIELD(smoe_layer, up_offset, 140, 4),
         SIZE(smoe_sizes, 64),
         FIELD(smoe_sizes, struct_size, 0, 8),
         FIELD(smoe_sizes, rows, 8, 8),
@@ -196,7 +200,8 @@ static void enumerators_keep_their_values(void **state)
         VALUE(SMOE_ACTIVATION_GEGLU, 1),
         VALUE(SMOE_ACTIVATION_GEGLU_TANH, 2),
         VALUE(SMOE_ACTIVATION_REGLU, 3),
-        VALUE(SMOE_ACTIVATION_SWIGLU_OAI, 4),
+        VALUE(SMOE_ACTIVATION_SWIGLU_CLAMPED, 4),
+        VALUE(SMOE_ACTIVATION_SWIGLU_CAPPED, 5),
         VALUE(SMOE_ACTIVATION_SILU, 10),
         VALUE(SMOE_ACTIVATION_GELU, 11),
         VALUE(SMOE_ACTIVATION_RELU, 12),
@@ -230,15 +235,24 @@ static void defaults_stay(void **state)
     (void)state;
     smoe_layer layer = SMOE_LAYER_INIT;
     const pinned rows[] = {
-        VALUE(layer.struct_size, 128), VALUE(layer.topk, 1),
-        VALUE(layer.dtype, 1),         VALUE(layer.index_type, 10),
-        VALUE(layer.chunks, 1),        VALUE(layer.groups, 1),
-        VALUE(layer.groups_kept, 1),   VALUE(layer.route_scale == 1.0f, 1),
+        VALUE(layer.struct_size, 144),
+        VALUE(layer.topk, 1),
+        VALUE(layer.dtype, 1),
+        VALUE(layer.index_type, 10),
+        VALUE(layer.chunks, 1),
+        VALUE(layer.groups, 1),
+        VALUE(layer.groups_kept, 1),
+        VALUE(layer.route_scale == 1.0f, 1),
         VALUE(layer.tile, 128),
+        VALUE(layer.gate_limit == 7.0f, 1),
+        VALUE(layer.up_limit == 7.0f, 1),
+        VALUE(layer.gate_alpha == 1.702f, 1),
+        VALUE(layer.up_offset == 1.0f, 1),
     };
     check_all(rows, COUNT(rows));
     layer.struct_size = 0, layer.topk = 0, layer.dtype = (smoe_type)0, layer.index_type = (smoe_type)0;
     layer.chunks = layer.groups = layer.groups_kept = layer.tile = 0, layer.route_scale = 0.0f;
+    layer.gate_limit = layer.up_limit = layer.gate_alpha = layer.up_offset = 0.0f;
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     smoe_sizes sizes = SMOE_SIZES_INIT;
     smoe_forward_args forward = SMOE_FORWARD_ARGS_INIT;

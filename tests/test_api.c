@@ -2,6 +2,8 @@
  * argument, value and limit; structs of other versions of the header; sizes. */
 #include "api_case.h"
 
+#include <math.h>
+
 /* ---- descriptions ---- */
 
 typedef struct bad_layer {
@@ -53,6 +55,11 @@ SPOIL(lonely_groups, (layer->score = SMOE_SCORE_SIGMOID, layer->groups = 8, laye
 SPOIL(kept_past_groups, (layer->score = SMOE_SCORE_SIGMOID, layer->groups = 2, layer->groups_kept = 3))
 SPOIL(few_kept,
       (layer->score = SMOE_SCORE_SIGMOID, layer->groups = 4, layer->groups_kept = 1, layer->topk = 3))
+SPOIL(zero_limit, (layer->activation = SMOE_ACTIVATION_SWIGLU_CLAMPED, layer->gate_limit = 0))
+SPOIL(negative_limit, (layer->activation = SMOE_ACTIVATION_SWIGLU_CLAMPED, layer->up_limit = -7))
+SPOIL(infinite_cap, (layer->activation = SMOE_ACTIVATION_SWIGLU_CAPPED, layer->up_limit = INFINITY))
+SPOIL(nan_alpha, (layer->activation = SMOE_ACTIVATION_SWIGLU_CLAMPED, layer->gate_alpha = NAN))
+SPOIL(infinite_offset, (layer->activation = SMOE_ACTIVATION_SWIGLU_CAPPED, layer->up_offset = INFINITY))
 SPOIL(half_on_cpu, layer->dtype = SMOE_TYPE_F16)
 
 static const bad_layer bad_layers[] = {
@@ -88,6 +95,11 @@ static const bad_layer bad_layers[] = {
     {renormalized_softmax, SMOE_ERROR_ARGUMENT, "renormalize is 1", "SMOE_SCORE_TOPK_SOFTMAX"},
     {zero_scale, SMOE_ERROR_ARGUMENT, "route_scale is 0", "positive"},
     {nan_scale, SMOE_ERROR_ARGUMENT, "route_scale is", "positive"},
+    {zero_limit, SMOE_ERROR_ARGUMENT, "gate_limit is 0", "positive"},
+    {negative_limit, SMOE_ERROR_ARGUMENT, "up_limit is -7", "positive"},
+    {infinite_cap, SMOE_ERROR_ARGUMENT, "up_limit is inf", "positive and finite"},
+    {nan_alpha, SMOE_ERROR_ARGUMENT, "gate_alpha is", "finite"},
+    {infinite_offset, SMOE_ERROR_ARGUMENT, "up_offset is inf", "finite"},
     {topk_scale, SMOE_ERROR_ARGUMENT, "route_scale is 2", "entry is SMOE_ENTRY_FROM_TOPK"},
     {softmax_groups, SMOE_ERROR_ARGUMENT, "groups is 2", "SMOE_SCORE_SIGMOID"},
     {uneven_groups, SMOE_ERROR_SHAPE, "groups is 3", "divide experts (8)"},
@@ -211,7 +223,7 @@ static void test_longer_structs(void **state)
                  SMOE_ERROR_ARGUMENT, "smoe_layer_forward", "x is NULL");
     layer.later[39] = -1;
     assert_error(context, smoe_supports(context, &layer.known), SMOE_ERROR_ARGUMENT,
-                 "layer->struct_size is 168", "byte 167 is not zero");
+                 "layer->struct_size is 184", "byte 183 is not zero");
     layer.later[39] = 0;
     forward.later[0] = 1, backward.later[7] = 1;
     assert_error(context, smoe_layer_forward(context, &layer.known, &forward.known, NULL),

@@ -240,7 +240,7 @@ static void test_bench_variants(void **state)
     static const char *const variants[] = {
         "--dtype bf16 --routing random --score topk-softmax",
         "--activation relu2 --routing skewed --score softmax-topk-renorm",
-        "--activation swiglu_oai --layout interleaved --score sigmoid-renorm --routing random",
+        "--activation swiglu_clamped --layout interleaved --score sigmoid-renorm --routing random",
         "--rounding nr-f --tile 16 --routing random",
         "--rounding up --tile 64 --routing skewed --scope experts",
         "--rounding down --tile 64 --routing skewed --score sigmoid",

@@ -166,8 +166,7 @@ static void row_forward(const token_case *t, const expert *e, double s, double *
     const int64_t d = t->one.hidden, n = t->one.intermediate, width = oracle_h_width(&t->one);
     for (int64_t j = 0; j < width; j++)
         e->h[j] = dot(t->x, load_row(t, e->w1, oracle_w1_row(&t->one, (int)(j / n), j % n), d, e->row), d);
-    for (int64_t j = 0; j < n; j++)
-        e->a[j] = oracle_activate(t->one.activation, e->h[j], width > n ? e->h[n + j] : 0);
+    for (int64_t j = 0; j < n; j++) e->a[j] = oracle_activate(&t->one, e->h[j], width > n ? e->h[n + j] : 0);
     for (int64_t i = 0; i < d; i++) out[i] += s * dot(e->a, load_row(t, e->w2, i, n, e->row), n);
 }
 
@@ -179,8 +178,7 @@ static double row_backward(const token_case *t, const expert *e, double s, doubl
     for (int64_t i = 0; i < d; i++) add_scaled(e->da, t->dout[i], load_row(t, e->w2, i, n, e->row), n);
     for (int64_t j = 0; j < n; j++) {
         double unused, *up = width > n ? &e->dh[n + j] : &unused;
-        oracle_activate_backward(t->one.activation, e->h[j], width > n ? e->h[n + j] : 0, s * e->da[j],
-                                 &e->dh[j], up);
+        oracle_activate_backward(&t->one, e->h[j], width > n ? e->h[n + j] : 0, s * e->da[j], &e->dh[j], up);
     }
     for (int64_t j = 0; j < width; j++)
         add_scaled(dx, e->dh[j], load_row(t, e->w1, oracle_w1_row(&t->one, (int)(j / n), j % n), d, e->row),

@@ -270,7 +270,9 @@ static const struct argp_option problem_argp_options[] = {
     {"shape", KEY_SHAPE, "NAME", 0, "Shapes by name, in any suite (7B-n256) or in one (paper/7B-n256)", 1},
     {"dtype", KEY_DTYPE, "TYPE", 0, "f32 (default), bf16 or fp16 (cuda only)", 1},
     {"activation", KEY_ACTIVATION, "NAME", 0,
-     "swiglu (default), geglu, geglu_tanh, reglu, swiglu_oai; without a gate: silu, gelu, relu, relu2", 1},
+     "swiglu (default), geglu, geglu_tanh, reglu, swiglu_clamped, swiglu_capped; without a gate: silu, gelu, "
+     "relu, relu2",
+     1},
     {"layout", KEY_LAYOUT, "NAME", 0, "Gate and up rows of W1: concatenated (default) or interleaved", 1},
     {"score", KEY_SCORE, "NAME", 0,
      "softmax-topk (default), softmax-topk-renorm, topk-softmax, sigmoid, sigmoid-renorm", 1},

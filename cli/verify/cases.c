@@ -28,7 +28,8 @@ enum { SMALL_TOKENS = 259, BLOCK_TOKENS = 1280, LARGE_TOKENS = 768, HALF_TOKENS 
     CASES_plain(activation_, name){name ", interleaved", QUICK,                                              \
                                    .layer = {.activation = activation_, .layout = SMOE_LAYOUT_INTERLEAVED},  \
                                    .draw = {BIASES}},
-#define CASES_limited                                    CASES_gated
+#define CASES_clamped                                    CASES_gated
+#define CASES_capped                                     CASES_gated
 #define ACTIVATION_CASES(enumerator, name, shape, curve) CASES_##shape(enumerator, name)
 
 #define ISOLATION(d, n)                                                                                      \
@@ -61,6 +62,19 @@ static const verify_case cases[] = {
     {"swiglu, losses", QUICK, .draw = {ROUTER, LOSSES}},
     {"swiglu, biases, losses", QUICK, .draw = {ROUTER, LOSSES, BIASES}},
     MOE_ACTIVATIONS(ACTIVATION_CASES)
+    /* with other values than gpt-oss's; integers, so that no rounding carries an element of H past a limit */
+    {"swiglu_clamped, other values", QUICK,
+     .layer = {.activation = SMOE_ACTIVATION_SWIGLU_CLAMPED,
+               .gate_limit = 3.0f,
+               .up_limit = 2.0f,
+               .gate_alpha = 1.0f},
+     .draw = {.integers = 1}},
+    {"swiglu_capped, other values", QUICK,
+     .layer = {.activation = SMOE_ACTIVATION_SWIGLU_CAPPED,
+               .gate_limit = 0.5f,
+               .up_limit = 0.25f,
+               .gate_alpha = 2.0f},
+     .draw = {BIASES}},
 
     /* scores */
     {"softmax-topk, renormalized", QUICK, .layer = {.renormalize = 1}, .draw = {ROUTER}},
@@ -324,5 +338,10 @@ smoe_layer verify_complete_layer(const verify_case *c, smoe_type dtype)
     if (!layer.groups) layer.groups = layer.groups_kept = 1;
     if (layer.route_scale == 0.0f) layer.route_scale = 1.0f;
     if (!layer.tile) layer.tile = 16;
+    if (layer.gate_limit == 0.0f) { // gpt-oss's, as SMOE_LAYER_INIT
+        layer.gate_limit = layer.up_limit = 7.0f;
+        layer.gate_alpha = 1.702f;
+        layer.up_offset = 1.0f;
+    }
     return layer;
 }

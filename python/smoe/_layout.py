@@ -97,6 +97,10 @@ class Options:
             rounding=self.rounding,
             tile=self.tile,
             seed=self.seed,
+            gate_limit=7.0,
+            up_limit=7.0,
+            gate_alpha=1.702,
+            up_offset=1.0,
         )
 
 

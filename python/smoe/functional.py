@@ -1,7 +1,7 @@
 """Mixture-of-Experts layers as differentiable functions of PyTorch tensors.
 
 T is the number of tokens, H the hidden size, I the intermediate size, E the number of experts, K that of each token. A
-gated activation (swiglu, geglu, geglu_tanh, reglu, swiglu_oai) has w1 (E, 2I, H), one without a gate (silu, gelu, relu,
+gated activation (swiglu, geglu, geglu_tanh, reglu, swiglu_clamped) has w1 (E, 2I, H), one without a gate (silu, gelu, relu,
 relu2) has w1 (E, I, H); w2 is (E, H, I). CPU tensors are float32 or bfloat16, CUDA tensors bfloat16 or float16. Under
 autocast the matrices and x are cast as for a matmul.
 """

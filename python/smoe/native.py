@@ -20,7 +20,7 @@ ERROR_BUFFER, ERROR_UNSUPPORTED, ERROR_MEMORY, ERROR_DEVICE = 130, 140, 150, 160
 
 BACKENDS = {"cpu": 0, "cuda": 10}
 TYPES = {"f32": 0, "bf16": 1, "f16": 2, "i32": 10, "i64": 11}
-GATED_ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4}
+GATED_ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_clamped": 4, "swiglu_capped": 5}
 PLAIN_ACTIVATIONS = {"silu": 10, "gelu": 11, "relu": 12, "relu2": 13}
 ACTIVATIONS = GATED_ACTIVATIONS | PLAIN_ACTIVATIONS
 LAYOUTS = {"concatenated": 0, "interleaved": 1}
@@ -60,6 +60,7 @@ class Layer(ctypes.Structure):
         ("rounding", _ENUM),
         ("tile", _I32),
         ("seed", _U64),
+        *[(name, _F32) for name in "gate_limit up_limit gate_alpha up_offset".split()],
     ]
 
 

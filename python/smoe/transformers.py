@@ -65,7 +65,7 @@ def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
     # The function and not the class is compared, because PEFT's LoRA on expert weights makes a subclass.
     if type(experts)._apply_gate is modeling_gpt_oss.GptOssExperts._apply_gate:
         if experts.alpha == 1.702 and experts.limit == 7.0:
-            return "swiglu_oai", "interleaved", ""
+            return "swiglu_clamped", "interleaved", ""
         return None, "", f"its gate has alpha {experts.alpha} and limit {experts.limit}; smoe has 1.702 and 7"
     if gated and type(experts)._apply_gate is not _default_apply_gate:
         return None, "", "its class has its own _apply_gate"

@@ -88,24 +88,65 @@ INLINE sigmoids sigmoid(float x)
     return (sigmoids){choose(x < 0.0f, small, big), choose(x < 0.0f, big, small)};
 }
 
-INLINE curve silu(float x)
+/* Every curve takes the layer's values; most need none. */
+INLINE curve silu(float x, moe_gate_values v)
 {
+    (void)v;
     const sigmoids s = sigmoid(x);
     return (curve){x * s.plus, s.plus * (1.0f + x * s.minus)};
 }
 
-/* x sigmoid(1.702 x) */
-INLINE curve silu_oai(float x)
+/* x sigmoid(alpha x). Past 100 the sigmoid is 0 or 1. */
+INLINE curve swish(float x, float alpha)
 {
-    const sigmoids s = sigmoid(1.702f * x);
-    return (curve){x * s.plus, s.plus * (1.0f + 1.702f * x * s.minus)};
+    const float z = alpha * x;
+    const sigmoids s = sigmoid(z);
+    const float inside = choose(z < -100.0f, -100.0f, choose(z > 100.0f, 100.0f, z));
+    return (curve){x * s.plus, s.plus * (1.0f + inside * s.minus)};
+}
+
+INLINE curve swish_clamped(float x, moe_gate_values v)
+{
+    const int beyond = x > v.gate_limit;
+    const curve c = swish(choose(beyond, v.gate_limit, x), v.alpha);
+    return (curve){c.value, choose(beyond, 0.0f, c.slope)};
+}
+
+/* Near 0, tanh(x) = x + x z q(z), z = x^2: q minimax on |x| <= 0.625, relative error of tanh 4.4e-9. */
+INLINE curve tanh_curve(float x)
+{
+    const float size = choose(x < 0.0f, -x, x);
+    const float e = exp_negative(-2.0f * size, 0.0f), share = 1.0f / (1.0f + e);
+    const float far = (1.0f - e) * share, near = choose(size > 0.625f, 0.625f, size), z = near * near;
+    float q = -0.0057049633f;
+    q = q * z + 0.020639064f;
+    q = q * z + -0.053739707f;
+    q = q * z + 0.13331442f;
+    q = q * z + -0.33333282f;
+    const float value = choose(size > 0.625f, far, near + near * z * q);
+    return (curve){choose(x < 0.0f, -value, value), 4.0f * e * share * share};
+}
+
+/* limit tanh(x/limit) */
+INLINE curve capped(float x, float limit)
+{
+    const curve t = tanh_curve(x / limit);
+    return (curve){limit * t.value, t.slope};
+}
+
+INLINE curve swish_capped(float x, moe_gate_values v)
+{
+    const curve c = capped(x, v.gate_limit);
+    const sigmoids s = sigmoid(v.alpha * x);
+    return (curve){c.value * s.plus, s.plus * (c.slope + v.alpha * c.value * s.minus)};
 }
 
 /* x Phi(x). The upper tail Phi(-|x|) = exp(-x^2/2) g(|x|), g = erfcx(|x|/sqrt 2)/2 as a polynomial in
  * t = 1/(1 + 0.3 |x|), minimax on 0..14.5, relative error 3.5e-9. x^2/2 is split into an exact head, from the
  * upper 12 bits of x, and a tail; otherwise the rounding error of x^2 would appear in the far tail. */
-INLINE curve gelu(float x)
+INLINE curve gelu(float x, moe_gate_values v)
 {
+    (void)v;
     const float size = choose(x < 0.0f, -x, x);
     const float z = choose(size > 14.5f, 14.5f, size);
     const float head = float_of(bits_of(z) & 0xfffff000U);
@@ -129,8 +170,9 @@ INLINE curve gelu(float x)
 
 /* x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), which is gelu's tanh form; past |x| = 16 the sigmoid is 0 or 1.
  */
-INLINE curve gelu_tanh(float x)
+INLINE curve gelu_tanh(float x, moe_gate_values v)
 {
+    (void)v;
     const float low = choose(x < -16.0f, -16.0f, x);
     const float z = choose(low > 16.0f, 16.0f, low);
     const float square = z * z;
@@ -140,105 +182,107 @@ INLINE curve gelu_tanh(float x)
 }
 
 /* The comparisons of these two are written so that NaN stays NaN. */
-INLINE curve relu(float x)
+INLINE curve relu(float x, moe_gate_values v)
 {
+    (void)v;
     return (curve){choose(x <= 0.0f, 0.0f, x), choose(x <= 0.0f, 0.0f, 1.0f)};
 }
 
-INLINE curve relu_squared(float x)
+INLINE curve relu_squared(float x, moe_gate_values v)
 {
+    (void)v;
     const float positive = choose(x <= 0.0f, 0.0f, x);
     return (curve){positive * positive, 2.0f * positive};
 }
 
-typedef curve (*curve_function)(float);
+typedef curve (*curve_function)(float, moe_gate_values);
 
-INLINE void plain_forward(curve_function f, int64_t n, const float *restrict h, float *restrict a)
+/* What multiplies the gate's curve, as a function of u. */
+INLINE curve gated_up(float u, moe_gate_values v)
 {
-    for (int64_t j = 0; j < n; j++) a[j] = f(h[j]).value;
+    (void)v;
+    return (curve){u, 1.0f};
 }
 
-INLINE void gated_forward(curve_function f, int64_t n, const float *restrict h, float *restrict a)
+INLINE curve clamped_up(float u, moe_gate_values v)
 {
-    const float *restrict up = h + n;
-    for (int64_t j = 0; j < n; j++) a[j] = f(h[j]).value * up[j];
+    const int above = u > v.up_limit, below = u < -v.up_limit;
+    const float inside = choose(above, v.up_limit, choose(below, -v.up_limit, u));
+    return (curve){inside + v.offset, choose(above | below, 0.0f, 1.0f)};
 }
 
-static const float LIMIT = 7.0f;
-
-INLINE float at_most_limit(float x)
+INLINE curve capped_up(float u, moe_gate_values v)
 {
-    return choose(x > LIMIT, LIMIT, x);
+    const curve c = capped(u, v.up_limit);
+    return (curve){c.value + v.offset, c.slope};
 }
 
-INLINE float within_limit(float x)
+INLINE void forward(curve_function f, moe_gate_values v, int64_t n, const float *restrict h,
+                    float *restrict a)
 {
-    return at_most_limit(choose(x < -LIMIT, -LIMIT, x));
+    for (int64_t j = 0; j < n; j++) a[j] = f(h[j], v).value;
 }
 
-INLINE void limited_forward(curve_function f, int64_t n, const float *restrict h, float *restrict a)
+INLINE void forward_gated(curve_function f, curve_function up, moe_gate_values v, int64_t n,
+                          const float *restrict h, float *restrict a)
 {
-    const float *restrict up = h + n;
-    for (int64_t j = 0; j < n; j++) a[j] = f(at_most_limit(h[j])).value * (within_limit(up[j]) + 1.0f);
+    const float *restrict u = h + n;
+    for (int64_t j = 0; j < n; j++) a[j] = f(h[j], v).value * up(u[j], v).value;
 }
 
-VECTOR_CLONES void moe_activate(smoe_activation activation, int64_t n, const float *h, float *a)
+#define FORWARD_plain(f)   forward(f, v, n, h, a)
+#define FORWARD_gated(f)   forward_gated(f, gated_up, v, n, h, a)
+#define FORWARD_clamped(f) forward_gated(f, clamped_up, v, n, h, a)
+#define FORWARD_capped(f)  forward_gated(f, capped_up, v, n, h, a)
+
+VECTOR_CLONES void moe_activate(const smoe_layer *layer, int64_t n, const float *h, float *a)
 {
-    switch (activation) {
+    const moe_gate_values v = moe_gate_values_of(layer);
+    switch (layer->activation) {
 #define FORWARD(enumerator, name, shape, curve)                                                              \
-    case enumerator: shape##_forward(curve, n, h, a); break;
+    case enumerator: FORWARD_##shape(curve); break;
         MOE_ACTIVATIONS(FORWARD)
 #undef FORWARD
     }
 }
 
-INLINE void plain_backward(curve_function f, int64_t n, const float *restrict h, const float *restrict da,
-                           float weight, float *restrict a, float *restrict dh)
+INLINE void backward(curve_function f, moe_gate_values v, int64_t n, const float *restrict h,
+                     const float *restrict da, float weight, float *restrict a, float *restrict dh)
 {
     for (int64_t j = 0; j < n; j++) {
-        const curve c = f(h[j]);
+        const curve c = f(h[j], v);
         a[j] = c.value;
         dh[j] = weight * da[j] * c.slope;
     }
 }
 
-INLINE void gated_backward(curve_function f, int64_t n, const float *restrict h, const float *restrict da,
-                           float weight, float *restrict a, float *restrict dh)
+INLINE void backward_gated(curve_function f, curve_function up, moe_gate_values v, int64_t n,
+                           const float *restrict h, const float *restrict da, float weight, float *restrict a,
+                           float *restrict dh)
 {
-    const float *restrict up = h + n;
+    const float *restrict u = h + n;
     float *restrict dup = dh + n;
     for (int64_t j = 0; j < n; j++) {
-        const curve c = f(h[j]);
-        const float d = weight * da[j], u = up[j];
-        a[j] = c.value * u;
-        dh[j] = d * u * c.slope;
-        dup[j] = d * c.value;
+        const curve c = f(h[j], v), w = up(u[j], v);
+        const float d = weight * da[j];
+        a[j] = c.value * w.value;
+        dh[j] = d * w.value * c.slope;
+        dup[j] = d * c.value * w.slope;
     }
 }
 
-/* Outside the limits the clamped argument is constant, so its slope is 0. */
-INLINE void limited_backward(curve_function f, int64_t n, const float *restrict h, const float *restrict da,
-                             float weight, float *restrict a, float *restrict dh)
-{
-    const float *restrict up = h + n;
-    float *restrict dup = dh + n;
-    for (int64_t j = 0; j < n; j++) {
-        const float gate = h[j], u = up[j], d = weight * da[j];
-        const curve c = f(at_most_limit(gate));
-        const float factor = within_limit(u) + 1.0f;
-        const float dgate = d * factor * c.slope, du = d * c.value;
-        a[j] = c.value * factor;
-        dh[j] = choose(gate > LIMIT, 0.0f, dgate);
-        dup[j] = choose((u > LIMIT) | (u < -LIMIT), 0.0f, du);
-    }
-}
+#define BACKWARD_plain(f)   backward(f, v, n, h, da, weight, a, dh)
+#define BACKWARD_gated(f)   backward_gated(f, gated_up, v, n, h, da, weight, a, dh)
+#define BACKWARD_clamped(f) backward_gated(f, clamped_up, v, n, h, da, weight, a, dh)
+#define BACKWARD_capped(f)  backward_gated(f, capped_up, v, n, h, da, weight, a, dh)
 
-VECTOR_CLONES void moe_activate_backward(smoe_activation activation, int64_t n, const float *h,
-                                         const float *da, float weight, float *a, float *dh)
+VECTOR_CLONES void moe_activate_backward(const smoe_layer *layer, int64_t n, const float *h, const float *da,
+                                         float weight, float *a, float *dh)
 {
-    switch (activation) {
+    const moe_gate_values v = moe_gate_values_of(layer);
+    switch (layer->activation) {
 #define BACKWARD(enumerator, name, shape, curve)                                                             \
-    case enumerator: shape##_backward(curve, n, h, da, weight, a, dh); break;
+    case enumerator: BACKWARD_##shape(curve); break;
         MOE_ACTIVATIONS(BACKWARD)
 #undef BACKWARD
     }

@@ -8,12 +8,13 @@
 
 #include <smoe.h>
 
-/* a (n) = act(h); h is (2n), gate then up, or (n) without a gate. */
-void moe_activate(smoe_activation activation, int64_t n, const float *h, float *a);
+/* a (n) = act(h) with the layer's activation and its values; h is (2n), gate then up, or (n) without a gate.
+ */
+void moe_activate(const smoe_layer *layer, int64_t n, const float *h, float *a);
 
 /* a (n) = act(h); dh (as h) = weight da dact(h)/dh. No two of the rows overlap. */
-void moe_activate_backward(smoe_activation activation, int64_t n, const float *h, const float *da,
-                           float weight, float *a, float *dh);
+void moe_activate_backward(const smoe_layer *layer, int64_t n, const float *h, const float *da, float weight,
+                           float *a, float *dh);
 
 /* <x, y> over n elements: 16 partial sums and a tree, so the order is fixed. */
 float moe_dot(int64_t n, const float *x, const float *y);

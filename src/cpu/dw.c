@@ -90,7 +90,7 @@ static void load_scaled_a(const moe_cpu_pass *pass, const moe_row_panel *panel, 
         float *a = at->product + i * t->features;
         moe_load_row(h, pass->plan->h, first, t->features, p->layer.dtype);
         if (p->gated) moe_load_row(h + t->features, pass->plan->h, first + n, t->features, p->layer.dtype);
-        moe_activate(p->layer.activation, t->features, h, a);
+        moe_activate(&p->layer, t->features, h, a);
         const float weight = pass->plan->row_weight[panel->row + i];
         for (int64_t j = 0; j < t->features; j++) a[j] *= weight;
     }

@@ -56,7 +56,7 @@ static void store_a(const moe_cpu_pass *pass, const moe_row_panel *panel, const 
     for (int64_t i = 0; i < panel->count; i++) {
         float *h = at->product + i * p->h_width;
         moe_round_row(h, p->h_width, p->layer.dtype);
-        moe_activate(p->layer.activation, n, h, a);
+        moe_activate(&p->layer, n, h, a);
         moe_store_row(pass->a, (panel->row + i) * n, a, n, p->layer.dtype);
     }
 }

@@ -17,7 +17,7 @@ def activate(h, activation, layout="concatenated"):
     if activation in PLAIN:
         return PLAIN[activation](h)
     gate, up = h.chunk(2, -1) if layout == "concatenated" else (h[..., ::2], h[..., 1::2])
-    if activation == "swiglu_oai":
+    if activation == "swiglu_clamped":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
     return GATES[activation](gate) * up

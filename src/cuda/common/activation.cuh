@@ -51,11 +51,6 @@ template <typename T> SMOE_DEVICE float gelu_tanh(float x)
     return x * sigmoid<T>(1.5957691216057308f * fmaf(0.044715f * x * x, x, x));
 }
 
-template <typename T> SMOE_DEVICE float silu_oai(float x)
-{
-    return x * sigmoid<T>(1.702f * x);
-}
-
 template <typename T> SMOE_DEVICE float relu(float x)
 {
     return x < 0.0f ? 0.0f : x;
@@ -95,11 +90,6 @@ template <typename T> SMOE_DEVICE curve silu_curve(float g)
     return sigmoid_curve<T>(g, 1.0f);
 }
 
-template <typename T> SMOE_DEVICE curve silu_oai_curve(float g)
-{
-    return sigmoid_curve<T>(g, 1.702f);
-}
-
 template <typename T> SMOE_DEVICE curve gelu_curve(float g)
 {
     const float phi = 0.5f * (1.0f + erff(g * 0.70710678118654752f));
@@ -127,66 +117,108 @@ template <typename T> SMOE_DEVICE curve relu_squared_curve(float g)
     return {positive * positive, 2.0f * positive};
 }
 
-// ---- Shapes: a = join(f(gate(g)), u). gate_moves and up_moves are false where a clamp makes the derivative
-// 0
+// ---- Curves with values of the layer
 
-struct plain_shape {
+template <typename T> SMOE_DEVICE float hyperbolic(float x);
+
+template <> SMOE_DEVICE float hyperbolic<__nv_bfloat16>(float x)
+{
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(x));
+    return t;
+}
+
+template <> SMOE_DEVICE float hyperbolic<__half>(float x)
+{
+    return tanhf(x);
+}
+
+// limit tanh(x/limit)
+template <typename T> SMOE_DEVICE curve capped(float x, float limit)
+{
+    const float t = hyperbolic<T>(__fdividef(x, limit));
+    return {limit * t, fmaf(-t, t, 1.0f)};
+}
+
+template <typename T> SMOE_DEVICE float swish_clamped(float g, const moe_gate_values &v)
+{
+    const float x = g > v.gate_limit ? v.gate_limit : g;
+    return x * sigmoid<T>(v.alpha * x);
+}
+
+template <typename T> SMOE_DEVICE curve swish_clamped_curve(float g, const moe_gate_values &v)
+{
+    const bool beyond = g > v.gate_limit;
+    const curve c = sigmoid_curve<T>(beyond ? v.gate_limit : g, v.alpha);
+    return {c.value, beyond ? 0.0f : c.slope};
+}
+
+template <typename T> SMOE_DEVICE float swish_capped(float g, const moe_gate_values &v)
+{
+    return capped<T>(g, v.gate_limit).value * sigmoid<T>(v.alpha * g);
+}
+
+template <typename T> SMOE_DEVICE curve swish_capped_curve(float g, const moe_gate_values &v)
+{
+    const curve c = capped<T>(g, v.gate_limit);
+    const float s = sigmoid<T>(v.alpha * g);
+    return {c.value * s, s * fmaf(v.alpha * c.value, 1.0f - s, c.slope)};
+}
+
+// The other curves take no values.
+#define SMOE_WITHOUT_VALUES(function)                                                                        \
+    template <typename T> SMOE_DEVICE float function(float g, const moe_gate_values &)                       \
+    {                                                                                                        \
+        return function<T>(g);                                                                               \
+    }                                                                                                        \
+    template <typename T> SMOE_DEVICE curve function##_curve(float g, const moe_gate_values &)               \
+    {                                                                                                        \
+        return function##_curve<T>(g);                                                                       \
+    }
+SMOE_WITHOUT_VALUES(silu)
+SMOE_WITHOUT_VALUES(gelu)
+SMOE_WITHOUT_VALUES(gelu_tanh)
+SMOE_WITHOUT_VALUES(relu)
+SMOE_WITHOUT_VALUES(relu_squared)
+#undef SMOE_WITHOUT_VALUES
+
+// ---- Shapes: what multiplies the gate's curve, as a function of u
+
+template <typename T> struct plain_shape {
     static constexpr bool GATED = false;
-    static SMOE_DEVICE float gate(float g)
+    static SMOE_DEVICE curve up(float, const moe_gate_values &)
     {
-        return g;
-    }
-    static SMOE_DEVICE float join(float value, float)
-    {
-        return value;
-    }
-    static SMOE_DEVICE bool gate_moves(float)
-    {
-        return true;
-    }
-    static SMOE_DEVICE bool up_moves(float)
-    {
-        return true;
+        return {1.0f, 0.0f};
     }
 };
 
-struct gated_shape {
+template <typename T> struct gated_shape {
     static constexpr bool GATED = true;
-    static SMOE_DEVICE float gate(float g)
+    static SMOE_DEVICE curve up(float u, const moe_gate_values &)
     {
-        return g;
-    }
-    static SMOE_DEVICE float join(float value, float u)
-    {
-        return value * u;
-    }
-    static SMOE_DEVICE bool gate_moves(float)
-    {
-        return true;
-    }
-    static SMOE_DEVICE bool up_moves(float)
-    {
-        return true;
+        return {u, 1.0f};
     }
 };
 
-struct limited_shape {
+template <typename T> struct clamped_shape {
     static constexpr bool GATED = true;
-    static SMOE_DEVICE float gate(float g)
+    static SMOE_DEVICE curve up(float u, const moe_gate_values &v)
     {
-        return g > 7.0f ? 7.0f : g;
+        const float limit = v.up_limit;
+        return {(u > limit    ? limit
+                 : u < -limit ? -limit
+                              : u) +
+                    v.offset,
+                u > limit || u < -limit ? 0.0f : 1.0f};
     }
-    static SMOE_DEVICE float join(float value, float u)
+};
+
+template <typename T> struct capped_shape {
+    static constexpr bool GATED = true;
+    static SMOE_DEVICE curve up(float u, const moe_gate_values &v)
     {
-        return value * ((u > 7.0f ? 7.0f : u < -7.0f ? -7.0f : u) + 1.0f);
-    }
-    static SMOE_DEVICE bool gate_moves(float g)
-    {
-        return !(g > 7.0f);
-    }
-    static SMOE_DEVICE bool up_moves(float u)
-    {
-        return !(u > 7.0f || u < -7.0f);
+        const curve c = capped<T>(u, v.up_limit);
+        return {c.value + v.offset, c.slope};
     }
 };
 
@@ -195,31 +227,32 @@ struct limited_shape {
 template <typename T, int KIND> struct activation;
 
 #define SMOE_DEFINE(enumerator, name, shape, function)                                                       \
-    template <typename T> struct activation<T, enumerator> : shape##_shape {                                 \
-        static SMOE_DEVICE float value(float g)                                                              \
+    template <typename T> struct activation<T, enumerator> : shape##_shape<T> {                              \
+        static SMOE_DEVICE float value(float g, const moe_gate_values &v)                                    \
         {                                                                                                    \
-            return function<T>(g);                                                                           \
+            return function<T>(g, v);                                                                        \
         }                                                                                                    \
-        static SMOE_DEVICE curve value_and_slope(float g)                                                    \
+        static SMOE_DEVICE curve value_and_slope(float g, const moe_gate_values &v)                          \
         {                                                                                                    \
-            return function##_curve<T>(g);                                                                   \
+            return function##_curve<T>(g, v);                                                                \
         }                                                                                                    \
     };
 MOE_ACTIVATIONS(SMOE_DEFINE)
 #undef SMOE_DEFINE
 
-template <typename T, int KIND> SMOE_DEVICE float activate(float g, float u)
+template <typename T, int KIND> SMOE_DEVICE float activate(float g, float u, const moe_gate_values &v)
 {
     using A = activation<T, KIND>;
-    return A::join(A::value(A::gate(g)), u);
+    return A::value(g, v) * A::up(u, v).value;
 }
 
 // ---- The forward, two elements at a time
 
-template <typename T, int KIND> SMOE_DEVICE uint32_t activate_pair(uint32_t g, uint32_t u)
+template <typename T, int KIND>
+SMOE_DEVICE uint32_t activate_pair(uint32_t g, uint32_t u, const moe_gate_values &v)
 {
     using S = storage<T>;
-    return S::pack(activate<T, KIND>(S::low(g), S::low(u)), activate<T, KIND>(S::high(g), S::high(u)));
+    return S::pack(activate<T, KIND>(S::low(g), S::low(u), v), activate<T, KIND>(S::high(g), S::high(u), v));
 }
 
 } // namespace moe

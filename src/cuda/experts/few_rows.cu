@@ -48,12 +48,12 @@ SMOE_DEVICE void store_h(const moe_up &u, int row, int feature, uint32_t pair)
     if (u.gated) store_element(u.h, at + n, pair >> 16);
 }
 
-template <typename T> SMOE_DEVICE float activate_element(smoe_activation kind, uint32_t pair)
+template <typename T> SMOE_DEVICE float activate_element(const moe_up &u, uint32_t pair)
 {
     const float gate = storage<T>::low(pair), up = storage<T>::high(pair);
-    switch (kind) {
+    switch (u.activation) {
 #define SMOE_ACTIVATE(enumerator, name, shape, curve)                                                        \
-    case enumerator: return activate<T, enumerator>(gate, up);
+    case enumerator: return activate<T, enumerator>(gate, up, u.values);
         MOE_ACTIVATIONS(SMOE_ACTIVATE)
 #undef SMOE_ACTIVATE
     }
@@ -92,8 +92,7 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant_
             storage<T>::pack(sum(j) + bias_of<T>(u, group.expert, feature, 0),
                              u.gated ? sum(j + 8) + bias_of<T>(u, group.expert, feature, 1) : 0.0f);
         if (u.h) store_h(u, row, feature, pair);
-        store_element(u.a, (int64_t)row * n + feature,
-                      storage<T>::pack(activate_element<T>(u.activation, pair), 0.0f));
+        store_element(u.a, (int64_t)row * n + feature, storage<T>::pack(activate_element<T>(u, pair), 0.0f));
     };
     multiply_groups<T>(shared, length, shift, start_of, finish, [&](const row_group &group) {
         if (!u.h) return;

@@ -233,6 +233,7 @@ static cudaError_t run_up(experts_call *c)
         .gated = c->problem->gated,
         .interleaved = c->problem->gated && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .activation = layer->activation,
+        .values = moe_gate_values_of(layer),
     };
     if (c->few_rows) return c->state->kernels->up_few_rows(&c->on, &up, c->few_rows_tiles);
     return c->state->kernels->up(&c->on, &up);

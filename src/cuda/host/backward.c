@@ -92,6 +92,7 @@ static cudaError_t run_dh(backward_call *c)
         .experts = layer->experts,
         .gated = c->problem->gated,
         .activation = layer->activation,
+        .values = moe_gate_values_of(layer),
     };
     return c->state->kernels->dh(&c->on, &dh);
 }

@@ -5,6 +5,7 @@
 #ifndef SMOE_CUDA_KERNELS_H
 #define SMOE_CUDA_KERNELS_H
 
+#include "activations.h"
 #include "host/launch_backward.h"
 
 #ifdef __cplusplus
@@ -25,6 +26,7 @@ typedef struct moe_up {
     int64_t rows, hidden, intermediate, experts;
     int gated, interleaved; /* interleaved: gate and up rows of W1 alternate */
     smoe_activation activation;
+    moe_gate_values values;
 } moe_up;
 
 /* Y = A W2^T + b2 for columns first_column to first_column + columns - 1 of d. */
@@ -54,6 +56,7 @@ typedef struct moe_dh {
     int64_t padded_rows, hidden, intermediate, experts;
     int gated;
     smoe_activation activation;
+    moe_gate_values values;
 } moe_dh;
 
 /* dW2[e] = sum_r tokens[t(r)]^T features[r], or transposed dW1[e] and dWr = sum_r features[r]^T tokens[t(r)].

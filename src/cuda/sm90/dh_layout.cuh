@@ -28,6 +28,7 @@ struct dh_params {
     int32_t hidden, intermediate;
     int32_t gated, subtiles_apart;
     smoe_activation activation;
+    moe_gate_values values;
 };
 
 enum {

@@ -63,10 +63,10 @@ SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const
 {
     uint4 gate, up, scaled;
     float ds = 0.0f;
-    differentiate_pair<T, KIND>(g.x, u.x, x.x, weight, y_weight, ds, gate.x, up.x, scaled.x);
-    differentiate_pair<T, KIND>(g.y, u.y, x.y, weight, y_weight, ds, gate.y, up.y, scaled.y);
-    differentiate_pair<T, KIND>(g.z, u.z, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
-    differentiate_pair<T, KIND>(g.w, u.w, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
+    differentiate_pair<T, KIND>(g.x, u.x, p.values, x.x, weight, y_weight, ds, gate.x, up.x, scaled.x);
+    differentiate_pair<T, KIND>(g.y, u.y, p.values, x.y, weight, y_weight, ds, gate.y, up.y, scaled.y);
+    differentiate_pair<T, KIND>(g.z, u.z, p.values, x.z, weight, y_weight, ds, gate.z, up.z, scaled.z);
+    differentiate_pair<T, KIND>(g.w, u.w, p.values, x.w, weight, y_weight, ds, gate.w, up.w, scaled.w);
     store_streaming16_if(exists, (void *)to_dh, gate);
     if (activation<T, KIND>::GATED) store_streaming16_if(exists, (void *)up_half(to_dh, p), up);
     store_streaming16_if(exists, (void *)to_a, scaled);

@@ -285,6 +285,7 @@ dh_params prepare(moe_launch *on, const moe_dh &d)
     p.gated = d.gated;
     p.subtiles_apart = moe_subtiles_apart(d.intermediate);
     p.activation = d.activation;
+    p.values = d.values;
     return p;
 }
 

@@ -51,6 +51,7 @@ struct up_params {
     int32_t hidden, intermediate;
     int32_t gated, interleaved, store_h;
     smoe_activation activation;
+    moe_gate_values values;
 };
 
 enum {
@@ -157,7 +158,7 @@ template <typename T>
 SMOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t out, int feature, int row,
                                  int lane)
 {
-    activate_subtile<T>(p.activation, subtile, subtile + SMOE_SUBTILE_BYTES, out, lane);
+    activate_subtile<T>(p.activation, p.values, subtile, subtile + SMOE_SUBTILE_BYTES, out, lane);
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
@@ -314,6 +315,7 @@ up_params prepare(moe_launch *on, const moe_up &u)
     p.interleaved = u.interleaved;
     p.store_h = u.h != NULL;
     p.activation = u.activation;
+    p.values = u.values;
     return p;
 }
 
