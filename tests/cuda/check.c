@@ -103,6 +103,9 @@ static const test_case cases[] = {
     {"geglu", 800, 512, 320, 6, 2, SMOE_ACTIVATION_GEGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
     {"geglu_tanh", 800, 512, 512, 6, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, B, INT, 0, 0, 0, 1, 0, 1},
     {"swiglu_clamped", 800, 360, 360, 6, 2, SMOE_ACTIVATION_SWIGLU_CLAMPED, RANDOM, B, INT, 0, 1, 0, 1, 0, 1},
+    {"swiglu_capped", 800, 360, 360, 6, 2, SMOE_ACTIVATION_SWIGLU_CAPPED, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
+    {"fp16 swiglu_capped", 300, 360, 136, 6, 2, SMOE_ACTIVATION_SWIGLU_CAPPED, RANDOM, F, INT, 0, 1, 0, 1, 0,
+     1},
     {"silu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_SILU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
     {"gelu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_GELU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
     {"fp16 swiglu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 1},
@@ -125,6 +128,7 @@ static const test_case cases[] = {
     {"few swiglu", 8, 512, 256, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
     {"few swiglu_clamped", 8, 360, 360, 6, 2, SMOE_ACTIVATION_SWIGLU_CLAMPED, RANDOM, B, INT, 0, 1, 0, 1, 0,
      1},
+    {"few swiglu_capped", 8, 360, 360, 6, 2, SMOE_ACTIVATION_SWIGLU_CAPPED, RANDOM, B, INT, 0, 1, 0, 1, 0, 1},
     {"few geglu", 8, 256, 136, 6, 2, SMOE_ACTIVATION_GEGLU, RANDOM, B, CAT, 0, 0, 1, 1, 0, 1},
     {"few geglu_tanh", 8, 256, 136, 6, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, B, CAT, 0, 0, 0, 1, 0, 1},
     {"few silu", 8, 256, 136, 6, 2, SMOE_ACTIVATION_SILU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 1},
@@ -141,7 +145,7 @@ static gpu_case make(size_t i)
     static const oracle_routing routings[] = {ORACLE_RANDOM, ORACLE_ONE_TAKES_ALL, ORACLE_HALF_EMPTY,
                                               ORACLE_COUNTS, ORACLE_RANDOM,        ORACLE_COUNTS};
     const test_case *c = &cases[i];
-    const bool bias = c->bias;
+    const bool bias = c->bias, capped = c->activation == SMOE_ACTIVATION_SWIGLU_CAPPED;
     memset(counts, 0, sizeof counts);
     if (c->routing == EDGES) edge_counts(c->tokens, counts);
     return (gpu_case){.name = c->name,
@@ -156,7 +160,11 @@ static gpu_case make(size_t i)
                                 .entry = c->rows ? SMOE_ENTRY_FROM_ROWS : SMOE_ENTRY_FROM_TOPK,
                                 .index_type = c->wide ? SMOE_TYPE_I64 : SMOE_TYPE_I32,
                                 .inference = c->inference,
-                                .chunks = c->chunks},
+                                .chunks = c->chunks,
+                                .gate_limit = capped ? 2.0f : 7.0f,
+                                .up_limit = capped ? 3.0f : 7.0f,
+                                .gate_alpha = capped ? 1.0f : 1.702f,
+                                .up_offset = capped ? 0.0f : 1.0f},
                       .draw = {.routing = routings[c->routing],
                                .counts = counts,
                                .broken_ids = c->routing == INVALID,

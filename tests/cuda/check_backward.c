@@ -132,6 +132,10 @@ static const test_case cases[] = {
     {"fp16 geglu_tanh", 400, 256, 192, 4, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, H, F, INT, 0, 1, 0, 0, 0, 1},
     {"fp16 swiglu_clamped", 400, 200, 136, 4, 2, SMOE_ACTIVATION_SWIGLU_CLAMPED, RANDOM, H, H, CAT, 1, 1, 0,
      0, 0, 1},
+    {"swiglu_capped", 400, 200, 200, 4, 2, SMOE_ACTIVATION_SWIGLU_CAPPED, RANDOM, B, F, INT, 1, 1, 0, 0, 0,
+     1},
+    {"fp16 swiglu_capped", 400, 200, 136, 4, 2, SMOE_ACTIVATION_SWIGLU_CAPPED, RANDOM, H, H, CAT, 1, 1, 0, 0,
+     0, 1},
     {"limits", 300, 72, 40, 4, 2, SMOE_ACTIVATION_SWIGLU_CLAMPED, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, LIMITS},
     {"limits fp16", 300, 72, 40, 4, 2, SMOE_ACTIVATION_SWIGLU_CLAMPED, RANDOM, H, F, INT, 0, 1, 0, 0, 0,
      LIMITS},
@@ -156,7 +160,7 @@ static gpu_case make(size_t i)
     static const oracle_routing routings[] = {ORACLE_RANDOM, ORACLE_ONE_TAKES_ALL, ORACLE_HALF_EMPTY,
                                               ORACLE_COUNTS, ORACLE_RANDOM,        ORACLE_RANDOM};
     const test_case *c = &cases[i];
-    const bool bias = c->bias;
+    const bool bias = c->bias, capped = c->activation == SMOE_ACTIVATION_SWIGLU_CAPPED;
     if (c->routing == EDGES) edge_counts(c->tokens, counts);
     return (gpu_case){
         .name = c->name,
@@ -173,7 +177,11 @@ static gpu_case make(size_t i)
                   .index_type = c->wide ? SMOE_TYPE_I64 : SMOE_TYPE_I32,
                   .accumulate = c->accumulate,
                   .reuse_saved = c->reuse_saved,
-                  .chunks = c->chunks},
+                  .chunks = c->chunks,
+                  .gate_limit = capped ? 2.0f : 7.0f,
+                  .up_limit = capped ? 3.0f : 7.0f,
+                  .gate_alpha = capped ? 1.0f : 1.702f,
+                  .up_offset = capped ? 0.0f : 1.0f},
         .draw = {.routing = routings[c->routing],
                  .counts = counts,
                  .broken_ids = c->routing == BROKEN,
