@@ -57,7 +57,7 @@ _PLAIN = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "relu2": lambda h: F.r
 
 def _short(value: float) -> float:
     """The nearest number of few digits, if it is as near as the estimate is good."""
-    for digits in range(1, 7):
+    for digits in range(1, 5):
         rounded = float(f"{value:.{digits}g}")
         if abs(rounded - value) <= 1e-5 * abs(value) + 1e-6:
             return rounded
@@ -113,6 +113,8 @@ def _same(
     for f in (function, wanted):
         x = rows.clone().requires_grad_()
         y = f(x)
+        if not y.requires_grad:
+            return False
         weights = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).view_as(y)
         found.append((y, *torch.autograd.grad((y * weights).sum(), x)))
     if found[0][0].shape != found[1][0].shape:
