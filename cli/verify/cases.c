@@ -67,13 +67,15 @@ static const verify_case cases[] = {
      .layer = {.activation = SMOE_ACTIVATION_SWIGLU_CLAMPED,
                .gate_limit = 3.0f,
                .up_limit = 2.0f,
-               .gate_alpha = 1.0f},
+               .gate_alpha = 1.0f,
+               .up_offset = 0.5f},
      .draw = {.integers = 1}},
     {"swiglu_capped, other values", QUICK,
      .layer = {.activation = SMOE_ACTIVATION_SWIGLU_CAPPED,
                .gate_limit = 0.5f,
                .up_limit = 0.25f,
-               .gate_alpha = 2.0f},
+               .gate_alpha = 2.0f,
+               .up_offset = 0.5f},
      .draw = {BIASES}},
 
     /* scores */

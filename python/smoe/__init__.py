@@ -7,6 +7,7 @@
 from typing import Any
 
 from . import native
+from ._activation import Gate
 from .native import build_info
 
 __version__ = native.version()
@@ -20,7 +21,7 @@ _TORCH_NAMES = {
     "MoE": "module",
 }
 
-__all__ = ["__version__", "build_info", "native", *_TORCH_NAMES]
+__all__ = ["Gate", "__version__", "build_info", "native", *_TORCH_NAMES]
 
 
 def __getattr__(name: str) -> Any:

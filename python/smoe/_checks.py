@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native
+from . import _activation, native
+from ._activation import Gate
 
 DTYPES = {
     "cpu": (torch.bfloat16, torch.float32),
@@ -99,7 +100,7 @@ def experts_dtype(function: str, name: str, x: Tensor) -> None:
 
 
 def experts(
-    function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str, layout: str, chunks: int,
+    function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str | Gate, layout: str, chunks: int,
     gradient_dtype: torch.dtype | None, copy_weights: bool = False,
 ) -> None:  # fmt: skip
     """The checks that all three entries share. `name` is the name of the argument x in the function's signature."""
@@ -109,12 +110,12 @@ def experts(
     for label, value in ((name, x), ("w1", w1), ("w2", w2), *biases):
         tensor(function, label, value)
     experts_dtype(function, name, x)
-    choice(function, "activation", activation, native.ACTIVATIONS)
+    _activation.check(function, activation)
     choice(function, "layout", layout, native.LAYOUTS)
     dimensions(function, name, x, "(T, H)", 2)
     dimensions(function, "w2", w2, "(E, H, I)", 3)
     (count, hidden, intermediate), tokens = w2.shape, x.shape[0]
-    gated = activation in native.GATED_ACTIVATIONS
+    gated = activation not in native.PLAIN_ACTIVATIONS
     width, meaning = (2 * intermediate, "2I") if gated else (intermediate, "I")
     shape(function, name, x, (tokens, hidden), "(T, H)")
     shape(function, "w1", w1, (count, width, hidden), f"(E, {meaning}, H)")
@@ -241,4 +242,4 @@ def module(
     for name in options:
         if name not in known:
             raise TypeError(f"{function}: {name} is no option; expected one of {', '.join(sorted(known))}")
-    choice(function, "activation", options.get("activation", "swiglu"), native.ACTIVATIONS)
+    _activation.check(function, options.get("activation", "swiglu"))

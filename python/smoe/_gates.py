@@ -12,21 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._activation import Gate
+
 _FAR = 1e4  # past every limit that is not infinite
 _NEAR = 1 / 16  # where a limit of at least 1/16 does not act
 _RELATIVE = 2e-5
 _ROUNDING = 5e-7  # of (|g| + 1) (|u| + 1): what gates reach that compute in f32 inside
 
 
-class Gate(NamedTuple):
-    """An activation by the header's name, its layout, and its values."""
-
-    activation: str
+class Found(NamedTuple):
+    activation: str | Gate
     layout: str
-    gate_limit: float = 7.0
-    up_limit: float = 7.0
-    gate_alpha: float = 1.702
-    up_offset: float = 1.0
 
 
 def _join(gate: Tensor, up: Tensor, layout: str) -> Tensor:
@@ -89,20 +85,19 @@ def _values(at: Callable[[float, float], float], activation: str) -> Gate | None
         low, high = 0.0, 2 * abs(gate_limit) + 2  # x sigmoid(alpha x) rises for x > 0
         for _ in range(200):
             middle = (low + high) / 2
-            low, high = (middle, high) if middle / (1 + math.exp(-alpha * middle)) < gate_limit else (low, middle)
+            low, high = (middle, high) if middle / (1 + math.exp(min(-alpha * middle, 700.0))) < gate_limit else (low, middle)
         gate_limit = high
     limits = [math.inf if limit >= 0.99 * _FAR else _short(limit) for limit in (gate_limit, up_limit)]
     if not all(limit > 0 for limit in limits) or (activation == "swiglu_capped" and math.inf in limits):
         return None
-    return Gate(activation, "", *limits, _short(alpha), _short(up_offset))
+    return Gate(activation, *limits, _short(alpha), _short(up_offset))
 
 
-def _points(of: Gate) -> Tensor:
-    """Numbers around 0 and on both sides of the limits and of numbers past them."""
-    limits = [x for x in (of.gate_limit, of.up_limit) if x < _FAR]
-    marks = [x * (1 + e) for x in (*limits, 7.0, 30.0, 100.0) for e in (-1e-3, 1e-3)]
-    inner = torch.linspace(-9, 9, 31, dtype=torch.float64).tolist()
-    return torch.tensor([*inner, *marks, *(-x for x in marks)], dtype=torch.float64)
+def _points(limits: tuple[float, ...]) -> Tensor:
+    """Numbers around 0, on both sides of the limits, and far past them."""
+    marks = [x * (1 + e) for x in (*limits, 7.0, 30.0, 100.0) if x < _FAR for e in (-1e-3, 1e-3)]
+    inner = torch.linspace(-9, 9, 31, dtype=torch.float64, device="cpu").tolist()
+    return torch.tensor([*inner, *marks, *(-x for x in marks)], dtype=torch.float64, device="cpu")
 
 
 def _same(
@@ -115,7 +110,7 @@ def _same(
         y = f(x)
         if not y.requires_grad:
             return False
-        weights = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).view_as(y)
+        weights = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64, device="cpu").view_as(y)
         found.append((y, *torch.autograd.grad((y * weights).sum(), x)))
     if found[0][0].shape != found[1][0].shape:
         return False
@@ -123,46 +118,45 @@ def _same(
     return all(bool(((a - b).abs() <= bound).all()) for a, b, bound in zip(*found, bounds))
 
 
-def _candidates(function: Callable[[Tensor], Tensor]) -> Iterator[Gate]:
+def _candidates(function: Callable[[Tensor], Tensor]) -> Iterator[Found]:
     for layout in ("concatenated", "interleaved"):
         for name in ("swiglu", "geglu", "geglu_tanh", "reglu"):
-            yield Gate(name, layout)
+            yield Found(name, layout)
 
         def at(g: float, u: float) -> float:
-            halves = torch.full((2, 4), 0.5, dtype=torch.float64)
+            halves = torch.full((2, 4), 0.5, dtype=torch.float64, device="cpu")
             halves[0, 1], halves[1, 1] = g, u
             return function(_join(*halves, layout)[None])[0, 1].item()
 
         for name in ("swiglu_clamped", "swiglu_capped"):
-            values = _values(at, name)
-            if values is not None:
-                yield values._replace(layout=layout)
+            gate = _values(at, name)
+            if gate is not None:
+                yield Found(gate, layout)
 
 
-def recognise(function: Callable[[Tensor], Tensor], gated: bool) -> Gate | None:
-    """The activation that `function` computes, rows of H (N, 2I or I) to rows of A (N, I), or None. An error that the
-    function raises goes to the caller."""
+def _is(function: Callable[[Tensor], Tensor], found: Found) -> bool:
+    """Does the gated function compute this?"""
+    of, layout = found
+    gate = of if isinstance(of, Gate) else Gate(of)
+    points = _points((gate.gate_limit, gate.up_limit))
+    g, u = torch.cartesian_prod(points, points).T.reshape(2, -1, points.numel())
+    size = (g.abs() + 1) * (u.abs() + 1)
+    rows, sizes = (torch.stack([_join(a, b, layout) for a, b in zip(*pair)]) for pair in ((g, u), (size, size)))
+
+    def wanted(x: Tensor) -> Tensor:
+        halves = x.chunk(2, -1) if layout == "concatenated" else (x[..., ::2], x[..., 1::2])
+        return _GATED[gate.activation](*halves, gate)
+
+    return _same(function, wanted, rows, (size, sizes))
+
+
+def recognise(function: Callable[[Tensor], Tensor], gated: bool) -> Found | None:
+    """What `function` computes, from rows of H (N, 2I or I) to rows of A (N, I), or None. An error that the function
+    raises goes to the caller."""
     with torch.enable_grad(), torch.inference_mode(False):
-        if not gated:
-            points = _points(Gate("", ""))[None]
-            for name, plain in _PLAIN.items():
-                if _same(function, plain, points, ((points.abs() + 1).square(),) * 2):
-                    return Gate(name, "concatenated")
-            return None
-        for gate in _candidates(function):
-            points = _points(gate)
-            pairs = torch.cartesian_prod(points, points)
-            g, u = pairs.T.reshape(2, -1, points.numel())  # rows whose features have many pairs
-            rows = torch.stack([_join(a, b, gate.layout) for a, b in zip(g, u)])
-            size = (g.abs() + 1) * (u.abs() + 1)
-            sizes = size, torch.stack([_join(row, row, gate.layout) for row in size])
-            wanted = _GATED[gate.activation]
-            order = gate.layout == "concatenated"
-
-            def reference(x: Tensor) -> Tensor:
-                halves = x.chunk(2, -1) if order else (x[..., ::2], x[..., 1::2])
-                return wanted(*halves, gate)
-
-            if _same(function, reference, rows, sizes):
-                return gate
-    return None
+        if gated:
+            return next((found for found in _candidates(function) if _is(function, found)), None)
+        points = _points(())[None]
+        sizes = ((points.abs() + 1).square(),) * 2
+        names = (name for name, plain in _PLAIN.items() if _same(function, plain, points, sizes))
+        return next((Found(name, "concatenated") for name in names), None)

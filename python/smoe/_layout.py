@@ -7,7 +7,7 @@ values. smoe/functional.py and smoe/jax.py write the string.
 import ctypes
 import functools
 
-from . import native
+from . import _activation, native
 
 _ROW_BLOCK = 64  # every expert's rows are padded to a multiple of this
 _ALIGN = 256  # alignment in bytes of every part of `saved`
@@ -24,8 +24,9 @@ class Options:
 
     def __init__(self, text: str) -> None:
         words = dict(zip(_WORDS, text.split()))
-        self.gated = words["activation"] in native.GATED_ACTIVATIONS
-        self.activation = native.ACTIVATIONS[words["activation"]]
+        self.gate = _activation.parse(words["activation"])
+        self.gated = self.gate.activation in native.GATED_ACTIVATIONS
+        self.activation = native.ACTIVATIONS[self.gate.activation]
         self.layout = native.LAYOUTS[words["layout"]]
         self.chunks = int(words["chunks"])
         self.f32_gradients = bool(int(words["f32_gradients"]))
@@ -97,10 +98,10 @@ class Options:
             rounding=self.rounding,
             tile=self.tile,
             seed=self.seed,
-            gate_limit=7.0,
-            up_limit=7.0,
-            gate_alpha=1.702,
-            up_offset=1.0,
+            gate_limit=self.gate.gate_limit,
+            up_limit=self.gate.up_limit,
+            gate_alpha=self.gate.gate_alpha,
+            up_offset=self.gate.up_offset,
         )
 
 

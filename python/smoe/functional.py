@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad  # its level is -1 outside dual_level; inside, the Functions refuse tangents
 
-from . import _checks
+from . import _activation, _checks
 from . import _ops as ops
+from ._activation import Gate
 
 _call = torch.ops.smoe
 
@@ -209,7 +210,7 @@ def experts(
     *,
     b1: Tensor | None = None,
     b2: Tensor | None = None,
-    activation: str = "swiglu",
+    activation: str | Gate = "swiglu",
     layout: str = "concatenated",
     chunks: int = 1,
     gradient_dtype: torch.dtype | None = None,
@@ -249,7 +250,7 @@ def experts(
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype, copy_weights)
         _checks.ids(function, ids, x, w2.shape[0])
         _checks.weights(function, "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
-        options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
+        options = f"{_activation.word(activation)} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
         given = (x, ids, weights, w1, b1, w2, b2)
         call = _remember(signature, options, given, "from_topk", ids.shape[1], w2, ids.dtype)
     if call is not None and (_modes() or _profiled() or _transforms() is not None):
@@ -303,7 +304,7 @@ def experts_rows(
     *,
     b1: Tensor | None = None,
     b2: Tensor | None = None,
-    activation: str = "swiglu",
+    activation: str | Gate = "swiglu",
     layout: str = "concatenated",
     chunks: int = 1,
     gradient_dtype: torch.dtype | None = None,
@@ -337,7 +338,7 @@ def experts_rows(
         _checks.offsets(function, offsets, rows, w2.shape[0])
         if row_weights is not None:
             _checks.weights(function, "row_weights", row_weights, rows, (rows.shape[0],), "(R)")
-        options = f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
+        options = f"{_activation.word(activation)} {layout} {chunks} {int(gradient_dtype is torch.float32)}"
         given = (rows, offsets, row_weights, w1, b1, w2, b2)
         call = _remember(signature, options, given, "from_rows", 1, w2, offsets.dtype)
     if call is not None and (_modes() or _profiled() or _transforms() is not None):
@@ -419,7 +420,7 @@ def moe(
     selection_bias: Tensor | None = None,
     b1: Tensor | None = None,
     b2: Tensor | None = None,
-    activation: str = "swiglu",
+    activation: str | Gate = "swiglu",
     layout: str = "concatenated",
     score: str = "softmax_topk",
     norm_topk_prob: bool = False,
@@ -486,7 +487,7 @@ def moe(
         if logits is not None:
             logits_dtype = logits.dtype
         options = (
-            f"{activation} {layout} {chunks} {int(gradient_dtype is torch.float32)} {score} {int(norm_topk_prob)} "
+            f"{_activation.word(activation)} {layout} {chunks} {int(gradient_dtype is torch.float32)} {score} {int(norm_topk_prob)} "
             f"{n_group} {topk_group} {float(routed_scaling_factor)} {rounding} {tile} {seed} "
             f"{int(logits_dtype is torch.bfloat16)} {float(balance_coefficient)} {float(z_coefficient)} {int(losses)} "
             f"{int(counts)}"

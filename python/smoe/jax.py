@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import native
+from . import _activation, native
+from ._activation import Gate
 from ._layout import parse
 
 if jax.__version_info__ < (0, 8, 1):
@@ -212,9 +213,9 @@ def _expect(function: str, name: str, value, shape: tuple, dtypes: tuple[str, ..
         raise TypeError(f"{function}: {name} has dtype {value.dtype}; expected {' or '.join(dtypes)}")
 
 
-def _operands(function: str, x, w1, w2, b1, b2, activation: str, layout: str) -> dict:
+def _operands(function: str, x, w1, w2, b1, b2, activation: str | Gate, layout: str) -> dict:
     """Checks the operands that all functions share, and returns them as arrays."""
-    _choice(function, "activation", activation, native.ACTIVATIONS)
+    _activation.check(function, activation)
     _choice(function, "layout", layout, native.LAYOUTS)
     operands = dict(x=x, w1=w1, w2=w2, b1=b1, b2=b2)
     operands = {name: None if value is None else jnp.asarray(value) for name, value in operands.items()}
@@ -225,7 +226,7 @@ def _operands(function: str, x, w1, w2, b1, b2, activation: str, layout: str) ->
     if x.ndim != 2 or x.shape[1] != hidden:
         raise ValueError(f"{function}: x has shape {x.shape}; expected (T, {hidden})")
     _expect(function, "x", x, x.shape, ("float32", "bfloat16", "float16"))
-    width = (2 if activation in native.GATED_ACTIVATIONS else 1) * intermediate
+    width = (1 if activation in native.PLAIN_ACTIVATIONS else 2) * intermediate
     shapes = dict(w1=(count, width, hidden), w2=w2.shape, b1=(count, width), b2=(count, hidden))
     for name, shape in shapes.items():
         if operands[name] is not None:
@@ -244,7 +245,7 @@ def experts(
     if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError(f"{function}: ids has shape {ids.shape} and weights {weights.shape}; expected (T, K) of both")
     _expect(function, "ids", ids, ids.shape, _INDEX_DTYPES)
-    problem = _Problem("from_topk", f"{activation} {layout} {chunks} 0", ids.shape[1])
+    problem = _Problem("from_topk", f"{_activation.word(activation)} {layout} {chunks} 0", ids.shape[1])
     return _run(problem, operands | dict(topk_ids=ids, topk_weights=weights))[0] if x.shape[0] else jnp.zeros_like(x)
 
 
@@ -260,7 +261,7 @@ def experts_rows(
     weights = None if row_weights is None else jnp.asarray(row_weights, jnp.float32)
     if weights is not None:
         _expect(function, "row_weights", weights, rows.shape[:1], ("float32",))
-    problem = _Problem("from_rows", f"{activation} {layout} {chunks} 0", 1)
+    problem = _Problem("from_rows", f"{_activation.word(activation)} {layout} {chunks} 0", 1)
     operands |= dict(offsets=offsets, row_weights=weights)
     return _run(problem, operands)[0] if rows.shape[0] else jnp.zeros_like(rows)
 
@@ -294,7 +295,7 @@ def moe(
     _choice(function, "rounding", rounding, native.ROUNDINGS)
     operands |= _router(function, operands, router_weight, router_bias, selection_bias, score)
     options = (
-        f"{activation} {layout} {chunks} 0 {score} {int(norm_topk_prob)} {n_group} {topk_group} "
+        f"{_activation.word(activation)} {layout} {chunks} 0 {score} {int(norm_topk_prob)} {n_group} {topk_group} "
         f"{float(routed_scaling_factor)} {rounding} {tile} {seed} 0 {float(balance_coefficient)} {float(z_coefficient)} 1 0"
     )
     if not operands["x"].shape[0]:

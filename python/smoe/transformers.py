@@ -19,17 +19,16 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizer,
-    activations,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
-from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 from transformers.utils import logging
 
-from . import _checks, functional
+from . import _checks, _gates, functional
+from ._activation import Gate
 
 __all__ = ["ByteTokenizer", "SmoeConfig", "SmoeForCausalLM", "SmoeModel", "experts_forward", "prepare"]
 
@@ -38,39 +37,53 @@ _logger = logging.get_logger(__name__)
 # ---- the experts function ----
 
 
-def _activation_of(function, gated: bool) -> str | None:
-    """smoe's name for an activation module or function, None if it has none."""
-    names = ("swiglu", "geglu", "geglu_tanh", "reglu") if gated else ("silu", "gelu", None, "relu")
-    if isinstance(function, (activations.SiLUActivation, nn.SiLU)) or function is F.silu:
-        return names[0]
-    if isinstance(function, activations.GELUActivation) or function is F.gelu:
-        return names[1]
-    if isinstance(function, nn.GELU):
-        return names[1] if function.approximate == "none" else names[2]
-    if isinstance(function, (activations.GELUTanh, activations.NewGELUActivation)):
-        return names[2]
-    if isinstance(function, nn.ReLU) or function is F.relu:
-        return names[3]
-    if isinstance(function, activations.ReLUSquaredActivation) and not gated:
-        return "relu2"
-    return None
+def _scalars_of(thing: Any) -> tuple:
+    """The type and the plain values of an object, of what it calls its act_fn, and of that module's modules: equal gates of
+    two layers have equal ones."""
+    modules = list(thing.modules()) if isinstance(thing, nn.Module) else [thing]
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
+        if hasattr(module, "__dict__") and not inspect.isroutine(module)
+        else module
+        for module in modules
+    )
 
 
-def _math_of(experts: nn.Module) -> tuple[str | None, str, str]:
+_known_gates: dict[tuple, tuple[str | Gate | None, str, str]] = {}
+
+
+def _probe(experts: nn.Module, gated: bool) -> tuple[str | Gate | None, str, str]:
+    """What _math_of returns, from calling the gate."""
+    function = experts._apply_gate if gated else experts.act_fn
+    try:
+        found = _gates.recognise(function, gated)
+        with torch.enable_grad(), torch.inference_mode(False):
+            out = function(torch.ones(1, 8, dtype=torch.float64, device="cpu", requires_grad=True)).sum()
+            weights = [weight for weight in experts.parameters() if weight.requires_grad]
+            if weights and any(used is not None for used in torch.autograd.grad(out, weights, allow_unused=True)):
+                return None, "", "its gate has weights of its own"
+    except Exception as error:
+        return None, "", f"its gate cannot be called with float64 on the CPU ({error})"
+    if found is not None:
+        return found.activation, found.layout, ""
+    if gated and type(experts)._apply_gate is not _default_apply_gate:
+        return None, "", "its _apply_gate is none of smoe's activations"
+    return None, "", f"smoe has no activation {type(experts.act_fn).__name__}"
+
+
+@torch.compiler.assume_constant_result
+def _math_of(experts: nn.Module) -> tuple[str | Gate | None, str, str]:
     """smoe's activation and layout for these experts. If smoe cannot compute them, the activation is None and the third
     value is the reason."""
     if getattr(experts, "has_post_expert_norm", False):
         return None, "", "it has a norm after each expert"
     gated = getattr(experts, "has_gate", True)
-    # The function and not the class is compared, because PEFT's LoRA on expert weights makes a subclass.
-    if type(experts)._apply_gate is modeling_gpt_oss.GptOssExperts._apply_gate:
-        if experts.alpha == 1.702 and experts.limit == 7.0:
-            return "swiglu_clamped", "interleaved", ""
-        return None, "", f"its gate has alpha {experts.alpha} and limit {experts.limit}; smoe has 1.702 and 7"
-    if gated and type(experts)._apply_gate is not _default_apply_gate:
-        return None, "", "its class has its own _apply_gate"
-    activation = _activation_of(experts.act_fn, gated)
-    return activation, "concatenated", f"smoe has no activation {type(experts.act_fn).__name__}"
+    # PEFT's LoRA on expert weights makes a subclass of the class, but does not change the function.
+    key = getattr(type(experts), "_apply_gate", None), gated, _scalars_of(experts), _scalars_of(getattr(experts, "act_fn", None))
+    if key not in _known_gates:
+        _known_gates[key] = _probe(experts, gated)
+    return _known_gates[key]
 
 
 def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

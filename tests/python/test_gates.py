@@ -2,11 +2,13 @@
 smoe; what differs from every activation in one region, in one derivative or by one per cent must not be recognised."""
 
 import math
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import smoe.transformers
 from smoe import _gates
 
 
@@ -46,7 +48,7 @@ def in_f32(function):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gates_without_values(name, function, interleaved):
     found = _gates.recognise(halves(function, interleaved), gated=True)
-    assert found == _gates.Gate(name, "interleaved" if interleaved else "concatenated")
+    assert found == (name, "interleaved" if interleaved else "concatenated")
 
 
 @pytest.mark.parametrize("limit, alpha, offset, up_limit", [
@@ -55,19 +57,20 @@ def test_gates_without_values(name, function, interleaved):
 @pytest.mark.parametrize("wrap", [lambda f: f, in_f32])
 def test_clamped_gates(limit, alpha, offset, up_limit, wrap):
     found = _gates.recognise(halves(wrap(clamped(limit, alpha, offset, up_limit))), gated=True)
-    assert found == ("swiglu_clamped", "concatenated", limit, up_limit or limit, alpha, offset)
+    assert found == (smoe.Gate("swiglu_clamped", limit, up_limit or limit, alpha, offset), "concatenated")
 
 
 def test_a_clamp_after_the_curve_is_a_clamp_before_it():
     found = _gates.recognise(halves(lambda g, u: F.silu(g).clamp(max=2.0) * u.clamp(-2, 2)), gated=True)
-    assert found.activation == "swiglu_clamped" and found.up_limit == 2.0
-    assert abs(found.gate_limit / (1 + math.exp(-found.gate_limit)) - 2.0) < 1e-5
+    gate = found.activation
+    assert gate.activation == "swiglu_clamped" and gate.up_limit == 2.0
+    assert abs(gate.gate_limit / (1 + math.exp(-gate.gate_limit)) - 2.0) < 1e-5
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, in_f32])
 def test_capped_gates(wrap):
     found = _gates.recognise(halves(wrap(capped(4.0, 25.0)), True), gated=True)
-    assert found == ("swiglu_capped", "interleaved", 4.0, 25.0, 1.0, 0.0)
+    assert found == (smoe.Gate("swiglu_capped", 4.0, 25.0, 1.0, 0.0), "interleaved")
 
 
 @pytest.mark.parametrize("name, function", [
@@ -96,3 +99,80 @@ swiglu = clamped(math.inf, 1.0, 0.0, math.inf)
 ])  # fmt: skip
 def test_other_gates_are_refused(function):
     assert _gates.recognise(function, gated=True) is None
+
+
+# ---- Transformers' classes of experts with a gate of their own, beside eager ----
+
+CLASSES = {
+    "beam": "BeamExperts",
+    "deepseek_v4": "DeepseekV4Experts",
+    "glm5_next": "Glm5NextTextExperts",
+    "gpt_oss": "GptOssExperts",
+    "hy_v4": "HYV4Experts",
+    "inkling2": "Inkling2Experts",
+    "minimax_m3_vl": "MiniMaxM3VLExperts",
+    "openai_privacy_filter": "OpenAIPrivacyFilterExperts",
+}
+CONFIG = dict(
+    num_local_experts=6, n_routed_experts=6, num_experts=6, hidden_size=32, intermediate_size=24, moe_intermediate_size=24,
+    hidden_act="silu", swiglu_limit=0.4, swiglu_alpha=1.3, mlp_gate_softcap=0.5, mlp_up_softcap=1.5,
+)  # fmt: skip
+
+
+def of_transformers(name, implementation):
+    module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    torch.manual_seed(0)
+    experts = getattr(module, CLASSES[name])(types.SimpleNamespace(_experts_implementation=implementation, **CONFIG))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    for name in ("limit", "swiglu_limit"):  # gpt-oss has its values in the code, not in the config
+        if hasattr(experts, name):
+            setattr(experts, name, CONFIG["swiglu_limit"])
+    return experts
+
+
+def results(experts):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 32, generator=generator, requires_grad=True)
+    ids = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(40)])
+    weights = torch.rand(40, 2, generator=generator, requires_grad=True)
+    out = experts(x, ids, weights)
+    loss = (out * torch.randn(out.shape, generator=generator)).sum()
+    return [out, *torch.autograd.grad(loss, [x, weights, *experts.parameters()])]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_with_a_gate_of_their_own(name, caplog):
+    wanted = results(of_transformers(name, "eager"))
+    experts = of_transformers(name, "smoe")
+    activation, _, reason = smoe.transformers._math_of(experts)
+    assert activation is not None, reason
+    assert (activation == "swiglu") == (name == "beam")
+    for found, want in zip(results(experts), wanted):
+        assert (found - want).norm() < 2e-5 * want.norm()
+    assert not [record for record in caplog.records if record.name == "smoe.transformers"]
+
+
+def test_a_gate_is_probed_once_for_each_class_and_values(monkeypatch):
+    calls = []
+    recognise = _gates.recognise
+    monkeypatch.setattr(_gates, "recognise", lambda *given: calls.append(1) or recognise(*given))
+    monkeypatch.setattr(smoe.transformers, "_known_gates", {})
+    first, second = of_transformers("hy_v4", "smoe"), of_transformers("hy_v4", "smoe")
+    assert smoe.transformers._math_of(first) == smoe.transformers._math_of(second) and len(calls) == 1
+    second.swiglu_limit = 0.75
+    assert smoe.transformers._math_of(second)[0] == smoe.Gate("swiglu_clamped", 0.75, 0.75, 1.0, 0.0) and len(calls) == 2
+
+
+def test_a_gate_with_a_weight_is_refused():
+    experts = of_transformers("deepseek_v4", "smoe")
+    experts.act_fn = torch.nn.PReLU(init=0.0)  # relu, until it is trained
+    experts._apply_gate = lambda h: experts.act_fn(h.chunk(2, -1)[0].float()).to(h.dtype) * h.chunk(2, -1)[1]
+    activation, _, reason = smoe.transformers._math_of(experts)
+    assert activation is None and "weights of its own" in reason
+
+
+def test_compiled():
+    experts = of_transformers("glm5_next", "smoe")
+    for found, want in zip(results(torch.compile(experts, fullgraph=True, backend="aot_eager")), results(experts)):
+        assert torch.equal(found, want)
