@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
-from peers_lib import records, suites, tables  # noqa: E402
+from peers_lib import page, records, suites, tables  # noqa: E402
 from peers_lib.run import BASE, PEERS, Failed, Run, say  # noqa: E402
 
 MODELS, ROUTINGS, PARTS = ("0.5B", "1.4B", "7B", "tiny"), ("random", "uniform", "skewed"), ("experts", "layer")
@@ -108,7 +108,7 @@ def parser():
     add("--markdown", action="store_true", help="print the tables in Markdown")
     add("--csv", action="store_true", help="print the records as CSV")
     add("--plot", metavar="FILE.png", help="draw the ratios as bars; needs matplotlib")
-    add("--docs", metavar="FILE.md", help="measure nothing; write the tables of the records between the marks in this file")
+    add("--docs", metavar="FILE.md", help="measure nothing; write the newest commit's figures of every suite between the marks in this file")
     return made
 
 
@@ -171,8 +171,7 @@ def renewed(text, block):
 
 
 def renew(path, file_of_records):
-    block = docs_block(tables.newest(records.read(file_of_records)))
-    records.write_file(path, renewed(path.read_text(), block))
+    records.write_file(path, renewed(path.read_text(), docs_block(records.read(file_of_records))))
 
 
 def in_order(chosen):
@@ -191,10 +190,8 @@ def in_order(chosen):
     return sorted(chosen, key=place)
 
 
-def docs_block(chosen):
-    if not chosen:
-        return "No records yet.\n"
-    return f"{tables.as_markdown(tables.make(in_order(chosen)))}\nVersions: {tables.versions(chosen)}.\n"
+def docs_block(every):
+    return page.block(in_order(every))
 
 
 def is_shown(options, record):

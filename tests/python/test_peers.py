@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import peers  # noqa: E402
-from peers_lib import implementations, inputs, records, run, step, suites, tables  # noqa: E402
+from peers_lib import implementations, inputs, page, records, run, step, suites, tables  # noqa: E402
 
 EVERY = suites.read(ROOT / "docs/shapes.csv")
 TINY = suites.TINY[0]
@@ -466,6 +466,25 @@ def test_steps_alone_are_shown_without_a_picture(monkeypatch, capsys):
 
 
 def test_the_document_shows_the_records():
-    text = (ROOT / "docs/peers.md").read_text()
-    block = peers.docs_block(tables.newest(records.read(ROOT / "docs/results/peers.jsonl")))
+    text, every = (ROOT / "docs/peers.md").read_text(), records.read(ROOT / "docs/results/peers.jsonl")
+    block = peers.docs_block(every)
     assert peers.renewed(text, block) == text, "run bench/peers.py --docs docs/peers.md"
+    assert block.count("\n") <= 80
+    assert len(page.used(every)) == len(every), "docs/results/peers.jsonl has records that the page does not show"
+
+
+def test_the_page_has_one_commit_for_each_suite():
+    """The newest with most of the layers; a newer one with one layer of two is not shown."""
+    old = [a_record(peer, shape=shape, commit="c1", date="2026-01-01T00:00:00Z", **times)
+           for shape in ("7B-n256", "7B-n512")
+           for peer, times in (("smoe", {"forward_ms": 1.0}), ("sonicmoe", {"forward_ms": 1.5, "smoe": {"forward_ms": 1.0}}))]  # fmt: skip
+    new = [record | {"commit": "c2", "date": "2026-02-01T00:00:00Z"} for record in old]
+    assert page.used([*old, *new]) == new
+    assert page.used([*old, *new[:2]]) == old
+    lines = page.block([*old, *new]).splitlines()
+    assert "| paper | 2 | c2 | 1.50 | 1.50 |  |  |  |  |" in lines and "c1" not in "".join(lines)
+    assert any(line.startswith("| 7B-n512 | 1 |  | 1.50 |") for line in lines)
+
+
+def test_the_page_without_records():
+    assert page.block([]) == "No records yet.\n"

@@ -1,0 +1,141 @@
+"""What docs/peers.md shows of the records: of every suite the newest commit that has it, one number a cell. This module
+needs no torch."""
+
+from .records import SETTLE_S, settle_of
+from .tables import BASE, MIB, best, geometric_mean, grouped, mean_of, ratio
+
+NAMES = {"sonicmoe": "SonicMoE", "scattermoe": "ScatterMoE", "momoe": "MoMoE", "grouped_mm": "torch's grouped_mm",
+         "transformers": "Transformers, grouped_mm", "cublas": "cuBLAS, the GEMMs alone", BASE: BASE}  # fmt: skip
+OTHERS = ("scattermoe", "momoe", "grouped_mm", "transformers", "cublas")
+PASSES = ("forward", "backward", "both")
+MOST_LAYERS = 12  # of a suite whose layers have rows of their own
+ENOUGH = 0.75  # of the most layers that a commit has of a suite: newer ones with fewer are not shown
+
+
+# ---- which records are shown ----
+
+
+def _suite(record):
+    return record["suite"], record["part"], record.get("routing")
+
+
+def _newest_enough(records):
+    """The records of the newest commit that has most of the layers."""
+    by_commit = grouped(sorted(records, key=lambda record: record["date"]), lambda record: record["commit"])
+    layers = {commit: len({record["shape"] for record in some}) for commit, some in by_commit.items()}
+    enough = [commit for commit, count in layers.items() if count >= ENOUGH * max(layers.values())]
+    return by_commit[enough[-1]] if enough else []
+
+
+def chosen(records):
+    """{(suite, part, routing, peer): (smoe's records, the peer's)}; steps by model instead of suite."""
+    usual = [r for r in records if settle_of(r) == SETTLE_S and r["dtype"] == "bf16" and "failed" not in r]
+    found = {}
+    for (suite, part, routing), some in grouped(usual, _suite).items():
+        models = {r["shape"] for r in some} if part == "e2e" else {suite}
+        for name in sorted(models):
+            own = [r for r in some if part != "e2e" or r["shape"] == name]
+            for peer in dict.fromkeys(r["peer"] for r in own if r["peer"] in NAMES and r["peer"] != BASE):
+                theirs = _newest_enough([r for r in own if r["peer"] == peer])
+                layers = {(r["shape"], r["commit"]) for r in theirs}
+                mine = [r for r in own if r["peer"] == BASE and (r["shape"], r["commit"]) in layers]
+                found[name, part, routing, peer] = mine, theirs
+    return found
+
+
+def used(records):
+    """The records that the page is made of."""
+    ids = {id(record) for pair in chosen(records).values() for some in pair for record in some}
+    return [record for record in records if id(record) in ids]
+
+
+# ---- the tables ----
+
+
+def _table(title, columns, rows):
+    return [title, "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns),
+            *("| " + " | ".join(row) + " |" for row in rows), ""]  # fmt: skip
+
+
+def _ratios(theirs, measured):
+    """One ratio for each layer: that of the best tuning."""
+    tunings = grouped(theirs, lambda record: record["shape"]).values()
+    found = [ratio(record, measured) for some in tunings if (record := best(some, measured))]
+    return [one for one in found if one]
+
+
+def _mean_and_least(theirs):
+    cells = []
+    for measured in PASSES:
+        ratios = _ratios(theirs, measured)
+        cells += [f"{mean_of(ratios).value:.2f}", f"{min(one.value for one in ratios):.2f}"] if ratios else ["", ""]
+    return cells
+
+
+def _what(suite, part, routing):
+    return f"{suite}, with the router" if part == "layer" else suite if routing == "random" else f"{suite}, {routing} routing"
+
+
+def _suites(found):
+    rows = [[_what(*key[:3]), str(len({r["shape"] for r in theirs})), theirs[0]["commit"], *_mean_and_least(theirs)]
+            for key, (_, theirs) in found.items() if key[3] == "sonicmoe" and key[1] != "e2e"]  # fmt: skip
+    columns = ["suite", "layers", "commit", "forward", "least", "backward", "least", "both", "least"]
+    return _table("**SonicMoE's time / smoe's time**, geometric mean and least of each suite:", columns, rows)
+
+
+def _layer_row(shape, mine, theirs):
+    of = [record for record in theirs if record["shape"] == shape]
+    own = [record for record in mine if record["shape"] == shape]
+    times = [(best(own, measured) or {}).get(measured + "_ms") for measured in PASSES[:2]]
+    cells = [shape] + ["" if ms is None else f"{ms:.3g}" for ms in times]
+    for measured in PASSES[:2]:
+        known = _ratios(of, measured)
+        cells.append(f"{known[0].value:.2f}" if known else "")
+    for some in (own, of):
+        cells += [f"{some[0][name] / MIB:.0f}" if some[0].get(name) else "" for name in ("kept_bytes", "peak_bytes")]
+    return cells
+
+
+def _layers(suite, mine, theirs):
+    shapes = list(dict.fromkeys(record["shape"] for record in mine))
+    errors = [one.error for measured in PASSES[:2] for one in _ratios(theirs, measured) if one.error]
+    spread = f"; standard error of a ratio: {max(errors):.2f} at most, {geometric_mean(errors):.3f} on average" if errors else ""
+    columns = ["layer", "smoe forward, ms", "backward", "SonicMoE / smoe forward", "backward", "smoe kept, MiB", "peak",
+               "SonicMoE kept", "peak"]  # fmt: skip
+    title = f"**Suite {suite}** ({theirs[0]['commit']}{spread}):"
+    return _table(title, columns, [_layer_row(shape, mine, theirs) for shape in shapes])
+
+
+def _others(found):
+    rows = []
+    for peer in OTHERS:
+        key = ("paper", "experts", "random", peer)
+        if key in found:
+            theirs = found[key][1]
+            rows.append([NAMES[peer], str(len({r["shape"] for r in theirs})), theirs[0]["commit"], *_mean_and_least(theirs)])
+    columns = ["suite paper", "layers", "commit", "forward", "least", "backward", "least", "both", "least"]
+    return _table("**Time of other implementations / smoe's time**, random routing:", columns, rows) if rows else []
+
+
+def _steps(found):
+    rows = []
+    for (model, part, _, peer), (mine, theirs) in found.items():
+        own, other = (min((r for r in some if "step_ms" in r), key=lambda r: r["step_ms"], default=None) for some in (mine, theirs))
+        if part == "e2e" and own and other:
+            rows.append([model, NAMES[peer], own["commit"], f"{own['tokens_per_s'] / 1e3:.1f}", f"{other['tokens_per_s'] / 1e3:.1f}",
+                         f"{other['step_ms'] / own['step_ms']:.2f}"])  # fmt: skip
+    columns = ["model", "beside", "commit", "smoe, k tokens/s", "the other", "its time / smoe's"]
+    return _table("**A training step in PyTorch on one GPU**:", columns, rows) if rows else []
+
+
+def block(records):
+    """The generated part of docs/peers.md."""
+    found = chosen(records)
+    if not found:
+        return "No records yet.\n"
+    lines = _suites(found)
+    for (suite, part, routing, peer), (mine, theirs) in found.items():
+        layers = {record["shape"] for record in theirs}
+        if (part, routing, peer) == ("experts", "random", "sonicmoe") and len(layers) <= MOST_LAYERS and suite != "ep":
+            lines += _layers(suite, mine, theirs)
+    return "\n".join([*lines, *_others(found), *_steps(found)])
