@@ -9,7 +9,7 @@
 #                                   within BUDGET seconds (default 560). Logs and records go to $OUT (default
 #                                   DIR/out). Exit status: 0 all well, 1 a part failed or found an error, 77 no GPU
 #
-# Everything that docs/gpu.md shows, in four calls of less than ten minutes each (run DIR correct and so on):
+# All measurements of the library, in four calls of less than ten minutes each (run DIR correct and so on):
 #   correct    check check_route check_layer check_backward check_layer_backward check_limits gradients
 #              time_route time_dlogits verify memcheck synccheck
 #   paper      the paper's shapes, uniform and random routing: forward, and backward as far as dlogits; peak memory by

@@ -1,5 +1,5 @@
 # shellcheck shell=sh disable=SC2034 # the variables are for the scripts that read this file
-# Functions that gpu_train.sh, gpu_fsdp2.sh, gpu_peers.sh, gpu_python.sh and gpu_text.sh share. They read this file from tools/ or from a
+# Functions that gpu_train.sh, gpu_fsdp2.sh, gpu_peers.sh and gpu_python.sh share. They read this file from tools/ or from a
 # packed folder.
 
 tools=$(cd "$(dirname "$0")" && pwd)

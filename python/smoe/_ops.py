@@ -33,7 +33,7 @@ _ALIGN, _BUFFER_ALIGN = 16, 64  # in bytes; what the library requires of tensors
 _CONTIGUOUS = torch.contiguous_format
 
 # If dX~ is larger than this many bytes, an eager backward has at least two column chunks. dX~ is then the largest buffer of a
-# backward, and two chunks take no longer than one (docs/gpu.md, 30B-n256); below, they take up to 1 % longer.
+# backward, and two chunks take no longer than one (30B-n256); below, they take up to 1 % longer.
 _LARGE = 2**30
 
 

@@ -209,7 +209,7 @@ def test_compare_losses(tmp_path):
     assert "means over 5 lines 4.0" in compare("one", "5")[1] and "1.96e-02 of single lines" in compare("one", "5")[1]
 
 
-@pytest.mark.parametrize("script", ["gpu_train.sh", "gpu_text.sh", "gpu_peers.sh", "gpu_fsdp2.sh", "gpu_python.sh"])
+@pytest.mark.parametrize("script", ["gpu_train.sh", "gpu_peers.sh", "gpu_fsdp2.sh", "gpu_python.sh"])
 def test_usage(script):
     done = subprocess.run([str(ROOT / "tools" / script)], capture_output=True, text=True)
     assert done.returncode == 2 and f"tools/{script} pack" in done.stderr, done.stderr

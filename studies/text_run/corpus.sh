@@ -1,7 +1,7 @@
 #!/bin/sh
-# Gathers the text of docs/training.md, "Ten minutes on one H200": documentation and source code of Debian 12's packages.
+# Gathers the text of README.md: documentation and source code of Debian 12's packages.
 #
-# Usage: tools/corpus.sh OUT        needs Debian 12 with apt-get, dpkg-deb, and Python with the package lxml
+# Usage: studies/text_run/corpus.sh OUT        needs Debian 12 with apt-get, dpkg-deb, and Python with the package lxml
 # OUT/deb receives the packages (1.1 GB), OUT/text one text file for each document (about 300 MB).
 # Then: tools/make_tokens.py OUT/data OUT/text --sample 48 --validation 0.02
 set -eu

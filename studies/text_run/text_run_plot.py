@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the two runs of tools/text_run.sh in one picture and says when the MoE model passes its dense twin's last loss.
+"""Draws the two runs of text_run.sh in one picture and says when the MoE model passes its dense twin's last loss.
 
 Usage: text_run_plot.py OUT PICTURE.png [RESULTS]      needs the package matplotlib
 OUT is text_run.sh's folder. RESULTS, a folder, receives the logs as text_run_moe.jsonl and text_run_twin.jsonl.

@@ -1,4 +1,4 @@
-"""tools/rounding_by_expert.py on a tiny checkpoint with random weights. The losses are those of the same model whose
+"""rounding_by_expert.py on a tiny checkpoint with random weights. The losses are those of the same model whose
 MoE layers are smoe.moe with the rounding rule, and the counts are the library's."""
 
 import array
@@ -17,7 +17,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock  # noqa
 
 import smoe  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rounding_by_expert as tool  # noqa: E402
 

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Does token rounding cost quality? Trains small models with and without it, with several seeds each: docs/training.md, "Token rounding".
+# Does token rounding cost quality? Trains small models with and without it, with several seeds each: README.md.
 #
-# Usage: tools/rounding_study.sh OUT SECONDS     makes missing runs, for at most SECONDS; repeat it until none is missing
-#        tools/rounding_study.sh --plan OUT      lists the runs, what each takes, and which are done
+# Usage: studies/rounding/rounding_study.sh OUT SECONDS     makes missing runs, for at most SECONDS; repeat it until none is missing
+#        studies/rounding/rounding_study.sh --plan OUT      lists the runs, what each takes, and which are done
 # A finished run leaves OUT/NAME.json (its result) and OUT/NAME/train.jsonl. An interrupted run leaves no result and is made
-# again. A run is started only if it should end in time. tools/rounding_study.py OUT makes tables and a picture of the results.
+# again. A run is started only if it should end in time. studies/rounding/rounding_study.py OUT makes tables and a picture of the results.
 # Runs that have a record in the file RECORDS (rounding_study.py's RECORDS.jsonl, from another machine) count as done too.
 # Environment: SMOE (the program), DATA (folder of tools/make_tokens.py), GPUS (numbers of the GPUs, one run at a time on each; "0"),
 # RECORDS, STEPS (3072), BATCH (16 sequences), CONTEXT (1024), SIZES (the model without its experts), TILE (128), MOST (runs in

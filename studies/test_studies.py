@@ -1,4 +1,4 @@
-"""tools/rounding_study.py and tools/text_run_plot.py with invented records whose results are known; and the studies'
+"""rounding_study.py and text_run_plot.py with invented records whose results are known; and the studies'
 scripts from end to end with a tiny model on the CPU: train, stop, resume, repeat.
 
 SMOE_BUILD names the build folder with the program smoe (default build/release).
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT / "tools"
+STUDIES = Path(__file__).resolve().parent
+ROOT, ROUNDING, TEXT_RUN = STUDIES.parent, STUDIES / "rounding", STUDIES / "text_run"
 SMOE = Path(os.environ.get("SMOE_BUILD", ROOT / "build" / "release")) / "smoe"
-sys.path.insert(0, str(TOOLS))
+sys.path[:0] = [str(ROUNDING), str(TEXT_RUN)]
 
 import rounding_study  # noqa: E402
 import text_run_plot  # noqa: E402
@@ -57,7 +57,7 @@ def test_paired_differences(tmp_path):
         write_run(tmp_path, f"two.nr-f.{seed}", rounded, 0.25)
     write_run(tmp_path, "two.nr-f.4", 50.0, 0.25)  # no plain run has this seed, so it is not part of the difference
     records = tmp_path / "records.jsonl"
-    text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path)
+    text = call(sys.executable, ROUNDING / "rounding_study.py", tmp_path)
     rows = {
         line.split(" | ")[0]: line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| n")
     }
@@ -66,7 +66,7 @@ def test_paired_differences(tmp_path):
     assert rows["| nr-f"][1] == "4" and rows["| nr-f"][7:11] == ["+0.200 ± 0.248", "99", "25.00", "50.00"]
     assert rows["| nr-f"][11:] == ["1.00", "2.00", "50"]
     if HAS_MATPLOTLIB:
-        call(sys.executable, TOOLS / "rounding_study.py", tmp_path, tmp_path / "study.png", records)
+        call(sys.executable, ROUNDING / "rounding_study.py", tmp_path, tmp_path / "study.png", records)
         assert (tmp_path / "study.png").stat().st_size > 1000 and len(records.read_text().splitlines()) == 7
 
 
@@ -75,7 +75,7 @@ def test_student_t_is_that_of_the_tables():
     for freedom, value in tables.items():
         assert rounding_study.student_t(freedom) == pytest.approx(value, abs=1e-3)
     assert rounding_study.seeds_needed(0.001) == 2 and rounding_study.seeds_needed(math.nan) is None
-    call(sys.executable, TOOLS / "rounding_study.py", TOOLS, status=3)
+    call(sys.executable, ROUNDING / "rounding_study.py", STUDIES, status=3)
 
 
 def test_where_a_curve_passes_a_loss():
@@ -104,7 +104,7 @@ def test_text_run_stops_and_resumes(tmp_path, data):
     sizes = "--layers 1 --hidden 16 --heads 2 --intermediate 8 --experts 4 --topk 2 --context 32 --tied"
     environment = {"SMOE": str(SMOE), "DATA": str(data), "SIZES": sizes, "BATCH": "2", "EVALUATION_TOKENS": "512"}
     environment |= {"OMP_NUM_THREADS": "1", "BUDGET": "6", "EVALUATIONS": "6", "LEAVE": "3"}
-    run = [TOOLS / "text_run.sh", tmp_path]
+    run = [TEXT_RUN / "text_run.sh", tmp_path]
     call(*run, "3", status=2, **environment)  # nothing would be left to train
     said = call(*run, "6", **environment)
     assert "moe: interrupted" in said and "twin: interrupted" in said
@@ -122,7 +122,7 @@ def test_text_run_stops_and_resumes(tmp_path, data):
         assert ("busiest" in lines[-1]) == (name == "moe")
     assert "finished" in call(*run, "6", **environment)  # and the call trains no more
     if HAS_MATPLOTLIB:
-        said = call(sys.executable, TOOLS / "text_run_plot.py", tmp_path, tmp_path / "run.png", tmp_path)
+        said = call(sys.executable, TEXT_RUN / "text_run_plot.py", tmp_path, tmp_path / "run.png", tmp_path)
         assert "passes the twin's last loss" in said and (tmp_path / "text_run_moe.jsonl").exists()
 
 
@@ -132,7 +132,7 @@ def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
     environment = {"SMOE": str(SMOE), "DATA": str(data), "SIZES": "--layers 2 --hidden 16 --heads 2 --intermediate 8"}
     environment |= {"CASES": cases, "STEPS": "4", "BATCH": "4", "CONTEXT": "32"}
     environment |= {"TILE": "8", "OMP_NUM_THREADS": "1"}
-    study = [TOOLS / "rounding_study.sh", tmp_path]
+    study = [ROUNDING / "rounding_study.sh", tmp_path]
     (tmp_path / "two.none.1").mkdir()  # an interrupted run
     (tmp_path / "two.none.1" / "train.jsonl").write_text('{"step":1,"tokens":1,"loss":77.0}\n')
     assert "38 runs are left" in call(*study, "4", status=1, **environment)  # no run would end in 4 s
@@ -141,15 +141,15 @@ def test_rounding_study_resumes_by_whole_runs(tmp_path, data):
     assert "77.0" not in (tmp_path / "two.none.1" / "train.jsonl").read_text()
     assert "34 runs are left" in call(*study, "40", status=1, MOST="2", **environment)
     assert (tmp_path / "two.none.1.json").read_text() == first
-    plan = call(TOOLS / "rounding_study.sh", "--plan", tmp_path, **environment)
+    plan = call(ROUNDING / "rounding_study.sh", "--plan", tmp_path, **environment)
     assert plan.count(" done\n") == 4 and "38 runs" in plan.splitlines()[-1]
     records = tmp_path / "records.jsonl"
-    text = call(sys.executable, TOOLS / "rounding_study.py", tmp_path, "-", records)
+    text = call(sys.executable, ROUNDING / "rounding_study.py", tmp_path, "-", records)
     elsewhere = tmp_path / "elsewhere"  # as on another machine, which has only the records
-    plan = call(TOOLS / "rounding_study.sh", "--plan", elsewhere, RECORDS=str(records), **environment)
+    plan = call(ROUNDING / "rounding_study.sh", "--plan", elsewhere, RECORDS=str(records), **environment)
     assert plan.count(" done\n") == 4
     elsewhere.mkdir()
-    assert call(sys.executable, TOOLS / "rounding_study.py", elsewhere, "-", records) == text
+    assert call(sys.executable, ROUNDING / "rounding_study.py", elsewhere, "-", records) == text
     plain, rounded = (
         next(line for line in text.splitlines() if line.startswith(f"| {rule}")) for rule in ("none", "nr-f")
     )

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Trains a 0.5B MoE model and its dense twin on text for equally long, in several calls: docs/training.md, "Ten minutes on one H200".
+# Trains a 0.5B MoE model and its dense twin on text for equally long, in several calls: README.md.
 #
-# Usage: tools/text_run.sh OUT SECONDS [moe|twin]
+# Usage: studies/text_run/text_run.sh OUT SECONDS [moe|twin]
 # Starts or resumes the runs OUT/moe and OUT/twin at the same time on GPU 0 and GPU 1, or only the run that is named. It ends
 # before SECONDS have passed. After BUDGET seconds of training a run is finished; then OUT/RUN.json, .eval.json (of the whole
 # validation text) and OUT/RUN.samples.txt are written too. Repeat the call until "finished" is printed.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tables and a picture of what tools/rounding_study.sh trained.
+"""Tables and a picture of what rounding_study.sh trained.
 
 Usage: rounding_study.py OUT [PICTURE.png [RECORDS.jsonl]]      the picture needs the package matplotlib; - for none OUT
 is rounding_study.sh's folder. RECORDS.jsonl receives a line for each finished run of OUT. Lines of other runs stay in
