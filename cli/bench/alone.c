@@ -1,4 +1,4 @@
-/* See bench_alone.h. */
+/* See alone.h. */
 #include "cli/bench/alone.h"
 
 #ifdef SMOE_HAVE_CUDA

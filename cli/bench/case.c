@@ -1,4 +1,4 @@
-/* See bench_case.h. */
+/* See case.h. */
 #include "cli/bench/case.h"
 
 #include "cli/bench/yardstick.h"

@@ -1,4 +1,4 @@
-/* See bench_check.h. A token's routing is a small problem of the oracle, one token among all experts. Its
+/* See check.h. A token's routing is a small problem of the oracle, one token among all experts. Its
  * rows are then computed in fp64 from the stored weights, an expert at a time: of the largest layers a
  * handful of experts is gigabytes. Tokens are checked side by side. */
 #include "cli/bench/check.h"

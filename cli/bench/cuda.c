@@ -1,4 +1,4 @@
-/* See bench_cuda.h. */
+/* See cuda.h. */
 #include "cli/bench/cuda.h"
 
 #ifdef SMOE_HAVE_CUDA

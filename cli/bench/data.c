@@ -1,4 +1,4 @@
-/* See bench_data.h. Every row of every tensor has a random stream of its own, seeded by its number, so rows
+/* See data.h. Every row of every tensor has a random stream of its own, seeded by its number, so rows
  * can be made by any thread in any order. */
 #include "cli/bench/data.h"
 

@@ -1,4 +1,4 @@
-/* See bench_options.h. */
+/* See options.h. */
 #include "cli/bench/options.h"
 
 #include <stdlib.h>

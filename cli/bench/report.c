@@ -1,4 +1,4 @@
-/* See bench_report.h. */
+/* See report.h. */
 #include "cli/bench/report.h"
 
 #include "build_info.h"
