@@ -205,7 +205,7 @@ static void every_step_has_what_was_asked(void **state)
     char path[PATH_BYTES];
     error err = {0};
     assert_true((double)ROUNDED / STEPS * STEPS < ROUNDED);
-    s.steps = s.logs = s.evaluations = s.checkpoints = STEPS;
+    s.steps = s.logs = s.validations.count = s.checkpoints = STEPS;
     s.keep = STEPS + 1;
     train_ok(&s, &result);
     snprintf(path, sizeof path, "%s/train.jsonl", p->out);
@@ -225,7 +225,7 @@ static void the_last_validation_is_bounded(void **state)
     train_settings s = settings_of(p);
     train_result result;
     s.steps = 1;
-    s.last_evaluation_tokens = 100; // of some 500: 7 windows of 16
+    s.validations.last = 100; // of some 500: 7 windows of 16
     train_ok(&s, &result);
     assert_int_equal(result.validation.tokens, 112);
     assert_true(isfinite(result.validation.loss));

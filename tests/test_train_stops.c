@@ -104,7 +104,7 @@ static void a_stopped_validation_need_not_be_made(void **state)
     log_line *lines;
     train_stopped(&s, 5, &result);
     s.resume = true;
-    s.evaluations = 0;
+    s.validations.count = 0;
     train_ok(&s, &result);
     const size_t count = read_log(p->out, &lines);
     assert_int_equal(count, 6); // after steps 4, 5, 8, 12, 16 and 20

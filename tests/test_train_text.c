@@ -69,7 +69,7 @@ static void a_run_without_validations_trains_on_all(void **state)
     char out[128];
     put_text(p->text, 2, 1000); // 80 tokens, of which 4 would be set aside
     train_fails(&s, ERROR_RUNTIME, "text.txt: 4 tokens to validate on, context 16 needs 17: ");
-    s.evaluations = 0;
+    s.validations.count = 0;
     train_ok(&s, &result);
     assert_int_equal(result.validation.tokens, 0);
     snprintf(out, sizeof out, "%s/parts", p->folder);
@@ -77,10 +77,10 @@ static void a_run_without_validations_trains_on_all(void **state)
     train_stopped(&s, 7, &result);
     assert_int_equal(result.step, 7);
     s.resume = true;
-    s.evaluations = 3;
+    s.validations.count = 3;
     train_fails(&s, ERROR_USAGE, "--evaluations is 3, but ");
     train_fails(&s, ERROR_USAGE, "parts/latest is of a run that began with --evaluations 0");
-    s.evaluations = 0;
+    s.validations.count = 0;
     train_ok(&s, &result);
     assert_int_equal(result.step, 20);
     assert_same_checkpoints(p->out, out);
@@ -100,7 +100,7 @@ static void a_resumed_run_keeps_its_split(void **state)
     train_stopped(&s, 10, &result);
     assert_int_equal(result.step, 10);
     s.resume = true;
-    s.evaluations = 0;
+    s.validations.count = 0;
     train_ok(&s, &result);
     assert_same_checkpoints(p->out, out);
 }

@@ -63,7 +63,7 @@ static inline train_settings settings_of(const place *p)
     s.batch = 3;
     s.checkpoints = 2; // after steps 10 and 20
     s.logs = 5;
-    s.evaluations = 4;
+    s.validations = (validation_plan){4, 16384, 1 << 20};
     s.config.hidden = 16;
     s.config.heads = 2;
     s.config.layers = 2;

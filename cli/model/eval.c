@@ -4,6 +4,7 @@
 #include "cli/common/table.h"
 #include "cli/model/data.h"
 #include "cli/model/load.h"
+#include "cli/model/progress.h"
 #include "train/device.h"
 #include "train/run/evaluate.h"
 
@@ -21,6 +22,7 @@ typedef struct eval_options {
     size_t path_count;
     int64_t context; // 0: the checkpoint's
     table_format format;
+    bool quiet;
 } eval_options;
 
 static const struct argp_option options_table[] = {
@@ -32,6 +34,7 @@ static const struct argp_option options_table[] = {
     {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
     {"json", KEY_JSON, NULL, 0, "One JSON object", 0},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 0},
+    {"quiet", 'q', NULL, 0, "Do not show progress", 0},
     {0}};
 
 static error_t parse(int key, char *text, struct argp_state *state)
@@ -46,6 +49,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
         return 0;
     case KEY_DEVICE: o->device = text; return 0;
     case KEY_JSON: o->format = TABLE_JSON; return 0;
+    case 'q': o->quiet = true; return 0;
     case KEY_CSV: o->format = TABLE_CSV; return 0;
     case ARGP_KEY_ARG: o->paths[o->path_count++] = parse_path("FILE", text, state); return 0;
     case ARGP_KEY_NO_ARGS: argp_error(state, "no FILE to evaluate on"); return 0;
@@ -107,7 +111,10 @@ static bool measure(train_device *device, const eval_options *o, const tokens *d
     if (!load_model(&m, o->checkpoint, windows < SEQUENCES ? windows : SEQUENCES, context, MODEL_EVALUATE,
                     device, err))
         return false;
-    bool done = evaluate(&result, &m, data, 0, NULL, err);
+    progress shown = progress_start(false);
+    const evaluation_watch watch = {.pass = o->quiet ? NULL : progress_show_pass, .user = &shown};
+    bool done = evaluate(&result, &m, data, 0, &watch, err);
+    progress_end(&shown);
     if (done && !isfinite(result.loss))
         done = fail(err, ERROR_RUNTIME, "%s: its loss is %g: the weights are broken or too large",
                     o->checkpoint, result.loss);

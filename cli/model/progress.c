@@ -9,35 +9,83 @@
 
 progress progress_start(bool bits)
 {
-    return (progress){
-        .terminal = isatty(STDERR_FILENO) == 1, .unit = bits ? 1.0 / log(2.0) : 1.0, .loss = NAN};
+    const double now = clock_seconds();
+    return (progress){.terminal = isatty(STDERR_FILENO) == 1,
+                      .started = now,
+                      .shown = now,
+                      .unit = bits ? 1.0 / log(2.0) : 1.0};
 }
 
-static void draw(const progress *p, const train_report *r)
+static void show_left(double seconds)
+{
+    const long long left = isfinite(seconds) ? (long long)(seconds + 0.5) : 0;
+    fprintf(stderr, "  %lld:%02lld left", left / 60, left % 60);
+}
+
+static void show_step(const progress *p, const train_report *r, double loss)
+{
+    fprintf(stderr, "%3.0f%%  step %lld  loss %.3f %s", 100.0 * r->progress, (long long)r->step,
+            loss * p->unit, p->unit > 1.0 ? "bits/byte" : "nats");
+    if (isfinite(r->val_loss)) fprintf(stderr, "  validation %.3f", r->val_loss * p->unit);
+}
+
+static void show_rate(const train_report *r)
+{
+    if (isfinite(r->tokens_per_s)) fprintf(stderr, "  %.0f tokens/s", r->tokens_per_s);
+    show_left(r->remaining);
+}
+
+static void draw_bar(progress *p, double share)
 {
     enum { WIDTH = 24 };
     char bar[WIDTH + 1];
-    for (int i = 0; i < WIDTH; i++) bar[i] = (double)i < r->progress * WIDTH ? '#' : '.';
+    for (int i = 0; i < WIDTH; i++) bar[i] = (double)i < share * WIDTH ? '#' : '.';
     bar[WIDTH] = 0;
-    int left = (int)(r->remaining + 0.5);
-    fprintf(stderr, "\r\033[K[%s] %3.0f%%  step %lld  loss %.3f %s", bar, 100.0 * r->progress,
-            (long long)r->step, p->loss * p->unit, p->unit > 1.0 ? "bits/byte" : "nats");
-    if (isfinite(r->val_loss)) fprintf(stderr, "  validation %.3f", r->val_loss * p->unit);
-    fprintf(stderr, "  %.0f tokens/s  %d:%02d left", r->tokens_per_s, left / 60, left % 60);
+    fprintf(stderr, "\r\033[K[%s] ", bar);
+    p->shown = clock_seconds();
+    p->drawn = true;
+}
+
+static void draw(progress *p, const train_report *r)
+{
+    draw_bar(p, r->progress);
+    show_step(p, r, average_of(&p->loss));
+    if (isfinite(r->validated))
+        fprintf(stderr, "  validating %.0f%%", 100.0 * r->validated);
+    else
+        show_rate(r);
     fflush(stderr);
 }
 
 void progress_show(void *user, const train_report *report)
 {
     progress *p = user;
-    p->loss = isfinite(p->loss) ? 0.98 * p->loss + 0.02 * report->loss : report->loss;
-    double now = clock_seconds();
-    if (!p->terminal || (now - p->drawn < 0.2 && report->progress < 1.0)) return;
-    p->drawn = now;
-    draw(p, report);
+    const bool after_step = !report->line && !isfinite(report->validated);
+    if (after_step) average_add(&p->loss, report->loss);
+    if (p->terminal) {
+        if (clock_seconds() - p->shown >= 0.2 || report->line) draw(p, report);
+    } else if (report->line) {
+        show_step(p, report, report->line->loss);
+        show_rate(report);
+        fputc('\n', stderr);
+    }
+}
+
+void progress_show_pass(void *user, double share)
+{
+    progress *p = user;
+    const double now = clock_seconds(), left = (now - p->started) * (1.0 - share) / share;
+    if (now - p->shown < (p->terminal ? 0.2 : 10.0)) return;
+    if (p->terminal) draw_bar(p, share);
+    fprintf(stderr, "%3.0f%%", 100.0 * share);
+    show_left(left);
+    if (!p->terminal) fputc('\n', stderr);
+    fflush(stderr);
+    p->shown = now;
 }
 
 void progress_end(progress *p)
 {
-    if (p->terminal && p->drawn > 0.0) fputc('\n', stderr);
+    if (p->drawn) fputc('\n', stderr);
+    p->drawn = false;
 }

@@ -135,6 +135,11 @@ static void show_changes(const train_recipe *before, const train_recipe *now, bo
     show_change("beta2", before->beta2, now->beta2);
     show_change("weight-decay", before->weight_decay, now->weight_decay);
     show_change("clip", before->clip, now->clip);
+    show_change("evaluations", before->evaluations, now->evaluations);
+    if (now->evaluations > 1)
+        show_change("evaluation-tokens", before->evaluation_tokens, now->evaluation_tokens);
+    if (now->evaluations > 0)
+        show_change("last-evaluation-tokens", before->last_evaluation_tokens, now->last_evaluation_tokens);
     if (!routed) return;
     show_change("balance", before->balance, now->balance);
     show_change("z-loss", before->z_loss, now->z_loss);
@@ -150,7 +155,8 @@ static void show_changes(const train_recipe *before, const train_recipe *now, bo
 static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
-    const char *nothing = s->evaluations ? "nothing is left but the last validation" : "nothing is left";
+    const char *nothing =
+        start->now.evaluations > 0 ? "nothing is left but the last validation" : "nothing is left";
     if (strcmp(start->device, "cpu") == 0) cli_show_blas_fault();
     show_skipped(start->data);
     if (!start->resumed) show_validation(start->data);

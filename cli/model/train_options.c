@@ -33,14 +33,20 @@ static const number_option numbers[] = {
     {"seed", "N", AT(seed), INT64, 0, 9e15, GROUP_RUN,
      "Seed of the first weights, the order of the samples and the rounding rule SR-f"},
     {"logs", "N", AT(logs), INT64, 1, 1e9, GROUP_RUN, "Number of log lines over the run"},
-    {"evaluations", "N", AT(evaluations), INT64, 0, 1e9, GROUP_RUN,
-     "Number of validations over the run, each on windows at equal distances in the validation text. With 0 "
-     "no text is set aside: all of it is trained on, except token files that are for validation by their "
-     "names"},
-    {"evaluation-tokens", "N", AT(evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
-     "Tokens of each validation except the last one; without effect if --evaluations is less than 2"},
-    {"last-evaluation-tokens", "N", AT(last_evaluation_tokens), INT64, 1, 1e15, GROUP_RUN,
-     "Tokens of the last validation; without effect if --evaluations is 0"},
+    {"evaluations", "N", AT(validations.count), INT64, 0, 1e9, GROUP_RUN,
+     "Number of validations over the run, each on windows at equal distances in the validation text (default "
+     "at most 10, see --evaluation-share). With 0 no text is set aside: all of it is trained on, except "
+     "token "
+     "files that are for validation by their names"},
+    {"evaluation-tokens", "N", AT(validations.tokens), INT64, 1, 1e15, GROUP_RUN,
+     "Tokens of each validation except the last one (default at most 16384, see --evaluation-share); without "
+     "effect if --evaluations is less than 2"},
+    {"last-evaluation-tokens", "N", AT(validations.last), INT64, 1, 1e15, GROUP_RUN,
+     "Tokens of the last validation (default at most 1048576, see --evaluation-share); without effect if "
+     "--evaluations is 0"},
+    {"evaluation-share", "X", AT(validation_share), REAL, 0, 1, GROUP_RUN,
+     "Tokens that all validations have together, as a fraction of those that the run trains on: what is not "
+     "given of the three options above is chosen by it before the first step, and kept by --resume"},
     {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN,
      "Number of checkpoints over the run, 0: none"},
     {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN,
@@ -127,8 +133,8 @@ static const struct argp_option others[] = {
     {"minutes", KEY_MINUTES, "X", 0, "Train for X minutes, as --seconds", GROUP_RUN},
     {"resume", KEY_RESUME, NULL, 0,
      "Continue from the newest checkpoint in DIR, on the same text. The sizes of the model, --batch, --seed, "
-     "and what is under Routing and Optimiser except --micro-batches are those of the run unless they are "
-     "given",
+     "the number and tokens of validations, and what is under Routing and Optimiser except --micro-batches "
+     "are those of the run unless they are given",
      GROUP_RUN},
     {"from", KEY_FROM, "CHECKPOINT", 0,
      "Start with the weights of a checkpoint (smoe's or OLMoE's, also in shards) instead of random ones. The "
@@ -156,7 +162,7 @@ static const struct argp_option others[] = {
      "cost); norms-qk (also q and k after norm and RoPE); layers (all but the input of a layer)",
      GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
-    {"quiet", 'q', NULL, 0, "Do not show progress on the terminal", GROUP_RUN},
+    {"quiet", 'q', NULL, 0, "Do not show progress", GROUP_RUN},
     {NULL, 0, NULL, 0, "Model:", GROUP_MODEL},
     {"renormalize", KEY_RENORMALIZE, NULL, 0, "Divide the weights of a token's experts by their sum",
      GROUP_MODEL},
@@ -498,10 +504,13 @@ void train_options_adopt(train_options *options, const train_state *run)
                   {AT(routing.tile), r->tile},
                   {AT(routing.balance_coefficient), r->balance},
                   {AT(routing.z_coefficient), r->z_loss},
-                  {AT(routing.bias_rate), r->bias_rate}};
+                  {AT(routing.bias_rate), r->bias_rate},
+                  {AT(validations.count), r->evaluations},
+                  {AT(validations.tokens), r->evaluation_tokens},
+                  {AT(validations.last), r->last_evaluation_tokens}};
     for (size_t i = 0; i < sizeof values / sizeof values[0]; i++)
         adopt(options, values[i].offset, values[i].value);
-    if (tokens_are_whole(&run->text)) adopt(options, AT(evaluations), 0.0);
+    if (tokens_are_whole(&run->text)) adopt(options, AT(validations.count), 0.0);
     if (!options->rounding_given && r->rounding >= SMOE_ROUNDING_NONE && r->rounding <= SMOE_ROUNDING_DOWN)
         options->settings.routing.rounding = (smoe_rounding)r->rounding;
 }

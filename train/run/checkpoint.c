@@ -15,7 +15,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 19, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
+enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 22, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
 
 /* The values that are left out of the file while they are not known. */
 static const struct {
@@ -39,7 +39,10 @@ static const struct {
                     {"option.tile", offsetof(train_state, recipe.tile)},
                     {"option.balance", offsetof(train_state, recipe.balance)},
                     {"option.z-loss", offsetof(train_state, recipe.z_loss)},
-                    {"option.bias-rate", offsetof(train_state, recipe.bias_rate)}};
+                    {"option.bias-rate", offsetof(train_state, recipe.bias_rate)},
+                    {"option.evaluations", offsetof(train_state, recipe.evaluations)},
+                    {"option.evaluation-tokens", offsetof(train_state, recipe.evaluation_tokens)},
+                    {"option.last-evaluation-tokens", offsetof(train_state, recipe.last_evaluation_tokens)}};
 
 static const uint64_t MOST_COUNTED = 1000000000000000000; // 1e18 steps or tokens
 

@@ -23,11 +23,11 @@ static bool add_pass(evaluation *result, model *m, const tokens *data, const pas
 
 /* Passes of up to m->frame.sequences windows. */
 static bool add_windows(evaluation *result, model *m, const tokens *data, int64_t count,
-                        const pass_memory *memory, const volatile sig_atomic_t *stop, error *err)
+                        const pass_memory *memory, const evaluation_watch *watch, error *err)
 {
     int64_t windows = tokens_windows(data), context = m->config.context;
     for (int64_t first = 0; first < count; first += m->frame.sequences) {
-        if (stop && *stop) {
+        if (watch->stop && *watch->stop) {
             result->stopped = true;
             return true;
         }
@@ -36,17 +36,18 @@ static bool add_windows(evaluation *result, model *m, const tokens *data, int64_
             tokens_window(data, (first + i) * windows / count, 1, memory->inputs + i * context,
                           memory->targets + i * context);
         if (!add_pass(result, m, data, memory, sequences, context, err)) return false;
+        if (watch->pass) watch->pass(watch->user, (double)(first + sequences) / (double)count);
     }
     return true;
 }
 
 static bool run(evaluation *result, model *m, const tokens *data, int64_t most, const pass_memory *memory,
-                const volatile sig_atomic_t *stop, error *err)
+                const evaluation_watch *watch, error *err)
 {
     const int64_t windows = tokens_windows(data), rest = tokens_rest(data);
     const bool all = most <= 0 || most > windows;
     *result = (evaluation){0};
-    if (!add_windows(result, m, data, all ? windows : most, memory, stop, err)) return false;
+    if (!add_windows(result, m, data, all ? windows : most, memory, watch, err)) return false;
     if (all && rest > 0 && !result->stopped) {
         tokens_rest_window(data, memory->inputs, memory->targets);
         if (!add_pass(result, m, data, memory, 1, rest, err)) return false;
@@ -55,14 +56,14 @@ static bool run(evaluation *result, model *m, const tokens *data, int64_t most, 
     return true;
 }
 
-bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most,
-              const volatile sig_atomic_t *stop, error *err)
+bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most, const evaluation_watch *watch,
+              error *err)
 {
     int64_t rows = m->frame.sequences * m->config.context;
     int32_t *inputs = malloc(2 * (size_t)rows * sizeof *inputs);
     if (!inputs) return fail(err, ERROR_RUNTIME, "out of memory: a batch of %lld tokens", (long long)rows);
     const pass_memory memory = {inputs, inputs + rows};
-    bool done = run(result, m, data, most, &memory, stop, err);
+    bool done = run(result, m, data, most, &memory, watch, err);
     free(inputs);
     return done;
 }

@@ -21,11 +21,17 @@ static inline double evaluation_bits_per_byte(const evaluation *e)
     return e->bytes > 0 ? e->loss * (double)e->tokens / (double)e->bytes / log(2.0) : (double)NAN;
 }
 
+/* Who watches an evaluation. */
+typedef struct evaluation_watch {
+    const volatile sig_atomic_t *stop;      // if *stop is not 0, it ends early, without an error; may be NULL
+    void (*pass)(void *user, double share); // after every pass: the share of the tokens that are done; may be
+    void *user;                             // NULL
+} evaluation_watch;
+
 /* Evaluates every token but the first; or, if most > 0, at most `most` windows at equal distances. The
  * model's context must be the one with which the data was opened; if the data have no whole window, their
- * rest is enough. If *stop is not 0, ends early, without an error; stop may be NULL.
- */
-bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most,
-              const volatile sig_atomic_t *stop, error *err);
+ * rest is enough. */
+bool evaluate(evaluation *result, model *m, const tokens *data, int64_t most, const evaluation_watch *watch,
+              error *err);
 
 #endif

@@ -41,6 +41,7 @@ static bool parse_line(const char *text, size_t size, log_line *line)
                            .loss = real_of(object, "loss"),
                            .bits_per_byte = real_of(object, "bits_per_byte"),
                            .val_loss = real_of(object, "val_loss"),
+                           .val_tokens = json_integer_value(json_object_get(object, "val_tokens")),
                            .tokens_per_s = real_of(object, "tokens_per_s"),
                            .lr = real_of(object, "lr"),
                            .grad_norm = real_of(object, "grad_norm"),
@@ -119,6 +120,7 @@ bool log_write(train_log *log, const log_line *line, error *err)
         "lr", real_or_null(line->lr), "grad_norm", real_or_null(line->grad_norm));
     if (object) {
         set_finite(object, "val_loss", line->val_loss);
+        if (line->val_tokens > 0) json_object_set_new(object, "val_tokens", json_integer(line->val_tokens));
         set_finite(object, "added", line->routing.added);
         set_finite(object, "dropped", line->routing.dropped);
         set_finite(object, "emptied", line->routing.emptied);

@@ -5,17 +5,17 @@
 #include "common/clock.h"
 #include "train/files/checkpoint_folder.h"
 #include "train/files/file.h"
+#include "train/run/average.h"
 #include "train/run/checkpoint.h"
 #include "train/run/log.h"
 #include "train/run/plot.h"
+#include "train/run/run_folder.h"
 #include "train/run/schedule.h"
 #include "train/run/step.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 enum { PATH_BYTES = 4096 };
@@ -38,9 +38,13 @@ typedef struct run {
     int64_t first;             // the step at which the run began
     double started;            // the clock when state.elapsed was elapsed_before
     double elapsed_before;
-    double val_loss; // newest
-    log_line line;   // newest
-    double rate;     // tokens a second, smoothed
+    validation_plan plan;
+    double val_loss;         // newest
+    log_line line;           // newest
+    average step_seconds;    // of the last steps
+    double loss;             // of the last step
+    train_observer observer; // may be NULL
+    void *user;
 } run;
 
 static int64_t tokens_of(const run *r, int64_t steps)
@@ -105,7 +109,7 @@ static bool check_text(const run *r, const char *path, error *err)
         (long long)is.train, (long long)is.validation, (unsigned long long)is.checksum);
 }
 
-static train_recipe recipe_of(const train_settings *s)
+static train_recipe recipe_of(const train_settings *s, const validation_plan *plan)
 {
     return (train_recipe){.lr = s->lr,
                           .end_lr = s->end_lr,
@@ -118,7 +122,42 @@ static train_recipe recipe_of(const train_settings *s)
                           .tile = (double)s->routing.tile,
                           .balance = (double)s->routing.balance_coefficient,
                           .z_loss = (double)s->routing.z_coefficient,
-                          .bias_rate = (double)s->routing.bias_rate};
+                          .bias_rate = (double)s->routing.bias_rate,
+                          .evaluations = (double)plan->count,
+                          .evaluation_tokens = (double)plan->tokens,
+                          .last_evaluation_tokens = (double)plan->last};
+}
+
+/* Tokens that a run of a given time will train on, roughly: a step takes about three times as long as a
+ * validation of its tokens, which is measured here. The fastest of some passes counts: the first starts the
+ * device, and other programs may run. */
+static bool measure_length(run *r, double *length, error *err)
+{
+    enum { PASSES = 5 };
+    double fastest = INFINITY;
+    evaluation pass = {0};
+    for (int i = 0; i < PASSES; i++) {
+        const double started = clock_seconds();
+        if (!evaluate(&pass, &r->model, r->data, r->model.frame.sequences, &(evaluation_watch){0}, err))
+            return false;
+        fastest = fmin(fastest, clock_seconds() - started);
+    }
+    *length = r->settings->seconds * (double)pass.tokens / (3.0 * fastest);
+    return true;
+}
+
+/* Chooses the validations of the run when its first weights are there. */
+static bool plan_validations(run *r, error *err)
+{
+    const train_settings *s = r->settings;
+    const int64_t text = tokens_validation_count(r->data);
+    double length = (double)tokens_of(r, s->steps);
+    r->plan = s->validations;
+    if (text == 0) r->plan.count = 0; // all of it is trained on
+    if (r->plan.count == 0 || (r->plan.count > 0 && r->plan.tokens > 0 && r->plan.last > 0)) return true;
+    if (s->steps == 0 && !measure_length(r, &length, err)) return false;
+    r->plan = validation_plan_choose(r->plan, s->validation_share * length, text, s->config.context);
+    return true;
 }
 
 /* Loads OUT/latest. Its seed, its batch and its text must be those of the settings. */
@@ -136,9 +175,10 @@ static bool resume(run *r, error *err)
                     "%s was trained with --seed %llu --batch %lld, not --seed %llu --batch %lld", path,
                     (unsigned long long)r->state.seed, (long long)r->state.batch, (unsigned long long)s->seed,
                     (long long)s->batch);
-    if (!check_length(r, r->state.step, err) || !check_text(r, path, err)) return false;
+    if (!check_length(r, r->state.step, err) || !check_text(r, path, err) || !plan_validations(r, err))
+        return false;
     r->before = r->state.recipe;
-    r->state.recipe = recipe_of(s);
+    r->state.recipe = recipe_of(s, &r->plan);
     r->state.text = tokens_identify(r->data); // unknown in a checkpoint of an earlier program
     return true;
 }
@@ -171,27 +211,6 @@ static bool save(run *r, error *err)
                            r->settings->keep, err);
 }
 
-static bool log_path(const train_settings *s, char *path, error *err)
-{
-    return snprintf(path, PATH_BYTES, "%s/train.jsonl", s->out) < PATH_BYTES ||
-           fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
-}
-
-/* A new run must not replace the checkpoints or the log of another one. */
-static bool check_unused(const train_settings *s, error *err)
-{
-    char path[PATH_BYTES];
-    struct stat about;
-    error none = {0};
-    if (checkpoint_find(s->out, path, sizeof path, &none))
-        return fail(err, ERROR_USAGE, "%s exists already: %schoose another folder", path,
-                    strcmp(path, s->out) == 0 ? "" : "resume it, or ");
-    if (!log_path(s, path, err)) return false;
-    if (stat(path, &about) != 0 || about.st_size == 0) return true;
-    return fail(err, ERROR_USAGE,
-                "%s exists already, the log of a run without a checkpoint: choose another folder", path);
-}
-
 static bool start(run *r, error *err)
 {
     const train_settings *s = r->settings;
@@ -199,12 +218,13 @@ static bool start(run *r, error *err)
         return file_lock_folder(&r->lock, s->out, err) && resume(r, err) &&
                (s->checkpoints == 0 || checkpoint_folder_relink(s->out, r->state.step, err));
     if (!take_weights(r, err) || !file_make_folder(s->out, err) || !file_lock_folder(&r->lock, s->out, err) ||
-        !check_unused(s, err)) // once more: another run may have begun since
+        !run_folder_unused(s, err) || // once more: another run may have begun since
+        !plan_validations(r, err))
         return false;
     r->state.seed = s->seed;
     r->state.batch = s->batch;
     r->state.text = tokens_identify(r->data);
-    r->state.recipe = recipe_of(s);
+    r->state.recipe = recipe_of(s, &r->plan);
     // A checkpoint is saved before the first step. So there is always a usable checkpoint, and a full disk is
     // noticed at once.
     return save(r, err);
@@ -240,49 +260,14 @@ static bool open_tokenizer(run *r, error *err)
                 (long long)r->words.table.tokens, (long long)s->config.vocab, before ? "" : " (--vocab)");
 }
 
-/* OUT/latest must be a checkpoint of a run, and its model must have the sizes of the settings. */
-static bool check_model(const char *path, const train_settings *s, error *err)
-{
-    model_config have;
-    error why = {0};
-    if (!checkpoint_load_config(path, &have, err)) return false;
-    // The run would write its checkpoints into this one, and the next resume would not find them.
-    if (strcmp(path, s->out) == 0)
-        return fail(err, ERROR_USAGE,
-                    "%s is a checkpoint, not the folder of a run: resume that folder, or start with --from",
-                    path);
-    return model_config_same(&have, &s->config, &why) ||
-           fail(err, ERROR_USAGE, "%.200s holds a checkpoint with other sizes or settings: %.250s", path,
-                why.text);
-}
-
-/* Checks what is resumed before the text is read, and chooses how the text is split. A new run without
- * validations trains on the whole text. A resumed run splits its text as it did when it began, because the
- * order of the data depends on it. */
-static bool check_resumed(const train_settings *s, tokens_split *split, error *err)
-{
-    char path[PATH_BYTES];
-    train_state before;
-    *split = s->evaluations ? TOKENS_TRAIN : TOKENS_WHOLE;
-    if (!s->resume) return true;
-    if (!checkpoint_find(s->out, path, sizeof path, err) || !check_model(path, s, err) ||
-        !checkpoint_load_state(path, NULL, NULL, &before, err))
-        return false;
-    *split = tokens_are_whole(&before.text) ? TOKENS_WHOLE : TOKENS_TRAIN;
-    return *split == TOKENS_TRAIN || !s->evaluations ||
-           fail(err, ERROR_USAGE,
-                "--evaluations is %lld, but %s is of a run that began with --evaluations 0 and trains on the "
-                "whole text: no text is left to validate on",
-                (long long)s->evaluations, path);
-}
-
 /* If the log has the line of the checkpoint's step, the line may have been written after the checkpoint: the
  * validation of this step was stopped and made by a resumed run, which made no further step. */
 static bool open_log(run *r, error *err)
 {
     char path[PATH_BYTES];
     log_line last;
-    if (!log_path(r->settings, path, err) || !log_open(&r->log, path, r->state.step, &last, err))
+    if (!run_folder_log(r->settings, path, sizeof path, err) ||
+        !log_open(&r->log, path, r->state.step, &last, err))
         return false;
     if (last.step != r->state.step) return true;
     r->line = last;
@@ -308,8 +293,8 @@ static bool open_run(run *r, error *err)
     if (s->batch % s->parts)
         return fail(err, ERROR_USAGE, "--micro-batches is %lld, which does not divide the batch of %lld",
                     (long long)s->parts, (long long)s->batch);
-    if (!check_length(r, s->steps, err) || (!s->resume && !check_unused(s, err)) ||
-        !check_resumed(s, &split, err) || !open_tokenizer(r, err) ||
+    if (!check_length(r, s->steps, err) || (!s->resume && !run_folder_unused(s, err)) ||
+        !run_folder_resumed(s, &split, err) || !open_tokenizer(r, err) ||
         !tokens_open(&r->data, s->paths, s->path_count, r->words.table.tokens ? &r->words.table : NULL,
                      s->config.vocab, s->config.context, split, err))
         return false;
@@ -402,7 +387,7 @@ static void stage(run *r, int64_t number)
 }
 
 /* One step. The batch of the next step is read while the device works on this one. */
-static bool take_step(run *r, double *loss, error *err)
+static bool take_step(run *r, error *err)
 {
     const train_settings *s = r->settings;
     r->model.routing.step = (uint64_t)r->state.step;
@@ -414,12 +399,12 @@ static bool take_step(run *r, double *loss, error *err)
     const int64_t bytes = tokens_bytes(r->data, r->targets, s->batch * s->config.context);
     stage(r, r->state.step + 1);
     if (!step_finish(&r->step, &found, err)) return false;
-    *loss = found.loss;
+    r->loss = found.loss;
     r->state.grad_norm = found.norm;
-    if (!isfinite(*loss)) return stop_not_finite(r, "loss", *loss, err);
+    if (!isfinite(r->loss)) return stop_not_finite(r, "loss", r->loss, err);
     if (!isfinite(found.norm)) return stop_not_finite(r, "gradient's norm", found.norm, err);
     r->state.step++;
-    r->state.loss_sum += *loss;
+    r->state.loss_sum += r->loss;
     r->state.loss_count++;
     r->state.loss_bytes += bytes;
     r->state.elapsed = r->elapsed_before + clock_seconds() - r->started;
@@ -437,7 +422,26 @@ static bool passes(const run *r, double from, int64_t count)
     return floor(progress_of(r) * points) > floor(from * points);
 }
 
-static bool write_line(run *r, double val_loss, error *err)
+/* Tells the observer where the run is. `validated` and `line` as in train_report. */
+static void report(const run *r, double validated, const log_line *line)
+{
+    const train_settings *s = r->settings;
+    const double progress = progress_of(r), rate = (double)tokens_of(r, 1) / average_of(&r->step_seconds);
+    const train_report told = {.step = r->state.step,
+                               .tokens = tokens_of(r, r->state.step),
+                               .loss = r->loss,
+                               .val_loss = r->val_loss,
+                               .tokens_per_s = rate,
+                               .progress = progress,
+                               .remaining = s->steps ? (double)tokens_of(r, s->steps - r->state.step) / rate
+                                                     : s->seconds * (1.0 - progress),
+                               .validated = validated,
+                               .line = line};
+    if (r->observer) r->observer(r->user, &told);
+}
+
+/* `part` is the validation of this step; its loss is NAN if there was none. */
+static bool write_line(run *r, const evaluation *part, error *err)
 {
     train_state *now = &r->state;
     const evaluation trained = {.loss = now->loss_sum / (double)now->loss_count,
@@ -448,37 +452,31 @@ static bool write_line(run *r, double val_loss, error *err)
                          .seconds = now->elapsed,
                          .loss = trained.loss,
                          .bits_per_byte = evaluation_bits_per_byte(&trained),
-                         .val_loss = val_loss,
+                         .val_loss = part->loss,
+                         .val_tokens = isnan(part->loss) ? 0 : part->tokens,
                          .tokens_per_s = (double)trained.tokens / (now->elapsed - now->line_elapsed),
                          .lr = now->lr,
                          .grad_norm = now->grad_norm,
                          .routing = now->routing};
     begin_line(now);
-    return log_write(r->log, &r->line, err);
+    if (!log_write(r->log, &r->line, err)) return false;
+    if (!isnan(part->loss)) r->val_loss = part->loss;
+    report(r, (double)NAN, &r->line);
+    return true;
 }
 
-static void report(run *r, double loss, double seconds, train_observer observer, void *user)
+static void report_pass(void *user, double share)
 {
-    const train_settings *s = r->settings;
-    double progress = progress_of(r), now = (double)tokens_of(r, 1) / seconds;
-    r->rate = r->rate > 0.0 ? 0.98 * r->rate + 0.02 * now : now;
-    train_report told = {.step = r->state.step,
-                         .tokens = tokens_of(r, r->state.step),
-                         .loss = loss,
-                         .val_loss = r->val_loss,
-                         .tokens_per_s = r->rate,
-                         .progress = progress};
-    told.remaining =
-        s->steps ? (double)tokens_of(r, s->steps - r->state.step) / r->rate : s->seconds * (1.0 - progress);
-    if (observer) observer(user, &told);
+    report(user, share, NULL);
 }
 
 /* Validates on `count` tokens, in whole windows. */
 static bool validate(run *r, int64_t count, evaluation *result, error *err)
 {
     int64_t context = r->settings->config.context, windows = (count + context - 1) / context;
+    const evaluation_watch watch = {r->settings->stop, report_pass, r};
     r->staged = -1; // the windows overwrite the prepared batch
-    return evaluate(result, &r->model, r->data, windows, r->settings->stop, err);
+    return evaluate(result, &r->model, r->data, windows, &watch, err);
 }
 
 /* Writes the line of the last step, after a validation if one is wanted. A stop during the validation leaves
@@ -487,17 +485,15 @@ static bool record(run *r, bool validates, error *err)
 {
     evaluation part = {.loss = NAN};
     r->state.line_due = true;
-    if (validates && !validate(r, r->settings->evaluation_tokens, &part, err)) return false;
-    if (part.stopped) return true;
-    if (validates) r->val_loss = part.loss;
-    return write_line(r, part.loss, err);
+    if (validates && !validate(r, r->plan.tokens, &part, err)) return false;
+    return part.stopped || write_line(r, &part, err);
 }
 
 /* Evaluation, log line and checkpoint, if they are due. After a stop finish() does them. */
 static bool keep_records(run *r, double from, error *err)
 {
     const train_settings *s = r->settings;
-    const bool end = progress_of(r) >= 1.0, validates = passes(r, from, s->evaluations),
+    const bool end = progress_of(r) >= 1.0, validates = passes(r, from, r->plan.count),
                line = end || validates || passes(r, from, s->logs);
     // Before a validation, whose passes overwrite the results of the step's.
     if (line && !routing_report_read(&r->state.routing, &r->model, err)) return false;
@@ -507,17 +503,18 @@ static bool keep_records(run *r, double from, error *err)
     return save(r, err);
 }
 
-static bool loop(run *r, train_observer observer, void *user, train_result *result, error *err)
+static bool loop(run *r, train_result *result, error *err)
 {
     const train_settings *s = r->settings;
     if (r->state.line_due && progress_of(r) < 1.0) {
-        if (!record(r, s->evaluations > 0, err)) return false;
+        if (!record(r, r->plan.count > 0, err)) return false;
         result->interrupted = r->state.line_due;
     }
     for (double from = progress_of(r); from < 1.0 && !result->interrupted; from = progress_of(r)) {
-        double loss, before = r->state.elapsed;
-        if (!take_step(r, &loss, err)) return false;
-        report(r, loss, r->state.elapsed - before, observer, user);
+        const double before = clock_seconds();
+        if (!take_step(r, err)) return false;
+        average_add(&r->step_seconds, clock_seconds() - before);
+        report(r, (double)NAN, NULL);
         if (!keep_records(r, from, err)) return false;
         result->interrupted = s->stop && *s->stop;
     }
@@ -529,17 +526,16 @@ static bool loop(run *r, train_observer observer, void *user, train_result *resu
 static bool finish(run *r, train_result *result, error *err)
 {
     const train_settings *s = r->settings;
-    bool evaluates = !result->interrupted && s->evaluations > 0;
-    if (evaluates && !validate(r, s->last_evaluation_tokens, &result->validation, err)) return false;
-    result->interrupted |= result->validation.stopped;
-    double val_loss = !evaluates || result->interrupted ? (double)NAN : result->validation.loss;
-    if (!result->interrupted && r->state.loss_count && !write_line(r, val_loss, err)) return false;
+    evaluation last = {.loss = NAN};
+    if (!result->interrupted && r->plan.count > 0 && !validate(r, r->plan.last, &last, err)) return false;
+    result->interrupted |= last.stopped;
+    if (!result->interrupted && r->state.loss_count && !write_line(r, &last, err)) return false;
     if (r->state.step > r->first && !save(r, err)) return false;
     *result = (train_result){.step = r->state.step,
                              .tokens = tokens_of(r, r->state.step),
                              .elapsed = r->state.elapsed,
                              .loss = r->line.loss,
-                             .validation = result->validation,
+                             .validation = last,
                              .interrupted = result->interrupted,
                              .parameters = param_count(&r->model.weights.layout),
                              .active = model_active_weights(&s->config),
@@ -566,6 +562,8 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
                error *err)
 {
     run r = {.settings = settings,
+             .observer = observer,
+             .user = user,
              .val_loss = NAN, // not known until a validation
              .state = {.lr = NAN, .grad_norm = NAN, .routing = routing_report_none},
              .line = {.loss = NAN},
@@ -574,7 +572,7 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
     *result = (train_result){0};
     bool done = open_run(&r, err);
     if (done) tell_start(&r);
-    done = done && loop(&r, observer, user, result, err) && finish(&r, result, err);
+    done = done && loop(&r, result, err) && finish(&r, result, err);
     close_run(&r);
     return done;
 }

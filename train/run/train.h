@@ -11,6 +11,8 @@
 #include "train/model/model.h"
 #include "train/run/checkpoint.h"
 #include "train/run/evaluate.h"
+#include "train/run/log.h"
+#include "train/run/validation_plan.h"
 
 #include <signal.h>
 
@@ -48,15 +50,15 @@ struct train_settings {
     double lr, end_lr;     // peak rate, and the final rate as a fraction of it
     double warmup;         // fraction of the run
     double beta1, beta2, adam_eps, weight_decay;
-    double clip;         // largest norm of the gradient
-    moe_routing routing; // rounding, tile, auxiliary losses; its seed and step are set by the run
-    uint64_t seed;       // of the weights, the samples and SR-f
-    int64_t logs, evaluations, checkpoints; // how many of each over the run; the last two may be 0. A run
-                                            // that begins with 0 evaluations trains on the whole text and
-                                            // cannot be resumed with more
-    int64_t evaluation_tokens;              // tokens of each evaluation except the last
-    int64_t last_evaluation_tokens;         // of the last; limits the time after the last step
-    int64_t keep;                           // checkpoints that stay
+    double clip;                 // largest norm of the gradient
+    moe_routing routing;         // rounding, tile, auxiliary losses; its seed and step are set by the run
+    uint64_t seed;               // of the weights, the samples and SR-f
+    int64_t logs, checkpoints;   // how many of each over the run; no checkpoints: 0
+    validation_plan validations; // what is to be chosen in it is chosen before the first step. A run
+                                 // that begins with a count of 0 trains on the whole text and cannot be
+                                 // resumed with more
+    double validation_share;     // of the run's tokens, for what is chosen
+    int64_t keep;                // checkpoints that stay
     const volatile sig_atomic_t *stop; // if *stop becomes not 0: finish the step, stop a validation, save,
                                        // return. The resumed run makes this validation first
     void (*on_start)(const train_settings *settings, const train_start *start); // may be NULL
@@ -65,14 +67,16 @@ struct train_settings {
 /* Valid settings for the demo: a small model with tuned sizes. paths and out are not set. */
 train_settings train_settings_default(void);
 
-/* What an observer receives after every step. */
+/* What an observer receives: after every step, after every line of the log, and during validations. */
 typedef struct train_report {
     int64_t step, tokens;
-    double loss;         // of this step, nats
-    double val_loss;     // newest, NAN before the first
-    double tokens_per_s; // over the last seconds
-    double progress;     // 0..1
-    double remaining;    // seconds to the end, NAN when not known yet
+    double loss;          // of this step, nats
+    double val_loss;      // newest, NAN before the first
+    double tokens_per_s;  // over the last steps
+    double progress;      // 0..1
+    double remaining;     // seconds of training to the end
+    double validated;     // share of a validation that is done, 0..1; NAN: none is running
+    const log_line *line; // what was just written into the log; NULL: nothing
 } train_report;
 
 typedef void (*train_observer)(void *user, const train_report *report);
@@ -82,7 +86,7 @@ typedef struct train_result {
     double elapsed;        // seconds of training, those before a resume included
     double loss;           // of the last line that the run wrote, or of the line of the step at which it was
                            // resumed, nats; NAN: there is none
-    evaluation validation; // the last one, over last_evaluation_tokens
+    evaluation validation; // the last one, over validations.last tokens
     bool interrupted;      // by *stop, during training or during the last validation, which then has no loss
     bool drawn;            // curve.png is there
     size_t parameters;

@@ -1,0 +1,143 @@
+/* Progress of `smoe train` and `smoe eval`: the loss and the rate that are shown are those of the last steps;
+ * without a terminal there is a line for each line of the log; validations show how far they are. */
+#define _DEFAULT_SOURCE
+#include "tests/cli_case.h"
+
+#include "cli/model/progress.h"
+
+#include <fcntl.h>
+#include <math.h>
+
+/* What the functions write to stderr between the two calls. */
+static int begin_capture(void **state)
+{
+    char path[4096];
+    const int kept = dup(STDERR_FILENO),
+              file = open(in_folder(path, state, "errors"), O_CREAT | O_TRUNC | O_RDWR, 0600);
+    fflush(stderr);
+    dup2(file, STDERR_FILENO);
+    close(file);
+    return kept;
+}
+
+static void end_capture(void **state, int kept, char *text, size_t size)
+{
+    char path[4096];
+    fflush(stderr);
+    dup2(kept, STDERR_FILENO);
+    close(kept);
+    FILE *file = fopen(in_folder(path, state, "errors"), "r");
+    text[fread(text, 1, size - 1, file)] = '\0';
+    fclose(file);
+}
+
+static void test_average(void **state)
+{
+    (void)state;
+    average a = {0};
+    assert_true(isnan(average_of(&a)));
+    average_add(&a, 8);
+    assert_true(fabs(average_of(&a) - 8) < 1e-12);
+    for (int i = 0; i < 5; i++) average_add(&a, 4);
+    assert_true(average_of(&a) > 4 && average_of(&a) < 4.7); // with the first value at its full weight 7.1
+    for (int i = 0; i < 1000; i++) average_add(&a, 3);
+    assert_true(fabs(average_of(&a) - 3) < 1e-9);
+}
+
+/* The loss falls fast at first: 8, then 4. The first line of the log is their mean. */
+static void test_shown_loss(void **state)
+{
+    char text[4096];
+    const log_line line = {.loss = 4.4};
+    train_report r = {
+        .progress = 0.5, .tokens_per_s = 100, .val_loss = NAN, .validated = NAN, .remaining = 70};
+    progress p = progress_start(false);
+    p.terminal = true;
+    for (int i = 0; i < 10; i++) {
+        p.shown = i < 9 ? 1e30 : 0; // draws only the last
+        r.step = i + 1;
+        r.loss = i == 0 ? 8 : 4;
+        const int kept = begin_capture(state);
+        progress_show(&p, &r);
+        end_capture(state, kept, text, sizeof text);
+    }
+    const char *loss = strstr(text, "loss ");
+    assert_non_null(loss);
+    assert_true(strtod(loss + 5, NULL) < 4.4);
+    assert_non_null(strstr(text, "[############............]  50%  step 10  loss 4."));
+    assert_non_null(strstr(text, "nats  100 tokens/s  1:10 left"));
+    p.terminal = false;
+    r.line = &line;
+    const int kept = begin_capture(state);
+    progress_show(&p, &r);
+    end_capture(state, kept, text, sizeof text);
+    assert_string_equal(text, " 50%  step 10  loss 4.400 nats  100 tokens/s  1:10 left\n");
+}
+
+/* A validation at 100 % of the steps shows its own share. */
+static void test_shown_validation(void **state)
+{
+    char text[4096];
+    train_report r = {
+        .step = 9, .progress = 1, .tokens_per_s = 100, .val_loss = 2, .validated = 0.4, .loss = 1};
+    progress p = progress_start(false);
+    p.terminal = true;
+    p.shown = 0;
+    average_add(&p.loss, 1);
+    int kept = begin_capture(state);
+    progress_show(&p, &r);
+    progress_end(&p);
+    end_capture(state, kept, text, sizeof text);
+    assert_non_null(strstr(text, "100%  step 9  loss 1.000 nats  validation 2.000  validating 40%\n"));
+    for (int terminal = 0; terminal < 2; terminal++) {
+        p = progress_start(false);
+        p.terminal = terminal;
+        p.started -= 15;
+        p.shown -= 15;
+        kept = begin_capture(state);
+        progress_show_pass(&p, 0.75);
+        progress_show_pass(&p, 0.8); // at once after the first: nothing
+        progress_end(&p);
+        end_capture(state, kept, text, sizeof text);
+        assert_string_equal(text, terminal ? "\r\033[K[##################......]  75%  0:05 left\n"
+                                           : " 75%  0:05 left\n");
+    }
+}
+
+static int count(const char *text, const char *part)
+{
+    int found = 0;
+    for (; (text = strstr(text, part)) != NULL; text++) found++;
+    return found;
+}
+
+/* Without a terminal the log's lines are told; with -q nothing is. A run that is not quiet ends as before. */
+static void test_lines(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    const char *options =
+        "train --hidden 16 --intermediate 8 --experts 4 --heads 2 --layers 1 --context 16 --batch 2 ";
+    char command[1024];
+    put_texts(state);
+    snprintf(command, sizeof command, "%s --steps 40 --logs 8 --evaluations 2 --out run text.txt", options);
+    assert_int_equal(run(state, "", command, output), 0);
+    assert_int_equal(count(output, " tokens/s"), 8);
+    assert_int_equal(count(output, "  step "), 8);
+    assert_int_equal(count(output, "  validation "), 5); // from the line of step 20 on
+    assert_int_equal(count(output, "\r"), 0);
+    assert_non_null(strstr(output, "100%  step 40  loss "));
+    snprintf(command, sizeof command, "%s -q --steps 40 --logs 8 --out quiet text.txt", options);
+    assert_int_equal(run(state, "", command, output), 0);
+    assert_int_equal(count(output, "tokens/s"), 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_average),
+        cmocka_unit_test_setup_teardown(test_shown_loss, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_shown_validation, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_lines, folder_setup, folder_teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
