@@ -39,7 +39,8 @@ const char *slot_name(slot_id id)
                                              "drouter_bias",
                                              "dlogits",
                                              "dtopk_weights",
-                                             "drow_weights"};
+                                             "drow_weights",
+                                             "loss_gradients"};
     return names[id];
 }
 
@@ -83,6 +84,7 @@ static extent extent_of(const run *r, slot_id id)
     case SLOT_LOGITS:
     case SLOT_DLOGITS: return (extent){te, l->logits_type, false};
     case SLOT_SELECTION_BIAS: return (extent){e, SMOE_TYPE_F32, false};
+    case SLOT_LOSS_GRADIENTS:
     case SLOT_LOSSES: return (extent){2, SMOE_TYPE_F32, false};
     case SLOT_TOPK_IDS: return (extent){tk, l->index_type, false};
     case SLOT_TOPK_WEIGHTS:
@@ -173,10 +175,27 @@ static bool give_initial_gradient(run *r, slot_id id)
 static bool reads_logits(const run *r)
 {
     const smoe_layer *l = &r->layer;
-    const bool losses = r->backward.balance_coefficient != 0.0f || r->backward.z_coefficient != 0.0f,
+    const bool losses = r->backward.balance_coefficient != 0.0f || r->backward.z_coefficient != 0.0f ||
+                        r->wanted[SLOT_LOSS_GRADIENTS],
                softmax_of_kept = l->score == SMOE_SCORE_TOPK_SOFTMAX ||
                                  (l->score == SMOE_SCORE_SOFTMAX_TOPK && l->renormalize);
     return losses || l->rounding != SMOE_ROUNDING_NONE || !softmax_of_kept;
+}
+
+/* The coefficients of the losses. With loss_gradients that of the balance loss is given there alone, and half
+ * of that of the z-loss. */
+static bool give_coefficients(run *r, const oracle_drawn *d)
+{
+    double balance = d->input.balance_coefficient, z = d->input.z_coefficient;
+    if (r->wanted[SLOT_LOSS_GRADIENTS]) {
+        const double gradients[] = {balance, z / 2};
+        if (!give(r, SLOT_LOSS_GRADIENTS, gradients, true)) return false;
+        balance = 0.0, z -= z / 2;
+    }
+    const bool router = r->wanted[SLOT_DLOGITS] || r->wanted[SLOT_DROUTER_WEIGHT];
+    r->backward.balance_coefficient = router ? (float)balance : 0.0f;
+    r->backward.z_coefficient = router ? (float)z : 0.0f;
+    return true;
 }
 
 bool run_inputs(run *r, const oracle_drawn *d)
@@ -204,10 +223,8 @@ bool run_inputs(run *r, const oracle_drawn *d)
     for (int i = 0; r->layer.accumulate && i < SLOTS; i++)
         if (r->wanted[i] && is_weight_gradient((slot_id)i) && !give_initial_gradient(r, (slot_id)i))
             return false;
-    const bool router = r->wanted[SLOT_DLOGITS] || r->wanted[SLOT_DROUTER_WEIGHT];
     r->forward.step = d->input.step;
-    r->backward.balance_coefficient = router ? (float)d->input.balance_coefficient : 0.0f;
-    r->backward.z_coefficient = router ? (float)d->input.z_coefficient : 0.0f;
+    if (!give_coefficients(r, d)) return false;
     r->backward.logits = reads_logits(r) ? slot_data(r, SLOT_LOGITS) : NULL;
     return true;
 }
@@ -244,7 +261,8 @@ void run_wanted(const smoe_layer *l, const oracle_drawn *d, const run_options *o
                              [SLOT_DROUTER_BIAS] = router && d->router_bias && !options->less_router,
                              [SLOT_DLOGITS] = router && !options->less_router,
                              [SLOT_DTOPK_WEIGHTS] = backward && topk,
-                             [SLOT_DROW_WEIGHTS] = backward && !topk};
+                             [SLOT_DROW_WEIGHTS] = backward && !topk,
+                             [SLOT_LOSS_GRADIENTS] = router && d->loss_gradients};
     memcpy(wanted, all, sizeof all);
 }
 
@@ -305,6 +323,7 @@ static void fill_backward(run *r)
                                        .dlogits = slot_data(r, SLOT_DLOGITS),
                                        .dtopk_weights = slot_data(r, SLOT_DTOPK_WEIGHTS),
                                        .drow_weights = slot_data(r, SLOT_DROW_WEIGHTS),
+                                       .loss_gradients = slot_data(r, SLOT_LOSS_GRADIENTS),
                                        .scratch = slot_data(r, SLOT_SCRATCH_BACKWARD),
                                        .scratch_size = r->slots[SLOT_SCRATCH_BACKWARD].memory.bytes};
 }

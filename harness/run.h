@@ -45,6 +45,7 @@ typedef enum slot_id {
     SLOT_DLOGITS,
     SLOT_DTOPK_WEIGHTS,
     SLOT_DROW_WEIGHTS,
+    SLOT_LOSS_GRADIENTS,
     SLOTS
 } slot_id;
 

@@ -248,8 +248,8 @@ typedef enum smoe_entry {
  *   SIGMOID          0            sigma(l)                                             sparse
  *   SIGMOID          1            sigma(l) / the sum of sigma over the K experts       sparse
  *
- * route_scale then multiplies every weight. Sparse dlogits have at most K nonzeros for each token. Rounding
- * and loss coefficients make dlogits dense. */
+ * route_scale then multiplies every weight. Sparse dlogits have at most K nonzeros for each token. Rounding,
+ * loss coefficients and loss_gradients make dlogits dense. */
 typedef enum smoe_score {
     SMOE_SCORE_SOFTMAX_TOPK = 0,
     SMOE_SCORE_TOPK_SOFTMAX = 1, /* renormalize must be 0: the weights sum to 1 already */
@@ -488,11 +488,14 @@ typedef struct smoe_backward_args {
                              (padded_rows), written; 0 for elements that are not those of a row */
     void *scratch;        /* at least scratch_backward_bytes, whichever gradients are wanted */
     uint64_t scratch_size;
+    const float *loss_gradients; /* (2) or NULL: the gradients of losses[0] and losses[1], which are added to
+                                    balance_coefficient and z_coefficient. With the cuda backend they are in
+                                    device memory, so earlier work on the stream may compute them */
 } smoe_backward_args;
 #define SMOE_BACKWARD_ARGS_INIT                                                                              \
     {                                                                                                        \
         sizeof(smoe_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, 0.0f, 0.0f,     \
-            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0                              \
+            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL                        \
     }
 
 /* The whole backward: computes the gradients that are wanted. */

@@ -156,6 +156,7 @@ void oracle_draw_inputs(const smoe_layer *layer, const oracle_draw *draw, uint64
     if (draw->b1) d->b1 = draw_values(&random, experts * width, 0.5, integers, dtype);
     if (draw->b2) d->b2 = draw_values(&random, experts * hidden, 0.5, integers, dtype);
     d->dout = draw_values(&random, tokens * hidden, 1.0, integers, dtype);
+    d->loss_gradients = draw->loss_gradients;
     d->input = (oracle_input){
         .x = d->x,
         .router_weight = d->router_weight,

@@ -23,6 +23,7 @@ typedef struct oracle_draw {
     int integers;     /* 0: normally distributed numbers. Otherwise small integers, for which f32 and bf16
                        * arithmetic is exact: one value in this many is -1, 0 or 1, the others are 0 */
     double balance_coefficient, z_coefficient;
+    bool loss_gradients; /* these coefficients are given in part through loss_gradients */
     uint64_t step;
 } oracle_draw;
 
@@ -32,6 +33,7 @@ typedef struct oracle_drawn {
     double *x, *router_weight, *router_bias, *logits, *selection_bias, *topk_weights, *row_weights;
     double *w1, *b1, *w2, *b2, *dout;
     int64_t *topk_ids, *offsets;
+    bool loss_gradients;
 } oracle_drawn;
 
 void oracle_draw_inputs(const smoe_layer *layer, const oracle_draw *draw, uint64_t seed, oracle_drawn *drawn);

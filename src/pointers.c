@@ -132,6 +132,7 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
         {"dlogits", a->dlogits, router_gradient, te, 0},
         {"dtopk_weights", a->dtopk_weights, WRITTEN, tk * 4, 0},
         {"drow_weights", a->drow_weights, WRITTEN, ds * 4, 0},
+        {"loss_gradients", a->loss_gradients, 0, router ? 2 * 4 : 0, 0},
         {"saved", a->saved, NEEDED | BUFFER | (l->reuse_saved ? WRITTEN : 0),
          (int64_t)problem->saved_buffer_bytes, a->saved_size},
         {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch, a->scratch_size},

@@ -14,20 +14,25 @@ static inline int moe_wants_router(const smoe_backward_args *a)
     return a->dlogits || a->drouter_weight || a->drouter_bias || (a->dx && a->router_weight);
 }
 
+/* Do dlogits include the gradient of a loss? */
+static inline int moe_has_losses(const smoe_backward_args *a)
+{
+    return a->balance_coefficient != 0.0f || a->z_coefficient != 0.0f || a->loss_gradients;
+}
+
 /* Is dlogits sparse: nonzero only at the K experts of each token? This holds if the weights depend only on
  * the logits of the kept experts, without rounding and without a loss. */
-static inline int moe_dlogits_are_sparse(const smoe_layer *layer, float balance, float z)
+static inline int moe_dlogits_are_sparse(const smoe_layer *layer, int losses)
 {
     return layer->rounding == SMOE_ROUNDING_NONE &&
-           (!moe_weights_from_softmax(layer->score) || layer->renormalize) && balance == 0.0f && z == 0.0f;
+           (!moe_weights_from_softmax(layer->score) || layer->renormalize) && !losses;
 }
 
 /* Does router_bwd read the logits? Sparse dlogits of a softmax follow from the weights that the plan keeps.
  */
 static inline int moe_reads_logits(const smoe_layer *layer, const smoe_backward_args *a)
 {
-    return moe_ranks_by_sigmoid(layer->score) ||
-           !moe_dlogits_are_sparse(layer, a->balance_coefficient, a->z_coefficient);
+    return moe_ranks_by_sigmoid(layer->score) || !moe_dlogits_are_sparse(layer, moe_has_losses(a));
 }
 
 /* dS is needed for the gradients of the row weights and for dlogits. */

@@ -129,7 +129,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_plan_view, token_offsets, 80, 8),
         FIELD(smoe_plan_view, token_rows, 88, 8),
         FIELD(smoe_plan_view, h, 96, 8),
-        SIZE(smoe_backward_args, 192),
+        SIZE(smoe_backward_args, 200),
         FIELD(smoe_backward_args, struct_size, 0, 8),
         FIELD(smoe_backward_args, x, 8, 8),
         FIELD(smoe_backward_args, router_weight, 16, 8),
@@ -155,6 +155,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_backward_args, drow_weights, 168, 8),
         FIELD(smoe_backward_args, scratch, 176, 8),
         FIELD(smoe_backward_args, scratch_size, 184, 8),
+        FIELD(smoe_backward_args, loss_gradients, 192, 8),
     };
     check_all(rows, COUNT(rows));
 }

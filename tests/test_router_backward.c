@@ -26,9 +26,8 @@ typedef struct backward_case {
     double *dbr;     /* (E) or NULL */
 } backward_case;
 
-static backward_case *open_backward(smoe_layer layer, bool router, int threads)
+static backward_case *open_drawn(smoe_layer layer, oracle_draw draw, int threads)
 {
-    const oracle_draw draw = {.router = router, .router_bias = router};
     const run_options options = {0};
     bool wanted[SLOTS];
     backward_case *b = calloc(1, sizeof *b);
@@ -41,6 +40,12 @@ static backward_case *open_backward(smoe_layer layer, bool router, int threads)
     if (!run_open(&b->r, device_find("cpu"), b->context, &layer, wanted) || !run_make(&b->r))
         fail_msg("%s", b->r.text);
     return b;
+}
+
+static backward_case *open_backward(smoe_layer layer, bool router, int threads)
+{
+    const oracle_draw draw = {.router = router, .router_bias = router};
+    return open_drawn(layer, draw, threads);
 }
 
 static double *values_of(const run *r, slot_id id, smoe_type type)
@@ -182,8 +187,9 @@ static void gradients_match_differences(void **state)
     for (int f = 0; f < 5; f++) {
         for (int rounding = 0; rounding < 4; rounding++) {
             for (int losses = 0; losses < 4; losses++) {
-                backward_case *b = open_backward(
-                    layer_with(functions[f].score, functions[f].renormalize, roundings[rounding]), false, 2);
+                const oracle_draw draw = {.loss_gradients = losses == 3 && rounding % 2 == 0};
+                backward_case *b = open_drawn(
+                    layer_with(functions[f].score, functions[f].renormalize, roundings[rounding]), draw, 2);
                 b->drawn.input.balance_coefficient =
                     losses & 1 ? 30.0 : 0.0; /* so large that a missing loss changes the result */
                 b->drawn.input.z_coefficient = losses & 2 ? 20.0 : 0.0;

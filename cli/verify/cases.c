@@ -81,6 +81,8 @@ static const verify_case cases[] = {
     /* scores */
     {"softmax-topk, renormalized", QUICK, .layer = {.renormalize = 1}, .draw = {ROUTER}},
     {"softmax-topk, renormalized, losses", .layer = {.renormalize = 1}, .draw = {ROUTER, LOSSES}},
+    {"softmax-topk, renormalized, gradients of the losses", QUICK, .layer = {.renormalize = 1},
+     .draw = {ROUTER, LOSSES, .loss_gradients = true}},
     {"softmax-topk, given logits", QUICK, .draw = {LOSSES}},
     {"softmax-topk, no losses", .draw = {.router = true}},
     {"topk-softmax", QUICK, .layer = {.score = SMOE_SCORE_TOPK_SOFTMAX, .topk = 3}, .draw = {ROUTER}},
@@ -101,6 +103,8 @@ static const verify_case cases[] = {
                .route_scale = 2.5f},
      .draw = {ROUTER, LOSSES, .selection_bias = true}},
     {"bf16 logits", QUICK, .layer = {.logits_type = SMOE_TYPE_BF16}, .draw = {ROUTER, LOSSES}},
+    {"sigmoid, gradients of the losses", .layer = {.score = SMOE_SCORE_SIGMOID, .renormalize = 1},
+     .draw = {ROUTER, LOSSES, .loss_gradients = true}},
     {"bf16 logits, sigmoid", .layer = {.logits_type = SMOE_TYPE_BF16, .score = SMOE_SCORE_SIGMOID},
      .draw = {LOSSES}},
 

@@ -61,7 +61,7 @@ pack_backward = _packer(
 pack_moe_backward = _packer(
     native.BackwardArgs,
     f"x router_weight logits {_READ} balance_coefficient z_coefficient {_WRITTEN} drouter_weight drouter_bias dlogits "
-    "scratch scratch_size",
+    "scratch scratch_size loss_gradients",
 )
 
 _layer_forward, _layer_backward = native.library.smoe_layer_forward, native.library.smoe_layer_backward

@@ -44,11 +44,11 @@ class Options:
         self.z_coefficient = float(words.get("z_coefficient", 0))
         self.losses = bool(int(words.get("losses", 0)))
         self.counts = bool(int(words.get("counts", 0)))
-        # Whether the backward of a layer from logits reads the logits: the same rule as moe_reads_logits in
-        # src/wanted.h.
+        # Whether the backward of a layer from logits may read the logits: the same rule as moe_reads_logits in
+        # src/wanted.h, where the losses that were returned may get a gradient.
         over_all = self.score == native.SCORES["softmax_topk"] and not self.renormalize
         dense = over_all or self.rounding_name != "none" or self.balance_coefficient != 0 or self.z_coefficient != 0
-        self.reads_logits = dense or self.score == native.SCORES["sigmoid"]
+        self.reads_logits = dense or self.losses or self.score == native.SCORES["sigmoid"]
 
     def rows_added_at_most(self, experts: int) -> int:
         """The most rows that token rounding can add to the T K rows of plain top-K (src/problem.c has the reasons)."""

@@ -263,6 +263,7 @@ def _gradients(
 def backward(
     call: Call, wanted: tuple[bool, ...], reuse: bool, dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None,
     saved: Tensor, ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None,
+    dlosses: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients in the order of the bits, None where `wanted` is false. Hooks on saved tensors may have brought
     anything that was saved back at another address and alignment. With `reuse` no later call reads `saved`, and dH
@@ -273,20 +274,22 @@ def backward(
     ids_at = 0 if ids is None else ids.data_ptr()
     router_at = 0 if router_weight is None else router_weight.data_ptr()
     logits_at = 0 if logits is None else logits.data_ptr()
+    dlosses_at = 0 if dlosses is None else dlosses.data_ptr()
     if (
-        (dout_at | x_at | w1_at | w2_at | b2_at | ids_at | router_at | logits_at) % _ALIGN
+        (dout_at | x_at | w1_at | w2_at | b2_at | ids_at | router_at | logits_at | dlosses_at) % _ALIGN
         or saved_at % _BUFFER_ALIGN
         or not (dout.is_contiguous() and x.is_contiguous() and w1.is_contiguous() and w2.is_contiguous())
         or not (b2 is None or b2.is_contiguous())
         or not (ids is None or ids.is_contiguous())
         or not (router_weight is None or router_weight.is_contiguous())
         or not (logits is None or logits.is_contiguous())
+        or not (dlosses is None or dlosses.is_contiguous())
     ):
-        dout, x, w1, w2, b2, ids, router_weight, logits = [
-            _readable(t) for t in (dout, x, w1, w2, b2, ids, router_weight, logits)
+        dout, x, w1, w2, b2, ids, router_weight, logits, dlosses = [
+            _readable(t) for t in (dout, x, w1, w2, b2, ids, router_weight, logits, dlosses)
         ]
         saved = _readable(saved, _BUFFER_ALIGN)
-        return backward(call, wanted, reuse, dout, x, w1, w2, b2, saved, ids, router_weight, logits)
+        return backward(call, wanted, reuse, dout, x, w1, w2, b2, saved, ids, router_weight, logits, dlosses)
     made = _gradients(wanted, call.gradient_dtype, x, w1, w2, ids, call.logits_dtype)
     if call.tokens == 0:
         for gradient in _given(*made):
@@ -308,7 +311,7 @@ def backward(
         context.backward(layer.address, pack_moe_backward(
             x_at, router_at, logits_at, w1_at, w2_at, b2_at, saved_at, saved.numel(), dout_at,
             call.options.balance_coefficient, call.options.z_coefficient, dx_at, dw1_at, dw2_at, db1_at, db2_at,
-            drouter_weight_at, drouter_bias_at, drouting_at, scratch.data_ptr(), layer.scratch_backward,
+            drouter_weight_at, drouter_bias_at, drouting_at, scratch.data_ptr(), layer.scratch_backward, dlosses_at,
         ))  # fmt: skip
     else:
         dweights_at, drow_weights_at = (0, drouting_at) if call.entry == "from_rows" else (drouting_at, 0)
@@ -380,7 +383,7 @@ def _fake_moe_forward(
     return _given(_fake_out(x), saved, *_moe_outputs(x, router_weight, w2, parse(options)))
 
 
-def _fake_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
+def _fake_moe_backward(dout, x, router_weight, logits, dlosses, w1, w2, b2, saved, topk, options, needs):
     parsed = parse(options)
     return _fake_gradients(needs, parsed, x, w1, w2, logits_dtype=_logits_dtype(parsed))
 
@@ -413,9 +416,10 @@ def _op_moe_forward(x, router_weight, router_bias, logits, selection_bias, w1, b
     return _given(*moe_forward(call_of("from_logits", options, x, topk, w2), save, *given, step))
 
 
-def _op_moe_backward(dout, x, router_weight, logits, w1, w2, b2, saved, topk, options, needs):
+def _op_moe_backward(dout, x, router_weight, logits, dlosses, w1, w2, b2, saved, topk, options, needs):
     call = call_of("from_logits", options, x, topk, w2)
-    return _given(*backward(call, _wanted(needs), False, dout, x, w1, w2, b2, saved, None, router_weight, logits))
+    given = dout, x, w1, w2, b2, saved, None, router_weight, logits, dlosses
+    return _given(*backward(call, _wanted(needs), False, *given))
 
 
 # ---- registration ----
@@ -433,7 +437,7 @@ _OPERATORS = {
         _op_rows_backward, _fake_rows_backward),
     f"moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, {_EXPERTS}, "
     "int topk, str options, SymInt step, bool save) -> Tensor[]": (_op_moe_forward, _fake_moe_forward),
-    f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor? logits, {_KEPT}, int topk, str options, int needs) "
+    f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor? logits, Tensor? dlosses, {_KEPT}, int topk, str options, int needs) "
     "-> Tensor[]": (_op_moe_backward, _fake_moe_backward),
 }  # fmt: skip
 _library = torch.library.Library("smoe", "DEF")

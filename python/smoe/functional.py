@@ -21,10 +21,10 @@ _call = torch.ops.smoe
 
 
 class MoEOutput(NamedTuple):
-    """What smoe.moe returns. Only `out` is differentiable."""
+    """What smoe.moe returns. `out` and `losses` are differentiable, the router's logits and the counts are not."""
 
     out: Tensor  # (T, H)
-    logits: Tensor  # (T, E), the router's
+    logits: Tensor  # (T, E), the router's or those that were given
     losses: Tensor | None  # (2) float32: load balance and z
     counts: Tensor | None  # (E) int32: tokens of each expert under plain top-K
 
@@ -163,11 +163,11 @@ def _backward(ctx, wanted: tuple[bool, ...], dout: Tensor, kept: tuple[Tensor | 
             ctx.readers -= 1
 
 
-def _once(function: type[torch.autograd.Function], ctx, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+def _once(function: type[torch.autograd.Function], ctx, *given: Tensor | None) -> tuple[Tensor | None, ...]:
     """A backward whose gradients raise an error when they are differentiated. PyTorch's once_differentiable does the same only
     if dout has a gradient; otherwise it treats the gradients as constants, which is wrong because H depends on x."""
     with torch.no_grad():
-        found = function.backward(ctx, dout)
+        found = function.backward(ctx, *given)
     error = torch._C._functions.DelayedError(b"smoe: cannot differentiate twice: the backward has no backward", len(found))
     return error(*[None if gradient is None else gradient.detach().requires_grad_() for gradient in found])
 
@@ -383,26 +383,32 @@ class _Moe(torch.autograd.Function):
         kept = (given_logits if logits is None else logits) if reads_logits else None
         ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
         ctx.top_k, ctx.options, ctx.call, ctx.readers, ctx.overwritten = top_k, options, call, 0, False
-        ctx.mark_non_differentiable(*[t for t in (logits, losses, counts) if t is not None])
+        ctx.mark_non_differentiable(*[t for t in (logits, counts) if t is not None])
+        ctx.wants_losses = wants_losses
+        ctx.losses_at = 1 if logits is None else 2  # the position among what is returned
         if torch.compiler.is_dynamo_compiling():
             return tuple([t for t in (out, logits, losses, counts) if t is not None])  # torch 2.6 traces no None here
+        ctx.losses_at = 2
         ctx.set_materialize_grads(False)  # otherwise autograd allocates a zero gradient of the logits in every backward
         return out, logits, losses, counts
 
     @staticmethod
-    def backward(ctx, dout, *_):
+    def backward(ctx, dout, *others):
         if torch.is_grad_enabled():  # with create_graph
-            return _once(_Moe, ctx, dout)
-        if dout is None:  # what follows the layer has no gradient for it
+            return _once(_Moe, ctx, dout, *others)
+        dlosses = others[ctx.losses_at - 1] if ctx.wants_losses else None
+        if dout is None and dlosses is None:  # what follows the layer has no gradient for it
             return (None,) * 15
         wants_x, wants_router, wants_router_bias, wants_logits, _, wants_w1, wants_b1, wants_w2, wants_b2, *_ = (
             ctx.needs_input_grad
         )
         wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_logits, wants_router, wants_router_bias)
         x, router_weight, logits, w1, w2, b2, saved = ctx.saved_tensors
-        found = _backward(ctx, wanted, dout, (x, w1, w2, b2, saved, None, router_weight, logits))
+        if dout is None:
+            dout = torch.zeros_like(x)
+        found = _backward(ctx, wanted, dout, (x, w1, w2, b2, saved, None, router_weight, logits, dlosses))
         if found is None:
-            kept = x, router_weight, logits, w1, w2, b2, saved, ctx.top_k, ctx.options
+            kept = x, router_weight, logits, dlosses, w1, w2, b2, saved, ctx.top_k, ctx.options
             found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept)
         dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = found
         return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None, None
@@ -448,8 +454,9 @@ def moe(
     not the weights, norm_topk_prob, n_group and topk_group). routed_scaling_factor multiplies every weight.
     rounding: token rounding with tiles of `tile` rows: "none", "nr_f", "sr_f" (drawn from `seed` and `step`), "nr_s",
     "balance_f", "up", "down".
-    The backward itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1]; the returned losses are
-    not differentiable. For a loss of your own on the logits compute them outside and pass `logits`.
+    The backward itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1], whatever the caller's
+    loss is multiplied by; the gradient that reaches the returned losses is added too. For a loss of your own on the logits
+    compute them outside and pass `logits`.
     """
     traced = torch.compiler.is_dynamo_compiling()
     if traced or _any_autocast():

@@ -152,8 +152,8 @@ _GRADIENTS = {"dx": "x", "dw1": "w1", "dw2": "w2", "db1": "b1", "db2": "b2", "dr
 _GRADIENTS |= {"drouter_bias": "router_bias", "dtopk_weights": "topk_weights", "drow_weights": "row_weights"}
 
 
-def _backward(problem: _Problem, operands: dict, saved, logits, dout) -> dict:
-    """The gradients, each under the name of its operand."""
+def _backward(problem: _Problem, operands: dict, saved, logits, dout, dlosses) -> dict:
+    """The gradients, each under the name of its operand. `dlosses` is the gradient of the losses, or None."""
     x, backend, options = operands["x"], _backend(), parse(problem.options)
     layer = problem.layer(x, operands["w2"], _index_dtype(operands), True)
     results = {
@@ -162,7 +162,7 @@ def _backward(problem: _Problem, operands: dict, saved, logits, dout) -> dict:
         if operands.get(name) is not None
     }
     read = {name: operands.get(name) for name in ("x", "router_weight", "topk_ids", "w1", "w2", "b2")}
-    given = read | dict(logits=logits, saved=saved, dout=dout.astype(x.dtype))
+    given = read | dict(logits=logits, saved=saved, dout=dout.astype(x.dtype), loss_gradients=dlosses)
     results["scratch"] = ((_sizes(backend, layer).scratch_backward_bytes,), jnp.uint8)
     scalars = dict(balance_coefficient=options.balance_coefficient, z_coefficient=options.z_coefficient)
     found = _call("backward", backend, layer, native.BackwardArgs, scalars, given, results)
@@ -184,7 +184,7 @@ def _run_forward(problem: _Problem, operands: dict):
 
 def _run_backward(problem: _Problem, kept, cotangents):
     operands, saved, logits = kept
-    gradients = _backward(problem, operands, saved, logits, cotangents[0])
+    gradients = _backward(problem, operands, saved, logits, *cotangents)
     return ({name: gradients.get(name) for name in operands},)
 
 
@@ -284,11 +284,12 @@ def _router(function: str, operands: dict, router_weight, router_bias, selection
 def moe(
     x, router_weight, w1, w2, *, top_k, router_bias=None, b1=None, b2=None, selection_bias=None, activation="swiglu",
     layout="concatenated", score="softmax_topk", norm_topk_prob=False, n_group=1, topk_group=1, routed_scaling_factor=1.0,
-    rounding="none", tile=128, seed=0, step=0, balance_coefficient=0.0, z_coefficient=0.0, chunks=1,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    rounding="none", tile=128, seed=0, step=0, balance_coefficient=0.0, z_coefficient=0.0, chunks=1, losses=True,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E); options as in smoe.moe.
-    Returns out (T, H) and the losses (2) float32, load balance and z. The losses are not differentiable: the backward
-    itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1]."""
+    Returns out (T, H) and the losses (2) float32, load balance and z. The backward adds the gradient that reaches the
+    losses, and that of balance_coefficient losses[0] + z_coefficient losses[1]. Without `losses` they are None, and the
+    backward of scores that are renormalised or topk_softmax takes less time and keeps no logits."""
     function = "smoe.jax.moe"
     operands = _operands(function, x, w1, w2, b1, b2, activation, layout)
     _choice(function, "score", score, native.SCORES)
@@ -296,8 +297,9 @@ def moe(
     operands |= _router(function, operands, router_weight, router_bias, selection_bias, score)
     options = (
         f"{_activation.word(activation)} {layout} {chunks} 0 {score} {int(norm_topk_prob)} {n_group} {topk_group} "
-        f"{float(routed_scaling_factor)} {rounding} {tile} {seed} 0 {float(balance_coefficient)} {float(z_coefficient)} 1 0"
+        f"{float(routed_scaling_factor)} {rounding} {tile} {seed} 0 {float(balance_coefficient)} {float(z_coefficient)} "
+        f"{int(losses)} 0"
     )
     if not operands["x"].shape[0]:
-        return jnp.zeros_like(operands["x"]), jnp.zeros(2, jnp.float32)
+        return jnp.zeros_like(operands["x"]), jnp.zeros(2, jnp.float32) if losses else None
     return _run(_Problem("from_logits", options, top_k, step), operands)

@@ -99,6 +99,7 @@ class BackwardArgs(ctypes.Structure):
         ("z_coefficient", _F32),
         *_pointers("dx dw1 dw2 db1 db2 drouter_weight drouter_bias dlogits dtopk_weights drow_weights scratch"),
         ("scratch_size", _U64),
+        ("loss_gradients", _POINTER),
     ]
 
 

@@ -32,10 +32,11 @@ typedef struct gradient_call {
     const moe_problem *problem;
     const smoe_backward_args *args;
     const moe_plan_arrays *plan;
-    const float *ds; /* (padded_rows) */
-    float *dlogits;  /* (T, E) */
-    float *thread_x; /* (threads, 256, 64); bf16 */
-    float *thread_w; /* (threads, E, 64) */
+    float balance, z; /* coefficients of the losses, with loss_gradients */
+    const float *ds;  /* (padded_rows) */
+    float *dlogits;   /* (T, E) */
+    float *thread_x;  /* (threads, 256, 64); bf16 */
+    float *thread_w;  /* (threads, E, 64) */
 } gradient_call;
 
 /* The current token. */
@@ -89,9 +90,8 @@ static void softmax_gradient(const gradient_call *c, float max, float sum, token
 {
     const smoe_layer *l = &c->problem->layer;
     const float tokens = (float)l->tokens;
-    const float balance = c->args->balance_coefficient * (float)l->experts / tokens / tokens;
-    const float z =
-        c->args->z_coefficient == 0.0f ? 0.0f : 2.0f * c->args->z_coefficient * (max + logf(sum)) / tokens;
+    const float balance = c->balance * (float)l->experts / tokens / tokens;
+    const float z = c->z == 0.0f ? 0.0f : 2.0f * c->z * (max + logf(sum)) / tokens;
     double inner = 0.0;
     for (int64_t e = 0; e < l->experts; e++) {
         w->p[e] = moe_div(w->p[e], sum);
@@ -172,7 +172,7 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     const smoe_layer *l = &c->problem->layer;
     const int64_t experts = l->experts;
     const int32_t *ids = c->plan->topk_ids + t * l->topk;
-    const int losses = c->args->balance_coefficient != 0.0f || c->args->z_coefficient != 0.0f;
+    const int losses = c->balance != 0.0f || c->z != 0.0f;
     const int sigmoid = moe_ranks_by_sigmoid(l->score),
               plain_softmax = moe_weights_from_softmax(l->score) && !l->renormalize;
     const float *logits = w->logits;
@@ -298,6 +298,8 @@ void moe_cpu_router_backward(smoe_context *context, const moe_problem *problem,
     call.plan = plan;
     call.ds = ds;
     call.dlogits = dlogits;
+    call.balance = args->balance_coefficient + (args->loss_gradients ? args->loss_gradients[0] : 0.0f);
+    call.z = args->z_coefficient + (args->loss_gradients ? args->loss_gradients[1] : 0.0f);
     moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, stream);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t panel = 0; panel < (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL; panel++)

@@ -95,3 +95,33 @@ def exact_moe(inputs, dtype=None, **options):
     dout = randn(*out.shape, dtype=torch.float32, seed=1).to(dtype or target.dtype).cpu().double()
     gradients = torch.autograd.grad(out, list(inputs.values()), dout)
     return dict(zip(["out", *inputs], [out.detach(), *gradients]))
+
+
+@part()
+def loss_gradients():
+    """In fp16 and bf16, with a gradient scaler and accumulation, and in a CUDA graph."""
+    import test_losses
+
+    for dtype in (torch.bfloat16, torch.float16) if target.device == "cuda" else (torch.bfloat16,):
+        test_losses.scaled_and_accumulated(target.device, dtype)
+        find(f"the balance loss's gradient scales with the loss, {str(dtype)[6:]}", True)
+    if target.device != "cuda":
+        return
+    moe = smoe.MoE(256, 128, 16, 4, device="cuda", dtype=target.dtype)
+    x = randn(512, 256, seed=1)
+
+    def step():
+        out = moe(x, losses=True)
+        (out.out.float().square().mean() + out.losses[0]).backward()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    wanted = moe.gate.weight.grad.clone()
+    moe.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    find("in a CUDA graph: equal bits", torch.equal(moe.gate.weight.grad, wanted))

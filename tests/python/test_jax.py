@@ -111,6 +111,28 @@ def test_moe_losses():
     np.testing.assert_allclose(losses, jnp.stack([balance, z]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, dict(norm_topk_prob=True), dict(score="sigmoid"), dict(rounding="up", tile=8)])
+def test_gradient_of_the_losses(options):
+    """The gradient that reaches the losses is that of the same coefficients. (test_sigmoid_with_coefficients compares those
+    with a dense layer.)"""
+    given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
+
+    def through_losses(given):
+        out, losses = smoe.jax.moe(**given, top_k=K, **options)
+        return jnp.square(out).sum() + 3 * losses[0] + 2 * losses[1]
+
+    def through_coefficients(given):
+        out, losses = smoe.jax.moe(**given, top_k=K, balance_coefficient=3, z_coefficient=2, losses=False, **options)
+        assert losses is None
+        return jnp.square(out).sum()
+
+    found, wanted = (jax.jit(jax.grad(function))(given) for function in (through_losses, through_coefficients))
+    for name in given:
+        assert jnp.array_equal(found[name], wanted[name]), name
+    alone = jax.grad(lambda weight: smoe.jax.moe(**(given | dict(router_weight=weight)), top_k=K)[1][0])(given["router_weight"])
+    assert jnp.linalg.norm(alone) > 0
+
+
 @pytest.mark.parametrize("activation", ["relu2", "geglu_tanh"])
 def test_layouts_and_activations(activation):
     """Interleaved rows of w1, an activation with and one without a gate."""

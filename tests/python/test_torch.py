@@ -117,7 +117,7 @@ def test_operators_pass_torchs_own_checks():
     given = (x, router, None, None, None, w1, None, w2, None, K, options, 0, True)
     _, saved, logits, _, _ = ops.moe_forward(*given)
     torch.library.opcheck(ops.moe_forward.default, given, test_utils=tests)
-    given = (x, x, router, logits, w1, w2, None, saved, K, options, 11 + 64)
+    given = (x, x, router, logits, torch.rand(2), w1, w2, None, saved, K, options, 11 + 64)
     torch.library.opcheck(ops.moe_backward.default, given, test_utils=tests)
 
 
@@ -144,7 +144,7 @@ def test_logits_are_kept_only_if_read(options, read, given):
     _, _, kept, _, _, _, saved = out.grad_fn.saved_tensors
     assert (kept is not None) == read
     needs = 1 if router is not None else 1 + 32
-    demand = (out, x.detach(), router, None, w1, w2, None, saved, K, out.grad_fn.options, needs)
+    demand = (out, x.detach(), router, None, None, w1, w2, None, saved, K, out.grad_fn.options, needs)
     if read:
         with pytest.raises(ValueError, match="logits is NULL"):
             torch.ops.smoe.moe_backward(*demand)

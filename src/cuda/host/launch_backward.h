@@ -73,7 +73,8 @@ typedef struct moe_cuda_dlogits {
     int64_t padded_rows;
     const int32_t *token_offsets, *token_rows, *block_expert, *topk_ids, *topk_counts;
     const float *topk_weights;
-    float balance, z; /* coefficients of the losses */
+    float balance, z;            /* coefficients of the losses */
+    const float *loss_gradients; /* (2), added to them; or NULL */
     int32_t ds_parts;
     int32_t stride;       /* E to the next multiple of 8 */
     void *dense;          /* (T, stride) dtype, zeros past E; or NULL */

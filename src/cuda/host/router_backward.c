@@ -33,7 +33,7 @@ router_scratch moe_cuda_router_scratch(const device_state *state, const moe_prob
     s.splits = s.pieces + moe_align_up(sizeof(moe_piece) * (uint64_t)pieces);
     s.block_expert = s.splits + moe_align_up(sizeof(moe_split));
     s.terms = s.block_expert + moe_align_up(sizeof(int32_t) * (uint64_t)blocks);
-    s.end = s.terms + (moe_dlogits_are_sparse(layer, 0.0f, 0.0f)
+    s.end = s.terms + (moe_dlogits_are_sparse(layer, 0)
                            ? moe_align_up(tokens * (uint64_t)layer->topk * sizeof(moe_cuda_term))
                            : 0);
     s.dense = s.end;
@@ -45,7 +45,7 @@ router_scratch moe_cuda_router_scratch(const device_state *state, const moe_prob
 
 static int is_sparse(const backward_call *c)
 {
-    return moe_dlogits_are_sparse(&c->problem->layer, c->args->balance_coefficient, c->args->z_coefficient);
+    return moe_dlogits_are_sparse(&c->problem->layer, moe_has_losses(c->args));
 }
 
 /* Does dX contain the router's term? */
@@ -103,6 +103,7 @@ static cudaError_t run_dlogits(const backward_call *c)
         .topk_weights = c->plan->topk_weights,
         .balance = args->balance_coefficient,
         .z = args->z_coefficient,
+        .loss_gradients = args->loss_gradients,
         .ds_parts = c->at.ds_parts + (args->b2 ? 1 : 0),
         .stride = c->at.router.stride,
         .dense = wants_dense(c) ? c->scratch + c->at.router.dense : NULL,

@@ -14,8 +14,9 @@
 // coefficient or the token has a soft pair. j runs over all E experts:
 //
 //       p_e (v_e - sum_j v_j p_j + z), where
-//       v_e = (c g_e if (t, e) is a soft pair, else 0) + balance_coefficient * E count_e / T^2
-//       z = 2 z_coefficient logsumexp / T
+//       v_e = (c g_e if (t, e) is a soft pair, else 0) + balance * E count_e / T^2
+//       z = 2 z_loss logsumexp / T
+//       balance = balance_coefficient + loss_gradients[0],  z_loss = z_coefficient + loss_gradients[1]
 //
 // The second term is there for the experts of selected and added pairs that are not soft:
 //
@@ -320,6 +321,17 @@ SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, i
     return {kept > 0, added > 0};
 }
 
+// The coefficients of the two losses.
+struct loss_coefficients {
+    float balance, z;
+    SMOE_DEVICE explicit loss_coefficients(const moe_cuda_dlogits &p) : balance(p.balance), z(p.z)
+    {
+        if (!p.loss_gradients) return;
+        balance += p.loss_gradients[0];
+        z += p.loss_gradients[1];
+    }
+};
+
 SMOE_DEVICE float balance_of(const moe_cuda_dlogits &p, float balance, int expert)
 {
     return balance == 0.0f ? 0.0f : balance * (float)__ldg(p.topk_counts + expert);
@@ -328,12 +340,13 @@ SMOE_DEVICE float balance_of(const moe_cuda_dlogits &p, float balance, int exper
 // row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses. For SIGMOID v is from the losses alone, and
 // the result is added to row[e].
 template <typename L>
-SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const L *logits, float *row, int lane)
+SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const loss_coefficients &losses, const L *logits,
+                                 float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
     const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score);
     const float tokens = (float)p.layer.tokens;
-    const float balance = p.balance * (float)experts / tokens / tokens;
+    const float balance = losses.balance * (float)experts / tokens / tokens;
     float max = __uint_as_float(0xff800000u), sum = 0.0f, inner = 0.0f;
     for (int e = lane; e < experts; e += 32) {
         const float logit = logits_of<L>::value(logits[e]);
@@ -350,7 +363,7 @@ SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const L *logits, flo
     sum = sum_of_lanes(sum);
     const float reciprocal = 1.0f / sum;
     inner = sum_of_lanes(inner) * reciprocal;
-    const float z = p.z == 0.0f ? 0.0f : 2.0f * p.z * (max + logf(sum)) / tokens;
+    const float z = losses.z == 0.0f ? 0.0f : 2.0f * losses.z * (max + logf(sum)) / tokens;
     for (int e = lane; e < experts; e += 32) {
         const float term = softmax_term(logits_of<L>::value(logits[e]), max);
         const float v = (sigmoid ? 0.0f : row[e]) + balance_of(p, balance, e);
@@ -410,9 +423,10 @@ SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *
     if (plain)
         for (int k = lane; k < topk; k += 32) row[w.id[k]] = w.kept[k];
     __syncwarp();
-    if (p.balance != 0.0f || p.z != 0.0f || (rows.added && !moe_ranks_by_sigmoid(p.layer.score)) ||
+    const loss_coefficients losses(p);
+    if (losses.balance != 0.0f || losses.z != 0.0f || (rows.added && !moe_ranks_by_sigmoid(p.layer.score)) ||
         (rows.kept && plain))
-        through_softmax(p, logits, row, lane);
+        through_softmax(p, losses, logits, row, lane);
     __syncwarp();
     if (!rows.kept) return;
     if (!plain) through_kept(p, logits, weight, row, w, lane);
@@ -496,7 +510,8 @@ cudaError_t launch_sparse(const moe_cuda_dlogits &p, const moe_launch *on, int64
 template <typename L, typename T>
 cudaError_t launch(const moe_cuda_dlogits &p, const moe_launch *on, int64_t *ctas)
 {
-    if (!moe_dlogits_are_sparse(&p.layer, p.balance, p.z)) return launch_general<L, T>(p, on, ctas);
+    const int losses = p.balance != 0.0f || p.z != 0.0f || p.loss_gradients;
+    if (!moe_dlogits_are_sparse(&p.layer, losses)) return launch_general<L, T>(p, on, ctas);
     return p.dense && !p.dlogits && !p.bias_sums ? launch_sparse<T, T>(p, on, ctas)
                                                  : launch_sparse<T, float>(p, on, ctas);
 }
