@@ -60,9 +60,9 @@
  *  - The CPU backend ignores the stream and has finished when a call returns. A call allocates nothing, with
  *    one exception: the first call of a thread starts the OpenMP threads that serve this thread.
  *  - The caller owns all memory. With the cuda backend every pointer to data is a device pointer. Tensors
- *    are aligned to 16 bytes, `saved` and `scratch` to 64. Memory that a call writes must not overlap any
- *    other memory that the call is given: `out` is not `x`, `dx` is not `dout`. If it does, the call returns
- *    SMOE_ERROR_ARGUMENT.
+ *    are aligned to 16 bytes, `saved` and `scratch` to 64, `losses` and `loss_gradients` to 4. Memory that a
+ *    call writes must not overlap any other memory that the call is given: `out` is not `x`, `dx` is not
+ *    `dout`. If it does, the call returns SMOE_ERROR_ARGUMENT.
  *  - With the CPU backend a call that reads what an earlier call has left in `saved` or `scratch` returns
  *    SMOE_ERROR_ARGUMENT if no call can have left these values for this layer.
  *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU

@@ -80,6 +80,12 @@ static void test_forward_pointers(void **state)
         assert_int_equal(stages[i].call(NULL, &layer, &good, NULL), SMOE_ERROR_ARGUMENT);
     }
     smoe_forward_args args = good;
+    args.losses = (float *)(void *)(pool + 5 * PART + 4);
+    assert_int_equal(smoe_layer_forward(context, &layer, &args, NULL), SMOE_OK);
+    args.losses = (float *)(void *)(pool + 5 * PART + 2);
+    assert_error(context, smoe_layer_forward(context, &layer, &args, NULL), SMOE_ERROR_ALIGNMENT, "losses is",
+                 "4 bytes");
+    args = good;
     args.logits = NULL;
     assert_error(context, smoe_route(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "smoe_route",
                  "logits is NULL");
@@ -150,6 +156,10 @@ static void test_backward_pointers(void **state)
     args.dx = pool + 8;
     assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ALIGNMENT, "dx is",
                  "16 bytes");
+    args = good;
+    args.loss_gradients = (const float *)(void *)(pool + 2);
+    assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ALIGNMENT,
+                 "loss_gradients is", "4 bytes");
     args = good;
     args.db2 = pool + 7 * PART;
     assert_error(context, smoe_layer_backward(context, &layer, &args, NULL), SMOE_ERROR_ARGUMENT, "db2",
