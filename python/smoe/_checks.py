@@ -99,6 +99,13 @@ def experts_dtype(function: str, name: str, x: Tensor) -> None:
     dtype(function, name, x, DTYPES[kind], f" on {kind}")
 
 
+def expert_options(function: str, activation: str | Gate, layout: str, chunks: int) -> None:
+    _activation.check(function, activation)
+    choice(function, "layout", layout, native.LAYOUTS)
+    if type(chunks) is not int or chunks not in (1, 2, 4, 8, 16, 32, MAX_CHUNKS):
+        raise ValueError(f"{function}: chunks is {chunks!r}; expected a power of two from 1 to {MAX_CHUNKS}")
+
+
 def experts(
     function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str | Gate, layout: str, chunks: int,
     gradient_dtype: torch.dtype | None, copy_weights: bool = False,
@@ -110,8 +117,7 @@ def experts(
     for label, value in ((name, x), ("w1", w1), ("w2", w2), *biases):
         tensor(function, label, value)
     experts_dtype(function, name, x)
-    _activation.check(function, activation)
-    choice(function, "layout", layout, native.LAYOUTS)
+    expert_options(function, activation, layout, chunks)
     dimensions(function, name, x, "(T, H)", 2)
     dimensions(function, "w2", w2, "(E, H, I)", 3)
     (count, hidden, intermediate), tokens = w2.shape, x.shape[0]
@@ -130,8 +136,6 @@ def experts(
     between(function, "the number of experts", count, 1, MAX_EXPERTS)
     multiple_of_8(function, "H", hidden)
     multiple_of_8(function, "I", intermediate)
-    if type(chunks) is not int or chunks not in (1, 2, 4, 8, 16, 32, MAX_CHUNKS):
-        raise ValueError(f"{function}: chunks is {chunks!r}; expected a power of two from 1 to {MAX_CHUNKS}")
     if gradient_dtype not in (None, x.dtype, torch.float32):
         others = name_of(dict.fromkeys((x.dtype, torch.float32)))
         raise TypeError(f"{function}: gradient_dtype is {gradient_dtype!r}; expected None or {others}")
@@ -229,9 +233,9 @@ def routing(
 
 def module(
     function: str, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, flags: dict[str, bool],
-    options: dict[str, Any], known: Collection[str],
+    options: dict[str, Any], defaults: dict[str, Any],
 ) -> None:  # fmt: skip
-    """The arguments of smoe.MoE that are used before its first call."""
+    """The arguments of smoe.MoE. `defaults` has a value for each of the names that `options` may have."""
     between(function, "num_experts", num_experts, 1, MAX_EXPERTS)
     between(function, "top_k", top_k, 1, min(num_experts, MAX_TOPK), ", num_experts at most")
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
@@ -240,6 +244,16 @@ def module(
     for name, value in flags.items():
         flag(function, name, value)
     for name in options:
-        if name not in known:
-            raise TypeError(f"{function}: {name} is no option; expected one of {', '.join(sorted(known))}")
-    _activation.check(function, options.get("activation", "swiglu"))
+        if name not in defaults:
+            raise TypeError(f"{function}: {name} is no option; expected one of {', '.join(sorted(defaults))}")
+    all = defaults | options
+    expert_options(function, all["activation"], all["layout"], all["chunks"])
+    if all["gradient_dtype"] not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{function}: gradient_dtype is {all['gradient_dtype']!r}; expected None or a floating-point dtype")
+    routing(
+        function, num_experts, top_k, all["score"], all["n_group"], all["topk_group"], all["rounding"], all["tile"],
+        all["seed"], all["logits_dtype"], all["routed_scaling_factor"],
+        {name: all[name] for name in ("balance_coefficient", "z_coefficient")}, dict(norm_topk_prob=all["norm_topk_prob"]),
+    )  # fmt: skip
+    if flags["selection_bias"] and all["score"] != "sigmoid":
+        raise ValueError(f"{function}: selection_bias is True with score {all['score']!r}; only 'sigmoid' has one")

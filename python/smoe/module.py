@@ -4,9 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from . import _checks, functional, native
+from ._activation import Gate
 
-# What smoe.moe takes by name, without what forward() gives it.
-_OPTIONS = functional.moe.__kwdefaults__.keys() - set("logits router_bias selection_bias b1 b2 step losses counts".split())
+# What smoe.moe takes by name, with the default, without what forward() gives it.
+_GIVEN = "logits router_bias selection_bias b1 b2 step losses counts".split()
+_OPTIONS = {name: default for name, default in functional.moe.__kwdefaults__.items() if name not in _GIVEN}
 
 
 class _Router(nn.Module):
@@ -36,10 +38,10 @@ class _Experts(nn.Module):
     shapes are the same."""
 
     def __init__(
-        self, experts: int, hidden: int, intermediate: int, activation: str, layout: str, bias: bool, **kind
+        self, experts: int, hidden: int, intermediate: int, activation: str | Gate, layout: str, bias: bool, **kind
     ) -> None:
         super().__init__()
-        gated = activation in native.GATED_ACTIVATIONS
+        gated = activation not in native.PLAIN_ACTIVATIONS
         width = 2 * intermediate if gated else intermediate
         interleaved = "_interleaved" if layout == "interleaved" else ""
         self.up_name = "gate_up_proj" + interleaved if gated else "up_proj"
@@ -84,7 +86,7 @@ class MoE(nn.Module):
         _checks.module("smoe.MoE", hidden_size, intermediate_size, num_experts, top_k, flags, options, _OPTIONS)
         super().__init__()
         self.top_k, self.options, self.initializer_range = top_k, options, initializer_range
-        activation, layout = options.get("activation", "swiglu"), options.get("layout", "concatenated")
+        activation, layout = (options.get(name, _OPTIONS[name]) for name in ("activation", "layout"))
         kind = dict(device=device, dtype=dtype)
         self.gate = _Router(num_experts, hidden_size, router_bias, selection_bias, **kind)
         self.experts = _Experts(num_experts, hidden_size, intermediate_size, activation, layout, bias, **kind)

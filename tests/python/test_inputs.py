@@ -163,6 +163,19 @@ MODULE = [
     (dict(selection_bias=torch.zeros(E)), TypeError, "selection_bias is tensor.*; expected True or False"),
     (dict(no_such_option=1), TypeError, "no_such_option is no option; expected one of activation, balance_coefficient"),
     (dict(losses=True), TypeError, "losses is no option"),
+    (dict(layout="transposed"), ValueError, "layout is 'transposed'; expected one of concatenated, interleaved"),
+    (dict(chunks=3), ValueError, "chunks is 3; expected a power of two from 1 to 64"),
+    (dict(score="softmax"), ValueError, "score is 'softmax'; expected one of softmax_topk, topk_softmax, sigmoid"),
+    (dict(rounding="nearest"), ValueError, "rounding is 'nearest'; expected one of none, nr_f"),
+    (dict(tile=0), ValueError, "tile is 0; expected 1..4096"),
+    (dict(seed=-1), ValueError, "seed is -1; expected 0.."),
+    (dict(n_group=2), ValueError, "n_group is 2 with score 'softmax_topk'; only 'sigmoid' has groups"),
+    (dict(score="topk_softmax", norm_topk_prob=True), ValueError, "norm_topk_prob is True with score 'topk_softmax'"),
+    (dict(selection_bias=True), ValueError, "selection_bias is True with score 'softmax_topk'"),
+    (dict(balance_coefficient="x"), TypeError, "balance_coefficient is a str; expected a number"),
+    (dict(routed_scaling_factor=0), ValueError, "routed_scaling_factor is 0; expected a number above 0"),
+    (dict(logits_dtype=torch.float16), TypeError, "logits_dtype is torch.float16"),
+    (dict(gradient_dtype="f32"), TypeError, "gradient_dtype is 'f32'; expected None or a floating-point dtype"),
 ]  # fmt: skip
 
 

@@ -14,6 +14,8 @@ def test_state_dict_has_hugging_faces_names():
         "experts.gate_up_proj": (8, 32, 32),
         "experts.down_proj": (8, 32, 16),
     }
+    clamped = smoe.MoE(32, 16, 8, 2, activation=smoe.Gate("swiglu_clamped"))
+    assert clamped.state_dict().keys() == plain.state_dict().keys()
     full = smoe.MoE(32, 16, 8, 2, activation="relu2", score="sigmoid", bias=True, router_bias=True, selection_bias=True)
     assert {name: tuple(value.shape) for name, value in full.state_dict().items()} == {
         "gate.weight": (8, 32),
