@@ -12,14 +12,12 @@ typedef enum moe_gemm {
     SMOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory; K <= 256 */
 } moe_gemm;
 
-/* Relative speed on full tiles (docs/log, 21 and 26 November) times the share of columns that is real if
- * every tile is full; 0: not to be used. k: the GEMM's K, which is n for down and the width of H for dx_rows.
- * columns: of the chunk. The last tile of the ping-pong core may be narrower, so the core is faster than this
- * says if columns is no multiple of 192. Whether it is then the fastest at more sizes was not measured. The
- * stationary core multiplies 64, 128 or 256 columns of K. So it cannot run above 256. From 129 to 192 it is
- * not used, because the other cores multiply only 192 columns there. (Gated dx_rows with n of 72 to 96 would
- * lose nothing, because each half of dH is padded to 128 in every core; it was not measured.) The core's
- * tensor map of the result counts columns in units of 64. */
+/* Relative speed on full tiles times the share of columns that is real if every tile is full; 0: not to be
+ * used. k: the GEMM's K, which is n for down and the width of H for dx_rows. columns: of the chunk.
+ * - The speeds are measured (docs/log, 21 and 26 November), with the cooperative core as 1.
+ * - The last tile of the ping-pong core may be narrower than counted here, so it is at least as fast.
+ * - The stationary core multiplies 64, 128 or 256 columns of K, so it cannot run above 256. From 129 to 192
+ * the other cores multiply only 192 columns. Its tensor map of the result counts columns in units of 64. */
 static inline double moe_gemm_merit(moe_gemm kind, int64_t k, int64_t columns)
 {
     const int64_t width = kind == SMOE_GEMM_PING_PONG ? SMOE_PING_PONG_COLUMNS : 256;
@@ -44,10 +42,9 @@ static inline moe_gemm moe_gemm_choose(int64_t k, int64_t columns, int bias)
     return best;
 }
 
-/* For dx_rows. Measured with K = 1024: if column tiles are equal (d = 768, 1536), the ping-pong core makes
- * the backward about 1 % faster than the cooperative one. If the last one is smaller (d = 4096), the backward
- * is between 1 % faster and 2 % slower. With 2 % less merit for ping-pong the cooperative core wins at
- * d = 4096, but not at d = 768 and 1536. Other K from 513 to 1024 were not measured. */
+/* For dx_rows. With K = 1024 the ping-pong core makes the backward about 1 % shorter where column tiles are
+ * equal (d = 768, 1536) and up to 2 % longer where the last one is smaller (d = 4096). With 2 % less merit it
+ * wins only at the former. */
 static inline moe_gemm moe_gemm_choose_dx(int64_t k, int64_t columns)
 {
     const moe_gemm best = moe_gemm_choose(k, columns, 0);
