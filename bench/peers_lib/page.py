@@ -8,7 +8,7 @@ NAMES = {"sonicmoe": "SonicMoE", "scattermoe": "ScatterMoE", "momoe": "MoMoE", "
          "transformers": "Transformers, grouped_mm", "cublas": "cuBLAS, the GEMMs alone", BASE: BASE}  # fmt: skip
 OTHERS = ("scattermoe", "momoe", "grouped_mm", "transformers", "cublas")
 PASSES = ("forward", "backward", "both")
-MOST_LAYERS = 12  # of a suite whose layers have rows of their own
+BY_LAYER = ("paper", "models")  # suites whose layers have rows of their own
 ENOUGH = 0.75  # of the most layers that a commit has of a suite: newer ones with fewer are not shown
 
 
@@ -135,7 +135,6 @@ def block(records):
         return "No records yet.\n"
     lines = _suites(found)
     for (suite, part, routing, peer), (mine, theirs) in found.items():
-        layers = {record["shape"] for record in theirs}
-        if (part, routing, peer) == ("experts", "random", "sonicmoe") and len(layers) <= MOST_LAYERS and suite != "ep":
+        if (part, routing, peer) == ("experts", "random", "sonicmoe") and suite in BY_LAYER:
             lines += _layers(suite, mine, theirs)
     return "\n".join([*lines, *_others(found), *_steps(found)])
