@@ -6,14 +6,6 @@
 
 #include <stddef.h>
 
-/* What a call works with after its checks. */
-typedef struct forward_call {
-    moe_problem problem;
-    smoe_forward_args args;
-    moe_plan_arrays plan;
-    void *scratch; /* past the plan */
-} forward_call;
-
 static smoe_status take_layer(smoe_context *context, const char *function, const smoe_layer *layer,
                               moe_problem *problem)
 {
@@ -22,10 +14,8 @@ static smoe_status take_layer(smoe_context *context, const char *function, const
     smoe_status status = moe_check_struct(context, function, "layer", "SMOE_LAYER_INIT", layer, sizeof taken);
     if (status != SMOE_OK) return status;
     moe_take_struct(&taken, sizeof taken, layer);
-    status = moe_check_layer(context, function, &taken);
-    if (status != SMOE_OK) return status;
-    moe_problem_init(problem, &taken);
-    return context->backend->supports(context, problem);
+    status = moe_check_layer(context, function, &taken, problem);
+    return status == SMOE_OK ? context->backend->supports(context, problem) : status;
 }
 
 smoe_status smoe_supports(smoe_context *context, const smoe_layer *layer)
@@ -47,7 +37,10 @@ smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smo
     known.saved_bytes = problem.saved_bytes;
     known.metadata_bytes = problem.metadata_bytes;
     known.saved_buffer_bytes = problem.saved_buffer_bytes;
-    context->backend->scratch(context, &problem, &known.scratch_forward_bytes, &known.scratch_backward_bytes);
+    moe_layout forward, backward;
+    context->backend->lay_out(context, &problem, &forward, &backward);
+    known.scratch_forward_bytes = forward.bytes;
+    known.scratch_backward_bytes = backward.bytes;
     status = moe_check_struct(context, "smoe_query_sizes", "sizes", "SMOE_SIZES_INIT", sizes, sizeof known);
     if (status == SMOE_OK) moe_give_struct(sizes, &known, sizeof known);
     return status;
@@ -69,126 +62,101 @@ static smoe_status check_forward_fields(smoe_context *context, const smoe_layer 
 }
 
 static smoe_status take_forward(smoe_context *context, const char *function, const smoe_layer *layer,
-                                const smoe_forward_args *args, forward_call *call)
+                                const smoe_forward_args *given, moe_call *call, smoe_forward_args *args)
 {
     smoe_status status = take_layer(context, function, layer, &call->problem);
     if (status != SMOE_OK) return status;
-    call->args = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
-    status = moe_check_struct(context, function, "args", "SMOE_FORWARD_ARGS_INIT", args, sizeof call->args);
-    if (status == SMOE_OK) moe_take_struct(&call->args, sizeof call->args, args);
-    return status;
+    *args = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
+    status = moe_check_struct(context, function, "args", "SMOE_FORWARD_ARGS_INIT", given, sizeof *args);
+    if (status != SMOE_OK) return status;
+    moe_take_struct(args, sizeof *args, given);
+    context->backend->lay_out(context, &call->problem, &call->layout, NULL);
+    return SMOE_OK;
 }
 
-static void find_plan(forward_call *call)
+static void find_plan(moe_call *call, const smoe_forward_args *args)
 {
     const moe_problem *p = &call->problem;
-    call->plan = moe_plan_at(p, p->layer.inference ? call->args.scratch : call->args.saved);
-    call->scratch = (char *)call->args.scratch + (p->layer.inference ? p->plan_bytes : 0);
+    call->plan = moe_plan_at(p, p->layer.inference ? args->scratch : args->saved);
+    call->scratch = (char *)args->scratch + (p->layer.inference ? p->plan_bytes : 0);
 }
 
-static smoe_status check_plan(smoe_context *context, const moe_problem *problem, const moe_plan_arrays *plan)
+static smoe_status check_plan(smoe_context *context, const moe_call *call)
 {
-    return context->backend->check_plan ? context->backend->check_plan(context, problem, plan) : SMOE_OK;
+    return context->backend->check_plan ? context->backend->check_plan(context, &call->problem, &call->plan)
+                                        : SMOE_OK;
 }
 
-/* Everything that a forward stage does before it calls the backend's function. */
-static smoe_status begin_forward(smoe_context *context, const char *function, const smoe_layer *layer,
-                                 const smoe_forward_args *args, int needs, forward_call *call)
+/* Does the layer have these stages? Of a whole forward, those that it lacks are left out. */
+static smoe_status check_stages(smoe_context *context, const smoe_layer *layer, int stages)
 {
-    smoe_status status = take_forward(context, function, layer, args, call);
-    if (status == SMOE_OK) status = moe_check_forward_pointers(context, &call->problem, &call->args, needs);
-    if (status == SMOE_OK && needs & MOE_NEEDS_ROUTER)
-        status = check_forward_fields(context, &call->problem.layer, &call->args);
+    if (stages == MOE_ROUTE && layer->entry != SMOE_ENTRY_FROM_LOGITS)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: entry is %s, routing needs SMOE_ENTRY_FROM_LOGITS",
+                        context->function, moe_entry_name(layer->entry));
+    if (stages == MOE_ROUND && layer->rounding == SMOE_ROUNDING_NONE)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: rounding is SMOE_ROUNDING_NONE, there is nothing to do", context->function);
+    return SMOE_OK;
+}
+
+static int stages_of(const smoe_layer *layer)
+{
+    return (layer->entry == SMOE_ENTRY_FROM_LOGITS ? MOE_ROUTE : 0) |
+           (layer->rounding != SMOE_ROUNDING_NONE ? MOE_ROUND : 0) | MOE_PLAN | MOE_EXPERTS;
+}
+
+/* Runs one stage of a forward, or with all of them what the layer has. */
+static smoe_status run_forward(smoe_context *context, const char *function, const smoe_layer *layer,
+                               const smoe_forward_args *given, int needs, int stages, void *stream)
+{
+    if (!context) return SMOE_ERROR_ARGUMENT;
+    moe_call call = {.stream = stream};
+    smoe_forward_args args;
+    smoe_status status = take_forward(context, function, layer, given, &call, &args);
+    const smoe_layer *taken = &call.problem.layer;
+    if (status == SMOE_OK)
+        status = moe_check_forward_pointers(context, &call.problem, &args, call.layout.bytes, needs);
+    if (status == SMOE_OK && needs & MOE_NEEDS_ROUTER) status = check_forward_fields(context, taken, &args);
     if (status != SMOE_OK) return status;
-    find_plan(call);
-    return context->backend->begin(context);
-}
-
-/* The stages on checked arguments. */
-
-static smoe_status run_route(smoe_context *context, const forward_call *c, void *stream)
-{
-    return context->backend->route(context, &c->problem, &c->args, &c->plan, c->scratch, stream);
-}
-
-static smoe_status run_round(smoe_context *context, const forward_call *c, void *stream)
-{
-    return context->backend->round(context, &c->problem, &c->args, &c->plan, c->scratch, stream);
-}
-
-static smoe_status run_plan(smoe_context *context, const forward_call *c, void *stream)
-{
-    return context->backend->plan(context, &c->problem, &c->args, &c->plan, c->scratch, stream);
-}
-
-static smoe_status run_experts(smoe_context *context, const forward_call *c, void *stream)
-{
-    return context->backend->experts_forward(context, &c->problem, &c->args, &c->plan, c->scratch, stream);
+    find_plan(&call, &args);
+    status = context->backend->begin(context);
+    if (status == SMOE_OK) status = check_stages(context, taken, stages);
+    if (status == SMOE_OK && stages == MOE_EXPERTS) status = check_plan(context, &call);
+    return status == SMOE_OK ? context->backend->forward(context, &call, &args, stages & stages_of(taken))
+                             : status;
 }
 
 smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                        void *stream)
 {
-    if (!context) return SMOE_ERROR_ARGUMENT;
-    forward_call call;
-    const smoe_status status = begin_forward(context, "smoe_route", layer, args, MOE_NEEDS_ROUTER, &call);
-    if (status != SMOE_OK) return status;
-    if (call.problem.layer.entry != SMOE_ENTRY_FROM_LOGITS)
-        return moe_fail(context, SMOE_ERROR_ARGUMENT,
-                        "smoe_route: entry is %s, routing needs SMOE_ENTRY_FROM_LOGITS",
-                        moe_entry_name(call.problem.layer.entry));
-    return run_route(context, &call, stream);
+    return run_forward(context, "smoe_route", layer, args, MOE_NEEDS_ROUTER, MOE_ROUTE, stream);
 }
 
 smoe_status smoe_round(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                        void *stream)
 {
-    if (!context) return SMOE_ERROR_ARGUMENT;
-    forward_call call;
-    const smoe_status status = begin_forward(context, "smoe_round", layer, args, MOE_NEEDS_ROUTER, &call);
-    if (status != SMOE_OK) return status;
-    if (call.problem.layer.rounding == SMOE_ROUNDING_NONE)
-        return moe_fail(context, SMOE_ERROR_ARGUMENT,
-                        "smoe_round: rounding is SMOE_ROUNDING_NONE, there is nothing to do");
-    return run_round(context, &call, stream);
+    return run_forward(context, "smoe_round", layer, args, MOE_NEEDS_ROUTER, MOE_ROUND, stream);
 }
 
 smoe_status smoe_plan(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                       void *stream)
 {
-    if (!context) return SMOE_ERROR_ARGUMENT;
-    forward_call call;
-    const smoe_status status =
-        begin_forward(context, "smoe_plan", layer, args, MOE_NEEDS_ROUTER | MOE_NEEDS_ROUTING, &call);
-    return status == SMOE_OK ? run_plan(context, &call, stream) : status;
+    return run_forward(context, "smoe_plan", layer, args, MOE_NEEDS_ROUTER | MOE_NEEDS_ROUTING, MOE_PLAN,
+                       stream);
 }
 
 smoe_status smoe_experts_forward(smoe_context *context, const smoe_layer *layer,
                                  const smoe_forward_args *args, void *stream)
 {
-    if (!context) return SMOE_ERROR_ARGUMENT;
-    forward_call call;
-    smoe_status status =
-        begin_forward(context, "smoe_experts_forward", layer, args, MOE_NEEDS_EXPERTS, &call);
-    if (status == SMOE_OK) status = check_plan(context, &call.problem, &call.plan);
-    return status == SMOE_OK ? run_experts(context, &call, stream) : status;
+    return run_forward(context, "smoe_experts_forward", layer, args, MOE_NEEDS_EXPERTS, MOE_EXPERTS, stream);
 }
 
 smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
                                void *stream)
 {
-    if (!context) return SMOE_ERROR_ARGUMENT;
-    forward_call call;
-    smoe_status status = begin_forward(context, "smoe_layer_forward", layer, args,
-                                       MOE_NEEDS_ROUTER | MOE_NEEDS_ROUTING | MOE_NEEDS_EXPERTS, &call);
-    if (status == SMOE_OK && call.problem.layer.entry == SMOE_ENTRY_FROM_LOGITS) {
-        status = run_route(context, &call, stream);
-        if (status == SMOE_OK && call.problem.layer.rounding != SMOE_ROUNDING_NONE)
-            status = run_round(context, &call, stream);
-    }
-    if (status == SMOE_OK) status = run_plan(context, &call, stream);
-    if (status == SMOE_OK) status = run_experts(context, &call, stream);
-    return status;
+    return run_forward(context, "smoe_layer_forward", layer, args,
+                       MOE_NEEDS_ROUTER | MOE_NEEDS_ROUTING | MOE_NEEDS_EXPERTS,
+                       MOE_ROUTE | MOE_ROUND | MOE_PLAN | MOE_EXPERTS, stream);
 }
 
 smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
@@ -196,11 +164,12 @@ smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     const char *function = "smoe_view_plan";
-    forward_call call;
-    smoe_status status = take_forward(context, function, layer, args, &call);
-    if (status == SMOE_OK) status = moe_check_plan_pointer(context, &call.problem, &call.args);
+    moe_call call;
+    smoe_forward_args taken;
+    smoe_status status = take_forward(context, function, layer, args, &call, &taken);
+    if (status == SMOE_OK) status = moe_check_plan_pointer(context, &call.problem, &taken, call.layout.bytes);
     if (status != SMOE_OK) return status;
-    find_plan(&call);
+    find_plan(&call, &taken);
     const moe_plan_arrays *p = &call.plan;
     const smoe_plan_view known = {
         .topk_ids = p->topk_ids,
@@ -255,24 +224,24 @@ static smoe_status run_backward(smoe_context *context, const char *function, con
                                 const smoe_backward_args *given, int with_router, void *stream)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
-    moe_problem problem;
-    smoe_status status = take_layer(context, function, layer, &problem);
+    moe_call call = {.stream = stream};
+    const moe_problem *problem = &call.problem;
+    smoe_status status = take_layer(context, function, layer, &call.problem);
     if (status != SMOE_OK) return status;
     smoe_backward_args args = SMOE_BACKWARD_ARGS_INIT;
     status = moe_check_struct(context, function, "args", "SMOE_BACKWARD_ARGS_INIT", given, sizeof args);
     if (status != SMOE_OK) return status;
     moe_take_struct(&args, sizeof args, given);
-    with_router = with_router && problem.layer.entry == SMOE_ENTRY_FROM_LOGITS && moe_wants_router(&args);
-    status = moe_check_backward_pointers(context, &problem, &args, with_router);
+    with_router = with_router && problem->layer.entry == SMOE_ENTRY_FROM_LOGITS && moe_wants_router(&args);
+    context->backend->lay_out(context, problem, NULL, &call.layout);
+    status = moe_check_backward_pointers(context, problem, &args, call.layout.bytes, with_router);
+    if (status == SMOE_OK) status = check_backward_fields(context, &problem->layer, &args, with_router);
+    if (status == SMOE_OK) status = context->backend->begin(context);
     if (status != SMOE_OK) return status;
-    status = check_backward_fields(context, &problem.layer, &args, with_router);
-    if (status != SMOE_OK) return status;
-    status = context->backend->begin(context);
-    if (status != SMOE_OK) return status;
-    const moe_plan_arrays plan = moe_plan_at(&problem, args.saved);
-    status = check_plan(context, &problem, &plan);
-    if (status != SMOE_OK) return status;
-    return context->backend->backward(context, &problem, &args, &plan, with_router, stream);
+    call.plan = moe_plan_at(problem, args.saved);
+    call.scratch = args.scratch;
+    status = check_plan(context, &call);
+    return status == SMOE_OK ? context->backend->backward(context, &call, &args, with_router) : status;
 }
 
 smoe_status smoe_layer_backward(smoe_context *context, const smoe_layer *layer,

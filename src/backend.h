@@ -5,6 +5,24 @@
 
 #include "problem.h"
 
+/* The layout of a scratch: its bytes, and the backend's own description of its parts. */
+typedef struct moe_layout {
+    uint64_t bytes;
+    uint64_t parts[32];
+} moe_layout;
+
+/* What every call of a forward or a backward works with after its checks. */
+typedef struct moe_call {
+    moe_problem problem;
+    moe_layout layout;
+    moe_plan_arrays plan; /* in saved, for inference in scratch */
+    void *scratch;        /* a forward's begins past the plan */
+    void *stream;
+} moe_call;
+
+/* The stages of a forward, in their order. */
+enum { MOE_ROUTE = 1, MOE_ROUND = 2, MOE_PLAN = 4, MOE_EXPERTS = 8 };
+
 typedef struct moe_backend_table {
     smoe_backend id;
     const char *name;
@@ -12,29 +30,22 @@ typedef struct moe_backend_table {
     smoe_status (*create)(smoe_context *context, const smoe_context_options *options);
     void (*destroy)(smoe_context *context);
     smoe_status (*supports)(smoe_context *context, const moe_problem *problem);
-    /* Sizes of the scratch of forward and backward. For inference the forward's scratch starts with the plan
-     * (problem->plan_bytes). */
-    void (*scratch)(const smoe_context *context, const moe_problem *problem, uint64_t *forward,
-                    uint64_t *backward);
-    /* Called before the stages of a call. Can the calling thread run them? */
+    /* Lays out the scratch of a forward and of a backward; NULL: not wanted. For inference the forward's
+     * scratch starts with the plan (problem->plan_bytes), and the backward's has 0 bytes. */
+    void (*lay_out)(const smoe_context *context, const moe_problem *problem, moe_layout *forward,
+                    moe_layout *backward);
+    /* Called before a forward or a backward. Can the calling thread run them? */
     smoe_status (*begin)(smoe_context *context);
-    /* The stages. `plan` points into saved or scratch, `scratch` past the plan. */
-    smoe_status (*route)(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
-                         const moe_plan_arrays *plan, void *scratch, void *stream);
-    smoe_status (*round)(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
-                         const moe_plan_arrays *plan, void *scratch, void *stream);
-    smoe_status (*plan)(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
-                        const moe_plan_arrays *plan, void *scratch, void *stream);
     /* Called before a stage that reads a plan which another call of the API has made. Can a plan stage have
      * left these values? NULL: the backend's stages read the plan on the device. */
     smoe_status (*check_plan)(smoe_context *context, const moe_problem *problem, const moe_plan_arrays *plan);
-    smoe_status (*experts_forward)(smoe_context *context, const moe_problem *problem,
-                                   const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
-                                   void *stream);
+    /* stages: MOE_ROUTE and so on; they run up to the first one that fails. */
+    smoe_status (*forward)(smoe_context *context, const moe_call *call, const smoe_forward_args *args,
+                           int stages);
     /* with_router: dlogits, the router's gradients or its term of dx are wanted too. A gradient whose pointer
      * is NULL is not wanted; see wanted.h. */
-    smoe_status (*backward)(smoe_context *context, const moe_problem *problem, const smoe_backward_args *args,
-                            const moe_plan_arrays *plan, int with_router, void *stream);
+    smoe_status (*backward)(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
+                            int with_router);
     smoe_status (*update_selection_bias)(smoe_context *context, const moe_problem *problem,
                                          const int32_t *counts, float *bias, float gamma, void *stream);
 } moe_backend_table;

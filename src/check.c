@@ -272,29 +272,30 @@ static smoe_status check_router(smoe_context *context, const char *function, con
 }
 
 /* Row numbers must fit the plan's int32, and byte counts must fit 64 bits. */
-static smoe_status check_rows(smoe_context *context, const char *function, const smoe_layer *l)
+static smoe_status check_rows(smoe_context *context, const char *function, const moe_problem *problem)
 {
-    moe_problem problem;
-    moe_problem_init(&problem, l);
-    if (problem.padded_rows > INT32_MAX)
+    const smoe_layer *l = &problem->layer;
+    if (problem->padded_rows > INT32_MAX)
         return moe_fail(
             context, SMOE_ERROR_SHAPE,
             "%s: tokens x topk with padding is %lld rows, the limit is %d; use fewer tokens a call", function,
-            (long long)problem.padded_rows, INT32_MAX);
+            (long long)problem->padded_rows, INT32_MAX);
     if (l->tokens * l->experts > (int64_t)1 << 40)
         return moe_fail(context, SMOE_ERROR_SHAPE, "%s: tokens x experts is %lld, the limit is 2^40",
                         function, (long long)(l->tokens * l->experts));
     return SMOE_OK;
 }
 
-smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer)
+smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer,
+                            moe_problem *problem)
 {
     smoe_status status = check_enums(context, function, layer);
     if (status == SMOE_OK) status = check_shape(context, function, layer);
     if (status == SMOE_OK) status = check_gate(context, function, layer);
     if (status == SMOE_OK) status = check_router(context, function, layer);
-    if (status == SMOE_OK) status = check_rows(context, function, layer);
-    return status;
+    if (status != SMOE_OK) return status;
+    moe_problem_init(problem, layer);
+    return check_rows(context, function, problem);
 }
 
 smoe_status moe_check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets)

@@ -22,7 +22,9 @@ void moe_give_struct(void *to, const void *from, size_t size);
 const char *moe_type_name(smoe_type type);
 const char *moe_entry_name(smoe_entry entry);
 
-smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer);
+/* Fills *problem if the layer passes. */
+smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer,
+                            moe_problem *problem);
 
 /* Checks the values of offsets (E+1), which must be in host memory. */
 smoe_status moe_check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets);

@@ -2,19 +2,9 @@
 #include "backend.h"
 #include "check.h"
 
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-smoe_status moe_fail(smoe_context *context, smoe_status status, const char *format, ...)
-{
-    va_list list;
-    va_start(list, format);
-    vsnprintf(context->error, sizeof context->error, format, list);
-    va_end(list);
-    return status;
-}
 
 static const moe_backend_table *find_backend(smoe_backend id)
 {

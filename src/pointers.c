@@ -66,7 +66,7 @@ static smoe_status check_memories(smoe_context *context, const memory *all, int 
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
 smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem *problem,
-                                       const smoe_forward_args *a, int needs)
+                                       const smoe_forward_args *a, uint64_t scratch_bytes, int needs)
 {
     const smoe_layer *l = &problem->layer;
     const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK,
@@ -76,8 +76,6 @@ smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem 
     const int64_t element = problem->element, index = moe_type_bytes(l->index_type), e = l->experts;
     const int64_t td = l->tokens * l->hidden * element, ed = e * l->hidden * element,
                   tk = l->tokens * l->topk;
-    uint64_t scratch, backward;
-    context->backend->scratch(context, problem, &scratch, &backward);
     const memory all[] = {
         {"x", a->x, gemm ? NEEDED : experts, td, 0},
         {"router_weight", a->router_weight, 0, logits * ed, 0},
@@ -96,14 +94,14 @@ smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem 
         {"b2", a->b2, 0, ed, 0},
         {"out", a->out, experts ? NEEDED | WRITTEN : 0, td, 0},
         {"saved", a->saved, NEEDED | WRITTEN | BUFFER, (int64_t)problem->saved_buffer_bytes, a->saved_size},
-        {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch, a->scratch_size},
+        {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch_bytes, a->scratch_size},
     };
     static_assert(COUNT(all) <= MOST_MEMORIES, "check_memories holds them all");
     return check_memories(context, all, COUNT(all));
 }
 
 smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem *problem,
-                                        const smoe_backward_args *a, int router)
+                                        const smoe_backward_args *a, uint64_t scratch_bytes, int router)
 {
     const smoe_layer *l = &problem->layer;
     const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK;
@@ -114,8 +112,6 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
                   tk = topk * l->tokens * l->topk;
     const int64_t td = l->tokens * l->hidden * element, ed = e * l->hidden, width = problem->h_width;
     const int64_t ds = topk ? 0 : logits ? problem->padded_rows : l->tokens;
-    uint64_t forward, scratch;
-    context->backend->scratch(context, problem, &forward, &scratch);
     const memory all[] = {
         {"x", a->x, x ? NEEDED : 0, td, 0},
         {"router_weight", a->router_weight, 0, logits * ed * element, 0},
@@ -138,20 +134,18 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
         {"loss_gradients", a->loss_gradients, PAIR, router ? 2 * 4 : 0, 0},
         {"saved", a->saved, NEEDED | BUFFER | (l->reuse_saved ? WRITTEN : 0),
          (int64_t)problem->saved_buffer_bytes, a->saved_size},
-        {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch, a->scratch_size},
+        {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch_bytes, a->scratch_size},
     };
     static_assert(COUNT(all) <= MOST_MEMORIES, "check_memories holds them all");
     return check_memories(context, all, COUNT(all));
 }
 
 smoe_status moe_check_plan_pointer(smoe_context *context, const moe_problem *problem,
-                                   const smoe_forward_args *a)
+                                   const smoe_forward_args *a, uint64_t scratch_bytes)
 {
-    uint64_t scratch, backward;
-    context->backend->scratch(context, problem, &scratch, &backward);
     const memory saved = {"saved", a->saved, NEEDED | BUFFER, (int64_t)problem->saved_buffer_bytes,
                           a->saved_size},
-                 work = {"scratch", a->scratch, NEEDED | BUFFER, (int64_t)scratch, a->scratch_size};
+                 work = {"scratch", a->scratch, NEEDED | BUFFER, (int64_t)scratch_bytes, a->scratch_size};
     return check_memories(context, problem->layer.inference ? &work : &saved, 1);
 }
 

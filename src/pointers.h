@@ -5,19 +5,19 @@
 
 #include "backend.h"
 
-/* Which fields a call of the forward needs. */
+/* Which fields a call of the forward needs. scratch_bytes: of the call's layout. */
 enum { MOE_NEEDS_ROUTER = 1, MOE_NEEDS_ROUTING = 2, MOE_NEEDS_EXPERTS = 4 };
 
 smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem *problem,
-                                       const smoe_forward_args *args, int needs);
+                                       const smoe_forward_args *args, uint64_t scratch_bytes, int needs);
 
 /* `router`: a gradient of the router is wanted. */
 smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem *problem,
-                                        const smoe_backward_args *args, int router);
+                                        const smoe_backward_args *args, uint64_t scratch_bytes, int router);
 
 /* For smoe_view_plan: the buffer that has the plan, which is `saved`, or for inference scratch. */
 smoe_status moe_check_plan_pointer(smoe_context *context, const moe_problem *problem,
-                                   const smoe_forward_args *args);
+                                   const smoe_forward_args *args, uint64_t scratch_bytes);
 
 smoe_status moe_check_bias_pointers(smoe_context *context, const moe_problem *problem, const int32_t *counts,
                                     const float *bias);

@@ -71,7 +71,7 @@ int64_t moe_type_bytes(smoe_type type);
  * expert. */
 int64_t moe_load_index(const void *indices, smoe_type type, int64_t at);
 
-/* Fills *problem from a layer that moe_check_layer has passed. */
+/* Fills *problem from a layer whose enumerators and sizes have been checked. */
 void moe_problem_init(moe_problem *problem, const smoe_layer *layer);
 
 /* The plan's pointers inside a buffer: `saved` (H first), or for inference the start of scratch. */

@@ -52,13 +52,44 @@ static smoe_status supports(smoe_context *context, const moe_problem *problem)
     return SMOE_OK;
 }
 
-static void scratch(const smoe_context *context, const moe_problem *problem, uint64_t *forward,
-                    uint64_t *backward)
+/* The stages themselves find the parts of their scratch. */
+static void lay_out(const smoe_context *context, const moe_problem *problem, moe_layout *forward,
+                    moe_layout *backward)
 {
-    const uint64_t routing = moe_cpu_routing_scratch(context, problem);
-    const uint64_t experts = moe_cpu_experts_forward_scratch(context, problem);
-    *forward = (problem->layer.inference ? problem->plan_bytes : 0) + (routing > experts ? routing : experts);
-    *backward = problem->layer.inference ? 0 : moe_cpu_backward_scratch(context, problem);
+    const int inference = problem->layer.inference;
+    if (forward) {
+        const uint64_t routing = moe_cpu_routing_scratch(context, problem);
+        const uint64_t experts = moe_cpu_experts_forward_scratch(context, problem);
+        forward->bytes = (inference ? problem->plan_bytes : 0) + (routing > experts ? routing : experts);
+    }
+    if (backward) backward->bytes = inference ? 0 : moe_cpu_backward_scratch(context, problem);
+}
+
+typedef smoe_status (*forward_stage)(smoe_context *context, const moe_problem *problem,
+                                     const smoe_forward_args *args, const moe_plan_arrays *plan,
+                                     void *scratch, void *stream);
+
+static smoe_status forward(smoe_context *context, const moe_call *call, const smoe_forward_args *args,
+                           int stages)
+{
+    static const struct {
+        int stage;
+        forward_stage run;
+    } all[] = {{MOE_ROUTE, moe_cpu_route},
+               {MOE_ROUND, moe_cpu_round},
+               {MOE_PLAN, moe_cpu_plan},
+               {MOE_EXPERTS, moe_cpu_experts_forward}};
+    smoe_status status = SMOE_OK;
+    for (size_t i = 0; i < sizeof all / sizeof *all && status == SMOE_OK; i++)
+        if (stages & all[i].stage)
+            status = all[i].run(context, &call->problem, args, &call->plan, call->scratch, call->stream);
+    return status;
+}
+
+static smoe_status backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
+                            int with_router)
+{
+    return moe_cpu_backward(context, &call->problem, args, &call->plan, with_router, call->stream);
 }
 
 const moe_backend_table moe_cpu_backend = {
@@ -68,12 +99,9 @@ const moe_backend_table moe_cpu_backend = {
     .destroy = destroy,
     .supports = supports,
     .begin = begin,
-    .scratch = scratch,
-    .route = moe_cpu_route,
-    .round = moe_cpu_round,
-    .plan = moe_cpu_plan,
+    .lay_out = lay_out,
     .check_plan = moe_cpu_check_plan,
-    .experts_forward = moe_cpu_experts_forward,
-    .backward = moe_cpu_backward,
+    .forward = forward,
+    .backward = backward,
     .update_selection_bias = moe_cpu_update_selection_bias,
 };

@@ -1,18 +1,34 @@
 /* The launches of the backward: lists, dh and dS, dw2, dw1, router_bwd, then dx_rows and dx for one chunk
- * after another. docs/design.md describes the order and the scratch.
- *
- * At the end of the scratch is memory with four uses, one after the other: A' and the sums of dW2's
- * pieces; the sums of dW1's pieces; dense dlogits and the sums of dWr's pieces; dX~ of one chunk. */
+ * after another. docs/design.md describes the order and the scratch. */
 #include "host/backward.h"
 #include "wanted.h"
 
-static uint64_t larger(uint64_t a, uint64_t b)
+#include <assert.h>
+#include <string.h>
+
+static_assert(sizeof(backward_scratch) <= sizeof((moe_layout *)0)->parts, "a layout holds it");
+
+/* The end of the memory with the four uses: that of the largest use. tile: bytes of a weight gradient's. */
+static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint64_t tile)
 {
-    return a > b ? a : b;
+    const uint64_t parts = (uint64_t)s->parts,
+                   dx = (uint64_t)(p->padded_rows * p->chunk_columns * p->element);
+    const uint64_t ends[SHARED_USES] = {
+        [SHARED_FOR_DW2] = s->parts2 + parts * (uint64_t)s->tiles2 * tile,
+        [SHARED_FOR_DW1] = s->shared + parts * (uint64_t)s->tiles1 * tile,
+        [SHARED_FOR_ROUTER] = s->router.passing_end,
+        [SHARED_FOR_DX] = s->shared + moe_align_up(dx),
+    };
+    uint64_t end = 0;
+    for (int use = 0; use < SHARED_USES; use++)
+        if (ends[use] > end) end = ends[use];
+    return end;
 }
 
-static backward_scratch lay_out(const device_state *state, const moe_problem *p)
+void moe_cuda_lay_out_backward(const device_state *state, const moe_problem *p, moe_layout *layout)
 {
+    layout->bytes = 0;
+    if (p->layer.inference) return;
     const smoe_layer *layer = &p->layer;
     const uint64_t rows = (uint64_t)p->padded_rows, experts = (uint64_t)layer->experts;
     const int64_t blocks = p->padded_rows / SMOE_BLOCK_ROWS;
@@ -39,22 +55,16 @@ static backward_scratch lay_out(const device_state *state, const moe_problem *p)
     }
     s.a = s.shared;
     s.parts2 = s.a + moe_align_up(rows * (uint64_t)(layer->intermediate * p->element));
-    const uint64_t dw2_end = s.parts2 + parts * (uint64_t)s.tiles2 * tile;
-    const uint64_t dw1_end = s.shared + parts * (uint64_t)s.tiles1 * tile;
-    const uint64_t dx_end = s.shared + moe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
-    s.end = larger(larger(dw2_end, dw1_end), larger(dx_end, s.router.passing_end));
-    return s;
+    layout->bytes = shared_end(p, &s, tile);
+    memcpy(layout->parts, &s, sizeof s);
 }
 
-/* Why a layer has no backward, or NULL. */
-static const char *why_no_backward(const smoe_layer *layer)
+/* Refuses to go back to a use whose memory a later one has overwritten. */
+static cudaError_t begin_use(backward_call *c, shared_use use)
 {
-    return layer->inference ? "inference is 1: nothing was saved for a backward" : NULL;
-}
-
-uint64_t moe_cuda_backward_scratch(const device_state *state, const moe_problem *problem)
-{
-    return why_no_backward(&problem->layer) ? 0 : lay_out(state, problem).end;
+    if (use < c->use) return cudaErrorIllegalState;
+    c->use = use;
+    return cudaSuccess;
 }
 
 static cudaError_t make_lists(const backward_call *c)
@@ -248,16 +258,16 @@ static cudaError_t run_dx(const backward_call *c, int64_t first_column, int64_t 
 static cudaError_t run_chunks(smoe_context *context, backward_call *c)
 {
     const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
-    cudaError_t status = cudaSuccess;
+    cudaError_t status = begin_use(c, SHARED_FOR_DX);
     for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
         const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
-        moe_stage_begin(context, SMOE_STAGE_DX_ROWS, c->stream);
+        moe_stage_begin(context, SMOE_STAGE_DX_ROWS, c->on.stream);
         status = run_dx_rows(c, first, columns);
-        moe_stage_end(context, SMOE_STAGE_DX_ROWS, c->stream);
+        moe_stage_end(context, SMOE_STAGE_DX_ROWS, c->on.stream);
         if (status != cudaSuccess) return status;
-        moe_stage_begin(context, SMOE_STAGE_DX, c->stream);
+        moe_stage_begin(context, SMOE_STAGE_DX, c->on.stream);
         status = run_dx(c, first, columns);
-        moe_stage_end(context, SMOE_STAGE_DX, c->stream);
+        moe_stage_end(context, SMOE_STAGE_DX, c->on.stream);
     }
     return status;
 }
@@ -268,63 +278,65 @@ static cudaError_t run_stages(smoe_context *context, backward_call *c)
     const int ds = moe_wants_ds(&c->problem->layer, args, c->with_router);
     cudaError_t status = cudaSuccess;
     if (ds || moe_wants_dh(args) || args->dw2) { /* dh leaves A' to dw2 */
-        moe_stage_begin(context, SMOE_STAGE_DH, c->stream);
-        status = make_lists(c);
+        moe_stage_begin(context, SMOE_STAGE_DH, c->on.stream);
+        status = begin_use(c, SHARED_FOR_DW2);
+        if (status == cudaSuccess) status = make_lists(c);
         if (status == cudaSuccess) status = run_dh(c);
         if (status == cudaSuccess) status = run_ds(c);
-        moe_stage_end(context, SMOE_STAGE_DH, c->stream);
+        moe_stage_end(context, SMOE_STAGE_DH, c->on.stream);
     }
     if (status == cudaSuccess && moe_wants_dw2(args)) {
-        moe_stage_begin(context, SMOE_STAGE_DW2, c->stream);
-        status = run_dw2(c);
+        moe_stage_begin(context, SMOE_STAGE_DW2, c->on.stream);
+        status = begin_use(c, SHARED_FOR_DW2);
+        if (status == cudaSuccess) status = run_dw2(c);
         if (status == cudaSuccess) status = run_db2(c);
-        moe_stage_end(context, SMOE_STAGE_DW2, c->stream);
+        moe_stage_end(context, SMOE_STAGE_DW2, c->on.stream);
     }
     if (status == cudaSuccess && moe_wants_dw1(args)) {
-        moe_stage_begin(context, SMOE_STAGE_DW1, c->stream);
-        status = run_dw1(c);
+        moe_stage_begin(context, SMOE_STAGE_DW1, c->on.stream);
+        status = begin_use(c, SHARED_FOR_DW1);
+        if (status == cudaSuccess) status = run_dw1(c);
         if (status == cudaSuccess) status = run_db1(c);
-        moe_stage_end(context, SMOE_STAGE_DW1, c->stream);
+        moe_stage_end(context, SMOE_STAGE_DW1, c->on.stream);
     }
     if (status == cudaSuccess && c->with_router) {
-        moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, c->stream);
-        status = moe_cuda_router_backward(c);
-        moe_stage_end(context, SMOE_STAGE_ROUTER_BWD, c->stream);
+        moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, c->on.stream);
+        status = begin_use(c, SHARED_FOR_ROUTER);
+        if (status == cudaSuccess) status = moe_cuda_router_backward(c);
+        moe_stage_end(context, SMOE_STAGE_ROUTER_BWD, c->on.stream);
     }
     return status == cudaSuccess && args->dx ? run_chunks(context, c) : status;
 }
 
-smoe_status moe_cuda_backward(smoe_context *context, const moe_problem *problem,
-                              const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
-                              void *stream)
+smoe_status moe_cuda_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
+                              int with_router)
 {
     const device_state *state = context->state;
-    const char *missing = why_no_backward(&problem->layer);
-    if (missing) return moe_fail(context, SMOE_ERROR_UNSUPPORTED, "%s: %s", context->function, missing);
-    const backward_scratch at = lay_out(state, problem);
-    char *scratch = args->scratch;
-    backward_call call = {
+    const moe_problem *problem = &call->problem;
+    char *scratch = call->scratch;
+    backward_scratch at;
+    memcpy(&at, call->layout.parts, sizeof at);
+    backward_call c = {
         .problem = problem,
         .args = args,
-        .plan = plan,
+        .plan = &call->plan,
         .state = state,
         .at = at,
         .lists = {(int32_t *)(scratch + at.counts), (moe_work *)(scratch + at.tiles),
                   (moe_piece *)(scratch + at.pieces), (moe_split *)(scratch + at.splits),
                   (int32_t *)(scratch + at.block_expert), (int32_t *)(scratch + at.counts) + 4},
         .scratch = scratch,
-        .dh = problem->layer.reuse_saved ? plan->h : scratch + at.dh,
+        .dh = problem->layer.reuse_saved ? call->plan.h : scratch + at.dh,
         .a = scratch + at.a,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
         .halves = problem->gated ? 2 : 1,
         .with_router = with_router,
-        .on = launch_on(state, problem->layer.dtype, stream),
-        .stream = stream,
+        .on = launch_on(state, problem->layer.dtype, call->stream),
     };
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);
-    status = run_stages(context, &call);
+    status = run_stages(context, &c);
     leave_device(state, before);
-    return launch_result(context, &call.on, status);
+    return launch_result(context, &c.on, status);
 }

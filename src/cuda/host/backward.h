@@ -19,11 +19,22 @@ typedef struct router_scratch {
     int32_t parts_count;    /* 0: the tokens are one piece */
 } router_scratch;
 
+/* The uses of the memory at the end of the scratch, in their order. A use begins when no kernel reads what
+ * the use before has left there. */
+typedef enum shared_use {
+    SHARED_FOR_DW2 = 0,    /* A' and the sums of dW2's pieces: dh, dw2 */
+    SHARED_FOR_DW1 = 1,    /* the sums of dW1's pieces: dw1 */
+    SHARED_FOR_ROUTER = 2, /* dense dlogits, bias sums and the sums of dWr's pieces: router_bwd */
+    SHARED_FOR_DX = 3,     /* dX~ of one chunk: dx_rows, dx */
+    SHARED_USES = 4
+} shared_use;
+
 /* Offsets from the start of scratch. */
 typedef struct backward_scratch {
-    uint64_t counts, tiles, pieces, splits, block_expert, ds, dh, a, parts2, end;
+    uint64_t counts, tiles, pieces, splits, block_expert, ds, dh;
+    uint64_t shared;        /* where the memory with the four uses begins */
+    uint64_t a, parts2;     /* SHARED_FOR_DW2; a is at its begin */
     int64_t parts;          /* bound on pieces of split experts */
-    uint64_t shared;        /* a; later dw1's tiles of split experts, the router's parts, and dX~ */
     int32_t tiles2, tiles1; /* of an expert's dW2 and dW1 */
     int32_t ds_parts;       /* without b2's */
     router_scratch router;  /* FROM_LOGITS */
@@ -40,9 +51,16 @@ typedef struct backward_call {
     char *scratch, *dh, *a;
     int64_t rows; /* whole blocks of the padded rows */
     int halves, with_router;
+    shared_use use; /* that has begun last */
     moe_launch on;
-    cudaStream_t stream;
 } backward_call;
+
+/* ---- backward.c ---- */
+
+/* 0 bytes for inference, which saves nothing for a backward. */
+void moe_cuda_lay_out_backward(const device_state *state, const moe_problem *problem, moe_layout *layout);
+smoe_status moe_cuda_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
+                              int with_router);
 
 /* ---- router_backward.c ---- */
 

@@ -52,20 +52,11 @@ static inline smoe_status launch_result(smoe_context *context, const moe_launch 
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
-/* ---- device.c ---- */
-
 /* Fills *device. The device becomes the calling thread's current one. */
 cudaError_t moe_cuda_open_device(moe_device *device, int number);
 
 /* The backend's functions `create` and `destroy`. */
 smoe_status moe_cuda_create(smoe_context *context, const smoe_context_options *options);
 void moe_cuda_destroy(smoe_context *context);
-
-/* ---- backward.c ---- */
-
-uint64_t moe_cuda_backward_scratch(const device_state *state, const moe_problem *problem);
-smoe_status moe_cuda_backward(smoe_context *context, const moe_problem *problem,
-                              const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
-                              void *stream);
 
 #endif

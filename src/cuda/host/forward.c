@@ -1,0 +1,273 @@
+/* The launches of the forward: route, round and plan, whose kernels routing.c launches, then up, and down and
+ * combine for one chunk after another. */
+#include "host/forward.h"
+#include "check.h"
+#include "host/routing.h"
+#include "schedule/few_rows.h"
+#include "schedule/plan_size.h"
+
+#include <assert.h>
+#include <string.h>
+
+/* Offsets of the parts of the forward's scratch, counted from the end of the plan. */
+typedef struct forward_scratch {
+    uint64_t counts, tiles, pieces, a, y, routing,
+        end; /* a's memory is also used by routing, or by the plan as work space */
+} forward_scratch;
+
+static_assert(sizeof(forward_scratch) <= sizeof((moe_layout *)0)->parts, "a layout holds it");
+
+/* What route, round and plan use besides the work lists. */
+static uint64_t routing_bytes(const moe_device *device, const moe_problem *p)
+{
+    const smoe_layer *l = &p->layer;
+    switch (l->entry) {
+    case SMOE_ENTRY_FROM_LOGITS: return moe_cuda_routing_scratch(device, p);
+    case SMOE_ENTRY_FROM_TOPK:
+        return moe_align_up(moe_cuda_plan_work_bytes(
+            l->tokens, l->experts,
+            moe_plan_segment(l->tokens, (int32_t)l->experts, (int32_t)l->topk, device->shared_bytes)));
+    case SMOE_ENTRY_FROM_ROWS: return 0;
+    }
+    return 0;
+}
+
+void moe_cuda_lay_out_forward(const device_state *state, const moe_problem *p, moe_layout *layout)
+{
+    const uint64_t element = (uint64_t)p->element, rows = (uint64_t)p->padded_rows;
+    const int64_t experts = p->layer.experts;
+    const int32_t limit = moe_piece_limit(p->rows, experts);
+    forward_scratch s = {0};
+    s.tiles = s.counts + moe_align_up(4 * sizeof(int32_t));
+    s.pieces = s.tiles + moe_align_up(sizeof(moe_work) *
+                                      (uint64_t)moe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
+    s.a =
+        s.pieces + moe_align_up(sizeof(moe_work) * (uint64_t)moe_work_bound(p->padded_rows, experts, limit));
+    s.routing = s.a;
+    s.y = s.a + moe_align_up(rows * (uint64_t)p->layer.intermediate * element);
+    const uint64_t experts_end = s.y + moe_align_up(rows * (uint64_t)p->chunk_columns * element);
+    const uint64_t plan_end = s.routing + routing_bytes(&state->device, p);
+    s.end = experts_end > plan_end ? experts_end : plan_end;
+    layout->bytes = (p->layer.inference ? p->plan_bytes : 0) + s.end;
+    memcpy(layout->parts, &s, sizeof s);
+}
+
+/* What the stages share. */
+typedef struct forward_call {
+    const moe_problem *problem;
+    const smoe_forward_args *args;
+    const moe_plan_arrays *plan;
+    const device_state *state;
+    void *work; /* of route, round and plan */
+    moe_cuda_lists lists;
+    char *a, *y;
+    int64_t rows; /* whole blocks of the padded rows */
+    int few_rows; /* the kernels for few rows run */
+    moe_launch on;
+} forward_call;
+
+/* The plan of the layer's entry. */
+static cudaError_t plan_rows(const forward_call *c)
+{
+    const moe_problem *problem = c->problem;
+    const smoe_forward_args *args = c->args;
+    const moe_plan_arrays *plan = c->plan;
+    const smoe_layer *layer = &problem->layer;
+    const int from_rows = layer->entry == SMOE_ENTRY_FROM_ROWS;
+    if (layer->entry == SMOE_ENTRY_FROM_LOGITS)
+        return moe_cuda_plan_from_logits(&c->on, problem, args, plan, &c->lists, c->work);
+    const moe_cuda_plan p = {
+        .ids = args->topk_ids,
+        .weights = from_rows ? args->row_weights : args->topk_weights,
+        .offsets = args->offsets,
+        .wide_index = layer->index_type == SMOE_TYPE_I64,
+        .tokens = (int32_t)layer->tokens,
+        .experts = (int32_t)layer->experts,
+        .topk = (int32_t)layer->topk,
+        .padded_rows = (int32_t)problem->padded_rows,
+        .segment = moe_plan_segment(layer->tokens, (int32_t)layer->experts, (int32_t)layer->topk,
+                                    c->on.device->shared_bytes),
+        .counts = plan->counts,
+        .row_offsets = plan->offsets,
+        .block_offsets = plan->block_offsets,
+        .order = plan->order,
+        .row_token = plan->row_token,
+        .token_offsets = plan->token_offsets,
+        .token_rows = plan->token_rows,
+        .row_weight = plan->row_weight,
+        .lists = c->lists,
+        .work = c->work,
+    };
+    return from_rows ? moe_cuda_plan_rows(&c->on, &p) : moe_cuda_plan_topk(&c->on, &p);
+}
+
+/* Copies the offsets to the host and checks them. */
+static smoe_status check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets,
+                                 void *stream)
+{
+    int64_t values[SMOE_MAX_EXPERTS + 1];
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cudaError_t status = cudaStreamIsCapturing(stream, &capture);
+    if (status == cudaSuccess && capture != cudaStreamCaptureStatusNone)
+        return moe_fail(
+            context, SMOE_ERROR_UNSUPPORTED,
+            "%s: the stream is being captured, but the context's option check_offsets is set, which "
+            "waits for the stream",
+            context->function);
+    const size_t bytes = (size_t)((layer->experts + 1) * moe_type_bytes(layer->index_type));
+    if (status == cudaSuccess)
+        status = cudaMemcpyAsync(values, offsets, bytes, cudaMemcpyDeviceToHost, stream);
+    if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
+    return status == cudaSuccess ? moe_check_offsets(context, layer, values) : device_error(context, status);
+}
+
+/* A bound on the row tiles, for the grid of the kernels for few rows. */
+static int64_t few_rows_tiles(const forward_call *c)
+{
+    return moe_few_rows_tiles(c->problem->rows, c->problem->layer.experts);
+}
+
+static cudaError_t run_up(forward_call *c)
+{
+    const smoe_layer *layer = &c->problem->layer;
+    const moe_up up = {
+        .x = c->args->x,
+        .w1 = c->args->w1,
+        .b1 = c->args->b1,
+        .h = c->plan->h,
+        .a = c->a,
+        .row_token = c->plan->row_token,
+        .block_offsets = c->plan->block_offsets,
+        .lists = c->lists,
+        .rows = c->rows,
+        .hidden = layer->hidden,
+        .intermediate = layer->intermediate,
+        .experts = layer->experts,
+        .gated = c->problem->gated,
+        .interleaved = c->problem->gated && layer->layout == SMOE_LAYOUT_INTERLEAVED,
+        .activation = layer->activation,
+        .values = moe_gate_values_of(layer),
+    };
+    if (c->few_rows) return c->state->kernels->up_few_rows(&c->on, &up, few_rows_tiles(c));
+    return c->state->kernels->up(&c->on, &up);
+}
+
+static cudaError_t run_down(forward_call *c, int64_t first_column, int64_t columns)
+{
+    const smoe_layer *layer = &c->problem->layer;
+    const moe_down down = {
+        .a = c->a,
+        .w2 = c->args->w2,
+        .b2 = c->args->b2,
+        .y = c->y,
+        .row_token = c->plan->row_token,
+        .block_offsets = c->plan->block_offsets,
+        .lists = c->lists,
+        .rows = c->rows,
+        .hidden = layer->hidden,
+        .intermediate = layer->intermediate,
+        .experts = layer->experts,
+        .first_column = first_column,
+        .columns = columns,
+    };
+    if (c->few_rows) return c->state->kernels->down_few_rows(&c->on, &down, few_rows_tiles(c));
+    return c->state->kernels->down(&c->on, &down);
+}
+
+static cudaError_t run_combine(const forward_call *c, int64_t first_column, int64_t columns)
+{
+    const smoe_layer *layer = &c->problem->layer;
+    const moe_cuda_combine p = {
+        .y = c->y,
+        .out = (char *)c->args->out + first_column * c->problem->element,
+        .token_offsets = c->plan->token_offsets,
+        .token_rows = c->plan->token_rows,
+        .row_weight = c->plan->row_weight,
+        .topk = moe_rows_of_a_token(layer),
+        .tokens = layer->tokens,
+        .hidden = layer->hidden,
+        .columns = columns,
+    };
+    return moe_cuda_combine_launch(&c->on, &p);
+}
+
+static cudaError_t run_experts(smoe_context *context, forward_call *c)
+{
+    const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
+    moe_stage_begin(context, SMOE_STAGE_UP, c->on.stream);
+    cudaError_t status = run_up(c);
+    moe_stage_end(context, SMOE_STAGE_UP, c->on.stream);
+    for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
+        const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
+        moe_stage_begin(context, SMOE_STAGE_DOWN, c->on.stream);
+        status = run_down(c, first, columns);
+        moe_stage_end(context, SMOE_STAGE_DOWN, c->on.stream);
+        if (status != cudaSuccess) return status;
+        moe_stage_begin(context, SMOE_STAGE_COMBINE, c->on.stream);
+        status = run_combine(c, first, columns);
+        moe_stage_end(context, SMOE_STAGE_COMBINE, c->on.stream);
+    }
+    return status;
+}
+
+static cudaError_t run_round(smoe_context *context, const forward_call *c)
+{
+    moe_stage_begin(context, SMOE_STAGE_ROUND, c->on.stream);
+    const cudaError_t status = moe_cuda_round(&c->on, c->problem, c->args, c->plan, c->work);
+    moe_stage_end(context, SMOE_STAGE_ROUND, c->on.stream);
+    return status;
+}
+
+static cudaError_t run_plan(smoe_context *context, const forward_call *c)
+{
+    moe_stage_begin(context, SMOE_STAGE_PLAN, c->on.stream);
+    const cudaError_t status = plan_rows(c);
+    moe_stage_end(context, SMOE_STAGE_PLAN, c->on.stream);
+    return status;
+}
+
+static cudaError_t run_stages(smoe_context *context, forward_call *c, int stages)
+{
+    cudaError_t status = cudaSuccess;
+    if (stages & MOE_ROUTE) status = moe_cuda_route(context, &c->on, c->problem, c->args, c->plan, c->work);
+    if (status == cudaSuccess && stages & MOE_ROUND) status = run_round(context, c);
+    if (status == cudaSuccess && stages & MOE_PLAN) status = run_plan(context, c);
+    return status == cudaSuccess && stages & MOE_EXPERTS ? run_experts(context, c) : status;
+}
+
+smoe_status moe_cuda_forward(smoe_context *context, const moe_call *call, const smoe_forward_args *args,
+                             int stages)
+{
+    const device_state *state = context->state;
+    const moe_problem *problem = &call->problem;
+    char *scratch = call->scratch;
+    forward_scratch s;
+    memcpy(&s, call->layout.parts, sizeof s);
+    forward_call c = {
+        .problem = problem,
+        .args = args,
+        .plan = &call->plan,
+        .state = state,
+        .work = scratch + s.routing,
+        .lists = {(int32_t *)(scratch + s.counts), (moe_work *)(scratch + s.tiles),
+                  (moe_work *)(scratch + s.pieces), moe_piece_limit(problem->rows, problem->layer.experts),
+                  (int32_t *)(scratch + s.counts) + 2},
+        .a = scratch + s.a,
+        .y = scratch + s.y,
+        .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
+        .few_rows = state->kernels->few_rows(problem->rows, problem->layer.experts),
+        .on = launch_on(state, problem->layer.dtype, call->stream),
+    };
+    int before;
+    cudaError_t status = enter_device(state, &before);
+    if (status != cudaSuccess) return device_error(context, status);
+    smoe_status result = SMOE_OK;
+    if (stages & MOE_PLAN && context->check_offsets && problem->layer.entry == SMOE_ENTRY_FROM_ROWS)
+        result = check_offsets(context, &problem->layer, args->offsets, call->stream);
+    if (result == SMOE_OK) {
+        status = run_stages(context, &c, stages);
+        result = launch_result(context, &c.on, status);
+    }
+    leave_device(state, before);
+    return result;
+}
