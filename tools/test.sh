@@ -22,7 +22,7 @@ count_step() { # description, exit status
 }
 
 run_tests() { # build directory, log
-    ctest --test-dir "$1" --output-on-failure --timeout 900 2>&1 | tee "$2"
+    ctest --test-dir "$1" -j"$jobs" --output-on-failure --timeout 900 2>&1 | tee "$2"
 }
 
 # Configures, builds and runs ctest; adds ctest's numbers of passed, failed and skipped tests.
@@ -59,18 +59,11 @@ run_suite() { # name, then CMake options
 
 run_suite release -DCMAKE_BUILD_TYPE=Release -DSMOE_OPENBLAS=system # tools/wheel.sh leaves another in the folder
 
-echo "== python"
+# Most of the Python tests use one core, so they run beside the sanitizers' suites.
+echo "== python: started"
 mkdir -p "$build/python"
-tools/test_python.sh "$build" 2>&1 | tee "$build/python/test.log"
-counts=$(tail -n 1 "$build/python/test.log" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
-if [ -n "$counts" ]; then
-    passed=$((passed + ${counts%% *}))
-    skipped=$((skipped + ${counts##* }))
-    counts=${counts#* }
-    failed=$((failed + ${counts% *}))
-else
-    count_step "python: no result" 1
-fi
+tools/test_python.sh "$build" >"$build/python/test.log" 2>&1 &
+python=$!
 
 LSAN_OPTIONS="suppressions=$PWD/tests/lsan.supp:print_suppressions=0 ${LSAN_OPTIONS:-}"
 export LSAN_OPTIONS
@@ -101,6 +94,19 @@ if { cmake -S . -B "$build/fuzz" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COM
 else
     tail -n 40 "$build/fuzz/build.log"
     count_step "fuzz: build" 1
+fi
+
+echo "== python"
+wait "$python"
+cat "$build/python/test.log"
+counts=$(tail -n 1 "$build/python/test.log" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
+if [ -n "$counts" ]; then
+    passed=$((passed + ${counts%% *}))
+    skipped=$((skipped + ${counts##* }))
+    counts=${counts#* }
+    failed=$((failed + ${counts% *}))
+else
+    count_step "python: no result" 1
 fi
 
 echo "$passed passed, $failed failed, $skipped skipped"
