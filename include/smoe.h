@@ -287,7 +287,8 @@ typedef struct smoe_layer {
     int64_t intermediate; /* n, a multiple of 8, at most 2^20 */
     int64_t experts;      /* E, 1..4096 */
     int64_t topk;         /* K, 1..64, at most E; for FROM_ROWS 1 */
-    smoe_type dtype;      /* storage of X, Wr, br, W1, b1, W2, b2, H, O, dO and dX; arithmetic is f32 */
+    smoe_type dtype;      /* storage of X, Wr, br, W1, b1, W2, b2, H, O, dO and dX; arithmetic is f32.
+                             SMOE_LAYER_INIT sets bf16; a layer of floats needs SMOE_TYPE_F32 */
     smoe_activation activation;
     smoe_layout layout;
     smoe_entry entry;
