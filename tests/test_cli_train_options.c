@@ -249,6 +249,31 @@ static void test_without_effect(void **state)
     }
 }
 
+/* What follows from the sizes is printed and stored, and a resumed run keeps it. */
+static void test_chosen_by_sizes(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    put_texts(state);
+    expect(state, "train -q --layers 1 --steps 1 --out demo text.txt", 0, "new run: --lr 0.004 --init 0.1 ");
+    shell(state, "grep -q '\"initializer_range\": 0.1,' demo/latest/config.json");
+    const char *wide =
+        "--layers 1 --hidden 384 --intermediate 8 --experts 2 --topk 1 --context 16 --batch 2 -q";
+    char command[512];
+    snprintf(command, sizeof command, "train %s --warmup 0 --steps 2 --out run text.txt", wide);
+    expect(state, command, 0,
+           "new run: --lr 0.001 --init 0.05 --evaluations 1 --last-evaluation-tokens 16\n");
+    shell(state,
+          "grep -q '\"initializer_range\": 0.05,' run/latest/config.json && head -1 run/train.jsonl | grep "
+          "-q '\"lr\":0.001,'");
+    assert_int_equal(run(state, "", "train -q --resume --steps 4 --out run text.txt", output), 0);
+    assert_null(strstr(output, "--lr"));
+    shell(state, "tail -1 run/train.jsonl | grep -q '\"lr\":0.000[0-9]*,'");
+    expect(state, "train -q --from run --batch 2 --steps 1 --out next text.txt", 0,
+           "new run: --lr 0.001 --evaluations 1 ");
+    snprintf(command, sizeof command, "train %s --lr 0.5 --init 0.3 --steps 1 --out given text.txt", wide);
+    expect(state, command, 0, "new run: --lr 0.5 --init 0.3 ");
+}
+
 /* Without validations no text is needed for them. A resumed run has none either, also without the option. */
 static void test_no_validations(void **state)
 {
@@ -285,6 +310,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_shortened_text, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_other_tokenizers, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_without_effect, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_chosen_by_sizes, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_no_validations, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

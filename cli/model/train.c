@@ -150,8 +150,20 @@ static void show_changes(const train_recipe *before, const train_recipe *now, bo
     if (now->rounding != (double)SMOE_ROUNDING_NONE) show_change("tile", before->tile, now->tile);
 }
 
-/* Prints which files were left out, on which a new run validates, how much a resumed run still has to do (its
- * steps or seconds include those before), and which options have changed. */
+/* The options of a new run that follow from its sizes and its length unless they are given. */
+static void show_chosen(const train_settings *s, const train_recipe *now)
+{
+    fprintf(stderr, "new run: --lr %g", now->lr);
+    if (!s->from) fprintf(stderr, " --init %g", s->config.initializer_range);
+    fprintf(stderr, " --evaluations %.0f", now->evaluations);
+    if (now->evaluations > 1) fprintf(stderr, " --evaluation-tokens %.0f", now->evaluation_tokens);
+    if (now->evaluations > 0) fprintf(stderr, " --last-evaluation-tokens %.0f", now->last_evaluation_tokens);
+    fputc('\n', stderr);
+}
+
+/* Prints which files were left out; of a new run on which files it validates and what was chosen for it; of a
+ * resumed run how much it still has to do (its steps or seconds include those before), and which options have
+ * changed. */
 static void show_start(const train_settings *s, const train_start *start)
 {
     const double left = s->seconds - start->elapsed;
@@ -159,8 +171,11 @@ static void show_start(const train_settings *s, const train_start *start)
         start->now.evaluations > 0 ? "nothing is left but the last validation" : "nothing is left";
     if (strcmp(start->device, "cpu") == 0) cli_show_blas_fault();
     show_skipped(start->data);
-    if (!start->resumed) show_validation(start->data);
-    if (!start->resumed) return;
+    if (!start->resumed) {
+        show_validation(start->data);
+        show_chosen(s, &start->now);
+        return;
+    }
     fprintf(stderr, "resumed at step %lld", (long long)start->step);
     if (s->steps)
         fprintf(stderr, " of %lld%s%s\n", (long long)s->steps, start->step < s->steps ? "" : ": ",

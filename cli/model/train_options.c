@@ -79,7 +79,7 @@ static const number_option numbers[] = {
     {"vocab", "N", CONFIG(vocab), INT64, 2, 1 << 24, GROUP_MODEL,
      "Size of the vocabulary; text without --tokenizer needs 256"},
     {"init", "X", CONFIG(initializer_range), REAL, 1e-6, 10, GROUP_MODEL,
-     "Standard deviation of the first weights"},
+     "Standard deviation of the first weights (default 0.1 * sqrt(96 / D), at most 0.1)"},
 
     {"tile", "M", AT(routing.tile), INT32, 1, 4096, GROUP_ROUTING,
      "Tile of the rounding rules; without effect if --rounding is none"},
@@ -96,7 +96,8 @@ static const number_option numbers[] = {
     {"micro-batches", "M", AT(parts), INT64, 1, 1 << 20, GROUP_OPTIMISER,
      "Process a batch in M parts of equal size and add their gradients in f32, which needs the memory of one "
      "part"},
-    {"lr", "X", AT(lr), REAL, 0, 1e3, GROUP_OPTIMISER, "Peak learning rate"},
+    {"lr", "X", AT(lr), REAL, 0, 1e3, GROUP_OPTIMISER,
+     "Peak learning rate (default 0.004 * 96 / D, at most 0.004)"},
     {"end-lr", "X", AT(end_lr), REAL, 0, 1, GROUP_OPTIMISER,
      "Learning rate at the end of the cosine, as a fraction of --lr; without effect if --warmup is 1"},
     {"warmup", "X", AT(warmup), REAL, 0, 1, GROUP_OPTIMISER,
@@ -332,6 +333,7 @@ static char *add_default(int key, const char *text, void *input)
     (void)input;
     train_settings s = train_settings_default();
     char value[64] = "", *made;
+    s.lr = s.config.initializer_range = NAN; // they depend on the sizes
     if (key >= KEY_NUMBER && key < KEY_NUMBER + NUMBERS)
         number_text(value, sizeof value, &s, &numbers[key - KEY_NUMBER]);
     if (key == 'o') snprintf(value, sizeof value, "%s", s.out);
@@ -401,6 +403,21 @@ static double decimal(float value)
     return strtod(text, NULL);
 }
 
+static bool is_given(const train_options *options, size_t offset)
+{
+    for (int i = 0; i < NUMBERS; i++)
+        if (numbers[i].offset == offset) return options->given[i];
+    return false;
+}
+
+/* What follows from the sizes of a new run, unless it is given. */
+static void choose_by_sizes(train_options *options)
+{
+    train_settings *s = &options->settings;
+    if (!s->from && !options->init_given) s->config.initializer_range = train_default_init(&s->config);
+    if (!is_given(options, AT(lr))) s->lr = train_default_lr(&s->config);
+}
+
 /* Options that contradict each other. The sizes of a run that takes them from a checkpoint come later. */
 static bool complete(train_options *options, error *err)
 {
@@ -425,7 +442,9 @@ static bool complete(train_options *options, error *err)
                     "--shared is %lld, but no layer has experts: --dense-layers is %lld, as --layers is",
                     (long long)c->shared_intermediate, (long long)c->dense_layers);
     if (!s->from && !s->resume) c->selection_bias = s->routing.bias_rate > 0.0f;
-    return s->from || s->resume || derive_sizes(options, err);
+    if (s->from || s->resume) return true;
+    choose_by_sizes(options);
+    return derive_sizes(options, err);
 }
 
 bool train_options_parse(train_options *options, int argc, char **argv, error *err)
@@ -480,6 +499,7 @@ bool train_options_adopt_sizes(train_options *options, const model_config *run, 
     s->config.tied |= given.config.tied;
     s->config.norm_topk_prob |= given.config.norm_topk_prob;
     if (options->score_given) s->config.score = given.config.score;
+    if (s->from) choose_by_sizes(options);
     if (s->from) adopt(options, AT(routing.balance_coefficient), run->router_aux_loss_coef);
     if ((float)run->router_aux_loss_coef != s->routing.balance_coefficient)
         s->config.router_aux_loss_coef = decimal(s->routing.balance_coefficient);

@@ -4,6 +4,33 @@
  * than 0.02, and 16 experts rather than 8 or 32. */
 #include "train/run/train.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { DEMO_HIDDEN = 96 };
+
+/* Three digits, so that the value can be printed and given again. */
+static double short_value(double value)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%.3g", value);
+    return strtod(text, NULL);
+}
+
+/* The first weights give logits and projections about the same size at every hidden size: their sum over D
+ * values has the standard deviation init sqrt(D). */
+double train_default_init(const model_config *config)
+{
+    return short_value(0.1 * fmin(1.0, sqrt((double)DEMO_HIDDEN / (double)config->hidden)));
+}
+
+/* AdamW changes every weight by about the rate, so a sum over D values by about D times the rate. */
+double train_default_lr(const model_config *config)
+{
+    return short_value(4e-3 * fmin(1.0, (double)DEMO_HIDDEN / (double)config->hidden));
+}
+
 train_settings train_settings_default(void)
 {
     train_settings s = {
@@ -13,7 +40,6 @@ train_settings train_settings_default(void)
         .batch = 8,
         .parts = 1,
         .seconds = 140,
-        .lr = 4e-3,
         .end_lr = 0.1,
         .warmup = 0.05,
         .beta1 = 0.9,
@@ -32,12 +58,13 @@ train_settings train_settings_default(void)
         .chunks = 1,
     };
     s.config.layers = 3;
-    s.config.hidden = 96;
+    s.config.hidden = DEMO_HIDDEN;
     s.config.heads = 4;
     s.config.experts = 16;
     s.config.topk = 2;
     s.config.intermediate = 128;
     s.config.context = 128;
-    s.config.initializer_range = 0.1;
+    s.config.initializer_range = train_default_init(&s.config);
+    s.lr = train_default_lr(&s.config);
     return s;
 }

@@ -67,6 +67,11 @@ struct train_settings {
 /* Valid settings for the demo: a small model with tuned sizes. paths and out are not set. */
 train_settings train_settings_default(void);
 
+/* Standard deviation of the first weights, and peak learning rate, for a model of these sizes. At the demo's
+ * sizes they are those of train_settings_default; a wider model needs smaller ones. */
+double train_default_init(const model_config *config);
+double train_default_lr(const model_config *config);
+
 /* What an observer receives: after every step, after every line of the log, and during validations. */
 typedef struct train_report {
     int64_t step, tokens;
