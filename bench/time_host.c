@@ -1,22 +1,21 @@
-/* Measures the host time of smoe_layer_forward and smoe_layer_backward in microseconds, as a whole and by
- * stage. The layer is so small that the host never waits for the GPU.
+/* Measures the host time of smoe_layer_forward and smoe_layer_backward in microseconds, for several builds of
+ * the library by turns in one process. The layer is so small that the host never waits for the GPU.
  *
- *   time_host [T,d,n,E,K]      default 64,256,64,8,2, bf16, from given top-K and from logits
+ *   time_host ROUNDS T,d,n,E,K LIBRARY...      for instance 60 64,256,64,8,2 old.so new.so
  *
- * A batch is CALLS calls without synchronisation between them; the synchronisation after them is not timed.
- * The figure is the least over BATCHES batches. The figures of stages are from calls with an on_stage
- * callback, which reads a clock. */
+ * A LIBRARY is the libsmoe.so of a build; "self" is this program's. The layer is bf16, from given top-K and
+ * from logits. A batch is CALLS calls without synchronisation between them; the synchronisation after them is
+ * not timed. In each round every build runs a batch of each pass. The figures are the least over the rounds,
+ * and the median over the rounds of the time relative to the first build's in the same round, with its
+ * standard error. */
 #define _GNU_SOURCE
+#include "bench/build_api.h"
+#include "bench/median.h"
 #include "tests/cuda/gpu.h"
 
-#include <smoe.h>
 #include <time.h>
 
-enum { CALLS = 60, BATCHES = 40, STAGES = 16, NO_DEVICE = 77 };
-
-typedef struct stage_times {
-    double begin, least[STAGES];
-} stage_times;
+enum { CALLS = 60, MOST_ROUNDS = 400, MOST_BUILDS = 8, PASSES = 2, NO_DEVICE = 77 };
 
 static double microseconds(void)
 {
@@ -25,45 +24,34 @@ static double microseconds(void)
     return (double)now.tv_sec * 1e6 + (double)now.tv_nsec / 1e3;
 }
 
-static void on_stage(void *user, smoe_stage stage, int end, void *stream)
-{
-    stage_times *times = user;
-    (void)stream;
-    if (!end) {
-        times->begin = microseconds();
-        return;
-    }
-    const double spent = microseconds() - times->begin;
-    double *least = &times->least[stage / 10];
-    if (*least == 0.0 || spent < *least) *least = spent;
-}
-
 typedef struct layer_run {
+    build_api call;
     smoe_context *context;
     smoe_layer layer;
     smoe_forward_args forward;
     smoe_backward_args backward;
     cudaStream_t stream;
+    double time[PASSES][MOST_ROUNDS];
 } layer_run;
 
 static void check(const layer_run *r, smoe_status status)
 {
     if (status == SMOE_OK) return;
-    fprintf(stderr, "%s\n", smoe_last_error(r->context));
+    fprintf(stderr, "%s: %s\n", r->call.name, r->call.last_error(r->context));
     exit(3);
 }
 
-static void open_context(layer_run *r, stage_times *times)
+static void open_context(layer_run *r)
 {
     char text[400] = "";
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     options.backend = SMOE_BACKEND_CUDA;
     options.error_text = text;
     options.error_size = sizeof text;
-    if (times) options.on_stage = on_stage, options.on_stage_user = times;
-    if (smoe_create(&r->context, &options) == SMOE_OK) return;
-    printf("no device: %s\n", text);
-    exit(NO_DEVICE);
+    const smoe_status status = r->call.create(&r->context, &options);
+    if (status == SMOE_OK) return;
+    printf("%s: no device: %s\n", r->call.name, text);
+    exit(status == SMOE_ERROR_DEVICE ? NO_DEVICE : 3);
 }
 
 static void *zeros(size_t bytes)
@@ -80,7 +68,7 @@ static void fill(layer_run *r)
     const size_t t = (size_t)l->tokens, d = (size_t)l->hidden, n = (size_t)l->intermediate;
     const size_t e = (size_t)l->experts, k = (size_t)l->topk;
     smoe_sizes sizes = SMOE_SIZES_INIT;
-    check(r, smoe_query_sizes(r->context, l, &sizes));
+    check(r, r->call.query_sizes(r->context, l, &sizes));
     smoe_forward_args *f = &r->forward;
     smoe_backward_args *b = &r->backward;
     *f = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
@@ -102,67 +90,68 @@ static void fill(layer_run *r)
     b->scratch_size = sizes.scratch_backward_bytes, b->scratch = zeros(b->scratch_size);
 }
 
-static void call(const layer_run *r, int backward)
+/* Microseconds of a call. */
+static double time_batch(const layer_run *r, int backward)
 {
-    check(r, backward ? smoe_layer_backward(r->context, &r->layer, &r->backward, r->stream)
-                      : smoe_layer_forward(r->context, &r->layer, &r->forward, r->stream));
-}
-
-static double least_time(const layer_run *r, int backward)
-{
-    double least = 0.0;
-    for (int batch = 0; batch < BATCHES; batch++) {
-        const double begin = microseconds();
-        for (int i = 0; i < CALLS; i++) call(r, backward);
-        const double each = (microseconds() - begin) / CALLS;
-        CHECK_CUDA(cudaStreamSynchronize(r->stream));
-        if (batch == 0 || each < least) least = each;
-    }
-    return least;
-}
-
-static double query_time(const layer_run *r)
-{
-    smoe_sizes sizes = SMOE_SIZES_INIT;
     const double begin = microseconds();
-    for (int i = 0; i < CALLS * BATCHES; i++) check(r, smoe_query_sizes(r->context, &r->layer, &sizes));
-    return (microseconds() - begin) / (CALLS * BATCHES);
+    for (int i = 0; i < CALLS; i++)
+        check(r, backward ? r->call.backward(r->context, &r->layer, &r->backward, r->stream)
+                          : r->call.forward(r->context, &r->layer, &r->forward, r->stream));
+    const double each = (microseconds() - begin) / CALLS;
+    CHECK_CUDA(cudaStreamSynchronize(r->stream));
+    return each;
 }
 
-static void time_entry(const smoe_layer *layer, const char *name)
+static void report(const layer_run *runs, int builds, int rounds, const char *entry)
 {
-    layer_run r = {.layer = *layer};
-    stage_times times = {0};
-    CHECK_CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
-    open_context(&r, NULL);
-    fill(&r);
-    printf("%-12s forward %6.1f us, backward %6.1f us, query %5.2f us\n", name, least_time(&r, 0),
-           least_time(&r, 1), query_time(&r));
-    smoe_destroy(r.context);
-    open_context(&r, &times);
-    for (int i = 0; i < CALLS; i++) {
-        call(&r, 0), call(&r, 1);
-        CHECK_CUDA(cudaStreamSynchronize(r.stream));
+    for (int i = 0; i < builds; i++)
+        for (int pass = 0; pass < PASSES; pass++) {
+            double least = runs[i].time[pass][0], relative[MOST_ROUNDS];
+            for (int round = 0; round < rounds; round++) {
+                if (runs[i].time[pass][round] < least) least = runs[i].time[pass][round];
+                relative[round] = runs[i].time[pass][round] / runs[0].time[pass][round];
+            }
+            const middle m = middle_of(relative, rounds);
+            printf("%-12s %-16s %-8s %6.2f us, %.3f +- %.3f of the first\n", entry, runs[i].call.name,
+                   pass ? "backward" : "forward", least, m.median, m.error);
+        }
+}
+
+static void time_entry(const smoe_layer *layer, const char *entry, int rounds, char **paths, int builds)
+{
+    static layer_run runs[MOST_BUILDS];
+    cudaStream_t stream;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (int i = 0; i < builds; i++) {
+        runs[i] = (layer_run){.call = build_open(paths[i]), .layer = *layer, .stream = stream};
+        open_context(&runs[i]);
+        fill(&runs[i]);
+        time_batch(&runs[i], 0), time_batch(&runs[i], 1); /* loads the kernels */
     }
-    for (int stage = 0; stage < STAGES; stage++)
-        if (times.least[stage] > 0.0)
-            printf("    %-12s %6.1f us\n", smoe_stage_string((smoe_stage)(10 * stage)), times.least[stage]);
-    smoe_destroy(r.context);
+    for (int round = 0; round < rounds; round++)
+        for (int turn = 0; turn < builds; turn++) {
+            layer_run *r = &runs[round % 2 ? builds - 1 - turn : turn];
+            for (int pass = 0; pass < PASSES; pass++) r->time[pass][round] = time_batch(r, pass);
+        }
+    report(runs, builds, rounds, entry);
 }
 
 int main(int argc, char **argv)
 {
-    long long t = 64, d = 256, n = 64, e = 8, k = 2;
-    if (argc > 2 || (argc == 2 && sscanf(argv[1], "%lld,%lld,%lld,%lld,%lld", &t, &d, &n, &e, &k) != 5)) {
-        fprintf(stderr, "usage: time_host [T,d,n,E,K]\n");
+    long long t, d, n, e, k;
+    const int rounds = argc > 3 ? atoi(argv[1]) : 0, builds = argc - 3;
+    if (rounds < 1 || rounds > MOST_ROUNDS || builds > MOST_BUILDS ||
+        sscanf(argv[2], "%lld,%lld,%lld,%lld,%lld", &t, &d, &n, &e, &k) != 5) {
+        fprintf(stderr, "usage: time_host ROUNDS T,d,n,E,K LIBRARY..., at most %d rounds and %d libraries\n",
+                MOST_ROUNDS, MOST_BUILDS);
         return 2;
     }
     smoe_layer layer = SMOE_LAYER_INIT;
     layer.tokens = t, layer.hidden = d, layer.intermediate = n, layer.experts = e, layer.topk = k;
     layer.gradient_type = SMOE_TYPE_BF16, layer.renormalize = 1;
     layer.entry = SMOE_ENTRY_FROM_TOPK;
-    time_entry(&layer, "from top-K");
+    time_entry(&layer, "from top-K", rounds, argv + 3, builds);
     layer.entry = SMOE_ENTRY_FROM_LOGITS;
-    time_entry(&layer, "from logits");
+    time_entry(&layer, "from logits", rounds, argv + 3, builds);
     return 0;
 }

@@ -10,13 +10,13 @@
  * rounds, with its standard error. The last column tells whether all results have the same bits as the first
  * library's. */
 #define _GNU_SOURCE
+#include "bench/build_api.h"
 #include "bench/link_time.h"
 #include "bench/median.h"
 #include "common/turns.h"
 #include "tests/cuda/gpu.h"
 #include "tests/cuda/route_cases.h"
 
-#include <dlfcn.h>
 #include <math.h>
 #include <unistd.h>
 
@@ -37,17 +37,8 @@ _Static_assert((int)MOST_VARIANTS <= (int)TURNS_MOST, "jobs that take turns");
 
 /* ---- A build of the library ---- */
 
-typedef struct api {
-    smoe_status (*create)(smoe_context **, const smoe_context_options *);
-    smoe_status (*query_sizes)(smoe_context *, const smoe_layer *, smoe_sizes *);
-    smoe_status (*forward)(smoe_context *, const smoe_layer *, const smoe_forward_args *, void *);
-    smoe_status (*backward)(smoe_context *, const smoe_layer *, const smoe_backward_args *, void *);
-    const char *(*last_error)(const smoe_context *);
-} api;
-
 typedef struct variant {
-    const char *name;
-    api call;
+    build_api call;
     smoe_context *context;
     smoe_sizes sizes;
     gpu_buffer saved;
@@ -56,38 +47,10 @@ typedef struct variant {
     double ms[PASSES][WAYS][MOST_ROUNDS];
 } variant;
 
-/* Copies the address of a function to `member`. dlsym returns it as the address of an object, and ISO C does
- * not define the conversion (POSIX does). */
-static void find(void *member, void *library, const char *variant_name, const char *name)
-{
-    void *found = dlsym(library, name);
-    if (!found) {
-        fprintf(stderr, "%s has no %s\n", variant_name, name);
-        exit(3);
-    }
-    memcpy(member, &found, sizeof found);
-}
-
-static void open_variant(variant *v, const char *path)
-{
-    const char *slash = strrchr(path, '/');
-    v->name = slash ? slash + 1 : path;
-    void *library = dlopen(strcmp(path, "self") == 0 ? NULL : path, RTLD_NOW | RTLD_LOCAL);
-    if (!library) {
-        fprintf(stderr, "%s\n", dlerror());
-        exit(3);
-    }
-    find(&v->call.create, library, v->name, "smoe_create");
-    find(&v->call.query_sizes, library, v->name, "smoe_query_sizes");
-    find(&v->call.forward, library, v->name, "smoe_layer_forward");
-    find(&v->call.backward, library, v->name, "smoe_layer_backward");
-    find(&v->call.last_error, library, v->name, "smoe_last_error");
-}
-
 static void check(const variant *v, smoe_status status)
 {
     if (status == SMOE_OK) return;
-    fprintf(stderr, "%s: %s\n", v->name, v->context ? v->call.last_error(v->context) : "no context");
+    fprintf(stderr, "%s: %s\n", v->call.name, v->context ? v->call.last_error(v->context) : "no context");
     exit(3);
 }
 
@@ -369,7 +332,7 @@ static void print_table(const variant *variants, int count, int rounds)
            "bits");
     for (int pass = 0; pass < PASSES; pass++)
         for (int i = 0; i < count; i++) {
-            printf("%-24s %-8s", variants[i].name, pass == 0 ? "forward" : "backward");
+            printf("%-24s %-8s", variants[i].call.name, pass == 0 ? "forward" : "backward");
             for (int way = 0; way < WAYS; way++) {
                 const difference d = compare(variants[i].ms[pass][way], variants[0].ms[pass][way], rounds);
                 printf(" %10.4f %+8.2f +- %4.2f", d.ms, d.percent, d.error);
@@ -404,7 +367,7 @@ int main(int argc, char **argv)
     l->entry = SMOE_ENTRY_FROM_TOPK;
     l->gradient_type = l->dtype;
     for (int i = 0; i < count; i++) {
-        open_variant(variants + i, argv[4 + i]);
+        variants[i].call = build_open(argv[4 + i]);
         make_context(variants + i, l);
     }
     make_problem(&p, (routing)kind, variants, count);

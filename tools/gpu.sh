@@ -3,7 +3,7 @@
 #
 #   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check
 #                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward
-#                                   cuda_check_limits cuda_gradients cuda_time_route cuda_time_dlogits cuda_time_host)
+#                                   cuda_check_limits cuda_gradients cuda_time_route cuda_time_dlogits)
 #                                   and the libraries they need, compressed, into DIR
 #   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each with its own time limit and all
 #                                   within BUDGET seconds (default 560). Logs and records go to $OUT (default
@@ -22,12 +22,12 @@
 #
 # Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
 # one), check_limits, gradients, verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route,
-# time_dlogits, time_host, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
+# time_dlogits, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
 # of report.sh. ARGUMENTS are words joined by +.
 set -u
 
 programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward cuda_check_limits
-cuda_gradients cuda_time_route cuda_time_dlogits cuda_time_host"
+cuda_gradients cuda_time_route cuda_time_dlogits"
 
 pack() {
     folder=$(mktemp -d)
@@ -136,7 +136,7 @@ one_part() {
     verify) within 250 ./smoe verify --device cuda ;;
     memcheck | synccheck) sanitize "$1" ;;
     gradients | check_limits) within 60 "./cuda_$1" ;;
-    time_route | time_dlogits | time_host) within 60 "./cuda_$1" ;;
+    time_route | time_dlogits) within 60 "./cuda_$1" ;;
     smoe:*) within 250 ./smoe $(words "$argument") ;;
     bench:*)
         named=${argument#*:}

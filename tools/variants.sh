@@ -29,7 +29,7 @@ build() {
         fi
         [ -f "$directory/build/CMakeCache.txt" ] ||
             cmake -S "$directory/source" -B "$directory/build" -DCMAKE_BUILD_TYPE=Release >"$directory/log.txt" || exit 3
-        make -C "$directory/build" smoe_shared cuda_check cuda_check_backward cuda_time_variants \
+        make -C "$directory/build" smoe_shared cuda_check cuda_check_backward cuda_time_variants cuda_time_host \
             >>"$directory/log.txt" 2>&1 || {
             tail "$directory/log.txt"
             exit 3
@@ -41,7 +41,9 @@ build() {
         done
         echo "$name"
     done
-    strip -o "$directory/pack/time_variants" "$directory/build/bench/cuda_time_variants" || exit 3
+    for program in time_variants time_host; do
+        strip -o "$directory/pack/$program" "$directory/build/bench/cuda_$program" || exit 3
+    done
     cp "$directory/source/docs/shapes.csv" "$directory/pack/" || exit 3
     git worktree remove --force "$directory/source"
     ldd "$directory"/pack/*.so "$directory"/pack/check* |
@@ -93,7 +95,9 @@ run() {
     done
     time_shapes "$rounds" "$good" "$@" >"$out/table.txt"
     ended=$?
-    cat "$out/table.txt"
+    # shellcheck disable=SC2086
+    timeout 100 ./time_host 60 64,256,64,8,2 $good >"$out/host.txt" || ended=3
+    cat "$out/table.txt" "$out/host.txt"
     exit $ended
 }
 

@@ -118,7 +118,8 @@ mkdir -p "$pack"
 cp "$here/../../docs/shapes.csv" "$pack/"
 # shellcheck disable=SC2016 # its own arguments
 printf '#!/bin/sh\n[ "$3" != 40960,768,256,128,8 ] || exit 3\necho "timed $*"\n' >"$pack/time_variants"
-chmod +x "$pack/time_variants"
+printf '#!/bin/sh\necho "host time of $*"\n' >"$pack/time_host"
+chmod +x "$pack/time_variants" "$pack/time_host"
 variant() { # name, status of its check
     for check in check check_backward; do
         printf '#!/bin/sh\nexit %s\n' "$2" >"$pack/$check.$1"
@@ -134,6 +135,7 @@ variant bound-nothing 1 # a variant named bound-* may have wrong results
 expect_status "variants.sh run" $? 0
 expect variants.sh "$folder/variants.txt" "broken: FAILED, not measured"
 expect variants.sh "$folder/variants.txt" "30B-n256, random"
+expect variants.sh "$folder/variants.txt" "host time of 60 64,256,64,8,2 ./base.so ./another.so ./bound-nothing.so"
 expect variants.sh "$folder/variants.txt" "timed 2 random 32768,4096,256,256,16 ./base.so ./another.so ./bound-nothing.so"
 expect variants.sh "$folder/variants.txt" "timed 2 uniform 24576,1536,256,128,8 ./base.so ./another.so ./bound-nothing.so"
 "$tools/variants.sh" run "$pack" 2 1.4B-n256 >"$folder/variants.txt"
