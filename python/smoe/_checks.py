@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _activation, native
+from . import _activation, _context, native
 from ._activation import Gate
 
 DTYPES = {
@@ -97,6 +97,35 @@ def experts_dtype(function: str, name: str, x: Tensor) -> None:
     if kind not in DTYPES:
         raise TypeError(f"{function}: {name} is on {x.device}; expected a tensor on the CPU or a CUDA device")
     dtype(function, name, x, DTYPES[kind], f" on {kind}")
+
+
+def _wraps(value: Tensor) -> bool:
+    """Whether the tensor is of a class that computes by its own rules, such as a quantised weight. The library would read
+    its memory as plain numbers."""
+    kind = type(value)
+    if kind in (Tensor, torch.nn.Parameter) or kind.__module__.startswith("torch._subclasses"):
+        return False
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def why_not(x: Tensor, *weights: Tensor | None, casts: bool = False) -> str:
+    """Why the library cannot compute with x and these weights on x's device, "" if it can. Before it computes, autocast
+    casts all of them to its dtype; `casts` says that the caller casts the weights to x's."""
+    kind = x.device.type
+    autocasts = torch.is_autocast_enabled(kind)
+    expected = torch.get_autocast_dtype(kind) if autocasts else x.dtype
+    if expected not in DTYPES.get(kind, ()):
+        return f"{expected} on {kind} is not supported"
+    if kind == "cuda" and (reason := _context.why_no_context(x.get_device())):
+        return reason
+    for weight in weights:
+        if weight is None:
+            continue
+        if _wraps(weight):
+            return f"its weights are of the class {type(weight).__name__}, not plain tensors"
+        if weight.dtype != x.dtype and not ((casts or autocasts) and weight.is_floating_point()):
+            return f"its inputs are {x.dtype} and its weights {weight.dtype}"
+    return ""
 
 
 def expert_options(function: str, activation: str | Gate, layout: str, chunks: int) -> None:

@@ -185,6 +185,21 @@ def _make(key: int) -> Context:
     return Context(native.create_context("cuda", device=key), key)
 
 
+@functools.cache
+def why_no_context(device: int) -> str:
+    """Why the library cannot use this GPU, "" if it can."""
+    if torch.cuda._is_in_bad_fork():
+        return ""  # context_of raises the error that says so
+    try:
+        _idle.setdefault(device, []).append(_make(device))
+    except (NotImplementedError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+why_no_context._dynamo_marked_constant = True  # a traced call keeps the answer
+
+
 def context_of(tensor: torch.Tensor) -> Context:
     """This thread's context for the tensor's device."""
     key = tensor.get_device()

@@ -5,7 +5,8 @@
 It replaces every RoutedExperts that has torchtitan's own grouped linears (w13 [E, 2, F, D], w2 [E, D, F]) and SwiGLU.
 Parameters, their names and their sharding stay as they are. Without expert parallelism smoe reads the tokens with their
 ids and scores directly, and no copy sorted by expert is made. With expert parallelism smoe computes the rows that the
-dispatcher delivers. For a dtype that smoe does not support on the device, torchtitan's own code runs, with one warning.
+dispatcher delivers. For a dtype or a GPU that smoe does not support and for quantised weights torchtitan's own code
+runs, with one warning.
 """
 
 import functools
@@ -39,19 +40,16 @@ def _local(weight: Tensor) -> Tensor:
 
 
 @functools.cache
-def _warn_once(dtype: torch.dtype, device: str) -> None:
-    _logger.warning("smoe: RoutedExperts run as torchtitan's own: %s on %s is not supported.", dtype, device)
+def _warn_once(reason: str) -> None:
+    _logger.warning("smoe: RoutedExperts run as torchtitan's own: %s.", reason)
 
 
-def _supported(x: Tensor) -> bool:
-    """Whether smoe computes tensors like x, which autocast may cast before."""
-    casts, device = torch.is_autocast_enabled(x.device.type), x.device.type
-    dtype = torch.get_autocast_dtype(device) if casts else x.dtype
-    if dtype in _checks.DTYPES.get(device, ()):
-        return True
-    if not torch.compiler.is_compiling():
-        _warn_once(dtype, device)
-    return False
+def _supported(x: Tensor, *weights: Tensor) -> bool:
+    """Whether smoe computes with these tensors."""
+    reason = _checks.why_not(x, *weights, casts=True)
+    if reason and not torch.compiler.is_compiling():
+        _warn_once(reason)
+    return not reason
 
 
 class SmoeRoutedExperts(RoutedExperts):
@@ -64,10 +62,10 @@ class SmoeRoutedExperts(RoutedExperts):
     def forward(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
-        if not _supported(x_TD):
+        w13, w2 = _local(self.w13.weight), _local(self.w2.weight)
+        if not _supported(x_TD, w13, w2):
             return super().forward(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
-        w13, w2 = _local(self.w13.weight).flatten(1, 2), _local(self.w2.weight)
-        w13, w2 = w13.to(x_TD.dtype), w2.to(x_TD.dtype)
+        w13, w2 = w13.flatten(1, 2).to(x_TD.dtype), w2.to(x_TD.dtype)
         if type(self.token_dispatcher) is LocalTokenDispatcher:
             out = functional.experts(x_TD, topk_expert_ids_TK, topk_scores_TK, w13, w2)
             return out.type_as(x_TD)  # under autocast too, as the stock module

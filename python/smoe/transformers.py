@@ -4,7 +4,7 @@
 
 It registers the experts function, and the model type of `smoe train` ("smoe": OLMoE with a shared expert and dense
 first layers) with its byte tokenizer. Experts that smoe cannot compute, because of their activation, a norm after the
-experts or their dtype, run as Transformers' own eager code. One warning states the reason.
+experts, their dtype, quantised weights or the GPU, run as Transformers' own eager code. One warning states the reason.
 """
 
 import inspect
@@ -87,11 +87,9 @@ def _math_of(experts: nn.Module) -> tuple[str | Gate | None, str, str]:
 
 
 def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """w1, b1, w2, b2 in smoe's orientation."""
+    """The parameters w1, b1, w2, b2, as the module stores them."""
     up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     w1, w2 = getattr(experts, up), experts.down_proj
-    if getattr(experts, "is_transposed", False):
-        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     if not getattr(experts, "has_bias", False):
         return w1, None, w2, None
     return w1, getattr(experts, up + "_bias"), w2, experts.down_proj_bias
@@ -105,12 +103,9 @@ def _local(tensor: Tensor | None) -> Tensor | None:
 
 def _why_not(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> str:
     """Why these tensors cannot go to smoe, "" if they can."""
-    casts = torch.is_autocast_enabled(x.device.type)  # autocast casts x and the weights to one dtype
-    dtype = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
-    if dtype not in _checks.DTYPES.get(x.device.type, ()):
-        return f"{dtype} on {x.device.type} is not supported"
-    if x.dtype != w1.dtype and not casts:
-        return f"its inputs are {x.dtype} and its weights {w1.dtype}"
+    reason = _checks.why_not(x, w1, b1, w2, b2)
+    if reason:
+        return reason
     if w2.shape[1] % 8 or w2.shape[2] % 8:
         return f"its sizes {w2.shape[1]} and {w2.shape[2]} are not multiples of 8"
     if w2.shape[0] > _checks.MAX_EXPERTS:
@@ -159,6 +154,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         reason = _why_not(hidden_states, w1, b1, w2, b2)
     if activation is None or reason:
         return _eager(self, reason, hidden_states, top_k_index, top_k_weights)
+    if getattr(self, "is_transposed", False):
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     if top_k_index.shape[1] > w2.shape[0]:
         top_k_index, top_k_weights = _keep_possible(top_k_index, top_k_weights, w2.shape[0])
     transposed = not (w1.is_contiguous() and w2.is_contiguous())

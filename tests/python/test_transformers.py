@@ -151,6 +151,99 @@ def test_eager_with_one_warning(what, caplog):
     assert len(messages) == 1 and text in messages[0], messages
 
 
+class Quantised(torch.Tensor):
+    """A weight-only int8 tensor: it has the class and the outer dtype of a quantised weight, and any operator on it first
+    computes the numbers that it stands for."""
+
+    @staticmethod
+    def __new__(cls, numbers, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=numbers.device)
+
+    def __init__(self, numbers, scale):
+        self.numbers, self.scale = numbers, scale
+
+    def plain(self):
+        return self.numbers * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, given=(), named=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(given[0].numbers, given[0].scale)
+        plain = lambda value: value.plain() if isinstance(value, cls) else value
+        return function(*map(plain, given), **(named or {}))
+
+
+def quantise(experts, *names):
+    for name in names:
+        weight = getattr(experts, name).detach()
+        scale = weight.abs().amax(-1, keepdim=True) / 127
+        made = Quantised((weight / scale).round().to(torch.int8), scale)
+        setattr(experts, name, torch.nn.Parameter(made, requires_grad=False))
+
+
+@pytest.mark.parametrize(
+    "name, which, cast",
+    [
+        ("qwen3_moe", ["gate_up_proj"], False),
+        ("qwen3_moe", ["down_proj"], True),
+        ("gpt_oss", ["gate_up_proj", "down_proj"], False),
+        ("gpt_oss", ["down_proj"], True),
+    ],
+)
+def test_quantised_experts_run_as_eager(name, which, cast, caplog):
+    """One of the two weights suffices, under autocast too."""
+    model = tiny(name)
+    for layer in model.model.layers:
+        quantise(layer.mlp.experts, *which)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        with torch.no_grad():
+            wanted = model(input_ids=tokens()).logits
+        model.set_experts_implementation("smoe")
+        found, messages = warned(caplog, model, tokens())
+    assert torch.equal(found, wanted)
+    assert len(messages) == 1 and "its weights are of the class Quantised" in messages[0], messages
+
+
+def test_packed_weights_run_as_eager():
+    """Weights whose elements are integers, under autocast, which casts floating-point numbers alone."""
+    experts = tiny("olmoe").model.layers[0].mlp.experts
+    x, packed = torch.randn(30, 32), torch.zeros(8, 48, 16, dtype=torch.uint8)
+    with torch.autocast("cpu", torch.bfloat16):
+        reason = smoe.transformers._why_not(x, packed, None, experts.down_proj, None)
+    assert reason == "its inputs are torch.float32 and its weights torch.uint8"
+
+
+def test_a_gpu_that_smoe_does_not_serve(caplog, monkeypatch):
+    """The library says of a GPU that it cannot be used. Then Transformers' own code runs, with one warning."""
+    from smoe import _checks, _context, native
+
+    def create(backend, device=0, threads=0):
+        raise RuntimeError(f"smoe_create: device {device} has compute capability 7.5")
+
+    _context.why_no_context.cache_clear()
+    monkeypatch.setattr(native, "create_context", create)
+    assert _context.why_no_context(63) == "smoe_create: device 63 has compute capability 7.5"
+    _context.why_no_context.cache_clear()
+
+    class OnAGpu(torch.Tensor):
+        device, get_device = torch.device("cuda:63"), lambda self: 63
+
+    x = torch.zeros(2, 8, dtype=torch.bfloat16).as_subclass(OnAGpu)
+    assert _checks.why_not(x) == "smoe_create: device 63 has compute capability 7.5"
+    _context.why_no_context.cache_clear()
+    monkeypatch.undo()
+
+    model = tiny("qwen3_moe")
+    with torch.no_grad():
+        wanted = model(input_ids=tokens()).logits
+    monkeypatch.setattr(_checks, "why_not", lambda *given: _context.why_no_context(63))
+    monkeypatch.setattr(native, "create_context", create)
+    model.set_experts_implementation("smoe")
+    found, messages = warned(caplog, model, tokens())
+    assert torch.equal(found, wanted) and len(messages) == 1 and "compute capability 7.5" in messages[0]
+    _context.why_no_context.cache_clear()
+
+
 def test_other_gates_run_as_eager(caplog, monkeypatch):
     """A gate changed by one per cent, which no activation of smoe is."""
     model = tiny("gpt_oss")
