@@ -2,7 +2,7 @@
 # smoe::static), pkg-config file.
 include(CMakePackageConfigHelpers)
 
-install(FILES ${PROJECT_SOURCE_DIR}/include/smoe.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES ${PROJECT_SOURCE_DIR}/include/smoe.h ${PROJECT_SOURCE_DIR}/include/smoe_ep.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 set(smoe_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/smoe)
 foreach(kind shared static) # two sets, because only smoe::static needs other packages
   install(TARGETS smoe_${kind} EXPORT smoe_${kind})

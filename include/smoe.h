@@ -122,7 +122,8 @@ typedef enum smoe_status {
     SMOE_ERROR_BUFFER = 130,      /* saved or scratch smaller than smoe_query_sizes asked for */
     SMOE_ERROR_UNSUPPORTED = 140, /* a valid description that this backend, build or process cannot run */
     SMOE_ERROR_MEMORY = 150,      /* the host is out of memory or address space (smoe_create only) */
-    SMOE_ERROR_DEVICE = 160       /* no device, or the CUDA runtime reported an error */
+    SMOE_ERROR_DEVICE = 160,      /* no device, or the CUDA runtime reported an error */
+    SMOE_ERROR_PEER = 170         /* another rank of a layer with ranks is late or has failed (smoe_ep.h) */
 } smoe_status;
 
 SMOE_API const char *smoe_status_string(smoe_status status); /* static text, never NULL */
@@ -145,7 +146,11 @@ typedef enum smoe_stage {
     SMOE_STAGE_DX_ROWS = 90,
     SMOE_STAGE_DW1 = 100,
     SMOE_STAGE_DX = 110,
-    SMOE_STAGE_ROUTER_BWD = 120
+    SMOE_STAGE_ROUTER_BWD = 120,
+    SMOE_STAGE_DISPATCH = 130, /* this and the next three: layers with ranks, smoe_ep.h */
+    SMOE_STAGE_COLLECT = 140,
+    SMOE_STAGE_DISPATCH_BWD = 150,
+    SMOE_STAGE_COLLECT_BWD = 160
 } smoe_stage;
 
 SMOE_API const char *smoe_stage_string(smoe_stage stage); /* "topk", "round", ...: static text, never NULL */
@@ -192,6 +197,9 @@ SMOE_API void smoe_destroy(smoe_context *context);
 /* The text of the context's last error: the function that was called, the argument, its value and its limit.
  * "" if there was no error. The text stays valid until the next call that fails. */
 SMOE_API const char *smoe_last_error(const smoe_context *context);
+
+/* Opaque. One group of ranks that share the experts of their layers, as one rank sees it (smoe_ep.h). */
+typedef struct smoe_ep smoe_ep;
 
 /* ---- The description of a layer ------------------------------------------------------------------------ */
 
@@ -282,8 +290,9 @@ typedef enum smoe_rounding {
 
 typedef struct smoe_layer {
     size_t struct_size;
-    int64_t tokens;       /* T >= 1; for FROM_ROWS an upper bound on R. padded_rows < 2^31, T E <= 2^40 */
-    int64_t hidden;       /* d, a multiple of 8, at most 2^20 */
+    int64_t tokens; /* T >= 1, with ranks >= 0; for FROM_ROWS an upper bound on R. padded_rows < 2^31, T E <=
+                       2^40 */
+    int64_t hidden; /* d, a multiple of 8, at most 2^20 */
     int64_t intermediate; /* n, a multiple of 8, at most 2^20 */
     int64_t experts;      /* E, 1..4096 */
     int64_t topk;         /* K, 1..64, at most E; for FROM_ROWS 1 */
@@ -321,12 +330,19 @@ typedef struct smoe_layer {
     float up_limit;   /* likewise */
     float gate_alpha; /* finite */
     float up_offset;  /* finite */
+    /* Expert parallelism (smoe_ep.h); without ranks the other three are 0 */
+    int32_t ranks;        /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
+                             are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
+    int32_t waves;        /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */
+    int64_t max_tokens;   /* T of each rank is 0..max_tokens */
+    int64_t row_capacity; /* the most rows that this rank's experts may receive; 0: all that is possible */
 } smoe_layer;
 #define SMOE_LAYER_INIT                                                                                      \
     {                                                                                                        \
         sizeof(smoe_layer), 0, 0, 0, 0, 1, SMOE_TYPE_BF16, SMOE_ACTIVATION_SWIGLU, SMOE_LAYOUT_CONCATENATED, \
             SMOE_ENTRY_FROM_LOGITS, SMOE_TYPE_I32, SMOE_TYPE_F32, SMOE_TYPE_F32, 0, 0, 0, 1,                 \
-            SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUNDING_NONE, 128, 0, 7.0f, 7.0f, 1.702f, 1.0f     \
+            SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUNDING_NONE, 128, 0, 7.0f, 7.0f, 1.702f, 1.0f, 0, \
+            0, 0, 0                                                                                          \
     }
 
 /* Whether this context can run this layer: OK, or one of ARGUMENT, SHAPE and UNSUPPORTED with the reason in
@@ -347,10 +363,11 @@ typedef struct smoe_sizes {
                                     copied to `saved`: the caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
+    uint64_t window_bytes; /* of each rank's window (smoe_ep.h); 0 without ranks */
 } smoe_sizes;
 #define SMOE_SIZES_INIT                                                                                      \
     {                                                                                                        \
-        sizeof(smoe_sizes), 0, 0, 0, 0, 0, 0, 0                                                              \
+        sizeof(smoe_sizes), 0, 0, 0, 0, 0, 0, 0, 0                                                           \
     }
 
 /* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.
@@ -391,11 +408,12 @@ typedef struct smoe_forward_args {
                       except that for inference smoe_view_plan points into it. Between smoe_route, smoe_round,
                       smoe_plan and smoe_experts_forward it must stay untouched */
     uint64_t scratch_size;
+    smoe_ep *ep; /* the group of a layer with ranks */
 } smoe_forward_args;
 #define SMOE_FORWARD_ARGS_INIT                                                                               \
     {                                                                                                        \
         sizeof(smoe_forward_args), NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL,      \
-            NULL, NULL, NULL, NULL, NULL, 0, NULL, 0                                                         \
+            NULL, NULL, NULL, NULL, NULL, 0, NULL, 0, NULL                                                   \
     }
 
 /* The whole forward. For FROM_LOGITS it does what smoe_route, smoe_round (if rounding is not NONE),
@@ -492,11 +510,12 @@ typedef struct smoe_backward_args {
     const float *loss_gradients; /* (2) or NULL: the gradients of losses[0] and losses[1], which are added to
                                     balance_coefficient and z_coefficient. With the cuda backend they are in
                                     device memory, so earlier work on the stream may compute them */
+    smoe_ep *ep;                 /* the forward's */
 } smoe_backward_args;
 #define SMOE_BACKWARD_ARGS_INIT                                                                              \
     {                                                                                                        \
         sizeof(smoe_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, 0.0f, 0.0f,     \
-            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL                        \
+            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL                  \
     }
 
 /* The whole backward: computes the gradients that are wanted. */

@@ -1,13 +1,14 @@
 /* The public calls. Each copies the caller's structs, checks them and calls the context's backend. */
 #include "backend.h"
 #include "check.h"
+#include "ep.h"
 #include "pointers.h"
 #include "wanted.h"
 
 #include <stddef.h>
 
-static smoe_status take_layer(smoe_context *context, const char *function, const smoe_layer *layer,
-                              moe_problem *problem)
+smoe_status moe_take_layer(smoe_context *context, const char *function, const smoe_layer *layer,
+                           moe_problem *problem)
 {
     context->function = function;
     smoe_layer taken = SMOE_LAYER_INIT;
@@ -15,6 +16,10 @@ static smoe_status take_layer(smoe_context *context, const char *function, const
     if (status != SMOE_OK) return status;
     moe_take_struct(&taken, sizeof taken, layer);
     status = moe_check_layer(context, function, &taken, problem);
+    if (status == SMOE_OK && taken.ranks && !context->backend->ep)
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: layer->ranks is %d, but the %s backend has no expert parallelism", function,
+                        (int)taken.ranks, context->backend->name);
     return status == SMOE_OK ? context->backend->supports(context, problem) : status;
 }
 
@@ -22,14 +27,14 @@ smoe_status smoe_supports(smoe_context *context, const smoe_layer *layer)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     moe_problem problem;
-    return take_layer(context, "smoe_supports", layer, &problem);
+    return moe_take_layer(context, "smoe_supports", layer, &problem);
 }
 
 smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     moe_problem problem;
-    smoe_status status = take_layer(context, "smoe_query_sizes", layer, &problem);
+    smoe_status status = moe_take_layer(context, "smoe_query_sizes", layer, &problem);
     if (status != SMOE_OK) return status;
     smoe_sizes known = SMOE_SIZES_INIT;
     known.rows = problem.rows;
@@ -37,6 +42,9 @@ smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smo
     known.saved_bytes = problem.saved_bytes;
     known.metadata_bytes = problem.metadata_bytes;
     known.saved_buffer_bytes = problem.saved_buffer_bytes;
+    moe_ep_window window = {0};
+    if (problem.layer.ranks) moe_ep_window_init(&window, &problem.layer);
+    known.window_bytes = window.bytes;
     moe_layout forward, backward;
     context->backend->lay_out(context, &problem, &forward, &backward);
     known.scratch_forward_bytes = forward.bytes;
@@ -64,7 +72,7 @@ static smoe_status check_forward_fields(smoe_context *context, const smoe_layer 
 static smoe_status take_forward(smoe_context *context, const char *function, const smoe_layer *layer,
                                 const smoe_forward_args *given, moe_call *call, smoe_forward_args *args)
 {
-    smoe_status status = take_layer(context, function, layer, &call->problem);
+    smoe_status status = moe_take_layer(context, function, layer, &call->problem);
     if (status != SMOE_OK) return status;
     *args = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
     status = moe_check_struct(context, function, "args", "SMOE_FORWARD_ARGS_INIT", given, sizeof *args);
@@ -96,13 +104,30 @@ static smoe_status check_stages(smoe_context *context, const smoe_layer *layer, 
     if (stages == MOE_ROUND && layer->rounding == SMOE_ROUNDING_NONE)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "%s: rounding is SMOE_ROUNDING_NONE, there is nothing to do", context->function);
+    if ((stages == MOE_DISPATCH || stages == MOE_COLLECT) && !layer->ranks)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: layer->ranks is 0, this call needs ranks",
+                        context->function);
     return SMOE_OK;
 }
 
 static int stages_of(const smoe_layer *layer)
 {
     return (layer->entry == SMOE_ENTRY_FROM_LOGITS ? MOE_ROUTE : 0) |
-           (layer->rounding != SMOE_ROUNDING_NONE ? MOE_ROUND : 0) | MOE_PLAN | MOE_EXPERTS;
+           (layer->rounding != SMOE_ROUNDING_NONE ? MOE_ROUND : 0) | MOE_PLAN |
+           (layer->ranks ? MOE_DISPATCH | MOE_COLLECT : 0) | MOE_EXPERTS;
+}
+
+enum { WITH_RANKS = MOE_DISPATCH | MOE_EXPERTS | MOE_COLLECT }; /* stages that need the other ranks */
+
+static smoe_status run_stages(smoe_context *context, const moe_call *call, const smoe_forward_args *args,
+                              int stages)
+{
+    if (!call->problem.layer.ranks) return context->backend->forward(context, call, args, stages);
+    const int alone = stages & ~WITH_RANKS, together = stages & WITH_RANKS;
+    smoe_status status = alone ? context->backend->forward(context, call, args, alone) : SMOE_OK;
+    if (status != SMOE_OK || !together) return status;
+    status = moe_ep_begin(context, &call->problem, args->ep, together, 0);
+    return status == SMOE_OK ? context->backend->ep->forward(context, call, args, together) : status;
 }
 
 /* Runs one stage of a forward, or with all of them what the layer has. */
@@ -114,6 +139,7 @@ static smoe_status run_forward(smoe_context *context, const char *function, cons
     smoe_forward_args args;
     smoe_status status = take_forward(context, function, layer, given, &call, &args);
     const smoe_layer *taken = &call.problem.layer;
+    if (status == SMOE_OK && taken->ranks && stages == MOE_EXPERTS) needs = MOE_NEEDS_WEIGHTS;
     if (status == SMOE_OK)
         status = moe_check_forward_pointers(context, &call.problem, &args, call.layout.bytes, needs);
     if (status == SMOE_OK && needs & MOE_NEEDS_ROUTER) status = check_forward_fields(context, taken, &args);
@@ -121,9 +147,8 @@ static smoe_status run_forward(smoe_context *context, const char *function, cons
     find_plan(&call, &args);
     status = context->backend->begin(context);
     if (status == SMOE_OK) status = check_stages(context, taken, stages);
-    if (status == SMOE_OK && stages == MOE_EXPERTS) status = check_plan(context, &call);
-    return status == SMOE_OK ? context->backend->forward(context, &call, &args, stages & stages_of(taken))
-                             : status;
+    if (status == SMOE_OK && stages & WITH_RANKS && !(stages & MOE_PLAN)) status = check_plan(context, &call);
+    return status == SMOE_OK ? run_stages(context, &call, &args, stages & stages_of(taken)) : status;
 }
 
 smoe_status smoe_route(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
@@ -156,7 +181,19 @@ smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer *layer, c
 {
     return run_forward(context, "smoe_layer_forward", layer, args,
                        MOE_NEEDS_ROUTER | MOE_NEEDS_ROUTING | MOE_NEEDS_EXPERTS,
-                       MOE_ROUTE | MOE_ROUND | MOE_PLAN | MOE_EXPERTS, stream);
+                       MOE_ROUTE | MOE_ROUND | MOE_PLAN | WITH_RANKS, stream);
+}
+
+smoe_status smoe_ep_dispatch(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
+                             void *stream)
+{
+    return run_forward(context, "smoe_ep_dispatch", layer, args, MOE_NEEDS_X, MOE_DISPATCH, stream);
+}
+
+smoe_status smoe_ep_collect(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
+                            void *stream)
+{
+    return run_forward(context, "smoe_ep_collect", layer, args, MOE_NEEDS_OUT, MOE_COLLECT, stream);
 }
 
 smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const smoe_forward_args *args,
@@ -196,7 +233,7 @@ smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *
     if (!context) return SMOE_ERROR_ARGUMENT;
     const char *function = "smoe_update_selection_bias";
     moe_problem problem;
-    smoe_status status = take_layer(context, function, layer, &problem);
+    smoe_status status = moe_take_layer(context, function, layer, &problem);
     if (status != SMOE_OK) return status;
     status = moe_check_bias_pointers(context, &problem, counts, bias);
     if (status != SMOE_OK) return status;
@@ -220,38 +257,57 @@ static smoe_status check_backward_fields(smoe_context *context, const smoe_layer
     return SMOE_OK;
 }
 
+/* With ranks `stages` of the backward, which all know whether the router is wanted. */
 static smoe_status run_backward(smoe_context *context, const char *function, const smoe_layer *layer,
-                                const smoe_backward_args *given, int with_router, void *stream)
+                                const smoe_backward_args *given, int with_router, int stages, void *stream)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     moe_call call = {.stream = stream};
     const moe_problem *problem = &call.problem;
-    smoe_status status = take_layer(context, function, layer, &call.problem);
+    smoe_status status = moe_take_layer(context, function, layer, &call.problem);
     if (status != SMOE_OK) return status;
     smoe_backward_args args = SMOE_BACKWARD_ARGS_INIT;
     status = moe_check_struct(context, function, "args", "SMOE_BACKWARD_ARGS_INIT", given, sizeof args);
     if (status != SMOE_OK) return status;
     moe_take_struct(&args, sizeof args, given);
-    with_router = with_router && problem->layer.entry == SMOE_ENTRY_FROM_LOGITS && moe_wants_router(&args);
+    with_router = (with_router || problem->layer.ranks) && problem->layer.entry == SMOE_ENTRY_FROM_LOGITS &&
+                  moe_wants_router(&args);
     context->backend->lay_out(context, problem, NULL, &call.layout);
     status = moe_check_backward_pointers(context, problem, &args, call.layout.bytes, with_router);
     if (status == SMOE_OK) status = check_backward_fields(context, &problem->layer, &args, with_router);
+    if (status == SMOE_OK) status = check_stages(context, &problem->layer, stages);
     if (status == SMOE_OK) status = context->backend->begin(context);
     if (status != SMOE_OK) return status;
     call.plan = moe_plan_at(problem, args.saved);
     call.scratch = args.scratch;
     status = check_plan(context, &call);
-    return status == SMOE_OK ? context->backend->backward(context, &call, &args, with_router) : status;
+    if (status == SMOE_OK && !problem->layer.ranks)
+        return context->backend->backward(context, &call, &args, with_router);
+    if (status == SMOE_OK) status = moe_ep_begin(context, problem, args.ep, stages, 1);
+    return status == SMOE_OK ? context->backend->ep->backward(context, &call, &args, with_router, stages)
+                             : status;
 }
 
 smoe_status smoe_layer_backward(smoe_context *context, const smoe_layer *layer,
                                 const smoe_backward_args *args, void *stream)
 {
-    return run_backward(context, "smoe_layer_backward", layer, args, 1, stream);
+    return run_backward(context, "smoe_layer_backward", layer, args, 1, WITH_RANKS, stream);
 }
 
 smoe_status smoe_experts_backward(smoe_context *context, const smoe_layer *layer,
                                   const smoe_backward_args *args, void *stream)
 {
-    return run_backward(context, "smoe_experts_backward", layer, args, 0, stream);
+    return run_backward(context, "smoe_experts_backward", layer, args, 0, MOE_EXPERTS, stream);
+}
+
+smoe_status smoe_ep_dispatch_backward(smoe_context *context, const smoe_layer *layer,
+                                      const smoe_backward_args *args, void *stream)
+{
+    return run_backward(context, "smoe_ep_dispatch_backward", layer, args, 1, MOE_DISPATCH, stream);
+}
+
+smoe_status smoe_ep_collect_backward(smoe_context *context, const smoe_layer *layer,
+                                     const smoe_backward_args *args, void *stream)
+{
+    return run_backward(context, "smoe_ep_collect_backward", layer, args, 1, MOE_COLLECT, stream);
 }

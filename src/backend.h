@@ -20,8 +20,20 @@ typedef struct moe_call {
     void *stream;
 } moe_call;
 
-/* The stages of a forward, in their order. */
-enum { MOE_ROUTE = 1, MOE_ROUND = 2, MOE_PLAN = 4, MOE_EXPERTS = 8 };
+/* The stages of a forward, in their order. A layer with ranks (ep.h) has all, and its backward the last
+ * three. */
+enum { MOE_ROUTE = 1, MOE_ROUND = 2, MOE_PLAN = 4, MOE_DISPATCH = 8, MOE_EXPERTS = 16, MOE_COLLECT = 32 };
+
+/* Layers with ranks. `args->ep` is the group, and the call's plan is that of the rank's own tokens. stages:
+ * MOE_DISPATCH, MOE_EXPERTS, MOE_COLLECT or all three. After a failure of a rank they set what they would
+ * write to NaN. */
+typedef struct moe_ep_table {
+    void (*open)(smoe_ep *ep); /* describes the group in all windows */
+    smoe_status (*forward)(smoe_context *context, const moe_call *call, const smoe_forward_args *args,
+                           int stages);
+    smoe_status (*backward)(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
+                            int with_router, int stages);
+} moe_ep_table;
 
 typedef struct moe_backend_table {
     smoe_backend id;
@@ -48,6 +60,7 @@ typedef struct moe_backend_table {
                             int with_router);
     smoe_status (*update_selection_bias)(smoe_context *context, const moe_problem *problem,
                                          const int32_t *counts, float *bias, float gamma, void *stream);
+    const moe_ep_table *ep; /* NULL: no layers with ranks */
 } moe_backend_table;
 
 extern const moe_backend_table moe_cpu_backend;

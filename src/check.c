@@ -1,6 +1,7 @@
 /* Argument checks. Limits stand next to the messages that name them. */
 #include "check.h"
 #include "activations.h"
+#include "ep.h"
 
 #include <float.h>
 #include <math.h>
@@ -80,7 +81,7 @@ static smoe_status check_shape(smoe_context *context, const char *function, cons
                                : l->experts < SMOE_MAX_TOPK     ? l->experts
                                                                 : SMOE_MAX_TOPK;
     const range_check shape[] = {
-        {"tokens", l->tokens, 1, most},
+        {"tokens", l->tokens, l->ranks ? 0 : 1, l->ranks ? l->max_tokens : most},
         {"hidden", l->hidden, 8, 1 << 20},
         {"intermediate", l->intermediate, 8, 1 << 20},
         {"experts", l->experts, 1, SMOE_MAX_EXPERTS},
@@ -271,6 +272,31 @@ static smoe_status check_router(smoe_context *context, const char *function, con
     return check_groups(context, function, l);
 }
 
+/* The fields of a layer with ranks; without ranks all are 0. */
+static smoe_status check_ranks(smoe_context *context, const char *function, const smoe_layer *l)
+{
+    const int64_t most = INT32_MAX, ranks = l->ranks > 0 ? most : 0;
+    const range_check ranges[] = {
+        {"ranks", l->ranks, 0, MOE_EP_MAX_RANKS},
+        {"waves", l->waves, 0, l->ranks ? MOE_EP_MAX_PARTS : 0},
+        {"max_tokens", l->max_tokens, l->ranks > 0, l->ranks > 0 ? most / l->ranks : 0},
+        {"row_capacity", l->row_capacity, 0, ranks},
+    };
+    const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, ranges, COUNT(ranges));
+    if (status != SMOE_OK || !l->ranks) return status;
+    if (l->waves & (l->waves - 1))
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: waves is %d, it must be 0, 1, 2, 4 or 8", function,
+                        (int)l->waves);
+    if (l->experts % l->ranks)
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: experts is %lld, it must be a multiple of ranks (%d)",
+                        function, (long long)l->experts, (int)l->ranks);
+    if (l->entry == SMOE_ENTRY_FROM_ROWS)
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: ranks is %d, but entry is SMOE_ENTRY_FROM_ROWS: its rows are routed already",
+                        function, (int)l->ranks);
+    return SMOE_OK;
+}
+
 /* Row numbers must fit the plan's int32, and byte counts must fit 64 bits. */
 static smoe_status check_rows(smoe_context *context, const char *function, const moe_problem *problem)
 {
@@ -280,6 +306,13 @@ static smoe_status check_rows(smoe_context *context, const char *function, const
             context, SMOE_ERROR_SHAPE,
             "%s: tokens x topk with padding is %lld rows, the limit is %d; use fewer tokens a call", function,
             (long long)problem->padded_rows, INT32_MAX);
+    moe_ep_problem ep;
+    if (l->ranks) moe_ep_problem_init(&ep, l);
+    if (l->ranks && ep.received.padded_rows > INT32_MAX)
+        return moe_fail(context, SMOE_ERROR_SHAPE,
+                        "%s: a rank may receive %lld rows with padding, the limit is %d; set row_capacity or "
+                        "use fewer tokens a call",
+                        function, (long long)ep.received.padded_rows, INT32_MAX);
     if (l->tokens * l->experts > (int64_t)1 << 40)
         return moe_fail(context, SMOE_ERROR_SHAPE, "%s: tokens x experts is %lld, the limit is 2^40",
                         function, (long long)(l->tokens * l->experts));
@@ -290,6 +323,7 @@ smoe_status moe_check_layer(smoe_context *context, const char *function, const s
                             moe_problem *problem)
 {
     smoe_status status = check_enums(context, function, layer);
+    if (status == SMOE_OK) status = check_ranks(context, function, layer);
     if (status == SMOE_OK) status = check_shape(context, function, layer);
     if (status == SMOE_OK) status = check_gate(context, function, layer);
     if (status == SMOE_OK) status = check_router(context, function, layer);

@@ -23,6 +23,11 @@ const char *moe_type_name(smoe_type type);
 const char *moe_entry_name(smoe_entry entry);
 
 /* Fills *problem if the layer passes. */
+/* Takes the caller's layer with defaults for what its struct_size does not cover, checks it, and asks the
+ * backend whether it runs such layers. */
+smoe_status moe_take_layer(smoe_context *context, const char *function, const smoe_layer *layer,
+                           moe_problem *problem);
+
 smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer,
                             moe_problem *problem);
 

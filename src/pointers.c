@@ -72,12 +72,12 @@ smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem 
     const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK,
               rows = l->entry == SMOE_ENTRY_FROM_ROWS;
     const int router = logits && needs & MOE_NEEDS_ROUTER, routing = needs & MOE_NEEDS_ROUTING ? NEEDED : 0,
-              experts = needs & MOE_NEEDS_EXPERTS ? NEEDED : 0, gemm = router && a->router_weight;
+              weights = needs & MOE_NEEDS_WEIGHTS ? NEEDED : 0, gemm = router && a->router_weight;
     const int64_t element = problem->element, index = moe_type_bytes(l->index_type), e = l->experts;
     const int64_t td = l->tokens * l->hidden * element, ed = e * l->hidden * element,
-                  tk = l->tokens * l->topk;
+                  tk = l->tokens * l->topk, here = problem->experts_here;
     const memory all[] = {
-        {"x", a->x, gemm ? NEEDED : experts, td, 0},
+        {"x", a->x, gemm || needs & MOE_NEEDS_X ? NEEDED : 0, td, 0},
         {"router_weight", a->router_weight, 0, logits * ed, 0},
         {"router_bias", a->router_bias, 0, logits * e * element, 0},
         {"logits", a->logits, (router ? NEEDED : 0) | (gemm ? WRITTEN : 0),
@@ -88,11 +88,11 @@ smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem 
         {"topk_weights", a->topk_weights, routing, topk * tk * 4, 0},
         {"offsets", a->offsets, routing, rows * (e + 1) * index, 0},
         {"row_weights", a->row_weights, 0, rows * l->tokens * 4, 0},
-        {"w1", a->w1, experts, ed * problem->h_width, 0},
-        {"b1", a->b1, 0, e * problem->h_width * element, 0},
-        {"w2", a->w2, experts, ed * l->intermediate, 0},
-        {"b2", a->b2, 0, ed, 0},
-        {"out", a->out, experts ? NEEDED | WRITTEN : 0, td, 0},
+        {"w1", a->w1, weights, here * problem->h_width * l->hidden * element, 0},
+        {"b1", a->b1, 0, here * problem->h_width * element, 0},
+        {"w2", a->w2, weights, here * l->hidden * l->intermediate * element, 0},
+        {"b2", a->b2, 0, here * l->hidden * element, 0},
+        {"out", a->out, needs & MOE_NEEDS_OUT ? NEEDED | WRITTEN : 0, td, 0},
         {"saved", a->saved, NEEDED | WRITTEN | BUFFER, (int64_t)problem->saved_buffer_bytes, a->saved_size},
         {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch_bytes, a->scratch_size},
     };
@@ -110,22 +110,23 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
     const int64_t element = problem->element, gradient = moe_type_bytes(l->gradient_type), e = l->experts;
     const int64_t te = logits * l->tokens * e * moe_type_bytes(l->logits_type),
                   tk = topk * l->tokens * l->topk;
-    const int64_t td = l->tokens * l->hidden * element, ed = e * l->hidden, width = problem->h_width;
+    const int64_t td = l->tokens * l->hidden * element, ed = e * l->hidden, width = problem->h_width,
+                  here = problem->experts_here, hd = here * l->hidden;
     const int64_t ds = topk ? 0 : logits ? problem->padded_rows : l->tokens;
     const memory all[] = {
         {"x", a->x, x ? NEEDED : 0, td, 0},
         {"router_weight", a->router_weight, 0, logits * ed * element, 0},
         {"logits", a->logits, router && moe_reads_logits(l, a) ? NEEDED : 0, te, 0},
         {"topk_ids", a->topk_ids, a->dtopk_weights ? NEEDED : 0, tk * moe_type_bytes(l->index_type), 0},
-        {"w1", a->w1, a->dx ? NEEDED : 0, ed * width * element, 0},
-        {"w2", a->w2, da ? NEEDED : 0, ed * l->intermediate * element, 0},
-        {"b2", a->b2, 0, ed * element, 0},
+        {"w1", a->w1, a->dx ? NEEDED : 0, hd * width * element, 0},
+        {"w2", a->w2, da ? NEEDED : 0, hd * l->intermediate * element, 0},
+        {"b2", a->b2, 0, hd * element, 0},
         {"dout", a->dout, da || a->db2 ? NEEDED : 0, td, 0},
         {"dx", a->dx, WRITTEN, td, 0},
-        {"dw1", a->dw1, WRITTEN, ed * width * gradient, 0},
-        {"dw2", a->dw2, WRITTEN, ed * l->intermediate * gradient, 0},
-        {"db1", a->db1, WRITTEN, e * width * gradient, 0},
-        {"db2", a->db2, WRITTEN, ed * gradient, 0},
+        {"dw1", a->dw1, WRITTEN, hd * width * gradient, 0},
+        {"dw2", a->dw2, WRITTEN, hd * l->intermediate * gradient, 0},
+        {"db1", a->db1, WRITTEN, here * width * gradient, 0},
+        {"db2", a->db2, WRITTEN, hd * gradient, 0},
         {"drouter_weight", a->drouter_weight, router_gradient, logits * ed * gradient, 0},
         {"drouter_bias", a->drouter_bias, router_gradient, logits * e * gradient, 0},
         {"dlogits", a->dlogits, router_gradient, te, 0},

@@ -6,7 +6,14 @@
 #include "backend.h"
 
 /* Which fields a call of the forward needs. scratch_bytes: of the call's layout. */
-enum { MOE_NEEDS_ROUTER = 1, MOE_NEEDS_ROUTING = 2, MOE_NEEDS_EXPERTS = 4 };
+enum {
+    MOE_NEEDS_ROUTER = 1,
+    MOE_NEEDS_ROUTING = 2,
+    MOE_NEEDS_X = 4,
+    MOE_NEEDS_WEIGHTS = 8,
+    MOE_NEEDS_OUT = 16,
+    MOE_NEEDS_EXPERTS = MOE_NEEDS_X | MOE_NEEDS_WEIGHTS | MOE_NEEDS_OUT
+};
 
 smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem *problem,
                                        const smoe_forward_args *args, uint64_t scratch_bytes, int needs);

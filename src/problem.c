@@ -1,6 +1,7 @@
 /* Row bounds and the layout of `saved`. One table lists the parts; sizes and pointers both follow from it. */
 #include "problem.h"
 #include "activations.h"
+#include "ep.h"
 
 int64_t moe_type_bytes(smoe_type type)
 {
@@ -93,14 +94,40 @@ static uint64_t h_bytes(const moe_problem *p, int64_t rows)
     return (uint64_t)(rows * p->h_width) * (uint64_t)p->element;
 }
 
+/* H is in `saved`, unless nothing is saved, or the rows are on the ranks of their experts. */
+static int keeps_h(const smoe_layer *layer)
+{
+    return !layer->inference && !layer->ranks;
+}
+
+/* What a layer with ranks adds: the rows that its experts receive, behind the plan of its own tokens. */
+static void add_received(moe_problem *p)
+{
+    moe_ep_problem ep;
+    moe_ep_problem_init(&ep, &p->layer);
+    p->received_at = p->plan_bytes;
+    p->plan_bytes += ep.bytes;
+    if (p->layer.inference) return;
+    p->saved_buffer_bytes = p->plan_bytes;
+    p->metadata_bytes += ep.metadata_bytes;
+    p->saved_bytes += ep.metadata_bytes + h_bytes(&ep.received, ep.received.rows);
+}
+
 void moe_problem_init(moe_problem *problem, const smoe_layer *layer)
+{
+    moe_problem_of_rows(problem, layer, rows_at_most(layer));
+    if (layer->ranks) add_received(problem);
+}
+
+void moe_problem_of_rows(moe_problem *problem, const smoe_layer *layer, int64_t rows)
 {
     moe_problem *p = problem;
     *p = (moe_problem){.layer = *layer};
     p->gated = moe_activation_halves(layer->activation) == 2;
     p->h_width = moe_h_width(layer);
     p->element = moe_type_bytes(layer->dtype);
-    p->rows = rows_at_most(layer);
+    p->experts_here = layer->ranks ? layer->experts / layer->ranks : layer->experts;
+    p->rows = rows;
     p->padded_rows = moe_padded_rows(p->rows, layer->experts);
     const int64_t per_chunk = (int64_t)SMOE_BLOCK_ROWS * layer->chunks;
     p->chunk_columns = SMOE_BLOCK_ROWS * ((layer->hidden + per_chunk - 1) / per_chunk);
@@ -113,9 +140,11 @@ void moe_problem_init(moe_problem *problem, const smoe_layer *layer)
         p->metadata_bytes += 4 * (uint64_t)parts[i].elements;
         p->plan_bytes += moe_align_up(4 * (uint64_t)parts[i].elements_laid_out);
     }
-    p->saved_bytes =
-        (uint64_t)(layer->tokens * layer->hidden * p->element) + h_bytes(p, p->rows) + p->metadata_bytes;
-    p->saved_buffer_bytes = layer->inference ? 0 : moe_align_up(h_bytes(p, p->padded_rows)) + p->plan_bytes;
+    const uint64_t x_bytes = (uint64_t)(layer->tokens * layer->hidden * p->element);
+    p->saved_bytes = x_bytes + p->metadata_bytes;
+    p->saved_buffer_bytes = layer->inference ? 0 : p->plan_bytes;
+    if (keeps_h(layer)) p->saved_bytes += h_bytes(p, p->rows);
+    if (keeps_h(layer)) p->saved_buffer_bytes += moe_align_up(h_bytes(p, p->padded_rows));
     if (layer->inference) p->saved_bytes = p->metadata_bytes = 0;
 }
 
@@ -123,7 +152,7 @@ moe_plan_arrays moe_plan_at(const moe_problem *problem, void *buffer)
 {
     moe_plan_arrays plan = {0};
     char *at = buffer;
-    if (!problem->layer.inference) {
+    if (keeps_h(&problem->layer)) {
         plan.h = at;
         at += moe_align_up(h_bytes(problem, problem->padded_rows));
     }

@@ -23,7 +23,7 @@ enum {
 
 /* The plan's arrays, in saved (for inference: at the start of scratch). Shapes as in smoe_plan_view. */
 typedef struct moe_plan_arrays {
-    void *h;                /* (padded_rows, h_width) dtype; NULL for inference */
+    void *h;                /* (padded_rows, h_width) dtype; NULL for inference and with ranks */
     int32_t *row_token;     /* (padded_rows) */
     float *row_weight;      /* (padded_rows) */
     int32_t *token_rows;    /* (rows) */
@@ -42,6 +42,7 @@ typedef struct moe_problem {
     int gated;                   /* the activation has a gate */
     int64_t h_width;             /* columns of H and rows of W1[e]: 2n gated, n otherwise */
     int64_t element;             /* bytes of dtype */
+    int64_t experts_here;        /* of W1, b1, W2, b2 and their gradients: E, with ranks E / ranks */
     int64_t rows;                /* bound on R */
     int64_t padded_rows;         /* moe_padded_rows */
     int64_t chunk_columns;       /* 64 ceil(d / (64 chunks)): columns of a chunk of Y or dX~; the last may be
@@ -50,6 +51,8 @@ typedef struct moe_problem {
     uint64_t saved_bytes;        /* X, H and metadata, unpadded */
     uint64_t plan_bytes;         /* of the plan without H, as laid out */
     uint64_t saved_buffer_bytes; /* H and plan as laid out; 0 for inference */
+    uint64_t received_at; /* with ranks: the size of the plan of this rank's tokens. The rest of plan_bytes
+                             and of saved is the received part (ep.h) */
 } moe_problem;
 
 /* The next multiple of SMOE_PART_ALIGN. */
@@ -73,6 +76,9 @@ int64_t moe_load_index(const void *indices, smoe_type type, int64_t at);
 
 /* Fills *problem from a layer whose enumerators and sizes have been checked. */
 void moe_problem_init(moe_problem *problem, const smoe_layer *layer);
+
+/* The same for a layer without ranks that has at most `rows` rows. */
+void moe_problem_of_rows(moe_problem *problem, const smoe_layer *layer, int64_t rows);
 
 /* The plan's pointers inside a buffer: `saved` (H first), or for inference the start of scratch. */
 moe_plan_arrays moe_plan_at(const moe_problem *problem, void *buffer);

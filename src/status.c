@@ -17,6 +17,7 @@ const char *smoe_status_string(smoe_status status)
     case SMOE_ERROR_UNSUPPORTED: return "not supported";
     case SMOE_ERROR_MEMORY: return "out of memory";
     case SMOE_ERROR_DEVICE: return "device error";
+    case SMOE_ERROR_PEER: return "another rank failed";
     }
     return "unknown status";
 }
@@ -37,6 +38,10 @@ const char *smoe_stage_string(smoe_stage stage)
     case SMOE_STAGE_DW1: return "dw1";
     case SMOE_STAGE_DX: return "dx";
     case SMOE_STAGE_ROUTER_BWD: return "router_bwd";
+    case SMOE_STAGE_DISPATCH: return "dispatch";
+    case SMOE_STAGE_COLLECT: return "collect";
+    case SMOE_STAGE_DISPATCH_BWD: return "dispatch_bwd";
+    case SMOE_STAGE_COLLECT_BWD: return "collect_bwd";
     }
     return "unknown stage";
 }

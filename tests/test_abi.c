@@ -4,6 +4,7 @@
  * enumerator may only be added. The numbers are those of 64-bit machines. */
 #include "api_case.h"
 
+#include <smoe_ep.h>
 #include <stdio.h>
 
 typedef struct pinned {
@@ -54,7 +55,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_context_options, error_size, 48, 8),
         FIELD(smoe_context_options, check_offsets, 56, 4),
         FIELD(smoe_context_options, sms, 60, 4),
-        SIZE(smoe_layer, 144),
+        SIZE(smoe_layer, 168),
         FIELD(smoe_layer, struct_size, 0, 8),
         FIELD(smoe_layer, tokens, 8, 8),
         FIELD(smoe_layer, hidden, 16, 8),
@@ -84,7 +85,11 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_layer, up_limit, 132, 4),
         FIELD(smoe_layer, gate_alpha, 136, 4),
         FIELD(smoe_layer, up_offset, 140, 4),
-        SIZE(smoe_sizes, 64),
+        FIELD(smoe_layer, ranks, 144, 4),
+        FIELD(smoe_layer, waves, 148, 4),
+        FIELD(smoe_layer, max_tokens, 152, 8),
+        FIELD(smoe_layer, row_capacity, 160, 8),
+        SIZE(smoe_sizes, 72),
         FIELD(smoe_sizes, struct_size, 0, 8),
         FIELD(smoe_sizes, rows, 8, 8),
         FIELD(smoe_sizes, padded_rows, 16, 8),
@@ -93,7 +98,8 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_sizes, saved_buffer_bytes, 40, 8),
         FIELD(smoe_sizes, scratch_forward_bytes, 48, 8),
         FIELD(smoe_sizes, scratch_backward_bytes, 56, 8),
-        SIZE(smoe_forward_args, 168),
+        FIELD(smoe_sizes, window_bytes, 64, 8),
+        SIZE(smoe_forward_args, 176),
         FIELD(smoe_forward_args, struct_size, 0, 8),
         FIELD(smoe_forward_args, x, 8, 8),
         FIELD(smoe_forward_args, router_weight, 16, 8),
@@ -115,6 +121,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_forward_args, saved_size, 144, 8),
         FIELD(smoe_forward_args, scratch, 152, 8),
         FIELD(smoe_forward_args, scratch_size, 160, 8),
+        FIELD(smoe_forward_args, ep, 168, 8),
         SIZE(smoe_plan_view, 104),
         FIELD(smoe_plan_view, struct_size, 0, 8),
         FIELD(smoe_plan_view, topk_ids, 8, 8),
@@ -129,7 +136,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_plan_view, token_offsets, 80, 8),
         FIELD(smoe_plan_view, token_rows, 88, 8),
         FIELD(smoe_plan_view, h, 96, 8),
-        SIZE(smoe_backward_args, 200),
+        SIZE(smoe_backward_args, 208),
         FIELD(smoe_backward_args, struct_size, 0, 8),
         FIELD(smoe_backward_args, x, 8, 8),
         FIELD(smoe_backward_args, router_weight, 16, 8),
@@ -156,6 +163,12 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_backward_args, scratch, 176, 8),
         FIELD(smoe_backward_args, scratch_size, 184, 8),
         FIELD(smoe_backward_args, loss_gradients, 192, 8),
+        FIELD(smoe_backward_args, ep, 200, 8),
+        SIZE(smoe_ep_options, 24),
+        FIELD(smoe_ep_options, struct_size, 0, 8),
+        FIELD(smoe_ep_options, rank, 8, 4),
+        FIELD(smoe_ep_options, timeout_ms, 12, 4),
+        FIELD(smoe_ep_options, windows, 16, 8),
     };
     check_all(rows, COUNT(rows));
 }
@@ -173,6 +186,7 @@ static void enumerators_keep_their_values(void **state)
         VALUE(SMOE_ERROR_UNSUPPORTED, 140),
         VALUE(SMOE_ERROR_MEMORY, 150),
         VALUE(SMOE_ERROR_DEVICE, 160),
+        VALUE(SMOE_ERROR_PEER, 170),
         SIZE(smoe_backend, 4),
         VALUE(SMOE_BACKEND_CPU, 0),
         VALUE(SMOE_BACKEND_CUDA, 10),
@@ -190,6 +204,10 @@ static void enumerators_keep_their_values(void **state)
         VALUE(SMOE_STAGE_DW1, 100),
         VALUE(SMOE_STAGE_DX, 110),
         VALUE(SMOE_STAGE_ROUTER_BWD, 120),
+        VALUE(SMOE_STAGE_DISPATCH, 130),
+        VALUE(SMOE_STAGE_COLLECT, 140),
+        VALUE(SMOE_STAGE_DISPATCH_BWD, 150),
+        VALUE(SMOE_STAGE_COLLECT_BWD, 160),
         SIZE(smoe_type, 4),
         VALUE(SMOE_TYPE_F32, 0),
         VALUE(SMOE_TYPE_BF16, 1),
@@ -236,7 +254,7 @@ static void defaults_stay(void **state)
     (void)state;
     smoe_layer layer = SMOE_LAYER_INIT;
     const pinned rows[] = {
-        VALUE(layer.struct_size, 144),
+        VALUE(layer.struct_size, 168),
         VALUE(layer.topk, 1),
         VALUE(layer.dtype, 1),
         VALUE(layer.index_type, 10),

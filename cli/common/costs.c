@@ -64,6 +64,10 @@ double stage_bytes(const smoe_layer *layer, smoe_stage stage)
     case SMOE_STAGE_DX_ROWS: return s.element * (s.rows * s.w + w1 + s.rows * s.d);
     case SMOE_STAGE_DW1: return s.element * (s.rows * s.w + s.rows * s.d + w1);
     case SMOE_STAGE_ROUTER_BWD: return logits + s.element * (2 * s.tokens * s.d + 2 * router);
+    case SMOE_STAGE_DISPATCH: // of layers with ranks, which the tool does not run
+    case SMOE_STAGE_COLLECT:
+    case SMOE_STAGE_DISPATCH_BWD:
+    case SMOE_STAGE_COLLECT_BWD: break;
     }
     return NAN;
 }

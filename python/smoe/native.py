@@ -16,7 +16,7 @@ _ENUM = ctypes.c_int
 # ---- enums: the header's values by the names that Python callers use ----
 
 OK, ERROR_ARGUMENT, ERROR_SHAPE, ERROR_ALIGNMENT = 0, 100, 110, 120
-ERROR_BUFFER, ERROR_UNSUPPORTED, ERROR_MEMORY, ERROR_DEVICE = 130, 140, 150, 160
+ERROR_BUFFER, ERROR_UNSUPPORTED, ERROR_MEMORY, ERROR_DEVICE, ERROR_PEER = 130, 140, 150, 160, 170
 
 BACKENDS = {"cpu": 0, "cuda": 10}
 TYPES = {"f32": 0, "bf16": 1, "f16": 2, "i32": 10, "i64": 11}
@@ -61,6 +61,10 @@ class Layer(ctypes.Structure):
         ("tile", _I32),
         ("seed", _U64),
         *[(name, _F32) for name in "gate_limit up_limit gate_alpha up_offset".split()],
+        ("ranks", _I32),
+        ("waves", _I32),
+        ("max_tokens", _I64),
+        ("row_capacity", _I64),
     ]
 
 
@@ -74,6 +78,7 @@ class Sizes(ctypes.Structure):
         ("saved_buffer_bytes", _U64),
         ("scratch_forward_bytes", _U64),
         ("scratch_backward_bytes", _U64),
+        ("window_bytes", _U64),
     ]
 
 
@@ -86,6 +91,7 @@ class ForwardArgs(ctypes.Structure):
         ("saved_size", _U64),
         ("scratch", _POINTER),
         ("scratch_size", _U64),
+        ("ep", _POINTER),
     ]
 
 
@@ -100,6 +106,7 @@ class BackwardArgs(ctypes.Structure):
         *_pointers("dx dw1 dw2 db1 db2 drouter_weight drouter_bias dlogits dtopk_weights drow_weights scratch"),
         ("scratch_size", _U64),
         ("loss_gradients", _POINTER),
+        ("ep", _POINTER),
     ]
 
 

@@ -4,6 +4,7 @@
 #include "blas.h"
 #include "convert.h"
 #include "cpu.h"
+#include "ep_cpu.h"
 
 #include <omp.h>
 #include <unistd.h>
@@ -56,13 +57,17 @@ static smoe_status supports(smoe_context *context, const moe_problem *problem)
 static void lay_out(const smoe_context *context, const moe_problem *problem, moe_layout *forward,
                     moe_layout *backward)
 {
-    const int inference = problem->layer.inference;
+    const int inference = problem->layer.inference, ranks = problem->layer.ranks > 0;
     if (forward) {
         const uint64_t routing = moe_cpu_routing_scratch(context, problem);
-        const uint64_t experts = moe_cpu_experts_forward_scratch(context, problem);
+        const uint64_t experts = ranks ? moe_cpu_ep_forward_scratch(context, problem)
+                                       : moe_cpu_experts_forward_scratch(context, problem);
         forward->bytes = (inference ? problem->plan_bytes : 0) + (routing > experts ? routing : experts);
     }
-    if (backward) backward->bytes = inference ? 0 : moe_cpu_backward_scratch(context, problem);
+    if (backward)
+        backward->bytes = inference ? 0
+                          : ranks   ? moe_cpu_ep_backward_scratch(context, problem)
+                                    : moe_cpu_backward_scratch(context, problem);
 }
 
 typedef smoe_status (*forward_stage)(smoe_context *context, const moe_problem *problem,
@@ -104,4 +109,5 @@ const moe_backend_table moe_cpu_backend = {
     .forward = forward,
     .backward = backward,
     .update_selection_bias = moe_cpu_update_selection_bias,
+    .ep = &moe_cpu_ep,
 };

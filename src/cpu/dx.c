@@ -5,7 +5,7 @@
  * Both work on fixed panels of 256 rows or tokens and 64 columns. */
 #include "blas.h"
 #include "convert.h"
-#include "experts.h"
+#include "ep_cpu.h"
 
 #include <string.h>
 
@@ -77,6 +77,12 @@ static void add_rows(const moe_cpu_pass *pass, int64_t token, int64_t columns, f
     }
 }
 
+void moe_cpu_dx_token(const moe_cpu_pass *pass, int64_t token, int64_t columns, float *sum)
+{
+    memset(sum, 0, (size_t)columns * sizeof *sum);
+    add_rows(pass, token, columns, sum);
+}
+
 /* The chunk's columns of tokens [token, token + count). */
 static void dx_panel(const moe_cpu_pass *pass, const smoe_backward_args *args, int router_term, int64_t token,
                      int64_t count, int64_t first_column)
@@ -90,7 +96,10 @@ static void dx_panel(const moe_cpu_pass *pass, const smoe_backward_args *args, i
     for (int64_t i = 0; i < count; i++) {
         float *sum = router_term ? sums + i * columns : at.row;
         if (!router_term) memset(sum, 0, (size_t)columns * sizeof *sum);
-        add_rows(pass, token + i, columns, sum);
+        if (pass->ep)
+            moe_cpu_ep_add_sums(pass->ep, pass, token + i, first_column, columns, sum, at.row + columns);
+        else
+            add_rows(pass, token + i, columns, sum);
         moe_store_row(args->dx, (token + i) * layer->hidden + first_column, sum, columns, layer->dtype);
     }
 }

@@ -31,6 +31,12 @@ static float *carve_floats(carver *at, int64_t count)
     return carve(at, 4 * (uint64_t)count);
 }
 
+/* With ranks this rank's own rows are computed elsewhere. */
+static int64_t rows_here(const moe_problem *p)
+{
+    return p->layer.ranks ? 0 : p->padded_rows;
+}
+
 static int64_t panel_rows(const moe_problem *p)
 {
     return moe_min(SMOE_PANEL_ROWS, moe_max(p->rows, p->layer.tokens));
@@ -74,8 +80,8 @@ moe_cpu_pass moe_cpu_forward_pass(const smoe_context *context, const moe_problem
     moe_cpu_pass pass = {.context = context, .problem = problem, .plan = plan, .stream = stream};
     carver at = {scratch, 0};
     if (p->layer.inference)
-        pass.a = carve(&at, (uint64_t)(p->padded_rows * p->layer.intermediate * p->element));
-    pass.chunk = carve_floats(&at, p->padded_rows * p->chunk_columns);
+        pass.a = carve(&at, (uint64_t)(rows_here(p) * p->layer.intermediate * p->element));
+    pass.chunk = carve_floats(&at, rows_here(p) * p->chunk_columns);
     carve_threads(&pass, &at);
     return pass;
 }
@@ -89,9 +95,9 @@ moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_proble
     if (p->layer.reuse_saved)
         pass.dh = plan ? plan->h : NULL;
     else
-        pass.dh = carve(&at, (uint64_t)(p->padded_rows * p->h_width * p->element));
+        pass.dh = carve(&at, (uint64_t)(rows_here(p) * p->h_width * p->element));
     pass.ds = carve_floats(&at, p->padded_rows);
-    uint64_t shared = 4 * (uint64_t)(p->padded_rows * p->chunk_columns);
+    uint64_t shared = 4 * (uint64_t)(rows_here(p) * p->chunk_columns);
     if (p->layer.entry == SMOE_ENTRY_FROM_LOGITS) {
         const uint64_t router = moe_cpu_router_backward_scratch(context, problem);
         pass.dlogits = carve_floats(&at, p->layer.tokens * p->layer.experts);

@@ -24,13 +24,14 @@ typedef struct moe_cpu_pass {
     const moe_problem *problem;
     const moe_plan_arrays *plan;
     void *stream;
-    void *a;        /* inference: (padded_rows, n) dtype */
-    void *dh;       /* backward: (padded_rows, h_width) dtype; H's own place with reuse_saved */
-    float *chunk;   /* Y or dX~, (padded_rows, chunk_columns) */
-    float *ds;      /* backward: (padded_rows), 0 in pad rows */
-    float *dlogits; /* backward from logits: (T, E) */
-    void *router;   /* backward from logits: the router's work space, in the memory of `chunk`, which
-                       is used later */
+    void *a;           /* inference: (padded_rows, n) dtype */
+    void *dh;          /* backward: (padded_rows, h_width) dtype; H's own place with reuse_saved */
+    float *chunk;      /* Y or dX~, (padded_rows, chunk_columns) */
+    float *ds;         /* backward: (padded_rows), 0 in pad rows */
+    float *dlogits;    /* backward from logits: (T, E) */
+    const smoe_ep *ep; /* collect_backward: dX is the sum of what ranks returned; else NULL */
+    void *router;      /* backward from logits: the router's work space, in the memory of `chunk`, which
+                          is used later */
     char *panels;
     uint64_t panel_bytes; /* of one thread */
     uint64_t bytes;       /* of all */
@@ -122,11 +123,18 @@ void moe_cpu_up(const moe_cpu_pass *pass, const smoe_forward_args *args);
 void moe_cpu_down(const moe_cpu_pass *pass, const smoe_forward_args *args, int64_t first_column);
 void moe_cpu_combine(const moe_cpu_pass *pass, void *out, int64_t first_column);
 
+/* sum (columns) = the sum over the token's rows of s(r) Y[r], or of dX~[r] */
+void moe_cpu_combine_token(const moe_cpu_pass *pass, int64_t token, int64_t columns, float *sum);
+void moe_cpu_dx_token(const moe_cpu_pass *pass, int64_t token, int64_t columns, float *sum);
+
 void moe_cpu_dw2(const moe_cpu_pass *pass, const smoe_backward_args *args);
 void moe_cpu_dh(const moe_cpu_pass *pass, const smoe_backward_args *args);
 void moe_cpu_dw1(const moe_cpu_pass *pass, const smoe_backward_args *args);
 void moe_cpu_dx_rows(const moe_cpu_pass *pass, const smoe_backward_args *args, int64_t first_column);
 void moe_cpu_dx(const moe_cpu_pass *pass, const smoe_backward_args *args, int router_term,
                 int64_t first_column);
+
+/* dtopk_weights or drow_weights, if wanted, from ds */
+void moe_cpu_give_weight_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args);
 
 #endif

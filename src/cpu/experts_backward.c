@@ -56,7 +56,7 @@ static void give_row_gradients(const moe_cpu_pass *pass, const smoe_backward_arg
     }
 }
 
-static void give_weight_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
+void moe_cpu_give_weight_gradients(const moe_cpu_pass *pass, const smoe_backward_args *args)
 {
     switch (pass->problem->layer.entry) {
     case SMOE_ENTRY_FROM_TOPK:
@@ -79,7 +79,7 @@ smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
     moe_blas_enter();
     if (moe_wants_dw2(args)) moe_cpu_dw2(&pass, args);
     if (moe_wants_ds(&problem->layer, args, with_router) || moe_wants_dh(args)) moe_cpu_dh(&pass, args);
-    give_weight_gradients(&pass, args);
+    moe_cpu_give_weight_gradients(&pass, args);
     if (with_router)
         moe_cpu_router_backward(context, problem, args, plan, pass.ds, pass.dlogits, pass.router, stream);
     if (moe_wants_dw1(args)) moe_cpu_dw1(&pass, args);

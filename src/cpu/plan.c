@@ -71,8 +71,7 @@ static int32_t sum_before(int32_t *values, int64_t count, int64_t stride)
     return sum;
 }
 
-/* offsets and block_offsets from counts. */
-static void place_experts(const moe_plan_arrays *plan, int64_t experts)
+void moe_place_experts(const moe_plan_arrays *plan, int64_t experts)
 {
     plan->offsets[0] = plan->block_offsets[0] = 0;
     for (int64_t e = 0; e < experts; e++) {
@@ -82,10 +81,10 @@ static void place_experts(const moe_plan_arrays *plan, int64_t experts)
     }
 }
 
-/* order: experts by descending count, equal counts by ascending id. This is a radix sort by the bytes of the
- * complemented count, lowest byte first. It is stable, so equal counts stay in the order of their ids. After
- * four passes the result is in the array from which the first pass started. */
-static void order_experts(const moe_plan_arrays *plan, int32_t *work, int64_t experts)
+/* A radix sort by the bytes of the complemented count, lowest byte first. It is stable, so equal counts stay
+ * in the order of their ids. After four passes the result is in the array from which the first pass started.
+ */
+void moe_order_experts(const moe_plan_arrays *plan, int32_t *work, int64_t experts)
 {
     int32_t *from = plan->order, *to = work;
     for (int64_t e = 0; e < experts; e++) from[e] = (int32_t)e;
@@ -159,7 +158,7 @@ static void write_pads(const moe_plan_arrays *plan, int64_t first, int64_t end)
     }
 }
 
-static void write_all_pads(const moe_plan_arrays *plan, int64_t experts, int64_t padded_rows)
+void moe_write_pads(const moe_plan_arrays *plan, int64_t experts, int64_t padded_rows)
 {
     for (int64_t e = 0; e < experts; e++) {
         const int64_t first = (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e];
@@ -193,7 +192,7 @@ static smoe_status plan_selection(const plan_call *c)
     for (int64_t e = 0; e < experts; e++)
         c->plan->counts[e] = sum_before(c->s.panel_counts + e, panels, experts);
     c->plan->token_offsets[c->problem->layer.tokens] = sum_before(c->s.panel_rows, panels, 1);
-    place_experts(c->plan, experts);
+    moe_place_experts(c->plan, experts);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t panel = 0; panel < panels; panel++) write_panel(c, panel);
     return SMOE_OK;
@@ -211,7 +210,7 @@ static smoe_status plan_rows(const plan_call *c)
     for (int64_t e = 0; e < l->experts; e++)
         plan->counts[e] = (int32_t)(moe_load_index(c->args->offsets, l->index_type, e + 1) -
                                     moe_load_index(c->args->offsets, l->index_type, e));
-    place_experts(plan, l->experts);
+    moe_place_experts(plan, l->experts);
     for (int64_t e = 0; e < l->experts; e++) {
         const int32_t row = SMOE_BLOCK_ROWS * plan->block_offsets[e] - plan->offsets[e];
         for (int32_t t = plan->offsets[e]; t < plan->offsets[e + 1]; t++) {
@@ -237,8 +236,8 @@ smoe_status moe_cpu_plan(smoe_context *context, const moe_problem *problem, cons
     case SMOE_ENTRY_FROM_ROWS: status = plan_rows(&call); break;
     }
     if (status == SMOE_OK) {
-        order_experts(plan, call.s.targets, problem->layer.experts);
-        write_all_pads(plan, problem->layer.experts, problem->padded_rows);
+        moe_order_experts(plan, call.s.targets, problem->layer.experts);
+        moe_write_pads(plan, problem->layer.experts, problem->padded_rows);
     }
     moe_stage_end(context, SMOE_STAGE_PLAN, stream);
     return status;

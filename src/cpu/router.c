@@ -198,7 +198,7 @@ static void finish_route(const route_call *c)
 {
     const smoe_layer *l = &c->problem->layer;
     const int64_t experts = l->experts;
-    const double tokens = (double)l->tokens;
+    const double tokens = l->tokens > 0 ? (double)l->tokens : 1.0;
     int32_t *counts = c->plan->topk_counts;
     memset(counts, 0, sizeof *counts * (size_t)experts);
     for (int64_t panel = 0; panel < c->s.panels; panel++)

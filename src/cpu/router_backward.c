@@ -235,7 +235,8 @@ static void weight_columns(const gradient_call *c, int64_t first, int64_t count)
         moe_sgemm(1, 0, experts, count, l->tokens, c->dlogits, experts, (const float *)c->args->x + first,
                   hidden, 0.0f, w, count);
     } else {
-        float *x = c->thread_x + thread * SMOE_TOKEN_PANEL * COLUMNS; /* (256, count) */
+        float *x = c->thread_x + thread * SMOE_TOKEN_PANEL * COLUMNS;            /* (256, count) */
+        if (l->tokens == 0) memset(w, 0, (size_t)(experts * count) * sizeof *w); /* a rank without tokens */
         for (int64_t t = 0; t < l->tokens; t += SMOE_TOKEN_PANEL) {
             const int64_t tokens = moe_min(SMOE_TOKEN_PANEL, l->tokens - t);
             for (int64_t i = 0; i < tokens; i++)

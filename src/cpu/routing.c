@@ -20,6 +20,7 @@ moe_routing_scratch moe_routing_scratch_at(const smoe_context *context, const mo
     const smoe_layer *l = &problem->layer;
     moe_routing_scratch s = {0};
     s.panels = (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL;
+    if (s.panels == 0) s.panels = 1; /* a rank without tokens; the panel is empty */
     /* The distance between columns is a cache line modulo 4 KiB. So the keys of one token, which are in
      * different columns, fall into different cache sets. */
     s.key_stride = (l->tokens + 15) / 16 * 16 + 16;

@@ -60,4 +60,15 @@ void moe_softmax_of(const float *logits, int64_t experts, float *terms, float *m
 float moe_kept_weights(const smoe_layer *layer, const float *logits, float max, float sum, const int32_t *ids,
                        float *weights);
 
+/* ---- plan.c: the parts of a plan that follow from its counts (E) ---- */
+
+/* offsets and block_offsets */
+void moe_place_experts(const moe_plan_arrays *plan, int64_t experts);
+
+/* order: experts by descending count, equal counts by ascending id; work (E) */
+void moe_order_experts(const moe_plan_arrays *plan, int32_t *work, int64_t experts);
+
+/* token -1 and weight 0 in pad rows and behind the last row */
+void moe_write_pads(const moe_plan_arrays *plan, int64_t experts, int64_t padded_rows);
+
 #endif

@@ -33,15 +33,16 @@ cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/consumer.c" -o "$work/consume
     -Wl,--as-needed $(pkg-config --static --cflags --libs smoe)
 "$work/consumer_static"
 
-header=$work/prefix/include/smoe.h
-cc -std=c99 -pedantic -Wall -Wextra -Werror -fsyntax-only -x c "$header"
-c++ -pedantic -Wall -Wextra -Werror -fsyntax-only -x c++ "$header"
-[ "$(wc -l <"$header")" -lt 600 ]
+for header in "$work/prefix/include/smoe.h" "$work/prefix/include/smoe_ep.h"; do
+    cc -std=c99 -pedantic -Wall -Wextra -Werror -fsyntax-only -x c -I "$work/prefix/include" "$header"
+    c++ -pedantic -Wall -Wextra -Werror -fsyntax-only -x c++ -I "$work/prefix/include" "$header"
+    [ "$(wc -l <"$header")" -lt 600 ]
+done
 
 library=$(readlink -f "$libdir/libsmoe.so")
 readelf -d "$library" | grep -q 'soname: \[libsmoe.so.0.1\]'
 exported=$(nm -D --defined-only "$library" | awk '$2 != "A" { sub(/@.*/, "", $3); print $3 }' | sort)
-declared=$(sed -n 's/^SMOE_API .*[ *]\(smoe_[a-z_]*\)(.*/\1/p' "$header" | sort)
+declared=$(sed -n 's/^SMOE_API .*[ *]\(smoe_[a-z_]*\)(.*/\1/p' "$work"/prefix/include/smoe*.h | sort)
 if [ "$exported" != "$declared" ]; then
     echo "exported and declared symbols differ:"
     printf '%s\n' "$exported" >"$work/exported"

@@ -1,0 +1,84 @@
+/* The sizes of a layer with ranks: windows, and the received part of saved. */
+#include "ep.h"
+
+/* The most rows that the tokens of one rank have among the experts of one rank. A rounding rule adds less
+ * than a tile to each expert. */
+static int64_t pairs_at_most(const smoe_layer *l)
+{
+    const int64_t experts = l->experts / l->ranks, all = l->max_tokens * experts;
+    const int64_t kept = l->max_tokens * (l->topk < experts ? l->topk : experts);
+    const int adds = l->rounding != SMOE_ROUNDING_NONE && l->rounding != SMOE_ROUNDING_DOWN;
+    const int64_t rows = kept + (adds ? experts * (l->tile - 1) : 0);
+    return rows < all ? rows : all;
+}
+
+static uint64_t place(uint64_t *used, uint64_t bytes)
+{
+    const uint64_t at = *used;
+    *used += moe_align_up(bytes);
+    return at;
+}
+
+void moe_ep_window_init(moe_ep_window *window, const smoe_layer *l)
+{
+    moe_ep_window *w = window;
+    *w = (moe_ep_window){
+        .max_tokens = l->max_tokens,
+        .row_bytes = l->hidden * moe_type_bytes(l->dtype),
+        .experts = l->experts / l->ranks,
+        .pairs = pairs_at_most(l),
+        .training = !l->inference,
+    };
+    const uint64_t ranks = (uint64_t)l->ranks, values = 8 * MOE_EP_MAX_RANKS * MOE_EP_VALUES;
+    w->routing_stripe = moe_align_up(4 * (uint64_t)(w->experts + 2 * w->pairs));
+    w->ds_stripe = moe_align_up(4 * (uint64_t)w->pairs);
+    const uint64_t rows = ranks * (uint64_t)(w->max_tokens * w->row_bytes);
+    w->bytes = moe_align_up(MOE_EP_LINE * MOE_EP_FLAGS * MOE_EP_MAX_RANKS);
+    w->hello = place(&w->bytes, values);
+    w->header = place(&w->bytes, values);
+    w->routing = place(&w->bytes, ranks * w->routing_stripe);
+    w->x = place(&w->bytes, rows);
+    w->sums = place(&w->bytes, rows);
+    w->dout = place(&w->bytes, w->training ? rows : 0);
+    w->ds = place(&w->bytes, w->training ? ranks * w->ds_stripe : 0);
+}
+
+/* The most parts, up to four, with which an expert still has 512 rows of other ranks in each part. */
+static int parts_of(const smoe_layer *l)
+{
+    if (l->waves) return l->waves;
+    const int64_t rows = l->max_tokens * l->topk * (l->ranks - 1) / l->experts;
+    return rows >= 4 * 512 ? 4 : rows >= 2 * 512 ? 2 : 1;
+}
+
+void moe_ep_problem_init(moe_ep_problem *ep, const smoe_layer *layer)
+{
+    const int64_t pairs = layer->ranks * pairs_at_most(layer), ranks = layer->ranks;
+    smoe_layer received = *layer;
+    received.tokens = ranks * layer->max_tokens;
+    received.experts = layer->experts / ranks;
+    received.topk = layer->topk < received.experts ? layer->topk : received.experts;
+    received.entry = SMOE_ENTRY_FROM_TOPK;
+    received.rounding = SMOE_ROUNDING_NONE;
+    received.reuse_saved = 0; /* dw2 comes after dh and reads H */
+    received.ranks = 0;
+    const int64_t rows = layer->row_capacity && layer->row_capacity < pairs ? layer->row_capacity : pairs;
+    *ep = (moe_ep_problem){.parts = parts_of(layer)};
+    moe_problem_of_rows(&ep->received, &received, rows);
+    const moe_problem *r = &ep->received;
+    const uint64_t starts = 4 * (uint64_t)(received.experts * ranks), tokens = 8 * (uint64_t)ranks;
+    ep->bytes = layer->inference ? r->plan_bytes : r->saved_buffer_bytes;
+    ep->starts_at = place(&ep->bytes, starts);
+    ep->tokens_at = place(&ep->bytes, tokens);
+    ep->metadata_bytes = r->metadata_bytes + starts + tokens;
+}
+
+moe_ep_arrays moe_ep_arrays_at(const moe_ep_problem *ep, const moe_problem *problem, void *buffer)
+{
+    char *at = (char *)buffer + problem->received_at;
+    return (moe_ep_arrays){
+        .plan = moe_plan_at(&ep->received, at),
+        .starts = (int32_t *)(void *)(at + ep->starts_at),
+        .tokens = (int64_t *)(void *)(at + ep->tokens_at),
+    };
+}
