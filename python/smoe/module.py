@@ -1,6 +1,7 @@
 """smoe.MoE: the layer as an nn.Module, with Hugging Face's weight names and layouts."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _checks, functional, native
@@ -9,6 +10,15 @@ from ._activation import Gate
 # What smoe.moe takes by name, with the default, without what forward() gives it.
 _GIVEN = "logits router_bias selection_bias b1 b2 step losses counts".split()
 _OPTIONS = {name: default for name, default in functional.moe.__kwdefaults__.items() if name not in _GIVEN}
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether nothing is wrapped around the module's forward: no other class (PEFT, fully_shard), no forward of its own
+    (accelerate), no hooks. Then MoE reads its parameters and does not call it."""
+    return type(module) is kind and not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )  # fmt: skip
 
 
 class _Router(nn.Module):
@@ -20,6 +30,14 @@ class _Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, **kind)) if bias else None
         shift = torch.zeros(experts, dtype=torch.float32, device=kind["device"]) if selection_bias else None
         self.register_buffer("e_score_correction_bias", shift)
+
+    def forward(self, x: Tensor, logits_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
+        """x (T, H) to the logits (T, E), computed in float32 as the library does, and the selection bias."""
+        weight, bias = self.weight, self.bias
+        x, weight, bias = functional._autocast(x, weight, bias)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        return logits.to(logits_dtype), self.e_score_correction_bias
 
     def _apply(self, fn, recurse=True):
         """Keeps the selection bias in float32 under `.to(dtype)` and `.bfloat16()`, because the steps of gamma by which
@@ -52,6 +70,16 @@ class _Experts(nn.Module):
         self.register_parameter(self.up_bias_name, up_bias)
         self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden, **kind)) if bias else None
 
+    def weights(self) -> dict[str, Tensor | None]:
+        """The parameters by the names of smoe.moe."""
+        b1 = getattr(self, self.up_bias_name)
+        return dict(w1=getattr(self, self.up_name), w2=self.down_proj, b1=b1, b2=self.down_proj_bias)
+
+    def forward(self, x: Tensor, logits: Tensor, selection_bias: Tensor | None = None, **options):
+        """x (T, H) and the router's logits (T, E) to out (T, H), or to an smoe.MoEOutput with `losses` or `counts`."""
+        found = functional.moe(x, None, **self.weights(), logits=logits, selection_bias=selection_bias, **options)
+        return found if options.get("losses") or options.get("counts") else found.out
+
 
 class MoE(nn.Module):
     """A Mixture-of-Experts layer with its router.
@@ -59,8 +87,10 @@ class MoE(nn.Module):
     The state dict has Hugging Face's names: gate.weight (E, H), experts.gate_up_proj (E, 2I, H), experts.down_proj
     (E, H, I), and with the options gate.bias, gate.e_score_correction_bias, experts.gate_up_proj_bias,
     experts.down_proj_bias. With layout="interleaved" the rows of gate_up_proj have another order, so the names are
-    experts.gate_up_proj_interleaved and experts.gate_up_proj_interleaved_bias. Shard the module as a whole
-    (`fully_shard(moe)`): its forward reads all parameters at once.
+    experts.gate_up_proj_interleaved and experts.gate_up_proj_interleaved_bias.
+
+    The forward reads the parameters of `gate` and `experts` and computes both in one call. Where one of them is wrapped
+    or has hooks, it calls them: gate(x) gives the logits and the selection bias, experts(x, logits, ...) the output.
 
     `options` are those of smoe.moe that do not change from call to call: activation, layout, score, norm_topk_prob, n_group,
     topk_group, routed_scaling_factor, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype,
@@ -85,6 +115,7 @@ class MoE(nn.Module):
         flags = dict(bias=bias, router_bias=router_bias, selection_bias=selection_bias)
         _checks.module("smoe.MoE", hidden_size, intermediate_size, num_experts, top_k, flags, options, _OPTIONS)
         super().__init__()
+        self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
         self.top_k, self.options, self.initializer_range = top_k, options, initializer_range
         activation, layout = (options.get(name, _OPTIONS[name]) for name in ("activation", "layout"))
         kind = dict(device=device, dtype=dtype)
@@ -110,32 +141,45 @@ class MoE(nn.Module):
         if dimensions == 0:
             raise ValueError("smoe.MoE: x has shape (); expected (..., H)")
         flat = dimensions == 2
-        found = functional.moe(
-            x if flat else x.reshape(-1, x.shape[-1]),
-            gate.weight,
-            getattr(experts, experts.up_name),
-            experts.down_proj,
-            top_k=self.top_k,
-            router_bias=gate.bias,
-            selection_bias=gate.e_score_correction_bias,
-            b1=getattr(experts, experts.up_bias_name),
-            b2=experts.down_proj_bias,
-            step=step,
-            losses=losses,
-            counts=counts,
-            **self.options,
-        )
+        tokens = x if flat else x.reshape(-1, x.shape[-1])
+        if not (_is_plain(gate, _Router) and _is_plain(experts, _Experts)):
+            found = self._call_parts(tokens, step=step, losses=losses, counts=counts)
+        else:
+            found = functional.moe(
+                tokens,
+                gate.weight,
+                getattr(experts, experts.up_name),
+                experts.down_proj,
+                top_k=self.top_k,
+                router_bias=gate.bias,
+                selection_bias=gate.e_score_correction_bias,
+                b1=getattr(experts, experts.up_bias_name),
+                b2=experts.down_proj_bias,
+                step=step,
+                losses=losses,
+                counts=counts,
+                **self.options,
+            )
         out = found.out if flat else found.out.view_as(x)
         if not (losses or counts):
             return out
         return functional.MoEOutput(out, found.logits, found.losses, found.counts)  # torch 2.6 does not trace _replace
 
+    def _call_parts(self, x: Tensor, **given) -> functional.MoEOutput:
+        logits, selection_bias = self.gate(x, self.options.get("logits_dtype", torch.float32))
+        found = self.experts(x, logits, selection_bias, top_k=self.top_k, **given, **self.options)
+        if isinstance(found, Tensor):
+            return functional.MoEOutput(found, logits, None, None)
+        return functional.MoEOutput(*found)
+
     def update_selection_bias(self, counts: Tensor, gamma: float = 1e-3) -> None:
         """The aux-free bias update, to be called after an optimizer step. `counts` are those of forward(counts=True),
         or their sum over micro-batches and ranks."""
-        functional.update_selection_bias(self.gate.e_score_correction_bias, counts, gamma)
+        bias = getattr(self.gate, "e_score_correction_bias", None)
+        if bias is None:  # a wrapper may not show the attributes of what it wraps
+            bias = next((value for name, value in self.gate.named_buffers() if name.endswith("e_score_correction_bias")), None)
+        functional.update_selection_bias(bias, counts, gamma)
 
     def extra_repr(self) -> str:
-        experts, hidden = self.gate.weight.shape
-        size = f"hidden_size={hidden}, intermediate_size={self.experts.down_proj.shape[2]}, num_experts={experts}"
-        return ", ".join([size, f"top_k={self.top_k}", *(f"{key}={value!r}" for key, value in self.options.items())])
+        names = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+        return ", ".join([*(f"{name}={getattr(self, name)}" for name in names), *(f"{key}={value!r}" for key, value in self.options.items())])
