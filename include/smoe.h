@@ -175,9 +175,9 @@ typedef struct smoe_context_options {
     size_t error_size;
     int32_t check_offsets; /* cuda: 1, for debugging: smoe_plan and smoe_layer_forward of a layer FROM_ROWS
                               wait for the stream and check `offsets`; in a capture they are UNSUPPORTED */
-    int32_t sms; /* cuda: the experts' kernels run on at most this many SMs (multiprocessors), 1 to those of
-                    the device, so that others stay free for work on other streams; 0: on all. Results do
-                    not depend on it */
+    int32_t sms; /* cuda: up, down, dh, dw2, dw1, dx_rows and the plan from rows occupy at most this many SMs
+                    (multiprocessors), 1 to those of the device, so that others stay free for work on other
+                    streams; 0: all. Results do not depend on it */
 } smoe_context_options;
 #define SMOE_CONTEXT_OPTIONS_INIT                                                                            \
     {                                                                                                        \

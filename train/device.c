@@ -15,7 +15,6 @@
 train_device *device_open(const device_options *o, error *err)
 {
 #ifdef SMOE_HAVE_CUDA
-    error none;
     const cuda_options cuda = {
         .bf16 = o->bf16, .sums = o->sums, .fastest = o->fastest, .plain = strcmp(o->name, "cuda-plain") == 0};
     if (strcmp(o->name, "cuda") == 0 || cuda.plain || (strcmp(o->name, "auto") == 0 && cuda_usable(NULL)))
