@@ -1,6 +1,7 @@
 /* Runs the library between canaries. The contents of every buffer at the start of a run are kept, to check
  * that inputs stay as they were and to run again. */
 #include "harness/run.h"
+#include "harness/slots.h"
 
 #include "oracle/number.h"
 
@@ -8,41 +9,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-const char *slot_name(slot_id id)
-{
-    static const char *const names[SLOTS] = {"x",
-                                             "router_weight",
-                                             "router_bias",
-                                             "logits",
-                                             "selection_bias",
-                                             "losses",
-                                             "topk_ids",
-                                             "topk_weights",
-                                             "offsets",
-                                             "row_weights",
-                                             "w1",
-                                             "b1",
-                                             "w2",
-                                             "b2",
-                                             "out",
-                                             "saved",
-                                             "scratch (forward)",
-                                             "scratch (backward)",
-                                             "dout",
-                                             "dx",
-                                             "dw1",
-                                             "dw2",
-                                             "db1",
-                                             "db2",
-                                             "drouter_weight",
-                                             "drouter_bias",
-                                             "dlogits",
-                                             "dtopk_weights",
-                                             "drow_weights",
-                                             "loss_gradients"};
-    return names[id];
-}
 
 double run_initial_gradient(int64_t i)
 {
@@ -60,62 +26,6 @@ static bool refuse(run *r, const char *format, ...)
 }
 
 /* ---- Slots ---- */
-
-/* A tensor's elements and their type; bytes: `type` is that of nothing. */
-typedef struct extent {
-    int64_t count;
-    smoe_type type;
-    bool bytes;
-} extent;
-
-static extent extent_of(const run *r, slot_id id)
-{
-    const smoe_layer *l = &r->layer;
-    const int64_t td = l->tokens * l->hidden, te = l->tokens * l->experts, tk = l->tokens * l->topk;
-    const int64_t e = l->experts, ed = e * l->hidden, width = oracle_h_width(l);
-    const int64_t rows = l->entry == SMOE_ENTRY_FROM_LOGITS ? r->sizes.padded_rows : l->tokens;
-    switch (id) {
-    case SLOT_X:
-    case SLOT_OUT:
-    case SLOT_DOUT:
-    case SLOT_DX: return (extent){td, l->dtype, false};
-    case SLOT_ROUTER_WEIGHT: return (extent){ed, l->dtype, false};
-    case SLOT_ROUTER_BIAS: return (extent){e, l->dtype, false};
-    case SLOT_LOGITS:
-    case SLOT_DLOGITS: return (extent){te, l->logits_type, false};
-    case SLOT_SELECTION_BIAS: return (extent){e, SMOE_TYPE_F32, false};
-    case SLOT_LOSS_GRADIENTS:
-    case SLOT_LOSSES: return (extent){2, SMOE_TYPE_F32, false};
-    case SLOT_TOPK_IDS: return (extent){tk, l->index_type, false};
-    case SLOT_TOPK_WEIGHTS:
-    case SLOT_DTOPK_WEIGHTS: return (extent){tk, SMOE_TYPE_F32, false};
-    case SLOT_OFFSETS: return (extent){e + 1, l->index_type, false};
-    case SLOT_ROW_WEIGHTS: return (extent){l->tokens, SMOE_TYPE_F32, false};
-    case SLOT_DROW_WEIGHTS: return (extent){rows, SMOE_TYPE_F32, false};
-    case SLOT_W1: return (extent){ed * width, l->dtype, false};
-    case SLOT_B1: return (extent){e * width, l->dtype, false};
-    case SLOT_W2: return (extent){ed * l->intermediate, l->dtype, false};
-    case SLOT_B2: return (extent){ed, l->dtype, false};
-    case SLOT_DW1: return (extent){ed * width, l->gradient_type, false};
-    case SLOT_DB1: return (extent){e * width, l->gradient_type, false};
-    case SLOT_DW2: return (extent){ed * l->intermediate, l->gradient_type, false};
-    case SLOT_DB2:
-    case SLOT_DROUTER_WEIGHT: return (extent){ed, l->gradient_type, false};
-    case SLOT_DROUTER_BIAS: return (extent){e, l->gradient_type, false};
-    case SLOT_SAVED: return (extent){(int64_t)r->sizes.saved_buffer_bytes, SMOE_TYPE_F32, true};
-    case SLOT_SCRATCH_FORWARD: return (extent){(int64_t)r->sizes.scratch_forward_bytes, SMOE_TYPE_F32, true};
-    case SLOT_SCRATCH_BACKWARD:
-        return (extent){(int64_t)r->sizes.scratch_backward_bytes, SMOE_TYPE_F32, true};
-    case SLOTS: break;
-    }
-    return (extent){0, SMOE_TYPE_F32, true};
-}
-
-uint64_t slot_bytes(const run *r, slot_id id)
-{
-    const extent x = extent_of(r, id);
-    return r->wanted[id] ? (uint64_t)x.count * (x.bytes ? 1 : oracle_type_bytes(x.type)) : 0;
-}
 
 void *slot_read(const run *r, slot_id id)
 {
@@ -137,7 +47,7 @@ bool slot_keep(run *r, slot_id id)
 static bool give(run *r, slot_id id, const double *values, bool input)
 {
     slot *s = &r->slots[id];
-    const extent x = extent_of(r, id);
+    const extent x = slot_extent(r, id);
     s->start = oracle_alloc(s->memory.bytes, 1);
     s->input = input;
     oracle_store(s->start, x.type, values, (size_t)x.count);
@@ -147,12 +57,24 @@ static bool give(run *r, slot_id id, const double *values, bool input)
 
 static bool give_integers(run *r, slot_id id, const int64_t *values)
 {
-    const int64_t count = extent_of(r, id).count;
+    const int64_t count = slot_extent(r, id).count;
     double *as_double = oracle_alloc((size_t)count, sizeof *as_double);
     for (int64_t i = 0; i < count; i++) as_double[i] = (double)values[i];
     const bool done = give(r, id, as_double, true);
     free(as_double);
     return done;
+}
+
+/* One byte for each value; a token that counts may have any byte but 0. */
+static bool give_mask(run *r, slot_id id, const int64_t *values)
+{
+    slot *s = &r->slots[id];
+    unsigned char *bytes = oracle_alloc(s->memory.bytes, 1);
+    for (uint64_t i = 0; i < s->memory.bytes; i++) bytes[i] = (unsigned char)(values[i] ? 1 + i % 255 : 0);
+    s->start = bytes;
+    s->input = true;
+    return buffer_write(&s->memory, bytes, s->memory.bytes) ||
+           refuse(r, "%s could not be filled", slot_name(id));
 }
 
 static bool is_weight_gradient(slot_id id)
@@ -163,7 +85,7 @@ static bool is_weight_gradient(slot_id id)
 /* Something to add to. */
 static bool give_initial_gradient(run *r, slot_id id)
 {
-    const int64_t count = extent_of(r, id).count;
+    const int64_t count = slot_extent(r, id).count;
     double *initial = oracle_alloc((size_t)count, sizeof *initial);
     for (int64_t i = 0; i < count; i++) initial[i] = run_initial_gradient(i);
     const bool done = give(r, id, initial, false);
@@ -171,15 +93,19 @@ static bool give_initial_gradient(run *r, slot_id id)
     return done;
 }
 
+static bool has_losses(const run *r)
+{
+    return r->backward.balance_coefficient != 0.0f || r->backward.z_coefficient != 0.0f ||
+           r->wanted[SLOT_LOSS_GRADIENTS];
+}
+
 /* Does the backward read the logits? What it does not read it has to take as NULL. */
 static bool reads_logits(const run *r)
 {
     const smoe_layer *l = &r->layer;
-    const bool losses = r->backward.balance_coefficient != 0.0f || r->backward.z_coefficient != 0.0f ||
-                        r->wanted[SLOT_LOSS_GRADIENTS],
-               softmax_of_kept = l->score == SMOE_SCORE_TOPK_SOFTMAX ||
-                                 (l->score == SMOE_SCORE_SOFTMAX_TOPK && l->renormalize);
-    return losses || l->rounding != SMOE_ROUNDING_NONE || !softmax_of_kept;
+    const bool softmax_of_kept =
+        l->score == SMOE_SCORE_TOPK_SOFTMAX || (l->score == SMOE_SCORE_SOFTMAX_TOPK && l->renormalize);
+    return has_losses(r) || l->rounding != SMOE_ROUNDING_NONE || !softmax_of_kept;
 }
 
 /* The coefficients of the losses. With loss_gradients that of the balance loss is given there alone, and half
@@ -220,12 +146,14 @@ bool run_inputs(run *r, const oracle_drawn *d)
             return false;
     if (d->topk_ids && !give_integers(r, SLOT_TOPK_IDS, d->topk_ids)) return false;
     if (d->offsets && !give_integers(r, SLOT_OFFSETS, d->offsets)) return false;
+    if (d->token_mask && !give_mask(r, SLOT_TOKEN_MASK, d->token_mask)) return false;
     for (int i = 0; r->layer.accumulate && i < SLOTS; i++)
         if (r->wanted[i] && is_weight_gradient((slot_id)i) && !give_initial_gradient(r, (slot_id)i))
             return false;
     r->forward.step = d->input.step;
     if (!give_coefficients(r, d)) return false;
     r->backward.logits = reads_logits(r) ? slot_data(r, SLOT_LOGITS) : NULL;
+    r->backward.token_mask = has_losses(r) ? slot_data(r, SLOT_TOKEN_MASK) : NULL;
     return true;
 }
 
@@ -250,6 +178,7 @@ void run_wanted(const smoe_layer *l, const oracle_drawn *d, const run_options *o
                              [SLOT_OUT] = true,
                              [SLOT_SAVED] = true,
                              [SLOT_SCRATCH_FORWARD] = true,
+                             [SLOT_TOKEN_MASK] = d->token_mask,
                              [SLOT_SCRATCH_BACKWARD] = backward,
                              [SLOT_DOUT] = backward,
                              [SLOT_DX] = backward,
@@ -297,7 +226,8 @@ static void fill_forward(run *r)
                                      .saved = slot_data(r, SLOT_SAVED),
                                      .saved_size = r->slots[SLOT_SAVED].memory.bytes,
                                      .scratch = slot_data(r, SLOT_SCRATCH_FORWARD),
-                                     .scratch_size = r->slots[SLOT_SCRATCH_FORWARD].memory.bytes};
+                                     .scratch_size = r->slots[SLOT_SCRATCH_FORWARD].memory.bytes,
+                                     .token_mask = slot_data(r, SLOT_TOKEN_MASK)};
 }
 
 static void fill_backward(run *r)
@@ -432,7 +362,7 @@ static bool fetch(run *r, tensors *got, tensor_id id, const void *from, int64_t 
 
 static bool fetch_slot(run *r, tensors *got, tensor_id id, slot_id from)
 {
-    const extent x = extent_of(r, from);
+    const extent x = slot_extent(r, from);
     return fetch(r, got, id, slot_data(r, from), x.count, x.type);
 }
 

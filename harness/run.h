@@ -33,6 +33,7 @@ typedef enum slot_id {
     SLOT_OUT,
     SLOT_SAVED,
     SLOT_SCRATCH_FORWARD,
+    SLOT_TOKEN_MASK,
     SLOT_SCRATCH_BACKWARD,
     SLOT_DOUT,
     SLOT_DX,

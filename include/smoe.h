@@ -60,9 +60,9 @@
  *  - The CPU backend ignores the stream and has finished when a call returns. A call allocates nothing, with
  *    one exception: the first call of a thread starts the OpenMP threads that serve this thread.
  *  - The caller owns all memory. With the cuda backend every pointer to data is a device pointer. Tensors
- *    are aligned to 16 bytes, `saved` and `scratch` to 64, `losses` and `loss_gradients` to 4. Memory that a
- *    call writes must not overlap any other memory that the call is given: `out` is not `x`, `dx` is not
- *    `dout`. If it does, the call returns SMOE_ERROR_ARGUMENT.
+ *    are aligned to 16 bytes (losses and loss_gradients to 4, token_mask to 1), saved and scratch to 64.
+ *    Memory that a call writes must not overlap any other memory that the call is given: out is not x, dx
+ *    is not dout. If it does, the call returns SMOE_ERROR_ARGUMENT.
  *  - With the CPU backend a call that reads what an earlier call has left in `saved` or `scratch` returns
  *    SMOE_ERROR_ARGUMENT if no call can have left these values for this layer.
  *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU
@@ -386,9 +386,10 @@ typedef struct smoe_forward_args {
                      read them again */
     const float *selection_bias; /* (E) or NULL; SIGMOID only: part of the selection score */
     uint64_t step;               /* SR_F: the number of the training step; the random draws depend on it */
-    float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / T) mean_t p[t,e]
+    float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / C) mean_t p[t,e]
                       with the counts before rounding and p as in smoe_score. losses[1], z: mean_t
-                      logsumexp(logits[t])^2 */
+                      logsumexp(logits[t])^2. C is the number of tokens that token_mask counts, and the means
+                      and count_e are over these tokens. If C is 0, both are 0 */
     /* FROM_TOPK */
     const void *topk_ids;      /* (T, K) index_type */
     const float *topk_weights; /* (T, K) */
@@ -409,11 +410,14 @@ typedef struct smoe_forward_args {
                       smoe_plan and smoe_experts_forward it must stay untouched */
     uint64_t scratch_size;
     smoe_ep *ep; /* the group of a layer with ranks */
+    /* FROM_LOGITS */
+    const uint8_t *token_mask; /* (T) or NULL: all tokens are counted. Tokens whose value is 0 are routed and
+                                  computed as all others, but `losses` and topk_counts leave them out */
 } smoe_forward_args;
 #define SMOE_FORWARD_ARGS_INIT                                                                               \
     {                                                                                                        \
         sizeof(smoe_forward_args), NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL,      \
-            NULL, NULL, NULL, NULL, NULL, 0, NULL, 0, NULL                                                   \
+            NULL, NULL, NULL, NULL, NULL, 0, NULL, 0, NULL, NULL                                             \
     }
 
 /* The whole forward. For FROM_LOGITS it does what smoe_route, smoe_round (if rounding is not NONE),
@@ -445,7 +449,8 @@ typedef struct smoe_plan_view {
     size_t struct_size;
     const int32_t *topk_ids;      /* (T, K) each token's experts by falling score */
     const float *topk_weights;    /* (T, K) their row weights */
-    const int32_t *topk_counts;   /* (E) counts of the pairs that top-K selected, before rounding */
+    const int32_t *topk_counts;   /* (E) counts of the pairs that top-K selected, before rounding, for the
+                                     tokens that token_mask counts */
     const int32_t *counts;        /* (E) rows of each expert */
     const int32_t *offsets;       /* (E+1) first row of each expert, pad rows not counted; R = offsets[E] */
     const int32_t *block_offsets; /* (E+1) first block of each expert */
@@ -511,11 +516,12 @@ typedef struct smoe_backward_args {
                                     balance_coefficient and z_coefficient. With the cuda backend they are in
                                     device memory, so earlier work on the stream may compute them */
     smoe_ep *ep;                 /* the forward's */
+    const uint8_t *token_mask;   /* the forward's; read if a loss has a coefficient or a gradient */
 } smoe_backward_args;
 #define SMOE_BACKWARD_ARGS_INIT                                                                              \
     {                                                                                                        \
         sizeof(smoe_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, 0.0f, 0.0f,     \
-            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL                  \
+            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL            \
     }
 
 /* The whole backward: computes the gradients that are wanted. */

@@ -139,6 +139,9 @@ static void draw_routing(const smoe_layer *layer, const oracle_draw *draw, oracl
     }
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS && draw->selection_bias)
         d->selection_bias = draw_values(random, experts, 0.1, false, SMOE_TYPE_F32);
+    if (draw->masked) d->token_mask = oracle_alloc((size_t)tokens, sizeof *d->token_mask);
+    for (int64_t t = 0; t < tokens && draw->masked; t++)
+        d->token_mask[t] = oracle_random_integer(random, 1, draw->masked) > 1;
 }
 
 void oracle_draw_inputs(const smoe_layer *layer, const oracle_draw *draw, uint64_t seed, oracle_drawn *d)
@@ -163,6 +166,7 @@ void oracle_draw_inputs(const smoe_layer *layer, const oracle_draw *draw, uint64
         .router_bias = d->router_bias,
         .logits = d->logits,
         .selection_bias = d->selection_bias,
+        .token_mask = d->token_mask,
         .step = draw->step,
         .topk_ids = d->topk_ids,
         .topk_weights = d->topk_weights,
@@ -193,7 +197,8 @@ void oracle_drawn_free(oracle_drawn *d)
                    d->row_weights,
                    d->dout,
                    d->topk_ids,
-                   d->offsets};
+                   d->offsets,
+                   d->token_mask};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) free(all[i]);
     *d = (oracle_drawn){0};
 }

@@ -25,6 +25,7 @@ typedef struct oracle_draw {
     double balance_coefficient, z_coefficient;
     bool loss_gradients; /* these coefficients are given in part through loss_gradients */
     uint64_t step;
+    int masked; /* token_mask: 0: none; otherwise one token in this many is left out, 1: all are */
 } oracle_draw;
 
 /* Owns the arrays of its input. They are doubles, and may be changed before they are used. */
@@ -32,7 +33,7 @@ typedef struct oracle_drawn {
     oracle_input input;
     double *x, *router_weight, *router_bias, *logits, *selection_bias, *topk_weights, *row_weights;
     double *w1, *b1, *w2, *b2, *dout;
-    int64_t *topk_ids, *offsets;
+    int64_t *topk_ids, *offsets, *token_mask;
     bool loss_gradients;
 } oracle_drawn;
 

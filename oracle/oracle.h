@@ -27,6 +27,7 @@ typedef struct oracle_input {
     const double *router_bias;    /* (E) or NULL */
     const double *logits;         /* (T, E); used instead of router_weight if both are given */
     const double *selection_bias; /* (E) or NULL */
+    const int64_t *token_mask;    /* (T) or NULL; 0: the token is not in the losses and in topk_counts */
     uint64_t step;
     const int64_t *topk_ids;    /* (T, K): FROM_TOPK */
     const double *topk_weights; /* (T, K) */
@@ -49,6 +50,7 @@ typedef struct oracle_forward {
     int64_t *topk_ids;    /* (T, K) */
     double *topk_weights; /* (T, K) */
     int64_t *topk_counts; /* (E) */
+    int64_t counted;      /* tokens in topk_counts and losses */
     double losses[2];
     /* round; for all entries except FROM_ROWS */
     unsigned char *pair; /* (T, E) ORACLE_OUT, _KEPT or _ADDED */

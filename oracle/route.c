@@ -158,7 +158,9 @@ void oracle_route(const smoe_layer *layer, const oracle_input *input, oracle_for
         const double *logits = forward->logits + t * experts;
         double *p = forward->probability + t * experts;
         const double logsumexp = softmax(logits, experts, p);
-        z += logsumexp * logsumexp;
+        const bool counted = !input->token_mask || input->token_mask[t];
+        if (counted) z += logsumexp * logsumexp;
+        forward->counted += counted;
         const bool sigmoid = layer->score == SMOE_SCORE_SIGMOID;
         for (int64_t e = 0; e < experts; e++) {
             sigma[e] = 1.0 / (1.0 + exp(-logits[e]));
@@ -171,20 +173,22 @@ void oracle_route(const smoe_layer *layer, const oracle_input *input, oracle_for
         choose(layer, selection, allowed, ids);
         forward->undecided += count_close(layer, selection, allowed, ids);
         weigh(layer, logits, sigmoid ? sigma : p, ids, forward->topk_weights + t * topk);
-        for (int64_t k = 0; k < topk; k++) forward->topk_counts[ids[k]]++;
+        for (int64_t k = 0; k < topk && counted; k++) forward->topk_counts[ids[k]]++;
     }
     if (input->round_stores)
         for (int64_t i = 0; i < tokens * topk; i++)
             forward->topk_weights[i] = oracle_round_to(forward->topk_weights[i], SMOE_TYPE_F32);
 
+    const double all = (double)forward->counted;
     double balance = 0.0;
     for (int64_t e = 0; e < experts; e++) {
-        double mean = 0.0;
-        for (int64_t t = 0; t < tokens; t++) mean += forward->probability[t * experts + e];
-        balance += (double)forward->topk_counts[e] / (double)tokens * mean / (double)tokens;
+        double sum = 0.0;
+        for (int64_t t = 0; t < tokens; t++)
+            if (!input->token_mask || input->token_mask[t]) sum += forward->probability[t * experts + e];
+        balance += (double)forward->topk_counts[e] * sum;
     }
-    forward->losses[0] = (double)experts * balance;
-    forward->losses[1] = z / (double)tokens;
+    forward->losses[0] = all > 0.0 ? (double)experts * balance / all / all : 0.0;
+    forward->losses[1] = all > 0.0 ? z / all : 0.0;
     free(sigma);
     free(selection);
     free(allowed);

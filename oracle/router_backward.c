@@ -50,12 +50,13 @@ static void through_plain(const smoe_layer *layer, const double *logits, const d
     if (layer->score != SMOE_SCORE_SIGMOID) through_softmax(p, dp, NULL, layer->experts, dl);
 }
 
-/* balance: E sum_e (count_e / T) mean_t p[t,e];  z: mean_t logsumexp^2 */
+/* balance: E sum_e (count_e / C) mean_t p[t,e];  z: mean_t logsumexp^2;  C counted tokens, of which t is one
+ */
 static void through_losses(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,
                            int64_t t, double *dp, double *dl)
 {
     const int64_t experts = layer->experts;
-    const double tokens = (double)layer->tokens;
+    const double tokens = (double)f->counted;
     const double *logits = f->logits + t * experts, *p = f->probability + t * experts;
     double max = -INFINITY, sum = 0.0;
     for (int64_t e = 0; e < experts; e++) {
@@ -90,7 +91,7 @@ void oracle_router_backward(const smoe_layer *layer, const oracle_input *input, 
         if (normalised)
             through_normalised(layer, logits, kept + t * experts, f->topk_ids + t * layer->topk, dl);
         through_plain(layer, logits, f->probability + t * experts, plain + t * experts, dp, dl);
-        through_losses(layer, input, f, t, dp, dl);
+        if (!input->token_mask || input->token_mask[t]) through_losses(layer, input, f, t, dp, dl);
     }
     free(kept);
     free(plain);

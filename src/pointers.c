@@ -5,7 +5,7 @@
 #include <assert.h>
 
 /* What the call does with a memory that it only reads if the pointer is not NULL: 0. */
-enum { NEEDED = 1, WRITTEN = 2, BUFFER = 4 /* saved or scratch */, PAIR = 8 /* of floats */ };
+enum { NEEDED = 1, WRITTEN = 2, BUFFER = 4 /* saved or scratch */, PAIR = 8 /* of floats */, BYTES = 16 };
 
 enum { MOST_MEMORIES = 24 };
 
@@ -17,19 +17,23 @@ typedef struct memory {
     uint64_t size; /* of a buffer, as the caller gives it */
 } memory;
 
+static int align_of(const memory *m)
+{
+    if (m->use & BUFFER) return SMOE_BUFFER_ALIGN;
+    if (m->use & PAIR) return (int)_Alignof(float);
+    return m->use & BYTES ? 1 : SMOE_TENSOR_ALIGN;
+}
+
 static smoe_status check_alone(smoe_context *context, const memory *m)
 {
-    const int buffer = m->use & BUFFER, pair = m->use & PAIR,
-              align = buffer ? SMOE_BUFFER_ALIGN
-                      : pair ? (int)_Alignof(float)
-                             : SMOE_TENSOR_ALIGN;
+    const int align = align_of(m);
     if (!m->pointer && m->use & NEEDED)
         return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is NULL, %lld bytes are needed",
                         context->function, m->name, (long long)m->bytes);
     if ((uintptr_t)m->pointer % (uintptr_t)align)
         return moe_fail(context, SMOE_ERROR_ALIGNMENT, "%s: %s is %p, it must be aligned to %d bytes",
                         context->function, m->name, m->pointer, align);
-    if (buffer && m->size < (uint64_t)m->bytes)
+    if (m->use & BUFFER && m->size < (uint64_t)m->bytes)
         return moe_fail(context, SMOE_ERROR_BUFFER, "%s: %s has %llu bytes, smoe_query_sizes asks for %lld",
                         context->function, m->name, (unsigned long long)m->size, (long long)m->bytes);
     return SMOE_OK;
@@ -83,6 +87,7 @@ smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem 
         {"logits", a->logits, (router ? NEEDED : 0) | (gemm ? WRITTEN : 0),
          logits * l->tokens * e * moe_type_bytes(l->logits_type), 0},
         {"selection_bias", a->selection_bias, 0, logits * e * 4, 0},
+        {"token_mask", a->token_mask, BYTES, logits * l->tokens, 0},
         {"losses", a->losses, PAIR | (router ? WRITTEN : 0), logits * 2 * 4, 0},
         {"topk_ids", a->topk_ids, routing, topk * tk * index, 0},
         {"topk_weights", a->topk_weights, routing, topk * tk * 4, 0},
@@ -132,6 +137,7 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
         {"dlogits", a->dlogits, router_gradient, te, 0},
         {"dtopk_weights", a->dtopk_weights, WRITTEN, tk * 4, 0},
         {"drow_weights", a->drow_weights, WRITTEN, ds * 4, 0},
+        {"token_mask", a->token_mask, BYTES, logits * l->tokens, 0},
         {"loss_gradients", a->loss_gradients, PAIR, router ? 2 * 4 : 0, 0},
         {"saved", a->saved, NEEDED | BUFFER | (l->reuse_saved ? WRITTEN : 0),
          (int64_t)problem->saved_buffer_bytes, a->saved_size},

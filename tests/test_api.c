@@ -227,9 +227,9 @@ static void test_longer_structs(void **state)
     layer.later[39] = 0;
     forward.later[0] = 1, backward.later[7] = 1;
     assert_error(context, smoe_layer_forward(context, &layer.known, &forward.known, NULL),
-                 SMOE_ERROR_ARGUMENT, "args->struct_size is 184", "byte 176 is not zero");
+                 SMOE_ERROR_ARGUMENT, "args->struct_size is 192", "byte 184 is not zero");
     assert_error(context, smoe_layer_backward(context, &layer.known, &backward.known, NULL),
-                 SMOE_ERROR_ARGUMENT, "args->struct_size is 216", "byte 215 is not zero");
+                 SMOE_ERROR_ARGUMENT, "args->struct_size is 224", "byte 223 is not zero");
     smoe_destroy(context);
 }
 

@@ -5,7 +5,7 @@
 #include <stdbool.h>
 
 /* A pool of zeros has a part for each pointer of a call. Every memory of the layers here fits into a part. */
-enum { PART = 2 << 20, PARTS = 22 };
+enum { PART = 2 << 20, PARTS = 24 };
 
 static char *make_pool(void)
 {
@@ -246,6 +246,7 @@ static const field forward_fields[] = {
     FORWARD(router_bias, E * 4, false, LOGITS),
     FORWARD(logits, T *E * 4, true, LOGITS),
     FORWARD(losses, 8, true, LOGITS),
+    FORWARD(token_mask, T, false, LOGITS),
     FORWARD(topk_ids, T *K * 4, false, TOPK),
     FORWARD(topk_weights, T *K * 4, false, TOPK),
     FORWARD(offsets, (E + 1) * 4, false, ROWS),
@@ -280,6 +281,8 @@ static const field backward_fields[] = {
     BACKWARD(dtopk_weights, T *K * 4, true, TOPK),
     BACKWARD(drow_weights, T * 4, true, ROWS),
     BACKWARD(scratch, 0, true, ALL),
+    BACKWARD(token_mask, T, false, LOGITS),
+    BACKWARD(loss_gradients, 8, false, LOGITS),
 };
 
 /* A layer with its arguments, each pointer at its part of the pool. */

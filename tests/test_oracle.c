@@ -497,7 +497,8 @@ static void test_gradients_of_every_score_and_rounding(void **state)
                                           .b1 = true,
                                           .b2 = true,
                                           .balance_coefficient = variant == 1 ? 0.0 : 0.3,
-                                          .z_coefficient = variant == 2 ? 0.0 : 0.2};
+                                          .z_coefficient = variant == 2 ? 0.0 : 0.2,
+                                          .masked = variant % 3 ? 0 : 3};
                 check_all_gradients(&layer, &draw, (uint64_t)(100 * score + 10 * rounding + variant));
             }
         }

@@ -418,6 +418,45 @@ static void infinite_logits_share_the_weight(void **state)
     }
 }
 
+/* Losses and counts of a layer with a mask must be those of a layer that has only the counted tokens,
+ * whatever the logits of the others are; and all tokens must be routed as without a mask. */
+static void masked_tokens_leave_losses_and_counts(void **state)
+{
+    (void)state;
+    enum { TOKENS = 700, COUNTED = 466, EXPERTS = 12 };
+    uint8_t bytes[TOKENS + 1], *const mask = bytes + 1; /* not aligned */
+    for (int t = 0; t < TOKENS; t++) mask[t] = t % 3 ? (uint8_t)(t % 255 + 1) : 0;
+    for (int rounded = 0; rounded < 2; rounded++) {
+        smoe_layer layer = scored_layer(TOKENS, EXPERTS, 3, SMOE_SCORE_SOFTMAX_TOPK, 1), fewer = layer;
+        layer.rounding = rounded ? SMOE_ROUNDING_BALANCE_F : SMOE_ROUNDING_NONE, layer.tile = 16;
+        fewer.tokens = COUNTED;
+        router_case all = open_router(&layer, 2), masked = open_router(&layer, 2),
+                    kept = open_router(&fewer, 1);
+        int64_t row = 0;
+        for (int t = 0; t < TOKENS; t++) {
+            const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f};
+            if (!mask[t]) masked.logits[t * EXPERTS + t % EXPERTS] = strange[t / 3 % 4];
+            if (mask[t])
+                memcpy(kept.logits + row++ * EXPERTS, masked.logits + t * EXPERTS, sizeof(float) * EXPERTS);
+        }
+        assert_int_equal(row, fewer.tokens);
+        memcpy(all.logits, masked.logits, sizeof(float) * TOKENS * EXPERTS);
+        masked.c.args.token_mask = mask;
+        run_router(&all), run_router(&masked), run_router(&kept);
+        assert_memory_equal(masked.c.plan.topk_ids, all.c.plan.topk_ids, sizeof(int32_t) * TOKENS * 3);
+        assert_memory_equal(masked.c.plan.counts, all.c.plan.counts, sizeof(int32_t) * EXPERTS);
+        assert_memory_equal(masked.c.plan.topk_counts, kept.c.plan.topk_counts, sizeof(int32_t) * EXPERTS);
+        for (int i = 0; i < 2; i++)
+            assert_true(fabsf(masked.losses[i] - kept.losses[i]) <= 1e-6f * fabsf(kept.losses[i]));
+        memset(mask, 0, TOKENS);
+        run_router(&masked);
+        for (int e = 0; e < EXPERTS; e++) assert_int_equal(masked.c.plan.topk_counts[e], 0);
+        assert_true(masked.losses[0] == 0.0f && masked.losses[1] == 0.0f);
+        for (int t = 0; t < TOKENS; t++) mask[t] = t % 3 ? 1 : 0;
+        close_router(&all), close_router(&masked), close_router(&kept);
+    }
+}
+
 static void selection_bias_follows_the_counts(void **state)
 {
     (void)state;
@@ -442,6 +481,7 @@ int main(void)
         cmocka_unit_test(infinite_logits_share_the_weight),
         cmocka_unit_test(logits_are_exact_on_integers),
         cmocka_unit_test(threads_do_not_matter),
+        cmocka_unit_test(masked_tokens_leave_losses_and_counts),
         cmocka_unit_test(selection_bias_follows_the_counts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -108,6 +108,19 @@ static const verify_case cases[] = {
     {"bf16 logits, sigmoid", .layer = {.logits_type = SMOE_TYPE_BF16, .score = SMOE_SCORE_SIGMOID},
      .draw = {LOSSES}},
 
+    /* a token mask: some tokens, or all, are not in the losses and the counts */
+    {"masked", QUICK, .draw = {ROUTER, LOSSES, .masked = 3}},
+    {"masked, all tokens", QUICK, .layer = {.renormalize = 1}, .draw = {ROUTER, LOSSES, .masked = 1}},
+    {"masked, no losses", .layer = {.score = SMOE_SCORE_TOPK_SOFTMAX}, .draw = {ROUTER, .masked = 3}},
+    {"masked, sigmoid, round balance-f", QUICK,
+     .layer = {.score = SMOE_SCORE_SIGMOID, .rounding = SMOE_ROUNDING_BALANCE_F},
+     .draw = {ROUTER, LOSSES, .selection_bias = true, .masked = 2}},
+    {"masked, bf16 logits, round up",
+     .layer = {.logits_type = SMOE_TYPE_BF16, .rounding = SMOE_ROUNDING_UP, .renormalize = 1},
+     .draw = {LOSSES, .masked = 5}},
+    {"masked, one takes all, round nr-s", .layer = {.rounding = SMOE_ROUNDING_NR_S},
+     .draw = {LOSSES, .routing = ORACLE_ONE_TAKES_ALL, .masked = 2}},
+
     /* rounding */
     {"round nr-f", QUICK, .layer = {.rounding = SMOE_ROUNDING_NR_F}, .draw = {ROUTER, LOSSES}},
     {"round sr-f", QUICK, .layer = {.rounding = SMOE_ROUNDING_SR_F, .seed = 0x123456789abcdef0u},

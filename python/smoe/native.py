@@ -92,6 +92,7 @@ class ForwardArgs(ctypes.Structure):
         ("scratch", _POINTER),
         ("scratch_size", _U64),
         ("ep", _POINTER),
+        ("token_mask", _POINTER),
     ]
 
 
@@ -107,6 +108,7 @@ class BackwardArgs(ctypes.Structure):
         ("scratch_size", _U64),
         ("loss_gradients", _POINTER),
         ("ep", _POINTER),
+        ("token_mask", _POINTER),
     ]
 
 

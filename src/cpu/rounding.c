@@ -10,7 +10,6 @@
 typedef struct round_call {
     const moe_problem *problem;
     const moe_routing_scratch s;
-    const int32_t *topk_counts;
     uint64_t step;
 } round_call;
 
@@ -41,6 +40,15 @@ static uint64_t *word_at(const score_column *column, int64_t first_token)
 {
     return column->words + first_token / SMOE_TOKEN_PANEL * column->word_stride +
            first_token % SMOE_TOKEN_PANEL / 64;
+}
+
+/* The number of tokens that top-K selected. */
+static int64_t count_tokens(const score_column *column)
+{
+    int64_t count = 0;
+    for (int64_t first = 0; first < column->tokens; first += 64)
+        count += __builtin_popcountll(*word_at(column, first));
+    return count;
 }
 
 /* The candidates among tokens first..first+63 as bits. Candidates are the selected tokens, or the unselected
@@ -131,10 +139,10 @@ static int nr_s_picks_hi(const round_call *c, int64_t expert, int64_t count, int
     return moe_nr_s_picks_hi(score_of(&column, 0, hi - count, 1), score_of(&column, 1, lo, 0));
 }
 
-static int64_t target_of(const round_call *c, int64_t expert, int64_t residual)
+static int64_t target_of(const round_call *c, int64_t expert, int64_t count, int64_t residual)
 {
     const smoe_layer *l = &c->problem->layer;
-    const int64_t count = c->topk_counts[expert], tile = l->tile;
+    const int64_t tile = l->tile;
     const int64_t lo = moe_round_lo(count, tile), hi = moe_round_hi(count, tile, l->tokens);
     int picks_hi = 0;
     if (hi == lo) return lo;
@@ -157,8 +165,9 @@ static void balance_targets(const round_call *c)
 {
     int64_t residual = 0;
     for (int64_t e = 0; e < c->problem->layer.experts; e++) {
-        const int64_t target = target_of(c, e, residual);
-        residual += c->topk_counts[e] - target;
+        const score_column column = column_of(c, e);
+        const int64_t count = count_tokens(&column), target = target_of(c, e, count, residual);
+        residual += count - target;
         c->s.targets[e] = (int32_t)target;
     }
 }
@@ -166,15 +175,16 @@ static void balance_targets(const round_call *c)
 smoe_status moe_cpu_round(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,
                           const moe_plan_arrays *plan, void *scratch, void *stream)
 {
-    const round_call call = {problem, moe_routing_scratch_at(context, problem, scratch), plan->topk_counts,
-                             args->step};
+    (void)plan;
+    const round_call call = {problem, moe_routing_scratch_at(context, problem, scratch), args->step};
     const int balance = problem->layer.rounding == SMOE_ROUNDING_BALANCE_F;
     moe_stage_begin(context, SMOE_STAGE_ROUND, stream);
     if (balance) balance_targets(&call);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t e = 0; e < problem->layer.experts; e++) {
         const score_column column = column_of(&call, e);
-        move_count(&column, call.topk_counts[e], balance ? call.s.targets[e] : target_of(&call, e, 0));
+        const int64_t count = count_tokens(&column);
+        move_count(&column, count, balance ? call.s.targets[e] : target_of(&call, e, count, 0));
     }
     moe_stage_end(context, SMOE_STAGE_ROUND, stream);
     return SMOE_OK;

@@ -153,7 +153,8 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
     float max = 0.0f, sum = 1.0f;
     if (all_p || moe_weights_from_softmax(l->score)) moe_softmax_of(logits, experts, w->scores, &max, &sum);
     for (int64_t e = 0; e < experts && all_p; e++) w->scores[e] = moe_div(w->scores[e], sum);
-    if (c->args->losses) add_losses(c, panel, w->scores, max, sum);
+    const int counted = moe_token_counts(c->args->token_mask, t);
+    if (c->args->losses && counted) add_losses(c, panel, w->scores, max, sum);
     if (sigmoid) selection_scores(w->scores, logits, experts, c->args->selection_bias);
 
     int32_t *ids = c->plan->topk_ids + t * l->topk;
@@ -171,7 +172,7 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
     const int64_t in_panel = t % SMOE_TOKEN_PANEL;
     for (int64_t k = 0; k < l->topk; k++) {
         moe_mask_words(&c->s, panel, ids[k], experts)[in_panel / 64] |= UINT64_C(1) << in_panel % 64;
-        c->s.panel_counts[panel * experts + ids[k]]++;
+        c->s.panel_counts[panel * experts + ids[k]] += counted;
     }
     if (!rounded) return;
     c->s.token_max[t] = max;
@@ -193,18 +194,18 @@ static void route_panel(const route_call *c, int64_t panel)
     for (int64_t t = panel * SMOE_TOKEN_PANEL; t < end; t++) route_token(c, &work, panel, t);
 }
 
-/* Counts of plain top-K, and the losses, as sums over the panels in order. */
+/* Counts of plain top-K, and the losses, as sums over the panels in order. Each counted token has K pairs. */
 static void finish_route(const route_call *c)
 {
     const smoe_layer *l = &c->problem->layer;
     const int64_t experts = l->experts;
-    const double tokens = l->tokens > 0 ? (double)l->tokens : 1.0;
     int32_t *counts = c->plan->topk_counts;
     memset(counts, 0, sizeof *counts * (size_t)experts);
     for (int64_t panel = 0; panel < c->s.panels; panel++)
         for (int64_t e = 0; e < experts; e++) counts[e] += c->s.panel_counts[panel * experts + e];
     if (!c->args->losses) return;
 
+    const double tokens = (double)moe_counted_tokens(l, counts);
     double balance = 0.0, z = 0.0;
     for (int64_t panel = 1; panel < c->s.panels; panel++)
         for (int64_t e = 0; e < experts; e++)
@@ -212,8 +213,8 @@ static void finish_route(const route_call *c)
     for (int64_t e = 0; e < experts; e++)
         balance += (double)counts[e] / tokens * (c->s.panel_probability[e] / tokens);
     for (int64_t panel = 0; panel < c->s.panels; panel++) z += c->s.panel_z[panel];
-    c->args->losses[0] = (float)((double)experts * balance);
-    c->args->losses[1] = (float)(z / tokens);
+    c->args->losses[0] = tokens == 0.0 ? 0.0f : (float)((double)experts * balance);
+    c->args->losses[1] = tokens == 0.0 ? 0.0f : (float)(z / tokens);
 }
 
 smoe_status moe_cpu_route(smoe_context *context, const moe_problem *problem, const smoe_forward_args *args,

@@ -4,7 +4,8 @@
  * pair that rounding dropped g is 0, but the pair stays in the normaliser.
  *
  *   SOFTMAX_TOPK, added pairs of both softmax scores, losses:
- *       dl_e = p_e (v_e - sum_j v_j p_j),  v_e the sum of g_e, balance E count_e / T^2 and z 2 logsumexp / T
+ *       dl_e = p_e (v_e - sum_j v_j p_j),  v_e the sum of g_e, balance E count_e / C^2 and z 2 logsumexp / C
+ *       with C the number of tokens that token_mask counts; other tokens have no part of the losses
  *   SOFTMAX_TOPK renormalised, TOPK_SOFTMAX:
  *       dl_e = w_e (g_e - sum_kept g_j w_j)
  *   SIGMOID, added pairs:
@@ -33,6 +34,7 @@ typedef struct gradient_call {
     const smoe_backward_args *args;
     const moe_plan_arrays *plan;
     float balance, z; /* coefficients of the losses, with loss_gradients */
+    float tokens;     /* how many the losses count */
     const float *ds;  /* (padded_rows) */
     float *dlogits;   /* (T, E) */
     float *thread_x;  /* (threads, 256, 64); bf16 */
@@ -84,14 +86,15 @@ static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, t
     }
 }
 
-/* Gradient through the softmax over all experts: p (v - sum v p), with v from pairs and losses. Like the
- * functions below, it adds to out (E). */
-static void softmax_gradient(const gradient_call *c, float max, float sum, token_work *w, float *out)
+/* Gradient through the softmax over all experts: p (v - sum v p), with v from pairs and, if `losses`, from
+ * the losses. Like the functions below, it adds to out (E). */
+static void softmax_gradient(const gradient_call *c, int losses, float max, float sum, token_work *w,
+                             float *out)
 {
     const smoe_layer *l = &c->problem->layer;
-    const float tokens = (float)l->tokens;
-    const float balance = c->balance * (float)l->experts / tokens / tokens;
-    const float z = c->z == 0.0f ? 0.0f : 2.0f * c->z * (max + logf(sum)) / tokens;
+    const float tokens = c->tokens, z_coefficient = losses ? c->z : 0.0f;
+    const float balance = losses ? c->balance * (float)l->experts / tokens / tokens : 0.0f;
+    const float z = z_coefficient == 0.0f ? 0.0f : 2.0f * z_coefficient * (max + logf(sum)) / tokens;
     double inner = 0.0;
     for (int64_t e = 0; e < l->experts; e++) {
         w->p[e] = moe_div(w->p[e], sum);
@@ -172,7 +175,7 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     const smoe_layer *l = &c->problem->layer;
     const int64_t experts = l->experts;
     const int32_t *ids = c->plan->topk_ids + t * l->topk;
-    const int losses = c->balance != 0.0f || c->z != 0.0f;
+    const int losses = (c->balance != 0.0f || c->z != 0.0f) && moe_token_counts(c->args->token_mask, t);
     const int sigmoid = moe_ranks_by_sigmoid(l->score),
               plain_softmax = moe_weights_from_softmax(l->score) && !l->renormalize;
     const float *logits = w->logits;
@@ -189,7 +192,7 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     if (all_p) {
         for (int64_t k = 0; k < l->topk && plain_softmax; k++) w->v[ids[k]] += w->kept[k];
         moe_softmax_of(logits, experts, w->p, &max, &sum);
-        softmax_gradient(c, max, sum, w, out);
+        softmax_gradient(c, losses, max, sum, w, out);
     }
     if (!w->kept_rows) return;
     if (sigmoid) {
@@ -301,6 +304,7 @@ void moe_cpu_router_backward(smoe_context *context, const moe_problem *problem,
     call.dlogits = dlogits;
     call.balance = args->balance_coefficient + (args->loss_gradients ? args->loss_gradients[0] : 0.0f);
     call.z = args->z_coefficient + (args->loss_gradients ? args->loss_gradients[1] : 0.0f);
+    call.tokens = (float)moe_counted_tokens(l, plan->topk_counts);
     moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, stream);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
     for (int64_t panel = 0; panel < (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL; panel++)

@@ -41,6 +41,20 @@ static inline uint64_t *moe_mask_words(const moe_routing_scratch *s, int64_t pan
     return s->mask + (panel * experts + expert) * SMOE_PANEL_WORDS;
 }
 
+/* Is token t in the losses and in topk_counts? */
+static inline int moe_token_counts(const uint8_t *token_mask, int64_t t)
+{
+    return !token_mask || token_mask[t];
+}
+
+/* How many tokens are. Each of them has K pairs in topk_counts. */
+static inline int64_t moe_counted_tokens(const smoe_layer *layer, const int32_t *topk_counts)
+{
+    int64_t pairs = 0;
+    for (int64_t e = 0; e < layer->experts; e++) pairs += topk_counts[e];
+    return pairs / layer->topk;
+}
+
 /* Clears the lowest set bit and returns its index. */
 static inline int moe_next_bit(uint64_t *word)
 {

@@ -45,8 +45,9 @@ typedef struct route_case {
     smoe_layer layer;
     moe_problem problem;
     const char *kind;
-    void *logits; /* (T, E) */
-    float *bias;  /* (E) or NULL */
+    void *logits;  /* (T, E) */
+    float *bias;   /* (E) or NULL */
+    uint8_t *mask; /* (T) or NULL */
     int with_losses;
     _Alignas(16) float losses[2];
     float device_losses[2];
@@ -69,6 +70,7 @@ static void run_cpu(smoe_context *context, route_case *c)
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.logits = c->logits;
     args.selection_bias = c->bias;
+    args.token_mask = c->mask;
     args.step = 77;
     args.losses = c->with_losses ? c->losses : NULL;
     args.scratch = c->cpu;
@@ -119,11 +121,13 @@ static void run_device(route_case *c, const moe_launch *on)
         gpu_alloc(sizeof(moe_work) * (size_t)moe_work_bound(p->padded_rows, c->layer.experts, limit));
     const gpu_buffer logits = gpu_copy(c->logits, logits_bytes(&c->layer));
     const gpu_buffer bias = c->bias ? gpu_copy(c->bias, 4 * (size_t)c->layer.experts) : (gpu_buffer){0};
+    const gpu_buffer mask = c->mask ? gpu_copy(c->mask, (size_t)c->layer.tokens) : (gpu_buffer){0};
     const moe_cuda_lists lists = {(int32_t *)list_counts.memory, (moe_work *)tiles.memory,
                                   (moe_work *)pieces.memory, limit, (int32_t *)list_counts.memory + 2};
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.logits = logits.memory;
     args.selection_bias = (float *)bias.memory;
+    args.token_mask = (uint8_t *)mask.memory;
     args.step = 77;
     args.losses = c->with_losses ? (float *)losses.memory : NULL;
     const moe_plan_arrays plan = moe_plan_at(p, plan_memory.memory);
@@ -135,7 +139,8 @@ static void run_device(route_case *c, const moe_launch *on)
     c->list_counts = gpu_read(list_counts.memory, 8);
     c->tiles = gpu_read(tiles.memory, tiles.bytes);
     c->pieces = gpu_read(pieces.memory, pieces.bytes);
-    const gpu_buffer buffers[] = {plan_memory, scratch, losses, list_counts, tiles, pieces, logits, bias};
+    const gpu_buffer buffers[] = {plan_memory, scratch, losses, list_counts, tiles,
+                                  pieces,      logits,  bias,   mask};
     free_all(buffers, sizeof buffers / sizeof *buffers, c->kind);
 }
 
@@ -144,10 +149,11 @@ static void say(const route_case *c, const char *what)
     const smoe_layer *l = &c->layer;
     if (failures++ > 40) return;
     printf("DIFFERS %-13s T %lld E %lld K %lld %s score %d renorm %d groups %d bias %d rounding %d tile %d, "
-           "%s\n",
+           "%s%s\n",
            what, (long long)l->tokens, (long long)l->experts, (long long)l->topk,
            l->logits_type == SMOE_TYPE_F32 ? "f32" : "bf16", (int)l->score, (int)l->renormalize,
-           (int)l->groups, c->bias != NULL, (int)l->rounding, (int)l->tile, c->kind);
+           (int)l->groups, c->bias != NULL, (int)l->rounding, (int)l->tile, c->kind,
+           c->mask ? ", masked" : "");
 }
 
 static int is_nan_word(uint32_t word)
@@ -221,6 +227,16 @@ static void compare(route_case *c)
     }
 }
 
+/* Every third case has a mask, and every fifteenth one that leaves out all tokens. */
+static void fill_mask(route_case *c, int number)
+{
+    if (number % 3) return;
+    uint64_t random = (uint64_t)number;
+    c->mask = malloc((size_t)c->layer.tokens);
+    for (int64_t t = 0; t < c->layer.tokens; t++)
+        c->mask[t] = number % 5 && next_random(&random) % 3 ? (uint8_t)(1 + t % 255) : 0;
+}
+
 static void fill_inputs(route_case *c, logits_kind kind, int biased)
 {
     const int64_t experts = c->layer.experts, count = c->layer.tokens * experts;
@@ -242,16 +258,17 @@ static void fill_inputs(route_case *c, logits_kind kind, int biased)
     for (int64_t e = 0; e < experts; e++) c->bias[e] = draw_bias(kind, &random);
 }
 
-static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind kind, int biased,
+static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind kind, int biased, int number,
                      const moe_launch *on)
 {
     route_case c = {.layer = *layer, .with_losses = kind % 2 == 0};
     moe_problem_init(&c.problem, layer);
     fill_inputs(&c, kind, biased);
+    fill_mask(&c, number);
     run_cpu(context, &c);
     run_device(&c, on);
     compare(&c);
-    free(c.logits), free(c.bias), free(c.cpu), free(c.device);
+    free(c.logits), free(c.bias), free(c.mask), free(c.cpu), free(c.device);
     free(c.list_counts), free(c.tiles), free(c.pieces);
 }
 
@@ -302,8 +319,8 @@ static int run_shape(smoe_context *context, const route_shape *shape, const exte
                 layer.seed = 42;
                 const int biased = set_score(&layer, score);
                 if (biased < 0) continue;
-                run_case(context, &layer, (logits_kind)kind, biased, on);
-                cases++;
+                run_case(context, &layer, (logits_kind)kind, biased, cases++ + (int)(shape - route_shapes),
+                         on);
             }
     return cases;
 }

@@ -73,6 +73,7 @@ typedef struct moe_cuda_dlogits {
     int64_t padded_rows;
     const int32_t *token_offsets, *token_rows, *block_expert, *topk_ids, *topk_counts;
     const float *topk_weights;
+    const uint8_t *token_mask;   /* (T) or NULL: the losses count all tokens */
     float balance, z;            /* coefficients of the losses */
     const float *loss_gradients; /* (2), added to them; or NULL */
     int32_t ds_parts;

@@ -101,6 +101,7 @@ static cudaError_t run_dlogits(const backward_call *c)
         .topk_ids = c->plan->topk_ids,
         .topk_counts = c->plan->topk_counts,
         .topk_weights = c->plan->topk_weights,
+        .token_mask = args->token_mask,
         .balance = args->balance_coefficient,
         .z = args->z_coefficient,
         .loss_gradients = args->loss_gradients,

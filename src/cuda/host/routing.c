@@ -30,6 +30,7 @@ static moe_cuda_routing routing_at(const moe_device *device, const moe_problem *
     const int64_t cells = r.panels * l->experts;
     const int64_t key = moe_type_bytes(l->logits_type); /* bytes of a key; 16 bits suffice for bf16 logits */
     r.mask = take(&r, scratch, 4 * l->experts * r.words);
+    r.all_counts = take(&r, scratch, rounded ? 4 * l->experts : 0);
     r.word_rows = take(&r, scratch, rounded ? 4 * l->experts * r.words : 0);
     r.keys = take(&r, scratch, rounded ? key * cells * SMOE_ROUTE_PANEL : 0);
     r.softmax = take(&r, scratch, (int64_t)sizeof(moe_token_softmax) * l->tokens);
@@ -53,13 +54,15 @@ moe_cuda_routing moe_cuda_routing_of(const moe_device *device, const moe_problem
     r.logits = args->logits;
     r.selection_bias = args->selection_bias;
     r.losses = args->losses;
+    r.token_mask = args->token_mask;
     r.step = args->step;
     r.topk_ids = plan->topk_ids;
     r.topk_weights = plan->topk_weights;
     r.topk_counts = plan->topk_counts;
     r.counts = plan->counts;
+    if (r.all_counts && !r.token_mask) r.all_counts = r.topk_counts;
     if (!moe_routing_needs_softmax(&r)) r.softmax = NULL;
-    if (!moe_routing_rounded(&r) && !r.losses) r.mask = NULL;
+    if (!moe_routing_rounded(&r) && !r.losses && !r.token_mask) r.mask = NULL;
     return r;
 }
 
@@ -94,7 +97,7 @@ cudaError_t moe_cuda_route(const smoe_context *context, const moe_launch *on, co
     moe_stage_begin(context, SMOE_STAGE_TOPK, on->stream);
     if (status == cudaSuccess) status = moe_cuda_topk(on, &r);
     if (moe_cuda_topk_writes_keys(on->device, &problem->layer)) r.keys = NULL;
-    if (status == cudaSuccess && (r.losses || r.layer.rounding == SMOE_ROUNDING_BALANCE_F))
+    if (status == cudaSuccess && (r.losses || r.token_mask || r.layer.rounding == SMOE_ROUNDING_BALANCE_F))
         status = moe_cuda_count(on, &r);
     if (status == cudaSuccess && (r.losses || r.keys)) status = moe_cuda_scores(on, &r);
     if (status == cudaSuccess && r.losses) status = moe_cuda_losses(on, &r);
@@ -131,7 +134,8 @@ cudaError_t moe_cuda_plan_from_logits(const moe_launch *on, const moe_problem *p
                              .token_offsets = plan->token_offsets,
                              .token_rows = plan->token_rows,
                              .row_weight = plan->row_weight,
-                             .topk_counts = moe_routing_rounded(&r) ? NULL : plan->topk_counts,
+                             .topk_counts =
+                                 moe_routing_rounded(&r) || r.token_mask ? NULL : plan->topk_counts,
                              .lists = *lists,
                              .work = r.plan_work};
     return moe_routing_rounded(&r) ? moe_cuda_plan_rounded(on, &r, &p) : moe_cuda_plan_topk(on, &p);

@@ -29,6 +29,7 @@ typedef struct moe_cuda_routing {
     const void *logits;          /* (T, E) logits_type */
     const float *selection_bias; /* (E) or NULL */
     float *losses;               /* (2) or NULL */
+    const uint8_t *token_mask;   /* (T) or NULL: losses and topk_counts count all tokens */
     uint64_t step;
     /* the plan's */
     int32_t *topk_ids;    /* (T, K) */
@@ -36,11 +37,13 @@ typedef struct moe_cuda_routing {
     int32_t *topk_counts; /* (E) */
     int32_t *counts;      /* (E) */
     /* scratch */
-    uint32_t *mask;     /* (E, W): bit t % 32 of word t / 32 is set when token t has expert e; rounding
-                           or losses */
-    int32_t *word_rows; /* (E, W): padded row of the word's first token; rounding */
-    void *keys;         /* (E, 256 P) moe_score_key, uint16 (its high half) with bf16 logits,
-                           else uint32; rounding */
+    uint32_t *mask;      /* (E, W): bit t % 32 of word t / 32 is set when token t has expert e; rounding,
+                            losses or token_mask */
+    int32_t *all_counts; /* (E) counts of all tokens: topk_counts, or with token_mask other memory;
+                            rounding */
+    int32_t *word_rows;  /* (E, W): padded row of the word's first token; rounding */
+    void *keys;          /* (E, 256 P) moe_score_key, uint16 (its high half) with bf16 logits,
+                            else uint32; rounding */
     moe_token_softmax *softmax; /* (T); rounding by softmax scores, or losses */
     double *panel_probability;  /* (P, E) sums of p; losses */
     double *panel_z;            /* (P) sums of logsumexp^2; losses */
@@ -94,14 +97,13 @@ cudaError_t moe_cuda_topk_general(const moe_launch *on, const moe_cuda_routing *
 /* Writes keys if they are needed, and the panels' sums if there are losses. */
 cudaError_t moe_cuda_scores(const moe_launch *on, const moe_cuda_routing *routing);
 
-/* Writes topk_counts from the mask, for layers that need them before round or plan: those with losses or
- * balance rounding. */
+/* Writes topk_counts and all_counts from the mask, for calls with losses, balance rounding or token_mask. */
 cudaError_t moe_cuda_count(const moe_launch *on, const moe_cuda_routing *routing);
 
 /* Writes losses, from the sums that scores has written. */
 cudaError_t moe_cuda_losses(const moe_launch *on, const moe_cuda_routing *routing);
 
-/* Changes the mask so that it has the rule's counts. Writes these to `counts`, and topk_counts. */
+/* Changes the mask so that it has the rule's counts. Writes these to `counts`, and all_counts. */
 cudaError_t moe_cuda_rounding(const moe_launch *on, const moe_cuda_routing *routing);
 
 /* Makes the plan from the mask. Of `plan` it reads the outputs, tokens, experts, padded_rows and lists. */

@@ -14,9 +14,11 @@
 // coefficient or the token has a soft pair. j runs over all E experts:
 //
 //       p_e (v_e - sum_j v_j p_j + z), where
-//       v_e = (c g_e if (t, e) is a soft pair, else 0) + balance * E count_e / T^2
-//       z = 2 z_loss logsumexp / T
+//       v_e = (c g_e if (t, e) is a soft pair, else 0) + balance * E count_e / C^2
+//       z = 2 z_loss logsumexp / C
 //       balance = balance_coefficient + loss_gradients[0],  z_loss = z_coefficient + loss_gradients[1]
+//
+// C is the number of tokens that token_mask counts. For all other tokens balance and z_loss are 0.
 //
 // The second term is there for the experts of selected and added pairs that are not soft:
 //
@@ -321,11 +323,14 @@ SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, i
     return {kept > 0, added > 0};
 }
 
-// The coefficients of the two losses.
+// The coefficients of the two losses for a token.
 struct loss_coefficients {
     float balance, z;
-    SMOE_DEVICE explicit loss_coefficients(const moe_cuda_dlogits &p) : balance(p.balance), z(p.z)
+    SMOE_DEVICE loss_coefficients(const moe_cuda_dlogits &p, int64_t token) : balance(0.0f), z(0.0f)
     {
+        if (p.token_mask && !__ldg(p.token_mask + token)) return;
+        balance = p.balance;
+        z = p.z;
         if (!p.loss_gradients) return;
         balance += p.loss_gradients[0];
         z += p.loss_gradients[1];
@@ -337,15 +342,25 @@ SMOE_DEVICE float balance_of(const moe_cuda_dlogits &p, float balance, int exper
     return balance == 0.0f ? 0.0f : balance * (float)__ldg(p.topk_counts + expert);
 }
 
-// row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses. For SIGMOID v is from the losses alone, and
-// the result is added to row[e].
+// C: each counted token has K pairs in topk_counts. Called by whole warps.
+SMOE_DEVICE float count_of_tokens(const moe_cuda_dlogits &p, int lane)
+{
+    if (!p.token_mask) return (float)p.layer.tokens;
+    uint32_t pairs = 0;
+    for (int e = lane; e < (int)p.layer.experts; e += 32) pairs += (uint32_t)__ldg(p.topk_counts + e);
+    return (float)(__reduce_add_sync(~0u, pairs) / (uint32_t)p.layer.topk);
+}
+
+// row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses. For SIGMOID v is from the
+// losses alone, and the result is added to row[e].
 template <typename L>
 SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const loss_coefficients &losses, const L *logits,
                                  float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
     const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score);
-    const float tokens = (float)p.layer.tokens;
+    const bool counted = losses.balance != 0.0f || losses.z != 0.0f;
+    const float tokens = counted ? count_of_tokens(p, lane) : 1.0f;
     const float balance = losses.balance * (float)experts / tokens / tokens;
     float max = __uint_as_float(0xff800000u), sum = 0.0f, inner = 0.0f;
     for (int e = lane; e < experts; e += 32) {
@@ -423,7 +438,7 @@ SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *
     if (plain)
         for (int k = lane; k < topk; k += 32) row[w.id[k]] = w.kept[k];
     __syncwarp();
-    const loss_coefficients losses(p);
+    const loss_coefficients losses(p, token);
     if (losses.balance != 0.0f || losses.z != 0.0f || (rows.added && !moe_ranks_by_sigmoid(p.layer.score)) ||
         (rows.kept && plain))
         through_softmax(p, losses, logits, row, lane);

@@ -348,7 +348,7 @@ SMOE_DEVICE int64_t residual_before(const moe_cuda_routing &r, int expert, const
     uint32_t sum = 0;
     int forced = 0;
     for (int e = threadIdx.x; e < expert; e += THREADS) {
-        const int64_t count = r.topk_counts[e], lo = moe_round_lo(count, tile);
+        const int64_t count = r.all_counts[e], lo = moe_round_lo(count, tile);
         sum += (uint32_t)(count - lo);
         forced |= count != lo && lo + tile > tokens;
     }
@@ -357,7 +357,7 @@ SMOE_DEVICE int64_t residual_before(const moe_cuda_routing &r, int expert, const
     if (threadIdx.x == 0) {
         int64_t residual = 0;
         for (int e = 0; e < expert; e++) {
-            const int64_t count = r.topk_counts[e], lo = moe_round_lo(count, tile);
+            const int64_t count = r.all_counts[e], lo = moe_round_lo(count, tile);
             const int64_t hi = moe_round_hi(count, tile, tokens);
             residual += count - (hi != lo && moe_balance_f_picks_hi(count, lo, tile, residual) ? hi : lo);
         }
@@ -421,7 +421,7 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
         c.words = words;
     }
     const int64_t tokens = r.layer.tokens, tile = r.layer.tile, count = count_tokens(mask, r.words, sums);
-    if (threadIdx.x == 0) r.topk_counts[expert] = (int32_t)count;
+    if (threadIdx.x == 0) r.all_counts[expert] = (int32_t)count;
     const int64_t lo = moe_round_lo(count, tile), hi = moe_round_hi(count, tile, tokens);
     const bool by_score = r.layer.rounding == SMOE_ROUNDING_NR_S && hi != lo;
     int64_t target = lo;

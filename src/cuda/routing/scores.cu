@@ -1,7 +1,8 @@
 // The scores of all pairs of a token and an expert. There are two results:
 // - for rounding: keys (E, T), integers that compare as the scores do. They are not computed here if
 //   topk_fast.cu has chosen the experts, because it has written them already;
-// - for the losses: sums of p (the softmax over E) and of logsumexp^2 over a panel of 256 tokens.
+// - for the losses: sums of p (the softmax over E) and of logsumexp^2 over a panel of 256 tokens, without the
+//   tokens that token_mask leaves out.
 //
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
@@ -66,12 +67,14 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
     __shared__ moe_token_softmax scales[SMOE_ROUTE_PANEL];
     __shared__ __align__(16) uint32_t tile[32 * tile_of<L>::PITCH];
     __shared__ double part[WARPS][32];
+    __shared__ bool counted[SMOE_ROUTE_PANEL];
     const int warp = warp_number(), lane = threadIdx.x & 31;
     const int64_t first = (int64_t)blockIdx.x * SMOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
     const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
     const int experts = (int)r.layer.experts;
     const bool sigmoid = moe_ranks_by_sigmoid(r.layer.score), real = expert < experts;
     if (r.softmax && (int)threadIdx.x < tokens) scales[threadIdx.x] = r.softmax[first + threadIdx.x];
+    if ((int)threadIdx.x < tokens) counted[threadIdx.x] = !r.token_mask || r.token_mask[first + threadIdx.x];
     __syncthreads();
 
     const L *logits = (const L *)r.logits + (first + warp * STRIP) * experts + expert;
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
             float score = 0.0f;
             if (r.softmax && token < tokens) {
                 score = moe_div(moe_softmax_term(logit[i], scales[token].max), scales[token].sum);
-                sum += (double)score;
+                if (counted[token]) sum += (double)score;
             }
             if (sigmoid) {
                 const float sigma = moe_sigmoid(logit[i]);
@@ -116,7 +119,8 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
     }
     if (blockIdx.y != 0) return;
     double z = 0.0;
-    if ((int)threadIdx.x < tokens) z = (double)scales[threadIdx.x].max + log((double)scales[threadIdx.x].sum);
+    if ((int)threadIdx.x < tokens && counted[threadIdx.x])
+        z = (double)scales[threadIdx.x].max + log((double)scales[threadIdx.x].sum);
     __syncthreads();
     const double squares = sum_of_threads<WARPS>(z * z, &part[0][0]);
     if (threadIdx.x == 0) r.panel_z[blockIdx.x] = squares;
