@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version  # a requirement of Transformers
 from torch import Tensor, nn
+
+if Version(transformers.__version__).release < (5, 17):
+    raise ImportError(f"smoe.transformers: needs transformers 5.17 or later, this is {transformers.__version__}")
+
 from transformers import (
     AutoConfig,
     AutoModel,

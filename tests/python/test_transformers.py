@@ -280,6 +280,16 @@ def test_fp8_runs_as_eager(caplog):
     assert torch.equal(found, wanted) and len(messages) == 1 and "FP8" in messages[0]
 
 
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.17.0.dev0"])
+def test_an_old_transformers_is_refused(version):
+    """pyproject.toml names the same version as the message. A development version has the interface of its release."""
+    alone = f"import sys, transformers; transformers.__version__ = {version!r}; sys.modules['transformers.models'] = None; "
+    run = subprocess.run([sys.executable, "-c", alone + "import smoe.transformers"], capture_output=True, text=True)
+    refused = f"ImportError: smoe.transformers: needs transformers 5.17 or later, this is {version}" in run.stderr
+    assert refused == (version != "5.17.0.dev0") and run.returncode
+    assert "transformers>=5.17" in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
 def test_post_expert_norm_runs_as_eager():
     experts = tiny("olmoe").model.layers[0].mlp.experts
     experts.has_post_expert_norm = True
