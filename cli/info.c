@@ -137,8 +137,8 @@ static const table_column build_columns[] = {
     {"commit", COLUMN_TEXT, 0, false, NULL},
     {"compiler", COLUMN_TEXT, 0, false, NULL},
     {"build", COLUMN_TEXT, 0, false, NULL},
-    {"openmp", COLUMN_INTEGER, 0, false, "version; see threads"},
-    {"threads", COLUMN_INTEGER, 0, false, "OpenMP's default"},
+    {"openmp", COLUMN_INTEGER, 0, false, "year and month of the OpenMP version"},
+    {"threads", COLUMN_INTEGER, 0, false, "that OpenMP uses unless OMP_NUM_THREADS says otherwise"},
     {"blas", COLUMN_TEXT, 0, false, NULL},
     {"cpu", COLUMN_TEXT, 0, false, NULL},
     {"cuda", COLUMN_TEXT, 0, false, NULL},
@@ -152,7 +152,12 @@ static void backend_state(smoe_backend backend, char *text, size_t size)
     options.error_text = text;
     options.error_size = size;
     smoe_context *context;
-    if (smoe_create(&context, &options) == SMOE_OK) snprintf(text, size, "available");
+    static const char function[] = "smoe_create: ";
+    const size_t length = sizeof function - 1;
+    if (smoe_create(&context, &options) == SMOE_OK)
+        snprintf(text, size, "available");
+    else if (strncmp(text, function, length) == 0)
+        memmove(text, text + length, strlen(text) + 1 - length);
     smoe_destroy(context);
 }
 

@@ -62,11 +62,53 @@ static void test_changed_split(void **state)
     expect(state, "train -q --resume --steps 3 --out whole data", 0, "done");
 }
 
+/* Files that are probably not meant as text are read, with a warning that says as what; clean ones without.
+ */
+static void test_doubtful_texts(void **state)
+{
+    static const struct {
+        const char *make, *name, *said;
+    } cases[] = {
+        {"sed 's/^/{\"text\": \"/; s/$/\"}/' text.txt >rows.jsonl", "rows.jsonl",
+         "warning: rows.jsonl is JSON: its keys, quotes and braces are read as text too\n"},
+        {"cp rows.jsonl rows2.jsonl && gzip rows2.jsonl", "rows.jsonl rows2.jsonl.gz",
+         "warning: rows.jsonl is JSON: its keys, quotes and braces are read as text too; so are 1 other "
+         "files\n"},
+        {"(printf '\\223NUMPY\\001\\000'; cat text.txt) >tokens.npy", "tokens.npy",
+         "warning: tokens.npy is no text (it has a byte 0): all its bytes are read\n"},
+        {"(cat text.txt; printf 'caf\\351 au lait') >latin.txt", "latin.txt",
+         "warning: latin.txt is not UTF-8 (Latin-1? convert it with iconv): its bytes are read as they "
+         "are\n"},
+        {"gzip -k latin.txt", "latin.txt.gz", "warning: latin.txt.gz is not UTF-8"},
+        {"(cat text.txt; printf '\\355\\240\\200') >surrogate.txt", "surrogate.txt", "is not UTF-8"},
+        {"(cat text.txt; printf '\\300\\200') >overlong.txt", "overlong.txt", "is not UTF-8"},
+        {"(cat text.txt; printf 'na\\303\\257ve \\342\\202\\254 \\360\\237\\230\\200') >fine.txt", "fine.txt",
+         NULL},
+        {"gzip -k text.txt", "text.txt text.txt.gz", NULL},
+    };
+    static char output[OUTPUT_BYTES];
+    char command[512];
+    put_texts(state);
+    expect(state, "train " TINY "--steps 1 --out run text.txt", 0,
+           "reads 1 text, a byte a token: 7783 tokens to train on, 409 to validate on, the last 5% of each "
+           "file\n");
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        shell(state, cases[i].make);
+        snprintf(command, sizeof command, "eval -c run %s", cases[i].name);
+        assert_int_equal(run(state, "", command, output), 0);
+        if (cases[i].said ? !strstr(output, cases[i].said) : *output != '\0')
+            fail_msg("%s: '%s'", cases[i].name, output);
+    }
+    expect(state, "train " TINY "--steps 1 --out zipped text.txt text.txt.gz", 0,
+           "reads 2 texts (1 inflated from .gz), a byte a token: 15566 tokens to train on");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_validation_files, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_changed_split, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_doubtful_texts, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,6 @@
 /* Progress of `smoe train` and `smoe eval`: the loss and the rate that are shown are those of the last steps;
- * without a terminal there is a line for each line of the log; validations show how far they are. */
+ * without a terminal there is a line for each line of the log; validations show how far they are. And the
+ * units of the results. */
 #define _DEFAULT_SOURCE
 #include "tests/cli_case.h"
 
@@ -131,6 +132,27 @@ static void test_lines(void **state)
     assert_int_equal(count(output, "tokens/s"), 0);
 }
 
+/* Results are in units in which they can be read: no memory of a GPU on the CPU, no fractions of a TFLOP/s.
+ */
+static void test_results(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    put_texts(state);
+    assert_int_equal(
+        run_for(state, "", "train " TINY "--device cpu --steps 2 --out run text.txt", OUTPUT, output), 0);
+    assert_null(strstr(output, "device_gb"));
+    assert_non_null(strstr(output, "val_loss"));
+    assert_int_equal(run_for(state, "", "bench --repeats 1 --thiek 64,32,16,8,2", OUTPUT, output), 0);
+    assert_null(strstr(output, "tflops"));
+    assert_non_null(strstr(output, "gflops"));
+    const char *all = strstr(output, "forward   all");
+    double ms[3], rate;
+    assert_non_null(all);
+    assert_int_equal(sscanf(all, "forward all %lf %lf %lf %lf", &ms[0], &ms[1], &ms[2], &rate), 4);
+    const double gflops = 6.0 * 64 * 2 * 16 * 32 / (ms[0] * 1e6);
+    assert_true(fabs(rate - gflops) <= 0.006 + 1e-3 * gflops);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -138,6 +160,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_shown_loss, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_shown_validation, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(test_lines, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(test_results, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -141,10 +141,10 @@ static void test_resumed(void **state)
     if (strncmp(output, dense, strlen(dense)) != 0) fail_msg("'%s'", output);
     expect(state, "train " TINY "--seconds 0.3 --out clock text.txt", 0, "done");
     expect(state, "train " TINY "--resume --seconds 0.2 --out clock text.txt", 0,
-           " s of training; of the 0.2 s, which count them, nothing is left but the last validation\n");
+           " s of training are done, --seconds is 0.2: nothing is left but the last validation\n");
     // Time is left if the first run has taken less than 1 s, also on a busy machine.
     expect(state, "train " TINY "--resume --seconds 2 --out clock text.txt", 0,
-           " s of training; of the 2 s, which count them, 1.");
+           " of 2 s of training are done, 1.");
 }
 
 /* Text is refused if the model's tokens are not bytes and there is no tokenizer: the loss would be

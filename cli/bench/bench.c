@@ -176,7 +176,11 @@ static void log_seconds(const bench_options *options, const bench_shape *shape, 
 static bool bench_made_case(const bench_options *options, bench_case *c, const bench_shape *shape,
                             double started, table *t, error *err)
 {
-    bench_result result = {.c = c, .problem = &options->problem, .shape = shape, .passes = options->passes};
+    bench_result result = {.c = c,
+                           .problem = &options->problem,
+                           .shape = shape,
+                           .format = options->format,
+                           .passes = options->passes};
     double at[4] = {started, clock_seconds()};
     progress_end();
     progress(shape->name, "first step", 0);
@@ -185,7 +189,7 @@ static bool bench_made_case(const bench_options *options, bench_case *c, const b
     progress_end();
     if (good) {
         log_seconds(options, shape, at);
-        bench_report(t, options->format, &result);
+        bench_report(t, &result);
         good = check_errors(&result, err);
     }
     free(result.times);
@@ -231,7 +235,7 @@ static int bench_variants(const char *program, bench_options *options, const ben
 
 static int bench_all(const char *program, bench_options *options)
 {
-    table *t = bench_table(options->format);
+    table *t = bench_table(options->format, options->settings.device);
     error err = {0};
     int status = 0;
     for (int i = 0; t && i < options->problem.shape_count; i++) {

@@ -46,9 +46,21 @@ static const table_column columns[] = {
     {"alone_copy_ms", COLUMN_NUMBER, 4, true, NULL},
 };
 
-table *bench_table(table_format format)
+/* A table for people has GFLOP/s on the CPU, where all would be far below 1 TFLOP/s. Records have TFLOP/s. */
+static bool in_gflops(table_format format, const device *on)
 {
-    return table_open(stdout, format, columns, sizeof columns / sizeof columns[0]);
+    return format == TABLE_ALIGNED && on->backend == SMOE_BACKEND_CPU;
+}
+
+table *bench_table(table_format format, const device *on)
+{
+    enum { COLUMNS = sizeof columns / sizeof columns[0] };
+    table_column shown[COLUMNS];
+    memcpy(shown, columns, sizeof columns);
+    for (int i = 0; i < COLUMNS && in_gflops(format, on); i++)
+        if (strcmp(shown[i].name, "tflops") == 0)
+            shown[i] = (table_column){"gflops", COLUMN_NUMBER, 2, false, NULL};
+    return table_open(stdout, format, shown, COLUMNS);
 }
 
 /* ---- Sums over stages ---- */
@@ -247,7 +259,8 @@ static void put_row(table *t, const bench_result *result, const row *r)
     table_number(t, time.median);
     table_number(t, time.least);
     table_number(t, time.p99);
-    table_number(t, row_flops(result, r) / time.median * 1e-9);
+    const double flops = row_flops(result, r) / time.median * 1e3; // a second
+    table_number(t, flops / (in_gflops(result->format, result->c->settings.device) ? 1e9 : 1e12));
     table_number(t, row_bytes(result, r) / time.median * 1e-6);
     table_number(t, bound);
     table_number(t, bound / time.median);
@@ -347,12 +360,12 @@ static void put_verdict(const bench_result *result)
     printf("\n");
 }
 
-void bench_report(table *t, table_format format, const bench_result *result)
+void bench_report(table *t, const bench_result *result)
 {
     static const bench_pass passes[] = {PASS_FORWARD, PASS_BACKWARD, PASS_LAYER};
-    if (format == TABLE_ALIGNED) put_caption(result);
+    if (result->format == TABLE_ALIGNED) put_caption(result);
     for (size_t i = 0; i < sizeof passes / sizeof passes[0]; i++)
         if (result->passes & (int)passes[i]) put_pass(t, result, passes[i]);
     table_flush(t);
-    if (format == TABLE_ALIGNED) put_verdict(result);
+    if (result->format == TABLE_ALIGNED) put_verdict(result);
 }

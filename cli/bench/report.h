@@ -23,6 +23,7 @@ typedef struct bench_result {
     const bench_case *c;
     const problem_options *problem;
     const bench_shape *shape;
+    table_format format;
     int passes; // bench_pass values together
     bench_times *times;
     size_t repeats;
@@ -34,9 +35,9 @@ typedef struct bench_result {
     double alone_copy[STAGE_COUNT]; // ms of a copy of as many bytes, by itself; 0: not timed
 } bench_result;
 
-table *bench_table(table_format format);
+table *bench_table(table_format format, const device *on);
 
 /* The rows of one problem; ALIGNED: under a line that says what it is, and above the sums to look at. */
-void bench_report(table *t, table_format format, const bench_result *result);
+void bench_report(table *t, const bench_result *result);
 
 #endif

@@ -12,7 +12,6 @@
 struct table {
     FILE *file;
     table_format format;
-    const table_column *columns;
     int count;
     int next;       // column of the next cell
     bool headed;    // CSV: the names are written
@@ -20,15 +19,16 @@ struct table {
     json_t *object; // JSON: the row under construction
     char **cells;   // ALIGNED: (rows, count) texts
     size_t filled, capacity;
+    table_column columns[]; // (count)
 };
 
 table *table_open(FILE *file, table_format format, const table_column *columns, int count)
 {
-    table *t = calloc(1, sizeof *t);
+    table *t = calloc(1, sizeof *t + (size_t)count * sizeof *columns);
     if (!t) return NULL;
+    memcpy(t->columns, columns, (size_t)count * sizeof *columns);
     t->file = file;
     t->format = format;
-    t->columns = columns;
     t->count = count;
     if (format == TABLE_JSON) t->object = json_object();
     return t;

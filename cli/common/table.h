@@ -28,7 +28,7 @@ typedef struct table_column {
 
 typedef struct table table;
 
-/* Columns are borrowed until table_close. NULL when memory is out. */
+/* NULL when memory is out. The columns are copied, not their names. */
 table *table_open(FILE *file, table_format format, const table_column *columns, int count);
 
 /* Adds the next cell of the row; its column must have this type. The text (NULL: nothing) is copied. An

@@ -12,19 +12,21 @@ enum { PATH_BYTES = 4096 };
 
 static const table_column columns[] = {
     {"parameters", COLUMN_INTEGER, 0, false, NULL},
-    {"active", COLUMN_INTEGER, 0, false, "weights that a token uses"},
-    {"batch", COLUMN_INTEGER, 0, false, "sequences of a step"},
-    {"micro_batches", COLUMN_INTEGER, 0, false, "parts that a batch is passed in"},
+    {"active", COLUMN_INTEGER, 0, false, "parameters that a token uses"},
+    {"batch", COLUMN_INTEGER, 0, false, "sequences of a step (--batch)"},
+    {"micro_batches", COLUMN_INTEGER, 0, false, "passes of a step (--micro-batches)"},
     {"context", COLUMN_INTEGER, 0, false, "tokens of a sequence"},
-    {"weights_bytes", COLUMN_BYTES, 0, false, "as passes read them"},
+    {"weights_bytes", COLUMN_BYTES, 0, false, "the weights that the passes read"},
     {"gradients_bytes", COLUMN_BYTES, 0, false,
-     "with --clip 0 and one part without the layers', which are among turns"},
-    {"adamw_bytes", COLUMN_BYTES, 0, false, "moments and, with --precision f32, f32 weights"},
-    {"layers_bytes", COLUMN_BYTES, 0, false, "what the layers keep from forward to backward"},
+     "of all weights; with --clip 0 and one pass not those of the layers, which are in turns_bytes"},
+    {"adamw_bytes", COLUMN_BYTES, 0, false,
+     "AdamW's two moments; on a GPU with --precision f32 also the weights in f32"},
+    {"layers_bytes", COLUMN_BYTES, 0, false,
+     "what the layers keep from the forward to the backward (--recompute)"},
     {"turns_bytes", COLUMN_BYTES, 0, false,
-     "logits, passes and gradients of a layer, which lie in one place in turns"},
-    {"rest_bytes", COLUMN_BYTES, 0, false, NULL},
-    {"total_bytes", COLUMN_BYTES, 0, false, "on a GPU the driver's and the libraries' own come on top"},
+     "memory that several parts use one after the other: logits, scratch and gradients of one layer"},
+    {"rest_bytes", COLUMN_BYTES, 0, false, "tokens, the last norm and small values"},
+    {"total_bytes", COLUMN_BYTES, 0, false, "the sum; on a GPU the driver and the libraries need more"},
 };
 
 static bool read_config(model_config *config, const char *path, error *err)

@@ -58,18 +58,19 @@ static const table_column columns[] = {
     {"seconds", COLUMN_NUMBER, 1, false, "of training"},
     {"tokens_per_s", COLUMN_NUMBER, 0, false, NULL},
     {"parameters", COLUMN_INTEGER, 0, false, NULL},
-    {"active", COLUMN_INTEGER, 0, false, "weights that a token uses"},
+    {"active", COLUMN_INTEGER, 0, false, "parameters that a token uses"},
     {"loss", COLUMN_NUMBER, 4, false, "training, nats a token"},
-    {"val_loss", COLUMN_NUMBER, 4, false, "over val_tokens, plain top-K"},
+    {"val_loss", COLUMN_NUMBER, 4, false, "validation, nats a token, without token rounding"},
     {"val_bits_per_byte", COLUMN_NUMBER, 4, false, NULL},
-    {"val_tokens", COLUMN_INTEGER, 0, false, NULL},
-    {"device_gb", COLUMN_NUMBER, 2, false, "in use on the GPU, by its driver's count"},
+    {"val_tokens", COLUMN_INTEGER, 0, false, "that val_loss is the mean over"},
+    {"device_gb", COLUMN_NUMBER, 2, false,
+     "GB of 10^9 bytes in use on the GPU, by its driver's count"}, // last
 };
 
 static bool print_result(const train_options *options, const train_result *r, error *err)
 {
-    table *t = table_open(stdout, options->json ? TABLE_JSON : TABLE_VERTICAL, columns,
-                          sizeof columns / sizeof columns[0]);
+    const int all = sizeof columns / sizeof columns[0], count = r->device_bytes ? all : all - 1;
+    table *t = table_open(stdout, options->json ? TABLE_JSON : TABLE_VERTICAL, columns, count);
     if (!t) return fail(err, ERROR_RUNTIME, "out of memory");
     const bool validated = !r->interrupted && r->validation.tokens > 0;
     table_integer(t, r->step);
@@ -82,7 +83,7 @@ static bool print_result(const train_options *options, const train_result *r, er
     table_number(t, validated ? r->validation.loss : (double)NAN);
     table_number(t, validated ? evaluation_bits_per_byte(&r->validation) : (double)NAN);
     table_integer(t, validated ? r->validation.tokens : 0);
-    table_number(t, r->device_bytes ? (double)r->device_bytes / 1e9 : (double)NAN);
+    if (r->device_bytes) table_number(t, (double)r->device_bytes / 1e9);
     table_end_row(t);
     return table_close(t, err);
 }
@@ -172,6 +173,7 @@ static void show_start(const train_settings *s, const train_start *start)
     if (strcmp(start->device, "cpu") == 0) cli_show_blas_fault();
     show_skipped(start->data);
     if (!start->resumed) {
+        show_files(start->data);
         show_validation(start->data);
         show_chosen(s, &start->now);
         return;
@@ -181,11 +183,11 @@ static void show_start(const train_settings *s, const train_start *start)
         fprintf(stderr, " of %lld%s%s\n", (long long)s->steps, start->step < s->steps ? "" : ": ",
                 start->step < s->steps ? "" : nothing);
     else if (left > 0)
-        fprintf(stderr, " after %.1f s of training; of the %g s, which count them, %.1f s are left\n",
-                start->elapsed, s->seconds, left);
+        fprintf(stderr, ": %.1f of %g s of training are done, %.1f s are left\n", start->elapsed, s->seconds,
+                left);
     else
-        fprintf(stderr, " after %.1f s of training; of the %g s, which count them, %s\n", start->elapsed,
-                s->seconds, nothing);
+        fprintf(stderr, ": %.1f s of training are done, --seconds is %g: %s\n", start->elapsed, s->seconds,
+                nothing);
     show_changes(&start->before, &start->now, s->config.dense_layers < s->config.layers);
 }
 

@@ -11,7 +11,8 @@ enum {
     BIN_HEADER = 256 * 4, // bytes: int32[256]
     BIN_MAGIC = 20240520,
     BIN_VERSION = 1,
-    LOOKED_AT = 8192,    // bytes at the beginning of a file that decide whether it is text
+    LOOKED_AT = 8192, // bytes at the beginning of a file that decide whether it is text
+    UTF8_LOOKED_AT = 1 << 20,
     COPY_BELOW = 1 << 20 // bytes; smaller files are copied, because a process has only some 65000 mappings
 };
 
@@ -149,6 +150,46 @@ static bool parse_bin(token_source *s, const unsigned char *bytes, size_t size, 
     return true;
 }
 
+/* The bytes of the UTF-8 character at `p`, 0: there is none. A character that `end` cuts off counts. */
+static size_t utf8_length(const unsigned char *p, const unsigned char *end)
+{
+    static const unsigned char least[] = {0, 0, 0x80, 0xa0, 0x90}, most[] = {0, 0, 0xbf, 0x9f, 0x8f};
+    const unsigned char first = p[0];
+    const size_t length = first < 0x80   ? 1
+                          : first < 0xc2 ? 0
+                          : first < 0xe0 ? 2
+                          : first < 0xf0 ? 3
+                          : first < 0xf5 ? 4
+                                         : 0;
+    for (size_t i = 1; i < length && p + i < end; i++) {
+        const bool low = i == 1 && (first == 0xe0 || first == 0xf0),
+                   high = i == 1 && (first == 0xed || first == 0xf4);
+        if (p[i] < (low ? least[length] : 0x80) || p[i] > (high ? most[length] : 0xbf)) return 0;
+    }
+    return length;
+}
+
+static bool is_utf8(const unsigned char *bytes, size_t size)
+{
+    const unsigned char *end = bytes + (size < UTF8_LOOKED_AT ? size : UTF8_LOOKED_AT);
+    while (bytes < end) {
+        const size_t length = utf8_length(bytes, end);
+        if (length == 0) return false;
+        bytes += length;
+    }
+    return true;
+}
+
+/* As of parse_contents */
+static text_doubt doubt_of(const token_source *s, const char *name, size_t length)
+{
+    static const char *const json[] = {".json", ".jsonl", ".ndjson"};
+    if (s->binary) return TEXT_BINARY;
+    for (size_t i = 0; i < sizeof json / sizeof json[0]; i++)
+        if (ends_with(name, length, json[i])) return TEXT_JSON;
+    return is_utf8(s->bytes, (size_t)s->count) ? TEXT_FINE : TEXT_NOT_UTF8;
+}
+
 /* Only the first `length` characters of the name count: without .gz they are the name of the contents. */
 static bool parse_contents(token_source *s, const unsigned char *bytes, size_t size, const char *name,
                            size_t length, error *err)
@@ -159,6 +200,7 @@ static bool parse_contents(token_source *s, const unsigned char *bytes, size_t s
     s->width = 1;
     s->text = true;
     s->binary = size > 0 && memchr(bytes, 0, size < LOOKED_AT ? size : LOOKED_AT) != NULL;
+    s->doubt = doubt_of(s, name, length);
     return true;
 }
 
@@ -168,6 +210,7 @@ static bool parse_gzip(token_source *s, const unsigned char *bytes, size_t size,
     growing out;
     if (!inflate_all(bytes, size, &out, err)) return false;
     s->copy = grown(&out);
+    s->inflated = true;
     return parse_contents(s, s->copy, out.size, name, length, err);
 }
 
@@ -187,7 +230,12 @@ static bool encode(token_source *s, const bpe *table, error *err)
     }
     unsigned char *fitting = realloc(bytes, 2 * count + 1); // most tokens have many bytes
     free(s->copy);
-    *s = (token_source){.count = (int64_t)count, .width = 2, .text = true, .binary = s->binary};
+    *s = (token_source){.count = (int64_t)count,
+                        .width = 2,
+                        .text = true,
+                        .doubt = s->doubt,
+                        .inflated = s->inflated,
+                        .binary = s->binary};
     s->bytes = s->copy = fitting != NULL ? fitting : bytes;
     return true;
 }

@@ -11,11 +11,22 @@
 #include <stdint.h>
 #include <stdio.h>
 
+/* What makes a text one that is probably not meant; it is read all the same. */
+typedef enum text_doubt {
+    TEXT_FINE,
+    TEXT_BINARY,   // a byte of zero among the first 8192
+    TEXT_NOT_UTF8, // among the first 2^20 bytes
+    TEXT_JSON,     // by its name: .json, .jsonl, .ndjson
+    TEXT_DOUBTS
+} text_doubt;
+
 typedef struct token_source {
     const unsigned char *bytes; // count * width, little-endian
     int64_t count;              // tokens
     int width;                  // bytes of a token: 1 text without a table, else 2
     bool text;                  // not a token file
+    text_doubt doubt;           // of a text
+    bool inflated;              // was a .gz
     bool validates;             // a validation file by its name (train/data/tokens.c)
     char *path;                 // set by train/data/tokens.c, freed here; NULL: not a file
     file_map map;               // the memory of the bytes: a mapping, or

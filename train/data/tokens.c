@@ -394,6 +394,25 @@ const char *tokens_validation_file(const tokens *data, size_t place)
     return NULL;
 }
 
+size_t tokens_inflated(const tokens *data)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < data->source_count; i++) count += data->sources[i].inflated;
+    return count;
+}
+
+size_t tokens_doubted(const tokens *data, text_doubt doubt, const char **first)
+{
+    size_t count = 0;
+    *first = NULL;
+    for (size_t i = data->source_count; i-- > 0;)
+        if (data->sources[i].text && data->sources[i].doubt == doubt) {
+            *first = data->sources[i].path;
+            count++;
+        }
+    return count;
+}
+
 bool tokens_are_text(const tokens *data)
 {
     return data->sources[0].text;

@@ -23,6 +23,7 @@
 
 #include "common/error.h"
 #include "train/data/bpe.h"
+#include "train/data/token_source.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -78,6 +79,11 @@ typedef enum tokens_held {
 tokens_held tokens_validation_kind(const tokens *data);
 size_t tokens_file_count(const tokens *data);
 bool tokens_are_text(const tokens *data); // not token files
+
+size_t tokens_inflated(const tokens *data); // how many of the files were .gz
+
+/* How many texts have a doubt, and the path of the first (NULL: none), valid as long as data. */
+size_t tokens_doubted(const tokens *data, text_doubt doubt, const char **first);
 
 /* The path of the file number `place` (0, 1, ..) of those of TOKENS_HELD_NAMED; NULL past the last. */
 const char *tokens_validation_file(const tokens *data, size_t place);
