@@ -163,7 +163,7 @@ static void adamw(const bench *b)
 /* A layer's share of the weights. */
 static void adamw_layer(const bench *b)
 {
-    const grad_span span = {b->span.grads, 0, WEIGHTS / LAYERS / 64 * 64};
+    const grad_span span = {b->span.grads, 0, WEIGHTS / LAYERS / 64 * 64, 0};
     b->ops->update(b->dv, &b->optimizer, &span, b->scalar, b->update_scratch);
 }
 
@@ -218,7 +218,7 @@ static void *place(bench *b, double bytes)
 static void *draw(bench *b, double count, double deviation)
 {
     void *memory = place(b, 2 * count);
-    b->ops->draw(b->dv, memory, SMOE_TYPE_BF16, NULL, (int64_t)count, deviation, (uint64_t)count);
+    b->ops->draw(b->dv, memory, SMOE_TYPE_BF16, NULL, 0, (int64_t)count, deviation, (uint64_t)count);
     return memory;
 }
 
@@ -246,7 +246,7 @@ static void fill(bench *b)
                                   .state_type = SMOE_TYPE_BF16,
                                   .matrices = WEIGHTS,
                                   .total = WEIGHTS};
-    b->span = (grad_span){draw(b, weights, 0), 0, WEIGHTS};
+    b->span = (grad_span){draw(b, weights, 0), 0, WEIGHTS, 0};
     b->update_scratch = place(b, (double)b->ops->update_scratch(b->dv, WEIGHTS));
     int32_t *tokens = malloc(2 * ROWS * sizeof *tokens);
     for (int i = 0; i < 2 * ROWS; i++) tokens[i] = (int32_t)((uint32_t)i * 2654435761u % VOCAB);

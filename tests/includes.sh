@@ -20,7 +20,7 @@ forbidden 'train/' 'none' cli/*.c cli/common/*.[ch] cli/bench/*.[ch] cli/verify/
 forbidden 'src/|cuda/|cpu/' 'src/activations.h' cli/*.c cli/*/*.[ch] harness/*.[ch] train/*.[ch] train/*/*.[ch] common/*.[ch]
 forbidden 'cli/' 'none' harness/*.[ch] train/*.[ch] train/*/*.[ch] oracle/*.[ch] common/*.[ch] src/*.[ch]
 forbidden 'src/|cli/|harness/|train/' 'none' oracle/*.[ch]
-forbidden 'train/(data|model|run)/' 'none' train/*.[ch] train/cpu/*.[ch] train/cuda/*.[ch] train/files/*.[ch]
+forbidden 'train/(data|model|run)/' 'none' train/*.[ch] train/cpu/*.[ch] train/cuda/*.[ch] train/files/*.[ch] train/ranks/*.[ch]
 forbidden 'train/(model|run)/' 'none' train/data/*.[ch]
 forbidden 'train/(data|run)/' 'none' train/model/*.[ch]
 [ $wrong -eq 0 ] || { echo "these includes cross a border"; exit 1; }

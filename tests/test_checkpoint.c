@@ -59,7 +59,7 @@ static void write_checkpoint(checkpoint *c, void **state, bool tied)
     const adamw_arrays arrays = {.first = moments, .second = moments, .state_type = SMOE_TYPE_F32};
     const train_state progress = {.batch = 1};
     if (!checkpoint_save(in_folder(path, state, "out"), &c->m, &arrays, &progress, &(tokenizer){0},
-                         &(carried){0}, 1, &err))
+                         &(carried){0}, 1, NULL, &err))
         fail_msg("%s", err.text);
     free(moments);
     snprintf(c->folder, sizeof c->folder, "%s", in_folder(path, state, "out/latest"));
@@ -212,7 +212,7 @@ static void test_pieces(void **state)
                                .state_type = SMOE_TYPE_F32};
     train_state progress = {.batch = 1};
     in_folder(path, state, "out");
-    if (!checkpoint_save(path, &m, &arrays, &progress, &(tokenizer){0}, &(carried){0}, 1, &err))
+    if (!checkpoint_save(path, &m, &arrays, &progress, &(tokenizer){0}, &(carried){0}, 1, NULL, &err))
         fail_msg("%s", err.text);
     in_folder(path, state, "out/latest");
     if (!checkpoint_load_weights(path, &again, NULL, &err) ||

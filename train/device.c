@@ -3,10 +3,13 @@
 #include "train/device.h"
 
 #include "train/cpu/cpu.h"
+#include "train/cpu/shared.h"
 #ifdef SMOE_HAVE_CUDA
 #include "train/cuda/gpu.h"
+#include "train/cuda/nccl.h"
 #endif
 
+#include <assert.h>
 #include <dirent.h>
 #include <stdio.h>
 #include <string.h>
@@ -15,8 +18,11 @@
 train_device *device_open(const device_options *o, error *err)
 {
 #ifdef SMOE_HAVE_CUDA
-    const cuda_options cuda = {
-        .bf16 = o->bf16, .sums = o->sums, .fastest = o->fastest, .plain = strcmp(o->name, "cuda-plain") == 0};
+    const cuda_options cuda = {.index = o->index,
+                               .bf16 = o->bf16,
+                               .sums = o->sums,
+                               .fastest = o->fastest,
+                               .plain = strcmp(o->name, "cuda-plain") == 0};
     if (strcmp(o->name, "cuda") == 0 || cuda.plain || (strcmp(o->name, "auto") == 0 && cuda_usable(NULL)))
         return cuda_open(&cuda, err);
 #endif
@@ -65,4 +71,28 @@ bool device_leaves_gpu(const char *root, error *why)
     (void)(fail)(why, ERROR_RUNTIME, "this smoe was built without CUDA (build it with nvcc, -DSMOE_CUDA=ON)");
     return gpu_is_listed(root);
 #endif
+}
+
+bool device_comm_key(const train_device *dv, int ranks, unsigned char key[GROUP_KEY], error *err)
+{
+    memset(key, 0, GROUP_KEY);
+#ifdef SMOE_HAVE_CUDA
+    if (dv->backend == SMOE_BACKEND_CUDA) return nccl_key(key, err);
+#endif
+    (void)dv;
+    static_assert((int)SHARED_NAME <= (int)GROUP_KEY, "the name is the key");
+    return shared_make((char *)key, ranks, err);
+}
+
+train_comm *device_comm(train_device *dv, group *g, const unsigned char key[GROUP_KEY], error *err)
+{
+    train_comm *made;
+#ifdef SMOE_HAVE_CUDA
+    if (dv->backend == SMOE_BACKEND_CUDA) return nccl_open(key, g, dv, err);
+#endif
+    made = shared_open((const char *)key, g, dv, err);
+    if (!made) return NULL;
+    made->ops->barrier(made);
+    if (group_rank(g) == 0) shared_unlink((const char *)key); // all have opened it
+    return made;
 }

@@ -3,6 +3,8 @@
 #define TRAIN_DEVICE_H
 
 #include "train/ops.h"
+#include "train/ranks/comm.h"
+#include "train/ranks/group.h"
 
 typedef struct device_options {
     const char *name; // "cpu"; "cuda"; "auto": the GPU if this build and the machine have one;
@@ -10,6 +12,7 @@ typedef struct device_options {
     bool bf16;    // cuda: weights and AdamW's states in bf16 alone; else states and master weights in f32.
                   // An error on the CPU, where everything is f32
     bool sums;    // gradients are added up over several passes and are therefore f32
+    int index;    // cuda: which GPU
     bool fastest; // cuda: attention's backward may differ in its last bits from run to run
 } device_options;
 
@@ -19,5 +22,10 @@ train_device *device_open(const device_options *options, error *err);
 /* Does "auto" mean the CPU although the machine has an NVIDIA GPU? Then *why says why. Such a GPU is known by
  * the files that its driver makes under `root`, which is "" except in tests. */
 bool device_leaves_gpu(const char *root, error *why);
+
+/* The collectives of a device with those of other ranks. Rank 0 makes the key, by which the others open them.
+ */
+bool device_comm_key(const train_device *dv, int ranks, unsigned char key[GROUP_KEY], error *err);
+train_comm *device_comm(train_device *dv, struct group *g, const unsigned char key[GROUP_KEY], error *err);
 
 #endif

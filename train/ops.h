@@ -23,6 +23,7 @@ typedef struct train_ops train_ops;
 typedef struct train_device {
     const train_ops *ops;
     const char *name; // "cpu", "cuda"
+    int index;        // cuda: which GPU of this host
     smoe_backend backend;
     smoe_type type, grad_type;
     smoe_type state_type; // of AdamW's moments
@@ -56,6 +57,12 @@ typedef struct adamw_step {
     int64_t step;                                     // counts from 1
 } adamw_step;
 
+/* Weights [first, first + count) in the layout of all weights, whose states begin at `state`. */
+typedef struct state_run {
+    int64_t first, count, state;
+    bool copy; // other ranks have them too, and another one writes them to a checkpoint
+} state_run;
+
 /* The arrays of an optimiser, all in the layout of the weights. [0, matrices) has weight decay, [matrices,
  * total) has not.
  */
@@ -65,12 +72,16 @@ typedef struct adamw_arrays {
     void *first, *second;
     smoe_type state_type; // of the moments
     int64_t matrices, total;
+    const state_run
+        *runs; // the weights whose states are here, ascending; NULL: all. `weights` always has all
+    int64_t run_count, states; // states: elements of first, second and master
 } adamw_arrays;
 
 /* Weights [first, first + count) of that layout and where their gradients are; both multiples of 8. */
 typedef struct grad_span {
     void *grads; // grad_type
     int64_t first, count;
+    int64_t state; // where their moments and master weights begin; `first`, unless the states are shared out
 } grad_span;
 
 struct train_ops {
@@ -91,10 +102,12 @@ struct train_ops {
     void (*store)(train_device *dv, void *to, smoe_type type, const float *host, int64_t count);
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
-    /* Writes count normal values of a stream (common/random.h) times deviation, or ones if deviation is 0, in
-     * f32 to master (unless NULL) and rounded to `to` (type). NULL on the CPU, where the caller draws. */
-    void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t count, double deviation,
-                 uint64_t stream);
+    void (*copy)(train_device *dv, void *to, const void *from, size_t bytes); // on the device
+    /* Writes values [first, first + count) of a stream of normal values (common/random.h) times deviation, or
+     * ones if deviation is 0, in f32 to master and rounded to `to` (type), either of which may be NULL. NULL
+     * on the CPU, where the caller draws. */
+    void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t first, int64_t count,
+                 double deviation, uint64_t stream);
     /* Prepares a batch with `rows` tokens for each of its `parts` passes. The device may still be working on
      * the batch before. targets may be NULL. to (parts) receives the device pointers to which load_batch will
      * copy the batch. The first call must have the most tokens of all calls, and the pointers stay the same.
@@ -171,6 +184,8 @@ struct train_ops {
     /* Overwrites h with its gradient, computed from da (rows, width) */
     void (*swiglu_backward)(train_device *dv, void *h, const void *da, int64_t rows, int64_t width);
 
+    /* to += from, (count) f32 each */
+    void (*add)(train_device *dv, float *to, const float *from, int64_t count);
     /* to += from, (count) each */
     void (*add_counts)(train_device *dv, int32_t *to, const int32_t *from, int64_t count);
 

@@ -40,7 +40,7 @@ static bool read_config(model_config *config, const char *path, error *err)
 static bool print(model *m, table_format format, error *err)
 {
     const model_bytes *b = &m->bytes;
-    size_t adamw = optimizer_bytes(m);
+    size_t adamw = optimizer_bytes(m, NULL);
     table *t = table_open(stdout, format == TABLE_ALIGNED ? TABLE_VERTICAL : format, columns,
                           sizeof columns / sizeof columns[0]);
     if (!t) return fail(err, ERROR_RUNTIME, "info: out of memory");

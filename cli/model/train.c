@@ -7,6 +7,9 @@
 #include "cli/model/progress.h"
 #include "cli/model/train_options.h"
 #include "common/clock.h"
+#include "train/ranks/group.h"
+#include "train/ranks/launch.h"
+#include "train/ranks/place.h"
 #include "train/run/checkpoint.h"
 
 #include <math.h>
@@ -15,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PATH_BYTES = 4096 };
+enum { PATH_BYTES = 4096, SUMMARY_BYTES = 4096 };
 
 /* The signal that was received, 0: none. It is global because a signal handler has no other way to pass it
  * on. */
@@ -171,6 +174,8 @@ static void show_start(const train_settings *s, const train_start *start)
     const char *nothing =
         start->now.evaluations > 0 ? "nothing is left but the last validation" : "nothing is left";
     if (strcmp(start->device, "cpu") == 0) cli_show_blas_fault();
+    if (start->comm && strcmp(start->device, "cpu") != 0)
+        fprintf(stderr, "%d GPUs, %s\n", start->ranks, start->comm);
     show_skipped(start->data);
     if (!start->resumed) {
         show_files(start->data);
@@ -215,23 +220,62 @@ static bool adopt_vocabulary(train_options *options, error *err)
     return true;
 }
 
-static bool train(train_options *options, bool *interrupted, error *err)
+/* Joins the other ranks of the run, if the environment says that there are any. */
+static bool join_group(train_options *options, const char *name, error *err)
+{
+    train_settings *s = &options->settings;
+    rank_place place;
+    if (!rank_place_read(&place, err)) return false;
+    if (place.ranks == 1) return true;
+    if (options->gpus > 1 && !place.launched)
+        return fail(err, ERROR_USAGE, "--gpus is %d, but the environment makes this rank %d of %d",
+                    options->gpus, place.rank, place.ranks);
+    for (size_t i = 0; i < s->path_count; i++)
+        if (strcmp(s->paths[i], "-") == 0)
+            return fail(err, ERROR_USAGE,
+                        "- is the text on standard input, which several ranks cannot share");
+    return group_connect(&s->group, &place, options->peer_timeout, name, err);
+}
+
+static bool train(train_options *options, const char *name, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
     train_result result;
-    if (!adopt_vocabulary(options, err) || !adopt_recipe(options, err) || !adopt_sizes(options, err))
+    char summary[SUMMARY_BYTES];
+    if (!join_group(options, name, err) || !adopt_vocabulary(options, err) || !adopt_recipe(options, err) ||
+        !adopt_sizes(options, err))
         return false;
-    show_device(s->device.name);
+    train_options_summary(options, summary, sizeof summary);
+    s->summary = summary;
+    const bool first = !s->group || group_rank(s->group) == 0; // it alone says something
+    if (first) show_device(s->device.name);
     progress shown = progress_start(s->config.vocab == 256);
     catch_signals();
     s->stop = &stop_asked;
     s->on_start = show_start;
-    bool done = train_run(s, options->quiet ? NULL : progress_show, &shown, &result, err);
-    progress_end(&shown);
-    if (!done || !print_result(options, &result, err)) return false;
+    bool done = train_run(s, options->quiet || !first ? NULL : progress_show, &shown, &result, err);
+    if (first) progress_end(&shown);
+    if (!done || (first && !print_result(options, &result, err))) return false;
     *interrupted = result.interrupted;
-    show_end(s, &result);
+    if (first) show_end(s, &result);
     return true;
+}
+
+/* Starts this command again as each of the ranks. */
+static int launch(const train_options *options, int argc, char **argv, error *err)
+{
+    char **again = calloc((size_t)argc + 2, sizeof *again);
+    if (!again) {
+        fail(err, ERROR_RUNTIME, "out of memory");
+        return -1;
+    }
+    again[0] = (char[]){"smoe"};
+    again[1] = (char[]){"train"};
+    memcpy(again + 2, argv + 1, (size_t)(argc - 1) * sizeof *again);
+    const bool cpus = strcmp(options->settings.device.name, "cpu") == 0;
+    const int status = launch_ranks(options->gpus, cpus, again, argv[0], err);
+    free(again);
+    return status;
 }
 
 int smoe_cli_train(int argc, char **argv)
@@ -239,9 +283,23 @@ int smoe_cli_train(int argc, char **argv)
     enum { BY_SIGNAL = 128 }; // status = 128 + number of the signal, as a shell has it
     train_options options;
     error err = {0};
-    bool interrupted = false;
-    if (!train_options_parse(&options, argc, argv, &err) || !train(&options, &interrupted, &err))
+    bool interrupted = false, launches = false, done = train_options_parse(&options, argc, argv, &err);
+    int status = 0;
+    if (done) launches = options.gpus > 1 && !getenv("SMOE_RANK");
+    if (launches)
+        done = (status = launch(&options, argc, argv, &err)) >= 0;
+    else
+        done = done && train(&options, argv[0], &interrupted, &err);
+    group *g = launches ? NULL : options.settings.group;
+    if (!done && g)
+        group_fail(g, &err);
+    else if (!done)
         fprintf(stderr, "%s: %s\n", argv[0], err.text);
+    else
+        group_close(g);
     free(options.paths);
-    return interrupted ? BY_SIGNAL + stop_asked : err.code;
+    if (!done) return err.code;
+    if (interrupted)
+        return BY_SIGNAL + (stop_asked ? stop_asked : SIGTERM); // another rank may have been told
+    return status;
 }

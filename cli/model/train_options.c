@@ -121,6 +121,8 @@ enum {
     KEY_ROUNDING,
     KEY_SCORE,
     KEY_JSON,
+    KEY_GPUS,
+    KEY_PEER_TIMEOUT,
     KEY_DEVICE,
     KEY_PRECISION,
     KEY_FASTEST,
@@ -161,6 +163,17 @@ static const struct argp_option others[] = {
     {"recompute", KEY_RECOMPUTE, "WHAT", 0,
      "What the backward computes again to save memory: none; norms (the outputs of the norms, at little "
      "cost); norms-qk (also q and k after norm and RoPE); layers (all but the input of a layer)",
+     GROUP_RUN},
+    {"gpus", KEY_GPUS, "N", 0,
+     "Train on N GPUs of this host, a process each; with --device cpu in N processes on its CPUs. Under "
+     "torchrun, srun or "
+     "mpirun every process takes its rank from the environment instead. --batch is that of all ranks "
+     "(default 1)",
+     GROUP_RUN},
+    {"peer-timeout", KEY_PEER_TIMEOUT, "X", 0,
+     "With several ranks: end the run when no rank has made progress for X seconds, except while files are "
+     "written "
+     "(default 300)",
      GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
     {"quiet", 'q', NULL, 0, "Do not show progress", GROUP_RUN},
@@ -223,6 +236,14 @@ static void note_length(train_options *options, const char *name, struct argp_st
         argp_error(state, "--%s cannot be combined with --%s: a run ends by one of them", name,
                    options->length);
     options->length = name;
+}
+
+static double parse_whole(struct argp_state *state, const char *name, const char *text, double low,
+                          double high)
+{
+    const double value = parse_real(state, name, text, low, high);
+    if (value != floor(value)) argp_error(state, "--%s: '%s' is not a whole number", name, text);
+    return value;
 }
 
 static void parse_number(train_options *options, int index, const char *text, struct argp_state *state)
@@ -306,6 +327,8 @@ static error_t parse(int key, char *text, struct argp_state *state)
         *(key == KEY_TIED ? &s->config.tied : &s->config.norm_topk_prob) = true;
         options->sizes_given = true;
         return 0;
+    case KEY_GPUS: options->gpus = (int32_t)parse_whole(state, "gpus", text, 1, 64); return 0;
+    case KEY_PEER_TIMEOUT: options->peer_timeout = parse_real(state, "peer-timeout", text, 1, 1e6); return 0;
     case KEY_DENSE_TWIN: options->dense_twin = options->sizes_given = true; return 0;
     case KEY_SCORE:
         s->config.score = parse_choice(state, "score", text, model_score_names, MODEL_SCORES);
@@ -471,7 +494,7 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
         .help_filter = add_default,
     };
     argp_err_exit_status = ERROR_USAGE;
-    *options = (train_options){.settings = train_settings_default()};
+    *options = (train_options){.settings = train_settings_default(), .gpus = 1, .peer_timeout = 300};
     options->paths = calloc((size_t)argc, sizeof *options->paths);
     if (!options->paths) return fail(err, ERROR_RUNTIME, "out of memory");
     options->settings.paths = options->paths;
@@ -486,6 +509,23 @@ static void adopt(train_options *options, size_t offset, double value)
     for (int i = 0; i < NUMBERS; i++)
         if (numbers[i].offset == offset && !options->given[i] && !isnan(value))
             number_set(&options->settings, &numbers[i], value);
+}
+
+void train_options_summary(const train_options *options, char *text, size_t size)
+{
+    const train_settings *s = &options->settings;
+    size_t at = 0;
+    text[0] = '\0';
+    for (int i = 0; i < NUMBERS && at < size; i++)
+        at += (size_t)snprintf(text + at, size - at, "--%s %.9g\n", numbers[i].name,
+                               number_get(s, &numbers[i]));
+    if (at < size)
+        snprintf(text + at, size - at,
+                 "--score %s\n--renormalize %d\n--tied %d\n--rounding %s\n--precision %s\n--fastest %d\n"
+                 "--recompute %s\n--device %s\n--resume %d",
+                 model_score_names[s->config.score], s->config.norm_topk_prob, s->config.tied,
+                 rounding_name(s->routing.rounding), s->device.bf16 ? "bf16" : "f32", s->device.fastest,
+                 model_recompute_names[s->recompute], s->device.name, s->resume);
 }
 
 bool train_options_adopt_sizes(train_options *options, const model_config *run, error *err)

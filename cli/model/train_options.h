@@ -19,11 +19,16 @@ typedef struct train_options {
     bool dense_twin;
     const char *length; // which of steps, seconds, minutes was given; NULL: none, so the default seconds
     bool json, quiet;
+    int32_t gpus;        // --gpus: ranks to start on this host
+    double peer_timeout; // seconds
 } train_options;
 
 /* Fills *options from the command line. argp prints help and usage errors and exits (0, 2); other errors come
  * back. The caller frees options->paths. */
 bool train_options_parse(train_options *options, int argc, char **argv, error *err);
+
+/* The options as lines of text, in which all ranks of a run must agree; without the folder and the data. */
+void train_options_summary(const train_options *options, char *text, size_t size);
 
 /* Takes the sizes of the model that is resumed, or whose weights are the first (--from), except for options
  * that were given. */

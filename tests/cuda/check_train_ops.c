@@ -464,7 +464,7 @@ static void run_adamw(bench *b, int side, const void *with)
     for (int i = 0; i < c->spans; i++) {
         const int64_t at = i * c->total / c->spans / 64 * 64, end = (i + 1) * c->total / c->spans / 64 * 64;
         const size_t past = (size_t)at * type_size(dv->grad_type);
-        ops->update(dv, &a, &(grad_span){grads + past, at, end - at}, c->step.clip > 0 ? NULL : square,
+        ops->update(dv, &a, &(grad_span){grads + past, at, end - at, at}, c->step.clip > 0 ? NULL : square,
                     scratch);
     }
     ops->download(dv, &c->found->square[side], square, sizeof *square);

@@ -242,6 +242,12 @@ static void cpu_swiglu_backward(train_device *dv, void *h, const void *da, int64
     swiglu_backward(h, da, rows, width);
 }
 
+static void cpu_add(train_device *dv, float *to, const float *from, int64_t count)
+{
+    (void)dv;
+    add_rows(to, from, count);
+}
+
 static void cpu_add_counts(train_device *dv, int32_t *to, const int32_t *from, int64_t count)
 {
     (void)dv;
@@ -270,8 +276,8 @@ static void cpu_update(train_device *dv, const adamw_arrays *a, const grad_span 
     (void)scratch;
     const cpu_device *cpu = (cpu_device *)dv;
     adamw_step s = cpu->step;
-    float *g = span->grads, *w = (float *)a->weights + span->first, *first = (float *)a->first + span->first,
-          *second = (float *)a->second + span->first;
+    float *g = span->grads, *w = (float *)a->weights + span->first, *first = (float *)a->first + span->state,
+          *second = (float *)a->second + span->state;
     int64_t decays = a->matrices - span->first, at = decays < 0 ? 0 : decays;
     if (at > span->count) at = span->count;
     if (square) *square += gradient_square(g, span->count);
@@ -304,6 +310,7 @@ static const train_ops cpu_ops = {
     .store = cpu_store,
     .load = cpu_load,
     .clear = cpu_clear,
+    .copy = cpu_copy,
     .stage_batch = cpu_stage_batch,
     .load_batch = cpu_load_batch,
     .finish = cpu_finish,
@@ -326,6 +333,7 @@ static const train_ops cpu_ops = {
     .qk_norm_rope_backward = cpu_qk_norm_rope_backward,
     .attention_backward = cpu_attention_backward,
     .swiglu_backward = cpu_swiglu_backward,
+    .add = cpu_add,
     .add_counts = cpu_add_counts,
     .gradient_square = cpu_gradient_square,
     .begin_update = cpu_begin_update,

@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(CONVERT_THREADS) convert(T *to, const F *from,
         to_stored(to[i], to_float(from[i]) + (add ? to_float(to[i]) : 0.0f));
 }
 
-__global__ void __launch_bounds__(CONVERT_THREADS) add_counts(int32_t *to, const int32_t *from, int64_t count)
+template <typename T>
+__global__ void __launch_bounds__(CONVERT_THREADS) add(T *to, const T *from, int64_t count)
 {
     const int64_t at = (int64_t)blockIdx.x * CONVERT_THREADS + threadIdx.x;
     if (at < count) to[at] += from[at];
@@ -139,8 +140,9 @@ void run_adamw(const adamw_arrays *a, const grad_span *span, const constants *wi
     const int64_t first = span->first;
     const auto kernel = parts ? adamw<G, S, MASTER, true> : adamw<G, S, MASTER, false>;
     kernel<<<ctas, ADAMW_THREADS, 0, stream>>>(
-        (bf16 *)a->weights + first, MASTER ? a->master + first : NULL, (const G *)span->grads,
-        (S *)a->first + first, (S *)a->second + first, a->matrices - first, span->count, with, parts);
+        (bf16 *)a->weights + first, MASTER ? a->master + span->state : NULL, (const G *)span->grads,
+        (S *)a->first + span->state, (S *)a->second + span->state, a->matrices - first, span->count, with,
+        parts);
 }
 
 } // namespace
@@ -208,6 +210,13 @@ extern "C" cudaError_t kernel_convert(void *to, smoe_type to_type, const void *f
 extern "C" cudaError_t kernel_add_counts(int32_t *to, const int32_t *from, int64_t count, cudaStream_t stream)
 {
     const unsigned ctas = (unsigned)((count + CONVERT_THREADS - 1) / CONVERT_THREADS);
-    add_counts<<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
+    add<<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t kernel_add(float *to, const float *from, int64_t count, cudaStream_t stream)
+{
+    const unsigned ctas = (unsigned)((count + CONVERT_THREADS - 1) / CONVERT_THREADS);
+    add<<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
     return cudaGetLastError();
 }

@@ -111,6 +111,11 @@ static void cuda_load(train_device *dv, float *host, const void *from, smoe_type
     }
 }
 
+static void cuda_copy(train_device *dv, void *to, const void *from, size_t bytes)
+{
+    cuda_note(dv, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, dv->stream), "copying");
+}
+
 static void cuda_clear(train_device *dv, void *memory, size_t bytes)
 {
     cuda_note(dv, cudaMemsetAsync(memory, 0, bytes, dv->stream), "clearing memory");
@@ -131,11 +136,11 @@ static bool cuda_finish(train_device *dv, error *err)
     return false;
 }
 
-static void cuda_draw(train_device *dv, void *to, smoe_type type, float *master, int64_t count,
+static void cuda_draw(train_device *dv, void *to, smoe_type type, float *master, int64_t first, int64_t count,
                       double deviation, uint64_t stream)
 {
     (void)type; // bf16
-    cuda_note(dv, kernel_draw(to, master, count, deviation, stream, dv->stream), "first weights");
+    cuda_note(dv, kernel_draw(to, master, first, count, deviation, stream, dv->stream), "first weights");
 }
 
 /* ---- batches ---- */
@@ -277,6 +282,7 @@ static const train_ops device_part = {
     .store = cuda_store,
     .load = cuda_load,
     .clear = cuda_clear,
+    .copy = cuda_copy,
     .stage_batch = cuda_stage_batch,
     .load_batch = cuda_load_batch,
     .finish = cuda_finish,
@@ -305,9 +311,16 @@ static bool open(cuda_device *cuda, const cuda_options *options, error *err)
     cudaStream_t stream = NULL;
     size_t small = KERNELS_NORM_PARTS * sizeof(double) + 16 * sizeof(float);
     error why = {0};
+    int count = 0;
     if (!cuda_usable(&why)) return fail(err, ERROR_RUNTIME, "no GPU can be used: %.300s", why.text);
+    if (cudaGetDeviceCount(&count) == cudaSuccess && options->index >= count)
+        return fail(err, ERROR_RUNTIME, "this rank's GPU is number %d, but this host has %d", options->index,
+                    count);
+    if (cudaSetDevice(options->index) != cudaSuccess)
+        return fail(err, ERROR_RUNTIME, "GPU %d: %s", options->index, cudaGetErrorString(cudaGetLastError()));
     if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess ||
-        cudaDeviceGetAttribute(&cuda->processors, cudaDevAttrMultiProcessorCount, 0) != cudaSuccess ||
+        cudaDeviceGetAttribute(&cuda->processors, cudaDevAttrMultiProcessorCount, options->index) !=
+            cudaSuccess ||
         cudaMalloc((void **)&cuda->small, small) != cudaSuccess ||
         cudaMalloc(&cuda->staging, STAGING_VALUES * sizeof(float)) != cudaSuccess)
         return fail(err, ERROR_RUNTIME, "the GPU does not start: %s", cudaGetErrorString(cudaGetLastError()));
@@ -328,6 +341,7 @@ train_device *cuda_open(const cuda_options *options, error *err)
     cuda_add_operations(&cuda->ops);
     cuda->base = (train_device){.ops = &cuda->ops,
                                 .name = "cuda",
+                                .index = options->index,
                                 .backend = SMOE_BACKEND_CUDA,
                                 .type = SMOE_TYPE_BF16,
                                 .grad_type = options->bf16 && !options->sums ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,

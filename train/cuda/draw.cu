@@ -11,26 +11,26 @@ namespace
 enum { DRAW_THREADS = 256 };
 
 __global__ void __launch_bounds__(DRAW_THREADS)
-    draw(bf16 *to, float *master, int64_t count, double deviation, uint64_t key)
+    draw(bf16 *to, float *master, int64_t first, int64_t count, double deviation, uint64_t key)
 {
     const int64_t i = (int64_t)blockIdx.x * DRAW_THREADS + threadIdx.x;
     if (i >= count) return;
     float value = 1.0f;
     if (deviation > 0.0) {
-        const double u = 1.0 - random_uniform(key, 2 * (uint64_t)i),
-                     v = random_uniform(key, 2 * (uint64_t)i + 1);
+        const uint64_t at = (uint64_t)(first + i);
+        const double u = 1.0 - random_uniform(key, 2 * at), v = random_uniform(key, 2 * at + 1);
         value = (float)(deviation * (sqrt(-2.0 * log(u)) * cospi(2.0 * v)));
     }
     if (master) master[i] = value;
-    to_stored(to[i], value);
+    if (to) to_stored(to[i], value);
 }
 
 } // namespace
 
-extern "C" cudaError_t kernel_draw(void *to, float *master, int64_t count, double deviation, uint64_t key,
-                                   cudaStream_t stream)
+extern "C" cudaError_t kernel_draw(void *to, float *master, int64_t first, int64_t count, double deviation,
+                                   uint64_t key, cudaStream_t stream)
 {
     const unsigned ctas = (unsigned)((count + DRAW_THREADS - 1) / DRAW_THREADS);
-    draw<<<ctas, DRAW_THREADS, 0, stream>>>((bf16 *)to, master, count, deviation, key);
+    draw<<<ctas, DRAW_THREADS, 0, stream>>>((bf16 *)to, master, first, count, deviation, key);
     return cudaGetLastError();
 }

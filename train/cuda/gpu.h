@@ -5,6 +5,7 @@
 #include "train/ops.h"
 
 typedef struct cuda_options {
+    int index;    // which GPU of this host
     bool bf16;    // weights and AdamW's states in bf16 alone; else states and master weights in f32
     bool sums;    // gradients in f32, for any type of the weights
     bool fastest; // attention's backward may sum in any order: the last bits then differ from run to run

@@ -58,9 +58,9 @@ cudaError_t kernel_mean(double *mean, const float *values, int64_t count, cudaSt
 
 /* ---- draw.cu ---- */
 
-/* Writes count normal values times deviation, or ones if deviation is 0, to `to` (bf16) and, unless NULL, to
- * master */
-cudaError_t kernel_draw(void *to, float *master, int64_t count, double deviation, uint64_t key,
+/* Writes values [first, first + count) of a normal stream times deviation, or ones if deviation is 0, to `to`
+ * (bf16) and to master, unless they are NULL */
+cudaError_t kernel_draw(void *to, float *master, int64_t first, int64_t count, double deviation, uint64_t key,
                         cudaStream_t stream);
 
 /* ---- swiglu.cu ---- */
@@ -88,6 +88,7 @@ cudaError_t kernel_convert(void *to, smoe_type to_type, const void *from, smoe_t
                            bool add, cudaStream_t stream);
 
 /* to += from */
+cudaError_t kernel_add(float *to, const float *from, int64_t count, cudaStream_t stream);
 cudaError_t kernel_add_counts(int32_t *to, const int32_t *from, int64_t count, cudaStream_t stream);
 
 /* ---- multiply.cu: c (m, n) = a b, for machines without cuBLAS ---- */

@@ -176,6 +176,11 @@ static void cuda_swiglu_backward(train_device *dv, void *h, const void *da, int6
     cuda_note(dv, kernel_swiglu_backward(h, da, rows, width, dv->stream), "swiglu's gradient");
 }
 
+static void cuda_add(train_device *dv, float *to, const float *from, int64_t count)
+{
+    cuda_note(dv, kernel_add(to, from, count, dv->stream), "a sum of gradients");
+}
+
 static void cuda_add_counts(train_device *dv, int32_t *to, const int32_t *from, int64_t count)
 {
     cuda_note(dv, kernel_add_counts(to, from, count, dv->stream), "counts of experts");
@@ -243,6 +248,7 @@ void cuda_add_operations(train_ops *ops)
     ops->qk_norm_rope_backward = cuda_qk_norm_rope_backward;
     ops->attention_backward = cuda_attention_backward;
     ops->swiglu_backward = cuda_swiglu_backward;
+    ops->add = cuda_add;
     ops->add_counts = cuda_add_counts;
     ops->gradient_square = cuda_gradient_square;
     ops->begin_update = cuda_begin_update;

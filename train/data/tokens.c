@@ -518,9 +518,15 @@ static int64_t sample_position(const tokens *data, uint64_t seed, uint64_t sampl
 void tokens_batch(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int32_t *inputs,
                   int32_t *targets)
 {
+    tokens_rows(data, seed, step, batch, 0, batch, inputs, targets);
+}
+
+void tokens_rows(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int64_t first, int64_t rows,
+                 int32_t *inputs, int32_t *targets)
+{
     assert(data->train.total > data->context);
-    for (int64_t row = 0; row < batch; row++) {
-        int64_t position = sample_position(data, seed, step * (uint64_t)batch + (uint64_t)row);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t position = sample_position(data, seed, step * (uint64_t)batch + (uint64_t)(first + row));
         copy_window(&data->train, position, data->context, inputs + row * data->context,
                     targets + row * data->context);
     }

@@ -105,10 +105,15 @@ static inline bool tokens_are_whole(const tokens_mark *text) // opened with TOKE
     return text->train > 0 && text->validation == 0;
 }
 
-/* Batch number `step` of the training stream: inputs and targets (batch, context), targets one token later.
- * The result depends only on the arguments, so resuming needs only the step. Sample i = step * batch + row
- * goes through the stream in epochs. An epoch cuts the stream into adjoining windows from a random start, and
- * visits every window once, in random order. The data must be opened with TOKENS_TRAIN or TOKENS_WHOLE. */
+/* Rows [first, first + rows) of batch number `step` of the training stream, which has `batch` rows: inputs
+ * and targets (rows, context), targets one token later. The result depends only on the arguments, so resuming
+ * needs only the step. Sample i = step * batch + row goes through the stream in epochs. An epoch cuts the
+ * stream into adjoining windows from a random start, and visits every window once, in random order. The data
+ * must be opened with TOKENS_TRAIN or TOKENS_WHOLE. */
+void tokens_rows(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int64_t first, int64_t rows,
+                 int32_t *inputs, int32_t *targets);
+
+/* The whole batch. */
 void tokens_batch(const tokens *data, uint64_t seed, uint64_t step, int64_t batch, int32_t *inputs,
                   int32_t *targets);
 

@@ -14,6 +14,9 @@
  * removed. */
 bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t size, error *err);
 
+/* Writes its path alone. */
+bool checkpoint_folder_name(const char *out, int64_t step, char *folder, size_t size, error *err);
+
 /* Syncs and renames it, moves OUT/latest to it, and removes the oldest checkpoints until `keep` are left. */
 bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error *err);
 

@@ -166,6 +166,16 @@ bool file_writer_write(file_writer **writer, const void *bytes, size_t size, err
     return begin_early(*writer) || writer_fail(writer, "write", errno, err);
 }
 
+bool file_writer_extend(file_writer **writer, size_t bytes, error *err)
+{
+    file_writer *w = *writer;
+    w->written += bytes;
+    w->begun = w->written;
+    return (fflush(w->stream) == 0 && ftruncate(fileno(w->stream), (off_t)w->written) == 0 &&
+            fseeko(w->stream, 0, SEEK_END) == 0) ||
+           writer_fail(writer, "extend", errno, err);
+}
+
 /* The folder of `path`, in memory that the caller frees; NULL if there is none. */
 static char *folder_of(const char *path)
 {

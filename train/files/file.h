@@ -33,8 +33,9 @@ void file_map_forget(const file_map *map, const void *from, size_t bytes);
 typedef struct file_writer file_writer;
 bool file_writer_open(file_writer **writer, const char *path, error *err);
 bool file_writer_write(file_writer **writer, const void *bytes, size_t size, error *err);
-bool file_writer_commit(file_writer **writer, error *err); // frees the writer
-void file_writer_abort(file_writer **writer);              // a NULL writer is fine
+bool file_writer_extend(file_writer **writer, size_t bytes, error *err); // by zeros that take no space
+bool file_writer_commit(file_writer **writer, error *err);               // frees the writer
+void file_writer_abort(file_writer **writer);                            // a NULL writer is fine
 
 /* All three steps for contents in memory. */
 bool file_write(const char *path, const void *bytes, size_t size, error *err);

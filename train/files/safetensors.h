@@ -103,7 +103,8 @@ bool safetensors_write(const char *path, const tensor *tensors, size_t count,
  * They are valid until the next call. On failure: NULL and *err. */
 typedef const void *(*safetensors_source)(void *user, size_t index, size_t from, size_t size, error *err);
 
-/* The same, but the source gives the bytes, part by part. The data pointers of the tensors are not read. */
+/* The same, but the source gives the bytes, part by part; NULL: they are left zero. The data pointers of the
+ * tensors are not read. */
 bool safetensors_write_from(const char *path, const tensor *tensors, size_t count,
                             const safetensors_pair *metadata, size_t pairs, safetensors_source source,
                             void *user, size_t most, error *err);

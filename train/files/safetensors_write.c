@@ -92,6 +92,7 @@ static bool write_tensor(file_writer **writer, const contents *c, const tensor *
 {
     int64_t elements, bytes;
     tensor_size(t, &elements, &bytes);
+    if (!c->source) return file_writer_extend(writer, (size_t)bytes, err);
     for (size_t from = 0; from < (size_t)bytes; from += c->most) {
         const size_t left = (size_t)bytes - from, size = left < c->most ? left : c->most;
         const void *piece = c->source(c->user, (size_t)(t - c->tensors), from, size, err);

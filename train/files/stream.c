@@ -22,18 +22,16 @@ const void *stream_read(stream *s, const void *from, size_t bytes, error *err)
 }
 
 bool stream_write(stream *s, void *to, smoe_type type, float *master, const safetensors *file,
-                  const tensor *t, error *err)
+                  const tensor *t, int64_t first, int64_t count, error *err)
 {
     const train_ops *ops = s->device->ops;
     const int64_t most = STREAM_BYTES / sizeof(float);
-    int64_t elements, bytes;
-    tensor_size(t, &elements, &bytes);
-    for (int64_t first = 0; first < elements; first += most) {
-        const int64_t count = elements - first < most ? elements - first : most;
-        tensor_read_part(t, first, count, s->buffer);
-        safetensors_forget(file, t, first, count);
-        ops->store(s->device, (char *)to + (size_t)first * type_size(type), type, s->buffer, count);
-        if (master) ops->store(s->device, master + first, SMOE_TYPE_F32, s->buffer, count);
+    for (int64_t done = 0; done < count; done += most) {
+        const int64_t part = count - done < most ? count - done : most;
+        tensor_read_part(t, first + done, part, s->buffer);
+        safetensors_forget(file, t, first + done, part);
+        if (to) ops->store(s->device, (char *)to + (size_t)done * type_size(type), type, s->buffer, part);
+        if (master) ops->store(s->device, master + done, SMOE_TYPE_F32, s->buffer, part);
         if (!ops->finish(s->device, err)) return false; // the device is done with the buffer
     }
     return true;

@@ -21,9 +21,9 @@ void stream_close(stream *s); // a zeroed one is fine
  * valid until the next call. NULL and *err: the device failed. */
 const void *stream_read(stream *s, const void *from, size_t bytes, error *err);
 
-/* Copies all elements of a file's tensor, which tensor_is_real has accepted, to `to` (type) and, unless it is
- * NULL, to `master`. */
+/* Copies elements [first, first + count) of a file's tensor, which tensor_is_real has accepted, to `to`
+ * (type) and to `master`, either of which may be NULL. */
 bool stream_write(stream *s, void *to, smoe_type type, float *master, const safetensors *file,
-                  const tensor *t, error *err);
+                  const tensor *t, int64_t first, int64_t count, error *err);
 
 #endif

@@ -10,8 +10,8 @@ typedef struct experts_common {
     uint64_t saved_bytes, scratch_bytes; // of one block, of all
     void *scratch;
     void *da;        // (rows, shared f), in the place of `scratch`
-    float *bias;     // (blocks, E) selection biases; NULL: none
-    int32_t *counts; // (blocks, E) of the step at hand; NULL: they are not changed
+    float *bias;     // (blocks, bias_stride) selection biases; NULL: none
+    int32_t *counts; // (blocks, bias_stride) of the step at hand; NULL: they are not changed
 } experts_common;
 
 typedef struct experts_own {
@@ -80,6 +80,7 @@ static bool open_context(void *common, const block_frame *f, error *err)
     char text[256] = "";
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     options.backend = f->device->backend;
+    options.device = f->device->index;
     options.error_text = text;
     options.error_size = sizeof text;
     if (smoe_create(&all->context, &options) != SMOE_OK) return fail(err, ERROR_RUNTIME, "%s", text);
@@ -156,10 +157,17 @@ static size_t kept_for_log(const void *common)
     return a.used;
 }
 
-/* The number of blocks times E. */
+/* From a block's biases, or counts, to the next's: the library asks for aligned ones. */
+static int64_t bias_stride(const model_config *c)
+{
+    enum { UNIT = 64 };
+    return (c->experts + UNIT - 1) / UNIT * UNIT;
+}
+
+/* The elements of all blocks. */
 static int64_t biases(const model_config *c)
 {
-    return (c->layers - c->dense_layers) * c->experts;
+    return (c->layers - c->dense_layers) * bias_stride(c);
 }
 
 static void place_constants(void *common, const block_frame *f, arena *a)
@@ -196,13 +204,20 @@ static void place_scratch(void *common, const block_frame *f, arena *a)
 /* The block's place in arrays of all blocks. */
 static int64_t place_of(const block *b)
 {
-    return (b->layer - b->frame->config->dense_layers) * b->frame->config->experts;
+    return (b->layer - b->frame->config->dense_layers) * bias_stride(b->frame->config);
 }
 
 float *experts_bias(const block *b)
 {
     const experts_common *all = b->common;
     return all->bias ? all->bias + place_of(b) : NULL;
+}
+
+int32_t *experts_all_counts(const block *b, int64_t *count)
+{
+    const experts_common *all = b->common;
+    *count = biases(b->frame->config);
+    return all->counts;
 }
 
 bool experts_update_bias(block *b, float rate, error *err)

@@ -23,6 +23,8 @@ const float *experts_losses(const block *b);
  * reaches them. The backwards of the passes of a step count the tokens that top-K gives each expert, and
  * experts_update_bias moves the biases by `rate` against these counts. */
 float *experts_bias(const block *b);
+/* The counts of all blocks of the kind, and their number. */
+int32_t *experts_all_counts(const block *b, int64_t *count);
 bool experts_update_bias(block *b, float rate, error *err);
 
 #endif

@@ -104,14 +104,15 @@ bool model_forward(model *m, block_pass *pass, int64_t part, bool add, error *er
     const int64_t rows = m->frame.rows;
     m->batch = m->batches[part];
     m->pass_routing = m->routing;
-    m->pass_routing.step = m->routing.step * (uint64_t)m->parts + (uint64_t)part;
+    m->pass_routing.step = m->routing.step * (uint64_t)m->passes + (uint64_t)(m->first_part + part);
     *pass = (block_pass){.sequences = m->frame.sequences,
                          .length = m->config.context,
                          .rows = rows,
                          .routing = &m->pass_routing,
-                         .add = add || part > 0};
+                         .add = add || (part > 0 && !m->weights.sharded)};
+    weights_begin_pass(&m->weights);
     if (!decoder(m, pass, err)) return false;
-    head_loss(&m->head, m->losses + part * rows, last->h, m->dh, m->batch.targets, rows, rows * m->parts,
+    head_loss(&m->head, m->losses + part * rows, last->h, m->dh, m->batch.targets, rows, rows * m->passes,
               pass->add);
     norm_backward(m, last, pass, false, false);
     return true;
@@ -154,6 +155,14 @@ void model_end_backward(model *m, const block_pass *p)
 void model_end_step(model *m)
 {
     m->device->ops->mean(m->device, &m->scalars[SCALAR_LOSS], m->losses, m->frame.rows * m->parts);
+}
+
+int32_t *model_counts(const model *m, int64_t *count)
+{
+    *count = 0;
+    return m->config.dense_layers < m->config.layers
+               ? experts_all_counts(model_experts(m, m->config.dense_layers), count)
+               : NULL;
 }
 
 bool model_update_biases(model *m, error *err)

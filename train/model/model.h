@@ -24,8 +24,11 @@ typedef struct model_options {
     const moe_routing *routing; // of the training passes (its step may change before each); NULL: plain top-K
     model_use use;
     model_recompute recompute;
-    int32_t chunks; // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
-    bool one_layer; // the gradients of one layer exist at a time (weights.h); one part
+    int32_t chunks;  // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
+    bool one_layer;  // the gradients of one layer exist at a time (weights.h); one part
+    bool sharded;    // as weights.h has it, with any number of parts
+    int rank, ranks; // this model has parts [rank parts, (rank + 1) parts) of the ranks * parts passes of a
+                     // step; 0: 1
 } model_options;
 
 /* Bytes on the device, by what they are for. */
@@ -35,7 +38,8 @@ typedef struct model_bytes {
     size_t rest;
 } model_bytes;
 
-enum { SCALAR_LOSS, SCALAR_SQUARE, SCALARS }; // the gradient's norm, squared
+/* The gradient's norm, squared; and from SCALAR_SHARED on a step's values that ranks add up (run/step.h). */
+enum { SCALAR_LOSS, SCALAR_SQUARE, SCALAR_SHARED, SCALARS = SCALAR_SHARED + 3 };
 
 enum { MODEL_KINDS = 3, MODEL_BRANCHES = 2 }; // kinds of blocks; blocks of a layer
 
@@ -46,7 +50,7 @@ typedef struct model {
     model_weights weights;
     moe_routing routing, pass_routing; // of training passes; with the step of the current one
     block_frame frame;
-    int64_t parts;
+    int64_t parts, first_part, passes; // its parts of a step's passes, and the number of all
     void *commons[MODEL_KINDS];
     block *blocks; // (MODEL_BRANCHES layers + 1) in the order of the stream; the last is the final norm alone
     model_head head;
@@ -110,6 +114,9 @@ void model_end_step(model *m);
 /* Moves the selection biases by routing.bias_rate against the counts of the passes since the last call, if it
  * is not 0. */
 bool model_update_biases(model *m, error *err);
+
+/* The counts from which the next update of the biases follows, on the device, and their number. */
+int32_t *model_counts(const model *m, int64_t *count);
 
 /* The selection biases of a layer as a tensor of the checkpoint. NULL: it has none. */
 float *model_bias(const model *m, int64_t layer, param_tensor *tensor);

@@ -305,7 +305,7 @@ static bool check_biases(const model *m, error *err)
 
 static bool check_parts(const model *m, error *err)
 {
-    if (m->parts > 1 && m->weights.one_layer)
+    if (m->parts > 1 && m->weights.one_layer && !m->weights.sharded)
         return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients of one layer at a time at most 1",
                     (long long)m->parts);
     if (m->parts > 1 && m->device->grad_type != SMOE_TYPE_F32)
@@ -317,11 +317,14 @@ static bool check_parts(const model *m, error *err)
 static void describe(model *m, train_device *device, const model_config *config, const model_options *o)
 {
     *m = (model){.device = device, .config = *config, .parts = o->parts ? o->parts : 1};
+    m->first_part = o->rank * m->parts;
+    m->passes = (o->ranks ? o->ranks : 1) * m->parts;
     if (o->routing) m->routing = *o->routing;
     // The auxiliary losses are means over the passes, so each pass adds its share.
-    m->routing.balance_coefficient /= (float)m->parts;
-    m->routing.z_coefficient /= (float)m->parts;
-    m->weights.one_layer = o->one_layer && o->use == MODEL_TRAIN;
+    m->routing.balance_coefficient /= (float)m->passes;
+    m->routing.z_coefficient /= (float)m->passes;
+    m->weights.sharded = o->sharded && o->use == MODEL_TRAIN;
+    m->weights.one_layer = m->weights.sharded || (o->one_layer && o->use == MODEL_TRAIN);
     m->frame = (block_frame){.config = &m->config,
                              .weights = &m->weights,
                              .routing = &m->routing,

@@ -13,17 +13,20 @@ typedef struct model_weights {
     float *host;  // `params` on the CPU; else NULL
     void *grads;  // (layout.total), grad_type; NULL without training. With one_layer: of the weights before
                   // the layers' matrices, then of those after them
-    bool one_layer;
-    void *layer_grads;  // with one_layer: of the matrices of the layer whose backward is on, which begin at
-    size_t layer_first; // in the layout
-    bool clears_layer;  // they begin with zeros
+    bool one_layer, sharded; // sharded: every pass writes all gradients anew, and those of two layers exist
+                             // at a time, in turns, because one leaves while the next is computed
+    void *layer_grads;       // with one_layer: of the matrices of a layer, or of two
+    void *layer;             // and of the layer whose backward is on, which begin at
+    size_t layer_first;      // in the layout
+    bool clears_layer;       // they begin with zeros
 } model_weights;
 
 /* Where the weights of a group, and their gradients, are. */
 void *weights_at(const model_weights *w, size_t offset);
 void *weights_grad(const model_weights *w, size_t offset);
 
-/* Before the backward of layer l. */
+/* Before the first backward of a pass; of layer l. */
+void weights_begin_pass(model_weights *w);
 void weights_begin_layer(model_weights *w, int64_t l);
 
 /* The matrices of layer l. */

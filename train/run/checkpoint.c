@@ -5,7 +5,10 @@
 #include "train/files/checkpoint_folder.h"
 #include "train/files/file.h"
 #include "train/files/safetensors.h"
+#include "train/files/safetensors_patch.h"
 #include "train/files/stream.h"
+#include "train/run/checkpoint_fill.h"
+#include "train/run/shards.h"
 
 #include <errno.h>
 #include <math.h>
@@ -71,9 +74,11 @@ static const void *read_piece(void *user, size_t index, size_t from, size_t size
     return stream_read(&s->pieces, (const char *)s->tensors[index].data + from, size, err);
 }
 
+/* `reserves`: leaves the tensors' bytes to checkpoint_fill. */
 static bool write_tensors(const char *path, train_device *device, const tensor *tensors, size_t count,
-                          const safetensors_pair *metadata, size_t pairs, error *err)
+                          const safetensors_pair *metadata, size_t pairs, bool reserves, error *err)
 {
+    if (reserves) return safetensors_reserve(path, tensors, count, metadata, pairs, err);
     device_source source = {.tensors = tensors};
     bool done =
         stream_open(&source.pieces, device, err) &&
@@ -93,7 +98,8 @@ static smoe_type weight_type(const model *m, const adamw_arrays *arrays)
     return arrays->master ? SMOE_TYPE_F32 : m->device->type;
 }
 
-static bool write_weights(const char *folder, const model *m, const adamw_arrays *arrays, error *err)
+static bool write_weights(const char *folder, const model *m, const adamw_arrays *arrays, bool reserves,
+                          error *err)
 {
     const param_layout *layout = &m->weights.layout;
     const char *weights = arrays->master ? (const void *)arrays->master : m->weights.params;
@@ -127,7 +133,7 @@ static bool write_weights(const char *folder, const model *m, const adamw_arrays
                                     .data = (const void *)bias};
     }
     const safetensors_pair format = {"format", "pt"}; // transformers asks for it
-    bool done = write_tensors(path, m->device, tensors, count, &format, 1, err);
+    bool done = write_tensors(path, m->device, tensors, count, &format, 1, reserves, err);
     free(tensors);
     free(biases);
     return done;
@@ -135,7 +141,7 @@ static bool write_weights(const char *folder, const model *m, const adamw_arrays
 
 /* Counters are written as text, doubles in hexadecimal, so that they are read back with the same bits. */
 static bool write_state(const char *folder, const model *m, const adamw_arrays *arrays, const train_state *s,
-                        error *err)
+                        bool reserves, error *err)
 {
     char path[PATH_BYTES], text[MOST_PAIRS][32];
     size_t count = COUNTERS;
@@ -170,11 +176,12 @@ static bool write_state(const char *folder, const model *m, const adamw_arrays *
         {.name = "adamw.first", .dtype = dtype, .rank = 1, .shape = {total}, .data = arrays->first},
         {.name = "adamw.second", .dtype = dtype, .rank = 1, .shape = {total}, .data = arrays->second},
     };
-    return write_tensors(path, m->device, moments, 2, pairs, count, err);
+    return write_tensors(path, m->device, moments, 2, pairs, count, reserves, err);
 }
 
 static bool write_files(const char *folder, const model *m, const adamw_arrays *arrays,
-                        const train_state *state, const tokenizer *words, const carried *from, error *err)
+                        const train_state *state, const tokenizer *words, const carried *from, bool reserves,
+                        error *err)
 {
     char path[PATH_BYTES];
     const char *dtype = weight_type(m, arrays) == SMOE_TYPE_F32 ? "float32" : "bfloat16";
@@ -184,19 +191,27 @@ static bool write_files(const char *folder, const model *m, const adamw_arrays *
                                       .end = words->table.tokens > 0 ? words->table.end : -1};
     return join(path, folder, "config.json", err) &&
            model_config_write(&m->config, dtype, &extra, path, err) &&
-           write_weights(folder, m, arrays, err) && write_state(folder, m, arrays, state, err) &&
-           tokenizer_save(words, folder, err) && carried_save(from, folder, err);
+           write_weights(folder, m, arrays, reserves, err) &&
+           write_state(folder, m, arrays, state, reserves, err) && tokenizer_save(words, folder, err) &&
+           carried_save(from, folder, err);
 }
 
 bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
-                     const tokenizer *words, const carried *from, int64_t keep, error *err)
+                     const tokenizer *words, const carried *from, int64_t keep, train_comm *comm, error *err)
 {
     char folder[PATH_BYTES];
-    if (!checkpoint_folder_begin(out, state->step, folder, sizeof folder, err)) return false;
-    if (write_files(folder, m, arrays, state, words, from, err) &&
-        checkpoint_folder_commit(out, state->step, keep, err))
-        return true;
-    checkpoint_folder_abort(out, state->step);
+    const bool first = !comm || comm->rank == 0;
+    if (!(first ? checkpoint_folder_begin : checkpoint_folder_name)(out, state->step, folder, sizeof folder,
+                                                                    err))
+        return false;
+    bool done = !first || write_files(folder, m, arrays, state, words, from, comm != NULL, err);
+    if (comm && done) {
+        comm->ops->barrier(comm);
+        done = checkpoint_fill(folder, m, arrays, first, err);
+    }
+    if (comm && done) comm->ops->barrier(comm);
+    if (done && (!first || checkpoint_folder_commit(out, state->step, keep, err))) return true;
+    if (first) checkpoint_folder_abort(out, state->step);
     return false;
 }
 
@@ -296,12 +311,30 @@ static bool read_bias(const safetensors *file, const char *path, model *m, int64
     if (!bias) return true;
     if (!safetensors_get(file, p.name, &t, err)) return false;
     return tensor_is_real(t, p.rank, p.shape, &why)
-               ? stream_write(pieces, bias, SMOE_TYPE_F32, NULL, file, t, err)
+               ? stream_write(pieces, bias, SMOE_TYPE_F32, NULL, file, t, 0, (int64_t)p.count, err)
                : fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
 }
 
-static bool read_tensors(const safetensors *file, const char *path, model *m, float *master, stream *pieces,
-                         error *err)
+/* A tensor's weights, and those of the master weights that are here. */
+static bool read_weight(const safetensors *file, const param_tensor *p, const tensor *t, model *m,
+                        const adamw_arrays *arrays, stream *pieces, error *err)
+{
+    const int64_t begin = (int64_t)p->offset, count = (int64_t)p->count;
+    float *master = arrays ? arrays->master : NULL, *whole = master && !arrays->runs ? master + begin : NULL;
+    state_run run;
+    if (!stream_write(pieces, weights_at(&m->weights, p->offset), m->device->type, whole, file, t, 0, count,
+                      err))
+        return false;
+    if (!master || whole) return true;
+    for (int64_t at = begin; state_run_next(arrays, at, begin + count, &run); at = run.first + run.count)
+        if (!stream_write(pieces, NULL, SMOE_TYPE_F32, master + run.state, file, t, run.first - begin,
+                          run.count, err))
+            return false;
+    return true;
+}
+
+static bool read_tensors(const safetensors *file, const char *path, model *m, const adamw_arrays *arrays,
+                         stream *pieces, error *err)
 {
     for (size_t i = 0; i < m->weights.layout.tensor_count; i++) {
         const param_tensor *p = &m->weights.layout.tensors[i];
@@ -310,19 +343,18 @@ static bool read_tensors(const safetensors *file, const char *path, model *m, fl
         if (!safetensors_get(file, p->name, &t, err)) return false;
         if (!tensor_is_real(t, p->rank, p->shape, &why))
             return fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
-        if (!stream_write(pieces, weights_at(&m->weights, p->offset), m->device->type,
-                          master ? master + p->offset : NULL, file, t, err))
-            return false;
+        if (!read_weight(file, p, t, m, arrays, pieces, err)) return false;
     }
     for (int64_t l = 0; l < m->config.layers; l++)
         if (!read_bias(file, path, m, l, pieces, err)) return false;
     return check_explained(file, path, m, err);
 }
 
-static bool read_weights(const safetensors *file, const char *path, model *m, float *master, error *err)
+static bool read_weights(const safetensors *file, const char *path, model *m, const adamw_arrays *arrays,
+                         error *err)
 {
     stream pieces;
-    bool done = stream_open(&pieces, m->device, err) && read_tensors(file, path, m, master, &pieces, err);
+    bool done = stream_open(&pieces, m->device, err) && read_tensors(file, path, m, arrays, &pieces, err);
     stream_close(&pieces);
     return done;
 }
@@ -339,12 +371,12 @@ static bool find_weights(const char *folder, char *path, error *err)
     return fail(err, ERROR_RUNTIME, "%s: has neither %s nor %s", folder, names[0], names[1]);
 }
 
-bool checkpoint_load_weights(const char *path, model *m, float *master, error *err)
+bool checkpoint_load_weights(const char *path, model *m, const adamw_arrays *arrays, error *err)
 {
     char name[PATH_BYTES];
     safetensors *file;
     if (!find_weights(path, name, err) || !safetensors_open(&file, name, err)) return false;
-    bool done = read_weights(file, name, m, master, err);
+    bool done = read_weights(file, name, m, arrays, err);
     safetensors_close(file);
     return done;
 }
@@ -387,22 +419,27 @@ static bool read_real(const safetensors *file, const char *path, const char *key
            fail(err, ERROR_RUNTIME, "%s: \"%s\" is \"%.40s\", not a number", path, key, text);
 }
 
-static bool read_moment(const safetensors *file, const char *name, void *to, smoe_type type, int64_t total,
-                        stream *pieces, error *err)
+static bool read_moment(const safetensors *file, const char *name, void *to, const adamw_arrays *arrays,
+                        int64_t total, stream *pieces, error *err)
 {
+    const smoe_type type = arrays->state_type;
     const tensor *t;
-    return safetensors_get(file, name, &t, err) && tensor_is_real(t, 1, &total, err) &&
-           stream_write(pieces, to, type, NULL, file, t, err);
+    state_run run;
+    if (!safetensors_get(file, name, &t, err) || !tensor_is_real(t, 1, &total, err)) return false;
+    for (int64_t at = 0; state_run_next(arrays, at, total, &run); at = run.first + run.count)
+        if (!stream_write(pieces, (char *)to + (size_t)run.state * type_size(type), type, NULL, file, t,
+                          run.first, run.count, err))
+            return false;
+    return true;
 }
 
 static bool read_moments(const safetensors *file, const model *m, const adamw_arrays *arrays, error *err)
 {
     const int64_t total = (int64_t)m->weights.layout.total;
-    const smoe_type type = arrays->state_type;
     stream pieces;
     bool done = stream_open(&pieces, m->device, err) &&
-                read_moment(file, "adamw.first", arrays->first, type, total, &pieces, err) &&
-                read_moment(file, "adamw.second", arrays->second, type, total, &pieces, err);
+                read_moment(file, "adamw.first", arrays->first, arrays, total, &pieces, err) &&
+                read_moment(file, "adamw.second", arrays->second, arrays, total, &pieces, err);
     stream_close(&pieces);
     return done;
 }

@@ -18,6 +18,7 @@
 #include "train/data/tokenizer.h"
 #include "train/data/tokens.h"
 #include "train/model/model.h"
+#include "train/ranks/comm.h"
 #include "train/run/carried.h"
 #include "train/run/routing_report.h"
 
@@ -49,9 +50,11 @@ typedef struct train_state {
 
 /* Writes a checkpoint of m, the optimiser's arrays and state under `out`, points `latest` to it and removes
  * the oldest beyond `keep`. `words` is the tokenizer that is saved with it; zeroed for token files without
- * one. `from` is what is taken over from an earlier checkpoint; zeroed: nothing. */
+ * one. `from` is what is taken over from an earlier checkpoint; zeroed: nothing. `comm`, unless NULL: all its
+ * ranks call this and write the ranges whose states they have; rank 0 does the rest. The files are the same.
+ */
 bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays, const train_state *state,
-                     const tokenizer *words, const carried *from, int64_t keep, error *err);
+                     const tokenizer *words, const carried *from, int64_t keep, train_comm *comm, error *err);
 
 /* Finds the checkpoint that `path` means: path itself if it contains a config.json, else path/latest. `name`
  * (of `size` bytes) receives the checkpoint's path. */
@@ -61,10 +64,10 @@ bool checkpoint_find(const char *path, char *name, size_t size, error *err);
 bool checkpoint_load_config(const char *path, model_config *config, error *err);
 
 /* Loads the weights from model.safetensors, or from the shards of model.safetensors.index.json, to the model
- * and, unless it is NULL, in f32 to `master`. Errors: a tensor of the model is missing, has another shape or
- * is an integer; the file has a tensor that the model does not have; a model with a tied embedding has a head
- * that differs from the embedding. */
-bool checkpoint_load_weights(const char *path, model *m, float *master, error *err);
+ * and, unless `arrays` is NULL, to its master weights. Errors: a tensor of the model is missing, has another
+ * shape or is an integer; the file has a tensor that the model does not have; a model with a tied embedding
+ * has a head that differs from the embedding. */
+bool checkpoint_load_weights(const char *path, model *m, const adamw_arrays *arrays, error *err);
 
 /* Reads state and, unless m is NULL, the AdamW moments into arrays. */
 bool checkpoint_load_state(const char *path, const model *m, const adamw_arrays *arrays, train_state *state,

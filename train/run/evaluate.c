@@ -1,6 +1,7 @@
 /* See evaluate.h. */
 #include "train/run/evaluate.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -21,37 +22,53 @@ static bool add_pass(evaluation *result, model *m, const tokens *data, const pas
     return true;
 }
 
-/* Passes of up to m->frame.sequences windows. */
-static bool add_windows(evaluation *result, model *m, const tokens *data, int64_t count,
-                        const pass_memory *memory, const evaluation_watch *watch, error *err)
+/* Windows [begin, end) of `count` at equal distances, in passes of up to m->frame.sequences. */
+static bool add_windows(evaluation *result, model *m, const tokens *data, int64_t begin, int64_t end,
+                        int64_t count, const pass_memory *memory, const evaluation_watch *watch, error *err)
 {
     int64_t windows = tokens_windows(data), context = m->config.context;
-    for (int64_t first = 0; first < count; first += m->frame.sequences) {
+    for (int64_t first = begin; first < end; first += m->frame.sequences) {
         if (watch->stop && *watch->stop) {
             result->stopped = true;
             return true;
         }
-        int64_t sequences = count - first < m->frame.sequences ? count - first : m->frame.sequences;
+        int64_t sequences = end - first < m->frame.sequences ? end - first : m->frame.sequences;
         for (int64_t i = 0; i < sequences; i++)
             tokens_window(data, (first + i) * windows / count, 1, memory->inputs + i * context,
                           memory->targets + i * context);
         if (!add_pass(result, m, data, memory, sequences, context, err)) return false;
-        if (watch->pass) watch->pass(watch->user, (double)(first + sequences) / (double)count);
+        if (watch->pass)
+            watch->pass(watch->user, (double)(first + sequences - begin) / (double)(end - begin));
     }
+    return true;
+}
+
+/* Adds up what the ranks have. A stop on one of them is one on all. */
+static bool sum_ranks(evaluation *result, model *m, train_comm *comm, error *err)
+{
+    double sums[4] = {result->loss, (double)result->tokens, (double)result->bytes, result->stopped};
+    static_assert(SCALARS >= 4, "they have room in the model's scalars");
+    if (!comm_sum(comm, m->scalars, sums, 4, err)) return false;
+    *result = (evaluation){sums[0], (int64_t)sums[1], (int64_t)sums[2], sums[3] > 0.0};
     return true;
 }
 
 static bool run(evaluation *result, model *m, const tokens *data, int64_t most, const pass_memory *memory,
                 const evaluation_watch *watch, error *err)
 {
+    const int rank = watch->comm ? watch->comm->rank : 0, ranks = watch->comm ? watch->comm->ranks : 1;
     const int64_t windows = tokens_windows(data), rest = tokens_rest(data);
     const bool all = most <= 0 || most > windows;
     *result = (evaluation){0};
-    if (!add_windows(result, m, data, all ? windows : most, memory, watch, err)) return false;
-    if (all && rest > 0 && !result->stopped) {
+    const int64_t count = all ? windows : most;
+    if (!add_windows(result, m, data, count * rank / ranks, count * (rank + 1) / ranks, count, memory, watch,
+                     err))
+        return false;
+    if (all && rest > 0 && !result->stopped && rank + 1 == ranks) {
         tokens_rest_window(data, memory->inputs, memory->targets);
         if (!add_pass(result, m, data, memory, 1, rest, err)) return false;
     }
+    if (watch->comm && !sum_ranks(result, m, watch->comm, err)) return false;
     result->loss = result->stopped ? (double)NAN : result->loss / (double)result->tokens;
     return true;
 }

@@ -4,6 +4,7 @@
 
 #include "train/data/tokens.h"
 #include "train/model/model.h"
+#include "train/ranks/comm.h"
 
 #include <math.h>
 #include <signal.h>
@@ -26,6 +27,7 @@ typedef struct evaluation_watch {
     const volatile sig_atomic_t *stop;      // if *stop is not 0, it ends early, without an error; may be NULL
     void (*pass)(void *user, double share); // after every pass: the share of the tokens that are done; may be
     void *user;                             // NULL
+    train_comm *comm; // its ranks share the windows out and get the same result; NULL: one rank
 } evaluation_watch;
 
 /* Evaluates every token but the first; or, if most > 0, at most `most` windows at equal distances. The

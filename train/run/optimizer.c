@@ -25,7 +25,7 @@ static int64_t largest_span(const model *m)
 static void place(optimizer *o, arena *a)
 {
     train_device *dv = o->model->device;
-    int64_t total = o->arrays.total;
+    int64_t total = o->arrays.states;
     o->step = arena_take(a, sizeof *o->step);
     o->scratch = arena_take(a, dv->ops->update_scratch(dv, largest_span(o->model)));
     o->arrays.first = arena_values(a, o->arrays.state_type, total);
@@ -33,18 +33,22 @@ static void place(optimizer *o, arena *a)
     if (dv->master) o->arrays.master = arena_floats(a, total);
 }
 
-static optimizer describe(model *m)
+static optimizer describe(model *m, const shards *sh)
 {
+    const int64_t total = (int64_t)m->weights.layout.total;
     return (optimizer){.model = m,
-                       .arrays = {.weights = m->weights.params,
+                       .arrays = {.runs = sh ? sh->runs : NULL,
+                                  .run_count = sh ? sh->run_count : 0,
+                                  .states = sh ? sh->states : total,
+                                  .weights = m->weights.params,
                                   .state_type = m->device->state_type,
                                   .matrices = (int64_t)m->weights.layout.matrices,
-                                  .total = (int64_t)m->weights.layout.total}};
+                                  .total = total}};
 }
 
-size_t optimizer_bytes(model *m)
+size_t optimizer_bytes(model *m, const shards *sh)
 {
-    optimizer o = describe(m);
+    optimizer o = describe(m, sh);
     arena a = {0};
     place(&o, &a);
     return a.most;
@@ -53,8 +57,10 @@ size_t optimizer_bytes(model *m)
 static bool allocate(optimizer *o, error *err)
 {
     train_device *dv = o->model->device;
-    int64_t total = o->arrays.total;
-    size_t bytes = optimizer_bytes(o->model), available = dv->ops->available(dv);
+    int64_t total = o->arrays.states;
+    arena sizes = {0};
+    place(o, &sizes);
+    size_t bytes = sizes.most, available = dv->ops->available(dv);
     o->memory = dv->ops->allocate(dv, bytes);
     if (!o->memory && available)
         return fail(err, ERROR_RUNTIME,
@@ -67,9 +73,9 @@ static bool allocate(optimizer *o, error *err)
     return true;
 }
 
-bool optimizer_create(optimizer *o, model *m, error *err)
+bool optimizer_create(optimizer *o, model *m, const shards *sh, error *err)
 {
-    *o = describe(m);
+    *o = describe(m, sh);
     if (allocate(o, err)) return true;
     optimizer_destroy(o);
     return false;
@@ -79,6 +85,17 @@ void optimizer_destroy(optimizer *o)
 {
     if (o->memory) o->model->device->ops->release(o->model->device, o->memory);
     *o = (optimizer){0};
+}
+
+/* The master weights of one tensor whose states are here. */
+static void draw_master(optimizer *o, const param_tensor *t, uint64_t stream)
+{
+    train_device *dv = o->model->device;
+    const int64_t begin = (int64_t)t->offset, end = begin + (int64_t)t->count;
+    state_run run;
+    for (int64_t at = begin; state_run_next(&o->arrays, at, end, &run); at = run.first + run.count)
+        dv->ops->draw(dv, NULL, dv->type, o->arrays.master + run.state, run.first - begin, run.count,
+                      t->deviation, stream);
 }
 
 void optimizer_draw(optimizer *o, uint64_t seed)
@@ -91,9 +108,9 @@ void optimizer_draw(optimizer *o, uint64_t seed)
     }
     for (size_t i = 0; i < m->weights.layout.tensor_count; i++) {
         const param_tensor *t = &m->weights.layout.tensors[i];
-        dv->ops->draw(dv, weights_at(&m->weights, t->offset), dv->type,
-                      o->arrays.master ? o->arrays.master + t->offset : NULL, (int64_t)t->count, t->deviation,
-                      param_stream(seed, i));
+        dv->ops->draw(dv, weights_at(&m->weights, t->offset), dv->type, NULL, 0, (int64_t)t->count,
+                      t->deviation, param_stream(seed, i));
+        if (o->arrays.master) draw_master(o, t, param_stream(seed, i));
     }
 }
 

@@ -3,6 +3,7 @@
 #define TRAIN_OPTIMIZER_H
 
 #include "train/model/model.h"
+#include "train/run/shards.h"
 
 typedef struct optimizer {
     model *model;
@@ -13,10 +14,11 @@ typedef struct optimizer {
 } optimizer;
 
 /* Bytes that the optimiser of such a model takes on the device. */
-size_t optimizer_bytes(model *model);
+size_t optimizer_bytes(model *model, const shards *sh);
 
-/* Makes an optimiser whose moments are zero. `model` must have been made for training and must outlive o. */
-bool optimizer_create(optimizer *o, model *model, error *err);
+/* Makes an optimiser whose moments are zero; with `sh` it has those of its shards alone. `model` must have
+ * been made for training; it and sh must outlive o. */
+bool optimizer_create(optimizer *o, model *model, const shards *sh, error *err);
 void optimizer_destroy(optimizer *o); // a zeroed one is fine
 
 /* Sets the first, random weights. They are drawn on the device if it can draw. */

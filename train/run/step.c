@@ -1,16 +1,46 @@
 /* See step.h. */
 #include "train/run/step.h"
 
-#include <math.h>
+#include "train/model/arena.h"
+#include "train/run/step_shards.h"
 
-void step_open(train_step *s, model *m, optimizer *o)
+#include <assert.h>
+#include <math.h>
+#include <string.h>
+
+static void place(train_step *s, const model *m, arena *a)
 {
-    *s = (train_step){.model = m, .optimizer = o};
+    const smoe_type type = m->device->grad_type;
+    if (m->parts > 1 || s->clips) s->sums = arena_values(a, type, s->shards->states);
+    for (int i = 0; i < 2; i++) s->received[i] = arena_values(a, type, s->shards->most);
+}
+
+size_t step_bytes(const model *m, const shards *sh, bool clips)
+{
+    train_step s = {.shards = sh, .clips = clips};
+    arena a = {0};
+    if (sh) place(&s, m, &a);
+    return a.most;
+}
+
+bool step_open(train_step *s, model *m, optimizer *o, const shards *sh, train_comm *comm, bool clips,
+               error *err)
+{
+    *s = (train_step){.model = m, .optimizer = o, .shards = sh, .comm = comm, .clips = clips};
+    if (!comm) return true;
+    const size_t bytes = step_bytes(m, sh, clips);
+    s->memory = m->device->ops->allocate(m->device, bytes);
+    if (!s->memory)
+        return fail(err, ERROR_RUNTIME, "out of memory: the sums of gradients ask for %.2f GB%s",
+                    (double)bytes / 1e9, model_lower_memory(m));
+    place(s, m, &(arena){.base = s->memory});
+    return true;
 }
 
 void step_close(train_step *s)
 {
     if (s->recording) s->model->device->ops->forget(s->model->device, s->recording);
+    if (s->memory) s->model->device->ops->release(s->model->device, s->memory);
     *s = (train_step){0};
 }
 
@@ -37,6 +67,7 @@ static bool pass(train_step *s, int64_t part, error *err)
 
 static bool enqueue(train_step *s, error *err)
 {
+    if (s->comm) return step_shards_enqueue(s, err);
     model *m = s->model;
     const bool layers = m->weights.one_layer;
     double *square = &m->scalars[SCALAR_SQUARE];
@@ -65,11 +96,19 @@ static bool records(const train_step *s)
     return s->model->device->ops->record && s->steps > 0 && s->model->routing.rounding != SMOE_ROUNDING_SR_F;
 }
 
+void step_share(train_step *s, const step_shared *mine)
+{
+    static_assert(sizeof *mine == (SCALARS - SCALAR_SHARED) * sizeof(double),
+                  "the model's scalars have room");
+    train_device *dv = s->model->device;
+    if (s->comm) dv->ops->upload(dv, &s->model->scalars[SCALAR_SHARED], mine, sizeof *mine);
+}
+
 bool step_run(train_step *s, const adamw_step *update, error *err)
 {
     model *m = s->model;
     train_device *dv = m->device;
-    if (m->weights.one_layer && update->clip != 0.0)
+    if (m->weights.one_layer && !s->clips && update->clip != 0.0)
         return fail(err, ERROR_USAGE, "clipping needs the gradients of all layers at once");
     model_load_batch(m);
     optimizer_load(s->optimizer, update);
@@ -93,6 +132,8 @@ bool step_finish(train_step *s, step_result *result, error *err)
     model *m = s->model;
     double scalars[SCALARS];
     m->device->ops->download(m->device, scalars, m->scalars, sizeof scalars);
-    *result = (step_result){scalars[SCALAR_LOSS], sqrt(scalars[SCALAR_SQUARE])};
+    *result = (step_result){.loss = scalars[SCALAR_LOSS], .norm = sqrt(scalars[SCALAR_SQUARE])};
+    if (s->comm) memcpy(&result->shared, &scalars[SCALAR_SHARED], sizeof result->shared);
+    if (s->comm) result->loss /= s->comm->ranks;
     return m->device->ops->finish(m->device, err);
 }

@@ -24,6 +24,8 @@ typedef struct train_start {
     train_recipe before; // the options of the run up to now; NAN: not known
     train_recipe now;
     const tokens *data;
+    const char *comm; // what the ranks are connected by; NULL: one rank
+    int ranks;
     const char *device; // "cpu" or "cuda"
 } train_start;
 
@@ -44,7 +46,7 @@ struct train_settings {
     const char *from;      // a checkpoint with the first weights; NULL: random weights. Its config.json
                            // must equal `config` except for the context
     int64_t batch;         // sequences of a step
-    int64_t parts;         // micro-batches: passes of a step; must divide batch
+    int64_t parts;         // micro-batches: passes of a step on each rank; ranks * parts must divide batch
     int64_t steps;         // length of the run in steps, or
     double seconds;        // in seconds of training when steps is 0
     double lr, end_lr;     // peak rate, and the final rate as a fraction of it
@@ -59,6 +61,10 @@ struct train_settings {
                                  // resumed with more
     double validation_share;     // of the run's tokens, for what is chosen
     int64_t keep;                // checkpoints that stay
+    struct group *group; // of several ranks (train/ranks/group.h), of which this process is one; NULL: none.
+                         // The batch is that of all; each rank has batch / ranks sequences of it
+    const char *summary; // with a group: the settings as lines of text, in which the ranks must agree
+    bool sharded;        // without a group: as one of one rank, for tests
     const volatile sig_atomic_t *stop; // if *stop becomes not 0: finish the step, stop a validation, save,
                                        // return. The resumed run makes this validation first
     void (*on_start)(const train_settings *settings, const train_start *start); // may be NULL

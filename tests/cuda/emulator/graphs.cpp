@@ -105,6 +105,23 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
     return cudaStreamCreate(stream);
 }
 
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned, int)
+{
+    return cudaStreamCreate(stream);
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highest)
+{
+    *lowest = *highest = 0;
+    return cudaSuccess;
+}
+
+// Everything runs in the order in which it was enqueued.
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned)
+{
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
     delete stream;
@@ -272,6 +289,11 @@ cudaError_t cudaEventCreate(cudaEvent_t *event)
 {
     *event = new CUevent_st{-1.0};
     return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
+{
+    return cudaEventCreate(event);
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event)

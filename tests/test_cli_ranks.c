@@ -1,0 +1,429 @@
+/* Training on several ranks, as processes on the CPUs: N ranks must give the bits of one rank with N
+ * micro-batches, checkpoints must not depend on the number of ranks, and whatever happens to a rank, all must
+ * end within 20 s, with one message. */
+#include "tests/cli_case.h"
+
+#include "cli/model/train_options.h"
+#include "common/clock.h"
+#include "train/files/safetensors.h"
+#include "train/run/log.h"
+#include "train/run/train.h"
+
+#include <cblas.h>
+#include <dirent.h>
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+
+#define MODEL                                                                                                \
+    "--hidden 16 --intermediate 8 --experts 5 --heads 2 --layers 3 --context 16 --batch 8 --logs 4 -q "      \
+    "--device cpu "
+
+enum { MOST_WORDS = 64, LIMIT_SECONDS = 20 };
+
+static int set_up(void **state)
+{
+    if (folder_setup(state) != 0) return -1;
+    put_texts(state);
+    return 0;
+}
+
+/* ---- bits ---- */
+
+/* Trains in this process, with the code for several ranks if `sharded`. */
+static void train_here(void **state, const char *arguments, const char *out, bool sharded)
+{
+    char text[1024], path[4096], *words[MOST_WORDS];
+    train_options options;
+    train_result result;
+    error err = {0};
+    int count = 0;
+    snprintf(text, sizeof text, "train %s %s/text.txt", arguments, (const char *)*state);
+    for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) words[count++] = word;
+    words[count] = NULL;
+    assert_true(train_options_parse(&options, count, words, &err));
+    options.settings.out = in_folder(path, state, out);
+    options.settings.sharded = sharded;
+    if (!train_run(&options.settings, NULL, NULL, &result, &err)) fail_msg("%s", err.text);
+    free(options.paths);
+}
+
+/* The tensors of two files are equal, bit for bit, and in the same order. */
+static void assert_same_tensors(void **state, const char *a, const char *b)
+{
+    char path[4096];
+    safetensors *x, *y;
+    error err = {0};
+    if (!safetensors_open(&x, in_folder(path, state, a), &err) ||
+        !safetensors_open(&y, in_folder(path, state, b), &err))
+        fail_msg("%s", err.text);
+    assert_int_equal(safetensors_count(x), safetensors_count(y));
+    for (size_t i = 0; i < safetensors_count(x); i++) {
+        const tensor *s = safetensors_at(x, i), *t = safetensors_at(y, i);
+        int64_t elements, bytes;
+        assert_string_equal(s->name, t->name);
+        assert_true(tensor_size(s, &elements, &bytes));
+        if (memcmp(s->data, t->data, (size_t)bytes) != 0) fail_msg("%s and %s differ in %s", a, b, s->name);
+    }
+    safetensors_close(x);
+    safetensors_close(y);
+}
+
+static void assert_same_runs(void **state, const char *a, const char *b)
+{
+    static const char *const files[] = {"model.safetensors", "state.safetensors"};
+    for (int i = 0; i < 2; i++) {
+        char x[128], y[128];
+        snprintf(x, sizeof x, "%s/latest/%s", a, files[i]);
+        snprintf(y, sizeof y, "%s/latest/%s", b, files[i]);
+        assert_same_tensors(state, x, y);
+    }
+}
+
+static log_line last_line(void **state, const char *out)
+{
+    char path[4096], name[128];
+    log_line *lines, last;
+    size_t count;
+    error err = {0};
+    snprintf(name, sizeof name, "%s/train.jsonl", out);
+    if (!log_read(in_folder(path, state, name), &lines, &count, &err)) fail_msg("%s", err.text);
+    last = lines[count - 1];
+    free(lines);
+    return last;
+}
+
+static void assert_close_lines(void **state, const char *a, const char *b, double limit)
+{
+    const log_line x = last_line(state, a), y = last_line(state, b);
+    assert_int_equal(x.step, y.step);
+    if (!(fabs(x.loss / y.loss - 1) < limit) || !(fabs(x.val_loss / y.val_loss - 1) < limit) ||
+        !(fabs(x.grad_norm / y.grad_norm - 1) < limit) ||
+        !(fabs(x.bits_per_byte / y.bits_per_byte - 1) < limit))
+        fail_msg("loss %.12g, %.12g; validation %.12g, %.12g; norm %.12g, %.12g; bits %.12g, %.12g", x.loss,
+                 y.loss, x.val_loss, y.val_loss, x.grad_norm, y.grad_norm, x.bits_per_byte, y.bits_per_byte);
+}
+
+/* Options that change what a step does. */
+static const char *const kinds[] = {
+    "--clip 0",
+    "--clip 0 --shared 24 --dense-layers 1 --balance 0.1 --recompute layers",
+    "--clip 0 --tied --score sigmoid --bias-rate 0.01 --rounding sr-f --tile 4",
+};
+
+/* One rank without micro-batches does the same whether its states are shared out or not; only clipping sums
+ * the squares of the norm in another order. */
+static void one_rank_changes_nothing(void **state)
+{
+    train_here(state, MODEL "--steps 4 --checkpoints 1 --clip 0", "whole", false);
+    train_here(state, MODEL "--steps 4 --checkpoints 1 --clip 0", "shared", true);
+    assert_same_runs(state, "whole", "shared");
+    assert_close_lines(state, "whole", "shared", 1e-6);
+}
+
+/* N ranks are N micro-batches of one rank, bit for bit: both sum in the same order. Spans of three ranks have
+ * tails. */
+static void ranks_are_micro_batches(void **state)
+{
+    for (int i = 0; i < 9; i++) {
+        const int ranks = 2 + i / 3;
+        const char *kind = kinds[i % 3];
+        char here[512], there[512], a[32], b[32];
+        snprintf(a, sizeof a, "one%d", i);
+        snprintf(b, sizeof b, "many%d", i);
+        snprintf(here, sizeof here,
+                 MODEL "--batch 12 --steps 4 --checkpoints 1 --evaluations 1 %s --micro-batches %d", kind,
+                 ranks);
+        snprintf(there, sizeof there,
+                 "train --gpus %d -o %s " MODEL
+                 "--batch 12 --steps 4 --checkpoints 1 --evaluations 1 %s text.txt",
+                 ranks, b, kind);
+        train_here(state, here, a, true);
+        expect(state, there, 0, "done");
+        assert_same_runs(state, a, b);
+        assert_close_lines(state, a, b, 1e-6);
+    }
+}
+
+/* The limit of the gradient's norm follows from sums of squares, whose order is another with other ranks. */
+static void clipping_is_close(void **state)
+{
+    const char *options = "--steps 6 --checkpoints 1 --evaluations 1 --clip 0.1 ";
+    char here[512], there[512];
+    snprintf(here, sizeof here, MODEL "%s --micro-batches 2", options);
+    snprintf(there, sizeof there, "train --gpus 2 -o two " MODEL "%s text.txt", options);
+    train_here(state, here, "one", true);
+    train_here(state, here, "whole", false);
+    expect(state, there, 0, "done");
+    assert_close_lines(state, "one", "two", 1e-6);
+    assert_close_lines(state, "whole", "two", 1e-6);
+}
+
+/* A run of four ranks goes on with two, then with one, and is close to one that had four micro-batches
+ * always. The same number of ranks gives the same bits, also after a resume. */
+static void another_number_of_ranks_resumes(void **state)
+{
+    const char *sizes = MODEL
+        "--checkpoints 3 --keep 9 --evaluations 3 --evaluation-tokens 160 --last-evaluation-tokens 160 ";
+    char command[512];
+    struct {
+        int ranks, parts, steps;
+        const char *out, *more;
+    } runs[] = {{4, 1, 3, "way", ""},          {2, 2, 6, "way", "--resume"}, {1, 4, 9, "way", "--resume"},
+                {1, 4, 9, "always", ""},       {4, 1, 9, "four", ""},        {4, 1, 3, "again", ""},
+                {4, 1, 9, "again", "--resume"}};
+    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+        snprintf(command, sizeof command,
+                 "train -o %s %s --warmup 0 --end-lr 1 --gpus %d --micro-batches %d --steps %d %s text.txt",
+                 runs[i].out, sizes, runs[i].ranks, runs[i].parts, runs[i].steps, runs[i].more);
+        expect(state, command, 0, "done");
+    }
+    assert_close_lines(state, "always", "four", 1e-4);
+    assert_close_lines(state, "always", "way", 1e-4);
+    assert_same_runs(state, "four", "again");
+}
+
+/* Weights that all ranks have, and moments of zeros, make the same files for any number of them. */
+static void files_do_not_depend_on_the_ranks(void **state)
+{
+    char command[512], other[1024];
+    expect(state, "train -o from " MODEL "--steps 3 --checkpoints 1 --evaluations 0 text.txt", 0, "done");
+    for (int ranks = 1; ranks <= 4; ranks *= 2) {
+        snprintf(command, sizeof command,
+                 "train --from from -o n%d -q --device cpu --batch 8 --gpus %d --steps 1 "
+                 "--checkpoints 1 --evaluations 0 text.txt",
+                 ranks, ranks);
+        expect(state, command, 0, "done");
+        if (ranks == 1) continue;
+        for (int i = 0; i < 2; i++) {
+            const char *name = i ? "state" : "model";
+            snprintf(other, sizeof other,
+                     "cd '%.400s' && cmp n1/step-0000000/%s.safetensors n%d/step-0000000/%s.safetensors >&2",
+                     (const char *)*state, name, ranks, name);
+            assert_int_equal(system(other), 0);
+        }
+    }
+}
+
+/* ---- ranks that end ---- */
+
+/* Starts `smoe ARGUMENTS` with more variables in its environment; its messages go to NAME in the folder. */
+static pid_t start(void **state, const char *environment, const char *arguments, const char *name)
+{
+    const pid_t child = fork();
+    if (child != 0) return child;
+    char command[4096];
+    snprintf(command, sizeof command, "cd '%s' && exec env OMP_NUM_THREADS=1 %s '%s' %s >/dev/null 2>'%s'",
+             (const char *)*state, environment, SMOE_PROGRAM, arguments, name);
+    execl("/bin/sh", "sh", "-c", command, (char *)NULL);
+    _exit(127);
+}
+
+/* The process of a rank that `parent` has started. */
+static pid_t process_of(pid_t parent, int rank)
+{
+    char path[64], text[1 << 16], wanted[32];
+    pid_t found = 0;
+    int of;
+    DIR *all = opendir("/proc");
+    struct dirent *entry;
+    const int length = snprintf(wanted, sizeof wanted, "SMOE_RANK=%d", rank) + 1;
+    while (!found && (entry = readdir(all))) {
+        const pid_t pid = (pid_t)atol(entry->d_name);
+        snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+        FILE *file = pid ? fopen(path, "r") : NULL;
+        if (!file) continue;
+        const bool child = fscanf(file, "%*d %*s %*c %d", &of) == 1 && of == parent;
+        fclose(file);
+        snprintf(path, sizeof path, "/proc/%d/environ", (int)pid);
+        if (!child || !(file = fopen(path, "r"))) continue;
+        const size_t size = fread(text, 1, sizeof text, file);
+        fclose(file);
+        if (memmem(text, size, wanted, (size_t)length)) found = pid;
+    }
+    closedir(all);
+    assert_true(found > 0);
+    return found;
+}
+
+/* Waits until the run in `out` has finished a step that its log tells. */
+static void wait_for_log(void **state, const char *out)
+{
+    char path[4096], name[128];
+    const double end = clock_seconds() + 60;
+    snprintf(name, sizeof name, "%s/train.jsonl", out);
+    in_folder(path, state, name);
+    for (long size = 0; size == 0 && clock_seconds() < end; usleep(20000)) {
+        FILE *file = fopen(path, "r");
+        if (!file) continue;
+        fseek(file, 0, SEEK_END);
+        size = ftell(file);
+        fclose(file);
+    }
+}
+
+/* The exit status of a process, which must end in time. */
+static int status_of(pid_t process, double seconds)
+{
+    const double end = clock_seconds() + seconds;
+    int status;
+    while (waitpid(process, &status, WNOHANG) == 0) {
+        if (clock_seconds() > end) {
+            kill(process, SIGKILL);
+            fail_msg("it has not ended within %g s", seconds);
+        }
+        usleep(20000);
+    }
+    assert_true(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+/* The messages consist of one line, which has this text. */
+static void assert_message(void **state, const char *name, const char *part)
+{
+    char path[4096], text[OUTPUT_BYTES];
+    FILE *file = fopen(in_folder(path, state, name), "r");
+    assert_non_null(file);
+    text[fread(text, 1, sizeof text - 1, file)] = '\0';
+    fclose(file);
+    if (!strstr(text, part) || strchr(text, '\n') != text + strlen(text) - 1)
+        fail_msg("'%s', not '%s'", text, part);
+}
+
+/* Kills each rank in turn at several moments. The checkpoints that are there can be resumed, by one rank. */
+static void a_killed_rank_ends_the_run(void **state)
+{
+    for (int i = 0; i < 6; i++) {
+        char out[32], command[512], message[64];
+        const int rank = i % 3;
+        snprintf(out, sizeof out, "kill%d", i);
+        snprintf(command, sizeof command,
+                 "train -o %s --gpus 3 " TINY "--batch 6 --device cpu --steps 100000 --logs "
+                 "100000 --checkpoints 5000 --evaluations 0 text.txt",
+                 out);
+        const pid_t run = start(state, "", command, "messages");
+        wait_for_log(state, out);
+        usleep((useconds_t)(i * 70000));
+        kill(process_of(run, rank), SIGKILL);
+        assert_int_equal(status_of(run, LIMIT_SECONDS), 3);
+        snprintf(message, sizeof message, "smoe train: rank %d: ended by signal 9", rank);
+        assert_message(state, "messages", message);
+        snprintf(command, sizeof command, "eval --device cpu -c %s text.txt", out);
+        expect_quiet(state, command);
+    }
+}
+
+static void a_hung_rank_is_named(void **state)
+{
+    for (int rank = 0; rank < 2; rank++) {
+        char out[32], command[512], message[64];
+        snprintf(out, sizeof out, "hung%d", rank);
+        snprintf(command, sizeof command,
+                 "train -o %s --gpus 2 --peer-timeout 2 --batch 2 " TINY
+                 "--device cpu --steps 1000000 --checkpoints 1 --evaluations 0 --logs 100000 text.txt",
+                 out);
+        const pid_t run = start(state, "", command, "messages");
+        wait_for_log(state, out);
+        kill(process_of(run, rank), SIGSTOP);
+        assert_int_equal(status_of(run, LIMIT_SECONDS + 2), 3);
+        snprintf(message, sizeof message, "smoe train: rank %d: no progress for 2 s", rank);
+        assert_message(state, "messages", message);
+    }
+}
+
+/* SIGTERM to the process that was started leaves a checkpoint, and the resumed run has the bits of one that
+ * was not stopped. */
+static void a_stop_reaches_all_ranks(void **state)
+{
+    const char *sizes =
+        TINY "--device cpu --gpus 2 --steps 400 --evaluations 0 --logs 400 --checkpoints 1 text.txt";
+    char command[512];
+    snprintf(command, sizeof command, "train -o whole %s", sizes);
+    expect(state, command, 0, "done");
+    snprintf(command, sizeof command, "train -o stopped %s", sizes);
+    const pid_t run = start(state, "", command, "messages");
+    wait_for_log(state, "stopped");
+    kill(run, SIGTERM);
+    const int status = status_of(run, LIMIT_SECONDS);
+    if (status == 0) skip(); // it was done before
+    assert_int_equal(status, 128 + SIGTERM);
+    assert_message(state, "messages", "interrupted, go on with --resume");
+    snprintf(command, sizeof command, "train -o stopped --resume %s", sizes);
+    expect(state, command, 0, "done");
+    assert_same_runs(state, "whole", "stopped");
+}
+
+/* Two ranks that were started by something else and differ. */
+static void expect_difference(void **state, int port, const char *first, const char *second,
+                              const char *message)
+{
+    const char *sizes = TINY "--device cpu --steps 4 --evaluations 0 --checkpoints 1";
+    char environment[256], command[512];
+    pid_t ranks[2];
+    for (int r = 0; r < 2; r++) {
+        snprintf(environment, sizeof environment,
+                 "RANK=%d WORLD_SIZE=2 LOCAL_RANK=%d MASTER_ADDR=localhost MASTER_PORT=%d", r, r, port);
+        snprintf(command, sizeof command, "train %s %s", sizes, r ? second : first);
+        ranks[r] = start(state, environment, command, r ? "second" : "first");
+    }
+    for (int r = 0; r < 2; r++) assert_int_equal(status_of(ranks[r], LIMIT_SECONDS), 3);
+    snprintf(command, sizeof command, "cat '%s/first' '%s/second' >'%s/both'", (const char *)*state,
+             (const char *)*state, (const char *)*state);
+    assert_int_equal(system(command), 0);
+    assert_message(state, "both", message);
+}
+
+static void differences_are_named(void **state)
+{
+    char path[4096];
+    const int port = 20000 + (int)(getpid() % 20000);
+    put_file(in_folder(path, state, "other.txt"), "another text, another text, another text, another text",
+             50);
+    expect_difference(state, port, "-o a --lr 0.001 text.txt", "-o a --lr 0.002 text.txt",
+                      "rank 1: has --lr 0.002, but rank 0 has --lr 0.001");
+    expect_difference(state, port + 1, "-o b text.txt", "-o b other.txt", "rank 1: has a text of 50 tokens");
+    expect_difference(state, port + 2, "-o c text.txt", "-o c --hidden 32 text.txt",
+                      "rank 1: has --hidden 32");
+    expect_difference(state, port + 3, "-o d text.txt", "-o nowhere/d text.txt",
+                      "rank 1: nowhere/d/step-0000000.tmp/model.safetensors: cannot write");
+    expect_difference(state, port + 4, "-o e text.txt", "-o e missing.txt", "rank 1: missing.txt: ");
+}
+
+static void ranks_from_the_environment(void **state)
+{
+    static char output[OUTPUT_BYTES];
+    static const struct {
+        const char *environment, *message;
+    } wrong[] = {{"RANK=0", "the environment has no WORLD_SIZE"},
+                 {"RANK=2 WORLD_SIZE=2 LOCAL_RANK=0", "RANK is '2', not a number in 0..1"},
+                 {"RANK=0 WORLD_SIZE=2 LOCAL_RANK=0", "the environment has no MASTER_ADDR"},
+                 {"RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=x", "MASTER_PORT is 'x'"},
+                 {"SLURM_STEP_NUM_TASKS=2", "the environment has no SLURM_PROCID"},
+                 {"OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1",
+                  "the environment has no OMPI_COMM_WORLD_LOCAL_RANK"}};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        assert_int_equal(run(state, wrong[i].environment, "train " TINY "--device cpu text.txt", output), 2);
+        if (!strstr(output, wrong[i].message)) fail_msg("'%s', not '%s'", output, wrong[i].message);
+    }
+    expect(state, "train --gpus 2 " TINY "--device cpu --batch 3 text.txt", 2, "--batch is 3");
+    expect(state, "train --gpus 2 " TINY "--device cpu -", 2, "standard input");
+    expect(state, "train --gpus 0 " TINY "text.txt", 2, "--gpus: '0'");
+}
+
+int main(void)
+{
+    openblas_set_num_threads(1);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(one_rank_changes_nothing, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(ranks_are_micro_batches, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(clipping_is_close, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(another_number_of_ranks_resumes, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(files_do_not_depend_on_the_ranks, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_killed_rank_ends_the_run, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_hung_rank_is_named, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_stop_reaches_all_ranks, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(differences_are_named, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(ranks_from_the_environment, set_up, folder_teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

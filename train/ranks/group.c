@@ -1,0 +1,448 @@
+/* See group.h. Messages are a kind, a length and bytes. */
+#define _GNU_SOURCE
+#include "train/ranks/group.h"
+
+#include "common/clock.h"
+
+#include <errno.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum { MOST_BYTES = 64 << 10, CONNECT_SECONDS = 120, BEAT_MS = 500 };
+
+typedef enum message_kind { HELLO, SETTINGS, KEY, ABORT, BEAT, BYE } message_kind;
+
+typedef struct message {
+    uint32_t magic, kind, bytes;
+    char data[MOST_BYTES];
+} message;
+
+enum { MAGIC = 0x656f6d73, HEAD = 3 * sizeof(uint32_t) };
+
+typedef struct beat {
+    uint64_t progress;
+    uint32_t writes;
+} beat;
+
+/* What one rank knows of another. */
+typedef struct peer {
+    int socket; // -1: none
+    bool left;
+    beat last;
+    double changed, heard; // the clock when it last made progress, when it last said anything
+} peer;
+
+struct group {
+    rank_place place;
+    double peer_timeout;
+    const char *name;
+    peer *peers; // (ranks) on rank 0; on another rank peers[0] alone
+    pthread_t watcher;
+    pthread_mutex_t sending;
+    atomic_ullong progress;
+    atomic_uint writes;
+    atomic_bool closing, ended;
+    bool watched;
+    message in, out; // of the thread that reads; of the one that sends
+};
+
+int group_rank(const group *g)
+{
+    return g->place.rank;
+}
+
+int group_ranks(const group *g)
+{
+    return g->place.ranks;
+}
+
+int group_local(const group *g)
+{
+    return g->place.local;
+}
+
+void group_progress(group *g)
+{
+    if (g) atomic_fetch_add(&g->progress, 1);
+}
+
+void group_writes(group *g, bool writes)
+{
+    if (g) atomic_store(&g->writes, writes);
+}
+
+/* ---- messages ---- */
+
+static bool send_all(int socket, const void *from, size_t bytes)
+{
+    for (size_t at = 0; at < bytes;) {
+        const ssize_t sent = send(socket, (const char *)from + at, bytes - at, MSG_NOSIGNAL);
+        if (sent < 0 && errno == EINTR) continue;
+        if (sent <= 0) return false;
+        at += (size_t)sent;
+    }
+    return true;
+}
+
+static bool tell(group *g, int socket, message_kind kind, const void *data, size_t bytes)
+{
+    if (socket < 0 || bytes > MOST_BYTES) return false;
+    pthread_mutex_lock(&g->sending);
+    g->out = (message){.magic = MAGIC, .kind = kind, .bytes = (uint32_t)bytes};
+    if (bytes) memcpy(g->out.data, data, bytes);
+    const bool done = send_all(socket, &g->out, HEAD + bytes);
+    pthread_mutex_unlock(&g->sending);
+    return done;
+}
+
+static bool receive_all(int socket, void *to, size_t bytes)
+{
+    for (size_t at = 0; at < bytes;) {
+        const ssize_t got = recv(socket, (char *)to + at, bytes - at, 0);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return false;
+        at += (size_t)got;
+    }
+    return true;
+}
+
+/* The next message, in g->in. False: the connection has ended. */
+static bool hear(group *g, int socket)
+{
+    return socket >= 0 && receive_all(socket, &g->in, HEAD) && g->in.magic == MAGIC &&
+           g->in.bytes <= MOST_BYTES && receive_all(socket, g->in.data, g->in.bytes);
+}
+
+/* ---- meeting ---- */
+
+static void prepare_socket(int socket)
+{
+    const int on = 1;
+    (void)setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+static int listen_at(int port, error *err)
+{
+    const int on = 1, made = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const struct sockaddr_in6 at = {.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port)};
+    if (made >= 0) (void)setsockopt(made, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (made >= 0 && bind(made, (const struct sockaddr *)&at, sizeof at) == 0 && listen(made, 128) == 0)
+        return made;
+    fail(err, ERROR_RUNTIME, "rank 0 cannot listen on port %d: %s", port, strerror(errno));
+    if (made >= 0) close(made);
+    return -1;
+}
+
+static bool accept_one(group *g, int listener, double end, error *err)
+{
+    struct pollfd wait = {listener, POLLIN, 0};
+    int32_t rank = -1;
+    const int left = (int)((end - clock_seconds()) * 1e3),
+              socket =
+                  poll(&wait, 1, left > 0 ? left : 0) == 1 ? accept4(listener, NULL, NULL, SOCK_CLOEXEC) : -1;
+    if (socket < 0)
+        return fail(err, ERROR_RUNTIME, "not all of %d ranks came within %d s", g->place.ranks,
+                    CONNECT_SECONDS);
+    prepare_socket(socket);
+    if (hear(g, socket) && g->in.kind == HELLO && g->in.bytes == sizeof rank)
+        memcpy(&rank, g->in.data, sizeof rank);
+    if (rank < 1 || rank >= g->place.ranks || g->peers[rank].socket >= 0) {
+        close(socket); // not one of ours
+        return true;
+    }
+    g->peers[rank].socket = socket;
+    return true;
+}
+
+static bool accept_others(group *g, error *err)
+{
+    const double end = clock_seconds() + CONNECT_SECONDS;
+    const int listener = g->place.listener >= 0 ? g->place.listener : listen_at(g->place.port, err);
+    bool done = listener >= 0;
+    for (int missing = 1; done && missing;) {
+        missing = 0;
+        for (int r = 1; r < g->place.ranks; r++) missing += g->peers[r].socket < 0;
+        if (missing) done = accept_one(g, listener, end, err);
+    }
+    if (listener >= 0) close(listener);
+    return done;
+}
+
+static int connect_once(const rank_place *p)
+{
+    const struct addrinfo wanted = {.ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM};
+    struct addrinfo *found = NULL;
+    char port[16];
+    int made = -1;
+    snprintf(port, sizeof port, "%d", p->port);
+    if (getaddrinfo(p->address, port, &wanted, &found) != 0) return -1;
+    for (struct addrinfo *a = found; a && made < 0; a = a->ai_next) {
+        made = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (made >= 0 && connect(made, a->ai_addr, a->ai_addrlen) != 0) {
+            close(made);
+            made = -1;
+        }
+    }
+    freeaddrinfo(found);
+    return made;
+}
+
+static bool find_first(group *g, error *err)
+{
+    const int32_t rank = g->place.rank;
+    const double end = clock_seconds() + CONNECT_SECONDS;
+    int socket;
+    while ((socket = connect_once(&g->place)) < 0 && clock_seconds() < end) usleep(100000);
+    if (socket < 0)
+        return fail(err, ERROR_RUNTIME, "rank %d does not reach rank 0 at %s, port %d, within %d s",
+                    g->place.rank, g->place.address, g->place.port, CONNECT_SECONDS);
+    prepare_socket(socket);
+    g->peers[0].socket = socket;
+    return tell(g, socket, HELLO, &rank, sizeof rank) || fail(err, ERROR_RUNTIME, "rank 0 has ended");
+}
+
+bool group_connect(group **made, const rank_place *place, double peer_timeout, const char *name, error *err)
+{
+    group *g = *made = calloc(1, sizeof *g);
+    if (g) g->peers = calloc((size_t)place->ranks, sizeof *g->peers);
+    if (!g || !g->peers) return fail(err, ERROR_RUNTIME, "out of memory: the ranks");
+    g->place = *place;
+    g->peer_timeout = peer_timeout;
+    g->name = name;
+    pthread_mutex_init(&g->sending, NULL);
+    for (int r = 0; r < place->ranks; r++) g->peers[r].socket = -1;
+    return place->rank == 0 ? accept_others(g, err) : find_first(g, err);
+}
+
+/* ---- failing ---- */
+
+typedef struct last_words {
+    int32_t code, rank;
+    char text[sizeof((error *)0)->text];
+} last_words;
+
+static void tell_all(group *g, message_kind kind, const void *data, size_t bytes)
+{
+    for (int r = 0; r < g->place.ranks; r++)
+        if (g->peers[r].socket >= 0) (void)tell(g, g->peers[r].socket, kind, data, bytes);
+}
+
+static void write_words(const group *g, const last_words *w)
+{
+    fprintf(stderr, "%s%s: rank %d: %s\n", isatty(STDERR_FILENO) ? "\n" : "", g->name, w->rank, w->text);
+}
+
+/* Waits until the others have closed their connections, but not long: bytes that were sent and not read would
+ * be lost with them. */
+static void drain(group *g)
+{
+    char lost[4096];
+    const double last = clock_seconds() + 2.0;
+    for (int r = 0; r < g->place.ranks; r++)
+        if (g->peers[r].socket >= 0) (void)shutdown(g->peers[r].socket, SHUT_WR);
+    for (int r = 0; r < g->place.ranks; r++) {
+        struct pollfd wait = {g->peers[r].socket, POLLIN, 0};
+        while (g->peers[r].socket >= 0 && clock_seconds() < last && poll(&wait, 1, 200) >= 0)
+            if (wait.revents && recv(g->peers[r].socket, lost, sizeof lost, MSG_DONTWAIT) <= 0) break;
+    }
+}
+
+/* Ends this process for the reason `w`. Only the first reason counts. */
+static void end(group *g, const last_words *w, bool write)
+{
+    while (atomic_exchange(&g->ended, true)) pause(); // another thread ends it
+    if (write) write_words(g, w);
+    tell_all(g, ABORT, w, sizeof *w);
+    drain(g);
+    _exit(w->code);
+}
+
+/* Another rank than 0 waits for the echo of its words, with which its process ends. */
+void group_fail(group *g, const error *why)
+{
+    last_words w = {.code = why->code, .rank = g->place.rank};
+    snprintf(w.text, sizeof w.text, "%s", why->text);
+    if (g->place.rank == 0) end(g, &w, true);
+    tell_all(g, ABORT, &w, sizeof w);
+    for (int i = 0; g->watched && i < 50; i++) usleep(100000);
+    while (!g->watched && hear(g, g->peers[0].socket) && g->in.kind != ABORT) {
+    }
+}
+
+/* ---- agreeing ---- */
+
+/* Waits for a message of one kind. */
+static bool expect(group *g, int rank, message_kind kind, error *err)
+{
+    do {
+        if (!hear(g, g->peers[rank].socket))
+            return fail(err, ERROR_RUNTIME, "rank %d ended before the run began", rank);
+        if (g->in.kind == ABORT) {
+            last_words w = {0};
+            memcpy(&w, g->in.data, g->in.bytes < sizeof w ? g->in.bytes : sizeof w);
+            end(g, &w, g->place.rank == 0);
+        }
+    } while (g->in.kind != kind);
+    return true;
+}
+
+/* The first line in which two texts differ, to two buffers. */
+static void find_difference(const char *mine, const char *theirs, char a[96], char b[96])
+{
+    while (*mine && *theirs) {
+        const size_t x = strcspn(mine, "\n"), y = strcspn(theirs, "\n");
+        if (x != y || memcmp(mine, theirs, x) != 0) break;
+        mine += x + (mine[x] == '\n');
+        theirs += y + (theirs[y] == '\n');
+    }
+    snprintf(a, 96, "%.*s", (int)strcspn(mine, "\n"), mine);
+    snprintf(b, 96, "%.*s", (int)strcspn(theirs, "\n"), theirs);
+}
+
+static void compare(group *g, int rank, const char *settings)
+{
+    char mine[96], theirs[96];
+    g->in.data[g->in.bytes < MOST_BYTES ? g->in.bytes : MOST_BYTES - 1] = '\0';
+    if (strcmp(settings, g->in.data) == 0) return;
+    find_difference(settings, g->in.data, mine, theirs);
+    last_words w = {.code = ERROR_RUNTIME, .rank = rank};
+    snprintf(w.text, sizeof w.text, "has %s, but rank 0 has %s", theirs, mine);
+    end(g, &w, true);
+}
+
+static void *watch(void *user);
+
+bool group_agree(group *g, const char *settings, unsigned char key[GROUP_KEY], error *err)
+{
+    const int ranks = g->place.ranks;
+    if (strlen(settings) >= MOST_BYTES) return fail(err, ERROR_USAGE, "the settings have too much text");
+    if (g->place.rank == 0) {
+        for (int r = 1; r < ranks; r++) {
+            if (!expect(g, r, SETTINGS, err)) return false;
+            compare(g, r, settings);
+        }
+        tell_all(g, KEY, key, GROUP_KEY);
+    } else {
+        (void)tell(g, g->peers[0].socket, SETTINGS, settings, strlen(settings));
+        if (!expect(g, 0, KEY, err)) return false;
+        memcpy(key, g->in.data, GROUP_KEY);
+    }
+    for (int r = 0; r < ranks; r++) g->peers[r].changed = g->peers[r].heard = clock_seconds();
+    g->watched = pthread_create(&g->watcher, NULL, watch, g) == 0;
+    return g->watched || fail(err, ERROR_RUNTIME, "the thread that watches the ranks does not start");
+}
+
+/* ---- watching ---- */
+
+static beat own_beat(group *g)
+{
+    return (beat){atomic_load(&g->progress), atomic_load(&g->writes)};
+}
+
+static void note_beat(peer *p, beat now)
+{
+    if (now.progress != p->last.progress || now.writes) p->changed = clock_seconds();
+    p->last = now;
+    p->heard = clock_seconds();
+}
+
+/* What a message, or the end of the connection, says about a rank. */
+static void listen_to(group *g, int rank)
+{
+    peer *p = &g->peers[rank];
+    last_words w = {.code = ERROR_RUNTIME, .rank = rank, .text = "ended without a message"};
+    const bool voice = g->place.rank == 0 || g->place.rank == 1;
+    beat now;
+    if (!hear(g, p->socket)) {
+        close(p->socket);
+        p->socket = -1;
+        if (!p->left && !atomic_load(&g->closing)) end(g, &w, voice && !g->place.launched);
+        return;
+    }
+    switch (g->in.kind) {
+    case ABORT:
+        memcpy(&w, g->in.data, g->in.bytes < sizeof w ? g->in.bytes : sizeof w);
+        end(g, &w, g->place.rank == 0);
+        break;
+    case BEAT:
+        memcpy(&now, g->in.data, sizeof now);
+        note_beat(p, now);
+        break;
+    case BYE: p->left = true; break;
+    default: break;
+    }
+}
+
+/* Rank 0: if no rank has made progress for too long, the one that has said nothing is hung, or else the one
+ * with the least progress: the others wait for it. The other ranks: is rank 0 silent? */
+static void check_progress(group *g)
+{
+    const double now = clock_seconds();
+    int slowest = 0;
+    bool all = true, silent = false;
+    for (int r = 0; r < (g->place.rank == 0 ? g->place.ranks : 1); r++) {
+        const peer *p = &g->peers[r];
+        if (p->left) return;
+        all = all && now - p->changed > g->peer_timeout;
+        if (silent) continue;
+        silent = now - p->heard > 8 * BEAT_MS * 1e-3;
+        if (silent || p->last.progress < g->peers[slowest].last.progress) slowest = r;
+    }
+    if (!all) return;
+    last_words w = {.code = ERROR_RUNTIME, .rank = slowest};
+    snprintf(w.text, sizeof w.text, "no progress for %.0f s (--peer-timeout)", g->peer_timeout);
+    end(g, &w, g->place.rank <= 1);
+}
+
+/* On another rank than 0, rank 0's beats come whether it makes progress or not. */
+static void send_beats(group *g)
+{
+    beat now = own_beat(g);
+    if (g->place.rank == 0) {
+        note_beat(&g->peers[0], now);
+        now.progress = (uint64_t)(clock_seconds() * 1e3);
+    }
+    tell_all(g, BEAT, &now, sizeof now);
+}
+
+static void *watch(void *user)
+{
+    group *g = user;
+    const int peers = g->place.rank == 0 ? g->place.ranks : 1;
+    struct pollfd *wait = calloc((size_t)peers, sizeof *wait);
+    double next = 0;
+    while (wait && !atomic_load(&g->closing)) {
+        for (int r = 0; r < peers; r++) wait[r] = (struct pollfd){g->peers[r].socket, POLLIN, 0};
+        (void)poll(wait, (nfds_t)peers, BEAT_MS / 4);
+        for (int r = 0; r < peers; r++)
+            if (wait[r].revents && !atomic_load(&g->ended)) listen_to(g, r);
+        if (clock_seconds() < next) continue;
+        send_beats(g);
+        check_progress(g);
+        next = clock_seconds() + BEAT_MS * 1e-3;
+    }
+    free(wait);
+    return NULL;
+}
+
+void group_close(group *g)
+{
+    if (!g) return;
+    tell_all(g, BYE, NULL, 0);
+    atomic_store(&g->closing, true);
+    if (g->watched) pthread_join(g->watcher, NULL);
+    for (int r = 0; g->peers && r < g->place.ranks; r++)
+        if (g->peers[r].socket >= 0) close(g->peers[r].socket);
+    free(g->peers);
+    free(g);
+}
