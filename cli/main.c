@@ -17,7 +17,7 @@ typedef struct command {
     const char *name;
     int (*run)(int argc, char **argv);
     const char *does;
-    bool sleeps; // its threads sleep while they wait for one another (sleep_while_waiting)
+    bool sleeps; // its threads sleep while they wait for one another (start_again)
 } command;
 
 static const command commands[] = {
@@ -40,16 +40,22 @@ static void print_help(FILE *to)
                 "train was interrupted by HUP, INT or TERM and saved a checkpoint.\n");
 }
 
-/* OpenMP's threads spin for milliseconds at every barrier. On a machine with other work they take processor
- * time from the thread that they wait for, and training was 5 to 10 times slower. libgomp reads the length of
- * the spin before main. So the program sets it in the environment and starts itself again. If this fails, the
- * program continues without it. */
-static void sleep_while_waiting(char **argv)
+/* Two libraries read their settings before main. So the program sets them in the environment and starts
+ * itself again. If this fails, the program continues without them.
+ * - OpenMP's threads spin for milliseconds at every barrier. On a machine with other work they take processor
+ *   time from the thread that they wait for, and training was 5 to 10 times slower.
+ * - OpenBLAS starts a thread for each processor, and each of them takes a buffer of 128 MiB, or tries forever
+ *   if there is no address space for it. The program's threads are OpenMP's, so it needs none of them. */
+static void start_again(char **argv, bool sleeps)
 {
-    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    const char *blas = getenv("OPENBLAS_NUM_THREADS");
+    const bool spins = sleeps && !getenv("GOMP_SPINCOUNT") && !getenv("OMP_WAIT_POLICY"),
+               threads = !blas || strcmp(blas, "1") != 0;
     char program[4096];
-    ssize_t length = readlink("/proc/self/exe", program, sizeof program);
-    if (length <= 0 || length >= (ssize_t)sizeof program || setenv("GOMP_SPINCOUNT", "1000", 1) != 0) return;
+    const ssize_t length = readlink("/proc/self/exe", program, sizeof program);
+    if ((!spins && !threads) || length <= 0 || length >= (ssize_t)sizeof program) return;
+    if ((spins && setenv("GOMP_SPINCOUNT", "1000", 1) != 0) || setenv("OPENBLAS_NUM_THREADS", "1", 1) != 0)
+        return;
     program[length] = 0;
     execv(program, argv);
 }
@@ -95,7 +101,7 @@ int main(int argc, char **argv)
     const char *name = argc > 1 ? argv[1] : "";
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++) {
         if (strcmp(name, commands[i].name) != 0) continue;
-        if (commands[i].sleeps) sleep_while_waiting(argv);
+        start_again(argv, commands[i].sleeps);
         signal(SIGBUS, explain_bus_error);
         char title[32];
         snprintf(title, sizeof title, "smoe %s", name);

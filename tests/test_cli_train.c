@@ -439,7 +439,7 @@ static void expect_end(void **state, const char *then, const char *message, bool
 /* `timeout` and some schedulers send a signal to the process and to its group, so that it comes twice. */
 static void test_signal_sent_twice(void **state)
 {
-    expect_end(state, "sleep 0.1; kill -TERM $p; cat text.txt >&3; exec 3>&-", "go on with --resume", true);
+    expect_end(state, "kill -TERM $p; cat text.txt >&3; exec 3>&-", "go on with --resume", true);
 }
 
 /* nohup ignores HUP. */
@@ -457,7 +457,7 @@ static void test_ignored_hangup(void **state)
 static void test_later_signal(void **state)
 {
     if (LATE_SIGNALS) skip();
-    expect_end(state, "sleep 1.5; kill -TERM $p", "", false);
+    expect_end(state, "sleep 0.3; kill -TERM $p", "", false);
 }
 
 static void expect_text(void **state, const char *arguments, const char *wanted)

@@ -47,6 +47,18 @@ static char *make_bytes(void)
     return bytes;
 }
 
+/* The yardstick's products run on OpenBLAS's own threads, each of which takes a buffer when it starts. A
+ * context has OpenBLAS allocate as many, and they stay when it is gone. */
+static bool reserve_buffers(int threads)
+{
+    smoe_context *context;
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.threads = threads;
+    if (smoe_create(&context, &options) != SMOE_OK) return false;
+    smoe_destroy(context);
+    return true;
+}
+
 bool yardstick_make(yardstick *made, const smoe_layer *layer, const int32_t *counts, int threads)
 {
     int64_t rows = 0;
@@ -70,7 +82,7 @@ bool yardstick_make(yardstick *made, const smoe_layer *layer, const int32_t *cou
                         .copy_from = make_bytes(),
                         .copy_to = make_bytes()};
     if (made->wide_rows && made->wide_result && made->h && made->a && made->w1 && made->w2 && made->dw1 &&
-        made->dw2 && made->copy_from && made->copy_to)
+        made->dw2 && made->copy_from && made->copy_to && reserve_buffers(threads))
         return true;
     yardstick_free(made);
     return false;

@@ -24,8 +24,8 @@ enum { PATH_BYTES = 4096, SUMMARY_BYTES = 4096 };
  * on. */
 static volatile sig_atomic_t stop_asked;
 
-/* A signal within a second of the first is the same request: `timeout` sends one to the process and one to
- * its group. A later one ends the program. */
+/* A signal within a tenth of a second of the first is the same request: `timeout` sends one to the process and
+ * one to its group. A later one ends the program. */
 static void ask_to_stop(int number)
 {
     static double first;
@@ -33,14 +33,14 @@ static void ask_to_stop(int number)
     if (!stop_asked) {
         stop_asked = number;
         first = now;
-    } else if (now - first > 1.0) {
+    } else if (now - first > 0.1) {
         signal(number, SIG_DFL);
         raise(number); // comes when the handler returns
     }
 }
 
 /* At the first interrupt the run finishes its step, or stops its validation, and saves a checkpoint. A second
- * interrupt, a second later or more, ends the program at once. Finished checkpoints stay. */
+ * interrupt, a tenth of a second later or more, ends the program at once. Finished checkpoints stay. */
 static void catch_signals(void)
 {
     struct sigaction action = {.sa_handler = ask_to_stop, .sa_flags = SA_RESTART}, hangup;

@@ -56,6 +56,9 @@ void moe_blas_leave(void)
 void *blas_memory_alloc(int which) __attribute__((weak));
 void blas_memory_free(void *buffer) __attribute__((weak));
 
+/* The number of threads of OpenBLAS that exist, the caller's included. They stay when it is set to fewer. */
+extern int blas_num_threads __attribute__((weak));
+
 static int address_space_fits(int64_t buffers)
 {
     const size_t bytes = (size_t)buffers * MOE_BLAS_BUFFER_MIB << 20;
@@ -74,14 +77,16 @@ static void take_buffers(int64_t count)
 
 static int reserve(int threads)
 {
-    /* OpenBLAS's own threads take one buffer each, perhaps later than this. */
-    const int own_threads = (guard.open ? guard.threads_before : openblas_get_num_threads()) - 1;
+    /* OpenBLAS's own threads take one buffer each and keep it: before this, later or at the same time. So
+     * there must be room for one more for each of them. */
+    int own_threads = (guard.open ? guard.threads_before : openblas_get_num_threads()) - 1;
+    if (&blas_num_threads && blas_num_threads - 1 > own_threads) own_threads = blas_num_threads - 1;
     int64_t needed = guard.buffers_needed + threads + own_threads;
     if (needed > SMOE_MAX_THREADS) needed = SMOE_MAX_THREADS; /* OpenBLAS cannot have many more */
     if (needed > guard.buffers_there) {
         /* Buffers that an open section uses cannot be taken here. So up to as many additional buffers may be
          * allocated. */
-        if (!address_space_fits(guard.open ? needed : needed - guard.buffers_there)) return 0;
+        if (!address_space_fits((guard.open ? needed : needed - guard.buffers_there) + own_threads)) return 0;
         take_buffers(needed);
         guard.buffers_there = needed;
     }

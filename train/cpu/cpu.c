@@ -10,6 +10,7 @@
 #include "train/cpu/swiglu.h"
 
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -341,8 +342,25 @@ static const train_ops cpu_ops = {
     .update_scratch = cpu_update_scratch,
 };
 
+/* A context of the library has OpenBLAS allocate a buffer for each OpenMP thread. The buffers stay when the
+ * context is gone, and the trainer's own products use them. Without them OpenBLAS would try forever to
+ * allocate them where there is no address space left. */
+static bool reserve_buffers(error *err)
+{
+    char text[256] = "";
+    smoe_context *context;
+    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
+    options.threads = omp_get_max_threads();
+    options.error_text = text;
+    options.error_size = sizeof text;
+    if (smoe_create(&context, &options) != SMOE_OK) return fail(err, ERROR_RUNTIME, "%s", text);
+    smoe_destroy(context);
+    return true;
+}
+
 train_device *cpu_open(error *err)
 {
+    if (!reserve_buffers(err)) return NULL;
     cpu_device *cpu = calloc(1, sizeof *cpu);
     if (!cpu) {
         fail(err, ERROR_RUNTIME, "out of memory: the device");
