@@ -53,16 +53,24 @@ static float time_links(const route_timing *t, link_function enqueue)
     return link_time(&links, enqueue_route);
 }
 
+static moe_cuda_routing routing_of(const route_timing *t, const smoe_forward_args *args)
+{
+    const moe_routing_layout layout = moe_cuda_lay_out_routing(&device, &t->problem);
+    return moe_cuda_routing_of(&t->problem, &layout, args, &t->plan, t->scratch);
+}
+
 static cudaError_t route_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
     const smoe_context context = {0};
-    return moe_cuda_route(&context, on, &t->problem, args, &t->plan, t->scratch);
+    const moe_cuda_routing r = routing_of(t, args);
+    return moe_cuda_route(&context, on, &r, args);
 }
 
 static cudaError_t round_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
     const cudaError_t status = route_link(t, args, on);
-    return status == cudaSuccess ? moe_cuda_round(on, &t->problem, args, &t->plan, t->scratch) : status;
+    const moe_cuda_routing r = routing_of(t, args);
+    return status == cudaSuccess ? moe_cuda_rounding(on, &r) : status;
 }
 
 static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
@@ -70,12 +78,13 @@ static cudaError_t plan_link(const route_timing *t, const smoe_forward_args *arg
     const int rounded = t->problem.layer.rounding != SMOE_ROUNDING_NONE;
     const cudaError_t status = rounded ? round_link(t, args, on) : route_link(t, args, on);
     if (status != cudaSuccess) return status;
-    return moe_cuda_plan_from_logits(on, &t->problem, args, &t->plan, &t->lists, t->scratch);
+    const moe_cuda_routing r = routing_of(t, args);
+    return moe_cuda_plan_from_logits(on, &t->problem, &r, &t->plan, &t->lists);
 }
 
 static cudaError_t topk_link(const route_timing *t, const smoe_forward_args *args, const moe_launch *on)
 {
-    moe_cuda_routing r = moe_cuda_routing_of(on->device, &t->problem, args, &t->plan, t->scratch);
+    moe_cuda_routing r = routing_of(t, args);
     r.keys = NULL, r.mask = NULL, r.segment_counts = NULL; /* no results for later kernels */
     return moe_cuda_topk(on, &r);
 }
@@ -107,7 +116,7 @@ static route_timing set_up(const smoe_layer *layer)
              : (int)(LOGITS_BYTES / set) > LINKS ? LINKS
                                                  : (int)(LOGITS_BYTES / set);
     t.memory[0] = gpu_alloc(t.problem.plan_bytes);
-    t.memory[1] = gpu_alloc(moe_cuda_routing_scratch(&device, &t.problem));
+    t.memory[1] = gpu_alloc(moe_cuda_lay_out_routing(&device, &t.problem).bytes);
     t.memory[2] = gpu_alloc((size_t)t.sets * set);
     t.memory[3] = gpu_alloc(16);
     t.memory[4] =

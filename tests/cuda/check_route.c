@@ -87,10 +87,11 @@ static void enqueue(const moe_problem *problem, const smoe_forward_args *args, c
                     const moe_cuda_lists *lists, void *scratch, const moe_launch *on)
 {
     const smoe_context context = {0};
-    CHECK_CUDA(moe_cuda_route(&context, on, problem, args, plan, scratch));
-    if (problem->layer.rounding != SMOE_ROUNDING_NONE)
-        CHECK_CUDA(moe_cuda_round(on, problem, args, plan, scratch));
-    CHECK_CUDA(moe_cuda_plan_from_logits(on, problem, args, plan, lists, scratch));
+    const moe_routing_layout layout = moe_cuda_lay_out_routing(on->device, problem);
+    const moe_cuda_routing routing = moe_cuda_routing_of(problem, &layout, args, plan, scratch);
+    CHECK_CUDA(moe_cuda_route(&context, on, &routing, args));
+    if (problem->layer.rounding != SMOE_ROUNDING_NONE) CHECK_CUDA(moe_cuda_rounding(on, &routing));
+    CHECK_CUDA(moe_cuda_plan_from_logits(on, problem, &routing, plan, lists));
 }
 
 static void run_graph(const moe_problem *problem, const smoe_forward_args *args, const moe_plan_arrays *plan,
@@ -113,7 +114,7 @@ static void run_device(route_case *c, const moe_launch *on)
     const moe_problem *p = &c->problem;
     const int32_t limit = moe_piece_limit(p->rows, c->layer.experts);
     const gpu_buffer plan_memory = gpu_alloc(p->plan_bytes),
-                     scratch = gpu_alloc(moe_cuda_routing_scratch(on->device, p));
+                     scratch = gpu_alloc(moe_cuda_lay_out_routing(on->device, p).bytes);
     const gpu_buffer losses = gpu_alloc(sizeof c->losses), list_counts = gpu_alloc(16);
     const gpu_buffer tiles = gpu_alloc(
         sizeof(moe_work) * (size_t)moe_work_bound(p->padded_rows, c->layer.experts, SMOE_TILE_BLOCKS));

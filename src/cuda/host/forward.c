@@ -12,17 +12,19 @@
 /* Offsets of the parts of the forward's scratch, counted from the end of the plan. */
 typedef struct forward_scratch {
     uint64_t counts, tiles, pieces, a, y, routing,
-        end; /* a's memory is also used by routing, or by the plan as work space */
+        end;                          /* a's memory is also used by routing, or by the plan as work space */
+    moe_routing_layout routing_parts; /* FROM_LOGITS; offsets from `routing` */
 } forward_scratch;
 
 static_assert(sizeof(forward_scratch) <= sizeof((moe_layout *)0)->parts, "a layout holds it");
 
-/* What route, round and plan use besides the work lists. */
-static uint64_t routing_bytes(const moe_device *device, const moe_problem *p)
+/* What route, round and plan use besides the work lists. Lays out the parts of routing, for layers from
+ * logits. */
+static uint64_t routing_bytes(const moe_device *device, const moe_problem *p, moe_routing_layout *parts)
 {
     const smoe_layer *l = &p->layer;
     switch (l->entry) {
-    case SMOE_ENTRY_FROM_LOGITS: return moe_cuda_routing_scratch(device, p);
+    case SMOE_ENTRY_FROM_LOGITS: *parts = moe_cuda_lay_out_routing(device, p); return parts->bytes;
     case SMOE_ENTRY_FROM_TOPK:
         return moe_align_up(moe_cuda_plan_work_bytes(
             l->tokens, l->experts,
@@ -46,7 +48,7 @@ void moe_cuda_lay_out_forward(const device_state *state, const moe_problem *p, m
     s.routing = s.a;
     s.y = s.a + moe_align_up(rows * (uint64_t)p->layer.intermediate * element);
     const uint64_t experts_end = s.y + moe_align_up(rows * (uint64_t)p->chunk_columns * element);
-    const uint64_t plan_end = s.routing + routing_bytes(&state->device, p);
+    const uint64_t plan_end = s.routing + routing_bytes(&state->device, p, &s.routing_parts);
     s.end = experts_end > plan_end ? experts_end : plan_end;
     layout->bytes = (p->layer.inference ? p->plan_bytes : 0) + s.end;
     memcpy(layout->parts, &s, sizeof s);
@@ -58,7 +60,8 @@ typedef struct forward_call {
     const smoe_forward_args *args;
     const moe_plan_arrays *plan;
     const device_state *state;
-    void *work; /* of route, round and plan */
+    void *work;               /* of the plan from given top-K */
+    moe_cuda_routing routing; /* FROM_LOGITS, for route, round and plan */
     moe_cuda_lists lists;
     char *a, *y;
     int64_t rows; /* whole blocks of the padded rows */
@@ -75,7 +78,7 @@ static cudaError_t plan_rows(const forward_call *c)
     const smoe_layer *layer = &problem->layer;
     const int from_rows = layer->entry == SMOE_ENTRY_FROM_ROWS;
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS)
-        return moe_cuda_plan_from_logits(&c->on, problem, args, plan, &c->lists, c->work);
+        return moe_cuda_plan_from_logits(&c->on, problem, &c->routing, plan, &c->lists);
     const moe_cuda_plan p = {
         .ids = args->topk_ids,
         .weights = from_rows ? args->row_weights : args->topk_weights,
@@ -213,7 +216,7 @@ static cudaError_t run_experts(smoe_context *context, forward_call *c)
 static cudaError_t run_round(smoe_context *context, const forward_call *c)
 {
     moe_stage_begin(context, SMOE_STAGE_ROUND, c->on.stream);
-    const cudaError_t status = moe_cuda_round(&c->on, c->problem, c->args, c->plan, c->work);
+    const cudaError_t status = moe_cuda_rounding(&c->on, &c->routing);
     moe_stage_end(context, SMOE_STAGE_ROUND, c->on.stream);
     return status;
 }
@@ -229,7 +232,7 @@ static cudaError_t run_plan(smoe_context *context, const forward_call *c)
 static cudaError_t run_stages(smoe_context *context, forward_call *c, int stages)
 {
     cudaError_t status = cudaSuccess;
-    if (stages & MOE_ROUTE) status = moe_cuda_route(context, &c->on, c->problem, c->args, c->plan, c->work);
+    if (stages & MOE_ROUTE) status = moe_cuda_route(context, &c->on, &c->routing, c->args);
     if (status == cudaSuccess && stages & MOE_ROUND) status = run_round(context, c);
     if (status == cudaSuccess && stages & MOE_PLAN) status = run_plan(context, c);
     return status == cudaSuccess && stages & MOE_EXPERTS ? run_experts(context, c) : status;
@@ -258,6 +261,8 @@ smoe_status moe_cuda_forward(smoe_context *context, const moe_call *call, const 
         .few_rows = state->kernels->few_rows(problem->rows, problem->layer.experts),
         .on = launch_on(state, problem->layer.dtype, call->stream),
     };
+    if (stages != MOE_EXPERTS && problem->layer.entry == SMOE_ENTRY_FROM_LOGITS)
+        c.routing = moe_cuda_routing_of(problem, &s.routing_parts, args, &call->plan, c.work);
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);

@@ -115,22 +115,29 @@ cudaError_t moe_cuda_selection_bias(const moe_launch *on, const int32_t *counts,
 
 /* ---- routing.c: functions that the backend calls ---- */
 
-/* Scratch that route, round and plan share. */
-uint64_t moe_cuda_routing_scratch(const moe_device *device, const moe_problem *problem);
+/* Where the parts of the scratch that route, round and plan share begin. UINT64_MAX: the layer has none. */
+typedef struct moe_routing_layout {
+    uint64_t mask, all_counts, word_rows, keys, softmax, panel_probability, panel_z, expert_balance,
+        plan_work;
+    uint64_t bytes;
+    int32_t plan_segment;
+    int32_t topk_counts_segments; /* the top-K kernel counts the pairs of each segment of the plan */
+} moe_routing_layout;
+
+/* Sizes never depend on the call's arguments. */
+moe_routing_layout moe_cuda_lay_out_routing(const moe_device *device, const moe_problem *problem);
 
 /* The arguments of all kernels of one call. */
-moe_cuda_routing moe_cuda_routing_of(const moe_device *device, const moe_problem *problem,
+moe_cuda_routing moe_cuda_routing_of(const moe_problem *problem, const moe_routing_layout *layout,
                                      const smoe_forward_args *args, const moe_plan_arrays *plan,
                                      void *scratch);
 
 /* Of the context only its stage callback is used. */
-cudaError_t moe_cuda_route(const smoe_context *context, const moe_launch *on, const moe_problem *problem,
-                           const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch);
-cudaError_t moe_cuda_round(const moe_launch *on, const moe_problem *problem, const smoe_forward_args *args,
-                           const moe_plan_arrays *plan, void *scratch);
+cudaError_t moe_cuda_route(const smoe_context *context, const moe_launch *on, const moe_cuda_routing *routing,
+                           const smoe_forward_args *args);
 cudaError_t moe_cuda_plan_from_logits(const moe_launch *on, const moe_problem *problem,
-                                      const smoe_forward_args *args, const moe_plan_arrays *plan,
-                                      const moe_cuda_lists *lists, void *scratch);
+                                      const moe_cuda_routing *routing, const moe_plan_arrays *plan,
+                                      const moe_cuda_lists *lists);
 
 #ifdef __cplusplus
 }

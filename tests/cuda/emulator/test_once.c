@@ -3,11 +3,12 @@
  * one. */
 #include "host/backward.h"
 #include "host/forward.h"
+#include "host/routing.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 
-enum counted { PROBLEM, FORWARD, BACKWARD, GET_DEVICE, SET_DEVICE, COUNTED };
+enum counted { PROBLEM, FORWARD, ROUTING, BACKWARD, GET_DEVICE, SET_DEVICE, COUNTED };
 static int counts[COUNTED];
 
 void __real_moe_problem_init(moe_problem *problem, const smoe_layer *layer);
@@ -35,6 +36,14 @@ void __wrap_moe_cuda_lay_out_backward(const device_state *state, const moe_probl
     __real_moe_cuda_lay_out_backward(state, problem, layout);
 }
 
+typedef moe_routing_layout lay_out_routing(const moe_device *device, const moe_problem *problem);
+lay_out_routing __real_moe_cuda_lay_out_routing, __wrap_moe_cuda_lay_out_routing;
+moe_routing_layout __wrap_moe_cuda_lay_out_routing(const moe_device *device, const moe_problem *problem)
+{
+    counts[ROUTING]++;
+    return __real_moe_cuda_lay_out_routing(device, problem);
+}
+
 cudaError_t __real_cudaGetDevice(int *device);
 cudaError_t __wrap_cudaGetDevice(int *device);
 cudaError_t __wrap_cudaGetDevice(int *device)
@@ -55,8 +64,9 @@ static int failures;
 
 static void expect(const char *call, smoe_status status, const int expected[COUNTED])
 {
-    static const char *const names[COUNTED] = {"problems", "layouts of a forward", "layouts of a backward",
-                                               "cudaGetDevice", "cudaSetDevice"};
+    static const char *const names[COUNTED] = {"problems",           "layouts of a forward",
+                                               "layouts of routing", "layouts of a backward",
+                                               "cudaGetDevice",      "cudaSetDevice"};
     failures += status != SMOE_OK;
     if (status != SMOE_OK) printf("%s: status %d\n", call, (int)status);
     for (int i = 0; i < COUNTED; i++) {
@@ -86,23 +96,24 @@ int main(void)
     l.tokens = 200, l.hidden = 128, l.intermediate = 64, l.experts = 4, l.topk = 2, l.chunks = 2;
     l.rounding = SMOE_ROUNDING_NR_F;
     smoe_sizes sizes = SMOE_SIZES_INIT;
-    expect("smoe_query_sizes", smoe_query_sizes(context, &l, &sizes), (int[COUNTED]){1, 1, 1, 0, 0});
+    expect("smoe_query_sizes", smoe_query_sizes(context, &l, &sizes), (int[COUNTED]){1, 1, 1, 1, 0, 0});
     const size_t x = 2 * 200 * 128, w1 = 2 * 4 * 128 * 128, w2 = w1 / 2;
     smoe_forward_args f = SMOE_FORWARD_ARGS_INIT;
     f.x = buffer(x), f.router_weight = buffer(2 * 4 * 128), f.logits = buffer(4 * 200 * 4), f.w1 = buffer(w1);
     f.w2 = buffer(w2), f.out = buffer(x), f.losses = buffer(8);
     f.saved = buffer(sizes.saved_buffer_bytes), f.saved_size = sizes.saved_buffer_bytes;
     f.scratch = buffer(sizes.scratch_forward_bytes), f.scratch_size = sizes.scratch_forward_bytes;
-    expect("smoe_layer_forward", smoe_layer_forward(context, &l, &f, NULL), (int[COUNTED]){1, 1, 0, 1, 2});
+    expect("smoe_layer_forward", smoe_layer_forward(context, &l, &f, NULL), (int[COUNTED]){1, 1, 1, 0, 1, 2});
     expect("smoe_experts_forward", smoe_experts_forward(context, &l, &f, NULL),
-           (int[COUNTED]){1, 1, 0, 1, 2});
+           (int[COUNTED]){1, 1, 1, 0, 1, 2});
     smoe_backward_args b = SMOE_BACKWARD_ARGS_INIT;
     b.x = f.x, b.router_weight = f.router_weight, b.logits = f.logits, b.w1 = f.w1, b.w2 = f.w2;
     b.saved = f.saved, b.saved_size = f.saved_size, b.dout = buffer(x), b.dx = buffer(x),
     b.dw1 = buffer(2 * w1);
     b.dw2 = buffer(2 * w2), b.drouter_weight = buffer(4 * 4 * 128);
     b.scratch = buffer(sizes.scratch_backward_bytes), b.scratch_size = sizes.scratch_backward_bytes;
-    expect("smoe_layer_backward", smoe_layer_backward(context, &l, &b, NULL), (int[COUNTED]){1, 0, 1, 1, 2});
+    expect("smoe_layer_backward", smoe_layer_backward(context, &l, &b, NULL),
+           (int[COUNTED]){1, 0, 0, 1, 1, 2});
     smoe_destroy(context);
     printf("%d failures\n", failures);
     return failures != 0;
