@@ -1,0 +1,123 @@
+"""smoe.ep on gloo: the results and all gradients of one process with the tokens and experts of all ranks."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import smoe
+
+E, K, H, I = 8, 3, 32, 16
+TOKENS = (21, 0, 40, 3)
+DIFFERS = r"activation is (0 on rank 0 and 1 on rank 1|1 on rank 1 and 0 on rank \d)"
+
+
+def inputs(ranks):
+    """Of all ranks together: x, ids, weights, w1, w2, b1, b2."""
+    torch.manual_seed(5)
+    tokens = sum(TOKENS[:ranks])
+    ids = torch.rand(tokens, E).topk(K).indices
+    draw = lambda *shape: 0.5 * torch.randn(*shape)
+    return draw(tokens, H), ids, torch.rand(tokens, K), draw(E, 2 * I, H), draw(E, H, I), draw(E, 2 * I), draw(E, H)
+
+
+def part(rank, ranks):
+    start, own = sum(TOKENS[:rank]), E // ranks
+    x, ids, weights, *experts = inputs(ranks)
+    tokens, mine = slice(start, start + TOKENS[rank]), slice(rank * own, (rank + 1) * own)
+    return [x[tokens], ids[tokens], weights[tokens], *[t[mine] for t in experts]]
+
+
+def run(function, given):
+    """out and the gradients of all but ids, for a loss whose gradient is not constant"""
+    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in given]
+    x, ids, weights, w1, w2, b1, b2 = leaves
+    out = function(x, ids, weights, w1, w2, b1=b1, b2=b2)
+    out.square().sum().backward()
+    return [out.detach()] + [t.grad for t in leaves if t.requires_grad]
+
+
+def group_of(timeout=20.0, **options):
+    sizes = dict(max_tokens=max(TOKENS), hidden=H, num_experts=E, top_k=K)
+    return smoe.ep.Group(**sizes, threads=1, timeout=timeout, **options)
+
+
+def start(rank, ranks, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+
+
+def calls(group):
+    """smoe.ep.experts as users call it."""
+    plain = lambda *given, **options: smoe.ep.experts(*given, group=group, **options)
+    yield plain
+    yield lambda *given, **options: torch.utils.checkpoint.checkpoint(plain, *given, use_reentrant=False, **options)
+    if group.size == 2:
+        yield torch.compile(plain, backend="aot_eager", fullgraph=True)
+
+
+def compared(rank, ranks, folder):
+    start(rank, ranks, folder)
+    group = group_of(waves=2)
+    given = part(rank, ranks)
+    torch.save([run(call, given) for call in calls(group)], f"{folder}/{rank}")
+    group.check()
+    with pytest.raises(smoe.ep.PeerError, match=DIFFERS):
+        smoe.ep.experts(*given[:5], group=group, activation="geglu" if rank == 1 else "swiglu")
+    with pytest.raises(smoe.ep.PeerError, match=DIFFERS):
+        group.check()
+    dist.barrier()
+    group.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equal_to_one_process(ranks, tmp_path):
+    """Then one rank has another activation, and every rank says so."""
+    mp.spawn(compared, (ranks, tmp_path), nprocs=ranks)
+    each = [torch.load(tmp_path / str(rank)) for rank in range(ranks)]
+    whole = run(smoe.experts, inputs(ranks))
+    for found in zip(*each, strict=True):  # of one way to call it, by rank
+        for i, want in enumerate(whole):
+            torch.testing.assert_close(torch.cat([one[i] for one in found]), want, rtol=1e-5, atol=1e-5)
+
+
+def failing(rank, ranks, folder):
+    start(rank, ranks, folder)
+    kept, smoe.ep._FOLDER = smoe.ep._FOLDER, f"{folder}/missing" if rank == 1 else smoe.ep._FOLDER
+    with pytest.raises(RuntimeError, match="rank 1 cannot make its window of .* bytes: .*missing.*must be on one host"):
+        group_of()
+    smoe.ep._FOLDER = kept
+    group = group_of(timeout=0.5)
+    torch.save([], f"{folder}/{rank}")
+    if rank == 1:
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(smoe.ep.PeerError, match="rank 0 waited 500 ms for .* of rank 1"):
+        smoe.ep.experts(*part(rank, ranks)[:5], group=group)
+    assert time.monotonic() - begin < 10
+    torch.save([], f"{folder}/ended")
+    os._exit(0)  # without the other rank gloo cannot end
+
+
+def test_a_missing_window_and_a_rank_that_dies(tmp_path):
+    mp.spawn(failing, (2, tmp_path), nprocs=2)
+    assert (tmp_path / "1").exists() and (tmp_path / "ended").exists()
+
+
+def test_one_rank():
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    try:
+        group = group_of()
+        x, ids, weights, w1, w2, *_ = inputs(1)
+        ours, want = smoe.ep.experts(x, ids, weights, w1, w2, group=group), smoe.experts(x, ids, weights, w1, w2)
+        torch.testing.assert_close(ours, want, rtol=1e-6, atol=1e-6)
+        with pytest.raises(ValueError, match="tokens is 41, the range is 0 to 40"):
+            smoe.ep.experts(torch.zeros(41, H), torch.zeros(41, K, dtype=torch.long), torch.zeros(41, K), w1, w2, group=group)
+        with pytest.raises(ValueError, match="w1"):
+            smoe.ep.experts(x, ids, weights, w1[:, :, :8], w2, group=group)
+        group.close()
+    finally:
+        dist.destroy_process_group()
