@@ -31,6 +31,7 @@ enum {
     KEY_PARTS,
     KEY_PRECISION,
     KEY_CLIP,
+    KEY_GPUS,
     KEY_RECOMPUTE
 };
 
@@ -39,6 +40,11 @@ static const struct argp_option options_table[] = {
     {"model", KEY_MODEL, "PATH", 0, "config.json, or the folder of a checkpoint or a run", 3},
     {"batch", KEY_BATCH, "N", 0, "Sequences of a step (default 8)", 3},
     {"micro-batches", KEY_PARTS, "M", 0, "Number of parts of a batch, as for train (default 1)", 3},
+    {"gpus", KEY_GPUS, "N", 0,
+     "Number of GPUs (ranks), as for train: the memory is that of each, and the bytes that it sends are "
+     "counted "
+     "(default 1)",
+     3},
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or, with --device cuda, bf16, as for train", 3},
     {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as for train (default 1; 0: any)", 3},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as for train", 3},
@@ -63,6 +69,10 @@ static void parse_model(int key, const char *text, struct argp_state *state)
         return;
     case KEY_PARTS:
         if (!parse_integer("--micro-batches", text, 1, 1 << 20, &wanted->parts, &err))
+            argp_error(state, "%s", err.text);
+        return;
+    case KEY_GPUS:
+        if (!parse_integer("--gpus", text, 1, 1 << 16, &wanted->gpus, &err))
             argp_error(state, "%s", err.text);
         return;
     case KEY_PRECISION:
@@ -309,7 +319,8 @@ int smoe_cli_info(int argc, char **argv)
         return ERROR_RUNTIME;
     }
     problem_options_init(&options->problem);
-    options->model = (info_model){.batch = 8, .parts = 1, .clip = 1.0, .recompute = RECOMPUTE_NORMS};
+    options->model =
+        (info_model){.batch = 8, .parts = 1, .gpus = 1, .clip = 1.0, .recompute = RECOMPUTE_NORMS};
     error err = {0};
     if (argp_parse(&info_argp, argc, argv, 0, NULL, options) != 0) {
         err.code = ERROR_USAGE;

@@ -9,7 +9,8 @@ typedef struct info_model {
     const char *path;  // config.json, or the folder of a checkpoint or of a run; NULL: not asked
     const char *given; // an option that was given and is only for a path; NULL: none
     int64_t batch;     // sequences of a step
-    int64_t parts;     // micro-batches of a step
+    int64_t parts;     // micro-batches of a step, on each GPU
+    int64_t gpus;      // ranks that share out the batch and AdamW's states (train/run/shards.h)
     bool bf16;         // --precision bf16
     model_recompute recompute;
     double clip; // largest norm of the gradient

@@ -45,8 +45,9 @@ static const number_option numbers[] = {
      "Tokens of the last validation (default at most 1048576, see --evaluation-share); without effect if "
      "--evaluations is 0"},
     {"evaluation-share", "X", AT(validation_share), REAL, 0, 1, GROUP_RUN,
-     "Tokens that all validations have together, as a fraction of those that the run trains on: what is not "
-     "given of the three options above is chosen by it before the first step, and kept by --resume"},
+     "Tokens of all validations together, as a fraction of those that the run trains on. What is not given "
+     "of "
+     "--evaluations, --evaluation-tokens and --last-evaluation-tokens is chosen by it before the first step"},
     {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN,
      "Number of checkpoints over the run, 0: none"},
     {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN,
@@ -146,8 +147,8 @@ static const struct argp_option others[] = {
      GROUP_RUN},
     {"tokenizer", KEY_TOKENIZER, "TABLE", 0,
      "bpe.txt of tools/make_tokens.py: the table of the token files, or the table to encode text with. Every "
-     "checkpoint has a copy. Unless --vocab is given, it is the size of the table, rounded up to a multiple "
-     "of 64",
+     "checkpoint has a copy. Unless --vocab is given, the vocabulary is the size of the table, rounded up to "
+     "a multiple of 64",
      GROUP_RUN},
     {"device", KEY_DEVICE, "NAME", 0,
      "cpu, cuda, auto (the GPU if there is one) or cuda-plain (a GPU without cuBLASLt and cuDNN, slow)",

@@ -211,8 +211,8 @@ static void check_updates(const char *name, const device_options *options, const
         optimizer o;
         train_step s;
         make(&m, device, c, &(model_options){.sequences = 2, .use = MODEL_TRAIN, .one_layer = layers});
-        if (!optimizer_create(&o, &m, &err)) die(&err);
-        step_open(&s, &m, &o);
+        if (!optimizer_create(&o, &m, NULL, &err) || !step_open(&s, &m, &o, NULL, NULL, !layers, &err))
+            die(&err);
         gradients[layers] = m.bytes.gradients;
         for (int i = 0; i < STEPS; i++) {
             const adamw_step update = {.lr = 0.01,
