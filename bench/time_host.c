@@ -120,11 +120,11 @@ static void report(const layer_run *runs, int builds, int rounds, const char *en
 static void time_entry(const smoe_layer *layer, const char *entry, int rounds, char **paths, int builds)
 {
     static layer_run runs[MOST_BUILDS];
-    cudaStream_t stream;
-    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     for (int i = 0; i < builds; i++) {
-        runs[i] = (layer_run){.call = build_open(paths[i]), .layer = *layer, .stream = stream};
+        runs[i] = (layer_run){.call = build_open(paths[i]), .layer = *layer};
         open_context(&runs[i]);
+        if (i == 0) CHECK_CUDA(cudaStreamCreateWithFlags(&runs[0].stream, cudaStreamNonBlocking));
+        runs[i].stream = runs[0].stream;
         fill(&runs[i]);
         time_batch(&runs[i], 0), time_batch(&runs[i], 1); /* loads the kernels */
     }
