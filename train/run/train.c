@@ -1,4 +1,6 @@
 /* See train.h: the loop over the steps. train_open.c has the start. */
+#define _POSIX_C_SOURCE 200809L /* clock_gettime */
+
 #include "train/run/train.h"
 
 #include "common/clock.h"
