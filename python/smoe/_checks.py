@@ -194,6 +194,13 @@ def offsets(function: str, value: Any, x: Tensor, count: int) -> None:
     shape(function, "offsets", value, (count + 1,), "(E + 1)")
 
 
+def token_mask(function: str, value: Any, x: Tensor) -> None:
+    tensor(function, "token_mask", value)
+    dtype(function, "token_mask", value, (torch.bool,))
+    device(function, "token_mask", value, x)
+    shape(function, "token_mask", value, (x.shape[0],), "(T)")
+
+
 def router(
     function: str, x: Tensor, count: int, router_weight: Any, logits: Any, router_bias: Any, selection_bias: Any,
     score: str,

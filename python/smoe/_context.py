@@ -52,7 +52,7 @@ def _packer(layout: type[ctypes.Structure], names: str) -> Callable[..., bytes]:
 _EXPERTS = "w1 b1 w2 b2 out saved saved_size scratch scratch_size"
 pack_forward = _packer(native.ForwardArgs, f"x topk_ids topk_weights offsets row_weights {_EXPERTS}")
 pack_moe_forward = _packer(
-    native.ForwardArgs, f"x router_weight router_bias logits selection_bias step losses {_EXPERTS}"
+    native.ForwardArgs, f"x router_weight router_bias logits selection_bias step losses {_EXPERTS} token_mask"
 )
 _READ, _WRITTEN = "w1 w2 b2 saved saved_size dout", "dx dw1 dw2 db1 db2"
 pack_backward = _packer(
@@ -61,7 +61,7 @@ pack_backward = _packer(
 pack_moe_backward = _packer(
     native.BackwardArgs,
     f"x router_weight logits {_READ} balance_coefficient z_coefficient {_WRITTEN} drouter_weight drouter_bias dlogits "
-    "scratch scratch_size loss_gradients",
+    "scratch scratch_size loss_gradients token_mask",
 )
 
 _layer_forward, _layer_backward = native.library.smoe_layer_forward, native.library.smoe_layer_backward

@@ -180,10 +180,11 @@ def _moe_outputs(x: Tensor, router_weight: Tensor | None, w2: Tensor, options: O
 
 def moe_forward(
     call: Call, save: bool, x: Tensor, router_weight: Tensor | None, router_bias: Tensor | None, given_logits: Tensor | None,
-    selection_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, step: int,
+    selection_bias: Tensor | None, token_mask: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
+    step: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """out, saved with `save`, logits with router_weight, losses and counts with those options."""
-    given = (x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2)
+    given = (x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2)
     at, bits = [], 0
     try:
         for tensor in given:
@@ -191,7 +192,7 @@ def moe_forward(
             bits |= address if address == 0 or tensor.is_contiguous() else 1
             at.append(address)
     except RuntimeError:
-        names = ("x", "router_weight", "router_bias", "logits", "selection_bias", "w1", "b1", "w2", "b2")
+        names = ("x", "router_weight", "router_bias", "logits", "selection_bias", "token_mask", "w1", "b1", "w2", "b2")
         _refuse(call, names, given)
         raise
     if bits % _ALIGN:
@@ -206,11 +207,11 @@ def moe_forward(
     layer = (call.training if save else call.inference).get(context) or call.describe(context, save)
     saved = context.new_bytes(layer.saved) if save else None
     scratch = context.new_bytes(layer.scratch_forward)
-    x_at, router_at, bias_at, logits_at, selection_at, w1_at, b1_at, w2_at, b2_at = at
+    x_at, router_at, bias_at, logits_at, selection_at, mask_at, w1_at, b1_at, w2_at, b2_at = at
     arguments = pack_moe_forward(
         x_at, router_at, bias_at, logits_at if logits is None else logits.data_ptr(),
         selection_at, step, 0 if losses is None else losses.data_ptr(), w1_at, b1_at, w2_at, b2_at,
-        out.data_ptr(), saved.data_ptr() if save else 0, layer.saved, scratch.data_ptr(), layer.scratch_forward,
+        out.data_ptr(), saved.data_ptr() if save else 0, layer.saved, scratch.data_ptr(), layer.scratch_forward, mask_at,
     )  # fmt: skip
     context.forward(layer.address, arguments)
     if counts is not None:
@@ -263,7 +264,7 @@ def _gradients(
 def backward(
     call: Call, wanted: tuple[bool, ...], reuse: bool, dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None,
     saved: Tensor, ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None,
-    dlosses: Tensor | None = None,
+    dlosses: Tensor | None = None, token_mask: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients in the order of the bits, None where `wanted` is false. Hooks on saved tensors may have brought
     anything that was saved back at another address and alignment. With `reuse` no later call reads `saved`, and dH
@@ -275,8 +276,9 @@ def backward(
     router_at = 0 if router_weight is None else router_weight.data_ptr()
     logits_at = 0 if logits is None else logits.data_ptr()
     dlosses_at = 0 if dlosses is None else dlosses.data_ptr()
+    mask_at = 0 if token_mask is None else token_mask.data_ptr()
     if (
-        (dout_at | x_at | w1_at | w2_at | b2_at | ids_at | router_at | logits_at | dlosses_at) % _ALIGN
+        (dout_at | x_at | w1_at | w2_at | b2_at | ids_at | router_at | logits_at | dlosses_at | mask_at) % _ALIGN
         or saved_at % _BUFFER_ALIGN
         or not (dout.is_contiguous() and x.is_contiguous() and w1.is_contiguous() and w2.is_contiguous())
         or not (b2 is None or b2.is_contiguous())
@@ -284,12 +286,13 @@ def backward(
         or not (router_weight is None or router_weight.is_contiguous())
         or not (logits is None or logits.is_contiguous())
         or not (dlosses is None or dlosses.is_contiguous())
+        or not (token_mask is None or token_mask.is_contiguous())
     ):
-        dout, x, w1, w2, b2, ids, router_weight, logits, dlosses = [
-            _readable(t) for t in (dout, x, w1, w2, b2, ids, router_weight, logits, dlosses)
+        dout, x, w1, w2, b2, ids, router_weight, logits, dlosses, token_mask = [
+            _readable(t) for t in (dout, x, w1, w2, b2, ids, router_weight, logits, dlosses, token_mask)
         ]
         saved = _readable(saved, _BUFFER_ALIGN)
-        return backward(call, wanted, reuse, dout, x, w1, w2, b2, saved, ids, router_weight, logits, dlosses)
+        return backward(call, wanted, reuse, dout, x, w1, w2, b2, saved, ids, router_weight, logits, dlosses, token_mask)
     made = _gradients(wanted, call.gradient_dtype, x, w1, w2, ids, call.logits_dtype)
     if call.tokens == 0:
         for gradient in _given(*made):
@@ -312,6 +315,7 @@ def backward(
             x_at, router_at, logits_at, w1_at, w2_at, b2_at, saved_at, saved.numel(), dout_at,
             call.options.balance_coefficient, call.options.z_coefficient, dx_at, dw1_at, dw2_at, db1_at, db2_at,
             drouter_weight_at, drouter_bias_at, drouting_at, scratch.data_ptr(), layer.scratch_backward, dlosses_at,
+            mask_at,
         ))  # fmt: skip
     else:
         dweights_at, drow_weights_at = (0, drouting_at) if call.entry == "from_rows" else (drouting_at, 0)
@@ -377,13 +381,13 @@ def _fake_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
 
 
 def _fake_moe_forward(
-    x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2, topk, options, step, save
+    x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2, topk, options, step, save
 ):
     saved = _fake_saved("from_logits", options, x, topk, w2) if save else None
     return _given(_fake_out(x), saved, *_moe_outputs(x, router_weight, w2, parse(options)))
 
 
-def _fake_moe_backward(dout, x, router_weight, logits, dlosses, w1, w2, b2, saved, topk, options, needs):
+def _fake_moe_backward(dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, topk, options, needs):
     parsed = parse(options)
     return _fake_gradients(needs, parsed, x, w1, w2, logits_dtype=_logits_dtype(parsed))
 
@@ -411,14 +415,16 @@ def _op_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
     return _given(*backward(call, _wanted(needs), False, dout, rows, w1, w2, b2, saved))
 
 
-def _op_moe_forward(x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2, topk, options, step, save):
-    given = (x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2)
+def _op_moe_forward(
+    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2, topk, options, step, save
+):
+    given = (x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2)
     return _given(*moe_forward(call_of("from_logits", options, x, topk, w2), save, *given, step))
 
 
-def _op_moe_backward(dout, x, router_weight, logits, dlosses, w1, w2, b2, saved, topk, options, needs):
+def _op_moe_backward(dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, topk, options, needs):
     call = call_of("from_logits", options, x, topk, w2)
-    given = dout, x, w1, w2, b2, saved, None, router_weight, logits, dlosses
+    given = dout, x, w1, w2, b2, saved, None, router_weight, logits, dlosses, token_mask
     return _given(*backward(call, _wanted(needs), False, *given))
 
 
@@ -435,10 +441,10 @@ _OPERATORS = {
         _op_rows_forward, _fake_rows_forward),
     f"rows_backward(Tensor dout, Tensor rows, {_KEPT}, str options, int needs) -> Tensor[]": (
         _op_rows_backward, _fake_rows_backward),
-    f"moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, {_EXPERTS}, "
-    "int topk, str options, SymInt step, bool save) -> Tensor[]": (_op_moe_forward, _fake_moe_forward),
-    f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor? logits, Tensor? dlosses, {_KEPT}, int topk, str options, int needs) "
-    "-> Tensor[]": (_op_moe_backward, _fake_moe_backward),
+    f"moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, "
+    f"Tensor? token_mask, {_EXPERTS}, int topk, str options, SymInt step, bool save) -> Tensor[]": (_op_moe_forward, _fake_moe_forward),
+    f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor? logits, Tensor? dlosses, Tensor? token_mask, {_KEPT}, "
+    "int topk, str options, int needs) -> Tensor[]": (_op_moe_backward, _fake_moe_backward),
 }  # fmt: skip
 _library = torch.library.Library("smoe", "DEF")
 _library.define("update_selection_bias(Tensor(a!) bias, Tensor counts, float gamma) -> ()")

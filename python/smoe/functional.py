@@ -369,10 +369,10 @@ def _unpack(found: list[Tensor], save: bool, router: bool, losses: bool, counts:
 class _Moe(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2, top_k, options, step,
+        ctx, x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2, top_k, options, step,
         wants_losses, wants_counts, call,
     ):  # fmt: skip
-        given = (x, router_weight, router_bias, given_logits, selection_bias, w1, b1, w2, b2)
+        given = (x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2)
         if call is None:
             found = _call.moe_forward.default(*given, top_k, options, step, True)
             found = _unpack(found, True, router_weight is not None, wants_losses, wants_counts)
@@ -381,7 +381,7 @@ class _Moe(torch.autograd.Function):
         out, saved, logits, losses, counts = found
         reads_logits = ops.reads_logits(options) if call is None else call.options.reads_logits
         kept = (given_logits if logits is None else logits) if reads_logits else None
-        ctx.save_for_backward(x, router_weight, kept, w1, w2, b2, saved)
+        ctx.save_for_backward(x, router_weight, kept, token_mask, w1, w2, b2, saved)
         ctx.top_k, ctx.options, ctx.call, ctx.readers, ctx.overwritten = top_k, options, call, 0, False
         ctx.mark_non_differentiable(*[t for t in (logits, counts) if t is not None])
         ctx.wants_losses = wants_losses
@@ -398,20 +398,20 @@ class _Moe(torch.autograd.Function):
             return _once(_Moe, ctx, dout, *others)
         dlosses = others[ctx.losses_at - 1] if ctx.wants_losses else None
         if dout is None and dlosses is None:  # what follows the layer has no gradient for it
-            return (None,) * 15
-        wants_x, wants_router, wants_router_bias, wants_logits, _, wants_w1, wants_b1, wants_w2, wants_b2, *_ = (
+            return (None,) * 16
+        wants_x, wants_router, wants_router_bias, wants_logits, _, _, wants_w1, wants_b1, wants_w2, wants_b2, *_ = (
             ctx.needs_input_grad
         )
         wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_logits, wants_router, wants_router_bias)
-        x, router_weight, logits, w1, w2, b2, saved = ctx.saved_tensors
+        x, router_weight, logits, token_mask, w1, w2, b2, saved = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(x)
-        found = _backward(ctx, wanted, dout, (x, w1, w2, b2, saved, None, router_weight, logits, dlosses))
+        found = _backward(ctx, wanted, dout, (x, w1, w2, b2, saved, None, router_weight, logits, dlosses, token_mask))
         if found is None:
-            kept = x, router_weight, logits, dlosses, w1, w2, b2, saved, ctx.top_k, ctx.options
+            kept = x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, ctx.top_k, ctx.options
             found = _dispatched(_call.moe_backward.default, wanted, dout.contiguous(), *kept)
         dx, dw1, db1, dw2, db2, dlogits, dweight, dbias = found
-        return dx, dweight, dbias, dlogits, None, dw1, db1, dw2, db2, None, None, None, None, None, None
+        return dx, dweight, dbias, dlogits, None, None, dw1, db1, dw2, db2, None, None, None, None, None, None
 
 
 def moe(
@@ -424,6 +424,7 @@ def moe(
     logits: Tensor | None = None,
     router_bias: Tensor | None = None,
     selection_bias: Tensor | None = None,
+    token_mask: Tensor | None = None,
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     activation: str | Gate = "swiglu",
@@ -454,6 +455,7 @@ def moe(
     not the weights, norm_topk_prob, n_group and topk_group). routed_scaling_factor multiplies every weight.
     rounding: token rounding with tiles of `tile` rows: "none", "nr_f", "sr_f" (drawn from `seed` and `step`), "nr_s",
     "balance_f", "up", "down".
+    token_mask (T) bool: tokens that are False are computed as all others, but losses and counts are over the rest.
     The backward itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1], whatever the caller's
     loss is multiplied by; the gradient that reaches the returned losses is added too. For a loss of your own on the logits
     compute them outside and pass `logits`.
@@ -475,16 +477,18 @@ def moe(
                 type(w1), w1.shape, w1.dtype, w1.device, w1.is_contiguous(),
                 type(w2), w2.shape, w2.dtype, w2.device, w2.is_contiguous(),
                 _traits(b1), _traits(b2), _traits(router_weight), _traits(router_bias), _traits(logits),
-                _traits(selection_bias),
+                _traits(selection_bias), _traits(token_mask),
             )  # fmt: skip
             options, call = _checked.get(signature, _NONE)
         except (AttributeError, TypeError, RuntimeError):
             signature = None
-    given = (x, router_weight, router_bias, logits, selection_bias, w1, b1, w2, b2)
+    given = (x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2)
     if options is None:
         _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
         count = w2.shape[0]
         _checks.router(function, x, count, router_weight, logits, router_bias, selection_bias, score)
+        if token_mask is not None:
+            _checks.token_mask(function, token_mask, x)
         coefficients = dict(balance_coefficient=balance_coefficient, z_coefficient=z_coefficient)
         flags = dict(norm_topk_prob=norm_topk_prob, losses=losses, counts=counts)
         _checks.routing(

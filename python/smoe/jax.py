@@ -161,7 +161,7 @@ def _backward(problem: _Problem, operands: dict, saved, logits, dout, dlosses) -
         for gradient, name in _GRADIENTS.items()
         if operands.get(name) is not None
     }
-    read = {name: operands.get(name) for name in ("x", "router_weight", "topk_ids", "w1", "w2", "b2")}
+    read = {name: operands.get(name) for name in ("x", "router_weight", "topk_ids", "token_mask", "w1", "w2", "b2")}
     given = read | dict(logits=logits, saved=saved, dout=dout.astype(x.dtype), loss_gradients=dlosses)
     results["scratch"] = ((_sizes(backend, layer).scratch_backward_bytes,), jnp.uint8)
     scalars = dict(balance_coefficient=options.balance_coefficient, z_coefficient=options.z_coefficient)
@@ -266,13 +266,18 @@ def experts_rows(
     return _run(problem, operands)[0] if rows.shape[0] else jnp.zeros_like(rows)
 
 
-def _router(function: str, operands: dict, router_weight, router_bias, selection_bias, score: str) -> dict:
+def _router(function: str, operands: dict, router_weight, router_bias, selection_bias, token_mask, score: str) -> dict:
     (count, hidden, _), dtype = operands["w2"].shape, operands["x"].dtype.name
-    router = dict(router_weight=router_weight, router_bias=router_bias, selection_bias=selection_bias)
+    router = dict(
+        router_weight=router_weight, router_bias=router_bias, selection_bias=selection_bias, token_mask=token_mask
+    )
     router = {name: None if value is None else jnp.asarray(value) for name, value in router.items()}
     _expect(function, "router_weight", router["router_weight"], (count, hidden), (dtype,))
     if router_bias is not None:
         _expect(function, "router_bias", router["router_bias"], (count,), (dtype,))
+    if token_mask is not None:
+        _expect(function, "token_mask", router["token_mask"], operands["x"].shape[:1], ("bool",))
+        router["token_mask"] = router["token_mask"].astype(jnp.uint8)
     if selection_bias is not None:
         if score != "sigmoid":
             raise ValueError(f"{function}: selection_bias is given with score {score!r}; only 'sigmoid' has one")
@@ -282,11 +287,12 @@ def _router(function: str, operands: dict, router_weight, router_bias, selection
 
 
 def moe(
-    x, router_weight, w1, w2, *, top_k, router_bias=None, b1=None, b2=None, selection_bias=None, activation="swiglu",
-    layout="concatenated", score="softmax_topk", norm_topk_prob=False, n_group=1, topk_group=1, routed_scaling_factor=1.0,
+    x, router_weight, w1, w2, *, top_k, router_bias=None, b1=None, b2=None, selection_bias=None, token_mask=None,
+    activation="swiglu", layout="concatenated", score="softmax_topk", norm_topk_prob=False, n_group=1, topk_group=1, routed_scaling_factor=1.0,
     rounding="none", tile=128, seed=0, step=0, balance_coefficient=0.0, z_coefficient=0.0, chunks=1, losses=True,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E); options as in smoe.moe.
+    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E), token_mask (T) bool; options
+    as in smoe.moe.
     Returns out (T, H) and the losses (2) float32, load balance and z. The backward adds the gradient that reaches the
     losses, and that of balance_coefficient losses[0] + z_coefficient losses[1]. Without `losses` they are None, and the
     backward of scores that are renormalised or topk_softmax takes less time and keeps no logits."""
@@ -294,7 +300,7 @@ def moe(
     operands = _operands(function, x, w1, w2, b1, b2, activation, layout)
     _choice(function, "score", score, native.SCORES)
     _choice(function, "rounding", rounding, native.ROUNDINGS)
-    operands |= _router(function, operands, router_weight, router_bias, selection_bias, score)
+    operands |= _router(function, operands, router_weight, router_bias, selection_bias, token_mask, score)
     options = (
         f"{_activation.word(activation)} {layout} {chunks} 0 {score} {int(norm_topk_prob)} {n_group} {topk_group} "
         f"{float(routed_scaling_factor)} {rounding} {tile} {seed} 0 {float(balance_coefficient)} {float(z_coefficient)} "

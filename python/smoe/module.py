@@ -8,7 +8,7 @@ from . import _checks, functional, native
 from ._activation import Gate
 
 # What smoe.moe takes by name, with the default, without what forward() gives it.
-_GIVEN = "logits router_bias selection_bias b1 b2 step losses counts".split()
+_GIVEN = "logits router_bias selection_bias token_mask b1 b2 step losses counts".split()
 _OPTIONS = {name: default for name, default in functional.moe.__kwdefaults__.items() if name not in _GIVEN}
 
 
@@ -132,9 +132,12 @@ class MoE(nn.Module):
             else:
                 nn.init.normal_(value, std=self.initializer_range)
 
-    def forward(self, x: Tensor, *, step: int = 0, losses: bool = False, counts: bool = False):
+    def forward(
+        self, x: Tensor, *, step: int = 0, losses: bool = False, counts: bool = False, token_mask: Tensor | None = None
+    ):
         """Maps x (..., H) to out (..., H). With `losses` or `counts` it returns an smoe.MoEOutput, whose logits (T, E)
-        are those of the flattened tokens. `step` is used by stochastic token rounding."""
+        are those of the flattened tokens. `step` is used by stochastic token rounding. token_mask (...) bool leaves
+        tokens out of losses and counts (smoe.moe)."""
         if not isinstance(x, Tensor):
             _checks.tensor("smoe.MoE", "x", x)
         gate, experts, dimensions = self.gate, self.experts, x.dim()
@@ -142,8 +145,9 @@ class MoE(nn.Module):
             raise ValueError("smoe.MoE: x has shape (); expected (..., H)")
         flat = dimensions == 2
         tokens = x if flat else x.reshape(-1, x.shape[-1])
+        mask = token_mask if flat or token_mask is None else token_mask.reshape(-1)
         if not (_is_plain(gate, _Router) and _is_plain(experts, _Experts)):
-            found = self._call_parts(tokens, step=step, losses=losses, counts=counts)
+            found = self._call_parts(tokens, step=step, losses=losses, counts=counts, token_mask=mask)
         else:
             found = functional.moe(
                 tokens,
@@ -158,6 +162,7 @@ class MoE(nn.Module):
                 step=step,
                 losses=losses,
                 counts=counts,
+                token_mask=mask,
                 **self.options,
             )
         out = found.out if flat else found.out.view_as(x)

@@ -370,3 +370,27 @@ def test_frozen_router(layer, frozen):
     _, fewer = run(call, {n: v.detach() if n in frozen else v for n, v in made.items()}, {})
     assert fewer.keys() == gradients.keys() - frozen
     assert all(torch.equal(fewer[name], gradients[name]) for name in fewer)
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid"}, {"norm_topk_prob": True, "rounding": "nr_f", "tile": 8}])
+def test_token_mask(options):
+    """Losses, counts and the gradients of losses are those of a layer that has only the counted tokens; the output has
+    the bits of a layer without a mask."""
+    torch.manual_seed(0)
+    layer = smoe.MoE(16, 8, 8, 2, initializer_range=0.5, **options)
+    x, mask = torch.randn(5, 10, 16), torch.rand(5, 10) < 0.6
+    plain = layer(x, losses=True)
+    masked = layer(x, losses=True, counts=True, token_mask=mask)
+    fewer = layer(x[mask], losses=True, counts=True)
+    assert torch.equal(masked.out, plain.out) and torch.equal(masked.counts, fewer.counts)
+    torch.testing.assert_close(masked.losses, fewer.losses, rtol=1e-5, atol=1e-6)
+    weigh = torch.tensor([0.3, 0.2])
+    got = torch.autograd.grad(masked.losses @ weigh, layer.gate.weight)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(fewer.losses @ weigh, layer.gate.weight)[0], rtol=1e-4, atol=1e-6)
+    none = layer(x, losses=True, counts=True, token_mask=torch.zeros_like(mask))
+    assert not none.losses.any() and not none.counts.any() and torch.equal(none.out, plain.out)
+    assert not torch.autograd.grad(none.losses.sum(), layer.gate.weight)[0].any()
+    with pytest.raises(TypeError, match="token_mask has dtype torch.int64"):
+        layer(x, token_mask=mask.long())
+    with pytest.raises(ValueError, match=r"token_mask has shape \(9,\); expected \(T\)"):
+        layer(x[0], token_mask=mask.flatten()[:9])

@@ -387,6 +387,20 @@ VALUES = {
 }  # fmt: skip
 
 
+def test_token_mask():
+    """Losses and their gradient are those of a layer that has only the counted tokens."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, router = jax.random.normal(keys[0], (40, 16)), jax.random.normal(keys[1], (8, 16))
+    w1, w2 = jax.random.normal(keys[2], (8, 16, 16)), jax.random.normal(keys[3], (8, 16, 8))
+    mask = jax.random.uniform(keys[4], (40,)) < 0.6
+    loss = lambda router, x, mask: smoe.jax.moe(x, router, w1, w2, top_k=2, token_mask=mask)[1] @ jnp.array([0.3, 0.2])
+    out = smoe.jax.moe(x, router, w1, w2, top_k=2, token_mask=mask)[0]
+    assert jnp.array_equal(out, smoe.jax.moe(x, router, w1, w2, top_k=2)[0])
+    (got, slope), (wanted, expected) = (jax.value_and_grad(loss)(router, *given) for given in ((x, mask), (x[mask], None)))
+    assert jnp.allclose(got, wanted, rtol=1e-5) and jnp.allclose(slope, expected, rtol=1e-3, atol=1e-5)
+    assert loss(router, x, jnp.zeros(40, bool)) == 0
+
+
 def test_declarations_are_jaxlibs(tmp_path):
     lines = ['#include "xla_ffi.h"', '#include "xla/ffi/api/c_api.h"']
     for names, fields in (STRUCTS | PREFIXES).items():

@@ -114,10 +114,10 @@ def test_operators_pass_torchs_own_checks():
     torch.library.opcheck(ops.rows_backward.default, (x, x, w1, w2, None, saved, options, 11), test_utils=tests)
     options += " softmax_topk 0 1 1 1.0 nr_f 8 0 0 0.1 0.0 1 1"
     router = torch.randn(E, H)
-    given = (x, router, None, None, None, w1, None, w2, None, K, options, 0, True)
+    given = (x, router, None, None, None, torch.rand(9) < 0.5, w1, None, w2, None, K, options, 0, True)
     _, saved, logits, _, _ = ops.moe_forward(*given)
     torch.library.opcheck(ops.moe_forward.default, given, test_utils=tests)
-    given = (x, x, router, logits, torch.rand(2), w1, w2, None, saved, K, options, 11 + 64)
+    given = (x, x, router, logits, torch.rand(2), torch.rand(9) < 0.5, w1, w2, None, saved, K, options, 11 + 64)
     torch.library.opcheck(ops.moe_backward.default, given, test_utils=tests)
 
 
@@ -141,10 +141,10 @@ def test_logits_are_kept_only_if_read(options, read, given):
     router = None if given else torch.randn(E, H)
     logits = torch.randn(9, E, dtype=torch.bfloat16, requires_grad=True) if given else None
     out = smoe.moe(x, router, w1, w2, top_k=K, logits=logits, **options).out
-    _, _, kept, _, _, _, saved = out.grad_fn.saved_tensors
+    _, _, kept, _, _, _, _, saved = out.grad_fn.saved_tensors
     assert (kept is not None) == read
     needs = 1 if router is not None else 1 + 32
-    demand = (out, x.detach(), router, None, None, w1, w2, None, saved, K, out.grad_fn.options, needs)
+    demand = (out, x.detach(), router, None, None, None, w1, w2, None, saved, K, out.grad_fn.options, needs)
     if read:
         with pytest.raises(ValueError, match="logits is NULL"):
             torch.ops.smoe.moe_backward(*demand)
