@@ -210,13 +210,13 @@ extern "C" cudaError_t kernel_convert(void *to, smoe_type to_type, const void *f
 extern "C" cudaError_t kernel_add_counts(int32_t *to, const int32_t *from, int64_t count, cudaStream_t stream)
 {
     const unsigned ctas = (unsigned)((count + CONVERT_THREADS - 1) / CONVERT_THREADS);
-    add<<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
+    add<int32_t><<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
     return cudaGetLastError();
 }
 
 extern "C" cudaError_t kernel_add(float *to, const float *from, int64_t count, cudaStream_t stream)
 {
     const unsigned ctas = (unsigned)((count + CONVERT_THREADS - 1) / CONVERT_THREADS);
-    add<<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
+    add<float><<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
     return cudaGetLastError();
 }
