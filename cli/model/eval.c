@@ -31,7 +31,9 @@ static const struct argp_option options_table[] = {
      "Tokens of a window (default: the checkpoint's context, for which the model was trained); at most those "
      "of the text. The last window may be shorter, so that every token except the first is predicted",
      0},
-    {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
+    {"device", KEY_DEVICE, "NAME", 0,
+     "auto (default: the GPU if there is one), cpu, cuda, or cuda-plain (without cuBLASLt and cuDNN, slow)",
+     0},
     {"json", KEY_JSON, NULL, 0, "One JSON object", 0},
     {"csv", KEY_CSV, NULL, 0, "Comma-separated values", 0},
     {"quiet", 'q', NULL, 0, "Do not show progress", 0},

@@ -30,7 +30,9 @@ static const struct argp_option options_table[] = {
      "0: always take the most likely token; 1: sample with the model's probabilities (default 0.8)", 0},
     {"top-p", KEY_TOP_P, "X", 0,
      "Sample among the most likely tokens that together have this probability (default 0.95)", 0},
-    {"device", KEY_DEVICE, "NAME", 0, "cpu, cuda, cuda-plain or auto (default auto)", 0},
+    {"device", KEY_DEVICE, "NAME", 0,
+     "auto (default: the GPU if there is one), cpu, cuda, or cuda-plain (without cuBLASLt and cuDNN, slow)",
+     0},
     {"seed", KEY_SEED, "N", 0, "Seed of the random numbers (default 1)", 0},
     {0}};
 

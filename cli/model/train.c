@@ -24,8 +24,8 @@ enum { PATH_BYTES = 4096, SUMMARY_BYTES = 4096 };
  * on. */
 static volatile sig_atomic_t stop_asked;
 
-/* A signal within a tenth of a second of the first is the same request: `timeout` sends one to the process and
- * one to its group. A later one ends the program. */
+/* A signal within a tenth of a second of the first is the same request: `timeout` sends one to the process
+ * and one to its group. A later one ends the program. */
 static void ask_to_stop(int number)
 {
     static double first;
