@@ -452,13 +452,14 @@ static void run_adamw(bench *b, int side, const void *with)
     double *square = (double *)(void *)(small + 256);
     void *scratch = scratch_of(b, side, ops->update_scratch(dv, c->total));
     ops->upload(dv, small, &c->step, sizeof c->step);
-    adamw_arrays a = {c->weights->at[side],
-                      side == GPU && c->master ? c->master->at[side] : NULL,
-                      c->first->at[side],
-                      c->second->at[side],
-                      side == GPU ? c->first->type : SMOE_TYPE_F32,
-                      c->matrices,
-                      c->total};
+    adamw_arrays a = {.weights = c->weights->at[side],
+                      .master = side == GPU && c->master ? c->master->at[side] : NULL,
+                      .first = c->first->at[side],
+                      .second = c->second->at[side],
+                      .state_type = side == GPU ? c->first->type : SMOE_TYPE_F32,
+                      .matrices = c->matrices,
+                      .total = c->total,
+                      .states = c->total};
     if (c->step.clip > 0) ops->gradient_square(dv, square, grads, a.total);
     ops->begin_update(dv, (adamw_step *)(void *)small, square);
     for (int i = 0; i < c->spans; i++) {

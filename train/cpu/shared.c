@@ -2,7 +2,7 @@
  * through the slots in pieces: every rank writes its piece, passes the barrier, and reads the others' pieces.
  * The next piece uses the other set. A rank that writes to a set again has passed the barrier of the set
  * between, which every rank passes only after it has read; so one barrier a piece is enough. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "train/cpu/shared.h"
 
 #include "train/ranks/group.h"

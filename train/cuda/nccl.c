@@ -3,7 +3,7 @@
  *
  * The same bits on every run: NCCL's reductions inside the switch (NVLS) sum in any order, so they are off;
  * rings and trees sum in an order that follows from the number of ranks and the GPUs' connections. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "train/cuda/nccl.h"
 
 #include "train/cuda/device.h"

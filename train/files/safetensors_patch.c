@@ -1,5 +1,5 @@
 /* See safetensors_patch.h. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "train/files/safetensors_patch.h"
 
 #include "train/files/file.h"

@@ -1,5 +1,5 @@
 /* See group.h. Messages are a kind, a length and bytes. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "train/ranks/group.h"
 
 #include "common/clock.h"

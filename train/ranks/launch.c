@@ -1,5 +1,5 @@
 /* See launch.h. The parent only waits: it has no thread, no device and no part in the run. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "train/ranks/launch.h"
 
 #include <errno.h>

@@ -1,5 +1,5 @@
 /* See place.h. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #include "train/ranks/place.h"
 
 #include <stdio.h>
