@@ -86,7 +86,8 @@ static void find_plan(moe_call *call, const smoe_forward_args *args)
 {
     const moe_problem *p = &call->problem;
     call->plan = moe_plan_at(p, p->layer.inference ? args->scratch : args->saved);
-    call->scratch = (char *)args->scratch + (p->layer.inference ? p->plan_bytes : 0);
+    call->scratch = args->scratch; /* may be NULL if no stage needs scratch */
+    if (p->layer.inference) call->scratch = (char *)args->scratch + p->plan_bytes;
 }
 
 static smoe_status check_plan(smoe_context *context, const moe_call *call)
