@@ -363,11 +363,15 @@ typedef struct smoe_sizes {
                                     copied to `saved`: the caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
-    uint64_t window_bytes; /* of each rank's window (smoe_ep.h); 0 without ranks */
+    uint64_t window_bytes;         /* of each rank's window (smoe_ep.h); 0 without ranks */
+    uint64_t saved_constant_bytes; /* saved_buffer_bytes <= saved_constant_bytes + T saved_token_bytes, for */
+    uint64_t saved_token_bytes;    /* every T: neither number depends on T. Both are 0 with ranks */
+    int32_t backward_reads_logits; /* 1: smoe_layer_backward reads the logits even if no loss has a
+                                      coefficient or a gradient. If one has, it always does */
 } smoe_sizes;
 #define SMOE_SIZES_INIT                                                                                      \
     {                                                                                                        \
-        sizeof(smoe_sizes), 0, 0, 0, 0, 0, 0, 0, 0                                                           \
+        sizeof(smoe_sizes), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0                                                  \
     }
 
 /* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.

@@ -49,6 +49,10 @@ smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smo
     context->backend->lay_out(context, &problem, &forward, &backward);
     known.scratch_forward_bytes = forward.bytes;
     known.scratch_backward_bytes = backward.bytes;
+    moe_saved_bound(&problem, &known.saved_constant_bytes, &known.saved_token_bytes);
+    const smoe_backward_args no_losses = SMOE_BACKWARD_ARGS_INIT;
+    known.backward_reads_logits =
+        problem.layer.entry == SMOE_ENTRY_FROM_LOGITS && moe_reads_logits(&problem.layer, &no_losses);
     status = moe_check_struct(context, "smoe_query_sizes", "sizes", "SMOE_SIZES_INIT", sizes, sizeof known);
     if (status == SMOE_OK) moe_give_struct(sizes, &known, sizeof known);
     return status;

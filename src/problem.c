@@ -94,6 +94,30 @@ static uint64_t h_bytes(const moe_problem *p, int64_t rows)
     return (uint64_t)(rows * p->h_width) * (uint64_t)p->element;
 }
 
+/* Bytes of H and the plan without what their alignment adds, with bounds on the rows that are affine in T. */
+static uint64_t affine_bytes(const moe_problem *of, int64_t tokens)
+{
+    moe_problem p = *of;
+    p.layer.tokens = tokens;
+    p.rows = tokens * p.layer.topk + rows_added_at_most(&p.layer);
+    p.padded_rows = p.rows + (SMOE_BLOCK_ROWS - 1) * p.layer.experts;
+    moe_plan_arrays plan;
+    plan_part parts[PLAN_PARTS];
+    const int count = list_plan_parts(&p, &plan, parts);
+    uint64_t bytes = h_bytes(&p, p.padded_rows);
+    for (int i = 0; i < count; i++) bytes += 4 * (uint64_t)parts[i].elements_laid_out;
+    return bytes;
+}
+
+void moe_saved_bound(const moe_problem *p, uint64_t *constant, uint64_t *of_a_token)
+{
+    *constant = *of_a_token = 0;
+    if (p->layer.inference || p->layer.ranks) return;
+    const uint64_t without_tokens = affine_bytes(p, 0);
+    *constant = without_tokens + (PLAN_PARTS + 1) * (SMOE_PART_ALIGN - 1);
+    *of_a_token = affine_bytes(p, 1) - without_tokens;
+}
+
 /* H is in `saved`, unless nothing is saved, or the rows are on the ranks of their experts. */
 static int keeps_h(const smoe_layer *layer)
 {

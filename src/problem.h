@@ -80,6 +80,10 @@ void moe_problem_init(moe_problem *problem, const smoe_layer *layer);
 /* The same for a layer without ranks that has at most `rows` rows. */
 void moe_problem_of_rows(moe_problem *problem, const smoe_layer *layer, int64_t rows);
 
+/* saved_buffer_bytes is at most *constant + T *of_a_token for every T. Both are 0 if nothing is saved, and
+ * for layers with ranks. */
+void moe_saved_bound(const moe_problem *problem, uint64_t *constant, uint64_t *of_a_token);
+
 /* The plan's pointers inside a buffer: `saved` (H first), or for inference the start of scratch. */
 moe_plan_arrays moe_plan_at(const moe_problem *problem, void *buffer);
 

@@ -89,7 +89,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_layer, waves, 148, 4),
         FIELD(smoe_layer, max_tokens, 152, 8),
         FIELD(smoe_layer, row_capacity, 160, 8),
-        SIZE(smoe_sizes, 72),
+        SIZE(smoe_sizes, 96),
         FIELD(smoe_sizes, struct_size, 0, 8),
         FIELD(smoe_sizes, rows, 8, 8),
         FIELD(smoe_sizes, padded_rows, 16, 8),
@@ -99,6 +99,9 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_sizes, scratch_forward_bytes, 48, 8),
         FIELD(smoe_sizes, scratch_backward_bytes, 56, 8),
         FIELD(smoe_sizes, window_bytes, 64, 8),
+        FIELD(smoe_sizes, saved_constant_bytes, 72, 8),
+        FIELD(smoe_sizes, saved_token_bytes, 80, 8),
+        FIELD(smoe_sizes, backward_reads_logits, 88, 4),
         SIZE(smoe_forward_args, 184),
         FIELD(smoe_forward_args, struct_size, 0, 8),
         FIELD(smoe_forward_args, x, 8, 8),
@@ -293,7 +296,7 @@ static void defaults_stay(void **state)
                         offsetof(smoe_context_options, check_offsets) -
                             offsetof(smoe_context_options, on_stage));
     assert_int_equal(options.check_offsets, 0);
-    assert_memory_equal(&sizes, zeros, sizeof sizes);
+    assert_memory_equal(&sizes, zeros, offsetof(smoe_sizes, backward_reads_logits) + sizeof(int32_t));
     assert_memory_equal(&forward, zeros, sizeof forward);
     assert_memory_equal(&backward, zeros, sizeof backward);
     assert_memory_equal(&view, zeros, sizeof view);

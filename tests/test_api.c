@@ -328,6 +328,61 @@ static void test_chunks_cut_scratch(void **state)
     smoe_destroy(context);
 }
 
+/* The bound of `saved` holds for every number of tokens, and does not depend on it. */
+static void saved_is_bounded_by_a_constant_and_a_factor(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    static const int64_t tokens[] = {1, 63, 64, 65, 1 << 20}, experts[] = {1, 8, 96};
+    for (int entry = 0; entry < 3; entry++)
+        for (int rounding = SMOE_ROUNDING_NONE; rounding <= SMOE_ROUNDING_DOWN; rounding++)
+            for (int e = 0; e < 3; e++) {
+                if (entry != SMOE_ENTRY_FROM_LOGITS && rounding != SMOE_ROUNDING_NONE) continue;
+                smoe_layer layer = small_layer();
+                layer.entry = (smoe_entry)entry, layer.rounding = (smoe_rounding)rounding;
+                layer.experts = experts[e], layer.topk = entry == SMOE_ENTRY_FROM_ROWS || e == 0 ? 1 : 3;
+                layer.tile = 100, layer.dtype = e % 2 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32;
+                uint64_t constant = 0, factor = 0;
+                for (int t = 0; t < 5; t++) {
+                    smoe_sizes s = SMOE_SIZES_INIT;
+                    layer.tokens = tokens[t];
+                    assert_int_equal(smoe_query_sizes(context, &layer, &s), SMOE_OK);
+                    if (t == 0) constant = s.saved_constant_bytes, factor = s.saved_token_bytes;
+                    assert_true(s.saved_constant_bytes == constant && s.saved_token_bytes == factor);
+                    const uint64_t bound = constant + factor * (uint64_t)layer.tokens;
+                    assert_true(s.saved_buffer_bytes <= bound);
+                    if (e > 0 && layer.tokens > 1000) assert_true(bound <= s.saved_buffer_bytes + 13 * 256);
+                }
+            }
+    smoe_destroy(context);
+}
+
+static void sizes_say_whether_the_logits_are_read(void **state)
+{
+    (void)state;
+    smoe_context *context = open_cpu();
+    static const struct {
+        smoe_score score;
+        int renormalize;
+        smoe_rounding rounding;
+        int read;
+    } cases[] = {{SMOE_SCORE_SOFTMAX_TOPK, 0, SMOE_ROUNDING_NONE, 1},
+                 {SMOE_SCORE_SOFTMAX_TOPK, 1, SMOE_ROUNDING_NONE, 0},
+                 {SMOE_SCORE_TOPK_SOFTMAX, 0, SMOE_ROUNDING_NONE, 0},
+                 {SMOE_SCORE_SIGMOID, 0, SMOE_ROUNDING_NONE, 1},
+                 {SMOE_SCORE_SIGMOID, 1, SMOE_ROUNDING_NONE, 1},
+                 {SMOE_SCORE_TOPK_SOFTMAX, 0, SMOE_ROUNDING_UP, 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        smoe_layer layer = small_layer();
+        layer.score = cases[i].score, layer.renormalize = cases[i].renormalize,
+        layer.rounding = cases[i].rounding;
+        smoe_sizes s = SMOE_SIZES_INIT;
+        assert_int_equal(smoe_query_sizes(context, &layer, &s), SMOE_OK);
+        assert_int_equal(s.backward_reads_logits, cases[i].read);
+    }
+    smoe_destroy(context);
+}
+
 static void test_selection_bias(void **state)
 {
     (void)state;
@@ -358,11 +413,18 @@ static void test_texts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bad_layers),          cmocka_unit_test(test_rows_past_int32),
-        cmocka_unit_test(test_struct_sizes),        cmocka_unit_test(test_longer_structs),
-        cmocka_unit_test(test_padding_of_few_rows), cmocka_unit_test(test_saved_bytes),
-        cmocka_unit_test(test_rounded_row_bounds),  cmocka_unit_test(test_chunks_cut_scratch),
-        cmocka_unit_test(test_selection_bias),      cmocka_unit_test(test_texts),
+        cmocka_unit_test(test_bad_layers),
+        cmocka_unit_test(test_rows_past_int32),
+        cmocka_unit_test(test_struct_sizes),
+        cmocka_unit_test(test_longer_structs),
+        cmocka_unit_test(test_padding_of_few_rows),
+        cmocka_unit_test(test_saved_bytes),
+        cmocka_unit_test(test_rounded_row_bounds),
+        cmocka_unit_test(test_chunks_cut_scratch),
+        cmocka_unit_test(saved_is_bounded_by_a_constant_and_a_factor),
+        cmocka_unit_test(sizes_say_whether_the_logits_are_read),
+        cmocka_unit_test(test_selection_bias),
+        cmocka_unit_test(test_texts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -79,6 +79,9 @@ class Sizes(ctypes.Structure):
         ("scratch_forward_bytes", _U64),
         ("scratch_backward_bytes", _U64),
         ("window_bytes", _U64),
+        ("saved_constant_bytes", _U64),
+        ("saved_token_bytes", _U64),
+        ("backward_reads_logits", _I32),
     ]
 
 
