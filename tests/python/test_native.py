@@ -116,7 +116,8 @@ def test_fields_have_the_headers_types():
 
 
 def test_functions_have_the_headers_parameters():
-    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+    text = "".join(path.read_text() for path in (ROOT / "include").glob("*.h"))  # another test may have declared smoe.ep's
+    plain = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     header = dict(re.findall(r"SMOE_API [\w *]*?(smoe_\w+)\(([^)]*)\);", plain))
     declared = {name: function for name, function in vars(native.library).items() if name.startswith("smoe_")}
     assert {"smoe_layer_forward", "smoe_update_selection_bias", "smoe_version"} <= set(declared)
