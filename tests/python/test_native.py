@@ -157,12 +157,12 @@ def test_import_needs_no_torch():
 
 
 def test_import_beyond_torch_takes_little_time():
-    """The least of three processes. The limit is 0.2 s. torch._dynamo alone, which a decorator may import, takes 2 s."""
+    """The least CPU time of three processes. The limit is 0.2 s. torch._dynamo alone, which a decorator may import, takes 2 s."""
     pytest.importorskip("torch")
     program = (
-        "import sys, time, torch; start = time.perf_counter()\n"
+        "import sys, time, torch; start = time.process_time()\n"
         "import smoe, smoe.compat; smoe.moe, smoe.MoE\n"
-        "print(time.perf_counter() - start)\n"
+        "print(time.process_time() - start)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     run = lambda: subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ))
