@@ -9,7 +9,8 @@
 #include <string.h>
 
 typedef struct build_api {
-    const char *name; /* of the file, without its folder */
+    const char *name;     /* of the file, without its folder */
+    smoe_kernels kernels; /* for its contexts */
     smoe_status (*create)(smoe_context **, const smoe_context_options *);
     smoe_status (*query_sizes)(smoe_context *, const smoe_layer *, smoe_sizes *);
     smoe_status (*forward)(smoe_context *, const smoe_layer *, const smoe_forward_args *, void *);
@@ -29,12 +30,17 @@ static inline void build_find(void *member, void *library, const char *build, co
     memcpy(member, &found, sizeof found);
 }
 
-/* path: of a libsmoe.so; "self" is the program's own library. */
+/* path: of a libsmoe.so; "self" is the program's own library. With ":portable" behind it contexts get the portable
+ * kernels. */
 static inline build_api build_open(const char *path)
 {
-    const char *slash = strrchr(path, '/');
-    build_api b = {.name = slash ? slash + 1 : path};
-    void *library = dlopen(strcmp(path, "self") == 0 ? NULL : path, RTLD_NOW | RTLD_LOCAL);
+    const char *slash = strrchr(path, '/'), *colon = strrchr(path, ':');
+    const int portable = colon && strcmp(colon, ":portable") == 0;
+    build_api b = {.name = slash ? slash + 1 : path,
+                   .kernels = portable ? SMOE_KERNELS_PORTABLE : SMOE_KERNELS_BEST};
+    char file[4096];
+    snprintf(file, sizeof file, "%.*s", portable ? (int)(colon - path) : (int)strlen(path), path);
+    void *library = dlopen(strcmp(file, "self") == 0 ? NULL : file, RTLD_NOW | RTLD_LOCAL);
     if (!library) {
         fprintf(stderr, "%s\n", dlerror());
         exit(3);

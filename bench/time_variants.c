@@ -3,12 +3,12 @@
  *
  *   time_variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...
  *
- * A LIBRARY is the libsmoe.so of a build; "self" is this program's.
- * Every pass is timed in two ways: after 20 ms of idling, when the GPU is not yet at its power limit and
- * differences of 0.1 % can be detected; and in sustained runs, as users have them, where only differences of
- * 1 % can be detected. Differences are relative to the first library in the same round: the median over the
- * rounds, with its standard error. The last column tells whether all results have the same bits as the first
- * library's. */
+ * A LIBRARY is the libsmoe.so of a build; "self" is this program's. With ":portable" behind it the variant is
+ * its portable kernels. Every pass is timed in two ways: after 20 ms of idling, when the GPU is not yet at
+ * its power limit and differences of 0.1 % can be detected; and in sustained runs, as users have them, where
+ * only differences of 1 % can be detected. Differences are relative to the first library in the same round:
+ * the median over the rounds, with its standard error. The last column tells whether all results have the
+ * same bits as the first library's. */
 #define _GNU_SOURCE
 #include "bench/build_api.h"
 #include "bench/link_time.h"
@@ -59,6 +59,7 @@ static void make_context(variant *v, const smoe_layer *layer)
     char text[400] = "";
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     options.backend = SMOE_BACKEND_CUDA;
+    options.kernels = v->call.kernels;
     options.error_text = text;
     options.error_size = sizeof text;
     const smoe_status status = v->call.create(&v->context, &options);

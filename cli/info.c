@@ -164,9 +164,10 @@ static void backend_state(smoe_backend backend, char *text, size_t size)
     smoe_context *context;
     static const char function[] = "smoe_create: ";
     const size_t length = sizeof function - 1;
-    if (smoe_create(&context, &options) == SMOE_OK)
-        snprintf(text, size, "available");
-    else if (strncmp(text, function, length) == 0)
+    if (smoe_create(&context, &options) == SMOE_OK) {
+        const char *kernels = smoe_kernels_string(context);
+        snprintf(text, size, "available%s%s", *kernels ? ", kernels: " : "", kernels);
+    } else if (strncmp(text, function, length) == 0)
         memmove(text, text + length, strlen(text) + 1 - length);
     smoe_destroy(context);
 }

@@ -1,13 +1,69 @@
-# SMOE_HAVE_CUDA: the Hopper backend is built. AUTO: when a CUDA compiler and the toolkit are found.
+# SMOE_HAVE_CUDA: the CUDA backend is built. AUTO: when a CUDA compiler and the toolkit are found.
+#
+# Machine code is made for the architectures of CMAKE_CUDA_ARCHITECTURES: 80 runs on GPUs of compute capability 8.0 to 8.9, 90a on
+# 9.0, 100 on 10.0 and 10.3, 120 on 12.0 and 12.1. Unless it is given, it is that of the GPUs of this machine, or 90a if there are
+# none. Architectures that the toolkit does not know are left out.
+
+# The architectures of the machine's GPUs, or 90a.
+function(find_cuda_architectures list)
+  set(found "")
+  find_program(SMOE_NVIDIA_SMI nvidia-smi)
+  mark_as_advanced(SMOE_NVIDIA_SMI)
+  if(SMOE_NVIDIA_SMI)
+    execute_process(COMMAND ${SMOE_NVIDIA_SMI} --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE capabilities RESULT_VARIABLE status ERROR_QUIET TIMEOUT 30)
+    if(status EQUAL 0)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
+      foreach(capability ${capabilities})
+        if(capability MATCHES "^8\\.")
+          list(APPEND found 80-real)
+        elseif(capability STREQUAL "9.0")
+          list(APPEND found 90a-real)
+        elseif(capability MATCHES "^10\\.")
+          list(APPEND found 100-real)
+        elseif(capability MATCHES "^12\\.")
+          list(APPEND found 120-real)
+        endif()
+      endforeach()
+      list(REMOVE_DUPLICATES found)
+    endif()
+  endif()
+  if(NOT found)
+    set(found 90a-real)
+  endif()
+  set(${list} ${found} PARENT_SCOPE)
+endfunction()
+
 set(SMOE_HAVE_CUDA OFF)
 if(NOT SMOE_CUDA STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
-    # The kernels for any GPU: routing/ and experts/ of src/cuda, and the trainer's.
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+      find_cuda_architectures(CMAKE_CUDA_ARCHITECTURES)
     endif()
-    set(SMOE_CUDA_ARCHITECTURES_sm90 90a-real) # wgmma and setmaxnreg exist there alone
+    execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
+    set(left_out "")
+    foreach(architecture ${CMAKE_CUDA_ARCHITECTURES})
+      string(REGEX MATCH "^[0-9]+" number ${architecture})
+      if(NOT known MATCHES "compute_${number}(\n|$)")
+        list(APPEND left_out ${architecture})
+      endif()
+    endforeach()
+    if(left_out)
+      list(REMOVE_ITEM CMAKE_CUDA_ARCHITECTURES ${left_out})
+      message(STATUS "cuda backend: left out, because this nvcc does not know them: ${left_out}")
+    endif()
+    # The portable kernels also run on Hopper. wgmma and setmaxnreg exist for 90a alone.
+    string(REPLACE 90a 90 SMOE_CUDA_ARCHITECTURES_sm80 "${CMAKE_CUDA_ARCHITECTURES}")
+    set(SMOE_CUDA_ARCHITECTURES_sm90 ${CMAKE_CUDA_ARCHITECTURES})
+    list(FILTER SMOE_CUDA_ARCHITECTURES_sm90 INCLUDE REGEX "^90a")
+    string(REGEX REPLACE "-[a-z]+" "" SMOE_CUDA_CODE "${CMAKE_CUDA_ARCHITECTURES}") # for error texts
+    string(REPLACE ";" " " SMOE_CUDA_CODE "${SMOE_CUDA_CODE}")
+    execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --help OUTPUT_VARIABLE help ERROR_QUIET)
+    set(SMOE_CUDA_COMPRESS "")
+    if(help MATCHES "compress-mode")
+      set(SMOE_CUDA_COMPRESS -compress-mode=size)
+    endif()
     enable_language(CUDA)
     find_package(CUDAToolkit 12.5 QUIET) # cudaGetDriverEntryPointByVersion
     set(SMOE_HAVE_CUDA ${CUDAToolkit_FOUND})
@@ -17,7 +73,7 @@ if(NOT SMOE_CUDA STREQUAL "OFF")
   endif()
 endif()
 if(SMOE_HAVE_CUDA)
-  message(STATUS "cuda backend: built with CUDA ${CUDAToolkit_VERSION}")
+  message(STATUS "cuda backend: built with CUDA ${CUDAToolkit_VERSION}, machine code for ${SMOE_CUDA_CODE}")
 elseif(SMOE_CUDA STREQUAL "OFF")
   message(STATUS "cuda backend: none, because SMOE_CUDA is OFF")
 else()

@@ -101,6 +101,7 @@ static int64_t expect_once(const device *on, const smoe_layer *layer, const orac
     oracle_input input = drawn->input;
     input.round_stores = round_stores;
     input.round_inside = on->backend == SMOE_BACKEND_CUDA; // oracle.h says what that backend keeps in 16 bits
+    input.exact_da = options->exact_da;
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         oracle_forward logits = {0};
         oracle_logits(layer, &input, &logits);

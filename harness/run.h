@@ -79,6 +79,7 @@ typedef struct run_options {
     void *traffic;      // device.h: copies are enqueued right before every pass; or NULL
     int64_t repeats;    // how often both passes run again, with the same buffers and outputs poisoned anew
     int64_t *differing; // (TENSORS), added to: elements of each tensor with other bits in a repeat
+    bool exact_da;      // the kernels keep dA' in f32; check_layer sets it
 } run_options;
 
 /* Which slots these inputs and options need. */

@@ -132,6 +132,10 @@ SMOE_API const char *smoe_status_string(smoe_status status); /* static text, nev
 
 typedef enum smoe_backend { SMOE_BACKEND_CPU = 0, SMOE_BACKEND_CUDA = 10 } smoe_backend;
 
+/* The cuda kernels that multiply: those written for the device's generation, if there are any, or the
+ * portable ones, which run on every GPU from compute capability 8.0 on. Both have all features. */
+typedef enum smoe_kernels { SMOE_KERNELS_BEST = 0, SMOE_KERNELS_PORTABLE = 1 } smoe_kernels;
+
 /* The stages, as a smoe_stage_callback gets them. smoe_stage_string gives their names. */
 typedef enum smoe_stage {
     SMOE_STAGE_ROUTER_GEMM = 0, /* logits = X Wr^T + br */
@@ -178,10 +182,11 @@ typedef struct smoe_context_options {
     int32_t sms; /* cuda: up, down, dh, dw2, dw1, dx_rows and the plan from rows occupy at most this many SMs
                     (multiprocessors), 1 to those of the device, so that others stay free for work on other
                     streams; 0: all. Results do not depend on it */
+    smoe_kernels kernels; /* cuda */
 } smoe_context_options;
 #define SMOE_CONTEXT_OPTIONS_INIT                                                                            \
     {                                                                                                        \
-        sizeof(smoe_context_options), SMOE_BACKEND_CPU, 0, 0, NULL, NULL, NULL, 0, 0, 0                      \
+        sizeof(smoe_context_options), SMOE_BACKEND_CPU, 0, 0, NULL, NULL, NULL, 0, 0, 0, SMOE_KERNELS_BEST   \
     }
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
@@ -200,6 +205,10 @@ SMOE_API const char *smoe_last_error(const smoe_context *context);
 
 /* Opaque. One group of ranks that share the experts of their layers, as one rank sees it (smoe_ep.h). */
 typedef struct smoe_ep smoe_ep;
+
+/* Which kernels a cuda context has: "Hopper (9.0)" or "portable (8.0 and later)"; "" for the CPU backend.
+ * Static text, never NULL. */
+SMOE_API const char *smoe_kernels_string(const smoe_context *context);
 
 /* ---- The description of a layer ------------------------------------------------------------------------ */
 

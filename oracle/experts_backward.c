@@ -18,7 +18,7 @@ static bool rounds_inside(const smoe_layer *layer, const oracle_input *input)
 /* dA' to 11 significant bits. */
 static double kept_da(const smoe_layer *layer, const oracle_input *input, double value)
 {
-    if (!rounds_inside(layer, input)) return value;
+    if (!rounds_inside(layer, input) || input->exact_da) return value;
     int exponent;
     const double fraction = frexp(value, &exponent);
     return ldexp(nearbyint(ldexp(fraction, 11)), exponent - 11);

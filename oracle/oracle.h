@@ -5,7 +5,8 @@
  * that an implementation keeps in memory (logits, weights, H, A, Y, O, A', dH, dX~ and the gradients) is
  * rounded to its storage type. The difference to the same call without it is the error that storage alone
  * causes. The cuda backend keeps two more tensors in 16 bits: dA' with 11 significant bits, and the dlogits
- * from which dWr and dX are computed. `round_inside` rounds these too.
+ * from which dWr and dX are computed. `round_inside` rounds these too. Its portable kernels keep dA' in f32
+ * (`exact_da`).
  *
  * `undecided` counts the decisions that may differ between f32 and fp64 although both are right: two scores
  * differ by less than a few units in the last place, and their order matters. If it is not 0, draw other
@@ -38,6 +39,7 @@ typedef struct oracle_input {
     const double *dout;         /* (T, d); this and what follows: the backward */
     double balance_coefficient, z_coefficient;
     bool round_stores, round_inside; // the second needs the first, and has no effect for F32
+    bool exact_da;
 } oracle_input;
 
 enum { ORACLE_OUT = 0, ORACLE_KEPT = 1, ORACLE_ADDED = 2 };

@@ -73,6 +73,7 @@ enum { SMOE_ERROR_TEXT = 512 };
 struct smoe_context {
     const moe_backend_table *backend;
     void *state;          /* the backend's own */
+    const char *kernels;  /* smoe_kernels_string, or NULL */
     const char *function; /* the public function that was called last, for error texts */
     int32_t threads;
     int32_t check_offsets;

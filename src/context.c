@@ -78,3 +78,8 @@ const char *smoe_last_error(const smoe_context *context)
 {
     return context ? context->error : "";
 }
+
+const char *smoe_kernels_string(const smoe_context *context)
+{
+    return context && context->kernels ? context->kernels : "";
+}

@@ -31,11 +31,12 @@ forbid() { # FOLDER FOLDERS-IT-MUST-NOT-INCLUDE
         status=1
     fi
 }
-forbid common '(schedule|host|tma|routing|experts|sm90)'
-forbid schedule '(host|tma|routing|experts|sm90)'
-forbid host '(tma|routing|experts|sm90)'
-forbid tma '(host|routing|experts|sm90)'
-forbid routing '(experts|sm90)'
-forbid experts '(routing|sm90)'
-forbid sm90 '(routing|experts)'
+forbid common '(schedule|host|tma|routing|experts|sm[0-9]+)'
+forbid schedule '(host|tma|routing|experts|sm[0-9]+)'
+forbid host '(tma|routing|experts|sm[0-9]+)'
+forbid tma '(host|routing|experts|sm[0-9]+)'
+forbid routing '(experts|sm[0-9]+)'
+forbid experts '(routing|sm[0-9]+)'
+forbid sm80 '(routing|sm90)'
+forbid sm90 '(routing|sm80)'
 exit $status

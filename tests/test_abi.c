@@ -44,7 +44,7 @@ static void structs_keep_their_layout(void **state)
 {
     (void)state;
     static const pinned rows[] = {
-        SIZE(smoe_context_options, 64),
+        SIZE(smoe_context_options, 72),
         FIELD(smoe_context_options, struct_size, 0, 8),
         FIELD(smoe_context_options, backend, 8, 4),
         FIELD(smoe_context_options, device, 12, 4),
@@ -55,6 +55,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_context_options, error_size, 48, 8),
         FIELD(smoe_context_options, check_offsets, 56, 4),
         FIELD(smoe_context_options, sms, 60, 4),
+        FIELD(smoe_context_options, kernels, 64, 4),
         SIZE(smoe_layer, 168),
         FIELD(smoe_layer, struct_size, 0, 8),
         FIELD(smoe_layer, tokens, 8, 8),

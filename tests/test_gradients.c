@@ -157,6 +157,7 @@ static void open_context(layer_run *run)
 #ifdef TEST_ON_CUDA
     options.backend = SMOE_BACKEND_CUDA;
     options.device = test_device();
+    options.kernels = kernels_of_environment();
 #endif
     options.threads = 2;
     options.on_stage = on_stage, options.on_stage_user = run;

@@ -62,6 +62,7 @@ static bool open_run(bench_case *c, const smoe_layer *layer, error *err)
     smoe_context *context;
     options.backend = c->settings.device->backend;
     options.threads = c->settings.threads;
+    options.kernels = c->settings.kernels;
     options.on_stage = stage_clock_on_stage;
     options.on_stage_user = &c->clock;
     options.error_text = text;

@@ -8,6 +8,7 @@
 #define CLI_BENCH_CASE_H
 
 #include "cli/bench/data.h"
+#include "cli/common/kernels.h"
 #include "cli/common/stage_clock.h"
 #include "harness/run.h"
 
@@ -15,6 +16,7 @@ typedef enum bench_scope { SCOPE_EXPERTS, SCOPE_LAYER } bench_scope;
 
 typedef struct bench_settings {
     const device *device;
+    smoe_kernels kernels;
     bench_scope scope;
     smoe_entry entry; // of scope experts: FROM_TOPK or FROM_LOGITS
     bool backward;    // the backward is run as well

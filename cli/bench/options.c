@@ -9,6 +9,7 @@ static const double DEFAULT_SETTLE = 0.02;
 
 enum {
     KEY_DEVICE = 1,
+    KEY_KERNELS,
     KEY_THREADS,
     KEY_REPEATS,
     KEY_SECONDS,
@@ -25,6 +26,7 @@ enum {
 static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The measurement:", 2},
     {"device", KEY_DEVICE, "NAME", 0, "cpu (default) or cuda; with cuda the default --dtype is bf16", 2},
+    {"kernels", KEY_KERNELS, "NAME", 0, KERNELS_HELP, 2},
     {"threads", KEY_THREADS, "N", 0, "Threads of the library and of the reference (default: OpenMP's)", 2},
     {"repeats", KEY_REPEATS, "N", 0,
      "How often each pass is timed (cuda: in at least two rounds, so the number may be rounded up)", 2},
@@ -109,6 +111,9 @@ static bool parse_option(bench_options *options, int key, const char *text, erro
         options->settings.device = device_find(text);
         if (options->settings.device) return true;
         return fail(err, ERROR_USAGE, "--device: this build has no '%s' backend", text);
+    case KEY_KERNELS:
+        if (parse_kernels(text, &options->settings.kernels)) return true;
+        return fail(err, ERROR_USAGE, "--kernels: '%s' is neither best nor portable", text);
     case KEY_THREADS:
         if (!parse_integer("--threads", text, 1, MOST_THREADS, &number, err)) return false;
         options->settings.threads = (int)number;

@@ -28,6 +28,7 @@ smoe_context *check_context(verify *v, int32_t threads)
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     options.backend = v->on->backend;
     options.threads = threads;
+    options.kernels = v->kernels;
     options.error_text = text;
     options.error_size = sizeof text;
     smoe_context *context;

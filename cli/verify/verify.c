@@ -12,16 +12,28 @@
 
 typedef struct verify_options {
     const device *on;
+    smoe_kernels kernels;
     table_format format;
     bool quick, every_tensor;
     int64_t seed, threads, repeats;
     const char *only; /* run the cases with this in their name, or NULL */
 } verify_options;
 
-enum { KEY_DEVICE = 1, KEY_QUICK, KEY_JSON, KEY_CSV, KEY_SEED, KEY_THREADS, KEY_REPEATS, KEY_ONLY };
+enum {
+    KEY_DEVICE = 1,
+    KEY_QUICK,
+    KEY_JSON,
+    KEY_CSV,
+    KEY_SEED,
+    KEY_THREADS,
+    KEY_REPEATS,
+    KEY_ONLY,
+    KEY_KERNELS
+};
 
 static const struct argp_option options_table[] = {
     {"device", KEY_DEVICE, "NAME", 0, "Backend: cpu (default) or cuda", 1},
+    {"kernels", KEY_KERNELS, "NAME", 0, KERNELS_HELP, 1},
     {"quick", KEY_QUICK, NULL, 0, "Run a short list of cases", 1},
     {"only", KEY_ONLY, "TEXT", 0, "Run only the cases with TEXT in their names", 1},
     {"seed", KEY_SEED, "N", 0, "Seed of the inputs (default 1)", 1},
@@ -49,6 +61,10 @@ static error_t parse(int key, char *text, struct argp_state *state)
             argp_error(state, "--device: '%s' is neither cpu nor cuda", text);
         options->on = device_find(text);
         if (!options->on) argp_failure(state, 3, 0, "--device: this build has no %s backend", text);
+        return 0;
+    case KEY_KERNELS:
+        if (!parse_kernels(text, &options->kernels))
+            argp_error(state, "--kernels: '%s' is neither best nor portable", text);
         return 0;
     case KEY_QUICK: options->quick = true; return 0;
     case KEY_JSON: options->format = TABLE_JSON; return 0;
@@ -153,12 +169,14 @@ int smoe_cli_verify(int argc, char **argv)
     if (argp_parse(&verify_argp, argc, argv, 0, NULL, &options) != 0) return 2;
     verify v = {.on = options.on,
                 .threads = (int32_t)options.threads,
+                .kernels = options.kernels,
                 .seed = (uint64_t)options.seed,
                 .repeats = options.repeats};
     char text[512] = "";
     smoe_context_options context = SMOE_CONTEXT_OPTIONS_INIT;
     context.backend = v.on->backend;
     context.threads = v.threads;
+    context.kernels = v.kernels;
     context.error_text = text;
     context.error_size = sizeof text;
     if (smoe_create(&v.context, &context) != SMOE_OK) {

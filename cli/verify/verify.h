@@ -3,6 +3,7 @@
 #ifndef CLI_VERIFY_H
 #define CLI_VERIFY_H
 
+#include "cli/common/kernels.h"
 #include "cli/common/table.h"
 #include "harness/device.h"
 #include "oracle/draw.h"
@@ -27,6 +28,7 @@ typedef struct verify_report {
 
 typedef struct verify {
     const device *on;
+    smoe_kernels kernels;
     smoe_context *context;
     int32_t threads;
     uint64_t seed;

@@ -45,6 +45,7 @@ class ContextOptions(ctypes.Structure):
         ("error_size", _SIZE),
         ("check_offsets", _I32),
         ("sms", _I32),
+        ("kernels", _I32),
     ]
 
 
@@ -221,12 +222,24 @@ def last_error(context: int, status: int) -> Exception:
 MOST_THREADS = 512  # limit of a context; a machine may have more processors
 
 
+KERNELS = {"best": 0, "portable": 1}
+
+
+def kernels_of_environment() -> int:
+    """smoe_context_options.kernels as SMOE_KERNELS in the environment names it."""
+    name = os.environ.get("SMOE_KERNELS", "best")
+    if name not in KERNELS:
+        raise ValueError(f"SMOE_KERNELS is {name!r}; it is one of {', '.join(KERNELS)}")
+    return KERNELS[name]
+
+
 def create_context(backend: str, device: int = 0, threads: int = 0) -> int:
     """The address of a new smoe_context. `device` is the GPU of a cuda context; `threads` is the number of OpenMP
     threads of a cpu context (0: OpenMP's default), at most MOST_THREADS."""
     threads = min(threads, MOST_THREADS)
     text = ctypes.create_string_buffer(512)
     options = ContextOptions(ctypes.sizeof(ContextOptions), BACKENDS[backend], device, threads)
+    options.kernels = kernels_of_environment()
     options.error_text, options.error_size = ctypes.addressof(text), len(text)
     context = ctypes.c_void_p()
     status = library.smoe_create(ctypes.byref(context), ctypes.byref(options))

@@ -111,7 +111,7 @@ static const test_case cases[] = {
     {"fp16 swiglu", 800, 512, 256, 6, 2, SMOE_ACTIVATION_SWIGLU, RANDOM, F, CAT, 0, 0, 0, 1, 0, 1},
     {"fp16 geglu_tanh", 800, 512, 512, 6, 2, SMOE_ACTIVATION_GEGLU_TANH, RANDOM, F, INT, 0, 0, 0, 1, 0, 1},
     {"fp16 silu", 800, 512, 320, 6, 2, SMOE_ACTIVATION_SILU, RANDOM, F, CAT, 0, 1, 0, 1, 0, 1},
-    /* the kernels for few rows (src/cuda/experts/few_rows.cu) */
+    /* the kernels for few rows (src/cuda/experts/few_rows.cuh) */
     {"few rows", 16, 256, 320, 16, 4, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 0, 1, 0, 0},
     {"few long sums", 3, 1160, 1032, 4, 1, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 0, 1, 1, 0, 0},
     {"few bias", 9, 200, 136, 16, 3, SMOE_ACTIVATION_REGLU, RANDOM, B, CAT, 0, 1, 0, 1, 0, 0},

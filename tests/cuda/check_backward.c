@@ -141,7 +141,7 @@ static const test_case cases[] = {
      LIMITS},
     {"fp16 gelu one expert", 2000, 192, 128, 4, 1, SMOE_ACTIVATION_GELU, ONE_EXPERT, H, F, CAT, 0, 1, 0, 0, 0,
      1},
-    /* after the forward for few rows (src/cuda/experts/few_rows.cu) */
+    /* after the forward for few rows (src/cuda/experts/few_rows.cuh) */
     {"few rows", 16, 128, 72, 16, 4, SMOE_ACTIVATION_REGLU, RANDOM, B, F, CAT, 0, 1, 0, 0, 0, 0},
     {"few bias inter", 12, 200, 136, 8, 4, SMOE_ACTIVATION_REGLU, RANDOM, B, B, INT, 1, 1, 0, 1, 0, 0},
     {"few relu bias", 20, 136, 24, 7, 2, SMOE_ACTIVATION_RELU, RANDOM, B, F, CAT, 1, 1, 0, 0, 0, 0},

@@ -6,6 +6,7 @@
  * fails, 77 without a GPU. With the argument `few` each rounding rule is checked with only one score
  * function. */
 #include "gpu.h"
+#include "open_cuda.h"
 #include "route_cases.h"
 
 #include <math.h>
@@ -220,6 +221,7 @@ int main(int argc, char **argv)
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     must_be_ok(smoe_create(&cpu, &options), NULL, "smoe_create, cpu");
     options.backend = SMOE_BACKEND_CUDA;
+    options.kernels = kernels_of_environment();
     must_be_ok(smoe_create(&cuda, &options), NULL, "smoe_create, cuda");
     for (int score = SMOE_SCORE_SOFTMAX_TOPK; score <= SMOE_SCORE_SIGMOID; score++)
         for (int rounding = SMOE_ROUNDING_NONE; rounding <= SMOE_ROUNDING_DOWN; rounding++) {

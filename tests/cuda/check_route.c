@@ -8,7 +8,9 @@
  *   cuda_check_route fewest   what the emulator can run in seconds */
 #include "cuda/host/device.h"
 #include "cuda/host/routing.h"
+#include "cuda/schedule/plan_size.h"
 #include "gpu.h"
+#include "open_cuda.h"
 #include "route_cases.h"
 
 #include <math.h>
@@ -262,6 +264,9 @@ static void fill_inputs(route_case *c, logits_kind kind, int biased)
 static void run_case(smoe_context *context, const smoe_layer *layer, logits_kind kind, int biased, int number,
                      const moe_launch *on)
 {
+    if (layer->rounding == SMOE_ROUNDING_NONE &&
+        !moe_plan_segment_fits(32, (int32_t)layer->experts, (int32_t)layer->topk, on->device->shared_bytes))
+        return; /* the backend refuses such a layer on this GPU */
     route_case c = {.layer = *layer, .with_losses = kind % 2 == 0};
     moe_problem_init(&c.problem, layer);
     fill_inputs(&c, kind, biased);
@@ -447,6 +452,7 @@ int main(int argc, char **argv)
     }
     moe_device device;
     CHECK_CUDA(moe_cuda_open_device(&device, 0));
+    if ((int)kernels_of_environment() == MOE_KERNELS_PORTABLE_99K) device.shared_bytes = MOE_SHARED_99K;
     CHECK_CUDA(moe_cuda_routing_init(&device));
     CHECK_CUDA(moe_cuda_plan_init(&device));
     moe_launch on = {.device = &device, .sms = device.sms};

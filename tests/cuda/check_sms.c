@@ -20,6 +20,7 @@ static smoe_context *open_with(int32_t sms, smoe_status expected)
     char text[512] = "";
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     options.backend = SMOE_BACKEND_CUDA;
+    options.kernels = kernels_of_environment();
     options.sms = sms;
     options.error_text = text;
     options.error_size = sizeof text;

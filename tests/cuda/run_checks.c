@@ -103,6 +103,10 @@ static void check_case(checker *c)
 {
     int64_t differing[TENSORS] = {0};
     const smoe_layer layer = complete(c->now->layer);
+    if (smoe_supports(c->context, &layer) == SMOE_ERROR_UNSUPPORTED) { /* a GPU with less shared memory */
+        printf("%-40s skipped: %s\n", c->now->name, smoe_last_error(c->context));
+        return;
+    }
     const check_options options = {.run = {.forward_only = c->now->forward_only,
                                            .backwards = layer.accumulate ? 2 : 1,
                                            .repeats = c->repeats,

@@ -144,7 +144,9 @@ static bool build(cudnn_attention *with, plan &made, error *err)
 {
     made.graph = made.backward ? backward_graph(made.shape, with->deterministic) : forward_graph(made.shape);
     auto status = made.graph->build(with->handle, {fe::HeurMode_t::A});
-    if (status.is_bad()) return failed(err, made.backward ? "backward" : "forward", status.get_message());
+    if (status.is_bad())
+        return failed(err, made.backward ? "backward" : "forward",
+                      status.get_message() + " (--device cuda-plain does without cuDNN, slowly)");
     int64_t bytes = 0;
     status = made.graph->get_workspace_size(bytes);
     if (status.is_bad()) return failed(err, "its workspace", status.get_message());

@@ -168,9 +168,11 @@ __global__ void __launch_bounds__(MOST_THREADS)
     load_factors<ALIGNED>(by, t, row, at, 1.0f);
 #pragma unroll
     for (int which = 0; which < 2; which++) {
+        if (!ALIGNED) __threadfence_block(); // or both are computed at once, and GPUs other than Hopper spill
         const bf16 *w = which ? wk : wq;
         float v[VECTOR], other[VECTOR];
-        scaled(v, own[which], scale[which], *(const eight<bf16> *)(w + at));
+        scaled(v, ALIGNED ? own[which] : *(const eight<bf16> *)(qkv + (3 * row + which) * d + at),
+               scale[which], *(const eight<bf16> *)(w + at));
         scaled(other, load_partners<ALIGNED>(qkv + (3 * row + which) * d, at, t.size), scale[which],
                load_partners<ALIGNED>(w, at, t.size));
         turn(v, other, by);

@@ -235,7 +235,13 @@ SMOE_DEVICE void prefetch_l2(const void *address)
 SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
 {
     uint32_t sum;
+#if __CUDA_ARCH__ >= 900
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(sum)
+        : "r"(a), "r"(0x3f803f80u), "r"(b)); // a 1 + b: the same bits
+#endif
     return sum;
 }
 
@@ -253,6 +259,20 @@ SMOE_DEVICE uint32_t larger_bf16_pairs(uint32_t a, uint32_t b)
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
+
+// Bulk copies (tma/tma.cuh) exist from 9.0 on.
+#if __CUDA_ARCH__ >= 900
+constexpr bool HAS_BULK_COPIES = true;
+#else
+constexpr bool HAS_BULK_COPIES = false;
+#endif
+
+// The most threads of an SM.
+#if __CUDA_ARCH__ >= 1200
+enum { SM_THREADS = 1536 };
+#else
+enum { SM_THREADS = 2048 };
+#endif
 
 // Programmatic dependent launch. let_next_start: the next kernel's CTAs may start. wait_for_previous: returns
 // when all kernels before have finished and what they wrote can be read. Below 9.0 a kernel starts when the

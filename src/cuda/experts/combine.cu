@@ -209,17 +209,26 @@ SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t 
     for (int j = 0; j < VECTORS; j++) store<T>(out + j * step * 2, sum[j]);
 }
 
-// The path, and with it the most threads of a CTA. The loop over batches takes up to 80 registers, so three
-// CTAs of 256 threads fit an SM.
+// The path, and with it the most threads of a CTA. On Hopper the loop over batches takes up to 80 registers,
+// so three CTAs of 256 threads fit an SM. On other GPUs some of these kernels would spill.
 enum path { LONG, SHORT, SHORT_BATCHES }; // SHORT: 1 <= topk <= ROWS; SHORT_BATCHES: topk > ROWS
 constexpr int most_threads(path path)
 {
     return path == SHORT_BATCHES ? 256 : 512;
 }
 
+constexpr int least_ctas(path path)
+{
+#if __CUDA_ARCH__ == 900
+    return path == SHORT_BATCHES ? 3 : 2;
+#else
+    return path == SHORT_BATCHES ? 2 : 1;
+#endif
+}
+
 // blockDim: (threads of a token, tokens). gridDim: (CTAs for all tokens, parts of a token's columns).
 template <typename T, int ROWS, int VECTORS, path PATH, bool ROUTER>
-__global__ void __launch_bounds__(most_threads(PATH), PATH == SHORT_BATCHES ? 3 : 2)
+__global__ void __launch_bounds__(most_threads(PATH), least_ctas(PATH))
     combine(const __grid_constant__ moe_cuda_combine p)
 {
     enum { AT_ONCE = PATH == SHORT && VECTORS > 2 ? 1 : VECTORS }; // of the long path: registers

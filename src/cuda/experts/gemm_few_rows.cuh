@@ -6,9 +6,16 @@
 // 132 SMs have one. Here a unit is a row tile and 16 rows of weights, over the whole length of
 // the sums. The kernels are persistent, two CTAs on an SM, and CTA b of g takes units b, b + g, b + 2 g and
 // so on. One warp of a CTA is the producer. It copies up to 1 KB of each of the 16 rows into a slot of a
-// ring, by bulk copies, and goes on to the next unit without waiting for the sums. So up to 160 KB are on
-// their way to an SM at all times. At 4.8 TB/s and about 800 ns, 29 KB are enough; the rest covers the time
-// in which sums are added and stored.
+// ring and goes on to the next unit without waiting for the sums. So up to 160 KB (with cp.async 128 KB) are
+// on their way to an SM at all times. At 4.8 TB/s and about 800 ns, 29 KB are enough; the rest covers the
+// time in which sums are added and stored.
+//
+// C is how the producer copies: by bulk copies (sm90/experts/few_rows.cu) or by cp.async
+// (sm80/experts/few_rows.cu). It has, for all lanes of the producer's warp to call:
+//   SLOTS, ARRIVALS: of the ring; at the barrier of a full slot
+//   copy(slot, rows, from, bytes, barrier): starts the copies of a slice
+//   publish(barrier, bytes): the slot is full when they have landed; what the warp has stored is published
+//   with it publish(barrier): the same of a slot without copies
 //
 // Tile: 16 rows of X or A by 16 rows of weights. mma multiplies 16 by 8 rows, 16 places of K at a time (K is
 // d for up and n for down), with the weights as operand b. A lane reads 16 contiguous bytes of a row of
@@ -21,7 +28,6 @@
 #include "host/kernels.h"
 #include "schedule/few_rows.h"
 #include "tma/mbarrier.cuh"
-#include "tma/tma.cuh"
 
 namespace moe
 {
@@ -39,8 +45,7 @@ enum {
     STEPS = 2, // of a warp in a slice
     SLICE = WARPS * STEP * STEPS,
     ROW_BYTES = SLICE * 2 + 64, // of a row of weights in a slot: two rows of 64 bytes have no bank conflicts
-    SLOTS = 5,
-    PITCH = WEIGHTS + 4 // of the sums of a row: no bank conflicts
+    PITCH = WEIGHTS + 4         // of the sums of a row: no bank conflicts
 };
 static_assert(GROUP == 16 && WEIGHTS == 16, "two mma of 16 rows x 8 rows of weights");
 
@@ -54,26 +59,27 @@ struct row_group {
     int expert, column_tile;
 };
 
-struct shared_memory {
+template <class C> struct shared_memory {
+    enum { SLOTS = C::SLOTS };
     char weights[SLOTS][WEIGHTS][ROW_BYTES];
     partial_sums sums[2]; // of units by turns
     uint64_t full[SLOTS], empty[SLOTS];
     row_group groups[SLOTS]; // in the slot of the group's first slice
     int tokens[SLOTS][GROUP];
 };
-static_assert(CTAS_AN_SM * (sizeof(shared_memory) + 1024) <= 233472, "shared memory of an SM");
 
-SMOE_DEVICE shared_memory &shared_of_cta()
+template <class C> SMOE_DEVICE shared_memory<C> &shared_of_cta()
 {
+    static_assert(CTAS_AN_SM * (sizeof(shared_memory<C>) + 1024) <= 233472, "shared memory of an SM");
     extern __shared__ __align__(128) char memory[];
-    return *(shared_memory *)memory;
+    return *(shared_memory<C> *)memory;
 }
 
-SMOE_DEVICE void init_ring(shared_memory &shared)
+template <class C> SMOE_DEVICE void init_ring(shared_memory<C> &shared)
 {
     if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS; i++) {
-            barrier_init(shared_address(shared.full + i), 1);
+        for (int i = 0; i < C::SLOTS; i++) {
+            barrier_init(shared_address(shared.full + i), C::ARRIVALS);
             barrier_init(shared_address(shared.empty + i), WARPS);
         }
         barrier_init_done();
@@ -89,17 +95,6 @@ struct weight_rows {
     int64_t stride; // bytes
 };
 
-// `bytes` of each row, from byte `from` on.
-SMOE_DEVICE void copy_slice(uint32_t slot, const weight_rows &rows, int64_t from, uint32_t bytes,
-                            uint32_t barrier)
-{
-    const char *first = rows.first + from, *second = rows.second + from;
-    for (int i = 0; i < 8; i++, first += rows.stride, second += rows.stride) {
-        load_bytes(slot + i * ROW_BYTES, first, bytes, barrier);
-        load_bytes(slot + (i + 8) * ROW_BYTES, second, bytes, barrier);
-    }
-}
-
 // The number of the tile's rows that are no pad rows.
 SMOE_DEVICE int count_rows(const int32_t *row_token, moe_work tile, int lane)
 {
@@ -110,7 +105,8 @@ SMOE_DEVICE int count_rows(const int32_t *row_token, moe_work tile, int lane)
 }
 
 // Writes the group of a tile of `rows` rows that begins with its row `first`.
-SMOE_DEVICE void describe(shared_memory &shared, uint32_t slot, const int32_t *row_token, moe_work tile,
+template <class C>
+SMOE_DEVICE void describe(shared_memory<C> &shared, uint32_t slot, const int32_t *row_token, moe_work tile,
                           int column_tile, int first, int rows, int lane)
 {
     const int pad_rows = moe_work_blocks(tile) * SMOE_BLOCK_ROWS - rows;
@@ -124,11 +120,11 @@ SMOE_DEVICE void describe(shared_memory &shared, uint32_t slot, const int32_t *r
 // One warp fills the ring for all units of the CTA. weights_of(expert, column tile) are 16 rows of `length`
 // elements. The copies of a slice do not depend on the number of rows, so the first ones begin before it is
 // known.
-template <class W>
-SMOE_DEVICE void produce(shared_memory &shared, const moe_cuda_lists &lists, const int32_t *row_token,
+template <class C, class W>
+SMOE_DEVICE void produce(shared_memory<C> &shared, const moe_cuda_lists &lists, const int32_t *row_token,
                          int column_tiles, int length, const W &weights_of)
 {
-    ring_position<SLOTS> at(1);
+    ring_position<C::SLOTS> at(1);
     const int lane = threadIdx.x & 31, ctas = (int)gridDim.x;
     // The tile of the next unit is read a unit ahead. The first one is no tile if there are no units.
     int2 next = __ldcg((const int2 *)lists.tiles + blockIdx.x / column_tiles);
@@ -144,30 +140,27 @@ SMOE_DEVICE void produce(shared_memory &shared, const moe_cuda_lists &lists, con
                 const uint32_t bytes = min(length - place, (int)SLICE) * 2;
                 const uint32_t full = shared_address(shared.full + at.slot);
                 barrier_wait(shared_address(shared.empty + at.slot), at.phase);
-                if (elect_lane())
-                    copy_slice(shared_address(shared.weights[at.slot]), weights, place * 2, bytes, full);
+                C::copy(shared_address(shared.weights[at.slot]), weights, place * 2, bytes, full);
                 if (place == 0) {
                     if (first == 0) rows = count_rows(row_token, tile, lane);
                     describe(shared, at.slot, row_token, tile, column_tile, first, rows, lane);
                 }
                 __syncwarp();
-                if (elect_lane()) barrier_expect(full, WEIGHTS * bytes);
+                C::publish(full, WEIGHTS * bytes);
             }
     }
     barrier_wait(shared_address(shared.empty + at.slot), at.phase);
-    if (lane == 0) {
-        shared.groups[at.slot].rows = 0;
-        barrier_arrive(shared_address(shared.full + at.slot));
-    }
+    if (lane == 0) shared.groups[at.slot].rows = 0;
+    C::publish(shared_address(shared.full + at.slot));
 }
 
 // ---- The other warps
 
 // The warp's share of the sums of one group. The lane has rows lane / 4 and lane / 4 + 8 of the group, which
 // begin at `upper` and `lower`.
-template <typename T>
-SMOE_DEVICE void multiply_group(shared_memory &shared, float (&sums)[GROUP][PITCH], ring_position<SLOTS> &at,
-                                int length, const char *upper, const char *lower)
+template <typename T, class C>
+SMOE_DEVICE void multiply_group(shared_memory<C> &shared, float (&sums)[GROUP][PITCH],
+                                ring_position<C::SLOTS> &at, int length, const char *upper, const char *lower)
 {
     const int warp = warp_number(), lane = threadIdx.x & 31, own = warp * STEP + (lane & 3) * 8;
     float acc[2][4] = {};
@@ -206,12 +199,12 @@ SMOE_DEVICE void multiply_group(shared_memory &shared, float (&sums)[GROUP][PITC
 // All groups of the CTA. start_of(row, token) is where a row of X or A starts. finish(group, i, j, sum)
 // stores element j of row i of the group, where a column tile has 1 << shift elements of every row; its
 // argument sum(j) is row i times row j of the weights. finish_pads(group) stores pad rows.
-template <typename T, class R, class F, class P>
-SMOE_DEVICE void multiply_groups(shared_memory &shared, int length, int shift, const R &start_of,
+template <typename T, class C, class R, class F, class P>
+SMOE_DEVICE void multiply_groups(shared_memory<C> &shared, int length, int shift, const R &start_of,
                                  const F &finish, const P &finish_pads)
 {
     const int quad = (threadIdx.x & 31) >> 2;
-    ring_position<SLOTS> at(0);
+    ring_position<C::SLOTS> at(0);
     for (int turn = 0;; turn ^= 1) {
         barrier_wait(shared_address(shared.full + at.slot), at.phase);
         const row_group group = shared.groups[at.slot];
@@ -236,14 +229,14 @@ SMOE_DEVICE void multiply_groups(shared_memory &shared, int length, int shift, c
 static_assert(MULTIPLIERS == GROUP * WEIGHTS, "each thread stores at most one element");
 
 // As many CTAs as the SMs hold at once, unless there are fewer units for any routing.
-template <class K, class P>
+template <class C, class K, class P>
 cudaError_t launch(K kernel, const moe_launch *on, int64_t columns, int columns_a_tile, int64_t tiles,
                    const P &problem)
 {
     if (tiles == 0) return cudaSuccess;
     const int64_t units = moe_divide_up(columns, columns_a_tile) * tiles, most = on->sms * CTAS_AN_SM;
-    return launch_early(kernel, (unsigned)(units < most ? units : most), THREADS, sizeof(shared_memory), on,
-                        problem);
+    return launch_early(kernel, (unsigned)(units < most ? units : most), THREADS, sizeof(shared_memory<C>),
+                        on, problem);
 }
 
 } // namespace few_rows

@@ -2,7 +2,25 @@
 #include "check.h"
 #include "host/backward.h"
 #include "host/forward.h"
+#include "schedule/plan_size.h"
 #include "host/routing.h"
+
+/* The plan from top-K ids needs shared memory for all experts. */
+static smoe_status plan_fits(smoe_context *context, const smoe_layer *layer)
+{
+    enum { LEAST_SEGMENT = 32 };
+    const moe_device *device = &((const device_state *)context->state)->device;
+    const int32_t experts = (int32_t)layer->experts, topk = (int32_t)layer->topk;
+    if (layer->entry == SMOE_ENTRY_FROM_ROWS || layer->rounding != SMOE_ROUNDING_NONE ||
+        moe_plan_segment_fits(LEAST_SEGMENT, experts, topk, device->shared_bytes))
+        return SMOE_OK;
+    return moe_fail(
+        context, SMOE_ERROR_UNSUPPORTED,
+        "%s: experts is %d and topk %d, for which the plan needs %u bytes of shared memory; a CTA of "
+        "device %d has at most %d",
+        context->function, experts, topk, moe_plan_shared_of(LEAST_SEGMENT, experts, topk).end,
+        device->number, device->shared_bytes);
+}
 
 static smoe_status supports(smoe_context *context, const moe_problem *problem)
 {
@@ -22,7 +40,12 @@ static smoe_status supports(smoe_context *context, const moe_problem *problem)
                         "%s: hidden is %lld and experts %lld, their product must be below 2^31: rows of W2 "
                         "are counted in int32",
                         context->function, (long long)layer->hidden, (long long)layer->experts);
-    return SMOE_OK;
+    const int64_t gathered = state->kernels->gathered_bytes, x_bytes = layer->tokens * layer->hidden * 2;
+    if (gathered && x_bytes > gathered)
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: x has %lld bytes, the portable kernels gather at most %lld", context->function,
+                        (long long)x_bytes, (long long)gathered);
+    return plan_fits(context, layer);
 }
 
 static smoe_status begin(smoe_context *context)

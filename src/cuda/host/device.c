@@ -2,18 +2,26 @@
 #include "host/device.h"
 #include "host/launch.h"
 #include "host/routing.h"
+#include "host/test_options.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 /* The best first. */
-static const moe_kernels *const generations[] = {&moe_sm90_kernels};
+static const moe_kernels *const generations[] = {
+#ifdef SMOE_CUDA_SM90
+    &moe_sm90_kernels,
+#endif
+    &moe_sm80_kernels,
+};
 enum { GENERATIONS = sizeof generations / sizeof *generations };
 
 /* NULL: no kernels serve this compute capability. */
-static const moe_kernels *kernels_for(const moe_device *device)
+static const moe_kernels *kernels_for(const moe_device *device, int wanted)
 {
+    if (wanted != SMOE_KERNELS_BEST)
+        return moe_sm80_kernels.serves(device->major, device->minor) ? &moe_sm80_kernels : NULL;
     for (int i = 0; i < GENERATIONS; i++)
         if (generations[i]->serves(device->major, device->minor)) return generations[i];
     return NULL;
@@ -23,10 +31,10 @@ static smoe_status refuse_generation(smoe_context *context, const moe_device *de
 {
     char built_for[128] = "";
     for (int i = 0; i < GENERATIONS; i++)
-        snprintf(built_for + strlen(built_for), sizeof built_for - strlen(built_for), " %s",
+        snprintf(built_for + strlen(built_for), sizeof built_for - strlen(built_for), "%s %s", i ? "," : "",
                  generations[i]->devices);
     return moe_fail(context, SMOE_ERROR_DEVICE,
-                    "smoe_create: device %d has compute capability %d.%d, the kernels are built for%s",
+                    "smoe_create: device %d has compute capability %d.%d, there are kernels for%s",
                     device->number, device->major, device->minor, built_for);
 }
 
@@ -57,22 +65,50 @@ static cudaError_t prepare_kernels(device_state *state)
     return status == cudaSuccess ? state->kernels->init(device, state->own) : status;
 }
 
-/* Chooses and prepares the kernels for the device, which is current. */
-static smoe_status take_kernels(smoe_context *context, device_state *state, int32_t sms)
+/* The architecture whose machine code runs on the device: 8.x runs that of 80, 10.x that of 100, 12.x that of
+ * 120. */
+static const char *architecture_for(const moe_device *device)
 {
-    const moe_device *device = &state->device;
+    switch (device->major) {
+    case 8: return "80";
+    case 9: return "90a";
+    case 10: return "100";
+    case 12: return "120";
+    default: return "native";
+    }
+}
+
+/* Chooses and prepares the kernels for the device, which is current. */
+static smoe_status take_kernels(smoe_context *context, device_state *state,
+                                const smoe_context_options *options)
+{
+    moe_device *device = &state->device;
+    const int32_t sms = options->sms;
+    const int wanted = (int)options->kernels;
+    if (wanted != SMOE_KERNELS_BEST && wanted != SMOE_KERNELS_PORTABLE && wanted != MOE_KERNELS_PORTABLE_99K)
+        return moe_fail(
+            context, SMOE_ERROR_ARGUMENT,
+            "smoe_create: kernels is %d; it is SMOE_KERNELS_BEST (0) or SMOE_KERNELS_PORTABLE (1)", wanted);
+    if (wanted == MOE_KERNELS_PORTABLE_99K && device->shared_bytes > MOE_SHARED_99K)
+        device->shared_bytes = MOE_SHARED_99K;
     if (sms < 0 || sms > device->sms)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "smoe_create: sms is %d, the range is 0 (all) to %d, those of device %d", (int)sms,
                         device->sms, device->number);
     state->sms = sms ? sms : device->sms;
-    state->kernels = kernels_for(device);
+    state->kernels = kernels_for(device, wanted);
     if (!state->kernels) return refuse_generation(context, device);
+    context->kernels = state->kernels->name;
     const size_t bytes = state->kernels->state_bytes;
     state->own = calloc(1, bytes ? bytes : 1);
     if (!state->own)
         return moe_fail(context, SMOE_ERROR_MEMORY, "smoe_create: no memory for %zu bytes", bytes);
     const cudaError_t status = prepare_kernels(state);
+    if (status == cudaErrorNoKernelImageForDevice)
+        return moe_fail(context, SMOE_ERROR_DEVICE,
+                        "smoe_create: device %d has compute capability %d.%d, this build has machine code "
+                        "for " SMOE_CUDA_CODE "; build it with -DCMAKE_CUDA_ARCHITECTURES=%s-real",
+                        device->number, device->major, device->minor, architecture_for(device));
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);
 }
 
@@ -80,6 +116,12 @@ smoe_status moe_cuda_create(smoe_context *context, const smoe_context_options *o
 {
     int devices = 0, before = 0;
     cudaError_t status = cudaGetDeviceCount(&devices);
+    int driver = 0, runtime = 0;
+    if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver &&
+        cudaRuntimeGetVersion(&runtime) == cudaSuccess)
+        return moe_fail(context, SMOE_ERROR_DEVICE,
+                        "smoe_create: the driver is too old: it supports CUDA %d.%d, this build needs %d.%d",
+                        driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     if (status != cudaSuccess)
         return moe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: no usable CUDA device: %s (%s)",
                         cudaGetErrorName(status), cudaGetErrorString(status));
@@ -93,7 +135,7 @@ smoe_status moe_cuda_create(smoe_context *context, const smoe_context_options *o
     status = cudaGetDevice(&before);
     if (status == cudaSuccess) status = moe_cuda_open_device(&state->device, options->device);
     const smoe_status result =
-        status == cudaSuccess ? take_kernels(context, state, options->sms) : device_error(context, status);
+        status == cudaSuccess ? take_kernels(context, state, options) : device_error(context, status);
     leave_device(state, before);
     if (result != SMOE_OK) moe_cuda_destroy(context);
     return result;

@@ -88,12 +88,14 @@ typedef struct moe_dx_rows {
 } moe_dx_rows;
 
 typedef struct moe_kernels {
+    const char *name;    /* smoe_kernels_string */
     const char *devices; /* the compute capabilities that it serves, for error texts */
     int (*serves)(int major, int minor);
     size_t state_bytes; /* of what the generation keeps for a device; launches get it as moe_launch.state */
     /* To be called once for each device. Fills the state and allows the kernels their shared memory. */
     cudaError_t (*init)(const moe_device *device, void *state);
     int (*stores)(smoe_type dtype);
+    int64_t gathered_bytes; /* the largest X or dO whose rows the kernels can gather; 0: any */
     int (*few_rows)(int64_t rows, int64_t experts); /* do the kernels for few rows compute up and down? */
     /* What the kernels need in scratch. */
     int32_t ds_columns;         /* columns of dA' for each part of dS */
@@ -110,12 +112,9 @@ typedef struct moe_kernels {
     cudaError_t (*dx_rows)(moe_launch *on, const moe_dx_rows *dx);
 } moe_kernels;
 
-extern const moe_kernels moe_sm90_kernels;
-
-/* experts/few_rows.cu, for the tables */
-cudaError_t moe_cuda_few_rows_init(const moe_device *device);
-cudaError_t moe_cuda_up_few_rows(moe_launch *on, const moe_up *up, int64_t tiles);
-cudaError_t moe_cuda_down_few_rows(moe_launch *on, const moe_down *down, int64_t tiles);
+/* The best first. */
+extern const moe_kernels moe_sm90_kernels; /* Hopper */
+extern const moe_kernels moe_sm80_kernels; /* portable: any GPU from 8.0 on */
 
 #ifdef __cplusplus
 }

@@ -210,7 +210,7 @@ SMOE_DEVICE float logit_at(const moe_cuda_dlogits &p, int64_t i)
 // shared memory; T where only dense is written. A lane loads dS of the row at its own position in token_rows,
 // not of its pair's row, so this load need not wait for the ids.
 template <typename T, typename S, int PLACES>
-__global__ void __launch_bounds__(THREADS, PLACES > 32 ? 4 : 8)
+__global__ void __launch_bounds__(THREADS, (PLACES > 32 ? 1024 : (int)SM_THREADS) / THREADS)
     sparse(const __grid_constant__ moe_cuda_dlogits p, const int tokens)
 {
     constexpr int LANES = PLACES < 32 ? PLACES : 32, EACH = PLACES / LANES;

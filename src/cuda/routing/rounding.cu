@@ -33,7 +33,7 @@
 //
 // Bytes: the mask (E T / 8) is read twice, and its changed words are written. The keys have 2 E T bytes with
 // bf16 logits and 4 E T with f32 logits. They are read once if the keys and the mask of one expert fit into
-// 160 KiB of shared memory. Otherwise every step reads them again.
+// 160 KiB of shared memory, on GPUs with less of it 64 KiB. Otherwise every step reads them again.
 // No FLOPs, except that NR_S converts each score of its two sums to fixed point.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
@@ -55,7 +55,8 @@ enum {
     MOST_CANDIDATES = 1024,
     FEW_MORE = 32, // so many more candidates cost less than more steps of the search
     SHARE = 8,     // threads that rank a candidate
-    COLUMN_BYTES = 163840
+    COLUMN_BYTES = 163840,
+    FEWER_BYTES = 65536 // on GPUs with less shared memory
 };
 
 template <typename L> struct column {
@@ -450,11 +451,17 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     find_limit(all, (uint32_t)(up ? target - count : count - target), mask, m);
 }
 
+// The most bytes of an expert's keys and mask in shared memory, beside the kernel's 12 KB of static memory.
+int column_bytes(const moe_device *device)
+{
+    return device->shared_bytes >= COLUMN_BYTES + 16384 ? COLUMN_BYTES : FEWER_BYTES;
+}
+
 template <typename L> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
     const int64_t bytes =
         r.panels * SMOE_ROUTE_PANEL * (int64_t)sizeof(typename logits_of<L>::key) + r.words * 4;
-    const bool resident = bytes <= COLUMN_BYTES;
+    const bool resident = bytes <= column_bytes(on->device);
     return launch_early(resident ? round_expert<L, true> : round_expert<L, false>,
                         dim3((unsigned)r.layer.experts), dim3(THREADS), resident ? (size_t)bytes : 0, on, r);
 }
@@ -473,6 +480,7 @@ extern "C" cudaError_t moe_cuda_rounding_init(const moe_device *device)
 {
     using namespace moe::rounding;
     return moe::for_every_type(moe::logits_types(), [&](auto l) {
-        return moe::allow_shared(device, round_expert<typename decltype(l)::type, true>, COLUMN_BYTES);
+        return moe::allow_shared(device, round_expert<typename decltype(l)::type, true>,
+                                 column_bytes(device));
     });
 }

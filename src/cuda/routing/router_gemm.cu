@@ -11,9 +11,9 @@
 //
 // Tile: 128 tokens by 128 experts. If that gives fewer than 96 tiles, many SMs would have no work; then the
 // tile is 32 tokens by 128 experts. cp.async loads 64 columns of d at a time into a ring of 3 slots in
-// shared memory (8 slots for the small tile). mma.sync m16n8k16 multiplies, with f32 accumulators. One CTA
-// sums each logit over d, in the same order for both tiles, so the bits do not depend on the choice of the
-// tile.
+// shared memory (8 slots for the small tile, 4 on GPUs with less than 160 KB). mma.sync m16n8k16 multiplies,
+// with f32 accumulators. One CTA sums each logit over d, in the same order for both tiles, so the bits do not
+// depend on the choice of the tile.
 #include "host/routing.h"
 
 #include "common/instances.cuh"
@@ -48,6 +48,7 @@ template <int ROWS_, int SLOTS_> struct tile {
 
 typedef tile<128, 3> large_tile;
 typedef tile<32, 8> small_tile;
+typedef tile<32, 4> short_tile; // the small tile for GPUs with less shared memory
 
 struct problem {
     const void *x, *weight, *bias;
@@ -222,8 +223,9 @@ extern "C" cudaError_t moe_cuda_router_gemm(const moe_launch *on, const smoe_lay
                            (int32_t)layer->hidden,
                            (int32_t)layer->experts,
                            layer->logits_type == SMOE_TYPE_BF16};
-        status = prefers_large(tokens, layer->experts) ? launch<large_tile>(q, layer->dtype, on)
-                                                       : launch<small_tile>(q, layer->dtype, on);
+        status = prefers_large(tokens, layer->experts)          ? launch<large_tile>(q, layer->dtype, on)
+                 : on->device->shared_bytes < small_tile::BYTES ? launch<short_tile>(q, layer->dtype, on)
+                                                                : launch<small_tile>(q, layer->dtype, on);
     }
     return status;
 }
@@ -231,6 +233,7 @@ extern "C" cudaError_t moe_cuda_router_gemm(const moe_launch *on, const smoe_lay
 extern "C" cudaError_t moe_cuda_router_gemm_init(const moe_device *device)
 {
     using namespace moe::router;
-    const cudaError_t status = raise_limits<large_tile>(device);
-    return status != cudaSuccess ? status : raise_limits<small_tile>(device);
+    cudaError_t status = raise_limits<large_tile>(device);
+    if (status == cudaSuccess) status = raise_limits<short_tile>(device);
+    return status == cudaSuccess ? raise_limits<small_tile>(device) : status;
 }

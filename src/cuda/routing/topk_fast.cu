@@ -38,6 +38,7 @@ namespace
 
 enum {
     THREADS = 512,
+    FEWER_THREADS = 256, // with K > 8; with 512 these kernels spill on GPUs other than Hopper
     LONG_ROW = 512,
     MOST_TOPK = 16,
     MOST_GROUPS = 16,
@@ -195,14 +196,27 @@ SMOE_DEVICE void write_masks(const moe_cuda_routing &r, const uint32_t *masks, i
         }
 }
 
-// Starts the copy of a warp's rows.
+// Copies a warp's rows, in step `step` of its segment.
 template <typename L>
-SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier)
+SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier,
+                           int step, int lane)
 {
-    const uint32_t bytes = (uint32_t)(tokens * (int)r.layer.experts * (int)sizeof(L));
-    barrier_expect(barrier, bytes);
-    if (bytes)
-        load_bytes(shared_address(rows), (const L *)r.logits + first * r.layer.experts, bytes, barrier);
+    const uint32_t bytes = (uint32_t)(tokens * (int)r.layer.experts * (int)sizeof(L)),
+                   to = shared_address(rows);
+    const char *from = (const char *)((const L *)r.logits + first * r.layer.experts);
+    if (HAS_BULK_COPIES) {
+        if (lane == 0) {
+            if (step) fence_async_proxy();
+            barrier_expect(barrier, bytes);
+            if (bytes) load_bytes(to, from, bytes, barrier);
+        }
+        barrier_wait(barrier, step & 1);
+    } else {
+        for (uint32_t at = lane * 16; at < bytes; at += 32 * 16) copy16_async(to + at, from + at, 16);
+        commit_copies();
+        wait_copies<0>();
+        __syncwarp();
+    }
 }
 
 // Selection scores of a vector of logits: sigmoid, plus the bias of its experts (NULL: none).
@@ -298,7 +312,8 @@ template <int SHARE> SMOE_DEVICE uint32_t keep_groups(float *row, const smoe_lay
 
 // A segment is done in `steps` steps. In each step a warp's rows take the memory of those of the step before.
 template <typename L, bool SIGMOID, int P, int SHARE>
-__global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
+__global__ void __launch_bounds__(P > 8 ? FEWER_THREADS : THREADS, P > 8 ? 1 : 0)
+    fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
 {
     using S = typename row_of<L, SIGMOID>::type;
     constexpr int TOKENS = 32 / SHARE;                               // of a warp
@@ -341,11 +356,7 @@ __global__ void __launch_bounds__(THREADS) fast(const __grid_constant__ moe_cuda
             }
             logits = (const L *)r.logits + (first + within) * experts;
         } else {
-            if (lane == 0) {
-                if (step) fence_async_proxy();
-                load_rows<L>(rows, r, first, tokens, barrier);
-            }
-            barrier_wait(barrier, step & 1);
+            load_rows<L>(rows, r, first, tokens, barrier, step, lane);
             logits = row;
         }
         int ids[P];
@@ -400,7 +411,8 @@ int segment_of(const moe_device *device, const smoe_layer &layer)
     const int64_t most = layer.rounding == SMOE_ROUNDING_NONE ? MOST_STEPS * rows
                          : bytes > LONGEST_ROW                ? LONGEST_ROWS_BYTES
                                                               : rows;
-    int segment = THREADS / share_of(layer);
+    const int threads = layer.topk > 8 ? FEWER_THREADS : THREADS;
+    int segment = threads / share_of(layer);
     while (segment > 32 && (segment * bytes > most || layer.tokens < (int64_t)segment * MANY_CTAS))
         segment /= 2;
     return segment;

@@ -2,7 +2,8 @@
 // bias, groups. Shapes: logits (T, E), ids and weights (T, K).
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Tile: a CTA of 8 warps takes 32 tokens; a warp works on one token at a time.
+// Tile: a CTA of 8 warps takes 32 tokens; a warp works on one token at a time. With many experts a GPU with
+// less shared memory has fewer warps in a CTA.
 //
 // A ranking key is 0 for an expert that cannot be chosen. For any other expert it is k + 1, where the integer
 // k compares as the score does. A warp keeps the ranking key of every expert in shared memory, and the
@@ -175,26 +176,34 @@ __global__ void __launch_bounds__(GENERAL_THREADS) general(const __grid_constant
 {
     extern __shared__ __align__(16) uint32_t words[];
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
-    const int warp = warp_number(), lane = threadIdx.x & 31;
+    const int warp = warp_number(), lane = threadIdx.x & 31, warps = (int)blockDim.x / 32;
     uint32_t *mask = words, *keys = words + padded;
-    const warp_memory m = {keys + warp * padded, keys + GENERAL_WARPS * padded + warp * r.layer.groups};
-    for (int e = threadIdx.x; e < experts; e += GENERAL_THREADS) mask[e] = 0;
+    const warp_memory m = {keys + warp * padded, keys + warps * padded + warp * r.layer.groups};
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) mask[e] = 0;
     __syncthreads();
-    for (int i = warp; i < GENERAL_TOKENS; i += GENERAL_WARPS) {
+    for (int i = warp; i < GENERAL_TOKENS; i += warps) {
         const int64_t token = (int64_t)blockIdx.x * GENERAL_TOKENS + i;
         if (token < r.layer.tokens) route_token<L>(r, m, mask, token, lane);
         __syncwarp();
     }
     __syncthreads();
     if (!r.mask) return;
-    for (int e = threadIdx.x; e < experts; e += GENERAL_THREADS)
+    for (int e = threadIdx.x; e < experts; e += blockDim.x)
         r.mask[(int64_t)e * r.words + blockIdx.x] = mask[e];
 }
 
-size_t general_memory(const smoe_layer &layer)
+size_t general_memory(const smoe_layer &layer, int warps)
 {
     const size_t padded = (size_t)(layer.experts + 31) / 32 * 32;
-    return 4 * (padded * (1 + GENERAL_WARPS) + (size_t)layer.groups * GENERAL_WARPS);
+    return 4 * (padded * (size_t)(1 + warps) + (size_t)layer.groups * (size_t)warps);
+}
+
+// Warps of a CTA: as many as have room. One has room everywhere: it needs at most 40 KB.
+int general_warps(const moe_device *device, const smoe_layer &layer)
+{
+    int warps = GENERAL_WARPS;
+    while (warps > 1 && general_memory(layer, warps) > (size_t)device->shared_bytes) warps--;
+    return warps;
 }
 
 } // namespace
@@ -204,9 +213,10 @@ size_t general_memory(const smoe_layer &layer)
 extern "C" cudaError_t moe_cuda_topk_general(const moe_launch *on, const moe_cuda_routing *r)
 {
     using namespace moe::topk;
-    const size_t memory = general_memory(r->layer);
+    const int warps = general_warps(on->device, r->layer);
+    const size_t memory = general_memory(r->layer, warps);
     return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
-        return moe::enqueue(general<typename decltype(l)::type>, (unsigned)r->words, GENERAL_THREADS, memory,
+        return moe::enqueue(general<typename decltype(l)::type>, (unsigned)r->words, 32 * warps, memory,
                             on->stream, *r);
     });
 }

@@ -17,7 +17,7 @@ static int few_rows(int64_t rows, int64_t experts)
 static cudaError_t init(const moe_device *device, void *state)
 {
     cudaError_t (*const inits[])(const moe_device *) = {moe_sm90_up_init,       moe_sm90_down_init,
-                                                        moe_cuda_few_rows_init, moe_sm90_dh_init,
+                                                        moe_sm90_few_rows_init, moe_sm90_dh_init,
                                                         moe_sm90_dw_init,       moe_sm90_dx_rows_init};
     for (size_t i = 0; i < sizeof inits / sizeof *inits; i++) {
         const cudaError_t status = inits[i](device);
@@ -32,6 +32,7 @@ static int32_t weight_tiles(int32_t hidden, int32_t intermediate, int32_t halves
 }
 
 const moe_kernels moe_sm90_kernels = {
+    .name = "Hopper (9.0)",
     .devices = "9.0",
     .serves = serves,
     .state_bytes = sizeof(moe_maps),
@@ -43,8 +44,8 @@ const moe_kernels moe_sm90_kernels = {
     .weight_tiles = weight_tiles,
     .up = moe_sm90_up,
     .down = moe_sm90_down,
-    .up_few_rows = moe_cuda_up_few_rows,
-    .down_few_rows = moe_cuda_down_few_rows,
+    .up_few_rows = moe_sm90_up_few_rows,
+    .down_few_rows = moe_sm90_down_few_rows,
     .dh = moe_sm90_dh,
     .dw = moe_sm90_dw,
     .dx_rows = moe_sm90_dx_rows,

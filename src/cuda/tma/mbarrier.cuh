@@ -1,4 +1,5 @@
-// mbarriers in shared memory, by their 32-bit address.
+// mbarriers in shared memory, by their 32-bit address. The functions without bytes also exist below compute
+// capability 9.0.
 #pragma once
 #include "tma/ring.cuh"
 
@@ -13,7 +14,10 @@ SMOE_DEVICE void barrier_init(uint32_t barrier, uint32_t arrivals)
 // After the last barrier_init, before the CTA's __syncthreads.
 SMOE_DEVICE void barrier_init_done()
 {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::
+                     : "memory"); // for TMA; __syncthreads is enough for threads
+#endif
 }
 
 SMOE_DEVICE void barrier_arrive(uint32_t barrier)
@@ -37,11 +41,17 @@ SMOE_DEVICE void barrier_arrive_after_copies(uint32_t barrier)
 SMOE_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity)
 {
     uint32_t done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+#if __CUDA_ARCH__ >= 900
+#define SMOE_TRY "try_wait"
+#else
+#define SMOE_TRY "test_wait"
+#endif
+    asm volatile("{\n.reg .pred p;\nmbarrier." SMOE_TRY ".parity.shared::cta.b64 p, [%1], %2;\n"
                  "selp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
                  : "r"(barrier), "r"(parity)
                  : "memory");
+#undef SMOE_TRY
     return done != 0;
 }
 

@@ -156,6 +156,7 @@ void run_cta()
     barriers.clear();
     std::fill_n((uint16_t *)shared, SHARED_BYTES / 2, 0x7FFF); // NaN in every type, and a large integer
     generic_writes.assign(SHARED_BYTES / GRANULE, {});
+    copies_begun.assign(SHARED_BYTES / GRANULE, 0);
     for (int i = 0; i < count; i++) prepare(i, count);
     for (int left = count, idle = 0; left;) {
         progress = false;
@@ -255,6 +256,7 @@ void later(std::function<void()> landing)
 
 static void land(const copy &c)
 {
+    if (!early_loads) copies_begun[c.to / GRANULE]--;
     note_write(c.to, nullptr, true);
     if (c.from)
         memcpy(shared + c.to, c.from, 16);
@@ -266,8 +268,10 @@ void start_copy(copy c)
 {
     if (early_loads)
         land(c);
-    else
+    else {
+        copies_begun[c.to / GRANULE]++;
         current->open.push_back(c);
+    }
 }
 
 void land_copies(size_t groups_left, bool open_too)

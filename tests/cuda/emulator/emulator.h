@@ -12,7 +12,8 @@
 // and wgmma read shared memory late; cp.async and TMA loads write it late. With EMULATOR_EARLY in the
 // environment, cp.async and TMA loads write at once: this shows whether a slot is filled too early. With
 // EMULATOR_SLOW, for example "4-7", these warps run only when no other thread can. The program ends if TMA or
-// wgmma reads shared memory that was written by other instructions with no fence since.
+// wgmma reads shared memory that was written by other instructions with no fence since, or if ldmatrix reads
+// bytes to which a cp.async is under way.
 //
 // Not emulated: all other memory ordering, registers, time. convert.py converts the sources to C++. The
 // headers in this folder replace those of src/cuda with the same names, which contain PTX instructions.
@@ -167,6 +168,7 @@ inline cudaError_t last_error = cudaSuccess; // the result of cudaGetLastError
 
 inline thread_local int current_device = 0; // of the calling thread
 int launching_device();
+int capability(); // of the GPU, major times 10 plus minor
 
 bool is_allocated(const void *memory, size_t bytes); // whether one allocation of cudaMalloc contains it
 
@@ -199,6 +201,10 @@ inline void __syncwarp()
 }
 
 inline void __threadfence()
+{
+}
+
+inline void __threadfence_block()
 {
 }
 
@@ -388,6 +394,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
         return emulator::last_error = cudaErrorInvalidConfiguration;
     if (emulator::current_device != emulator::launching_device())
         return emulator::last_error = cudaErrorInvalidDevice;
+    if (config->numAttrs > 0 && emulator::capability() < 90) // programmatic dependent launch
+        return emulator::last_error = cudaErrorNotSupported;
     emulator::launch(grid, cta, config->dynamicSmemBytes, config->stream, config->numAttrs > 0, kernel,
                      actual...);
     return cudaSuccess;

@@ -66,4 +66,15 @@ inline void check_fenced(uint32_t address, uint64_t fenced, const char *reader)
     abort();
 }
 
+// How many copies of cp.async to 16 bytes of shared memory have begun and not been waited for.
+inline std::vector<int> copies_begun;
+
+// A thread reads shared memory at `address`.
+inline void check_copied(uint32_t address, const char *reader)
+{
+    if (!copies_begun[address / GRANULE]) return;
+    fprintf(stderr, "%s reads shared memory at %u, to which a cp.async is under way\n", reader, address);
+    abort();
+}
+
 } // namespace emulator

@@ -49,12 +49,46 @@ void emulator::check_shared(const void *kernel, size_t bytes)
     exit(1);
 }
 
+static int setting(const char *name, int otherwise)
+{
+    const char *set = getenv(name);
+    return set ? atoi(set) : otherwise;
+}
+
+// EMULATOR_CAPABILITY: of the GPU, major times 10 plus minor. EMULATOR_CTAS: its SMs. EMULATOR_SHARED: the
+// most bytes of shared memory of a CTA, if not those of GPUs of this capability.
+int emulator::capability()
+{
+    return setting("EMULATOR_CAPABILITY", 90);
+}
+
+static int shared_bytes()
+{
+    const int capability = emulator::capability();
+    const int usual = capability == 80                       ? 163 * 1024
+                      : capability < 90 || capability >= 120 ? 99 * 1024
+                                                             : (int)emulator::SHARED_BYTES;
+    return setting("EMULATOR_SHARED", usual);
+}
+
 extern "C" {
 
 // There is device 0, and with EMULATOR_DEVICE=1 also device 1. Only the last device can launch kernels.
 cudaError_t cudaGetDeviceCount(int *count)
 {
     *count = 1 + emulator::launching_device();
+    return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int *version)
+{
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaRuntimeGetVersion(int *version)
+{
+    *version = CUDART_VERSION;
     return cudaSuccess;
 }
 
@@ -71,22 +105,9 @@ cudaError_t cudaSetDevice(int device)
     return cudaSuccess;
 }
 
-static int setting(const char *name, int otherwise)
-{
-    const char *set = getenv(name);
-    return set ? atoi(set) : otherwise;
-}
-
-// EMULATOR_CAPABILITY: of the GPU, major times 10 plus minor. EMULATOR_CTAS: its SMs. EMULATOR_SHARED: the most
-// bytes of shared memory of a CTA.
-static int shared_bytes()
-{
-    return setting("EMULATOR_SHARED", emulator::SHARED_BYTES);
-}
-
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int)
 {
-    const int capability = setting("EMULATOR_CAPABILITY", 90);
+    const int capability = emulator::capability();
     switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = capability / 10; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: *value = capability % 10; return cudaSuccess;

@@ -74,6 +74,7 @@ SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
     const int row = emulator::current->lane / 4, pair = emulator::current->lane % 4;
     for (int j = 0; j < 4; j++) {
         if (rows[j * 8 + row] % 16) abort();
+        emulator::check_copied(rows[j * 8 + row], "ldmatrix");
         m[j] = emulator::read_shared<uint32_t>(rows[j * 8 + row] + pair * 4);
     }
 }
@@ -86,6 +87,7 @@ SMOE_DEVICE void load_matrices_transposed(uint32_t (&m)[4], uint32_t address)
         m[j] = 0;
         for (int z = 0; z < 2; z++) {
             if (rows[j * 8 + column + z] % 16) abort();
+            emulator::check_copied(rows[j * 8 + column + z], "ldmatrix");
             const uint32_t v = emulator::read_shared<uint16_t>(rows[j * 8 + column + z] + row * 2);
             m[j] |= v << (16 * z);
         }
@@ -95,6 +97,7 @@ SMOE_DEVICE void load_matrices_transposed(uint32_t (&m)[4], uint32_t address)
 SMOE_DEVICE uint4 load_shared16(uint32_t address)
 {
     if (address % 16) abort();
+    emulator::check_copied(address, "ld.shared");
     return emulator::read_shared<uint4>(address);
 }
 
@@ -226,6 +229,9 @@ SMOE_DEVICE uint32_t larger_bf16_pairs(uint32_t a, uint32_t b)
     }
     return pairs;
 }
+
+static const bool HAS_BULK_COPIES = emulator::capability() >= 90;
+enum { SM_THREADS = 2048 };
 
 SMOE_DEVICE void let_next_start()
 {

@@ -12,6 +12,7 @@
 // With a gate the 16 rows of W1 are the gate rows and the up rows of 8 features. If an expert has more than
 // 16 rows, the CTA reads its weights again for each group of 16. Pad rows are not multiplied. Only the
 // backward reads them, and only in H: there they get the same values as from the other kernels, b1 or 0.
+#pragma once
 #include "common/activation.cuh"
 #include "common/instances.cuh"
 #include "experts/gemm_few_rows.cuh"
@@ -20,8 +21,6 @@
 namespace moe
 {
 namespace few_rows
-{
-namespace
 {
 
 // Element `at` of a tensor: the low 16 bits of `value`.
@@ -70,10 +69,10 @@ SMOE_DEVICE weight_rows w1_rows(const moe_up &u, int expert, int feature)
 
 // The next kernel may begin as soon as CTAs of this one have ended: what this one writes it reads after its
 // wait_for_previous.
-template <typename T>
+template <typename T, class C>
 __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant__ moe_up u)
 {
-    shared_memory &shared = shared_of_cta();
+    shared_memory<C> &shared = shared_of_cta<C>();
     init_ring(shared);
     wait_for_previous();
     let_next_start();
@@ -118,10 +117,10 @@ SMOE_DEVICE weight_rows w2_rows(const moe_down &d, int expert, int column)
 
 // Begins to read the weights before the kernel before has ended. This kernel is only launched behind kernels
 // that began when the plan was complete.
-template <typename T>
+template <typename T, class C>
 __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) down(const __grid_constant__ moe_down d)
 {
-    shared_memory &shared = shared_of_cta();
+    shared_memory<C> &shared = shared_of_cta<C>();
     init_ring(shared);
     const int length = (int)d.intermediate;
     if (warp_number() == WARPS) {
@@ -142,32 +141,30 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) down(const __grid_constan
     multiply_groups<T>(shared, length, 4, start_of, finish, [](const row_group &) {});
 }
 
-} // namespace
+// ---- For the tables: init is to be called once for each device, the others launch.
+
+template <class C> cudaError_t init(const moe_device *device)
+{
+    return for_every_type(storage_types(), [&](auto t) {
+        using T = typename decltype(t)::type;
+        const cudaError_t status = allow_shared(device, up<T, C>, sizeof(shared_memory<C>));
+        return status == cudaSuccess ? allow_shared(device, down<T, C>, sizeof(shared_memory<C>)) : status;
+    });
+}
+
+template <class C> cudaError_t launch_up(const moe_launch *on, const moe_up &u, int64_t tiles)
+{
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        return launch<C>(up<typename decltype(t)::type, C>, on, u.intermediate, u.gated ? 8 : 16, tiles, u);
+    });
+}
+
+template <class C> cudaError_t launch_down(const moe_launch *on, const moe_down &d, int64_t tiles)
+{
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        return launch<C>(down<typename decltype(t)::type, C>, on, d.columns, WEIGHTS, tiles, d);
+    });
+}
+
 } // namespace few_rows
 } // namespace moe
-
-extern "C" cudaError_t moe_cuda_few_rows_init(const moe_device *device)
-{
-    using namespace moe::few_rows;
-    return moe::for_every_type(moe::storage_types(), [&](auto t) {
-        using T = typename decltype(t)::type;
-        const cudaError_t status = moe::allow_shared(device, up<T>, sizeof(shared_memory));
-        return status == cudaSuccess ? moe::allow_shared(device, down<T>, sizeof(shared_memory)) : status;
-    });
-}
-
-extern "C" cudaError_t moe_cuda_up_few_rows(moe_launch *on, const moe_up *u, int64_t tiles)
-{
-    using namespace moe::few_rows;
-    return moe::for_type(moe::storage_types(), on->dtype, [&](auto t) {
-        return launch(up<typename decltype(t)::type>, on, u->intermediate, u->gated ? 8 : 16, tiles, *u);
-    });
-}
-
-extern "C" cudaError_t moe_cuda_down_few_rows(moe_launch *on, const moe_down *d, int64_t tiles)
-{
-    using namespace moe::few_rows;
-    return moe::for_type(moe::storage_types(), on->dtype, [&](auto t) {
-        return launch(down<typename decltype(t)::type>, on, d->columns, WEIGHTS, tiles, *d);
-    });
-}

@@ -1,0 +1,34 @@
+/* The launch functions of the portable kernels, for the table of kernels.c. The init functions raise limits
+ * of shared memory; they are called once for each device. */
+#ifndef SMOE_CUDA_SM80_KERNELS_H
+#define SMOE_CUDA_SM80_KERNELS_H
+
+#include "host/kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { MOE_SM80_DS_COLUMNS = 256 }; /* of a tile of dh.cu */
+
+cudaError_t moe_sm80_up_init(const moe_device *device);
+cudaError_t moe_sm80_down_init(const moe_device *device);
+cudaError_t moe_sm80_few_rows_init(const moe_device *device);
+cudaError_t moe_sm80_dh_init(const moe_device *device);
+cudaError_t moe_sm80_dw_init(const moe_device *device);
+cudaError_t moe_sm80_dx_rows_init(const moe_device *device);
+
+int moe_sm80_stores(smoe_type dtype);
+
+cudaError_t moe_sm80_up(moe_launch *on, const moe_up *up);
+cudaError_t moe_sm80_down(moe_launch *on, const moe_down *down);
+cudaError_t moe_sm80_up_few_rows(moe_launch *on, const moe_up *up, int64_t tiles);
+cudaError_t moe_sm80_down_few_rows(moe_launch *on, const moe_down *down, int64_t tiles);
+cudaError_t moe_sm80_dh(moe_launch *on, const moe_dh *dh);
+cudaError_t moe_sm80_dw(moe_launch *on, const moe_dw *dw);
+cudaError_t moe_sm80_dx_rows(moe_launch *on, const moe_dx_rows *dx);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
