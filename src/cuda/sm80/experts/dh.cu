@@ -64,12 +64,11 @@ SMOE_DEVICE void differentiate_two(uint32_t g, uint32_t u, const moe_gate_values
 template <typename T, int KIND> struct dh_vector {
     static constexpr bool GATED = activation<T, KIND>::GATED;
     const moe_dh &p;
-    int64_t row;
-    int column;
+    int row, column;
 
     SMOE_DEVICE int64_t in_h() const
     {
-        return row * ((int)p.intermediate * (GATED ? 2 : 1)) + column;
+        return (int64_t)row * ((int)p.intermediate * (GATED ? 2 : 1)) + column;
     }
     SMOE_DEVICE void read(uint4 &gate, uint4 &up, bool wanted) const
     {
@@ -79,32 +78,38 @@ template <typename T, int KIND> struct dh_vector {
         if (GATED) up = load_global16_if(wanted, at + p.intermediate);
     }
     // dA' of the vector's columns is in `left` and `right` by turns. Returns the lane's part of dS.
-    SMOE_DEVICE float write(uint4 g, uint4 u, const float (&left)[4], const float (&right)[4],
-                            float weight) const
+    SMOE_DEVICE float write(uint4 g, uint4 u, const moe_gate_values &values, const float (&left)[4],
+                            const float (&right)[4], float weight) const
     {
         const bool exists = column < p.intermediate;
         uint4 gate, up, scaled;
         float ds = 0.0f;
-        differentiate_two<T, KIND>(g.x, u.x, p.values, left[0], right[0], weight, ds, gate.x, up.x, scaled.x);
-        differentiate_two<T, KIND>(g.y, u.y, p.values, left[1], right[1], weight, ds, gate.y, up.y, scaled.y);
-        differentiate_two<T, KIND>(g.z, u.z, p.values, left[2], right[2], weight, ds, gate.z, up.z, scaled.z);
-        differentiate_two<T, KIND>(g.w, u.w, p.values, left[3], right[3], weight, ds, gate.w, up.w, scaled.w);
+        differentiate_two<T, KIND>(g.x, u.x, values, left[0], right[0], weight, ds, gate.x, up.x, scaled.x);
+        differentiate_two<T, KIND>(g.y, u.y, values, left[1], right[1], weight, ds, gate.y, up.y, scaled.y);
+        differentiate_two<T, KIND>(g.z, u.z, values, left[2], right[2], weight, ds, gate.z, up.z, scaled.z);
+        differentiate_two<T, KIND>(g.w, u.w, values, left[3], right[3], weight, ds, gate.w, up.w, scaled.w);
         T *at = (T *)p.dh + in_h();
         store_streaming16_if(exists, at, gate);
         if (GATED) store_streaming16_if(exists, at + p.intermediate, up);
-        store_streaming16_if(exists, (T *)p.a + row * p.intermediate + column, scaled);
+        store_streaming16_if(exists, (T *)p.a + (int64_t)row * (int)p.intermediate + column, scaled);
         return ds;
     }
 };
 
 // Writes the warp's part of dH and A', and leaves its sums of the rows at `sums`.
 template <typename T, int KIND>
-SMOE_DEVICE void differentiate_tile(const moe_dh &p, warp_sums &c, int64_t row, int column, uint32_t sums,
+SMOE_DEVICE void differentiate_tile(const moe_dh &p, warp_sums &c, int row, int column, uint32_t sums,
                                     int lane)
 {
     // An activation with values of the layer leaves no registers for reading ahead.
     constexpr bool AHEAD = !__is_base_of(clamped_shape<T>, activation<T, KIND>) &&
                            !__is_base_of(capped_shape<T>, activation<T, KIND>);
+    moe_gate_values values = p.values;
+    if (!AHEAD) { // else what is computed from them, such as inverses, would hold registers in the GEMM
+        values.gate_limit = __shfl_sync(~0u, values.gate_limit, 0);
+        values.up_limit = __shfl_sync(~0u, values.up_limit, 0);
+        values.alpha = __shfl_sync(~0u, values.alpha, 0);
+    }
     row += lane >> 2, column += (lane & 3) * 8, sums += (lane >> 2) * 4;
     uint4 gate = {}, up = {};
     if (AHEAD) dh_vector<T, KIND>{p, row, column}.read(gate, up, true);
@@ -131,7 +136,7 @@ SMOE_DEVICE void differentiate_tile(const moe_dh &p, warp_sums &c, int64_t row, 
                     left[j] = c[0][half * 4 + j][i * 2], right[j] = c[0][half * 4 + j][i * 2 + 1];
                 transpose_four(left, lane);
                 transpose_four(right, lane);
-                ds += here.write(g, u, left, right, weight);
+                ds += here.write(g, u, values, left, right, weight);
             }
             ds += __shfl_xor_sync(~0u, ds, 1);
             ds += __shfl_xor_sync(~0u, ds, 2);
