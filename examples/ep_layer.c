@@ -156,7 +156,8 @@ int main(int argc, char **argv)
             if (pthread_create(&threads[r], NULL, run_rank, &ranks[r])) return 3;
         } else if ((children[r] = fork()) == 0) {
             run_rank(&ranks[r]);
-            return 0;
+            fflush(stdout);
+            _exit(0); /* not exit: what the libraries do at exit is the parent's */
         } else if (children[r] < 0) {
             return 3;
         }

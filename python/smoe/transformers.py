@@ -7,6 +7,7 @@ first layers) with its byte tokenizer. Experts that smoe cannot compute, because
 experts, their dtype, quantised weights or the GPU, run as Transformers' own eager code. One warning states the reason.
 """
 
+import ctypes
 import inspect
 from typing import Any
 
@@ -78,7 +79,6 @@ def _probe(experts: nn.Module, gated: bool) -> tuple[str | Gate | None, str, str
     return None, "", f"smoe has no activation {type(experts.act_fn).__name__}"
 
 
-@torch.compiler.assume_constant_result
 def _math_of(experts: nn.Module) -> tuple[str | Gate | None, str, str]:
     """smoe's activation and layout for these experts. If smoe cannot compute them, the activation is None and the third
     value is the reason."""
@@ -90,6 +90,13 @@ def _math_of(experts: nn.Module) -> tuple[str | Gate | None, str, str]:
     if key not in _known_gates:
         _known_gates[key] = _probe(experts, gated)
     return _known_gates[key]
+
+
+@torch.compiler.assume_constant_result
+def _math_at(number: int) -> tuple[str | Gate | None, str, str]:
+    """_math_of the experts with this id. Dynamo calls it once and makes the result a constant; in torch 2.11 a module is no
+    argument of such a function."""
+    return _math_of(ctypes.cast(number, ctypes.py_object).value)
 
 
 def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -154,7 +161,8 @@ def _eager(experts: nn.Module, reason: str, *arguments: Tensor) -> Tensor:
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The function behind experts_implementation="smoe": hidden_states (T, H), ids and weights (T, K) to (T, H) in the dtype
     of hidden_states."""
-    activation, layout, reason = _math_of(self)
+    traced = torch.compiler.is_dynamo_compiling()
+    activation, layout, reason = _math_at(id(self)) if traced else _math_of(self)
     if activation is not None:
         w1, b1, w2, b2 = map(_local, _weights_of(self))
         reason = _why_not(hidden_states, w1, b1, w2, b2)

@@ -36,7 +36,8 @@ typedef struct beat {
 
 /* What one rank knows of another. */
 typedef struct peer {
-    int socket; // -1: none
+    int socket;       // -1: none; open until group_close, because both threads use it
+    atomic_bool gone; // the other end is closed
     bool left;
     beat last;
     double changed, heard; // the clock when it last made progress, when it last said anything
@@ -234,7 +235,8 @@ typedef struct last_words {
 static void tell_all(group *g, message_kind kind, const void *data, size_t bytes)
 {
     for (int r = 0; r < g->place.ranks; r++)
-        if (g->peers[r].socket >= 0) (void)tell(g, g->peers[r].socket, kind, data, bytes);
+        if (g->peers[r].socket >= 0 && !atomic_load(&g->peers[r].gone))
+            (void)tell(g, g->peers[r].socket, kind, data, bytes);
 }
 
 static void write_words(const group *g, const last_words *w)
@@ -364,8 +366,7 @@ static void listen_to(group *g, int rank)
     const bool voice = g->place.rank == 0 || g->place.rank == 1;
     beat now;
     if (!hear(g, p->socket)) {
-        close(p->socket);
-        p->socket = -1;
+        atomic_store(&p->gone, true);
         if (!p->left && !atomic_load(&g->closing)) end(g, &w, voice && !g->place.launched);
         return;
     }
@@ -422,7 +423,8 @@ static void *watch(void *user)
     struct pollfd *wait = calloc((size_t)peers, sizeof *wait);
     double next = 0;
     while (wait && !atomic_load(&g->closing)) {
-        for (int r = 0; r < peers; r++) wait[r] = (struct pollfd){g->peers[r].socket, POLLIN, 0};
+        for (int r = 0; r < peers; r++)
+            wait[r] = (struct pollfd){atomic_load(&g->peers[r].gone) ? -1 : g->peers[r].socket, POLLIN, 0};
         (void)poll(wait, (nfds_t)peers, BEAT_MS / 4);
         for (int r = 0; r < peers; r++)
             if (wait[r].revents && !atomic_load(&g->ended)) listen_to(g, r);
