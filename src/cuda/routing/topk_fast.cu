@@ -36,9 +36,15 @@ namespace topk
 namespace
 {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool IS_HOPPER = true;
+#else
+constexpr bool IS_HOPPER = false;
+#endif
+
 enum {
     THREADS = 512,
-    FEWER_THREADS = 256, // with K > 8; with 512 these kernels spill on GPUs other than Hopper
+    FEWER_THREADS = 256, // with K > 8 on GPUs other than Hopper, where these kernels spill with 512
     LONG_ROW = 512,
     MOST_TOPK = 16,
     MOST_GROUPS = 16,
@@ -312,7 +318,7 @@ template <int SHARE> SMOE_DEVICE uint32_t keep_groups(float *row, const smoe_lay
 
 // A segment is done in `steps` steps. In each step a warp's rows take the memory of those of the step before.
 template <typename L, bool SIGMOID, int P, int SHARE>
-__global__ void __launch_bounds__(P > 8 ? FEWER_THREADS : THREADS, P > 8 ? 1 : 0)
+__global__ void __launch_bounds__(P > 8 && !IS_HOPPER ? FEWER_THREADS : THREADS, P > 8 && !IS_HOPPER ? 1 : 0)
     fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
 {
     using S = typename row_of<L, SIGMOID>::type;
@@ -411,7 +417,7 @@ int segment_of(const moe_device *device, const smoe_layer &layer)
     const int64_t most = layer.rounding == SMOE_ROUNDING_NONE ? MOST_STEPS * rows
                          : bytes > LONGEST_ROW                ? LONGEST_ROWS_BYTES
                                                               : rows;
-    const int threads = layer.topk > 8 ? FEWER_THREADS : THREADS;
+    const int threads = layer.topk > 8 && device->major != 9 ? FEWER_THREADS : THREADS;
     int segment = threads / share_of(layer);
     while (segment > 32 && (segment * bytes > most || layer.tokens < (int64_t)segment * MANY_CTAS))
         segment /= 2;
