@@ -58,7 +58,7 @@ fi
 # The tool, by both of its names, computes with the wheel's OpenBLAS, which must be newer than the one that this test is for.
 for command in "$out/bare/bin/smoe" "$out/bare/bin/python -m smoe"; do
     # shellcheck disable=SC2086 # two words
-    blas=$(env -u SMOE_LIBRARY $command info | sed -n 's/^blas *OpenBLAS //p')
+    blas=$(env -u PYTHONPATH -u SMOE_LIBRARY $command info | sed -n 's/^blas *OpenBLAS //p')
     printf '0.3.30\n%s\n' "${blas%% *}" | sort -VC || {
         echo "$command: OpenBLAS '$blas' is not 0.3.30 or newer" >&2
         exit 1

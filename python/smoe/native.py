@@ -19,6 +19,7 @@ OK, ERROR_ARGUMENT, ERROR_SHAPE, ERROR_ALIGNMENT = 0, 100, 110, 120
 ERROR_BUFFER, ERROR_UNSUPPORTED, ERROR_MEMORY, ERROR_DEVICE, ERROR_PEER = 130, 140, 150, 160, 170
 
 BACKENDS = {"cpu": 0, "cuda": 10}
+KERNELS = {"best": 0, "portable": 1}
 TYPES = {"f32": 0, "bf16": 1, "f16": 2, "i32": 10, "i64": 11}
 GATED_ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_clamped": 4, "swiglu_capped": 5}
 PLAIN_ACTIVATIONS = {"silu": 10, "gelu": 11, "relu": 12, "relu2": 13}
@@ -45,7 +46,7 @@ class ContextOptions(ctypes.Structure):
         ("error_size", _SIZE),
         ("check_offsets", _I32),
         ("sms", _I32),
-        ("kernels", _I32),
+        ("kernels", _ENUM),
     ]
 
 
@@ -220,9 +221,6 @@ def last_error(context: int, status: int) -> Exception:
 
 
 MOST_THREADS = 512  # limit of a context; a machine may have more processors
-
-
-KERNELS = {"best": 0, "portable": 1}
 
 
 def kernels_of_environment() -> int:

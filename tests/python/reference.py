@@ -17,6 +17,9 @@ def activate(h, activation, layout="concatenated"):
     if activation in PLAIN:
         return PLAIN[activation](h)
     gate, up = h.chunk(2, -1) if layout == "concatenated" else (h[..., ::2], h[..., 1::2])
+    if activation == "swiglu_capped":  # with gpt-oss's values, the defaults of smoe.Gate
+        gate = 7 * torch.tanh(gate / 7) * torch.sigmoid(1.702 * gate)
+        return gate * (7 * torch.tanh(up / 7) + 1)
     if activation == "swiglu_clamped":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)

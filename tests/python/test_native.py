@@ -19,6 +19,7 @@ HEADER = (ROOT / "include" / "smoe.h").read_text()
 # The header's enums and the dictionaries that have their values. An enumerator's name ends in the upper-case key.
 ENUMS = {
     "smoe_backend": native.BACKENDS,
+    "smoe_kernels": native.KERNELS,
     "smoe_type": native.TYPES,
     "smoe_activation": native.ACTIVATIONS,
     "smoe_layout": native.LAYOUTS,
