@@ -86,6 +86,15 @@ if have "$folder/torch" tests/python/requirements.txt; then
         lacks "$sources" "$folder/fetch.log"
     fi
     run_pytest "$folder/torch" "$folder/pytest.log" -m pytest -q -rs --durations=5 --ignore=tests/python/test_jax.py tests/python
+fi
+echo "== jax"
+if have "$folder/jax" tests/python/requirements-jax.txt; then
+    run_pytest "$folder/jax" "$folder/jax.log" -m pytest -q -rs --noconftest -k jax \
+        tests/python/test_jax.py tests/python/test_docs_code.py
+fi
+
+# Last, because it links the library in the build folder with another OpenBLAS.
+if [ -e "$folder/torch/requirements.txt" ]; then # it is installed
     echo "== wheel"
     if PATH=$folder/torch/bin:$PATH tools/wheel.sh "$folder/wheel" "$release"; then
         passed=$((passed + 1))
@@ -93,11 +102,6 @@ if have "$folder/torch" tests/python/requirements.txt; then
         echo "FAILED: the wheel"
         failed=$((failed + 1))
     fi
-fi
-echo "== jax"
-if have "$folder/jax" tests/python/requirements-jax.txt; then
-    run_pytest "$folder/jax" "$folder/jax.log" -m pytest -q -rs --noconftest -k jax \
-        tests/python/test_jax.py tests/python/test_docs_code.py
 fi
 
 echo "$passed passed, $failed failed, $skipped skipped"
