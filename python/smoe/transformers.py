@@ -45,8 +45,7 @@ _logger = logging.get_logger(__name__)
 
 
 def _scalars_of(thing: Any) -> tuple:
-    """The type and the plain values of an object, of what it calls its act_fn, and of that module's modules: equal gates of
-    two layers have equal ones."""
+    """The types and plain values of a module and of all modules in it; a function is itself. Equal gates have equal ones."""
     modules = list(thing.modules()) if isinstance(thing, nn.Module) else [thing]
     plain = (bool, int, float, str, type(None))
     return tuple(
@@ -85,8 +84,9 @@ def _math_of(experts: nn.Module) -> tuple[str | Gate | None, str, str]:
     if getattr(experts, "has_post_expert_norm", False):
         return None, "", "it has a norm after each expert"
     gated = getattr(experts, "has_gate", True)
-    # PEFT's LoRA on expert weights makes a subclass of the class, but does not change the function.
-    key = getattr(type(experts), "_apply_gate", None), gated, _scalars_of(experts), _scalars_of(getattr(experts, "act_fn", None))
+    # PEFT's LoRA on expert weights makes a subclass, but does not change the function. A module may have a gate of its own.
+    gate = getattr(experts, "_apply_gate", None)
+    key = getattr(gate, "__func__", gate), gated, _scalars_of(experts), _scalars_of(getattr(experts, "act_fn", None))
     if key not in _known_gates:
         _known_gates[key] = _probe(experts, gated)
     return _known_gates[key]

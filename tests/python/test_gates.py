@@ -164,6 +164,14 @@ def test_a_gate_is_probed_once_for_each_class_and_values(monkeypatch):
     assert smoe.transformers._math_of(second)[0] == smoe.Gate("swiglu_clamped", 0.75, 0.75, 1.0, 0.0) and len(calls) == 2
 
 
+def test_a_gate_of_one_module_is_not_taken_for_its_class():
+    first, second = of_transformers("hy_v4", "smoe"), of_transformers("hy_v4", "smoe")
+    assert smoe.transformers._math_of(first)[0] is not None
+    gate = second._apply_gate
+    second._apply_gate = lambda h: 1.01 * gate(h)
+    assert smoe.transformers._math_of(second)[0] is None
+
+
 def test_a_gate_with_a_weight_is_refused():
     experts = of_transformers("deepseek_v4", "smoe")
     experts.act_fn = torch.nn.PReLU(init=0.0)  # relu, until it is trained
