@@ -27,8 +27,9 @@ static smoe_status check_counts(const plan_check *c)
     if (plan->offsets[0]) return refuse(c, "offsets", 0, plan->offsets[0]);
     if (plan->block_offsets[0]) return refuse(c, "block_offsets", 0, plan->block_offsets[0]);
     for (int64_t e = 0; e < p->layer.experts; e++) {
-        const int64_t count = plan->counts[e], blocks = (count + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
+        const int64_t count = plan->counts[e];
         if (count < 0 || count > p->rows - plan->offsets[e]) return refuse(c, "counts", e, count);
+        const int64_t blocks = ((uint32_t)count + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
         if (plan->offsets[e + 1] != plan->offsets[e] + count)
             return refuse(c, "offsets", e + 1, plan->offsets[e + 1]);
         if (plan->block_offsets[e + 1] != plan->block_offsets[e] + blocks)
@@ -43,23 +44,23 @@ static smoe_status check_counts(const plan_check *c)
 static smoe_status check_order(const plan_check *c)
 {
     const int64_t experts = c->problem->layer.experts;
+    const int32_t *order = c->plan->order;
     unsigned char seen[SMOE_MAX_EXPERTS];
     memset(seen, 0, (size_t)experts);
-    for (int64_t i = 0; i < experts; i++) {
-        const int64_t e = c->plan->order[i];
-        if (e < 0 || e >= experts || seen[e]++) return refuse(c, "order", i, e);
-    }
+    for (int64_t i = 0; i < experts; i++)
+        if ((uint32_t)order[i] >= experts || seen[order[i]]++) return refuse(c, "order", i, order[i]);
     return SMOE_OK;
 }
 
-/* Checks that values[first], ... values[first + count - 1] are in [0, limit). */
+/* Checks that values[first], ... values[first + count - 1] are in [0, limit), limit <= 2^31. The sign of
+ * value | (limit - 1 - value) says so for each. */
 static smoe_status check_indices(const plan_check *c, const char *array, const int32_t *values, int64_t first,
                                  int64_t count, int64_t limit)
 {
-    uint32_t largest = 0; /* a negative value is above every limit */
+    uint32_t outside = 0;
     for (int64_t i = first; i < first + count; i++)
-        largest = (uint32_t)values[i] > largest ? (uint32_t)values[i] : largest;
-    if (count == 0 || largest < limit) return SMOE_OK;
+        outside |= (uint32_t)values[i] | ((uint32_t)(limit - 1) - (uint32_t)values[i]);
+    if (outside <= INT32_MAX) return SMOE_OK;
     while ((uint32_t)values[first] < limit) first++;
     return refuse(c, array, first, values[first]);
 }
