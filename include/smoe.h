@@ -17,11 +17,11 @@
  *   s(r)       the row weight: the factor of row r in the sum for its token
  *
  * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert, the rows of an expert
- * by token. In memory, each expert's rows are followed by pad rows (token -1, weight 0) up to the next
- * multiple of 64 rows. They add nothing to any result. A block is 64 consecutive rows of one expert, pad rows
- * included. padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array with
- * padded_rows elements begins with one element for each row and pad row; the elements after these belong to
- * no row. "The padded index of a row" is its index in such an array.
+ * by token. In saved and scratch, each expert's rows are followed by pad rows (token -1, weight 0) up to the
+ * next multiple of 64 rows. They add nothing to any result. A block is 64 consecutive rows of one expert, pad
+ * rows included. padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array
+ * with padded_rows elements begins with one element for each row and pad row; the elements after these belong
+ * to no row. "The padded index of a row" is its index in such an array.
  *
  * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
  *   FROM_LOGITS without rounding  R = T K
@@ -56,15 +56,16 @@
  *  - It returns a status. After anything but SMOE_OK, smoe_last_error(context) gives the reason.
  *  - `stream` is a cudaStream_t of the context's device. NULL is that device's legacy default stream. A call
  *    with the cuda backend enqueues its work on the stream and returns. It allocates nothing, waits for
- *    nothing and reads no count back to the host, so a CUDA graph can capture it.
+ *    nothing and reads no count back to the host, so a CUDA graph can capture it. (The debugging option
+ *    check_offsets is the exception.)
  *  - The CPU backend ignores the stream and has finished when a call returns. A call allocates nothing, with
  *    one exception: the first call of a thread starts the OpenMP threads that serve this thread.
  *  - The caller owns all memory. With the cuda backend every pointer to data is a device pointer. Tensors
  *    are aligned to 16 bytes (losses and loss_gradients to 4, token_mask to 1), saved and scratch to 64.
  *    Memory that a call writes must not overlap any other memory that the call is given: out is not x, dx
  *    is not dout. If it does, the call returns SMOE_ERROR_ARGUMENT.
- *  - With the CPU backend a call that reads what an earlier call has left in `saved` or `scratch` returns
- *    SMOE_ERROR_ARGUMENT if no call can have left these values for this layer.
+ *  - The CPU backend checks what an earlier call left in `saved` and `scratch`. If it cannot come from this
+ *    layer, the call returns SMOE_ERROR_ARGUMENT.
  *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU
  *    may give other bits: OpenBLAS chooses its kernels by processor, and the cuda backend cuts work by the
  *    number of SMs.
@@ -116,7 +117,7 @@ SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked *
 typedef enum smoe_status {
     SMOE_OK = 0,
     SMOE_ERROR_ARGUMENT = 100,    /* a NULL pointer, a value outside its enum, arguments that contradict each
-                                     other, memory that overlaps, values against a rule above */
+                                     other, memory that overlaps, offsets against their rule */
     SMOE_ERROR_SHAPE = 110,       /* a size of zero or above its limit, K > E, d or n not a multiple of 8 */
     SMOE_ERROR_ALIGNMENT = 120,   /* a pointer that is not aligned */
     SMOE_ERROR_BUFFER = 130,      /* saved or scratch smaller than smoe_query_sizes asked for */
@@ -133,7 +134,7 @@ SMOE_API const char *smoe_status_string(smoe_status status); /* static text, nev
 typedef enum smoe_backend { SMOE_BACKEND_CPU = 0, SMOE_BACKEND_CUDA = 10 } smoe_backend;
 
 /* The cuda kernels that multiply: those written for the device's generation, if there are any, or the
- * portable ones, which run on every GPU from compute capability 8.0 on. Both have all features. */
+ * portable ones, which are written for every GPU from compute capability 8.0 on. Both have all features. */
 typedef enum smoe_kernels { SMOE_KERNELS_BEST = 0, SMOE_KERNELS_PORTABLE = 1 } smoe_kernels;
 
 /* The stages, as a smoe_stage_callback gets them. smoe_stage_string gives their names. */
@@ -179,9 +180,9 @@ typedef struct smoe_context_options {
     size_t error_size;
     int32_t check_offsets; /* cuda: 1, for debugging: smoe_plan and smoe_layer_forward of a layer FROM_ROWS
                               wait for the stream and check `offsets`; in a capture they are UNSUPPORTED */
-    int32_t sms; /* cuda: up, down, dh, dw2, dw1, dx_rows and the plan from rows occupy at most this many SMs
-                    (multiprocessors), 1 to those of the device, so that others stay free for work on other
-                    streams; 0: all. Results do not depend on it */
+    int32_t sms; /* cuda: up, down, dh, dw2, dw1, dx_rows and the plan of a layer FROM_ROWS occupy at most
+                    this many SMs (multiprocessors), from 1 to the device's number, so that the others are
+                    free for other streams; 0: all. Results do not depend on it */
     smoe_kernels kernels; /* cuda */
 } smoe_context_options;
 #define SMOE_CONTEXT_OPTIONS_INIT                                                                            \
@@ -203,7 +204,8 @@ SMOE_API void smoe_destroy(smoe_context *context);
  * "" if there was no error. The text stays valid until the next call that fails. */
 SMOE_API const char *smoe_last_error(const smoe_context *context);
 
-/* Opaque. One group of ranks that share the experts of their layers, as one rank sees it (smoe_ep.h). */
+/* Opaque. One rank's handle of a group. The ranks of a group hold different experts of a layer (smoe_ep.h).
+ */
 typedef struct smoe_ep smoe_ep;
 
 /* Which kernels a cuda context has: "Hopper (9.0)" or "portable (8.0 and later)"; "" for the CPU backend.
@@ -299,13 +301,14 @@ typedef enum smoe_rounding {
 
 typedef struct smoe_layer {
     size_t struct_size;
-    int64_t tokens; /* T >= 1, with ranks >= 0; for FROM_ROWS an upper bound on R. padded_rows < 2^31, T E <=
-                       2^40 */
+    int64_t tokens; /* T, at least 1; with expert parallelism it may be 0. For FROM_ROWS an upper bound on R.
+                       padded_rows < 2^31, T E <= 2^40 */
     int64_t hidden; /* d, a multiple of 8, at most 2^20 */
     int64_t intermediate; /* n, a multiple of 8, at most 2^20 */
     int64_t experts;      /* E, 1..4096 */
     int64_t topk;         /* K, 1..64, at most E; for FROM_ROWS 1 */
-    smoe_type dtype;      /* storage of X, Wr, br, W1, b1, W2, b2, H, O, dO and dX; arithmetic is f32.
+    smoe_type dtype;      /* storage of X, Wr, br, W1, b1, W2, b2, H, O, dO and dX. The cpu backend
+                             computes in f32, the cuda kernels multiply in dtype and sum in f32.
                              SMOE_LAYER_INIT sets bf16; a layer of floats needs SMOE_TYPE_F32 */
     smoe_activation activation;
     smoe_layout layout;
@@ -340,11 +343,12 @@ typedef struct smoe_layer {
     float gate_alpha; /* finite */
     float up_offset;  /* finite */
     /* Expert parallelism (smoe_ep.h); without ranks the other three are 0 */
-    int32_t ranks;        /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
-                             are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
-    int32_t waves;        /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */
-    int64_t max_tokens;   /* T of each rank is 0..max_tokens */
-    int64_t row_capacity; /* the most rows that this rank's experts may receive; 0: all that is possible */
+    int32_t ranks;      /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
+                           are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
+    int32_t waves;      /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */
+    int64_t max_tokens; /* T of each rank is 0..max_tokens */
+    int64_t
+        row_capacity; /* the most rows that this rank's experts may receive; 0: enough for every routing */
 } smoe_layer;
 #define SMOE_LAYER_INIT                                                                                      \
     {                                                                                                        \
@@ -364,17 +368,20 @@ typedef struct smoe_sizes {
     size_t struct_size;
     int64_t rows;                /* upper bound on R: T K, plus the pairs that rounding can add */
     int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 min(E, rows) */
-    uint64_t saved_bytes;        /* kept from forward to backward: X, H and the plan, without padding. With R
-                                    standing for `rows`, in bf16: 2 T d + 4 n R + metadata_bytes. Without a
-                                    gate 4 n R becomes 2 n R. In f32 X and H take twice as much */
+    uint64_t saved_bytes;        /* what is alive from forward to backward, without padding: the caller's X,
+                                    and H and the plan in `saved`. With R standing for `rows`, in bf16:
+                                    2 T d + 4 n R + metadata_bytes. Without a gate 4 n R becomes 2 n R. In f32
+                                    X and H take twice as much */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
     uint64_t saved_buffer_bytes; /* the size of `saved`: H with padded_rows rows, and the plan. X is not
                                     copied to `saved`: the caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
-    uint64_t window_bytes;         /* of each rank's window (smoe_ep.h); 0 without ranks */
-    uint64_t saved_constant_bytes; /* saved_buffer_bytes <= saved_constant_bytes + T saved_token_bytes, for */
-    uint64_t saved_token_bytes;    /* every T: neither number depends on T. Both are 0 with ranks */
+    uint64_t window_bytes; /* of each rank's window (smoe_ep.h); 0 without ranks */
+    /* For every T, saved_buffer_bytes <= saved_constant_bytes + T saved_token_bytes: the size of `saved` for
+     * a T that is not known yet. Neither number depends on T. Both are 0 with ranks */
+    uint64_t saved_constant_bytes;
+    uint64_t saved_token_bytes;
     int32_t backward_reads_logits; /* 1: smoe_layer_backward reads the logits even if no loss has a
                                       coefficient or a gradient. If one has, it always does */
 } smoe_sizes;
@@ -384,7 +391,8 @@ typedef struct smoe_sizes {
     }
 
 /* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.
- * Errors: those of smoe_supports, and ARGUMENT for `sizes`: NULL, or a wrong struct_size. */
+ * Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or its struct_size breaks the rule above.
+ */
 SMOE_API smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
 
 /* ---- Forward ------------------------------------------------------------------------------------------- */
@@ -400,7 +408,7 @@ typedef struct smoe_forward_args {
     const float *selection_bias; /* (E) or NULL; SIGMOID only: part of the selection score */
     uint64_t step;               /* SR_F: the number of the training step; the random draws depend on it */
     float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / C) mean_t p[t,e]
-                      with the counts before rounding and p as in smoe_score. losses[1], z: mean_t
+                      with the counts before rounding, p the softmax also for SIGMOID. losses[1], z: mean_t
                       logsumexp(logits[t])^2. C is the number of tokens that token_mask counts, and the means
                       and count_e are over these tokens. If C is 0, both are 0 */
     /* FROM_TOPK */
@@ -456,8 +464,8 @@ SMOE_API smoe_status smoe_experts_forward(smoe_context *context, const smoe_laye
                                           const smoe_forward_args *args, void *stream);
 
 /* Where the results of routing and plan are inside saved (for inference: inside scratch). topk_ids and
- * topk_weights are valid after smoe_route, h after smoe_experts_forward, all others after smoe_plan. Only
- * FROM_LOGITS has topk_ids, topk_weights and topk_counts. */
+ * topk_weights are valid after smoe_route, h after smoe_experts_forward, all others after smoe_plan. Without
+ * FROM_LOGITS topk_ids, topk_weights and topk_counts are NULL. */
 typedef struct smoe_plan_view {
     size_t struct_size;
     const int32_t *topk_ids;      /* (T, K) each token's experts by falling score */
@@ -485,7 +493,8 @@ typedef struct smoe_plan_view {
 SMOE_API smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer,
                                     const smoe_forward_args *args, smoe_plan_view *view);
 
-/* The aux-free bias update: bias[e] += gamma sign(mean of counts - counts[e]). counts (E), bias (E). */
+/* Balances without an auxiliary loss: bias[e] += gamma sign(mean of counts - counts[e]). counts (E), usually
+ * topk_counts of smoe_plan_view; bias (E), the next forward's selection_bias. */
 SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smoe_layer *layer,
                                                 const int32_t *counts, float *bias, float gamma,
                                                 void *stream);

@@ -38,3 +38,6 @@ done
 cmake --build "$folder/build" >"$folder/log" 2>&1 || { cat "$folder/log" && exit 1; }
 [ -f "$folder/build/src/libsmoe.so" ] && [ -f "$folder/build/src/libsmoe.a" ]
 [ ! -e "$folder/build/smoe" ]
+# pip hides CMake's output; on a terminal the line about CUDA must be seen all the same.
+script -qec "cmake -S '$source' -B '$folder/pip' -DSKBUILD=2 -DSMOE_CUDA=OFF >'$folder/log'" /dev/null >"$folder/terminal"
+grep -q 'cuda backend: none, because SMOE_CUDA is OFF' "$folder/terminal"

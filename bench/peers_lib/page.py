@@ -72,6 +72,17 @@ def _mean_and_least(theirs):
     return cells
 
 
+def _memory(mine, theirs):
+    """Geometric means over the layers of the other's kept bytes / smoe's, and of its peak / smoe's."""
+    own = {record["shape"]: record for record in mine}
+    cells = []
+    for name in ("kept_bytes", "peak_bytes"):
+        ratios = [record[name] / own[record["shape"]][name] for record in theirs
+                  if record.get(name) and own.get(record["shape"], {}).get(name)]  # fmt: skip
+        cells.append(f"{geometric_mean(ratios):.2f}" if ratios else "")
+    return cells
+
+
 def _what(suite, part, routing):
     return f"{suite}, with the router" if part == "layer" else suite if routing == "random" else f"{suite}, {routing} routing"
 
@@ -111,10 +122,12 @@ def _others(found):
     for peer in OTHERS:
         key = ("paper", "experts", "random", peer)
         if key in found:
-            theirs = found[key][1]
-            rows.append([NAMES[peer], str(len({r["shape"] for r in theirs})), theirs[0]["commit"], *_mean_and_least(theirs)])
-    columns = ["suite paper", "layers", "commit", "forward", "least", "backward", "least", "both", "least"]
-    return _table("**Time of other implementations / smoe's time**, random routing:", columns, rows) if rows else []
+            mine, theirs = found[key]
+            rows.append([NAMES[peer], str(len({r["shape"] for r in theirs})), theirs[0]["commit"], *_mean_and_least(theirs),
+                         *_memory(mine, theirs)])  # fmt: skip
+    columns = ["suite paper", "layers", "commit", "forward", "least", "backward", "least", "both", "least", "memory kept", "peak"]
+    title = "**Other implementations / smoe**, times and memory, layers of 1.4B, 7B and 30B, random routing:"
+    return _table(title, columns, rows) if rows else []
 
 
 def _steps(found):
