@@ -112,6 +112,11 @@ extern "C" {
 
 SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked */
 
+/* What this header and smoe_ep.h declare (enums, structs with their defaults, functions), as JSON: bindings in
+ * other languages can be made from it, as those of the Python package are. Static text, never NULL; "" if the
+ * library was built on a machine without Python. */
+SMOE_API const char *smoe_declarations(void);
+
 /* ---- Status. The values never change. ------------------------------------------------------------------ */
 
 typedef enum smoe_status {

@@ -97,11 +97,7 @@ class Context:
         return _raw_stream(self.device) if self.device >= 0 else 0
 
     def query(self, layer: native.Layer) -> native.Sizes:
-        sizes = native.Sizes(ctypes.sizeof(native.Sizes))
-        status = native.library.smoe_query_sizes(self.handle, ctypes.addressof(layer), ctypes.addressof(sizes))
-        if status:
-            raise native.last_error(self.handle, status)
-        return sizes
+        return native.query_sizes(self.handle, layer)
 
     def describe(self, layer: native.Layer, saved: int) -> Description:
         """`saved` is the number of bytes that the operators allocate for the buffer of that name, 0 for inference. The
@@ -131,7 +127,7 @@ class Context:
 
     def plan_view(self, layer: int, arguments: bytes) -> native.PlanView:
         """smoe_view_plan on a forward's arguments."""
-        view = native.PlanView(ctypes.sizeof(native.PlanView))
+        view = native.PlanView()
         status = native.library.smoe_view_plan(self.handle, layer, arguments, ctypes.addressof(view))
         if status:
             raise native.last_error(self.handle, status)

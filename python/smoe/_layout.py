@@ -75,7 +75,6 @@ class Options:
     ) -> native.Layer:
         experts, hidden, intermediate = w2
         return native.Layer(
-            struct_size=ctypes.sizeof(native.Layer),
             tokens=tokens,
             hidden=hidden,
             intermediate=intermediate,

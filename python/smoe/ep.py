@@ -29,29 +29,6 @@ class PeerError(RuntimeError):
     """Another rank is late, has failed, or has other options. The group cannot be used any more."""
 
 
-class _Options(ctypes.Structure):
-    """smoe_ep_options"""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("rank", ctypes.c_int32),
-        ("timeout_ms", ctypes.c_uint32),
-        ("windows", ctypes.c_void_p),
-    ]
-
-
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    calls = {"smoe_ep_create": 4, "smoe_ep_status": 1}
-    for name, count in calls.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = [ctypes.c_void_p] * count, ctypes.c_int
-    for name in ("smoe_ep_destroy", "smoe_ep_abort"):
-        function = getattr(library, name)
-        function.argtypes, function.restype = [ctypes.c_void_p], None
-    return library
-
-
-_library = _declare(native.library)
 _groups: dict[int, "Group"] = {}  # by the integer that stands for a group in a traced graph
 
 
@@ -79,9 +56,11 @@ class Group:
         layer = self.layer("swiglu concatenated 1 0", max_tokens, top_k, w2, dtype, torch.int64, True)
         self._open(self._query(layer).window_bytes)
         windows = (ctypes.c_void_p * self.size)(*[ctypes.addressof(view) for view in self._views])
-        options = _Options(ctypes.sizeof(_Options), self.rank, int(timeout * 1000), ctypes.addressof(windows))
+        options = native.EpOptions(
+            rank=self.rank, timeout_ms=int(timeout * 1000), windows=ctypes.addressof(windows)
+        )
         made = ctypes.c_void_p()
-        self._call(_library.smoe_ep_create, ctypes.byref(made), self.context, ctypes.byref(layer), ctypes.byref(options))
+        self._call(native.library.smoe_ep_create, ctypes.byref(made), self.context, ctypes.byref(layer), ctypes.byref(options))
         self.ep = made.value
         self.handle = len(_groups)
         _groups[self.handle] = self
@@ -121,13 +100,13 @@ class Group:
 
     def _call(self, function, *arguments) -> None:
         status = function(*arguments)
-        if status == native.ERROR_PEER:
+        if status == native.STATUSES["error_peer"]:
             raise PeerError(str(native.last_error(self.context, status)))
         if status:
             raise native.last_error(self.context, status)
 
     def _query(self, layer: native.Layer) -> native.Sizes:
-        sizes = native.Sizes(ctypes.sizeof(native.Sizes))
+        sizes = native.Sizes()
         self._call(native.library.smoe_query_sizes, self.context, ctypes.byref(layer), ctypes.byref(sizes))
         return sizes
 
@@ -151,16 +130,16 @@ class Group:
 
     def check(self) -> None:
         """Raises PeerError if a rank has failed. Waits for nothing."""
-        self._call(_library.smoe_ep_status, self.ep)
+        self._call(native.library.smoe_ep_status, self.ep)
 
     def abort(self) -> None:
         """Ends this rank's wait, from any thread; the group fails."""
-        _library.smoe_ep_abort(self.ep)
+        native.library.smoe_ep_abort(self.ep)
 
     def close(self) -> None:
         """Frees the group; no rank may be in a call, and none may call it again."""
         if self.ep is not None:
-            _library.smoe_ep_destroy(self.ep)
+            native.library.smoe_ep_destroy(self.ep)
             native.library.smoe_destroy(self.context)
             self.ep = None
             del _groups[self.handle]
@@ -184,7 +163,7 @@ def _forward(x, ids, weights, w1, b1, w2, b2, group, options, save):
     saved = x.new_empty(sizes.saved_buffer_bytes, dtype=torch.uint8) if save else None
     scratch = x.new_empty(sizes.scratch_forward_bytes, dtype=torch.uint8)
     arguments = native.ForwardArgs(
-        struct_size=ctypes.sizeof(native.ForwardArgs), x=_address(x), topk_ids=_address(ids), topk_weights=_address(weights),
+        x=_address(x), topk_ids=_address(ids), topk_weights=_address(weights),
         w1=_address(w1), b1=_address(b1), w2=_address(w2), b2=_address(b2), out=_address(out),
         saved=_address(saved), saved_size=sizes.saved_buffer_bytes,
         scratch=_address(scratch), scratch_size=sizes.scratch_forward_bytes, ep=owner.ep,
@@ -204,7 +183,7 @@ def _backward(dout, x, ids, w1, w2, b2, saved, group, options, needs):
     scratch = x.new_empty(sizes.scratch_backward_bytes, dtype=torch.uint8)
     wanted = _address(saved)  # a gradient is wanted also where this rank has no tokens, and so no memory for it
     arguments = native.BackwardArgs(
-        struct_size=ctypes.sizeof(native.BackwardArgs), x=_address(x), topk_ids=_address(ids), w1=_address(w1),
+        x=_address(x), topk_ids=_address(ids), w1=_address(w1),
         w2=_address(w2), b2=_address(b2), saved=_address(saved), saved_size=saved.numel(), dout=_address(dout),
         dx=_address(dx, wanted), dw1=_address(dw1), dw2=_address(dw2), db1=_address(db1), db2=_address(db2),
         dtopk_weights=_address(dweights, wanted), scratch=_address(scratch), scratch_size=sizes.scratch_backward_bytes,

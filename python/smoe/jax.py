@@ -94,7 +94,7 @@ def _call(direction: str, backend: str, layer: native.Layer, struct, scalars: di
     bytes."""
     arguments = {field: value for field, value in arguments.items() if value is not None}
     results = {field: shape for field, shape in results.items() if shape is not None}
-    template = struct(struct_size=ctypes.sizeof(struct), **scalars)
+    template = struct(**scalars)
     fields = [*arguments, *results]
     offset = lambda field: getattr(struct, field).offset if hasattr(struct, field) else -1
     call = jax.ffi.ffi_call(
@@ -115,12 +115,7 @@ def _call(direction: str, backend: str, layer: native.Layer, struct, scalars: di
 
 
 def _sizes(backend: str, layer: native.Layer) -> native.Sizes:
-    sizes = native.Sizes(ctypes.sizeof(native.Sizes))
-    context = _context(backend)
-    status = native.library.smoe_query_sizes(context, ctypes.addressof(layer), ctypes.addressof(sizes))
-    if status:
-        raise native.last_error(context, status)
-    return sizes
+    return native.query_sizes(_context(backend), layer)
 
 
 def _index_dtype(operands: dict):

@@ -1,140 +1,14 @@
-"""The C library through ctypes: loading, the structs and enums of include/smoe.h, errors. This module needs no torch.
+"""The C library through ctypes: loading, the structs, enums and functions of its headers, errors. This module needs no
+torch.
 
-The structs repeat the header's fields in order. tests/python/test_native.py compares every offset, size and enumerator
-with the header's, so a change of the header that is not repeated here fails a test.
+All declarations come from the library that is loaded: smoe_declarations gives those of the headers with which it was
+built. So none is repeated here, and none can be of another version than the library.
 """
 
 import ctypes
 import json
 import os
 from pathlib import Path
-
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_I32, _I64, _U64, _F32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float
-_ENUM = ctypes.c_int
-
-# ---- enums: the header's values by the names that Python callers use ----
-
-OK, ERROR_ARGUMENT, ERROR_SHAPE, ERROR_ALIGNMENT = 0, 100, 110, 120
-ERROR_BUFFER, ERROR_UNSUPPORTED, ERROR_MEMORY, ERROR_DEVICE, ERROR_PEER = 130, 140, 150, 160, 170
-
-BACKENDS = {"cpu": 0, "cuda": 10}
-KERNELS = {"best": 0, "portable": 1}
-TYPES = {"f32": 0, "bf16": 1, "f16": 2, "i32": 10, "i64": 11}
-GATED_ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_clamped": 4, "swiglu_capped": 5}
-PLAIN_ACTIVATIONS = {"silu": 10, "gelu": 11, "relu": 12, "relu2": 13}
-ACTIVATIONS = GATED_ACTIVATIONS | PLAIN_ACTIVATIONS
-LAYOUTS = {"concatenated": 0, "interleaved": 1}
-ENTRIES = {"from_logits": 0, "from_topk": 1, "from_rows": 2}
-SCORES = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid": 2}
-ROUNDINGS = {"none": 0, "nr_f": 1, "sr_f": 2, "nr_s": 3, "balance_f": 4, "up": 5, "down": 6}
-
-# ---- structs ----
-
-
-def _pointers(names: str) -> list[tuple[str, type]]:
-    return [(name, _POINTER) for name in names.split()]
-
-
-class ContextOptions(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _SIZE),
-        ("backend", _ENUM),
-        ("device", _I32),
-        ("threads", _I32),
-        *_pointers("on_stage on_stage_user error_text"),
-        ("error_size", _SIZE),
-        ("check_offsets", _I32),
-        ("sms", _I32),
-        ("kernels", _ENUM),
-    ]
-
-
-class Layer(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _SIZE),
-        *[(name, _I64) for name in "tokens hidden intermediate experts topk".split()],
-        *[(name, _ENUM) for name in "dtype activation layout entry index_type logits_type gradient_type".split()],
-        *[(name, _I32) for name in "accumulate inference reuse_saved chunks".split()],
-        ("score", _ENUM),
-        *[(name, _I32) for name in "renormalize groups groups_kept".split()],
-        ("route_scale", _F32),
-        ("rounding", _ENUM),
-        ("tile", _I32),
-        ("seed", _U64),
-        *[(name, _F32) for name in "gate_limit up_limit gate_alpha up_offset".split()],
-        ("ranks", _I32),
-        ("waves", _I32),
-        ("max_tokens", _I64),
-        ("row_capacity", _I64),
-    ]
-
-
-class Sizes(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _SIZE),
-        ("rows", _I64),
-        ("padded_rows", _I64),
-        ("saved_bytes", _U64),
-        ("metadata_bytes", _U64),
-        ("saved_buffer_bytes", _U64),
-        ("scratch_forward_bytes", _U64),
-        ("scratch_backward_bytes", _U64),
-        ("window_bytes", _U64),
-        ("saved_constant_bytes", _U64),
-        ("saved_token_bytes", _U64),
-        ("backward_reads_logits", _I32),
-    ]
-
-
-class ForwardArgs(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _SIZE),
-        *_pointers("x router_weight router_bias logits selection_bias"),
-        ("step", _U64),
-        *_pointers("losses topk_ids topk_weights offsets row_weights w1 b1 w2 b2 out saved"),
-        ("saved_size", _U64),
-        ("scratch", _POINTER),
-        ("scratch_size", _U64),
-        ("ep", _POINTER),
-        ("token_mask", _POINTER),
-    ]
-
-
-class BackwardArgs(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _SIZE),
-        *_pointers("x router_weight logits topk_ids w1 w2 b2 saved"),
-        ("saved_size", _U64),
-        ("dout", _POINTER),
-        ("balance_coefficient", _F32),
-        ("z_coefficient", _F32),
-        *_pointers("dx dw1 dw2 db1 db2 drouter_weight drouter_bias dlogits dtopk_weights drow_weights scratch"),
-        ("scratch_size", _U64),
-        ("loss_gradients", _POINTER),
-        ("ep", _POINTER),
-        ("token_mask", _POINTER),
-    ]
-
-
-class PlanView(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _SIZE),
-        *_pointers("topk_ids topk_weights topk_counts counts offsets block_offsets order"),
-        *_pointers("row_token row_weight token_offsets token_rows h"),
-    ]
-
-
-STRUCTS = {  # by the header's names
-    "smoe_context_options": ContextOptions,
-    "smoe_layer": Layer,
-    "smoe_sizes": Sizes,
-    "smoe_forward_args": ForwardArgs,
-    "smoe_plan_view": PlanView,
-    "smoe_backward_args": BackwardArgs,
-}
-
-# ---- loading ----
 
 
 def _library_path() -> Path:
@@ -146,39 +20,81 @@ def _library_path() -> Path:
     return next(folder.glob("libsmoe.so*"), folder / "libsmoe.so")
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path) -> tuple[ctypes.CDLL, dict]:
+    """The library and what it declares."""
     try:
-        return _declared(ctypes.CDLL(str(path)))
-    except (OSError, AttributeError) as error:  # not a library, or a library without smoe's functions
+        library = ctypes.CDLL(str(path))
+        library.smoe_declarations.restype = ctypes.c_char_p
+        text = library.smoe_declarations()
+        if not text:
+            raise OSError("it was built without Python and declares nothing")
+    except (OSError, AttributeError) as error:  # not a library, or not this one
         raise ImportError(
             f"smoe: the C library {path} does not load: {error}. Install the package with `pip install .`, or let "
             "the environment variable SMOE_LIBRARY name a libsmoe.so"
         ) from error
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    calls = {
-        "smoe_create": 2,
-        "smoe_supports": 2,
-        "smoe_query_sizes": 3,
-        "smoe_layer_forward": 4,
-        "smoe_layer_backward": 4,
-        "smoe_view_plan": 4,
-    }
-    for name, count in calls.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = [_POINTER] * count, ctypes.c_int
-    library.smoe_update_selection_bias.argtypes = [_POINTER] * 4 + [_F32, _POINTER]
-    library.smoe_update_selection_bias.restype = ctypes.c_int
-    library.smoe_destroy.argtypes, library.smoe_destroy.restype = [_POINTER], None
-    library.smoe_last_error.argtypes, library.smoe_last_error.restype = [_POINTER], ctypes.c_char_p
-    library.smoe_status_string.argtypes, library.smoe_status_string.restype = [ctypes.c_int], ctypes.c_char_p
-    library.smoe_version.argtypes, library.smoe_version.restype = [], ctypes.c_int
-    return library
+    return library, json.loads(text)
 
 
 path = _library_path()
-library = _load(path)
+library, _declared = _load(path)
+
+# ---- enums: the header's values; the names without their prefix, in lower case ----
+
+
+def _values(enum: str) -> dict[str, int]:
+    prefix = "SMOE_" if enum == "smoe_status" else enum.upper() + "_"
+    return {name.removeprefix(prefix).lower(): value for name, value in _declared["enums"][enum].items()}
+
+
+STATUSES = _values("smoe_status")
+BACKENDS = _values("smoe_backend")
+KERNELS = _values("smoe_kernels")
+TYPES = _values("smoe_type")
+ACTIVATIONS = _values("smoe_activation")
+PLAIN_ACTIVATIONS = {name: value for name, value in ACTIVATIONS.items() if value >= ACTIVATIONS["silu"]}
+GATED_ACTIVATIONS = {name: value for name, value in ACTIVATIONS.items() if name not in PLAIN_ACTIVATIONS}
+LAYOUTS = _values("smoe_layout")
+ENTRIES = _values("smoe_entry")
+SCORES = _values("smoe_score")
+ROUNDINGS = _values("smoe_rounding")
+
+# ---- structs ----
+
+_KINDS = {
+    "pointer": ctypes.c_void_p, "string": ctypes.c_char_p, "void": None, "size_t": ctypes.c_size_t, "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+} | dict.fromkeys(_declared["enums"], ctypes.c_int)  # fmt: skip
+
+
+class _Struct(ctypes.Structure):
+    """A struct of the header. A new one has the values of its _INIT macro, besides those that are given."""
+
+    def __init__(self, **values) -> None:
+        super().__init__(**{**self.defaults, "struct_size": ctypes.sizeof(self), **values})
+
+
+def _struct(name: str) -> type[_Struct]:
+    fields = _declared["structs"][name]
+    body = {"_fields_": [(field, _KINDS[kind]) for field, kind, _ in fields]}
+    return type(name, (_Struct,), body | {"defaults": {field: default for field, _, default in fields if default}})
+
+
+STRUCTS = {name: _struct(name) for name in _declared["structs"]}
+ContextOptions = STRUCTS["smoe_context_options"]
+Layer = STRUCTS["smoe_layer"]
+Sizes = STRUCTS["smoe_sizes"]
+ForwardArgs = STRUCTS["smoe_forward_args"]
+BackwardArgs = STRUCTS["smoe_backward_args"]
+PlanView = STRUCTS["smoe_plan_view"]
+EpOptions = STRUCTS["smoe_ep_options"]
+
+# ---- functions ----
+
+for _name, (_result, *_parameters) in _declared["functions"].items():
+    _function = getattr(library, _name)
+    _function.restype, _function.argtypes = _KINDS[_result], [_KINDS[kind] for kind in _parameters]
 
 
 def version() -> str:
@@ -201,16 +117,16 @@ def build_info() -> dict[str, str | None]:
 # ---- errors and contexts ----
 
 _EXCEPTIONS = {
-    ERROR_ARGUMENT: ValueError,
-    ERROR_SHAPE: ValueError,
-    ERROR_ALIGNMENT: ValueError,
-    ERROR_UNSUPPORTED: NotImplementedError,
-    ERROR_MEMORY: MemoryError,
+    STATUSES["error_argument"]: ValueError,
+    STATUSES["error_shape"]: ValueError,
+    STATUSES["error_alignment"]: ValueError,
+    STATUSES["error_unsupported"]: NotImplementedError,
+    STATUSES["error_memory"]: MemoryError,
 }
 
 
 def error(status: int, text: str) -> Exception:
-    """The exception of the fitting type for a status other than OK."""
+    """The exception of the fitting type for a status other than SMOE_OK."""
     reason = text or library.smoe_status_string(status).decode()
     return _EXCEPTIONS.get(status, RuntimeError)(reason)
 
@@ -231,16 +147,25 @@ def kernels_of_environment() -> int:
     return KERNELS[name]
 
 
+def query_sizes(context: int, layer: Layer) -> Sizes:
+    sizes = Sizes()
+    status = library.smoe_query_sizes(context, ctypes.addressof(layer), ctypes.addressof(sizes))
+    if status:
+        raise last_error(context, status)
+    return sizes
+
+
 def create_context(backend: str, device: int = 0, threads: int = 0) -> int:
     """The address of a new smoe_context. `device` is the GPU of a cuda context; `threads` is the number of OpenMP
     threads of a cpu context (0: OpenMP's default), at most MOST_THREADS."""
     threads = min(threads, MOST_THREADS)
     text = ctypes.create_string_buffer(512)
-    options = ContextOptions(ctypes.sizeof(ContextOptions), BACKENDS[backend], device, threads)
-    options.kernels = kernels_of_environment()
-    options.error_text, options.error_size = ctypes.addressof(text), len(text)
+    options = ContextOptions(
+        backend=BACKENDS[backend], device=device, threads=threads, kernels=kernels_of_environment(),
+        error_text=ctypes.addressof(text), error_size=len(text),
+    )  # fmt: skip
     context = ctypes.c_void_p()
     status = library.smoe_create(ctypes.byref(context), ctypes.byref(options))
-    if status != OK:
+    if status:
         raise error(status, text.value.decode())
     return context.value

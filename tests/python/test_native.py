@@ -1,5 +1,5 @@
-"""smoe/native.py compared with include/smoe.h: layouts of structs by a C program, values of enumerators. Needs no
-torch."""
+"""smoe/native.py: what the library declares (src/declarations.py) compared with what a C compiler makes of the headers;
+errors, loading. Needs no torch."""
 
 import ctypes
 import os
@@ -14,118 +14,105 @@ import pytest
 from smoe import native
 
 ROOT = Path(__file__).parents[2]
-HEADER = (ROOT / "include" / "smoe.h").read_text()
-
-# The header's enums and the dictionaries that have their values. An enumerator's name ends in the upper-case key.
-ENUMS = {
-    "smoe_backend": native.BACKENDS,
-    "smoe_kernels": native.KERNELS,
-    "smoe_type": native.TYPES,
-    "smoe_activation": native.ACTIVATIONS,
-    "smoe_layout": native.LAYOUTS,
-    "smoe_entry": native.ENTRIES,
-    "smoe_score": native.SCORES,
-    "smoe_rounding": native.ROUNDINGS,
-}
+HEADERS = [ROOT / "include" / name for name in ("smoe.h", "smoe_ep.h")]
 
 
-def layout_of(program: str, folder: Path) -> dict[str, str]:
-    """Runs a C program that prints lines "key value". Returns them as a dictionary."""
-    source, binary = folder / "layout.c", folder / "layout"
-    source.write_text(program)
-    compiler = os.environ.get("CC", "cc")
-    subprocess.run([compiler, "-I", ROOT / "include", source, "-o", binary], check=True)
+def compiled(statements: list[str], folder: Path) -> dict[str, str]:
+    """Runs these statements, which print lines "key value", in a C program. Returns the lines as a dictionary."""
+    source, binary = folder / "program.c", folder / "program"
+    # An enum is an int, or unsigned if no enumerator is negative.
+    program = """#include <smoe_ep.h>
+#include <stdio.h>
+#define KIND(x) _Generic(x, float: "float", int32_t: "int32", uint32_t: "uint32", int64_t: "int64", uint64_t: "uint64", \\
+                         default: "pointer")
+#define FIELD(s, f) printf(#s "." #f " %zu/%zu/%s\\n", offsetof(s, f), sizeof((s *)0)->f, KIND(((s *)0)->f))
+#define BYTES(name, value) \\
+    for (size_t i = 0; i < sizeof value; i++) printf("%s%02x", i ? "" : name " ", ((unsigned char *)&value)[i]); \\
+    puts("")
+int main(void)
+{
+"""
+    source.write_text(program + "\n".join(statements) + "\n}\n")
+    subprocess.run([os.environ.get("CC", "cc"), "-I", ROOT / "include", source, "-o", binary], check=True)
     lines = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.splitlines()
     return dict(line.split() for line in lines)
 
 
-def test_structs_have_the_headers_layout(tmp_path):
-    expected, prints = {}, []
-    for name, struct in native.STRUCTS.items():
-        expected[name] = str(ctypes.sizeof(struct))
-        prints.append(f'printf("{name} %zu\\n", sizeof({name}));')
-        for field, _ in struct._fields_:
-            at = getattr(struct, field)
-            key = f"{name}.{field}"
-            expected[key] = f"{at.offset}/{at.size}"
-            prints.append(
-                f'printf("{key} %zu/%zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));'
-            )
-    program = "#include <smoe.h>\n#include <stdio.h>\nint main(void) {\n" + "\n".join(prints) + "\n}\n"
-    assert layout_of(program, tmp_path) == expected
-
-
-def test_every_field_of_the_header_is_there():
-    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
-    for name, struct in native.STRUCTS.items():
-        body = re.search(r"typedef struct " + name + r" \{(.*?)\n\} ", plain, re.S).group(1)
-        fields = [field for line in body.split(";") for field in re.findall(r"\*?(\w+)\s*(?=,|$)", line.strip())]
-        assert fields == [field for field, _ in struct._fields_], name
-    structs = set(re.findall(r"typedef struct (smoe_\w+) \{", plain))
-    assert structs == set(native.STRUCTS)
-
-
-def enumerators(name: str) -> dict[str, int]:
-    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
-    body = re.search(r"typedef enum " + name + r" \{(.*?)\}", plain, re.S).group(1)
-    return {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)", body)}
-
-
-@pytest.mark.parametrize("enum", ENUMS)
-def test_enumerators_have_the_headers_values(enum):
-    header, ours = enumerators(enum), ENUMS[enum]
-    assert sorted(header.values()) == sorted(ours.values())
-    for key, value in ours.items():
-        matching = [name for name, number in header.items() if number == value]
-        assert len(matching) == 1 and matching[0].endswith("_" + key.upper()), (key, matching)
-
-
-def test_status_codes_have_the_headers_values():
-    header = enumerators("smoe_status")
-    ours = {name: value for name, value in vars(native).items() if name == "OK" or name.startswith("ERROR_")}
-    for name, value in ours.items():
-        matching = [key for key, number in header.items() if number == value]
-        assert len(matching) == 1 and matching[0].endswith("_" + name), (name, matching)
-    assert len(ours) == len(header)
-
-
-KINDS = {  # the C types of fields and parameters, and what ctypes declares for them
-    "size_t": ctypes.c_size_t, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
-    "float": ctypes.c_float, "int": ctypes.c_int,
+C_KINDS = {
+    ctypes.c_float: "float", ctypes.c_int32: "int32", ctypes.c_uint32: "uint32", ctypes.c_int64: "int64",
+    ctypes.c_uint64: "uint64", ctypes.c_void_p: "pointer",
 }  # fmt: skip
 
 
-def kind_of(declaration: str):
-    """What ctypes declares for "TYPE name" or "TYPE *name"."""
-    if "*" in declaration or "(" in declaration or declaration.startswith("smoe_stage_callback"):
-        return ctypes.c_void_p
-    word = declaration.replace("const ", "").split()[0]
-    return ctypes.c_int if word in ENUMS else KINDS[word]
-
-
-def test_fields_have_the_headers_types():
-    """Not only the size: a float in place of an int32_t would go unnoticed otherwise."""
-    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+def test_structs_are_the_headers(tmp_path):
+    """Offset, size and kind of every field, the struct's size, and the bytes that its _INIT macro gives."""
+    expected, statements = {}, []
     for name, struct in native.STRUCTS.items():
-        body = re.search(r"typedef struct " + name + r" \{(.*?)\n\} ", plain, re.S).group(1)
-        found = []
-        for line in filter(None, (line.strip() for line in body.split(";"))):
-            declared = line.split(",")
-            word = declared[0].replace("const ", "").split()[0]
-            found += [kind_of(declared[0])] + [kind_of(f"{word} {more.strip()}") for more in declared[1:]]
-        assert found == [kind for _, kind in struct._fields_], name
+        enums = {field for field, kind, _ in native._declared["structs"][name] if kind in native._declared["enums"]}
+        for field, kind in struct._fields_:
+            at = getattr(struct, field)
+            expected[f"{name}.{field}"] = f"{at.offset}/{at.size}/{'uint32' if field in enums else C_KINDS[kind]}"
+            statements.append(f"FIELD({name}, {field});")
+        expected[name] = bytes(struct()).hex()
+        # static, so that the padding is zero
+        statements.append(f"static {name} {name}_ = {name.upper()}_INIT; BYTES(\"{name}\", {name}_);")
+    assert compiled(statements, tmp_path) == expected
+
+
+def test_enumerators_are_the_headers(tmp_path):
+    members = {name: value for enum in native._declared["enums"].values() for name, value in enum.items()}
+    found = compiled([f'printf("{name} %d\\n", {name});' for name in members], tmp_path)
+    assert found == {name: str(value) for name, value in members.items()}
+    assert native.SCORES == {"softmax_topk": 0, "topk_softmax": 1, "sigmoid": 2}  # by names without their prefix
+
+
+def test_nothing_of_the_headers_is_left_out():
+    """Every word smoe_... and SMOE_... that is followed by what a declaration has."""
+    text = re.sub(r"/\*.*?\*/", "", "".join(path.read_text() for path in HEADERS), flags=re.S)
+    declared = native._declared
+    assert set(re.findall(r"\benum (\w+)", text)) == set(declared["enums"])
+    assert set(re.findall(r"\bstruct (\w+) \{", text)) == set(declared["structs"])
+    assert set(re.findall(r"\b(smoe_\w+)\(", text)) == set(declared["functions"])
+    assert len(re.findall(r"\bSMOE_\w+ = ", text)) == sum(map(len, declared["enums"].values()))
 
 
 def test_functions_have_the_headers_parameters():
-    text = "".join(path.read_text() for path in (ROOT / "include").glob("*.h"))  # another test may have declared smoe.ep's
-    plain = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
-    header = dict(re.findall(r"SMOE_API [\w *]*?(smoe_\w+)\(([^)]*)\);", plain))
-    declared = {name: function for name, function in vars(native.library).items() if name.startswith("smoe_")}
-    assert {"smoe_layer_forward", "smoe_update_selection_bias", "smoe_version"} <= set(declared)
-    for name, function in declared.items():
-        parameters = [word.strip() for word in header[name].split(",") if word.strip() != "void"]
-        kinds = [ctypes.c_int if word.startswith("smoe_status ") else kind_of(word) for word in parameters]
-        assert kinds == list(function.argtypes), name
+    text = re.sub(r"/\*.*?\*/", "", "".join(path.read_text() for path in HEADERS), flags=re.S)
+    for name, (_, *kinds) in native._declared["functions"].items():
+        parameters = [word.split() for word in re.search(rf"{name}\(([^)]*)\)", text).group(1).split(",")]
+        found = ["pointer" if "*" in "".join(words) else words[0] for words in parameters if words != ["void"]]
+        assert found == kinds, name
+        assert getattr(native.library, name).argtypes == [native._KINDS[kind] for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("int32_t chunks;", "double chunks;"),
+        ("SMOE_SCORE_SIGMOID = 2", "SMOE_SCORE_SIGMOID = OTHER"),
+        ("    int32_t tile;", "    int32_t tile, more;"),
+    ],
+)
+def test_what_the_script_does_not_know_ends_the_build(old, new, tmp_path):
+    """A type, a value, and a field without a default."""
+    header = HEADERS[0].read_text()
+    assert old in header
+    (tmp_path / "smoe.h").write_text(header.replace(old, new))
+    script = [sys.executable, ROOT / "src" / "declarations.py", tmp_path / "out.c"]
+    assert subprocess.run([*script, HEADERS[0]]).returncode == 0
+    (tmp_path / "out.c").unlink()
+    done = subprocess.run([*script, tmp_path / "smoe.h"], capture_output=True)
+    assert done.returncode != 0 and not (tmp_path / "out.c").exists()
+
+
+def test_activations_have_the_librarys_gates():
+    """The bytes that H takes for a token: twice as many with a gate."""
+    context, rows = native.create_context("cpu", threads=1), {}
+    for name, value in native.ACTIVATIONS.items():
+        layer = native.Layer(tokens=64, hidden=8, intermediate=8, experts=1, activation=value, entry=native.ENTRIES["from_rows"])
+        rows[name] = native.query_sizes(context, layer).saved_token_bytes
+    assert {name for name in rows if rows[name] == rows["swiglu"]} == set(native.GATED_ACTIVATIONS)
+    assert {name for name in rows if rows[name] == rows["silu"] < rows["swiglu"]} == set(native.PLAIN_ACTIVATIONS)
 
 
 def test_limits_are_the_librarys():
@@ -184,7 +171,7 @@ def test_a_library_that_does_not_load_is_named(missing):
 
 def test_a_machine_with_many_processors(monkeypatch):
     asked = []
-    create = lambda context, options: asked.append(options._obj.threads) or native.OK
+    create = lambda context, options: asked.append(options._obj.threads) or 0
     monkeypatch.setattr(native, "library", SimpleNamespace(smoe_create=create))
     for threads in (2, 768):
         native.create_context("cpu", threads=threads)
@@ -192,9 +179,9 @@ def test_a_machine_with_many_processors(monkeypatch):
 
 
 def test_status_becomes_the_fitting_exception():
-    assert isinstance(native.error(native.ERROR_SHAPE, "a shape"), ValueError)
-    assert isinstance(native.error(native.ERROR_UNSUPPORTED, ""), NotImplementedError)
-    assert isinstance(native.error(native.ERROR_DEVICE, ""), RuntimeError)
-    assert str(native.error(native.ERROR_MEMORY, "")) != ""
+    assert isinstance(native.error(native.STATUSES["error_shape"], "a shape"), ValueError)
+    assert isinstance(native.error(native.STATUSES["error_unsupported"], ""), NotImplementedError)
+    assert isinstance(native.error(native.STATUSES["error_device"], ""), RuntimeError)
+    assert str(native.error(native.STATUSES["error_memory"], "")) != ""
     with pytest.raises((RuntimeError, NotImplementedError), match="smoe_create"):
         native.create_context("cuda", device=10**6)
