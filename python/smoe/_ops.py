@@ -165,9 +165,8 @@ def _logits_dtype(options: Options) -> torch.dtype:
     return torch.bfloat16 if options.bf16_logits else torch.float32
 
 
-def _moe_outputs(x: Tensor, router_weight: Tensor | None, w2: Tensor, options: Options) -> tuple[Tensor | None, ...]:
+def _moe_outputs(x: Tensor, router_weight: Tensor | None, experts: int, options: Options) -> tuple[Tensor | None, ...]:
     """logits, losses, counts: new tensors for those that the call computes."""
-    experts = w2.shape[0]
     logits = losses = counts = None
     if router_weight is not None:
         logits = torch.empty(x.shape[0], experts, dtype=_logits_dtype(options), device=x.device)
@@ -198,7 +197,7 @@ def moe_forward(
     if bits % _ALIGN:
         return moe_forward(call, save, *[_readable(tensor) for tensor in given], step)
     out = torch.empty_like(x)
-    logits, losses, counts = _moe_outputs(x, router_weight, w2, call.options)
+    logits, losses, counts = _moe_outputs(x, router_weight, w2.shape[0], call.options)
     if call.tokens == 0:
         for empty in _given(losses, counts):
             empty.zero_()
@@ -230,10 +229,10 @@ def _gradient_dtype(options: Options, x: Tensor) -> torch.dtype:
 
 def _gradients(
     wanted: tuple[bool, ...], dtype: torch.dtype, x: Tensor, w1: Tensor, w2: Tensor, ids: Tensor | None,
-    logits_dtype: torch.dtype | None,
+    logits_dtype: torch.dtype | None, experts: int | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """New tensors for those `wanted`, in the order of the bits. x, w1, w2 and ids are contiguous. `logits_dtype` is that of a
-    layer from logits, else None."""
+    layer from logits, else None. `experts` are the router's, by default those of w2."""
     like = torch.empty_like if dtype is x.dtype else functools.partial(torch.empty_like, dtype=dtype)
     dx = dw1 = db1 = dw2 = db2 = drouting = drouter_weight = drouter_bias = None
     wants_x, wants_w1, wants_b1, wants_w2, wants_b2, wants_routing, wants_router_weight, wants_router_bias = wanted
@@ -249,15 +248,15 @@ def _gradients(
         db2 = torch.empty(w2.shape[0], w2.shape[1], dtype=dtype, device=x.device)
     if wants_routing:
         if logits_dtype is not None:
-            drouting = torch.empty(x.shape[0], w2.shape[0], dtype=logits_dtype, device=x.device)
+            drouting = torch.empty(x.shape[0], experts or w2.shape[0], dtype=logits_dtype, device=x.device)
         elif ids is not None:
             drouting = torch.empty_like(ids, dtype=torch.float32)
         else:
             drouting = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if wants_router_weight:
-        drouter_weight = torch.empty(w2.shape[0], w2.shape[1], dtype=dtype, device=x.device)
+        drouter_weight = torch.empty(experts or w2.shape[0], w2.shape[1], dtype=dtype, device=x.device)
     if wants_router_bias:
-        drouter_bias = torch.empty(w2.shape[0], dtype=dtype, device=x.device)
+        drouter_bias = torch.empty(experts or w2.shape[0], dtype=dtype, device=x.device)
     return dx, dw1, db1, dw2, db2, drouting, drouter_weight, drouter_bias
 
 
@@ -359,9 +358,9 @@ def _wanted(needs: int) -> tuple[bool, ...]:
     return tuple([bool(needs & bit) for bit in NEEDS])
 
 
-def _fake_gradients(needs, options, x, w1, w2, ids=None, logits_dtype=None):
+def _fake_gradients(needs, options, x, w1, w2, ids=None, logits_dtype=None, experts=None):
     x, w1, w2, ids = [None if tensor is None else tensor.contiguous() for tensor in (x, w1, w2, ids)]
-    return _given(*_gradients(_wanted(needs), _gradient_dtype(options, x), x, w1, w2, ids, logits_dtype))
+    return _given(*_gradients(_wanted(needs), _gradient_dtype(options, x), x, w1, w2, ids, logits_dtype, experts))
 
 
 def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
@@ -384,7 +383,7 @@ def _fake_moe_forward(
     x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2, topk, options, step, save
 ):
     saved = _fake_saved("from_logits", options, x, topk, w2) if save else None
-    return _given(_fake_out(x), saved, *_moe_outputs(x, router_weight, w2, parse(options)))
+    return _given(_fake_out(x), saved, *_moe_outputs(x, router_weight, w2.shape[0], parse(options)))
 
 
 def _fake_moe_backward(dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, topk, options, needs):

@@ -414,6 +414,35 @@ class _Moe(torch.autograd.Function):
         return dx, dweight, dbias, dlogits, None, None, dw1, db1, dw2, db2, None, None, None, None, None, None
 
 
+def moe_options(
+    function: str, given: tuple, count: int, top_k: int, activation: str | Gate, layout: str, score: str, norm_topk_prob: bool,
+    n_group: int, topk_group: int, routed_scaling_factor: float, rounding: str, tile: int, seed: int,
+    balance_coefficient: float, z_coefficient: float, losses: bool, counts: bool, chunks: int, logits_dtype: torch.dtype,
+    gradient_dtype: torch.dtype | None,
+) -> str:  # fmt: skip
+    """Checks the arguments of `function`, whose router has `count` experts, and returns the operators' options. `given` are
+    the tensors in the operators' order."""
+    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2 = given
+    _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
+    _checks.router(function, x, count, router_weight, logits, router_bias, selection_bias, score)
+    if token_mask is not None:
+        _checks.token_mask(function, token_mask, x)
+    coefficients = dict(balance_coefficient=balance_coefficient, z_coefficient=z_coefficient)
+    flags = dict(norm_topk_prob=norm_topk_prob, losses=losses, counts=counts)
+    _checks.routing(
+        function, count, top_k, score, n_group, topk_group, rounding, tile, seed, logits_dtype, routed_scaling_factor,
+        coefficients, flags,
+    )  # fmt: skip
+    if logits is not None:
+        logits_dtype = logits.dtype
+    return (
+        f"{_activation.word(activation)} {layout} {chunks} {int(gradient_dtype is torch.float32)} {score} {int(norm_topk_prob)} "
+        f"{n_group} {topk_group} {float(routed_scaling_factor)} {rounding} {tile} {seed} "
+        f"{int(logits_dtype is torch.bfloat16)} {float(balance_coefficient)} {float(z_coefficient)} {int(losses)} "
+        f"{int(counts)}"
+    )
+
+
 def moe(
     x: Tensor,
     router_weight: Tensor | None,
@@ -484,25 +513,11 @@ def moe(
             signature = None
     given = (x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2)
     if options is None:
-        _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype)
-        count = w2.shape[0]
-        _checks.router(function, x, count, router_weight, logits, router_bias, selection_bias, score)
-        if token_mask is not None:
-            _checks.token_mask(function, token_mask, x)
-        coefficients = dict(balance_coefficient=balance_coefficient, z_coefficient=z_coefficient)
-        flags = dict(norm_topk_prob=norm_topk_prob, losses=losses, counts=counts)
-        _checks.routing(
-            function, count, top_k, score, n_group, topk_group, rounding, tile, seed, logits_dtype, routed_scaling_factor,
-            coefficients, flags,
+        options = moe_options(
+            function, given, w2.shape[0], top_k, activation, layout, score, norm_topk_prob, n_group, topk_group,
+            routed_scaling_factor, rounding, tile, seed, balance_coefficient, z_coefficient, losses, counts, chunks,
+            logits_dtype, gradient_dtype,
         )  # fmt: skip
-        if logits is not None:
-            logits_dtype = logits.dtype
-        options = (
-            f"{_activation.word(activation)} {layout} {chunks} {int(gradient_dtype is torch.float32)} {score} {int(norm_topk_prob)} "
-            f"{n_group} {topk_group} {float(routed_scaling_factor)} {rounding} {tile} {seed} "
-            f"{int(logits_dtype is torch.bfloat16)} {float(balance_coefficient)} {float(z_coefficient)} {int(losses)} "
-            f"{int(counts)}"
-        )
         call = _remember(signature, options, given, "from_logits", top_k, w2)
     if call is not None and (_modes() or _profiled() or _transforms() is not None):
         call = None

@@ -53,12 +53,13 @@ class _Router(nn.Module):
 class _Experts(nn.Module):
     """`gate_up_proj` (E, 2I, H) (without a gate `up_proj` (E, I, H)), `down_proj` (E, H, I), and their biases. With
     interleaved rows the first is `gate_up_proj_interleaved`, so that a state dict in the other order does not load: its
-    shapes are the same."""
+    shapes are the same. With expert parallelism all have the E/W experts of this rank."""
 
     def __init__(
-        self, experts: int, hidden: int, intermediate: int, activation: str | Gate, layout: str, bias: bool, **kind
+        self, experts: int, hidden: int, intermediate: int, activation: str | Gate, layout: str, bias: bool, ep, **kind
     ) -> None:
         super().__init__()
+        self.ep, experts = ep, experts // (ep.size if ep else 1)
         gated = activation not in native.PLAIN_ACTIVATIONS
         width = 2 * intermediate if gated else intermediate
         interleaved = "_interleaved" if layout == "interleaved" else ""
@@ -73,11 +74,30 @@ class _Experts(nn.Module):
     def weights(self) -> dict[str, Tensor | None]:
         """The parameters by the names of smoe.moe."""
         b1 = getattr(self, self.up_bias_name)
-        return dict(w1=getattr(self, self.up_name), w2=self.down_proj, b1=b1, b2=self.down_proj_bias)
+        found = dict(w1=getattr(self, self.up_name), w2=self.down_proj, b1=b1, b2=self.down_proj_bias)
+        if self.ep:  # smoe.ep.fully_shard makes them DTensors on the mesh of the group
+            found = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in found.items()}
+        return found
+
+    def compute(self, x: Tensor, router_weight: Tensor | None, **options) -> functional.MoEOutput:
+        if self.ep is None:
+            return functional.moe(x, router_weight, **self.weights(), **options)
+        from . import ep
+
+        return ep.moe(x, router_weight, **self.weights(), group=self.ep, **options)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
+        """With expert parallelism the weights of all E experts load too."""
+        if self.ep:
+            for name, own in self.named_parameters(recurse=False):
+                given = state_dict.get(prefix + name)
+                if given is not None and type(own) is nn.Parameter and given.shape[0] == own.shape[0] * self.ep.size:
+                    state_dict[prefix + name] = given.chunk(self.ep.size)[self.ep.rank]
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(self, x: Tensor, logits: Tensor, selection_bias: Tensor | None = None, **options):
         """x (T, H) and the router's logits (T, E) to out (T, H), or to an smoe.MoEOutput with `losses` or `counts`."""
-        found = functional.moe(x, None, **self.weights(), logits=logits, selection_bias=selection_bias, **options)
+        found = self.compute(x, None, logits=logits, selection_bias=selection_bias, **options)
         return found if options.get("losses") or options.get("counts") else found.out
 
 
@@ -94,7 +114,8 @@ class MoE(nn.Module):
 
     `options` are those of smoe.moe that do not change from call to call: activation, layout, score, norm_topk_prob, n_group,
     topk_group, routed_scaling_factor, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype,
-    gradient_dtype. bias, router_bias and selection_bias give the experts, the router and the selection a bias.
+    gradient_dtype. bias, router_bias and selection_bias give the experts, the router and the selection a bias. With `ep`, an
+    smoe.ep.Group, the module has all of the router and this rank's experts; a seed gives the weights of the whole layer.
     """
 
     def __init__(
@@ -108,27 +129,34 @@ class MoE(nn.Module):
         router_bias: bool = False,
         selection_bias: bool = False,
         initializer_range: float = 0.02,
+        ep=None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options,
     ) -> None:
         flags = dict(bias=bias, router_bias=router_bias, selection_bias=selection_bias)
         _checks.module("smoe.MoE", hidden_size, intermediate_size, num_experts, top_k, flags, options, _OPTIONS)
+        if ep and num_experts % ep.size:
+            raise ValueError(f"smoe.MoE: num_experts is {num_experts}; expected a multiple of the {ep.size} ranks of ep")
         super().__init__()
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
         self.top_k, self.options, self.initializer_range = top_k, options, initializer_range
         activation, layout = (options.get(name, _OPTIONS[name]) for name in ("activation", "layout"))
         kind = dict(device=device, dtype=dtype)
         self.gate = _Router(num_experts, hidden_size, router_bias, selection_bias, **kind)
-        self.experts = _Experts(num_experts, hidden_size, intermediate_size, activation, layout, bias, **kind)
+        self.experts = _Experts(num_experts, hidden_size, intermediate_size, activation, layout, bias, ep, **kind)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws matrices from a normal distribution with standard deviation initializer_range; sets biases to zero, the
         selection bias too."""
+        ep = self.experts.ep
         for name, value in (*self.named_parameters(), *self.named_buffers()):
             if name.endswith("bias"):
                 nn.init.zeros_(value)
+            elif ep and name.startswith("experts."):  # every rank draws those of all ranks, or all would have the same experts
+                for rank in range(ep.size):
+                    nn.init.normal_(value if rank == ep.rank else torch.empty_like(value), std=self.initializer_range)
             else:
                 nn.init.normal_(value, std=self.initializer_range)
 
@@ -149,16 +177,12 @@ class MoE(nn.Module):
         if not (_is_plain(gate, _Router) and _is_plain(experts, _Experts)):
             found = self._call_parts(tokens, step=step, losses=losses, counts=counts, token_mask=mask)
         else:
-            found = functional.moe(
+            found = experts.compute(
                 tokens,
                 gate.weight,
-                getattr(experts, experts.up_name),
-                experts.down_proj,
                 top_k=self.top_k,
                 router_bias=gate.bias,
                 selection_bias=gate.e_score_correction_bias,
-                b1=getattr(experts, experts.up_bias_name),
-                b2=experts.down_proj_bias,
                 step=step,
                 losses=losses,
                 counts=counts,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import smoe
+from smoe import _ep_windows
 
 E, K, H, I = 8, 3, 32, 16
 TOKENS = (21, 0, 40, 3)
@@ -42,7 +43,7 @@ def run(function, given):
 
 def group_of(timeout=20.0, **options):
     sizes = dict(max_tokens=max(TOKENS), hidden=H, num_experts=E, top_k=K)
-    return smoe.ep.Group(**sizes, threads=1, timeout=timeout, **options)
+    return smoe.ep.Group(**sizes | options, threads=1, timeout=timeout)
 
 
 def start(rank, ranks, folder):
@@ -68,7 +69,7 @@ def compared(rank, ranks, folder):
     with pytest.raises(smoe.ep.PeerError, match=DIFFERS):
         smoe.ep.experts(*given[:5], group=group, activation="geglu" if rank == 1 else "swiglu")
     with pytest.raises(smoe.ep.PeerError, match=DIFFERS):
-        group.check()
+        smoe.ep.check()  # of all groups
     dist.barrier()
     group.close()
 
@@ -86,10 +87,12 @@ def test_equal_to_one_process(ranks, tmp_path):
 
 def failing(rank, ranks, folder):
     start(rank, ranks, folder)
-    kept, smoe.ep._FOLDER = smoe.ep._FOLDER, f"{folder}/missing" if rank == 1 else smoe.ep._FOLDER
+    with pytest.raises((ValueError, RuntimeError), match="max_tokens is 0" if rank == 1 else "rank 1: .*max_tokens is 0"):
+        group_of(max_tokens=0 if rank == 1 else 40)
+    kept, _ep_windows.FOLDER = _ep_windows.FOLDER, f"{folder}/missing" if rank == 1 else _ep_windows.FOLDER
     with pytest.raises(RuntimeError, match="rank 1 cannot make its window of .* bytes: .*missing.*must be on one host"):
         group_of()
-    smoe.ep._FOLDER = kept
+    _ep_windows.FOLDER = kept
     group = group_of(timeout=0.5)
     torch.save([], f"{folder}/{rank}")
     if rank == 1:
@@ -116,6 +119,10 @@ def test_one_rank():
         torch.testing.assert_close(ours, want, rtol=1e-6, atol=1e-6)
         with pytest.raises(ValueError, match="tokens is 41, the range is 0 to 40"):
             smoe.ep.experts(torch.zeros(41, H), torch.zeros(41, K, dtype=torch.long), torch.zeros(41, K), w1, w2, group=group)
+        group.device = torch.device("cuda", 1)
+        with pytest.raises(ValueError, match="smoe.ep.experts: x is on cpu; expected cuda:1, where the group is"):
+            smoe.ep.experts(x, ids, weights, w1, w2, group=group)
+        group.device = torch.device("cpu")
         with pytest.raises(ValueError, match="w1"):
             smoe.ep.experts(x, ids, weights, w1[:, :, :8], w2, group=group)
         group.close()

@@ -1,0 +1,157 @@
+"""smoe.ep.Group: the C group of this rank, its windows and its context."""
+
+import ctypes
+
+import torch
+import torch.distributed as dist
+
+from . import _context, _ep_windows, native
+from ._context import TYPE_CODES
+from ._layout import parse
+
+
+class PeerError(RuntimeError):
+    """Another rank is late, has failed, or has other options. The group cannot be used any more."""
+
+
+groups: dict[int, "Group"] = {}  # those that are open, by the integer that stands for a group in a traced graph
+
+
+class Group:
+    """The ranks of a process group or of a one-dimensional device mesh, with memory through which they exchange tokens.
+
+    Collective: all ranks make it with the same arguments. Layers may share it if they run one after the other.
+    max_tokens, hidden, num_experts (of all ranks), top_k, dtype: the largest of the layers. rounding, tile: of layers with
+    token rounding. device: None: the mesh's, or that of the process group's backend. waves: parts in which tokens travel,
+    0: chosen. timeout: seconds that a rank waits for another. threads: of a call on the CPU, None: torch's number.
+    """
+
+    _made = 0
+
+    def __init__(
+        self, process_group=None, *, max_tokens: int, hidden: int, num_experts: int, top_k: int,
+        dtype: torch.dtype = torch.float32, rounding: str = "none", tile: int = 128, device: torch.device | str | None = None,
+        waves: int = 0, timeout: float = 120.0, threads: int | None = None,
+    ) -> None:  # fmt: skip
+        self.mesh = process_group if hasattr(process_group, "get_group") else None
+        self.process_group = self.mesh.get_group() if self.mesh else process_group or dist.group.WORLD
+        self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        self.max_tokens, self.num_experts, self.waves, self.dtype = max_tokens, num_experts, waves, dtype
+        self.device = self._device(device)
+        self.context = self.ep = self.windows = None
+        self._sizes: dict[tuple, native.Sizes] = {}
+        if num_experts % self.size:
+            raise ValueError(f"smoe.ep.Group: num_experts is {num_experts}; expected a multiple of the {self.size} ranks")
+        w2 = (num_experts // self.size, hidden, 8)
+        options = f"swiglu concatenated 1 0 softmax_topk 0 1 1 1.0 {rounding} {tile}"
+        layer = self.layer("from_logits", options, max_tokens, top_k, w2, dtype, torch.int64, True)
+        self._create(layer, timeout, threads)
+        self.handle = Group._made
+        Group._made += 1
+        groups[self.handle] = self
+
+    def _device(self, given: torch.device | str | None) -> torch.device:
+        nccl = "nccl" in dist.get_backend(self.process_group)
+        device = torch.device(given or (self.mesh.device_type if self.mesh else "cuda" if nccl else "cpu"))
+        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+    def _create(self, layer: native.Layer, timeout: float, threads: int | None) -> None:
+        made = ctypes.c_void_p()
+
+        def start():
+            self.context = native.create_context(self.device.type, self.device.index or 0, threads or torch.get_num_threads())
+            return self._query(layer).window_bytes
+
+        def create():
+            table = (ctypes.c_void_p * self.size)(*self.windows.addresses)
+            options = native.EpOptions(rank=self.rank, timeout_ms=int(timeout * 1000), windows=ctypes.addressof(table))
+            self.call(native.library.smoe_ep_create, ctypes.byref(made), self.context, ctypes.byref(layer), ctypes.byref(options))
+
+        try:
+            size = self._together(start)
+            self.windows = _ep_windows.connect(size, self.rank, self.size, self.device, self.process_group, self._gather)
+            self._together(create)
+        except Exception:
+            native.library.smoe_destroy(self.context)
+            raise
+        self.ep = made.value
+
+    def _together(self, function):
+        """function(). If it fails on any rank, all ranks raise an error."""
+        value = error = None
+        try:
+            value = function()
+        except Exception as found:  # of any kind, because the other ranks wait for the answer
+            error = found
+        reasons = self._gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise RuntimeError(f"smoe.ep.Group: rank {rank}: {reason}")
+        return value
+
+    def _gather(self, value):
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def call(self, function, *arguments) -> None:
+        status = function(*arguments)
+        if status == native.STATUSES["error_peer"]:
+            raise PeerError(str(native.last_error(self.context, status)))
+        if status:
+            raise native.last_error(self.context, status)
+
+    def _query(self, layer: native.Layer) -> native.Sizes:
+        return native.query_sizes(self.context, layer)
+
+    def layer(
+        self, entry: str, options: str, tokens: int, top_k: int, w2: tuple[int, int, int], dtype: torch.dtype,
+        index: torch.dtype, save: bool,
+    ) -> native.Layer:  # fmt: skip
+        """w2 is the shape (E/W, H, I) of this rank's experts."""
+        codes = TYPE_CODES[dtype], TYPE_CODES[index]
+        layer = parse(options).layer(entry, tokens, top_k, w2, *codes, save)
+        layer.experts, layer.ranks, layer.waves, layer.max_tokens = w2[0] * self.size, self.size, self.waves, self.max_tokens
+        return layer
+
+    def __deepcopy__(self, memo: dict) -> "Group":
+        return self  # a copy of a module has the same ranks
+
+    def sizes(self, entry: str, options: str, top_k: int, w2: tuple, dtype: torch.dtype, index: torch.dtype, save: bool) -> native.Sizes:
+        """Those of max_tokens tokens, so that they do not depend on the number of tokens, which may be symbolic."""
+        key = (entry, options, top_k, w2, dtype, index, save)
+        if key not in self._sizes:
+            self._sizes[key] = self._query(self.layer(entry, options, self.max_tokens, *key[2:]))
+        return self._sizes[key]
+
+    def stream(self) -> int | None:
+        return _context._raw_stream(self.device.index) if self.device.type == "cuda" else None
+
+    def check(self) -> None:
+        """Raises PeerError if a rank has failed. Waits for nothing."""
+        self.call(native.library.smoe_ep_status, self.ep)
+
+    def abort(self) -> None:
+        """Ends this rank's wait, from any thread; the group fails."""
+        native.library.smoe_ep_abort(self.ep)
+
+    def close(self) -> None:
+        """Frees the group. Collective, unless it has failed; no rank may be in a call."""
+        if self.ep is None:
+            return
+        works = native.library.smoe_ep_status(self.ep) == native.STATUSES["ok"]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        native.library.smoe_ep_destroy(self.ep)
+        native.library.smoe_destroy(self.context)
+        self.ep = None
+        del groups[self.handle]
+        self.windows.close(all_are_here=works)
+
+
+def check() -> None:
+    """Raises PeerError if a rank of any open group has failed. Waits for nothing, for the GPU neither."""
+    for group in list(groups.values()):
+        group.check()
