@@ -5,6 +5,7 @@
 It registers the experts function, and the model type of `smoe train` ("smoe": OLMoE with a shared expert and dense
 first layers) with its byte tokenizer. Experts that smoe cannot compute, because of their activation, a norm after the
 experts, their dtype, quantised weights or the GPU, run as Transformers' own eager code. One warning states the reason.
+With Transformers 5.23 or later it also registers ep_implementation="smoe" (smoe/_transformers_ep.py).
 """
 
 import ctypes
@@ -372,3 +373,14 @@ AutoConfig.register("smoe", SmoeConfig, exist_ok=True)
 AutoModel.register(SmoeConfig, SmoeModel, exist_ok=True)
 AutoModelForCausalLM.register(SmoeConfig, SmoeForCausalLM, exist_ok=True)
 AutoTokenizer.register(SmoeConfig, slow_tokenizer_class=ByteTokenizer, exist_ok=True)
+
+# ---- expert parallelism ----
+
+if Version(transformers.__version__).release >= (5, 23):
+    from ._transformers_ep import SmoeEP  # noqa: F401  registers it
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "SmoeEP":
+            raise ImportError(f"smoe.transformers: expert parallelism needs transformers 5.23 or later, this is {transformers.__version__}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
