@@ -21,9 +21,11 @@
  * may have another `layout`, accumulate, gradient_type, chunks, row_capacity, or number of threads.
  *
  * Results. Let G be the layer without ranks on the tokens of rank 0, 1, ... after each other. H, A, Y, dS and
- * the gradients of weights and biases are bit for bit those of G with the CPU backend. O and dX are sums over
- * the ranks, ascending, of each rank's sum over its rows, which is rounded to dtype on its way: one rounding
- * more than in G.
+ * the gradients of weights and biases are bit for bit those of G with the CPU backend. On a GPU this holds
+ * for H, A, Y and dS where both take the same kernels, and for the gradients of weights and biases if also
+ * `waves` is 1 and no expert has so many rows that several CTAs share it. O and dX are sums over the ranks,
+ * ascending, of each rank's sum over its rows, which is rounded to dtype on its way: one rounding more than
+ * in G.
  *
  * Failure. A wait for another rank ends after timeout_ms. It also ends when that rank has given up, or when
  * smoe_ep_abort was called. Then the call returns SMOE_ERROR_PEER, and smoe_last_error names the rank, the
@@ -32,7 +34,12 @@
  * later call with this group returns the same. It cannot be repaired: destroy it and make another, with
  * zeroed windows. A rank whose experts receive more rows than row_capacity fails in this way too.
  *
- * Only the CPU backend has ranks so far; smoe_supports says UNSUPPORTED for the cuda backend. */
+ * GPUs. The host waits for nothing; the stream waits for other ranks. So a call that fails may have returned
+ * OK: its results are NaN, and smoe_ep_status and every later call return SMOE_ERROR_PEER. Windows are memory
+ * of the GPUs of one host: of one process with peer access, or opened by CUDA IPC. A group has a stream of
+ * its own, on which rows travel beside the layer's stages. Calls may be captured in a CUDA graph, a pass with
+ * all its calls in one. If ranks are threads of one process, set CUDA_MODULE_LOADING=EAGER before CUDA
+ * starts: a kernel that is loaded late could wait for one that waits for another rank. */
 #ifndef SMOE_EP_H
 #define SMOE_EP_H
 
@@ -55,18 +62,21 @@ typedef struct smoe_ep_options {
     }
 
 /* Makes the group of `context`. The windows have at least the window_bytes of `layer`. The call waits for
- * no other rank. On failure *ep is NULL. Errors: those of smoe_supports, ARGUMENT, ALIGNMENT, MEMORY. */
+ * no other rank. On failure *ep is NULL. Errors: those of smoe_supports, ARGUMENT, ALIGNMENT, MEMORY, DEVICE.
+ */
 SMOE_API smoe_status smoe_ep_create(smoe_ep **ep, smoe_context *context, const smoe_layer *layer,
                                     const smoe_ep_options *options);
 
-/* Destroys the group; NULL is allowed. The caller frees no window before all ranks have destroyed their
- * groups: another rank may still write to it. */
+/* Destroys the group; NULL is allowed. On a GPU its calls must have ended, and its
+ * context must be there. The caller frees no window before
+ * all ranks have destroyed their groups: another rank may still write to it. */
 SMOE_API void smoe_ep_destroy(smoe_ep *ep);
 
 /* OK, or SMOE_ERROR_PEER with the reason in smoe_last_error of the group's context. Waits for nothing. */
 SMOE_API smoe_status smoe_ep_status(smoe_ep *ep);
 
-/* Ends the current wait of this rank and every later one. Any thread may call it at any time. */
+/* Ends the current wait of this rank and every later one. Any thread may call it at any time before
+ * smoe_ep_destroy. */
 SMOE_API void smoe_ep_abort(smoe_ep *ep);
 
 /* smoe_layer_forward does what smoe_route, smoe_round, smoe_plan and then these three calls do. They are made

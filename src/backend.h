@@ -28,7 +28,10 @@ enum { MOE_ROUTE = 1, MOE_ROUND = 2, MOE_PLAN = 4, MOE_DISPATCH = 8, MOE_EXPERTS
  * MOE_DISPATCH, MOE_EXPERTS, MOE_COLLECT or all three. After a failure of a rank they set what they would
  * write to NaN. */
 typedef struct moe_ep_table {
-    void (*open)(smoe_ep *ep); /* describes the group in all windows */
+    smoe_status (*open)(smoe_ep *ep); /* describes the group in all windows */
+    void (*close)(smoe_ep *ep);
+    void (*look)(smoe_ep *ep);  /* notes a fault that the device has found. NULL: all are noted at once */
+    void (*abort)(smoe_ep *ep); /* tells the device. NULL: the host waits */
     smoe_status (*forward)(smoe_context *context, const moe_call *call, const smoe_forward_args *args,
                            int stages);
     smoe_status (*backward)(smoe_context *context, const moe_call *call, const smoe_backward_args *args,

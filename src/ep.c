@@ -130,8 +130,9 @@ void moe_ep_note(smoe_ep *ep, const moe_ep_fault *f)
     }
 }
 
-smoe_status moe_ep_outcome(smoe_context *context, const smoe_ep *ep)
+smoe_status moe_ep_outcome(smoe_context *context, smoe_ep *ep)
 {
+    if (ep->table->look && !ep->fault.reason) ep->table->look(ep);
     if (!ep->fault.reason) return SMOE_OK;
     return moe_fail(context, SMOE_ERROR_PEER, "%s: %s", context->function, ep->error);
 }
@@ -235,19 +236,22 @@ smoe_status smoe_ep_create(smoe_ep **ep, smoe_context *context, const smoe_layer
     smoe_ep *made = calloc(1, sizeof *made);
     if (!made) return moe_fail(context, SMOE_ERROR_MEMORY, "%s: no memory for a group", function);
     made->context = context;
+    made->table = context->backend->ep;
     made->ranks = problem.layer.ranks;
     made->rank = options.rank;
     made->next = MOE_DISPATCH;
     made->timeout_ms = options.timeout_ms ? options.timeout_ms : DEFAULT_TIMEOUT_MS;
     moe_ep_window_init(&made->window, &problem.layer);
     for (int r = 0; r < made->ranks; r++) made->windows[r] = options.windows[r];
-    context->backend->ep->open(made);
-    *ep = made;
-    return SMOE_OK;
+    status = made->table->open(made);
+    if (status != SMOE_OK) smoe_ep_destroy(made);
+    if (status == SMOE_OK) *ep = made;
+    return status;
 }
 
 void smoe_ep_destroy(smoe_ep *ep)
 {
+    if (ep && ep->table->close) ep->table->close(ep);
     free(ep);
 }
 
@@ -260,5 +264,7 @@ smoe_status smoe_ep_status(smoe_ep *ep)
 
 void smoe_ep_abort(smoe_ep *ep)
 {
-    if (ep) atomic_store(&ep->aborted, 1);
+    if (!ep) return;
+    atomic_store(&ep->aborted, 1);
+    if (ep->table->abort) ep->table->abort(ep);
 }

@@ -36,6 +36,7 @@ void moe_ep_window_init(moe_ep_window *window, const smoe_layer *l)
     w->bytes = moe_align_up(MOE_EP_LINE * MOE_EP_FLAGS * MOE_EP_MAX_RANKS);
     w->hello = place(&w->bytes, values);
     w->header = place(&w->bytes, values);
+    w->state = place(&w->bytes, MOE_EP_STATE_BYTES);
     w->routing = place(&w->bytes, ranks * w->routing_stripe);
     w->x = place(&w->bytes, rows);
     w->sums = place(&w->bytes, rows);
@@ -64,13 +65,16 @@ void moe_ep_problem_init(moe_ep_problem *ep, const smoe_layer *layer)
     received.ranks = 0;
     const int64_t rows = layer->row_capacity && layer->row_capacity < pairs ? layer->row_capacity : pairs;
     *ep = (moe_ep_problem){.parts = parts_of(layer)};
-    moe_problem_of_rows(&ep->received, &received, rows);
+    const int64_t runs = received.experts * moe_ep_waves(ep->parts); /* each begins at a block */
+    moe_problem_of_runs(&ep->received, &received, rows, runs);
     const moe_problem *r = &ep->received;
-    const uint64_t starts = 4 * (uint64_t)(received.experts * ranks), tokens = 8 * (uint64_t)ranks;
+    const uint64_t starts = 4 * (uint64_t)(runs * ranks), tokens = 8 * (uint64_t)ranks;
+    const uint64_t spans = 4 * (uint64_t)received.experts;
     ep->bytes = layer->inference ? r->plan_bytes : r->saved_buffer_bytes;
     ep->starts_at = place(&ep->bytes, starts);
     ep->tokens_at = place(&ep->bytes, tokens);
-    ep->metadata_bytes = r->metadata_bytes + starts + tokens;
+    ep->spans_at = place(&ep->bytes, spans);
+    ep->metadata_bytes = r->metadata_bytes + starts + tokens + spans;
 }
 
 moe_ep_arrays moe_ep_arrays_at(const moe_ep_problem *ep, const moe_problem *problem, void *buffer)
@@ -80,5 +84,6 @@ moe_ep_arrays moe_ep_arrays_at(const moe_ep_problem *ep, const moe_problem *prob
         .plan = moe_plan_at(&ep->received, at),
         .starts = (int32_t *)(void *)(at + ep->starts_at),
         .tokens = (int64_t *)(void *)(at + ep->tokens_at),
+        .spans = (int32_t *)(void *)(at + ep->spans_at),
     };
 }

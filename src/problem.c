@@ -139,11 +139,11 @@ static void add_received(moe_problem *p)
 
 void moe_problem_init(moe_problem *problem, const smoe_layer *layer)
 {
-    moe_problem_of_rows(problem, layer, rows_at_most(layer));
+    moe_problem_of_runs(problem, layer, rows_at_most(layer), layer->experts);
     if (layer->ranks) add_received(problem);
 }
 
-void moe_problem_of_rows(moe_problem *problem, const smoe_layer *layer, int64_t rows)
+void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t rows, int64_t runs)
 {
     moe_problem *p = problem;
     *p = (moe_problem){.layer = *layer};
@@ -152,7 +152,7 @@ void moe_problem_of_rows(moe_problem *problem, const smoe_layer *layer, int64_t 
     p->element = moe_type_bytes(layer->dtype);
     p->experts_here = layer->ranks ? layer->experts / layer->ranks : layer->experts;
     p->rows = rows;
-    p->padded_rows = moe_padded_rows(p->rows, layer->experts);
+    p->padded_rows = moe_padded_rows(p->rows, runs);
     const int64_t per_chunk = (int64_t)SMOE_BLOCK_ROWS * layer->chunks;
     p->chunk_columns = SMOE_BLOCK_ROWS * ((layer->hidden + per_chunk - 1) / per_chunk);
     if (p->chunk_columns > layer->hidden) p->chunk_columns = layer->hidden;

@@ -77,8 +77,9 @@ int64_t moe_load_index(const void *indices, smoe_type type, int64_t at);
 /* Fills *problem from a layer whose enumerators and sizes have been checked. */
 void moe_problem_init(moe_problem *problem, const smoe_layer *layer);
 
-/* The same for a layer without ranks that has at most `rows` rows. */
-void moe_problem_of_rows(moe_problem *problem, const smoe_layer *layer, int64_t rows);
+/* The same for a layer without ranks that has at most `rows` rows, in `runs` runs that begin at a block each.
+ */
+void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t rows, int64_t runs);
 
 /* saved_buffer_bytes is at most *constant + T *of_a_token for every T. Both are 0 if nothing is saved, and
  * for layers with ranks. */

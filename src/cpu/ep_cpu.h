@@ -44,7 +44,7 @@ void moe_cpu_ep_fail(smoe_ep *ep, moe_ep_reason reason, int other, int64_t a, in
 int moe_cpu_ep_wait_all(smoe_ep *ep, moe_ep_flag flag, uint64_t mark);
 void moe_cpu_ep_signal_all(smoe_ep *ep, moe_ep_flag flag, uint64_t mark);
 
-void moe_cpu_ep_open(smoe_ep *ep);
+smoe_status moe_cpu_ep_open(smoe_ep *ep);
 
 /* Before anything is sent: once for a group, all ranks have made theirs, of the same kind; nobody reads rows
  * of the last backward. */

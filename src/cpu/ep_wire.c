@@ -20,10 +20,11 @@ void moe_cpu_ep_signal_all(smoe_ep *ep, moe_ep_flag flag, uint64_t mark)
         if (r != ep->rank) moe_cpu_ep_signal(ep, r, flag, mark);
 }
 
-void moe_cpu_ep_open(smoe_ep *ep)
+smoe_status moe_cpu_ep_open(smoe_ep *ep)
 {
     for (int r = 0; r < ep->ranks; r++) moe_ep_group_values(ep, values_at(ep, r, ep->window.hello, ep->rank));
     moe_cpu_ep_signal_all(ep, MOE_EP_HELLO, 1);
+    return SMOE_OK;
 }
 
 static int same_values(smoe_ep *ep, moe_ep_reason reason, int source, const int64_t *theirs,

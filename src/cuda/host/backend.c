@@ -1,9 +1,10 @@
 /* The CUDA backend's table: what it supports, and what its other files do. */
 #include "check.h"
 #include "host/backward.h"
+#include "host/ep_host.h"
 #include "host/forward.h"
-#include "schedule/plan_size.h"
 #include "host/routing.h"
+#include "schedule/plan_size.h"
 
 /* The plan from top-K ids needs shared memory for all experts. */
 static smoe_status plan_fits(smoe_context *context, const smoe_layer *layer)
@@ -22,7 +23,7 @@ static smoe_status plan_fits(smoe_context *context, const smoe_layer *layer)
         device->number, device->shared_bytes);
 }
 
-static smoe_status supports(smoe_context *context, const moe_problem *problem)
+static smoe_status rows_fit(smoe_context *context, const moe_problem *problem)
 {
     const smoe_layer *layer = &problem->layer;
     const device_state *state = context->state;
@@ -45,7 +46,18 @@ static smoe_status supports(smoe_context *context, const moe_problem *problem)
         return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
                         "%s: x has %lld bytes, the portable kernels gather at most %lld", context->function,
                         (long long)x_bytes, (long long)gathered);
-    return plan_fits(context, layer);
+    return SMOE_OK;
+}
+
+static smoe_status supports(smoe_context *context, const moe_problem *problem)
+{
+    smoe_status status = rows_fit(context, problem);
+    if (status == SMOE_OK && problem->layer.ranks) {
+        moe_ep_problem ep;
+        moe_ep_problem_init(&ep, &problem->layer);
+        status = rows_fit(context, &ep.received);
+    }
+    return status == SMOE_OK ? plan_fits(context, &problem->layer) : status;
 }
 
 static smoe_status begin(smoe_context *context)
@@ -59,6 +71,7 @@ static void lay_out(const smoe_context *context, const moe_problem *problem, moe
 {
     if (forward) moe_cuda_lay_out_forward(context->state, problem, forward);
     if (backward) moe_cuda_lay_out_backward(context->state, problem, backward);
+    if (problem->layer.ranks) moe_cuda_ep_add_scratch(context->state, problem, forward, backward);
 }
 
 static smoe_status update_selection_bias(smoe_context *context, const moe_problem *problem,
@@ -85,4 +98,5 @@ const moe_backend_table moe_cuda_backend = {
     .forward = moe_cuda_forward,
     .backward = moe_cuda_backward,
     .update_selection_bias = update_selection_bias,
+    .ep = &moe_cuda_ep,
 };

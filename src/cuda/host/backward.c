@@ -25,7 +25,7 @@ static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint
     return end;
 }
 
-void moe_cuda_lay_out_backward(const device_state *state, const moe_problem *p, moe_layout *layout)
+static void lay_out(const device_state *state, const moe_problem *p, int dw_last, moe_layout *layout)
 {
     layout->bytes = 0;
     if (p->layer.inference) return;
@@ -53,10 +53,22 @@ void moe_cuda_lay_out_backward(const device_state *state, const moe_problem *p, 
         s.router = moe_cuda_router_scratch(state, p, s.shared);
         s.shared = s.router.end;
     }
+    const uint64_t a_end = s.shared + moe_align_up(rows * (uint64_t)(layer->intermediate * p->element));
     s.a = s.shared;
-    s.parts2 = s.a + moe_align_up(rows * (uint64_t)(layer->intermediate * p->element));
+    if (dw_last) s.shared = a_end; /* A' is read after dX~ */
+    s.parts2 = a_end;
     layout->bytes = shared_end(p, &s, tile);
     memcpy(layout->parts, &s, sizeof s);
+}
+
+void moe_cuda_lay_out_backward(const device_state *state, const moe_problem *problem, moe_layout *layout)
+{
+    lay_out(state, problem, 0, layout);
+}
+
+void moe_cuda_lay_out_dw_last(const device_state *state, const moe_problem *problem, moe_layout *layout)
+{
+    lay_out(state, problem, 1, layout);
 }
 
 /* Refuses to go back to a use whose memory a later one has overwritten. */
@@ -67,7 +79,7 @@ static cudaError_t begin_use(backward_call *c, shared_use use)
     return cudaSuccess;
 }
 
-static cudaError_t make_lists(const backward_call *c)
+cudaError_t moe_cuda_make_backward_lists(const backward_call *c)
 {
     const moe_cuda_make_lists experts = {
         .block_offsets = c->plan->block_offsets,
@@ -107,7 +119,7 @@ static cudaError_t run_dh(backward_call *c)
     return c->state->kernels->dh(&c->on, &dh);
 }
 
-static cudaError_t run_ds(const backward_call *c)
+cudaError_t moe_cuda_run_ds(const backward_call *c)
 {
     const smoe_layer *layer = &c->problem->layer;
     const smoe_backward_args *args = c->args;
@@ -131,7 +143,7 @@ static cudaError_t run_ds(const backward_call *c)
         .topk = (int32_t)layer->topk,
         .wide_index = layer->index_type == SMOE_TYPE_I64,
     };
-    return p.topk_gradient || p.token_gradient || p.row_gradient || c->with_router
+    return p.topk_gradient || p.token_gradient || p.row_gradient || c->with_router || c->sends_ds
                ? moe_cuda_ds_launch(&c->on, &p)
                : cudaSuccess;
 }
@@ -175,7 +187,7 @@ static cudaError_t run_db2(const backward_call *c)
         .values = c->args->dout,
         .row_token = c->plan->row_token,
         .row_weight = c->plan->row_weight,
-        .counts = c->plan->counts,
+        .counts = c->bias_counts,
         .block_offsets = c->plan->block_offsets,
         .order = c->plan->order,
         .gradient = c->args->db2,
@@ -203,7 +215,7 @@ static cudaError_t run_db1(const backward_call *c)
     const smoe_layer *layer = &c->problem->layer;
     const moe_cuda_db bias = {
         .values = c->dh,
-        .counts = c->plan->counts,
+        .counts = c->bias_counts,
         .block_offsets = c->plan->block_offsets,
         .order = c->plan->order,
         .gradient = c->args->db1,
@@ -216,7 +228,7 @@ static cudaError_t run_db1(const backward_call *c)
     return moe_cuda_db_launch(&c->on, &bias, layer->gradient_type);
 }
 
-static cudaError_t run_dx_rows(backward_call *c, int64_t first_column, int64_t columns)
+cudaError_t moe_cuda_run_dx_rows(backward_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
     const moe_dx_rows dx = {
@@ -262,7 +274,7 @@ static cudaError_t run_chunks(smoe_context *context, backward_call *c)
     for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
         const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
         moe_stage_begin(context, SMOE_STAGE_DX_ROWS, c->on.stream);
-        status = run_dx_rows(c, first, columns);
+        status = moe_cuda_run_dx_rows(c, first, columns);
         moe_stage_end(context, SMOE_STAGE_DX_ROWS, c->on.stream);
         if (status != cudaSuccess) return status;
         moe_stage_begin(context, SMOE_STAGE_DX, c->on.stream);
@@ -272,67 +284,101 @@ static cudaError_t run_chunks(smoe_context *context, backward_call *c)
     return status;
 }
 
+/* Also makes the work lists. */
+cudaError_t moe_cuda_run_dh(smoe_context *context, backward_call *c)
+{
+    moe_stage_begin(context, SMOE_STAGE_DH, c->on.stream);
+    cudaError_t status = moe_cuda_make_backward_lists(c);
+    if (status == cudaSuccess) status = run_dh(c);
+    if (status == cudaSuccess) status = moe_cuda_run_ds(c);
+    moe_stage_end(context, SMOE_STAGE_DH, c->on.stream);
+    return status;
+}
+
+cudaError_t moe_cuda_run_dw2(smoe_context *context, backward_call *c)
+{
+    moe_stage_begin(context, SMOE_STAGE_DW2, c->on.stream);
+    cudaError_t status = run_dw2(c);
+    if (status == cudaSuccess) status = run_db2(c);
+    moe_stage_end(context, SMOE_STAGE_DW2, c->on.stream);
+    return status;
+}
+
+cudaError_t moe_cuda_run_dw1(smoe_context *context, backward_call *c)
+{
+    moe_stage_begin(context, SMOE_STAGE_DW1, c->on.stream);
+    cudaError_t status = run_dw1(c);
+    if (status == cudaSuccess) status = run_db1(c);
+    moe_stage_end(context, SMOE_STAGE_DW1, c->on.stream);
+    return status;
+}
+
+cudaError_t moe_cuda_run_router(smoe_context *context, backward_call *c)
+{
+    moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, c->on.stream);
+    const cudaError_t status = moe_cuda_router_backward(c);
+    moe_stage_end(context, SMOE_STAGE_ROUTER_BWD, c->on.stream);
+    return status;
+}
+
 static cudaError_t run_stages(smoe_context *context, backward_call *c)
 {
     const smoe_backward_args *args = c->args;
     const int ds = moe_wants_ds(&c->problem->layer, args, c->with_router);
     cudaError_t status = cudaSuccess;
     if (ds || moe_wants_dh(args) || args->dw2) { /* dh leaves A' to dw2 */
-        moe_stage_begin(context, SMOE_STAGE_DH, c->on.stream);
         status = begin_use(c, SHARED_FOR_DW2);
-        if (status == cudaSuccess) status = make_lists(c);
-        if (status == cudaSuccess) status = run_dh(c);
-        if (status == cudaSuccess) status = run_ds(c);
-        moe_stage_end(context, SMOE_STAGE_DH, c->on.stream);
+        if (status == cudaSuccess) status = moe_cuda_run_dh(context, c);
     }
     if (status == cudaSuccess && moe_wants_dw2(args)) {
-        moe_stage_begin(context, SMOE_STAGE_DW2, c->on.stream);
         status = begin_use(c, SHARED_FOR_DW2);
-        if (status == cudaSuccess) status = run_dw2(c);
-        if (status == cudaSuccess) status = run_db2(c);
-        moe_stage_end(context, SMOE_STAGE_DW2, c->on.stream);
+        if (status == cudaSuccess) status = moe_cuda_run_dw2(context, c);
     }
     if (status == cudaSuccess && moe_wants_dw1(args)) {
-        moe_stage_begin(context, SMOE_STAGE_DW1, c->on.stream);
         status = begin_use(c, SHARED_FOR_DW1);
-        if (status == cudaSuccess) status = run_dw1(c);
-        if (status == cudaSuccess) status = run_db1(c);
-        moe_stage_end(context, SMOE_STAGE_DW1, c->on.stream);
+        if (status == cudaSuccess) status = moe_cuda_run_dw1(context, c);
     }
     if (status == cudaSuccess && c->with_router) {
-        moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, c->on.stream);
         status = begin_use(c, SHARED_FOR_ROUTER);
-        if (status == cudaSuccess) status = moe_cuda_router_backward(c);
-        moe_stage_end(context, SMOE_STAGE_ROUTER_BWD, c->on.stream);
+        if (status == cudaSuccess) status = moe_cuda_run_router(context, c);
     }
     return status == cudaSuccess && args->dx ? run_chunks(context, c) : status;
 }
 
-smoe_status moe_cuda_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
-                              int with_router)
+backward_call moe_cuda_backward_call(const device_state *state, const moe_problem *problem,
+                                     const moe_layout *layout, const moe_plan_arrays *plan,
+                                     const smoe_backward_args *args, char *scratch, int with_router,
+                                     void *stream)
 {
-    const device_state *state = context->state;
-    const moe_problem *problem = &call->problem;
-    char *scratch = call->scratch;
     backward_scratch at;
-    memcpy(&at, call->layout.parts, sizeof at);
-    backward_call c = {
+    memcpy(&at, layout->parts, sizeof at);
+    const backward_call c = {
         .problem = problem,
         .args = args,
-        .plan = &call->plan,
+        .plan = plan,
         .state = state,
         .at = at,
         .lists = {(int32_t *)(scratch + at.counts), (moe_work *)(scratch + at.tiles),
                   (moe_piece *)(scratch + at.pieces), (moe_split *)(scratch + at.splits),
                   (int32_t *)(scratch + at.block_expert), (int32_t *)(scratch + at.counts) + 4},
         .scratch = scratch,
-        .dh = problem->layer.reuse_saved ? call->plan.h : scratch + at.dh,
+        .dh = problem->layer.reuse_saved ? plan->h : scratch + at.dh,
         .a = scratch + at.a,
+        .bias_counts = plan->counts,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
         .halves = problem->gated ? 2 : 1,
         .with_router = with_router,
-        .on = launch_on(state, problem->layer.dtype, call->stream),
+        .on = launch_on(state, problem->layer.dtype, stream),
     };
+    return c;
+}
+
+smoe_status moe_cuda_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
+                              int with_router)
+{
+    const device_state *state = context->state;
+    backward_call c = moe_cuda_backward_call(state, &call->problem, &call->layout, &call->plan, args,
+                                             call->scratch, with_router, call->stream);
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);

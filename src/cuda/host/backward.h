@@ -49,8 +49,10 @@ typedef struct backward_call {
     backward_scratch at;
     moe_cuda_backward_lists lists;
     char *scratch, *dh, *a;
-    int64_t rows; /* whole blocks of the padded rows */
+    const int32_t *bias_counts; /* (E) rows of an expert that db1 and db2 add: the plan's counts */
+    int64_t rows;               /* whole blocks of the padded rows */
     int halves, with_router;
+    int sends_ds;   /* dS is for other ranks */
     shared_use use; /* that has begun last */
     moe_launch on;
 } backward_call;
@@ -59,6 +61,23 @@ typedef struct backward_call {
 
 /* 0 bytes for inference, which saves nothing for a backward. */
 void moe_cuda_lay_out_backward(const device_state *state, const moe_problem *problem, moe_layout *layout);
+
+/* The same for a backward whose dw2 and dw1 come after dx. */
+void moe_cuda_lay_out_dw_last(const device_state *state, const moe_problem *problem, moe_layout *layout);
+backward_call moe_cuda_backward_call(const device_state *state, const moe_problem *problem,
+                                     const moe_layout *layout, const moe_plan_arrays *plan,
+                                     const smoe_backward_args *args, char *scratch, int with_router,
+                                     void *stream);
+
+/* The stages; those that are not wanted do nothing. Not all memory in scratch is there at all times: see
+ * shared_use. */
+cudaError_t moe_cuda_make_backward_lists(const backward_call *call);
+cudaError_t moe_cuda_run_dh(smoe_context *context, backward_call *call);
+cudaError_t moe_cuda_run_ds(const backward_call *call);
+cudaError_t moe_cuda_run_dx_rows(backward_call *call, int64_t first_column, int64_t columns);
+cudaError_t moe_cuda_run_dw2(smoe_context *context, backward_call *call);
+cudaError_t moe_cuda_run_dw1(smoe_context *context, backward_call *call);
+cudaError_t moe_cuda_run_router(smoe_context *context, backward_call *call);
 smoe_status moe_cuda_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
                               int with_router);
 

@@ -2,7 +2,7 @@
  * combine for one chunk after another. */
 #include "host/forward.h"
 #include "check.h"
-#include "host/routing.h"
+#include "host/ep_host.h"
 #include "schedule/few_rows.h"
 #include "schedule/plan_size.h"
 
@@ -53,21 +53,6 @@ void moe_cuda_lay_out_forward(const device_state *state, const moe_problem *p, m
     layout->bytes = (p->layer.inference ? p->plan_bytes : 0) + s.end;
     memcpy(layout->parts, &s, sizeof s);
 }
-
-/* What the stages share. */
-typedef struct forward_call {
-    const moe_problem *problem;
-    const smoe_forward_args *args;
-    const moe_plan_arrays *plan;
-    const device_state *state;
-    void *work;               /* of the plan from given top-K */
-    moe_cuda_routing routing; /* FROM_LOGITS, for route, round and plan */
-    moe_cuda_lists lists;
-    char *a, *y;
-    int64_t rows; /* whole blocks of the padded rows */
-    int few_rows; /* the kernels for few rows run */
-    moe_launch on;
-} forward_call;
 
 /* The plan of the layer's entry. */
 static cudaError_t plan_rows(const forward_call *c)
@@ -130,7 +115,7 @@ static int64_t few_rows_tiles(const forward_call *c)
     return moe_few_rows_tiles(c->problem->rows, c->problem->layer.experts);
 }
 
-static cudaError_t run_up(forward_call *c)
+cudaError_t moe_cuda_up(forward_call *c)
 {
     const smoe_layer *layer = &c->problem->layer;
     const moe_up up = {
@@ -155,7 +140,7 @@ static cudaError_t run_up(forward_call *c)
     return c->state->kernels->up(&c->on, &up);
 }
 
-static cudaError_t run_down(forward_call *c, int64_t first_column, int64_t columns)
+cudaError_t moe_cuda_down(forward_call *c, int64_t first_column, int64_t columns)
 {
     const smoe_layer *layer = &c->problem->layer;
     const moe_down down = {
@@ -198,12 +183,12 @@ static cudaError_t run_experts(smoe_context *context, forward_call *c)
 {
     const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
     moe_stage_begin(context, SMOE_STAGE_UP, c->on.stream);
-    cudaError_t status = run_up(c);
+    cudaError_t status = moe_cuda_up(c);
     moe_stage_end(context, SMOE_STAGE_UP, c->on.stream);
     for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
         const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
         moe_stage_begin(context, SMOE_STAGE_DOWN, c->on.stream);
-        status = run_down(c, first, columns);
+        status = moe_cuda_down(c, first, columns);
         moe_stage_end(context, SMOE_STAGE_DOWN, c->on.stream);
         if (status != cudaSuccess) return status;
         moe_stage_begin(context, SMOE_STAGE_COMBINE, c->on.stream);
@@ -238,18 +223,16 @@ static cudaError_t run_stages(smoe_context *context, forward_call *c, int stages
     return status == cudaSuccess && stages & MOE_EXPERTS ? run_experts(context, c) : status;
 }
 
-smoe_status moe_cuda_forward(smoe_context *context, const moe_call *call, const smoe_forward_args *args,
-                             int stages)
+forward_call moe_cuda_forward_call(const device_state *state, const moe_problem *problem,
+                                   const moe_layout *layout, const moe_plan_arrays *plan,
+                                   const smoe_forward_args *args, char *scratch, void *stream)
 {
-    const device_state *state = context->state;
-    const moe_problem *problem = &call->problem;
-    char *scratch = call->scratch;
     forward_scratch s;
-    memcpy(&s, call->layout.parts, sizeof s);
-    forward_call c = {
+    memcpy(&s, layout->parts, sizeof s);
+    const forward_call c = {
         .problem = problem,
         .args = args,
-        .plan = &call->plan,
+        .plan = plan,
         .state = state,
         .work = scratch + s.routing,
         .lists = {(int32_t *)(scratch + s.counts), (moe_work *)(scratch + s.tiles),
@@ -259,8 +242,21 @@ smoe_status moe_cuda_forward(smoe_context *context, const moe_call *call, const 
         .y = scratch + s.y,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
         .few_rows = state->kernels->few_rows(problem->rows, problem->layer.experts),
-        .on = launch_on(state, problem->layer.dtype, call->stream),
+        .on = launch_on(state, problem->layer.dtype, stream),
     };
+    return c;
+}
+
+smoe_status moe_cuda_forward(smoe_context *context, const moe_call *call, const smoe_forward_args *args,
+                             int stages)
+{
+    const device_state *state = context->state;
+    const moe_problem *problem = &call->problem;
+    if (!problem->layer.tokens) return moe_cuda_no_tokens(context, call, args);
+    forward_call c =
+        moe_cuda_forward_call(state, problem, &call->layout, &call->plan, args, call->scratch, call->stream);
+    forward_scratch s;
+    memcpy(&s, call->layout.parts, sizeof s);
     if (stages != MOE_EXPERTS && problem->layer.entry == SMOE_ENTRY_FROM_LOGITS)
         c.routing = moe_cuda_routing_of(problem, &s.routing_parts, args, &call->plan, c.work);
     int before;

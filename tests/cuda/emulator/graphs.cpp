@@ -1,7 +1,8 @@
 // Streams, graphs and events. A stream runs its work at once, or adds it to a graph while it is captured; the
 // default stream is nullptr. The CUDA runtime does not specify the order of a graph's nodes. Here graphs list
-// the newest node first, and of the nodes that can run, the newest one runs first. Time is not measured:
-// every piece of work takes WORK_MS.
+// the newest node first, and of the nodes that can run, the newest one runs first. Only if a capture has
+// several streams, whose kernels may wait for each other, do nodes run in the order of the capture. Time is
+// not measured: every piece of work takes WORK_MS.
 #include "emulator.h"
 
 #include <algorithm>
@@ -22,20 +23,28 @@ struct CUgraphNode_st {
 
 struct CUgraph_st {
     std::vector<std::unique_ptr<CUgraphNode_st>> nodes;
+    bool forked = false; // captured from several streams
 };
 
 struct CUgraphExec_st {
     std::vector<std::function<void()>> work; // in order
 };
 
+using node_list = std::vector<cudaGraphNode_t>;
+
 struct CUstream_st {
     cudaGraph_t graph; // set while the stream is captured
-    cudaGraphNode_t last;
+    node_list last;    // what the next node comes after
 };
 
 struct CUevent_st {
-    double ms; // < 0: was never recorded, or only in a capture
+    double ms;         // < 0: was never recorded, or only in a capture
+    cudaGraph_t graph; // of the capture in which it was recorded last, and what it comes after
+    node_list after;
 };
+
+static node_list joined; // what the stream whose capture ends comes after, and all before that
+static std::vector<cudaStream_t> forked; // streams that a capture has reached by an event
 
 static int captures;
 static double now_ms;
@@ -57,7 +66,7 @@ static std::vector<std::function<void()>> in_order(const CUgraph_st &graph)
 {
     std::vector<std::function<void()>> order;
     std::vector<cudaGraphNode_t> left;
-    for (const auto &node : graph.nodes) left.insert(left.begin(), node.get());
+    for (const auto &node : graph.nodes) left.insert(graph.forked ? left.end() : left.begin(), node.get());
     const auto is_free = [&](cudaGraphNode_t node) {
         return std::none_of(node->after.begin(), node->after.end(), [&](cudaGraphNode_t before) {
             return std::find(left.begin(), left.end(), before) != left.end();
@@ -78,9 +87,9 @@ namespace emulator
 void enqueue(cudaStream_t stream, cudaGraphNodeType type, std::function<void()> work, bool early, dim3 grid)
 {
     if (!stream || !stream->graph) return run(work);
-    CUgraphNode_st node = {std::move(work), type, early && stream->last, {}, nullptr, nullptr, grid};
-    if (stream->last) node.after = {stream->last};
-    stream->last = add_node(stream->graph, node);
+    const bool programmatic = early && !stream->last.empty();
+    const CUgraphNode_st node = {std::move(work), type, programmatic, stream->last, nullptr, nullptr, grid};
+    stream->last = {add_node(stream->graph, node)};
 }
 
 bool is_capturing()
@@ -116,9 +125,17 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highest)
     return cudaSuccess;
 }
 
-// Everything runs in the order in which it was enqueued.
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned)
+// Outside of a capture everything runs in the order in which it was enqueued.
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned)
 {
+    if (!event->graph || !stream) return cudaSuccess;
+    if (!stream->graph) {
+        *stream = {event->graph, {}};
+        event->graph->forked = true;
+        forked.push_back(stream);
+    }
+    if (stream->graph != event->graph) return cudaErrorStreamCaptureMerge;
+    stream->last.insert(stream->last.end(), event->after.begin(), event->after.end());
     return cudaSuccess;
 }
 
@@ -144,7 +161,7 @@ cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph
                                           cudaStreamCaptureMode)
 {
     if (!stream || stream->graph || dependencies) return cudaErrorStreamCaptureUnsupported;
-    *stream = {graph, nullptr};
+    *stream = {graph, {}};
     captures++;
     return cudaSuccess;
 }
@@ -158,9 +175,23 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
 {
     if (!stream || !stream->graph) return cudaErrorIllegalState;
     *graph = stream->graph;
+    joined = stream->last;
+    for (size_t i = 0; i < joined.size(); i++) {
+        const node_list before = joined[i]->after;
+        for (const cudaGraphNode_t node : before)
+            if (std::find(joined.begin(), joined.end(), node) == joined.end()) joined.push_back(node);
+    }
+    cudaError_t status = cudaSuccess;
+    for (const cudaStream_t other : forked) {
+        for (const cudaGraphNode_t node : other->last)
+            if (std::find(joined.begin(), joined.end(), node) == joined.end())
+                status = cudaErrorStreamCaptureUnjoined;
+        *other = {};
+    }
+    forked.clear();
     *stream = {};
     captures--;
-    return cudaSuccess;
+    return status;
 }
 
 // ---- Graphs
@@ -287,7 +318,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t ready)
 
 cudaError_t cudaEventCreate(cudaEvent_t *event)
 {
-    *event = new CUevent_st{-1.0};
+    *event = new CUevent_st{-1.0, nullptr, {}};
     return cudaSuccess;
 }
 
@@ -305,7 +336,10 @@ cudaError_t cudaEventDestroy(cudaEvent_t event)
 // An event that is recorded during a capture has no time.
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
-    event->ms = stream && stream->graph ? -1.0 : now_ms;
+    const bool captured = stream && stream->graph;
+    event->ms = captured ? -1.0 : now_ms;
+    event->graph = captured ? stream->graph : nullptr;
+    event->after = captured ? stream->last : node_list();
     return cudaSuccess;
 }
 

@@ -176,6 +176,11 @@ cudaError_t cudaMalloc(void **memory, size_t bytes)
     return cudaSuccess;
 }
 
+cudaError_t cudaMallocManaged(void **memory, size_t bytes, unsigned)
+{
+    return cudaMalloc(memory, bytes);
+}
+
 cudaError_t cudaFree(void *memory)
 {
     if (emulator::is_capturing()) return cudaErrorStreamCaptureUnsupported;

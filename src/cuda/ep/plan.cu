@@ -1,0 +1,346 @@
+// The routing between ranks, and the plan of the rows that a rank receives. The host reads no count.
+// Terms: docs/glossary.md; symbols: include/smoe.h. Here E is the number of this rank's experts, W that of
+// ranks, V that of waves (ep_window.h), and a slot is a token of a source: slot s max_tokens + t.
+//
+// A rank's own plan has its rows sorted by expert, so what another rank needs of it is one run: counts (E),
+// and then tokens and weights, by expert, each expert's in ascending order of tokens. The receiver sorts its
+// rows by (expert, wave, source, token), and starts each (expert, wave) at a block of 64 rows. So an expert's
+// rows are one range of blocks, and a wave has work lists of its own. With one wave this is the plan of the
+// layer without ranks on the tokens of rank 0, 1, ... after each other. The kernels:
+// - send: a CTA copies the rows of one expert into the window of its rank.
+// - count: one CTA. Finds the part of each run that belongs to each wave by bisection of its tokens, and from
+//   these counts every start, the offsets and the work lists.
+// - place: a CTA copies one expert's run of one source to its rows, and sets the bits (slot, expert).
+// - offsets: sums the bits of the slots before a slot.
+// - map: a row's place in its slot's list is the number of lower experts, which follows from the bits. So no
+//   result depends on the order in which threads run.
+//
+// Bytes: 8 R sent and read, 16 R written, W max_tokens E / 8 of bits written once and read twice. No FLOPs.
+#include "common/launch.cuh"
+#include "common/reduce.cuh"
+#include "ep/wire.cuh"
+
+namespace moe
+{
+namespace ep
+{
+namespace
+{
+
+enum { THREADS = 256, COUNT_THREADS = 1024, SLOTS_A_THREAD = 4, SEGMENT = COUNT_THREADS * SLOTS_A_THREAD };
+
+struct stripe {
+    int32_t *counts, *tokens;
+    float *weights;
+};
+
+SMOE_DEVICE stripe stripe_at(const moe_ep_view &v, int rank, int source)
+{
+    int32_t *at = (int32_t *)(v.windows[rank] + v.routing + (uint64_t)source * v.routing_stripe);
+    return {at, at + v.stripe_experts, (float *)(at + v.stripe_experts + v.pairs)};
+}
+
+// ---- send: CTA g copies the rows of expert g of all ranks' experts
+
+__global__ void __launch_bounds__(THREADS)
+    send(const __grid_constant__ moe_ep_view v, const __grid_constant__ moe_ep_own_plan plan)
+{
+    if (has_failed(v)) return;
+    const int global = blockIdx.x, rank = global / plan.each, expert = global - rank * plan.each;
+    const int count = __ldg(plan.counts + global),
+              from = SMOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
+    const int at = __ldg(plan.offsets + global) - __ldg(plan.offsets + rank * plan.each);
+    const stripe to = stripe_at(v, rank, v.rank);
+    if (threadIdx.x == 0) to.counts[expert] = count;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        to.tokens[at + i] = __ldg(plan.row_token + from + i);
+        to.weights[at + i] = __ldg(plan.row_weight + from + i);
+    }
+    signal_when_done(v, MOE_EP_HEADER, moe_ep_mark(call_of(v), 0));
+}
+
+// ---- count
+
+SMOE_DEVICE int run_of(const moe_ep_received_plan &p, int waves, int expert, int wave, int source)
+{
+    return (expert * waves + wave) * p.view.ranks + source;
+}
+
+// The number of the run's tokens below `token`.
+SMOE_DEVICE int tokens_below(const int32_t *tokens, int count, int64_t token)
+{
+    int low = 0, high = count;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (__ldcg(tokens + middle) < token)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// sent[expert, 0, source]: where the expert's run begins in the source's stripe. A warp takes a source.
+SMOE_DEVICE void find_runs(const moe_ep_received_plan &p, int waves)
+{
+    const int lane = threadIdx.x & 31;
+    for (int s = threadIdx.x >> 5; s < p.view.ranks; s += COUNT_THREADS / 32) {
+        const int32_t *counts = stripe_at(p.view, p.view.rank, s).counts;
+        int before = 0;
+        for (int first = 0; first < p.experts; first += 32) {
+            const int e = first + lane, own = e < p.experts ? __ldcg(counts + e) : 0;
+            const int sum = (int)sum_up_to_lane((uint32_t)own, lane);
+            if (e < p.experts) p.sent[run_of(p, waves, e, 0, s)] = before + sum - own;
+            before += __shfl_sync(~0u, sum, 31);
+        }
+    }
+}
+
+// Cuts the run of each (expert, source) into waves.
+SMOE_DEVICE void cut_runs(const moe_ep_received_plan &p, int waves)
+{
+    const moe_ep_view &v = p.view;
+    for (int i = threadIdx.x; i < p.experts * v.ranks; i += COUNT_THREADS) {
+        const int e = i / v.ranks, s = i - e * v.ranks;
+        const stripe from = stripe_at(v, v.rank, s);
+        const int count = __ldcg(from.counts + e), first = p.sent[run_of(p, waves, e, 0, s)];
+        int begin = 0;
+        for (int w = 0; w < waves; w++) {
+            const int64_t end_token = moe_ep_wave_start(p.tokens[s], v.parts, s == v.rank, w + 1);
+            const int end = w == waves - 1 ? count : tokens_below(from.tokens + first, count, end_token);
+            p.sent[run_of(p, waves, e, w, s)] = first + begin;
+            p.run_counts[run_of(p, waves, e, w, s)] = end - begin;
+            begin = end;
+        }
+    }
+}
+
+SMOE_DEVICE int rows_of(const moe_ep_received_plan &p, int waves, int expert, int wave)
+{
+    int rows = 0;
+    for (int s = 0; s < p.view.ranks; s++) rows += p.run_counts[run_of(p, waves, expert, wave, s)];
+    return rows;
+}
+
+SMOE_DEVICE int blocks_of(int rows)
+{
+    return (rows + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
+}
+
+// counts, offsets, block_offsets and starts. Each thread takes neighbouring experts.
+SMOE_DEVICE void place_runs(const moe_ep_received_plan &p, int waves, uint32_t *scratch)
+{
+    const int each = (p.experts + COUNT_THREADS - 1) / COUNT_THREADS;
+    const int begin = min((int)threadIdx.x * each, p.experts), end = min(begin + each, p.experts);
+    uint32_t own_rows = 0, own_blocks = 0;
+    for (int e = begin; e < end; e++)
+        for (int w = 0; w < waves; w++) {
+            const int rows = rows_of(p, waves, e, w);
+            own_rows += rows;
+            own_blocks += blocks_of(rows);
+        }
+    uint32_t row = sum_of_threads_before(own_rows, scratch),
+             block = sum_of_threads_before(own_blocks, scratch);
+    for (int e = begin; e < end; e++) {
+        p.offsets[e] = (int32_t)row;
+        p.block_offsets[e] = (int32_t)block;
+        uint32_t count = 0;
+        for (int w = 0; w < waves; w++) {
+            uint32_t at = block * SMOE_BLOCK_ROWS;
+            for (int s = 0; s < p.view.ranks; s++) {
+                p.starts[run_of(p, waves, e, w, s)] = (int32_t)at;
+                at += p.run_counts[run_of(p, waves, e, w, s)];
+            }
+            const uint32_t rows = at - block * SMOE_BLOCK_ROWS;
+            count += rows;
+            block += blocks_of((int)rows);
+        }
+        p.counts[e] = (int32_t)count;
+        row += count;
+    }
+    if (threadIdx.x == COUNT_THREADS - 1) {
+        p.offsets[p.experts] = (int32_t)row;
+        p.block_offsets[p.experts] = (int32_t)block;
+    }
+}
+
+// The work lists: a warp takes a wave.
+SMOE_DEVICE void list_waves(const moe_ep_received_plan &p, int waves)
+{
+    const int lane = threadIdx.x & 31, wave = threadIdx.x >> 5;
+    if (wave >= waves) return;
+    const moe_cuda_lists &lists = p.lists[wave];
+    int tiles = 0, pieces = 0;
+    for (int first = 0; first < p.experts; first += 32) {
+        const int e = first + lane, blocks = e < p.experts ? blocks_of(rows_of(p, waves, e, wave)) : 0;
+        const int own_tiles = (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS,
+                  own_pieces = (blocks + p.piece_limit - 1) / p.piece_limit;
+        const int sum_tiles = (int)sum_up_to_lane((uint32_t)own_tiles, lane),
+                  sum_pieces = (int)sum_up_to_lane((uint32_t)own_pieces, lane);
+        const int row = blocks ? p.starts[run_of(p, waves, e, wave, 0)] : 0;
+        for (int i = 0; i < own_tiles; i++)
+            lists.tiles[tiles + sum_tiles - own_tiles + i] =
+                moe_work_make(row + i * SMOE_TILE_BLOCKS * SMOE_BLOCK_ROWS, e,
+                              min((int)SMOE_TILE_BLOCKS, blocks - i * SMOE_TILE_BLOCKS));
+        for (int i = 0; i < own_pieces; i++) {
+            const int begin = moe_cut(blocks, own_pieces, i), end = moe_cut(blocks, own_pieces, i + 1);
+            lists.pieces[pieces + sum_pieces - own_pieces + i] =
+                moe_work_make(row + begin * SMOE_BLOCK_ROWS, e, end - begin);
+        }
+        tiles += __shfl_sync(~0u, sum_tiles, 31);
+        pieces += __shfl_sync(~0u, sum_pieces, 31);
+    }
+    if (lane) return;
+    lists.counts[0] = tiles;
+    lists.counts[1] = pieces;
+    lists.turn[0] = lists.turn[1] = 0;
+}
+
+__global__ void __launch_bounds__(COUNT_THREADS, 1) count(const __grid_constant__ moe_ep_received_plan p)
+{
+    __shared__ uint32_t scratch[32];
+    const moe_ep_view &v = p.view;
+    const int waves = moe_ep_waves(v.parts), runs = p.experts * waves * v.ranks;
+    const bool failed = __syncthreads_or(threadIdx.x == 0 && has_failed(v));
+    uint32_t rows = 0;
+    if (!failed) {
+        find_runs(p, waves);
+        __syncthreads();
+        cut_runs(p, waves);
+        __syncthreads();
+        for (int i = threadIdx.x; i < runs; i += COUNT_THREADS) rows += p.run_counts[i];
+        rows = sum_of_threads<COUNT_THREADS / 32>(rows, scratch);
+    }
+    const bool full = rows > p.capacity;
+    if (full && threadIdx.x == 0) fail(v, MOE_EP_FULL, v.rank, rows, p.capacity, 0);
+    if (full || failed)
+        for (int i = threadIdx.x; i < runs; i += COUNT_THREADS) p.run_counts[i] = p.sent[i] = 0;
+    __syncthreads();
+    place_runs(p, waves, scratch);
+    __syncthreads();
+    list_waves(p, waves);
+}
+
+// ---- place and map: a CTA for each (expert, source)
+
+// The expert's place in the order: by descending count, equal counts by ascending id.
+SMOE_DEVICE void write_order(const moe_ep_received_plan &p, int expert, uint32_t *scratch)
+{
+    const int own = __ldg(p.counts + expert);
+    uint32_t before = 0;
+    for (int e = threadIdx.x; e < p.experts; e += THREADS) {
+        const int other = __ldg(p.counts + e);
+        before += other > own || (other == own && e < expert);
+    }
+    before = sum_of_threads<THREADS / 32>(before, scratch);
+    if (threadIdx.x) return;
+    p.order[before] = expert;
+    p.spans[expert] =
+        SMOE_BLOCK_ROWS * (__ldg(p.block_offsets + expert + 1) - __ldg(p.block_offsets + expert));
+}
+
+SMOE_DEVICE void write_pads(const moe_ep_received_plan &p, int first, int end, int thread, int threads)
+{
+    for (int row = first + thread; row < end; row += threads) {
+        p.row_token[row] = -1;
+        p.row_weight[row] = 0.0f;
+    }
+}
+
+__global__ void __launch_bounds__(THREADS) place(const __grid_constant__ moe_ep_received_plan p)
+{
+    __shared__ uint32_t scratch[THREADS / 32];
+    const moe_ep_view &v = p.view;
+    const int waves = moe_ep_waves(v.parts), expert = blockIdx.x / v.ranks, s = blockIdx.x - expert * v.ranks;
+    const stripe from = stripe_at(v, v.rank, s);
+    for (int w = 0; w < waves; w++) {
+        const int run = run_of(p, waves, expert, w, s), rows = __ldg(p.run_counts + run);
+        const int first = __ldg(p.starts + run), sent = __ldg(p.sent + run);
+        for (int i = threadIdx.x; i < rows; i += THREADS) {
+            const int64_t slot = s * v.max_tokens + __ldcg(from.tokens + sent + i);
+            p.row_token[first + i] = (int32_t)slot;
+            p.row_weight[first + i] = __ldcg(from.weights + sent + i);
+            atomicOr(p.mask + slot * p.words + expert / 32, 1u << (expert & 31));
+        }
+        const int end = first + rows;
+        if (s == v.ranks - 1)
+            write_pads(p, end, (end + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS, threadIdx.x,
+                       THREADS);
+    }
+    if (s == 0) write_order(p, expert, scratch);
+    write_pads(p, SMOE_BLOCK_ROWS * __ldg(p.block_offsets + p.experts), p.padded_rows,
+               (int)(blockIdx.x * THREADS + threadIdx.x), (int)gridDim.x * THREADS);
+}
+
+SMOE_DEVICE uint32_t rows_of_slot(const moe_ep_received_plan &p, int64_t slot)
+{
+    uint32_t rows = 0;
+    for (int i = 0; i < p.words; i++) rows += __popc(__ldg(p.mask + slot * p.words + i));
+    return rows;
+}
+
+__global__ void __launch_bounds__(COUNT_THREADS, 1) offsets(const __grid_constant__ moe_ep_received_plan p)
+{
+    __shared__ uint32_t scratch[32];
+    const int64_t slots = p.view.ranks * p.view.max_tokens, first = (int64_t)blockIdx.x * SEGMENT;
+    uint32_t before = 0, own[SLOTS_A_THREAD], sum = 0;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < first * p.words; i += COUNT_THREADS)
+        before += __popc(__ldg(p.mask + i));
+    before = sum_of_threads<COUNT_THREADS / 32>(before, scratch);
+#pragma unroll
+    for (int i = 0; i < SLOTS_A_THREAD; i++) {
+        const int64_t slot = first + threadIdx.x * SLOTS_A_THREAD + i;
+        own[i] = slot < slots ? rows_of_slot(p, slot) : 0;
+        sum += own[i];
+    }
+    uint32_t at = before + sum_of_threads_before(sum, scratch);
+#pragma unroll
+    for (int i = 0; i < SLOTS_A_THREAD; i++) {
+        const int64_t slot = first + threadIdx.x * SLOTS_A_THREAD + i;
+        if (slot <= slots) p.token_offsets[slot] = (int32_t)at;
+        at += own[i];
+    }
+}
+
+__global__ void __launch_bounds__(THREADS) map(const __grid_constant__ moe_ep_received_plan p)
+{
+    const moe_ep_view &v = p.view;
+    const int waves = moe_ep_waves(v.parts), expert = blockIdx.x / v.ranks, s = blockIdx.x - expert * v.ranks;
+    for (int w = 0; w < waves; w++) {
+        const int run = run_of(p, waves, expert, w, s), rows = __ldg(p.run_counts + run);
+        const int first = __ldg(p.starts + run);
+        for (int i = threadIdx.x; i < rows; i += THREADS) {
+            const int64_t slot = __ldg(p.row_token + first + i);
+            const uint32_t *bits = p.mask + slot * p.words;
+            int at = __ldg(p.token_offsets + slot);
+            for (int j = 0; j < expert / 32; j++) at += __popc(__ldg(bits + j));
+            at += __popc(__ldg(bits + expert / 32) & ((1u << (expert & 31)) - 1));
+            p.token_rows[at] = first + i;
+        }
+    }
+}
+
+} // namespace
+} // namespace ep
+} // namespace moe
+
+extern "C" cudaError_t moe_cuda_ep_send_routing(const moe_launch *on, const moe_ep_view *v,
+                                                const moe_ep_own_plan *plan)
+{
+    using namespace moe::ep;
+    return moe::enqueue(send, (unsigned)(plan->each * v->ranks), THREADS, 0, on->stream, *v, *plan);
+}
+
+extern "C" cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *p)
+{
+    using namespace moe::ep;
+    const int64_t slots = p->view.ranks * p->view.max_tokens;
+    const unsigned runs = (unsigned)(p->experts * p->view.ranks);
+    cudaError_t status = cudaMemsetAsync(p->mask, 0, (size_t)(slots * p->words) * 4, on->stream);
+    if (status == cudaSuccess) status = moe::enqueue(count, 1, COUNT_THREADS, 0, on->stream, *p);
+    if (status == cudaSuccess) status = moe::enqueue(place, runs, THREADS, 0, on->stream, *p);
+    if (status == cudaSuccess)
+        status = moe::enqueue(offsets, (unsigned)(slots / SEGMENT + 1), COUNT_THREADS, 0, on->stream, *p);
+    return status == cudaSuccess ? moe::enqueue(map, runs, THREADS, 0, on->stream, *p) : status;
+}

@@ -1,0 +1,183 @@
+// How the kernels of layers with ranks signal, wait and give up. ep_window.h has the layout of a window.
+#pragma once
+#include "ep/flags.cuh"
+#include "host/ep_launch.h"
+
+namespace moe
+{
+namespace ep
+{
+
+SMOE_DEVICE moe_ep_state *state_of(const moe_ep_view &v)
+{
+    return (moe_ep_state *)(v.windows[v.rank] + v.state);
+}
+
+SMOE_DEVICE bool has_failed(const moe_ep_view &v)
+{
+    return load_now(&state_of(v)->failed) != 0;
+}
+
+SMOE_DEVICE uint64_t call_of(const moe_ep_view &v)
+{
+    return __ldcg((const unsigned long long *)&state_of(v)->call);
+}
+
+// The line of `source` in the window of `rank`.
+SMOE_DEVICE uint64_t *flag_at(const moe_ep_view &v, int rank, int flag, int source)
+{
+    return (uint64_t *)(v.windows[rank] + (flag * MOE_EP_MAX_RANKS + source) * MOE_EP_LINE);
+}
+
+SMOE_DEVICE int64_t *values_at(const moe_ep_view &v, int rank, uint64_t region, int source)
+{
+    return (int64_t *)(v.windows[rank] + region) + source * MOE_EP_VALUES;
+}
+
+// Row `row` of `source` in a region of the window of `rank`.
+SMOE_DEVICE char *row_at(const moe_ep_view &v, int rank, uint64_t region, int source, int64_t row,
+                         int64_t row_bytes)
+{
+    return v.windows[rank] + region + (source * v.max_tokens + row) * row_bytes;
+}
+
+// ---- Failure: called by one thread
+
+SMOE_DEVICE void write_fault(moe_ep_fault *to, const moe_ep_fault &f)
+{
+    to->call = f.call;
+    to->origin = f.origin;
+    to->other = f.other;
+    for (int i = 0; i < 3; i++) to->values[i] = f.values[i];
+    store_release(&to->reason, f.reason);
+}
+
+// The first fault of a rank counts. The host and all other ranks are told.
+SMOE_DEVICE void give_up(const moe_ep_view &v, const moe_ep_fault &f)
+{
+    if (exchange(&state_of(v)->failed, 1u)) return;
+    write_fault(&v.report->fault, f);
+    for (int r = 0; r < v.ranks; r++)
+        if (r != v.rank) write_fault((moe_ep_fault *)flag_at(v, r, MOE_EP_FAULT, v.rank), f);
+}
+
+SMOE_DEVICE void fail(const moe_ep_view &v, moe_ep_reason reason, int other, int64_t a, int64_t b, int64_t c)
+{
+    give_up(v, {(uint64_t)reason, call_of(v), v.rank, other, {a, b, c}});
+}
+
+// ---- Flags: called by all lanes of a warp
+
+SMOE_DEVICE void signal_all(const moe_ep_view &v, int flag, uint64_t mark)
+{
+    fence_system();
+    for (int r = threadIdx.x & 31; r < v.ranks; r += 32)
+        if (r != v.rank) store_release(flag_at(v, r, flag, v.rank), mark);
+}
+
+// Passes on the fault of another rank.
+SMOE_DEVICE void look_for_faults(const moe_ep_view &v)
+{
+    for (int r = threadIdx.x & 31; r < v.ranks; r += 32) {
+        moe_ep_fault *line = (moe_ep_fault *)flag_at(v, v.rank, MOE_EP_FAULT, r);
+        if (r != v.rank && load_acquire(&line->reason)) give_up(v, *line);
+    }
+}
+
+// The other ranks whose flag is below `mark`: the lowest, or -1.
+SMOE_DEVICE int lowest_missing(const moe_ep_view &v, int flag, uint64_t mark)
+{
+    for (int first = 0; first < v.ranks; first += 32) {
+        const int r = first + (int)(threadIdx.x & 31);
+        const bool missing = r < v.ranks && r != v.rank && load_acquire(flag_at(v, v.rank, flag, r)) < mark;
+        const uint32_t lanes = __ballot_sync(~0u, missing);
+        if (lanes) return first + __ffs((int)lanes) - 1;
+    }
+    return -1;
+}
+
+// Waits until the flags of all other ranks are at least `mark`. False when the group has failed.
+SMOE_DEVICE bool wait_all(const moe_ep_view &v, int flag, uint64_t mark)
+{
+    const int lane = threadIdx.x & 31;
+    const uint64_t start = nanoseconds();
+#pragma unroll 1
+    for (uint32_t polls = 1;; polls++) {
+        if (__any_sync(~0u, has_failed(v))) return false;
+        const int missing = lowest_missing(v, flag, mark);
+        if (missing < 0) return true;
+        if (polls % 16) continue;
+        look_for_faults(v);
+        if (lane == 0 && load_now(&v.report->aborted)) fail(v, MOE_EP_ABORTED, missing, 0, 0, 0);
+        if (lane == 0 && nanoseconds() - start >= v.timeout_ms * 1000000ull)
+            fail(v, MOE_EP_LATE, missing, flag, v.timeout_ms, 0);
+        __syncwarp();
+    }
+}
+
+// ---- Whole grids: called by all threads of a CTA, after its last store to a window. The last CTA sets the
+// flag, so that no other launch is needed for it.
+
+SMOE_DEVICE void signal_when_done(const moe_ep_view &v, int flag, uint64_t mark)
+{
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    uint32_t *arrived = &state_of(v)->arrived[flag];
+    uint32_t before = 0;
+    if (threadIdx.x == 0) {
+        fence_system();
+        before = atomicAdd(arrived, 1u);
+    }
+    if (__shfl_sync(~0u, before, 0) != gridDim.x - 1) return;
+    if (threadIdx.x == 0) *arrived = 0;
+    signal_all(v, flag, mark);
+}
+
+// ---- Which ranks have an expert of a token
+
+// The first padded row of the experts of each rank, and the end of the last; in shared memory.
+struct rank_rows {
+    int32_t first[MOE_EP_MAX_RANKS + 1];
+};
+
+SMOE_DEVICE void load_rank_rows(rank_rows &to, const moe_ep_view &v, const moe_ep_own_plan &plan)
+{
+    for (int r = threadIdx.x; r <= v.ranks; r += blockDim.x)
+        to.first[r] = SMOE_BLOCK_ROWS * __ldg(plan.block_offsets + r * plan.each);
+    __syncthreads();
+}
+
+SMOE_DEVICE int rank_of_row(const rank_rows &rows, int ranks, int row)
+{
+    int low = 0, high = ranks;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (rows.first[middle] <= row)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// The rows of a token ascend, so do their ranks. A warp takes 32 of them at a time: a lane's rank, and the
+// lanes that are the first of their rank.
+struct rank_batch {
+    int rank;
+    uint32_t firsts;
+};
+
+// `last`: the last rank of the batch before; -1 at first.
+SMOE_DEVICE rank_batch next_ranks(const rank_rows &rows, const moe_ep_view &v, const int32_t *token_rows,
+                                  int begin, int end, int &last)
+{
+    const int lane = threadIdx.x & 31, at = begin + lane;
+    const int rank = at < end ? rank_of_row(rows, v.ranks, __ldg(token_rows + at)) : -1;
+    const int left = __shfl_up_sync(~0u, rank, 1), before = lane ? left : last;
+    const uint32_t firsts = __ballot_sync(~0u, rank >= 0 && rank != before);
+    last = __shfl_sync(~0u, rank, min(end - begin, 32) - 1);
+    return {rank, firsts};
+}
+
+} // namespace ep
+} // namespace moe

@@ -1,0 +1,237 @@
+/* The backward of a layer with ranks on a GPU.
+ *
+ *   dispatch_backward  dO in parts, and X again if dW1 is wanted: no rank keeps the X that it received
+ *   experts_backward   dh, dS; dx_rows and sums over a token's rows to the token's rank; then dw2 and dw1,
+ * while the sums travel collect_backward   dS of this rank's pairs, router_bwd, dX[t] = router's term + sum
+ * over the ranks */
+#include "host/backward.h"
+#include "host/ep_host.h"
+#include "wanted.h"
+
+static cudaError_t dispatch(const ep_call *c, const smoe_backward_args *args, int wanted)
+{
+    const moe_ep_window *w = &c->ep->window;
+    moe_stage_begin(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
+    cudaError_t status = moe_cuda_ep_begin(&c->main, &c->begin);
+    if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
+    if (status == cudaSuccess && wanted)
+        status = moe_cuda_ep_push_parts(c, args->dout, w->dout, MOE_EP_INPUT, c->received.parts, 1);
+    if (status == cudaSuccess && args->dw1)
+        status = moe_cuda_ep_push_parts(c, args->x, w->x, MOE_EP_AGAIN, 1, 1);
+    moe_stage_end(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
+    return status;
+}
+
+/* What the call would have written becomes NaN if the group has failed. */
+static cudaError_t spoil(const ep_call *c, const moe_ep_outputs *outputs)
+{
+    return moe_cuda_ep_spoil(&c->main, &c->begin.view, outputs);
+}
+
+static cudaError_t spoil_weights(const ep_call *c, const smoe_backward_args *args)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t size = moe_type_bytes(l->gradient_type), experts = c->problem->experts_here,
+                  width = c->problem->h_width;
+    const moe_ep_outputs outputs = {
+        .at = {args->dw1, args->dw2, args->db1, args->db2},
+        .bytes = {experts * width * l->hidden * size, experts * l->hidden * l->intermediate * size,
+                  experts * width * size, experts * l->hidden * size},
+    };
+    return spoil(c, &outputs);
+}
+
+/* ---- experts ---- */
+
+static cudaError_t send_ds(const ep_call *c, const backward_call *rows)
+{
+    const moe_ep_send_ds p = {
+        .view = c->begin.view,
+        .partial = (const float *)(rows->scratch + rows->at.ds),
+        .starts = c->arrays.starts,
+        .counts = rows->plan->counts,
+        .block_offsets = rows->plan->block_offsets,
+        .row_token = rows->plan->row_token,
+        .padded_rows = rows->problem->padded_rows,
+        .parts = rows->at.ds_parts + (rows->args->b2 ? 1 : 0),
+        .experts = (int32_t)rows->problem->layer.experts,
+    };
+    return moe_cuda_ep_send_ds(&c->main, &p);
+}
+
+/* Sends the sums of all waves for some columns. */
+static cudaError_t return_waves(const ep_call *c, const void *y, int64_t first, int64_t columns)
+{
+    cudaError_t status = cudaSuccess;
+    for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++)
+        status = moe_cuda_ep_return_wave(c, y, NULL, wave, first, columns);
+    return status;
+}
+
+static cudaError_t return_dx(const ep_call *c, backward_call *rows)
+{
+    const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
+    cudaError_t status = cudaSuccess;
+    for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
+        const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
+        moe_stage_begin(c->context, SMOE_STAGE_DX_ROWS, c->main.stream);
+        status = moe_cuda_run_dx_rows(rows, first, columns);
+        moe_stage_end(c->context, SMOE_STAGE_DX_ROWS, c->main.stream);
+        if (status != cudaSuccess) return status;
+        moe_stage_begin(c->context, SMOE_STAGE_DX, c->main.stream);
+        status = return_waves(c, rows->scratch + rows->at.shared, first, columns);
+        moe_stage_end(c->context, SMOE_STAGE_DX, c->main.stream);
+    }
+    return status;
+}
+
+/* The gradients that travel. Without dX there is still the flag, for dS. */
+static cudaError_t run_returned(const ep_call *c, backward_call *rows, int wants_ds)
+{
+    const smoe_backward_args *args = rows->args;
+    cudaError_t status = cudaSuccess;
+    for (int part = 0; part < c->received.parts && status == cudaSuccess; part++)
+        status = moe_cuda_ep_wait_for_part(c, part);
+    if (status == cudaSuccess && (wants_ds || moe_wants_dh(args) || args->dw2))
+        status = moe_cuda_run_dh(c->context, rows);
+    if (status == cudaSuccess && wants_ds) status = send_ds(c, rows);
+    if (status == cudaSuccess && args->dx) return return_dx(c, rows);
+    return status == cudaSuccess
+               ? moe_cuda_ep_signal(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1)
+               : status;
+}
+
+static cudaError_t run_weights(const ep_call *c, backward_call *rows)
+{
+    const smoe_backward_args *args = rows->args;
+    cudaError_t status = moe_wants_dw2(args) ? moe_cuda_run_dw2(c->context, rows) : cudaSuccess;
+    if (status == cudaSuccess && args->dw1) status = moe_cuda_ep_wait_again(c);
+    if (status == cudaSuccess && moe_wants_dw1(args)) status = moe_cuda_run_dw1(c->context, rows);
+    if (status == cudaSuccess) status = moe_cuda_ep_signal(&c->main, &c->begin.view, MOE_EP_FREE, 0);
+    return status;
+}
+
+static cudaError_t experts(ep_call *c, const smoe_backward_args *args, int wants_ds, int wanted)
+{
+    moe_layout layout;
+    moe_cuda_lay_out_dw_last(c->state, &c->received.received, &layout);
+    smoe_backward_args local = *args;
+    local.x = moe_cuda_ep_slots(c, c->ep->window.x, NULL, 1);
+    local.dout = moe_cuda_ep_slots(c, c->ep->window.dout, NULL, 1);
+    local.dtopk_weights = local.drow_weights = NULL;
+    backward_call rows = moe_cuda_backward_call(c->state, &c->received.received, &layout, &c->arrays.plan,
+                                                &local, args->scratch, 0, c->main.stream);
+    rows.sends_ds = wants_ds;
+    if (c->waves > 1) rows.bias_counts = c->arrays.spans;
+    cudaError_t status = moe_cuda_ep_take_headers(&c->main, &c->begin, c->arrays.tokens);
+    if (status == cudaSuccess && wanted) status = run_returned(c, &rows, wants_ds);
+    if (status == cudaSuccess) status = run_weights(c, &rows);
+    if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->main.stream, c->comm.stream);
+    c->main.refused_call = rows.on.refused_call;
+    c->main.refusal = rows.on.refusal;
+    return status == cudaSuccess ? spoil_weights(c, args) : status;
+}
+
+/* ---- collect ---- */
+
+/* No token, no gradient. */
+static cudaError_t clear_router(const ep_call *c, const smoe_backward_args *args)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const size_t experts = (size_t)(l->experts * moe_type_bytes(l->gradient_type));
+    cudaError_t status = cudaSuccess;
+    if (l->accumulate) return cudaSuccess;
+    if (args->drouter_weight)
+        status = cudaMemsetAsync(args->drouter_weight, 0, experts * (size_t)l->hidden, c->main.stream);
+    if (status == cudaSuccess && args->drouter_bias)
+        status = cudaMemsetAsync(args->drouter_bias, 0, experts, c->main.stream);
+    return status;
+}
+
+static cudaError_t collect_dx(const ep_call *c, const backward_call *own)
+{
+    moe_cuda_combine term = {0};
+    if (own->with_router && own->args->router_weight) moe_cuda_router_term(own, 0, &term);
+    const moe_ep_collect p = {
+        .view = c->begin.view,
+        .plan = c->own,
+        .out = own->args->dx,
+        .onto = term.onto,
+        .terms = term.terms,
+        .router_weight = term.router_weight,
+        .tokens = c->problem->layer.tokens,
+        .hidden = c->problem->layer.hidden,
+    };
+    moe_stage_begin(c->context, SMOE_STAGE_DX, c->main.stream);
+    const cudaError_t status = moe_cuda_ep_collect(&c->main, &p);
+    moe_stage_end(c->context, SMOE_STAGE_DX, c->main.stream);
+    return status;
+}
+
+/* dS comes as one part, with the term of b2. */
+static cudaError_t collect_tokens(ep_call *c, const smoe_backward_args *args, int with_router, int wants_ds)
+{
+    smoe_backward_args local = *args;
+    local.b2 = NULL;
+    backward_call own = moe_cuda_backward_call(c->state, c->problem, &c->call->layout, &c->call->plan, &local,
+                                               args->scratch, with_router, c->main.stream);
+    own.at.ds_parts = 1;
+    cudaError_t status = cudaSuccess;
+    if (wants_ds) {
+        status = moe_cuda_make_backward_lists(&own);
+        if (status == cudaSuccess)
+            status =
+                moe_cuda_ep_take_ds(&c->main, &c->begin.view, &c->own, (float *)(own.scratch + own.at.ds));
+        if (status == cudaSuccess) status = moe_cuda_run_ds(&own);
+    }
+    if (status == cudaSuccess && with_router) status = moe_cuda_run_router(c->context, &own);
+    if (status == cudaSuccess && args->dx) status = collect_dx(c, &own);
+    c->main.refused_call = own.on.refused_call;
+    c->main.refusal = own.on.refusal;
+    return status;
+}
+
+static cudaError_t spoil_tokens(const ep_call *c, const smoe_backward_args *args, int with_router)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t size = moe_type_bytes(l->gradient_type);
+    const int topk = l->entry == SMOE_ENTRY_FROM_TOPK;
+    const moe_ep_outputs outputs = {
+        .at = {with_router ? args->dlogits : NULL, with_router ? args->drouter_weight : NULL,
+               with_router ? args->drouter_bias : NULL, topk ? args->dtopk_weights : NULL,
+               topk ? NULL : args->drow_weights},
+        .bytes = {l->tokens * l->experts * moe_type_bytes(l->logits_type), l->experts * l->hidden * size,
+                  l->experts * size, l->tokens * l->topk * 4, c->problem->padded_rows * 4},
+    };
+    return spoil(c, &outputs);
+}
+
+static cudaError_t collect(ep_call *c, const smoe_backward_args *args, int with_router, int wants_ds)
+{
+    moe_stage_begin(c->context, SMOE_STAGE_COLLECT_BWD, c->main.stream);
+    cudaError_t status = moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1);
+    if (status == cudaSuccess)
+        status =
+            c->problem->layer.tokens ? collect_tokens(c, args, with_router, wants_ds) : clear_router(c, args);
+    if (status == cudaSuccess) status = spoil_tokens(c, args, with_router);
+    moe_stage_end(c->context, SMOE_STAGE_COLLECT_BWD, c->main.stream);
+    return status;
+}
+
+smoe_status moe_cuda_ep_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
+                                 int with_router, int stages)
+{
+    const smoe_layer *layer = &call->problem.layer;
+    const int wanted = moe_ep_wanted(layer, args, with_router),
+              wants_ds = moe_wants_ds(layer, args, with_router);
+    ep_call c = moe_cuda_ep_call(context, args->ep, call, args->saved, 1, wanted);
+    int before;
+    cudaError_t status = enter_device(c.state, &before);
+    if (status != cudaSuccess) return device_error(context, status);
+    if (stages & MOE_DISPATCH) status = dispatch(&c, args, wanted);
+    if (status == cudaSuccess && stages & MOE_EXPERTS) status = experts(&c, args, wants_ds, wanted);
+    if (status == cudaSuccess && stages & MOE_COLLECT) status = collect(&c, args, with_router, wants_ds);
+    leave_device(c.state, before);
+    const smoe_status result = launch_result(context, &c.main, status);
+    return result == SMOE_OK ? moe_ep_outcome(context, args->ep) : result;
+}

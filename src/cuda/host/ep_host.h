@@ -1,0 +1,71 @@
+/* Layers with ranks: ep.c (groups, the forward) and ep_backward.c. */
+#ifndef SMOE_CUDA_EP_H
+#define SMOE_CUDA_EP_H
+
+#include "ep.h"
+#include "host/device.h"
+#include "host/ep_launch.h"
+
+/* smoe_ep.backend */
+typedef struct moe_cuda_group {
+    moe_ep_report *report;
+    cudaStream_t comm; /* rows travel on it beside the stages of a layer with several waves */
+    cudaEvent_t turn;  /* for moe_cuda_ep_follow */
+    cudaEvent_t sent[MOE_EP_MAX_PARTS]; /* this rank's rows of a part have been sent, ... */
+    cudaEvent_t again;                  /* ... and all of X again */
+} moe_cuda_group;
+
+/* What the three stages of a pass share. */
+typedef struct ep_call {
+    smoe_context *context;
+    smoe_ep *ep;
+    const moe_call *call;
+    const moe_problem *problem;
+    const device_state *state;
+    moe_ep_problem received;
+    moe_ep_arrays arrays;
+    moe_ep_own_plan own;
+    moe_ep_begin_call begin; /* has the view */
+    moe_launch main, beside; /* beside: for what runs while rows travel; the same with one wave */
+    moe_launch comm;         /* for movers */
+    int waves;
+    int64_t row_bytes;
+} ep_call;
+
+extern const moe_ep_table moe_cuda_ep;
+
+/* buffer: saved, or for inference the start of scratch. */
+ep_call moe_cuda_ep_call(smoe_context *context, smoe_ep *ep, const moe_call *call, void *buffer, int backward,
+                         int wanted);
+
+/* What is enqueued on `stream` from now on starts after what `before` has now. */
+cudaError_t moe_cuda_ep_follow(const ep_call *c, cudaStream_t stream, cudaStream_t before);
+
+/* All parts of a (T, d) tensor. */
+cudaError_t moe_cuda_ep_push_parts(const ep_call *c, const void *rows, uint64_t region, moe_ep_flag flag,
+                                   int parts, int own);
+
+/* Waits for a part of the others' rows, for all of their X again, and for the part that wave `wave` has. */
+cudaError_t moe_cuda_ep_wait_for_part(const ep_call *c, int part);
+cudaError_t moe_cuda_ep_wait_again(const ep_call *c);
+cudaError_t moe_cuda_ep_enter_wave(const ep_call *c, int wave);
+
+/* Sends the sums of a wave's tokens for columns first..first + columns - 1. */
+cudaError_t moe_cuda_ep_return_wave(const ep_call *c, const void *y, const float *row_weight, int wave,
+                                    int64_t first, int64_t columns);
+
+/* A region of this rank's window as a tensor of all slots. With several waves the rank's own rows are read
+ * where they are: `rows` (T, d), which no one has sent. */
+const void *moe_cuda_ep_slots(const ep_call *c, uint64_t region, const void *rows, int wave);
+
+smoe_status moe_cuda_ep_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
+                                 int with_router, int stages);
+
+/* Room for the received rows. NULL: not wanted. */
+void moe_cuda_ep_add_scratch(const device_state *state, const moe_problem *problem, moe_layout *forward,
+                             moe_layout *backward);
+
+/* route, round and plan of a rank without tokens. */
+smoe_status moe_cuda_no_tokens(smoe_context *context, const moe_call *call, const smoe_forward_args *args);
+
+#endif

@@ -1,0 +1,166 @@
+/* The kernels of layers with ranks, as the host side sees them: see launch.h. They move rows between windows
+ * and wait for flags. A kernel that waits has one warp, so that it holds no SM. Once the group has failed,
+ * kernels that send or wait do nothing, and the plan of received rows is empty. */
+#ifndef SMOE_CUDA_EP_LAUNCH_H
+#define SMOE_CUDA_EP_LAUNCH_H
+
+#include "ep_window.h"
+#include "host/launch_backward.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* In the owner's window. Kernels count the calls, so that a graph may be launched again and again. */
+typedef struct moe_ep_state {
+    uint64_t call;      /* the number of the current forward or backward */
+    uint64_t backwards; /* the number of the last backward: others may still read its X and dO */
+    uint32_t met;       /* the groups of all ranks have been compared */
+    uint32_t failed;    /* the group has failed on this rank */
+    uint32_t
+        arrived[MOE_EP_FLAGS]; /* CTAs that are done, of the grid that will set the flag; 0 between grids */
+} moe_ep_state;
+
+/* In pinned host memory. */
+typedef struct moe_ep_report {
+    moe_ep_fault fault; /* written by the device */
+    uint32_t aborted;   /* written by the host */
+} moe_ep_report;
+
+/* The group and the windows' layout, as kernels see them. */
+typedef struct moe_ep_view {
+    char *windows[MOE_EP_MAX_RANKS];
+    moe_ep_report *report;
+    uint64_t state; /* offsets as in moe_ep_window */
+    uint64_t hello, header, routing, sums, ds;
+    uint64_t routing_stripe, ds_stripe;
+    int64_t pairs, max_tokens;
+    int32_t stripe_experts; /* of the window, for the places in a stripe of routing */
+    int32_t ranks, rank, parts;
+    uint32_t timeout_ms;
+} moe_ep_view;
+
+/* ---- meet.cu ---- */
+
+typedef struct moe_ep_begin_call {
+    moe_ep_view view;
+    int64_t group_values[MOE_EP_GROUP_VALUES], call_values[MOE_EP_CALL_VALUES];
+    int64_t tokens; /* of this rank */
+    int32_t backward;
+} moe_ep_begin_call;
+
+/* Starts a call: waits until all groups exist and nobody reads rows of the last backward, then describes the
+ * call to all ranks. A backward's flag MOE_EP_HEADER is set here, a forward's by moe_cuda_ep_send_routing. */
+cudaError_t moe_cuda_ep_begin(const moe_launch *on, const moe_ep_begin_call *call);
+
+/* Waits for the descriptions of all ranks and compares them; tokens (ranks) receives T of each, 0 after a
+ * failure. */
+cudaError_t moe_cuda_ep_take_headers(const moe_launch *on, const moe_ep_begin_call *call, int64_t *tokens);
+
+/* Waits for a part of all other ranks; sets a flag in all other windows. */
+cudaError_t moe_cuda_ep_gate(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part);
+cudaError_t moe_cuda_ep_signal(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part);
+
+/* ---- plan.cu ---- */
+
+/* What is read of the plan of a rank's own tokens. */
+typedef struct moe_ep_own_plan {
+    const int32_t *row_token, *token_rows, *token_offsets, *counts, *offsets, *block_offsets;
+    const float *row_weight;
+    int32_t each; /* experts of a rank */
+} moe_ep_own_plan;
+
+/* To every rank its rows: counts, tokens and weights. Sets MOE_EP_HEADER. */
+cudaError_t moe_cuda_ep_send_routing(const moe_launch *on, const moe_ep_view *view,
+                                     const moe_ep_own_plan *plan);
+
+/* The plan of the received rows: see plan.cu. Experts are those of this rank. */
+typedef struct moe_ep_received_plan {
+    moe_ep_view view;
+    const int64_t *tokens; /* (ranks) */
+    int64_t capacity;      /* rows */
+    int32_t experts, padded_rows, piece_limit;
+    /* out, as in smoe_plan_view */
+    int32_t *counts, *offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
+    float *row_weight;
+    int32_t *starts, *spans;                    /* as in moe_ep_arrays */
+    moe_cuda_lists lists[MOE_EP_MAX_PARTS + 2]; /* of each wave */
+    /* work space */
+    int32_t *run_counts; /* (experts, waves, ranks) */
+    int32_t *sent;       /* (experts, waves, ranks) place of a run's first row in its source's stripe */
+    uint32_t *mask;      /* (slots, words) bit e % 32 of word e / 32: expert e has the slot */
+    int32_t words;
+} moe_ep_received_plan;
+
+cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *plan);
+
+/* ---- rows.cu ---- */
+
+/* Rows first..end - 1 of a (T, d) tensor to the ranks that need them; own: also to this rank's window. Sets
+ * `flag` for `part`. */
+typedef struct moe_ep_push {
+    moe_ep_view view;
+    moe_ep_own_plan plan;
+    const void *rows;
+    uint64_t region;
+    int64_t first, end, row_bytes;
+    moe_ep_flag flag;
+    int32_t part, own;
+} moe_ep_push;
+cudaError_t moe_cuda_ep_push(const moe_launch *on, const moe_ep_push *push);
+
+/* Sums over the rows of each received token of a wave, to the token's rank. */
+typedef struct moe_ep_return {
+    moe_ep_view view;
+    const void *y;           /* (padded_rows, columns) */
+    const float *row_weight; /* NULL: ones */
+    const int32_t *token_offsets, *token_rows;
+    const int64_t *tokens; /* (ranks) */
+    int64_t hidden, first_column, columns;
+    int32_t wave;
+    int32_t part; /* MOE_EP_RETURN is set for it; -1: not set */
+} moe_ep_return;
+cudaError_t moe_cuda_ep_return(const moe_launch *on, const moe_ep_return *call);
+
+/* out[t] = router's term + the sums of all ranks, ascending. NaN after a failure. */
+typedef struct moe_ep_collect {
+    moe_ep_view view;
+    moe_ep_own_plan plan;
+    void *out;    /* (T, hidden) */
+    int32_t onto; /* as in moe_cuda_combine */
+    const moe_cuda_term *terms;
+    const void *router_weight;
+    int64_t tokens, hidden;
+} moe_ep_collect;
+cudaError_t moe_cuda_ep_collect(const moe_launch *on, const moe_ep_collect *collect);
+
+/* ---- ds.cu ---- */
+
+/* dS of received rows, the sum of `parts` parts, to the ranks of their tokens. */
+typedef struct moe_ep_send_ds {
+    moe_ep_view view;
+    const float *partial; /* (parts, padded_rows) */
+    const int32_t *starts, *counts, *block_offsets, *row_token;
+    const int64_t *tokens; /* (ranks) */
+    int64_t padded_rows;
+    int32_t parts, experts;
+} moe_ep_send_ds;
+cudaError_t moe_cuda_ep_send_ds(const moe_launch *on, const moe_ep_send_ds *ds);
+
+/* ds (padded rows of the own plan) from what all ranks returned. Pad rows are not written. */
+cudaError_t moe_cuda_ep_take_ds(const moe_launch *on, const moe_ep_view *view, const moe_ep_own_plan *plan,
+                                float *ds);
+
+enum { MOE_EP_OUTPUTS = 6 };
+
+/* What a call writes becomes NaN if the group has failed. */
+typedef struct moe_ep_outputs {
+    void *at[MOE_EP_OUTPUTS];      /* NULL: none */
+    int64_t bytes[MOE_EP_OUTPUTS]; /* multiples of 2 */
+} moe_ep_outputs;
+cudaError_t moe_cuda_ep_spoil(const moe_launch *on, const moe_ep_view *view, const moe_ep_outputs *outputs);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,448 @@
+/* Layers with ranks on a GPU, compared with the same layer without ranks: W contexts with W windows in the
+ * memory of one GPU, in lockstep. What the CPU backend has in tests/test_ep.c and test_ep_failures.c. */
+#define _GNU_SOURCE /* for ep_case.h */
+#define TEST_ON_CUDA
+#include "src/activations.h"
+#include "tests/ep_case.h"
+
+#define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+static const int64_t uneven[EP_MOST] = {137, 0, 64, 5, 140, 1, 20, 9};
+
+static void check_lockstep(const smoe_layer *layer, const int64_t *tokens, int biases, int steps)
+{
+    ep_case *c = ep_make(layer, tokens, biases);
+    c->timeout_ms = 1000; /* what a wait would need is there before each call */
+    ep_copy_inputs(c);
+    ep_run_g(c);
+    for (int i = 0; i < steps; i++) ep_run_lockstep(c, 1);
+    ep_assert_same(c);
+    ep_free(c);
+}
+
+/* ---- Equal to the layer without ranks ---- */
+
+static void lockstep_gives_the_layers_bits(void **state)
+{
+    (void)state;
+    for (int ranks = 1; ranks <= 8; ranks *= 2)
+        for (int64_t topk = 1; topk <= 16; topk += 5) {
+            smoe_layer layer = ep_describe(ranks, 16, topk, SMOE_TYPE_BF16);
+            layer.waves = 1;
+            layer.chunks = topk == 6 ? 2 : 1;
+            check_lockstep(&layer, uneven, topk > 1, 1);
+        }
+}
+
+static void every_number_of_waves(void **state)
+{
+    (void)state;
+    for (int waves = 0; waves <= 8; waves = waves ? 2 * waves : 1)
+        for (int ranks = 1; ranks <= 4; ranks += 3) {
+            smoe_layer layer = ep_describe(ranks, 8, 3, SMOE_TYPE_BF16);
+            layer.waves = waves;
+            layer.chunks = waves == 4 ? 2 : 1;
+            check_lockstep(&layer, uneven, waves > 1, 2);
+        }
+}
+
+static void all_activations(void **state)
+{
+    (void)state;
+    static const smoe_activation activations[] = {
+#define LISTED(enumerator, name, shape, curve) enumerator,
+        MOE_ACTIVATIONS(LISTED)
+#undef LISTED
+    };
+    for (int i = 0; i < COUNT(activations); i++) {
+        smoe_layer layer = ep_describe(2, 6, 2, SMOE_TYPE_BF16);
+        layer.activation = activations[i];
+        layer.layout = i % 2 ? SMOE_LAYOUT_INTERLEAVED : SMOE_LAYOUT_CONCATENATED;
+        check_lockstep(&layer, uneven, 1, 1);
+    }
+}
+
+static void from_logits(void **state)
+{
+    (void)state;
+    for (int score = 0; score < 3; score++) {
+        smoe_layer layer = ep_describe(4, 12, 3, SMOE_TYPE_BF16);
+        layer.entry = SMOE_ENTRY_FROM_LOGITS;
+        layer.score = (smoe_score)score;
+        check_lockstep(&layer, uneven, 1, 2);
+    }
+}
+
+static void inference_gives_the_same_output(void **state)
+{
+    (void)state;
+    smoe_layer layer = ep_describe(4, 8, 2, SMOE_TYPE_BF16);
+    layer.inference = 1;
+    check_lockstep(&layer, uneven, 1, 3);
+}
+
+/* The kernels for few rows run in both. */
+static void few_rows(void **state)
+{
+    (void)state;
+    static const int64_t tokens[] = {3, 0, 1, 4};
+    for (int64_t topk = 1; topk <= 4; topk += 3) {
+        smoe_layer layer = ep_describe(4, 16, topk, SMOE_TYPE_BF16);
+        layer.max_tokens = 4;
+        check_lockstep(&layer, tokens, 1, 2);
+    }
+}
+
+static void reuse_saved_and_accumulate(void **state)
+{
+    (void)state;
+    smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_BF16);
+    layer.reuse_saved = layer.accumulate = 1;
+    layer.gradient_type = SMOE_TYPE_F32;
+    ep_case *c = ep_make(&layer, uneven, 1);
+    for (int i = EP_DW1; i <= EP_DB2; i++) ep_fill(&c->g.at[i], 1.0f, (uint64_t)i);
+    ep_copy_inputs(c);
+    for (int i = EP_DW1; i <= EP_DB2; i++) ep_copy(c, (ep_tensor_id)i);
+    ep_run_g(c);
+    ep_run_lockstep(c, 1);
+    for (int i = EP_DW1; i <= EP_DB2; i++) ep_assert_bits(c, (ep_tensor_id)i);
+    ep_assert_bits(c, EP_DS);
+    ep_free(c);
+}
+
+static void all_tokens_to_one_rank_or_one_expert(void **state)
+{
+    (void)state;
+    for (int experts = 1; experts <= 4; experts += 3) {
+        const smoe_layer layer = ep_describe(4, 16, 4, SMOE_TYPE_BF16);
+        ep_case *c = ep_make(&layer, uneven, 0);
+        const ep_tensor *ids = &c->g.at[EP_IDS];
+        for (int64_t i = 0; i < ids->rows * 4; i++) /* the experts 8.. of rank 2; a repeated id is skipped */
+            ((int32_t *)(void *)ids->data)[i] = (int32_t)(8 + i % experts);
+        ep_copy_inputs(c);
+        ep_run_g(c);
+        ep_run_lockstep(c, 1);
+        ep_assert_same(c);
+        ep_free(c);
+    }
+}
+
+/* 40 experts of a rank: a slot has more than one word of bits. */
+static void many_experts(void **state)
+{
+    (void)state;
+    smoe_layer layer = ep_describe(2, 80, 40, SMOE_TYPE_BF16);
+    layer.max_tokens = 40;
+    static const int64_t tokens[] = {40, 33};
+    check_lockstep(&layer, tokens, 0, 1);
+}
+
+static void rounding_adds_and_drops_pairs(void **state)
+{
+    (void)state;
+    static const smoe_rounding rules[] = {SMOE_ROUNDING_UP, SMOE_ROUNDING_DOWN};
+    for (int i = 0; i < COUNT(rules); i++) {
+        smoe_layer layer =
+            ep_describe(1, 8, 2, SMOE_TYPE_BF16); /* one rank, so that G rounds in the same way */
+        layer.entry = SMOE_ENTRY_FROM_LOGITS;
+        layer.rounding = rules[i];
+        layer.tile = 16;
+        check_lockstep(&layer, uneven, 1, 1);
+    }
+}
+
+static void a_nan_changes_no_other_token(void **state)
+{
+    (void)state;
+    smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_BF16);
+    layer.waves = 2;
+    static const ep_tensor_id results[] = {EP_OUT, EP_DX};
+    for (int i = 0; i < COUNT(results); i++) {
+        ep_case *c = ep_make(&layer, uneven, 0);
+        const int64_t token = c->first[2] + 3;
+        ep_copy_inputs(c);
+        ep_run_lockstep(c, 1);
+        for (int64_t row = 0; row < c->first[4]; row++)
+            memcpy(ep_g_row(c, results[i], row), ep_w_row(c, results[i], row),
+                   (size_t)c->g.at[results[i]].row_bytes);
+        memset(ep_w_row(c, EP_X, token), 0xFF, 4);
+        ep_run_lockstep(c, 1);
+        for (int64_t row = 0; row < c->first[4]; row++) {
+            const char *is = ep_w_row(c, results[i], row);
+            const int same = !memcmp(ep_g_row(c, results[i], row), is, (size_t)c->g.at[results[i]].row_bytes);
+            if (row == token)
+                assert_true(isnan(ep_value(is, SMOE_TYPE_BF16, 0)));
+            else if (!same)
+                fail_msg("%s: row %lld has changed", ep_names[results[i]], (long long)row);
+        }
+        ep_free(c);
+    }
+}
+
+/* As in a model: the windows hold what the other layer sent last. The second layer needs less room. */
+static void two_layers_use_one_group(void **state)
+{
+    (void)state;
+    smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_BF16);
+    layer.waves = 4;
+    ep_case *first = ep_make(&layer, uneven, 1);
+    layer.hidden = 64;
+    layer.topk = 1;
+    layer.waves = 1;
+    ep_case *second = ep_make(&layer, uneven, 1), *const order[] = {first, second, second, first};
+    ep_copy_inputs(first);
+    ep_copy_inputs(second);
+    ep_run_g(first);
+    ep_run_g(second);
+    for (int r = 0; r < 4; r++) {
+        ep_join(first, r, 1);
+        second->ep[r] = first->ep[r];
+        second->contexts[r] = first->contexts[r];
+    }
+    for (int i = 0; i < 8; i++)
+        (i % 4 < 2 ? ep_forward_lockstep : ep_backward_lockstep)(order[i % 4], NULL, 1);
+    ep_settle();
+    for (int r = 0; r < 4; r++) second->ep[r] = NULL;
+    ep_assert_same(first);
+    ep_assert_same(second);
+    ep_free(second);
+    ep_free(first);
+}
+
+/* ---- Graphs ---- */
+
+static void a_graph_may_be_launched_again(void **state)
+{
+    (void)state;
+    for (int waves = 1; waves <= 2; waves++) {
+        smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_BF16);
+        layer.waves = waves;
+        ep_case *c = ep_make(&layer, uneven, 1);
+        cudaStream_t stream;
+        cudaGraph_t graph;
+        cudaGraphExec_t ready;
+        ep_copy_inputs(c);
+        ep_run_g(c);
+        for (int r = 0; r < 4; r++) ep_join(c, r, 1);
+        assert_int_equal(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        assert_int_equal(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+        ep_forward_lockstep(c, stream, 1);
+        ep_backward_lockstep(c, stream, 1);
+        assert_int_equal(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        assert_int_equal(cudaGraphInstantiate(&ready, graph, 0), cudaSuccess);
+        for (int i = 0; i < 3; i++) {
+            for (int id = EP_OUT; id <= EP_DS; id++)
+                memset(c->w.at[id].data, 0xFF, (size_t)(c->w.at[id].rows * c->w.at[id].row_bytes));
+            assert_int_equal(cudaGraphLaunch(ready, stream), cudaSuccess);
+            ep_settle();
+            for (int r = 0; r < 4; r++)
+                if (smoe_ep_status(c->ep[r]) != SMOE_OK) fail_msg("%s", smoe_last_error(c->contexts[r]));
+            ep_assert_same(c);
+        }
+        ep_forward_lockstep(c, NULL, 1); /* the device has counted the calls of the graph */
+        ep_settle();
+        ep_assert_same(c);
+        cudaGraphExecDestroy(ready);
+        cudaGraphDestroy(graph);
+        cudaStreamDestroy(stream);
+        ep_free(c);
+    }
+}
+
+/* ---- Failures ---- */
+
+static ep_case *make_failing(const smoe_layer *layer, uint32_t timeout_ms)
+{
+    ep_case *c = ep_make(layer, uneven, 1);
+    c->timeout_ms = timeout_ms;
+    ep_copy_inputs(c);
+    return c;
+}
+
+/* The status of every rank from `first` on is PEER, and its text has these words; O is NaN, and so are the
+ * gradients if a backward came next. */
+static void assert_failed(const ep_case *c, int first, const char *words)
+{
+    for (int r = first; r < c->layer.ranks; r++) {
+        assert_int_equal(smoe_ep_status(c->ep[r]), SMOE_ERROR_PEER);
+        if (!strstr(smoe_last_error(c->contexts[r]), words))
+            fail_msg("rank %d: '%s' is not in: %s", r, words, smoe_last_error(c->contexts[r]));
+        for (int64_t i = c->first[r]; i < c->first[r + 1]; i++)
+            for (int64_t j = 0; j < c->layer.hidden; j++)
+                assert_true(isnan(ep_value(ep_w_row(c, EP_OUT, i), SMOE_TYPE_BF16, j)));
+    }
+}
+
+static void assert_nan(const ep_case *c, int rank, ep_tensor_id id, int64_t rows)
+{
+    const ep_tensor *t = &c->w.at[id];
+    const char *at = ep_part(c, rank, id);
+    for (int64_t i = 0; i < rows * t->row_bytes / ep_element(t->type); i++)
+        if (!isnan(ep_value(at, t->type, i)))
+            fail_msg("%s of rank %d: element %lld is not NaN", ep_names[id], rank, (long long)i);
+}
+
+static void zero(const ep_case *c)
+{
+    for (int id = EP_OUT; id <= EP_DB2; id++)
+        if (id <= EP_DS || id >= EP_DW1)
+            memset(c->w.at[id].data, 0, (size_t)(c->w.at[id].rows * c->w.at[id].row_bytes));
+}
+
+/* Ranks 1, 2 and 3 call; rank 0 never does. */
+static void a_rank_that_never_comes_is_named(void **state)
+{
+    (void)state;
+    smoe_layer layer = ep_describe(4, 8, 2, SMOE_TYPE_BF16);
+    layer.waves = 2;
+    ep_case *c = make_failing(&layer, 60);
+    for (int r = 0; r < 4; r++) ep_join(c, r, 1);
+    zero(c);
+    for (int r = 1; r < 4; r++) ep_run_rank(c, r, 1);
+    ep_settle();
+    assert_failed(c, 1, "call 1: rank ");
+    assert_failed(c, 1, "waited 60 ms for the start of the call of rank 0");
+    for (int r = 1; r < 4; r++) {
+        const smoe_layer mine = ep_layer(c, r);
+        const smoe_backward_args b = ep_backward_args(c, r);
+        assert_int_equal(smoe_layer_backward(c->contexts[r], &mine, &b, NULL), SMOE_ERROR_PEER);
+        ep_settle();
+        assert_nan(c, r, EP_DX, c->tokens[r]);
+        assert_nan(c, r, EP_DS, c->tokens[r]);
+        for (int id = EP_DW1; id <= EP_DB2; id++) assert_nan(c, r, (ep_tensor_id)id, 2);
+    }
+    ep_run_rank(c, 0, 1); /* too late: it learns why the others gave up */
+    ep_settle();
+    assert_failed(c, 0, "waited 60 ms for the start of the call of rank 0");
+    ep_free(c);
+}
+
+/* Rank 3 ends after its forward. */
+static void a_rank_that_stops_is_named(void **state)
+{
+    (void)state;
+    const smoe_layer layer = ep_describe(4, 8, 2, SMOE_TYPE_BF16);
+    ep_case *c = make_failing(&layer, 60);
+    for (int r = 0; r < 4; r++) ep_join(c, r, 1);
+    ep_forward_lockstep(c, NULL, 1);
+    zero(c);
+    for (int r = 0; r < 3; r++) {
+        const smoe_layer mine = ep_layer(c, r);
+        const smoe_backward_args b = ep_backward_args(c, r);
+        smoe_layer_backward(c->contexts[r], &mine, &b, NULL);
+    }
+    ep_settle();
+    for (int r = 0; r < 3; r++) {
+        assert_int_equal(smoe_ep_status(c->ep[r]), SMOE_ERROR_PEER);
+        if (!strstr(smoe_last_error(c->contexts[r]),
+                    "call 2: rank 0 waited 60 ms for the start of the call of "))
+            fail_msg("%s", smoe_last_error(c->contexts[r]));
+        assert_nan(c, r, EP_DX, c->tokens[r]);
+        for (int id = EP_DW1; id <= EP_DB2; id++) assert_nan(c, r, (ep_tensor_id)id, 2);
+    }
+    ep_free(c);
+}
+
+static void an_abort_ends_the_wait(void **state)
+{
+    (void)state;
+    const smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_BF16);
+    ep_case *c = make_failing(&layer, 20000);
+    for (int r = 0; r < 2; r++) ep_join(c, r, 1);
+    smoe_ep_abort(c->ep[0]);
+    ep_run_rank(c, 0, 1);
+    ep_run_rank(c, 1, 1);
+    ep_settle();
+    assert_failed(c, 0, "call 1: rank 0 was stopped by smoe_ep_abort");
+    ep_free(c);
+}
+
+static void rows_past_the_capacity_are_an_error_with_both_figures(void **state)
+{
+    (void)state;
+    for (int ranks = 1; ranks <= 4; ranks += 3) {
+        smoe_layer layer = ep_describe(ranks, 8, 2, SMOE_TYPE_BF16);
+        layer.row_capacity = 20;
+        ep_case *c = make_failing(&layer, 1000);
+        ep_tensor *ids = &c->w.at[EP_IDS];
+        for (int64_t i = 0; i < ids->rows * 2; i++) ((int32_t *)(void *)ids->data)[i] = 0;
+        for (int r = 0; r < ranks; r++) ep_join(c, r, 1);
+        ep_forward_lockstep(c, NULL, 0);
+        ep_settle();
+        char words[100];
+        snprintf(words, sizeof words, "call 1: rank 0 received %lld rows, its row_capacity is 20",
+                 (long long)c->first[ranks]);
+        assert_failed(c, 0, words);
+        ep_free(c);
+    }
+}
+
+static void differences_are_named_with_both_values(void **state)
+{
+    (void)state;
+    const smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_BF16);
+    ep_case *c = make_failing(&layer, 1000);
+    for (int r = 0; r < 2; r++) ep_join(c, r, 1);
+    for (int i = 0; i < 3; i++)
+        for (int r = 0; r < 2; r++) {
+            smoe_layer mine = ep_layer(c, r);
+            mine.activation = r ? SMOE_ACTIVATION_GEGLU : SMOE_ACTIVATION_SWIGLU;
+            const smoe_forward_args f = ep_forward_args(c, r);
+            ep_forward_call *const calls[] = {smoe_plan, smoe_ep_dispatch, smoe_experts_forward};
+            calls[i](c->contexts[r], &mine, &f, NULL);
+        }
+    ep_settle();
+    char words[100];
+    snprintf(words, sizeof words, "call 1: activation is %d on rank 0 and %d on rank 1",
+             (int)SMOE_ACTIVATION_SWIGLU, (int)SMOE_ACTIVATION_GEGLU);
+    for (int r = 0; r < 2; r++) {
+        assert_int_equal(smoe_ep_status(c->ep[r]), SMOE_ERROR_PEER);
+        if (!strstr(smoe_last_error(c->contexts[r]), words)) fail_msg("%s", smoe_last_error(c->contexts[r]));
+    }
+    ep_free(c);
+}
+
+static void groups_of_other_sizes_are_named(void **state)
+{
+    (void)state;
+    const smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_BF16);
+    ep_case *c = make_failing(&layer, 1000);
+    ep_join(c, 0, 1);
+    c->layer.hidden = 64;
+    ep_join(c, 1, 1);
+    c->layer.hidden = 72;
+    ep_run_rank(c, 0, 1);
+    ep_settle();
+    assert_int_equal(smoe_ep_status(c->ep[0]), SMOE_ERROR_PEER);
+    if (!strstr(smoe_last_error(c->contexts[0]), "bytes of a row of X is 144 on rank 0 and 128 on rank 1"))
+        fail_msg("%s", smoe_last_error(c->contexts[0]));
+    ep_free(c);
+}
+
+int main(int argc, char **argv)
+{
+    smoe_destroy(open_cuda()); /* without a GPU the test is skipped */
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(lockstep_gives_the_layers_bits),
+        cmocka_unit_test(every_number_of_waves),
+        cmocka_unit_test(all_activations),
+        cmocka_unit_test(from_logits),
+        cmocka_unit_test(inference_gives_the_same_output),
+        cmocka_unit_test(few_rows),
+        cmocka_unit_test(reuse_saved_and_accumulate),
+        cmocka_unit_test(all_tokens_to_one_rank_or_one_expert),
+        cmocka_unit_test(many_experts),
+        cmocka_unit_test(rounding_adds_and_drops_pairs),
+        cmocka_unit_test(a_nan_changes_no_other_token),
+        cmocka_unit_test(two_layers_use_one_group),
+        cmocka_unit_test(a_graph_may_be_launched_again),
+        cmocka_unit_test(a_rank_that_never_comes_is_named),
+        cmocka_unit_test(a_rank_that_stops_is_named),
+        cmocka_unit_test(an_abort_ends_the_wait),
+        cmocka_unit_test(rows_past_the_capacity_are_an_error_with_both_figures),
+        cmocka_unit_test(differences_are_named_with_both_values),
+        cmocka_unit_test(groups_of_other_sizes_are_named),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
