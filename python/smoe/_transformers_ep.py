@@ -11,25 +11,25 @@ from transformers.utils import logging
 
 from . import ep
 from . import transformers as doors
+from ._ep_shared import Shared, shared
 
 _logger = logging.get_logger(__name__)
 
 
-class _Shared:
-    """The smoe.ep.Group of layers of the same sizes, which run one after the other."""
+class _Agreed(Shared):
+    """The ranks have different numbers of tokens. The first layer that called asks all of them, once in each pass."""
 
-    def __init__(self, mesh, hidden: int, experts: int, dtype: torch.dtype) -> None:
-        self.mesh, self.sizes, self.first, self.group = mesh, dict(hidden=hidden, num_experts=experts, dtype=dtype), None, None
-        # The ranks agree on numbers of tokens through the host, so that no GPU has to wait.
+    def __init__(self, mesh, *sizes) -> None:
+        super().__init__(mesh, *sizes)
+        self.first = None
+        # Through the host, so that no GPU has to wait.
         ranks = dist.get_process_group_ranks(mesh.get_group())
         self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
-    def fitting(self, layer: object, tokens: int, top_k: int, most: int | None) -> ep.Group:
-        """The group for a call of the layer. `most`: the number of tokens that no call exceeds, None: not known. Then the
-        first layer that called asks all ranks, once in each pass."""
+    def of_call(self, layer: object, tokens: int) -> ep.Group:
         self.first = self.first or weakref.ref(layer)
-        if self.group is None or (most is None and self.first() is layer):
-            self.agree(tokens if most is None else most, top_k)
+        if self.group is None or self.first() is layer:
+            self.ask(tokens)
         if tokens > self.group.max_tokens:
             raise ValueError(
                 f"smoe: {tokens} tokens, but the windows of expert parallelism have room for {self.group.max_tokens}; set "
@@ -38,17 +38,10 @@ class _Shared:
         return self.group
 
     @torch.compiler.disable
-    def agree(self, tokens: int, top_k: int) -> None:
-        """Makes the group larger if a rank has more tokens than fit. A smaller one stays open, since a backward may need it; to
-        bound the memory of all, each is at least twice as large as the one before."""
+    def ask(self, tokens: int) -> None:
         most = torch.tensor([tokens])
         dist.all_reduce(most, dist.ReduceOp.MAX, self.hosts)
-        if self.group is None or most.item() > self.group.max_tokens:
-            least = 1 if self.group is None else 2 * self.group.max_tokens
-            self.group = ep.Group(self.mesh, max_tokens=max(most.item(), least), top_k=top_k, **self.sizes)
-
-
-_shared: dict[tuple, _Shared] = {}
+        self.fit(most.item())
 
 
 class SmoeEP(EPImplementation):
@@ -90,10 +83,11 @@ class SmoeEP(EPImplementation):
             w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        key = (self.ep_mesh, x.shape[1], self.num_local_experts, ids.shape[1], dtype)
-        if key not in _shared:
-            _shared[key] = _Shared(self.ep_mesh, x.shape[1], self.num_local_experts * self.ep_mesh.size(), dtype)
-        group = _shared[key].fitting(self, x.shape[0], ids.shape[1], SmoeEP.max_tokens)
+        sizes = x.shape[1], self.num_local_experts * self.ep_mesh.size(), ids.shape[1], dtype
+        if SmoeEP.max_tokens is None:
+            group = shared(_Agreed, self.ep_mesh, *sizes).of_call(self, x.shape[0])
+        else:
+            group = shared(Shared, self.ep_mesh, *sizes).fit(SmoeEP.max_tokens)
         out = ep.experts(
             x, ids, scores, w1, w2, group=group, b1=b1, b2=b2, activation=activation, layout=layout, copy_weights=True
         )

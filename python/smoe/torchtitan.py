@@ -5,7 +5,7 @@
 It replaces every RoutedExperts that has torchtitan's own grouped linears (w13 [E, 2, F, D], w2 [E, D, F]) and SwiGLU.
 Parameters, their names and their sharding stay as they are. Without expert parallelism smoe reads the tokens with their
 ids and scores directly, and no copy sorted by expert is made. With expert parallelism smoe computes the rows that the
-dispatcher delivers. For a dtype or a GPU that smoe does not support and for quantised weights torchtitan's own code
+dispatcher delivers. With Config(ep="smoe") smoe.ep moves the tokens itself, and the dispatcher only gives the mesh. For a dtype or a GPU that smoe does not support and for quantised weights torchtitan's own code
 runs, with one warning.
 """
 
@@ -28,7 +28,8 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.protocols.model import ModelConfigConverter
 
-from . import _checks, compat, functional
+from . import _checks, compat, ep, functional
+from ._ep_shared import Shared, shared
 
 __all__ = ["SmoeConverter", "SmoeRoutedExperts"]
 
@@ -57,7 +58,28 @@ class SmoeRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        pass
+        ep: str | None = None
+        max_tokens: int | None = None
+        dtype: torch.dtype = torch.bfloat16
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.ep, self.max_tokens, self.dtype = config.ep, config.max_tokens, config.dtype
+
+    def parallelize(self, *dimensions) -> None:
+        """With max_tokens the windows are made here, outside of what torch.compile traces."""
+        super().parallelize(*dimensions)
+        if self._ep_mesh() is not None and self.max_tokens:
+            self._group(self.max_tokens, self.dtype)
+
+    def _ep_mesh(self):
+        return getattr(self.token_dispatcher, "ep_mesh", None) if self.ep else None
+
+    def _group(self, tokens: int, dtype: torch.dtype) -> ep.Group:
+        """torchtitan pads, so that all ranks have the same number of tokens."""
+        mesh, w2 = self._ep_mesh(), _local(self.w2.weight)
+        sizes = w2.shape[1], w2.shape[0] * mesh.size(), self.token_dispatcher.top_k, dtype
+        return shared(Shared, mesh, *sizes).fit(max(tokens, self.max_tokens or 0))
 
     def forward(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
@@ -69,6 +91,9 @@ class SmoeRoutedExperts(RoutedExperts):
         if type(self.token_dispatcher) is LocalTokenDispatcher:
             out = functional.experts(x_TD, topk_expert_ids_TK, topk_scores_TK, w13, w2)
             return out.type_as(x_TD)  # under autocast too, as the stock module
+        if self._ep_mesh() is not None:
+            group = self._group(x_TD.shape[0], x_TD.dtype)
+            return ep.experts(x_TD, topk_expert_ids_TK, topk_scores_TK, w13, w2, group=group).type_as(x_TD)
         rows, counts, metadata = self.token_dispatcher.dispatch(
             x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
         )
@@ -77,13 +102,21 @@ class SmoeRoutedExperts(RoutedExperts):
 
 
 class SmoeConverter(ModelConfigConverter):
-    """Replaces every stock routed-experts config of a model config."""
+    """Replaces every stock routed-experts config of a model config.
+
+    ep: None, or "smoe": with expert parallelism smoe.ep moves the tokens. max_tokens: the largest number of tokens of a rank
+    in a call; without it the windows are made in the first forward, which torch.compile cannot trace. dtype: of x then.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        pass
+        ep: str | None = None
+        max_tokens: int | None = None
+        dtype: torch.dtype = torch.bfloat16
 
     def __init__(self, config: Config) -> None:
+        if config.ep not in (None, "smoe"):
+            raise ValueError(f"smoe.torchtitan.SmoeConverter: ep is {config.ep!r}; expected None or 'smoe'")
         self.config = config
 
     def convert(self, model_config):
@@ -96,7 +129,8 @@ class SmoeConverter(ModelConfigConverter):
                     f"{type(config.activation_fn).__qualname__}; expected the stock grouped linears and SwiGLU"
                 )
             fields = {field: getattr(config, field) for field in type(config).__dataclass_fields__}
-            replacement = SmoeRoutedExperts.Config(**fields)
+            chosen = {field: getattr(self.config, field) for field in ("ep", "max_tokens", "dtype")}
+            replacement = SmoeRoutedExperts.Config(**fields, **chosen)
             if parent is None:
                 model_config = replacement
             elif isinstance(parent, list):

@@ -202,7 +202,10 @@ class _LocalTokenDispatcher(_Configurable):
         top_k: int
 
     def __init__(self, config):
-        self.config = config
+        self.config, self.top_k, self.ep_mesh = config, config.top_k, None
+
+    def wire_meshes(self, *, ep_mesh):
+        self.ep_mesh = ep_mesh
 
 
 class _AllToAll(_LocalTokenDispatcher):
@@ -237,6 +240,9 @@ class _RoutedExperts(_Module):
         self.w13, self.w2 = config.w13.build(), config.w2.build()
         self.token_dispatcher = config.token_dispatcher.build()
 
+    def parallelize(self, parallel_dims):
+        self.token_dispatcher.wire_meshes(ep_mesh=parallel_dims.get_optional_mesh("ep"))
+
     def forward(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
         w13 = self.w13.weight.flatten(1, 2)
         return reference.experts(x_TD, topk_expert_ids_TK, topk_scores_TK, w13, self.w2.weight)
@@ -247,8 +253,8 @@ class _Model(_Configurable.Config):
     layers: list = field(default_factory=list)
 
 
-@pytest.fixture
-def titan(monkeypatch):
+def stand_ins(monkeypatch):
+    """smoe.torchtitan with these classes in place of torchtitan's"""
     names = {
         "models.common.activation": dict(SwiGLU=_SwiGLU),
         "models.common.linear": dict(GroupedLinear=_GroupedLinear),
@@ -266,7 +272,12 @@ def titan(monkeypatch):
     monkeypatch.delitem(sys.modules, "smoe.torchtitan", raising=False)
     import smoe.torchtitan as module
 
-    yield module
+    return module
+
+
+@pytest.fixture
+def titan(monkeypatch):
+    yield stand_ins(monkeypatch)
     sys.modules.pop("smoe.torchtitan")
 
 
@@ -301,9 +312,56 @@ def test_torchtitan(titan, dispatcher):
         assert ours(x, scores, ids, counts).dtype == x.dtype
 
 
+class _Dimensions:
+    """torchtitan's ParallelDims, with expert parallelism over all processes"""
+
+    def get_optional_mesh(self, name):
+        return torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=(name,))
+
+
+def titan_rank(rank, ranks, folder):
+    """Writes what this rank has of the outputs and gradients: eager, then compiled with windows made by parallelize()."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        module, found = stand_ins(patch), []
+        for max_tokens in (None, T):
+            config = module.SmoeConverter.Config(ep="smoe", max_tokens=max_tokens, dtype=torch.float32)
+            experts = module.SmoeConverter(config).convert(_Model(layers=[routed(_AllToAll)])).layers[0].build()
+            weights = torch.load(f"{folder}/weights")
+            for linear, name in ((experts.w13, "w13.weight"), (experts.w2, "w2.weight")):
+                linear.weight = torch.nn.Parameter(weights[name].chunk(ranks)[rank].clone())
+            experts.parallelize(_Dimensions())
+            run = torch.compile(experts.forward, backend="aot_eager", fullgraph=True) if max_tokens else experts
+            x, scores, ids, counts = [t.chunk(ranks)[rank].detach() for t in torch.load(f"{folder}/inputs")]
+            inputs = [x.requires_grad_(), scores.requires_grad_(), *experts.parameters()]
+            out = run(x, scores, ids, counts)
+            found.append([out.detach(), *torch.autograd.grad(out, inputs, out.detach())])
+    torch.save(found, f"{folder}/{rank}")
+    torch.distributed.barrier()
+
+
+def test_torchtitan_expert_parallelism(titan, tmp_path):
+    stock = routed().build()
+    x, scores = torch.randn(T, H, requires_grad=True), torch.rand(T, K, requires_grad=True)
+    ids = torch.rand(T, E).topk(K).indices
+    counts = torch.bincount(ids.flatten(), minlength=E)
+    out = stock(x, scores, ids, counts)
+    torch.save(stock.state_dict(), tmp_path / "weights")
+    torch.save([x, scores, ids, counts], tmp_path / "inputs")
+    torch.multiprocessing.spawn(titan_rank, (2, tmp_path), nprocs=2)
+    each = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+    whole = [out, *torch.autograd.grad(out, [x, scores, *stock.parameters()], out.detach())]
+    for found in zip(*each, strict=True):
+        for mine, want in zip(zip(*found, strict=True), whole, strict=True):
+            assert near(torch.cat(mine), want, 1e-4)
+    with pytest.raises(ValueError, match="ep is 'deepep'; expected None or 'smoe'"):
+        titan.SmoeConverter(titan.SmoeConverter.Config(ep="deepep"))
+
+
 def test_torchtitan_runs_its_own_code_for_other_dtypes(titan, caplog):
     """float64 tensors, which smoe does not support: torchtitan's code and one warning."""
-    converted = titan.SmoeConverter(None).convert(_Model(layers=[routed()])).layers[0].build().double()
+    converted = titan.SmoeConverter(titan.SmoeConverter.Config()).convert(_Model(layers=[routed()])).layers[0].build().double()
     stock = routed().build().double()
     stock.load_state_dict(converted.state_dict())
     x, scores = torch.randn(T, H, dtype=torch.float64), torch.rand(T, K)
@@ -321,4 +379,4 @@ def test_torchtitan_refuses_what_is_not_stock(titan):
             pass
 
     with pytest.raises(TypeError, match="expected the stock grouped linears and SwiGLU"):
-        titan.SmoeConverter(None).convert(_Model(layers=[routed(activation=Other)]))
+        titan.SmoeConverter(titan.SmoeConverter.Config()).convert(_Model(layers=[routed(activation=Other)]))
