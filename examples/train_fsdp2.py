@@ -4,6 +4,7 @@
   torchrun --nproc-per-node 8 examples/train_fsdp2.py --model 7B --precision bf16 --random --steps 50
   torchrun --nproc-per-node 2 examples/train_fsdp2.py --model 1.4B data/*.bin --out run --save-every 500
   torchrun --nproc-per-node 4 examples/train_fsdp2.py --model 1.4B data/*.bin --out run --resume
+  torchrun --nproc-per-node 8 examples/train_fsdp2.py --model 30B --ep 8 --precision bf16 --random --steps 20
   python examples/train_fsdp2.py --init run/step-0000000 text.txt --compare run/train.jsonl
 
 Model, data order, optimizer and schedule are those of `smoe train` with validations: from the same weights, files,
@@ -68,14 +69,24 @@ def configure(o, source: models.Checkpoint | None) -> models.Config:
     return replace(config, **changed)
 
 
-def shard(model: models.LanguageModel, o, device: torch.device) -> None:
+def expert_mesh(o, device: torch.device):
+    """Processes with the same experts are a column, those that exchange tokens a row."""
+    shape = (dist.get_world_size() // o.ep, o.ep)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("efsdp", "ep"))
+
+
+def shard(model: models.LanguageModel, o, device: torch.device, spread) -> None:
     """The weights of a block are gathered and freed together. Embedding, head and last norm belong to the root
-    module."""
+    module. With expert parallelism (the mesh `spread`) a process gathers its own experts alone."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Without cast_forward_inputs=False the hooks would round RoPE's float32 tables to bf16 on their way into a block.
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[o.compute], reduce_dtype=DTYPES[o.reduce], cast_forward_inputs=False
     )
+    if spread:
+        from smoe import ep
+
+        ep.fully_shard(model, spread["efsdp"], mp_policy=policy, reshard_after_forward=o.zero == 3)
     last = model.blocks[-1]
     for block in model.blocks:  # the last one keeps its weights, because the backward starts with it
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=o.zero == 3 and block is not last)
@@ -83,22 +94,28 @@ def shard(model: models.LanguageModel, o, device: torch.device) -> None:
     # Without prefetching, a block's weights are gathered only when the host reaches the block. This is late if the
     # experts of the block before made the host wait.
     for block, following in zip(model.blocks, model.blocks[1:]):
-        block.set_modules_to_forward_prefetch([following])
+        block.set_modules_to_forward_prefetch([following, following.moe.experts] if spread else [following])
 
 
-def build(o, config: models.Config, source: models.Checkpoint | None, device: torch.device) -> models.LanguageModel:
+def build(o, config: models.Config, source: models.Checkpoint | None, device: torch.device, tokens: int) -> models.LanguageModel:
     """Builds the model without memory (on the meta device) and shards it. Then each process allocates and fills its own
-    shards on its device."""
+    shards on its device. `tokens` are those of a process in a step."""
     routing = experts.Routing(config.topk, config.renormalize, o.balance)
-    run = experts.make_experts(o.experts, routing, device.type, o.compile)
+    sizes = config.hidden, config.intermediate, config.experts
+    spread = expert_mesh(o, device) if o.ep > 1 else None
+    if spread:
+        layer = experts.make_spread(routing, *sizes, spread["ep"], tokens, DTYPES[o.compute])
+    else:
+        run = experts.make_experts(o.experts, routing, device.type, o.compile)
+        layer = lambda: experts.MoE(*sizes, run)
     with torch.device("meta"):
-        model = models.LanguageModel(config, run, o.compile, o.checkpoint == "full").to(DTYPES[o.precision])
+        model = models.LanguageModel(config, layer, o.compile, o.checkpoint == "full").to(DTYPES[o.precision])
     if not o.no_shard:
-        shard(model, o, device)
+        shard(model, o, device, spread)
     model.to_empty(device=device)
     model.make_tables(device)
     give = source.give if source else models.drawn(config, o.seed, device)
-    models.fill(model, give, experts.layout_of(o.experts), dist.get_rank(), dist.get_world_size())
+    models.fill(model, give, experts.layout_of(o.experts))
     return model
 
 
@@ -177,6 +194,8 @@ class Run:
         options.settle(o, self.device.type, self.processes)
         source = models.Checkpoint(o.init) if o.init else None
         self.config = configure(o, source)
+        if self.config.experts % o.ep:
+            raise UsageError(f"--ep {o.ep} does not divide the {self.config.experts} experts")
         found = checkpoints.read_note(o.out) if o.resume else {}
         self.batch = o.batch or found.get("batch") or self.config.sequences * self.processes
         if self.batch % self.processes:
@@ -185,7 +204,8 @@ class Run:
         self.data = data.open_tokens(o.data, o.random, self.config.vocabulary, self.config.context, o.seed)
         self.step = self.find_start(found)
         self.report = Report(o.json)
-        self.model = build(o, self.config, None if o.resume else source, self.device)
+        tokens = self.tokens_a_step // self.processes
+        self.model = build(o, self.config, None if o.resume else source, self.device, tokens)
         self.optimizer = make_optimizer(self.model, o)
         if o.resume:
             checkpoints.load(o.out, self.model, self.optimizer)
@@ -223,6 +243,7 @@ class Run:
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         fact("processes", f"{self.processes} on {where}, torch {torch.__version__}")
         sharding = "not sharded" if o.no_shard else f"ZeRO-{o.zero}"
+        sharding += f", experts over {o.ep} processes" if o.ep > 1 else ""
         types = f"weights {o.precision}, arithmetic {o.compute}, gradient sum {o.reduce}"
         ways = f"{sharding}, checkpointing {o.checkpoint}, compile {'on' if o.compile else 'off'}"
         fact("step", f"{self.batch} sequences, {self.tokens_a_step} tokens; {types}; {ways}")
@@ -240,7 +261,7 @@ class Run:
             rows = rows.pin_memory().to(self.device, non_blocking=True)
         loss = self.model(rows[:, :-1].flatten(), rows[:, 1:].flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), o.clip) if o.clip else None
+        norm = self.clip() if o.clip else None
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(o, self.step)
         self.optimizer.step()
@@ -248,11 +269,28 @@ class Run:
         self.step += 1
         self.pending.append((self.step, loss.detach(), norm))
 
+    def clip(self) -> torch.Tensor:
+        if self.o.ep == 1:
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.o.clip)
+        from smoe import ep
+
+        return ep.clip_grad_norm_(self.model, self.o.clip)
+
+    def check_peers(self) -> None:
+        from smoe import ep
+
+        try:
+            ep.check()
+        except ep.PeerError as error:  # then the losses are NaN
+            raise RunError(f"step {self.step}: {error}")
+
     def write_line(self) -> None:
         """Records all steps since the last line and prints the last one. Waits for the GPU. A step's loss is the mean
         over the processes, each of which has an equal share of the batch."""
         if not self.pending:
             return
+        if self.o.ep > 1:
+            self.check_peers()
         sums = torch.stack([loss for _, loss, _ in self.pending]).double()
         dist.all_reduce(sums)
         norms = [NAN if n is None else getattr(n, "full_tensor", lambda n=n: n)().item() for _, _, n in self.pending]

@@ -165,6 +165,18 @@ def make_experts(peer: str, routing: Routing, device: str, compiled: bool) -> Ca
         raise UsageError(f"--experts {peer} cannot be imported ({error}); to install it: {INSTALL[peer]}")
 
 
+def make_spread(
+    routing: Routing, hidden: int, intermediate: int, count: int, mesh, tokens: int, dtype: torch.dtype
+) -> Callable[[], nn.Module]:
+    """Makes layers whose experts are spread over the processes of the mesh, each of which has so many tokens."""
+    import smoe
+
+    group = smoe.ep.Group(mesh, max_tokens=tokens, hidden=hidden, num_experts=count, top_k=routing.topk, dtype=dtype)
+    score = "topk_softmax" if routing.renormalize else "softmax_topk"
+    options = dict(score=score, balance_coefficient=routing.balance)
+    return lambda: smoe.MoE(hidden, intermediate, count, routing.topk, ep=group, **options)
+
+
 class MoE(nn.Module):
     """The parameters of a layer under the names that smoe.MoE and Hugging Face's OLMoE give them."""
 

@@ -54,11 +54,13 @@ class Config:
         return 6 * self.active_weights() + 6 * self.layers * self.context * self.hidden
 
 
-CONFIGS = {  # 0.5B, 1.4B and 7B: the models of the SonicMoE paper, with the paper's number of tokens for each GPU
+CONFIGS = {  # 0.5B, 1.4B and 7B: the models of the SonicMoE paper, with the paper's number of tokens for each GPU. 30B: the
+    # sizes of Qwen3-30B-A3B with the attention of these models
     "tiny": Config(2, 32, 4, 16, 8, 2, vocabulary=256, context=32, sequences=8, deviation=0.1),
     "0.5B": Config(12, 768, 12, 256, 64, 8),
     "1.4B": Config(18, 768, 12, 256, 128, 8),
     "7B": Config(45, 1536, 24, 256, 128, 8, sequences=6),
+    "30B": Config(48, 2048, 16, 768, 128, 8, sequences=4),
 }
 
 
@@ -131,14 +133,13 @@ class LanguageModel(nn.Module):
     """forward(tokens, targets), both (rows) int64, gives the mean cross-entropy in nats. The loss is computed in this
     forward because fully_shard gathers the head's weights only during it."""
 
-    def __init__(self, config: Config, run_experts: Callable, compiled: bool, recompute: bool) -> None:
+    def __init__(self, config: Config, make_moe: Callable[[], nn.Module], compiled: bool, recompute: bool) -> None:
         super().__init__()
         c, functions = config, Functions(compiled)
         self.config, self.functions = c, functions
         self.embedding, self.norm = _matrix(c.vocabulary, c.hidden), _matrix(c.hidden)
         self.head = None if c.tied else _matrix(c.vocabulary, c.hidden)
-        moe = lambda: experts.MoE(c.hidden, c.intermediate, c.experts, run_experts)
-        self.blocks = nn.ModuleList(Block(c, functions, moe(), recompute) for _ in range(c.layers))
+        self.blocks = nn.ModuleList(Block(c, functions, make_moe(), recompute) for _ in range(c.layers))
         self.tables: tuple[Tensor, Tensor] | None = None
 
     def make_tables(self, device: torch.device) -> None:
@@ -273,8 +274,17 @@ def named_shapes(model: LanguageModel) -> Iterator[tuple[int, str, nn.Parameter]
         yield index, name, parameter
 
 
+def _rows_here(value: Tensor, mesh) -> Tensor:
+    """This process's rows of dimension 0: the experts of its group's rank, then as fully_shard cuts them. The last parts may be
+    short or missing."""
+    for dimension in reversed(range(mesh.ndim)):
+        parts, place = value.chunk(mesh.size(dimension)), mesh.get_local_rank(dimension)
+        value = parts[place] if place < len(parts) else value[:0]
+    return value
+
+
 @torch.no_grad()
-def fill(model: LanguageModel, give: Callable, layout: str, rank: int, processes: int) -> None:
+def fill(model: LanguageModel, give: Callable, layout: str) -> None:
     """Fills every parameter; of a sharded one, this process's rows. At most one whole parameter is in memory at a
     time."""
     for index, name, parameter in named_shapes(model):
@@ -282,10 +292,7 @@ def fill(model: LanguageModel, give: Callable, layout: str, rank: int, processes
         if layout == "interleaved" and name.endswith("gate_up_proj"):
             value = experts.interleave(value)
         local = getattr(parameter, "to_local", lambda: parameter)()
-        if local is not parameter:
-            parts = value.chunk(processes)  # as fully_shard cuts dimension 0: the last parts may be short or missing
-            value = parts[rank] if rank < len(parts) else value[:0]
-        local.copy_(value)
+        local.copy_(value if local is parameter else _rows_here(value, parameter.device_mesh))
 
 
 def described(config: Config) -> dict:

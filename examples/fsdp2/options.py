@@ -56,7 +56,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     data.add_argument("--seed", type=int, default=1, help="seed of the first weights and of the samples (1)")
     model = p.add_argument_group("model")
-    model.add_argument("--model", choices=CONFIGS, default="tiny", help="the paper's 0.5B, 1.4B, 7B, or tiny")
+    model.add_argument("--model", choices=CONFIGS, default="tiny", help="the paper's 0.5B, 1.4B, 7B, a 30B, or tiny")
     model.add_argument("--layers", type=_count, help="number of layers, if not the model's")
     model.add_argument("--context", type=_count, help="tokens in a sequence, if not the model's")
     model.add_argument("--vocabulary", type=_count, help="size of the vocabulary, if not the model's")
@@ -82,6 +82,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     step.add_argument(
         "--no-shard", action="store_true", help="no fully_shard; needs one process and --compute equal to --precision"
+    )
+    step.add_argument(
+        "--ep", type=_count, default=1, metavar="W", help="spread the experts of a layer over W processes of one host (1)"
     )
     step.add_argument("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (on CUDA)")
     optimizer = p.add_argument_group("optimizer, AdamW with warm-up and cosine")
@@ -143,6 +146,10 @@ def settle(options: argparse.Namespace, device: str, processes: int) -> None:
         raise UsageError("--compute f32 with --precision bf16: the arithmetic is at most as wide as the weights")
     if device == "cuda" and options.compute == "f32" and options.experts != "eager":
         raise UsageError(f"--compute f32: {options.experts} has bf16 alone on CUDA")
+    if options.ep > 1 and (options.experts != "smoe" or options.no_shard):
+        raise UsageError(f"--ep {options.ep}: it needs --experts smoe and no --no-shard")
+    if processes % options.ep:
+        raise UsageError(f"--ep {options.ep} does not divide the {processes} processes")
     if options.no_shard and (processes > 1 or options.compute != options.precision):
         have = f"{processes} processes, --compute {options.compute}, --precision {options.precision}"
         raise UsageError(f"--no-shard with {have}: it is for one process whose weights have the arithmetic's type")

@@ -135,6 +135,27 @@ def test_eight_processes_profiled(alone, tmp_path):
 
 
 @shards
+def test_expert_parallelism(alone, tmp_path):
+    """Two processes that spread all experts; then four with two copies of them, whose checkpoint goes on without."""
+    run = ["--steps", str(STEPS)]
+    status, said = train(tmp_path / "two", 2, TEXT, *RUN, *run, "--ep", "2", "--checkpoint", "full")
+    assert status == [0, 0] and "experts over 2 processes" in said, said
+    assert close(losses(tmp_path / "two"), alone)
+    run += ["--out", str(tmp_path / "out")]
+    status, said = train(tmp_path / "four", 4, TEXT, *RUN, *run, "--ep", "2", "--save-every", "4")
+    assert status == [0] * 4, said
+    assert close(losses(tmp_path / "four"), alone)
+    latest = tmp_path / "out/latest"
+    latest.unlink()
+    latest.symlink_to("step-0000004")
+    status, said = train(tmp_path / "one", 1, TEXT, *SETTINGS, *run, "--resume")
+    assert status == [0], said
+    assert close(losses(tmp_path / "one"), {step: alone[step] for step in range(5, STEPS + 1)})
+    status, said = train(tmp_path / "three", 3, TEXT, "--device", "cpu", "--ep", "3")
+    assert status == [2] * 3 and "--ep 3 does not divide the 8 experts" in said, said
+
+
+@shards
 @pytest.mark.parametrize("function", ["rename", "replace"])
 def test_kill_while_saving(alone, tmp_path, function):
     """The run is killed before the complete folder gets its name, or before the link points to it."""
@@ -208,6 +229,8 @@ USAGE = [  # arguments, part of the message
     (["--random", "--experts", "scattermoe", "--device", "cpu"], "needs a CUDA device"),
     (["--random", "--device", "cpu", "--precision", "bf16", "--compute", "f32"], "at most as wide"),
     (["--random", "--device", "cpu", "--no-shard", "--compute", "bf16"], "--no-shard"),
+    (["--random", "--device", "cpu", "--ep", "2"], "--ep 2 does not divide the 1 processes"),
+    (["--random", "--device", "cpu", "--ep", "2", "--experts", "eager"], "it needs --experts smoe"),
     (["--random", "--device", "cpu", "--init", "{}/none"], "no readable config.json"),
     (["--random", "--steps", "3", "--profile", "3"], "leaves no step"),
     (["--profile", TEXT], "LICENSE' is not a whole number"),
