@@ -29,6 +29,16 @@ static bool host_set(void *to, int byte, size_t bytes)
     return true;
 }
 
+static bool host_use(int number)
+{
+    return number == 0;
+}
+
+static int host_current(void)
+{
+    return 0;
+}
+
 static bool host_sync(void)
 {
     return true;
@@ -51,9 +61,9 @@ static void host_close_stream(void *stream)
 }
 
 static const device device_cpu = {
-    "cpu",     SMOE_BACKEND_CPU, host_alloc,        host_release,      host_copy,
-    host_copy, host_copy,        host_set,          host_sync,         host_available_bytes,
-    host_name, host_open_stream, host_close_stream, host_open_traffic, NULL,
+    "cpu",     SMOE_BACKEND_CPU, host_alloc,        host_release, host_copy,         host_copy,
+    host_copy, host_set,         host_use,          host_current, host_sync,         host_available_bytes,
+    host_name, host_open_stream, host_close_stream, NULL,         host_open_traffic, NULL,
     NULL};
 
 static const device *const devices[] = {

@@ -20,11 +20,16 @@ typedef struct device {
     bool (*download)(void *to_host, const void *from, size_t bytes);
     bool (*copy)(void *to, const void *from, size_t bytes); /* both from alloc */
     bool (*set)(void *to, int byte, size_t bytes);
+    bool (*use)(int number);     /* makes the device with this number the thread's current one */
+    int (*current)(void);        /* its number */
     bool (*sync)(void);          /* waits for all work; false when some of it failed */
     uint64_t (*available)(void); /* bytes that alloc can still give, about; 0 when the device does not say */
     void (*describe)(char *text, size_t size, int threads); /* "NVIDIA H200"; the CPU with its threads */
     bool (*open_stream)(void **stream); /* in order with the operations above; the cpu's is NULL */
     void (*close_stream)(void *stream);
+    /* Captures what enqueue puts on a stream in a CUDA graph, launches it `times` and waits; NULL: no graphs.
+     */
+    bool (*replay)(bool (*enqueue)(void *user, void *stream), void *user, int times);
     void *(*open_traffic)(void);          /* copies beside other work; NULL: not supported, or no memory */
     bool (*drive_traffic)(void *traffic); /* enqueues about a millisecond of copies */
     void (*close_traffic)(void *traffic); /* waits for them; NULL is fine */

@@ -37,6 +37,18 @@ static bool cuda_set(void *to, int byte, size_t bytes)
     return cudaMemset(to, byte, bytes) == cudaSuccess;
 }
 
+static bool cuda_use(int number)
+{
+    return cudaSetDevice(number) == cudaSuccess;
+}
+
+static int cuda_current(void)
+{
+    int number = -1;
+    (void)cudaGetDevice(&number);
+    return number;
+}
+
 static bool cuda_sync(void)
 {
     return cudaDeviceSynchronize() == cudaSuccess;
@@ -71,6 +83,25 @@ static bool cuda_open_stream(void **stream)
 static void cuda_close_stream(void *stream)
 {
     if (stream) (void)cudaStreamDestroy(stream);
+}
+
+static bool cuda_replay(bool (*enqueue)(void *user, void *stream), void *user, int times)
+{
+    cudaStream_t stream;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t run = NULL;
+    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) return false;
+    bool good = cudaDeviceSynchronize() == cudaSuccess &&
+                cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess;
+    good = good && enqueue(user, stream);
+    good = cudaStreamEndCapture(stream, &graph) == cudaSuccess && good;
+    good = good && cudaGraphInstantiate(&run, graph, 0) == cudaSuccess;
+    for (int i = 0; good && i < times; i++) good = cudaGraphLaunch(run, stream) == cudaSuccess;
+    good = cudaStreamSynchronize(stream) == cudaSuccess && good;
+    if (run) (void)cudaGraphExecDestroy(run);
+    if (graph) (void)cudaGraphDestroy(graph);
+    (void)cudaStreamDestroy(stream);
+    return good;
 }
 
 /* Copies that go through L2 and do not fit into it, on a stream that waits for no other. */
@@ -111,20 +142,9 @@ static bool cuda_drive_traffic(void *driven)
     return good;
 }
 
-const device device_cuda = {"cuda",
-                            SMOE_BACKEND_CUDA,
-                            cuda_alloc,
-                            cuda_release,
-                            cuda_upload,
-                            cuda_download,
-                            cuda_copy,
-                            cuda_set,
-                            cuda_sync,
-                            cuda_available,
-                            cuda_describe,
-                            cuda_open_stream,
-                            cuda_close_stream,
-                            cuda_open_traffic,
-                            cuda_drive_traffic,
-                            cuda_close_traffic};
+const device device_cuda = {
+    "cuda",        SMOE_BACKEND_CUDA, cuda_alloc,         cuda_release,      cuda_upload,
+    cuda_download, cuda_copy,         cuda_set,           cuda_use,          cuda_current,
+    cuda_sync,     cuda_available,    cuda_describe,      cuda_open_stream,  cuda_close_stream,
+    cuda_replay,   cuda_open_traffic, cuda_drive_traffic, cuda_close_traffic};
 #endif

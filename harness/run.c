@@ -472,9 +472,17 @@ static bool poison_between(run *r)
     return true;
 }
 
+/* Without reuse_saved the backward must leave `saved` as it is. */
+static bool keep_saved(run *r)
+{
+    return r->layer.reuse_saved || slot_keep(r, SLOT_SAVED);
+}
+
 /* Everything but inputs, which stayed, as before the first pass. */
 static bool begin_again(run *r)
 {
+    free(r->slots[SLOT_SAVED].start);
+    r->slots[SLOT_SAVED].start = NULL, r->slots[SLOT_SAVED].input = false;
     for (int i = 0; i < SLOTS; i++) {
         const slot *s = &r->slots[i];
         if (!s->memory.device || s->input) continue;
@@ -493,11 +501,39 @@ static bool run_forward_again(run *r, const run_options *options)
            run_forward(r, options) && poison_between(r);
 }
 
+/* What a graph runs: the calls of run_passes. */
+typedef struct passes {
+    run *r;
+    const run_options *options;
+} passes;
+
+static bool enqueue_passes(void *user, void *stream)
+{
+    const passes *p = user;
+    run *r = p->r;
+    r->status = smoe_layer_forward(r->context, &r->layer, &r->forward, stream);
+    const int backwards = p->options->forward_only ? 0 : p->options->backwards;
+    for (int i = 0; i < backwards && r->status == SMOE_OK; i++)
+        r->status = smoe_layer_backward(r->context, &r->layer, &r->backward, stream);
+    return r->status == SMOE_OK || refuse(r, "%s", smoe_last_error(r->context));
+}
+
+/* Twice, unless gradients accumulate: a graph must not depend on what an earlier launch left. */
+static bool run_graph(run *r, const run_options *options, tensors *got)
+{
+    passes all = {r, options};
+    if (!poison(r, SLOT_SCRATCH_FORWARD) || !poison(r, SLOT_SCRATCH_BACKWARD)) return false;
+    if (!r->on->replay(enqueue_passes, &all, r->layer.accumulate ? 1 : 2))
+        return r->status == SMOE_OK ? refuse(r, "the graph failed") : false;
+    return fetch_forward(r, got) && (options->forward_only || fetch_backward(r, got));
+}
+
 static bool run_passes(run *r, const run_options *options, tensors *got)
 {
+    if (options->graph) return run_graph(r, options, got);
     if (!run_forward(r, options) || !fetch_forward(r, got)) return false;
     if (options->forward_only) return true;
-    if (!run_check(r) || !poison_between(r)) return false;
+    if (!run_check(r) || !poison_between(r) || !keep_saved(r)) return false;
     for (int i = 0; i < options->backwards || i == 0; i++) {
         /* a backward that may destroy the saved H needs another forward before the next */
         if (i && r->layer.reuse_saved && !run_forward_again(r, options)) return false;

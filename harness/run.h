@@ -75,6 +75,7 @@ typedef struct run_options {
     bool stages;        // route, round, plan, experts one by one, and the experts' backward alone
     bool forward_only;  // for inference
     bool less_router;   // dlogits and drouter_bias are not asked for
+    bool graph;         // both passes from a CUDA graph
     int backwards;      // backward calls on one forward, at least 1; with `accumulate` their gradients add up
     void *traffic;      // device.h: copies are enqueued right before every pass; or NULL
     int64_t repeats;    // how often both passes run again, with the same buffers and outputs poisoned anew

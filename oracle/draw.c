@@ -136,6 +136,8 @@ static void draw_routing(const smoe_layer *layer, const oracle_draw *draw, oracl
     } else {
         d->logits = draw_values(random, tokens * experts, 1.0, false, layer->logits_type);
         shape_logits(layer, draw, d->logits);
+        for (int64_t i = 0; i < tokens * experts; i++)
+            d->logits[i] = oracle_round_to(d->logits[i] + draw->shift, layer->logits_type);
     }
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS && draw->selection_bias)
         d->selection_bias = draw_values(random, experts, 0.1, false, SMOE_TYPE_F32);

@@ -22,6 +22,7 @@ typedef struct oracle_draw {
     bool broken_ids;  /* FROM_TOPK: some ids are out of range or repeated */
     int integers;     /* 0: normally distributed numbers. Otherwise small integers, for which f32 and bf16
                        * arithmetic is exact: one value in this many is -1, 0 or 1, the others are 0 */
+    double shift;     /* added to given logits */
     double balance_coefficient, z_coefficient;
     bool loss_gradients; /* these coefficients are given in part through loss_gradients */
     uint64_t step;

@@ -1,17 +1,14 @@
 #!/bin/sh
 # Packs the GPU programs and runs them on a machine that has a GPU but no compilers.
 #
-#   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check
-#                                   cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward
-#                                   cuda_check_limits cuda_gradients cuda_time_route cuda_time_dlogits)
-#                                   and the libraries they need, compressed, into DIR
+#   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check_route
+#                                   cuda_check_limits cuda_time_route cuda_time_dlogits) and the libraries they need, compressed, into DIR
 #   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each with its own time limit and all
 #                                   within BUDGET seconds (default 560). Logs and records go to $OUT (default
 #                                   DIR/out). Exit status: 0 all well, 1 a part failed or found an error, 77 no GPU
 #
 # All measurements of the library, in four calls of less than ten minutes each (run DIR correct and so on):
-#   correct    check check_route check_layer check_backward check_layer_backward check_limits gradients
-#              time_route time_dlogits verify memcheck synccheck
+#   correct    verify check_route check_limits time_route time_dlogits memcheck synccheck
 #   paper      the paper's shapes, uniform and random routing: forward, and backward as far as dlogits; peak memory by
 #              number of chunks (paper_topk: the same, but the backward ends with dS, without the router's backward)
 #   settled    the paper's forward with --settle 0.05, and again with --settle 0.4, so that library and reference each
@@ -20,14 +17,13 @@
 #   rest       token rounding by number of experts; each kernel by itself at T = 512; the models' layers; the layers
 #              that one GPU holds under expert parallelism; skewed routing
 #
-# Parts: check[:NAME], check_route[:few], check_layer, check_backward, check_layer_backward (14 processes; :NAME in
-# one), check_limits, gradients, verify, memcheck, synccheck (compute-sanitizer, small shapes), time_route,
+# Parts: verify[:TEXT] (smoe verify --all in 14 processes; with TEXT the cases with TEXT in their names, in one),
+# check_route[:few], check_limits, memcheck, synccheck (compute-sanitizer, small shapes), time_route,
 # time_dlogits, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
 # of report.sh. ARGUMENTS are words joined by +.
 set -u
 
-programs="cuda_check cuda_check_route cuda_check_layer cuda_check_backward cuda_check_layer_backward cuda_check_limits
-cuda_gradients cuda_time_route cuda_time_dlogits"
+programs="cuda_check_route cuda_check_limits cuda_time_route cuda_time_dlogits"
 
 pack() {
     folder=$(mktemp -d)
@@ -68,30 +64,32 @@ words() {
     echo "$1" | tr '+' ' '
 }
 
-# Runs the cases of a check in 14 processes, because the computation on the CPU that it compares with takes most of its time.
-in_shards() { # program
+verify="./smoe verify --device cuda --all"
+
+# Runs all cases in 14 processes, because the computation on the CPU that it compares with takes most of its time.
+# shellcheck disable=SC2086 # $verify is words
+in_shards() {
     for shard in 0 1 2 3 4 5 6 7 8 9 10 11 12 13; do
-        OMP_NUM_THREADS=1 LAUNCHES="${LAUNCHES:-1000}" within 120 "./$1" --shard $shard 14 \
+        OMP_NUM_THREADS=1 within 240 $verify --shard $shard/14 --repeats 200 \
             >"$out/shard.$shard" 2>&1 &
     done
     wait
     cat "$out"/shard.*
-    good=$(grep -l '^0 wrong' "$out"/shard.* | wc -l)
-    missing=$(grep -l '^no device\|^this build has no' "$out"/shard.* | wc -l)
+    good=$(grep -l ' passed, 0 failed' "$out"/shard.* | wc -l)
+    missing=$(grep -l 'no usable CUDA device\|this build has no' "$out"/shard.* | wc -l)
     rm "$out"/shard.*
     echo "$good of 14 processes found nothing wrong"
     [ "$missing" -eq 14 ] && return 77
     [ "$good" -eq 14 ]
 }
 
+# shellcheck disable=SC2086 # $verify is words
 sanitize() { # tool
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-    within 30 ./cuda_check_backward "one token" || return
-    for case in "eights d 8 n 8" "one token" "edges n 320"; do
-        REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_backward "$case" || return
+    within 30 $verify --only "backward, one token" || return
+    for case in "backward, eights d 8 n 8" "backward, one token" "backward, edges n 320" "E 13" "forward, eights"; do
+        within 30 "$sanitizer" --tool "$1" --error-exitcode 1 $verify --again 0 --only "$case" || return
     done
-    REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_layer_backward "E 13" || return
-    REPEATS=0 within 30 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check "eights" || return
     [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_route few
 }
 
@@ -122,20 +120,17 @@ bench() { # TABLE, NAME, ARGUMENTS
     return $ended
 }
 
+# shellcheck disable=SC2086 # $verify is words
 one_part() {
     argument=${1#*:}
     # shellcheck disable=SC2046
     case $1 in
-    check:*) within 60 ./cuda_check "$argument" ;;
+    verify) in_shards ;;
+    verify:*) within 60 $verify --only "$argument" ;;
     check_route) within 150 ./cuda_check_route ;;
     check_route:*) within 60 ./cuda_check_route "$argument" ;;
-    check_layer) within 150 ./cuda_check_layer ;;
-    check | check_backward | check_layer_backward) in_shards "cuda_$1" ;;
-    check_backward:*) within 60 ./cuda_check_backward "$argument" ;;
-    check_layer_backward:*) within 60 ./cuda_check_layer_backward "$argument" ;;
-    verify) within 250 ./smoe verify --device cuda ;;
     memcheck | synccheck) sanitize "$1" ;;
-    gradients | check_limits) within 60 "./cuda_$1" ;;
+    check_limits) within 60 ./cuda_check_limits ;;
     time_route | time_dlogits) within 60 "./cuda_$1" ;;
     smoe:*) within 250 ./smoe $(words "$argument") ;;
     bench:*)
@@ -180,8 +175,7 @@ run_part() {
 
 # ---- Parts together ----
 
-correct="check check_route check_layer check_backward check_layer_backward check_limits gradients time_route time_dlogits verify memcheck
-synccheck"
+correct="verify check_route check_limits time_route time_dlogits memcheck synccheck"
 
 shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+6"
 memory="--scope+experts+--chunks+1,2,4+--no-bound+--seconds+2"

@@ -29,16 +29,14 @@ build() {
         fi
         [ -f "$directory/build/CMakeCache.txt" ] ||
             cmake -S "$directory/source" -B "$directory/build" -DCMAKE_BUILD_TYPE=Release >"$directory/log.txt" || exit 3
-        make -C "$directory/build" smoe_shared cuda_check cuda_check_backward cuda_time_variants cuda_time_host \
+        make -C "$directory/build" smoe_shared smoe_cli cuda_time_variants cuda_time_host \
             >>"$directory/log.txt" 2>&1 || {
             tail "$directory/log.txt"
             exit 3
         }
         sh "$directory/source/tests/cuda/resources.sh" "$directory/build/src/cuda" 1 || exit 3
         strip -o "$directory/pack/$name.so" "$directory/build/src/libsmoe.so" || exit 3
-        for program in check check_backward; do
-            strip -o "$directory/pack/$program.$name" "$directory/build/tests/cuda/cuda_$program" || exit 3
-        done
+        strip -o "$directory/pack/smoe.$name" "$directory/build/smoe" || exit 3
         echo "$name"
     done
     for program in time_variants time_host; do
@@ -46,8 +44,8 @@ build() {
     done
     cp "$directory/source/docs/shapes.csv" "$directory/pack/" || exit 3
     git worktree remove --force "$directory/source"
-    ldd "$directory"/pack/*.so "$directory"/pack/check* |
-        awk '$3 ~ /openblas|gomp|gfortran|quadmath/ { print $3 }' | sort -u |
+    ldd "$directory"/pack/*.so "$directory"/pack/smoe.* |
+        awk '$3 ~ /openblas|gomp|gfortran|quadmath|jansson|libz\./ { print $3 }' | sort -u |
         while read -r library; do cp -L "$library" "$directory/pack/lib/"; done
     tar -czf "$directory/carry/pack.tgz" -C "$directory/pack" . && cp "$0" "$directory/carry/variants.sh"
     du -sh "$directory/carry"
@@ -85,8 +83,7 @@ run() {
         name=${library%.so}
         case $name in bound-*) good="$good ./$library"; continue ;; esac
         # The forward's and the backward's cases with small sizes, which are no multiples of a tile.
-        if timeout 60 "./check.$name" eights >"$out/check.txt" 2>&1 &&
-            timeout 60 "./check_backward.$name" "eights d 8" >>"$out/check.txt" 2>&1; then
+        if timeout 120 "./smoe.$name" verify --device cuda --all --only eights >"$out/check.txt" 2>&1; then
             [ "$name" = base ] || good="$good ./$library"
         else
             echo "$name: FAILED, not measured"

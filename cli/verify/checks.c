@@ -22,13 +22,16 @@ bool check_run(verify *v, smoe_context *context, const smoe_layer *layer, const 
     return outcome == RUN_OK;
 }
 
-smoe_context *check_context(verify *v, int32_t threads)
+smoe_context *check_context(verify *v, int32_t threads, smoe_stage_callback on_stage, void *user)
 {
     char text[RUN_TEXT] = "";
     smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
     options.backend = v->on->backend;
     options.threads = threads;
     options.kernels = v->kernels;
+    options.device = v->gpu;
+    options.on_stage = on_stage;
+    options.on_stage_user = user;
     options.error_text = text;
     options.error_size = sizeof text;
     smoe_context *context;
@@ -54,23 +57,43 @@ static void report_verdict(void *given, tensor_id id, const verdict *judged)
                 (verify_line){tensor_names[id], judged->error, judged->limit, judged->ok, user->note});
 }
 
-static void check_with(verify *v, const verify_case *c, const smoe_layer *layer, bool exact)
+/* The tensors with other bits in a run that was repeated. */
+static void report_again(verify *v, const int64_t differing[TENSORS])
 {
-    const check_options options = {.run = {.stages = c->stages, .backwards = layer->accumulate ? 2 : 1},
+    int64_t sum = 0;
+    for (int i = 0; i < TENSORS; i++) {
+        sum += differing[i];
+        if (differing[i]) check_zero(v, tensor_names[i], differing[i], "differing bits, again");
+    }
+    if (sum == 0) check_zero(v, "all", 0, "differing bits, again");
+}
+
+void check_compare(verify *v, const layer_case *c, const smoe_layer *layer)
+{
+    int64_t differing[TENSORS] = {0};
+    const bool exact = c->draw.integers > 0 && !c->inexact;
+    const check_options options = {.run = {.stages = c->stages,
+                                           .forward_only = c->forward_only,
+                                           .backwards = layer->accumulate ? 2 : 1,
+                                           .repeats = v->again,
+                                           .differing = differing},
                                    .exact = exact,
                                    .seed = v->seed};
     line_user user = {v, exact ? "differing elements" : NULL};
     char text[RUN_TEXT];
-    report_outcome(v, check_layer(v->on, v->context, layer, &c->draw, &options, report_verdict, &user, text),
-                   text);
+    const run_outcome outcome =
+        check_layer(v->on, v->context, layer, &c->draw, &options, report_verdict, &user, text);
+    report_outcome(v, outcome, text);
+    if (outcome == RUN_OK && v->again) report_again(v, differing);
+    if (c->other_ways) check_other_ways(v, c, layer);
 }
 
-void check_against_oracle(verify *v, const verify_case *c, const smoe_layer *layer)
+void check_support(verify *v, const layer_case *c, const smoe_layer *layer)
 {
-    check_with(v, c, layer, false);
-}
-
-void check_exact(verify *v, const verify_case *c, const smoe_layer *layer)
-{
-    check_with(v, c, layer, true);
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    (void)c;
+    const smoe_status asked = smoe_supports(v->context, layer),
+                      sized = smoe_query_sizes(v->context, layer, &sizes);
+    check_zero(v, NULL, asked != sized || sizes.rows <= 0,
+               asked == sized ? "taken" : "smoe_supports and smoe_query_sizes disagree");
 }

@@ -10,8 +10,8 @@
 bool check_run(verify *v, smoe_context *context, const smoe_layer *layer, const oracle_drawn *drawn,
                const run_options *options, tensors *got);
 
-/* Another context of this device. NULL when it cannot be made (reported). */
-smoe_context *check_context(verify *v, int32_t threads);
+/* Another context of this device, with an optional callback. NULL when it cannot be made (reported). */
+smoe_context *check_context(verify *v, int32_t threads, smoe_stage_callback on_stage, void *user);
 
 /* Reports a line whose error is a count that must be 0. */
 void check_zero(verify *v, const char *name, int64_t count, const char *note);

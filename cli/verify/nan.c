@@ -89,7 +89,7 @@ static void compare_others(verify *v, const smoe_layer *layer, const oracle_draw
 }
 
 /* X and dO of one expert's tokens are NaN, and its weights have infinity. */
-void check_isolation(verify *v, const verify_case *c, const smoe_layer *layer)
+void check_isolation(verify *v, const layer_case *c, const smoe_layer *layer)
 {
     const run_options options = {0};
     const int64_t w1_size = oracle_h_width(layer) * layer->hidden;
@@ -167,7 +167,7 @@ static void judge_others(verify *v, const smoe_layer *layer, const tensors *clea
     free(one_unkept);
 }
 
-void check_nan_logits(verify *v, const verify_case *c, const smoe_layer *layer)
+void check_nan_logits(verify *v, const layer_case *c, const smoe_layer *layer)
 {
     const run_options options = {0};
     oracle_drawn drawn;

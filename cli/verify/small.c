@@ -23,7 +23,7 @@ static bool update_bias(verify *v, const smoe_layer *layer, const int32_t *count
     return done;
 }
 
-void check_bias_update(verify *v, const verify_case *c, const smoe_layer *given)
+void check_bias_update(verify *v, const layer_case *c, const smoe_layer *given)
 {
     (void)c;
     smoe_layer layer = *given;
@@ -40,7 +40,7 @@ void check_bias_update(verify *v, const verify_case *c, const smoe_layer *given)
 }
 
 /* Exactly 2 T d + 4 n R + metadata bytes (bf16, gated), with R the bound on rows. */
-void check_saved_bytes(verify *v, const verify_case *c, const smoe_layer *layer)
+void check_saved_bytes(verify *v, const layer_case *c, const smoe_layer *layer)
 {
     (void)c;
     smoe_sizes sizes = SMOE_SIZES_INIT;

@@ -14,9 +14,10 @@ typedef struct verify_options {
     const device *on;
     smoe_kernels kernels;
     table_format format;
-    bool quick, every_tensor;
-    int64_t seed, threads, repeats;
-    const char *only; /* run the cases with this in their name, or NULL */
+    bool quick, all, every_tensor, any_check;
+    case_check check; /* instead of the case's own, if any_check is set */
+    int64_t seed, threads, repeats, again, gpu, shard, shards;
+    const char *only[4]; /* run the cases with all these texts in their names; NULL: no more */
 } verify_options;
 
 enum {
@@ -28,14 +29,31 @@ enum {
     KEY_THREADS,
     KEY_REPEATS,
     KEY_ONLY,
-    KEY_KERNELS
+    KEY_KERNELS,
+    KEY_ALL,
+    KEY_CHECK,
+    KEY_AGAIN,
+    KEY_GPU,
+    KEY_SHARD
 };
 
 static const struct argp_option options_table[] = {
     {"device", KEY_DEVICE, "NAME", 0, "Backend: cpu (default) or cuda", 1},
     {"kernels", KEY_KERNELS, "NAME", 0, KERNELS_HELP, 1},
+    {"gpu", KEY_GPU, "N", 0, "cuda: the number of the GPU (default 0)", 1},
     {"quick", KEY_QUICK, NULL, 0, "Run a short list of cases", 1},
-    {"only", KEY_ONLY, "TEXT", 0, "Run only the cases with TEXT in their names", 1},
+    {"all", KEY_ALL, NULL, 0, "Run also the cases that are made for single kernels; many minutes", 1},
+    {"only", KEY_ONLY, "TEXT", 0, "Run only the cases with TEXT in their names; several: with all of them",
+     1},
+    {"check", KEY_CHECK, "NAME", 0,
+     "Check each layer for: compare (with the oracle), bits (of equivalent calls), gradients (of any subset) "
+     "or "
+     "support (does the backend take it?). Default: what each case is for",
+     1},
+    {"shard", KEY_SHARD, "I/N", 0, "Run every N-th case from the I-th on (from 0), for N processes at a time",
+     1},
+    {"again", KEY_AGAIN, "N", 0,
+     "How often each comparison runs again, in the same buffers; the bits must be the same (default 1)", 1},
     {"seed", KEY_SEED, "N", 0, "Seed of the inputs (default 1)", 1},
     {"threads", KEY_THREADS, "N", 0, "Threads of the cpu backend (default: OpenMP's)", 1},
     {"repeats", KEY_REPEATS, "N", 0,
@@ -50,6 +68,42 @@ static void parse_number(struct argp_state *state, const char *option, const cha
 {
     error err;
     if (!parse_integer(option, text, least, most, value, &err)) argp_error(state, "%s", err.text);
+}
+
+static error_t parse_only(struct argp_state *state, verify_options *options, const char *text)
+{
+    const size_t most = sizeof options->only / sizeof options->only[0];
+    size_t count = 0;
+    while (count < most && options->only[count]) count++;
+    if (count == most) argp_error(state, "--only: at most %zu times", most);
+    options->only[count] = text;
+    return 0;
+}
+
+static error_t parse_check(struct argp_state *state, verify_options *options, const char *text)
+{
+    static const char *const names[] = {[CASE_COMPARE] = "compare",
+                                        [CASE_BITS] = "bits",
+                                        [CASE_GRADIENTS] = "gradients",
+                                        [CASE_SUPPORT] = "support"};
+    for (int i = 0; i <= CASE_SUPPORT; i++)
+        if (strcmp(text, names[i]) == 0) {
+            options->any_check = true;
+            options->check = (case_check)i;
+            return 0;
+        }
+    argp_error(state, "--check: '%s' is not compare, bits, gradients or support", text);
+    return 0;
+}
+
+static error_t parse_shard(struct argp_state *state, verify_options *options, const char *text)
+{
+    long long shard, shards;
+    char end;
+    if (sscanf(text, "%lld/%lld%c", &shard, &shards, &end) != 2 || shard < 0 || shard >= shards)
+        argp_error(state, "--shard: '%s' is not I/N with 0 <= I < N", text);
+    options->shard = shard, options->shards = shards;
+    return 0;
 }
 
 static error_t parse(int key, char *text, struct argp_state *state)
@@ -72,7 +126,12 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_SEED: parse_number(state, "--seed", text, 0, INT64_MAX, &options->seed); return 0;
     case KEY_THREADS: parse_number(state, "--threads", text, 0, 4096, &options->threads); return 0;
     case KEY_REPEATS: parse_number(state, "--repeats", text, 1, 1000000000, &options->repeats); return 0;
-    case KEY_ONLY: options->only = text; return 0;
+    case KEY_ONLY: return parse_only(state, options, text);
+    case KEY_ALL: options->all = true; return 0;
+    case KEY_CHECK: return parse_check(state, options, text);
+    case KEY_SHARD: return parse_shard(state, options, text);
+    case KEY_AGAIN: parse_number(state, "--again", text, 0, 1000, &options->again); return 0;
+    case KEY_GPU: parse_number(state, "--gpu", text, 0, 1023, &options->gpu); return 0;
     case 'v': options->every_tensor = true; return 0;
     case ARGP_KEY_ARG: argp_error(state, "'%s' is not expected here", text); return 0;
     default: return ARGP_ERR_UNKNOWN;
@@ -98,35 +157,54 @@ static const table_column columns[] = {
 /* Tries a layer that every backend runs. Returns NULL, or why the backend does not store this type. */
 static const char *refuses_type(verify *v, smoe_type dtype)
 {
-    const verify_case any = {.name = "", .layer = {.entry = SMOE_ENTRY_FROM_TOPK}}; /* every backend has it */
-    const smoe_layer layer = verify_complete_layer(&any, dtype);
+    const layer_case any = {.layer = {.entry = SMOE_ENTRY_FROM_TOPK}}; /* every backend has it */
+    const smoe_layer layer = case_layer(&any, dtype);
     return smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED ? smoe_last_error(v->context) : NULL;
 }
 
-static void run_case(verify *v, const verify_case *c, smoe_type dtype)
+static void run_check_of(verify *v, const layer_case *c, case_check check, const smoe_layer *layer)
 {
-    const smoe_layer layer = verify_complete_layer(c, dtype);
+    static verify_check *const checks[] = {
+        [CASE_COMPARE] = check_compare,        [CASE_BITS] = check_bits,
+        [CASE_GRADIENTS] = check_gradients,    [CASE_SUPPORT] = check_support,
+        [CASE_REPEATS] = check_repeats,        [CASE_ISOLATION] = check_isolation,
+        [CASE_NAN_LOGITS] = check_nan_logits,  [CASE_BIAS_UPDATE] = check_bias_update,
+        [CASE_SAVED_BYTES] = check_saved_bytes};
+    checks[check](v, c, layer);
+}
+
+static void run_case(verify *v, const verify_options *options, const layer_case *c, smoe_type dtype)
+{
+    const smoe_layer layer = case_layer(c, dtype);
     report_begin(&v->report, c->name, dtype_name(dtype));
-    if (smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED) {
+    if (smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED)
         report_skip(&v->report, smoe_last_error(v->context));
-    } else {
-        (c->check ? c->check : check_against_oracle)(v, c, &layer);
-    }
+    else
+        run_check_of(v, c, options->any_check ? options->check : c->check, &layer);
     report_end(&v->report);
 }
 
-static bool chosen(const verify_options *options, const verify_case *c, smoe_type dtype)
+/* Can the check of the command line be run on this case? */
+static bool may_check(const verify_options *options, const layer_case *c)
 {
-    return (c->quick || !options->quick) && (dtype == SMOE_TYPE_F32 || !c->f32_only) &&
-           (!options->only || strstr(c->name, options->only));
+    if (!options->any_check) return true;
+    if (options->check == CASE_GRADIENTS && (c->forward_only || c->layer.inference)) return false;
+    return c->check <= CASE_SUPPORT;
+}
+
+static bool chosen(const verify_options *options, size_t i, const layer_case *c, smoe_type dtype)
+{
+    for (size_t k = 0; k < sizeof options->only / sizeof options->only[0]; k++)
+        if (options->only[k] && !strstr(c->name, options->only[k])) return false;
+    return (int64_t)i % options->shards == options->shard && (!options->quick || c->quick) &&
+           (!c->kernel || options->all) && (!c->types || c->types >> dtype & 1) && may_check(options, c);
 }
 
 static void run_cases(verify *v, const verify_options *options)
 {
     const smoe_type types[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16, SMOE_TYPE_F16};
     const bool terminal = isatty(STDERR_FILENO);
-    size_t count;
-    const verify_case *cases = verify_cases(&count);
+    const layer_case *c;
     for (size_t t = 0; t < sizeof types / sizeof types[0]; t++) {
         const char *refusal = refuses_type(v, types[t]);
         if (refusal) {
@@ -134,11 +212,10 @@ static void run_cases(verify *v, const verify_options *options)
             report_skip(&v->report, refusal);
             continue;
         }
-        for (size_t i = 0; i < count; i++) {
-            if (!chosen(options, &cases[i], types[t])) continue;
-            if (terminal)
-                fprintf(stderr, "\r\033[K%s %zu/%zu %s", dtype_name(types[t]), i + 1, count, cases[i].name);
-            run_case(v, &cases[i], types[t]);
+        for (size_t i = 0; (c = case_at(i)); i++) {
+            if (!chosen(options, i, c, types[t])) continue;
+            if (terminal) fprintf(stderr, "\r\033[K%s %zu %s", dtype_name(types[t]), i + 1, c->name);
+            run_case(v, options, c, types[t]);
         }
     }
     if (terminal) fprintf(stderr, "\r\033[K");
@@ -164,23 +241,36 @@ static int finish(verify *v, const verify_options *options)
 
 int smoe_cli_verify(int argc, char **argv)
 {
-    verify_options options = {.on = device_find("cpu"), .format = TABLE_ALIGNED, .seed = 1, .repeats = 1000};
+    verify_options options = {.on = device_find("cpu"),
+                              .format = TABLE_ALIGNED,
+                              .seed = 1,
+                              .repeats = 1000,
+                              .again = 1,
+                              .shards = 1};
     argp_err_exit_status = 2;
     if (argp_parse(&verify_argp, argc, argv, 0, NULL, &options) != 0) return 2;
     verify v = {.on = options.on,
                 .threads = (int32_t)options.threads,
                 .kernels = options.kernels,
                 .seed = (uint64_t)options.seed,
-                .repeats = options.repeats};
+                .repeats = options.repeats,
+                .again = options.again,
+                .gpu = (int32_t)options.gpu};
     char text[512] = "";
     smoe_context_options context = SMOE_CONTEXT_OPTIONS_INIT;
     context.backend = v.on->backend;
+    context.device = v.gpu;
     context.threads = v.threads;
     context.kernels = v.kernels;
     context.error_text = text;
     context.error_size = sizeof text;
     if (smoe_create(&v.context, &context) != SMOE_OK) {
         fprintf(stderr, "smoe verify: %s\n", text);
+        return 3;
+    }
+    if (!v.on->use(v.gpu)) {
+        fprintf(stderr, "smoe verify: --gpu: there is no device %d\n", (int)v.gpu);
+        smoe_destroy(v.context);
         return 3;
     }
     v.report.every_tensor = options.every_tensor || options.format != TABLE_ALIGNED;

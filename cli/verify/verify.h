@@ -1,12 +1,11 @@
-/* `smoe verify`: cases, the checks they go through, and the report they write to. A case is one line of the
- * table in verify_cases.c. */
+/* `smoe verify`: the checks that the cases of harness/cases.h go through, and the report they write to. */
 #ifndef CLI_VERIFY_H
 #define CLI_VERIFY_H
 
 #include "cli/common/kernels.h"
 #include "cli/common/table.h"
+#include "harness/cases.h"
 #include "harness/device.h"
-#include "oracle/draw.h"
 
 /* The report: a line for each tensor, or the worst line of each case. */
 typedef struct verify_line {
@@ -29,44 +28,24 @@ typedef struct verify_report {
 typedef struct verify {
     const device *on;
     smoe_kernels kernels;
+    int32_t gpu; // its number
     smoe_context *context;
     int32_t threads;
     uint64_t seed;
-    int64_t repeats; // of the cases that repeat
+    int64_t repeats; // of the cases that repeat beside copies
+    int64_t again;   // how often every comparison runs again
     verify_report report;
 } verify;
 
-typedef struct verify_case verify_case;
-
 /* Runs the case with this layer (its own, completed, with a storage type) and reports. */
-typedef void verify_check(verify *v, const verify_case *c, const smoe_layer *layer);
+typedef void verify_check(verify *v, const layer_case *c, const smoe_layer *layer);
 
-struct verify_case {
-    const char *name;
-    verify_check *check; /* NULL: check_against_oracle */
-    bool quick;          /* part of --quick */
-    bool f32_only;       /* not once for each storage type */
-    bool stages;         /* the stages one by one instead of the whole layer */
-    smoe_layer layer;    /* fields that are 0 have their default, see verify_complete_layer */
-    oracle_draw draw;
-};
+/* One for each case_check. */
+verify_check check_compare, check_bits, check_gradients, check_support, check_repeats, check_isolation,
+    check_nan_logits, check_bias_update, check_saved_bytes;
 
-/* The table. */
-const verify_case *verify_cases(size_t *count);
-
-/* The case's layer with defaults: T = 150, d = 64, n = 32, E = 8, K = 2 (rows: 1), tile 16. */
-smoe_layer verify_complete_layer(const verify_case *c, smoe_type dtype);
-
-/* ---- Checks ---- */
-
-verify_check check_against_oracle; /* every tensor, forward and backward */
-verify_check check_exact;          /* small integers: every element is equal */
-verify_check check_same_bits;   /* the same bits: repeats, stages, threads, chunks, reuse_saved, inference */
-verify_check check_repeats;     /* the same bits in many runs while another stream copies memory */
-verify_check check_isolation;   /* a NaN of one expert does not reach others */
-verify_check check_nan_logits;  /* exactly the tokens that keep a NaN logit are NaN */
-verify_check check_bias_update; /* smoe_update_selection_bias */
-verify_check check_saved_bytes; /* the formula for the bytes kept */
+/* Another number of chunks, without dlogits and drouter_bias, and from a CUDA graph: the same bits. */
+verify_check check_other_ways;
 
 /* ---- The report: begin, lines or one skip, end ---- */
 

@@ -2,7 +2,7 @@
  * counts contains, nothing is written outside the plan, and no index points outside. A row of O is so long
  * that the combine would have more parts than a grid may have CTAs in y. The plan from given rows has a CTA
  * on every multiprocessor of the device. Errors of the caller: offsets against their rule, with the context's
- * option check_offsets, and memory that is given twice. */
+ * option check_offsets, memory that is given twice, and a CUDA error that the caller has not read yet. */
 #include "gpu.h"
 #include "host/device.h"
 #include "open_cuda.h"
@@ -268,6 +268,37 @@ static void refuse_overlap(smoe_context *context)
     refused(context, smoe_layer_backward(context, &l, &b, NULL), SMOE_ERROR_ARGUMENT, "dx is written");
 }
 
+/* The caller's own code has caused a CUDA error that cudaGetLastError would return. No call of the library
+ * may report or clear it. */
+static void keep_callers_error(smoe_context *context)
+{
+    smoe_layer l = SMOE_LAYER_INIT;
+    l.entry = SMOE_ENTRY_FROM_TOPK, l.tokens = T, l.hidden = D, l.intermediate = N, l.experts = E, l.topk = 1;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    must(context, smoe_query_sizes(context, &l, &sizes), "error of the caller");
+    const gpu_buffer x = random_bf16(T * D), w1 = random_bf16(E * 2 * N * D), w2 = random_bf16(E * D * N),
+                     ids = gpu_alloc(T * 4), weights = gpu_alloc(T * 4), out = gpu_alloc(T * D * 2),
+                     dw1 = gpu_alloc(E * 2 * N * D * 4), saved = gpu_alloc(sizes.saved_buffer_bytes),
+                     scratch = gpu_alloc(sizes.scratch_backward_bytes + sizes.scratch_forward_bytes);
+    smoe_forward_args f = SMOE_FORWARD_ARGS_INIT;
+    f.x = x.memory, f.w1 = w1.memory, f.w2 = w2.memory, f.topk_ids = ids.memory, f.out = out.memory;
+    f.topk_weights = (const float *)(const void *)weights.memory;
+    f.saved = saved.memory, f.saved_size = sizes.saved_buffer_bytes;
+    f.scratch = scratch.memory, f.scratch_size = sizes.scratch_forward_bytes;
+    smoe_backward_args b = SMOE_BACKWARD_ARGS_INIT;
+    b.x = f.x, b.w1 = f.w1, b.w2 = f.w2, b.topk_ids = f.topk_ids, b.dout = x.memory, b.dw1 = dw1.memory;
+    b.saved = f.saved, b.saved_size = f.saved_size;
+    b.scratch = scratch.memory, b.scratch_size = sizes.scratch_backward_bytes;
+    void *none;
+    check(cudaMalloc(&none, (size_t)1 << 60) == cudaErrorMemoryAllocation, "caller's error", "no error");
+    must(context, smoe_layer_forward(context, &l, &f, NULL), "forward after an error of the caller");
+    must(context, smoe_layer_backward(context, &l, &b, NULL), "backward after an error of the caller");
+    check(cudaGetLastError() == cudaErrorMemoryAllocation, "caller's error", "was cleared");
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const gpu_buffer all[] = {x, w1, w2, ids, weights, out, dw1, saved, scratch};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) gpu_free(all[i]);
+}
+
 int main(void)
 {
     smoe_context *context = open_cuda();
@@ -279,6 +310,7 @@ int main(void)
     refuse_offsets(SMOE_TYPE_I32);
     refuse_offsets(SMOE_TYPE_I64);
     refuse_overlap(context);
+    keep_callers_error(context);
     smoe_destroy(context);
     printf("%d failures\n", failures);
     return failures != 0;

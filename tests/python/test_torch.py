@@ -330,7 +330,7 @@ def test_saved_bytes(entry):
 @pytest.mark.parametrize("frozen", [("w1", "w2"), ("w1", "w2", "weights", "router"), ("x",), ("w2", "x")])
 def test_frozen_tensors_have_no_gradient_in_the_call(entry, frozen, monkeypatch):
     """For a frozen tensor the C call must get no place for a gradient: the library launches what the others need. (The
-    library's side is tests/test_gradients.c.)"""
+    library's side is `smoe verify --check gradients`.)"""
     given, real = [], _context.Context.backward
 
     def watched(self, layer, arguments):

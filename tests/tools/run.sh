@@ -66,13 +66,15 @@ program smoe "case \"\$*\" in
 *'--json --shape paper/'*) sed \"s,\\\"a\\\",\\\"\${6#paper/}\\\",\" '$here/records.jsonl' ;;
 'bench --device cuda --json --shape lone') cat '$here/records.jsonl' ;;
 *'models/one'*) sleep 60 ;;
+'verify --device cuda --all --only'*) echo checked \"\$6\" ;;
+'verify --device cuda --all --shard'*)
+    [ -e '$folder/no_gpu' ] && { echo no usable CUDA device; exit 3; }
+    [ -e '$folder/wrong' ] && [ \"\$6\" = 3/14 ] && { echo 5 passed, 1 failed; exit 1; }
+    echo 5 passed, 0 failed ;;
 *) exit 3 ;;
 esac"
-program tests/cuda/cuda_check 'echo checked "$@"; echo "0 wrong"'
 program tests/cuda/cuda_check_route 'sleep 60'
-program tests/cuda/cuda_check_layer 'echo no GPU: skipped; exit 77'
-# shellcheck disable=SC2016 # its own argument
-program tests/cuda/cuda_check_backward 'echo "$((${2:-0} == 3)) wrong"'
+program tests/cuda/cuda_check_limits 'echo no GPU: skipped; exit 77'
 "$tools/gpu.sh" pack "$folder/build" "$folder/gpu" >/dev/null 2>&1
 expect_status "gpu.sh pack" $? 0
 
@@ -86,30 +88,35 @@ untimed() { # a line that the output must have, where the seconds at the line's 
     sed 's/, [0-9]* s$//; s/after [0-9]* s/after N s/' "$folder/run.txt" >"$folder/untimed.txt"
     expect "$1" "$folder/untimed.txt" "$1"
 }
-run 0 check:eights "bench:passes:paper:--suite+paper"
+run 0 verify:eights "bench:passes:paper:--suite+paper"
 untimed "checked eights"
-untimed "== check:eights: ok"
+untimed "== verify:eights: ok"
 untimed "== bench:passes:paper: ok"
 untimed "| one | uniform | 2.0000 | 100.5 | 1.100 | 1.2500 (0.500) | 0.0100 |"
 untimed "forward, uniform: geometric mean 0.785, least 0.400 (3 shapes)"
 [ "$(wc -l <"$folder/out/paper.jsonl")" -eq 20 ] || { echo "not all records came back"; wrong=1; }
 run 0 "bench:passes:lone:--shape+lone"
 cmp -s "$here/records.jsonl" "$folder/out/lone.jsonl" || { echo "the records did not come back"; wrong=1; }
-run 77 check check_layer
-untimed "== check: ok"
-untimed "== check_layer: no GPU"
-run 1 check_layer check_backward nonsense
+run 77 verify check_limits
+untimed "== verify: ok"
+untimed "== check_limits: no GPU"
+: >"$folder/wrong"
+run 1 check_limits verify nonsense
 untimed "13 of 14 processes found nothing wrong"
-untimed "== check_backward: FAILED (exit 1)"
+untimed "== verify: FAILED (exit 1)"
+rm "$folder/wrong"
 untimed "== nonsense: FAILED (exit 2)"
+: >"$folder/no_gpu"
+run 77 verify
+rm "$folder/no_gpu"
 run 1 "bench:passes:models:--suite+models+--pass+forward"
 untimed "stopped after N s: ./smoe bench --device cuda --json --shape models/one --pass forward"
 untimed "no time left for ./smoe bench --device cuda --json --shape models/two --pass forward"
 untimed "== bench:passes:models: FAILED (exit 1)"
 [ ! -e "$folder/out/models.jsonl" ] || { echo "a file without records came back"; wrong=1; }
-run 1 check_route check
+run 1 check_route check_limits
 untimed "== check_route: FAILED (exit 124)"
-untimed "no time left for ./cuda_check --shard 0 14"
+untimed "no time left for ./cuda_check_limits"
 
 # ---- variants.sh ----
 
@@ -121,10 +128,8 @@ printf '#!/bin/sh\n[ "$3" != 40960,768,256,128,8 ] || exit 3\necho "timed $*"\n'
 printf '#!/bin/sh\necho "host time of $*"\n' >"$pack/time_host"
 chmod +x "$pack/time_variants" "$pack/time_host"
 variant() { # name, status of its check
-    for check in check check_backward; do
-        printf '#!/bin/sh\nexit %s\n' "$2" >"$pack/$check.$1"
-        chmod +x "$pack/$check.$1"
-    done
+    printf '#!/bin/sh\nexit %s\n' "$2" >"$pack/smoe.$1"
+    chmod +x "$pack/smoe.$1"
     : >"$pack/$1.so"
 }
 variant base 0
