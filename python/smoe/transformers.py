@@ -10,6 +10,7 @@ With Transformers 5.23 or later it also registers ep_implementation="smoe" (smoe
 
 import ctypes
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ def _math_of(experts: nn.Module) -> tuple[str | Gate | None, str, str]:
     gate = getattr(experts, "_apply_gate", None)
     key = getattr(gate, "__func__", gate), gated, _scalars_of(experts), _scalars_of(getattr(experts, "act_fn", None))
     if key not in _known_gates:
-        _known_gates[key] = _probe(experts, gated)
+        # A thread of its own has neither the saved-tensor hooks of a checkpoint around this call nor its dispatch modes.
+        with ThreadPoolExecutor(1) as thread:
+            _known_gates[key] = thread.submit(_probe, experts, gated).result()
     return _known_gates[key]
 
 

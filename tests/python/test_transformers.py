@@ -13,6 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 import smoe.transformers  # noqa: E402
 from models import EXPERTS, MODELS, error, step, tiny, tokens  # noqa: E402
+from torch.utils.checkpoint import create_selective_checkpoint_contexts  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 @pytest.mark.parametrize("name", MODELS)
@@ -54,6 +55,18 @@ def test_gradient_checkpointing(name):
     model.gradient_checkpointing_enable()
     again = step(model, "smoe")
     assert all(torch.equal(plain[key], again[key]) for key in plain)
+
+
+@pytest.mark.parametrize("kind", ["plain", "selective", "reentrant"])
+def test_gates_are_recognised_inside_of_checkpointing(kind, calls, monkeypatch):
+    """The first call recognises the gate, with PyTorch's operators and a backward, which checkpointing must not count."""
+    monkeypatch.setattr(smoe.transformers, "_known_gates", {})
+    model = tiny("qwen3_moe").train()
+    selective = lambda: create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor])
+    more = dict(context_fn=selective) if kind == "selective" else {}
+    model.gradient_checkpointing_enable(dict(use_reentrant=kind == "reentrant", **more))
+    step(model, "smoe")
+    assert len(calls) == 4  # two layers, forward and forward again
 
 
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
