@@ -1,0 +1,73 @@
+"""examples/finetune_qwen3.py on the CPU: in one process, and in two with FSDP-2 and gloo."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+pytest.importorskip("accelerate")
+import finetune_qwen3  # noqa: E402
+
+TINY = ["--tiny", "--experts", "smoe,grouped_mm", "--steps", "5", "--turns", "1", "--profile"]
+
+
+def check(out: str, log: Path, processes: int) -> None:
+    runs = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [run["experts"] for run in runs] == ["smoe", "grouped_mm"]
+    for run in runs:
+        assert run["tokens_per_s"] > 0 and 0 < run["experts_ms"] and abs(run["loss"] - 6.24) < 0.1  # log 512
+        assert run["processes"] == processes and run["dtype"] == "torch.bfloat16"
+        # Two bf16 moments for every weight. A shard of a small tensor may be empty, so not exactly half of them.
+        assert abs(run["states"]["torch.bfloat16"] * processes / (4 * run["weights"]) - 1) < 0.02
+    assert "of the bound" in out
+
+
+def test_one_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert finetune_qwen3.main([*TINY, "--json", str(tmp_path / "log")]) == 0
+    check(capsys.readouterr().out, tmp_path / "log", 1)
+
+
+def test_fsdp2_on_two_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(ROOT / "examples/finetune_qwen3.py"), *TINY, "--json", str(tmp_path / "log")]
+    ranks = []
+    for rank in "01":
+        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+        more = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        ranks.append(subprocess.Popen(command, env=os.environ | place, **more))
+    outs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outs
+    assert "runs as eager" not in outs[0][1]
+    check(outs[0][0], tmp_path / "log", 2)
+
+
+def test_loss_in_pieces(monkeypatch):
+    """Value and gradient of Transformers' own loss, with ignored labels, for either count of tokens."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    monkeypatch.setattr(finetune_qwen3, "PIECE", 7)
+    logits, labels = torch.randn(2, 10, 33), torch.randint(33, (2, 10))
+    labels[0, 4:6] = -100
+    for items in (None, torch.tensor(40)):
+        found = []
+        for loss in (finetune_qwen3.loss_in_pieces, ForCausalLMLoss):
+            x = logits.clone().requires_grad_()
+            value = loss(x, labels, vocab_size=33, num_items_in_batch=items)
+            found.append((value, *torch.autograd.grad(value, x)))
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [["--experts", "smoe,fast"], ["--steps", "4"], ["--layers", "-1"]])
+def test_usage_errors(wrong, capsys):
+    assert finetune_qwen3.main(["--tiny", *wrong]) == 2
+    assert "finetune_qwen3.py: " in capsys.readouterr().err
