@@ -15,6 +15,10 @@
  *   W2, b2     (E, d, n), (E, d) the experts' second weights and biases
  *   act        the activation; dact(h, g) is the gradient of <act(h), g> with respect to h
  *   s(r)       the row weight: the factor of row r in the sum for its token
+ *   A1, B1     (E, r1, d), (E, 2n, r1) LoRA's factors beside W1, of rank r1; without a gate B1 is (E, n, r1).
+ *   A2, B2     (E, r2, n), (E, d, r2) those beside W2. A layer has them if its ranks (lora_rank1 and
+ *              lora_rank2 in smoe_layer) are not 0
+ *   P1, P2     one row for each r, with r1 and r2 columns; so have their gradients Q1 and Q2
  *
  * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert, the rows of an expert
  * by token. In saved and scratch, each expert's rows are followed by pad rows (token -1, weight 0) up to the
@@ -38,6 +42,10 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
+ * With LoRA up also computes P1[r] = X[t(r)] A1[e]^T and adds P1[r] B1[e]^T to H[r]; down computes P2[r] =
+ * A[r] A2[e]^T and adds P2[r] B2[e]^T to Y[r]. No matrix of the size of W1 or W2 is made. A factor such as
+ * alpha / r is the caller's: B1 and B2 contain it.
+ *
  * The plan contains all that up, down and combine read about the routing. For FROM_LOGITS it also contains
  * the results of topk.
  *
@@ -51,6 +59,9 @@
  *   dx_rows     dX~[r] = dH[r] W1[e]
  *   dx          dX[t] = sum over the rows r of t of dX~[r]. smoe_layer_backward adds dlogits[t] Wr, which is
  *               called the router's term of dX
+ * With LoRA dh also computes Q2[r] = dO[t(r)] B2[e], adds Q2[r] A2[e] to dA'[r], and computes dB2[e] = sum_r
+ * s(r) dO[t(r)]^T P2[r] and dA2[e] = sum_r Q2[r]^T A'[r]. dw1 also computes Q1[r] = dH[r] B1[e], dB1[e] =
+ * sum_r dH[r]^T P1[r] and dA1[e] = sum_r Q1[r]^T X[t(r)]; dx_rows adds Q1[r] A1[e] to dX~[r].
  *
  * Rules of every call that takes a layer.
  *  - It returns a status. After anything but SMOE_OK, smoe_last_error(context) gives the reason.
@@ -112,9 +123,9 @@ extern "C" {
 
 SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked */
 
-/* What this header and smoe_ep.h declare (enums, structs with their defaults, functions), as JSON: bindings in
- * other languages can be made from it, as those of the Python package are. Static text, never NULL; "" if the
- * library was built on a machine without Python. */
+/* What this header and smoe_ep.h declare (enums, structs with their defaults, functions), as JSON: bindings
+ * in other languages can be made from it, as those of the Python package are. Static text, never NULL; "" if
+ * the library was built on a machine without Python. */
 SMOE_API const char *smoe_declarations(void);
 
 /* ---- Status. The values never change. ------------------------------------------------------------------ */
@@ -321,8 +332,8 @@ typedef struct smoe_layer {
     smoe_type index_type;    /* topk_ids and offsets: SMOE_TYPE_I32 or SMOE_TYPE_I64 */
     smoe_type logits_type;   /* logits and dlogits: SMOE_TYPE_F32 or SMOE_TYPE_BF16 */
     smoe_type gradient_type; /* weight and bias gradients: dtype or SMOE_TYPE_F32 */
-    int32_t accumulate;  /* 1: weight and bias gradients are added to the old values in f32, and the sum is
-                            rounded once; 0: they are written */
+    int32_t accumulate;  /* 1: gradients of weights, biases and LoRA's factors are added to the old values in
+                            f32, and the sum is rounded once; 0: they are written */
     int32_t inference;   /* 1: no backward follows. Nothing is saved; the plan is in scratch */
     int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH */
     int32_t chunks;      /* a power of two, 1..64. The d columns of Y, O, dX~ and dX are cut into at most this
@@ -353,14 +364,16 @@ typedef struct smoe_layer {
     int32_t waves;      /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */
     int64_t max_tokens; /* T of each rank is 0..max_tokens */
     int64_t
-        row_capacity; /* the most rows that this rank's experts may receive; 0: enough for every routing */
+        row_capacity;   /* the most rows that this rank's experts may receive; 0: enough for every routing */
+    int32_t lora_rank1; /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none. Not with ranks */
+    int32_t lora_rank2; /* the same beside W2: r2 */
 } smoe_layer;
 #define SMOE_LAYER_INIT                                                                                      \
     {                                                                                                        \
         sizeof(smoe_layer), 0, 0, 0, 0, 1, SMOE_TYPE_BF16, SMOE_ACTIVATION_SWIGLU, SMOE_LAYOUT_CONCATENATED, \
             SMOE_ENTRY_FROM_LOGITS, SMOE_TYPE_I32, SMOE_TYPE_F32, SMOE_TYPE_F32, 0, 0, 0, 1,                 \
             SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUNDING_NONE, 128, 0, 7.0f, 7.0f, 1.702f, 1.0f, 0, \
-            0, 0, 0                                                                                          \
+            0, 0, 0, 0, 0                                                                                    \
     }
 
 /* Whether this context can run this layer: OK, or one of ARGUMENT, SHAPE and UNSUPPORTED with the reason in
@@ -375,11 +388,11 @@ typedef struct smoe_sizes {
     int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 min(E, rows) */
     uint64_t saved_bytes;        /* what is alive from forward to backward, without padding: the caller's X,
                                     and H and the plan in `saved`. With R standing for `rows`, in bf16:
-                                    2 T d + 4 n R + metadata_bytes. Without a gate 4 n R becomes 2 n R. In f32
-                                    X and H take twice as much */
+                                    2 T d + 4 n R + metadata_bytes. Without a gate 4 n R becomes 2 n R. LoRA
+                                    adds P1 and P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
-    uint64_t saved_buffer_bytes; /* the size of `saved`: H with padded_rows rows, and the plan. X is not
-                                    copied to `saved`: the caller gives X to the backward again */
+    uint64_t saved_buffer_bytes; /* the size of `saved`: H, P1 and P2 with padded_rows rows, and the plan. X
+                                    is not copied to `saved`: the caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
     uint64_t window_bytes; /* of each rank's window (smoe_ep.h); 0 without ranks */
@@ -439,11 +452,17 @@ typedef struct smoe_forward_args {
     /* FROM_LOGITS */
     const uint8_t *token_mask; /* (T) or NULL: all tokens are counted. Tokens whose value is 0 are routed and
                                   computed as all others, but `losses` and topk_counts leave them out */
+    /* the experts: LoRA's factors; with lora_rank1 the first two, with lora_rank2 the other two */
+    const void *lora_a1; /* A1 (E, r1, d) dtype */
+    const void *lora_b1; /* B1 (E, 2n, r1) dtype: gate rows, then up rows, in both layouts; (E, n, r1) without
+                            a gate */
+    const void *lora_a2; /* A2 (E, r2, n) dtype */
+    const void *lora_b2; /* B2 (E, d, r2) dtype */
 } smoe_forward_args;
 #define SMOE_FORWARD_ARGS_INIT                                                                               \
     {                                                                                                        \
         sizeof(smoe_forward_args), NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL,      \
-            NULL, NULL, NULL, NULL, NULL, 0, NULL, 0, NULL, NULL                                             \
+            NULL, NULL, NULL, NULL, NULL, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL                     \
     }
 
 /* The whole forward. For FROM_LOGITS it does what smoe_route, smoe_round (if rounding is not NONE),
@@ -511,7 +530,7 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* the forward's inputs and results, with the same values */
-    const void *x;             /* (T, d); read for dw1, drouter_weight */
+    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1 */
     const void *router_weight; /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
                                   the router's term of dx. May be NULL for sparse dlogits of a softmax */
@@ -544,11 +563,15 @@ typedef struct smoe_backward_args {
                                     device memory, so earlier work on the stream may compute them */
     smoe_ep *ep;                 /* the forward's */
     const uint8_t *token_mask;   /* the forward's; read if a loss has a coefficient or a gradient */
+    const void *lora_a1, *lora_b1, *lora_a2, *lora_b2; /* the forward's */
+    void *dlora_a1, *dlora_b1;                         /* shaped as lora_a1 and so on; gradient_type */
+    void *dlora_a2, *dlora_b2;
 } smoe_backward_args;
 #define SMOE_BACKWARD_ARGS_INIT                                                                              \
     {                                                                                                        \
         sizeof(smoe_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, 0.0f, 0.0f,     \
-            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL            \
+            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL,     \
+            NULL, NULL, NULL, NULL, NULL, NULL, NULL                                                         \
     }
 
 /* The whole backward: computes the gradients that are wanted. */

@@ -256,6 +256,10 @@ static smoe_status check_backward_fields(smoe_context *context, const smoe_layer
                         "%s: layer->inference is 1, nothing was saved for a backward", context->function);
     if (a->db2 && !a->b2)
         return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: db2 is given without b2", context->function);
+    if ((moe_wants_lora1(a) && !layer->lora_rank1) || (moe_wants_lora2(a) && !layer->lora_rank2))
+        return moe_fail(context, SMOE_ERROR_ARGUMENT,
+                        "%s: a gradient of LoRA's factors is given, but layer->%s is 0", context->function,
+                        moe_wants_lora1(a) && !layer->lora_rank1 ? "lora_rank1" : "lora_rank2");
     if (router && !a->router_weight && (a->drouter_weight || a->drouter_bias))
         return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: %s is given without router_weight",
                         context->function, a->drouter_weight ? "drouter_weight" : "drouter_bias");

@@ -88,6 +88,8 @@ static smoe_status check_shape(smoe_context *context, const char *function, cons
         {"topk", l->topk, 1, topk_limit > 0 ? topk_limit : 1},
         {"tile", l->tile, 1, SMOE_MAX_TILE},
         {"chunks", l->chunks, 1, SMOE_MAX_CHUNKS},
+        {"lora_rank1", l->lora_rank1, 0, SMOE_MAX_LORA_RANK},
+        {"lora_rank2", l->lora_rank2, 0, SMOE_MAX_LORA_RANK},
     };
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, shape, COUNT(shape));
     if (status != SMOE_OK) return status;
@@ -97,6 +99,10 @@ static smoe_status check_shape(smoe_context *context, const char *function, cons
     if (l->intermediate % 8)
         return moe_fail(context, SMOE_ERROR_SHAPE, "%s: intermediate is %lld, it must be a multiple of 8",
                         function, (long long)l->intermediate);
+    if (l->lora_rank1 % 8 || l->lora_rank2 % 8)
+        return moe_fail(context, SMOE_ERROR_SHAPE, "%s: %s is %d, it must be a multiple of 8", function,
+                        l->lora_rank1 % 8 ? "lora_rank1" : "lora_rank2",
+                        l->lora_rank1 % 8 ? (int)l->lora_rank1 : (int)l->lora_rank2);
     if (l->chunks & (l->chunks - 1))
         return moe_fail(context, SMOE_ERROR_SHAPE, "%s: chunks is %d, it must be a power of two", function,
                         (int)l->chunks);
@@ -284,6 +290,11 @@ static smoe_status check_ranks(smoe_context *context, const char *function, cons
     };
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, ranges, COUNT(ranges));
     if (status != SMOE_OK || !l->ranks) return status;
+    if (l->lora_rank1 || l->lora_rank2)
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: ranks is %d and %s is %d: a layer with ranks has no LoRA", function,
+                        (int)l->ranks, l->lora_rank1 ? "lora_rank1" : "lora_rank2",
+                        (int)(l->lora_rank1 ? l->lora_rank1 : l->lora_rank2));
     if (l->waves & (l->waves - 1))
         return moe_fail(context, SMOE_ERROR_SHAPE, "%s: waves is %d, it must be 0, 1, 2, 4 or 8", function,
                         (int)l->waves);

@@ -7,7 +7,7 @@
 /* What the call does with a memory that it only reads if the pointer is not NULL: 0. */
 enum { NEEDED = 1, WRITTEN = 2, BUFFER = 4 /* saved or scratch */, PAIR = 8 /* of floats */, BYTES = 16 };
 
-enum { MOST_MEMORIES = 24 };
+enum { MOST_MEMORIES = 32 };
 
 typedef struct memory {
     const char *name;
@@ -97,6 +97,10 @@ smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem 
         {"b1", a->b1, 0, here * problem->h_width * element, 0},
         {"w2", a->w2, weights, here * l->hidden * l->intermediate * element, 0},
         {"b2", a->b2, 0, here * l->hidden * element, 0},
+        {"lora_a1", a->lora_a1, weights, e * l->lora_rank1 * l->hidden * element, 0},
+        {"lora_b1", a->lora_b1, weights, e * l->lora_rank1 * problem->h_width * element, 0},
+        {"lora_a2", a->lora_a2, weights, e * l->lora_rank2 * l->intermediate * element, 0},
+        {"lora_b2", a->lora_b2, weights, e * l->lora_rank2 * l->hidden * element, 0},
         {"out", a->out, needs & MOE_NEEDS_OUT ? NEEDED | WRITTEN : 0, td, 0},
         {"saved", a->saved, NEEDED | WRITTEN | BUFFER, (int64_t)problem->saved_buffer_bytes, a->saved_size},
         {"scratch", a->scratch, NEEDED | WRITTEN | BUFFER, (int64_t)scratch_bytes, a->scratch_size},
@@ -111,12 +115,15 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
     const smoe_layer *l = &problem->layer;
     const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK;
     const int da = moe_wants_ds(l, a, router) || moe_wants_dh(a) || a->dw2;
-    const int x = a->dw1 || (router && a->drouter_weight), router_gradient = router ? WRITTEN : 0;
+    const int x = a->dw1 || a->dlora_a1 || (router && a->drouter_weight),
+              router_gradient = router ? WRITTEN : 0;
     const int64_t element = problem->element, gradient = moe_type_bytes(l->gradient_type), e = l->experts;
     const int64_t te = logits * l->tokens * e * moe_type_bytes(l->logits_type),
                   tk = topk * l->tokens * l->topk;
     const int64_t td = l->tokens * l->hidden * element, ed = e * l->hidden, width = problem->h_width,
                   here = problem->experts_here, hd = here * l->hidden;
+    const int64_t a1 = e * l->lora_rank1 * l->hidden, b1 = e * l->lora_rank1 * width,
+                  a2 = e * l->lora_rank2 * l->intermediate, b2 = e * l->lora_rank2 * l->hidden;
     const int64_t ds = topk ? 0 : logits ? problem->padded_rows : l->tokens;
     const memory all[] = {
         {"x", a->x, x ? NEEDED : 0, td, 0},
@@ -138,6 +145,14 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
         {"dtopk_weights", a->dtopk_weights, WRITTEN, tk * 4, 0},
         {"drow_weights", a->drow_weights, WRITTEN, ds * 4, 0},
         {"token_mask", a->token_mask, BYTES, logits * l->tokens, 0},
+        {"lora_a1", a->lora_a1, a->dx ? NEEDED : 0, a1 * element, 0},
+        {"lora_b1", a->lora_b1, a->dx || a->dlora_a1 ? NEEDED : 0, b1 * element, 0},
+        {"lora_a2", a->lora_a2, da ? NEEDED : 0, a2 * element, 0},
+        {"lora_b2", a->lora_b2, da ? NEEDED : 0, b2 * element, 0},
+        {"dlora_a1", a->dlora_a1, WRITTEN, a1 * gradient, 0},
+        {"dlora_b1", a->dlora_b1, WRITTEN, b1 * gradient, 0},
+        {"dlora_a2", a->dlora_a2, WRITTEN, a2 * gradient, 0},
+        {"dlora_b2", a->dlora_b2, WRITTEN, b2 * gradient, 0},
         {"loss_gradients", a->loss_gradients, PAIR, router ? 2 * 4 : 0, 0},
         {"saved", a->saved, NEEDED | BUFFER | (l->reuse_saved ? WRITTEN : 0),
          (int64_t)problem->saved_buffer_bytes, a->saved_size},

@@ -94,7 +94,14 @@ static uint64_t h_bytes(const moe_problem *p, int64_t rows)
     return (uint64_t)(rows * p->h_width) * (uint64_t)p->element;
 }
 
-/* Bytes of H and the plan without what their alignment adds, with bounds on the rows that are affine in T. */
+/* Bytes of P1 or P2. */
+static uint64_t low_rank_bytes(const moe_problem *p, int64_t rows, int32_t rank)
+{
+    return (uint64_t)(rows * rank) * (uint64_t)p->element;
+}
+
+/* Bytes of H, P1, P2 and the plan without what their alignment adds, with bounds on the rows that are affine
+ * in T. */
 static uint64_t affine_bytes(const moe_problem *of, int64_t tokens)
 {
     moe_problem p = *of;
@@ -104,7 +111,8 @@ static uint64_t affine_bytes(const moe_problem *of, int64_t tokens)
     moe_plan_arrays plan;
     plan_part parts[PLAN_PARTS];
     const int count = list_plan_parts(&p, &plan, parts);
-    uint64_t bytes = h_bytes(&p, p.padded_rows);
+    uint64_t bytes = h_bytes(&p, p.padded_rows) +
+                     low_rank_bytes(&p, p.padded_rows, p.layer.lora_rank1 + p.layer.lora_rank2);
     for (int i = 0; i < count; i++) bytes += 4 * (uint64_t)parts[i].elements_laid_out;
     return bytes;
 }
@@ -114,7 +122,7 @@ void moe_saved_bound(const moe_problem *p, uint64_t *constant, uint64_t *of_a_to
     *constant = *of_a_token = 0;
     if (p->layer.inference || p->layer.ranks) return;
     const uint64_t without_tokens = affine_bytes(p, 0);
-    *constant = without_tokens + (PLAN_PARTS + 1) * (SMOE_PART_ALIGN - 1);
+    *constant = without_tokens + (PLAN_PARTS + 3) * (SMOE_PART_ALIGN - 1);
     *of_a_token = affine_bytes(p, 1) - without_tokens;
 }
 
@@ -164,8 +172,11 @@ void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t 
         p->metadata_bytes += 4 * (uint64_t)parts[i].elements;
         p->plan_bytes += moe_align_up(4 * (uint64_t)parts[i].elements_laid_out);
     }
+    p->plan_bytes += moe_align_up(low_rank_bytes(p, p->padded_rows, layer->lora_rank1)) +
+                     moe_align_up(low_rank_bytes(p, p->padded_rows, layer->lora_rank2));
     const uint64_t x_bytes = (uint64_t)(layer->tokens * layer->hidden * p->element);
-    p->saved_bytes = x_bytes + p->metadata_bytes;
+    p->saved_bytes =
+        x_bytes + p->metadata_bytes + low_rank_bytes(p, p->rows, layer->lora_rank1 + layer->lora_rank2);
     p->saved_buffer_bytes = layer->inference ? 0 : p->plan_bytes;
     if (keeps_h(layer)) p->saved_bytes += h_bytes(p, p->rows);
     if (keeps_h(layer)) p->saved_buffer_bytes += moe_align_up(h_bytes(p, p->padded_rows));
@@ -179,6 +190,12 @@ moe_plan_arrays moe_plan_at(const moe_problem *problem, void *buffer)
     if (keeps_h(&problem->layer)) {
         plan.h = at;
         at += moe_align_up(h_bytes(problem, problem->padded_rows));
+    }
+    const int32_t ranks[] = {problem->layer.lora_rank1, problem->layer.lora_rank2};
+    void **const low[] = {&plan.p1, &plan.p2};
+    for (int i = 0; i < 2; i++) {
+        if (ranks[i]) *low[i] = at;
+        at += moe_align_up(low_rank_bytes(problem, problem->padded_rows, ranks[i]));
     }
     plan_part parts[PLAN_PARTS];
     const int count = list_plan_parts(problem, &plan, parts);

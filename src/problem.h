@@ -18,15 +18,17 @@ enum {
     SMOE_MAX_TOPK = 64,
     SMOE_MAX_TILE = 4096,
     SMOE_MAX_CHUNKS = 64,
+    SMOE_MAX_LORA_RANK = 256,
     SMOE_MAX_THREADS = 512
 };
 
 /* The plan's arrays, in saved (for inference: at the start of scratch). Shapes as in smoe_plan_view. */
 typedef struct moe_plan_arrays {
-    void *h;                /* (padded_rows, h_width) dtype; NULL for inference and with ranks */
-    int32_t *row_token;     /* (padded_rows) */
-    float *row_weight;      /* (padded_rows) */
-    int32_t *token_rows;    /* (rows) */
+    void *h;             /* (padded_rows, h_width) dtype; NULL for inference and with ranks */
+    void *p1, *p2;       /* (padded_rows, lora_rank1), (padded_rows, lora_rank2) dtype; NULL without LoRA */
+    int32_t *row_token;  /* (padded_rows) */
+    float *row_weight;   /* (padded_rows) */
+    int32_t *token_rows; /* (rows) */
     int32_t *token_offsets; /* (T+1) */
     int32_t *counts;        /* (E) */
     int32_t *offsets;       /* (E+1) */
@@ -48,8 +50,8 @@ typedef struct moe_problem {
     int64_t chunk_columns;       /* 64 ceil(d / (64 chunks)): columns of a chunk of Y or dX~; the last may be
                                     narrower */
     uint64_t metadata_bytes;     /* of the plan, unpadded */
-    uint64_t saved_bytes;        /* X, H and metadata, unpadded */
-    uint64_t plan_bytes;         /* of the plan without H, as laid out */
+    uint64_t saved_bytes;        /* X, H, P1, P2 and metadata, unpadded */
+    uint64_t plan_bytes;         /* of P1, P2 and the plan without H, as laid out */
     uint64_t saved_buffer_bytes; /* H and plan as laid out; 0 for inference */
     uint64_t received_at; /* with ranks: the size of the plan of this rank's tokens. The rest of plan_bytes
                              and of saved is the received part (ep.h) */

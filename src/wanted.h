@@ -41,9 +41,19 @@ static inline int moe_wants_ds(const smoe_layer *layer, const smoe_backward_args
     return with_router || (layer->entry == SMOE_ENTRY_FROM_TOPK ? a->dtopk_weights : a->drow_weights) != NULL;
 }
 
+static inline int moe_wants_lora1(const smoe_backward_args *a)
+{
+    return a->dlora_a1 || a->dlora_b1;
+}
+
+static inline int moe_wants_lora2(const smoe_backward_args *a)
+{
+    return a->dlora_a2 || a->dlora_b2;
+}
+
 static inline int moe_wants_dh(const smoe_backward_args *a)
 {
-    return a->dx || a->dw1 || a->db1;
+    return a->dx || a->dw1 || a->db1 || moe_wants_lora1(a) || moe_wants_lora2(a);
 }
 
 static inline int moe_wants_dw2(const smoe_backward_args *a)

@@ -17,7 +17,7 @@ DTYPES = {
     "meta": (torch.bfloat16, torch.float16, torch.float32),
 }
 INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_EXPERTS, MAX_TOPK, MAX_CHUNKS, MAX_TILE = 4096, 64, 64, 4096  # of include/smoe.h
+MAX_EXPERTS, MAX_TOPK, MAX_CHUNKS, MAX_TILE, MAX_LORA_RANK = 4096, 64, 64, 4096, 256  # of include/smoe.h
 
 
 def name_of(values: Collection[torch.dtype]) -> str:

@@ -53,6 +53,7 @@ static void dh_panel(const moe_cpu_pass *pass, const smoe_backward_args *args, c
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
     moe_gather_tokens(pass, panel, args->dout, 0, pass->problem->layer.hidden, at.gathered);
     multiply(pass, args, panel, &at);
+    if (pass->problem->layer.lora_rank2) moe_cpu_lora_dh(pass, args, panel, &at);
     start_ds(pass, args->b2, panel, &at);
     for (int64_t i = 0; i < panel->count; i++) activate_row(pass, panel->row + i, at.product + i * n, &at);
 }

@@ -41,6 +41,7 @@ static void down_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, 
     const int64_t end = moe_min(first_column + p->chunk_columns, d);
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
     load_a(pass, panel, &at);
+    if (p->layer.lora_rank2) moe_cpu_lora_p2(pass, args, panel, &at);
     for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS) {
         const int64_t columns = moe_min(SMOE_PANEL_COLUMNS, end - column);
         float *y = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
@@ -50,6 +51,7 @@ static void down_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, 
         if (args->b2) spread_bias(pass, panel, args->b2, column, columns, y);
         moe_sgemm(0, 1, panel->count, columns, n, at.gathered, n, w2, ld, args->b2 ? 1.0f : 0.0f, y,
                   p->chunk_columns);
+        if (p->layer.lora_rank2) moe_cpu_lora_down(pass, args, panel, column, columns, &at, y);
     }
 }
 

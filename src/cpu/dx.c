@@ -35,7 +35,9 @@ static void dx_rows_panel(const moe_cpu_pass *pass, const smoe_backward_args *ar
     moe_load_row(at.gathered, pass->dh, panel->row * p->h_width, panel->count * p->h_width, p->layer.dtype);
     for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS) {
         float *dx = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
-        multiply(pass, args->w1, panel, column, moe_min(SMOE_PANEL_COLUMNS, end - column), dx, &at);
+        const int64_t columns = moe_min(SMOE_PANEL_COLUMNS, end - column);
+        multiply(pass, args->w1, panel, column, columns, dx, &at);
+        if (p->layer.lora_rank1) moe_cpu_lora_dx(pass, args, panel, column, columns, &at, dx);
     }
 }
 

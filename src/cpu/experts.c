@@ -61,6 +61,10 @@ static moe_cpu_panels carve_panels(const moe_problem *p, carver *at)
     panels.weights = carve_floats(at, weight_floats(p));
     panels.tile = carve_floats(at, p->layer.inference ? 0 : SMOE_TILE_HIDDEN * SMOE_PANEL_FEATURES);
     panels.row = carve_floats(at, 3 * widest);
+    const int64_t rank = moe_max(p->layer.lora_rank1, p->layer.lora_rank2);
+    panels.low = carve_floats(at, rows * rank);
+    panels.factor = carve_floats(at, p->layer.dtype == SMOE_TYPE_F32 ? 0 : rank * widest);
+    panels.factors = carve_floats(at, p->layer.inference ? 0 : 2 * rank * widest);
     return panels;
 }
 
@@ -97,6 +101,8 @@ moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_proble
     else
         pass.dh = carve(&at, (uint64_t)(rows_here(p) * p->h_width * p->element));
     pass.ds = carve_floats(&at, p->padded_rows);
+    pass.q1 = carve_floats(&at, p->padded_rows * p->layer.lora_rank1);
+    pass.q2 = carve_floats(&at, p->padded_rows * p->layer.lora_rank2);
     uint64_t shared = 4 * (uint64_t)(rows_here(p) * p->chunk_columns);
     if (p->layer.entry == SMOE_ENTRY_FROM_LOGITS) {
         const uint64_t router = moe_cpu_router_backward_scratch(context, problem);

@@ -28,6 +28,7 @@ typedef struct moe_cpu_pass {
     void *dh;          /* backward: (padded_rows, h_width) dtype; H's own place with reuse_saved */
     float *chunk;      /* Y or dX~, (padded_rows, chunk_columns) */
     float *ds;         /* backward: (padded_rows), 0 in pad rows */
+    float *q1, *q2;    /* backward with LoRA: (padded_rows, r1) and (padded_rows, r2) */
     float *dlogits;    /* backward from logits: (T, E) */
     const smoe_ep *ep; /* collect_backward: dX is the sum of what ranks returned; else NULL */
     void *router;      /* backward from logits: the router's work space, in the memory of `chunk`, which
@@ -44,6 +45,9 @@ typedef struct moe_cpu_panels {
     float *weights;  /* a panel of weights in f32; only for bf16 */
     float *tile;     /* backward: a tile of dW, (512, 256) */
     float *row;      /* 3 rows of max(h_width, d) */
+    float *low;      /* LoRA: (256, r) of P1, P2, Q1 or Q2, where r is the larger rank */
+    float *factor;   /* a factor of LoRA in f32 (r, max(h_width, d)); only for bf16 */
+    float *factors;  /* backward: two gradients of factors, (r, max(h_width, d)) each */
 } moe_cpu_panels;
 
 /* Lays scratch out. With scratch NULL only the sizes are valid. */
@@ -116,6 +120,30 @@ static inline int64_t moe_max(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
+
+/* ---- LoRA (lora.c). `low`: the panel's rows of P1, P2, Q1 or Q2 ---- */
+
+/* P1 of X's rows, which are in at->gathered, is added to at->product as P1 B1^T, and stored in the plan. */
+void moe_cpu_lora_up(const moe_cpu_pass *pass, const smoe_forward_args *args, const moe_row_panel *panel,
+                     const moe_cpu_panels *at);
+
+/* at->low = P2 of A's rows, which are in at->gathered; stored in the plan. Then y (count, chunk_columns) +=
+ * P2 B2^T for `columns` columns from `column` on. */
+void moe_cpu_lora_p2(const moe_cpu_pass *pass, const smoe_forward_args *args, const moe_row_panel *panel,
+                     const moe_cpu_panels *at);
+void moe_cpu_lora_down(const moe_cpu_pass *pass, const smoe_forward_args *args, const moe_row_panel *panel,
+                       int64_t column, int64_t columns, const moe_cpu_panels *at, float *y);
+
+/* Q2, and those of dA2 and dB2 that are wanted. Reads H, so it comes before dh. */
+void moe_cpu_lora2(const moe_cpu_pass *pass, const smoe_backward_args *args);
+/* at->product (count, n) += Q2 A2 */
+void moe_cpu_lora_dh(const moe_cpu_pass *pass, const smoe_backward_args *args, const moe_row_panel *panel,
+                     const moe_cpu_panels *at);
+/* Q1, and those of dA1 and dB1 that are wanted. Reads dH. */
+void moe_cpu_lora1(const moe_cpu_pass *pass, const smoe_backward_args *args);
+/* dx (count, chunk_columns) += Q1 A1 for `columns` columns from `column` on */
+void moe_cpu_lora_dx(const moe_cpu_pass *pass, const smoe_backward_args *args, const moe_row_panel *panel,
+                     int64_t column, int64_t columns, const moe_cpu_panels *at, float *dx);
 
 /* ---- The stages ---- */
 

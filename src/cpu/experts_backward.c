@@ -1,11 +1,12 @@
 /* The backward: dw2, dh, the router's part, dw1, then dx_rows and dx chunk by chunk. dw2 comes first because
  * it computes A' from H, and dh may then overwrite H with dH. So A' is never stored. A stage runs only if a
- * wanted gradient needs it.
+ * wanted gradient needs it. With LoRA dA2, dB2 and Q2 come before dh, for the same reason, and dA1, dB1 and
+ * Q1 after dw1.
  *
  * Scratch: dH (padded_rows, h_width) dtype unless reuse_saved; dX~ of one chunk, padded_rows chunk_columns 4
- * bytes (before it, in the same place, the router's work space); dS; from logits dlogits (T, E) f32; and each
- * thread's panels: 256 (max(d, h_width) + h_width) floats, a tile of 512 by 256, for bf16 256 d floats of
- * weights as well. */
+ * bytes (before it, in the same place, the router's work space); dS; with LoRA Q1 and Q2 in f32; from logits
+ * dlogits (T, E) f32; and each thread's panels: 256 (max(d, h_width) + h_width) floats, a tile of 512 by 256,
+ * for bf16 256 d floats of weights as well. */
 #include "blas.h"
 #include "convert.h"
 #include "experts.h"
@@ -77,13 +78,17 @@ smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
 {
     const moe_cpu_pass pass = moe_cpu_backward_pass(context, problem, plan, args->scratch, stream);
     moe_blas_enter();
+    const smoe_layer *layer = &problem->layer;
+    const int dh = moe_wants_ds(layer, args, with_router) || moe_wants_dh(args);
     if (moe_wants_dw2(args)) moe_cpu_dw2(&pass, args);
-    if (moe_wants_ds(&problem->layer, args, with_router) || moe_wants_dh(args)) moe_cpu_dh(&pass, args);
+    if (dh && layer->lora_rank2) moe_cpu_lora2(&pass, args);
+    if (dh) moe_cpu_dh(&pass, args);
     moe_cpu_give_weight_gradients(&pass, args);
     if (with_router)
         moe_cpu_router_backward(context, problem, args, plan, pass.ds, pass.dlogits, pass.router, stream);
     if (moe_wants_dw1(args)) moe_cpu_dw1(&pass, args);
-    for (int64_t column = 0; args->dx && column < problem->layer.hidden; column += problem->chunk_columns) {
+    if (layer->lora_rank1 && (args->dx || moe_wants_lora1(args))) moe_cpu_lora1(&pass, args);
+    for (int64_t column = 0; args->dx && column < layer->hidden; column += problem->chunk_columns) {
         moe_cpu_dx_rows(&pass, args, column);
         moe_cpu_dx(&pass, args, with_router && args->router_weight, column);
     }

@@ -67,6 +67,7 @@ static void up_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, co
     moe_gather_tokens(pass, panel, args->x, 0, pass->problem->layer.hidden, at.gathered);
     if (args->b1) spread_bias(pass, panel, args->b1, &at);
     multiply(pass, args, panel, &at);
+    if (pass->problem->layer.lora_rank1) moe_cpu_lora_up(pass, args, panel, &at);
     if (pass->problem->layer.inference)
         store_a(pass, panel, &at);
     else

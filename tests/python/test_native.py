@@ -123,6 +123,7 @@ def test_limits_are_the_librarys():
     limit = {key: int(value) for key, value in re.findall(r"SMOE_(\w+) = (\d+)", source)}
     ours = dict(MAX_EXPERTS=checks.MAX_EXPERTS, MAX_TOPK=checks.MAX_TOPK, MAX_CHUNKS=checks.MAX_CHUNKS, MAX_TILE=checks.MAX_TILE)
     ours |= dict(MAX_THREADS=native.MOST_THREADS, TENSOR_ALIGN=_ops._ALIGN, BUFFER_ALIGN=_ops._BUFFER_ALIGN)
+    ours |= dict(MAX_LORA_RANK=checks.MAX_LORA_RANK)
     ours |= dict(BLOCK_ROWS=_layout._ROW_BLOCK, PART_ALIGN=_layout._ALIGN)
     assert ours == limit
 
