@@ -557,6 +557,12 @@ static void saved_grows_by_the_rows_of_small_rank(void **state)
     assert_int_equal(with.saved_bytes - without.saved_bytes, (uint64_t)with.rows * 16 * element);
     assert_true(with.saved_buffer_bytes - without.saved_buffer_bytes <=
                 (uint64_t)with.padded_rows * 16 * element + 512);
+    /* Scratch: Q1 and Q2 in the backward; on the CPU for each of two threads a panel of P and, of one expert,
+     * the factors' gradients. */
+    const uint64_t rows = (uint64_t)with.padded_rows * 16 * 4 + 512,
+                   threads = 2 * (256 * 8 + 3 * 8 * 64) * 4 + 4096;
+    assert_true(with.scratch_forward_bytes - without.scratch_forward_bytes <= threads);
+    assert_true(with.scratch_backward_bytes - without.scratch_backward_bytes <= rows + threads);
     assert_true(with.saved_buffer_bytes <=
                 with.saved_constant_bytes + (uint64_t)d.layer.tokens * with.saved_token_bytes);
     smoe_destroy(context);

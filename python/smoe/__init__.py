@@ -19,6 +19,7 @@ _TORCH_NAMES = {
     "update_selection_bias": "functional",
     "MoEOutput": "functional",
     "MoE": "module",
+    "LoRA": "_lora",
 }
 
 __all__ = ["Gate", "__version__", "build_info", "native", *_TORCH_NAMES]

@@ -7,7 +7,8 @@ autocast the matrices and x are cast as for a matmul.
 """
 
 import threading
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch.autograd import forward_ad  # its level is -1 outside dual_level; ins
 from . import _activation, _checks
 from . import _ops as ops
 from ._activation import Gate
+
+if TYPE_CHECKING:
+    from ._lora import LoRA
 
 _call = torch.ops.smoe
 
@@ -215,6 +219,7 @@ def experts(
     chunks: int = 1,
     gradient_dtype: torch.dtype | None = None,
     copy_weights: bool = False,
+    lora: "LoRA | Sequence[LoRA] | None" = None,
 ) -> Tensor:
     """The experts on given routing: out[t] = sum over k of weights[t, k] expert[ids[t, k]](x[t]), (T, H).
 
@@ -225,7 +230,12 @@ def experts(
     gradient_dtype: torch.float32 makes the kernels write the weights' gradients in float32.
     copy_weights: True lets w1 and w2 have any strides. If they are not contiguous, the forward and the backward each
     make a contiguous copy of them and free it.
+    lora: an smoe.LoRA, or several whose terms add up. Not with gradient_dtype.
     """
+    if lora is not None:
+        return _experts_with_lora(
+            x, ids, weights, w1, w2, b1, b2, activation, layout, chunks, gradient_dtype, copy_weights, lora
+        )
     traced = torch.compiler.is_dynamo_compiling()
     if traced or _any_autocast():
         x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2)
@@ -264,6 +274,23 @@ def experts(
     if call is None:
         return _call.experts_forward.default(x, ids, weights, w1, b1, w2, b2, options, False)[0]
     return ops.forward(call, False, x, ids, weights, w1, b1, w2, b2)[0]
+
+
+def _experts_with_lora(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
+    activation: str | Gate, layout: str, chunks: int, gradient_dtype: torch.dtype | None, copy_weights: bool,
+    lora: "LoRA | Sequence[LoRA]",
+) -> Tensor:  # fmt: skip
+    from . import _lora
+
+    x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2)
+    function = "smoe.experts"
+    _checks.experts(function, "x", x, w1, b1, w2, b2, activation, layout, chunks, gradient_dtype, copy_weights)
+    _checks.ids(function, ids, x, w2.shape[0])
+    _checks.weights(function, "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
+    if gradient_dtype not in (None, x.dtype):
+        raise ValueError(f"{function}: gradient_dtype is {gradient_dtype} with lora; expected None")
+    return _lora.experts(x, ids, weights, w1, b1, w2, b2, lora, activation, layout, chunks)
 
 
 # ---- rows sorted by expert ----

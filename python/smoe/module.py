@@ -97,7 +97,15 @@ class _Experts(nn.Module):
 
     def forward(self, x: Tensor, logits: Tensor, selection_bias: Tensor | None = None, **options):
         """x (T, H) and the router's logits (T, E) to out (T, H), or to an smoe.MoEOutput with `losses` or `counts`."""
-        found = self.compute(x, None, logits=logits, selection_bias=selection_bias, **options)
+        held = self.__dict__.get("_smoe_lora")  # by smoe.peft
+        if held:
+            from . import _lora, peft
+
+            adapters = peft.adapters_of(self, held)
+            out, *others = _lora.moe(x, logits, **self.weights(), lora=adapters, selection_bias=selection_bias, **options)
+            found = functional.MoEOutput(out, logits, *others)
+        else:
+            found = self.compute(x, None, logits=logits, selection_bias=selection_bias, **options)
         return found if options.get("losses") or options.get("counts") else found.out
 
 

@@ -10,6 +10,7 @@ With Transformers 5.23 or later it also registers ep_implementation="smoe" (smoe
 
 import ctypes
 import inspect
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -162,14 +163,28 @@ def _eager(experts: nn.Module, reason: str, *arguments: Tensor) -> Tensor:
     return inspect.unwrap(type(experts).forward)(experts, *arguments)
 
 
+def _use_peft() -> None:
+    from . import peft  # noqa: F401
+
+
+if "peft" in sys.modules:
+    _use_peft()
+
+
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The function behind experts_implementation="smoe": hidden_states (T, H), ids and weights (T, K) to (T, H) in the dtype
     of hidden_states."""
+    held = self.__dict__.get("_smoe_lora")  # by smoe.peft
+    if "parametrizations" in self._modules and "peft" in sys.modules:
+        _use_peft()  # PEFT was imported after this module: of this call alone it has built the weights
     traced = torch.compiler.is_dynamo_compiling()
     activation, layout, reason = _math_at(id(self)) if traced else _math_of(self)
     if activation is not None:
         w1, b1, w2, b2 = map(_local, _weights_of(self))
         reason = _why_not(hidden_states, w1, b1, w2, b2)
+    if held and (activation is None or reason):
+        with sys.modules["smoe.peft"].built_weights(held):
+            return _eager(self, reason, hidden_states, top_k_index, top_k_weights)
     if activation is None or reason:
         return _eager(self, reason, hidden_states, top_k_index, top_k_weights)
     if getattr(self, "is_transposed", False):
@@ -177,11 +192,11 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if top_k_index.shape[1] > w2.shape[0]:
         top_k_index, top_k_weights = _keep_possible(top_k_index, top_k_weights, w2.shape[0])
     transposed = not (w1.is_contiguous() and w2.is_contiguous())
-    if transposed and not torch.is_grad_enabled() and 0 < top_k_index.numel() < w2.shape[0]:
+    if transposed and not held and not torch.is_grad_enabled() and 0 < top_k_index.numel() < w2.shape[0]:
         top_k_index, w1, b1, w2, b2 = _gather_experts(top_k_index, w1, b1, w2, b2)
     out = functional.experts(
         hidden_states, top_k_index, top_k_weights, w1, w2, b1=b1, b2=b2, activation=activation, layout=layout,
-        copy_weights=transposed,
+        copy_weights=transposed, lora=sys.modules["smoe.peft"].adapters_of(self, held) if held else None,
     )  # fmt: skip
     return out.to(hidden_states.dtype)  # under autocast too, as Transformers' own experts functions do
 

@@ -31,10 +31,6 @@ static smoe_status rows_fit(smoe_context *context, const moe_problem *problem)
         return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
                         "%s: dtype is %s, the cuda backend stores SMOE_TYPE_BF16 or SMOE_TYPE_F16",
                         context->function, moe_type_name(layer->dtype));
-    if (layer->lora_rank1 || layer->lora_rank2)
-        return moe_fail(context, SMOE_ERROR_UNSUPPORTED, "%s: %s is %d, the cuda backend has no LoRA",
-                        context->function, layer->lora_rank1 ? "lora_rank1" : "lora_rank2",
-                        (int)(layer->lora_rank1 ? layer->lora_rank1 : layer->lora_rank2));
     if (problem->padded_rows > INT32_MAX - 256 || layer->tokens > INT32_MAX - 256)
         return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
                         "%s: %lld padded rows, the limit is %d: the plan's indices are int32",

@@ -1,6 +1,7 @@
 /* The launches of the backward: lists, dh and dS, dw2, dw1, router_bwd, then dx_rows and dx for one chunk
  * after another. docs/design.md describes the order and the scratch. */
 #include "host/backward.h"
+#include "host/lora.h"
 #include "wanted.h"
 
 #include <assert.h>
@@ -48,7 +49,9 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
     s.block_expert = s.splits + moe_align_up(sizeof(moe_split) * (parts + 1));
     s.ds = s.block_expert + moe_align_up(sizeof(int32_t) * (uint64_t)(blocks + 1));
     s.dh = s.ds + moe_align_up(sizeof(float) * rows * (uint64_t)(s.ds_parts + 1));
-    s.shared = s.dh + (layer->reuse_saved ? 0 : moe_align_up(rows * (uint64_t)(p->h_width * p->element)));
+    s.q1 = s.dh + (layer->reuse_saved ? 0 : moe_align_up(rows * (uint64_t)(p->h_width * p->element)));
+    s.q2 = s.q1 + moe_align_up(rows * (uint64_t)(layer->lora_rank1 * p->element));
+    s.shared = s.q2 + moe_align_up(rows * (uint64_t)(layer->lora_rank2 * p->element));
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         s.router = moe_cuda_router_scratch(state, p, s.shared);
         s.shared = s.router.end;
@@ -115,6 +118,7 @@ static cudaError_t run_dh(backward_call *c)
         .gated = c->problem->gated,
         .activation = layer->activation,
         .values = moe_gate_values_of(layer),
+        .lora = {c->scratch + c->at.q2, c->args->lora_a2, layer->lora_rank2},
     };
     return c->state->kernels->dh(&c->on, &dh);
 }
@@ -246,6 +250,7 @@ cudaError_t moe_cuda_run_dx_rows(backward_call *c, int64_t first_column, int64_t
         .interleaved = c->halves == 2 && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .first_column = first_column,
         .columns = columns,
+        .lora = {c->scratch + c->at.q1, c->args->lora_a1, layer->lora_rank1},
     };
     return c->state->kernels->dx_rows(&c->on, &dx);
 }
@@ -289,8 +294,10 @@ cudaError_t moe_cuda_run_dh(smoe_context *context, backward_call *c)
 {
     moe_stage_begin(context, SMOE_STAGE_DH, c->on.stream);
     cudaError_t status = moe_cuda_make_backward_lists(c);
+    if (status == cudaSuccess) status = moe_cuda_lora_q2(c);
     if (status == cudaSuccess) status = run_dh(c);
     if (status == cudaSuccess) status = moe_cuda_run_ds(c);
+    if (status == cudaSuccess) status = moe_cuda_lora_gradients2(c);
     moe_stage_end(context, SMOE_STAGE_DH, c->on.stream);
     return status;
 }
@@ -309,6 +316,7 @@ cudaError_t moe_cuda_run_dw1(smoe_context *context, backward_call *c)
     moe_stage_begin(context, SMOE_STAGE_DW1, c->on.stream);
     cudaError_t status = run_dw1(c);
     if (status == cudaSuccess) status = run_db1(c);
+    if (status == cudaSuccess && moe_cuda_wants_lora1(c)) status = moe_cuda_lora1(c);
     moe_stage_end(context, SMOE_STAGE_DW1, c->on.stream);
     return status;
 }
@@ -334,7 +342,7 @@ static cudaError_t run_stages(smoe_context *context, backward_call *c)
         status = begin_use(c, SHARED_FOR_DW2);
         if (status == cudaSuccess) status = moe_cuda_run_dw2(context, c);
     }
-    if (status == cudaSuccess && moe_wants_dw1(args)) {
+    if (status == cudaSuccess && (moe_wants_dw1(args) || moe_cuda_wants_lora1(c))) {
         status = begin_use(c, SHARED_FOR_DW1);
         if (status == cudaSuccess) status = moe_cuda_run_dw1(context, c);
     }

@@ -32,6 +32,7 @@ typedef enum shared_use {
 /* Offsets from the start of scratch. */
 typedef struct backward_scratch {
     uint64_t counts, tiles, pieces, splits, block_expert, ds, dh;
+    uint64_t q1, q2;        /* LoRA */
     uint64_t shared;        /* where the memory with the four uses begins */
     uint64_t a, parts2;     /* SHARED_FOR_DW2; a is at its begin */
     int64_t parts;          /* bound on pieces of split experts */

@@ -1,6 +1,7 @@
 /* The context of the CUDA backend: opens a device and chooses its kernels. */
 #include "host/device.h"
 #include "host/launch.h"
+#include "host/launch_lora.h"
 #include "host/routing.h"
 #include "host/test_options.h"
 
@@ -62,6 +63,7 @@ static cudaError_t prepare_kernels(device_state *state)
     cudaError_t status = moe_cuda_plan_init(device);
     if (status == cudaSuccess) status = moe_cuda_plan_rows_init(device);
     if (status == cudaSuccess) status = moe_cuda_routing_init(device);
+    if (status == cudaSuccess) status = moe_cuda_lora_init(device);
     return status == cudaSuccess ? state->kernels->init(device, state->own) : status;
 }
 

@@ -3,6 +3,7 @@
 #include "host/forward.h"
 #include "check.h"
 #include "host/ep_host.h"
+#include "host/lora.h"
 #include "schedule/few_rows.h"
 #include "schedule/plan_size.h"
 
@@ -135,7 +136,10 @@ cudaError_t moe_cuda_up(forward_call *c)
         .interleaved = c->problem->gated && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .activation = layer->activation,
         .values = moe_gate_values_of(layer),
+        .lora = {c->plan->p1, c->args->lora_b1, layer->lora_rank1},
     };
+    const cudaError_t status = moe_cuda_lora_p1(c);
+    if (status != cudaSuccess) return status;
     if (c->few_rows) return c->state->kernels->up_few_rows(&c->on, &up, few_rows_tiles(c));
     return c->state->kernels->up(&c->on, &up);
 }
@@ -157,7 +161,10 @@ cudaError_t moe_cuda_down(forward_call *c, int64_t first_column, int64_t columns
         .experts = layer->experts,
         .first_column = first_column,
         .columns = columns,
+        .lora = {c->plan->p2, c->args->lora_b2, layer->lora_rank2},
     };
+    const cudaError_t status = first_column ? cudaSuccess : moe_cuda_lora_p2(c);
+    if (status != cudaSuccess) return status;
     if (c->few_rows) return c->state->kernels->down_few_rows(&c->on, &down, few_rows_tiles(c));
     return c->state->kernels->down(&c->on, &down);
 }
@@ -241,7 +248,8 @@ forward_call moe_cuda_forward_call(const device_state *state, const moe_problem 
         .a = scratch + s.a,
         .y = scratch + s.y,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
-        .few_rows = state->kernels->few_rows(problem->rows, problem->layer.experts),
+        .few_rows = !problem->layer.lora_rank1 && !problem->layer.lora_rank2 &&
+                    state->kernels->few_rows(problem->rows, problem->layer.experts),
         .on = launch_on(state, problem->layer.dtype, stream),
     };
     return c;

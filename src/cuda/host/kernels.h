@@ -12,6 +12,15 @@
 extern "C" {
 #endif
 
+/* LoRA's term of a GEMM: low[r] factor[e] is added to its sums, as more steps of K. */
+typedef struct moe_low_rank {
+    const void *low; /* P1, P2, Q2 or Q1: (rows, rank) */
+    const void
+        *factor;  /* B1 (experts, 2 or 1 times intermediate, rank), gate rows first in both layouts; B2
+                     (experts, hidden, rank); A2 (experts, rank, intermediate); A1 (experts, rank, hidden) */
+    int64_t rank; /* 0: there is no term */
+} moe_low_rank;
+
 /* H = X W1^T + b1, A = act(H). The rows are sorted by expert, and every expert is padded to blocks of 64
  * rows. */
 typedef struct moe_up {
@@ -27,6 +36,7 @@ typedef struct moe_up {
     int gated, interleaved; /* interleaved: gate and up rows of W1 alternate */
     smoe_activation activation;
     moe_gate_values values;
+    moe_low_rank lora; /* P1, B1 */
 } moe_up;
 
 /* Y = A W2^T + b2 for columns first_column to first_column + columns - 1 of d. */
@@ -40,6 +50,7 @@ typedef struct moe_down {
     moe_cuda_lists lists;
     int64_t rows, hidden, intermediate, experts;
     int64_t first_column, columns;
+    moe_low_rank lora; /* P2, B2 */
 } moe_down;
 
 /* dA' = dO W2; and from dA' and H: dS, dH, A'. */
@@ -57,6 +68,7 @@ typedef struct moe_dh {
     int gated;
     smoe_activation activation;
     moe_gate_values values;
+    moe_low_rank lora; /* Q2, A2 */
 } moe_dh;
 
 /* dW2[e] = sum_r tokens[t(r)]^T features[r], or transposed dW1[e] and dWr = sum_r features[r]^T tokens[t(r)].
@@ -85,6 +97,7 @@ typedef struct moe_dx_rows {
     int64_t rows, hidden, intermediate, row_width, experts;
     int halves, interleaved;
     int64_t first_column, columns;
+    moe_low_rank lora; /* Q1, A1 */
 } moe_dx_rows;
 
 typedef struct moe_kernels {
@@ -104,7 +117,8 @@ typedef struct moe_kernels {
     /* Each enqueues on the stream and returns the runtime's status. */
     cudaError_t (*up)(moe_launch *on, const moe_up *up);
     cudaError_t (*down)(moe_launch *on, const moe_down *down);
-    /* For few rows. tiles: a bound on the row tiles. The pad rows of A and Y are not written. */
+    /* For few rows, without LoRA. tiles: a bound on the row tiles. The pad rows of A and Y are not written.
+     */
     cudaError_t (*up_few_rows)(moe_launch *on, const moe_up *up, int64_t tiles);
     cudaError_t (*down_few_rows)(moe_launch *on, const moe_down *down, int64_t tiles);
     cudaError_t (*dh)(moe_launch *on, const moe_dh *dh);

@@ -174,6 +174,47 @@ template <int SIZE> struct mn_major {
 static_assert((int)mn_major<TILE_ROWS>::APART % 8 == 0 && (int)mn_major<TILE_COLUMNS>::APART % 8 == 0,
               "all rows of a thread are turned alike");
 
+// ---- LoRA's steps, which follow those of K
+
+// Rows `first` + row() + APART i, i < COUNT, of a (.., rank) matrix; bit i of real: the row exists.
+template <int SIZE>
+SMOE_DEVICE void copy_low_rows(uint32_t slot, const void *matrix, int64_t first, int rank, int step,
+                               uint32_t real)
+{
+    using copier = k_major<SIZE>;
+    const uint32_t vectors = (uint32_t)rank / 8;
+    copier::copy(slot, (const char *)matrix + (first + copier::row()) * rank * 2, step, vectors, real,
+                 [&](int i) { return i * copier::APART * vectors; });
+}
+
+// Rows of P1, P2, Q2 or Q1: the tile's.
+SMOE_DEVICE void copy_low(uint32_t slot, const moe_low_rank &lora, int row, int blocks, int step)
+{
+    static_assert((int)k_major<TILE_ROWS>::APART == (int)SMOE_BLOCK_ROWS, "row i of a thread is in block i");
+    copy_low_rows<TILE_ROWS>(slot, lora.low, row, (int)lora.rank, step, blocks == 1 ? 1 : 3);
+}
+
+// 32 rows of an expert's factor (rank, width), as an MN-major operand. `column`: the thread's; real: it
+// exists.
+SMOE_DEVICE void copy_low_factor(uint32_t slot, const moe_low_rank &lora, int expert, int64_t width,
+                                 int64_t column, int step, uint32_t real)
+{
+    using copier = mn_major<TILE_COLUMNS>;
+#pragma unroll
+    for (int i = 0; i < copier::COUNT; i++) {
+        const int k = step * STEP + copier::row() + i * copier::APART;
+        const uint32_t wanted = k < lora.rank ? real : 0;
+        const int64_t row = (int64_t)expert * lora.rank + (wanted ? k : 0);
+        copier::copy_row(slot, i, wanted,
+                         (const char *)lora.factor + (row * width + (wanted ? column : 0)) * 2);
+    }
+}
+
+SMOE_DEVICE int low_steps(const moe_low_rank &lora)
+{
+    return ((int)lora.rank + STEP - 1) / STEP;
+}
+
 // ---- The work list of row tiles
 
 struct tile_place {

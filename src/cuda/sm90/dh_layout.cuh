@@ -29,6 +29,10 @@ struct dh_params {
     int32_t gated, subtiles_apart;
     smoe_activation activation;
     moe_gate_values values;
+    // LoRA
+    CUtensorMap a2; // moe_map_subtiles of (E, rank, intermediate), as w2
+    const void *q2; // (padded_rows, rank)
+    int32_t rank;   // 0: none
 };
 
 enum {

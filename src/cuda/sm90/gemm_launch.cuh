@@ -42,11 +42,14 @@ template <typename T, class P> gemm_kernel<P> kernel_of(moe_gemm kind, int64_t s
     case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, P>;
     case SMOE_GEMM_STATIONARY: break;
     }
-    switch (moe_stationary_slices(steps)) {
-    case 1: return gemm_stationary::kernel<T, 1, P>;
-    case 2: return gemm_stationary::kernel<T, 2, P>;
-    default: return gemm_stationary::kernel<T, 4, P>;
+    if constexpr (operands<P>::MAY_STAY) {
+        switch (moe_stationary_slices(steps)) {
+        case 1: return gemm_stationary::kernel<T, 1, P>;
+        case 2: return gemm_stationary::kernel<T, 2, P>;
+        default: return gemm_stationary::kernel<T, 4, P>;
+        }
     }
+    return gemm_tiles::kernel<T, P>; // moe_gemm_with_lora chose the core
 }
 
 // For the ping-pong core (moe_turn). 0 if all column tiles are equal.

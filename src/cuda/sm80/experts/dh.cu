@@ -144,7 +144,7 @@ SMOE_DEVICE void differentiate_tile(const moe_dh &p, warp_sums &c, int row, int 
         }
 }
 
-template <typename T, int KIND> struct dh_gemm {
+template <typename T, int KIND, bool LORA> struct dh_gemm {
     using type = T;
     static constexpr bool A_MN = false, B_MN = true;
     using weights = mn_major<TILE_COLUMNS>;
@@ -154,6 +154,7 @@ template <typename T, int KIND> struct dh_gemm {
     token_rows dout;
     const char *w2; // the thread's column of the expert's W2
     uint32_t real;  // it exists
+    tile_place at;  // LORA: where the copies are
 
     SMOE_DEVICE dh_gemm(const moe_dh &dh, const char *memory)
         : p(dh), list(dh.lists.tiles, dh.lists.counts, dh.intermediate, TILE_COLUMNS),
@@ -168,13 +169,18 @@ template <typename T, int KIND> struct dh_gemm {
     {
         return list.place(unit);
     }
-    SMOE_DEVICE int steps(const tile_place &) const
+    SMOE_DEVICE int steps_of_k() const
     {
         return ((int)p.hidden + STEP - 1) / STEP;
+    }
+    SMOE_DEVICE int steps(const tile_place &) const
+    {
+        return LORA ? steps_of_k() + low_steps(p.lora) : steps_of_k();
     }
     SMOE_DEVICE void begin(const tile_place &at)
     {
         const int column = at.column_tile * TILE_COLUMNS + weights::column();
+        if (LORA) this->at = at;
         dout.begin(p.row_token + at.row, at.blocks);
         w2 = (const char *)p.w2 + (at.expert * p.hidden * p.intermediate + column) * 2;
         real = column < p.intermediate;
@@ -193,10 +199,16 @@ template <typename T, int KIND> struct dh_gemm {
     }
     SMOE_DEVICE void copy_a(int step, uint32_t slot)
     {
+        if (LORA && step >= steps_of_k())
+            return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
         dout.copy(slot, p.dout, step, (uint32_t)p.hidden / 8);
     }
     SMOE_DEVICE void copy_b(int step, uint32_t slot)
     {
+        if (LORA && step >= steps_of_k())
+            return copy_low_factor(slot, p.lora, at.expert, p.intermediate,
+                                   at.column_tile * TILE_COLUMNS + weights::column(), step - steps_of_k(),
+                                   real);
 #pragma unroll
         for (int i = 0; i < weights::COUNT; i++) {
             const int k = step * STEP + weights::row() + i * weights::APART;
@@ -234,19 +246,19 @@ template <typename T, int KIND> struct dh_gemm {
 };
 
 // One kernel for each activation: in a kernel of all activations ptxas would spill registers.
-template <typename T, int KIND>
+template <typename T, int KIND, bool LORA>
 __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ moe_dh p)
 {
     extern __shared__ __align__(1024) char memory[];
-    dh_gemm<T, KIND> gemm(p, memory);
+    dh_gemm<T, KIND, LORA> gemm(p, memory);
     run(gemm, memory);
 }
 
-template <typename T> auto kernel_of(smoe_activation kind)
+template <typename T, bool LORA> auto kernel_of(smoe_activation kind)
 {
     switch (kind) {
 #define SMOE_KERNEL(enumerator, name, shape, curve)                                                          \
-    case enumerator: return dh<T, enumerator>;
+    case enumerator: return dh<T, enumerator, LORA>;
         MOE_ACTIVATIONS(SMOE_KERNEL)
 #undef SMOE_KERNEL
     }
@@ -265,7 +277,9 @@ extern "C" cudaError_t moe_sm80_dh_init(const moe_device *device)
         cudaError_t status = cudaSuccess;
 #define SMOE_ALLOW(enumerator, name, shape, curve)                                                           \
     if (status == cudaSuccess)                                                                               \
-        status = allow_shared(device, gemm_sync::dh<T, enumerator>, gemm_sync::DH_SHARED_BYTES);
+        status = allow_shared(device, gemm_sync::dh<T, enumerator, false>, gemm_sync::DH_SHARED_BYTES);      \
+    if (status == cudaSuccess)                                                                               \
+        status = allow_shared(device, gemm_sync::dh<T, enumerator, true>, gemm_sync::DH_SHARED_BYTES);
         MOE_ACTIVATIONS(SMOE_ALLOW)
 #undef SMOE_ALLOW
         return status;
@@ -276,7 +290,9 @@ extern "C" cudaError_t moe_sm80_dh(moe_launch *on, const moe_dh *d)
 {
     using namespace moe;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue(gemm_sync::kernel_of<typename decltype(t)::type>(d->activation), on->sms,
-                       gemm_sync::THREADS, gemm_sync::DH_SHARED_BYTES, on->stream, *d);
+        using T = typename decltype(t)::type;
+        const auto kernel = d->lora.rank ? gemm_sync::kernel_of<T, true>(d->activation)
+                                         : gemm_sync::kernel_of<T, false>(d->activation);
+        return enqueue(kernel, on->sms, gemm_sync::THREADS, gemm_sync::DH_SHARED_BYTES, on->stream, *d);
     });
 }

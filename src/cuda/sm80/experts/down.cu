@@ -23,13 +23,14 @@ namespace gemm_sync
 namespace
 {
 
-template <typename T> struct down_gemm {
+template <typename T, bool LORA> struct down_gemm {
     using type = T;
     static constexpr bool A_MN = false, B_MN = false;
     const moe_down &p;
     const tile_list list;
     even_rows<TILE_ROWS> rows;
     even_rows<TILE_COLUMNS> weights;
+    tile_place at; // LORA: where the copies are
 
     SMOE_DEVICE explicit down_gemm(const moe_down &down)
         : p(down), list(down.lists.tiles, down.lists.counts, down.columns, TILE_COLUMNS)
@@ -43,13 +44,18 @@ template <typename T> struct down_gemm {
     {
         return list.place(unit);
     }
-    SMOE_DEVICE int steps(const tile_place &) const
+    SMOE_DEVICE int steps_of_k() const
     {
         return ((int)p.intermediate + STEP - 1) / STEP;
+    }
+    SMOE_DEVICE int steps(const tile_place &) const
+    {
+        return LORA ? steps_of_k() + low_steps(p.lora) : steps_of_k();
     }
     SMOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_COLUMNS>;
+        if (LORA) this->at = at;
         const int r = copier::row(), column = at.column_tile * TILE_COLUMNS + r;
         rows.first = (const char *)p.a + (at.row + r) * p.intermediate * 2;
         weights.first =
@@ -63,10 +69,17 @@ template <typename T> struct down_gemm {
     }
     SMOE_DEVICE void copy_a(int step, uint32_t slot)
     {
+        if (LORA && step >= steps_of_k())
+            return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
         rows.copy(slot, step, (uint32_t)p.intermediate / 8);
     }
     SMOE_DEVICE void copy_b(int step, uint32_t slot)
     {
+        if (LORA && step >= steps_of_k()) {
+            const int64_t row = at.expert * p.hidden + p.first_column + at.column_tile * TILE_COLUMNS;
+            return copy_low_rows<TILE_COLUMNS>(slot, p.lora.factor, row, (int)p.lora.rank,
+                                               step - steps_of_k(), weights.real);
+        }
         weights.copy(slot, step, (uint32_t)p.intermediate / 8);
     }
     SMOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
@@ -101,10 +114,11 @@ template <typename T> struct down_gemm {
     }
 };
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 1) down(const __grid_constant__ moe_down p)
+template <typename T, bool LORA>
+__global__ void __launch_bounds__(THREADS, 1) down(const __grid_constant__ moe_down p)
 {
     extern __shared__ __align__(1024) char memory[];
-    down_gemm<T> gemm(p);
+    down_gemm<T, LORA> gemm(p);
     run(gemm, memory);
 }
 
@@ -116,7 +130,11 @@ extern "C" cudaError_t moe_sm80_down_init(const moe_device *device)
 {
     using namespace moe;
     return for_every_type(storage_types(), [&](auto t) {
-        return allow_shared(device, gemm_sync::down<typename decltype(t)::type>, gemm_sync::SHARED_BYTES);
+        using T = typename decltype(t)::type;
+        const cudaError_t status = allow_shared(device, gemm_sync::down<T, false>, gemm_sync::SHARED_BYTES);
+        return status != cudaSuccess
+                   ? status
+                   : allow_shared(device, gemm_sync::down<T, true>, gemm_sync::SHARED_BYTES);
     });
 }
 
@@ -124,7 +142,8 @@ extern "C" cudaError_t moe_sm80_down(moe_launch *on, const moe_down *d)
 {
     using namespace moe;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue(gemm_sync::down<typename decltype(t)::type>, on->sms, gemm_sync::THREADS,
-                       gemm_sync::SHARED_BYTES, on->stream, *d);
+        using T = typename decltype(t)::type;
+        return enqueue(d->lora.rank ? gemm_sync::down<T, true> : gemm_sync::down<T, false>, on->sms,
+                       gemm_sync::THREADS, gemm_sync::SHARED_BYTES, on->stream, *d);
     });
 }

@@ -26,7 +26,7 @@ namespace gemm_sync
 namespace
 {
 
-template <typename T> struct dx_gemm {
+template <typename T, bool LORA> struct dx_gemm {
     using type = T;
     static constexpr bool A_MN = false, B_MN = true;
     using weights = mn_major<TILE_COLUMNS>;
@@ -35,6 +35,7 @@ template <typename T> struct dx_gemm {
     even_rows<TILE_ROWS> rows;
     const char *w1; // the thread's column of the expert's W1
     uint32_t real;  // it exists
+    tile_place at;  // LORA: where the copies are
 
     SMOE_DEVICE explicit dx_gemm(const moe_dx_rows &dx)
         : p(dx), list(dx.lists.tiles, dx.lists.counts, dx.columns, TILE_COLUMNS)
@@ -52,13 +53,18 @@ template <typename T> struct dx_gemm {
     {
         return p.halves * (int)p.row_width;
     }
-    SMOE_DEVICE int steps(const tile_place &) const
+    SMOE_DEVICE int steps_of_k() const
     {
         return (dh_width() + STEP - 1) / STEP;
+    }
+    SMOE_DEVICE int steps(const tile_place &) const
+    {
+        return LORA ? steps_of_k() + low_steps(p.lora) : steps_of_k();
     }
     SMOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_ROWS>;
+        if (LORA) this->at = at;
         const int r = copier::row(), column = at.column_tile * TILE_COLUMNS + weights::column();
         rows.first = (const char *)p.dh + (int64_t)(at.row + r) * dh_width() * 2;
         rows.apart = copier::APART * ((uint32_t)dh_width() / 8);
@@ -72,6 +78,8 @@ template <typename T> struct dx_gemm {
     }
     SMOE_DEVICE void copy_a(int step, uint32_t slot)
     {
+        if (LORA && step >= steps_of_k())
+            return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
         rows.copy(slot, step, (uint32_t)dh_width() / 8);
     }
     // Column k of dH is gate k, or up k - n. Interleaved, gate and up rows of W1 alternate.
@@ -82,6 +90,10 @@ template <typename T> struct dx_gemm {
     }
     SMOE_DEVICE void copy_b(int step, uint32_t slot)
     {
+        if (LORA && step >= steps_of_k())
+            return copy_low_factor(slot, p.lora, at.expert, p.hidden,
+                                   p.first_column + at.column_tile * TILE_COLUMNS + weights::column(),
+                                   step - steps_of_k(), real);
         const int rows_of_w1 = p.halves * (int)p.intermediate;
 #pragma unroll
         for (int i = 0; i < weights::COUNT; i++) {
@@ -105,11 +117,11 @@ template <typename T> struct dx_gemm {
     }
 };
 
-template <typename T>
+template <typename T, bool LORA>
 __global__ void __launch_bounds__(THREADS, 1) dx_rows(const __grid_constant__ moe_dx_rows p)
 {
     extern __shared__ __align__(1024) char memory[];
-    dx_gemm<T> gemm(p);
+    dx_gemm<T, LORA> gemm(p);
     run(gemm, memory);
 }
 
@@ -121,7 +133,12 @@ extern "C" cudaError_t moe_sm80_dx_rows_init(const moe_device *device)
 {
     using namespace moe;
     return for_every_type(storage_types(), [&](auto t) {
-        return allow_shared(device, gemm_sync::dx_rows<typename decltype(t)::type>, gemm_sync::SHARED_BYTES);
+        using T = typename decltype(t)::type;
+        const cudaError_t status =
+            allow_shared(device, gemm_sync::dx_rows<T, false>, gemm_sync::SHARED_BYTES);
+        return status != cudaSuccess
+                   ? status
+                   : allow_shared(device, gemm_sync::dx_rows<T, true>, gemm_sync::SHARED_BYTES);
     });
 }
 
@@ -129,7 +146,8 @@ extern "C" cudaError_t moe_sm80_dx_rows(moe_launch *on, const moe_dx_rows *d)
 {
     using namespace moe;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue(gemm_sync::dx_rows<typename decltype(t)::type>, on->sms, gemm_sync::THREADS,
-                       gemm_sync::SHARED_BYTES, on->stream, *d);
+        using T = typename decltype(t)::type;
+        return enqueue(d->lora.rank ? gemm_sync::dx_rows<T, true> : gemm_sync::dx_rows<T, false>, on->sms,
+                       gemm_sync::THREADS, gemm_sync::SHARED_BYTES, on->stream, *d);
     });
 }

@@ -36,13 +36,14 @@ SMOE_DEVICE void activate_four(uint32_t (&a)[4], const uint32_t (&g)[4], const u
     for (int j = 0; j < 4; j++) a[j] = activate_pair<T, KIND>(g[j], u[j], values);
 }
 
-template <typename T> struct up_gemm {
+template <typename T, bool LORA> struct up_gemm {
     using type = T;
     static constexpr bool A_MN = false, B_MN = false;
     const moe_up &p;
     const tile_list list;
     token_rows x;
     even_rows<TILE_COLUMNS> weights;
+    tile_place at; // LORA: where the copies are
 
     SMOE_DEVICE explicit up_gemm(const moe_up &up)
         : p(up), list(up.lists.tiles, up.lists.counts, up.intermediate, up.gated ? 128 : 256)
@@ -56,9 +57,13 @@ template <typename T> struct up_gemm {
     {
         return list.place(unit);
     }
-    SMOE_DEVICE int steps(const tile_place &) const
+    SMOE_DEVICE int steps_of_k() const
     {
         return ((int)p.hidden + STEP - 1) / STEP;
+    }
+    SMOE_DEVICE int steps(const tile_place &) const
+    {
+        return LORA ? steps_of_k() + low_steps(p.lora) : steps_of_k();
     }
     SMOE_DEVICE int features_a_tile() const
     {
@@ -73,6 +78,7 @@ template <typename T> struct up_gemm {
     SMOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_COLUMNS>;
+        if (LORA) this->at = at;
         x.begin(p.row_token + at.row, at.blocks);
         const int n = (int)p.intermediate, r = copier::row(), half = p.gated ? r >> 3 & 1 : 0;
         const int feature = at.column_tile * features_a_tile() + (p.gated ? (r >> 4) * 8 + (r & 7) : r);
@@ -86,12 +92,30 @@ template <typename T> struct up_gemm {
 #pragma unroll
         for (int i = 0; i < copier::COUNT; i++) weights.real |= (feature + i * apart < n ? 1u : 0u) << i;
     }
+    // B1 has the gate rows first, in both layouts of W1.
+    SMOE_DEVICE void copy_b1(int step, uint32_t slot) const
+    {
+        using copier = k_major<TILE_COLUMNS>;
+        const int n = (int)p.intermediate, r = copier::row(), half = p.gated ? r >> 3 & 1 : 0;
+        const int feature = at.column_tile * features_a_tile() + (p.gated ? (r >> 4) * 8 + (r & 7) : r);
+        const int apart = p.gated ? copier::APART / 2 : copier::APART; // features
+        const int64_t row = (int64_t)at.expert * h_width() + half * n + feature;
+        const uint32_t vectors = (uint32_t)p.lora.rank / 8;
+        uint32_t real = 0;
+#pragma unroll
+        for (int i = 0; i < copier::COUNT; i++) real |= (feature + i * apart < n ? 1u : 0u) << i;
+        copier::copy(slot, (const char *)p.lora.factor + row * p.lora.rank * 2, step, vectors, real,
+                     [&](int i) { return (uint32_t)(i * apart) * vectors; });
+    }
     SMOE_DEVICE void copy_a(int step, uint32_t slot)
     {
+        if (LORA && step >= steps_of_k())
+            return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
         x.copy(slot, p.x, step, (uint32_t)p.hidden / 8);
     }
     SMOE_DEVICE void copy_b(int step, uint32_t slot)
     {
+        if (LORA && step >= steps_of_k()) return copy_b1(step - steps_of_k(), slot);
         weights.copy(slot, step, (uint32_t)p.hidden / 8);
     }
 
@@ -193,10 +217,11 @@ template <typename T> struct up_gemm {
     }
 };
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ moe_up p)
+template <typename T, bool LORA>
+__global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ moe_up p)
 {
     extern __shared__ __align__(1024) char memory[];
-    up_gemm<T> gemm(p);
+    up_gemm<T, LORA> gemm(p);
     run(gemm, memory);
 }
 
@@ -208,7 +233,10 @@ extern "C" cudaError_t moe_sm80_up_init(const moe_device *device)
 {
     using namespace moe;
     return for_every_type(storage_types(), [&](auto t) {
-        return allow_shared(device, gemm_sync::up<typename decltype(t)::type>, gemm_sync::SHARED_BYTES);
+        using T = typename decltype(t)::type;
+        const cudaError_t status = allow_shared(device, gemm_sync::up<T, false>, gemm_sync::SHARED_BYTES);
+        return status != cudaSuccess ? status
+                                     : allow_shared(device, gemm_sync::up<T, true>, gemm_sync::SHARED_BYTES);
     });
 }
 
@@ -222,7 +250,8 @@ extern "C" cudaError_t moe_sm80_up(moe_launch *on, const moe_up *u)
 {
     using namespace moe;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue(gemm_sync::up<typename decltype(t)::type>, on->sms, gemm_sync::THREADS,
-                       gemm_sync::SHARED_BYTES, on->stream, *u);
+        using T = typename decltype(t)::type;
+        return enqueue(u->lora.rank ? gemm_sync::up<T, true> : gemm_sync::up<T, false>, on->sms,
+                       gemm_sync::THREADS, gemm_sync::SHARED_BYTES, on->stream, *u);
     });
 }

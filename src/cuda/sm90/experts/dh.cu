@@ -41,7 +41,8 @@
 // A' and of each half of dH. Since a lane reads its bytes of H before it writes the same bytes of dH, dH may
 // overwrite H.
 //
-// Each column tile has its own partial sums of dS, so no atomics are needed.
+// Each column tile has its own partial sums of dS, so no atomics are needed. With LoRA Q2[r] A2[e] is added
+// to dA'[r], as more steps of K.
 //
 // This file has the gathering and the consumers, sm90/dh_rows.cuh the worker warps, sm90/dh_layout.cuh shared
 // memory.
@@ -63,12 +64,17 @@ using namespace dh_kernel;
 // consumer's own 64 rows of dO. The consumer that finishes with the slot last also starts the copy of W2's
 // box.
 
-SMOE_DEVICE int steps_of(const dh_params &p)
+SMOE_DEVICE int steps_of_k(const dh_params &p)
 {
     return (p.hidden + STEP - 1) / STEP;
 }
+// With those of LoRA: Q2 and A2 are more columns of K, behind those of dO and W2.
+template <bool LORA> SMOE_DEVICE int steps_of(const dh_params &p)
+{
+    return LORA ? steps_of_k(p) + (p.rank + STEP - 1) / STEP : steps_of_k(p);
+}
 
-template <width W> struct gatherer {
+template <width W, bool LORA> struct gatherer {
     const dh_params &p;
     const tile_walk &walk;
     const dh_layout<W> &shared;
@@ -123,15 +129,25 @@ template <width W> struct gatherer {
         if (unit + gridDim.x < walk.units) read_token(tile_of<W>(walk, unit + gridDim.x));
     }
 
-    SMOE_DEVICE void load_weights(uint32_t to, uint32_t full) const
+    // 64 rows of W2[e], or of A2[e], from `row` on.
+    SMOE_DEVICE void load_weights(const CUtensorMap *map, int row, uint32_t to, uint32_t full) const
     {
         barrier_expect(full, tile_width<W>::SUBTILES * SMOE_SUBTILE_BYTES);
         const int expert = moe_work_expert(tile);
-        if (!p.subtiles_apart)
-            return load_box(to, &p.w2, full, 0, k * STEP, column / SMOE_SUBTILE_COLUMNS, expert);
+        if (!p.subtiles_apart) return load_box(to, map, full, 0, row, column / SMOE_SUBTILE_COLUMNS, expert);
         for (int i = 0; i < tile_width<W>::SUBTILES; i++)
-            load_box(to + i * SMOE_SUBTILE_BYTES, &p.w2, full, column + i * SMOE_SUBTILE_COLUMNS, k * STEP, 0,
+            load_box(to + i * SMOE_SUBTILE_BYTES, map, full, column + i * SMOE_SUBTILE_COLUMNS, row, 0,
                      expert);
+    }
+
+    // LoRA: from now on the rows are those of Q2.
+    SMOE_DEVICE void begin_low_rank()
+    {
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            const int64_t row = tile.row + consumer() * SMOE_BLOCK_ROWS + row0() + 16 * i;
+            from[i] = (const char *)p.q2 + (real & 1u << i ? row * p.rank * 2 : 0) + vector() * 16;
+        }
     }
 
     // Fills a slot that all warps of the consumer have finished with.
@@ -139,17 +155,20 @@ template <width W> struct gatherer {
     {
         if (unit >= walk.units) return;
         const uint32_t slot = shared.slot(number), full = shared.full(number);
-        const uint32_t wanted = k * STEP + vector() * 8 < p.hidden ? real : 0;
+        const bool low = LORA && k >= steps_of_k(p);
+        const int first = low ? (k - steps_of_k(p)) * STEP : k * STEP; // of K, or of the rank
+        if (LORA && k == steps_of_k(p)) begin_low_rank();
+        const uint32_t wanted = first + vector() * 8 < (low ? p.rank : p.hidden) ? real : 0;
         const uint32_t to = slot + consumer() * SMOE_SUBTILE_BYTES + moe_subtile_offset(row0(), vector());
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
             copy16_async_if(wanted & 1u << i, to + i * 16 * SMOE_SUBTILE_ROW_BYTES, from[i]);
         barrier_arrive_after_copies(full);
         if (threadIdx.x % CONSUMER_THREADS == 0 && second_of_two(shared.done(number)))
-            load_weights(slot + A_BYTES, full);
+            load_weights(low ? &p.a2 : &p.w2, first, slot + A_BYTES, full);
 #pragma unroll
         for (int i = 0; i < COPIES; i++) from[i] = advance_by_adds(from[i], STEP * 2);
-        if (++k < steps_of(p)) return;
+        if (++k < steps_of<LORA>(p)) return;
         unit += gridDim.x;
         if (unit < walk.units) begin_tile();
     }
@@ -200,15 +219,15 @@ SMOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout<W> &shared, uin
     if (lane == 0) barrier_arrive(shared.warp_tile_full(warp_tile));
 }
 
-template <typename T, width W>
+template <typename T, width W, bool LORA>
 SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared,
                                 int warp, int lane)
 {
     ring_position<dh_layout<W>::RING_SLOTS> ring(0);
-    const int consumer = warp >> 2, steps = steps_of(p);
+    const int consumer = warp >> 2, steps = steps_of<LORA>(p);
     uint32_t count = 0;
     float acc[tile_width<W>::COLUMNS / 2];
-    gatherer<W> gather(p, walk, shared);
+    gatherer<W, LORA> gather(p, walk, shared);
     const auto refill = [&](uint32_t slot) {
         named_barrier_sync(CONSUMER_BARRIER + consumer, CONSUMER_THREADS);
         gather.fill(slot);
@@ -240,7 +259,7 @@ template <width W> SMOE_DEVICE void init_barriers(const dh_layout<W> &shared)
     barrier_init_done();
 }
 
-template <typename T, width W>
+template <typename T, width W, bool LORA>
 __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_params p)
 {
     extern __shared__ __align__(1024) char memory[];
@@ -254,7 +273,7 @@ __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_para
         work_tiles<T, W>(p, walk, shared, warp - 8, lane);
     } else {
         take_registers<192>();
-        multiply_tiles<T, W>(p, walk, shared, warp, lane);
+        multiply_tiles<T, W, LORA>(p, walk, shared, warp, lane);
     }
 }
 
@@ -286,7 +305,19 @@ dh_params prepare(moe_launch *on, const moe_dh &d)
     p.subtiles_apart = moe_subtiles_apart(d.intermediate);
     p.activation = d.activation;
     p.values = d.values;
+    p.rank = (int32_t)d.lora.rank;
+    p.q2 = d.lora.low;
+    if (!p.rank) return p;
+    const moe_subtiles a2 = {d.lora.factor, d.intermediate, d.lora.rank,
+                             row_bytes,     d.experts,      d.lora.rank * row_bytes};
+    moe_map_subtiles(on, &p.a2, &a2,
+                     (width_of(d) == NARROW ? NARROW_COLUMNS : TILE_COLUMNS) / SMOE_SUBTILE_COLUMNS);
     return p;
+}
+
+template <typename T, bool LORA> auto kernel_of(width w)
+{
+    return w == NARROW ? dh<T, NARROW, LORA> : w == MIDDLE ? dh<T, MIDDLE, LORA> : dh<T, WIDE, LORA>;
 }
 
 } // namespace
@@ -297,10 +328,11 @@ extern "C" cudaError_t moe_sm90_dh_init(const moe_device *device)
     using namespace moe;
     return for_every_type(storage_types(), [&](auto t) {
         using T = typename decltype(t)::type;
-        for (const auto kernel : {dh<T, NARROW>, dh<T, MIDDLE>, dh<T, WIDE>}) {
-            const cudaError_t status = allow_shared(device, kernel, SHARED_BYTES);
-            if (status != cudaSuccess) return status;
-        }
+        for (const width w : {NARROW, MIDDLE, WIDE})
+            for (const auto kernel : {kernel_of<T, false>(w), kernel_of<T, true>(w)}) {
+                const cudaError_t status = allow_shared(device, kernel, SHARED_BYTES);
+                if (status != cudaSuccess) return status;
+            }
         return cudaSuccess;
     });
 }
@@ -312,10 +344,7 @@ extern "C" cudaError_t moe_sm90_dh(moe_launch *on, const moe_dh *d)
     if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
-        const width w = width_of(*d);
-        return enqueue(w == NARROW   ? dh<T, NARROW>
-                       : w == MIDDLE ? dh<T, MIDDLE>
-                                     : dh<T, WIDE>,
-                       on->sms, THREADS, SHARED_BYTES, on->stream, p);
+        const auto kernel = p.rank ? kernel_of<T, true>(width_of(*d)) : kernel_of<T, false>(width_of(*d));
+        return enqueue(kernel, on->sms, THREADS, SHARED_BYTES, on->stream, p);
     });
 }

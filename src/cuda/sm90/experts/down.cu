@@ -1,5 +1,5 @@
 // Down-projection: Y[r] = A[r] W2[e]^T + b2[e], for one column chunk of d.
-// For few rows few_rows.cu computes it.
+// For few rows few_rows.cu computes it. With LoRA P2[r] B2[e]^T is added to Y[r].
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: A (padded rows, n), W2 (E, d, n), Y (padded rows, columns of the chunk). FLOPs 2 R d n over all
@@ -41,7 +41,7 @@ struct down_params {
 // K = n, the weights K-major
 template <> struct operands<down_params> {
     static constexpr operand_order WEIGHTS = K_MAJOR;
-    static constexpr bool HAS_BIAS = true;
+    static constexpr bool HAS_BIAS = true, MAY_STAY = true;
     enum { STEP = 64 };
 
     static SMOE_DEVICE int steps(const down_params &p)
@@ -71,18 +71,63 @@ template <> struct operands<down_params> {
     }
 };
 
+// With LoRA: P2 and B2 are more columns of K, behind those of A and W2.
+struct down_lora_params : down_params {
+    CUtensorMap p2, b2; // as a and w2, of `rank` columns
+    int32_t rank;
+};
+
+template <> struct operands<down_lora_params> : operands<down_params> {
+    using plain = operands<down_params>;
+    static constexpr bool MAY_STAY = false;
+
+    static SMOE_DEVICE int steps(const down_lora_params &p)
+    {
+        return plain::steps(p) + (p.rank + STEP - 1) / STEP;
+    }
+    static SMOE_DEVICE void prefetch(const down_lora_params &p)
+    {
+        plain::prefetch(p);
+        prefetch_map(&p.p2);
+        prefetch_map(&p.b2);
+    }
+    static SMOE_DEVICE void load_rows(const down_lora_params &p, uint32_t to, uint32_t full, int k,
+                                      moe_work tile)
+    {
+        const int low = k - plain::steps(p);
+        if (low < 0) return plain::load_rows(p, to, full, k, tile);
+        load_box(to, &p.p2, full, low * STEP, tile.row);
+    }
+    template <int COLUMNS>
+    static SMOE_DEVICE void load_weights(const down_lora_params &p, uint32_t to, uint32_t full, int k,
+                                         moe_work tile, int column)
+    {
+        const int low = k - plain::steps(p);
+        if (low < 0) return plain::load_weights<COLUMNS>(p, to, full, k, tile, column);
+        load_box(to, &p.b2, full, low * STEP, moe_work_expert(tile) * p.hidden + p.first_column + column);
+    }
+};
+
 namespace
 {
 
 int64_t steps_of(const moe_down &d)
 {
-    return moe_divide_up(d.intermediate, operands<down_params>::STEP);
+    return moe_divide_up(d.intermediate, operands<down_params>::STEP) +
+           moe_divide_up(d.lora.rank, operands<down_params>::STEP);
 }
 
-down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
+moe_gemm core_for(const moe_down &d)
+{
+    const int bias = d.b2 != NULL;
+    if (!d.lora.rank) return moe_gemm_choose(d.intermediate, d.columns, bias);
+    return moe_gemm_with_lora(moe_gemm_choose(d.intermediate + d.lora.rank, d.columns, bias), bias);
+}
+
+down_lora_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
 {
     const gemm_core core = core_of(kind);
-    down_params p = {};
+    down_lora_params p = {};
     moe_map_matrix(on, &p.a, d.a, d.rows, d.intermediate, core.rows);
     moe_map_matrix(on, &p.w2, d.w2, d.experts * d.hidden, d.intermediate, core.columns);
     map_result(on, &p.y, kind, steps_of(d), d.y, d.rows, d.columns);
@@ -94,6 +139,10 @@ down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
     p.first_column = (int32_t)d.first_column;
     p.columns = (int32_t)d.columns;
     p.turn = turn_of(on, d.columns);
+    p.rank = (int32_t)d.lora.rank;
+    if (!p.rank) return p;
+    moe_map_matrix(on, &p.p2, d.lora.low, d.rows, d.lora.rank, core.rows);
+    moe_map_matrix(on, &p.b2, d.lora.factor, d.experts * d.hidden, d.lora.rank, core.columns);
     return p;
 }
 
@@ -103,17 +152,22 @@ down_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
 extern "C" cudaError_t moe_sm90_down_init(const moe_device *device)
 {
     using namespace moe;
-    return for_every_type(
-        storage_types(), [&](auto t) { return init_gemms<typename decltype(t)::type, down_params>(device); });
+    return for_every_type(storage_types(), [&](auto t) {
+        using T = typename decltype(t)::type;
+        const cudaError_t status = init_gemms<T, down_params>(device);
+        return status != cudaSuccess ? status : init_gemms<T, down_lora_params>(device);
+    });
 }
 
 extern "C" cudaError_t moe_sm90_down(moe_launch *on, const moe_down *d)
 {
     using namespace moe;
-    const moe_gemm kind = moe_gemm_choose(d->intermediate, d->columns, d->b2 != NULL);
-    const down_params p = prepare(on, *d, kind);
+    const moe_gemm kind = core_for(*d);
+    const down_lora_params p = prepare(on, *d, kind);
     if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue_gemm<typename decltype(t)::type>(on, kind, steps_of(*d), p);
+        using T = typename decltype(t)::type;
+        return p.rank ? enqueue_gemm<T>(on, kind, steps_of(*d), p)
+                      : enqueue_gemm<T>(on, kind, steps_of(*d), (const down_params &)p);
     });
 }

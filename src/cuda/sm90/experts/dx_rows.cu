@@ -12,7 +12,7 @@
 // Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh), 128 x 192 on the ping-pong core
 // (gemm_ping_pong.cuh; the last column tile may be narrower) or 64 x 256 on the weight-stationary core
 // (gemm_stationary.cuh); see gemm_choice.h. W1 is MN-major, as it is in memory. The GEMM sums over the gate
-// rows of W1 and then over the up rows, in both layouts of W1.
+// rows of W1 and then over the up rows, in both layouts of W1. With LoRA Q1[r] A1[e] is added to dX~[r].
 #include "common/instances.cuh"
 #include "sm90/gemm_launch.cuh"
 #include "sm90/kernels.h"
@@ -34,7 +34,7 @@ struct dx_rows_params {
 
 template <> struct operands<dx_rows_params> {
     static constexpr operand_order WEIGHTS = MN_MAJOR;
-    static constexpr bool HAS_BIAS = false;
+    static constexpr bool HAS_BIAS = false, MAY_STAY = true;
     enum { STEP = 64 };
 
     static SMOE_DEVICE int steps_of_half(const dx_rows_params &p)
@@ -76,20 +76,79 @@ template <> struct operands<dx_rows_params> {
     }
 };
 
+// With LoRA: Q1 and A1 are more columns of K, behind those of dH and W1.
+struct dx_rows_lora_params : dx_rows_params {
+    CUtensorMap q1; // 2-D: `rank` columns, rows
+    CUtensorMap a1; // moe_map_subtiles of (E, rank, hidden): a tile's columns
+    int32_t rank;
+};
+
+template <> struct operands<dx_rows_lora_params> : operands<dx_rows_params> {
+    using plain = operands<dx_rows_params>;
+    static constexpr bool MAY_STAY = false;
+
+    static SMOE_DEVICE int steps(const dx_rows_lora_params &p)
+    {
+        return plain::steps(p) + (p.rank + STEP - 1) / STEP;
+    }
+    static SMOE_DEVICE void prefetch(const dx_rows_lora_params &p)
+    {
+        plain::prefetch(p);
+        prefetch_map(&p.q1);
+        prefetch_map(&p.a1);
+    }
+    static SMOE_DEVICE void load_rows(const dx_rows_lora_params &p, uint32_t to, uint32_t full, int k,
+                                      moe_work tile)
+    {
+        const int low = k - plain::steps(p);
+        if (low < 0) return plain::load_rows(p, to, full, k, tile);
+        load_box(to, &p.q1, full, low * STEP, tile.row);
+    }
+    template <int COLUMNS>
+    static SMOE_DEVICE void load_weights(const dx_rows_lora_params &p, uint32_t to, uint32_t full, int k,
+                                         moe_work tile, int column)
+    {
+        const int low = k - plain::steps(p), expert = moe_work_expert(tile), first = p.first_column + column;
+        if (low < 0) return plain::load_weights<COLUMNS>(p, to, full, k, tile, column);
+        if (!p.subtiles_apart)
+            return load_box(to, &p.a1, full, 0, low * STEP, first / SMOE_SUBTILE_COLUMNS, expert);
+        for (int i = 0; i < COLUMNS / SMOE_SUBTILE_COLUMNS; i++)
+            load_box(to + i * SMOE_SUBTILE_BYTES, &p.a1, full, first + i * SMOE_SUBTILE_COLUMNS, low * STEP,
+                     0, expert);
+    }
+};
+
 namespace
 {
 
 // Of the GEMM.
 int64_t steps_of(const moe_dx_rows &d)
 {
-    return d.halves * moe_divide_up(d.row_width, operands<dx_rows_params>::STEP);
+    return d.halves * moe_divide_up(d.row_width, operands<dx_rows_params>::STEP) +
+           moe_divide_up(d.lora.rank, operands<dx_rows_params>::STEP);
 }
 
-dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
+moe_gemm core_for(const moe_dx_rows &d)
+{
+    if (!d.lora.rank) return moe_gemm_choose_dx(d.halves * d.row_width, d.columns);
+    return moe_gemm_with_lora(moe_gemm_choose_dx(d.halves * d.row_width + d.lora.rank, d.columns), 0);
+}
+
+void map_lora(moe_launch *on, dx_rows_lora_params *p, const moe_dx_rows &d, const gemm_core &core)
+{
+    const int64_t row_bytes = d.hidden * moe_type_bytes(on->dtype);
+    const moe_subtiles a1 = {d.lora.factor, d.hidden,  d.lora.rank,
+                             row_bytes,     d.experts, d.lora.rank * row_bytes};
+    moe_map_matrix(on, &p->q1, d.lora.low, d.rows, d.lora.rank, core.rows);
+    moe_map_subtiles(on, &p->a1, &a1, core.columns / SMOE_SUBTILE_COLUMNS);
+    p->rank = (int32_t)d.lora.rank;
+}
+
+dx_rows_lora_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
 {
     const moe_w1 w1 = {d.w1, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
     const gemm_core core = core_of(kind);
-    dx_rows_params p = {};
+    dx_rows_lora_params p = {};
     moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, core.rows);
     moe_map_w1_subtiles(on, &p.w1, &w1, core.columns / SMOE_SUBTILE_COLUMNS);
     map_result(on, &p.y, kind, steps_of(d), d.dx, d.rows, d.columns);
@@ -102,6 +161,7 @@ dx_rows_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
     p.first_column = (int32_t)d.first_column;
     p.columns = (int32_t)d.columns;
     p.turn = turn_of(on, d.columns);
+    if (d.lora.rank) map_lora(on, &p, d, core);
     return p;
 }
 
@@ -112,17 +172,21 @@ extern "C" cudaError_t moe_sm90_dx_rows_init(const moe_device *device)
 {
     using namespace moe;
     return for_every_type(storage_types(), [&](auto t) {
-        return init_gemms<typename decltype(t)::type, dx_rows_params>(device);
+        using T = typename decltype(t)::type;
+        const cudaError_t status = init_gemms<T, dx_rows_params>(device);
+        return status != cudaSuccess ? status : init_gemms<T, dx_rows_lora_params>(device);
     });
 }
 
 extern "C" cudaError_t moe_sm90_dx_rows(moe_launch *on, const moe_dx_rows *d)
 {
     using namespace moe;
-    const moe_gemm kind = moe_gemm_choose_dx(d->halves * d->row_width, d->columns);
-    const dx_rows_params p = prepare(on, *d, kind);
+    const moe_gemm kind = core_for(*d);
+    const dx_rows_lora_params p = prepare(on, *d, kind);
     if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue_gemm<typename decltype(t)::type>(on, kind, steps_of(*d), p);
+        using T = typename decltype(t)::type;
+        return p.rank ? enqueue_gemm<T>(on, kind, steps_of(*d), p)
+                      : enqueue_gemm<T>(on, kind, steps_of(*d), (const dx_rows_params &)p);
     });
 }

@@ -1,5 +1,5 @@
 // Up-projection: H[r] = X[t(r)] W1[e]^T + b1[e], A[r] = act(H[r]).
-// For few rows few_rows.cu computes them.
+// For few rows few_rows.cu computes them. With LoRA P1[r] B1[e]^T is added to H[r], as more steps of K.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: X (T, d), W1 (E, h, d), H (padded rows, h), A (padded rows, n), where h is 2n with a gate and n
@@ -52,6 +52,10 @@ struct up_params {
     int32_t gated, interleaved, store_h;
     smoe_activation activation;
     moe_gate_values values;
+    // LoRA
+    CUtensorMap b1; // B1, as w1
+    const void *p1; // (padded_rows, rank)
+    int32_t rank;   // 0: none
 };
 
 enum {
@@ -90,7 +94,35 @@ SMOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int ve
     return {__ldg(rows), __ldg(rows + 8)};
 }
 
+// The steps of LoRA, which follow those of K: 64 columns of P1 and of B1.
 template <bool NARROW>
+SMOE_DEVICE void load_low_rank(const up_params &p, const layout<NARROW> &shared,
+                               ring_position<slots_of<NARROW>()> &ring, work_item now, int group, uint32_t to)
+{
+    const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3;
+    const int rows = moe_work_blocks(now.tile) * SMOE_BLOCK_ROWS;
+    for (int k = 0; k < p.rank; k += STEP) {
+        barrier_wait(shared.empty(ring.slot), ring.phase);
+        const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
+        if (thread == 0) {
+            barrier_expect(full, columns_of<NARROW>() * STEP * 2);
+            load_box(slot + A_BYTES, &p.b1, full, k, 0, 0, group, moe_work_expert(now.tile));
+        }
+        const int column = k + vector * 8;
+        for (int i = 0; i < ROWS_A_LOADER; i++) {
+            const int row = row0 + 8 * i;
+            const bool real = row < rows && column < p.rank;
+            const int64_t element = (int64_t)(now.tile.row + row) * p.rank + column;
+            copy16_async_if(real, slot + to + i * 8 * SMOE_SUBTILE_ROW_BYTES,
+                            (const char *)p.p1 + (real ? element * 2 : 0));
+        }
+        barrier_arrive_after_copies(full);
+        ring.advance();
+    }
+}
+
+// steps: of K, without those of LoRA.
+template <bool NARROW, bool LORA>
 SMOE_DEVICE void load_tiles(const up_params &p, const layout<NARROW> &shared, feed items, int steps)
 {
     const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3;
@@ -140,11 +172,12 @@ SMOE_DEVICE void load_tiles(const up_params &p, const layout<NARROW> &shared, fe
         if (items.asks()) {
             load(0, items.asks_at());
             if (thread == 0) barrier_arrive(items.asked());
-            load(items.asks_at(), steps - feed::READ_BEFORE);
-            done = steps - feed::READ_BEFORE;
+            done = (LORA ? items.steps : steps) - feed::READ_BEFORE;
+            load(items.asks_at(), done);
         }
         follow();
         load(done, steps);
+        if constexpr (LORA) load_low_rank<NARROW>(p, shared, ring, now, group, to);
     }
     for (int i = 0; i < slots_of<NARROW>(); i++) { // the last copies have arrived and have been read
         barrier_wait(shared.empty(ring.slot), ring.phase);
@@ -263,14 +296,15 @@ SMOE_DEVICE void multiply_tiles(const up_params &p, const layout<NARROW> &shared
     }
 }
 
-template <typename T, bool NARROW>
+template <typename T, bool NARROW, bool LORA>
 __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ up_params p)
 {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
     const layout<NARROW> shared = {base, base + BARRIERS};
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    const int steps = (p.hidden + STEP - 1) / STEP;
+    const int steps_of_k = (p.hidden + STEP - 1) / STEP;
+    const int steps = LORA ? steps_of_k + (p.rank + STEP - 1) / STEP : steps_of_k;
     const feed items = {{base + FEED}, steps};
     if (threadIdx.x == 0) {
         items.init();
@@ -282,7 +316,7 @@ __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ up_para
     if (warp >= 8) {
         give_registers<72>();
         if (warp < 10)
-            load_tiles<NARROW>(p, shared, items, steps);
+            load_tiles<NARROW, LORA>(p, shared, items, steps_of_k);
         else
             store_tiles<T, NARROW>(p, queue, shared, items, warp - 10, lane);
     } else {
@@ -316,7 +350,18 @@ up_params prepare(moe_launch *on, const moe_up &u)
     p.store_h = u.h != NULL;
     p.activation = u.activation;
     p.values = u.values;
+    p.rank = (int32_t)u.lora.rank;
+    if (!p.rank) return p;
+    const moe_w1 b1 = {u.lora.factor, u.experts, u.lora.rank, u.intermediate, halves, 0};
+    moe_map_w1(on, &p.b1, &b1, is_narrow(u) ? NARROW_COLUMNS : TILE_COLUMNS);
+    p.p1 = u.lora.low;
     return p;
+}
+
+template <typename T> auto kernel_of(const moe_up &u)
+{
+    if (u.lora.rank) return is_narrow(u) ? up<T, true, true> : up<T, false, true>;
+    return is_narrow(u) ? up<T, true, false> : up<T, false, false>;
 }
 
 } // namespace
@@ -327,8 +372,12 @@ extern "C" cudaError_t moe_sm90_up_init(const moe_device *device)
     using namespace moe;
     return for_every_type(storage_types(), [&](auto t) {
         using T = typename decltype(t)::type;
-        const cudaError_t status = allow_shared(device, up<T, false>, SHARED_BYTES);
-        return status != cudaSuccess ? status : allow_shared(device, up<T, true>, SHARED_BYTES);
+        for (const auto kernel :
+             {up<T, false, false>, up<T, true, false>, up<T, false, true>, up<T, true, true>}) {
+            const cudaError_t status = allow_shared(device, kernel, SHARED_BYTES);
+            if (status != cudaSuccess) return status;
+        }
+        return cudaSuccess;
     });
 }
 
@@ -345,7 +394,6 @@ extern "C" cudaError_t moe_sm90_up(moe_launch *on, const moe_up *u)
     if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
-        return enqueue(is_narrow(*u) ? up<T, true> : up<T, false>, on->sms, THREADS, SHARED_BYTES, on->stream,
-                       p);
+        return enqueue(kernel_of<T>(*u), on->sms, THREADS, SHARED_BYTES, on->stream, p);
     });
 }

@@ -1,0 +1,299 @@
+"""LoRA on experts: products of small rank beside w1 and w2, computed with the experts' rows. No weight is built.
+
+out[t] = sum over k of weights[t, k] expert(x[t]) with w1[e] + scaling1 b1[e] a1[e] and w2[e] + scaling2 b2[e] a2[e]. Weights
+that need no gradient get none, and nothing is allocated for it. Dynamo does not trace these calls: a compiled model breaks
+its graph here.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _checks, functional, native
+from ._activation import Gate
+from ._context import TYPE_CODES, Context, context_of
+
+
+class LoRA(NamedTuple):
+    """The factors of one adapter; a1 and b1 or a2 and b2 may be None. Any strides, any floating-point dtype: they are
+    cast to the experts' dtype. PEFT's lora_A (r E, in) and lora_B (out, r E) are views of them: from_peft."""
+
+    a1: Tensor | None = None  # (E, r, H)
+    b1: Tensor | None = None  # (E, 2I, r), rows in w1's order; without a gate (E, I, r)
+    a2: Tensor | None = None  # (E, r, I)
+    b2: Tensor | None = None  # (E, H, r)
+    scaling1: float = 1.0  # such as alpha / r, or alpha / sqrt(r) (rslora)
+    scaling2: float = 1.0
+
+    @classmethod
+    def from_peft(
+        cls, experts: int, up: tuple[Tensor, Tensor, float] | None, down: tuple[Tensor, Tensor, float] | None
+    ) -> "LoRA":
+        """`up` and `down`: the weights of lora_A and lora_B and the scaling of the adapter beside w1 and w2, or None."""
+        a1, b1, scaling1 = (*of_peft(experts, *up[:2]), up[2]) if up else (None, None, 1.0)
+        a2, b2, scaling2 = (*of_peft(experts, *down[:2]), down[2]) if down else (None, None, 1.0)
+        return cls(a1, b1, a2, b2, scaling1, scaling2)
+
+
+def of_peft(experts: int, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Views (E, r, in) and (E, out, r) of PEFT's lora_A (r E, in) and lora_B (out, r E)."""
+    a = lora_a.reshape(experts, -1, lora_a.shape[-1])
+    return a, lora_b.reshape(lora_b.shape[0], -1, experts).permute(2, 0, 1)
+
+
+# ---- from adapters to the library's factors ----
+
+
+def _pair(
+    pairs: list[tuple[Tensor, Tensor, float]], dtype: torch.dtype, interleaved: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """One pair of factors for the sum of all adapters: their ranks side by side, padded to a multiple of 8 with zeros. The
+    second contains the scalings, and gate rows come first."""
+    if not pairs:
+        return None, None
+    a = [a.to(dtype) for a, _, _ in pairs]
+    b = [(b if scaling == 1 else b * scaling).to(dtype) for _, b, scaling in pairs]
+    missing = -sum(one.shape[1] for one in a) % 8
+    if missing:
+        a.append(a[0].new_zeros(a[0].shape[0], missing, a[0].shape[2]))
+        b.append(b[0].new_zeros(*b[0].shape[:2], missing))
+    a, b = (a[0], b[0]) if len(a) == 1 else (torch.cat(a, 1), torch.cat(b, 2))
+    if interleaved:
+        b = b.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return a.contiguous(), b.contiguous()
+
+
+def _check_pair(function: str, names: tuple[str, str], a: Any, b: Any, experts: int, sizes: tuple[int, int], like: Tensor) -> None:
+    """sizes: rows and columns of the weight."""
+    for name, value in zip(names, (a, b)):
+        _checks.tensor(function, name, value)
+        _checks.device(function, name, value, like)
+        if not value.is_floating_point():
+            raise TypeError(f"{function}: {name} has dtype {value.dtype}; expected a floating-point dtype")
+        _checks.dimensions(function, name, value, "three dimensions", 3)
+    rank = a.shape[1]
+    _checks.shape(function, names[0], a, (experts, rank, sizes[1]), "(E, r, the weight's columns)")
+    _checks.shape(function, names[1], b, (experts, sizes[0], rank), "(E, the weight's rows, r)")
+
+
+def factors(
+    function: str, lora: LoRA | Sequence[LoRA], x: Tensor, w1: Tensor, w2: Tensor, layout: str
+) -> tuple[Tensor | None, ...]:
+    """The library's A1, B1, A2, B2 for an adapter or several."""
+    adapters = [lora] if isinstance(lora, LoRA) else list(lora)
+    first, second = [], []
+    for adapter in adapters:
+        if not isinstance(adapter, LoRA):
+            raise TypeError(f"{function}: lora is a {type(adapter).__name__}; expected an smoe.LoRA or a sequence of them")
+        for pairs, names, a, b, scaling, weight in (
+            (first, ("lora.a1", "lora.b1"), adapter.a1, adapter.b1, adapter.scaling1, w1),
+            (second, ("lora.a2", "lora.b2"), adapter.a2, adapter.b2, adapter.scaling2, w2),
+        ):
+            if (a is None) != (b is None):
+                raise ValueError(f"{function}: {names[0]} is given without {names[1]}, or the other way round")
+            if a is not None:
+                _check_pair(function, names, a, b, w2.shape[0], tuple(weight.shape[1:]), x)
+                pairs.append((a, b, scaling))
+    interleaved = layout == "interleaved"
+    a1, b1 = _pair(first, x.dtype, interleaved)
+    a2, b2 = _pair(second, x.dtype, False)
+    for name, a in (("lora.a1", a1), ("lora.a2", a2)):
+        if a is not None and a.shape[1] > _checks.MAX_LORA_RANK:
+            raise ValueError(f"{function}: the ranks of {name} sum to {a.shape[1]}; expected {_checks.MAX_LORA_RANK} at most")
+    return a1, b1, a2, b2
+
+
+# ---- calls of the library ----
+
+
+class _Spec(NamedTuple):
+    """What a call needs besides its tensors."""
+
+    fields: tuple[tuple[str, Any], ...]  # of smoe_layer, but those that follow from the tensors
+    step: int = 0
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    losses: bool = False
+    counts: bool = False
+
+
+_RANKS = ("lora_rank1", "lora_rank2")
+
+
+def _layer(spec: _Spec, given: dict[str, Tensor | None], **more: int) -> native.Layer:
+    x, w2 = given["x"], given["w2"]
+    (experts, hidden, intermediate), ids = w2.shape, given["topk_ids"]
+    ranks = [0 if given[name] is None else given[name].shape[1] for name in ("lora_a1", "lora_a2")]
+    fields = dict(spec.fields) | dict(zip(_RANKS, ranks)) | more
+    if ids is not None:
+        fields |= dict(topk=ids.shape[1], index_type=TYPE_CODES[ids.dtype])
+    return native.Layer(
+        tokens=x.shape[0], hidden=hidden, intermediate=intermediate, experts=experts, dtype=TYPE_CODES[x.dtype], **fields
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(context: Context, layer: bytes) -> native.Sizes:
+    return context.query(native.Layer.from_buffer_copy(layer))
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _aligned(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _run_forward(spec: _Spec, given: dict[str, Tensor | None], save: bool) -> tuple[Tensor | None, ...]:
+    """out, saved (None without `save`), losses, counts"""
+    given = {name: _aligned(tensor) for name, tensor in given.items()}
+    x, experts = given["x"], given["w2"].shape[0]
+    out = torch.empty_like(x)
+    losses = torch.zeros(2, dtype=torch.float32, device=x.device) if spec.losses else None
+    counts = torch.zeros(experts, dtype=torch.int32, device=x.device) if spec.counts else None
+    if x.shape[0] == 0:
+        return out, x.new_empty(0, dtype=torch.uint8) if save else None, losses, counts
+    context, layer = context_of(x), _layer(spec, given, inference=not save)
+    sizes = _sizes(context, bytes(layer))
+    saved = context.new_bytes(sizes.saved_buffer_bytes) if save else None
+    scratch = context.new_bytes(sizes.scratch_forward_bytes)
+    args = native.ForwardArgs(
+        **{name: _at(tensor) for name, tensor in given.items()}, step=spec.step, losses=_at(losses), out=_at(out),
+        saved=_at(saved), saved_size=sizes.saved_buffer_bytes if save else 0, scratch=_at(scratch),
+        scratch_size=sizes.scratch_forward_bytes,
+    )  # fmt: skip
+    context.forward(ctypes.addressof(layer), ctypes.addressof(args))
+    if counts is not None:
+        plan = saved if save else scratch
+        start = context.plan_view(ctypes.addressof(layer), ctypes.addressof(args)).topk_counts - plan.data_ptr()
+        counts.copy_(plan[start : start + 4 * experts].view(torch.int32))
+    return out, saved, losses, counts
+
+
+_GRADIENT_OF = dict(  # the backward's results, by the names of the forward's inputs
+    x="dx", w1="dw1", b1="db1", w2="dw2", b2="db2", topk_weights="dtopk_weights", logits="dlogits", lora_a1="dlora_a1",
+    lora_b1="dlora_b1", lora_a2="dlora_a2", lora_b2="dlora_b2",
+)  # fmt: skip
+_READ = "x logits topk_ids w1 w2 b2 token_mask lora_a1 lora_b1 lora_a2 lora_b2".split()
+
+
+def _run_backward(
+    spec: _Spec, given: dict[str, Tensor | None], wanted: list[str], dout: Tensor, dlosses: Tensor | None, saved: Tensor,
+    reuse: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients of the inputs whose names are in `wanted`."""
+    given = {name: _aligned(tensor) for name, tensor in given.items()}
+    x = given["x"]
+    gradients = {name: torch.empty_like(given[name]) for name in wanted}
+    if x.shape[0] == 0:
+        return {name: gradient.zero_() for name, gradient in gradients.items()}
+    context, layer = context_of(x), _layer(spec, given, reuse_saved=reuse)
+    sizes = _sizes(context, bytes(layer))
+    scratch = context.new_bytes(sizes.scratch_backward_bytes)
+    dout, dlosses = _aligned(dout), _aligned(dlosses)
+    args = native.BackwardArgs(
+        **{name: _at(given[name]) for name in _READ}, dout=_at(dout), saved=_at(saved), saved_size=saved.numel(),
+        scratch=_at(scratch), scratch_size=sizes.scratch_backward_bytes, balance_coefficient=spec.balance_coefficient,
+        z_coefficient=spec.z_coefficient, loss_gradients=_at(dlosses),
+        **{_GRADIENT_OF[name]: _at(gradient) for name, gradient in gradients.items()},
+    )  # fmt: skip
+    context.backward(ctypes.addressof(layer), ctypes.addressof(args))
+    return gradients
+
+
+_NAMES = "x topk_ids topk_weights logits selection_bias token_mask w1 b1 w2 b2 lora_a1 lora_b1 lora_a2 lora_b2".split()
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, spec, *tensors):
+        out, saved, losses, counts = _run_forward(spec, dict(zip(_NAMES, tensors)), True)
+        ctx.save_for_backward(*tensors, saved)
+        ctx.spec, ctx.readers, ctx.overwritten = spec, 0, False
+        ctx.mark_non_differentiable(*[t for t in (counts,) if t is not None])
+        ctx.set_materialize_grads(False)
+        return out, losses, counts
+
+    @staticmethod
+    def backward(ctx, dout, dlosses, _):
+        if torch.is_grad_enabled():  # with create_graph
+            return functional._once(_Experts, ctx, dout, dlosses, _)
+        none = (None,) * (len(_NAMES) + 1)
+        if dout is None and dlosses is None:
+            return none
+        *tensors, saved = ctx.saved_tensors
+        given = dict(zip(_NAMES, tensors))
+        wanted = [name for name, needs in zip(_NAMES, ctx.needs_input_grad[1:]) if needs]
+        dout = torch.zeros_like(given["x"]) if dout is None else dout
+        reuse = functional._claim(ctx, dout)
+        try:
+            found = _run_backward(ctx.spec, given, wanted, dout, dlosses, saved, reuse)
+        finally:
+            with functional._claims:
+                ctx.readers -= 1
+        return None, *[found.get(name) for name in _NAMES]
+
+
+def _fields(activation: str | Gate, layout: str, chunks: int, **more: Any) -> tuple[tuple[str, Any], ...]:
+    gate = activation._asdict() if isinstance(activation, Gate) else dict(activation=activation)
+    code = native.ACTIVATIONS[gate.pop("activation")]
+    return tuple((dict(activation=code, layout=native.LAYOUTS[layout], chunks=chunks) | gate | more).items())
+
+
+def _call(spec: _Spec, given: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    """out, losses, counts"""
+    tensors = [given.get(name) for name in _NAMES]
+    if torch.is_grad_enabled() and functional._any_requires_grad(*tensors):
+        return _Experts.apply(spec, *tensors)
+    out, _, losses, counts = _run_forward(spec, dict(zip(_NAMES, tensors)), False)
+    return out, losses, counts
+
+
+def _gradient_type(x: Tensor) -> int:
+    return TYPE_CODES[x.dtype]
+
+
+@torch.compiler.disable
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
+    lora: LoRA | Sequence[LoRA], activation: str | Gate, layout: str, chunks: int,
+) -> Tensor:  # fmt: skip
+    """smoe.experts with LoRA; the arguments but `lora` are checked."""
+    a1, lb1, a2, lb2 = factors("smoe.experts", lora, x, w1, w2, layout)
+    spec = _Spec(_fields(activation, layout, chunks, entry=native.ENTRIES["from_topk"], gradient_type=_gradient_type(x)))
+    given = dict(
+        x=x, topk_ids=ids, topk_weights=weights.float(), w1=w1, b1=b1, w2=w2, b2=b2, lora_a1=a1, lora_b1=lb1, lora_a2=a2,
+        lora_b2=lb2,
+    )  # fmt: skip
+    return _call(spec, given)[0]
+
+
+@torch.compiler.disable
+def moe(
+    x: Tensor, logits: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, lora: LoRA | Sequence[LoRA], *,
+    top_k: int, selection_bias: Tensor | None, token_mask: Tensor | None = None, step: int = 0, losses: bool = False,
+    counts: bool = False, activation: str | Gate = "swiglu", layout: str = "concatenated", score: str = "softmax_topk",
+    norm_topk_prob: bool = False, n_group: int = 1, topk_group: int = 1, routed_scaling_factor: float = 1.0,
+    rounding: str = "none", tile: int = 128, seed: int = 0, balance_coefficient: float = 0.0, z_coefficient: float = 0.0,
+    chunks: int = 1, **_: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """smoe.moe with given logits and LoRA: out, losses, counts. For smoe.MoE, which has checked the options."""
+    x, w1, b1, w2, b2 = functional._autocast(x, w1, b1, w2, b2)
+    a1, lb1, a2, lb2 = factors("smoe.MoE", lora, x, w1, w2, layout)
+    fields = _fields(
+        activation, layout, chunks, entry=native.ENTRIES["from_logits"], gradient_type=_gradient_type(x), topk=top_k,
+        logits_type=TYPE_CODES[logits.dtype], score=native.SCORES[score], renormalize=int(norm_topk_prob), groups=n_group,
+        groups_kept=topk_group, route_scale=routed_scaling_factor, rounding=native.ROUNDINGS[rounding], tile=tile, seed=seed,
+    )  # fmt: skip
+    given = dict(
+        x=x, logits=logits, selection_bias=None if selection_bias is None else selection_bias.detach().float(),
+        token_mask=token_mask, w1=w1, b1=b1, w2=w2, b2=b2, lora_a1=a1, lora_b1=lb1, lora_a2=a2, lora_b2=lb2,
+    )  # fmt: skip
+    return _call(_Spec(fields, step, balance_coefficient, z_coefficient, losses, counts), given)

@@ -1,0 +1,43 @@
+/* LoRA's kernels that run on any GPU, as the host side sees them; see launch.h and experts/lora.cu. */
+#ifndef SMOE_CUDA_LAUNCH_LORA_H
+#define SMOE_CUDA_LAUNCH_LORA_H
+
+#include "common/target.h"
+#include "schedule/scheduler.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* low[r] = rows[r] factor[e], for the row tiles of a work list. */
+typedef struct moe_cuda_project {
+    const void *rows;         /* (T, width) with row_token, else (padded_rows, width) */
+    const int32_t *row_token; /* or NULL: row r is row r */
+    const void *factor;       /* (experts, rank, width) if rank_major, else (experts, width, rank) */
+    void *low;                /* (padded_rows, rank), written; 0 in pad rows of tokens */
+    const moe_work *tiles;
+    const int32_t *tile_count;
+    int64_t tile_bound;
+    int32_t width, rank, rank_major;
+} moe_cuda_project;
+
+/* gradient[e] = sum over the rows r of e of rows[r] and row_weight[r] low[r]. */
+typedef struct moe_cuda_low_sum {
+    const void *rows; /* as in moe_cuda_project */
+    const int32_t *row_token;
+    const void *low;         /* (padded_rows, rank) */
+    const float *row_weight; /* (padded_rows), or NULL: all are 1 */
+    void *gradient;          /* (experts, rank, width) if rank_major, else (experts, width, rank) */
+    const int32_t *block_offsets, *order;
+    int32_t width, rank, rank_major, experts, accumulate;
+} moe_cuda_low_sum;
+
+cudaError_t moe_cuda_lora_init(const moe_device *device);
+cudaError_t moe_cuda_project_launch(const moe_launch *on, const moe_cuda_project *project);
+cudaError_t moe_cuda_low_sum_launch(const moe_launch *on, const moe_cuda_low_sum *sum,
+                                    smoe_type gradient_type);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
