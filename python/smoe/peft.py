@@ -31,6 +31,8 @@ def _up_name(experts: nn.Module) -> str:
 
 
 def _smoe_computes(experts: nn.Module) -> bool:
+    if "forward" in vars(experts):  # not the class's, for example that of Transformers' expert parallelism
+        return False
     config = getattr(experts, "config", None)
     if isinstance(experts, _Experts):
         return experts.ep is None
