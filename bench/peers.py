@@ -7,6 +7,7 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
     bench/peers.py --suite paper,models --routing random,skewed --tunings 3
     bench/peers.py --suite small                          # 1 to 4096 tokens
     bench/peers.py --e2e 1.4B                             # whole training steps
+    bench/peers.py --ranks 8                              # expert parallelism, one process for each GPU
     bench/peers.py --show --markdown --plot ratios.png    # the repository's records, nothing is measured
     bench/peers.py --device cpu --dtype f32               # tries the program on tiny layers, without a GPU
 
@@ -28,12 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
 from peers_lib import page, records, suites, tables  # noqa: E402
-from peers_lib.run import BASE, PEERS, Failed, Run, say  # noqa: E402
+from peers_lib.run import BASE, JOBS, PEERS, Failed, Run, say  # noqa: E402
 
 MODELS, ROUTINGS, PARTS = ("0.5B", "1.4B", "7B", "tiny"), ("random", "uniform", "skewed"), ("experts", "layer")
 MEASURED = ("CMakeLists.txt", "cmake", "include", "src", "python")
 SMALL_PASSES = ["inference", "graph"]
 PUBLISHED, MEASURED_HERE = ROOT / "docs/results/peers.jsonl", ROOT / "build/peers.jsonl"
+RANKS_HERE = ROOT / "build/ranks.jsonl"
 BEGIN, END = "<!-- begin of what bench/peers.py --docs writes -->", "<!-- end -->"
 
 
@@ -77,8 +79,10 @@ def parser():
     add("--thiek", action="append", default=[], metavar="T,d,n,E,K", help="measure a layer of these sizes")
     add("--part", type=words(PARTS), help="experts (on given routing) or layer (with the router) (experts)")
     add("--routing", type=words(ROUTINGS), help="routing of part experts: random, uniform or skewed (random)")
-    add("--peers", type=words(PEERS), help="implementations to compare with, comma-separated")
+    add("--peers", type=words((*PEERS, *JOBS)), help="implementations to compare with, comma-separated")
     add("--e2e", choices=MODELS, help="measure whole training steps of this model instead")
+    add("--ranks", type=positive, help="measure expert parallelism over so many processes instead, one for each GPU; T is then "
+        "each one's, the suite is `ranks`, and --peers are jobs: alone, smoe-ep, a2a-smoe, a2a-grouped_mm, torch")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
     add("--seed", type=int, default=0, help="of the inputs; a record does not name it, so use other --records (0)")
@@ -137,7 +141,7 @@ def default_peers(device):
 def default_suite(options):
     if options.shape or options.thiek:
         return ""
-    return "tiny" if options.device == "cpu" else "paper"
+    return "tiny" if options.device == "cpu" else "ranks" if options.ranks else "paper"
 
 
 def complete(options):
@@ -145,11 +149,14 @@ def complete(options):
     options.parts, options.routings = options.part or ["experts"], options.routing or ["random"]
     options.pythons = dict(options.python)
     options.peers_shown = options.peers and {BASE, *options.peers}
+    options.chosen = options.peers
     options.settle_shown = None if options.settle is None else {options.settle}
     options.settle = records.SETTLE_S if options.settle is None else options.settle
     chosen = options.peers or default_peers(options.device)
     options.peers = [BASE] + [peer for peer in chosen if peer != BASE]
     options.commit = options.commit or commit()
+    if options.ranks:
+        options.records = options.records or str(RANKS_HERE)
     options.records = options.records or str(PUBLISHED if options.show or options.docs else MEASURED_HERE)
 
     def passes_of(shape):
@@ -256,6 +263,22 @@ def measure(options, shapes):
     return run.failed, run.device
 
 
+def of_ranks(options, shapes):
+    """--ranks: expert parallelism"""
+    options.jobs = [job for job in JOBS if not options.chosen or job in options.chosen]
+    Path(options.records).parent.mkdir(exist_ok=True)
+    check_files(options)
+    sys.path.append(str(ROOT / "python"))
+    from peers_lib import ranks
+
+    if not options.show:
+        given = "device ranks dtype seed settle timed shape_seconds least_rounds seconds routings jobs commit records"
+        ranks.measure(argparse.Namespace(**{name: getattr(options, name) for name in given.split()}), shapes)
+    names = {shape.name for shape in shapes}
+    there = [record for record in records.read(options.records) if record.get("ranks") == options.ranks]
+    print(ranks.table([record for record in tables.newest(there) if record["shape"] in names]))
+
+
 def main():
     if sys.argv[1:] == ["--worker"]:
         answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -272,6 +295,9 @@ def main():
     try:
         suite = options.suite or default_suite(options)
         shapes = suites.choose(suites.read(ROOT / "docs/shapes.csv"), suite, options.shape, options.thiek)
+        for shape in shapes if options.ranks else []:
+            if shape.E % options.ranks:
+                raise ValueError(f"--ranks {options.ranks}: {shape.name} has {shape.E} experts; expected a multiple")
     except ValueError as error:
         print(f"peers.py: {error}", file=sys.stderr)
         return 2
@@ -282,6 +308,9 @@ def main():
         print("peers.py: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 3
     try:
+        if options.ranks:
+            of_ranks(options, shapes)
+            return 0
         if options.docs:
             renew(Path(options.docs), options.records)
             return 0

@@ -9,7 +9,8 @@ import tempfile
 
 ALWAYS = {"commit", "device", "suite", "shape", "part", "peer", "date"}  # fields of every record
 KEY = (
-    "commit", "device", "suite", "shape", "T", "d", "n", "E", "K", "part", "routing", "dtype", "settle_s", "peer", "tuning"
+    "commit", "device", "suite", "shape", "T", "d", "n", "E", "K", "part", "routing", "dtype", "settle_s", "peer", "tuning",
+    "ranks",
 )  # fmt: skip
 SETTLE_S = 0.03  # of a record that does not name it; the default of --settle
 

@@ -11,6 +11,7 @@ from .processes import Died, Failed, group
 
 BASE = "smoe"
 PEERS = ("smoe", "smoe-concatenated", "sonicmoe", "scattermoe", "momoe", "grouped_mm", "transformers", "loop", "cublas")
+JOBS = ("alone", "smoe-ep", "a2a-smoe", "a2a-grouped_mm", "torch")  # of --ranks, peers_lib/ranks.py
 # Makes SonicMoE's tuner ignore the timings that it keeps in files. The other tuners start anew in every process.
 NEW_TUNING = {"QUACK_FORCE_CACHE_UPDATE": "1"}
 

@@ -23,11 +23,14 @@ class Shape(NamedTuple):
 
 SMALL_TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 SMALL_MODELS = ("OLMoE-1B-7B", "Qwen3-30B-A3B", "DeepSeek-V3.2")
+# Expert parallelism: layers of the suites paper and models, with the tokens of each GPU
+RANKS = (("7B-n256", 24576), ("30B-n512", 32768), ("120B-n2048", 32768), ("Qwen3-30B-A3B", 16384), ("DeepSeek-V3.2", 8192))
+RANKS_FEW = ("Qwen3-30B-A3B", (1, 8, 64))
 TINY = (Shape("tiny", "tiny-a", 96, 64, 32, 8, 2), Shape("tiny", "tiny-b", 33, 32, 16, 4, 1))
 
 
 def read(path):
-    """Every layer of shapes.csv, and the suites `small` and `tiny`."""
+    """Every layer of shapes.csv, and the suites `small`, `ranks` and `tiny`."""
     with open(path, newline="") as file:
         listed = [
             Shape(row["suite"], row["name"], *(int(row[size]) for size in ("T", "d", "n", "E", "K")))
@@ -39,7 +42,11 @@ def read(path):
         for name in SMALL_MODELS
         for tokens in SMALL_TOKENS
     ]
-    return listed + small + list(TINY)
+    named = {shape.name: shape for shape in listed if shape.suite in ("paper", "models")}
+    name, few = RANKS_FEW
+    ranks = [named[name]._replace(suite="ranks", name=f"{name}-ranks", T=tokens) for name, tokens in RANKS]
+    ranks += [named[name]._replace(suite="ranks", name=f"{name}-ranks-T{tokens}", T=tokens) for tokens in few]
+    return listed + small + ranks + list(TINY)
 
 
 def _thiek(text):
@@ -59,7 +66,7 @@ def choose(every, suites="", names="", thieks=()):
     wanted_names = [word for word in names.split(",") if word]
     known = list(dict.fromkeys(shape.suite for shape in every))
     if "all" in wanted_suites:
-        wanted_suites = [suite for suite in known if suite not in ("small", "tiny")]
+        wanted_suites = [suite for suite in known if suite not in ("small", "ranks", "tiny")]
     for suite in wanted_suites:
         if suite not in known:
             raise ValueError(f"--suite {suite}: the suites are {', '.join(known)} and all")

@@ -68,8 +68,8 @@ class Group:
             self.call(native.library.smoe_ep_create, ctypes.byref(made), self.context, ctypes.byref(layer), ctypes.byref(options))
 
         try:
-            size = self._together(start)
-            self.windows = _ep_windows.connect(size, self.rank, self.size, self.device, self.process_group, self._gather)
+            self.window_bytes = self._together(start)
+            self.windows = _ep_windows.connect(self.window_bytes, self.rank, self.size, self.device, self.process_group, self._gather)
             self._together(create)
         except Exception:
             native.library.smoe_destroy(self.context)

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a layer spread over the processes of a torch.distributed group. On the CPU so far.
+"""Expert parallelism: the experts of a layer spread over the processes of a torch.distributed group.
 
     group = smoe.ep.Group(mesh["ep"], max_tokens=T, hidden=H, num_experts=E, top_k=K)
     out = smoe.ep.experts(x, ids, weights, w1, w2, group=group)  # w1 (E/W, 2I, H), w2 (E/W, H, I): this rank's experts
