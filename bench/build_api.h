@@ -30,8 +30,8 @@ static inline void build_find(void *member, void *library, const char *build, co
     memcpy(member, &found, sizeof found);
 }
 
-/* path: of a libsmoe.so; "self" is the program's own library. With ":portable" behind it contexts get the portable
- * kernels. */
+/* path: of a libsmoe.so; "self" is the program's own library. With ":portable" behind it contexts get the
+ * portable kernels. */
 static inline build_api build_open(const char *path)
 {
     const char *slash = strrchr(path, '/'), *colon = strrchr(path, ':');

@@ -115,7 +115,8 @@ static const field record[] = {{"commit", 's'},
                                {"reuse_saved", 'i'},
                                {"launches", '0'},
                                {"alone_ms", '0'},
-                               {"alone_copy_ms", '0'}};
+                               {"alone_copy_ms", '0'},
+                               {"host_ms", '0'}};
 enum { RECORD_FIELDS = sizeof record / sizeof record[0] };
 
 static const char *text_of(json_t *object, const char *name)
@@ -168,6 +169,8 @@ static void test_bench_records(void **state)
     assert_int_equal(
         bench("--thiek 200,64,32,8,2 --scope experts --entry logits", output, "backward", "router_bwd"), 1);
     assert_int_equal(bench("--thiek 200,64,32,8,2 --no-bound --reuse", output, "layer", "all"), 1);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --stage topk", output, "forward", "topk"), 1);
+    assert_int_equal(bench("--thiek 200,64,32,8,2 --stage topk", output, "forward", "all"), 0);
 }
 
 /* Lists of options: the records of the layer must come in this order of the variants. */
@@ -296,6 +299,7 @@ static void test_bad_input(void **state)
         {"bench --scope all", 2, "'all' is neither layer nor experts"},
         {"bench --device tpu", 2, "no 'tpu' backend"},
         {"bench --pass forward,", 2, "'' is not one of forward"},
+        {"bench --stage router", 2, "'router' is no stage"},
         {"bench --entry rows", 2, "'rows' is neither topk nor logits"},
         {"bench --logits fp16", 2, "'fp16' is not one of f32, bf16"},
         {"bench --routing uniform,fair", 2, "'fair' is not one of uniform"},

@@ -4,7 +4,7 @@ and evaluates it, `smoe eval` evaluates the same files, and `smoe train --from` 
 
 Usage: check_olmoe.py SMOE [tiny]      tiny: two small layers on the CPU
 Works in the folder where it is called, and leaves olmoe/ (14 GB) and olmoe_run/ there. At most 110 s on an H200 (the limit of
-tools/gpu_train.sh). Needs torch, Transformers and numpy.
+tools/gpu.sh). Needs torch, Transformers and numpy.
 Exit status: 0 the losses agree to 2e-3 relative and training worked, 1 they do not, 2 usage, 3 smoe failed, 77 a package is missing.
 """
 from __future__ import annotations

@@ -1,235 +1,321 @@
-#!/bin/sh
-# Packs the GPU programs and runs them on a machine that has a GPU but no compilers.
+#!/bin/bash
+# Runs what needs a GPU: checks and measurements, on a machine that may have no compilers and no network.
 #
-#   tools/gpu.sh pack BUILD DIR     on the build machine: the programs that are built (targets smoe_cli cuda_check_route
-#                                   cuda_check_limits cuda_time_route cuda_time_dlogits) and the libraries they need, compressed, into DIR
-#   DIR/gpu.sh run DIR PART...      on the GPU machine: the parts in order, each with its own time limit and all
-#                                   within BUDGET seconds (default 560). Logs and records go to $OUT (default
-#                                   DIR/out). Exit status: 0 all well, 1 a part failed or found an error, 77 no GPU
+#   cmake --install BUILD --component gpu --prefix DIR     on the build machine: what the parts need, as far as it is built
+#   DIR/tools/gpu.sh LABEL|PART...                         on the GPU machine: the parts, or all parts of a label
 #
-# All measurements of the library, in four calls of less than ten minutes each (run DIR correct and so on):
-#   correct    verify check_route check_limits time_route time_dlogits memcheck synccheck
-#   paper      the paper's shapes, uniform and random routing: forward, and backward as far as dlogits; peak memory by
-#              number of chunks (paper_topk: the same, but the backward ends with dS, without the router's backward)
-#   settled    the paper's forward with --settle 0.05, and again with --settle 0.4, so that library and reference each
-#              run at the clock that they reach by themselves
-#   alone      each kernel of the paper's shapes by itself; combine and dx compared with copies of as many bytes
-#   rest       token rounding by number of experts; each kernel by itself at T = 512; the models' layers; the layers
-#              that one GPU holds under expert parallelism; skewed routing
+# All together take at most BUDGET seconds (default 560). Logs and records go to $OUT (default ./gpu_out), scratch to $WORK (default
+# ./gpu_work). PYTHON names another python3; SITE is a folder of Python packages that are not installed, for example of the peers
+# (docs/peers.md says which); BIN another folder than DIR/bin. Parts of train need numpy; olmoe, python, peers and fsdp2 also torch.
+# Exit status: 0 all well, 1 a part failed or found an error, 2 wrong arguments, 77 a part found no GPU and none failed.
 #
-# Parts: verify[:TEXT] (smoe verify --all in 14 processes; with TEXT the cases with TEXT in their names, in one),
-# check_route[:few], check_limits, memcheck, synccheck (compute-sanitizer, small shapes), time_route,
-# time_dlogits, smoe:ARGUMENTS, and bench:TABLE:NAME:ARGUMENTS, which writes NAME.jsonl and prints that table
-# of report.sh. ARGUMENTS are words joined by +.
+# label    part        seconds at most, and what it does
+# shellcheck disable=SC2086,SC2317 # options are words; the parts are called by name
 set -u
+root=$(cd "$(dirname "$0")/.." && pwd)
+bin=${BIN:-$root/bin}
 
-programs="cuda_check_route cuda_check_limits cuda_time_route cuda_time_dlogits"
-
-pack() {
-    folder=$(mktemp -d)
-    mkdir -p "$folder/lib" "$2"
-    for program in $programs; do
-        for place in tests/cuda bench; do
-            [ -x "$1/$place/$program" ] && cp "$1/$place/$program" "$folder/"
-        done
-    done
-    cp "$1/smoe" "$(dirname "$0")/report.sh" "$folder/" || exit 3
-    "$(dirname "$0")/copy_libraries.sh" "$folder/lib" "$folder"/cuda_* "$folder/smoe" || exit 3
-    cp "$0" "$2/gpu.sh"
-    tar -C "$folder" -czf "$2/pack.tar.gz" . || exit 3
-    (cd "$folder" && ls)
-    du -sh "$2"
-    rm -r "$folder"
+parts() {
+    cat <<'PARTS'
+correct    verify         400  all cases of smoe verify, in 14 processes
+correct    route          150  routing compared with the CPU bit for bit
+correct    limits          60  extreme cases and errors of the caller
+correct    sms             60  contexts that use fewer SMs
+correct    ep             120  layers with ranks
+correct    memcheck       300  compute-sanitizer on small cases
+correct    synccheck      300
+paper      paper          500  the paper's layers, uniform and random routing: forward, and backward as far as dlogits
+paper      peaks           60  peak memory by number of chunks
+bench      paper_topk     500  the paper's layers; the backward ends with dS, without the router's backward
+bench      settled        400  forward, each job settled for 0.4 s, so that it runs at its own clock
+bench      alone          400  each kernel by itself; combine and dx compared with copies of as many bytes
+bench      rounding       400  token rounding by number of experts
+bench      launches        60  each kernel by itself at T = 512
+bench      models         300  the models' layers
+bench      shares         300  the layers that one GPU holds under expert parallelism
+bench      skewed         300  skewed routing
+train      ops             60  every operation of the trainer against the CPU
+train      model           40  a whole model's loss and gradients against the CPU
+train      small          120  300 steps of the default model on CPU and GPU: the loss curves agree to 1 %
+train      twin            90  two runs end with the same bits; the dense twin trains
+train      kill           120  SIGKILL and resume end with the same bits: f32, and bf16 in micro-batches
+train      micro          120  the 0.5B model in 1 and in 4 micro-batches: losses agree to 1e-4; tokens/s of both
+train      first_step     180  the 1.4B model, from process start to the end after one step: the best of 3 takes at most 5 s
+train      checkpoint     240  bf16 checkpoints of the 1.4B model: at most 1.2 times as long as dd; host memory (60 GB of disk)
+train      7B             120  tokens/s of the 7B model
+train      olmoe          110  check_olmoe.py (60 GB of disk)
+train      nan             60  a loss that is not finite: status 3, and the last checkpoint can be evaluated
+train      disk           120  a disk that is full at the first and at a later checkpoint: status 3, the later one resumes
+python     torch          400  tests/python/gpu.py
+python     jax            120  tests/python/jax_gpu.py
+peers      peers          500  bench/peers.py: the paper's layers beside SonicMoE, ScatterMoE and cuBLAS
+fsdp2      fsdp2          540  examples/train_fsdp2.py, the 7B model on 1, 2, 4, ... GPUs, with smoe and each peer of SITE
+fsdp2      losses         180  the 0.5B model on text: smoe's losses are grouped_mm's
+fsdp2      finetune       170  examples/finetune_transformers.py, OLMoE-1B-7B's shape, random weights
+PARTS
 }
 
-# ---- One part ----
+usage() {
+    sed -n '2,/^# label/s/^# \{0,1\}//p' "$0" >&2
+    parts >&2
+    exit 2
+}
 
 # Runs a command for at most the given seconds, and not longer than until the end of BUDGET.
 within() { # seconds, command...
-    seconds=$1
-    left=$((end - $(date +%s)))
+    local seconds=$1 left=$((end - $(date +%s)))
     shift
-    if [ "$left" -lt 5 ]; then
-        echo "no time left for $*" >&2
-        return 1
-    fi
+    [ "$left" -ge 5 ] || { echo "no time left for $*" >&2; return 1; }
     [ "$seconds" -lt "$left" ] || seconds=$left
     timeout -k 5 "$seconds" "$@"
-    ended=$?
-    [ $ended -ne 124 ] || echo "stopped after $seconds s: $*" >&2
-    return $ended
+    local status=$?
+    [ $status -ne 124 ] || echo "stopped after $seconds s: $*" >&2
+    return $status
 }
 
-words() {
-    echo "$1" | tr '+' ' '
-}
+# ---- correct ----
 
-verify="./smoe verify --device cuda --all"
+verify="$bin/smoe verify --device cuda --all"
 
-# Runs all cases in 14 processes, because the computation on the CPU that it compares with takes most of its time.
-# shellcheck disable=SC2086 # $verify is words
-in_shards() {
-    for shard in 0 1 2 3 4 5 6 7 8 9 10 11 12 13; do
-        OMP_NUM_THREADS=1 within 240 $verify --shard $shard/14 --repeats 200 \
-            >"$out/shard.$shard" 2>&1 &
+# In 14 processes, because the computation on the CPU that it compares with takes most of its time.
+part_verify() {
+    local shard good
+    for shard in {0..13}; do
+        OMP_NUM_THREADS=1 within 400 $verify --shard "$shard/14" --repeats 200 >"shard.$shard" 2>&1 &
     done
     wait
-    cat "$out"/shard.*
-    good=$(grep -l ' passed, 0 failed' "$out"/shard.* | wc -l)
-    missing=$(grep -l 'no usable CUDA device\|this build has no' "$out"/shard.* | wc -l)
-    rm "$out"/shard.*
+    cat shard.*
+    good=$(grep -l ' passed, 0 failed' shard.* | wc -l)
     echo "$good of 14 processes found nothing wrong"
-    [ "$missing" -eq 14 ] && return 77
     [ "$good" -eq 14 ]
 }
 
-# shellcheck disable=SC2086 # $verify is words
 sanitize() { # tool
+    local sanitizer case
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-    within 30 $verify --only "backward, one token" || return
     for case in "backward, eights d 8 n 8" "backward, one token" "backward, edges n 320" "E 13" "forward, eights"; do
-        within 30 "$sanitizer" --tool "$1" --error-exitcode 1 $verify --again 0 --only "$case" || return
+        within 60 "$sanitizer" --tool "$1" --error-exitcode 1 $verify --again 0 --only "$case" || return
     done
-    [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 ./cuda_check_route few
+    [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 "$bin/cuda_check_route" few
 }
 
-# Runs each shape of a suite in its own process. If one crashes or hangs, only its figures and at most 60 s are lost.
-bench_shapes() { # words with --suite NAME among them
-    suite=$(echo "$*" | sed 's/.*--suite \([a-z]*\).*/\1/')
-    others=$(echo "$*" | sed 's/--suite [a-z]*//')
-    failed=0
-    for shape in $(./smoe info --json --suite "$suite" | sed -n 's/.*"shape":"\([^"]*\)".*/\1/p'); do
-        # shellcheck disable=SC2086
-        within 60 ./smoe bench --device cuda --json --shape "$suite/$shape" $others || failed=$?
-    done
+# ---- bench ----
+
+# smoe bench with ARGUMENTS; each shape of a suite in its own process, so that only its figures are lost if it crashes or hangs.
+bench() { # table of report.sh, suite or "", arguments...
+    local table=$1 suite=$2 failed=0 shape
+    shift 2
+    if [ -n "$suite" ]; then
+        for shape in $("$bin/smoe" info --json --suite "$suite" | sed -n 's/.*"shape":"\([^"]*\)".*/\1/p'); do
+            within 60 "$bin/smoe" bench --device cuda --json --shape "$suite/$shape" "$@" >>"$out/$part.jsonl" || failed=$?
+        done
+    else
+        within 60 "$bin/smoe" bench --device cuda --json "$@" >>"$out/$part.jsonl" || failed=$?
+    fi
+    [ ! -s "$out/$part.jsonl" ] || { echo; echo "$part"; "$root/tools/report.sh" "$table" "$out/$part.jsonl"; } >>"$out/summary.txt"
     return $failed
 }
 
-bench() { # TABLE, NAME, ARGUMENTS
-    # shellcheck disable=SC2046
-    case $3 in
-    *--suite*) bench_shapes $(words "$3") >"$out/$2.jsonl" ;;
-    *) within 60 ./smoe bench --device cuda --json $(words "$3") >"$out/$2.jsonl" ;;
-    esac
-    ended=$?
-    if [ -s "$out/$2.jsonl" ]; then
-        { echo; echo "$2"; ./report.sh "$1" "$out/$2.jsonl"; } >>"$out/summary.txt"
-    else
-        rm "$out/$2.jsonl"
-    fi
-    return $ended
+experts="--scope experts --pass forward,backward"
+both="--routing uniform,random $experts"
+renorm="--score softmax-topk-renorm"
+part_paper() { bench passes paper $both --entry logits $renorm --seconds 6; }
+part_paper_topk() { bench passes paper $both --seconds 6; }
+part_settled() { bench passes paper --routing uniform,random --scope experts --pass forward --settle 0.4 --seconds 3; }
+part_alone() { bench launches paper $experts --entry logits $renorm --alone --seconds 1; }
+part_peaks() { bench peaks "" --shape 7B-n256 --shape 30B-n256 --reuse --scope experts --chunks 1,2,4 --no-bound --seconds 2; }
+part_rounding() { bench rounding rounding --routing uniform,random --rounding none,nr-f --pass layer --no-bound --seconds 1; }
+part_launches() { bench launches "" --thiek 512,2048,768,128,8 $renorm --alone --no-bound --seconds 1; }
+part_models() { bench passes models --routing random $experts --seconds 8; }
+part_shares() { bench passes ep --routing random $experts --seconds 8; }
+part_skewed() { bench passes paper --routing skewed $experts --seconds 2; }
+
+# ---- train ----
+
+# smoe train --out NAME; its result goes to $out/NAME.json.
+train() { # NAME, seconds, options...
+    local name=$1 limit=$2
+    shift 2
+    within "$limit" "$bin/smoe" train --json -q --out "$name" --evaluations 0 "$@" >"$out/$name.json" ||
+        { echo "$name: exit status $?"; return 1; }
 }
 
-# shellcheck disable=SC2086 # $verify is words
+# Runs smoe train and checks its exit status.
+expect() { # status, what follows "train"
+    local wanted=$1 status
+    shift
+    within 30 "$bin/smoe" train -q --device cuda --evaluations 0 "$@"
+    status=$?
+    [ $status -eq "$wanted" ] || { echo "exit status $status, expected $wanted"; return 1; }
+}
+
+job() { "$python" "$root/tools/gpu_train.py" "$@"; }
+random() { [ -f "$work/random.bin" ] || job tokens "$work/random.bin" 20000000 50304; }
+value() { sed -n "s/.*\"$2\": *\([0-9.e+-]*\).*/\1/p" "$out/$1.json"; } # run, name of a number
+
+paper="--intermediate 256 --topk 8 --renormalize --tied --context 4096 --vocab 50304 --balance 0 --init 0.02 --lr 1e-4 --device cuda"
+half="--layers 12 --hidden 768 --heads 12 --experts 64 --batch 8 $paper"
+middle="--layers 18 --hidden 768 --heads 12 --experts 128 --batch 10 --clip 0 --precision bf16 $paper"
+large="--layers 45 --hidden 1536 --heads 24 --experts 128 --batch 6 --clip 0 --precision bf16 $paper"
+little="--device cuda --steps 20 --context 512 --hidden 256 --heads 4"
+
+# The GPU computes in bf16, the CPU in f32. Small differences grow during a run: on the CPU a learning rate that is 0.025 % higher
+# changes single losses by up to 0.6 %, but the means over five lines (50 steps) by 0.3 %. Without the balance loss these means change
+# by 1.4 %. So the means are compared.
+part_small() {
+    for device in cpu cuda; do
+        train small_$device 60 --device $device --steps 300 --logs 30 --checkpoints 0 --batch 16 "$text" || return
+    done
+    job compare small_cpu/train.jsonl small_cuda/train.jsonl 0.01 5
+}
+
+part_twin() {
+    for run in a b; do train twin_$run 30 $little --checkpoints 1 "$text" || return; done
+    cmp twin_a/latest/model.safetensors twin_b/latest/model.safetensors && echo "two runs: the same bits" &&
+        train twin 30 $little --checkpoints 0 --dense-twin "$text" && echo "dense twin: loss $(value twin loss)"
+}
+
+part_kill() {
+    within 60 "$root/tests/cuda/kill_and_resume.sh" "$bin/smoe" cuda 200 "" &&
+        within 60 "$root/tests/cuda/kill_and_resume.sh" "$bin/smoe" cuda 200 "--micro-batches 2 --precision bf16"
+}
+
+part_micro() {
+    random
+    for m in 1 4; do
+        train micro_$m 60 $half --micro-batches $m --steps 30 --logs 30 --checkpoints 0 "$work/random.bin" || return
+        echo "$m micro-batches: $(job speed micro_$m/train.jsonl), $(value micro_$m device_gb) GB of GPU memory"
+    done
+    job compare micro_1/train.jsonl micro_4/train.jsonl 1e-4
+}
+
+part_first_step() {
+    local best=60000 begin took
+    random
+    for run in 1 2 3; do
+        begin=$(date +%s%3N)
+        train first_$run 60 $middle --steps 1 --logs 1 --checkpoints 0 "$work/random.bin" || return
+        took=$(($(date +%s%3N) - begin))
+        echo "$took ms"
+        [ $took -ge $best ] || best=$took
+    done
+    [ $best -le 5000 ]
+}
+
+part_checkpoint() {
+    random
+    within 240 "$python" "$root/tools/gpu_train.py" checkpoint "$bin/smoe" train -q $middle --steps 3 --logs 3 --checkpoints 3 \
+        --keep 1 --evaluations 0 "$work/random.bin"
+}
+
+part_7B() {
+    random
+    train 7B 120 $large --fastest --recompute none --steps 22 --logs 22 --checkpoints 0 "$work/random.bin" &&
+        echo "$(job speed 7B/train.jsonl), $(value 7B device_gb) GB of GPU memory"
+}
+
+part_nan() {
+    expect 3 --out nan --steps 20 --lr 1000 --weight-decay 1000 --warmup 0 --checkpoints 1 "$text" &&
+        head -c 100000 "$text" >short.txt && within 30 "$bin/smoe" eval --json --device cuda -c nan/latest short.txt
+}
+
+# ulimit limits a file to 2 MB: a write beyond that fails as on a full disk.
+part_disk() {
+    (ulimit -f 4000; expect 3 --out disk --steps 20 "$text") &&
+        expect 0 --out later --steps 5 --checkpoints 1 "$text" &&
+        (ulimit -f 4000; expect 3 --out later --resume --steps 10 --checkpoints 2 "$text") &&
+        expect 0 --out later --resume --steps 10 --checkpoints 2 "$text" && echo "later: resumed with room"
+}
+
+# ---- Python ----
+
+part_peers() {
+    within 500 "$python" "$root/bench/peers.py" --records "$out/peers.jsonl" --suite paper --peers sonicmoe,scattermoe,cublas \
+        --no-new-t --shape-seconds 5 --seconds 430
+}
+
+fsdp2() { # name, GPUs, seconds, options of train_fsdp2.py...
+    local name=$1 count=$2 limit=$3
+    shift 3
+    within "$limit" "$python" -m torch.distributed.run --nproc-per-node "$count" --master-addr 127.0.0.1 \
+        "$root/examples/train_fsdp2.py" --json "$out/$name.jsonl" "$@" && tail -n 1 "$out/$name.jsonl"
+}
+
+part_fsdp2() {
+    local peer count wrong=0
+    for peer in smoe sonicmoe scattermoe; do
+        [ $peer = smoe ] || [ -d "${SITE:-}/$peer" ] || continue
+        for ((count = $(nvidia-smi -L | wc -l); count >= 1; count /= 2)); do
+            fsdp2 "fsdp2_${peer}_$count" "$count" 90 --model 7B --precision bf16 --random --steps 20 --log-every 5 --clip 0 --seed 1 \
+                --experts $peer --profile 2 || wrong=1
+        done
+    done
+    return $wrong
+}
+
+# The learning rate is 2e-4, because with 1e-3 single losses jumped after 20 steps.
+part_losses() {
+    local small="--model 0.5B --batch 16 --steps 40 --log-every 10 --lr 2e-4 --warmup 0.3 --seed 3"
+    fsdp2 loss_grouped_mm 1 90 $small --experts grouped_mm "$text" &&
+        fsdp2 loss_smoe 1 90 $small --experts smoe "$text" --compare "$out/loss_grouped_mm.jsonl" --tolerance 0.02
+}
+
+# ---- Parts ----
+
+no_gpu() { grep -q 'no usable CUDA device\|CUDA driver version is insufficient\|NVIDIA-SMI has failed' "$out/$part.log"; }
+
 one_part() {
-    argument=${1#*:}
-    # shellcheck disable=SC2046
-    case $1 in
-    verify) in_shards ;;
-    verify:*) within 60 $verify --only "$argument" ;;
-    check_route) within 150 ./cuda_check_route ;;
-    check_route:*) within 60 ./cuda_check_route "$argument" ;;
-    memcheck | synccheck) sanitize "$1" ;;
-    check_limits) within 60 ./cuda_check_limits ;;
-    time_route | time_dlogits) within 60 "./cuda_$1" ;;
-    smoe:*) within 250 ./smoe $(words "$argument") ;;
-    bench:*)
-        named=${argument#*:}
-        bench "${argument%%:*}" "${named%%:*}" "${named#*:}"
-        ;;
-    *)
-        echo "unknown part $1"
-        return 2
-        ;;
+    case $part in
+    route | limits | sms | ep) within "$seconds" "$bin/cuda_check_$part" ;;
+    memcheck | synccheck) sanitize "$part" ;;
+    ops | model) within "$seconds" "$bin/cuda_check_train_$part" ;;
+    olmoe) within "$seconds" "$python" "$root/tools/check_olmoe.py" "$bin/smoe" ;;
+    torch) within "$seconds" "$python" "$root/tests/python/gpu.py" --device "${DEVICE:-cuda}" ;;
+    jax) within "$seconds" "$python" "$root/tests/python/jax_gpu.py" --device "${DEVICE:-cuda}" ;;
+    finetune) within "$seconds" "$python" "$root/examples/finetune_transformers.py" --steps 12 --modes full,lora ;;
+    *) "part_$part" ;;
     esac
-}
-
-# Whether a part failed because there is no GPU.
-no_gpu() { # exit status
-    [ "$1" -eq 77 ] || { [ "$1" -ne 0 ] && grep -q 'no usable CUDA device\|CUDA driver version is insufficient' "$out/part.txt"; }
 }
 
 run_part() {
-    start=$(date +%s)
-    title=${1%%:--*}
-    one_part "$1" >"$out/part.txt" 2>&1
-    ended=$?
-    { echo "== $1"; cat "$out/part.txt"; } >>"$out/log.txt"
-    took=$(($(date +%s) - start))
-    lines=3
-    if [ $ended -eq 0 ]; then
-        verdict=ok
-    elif no_gpu $ended; then
+    local begin status verdict=ok lines=4
+    begin=$(date +%s)
+    rm -rf "$work/part" && mkdir "$work/part" && cd "$work/part" || exit 3
+    rm -f "$out/$part.jsonl"
+    one_part >"$out/$part.log" 2>&1
+    status=$?
+    if [ $status -eq 77 ] || { [ $status -ne 0 ] && no_gpu; }; then
         verdict="no GPU"
         [ $worst -ne 0 ] || worst=77
-    else
-        verdict="FAILED (exit $ended)"
-        worst=1
-        lines=25
+    elif [ $status -ne 0 ]; then
+        verdict="FAILED (exit $status)" worst=1 lines=25
     fi
-    [ "${1#time_}" = "$1" ] || cat "$out/part.txt" >>"$out/summary.txt"
-    tail -n $lines "$out/part.txt" | cut -c1-220
-    echo "== $title: $verdict, $took s"
-    echo "$title: $verdict, $took s" >>"$out/parts.txt"
+    tail -n $lines "$out/$part.log" | cut -c1-220
+    echo "== $part: $verdict, $(($(date +%s) - begin)) s" | tee -a "$out/parts.txt"
 }
 
-# ---- Parts together ----
-
-correct="verify check_route check_limits time_route time_dlogits memcheck synccheck"
-
-shapes="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward,backward+--seconds+6"
-memory="--scope+experts+--chunks+1,2,4+--no-bound+--seconds+2"
-peaks="bench:peaks:peaks:--shape+7B-n256+--shape+30B-n256+--reuse+$memory bench:peaks:peaks_keep:--shape+7B-n256+$memory"
-routed="--entry+logits+--score+softmax-topk-renorm"
-paper="bench:passes:paper:$shapes+$routed $peaks"
-paper_topk="bench:passes:paper:$shapes $peaks"
-forward="--suite+paper+--routing+uniform,random+--scope+experts+--pass+forward+$routed+--seconds+3"
-settled="bench:passes:paper_50ms:$forward+--settle+0.05 bench:passes:paper_settled:$forward+--settle+0.4"
-
-sweep="--suite+rounding+--routing+uniform,random+--rounding+none,nr-f+--pass+layer+--no-bound+--seconds+1"
-alone="bench:launches:alone:--suite+paper+--scope+experts+--pass+forward,backward+$routed+--alone+--seconds+1"
-gaps="--thiek+512,2048,768,128,8+--score+softmax-topk-renorm+--alone+--no-bound+--seconds+1"
-rest="bench:rounding:rounding:$sweep bench:launches:launches:$gaps
-bench:passes:models:--suite+models+--routing+random+--scope+experts+--pass+forward,backward+--seconds+8
-bench:passes:ep:--suite+ep+--routing+random+--scope+experts+--pass+forward,backward+--seconds+8
-bench:passes:skewed:--suite+paper+--routing+skewed+--scope+experts+--pass+forward,backward+--seconds+2"
-
-run() {
-    cd "$1" || exit 3
-    shift
-    out=${OUT:-$PWD/out}
-    end=$(($(date +%s) + ${BUDGET:-560}))
-    worst=0
-    mkdir -p "$out"
-    : >"$out/summary.txt"
-    : >"$out/parts.txt"
-    tar -xzf pack.tar.gz || exit 3
-    export LD_LIBRARY_PATH="$PWD/lib:/usr/local/cuda/lib64:${LD_LIBRARY_PATH:-}"
-    for part; do
-        # shellcheck disable=SC2086
-        case $part in
-        correct) set -- $correct ;;
-        paper) set -- $paper ;;
-        paper_topk) set -- $paper_topk ;;
-        settled) set -- $settled ;;
-        alone) set -- $alone ;;
-        rest) set -- $rest ;;
-        *) set -- "$part" ;;
-        esac
-        for each; do run_part "$each"; done
-    done
-    rm -f "$out/part.txt"
-    cat "$out/summary.txt" "$out/parts.txt"
-    exit $worst
-}
-
-command=${1:-}
-[ $# -gt 0 ] && shift
-case $command in
-pack) pack "$@" ;;
-run) run "$@" ;;
-*)
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-    exit 2
-    ;;
-esac
+[ $# -gt 0 ] || usage
+chosen=()
+for word; do
+    found=$(parts | awk -v word="$word" '$1 == word || $2 == word { print $2 " " $3 }')
+    [ -n "$found" ] || { echo "gpu.sh: there is no part and no label $word" >&2; exit 2; }
+    mapfile -t -O ${#chosen[@]} chosen <<<"$found"
+done
+mkdir -p "${OUT:=gpu_out}" "${WORK:=gpu_work}" && out=$(cd "$OUT" && pwd) && work=$(cd "$WORK" && pwd) || exit 3
+text=$work/text.txt python=${PYTHON:-python3} worst=0 end=$(($(date +%s) + ${BUDGET:-560}))
+find "$root/docs" "$root/src" "$root/train" -name '*.md' -o -name '*.[ch]' | LC_ALL=C sort | xargs cat >"$text"
+export OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 SMOE_LIBRARY="$root/lib/libsmoe.so"
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || exit 3
+LD_LIBRARY_PATH="$root/lib:$(printf '%s:' "$packages"/nvidia/*/lib)/usr/local/cuda/lib64:${LD_LIBRARY_PATH:-}"
+export LD_LIBRARY_PATH PYTHONPATH="$root/python${SITE:+:$SITE:$SITE/nvidia_cutlass_dsl/python_packages}"
+# NVLink multicast does not work on many rented hosts. NCCL fails there unless its use is switched off.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+: >"$out/summary.txt"
+: >"$out/parts.txt"
+for each in "${chosen[@]}"; do
+    read -r part seconds <<<"$each"
+    run_part
+done
+rm -rf "$work/part" "$work/random.bin"
+cat "$out/summary.txt" "$out/parts.txt"
+exit $worst

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Small jobs of tools/gpu_train.sh. Needs numpy for `tokens`.
+"""Small jobs of tools/gpu.sh. Needs numpy for `tokens`.
 
 Usage: gpu_train.py tokens FILE COUNT VOCABULARY     writes COUNT random tokens as a token file
        gpu_train.py compare LOG LOG LIMIT [LINES]    largest relative difference of the losses of two train.jsonl; with

@@ -180,7 +180,8 @@ static bool bench_made_case(const bench_options *options, bench_case *c, const b
                            .problem = &options->problem,
                            .shape = shape,
                            .format = options->format,
-                           .passes = options->passes};
+                           .passes = options->passes,
+                           .stage = options->stage};
     double at[4] = {started, clock_seconds()};
     progress_end();
     progress(shape->name, "first step", 0);

@@ -5,6 +5,7 @@
 #include "cli/bench/alone.h"
 #include "cli/bench/sustained.h"
 #include "cli/bench/yardstick_cuda.h"
+#include "common/clock.h"
 #include "common/turns.h"
 
 #include <math.h>
@@ -292,6 +293,28 @@ static bool guess_step(meter *m, double *turns_ms, double *all_ms, error *err)
     return true;
 }
 
+/* The host's time to enqueue a pass while the GPU is idle: the least of several calls. */
+static bool time_host(meter *m, bench_result *result, error *err)
+{
+    enum { CALLS = 20 };
+    bench_case *c = m->c;
+    bool good = true;
+    result->host_ms[0] = result->host_ms[1] = INFINITY;
+    c->clock.paused = true;
+    for (int i = 0; good && i < CALLS; i++) {
+        good = job_prepare(m, err) && c->settings.device->sync();
+        const double begin = clock_seconds();
+        good = good && bench_enqueue_forward(c, err);
+        const double between = clock_seconds();
+        good = good && (!m->backward || bench_enqueue_backward(c, err));
+        const double end = clock_seconds();
+        result->host_ms[0] = fmin(result->host_ms[0], 1e3 * (between - begin));
+        result->host_ms[1] = fmin(result->host_ms[1], 1e3 * (end - between));
+    }
+    c->clock.paused = false;
+    return c->settings.device->sync() && good;
+}
+
 /* Every kernel by itself; for the combines also a copy of as many bytes. */
 static bool time_alone(meter *m, bench_result *result, error *err)
 {
@@ -322,6 +345,7 @@ static bool measure(meter *m, int64_t repeats, double seconds, bench_result *res
     if (!time_rounds(m, turns, result->times, err)) return false;
     bench_count_launches(m->forward, result);
     if (m->backward) bench_count_launches(m->backward, result);
+    if (!time_host(m, result, err)) return false;
     // The kernels of scores and rounding add to what memory holds, so a repetition would compute something
     // else.
     return !m->c->settings.alone || m->c->run.layer.rounding != SMOE_ROUNDING_NONE ||

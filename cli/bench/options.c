@@ -17,6 +17,7 @@ enum {
     KEY_PASS,
     KEY_SCOPE,
     KEY_ENTRY,
+    KEY_STAGE,
     KEY_NO_BOUND,
     KEY_ALONE,
     KEY_JSON,
@@ -44,6 +45,8 @@ static const struct argp_option options_table[] = {
      "weights) "
      "or logits (top-K runs untimed; the backward ends with dlogits)",
      2},
+    {"stage", KEY_STAGE, "NAME", 0,
+     "Write only the rows of this stage: router_gemm, topk, ..., all (the whole pass), routing or gemms", 2},
     {"no-bound", KEY_NO_BOUND, NULL, 0, "Leave the reference out", 2},
     {"alone", KEY_ALONE, NULL, 0, "cuda, without rounding: also time every kernel of a pass by itself", 2},
     {NULL, 0, NULL, 0, "Output:", 3},
@@ -95,6 +98,17 @@ static bool parse_entry(const char *text, smoe_entry *entry, error *err)
     return fail(err, ERROR_USAGE, "--entry: '%s' is neither topk nor logits", text);
 }
 
+static bool parse_stage(const char *text, const char **stage, error *err)
+{
+    static const char *const sums[] = {"all", "routing", "gemms"};
+    *stage = text;
+    for (size_t i = 0; i < sizeof sums / sizeof sums[0]; i++)
+        if (strcmp(text, sums[i]) == 0) return true;
+    for (int i = 0; i < STAGE_COUNT; i++)
+        if (strcmp(text, smoe_stage_string(stage_at(i))) == 0) return true;
+    return fail(err, ERROR_USAGE, "--stage: '%s' is no stage, nor all, routing or gemms", text);
+}
+
 static bool parse_seconds(const char *option, const char *text, double *seconds, error *err)
 {
     char *end;
@@ -124,6 +138,7 @@ static bool parse_option(bench_options *options, int key, const char *text, erro
     case KEY_PASS: return parse_pass(text, &options->passes, err);
     case KEY_SCOPE: return parse_scope(text, &options->settings.scope, err);
     case KEY_ENTRY: return parse_entry(text, &options->settings.entry, err);
+    case KEY_STAGE: return parse_stage(text, &options->stage, err);
     case KEY_NO_BOUND: options->settings.no_bound = true; return true;
     default: options->settings.alone = true; return true;
     }

@@ -10,8 +10,9 @@ typedef struct bench_options {
     problem_options problem; // one problem at least
     bench_settings settings;
     table_format format;
-    int passes;      // bench_pass values together
-    int64_t repeats; // 0: as many as fit in `seconds`
+    const char *stage; // of the rows to write; NULL: all
+    int passes;        // bench_pass values together
+    int64_t repeats;   // 0: as many as fit in `seconds`
     double seconds;
 } bench_options;
 

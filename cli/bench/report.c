@@ -44,6 +44,7 @@ static const table_column columns[] = {
     {"launches", COLUMN_NUMBER, 0, true, NULL},
     {"alone_ms", COLUMN_NUMBER, 4, true, NULL},
     {"alone_copy_ms", COLUMN_NUMBER, 4, true, NULL},
+    {"host_ms", COLUMN_NUMBER, 4, true, NULL},
 };
 
 /* A table for people has GFLOP/s on the CPU, where all would be far below 1 TFLOP/s. Records have TFLOP/s. */
@@ -247,8 +248,16 @@ static void put_problem(table *t, const bench_result *result)
     table_integer(t, l->tile);
 }
 
+static double host_ms(const bench_result *result, const row *r)
+{
+    const double *ms = result->host_ms;
+    if (!r->whole || !result->counted) return NAN;
+    return (r->pass & ~PASS_BACKWARD ? ms[0] : 0) + (r->pass & ~PASS_FORWARD ? ms[1] : 0);
+}
+
 static void put_row(table *t, const bench_result *result, const row *r)
 {
+    if (result->stage && strcmp(result->stage, r->kernel) != 0) return;
     const smoe_layer *l = &result->c->run.layer;
     const summary time = row_summary(result, r, false);
     const double bound = has_bound(r) ? row_summary(result, r, true).median : NAN;
@@ -273,6 +282,7 @@ static void put_row(table *t, const bench_result *result, const row *r)
     table_number(t, row_launches(result, r));
     table_number(t, row_alone(result, r));
     table_number(t, row_alone_copy(result, r));
+    table_number(t, host_ms(result, r));
     table_end_row(t);
 }
 
@@ -325,7 +335,8 @@ static void put_launches(const bench_result *result, bench_pass pass)
 {
     const row whole = {pass, "", true, stages_of(pass)};
     if (!(result->passes & (int)pass) || !result->counted) return;
-    printf("  %-8s  %.0f launches", pass_name(pass), row_launches(result, &whole));
+    printf("  %-8s  %.0f launches, enqueued by the host in %.4f ms", pass_name(pass),
+           row_launches(result, &whole), host_ms(result, &whole));
     if (result->timed_alone) {
         const double ms = row_summary(result, &whole, false).median, alone = row_alone(result, &whole);
         printf(", %.4f ms in one graph, %.4f ms each by itself: %.3f", ms, alone, ms / alone);

@@ -24,13 +24,15 @@ typedef struct bench_result {
     const problem_options *problem;
     const bench_shape *shape;
     table_format format;
-    int passes; // bench_pass values together
+    int passes;        // bench_pass values together
+    const char *stage; // only the rows of this stage; NULL: all
     bench_times *times;
     size_t repeats;
     pass_bytes peak, predicted;
     bench_errors errors;
     bool counted, timed_alone;      // are the next two known?
     int launches[STAGE_COUNT];      // kernels of each stage in the pass's graph
+    double host_ms[2];              // the host enqueues a forward, a backward; known if `counted`
     double alone[STAGE_COUNT];      // ms of those kernels, each by itself
     double alone_copy[STAGE_COUNT]; // ms of a copy of as many bytes, by itself; 0: not timed
 } bench_result;

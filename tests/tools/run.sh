@@ -56,67 +56,61 @@ expect_status "report.sh without files" $? 2
 
 # ---- gpu.sh ----
 
-mkdir -p "$folder/build/tests/cuda"
-program() { # path, script
-    printf '#!/bin/sh\n%s\n' "$2" >"$folder/build/$1"
-    chmod +x "$folder/build/$1"
+mkdir -p "$folder/bin"
+program() { # name, script
+    printf '#!/bin/sh\n%s\n' "$2" >"$folder/bin/$1"
+    chmod +x "$folder/bin/$1"
 }
 program smoe "case \"\$*\" in
 'info --json --suite'*) cat '$here/shapes.jsonl' ;;
 *'--json --shape paper/'*) sed \"s,\\\"a\\\",\\\"\${6#paper/}\\\",\" '$here/records.jsonl' ;;
-'bench --device cuda --json --shape lone') cat '$here/records.jsonl' ;;
 *'models/one'*) sleep 60 ;;
-'verify --device cuda --all --only'*) echo checked \"\$6\" ;;
 'verify --device cuda --all --shard'*)
     [ -e '$folder/no_gpu' ] && { echo no usable CUDA device; exit 3; }
     [ -e '$folder/wrong' ] && [ \"\$6\" = 3/14 ] && { echo 5 passed, 1 failed; exit 1; }
     echo 5 passed, 0 failed ;;
 *) exit 3 ;;
 esac"
-program tests/cuda/cuda_check_route 'sleep 60'
-program tests/cuda/cuda_check_limits 'echo no GPU: skipped; exit 77'
-"$tools/gpu.sh" pack "$folder/build" "$folder/gpu" >/dev/null 2>&1
-expect_status "gpu.sh pack" $? 0
+program cuda_check_route 'sleep 60'
+program cuda_check_limits 'echo no GPU: skipped; exit 77'
+program cuda_check_sms 'echo 0 failures'
 
 run() { # wanted status, parts
     wanted=$1
     shift
-    OUT=$folder/out BUDGET=8 "$folder/gpu/gpu.sh" run "$folder/gpu" "$@" >"$folder/run.txt" 2>&1
-    expect_status "gpu.sh run $*" $? "$wanted"
+    OUT=$folder/out WORK=$folder/work BUDGET=8 BIN=$folder/bin "$tools/gpu.sh" "$@" >"$folder/run.txt" 2>&1
+    expect_status "gpu.sh $*" $? "$wanted"
 }
 untimed() { # a line that the output must have, where the seconds at the line's end are not compared
     sed 's/, [0-9]* s$//; s/after [0-9]* s/after N s/' "$folder/run.txt" >"$folder/untimed.txt"
     expect "$1" "$folder/untimed.txt" "$1"
 }
-run 0 verify:eights "bench:passes:paper:--suite+paper"
-untimed "checked eights"
-untimed "== verify:eights: ok"
-untimed "== bench:passes:paper: ok"
+run 0 sms paper_topk
+untimed "0 failures"
+untimed "== sms: ok"
+untimed "== paper_topk: ok"
 untimed "| one | uniform | 2.0000 | 100.5 | 1.100 | 1.2500 (0.500) | 0.0100 |"
 untimed "forward, uniform: geometric mean 0.785, least 0.400 (3 shapes)"
-[ "$(wc -l <"$folder/out/paper.jsonl")" -eq 20 ] || { echo "not all records came back"; wrong=1; }
-run 0 "bench:passes:lone:--shape+lone"
-cmp -s "$here/records.jsonl" "$folder/out/lone.jsonl" || { echo "the records did not come back"; wrong=1; }
-run 77 verify check_limits
+[ "$(wc -l <"$folder/out/paper_topk.jsonl")" -eq 20 ] || { echo "not all records came back"; wrong=1; }
+run 77 verify limits
 untimed "== verify: ok"
-untimed "== check_limits: no GPU"
+untimed "== limits: no GPU"
 : >"$folder/wrong"
-run 1 check_limits verify nonsense
+run 1 limits verify
 untimed "13 of 14 processes found nothing wrong"
 untimed "== verify: FAILED (exit 1)"
 rm "$folder/wrong"
-untimed "== nonsense: FAILED (exit 2)"
 : >"$folder/no_gpu"
 run 77 verify
-rm "$folder/no_gpu"
-run 1 "bench:passes:models:--suite+models+--pass+forward"
-untimed "stopped after N s: ./smoe bench --device cuda --json --shape models/one --pass forward"
-untimed "no time left for ./smoe bench --device cuda --json --shape models/two --pass forward"
-untimed "== bench:passes:models: FAILED (exit 1)"
-[ ! -e "$folder/out/models.jsonl" ] || { echo "a file without records came back"; wrong=1; }
-run 1 check_route check_limits
-untimed "== check_route: FAILED (exit 124)"
-untimed "no time left for ./cuda_check_limits"
+run 2 sms nonsense
+expect "an unknown part" "$folder/run.txt" "gpu.sh: there is no part and no label nonsense"
+run 2
+run 1 models
+untimed "stopped after N s: $folder/bin/smoe bench --device cuda --json --shape models/one --routing random --scope experts --pass forward,backward --seconds 8"
+untimed "== models: FAILED (exit 1)"
+run 1 route sms
+untimed "== route: FAILED (exit 124)"
+untimed "no time left for $folder/bin/cuda_check_sms"
 
 # ---- variants.sh ----
 
@@ -124,9 +118,8 @@ pack=$folder/variants
 mkdir -p "$pack"
 cp "$here/../../docs/shapes.csv" "$pack/"
 # shellcheck disable=SC2016 # its own arguments
-printf '#!/bin/sh\n[ "$3" != 40960,768,256,128,8 ] || exit 3\necho "timed $*"\n' >"$pack/time_variants"
-printf '#!/bin/sh\necho "host time of $*"\n' >"$pack/time_host"
-chmod +x "$pack/time_variants" "$pack/time_host"
+printf '#!/bin/sh\n[ "$3" != 40960,768,256,128,8 ] || exit 3\necho "timed $*"\n' >"$pack/variants"
+chmod +x "$pack/variants"
 variant() { # name, status of its check
     printf '#!/bin/sh\nexit %s\n' "$2" >"$pack/smoe.$1"
     chmod +x "$pack/smoe.$1"
@@ -140,7 +133,6 @@ variant bound-nothing 1 # a variant named bound-* may have wrong results
 expect_status "variants.sh run" $? 0
 expect variants.sh "$folder/variants.txt" "broken: FAILED, not measured"
 expect variants.sh "$folder/variants.txt" "30B-n256, random"
-expect variants.sh "$folder/variants.txt" "host time of 60 64,256,64,8,2 ./base.so ./another.so ./bound-nothing.so"
 expect variants.sh "$folder/variants.txt" "timed 2 random 32768,4096,256,256,16 ./base.so ./another.so ./bound-nothing.so"
 expect variants.sh "$folder/variants.txt" "timed 2 uniform 24576,1536,256,128,8 ./base.so ./another.so ./bound-nothing.so"
 "$tools/variants.sh" run "$pack" 2 1.4B-n256 >"$folder/variants.txt"

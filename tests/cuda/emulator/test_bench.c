@@ -101,6 +101,8 @@ static void test_experts(void **state)
         check_launches(record_of(&r, expected[i].pass, expected[i].kernel), expected[i].launches, 1);
     check_memory(record_of(&r, "forward", "all"));
     check_memory(record_of(&r, "backward", "all"));
+    assert_true(number_of(record_of(&r, "layer", "all"), "host_ms") > 0);
+    assert_true(isnan(number_of(record_of(&r, "forward", "up"), "host_ms")));
     assert_true(isnan(number_of(record_of(&r, "forward", "up"), "bound_ms")));
     free_records(&r);
 }

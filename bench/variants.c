@@ -1,35 +1,37 @@
 /* Measures which of several builds of the library is the fastest. All run in one process, on the same inputs,
  * by turns:
  *
- *   time_variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...
+ *   variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...
  *
  * A LIBRARY is the libsmoe.so of a build; "self" is this program's. With ":portable" behind it the variant is
- * its portable kernels. Every pass is timed in two ways: after 20 ms of idling, when the GPU is not yet at
+ * its portable kernels. Every pass is timed in three ways: after 20 ms of idling, when the GPU is not yet at
  * its power limit and differences of 0.1 % can be detected; and in sustained runs, as users have them, where
- * only differences of 1 % can be detected. Differences are relative to the first library in the same round:
- * the median over the rounds, with its standard error. The last column tells whether all results have the
- * same bits as the first library's. */
+ * only differences of 1 % can be detected; and on the host, which enqueues CALLS passes (to be judged with a
+ * layer so small that the host never waits for the GPU, such as 64,256,64,8,2). Differences are relative to
+ * the first library in the same round: the median over the rounds, with its standard error. The last column
+ * tells whether all results have the same bits as the first library's. */
 #define _GNU_SOURCE
 #include "bench/build_api.h"
-#include "bench/link_time.h"
 #include "bench/median.h"
 #include "common/turns.h"
 #include "tests/cuda/gpu.h"
 #include "tests/cuda/route_cases.h"
 
 #include <math.h>
+#include <time.h>
 #include <unistd.h>
 
 enum {
     MOST_VARIANTS = 16,
     MOST_ROUNDS = 100,
     PASSES = 2, /* forward, backward */
-    WAYS = 2,   /* after idling, sustained */
+    WAYS = 3,   /* after idling, sustained, the host */
     IDLE_US = 20000,
     IDLE_LAUNCHES = 4, /* the first is not counted */
     SETTLE_MS = 15,
     WARM_ROUNDS = 2, /* before the sustained ones */
     LAUNCHES = 16,
+    CALLS = 20,
     PATTERN = 1 << 22, /* normal numbers, of which all inputs are copies */
     NO_DEVICE = 77
 };
@@ -257,6 +259,12 @@ static void run_once(const problem *p, variant *v)
 
 /* ---- Times ---- */
 
+static int compare_floats(const void *a, const void *b)
+{
+    const float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
 /* Median milliseconds of `count` launches without the first `skipped`. */
 static double time_launches(const problem *p, cudaGraphExec_t pass, int count, int skipped)
 {
@@ -296,6 +304,17 @@ static double time_sustained(const problem *p, const variant *v, int pass)
     return time_launches(p, v->pass[pass], LAUNCHES, 0);
 }
 
+/* Milliseconds of a call. */
+static double time_host(const problem *p, const variant *v, int pass)
+{
+    struct timespec begin, end;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    for (int i = 0; i < CALLS; i++) check(v, pass == 0 ? enqueue_forward(p, v) : enqueue_backward(p, v));
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    CHECK_CUDA(cudaStreamSynchronize(p->stream));
+    return (1e3 * (double)(end.tv_sec - begin.tv_sec) + 1e-6 * (double)(end.tv_nsec - begin.tv_nsec)) / CALLS;
+}
+
 /* All rounds after idling come before all sustained rounds. Otherwise the GPU would neither be idle in the
  * first kind nor at its power limit in the second. */
 static void time_all(const problem *p, variant *variants, int count, int rounds)
@@ -307,7 +326,9 @@ static void time_all(const problem *p, variant *variants, int count, int rounds)
             for (int round = 0; round < warm + rounds; round++)
                 for (int i = 0; i < count; i++) {
                     variant *v = variants + turn_of(seed, round, i, count);
-                    const double ms = way == 0 ? time_after_idling(p, v, pass) : time_sustained(p, v, pass);
+                    const double ms = way == 0   ? time_after_idling(p, v, pass)
+                                      : way == 1 ? time_sustained(p, v, pass)
+                                                 : time_host(p, v, pass);
                     if (round >= warm) v->ms[pass][way][round - warm] = ms;
                 }
         }
@@ -329,8 +350,8 @@ static difference compare(const double *ms, const double *first, int rounds)
 
 static void print_table(const variant *variants, int count, int rounds)
 {
-    printf("%-24s %-8s %10s %16s %10s %16s  %s\n", "library", "pass", "idle, ms", "%", "sustained", "%",
-           "bits");
+    printf("%-24s %-8s %10s %16s %10s %16s %10s %16s  %s\n", "library", "pass", "idle, ms", "%", "sustained",
+           "%", "host", "%", "bits");
     for (int pass = 0; pass < PASSES; pass++)
         for (int i = 0; i < count; i++) {
             printf("%-24s %-8s", variants[i].call.name, pass == 0 ? "forward" : "backward");
@@ -345,7 +366,7 @@ static void print_table(const variant *variants, int count, int rounds)
 static int usage(void)
 {
     fprintf(stderr,
-            "time_variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...   (rounds 1 to %d, libraries 1 "
+            "variants ROUNDS uniform|random|skewed T,d,n,E,K LIBRARY...   (rounds 1 to %d, libraries 1 "
             "to %d)\n",
             (int)MOST_ROUNDS, (int)MOST_VARIANTS);
     return 2;
