@@ -63,7 +63,7 @@ static void shape_logits(const smoe_layer *layer, const oracle_draw *draw, doubl
     free(expert_of);
 }
 
-/* K distinct ids for every token. If broken, the first id of every third token is -1, E or past 32 bits, and
+/* K distinct ids for every token. If broken, the first id of every third token is outside of 0..E-1, and
  * the last id of every fifth token repeats its first. */
 static int64_t *draw_ids(const smoe_layer *layer, const oracle_draw *draw, oracle_random *random)
 {
@@ -89,7 +89,8 @@ static int64_t *draw_ids(const smoe_layer *layer, const oracle_draw *draw, oracl
         }
         if (draw->routing == ORACLE_COUNTS) token_ids[0] = expert_of[t];
         if (draw->broken_ids && t % 5 == 0) token_ids[topk - 1] = token_ids[0];
-        if (draw->broken_ids && t % 3 == 0) token_ids[0] = t % 2 ? -1 : past;
+        const int64_t outside[] = {past, -1, INT32_MAX, INT32_MIN};
+        if (draw->broken_ids && t % 3 == 0) token_ids[0] = outside[t / 3 % 4];
     }
     free(deck);
     free(expert_of);
