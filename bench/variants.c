@@ -31,7 +31,7 @@ enum {
     SETTLE_MS = 15,
     WARM_ROUNDS = 2, /* before the sustained ones */
     LAUNCHES = 16,
-    CALLS = 20,
+    CALLS = 8,
     PATTERN = 1 << 22, /* normal numbers, of which all inputs are copies */
     NO_DEVICE = 77
 };
