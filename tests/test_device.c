@@ -55,10 +55,20 @@ static void test_device_files(void **state)
     }
 }
 
+/* NVML says on which GPUs a program computes. Without it, or with another library, nothing is known. */
+static void test_free_gpus(void **state)
+{
+    (void)state;
+    assert_int_equal(device_free_gpus(FAKE_NVML), 3);
+    assert_int_equal(device_free_gpus("libm.so.6"), -1);
+    assert_int_equal(device_free_gpus("/nowhere/libnvidia-ml.so"), -1);
+}
+
 #define IN_FOLDER(test) cmocka_unit_test_setup_teardown(test, folder_setup, folder_teardown)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {IN_FOLDER(test_listed), IN_FOLDER(test_device_files)};
+    const struct CMUnitTest tests[] = {IN_FOLDER(test_listed), IN_FOLDER(test_device_files),
+                                       cmocka_unit_test(test_free_gpus)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

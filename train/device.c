@@ -11,6 +11,7 @@
 
 #include <assert.h>
 #include <dirent.h>
+#include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -75,6 +76,52 @@ bool device_leaves_gpu(const char *root, error *why)
 
 bool device_comm_key(const train_device *dv, int ranks, unsigned char key[GROUP_KEY], error *err)
 {
+/* Of NVML, the driver's library. `running` stores the number of programs; 0: there is none. */
+typedef struct nvml {
+    int (*init)(void);
+    int (*shutdown)(void);
+    int (*count)(unsigned *count);
+    int (*open)(unsigned index, void **gpu);
+    int (*running)(void *gpu, unsigned *count, void *programs);
+} nvml;
+
+static bool find(void *library, const char *name, void *function)
+{
+    void *found = dlsym(library, name);
+    memcpy(function, &found, sizeof found);
+    return found != NULL;
+}
+
+static int count_free(const nvml *n)
+{
+    unsigned gpus = 0, programs;
+    int unused = 0;
+    void *gpu;
+    if (n->count(&gpus) != 0) return -1;
+    for (unsigned i = 0; i < gpus; i++) {
+        programs = 0; // there is room for none, so one that runs is an error
+        unused += n->open(i, &gpu) == 0 && n->running(gpu, &programs, NULL) == 0 && programs == 0;
+    }
+    return unused;
+}
+
+int device_free_gpus(const char *library)
+{
+    void *opened = dlopen(library ? library : "libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    nvml n;
+    int unused = -1;
+    if (!opened) return unused;
+    if (find(opened, "nvmlInit_v2", &n.init) && find(opened, "nvmlShutdown", &n.shutdown) &&
+        find(opened, "nvmlDeviceGetCount_v2", &n.count) &&
+        find(opened, "nvmlDeviceGetHandleByIndex_v2", &n.open) &&
+        find(opened, "nvmlDeviceGetComputeRunningProcesses_v3", &n.running) && n.init() == 0) {
+        unused = count_free(&n);
+        (void)n.shutdown();
+    }
+    (void)dlclose(opened);
+    return unused;
+}
+
     memset(key, 0, GROUP_KEY);
 #ifdef SMOE_HAVE_CUDA
     if (dv->backend == SMOE_BACKEND_CUDA) return nccl_key(key, err);

@@ -165,6 +165,14 @@ static void show_chosen(const train_settings *s, const train_recipe *now)
     fputc('\n', stderr);
 }
 
+/* Where the user has not chosen GPUs: which ones a run on one leaves unused. */
+static void show_free_gpus(void)
+{
+    const int others = getenv("CUDA_VISIBLE_DEVICES") ? 0 : device_free_gpus(NULL);
+    if (others > 0)
+        fprintf(stderr, "1 GPU; %d more of this host %s free (--gpus)\n", others, others == 1 ? "is" : "are");
+}
+
 /* Prints which files were left out; of a new run on which files it validates and what was chosen for it; of a
  * resumed run how much it still has to do (its steps or seconds include those before), and which options have
  * changed. */
@@ -176,6 +184,7 @@ static void show_start(const train_settings *s, const train_start *start)
     if (strcmp(start->device, "cpu") == 0) cli_show_blas_fault();
     if (start->comm && strcmp(start->device, "cpu") != 0)
         fprintf(stderr, "%d GPUs, %s\n", start->ranks, start->comm);
+    if (start->ranks == 1 && strcmp(start->device, "cpu") != 0) show_free_gpus();
     show_skipped(start->data);
     if (!start->resumed) {
         show_files(start->data);
