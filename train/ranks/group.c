@@ -260,7 +260,7 @@ static void drain(group *g)
 }
 
 /* Ends this process for the reason `w`. Only the first reason counts. */
-static void end(group *g, const last_words *w, bool write)
+static _Noreturn void end(group *g, const last_words *w, bool write)
 {
     while (atomic_exchange(&g->ended, true)) pause(); // another thread ends it
     if (write) write_words(g, w);
@@ -279,6 +279,7 @@ void group_fail(group *g, const error *why)
     for (int i = 0; g->watched && i < 50; i++) usleep(100000);
     while (!g->watched && hear(g, g->peers[0].socket) && g->in.kind != ABORT) {
     }
+    _exit(why->code); // rank 0 does not answer
 }
 
 /* ---- agreeing ---- */

@@ -32,8 +32,8 @@ bool group_agree(group *g, const char *settings, unsigned char key[GROUP_KEY], e
 void group_progress(group *g);
 void group_writes(group *g, bool writes);
 
-/* Tells the others why this rank fails. Rank 0 writes the message. The process ends with the error's status,
- * here or, if rank 0 does not answer, at the caller's hand. */
-void group_fail(group *g, const error *why);
+/* Tells the others why this rank fails and ends the process with the error's status. Rank 0 writes the
+ * message. To be called before a device is closed: it may wait for ranks that never come. */
+_Noreturn void group_fail(group *g, const error *why);
 
 #endif

@@ -292,5 +292,6 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
     if (done) tell_start(&r);
     done = done && loop(&r, result, err) && finish(&r, result, err);
     train_loop_close(&r);
+    if (!done && settings->group) group_fail(settings->group, err);
     return done;
 }
