@@ -30,6 +30,7 @@ enum {
     KEY_BATCH,
     KEY_PARTS,
     KEY_PRECISION,
+    KEY_GRADIENTS,
     KEY_CLIP,
     KEY_GPUS,
     KEY_RECOMPUTE
@@ -46,6 +47,7 @@ static const struct argp_option options_table[] = {
      "(default 1)",
      3},
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or, with --device cuda, bf16, as for train", 3},
+    {"gradients", KEY_GRADIENTS, "TYPE", 0, "f32 or, with --device cuda, bf16, as for train", 3},
     {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as for train (default 1; 0: any)", 3},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as for train", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
@@ -79,6 +81,13 @@ static void parse_model(int key, const char *text, struct argp_state *state)
         wanted->bf16 = strcmp(text, "bf16") == 0;
         if (!wanted->bf16 && strcmp(text, "f32") != 0)
             argp_error(state, "--precision: '%s' is neither f32 nor bf16", text);
+        return;
+    case KEY_GRADIENTS:
+        wanted->gradients = strcmp(text, "bf16") == 0  ? GRADIENTS_BF16
+                            : strcmp(text, "f32") == 0 ? GRADIENTS_F32
+                                                       : GRADIENTS_DEFAULT;
+        if (wanted->gradients == GRADIENTS_DEFAULT)
+            argp_error(state, "--gradients: '%s' is neither f32 nor bf16", text);
         return;
     case KEY_CLIP:
         wanted->clip = strtod(text, &end);

@@ -51,6 +51,7 @@ static void test_contradictions(void **state)
         {"--dense-twin --dense-intermediate 8", "--dense-intermediate is only for --dense-layers"},
         {"--device gpu", "--device: 'gpu' is not one of auto, cpu, cuda, cuda-plain"},
         {"--precision f16", "--precision: 'f16' is not one of f32, bf16"},
+        {"--gradients f16", "--gradients: 'f16' is not one of f32, bf16"},
         {"--recompute all", "--recompute: 'all' is not one of none, norms, norms-qk, layers"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {

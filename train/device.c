@@ -22,15 +22,17 @@ train_device *device_open(const device_options *o, error *err)
     const cuda_options cuda = {.index = o->index,
                                .bf16 = o->bf16,
                                .sums = o->sums,
+                               .gradients = o->gradients,
                                .fastest = o->fastest,
                                .plain = strcmp(o->name, "cuda-plain") == 0};
     if (strcmp(o->name, "cuda") == 0 || cuda.plain || (strcmp(o->name, "auto") == 0 && cuda_usable(NULL)))
         return cuda_open(&cuda, err);
 #endif
     if (strcmp(o->name, "auto") == 0 || strcmp(o->name, "cpu") == 0) {
-        if (!o->bf16) return cpu_open(err);
-        fail(err, ERROR_USAGE,
-             "--precision bf16 is only for the GPU (--device cuda): the CPU computes in f32");
+        const bool narrow = o->gradients == GRADIENTS_BF16;
+        if (!o->bf16 && !narrow) return cpu_open(err);
+        fail(err, ERROR_USAGE, "--%s bf16 is only for the GPU (--device cuda): the CPU computes in f32",
+             narrow ? "gradients" : "precision");
         return NULL;
     }
     if (strncmp(o->name, "cuda", 4) == 0)

@@ -9,11 +9,12 @@
 typedef struct device_options {
     const char *name; // "cpu"; "cuda"; "auto": the GPU if this build and the machine have one;
                       // "cuda-plain": slow, without cuBLASLt and cuDNN, for tests on machines without them
-    bool bf16;    // cuda: weights and AdamW's states in bf16 alone; else states and master weights in f32.
-                  // An error on the CPU, where everything is f32
-    bool sums;    // gradients are added up over several passes and are therefore f32
-    int index;    // cuda: which GPU
-    bool fastest; // cuda: attention's backward may differ in its last bits from run to run
+    bool bf16; // cuda: weights and AdamW's states in bf16 alone; else states and master weights in f32.
+               // An error on the CPU, where everything is f32
+    bool sums; // gradients are added up over several passes and are therefore f32
+    gradient_choice gradients; // bf16 is an error on the CPU
+    int index;                 // cuda: which GPU
+    bool fastest;              // cuda: attention's backward may differ in its last bits from run to run
 } device_options;
 
 /* The caller closes it: device->ops->close(device). NULL and *err: what is missing. */

@@ -19,6 +19,13 @@
 
 typedef struct train_ops train_ops;
 
+/* What the gradients of the weights, and their sums, are chosen to be. */
+typedef enum gradient_choice {
+    GRADIENTS_DEFAULT, // bf16 if weights and states are and there is one pass a step, else f32
+    GRADIENTS_F32,
+    GRADIENTS_BF16
+} gradient_choice;
+
 /* The part of a device that the model uses. The backend's own state follows it in memory. */
 typedef struct train_device {
     const train_ops *ops;

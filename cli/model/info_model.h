@@ -12,6 +12,7 @@ typedef struct info_model {
     int64_t parts;     // micro-batches of a step, on each GPU
     int64_t gpus;      // ranks that share out the batch and AdamW's states (train/run/shards.h)
     bool bf16;         // --precision bf16
+    gradient_choice gradients;
     model_recompute recompute;
     double clip; // largest norm of the gradient
 } info_model;

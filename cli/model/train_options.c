@@ -126,6 +126,7 @@ enum {
     KEY_PEER_TIMEOUT,
     KEY_DEVICE,
     KEY_PRECISION,
+    KEY_GRADIENTS,
     KEY_FASTEST,
     KEY_RECOMPUTE
 };
@@ -156,6 +157,11 @@ static const struct argp_option others[] = {
     {"precision", KEY_PRECISION, "TYPE", 0,
      "cuda: type of weights and AdamW states, f32 or bf16; arithmetic is bf16 with both. The CPU has f32 "
      "only",
+     GROUP_RUN},
+    {"gradients", KEY_GRADIENTS, "TYPE", 0,
+     "cuda: type of the gradients of the weights and of their sums over GPUs, f32 or bf16 (default bf16 with "
+     "--precision bf16 and no micro-batches, else f32). With several GPUs bf16 halves the bytes that are "
+     "summed",
      GROUP_RUN},
     {"fastest", KEY_FASTEST, NULL, 0,
      "With --device cuda the backward of attention may sum in any order, so two runs differ in their last "
@@ -295,6 +301,10 @@ static error_t parse_device(int key, const char *text, struct argp_state *state)
     switch (key) {
     case KEY_DEVICE: s->device.name = names[parse_choice(state, "device", text, names, 4)]; return 0;
     case KEY_PRECISION: s->device.bf16 = parse_choice(state, "precision", text, precisions, 2); return 0;
+    case KEY_GRADIENTS:
+        s->device.gradients =
+            parse_choice(state, "gradients", text, precisions, 2) ? GRADIENTS_BF16 : GRADIENTS_F32;
+        return 0;
     case KEY_FASTEST: s->device.fastest = true; return 0;
     case KEY_RECOMPUTE:
         s->recompute =
@@ -514,6 +524,8 @@ static void adopt(train_options *options, size_t offset, double value)
 
 void train_options_summary(const train_options *options, char *text, size_t size)
 {
+    static const char *const gradients[] = {
+        [GRADIENTS_DEFAULT] = "default", [GRADIENTS_F32] = "f32", [GRADIENTS_BF16] = "bf16"};
     const train_settings *s = &options->settings;
     size_t at = 0;
     text[0] = '\0';
@@ -522,11 +534,13 @@ void train_options_summary(const train_options *options, char *text, size_t size
                                number_get(s, &numbers[i]));
     if (at < size)
         snprintf(text + at, size - at,
-                 "--score %s\n--renormalize %d\n--tied %d\n--rounding %s\n--precision %s\n--fastest %d\n"
+                 "--score %s\n--renormalize %d\n--tied %d\n--rounding %s\n--precision %s\n--gradients "
+                 "%s\n--fastest %d\n"
                  "--recompute %s\n--device %s\n--resume %d",
                  model_score_names[s->config.score], s->config.norm_topk_prob, s->config.tied,
-                 rounding_name(s->routing.rounding), s->device.bf16 ? "bf16" : "f32", s->device.fastest,
-                 model_recompute_names[s->recompute], s->device.name, s->resume);
+                 rounding_name(s->routing.rounding), s->device.bf16 ? "bf16" : "f32",
+                 gradients[s->device.gradients], s->device.fastest, model_recompute_names[s->recompute],
+                 s->device.name, s->resume);
 }
 
 bool train_options_adopt_sizes(train_options *options, const model_config *run, error *err)

@@ -344,7 +344,9 @@ train_device *cuda_open(const cuda_options *options, error *err)
                                 .index = options->index,
                                 .backend = SMOE_BACKEND_CUDA,
                                 .type = SMOE_TYPE_BF16,
-                                .grad_type = options->bf16 && !options->sums ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
+    const bool narrow = options->gradients == GRADIENTS_DEFAULT ? options->bf16 && !options->sums
+                                                                : options->gradients == GRADIENTS_BF16;
+                                .grad_type = narrow ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
                                 .state_type = options->bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
                                 .master = !options->bf16,
                                 .loss_rows = LOSS_ROWS,

@@ -5,9 +5,10 @@
 #include "train/ops.h"
 
 typedef struct cuda_options {
-    int index;    // which GPU of this host
-    bool bf16;    // weights and AdamW's states in bf16 alone; else states and master weights in f32
-    bool sums;    // gradients in f32, for any type of the weights
+    int index; // which GPU of this host
+    bool bf16; // weights and AdamW's states in bf16 alone; else states and master weights in f32
+    bool sums; // gradients are added up over several passes
+    gradient_choice gradients;
     bool fastest; // attention's backward may sum in any order: the last bits then differ from run to run
     bool plain;   // without libraries: products and attention by plain loops, which are slow
 } cuda_options;

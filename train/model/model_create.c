@@ -309,7 +309,7 @@ static bool check_parts(const model *m, error *err)
         return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients of one layer at a time at most 1",
                     (long long)m->parts);
     if (m->parts > 1 && m->device->grad_type != SMOE_TYPE_F32)
-        return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients that are not f32 at most 1",
+        return fail(err, ERROR_USAGE, "micro-batches: %lld, with gradients in bf16 at most 1",
                     (long long)m->parts);
     return true;
 }
